@@ -43,7 +43,7 @@ __all__ = ["RULES", "Finding", "Found", "Job", "Rule", "check", "kept"]
 
 _IGNORE = re.compile(r"#\s*ddpjob:\s*ignore\[([\w\s,-]*)\]")
 _NOTHING_KNOWN = Job()
-LEFT_OUT_MAX = 5  # rules that are named
+LEFT_OUT_MAX = 5  # rules to name
 _MODULES = (
     ranks, collectives, wrapping, steps, gradients, data, checkpoints, groups, starting,
     local_rank, alone, schedulers, elastic,
@@ -53,13 +53,12 @@ RULES = tuple(r for module in _MODULES for r in vars(module).values() if isinsta
 
 
 def check(file: str, text: str, job: Job = _NOTHING_KNOWN, limited: Limited = unlimited) -> list[Finding]:
-    """All findings in a script, in the order of its lines. A script that does not parse is a finding itself.
-
-    limited: does one part of the work. Rules that it gives up are named by a finding.
+    """Return all findings in a script, in line order. A script that does not parse is itself a finding. limited: runs
+    one part of the work. A finding names the rules that took too long.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "\d" in a text is no mistake of DDP
+            warnings.simplefilter("ignore")  # "\d" in a text is no DDP mistake
             script = limited(lambda: Script(text))
         findings = list(_findings(file, script, job if job.script else replace(job, script=(file,)), limited))
         kept_findings: list[Finding] = limited(lambda: kept(findings, text))
@@ -76,12 +75,12 @@ def check(file: str, text: str, job: Job = _NOTHING_KNOWN, limited: Limited = un
         ]
 
 
-# Type parameters and type aliases, and quotes within the braces of an f-string: Python 3.12.
+# Python 3.12 syntax: type parameters, type aliases, and nested quotes in f-strings.
 _NEWER = re.compile(r"\s*(?:(?:async\s+)?def|class)\s+\w+\s*\[|\s*type\s+\w+\s*(?:\[.*\]\s*)?=")
 
 
 def _of_syntax(file: str, text: str, error: SyntaxError) -> Finding:
-    """An error, or a warning if the Python that runs the script may be newer than the one that reads it."""
+    """Return an error; a warning if the script's Python may be newer than this one."""
     number, lines = error.lineno or 1, text.splitlines()
     line = lines[number - 1] if number <= len(lines) else ""
     newer = sys.version_info < (3, 12) and (_NEWER.match(line) or "f-string" in error.msg)
@@ -112,7 +111,7 @@ def _of_rule(rule: Rule, file: str, script: Script, job: Job, certainty: Certain
 
 
 def kept(findings: Iterable[Finding], text: str) -> list[Finding]:
-    """The findings without those that a `# ddpjob: ignore[rule]` on their line, or alone above it, suppresses."""
+    """Return the findings not suppressed by `# ddpjob: ignore[rule]` on their line, or alone on the line above."""
     lines = text.splitlines()
     return sorted(f for f in set(findings) if f.rule not in _ignored(lines, f.line))
 

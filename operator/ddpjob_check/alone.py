@@ -31,7 +31,7 @@ def group_needs_option(script: Script, job: Job) -> Iterator[Found]:
     options, seen = ScriptOptions(script, job.words), list[tuple[str, Any]]()
 
     def value(node: ast.expr) -> Any:
-        """As the options have it; notes those that were asked for."""
+        """Return the value that the options give it; `seen` records the options that were used."""
         value = options.value(node)
         if value is not UNKNOWN and not isinstance(node, ast.Constant) and (found := options.declaration(node)):
             seen.append((found.name, value))
@@ -84,7 +84,7 @@ def _has_several(job: Job) -> bool:
 
 
 def _forming(script: Script) -> Iterator[ast.Call]:
-    """The calls that form the group: torch's, and those that other files may define: init_dist(…), setup_ddp(…)."""
+    """Return calls that form the group: torch's, and functions of other files that may: init_dist(…), setup_ddp(…)."""
     yield from script.inits
     for call in script.calls:
         name = name_of(call.func)

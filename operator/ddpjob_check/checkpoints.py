@@ -1,4 +1,4 @@
-"""Folders and checkpoints: which rank makes and saves them, what is saved, and onto which device it is loaded."""
+"""Rules about folders and checkpoints: which rank writes them, what is saved, and to which device it is loaded."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def folder_on_every_rank(script: Script, job: Job) -> Iterator[Found]:
 
 
 def _made(script: Script, call: ast.Call) -> ast.expr | None:
-    """The folder that a call makes, where it must not exist."""
+    """Return the folder that a call creates and that must not exist yet."""
     name = script.called(call)
     if name in ("os.makedirs", "os.mkdir"):
         path = script.argument(call, "name" if name == "os.makedirs" else "path", 0)
@@ -73,13 +73,13 @@ def _is_path(script: Script, node: ast.expr) -> bool:
 
 
 def _is_own(script: Script, path: ast.expr) -> bool:
-    """True for a path that differs by rank or by process."""
+    """True for a path that differs by rank or process."""
     made = [n for o in (path, *script.origins(path)) if isinstance(o, ast.expr) for n in ast.walk(o)]
     return script.depends_on_rank(path, by_arguments=True) or any(name_of(n) in _OF_ITS_OWN for n in made)
 
 
 def _expects_it(script: Script, call: ast.Call) -> bool:
-    """True if an error is handled, or the ranks come one after the other: try, suppress(…), FileLock(…)."""
+    """True if an error is handled, or the ranks take turns: try, suppress(…), FileLock(…)."""
     for child, parent in script.above(call):
         if isinstance(parent, ast.Try) and parent.handlers and child in parent.body:
             return True
@@ -135,7 +135,7 @@ def save_whole_module(script: Script, job: Job) -> Iterator[Found]:
 
 
 def is_module(script: Script, value: ast.expr) -> bool:
-    """Whether a value is certainly an nn.Module: made by a class of torch or of this file, then perhaps moved."""
+    """True if a value is certainly an nn.Module: an instance of a class of torch or of this file, perhaps moved."""
     todo, seen = [value], set[object]()
     while todo:
         for origin in script.origins(todo.pop()):
@@ -208,14 +208,14 @@ _ASKS = {"ddp", "distributed", "gpus", "hasattr", "isinstance", "module", "multi
 
 
 class _Place(NamedTuple):
-    """Where a state lies: in which file, and under which key of the dict there; "": it is the whole file."""
+    """The place of a state: a file, and the key in its dict; "": the state is the whole file."""
 
     path: ast.expr
     key: str
 
 
 def _states_saved(script: Script, save: ast.Call) -> Iterator[tuple[ast.Call, _Place]]:
-    """The calls of state_dict() whose result torch.save gets, itself or in a dict."""
+    """Yield the calls of state_dict() whose result is passed to torch.save, directly or in a dict."""
     what, path = script.argument(save, "obj", 0), script.argument(save, "f", 1)
     for origin in script.origins(what) if path is not None else ():
         if isinstance(origin, ast.Call) and is_method(origin, "state_dict") and path:
@@ -228,7 +228,7 @@ def _states_saved(script: Script, save: ast.Call) -> Iterator[tuple[ast.Call, _P
 
 
 def _loaded(script: Script, value: ast.expr | None) -> _Place | None:
-    """The place that torch.load reads a value from."""
+    """Return the place from which torch.load reads a value."""
     for origin in script.origins(value):
         key, inner = "", origin
         if isinstance(origin, ast.Subscript):
@@ -240,7 +240,7 @@ def _loaded(script: Script, value: ast.expr | None) -> _Place | None:
 
 
 def _is_the_same_file(script: Script, saved: _Place, loaded: _Place) -> bool:
-    """True if both have the same path, or the file that is loaded is called a checkpoint to go on from."""
+    """True if both have the same path, or the loaded file is named like a checkpoint to resume from."""
     if saved.key != loaded.key:
         return False
     if ast.dump(saved.path) == ast.dump(loaded.path):
@@ -255,7 +255,7 @@ _GOES_ON = {"resume", "resumed", "latest"}
 
 
 def _level(script: Script, model: ast.expr | None, place: ast.AST, depth: int = 0) -> str:
-    """wrapped, or plain: what a model is in this line; "" where that is not certain."""
+    """Return what a model is at this line, wrapped or plain; "" if that is uncertain."""
     if isinstance(model, ast.Attribute) and model.attr == "module":
         return "plain"
     if not isinstance(model, ast.Name | ast.Attribute) or depth > _DEPTH_MAX:
@@ -274,7 +274,7 @@ _DEPTH_MAX = 4
 
 
 def _level_after(script: Script, text: str, before: list[ast.Assign], here: list[ast.Assign]) -> str:
-    """By the last line before it that sets the name; here: all that do, in this function."""
+    """Return the level after the last earlier line that sets the name; here: all such lines in this function."""
     last = max(before, key=lambda n: n.lineno, default=None)
     if last is None:
         return ""
@@ -289,7 +289,7 @@ def _level_after(script: Script, text: str, before: list[ast.Assign], here: list
 
 
 def _level_given(script: Script, function: Function, name: str, depth: int) -> str:
-    """What all callers give for a parameter."""
+    """Return the level that all callers pass for a parameter."""
     names = [p.arg for p in (*function.args.posonlyargs, *function.args.args)]
     levels = set()
     for caller in script.callers(function):
@@ -303,7 +303,9 @@ def _level_given(script: Script, function: Function, name: str, depth: int) -> s
 def _level_elsewhere(
     script: Script, model: ast.expr, function: Function | None, sets: list[ast.Assign], depth: int
 ) -> str:
-    """By the one function that sets self.model, or the module: as it is where that calls this one, else at its end."""
+    """Return the level after the one function that sets self.model, or the module: at the call of this function if it
+    calls it, else at its end.
+    """
     setting = {script.function(n) for n in sets}
     if len(setting) != 1 or function is None:
         return "wrapped" if all(script.called(o) == DDP for o in script.origins(model)) else ""
@@ -343,11 +345,11 @@ def load_without_map_location(script: Script, job: Job) -> Iterator[Found]:
 
 
 def _speaks_of_device(test: ast.expr) -> bool:
-    """`if args.gpu is None: load(path)`: another branch loads the same with a device."""
+    """True for `if args.gpu is None: load(path)`: another branch loads the same with a device."""
     return any(word in name_of(n).lower() for n in ast.walk(test) for word in _DEVICE_WORDS)
 
 
 def _is_buffer(script: Script, path: ast.expr) -> bool:
-    """Memory, or a file of this process alone."""
+    """True for memory, or a file of this process alone."""
     own = {"io.BytesIO", "tempfile.NamedTemporaryFile", "tempfile.TemporaryFile", "tempfile.mkstemp"}
     return any(script.called(o) in own for o in script.origins(path))

@@ -1,4 +1,4 @@
-"""Collectives that only some ranks call, also in a function of the file that only some of them call."""
+"""Rules about collectives that only some ranks call, directly or by a function of the file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ddpjob_check.rule import Found, Job, rule
 from ddpjob_check.script import DDP, Script
 
 _NEW_GROUP = "torch.distributed.new_group"
-# Decorators that run a function as it stands.
+# Decorators that do not change what a function does.
 _TRANSPARENT = {"no_grad", "inference_mode", "enable_grad", "autocast", "compile", "record", "staticmethod", "property"}
 _HAS_BUFFERS = ("register_buffer", "Buffer", "running_mean", "running_var")
 
@@ -30,7 +30,7 @@ def collective_on_one_rank(script: Script, job: Job) -> Iterator[Found]:
         guarding = guard(script, call) if _is_worth_a_look(script, call) else None
         if guarding is None or (job.nproc == 1 and is_local(script, guarding.test)):
             continue
-        # The collective that a call certainly leads to: itself, or one in a function of the file.
+        # The collective that a call certainly runs, directly or in a function of the file.
         waits = call if _waits(script, call) else collective_in(script, script.functions_called(call))
         if waits is not None and not _others_join(script, call, guarding, waits):
             certain = guarding.is_certain and (job.nproc is not None or not is_local(script, guarding.test))
@@ -40,7 +40,7 @@ def collective_on_one_rank(script: Script, job: Job) -> Iterator[Found]:
 
 
 def _is_worth_a_look(script: Script, call: ast.Call) -> bool:
-    """True for what may wait: a collective, a function of the file, and a model."""
+    """True for calls that may wait: a collective, a function of the file, or a model."""
     return _waits(script, call) or bool(script.functions_called(call)) or _calls_a_value(call)
 
 
@@ -68,7 +68,7 @@ def _of_forward(script: Script, call: ast.Call, guarding: Guard, model: str) -> 
 
 
 def _waits(script: Script, call: ast.Call) -> bool:
-    """True for what ends only when all ranks have called it."""
+    """True for a call that ends only when all ranks have made it."""
     name = script.called(call)
     if name == DDP:
         return script.argument(call, "process_group") is None
@@ -80,7 +80,7 @@ def _waits(script: Script, call: ast.Call) -> bool:
 def collective_in(
     script: Script, functions: list[Function], seen: frozenset[Function] = frozenset()
 ) -> ast.Call | None:
-    """The first collective that all ranks which call this function call in any case; None: it is not plain to see."""
+    """Return the first collective that all ranks certainly call in this function; None if that is not clear."""
     function = functions[0] if len(functions) == 1 else None
     if function is None or function in seen or _is_changed(script, function):
         return None
@@ -98,14 +98,14 @@ _CONDITIONS = (ast.IfExp, ast.BoolOp, ast.ExceptHandler, ast.match_case, ast.Lam
 
 
 def _is_changed(script: Script, function: Function) -> bool:
-    """True if a call does not simply run the body: a generator, or a decorator that may do otherwise."""
+    """True if a call does not simply run the body: a generator, or an unknown decorator."""
     names = {name_of(d.func if isinstance(d, ast.Call) else d) for d in function.decorator_list}
     own = (n for n in ast.walk(function) if isinstance(n, ast.Yield | ast.YieldFrom))
     return not names <= _TRANSPARENT or any(script.function(n) is function for n in own)
 
 
 def _may_be_left_out(script: Script, call: ast.Call) -> bool:
-    """True if a condition other than that of a group at all stands before a call in its function."""
+    """True if a call is under a condition in its function, other than that a group exists."""
     for child, parent in script.above(call):
         if isinstance(parent, ast.If) and child is not parent.test:
             if not _means_alone(script, parent.test, holds=child not in parent.body):
@@ -118,7 +118,7 @@ def _may_be_left_out(script: Script, call: ast.Call) -> bool:
 
 
 def _means_alone(script: Script, test: ast.expr, *, holds: bool) -> bool:
-    """True if a condition is for a single process. A parameter is what the caller makes of it: evaluate(ddp=False)."""
+    """True if a condition selects a single process. A parameter has the value from the caller: evaluate(ddp=False)."""
     function = script.function(test)
     given = parameters_of(function) if function is not None else set()
     return means_one_process(test, holds=holds) and not any(
@@ -128,7 +128,7 @@ def _means_alone(script: Script, test: ast.expr, *, holds: bool) -> bool:
 
 
 def _leaves(script: Script, statement: ast.stmt) -> bool:
-    """True for a return in a statement before it, unless that is for a single process: `if world_size == 1: return`."""
+    """True for a return in an earlier statement, unless it is for a single process: `if world_size == 1: return`."""
     if isinstance(statement, ast.If) and _means_alone(script, statement.test, holds=True):
         return False
     branches = [n for n in ast.walk(statement) if isinstance(n, ast.If) and leaves(n.body)]
@@ -139,7 +139,7 @@ def _leaves(script: Script, statement: ast.stmt) -> bool:
 
 
 def _forward(script: Script, call: ast.Call) -> str | None:
-    """The DDP model, as it is called there, that a call runs with a broadcast of its buffers."""
+    """Return the DDP model, named as in the caller, that a call runs with a broadcast of its buffers."""
     if _broadcasts(script, call.func):
         return script.text_of(call.func)
     for function in script.functions_called(call):
@@ -151,7 +151,7 @@ def _forward(script: Script, call: ast.Call) -> str | None:
 
 
 def _given(script: Script, call: ast.Call, function: Function, name: ast.expr) -> ast.expr | None:
-    """What this call gives for a parameter of a function."""
+    """Return the argument of this call for a parameter of a function."""
     names = [p.arg for p in (*function.args.posonlyargs, *function.args.args)]
     if not isinstance(name, ast.Name) or name.id not in names:
         return None
@@ -169,7 +169,7 @@ def _broadcasts(script: Script, model: ast.expr) -> bool:
 
 
 def _may_have_buffers(script: Script, module: ast.expr | None) -> bool:
-    """False for a model whose layers this file shows, and which have none: no BatchNorm, no register_buffer."""
+    """False for a model whose layers are all in this file and have no buffers: no BatchNorm, no register_buffer."""
     if script.mentions(*_HAS_BUFFERS) or any("Norm" in name for name in script.identifiers):
         return True
     return not all(_is_shown(script, origin) for origin in script.origins(module))
@@ -192,7 +192,7 @@ def _is_shown(script: Script, origin: object) -> bool:
 
 
 def _others_join(script: Script, call: ast.Call, guarding: Guard, waits: ast.Call) -> bool:
-    """True if the ranks that do not pass may call it elsewhere: `if rank: barrier(); load(); if not rank: …`."""
+    """True if the other ranks may make the call elsewhere: `if rank: barrier(); load(); if not rank: …`."""
     name = script.called(waits)
     if _has_counterpart(script, call, guarding, lambda other: _leads_to(script, other, name)):
         return True
@@ -228,7 +228,7 @@ def _leads_to(script: Script, call: ast.Call, name: str) -> bool:
 
 
 def _may_call(script: Script, call: ast.Call, name: str) -> bool:
-    """Whether a call may lead to that collective: itself, by a function of the file, or by one that is not known."""
+    """True if a call may run that collective: directly, by a function of the file, or by an unknown one."""
     if script.called(call) == name:
         return True
     functions = script.functions_called(call)

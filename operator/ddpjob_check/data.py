@@ -1,4 +1,4 @@
-"""The samples of a rank: samplers, batch sizes, partitions, downloads, and the workers that load them."""
+"""Rules about the samples of a rank: samplers, batch sizes, partitions, downloads, and the workers that load them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _samples_itself(script: Script, call: ast.Call) -> bool:
 
 
 def _is_for_training(script: Script, call: ast.Call) -> bool:
-    """It shuffles, or its batches are followed by backward()."""
+    """True if the loader shuffles, or backward() follows in its loop."""
     if is_true(script.argument(call, "shuffle", 2)):
         return True
     loops = [n for n in script.nodes if isinstance(n, ast.For) and call in script.origins(_iterated(script, n))]
@@ -60,7 +60,7 @@ def _is_for_training(script: Script, call: ast.Call) -> bool:
 
 
 def _iterated(script: Script, loop: ast.For) -> ast.expr:
-    """The loader in `enumerate(loader)` and `tqdm(loader)`."""
+    """Return the loader in `enumerate(loader)` and `tqdm(loader)`."""
     inner = loop.iter
     while isinstance(inner, ast.Call) and inner.args and name_of(inner.func) in ("enumerate", "tqdm"):
         inner = inner.args[0]
@@ -68,13 +68,13 @@ def _iterated(script: Script, loop: ast.For) -> ast.expr:
 
 
 def _is_chosen(script: Script, call: ast.Call) -> bool:
-    """`if distributed: loader with a sampler, else: this one`."""
+    """True for `if distributed: loader with a sampler, else: this one`."""
     hints = {"distributed", "ddp", "world", "parallel", "sampler", "initialized", "single", "multi", "nproc"}
     return any(words_in(test) & hints for test in script.enclosing_tests(call))
 
 
 def _is_whole(script: Script, dataset: ast.expr) -> bool:
-    """Whether a data set is certainly the same on every rank: made by a class, without a rank."""
+    """True if a data set is certainly equal on every rank: an instance of a class, made without a rank."""
     if script.depends_on_rank(dataset, by_arguments=True):
         return False
     origins = script.origins(dataset)
@@ -145,7 +145,7 @@ def sampler_unused(script: Script, job: Job) -> Iterator[Found]:
 
 
 def _unused(script: Script) -> Iterator[ast.Call]:
-    """The samplers that get a name, and are certainly not used by it: for set_epoch(), at most."""
+    """Yield samplers that have a name and are certainly used at most for set_epoch()."""
     for call in script.calls_to(SAMPLER):
         place = script.parent(call)
         if isinstance(place, ast.Assign) and len(place.targets) == 1 and isinstance(place.targets[0], ast.Name):
@@ -227,7 +227,7 @@ def batch_size_not_divided(script: Script, job: Job) -> Iterator[Found]:
 
 
 def _total_name(script: Script, size: ast.expr) -> str:
-    """The name of a total that comes here undivided."""
+    """Return the name of a total that is used here undivided."""
     for node in (size, *script.origins(size)):
         if isinstance(node, ast.Name | ast.Attribute):
             words = words_of(name_of(node))
@@ -257,7 +257,7 @@ def partitioner_unseeded(script: Script, job: Job) -> Iterator[Found]:
 
 
 def _is_in_partitioner(script: Script, call: ast.Call) -> bool:
-    """In a class or function that is named so, or where a rank then picks a part."""
+    """True in a class or function named like a partitioner, or if a rank then selects a part."""
     function = script.function(call)
     scopes = [function, script.scope(function)] if function else []
     if any(isinstance(s, Function | ast.ClassDef) and "partition" in s.name.lower() for s in scopes):
@@ -266,10 +266,10 @@ def _is_in_partitioner(script: Script, call: ast.Call) -> bool:
 
 
 def _is_picked_by_rank(script: Script, call: ast.Call) -> bool:
-    """True if a rank indexes what was drawn: indices[rank::size]."""
+    """True if a rank indexes the shuffled values: indices[rank::size]."""
     function = script.function(call)
     picked = [n for n in script.nodes if isinstance(n, ast.Subscript) and _has_rank(script, n.slice)]
-    if name_of(call.func) == "shuffle" and call.args:  # in place: the name is what was shuffled
+    if name_of(call.func) == "shuffle" and call.args:  # in place: the argument is what was shuffled
         shuffled = name_of(call.args[0])
         return any(shuffled and name_of(n.value) == shuffled and script.function(n) is function for n in picked)
     return any(call in script.origins(n.value) for n in picked)
@@ -306,14 +306,14 @@ def _draws_unseeded(script: Script, call: ast.Call) -> bool:
 
 
 def _may_seed(script: Script, call: ast.Call) -> bool:
-    """Whether a function may seed all generators: set_seed(1), utils.fix_random_seeds(1), `with numpy_seed(1):`."""
+    """True if a function may seed all generators: set_seed(1), utils.fix_random_seeds(1), `with numpy_seed(1):`."""
     words = words_of(name_of(call.func))
     own = is_method(call, "seed") or "manual" in words or "get" in words or "initial" in words
     return bool(words & {"seed", "seeds"}) and not own
 
 
 def _is_the_same(script: Script, call: ast.Call) -> bool:
-    """Whether all ranks may get what one of them has drawn."""
+    """True if all ranks may receive what one of them has drawn."""
     function = script.function(call)
     sent = script.calls_to(*(f"torch.distributed.{name}" for name in ("broadcast", "broadcast_object_list")))
     return any(script.function(c) is function for c in sent)
@@ -363,7 +363,7 @@ def download_on_every_rank(script: Script, job: Job) -> Iterator[Found]:
 
 
 def _comes_first_on_one(script: Script, call: ast.Call) -> bool:
-    """`if local_rank != 0: barrier()` before it: the others begin when the first one has ended."""
+    """True for an earlier `if local_rank != 0: barrier()`: the others begin when the first one has ended."""
     waiting = (
         sibling
         for child, parent in script.above(call)
@@ -418,7 +418,7 @@ def workers_get_sigterm(script: Script, job: Job) -> Iterator[Found]:
 
 
 def _saves_at_a_stop(script: Script) -> bool:
-    """By the library, or by a handler of its own."""
+    """True if the script saves at a stop, by the library or by its own handler."""
     for call in script.calls_to("signal.signal"):
         number, handler = script.argument(call, "signalnum", 0), script.argument(call, "handler", 1)
         is_sigterm = number is not None and name_of(number) == "SIGTERM"
@@ -428,7 +428,7 @@ def _saves_at_a_stop(script: Script) -> bool:
 
 
 def _is_some(script: Script, workers: ast.expr) -> bool:
-    """Whether it is certainly a number above 0."""
+    """True if the value is certainly a number above 0."""
     origins = script.origins(workers)
     numbers = [o.value for o in origins if isinstance(o, ast.Constant) and isinstance(o.value, int)]
     counts = [o for o in origins if script.called(o) in ("os.cpu_count", "multiprocessing.cpu_count")]
@@ -436,7 +436,7 @@ def _is_some(script: Script, workers: ast.expr) -> bool:
 
 
 def _lets_workers_end(script: Script, call: ast.Call) -> bool:
-    """Whether no function of its workers can have them ignore the signal: there is none, or it does other things."""
+    """True if none of its workers' functions can ignore the signal: there is none, or it does something else."""
     if has_hidden_arguments(call):
         return False
     given = script.argument(call, "worker_init_fn", 10)

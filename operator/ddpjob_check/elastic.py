@@ -1,4 +1,4 @@
-"""What does not survive a changing number of ranks: rules for elastic jobs, silent for all others."""
+"""Rules for elastic jobs: what breaks when the number of ranks changes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ddpjob_check.rule import Found, Job, rule
 from ddpjob_check.script import INIT, Script
 
 _BATCH_NORM = re.compile(r"torch\.nn\.(modules\.batchnorm\.)?(Lazy)?BatchNorm[123]d")
-# Families of torchvision.models whose layers are BatchNorm unless norm_layer says otherwise.
+# Families of torchvision.models with BatchNorm layers, unless norm_layer replaces them.
 _MODELS_WITH_BATCH_NORM = re.compile(
     r"torchvision\.models\.(\w+\.)?"
     r"(resnet|resnext|wide_resnet|densenet|mobilenet|efficientnet|mnasnet|regnet|shufflenet|googlenet|inception|vgg\d+_bn)"
 )
-# SyncBatchNorm, convert_syncbn_model, SyncBN; FrozenBatchNorm2d, freeze_bn.
+# Names that mean no plain BatchNorm: SyncBatchNorm, convert_syncbn_model, SyncBN; FrozenBatchNorm2d, freeze_bn.
 _NORM_OF_ALL_RANKS = re.compile(r"sync_?(batch_?norm|bn)|(frozen|freeze|fix)_?(batch_?norm|bn)", re.IGNORECASE)
 
 
@@ -47,7 +47,7 @@ def elastic_batch_norm(script: Script, job: Job) -> Iterator[Found]:
 
 
 def _counts_ranks(script: Script, node: ast.AST) -> bool:
-    """Whether a value certainly is the number of all ranks, not of those of a group."""
+    """True if a value is certainly the number of all ranks, not of those of a group."""
     if isinstance(node, ast.Call) and name_of(node.func) == "get_world_size":
         return not node.args and not node.keywords
     if isinstance(node, ast.Name | ast.Attribute) and name_of(node).lower() in ("world_size", "worldsize"):
@@ -69,7 +69,7 @@ def elastic_fixed_world(script: Script, job: Job) -> Iterator[Found]:
 
 
 def _fixed_worlds(script: Script) -> Iterator[tuple[ast.AST, str, str]]:
-    """(where, what is fixed, the fix)"""
+    """Yield (node, fixed number, fix)."""
     for call in script.inits:
         size = script.argument(call, "world_size", 3 if script.called(call) == INIT else None)
         if size is not None and all(map(_is_fixed, script.origins(size))):
@@ -93,7 +93,7 @@ def _fixed_worlds(script: Script) -> Iterator[tuple[ast.AST, str, str]]:
 
 
 def _test_of_all(node: ast.AST) -> ast.Compare | None:
-    """`world_size == 4` of an assert, `world_size != 4` of an if that raises."""
+    """Return the test `world_size == 4` of an assert, or `world_size != 4` of an if that raises."""
     if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare) and isinstance(node.test.ops[0], ast.Eq):
         return node.test
     if isinstance(node, ast.If) and isinstance(node.test, ast.Compare) and isinstance(node.test.ops[0], ast.NotEq):
@@ -102,7 +102,7 @@ def _test_of_all(node: ast.AST) -> ast.Compare | None:
 
 
 def _compares_ranks(script: Script, test: ast.Compare) -> bool:
-    """Whether one side is the number of ranks, and the other a number."""
+    """True if one side is the number of ranks, and the other a number."""
     if len(test.ops) != 1:
         return False
     for counted, number in ((test.left, test.comparators[0]), (test.comparators[0], test.left)):
@@ -113,5 +113,5 @@ def _compares_ranks(script: Script, test: ast.Compare) -> bool:
 
 
 def _is_fixed(origin: object) -> bool:
-    """A number of several ranks; 1 is for a script without a group."""
+    """True for a number above 1; 1 is for a script without a group."""
     return isinstance(origin, ast.Constant) and type(origin.value) is int and origin.value > 1

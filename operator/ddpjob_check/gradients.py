@@ -1,4 +1,4 @@
-"""Gradients that a script averages by itself, parameter by parameter."""
+"""Rules about gradients that a script averages itself, parameter by parameter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ddpjob_check.ranks import COLLECTIVES, at
 from ddpjob_check.rule import Found, Job, rule
 from ddpjob_check.script import DDP, Script
 
-# What a script may ask of a group, or do with it, without averaging gradients.
+# Functions that a script may call on a group without averaging gradients.
 _NO_AVERAGE = {
     f"torch.distributed.{name}"
     for name in (
@@ -73,7 +73,7 @@ def _is(script: Script, test: ast.expr, *, always: bool) -> bool:
 
 
 def _compares_type(script: Script, test: ast.expr, operators: object) -> bool:
-    """Whether the type of a parameter is compared, by one of these operators, with types that no parameter has."""
+    """True if the type of a parameter is compared, by one of these operators, with types that no parameter has."""
     if not isinstance(test, ast.Compare) or len(test.ops) != 1 or not isinstance(test.ops[0], operators):  # type: ignore[arg-type]
         return False
     for one, other in ((test.left, test.comparators[0]), (test.comparators[0], test.left)):
@@ -85,7 +85,7 @@ def _compares_type(script: Script, test: ast.expr, operators: object) -> bool:
 
 
 def _typed(script: Script, node: ast.expr) -> ast.Name | None:
-    """p for type(p), p.__class__ and type(p).__name__."""
+    """Return p for type(p), p.__class__ and type(p).__name__."""
     value = next(iter(script.origins(node)), None)
     if isinstance(value, ast.Attribute) and value.attr in ("__name__", "__qualname__"):
         value = value.value
@@ -106,7 +106,7 @@ def _is_other_type(script: Script, node: ast.expr) -> bool:
 
 
 def _is_parameter(script: Script, name: ast.Name) -> bool:
-    """Whether a name is the variable of a loop over parameters()."""
+    """True if a name is the variable of a loop over parameters()."""
     child: ast.AST = name
     while (parent := script.parent(child)) is not None and not isinstance(parent, Function):
         generators = getattr(parent, "generators", [])
@@ -118,7 +118,7 @@ def _is_parameter(script: Script, name: ast.Name) -> bool:
 
 
 def _binds(target: ast.expr, name: str) -> bool:
-    """The variable itself, or the last of `name, param` and `i, param`."""
+    """True for the variable itself, or the last of `name, param` and `i, param`."""
     last = target.elts[-1] if isinstance(target, ast.Tuple | ast.List) and target.elts else target
     return name_of(last) == name
 
@@ -153,7 +153,7 @@ def no_sync_always(script: Script, job: Job) -> Iterator[Found]:
     backwards = script.methods_called("backward")
     contexts = [_no_sync(script, call) for call in backwards]
     first = contexts[0] if contexts else None
-    # DDP decides in the forward pass: the wrapped model must be called within no_sync() as well.
+    # DDP decides in the forward pass, so the wrapped model must be called within no_sync() too.
     forwards = [c for c in script.calls if isinstance(c.func, ast.Name | ast.Attribute) and script.is_wrapped(c.func)]
     is_inside = any(_no_sync(script, c) is not None for c in forwards)
     if first is not None and None not in contexts and is_inside:
@@ -165,7 +165,7 @@ def no_sync_always(script: Script, job: Job) -> Iterator[Found]:
 
 
 def _averages_otherwise(script: Script) -> bool:
-    """True if gradients or parameters may be averaged by hand, or the switch of DDP is set by hand."""
+    """True if the script may average gradients or parameters itself, or set DDP's switch directly."""
     if script.mentions(
         "require_backward_grad_sync", "PeriodicModelAverager", "PostLocalSGDOptimizer", "average_parameters"
     ):
@@ -177,7 +177,7 @@ def _averages_otherwise(script: Script) -> bool:
 
 
 def _no_sync(script: Script, call: ast.Call, seen: frozenset[Function] = frozenset()) -> ast.expr | None:
-    """The no_sync() in which a call certainly stands, or all calls of its function do."""
+    """Return the no_sync() that certainly encloses a call, or all calls of its function."""
     for child, parent in script.above(call):
         entered = [entered for statement in before(parent, child) if (entered := _entered(statement)) is not None]
         if isinstance(parent, ast.With):
@@ -191,14 +191,14 @@ def _no_sync(script: Script, call: ast.Call, seen: frozenset[Function] = frozens
 
 
 def _entered(statement: ast.AST) -> ast.expr | None:
-    """model.no_sync() in `stack.enter_context(model.no_sync())`."""
+    """Return model.no_sync() of `stack.enter_context(model.no_sync())`."""
     call = statement.value if isinstance(statement, ast.Expr) else None
     is_entered = isinstance(call, ast.Call) and is_method(call, "enter_context") and len(call.args) == 1
     return call.args[0] if isinstance(call, ast.Call) and is_entered and is_method(call.args[0], "no_sync") else None
 
 
 def exchanges(script: Script, call: ast.Call) -> bool:
-    """Whether a call may send something other than a measure, such as the loss for a log."""
+    """True if a call may send something other than a metric, such as the loss for a log."""
     name = script.called(call)
     if not name.startswith("torch.distributed.") or name in _NO_AVERAGE:
         return False

@@ -1,4 +1,4 @@
-"""The process group: its rendezvous, its backend, and its end."""
+"""Rules about the process group: its rendezvous, its backend, and its end."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ _OF_RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
 
 
 def _rank_hurts(script: Script, job: Job, name: str, text: str) -> tuple[Severity, str] | None:
-    """Severity and consequence of a variable that is the same in all processes; None if it is right."""
-    # The variables form the group if no rank is given, or one that is read from them.
+    """Return severity and consequence of a variable that is equal in all processes; None if it is correct."""
+    # Variables form the group if no rank is given, or a rank that is read from them.
     ranks = [script.argument(call, "rank", 4 if script.called(call) == INIT else None) for call in script.inits]
     read = [r is None or any(script.variable_read(o) in _OF_RANKS for o in _within(script, r)) for r in ranks]
     world, is_used = job.world_size, any(read) and _meets_by_environment(script)
@@ -74,7 +74,7 @@ def _rank_hurts(script: Script, job: Job, name: str, text: str) -> tuple[Severit
         severity: Severity = "error" if (job.nproc or 1) > 1 and job.gpus else "warning"
         return None if job.nproc == 1 else (severity, f"all processes of a node take its GPU {text}")
     if name == "WORLD_SIZE" and job.is_elastic:
-        return None  # elastic-fixed-world
+        return None  # reported as elastic-fixed-world
     severity = "error" if several and is_used else "warning"
     if name == "RANK":
         return severity, f"all {world or ''} processes take themselves for rank {text}".replace("  ", " ")
@@ -94,7 +94,7 @@ def _within(script: Script, value: ast.expr) -> Iterator[ast.AST]:
 
 
 def _comes_too_late(script: Script, node: ast.AST) -> bool:
-    """True after the group was formed in the same function."""
+    """True if this comes after the group was formed in the same function."""
     function, line = script.function(node), getattr(node, "lineno", 0)
     return any(script.function(call) is function and call.lineno < line for call in script.inits)
 
@@ -147,7 +147,9 @@ def _port_hurts(job: Job) -> bool:
 
 
 def fixed_texts(script: Script, value: ast.expr, node: ast.AST) -> list[str]:
-    """The literal value of a variable that is set unconditionally; none where a condition or an argument decides."""
+    """Return the literal value of a variable that is set unconditionally; none if a condition or an argument
+    decides.
+    """
     if any(not is_main_guard(test) for test in script.enclosing_tests(node)) or is_otherwise(script, node):
         return []
     if script.called(value) == "str" and isinstance(value, ast.Call) and len(value.args) == 1:
@@ -209,7 +211,7 @@ def file_not_shared(script: Script, job: Job) -> Iterator[Found]:
 
 
 def _mount_of(url: ast.AST, mounts: Mapping[str, bool]) -> tuple[str, bool]:
-    """The folder that is mounted where this file lies, or "", and whether nodes share it, as far as its name tells."""
+    """Return the folder mounted at this file's path, or "", and True if nodes share it, as far as names tell."""
     path = _prefix(url).removeprefix("file://")
     mount = max((m for m in mounts if path.startswith(m.rstrip("/") + "/")), key=len, default="")
     if mount and mounts[mount]:
@@ -219,7 +221,7 @@ def _mount_of(url: ast.AST, mounts: Mapping[str, bool]) -> tuple[str, bool]:
 
 
 def _methods(script: Script, scheme: str) -> Iterator[tuple[ast.Call, ast.expr]]:
-    """The init_method of torch's init_process_group where all that it may be has this scheme."""
+    """Yield the init_method of torch's init_process_group if all its possible values have this scheme."""
     for call in script.calls_to(INIT):
         method = script.argument(call, "init_method", 1)
         origins = script.origins(method)
@@ -229,7 +231,7 @@ def _methods(script: Script, scheme: str) -> Iterator[tuple[ast.Call, ast.expr]]
 
 
 def _prefix(node: ast.AST) -> str:
-    """The text with which a value certainly begins."""
+    """Return the text with which a value certainly begins."""
     if isinstance(node, ast.JoinedStr) and node.values:
         return _prefix(node.values[0])
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mod):
@@ -243,7 +245,7 @@ def _prefix(node: ast.AST) -> str:
 
 
 def backends(script: Script, job: Job) -> set[str]:
-    """The backends of which the group certainly has one; empty: not known."""
+    """Return backends of which the group certainly has one; empty if unknown."""
     known: set[str] = set()
     for call in () if _other_backend_is_asked_for(job) else script.inits:
         given = script.argument(call, "backend", 0)
@@ -295,12 +297,12 @@ def nccl_without_gpu(script: Script, job: Job) -> Iterator[Found]:
             )
 
 
-# --backend=gloo, --dist_backend gloo, and as configurations are overridden: backend=gloo, +trainer.backend=gloo.
+# --backend=gloo, --dist_backend gloo, and overrides of configurations: backend=gloo, +trainer.backend=gloo.
 _BACKEND_OPTION = re.compile(r"^[-+~]{0,2}(?:[\w.-]*[._-])?backend(?:[=:](.*))?$", re.IGNORECASE)
 
 
 def _other_backend_is_asked_for(job: Job) -> bool:
-    """Whether the command gives the script a backend other than nccl; how the script uses the option is not seen."""
+    """True if the command gives the script a backend other than nccl; how the script uses it is not checked."""
     for word, following in pairwise((*job.words, "")):
         option = _BACKEND_OPTION.match(word)
         if option and (option[1] if option[1] is not None else following).strip("'\"").lower() != "nccl":
@@ -325,7 +327,7 @@ def barrier_without_timeout(script: Script, job: Job) -> Iterator[Found]:
     if backends(script, job) != {"gloo"} or (job.nodes is None and script.is_for_one_node):
         return
     inits = script.calls_to(INIT)
-    if not inits or len(inits) != len(script.inits):  # ddpjob.init has time-outs of its own
+    if not inits or len(inits) != len(script.inits):  # ddpjob.init has its own time-outs
         return
     if any(script.argument(c, "timeout", 2) is not None or has_hidden_arguments(c) for c in inits):
         return
@@ -342,7 +344,7 @@ def barrier_without_timeout(script: Script, job: Job) -> Iterator[Found]:
 
 
 def _long_work_before(script: Script, barrier: ast.Call) -> ast.Call | None:
-    """What one rank alone does just before a barrier, and may take longer than its timeout."""
+    """Return what one rank alone does just before a barrier, if it may take longer than the timeout."""
     for child, parent in script.above(barrier):
         for sibling in before(parent, child):
             if isinstance(sibling, ast.If) and script.depends_on_rank(sibling.test):
@@ -380,8 +382,8 @@ def monitored_barrier_on_nccl(script: Script, job: Job) -> Iterator[Found]:
 def destroy_missing(script: Script, job: Job) -> Iterator[Found]:
     """A script that has a function to destroy the group, and never calls it, exits with the group open, and nccl warns
     at each exit. A script without such a function is not reported."""
-    # A script that ends without destroy_process_group is no mistake by itself, because collectives end well with the
-    # process, also one that is not waited for (docs/dev/upstream.md, groups).
+    # Ending without destroy_process_group is no mistake by itself: collectives, even one that is not waited for, end
+    # well with the process (docs/dev/upstream.md, groups).
     if script.uses_a_framework or not any(script.on_every_rank(call) for call in script.inits):
         return
     functions = [script.function(call) for call in script.calls_to("torch.distributed.destroy_process_group")]
@@ -395,7 +397,7 @@ def destroy_missing(script: Script, job: Job) -> Iterator[Found]:
 
 
 def _is_forgotten(script: Script, function: Function) -> bool:
-    """Whether a function of this file is certainly never called: not by its name, and by no class or decorator."""
+    """True if a function of this file is certainly never called: not by its name, nor by a class or decorator."""
     inherits = isinstance(owner := script.scope(function), ast.ClassDef) and bool(owner.bases)
     special = function.name.startswith("__") or bool(function.decorator_list)
     return not (inherits or special or script.mentions(function.name))
@@ -415,8 +417,9 @@ def isend_without_wait(script: Script, job: Job) -> Iterator[Found]:
 
 
 def other_node(text: str, job: str) -> str:
-    """The first DNS name of a node of this job other than 0 that a text has, with a number or in the place of one a
-    variable; "": none."""
+    """Return the first DNS name in a text of a node of this job other than 0, with a number or a variable; "" if
+    none.
+    """
     name = f"(?:{re.escape(job)}|{_ITS_NAME})"
     found = re.search(rf"(?<![\w.-]){name}-{_NUMBER}\.{name}(?![\w-])", text)
     return found[0] if found else ""
@@ -435,7 +438,7 @@ def other_node_named(script: Script, job: Job) -> Iterator[Found]:
 
 
 def _text(node: ast.AST) -> str:
-    """A text of the script, with {} for what is computed; "" for anything else."""
+    """Return a text of the script, with {} for computed parts; "" for anything else."""
     if isinstance(node, ast.JoinedStr):
         return "".join(_text(part) or "{}" for part in node.values)
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""

@@ -1,5 +1,5 @@
-"""Commands that do something else than they look like: variables that are not set or that nothing expands, and
-arguments of the script that its launcher takes for its own options.
+"""Rules about commands that do something else than they seem to: variables that are unset or never expanded, and script
+arguments that the launcher takes for its own options.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ddpjob_check.schedulers import COUNTERPARTS
 from ddpjob_operator.job import api, command, launcher, programs, shell_text, topology, variables
 from ddpjob_operator.job.podspec import mappings
 
-# Set in each rank, and in the pod only if that is one rank.
+# Set in each rank; in the pod only if it has one rank.
 _OF_RANKS = {
     "RANK": "NODE_RANK is the node's",
     "WORLD_SIZE": "NNODES are the nodes, DDPJOB_WORLD_SIZE all ranks",
@@ -30,7 +30,7 @@ _GLOB = re.compile(r"[\w./~@:-]*(?:(?<![.)\]\\])\*|\?)[\w./*?-]*")
 _OPERATORS = {"&&", "||", "|", ";", "&", ">", ">>", "<", "2>&1", "&>", "2>", "|&"}
 _NO_VALUES = {"&&", "2>&1", "&>", "2>", "|&"}
 _FILTERS = set("awk cat cut grep head less sed sort tail tee tr ts uniq wc xargs".split())
-# What a script may be told by that expands patterns of paths itself.
+# Names in scripts that expand path patterns themselves.
 _EXPANDS_PATTERNS = ("glob", "braceexpand", "load_dataset", "WebDataset")
 _REDIRECTION = re.compile(r"(?:[12]|&)>{1,2}(?:&[12]|[\w./-]+)|>{1,2}[\w.-]*/[\w./-]+")
 _OPTIONS_SHOWN = 3
@@ -67,7 +67,7 @@ def unset_variables(job: api.DDPJob, given: Collection[str]) -> Iterator[tuple[s
         return
     words, own = facts.command, {name: str(value or "") for name, value in facts.env.items()}
     scripts = [words[place] for place, is_read_by_pod in shell_text.scripts(words) if is_read_by_pod]
-    named = {name for name, _ in launcher.of_ranks(job.spec)}  # variable-of-ranks
+    named = {name for name, _ in launcher.of_ranks(job.spec)}  # reported as variable-of-ranks
     has_ranks = topology.nproc_per_node(job.spec) == 1 and facts.min_nodes is None
     for name in () if has_ranks else _OF_RANKS:
         if name in own or name in named:
@@ -89,7 +89,7 @@ def _of_other_launchers(facts: launcher.JobFacts, own: set[Any], scripts: list[s
 
 
 def _ends_the_start(name: str, started: command.Command, scripts: list[str]) -> bool:
-    """True if the launcher, or the script, gets the variable for a number or an address, and ends if it is empty."""
+    """True if the launcher or the script needs the variable as a number or an address, and fails if it is empty."""
     options = " ".join(value for option, value in started.options.items() if option in _NEEDED)
     through = [other for text in scripts for other in re.findall(rf"\b(\w+)=\S*\$\{{?{name}\b", text)]
     if any(re.search(rf"\$\{{?{one}\b(?!:?[-=+])", options) for one in (name, *through)):
@@ -107,9 +107,8 @@ def _counterpart(name: str) -> str:
 
 
 def _how_read(name: str, words: list[str], scripts: list[str], *, default_counts: bool) -> str:
-    """Return the reference as it is written; "" if the command does not read the variable, sets it, or tests it first.
-
-    default_counts: ${NAME:-0} has a value that may be right.
+    """Return the reference as written; "" if the command does not read the variable, sets it, or tests it first.
+    default_counts: the default in ${NAME:-0} may be correct.
     """
     if any(name == found for word in words for found in _KUBERNETES_NAME.findall(word)):
         return f"$({name})"
@@ -147,7 +146,7 @@ def unexpanded(job: api.DDPJob, script: str) -> Iterator[tuple[tuple[str | int, 
 
 
 def _in_env(job: api.DDPJob, script: str) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Yield values such as PATH: /opt/bin:$PATH. A value may be a password, so only names of known variables count."""
+    """Yield values such as PATH: /opt/bin:$PATH. A value may be a password, so only known variables count."""
     entries = mappings(launcher.facts(job.spec).trainer, "env")
     known = {*_ALWAYS_SET, *variables.BREAKS_RENDEZVOUS, *(str(entry.get("name")) for entry in entries)}
     for number, entry in enumerate(entries):
@@ -175,7 +174,7 @@ def _variable(word: str, env: set[str]) -> str:
 
 
 def _looks_like_a_variable(word: str, found: re.Match[str]) -> bool:
-    """True if a name that the job does not set is no part of a pattern, a formula or another tool's ${name}."""
+    """True if a name that the job does not set is not part of a pattern, a formula or another tool's ${name}."""
     name = found["braced"] or found["plain"]
     if not name.isupper() or len(name) < 2:
         return False

@@ -1,4 +1,4 @@
-"""--local_rank: an option that torch.distributed.launch passes to a script, and no other launcher does."""
+"""Rules about --local_rank, an option that only torch.distributed.launch passes to scripts."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ _OLD, _NEW = "--local_rank", "--local-rank"
 
 
 def command_that_passes(script: Sequence[str], option: ast.Call, arguments: Sequence[str] = ()) -> list[str]:
-    """The command that starts a script, or -m and a module, with the rank on its node as this option.
-
-    torch.distributed.launch passes --local-rank alone since torch 2.0, so a shell writes the old spelling.
+    """Return the command that starts a script, or -m and a module, with its local rank as this option.
+    torch.distributed.launch passes only --local-rank since torch 2.0, so a shell writes the old spelling.
     """
     if _NEW in _names(option):
         return ["python", "-m", _LAUNCH, *script, *arguments_behind_script(arguments)]
@@ -32,12 +31,12 @@ def command_that_passes(script: Sequence[str], option: ast.Call, arguments: Sequ
 
 
 def word_that_passes(option: ast.Call) -> str:
-    """The argument by which ddprun passes the rank: torchrun's macro, which it replaces for each rank."""
+    """Return the argument by which ddprun passes the rank: torchrun's macro, which it replaces for each rank."""
     return f"{_NEW if _NEW in _names(option) else _OLD}=${{local_rank}}"
 
 
 def _recipe(job: Job, option: ast.Call) -> str:
-    """That command as docs/launching.md writes it."""
+    """Return that command as docs/launching.md writes it."""
     return command_line(command_that_passes(job.script, option, job.words))
 
 
@@ -60,7 +59,7 @@ def local_rank_one_spelling(script: Script, job: Job) -> Iterator[Found]:
 
 
 def _refuses_what_is_passed(script: Script, job: Job) -> Iterator[Found]:
-    """torch.distributed.launch starts it, and its parser ends with an error."""
+    """True if torch.distributed.launch starts it and its parser ends with an error."""
     if not script.methods_called("parse_known_args") and not script.mentions("ignore_unknown_options"):
         options = list(_options(script))
         yield from (_one_spelling(c, _recipe(job, c), "error") for c in filter(_has_only_the_old_name, options))
@@ -78,7 +77,7 @@ def _refuses_what_is_passed(script: Script, job: Job) -> Iterator[Found]:
 
 
 def _requires_what_is_not_passed(script: Script, job: Job) -> Iterator[Found]:
-    """required=True, and torchrun passes nothing."""
+    """True for required=True if torchrun passes nothing."""
     for call in () if _is_given(job) else _required(script):
         yield at(
             call,
@@ -95,8 +94,9 @@ def _required(script: Script) -> Iterator[ast.Call]:
 
 
 def must_be_passed(script: Script) -> ast.Call | None:
-    """The option for the local rank, where it is required or nothing else tells the script this rank. By its default
-    each rank trains alone, all ranks of a node use one GPU, or set_device(None) raises an error."""
+    """Return the option for the local rank if it is required or nothing else gives the script this rank. With its
+    default each rank trains alone, all ranks of a node use one GPU, or set_device(None) raises an error.
+    """
     return next(_required(script), None) or _option_that_alone_says_it(script)
 
 
@@ -110,7 +110,9 @@ def _one_spelling(call: ast.Call, recipe: str, severity: Severity | None = None)
 
 
 def _options(script: Script) -> Iterator[ast.Call]:
-    """argparse's add_argument(…) and click's option(…); those under a condition may be for another version of torch."""
+    """Yield argparse's add_argument(…) and click's option(…). Those under a condition may be for another torch
+    version.
+    """
     calls = [*script.methods_called("add_argument"), *script.calls_to("click.option", "typer.Option")]
     yield from (c for c in calls if all(is_main_guard(test) for test in script.enclosing_tests(c)))
 
@@ -128,7 +130,7 @@ def _reads_local_rank(script: Script) -> bool:
 
 
 def _knows_all_options(script: Script, call: ast.Call) -> bool:
-    """Whether parse_args() reads the command line by a parser of which this file shows every option."""
+    """True if parse_args() uses a parser whose options are all in this file."""
     if call.args or call.keywords or not isinstance(call.func, ast.Attribute):
         return False
     parsers = script.origins(call.func.value)
@@ -155,7 +157,7 @@ def local_rank_not_passed(script: Script, job: Job) -> Iterator[Found]:
     or None, for a single process forms no group there: each rank trains a model of its own, and the job succeeds. Where
     it is the GPU, by the default 0 or -1 all ranks of a node use the first, which NCCL refuses (Duplicate GPU
     detected), and None is refused by torch.cuda.set_device()."""
-    # A single process may use all GPUs of its node, so without a launcher it is a mistake on several nodes only.
+    # Without a launcher a single process may use all GPUs of its node, so it is a mistake only on several nodes.
     starts_ranks = job.by_torchrun or job.launcher == "ddprun" or (job.launcher == "python" and (job.nodes or 1) > 1)
     if not starts_ranks or job.has_one_rank or _is_given(job):
         return
@@ -185,7 +187,7 @@ def local_rank_not_passed(script: Script, job: Job) -> Iterator[Found]:
 
 
 def default_means_alone(script: Script) -> ast.Call | None:
-    """The option for the local rank without which the script certainly forms no group, and trains all the same."""
+    """Return the option for the local rank without which the script certainly forms no group but still trains."""
     option = _option_that_alone_says_it(script)
     default = None if option is None else _default(script, option)
     if default not in (None, -1):
@@ -195,7 +197,7 @@ def default_means_alone(script: Script) -> ast.Call | None:
 
 
 def _sets_its_device(script: Script) -> bool:
-    """True if the local rank of the option is the device, in any case."""
+    """True if the option's local rank is certainly the device."""
     calls = script.calls_to("torch.cuda.set_device")
     chosen = [script.argument(call, "device", 0) for call in calls]
     is_its_own = [device is not None and _is_local_rank(script, device) for device in chosen]
@@ -203,9 +205,9 @@ def _sets_its_device(script: Script) -> bool:
 
 
 def _option_that_alone_says_it(script: Script) -> ast.Call | None:
-    """The one option for the local rank, where nothing else tells it and the script forms the group by hand."""
+    """Return the only option for the local rank, if nothing else tells it and the script forms the group itself."""
     options = [call for call in _options(script) if {_OLD, _NEW} & set(_names(call))]
-    # One option may be declared once for each spelling.
+    # An option may be declared once for each spelling.
     if (
         not (len(options) == 1 or (len(options) == 2 and {_OLD, _NEW} == {n for o in options for n in _names(o)}))
         or not script.calls_to(INIT)
@@ -217,7 +219,7 @@ def _option_that_alone_says_it(script: Script) -> ast.Call | None:
 
 
 def _default(script: Script, option: ast.Call) -> Any:
-    """As it is written; NotImplemented where it is no literal."""
+    """Return the default as written; NotImplemented if it is no literal."""
     try:
         return ast.literal_eval(script.argument(option, "default") or ast.Constant(None))
     except ValueError:
@@ -228,7 +230,7 @@ def _is_local_rank(script: Script, node: ast.expr) -> bool:
     return all(isinstance(o, ast.expr) and name_of(o) == "local_rank" for o in script.origins(node))
 
 
-# A script may take its models from these, and still form the group itself.
+# A script may take its models from these and still form the group itself.
 _TRAIN_BY_HAND = {"transformers"}
 
 
@@ -241,7 +243,7 @@ def _launch_passes_it(job: Job) -> bool:
 
 
 def _is_set(script: Script) -> bool:
-    """Whether the script may get its local rank from elsewhere: the environment, or a function."""
+    """True if the script may get its local rank elsewhere: from the environment, or a function."""
     named = [node for node in script.nodes if text_in(node) in ("LOCAL_RANK", "local_rank")]
     if any(getattr(script.parent(node), "arg", "") not in ("dest", "help") for node in named):
         return True

@@ -1,4 +1,4 @@
-"""Questions to single nodes of a Python tree, without the rest of the file."""
+"""Facts about single nodes of a Python tree, without the rest of the file."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class Marker(enum.Enum):
 
     UNKNOWN = enum.auto()
     BROUGHT = enum.auto()
-    """What an object had for an attribute before this file set it, if it did: from argparse, say."""
+    """The attribute's value before this file set it, if it had one: from argparse, for example."""
     COUNT = enum.auto()
     """The variable of `for … in range(n)`."""
     INDEX = enum.auto()
-    """The number of a process among those that this script starts: from 0, on this machine."""
+    """The number of a process among those that this script starts, from 0, on this machine."""
 
 
 Origin = ast.expr | Marker
 
 
 def leaves(body: list[ast.stmt]) -> bool:
-    """Whether a block ends by leaving: return, raise, continue, break, sys.exit()."""
+    """True if a block ends by return, raise, continue, break or sys.exit()."""
     last = body[-1] if body else None
     if isinstance(last, ast.Return | ast.Raise | ast.Continue | ast.Break):
         return True
@@ -42,24 +42,23 @@ def leaves(body: list[ast.stmt]) -> bool:
 
 
 def ends_the_run(body: list[ast.stmt]) -> bool:
-    """Whether a block ends by an error or sys.exit(): then nobody waits for this rank."""
+    """True if a block ends by an error or sys.exit(), so that nobody waits for this rank."""
     return leaves(body) and not isinstance(body[-1], ast.Return | ast.Continue | ast.Break)
 
 
 def is_main_guard(test: ast.expr) -> bool:
-    """`if __name__ == "__main__":`"""
+    """True for `if __name__ == "__main__":`"""
     return isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and test.left.id == "__name__"
 
 
 def means_one_process(test: ast.expr, *, holds: bool, forming: bool = False) -> bool:
-    """Whether a condition, where it holds or where it does not, says that there is no group of processes: `not
-    args.distributed`, `world_size == 1`, and what is false where `dist.is_initialized()` is asked.
-
-    forming: of what forms the group, for which `not dist.is_initialized()` says only that it is not there yet.
+    """True if a condition, when it holds (or does not), says that there is no group: `not args.distributed`,
+    `world_size == 1`, or a false `dist.is_initialized()`. forming: about code that forms the group, where `not
+    dist.is_initialized()` only means that it does not exist yet.
     """
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return means_one_process(test.operand, holds=not holds, forming=forming)
-    if isinstance(test, ast.BoolOp):  # where `a and b` holds both do; where it does not, either of them
+    if isinstance(test, ast.BoolOp):  # if `a and b` holds both do; if not, either may not
         said = [means_one_process(value, holds=holds, forming=forming) for value in test.values]
         return any(said) if isinstance(test.op, ast.And) == holds else all(said)
     if isinstance(test, ast.Compare):
@@ -70,11 +69,11 @@ def means_one_process(test: ast.expr, *, holds: bool, forming: bool = False) -> 
     if forming and "initialized" in words:
         return False
     of_group = available or words & _GROUP_WORDS or words - {"is", "use"} == {"dist"}
-    return bool(of_group) and holds != words.isdisjoint(_NO_WORDS)  # args.no_ddp says so where it holds
+    return bool(of_group) and holds != words.isdisjoint(_NO_WORDS)  # args.no_ddp means one process when it holds
 
 
 def _is_count_of_one(test: ast.Compare, holds: bool) -> bool:
-    """world_size == 1, or a world_size > 1 that does not hold."""
+    """True for world_size == 1, or a world_size > 1 that does not hold."""
     number = test.comparators[0].value if isinstance(test.comparators[0], ast.Constant) else None
     names = (word for n in ast.walk(test.left) for word in words_of(name_of(n) or text_in(n)))
     if len(test.ops) != 1 or "world" not in names:
@@ -84,27 +83,27 @@ def _is_count_of_one(test: ast.Compare, holds: bool) -> bool:
 
 
 def is_true(node: ast.AST | None) -> TypeGuard[ast.Constant]:
-    """The word True."""
+    """True for the literal True."""
     return isinstance(node, ast.Constant) and node.value is True
 
 
 def is_method(node: ast.AST, name: str) -> bool:
-    """A call `….name(…)`, of whatever object."""
+    """True for a call `….name(…)` on any object."""
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == name
 
 
 def words_of(identifier: str) -> set[str]:
-    """local_rank and localRank: {local, rank}."""
+    """Return {local, rank} for local_rank and localRank."""
     return {w.lower() for w in re.findall(r"[A-Z]?[a-z]+\d*|[A-Z]+(?![a-z])|\d+", identifier)}
 
 
 def is_named_like_a_rank(name: str) -> bool:
-    """local_rank, is_main_process, args.gpu."""
+    """True for local_rank, is_main_process, args.gpu."""
     return bool(name) and not words_of(name).isdisjoint(_RANK_WORDS)
 
 
 def parts_of(expression: ast.AST, *, with_arguments: bool) -> Iterator[ast.AST]:
-    """All nodes below; without what is given to calls, but for int(…), bool(…) and the like."""
+    """Yield all nodes below, without arguments of calls other than int(…), bool(…) and similar."""
     todo = [expression]
     while todo:
         node = todo.pop()
@@ -120,31 +119,31 @@ def parts_of(expression: ast.AST, *, with_arguments: bool) -> Iterator[ast.AST]:
 
 
 def words_in(node: ast.AST) -> set[str]:
-    """The words of all names in an expression."""
+    """Return the words of all names in an expression."""
     return {word for n in ast.walk(node) for word in words_of(name_of(n))}
 
 
 def unmoved(maker: object) -> object:
-    """`Net()` for `Net().to(rank)`: on another device it is the same model."""
+    """Return `Net()` for `Net().to(rank)`: on another device it is the same model."""
     while isinstance(maker, ast.Call) and isinstance(maker.func, ast.Attribute) and maker.func.attr in ("to", "cuda"):
         maker = maker.func.value
     return maker
 
 
 def name_of(node: ast.AST) -> str:
-    """The identifier of a name, the last one of an attribute; "" for all else."""
+    """Return a name, or the last name of an attribute; "" for anything else."""
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
 def parameters_of(function: Function | ast.Lambda) -> set[str]:
-    """The names of all parameters."""
+    """Return the names of all parameters."""
     args = function.args
     listed = (*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg)
     return {p.arg for p in listed if p is not None}
 
 
 def imports_in(nodes: Iterable[ast.AST]) -> dict[str, str]:
-    """Name in the file → full name. Of several (try … except ImportError) torch's own counts."""
+    """Return name in the file → full name. Of several (try … except ImportError) torch's own counts."""
     imported: dict[str, str] = {}
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -160,7 +159,7 @@ def imports_in(nodes: Iterable[ast.AST]) -> dict[str, str]:
 
 
 def aliases_in(nodes: Sequence[ast.AST], imported: Mapping[str, str]) -> dict[str, str]:
-    """reduce = dist.all_reduce: name → full name of what is torch's, of names that are bound only once in the file."""
+    """Return name → full name for names of torch's functions that are bound only once: reduce = dist.all_reduce."""
     bound = Counter(n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
     bound.update(n.arg for n in nodes if isinstance(n, ast.arg))
     aliases: dict[str, str] = {}
@@ -174,7 +173,7 @@ def aliases_in(nodes: Sequence[ast.AST], imported: Mapping[str, str]) -> dict[st
 
 
 def bindings_in(node: ast.AST) -> Iterator[tuple[ast.AST, Origin]]:
-    """What a statement gives a name: target and value."""
+    """Yield target and value of each binding in a statement."""
     if isinstance(node, ast.Assign):
         yield from ((target, node.value) for target in node.targets)
     elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
@@ -189,12 +188,12 @@ def bindings_in(node: ast.AST) -> Iterator[tuple[ast.AST, Origin]]:
 
 
 def targets_in(statement: ast.stmt) -> Iterator[ast.AST]:
-    """All that gets a value in a statement and those below it."""
+    """Yield all targets in a statement and those below it."""
     return (target for node in ast.walk(statement) for target, _ in bindings_in(node))
 
 
 def fields_declared(owner: ast.ClassDef, name: str) -> list[Origin]:
-    """A field of a dataclass without a default: its value comes with the call."""
+    """Yield fields of a dataclass without a default: their values come from the call."""
     fields = (s for s in owner.body if isinstance(s, ast.AnnAssign) and s.value is None)
     return [Marker.UNKNOWN for f in fields if name_of(f.target) == name]
 
@@ -209,7 +208,7 @@ def _counts_from_zero(iterated: ast.expr) -> bool:
 
 
 def default_of(function: Function, position: int) -> ast.expr | None:
-    """The default of a positional parameter."""
+    """Return the default of a positional parameter."""
     count = len(function.args.posonlyargs) + len(function.args.args)
     from_end = position - count
     defaults = function.args.defaults
@@ -217,14 +216,14 @@ def default_of(function: Function, position: int) -> ast.expr | None:
 
 
 def is_outside_the_body(scope: Scope, child: ast.AST) -> bool:
-    """Decorators and bases are evaluated where the function or class stands."""
+    """True for decorators and bases, which are evaluated where the function or class is defined."""
     if isinstance(scope, ast.ClassDef):
         return child in scope.decorator_list or child in scope.bases or child in scope.keywords
     return isinstance(scope, Function) and (child in scope.decorator_list or child is scope.returns)
 
 
 def before(parent: ast.AST, child: ast.AST) -> list[ast.stmt]:
-    """The statements of the same block that come before one."""
+    """Return the earlier statements of the same block."""
     for name in ("body", "orelse", "finalbody"):
         block = getattr(parent, name, None)
         if isinstance(block, list) and child in block:
@@ -233,12 +232,12 @@ def before(parent: ast.AST, child: ast.AST) -> list[ast.stmt]:
 
 
 def has_hidden_arguments(call: ast.Call) -> bool:
-    """Whether a * or ** may give an argument that the file does not show."""
+    """True if * or ** may pass an argument that the file does not show."""
     return any(isinstance(a, ast.Starred) for a in call.args) or any(k.arg is None for k in call.keywords)
 
 
 def dotted(node: ast.AST) -> str:
-    """args.rank as it stands there; "" for what is no dotted name."""
+    """Return args.rank as written; "" if it is no dotted name."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -247,5 +246,5 @@ def dotted(node: ast.AST) -> str:
 
 
 def text_in(node: ast.AST) -> str:
-    """The text that a constant is; "" for all else."""
+    """Return the text of a constant; "" for anything else."""
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""

@@ -1,4 +1,4 @@
-"""The Python in a Jupyter notebook: its code cells as one script, and each `%%writefile NAME.py` as one of its own."""
+"""The Python in a Jupyter notebook: its code cells as one script, and each `%%writefile NAME.py` as another."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 
 _WRITES = re.compile(r"%%(?:writefile|file)\s+(?:-a\s+|--append\s+)?(\S+\.py)\s*$")
-# Cell magics below which the rest of the cell is Python as it stands.
+# Cell magics whose cell is still plain Python.
 _PYTHON = re.compile(r"%%(?:time|timeit|capture|prun)\b")
 _MAGIC = re.compile(r"(\s*)(?:%{1,2}[A-Za-z]|[!?])|(\s*)%?[\w.*]+\?{1,2}\s*$")
 _ASSIGNED = re.compile(r"(\s*[\w, .\[\]'\"]+=\s*)[%!]")
-# Lines that IPython takes without `%` where they are no Python: names of line magics and of aliases, and calls whose
-# parentheses it adds, `/print a` and `,print a b`.
+# Lines that IPython accepts without `%` although they are no Python: names of line magics and aliases, and calls
+# without parentheses, `/print a` and `,print a b`.
 _AUTOMAGIC = re.compile(
     r"(\s*)(?:(?:alias|autoreload|bookmark|cat|cd|clear|colors|conda|config|cp|debug|dhist|dirs|ed|edit|env|gui|hist|"
     r"history|ldir|less|lf|lk|ll|load|load_ext|logstart|logstop|ls|lsmagic|lx|macro|magic|mamba|man|matplotlib|"
@@ -26,29 +26,28 @@ _AUTOMAGIC = re.compile(
     r"(?:\s+[^=(\s].*|\s*)$|[/,;][A-Za-z_].*)"
 )
 _PROMPT = re.compile(r"(?:>>> ?|\.\.\. ?|In \[\d+\]: ?)")
-_AUTOMAGIC_MAX = 200  # a cell is parsed once for each
-_PARSED_MAX = 2_000_000  # characters of a cell that are parsed for its automagic
+_AUTOMAGIC_MAX = 200  # lines: the cell is parsed once for each
+_PARSED_MAX = 2_000_000  # characters of a cell that are parsed to find them
 
 
 @dataclass
 class NotebookPart:
-    """One script of a notebook: its text, and for each line the cell (from 1, code cells alone) and the line in it."""
+    """One script of a notebook: its text, and for each line the cell (from 1, only code cells) and the line in it."""
 
     lines: list[str] = field(default_factory=list)
     places: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        """The script."""
         return "".join(f"{line}\n" for line in self.lines)
 
     def place(self, line: int) -> tuple[int, int]:
-        """(cell, line in it) of a line of the script."""
+        """Return (cell, line in it) of a line of the script."""
         return self.places[min(max(line, 1), len(self.places)) - 1] if self.places else (1, 1)
 
 
 def parts(text: str) -> list[NotebookPart]:
-    """The scripts of a notebook. Raises ValueError where the text is no notebook."""
+    """Return the scripts of a notebook. Raise ValueError if the text is no notebook."""
     document = json.loads(text)
     cells = document.get("cells") if isinstance(document, dict) else None
     if not isinstance(cells, list):
@@ -67,9 +66,8 @@ def parts(text: str) -> list[NotebookPart]:
 
 
 def by_cell(own: NotebookPart, path: str) -> Callable[[str], str]:
-    """Return a function that names the cells of a notebook in a text: nb.py:6 becomes nb.ipynb:cell 3:2.
-
-    own: the script that was made of the notebook at this path; it has the notebook's stem.
+    """Return a function that rewrites places in a text as cells: nb.py:6 becomes nb.ipynb:cell 3:2. own: the script
+    made from the notebook at this path, with its stem.
     """
     name, script = PurePath(path).name, re.escape(f"{PurePath(path).stem}.py")
     in_trace = re.compile(rf'(File \\?")[^"\n]*?{script}(\\?", line )(\d{{1,9}})')
@@ -87,20 +85,21 @@ def by_cell(own: NotebookPart, path: str) -> Callable[[str], str]:
 
 
 def _lines(source: object) -> list[str]:
-    """nbformat has a text or a list of lines."""
+    """Return the lines; nbformat allows a text or a list of lines."""
     if isinstance(source, list):
         source = "".join(s for s in source if isinstance(s, str))
     return source.splitlines() if isinstance(source, str) else []
 
 
 def _begin(lines: list[str]) -> tuple[int, str]:
-    """The first line of a cell and its index: IPython leaves out those before it that are empty."""
+    """Return the first line of a cell that is not empty, and its index, as IPython does."""
     return next(((i, line) for i, line in enumerate(lines) if line.strip()), (0, ""))
 
 
 def _error_in(lines: list[str]) -> int | None:
-    """The line (from 1) in which a cell is no Python; 0: unknown. None: it is, and stays as it is, because a line of an
-    expression may begin with `%`, where it was wrapped."""
+    """Return the line (from 1) at which a cell is no Python; 0: unknown. None: it is valid and stays unchanged, because
+    a line of a wrapped expression may begin with `%`.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -113,11 +112,11 @@ def _error_in(lines: list[str]) -> int | None:
 
 
 def _without_automagic(lines: list[str]) -> list[str]:
-    """A line that is no Python, and that IPython takes for magic, is left out; all else is as it was."""
+    """Leave out lines that are no Python and that IPython takes for magic."""
     size = 1 + sum(map(len, lines))
     for _ in range(min(_AUTOMAGIC_MAX, 1 + _PARSED_MAX // size)):
         wrong = _error_in(lines)
-        # The error may stand in the line after the one that does not end: `cd data/`.
+        # Python may report the error on the line after the incomplete one: `cd data/`.
         found = [
             (i, m)
             for i in ((wrong or 0) - 1, (wrong or 0) - 2)
@@ -131,8 +130,9 @@ def _without_automagic(lines: list[str]) -> list[str]:
 
 
 def _without_magic(lines: list[str]) -> Iterator[str]:
-    """As IPython reads a cell: the indent of its first line is taken off all, and a line of magic goes on in the next
-    one after a backslash."""
+    """Remove magic as IPython does: the first line's indent is removed from all, and a backslash continues a line of
+    magic.
+    """
     _, first = _begin(lines)
     if _PROMPT.match(first):  # copied from a terminal
         lines = [_PROMPT.sub("", line, count=1) for line in lines]
@@ -145,7 +145,7 @@ def _without_magic(lines: list[str]) -> Iterator[str]:
 
 
 def _plain(line: str) -> str:
-    """The line, or what stands in the place of its magic."""
+    """Return the line, or a replacement for its magic."""
     assigned = _ASSIGNED.match(line)
     if assigned:
         return f"{assigned[1]}None"

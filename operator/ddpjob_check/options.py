@@ -1,4 +1,4 @@
-"""The options that a script reads with argparse, absl, click, typer or fire, and what each is worth in a job."""
+"""The options that a script reads with argparse, absl, click, typer or fire, and their values in a job."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Option:
     default: Any
     """UNKNOWN if it is not a literal."""
     kind: str = "str"
-    """The type of its value: int, float or str; the values of any other type are not known."""
+    """The type of its value: int, float or str; values of other types are unknown."""
     flags: Mapping[str, bool] = field(default_factory=dict)
-    """The value that each of its names gives it; empty if a value follows the name."""
+    """The value for each of its names; empty if a value follows the name."""
 
     @property
     def name(self) -> str:
@@ -36,7 +36,7 @@ class Option:
         return max(self.names, key=len)
 
     def given(self, words: Sequence[str]) -> Any:
-        """Return its value with these words, or its default; UNKNOWN if neither is certain."""
+        """Return its value with these words, or its default; UNKNOWN if that is uncertain."""
         meant = [(self._meant(word), word, after) for word, after in pairwise((*words, ""))]
         meant = [found for found in meant if found[0]]
         if not meant:
@@ -50,14 +50,14 @@ class Option:
             return UNKNOWN
 
     def _meant(self, word: str) -> str:
-        """The one of its names that a word is, or begins; "" if it is another option."""
+        """Return the one of its names that a word is, or abbreviates; "" if it is another option."""
         name = word.partition("=")[0]
         is_long = len(name) > 3 and name.startswith("--")
         return name if name in self.names else next((n for n in self.names if is_long and n.startswith(name)), "")
 
 
 def literal(node: ast.expr | None) -> Any:
-    """The value of a literal, None for None, and UNKNOWN for any other expression."""
+    """Return the value of a literal, None for None, and UNKNOWN for any other expression."""
     try:
         return ast.literal_eval(node or ast.Constant(None))
     except (ValueError, TypeError):
@@ -73,11 +73,11 @@ _NOT_READ = {"callback", "count", "envvar", "flag_value", "multiple", "nargs", "
 
 
 def commands(script: Script, words: Sequence[str]) -> dict[Function, dict[str, Option]]:
-    """Return the options of each such function by its parameters; only those whose value the words decide."""
+    """Return the options of each such function by parameter, if only the words decide their value."""
     if script.mentions(*_OTHER_SOURCES_OF_CLICK) or not script.mentions("click", "typer", "fire"):
         return {}
     called = [a for call in script.calls_to("typer.run") for a in call.args[:1]]
-    # fire may give a word that neither is an option nor follows one to any parameter.
+    # fire may pass a word that is neither an option nor an option's value to any parameter.
     pairs = pairwise(("", *words))
     if not any(word[:1] != "-" and (before[:1] != "-" or "=" in before) for before, word in pairs):
         called += [a for call in script.calls_to("fire.Fire") for a in call.args[:1]]
@@ -103,7 +103,7 @@ def _is_command_of_typer(script: Script, function: Function) -> bool:
 
 
 def _of_click(script: Script, function: Function) -> Iterator[tuple[str, Option]]:
-    """Those of @click.option("--launcher", default="none")."""
+    """Yield options of @click.option("--launcher", default="none")."""
     for call in function.decorator_list:
         if isinstance(call, ast.Call) and script.full_name(call.func).endswith("click.option"):
             texts = [text for a in call.args if (text := text_in(a))]
@@ -116,12 +116,14 @@ def _of_click(script: Script, function: Function) -> Iterator[tuple[str, Option]
 
 
 def _of_parameters(script: Script, function: Function) -> Iterator[tuple[str, Option]]:
-    """Those of typer and fire: launcher: str = "none", = typer.Option("none", "-l"), Annotated[str, typer.Option()]."""
+    """Yield options of typer and fire: launcher: str = "none", = typer.Option("none", "-l"), Annotated[str,
+    typer.Option()].
+    """
     listed = [*function.args.posonlyargs, *function.args.args]
     pairs = [(parameter, default_of(function, i)) for i, parameter in enumerate(listed)]
     for parameter, default in (*pairs, *zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)):
         if default is None:
-            continue  # an argument of its own, without a name
+            continue  # a positional argument
         call, kind = default if _declares(default) else None, parameter.annotation
         if isinstance(kind, ast.Subscript) and name_of(kind.value) == "Annotated" and isinstance(kind.slice, ast.Tuple):
             call = next((part for part in kind.slice.elts[1:] if _declares(part)), call)
@@ -132,7 +134,7 @@ def _of_parameters(script: Script, function: Function) -> Iterator[tuple[str, Op
         names = names or [f"--{text}" for text in {parameter.arg.replace("_", "-"), parameter.arg}]
         if name_of(kind or ast.Pass()) == "bool" or isinstance(literal(default), bool):
             names = [n if "/" in n or n[:2] != "--" else f"{n}/--no-{n[2:]}" for n in names]
-            names += [f"/--no{n[2:].partition('/')[0]}" for n in names if n[:2] == "--"]  # fire's
+            names += [f"/--no{n[2:].partition('/')[0]}" for n in names if n[:2] == "--"]  # fire's form
         option = _option(script, parameter, call, names, default, name_of(kind or ast.Pass()))
         if option is not None and name_of(getattr(call, "func", ast.Pass())) != "Argument":
             yield parameter.arg, option
@@ -151,7 +153,7 @@ def _option(
     default: ast.expr | None = None,
     kind: str = "",
 ) -> Option | None:
-    """Return an option; None if more than its words may decide on its value. names: "--ddp/--no-ddp" are two."""
+    """Return an option; None if not only its words may decide its value. names: "--ddp/--no-ddp" are two."""
     declared = call if isinstance(call, ast.Call) else ast.Call(ast.Name("Option", ast.Load()), [], [])
     if any(keyword.arg is None or keyword.arg in _NOT_READ for keyword in declared.keywords):
         return None
@@ -165,7 +167,7 @@ def _option(
 
 
 def _kind(typed: ast.expr | None, value: Any) -> str:
-    """The type that click converts to: type=int, click.Choice(…), or that of the default."""
+    """Return the type to which click converts: type=int, click.Choice(…), or that of the default."""
     if isinstance(typed, ast.Call):
         return "str" if name_of(typed.func) == "Choice" else ""
     if typed is not None:
@@ -182,14 +184,16 @@ _ABSL = {
 
 
 class ScriptOptions:
-    """words: what the command gives to the script. An option that is not among them has its default."""
+    """The options of a script. words: its arguments in the command. An option that is not among them has its
+    default.
+    """
 
     def __init__(self, script: Script, words: Sequence[str]) -> None:
         self._script, self._words = script, tuple(words)
 
     @cached_property
     def declared(self) -> dict[str, Option]:
-        """The options by the attribute that argparse or absl gives them; only those that are declared once, always."""
+        """Return the options by their attribute in argparse or absl, if declared once and unconditionally."""
         calls: dict[str, list[ast.Call]] = {}
         if not self._script.mentions(*_OTHER_SOURCES):
             for call in self._script.methods_called("add_argument"):
@@ -234,7 +238,9 @@ class ScriptOptions:
         return commands(self._script, self._words)
 
     def option(self, node: ast.expr) -> Option | None:
-        """The declaration of the option that `args.NAME` reads, or a parameter of the function that click calls."""
+        """Return the declaration of the option that `args.NAME` reads, or a parameter of the function that click
+        calls.
+        """
         if isinstance(node, ast.Name):
             scope = self._script.scope(node)
             is_plain = isinstance(scope, Function) and node.id in parameters_of(scope)
@@ -250,12 +256,12 @@ class ScriptOptions:
         return all(isinstance(o, ast.expr) and self._is_of_absl(o, "FLAGS") for o in self._script.origins(base))
 
     def declaration(self, node: ast.expr) -> Option | None:
-        """The option that a name or attribute was made of, through the names of the file."""
+        """Return the option from which a name or attribute was made, followed through the names of the file."""
         found = [self.option(o) for o in (node, *self._script.origins(node)) if isinstance(o, ast.expr)]
         return next((option for option in found if option is not None), None)
 
     def value(self, node: ast.expr, depth: int = 0) -> Any:
-        """What an expression is worth in this job; UNKNOWN if the options alone do not decide it."""
+        """Return the value of an expression in this job; UNKNOWN if the options alone do not decide it."""
         if depth > _DEPTH_MAX:
             return UNKNOWN
         option = self.option(node)
@@ -274,7 +280,7 @@ class ScriptOptions:
         return self.value(origin, depth + 1) if is_other and isinstance(origin, ast.expr) else UNKNOWN
 
     def given(self, option: Option) -> Any:
-        """What an option is worth, by the words of the command or by its default."""
+        """Return the value of an option, from the words of the command or from its default."""
         return option.given(self._words)
 
     def _is_parsed(self, base: ast.expr) -> bool:
@@ -293,7 +299,7 @@ class ScriptOptions:
 
 
 def destination(call: ast.Call) -> str:
-    """The attribute under which argparse keeps an option: launcher for add_argument("-l", "--launcher")."""
+    """Return the attribute for an option in argparse: launcher for add_argument("-l", "--launcher")."""
     for keyword in call.keywords:
         if keyword.arg == "dest":
             return text_in(keyword.value)

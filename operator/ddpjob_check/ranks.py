@@ -1,4 +1,4 @@
-"""Ranks and their GPUs, and the conditions that let some ranks pass."""
+"""Rules about ranks and their GPUs, and conditions that select ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from ddpjob_check.reached import is_otherwise
 from ddpjob_check.rule import Found, Job, Severity, rule
 from ddpjob_check.script import DDP, INIT, Kind, Script
 
-# Every rank of the group must call these, otherwise those that do wait for ever. isend, send and recv are for two.
+# Every rank of the group must call these; otherwise the callers wait for ever. isend, send and recv need only two
+# ranks.
 COLLECTIVES = {
     f"torch.distributed.{name}"
     for name in (
@@ -24,7 +25,7 @@ _GROUP_POSITION = {"barrier": 0, "monitored_barrier": 0, "broadcast": 2, "all_re
 
 
 def at(node: ast.AST, message: str, severity: Severity | None = None) -> Found:
-    """A finding at a node of the script. severity: where it differs from the rule's own."""
+    """Return a finding at a node of the script. severity: if it differs from the rule's own."""
     return Found(getattr(node, "lineno", 1), message, severity, getattr(node, "col_offset", 0) + 1, node)
 
 
@@ -66,7 +67,7 @@ def device_is_global_rank(script: Script, job: Job) -> Iterator[Found]:
         return
     severity, where = several
     if job.gpus is None or (job.world_size or 0) <= job.gpus:
-        severity = "warning"  # there may be a GPU of that number
+        severity = "warning"  # a GPU of that number may exist
     for call, device in _devices(script):
         if script.kinds(device) == {Kind.GLOBAL}:
             yield at(
@@ -78,7 +79,7 @@ def device_is_global_rank(script: Script, job: Job) -> Iterator[Found]:
 
 
 def _devices(script: Script) -> Iterator[tuple[ast.Call, ast.expr]]:
-    """The numbers that are used as a GPU's index."""
+    """Yield expressions that are used as the index of a GPU."""
     for call in script.calls_to(DDP):
         listed = script.argument(call, "device_ids", 1)
         if isinstance(listed, ast.List | ast.Tuple):
@@ -97,7 +98,7 @@ def _devices(script: Script) -> Iterator[tuple[ast.Call, ast.expr]]:
 
 
 def _index(device: ast.expr) -> ast.expr:
-    """The number in f"cuda:{rank}", "cuda:%d" % rank and "cuda:{}".format(rank), else the expression itself."""
+    """Return the number in f"cuda:{rank}", "cuda:%d" % rank and "cuda:{}".format(rank), else the expression itself."""
     if isinstance(device, ast.JoinedStr) and len(device.values) == 2:
         value = device.values[1]
         return value.value if isinstance(value, ast.FormattedValue) and _is_cuda(device.values[0]) else device
@@ -146,32 +147,32 @@ def _is_bare_cuda(script: Script, call: ast.Call) -> bool:
 
 
 def has_group(script: Script, call: ast.Call) -> bool:
-    """Whether a collective may be one of some ranks only."""
+    """True if the script has a group, so that a collective may be called by some of its ranks only."""
     group = script.argument(call, "group", _GROUP_POSITION.get(short_name(script, call), 3))
     return group is not None or has_hidden_arguments(call)
 
 
 @dataclass(frozen=True)
 class Guard:
-    """A condition that lets some ranks pass to a line, and not all."""
+    """A condition that lets only some ranks reach a line."""
 
     test: ast.expr
     holds: bool
-    """True if those pass for which the condition holds."""
+    """True if ranks reach the line when the condition holds."""
     ours: Sequence[ast.AST] = ()
-    """The branch of those that pass; empty if the others have left before."""
+    """The branch of these ranks; empty if the others have left earlier."""
     others: Sequence[ast.AST] = ()
-    """What the other ranks run instead."""
+    """The branch of the other ranks."""
     is_certain: bool = True
-    """False for `if rank == 0 and not found: return`: perhaps all pass."""
+    """False for `if rank == 0 and not found: return`: perhaps all ranks reach the line."""
 
     def to_text(self, script: Script) -> str:
-        """For a message: only where `rank == 0`, only where not `rank != 0`."""
+        """Return `only where `rank == 0`` or `only where not `rank != 0``, for a message."""
         return f"only where {'' if self.holds else 'not '}`{script.text_of(self.test)}`"
 
 
 def guard(script: Script, call: ast.Call) -> Guard | None:
-    """The innermost guard of a call. A rank that raises or exits ends the job: nobody waits for it."""
+    """Return the innermost guard of a call. A rank that raises or exits ends the job: nobody waits for it."""
     for child, parent in script.above(call):
         for possible in (*_around(parent, child), *_returned_before(parent, child)):
             if is_for_some(script, possible.test, holds=possible.holds):
@@ -207,7 +208,7 @@ _RUNS_ON_ONE = ("rank_zero_only", "rank0_only", "main_process_only", "master_onl
 
 
 def _of_case(match: ast.Match, case: ast.match_case) -> ast.expr | None:
-    """`rank == 0` for `case 0:`."""
+    """Return `rank == 0` for `case 0:`."""
     if not isinstance(case.pattern, ast.MatchValue) or case.guard is not None:
         return None
     test = ast.Compare(match.subject, [ast.Eq()], [case.pattern.value])
@@ -222,9 +223,8 @@ def _returned_before(parent: ast.AST, child: ast.AST) -> Iterator[Guard]:
 
 
 def is_for_some(script: Script, test: ast.expr, *, holds: bool = True) -> bool:
-    """rank == 0, rank != 0, not rank, is_main: true on some ranks, false on others. With `or` it may be true on all.
-
-    holds: False asks this of the ranks for which the condition does not hold.
+    """True for rank == 0, rank != 0, not rank, is_main: true only on some ranks. With `or` it may be true on all.
+    holds: False asks about ranks for which the condition does not hold.
     """
     if isinstance(test, ast.BoolOp):
         splits = [is_for_some(script, value, holds=holds) for value in test.values]
@@ -241,7 +241,7 @@ def is_for_some(script: Script, test: ast.expr, *, holds: bool = True) -> bool:
 
 
 def _is_false_in_a_group(test: ast.expr, holds: bool) -> bool:
-    """`not distributed`, `local_rank == -1`: what is beside the rank in `local_rank == -1 or rank == 0`."""
+    """True for `not distributed` or `local_rank == -1`, as in `local_rank == -1 or rank == 0`."""
     alone = isinstance(test, ast.Compare) and len(test.ops) == 1 and ast.unparse(test.comparators[0]) == "-1"
     if alone and isinstance(test, ast.Compare) and name_of(test.left).endswith("rank"):
         return isinstance(test.ops[0], ast.Eq if holds else ast.NotEq)
@@ -249,7 +249,9 @@ def _is_false_in_a_group(test: ast.expr, holds: bool) -> bool:
 
 
 def _splits_the_ranks(test: ast.Compare) -> bool:
-    """`rank == 0` does. `rank >= 0` holds on all, and `local_rank != -1` asks whether there is a group at all."""
+    """True for `rank == 0`. False for `rank >= 0`, which holds on all ranks, and `local_rank != -1`, which asks if
+    there is a group.
+    """
     operator, other = test.ops[0], test.comparators[0]
     if len(test.ops) != 1:
         return False
@@ -267,7 +269,7 @@ _FIRST = ("0", "-1, 0", "0, -1")
 
 
 def is_rank(script: Script, node: ast.expr) -> bool:
-    """Whether a number is a rank, or named like one."""
+    """True if a number is a rank, or named like one."""
     kinds = script.kinds(node)
     if Kind.UNKNOWN not in kinds:
         return True
@@ -275,11 +277,11 @@ def is_rank(script: Script, node: ast.expr) -> bool:
 
 
 def is_local(script: Script, test: ast.expr) -> bool:
-    """True if a condition asks for the rank on a node: with one process on each, it is 0 on all."""
+    """True if a condition tests the local rank: with one process per node it is 0 everywhere."""
     numbers = [n for n in ast.walk(test) if isinstance(n, ast.expr) and is_rank(script, n)]
     return all(name_of(n) == "local_rank" or script.kinds(n) == {Kind.LOCAL} for n in numbers) and bool(numbers)
 
 
 def short_name(script: Script, call: ast.Call) -> str:
-    """all_reduce for torch.distributed.all_reduce."""
+    """Return all_reduce for torch.distributed.all_reduce."""
     return script.called(call).removeprefix("torch.distributed.")

@@ -1,6 +1,5 @@
-"""Which lines a run reaches: what its options decide, and what is certain.
-
-An error of `check` refuses a run, so it must be about a line that the run certainly executes.
+"""Which lines a run reaches, as far as its options decide. An error of `check` refuses a run, so it must concern a line
+that the run certainly executes.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _COMPARISONS: dict[type, Callable[[Any, Any], Any]] = {
 
 
 class Paths:
-    """Which lines may run, with some values known: those for which `value` does not return UNKNOWN."""
+    """Lines that may run, given some values: those for which `value` does not return UNKNOWN."""
 
     def __init__(self, script: Script, value: Callable[[ast.expr], Any]) -> None:
         self._script, self._value = script, value
@@ -94,7 +93,7 @@ class Paths:
 
 
 class Certainty:
-    """Which lines some rank of the job certainly executes, unless another error ends it before."""
+    """Lines that some rank of the job certainly executes, unless another error ends it earlier."""
 
     def __init__(self, script: Script, job: Job) -> None:
         self._script, self._job = script, job
@@ -108,7 +107,7 @@ class Certainty:
         return self._options.value(node)
 
     def runs(self, node: ast.AST) -> bool:
-        """True if this node certainly runs: no condition that the job may not meet stands before it."""
+        """True if this node certainly runs: it depends on no condition that the job may not meet."""
         todo, seen = [node], set[Function]()
         while todo:
             place = todo.pop()
@@ -123,7 +122,7 @@ class Certainty:
         return False
 
     def _places_of(self, function: Function) -> Iterator[ast.AST]:
-        """The places that call a function of the file, or name it: fire.Fire(main), Process(target=train)."""
+        """Yield places that call a function of the file, or pass it: fire.Fire(main), Process(target=train)."""
         yield from (c.call for c in self._script.callers(function))
         owner = self._script.scope(function)
         names = {function.name}
@@ -136,7 +135,7 @@ class Certainty:
         uses: dict[str, list[ast.AST]] = {}
         for node in self._script.nodes:
             if isinstance(self._script.parent(node), ast.ClassDef):
-                continue  # a class that is made of another one runs nothing
+                continue  # subclassing runs nothing
             if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
                 uses.setdefault(name_of(node), []).append(node)
         return uses
@@ -182,11 +181,11 @@ class Certainty:
         if means_one_process(test, holds=not wanted) or means_otherwise(self._script, test, not wanted):
             return True
         if self._script.called(test) == "torch.cuda.is_available":
-            return wanted  # what is wrong there is about GPUs
+            return wanted  # a mistake there concerns GPUs
         return self._script.depends_on_rank(test) or self._counts(test)
 
     def _counts(self, test: ast.expr) -> bool:
-        """True for `step % 100 == 0`, where a loop changes the step."""
+        """True for `step % 100 == 0` if a loop changes the step."""
         names = [n for n in ast.walk(test) if isinstance(n, ast.Name)]
         return any(n.id in self._counters.get(self._script.scope(n), ()) for n in names)
 
@@ -209,18 +208,19 @@ class Certainty:
 
 
 def goes_on(handler: ast.ExceptHandler) -> bool:
-    """True if a script may go on after an error: `except RuntimeError: init_process_group("gloo")`."""
+    """True if a script may continue after an error: `except RuntimeError: init_process_group("gloo")`."""
     return not ends_the_run(handler.body) and (handler.type is None or name_of(handler.type) != "KeyboardInterrupt")
 
 
-# What a script does if it is not started as in the job: without a launcher, as one process, or on Windows.
+# Branches for another start than in the job: without a launcher, as one process, or on Windows.
 _SET_BY_THE_JOB = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"}
 _WINDOWS = ("win32", "nt", "Windows")
 
 
 def is_otherwise(script: Script, node: ast.AST, seen: frozenset[Function] = frozenset()) -> bool:
-    """Whether a node runs only there, by a condition around it or around all calls of its function, or after an
-    exception: `except KeyError` where RANK is read."""
+    """True if a node runs only there: by a condition around it or around all calls of its function, or after an
+    exception, such as `except KeyError` where RANK is read.
+    """
     if any(_says_otherwise(script, parent, child) for child, parent in script.above(node)):
         return True
     function = script.function(node)
@@ -234,14 +234,13 @@ def _says_otherwise(script: Script, parent: ast.AST, child: ast.AST) -> bool:
     if not isinstance(parent, ast.If) or child is parent.test:
         return False
     holds = child in parent.body
-    is_the_only_one = len(script.inits) < 2  # of two, the second is for where the first was not called
+    is_the_only_one = len(script.inits) < 2  # of two, the second is for runs that skipped the first
     one_process = means_one_process(parent.test, holds=holds, forming=is_the_only_one)
     return one_process or means_otherwise(script, parent.test, holds)
 
 
 def means_otherwise(script: Script, test: ast.expr, holds: bool) -> bool:
-    """True if a condition means, where it holds or where it does not, that there is no launcher, or that this is
-    Windows."""
+    """True if a condition, when it holds (or does not), means that there is no launcher, or that this is Windows."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return means_otherwise(script, test.operand, not holds)
     if isinstance(test, ast.BoolOp):
@@ -258,7 +257,9 @@ def means_otherwise(script: Script, test: ast.expr, holds: bool) -> bool:
 
 
 def _compares(script: Script, test: ast.Compare, holds: bool) -> bool:
-    """`"RANK" not in os.environ`, `os.environ.get("RANK") is None`, `int(os.environ.get("RANK", -1)) == -1`."""
+    """True for `"RANK" not in os.environ`, `os.environ.get("RANK") is None`, `int(os.environ.get("RANK", -1)) ==
+    -1`.
+    """
     operator, other = test.ops[0], test.comparators[0]
     if isinstance(operator, ast.In | ast.NotIn):
         asked = text_in(test.left) in _SET_BY_THE_JOB and script.full_name(other) == "os.environ"

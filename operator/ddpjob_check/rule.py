@@ -1,4 +1,4 @@
-"""The types of the rules: a script and what is known of its job go in, findings come out."""
+"""The types of the rules: a script and facts about its job in, findings out."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Severity = Literal["error", "warning"]
 
 SYNTAX = "syntax"
 LEFT_OUT = "left-out"
-"""The name of the finding that says which rules took too long, and so found nothing."""
+"""Name of the finding that lists rules that took too long and so found nothing."""
 T = TypeVar("T")
 
 
 class TooLongError(Exception):
-    """The work was given up, because it took too long."""
+    """The work took too long and was given up."""
 
 
 Limited: TypeAlias = Callable[[Callable[[], Any]], Any]
@@ -28,13 +28,13 @@ Limited: TypeAlias = Callable[[Callable[[], Any]], Any]
 
 
 def unlimited(work: Callable[[], T]) -> T:
-    """Do the work, however long it takes."""
+    """Do the work without a limit."""
     return work()
 
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """One mistake: where (line and column from 1), which rule, and a sentence with the fix."""
+    """One mistake: the place (line and column from 1), the rule, and a sentence with the fix."""
 
     file: str
     line: int
@@ -49,63 +49,63 @@ class Finding:
 
 @dataclass(frozen=True)
 class Found:
-    """What a rule finds in a script. severity: where it differs from the rule's own."""
+    """One result of a rule. severity: if it differs from the rule's own."""
 
     line: int
     message: str
     severity: Severity | None = None
     column: int = 1
     node: ast.AST | None = None
-    """An error becomes a warning unless this certainly runs; None: it needs no line of the script."""
+    """An error becomes a warning unless this node certainly runs; None: no line of the script is needed."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is known of the job in which a script will run; None, and "" for the launcher: not known."""
+    """Facts about the job that will run a script; None, and "" for the launcher: unknown."""
 
     nodes: int | None = None
     min_nodes: int | None = None
-    """Of an elastic job: the least nodes with which it trains; `nodes` are the most."""
+    """The least nodes of an elastic job; `nodes` are the most."""
     nproc: int | None = None
     gpus: int | None = None
     backend: str | None = None
     launcher: str = ""
-    """torchrun, torch.distributed.launch, …; "python" where the command starts the script itself."""
+    """torchrun, torch.distributed.launch, …; "python" if the command starts the script itself."""
     launcher_options: dict[str, str] = field(default_factory=dict)
     words: tuple[str, ...] = ()
-    """What the command gives to the script: its own options."""
+    """The script's arguments in the command."""
     script: tuple[str, ...] = ()
-    """The script as the command names it; -m and a module. Empty: by the name of its file."""
+    """The script as the command names it, or -m and a module. Empty: the name of its file."""
     variables: frozenset[str] | None = None
-    """Those that the template and the command set beside the job's own; None: not known."""
+    """Variables set by template and command, besides the job's own; None: unknown."""
     mounts: dict[str, bool] = field(default_factory=dict)
-    """mountPath → whether all nodes may see the same files there."""
+    """mountPath → True if all nodes may see the same files there."""
     name: str = ""
     only_leader_has_name: bool = False
-    """Whether its Service gives a DNS name to node 0 alone."""
+    """True if the Service gives a DNS name only to node 0."""
     known: bool = False
-    """Whether there is a YAML: then the operator sets MASTER_ADDR, MASTER_PORT and the other variables."""
+    """True if there is a YAML, so that the operator sets MASTER_ADDR, MASTER_PORT and the other variables."""
     local: bool = False
     """True if all nodes are groups of processes on this machine, as in `ddpjob run`."""
 
     @property
     def has_one_rank(self) -> bool:
-        """Whether the job is certainly a single process."""
+        """True if the job is certainly a single process."""
         return self.nodes == 1 and self.nproc == 1 and not self.is_elastic
 
     @property
     def world_size(self) -> int | None:
-        """The number of ranks; None if it is not known, or may change."""
+        """The number of ranks; None if it is unknown or may change."""
         return None if self.is_elastic or self.nodes is None or self.nproc is None else self.nodes * self.nproc
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the number of ranks may change while the job trains."""
+        """True if the number of ranks may change during training."""
         return self.min_nodes is not None
 
     def several_nodes(self, script: Script) -> tuple[Severity, str] | None:
-        """Severity and wording of a mistake that matters on several nodes only; None where there is one node."""
-        # Without a job, a script whose rendezvous is on this machine's own address is for one node.
+        """Return severity and wording of a mistake that matters only on several nodes; None if there is one node."""
+        # Without a job, a script whose rendezvous is this machine's own address is for one node.
         nodes = 1 if self.nodes is None and script.is_for_one_node else self.nodes
         if nodes is None:
             return "warning", "with more than one node"
@@ -113,16 +113,16 @@ class Job:
 
     @property
     def by_torchrun(self) -> bool:
-        """Whether torchrun's agent serves the store of the rendezvous."""
+        """True if torchrun's agent serves the store of the rendezvous."""
         return self.launcher == "torchrun" or self.launcher.startswith("torch.distributed") or self.launcher in _FILES
 
 
-# What YAML would not read as the same text in a list.
+# Text that YAML would read differently in a list.
 _QUOTED = re.compile(r"""[\s,\[\]{}#:'"&*!|>%@`]|^[-+.\d]*$""")
 
 
 def command_line(words: Iterable[str]) -> str:
-    """A command as a job has it."""
+    """Return a command as a DDPJob writes it."""
     listed = (json.dumps(word, ensure_ascii=False) if _QUOTED.search(word) else word for word in words)
     return f"command: [{', '.join(listed)}]"
 
@@ -133,7 +133,7 @@ Find: TypeAlias = Callable[[Script, Job], Iterator[Found]]
 
 @dataclass(frozen=True)
 class Rule:
-    """One mistake: who finds it, its severity, and the wrong and the right lines for docs/check.md."""
+    """One kind of mistake: its finder, its severity, and wrong and right lines for docs/check.md."""
 
     find: Find
     severity: Severity
@@ -142,7 +142,7 @@ class Rule:
 
     @property
     def name(self) -> str:
-        """set-epoch-missing, for the function set_epoch_missing."""
+        """set-epoch-missing for the function set_epoch_missing."""
         return self.find.__name__.replace("_", "-")
 
     @property
@@ -152,5 +152,5 @@ class Rule:
 
 
 def rule(severity: Severity, *, wrong: str, right: str) -> Callable[[Find], Rule]:
-    """Makes a rule of the function that finds a mistake; its docstring says why it is one."""
+    """Make a rule of the function that finds a mistake; its docstring says why it is one."""
     return lambda find: Rule(find, severity, wrong, right)

@@ -1,4 +1,4 @@
-"""Variables of Slurm and of MPI, which start no job here."""
+"""Rules about variables of Slurm and MPI, which start no DDPJob."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ddpjob_check.rule import Found, Job, command_line, rule
 from ddpjob_check.script import Script
 from ddpjob_check.starting import is_conditional
 
-# What each is called here. All of them are set in a rank, and in a pod with one process.
+# The DDPJob variable for each. All are set in a rank, and in a pod with one process.
 COUNTERPARTS = {
     "SLURM_PROCID": "RANK", "SLURM_NTASKS": "WORLD_SIZE", "SLURM_NPROCS": "WORLD_SIZE", "SLURM_LOCALID": "LOCAL_RANK",
     "SLURM_NODEID": "NODE_RANK", "SLURM_NNODES": "NNODES", "SLURM_JOB_NUM_NODES": "NNODES",
@@ -44,20 +44,20 @@ def variable_of_other_launcher(script: Script, job: Job) -> Iterator[Found]:
 
 
 def _is_only_read(script: Script, name: str) -> bool:
-    """Not asked for elsewhere: `"SLURM_PROCID" in os.environ`, os.environ.setdefault("SLURM_PROCID", …)."""
+    """True if its value is never needed: `"SLURM_PROCID" in os.environ`, os.environ.setdefault("SLURM_PROCID", …)."""
     reads = sum(script.variable_read(n) == name for n in script.nodes)
     return reads == sum(isinstance(n, ast.Constant) and n.value == name for n in script.nodes)
 
 
 def _is_number(script: Script, node: ast.AST) -> bool:
-    """int(os.getenv("SLURM_PROCID")), which has no default."""
+    """True for int(os.getenv("SLURM_PROCID")), which has no default."""
     outer = script.parent(node)
     has_default = not isinstance(node, ast.Call) or len(node.args) > 1 or bool(node.keywords)
     return not has_default and isinstance(outer, ast.Call) and script.called(outer) == "int" and node in outer.args
 
 
 def _recipe(script: Script, job: Job) -> str:
-    """As docs/launching.md writes it. A launcher sets the variables of the ranks after those of the pod were made."""
+    """Return the fix as docs/launching.md writes it. A launcher sets the ranks' variables after the pod's were made."""
     read = {script.variable_read(node) for node in script.nodes}
     names = [name for name in COUNTERPARTS if name in read]
     if job.launcher == "python" and job.nproc == 1 and not job.is_elastic:

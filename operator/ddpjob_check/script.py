@@ -1,6 +1,5 @@
-"""A training script as the rules see it: what kind it is, which numbers are ranks, and which ranks run which lines.
-
-What is not certain is UNKNOWN, and a rule reports nothing about it.
+"""A training script as the rules see it: its kind, which numbers are ranks, and which ranks run which lines. Anything
+uncertain is UNKNOWN, and no rule reports anything about it.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from ddpjob_check.values import Values
 
 INIT = "torch.distributed.init_process_group"
 DDP = "torch.nn.parallel.DistributedDataParallel"
-# Frameworks that start, wrap, sample and save by themselves, so that a script need not.
+# Frameworks that start, wrap, sample and save themselves, so that a script need not.
 _FRAMEWORKS = {
     "accelerate", "colossalai", "composer", "deepspeed", "determined", "fairscale", "fastai", "horovod", "ignite",
     "lightning", "lightning_fabric", "megatron", "mmengine", "nemo", "pytorch_lightning", "ray",
@@ -39,11 +38,11 @@ _FRAMEWORKS = {
 }  # fmt: skip
 _LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "NNODES"}
 _LOOPBACK = re.compile(r"^(localhost|127\.\d+\.\d+\.\d+|::1|\[::1\])$")
-# A value that is reached by more names than this counts as unknown, because names may refer to each other in a circle.
+# A value that is reached by more names than this is unknown: names may refer to each other in a circle.
 _DEPTH_MAX = 12
-# Functions that return what another returns: each may have several results, so the ways multiply.
+# Functions that return another's result. Each may have several results, so their number multiplies.
 _CALLS_MAX = 3
-_PARTS_MAX = 1000  # of an expression, with all that its names lead to
+_PARTS_MAX = 1000  # nodes of an expression, with everything that its names lead to
 
 
 def _has_arguments(node: ast.expr) -> TypeGuard[ast.Call]:
@@ -60,7 +59,7 @@ class Kind(enum.Enum):
 
 
 class Script(Values):
-    """A script, read once. Raises what Values does where it does not parse."""
+    """A script, parsed once. Raise as Values does if it does not parse."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -76,37 +75,37 @@ class Script(Values):
 
     @cached_property
     def is_distributed(self) -> bool:
-        """Whether this file trains in a group, with no framework that does what it leaves out."""
+        """True if this file trains in a group, without a framework that does the rest."""
         return bool(self.inits or self.calls_to(DDP)) and not self.uses_a_framework
 
     @cached_property
     def uses_a_framework(self) -> bool:
-        """Whether Lightning, Accelerate or another such library is imported."""
+        """True if Lightning, Accelerate or another such library is imported."""
         return bool(self.frameworks)
 
     @cached_property
     def frameworks(self) -> set[str]:
-        """Those that are imported."""
+        """The imported frameworks."""
         return {name.split(".")[0] for name in self.imported.values()} & _FRAMEWORKS
 
     @cached_property
     def uses_torch(self) -> bool:
-        """Whether anything of torch is imported."""
+        """True if anything of torch is imported."""
         return any(name.split(".")[0] == "torch" for name in self.imported.values())
 
     @cached_property
     def starts(self) -> list[ast.Call]:
-        """mp.spawn(…), Process(target=…): where the script starts processes itself."""
+        """Calls by which the script starts processes itself: mp.spawn(…), Process(target=…)."""
         return [c for c in self.calls if self.started(c) is not None]
 
     @cached_property
     def reads_launcher(self) -> bool:
-        """Whether it reads its rank from the variables that a launcher sets."""
+        """True if it reads its rank from a launcher's variables."""
         return any(self.variable_read(n) in _LAUNCHER_VARIABLES for n in self.nodes)
 
     @cached_property
     def is_for_one_node(self) -> bool:
-        """Whether the rendezvous is on this machine's own address, as in tutorials."""
+        """True if the rendezvous is at this machine's own address, as in tutorials."""
         if self.reads_launcher:
             return False
         addresses = [value for name, value, _ in self.variables_set if name == "MASTER_ADDR"]
@@ -116,7 +115,9 @@ class Script(Values):
         )
 
     def variable_read(self, node: ast.AST) -> str:
-        """RANK for os.environ["RANK"], os.environ.get("RANK", …), os.getenv("RANK"), also of a copy of it; else ""."""
+        """Return RANK for os.environ["RANK"], os.environ.get("RANK", …), os.getenv("RANK"), also from a copy; else
+        "".
+        """
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
             return text_in(node.slice) if self._is_environment(node.value) else ""
         if not isinstance(node, ast.Call) or not node.args:
@@ -129,7 +130,7 @@ class Script(Values):
         return text_in(node.args[0]) if reads else ""
 
     def _is_environment(self, node: ast.expr) -> bool:
-        """os.environ, or what certainly is a copy of it, or of some of its variables by their own names."""
+        """True for os.environ, or what is certainly a copy of it, or of some of its variables by their own names."""
         if self.full_name(node) == "os.environ":
             return True
         if not self._is_complete or not isinstance(node, ast.Name | ast.Attribute | ast.Call | ast.DictComp | ast.Dict):
@@ -159,7 +160,7 @@ class Script(Values):
 
     @cached_property
     def variables_set(self) -> list[tuple[str, ast.expr, ast.AST]]:
-        """(name, value, where) of os.environ[…] = …, os.environ.update and os.putenv; not of setdefault."""
+        """Yield (name, value, node) of os.environ[…] = …, os.environ.update and os.putenv; not of setdefault."""
         variables: list[tuple[str, ast.expr, ast.AST]] = []
         for node in self.nodes:
             if isinstance(node, ast.Assign):
@@ -176,7 +177,7 @@ class Script(Values):
         return variables
 
     def _named_by(self, key: ast.expr, node: ast.Assign) -> list[tuple[str, ast.expr, ast.AST]]:
-        """As variables_set; of `for k, v in {"RANK": "0"}.items(): os.environ[k] = v` each item."""
+        """Yield the same for each item of `for k, v in {"RANK": "0"}.items(): os.environ[k] = v`."""
         loop = next((parent for _, parent in self.above(node) if isinstance(parent, ast.For)), None)
         items = loop.iter.func.value if loop is not None and is_method(loop.iter, "items") else None  # type: ignore[attr-defined]
         names = [name_of(n) for n in loop.target.elts] if loop and isinstance(loop.target, ast.Tuple) else []
@@ -185,19 +186,18 @@ class Script(Values):
         return [(text_in(key), node.value, node)]
 
     def kinds(self, expression: ast.expr | None, depth: int = 0) -> set[Kind]:
-        """Which rank, if any, a number is."""
+        """Return which rank, if any, a number is."""
         if expression is None or depth > _DEPTH_MAX:
             return {Kind.UNKNOWN}
         if expression not in self._kinds:
-            self._kinds[expression] = {Kind.UNKNOWN}  # what a value that is made from itself adds
+            self._kinds[expression] = {Kind.UNKNOWN}  # a value that depends on itself adds nothing
             self._kinds[expression] = set().union(*(self._kinds_of(o, depth + 1) for o in self.origins(expression)))
         return self._kinds[expression]
 
     def depends_on_rank(self, expression: ast.AST | None, *, by_arguments: bool = False) -> bool:
-        """Whether a rank, or something that is named like one, is part of an expression.
-
-        by_arguments: also where a name in it is what a call has made of a rank: parts.use(rank). For a condition that
-        does not count: the loss of a model that lies on GPU `rank` is no rank.
+        """True if a rank, or a name like one, is part of an expression. by_arguments: also if a call computed a name in
+        it from a rank: parts.use(rank). That does not count for a condition: the loss of a model on GPU `rank` is no
+        rank.
         """
         todo = [] if expression is None else [(expression, True)]
         seen: set[ast.AST] = set()
@@ -214,11 +214,11 @@ class Script(Values):
                 seen.update(new)
                 todo += [(o, False) for o in new]
             if len(seen) > _PARTS_MAX:
-                return True  # it may: then no rule is certain of anything
+                return True  # it may, so no rule can be certain
         return False
 
     def on_every_rank(self, node: ast.AST) -> bool:
-        """Whether all processes of the group certainly run this: it is reached without an `if rank …`."""
+        """True if all processes of the group certainly run this: no `if rank …` comes before it."""
         todo, seen, forming = [(node, False)], set(), node in self.inits
         while todo:
             place, started = todo.pop()
@@ -230,12 +230,12 @@ class Script(Values):
                 if not any(self.depends_on_rank(d) for d in function.decorator_list):
                     todo += [(c.call, started or c.starts_process) for c in self.callers(function)]
             elif started or not self.starts:
-                # Where the script starts the processes itself, its own first process is not one of the group.
+                # If the script starts the processes itself, its first process is not in the group.
                 return True
         return False
 
     def enclosing_tests(self, node: ast.AST) -> Iterator[ast.expr]:
-        """The conditions under which a node runs, within its function."""
+        """Return the conditions under which a node runs, within its function."""
         for child, parent in self.above(node):
             if isinstance(parent, ast.If | ast.IfExp | ast.While) and child is not parent.test:
                 yield parent.test
@@ -245,7 +245,7 @@ class Script(Values):
                 yield parent.subject
 
     def is_wrapped(self, model: ast.expr) -> bool:
-        """True if a value certainly is DDP's wrapper: self.model = DDP(self.model.to(device))."""
+        """True if a value is certainly DDP's wrapper: self.model = DDP(self.model.to(device))."""
         origins = self.origins(model)
         before = [o for o in origins if self.called(o) != DDP]
         moved = [o for o in before if not isinstance(o, Marker) and (is_method(o, "to") or is_method(o, "cuda"))]
@@ -288,7 +288,9 @@ class Script(Values):
         return set().union(*(self.kinds(r, depth) for r in results)) if results else {Kind.UNKNOWN}
 
     def _items(self, container: Origin, key: ast.expr, calls: int = 0) -> list[ast.expr | None]:
-        """What stands under a constant key of a dict, tuple or list that is written out, or that a function returns."""
+        """Return the item with a constant key of a dict, tuple or list that is written out, or that a function
+        returns.
+        """
         results = self.results(container) if isinstance(container, ast.Call) and calls < _CALLS_MAX else []
         if results:
             return [e for r in results for o in self.origins(r) for e in self._items(o, key, calls + 1)]
@@ -304,7 +306,7 @@ class Script(Values):
         return [None]
 
     def _field(self, instance: Origin, name: str) -> ast.expr | None:
-        """What an instance got for a field as it was made: of a dataclass, a NamedTuple, a SimpleNamespace."""
+        """Return the value of a field when an instance was made: of a dataclass, a NamedTuple, a SimpleNamespace."""
         if not isinstance(instance, ast.Call) or has_hidden_arguments(instance):
             return None
         defined = self.definition(instance.func)
@@ -319,7 +321,7 @@ class Script(Values):
         return self.argument(instance, name, position) or fields[position].value
 
     def _kind_of_sum(self, sum_: ast.BinOp, depth: int) -> Kind:
-        """rank % gpus is local again; node_rank * nproc + local_rank is global."""
+        """Return the kind of a sum: rank % gpus is local again; node_rank * nproc + local_rank is global."""
         own = {Kind.LOCAL, Kind.INDEX}
         if isinstance(sum_.op, ast.Mod):
             return Kind.LOCAL if self.kinds(sum_.left, depth) <= own | {Kind.GLOBAL} else Kind.UNKNOWN
@@ -363,13 +365,13 @@ class Script(Values):
         return False
 
     def _leaves_some(self, statement: ast.stmt, forming: bool) -> bool:
-        """`if rank != 0: return`: what follows is not for all."""
+        """True for `if rank != 0: return`: the rest is not for all ranks."""
         if not isinstance(statement, ast.If) or not leaves(statement.body):
             return False
         return self.depends_on_rank(statement.test) or means_one_process(statement.test, holds=False, forming=forming)
 
     def _is_set_on_some(self, test: ast.expr) -> bool:
-        """`if writer is not None`, where only rank 0 has made a writer."""
+        """True for `if writer is not None` if only rank 0 has a writer."""
         names = [n for n in ast.walk(test) if isinstance(n, ast.Name | ast.Attribute)]
         values = [o for n in names for o in self.origins(n) if isinstance(o, ast.expr) and o is not n]
         return any(self.depends_on_rank(t) for value in values for t in self.enclosing_tests(value))

@@ -1,4 +1,4 @@
-"""How the processes start: mp.spawn, and the launcher."""
+"""Rules about starting processes: mp.spawn, and the launcher."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _forks(script: Script, call: ast.Call) -> bool:
 
 
 def _spawned_workers(script: Script, job: Job) -> Iterator[Found]:
-    """DataLoaders whose workers are spawned, and that are read when the file is imported."""
+    """Yield DataLoaders with spawned workers that are read when the file is imported."""
     by_default = _spawns_by_default(script)
     options = ScriptOptions(script, job.words)
     for call in script.calls_to(LOADER):
@@ -79,7 +79,7 @@ def _is_spawn(script: Script, context: ast.expr) -> bool:
 
 
 def _reads(script: Script, loader: ast.Call) -> Iterator[ast.AST]:
-    """Where batches are taken: for … in loader, enumerate(loader), iter(loader)."""
+    """Yield places that read batches: for … in loader, enumerate(loader), iter(loader)."""
     for node in script.nodes:
         if isinstance(node, ast.For | ast.comprehension):
             read = node.iter
@@ -93,7 +93,7 @@ def _reads(script: Script, loader: ast.Call) -> Iterator[ast.AST]:
 
 
 def _at_import(script: Script, node: ast.AST, seen: frozenset[Function] = frozenset()) -> bool:
-    """True if a line runs when the file is imported: nothing on the way to it asks for __name__."""
+    """True if a line runs when the file is imported, without a test of __name__."""
     if any(getattr(n, "id", "") == "__name__" for test in script.enclosing_tests(node) for n in ast.walk(test)):
         return False
     function = script.function(node)
@@ -104,7 +104,7 @@ def _at_import(script: Script, node: ast.AST, seen: frozenset[Function] = frozen
 
 
 def _functions_that_spawn(script: Script) -> list[object]:
-    """The functions that certainly start processes when they are called, also through others."""
+    """Return functions that certainly start processes when called, directly or by others."""
     spawning: list[object] = []
     todo = [script.function(c) for c in script.calls_to(*STARTERS) if not _forks(script, c)]
     while todo:
@@ -175,8 +175,9 @@ def spawn_without_gpu(script: Script, job: Job) -> Iterator[Found]:
 
 
 def is_conditional(script: Script, node: ast.AST, seen: frozenset[Function] = frozenset()) -> bool:
-    """Whether a condition around a node, before it, or on the way to it may keep it from being run, or a handler takes
-    its exception."""
+    """True if a condition around a node, before it or on the way to it may skip it, or a handler takes its
+    exception.
+    """
     if any(not is_main_guard(test) for test in script.enclosing_tests(node)):
         return True
     if any(isinstance(parent, ast.Try) for _, parent in script.above(node)):
@@ -190,7 +191,7 @@ def is_conditional(script: Script, node: ast.AST, seen: frozenset[Function] = fr
 
 
 def _positional_max(function: Function) -> int | None:
-    """How many positional arguments a function takes; None: any number, or a decorator decides."""
+    """Return the most positional arguments of a function; None: any number, or unknown because of a decorator."""
     if function.args.vararg or function.decorator_list:
         return None
     return len(function.args.posonlyargs) + len(function.args.args)
@@ -253,7 +254,7 @@ def argument_value_for_name(script: Script, job: Job) -> Iterator[Found]:
 
 
 def _is_value(script: Script, node: ast.expr) -> bool:
-    """int(…), os.environ[…], a number, or a type without `type=`."""
+    """True for int(…), os.environ[…], a number, or a type without `type=`."""
     if isinstance(node, ast.Constant):
         return not isinstance(node.value, str)
     if isinstance(node, ast.Name):
@@ -282,7 +283,7 @@ DEPRECATED = (
 
 
 def _starts_launch(script: Script, node: ast.AST) -> bool:
-    """Whether a text is a command with it that a call starts, and not help or a message."""
+    """True if a text is a command with it that a call starts, and not help or a message."""
     text = text_in(node)
     calls = [p for child, p in script.above(node) if isinstance(p, ast.Call) and child is not p.func]
     return (text == _LAUNCH or f"-m {_LAUNCH} " in text) and any(name_of(c.func) in _RUNNERS for c in calls)

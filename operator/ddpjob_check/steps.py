@@ -1,4 +1,4 @@
-"""Loops whose collectives all ranks must call equally often."""
+"""Rules about loops whose collectives all ranks must call equally often."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ddpjob_check.script import DDP, Kind, Script
 Loop: TypeAlias = ast.For | ast.AsyncFor | ast.While
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _RANKS = {Kind.GLOBAL, Kind.LOCAL, Kind.INDEX}
-# With Join ranks may have different numbers of steps, and no_sync() leaves some out.
+# Join allows different numbers of steps per rank, and no_sync() skips some.
 _ALLOWS_UNEVEN = ("join", "Join", "no_sync", "monitored_barrier")
 
 
@@ -50,7 +50,7 @@ def uneven_steps(script: Script, job: Job) -> Iterator[Found]:
 
 
 def _steps(script: Script, loop: Loop) -> list[ast.Call]:
-    """The calls in a loop that wait for all ranks: collectives, DDP's backward(), functions of the file with such."""
+    """Yield calls in a loop that wait for all ranks: collectives, DDP's backward(), functions of the file with them."""
     calls = [n for s in loop.body for n in ast.walk(s) if isinstance(n, ast.Call)]
     function = script.function(loop)
     waiting = [c for c in calls if script.function(c) is function and _waits_for_all(script, c)]
@@ -71,7 +71,7 @@ def _is_collective(script: Script, call: ast.Call) -> bool:
 
 
 def _count(loop: Loop) -> ast.expr | None:
-    """What decides how often a loop runs: the call of range(), or the condition."""
+    """Return the expression for the number of turns: the call of range(), or the condition."""
     if isinstance(loop, ast.While):
         return loop.test if isinstance(loop.test, ast.Compare) else None
     counted: ast.expr = loop.iter
@@ -90,12 +90,12 @@ def _range_varies(script: Script, count: ast.expr) -> bool:
         compares = not isinstance(count.ops[0], ast.In | ast.NotIn | ast.Is | ast.IsNot)
         return compares and sum(_varies(script, s) for s in count.comparators) == 1
     if not isinstance(count, ast.Call) or not 1 <= len(count.args) <= 2:
-        return False  # range(rank, n, world_size) is about the same for all
+        return False  # range(rank, n, world_size) is about equal for all ranks
     return sum(_varies(script, a) for a in count.args) == 1
 
 
 def _varies(script: Script, value: ast.expr, depth: int = 0) -> bool:
-    """Whether a number is certainly another one on another rank."""
+    """True if a number certainly differs by rank."""
     if depth > 6:
         return False
     if isinstance(value, ast.BinOp):
@@ -131,7 +131,7 @@ def _name_varies(script: Script, name: ast.Name | ast.Attribute, depth: int) -> 
 
 
 def _is_sent(script: Script, name: ast.expr) -> bool:
-    """True if a collective gets the number, or may give it: all ranks may have the same."""
+    """True if a collective gets or may return the number, so that all ranks may agree on it."""
     text = dotted(name)
     given = (a for c in script.calls if script.called(c) in COLLECTIVES for a in c.args)
     may_agree = any(
@@ -142,13 +142,13 @@ def _is_sent(script: Script, name: ast.expr) -> bool:
 
 
 def _is_counted(script: Script, name: ast.expr) -> bool:
-    """`for rank in range(world_size)`: each rank goes through all of them."""
+    """True for `for rank in range(world_size)`: each rank loops over all of them."""
     loops = [n.target for n in script.nodes if isinstance(n, ast.For | ast.AsyncFor | ast.comprehension)]
     return any(name_of(n) == name_of(name) for target in loops for n in ast.walk(target))
 
 
 def _picks_by_rank(script: Script, value: ast.Subscript, depth: int) -> bool:
-    """[20, 30][rank]."""
+    """True for [20, 30][rank]."""
     if not _varies(script, value.slice, depth + 1):
         return False
     for container in script.origins(value.value):
@@ -159,7 +159,7 @@ def _picks_by_rank(script: Script, value: ast.Subscript, depth: int) -> bool:
 
 
 def _others_join(script: Script, loop: Loop, steps: list[ast.Call]) -> bool:
-    """`for _ in range(rank): barrier()`, and the rest of them after it: range(world_size - rank)."""
+    """True for `for _ in range(rank): barrier()` with the rest after it: range(world_size - rank)."""
     names = {ast.dump(s.func) for s in steps}
     others = [n for n in script.nodes if isinstance(n, _LOOPS) and n is not loop]
     return any(
@@ -172,7 +172,7 @@ def _others_join(script: Script, loop: Loop, steps: list[ast.Call]) -> bool:
 
 
 def _leaves_on_some(script: Script, loop: Loop, steps: list[ast.Call]) -> Iterator[ast.If]:
-    """The ifs right in a loop by which some ranks leave it, and the others do not."""
+    """Yield ifs directly in a loop by which some ranks leave it and others do not."""
     for i, statement in enumerate(loop.body):
         if not isinstance(statement, ast.If) or statement.orelse or not is_for_some(script, statement.test):
             continue
@@ -184,7 +184,7 @@ def _leaves_on_some(script: Script, loop: Loop, steps: list[ast.Call]) -> Iterat
 
 
 def _leaves_by_itself(script: Script, loop: Loop, steps: list[ast.Call]) -> Iterator[Found]:
-    """A loop that each rank leaves by a value of its own: the loss of its batch, its clock."""
+    """Yield loops that a rank leaves by its own value: the loss of its batch, its clock."""
     values = LocalValues(script, script.function(loop))
     waits = f"the others wait for it in {script.text_of(steps[0].func)}(…)"
     fix = "average or broadcast it first, so that all ranks do the same"
@@ -206,7 +206,7 @@ def _leaves_by_itself(script: Script, loop: Loop, steps: list[ast.Call]) -> Iter
 
 
 def _joined_inside(script: Script, statement: ast.If, steps: list[ast.Call]) -> bool:
-    """Whether the steps themselves are in the branch: that is another mistake, or none."""
+    """True if the steps themselves are in the branch: that is another mistake, or none."""
     inside = {id(n) for n in ast.walk(statement)}
     return any(id(s) in inside for s in steps)
 
@@ -219,7 +219,7 @@ def _head(script: Script, loop: Loop) -> str:
 
 # ---------------------------------------------------------------- values that each rank computes for itself
 
-# A call that is named so may make one value of those of all ranks.
+# A function with such a name may combine the values of all ranks.
 _AGREES = {
     "agree", "agreed", "average", "averaged", "barrier", "broadcast", "bcast", "collect", "consensus", "dist",
     "distributed", "gather", "global", "gathered", "reduce", "reduced", "should", "sync", "synchronize",
@@ -229,12 +229,12 @@ _PASSES = 4
 
 
 def names_of(node: ast.AST) -> set[str]:
-    """The names and attributes in an expression, as they stand there."""
+    """Return the names and attributes in an expression, as written."""
     return {text for n in ast.walk(node) if isinstance(n, ast.Name | ast.Attribute) and (text := dotted(n))}
 
 
 class LocalValues:
-    """The names in a function whose values certainly differ by rank: the loss of its batch, and what is made of it."""
+    """The names in a function whose values certainly differ by rank: the loss of its batch, and values made from it."""
 
     def __init__(self, script: Script, function: Function | None) -> None:
         self._script = script
@@ -248,13 +248,13 @@ class LocalValues:
             self.names = grown
 
     def decide(self, test: ast.AST) -> bool:
-        """True if an expression depends on such a value, and nothing in it may have been agreed upon."""
+        """True if an expression depends on such a value and on nothing that ranks may have agreed on."""
         if any(isinstance(n, ast.Call) and self._may_agree(n) for n in ast.walk(test)):
             return False
         return bool(self._names_in(test) & self.names) or self._reads_a_clock(test)
 
     def _names_in(self, value: ast.AST) -> set[str]:
-        """Names, and what the attributes of an object tell: stopper.early_stop of stopper."""
+        """Yield names, including those that attributes depend on: stopper.early_stop of stopper."""
         names = names_of(value)
         return names | {name.rpartition(".")[0] for name in names if "." in name and not name.startswith("self.")}
 
@@ -272,7 +272,7 @@ class LocalValues:
         )
 
     def _sent(self) -> set[str]:
-        """The names that a collective, or a function that may hold one, gets: all ranks may have the same there."""
+        """Return names passed to a collective, or to a function that may contain one: ranks may agree on them."""
         sent: set[str] = set()
         for node in self._nodes:
             if isinstance(node, ast.Call) and self._may_agree(node):
@@ -281,7 +281,7 @@ class LocalValues:
         return sent
 
     def _sources(self) -> set[str]:
-        """The losses on which backward() is called, and what the wrapped model gives."""
+        """Yield the losses on which backward() is called, and results of the wrapped model."""
         losses = {
             dotted(n.func.value)
             for n in self._nodes
@@ -297,8 +297,9 @@ class LocalValues:
         return (losses | made) - {""}
 
     def _runs_the_model(self, call: ast.expr) -> bool:
-        """True for a call of the wrapped model, and of a function of the file that runs it on this rank's part of the
-        samples and sends nothing."""
+        """True for a call of the wrapped model, or of a function of the file that runs it on this rank's samples and
+        sends nothing.
+        """
         if not isinstance(call, ast.Call) or self._script.is_wrapped(call.func):
             return isinstance(call, ast.Call)
         gets_model = any(self._script.is_wrapped(a) for a in call.args if isinstance(a, ast.Name | ast.Attribute))
@@ -307,7 +308,7 @@ class LocalValues:
         return gets_model and bool(functions) and parts and not self._may_agree(call)
 
     def _made_of(self) -> set[str]:
-        """The names that get a value of such names, or get theirs under a condition with one, or keep one."""
+        """Return names that get a value from such names, or under a condition with one, or that store one."""
         made: set[str] = set()
         for node in self._nodes:
             for target, value in bindings_in(node):
@@ -319,7 +320,7 @@ class LocalValues:
         return made
 
     def _kept_by(self, call: ast.Call) -> set[str]:
-        """The object that a statement gives such a value to: stopper(loss), losses.append(loss)."""
+        """Return the object that stores such a value: stopper(loss), losses.append(loss)."""
         kept = dotted(call.func.value) if isinstance(call.func, ast.Attribute) else dotted(call.func)
         first = kept.partition(".")[0]
         is_object = bool(kept) and first not in self._script.imported and self._script.definition(call.func) is None
@@ -328,7 +329,7 @@ class LocalValues:
 
 
 def leavings(loop: ast.For | ast.AsyncFor | ast.While) -> Iterator[ast.If]:
-    """The ifs of a loop, not of a loop in it, whose branch leaves it, or leaves out the rest of this turn."""
+    """Yield ifs of a loop, not of an inner loop, whose branch leaves it or skips the rest of a turn."""
     todo: list[ast.stmt] = list(loop.body)
     while todo:
         statement = todo.pop(0)

@@ -1,6 +1,5 @@
-"""The names, calls and values of a Python file: where a value may come from, and which function calls which.
-
-What cannot be known is Marker.UNKNOWN, never guessed. Nothing is imported or run.
+"""Names, calls and values of a Python file: the origins of a value, and which function calls which. What cannot be
+known is Marker.UNKNOWN, never guessed. Nothing is imported or run.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ from ddpjob_check.nodes import (
 )
 from ddpjob_check.rebinding import changed_containers, changed_objects, rebound_until
 
-# Of these the parser makes one object for all places. They are no nodes of their own.
+# The parser uses one shared object for each of these, so they are not separate nodes.
 _SHARED = ast.expr_context | ast.operator | ast.boolop | ast.unaryop | ast.cmpop
-_VALUES_MAX = 100  # of one name: what has more may be anything
-_STEPS_MAX = 1000  # from a value to where it comes from
+_VALUES_MAX = 100  # values of one name; with more it may be anything
+_STEPS_MAX = 1000  # steps from a value to its origin
 
 STARTERS = {"torch.multiprocessing.spawn", "torch.multiprocessing.start_processes"}
 _ALIASES = {
@@ -49,7 +48,7 @@ _ALIASES = {
 }
 
 
-# Decorators that hand a function the very arguments that its caller gave.
+# Decorators that pass a function exactly its caller's arguments.
 _KEEP_ARGUMENTS = {
     "record", "no_grad", "inference_mode", "enable_grad", "autocast", "compile", "property", "staticmethod",
     "classmethod", "cache", "lru_cache", "contextmanager", "wraps", "setter", "abstractmethod", "override",
@@ -58,24 +57,24 @@ _KEEP_ARGUMENTS = {
 
 @dataclass(frozen=True)
 class Caller:
-    """One place that calls a function of the file: what its positional and named parameters get there."""
+    """One call of a function of the file: the values of its positional and named parameters."""
 
     call: ast.Call
     positional: tuple[Origin, ...]
     named: dict[str, ast.expr] = field(default_factory=dict)
     starts_process: bool = False
     all_known: bool = True
-    """False: there is a * or **, so that a parameter without a value here may have any."""
+    """False if there is a * or **, so that a parameter without a value may have any."""
 
 
 class Values:
-    """A file that parses. Raises SyntaxError (with the line), ValueError or RecursionError where `text` does not."""
+    """A file that parses. Raise SyntaxError (with the line), ValueError or RecursionError if `text` does not."""
 
     def __init__(self, text: str) -> None:
         self.tree = ast.parse(text)
         self._parent: dict[ast.AST, ast.AST] = {}
         self.nodes: list[ast.AST] = [self.tree]
-        for node in self.nodes:  # which grows
+        for node in self.nodes:  # the list grows meanwhile
             children = [child for child in ast.iter_child_nodes(node) if not isinstance(child, _SHARED)]
             self.nodes += children
             self._parent.update(dict.fromkeys(children, node))
@@ -90,7 +89,7 @@ class Values:
         self._rebound_until = rebound_until(self.nodes, self.parent)
         self._changed = changed_objects(self.nodes)
         self.containers_changed = self._changed | changed_containers(self.nodes)
-        """The names of objects, dicts and lists that may hold something else than what they were made with."""
+        """Names of objects, dicts and lists that may differ from what they were made with."""
         self._origins: dict[ast.expr | None, list[Origin]] = {}
         self._is_complete = False
         self._note_definitions()
@@ -98,22 +97,22 @@ class Values:
             for target, value in bindings_in(node):
                 self._note(target, value, node)
         self._note_callers()
-        self._is_complete = True  # what is found from here on is kept
+        self._is_complete = True  # results are cached from here on
 
     # ---------------------------------------------------------------- shape
 
     def parent(self, node: ast.AST) -> ast.AST | None:
-        """The node that holds this one."""
+        """Return the node that contains this one."""
         return self._parent.get(node)
 
     def above(self, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
-        """(child, parent) from this node up to its function, or to the module."""
+        """Yield (child, parent) from this node up to its function, or to the module."""
         while (parent := self._parent.get(node)) is not None and not isinstance(node, Function):
             yield node, parent
             node = parent
 
     def scope(self, node: ast.AST) -> Scope:
-        """The function, class or module whose names this node sees first."""
+        """Return the function, class or module whose names this node sees first."""
         child, parent = node, self._parent.get(node)
         while parent is not None:
             if isinstance(parent, Function | ast.Lambda | ast.ClassDef) and not is_outside_the_body(parent, child):
@@ -122,27 +121,27 @@ class Values:
         return self.tree
 
     def function(self, node: ast.AST) -> Function | None:
-        """The function in which this node stands; None: it runs when the file does."""
+        """Return the function that contains this node; None: it runs with the file."""
         scope: ast.AST | None = self.scope(node)
         while scope is not None and not isinstance(scope, Function):
             scope = None if isinstance(scope, ast.Module | ast.ClassDef) else self.scope(scope)
         return scope
 
     def text_of(self, node: ast.AST) -> str:
-        """The node as one short line of Python, for a message."""
+        """Return the node as one short line of Python, for a message."""
         words = " ".join(ast.unparse(node).split())
         return words if len(words) <= 60 else words[:57] + "…"
 
     # ---------------------------------------------------------------- names and calls
 
     def full_name(self, node: ast.AST) -> str:
-        """torch.distributed.get_rank for `dist.get_rank`; "" for what is no dotted name."""
+        """Return torch.distributed.get_rank for `dist.get_rank`; "" if it is no dotted name."""
         first, dot, rest = dotted(node).partition(".")
         name = self.imported.get(first, first) + dot + rest
         return next((new + name.removeprefix(old) for old, new in _ALIASES.items() if name.startswith(old)), name)
 
     def called(self, node: object) -> str:
-        """The full name of what a call calls; "" for what is no call."""
+        """Return the full name of a called function; "" if it is no call."""
         return self.full_name(node.func) if isinstance(node, ast.Call) else ""
 
     @cached_property
@@ -158,17 +157,17 @@ class Values:
         return by_name
 
     def calls_to(self, *names: str) -> list[ast.Call]:
-        """All calls of these full names."""
+        """Return all calls of these full names."""
         return sorted(
             (c for n in names for c in self._calls_by_name.get(n, ())), key=lambda n: (n.lineno, n.col_offset)
         )
 
     def methods_called(self, name: str) -> list[ast.Call]:
-        """All calls `….name(…)`, of whatever object."""
+        """Return all calls `….name(…)` on any object."""
         return [c for c in self.calls if is_method(c, name)]
 
     def calls_in(self, function: Function | None) -> list[ast.Call]:
-        """The calls of a function's own body; None: of the file outside all functions."""
+        """Return the calls in a function's own body; None: those of the file outside all functions."""
         return self._calls_by_function[function]
 
     @cached_property
@@ -179,30 +178,32 @@ class Values:
         return by_function
 
     def methods_named(self, name: str) -> list[Function]:
-        """The methods of this file's classes with this name, or with the last part of a dotted one."""
+        """Return the methods of this file's classes with this name, or with the last part of a dotted one."""
         return self._methods.get(name.rpartition(".")[2], [])
 
     def definition(self, node: ast.AST) -> Function | ast.ClassDef | None:
-        """The function or class of this file that a name means."""
+        """Return the function or class of this file that a name refers to."""
         if not isinstance(node, ast.Name):
             return None
         return next((d for s in self._scopes(node) if (d := self._defs.get((s, node.id))) is not None), None)
 
     def functions_meant(self, node: ast.AST) -> list[Function]:
-        """The functions of this file that an expression may be, also through a parameter: `fn(rank, size)`."""
+        """Return functions of this file that an expression may be, also through a parameter: `fn(rank, size)`."""
         origins = self.origins(node) if isinstance(node, ast.expr) else []
         return [d for o in origins if isinstance(o, ast.Name) and isinstance(d := self.definition(o), Function)]
 
     def functions_called(self, call: ast.Call) -> list[Function]:
-        """The functions of this file that a call certainly runs: by name, or as a method of an instance made here."""
+        """Return functions of this file that a call certainly runs: by name, or as a method of an instance made
+        here.
+        """
         return [function for function, _ in self._called_here(call)]
 
     def callers(self, function: Function) -> list[Caller]:
-        """Where this file calls a function, or starts a process with it."""
+        """Return the places where this file calls a function, or starts a process with it."""
         return self._callers.get(function, [])
 
     def mentions(self, *identifiers: str) -> bool:
-        """Whether one of these is used anywhere: as a name, an attribute or an argument; an import alone is no use."""
+        """True if one of these is used anywhere, as a name, an attribute or an argument; importing it is no use."""
         return not self.identifiers.isdisjoint(identifiers)
 
     @cached_property
@@ -220,7 +221,7 @@ class Values:
     # ---------------------------------------------------------------- values
 
     def argument(self, call: ast.Call, name: str, position: int | None = None) -> ast.expr | None:
-        """An argument by its name, or by its position."""
+        """Return an argument by its name or position."""
         for keyword in call.keywords:
             if keyword.arg == name:
                 return keyword.value
@@ -231,7 +232,7 @@ class Values:
         return call.args[position] if position < len(call.args) else None
 
     def _item(self, mapping: ast.expr, name: str) -> ast.expr | None:
-        """What `**mapping` gives under a name, if the file writes that dict out once and never changes it."""
+        """Return the item of `**mapping` with a name, if the file writes that dict out once and never changes it."""
         if not self._is_complete or dotted(mapping) in self.containers_changed:
             return None
         origins = self.origins(mapping)
@@ -244,9 +245,8 @@ class Values:
         return None
 
     def origins(self, expression: ast.expr | None) -> list[Origin]:
-        """Everything that an expression may be, followed through names, attributes and parameters of this file.
-
-        A name that leads nowhere stands for itself. Never empty.
+        """Return everything that an expression may be, followed through names, attributes and parameters of this file.
+        An unresolved name is its own origin. Never empty.
         """
         if not self._is_complete:
             return self._find_origins(expression)
@@ -273,19 +273,19 @@ class Values:
         return ends or [Marker.UNKNOWN]
 
     def texts(self, expression: ast.expr | None) -> list[str]:
-        """The texts that an expression may be; none at all where one of its origins is no plain text."""
+        """Return the texts that an expression may be; none if one of its origins is no plain text."""
         origins = self.origins(expression)
         texts = [o.value for o in origins if isinstance(o, ast.Constant) and isinstance(o.value, str)]
         return texts if len(texts) == len(origins) else []
 
     def results(self, call: ast.Call) -> list[ast.expr]:
-        """What a function of this file returns; none where that is not plain to see."""
+        """Return what a function of this file returns; none if that is unclear."""
         function = self.definition(call.func)
         if not isinstance(function, ast.FunctionDef) or function.decorator_list:
             return []
         own = [n for n in ast.walk(function) if self.function(n) is function]
         returns = [n.value for n in own if isinstance(n, ast.Return)]
-        # A function that may run off its end gives None as well.
+        # A function that may run off its end also returns None.
         if any(isinstance(n, ast.Yield | ast.YieldFrom) for n in own) or not isinstance(function.body[-1], ast.Return):
             return []
         return [r for r in returns if r is not None] if None not in returns else []
@@ -293,7 +293,7 @@ class Values:
     # ---------------------------------------------------------------- how values are found
 
     def _scopes(self, node: ast.AST) -> Iterator[Scope]:
-        """The scopes that a name is looked up in, the closest first; a class is none for its methods."""
+        """Yield the scopes in which a name is looked up, the closest first; methods do not see their class's scope."""
         first = scope = self.scope(node)
         yield first
         while not isinstance(scope, ast.Module):
@@ -302,7 +302,7 @@ class Values:
                 yield scope
 
     def _values(self, origin: Origin) -> list[Origin] | None:
-        """The next step towards where a value comes from; None: this is it."""
+        """Return the next step towards a value's origin; None: this is it."""
         if isinstance(origin, ast.Name):
             return self._values_of_name(origin)
         if isinstance(origin, ast.Attribute):
@@ -332,12 +332,12 @@ class Values:
         return None
 
     def _values_of_parameter(self, scope: Scope, name: str) -> list[Origin]:
-        """What all callers of this file give."""
+        """Return what all callers of this file pass."""
         if not isinstance(scope, Function) or not 0 < len(self._callers.get(scope, ())) <= _VALUES_MAX:
             return [Marker.UNKNOWN]
         names = [name_of(d.func if isinstance(d, ast.Call) else d) for d in scope.decorator_list]
         if not _KEEP_ARGUMENTS.issuperset(names):
-            return [Marker.UNKNOWN]  # click, typer and hydra call it with what stands on the command line
+            return [Marker.UNKNOWN]  # click, typer and hydra call it with command-line values
         positions = {p.arg: i for i, p in enumerate((*scope.args.posonlyargs, *scope.args.args))}
         if name not in positions:
             return [Marker.UNKNOWN]
@@ -371,14 +371,13 @@ class Values:
             return None
         if len(values) > _VALUES_MAX:
             return [Marker.UNKNOWN]
-        # What the class itself, or one that it is made from, may have set.
+        # The class itself or a base class may have set it.
         named = [*self._names.get((owner, node.attr), ()), *(fields_declared(owner, node.attr))]
         foreign = [b for b in owner.bases if not self.full_name(b).startswith("torch.") and name_of(b) != "object"]
         return [*values, *named, *may_change, *([Marker.UNKNOWN] if foreign else [])]
 
     def _is_set_in_any_case(self, text: str, value: Origin) -> bool:
-        """Whether an attribute gets this or, in the other branches, another value; else the object may have brought its
-        own, as what argparse returns does."""
+        """True if every branch sets an attribute. Otherwise the object may have its own, as argparse's result has."""
         if isinstance(value, Marker):
             return False
         for child, parent in self.above(value):
@@ -389,7 +388,7 @@ class Values:
         return True
 
     def _rebound(self, values: list[Origin]) -> list[Origin]:
-        """What else a name may be to which the module gave a value before a line that may change all of them."""
+        """Yield what else a name may be if a line changes all names after the module gave it a value."""
         first = min((v.lineno for v in values if isinstance(v, ast.expr)), default=self._rebound_until)
         return [Marker.UNKNOWN] if first < self._rebound_until else []
 
@@ -425,8 +424,9 @@ class Values:
             self._attributes[owner, text].append(self._placed(value, node))
 
     def _placed(self, value: Origin, node: ast.AST) -> Origin:
-        """`x /= 2` is noted as `x / 2`, and `a, b = f()` as `a = f()[0]`, which stand nowhere in the file: they get the
-        place of the statement."""
+        """Give created nodes the place of their statement: `x /= 2` is stored as `x / 2`, and `a, b = f()` as `a =
+        f()[0]`, which are not in the file.
+        """
         if isinstance(value, ast.Subscript) and value not in self._parent:
             self._parent[value] = node
         if isinstance(node, ast.AugAssign) and isinstance(value, ast.BinOp):
@@ -440,8 +440,8 @@ class Values:
         for call in self.calls:
             for function, skip in self._called_here(call):
                 self._callers[function].append(_caller(call, skip))
-        # Each pass knows more of what a parameter may be: def start(demo): mp.spawn(demo, …), and then
-        # def init_process(rank, size, fn): fn(rank, size).
+        # Each pass knows more about what a parameter may be: def start(demo): mp.spawn(demo, …), and then def
+        # init_process(rank, size, fn): fn(rank, size).
         for target, caller in filter(None, map(self.started, self.calls)):
             for function in self.functions_meant(target):
                 self._callers[function].append(caller)
@@ -451,7 +451,7 @@ class Values:
                     self._callers[function].append(_caller(call, 0))
 
     def _called_here(self, call: ast.Call) -> Iterator[tuple[Function, int]]:
-        """The functions of this file that a call means by their names, and how many parameters it does not give."""
+        """Return functions of this file that a call refers to by name, and how many parameters it omits."""
         defined = self.definition(call.func)
         if isinstance(defined, Function):
             yield defined, 0
@@ -467,7 +467,7 @@ class Values:
                     yield method, 0 if static else 1
 
     def _classes_of(self, node: ast.expr) -> list[ast.AST]:
-        """The classes of this file of which a value is certainly an instance."""
+        """Return classes of this file of which a value is certainly an instance."""
         if isinstance(node, ast.Name) and node.id == "self":
             return [c] if (c := self._class_of(node)) else []
         origins = self.origins(node)
@@ -475,7 +475,7 @@ class Values:
         return [d for d in definitions if isinstance(d, ast.ClassDef)]
 
     def started(self, call: ast.Call) -> tuple[ast.expr, Caller] | None:
-        """The function that a call starts in processes of its own, and what it gives them."""
+        """Return the function that a call starts in new processes, and its arguments."""
         spawns = self.called(call) in STARTERS
         target = self.argument(call, "fn", 0) if spawns else self.argument(call, "target")
         if target is None or not (spawns or self.called(call).endswith("Process") or is_method(call, "Process")):
@@ -493,7 +493,7 @@ class Values:
 
 
 def _item(value: ast.expr, number: int, target: ast.Tuple | ast.List) -> Origin:
-    """What the name at this place of `a, b = value` gets."""
+    """Return the value of the name at this position of `a, b = value`."""
     if any(isinstance(e, ast.Starred) for e in target.elts):
         return Marker.UNKNOWN
     return ast.copy_location(ast.Subscript(value, ast.Constant(number), ast.Load()), value)

@@ -1,4 +1,4 @@
-"""The model and its wrapper: DDP is there, the step goes through it, and the group that it needs is formed."""
+"""Rules about the model and its wrapper: DDP is used, steps go through it, and its group is formed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddpjob_check.ranks import COLLECTIVES, at
 from ddpjob_check.rule import Found, Job, rule
 from ddpjob_check.script import DDP, Script
 
-# What averages gradients, or trains otherwise than by the same model on every rank.
+# Names that average gradients, or train different models on different ranks.
 _WRAPPERS = {
     "DDP", "DistributedDataParallel", "DistributedDataParallelCPU", "DistributedOptimizer", "FSDP",
     "FullyShardedDataParallel", "PeriodicModelAverager", "Pipe", "PipelineStage", "PostLocalSGDOptimizer",
@@ -41,7 +41,7 @@ def model_not_wrapped(script: Script, job: Job) -> Iterator[Found]:
         model = _trained(script, call)
         if model is None or not script.methods_called("step") or not script.on_every_rank(call):
             continue
-        outer = script.parent(call)  # what gets the optimizer may average in its step()
+        outer = script.parent(call)  # the function that gets the optimizer may average in its step()
         given_away = isinstance(outer, ast.Call) and not _keeps(script, outer)
         if is_module(script, model) and not given_away and not _varies_or_leaves(script, call, model):
             yield at(
@@ -53,7 +53,7 @@ def model_not_wrapped(script: Script, job: Job) -> Iterator[Found]:
 
 
 def _trained(script: Script, call: ast.Call) -> ast.expr | None:
-    """The model in `torch.optim.Adam(model.parameters(), …)`."""
+    """Return the model in `torch.optim.Adam(model.parameters(), …)`."""
     name = script.called(call)
     params = script.argument(call, "params", 0)
     if not name.startswith("torch.optim.") or not name.rpartition(".")[2][:1].isupper() or "lr_scheduler" in name:
@@ -64,7 +64,7 @@ def _trained(script: Script, call: ast.Call) -> ast.expr | None:
 
 
 def _may_average(script: Script) -> bool:
-    """Whether anything in this file, or that it imports by name, may average gradients."""
+    """True if anything in this file, or imported by name, may average gradients."""
     renamed = {name for name, full in script.imported.items() if full.rpartition(".")[2] in _WRAPPERS}
     if script.mentions(*_WRAPPERS, *renamed) or _has_star_import(script):
         return True
@@ -72,7 +72,7 @@ def _may_average(script: Script) -> bool:
 
 
 def _varies_or_leaves(script: Script, call: ast.Call, model: ast.expr) -> bool:
-    """Whether the ranks mean to train different models, or a function of another file may wrap this one."""
+    """True if the ranks intentionally train different models, or a function of another file may wrap this one."""
     makers = set(script.origins(model))
     others = [*call.args[1:], *(k.value for k in call.keywords if k.arg != "params")]
     made_from = [*others, *(m for m in map(unmoved, makers) if isinstance(m, ast.expr))]
@@ -87,7 +87,9 @@ def _varies_or_leaves(script: Script, call: ast.Call, model: ast.expr) -> bool:
 
 
 def _keeps(script: Script, call: ast.Call) -> bool:
-    """Whether a call that gets the model certainly does not wrap it: this file shows what it does, or torch's docs."""
+    """True if a call that gets the model certainly does not wrap it, according to this file or torch's
+    documentation.
+    """
     name = script.called(call)
     shown = script.definition(call.func) is not None or name_of(call.func) == "__init__"
     of_class = isinstance(call.func, ast.Attribute) and any(script.callers(f) for f in script.methods_named(name))
@@ -119,8 +121,9 @@ def forward_around_ddp(script: Script, job: Job) -> Iterator[Found]:
 
 
 def _wrapper(script: Script, call: ast.Call, inner: ast.expr) -> str:
-    """The wrapper that a forward pass of this certainly goes around: model for model.module, and for the network that
-    the same function has wrapped before; "" if there is none."""
+    """Return the wrapper that a forward pass certainly bypasses: model for model.module, and for the network that the
+    same function has wrapped earlier; "" if there is none.
+    """
     if isinstance(inner, ast.Attribute) and inner.attr == "module" and script.is_wrapped(inner.value):
         return script.text_of(inner.value)
     if not isinstance(inner, ast.Name):
@@ -138,12 +141,12 @@ def _wrapper(script: Script, call: ast.Call, inner: ast.expr) -> str:
 
 
 def _goes_through_ddp(script: Script, call: ast.Call) -> bool:
-    """Whether a wrapped model is called in the same function too: this one, or a student beside its teacher."""
+    """True if the same function also calls a wrapped model: this one, or a student next to its teacher."""
     return any(script.is_wrapped(c.func) for c in script.calls_in(script.function(call)))
 
 
 def _leads_to_backward(script: Script, call: ast.Call) -> bool:
-    """Whether backward() is called in this function on what certainly is made from this call's result."""
+    """True if backward() in this function is called on a value certainly made from this call's result."""
     function = script.function(call)
     if any(isinstance(p, ast.With) for _, p in script.above(call)) and script.mentions("no_grad", "inference_mode"):
         return False
@@ -162,7 +165,7 @@ def _leads_to_backward(script: Script, call: ast.Call) -> bool:
 
 # ---------------------------------------------------------------- the group
 
-# Packages that form no group; what others do is not known.
+# Packages that form no group; for others that is unknown.
 _NO_GROUP = {
     "PIL", "cv2", "datasets", "ddpjob", "einops", "matplotlib", "mlflow", "numpy", "pandas", "requests", "safetensors",
     "scipy", "sklearn", "tensorboard", "tensorboardX", "tiktoken", "timm", "torch", "torchaudio", "torchtext",
@@ -192,7 +195,7 @@ def init_missing(script: Script, job: Job) -> Iterator[Found]:
 
 
 def _shows_all(script: Script) -> bool:
-    """Whether no file that is imported may form the group."""
+    """True if no imported file may form the group."""
     known = _NO_GROUP | sys.stdlib_module_names
     relative = any(isinstance(n, ast.ImportFrom) and n.level for n in script.nodes)
     tops = {full.split(".")[0] for full in script.imported.values()}
@@ -200,7 +203,7 @@ def _shows_all(script: Script) -> bool:
 
 
 def _runs_always(script: Script, node: ast.AST, seen: frozenset[Function] = frozenset()) -> bool:
-    """Whether this certainly runs when the file is started: no condition but the main guard leads to it."""
+    """True if this certainly runs when the file is started: only the main guard is before it."""
     if any(not is_main_guard(test) for test in script.enclosing_tests(node)):
         return False
     if any(isinstance(parent, ast.Try | ast.ClassDef) for _, parent in script.above(node)):

@@ -1,11 +1,9 @@
-"""Jobs of other tools as DDPJobs.
+"""Converts jobs of other tools into DDPJobs.
 
-In:   documents that are read already: a PyTorchJob or a TrainJob, with the runtime that it names.
-Out:  a DDPJob, and remarks. Nothing is dropped silently: a field that was read says what it became, any other gets a
-      remark (`fields.py`).
-
-Called by: `ddpjob convert` (ddpjob_cli/commands/convert.py), which reads the files and prints.
-Must not know: files, clusters, the clock. What a DDPJob is it takes from `ddpjob_operator.job`.
+In: parsed documents: a PyTorchJob, or a TrainJob with the runtime that it names. Out: a DDPJob, and remarks. Nothing is
+dropped silently: a field that is read says what it became, and any other gets a remark (`fields.py`). Called by:
+`ddpjob convert` (ddpjob_cli/commands/convert.py), which reads the files and prints. Must not know: files, clusters, the
+clock. `ddpjob_operator.job` defines what a DDPJob is.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from ddpjob_operator.job.wording import say
 
 KINDS = ("PyTorchJob", "TrainJob")
 RUNTIMES = ("ClusterTrainingRuntime", "TrainingRuntime")
-# Jobs whose pods start a command that may become a DDPJob; two groups of the API call their kind Job.
+# Kinds whose pods start a command that may become a DDPJob; two groups of the API call their kind Job.
 _GROUPS = {"Job": ("batch", "batch.volcano.sh"), "MPIJob": ("kubeflow.org",), "JobSet": ("jobset.x-k8s.io",)}
 _GROUPS |= {"RayJob": ("ray.io",)}
 _PYTHON = re.compile(r"(?:.*/)?python[\d.]*")
@@ -32,9 +30,8 @@ _DEPTH_MAX = 20
 
 
 def convert(document: Mapping[str, Any], documents: Sequence[Mapping[str, Any]]) -> Converted:
-    """The DDPJob of one PyTorchJob or TrainJob. `documents` are all of them, among them the TrainJob's runtime.
-
-    Raises ConvertError with the path of what cannot be converted.
+    """Return the DDPJob of one PyTorchJob or TrainJob. `documents` are all, including the TrainJob's runtime. Raise
+    ConvertError with the path of what cannot be converted.
     """
     kind = document.get("kind")
     if kind == "PyTorchJob":
@@ -46,7 +43,7 @@ def convert(document: Mapping[str, Any], documents: Sequence[Mapping[str, Any]])
 
 
 def left_out(document: object) -> str:
-    """A document that became no part of a DDPJob, and why."""
+    """Return a remark about a document that is in no DDPJob, with the reason."""
     if not isinstance(document, Mapping):
         return f"not converted: it is {say(document)}, not an object"
     kind, name = document.get("kind"), podspec.mapping(document, "metadata").get("name")
@@ -70,7 +67,7 @@ def advice(document: Mapping[str, Any]) -> str:
     container = next(_containers(document.get("spec"), 0), {})
     parts = [container.get(part) for part in ("command", "args")]
     words = [word for part in parts if isinstance(part, list) for word in part if isinstance(word, str)]
-    if words and programs.name(words[0]) in programs.FRAMEWORKS:  # of the launcher's pod: `mpirun -np 4 python …`
+    if words and programs.name(words[0]) in programs.FRAMEWORKS:  # in the launcher's pod: `mpirun -np 4 python …`
         words = words[next((i for i, word in enumerate(words) if _PYTHON.fullmatch(word)), len(words)) :]
     line = shlex.join(word.rstrip("\n") for word in words)
     if not words or len(line) > _LENGTH_MAX or "\n" in line:
@@ -80,7 +77,7 @@ def advice(document: Mapping[str, Any]) -> str:
 
 
 def _containers(part: Any, depth: int) -> Iterator[dict[str, Any]]:
-    """Yield the containers of all templates below."""
+    """Yield the containers of all templates in the document."""
     if depth > _DEPTH_MAX:
         return
     yield from podspec.mappings(part, "containers") if isinstance(part, dict) else ()

@@ -1,6 +1,5 @@
-"""What a text of another tool says of machines: the name of rank 0's pod, options and variables of one machine.
-
-A pod's name that is kept resolves to nothing in the cluster, and the ranks wait for it until they give up.
+"""Machine-specific texts of another tool: the name of rank 0's pod, and options and variables of one machine. A kept
+pod name does not resolve in the cluster, and ranks would wait for it until they give up.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from ddpjob_convert.result import Converted, Path
 from ddpjob_operator.job.command import shell_script
 from ddpjob_operator.job.podspec import mappings, trainer_path
 
-# The job sets these for each node or rank; a value in the template would override its own.
+# The job sets these for each node or rank; a value in the template would override it.
 VARIABLES = frozenset(
     "MASTER_ADDR MASTER_PORT WORLD_SIZE RANK NNODES NODE_RANK PET_NNODES PET_NODE_RANK PET_MASTER_ADDR PET_MASTER_PORT "
     "PET_RDZV_ID PET_RDZV_BACKEND PET_RDZV_ENDPOINT PET_RDZV_CONF PET_STANDALONE".split()
 )
-# Options of a launcher in a shell's script, with the values of the job.
+# A launcher's options in a shell's script, with the job's values.
 _OF_THE_JOB = {
     "nnodes": "$NNODES",
     "node_rank": "$NODE_RANK",
@@ -36,7 +35,7 @@ _OPTION = re.compile(
 )
 _OWN = re.compile(r"\$[({]?(?:PET_)?(?:NNODES|NODE_RANK|MASTER_ADDR|MASTER_PORT|RDZV_ID|RDZV_ENDPOINT)\b")
 _ASSIGNED = re.compile(rf"(?<![-\w$])({'|'.join(sorted(VARIABLES))})=({_VALUE})?")
-# How scripts name what differs on each machine.
+# Names in scripts for values that differ by machine.
 _RANKS = {"rank", "node_rank", "machine_rank"}
 _COUNTS = {"world_size", "nnodes", "num_nodes", "num_machines"}
 _ADDRESSES = {"dist_url", "init_method", "dist_init_method", "master_addr", "master_ip"}
@@ -44,23 +43,23 @@ _HERE = re.compile(r"(?:tcp://)?(?:localhost|127\.|0\.0\.0\.0|\[?::1?\]?(?::|/|$
 
 
 def move(template: dict[str, Any], first: str, any_of: str, path: Path, result: Converted) -> None:
-    """Remove what the job sets from the trainer's `env`, write $(MASTER_ADDR) for rank 0, and name all other pods.
-
-    first: the name of rank 0's pod in the source. any_of: a pattern for all of its pods. path: the template's.
+    """Remove from the trainer's `env` what the job sets, replace rank 0's address by $(MASTER_ADDR), and remark on all
+    other pod names. first: the name of rank 0's pod in the source. any_of: a pattern for all of its pods. path: the
+    template's.
     """
     own = trainer_path(template)[2:]
-    # Copied, because with an alias of YAML another container may have the same list, and not the job's variables.
+    # Copied, because a YAML alias may share the list with a container that does not get the job's variables.
     trainer = template["spec"]["containers"][own[-1]] = copy.deepcopy(template["spec"]["containers"][own[-1]])
     path_of_trainer = (*path, *own)
     _by_job(trainer, path_of_trainer, result)
     namespace = re.escape(str(result.metadata.get("namespace", ""))) or r"[a-z0-9-]+(?=\.svc\b)"
-    # Not a folder or a file that is called so.
+    # Not a folder or a file of that name.
     rank0 = re.compile(
         rf"(?<![\w.-])(?<!(?<!/)/){re.escape(first)}(?:\.{namespace})?(?:\.svc(?:\.cluster\.local)?)?(?![\w-]|\.\w)"
     )
 
     def moved(text: Any, *place: str | int) -> Any:
-        # Kubernetes replaces $(NAME) before any program reads it, also within a shell's quotes.
+        # Kubernetes replaces $(NAME) before any program reads it, even in a shell's quotes.
         found = rank0.search(text) if isinstance(text, str) else None
         if found is None:
             return text
@@ -87,7 +86,7 @@ def move(template: dict[str, Any], first: str, any_of: str, path: Path, result: 
                 f"nodes are {job}-0.{job}, {job}-1.{job}, ...",
             )
     env = trainer.get("env")
-    # Only now, because paths have their numbers.
+    # Last, because paths contain list indexes.
     trainer |= {"env": [entry for entry in env if entry]} if isinstance(env, list) else {}
     if trainer.get("env") == []:
         del trainer["env"]
@@ -101,10 +100,9 @@ def _by_job(trainer: dict[str, Any], path: Path, result: Converted) -> None:
 
 
 def by_job(script: str, path: Path, result: Converted) -> str:
-    """Return a shell's script with the job's values for the options of its launcher that identify the machine.
-
-    A list of words loses such options. In a script they keep their places: `$VK_TASK_INDEX` or the name of a Volcano
-    pod means nothing in a DDPJob, and $RANDOM is another rendezvous on each node.
+    """Return a shell's script with the job's values for launcher options that identify the machine. In a list of words
+    such options are removed. In a script they stay, with other values: `$VK_TASK_INDEX` or a Volcano pod's name means
+    nothing in a DDPJob, and $RANDOM gives each node another rendezvous.
     """
     changed = []
 
@@ -134,9 +132,8 @@ def _texts(part: Any, path: Path) -> Iterator[tuple[Path, str]]:
 
 
 def of_one_machine(words: Sequence[str]) -> str:
-    """Return a sentence about options that identify one of several machines, which all nodes would get; "" if none.
-
-    A count alone may count processes of a single machine, and a rank alone may be LoRA's.
+    """Return a sentence about options for one of several machines, which all nodes would get; "" if there are none. A
+    count alone may be of processes on a single machine, and a rank alone may be LoRA's.
     """
     given = list(_given(words))
     values = {name: value for name, _, value in given}

@@ -1,4 +1,4 @@
-"""A command line of torchrun, torch.distributed.launch, ddprun or accelerate as a DDPJob."""
+"""Converts a command line of torchrun, torch.distributed.launch, ddprun or accelerate into a DDPJob."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _PROGRAMS = re.compile(r"(.*/)?(torchrun|ddprun|accelerate|python[\d.]*)")
 
 _ACCELERATE_FLAGS = {"module", "no_python", "multi_gpu", "cpu", "use_cpu", "quiet", "debug"}
-# What accelerate's launcher sets for its ranks: `Accelerator()` reads these under any launcher.
+# Variables that accelerate's launcher sets for its ranks: `Accelerator()` reads them under any launcher.
 _ACCELERATE_VARIABLES = {
     "mixed_precision": "ACCELERATE_MIXED_PRECISION",
     "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
@@ -50,7 +50,7 @@ _ACCELERATE_DROPPED = {
 _ACCELERATE_KEPT = {"max_restarts", "tee", "log_dir", "role", "monitor_interval", "module", "no_python"}
 _BY_HAND = "--num_machines=$(NNODES) --machine_rank=$(NODE_RANK) --main_process_ip=$(MASTER_ADDR)"
 _NOT_DDP = ("deepspeed", "fsdp", "megatron", "zero", "parallelism", "tpu", "tp_")
-# They start the ranks of all nodes from one machine, or are launchers of frameworks whose options are not known here.
+# Launchers that start the ranks of all nodes from one machine, or whose options are not known here.
 _OTHER_LAUNCHERS = set(programs.FRAMEWORKS) - {"accelerate"}
 _READ = "`ddpjob convert` reads torchrun, ddprun, accelerate launch and python, also behind env, uv run or bash -c"
 _UNKNOWN_NAME = re.compile(r"[$`]")
@@ -58,13 +58,15 @@ _MORE_THAN_WORDS = re.compile(r"[;&|<>$`\n(){}*?~#\\]")
 
 
 def is_command(word: str) -> bool:
-    """Whether the first word of the arguments begins a command line, and is no file with a job."""
+    """True if the first argument begins a command line and is no file with a job."""
     known = programs.WRAPPERS | _OTHER_LAUNCHERS | set(SHELLS)
     return bool(_PROGRAMS.fullmatch(word) or _ASSIGNMENT.fullmatch(word)) or programs.name(word) in known
 
 
 def convert(words: Sequence[str], name: str | None = None, image: str | None = None) -> Converted:
-    """The DDPJob that runs a command line on all its nodes. Raises ConvertError; a remark's path is ("command",)."""
+    """Return the DDPJob that runs a command line on all its nodes. Raise ConvertError; a remark's path is
+    ("command",).
+    """
     given = list(itertools.takewhile(_ASSIGNMENT.fullmatch, words))
     variables, command = dict(word.split("=", 1) for word in given), list(words[len(given) :])
     result = Converted("Converted from a command line by `ddpjob convert`.", {"name": "train"})
@@ -99,7 +101,7 @@ def convert(words: Sequence[str], name: str | None = None, image: str | None = N
 
 
 def _of_the_job(wrapper: list[str], variables: dict[str, str], result: Converted) -> list[str]:
-    """Drop what the job sets from the variables before the program and from the words of `env`; return the latter."""
+    """Remove variables that the job sets, before the program and from the words of `env`; return the words."""
     dropped = [f"{name}={variables.pop(name)}" for name in list(variables) if name in VARIABLES]
     own = [word for word in wrapper if (match := _ASSIGNMENT.fullmatch(word)) and match[1] in VARIABLES]
     _say_dropped(iter([*dropped, *own]), result)
@@ -109,7 +111,9 @@ def _of_the_job(wrapper: list[str], variables: dict[str, str], result: Converted
 
 
 def _without_shell(words: list[str]) -> list[str]:
-    """The command of `bash -c`, if its script is one command and needs no shell: its options can then be removed."""
+    """Return the command of `bash -c` if its script is one command that needs no shell, so that options can be
+    removed.
+    """
     script = shell_script(words)
     if script is None or words[-1] != script or _MORE_THAN_WORDS.search(script):
         return words
@@ -126,7 +130,7 @@ def _words_of(script: str) -> list[str]:
 
 
 def _program(words: list[str]) -> int:
-    """Where the program stands that starts the ranks, behind those that only start another one. Raises ConvertError."""
+    """Return the index of the program that starts the ranks, after wrappers. Raise ConvertError."""
     for i in () if _other_launcher(words) else programs.places(words):
         is_python = bool(_PROGRAMS.fullmatch(words[i])) or words[i].endswith(".py")
         if is_python or shell_script(words[i:]) is not None:
@@ -135,8 +139,9 @@ def _program(words: list[str]) -> int:
 
 
 def _other_launcher(words: list[str]) -> str:
-    """The program of a command that starts the ranks of all nodes; "" where there is none. What follows the program
-    that is started is its own: a package to install, a folder, a logger."""
+    """Return the program that starts the ranks of all nodes; "" if there is none. Words after the started program are
+    its own: a package to install, a folder, a logger.
+    """
     for i in programs.places(words):
         if programs.name(words[i]) in _OTHER_LAUNCHERS:
             return "" if programs.launch_options(words[i:]) is None else words[i]
@@ -162,7 +167,7 @@ def _refusal(words: list[str]) -> ConvertError:
 
 
 def _shell_file(words: list[str]) -> str:
-    """The script of `bash run.sh` and `./run.sh`; "" for any other command."""
+    """Return the script of `bash run.sh` and `./run.sh`; "" for any other command."""
     if shell_script(words) is not None:
         return ""
     is_shell = programs.name(words[0]) in SHELLS
@@ -171,7 +176,7 @@ def _shell_file(words: list[str]) -> str:
 
 
 def _of_shell(words: list[str], result: Converted) -> list[str]:
-    """The words of a shell that starts a launcher, with nodes and nprocPerNode of the latter."""
+    """Return the words of a shell that starts a launcher, with the launcher's nodes and nprocPerNode."""
     text = shell_script(words) or ""
     inner = _words_of(text)
     if other := next((one for one in shell_commands(text) if _other_launcher(one)), None):
@@ -206,12 +211,12 @@ def _torchrun(words: list[str], result: Converted) -> list[str]:
 
 
 def _started(words: list[str]) -> list[str]:
-    """The script with its arguments, as torchrun hands over all of them."""
+    """Return the script with its arguments, all of which torchrun passes on."""
     return words if words[1:2] == ["--"] else [*words[:1], *arguments_behind_script(words[1:])]
 
 
 def _sizes(options: dict[str, str], words: list[str], result: Converted) -> str:
-    """nodes and nprocPerNode from torchrun's options. Returns the latter as it is given."""
+    """Set nodes and nprocPerNode from torchrun's options. Return the latter as given."""
     _nodes(options.get("nnodes", "1"), words, result)
     nproc = options.get("nproc_per_node", "")
     if nproc == "gpu":
@@ -241,7 +246,7 @@ def _nodes(text: str, words: list[str], result: Converted) -> None:
 
 
 def _accelerate(words: list[str], result: Converted) -> tuple[list[str], dict[str, str]]:
-    """torchrun for `accelerate launch`: `Accelerator()` reads the same variables under both."""
+    """Return torchrun for `accelerate launch`: `Accelerator()` reads the same variables under both."""
     if words[1:2] != ["launch"]:
         raise ConvertError(("command",), "accelerate: only `accelerate launch` starts a training")
     groups, rest = _accelerate_options(words[2:])
@@ -264,8 +269,9 @@ def _accelerate(words: list[str], result: Converted) -> tuple[list[str], dict[st
 
 
 def _accelerate_options(words: list[str]) -> tuple[list[tuple[str, list[str]]], list[str]]:
-    """Each option with its words, and the script with what follows. An option that is not known has a value if the
-    next word is neither an option nor a Python file."""
+    """Return each option with its words, and the script with the words after it. An unknown option has a value if the
+    next word is neither an option nor a Python file.
+    """
     groups: list[tuple[str, list[str]]] = []
     rest = list(words)
     while rest and rest[0].startswith("-"):

@@ -1,4 +1,4 @@
-"""What the converters share: metadata, the trainer's container, processes per node, names."""
+"""Shared parts of the converters: metadata, the trainer's container, processes per node, names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _QUEUE = "kueue.x-k8s.io/queue-name"
 
 _KEPT = ("name", "namespace", "labels", "annotations")
 _OF_THE_SERVER = "kubectl.kubernetes.io/last-applied-configuration"
-# Options of torchrun that say which machine it runs on: the job sets them for each node.
+# Options of torchrun that identify the machine: the job sets them for each node.
 IDENTITY = {
     "nnodes", "node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf",
     "standalone", "local_addr",
@@ -29,7 +29,7 @@ IDENTITY = {
 
 
 def begin(document: Mapping[str, Any]) -> tuple[Converted, Fields]:
-    """An empty DDPJob with the source's metadata, and the source's spec."""
+    """Return an empty DDPJob with the source's metadata, and the source's spec."""
     source = Fields(document, ())
     of_object = source.fields("metadata")
     given = of_object.given
@@ -54,7 +54,7 @@ def begin(document: Mapping[str, Any]) -> tuple[Converted, Fields]:
 
 
 def set_own(fields: Fields, controller: str, result: Converted) -> None:
-    """The fields that mean the same in a DDPJob. A queue sets suspend itself, and managedBy names the controller."""
+    """Set fields that mean the same in a DDPJob. A queue sets suspend itself, and managedBy names the controller."""
     suspend, manager = fields.take("suspend"), fields.text("managedBy")
     if suspend is True and _QUEUE in mapping(result.metadata, "labels"):
         result.remark((*fields.path, "suspend"), SUSPENDED_BY_KUEUE)
@@ -68,24 +68,24 @@ def set_own(fields: Fields, controller: str, result: Converted) -> None:
 
 
 def name_trainer(template: dict[str, Any], usual: str, path: Path) -> dict[str, Any]:
-    """The trainer's container, renamed from what the source calls it. Raises ConvertError where there is none."""
+    """Return the trainer's container, renamed from its name in the source. Raise ConvertError if there is none."""
     listed = containers(template)
     if not listed:
         raise ConvertError((*path, "spec", "containers"), "is missing: the trainer's container")
     trainer = next((c for c in listed if c.get("name") in (usual, TRAINER)), listed[0])
     pod = template["spec"]
     of_pods = mapping(template, "metadata")
-    if of_pods.pop("creationTimestamp", "") is None and not of_pods:  # as the API server prints each template
+    if of_pods.pop("creationTimestamp", "") is None and not of_pods:  # the API server writes this into each template
         del template["metadata"]
     _rename(pod, str(trainer.get("name")))
     trainer["name"] = TRAINER
     if pod.get("restartPolicy") is not None:
-        pod.pop("restartPolicy")  # a DDPJob sets Never; what it meant is said at the source's own restartPolicy
+        pod.pop("restartPolicy")  # a DDPJob sets Never; the remark is at the source's own restartPolicy
     return trainer
 
 
 def _rename(part: Any, name: str) -> None:
-    """Lets what refers to the container, a resourceFieldRef, name it as it is called now: its pod would not start."""
+    """Rename the container in its references (resourceFieldRef), without which the pod would not start."""
     for value in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
         if isinstance(value, dict) and value.get("containerName") == name:
             value["containerName"] = TRAINER
@@ -93,9 +93,8 @@ def _rename(part: Any, name: str) -> None:
 
 
 def strip_launcher(trainer: dict[str, Any], path: Path, result: Converted) -> str:
-    """Removes the options of torchrun that identify the machine from a command that is a list of words.
-
-    The options may go on in `args`. Returns the command's --nnodes, "" where there is none. path: the command's.
+    """Remove torchrun's options that identify the machine from a command that is a list of words; they may continue in
+    `args`. Return the command's --nnodes, "" if there is none. path: the command's.
     """
     command, args = (trainer.get(part) or [] for part in ("command", "args"))
     if not all(isinstance(words, list) and all(isinstance(w, str) for w in words) for words in (command, args)):
@@ -116,11 +115,13 @@ def strip_launcher(trainer: dict[str, Any], path: Path, result: Converted) -> st
 def set_processes(
     value: Any, path: Path, template: dict[str, Any], result: Converted, on_cpus: int | None = None
 ) -> None:
-    """nprocPerNode from auto, cpu, gpu or a number. on_cpus: how many auto is without a GPU; None: all of the node."""
+    """Set nprocPerNode from auto, cpu, gpu or a number. on_cpus: the value of auto without a GPU; None: all CPUs of the
+    node.
+    """
     command = command_of(template)
     found = by_torchrun(command)
     if value in (None, "auto"):
-        # Where nothing starts several processes, the source means one process, which sees all GPUs of its pod.
+        # If nothing starts several processes, the source means one process, which sees all GPUs of its pod.
         if command and found is None and gpus(template) > 1:
             result.set("nprocPerNode", 1, "no launcher starts more: RANK and WORLD_SIZE count nodes, as before")
         elif found and not gpus(template) and "nproc_per_node" not in found.options:
@@ -140,9 +141,8 @@ def set_processes(
 def set_elastic(
     elastic: Fields, names: tuple[str, str], nnodes: str, command: list[str], where: Path, result: Converted
 ) -> None:
-    """nodes and minNodes from an elasticPolicy, or from torchrun's --nnodes=MIN:MAX, which counts before it.
-
-    names: the fields of the range. nnodes: the command's option. where: the source's own number of nodes.
+    """Set nodes and minNodes from an elasticPolicy, or from torchrun's --nnodes=MIN:MAX, which has precedence. names:
+    the fields of the range. nnodes: the command's option. where: the source's own number of nodes.
     """
     least, most = (elastic.number(name, 1) for name in names)
     path = (*elastic.path, names[0] if least is not None else names[1])
@@ -157,7 +157,7 @@ def set_elastic(
 
 
 def set_range(least: int | None, most: int | None, path: Path, command: list[str], result: Converted) -> None:
-    """nodes and minNodes from a range with one end or two, if torchrun starts the ranks; else a remark."""
+    """Set nodes and minNodes from a range with one or two ends, if torchrun starts the ranks; otherwise remark."""
     found, nodes = by_torchrun(command), result.spec["nodes"]
     if found is None or found.launcher == "ddprun":
         result.remark(path, NO_ELASTIC)
@@ -174,6 +174,6 @@ def set_range(least: int | None, most: int | None, path: Path, command: list[str
 
 
 def range_of(nnodes: str) -> tuple[int, int] | None:
-    """MIN and MAX of torchrun's --nnodes=MIN:MAX; None for one number, and for what is none."""
+    """Return MIN and MAX of torchrun's --nnodes=MIN:MAX; None for a single number or anything else."""
     least, most = (bounds.number(text, bounds.COUNT_MAX) for text in nnodes.partition(":")[::2])
     return (least, most) if least > 0 and most > 0 else None

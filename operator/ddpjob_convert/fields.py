@@ -1,6 +1,5 @@
-"""Reads a mapping field by field, so that what was not read can be named.
-
-The converters take the fields that they understand; `rest` remarks on all others.
+"""Reads a mapping field by field, and reports unread fields: converters take the fields that they understand, and
+`rest` remarks on all others.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ GANG = (
     "the API server have PodGroups, and startDeadlineSeconds releases the pods if not all of them start"
 )
 SET_IT = "set it in metadata of the job, or of its template"
-# What has no counterpart, by the name of the field: no name has two meanings in the documents that are converted.
+# Reasons for fields without a counterpart, by field name, which is unambiguous in these documents.
 _REASONS = {
     # metadata
     **dict.fromkeys(
@@ -52,7 +51,7 @@ _REASONS = {
 
 
 class ConvertError(Exception):
-    """Something that cannot be converted; `path` is its field in the source, or, after `runtime`, in that document."""
+    """A part that cannot be converted; `path` is its field in the source, or, after `runtime`, in that document."""
 
     def __init__(self, path: Path, text: str, runtime: Mapping[str, Any] | None = None) -> None:
         super().__init__(text)
@@ -60,7 +59,7 @@ class ConvertError(Exception):
 
 
 class Fields:
-    """A mapping of the source at `path`, with the fields that were taken from it."""
+    """A mapping of the source at `path`, and the fields that were taken from it."""
 
     def __init__(self, value: Any, path: Path) -> None:
         if not isinstance(value, Mapping):
@@ -69,17 +68,17 @@ class Fields:
         self._taken: set[str] = set()
 
     def take(self, name: str) -> Any:
-        """The value as it is; None where unset."""
+        """Return the value unchanged; None if unset."""
         self._taken.add(name)
         return self.given.get(name)
 
     def fields(self, name: str) -> Fields:
-        """The mapping below a field, empty where unset."""
+        """Return the mapping in a field, {} if unset."""
         value = self.take(name)
         return Fields({} if value is None else value, (*self.path, name))
 
     def number(self, name: str, least: int = 0) -> int | None:
-        """A whole number of at least `least`; None where unset."""
+        """Return a whole number of at least `least`; None if unset."""
         value = self.take(name)
         if value is None:
             return None
@@ -88,7 +87,7 @@ class Fields:
         return value
 
     def text(self, name: str) -> str:
-        """A text, empty where unset."""
+        """Return a text, "" if unset."""
         value = self.take(name)
         if value is None:
             return ""
@@ -97,7 +96,7 @@ class Fields:
         return value
 
     def mappings(self, name: str) -> Iterator[Fields]:
-        """The mappings of a list."""
+        """Return the mappings in a list."""
         value = self.take(name)
         if value is None:
             return

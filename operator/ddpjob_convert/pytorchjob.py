@@ -1,6 +1,5 @@
-"""A PyTorchJob (kubeflow.org/v1, Kubeflow Training Operator v1) as a DDPJob.
-
-The first pytorch-operator had the fields of runPolicy in spec; they are read there as well.
+"""Converts a PyTorchJob (kubeflow.org/v1, Kubeflow Training Operator v1). Fields of runPolicy are also read from spec,
+where the first pytorch-operator had them.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ from ddpjob_convert.fields import ConvertError, Fields
 from ddpjob_convert.result import Converted, Path
 from ddpjob_operator.job.podspec import TRAINER, command_of, containers, mappings
 
-RESUMABLE = 75  # what a rank that has saved ends with: no failure, so no rule is for it
+RESUMABLE = 75  # exit code of a rank that has saved: it is no failure, so no rule covers it
 _CONTAINER = "pytorch"
 _PORT = "pytorchjob-port"
 _DIFFERENCES_MAX = 10
 
 _KINDS = ("Master", "Worker")
-# Fields of runPolicy, which stood in spec before there was a runPolicy.
+# Fields of runPolicy that the first pytorch-operator had in spec.
 _RUN_POLICY = (
     "activeDeadlineSeconds backoffLimit cleanPodPolicy managedBy schedulingPolicy suspend ttlSecondsAfterFinished"
 ).split()
 
 
 def convert(document: Mapping[str, Any]) -> Converted:
-    """The DDPJob. Raises ConvertError."""
+    """Return the DDPJob. Raise ConvertError."""
     result, spec = common.begin(document)
     groups = _groups(spec)
     counts = [1 if (count := group.number("replicas")) is None else count for _, group in groups]
@@ -57,7 +56,7 @@ def convert(document: Mapping[str, Any]) -> Converted:
 
 
 def _groups(spec: Fields) -> list[tuple[str, Fields]]:
-    """The groups of replicas by their kind, the Master first. Raises ConvertError."""
+    """Return the groups of replicas by kind, the Master first. Raise ConvertError."""
     replicas = spec.fields("pytorchReplicaSpecs")
     found: dict[str, Fields] = {}
     for name in replicas.given:
@@ -72,14 +71,14 @@ def _groups(spec: Fields) -> list[tuple[str, Fields]]:
 
 
 def _policy(spec: Fields) -> Fields:
-    """runPolicy, or its fields where they stand in spec itself."""
+    """Return runPolicy, or its fields if they are in spec itself."""
     policy = spec.fields("runPolicy")
     flat = {name: spec.take(name) for name in _RUN_POLICY if spec.given.get(name) is not None}
     return Fields({**flat, **policy.given}, policy.path) if policy.given or not flat else Fields(flat, spec.path)
 
 
 def _template(groups: list[tuple[str, Fields]], result: Converted) -> tuple[dict[str, Any], str]:
-    """The first group's template, with a remark on what the other has otherwise, and the --nnodes of its command."""
+    """Return the first group's template and its command's --nnodes; remark on differences in the other's template."""
     (kind, first), *others = groups
     given = [copy.deepcopy(dict(group.fields("template").given)) for _, group in groups]
     path = (*first.path, "template")
@@ -91,7 +90,7 @@ def _template(groups: list[tuple[str, Fields]], result: Converted) -> tuple[dict
     template = given[0]
     trainer = common.name_trainer(template, _CONTAINER, path)
     nnodes = common.strip_launcher(trainer, (*path, "spec", "containers"), result)
-    # The Training Operator makes a Service for each pod, mnist-master-0, and gives its name to all of them.
+    # The Training Operator creates a Service for each pod, mnist-master-0, and gives its name to all pods.
     name = str(result.metadata.get("name", ""))
     any_of = rf"{re.escape(name)}-(?:master|worker)-\d+"
     address.move(template, f"{name}-{kind.lower()}-0", any_of, path, result)
@@ -101,7 +100,7 @@ def _template(groups: list[tuple[str, Fields]], result: Converted) -> tuple[dict
 
 
 def _remove_port(groups: list[Fields], templates: list[dict[str, Any]], result: Converted) -> None:
-    """The port of the Master's Service, from all templates: that of a DDPJob is another one in each attempt."""
+    """Remove the port of the Master's Service from all templates: a DDPJob's port changes with each attempt."""
     found = []
     for group, template in zip(groups, templates, strict=True):
         for i, container in enumerate(containers(template)):
@@ -116,7 +115,7 @@ def _remove_port(groups: list[Fields], templates: list[dict[str, Any]], result: 
 
 
 def _differences(first: Any, other: Any, path: Path) -> Iterator[Path]:
-    """Where two templates differ: the deepest mappings and lists of the same shape are compared one by one."""
+    """Yield differences of two templates: the deepest mappings and lists of equal shape are compared one by one."""
     if isinstance(first, dict) and isinstance(other, dict):
         for name in dict.fromkeys((*first, *other)):
             yield from _differences(first.get(name), other.get(name), (*path, name))

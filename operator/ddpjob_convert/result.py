@@ -1,4 +1,4 @@
-"""What a conversion gives: a DDPJob with a comment for each field, and remarks on what has no counterpart."""
+"""The result of a conversion: a DDPJob with comments on fields, and remarks on what has no counterpart."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ class Remark:
 
 @dataclass
 class Converted:
-    """A DDPJob in the making; `comments` explains fields of its spec by their name. The path of a remark that begins
-    with `runtime` is one of that document."""
+    """A DDPJob in the making; `comments` has texts by field of the spec. A remark's path that begins with `runtime` is
+    in that document.
+    """
 
     title: str
     metadata: dict[str, Any]
@@ -35,18 +36,18 @@ class Converted:
     runtime: Mapping[str, Any] | None = None
 
     def set(self, name: str, value: Any, comment: str = "") -> None:
-        """A field of the spec, and where it comes from."""
+        """Set a field of the spec, with its origin as a comment."""
         self.spec[name] = value
         if comment:
             self.comments[name] = comment
 
     def remark(self, path: Path, text: str) -> None:
-        """Something without a counterpart, or with another meaning."""
+        """Record a field without a counterpart, or with another meaning."""
         self.remarks.append(Remark(path, text))
 
     @property
     def data(self) -> dict[str, Any]:
-        """The DDPJob as a mapping; the template last, because it is the longest."""
+        """Return the DDPJob as a mapping, with the template last, because it is the longest."""
         spec = {name: value for name, value in self.spec.items() if name != "template"}
         return {
             "apiVersion": api.API_VERSION,
@@ -56,7 +57,6 @@ class Converted:
         }
 
     def to_yaml(self) -> str:
-        """The DDPJob as commented YAML."""
         data = self.data
         lines = [f"# {self.title}", *_dumped({k: v for k, v in data.items() if k != "spec"}), "spec:"]
         for name, value in data["spec"].items():
@@ -67,21 +67,20 @@ class Converted:
 
 
 class _JobDumper(yaml.SafeDumper):
-    """Lists of words and numbers on one line, as commands are written; no anchors."""
+    """Writes lists of words and numbers on one line, as commands are written; no anchors."""
 
     def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> yaml.SequenceNode:
-        """Called by PyYAML for each list."""
         items = list(sequence)
         plain = all(isinstance(item, (str, int)) and "\n" not in str(item) for item in items)
         return super().represent_sequence(tag, items, flow_style=plain or flow_style)
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - the signature is PyYAML's
-        """Without anchors: kubectl reads them, people do not."""
+        """Write no anchors: kubectl reads them, people do not."""
         return True
 
 
 def _text(dumper: Any, text: str) -> Any:
-    """A script of several lines in lines, as it was given: in quotes, with \\n in them, it can hardly be edited."""
+    """Write a script of several lines as lines, because one quoted line can hardly be edited."""
     if "\n" in text and text.strip() and not re.search(r"[ \t]\n|[^\n\t\x20-\x7e\xa0-\ud7ff\ue000-\ufffd]", text):
         return dumper.represent_scalar(f"{yamlvalues.TAG}str", text, style="|")
     return yamlvalues.represent(dumper, text)
@@ -91,6 +90,6 @@ _JobDumper.add_representer(str, _text)
 
 
 def _dumped(data: dict[str, Any]) -> list[str]:
-    # libyaml is not used: the text is short, and this dumper can be told what a list looks like.
+    # Not libyaml: the text is short, and this dumper can be customized for lists.
     text = yaml.dump(data, Dumper=_JobDumper, sort_keys=False, allow_unicode=True, width=110)
     return text.removesuffix("\n").split("\n")

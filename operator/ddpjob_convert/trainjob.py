@@ -1,4 +1,4 @@
-"""A TrainJob (trainer.kubeflow.org/v1alpha1, Kubeflow Trainer v2) with its runtime as a DDPJob."""
+"""Converts a TrainJob (trainer.kubeflow.org/v1alpha1, Kubeflow Trainer v2) with its runtime."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ddpjob_operator.job.wording import count, say
 _STEP = "trainer.kubeflow.org/trainjob-ancestor-step"
 _CONTAINER = "node"
 _OWN_CONTROLLER = "trainer.kubeflow.org/trainjob-controller"
-# The key by which Kubernetes merges the items of a list.
+# Keys by which Kubernetes merges list items.
 _MERGE_KEYS = dict.fromkeys(
     ("containers", "initContainers", "volumes", "env", "imagePullSecrets", "schedulingGates"), "name"
 )
@@ -26,7 +26,7 @@ _MERGE_KEYS["volumeMounts"] = "mountPath"
 
 
 def convert(document: Mapping[str, Any], runtimes: Sequence[Mapping[str, Any]]) -> Converted:
-    """The DDPJob. Raises ConvertError. A path that begins with `runtime` is one of the runtime."""
+    """Return the DDPJob. Raise ConvertError. A path that begins with `runtime` is in the runtime."""
     result, spec = common.begin(document)
     runtime = result.runtime = _runtime(spec, runtimes, result)
     try:
@@ -48,7 +48,7 @@ def _convert(spec: Fields, runtime: Mapping[str, Any], result: Converted) -> Con
     of_runtime = torch.take("numProcPerNode")
     if nproc is None:
         nproc, path = of_runtime, (*torch.path, "numProcPerNode")
-    # Kubeflow Trainer counts processes by the CPUs of a pod: those requested, else the limit, rounded up.
+    # Kubeflow Trainer counts processes by the CPUs of a pod: the request, else the limit, rounded up.
     resources = podspec.mapping(podspec.trainer_container(template) or {}, "resources")
     requested, limit = (podspec.mapping(resources, name).get("cpu") for name in ("requests", "limits"))
     cpus = math.ceil(podspec.quantity(requested) or podspec.quantity(limit))
@@ -85,7 +85,7 @@ def _runtime(spec: Fields, runtimes: Sequence[Mapping[str, Any]], result: Conver
 
 
 def _template(own: Fields, spec: Fields, trainer: Fields, result: Converted) -> tuple[dict[str, Any], str]:
-    """The pod template of the runtime's trainer, with the TrainJob's own values, and the --nnodes of its command."""
+    """Return the pod template of the runtime's trainer with the TrainJob's own values, and its command's --nnodes."""
     of_job_set = own.fields("template")
     job_set = of_job_set.fields("spec")
     job = _trainer_job(job_set, result)
@@ -123,7 +123,7 @@ def _template(own: Fields, spec: Fields, trainer: Fields, result: Converted) -> 
 
 
 def _address(template: dict[str, Any], trainer: Fields, job: str, path: Path, result: Converted) -> None:
-    """The JobSet calls the first pod gpt-node-0-0.gpt. path: the runtime's template."""
+    """Replace the address: the JobSet calls the first pod gpt-node-0-0.gpt. path: the runtime's template."""
     name = str(result.metadata.get("name", ""))
     any_of = rf"{re.escape(name)}-{re.escape(job)}-0-\d+(?:\.{re.escape(name)})?"
     before = len(result.remarks)
@@ -136,7 +136,7 @@ def _address(template: dict[str, Any], trainer: Fields, job: str, path: Path, re
 
 
 def _say_around(of_job_set: Fields, job: Fields, of_job: Fields, result: Converted) -> None:
-    """What the runtime says of the JobSet and of the trainer's Job beside their specs."""
+    """Remark on fields of the JobSet and of the trainer's Job outside of their specs."""
     for fields in (of_job_set, of_job):
         metadata = fields.fields("metadata")
         for name in ("labels", "annotations"):
@@ -151,7 +151,7 @@ def _say_around(of_job_set: Fields, job: Fields, of_job: Fields, result: Convert
 
 
 def _trainer_job(job_set: Fields, result: Converted) -> Fields:
-    """The replicated job whose pods train."""
+    """Return the replicated job whose pods train."""
     jobs = list(job_set.mappings("replicatedJobs"))
 
     def step(job: Fields) -> Any:
@@ -170,7 +170,7 @@ def _trainer_job(job_set: Fields, result: Converted) -> Fields:
 
 
 def _patches(spec: Fields, job: str, result: Converted) -> Iterator[Mapping[str, Any]]:
-    """What the TrainJob changes in the runtime's pod template, by any version of the field."""
+    """Yield the TrainJob's changes to the runtime's pod template, from any version of the field."""
     for patch in spec.mappings("runtimePatches"):
         own = patch.fields("trainingRuntimeSpec")
         template = own.fields("template")

@@ -1,8 +1,6 @@
-"""Which faults happen where. Each is one line that can be taken back: that is how a failing seed shrinks.
-
-A *point* is a place that the program passes again and again ("write", "watch.pods"); the n-th pass of a point is
-"write#n". What happens there depends on the seed, the point and n alone, so that leaving one fault out does not move
-the others.
+"""Which faults happen where. Each can be left out alone, which is how a failing seed shrinks. A *point* is a place that
+the program passes repeatedly ("write", "watch.pods"); its n-th pass is "write#n". What happens there depends only on
+the seed, the point and n, so that leaving one fault out does not move the others.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ import collections
 import random
 from collections.abc import Iterable, Mapping
 
-# What may happen at each point. crash: the operator's process dies, and starts again a while later.
+# The faults of each point. crash: the operator's process dies, and restarts a while later.
 POINTS: dict[str, tuple[str, ...]] = {
     "write": ("crash before", "crash after", "lost answer", "not carried out", "error", "throttled", "touched", "slow",
               "slow answer"),
@@ -34,9 +32,9 @@ POINTS: dict[str, tuple[str, ...]] = {
     "watchdog": ("blind",),
     "rescue": ("dies", "slow"),
 }  # fmt: skip
-# Passed a few times in the life of a pod, where the others are passed with every word between two machines.
+# Points that are passed a few times per pod; the others are passed with every message between two machines.
 SELDOM = frozenset(("kubelet", "exit", "sigterm", "scheduler", "collector", "peers", "post", "watchdog", "rescue"))
-# Points of jobs under ddprun alone, of those with a gang, of those in a queue, and of ranks that write their state.
+# Points of jobs under ddprun, of those with a gang, of those in a queue, and of ranks that write their state.
 AGENTS = ("post", "watchdog")
 GANGS = ("watch.podgroups",)
 QUEUES = ("watch.workloads",)
@@ -45,7 +43,7 @@ Rates = Mapping[str, Mapping[str, float]]
 
 
 class Faults:
-    """The faults of one run. `only`: these and no others, as `taken` of another run tells them."""
+    """The faults of one run. `only`: only these, in the form of another run's `taken`."""
 
     def __init__(self, seed: int, rates: Rates, only: Mapping[str, str] | None = None) -> None:
         self.seed = seed
@@ -57,7 +55,7 @@ class Faults:
         self._streams = {point: random.Random(f"{seed} {point}") for point in self._tables}
 
     def at(self, point: str) -> str:
-        """What happens now at this point; empty: nothing."""
+        """Return the fault at this pass of the point; "" for none."""
         number = self._count[point]
         self._count[point] = number + 1
         if self.stopped:
@@ -74,43 +72,43 @@ class Faults:
         return found
 
     def happens(self, key: str, what: str) -> bool:
-        """Whether a fault that the seed has planned happens: it does, unless shrinking has left it out."""
+        """True if a planned fault happens, which it does unless shrinking has left it out."""
         if self._only is not None and key not in self._only:
             return False
         self.taken[key] = what
         return True
 
     def passed(self, point: str) -> int:
-        """How often a point was passed."""
+        """Return how often a point was passed."""
         return self._count[point]
 
     def number(self, point: str, low: float, high: float) -> float:
-        """A number that belongs to the latest pass of a point."""
+        """Return a number that belongs to the latest pass of a point."""
         return random.Random(f"{self.seed} {point}#{self._count[point]}").uniform(low, high)
 
 
 def swarm(rng: random.Random) -> dict[str, dict[str, float]]:
-    """A random part of all faults at random rates: few kinds, often, find what all kinds, seldom, never do."""
+    """Return a random subset of all faults at random rates: few kinds often find what all kinds seldom never do."""
     return _some(rng, [point for point in POINTS if point not in (*AGENTS, *GANGS, *QUEUES, *MEMORY)])
 
 
 def swarm_of_agents(rng: random.Random) -> dict[str, dict[str, float]]:
-    """Likewise those that only agents meet."""
+    """Return the same for faults that only agents meet."""
     return _some(rng, AGENTS)
 
 
 def swarm_of_gangs(rng: random.Random) -> dict[str, dict[str, float]]:
-    """Likewise what happens to groups alone."""
+    """Return the same for groups."""
     return _some(rng, GANGS)
 
 
 def swarm_of_queues(rng: random.Random) -> dict[str, dict[str, float]]:
-    """Likewise what happens to Workloads alone."""
+    """Return the same for Workloads."""
     return _some(rng, QUEUES)
 
 
 def swarm_of_memory(rng: random.Random) -> dict[str, dict[str, float]]:
-    """Likewise what happens while a state is written into memory."""
+    """Return the same for writing a state into memory."""
     return _some(rng, MEMORY)
 
 

@@ -1,4 +1,4 @@
-"""What must hold at every moment, whatever goes wrong. Called for every change and every start."""
+"""What must hold at every moment, whatever goes wrong. Checked at every change and every start."""
 
 from __future__ import annotations
 
@@ -19,40 +19,46 @@ TERMINAL = ("Succeeded", "Failed")
 STOPS = (*TERMINAL, "Failing", "Suspended", "Restarting")
 BUDGETS = ("application", "infrastructure", "stall")
 COUNTED_WITHIN_SECONDS = 120.0
-"""What an operator has heard of an agent stands in the status so soon, however slow its requests are."""
+"""Seconds until an agent's report must be in the status, however slow the operator's requests are."""
 
 
 class Judge:
-    """Collects what is wrong. Each sentence says what a user would lose."""
+    """Collects violations. Each sentence says what a user would lose."""
 
     def __init__(self, cluster: Cluster, training: Training, jobs: Callable[[], list[Raw]]) -> None:
         self.wrong: list[str] = training.wrong
         self.statuses: dict[str, Raw] = {}
-        """The newest status of every job that ever was, by uid."""
+        """The newest status of every job, deleted ones included, by uid."""
         self.live_at_once = 0
         self.words: dict[str, dict[tuple[str, int, int], tuple[int, float, object]]] = {}
-        """What each operator has heard of agents, by job uid, attempt and replacement; when, in which leadership."""
+        """Reports of agents that each operator received, by job uid, attempt and replacement; with the time and the
+        leadership.
+        """
         self.leadership: Callable[[str], object] = lambda _: None
-        """That of an operator. What it has heard in an earlier one it has forgotten, and the agents say it again."""
+        """Returns the leadership of an operator. It has forgotten reports of an earlier one, which the agents
+        repeat.
+        """
         self.disturbed: set[tuple[str, int]] = set()
-        """(job uid, attempt) whose pods or nodes somebody has touched: what ended first there is a question of time."""
+        """(job uid, attempt) whose pods or nodes were touched from outside, so that the first failure depends on
+        timing.
+        """
         self.ends_seen: dict[str, set[tuple[str, int, int]]] = {}
-        """By operator, (job uid, attempt, rank) of the pods that it was shown after they had ended."""
+        """By operator, (job uid, attempt, rank) of pods that it saw after their end."""
         self.silence_seen: dict[str, set[tuple[str, int]]] = {}
-        """By operator, (job uid, attempt) of the pods that it was shown while their node did not report."""
+        """By operator, (job uid, attempt) of pods that it saw while their node did not report."""
         self.placed: set[tuple[str, int, int]] = set()
-        """(job uid, attempt, place) of the pods that have got a node."""
+        """(job uid, attempt, place) of pods that have got a node."""
         self.also: list[Callable[[str, Raw], None]] = []
         """Called with the uid and each new status of a job."""
         self._spent_twice: Counter[str] = Counter()
-        """By job uid, how many charges to the application an operator did not know of when it made its own."""
+        """By job uid, charges to the application that an operator did not know when it made its own."""
         self.unseen_cuts: Counter[str] = Counter()
-        """By job uid, how often the application has paid for a cut of the network that nothing showed."""
+        """By job uid, how often the application paid for a network cut that nothing showed."""
         self._cluster, self._training, self._jobs = cluster, training, jobs
         cluster.started = self.started
 
     def started(self, process: Process) -> None:
-        """A trainer has started."""
+        """Check the start of a trainer."""
         others = [p for p in self._cluster.processes() if p is not process and p.job == process.job]
         for other in others:
             if (other.job_uid, other.attempt) == (process.job_uid, process.attempt):
@@ -88,7 +94,7 @@ class Judge:
             )
 
     def changed(self, kind: Kind, change: Change) -> None:
-        """An object has changed."""
+        """Check a changed object."""
         by_operator = change.actor.startswith("operator")
         if kind.plural == "pods" and change.new is not None and change.new["spec"].get("nodeName"):
             self.placed.add((owner_uid(change.new), _attempt(change.new), _rank(change.new)))
@@ -129,7 +135,7 @@ class Judge:
         self._check_budget(raw, status)
 
     def _check_budget(self, raw: Raw, status: Raw) -> None:
-        """What an agent may spend is no more than what is left, or a script that always fails never ends."""
+        """Check that an agent may spend no more than is left; otherwise a script that always fails never ends."""
         env = {e["name"]: e.get("value", "") for e in raw["spec"]["containers"][0].get("env", ())}
         job = next((j for j in self._jobs() if j["metadata"]["uid"] == owner_uid(raw)), None)
         if job is None or "DDPJOB_RESTARTS_LEFT" not in env or status.get("attempt", 0) != _attempt(raw):
@@ -158,8 +164,9 @@ class Judge:
             self._evidence(raw, status)
 
     def _evidence(self, raw: Raw, status: Raw) -> None:
-        """A pod that has failed by itself is deleted: why must be recorded. (That its rank completed is worth nothing
-        once its attempt is broken or suspended, and no other is stopped.)"""
+        """Check that the reason is recorded before a pod that failed by itself is deleted. (A completed rank does not
+        matter once its attempt is broken or suspended and no other is stopped.)
+        """
         if status.get("attempt") != _attempt(raw) or status.get("state") == "Suspended":
             return
         if raw["status"]["phase"] == "Failed" and not status.get("lastFailure"):
@@ -195,7 +202,7 @@ class Judge:
                 lost = ranges.parse(old.get(name, "")) - ranges.parse(new.get(name, ""))
                 lost -= {rank for rank in lost if _replacement_of(new, rank) > _replacement_of(old, rank)}
                 if name == "startedNodes" and new.get("attemptNodes") and len(completed) >= self._min_nodes(uid):
-                    lost &= completed  # of an elastic group that has ended its training others were perhaps no part
+                    lost &= completed  # other nodes may not belong to an elastic group that has ended
                 if lost:
                     self.wrong.append(f"status.{name} has lost rank {sorted(lost)} in attempt {attempt}")
         untrue = [r for r in sorted(completed) if (uid, attempt, r) not in self._training.completed]
@@ -218,7 +225,7 @@ class Judge:
             if before.get(name, 0) > after.get(name, 0):
                 self.wrong.append(f"status.restarts.{name} went back from {before[name]} to {after.get(name, 0)}")
         application, limit = after.get("application", 0), spec.get("backoffLimit", BACKOFF_LIMIT)
-        # What an agent has charged and nobody has heard yet, when the operator spends from the same budget.
+        # Charges of an agent that nobody has received yet, when the operator spends from the same budget.
         if _own_charges(old, new)["application"] > 0:
             self._spent_twice[uid] += self._unknown_before(uid, old, ("application",))
         if application > limit + self._spent_twice[uid]:
@@ -231,8 +238,9 @@ class Judge:
             self.wrong.append(f"{after['stall']} restarts are charged to stalls, and it hung {hung} times")
 
     def _is_for_an_unseen_cut(self, uid: str, old: Raw, new: Raw, operator: str) -> bool:
-        """Whether the application pays because ranks have complained of lost peers, and all that is true behind it was
-        hidden from the operator: a script that is wrong looks so as well (docs/dev/decisions.md)."""
+        """True if the application pays because ranks complained about lost peers and the real reason was hidden from
+        the operator; a wrong script looks the same (docs/dev/decisions.md).
+        """
         failure = new.get("lastFailure") or {}
         place = (uid, failure.get("attempt", 0))
         ends = new.get("state") == "Failed" != old.get("state") and failure.get("class") == "application"
@@ -242,7 +250,7 @@ class Judge:
         return is_charged and is_hidden and not is_first
 
     def _check_cause(self, uid: str, old: Raw, new: Raw, operator: str) -> None:
-        """Where one rank has failed by itself and nobody has touched anything, that rank is the cause and pays."""
+        """Check that a rank that failed by itself is the cause and pays, if nobody touched anything."""
         failure = new.get("lastFailure") or {}
         place = (uid, failure.get("attempt", 0))
         culprit = self._training.culprits.get(place)
@@ -250,7 +258,7 @@ class Judge:
         if not settled or culprit is None or place in self.disturbed or place in self._training.hung:
             return
         if place in self._training.early and culprit not in ranges.parse(old.get("completedNodes", "")):
-            return  # it was told to stop before it was known that it had ended: exit 0 proves nothing then
+            return  # it was stopped before its end was known, so exit 0 proves nothing
         if self._is_unknown(place, culprit, old.get("lastFailure") or {}, operator):
             return
         if failure["nodeRank"] != culprit or failure["class"] not in ("application", "outOfMemory"):
@@ -260,15 +268,16 @@ class Judge:
             )
 
     def _is_unknown(self, place: tuple[str, int], rank: int, recorded: Raw, operator: str) -> bool:
-        """Whether its pod has ended and gone while no operator was there that could record it: it was told to stop
-        because a peer complained first, and nothing of it is left."""
+        """True if its pod ended and disappeared while no operator could record it: it was stopped because a peer
+        complained first.
+        """
         is_recorded = (recorded.get("attempt"), recorded.get("nodeRank")) == (place[1], rank)
         is_seen = (*place, rank) in self.ends_seen.get(operator, ())
         is_there = any((owner_uid(p), _attempt(p), _rank(p)) == (*place, rank) for p in self._cluster.pods())
         return not (is_recorded or is_seen or is_there)
 
     def shown(self, operator: str, raw: Raw) -> None:
-        """An operator is shown an object, by a list or a watch."""
+        """Record that a list or a watch showed an object to an operator."""
         ends = [c["state"].get("terminated") for c in raw.get("status", {}).get("containerStatuses", ())]
         if any(ends):
             self.ends_seen.setdefault(operator, set()).add((owner_uid(raw), _attempt(raw), _rank(raw)))
@@ -277,13 +286,15 @@ class Judge:
             self.silence_seen.setdefault(operator, set()).add((owner_uid(raw), _attempt(raw)))
 
     def forget(self, operator: str) -> None:
-        """An operator starts anew."""
+        """Record the restart of an operator."""
         self.words.pop(operator, None)
         self.ends_seen.pop(operator, None)
         self.silence_seen.pop(operator, None)
 
     def _check_in_place(self, uid: str, old: Raw, new: Raw) -> None:
-        """Each restart counts once: those in place as their agent charges them, and one for each new pod or attempt."""
+        """Check that each restart counts once: those in place as their agent charges them, and one per new pod or
+        attempt.
+        """
         agent = new.get("inPlace")
         if agent is not None:
             true = self._training.agents.charged.get((uid, new["attempt"], agent.get("replacement", 0)), {})
@@ -296,7 +307,7 @@ class Judge:
         restarted = again or old.get("replacements", {}) != new.get("replacements", {})
         if min(own.values()) < 0 or sum(own.values()) > (1 if restarted else 0) + hidden:
             self.wrong.append(f"{own} restarts are charged at once, beside those in place: {summary(new)}")
-        # Who waits for the start in vain has perhaps not heard that all is over.
+        # A node that waits for the start in vain may not know that all is over.
         heard = again and new.get("reason") != "StartBackOff" and self._has_said_all(uid, old)
         if heard and sum(own.values()) < hidden:
             self.wrong.append(
@@ -311,7 +322,7 @@ class Judge:
         return bool(old.get("attempt", 0) != new.get("attempt", 0))
 
     def _unknown_before(self, uid: str, status: Raw, budgets: tuple[str, ...] = BUDGETS) -> int:
-        """What the last agent of node 0 has charged in this attempt beyond what is counted."""
+        """Return uncounted charges of the last agent of node 0 in this attempt."""
         known = status.get("inPlace") or {}
         key = (uid, status.get("attempt", 0), _replacement_of(status, 0))
         true = self._training.agents.charged.get(key, {})
@@ -319,7 +330,7 @@ class Judge:
         return sum(max(0, true.get(name, 0) - counted.get(name, 0)) for name in budgets)
 
     def _has_said_all(self, uid: str, status: Raw) -> bool:
-        """Whether the last agent of node 0 has left its last word where the operator cannot have missed it."""
+        """True if the last agent of node 0 left its final report where the operator cannot have missed it."""
         for raw in self._cluster.pods():
             place = (owner_uid(raw), _attempt(raw), _rank(raw), _replacement(raw))
             if place == (uid, status.get("attempt", 0), 0, _replacement_of(status, 0)):
@@ -328,12 +339,12 @@ class Judge:
         return False
 
     def _is_on_lost_node(self, raw: Raw) -> bool:
-        """Whether its node was ever lost, and so perhaps given up."""
+        """True if its node was ever lost, and may have been given up."""
         node = self._cluster.nodes.get(raw["spec"].get("nodeName", ""))
         return node is None or node.losses > 0
 
     def heard(self, operator: str, process: Process, restarts: int, at: float) -> None:
-        """A post of node 0's agent has reached an operator."""
+        """Record that a post of node 0's agent has reached an operator."""
         place = process.job_uid, process.attempt, process.replacement
         self.words.setdefault(operator, {})[place] = restarts, at, self.leadership(operator)
 
@@ -348,7 +359,7 @@ class Judge:
 
 
 def _own_charges(old: Raw, new: Raw) -> dict[str, int]:
-    """What a change of the status charges beside what an agent has said."""
+    """Return what a change of the status charges besides an agent's charges."""
     before, after = old.get("restarts") or {}, new.get("restarts") or {}
     known, told = old.get("inPlace") or {}, new.get("inPlace") or {}
     same = old.get("attempt", 0) == new.get("attempt", 0) and known.get("replacement", 0) == told.get("replacement", 0)
@@ -375,7 +386,7 @@ def _attempt(raw: Raw) -> int:
 
 
 def summary(status: Raw) -> str:
-    """A status as one line of a story."""
+    """Return a status as one line of a story."""
     words: list[Any] = [status.get("state"), status.get("reason"), f"attempt {status.get('attempt', 0)}"]
     if status.get("completedNodes"):
         words.append(f"completed {status['completedNodes']}")

@@ -1,4 +1,4 @@
-"""What must hold of the state with which each generation begins, and of what the status says of it."""
+"""What must hold of the state with which each generation begins, and of what the status says about it."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ if TYPE_CHECKING:
 
 Raw = dict[str, Any]
 Age = tuple[int, int, int]
-"""Attempt, number of the life, and step: the truth, where a `Version` is what agents and ranks say."""
+"""Attempt, number of the generation, and step: the truth, where a `Version` is what agents and ranks report."""
 HONEST = ("was loaded before", "are gone")
-"""Why what is in memory may not count. All ranks of the model count alike, and hold the same."""
+"""Reasons why a state in memory may not count. All ranks of the model count alike, and hold the same."""
 
 
 class MemoryJudge:
-    """Knows the truth of all lives. Each sentence says what a user would lose."""
+    """Knows the truth of all generations. Each sentence says what a user would lose."""
 
     def __init__(self, wrong: list[str]) -> None:
         self.repeated: Counter[str] = Counter()
-        """By job uid, the steps that were made again, or will be."""
+        """By job uid, steps that were repeated, or will be."""
         self.seen: Counter[str] = Counter()
-        """How often a life began with memory, the folder, or nothing; and how often there was something to choose."""
+        """How often a generation began with memory, the folder, or nothing; and how often there was a choice."""
         self._wrong = wrong
         self._lives: dict[str, list[Life]] = defaultdict(list)
-        """By job uid, those that have loaded."""
+        """By job uid, the generations that have loaded."""
         self._tried: dict[tuple[str, State], list[Life]] = defaultdict(list)
-        """Those that have loaded this state from memory."""
+        """The generations that loaded this state from memory."""
         self._newest_loaded: dict[str, Version] = {}
-        """By job uid, of what was in memory."""
+        """By job uid, the newest version loaded from memory."""
 
     # ---------------------------------------------------------------- what a life begins with
 
     def begins(self, life: Life, loaded: Loaded, saved: Saved | None) -> None:
-        """A life is about to begin with that; saved: what its folder has."""
+        """Check the state with which a generation begins; saved: what its folder has."""
         uid = life.leader.process.job_uid
         agents = [life.ranks[node] for node in sorted(life.ranks)]
         self.seen["memory" if loaded.ranks else "folder" if loaded.origin else "nothing"] += 1
@@ -71,7 +71,7 @@ class MemoryJudge:
         others.append(life)
 
     def _check_pace(self, life: Life, loaded: Loaded, saved: Saved | None, agents: list[Agent]) -> None:
-        """No more is made again than the plan in force allows, where a node lives that has what was saved last."""
+        """Check that no more is repeated than the plan allows, if a node with the last saved state is alive."""
         others = self._lives[life.leader.process.job_uid]
         for kept in (agent.kept for agent in agents):
             if others and kept is not None and kept.life is others[-1] and kept.copying is not None:
@@ -85,11 +85,12 @@ class MemoryJudge:
                 self.seen["paced"] += kept.copying.least > 0
 
     def _check_random_states(self, life: Life, agents: list[Agent], area: Area) -> None:
-        """A rank whose node lives has those of the copy that all begin with. Where the only node with a newer one was
-        lost, what is older counts again, and ranks may have written over theirs."""
+        """Check that a rank whose node is alive has the random states of the common copy. If the only node with a newer
+        copy was lost, an older one counts again, and ranks may have overwritten theirs.
+        """
         held, writer, uid = area.held, area.newest.writer, life.leader.process.job_uid
         if held is None or writer is None:
-            return  # what is wrong is said already
+            return  # the violation is reported already
         is_newer = held.version >= self._newest_loaded.get(uid, held.version)
         self._newest_loaded[uid] = max(held.version, self._newest_loaded.get(uid, held.version))
         self.seen["copy"] += held.every > 0
@@ -114,12 +115,12 @@ class MemoryJudge:
                 self._wrong.append(f"{life} begins with what was assumed, and by then more was saved: {saved.version}")
 
     def _whole(self, life: Life, agents: list[Agent], saved: Saved | None) -> list[Age]:
-        """What is whole, and may be loaded: in memory beside its random states, or in the folder."""
+        """Return what is complete and may be loaded: in memory with its random states, or in the folder."""
         known = [place.whole for agent in agents for place in agent.area.places] + [a.area.copied for a in agents]
         whole: set[Whole] = {one for one in known if one is not None and one.state != TORN}
         named = {one.writer.generation for one in whole if not one.assumed}
         if saved is not None and saved.version.attempt == life.leader.process.attempt:
-            # All that ranks know: a pod that is made again begins with generation 0.
+            # The version as ranks know it: a recreated pod begins with generation 0.
             named.add(saved.version.generation)
         uid, attempt = life.leader.process.job_uid, life.leader.process.attempt
         found: list[Age] = []
@@ -130,13 +131,13 @@ class MemoryJudge:
             if not one.assumed or one.writer.generation not in named:
                 bad = not has_small or self._is_hopeless(uid, one.state, one.assumed, agents)
                 (useless if bad else found).append((attempt, one.writer.number, one.state.step))
-        # What leads to the failure may be in a state a step before as well: the folder counts, and not that one. So it
-        # does where the small states of the newest were written over (docs/memory.md).
+        # A state one step earlier may contain the cause of the failure as well, so the folder counts instead. The same
+        # holds if the random states of the newest were overwritten (docs/memory.md).
         found = [age for age in found if age > max(useless, default=(0, 0, 0))]
         return found if saved is None else [*found, _age_of(saved)]
 
     def _is_hopeless(self, uid: str, state: State, is_assumed: bool, agents: list[Agent]) -> bool:
-        """Whether it was loaded so often that it may be what fails: nobody here knows of a step that has followed."""
+        """True if it was loaded so often that it may be the cause: no node knows a later step."""
         lives = self._tried.get((uid, state), [])
         marks = [mark for agent in agents for mark in agent.area.marks]
         most = LOADS_ASSUMED_MAX if is_assumed else LOADS_MAX
@@ -147,7 +148,7 @@ class MemoryJudge:
     # ---------------------------------------------------------------- what the status says
 
     def check_status(self, uid: str, status: Raw) -> None:
-        """Called for each new status of a job."""
+        """Check each new status of a job."""
         lives = self._lives.get(uid)
         if lives is None:
             return
@@ -180,5 +181,5 @@ def _age_of(saved: Saved) -> Age:
 
 
 def _furthest(life: Life) -> int:
-    """The step that its ranks have come to."""
+    """Return the step that its ranks have reached."""
     return max(int(life.step), life.ended_at or 0)

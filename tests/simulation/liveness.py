@@ -1,6 +1,5 @@
-"""Jobs that cannot succeed, each in its own way, and what must become of all of them: an end, or a word about the wait.
-
-The faults of `scenario.py` stop after a while, and the job must then end well. Here the fault stays.
+"""Jobs that cannot succeed, each in its own way, must all end or report what they wait for. The faults of `scenario.py`
+stop after a while, and the job must then succeed. Here the fault stays.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Start = Callable[[Cluster, Node, Raw, bool], None]
 
 
 def always(rank: int, after_seconds: float, code: int, message: str = "") -> dict[int, Failure]:
-    """A script that fails so in every attempt."""
+    """Return a script that fails this way in every attempt."""
     return {attempt: Failure(rank, after_seconds, code, message=message) for attempt in ALWAYS}
 
 
@@ -45,10 +44,10 @@ SCRIPTS: dict[str, dict[int, Failure]] = {
 
 
 class Doomed(Simulation):
-    """A job whose fault never ends; run to its end, or for more than a day."""
+    """A job whose fault never ends, run to its end or for more than a day."""
 
     def __init__(self, what: Scenario, *, peers_complain: bool = True) -> None:
-        """peers_complain: whether those that wait for a rank that has ended with 0 ever find out."""
+        """peers_complain: True if ranks that wait for one that ended with 0 ever notice."""
         super().__init__(what)
         self._peers_complain = peers_complain
         self._fails = self.training._fail
@@ -57,7 +56,7 @@ class Doomed(Simulation):
     def _fail(self, process: Process, failure: Failure) -> None:
         if failure.code != EARLY:
             self._fails(process, failure)
-            self.training.culprits.clear()  # who is blamed for what is free is not asked here
+            self.training.culprits.clear()  # uncharged failures need no culprit here
             return
         group = self.training.groups[process.run]
         if process.alive:
@@ -78,27 +77,25 @@ class Doomed(Simulation):
             self._check_that_it_says_why()
 
     def _floods(self) -> bool:
-        return False  # a hundred restarts write more than a healthy life
+        return False  # a hundred restarts write more than a healthy job
 
     @property
     def status(self) -> Raw:
-        """Of the job."""
         return self.judge.statuses.get(self.uids[-1], {}) if self.uids else {}
 
     @property
     def state(self) -> str:
-        """Of the job."""
         return str(self.status.get("state", ""))
 
     @property
     def warnings(self) -> Counter[str]:
-        """How often each Warning was sent."""
+        """Return how often each Warning was sent."""
         lines = [line.split() for line in self.story if " event " in line and "Warning" in line]
         return Counter(line[-1] for line in lines)
 
     def _check_that_it_says_why(self) -> None:
         if self._changed_at + LONG_SECONDS > self.loop.time():
-            return  # it goes on trying
+            return  # it keeps trying
         if not self.warnings:
             self.judge.wrong.append(f"it waits for hours, and no Warning says so: {summary(self.status)}")
         if not any(word in self.status.get("message", "") for word in ("kubectl", "stopping", "not ready since")):
@@ -107,18 +104,18 @@ class Doomed(Simulation):
 
 @contextlib.contextmanager
 def kubelets(start: Start) -> Iterator[None]:
-    """Nodes on which containers start so."""
+    """Make containers on these nodes start in this way."""
     with mock.patch.object(Cluster, "_start", start):
         yield
 
 
 def never_mounts(cluster: Cluster, node: Node, raw: Raw, sure: bool = False) -> None:
-    """A volume that nobody provides: ContainerCreating for ever."""
+    """Return a volume that nobody provides: ContainerCreating for ever."""
     cluster._status(node, raw, "Pending", {"waiting": {"reason": "ContainerCreating"}})
 
 
 def broken(name: str) -> Start:
-    """One node whose GPU has no driver."""
+    """Return one node whose GPU has no driver."""
     start = Cluster._start
 
     def _start(cluster: Cluster, node: Node, raw: Raw, sure: bool = False) -> None:
@@ -132,7 +129,7 @@ def broken(name: str) -> Start:
 
 
 def live(what: Scenario, *, peers_complain: bool = True) -> Doomed:
-    """The run of a job whose fault stays."""
+    """Run a job whose fault stays."""
     found = Doomed(what, peers_complain=peers_complain)
     found.run()
     return found

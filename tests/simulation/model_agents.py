@@ -1,7 +1,6 @@
-"""A model of `ddprun` in the pods: an agent over the rank of each node, that leads the others on node 0.
-
-What node 0's agent decides is the real `LeaderState`, with the budgets of its pod's environment, and its reports are
-the real ones: its posts and its termination message. The model has what surrounds it: ranks, connections, time.
+"""A model of `ddprun` in the pods: an agent over the rank of each node, which on node 0 leads the others. The real
+`LeaderState` makes node 0's decisions, with the budgets of its pod's environment, and its posts and termination message
+are real as well. Ranks, connections and time are modelled.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from model_training import Training
 
 RETRY_SECONDS = (0.3, 3.0)
-# A gap in a rank's time that a TCP connection bridges: ranks of a node that is cut off for less go on.
+# A gap that a TCP connection survives: ranks of a node that is cut off for less continue.
 HELD_UP_SECONDS = 5.0
 SUPERSEDED = "ddpjob.Superseded: a newer generation has written"
 
@@ -41,18 +40,18 @@ class Life:
     leader: Agent
     generation: int
     number: int
-    """Of all that the job's agents ever started."""
+    """Among all generations that the job's agents ever started."""
     ranks: dict[int, Agent] = field(default_factory=dict)
     started_at: float | None = None
     loaded: Loaded | None = None
-    """What it has begun with."""
+    """The state with which it began."""
     step: float = 0.0
-    """The furthest that it has made."""
+    """The furthest step that it made."""
     held_up: float = 0.0
     stuck_at: float | None = None
     broken: bool = False
     ended_at: int | None = None
-    """The furthest step of any of its ranks, once none follows."""
+    """The furthest step of any of its ranks, once no more follows."""
 
     def __str__(self) -> str:
         return f"generation {self.generation} of {self.leader.process}"
@@ -60,59 +59,57 @@ class Life:
 
 @dataclass(eq=False)
 class Link:
-    """A connection between node 0's agent and another. Each end learns in its own time that the other is gone."""
+    """A connection between node 0's agent and another. Each end notices separately that the other is gone."""
 
     leader: Agent
     follower: Agent
     open: set[Agent] = field(default_factory=set)
     lines: dict[Agent, list[Callable[[], None]]] = field(default_factory=dict)
-    """On their way to it, in order."""
+    """Messages in flight to it, in order."""
 
     def other(self, agent: Agent) -> Agent:
-        """The far end."""
+        """Return the other end."""
         return self.follower if agent is self.leader else self.leader
 
 
 @dataclass(eq=False)
 class Agent:
-    """One `ddprun`."""
-
     process: Process
     budget: Budget
     policy: tuple[PolicyRule, ...]
     grant: Grant | None
-    """What the operator has told its pod."""
+    """What the operator has given its pod."""
     lead: LeaderState | None = None
-    """Of node 0's."""
+    """Only on node 0."""
     links: dict[int, Link] = field(default_factory=dict)
     """By node."""
     life: Life | None = None
     runs: bool = False
-    """Whether its rank does."""
+    """True if its rank is running."""
     stopped: bool = False
-    """Whether it was to end its rank."""
+    """True if it was told to end its rank."""
     code: int | None = None
-    """Its rank's."""
+    """The exit code of its rank."""
     failures: list[RankFailure] = field(default_factory=list)
     told: bool = False
     told_how: int = 143
-    """What its rank ends with when it is told."""
+    """The exit code of its rank after SIGTERM."""
     deaf: bool = False
-    """Whether its rank takes no notice of SIGTERM."""
+    """True if its rank ignores SIGTERM."""
     done: bool = False
     alone_since: float = 0.0
     over: bool = False
     known: Any = None
-    """What the receiver has last confirmed."""
+    """What the receiver last confirmed."""
     back_off: float = 0.0
     posts: int = 0
     posting: bool = False
     due: float | None = None
-    """When it is looked after next."""
+    """When it is checked next."""
     area: Area = field(default_factory=Area)
     """Its memory."""
     kepts: list[Kept] = field(default_factory=list)
-    """What each of its ranks keeps in it."""
+    """What each of its ranks keeps there."""
     then: Callable[[], None] | None = None
     """What it does when they have written the state, or their time is over."""
     asked_at: float = 0.0
@@ -120,7 +117,7 @@ class Agent:
 
     @staticmethod
     def of(process: Process) -> Agent:
-        """What `ddprun` reads of its pod's environment."""
+        """Return what `ddprun` reads of its pod's environment."""
         environ = process.environ
         return Agent(
             process=process,
@@ -131,7 +128,7 @@ class Agent:
 
     @property
     def kept(self) -> Kept | None:
-        """Of its first rank."""
+        """What its first rank keeps."""
         return self.kepts[0] if self.kepts else None
 
     @property
@@ -152,7 +149,7 @@ class Agent:
 
     @property
     def broken_grace_seconds(self) -> float:
-        """For its ranks, after another one has failed."""
+        """The grace of its ranks after another one has failed."""
         said = self.process.environ.get("DDPJOB_RESTART_GRACE")
         return float(said) if said else options.BROKEN_GRACE_SECONDS
 
@@ -162,31 +159,31 @@ class Agent:
 
 
 class Agents:
-    """All of them."""
+    """All agents."""
 
     def __init__(self, training: Training, connected: Callable[[Process, Process], bool], memories: Memories) -> None:
         self.heard: Callable[[Process, bytes], bool] = lambda *_: False
-        """Takes a post of node 0's agent; whether a receiver has confirmed it."""
+        """Takes a post of node 0's agent; returns True if a receiver confirmed it."""
         self.has_name: Callable[[Process], bool] = lambda _: True
-        """Whether the DNS name of its rank leads to it."""
+        """Returns True if the DNS name of its rank resolves to it."""
         self.charged: dict[tuple[str, int, int], dict[str, int]] = {}
-        """By job uid, attempt and replacement: what each agent of node 0 has truly charged."""
+        """By job uid, attempt and replacement: the real charges of each agent of node 0."""
         self._training, self._connected, self._memories = training, connected, memories
         self._loop, self._faults, self._random = training.loop, training.faults, training.random
         self._all: dict[str, Agent] = {}
         self._lives: dict[str, list[Life]] = {}
-        """Of each job, those that may train."""
+        """By job, the generations that may train."""
         self._numbers: dict[str, int] = {}
 
     # ---------------------------------------------------------------- what happens to them
 
     def begin(self, process: Process) -> None:
-        """Its container has started."""
+        """Start: its container has started."""
         agent = self._all[process.uid] = Agent.of(process)
         self._later(0.05, 0.8, self._ready, agent)
 
     def told(self, process: Process, fault: str) -> None:
-        """SIGTERM to a container."""
+        """Send SIGTERM to a container."""
         agent = self._all[process.uid]
         if agent.over or agent.told:
             return None
@@ -201,7 +198,7 @@ class Agents:
         return None if agent.runs else self._end(agent, agent.code_when_told)
 
     def left(self, process: Process) -> None:
-        """The container has ended, and all in it."""
+        """The container has ended with everything in it."""
         agent = self._all[process.uid]
         agent.over = True
         self._breaks(agent)
@@ -209,13 +206,13 @@ class Agents:
             self._hang_up(link, agent)
 
     def kill(self, process: Process, reason: str = "Error") -> None:
-        """Not its rank: itself, by the kernel or by hand."""
+        """Kill the agent itself, not its rank."""
         if process.alive:
             self._training.application_failed(process)
             self._training.ends(process, 137, reason, "")
 
     def disconnected(self, node: str) -> None:
-        """A node was cut off: whoever is silent for too long is given up by its peers."""
+        """Cut a node off: peers give up a node that is silent for too long."""
         for agent in list(self._all.values()):
             if agent.process.node == node and not agent.over:
                 for link in list(agent.links.values()):
@@ -247,7 +244,7 @@ class Agents:
         return self._turn(agent)
 
     def _look(self, agent: Agent) -> None:
-        """For node 0, wherever its name leads."""
+        """Search for node 0, wherever its name leads."""
         if agent.over or agent.links or agent.runs:
             return None
         if agent.told:
@@ -283,7 +280,7 @@ class Agents:
         self._turn(leader)
 
     def _end(self, agent: Agent, code: int, failure: RankFailure | None = None, *, ended: bool = False) -> None:
-        """It is over, with its last words."""
+        """End it, with its final report."""
         if agent.over:
             return
         agent.over = True
@@ -341,7 +338,7 @@ class Agents:
             for link in followers:
                 self._tell(link, lambda agent: self._end(agent, _own_code(agent, order), order.failure, ended=True))
             self._end(leader, _own_code(leader, order), order.failure, ended=True)
-        elif not isinstance(order, Over):  # what hangs after its end is tried with real processes
+        elif not isinstance(order, Over):  # real processes test hangs after the end
             assert isinstance(order, Leave), order
             self._end(leader, leader.code_when_told)
 
@@ -353,7 +350,7 @@ class Agents:
     # ---------------------------------------------------------------- posts
 
     def _post(self, leader: Agent, *, last: bool = False) -> None:
-        """What was charged, said until it is confirmed, and again every minute."""
+        """Post what was charged until it is confirmed, and again every minute."""
         lead = leader.lead
         assert lead is not None, "only node 0 leads"
         if not lead.charged or (leader.over and not last):
@@ -367,7 +364,7 @@ class Agents:
         if fault != "lost":
             seconds = self._faults.number("post", 5, 25) if fault == "late" else self._random.uniform(0.02, 0.5)
             self._loop.call_later(seconds, self._arrives, leader, account, body, fault == "lost answer", leader.posts)
-        # Whatever becomes of it: within half a minute it has failed.
+        # Whatever happens to the request, it has failed within half a minute.
         self._loop.call_later(posting.CHILD_SECONDS_MAX, self._failed, leader, leader.posts)
 
     def _arrives(self, leader: Agent, account: Any, body: bytes, is_unheard: bool, number: int) -> None:
@@ -417,12 +414,12 @@ class Agents:
         if agent.generation != order.generation or not agent.runs:
             return self._has_stopped(agent)
         if agent.stopped and agent.failures:
-            return None  # it is about to end those that a rank has left
+            return None  # it is about to end processes that a rank has left
         agent.stopped = True
         return self._end_rank(agent, patient=order.patient)
 
     def _end_rank(self, agent: Agent, *, patient: bool) -> None:
-        """A signal to its rank; one that is not asked to save first writes the state into memory."""
+        """Signal its rank; one that is not asked to save first writes the state into memory."""
         life = agent.life
         if patient or agent.told or life is None or life.loaded is None:
             return self._signal(agent, patient=patient)
@@ -434,16 +431,16 @@ class Agents:
             self._signal(agent, patient=False)
 
     def _stands(self, life: Life) -> None:
-        """It makes no step any more."""
+        """Let it make no more steps."""
         if life.loaded is not None and life.ended_at is None:
             self._memories.stop(life, int(min(self._step(life), self._training.seconds)))
 
     def rank_killed(self, agent: Agent, life: Life, kept: Kept) -> None:
-        """SIGKILL to a rank alone."""
+        """Send SIGKILL to a rank alone."""
         self._one_ends(agent, life, 137, kept=kept)
 
     def _signal(self, agent: Agent, *, patient: bool) -> None:
-        """SIGTERM to its rank, and SIGKILL in time."""
+        """Send SIGTERM to its rank, and SIGKILL after the grace."""
         life, seconds = agent.life, agent.shutdown_seconds if patient else agent.broken_grace_seconds
         if not agent.deaf:
             code = agent.told_how if agent.told else RESUMABLE if patient else 143
@@ -461,7 +458,7 @@ class Agents:
         return self._one_ends(agent, life, failure.code, failure.message.rpartition("\n")[2])
 
     def _one_ends(self, agent: Agent, life: Life, code: int, exception: str = "", kept: Kept | None = None) -> None:
-        """One of its ranks, this or any. Others that live write the state before they are ended."""
+        """Let one of its ranks end, this or any. Other ranks write the state before they are ended."""
         if agent.life is not life or not agent.runs or agent.over:
             return
         if life.loaded is not None:
@@ -477,7 +474,7 @@ class Agents:
             self._end_rank(agent, patient=False)
 
     def _rank_ends(self, agent: Agent, life: Life, code: int, exception: str = "") -> None:
-        """All of its ranks."""
+        """Let all of its ranks end."""
         if agent.life is not life or not agent.runs or agent.over:
             return
         if code:
@@ -510,7 +507,7 @@ class Agents:
             self._look(agent)
 
     def _breaks(self, agent: Agent) -> None:
-        """Its rank is gone, and its peers are the worse for it."""
+        """Its rank is gone, and its peers lose it."""
         agent.runs = False
         if agent.life is not None:
             self._break(agent.life)
@@ -527,7 +524,7 @@ class Agents:
     # ---------------------------------------------------------------- training
 
     def trains(self, life: Life) -> bool:
-        """Whether it makes steps: all its ranks live, and reach each other."""
+        """True if it makes steps: all its ranks are alive and reach each other."""
         if life.started_at is None or life.broken:
             return False
         ranks = list(life.ranks.values())
@@ -569,7 +566,7 @@ class Agents:
         self._advance(life)
 
     def _advance(self, life: Life) -> None:
-        """Save now and then, and come to the end. Nothing is done while its ranks do not reach each other."""
+        """Save from time to time, and finish. Do nothing while its ranks do not reach each other."""
         has_ended = life.broken or life.stuck_at is not None or life.ended_at is not None
         if has_ended or not all(a.runs and not a.over for a in life.ranks.values()):
             return
@@ -588,7 +585,7 @@ class Agents:
             self._loop.call_later(max(0.1, min(SAVE_SECONDS, left)), self._advance, life)
 
     def _check_alone(self, life: Life) -> None:
-        """Within an attempt nothing in the checkpoints tells one group from another."""
+        """Check that it trains alone: within an attempt nothing in the checkpoints distinguishes groups."""
         uid, attempt = life.leader.process.job_uid, life.leader.process.attempt
         alive = self._lives[uid] = [
             other for other in self._lives[uid] if not other.broken and not other.leader.process.terminated
@@ -601,7 +598,7 @@ class Agents:
                 )
 
     def _step(self, life: Life) -> float:
-        """One step a second."""
+        """Make one step per second."""
         assert life.started_at is not None, "it trains"
         assert life.loaded is not None, "it has loaded"
         if life.ended_at is None:
@@ -638,7 +635,7 @@ class Agents:
     # ---------------------------------------------------------------- connections
 
     def _say(self, agent: Agent, what: Callable[[LeaderState, float], None], *, of_now: bool = True) -> None:
-        """To the leader, which may be itself. of_now: it is of no interest in a later generation."""
+        """Send to the leader, which may be itself. of_now: ignored in a later generation."""
         if agent.lead is not None:
             what(agent.lead, self._loop.time())
             return self._turn(agent)
@@ -676,7 +673,7 @@ class Agents:
             self._later(0.002, 0.05, self._deliver, link, to)
 
     def _hang_up(self, link: Link, agent: Agent) -> None:
-        """This end closes; the other hears of it after all that was said, or by the silence."""
+        """Close this end; the other one notices after all earlier messages, or by silence."""
         link.open.discard(agent)
         if agent.links.get(link.other(agent).node) is link:
             del agent.links[link.other(agent).node]
@@ -686,13 +683,13 @@ class Agents:
             self._loop.call_later(leading.SILENT_SECONDS, self._lost, link, other)
 
     def _drop(self, link: Link, leader: Agent) -> None:
-        """The leader gives a connection up."""
+        """Let the leader give up a connection."""
         self._hang_up(link, leader)
         assert leader.lead is not None, "only node 0 leads"
         leader.lead.lost(link.follower.node, self._loop.time())
 
     def _lost(self, link: Link, agent: Agent) -> None:
-        """This end learns that the other is gone."""
+        """This end notices that the other is gone."""
         if agent.over or agent not in link.open:
             return None
         if agent is link.leader:

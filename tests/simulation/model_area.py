@@ -1,4 +1,4 @@
-"""A model of the memory of an agent: its areas, what its ranks have left in their slots, and the truth of both."""
+"""A model of an agent's memory: its areas, what its ranks have written into their slots, and the truth of both."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ if TYPE_CHECKING:
     from model_agents import Life
 
 PARTS = 3
-"""Of an area; a writer may die between any two."""
+"""Parts of an area; a writer may die between any two."""
 
 
 class State(NamedTuple):
-    """What the ranks of a life had at a step."""
+    """What the ranks of a generation had at a step."""
 
     life: int
-    """Its number; the next one goes on with this state until it has made a step."""
+    """Number of the generation; the next one has this state until it makes a step."""
     step: int
 
 
 NOTHING = State(0, 0)
 TORN = State(-1, -1)
-"""Of a rank within its optimizer's step, and of what is being written."""
+"""The state of a rank inside its optimizer's step, and of an unfinished write."""
 
 
 class Whole(NamedTuple):
-    """The truth of a state in memory: in which life all its parts were written."""
+    """The truth about a state in memory: the generation that wrote all its parts."""
 
     writer: Life
     state: State
@@ -43,11 +43,11 @@ class Place:
     held: Held | None = None
     """What its cells say."""
     writer: Life | None = None
-    """The truth: in which life all its parts were written; None: they were not."""
+    """The truth: the generation that wrote all its parts; None if none did."""
 
     @property
     def whole(self) -> Whole | None:
-        """None: it is not."""
+        """None: it is incomplete."""
         if self.writer is None or len(set(self.parts)) > 1:
             return None
         return Whole(self.writer, self.parts[0], self.held is not None and self.held.assumed)
@@ -55,21 +55,21 @@ class Place:
 
 @dataclass
 class Area:
-    """The memory of one agent. It goes with it."""
+    """The memory of one agent, which is lost with it."""
 
     places: list[Place] = field(default_factory=lambda: [Place() for _ in range(AREAS)])
     slots: dict[int, list[Version]] = field(default_factory=dict)
     """The last two boundaries of each local rank."""
     copy_slots: dict[int, list[Version | None]] = field(default_factory=dict)
-    """Likewise, the last three copies."""
+    """The last three copies of each local rank."""
     written_marks: dict[int, Mark] = field(default_factory=dict)
     proven: bool = False
     changes: int = 0
-    """CHANGED, PLACED: what its ranks have seen of the script."""
+    """CHANGED, PLACED: what its ranks have learned about the script."""
     excused: set[tuple[int, State]] = field(default_factory=set)
-    """The truth: copies for which a local rank could leave nothing. There was no room yet, or it does not save."""
+    """The truth: copies for which a local rank could write nothing, for lack of room or because it does not save."""
     copied: Whole | None = None
-    """The truth: the newest copy that has counted here. Nothing may be written over it but what is newer, whole."""
+    """The truth: the newest copy that has counted here. Only a newer complete state may overwrite it."""
 
     @property
     def newest(self) -> Place:
@@ -79,7 +79,7 @@ class Area:
 
     @property
     def held(self) -> Held | None:
-        """What its cells say of the newest."""
+        """What its cells say about the newest."""
         return self.newest.held
 
     @property
@@ -96,11 +96,11 @@ class Area:
         return max(found, default=None)
 
     def has_small(self, version: Version) -> bool:
-        """Whether one of its ranks has left its random states of it."""
+        """True if one of its ranks has written its random states."""
         return any(self.has_own(version, local) for local in {*self.slots, *self.copy_slots})
 
     def has_own(self, version: Version, local: int) -> bool:
-        """Whether this one has."""
+        """True if this rank has."""
         return version in self.slots.get(local, ()) or version in self.copy_slots.get(local, ())
 
     def all_have_copied(self, version: Version, ranks: int) -> bool:
@@ -108,15 +108,15 @@ class Area:
         return all(version in self.copy_slots.get(local, ()) for local in range(ranks))
 
     def note(self, version: Version, local: int = 0) -> None:
-        """What is small, into the older of the two slots of a local rank."""
+        """Write small states into the older of the two slots of a local rank."""
         slots = self.slots.get(local, [])
         if version not in slots:
             self.slots[local] = [*sorted(slots)[-1:], version]
 
     def begin(self, place: Place, held: Held) -> None:
-        """The first part is about to be written after a failure; until the last one is, nothing is there."""
+        """Begin writing after a failure; until the last part is written, nothing is there."""
         if place.whole is not None and place.whole == self.copied:
-            self.copied = None  # a rescue writes over it, as it does over what was rescued before
+            self.copied = None  # a rescue overwrites it, as it does an earlier rescue
         place.held = place.writer = None
 
     def end(self, place: Place, held: Held, life: Life) -> None:
@@ -124,14 +124,14 @@ class Area:
         place.held, place.writer = held, life
 
     def count_load(self, version: Version) -> None:
-        """The newest was loaded once more."""
+        """Count another load of the newest."""
         place = self.newest
         assert place.held is not None, "it was found there"
         assert place.held.version == version, "it was found there"
         place.held = place.held._replace(loads=place.held.loads + 1)
 
     def forget(self, generation: int) -> None:
-        """What this generation has noted and copied is of other objects."""
+        """Forget what this generation has noted and copied: it belongs to other objects."""
         self.slots = {
             local: [slot for slot in slots if slot.generation != generation] for local, slots in self.slots.items()
         }

@@ -1,4 +1,6 @@
-"""The operator's way to the model: the methods and errors of kube.client.Client, with everything that can go wrong."""
+"""The operator's connection to the model: methods and errors of kube.client.Client, with everything that can go
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,12 @@ from ddpjob_operator.kube.api.reach import Reach
 
 LATENCY_SECONDS = (0.002, 0.03)
 TIME_OUT_SECONDS = 30.0
-# A server that lags is so many versions behind at most.
+# A stale server is at most this many versions behind.
 STALE_VERSIONS_MAX = 25
 
 
 class ModelClient:
-    """One process's connection. `crash` kills that process; whatever it still waits for never comes."""
+    """One process's connection. `crash` kills that process; answers that it waits for never come."""
 
     def __init__(self, api: ModelApi, loop: VirtualLoop, faults: Faults, actor: str, crash: Callable[[], None]) -> None:
         self.limits = RequestLimits()
@@ -33,15 +35,15 @@ class ModelClient:
         self.stale_by = 0
         """How many changes a stale list is behind; 0: it depends on the seed."""
         self.away = False
-        """Whether this process cannot reach the API server."""
+        """True if this process cannot reach the API server."""
         self.requests = 0
         self.writes = 0
         self.may_write: Callable[[], bool] = lambda: True
-        """Asked right before a write is sent, as Client's own."""
+        """Called right before a write is sent, as in Client."""
         self.on_event: Callable[[Raw], None] = lambda body: None
-        """Called with each Event; no fault happens to it, because no decision hangs on it."""
+        """Called with each Event. Events have no faults, because no decision depends on them."""
         self.on_shown: Callable[[Raw], None] = lambda raw: None
-        """Called with each object that a list or a watch of this process has brought."""
+        """Called with each object that this process got by a list or a watch."""
         self._api, self._loop, self._faults, self._crash = api, loop, faults, crash
         self._random = random.Random(f"{faults.seed} {actor}")
 
@@ -67,7 +69,7 @@ class ModelClient:
 
     async def list(self, path: str, selector: str = "") -> tuple[list[Raw], str]:
         answer = await self._request("GET", path, {"labelSelector": selector} if selector else {})
-        # A reflector's list; the question about one job is always answered with the newest.
+        # Only a reflector's list may be stale; a read of one job always gets the newest.
         items, version = answer["items"], answer["metadata"]["resourceVersion"]
         if "=" not in selector and self._faults.at("list") == "stale":
             plural, namespace, _, _ = parse(path)
@@ -77,7 +79,7 @@ class ModelClient:
         return items, version
 
     def _stale(self, plural: str, matches: Callable[[Raw], bool]) -> tuple[list[Raw], str]:
-        """What a server that lags would list."""
+        """Return what a stale server would list."""
         log = self._api.log[plural]
         behind = self.stale_by or int(self._faults.number("list", 1, STALE_VERSIONS_MAX))
         version = log[-behind - 1].version if behind < len(log) else self._api.first_version
@@ -87,7 +89,7 @@ class ModelClient:
         yield Page(*await self.list(path, selector))
 
     async def close(self) -> None:
-        """Nothing is open."""
+        pass
 
     async def watch(self, path: str, resource_version: str, selector: str = "") -> AsyncIterator[Raw]:
         plural, namespace, _, _ = parse(path)
@@ -129,7 +131,7 @@ class ModelClient:
             raise of_status({"code": 404, "reason": "NotFound", "message": "the server could not find the resource"})
 
     async def _news(self, plural: str, end: float) -> bool:
-        """Until something has changed, or False: the stream is at its end."""
+        """Wait for a change; return False at the end of the stream."""
         waiting = self._loop.create_future()
         timer = self._loop.call_at(end, _wake, waiting, False)
         self._api.waiting[plural].append(waiting)
@@ -178,7 +180,7 @@ class ModelClient:
                 self._api.change(types.PLURAL, raw, "user", metadata=touched)
 
     async def _later(self, seconds: float, *request: Any) -> tuple[int, Raw]:
-        """Also when the process that has sent it dies meanwhile."""
+        """Execute later, even if the sending process dies meanwhile."""
         answer = self._loop.create_future()
 
         def carry_out() -> None:

@@ -1,9 +1,7 @@
-"""A model of copies by cadence: what each rank does at its boundaries while all goes well.
-
-When a copy is made, over what, and which plan is in force is decided by the real rules (`ddpjob_core.copies`). The
-model has what surrounds them, as `in_memory/copies.py` does it: the store in which rank 0 tells its plans, the parts
-of a copy, between any two of which the job may end, and what copies cost. The first rank of each node writes the state,
-each rank what is its own.
+"""A model of periodic copies: what each rank does at its boundaries while nothing fails. The real rules
+(`ddpjob_core.copies`) decide when a copy is made, what it overwrites, and which plan is in force. Modelled as
+`in_memory/copies.py` does it are the store for rank 0's plans, the parts of a copy, between any two of which the job
+may end, and the cost of copies. The first rank of each node writes the state, each rank its own part.
 """
 
 from __future__ import annotations
@@ -27,28 +25,28 @@ WORK = ("note", "open", *["part"] * PARTS, "close")
 PACES_LEAST = 3
 STEP_SECONDS = 1.0
 COST_SECONDS = (-2.5, -0.4)
-"""The power of ten of what a copy takes: from each step to each 32nd."""
+"""Powers of ten of a copy's duration: from each step to each 32nd."""
 NO_ROOM_STEPS = (0, 0, 0, 1, 3)
 
 
 @dataclass
 class Store:
-    """Where rank 0 of a life tells its plans, each with the step at which it does."""
+    """Rank 0's plans of a generation, each with the step at which it was announced."""
 
     plans: list[tuple[int, CopyPlan]] = field(default_factory=list)
 
 
 class At(NamedTuple):
-    """What a rank is at."""
+    """The position of a rank."""
 
     step: int
     named: bool
-    """Whether the script names the state: `save`, `keep`."""
+    """True if the script passes the state: `save`, `keep`."""
 
 
 @dataclass(eq=False)
 class Copying:
-    """What one rank does of it in one life."""
+    """The copies of one rank in one generation."""
 
     rank: int
     ranks: int
@@ -57,23 +55,23 @@ class Copying:
     life: Life
     store: Store
     stamp: Callable[[int, int], Held]
-    """What the cells will say of the state of a step, with how many steps later the next copy is due."""
+    """Returns the cells for the state of a step, with the number of steps until the next copy."""
     state: Callable[[int], State]
-    """What the rank has at a step."""
+    """Returns the rank's state at a step."""
     chance: random.Random
     changes: bool
-    """Whether parameters change between a boundary and the next step; else the rank trains alone."""
+    """True if parameters change between a boundary and the next step, or the rank trains alone."""
     has_place: bool
-    """Whether `should_stop` finds what `save` does."""
+    """True if `should_stop` finds what `save` does."""
     starts: int
-    """The first boundary of which the copies know."""
+    """The first boundary that copies know of."""
     loaded: Version | None
-    """What this life has loaded from memory."""
+    """What this generation has loaded from memory."""
     plan: CopyPlan | None = None
     step: int = 0
     """The last boundary."""
     todo: list[str] = field(default_factory=list)
-    """What is left of the copy that it makes."""
+    """The remaining parts of its present copy."""
     _next: CopyPlan | None = None
     _told: int = 0
     _before: int = 0
@@ -87,7 +85,7 @@ class Copying:
     _has_copied: bool = False
     _place: Place = field(default_factory=Place)
     _held: Held | None = None
-    """Of the copy that is made, or waits for the next optimizer step."""
+    """The cells of the copy that is being made, or waits for the next optimizer step."""
     _is_written: bool = False
 
     def __post_init__(self) -> None:
@@ -97,13 +95,14 @@ class Copying:
 
     @property
     def every(self) -> int:
-        """How many steps are between two copies."""
+        """Return the number of steps between two copies."""
         return 1 if self.plan is None else self.plan.every
 
     @property
     def least(self) -> int:
-        """The step from which the plan lets a failure go on where this node survives; 0: there was no copy by it yet,
-        or only the script knows when."""
+        """Return the step from which the plan allows to resume after a failure if this node survives; 0: there was no
+        copy yet, or only the script knows.
+        """
         plan = self.plan
         if plan is None or plan.named or self.step <= plan.first + plan.every + 1:
             return 0
@@ -118,13 +117,13 @@ class Copying:
 
     @property
     def is_writer(self) -> bool:
-        """Whether it writes the state of its node."""
+        """True if it writes the state of its node."""
         return self.local == 0
 
     # ---- while all goes well -------------------------------------------------------------------------------
 
     def comes_to(self, at: At) -> None:
-        """The optimizer's step, and the boundary after it."""
+        """Make the optimizer's step, and reach the boundary after it."""
         if at.step == self.step:
             return self._again(at)
         self.begins_a_step()
@@ -141,42 +140,43 @@ class Copying:
         return None
 
     def begins_a_step(self) -> None:
-        """All ranks have come to the boundary: what was copied there counts."""
+        """All ranks have reached the boundary: copies made there count."""
         self.work()
         if self._is_written:
             self.count()
 
     def count(self) -> None:
-        """What was copied counts."""
+        """Let the copy count."""
         assert self._held is not None, "it was written"
         self._is_written = False
         self._place.held, self._place.writer = self._held, self.life
         self.area.copied = Whole(self.life, self.state(self._held.version.step), self._held.assumed)
 
     def work(self, most: int = len(WORK)) -> None:
-        """So much of the copy that is under way."""
+        """Write so many parts of the present copy."""
         for _ in range(min(most, len(self.todo))):
             getattr(self, f"_{self.todo.pop(0)}")()
 
     @property
     def is_complete(self) -> bool:
-        """Whether a copy is written that waits for the next optimizer step, and no rank lacks its random states of it:
-        all are of this node, and have written them."""
+        """True if a copy is complete and waits for the next optimizer step, and no rank lacks its random states: all
+        are on this node and have written them.
+        """
         is_all = self.ranks == self.per_node and self.area.all_have_copied(self._version, self.per_node)
         return self._is_written and is_all
 
     def drop(self) -> None:
-        """The copy that waits does not count: something newer is written."""
+        """Drop the waiting copy: something newer is written."""
         self.todo, self._is_written = [], False
 
     def forget(self, starts: int) -> None:
-        """The script has named other objects."""
+        """Forget copies: the script has passed other objects."""
         self.drop()
         self.starts = starts
 
     @property
     def has_room(self) -> bool:
-        """Whether both areas are reserved."""
+        """True if both areas are reserved."""
         return self._room_at is not None and self.step >= self._room_at
 
     @property
@@ -186,7 +186,7 @@ class Copying:
     # ---- a boundary ----------------------------------------------------------------------------------------
 
     def _again(self, at: At) -> None:
-        """`save` after `should_stop`."""
+        """Handle `save` after `should_stop`."""
         if not self.changes or not at.named or at.step < self.starts:
             return
         self._is_placed = self.has_place
@@ -260,12 +260,12 @@ class Copying:
     # ---- the steps of a copy -------------------------------------------------------------------------------
 
     def _note(self) -> None:
-        """Its random states."""
+        """Write its random states."""
         held, slots = self.area.held, self.area.copy_slots.setdefault(self.local, [None] * len(COPY_SLOTS))
         slots[copies.slot_for(slots, held and held.version, self.loaded)] = self._version
 
     def _open(self) -> None:
-        """What the area has is there no more."""
+        """Invalidate the content of the area."""
         self._place = self.area.places[copies.area_for([place.held for place in self.area.places])]
         self._place.held, self._place.writer, self._place.parts = None, None, [TORN] * PARTS
 

@@ -23,20 +23,18 @@ NOT_COMPLETED = "torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError
 
 @dataclass(eq=False)
 class Rendezvous:
-    """The nodes of one attempt."""
-
     least: int
     most: int
     there: dict[int, Process] = field(default_factory=dict)
-    """By place: those whose torchrun runs, training or waiting."""
+    """By place: nodes whose torchrun is running, training or waiting."""
     training: tuple[Process, ...] = ()
     generation: int = 0
     started_at: float = 0.0
     step: float = 0.0
     closed: bool = False
-    """The training has ended, or node 0 is gone: nobody can join."""
+    """Training has ended, or node 0 is gone: nobody can join."""
     left: dict[int, int] = field(default_factory=dict)
-    """By place: how often its torchrun may still start its ranks again for a failure."""
+    """By place: how often its torchrun may still restart its ranks."""
 
     def living(self) -> list[Process]:
         return [p for p in self.there.values() if p.alive]
@@ -50,15 +48,15 @@ class Elastic:
         self._random = random.Random(f"{training.faults.seed} elastic")
         self.groups: dict[tuple[str, str], Rendezvous] = {}
         self.torn: Counter[str] = Counter()
-        """By job uid, how often the network alone has cost its torchruns a restart: they count all alike."""
+        """By job uid, how often the network alone cost its torchruns a restart: all count alike."""
         self.shrunk = self.joined = 0
-        """How often a training began with fewer nodes than all, and with more than before."""
+        """How often training began with fewer nodes than all, and with more than before."""
 
     def joins(self, process: Process) -> None:
         """A torchrun has started."""
         least, most = map(int, process.environ["PET_NNODES"].split(":"))
         group = self.groups.get(process.run)
-        if group is None or (process.rank == 0 and group.closed):  # the store is in node 0's pod, and this is a new one
+        if group is None or (process.rank == 0 and group.closed):  # the store is in node 0's pod, which is new
             group = self.groups[process.run] = Rendezvous(least, most)
         other = group.there.get(process.rank)
         if other is not None and other.alive and not other.excused:
@@ -93,7 +91,7 @@ class Elastic:
             self._loop.call_later(LAST_CALL_SECONDS, self._start, group, group.generation)
 
     def _again(self, group: Rendezvous) -> None:
-        """All ranks start again in their pods, with those that wait."""
+        """Restart all ranks in their pods, together with waiting nodes."""
         group.training = ()
         self._meets(group)
 
@@ -119,7 +117,7 @@ class Elastic:
             self._later(group, 0.2, lambda: self._report(group))
 
     def _later(self, group: Rendezvous, seconds: float, work: Callable[[], None]) -> None:
-        """In this generation alone, while all of it live and reach each other."""
+        """Call later, if this generation is still alive and connected."""
         generation = group.generation
 
         def if_it_still_trains() -> None:
@@ -131,7 +129,7 @@ class Elastic:
         self._loop.call_later(seconds, if_it_still_trains)
 
     def _save(self, group: Rendezvous) -> None:
-        # Its own generations follow on each other within one store, so the attempt alone tells who is newer.
+        # torchrun's generations follow each other in one store, so the attempt alone shows which is newer.
         if not self._training.saves(group.training[0], self._step(group)):
             self._end(group.training[0], 1, "Error", "ddpjob.SupersededError: a newer attempt has written")
             return
@@ -152,8 +150,9 @@ class Elastic:
             self._loop.call_later(self._random.uniform(0, 0.5), self._end, process, 0, "Completed", "")
 
     def _fail(self, group: Rendezvous, process: Process, failure: Failure) -> None:
-        """A rank fails: its torchrun starts it again as often as it may, and then ends with 1; one that the kernel ends
-        whole has no say."""
+        """Let a rank fail: torchrun restarts it as often as allowed, and then ends with 1, unless the kernel ends the
+        container.
+        """
         training = self._training
         training.application_failed(process)
         if failure.code == 137:
@@ -173,7 +172,7 @@ class Elastic:
         self._loses_a_peer(group, cut_off)
 
     def _loses_a_peer(self, group: Rendezvous, lost: Process) -> None:
-        """The ranks of the others fail too, and each torchrun counts that for itself."""
+        """Ranks of the others fail too, and each torchrun counts that for itself."""
         if lost.alive:
             self._loop.call_later(self._random.uniform(1, 10), self._rejoins, group, lost)
         for peer in group.training:
@@ -185,7 +184,7 @@ class Elastic:
         self._again(group)
 
     def _rejoins(self, group: Rendezvous, process: Process) -> None:
-        """One whose ranks have failed, or that was cut off."""
+        """Let a node rejoin whose ranks failed or that was cut off."""
         host = group.there[0]
         if not process.alive or process in group.training:
             return

@@ -1,6 +1,5 @@
-"""A model of what runs a cluster beside the API server: scheduler, kubelets, node controller, garbage collector.
-
-Containers are true here: they live on when their node is cut off, and when the object of their pod is gone.
+"""A model of what runs a cluster besides the API server: scheduler, kubelets, node controller, garbage collector.
+Containers are real here: they continue when their node is cut off, and when their pod's object is gone.
 """
 
 from __future__ import annotations
@@ -21,13 +20,14 @@ NOT_READY_SECONDS = 40.0
 EVICTION_SECONDS = 300.0
 ORPHAN_SECONDS = 40.0
 CLOCKS_OFF_SECONDS = 10
-# What a trainer ends with that its kubelet tells to stop: many save, and end with 0.
+# Exit codes of a trainer after SIGTERM: many save, and end with 0.
 ENDED_BY_KUBELET = (0, 137, 143)
-# torchrun's line of SIGTERM, at once, however long its ranks then take (torch 2.13, elastic/agent/server/api.py).
+# torchrun prints its line about SIGTERM at once, however long its ranks then take (torch 2.13,
+# elastic/agent/server/api.py).
 DEATH_SIGNAL = "W1121 16:00:00.000 torch/distributed/elastic/agent/server/api.py] Received 15 death signal"
-# What goes with the job that owns it.
+# Kinds that are deleted with the job that owns them.
 OWNED = ("pods", "services", "podgroups", "workloads")
-# How long those that are told to stop may take: they save, and not all as fast.
+# Durations of stopping: ranks save, at different speeds.
 STOPS_WITHIN_SECONDS = (3, 3, 9)
 
 
@@ -37,40 +37,40 @@ class Node:
     def __init__(self, name: str, slots: int) -> None:
         self.name, self.slots = name, slots
         self.neighbours = 0
-        """How many others have taken all of it."""
+        """How many neighbours have taken all of it."""
         self.reachable = True
-        """Whether the API server hears its kubelet."""
+        """True if the API server hears its kubelet."""
         self.side = ""
-        """With whom it was cut off: those reach each other."""
+        """The group of nodes with which it was cut off, which reach each other."""
         self.powered = True
         self.silent_since: float | None = None
         self.losses = 0
         self.accepted: dict[str, str] = {}
         self.processes: dict[str, Process] = {}
         self.skew = dt.timedelta()
-        """How far its clock is off."""
+        """The offset of its clock."""
 
 
 class Cluster:
-    """All of it. Changes of objects drive it; what takes time is a timer."""
+    """The whole cluster. Changes of objects drive it; delays are timers."""
 
     def __init__(
         self, loop: VirtualLoop, api: ModelApi, faults: Faults, training: Training, nodes: int, slots: int = 2
     ) -> None:
-        """slots: how many pods a node has room for."""
+        """slots: how many pods fit on a node."""
         self.nodes = {f"node-{i}": Node(f"node-{i}", slots) for i in range(nodes)}
         self.started: Callable[[Process], None] = lambda _: None
         """Called when a container has started."""
         self.told: Callable[[Process, int], None] = lambda process, grace_seconds: None
-        """Called when a container is told to stop for the first time."""
+        """Called when a container is first told to stop."""
         self.force_deleted: list[tuple[Process, str]] = []
-        """Processes whose pod went while they lived, with the actor."""
+        """Processes whose pod was deleted while they were alive, with the actor."""
         self._loop, self._api, self._faults, self._training = loop, api, faults, training
         self._random = random.Random(f"{faults.seed} cluster")
         for node in self.nodes.values():
             node.skew = dt.timedelta(seconds=self._random.randint(-CLOCKS_OFF_SECONDS, CLOCKS_OFF_SECONDS))
         self.cut_off: set[tuple[str, int]] = set()
-        """(job uid, attempt) of the processes whose node was ever cut off."""
+        """(job uid, attempt) of processes whose node was ever cut off."""
         self._names: dict[str, str] = {}
         training.ends = self.ends
         api.listeners.append(self._hear)
@@ -81,41 +81,40 @@ class Cluster:
     # ---------------------------------------------------------------- what is true
 
     def processes(self) -> Iterator[Process]:
-        """All containers that run, wherever."""
+        """All running containers on all nodes."""
         for node in self.nodes.values():
             yield from (p for p in node.processes.values() if p.alive)
 
     def reachable(self, process: Process) -> bool:
-        """Whether the cluster reaches the node of a process."""
+        """True if the cluster reaches the node of a process."""
         return self.nodes[process.node].reachable
 
     def pods(self) -> list[Raw]:
-        """The objects of all pods."""
         return self._api.all("pods")
 
     def time(self) -> float:
-        """Seconds since the start."""
+        """Return seconds since the start."""
         return self._loop.time()
 
     def connected(self, one: Process, other: Process) -> bool:
-        """Whether the nodes of two processes reach each other."""
+        """True if the nodes of two processes reach each other."""
         here, there = self.nodes[one.node], self.nodes[other.node]
         return here is there or (here.reachable and there.reachable) or (here.side == there.side != "")
 
     def has_name(self, process: Process) -> bool:
-        """Whether the DNS name of its rank leads to it: as long as its pod's object is there, and has not ended."""
+        """True if the DNS name of its rank resolves to it: while its pod's object exists and has not ended."""
         raw = self.pod_of(process.uid)
         return raw is not None and not _has_ended(raw)
 
     def pod_of(self, uid: str) -> Raw | None:
-        """The pod with this uid, if its object is there."""
+        """Return the pod with this uid, if its object exists."""
         raw = self._api.find("pods", self._names.get(uid, ""))
         return raw if raw is not None and raw["metadata"]["uid"] == uid else None
 
     # ---------------------------------------------------------------- what is done to it
 
     def cut(self, name: str, side: str = "") -> None:
-        """The node is cut off, with those of its side; its containers go on."""
+        """Cut the node off, with the others of its side; its containers continue."""
         node = self.nodes[name]
         if node.silent_since is None:
             node.reachable, node.silent_since, node.side = False, self._loop.time(), side
@@ -125,7 +124,7 @@ class Cluster:
             self._loop.call_later(NOT_READY_SECONDS, self._not_ready, name, node.losses)
 
     def kill(self, name: str) -> None:
-        """The node loses its power, and all that runs on it ends."""
+        """Cut the node's power, which ends everything on it."""
         self.cut(name)
         node = self.nodes[name]
         node.powered, node.side = False, ""
@@ -134,7 +133,7 @@ class Cluster:
                 self.ends(process, 255, "Unknown", "")
 
     def back(self, name: str) -> None:
-        """The node is there again."""
+        """Bring the node back."""
         node = self.nodes[name]
         if node.silent_since is None:
             return
@@ -147,8 +146,9 @@ class Cluster:
             self._later(0.5, 3, self._sync, node, uid)
 
     def remove_node(self, name: str, *, lives_on: bool = False) -> None:
-        """The cloud takes the machine away: it loses its power, and its object goes. lives_on: somebody deletes the
-        object alone; the kubelet goes on, and registers again when it is started again (`back`)."""
+        """Let the cloud remove the machine: power and object. lives_on: only the object is deleted; the kubelet
+        continues, and registers again when it is restarted (`back`).
+        """
         if lives_on:
             self.nodes[name].silent_since = self._loop.time()
         else:
@@ -159,13 +159,14 @@ class Cluster:
             self._loop.call_later(ORPHAN_SECONDS, self._collect_orphans, name)
 
     def disrupt(self, pod: Raw, reason: str) -> None:
-        """Evicted through the API, preempted, drained: a condition, then a delete with the pod's own grace."""
+        """Evict through the API, preempt or drain: a condition, then a delete with the pod's own grace."""
         self._condition(pod, "DisruptionTarget", "True", reason)
         self.delete_pod(pod, "cluster")
 
     def under_pressure(self, pod: Raw, reason: str) -> None:
-        """The kubelet evicts a pod (Evicted), shuts down (Terminated), or finds the activeDeadlineSeconds of the pod
-        itself over (DeadlineExceeded): the pod fails, whatever its trainer ends with, and its object stays."""
+        """Let the kubelet evict a pod (Evicted), shut down (Terminated), or find the pod's own activeDeadlineSeconds
+        over (DeadlineExceeded): the pod fails, whatever its trainer ends with, and its object stays.
+        """
         node = self.nodes[pod["spec"]["nodeName"]]
         process = node.processes.get(pod["metadata"]["uid"])
         if process is None or not process.alive or not node.reachable:
@@ -177,7 +178,7 @@ class Cluster:
         self.ends(process, code, "Error" if code else "Completed", "", phase_reason=reason)
 
     def delete_pod(self, pod: Raw, actor: str, grace_seconds: int | None = None) -> None:
-        """Somebody deletes a pod."""
+        """Let somebody delete a pod."""
         options: Raw = {"preconditions": {"uid": pod["metadata"]["uid"]}}
         if grace_seconds is not None:
             options["gracePeriodSeconds"] = grace_seconds
@@ -213,7 +214,7 @@ class Cluster:
             self._later(0.02, 0.5, self._sync, node, uid)
 
     def _excuse(self, node: Node, change: Change) -> None:
-        """A pod that is gone, or said to have failed, while its process lives on."""
+        """Excuse a process whose pod is gone, or reported as failed, while it is alive."""
         process = node.processes.get(change.object["metadata"]["uid"])
         if process is None or not process.alive:
             return
@@ -246,7 +247,7 @@ class Cluster:
             self._bind(member, node)
 
     def _places(self, raw: Raw) -> dict[str, Node]:
-        """Where a pod goes, and with it those of its gang that still wait: all that are needed, or none. By uid."""
+        """Return where a pod goes, and with it the waiting pods of its gang: all that are needed, or none. By uid."""
         group = (raw["spec"].get("schedulingGroup") or {}).get("podGroupName")
         if group is None:
             fitting = [n for n in self.nodes.values() if self._fits(raw, n)]
@@ -309,7 +310,7 @@ class Cluster:
                 self._stop(node, process, int(process.pod["spec"]["terminationGracePeriodSeconds"]))
         elif "deletionTimestamp" in raw["metadata"]:
             if process is not None and alive:
-                self._report(node, process)  # what the node controller has said of it is no longer so
+                self._report(node, process)  # the node controller's report is out of date
                 self._stop(node, process, raw["metadata"]["deletionGracePeriodSeconds"])
             else:
                 if process is None and not _has_ended(raw):
@@ -344,7 +345,7 @@ class Cluster:
         self._later(0.05, 0.8, self._report, node, process)
 
     def _never_made(self, node: Node, raw: Raw) -> None:
-        """What a kubelet writes for a container that was not there when its pod was deleted."""
+        """Return what a kubelet writes for a container that was missing when its pod was deleted."""
         text = "The container could not be located when the pod was terminated"
         unknown = {"exitCode": 137, "reason": "ContainerStatusUnknown", "message": text, "startedAt": None}
         self._status(node, raw, "Failed", {"terminated": {**unknown, "finishedAt": None}})
@@ -357,7 +358,7 @@ class Cluster:
             self._start(node, raw, sure=True)
 
     def _stop(self, node: Node, process: Process, grace_seconds: int) -> None:
-        """SIGTERM, and SIGKILL when the grace is over."""
+        """Send SIGTERM, and SIGKILL when the grace is over."""
         self._loop.call_later(grace_seconds, self._kill, process)
         if process.told:
             return
@@ -375,7 +376,7 @@ class Cluster:
         self.ends(process, 137, "Error", "" if process.is_agent else DEATH_SIGNAL)
 
     def ends(self, process: Process, code: int, reason: str, message: str, phase_reason: str = "") -> None:
-        """A process ends, however."""
+        """A process ends, in any way."""
         if not process.alive:
             return
         process.alive = False
@@ -384,7 +385,7 @@ class Cluster:
         process.terminated = terminated(code, reason, message, at, process.started)
         process.phase_reason = phase_reason or process.phase_reason
         self._training.left(process, code)
-        # Whom the kubelet itself has ended it tells of at once, but for a success: of that the phase may come later.
+        # The kubelet reports at once what it ended itself, except a success, whose phase may come later.
         at_once = phase_reason and code != 0
         if self._faults.at("exit") == "phase later" and not at_once:
             self._later(0.05, 0.5, self._report, node, process, True)
@@ -404,7 +405,7 @@ class Cluster:
         why = "" if phase_later else process.phase_reason
         state = {"terminated": process.terminated}
         if why == "DeadlineExceeded" and raw["status"]["phase"] == "Running":
-            # With a status of the containers from before their end (syncPod in pkg/kubelet, mergePodStatus).
+            # With container statuses from before their end (syncPod in pkg/kubelet, mergePodStatus).
             self._status(node, raw, phase, {"running": {}}, reason=why)
             self._loop.call_later(0.5, self._report, node, process, False, True)
             return
@@ -433,7 +434,7 @@ class Cluster:
             self._api.change("pods", raw, node.name, status=status)
 
     def _let_go(self, node: Node, raw: Raw, process: Process | None) -> None:
-        """The kubelet confirms that nothing of a deleted pod runs any more."""
+        """Let the kubelet confirm that nothing of a deleted pod is running."""
         if not node.reachable:
             return
         found = self.pod_of(raw["metadata"]["uid"])
@@ -442,7 +443,7 @@ class Cluster:
         if process is not None and not _has_ended(found):
             self._report(node, process)
             return
-        # Its last delete, with a grace of 0: the API server sets the time anew, and then lets go of the object.
+        # Its last delete has a grace of 0: the API server sets the time again, and then drops the object.
         last = {"deletionTimestamp": stamp(self._loop.now()), "deletionGracePeriodSeconds": 0}
         self._api.change("pods", found, node.name, metadata=last)
         self._api.remove("pods", found, node.name)
@@ -465,7 +466,8 @@ class Cluster:
         if self._api.find("nodes", name, "") is not None:
             self._say_node(name, "Unknown")
         for raw in self._on(name):
-            self._condition(raw, "Ready", "False", "")  # as the node controller: no reason, and the containers' stays
+            # As the node controller: no reason, and the containers' statuses stay.
+            self._condition(raw, "Ready", "False", "")
         self._loop.call_later(EVICTION_SECONDS, self._evict_all, name, loss)
 
     def _evict_all(self, name: str, loss: int) -> None:
@@ -475,7 +477,7 @@ class Cluster:
                 self.disrupt(raw, "DeletionByTaintManager")
 
     def _collect_orphans(self, name: str) -> None:
-        """Pods of a node that is no more: they fail, and go."""
+        """Fail and delete the pods of a removed node."""
         if self._api.find("nodes", name, "") is not None:
             return
         for raw in self._on(name):
@@ -525,7 +527,7 @@ class Cluster:
 
 
 def _told_of(node: Node, uid: str) -> Process | None:
-    """Its container, of which its kubelet tells now."""
+    """Return its container, which its kubelet reports now."""
     process = node.processes.get(uid)
     if process is not None:
         process.told_after = node.losses
@@ -543,7 +545,7 @@ def _same_job(raw: Raw, labels: Any) -> bool:
 
 
 def _avoided(raw: Raw) -> set[str]:
-    """The nodes that a pod's affinity excludes by name."""
+    """Return the nodes that a pod's affinity excludes by name."""
     affinity = (raw["spec"].get("affinity") or {}).get("nodeAffinity") or {}
     terms = (affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}).get("nodeSelectorTerms") or ()
     fields = [f for term in terms for f in term.get("matchFields") or () if f["operator"] == "NotIn"]

@@ -1,9 +1,7 @@
 """A model of the memory in which a state outlives its ranks: what each agent holds, and what a generation begins with
-(model_rescue.py has what survivors write).
-
-Which state counts is the real rule (`ddpjob_core.memory`). The model has what surrounds it: ranks at a boundary or
-within the optimizer's step, areas that are written in parts, agents that are lost. It knows what no rank does: in which
-life each part was made.
+(model_rescue.py models what survivors write). The real rule (`ddpjob_core.memory`) decides which state counts. Modelled
+are ranks at a boundary or within the optimizer's step, areas that are written in parts, and lost agents. Unlike the
+ranks, the model knows which generation made each part.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
     from model_training import Training
 
 SUMMED = 0.3
-"""How often a group ends after the gradients have reached all its ranks: each may then make the step by itself."""
+"""How often a group ends after the gradients have reached all its ranks, so that each may still make the step alone."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +33,15 @@ class Script:
     memory: bool = True
     folder: bool = True
     all_save: bool = True
-    """Else rank 0 alone does."""
+    """False: only rank 0 saves."""
     names_more: bool = False
-    """Whether `save` names more than `load` does. The script cannot go on without that."""
+    """True if `save` has more objects than `load`, which the script needs to continue."""
     ranks: int = 1
-    """Of each node."""
+    """Per node."""
     changes: str = ""
-    """Whether it changes parameters between two steps, and where the state is what the next step begins with: at
-    `should_stop`, or not before `save`. "seldom": as the first, but a survivor is the one that finds it."""
+    """If it changes parameters between two steps, where the next step's state is complete: at `should_stop`, or only
+    before `save`. "seldom": like the first, but a survivor detects it.
+    """
 
 
 class Saved(NamedTuple):
@@ -54,36 +53,36 @@ class Saved(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What a life begins with."""
+    """The state with which a generation begins."""
 
     state: State
     origin: str
-    """Where it was; empty: nowhere."""
+    """Its source; "" for none."""
     ranks: tuple[int, ...] = ()
-    """On whose nodes, where it was in memory."""
+    """The ranks on whose nodes it was, if in memory."""
     assumed: bool = False
     why: str = ""
-    """Why nothing in memory counts, though there is something."""
+    """Why nothing in memory counts although there is something."""
 
 
 class Memories:
-    """Those of all agents of a simulation, and the folders of their jobs."""
+    """The memories of all agents of a simulation, and the folders of their jobs."""
 
     def __init__(
         self, training: Training, script: Script, checked: Callable[[Life, Loaded, Saved | None], None]
     ) -> None:
-        """checked: called with what a life is about to begin with, before anything is counted."""
+        """checked: called with the state with which a generation is about to begin, before anything is counted."""
         self.script, self._checked, self._training = script, checked, training
         self._loop, self._faults = training.loop, training.faults
         self._random = random.Random(f"{training.faults.seed} memory")
         self.rescues = Rescues(training, script, self._random)
         self.saved: dict[str, Saved] = {}
-        """By job uid, what its folder has."""
+        """By job uid, the content of its folder."""
 
     # ---------------------------------------------------------------- load and save
 
     def load(self, life: Life) -> Loaded:
-        """All ranks take the newest state that counts, as `Snapshot.load` does."""
+        """Let all ranks load the newest state that counts, as `Snapshot.load` does."""
         agents = [life.ranks[node] for node in sorted(life.ranks)]
         attempt, uid = life.leader.process.attempt, life.leader.process.job_uid
         saved = self.saved.get(uid)
@@ -122,13 +121,13 @@ class Memories:
         return "the random states of this step are gone"
 
     def _kept(self, life: Life, loaded: Loaded, first: int, loads: int, local: int) -> Kept:
-        """Where more was saved than `load` names, nothing is kept until it is saved again."""
+        """Return what is kept. If more was saved than `load` has, nothing is kept until it is saved again."""
         knows_all = not self.script.names_more or loaded.assumed or not loaded.origin
         assumed = loaded.assumed or not loads
         return Kept(life, first, local, self.script.memory and knows_all, assumed, loads)
 
     def _copying(self, agent: Agent, kept: Kept, store: Store, loaded: Version | None) -> Copying | None:
-        """Where nobody can write the state after a failure."""
+        """Return the copies, if nobody can write the state after a failure."""
         life, changes = kept.life, bool(self.script.changes and (self.script.changes != "seldom" or agent.area.changes))
         if not self.script.memory or not (changes or len(life.ranks) * self.script.ranks == 1):
             return None
@@ -151,7 +150,7 @@ class Memories:
         )
 
     def _comes_to(self, life: Life, lasts: dict[Kept, int], named: Collection[Kept] = ()) -> None:
-        """Ranks make their steps to those, and copy. named: the ranks that save the last one."""
+        """Let ranks make steps up to these, and copy. named: the ranks that save the last one."""
         copying = [(kept, one) for kept in lasts if (one := kept.copying) is not None]
         begun = min((one.step for _, one in copying if one.step), default=0)
         first = max(begun, life.loaded.state.step if life.loaded is not None else 0)
@@ -163,11 +162,13 @@ class Memories:
                         one.comes_to(At(step, is_named))
 
     def _of(self, life: Life) -> dict[Kept, Agent]:
-        """What its ranks keep, and on whose node."""
+        """Yield what its ranks keep, and on whose node."""
         return {kept: agent for agent in life.ranks.values() for kept in agent.kepts if kept.life is life}
 
     def save(self, life: Life, step: int) -> bool:
-        """Ranks call `save`; whether the folder still takes what they write. At the begin it is claimed alone."""
+        """Let ranks call `save`; return True if the folder still accepts their writes. At the start it is only
+        claimed.
+        """
         first = life.ranks[0].process
         is_begin = life.loaded is None or step <= life.loaded.state.step
         if self.script.folder and not self._training.saves(first, 0.0 if is_begin else float(step), life.generation):
@@ -184,11 +185,11 @@ class Memories:
         return True
 
     def _names(self, agent: Agent, kept: Kept, step: int) -> None:
-        """`save` names all that the script has."""
+        """`save` passes everything that the script has."""
         if not self.script.memory:
             return
         if self.script.names_more and (kept.assumed or not kept.is_on):
-            if kept.is_on:  # what was noted, and proved, is of less
+            if kept.is_on:  # earlier notes and proofs cover less
                 generation = kept.life.generation
                 agent.area.forget(generation)
                 agent.area.proven = False
@@ -200,7 +201,7 @@ class Memories:
     # ---------------------------------------------------------------- a group that ends
 
     def stop(self, life: Life, step: int) -> None:
-        """No step follows: a rank has ended, or agents have asked for the state. Each rank is where it is."""
+        """Stop all steps: a rank has ended, or agents have asked for the state. Each rank stays where it is."""
         if life.loaded is None or life.ended_at is not None:
             return
         life.ended_at = step
@@ -214,7 +215,7 @@ class Memories:
         self._stop_copies(life)
 
     def _stop_copies(self, life: Life) -> None:
-        """Where others have gone on, all had come to the boundary; else a copy may be cut short anywhere."""
+        """If others have continued, all had reached the boundary; otherwise a copy may be cut short anywhere."""
         ranks = self._of(life)
         self._comes_to(life, {kept: kept.clock // 2 for kept in ranks})
         furthest, order = max((kept.clock for kept in ranks), default=0), list(ranks)

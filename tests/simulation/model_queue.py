@@ -1,7 +1,6 @@
-"""A queue with quota and preemption, and jobs of one namespace in it: the rules alone, in walks that nobody chose.
-
-The queue does what Kueue was seen to do (docs/gangs.md): it admits by priority what fits, evicts who has less, and
-counts the quota of an evicted job until that has given it back.
+"""A queue with quota and preemption, and jobs of one namespace in it: only the rules, in random walks. The queue acts
+as Kueue was seen to do (docs/gangs.md): it admits by priority what fits, evicts lower priorities, and counts the quota
+of an evicted job until the job returns it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ WRONG_MAX = 3
 
 
 class Walk:
-    """Three jobs that do not fit together, and what happens to them."""
+    """Three jobs that do not fit together, and events."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -38,7 +37,7 @@ class Walk:
         self.evictions = 0
         self._stops: Counter[tuple[int, str]] = Counter()
         self._excused: set[int] = set()
-        """Jobs whose Workload somebody has deleted while their pods ran: the queue gives their quota to others."""
+        """Jobs whose Workload somebody deleted while their pods were running: the queue gives their quota to others."""
 
     def _world(self, nodes: int) -> World:
         plain = job(nodes=nodes, backoffLimit=self.random.choice((0, 3, 20)))
@@ -48,12 +47,12 @@ class Walk:
 
     @staticmethod
     def _label(world: World, queue: str) -> None:
-        """The user names this queue."""
+        """Let the user choose this queue."""
         metadata = replace(world.job.metadata, labels={kueue.QUEUE_LABEL: queue})
         world.job = replace(world.job, metadata=metadata)
 
     def run(self) -> list[str]:
-        """What is wrong; empty: nothing."""
+        """Return what is wrong; "" for nothing."""
         for _ in range(EVENTS):
             self._something_happens()
             self._check()
@@ -71,7 +70,7 @@ class Walk:
     # ---------------------------------------------------------------- the queue
 
     def used(self) -> int:
-        """Of the quota, as the queue counts it."""
+        """Return the used quota, as the queue counts it."""
         return sum(JOBS[n] for n in range(len(JOBS)) if self._holds(n))
 
     def _holds(self, number: int) -> bool:
@@ -90,7 +89,7 @@ class Walk:
         world.groups = {name: replaced(group, admission=admission) for name, group in world.groups.items()}
 
     def _queue_works(self) -> None:
-        """Who comes later has the higher priority."""
+        """Let the queue admit and evict. Later jobs have higher priorities."""
         for number in reversed(range(len(JOBS))):
             group = self._group(number)
             if group is None or group.is_over or group.admission.state != "waiting" or group.asked[0] != QUEUE:
@@ -141,7 +140,7 @@ class Walk:
             world.refusals = [Refusal(kueue.ADAPTER.resource, world.job.metadata.name, "failed calling webhook", later)]
 
     def _operator(self, number: int, *, crashes: bool = False) -> None:
-        """It plans once and acts; where it crashes, after a part of it."""
+        """Let the operator plan once and act, or crash after some of the actions."""
         world = self.worlds[number]
         todo = world.plan()
         if todo.status is not None:

@@ -1,9 +1,6 @@
-"""A model of what survivors do after a failure: one rank of a node writes the state that it holds, part by
-part.
-
-Who waits for whom, and what is there already, is decided by the real rules (`ddpjob_core.memory`).
-A rank of a node that is killed leaves the others of that node, which write on; its agent ends them when all have
-answered, or their time is over.
+"""A model of what survivors do after a failure: one rank of a node writes its state, part by part. The real rules
+(`ddpjob_core.memory`) decide who waits for whom, and what is there already. If a rank is killed, the others on its node
+continue to write; the agent ends them when all have answered, or their time is over.
 """
 
 from __future__ import annotations
@@ -26,19 +23,19 @@ if TYPE_CHECKING:
 
 PART_SECONDS = (0.01, 0.1)
 BOUNDARY_SECONDS = (0.001, 0.04)
-"""From within the optimizer's step to the next boundary."""
+"""From inside the optimizer's step to the next boundary."""
 LIMIT_SECONDS = memory.limit_seconds(0)
 SLOW_SECONDS = (0.3, 1.5)
-"""For a part, on a node whose processor is not given to it."""
+"""Per part, on a node whose processor is busy."""
 PROOF_STEPS = 3
-"""A node's ranks prove for so many steps that nothing large changes outside of them, before anything is held."""
+"""A node's ranks must prove for so many steps that nothing large changes outside of them, before anything is kept."""
 BYTES, BYTES_MORE = 300, 301
-"""Of what `load` names, and of what `save` does where that is more."""
+"""Of what `load` passes, and of what `save` passes if that is more."""
 
 
 @dataclass(eq=False)
 class Kept:
-    """What a rank keeps from its `load` on."""
+    """What a rank keeps after its `load`."""
 
     life: Life
     first: int
@@ -52,26 +49,26 @@ class Kept:
     alive: bool = True
     clock: int = 0  # once its group has stopped
     written: int = -1
-    """How many parts; -1: it has not begun."""
+    """Number of parts; -1: it has not begun."""
     answer: int = memory.NONE
-    copying: Copying | None = None  # where it copies by cadence
+    copying: Copying | None = None  # if it makes periodic copies
     place: Place | None = None  # where it writes after a failure
 
     @property
     def copies_instead(self) -> bool:
-        """Whether it writes nothing after a failure, because nobody knows whether that is the state."""
+        """True if it writes nothing after a failure, because nobody knows if its state is complete."""
         return self.copying is not None and self.copying.changes
 
 
 class Rescues:
-    """Those of all nodes of a simulation."""
+    """The rescues of all nodes of a simulation."""
 
     def __init__(self, training: Training, script: Script, chance: random.Random) -> None:
         self.script, self._training, self._random = script, training, chance
         self._loop, self._faults = training.loop, training.faults
 
     def note(self, agent: Agent, kept: Kept) -> None:
-        """Its last boundaries."""
+        """Record its last boundaries."""
         last = kept.clock // 2
         for step in range(max(kept.first, last - 1), last + 1):
             agent.area.note(Version(agent.process.attempt, kept.life.generation, step), kept.local)
@@ -79,7 +76,7 @@ class Rescues:
             agent.area.proven = True
 
     def lose(self, agent: Agent, life: Life, lost: Kept | None, *, raises: bool) -> bool:
-        """One of its ranks is gone, that one or any; whether others live, which hold a state."""
+        """Lose one of its ranks, that one or any; return True if others with a state are alive."""
         alive = [kept for kept in agent.kepts if kept.alive and kept.life is life]
         if len(alive) < 2:
             return False
@@ -91,7 +88,7 @@ class Rescues:
         return True
 
     def order(self, agent: Agent, then: Callable[[], None]) -> None:
-        """Its agent has its ranks write the state, and goes on when they have answered, or after a while."""
+        """Let its agent have the ranks write the state, and continue when they have answered, or after a while."""
         writers = [kept for kept in agent.kepts if self._may_write(agent, kept)]
         if not writers:
             return then()
@@ -107,7 +104,7 @@ class Rescues:
         return None
 
     def raises(self, agent: Agent) -> None:
-        """Its ranks end by an exception, and write the state before, if no step is under way."""
+        """Let its ranks end by an exception; they write the state first, if no step is under way."""
         for kept in agent.kepts:
             if self._may_write(agent, kept):
                 self._raises(agent, kept)
@@ -126,7 +123,7 @@ class Rescues:
     # ---------------------------------------------------------------- one rank
 
     def _may_write(self, agent: Agent, kept: Kept) -> bool:
-        """Whether its agent waits for it. Else it has promised nothing, or has answered, or is gone."""
+        """True if its agent waits for it; otherwise it has promised nothing, has answered, or is gone."""
         if kept.life is not agent.life or not (kept.alive and kept.is_on) or kept.answer != memory.NONE:
             return False
         if kept.copies_instead:
@@ -135,8 +132,9 @@ class Rescues:
         return kept.life.ended_at is not None and kept.clock // 2 >= needed
 
     def _finish(self, agent: Agent, kept: Kept, fault: str) -> None:
-        """Its rank lives, and comes to the end of the copy that is under way. It counts where no other rank can lack
-        its random states of it."""
+        """Let its rank, which is alive, finish its present copy. It counts if no other rank can lack its random
+        states.
+        """
         copying = kept.copying
         if copying is None or not self._runs(agent, kept) or kept.answer != memory.NONE:
             return None
@@ -147,7 +145,7 @@ class Rescues:
         if fault == "dies" and len(copying.todo) < PARTS:
             self._training.agents.rank_killed(agent, kept.life, kept)
             return None
-        if not copying.is_writer:  # it answers at once, whatever its main thread comes to
+        if not copying.is_writer:  # it answers at once, without its main thread
             copying.work(self._random.randrange(2))
             return self._answers(agent, kept, memory.UNABLE)
         copying.work(1)
@@ -156,10 +154,10 @@ class Rescues:
         return None
 
     def _try(self, agent: Agent, kept: Kept, fault: str) -> None:
-        """One turn of the thread that writes."""
+        """One turn of the writing thread."""
         if not self._runs(agent, kept) or kept.answer != memory.NONE:
             return None
-        if self.script.changes and agent.area.changes:  # another rank of its node has seen it
+        if self.script.changes and agent.area.changes:  # another rank of its node has detected it
             return self._answers(agent, kept, memory.UNABLE)
         if not memory.is_clean(kept.clock):
             if kept.clock % 2 == 0:
@@ -193,11 +191,11 @@ class Rescues:
             self._try(agent, kept, fault)
 
     def _begin(self, agent: Agent, kept: Kept) -> bool:
-        """Whether what is there is as new."""
+        """Return True if what is there is as new."""
         held = self.stamp(agent, kept)
         if self.script.changes == "seldom" and held.version.step > kept.first and self._random.random() < 0.5:
             agent.area.changes = CHANGED
-            return True  # parameters have changed since, so it writes nothing
+            return True  # parameters have changed meanwhile, so it writes nothing
         if memory.is_there(agent.area.held, held.version, assumed=held.assumed):
             return True
         kept.written = 0
@@ -207,7 +205,9 @@ class Rescues:
         return False
 
     def _write(self, agent: Agent, kept: Kept) -> bool:
-        """The next part, unless another rank writes; after the last one, what makes it count. Whether it wrote one."""
+        """Write the next part, unless another rank writes; after the last part, make it count. Return True if it wrote
+        one.
+        """
         held, places = self.stamp(agent, kept), agent.area.places
         if kept.written == 0:
             if not self._is_alone(agent, kept):
@@ -228,7 +228,7 @@ class Rescues:
         return True
 
     def _is_alone(self, agent: Agent, kept: Kept) -> bool:
-        """Whether it gets the lock of writers."""
+        """True if it gets the writers' lock."""
         return all(one.written <= 0 for one in self._others(agent, kept))
 
     def _dies_within_a_part(self, agent: Agent, kept: Kept) -> None:
@@ -237,11 +237,11 @@ class Rescues:
         self._training.agents.rank_killed(agent, kept.life, kept)
 
     def _others(self, agent: Agent, kept: Kept) -> list[Kept]:
-        """The other ranks of its node that live, take part, and have not answered yet."""
+        """Return the other ranks of its node that are alive, take part, and have not answered yet."""
         return [one for one in agent.kepts if one is not kept and self._may_write(agent, one)]
 
     def stamp(self, agent: Agent, kept: Kept, step: int = -1, every: int = 0) -> Held:
-        """What the cells will say of a step, or of its last boundary."""
+        """Return the cells for a step, or for its last boundary."""
         step = memory.step_of(kept.clock) if step < 0 else step
         state = state_at(kept.life, step)
         size = BYTES_MORE if self.script.names_more and not kept.assumed else BYTES
@@ -256,7 +256,7 @@ class Rescues:
         self._look(agent)
 
     def _look(self, agent: Agent) -> None:
-        """Its agent goes on when it waits for none."""
+        """Its agent continues when it waits for none."""
         if agent.life is not None and not any(self._may_write(agent, kept) for kept in agent.kepts):
             self._goes_on(agent, agent.life)
 
@@ -271,6 +271,6 @@ class Rescues:
 
 
 def state_at(life: Life, step: int) -> State:
-    """What its ranks have at a step."""
+    """Return what its ranks have at a step."""
     assert life.loaded is not None, "it has loaded"
     return life.loaded.state if step == life.loaded.state.step else State(life.number, step)

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 SYMPTOM = "RuntimeError: [/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.7]:31234"
 NOBODY_CAME = "torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 1/2 clients joined."
-# No client can take back what it has sent. Such a rank finds no group, and the attempt in Snapshot keeps it from harm.
+# No client can take back a sent request. Such a rank finds no group, and Snapshot's attempt number keeps it harmless.
 LATE = "the request for it has outlived its sender"
 FORCED = "the user has forced it"
-# As torch 2.13 ends a rank that waits too long for the others, from a thread of its own.
+# As torch 2.13 ends a rank that waits too long, from a separate thread.
 WATCHDOG = (
     "[rank1]:[E1121 16:00:00.000000 ProcessGroupNCCL.cpp:685] [Rank 1] Watchdog caught collective operation timeout: "
     "WorkNCCL(SeqNum=12, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600012 milliseconds before timing out.\n"
@@ -30,11 +30,11 @@ WATCHDOG = (
     "watchdog thread terminated with exception: [Rank 1] Watchdog caught collective operation timeout\n"
 )
 HANGS = -1
-"""Exit code of a trainer that makes no step any more, and does not end."""
+"""Exit code of a trainer that stops making steps and does not end."""
 ENDS_EARLY = 0
-"""Exit code of a trainer that makes fewer steps than its peers, and ends well: they wait for it in vain."""
+"""Exit code of a trainer that makes fewer steps than its peers and ends with 0: they wait for it in vain."""
 COMPLAINS = -2
-"""Exit code of a trainer all of whose ranks only ever say that they have lost their peers."""
+"""Exit code of a trainer whose ranks only ever report lost peers."""
 SAVE_SECONDS = 15.0
 REPORT_SECONDS = 5.0
 MEETING_SECONDS = 600.0
@@ -43,7 +43,7 @@ RESUMABLE = 75
 
 @dataclass(eq=False)
 class Process:
-    """The trainer of one pod, as it truly is, whatever the API server knows of it."""
+    """The trainer of one pod as it really is, whatever the API server knows."""
 
     pod: Raw
     name: str
@@ -58,17 +58,17 @@ class Process:
     node: str
     environ: dict[str, str]
     started: str = ""
-    """When, by the clock of its node."""
+    """By the clock of its node."""
     alive: bool = True
     told: bool = False
-    """Whether it was told to stop before it ended."""
+    """True if it was told to stop before it ended."""
     excused: str = ""
-    """Why it may live on beside a newer attempt: its node was lost to the cluster, or the user has forced it."""
+    """Why it may live next to a newer attempt: the cluster lost its node, or the user forced it."""
     told_after: int = 0
-    """How often its node had been lost when its kubelet told of it last: what is not told nobody can know."""
+    """How often its node had been lost when its kubelet last reported it."""
     terminated: Raw = field(default_factory=dict)
     phase_reason: str = ""
-    """The pod's own reason, where the kubelet has one: Evicted."""
+    """The pod's own reason, if the kubelet has one: Evicted."""
 
     @staticmethod
     def of(pod: Raw, node: str) -> Process:
@@ -91,17 +91,17 @@ class Process:
 
     @property
     def is_agent(self) -> bool:
-        """Whether it is a `ddprun`, with its rank inside."""
+        """True if it is a `ddprun` with its rank."""
         return bool(self.pod["spec"]["containers"][0]["command"][0] == "ddprun")
 
     @property
     def is_elastic(self) -> bool:
-        """Whether it is a torchrun that trains with a changing number of nodes."""
+        """True if it is a torchrun that trains with a changing number of nodes."""
         return ":" in self.environ["PET_NNODES"]
 
     @property
     def replacement(self) -> int:
-        """Which pod of its rank in its attempt it is."""
+        """Its number among the pods of its rank in its attempt."""
         return int(self.environ.get("DDPJOB_REPLACEMENT", 0))
 
     def __str__(self) -> str:
@@ -120,13 +120,13 @@ class Failure:
 
     @property
     def blames(self) -> bool:
-        """Whether it shows by itself that the application is to blame."""
+        """True if it clearly shows that the application is to blame."""
         return self.message not in (SYMPTOM, WATCHDOG) and self.code not in (RESUMABLE, 126, 127, 143)
 
 
 @dataclass
 class Folder:
-    """The checkpoints of a job. A newer attempt or generation that has written keeps older ones out, as in Snapshot."""
+    """The checkpoints of a job. As in Snapshot, a newer attempt or generation that has written excludes older ones."""
 
     step: float = 0.0
     life: tuple[int, int] = (0, 0)
@@ -143,13 +143,13 @@ class Group:
     step: float = 0.0
     broken: bool = False
     stuck_at: float | None = None
-    """Since when no step is made, though all ranks live."""
+    """When steps stopped although all ranks are alive."""
     present: list[Process] = field(default_factory=list)
-    """Those that were there when the training started."""
+    """Those present when training started."""
 
 
 class Training:
-    """All trainings of the model. `ends(process, code, reason, message)` is the kernel's word to the kubelet."""
+    """All trainings of the model. `ends(process, code, reason, message)` is the kernel's report to the kubelet."""
 
     def __init__(
         self,
@@ -164,32 +164,33 @@ class Training:
         self.elastic: Elastic
         self.connected: Callable[[Process, Process], bool] = lambda one, other: True
         self.reports: Callable[..., None] | None = None
-        """Takes a rank's process and its step, and its `Life` under an agent, every REPORT_SECONDS; None: they say
-        nothing."""
+        """Gets a rank's process and step, and its `Life` under an agent, every REPORT_SECONDS; None: ranks do not
+        report.
+        """
         self.wrong: list[str] = []
-        """What must never happen."""
+        """Violations."""
         self.folders: dict[str, Folder] = {}
         self.groups: dict[tuple[str, str], Group] = {}
         self.completed: set[tuple[str, int, int]] = set()
-        """(job uid, attempt, rank) of those that have truly ended with 0 by themselves."""
+        """(job uid, attempt, rank) of those that really ended with 0 by themselves."""
         self.failed: set[tuple[str, int]] = set()
-        """(job uid, attempt) in which the application has truly failed by itself."""
+        """(job uid, attempt) in which the application really failed by itself."""
         self.culprits: dict[tuple[str, int], int] = {}
-        """By (job uid, attempt), the rank whose application was the first to truly fail by itself."""
+        """By (job uid, attempt), the rank whose application really failed first."""
         self.early: set[tuple[str, int]] = set()
-        """Those of them in which it ended with 0, while its peers waited for it."""
+        """Those of them in which it ended with 0 while its peers waited for it."""
         self.hung: set[tuple[str, int]] = set()
-        """(job uid, attempt) in which it has truly hung."""
+        """(job uid, attempt) in which it really hung."""
         self.loop, self.faults, self.seconds = loop, faults, seconds
         self.fails, self._reachable = fails, reachable
         self.random = random.Random(f"{faults.seed} training")
 
     def step(self, job_uid: str) -> float:
-        """The newest checkpoint."""
+        """Return the newest checkpoint."""
         return self.folders.setdefault(job_uid, Folder()).step
 
     def saves(self, first: Process, step: float, generation: int = 0) -> bool:
-        """Rank 0 writes a checkpoint; not beside a newer attempt or generation."""
+        """Let rank 0 write a checkpoint, unless a newer attempt or generation has."""
         folder, life = self.folders.setdefault(first.job_uid, Folder()), (first.attempt, generation)
         if folder.life > life:
             folder.refused += 1
@@ -198,7 +199,7 @@ class Training:
         return True
 
     def application_failed(self, process: Process) -> None:
-        """It has truly failed by itself, in a pod that goes on or not."""
+        """Record a real failure of the application, in a pod that may continue."""
         self.failed.add((process.job_uid, -len(self.failed) - 1))
 
     def joins(self, process: Process) -> None:
@@ -275,13 +276,13 @@ class Training:
         self.loop.call_later(SAVE_SECONDS, self._save, group)
 
     def _step(self, group: Group) -> float:
-        """One step a second."""
+        """Make one step per second."""
         assert group.started_at is not None
         until = self.loop.time() if group.stuck_at is None else group.stuck_at
         return group.step + until - group.started_at
 
     def _report(self, group: Group, reports: Callable[..., None]) -> None:
-        """Also without a new step: alive, step 41."""
+        """Report, even without a new step: alive, step 41."""
         alive = [p for p in group.present if p.alive]
         for process in alive:
             reports(process, int(self._step(group)))
@@ -320,8 +321,9 @@ class Training:
         self._end(process, failure.code, failure.reason, failure.message)
 
     def _leaves(self, group: Group, process: Process, complains: bool) -> bool:
-        """The group ends, and all its ranks (complains), or all but this one, say no more than that. Whether this one
-        ends in its own way."""
+        """End the group. All its ranks (complains), or all but this one, report only lost peers. Return True if this
+        one ends in its own way.
+        """
         if group.started_at is None or not self._whole(group):
             return False
         group.broken = True
@@ -339,5 +341,5 @@ class Training:
 
 
 def terminated(code: int, reason: str, message: str, at: Any, started: Any = None) -> Raw:
-    """The kubelet's word for a container that has ended; one that never ran has started when it ended."""
+    """Return the kubelet's state of an ended container; one that never ran starts and ends at the same time."""
     return {"exitCode": code, "reason": reason, "message": message, "startedAt": started or at, "finishedAt": at}

@@ -1,4 +1,4 @@
-"""Bugs on purpose, to show that the simulation would find them. None touches a source file."""
+"""Bugs made on purpose, to show that the simulation would find them. None changes a source file."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ Mutant = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 def no_fence() -> contextlib.AbstractContextManager[Any]:
-    """A new attempt does not wait for the pods of the one before."""
+    """A new attempt does not wait for the pods of the previous one."""
     rules = tuple(rule for rule in decide.RULES if rule.__name__ != "attempt_still_ending")
     return mock.patch.object(decide, "RULES", rules)
 
 
 def random_names() -> contextlib.AbstractContextManager[Any]:
-    """Each pod gets a name of its own, as generateName gives it."""
+    """Each pod gets a random name, as by generateName."""
     number, name = itertools.count(), naming.pod_name
     return mock.patch.object(naming, "pod_name", lambda *which: f"{name(*which)}-{next(number)}")
 
 
 def writes_unread() -> contextlib.AbstractContextManager[Any]:
-    """Answers to own writes do not go into the copy: it waits for the watch."""
+    """Answers to our own writes do not go into the copy, which waits for the watch."""
 
     class Deaf:
         def __init__(self, store: Any) -> None:
@@ -52,10 +52,10 @@ def writes_unread() -> contextlib.AbstractContextManager[Any]:
             return getattr(self._store, name)
 
         def put(self, raw: Any) -> None:
-            """Not heard."""
+            """Ignore it."""
 
         def remove(self, *_: Any) -> None:
-            """Not heard."""
+            """Ignore it."""
 
     def executor(client: Any, caches: Any, _: Any, events: Any, runtime: Any, *others: Any, **named: Any) -> Any:
         pods, services = Deaf(caches.pods), Deaf(caches.services)
@@ -67,7 +67,7 @@ def writes_unread() -> contextlib.AbstractContextManager[Any]:
 
 
 def delete_without_uid() -> contextlib.AbstractContextManager[Any]:
-    """A delete hits whatever has the name by now."""
+    """A delete without the uid hits whatever has the name by then."""
     delete = ModelClient.delete
 
     async def blind(self: ModelClient, path: str, options: Any) -> Any:
@@ -77,16 +77,16 @@ def delete_without_uid() -> contextlib.AbstractContextManager[Any]:
 
 
 def copy_believed() -> contextlib.AbstractContextManager[Any]:
-    """The API server is never asked what is there, also not by an operator that has just begun."""
+    """The API server is never asked what exists, even by an operator that has just started."""
 
     async def not_asked(*_: Any) -> None:
-        """The copy is right, is it not?"""
+        """Trust the copy."""
 
     return mock.patch.object(lookup.Lookup, "list_pods", not_asked)
 
 
 def act_before_record() -> contextlib.AbstractContextManager[Any]:
-    """Pods are made and deleted first, and the status is written afterwards."""
+    """Pods are created and deleted first, and the status is written afterwards."""
 
     async def execute_(self: execute.Executor, job: Any, todo: Plan, memory: Any) -> None:
         for action in todo.actions:
@@ -106,7 +106,7 @@ def exit_zero_is_success() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def last_word_believed() -> Iterator[None]:
-    """What is seen last of a pod is all that is known of it, and clocks say who was told to stop before it ended."""
+    """Only the last observation of a pod counts, and clocks decide who was told to stop before it ended."""
 
     def deleted_first(pod: cluster.Pod) -> bool:
         ended = pod.trainer.ended_at
@@ -120,7 +120,7 @@ def last_word_believed() -> Iterator[None]:
 
 
 def kubelets_end_is_success() -> contextlib.AbstractContextManager[Any]:
-    """A rank that its kubelet ended (an eviction, a node that shuts down) and that ends with 0 counts as completed."""
+    """A rank that its kubelet ended (an eviction, a node shutdown) and that ends with 0 counts as completed."""
 
     def has_completed(pod: cluster.Pod) -> bool:
         return pod.completed or (pod.trainer.state == "ended" and pod.trainer.exit_code == 0 and not pod.deleted_first)
@@ -129,23 +129,23 @@ def kubelets_end_is_success() -> contextlib.AbstractContextManager[Any]:
 
 
 def early_end_unseen() -> contextlib.AbstractContextManager[Any]:
-    """That a rank has ended with 0 while its peers wait for it is no evidence."""
+    """A rank that ended with 0 while its peers wait for it is no evidence."""
     return mock.patch.object(settlement, "_completed_early", return_value=None)
 
 
 def complaints_free() -> contextlib.AbstractContextManager[Any]:
-    """Attempts in which only lost peers are complained of are charged to nobody, however many there are."""
+    """Attempts in which ranks only complain about lost peers are never charged."""
     return mock.patch.object(rules, "of_complaints", lambda found, *_: found)
 
 
 def silence_forgotten() -> contextlib.AbstractContextManager[Any]:
-    """That a node did not report for a while explains nothing, once it reports again."""
+    """A silent node explains nothing once it reports again."""
     return mock.patch.object(settlement, "_with_silent_node", lambda _, failure, first: failure)
 
 
 @contextlib.contextmanager
 def a_pod_may_say_anything() -> Iterator[None]:
-    """Numbers and times of a pod are reckoned with as they are, and what fails for one object ends the watch of all."""
+    """Numbers and times of a pod are used unchecked, and one bad object ends the watch of all."""
     careful = listing.Careful
     with (
         mock.patch.object(observe, "pod", getattr(observe.pod, "__wrapped__", observe.pod)),
@@ -168,7 +168,7 @@ def old_run_id() -> contextlib.AbstractContextManager[Any]:
 
 
 def replaced_at_once() -> contextlib.AbstractContextManager[Any]:
-    """The pod that takes the place of another does not wait until that one has ended."""
+    """A replacement pod does not wait until the pod before it has ended."""
 
     def at_once(view: View, status: api.Status) -> Decision | None:
         first = unsettled_failure(view.recorded)
@@ -187,12 +187,12 @@ def replaced_at_once() -> contextlib.AbstractContextManager[Any]:
 
 
 def all_replaced_in_turn() -> contextlib.AbstractContextManager[Any]:
-    """A job whose nodes are lost one after the other keeps its attempt, also where no pod that waits has trained."""
+    """A job whose nodes are lost one after the other keeps its attempt, even if no waiting pod has trained."""
     return mock.patch.object(pod_replacement, "_one_was_in_the_last_group", lambda *seen: bool(seen[-1]))
 
 
 def words_added_up() -> contextlib.AbstractContextManager[Any]:
-    """What an agent has charged in its life is added each time it is said."""
+    """An agent's total charges are added at each report."""
     with_agent = agent_restarts.with_agent
     return mock.patch.object(
         agent_restarts, "with_agent", lambda s, *rest: with_agent(replace(s, in_place=None), *rest)
@@ -200,12 +200,12 @@ def words_added_up() -> contextlib.AbstractContextManager[Any]:
 
 
 def words_dropped() -> contextlib.AbstractContextManager[Any]:
-    """What agents restart in place is not counted."""
+    """Restarts in place by agents are not counted."""
     return mock.patch.object(agent_restarts, "with_agent", lambda status, *_: status)
 
 
 def unreadable_is_empty() -> contextlib.AbstractContextManager[Any]:
-    """A status that cannot be read counts as none."""
+    """An unreadable status counts as none."""
     read = validation.stored_status
 
     def lenient(raw: Any) -> api.Status:
@@ -218,7 +218,7 @@ def unreadable_is_empty() -> contextlib.AbstractContextManager[Any]:
 
 
 def invalid_spec_first() -> contextlib.AbstractContextManager[Any]:
-    """A job whose spec has become invalid may be suspended, and nothing else of it is looked at."""
+    """A job whose spec has become invalid may be suspended, and nothing else is done for it."""
 
     def invalid(view: View, status: api.Status) -> Decision | None:
         if view.problems and status.attempt:
@@ -228,7 +228,7 @@ def invalid_spec_first() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(decide, "RULES", tuple(invalid if r is lifecycle.invalid else r for r in decide.RULES))
 
 
-# Those that random seeds find soon. The others need one order of events, and test_exhaustive.py has it.
+# Mutants that random seeds find soon. The others need one order of events, which test_exhaustive.py has.
 ALL: tuple[Mutant, ...] = (
     no_fence,
     random_names,

@@ -22,12 +22,12 @@ Life = Callable[[int], Scenario]
 
 
 def run(what: Scenario, only: Mapping[str, str] | None = None) -> Outcome:
-    """A life of one job, or of several in one cluster."""
+    """Simulate one job, or several in one cluster."""
     return simulate_crowd(what, only) if what.more else simulate(what, only)
 
 
 def shrink(outcome: Outcome, life: Life = scenario) -> Outcome:
-    """The same seed with as few of its faults as still show something wrong."""
+    """Return the same seed with as few of its faults as still show a violation."""
     best, runs = outcome, 0
     size = max(1, len(best.taken) // 2)
     while size and runs < SHRINK_RUNS_MAX:
@@ -43,7 +43,7 @@ def shrink(outcome: Outcome, life: Life = scenario) -> Outcome:
 
 
 def report(outcome: Outcome) -> str:
-    """What a failing seed shows, as one reads it."""
+    """Return the report of a failing seed, for people."""
     faults = [f"  {key}: {what}" for key, what in outcome.taken.items()]
     return "\n".join(
         [*outcome.story, "", f"seed {outcome.seed}: {outcome.wrong[0]}", "with these faults:", *faults, repeat(outcome)]
@@ -51,18 +51,18 @@ def report(outcome: Outcome) -> str:
 
 
 def repeat(outcome: Outcome) -> str:
-    """The command that shows it again."""
+    """Return the command that repeats it."""
     how = "an elastic job: --elastic, with a gang: --gang, with state in memory: --memory, several jobs: --crowd"
     return f"repeat: python tests/simulation/simulate.py --seed {outcome.seed} ({how})"
 
 
 def failing(seeds: Sequence[int], life: Life = scenario) -> list[Outcome]:
-    """Those of the seeds that show something wrong, as they are."""
+    """Return the seeds that show a violation."""
     return lives(seeds, life)[0]
 
 
 def lives(seeds: Sequence[int], life: Life = scenario) -> tuple[list[Outcome], Counter[str]]:
-    """The same, and what has happened in all of them."""
+    """Return the same, and the events of all runs."""
     bad: list[Outcome] = []
     counted: Counter[str] = Counter()
     for seed in seeds:
@@ -93,7 +93,7 @@ def _many(first: int, count: int, life: Life, processes: int | None) -> int:
             if sys.stderr.isatty():
                 print(f"\r{done * BLOCK} of {count} seeds", end="", file=sys.stderr)
         pool.close()
-        pool.join()  # only then the CPU of its processes is told
+        pool.join()  # only then is the CPU time of its processes known
     seconds, cpu = time.monotonic() - started, os.times().children_user + os.times().children_system
     seen = "".join(f", {number} {what}" for what, number in counted.items())
     print(
@@ -115,7 +115,7 @@ def _one(seed: int, whole: bool, life: Life) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code: 1 where something is wrong."""
+    """Return the exit code: 1 if there is a violation."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=2000, help="how many")
     parser.add_argument("--first", type=int, default=0, help="the first of them")

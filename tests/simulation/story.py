@@ -1,4 +1,4 @@
-"""A run as a person reads a log: decisions of the operator, its writes, its Events, and what happens to its pods."""
+"""A run as a log for people: decisions of the operator, its writes, its Events, and what happens to its pods."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ddpjob_operator.job import api
 
 
 def tell(simulation: Simulation) -> list[str]:
-    """The lines of its run, which goes to its end."""
+    """Return the lines of a run to its end."""
     story = _Story(simulation)
     outcome = simulation.run()
     assert not outcome.wrong, "\n".join([*story.lines, *outcome.wrong])
@@ -80,7 +80,7 @@ def _pod_state(raw: Raw) -> str:
 
 
 def _decisions(job: Raw, old: Raw, new: Raw) -> list[str]:
-    """What a new status has decided, by its counters."""
+    """Return what a new status has decided, by its counters."""
     before, after = old.get("attempt", 0), new.get("attempt", 0)
     lines = []
     if after > before and (charged := _restarts(new) - _restarts(old)):

@@ -1,5 +1,6 @@
-"""Small jobs with every single fault at every single place: a crash before and after each write, each watch event late,
-lost alone or with its stream or sent twice, each old state of the cluster served to an operator that starts again."""
+"""Small jobs with every single fault at every single point: a crash before and after each write; each watch event late,
+lost alone or with its stream, or sent twice; each old state of the cluster shown to an operator that restarts.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +30,14 @@ LIVES = {
         launcher="ddprun", training_seconds=9, failures={1: Failure(1, 1.0, 1)}, deeds=(Deed(6, "agent killed"),)
     ),
 }
-# The others are told by these too, in parts: one attempt, two attempts, a deletion (below, with slow requests).
+# Other tests cover parts of the rest: one attempt, two attempts, a deletion (below, with slow requests).
 BY_DAY = (
     "two nodes, a rank fails once",
     "two nodes, suspended and resumed",
     "a node is cut off and comes back",
     "under ddprun a rank fails, then node 0's agent",
 )
-# By day the places are taken in turn, from another first one in each tree: a third of them is a third of the time. At
-# night every place of every life.
+# By day a third of the points is tested, with another offset in each commit. At night every point of every run.
 EACH_LIFE = [
     *((name, 3) for name in BY_DAY),
     *(pytest.param(name, 1, marks=pytest.mark.long) for name in LIVES),
@@ -49,12 +49,12 @@ STUBBORN = {"sigterm#0": "ignored", "sigterm#1": "ignored"}
 
 
 def planned(outcome: Outcome) -> dict[str, str]:
-    """What the life itself brings, without any fault."""
+    """Return the events of a run without faults."""
     return dict(outcome.taken)
 
 
 def part(places: Iterable[T], one_of: int) -> Iterator[T]:
-    """One of so many places, at equal distances."""
+    """Return every n-th point."""
     return itertools.islice(places, this_tree.number() % one_of, None, one_of)
 
 
@@ -88,7 +88,7 @@ def test_any_single_fault_at_any_place_leaves_a_job_that_ends_as_without_it(name
     "name", [*BY_DAY, *(pytest.param(name, marks=pytest.mark.long) for name in LIVES if name not in BY_DAY)]
 )
 def test_any_single_watch_event_that_never_comes_leaves_a_job_that_ends(name: str) -> None:
-    """A job whose last event was lost held its GPUs until somebody restarted the operator."""
+    """If the last event of a job is lost, it must not hold its GPUs until somebody restarts the operator."""
     undisturbed = simulate(LIVES[name])
     events = [(point, number) for point in WATCHES for number in range(undisturbed.passed.get(point, 0))]
     for point, number in events:
@@ -97,7 +97,9 @@ def test_any_single_watch_event_that_never_comes_leaves_a_job_that_ends(name: st
 
 
 def old_states(name: str) -> Iterator[tuple[Scenario, dict[str, str]]]:
-    """The operator dies after each write; the next is shown an old state, and its watch of pods brings nothing new."""
+    """The operator dies after each write; the next one is shown an old state, and its watch of pods brings nothing
+    new.
+    """
     undisturbed = simulate(LIVES[name])
     first = undisturbed.passed["list"]
     stale = {f"list#{n}": "stale" for n in range(first, first + 4)}
@@ -123,7 +125,7 @@ def test_an_operator_that_believed_its_copy_after_a_start_would_be_found_out() -
 
 
 def requests_that_outlive_their_sender(seeds: range) -> Iterator[tuple[Scenario, dict[str, str]]]:
-    """Each write in turn is slow, and meanwhile its sender dies and the user deletes the job and applies it again."""
+    """Each write in turn is slow. Meanwhile its sender dies, and the user deletes the job and applies it again."""
     deeds = (Deed(5, "suspend", seconds=60), Deed(5.3, "crash"), Deed(6, "delete and apply"))
     for seed in seeds:
         life = Scenario(seed=seed, spec={"nodes": 1}, training_seconds=30, deeds=deeds)
@@ -144,7 +146,7 @@ def test_a_delete_that_names_no_uid_would_be_found_out() -> None:
 
 
 def parts_cut_off() -> Iterator[Scenario]:
-    """The nodes of a job under ddprun lose the cluster and not each other, and are missed one after the other."""
+    """The nodes of a job under ddprun lose the cluster but not each other, and are missed one after the other."""
     spec = {"nodes": 2, "onePodPerNode": True}
     deeds = [Deed(20, "nodes cut", number, 400) for number in range(1, 5)]
     for seed, deed, clusterwide in itertools.product(range(4), deeds, (True, False)):
@@ -172,8 +174,9 @@ def test_a_job_whose_pods_are_all_replaced_in_one_attempt_would_be_found_out() -
 
 
 def networks_that_fail_again_and_again() -> Iterator[Scenario]:
-    """A node is cut off when the training would end, each time for long enough to be called not ready, and comes back
-    before it is given up."""
+    """A node is cut off when training would end, each time long enough to be called not ready, and returns before it is
+    given up.
+    """
     spec = {"nodes": 2, "onePodPerNode": True, "backoffLimit": 1}
     deeds = tuple(Deed(at, "node cut", 1, 46) for at in (30, 84, 140))
     for seed, clusterwide in itertools.product(range(6), (True, False)):

@@ -1,4 +1,4 @@
-"""Lives of jobs whose pods are placed all at once, beside neighbours that take the nodes; and bugs made on purpose."""
+"""Runs of jobs whose pods are placed all at once, next to neighbours that take the nodes; and bugs made on purpose."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Mutant = Callable[[], contextlib.AbstractContextManager[Any]]
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.long) for first in LONG)])
 def test_no_part_of_a_gang_starts_and_no_group_outlives_its_attempt(first: int) -> None:
-    """Two half-placed jobs block each other for ever; a group that is left holds what no pod uses."""
+    """Two half-placed jobs block each other for ever; a leftover group holds what no pod uses."""
     bad = failing(range(first, first + BLOCK), gang_scenario)
     assert not bad, report(shrink(min(bad, key=lambda outcome: len(outcome.taken)), gang_scenario))
 
@@ -44,12 +44,12 @@ def pod_outside_of_its_group() -> contextlib.AbstractContextManager[Any]:
 
 
 def group_outlives_its_attempt() -> contextlib.AbstractContextManager[Any]:
-    """Nobody deletes a group while its job is there."""
+    """Nobody deletes a group while its job exists."""
     return mock.patch.object(gang, "unneeded", return_value=())
 
 
 def group_goes_with_its_job_alone() -> contextlib.AbstractContextManager[Any]:
-    """Only what a job has when it ends is deleted: the groups of older attempts stay."""
+    """Only the groups of a job at its end are deleted: those of older attempts stay."""
     unneeded = gang.unneeded
 
     def of_the_last(view: Any) -> Any:
@@ -59,7 +59,7 @@ def group_goes_with_its_job_alone() -> contextlib.AbstractContextManager[Any]:
 
 
 def group_goes_before_its_pods() -> contextlib.AbstractContextManager[Any]:
-    """The group of a suspended job is deleted while its pods still stop."""
+    """The group of a suspended job is deleted while its pods are still stopping."""
     unneeded = gang.unneeded
 
     def at_once(view: Any) -> Any:
@@ -81,8 +81,9 @@ def group_of_the_first_attempt_forever() -> contextlib.AbstractContextManager[An
 
 def test_seeds_that_have_failed_once_stay_fixed() -> None:
     """700430: node 0 of an elastic job, whose pod was deleted by force after all had ended, found the old store.
-    710130: an operator that began with an old list saw no pod, and gave up the group of those that lived.
-    801808, 809053: a pod of a deleted job counted for the group of the next job of that name."""
+    710130: an operator that started with an old list saw no pod, and deleted the group of living ones. 801808, 809053:
+    a pod of a deleted job counted for the group of the next job of that name.
+    """
     for seed in (700430, 710130, 801808, 809053):
         outcome = simulate(gang_scenario(seed))
         assert not outcome.wrong, outcome.wrong
@@ -92,8 +93,9 @@ def test_seeds_that_have_failed_once_stay_fixed() -> None:
 def test_a_kind_that_vanishes_while_a_job_runs_costs_it_nothing_and_its_restart_no_more_than_its_gang(
     wants: str, second: str
 ) -> None:
-    """An upgrade of the cluster takes v1alpha2 away. Who takes what there is goes on without a gang; who insists on
-    one waits until it is back."""
+    """An upgrade of the cluster removes v1alpha2. Jobs with `auto` continue without a gang; others wait until it is
+    back.
+    """
     fails = {1: Failure(rank=1, after_seconds=1500, code=1)}
     life = Simulation(Scenario(spec={"nodes": 2, "gang": wants}, gang=True, training_seconds=2500, failures=fails))
     seen: dict[int, tuple[str, str]] = {}
@@ -114,7 +116,7 @@ def test_a_kind_that_vanishes_while_a_job_runs_costs_it_nothing_and_its_restart_
     assert ("GangUnavailable" in reasons) == (wants == "native")
 
 
-# The first seed that finds the bug; when a change of the code makes it another one, the test searches.
+# The first seed that finds the bug. If a change of the code makes it another one, the test searches.
 SEEDS: dict[Mutant, int] = {
     pod_outside_of_its_group: 0,
     group_outlives_its_attempt: 0,
@@ -126,7 +128,6 @@ SEEDS: dict[Mutant, int] = {
 
 @pytest.mark.parametrize("mutant", SEEDS, ids=lambda mutant: mutant.__name__)
 def test_the_simulation_finds_a_bug_of_gangs_made_on_purpose(mutant: Mutant) -> None:
-    """A simulation that finds nothing proves nothing."""
     with mutant():
         seeds = (SEEDS[mutant], *range(MUTANT_SEEDS_MAX))
         found = next((o for seed in seeds if (o := simulate(gang_scenario(seed))).wrong), None)

@@ -1,4 +1,4 @@
-"""Every job ends, or says what it waits for: also one whose fault never goes away."""
+"""Every job ends or reports what it waits for, even if its fault never goes away."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check(run: Doomed) -> Doomed:
     ("nodes", "seed"), [(2, 1), *(pytest.param(*case, marks=pytest.mark.long) for case in ((2, 2), (4, 1), (4, 2)))]
 )
 def test_a_script_that_can_never_succeed_fails_its_job(failures: dict[int, object], nodes: int, seed: int) -> None:
-    """Most of them restarted for ever, without a charge, on GPUs that others wait for."""
+    """Otherwise it restarts for ever, without a charge, on GPUs that others need."""
     run = check(live(scenario(nodes, seed=seed, failures=failures)))
     assert run.state == "Failed", run.status["message"]
     free = run.status["restarts"]["infrastructure"]
@@ -47,7 +47,7 @@ def test_a_broken_node_is_left_for_another_one() -> None:
 
 
 def test_a_job_goes_back_to_the_only_other_node_though_it_has_failed_twice() -> None:
-    """It waited for an hour beside that node, which was healthy again after two reboots."""
+    """Otherwise it waits for an hour although that node is healthy again."""
     deeds = (Deed(20, "node cut", 1, seconds=75), Deed(140, "node cut", 1, seconds=75))
     run = check(live(scenario(spec={"onePodPerNode": True}, cluster_nodes=2, training_seconds=250, deeds=deeds)))
     assert run.state == "Succeeded", run.status["message"]
@@ -64,7 +64,7 @@ def test_a_rank_that_hangs_silently_beside_one_that_has_ended_is_said_with_one_w
 @pytest.mark.parametrize("minutes", [1, 60, 600])
 @pytest.mark.parametrize("at", [14.0, 24.0, 30.0])
 def test_a_clock_that_is_set_back_keeps_no_job_from_its_end(minutes: int, at: float) -> None:
-    """The next attempt waited for as long as the clock had been wrong."""
+    """Otherwise the next attempt waits for as long as the clock was wrong."""
     deed = Deed(at, "clock jumps", number=0, seconds=float(minutes))
     run = check(live(scenario(failures=SCRIPTS["an error in the script"], deeds=(deed,))))
     assert run.state == "Failed", run.status["message"]

@@ -1,5 +1,6 @@
-"""Lives of jobs whose ranks leave their state in memory, after a failure or by copies, beside a folder or without one;
-and bugs made on purpose."""
+"""Runs of jobs whose ranks keep their state in memory, after a failure or by copies, with or without a folder; and bugs
+made on purpose.
+"""
 
 from __future__ import annotations
 
@@ -34,33 +35,34 @@ def check(seeds: range) -> None:
 
 
 def test_each_generation_begins_with_the_newest_state_that_is_whole_anywhere() -> None:
-    """A job that goes back further than it must repeats hours; one that joins two states ends with nobody's result."""
+    """A job that goes back too far repeats hours; one that mixes two states has nobody's result."""
     check(range(BY_DAY))
 
 
-# Jobs that were judged wrong once, by the promise that was broken.
+# Seeds that once broke a promise, with the reason.
 ONCE_WRONG = {
-    # What leads to the failure may be in that as well: the job would fail three times more.
+    # A state may contain the cause of the failure: the job would fail three more times.
     "after three loads of a state the folder counts and not a state a step before": 701221,
-    # The judge took a forgotten word for one that was not counted: its agent says it again, unless it is killed.
+    # The judge took a forgotten report for an uncounted one: its agent repeats it, unless it is killed.
     "what an operator heard before it lost its lease is not known to it afterwards": 106677,
-    # Their agents would have all of the budget once more.
+    # Their agents would get the whole budget again.
     "a new operator with an old list of jobs makes no pods of an attempt that is over": 210391,
-    # It is confirmed, and the agent is killed before it says it again.
+    # The report is confirmed, and the agent is killed before it repeats it.
     "what an agent says before an operator has reconciled its job is counted": 411378,
     # The next leader knew no generation, and its rank found a newer one in the folder.
     "a pod that was never seen to run is replaced and not made again once its ranks have started again": 1003942,
     # Neither knew a generation, and the folder had a newer one.
     "a pod that was made again unseen and a replacement do not begin together": 2008217,
-    # The model had two of the same name, which held one Lease; one wrote what it had heard a generation ago.
+    # The model had two operators of the same name, which shared one Lease; one wrote a report of the previous
+    # generation.
     "an operator that crashes while it stops has one successor": 721310,
     # Both are of generation 0, and nobody knows which of them has saved: the folder may have more.
     "a pod that is made again goes on from what the first one saved and not from what it assumes": 720003,
-    # lostSteps was 144, and 131 steps were made again: who pays for the GPUs goes by that number.
+    # lostSteps was 144, but 131 steps were repeated: whoever pays for the GPUs relies on that number.
     "a failure whose clock is ahead of the next ranks first step counts no step twice": 721701,
-    # The name of the pod was free while its container ran: the next attempt trained beside it into one folder.
+    # The pod's name was free while its container was running: the next attempt trained next to it into one folder.
     "a forced delete that is carried out when the node is back is refused": 701187,
-    # The next attempt began at once, and what the pods of the last one said at their end was forgotten.
+    # The next attempt began at once, and the final reports of the last pods were lost.
     "what an agent has charged counts also where its job is resumed while its pods stop": 920684,
     # They were deleted after the new ones had started.
     "a job that resumes without a lost node starts when the pods of that node are deleted": 1003759,
@@ -80,7 +82,7 @@ def test_so_do_those_of_a_thousand_more(first: int) -> None:
 
 
 def a_part_is_missing() -> contextlib.AbstractContextManager[Any]:
-    """The cells say that a state is whole when its first part is about to be written."""
+    """The cells call a state complete before its first part is written."""
 
     def begin(_: Area, place: Place, held: Held) -> None:
         place.held = held
@@ -90,7 +92,7 @@ def a_part_is_missing() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def old_memory_accepted() -> Iterator[None]:
-    """Which generation has written a state is not looked at: the highest step counts."""
+    """The generation of a state is ignored: the highest step counts."""
     newest, is_newer = memory.newest, memory.is_newer
 
     def of_any(held: Sequence[Held | None], present: Version, *more: Any) -> FoundState | str:
@@ -111,12 +113,12 @@ def old_memory_accepted() -> Iterator[None]:
 
 
 def written_while_dirty() -> contextlib.AbstractContextManager[Any]:
-    """A rank within its optimizer's step writes what it has."""
+    """A rank inside its optimizer's step writes its state."""
     return mock.patch.object(memory, "is_clean", lambda clock: clock > 0)
 
 
 def memory_beats_the_folder() -> contextlib.AbstractContextManager[Any]:
-    """What is in memory counts, also where more was saved than it has."""
+    """Memory counts, even if more was saved than it has."""
     return mock.patch.object(memory, "is_newer", return_value=False)
 
 
@@ -131,7 +133,7 @@ def assumed_beats_what_was_saved() -> contextlib.AbstractContextManager[Any]:
 
 
 def lost_steps_from_the_last_save() -> contextlib.AbstractContextManager[Any]:
-    """Wherever the ranks have begun, they are taken to repeat all since the last save."""
+    """Ranks always count as repeating everything since the last save."""
     with_lost = transitions._with_lost_steps
 
     def from_the_folder(status: Any, report: Any) -> Any:
@@ -141,7 +143,7 @@ def lost_steps_from_the_last_save() -> contextlib.AbstractContextManager[Any]:
 
 
 def a_copy_that_counts_before_its_step() -> contextlib.AbstractContextManager[Any]:
-    """It counts when it is written: another rank may not have come to that boundary."""
+    """A copy counts once written, although another rank may not have reached that boundary."""
     close = Copying._close
 
     def at_once(copying: Copying) -> None:
@@ -152,43 +154,43 @@ def a_copy_that_counts_before_its_step() -> contextlib.AbstractContextManager[An
 
 
 def a_copy_over_the_newer_area() -> contextlib.AbstractContextManager[Any]:
-    """One that is cut short leaves only what is older."""
+    """A copy overwrites the newer area: if it is cut short, only an older one is left."""
     area_for = copies.area_for
     return mock.patch.object(copies, "area_for", lambda held: memory.AREAS - 1 - area_for(held))
 
 
 def the_folder_beats_a_newer_copy() -> contextlib.AbstractContextManager[Any]:
-    """Wherever something was saved, it counts."""
+    """A save always counts more than memory."""
     return mock.patch.object(memory, "is_newer", lambda folder, held: folder is not None)
 
 
 def a_copy_over_its_random_states() -> contextlib.AbstractContextManager[Any]:
-    """A rank writes what is small over that of the copy before, which is the newest until the next one counts."""
+    """A rank overwrites the small states of the previous copy, which is the newest until the next one counts."""
     return mock.patch.object(copies, "slot_for", return_value=0)
 
 
 def copies_that_are_not_made() -> contextlib.AbstractContextManager[Any]:
-    """The second one is never due."""
+    """The second copy is never due."""
     return mock.patch.object(copies, "is_due", lambda plan, step, before: before < plan.first <= step)
 
 
 def saves_expected_at_the_pace_of_copies() -> contextlib.AbstractContextManager[Any]:
-    """Who is many steps behind a copy that `save` has named is taken for one that counts otherwise."""
+    """A rank that is many steps behind a copy made by `save` is judged by another rule."""
     return mock.patch.object(copies.CopyPlan, "next_within", property(lambda plan: plan.every))
 
 
 def two_ranks_that_write_at_once() -> contextlib.AbstractContextManager[Any]:
-    """Nobody has a lock: the parts are of two ranks, and one of them may have a newer step."""
+    """There is no lock: parts come from two ranks, one of which may have a newer step."""
     return mock.patch.object(Rescues, "_is_alone", return_value=True)
 
 
 def a_copy_that_counts_without_the_other_ranks() -> contextlib.AbstractContextManager[Any]:
-    """After a failure the one that was under way counts, whoever has not written its random states of it."""
+    """After a failure a copy counts although ranks have not written their random states."""
     return mock.patch.object(Area, "all_have_copied", return_value=True)
 
 
 def two_slots_for_copies() -> contextlib.AbstractContextManager[Any]:
-    """A rank that is at the next copy before the writer has said that the last one is whole writes over it."""
+    """A rank at the next copy overwrites its state before the writer has declared the last one complete."""
     slot_for = copies.slot_for
     return mock.patch.object(copies, "slot_for", lambda versions, *known: slot_for(versions[:2], *known))
 
@@ -224,6 +226,6 @@ def test_a_bug_made_on_purpose_is_found(mutant: Mutant) -> None:
             pytest.fail(f"not found in {MUTANT_SEEDS_MAX} seeds")
     if seed != SEEDS[mutant]:
         warnings.warn(f"{mutant.__name__} is now found by seed {seed}: change SEEDS", stacklevel=2)
-    # Without the bug the same faults do no harm: it is the bug that was found.
+    # Without the bug the same faults do no harm: the bug was found.
     fixed = simulate(memory_scenario(seed), found.taken)
     assert not fixed.wrong, fixed.wrong

@@ -37,7 +37,7 @@ def test_the_same_in_many_walks() -> None:
 
 
 def quota_returned_early() -> contextlib.AbstractContextManager[Any]:
-    """The quota is given back as soon as the eviction is recorded."""
+    """The quota is returned as soon as the eviction is recorded."""
     to_tell = gang.to_tell
 
     def early(view: View) -> tuple[TellGroup, ...]:
@@ -50,12 +50,12 @@ def quota_returned_early() -> contextlib.AbstractContextManager[Any]:
 
 
 def quota_never_returned() -> contextlib.AbstractContextManager[Any]:
-    """The operator leaves it to the queue, as for that one's own kinds."""
+    """The operator leaves it to the queue, as for the queue's own kinds."""
     return mock.patch.object(gang, "to_tell", return_value=())
 
 
 def a_second_workload() -> contextlib.AbstractContextManager[Any]:
-    """Each attempt asks for a place of its own."""
+    """Each attempt requests a new place."""
     each = replaced(kueue.ADAPTER, per_attempt=True)
     return mock.patch.object(actions, "ADAPTERS", {"kueue": each})
 
@@ -67,7 +67,7 @@ def eviction_unheard() -> contextlib.AbstractContextManager[Any]:
 
 
 def label_unheard() -> contextlib.AbstractContextManager[Any]:
-    """A job asks for the queue that it named first, whatever its label becomes: it waits for one that is not there."""
+    """A job always requests its first queue, although its label has changed."""
     waiting = gang.waiting_for_admission
 
     def deaf(view: View, status: Any) -> Decision | None:
@@ -101,6 +101,5 @@ def kills() -> contextlib.AbstractContextManager[Any]:
     ids=lambda mutant: mutant.__name__,
 )
 def test_each_bug_made_on_purpose_is_found(mutant: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
-    """Walks that find nothing prove nothing."""
     with mutant():
         assert any(Walk(seed).run() for seed in range(MUTANT_WALKS))

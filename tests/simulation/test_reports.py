@@ -1,4 +1,4 @@
-"""What reports of progress cost the operator (bench/reports.py), at a size that a test can afford."""
+"""The operator's cost of progress reports (bench/reports.py), at a size that a test can afford."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BENCH = Path(__file__).parents[2] / "bench/reports.py"
 
 
 def test_reports_of_many_jobs_are_taken_and_write_few_statuses() -> None:
-    """Each report is a connection and a signature of its own; a status for each would stand in the way of restarts."""
+    """Each report has its own connection and signature; a status write for each would delay restarts."""
     command = [sys.executable, str(BENCH), "--jobs", "120", "--seconds", "5"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""What a job costs the API server: each write is one that a user sees, or an object that the job needs."""
+"""A job's requests to the API server: each write is visible to users, or an object that the job needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from simulation import Simulation
 
 
 def writes(scenario: Scenario, kind_of_run: type[Simulation] = Simulation) -> dict[str, int]:
-    """The operator's, by what they write, in a life without faults."""
+    """Return the operator's writes by kind, in a run without faults."""
     simulation = kind_of_run(scenario)
     counts: collections.Counter[str] = collections.Counter()
 
@@ -35,7 +35,7 @@ def writes(scenario: Scenario, kind_of_run: type[Simulation] = Simulation) -> di
 
 
 def asked(scenario: Scenario) -> set[str]:
-    """The API groups of all that is read and written in a life without faults, where a cluster has everything."""
+    """Return the API groups that a run without faults uses, in a cluster that has everything."""
     simulation, paths = Crowd(scenario), set()
     simulation.api.served |= {"scheduling.k8s.io/v1alpha2", "kueue.x-k8s.io/v1beta1"}
     request = simulation.api.request
@@ -52,8 +52,9 @@ def asked(scenario: Scenario) -> set[str]:
 
 @pytest.mark.parametrize("gang", ["auto", "none"])
 def test_where_no_gang_and_no_queue_is_switched_on_nothing_is_asked_of_their_apis(gang: str) -> None:
-    """Whoever does not use them pays no request, and gets no line about a right that is missing: also for a job that
-    has the label of a queue."""
+    """Users without gangs and queues get neither requests nor log lines about missing rights, even for a job with a
+    queue's label.
+    """
     labels = {"kueue.x-k8s.io/queue-name": "main"}
     scenario = Scenario(spec={"nodes": 2, "gang": gang}, training_seconds=200, labels=labels, clusterwide=True)
     groups = asked(scenario)
@@ -63,14 +64,14 @@ def test_where_no_gang_and_no_queue_is_switched_on_nothing_is_asked_of_their_api
 
 @pytest.mark.parametrize("training_seconds", [30, 500])
 def test_a_job_of_eight_pods_that_just_trains_costs_twelve_writes(training_seconds: int) -> None:
-    """In a storm of jobs each write more makes every start later: this is what docs/scaling.md reckons with."""
+    """Each write delays every start in a burst of jobs; docs/scaling.md has this number."""
     found = writes(Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=training_seconds))
     assert found == {"create services": 1, "create pods": 8, "change ddpjobs": 3}
     assert sum(found.values()) == 12
 
 
 def test_a_job_that_just_trains_costs_no_read() -> None:
-    """What the operator reads are lists of all that it watches, which are as many however many jobs there are."""
+    """The operator only reads lists of everything that it watches, whose number does not depend on the jobs."""
     simulation, reads = Simulation(Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=30)), set()
     request = simulation.api.request
 
@@ -82,7 +83,7 @@ def test_a_job_that_just_trains_costs_no_read() -> None:
     with mock.patch.object(simulation.api, "request", seen):
         outcome = simulation.run()
     assert (outcome.wrong, outcome.end) == ([], "Succeeded")
-    once = {"v1alpha1"}  # the schema that the API server publishes, at the operator's start
+    once = {"v1alpha1"}  # the published schema, at the operator's start
     assert {what for what, _ in reads} == {"ddpjobs", "pods", "services", "nodes"} | once
     assert {selector for _, selector in reads} <= {"", "training.ddpjob.io/job"}, "of no single job"
 
@@ -91,7 +92,7 @@ def test_a_job_that_just_trains_costs_no_read() -> None:
 def test_the_end_of_a_long_job_is_an_event_more_and_with_all_events_each_job_has_two(
     training_seconds: int, events: str
 ) -> None:
-    """Who keeps Events in a log store finds there when a training of a week has ended."""
+    """Users who keep Events in a log store find the end of a training of a week there."""
     scenario = Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=training_seconds, events=events)
     found = writes(scenario)
     assert found["event AllNodesCompleted"] == 1
@@ -99,7 +100,7 @@ def test_the_end_of_a_long_job_is_an_event_more_and_with_all_events_each_job_has
 
 
 def test_a_failure_has_its_events_all_the_same() -> None:
-    """Otherwise a namespace's Events would not show that a job has restarted."""
+    """Otherwise a namespace's Events do not show that a job has restarted."""
     plain = Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=30)
     fails = replace(plain, failures={1: Failure(rank=3, after_seconds=5, code=1)})
     warnings = {"event RankFailed"}
@@ -109,10 +110,10 @@ def test_a_failure_has_its_events_all_the_same() -> None:
 
 
 def test_a_gang_costs_its_group_and_no_other_write_and_a_queue_one_status_and_one_event_more() -> None:
-    """A scheduler and a queue say step by step what becomes of a group; each would be a write of the status."""
+    """A scheduler and a queue report each step of a group, which must not cost a write of the status each."""
     plain = Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=30)
     native = writes(replace(plain, gang=True))
-    of_group = {"create podgroups": 1, "change podgroups": 1}  # made, and deleted at the end
+    of_group = {"create podgroups": 1, "change podgroups": 1}  # created, and deleted at the end
     assert native == {"create services": 1, "create pods": 8, "change ddpjobs": 3} | of_group
     queued = writes(replace(plain, quota=8, labels={"kueue.x-k8s.io/queue-name": "main"}), Crowd)
     of_workload = {"create workloads": 1, "change workloads": 2, "event WaitingForAdmission": 1}

@@ -1,5 +1,6 @@
-"""Every task of a running operator is ended, one after the other, before a model of an API server. kopf's are among
-them, so the operator is a process as in a cluster."""
+"""Every task of a running operator is ended, one after the other, with a model of an API server. kopf's tasks are
+included, so the operator is a process as in a cluster.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from free_port import free_port
 from model_server import ModelServer
 
 END_SECONDS, STOP_SECONDS = 5.0, 10.0
-LATE_SECONDS = 5.0  # of a machine that does other things as well
+LATE_SECONDS = 5.0  # allows for other work of the machine
 QUICK_LEASE = {"DDPJOB_LEASE_SECONDS": "3", "DDPJOB_LEASE_RENEW_SECONDS": "2", "DDPJOB_LEASE_RETRY_SECONDS": "0.5"}
 OURS = ("ddpjobs in a", "pods in b", "lease", "leadership", "label", "queue", "gang kueue")
 KOPFS = ("watcher for ddpjobs", "spawner", "cleaner", "multidimensional", "stop-flag checker", "daemon killer")
@@ -36,7 +37,7 @@ def manifest(name: str, namespace: str) -> dict[str, Any]:
 
 
 class World:
-    """An operator of two namespaces with a Lease; it is started again when it has ended."""
+    """An operator of two namespaces with a Lease, restarted when it has ended."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -55,7 +56,7 @@ class World:
         self.server.__exit__()
 
     def running(self) -> Operator:
-        """One that acts."""
+        """Return an operator that acts."""
         if self.operator is None or self.operator.process.poll() is not None:
             if self.operator is not None:
                 self.operator.__exit__()
@@ -69,7 +70,7 @@ class World:
         return self.operator
 
     def acts(self) -> None:
-        """It makes the pods of a new job, and notices that the job is deleted."""
+        """True if it creates the pods of a new job, and notices that the job is deleted."""
         assert self.operator is not None
         self._jobs += 1
         name = f"job-{self._jobs}"
@@ -79,7 +80,7 @@ class World:
         self.server.delete_job(name)
 
     def healthy(self) -> bool:
-        """What the kubelet is answered."""
+        """Return the answer to the kubelet's probe."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/healthz", timeout=5) as answer:
             return bool(answer.status == 200)
 
@@ -91,7 +92,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 def is_over(world: World, name: str) -> None:
-    """After the end of a task the operator has ended with a reason, or acts as before."""
+    """True if, after the end of a task, the operator has ended with a reason or acts as before."""
     operator = world.running()
     began = time.monotonic()
     assert name in task_ender.tasks(world.socket, end=name), name
@@ -109,7 +110,7 @@ def is_over(world: World, name: str) -> None:
 
 @pytest.mark.parametrize("start", [*OURS, *KOPFS])
 def test_a_task_that_ends_is_followed_by_the_operators_end_with_a_reason(world: World, start: str) -> None:
-    """An operator that was running and did nothing held all jobs for minutes, and its probe answered ok."""
+    """An operator that runs without working must not hold up all jobs while its probe answers ok."""
     world.running()
     name = next(name for name in task_ender.tasks(world.socket) if name.startswith(start))
     is_over(world, name)
@@ -119,9 +120,9 @@ def test_a_task_that_ends_is_followed_by_the_operators_end_with_a_reason(world: 
         assert f"{start} has ended, so the operator ends" in world.operator.log
 
 
-@pytest.mark.long  # a minute and a half; the tasks of each kind are ended by day
+@pytest.mark.long  # a minute and a half; by day one task of each kind is ended
 def test_whichever_task_ends_the_operator_goes_on_or_ends_with_a_reason(world: World) -> None:
-    """A property of all tasks, also of those that nobody has thought of."""
+    """This holds for all tasks, including those that nobody has thought of."""
     chance = random.Random(35)
     world.running()
     left = task_ender.tasks(world.socket)
@@ -136,7 +137,7 @@ def test_whichever_task_ends_the_operator_goes_on_or_ends_with_a_reason(world: W
 
 @pytest.mark.parametrize("silent", [False, True])
 def test_sigterm_ends_the_operator_soon(world: World, silent: bool) -> None:
-    """The next leader waits for it. It gives the Lease back first, which an API server that is silent never answers."""
+    """The next leader waits for it. It returns the Lease first, which a silent API server never answers."""
     operator = world.running()
     world.server.silent = silent
     began = time.monotonic()

@@ -15,7 +15,7 @@ BLOCK = 50
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code: 1 where something is wrong."""
+    """Return the exit code: 1 if there is a violation."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=2000, help="how many")
     parser.add_argument("--first", type=int, default=0, help="the first of them")

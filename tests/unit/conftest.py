@@ -1,4 +1,4 @@
-"""An API server, and `ddpjob` in this process, which asks it."""
+"""Fixtures: a fake API server, and `ddpjob` in this process with that server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClu
 
 @pytest.fixture
 def ddpjob(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Ddpjob:
-    """`ddpjob …`, which ends with a code and says some texts on stderr where they are given."""
+    """Return a function that runs `ddpjob …` and checks its exit code and, if given, texts on stderr."""
 
     def run(*words: object, name: str = "ddpjob", code: int | None = None, says: str | Sequence[str] = ()) -> Done:
         monkeypatch.setattr(sys, "argv", ["ddpjob", *map(str, words)])

@@ -78,8 +78,9 @@ def test_the_kubelet_never_restarts_a_trainer_by_itself() -> None:
 
 
 def test_a_restart_policy_of_the_trainer_itself_does_not_start_it_beside_the_next_attempt() -> None:
-    """Kubernetes 1.34 takes it whatever the pod's own is. A rank that has ended would come back, while the ranks of the
-    next attempt train into the same checkpoint."""
+    """Kubernetes 1.34 accepts it whatever the pod's own policy is. A rank that has ended would be restarted while the
+    next attempt trains into the same checkpoint.
+    """
     rules = [{"action": "RestartAllContainers", "exitCodes": {"operator": "In", "values": [1]}}]
     other = {"name": "proxy", "image": "p", "restartPolicy": "Always", "restartPolicyRules": rules}
     what = job(container={"restartPolicy": "Always", "restartPolicyRules": [{"action": "Restart"}]})
@@ -127,7 +128,7 @@ def test_autoscalers_are_told_not_to_move_a_training_unless_the_user_says_otherw
 
 
 def test_a_cluster_may_leave_that_to_the_template() -> None:
-    """An administrator whose jobs are short and cheap could never consolidate nodes."""
+    """Otherwise an administrator with short, cheap jobs could never consolidate nodes."""
     what = job()
     assert build.pod(what, 1, 0, keep_from_autoscalers=False)["metadata"]["annotations"] == {}
     what.spec.template["metadata"] = {"annotations": {"karpenter.sh/do-not-disrupt": "true"}}
@@ -136,7 +137,7 @@ def test_a_cluster_may_leave_that_to_the_template() -> None:
 
 
 def test_no_pod_has_an_api_token_where_the_cluster_says_so_unless_its_template_asks_for_one() -> None:
-    """Code of a job could act as its service account, though a training needs no right in the cluster."""
+    """Code of a job could act as its service account, although training needs no rights in the cluster."""
     what = job()
     assert "automountServiceAccountToken" not in build.pod(what, 1, 0)["spec"], "as for all pods"
     assert build.pod(what, 1, 0, mount_api_token=False)["spec"]["automountServiceAccountToken"] is False
@@ -145,7 +146,7 @@ def test_no_pod_has_an_api_token_where_the_cluster_says_so_unless_its_template_a
 
 
 def test_a_pod_without_an_api_token_reports_its_progress() -> None:
-    """The kubelet mounts the token for reports whatever becomes of the other."""
+    """The kubelet mounts the token for reports independently of the service account's."""
     reporting = build.Reporting("http://here/v1/progress")
     volumes = build.pod(job(), 1, 0, reporting=reporting, mount_api_token=False)["spec"]["volumes"]
     assert [volume["name"] for volume in volumes if "projected" in volume] == [report_token.NAME]
@@ -163,7 +164,7 @@ def test_gpu_jobs_get_one_pod_per_node_beside_the_users_own_affinity() -> None:
 
 @pytest.mark.parametrize("affinity", [None, {"podAntiAffinity": None, "nodeAffinity": None}])
 def test_a_field_that_is_null_is_one_that_is_unset(affinity: Any) -> None:
-    """Helm charts write `affinity:` with nothing behind it. No pod was made, and the job stayed Pending for ever."""
+    """Helm charts write `affinity:` with no value. A job with it must not stay Pending for ever."""
     gpu = {"resources": {"limits": {"nvidia.com/gpu": 1}}}
     what, plain = job(container={**gpu, "terminationMessagePolicy": None, "env": None}), job(container=gpu)
     unset = {"affinity": affinity, "enableServiceLinks": None, "dnsPolicy": None, "initContainers": None}
@@ -189,7 +190,7 @@ def test_the_container_named_trainer_trains_wherever_it_stands() -> None:
 
 
 def test_a_users_variables_can_refer_to_the_jobs() -> None:
-    """Kubernetes expands $(NNODES) only from variables that stand before it."""
+    """Kubernetes expands $(NNODES) only from variables that come before it."""
     what = job(container={"env": [{"name": "WORLD_SIZE", "value": "$(NNODES)"}]})
     names = [e["name"] for e in trainer(pod(what))["env"]]
     assert names.index("NNODES") < names.index("WORLD_SIZE")
@@ -252,7 +253,7 @@ OWN_ENV = [{"name": "A", "value": "b"}, {"name": "NNODES", "value": "2"}, {"name
 def test_what_the_server_says_of_a_pod_has_the_places_that_the_user_has_written(
     said: str, shown: str, trainer_first: bool
 ) -> None:
-    """env[32] of a template with three variables sends people looking for what is not there."""
+    """`env[32]` for a template with three variables sends users looking for what they never wrote."""
     what = job(container={"env": OWN_ENV})
     listed = what.spec.template["spec"]["containers"]
     listed.insert(1 if trainer_first else 0, SIDECAR)
@@ -265,7 +266,7 @@ def test_what_the_server_says_of_a_pod_has_the_places_that_the_user_has_written(
 
 
 def test_the_log_of_an_init_container_is_kept_as_its_message_unless_the_template_says_otherwise() -> None:
-    """What it printed is all that says why the job did not start, and the pod goes with the restart."""
+    """Its output alone says why the job did not start, and the pod disappears with the restart."""
     own = {"name": "own", "image": "x", "terminationMessagePolicy": "File"}
     body = pod(with_pod(initContainers=[{"name": "init", "image": "x"}, own]))
     policies = [c["terminationMessagePolicy"] for c in body["spec"]["initContainers"]]

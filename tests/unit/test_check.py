@@ -1,4 +1,4 @@
-"""`ddpjob check` names the classic mistakes of DDP where they stand, and leaves sound scripts alone."""
+"""`ddpjob check` finds the classic mistakes of DDP at their lines, and reports nothing in sound scripts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def rules_in(text: str, job: Job | None = None) -> set[str]:
 
 
 def context_of(text: str) -> Job:
-    """The job in which a fixture is wrong: `# job: nodes=2 launcher=torchrun` in its first line."""
+    """Return the job for a fixture: `# job: nodes=2 launcher=torchrun` in its first line."""
     words = text.splitlines()[0].removeprefix("# job:").split() if text.startswith("# job:") else []
     given = {name: int(value) if value.isdecimal() else value for name, value in (word.split("=") for word in words)}
     if given.get("variables") == "none":
@@ -81,7 +81,7 @@ def test_a_finding_says_file_line_rule_and_what_to_write_instead() -> None:
     )
 
 
-# A sound script of the same kind, one change, and what it costs.
+# A sound script of the same kind, one change, and its consequence.
 CHANGES = [
     ("multigpu", "self.gpu_id == 0 and ", "", {"save-on-every-rank"}),
     ("multigpu", "self.train_data.sampler.set_epoch(epoch)", "pass", {"set-epoch-missing"}),
@@ -130,7 +130,7 @@ def test_one_wrong_change_to_a_sound_script_is_found(name: str, right: str, wron
 
 
 def test_a_script_for_one_machine_is_wrong_only_in_a_job_with_more() -> None:
-    """Tutorials meet on localhost, and rightly so: what is wrong with that on two nodes is said when there are two."""
+    """Tutorials use localhost, which is correct on one machine; on two nodes it is a mistake."""
     text = (FIXTURES / "clean/ddp_tutorial.py").read_text()
     assert rules_in(text) == set()
     assert rules_in(text, Job(nodes=1, nproc=8)) == {"master-port-fixed"}
@@ -152,7 +152,7 @@ def test_what_needs_several_nodes_to_hurt_is_an_error_only_where_there_are_some(
 def test_a_global_rank_as_a_device_is_an_error_where_a_node_has_fewer_gpus_than_the_job_ranks(
     gpus: int | None, nproc: int, severity: str
 ) -> None:
-    """Two nodes of eight GPUs with one process on each do run."""
+    """Two nodes of eight GPUs with one process each work."""
     text = (FIXTURES / "mistakes/device-is-global-rank.py").read_text()
     found = [f for f in check.check("t.py", text, Job(nodes=2, nproc=nproc, gpus=gpus)) if "device-is" in f.rule]
     assert {f.severity for f in found} == {severity}
@@ -160,7 +160,7 @@ def test_a_global_rank_as_a_device_is_an_error_where_a_node_has_fewer_gpus_than_
 
 @pytest.mark.parametrize("name", ["file-not-shared", "master-overwritten"])
 def test_what_only_matters_in_a_cluster_is_a_warning_before_a_local_run(name: str) -> None:
-    """A run was refused that works: all nodes of a local run see the same files, and each other by localhost."""
+    """In a local run all nodes see the same files and reach each other by localhost, so it must not be refused."""
     text = (FIXTURES / f"mistakes/{name}.py").read_text()
     for local, severity in ((False, "error"), (True, "warning")):
         found = check.check("t.py", text, Job(nodes=2, nproc=1, known=True, local=local))
@@ -205,7 +205,7 @@ if __name__ == "__main__":
 def test_an_error_is_about_a_line_that_the_run_certainly_executes(
     body: str, words: str, severity: str, where: str
 ) -> None:
-    """An error refuses the run; and of the ranks in the `else` it said that they are those of the `if`."""
+    """An error refuses the run, so it must be about a line that certainly runs, and name the right ranks."""
     text = ON_SOME.replace("BODY", "\n".join(f"    {line}" for line in body.splitlines()))
     (finding,) = check.check("t.py", text, Job(nodes=2, nproc=2, words=tuple(words.split())))
     assert (finding.rule, finding.severity) == ("collective-on-one-rank", severity)
@@ -213,7 +213,7 @@ def test_an_error_is_about_a_line_that_the_run_certainly_executes(
 
 
 def test_one_rank_waits_for_nobody() -> None:
-    """`ddpjob run --nodes 1` refused to start what is right with one process."""
+    """`ddpjob run --nodes 1` must accept a script that is correct with one process."""
     for name in ("collective-on-one-rank", "uneven-steps", "gradients-not-averaged", "partitioner-unseeded"):
         text = (FIXTURES / f"mistakes/{name}.py").read_text()
         assert name not in rules_in(text, Job(nodes=1, nproc=1))
@@ -244,7 +244,7 @@ def snippets() -> list[Any]:
 
 @pytest.mark.parametrize(("lines", "rules"), snippets())
 def test_what_is_certain_is_said_and_what_is_not_is_not(lines: str, rules: set[str]) -> None:
-    """The lines are parts of scripts, so it is no news that most of them form no group."""
+    """The lines are parts of scripts, so findings about a missing group are ignored here."""
     assert rules_in(HEAD + lines) - ({"init-missing"} - rules) == rules
 
 
@@ -271,7 +271,7 @@ def test_a_meeting_file_is_wrong_where_the_nodes_share_no_such_folder(mounts: di
 def test_a_meeting_file_whose_folder_is_not_known_may_lie_on_the_volume_that_is_shared(
     method: str, wrong: bool
 ) -> None:
-    """An error would keep a job from running that is right."""
+    """An error would refuse a correct job."""
     text = (FIXTURES / "mistakes/file-not-shared.py").read_text()
     text = text.replace("dist.init_process_group(", f"where = {method}\ndist.init_process_group(")
     text = text.replace('init_method="file:///tmp/meet",  # <- here', "init_method=where,")
@@ -351,7 +351,7 @@ ALONE = (
 @pytest.mark.parametrize("alone", ALONE)
 @pytest.mark.parametrize("lines", OTHERWISE.split("===\n"))
 def test_what_a_script_does_without_a_launcher_is_no_mistake_in_a_job(lines: str, alone: str) -> None:
-    """ArcFace of insightface has tcp:// in `except KeyError`, for one GPU: the error forbade its run and its submit."""
+    """ArcFace of insightface has tcp:// in `except KeyError`, for one GPU: an error would refuse its run and submit."""
     job = Job(nodes=2, nproc=2, gpus=2, launcher="torchrun", known=True)
     assert rules_in(HEAD + lines.replace("INIT", alone), job) <= {"set-device-missing"}
     assert rules_in(HEAD + alone, job)
@@ -394,7 +394,7 @@ if __name__ == "__main__":
     ],
 )
 def test_no_process_at_all_is_no_training(right: str, wrong: str, found_there: bool) -> None:
-    """The job was Succeeded after a second, with nothing trained."""
+    """Without a process the job would be Succeeded after a second, with nothing trained."""
     text = SPAWN.replace(right, wrong) if right else SPAWN
     assert ("spawn-without-gpu" in rules_in(text, Job(nodes=1, nproc=2, gpus=0))) == found_there
     for gpus in (None, 2):
@@ -439,7 +439,7 @@ LAUNCH = ["python", "-m", "torch.distributed.launch"]
 def test_what_the_launcher_passes_must_be_an_option_of_the_script(
     job_file, script: str, command: list[str], line: int | None
 ) -> None:
-    """All ranks end with exit code 2 before they train, in a file that forms no group by itself as well."""
+    """Otherwise all ranks end with exit code 2 before they train, even in a file that forms no group."""
     result = ran(job_file(script, *command, "train.py"))
     assert re.findall(r"train.py:(\d+): error\[local-rank-one-spelling\]", result.stdout) == (
         [str(line)] if line else []
@@ -504,7 +504,7 @@ NOT_PASSED = {
 def test_ranks_that_each_take_themselves_for_a_single_process_are_found(
     job_file, script: str, command: list[str], alone: bool
 ) -> None:
-    """Each rank trained a model of its own, and the job was Succeeded."""
+    """Otherwise each rank trains its own model, and the job is Succeeded."""
     start = ["exec python train.py --local_rank=$LOCAL_RANK"] if "sh" in command else ["train.py"]
     result = ran(job_file(script, *command, *start, nodes=2, nprocPerNode=2))
     assert ("error[local-rank-not-passed]" in result.stdout) == alone, result.stdout
@@ -539,7 +539,9 @@ if int(os.environ.get("WORLD_SIZE", 1)) > 1:
 def test_ranks_that_all_use_the_first_gpu_of_their_node_are_found(
     job_file, script: str, command: list[str], gpus: int, found: bool
 ) -> None:
-    """The scripts of apex, timm and maskrcnn-benchmark: NCCL ends the job after its image was pulled, on all nodes."""
+    """In scripts of apex, timm and maskrcnn-benchmark NCCL ends the job only after the image was pulled on all
+    nodes.
+    """
     start = ["exec python train.py --local_rank=$LOCAL_RANK"] if "sh" in command else ["train.py"]
     container = {"resources": {"limits": {"nvidia.com/gpu": gpus}}}
     result = ran(job_file(script, *command, *start, nodes=2, container=container))
@@ -549,7 +551,7 @@ def test_ranks_that_all_use_the_first_gpu_of_their_node_are_found(
 
 @pytest.mark.parametrize("command", [["python", "train.py"], ["torchrun", "train.py"]])
 def test_one_process_that_uses_all_gpus_of_its_node_is_left_alone(job_file, command: list[str]) -> None:
-    """DataParallel does, in scripts of that time."""
+    """DataParallel does that in old scripts."""
     nproc = 1 if command[0] == "torchrun" else 4
     container = {"resources": {"limits": {"nvidia.com/gpu": 4}}}
     result = ran(job_file(ALONE, *command, nodes=1, nprocPerNode=nproc, container=container))
@@ -564,7 +566,7 @@ def test_one_process_that_uses_all_gpus_of_its_node_is_left_alone(job_file, comm
     ],
 )
 def test_the_command_that_needs_no_edit_of_the_script_is_named(job_file, names: str, command: str) -> None:
-    """It is in docs/launching.md: nobody who is told to write LOCAL_RANK looks there."""
+    """The command is in docs/launching.md, where nobody looks who is told to use LOCAL_RANK."""
     assert command in (ROOT / "docs/launching.md").read_text().replace("`[", "`command: [")
     assert (
         f"without an edit: {command};" in ran(job_file(ALONE.replace('"--local_rank"', names), nprocPerNode=2)).stdout
@@ -573,14 +575,14 @@ def test_the_command_that_needs_no_edit_of_the_script_is_named(job_file, names: 
 
 @pytest.mark.parametrize("by", [["torchrun"], LAUNCH])
 def test_so_it_is_where_the_option_is_required_or_refused(job_file, by: list[str]) -> None:
-    """The message only told to change the script."""
+    """Otherwise the message only says to change the script."""
     required = P + OLD.replace("type=int", "required=True") + PARSE
     said = ran(job_file(required, *by, "train.py")).stdout
     assert 'without an edit: command: [torchrun, --no-python, sh, -c, "exec python train.py --loc' in said
 
 
 def test_a_script_that_a_shell_starts_for_each_rank_is_read(job_file) -> None:
-    """`torchrun --no-python sh -c "exec python train.py …"` was checked as a job without a script."""
+    """`torchrun --no-python sh -c "exec python train.py …"` has a script, too."""
     words = ["torchrun", "--no-python", "sh", "-c", "exec python train.py --local_rank=$LOCAL_RANK"]
     result = ran(job_file((FIXTURES / "mistakes/backend-mpi.py").read_text(), *words))
     assert "error[backend-mpi]" in result.stdout
@@ -618,7 +620,7 @@ VARIABLES = [
 def test_a_variable_with_which_the_nodes_never_meet_is_an_error_as_the_option_is(
     job_file, command: list[str], name: str, value: str, said: str
 ) -> None:
-    """All nodes waited for the others, with a warning among the Events at most."""
+    """Otherwise all nodes wait for each other, with only a warning among the Events."""
     env = {"env": [{"name": "A", "value": "1"}, {"name": name, "value": value}]}
     result = ran(job_file("", *command, nodes=2, container=env))
     errors = [line for line in result.stdout.splitlines() if "error[variable-keeps-nodes-apart]" in line]
@@ -647,14 +649,14 @@ BY_RANKS = "torchrun --nnodes=$WORLD_SIZE --node_rank=$RANK train.py"
 def test_options_of_the_launcher_from_variables_that_it_sets_itself_are_an_error(
     job_file, script: str, nproc: int, said: int
 ) -> None:
-    """`ddpjob convert` knew it; in a job that was written by hand torchrun got `--nnodes=` and ended."""
+    """torchrun gets `--nnodes=` and ends."""
     stdout = ran(job_file("", "bash", "-c", script, nodes=2, nprocPerNode=nproc)).stdout
     assert stdout.count("error[variable-of-ranks]") == said, stdout
     assert ("WORLD_SIZE is a variable of the ranks" in stdout and "; use NNODES" in stdout) == bool(said)
 
 
 def test_the_advice_names_the_script_that_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It said `python train.py` of every script."""
+    """A fixed `python train.py` would be wrong for most scripts."""
     monkeypatch.chdir(tmp_path)
     Path("main_pretrain.py").write_text("import torch.distributed as dist\n" + P + OLD + "dist.init_process_group()\n")
     assert "exec python main_pretrain.py --local_rank=$LOCAL_RANK" in ran("main_pretrain.py").stdout
@@ -670,7 +672,7 @@ def test_a_variable_that_is_refused_is_not_warned_of_as_well(job_file) -> None:
 
 
 def test_what_a_job_has_events_of_is_said_before_it_runs_in_the_same_words(job_file) -> None:
-    """`ddpjob check` found nothing, and `ddpjob run` warned."""
+    """`ddpjob check` must find what `ddpjob run` warns about."""
     env = {"env": [{"name": "MASTER_PORT", "value": "29500"}]}
     path = job_file("", "torchrun", "--max-restarts=3", "train.py", nodes=2, container=env)
     said = ran(path).stdout
@@ -704,14 +706,13 @@ OF_RANK = '--no-python, sh, -c, "SLURM_PROCID=$RANK SLURM_NTASKS=$WORLD_SIZE exe
 def test_a_variable_of_slurm_is_an_error_that_says_how_to_set_it(
     job_file, launcher: str, nproc: int, recipe: str
 ) -> None:
-    """The script ended with KeyError: 'SLURM_PROCID' at its start."""
+    """The script would end with KeyError: 'SLURM_PROCID' at its start."""
     said = ran(job_file(SLURM, launcher, "train.py", "--lr", "1", nodes=2, nprocPerNode=nproc)).stdout
     assert "error[variable-of-other-launcher]" in said
     assert recipe in said
 
 
 def test_a_variable_of_slurm_that_is_made_a_number_without_a_default_is_an_error(job_file) -> None:
-    """int(None) raises a TypeError in the first lines of the script."""
     said = ran(job_file(SLURM.replace('environ["SLURM_PROCID"]', 'getenv("SLURM_PROCID")'), *PYTHON, nodes=2)).stdout
     assert "error[variable-of-other-launcher]: os.getenv('SLURM_PROCID'): nothing sets it here, so this is a T" in said
 
@@ -763,12 +764,12 @@ def test_a_variable_of_slurm_that_may_be_set_or_is_not_needed_is_left_alone(
     ],
 )
 def test_a_launcher_without_a_script_is_an_error(job_file, command: list[str], missing: bool) -> None:
-    """Nothing was found in it, and torchrun ended with its usage."""
+    """Otherwise torchrun ends with its usage."""
     assert ("error[script-missing]" in ran(job_file("", *command)).stdout) == missing
 
 
 def test_a_script_that_needs_a_launcher_is_named_with_its_arguments(job_file, tmp_path: Path) -> None:
-    """`command: [torchrun, train.py]` was the advice for every script."""
+    """A fixed `command: [torchrun, train.py]` would be wrong for most scripts."""
     (tmp_path / "bert.py").write_text("import torch.distributed as dist\ndist.init_process_group('gloo')\n")
     said = ran(job_file("", "python", "bert.py", "--lr", "1", "a: b", nprocPerNode=2)).stdout
     assert 'start it with torchrun: command: [torchrun, bert.py, --lr, "1", "a: b"]' in said
@@ -798,7 +799,7 @@ dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=N)
 def test_a_world_size_that_is_not_the_jobs_is_found_where_both_are_known(
     number: str, nodes: int | None, nproc: int | None, launcher: str, found: bool
 ) -> None:
-    """The group waited for ranks that nobody starts, for torch's 30 minutes, and nothing was found."""
+    """The group waits for ranks that nobody starts, for torch's 30 minutes."""
     job = Job(nodes=nodes, nproc=nproc, launcher=launcher)
     findings = check.check("t.py", WORLD.replace("N)", f"{number})"), job)
     assert [(f.rule, f.severity) for f in findings] == ([("world-size-differs", "error")] if found else [])
@@ -827,7 +828,7 @@ BY_OPTION = (FIXTURES / "mistakes/group-needs-option.py").read_text()
 def test_a_group_that_only_an_option_forms_is_found_where_the_option_is_not_given(
     right: str, wrong: str, words: str, found: bool
 ) -> None:
-    """Each rank trained a model of its own, and the job was Succeeded."""
+    """Otherwise each rank trains its own model, and the job is Succeeded."""
     text = BY_OPTION.replace(right, wrong) if right else BY_OPTION
     job = Job(nodes=2, nproc=1, launcher="torchrun", words=tuple(words.split()))
     assert ("group-needs-option" in rules_in(text, job)) == found
@@ -922,7 +923,7 @@ FIRE = TYPER.replace("typer.run", "fire.Fire").replace("typer", "fire")
 def test_options_of_click_typer_absl_and_fire_form_the_group_as_those_of_argparse_do(
     text: str, words: str, found: bool
 ) -> None:
-    """Only argparse was read: with click, each rank trained a model of its own, and nothing was found."""
+    """If only argparse were read, ranks of a click script would train alone without a finding."""
     job = Job(nodes=2, nproc=1, launcher="torchrun", words=tuple(words.split()))
     assert ("group-needs-option" in rules_in(text, job)) == found
 
@@ -938,7 +939,7 @@ def test_options_of_click_typer_absl_and_fire_form_the_group_as_those_of_argpars
 def test_the_local_rank_as_an_option_is_found_in_all_documented_spellings(
     job_file, options: str, default: str, said: str
 ) -> None:
-    """torchrun's own documented script: nothing was found, and set_device(None) raised on every rank."""
+    """torchrun's own documentation has such a script; set_device(None) raises on every rank."""
     text = FIRST_GPU.replace('"--local_rank", type=int, default=0', options + default)
     container = {"resources": {"limits": {"nvidia.com/gpu": 2}}}
     stdout = ran(job_file(text, "torchrun", "train.py", nodes=2, nprocPerNode=2, container=container)).stdout
@@ -949,7 +950,7 @@ def test_the_local_rank_as_an_option_is_found_in_all_documented_spellings(
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="this Python reads it")
 @pytest.mark.parametrize("line", ["def f[T](x: T) -> T: ...", "type X = int", "x = f'{d['a']}'"])
 def test_the_syntax_of_a_newer_python_is_a_warning(tmp_path: Path, line: str) -> None:
-    """The image may have that Python: a healthy job was refused."""
+    """The image may have that Python, so a healthy job must not be refused."""
     (tmp_path / "train.py").write_text(f"{line}\n")
     result = ran(tmp_path / "train.py")
     assert (result.return_value, "warning[syntax]: not valid Python 3" in result.stdout) == (0, True)
@@ -967,7 +968,7 @@ def test_a_script_in_the_style_of_the_official_tutorials_is_left_alone(path: Pat
 
 
 def test_of_thirty_healthy_scripts_at_most_one_is_warned_for_nothing() -> None:
-    """Scripts of the shapes that people have, each in a job that fits it. A checker that cries wolf is switched off."""
+    """Scripts of common shapes, each in a job that fits it. Users switch off a checker that cries wolf."""
     assert len(HEALTHY) >= 30
     false_alarms = [
         str(finding)
@@ -980,13 +981,13 @@ def test_of_thirty_healthy_scripts_at_most_one_is_warned_for_nothing() -> None:
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
 def test_our_own_examples_are_left_alone_and_survive_a_changing_number_of_ranks(path: Path) -> None:
-    jobs = (Job(), ELASTIC) if path.parent.name == "examples" else (Job(),)  # those below show ways of starting
+    jobs = (Job(), ELASTIC) if path.parent.name == "examples" else (Job(),)  # those in clean/ show ways of starting
     assert [str(f) for job in jobs for f in check.check(path.name, path.read_text(), job)] == []
 
 
 @pytest.mark.parametrize("path", JOBS, ids=lambda p: p.stem)
 def test_our_own_jobs_have_no_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The notes show some old ways on purpose: those are warnings."""
+    """The notes show some old ways on purpose, with warnings."""
     monkeypatch.chdir(ROOT)
     report = check_files.check_all([str(path)], {str(path): sources.load(sources.Source(str(path)))})
     assert [str(f) for f in report.findings if f.severity == "error"] == []
@@ -1061,7 +1062,7 @@ def test_what_does_not_parse_is_a_finding(text: str, message: str) -> None:
     ],
 )
 def test_values_that_are_made_from_themselves_end(lines: str) -> None:
-    """What is endless is called "nested too deeply", an error that a healthy script must not get."""
+    """An endless search would be reported as "nested too deeply", an error that a healthy script must not get."""
     assert "syntax" not in rules_in(HEAD + "class C:\n    rank: int\n" + lines, TWO_NODES)
 
 
@@ -1099,7 +1100,7 @@ def ran(*words: object) -> Result:
 
 @pytest.fixture
 def job_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Writes train.py and a job that runs it, into the folder where the command is called."""
+    """Return a function that writes train.py and a job that runs it into the working folder."""
     monkeypatch.chdir(tmp_path)
 
     def write(script: str, *command: str, name: str = "job.yaml", **spec: Any) -> str:
@@ -1138,13 +1139,13 @@ def test_no_python_ends_with_2_and_its_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"# coding: rot13\n", b"# coding: hex\n", b"# coding: no-such\n"])
 def test_bytes_that_are_no_text_end_with_2(tmp_path: Path, content: bytes) -> None:
-    """They ended in a stack."""
+    """Otherwise users see a traceback."""
     (tmp_path / "train.py").write_bytes(content)
     assert ran(tmp_path / "train.py").return_value == 2
 
 
 def test_a_script_whose_name_no_file_can_have_is_not_on_this_machine(job_file) -> None:
-    """It ended in a stack."""
+    """Otherwise users see a traceback."""
     result = ran(job_file("", "python", "x" * 5000 + ".py"))
     assert "is not on this machine" in result.stderr
 
@@ -1200,7 +1201,7 @@ def test_mistakes_of_the_yaml_itself_have_its_line_and_can_be_taken_back(job_fil
 
 
 def test_volumes_and_claims_of_a_job_are_known() -> None:
-    """A meeting file on a claim is shared, on an emptyDir it is not; and a resource claim may well be a GPU."""
+    """A rendezvous file on a claim is shared, on an emptyDir it is not; and a resource claim may be a GPU."""
     mounts = [{"name": name, "mountPath": f"/{name}"} for name in ("own", "claim", "host", "typo")]
     body = manifest(container={"volumeMounts": mounts})
     body["spec"]["template"]["spec"]["volumes"] = [
@@ -1278,7 +1279,9 @@ def test_the_script_is_found_also_in_a_shell_and_behind_a_launcher_by_its_path(
 def test_the_script_is_found_behind_the_launchers_of_frameworks(
     line: str, launcher: str, files: list[str], words: str
 ) -> None:
-    """Else a job of Accelerate or Lightning is checked without its script, and "nothing found" is about the YAML."""
+    """Otherwise a job of Accelerate or Lightning is checked without its script, and "nothing found" is about the
+    YAML.
+    """
     found = read(line.split())
     assert (found.launcher, found.files, list(found.words)) == (launcher, files, words.split())
     assert read(["bash", "-lc", f"set -e; cd /app && {line}"]).files == files
@@ -1294,7 +1297,7 @@ def test_the_script_is_found_behind_the_launchers_of_frameworks(
     ],
 )
 def test_what_a_shell_does_before_the_launcher_is_not_the_training(before: str) -> None:
-    """Its mistakes were not found where packages are installed first: the file of that step was read, or none."""
+    """If packages are installed first, the script of that step must not be checked instead of the training."""
     assert read(["bash", "-c", f"{before} && torchrun --nproc-per-node 2 train.py --x"]).script == "train.py"
 
 
@@ -1313,7 +1316,7 @@ def test_what_a_shell_does_before_the_launcher_is_not_the_training(before: str) 
     ],
 )
 def test_a_launchers_program_that_starts_no_ranks_is_not_the_training(before: str) -> None:
-    """Nothing of train.py was checked: the first command was the launcher, and it had no script."""
+    """Otherwise the first command counts as a launcher without a script, and train.py is not checked."""
     for end in (" &&", ";"):
         words = ["bash", "-c", f"{before}{end} python train.py"]
         found = read(words)
@@ -1337,7 +1340,7 @@ def test_a_launchers_program_that_starts_no_ranks_is_not_the_training(before: st
     ],
 )
 def test_all_readers_see_the_same_launcher(words: list[str], options: dict[str, str] | None) -> None:
-    """`which torchrun; python t.py` got the variables of torchrun, and behind debugpy none were checked."""
+    """`which torchrun; python t.py` must not get torchrun's variables, and those after debugpy must be checked."""
     found = by_torchrun(words)
     assert (found and found.options) == options
     assert found is None or found.script == "t.py"
@@ -1406,7 +1409,7 @@ def test_a_module_is_looked_for_as_the_file_that_it_is(job_file, tmp_path: Path)
 def test_a_backend_that_the_command_asks_for_counts_before_that_of_the_script(
     job_file, option: list[str], errors: int
 ) -> None:
-    """A healthy job with --backend=gloo was refused by `check` with exit code 1, for a default that it does not use."""
+    """A job with --backend=gloo must not be refused for a default that it does not use."""
     script = 'import torch.distributed as dist\ndist.init_process_group("nccl")\ndist.destroy_process_group()\n'
     assert ran(job_file(script, "torchrun", "train.py", *option)).return_value == errors
 
@@ -1437,7 +1440,7 @@ ON_ONE_RANK = ["import torch.distributed as dist\n", "if dist.get_rank() == 0:\n
 
 
 def notebook(*cells: str | list[str]) -> str:
-    """A notebook of these code cells, with a text before them."""
+    """Return a notebook with these code cells after a text."""
     code = [{"cell_type": "code", "source": cell, "outputs": []} for cell in cells]
     return json.dumps({"cells": [{"cell_type": "markdown", "source": "# rank"}, *code], "nbformat": 4})
 
@@ -1459,7 +1462,7 @@ def notebook(*cells: str | list[str]) -> str:
 def test_the_code_cells_of_a_notebook_are_checked_and_the_cell_is_named(
     tmp_path: Path, cells: list[Any], place: str
 ) -> None:
-    """JSON is valid Python, so every notebook was said to have no mistake."""
+    """JSON is valid Python, so a notebook read as a script would have no mistakes."""
     path = tmp_path / "train.ipynb"
     path.write_text(notebook("import torch.distributed as dist\ndist.init_process_group('gloo')", *cells))
     cell, line = place.removeprefix("cell ").split(":")
@@ -1511,7 +1514,7 @@ def test_the_code_cells_of_a_notebook_are_checked_and_the_cell_is_named(
     ],
 )
 def test_a_line_that_ipython_takes_is_no_syntax_error(tmp_path: Path, line: str) -> None:
-    """The notebook was refused, and it runs."""
+    """A notebook with such a line runs, so it must not be refused."""
     path = tmp_path / "train.ipynb"
     path.write_text(notebook(line))
     assert (ran(path).return_value, ran(path).stdout) == (0, "")
@@ -1543,7 +1546,6 @@ def test_any_cells_are_read_without_a_traceback(source: Any) -> None:
 
 
 def test_a_folder_is_checked_without_what_is_ignored_hidden_or_installed(job_file, tmp_path: Path) -> None:
-    """`check .` ended with "Is a directory"."""
     wrong = (FIXTURES / "mistakes/backend-mpi.py").read_text()
     job_file("import os\n")
     for name in ("old/a.py", "env/lib/b.py", ".hidden/c.py", "ignored/d.py", "e.ipynb"):
@@ -1606,7 +1608,7 @@ def test_a_job_without_an_image_is_for_this_machine_only(job_file) -> None:
 def test_a_memory_limit_without_room_for_the_state_is_known_before_the_start(
     job_file, of_job: dict[str, Any], nodes: int, wrong: str
 ) -> None:
-    """It is else known after the first steps, when the job has waited for its GPUs for a night."""
+    """Otherwise users learn it after the first steps, when the job has waited a night for its GPUs."""
     path = job_file("", "ddprun", "train.py", nodes=nodes, container={"resources": of_job})
     said = ran(path, "--parameters", "300M").stdout
     assert ("memory-limit-too-small" in said) == bool(wrong), said
@@ -1639,7 +1641,7 @@ def test_a_script_that_is_not_here_is_said_with_the_line_of_the_command(job_file
 
 
 def test_two_jobs_of_one_name_in_a_file_cannot_be_chosen_from(job_file) -> None:
-    """The answer was to choose one by its name."""
+    """ "Choose one by its name" would be no help."""
     path = job_file("")
     Path(path).write_text("---\n".join([Path(path).read_text()] * 2))
     assert "Two have the same name; names must differ" in str(ran(path).exception)

@@ -1,4 +1,6 @@
-"""`ddpjob check` names what a job's command does otherwise than it looks, and leaves sound commands alone."""
+"""`ddpjob check` names parts of a job's command that do something else than they seem to, and nothing in sound
+commands.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,7 @@ def shell(text: str) -> api.DDPJob:
 def test_a_command_in_one_word_is_an_error_with_the_words_that_are_meant(
     words: list[str], joined: str | None, meant: str
 ) -> None:
-    """`check` found nothing in `["torchrun train.py"]`, which no container can start."""
+    """No container can start `["torchrun train.py"]`."""
     found = [text for _, rule, text in mistakes(job(*words)) if rule == "words-in-one"]
     joined = words[-1] if joined is None else joined
     why = "no shell reads the command, so this is one word with spaces"
@@ -81,7 +83,7 @@ def test_a_command_in_one_word_is_an_error_with_the_words_that_are_meant(
 
 
 def test_an_address_of_one_machine_is_no_error_before_a_run_on_one_machine() -> None:
-    """`ddpjob run` refused a job with MASTER_ADDR=localhost, which works there, and fails in a cluster only."""
+    """MASTER_ADDR=localhost works in `ddpjob run`, and fails only in a cluster."""
     at_localhost = job("python", "train.py", env={"MASTER_ADDR": "localhost"}, nproc=1)
     same_rank = job("python", "train.py", env={"RANK": "0"}, nproc=1)
 
@@ -110,7 +112,7 @@ def test_an_address_of_one_machine_is_no_error_before_a_run_on_one_machine() -> 
     ],
 )
 def test_a_shell_that_reads_the_rank_before_there_are_ranks_is_named(text: str) -> None:
-    """All nodes of a job wrote their logs into one file of the shared volume, and each overwrote the others'."""
+    """Otherwise all nodes write their logs into one file of the shared volume."""
     ((rule, sentence),) = said(shell(text))
     assert rule == "variable-of-ranks-unset"
     assert sentence.endswith("not set before the launcher has started the ranks; NODE_RANK is the node's")
@@ -144,7 +146,7 @@ def test_a_pod_with_one_rank_has_its_variables_and_env_may_set_them() -> None:
 
 
 def test_a_variable_of_the_ranks_that_kubernetes_is_to_replace_is_named() -> None:
-    """The script gets the text $(RANK): Kubernetes knows only what is in env."""
+    """The script gets the text $(RANK): Kubernetes knows only variables in env."""
     for what in (job("torchrun", "t.py", "--rank=$(RANK)"), job("torchrun", "t.py", env={"LOG": "log_$(RANK)"})):
         ((rule, text),) = said(what)
         assert (rule, text.partition(":")[0]) == ("variable-of-ranks-unset", "$(RANK)")
@@ -153,7 +155,7 @@ def test_a_variable_of_the_ranks_that_kubernetes_is_to_replace_is_named() -> Non
 
 
 def test_options_of_the_launcher_from_variables_of_slurm_are_an_error_and_others_a_warning() -> None:
-    """They are empty here, and torchrun fails with its usage; a log's name that lacks the job's number does not."""
+    """They are empty here. torchrun fails with its usage, but a log's name without the job's number is harmless."""
     text = "torchrun --nnodes=$SLURM_NNODES --node_rank ${SLURM_NODEID} t.py --id $SLURM_JOB_ID --job $LSB_JOBID"
     assert [(rule, sentence.partition(":")[0]) for rule, sentence in said(shell(text))] == [
         ("variable-of-other-launcher", "$SLURM_NNODES"),
@@ -216,7 +218,7 @@ def test_a_variable_of_slurm_that_has_a_value_or_is_asked_for_first_is_left_alon
     ],
 )
 def test_what_only_a_shell_expands_is_named_where_no_shell_reads_it(words: list[str], fix: str) -> None:
-    """The script got the text `$DATA_DIR`, and the job went on with a folder of that name."""
+    """The script gets the text `$DATA_DIR`, and the job continues with a folder of that name."""
     what = job("torchrun", "t.py", *words, env={"DATA_DIR": "/data"})
     ((rule, text),) = said(what)
     assert (rule, text.partition(": ")[0] in words) == ("not-expanded", True)
@@ -249,7 +251,7 @@ def test_a_script_that_expands_such_words_itself_may_have_them() -> None:
 
 
 def test_a_value_of_env_that_only_a_shell_would_expand_is_named_at_its_entry() -> None:
-    """PATH: /opt/bin:$PATH made a PATH without /usr/bin: the job's python was not found."""
+    """PATH: /opt/bin:$PATH makes a PATH without /usr/bin, so the job's python is not found."""
     env = {"A": "1", "PATH": "/opt/bin:$PATH", "B": "${A}/x", "C": "$(A)/x", "TOKEN": "pa$WORD$", "D": "$$PATH"}
     found = [(path[-2:], text) for path, rule, text in mistakes(job("torchrun", "t.py", env=env)) if rule in NEW]
     assert [path for path, _ in found] == [("env", 1), ("env", 2)]

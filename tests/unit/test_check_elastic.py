@@ -1,4 +1,4 @@
-"""`ddpjob check` warns of what does not survive a changing number of ranks, where the number may change."""
+"""`ddpjob check` warns about code that breaks when the number of ranks changes, if that may happen."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rules(text: str, context: Job = ELASTIC) -> set[str]:
 
 @pytest.mark.parametrize("path", MISTAKES, ids=lambda p: p.stem)
 def test_what_only_an_elastic_job_suffers_from_is_said_of_no_other(path: Path) -> None:
-    """A batch size of each rank is what most scripts have, and right where the number of ranks stays."""
+    """Most scripts set a batch size per rank, which is correct with a fixed number of ranks."""
     assert rules(path.read_text()) == {path.stem}
     assert rules(path.read_text(), FIXED) == set()
     assert rules(path.read_text(), Job()) == set(), "a script without a job"
@@ -50,7 +50,7 @@ def test_a_job_is_elastic_by_minNodes_or_by_its_command(spec: dict[str, Any], is
     assert known(job(**spec)).is_elastic == is_elastic
 
 
-# A sound elastic script, one change, and what it costs.
+# A sound elastic script, one change, and its consequence.
 CHANGES = [
     (SOUND, "nn.SyncBatchNorm.convert_sync_batchnorm(resnet50())", "resnet50()", {"elastic-batch-norm"}),
     (SOUND, "nn.SyncBatchNorm.convert_sync_batchnorm(resnet50())", "resnet50(norm_layer=groups)", set()),
@@ -78,7 +78,7 @@ CHANGES = [
 def test_one_change_to_a_sound_elastic_script_is_found_where_it_is_certain(
     text: str, right: str, wrong: str, found: set[str]
 ) -> None:
-    """Else the same job trains another model on Monday, with three nodes, than on Sunday with four."""
+    """Otherwise the same job trains differently with three nodes than with four."""
     assert rules(text) == set()
     assert right in text
     assert rules(text.replace(right, wrong)) == found

@@ -1,4 +1,4 @@
-"""`ddpjob check` ends, whatever a script holds, and names the rules that took too long."""
+"""`ddpjob check` ends for any script, and names the rules that took too long."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_work_that_takes_too_long_is_given_up() -> None:
 
 
 def test_an_error_that_a_destructor_swallows_is_raised_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python prints `Exception ignored in`, and the work went on for ever."""
+    """Python prints `Exception ignored in`, and the work would go on for ever."""
     swallowed: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", swallowed.append)
 
@@ -154,7 +154,7 @@ LARGE = {
 
 
 def large(name: str, size: int) -> str:
-    """A script of so many bytes."""
+    """Return a script of so many bytes."""
     line, before, after = LARGE[name]
     count = size // len(line.format(10_000, 10_001))
     return HEAD + before + "".join(line.format(i, i + 1) for i in range(count)) + after
@@ -162,17 +162,17 @@ def large(name: str, size: int) -> str:
 
 @pytest.mark.parametrize("name", LARGE)
 def test_a_script_is_checked_or_what_was_left_out_is_named(name: str) -> None:
-    """Whatever a stranger writes: no traceback, no end that does not come."""
+    """A stranger's script must cause neither a traceback nor an endless check."""
     findings = check.check("train.py", large(name, 20_000), check.Job(nodes=2), CpuLimit(0.1))
     rules = {rule.name for rule in check.RULES} | {"left-out", "syntax"}
     assert {finding.rule for finding in findings} <= rules
 
 
-@pytest.mark.long  # the rules and the limit have tests of their own by day
+@pytest.mark.long  # the rules and the limit have their own tests by day
 @pytest.mark.parametrize("name", LARGE)
 @pytest.mark.parametrize("words", [["check"], ["init"], ["submit", "--dry-run", "--no-code"]], ids=" ".join)
 def test_a_megabyte_of_python_ends(tmp_path: Path, name: str, words: list[str]) -> None:
-    """2,000 barriers under conditions took 37 seconds, and four times as many ten minutes."""
+    """2,000 barriers under conditions may otherwise take minutes, quadratic in their number."""
     script = tmp_path / "train.py"
     script.write_text(large(name, 1_000_000))
     result = CliRunner().invoke(main.cli, [*words, str(script)], standalone_mode=False)

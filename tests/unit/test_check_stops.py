@@ -1,4 +1,4 @@
-"""`check` on what a training does when it is told to stop."""
+"""`check` on what a training does when it is stopped."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def is_found(lines: str, launcher: str = "torchrun") -> bool:
     ],
 )
 def test_workers_that_end_before_their_rank_are_named(lines: str, launcher: str) -> None:
-    """The save at a drain was lost, and the log said only that a worker was killed."""
+    """Otherwise the save at a drain is lost, and the log says only that a worker was killed."""
     assert is_found(lines, launcher)
 
 

@@ -1,4 +1,4 @@
-"""The command line against an API server: what users get printed, and what a cluster gets asked for."""
+"""The command line against an API server: its output, and its requests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ddpjob_cli.client.logs import ClusterLogs
 
 
 def stored(name: str = "digits", state: str | None = "Running", **status: Any) -> dict[str, Any]:
-    """A job with the status that an operator has written."""
+    """Return a job with a status as an operator writes it."""
     body = manifest(name)
     del body["metadata"]["uid"], body["metadata"]["namespace"]
     full = {"state": state, "reason": "AllNodesRun", "message": "2 of 2 nodes are running", "attempt": 1} | status
@@ -39,7 +39,7 @@ def stored(name: str = "digits", state: str | None = "Running", **status: Any) -
 
 
 def runs(cluster: FakeCluster, *logs: list[str], exit_code: int | None = None, **status: Any) -> dict[str, Any]:
-    """A job with a pod for each log."""
+    """Return a cluster with a job that has a pod for each log."""
     for place, lines in enumerate(logs):
         cluster.add("pods", pod("digits", 1, place, exit_code=exit_code))
         cluster.logs[f"digits-1-{place}"] = lines
@@ -67,7 +67,7 @@ FAILURE = WHERE | {
 def test_a_context_is_enough_where_none_is_the_current_one(
     cluster: FakeCluster, ddpjob: Ddpjob, tmp_path: Path, current: str | None
 ) -> None:
-    """Some have none (`kubectl config unset current-context`), so that no command goes where it was not sent."""
+    """Some users unset it (`kubectl config unset current-context`), so that no command goes to the wrong cluster."""
     config = json.loads((tmp_path / "kubeconfig").read_text())
     del config["current-context"]
     config |= {} if current is None else {"current-context": current}
@@ -82,7 +82,7 @@ def test_a_context_is_enough_where_none_is_the_current_one(
 def test_a_kubeconfig_may_be_named_as_to_kubectl(
     cluster: FakeCluster, ddpjob: Ddpjob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`kubectl ddp get --kubeconfig FILE`: one cluster for one command."""
+    """`kubectl ddp get --kubeconfig FILE` selects a cluster for one command."""
     cluster.add("ddpjobs", stored())
     for set_ in (str(tmp_path / "none"), ""):
         monkeypatch.setenv("KUBECONFIG", set_)
@@ -109,7 +109,7 @@ def test_a_server_that_does_not_answer_costs_no_more_than_the_request_timeout(
 
 @pytest.mark.parametrize("time_", ["0", "0s", "999999999999"])
 def test_a_request_may_take_any_time(cluster: FakeCluster, ddpjob: Ddpjob, time_: str) -> None:
-    """0 is kubectl's word for it; it was a traceback."""
+    """0 means that in kubectl, too."""
     cluster.add("ddpjobs", stored())
     assert "digits" in ddpjob("get", "--request-timeout", time_).out
 
@@ -125,7 +125,7 @@ def test_a_namespace_that_is_a_path_is_no_namespace(cluster: FakeCluster, ddpjob
 def test_a_server_that_is_not_there_or_hangs_up_is_told_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ddpjob: Ddpjob
 ) -> None:
-    """One that shuts down, or a proxy before it: what was printed was a tuple of Python's."""
+    """A server that shuts down, or a proxy before it, must not show as a Python tuple."""
     monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path, "http://127.0.0.1:9")))
     done = ddpjob("get", code=1, says=("does not answer", "refused"))
     assert done.err.count("\n") == 1
@@ -146,7 +146,7 @@ def test_a_server_that_is_not_there_or_hangs_up_is_told_in_words(
 def test_without_a_kubeconfig_the_local_run_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ddpjob: Ddpjob
 ) -> None:
-    """Someone without a cluster has come to the wrong command."""
+    """Users without a cluster have probably chosen the wrong command."""
     monkeypatch.delenv("KUBECONFIG", raising=False)
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -167,7 +167,7 @@ def test_a_broken_kubeconfig_is_one_line(
 
 
 def test_each_command_for_a_cluster_tells_its_exit_codes_and_an_example(ddpjob: Ddpjob) -> None:
-    """A script has to tell a failed job from a wrong name, and only those that wait for its end do."""
+    """A script must tell a failed job from a wrong name, which only commands that wait for the end do."""
     for command in "submit get describe logs events top wait suspend resume restart scale delete".split():
         text = ddpjob(command, "--help").out
         failed = {"submit": "the job failed, or ", "wait": "a job failed, or "}.get(command, "")
@@ -182,7 +182,7 @@ def test_each_command_for_a_cluster_tells_its_exit_codes_and_an_example(ddpjob: 
 def test_a_plugin_that_gives_no_credentials_is_said(
     cluster: FakeCluster, ddpjob: Ddpjob, tmp_path: Path, command: str, says: str
 ) -> None:
-    """The request went out without credentials, below a line of a logger."""
+    """Otherwise the request is sent without credentials."""
     config = json.loads((tmp_path / "kubeconfig").read_text())
     plugin = {"apiVersion": "client.authentication.k8s.io/v1", "command": command, "interactiveMode": "Never"}
     config["users"][0]["user"] = {"exec": plugin}
@@ -261,7 +261,7 @@ def test_a_job_that_is_not_there_is_answered_with_the_closest_name(cluster: Fake
 
 
 def test_a_job_may_be_named_as_get_prints_its_name(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """`ddpjob get -o name | xargs ddpjob delete`: the names of one command were none to the others."""
+    """For `ddpjob get -o name | xargs ddpjob delete`."""
     for name in ("digits", "other"):
         cluster.add("ddpjobs", stored(name))
     names = ddpjob("get", "-o", "name").out.split()
@@ -294,7 +294,7 @@ def test_jobs_are_chosen_by_name_or_by_label(cluster: FakeCluster, ddpjob: Ddpjo
 
 
 def test_the_shell_completes_the_names_of_jobs(cluster: FakeCluster) -> None:
-    """As kubectl does; without a cluster it offers none, and says nothing."""
+    """As kubectl does; without a cluster it offers none and stays silent."""
     for name in ("digits", "dinosaurs", "bert"):
         cluster.add("ddpjobs", stored(name))
     cluster.add("ddpjobs", stored("other"), namespace="team-b")
@@ -321,7 +321,7 @@ def test_a_name_that_is_a_path_is_no_name(cluster: FakeCluster, ddpjob: Ddpjob) 
 
 
 def test_describe_says_who_failed_where_and_why(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """The sentence is that of a local run."""
+    """The sentence equals that of a local run."""
     restarts = {"application": 1, "total": 1}
     cluster.add("ddpjobs", stored(state="Restarting", lastFailure=FAILURE, restarts=restarts, attempt=2))
     cluster.add("pods", pod("digits", 2, 0, node="gpu-01"))
@@ -352,7 +352,7 @@ def test_describe_says_who_failed_where_and_why(cluster: FakeCluster, ddpjob: Dd
 def test_describe_says_why_a_kubelet_has_ended_a_pod(
     cluster: FakeCluster, ddpjob: Ddpjob, status: dict[str, Any], shown: str
 ) -> None:
-    """137 alone is also somebody's kill -9, and an evicted pod has no exit code."""
+    """137 alone could be somebody's kill -9, and an evicted pod has no exit code."""
     cluster.add("ddpjobs", stored(state="Failed"))
     ended = [{"name": "trainer", "state": {"terminated": s}} for s in status.pop("containerStatuses", ())]
     cluster.add("pods", pod("digits") | {"status": {"phase": "Failed", "containerStatuses": ended, **status}})
@@ -376,7 +376,7 @@ RAISED = ["[rank1]: Traceback (most recent call last):", '[rank1]:   File "/app/
 def test_a_success_whose_log_shows_a_failed_rank_is_doubted(
     cluster: FakeCluster, ddpjob: Ddpjob, command: list[str], is_doubted: bool
 ) -> None:
-    """The pipe ended with tee's 0. The operator reads no logs, so nobody would tell."""
+    """A pipe ends with tee's 0. The operator reads no logs, so nobody else would report it."""
     body = stored(state="Succeeded", attempt=2)
     body["spec"]["template"]["spec"]["containers"][0]["command"] = command
     cluster.add("ddpjobs", body)
@@ -430,7 +430,7 @@ def test_suspend_and_resume_change_one_field(cluster: FakeCluster, ddpjob: Ddpjo
 def test_a_job_that_is_resumed_while_its_pods_stop_is_said_to_start_when_they_have_ended(
     cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """Who looks for the new pods at once takes the command for one that did nothing."""
+    """Users who look for the new pods at once would think that the command did nothing."""
     job = cluster.add("ddpjobs", stored(state="Suspended", startTime="2026-01-01T00:00:00Z"))
     job["spec"]["suspend"] = True
     said = "digits is resumed; it starts again when the last of its pods has ended\n"
@@ -448,7 +448,7 @@ def test_a_job_that_has_ended_is_not_suspended(cluster: FakeCluster, ddpjob: Ddp
 
 
 def _stops(job: dict[str, Any]) -> None:
-    """What the operator makes of a suspension."""
+    """Act as the operator does on a suspension."""
     if job["spec"].get("suspend"):
         job["status"] = {"state": "Suspended", "attempt": 1, "conditions": [SUSPENDED]}
 
@@ -456,7 +456,7 @@ def _stops(job: dict[str, Any]) -> None:
 def test_scale_stops_a_running_job_first_and_starts_it_with_the_new_number(
     cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """The nodes of a job that runs cannot be changed."""
+    """The number of nodes cannot change while the job is running."""
     job = cluster.add("ddpjobs", stored(startTime="2026-01-01T00:00:00Z"))
     seen: list[tuple[Any, Any]] = []
 
@@ -472,7 +472,7 @@ def test_scale_stops_a_running_job_first_and_starts_it_with_the_new_number(
 
 
 def test_an_elastic_job_is_scaled_while_it_runs(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """The operator stops and starts it: a command that is ended meanwhile must not leave it suspended."""
+    """The operator stops and starts it: an interrupted command must not leave it suspended."""
     job = cluster.add("ddpjobs", stored(startTime="2026-01-01T00:00:00Z"))
     job["spec"]["minNodes"] = 1
     done = ddpjob("scale", "digits", "--nodes", 4)
@@ -483,7 +483,7 @@ def test_an_elastic_job_is_scaled_while_it_runs(cluster: FakeCluster, ddpjob: Dd
 def test_restart_waits_until_all_pods_have_ended_and_scale_leaves_a_suspended_job_suspended(
     cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """Suspended and resumed at once would change nothing."""
+    """Suspending and resuming at once would change nothing."""
     job = cluster.add("ddpjobs", stored(startTime="2026-01-01T00:00:00Z"))
     cluster.on_patch = _stops
     assert ddpjob("restart", "digits").code == 0
@@ -497,7 +497,7 @@ def test_restart_waits_until_all_pods_have_ended_and_scale_leaves_a_suspended_jo
 def test_a_job_that_ends_while_it_is_stopped_is_not_waited_for(
     cluster: FakeCluster, ddpjob: Ddpjob, words: list[str | int]
 ) -> None:
-    """The command waited for its whole time-out, and said that the job stays suspended."""
+    """Otherwise the command waits until its time-out, and says that the job stays suspended."""
     cluster.add("ddpjobs", stored(startTime="2026-01-01T00:00:00Z"))
 
     def ends(raw: dict[str, Any]) -> None:
@@ -518,7 +518,7 @@ def test_a_restart_that_takes_too_long_says_that_the_job_stays_suspended(cluster
 def test_one_job_that_is_not_there_does_not_keep_the_others_from_being_deleted(
     cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """`ddpjob delete a b c` left b and c, with their GPUs, where a was gone."""
+    """If `a` is gone, `ddpjob delete a b c` must still free the GPUs of b and c."""
     cluster.add("ddpjobs", stored("b"))
     cluster.add("ddpjobs", stored("c"))
     done = ddpjob("delete", "a", "b", "c")
@@ -533,7 +533,7 @@ def test_one_job_that_is_not_there_does_not_keep_the_others_from_being_deleted(
 def test_one_job_that_fails_does_not_keep_the_others_from_being_shown_suspended_or_resumed(
     cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """`ddpjob suspend a b` was refused, and a loop in the shell stopped at the first that was gone."""
+    """A loop in the shell would stop at the first missing job."""
     running = [cluster.add("ddpjobs", stored(name)) for name in ("b", "c")]
     cluster.add("ddpjobs", stored("over", state="Succeeded"))
     for verb, said in (("suspend", "b is suspended"), ("resume", "b is resumed")):
@@ -556,7 +556,7 @@ def test_one_job_that_fails_does_not_keep_the_others_from_being_shown_suspended_
 
 
 def test_several_jobs_are_waited_for_together(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """One after the other, a job that its ttlSecondsAfterFinished deletes meanwhile was said not to be there."""
+    """If they were waited for one by one, a job that ttlSecondsAfterFinished deletes meanwhile would be missing."""
     first, second = cluster.add("ddpjobs", stored("a")), cluster.add("ddpjobs", stored("b", state="Succeeded"))
     path = next(at for at in cluster.objects if at.endswith("/b"))
 
@@ -576,7 +576,7 @@ def test_several_jobs_are_waited_for_together(cluster: FakeCluster, ddpjob: Ddpj
 
 
 def test_a_wait_for_several_jobs_ends_with_the_first_that_spoils_it(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """A pipeline waited for hours, for the last of its jobs, before it was told of a typo or of the first failure."""
+    """Otherwise a pipeline waits hours for the last job before it hears of a typo or the first failure."""
     cluster.add("ddpjobs", stored("runs"))
     cluster.add("ddpjobs", stored("failed", state="Failed"))
     done = ddpjob("wait", "runs", "typo", "--for", "ended")
@@ -606,13 +606,13 @@ def test_the_timeout_is_that_of_all_jobs_together(cluster: FakeCluster, ddpjob: 
 def test_wait_ends_as_soon_as_the_answer_is_known(
     cluster: FakeCluster, ddpjob: Ddpjob, state: str, wanted: str, code: int
 ) -> None:
-    """`kubectl wait --for=condition=Complete` waits for ever for a job that has failed."""
+    """`kubectl wait --for=condition=Complete` waits for ever for a failed job."""
     cluster.add("ddpjobs", stored(state=state))
     assert ddpjob("wait", "digits", "--for", wanted).code == code
 
 
 def test_a_wait_for_a_suspension_lasts_until_the_last_pod_has_ended(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """Whoever goes on then takes the GPUs or the volume that the pods still hold, while they save."""
+    """Otherwise the next command takes the GPUs or the volume of pods that are still saving."""
     text = "suspended; digits-1-0 still stopping"
     stops = {**SUSPENDED, "status": "False", "reason": "NotSuspended"}
     job = cluster.add("ddpjobs", stored(state="Suspended", reason="Suspending", message=text, conditions=[stops]))
@@ -643,7 +643,7 @@ def test_wait_tells_a_job_that_is_deleted_meanwhile_from_one_that_has_ended(
 
 @pytest.mark.parametrize("word", ["deleted", "delete"])
 def test_a_wait_for_a_deletion_that_is_over_is_done(cluster: FakeCluster, ddpjob: Ddpjob, word: str) -> None:
-    """As after `delete --no-wait`, of a job that was quick to go. `delete` is kubectl's word."""
+    """For use after `delete --no-wait` of a job that was deleted quickly. kubectl calls it `delete`."""
     done = ddpjob("wait", "digits", "--for", word)
     assert (done.code, "no DDPJob digits in namespace default" in done.err) == (0, True)
     assert ddpjob("wait", "digits").code == 2
@@ -701,7 +701,7 @@ def test_logs_of_a_job_that_this_machine_has_not_run_come_from_the_cluster(
 
 
 def test_logs_of_a_pod_that_is_gone_are_the_end_that_the_status_keeps(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """The pod may have been deleted with its node; why it failed must not go with it."""
+    """The pod may have been deleted with its node, but its failure must stay visible."""
     cluster.add("ddpjobs", stored(state="Running", attempt=2, lastFailure=FAILURE))
     cluster.add("pods", pod("digits", 2, 0))
     cluster.logs["digits-2-0"] = ["new"]
@@ -714,7 +714,7 @@ def test_logs_of_a_pod_that_is_gone_are_the_end_that_the_status_keeps(cluster: F
 
 
 def test_logs_of_a_failed_job_tell_of_the_nodes_whose_pods_are_gone(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """The one log that was left had no prefix, and looked like the log of the whole job."""
+    """Otherwise the one remaining log looks like the log of the whole job."""
     cluster.add("ddpjobs", stored(state="Failed", startedNodes="0-1"))
     cluster.add("pods", pod("digits", 1, 1))
     cluster.logs["digits-1-1"] = ["ValueError: no such shard"]
@@ -739,7 +739,7 @@ def test_a_job_is_shown_without_its_managed_fields(cluster: FakeCluster, ddpjob:
 def test_the_command_line_names_itself_as_the_manager_of_the_fields_that_it_writes(
     cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """`kubectl get --show-managed-fields` had python-urllib3, which nobody recognizes."""
+    """Nobody would recognize python-urllib3 in `kubectl get --show-managed-fields`."""
     cluster.add("ddpjobs", stored())
     assert ddpjob("suspend", "digits").code == 0
     assert cluster.agents == {"ddpjob"}
@@ -757,7 +757,7 @@ def test_describe_tells_a_failure_once(cluster: FakeCluster, ddpjob: Ddpjob) -> 
 
 
 def test_describe_has_no_time_left_of_a_rank_that_is_silent(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """kubectl's ETA was empty, and describe still counted down."""
+    """As in kubectl, whose ETA is empty then."""
     progress = {"step": 812, "totalSteps": 6000, "etaSeconds": 312, "attempt": 1, "updated": "2026-01-01T00:00:00Z"}
     job = cluster.add("ddpjobs", stored(progress=progress, display={"step": "812/6000", "eta": "5m12s"}))
     assert "5m12s left" in ddpjob("describe", "digits").out
@@ -772,7 +772,7 @@ def test_followed_logs_go_on_with_the_next_attempt(cluster: FakeCluster, ddpjob:
 
     def restarts() -> None:
         pod_ends(first, 1)
-        cluster.wait_for("get pods")  # whether it has ended, once its log is read
+        cluster.wait_for("get pods")  # asks if it has ended, after its log is read
         second = cluster.add("pods", pod("digits", 2, 0))
         cluster.logs["digits-2-0"] = ["after"]
         job["status"]["attempt"] = 2
@@ -789,10 +789,11 @@ def test_followed_logs_go_on_with_the_next_attempt(cluster: FakeCluster, ddpjob:
 def test_the_last_minutes_of_a_log_are_shown_with_their_times(
     cluster: FakeCluster, ddpjob: Ddpjob, follow: list[str]
 ) -> None:
-    """When was that NCCL warning? A run of days has more lines than anybody counts for --tail."""
+    """Users search for the time of an NCCL warning in days of output, where --tail is of no help."""
     runs(cluster, [f"step {number}" for number in range(300)], exit_code=1, state="Failed")
     prefix = "[0:0] " if follow else ""
-    done = ddpjob("logs", "digits", "--since", "2m", *follow, code=0)  # as kubectl logs, though the job has failed
+    # Code 0, as from kubectl logs, although the job has failed.
+    done = ddpjob("logs", "digits", "--since", "2m", *follow, code=0)
     assert done.out.splitlines() == [f"{prefix}step {number}" for number in range(180, 300)]
     done = ddpjob("logs", "digits", "--timestamps", "--tail", 1, *follow)
     assert done.out == f"{prefix}2026-01-01T00:00:00.000000299Z step 299\n"
@@ -800,7 +801,7 @@ def test_the_last_minutes_of_a_log_are_shown_with_their_times(
 
 
 def test_of_pods_that_come_later_a_followed_tail_shows_all(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """`--tail 0 -f` is for what happens from now on; what the next attempt printed until it was seen was left out."""
+    """`--tail 0 -f` means from now on, so all output of the next attempt belongs to it."""
     job = cluster.add("ddpjobs", stored(nodes={"total": 1, "ready": 1}))
     first = cluster.add("pods", pod("digits", 1, 0))
     cluster.logs |= {"digits-1-0": ["before"], "digits-2-0": ["ValueError: no such shard"]}
@@ -815,7 +816,7 @@ def test_of_pods_that_come_later_a_followed_tail_shows_all(cluster: FakeCluster,
 
 
 def test_the_log_of_a_node_that_the_job_has_no_more_is_shown(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """`ddpjob scale --nodes 2` while its logs are followed: what node 2 said last ended them in a stack."""
+    """`ddpjob scale --nodes 2` while the logs are followed must not end them."""
     cluster.add("ddpjobs", stored())
     for place in (0, 2):
         cluster.add("pods", pod("digits", 1, place))
@@ -827,7 +828,7 @@ def test_the_log_of_a_node_that_the_job_has_no_more_is_shown(cluster: FakeCluste
 def test_a_pod_that_lives_for_a_moment_is_followed_where_the_user_may_watch_pods(
     cluster: FakeCluster, ddpjob: Ddpjob, *, may_watch: bool
 ) -> None:
-    """A rank that fails at once has said why; its pod may be gone before the next look."""
+    """A rank that fails at once has printed the reason, and its pod may be gone before the next check."""
     job = cluster.add("ddpjobs", stored(nodes={"total": 1, "ready": 1}))
     first = cluster.add("pods", pod("digits", 1, 0))
     cluster.logs |= {"digits-1-0": ["before"], "digits-2-0": ["ValueError: no such shard"]}
@@ -835,7 +836,7 @@ def test_a_pod_that_lives_for_a_moment_is_followed_where_the_user_may_watch_pods
 
     def restarts() -> None:
         pod_ends(first, 1)
-        cluster.answers["list pods"] = 200, {"items": [first]}  # the look each second comes too late
+        cluster.answers["list pods"] = 200, {"items": [first]}  # the check each second comes too late
         cluster.add("pods", pod("digits", 2, 0))
         if may_watch:
             cluster.wait_for("get pods/log", 2)
@@ -853,8 +854,9 @@ def test_a_pod_that_lives_for_a_moment_is_followed_where_the_user_may_watch_pods
 def test_a_followed_log_goes_on_where_its_connection_broke_in_any_time_zone_of_the_node(
     cluster: FakeCluster, ddpjob: Ddpjob, hours: int
 ) -> None:
-    """An API server that is upgraded cut a line, whose rest never came; with nodes east of Greenwich nothing came
-    for as many hours."""
+    """An upgraded API server cuts a line, whose rest must still come. The node's time zone must not shift the resume
+    time.
+    """
     cluster.zone = dt.timezone(dt.timedelta(hours=hours))
     cluster.broken = ["cut"]
     job = cluster.add("ddpjobs", stored())
@@ -871,8 +873,9 @@ def test_a_followed_log_goes_on_where_its_connection_broke_in_any_time_zone_of_t
 
 
 def test_a_followed_log_goes_on_after_a_sentence_of_the_kubelet(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """With no inotify left, as on many a machine with kind, the kubelet ends a followed log with its error, in the log
-    and without a time. Its first word was taken for the time from which to read on, which the API server refuses."""
+    """Without free inotify watches, as on many machines with kind, the kubelet writes its error into the followed log,
+    without a time. Its first word must not be used as the time from which to resume.
+    """
     cluster.broken = ["no watch", "no watch"]
     job = cluster.add("ddpjobs", stored())
     trainer = cluster.add("pods", pod("digits"))
@@ -890,7 +893,7 @@ def test_a_followed_log_goes_on_after_a_sentence_of_the_kubelet(cluster: FakeClu
 
 
 def test_a_connection_that_was_dropped_without_a_word_costs_no_line_of_a_followed_log(cluster: FakeCluster) -> None:
-    """A load balancer forgets connections on which nothing has come for some minutes, as of a rank that evaluates."""
+    """A load balancer forgets connections that are silent for minutes, for example while a rank evaluates."""
     cluster.broken = ["silent"]
     runs(cluster, ["one", "two"], exit_code=0, state="Succeeded")
     api_server = connect(silent=0.3)
@@ -899,7 +902,7 @@ def test_a_connection_that_was_dropped_without_a_word_costs_no_line_of_a_followe
 
 
 def test_a_long_log_of_a_job_that_has_ended_is_followed_to_its_end(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """Of what came later than ten seconds after the job's end nothing was shown, and the exit code was 0."""
+    """Output that comes more than ten seconds after the job's end must be shown, too."""
     cluster.line_seconds = 1.1
     runs(cluster, [str(number) for number in range(10)], exit_code=0, state="Succeeded")
     done = ddpjob("logs", "digits", "--cluster", "-f")
@@ -907,7 +910,7 @@ def test_a_long_log_of_a_job_that_has_ended_is_followed_to_its_end(cluster: Fake
 
 
 def test_a_log_keeps_its_bytes_whether_it_is_followed_or_not(cluster: FakeCluster) -> None:
-    """A program's messages in Latin-1 were other bytes with -f than without, and than in kubectl logs."""
+    """Messages in Latin-1 must be the same bytes with -f, without it, and in kubectl logs."""
     cluster.add("ddpjobs", stored(state="Succeeded"))
     cluster.add("pods", pod("digits", exit_code=0))
     printed = b"caf\xe9 \xff\n"
@@ -918,7 +921,7 @@ def test_a_log_keeps_its_bytes_whether_it_is_followed_or_not(cluster: FakeCluste
 
 
 def test_a_log_may_take_longer_than_a_request(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """200 MB over a VPN: `does not answer within 10 s`, without a line."""
+    """200 MB over a VPN take longer than the 10 s of a request."""
     cluster.line_seconds = 0.4
     runs(cluster, ["one", "two", "three", "four"])
     done = ddpjob("logs", "digits", "--cluster", "--request-timeout", "1s")
@@ -928,7 +931,7 @@ def test_a_log_may_take_longer_than_a_request(cluster: FakeCluster, ddpjob: Ddpj
 def test_a_node_whose_log_cannot_be_read_does_not_hide_those_of_the_others(
     cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """Node 0 is lost, and the others would tell when."""
+    """If node 0 is lost, the other logs say when."""
     message = 'Get "https://10.0.0.5:10250/containerLogs": dial tcp 10.0.0.5:10250: i/o timeout'
     cluster.answers["get pods/log digits-1-0"] = 500, {"kind": "Status", "message": message}
     runs(cluster, *[["epoch 1"]] * 2)
@@ -941,7 +944,7 @@ def test_a_node_whose_log_cannot_be_read_does_not_hide_those_of_the_others(
 def test_nodes_that_are_lost_together_cost_the_time_of_one(
     cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a job with eight lost nodes the first line came after 80 s."""
+    """Otherwise the first line of a job with eight lost nodes comes after 80 s."""
     asked, answer = threading.Barrier(3), cluster.handle
 
     def when_all_are_asked(method: str, path: str, body: Any) -> Any:
@@ -967,7 +970,7 @@ def test_nodes_that_are_lost_together_cost_the_time_of_one(
 def test_logs_of_many_nodes_are_whole_and_in_order(
     cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a long log nothing is kept while others are printed: it is read again."""
+    """A long log is not kept while others are printed; it is read again."""
     monkeypatch.setattr(read_ahead, "AHEAD_MAX", 3)
     monkeypatch.setattr(read_ahead, "BYTES_MAX", 100_000)
     job = cluster.add("ddpjobs", stored())
@@ -1005,7 +1008,7 @@ def test_no_more_logs_are_read_at_once_than_an_api_server_bears(monkeypatch: pyt
 
 
 def test_followed_logs_say_which_node_does_not_give_its_own(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """The API server answers, and the kubelet of a lost node does not: nothing was shown of it, and nothing said."""
+    """The API server answers, but the kubelet of a lost node does not: otherwise its log is silently missing."""
     refusal = 500, {"kind": "Status", "message": "dial tcp 10.0.0.5:10250: connection refused"}
     job = runs(cluster, *[["epoch 1"]] * 3)
     job["spec"]["nodes"] = 3
@@ -1047,7 +1050,7 @@ def test_the_logs_of_a_container_that_has_not_started_are_not_there_yet(cluster:
 def test_logs_that_are_not_there_say_that_no_operator_has_seen_the_job_or_how_it_ended(
     cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """Its pods may be gone: a job that ran into its deadline has none."""
+    """A job that passed its deadline has no pods left."""
     job = cluster.add("ddpjobs", stored(state=None))
     assert "no node has a log yet: no operator has seen the job" in ddpjob("logs", "digits", "--cluster").err
     described = ddpjob("describe", "digits").out
@@ -1067,7 +1070,7 @@ def test_logs_that_are_not_there_say_that_no_operator_has_seen_the_job_or_how_it
 def test_followed_logs_say_what_the_job_waits_for(
     cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wrong image, or an operator that is not there, was an empty screen; a job that runs has its logs."""
+    """A wrong image, or a missing operator, must not show as an empty screen."""
     monkeypatch.setattr(watch.StateLines, "UNSEEN_SECONDS", 0.0)
     job = cluster.add("ddpjobs", stored(state=None))
 
@@ -1095,7 +1098,7 @@ def test_followed_logs_say_what_the_job_waits_for(
 def test_top_is_drawn_again_until_ctrl_c_and_once_on_a_terminal_that_cannot_be_drawn_on(
     cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, *, is_drawn: bool
 ) -> None:
-    """Ctrl-C is its regular end. In the shell of an editor it showed nothing until then."""
+    """Ctrl-C ends it normally."""
     monkeypatch.setenv("TERM", "xterm" if is_drawn else "dumb")
     job = cluster.add("ddpjobs", stored(display={"step": "312/1125"}))
     argv = ["-m", "ddpjob_cli", "top"]
@@ -1112,7 +1115,7 @@ def test_top_is_drawn_again_until_ctrl_c_and_once_on_a_terminal_that_cannot_be_d
 
 
 def test_ctrl_c_ends_the_command_and_not_the_job(cluster: FakeCluster) -> None:
-    """Somebody closes the laptop; the training goes on."""
+    """Users may close the laptop; the training continues."""
     cluster.add("ddpjobs", stored())
     argv = [sys.executable, "-m", "ddpjob_cli", "logs", "digits", "--cluster", "-f"]
     with subprocess.Popen(argv, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:

@@ -1,4 +1,4 @@
-"""`ddpjob stacks` in a cluster: kubectl asks the agent in each pod, the log has the answer."""
+"""`ddpjob stacks` in a cluster: kubectl signals the agent in each pod, which writes to its log."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def text(rank: int, function: str) -> list[str]:
 def answered_by(
     cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, code: int = 0, error: str = ""
 ) -> list[list[str]]:
-    """What kubectl is called with; it does what the agents do."""
+    """Return a fake kubectl that does what the agents do."""
     called: list[list[str]] = []
 
     def run(words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
@@ -65,7 +65,7 @@ def answered_by(
 def test_the_agents_of_all_pods_are_asked_and_their_new_texts_shown(
     cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A text of an earlier question would show where the ranks were, not where they are."""
+    """The text of an earlier request would show old positions of the ranks."""
     add(cluster)
     called = answered_by(cluster, monkeypatch)
     code, out, _ = ddpjob("stacks", "digits", "-n", "default")
@@ -122,7 +122,7 @@ def test_a_job_that_has_nothing_to_show_is_one_sentence(
 
 
 def test_what_is_run_in_a_pod_signals_agents_and_no_other_process(tmp_path: Path) -> None:
-    """The signal would end a shell or a rank without a handler for it, and with PID 1 the pod."""
+    """The signal would end a shell, or a rank without a handler for it, and PID 1 ends the pod."""
     script = tmp_path / "train.py"
     script.write_text("import time; print('up', flush=True); time.sleep(600)")
     agent = subprocess.Popen(

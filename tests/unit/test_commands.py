@@ -1,4 +1,4 @@
-"""What the programs say about themselves: help, versions, completion, the schema for editors."""
+"""Help, versions, completion, and the schema for editors."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def said(*arguments: str, **environ: str) -> str:
 
 
 def test_help_and_version_work_as_words_too() -> None:
-    """Whoever knows git or kubectl types them first, and was told that there is no such command."""
+    """Users of git or kubectl type these words first."""
     assert said("help") == said("--help")
     assert said("help", "check").splitlines()[1:] == said("check", "--help").splitlines()[1:]
     assert said("version").startswith("ddpjob ")
 
 
 def test_the_list_of_commands_cuts_no_summary() -> None:
-    """`each node becomes a...` tells nothing."""
+    """A cut summary such as `each node becomes a...` has no meaning."""
     assert "..." not in said("--help").replace("[ARGS]...", "").replace("[OPTIONS] COMMAND", "")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["-h"]], ids=" ".join)
 def test_help_imports_click_and_the_command_line_alone(arguments: list[str]) -> None:
-    """With YAML, msgspec and the types of a job, each look at the help and each Tab takes twice as long."""
+    """YAML, msgspec and the job's types would double the time of each help page and each Tab."""
     code = (
         "import sys; before = set(sys.modules); from ddpjob_cli.commands.main import main\n"
         "try: main()\n"
@@ -83,13 +83,13 @@ def test_a_shell_that_loads_the_script_is_offered_the_commands_and_options() -> 
 
 
 def wrong(body: Any, rules: dict[str, Any]) -> list[str]:
-    """Where an editor marks a body, and why."""
+    """Return where an editor marks a body, and why."""
     return [f"{error.json_path}: {error.message}" for error in jsonschema.Draft7Validator(rules).iter_errors(body)]
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_editor_finds_the_schema_by_the_first_line_of_each_example_and_marks_nothing_in_it(path: Path) -> None:
-    """A red line below a sound field teaches people to ignore red lines."""
+    """Red lines below correct fields teach users to ignore red lines."""
     first, *_ = path.read_text(encoding="utf-8").splitlines()
     relative = first.removeprefix("# yaml-language-server: $schema=")
     found = json.loads((path.parent / relative).read_text(encoding="utf-8"))
@@ -144,7 +144,7 @@ def test_the_schema_that_is_checked_in_is_the_one_that_is_printed() -> None:
 
 
 def test_the_operators_help_and_version_start_nothing(capsys: Any) -> None:
-    """`ddpjob-operator --help` ran an operator until it was killed."""
+    """`ddpjob-operator --help` must not start an operator."""
     for option, begin in {"--help": "usage: ddpjob-operator", "--version": "ddpjob-operator "}.items():
         with pytest.raises(SystemExit) as ended:
             program.start([option])
@@ -160,7 +160,7 @@ def test_the_operator_refuses_an_argument_that_it_does_not_have(capsys: Any) -> 
 
 
 def test_without_its_packages_the_operator_names_what_to_install() -> None:
-    """Whoever installed the command line alone saw a traceback that ends in: No module named 'kopf'."""
+    """A traceback that ends in "No module named 'kopf'" does not say what to install."""
     only_the_base = (
         "import importlib.util, sys; find = importlib.util.find_spec;"
         "importlib.util.find_spec = lambda name: None if name == 'kopf' else find(name);"
@@ -174,7 +174,7 @@ def test_without_its_packages_the_operator_names_what_to_install() -> None:
 
 
 def test_the_help_of_run_is_one_screen_with_all_its_options() -> None:
-    """Whoever scrolls up to find an option misses the others."""
+    """Users who must scroll up miss options."""
     lines = CliRunner().invoke(cli, ["run", "--help"], prog_name="ddpjob", terminal_width=80).output.splitlines()
     assert len(lines) <= 24
     text = "\n".join(lines)

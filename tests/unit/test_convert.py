@@ -96,7 +96,7 @@ def trainjob(runtime: str = RUNTIME, **spec: Any) -> Converted:
 
 
 def checked(result: Converted) -> Converted:
-    """Each result is read back from its YAML, comments and all, and must be a valid DDPJob."""
+    """Return the result, read back from its YAML and comments, which must be a valid DDPJob."""
     data = yaml.safe_load(result.to_yaml())
     assert data == result.data
     assert [str(problem) for problem in validation.parse(data)[1]] == []
@@ -124,7 +124,7 @@ def trainer(result: Converted) -> dict[str, Any]:
 
 
 def test_a_pytorchjob_becomes_a_job_of_all_its_replicas() -> None:
-    """One who moves over must not count Master and Worker by hand, nor find out that the trainer has another name."""
+    """Users who migrate need not add up Master and Worker, nor know the trainer's name."""
     result = converted()
     assert result.metadata == {"name": "mnist", "namespace": "team-a"}
     assert (result.spec["nodes"], result.spec["nprocPerNode"]) == (4, 4)
@@ -154,8 +154,7 @@ RUN_POLICY = [
     ],
 )
 def test_a_field_of_run_policy_becomes_the_field_with_its_meaning(spec: Any, made: dict[str, Any]) -> None:
-    """Also in spec itself, where the first operator had them and `kubectl get -o yaml` of an old cluster prints them:
-    they were lost, and called fields that a DDPJob does not have."""
+    """The first operator had these fields in spec, where `kubectl get -o yaml` of an old cluster prints them."""
     result = converted(**spec)
     assert {k: v for k, v in result.spec.items() if k not in ("nodes", "nprocPerNode", "template")} == made
     assert not [text for text in remarks(result).values() if "has no such field" in text]
@@ -175,18 +174,19 @@ def test_a_field_of_run_policy_becomes_the_field_with_its_meaning(spec: Any, mad
     ],
 )
 def test_a_field_without_a_counterpart_is_named(spec: dict[str, Any], named: str) -> None:
-    """A field that is dropped silently is found when the job does something else at night."""
+    """Otherwise users notice a dropped field when the job does something else at night."""
     assert named in remarks(converted(**spec))
 
 
 def said(body: dict[str, Any]) -> str:
-    """What `ddpjob convert` prints on stderr."""
+    """Return what `ddpjob convert` prints on stderr."""
     return str(run("-", stdin=yaml.safe_dump(body)).stderr)
 
 
 def test_the_launcher_in_a_shell_of_a_pytorchjob_gets_the_jobs_own_variables() -> None:
-    """Kubeflow sets WORLD_SIZE and RANK by pods. With several processes a node a DDPJob has neither: torchrun got empty
-    texts."""
+    """Kubeflow sets WORLD_SIZE and RANK per pod. With several processes per node a DDPJob sets neither, and torchrun
+    would get empty texts.
+    """
     for count in ("$WORLD_SIZE", "$((WORLD_SIZE))", '"${WORLD_SIZE}"', "$(($WORLD_SIZE / 2))"):
         script = f'cd /app\ntorchrun --nnodes={count} --node_rank "${{RANK}}" --nproc_per_node=4 \\\n  train.py --lr 1'
         result = converted(pytorchReplicaSpecs=replicas(command=["bash", "-c"], args=[script]))
@@ -199,7 +199,7 @@ def test_the_launcher_in_a_shell_of_a_pytorchjob_gets_the_jobs_own_variables() -
 
 @pytest.mark.parametrize(("script", "is_named"), [("tee log_$RANK.txt", True), ("RANK=$NODE_RANK; echo $RANK", False)])
 def test_a_rank_that_counts_nodes_there_and_ranks_here_is_named(script: str, is_named: bool) -> None:
-    """With 4 processes a node it is not set in the pod: all nodes wrote their logs into one file of a shared volume."""
+    """With 4 processes per node RANK is not set in the pod, so all nodes would log into one file of a shared volume."""
     words = ["bash", "-xc", f"{script}\ntorchrun --nnodes 4 train.py"]
     text = "RANK: not set before the launcher has started the ranks; NODE_RANK is the node's"
     for stderr in (
@@ -235,7 +235,7 @@ def test_a_runtime_with_a_text_for_its_metadata_is_refused_without_a_traceback()
 
 
 def test_what_refers_to_the_container_by_its_name_still_finds_it() -> None:
-    """A variable with the CPUs of the container `pytorch`, which is now `trainer`: the kubelet found no such one."""
+    """Otherwise the kubelet finds no container `pytorch`, which is now `trainer`, and the pod does not start."""
 
     def cpus(name: str) -> dict[str, Any]:
         reference = {"containerName": name, "resource": "limits.cpu"}
@@ -246,14 +246,14 @@ def test_what_refers_to_the_container_by_its_name_still_finds_it() -> None:
 
 
 def test_a_job_whose_name_the_server_makes_gets_one() -> None:
-    """It was refused for a name that the file cannot have."""
+    """A generated name cannot be in the file, so it must not be required."""
     result = checked(room.convert(pytorchjob() | {"metadata": {"generateName": "mnist-", "namespace": "a"}}, []))
     assert result.metadata == {"name": "mnist", "namespace": "a"}
     assert "change it for each job" in remarks(result)["metadata.generateName"]
 
 
 def test_a_job_of_a_queue_is_not_suspended_by_what_the_queue_has_written() -> None:
-    """Kubeflow's own example for Kueue has suspend: true, which Kueue takes away: nobody takes it from a DDPJob."""
+    """Kubeflow's own example for Kueue has suspend: true, which Kueue removes; in a DDPJob nobody would."""
     labelled = {"name": "x", "labels": {"kueue.x-k8s.io/queue-name": "main"}}
     pytorch = pytorchjob(runPolicy={"suspend": True}) | {"metadata": labelled}
     train = yaml.safe_load(TRAINJOB) | {"metadata": labelled}
@@ -316,9 +316,10 @@ def test_elastic_restarts_count_where_there_is_no_backoff_limit() -> None:
     ],
 )
 def test_the_nodes_of_an_elastic_job_are_a_range(policy: Any, words: str, made: Any, named: str) -> None:
-    """A job that waits for its last node, where it trained with what there was, is slower than before. Kubeflow gives
-    the range to torchrun in the Master's pod, too, and torchrun's own option counts before it: AWS' examples for FSDP
-    have --nnodes=4 and maxReplicas: 64, and became jobs of 64 nodes."""
+    """A job that waits for its last node is slower than one that trains with the nodes there are. Kubeflow also passes
+    the range to torchrun in the Master's pod, and torchrun's own option overrides it: AWS' examples for FSDP have
+    --nnodes=4 and maxReplicas: 64, and must not become jobs of 64 nodes.
+    """
     result = converted(elasticPolicy=policy, pytorchReplicaSpecs=replicas(command=words.split()))
     assert (result.spec.get("minNodes"), result.spec["nodes"]) == made
     told = [name for name in remarks(result) if "elasticPolicy" in name or name.endswith(".replicas")]
@@ -349,7 +350,7 @@ ELASTIC_RUNTIME = RUNTIME.replace("torch: {", "torch: {elasticPolicy: {minNodes:
     ],
 )
 def test_a_trainjob_with_a_range_is_elastic(runtime: str, command: str, made: Any) -> None:
-    """--nnodes=2 in the TrainJob's own command stayed there, and the job was refused."""
+    """Otherwise --nnodes=2 in the TrainJob's own command stays, and the job is refused."""
     words = " ".join(command.split("|")[:1]).split() + command.split("|")[1:]
     result = trainjob(runtime, trainer={**yaml.safe_load(TRAINJOB)["spec"]["trainer"], "command": words})
     assert (result.spec.get("minNodes"), result.spec["nodes"]) == made
@@ -367,13 +368,15 @@ def test_a_trainjob_with_a_range_is_elastic(runtime: str, command: str, made: An
     ],
 )
 def test_a_trainjob_without_gpus_has_a_process_for_each_cpu(resources: Any, command: str, made: int | None) -> None:
-    """Kubeflow Trainer counts so (pkg/runtime/framework/plugins/torch): half of the ranks would be missing."""
+    """Kubeflow Trainer counts that way (pkg/runtime/framework/plugins/torch): otherwise half of the ranks would be
+    missing.
+    """
     result = trainjob(trainer={"image": "i", "command": command.split(), "resourcesPerNode": resources})
     assert result.spec.get("nprocPerNode") == made
 
 
 def test_a_pytorchjob_without_gpus_is_said_to_lose_its_processes() -> None:
-    """There torchrun gets PET_NPROC_PER_NODE=auto, which is the number of the machine's CPUs."""
+    """Kubeflow's torchrun gets PET_NPROC_PER_NODE=auto, which is the number of the machine's CPUs."""
     without = replicas(resources={"limits": {"cpu": 8}})
     assert (
         "set spec.nprocPerNode"
@@ -384,7 +387,7 @@ def test_a_pytorchjob_without_gpus_is_said_to_lose_its_processes() -> None:
 
 
 def test_options_that_go_on_in_args_are_removed_as_well() -> None:
-    """A job with `command: [torchrun]` and the options in args was refused, because they contradict spec.nodes."""
+    """With `command: [torchrun]` and options in args, the options would contradict spec.nodes."""
     for first, args in ((["torchrun"], "--nnodes=1:4 --tee 3 x.py"), (["tini"], "torchrun --nnodes=1:4 --tee 3 x.py")):
         result = converted(pytorchReplicaSpecs=replicas(command=first, args=args.split()))
         made = trainer(result)
@@ -393,7 +396,7 @@ def test_options_that_go_on_in_args_are_removed_as_well() -> None:
 
 
 def test_a_worker_that_differs_from_the_master_is_named_field_by_field() -> None:
-    """A DDPJob has one template: whoever gave workers another image must hear of it before the job runs."""
+    """A DDPJob has one template, so users with another image for workers must learn it before the job runs."""
     given = replicas()
     given["Worker"]["template"] = copy.deepcopy(given["Master"]["template"])
     given["Worker"]["template"]["spec"]["containers"][0]["image"] = "registry.example/mnist:2"
@@ -410,7 +413,7 @@ def test_options_that_identify_the_machine_are_removed_from_the_command() -> Non
 
 
 def test_plain_python_with_several_gpus_stays_one_process_a_node() -> None:
-    """There RANK counts nodes; with a process for each GPU the script would find no RANK at all."""
+    """In Kubeflow RANK counts nodes; with a process per GPU the script would find no RANK at all."""
     result = converted(nprocPerNode=None, pytorchReplicaSpecs=replicas(command=["python", "train.py"]))
     assert result.spec["nprocPerNode"] == 1
     assert "nprocPerNode" not in converted(nprocPerNode=None).spec
@@ -440,7 +443,7 @@ def test_what_cannot_be_converted_is_refused_at_its_field(spec: dict[str, Any], 
 
 @pytest.mark.parametrize("groups", [("Master", "Worker"), ("Master",), ("Worker",)])
 def test_the_port_of_the_masters_service_is_named_and_is_no_difference_of_the_workers(groups: tuple[str, ...]) -> None:
-    """It was gone without a word; where the Master alone had it, all nodes were said to get the Master's ports."""
+    """The port must not disappear silently, nor count as the Master's own when only the Master has it."""
     other = {"name": "metrics", "containerPort": 8000}
     given = copy.deepcopy(replicas(ports=[other]))
     given["Worker"]["template"] = copy.deepcopy(given["Master"]["template"])
@@ -470,7 +473,7 @@ def told(result: Converted) -> str:
 
 
 def test_the_masters_name_in_a_word_or_a_shells_script_is_the_variable_of_the_job() -> None:
-    """No DDPJob has a Service mnist-master-0: its ranks looked for it until the rendezvous gave up."""
+    """No DDPJob has a Service mnist-master-0, so its ranks would search for it until the rendezvous gives up."""
     words = ["python", "train.py", "--dist-url=tcp://mnist-master-0:23456", "--host", "mnist-master-0.team-a.svc"]
     result = converted(pytorchReplicaSpecs=replicas(command=words))
     assert trainer(result)["command"][2:] == ["--dist-url=tcp://$(MASTER_ADDR):23456", "--host", "$(MASTER_ADDR)"]
@@ -484,7 +487,7 @@ def test_the_masters_name_in_a_word_or_a_shells_script_is_the_variable_of_the_jo
 
 
 def test_a_variable_that_the_job_sets_is_left_out_and_one_with_the_masters_name_refers_to_it() -> None:
-    """The template's value goes before the job's: WORLD_SIZE "9" waited for ranks that never come."""
+    """The template's value overrides the job's: WORLD_SIZE "9" would wait for ranks that never come."""
     given = {"MASTER_ADDR": "mnist-master-0", "MASTER_PORT": "23456", "WORLD_SIZE": "9", "RANK": "0", "LR": "1"}
     env = [{"name": name, "value": value} for name, value in given.items()]
     url = {"name": "URL", "value": "tcp://mnist-master-0:23456"}
@@ -505,7 +508,7 @@ def test_a_variable_whose_name_is_a_list_is_refused_without_a_traceback() -> Non
 
 
 def test_a_name_that_nothing_stands_for_is_told_at_its_line() -> None:
-    """An init container has not the job's variables, and a Worker has a name of its own with spec.dns alone."""
+    """An init container lacks the job's variables, and a Worker has a DNS name only with spec.dns."""
     given = replicas(command=["python", "x.py", "--peer=mnist-worker-1", "/mnist-master-0", "a/mnist-master-0.log"])
     waits = ["sh", "-c", "until nslookup mnist-master-0; do sleep 1; done"]
     given["Master"]["template"]["spec"]["initContainers"] = [{"name": "wait", "image": "i", "command": waits}]
@@ -524,7 +527,7 @@ def test_without_a_master_the_first_worker_is_rank_0() -> None:
 
 
 def test_the_first_pods_name_in_a_trainjob_is_the_variable_of_the_job() -> None:
-    """The name of a JobSet's pod: no pod of a DDPJob has it."""
+    """No pod of a DDPJob has the JobSet's pod name."""
     env = [{"name": "MASTER_ADDR", "value": "gpt-node-0-0.gpt"}, {"name": "LR", "value": "1"}]
     words = ["python", "x.py", "--url=tcp://gpt-node-0-0.gpt:29500", "--peer=gpt-node-0-1.gpt"]
     result = trainjob(trainer={"command": words, "env": env})
@@ -560,7 +563,7 @@ def _patched(pod: dict[str, Any], name: str = "node") -> Iterator[dict[str, Any]
 
 
 def test_what_a_patch_says_of_more_than_the_pods_is_named() -> None:
-    """Kubeflow's example has labels and annotations of the JobSet there: they were dropped without a word."""
+    """Kubeflow's example sets labels and annotations of the JobSet there."""
     job = {"name": "node", "template": {"metadata": {"labels": {"a": "b"}}, "spec": {}}}
     template = {"metadata": {"labels": {"team": "ml"}}, "spec": {"replicatedJobs": [job]}}
     told = remarks(trainjob(runtimePatches=[{"manager": "me", "trainingRuntimeSpec": {"template": template}}]))
@@ -570,7 +573,7 @@ def test_what_a_patch_says_of_more_than_the_pods_is_named() -> None:
 
 
 def test_what_a_runtime_says_around_its_pods_is_named() -> None:
-    """Labels by which a team is billed, a Job that others wait for and 7 restarts of 5 were gone without a word."""
+    """For example billing labels, a Job that others wait for, and a number of restarts."""
     own = yaml.safe_load(
         ELASTIC_RUNTIME.replace("torch: {elasticPolicy: {", "torch: {elasticPolicy: {maxRestarts: 5, ")
     )
@@ -598,7 +601,7 @@ def test_what_a_runtime_says_around_its_pods_is_named() -> None:
 
 
 def test_patches_of_every_version_change_the_pod_as_kubernetes_merges() -> None:
-    """A volume with a patch of its own must not take the place of the runtime's containers."""
+    """A patch with its own volume must not replace the runtime's containers."""
     volume = {"name": "data", "persistentVolumeClaim": {"claimName": "data"}}
     mount = {"name": "data", "mountPath": "/data"}
     pod = {"volumes": [volume], "containers": [{"name": "node", "volumeMounts": [mount]}], "nodeSelector": {"a": "b"}}
@@ -688,7 +691,7 @@ def test_a_command_line_keeps_all_but_what_identifies_the_machine(
     ],
 )
 def test_a_command_behind_a_program_that_only_starts_it_is_read(words: list[str], made: list[str]) -> None:
-    """`uv run torchrun …` was taken for a file: `uv: No such file or directory`."""
+    """`uv run torchrun …` is not a file named uv."""
     for result in (run("--", *words), run(*words)):
         job = yaml.safe_load(result.stdout)
         assert (job["spec"]["nodes"], job["metadata"]["name"]) == (2, "train")
@@ -709,8 +712,7 @@ def test_a_command_behind_a_program_that_only_starts_it_is_read(words: list[str]
     ],
 )
 def test_a_package_a_folder_or_an_environment_that_is_called_as_a_launcher_is_none(words: list[str]) -> None:
-    """`lightning cannot be converted` was said of a script that installs it and starts torchrun, and `ray cannot be
-    converted` of one that stops an old Ray before."""
+    """A script that installs lightning, or stops an old Ray, and then starts torchrun can be converted."""
     assert checked(command.convert(words)).spec["nodes"] == 2
 
 
@@ -718,7 +720,7 @@ def test_a_package_a_folder_or_an_environment_that_is_called_as_a_launcher_is_no
     "line", ["torchrun", "torchrun --nnodes 2", "torchrun --help", "python -m torch.distributed.run --nnodes=2"]
 )
 def test_a_launcher_without_a_script_is_refused(line: str) -> None:
-    """It became a job that starts nothing, which `ddpjob check` refuses."""
+    """Otherwise the job starts nothing, and `ddpjob check` refuses it."""
     with pytest.raises(ConvertError, match=r"(torchrun|torch\.distributed\.run) has no script: what does it start\?"):
         of_command(line)
 
@@ -733,14 +735,14 @@ def test_a_launcher_without_a_script_is_refused(line: str) -> None:
             "t.py",
             "--node_rank=$VK_TASK_INDEX is now $NODE_RANK, --master_addr ddp-worker-0.ddp is now $MASTER_ADDR",
         ),
-        (  # PyTorch's example for Slurm: in a pod $RANDOM is another number on each node
+        (  # PyTorch's example for Slurm: in pods $RANDOM differs by node
             "torchrun --nnodes 3 --rdzv_id $RANDOM --rdzv_backend c10d \\\n  --rdzv_endpoint \\\n "
             "$head_node_ip:29500 t.py",
             "torchrun --nnodes 3 --rdzv_id $PET_RDZV_ID --rdzv_backend c10d \\\n  --rdzv_endpoint \\\n "
             "$MASTER_ADDR:$MASTER_PORT t.py",
             "--rdzv_id $RANDOM is now $PET_RDZV_ID",
         ),
-        (  # what a shell runs for a value is no end of the options
+        (  # a command substitution does not end the options
             "set -e; torchrun --master_addr=$(scontrol show hostnames | head -n 1) --nnodes=3 t.py",
             "set -e; torchrun --master_addr=$MASTER_ADDR --nnodes=3 t.py",
             "is now $MASTER_ADDR",
@@ -753,7 +755,7 @@ def test_a_launcher_without_a_script_is_refused(line: str) -> None:
     ],
 )
 def test_a_script_of_a_shell_meets_where_the_job_says(script: str, made: str, named: str) -> None:
-    """Kept as they were, these options start a job whose nodes wait for each other until the timeout."""
+    """Unchanged, these options start a job whose nodes wait for each other until the timeout."""
     result = command.convert(["bash", "-c", script])
     assert trainer(result)["command"] == ["bash", "-c", made]
     assert result.spec["nodes"] == 3
@@ -782,7 +784,7 @@ def test_variables_of_another_launcher_are_named() -> None:
 
 
 def test_a_number_of_processes_that_only_the_pod_knows_is_left_to_it() -> None:
-    """`--nproc_per_node=$(nvidia-smi -L | wc -l)` is usual, and it is what nprocPerNode is when it is unset."""
+    """`--nproc_per_node=$(nvidia-smi -L | wc -l)` is common, and equals an unset nprocPerNode."""
     script = "N=$(nvidia-smi -L | wc -l); torchrun --nnodes=2 --nproc_per_node=$N x.py"
     result = command.convert(["bash", "-c", script], image="i")
     assert "nprocPerNode" not in result.spec
@@ -818,7 +820,7 @@ def test_a_script_of_a_shell_without_a_launcher_is_one_node() -> None:
 def test_what_starts_the_ranks_of_all_nodes_is_refused_with_what_a_job_runs_instead(
     words: list[str], named: str, started: str
 ) -> None:
-    """`mpirun: No such file or directory` told nobody that a DDPJob runs one command a node."""
+    """`mpirun: No such file or directory` does not explain that a DDPJob runs one command per node."""
     said = str(run("--", *words).exception)
     assert said.startswith(f"command: {named} cannot be converted: `ddpjob convert` reads torchrun, ddprun")
     assert said.endswith(f"ddpjob convert -- torchrun --nnodes NODES --nproc-per-node RANKS {started}")
@@ -836,7 +838,7 @@ def test_a_command_line_with_a_range_is_elastic(nnodes: str, least: int | None) 
 
 
 def test_what_accelerate_would_tell_its_ranks_is_told_by_variables() -> None:
-    """torchrun knows no --mixed_precision: without the variable the training would silently be in float32."""
+    """torchrun has no --mixed_precision: without the variable the training would silently use float32."""
     line = "NCCL_DEBUG=INFO accelerate launch --mixed_precision bf16 --gradient_accumulation_steps=4 train.py"
     assert trainer(of_command(line))["env"] == [
         {"name": "NCCL_DEBUG", "value": "INFO"},
@@ -846,7 +848,7 @@ def test_what_accelerate_would_tell_its_ranks_is_told_by_variables() -> None:
 
 
 def test_words_that_yaml_takes_for_numbers_or_true_stay_words() -> None:
-    """`--lr 1e-3` was written without quotes, and ddpjob run and kubectl refused the number in the command."""
+    """Without quotes, ddpjob run and kubectl would refuse the number in `--lr 1e-3`."""
     words = ["torchrun", "train.py", "--lr", "1e-3", "y", "N", "08", "0o17", "1e3", "1:30", "on", "2026-01-01", "="]
     text = command.convert(words).to_yaml()
     read = yamlfile.read_job("x.yaml", None, text.encode()).data
@@ -871,13 +873,13 @@ def test_a_script_of_several_lines_is_the_same_when_it_is_read_again(script: str
 
 
 def test_a_script_of_several_lines_stays_in_lines() -> None:
-    """In quotes, with \\n in them, it can hardly be edited."""
+    """One quoted line can hardly be edited."""
     text = command.convert(["bash", "-c", "set -e\ntorchrun \\\n  --nnodes=2 t.py\n"], image="i").to_yaml()
     assert "- |\n          set -e\n          torchrun \\\n            --nnodes=2 t.py\n" in text
 
 
 def test_a_command_that_is_not_utf_8_is_refused() -> None:
-    """It became a job with a character that no file name has."""
+    """No file name contains the replacement character."""
     result = CliRunner().invoke(cli, ["convert", "--", "torchrun", "\udcff.py"])
     assert result.stdout == ""
     assert "not UTF-8" in str(result.exception)
@@ -932,14 +934,14 @@ def test_the_job_is_named_after_the_script() -> None:
     ],
 )
 def test_options_of_one_of_several_machines_are_named(line: str, told: str) -> None:
-    """They were kept in a job of one node without a word: it waits for the others at an address of another cluster."""
+    """A job of one node would wait for the others at an address of another cluster."""
     for result in (of_command(line), command.convert(["bash", "-c", f"cd /w; {line}; true"])):
         assert [remark.text for remark in result.remarks if remark.text.startswith(told)]
 
 
 @pytest.mark.parametrize("before", ["", "env ", "nohup env "])
 def test_variables_of_one_of_several_machines_are_removed_and_named(before: str) -> None:
-    """RANK=0 was in env of all nodes: they wait for each other, or for a machine of another cluster."""
+    """With RANK=0 in env of all nodes they wait for each other, or for a machine of another cluster."""
     own = "RANK=0 WORLD_SIZE=4 MASTER_ADDR=10.0.0.1"
     result = of_command(f"{before}{own} LR=1 python m.py")
     words = [*before.split(), *(["LR=1"] if before else []), "python", "m.py"]
@@ -1022,7 +1024,7 @@ def as_kubectl_prints(body: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["List", "PyTorchJobList"])
 def test_what_kubectl_prints_of_several_jobs_is_read_item_by_item(kind: str) -> None:
-    """`kubectl get pytorchjobs -o yaml` is how one moves a cluster: its List was `no PyTorchJob`."""
+    """`kubectl get pytorchjobs -o yaml` prints a List of everything that is to be migrated."""
     items = [as_kubectl_prints(pytorchjob(runPolicy={"schedulingPolicy": {"queue": name}})) for name in "ab"]
     items[1]["metadata"]["name"] = "second"
     if kind != "List":  # the API server's own list does not repeat the kind
@@ -1046,7 +1048,7 @@ def test_a_list_may_hold_the_runtime_of_its_trainjobs_and_one_without_jobs_names
 
 
 def test_what_a_job_in_a_cluster_belongs_to_is_named() -> None:
-    """A CronJob's owner, or a finalizer that somebody waits for, is not that of the new object."""
+    """A CronJob's owner reference, or a finalizer that somebody handles, does not belong to the new object."""
     body = pytorchjob()
     body["metadata"]["ownerReferences"] = [{"kind": "Workflow", "name": "w"}]
     assert "metadata.ownerReferences" in remarks(checked(room.convert(body, [])))
@@ -1067,7 +1069,7 @@ FIX = "ddpjob convert --image r/x:1 -- python train.py --lr 1"
          "{mpiReplicaSpecs: {Launcher: {template: " + IN_A_POD.replace("[python", "[mpirun, -np, '4', -x, A=b, python")
          + "}}}", FIX),
         ("batch/v1", "Job", "{template: {spec: {containers: [{command: [sh, -xc, \"torchrun t.py\\n\"]}]}}}",
-         "ddpjob convert -- sh -xc 'torchrun t.py'"),  # `- |` of YAML ends with a line end
+         "ddpjob convert -- sh -xc 'torchrun t.py'"),  # YAML's `- |` ends with a line end
         ("batch/v1", "Job", "{template: 3}", "ddpjob convert -- COMMAND"),
         ("ray.io/v1", "RayJob", "{entrypoint: python x.py}", "ddpjob convert -- COMMAND"),
     ],
@@ -1075,7 +1077,7 @@ FIX = "ddpjob convert --image r/x:1 -- python train.py --lr 1"
 def test_a_job_of_another_kind_is_refused_with_the_command_that_converts_what_it_starts(
     version: str, kind: str, spec: str, fix: str
 ) -> None:
-    """`no PyTorchJob and no TrainJob in it` is the end of the way for one who trains with Volcano."""
+    """For Volcano's users `no PyTorchJob and no TrainJob in it` would be a dead end."""
     text = f"apiVersion: {version}\nkind: {kind}\nmetadata: {{name: mine}}\nspec: {spec}\n"
     line = f"stdin:1: {kind} mine: not converted: make one of its command: {fix}"
     result = run("-", stdin=text)
@@ -1084,7 +1086,7 @@ def test_a_job_of_another_kind_is_refused_with_the_command_that_converts_what_it
 
 
 def test_each_document_that_is_not_converted_is_named_with_its_line() -> None:
-    """A Volcano Job between two PyTorchJobs was gone, and nobody heard of it."""
+    """A Volcano Job between two PyTorchJobs must not disappear silently."""
     others = "kind: ConfigMap\nmetadata: {name: c}\n---\nkind: Job\nmetadata: {name: v}\n---\n[1]\n---\n"
     result = run(
         "-", stdin=f"{others}{TRAINJOB}---\n{RUNTIME}---\n{RUNTIME.replace('torch-distributed', 'other')}---\n"
@@ -1130,7 +1132,7 @@ def test_wrong_input_is_a_line_with_its_place_and_prints_nothing(text: str, sent
 
 
 def test_run_and_check_name_the_command_that_converts(tmp_path: Path) -> None:
-    """`kind: must be DDPJob` alone left users of Kubeflow with nothing."""
+    """`kind: must be DDPJob` alone does not help users of Kubeflow."""
     assert yamlfile.CONVERTED == room.KINDS
     file = tmp_path / "job.yaml"
     file.write_text(PYTORCHJOB)

@@ -1,4 +1,4 @@
-"""The CRD is what the types say, and what a Kubernetes API server takes; tests/api tries it on a real one."""
+"""The CRD follows the types, and the rules of a Kubernetes API server; tests/api tries it on a real one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPEC, STATUS = ROOT["properties"]["spec"], ROOT["properties"]["status"]
 
 
 def nodes_of(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each schema in the schema, with its path."""
+    """Return each schema in the schema, with its path."""
     yield path, schema
     for name, inner in schema.get("properties", {}).items():
         yield from nodes_of(inner, f"{path}.{name}")
@@ -30,7 +30,7 @@ def nodes_of(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict
 
 
 def rules_of(schema: dict[str, Any]) -> dict[str, str]:
-    """fieldPath to message; two rules for a field are joined."""
+    """Return fieldPath → message; two rules for a field are joined."""
     found: dict[str, str] = {}
     for rule in schema["x-kubernetes-validations"]:
         found[rule["fieldPath"]] = found.get(rule["fieldPath"], "") + rule["message"]
@@ -51,7 +51,7 @@ def test_the_yaml_is_the_mapping_and_says_who_wrote_it() -> None:
 
 
 def test_plain_kubectl_apply_can_hold_it_in_its_annotation() -> None:
-    # 256 KiB is the limit of all annotations; 52 kB is what a person still reviews.
+    # 256 KiB is the limit of all annotations; a person can still review 52 kB.
     assert len(crd.to_yaml().encode()) < 52_000
 
 
@@ -170,7 +170,7 @@ def test_the_template_is_kept_whole_and_needs_a_container_with_a_name() -> None:
 
 @pytest.mark.parametrize("kind", ["containers", "initContainers"])
 def test_what_no_pod_can_be_made_of_is_refused_when_it_is_applied(kind: str) -> None:
-    """Else it is found when the pods are made, hours later where the job waits in a queue."""
+    """Otherwise the mistake shows when pods are created, hours later for a queued job."""
     listed = SPEC["properties"]["template"]["properties"]["spec"]["properties"][kind]
     container = listed["items"]["properties"]
     assert listed["x-kubernetes-validations"] == [crd.ONE_OF_EACH_NAME]
@@ -185,7 +185,7 @@ def test_what_no_pod_can_be_made_of_is_refused_when_it_is_applied(kind: str) -> 
 
 
 def test_no_other_controller_takes_over_a_job_that_is_there() -> None:
-    """It would be disowned without a word: its pods run on, and nobody restarts one that is lost."""
+    """Otherwise the job is silently disowned: its pods continue, and nobody restarts a lost one."""
     assert rules_of(ROOT)[".spec.managedBy"] == crd.NEVER_CHANGES
 
 
@@ -214,7 +214,7 @@ def test_each_column_shows_a_field_that_exists(path: str) -> None:
 
 @pytest.mark.parametrize("selectable", VERSION["selectableFields"], ids=str)
 def test_what_a_field_selector_may_name_is_a_text_of_the_schema(selectable: dict[str, str]) -> None:
-    """Of a thousand jobs those that failed could not be listed: `field label not supported`."""
+    """Without it, failed jobs among thousands cannot be listed: `field label not supported`."""
     schema = ROOT
     for name in selectable["jsonPath"].split(".")[1:]:
         schema = schema["properties"][name]

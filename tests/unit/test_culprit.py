@@ -1,4 +1,4 @@
-"""The pod of a stalled rank is ended in a way that keeps its log: nothing else explains a hang."""
+"""The pod of a stalled rank is ended in a way that keeps its log, which alone explains a hang."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOG = "step 60\nwaiting for shard-7 of the data set"
 
 
 def stalled(**spec: Any) -> tuple[World, Plan]:
-    """A job whose rank 0 has made no step for long, and the plan once that is recorded."""
+    """Return a job whose rank 0 has made no step for long, and the plan once that is recorded."""
     world = digits(stall={"timeoutSeconds": 300}, **spec).running().reports_step(60)
     for _ in range(31):
         world.after(10).reports_step(60)
@@ -30,7 +30,7 @@ def stalled(**spec: Any) -> tuple[World, Plan]:
 
 
 def ended(world: World, *, log: str = LOG, exit_code: int = 143) -> World:
-    """The kubelet has ended the pod as its activeDeadlineSeconds ask for."""
+    """Let the kubelet end the pod by its activeDeadlineSeconds."""
     end = Container("ended", "Error", log, exit_code=exit_code, ended_at=world.now)
     return world._change(0, phase="Failed", reason="DeadlineExceeded", trainer=end)
 
@@ -40,7 +40,7 @@ def ends(todo: Plan) -> list[tuple[str, str]]:
 
 
 def test_the_pod_that_hangs_is_ended_and_stays_and_its_peers_are_deleted() -> None:
-    """`kubectl logs` answered that the pod is not found: the one output that explains the hang was deleted with it."""
+    """Otherwise `kubectl logs` finds no pod, and the output that explains the hang is gone."""
     world, todo = stalled()
     assert ends(todo) == [("DeletePod", "digits-1-1"), ("EndPod", "digits-1-0")]
     world.settle()
@@ -54,7 +54,7 @@ def test_the_pod_that_hangs_is_ended_and_stays_and_its_peers_are_deleted() -> No
 def test_of_a_node_with_several_ranks_the_node_is_named_because_only_its_first_one_reports(
     processes: int, rank: int | None, who: str
 ) -> None:
-    """Rank 0 was blamed for a hang of rank 1, which no report tells."""
+    """No report shows that rank 1 hangs, so rank 0 must not be blamed for it."""
     world, _ = stalled(nprocPerNode=processes)
     failure = world.status.last_failure
     assert (failure.rank, failure.node_rank) == (rank, 0)
@@ -71,7 +71,9 @@ def test_the_end_of_its_log_is_in_the_status() -> None:
 
 
 def test_the_log_is_waited_for_where_the_kubelet_reports_the_deadline_before_the_end_of_the_container() -> None:
-    """A user read `Pod was active on the node longer than the specified deadline` in place of the log of the hang."""
+    """Otherwise users read `Pod was active on the node longer than the specified deadline` instead of the hang's
+    log.
+    """
     world, _ = stalled()
     world.settle()
     why = Container("ended", "DeadlineExceeded", "Pod was active on the node longer than the specified deadline")
@@ -93,7 +95,7 @@ def test_a_kubelet_that_never_reports_that_end_costs_a_minute_and_not_the_job() 
 
 
 def test_the_end_of_its_log_is_kept_also_where_the_pod_goes() -> None:
-    """A watch shows a pod that ends before it shows that it is gone."""
+    """A watch shows that a pod ends before it shows that it is gone."""
     world, _ = stalled()
     ended(world.settle()).stops(1)
     world.deleted_pods.append(world.pods.pop("digits-1-0"))
@@ -133,7 +135,7 @@ def test_a_pod_that_somebody_deletes_meanwhile_is_left_to_that() -> None:
 
 @pytest.mark.parametrize("code", [403, 404, 409, 422])
 def test_where_the_server_does_not_let_it_end_so_it_is_deleted(code: int, caplog: pytest.LogCaptureFixture) -> None:
-    """The role of the chart before this one gives no right to patch a pod: the job must restart all the same."""
+    """The role of an older chart has no right to patch a pod: the job must restart all the same."""
 
     class Server:
         asked: list[str]
@@ -161,7 +163,7 @@ def test_where_the_server_does_not_let_it_end_so_it_is_deleted(code: int, caplog
 
 
 def test_a_clock_that_is_set_back_does_not_keep_a_pod_that_hears_nothing() -> None:
-    """Else its GPUs, and those that its peers have given back, wait for as long as the clock was wrong."""
+    """Otherwise its GPUs, and those of its peers, wait for as long as the clock was wrong."""
     world, _ = stalled()
     world.settle().stops(1).after(-3600).settle()
     again = world.plan().requeue_at

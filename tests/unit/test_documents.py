@@ -21,7 +21,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 @pytest.mark.parametrize("page", documents.PAGES, ids=lambda page: page.name)
 def test_every_link_leads_to_a_file_and_a_heading_that_are_there(page: Path) -> None:
-    """A link that leads nowhere is found by the one reader who needed it."""
+    """Only a reader who needs it would notice a broken link."""
     broken = []
     for link in LINK.findall(documents.prose(page)):
         if re.match(r"[a-z]+:", link):
@@ -45,7 +45,7 @@ WRITTEN = [
 
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
 def test_no_line_of_prose_is_wider_than_a_terminal(page: Path) -> None:
-    """A paragraph in lines of 150 columns can be read neither in a terminal nor in a diff."""
+    """Lines of 150 columns can be read neither in a terminal nor in a diff."""
     text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     wide = [line for line in text.splitlines() if len(line) > WIDEST and not line.lstrip().startswith("|")]
     assert wide == []
@@ -56,7 +56,7 @@ def test_every_page_is_in_the_navigation_of_the_site() -> None:
     entries = [
         page for part in site["nav"] for page in ([part] if isinstance(part, str) else next(iter(part.values())))
     ]
-    entries += [page for page in site["not_in_nav"].split() if page.endswith(".md")]  # they lead old links on
+    entries += [page for page in site["not_in_nav"].split() if page.endswith(".md")]  # they redirect old links
     assert sorted(entries) == sorted(page.name for page in documents.PAGES if page.parent == documents.ROOT / "docs")
 
 
@@ -65,7 +65,7 @@ LOOKED_UP = ("index.md", "tutorial.md", "reference.md", "check.md", "messages.md
 
 @pytest.mark.parametrize("page", documents.PAGES, ids=lambda page: page.name)
 def test_a_page_for_users_opens_with_what_it_answers(page: Path) -> None:
-    """Whoever skims leaves a page that does not answer the question after its first line."""
+    """Readers who skim leave a page that does not answer their question after its first line."""
     text = page.read_text(encoding="utf-8")
     leads_on = "This page is now a part of" in text
     if page.parent == documents.ROOT / "docs" and page.name not in LOOKED_UP and not leads_on:
@@ -83,8 +83,9 @@ EXAMPLES = {str(path): path.read_text(encoding="utf-8") for path in sorted(docum
 
 
 def test_no_job_shown_pulls_the_image_that_its_reader_has_built() -> None:
-    """An image without a tag is pulled each time, and that of this repository is in no registry: on kind such a job
-    waits for ever, beside the image that was loaded."""
+    """An image without a tag is always pulled, and this repository's is in no registry: on kind such a job waits for
+    ever although the image was loaded.
+    """
     texts = EXAMPLES | {str(block): block.text for block in documents.blocks("yaml")}
     jobs = [(place, job) for place, text in texts.items() for job in yaml.safe_load_all(text) if isinstance(job, dict)]
     containers = [
@@ -104,7 +105,7 @@ def test_every_python_block_is_python(block: documents.Block) -> None:
 
 
 def commands() -> list[tuple[str, list[str]]]:
-    """Each `ddpjob …` line of the blocks for a shell."""
+    """Yield each `ddpjob …` line of the shell blocks."""
     found = []
     for block in documents.blocks("console", "bash", "sh"):
         for line in block.text.replace("\\\n", " ").splitlines():
@@ -115,16 +116,16 @@ def commands() -> list[tuple[str, list[str]]]:
 
 @pytest.mark.parametrize(("place", "words"), commands(), ids=lambda value: value if isinstance(value, str) else "")
 def test_every_command_in_a_page_has_the_options_that_it_is_shown_with(place: str, words: list[str]) -> None:
-    """A renamed option leaves a page that fails at its first line."""
+    """A renamed option would leave a page that fails at its first line."""
     command = cli.get_command(click.Context(cli), words[0])
     assert command is not None, f"{place}: no such command: {words[0]}"
-    command.make_context(words[0], words[1:])  # raises for an option that is not there
+    command.make_context(words[0], words[1:])  # raises for an unknown option
 
 
 def test_the_tutorial_shows_what_the_commands_print_of_its_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever follows it looks for the line that it names, and takes another output for a mistake of his own."""
+    """Readers look for the line that the tutorial names, and take any other output for their mistake."""
     page = documents.ROOT / "docs/tutorial.md"
     told = " ".join(page.read_text(encoding="utf-8").split())
     script, mistake = (block.text for block in documents.blocks("python") if block.page == page)

@@ -1,4 +1,4 @@
-"""Elastic jobs: they train with minNodes to nodes, take in nodes that come later, and restart as a group."""
+"""Elastic jobs: they train with minNodes to nodes, accept later nodes, and restart as a group."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def problems(command: list[str], **spec: Any) -> list[str]:
 
 
 def test_torchrun_is_told_the_range_and_where_the_nodes_meet() -> None:
-    """Without is_host each torchrun compares names of hosts, and two may hold a store, or none."""
+    """Without is_host each torchrun compares host names, so that two may hold a store, or none."""
     what = job(nodes=3, minNodes=2)
     first, second = variables(what), variables(what, 1)
     assert first["PET_NNODES"] == "2:3"
@@ -48,7 +48,7 @@ def test_torchrun_is_told_the_range_and_where_the_nodes_meet() -> None:
 
 
 def test_a_command_that_names_only_the_range_gets_the_rest_from_the_job() -> None:
-    """As scripts of PyTorch's tutorials and Kubeflow's elasticPolicy have it."""
+    """PyTorch's tutorials and Kubeflow's elasticPolicy have such commands."""
     what = job(nodes=4, container={"command": ["torchrun", "--nnodes=1:4", "train.py"]})
     assert launcher.facts(what.spec).min_nodes == 1
     assert variables(what)["PET_RDZV_BACKEND"] == "c10d"
@@ -65,7 +65,7 @@ def test_a_command_that_names_only_the_range_gets_the_rest_from_the_job() -> Non
     ],
 )
 def test_what_contradicts_an_elastic_job_is_refused_with_the_fix(command: list[str], spec: Any, text: str) -> None:
-    """It would wait for nodes that never come, or each node would train alone."""
+    """Otherwise the job waits for nodes that never come, or each node trains alone."""
     assert any(text in problem for problem in problems(command, **spec)), problems(command, **spec)
 
 
@@ -84,7 +84,7 @@ def test_more_nodes_in_the_command_than_in_the_job_are_named_because_each_start_
 
 
 def test_the_group_trains_with_minNodes_and_says_what_the_others_wait_for() -> None:
-    """A free GPU too few must not keep seven from training."""
+    """One missing GPU must not keep seven from training."""
     world = elastic().started().runs(0, 1).unschedulable(2, "0/3 nodes are available: 1 Insufficient nvidia.com/gpu")
     world.settle()
     assert (world.status.state, world.status.reason) == ("Running", "EnoughNodesRun")
@@ -100,7 +100,7 @@ def test_pods_that_start_within_torchruns_last_call_are_waited_for() -> None:
 
 
 def test_fewer_than_minNodes_or_a_group_without_node_0_do_not_train() -> None:
-    """Node 0's torchrun holds the store at which the others meet."""
+    """Node 0's torchrun holds the store for the rendezvous."""
     assert elastic().started().runs(0).settle().status.state == "Starting"
     assert elastic().started().runs(1, 2).settle().status.state == "Starting"
 
@@ -139,7 +139,7 @@ def test_a_quota_that_refuses_the_last_pod_does_not_stop_the_others() -> None:
 
 
 def test_it_succeeds_when_those_that_trained_have_completed() -> None:
-    """The pod that still waits for a node would find no group to join."""
+    """A pod that still waits for a node would find no group to join."""
     world = elastic().started().runs(0, 1).after(31).settle().exits(0).exits(1).settle()
     assert (world.status.state, world.status.reason) == ("Succeeded", "AllNodesCompleted")
     assert world.status.message == "2 of 3 nodes trained, and completed"
@@ -165,7 +165,9 @@ OWN = "Traceback (most recent call last):\nValueError: no such shard: 7\n"
 
 
 def ended_beside_a_node_that_came(seconds_before: float, *, reported: bool = False, **spec: Any) -> World:
-    """Nodes 0 and 1 have trained for an hour and completed; node 2 started so long before that, and still runs."""
+    """Return a world where nodes 0 and 1 trained for an hour and completed; node 2 started so long before that, and is
+    running.
+    """
     world = elastic(**spec).started().runs(0, 1).after(31).settle().after(3600).settle()
     world.runs(2).settle()
     if reported:
@@ -177,14 +179,14 @@ def ended_beside_a_node_that_came(seconds_before: float, *, reported: bool = Fal
 
 @pytest.mark.parametrize("message", [NO_STORE, CLOSED, NO_ANSWER, ""], ids=["no store", "closed", "no answer", "mute"])
 def test_a_node_that_was_still_importing_when_the_training_ended_fails_nothing(message: str) -> None:
-    """A training that had ended began again on all nodes, or its job was Failed, after days of training."""
+    """Otherwise a completed training begins again, or fails, after days."""
     world = ended_beside_a_node_that_came(5).after(60).exits(2, 1, message=message).settle()
     assert (world.status.state, world.status.message) == ("Succeeded", "2 of 3 nodes trained, and completed")
     assert world.status.last_failure is None
 
 
 def test_a_late_node_fails_nothing_while_another_still_trains_and_after_its_own_pod_is_gone() -> None:
-    """With more nodes than minNodes the others do not complete at one moment."""
+    """With more nodes than minNodes the others do not complete at the same time."""
     world = elastic(nodes=4).started().runs(0, 1, 3).after(31).settle().after(3600).runs(2).settle().after(5)
     world.exits(0).exits(1).settle().exits(2, 1, message=CLOSED).settle()
     assert (world.status.state, world.status.started_nodes) == ("Running", "0-1,3")
@@ -193,7 +195,7 @@ def test_a_late_node_fails_nothing_while_another_still_trains_and_after_its_own_
 
 
 def test_a_late_node_is_known_by_when_its_container_started_and_not_by_when_it_got_its_node() -> None:
-    """Its image takes longer to pull than the others need to begin."""
+    """Pulling its image may take longer than the others need to begin."""
     world = elastic().started().runs(0, 1).waits(2, "ContainerCreating").after(31).settle().after(3600).settle()
     got_its_node = world.now - dt.timedelta(seconds=3631)
     world.runs(2).settle().after(5).exits(0).exits(1).settle()
@@ -221,14 +223,14 @@ def test_a_node_that_may_have_trained_is_needed_also_when_the_others_have_comple
 
 @pytest.mark.parametrize("message", [CLOSED, ""])
 def test_a_node_that_began_with_the_others_is_needed(message: str) -> None:
-    """A script of half a minute whose last node fails is no success."""
+    """If the last node of a script of half a minute fails, that is no success."""
     world = elastic().started().runs(0, 1).after(12).runs(2).settle().after(20)
     world.exits(0).exits(1).settle().exits(2, 1, message=message).settle()
     assert world.status.state in ("Failed", "Restarting")
 
 
 def test_a_node_that_failed_before_the_others_completed_is_needed() -> None:
-    """It was recorded as what broke the attempt: the others may have stopped for it."""
+    """Its failure is recorded as what broke the attempt: the others may have stopped for it."""
     world = elastic().started().runs(0, 1).after(31).settle().after(3600).runs(2).settle().after(5)
     world.exits(2, 1, message=CLOSED).step()
     world.exits(0).exits(1).settle()
@@ -246,7 +248,9 @@ def test_startDeadlineSeconds_is_met_by_minNodes() -> None:
 
 
 def test_an_exception_ends_the_job_because_torchrun_has_used_all_its_restarts() -> None:
-    """Else 3 restarts in place, then 3 attempts with 2, 1 and 0 more: ten runs of a script that fails each time."""
+    """Otherwise 3 restarts in place are followed by 3 attempts with 2, 1 and 0 more: ten runs of a script that always
+    fails.
+    """
     world = elastic(backoffLimit=3).running()
     world = (
         world.exits(1, code=1, message="ValueError: no such shard: 7\n").exits(0, code=1).exits(2, code=1).restarted()
@@ -263,8 +267,7 @@ def test_an_exception_ends_the_job_because_torchrun_has_used_all_its_restarts() 
     ],
 )
 def test_a_torchrun_that_the_user_gives_fewer_restarts_has_used_only_those(container: dict[str, Any]) -> None:
-    """Kubeflow's elastic jobs have --max_restarts: the first exception ended the job `after 3 restarts`, of which it
-    had made one."""
+    """Kubeflow's elastic jobs have --max_restarts: one restart must not count as three."""
     world = World(job(container=container, nodes=2, minNodes=1, backoffLimit=3)).running()
     world.exits(1, code=1, message="ValueError: no such shard").restarted()
     assert (world.status.state, world.status.attempt) == ("Restarting", 2)
@@ -285,7 +288,7 @@ def test_a_lost_node_costs_nothing_and_leaves_torchrun_its_restarts() -> None:
 
 @pytest.mark.parametrize("nodes", [2, 5])
 def test_scaling_starts_the_group_again_with_the_new_number_and_costs_nothing(nodes: int) -> None:
-    """All save at one step and go on; a torchrun cannot take in more nodes than it was told of when it started."""
+    """All ranks save at one step and continue; torchrun cannot accept more nodes than its maximum."""
     world = elastic().running().change(nodes=nodes).settle()
     assert (world.status.state, world.status.reason) == ("Restarting", "WaitingForOldPods")
     assert all(p.deletion_requested_at is not None for p in world.pods.values())
@@ -299,7 +302,7 @@ def test_scaling_starts_the_group_again_with_the_new_number_and_costs_nothing(no
 
 
 def test_a_scale_of_a_job_of_which_nodes_have_completed_does_not_train_it_again() -> None:
-    """The training has ended, and the last of its nodes is only saving: days of training would be made twice."""
+    """The training is complete, and its last node is only saving: days of training would be repeated."""
     world = elastic(minNodes=1).running().exits(0).exits(1).settle().change(nodes=4).settle()
     assert (world.status.state, world.status.attempt, world.names()) == (
         "Running",
@@ -310,7 +313,7 @@ def test_a_scale_of_a_job_of_which_nodes_have_completed_does_not_train_it_again(
 
 
 def test_a_scale_within_a_start_back_off_does_not_end_it() -> None:
-    """Each `kubectl scale` of an autoscaler would have all pods made again at once, which found no nodes before."""
+    """Otherwise each `kubectl scale` of an autoscaler recreates all pods at once, which found no nodes before."""
     world = elastic(startDeadlineSeconds=60).started().after(61).settle().stops_all().settle()
     again = world.status.attempt_time
     assert (world.status.reason, world.names()) == ("StartBackOff", [])
@@ -338,7 +341,7 @@ def test_suspend_and_resume_take_the_number_of_now() -> None:
 
 
 def test_a_static_job_keeps_its_number_of_nodes() -> None:
-    """Its spec.nodes is frozen by the API server while it runs; nothing of it is kept in the status."""
+    """The API server does not let spec.nodes change while it is running, so the status has no copy."""
     assert digits().running().status.attempt_nodes is None
 
 

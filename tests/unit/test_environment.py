@@ -1,4 +1,4 @@
-"""The environment contract: what a trainer finds, in the cluster and locally."""
+"""The variables that a trainer gets, in the cluster and locally."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_every_node_finds_the_whole_environment(shape: str, golden: Callable[[st
 
 
 def test_rank_and_world_size_are_set_only_where_a_node_has_one_process() -> None:
-    """With more, they mislead scripts that start their own processes and multiply WORLD_SIZE."""
+    """With more, they mislead scripts that start processes and multiply WORLD_SIZE."""
     script = {"command": ["python", "train.py"]}
     one = environment.environment(job(container=script), 1, 1, naming.Endpoint("h", 1))
     many = environment.environment(job(nprocPerNode=4, container=script), 1, 1, naming.Endpoint("h", 1))
@@ -101,13 +101,13 @@ BY_LAUNCHER = {"PET_NNODES", "PET_RDZV_ID"}
     ],
 )
 def test_what_the_program_does_not_read_is_left_out(container: dict[str, Any], found: set[str]) -> None:
-    """A job of 8 pods cost its cluster more for variables than for its status. One that is missing fails the ranks."""
+    """A job of 8 pods would cost its cluster more for variables than for its status. A missing one fails the ranks."""
     env = environment.environment(job(container=container), 1, 0, naming.Endpoint("h", 1))
     assert ANY & set(env) == found
 
 
 def test_a_script_that_may_start_torchrun_finds_the_variables_of_torchrun() -> None:
-    """It may start torchrun, which would train on each node alone."""
+    """Otherwise that torchrun would train on each node alone."""
     what = job(nprocPerNode=2, container={"command": ["python", "x.py"]})
     assert environment.environment(what, 1, 0, naming.Endpoint("h", 1)).keys() >= BY_LAUNCHER
 
@@ -144,7 +144,7 @@ def test_auto_means_what_really_runs_on_a_node(spec: dict, expected: int) -> Non
 
 @pytest.mark.parametrize("name", ["nvidia.com/gpu", "nvidia.com/gpu.shared", "nvidia.com/mig-1g.10gb.shared"])
 def test_a_job_with_gpus_uses_nccl_under_whatever_name_they_have(name: str) -> None:
-    """A GPU that is shared has a name of its own: such a job trained with gloo, and nccl was refused."""
+    """A shared GPU has a resource name of its own: such a job must not train with gloo."""
     spec = job(container={"resources": {"limits": {name: 1}}}).spec
     assert (topology.backend(spec), topology.nproc_per_node(spec), build.wants_one_pod_per_node(spec)) == (
         "nccl", 1, True
@@ -152,7 +152,7 @@ def test_a_job_with_gpus_uses_nccl_under_whatever_name_they_have(name: str) -> N
 
 
 def test_threads_follow_the_cpu_limit_and_without_one_torchruns_rule() -> None:
-    """One process of a node without a limit had one thread, and nobody was told: torchrun leaves it all cores."""
+    """torchrun leaves a node's only process all cores, so one process without a CPU limit must not get one thread."""
 
     def threads(cpu: object, nproc: int) -> str:
         what = job(nprocPerNode=nproc, container={"resources": {"limits": {"cpu": cpu}}} if cpu else None)
@@ -181,7 +181,7 @@ def test_a_users_own_value_wins_and_is_named_where_it_breaks_rendezvous() -> Non
 
 
 def test_ddprun_keeps_each_node_in_its_place_and_its_restarts_are_no_danger() -> None:
-    """torchrun's c10d numbers the nodes as they come, and its own restart hangs when a node is lost."""
+    """torchrun's c10d numbers the nodes by arrival, and its own restart hangs when a node is lost."""
     options = ["--preload", "torch", "--no-preload", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-endpoint=x:1"]
     ours = job(container={"command": ["ddprun", *options, "train.py"]}).spec
     assert topology.ranks_follow_nodes(ours)

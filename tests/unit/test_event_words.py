@@ -1,4 +1,4 @@
-"""One Event for one fact, in words that are right: what people read first, and often all that they read."""
+"""One Event per fact, with correct text: Events are what users read first, and often the only thing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] C
 
 @pytest.mark.parametrize("nodes", [1, 3])
 def test_a_failure_after_which_nothing_runs_is_one_warning(nodes: int) -> None:
-    """RankFailed and Restarting with the same 200 characters in one second are one fact in two events."""
+    """RankFailed and Restarting with the same 200 characters in one second would be one fact in two Events."""
     world = digits(nodes=nodes).running()
     before = len(world.events)
     for rank in range(nodes):
@@ -45,7 +45,7 @@ def test_a_failure_that_ends_a_job_of_one_node_is_one_event() -> None:
 
 @pytest.mark.parametrize("reports", [True, False])
 def test_what_an_attempt_has_trained_counts_also_when_nothing_of_it_is_left(reports: bool) -> None:
-    """Else a job that trained for days looks as if it had never run, and its next start may fail it for good."""
+    """Otherwise a job that trained for days looks as if it had never run, and its next start may fail it for good."""
     world = digits(nodes=1).running()
     if reports:
         world.reports_step(1).settle()
@@ -57,7 +57,7 @@ def test_what_an_attempt_has_trained_counts_also_when_nothing_of_it_is_left(repo
 
 
 def test_failures_in_a_row_are_those_that_count() -> None:
-    """Two preemptions and three failures are no "5 failures in a row": the rule is about three."""
+    """Two preemptions and three failures are not "5 failures in a row": the rule is about three."""
     world = digits(nodes=1, backoffLimit=9).running().reports_step(5).settle()
     world.exits(0, code=1).settle()
     for code in (143, 143, 1, 1, 1):
@@ -69,7 +69,7 @@ def test_failures_in_a_row_are_those_that_count() -> None:
 
 @pytest.mark.parametrize("reason", [*root_cause.DISRUPTIONS, *sorted(rules.LOST_CONTAINER), *KNOWN])
 def test_what_a_restart_came_after_is_said_in_words(reason: str) -> None:
-    """`after DeletionByPodGC on rank 0`, `after SIGKILL on rank 0` where a taint had ended the pod."""
+    """`after DeletionByPodGC on rank 0` and `after SIGKILL on rank 0` do not say that a taint ended the pod."""
     failure = api.JobFailure(attempt=1, rank=0, node_rank=0, pod="a-1-0", node="n1", reason=reason, time=START)
     failure = replace(failure, exit_code=137, signal="SIGKILL")
     assert reason not in sentences.short(failure)

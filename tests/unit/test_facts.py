@@ -1,4 +1,4 @@
-"""What was once seen of a pod stays: the kubelet's later words about a pod that is deleted are poorer, not better."""
+"""Facts once seen of a pod are kept: the kubelet's later reports about a deleted pod have less information."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def stamp(seconds: float) -> str:
 
 
 def seen(*stories: tuple[Raw, Raw]) -> Pod:
-    """A pod by the (state and phase, metadata) that a watch tells one after the other, through the operator's store."""
+    """Return a pod after these (state and phase, metadata) were shown by a watch, through the operator's store."""
     store: Store[Pod] = Store(observe.pod, lambda _: ("team", "digits"), lambda *_: None, facts.merge)
     for version, (status, metadata) in enumerate(stories, start=1):
         status = dict(status)
@@ -48,7 +48,7 @@ LAST = {"deletionTimestamp": stamp(14), "deletionGracePeriodSeconds": 0}
 
 @pytest.mark.parametrize("clock", [-10, 0, 10])
 def test_the_kubelets_last_delete_does_not_change_when_a_pod_was_told_to_stop(clock: int) -> None:
-    """A peer that we stop would count as one that someone else ended before, and pay for a script that always fails."""
+    """A peer stopped by us would count as ended by somebody else, and pay for a script that always fails."""
     ended = exited(143, 13 + clock, phase="Running")
     pod = seen((RUNNING, {}), (RUNNING, ASKED), (ended, ASKED), (ended, LAST))
     assert pod.deleted_first
@@ -57,14 +57,14 @@ def test_the_kubelets_last_delete_does_not_change_when_a_pod_was_told_to_stop(cl
 
 @pytest.mark.parametrize("clock", [-10, 0, 10])
 def test_a_pod_that_was_seen_to_end_before_its_deletion_ended_by_itself(clock: int) -> None:
-    """A rank that has completed would be trained again, for a node's clock that is ahead."""
+    """Otherwise a completed rank is trained again because its node's clock is ahead."""
     done = exited(0, 9 + clock, phase="Succeeded")
     assert seen((RUNNING, {}), (done, {}), (done, ASKED), (done, LAST)).has_completed
 
 
 @pytest.mark.parametrize("clock", [-10, 0, 10])
 def test_exit_0_of_a_drained_pod_is_no_success_whatever_its_nodes_clock_says(clock: int) -> None:
-    """The job would be Succeeded with half of its training."""
+    """Otherwise the job is Succeeded with half of its training."""
     done = exited(0, 12 + clock, phase="Succeeded")
     for story in ([(RUNNING, {}), (RUNNING, ASKED), (done, ASKED)], [(done, ASKED)], [(done, LAST)]):
         assert not seen(*story).has_completed
@@ -88,13 +88,13 @@ DISRUPTIONS = ("TerminationByKubelet", "EvictionByEvictionAPI", "PreemptionBySch
     ],
 )
 def test_exit_0_of_a_pod_that_failed_for_a_reason_of_its_own_or_is_disrupted_is_no_success(why: Raw) -> None:
-    """A handler that saves and exits with 0 is common: a node that shuts down would end the job as Succeeded."""
+    """Handlers that save and exit with 0 are common: a node shutdown would end the job as Succeeded."""
     pod = seen((RUNNING, {}), (exited(0, 12, phase="Failed", **why), {}))
     assert (pod.has_completed, pod.has_failed) == (False, True)
 
 
 def test_exit_0_is_believed_when_the_phase_says_so_and_not_before() -> None:
-    """The kubelet tells of the container's end first, and that it shuts its node down only with the phase."""
+    """The kubelet reports the container's end first, and the shutdown of its node only with the phase."""
     ended, shut = exited(0, 12, phase="Running"), exited(0, 12, phase="Failed", reason="Terminated")
     between = seen((RUNNING, {}), (ended, {}))
     assert (between.has_completed, between.has_failed, between.live) == (False, False, True)
@@ -104,7 +104,7 @@ def test_exit_0_is_believed_when_the_phase_says_so_and_not_before() -> None:
 
 
 def test_that_a_node_did_not_report_for_a_while_is_remembered_of_its_pods() -> None:
-    """When its ranks complain, long after, their node is well again, and only the script would be left to blame."""
+    """When its ranks complain, long after, their node is healthy again, and only the script could be blamed."""
 
     def conditions(ready: str, **reason: str) -> Raw:
         listed = [{"type": "Ready", "status": ready, **reason}, {"type": "ContainersReady", "status": "True"}]
@@ -119,12 +119,12 @@ def test_that_a_node_did_not_report_for_a_while_is_remembered_of_its_pods() -> N
 
 
 def test_a_failure_beside_the_trainer_does_not_undo_its_success() -> None:
-    """An ordinary sidecar that fails makes the phase Failed, without a reason: the trainer has done its work."""
+    """An ordinary sidecar that fails sets the phase to Failed, without a reason: the trainer has completed."""
     assert seen((RUNNING, {}), (exited(0, 12, phase="Failed"), {})).has_completed
 
 
 def test_a_trainer_that_is_recorded_as_completed_stays_so_when_its_pod_is_evicted_later() -> None:
-    """Its rank would be trained again, by a group whose other ranks have completed."""
+    """Otherwise its rank is trained again, by a group whose other ranks have completed."""
     world = digits().running().exits(0, phase="Running").after(60).settle()
     assert world.status.completed_nodes == "0"
     world.evicted(0, "Evicted").settle().exits(1).settle()
@@ -132,7 +132,7 @@ def test_a_trainer_that_is_recorded_as_completed_stays_so_when_its_pod_is_evicte
 
 
 def test_how_a_container_ended_is_not_replaced_by_a_word_that_it_cannot_be_found() -> None:
-    """An exit code 3 would become a lost node: free, and its cause gone."""
+    """Otherwise an exit code 3 becomes a lost node: uncharged, and its cause gone."""
     unknown = {"exitCode": 137, "reason": "ContainerStatusUnknown", "message": "could not be located"}
     pod = seen((RUNNING, {}), (exited(3, 5, phase="Failed"), {}), ({"state": {"terminated": unknown}}, ASKED))
     assert (pod.trainer.exit_code, pod.trainer.reason) == (3, "Error")
@@ -153,7 +153,7 @@ def never_configured(world: World) -> World:
 
 
 def forgotten(world: World, rank: int, phase: str) -> None:
-    """What the real kubelet writes when such a pod is deleted."""
+    """Return what the real kubelet writes when such a pod is deleted."""
     text = "The container could not be located when the pod was terminated"
     unknown = Container("ended", "ContainerStatusUnknown", text, exit_code=137, ran=False)
     world._change(rank, phase=phase, trainer=unknown)
@@ -164,7 +164,7 @@ def forgotten(world: World, rank: int, phase: str) -> None:
 def test_a_configmap_that_is_missing_fails_the_job_whatever_its_kubelet_says_of_the_pod_afterwards(
     nodes: int, phase: str
 ) -> None:
-    """Else it restarts every ten minutes, for ever, and its message blames a restarted node."""
+    """Otherwise the job restarts every ten minutes for ever, and its message blames a restarted node."""
     world = never_configured(digits(nodes=nodes))
     for rank in range(nodes):
         forgotten(world, rank, phase)
@@ -176,7 +176,7 @@ def test_a_configmap_that_is_missing_fails_the_job_whatever_its_kubelet_says_of_
 
 
 def test_the_pods_own_time_limit_is_the_users_and_is_charged() -> None:
-    """The next pod meets it as well: the job would restart for free, for ever."""
+    """The next pod has the same limit: the job would restart for free, for ever."""
     for code in (0, 137, 143):
         world = digits(nodes=1, backoffLimit=1).running()
         world._change(0, reason="DeadlineExceeded").exits(0, code, phase="Failed").settle()

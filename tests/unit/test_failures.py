@@ -1,4 +1,4 @@
-"""One Failure for ranks, agents and operator: what one writes another reads, within bounds."""
+"""One Failure for ranks, agents and operator: one writes it, another reads it, within bounds."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_long_texts_are_cut() -> None:
 
 
 def test_a_long_message_is_cut_between_words_and_keeps_its_last_sentence() -> None:
-    """A user reads half a word, and not the parameters that the message names at its end."""
+    """Otherwise users read half a word, and not the parameters at the message's end."""
     text = "RuntimeError: " + "a long explanation of how this came about " * 12 + "is there. The parameters are 4 and 5"
     short = failures.abridged(text, failures.BRIEF_MAX)
     assert short.startswith("RuntimeError: a long explanation")
@@ -75,7 +75,7 @@ def test_a_long_message_is_cut_between_words_and_keeps_its_last_sentence() -> No
 
 @given(st.text("ab .;", max_size=900))
 def test_a_text_that_is_cut_twice_is_as_if_cut_once(text: str) -> None:
-    """The same exception, once through a report and once through a log, would be two different ones."""
+    """Otherwise the same exception in a report and in a log would be two different ones."""
     once = failures.abridged(text, failures.BRIEF_MAX)
     assert failures.abridged(failures.abridged(text, failures.EXCEPTION_MAX), failures.BRIEF_MAX) == once
 
@@ -91,7 +91,7 @@ UNUSED = (
 
 
 def test_ddps_error_of_unused_parameters_names_them() -> None:
-    """torch's longest error advises for 700 characters; the line about this model comes after them."""
+    """torch's longest error gives 700 characters of advice before the line about this model."""
     said = (
         "RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one. "
         "Parameter indices which did not receive grad for rank 0: 4 5"
@@ -132,5 +132,5 @@ def test_among_equals_the_first_that_was_seen_is_the_cause() -> None:
     [(9, "SIGKILL"), (10, "SIGUSR1"), (34, "SIGRTMIN"), (40, "SIGRTMIN+6"), (33, "SIG33"), (99, "SIG99")],
 )
 def test_a_signal_has_one_name_also_where_python_has_none(number: int, name: str) -> None:
-    """40 was SIG40 to the agent, and signal 40 to a local run."""
+    """Otherwise signal 40 has different names in an agent and in a local run."""
     assert failures.signal_name(number) == name

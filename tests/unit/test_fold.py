@@ -1,4 +1,4 @@
-"""What of a node's output a local run shows, and what it only counts."""
+"""Which lines of a node's output a local run shows, and which it only counts."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ def test_the_scripts_lines_are_shown_as_they_are() -> None:
 
 
 def test_torchruns_report_is_counted_and_what_a_shell_prints_after_it_is_shown() -> None:
-    """It buried the one line that says what is wrong."""
+    """torchrun's report would bury the one line that explains the failure."""
     fold = Fold()
     assert fold.take(["before", *LAUNCHER, "after"], T0) == ["before", "after"]
     assert (fold.hidden, fold.held) == (len(LAUNCHER), [])
 
 
 def test_a_torchrun_that_is_stopped_says_nothing() -> None:
-    """Ctrl-C printed 40 to 80 lines of SignalException."""
+    """Otherwise Ctrl-C prints 40 to 80 lines of SignalException."""
     shown = Fold().take((DATA / "sigterm-to-torchrun.log").read_text().splitlines(), T0)
     assert not [line for line in shown if "torch" in line or "Signal" in line]
 
 
 def test_the_frames_of_torchs_cpp_are_counted_and_a_warning_that_a_user_can_act_on_is_shown() -> None:
-    """A run that succeeded ended with 25 frightening lines."""
+    """Otherwise a successful run ends with 25 frightening lines."""
     warning = "[rank0]:[W1122 16:20:01.1 reducer.cpp:1430] Warning: find_unused_parameters=True was specified"
     fold = Fold()
     assert fold.take(["accuracy 0.98", *FRAMES, warning], T0) == ["accuracy 0.98", warning]
@@ -82,7 +82,7 @@ def test_a_traceback_that_the_script_has_handled_is_shown_before_its_next_line()
 
 @pytest.mark.parametrize(("lines", "seconds"), [(MISTAKE, UNSURE_SECONDS), (of_rank(3, MISTAKE), HELD_SECONDS)])
 def test_a_traceback_for_which_nothing_ends_is_shown_in_time(lines: list[str], seconds: float) -> None:
-    """A thread's exception, and a rank that hangs at its end, must not be kept from the user."""
+    """An exception of a thread, and a rank that hangs at its end, must not be kept from the user."""
     fold = Fold()
     assert fold.take(lines, T0) == []
     assert fold.due_in(T0 + 1) == seconds - 1
@@ -108,7 +108,7 @@ def test_exceptions_that_follow_on_each_other_are_one_traceback_with_all_lines_o
 
 
 def test_all_lines_of_an_exceptions_message_are_held_with_its_traceback() -> None:
-    """CUDA's have five (torch 2.11 on an H100), and four were shown before the traceback, without what they explain."""
+    """CUDA's messages have five lines (torch 2.11 on an H100), which make no sense before their traceback."""
     message = [
         "torch.AcceleratorError: CUDA error: device-side assert triggered",
         "CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be "
@@ -134,7 +134,7 @@ def test_what_ddprun_says_of_restarts_is_the_runs_to_say() -> None:
 
 
 def test_the_stacks_of_a_stall_are_kept_by_rank_and_the_scripts_lines_are_shown() -> None:
-    """Sixty lines of stacks at each of ten stalls hid the one rank that was to blame."""
+    """Sixty lines of stacks at each stall would hide the one rank that caused it."""
     culprit = [
         "ddpjob: rank 1 (process 77) is stalled at step 2; innermost call first:",
         "  thread MainThread:",

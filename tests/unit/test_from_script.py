@@ -1,4 +1,4 @@
-"""A training script becomes a DDPJob: the first minute of everyone who has a script and no YAML."""
+"""A training script becomes a DDPJob: the first minute of a user with a script and no YAML."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def mine(tmp_path: Path) -> Path:
 
 
 def job_of(text: str) -> api.DDPJob:
-    """As the API server takes it."""
+    """Return the job as the API server accepts it."""
     job, problems = validation.parse(yamlfile.read_job("x.yaml", None, text.encode()).data)
     assert problems == []
     assert list(validation.strict(job.spec)) == []
@@ -73,7 +73,6 @@ def test_torchrun_starts_a_script_that_forms_a_group_with_its_arguments_as_they_
 
 
 def test_a_range_of_nodes_makes_an_elastic_job_here_and_in_the_YAML() -> None:
-    """`ddpjob init train.py --nodes 1:3` printed a job with two nodes, always two."""
     source = Source(str(DIGITS), nodes="1:3")
     printed = job_of(sources.to_yaml(source))
     _, started = sources.load(source)
@@ -83,7 +82,7 @@ def test_a_range_of_nodes_makes_an_elastic_job_here_and_in_the_YAML() -> None:
 
 @pytest.mark.parametrize("nodes", ["", ":", "1:", ":3", "1:2:3"])
 def test_a_range_that_lacks_a_number_is_refused(nodes: str) -> None:
-    """`--nodes 1:` ran one node, by the default of spec.nodes."""
+    """Otherwise `--nodes 1:` runs one node, by the default of spec.nodes."""
     with pytest.raises(InputError, match="--nodes: must be a number of nodes, or MIN:MAX as 1:3"):
         sources.load(Source(str(DIGITS), nodes=nodes))
 
@@ -114,7 +113,7 @@ LAUNCH = ["python", "-m", "torch.distributed.launch", "a/b.py", "--name", "a b",
 def test_a_script_that_does_not_train_as_one_job_without_its_local_rank_is_given_it_and_check_accepts_the_job(
     names: str, command: list[str], default: str
 ) -> None:
-    """By torchrun each rank trained a model of its own, and the job was Succeeded; or it ended with exit code 2."""
+    """Under torchrun each rank would train its own model and the job succeed, or it would end with exit code 2."""
     script = ALONE.replace('"--local_rank"', names).replace("default=-1", default)
     text = from_script.job_yaml(Source("a/b.py", arguments=("--name", "a b", "$(NODE_RANK)")), script)
     job = job_of(text)
@@ -135,7 +134,7 @@ def test_a_script_that_does_not_train_as_one_job_without_its_local_rank_is_given
     ],
 )
 def test_a_library_that_forms_the_group_by_itself_is_not_said_to_train_alone(line: str) -> None:
-    """Who reads that each process trains alone looks for a mistake that is not there."""
+    """Otherwise users look for a mistake that does not exist."""
     notes = from_script.read("train.py", f"{line}\n").notes
     assert notes[0] == "A framework forms the group: torchrun starts its processes."
 
@@ -159,7 +158,7 @@ def test_what_was_found_stands_in_comments() -> None:
     ],
 )
 def test_an_argument_that_may_be_absent_is_not_called_needed(nargs: str, said: str) -> None:
-    """PyTorch's imagenet example was said to need its folder, which has a default."""
+    """The folder of PyTorch's imagenet example has a default."""
     script = f"import argparse\nargparse.ArgumentParser().add_argument('data', {nargs})\n"
     assert f"# Arguments that it {said}\n" in from_script.job_yaml(Source("train.py"), script)
 
@@ -184,7 +183,7 @@ def test_the_name_is_one_of_kubernetes(script: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["y", "no", "on", "null", "true"])
 def test_a_script_whose_name_is_a_word_of_yaml_has_a_job_of_that_name(name: str) -> None:
-    """`ddpjob run y.py` was refused: metadata.name was true."""
+    """Otherwise `ddpjob run y.py` is refused, because metadata.name is true."""
     assert job_of(from_script.job_yaml(Source(f"{name}.py"), "")).metadata.name == name
 
 
@@ -233,7 +232,7 @@ def test_a_script_that_begins_with_a_dash_is_no_option_of_its_launcher() -> None
     ids=repr,
 )
 def test_what_no_yaml_can_name_is_refused_and_shown(start: Source) -> None:
-    """A file name with a line break became YAML of its own, one that is not UTF-8 a traceback."""
+    """A file name with a line break would become YAML, and one that is not UTF-8 a traceback."""
     with pytest.raises(InputError, match=r"rename it|no job can have it") as refused:
         from_script.job_yaml(start, None if start.module else "")
     assert str(refused.value).isprintable()
@@ -244,7 +243,7 @@ NOT_UTF_8 = [{"settings": ("metadata.name=\udcff",)}, {"variables": ("A=\udcff",
 
 @pytest.mark.parametrize("words", NOT_UTF_8, ids=repr)
 def test_options_of_a_yaml_file_that_are_not_utf_8_are_refused(mine: Path, words: dict[str, Any]) -> None:
-    """--dry-run ended in a traceback, and a cluster's client would have."""
+    """Otherwise users see a traceback."""
     with pytest.raises(InputError, match="not UTF-8"):
         sources.load(Source(str(mine), **words))
 
@@ -256,7 +255,7 @@ def test_a_number_of_nodes_is_no_line_of_yaml() -> None:
 
 @pytest.mark.parametrize("name", ["big.py", "big.ipynb"])
 def test_a_file_of_2_gb_is_no_script_and_is_not_read(tmp_path: Path, name: str) -> None:
-    """It took 50 s and 4 GB of memory to say that it is not valid Python."""
+    """Reading it would take 50 s and 4 GB of memory."""
     path = tmp_path / name
     with path.open("wb") as file:
         file.truncate(2 << 30)
@@ -281,7 +280,7 @@ def test_a_script_that_is_not_valid_python_is_named_with_its_line() -> None:
     ],
 )
 def test_arguments_are_those_of_a_command_that_is_set_as_well(tmp_path: Path, command: str, made: list[str]) -> None:
-    """`ddpjob run av.py --set …command=[python, av.py] -- a b` dropped them silently."""
+    """`ddpjob run av.py --set …command=[python, av.py] -- a b` must not drop a and b."""
     file = str(tmp_path / "av.py")
     Path(file).write_text("")
     setting = f"spec.template.spec.containers[0].command={command.format(file=file)}"
@@ -297,7 +296,7 @@ DO_NOT = [["--epochs", "5"], ["--log-dir", "x"], ["--log-level", "3"], ["x", "--
 
 @pytest.mark.parametrize("words", [*ABBREVIATE, *DO_NOT], ids=str)
 def test_arguments_that_resemble_options_of_torchrun_stand_behind_dashes(tmp_path: Path, words: list[str]) -> None:
-    """`ddpjob run x.py -- --log 5` ended with torchrun's usage: `ambiguous option`."""
+    """Otherwise `ddpjob run x.py -- --log 5` ends with torchrun's usage: `ambiguous option`."""
     behind = ["--", *words] if words in ABBREVIATE else words
     file = tmp_path / "train.py"
     file.write_text("")
@@ -324,7 +323,7 @@ def test_arguments_after_dashes_replace_those_of_the_yaml_also_behind_the_launch
 
 
 def test_two_values_for_one_field_are_refused(mine: Path) -> None:
-    """`--nodes 3 --set spec.nodes=2` ran two nodes."""
+    """`--nodes 3 --set spec.nodes=2` is ambiguous."""
     with pytest.raises(InputError, match=r"--nodes 3 and --set spec.nodes=2: two values"):
         sources.load(Source(str(mine), nodes="3", settings=("spec.nodes=2",)))
     with pytest.raises(InputError, match=r"--nodes 1:3 and --set spec.minNodes=2: two values"):
@@ -344,7 +343,7 @@ def test_the_cells_of_a_notebook_are_a_script(tmp_path: Path) -> None:
 
 
 def test_a_mistake_in_a_notebook_is_named_by_its_cell(tmp_path: Path) -> None:
-    """The script made of it lies in /tmp, under a name that nobody has seen."""
+    """The script made from it is in /tmp, under a name that users never see."""
     cells = ["import os", "import torch.distributed as d\nd.init_process_group(rank=int(os.environ['LOCAL_RANK']))"]
     path = tmp_path / "try.ipynb"
     path.write_text(json.dumps({"cells": [{"cell_type": "code", "source": cell} for cell in cells]}))
@@ -355,7 +354,7 @@ def test_a_mistake_in_a_notebook_is_named_by_its_cell(tmp_path: Path) -> None:
 
 
 def test_a_yaml_that_would_start_a_notebook_is_not_written(tmp_path: Path) -> None:
-    """JSON is Python, so `ddpjob init` wrote a job that runs a notebook and does nothing."""
+    """JSON is Python, so a job that runs a notebook would do nothing."""
     path = tmp_path / "try.ipynb"
     path.write_text('{"cells": []}')
     with pytest.raises(InputError, match=r"jupyter nbconvert --to script .*then ddpjob init .*try.py"):
@@ -363,7 +362,7 @@ def test_a_yaml_that_would_start_a_notebook_is_not_written(tmp_path: Path) -> No
 
 
 def test_a_variable_without_a_value_is_taken_over(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As docker run -e and kubectl users know it."""
+    """As in docker run -e and kubectl."""
     monkeypatch.setenv("TAKEN", "over")
     document, _ = sources.load(Source(str(mine), variables=("TAKEN",)))
     assert document.data["spec"]["template"]["spec"]["containers"][0]["env"] == [{"name": "TAKEN", "value": "over"}]
@@ -389,14 +388,14 @@ def test_stdin_is_a_script_or_a_yaml(typed: str, tmp_path: Path) -> None:
 
 
 def test_stdin_that_is_no_utf_8_is_one_line(tmp_path: Path) -> None:
-    """`iconv` forgotten: a stack of this program was shown."""
+    """A user who forgot `iconv` must not see a traceback."""
     words = [sys.executable, "-m", "ddpjob_cli", "run", "-", "--dry-run"]
     done = subprocess.run(words, input="print('é')".encode("latin-1"), capture_output=True, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (2, b"stdin:1: it is not UTF-8\n")
 
 
 def test_what_is_wrong_with_a_job_that_was_made_for_a_script_has_no_line_of_the_script(tmp_path: Path) -> None:
-    """`train.py:15: spec.template…` sent a new user to a line of a script that had ten."""
+    """`train.py:15: spec.template…` would send a new user to a line that the script does not have."""
     script = tmp_path / "train.py"
     script.write_text("import torch\n")
     document, _ = sources.load(Source(str(script)))

@@ -1,4 +1,4 @@
-"""All pods of a job or none: which scheduler or queue admits them, and what its owner sees while it waits."""
+"""All pods of a job or none: which scheduler or queue admits them, and what users see while the job waits."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ OFF = "gang native is not switched on in this operator (the chart's value gang.n
 
 
 def gang(**spec: Any) -> World:
-    """A job of two nodes where the API server serves PodGroups."""
+    """Return a job of two nodes where the API server serves PodGroups."""
     return digits(**spec).serves()
 
 
 def queued(**spec: Any) -> World:
-    """A job in a queue."""
+    """Return a job in a queue."""
     return World(job(gang="kueue", **spec)).serves("kueue", "kueue.x-k8s.io/v1beta1")
 
 
@@ -57,8 +57,9 @@ def test_auto_takes_what_the_api_server_serves_and_says_why(
 
 
 def test_a_long_sentence_of_the_api_server_is_cut_and_not_the_end_of_the_job() -> None:
-    """RBAC names each missing role in its refusal. The operator wrote a status that it could not read again, and did
-    nothing more for any job of several nodes."""
+    """RBAC names each missing role in its refusal. If it exceeded the status' bounds, the operator could not read its
+    own status, and would stop acting for the job.
+    """
     why = f"the operator may not list podgroups: {'; '.join(f'clusterrole {n} not found' for n in range(40))}"
     world = digits()
     world.gang_apis = {"native": GangApi(why_not=why)}
@@ -84,7 +85,7 @@ def test_the_group_comes_before_the_pods_and_the_status_says_which_and_why() -> 
 
 
 def test_a_job_that_wants_a_gang_makes_no_pod_where_there_is_none() -> None:
-    """A part of its pods would hold nodes that another job waits for."""
+    """Otherwise some of its pods hold nodes for which another job waits."""
     world = digits(gang="native").settle()
     assert (world.names(), world.status.state, world.status.reason) == ([], "Pending", "GangUnavailable")
     assert world.status.message == f"no pod is made without its gang: {OFF}"
@@ -93,7 +94,7 @@ def test_a_job_that_wants_a_gang_makes_no_pod_where_there_is_none() -> None:
 
 
 def test_a_job_that_began_without_a_gang_goes_on_so_and_the_next_attempt_has_one() -> None:
-    """An operator that is upgraded, or has the gang switched on, meets jobs that run."""
+    """An upgraded operator, or one in which the gang was enabled, meets running jobs."""
     world = digits().running().serves().settle()
     assert world.groups == {}
     world.exits(0, code=1).restarted()
@@ -117,7 +118,7 @@ def test_a_replaced_pod_joins_the_group_of_its_attempt() -> None:
 
 @pytest.mark.parametrize("end", ["suspended", "succeeded", "failed"])
 def test_a_job_that_ends_or_is_suspended_leaves_no_group_behind(end: str) -> None:
-    """A group that is left counts against the quota of its kind, and puzzles whoever reads it."""
+    """A leftover group counts against its quota, and puzzles readers."""
     world = gang(backoffLimit=0).running().admits()
     if end == "suspended":
         world.change(suspend=True).settle()
@@ -189,7 +190,7 @@ def test_a_gang_for_one_rack_says_also_how_many_racks_were_tried() -> None:
 
 
 def test_the_pods_of_a_gang_say_what_keeps_each_from_its_node() -> None:
-    """The first pod's reason alone was shown, and a missing volume of another one looked like a lack of GPUs."""
+    """The first pod's reason alone would hide a missing volume of another pod."""
     world = gang().started().unschedulable(0, "Insufficient cpu").unschedulable(1, 'claim "data-1" not found').settle()
     assert world.status.message.endswith(
         'placed together: Insufficient cpu (digits-1-0); claim "data-1" not found (digits-1-1)'
@@ -197,7 +198,7 @@ def test_the_pods_of_a_gang_say_what_keeps_each_from_its_node() -> None:
 
 
 def test_what_group_and_pods_say_alike_is_said_once() -> None:
-    """As the scheduler of 1.36 answers a topology that no node has."""
+    """The scheduler of 1.36 answers so for a topology that no node has."""
     no, world = "no feasible placements found", gang(topologyKey="rack").started()
     world.unschedulable(0, no).unschedulable(1, no).admits("waiting", no).settle()
     assert world.status.message == f"Unschedulable: 2 of 2 pods wait to be placed together: {no}"
@@ -270,7 +271,7 @@ def test_a_pod_group_is_what_kubernetes_documents_and_the_same_in_each_version(v
 
 
 def test_in_1_37_a_group_that_was_placed_once_says_so_for_ever_and_its_pods_say_what_became_of_them() -> None:
-    """DisruptionTarget of a preempted group must not read as one that waits: its pods are evicted one by one."""
+    """DisruptionTarget of a preempted group must not read as waiting: its pods are evicted one by one."""
     placed = {"type": "PodGroupInitiallyScheduled", "status": "True", "reason": "Scheduled"}
     preempted = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler", "message": "m"}
     assert native.read({"status": {"conditions": [preempted, placed]}}) == Admission("admitted")
@@ -314,7 +315,7 @@ def test_a_job_in_a_queue_has_one_group_for_its_life_and_no_pod_before_it_is_adm
 
 @pytest.fixture
 def volcano() -> Adapter:
-    """As it is printed."""
+    """Return the table as it is printed."""
     (block,) = (b for b in documents.blocks("python") if b.page.name == "gang-adapters.md")
     names: dict[str, Any] = {}
     exec(block.text, names)
@@ -324,7 +325,7 @@ def volcano() -> Adapter:
 
 
 def test_the_table_for_volcano_makes_what_volcano_documents(volcano: Adapter) -> None:
-    """Who copies the page must get a gang, not a job whose pods are placed one by one."""
+    """Readers who copy the page must get a gang, and not a job whose pods are placed one by one."""
     elastic = job(nodes=8, minNodes=6)
     body = volcano.body(elastic, 2, "scheduling.volcano.sh/v1beta1")
     assert (body["kind"], body["metadata"]["name"], body["spec"]) == ("PodGroup", "digits-2-00001", {"minMember": 6})

@@ -1,4 +1,4 @@
-"""Goodput counts the seconds in which steps were made, and no others: who pays for the GPUs decides by this number."""
+"""Goodput counts only seconds in which steps were made: whoever pays for the GPUs relies on it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def spent(world: World) -> api.Goodput:
 
 
 def trains(world: World, *steps: int, seconds: float = 10) -> World:
-    """Rank 0 reports these steps, one every `seconds`."""
+    """Let rank 0 report these steps, one every `seconds`."""
     for step in steps:
         world.reports_step(step).settle().after(seconds)
     return world
 
 
 def hangs(world: World, step: int, seconds: int) -> World:
-    """It reports every ten seconds that it lives, and makes no step."""
+    """Let rank 0 report every ten seconds without making a step."""
     for _ in range(seconds // 10):
         world.reports_step(step).settle().after(10)
     return world
@@ -47,7 +47,7 @@ def total(goodput: api.Goodput) -> int:
 
 
 def test_a_job_that_hung_until_its_deadline_is_not_said_to_have_trained() -> None:
-    """Else a cluster's report shows a ratio of 1.0 for a job that burnt its GPUs."""
+    """Otherwise a cluster's report shows a ratio of 1.0 for a job that wasted its GPUs."""
     world = trains(digits(activeDeadlineSeconds=1500).running(), *range(1, 11))
     hangs(world, 10, 1500).settle()
     assert world.status.state in ("Failing", "Failed")
@@ -79,14 +79,14 @@ def test_a_pause_that_ends_by_itself_is_idle_and_the_steps_after_it_count_again(
 
 
 def test_a_step_that_takes_as_long_as_the_others_is_not_idle() -> None:
-    """A job whose steps take four minutes each makes none in most reconciles, and is healthy."""
+    """A job with steps of four minutes makes none in most reconciles, and is healthy."""
     world = trains(digits().running(), *range(1, 21), seconds=240).exits(0).exits(1).settle()
     assert (spent(world).productive_seconds, spent(world).idle_seconds, spent(world).ratio) == (4800, 0, 1.0)
 
 
 @pytest.mark.parametrize("kind", ["stall", "application"])
 def test_from_the_last_step_to_the_first_after_a_restart_in_place_nothing_was_trained(kind: str) -> None:
-    """Under ddprun the job is Running all the while: ten hangs of half an hour each would be a ratio of 1.0."""
+    """Under ddprun the job is Running all the time: ten hangs of half an hour each must not give a ratio of 1.0."""
     world = trains(digits(container=DDPRUN, stall={"timeoutSeconds": 60}).running(), *range(1, 11))
     hangs(world, 10, 60)
     failure = Failure(rank=1, node_rank=1, failure_class=kind, charged_to=kind, step=10)  # type: ignore[arg-type]
@@ -98,7 +98,7 @@ def test_from_the_last_step_to_the_first_after_a_restart_in_place_nothing_was_tr
 
 @pytest.mark.parametrize("deleted", [False, True], ids=["not ready", "its object is deleted"])
 def test_the_wait_for_a_lost_node_is_no_training(deleted: bool) -> None:
-    """Of a node that was killed 40 s passed until it was given up, and all of them were said to be trained."""
+    """The 40 s until a killed node is given up are no training."""
     world = trains(digits().running(), *range(1, 11), seconds=5).after(4)
     (world.node_deleted(1) if deleted else world.node_lost(1)).settle()
     world.after(30).settle()
@@ -107,7 +107,7 @@ def test_the_wait_for_a_lost_node_is_no_training(deleted: bool) -> None:
 
 
 def test_a_node_that_is_only_not_heard_trains_until_its_last_step() -> None:
-    """Its kubelet has stopped, and its containers go on."""
+    """Its kubelet has stopped, but its containers continue."""
     world = trains(digits().running(), *range(1, 11), seconds=5).node_lost(1).settle()
     trains(world, *range(11, 17), seconds=5).settle()
     assert world.status.reason == "NodeLost"
@@ -121,7 +121,7 @@ def test_a_long_step_that_a_lost_node_ends_was_training_until_the_node_can_have_
 
 
 def test_a_job_that_never_reports_a_step_has_no_ratio() -> None:
-    """It runs, and no report shows whether it trains or hangs."""
+    """It is running, but no report shows if it trains or hangs."""
     world = digits().started().after(20).runs(0, 1).settle().after(80).exits(0).exits(1).settle()
     assert (spent(world).starting_seconds, spent(world).unreported_seconds) == (20, 80)
     assert (spent(world).productive_seconds, spent(world).ratio) == (0, None)
@@ -165,8 +165,9 @@ def test_no_second_is_counted_twice_or_forgotten(events: list[tuple[str, int]]) 
 
 
 def test_a_script_that_reports_huge_numbers_as_steps_leaves_a_status_that_can_be_read() -> None:
-    """With the second restart the steps that were lost were more than a status may hold: the operator could not read
-    its own, and did nothing more for a job whose pods held their GPUs."""
+    """Otherwise the lost steps exceed what a status may hold: the operator could not read its own status, and would
+    stop acting for a job whose pods hold GPUs.
+    """
     world = digits().running()
     for _ in range(2):
         world.reports_step(bounds.COUNT_MAX).settle().exits(0, code=75).restarted().after(400).running()

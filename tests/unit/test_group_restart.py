@@ -1,4 +1,4 @@
-"""What a failure leads to: one clean restart of the group, charged to its cause, or a job that fails, with reason."""
+"""A failure leads to one clean restart of the group, charged to its cause, or to a failed job with a reason."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def cause(world: World) -> api.JobFailure:
 
 
 def charges(world: World) -> tuple[int, int, int]:
-    """Restarts charged to application, infrastructure and stall."""
+    """Return restarts charged to application, infrastructure and stall."""
     r = world.status.restarts
     assert r.total == r.application + r.infrastructure + r.stall
     return r.application, r.infrastructure, r.stall
 
 
 def fail_once_more(world: World, code: int = 1) -> World:
-    """All run, rank 1 fails, its peer stops, and the next attempt's time comes."""
+    """Let all run, rank 1 fail and its peer stop, until the next attempt begins."""
     world.runs(0, 1).settle().exits(1, code=code, message="ValueError: x").restarted()
     return world.after(400).settle()
 
@@ -84,7 +84,7 @@ def test_until_the_last_pod_has_ended_the_cause_is_not_known_and_nothing_is_char
 )
 @pytest.mark.parametrize("command", ["torchrun", "ddprun"])
 def test_a_message_that_names_the_cause_does_not_call_it_unknown(breaks, known: bool, command: str) -> None:
-    """`ValueError: no such shard; waiting for … the cause` sends its reader to look for another one."""
+    """`ValueError: no such shard; waiting for … the cause` would send readers to look for another cause."""
     world = breaks(digits(container={"command": [command, "train.py"]}).running())
     world.step()
     assert world.status.state == "Restarting"
@@ -124,7 +124,7 @@ def test_a_whole_restart_is_told_in_three_events() -> None:
 
 
 def test_a_pod_whose_only_container_has_ended_is_not_deleted_while_its_phase_lags_behind() -> None:
-    """Else `kubectl logs` of the culprit's pod finds nothing."""
+    """Otherwise `kubectl logs` of the culprit's pod finds nothing."""
     world = digits().running().exits(1, code=3)
     world.pods["digits-1-1"] = replace(world.pods["digits-1-1"], phase="Running")
     world.settle()
@@ -147,14 +147,16 @@ def test_a_rank_that_completed_trains_again_with_its_group() -> None:
 
 @pytest.mark.parametrize(("given", "grace"), [(0, 1), (3, 3), (60, 60)])
 def test_restart_grace_seconds_is_the_users_to_choose_down_to_one(given: int, grace: int) -> None:
-    """With 0 the API server forgets the pod before its kubelet has ended it: two attempts would run side by side."""
+    """With 0 the API server forgets the pod before its kubelet has ended it: two attempts would run at the same
+    time.
+    """
     world = digits(restartGraceSeconds=given).running().exits(1, code=1)
     world.step()
     assert deleted(world.step()) == [("digits-1-0", grace)]
 
 
 def test_a_rank_whose_whole_life_passed_between_two_looks_is_not_made_again_under_its_name() -> None:
-    """Its first process may still run where it cannot be observed."""
+    """Its first process may still be running unobserved."""
     world = digits().started().runs(0, 1)
     world.deleted_pods.append(world.pods.pop("digits-1-1"))
     world.restarted()
@@ -177,7 +179,7 @@ def test_a_job_suspended_while_it_restarts_stops_and_later_goes_on() -> None:
 
 @pytest.mark.parametrize("resumed", ["when its pods have stopped", "before"])
 def test_a_failure_that_came_before_a_suspension_is_charged(resumed: str) -> None:
-    """Who suspends and resumes a script that always fails got a free restart, with every restart of its budget left."""
+    """Otherwise users who suspend and resume a script that always fails get free restarts."""
     world = digits(backoffLimit=3).running().exits(1, code=1).settle().change(suspend=True).settle()
     if resumed == "before":
         world.change(suspend=False).settle().stops_all().settle()
@@ -200,7 +202,7 @@ def test_the_deadline_also_ends_a_job_that_restarts() -> None:
 
 
 def test_no_deadline_ends_a_job_that_is_to_be_suspended_once_its_failure_is_settled() -> None:
-    """As of a suspended batch/v1 Job: its pods took a minute to stop for the failure, and it was Failed for good."""
+    """As for a suspended batch/v1 Job: its pods may take a minute to stop for the failure."""
     world = digits(activeDeadlineSeconds=60).running().exits(1, code=1).settle().change(suspend=True).settle()
     world.after(60).settle().stops_all().settle()
     assert (world.status.state, world.status.restarts and world.status.restarts.application) == ("Suspended", 1)
@@ -325,7 +327,7 @@ NO_START: dict[str, dict[str, object]] = {
 def test_a_job_that_has_trained_is_never_failed_for_good_because_it_cannot_start(
     how: dict[str, object], nodes: int, broken: int, reports: bool
 ) -> None:
-    """A broken GPU, or a file system that is away for a moment, would end a job that has trained for two days."""
+    """A broken GPU, or a file system that is briefly away, must not end a job that has trained for two days."""
     world = digits(nodes=nodes).running()
     if reports:
         world.reports_step(50_000).settle()
@@ -343,7 +345,7 @@ def test_a_job_that_has_trained_is_never_failed_for_good_because_it_cannot_start
 
 @pytest.mark.parametrize("how", NO_START.values(), ids=NO_START.keys())
 def test_one_node_that_cannot_start_fails_a_new_job_only_after_others_were_tried(how: dict[str, object]) -> None:
-    """The first pod on a node without a driver would fail a job that runs well everywhere else."""
+    """The first pod on a node without a driver must not fail a job that runs well elsewhere."""
     world, starts = digits(nodes=3).running(), 0
     while world.status.state != "Failed" and starts < 1000:
         world.runs(0, 1, 2).settle().after(1).exits(1, **{"code": 1, **how})  # type: ignore[arg-type]
@@ -353,7 +355,7 @@ def test_one_node_that_cannot_start_fails_a_new_job_only_after_others_were_tried
 
 
 def test_a_module_that_is_missing_in_the_middle_of_the_training_is_the_scripts() -> None:
-    """`import wandb` at the first checkpoint: a hundred free restarts would not find it."""
+    """If `import wandb` fails at the first checkpoint, free restarts would never fix it."""
     world = digits().running().reports_step(100).settle().exits(0, code=1, message="ImportError: no wandb").restarted()
     assert charges(world) == (1, 0, 0)
 
@@ -373,7 +375,7 @@ LACKS = ("CreateContainerConfigError", 'configmap "settings" not found')
 
 
 def test_the_time_that_a_config_map_is_missing_counts_also_over_starts_that_took_too_long() -> None:
-    """With a shorter startDeadlineSeconds the job was started again and again, for ever."""
+    """Otherwise, with a shorter startDeadlineSeconds, the job restarts for ever."""
     world = digits(startDeadlineSeconds=300).started().waits(0, *LACKS).settle().after(300).settle()
     assert world.status.reason == "StartBackOff"
     assert world.status.attempt_time is not None
@@ -386,7 +388,7 @@ def test_the_time_that_a_config_map_is_missing_counts_also_over_starts_that_took
 
 
 def test_the_ten_minutes_without_a_config_map_survive_a_change_of_the_leader() -> None:
-    """Each new leader began to count anew: with one every few minutes the job never failed."""
+    """If each new leader counted from zero, frequent changes would keep the job from ever failing."""
     world = digits().started().waits(0, *LACKS).settle()
     for _ in range(4):
         new = digits()
@@ -404,8 +406,9 @@ def test_a_config_map_that_is_there_in_between_is_waited_for_anew() -> None:
 
 
 def test_a_config_map_that_is_missing_for_a_moment_after_a_long_pull_fails_no_job() -> None:
-    """The kubelet names the same reason where its own copy of the ConfigMap is late: a job of an image that took eleven
-    minutes to pull had Failed for good."""
+    """The kubelet reports the same reason while its own copy of the ConfigMap is late: an image that takes eleven
+    minutes to pull must not fail the job.
+    """
     world = digits().started().waits(0, "ContainerCreating").settle().after(660).settle()
     world.waits(0, "CreateContainerConfigError", "failed to sync configmap cache: timed out")
     assert world.settle().status.reason == "CannotStart"
@@ -426,7 +429,9 @@ def test_the_cause_is_the_rank_that_failed_and_not_the_peer_that_noticed_first()
 
 
 def test_an_attempt_with_nothing_but_complaints_about_peers_is_free_once_and_not_for_ever() -> None:
-    """The network may have failed where nobody saw it. The second time it is the script, which would never end."""
+    """The first time, the network may have failed unseen. The second time it is the script, which would restart for
+    ever.
+    """
     world = digits(backoffLimit=1).running().exits(0, code=1, message=PEER_GONE).restarted()
     assert charges(world) == (0, 1, 0)
     world.runs(0, 1).settle().after(3600).exits(0, code=1, message=PEER_GONE).restarted()
@@ -437,7 +442,7 @@ def test_an_attempt_with_nothing_but_complaints_about_peers_is_free_once_and_not
 
 
 def cut_off_for_a_while(world: World, place: int) -> World:
-    """The node controller calls the pod not ready, because its node does not report, and then it does again."""
+    """Let the node controller call the pod not ready, because its node does not report, and then ready again."""
     pod = world.pods[f"digits-{world.status.attempt}-{place}"]
     for silent_since in (world.now, None):
         pod = world.pods[pod.name] = facts.merge(pod, replace(pod, silent_since=silent_since))
@@ -446,7 +451,7 @@ def cut_off_for_a_while(world: World, place: int) -> World:
 
 
 def test_complaints_alone_cost_nothing_where_a_node_of_the_attempt_did_not_report_for_a_while() -> None:
-    """A switch that restarts each night ended a training of weeks: the script was charged, and never at fault."""
+    """A switch that restarts each night must not end a training of weeks."""
     world = digits(backoffLimit=0)
     for attempt in range(1, 6):
         world.running()
@@ -461,7 +466,7 @@ def test_complaints_alone_cost_nothing_where_a_node_of_the_attempt_did_not_repor
 
 
 def test_a_node_that_did_not_report_explains_complaints_although_its_pod_is_gone_when_the_cause_is_settled() -> None:
-    """An operator that has begun anew knows of the pods what they show now, and of the failure what is recorded."""
+    """A restarted operator knows only the pods as they are now, and the recorded failure."""
     world = digits(backoffLimit=0, nodes=3).running().exits(0, code=1, message=PEER_GONE).restarted().running()
     cut_off_for_a_while(world, 1).exits(0, code=1, message=PEER_GONE).settle()
     world.pods["digits-2-1"] = replace(world.pods["digits-2-1"], was_silent=False)
@@ -476,7 +481,7 @@ def test_a_node_that_did_not_report_excuses_no_error_of_the_script() -> None:
 
 
 def test_a_rank_that_ends_well_while_its_peer_still_waits_for_it_is_the_cause_and_charged() -> None:
-    """The commonest mistake of all, uneven data: it restarted for hours, and nobody was blamed."""
+    """Uneven data is the most common mistake. Otherwise it restarts for hours, and nobody is blamed."""
     world = digits(backoffLimit=0).running().reports_step(20, rank=0).settle()
     world.reports_step(20, rank=1, node_rank=1).exits(0).settle()
     world.after(2).exits(1, code=1, message=PEER_GONE).settle()
@@ -507,7 +512,7 @@ def test_a_lost_node_beside_a_rank_that_has_completed_is_the_cause_still() -> No
 
 
 def test_a_node_that_is_known_to_be_lost_long_after_its_peers_complained_is_the_cause() -> None:
-    """The cluster takes a minute to miss a node: the second lost node would be charged to the application."""
+    """The cluster takes a minute to notice a lost node: otherwise the second one is charged to the application."""
     world = digits(nodes=3, backoffLimit=0).running()
     for lost in range(1, 4):
         world.runs(0, 1, 2).settle().exits(0, code=1, message=PEER_GONE).settle().after(40).node_lost(2).settle()
@@ -524,7 +529,7 @@ def test_a_node_that_is_lost_while_a_failed_group_stops_is_not_the_cause_of_the_
 
 
 def test_an_address_in_use_that_was_not_given_is_the_scripts_own_failure_and_says_which() -> None:
-    """A port that a script has made up for itself: restarts without end, charged to the nodes."""
+    """A port that the script chose itself would cause endless restarts, charged to the nodes."""
     sentence = (
         "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. "
     )
@@ -553,7 +558,7 @@ def test_the_cause_outlives_its_pod() -> None:
 
 
 def test_what_a_pod_says_while_it_is_being_stopped_is_the_cause_although_its_object_is_gone_at_the_end() -> None:
-    """Its launcher often waits for other ranks while a peer has long complained, and dies by our SIGTERM."""
+    """Its launcher often waits for other ranks while a peer has long complained, and then dies by our SIGTERM."""
     world = digits(nodes=3).running().exits(0, code=1, message=PEER_GONE).settle()
     assert cause(world).reason == "PeerLost"
     world.exits(1, code=1, message="ValueError: no such shard").settle()
@@ -641,8 +646,9 @@ def test_without_the_right_to_read_nodes_the_node_controllers_word_about_the_pod
 
 @pytest.mark.parametrize(("ran", "seconds"), [(False, 60), (True, 30 + HELD_SECONDS)])
 def test_without_the_right_to_read_nodes_a_pod_that_stays_beyond_its_grace_is_given_up(ran: bool, seconds: int) -> None:
-    """Of a trainer that ran the node controller says that its node is not ready. Where it does not, a process may be
-    one that the kernel holds, and the next group would train beside it: that has more time."""
+    """The node controller reports a running trainer's node as not ready. If it does not, the kernel may be holding the
+    process, and the next group would train next to it: that gets more time.
+    """
     world = digits().running() if ran else digits().settle().runs(0)._change(1, node="node-1").settle()
     world.nodes = None
     world.deleted_first(1).settle().stops(0).after(seconds - 1).settle()
@@ -706,7 +712,7 @@ def test_pods_that_find_no_other_node_are_asked_for_anew_when_the_node_is_no_lon
 
 
 def twice_lost(world: World) -> World:
-    """The job avoids node-1, which is back."""
+    """Return a job that avoids node-1, which is back."""
     world.running()
     for _ in range(2):
         world.runs(0, 1).settle().node_lost(1).after(30).restarted()
@@ -719,7 +725,7 @@ NO_NODE = "0/2 nodes are available: 1 node(s) didn't match Pod's node affinity/s
 
 
 def test_a_node_is_avoided_only_while_the_pods_fit_elsewhere() -> None:
-    """Two reboots of a healthy node stopped a job for an hour beside that node, once another one was drained."""
+    """Two reboots of a healthy node must not keep a job off its only free node for an hour."""
     world = twice_lost(digits()).runs(0).unschedulable(1, NO_NODE).settle()
     attempt = world.status.attempt
     world.after(59).settle()
@@ -733,7 +739,7 @@ def test_a_node_is_avoided_only_while_the_pods_fit_elsewhere() -> None:
 
 
 def test_the_message_names_the_node_that_the_job_itself_forbids_until_when_and_why() -> None:
-    """The scheduler speaks of a node affinity that is in no template."""
+    """The scheduler mentions a node affinity that is in no template."""
     world = twice_lost(digits()).runs(0).unschedulable(1, NO_NODE).settle()
     until = world.status.avoided_nodes[0].until
     said = f"node node-1 is avoided until {until:%H:%M:%S} UTC (2 failures of this job)"
@@ -759,7 +765,7 @@ def test_a_ban_is_lifted_also_where_the_start_gives_up_sooner() -> None:
 
 
 def test_the_minute_is_counted_from_when_the_pod_found_no_node_whoever_leads() -> None:
-    """Quota or a queue may hold the pods back for longer, and an operator that begins has seen nothing."""
+    """Quota or a queue may hold the pods back for longer, and a new operator has seen nothing."""
     world = twice_lost(digits()).after(300).runs(0).unschedulable(1, NO_NODE).settle()
     attempt = world.status.attempt
     world.after(30).settle()
@@ -824,7 +830,7 @@ def test_goodput_counts_training_only_and_the_steps_that_were_made_twice() -> No
 
 
 def test_a_lost_node_says_since_when_and_the_times_survive_the_operator() -> None:
-    """All that a restart needs is in the status: another operator goes on where this one stopped."""
+    """Everything that a restart needs is in the status, so another operator can continue it."""
     world = digits().running().exits(1, code=1).settle()
     other = World(world.job)
     other.pods, other.service, other.now = dict(world.pods), True, world.now
@@ -834,8 +840,9 @@ def test_a_lost_node_says_since_when_and_the_times_survive_the_operator() -> Non
 
 
 def test_a_pod_that_was_bound_to_a_node_that_is_not_ready_has_its_own_patience() -> None:
-    """After an outage of the API server the scheduler may bind a pod to a node that it still believes in; the kubelet
-    says seconds later that it is ready. A user would lose two attempts to a node that had nothing."""
+    """After an outage of the API server the scheduler may bind a pod to a node that is not ready, seconds before its
+    kubelet reports. Otherwise users lose two attempts on a healthy node.
+    """
     world = digits().started()
     world.nodes = {"node-1": Node(ready=False, since=world.now)}
     world.after(25).runs(0, 1)
@@ -850,8 +857,9 @@ def test_another_namespace_of_nodes_does_not_matter() -> None:
 
 
 def test_a_rank_that_is_gone_when_its_peers_have_completed_is_not_made_again_to_wait_for_them() -> None:
-    """It had ended with them, nobody was there to see it, and its pod was deleted. A new pod in the same attempt finds
-    no peers, and the user would pay for a rank that "ended early"."""
+    """It completed unobserved, and its pod was deleted. A new pod in the same attempt would find no peers, and users
+    would pay for a rank that "ended early".
+    """
     world = digits().started().settle()
     assert world.status.reason == "StartingTrainers"
     world.exits(0).vanishes(1).settle()
@@ -864,7 +872,9 @@ LAUNCHERS = pytest.mark.parametrize("command", ["python", "torchrun", "ddprun"])
 
 @LAUNCHERS
 def test_a_rank_whose_pod_was_never_made_is_made_although_others_have_completed_already(command: str) -> None:
-    """They end sooner than the last pod is made, or the operator was killed meanwhile: finished work ran again."""
+    """The others may complete before the last pod is created, or while the operator is down. Otherwise finished work
+    runs again.
+    """
     world = digits(nodes=3, container={"command": [command, "train.py"]}, backoffLimit=0)
     world.step()
     world.vanishes(1).vanishes(2).exits(0)
@@ -877,8 +887,9 @@ def test_a_rank_whose_pod_was_never_made_is_made_although_others_have_completed_
 
 @LAUNCHERS
 def test_a_rank_that_starts_after_a_peer_has_ended_does_not_prove_that_the_peer_ended_early(command: str) -> None:
-    """Its first pod had completed and was deleted before the operator had recorded it, so it is made again and waits in
-    vain. The user would pay a restart for a script that is right."""
+    """Its first pod completed and was deleted before that was recorded, so it is created again and waits in vain. Users
+    must not pay a restart for a correct script.
+    """
     world = digits(container={"command": [command, "train.py"]}, backoffLimit=0)
     world.step()
     world.vanishes(1).runs(0).after(30).exits(0).after(5).step()
@@ -888,8 +899,9 @@ def test_a_rank_that_starts_after_a_peer_has_ended_does_not_prove_that_the_peer_
 
 
 def test_a_pod_that_is_slow_to_stop_does_not_explain_what_was_wrong_before() -> None:
-    """Where nodes cannot be read, a pod that stays beyond its grace is given up. Its deletion was requested
-    because a rank had ended early: that rank would never be named, and the mistake be free."""
+    """Without node access, a pod that outlives its grace is given up. Its deletion was requested because a rank ended
+    early: that rank must still be named and charged.
+    """
     world = digits(nodes=3).running().reports_step(5)
     world.nodes = None
     world.exits(1).exits(
@@ -901,7 +913,9 @@ def test_a_pod_that_is_slow_to_stop_does_not_explain_what_was_wrong_before() -> 
 
 @pytest.mark.parametrize(("word", "code"), [("seccomp killed", 159), ("Signaled", 139), ("Exited", 3)])
 def test_a_container_runtimes_own_word_for_an_exit_code_is_no_disruption(word: str, code: int) -> None:
-    """CRI-O reports `seccomp killed`. A script that calls what it must not was restarted a hundred times for free."""
+    """CRI-O reports `seccomp killed`. A script that makes a forbidden call must not be restarted a hundred times for
+    free.
+    """
     world = digits(backoffLimit=0).running().exits(0, code, reason=word).restarted()
     assert (world.status.state, world.status.reason) == ("Failed", "BackoffLimitExceeded")
     assert f"({word})" in world.status.message
@@ -912,15 +926,14 @@ NO_GPU = "0/2 nodes are available: 1 Insufficient nvidia.com/gpu"
 
 
 def waits_in_vain(world: World, seconds: float) -> World:
-    """Node 0 runs for so long beside a pod that finds no node, and gives up as torchrun does."""
+    """Return a world where node 0 runs next to a pod without a node, and gives up as torchrun does."""
     world.runs(0).unschedulable(1, NO_GPU).settle().after(seconds)
     return world.exits(0, code=1, message=f"{NOBODY_CAME}\n").settle().stops_all().settle()
 
 
 @pytest.mark.parametrize("min_nodes", [None, 2])
 def test_a_rank_that_waited_in_vain_for_a_node_without_a_gpu_costs_nothing(min_nodes: int | None) -> None:
-    """torch gives up after ten minutes: three hours in a full cluster ended in TooManyInfrastructureFailures, and the
-    job said that it had lost its peers."""
+    """torch gives up after ten minutes: three hours in a full cluster must not end in TooManyInfrastructureFailures."""
     elastic = {} if min_nodes is None else {"minNodes": min_nodes}
     world = digits(backoffLimit=1, **elastic).started()
     for attempt in range(2, 40):
@@ -950,7 +963,7 @@ def test_who_gave_up_waiting_and_for_what_is_said(other: str, lacks: str) -> Non
 
 
 def test_a_rank_that_waited_in_vain_for_an_image_costs_nothing_and_the_slow_pod_is_named() -> None:
-    """An image of 20 GB takes longer than the ten minutes of torchrun; the job said that it had lost its peers."""
+    """Pulling an image of 20 GB takes longer than torchrun's ten minutes, and is no lost peer."""
     world = digits(backoffLimit=0).started().runs(0).waits(1, "ContainerCreating").settle().after(600)
     plan = world.exits(0, code=1, message=f"{NOBODY_CAME}\n").plan()
     assert (plan.status.state, plan.status.reason) == ("Pending", "CannotStart")
@@ -963,8 +976,9 @@ def test_a_rank_that_waited_in_vain_for_an_image_costs_nothing_and_the_slow_pod_
 
 
 def test_the_start_deadline_counts_from_the_first_of_the_attempts_that_found_no_nodes() -> None:
-    """torchrun gives up after ten minutes, so a deadline of 25 never released anything, and two jobs that each hold
-    half of a cluster waited for ever."""
+    """torchrun gives up after ten minutes. If each attempt counted anew, two jobs that each hold half of a cluster
+    would wait for ever.
+    """
     world = waits_in_vain(digits(startDeadlineSeconds=1500).started(), 600)
     waits_in_vain(world, 600)
     world.runs(0).unschedulable(1, NO_GPU).settle().after(299).settle()
@@ -977,7 +991,7 @@ def test_the_start_deadline_counts_from_the_first_of_the_attempts_that_found_no_
 
 @pytest.mark.parametrize(("seconds", "said"), [(5, NOBODY_CAME), (600, "ValueError: no such shard")])
 def test_a_script_that_fails_by_itself_beside_an_unschedulable_pod_has_failed(seconds: float, said: str) -> None:
-    """Else one that fails in its first second would be started again and again, for free."""
+    """Otherwise a script that fails in its first second restarts again and again, for free."""
     world = digits().started().runs(0).unschedulable(1, NO_GPU).settle().after(seconds)
     world.exits(0, code=1, message=f"{said}\n").settle()
     assert cause(world).exception == said
@@ -992,7 +1006,7 @@ TRACEBACK = (
 
 
 def _again(world: World, line: int, text: str = "no such shard") -> World:
-    """Rank 1 raises, the group stops, and the next attempt begins or does not."""
+    """Let rank 1 raise and the group stop; return if the next attempt begins."""
     before = world.status.last_failure
     world.settings = dataclasses.replace(world.settings, failed_before=before)
     world.running().exits(1, code=1, message=TRACEBACK.format(line=line, text=text))

@@ -1,4 +1,4 @@
-"""A failure is no success: what an exit code 0 hides fails the attempt, or makes the success suspicious."""
+"""An exit code 0 that hides a failure fails the attempt, or makes the success suspicious."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def told(**values: Any) -> str:
 
 
 def by_agent(**values: Any) -> str:
-    """As ddprun writes it."""
+    """Return the message as ddprun writes it."""
     return told(**{"rank": 0, "exitCode": 1, "exception": BOOM, "where": "train.py:3", "failed": True} | values)
 
 
 def ended(message: str, other: str = "", **container: Any) -> World:
-    """A job both pods of which have ended with 0."""
+    """Return a job both of whose pods ended with 0."""
     world = digits(container=PIPE | container, backoffLimit=1).running()
     return world.exits(0, 0, message=message).exits(1, 0, message=other).settle()
 
@@ -48,7 +48,7 @@ def reasons_of(world: World) -> list[str]:
 
 
 def test_a_failure_that_ddprun_has_reported_is_one_although_the_command_ended_with_0() -> None:
-    """`ddprun train.py | tee log` ended as Succeeded, and the model was never trained."""
+    """`ddprun train.py | tee log` must not end as Succeeded when nothing was trained."""
     world = ended(by_agent(), told(exitCode=75, ended=True, failed=True))
     assert (world.status.state, world.status.attempt) == ("Restarting", 2)
     failure = world.status.last_failure
@@ -73,9 +73,9 @@ def test_one_node_is_enough_while_the_other_still_runs() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        told(rank=1, exitCode=1, exception=BOOM),  # of the library
+        told(rank=1, exitCode=1, exception=BOOM),  # from the library
         told(rank=1, exitCode=139, signal="SIGSEGV", exception=""),
-        told(exitCode=75, failed=True),  # of an agent whose connection is lost
+        told(exitCode=75, failed=True),  # from an agent whose connection is lost
         told(exitCode=75, resumable=True, preflight=True, badNodes=[1], exception="node 1 is slow"),
     ],
 )
@@ -87,9 +87,9 @@ def test_what_was_recorded_in_the_attempt_counts_whoever_has_written_it(message:
     "message",
     [
         told(exitCode=75, resumable=True, step=41),  # timeout 1h torchrun train.py || true
-        told(exitCode=143, signal="SIGTERM", failed=False),  # of a ddprun that a signal has ended
+        told(exitCode=143, signal="SIGTERM", failed=False),  # from a ddprun that was ended by a signal
         told(exitCode=130, signal="SIGINT", exception="KeyboardInterrupt"),
-        told(agent={"restarts": {"application": 1}}, ended=True),  # healed
+        told(agent={"restarts": {"application": 1}}, ended=True),  # recovered
         told(exitCode=0),
         "said by the script itself",
         '{"ddpjob": 1, "exitCode": "many"}',
@@ -98,13 +98,13 @@ def test_what_was_recorded_in_the_attempt_counts_whoever_has_written_it(message:
     ],
 )
 def test_a_rank_that_was_asked_to_stop_and_what_is_no_failure_fail_nothing(message: str) -> None:
-    """A false failure runs finished work again."""
+    """A false failure would run finished work again."""
     world = ended(message)
     assert (world.status.state, condition(world)) == ("Succeeded", None)
 
 
 def test_a_launcher_that_may_have_run_since_decides_by_its_exit_code() -> None:
-    """torchrun leaves no trace of its success: `ddprun train.py || torchrun train.py`."""
+    """torchrun records no success: `ddprun train.py || torchrun train.py`."""
     assert ended(by_agent(), **FALLBACK).status.state == "Succeeded"
 
 
@@ -118,7 +118,7 @@ def test_where_the_shell_loses_that_exit_code_as_well_the_success_is_suspicious(
 
 
 def test_what_agents_find_makes_the_success_suspicious() -> None:
-    """N ranks that have each trained alone looked like a success."""
+    """N ranks that each trained alone would look like a success."""
     found = {"reason": "NoProcessGroup", "message": "2 ranks, and none has formed a process group"}
     message = told(findings=[found, {"reason": "no word"}, 7])
     world = ended(message, message)
@@ -132,7 +132,7 @@ def test_what_agents_find_makes_the_success_suspicious() -> None:
 
 
 def test_a_rank_that_reports_that_it_trained_alone_makes_the_success_suspicious_once() -> None:
-    """torchrun knows of no process group, and leaves no trace of its success: N models were trained."""
+    """torchrun knows nothing about process groups and records no success: N models were trained."""
     by_ddprun = told(findings=[trained_alone(2)._asdict()])
     for message in ("", by_ddprun):
         world = digits().running().reports_step(9, world_size=2, alone=True, final=True)
@@ -164,7 +164,7 @@ def test_findings_of_many_nodes_are_one_line() -> None:
         (TABLE, True, False),  # torchrun a.py || torchrun b.py
         (f"[rank1]: {BOOM}\n".join([TRACE.replace("Trace", "[rank1]: Trace"), ""]), False, True),
         (TRACE + BOOM + "\n", True, True),  # except Exception: traceback.print_exc()
-        (TRACE + BOOM + "\nepoch 2 loss 0.1\n", False, False),  # it has handled that, and gone on
+        (TRACE + BOOM + "\nepoch 2 loss 0.1\n", False, False),  # the script handled it and continued
         (TRACE + BOOM + "\n[W1122 16:20:01.1 ProcessGroupNCCL.cpp:138] was not called\n", True, True),
         (TRACE + "KeyboardInterrupt\n", False, False),
         ("Exception ignored in: <function f>\n" + TRACE + BOOM + "\n", False, False),
@@ -180,6 +180,6 @@ def test_a_log_makes_a_success_suspicious_if_a_launcher_reports_it_or_nothing_fo
 
 
 def test_the_shell_that_loses_an_exit_code_is_warned_of_when_the_job_starts() -> None:
-    """Who applies the YAML with kubectl has no `ddpjob check`."""
+    """Users who apply the YAML with kubectl do not run `ddpjob check`."""
     assert "ExitCodeLost" in reasons_of(digits(container=PIPE).started())
     assert "ExitCodeLost" not in reasons_of(digits().started())

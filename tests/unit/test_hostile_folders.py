@@ -1,4 +1,4 @@
-"""What is checked, converted or submitted is a stranger's: it is read, and never executed, obeyed or waited for."""
+"""Checked, converted or submitted folders are a stranger's: they are read, and never executed, obeyed or waited for."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Programs of these names leave a file when they are called; it must not be there."""
+    """Return a check that fails if a program with one of these names was called."""
     ran, programs = tmp_path / "ran", tmp_path / "bin"
     programs.mkdir()
     for name in ("git", "less", "sh", "bash", "python", "python3", "ssh", "tar", "nvidia-smi", "kubectl"):
@@ -54,7 +54,7 @@ def no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def configured_to_run(folder: Path, ran: Path) -> None:
-    """A repository whose configuration names programs wherever git has a place for one."""
+    """Return a repository whose configuration names programs wherever git allows it."""
     git = folder / ".git"
     for below in ("objects", "refs/heads", "hooks"):
         (git / below).mkdir(parents=True)
@@ -75,7 +75,7 @@ def configured_to_run(folder: Path, ran: Path) -> None:
 
 
 def bare(folder: Path, ran: Path) -> None:
-    """What an ordinary clone can carry: the files of a bare repository, beside the scripts."""
+    """Return the files of a bare repository next to the scripts, as an ordinary clone can carry them."""
     configured_to_run(folder, ran)
     for path in (folder / ".git").iterdir():
         path.rename(folder / path.name)
@@ -96,7 +96,7 @@ def pointing_elsewhere(folder: Path, ran: Path) -> None:
               ["run", "train.py", "--dry-run", "--nodes", "2"]], ids=" ".join,
 )  # fmt: skip
 def test_no_program_that_a_folder_names_is_called(folder, no_program, made, words, monkeypatch) -> None:
-    """`ddpjob check FOLDER` asked git for its files, and git called what core.fsmonitor named there."""
+    """If `ddpjob check FOLDER` called git, git would call the program in core.fsmonitor."""
     made(folder, no_program)
     for name in ("GIT_DIR", "GIT_CONFIG_GLOBAL", "GIT_EXTERNAL_DIFF", "GIT_SSH_COMMAND"):
         monkeypatch.setenv(name, str(folder))
@@ -114,7 +114,7 @@ def test_a_folder_is_checked_where_git_is_not_installed(folder, monkeypatch) -> 
 
 
 def test_modules_of_the_folder_are_not_imported(folder) -> None:
-    """A stranger's yaml.py would run in place of the library that reads his jobs."""
+    """A stranger's yaml.py would replace the library that reads jobs."""
     for name in ("yaml", "click", "json", "ast", "msgspec", "rich", "sitecustomize", "ddpjob"):
         (folder / f"{name}.py").write_text("raise SystemExit('it was imported')\n")
     program = "import sys; sys.path[0] = sys.path[0] or '/nowhere'; from ddpjob_cli.commands.main import main; main()"
@@ -127,7 +127,7 @@ def test_modules_of_the_folder_are_not_imported(folder) -> None:
 
 
 def plant(folder: Path) -> list[str]:
-    """What a folder may hold under names that are read."""
+    """Create what a folder may hold under names that are read."""
     outside = folder.parent / "outside"
     outside.mkdir()
     (outside / "secret.py").write_text(WRONG)
@@ -148,7 +148,7 @@ def plant(folder: Path) -> list[str]:
 
 
 def test_what_is_no_regular_file_of_the_folder_is_left_out_and_named(folder) -> None:
-    """A pipe held the check for ever, and a link showed what a file of the user's holds."""
+    """A pipe would block the check for ever, and a link could show the content of a user's file."""
     planted = plant(folder)
     (folder / "alias.py").symlink_to("train.py")
     result = ran("check", ".")
@@ -170,14 +170,14 @@ def test_links_pipes_and_devices_do_not_hold_submit(folder) -> None:
 @pytest.mark.parametrize("name", ["pipe.py", "pipe.yaml", "pipe.ipynb", "pipe"])
 @pytest.mark.parametrize("words", ["check", "init", "convert", "run --dry-run", "submit --dry-run"])
 def test_a_named_pipe_is_refused_and_not_waited_for(folder, words, name) -> None:
-    """An archive can carry one under the name of a script."""
+    """An archive can contain a pipe with the name of a script."""
     os.mkfifo(folder / name)
-    if (words, name) != ("init", "pipe.ipynb"):  # a command cannot start a notebook: it is not read
+    if (words, name) != ("init", "pipe.ipynb"):  # a command cannot start a notebook, so it is not read
         assert "is a pipe" in said(ran(*words.split(), name))
 
 
 def test_a_gitignore_that_is_no_file_is_one_sentence(folder) -> None:
-    """What it names may be secret, so it is not passed over."""
+    """The files it names may be secret, so the error is not ignored."""
     os.mkfifo(folder / ".gitignore")
     for words in (["check", "."], ["submit", "train.py", "--dry-run", "--no-check"]):
         assert str(ran(*words).exception).count("\n") == 0
@@ -187,7 +187,7 @@ def test_a_gitignore_that_is_no_file_is_one_sentence(folder) -> None:
 
 
 def test_a_folder_that_is_too_deep_is_left_out_and_named(folder) -> None:
-    """1,000 folders in each other ended in a traceback."""
+    """1,000 nested folders must not cause a traceback."""
     here = os.open(".", os.O_RDONLY)
     for _ in range(1200):
         os.mkdir("d")
@@ -212,7 +212,7 @@ def test_a_folder_that_is_too_deep_is_left_out_and_named(folder) -> None:
     ids=lambda line: line[:6],
 )
 def test_no_pattern_holds_submit_or_check(folder, line) -> None:
-    """`*a*a*a…` held `submit --code` for more than half a minute, for a single file."""
+    """`*a*a*a…` could block `submit --code` for half a minute, for a single file."""
     deep = "/".join(["a"] * 99)
     (folder / deep).mkdir(parents=True)
     for name in ("a" * 250, f"{deep}/{'a' * 200}", "ab" * 120):
@@ -223,7 +223,7 @@ def test_no_pattern_holds_submit_or_check(folder, line) -> None:
 
 
 def test_so_many_patterns_for_so_many_files_are_refused_in_one_sentence(folder) -> None:
-    """Counted are the comparisons that a long pattern may take, so 100 of them for 300 files are more than allowed."""
+    """The limit counts comparisons of a long pattern, so 100 of them for 300 files are too many."""
     (folder / ".gitignore").write_text(f"*{'x' * 254}\n" * 100)
     for number in range(300):
         (folder / f"{number}.txt").touch()

@@ -1,4 +1,4 @@
-"""An init container that fails is named as what it is: the trainer never ran."""
+"""A failed init container is named as such: the trainer never ran."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ddpjob_operator.observed.cluster import Container
 def init_fails(
     world: World, rank: int, code: int = 5, message: str = "connecting\ncannot fetch data", reason: str = "Error"
 ) -> World:
-    """The init container `fetch` of a node ends badly, and with it the pod."""
+    """Let the init container `fetch` of a node fail, and with it the pod."""
     pod = world._pod(rank)
     ended = Container("ended", reason, message, exit_code=code, ended_at=world.now, init="fetch")
     world.pods[pod.name] = replace(pod, node=f"node-{rank}", phase="Failed", trainer=ended)
@@ -22,7 +22,7 @@ def init_fails(
 
 
 def test_the_failure_names_the_init_container_what_it_said_and_where_its_log_is() -> None:
-    """`rank 0 ended with exit code 5` sends people into the log of a trainer that never started."""
+    """`rank 0 ended with exit code 5` sends users to the log of a trainer that never started."""
     world = init_fails(digits(backoffLimit=0).started(), 0).restarted()
     failure = world.status.last_failure
     assert (failure.init_container, failure.exit_code, failure.exception) == ("fetch", 5, "cannot fetch data")
@@ -35,7 +35,7 @@ def test_the_failure_names_the_init_container_what_it_said_and_where_its_log_is(
 
 
 def test_the_memory_limit_of_the_trainer_is_not_named_for_an_init_container() -> None:
-    """Whoever raises the trainer's 8Gi to 16Gi waits for the next failure, and has mended nothing."""
+    """Raising the trainer's memory limit would not help."""
     world = digits(backoffLimit=0, container={"resources": {"limits": {"memory": "8Gi"}}}).started()
     world = init_fails(world, 0, 137, "fetching", "OOMKilled").restarted()
     assert world.status.message.startswith(
@@ -55,7 +55,7 @@ def test_while_the_group_starts_again_the_words_name_the_init_container() -> Non
 
 
 def seen(*inits: dict[str, Any], reason: str = "") -> Container:
-    """The trainer as observed, in a pod that failed while its init containers ran."""
+    """Return the trainer as observed in a pod that failed while its init containers ran."""
     statuses = [
         {"name": f"i{n}", "state": {"terminated": {"exitCode": one["code"], "reason": "Error", "message": "why"}}}
         for n, one in enumerate(inits)

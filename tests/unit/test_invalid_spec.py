@@ -1,4 +1,6 @@
-"""A spec that becomes invalid while its job runs: what runs goes on as it was, to its end, and its message names it."""
+"""A spec that becomes invalid while its job is running: the job continues unchanged to its end, and its message names
+the mistake.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ SAID = f"the spec is invalid ({PROBLEM}); the job goes on as it was"
 
 
 def becomes(world: World, **spec: Any) -> World:
-    """The user's edit, which an API server with an old CRD takes; an operator that checks more does the same."""
+    """Apply the user's edit, which an API server with an old CRD accepts. A stricter operator has the same effect."""
     given = {**manifest()["spec"], "nodes": world.job.spec.nodes, **spec}
     parsed, world.problems = validation.parse({**manifest(), "spec": given})
     assert world.problems
@@ -35,13 +37,13 @@ def is_mended(world: World, **spec: Any) -> World:
 
 
 def test_a_job_whose_spec_became_invalid_still_succeeds() -> None:
-    """Else a training that is done stays Running for ever, and holds its GPUs."""
+    """Otherwise a completed training stays Running for ever, and holds its GPUs."""
     world = becomes(digits().running(), **WRONG).settle().exits(0).exits(1).settle()
     assert (world.status.state, world.status.reason) == ("Succeeded", "AllNodesCompleted")
 
 
 def test_a_job_whose_spec_became_invalid_restarts_and_is_charged() -> None:
-    """Else a pod that is lost at night costs the rest of the night."""
+    """Otherwise a pod that is lost at night costs the rest of the night."""
     world = becomes(digits().running(), **WRONG).settle().exits(0, code=1).restarted()
     assert world.names() == ["digits-1-0", "digits-2-0", "digits-2-1"]
     assert world.status.restarts.application == 1
@@ -87,7 +89,7 @@ def test_that_the_spec_is_invalid_stands_in_the_message_the_condition_and_one_ev
 
 
 def test_the_remark_is_there_once_however_often_the_job_is_looked_at() -> None:
-    """A message that is kept from one reconcile to the next (a back-off's) would grow by a sentence each time."""
+    """A message that is kept between reconciles (a back-off's) would otherwise grow by a sentence each time."""
     world = becomes(digits().running(), **WRONG).settle()
     world.exits(0, code=1).restarted().runs(0, 1).settle().exits(0, code=1).settle().stops_all().settle()
     assert world.status.state == "Restarting"
@@ -111,7 +113,7 @@ def test_events_of_what_happens_are_not_repeated_with_the_remark() -> None:
 def test_a_number_that_a_newer_operator_no_longer_allows_is_read_as_the_nearest(
     spec: dict[str, Any], read: dict[str, Any]
 ) -> None:
-    """A deadline of a job that runs must not vanish, nor its budget become a default."""
+    """A running job's deadline must not vanish, nor its budget become a default."""
     world = becomes(digits().running(), **spec).settle()
     assert {name: getattr(world.job.spec, name) for name in read} == read
 
@@ -152,7 +154,7 @@ NO_POD = {"template": {"spec": True}}
     [{"spec": manifest()["spec"] | wrong} for wrong in (TOO_LARGE, NO_POD)] + [{"spec": None}, {"spec": []}, {}],
 )
 def test_a_spec_of_which_nothing_can_be_read_does_not_make_one_node_of_two(spec: dict[str, Any]) -> None:
-    """Else the job has Succeeded when rank 0 has, and rank 1 is stopped in the middle of its training."""
+    """Otherwise the job has Succeeded when rank 0 has, and rank 1 is stopped in the middle of its training."""
     world = digits().running()
     without = {name: value for name, value in manifest().items() if name != "spec"}
     parsed, world.problems = validation.parse({**without, **spec})

@@ -1,4 +1,4 @@
-"""What a file is that has no suffix: one rule for run, init, submit and check."""
+"""The kind of a file without a suffix: one rule for run, init, submit and check."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ ALL = {"script": SCRIPTS, "job": JOBS, "program": PROGRAMS}
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, texts in ALL.items() for name in texts])
 def test_the_content_of_a_file_without_a_suffix_says_what_it_is(kind: str, name: str, tmp_path: Path) -> None:
-    """`ddpjob run ./train` read a script with a shebang as YAML: `a DDPJob is a mapping with …`."""
+    """`ddpjob run ./train` must not read a script with a shebang as YAML."""
     text = ALL[kind][name]
     path = tmp_path / "train"
     path.write_bytes(text.encode("latin-1" if name == "latin-1" else "utf-8"))
@@ -60,7 +60,7 @@ def test_the_content_of_a_file_without_a_suffix_says_what_it_is(kind: str, name:
 
 
 def test_what_is_no_regular_file_is_not_read(tmp_path: Path) -> None:
-    """`ddpjob run <(make-job)` names a pipe, which can be read only once."""
+    """`ddpjob run <(make-job)` passes a pipe, which can be read only once."""
     for path in (tmp_path, tmp_path / "missing", Path("/dev/null")):
         assert (kinds.of(str(path)), kinds.of(str(path), "script")) == ("job", "script")
 

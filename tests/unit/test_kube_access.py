@@ -1,4 +1,4 @@
-"""What the operator logs at its start about rights that it lacks."""
+"""Rights that the operator lacks, in its log at the start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ALL = [{"verbs": list(r.verbs), "apiGroups": [r.group], "resources": [r.resource
 
 
 class Server:
-    """Lists `rules`, and answers a question about a single verb with whether it is in `allows`."""
+    """Lists `rules`, and answers for a single verb if it is in `allows`."""
 
     def __init__(self, rules: list[dict[str, Any]], *allows: tuple[str, str]) -> None:
         self.rules, self.allows = rules, allows
@@ -81,7 +81,7 @@ def test_for_all_namespaces_every_verb_is_asked_for_because_rules_are_listed_for
 
 
 def test_the_rights_of_a_gang_are_asked_for_only_where_it_is_switched_on() -> None:
-    """A warning about a right that nobody needs would be looked into for an hour."""
+    """An administrator would spend an hour on a warning about a right that nobody needs."""
     assert missing(Server(ALL)) == []
     lines = asyncio.run(missing_rights(cast(Client, Server(ALL)), "team", ["native"]))
     assert len(lines) == sum(len(right.verbs) for right in GANG_RIGHTS["native"])

@@ -1,4 +1,4 @@
-"""What the client does when an API server turns it away, says nothing, or no longer knows it."""
+"""The client when an API server rejects it, is silent, or no longer knows it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def talk(
     may_write: Callable[[str], bool] = lambda: True,
     limits: RequestLimits = PATIENT,
 ) -> Any:
-    """What `use` gets from a server that answers so."""
+    """Return what `use` gets from a server with these answers."""
 
     async def run() -> Any:
         async def handle(request: web.Request) -> web.StreamResponse:
@@ -63,7 +63,7 @@ def talk(
 
 
 class Script:
-    """Answers in turn; the last one stays."""
+    """Answers in order; the last answer repeats."""
 
     def __init__(self, *answers: Callable[[], web.StreamResponse]) -> None:
         self.answers = list(answers)
@@ -162,7 +162,7 @@ def test_a_long_list_is_read_page_by_page() -> None:
 
 
 def test_a_page_full_of_huge_objects_is_asked_for_in_parts_and_is_never_held_whole() -> None:
-    """Somebody's pods of a megabyte each would end the operator at each of its starts: 200 of them are a page."""
+    """Otherwise somebody's pods of a megabyte each end the operator at each start: 200 of them are a page."""
     listed = [{"n": n, "spec": "x" * 50_000} for n in range(5)]
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -178,7 +178,7 @@ def test_a_page_full_of_huge_objects_is_asked_for_in_parts_and_is_never_held_who
 
 
 def test_a_list_of_large_objects_is_asked_for_in_pages_that_fit() -> None:
-    """Each page that is given up was written and sent in vain: a list of 560 MB would take half as long again."""
+    """Writing and sending an abandoned page is wasted: a list of 560 MB would take half as long again."""
     listed, asked = [{"n": n, "spec": "x" * 50_000} for n in range(30)], 0
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -196,7 +196,7 @@ def test_a_list_of_large_objects_is_asked_for_in_pages_that_fit() -> None:
 
 @pytest.mark.parametrize("path", [JOBS, "/api/v1/nodes", "/apis/kueue.x-k8s.io/v1beta2/workloads"])
 def test_the_first_object_of_a_list_may_be_of_any_size(path: str) -> None:
-    """An operator that starts lists one job, to see that it may. With a job of 600 kB it never began to work."""
+    """A starting operator lists one job to check its right. A job of 600 kB must not prevent that."""
     large = {"metadata": {"namespace": "a", "name": "a"}, "spec": {"text": "x" * 1_000_000}}
     script = Script(lambda: web.json_response({"items": [large], "metadata": {"resourceVersion": "7"}}))
     (found,) = talk(script, lambda client: client.get(path, {"limit": "1"}))["items"]
@@ -206,7 +206,7 @@ def test_the_first_object_of_a_list_may_be_of_any_size(path: str) -> None:
 
 @pytest.mark.parametrize("path", [ISSUER_PATH, KEYS_PATH, "/apis/scheduling.k8s.io", "/apis/apps/v1", "/version"])
 def test_what_the_api_server_says_of_itself_is_no_list_of_objects(path: str) -> None:
-    """The path of its token keys looks like a collection's. Read as a list they were lost: each report got 503."""
+    """The path of its token keys looks like a collection's. If it were read as a list, each report would get 503."""
     said = {"keys": [{"kid": "a"}]}
 
     async def answer(_: web.Request) -> web.StreamResponse:
@@ -216,8 +216,9 @@ def test_what_the_api_server_says_of_itself_is_no_list_of_objects(path: str) -> 
 
 
 def test_a_mark_of_a_megabyte_is_one_mark() -> None:
-    """A tenant made a ConfigMap of 600 kB with the mark's name. The list of marks could not be read any more, so no
-    operator that started acted for any job of the cluster."""
+    """A tenant may create a ConfigMap of 600 kB with the mark's name. Otherwise no starting operator could read the
+    marks.
+    """
     large = {"metadata": {"namespace": "team", "name": MARK}, "data": {"release": "a", "more": "x" * 1_000_000}}
     small = {"metadata": {"namespace": "other", "name": MARK}, "data": {"release": "b/c"}}
     script = Script(lambda: web.json_response({"items": [large, small], "metadata": {"resourceVersion": "7"}}))
@@ -235,7 +236,7 @@ def test_a_mark_of_a_megabyte_is_one_mark() -> None:
 
 
 def test_what_the_api_server_notes_of_who_wrote_which_field_is_never_kept() -> None:
-    """It is as long as the rest of an object: ten thousand pods of somebody would need twice the memory."""
+    """managedFields are as long as the rest of an object: they would double the memory for ten thousand pods."""
     pod = {"metadata": {"name": "a", "managedFields": [{"manager": "kubelet"}]}, "spec": {}}
     listed = {"items": [pod], "metadata": {"resourceVersion": "7"}}
     kept = {"metadata": {"name": "a"}, "spec": {}}

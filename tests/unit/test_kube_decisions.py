@@ -1,4 +1,4 @@
-"""The operator's log, as an administrator reads it a day later: what was decided about a job, and why."""
+"""The operator's log, read by an administrator a day later: decisions about a job, and their reasons."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddpjob_operator.kube.work import decisions
 
 
 def told(world: World) -> list[str]:
-    """Plans and acts until there is nothing to do; the lines of that."""
+    """Plan and act until there is nothing to do; return the log lines."""
     lines: list[str] = []
     for _ in range(10):
         job = world.job
@@ -31,7 +31,7 @@ def told(world: World) -> list[str]:
 
 
 def test_a_job_that_starts_and_runs_has_two_lines() -> None:
-    """In ten minutes with 45 jobs the log had three lines, and not one about a job."""
+    """Otherwise the log of 45 jobs has no line about a job."""
     world = digits()
     assert told(world) == ["default/digits attempt 1: Pending, CreatingPods: attempt 1: creating 2 of 2 pods"]
     assert told(world.runs(0, 1)) == [
@@ -120,7 +120,7 @@ def test_every_setting_that_an_administrator_may_change_is_in_the_first_line() -
 
 
 def decided(world: World) -> list[decisions.Line]:
-    """Plans and acts until there is nothing to do; the lines at DEBUG of that."""
+    """Plan and act until there is nothing to do; return the lines at DEBUG."""
     found: list[decisions.Line] = []
     for _ in range(10):
         job = world.job
@@ -169,7 +169,7 @@ def test_as_json_each_decision_is_an_object_with_job_attempt_and_pod() -> None:
 def test_a_reconcile_that_fails_is_a_line_with_job_attempt_and_pod(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Who asks a log store for attempt 3 of a job must find why nothing happened in it."""
+    """A query for attempt 3 of a job must show why nothing happened in it."""
 
     async def story() -> None:
         def delay(verb: str, _path: str) -> float:

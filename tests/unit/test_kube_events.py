@@ -1,4 +1,4 @@
-"""Events are sent once, never in the way, and never in floods."""
+"""Events are sent once, delay nothing, and never flood."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Server:
 def play(
     *steps: tuple[float, Event | None], error: ApiError | None = None, busy: bool = False, level: str = "All"
 ) -> list[str]:
-    """The reasons that arrive when these events are sent after these seconds."""
+    """Return the reasons that arrive when these events are sent after these seconds."""
 
     async def run() -> list[str]:
         server = Server()
@@ -66,7 +66,7 @@ def play(
 
 
 def test_events_of_one_second_are_listed_in_the_order_in_which_they_happened() -> None:
-    """`kubectl describe` had PermanentFailure above the RankFailed that it followed from."""
+    """Otherwise `kubectl describe` shows PermanentFailure before the RankFailed that caused it."""
     failed, over = Event("Warning", "RankFailed", "rank 1 ended"), Event("Warning", "PermanentFailure", "no retry")
     names: dict[str, str] = {}
 
@@ -110,7 +110,7 @@ def test_a_state_that_passes_at_once_is_not_told() -> None:
 
 
 def test_of_a_job_that_is_gone_only_warnings_are_still_sent() -> None:
-    """An Event came 20 s after the job had been deleted and all was at rest."""
+    """No Event should come 20 s after the job was deleted."""
 
     async def run() -> list[str]:
         server = Server()
@@ -137,7 +137,7 @@ DONE = Event("Normal", "AllNodesCompleted", "all 2 nodes completed", is_routine=
 
 
 def test_a_job_that_just_trains_has_no_events_and_one_that_had_any_has_them_all() -> None:
-    """Else the last Event of a job that took a minute to start, and then completed, would be that it starts."""
+    """Otherwise the last Event of a job that started slowly and then completed would be that it starts."""
     assert play((0, CREATING), (1, ROUTINE), (30, DONE), level="Brief") == []
     started_late = play((0, CREATING), (PASSING_SECONDS, None), (1, ROUTINE), (30, DONE), level="Brief")
     assert started_late == ["CreatingPods", "AllNodesRun", "AllNodesCompleted"]
@@ -152,7 +152,7 @@ def test_an_administrator_has_all_events_or_warnings_alone(level: str, arrive: l
 
 
 def test_what_went_well_makes_way_for_pods_that_are_being_created_but_not_for_ever() -> None:
-    """In a storm of jobs each event made the pods of the others later; many were out of date when it was over."""
+    """In a burst of jobs each event delays other jobs' pods, and many events are out of date at its end."""
     assert play((0, RUN), (LATER_SECONDS - 1, None), busy=True) == []
     assert play((0, RUN), (LATER_SECONDS, None), busy=True) == ["AllNodesRun"]
     assert play((0, CREATING), (PASSING_SECONDS + 5, RUN), busy=True) == []
@@ -173,7 +173,7 @@ def test_a_server_that_takes_no_events_stops_nothing() -> None:
 
 
 def test_what_waits_is_bounded_and_no_job_takes_all_the_room() -> None:
-    """Events of thousands of restarts in one namespace left no room for the one Warning of another's job."""
+    """Events of thousands of restarts in one namespace must leave room for a Warning of another's job."""
     events = Events(Server(), SYSTEM)  # type: ignore[arg-type]
     for number in range(QUEUE_MAX // QUEUE_OF_JOB_MAX + 5):
         job = api.Metadata(name=f"loud-{number}", namespace="loud", uid=f"loud-{number}")
@@ -186,7 +186,7 @@ def test_what_waits_is_bounded_and_no_job_takes_all_the_room() -> None:
 
 
 def test_events_that_hang_in_one_namespace_hold_up_no_other() -> None:
-    """One task sent all Events: a webhook of 10 s in one namespace kept every job's Warnings back for hours."""
+    """A webhook of 10 s in one namespace must not delay every job's Warnings for hours."""
 
     class Hanging(Server):
         async def create(self, path: str, body: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""/metrics over HTTP: a scraper gets its answer whatever other peers do."""
+"""/metrics over HTTP: a scraper gets its answer whatever other clients do."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def served(
     count: int = 1,
     meter: Meter | None = None,
 ) -> None:
-    """Plays a story with a server of so many jobs, and how often it was asked for a snapshot."""
+    """Run a story with a server of so many jobs; return how often it was asked for a snapshot."""
 
     async def run() -> None:
         asked: list[int] = []
@@ -81,7 +81,7 @@ def test_scrapers_that_never_read_are_cut_off_and_cost_the_others_nothing(monkey
             small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             small.connect(("127.0.0.1", server.port))
             reader, writer = await asyncio.open_connection(sock=small, limit=1)
-            # One after the other: the kernel's buffers take the first answers whole.
+            # One by one, because the kernel's buffers take the first answers whole.
             writer.write(10 * b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
             silent.append((reader, writer))
         assert (await get(server.port))[0] == 200
@@ -95,15 +95,16 @@ def test_scrapers_that_never_read_are_cut_off_and_cost_the_others_nothing(monkey
 
 
 class Large(Meter):
-    """Of a cluster of thousands of jobs: more than the kernel takes of what a peer does not read."""
+    """An answer for thousands of jobs: more than the kernel buffers for a client that does not read."""
 
     def text(self, moment: Moment, *, openmetrics: bool) -> tuple[bytes, str]:
         return b"#" * (16 << 20), "text/plain"
 
 
 def test_an_answer_is_held_once_however_many_do_not_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """60 connections that did not read the 16 MB of 8,000 jobs took 450 MB, and the operator has a limit of 512."""
-    monkeypatch.setattr(bounded_server, "REQUEST_SECONDS", 60.0)  # one that is cut off would not be seen to wait
+    """60 connections that do not read the 16 MB of 8,000 jobs would need 450 MB; the operator's limit is 512."""
+    # Otherwise it is cut off before it can be seen waiting.
+    monkeypatch.setattr(bounded_server, "REQUEST_SECONDS", 60.0)
 
     async def story(server: Exposition, _: list[int]) -> None:
         silent = []
@@ -141,7 +142,7 @@ def test_head_has_the_length_and_no_body() -> None:
 
 
 def test_many_who_ask_at_once_get_one_answer() -> None:
-    """Writing it is the cost: a client in a loop must not take the operator's CPU."""
+    """Writing an answer costs CPU, which a client in a loop must not exhaust."""
 
     async def story(server: Exposition, asked: list[int]) -> None:
         began = time.monotonic()
@@ -153,7 +154,7 @@ def test_many_who_ask_at_once_get_one_answer() -> None:
 
 
 def test_who_asks_in_both_formats_in_turn_gets_the_same_two_answers_again() -> None:
-    """Else a client in a loop takes the operator's CPU all the same."""
+    """Otherwise a client in a loop exhausts the operator's CPU."""
 
     async def story(server: Exposition, asked: list[int]) -> None:
         began = time.monotonic()
@@ -165,7 +166,7 @@ def test_who_asks_in_both_formats_in_turn_gets_the_same_two_answers_again() -> N
 
 
 def test_reconciles_go_on_while_a_large_answer_is_written() -> None:
-    """It is written in a thread: the loop waits for no more than Python's switch between threads."""
+    """A thread writes it: the loop waits no longer than Python's switch between threads."""
 
     async def story(server: Exposition, _: list[int]) -> None:
         loop, waits = asyncio.get_running_loop(), []

@@ -1,4 +1,4 @@
-"""Nobody waits for somebody else's job, whatever is slow about it. All in virtual time."""
+"""No job waits for somebody else's slow job. All in virtual time."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from ddpjob_operator.kube.work.reports import Reports
 from ddpjob_operator.observed.reports import Report
 from ddpjob_operator.plan.actions import Plan
 
-# What one round trip takes; a small job needs four, one after the other.
+# The time of one round trip; a small job needs four in sequence.
 QUICK = 0.01
 
 
 def in_namespace(name: str, slow: dict[str, float]) -> SlowServer:
-    """Requests of these verbs take so long in this namespace, and no time elsewhere."""
+    """Let requests with these verbs take so long in this namespace, and no time elsewhere."""
     return SlowServer(lambda verb, path: slow.get(verb, QUICK) if f"/namespaces/{name}/" in path else QUICK)
 
 
 def of_the_big_job(slow: dict[str, float]) -> SlowServer:
-    """Requests for the pods of the job `big`."""
+    """True for requests for the pods of the job `big`."""
     return SlowServer(lambda verb, path: slow.get(verb, QUICK) if "/pods/big-" in path else QUICK)
 
 
 async def small_jobs_start(town: Town, *namespaces: str) -> float:
-    """How long it takes until the last of ten jobs has its two pods."""
+    """Return when the last of ten jobs has its two pods."""
     for number in range(10):
         town.apply(namespaces[number % len(namespaces)], f"small-{number}", 2)
     places = [(namespaces[number % len(namespaces)], f"small-{number}") for number in range(10)]
@@ -49,7 +49,7 @@ async def small_jobs_start(town: Town, *namespaces: str) -> float:
 
 
 def test_small_jobs_start_at_once_beside_a_job_of_a_thousand_pods() -> None:
-    """The pod of a small job waited for half a minute until somebody else's thousand had been created."""
+    """Otherwise a small job waits half a minute for somebody else's thousand pods."""
 
     async def story() -> None:
         town = Town(of_the_big_job({"create": 0.5}))
@@ -77,7 +77,9 @@ def test_small_jobs_start_at_once_beside_a_job_of_a_thousand_pods() -> None:
 def test_a_namespace_with_a_slow_webhook_slows_nobody_else_and_the_operator_is_not_stuck(
     slow: dict[str, float], jobs: int, nodes: int
 ) -> None:
-    """All reconciles waited for one namespace's webhook; after ten minutes the probe had the operator killed."""
+    """Otherwise all reconciles wait for one namespace's webhook, and after ten minutes the probe restarts the
+    operator.
+    """
 
     async def story() -> None:
         town = Town(in_namespace("slow", slow))
@@ -106,7 +108,7 @@ def test_jobs_of_the_same_namespace_start_beside_many_big_ones() -> None:
 
 
 def test_a_job_of_one_pod_has_it_within_a_second_amid_a_hundred_jobs_of_eight() -> None:
-    """It waited until fifty jobs that were applied before it had begun, and then for two turns behind all of them."""
+    """Otherwise it waits for fifty earlier jobs, and then for two rounds behind all of them."""
 
     async def story() -> None:
         town = Town(SlowServer(lambda _verb, _path: 0.1))
@@ -120,12 +122,12 @@ def test_a_job_of_one_pod_has_it_within_a_second_amid_a_hundred_jobs_of_eight() 
     play(story)
 
 
-# On a real API server a status costs twice what a pod does (bench/results).
+# On a real API server a status costs twice as much as a pod (bench/results).
 STORM = {"create": 0.08, "delete": 0.08, "get": 0.08, "list": 0.08, "replace": 0.16}
 
 
 def test_jobs_of_one_pod_and_of_eight_have_their_first_within_a_second_amid_five_hundred() -> None:
-    """It came after 12.6 s: until 128 jobs that were applied before had all of theirs, no other was looked at."""
+    """Otherwise no other job is served until 128 earlier jobs have all of their pods, after 12.6 s."""
 
     async def story() -> None:
         town = Town(SlowServer(lambda verb, _path: STORM[verb]))
@@ -157,7 +159,7 @@ def test_a_job_of_one_pod_has_it_within_a_second_where_five_hundred_are_applied_
 
 
 def test_a_job_that_restarts_does_not_wait_behind_a_flood_of_new_ones() -> None:
-    """All of its ranks stand still meanwhile."""
+    """All of its ranks are idle meanwhile."""
 
     async def story(others: int) -> None:
         town = Town(SlowServer(lambda verb, _path: STORM[verb]))
@@ -179,7 +181,7 @@ def test_a_job_that_restarts_does_not_wait_behind_a_flood_of_new_ones() -> None:
 
 
 def test_a_large_job_gets_on_however_many_new_ones_there_are() -> None:
-    """Where first pods alone counted, an endless stream of small jobs would keep it from ever being whole."""
+    """If only first pods counted, an endless stream of small jobs would starve it."""
 
     async def story() -> None:
         town = Town(SlowServer(lambda verb, _path: STORM[verb]))
@@ -188,7 +190,7 @@ def test_a_large_job_gets_on_however_many_new_ones_there_are() -> None:
             if town.pods("team", "big") == 100:
                 return
             town.apply("team", f"small-{number}", 1)
-            await asyncio.sleep(0.01)  # their Services and pods would take all that may be under way
+            await asyncio.sleep(0.01)  # otherwise their Services and pods would use all requests in flight
         raise AssertionError(f"after 5 s it has {town.pods('team', 'big')} of its 100 pods")
 
     play(story)
@@ -234,7 +236,7 @@ def test_to_tell_that_jobs_run_does_not_hold_up_the_pods_of_the_others() -> None
 
 @pytest.mark.parametrize("nodes", [8, 100])
 def test_a_new_job_gets_its_pods_in_batches_and_a_restart_all_at_once(nodes: int) -> None:
-    """Pods that are created in one go hold up other jobs; ranks of a restart stand still until the last is there."""
+    """Pods created at once delay other jobs; but restarted ranks are idle until the last pod is there."""
 
     async def story() -> None:
         town = Town(SlowServer(lambda _verb, _path: QUICK))
@@ -265,7 +267,7 @@ def test_a_new_job_gets_its_pods_in_batches_and_a_restart_all_at_once(nodes: int
 
 
 def test_where_the_first_pod_is_refused_no_other_is_tried_and_the_next_reconcile_begins_with_one() -> None:
-    """A job of 1,000 pods without quota would send 1,000 requests each time."""
+    """Without quota, a job of 1,000 pods would send 1,000 requests each time."""
 
     async def story() -> None:
         tried: list[int] = []
@@ -292,7 +294,7 @@ def test_that_a_job_runs_is_told_in_time_where_pods_of_others_are_always_being_m
         town.apply("team", "small", 1)
         await town.until(lambda: town.pods("team") == 1, 2)
         town.apply("team", "big", 1000)
-        await asyncio.sleep(7)  # what follows on the creation of its pod is over
+        await asyncio.sleep(7)  # until the consequences of creating its pod are over
         town.run_pods("team")
         took = await town.until(lambda: town.states("team")["Running"] == 1, 60)
         assert took < 1, "it has its turn between two batches of the others"
@@ -302,7 +304,7 @@ def test_that_a_job_runs_is_told_in_time_where_pods_of_others_are_always_being_m
 
 
 def test_that_a_job_runs_is_told_at_once_beside_creates_that_hang_in_a_webhook() -> None:
-    """What hangs is not waited for, and other namespaces never are."""
+    """A hanging request is not waited for, and does not affect other namespaces."""
 
     async def story() -> None:
         town = Town(of_the_big_job({"create": 25.0}))
@@ -319,7 +321,7 @@ def test_that_a_job_runs_is_told_at_once_beside_creates_that_hang_in_a_webhook()
 
 
 def test_the_slow_deletes_of_one_job_hold_up_no_other() -> None:
-    """A thousand deletes were sent at once: the API server turns others away for so many."""
+    """The API server throttles clients that send a thousand deletes at once."""
 
     async def story() -> None:
         server = of_the_big_job({"delete": 0.5})
@@ -336,7 +338,7 @@ def test_the_slow_deletes_of_one_job_hold_up_no_other() -> None:
 
 
 def test_a_job_that_is_suspended_while_its_pods_are_created_slowly_stops_soon() -> None:
-    """A reconcile went on for as long as there were pods to create: ten minutes and more with a slow webhook."""
+    """Otherwise a reconcile runs as long as there are pods to create: ten minutes and more with a slow webhook."""
 
     async def story() -> None:
         town = Town(in_namespace("slow", {"create": 10.0}))
@@ -351,7 +353,7 @@ def test_a_job_that_is_suspended_while_its_pods_are_created_slowly_stops_soon() 
 
 
 def test_progress_of_many_jobs_is_written_ten_times_a_second_and_nothing_waits_behind_it() -> None:
-    """With 300 jobs that report, 30 writes a second stood in the way of a job that was to start, and of any failure."""
+    """30 writes per second of 300 jobs would delay a job that starts, and any failure."""
 
     async def story() -> None:
         server = SlowServer(lambda _verb, _path: QUICK)
@@ -370,7 +372,7 @@ def test_progress_of_many_jobs_is_written_ten_times_a_second_and_nothing_waits_b
                 sender = Sender("team", f"job-{number}", node_rank=0, attempt=1)
                 town.operator.report(sender, Report(step=step, attempt=1, received_at=now))
 
-        all_report(2)  # the first report of an attempt says more than progress: how long the start took
+        all_report(2)  # an attempt's first report is not only progress: it shows the start-up time
         await asyncio.sleep(60)
         before = len(server.done)
         all_report(3)
@@ -385,7 +387,7 @@ def test_progress_of_many_jobs_is_written_ten_times_a_second_and_nothing_waits_b
 
 
 def test_progress_is_written_in_the_order_of_asking_ten_times_a_second_and_nobody_waits_for_who_stays_away() -> None:
-    """Five hundred jobs that train wrote fifty times a second, each write in the way of what is urgent."""
+    """Five hundred training jobs must not write fifty times a second, which delays urgent writes."""
     seconds = 50.25
     jobs = Jobs(lambda _key: None)
     reports = Reports(jobs, JobStates(jobs), Runtime(clock=lambda: seconds), 10.0)
@@ -406,7 +408,7 @@ def test_progress_is_written_in_the_order_of_asking_ten_times_a_second_and_nobod
 def test_limits_in_flight_hold_and_everybody_has_a_place_also_where_some_give_up(
     calls: list[tuple[str, float]], cancelled: list[int]
 ) -> None:
-    """A place that is not given back would be lost until the operator restarts."""
+    """A lost place would be missing until the operator restarts."""
     served: list[int] = []
 
     async def story() -> None:

@@ -1,4 +1,4 @@
-"""What kopf is told of the DDPJobs, and what goes straight into our copy."""
+"""Which events of DDPJobs kopf gets, and which go straight into our copy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def job(version: int, uid: str = "u1") -> dict[str, Any]:
 
 
 def told(feed: Feed) -> list[tuple[str, str]]:
-    """The events that kopf has not read yet: what happened, and the uid."""
+    """Return the events that kopf has not read yet: their type, and the uid."""
 
     async def read() -> list[tuple[str, str]]:
         found: list[tuple[str, str]] = []
@@ -36,23 +36,23 @@ def told(feed: Feed) -> list[tuple[str, str]]:
 
 
 def test_kopf_is_told_of_jobs_that_begin_and_end_and_all_goes_into_our_copy() -> None:
-    """An edit that nobody takes would never be acted on; one that both take costs twice."""
+    """An edit that reaches neither would never be acted on; one that reaches both costs twice."""
     changed: list[tuple[str, str]] = []
     jobs = Jobs(changed.append)
     feed = Feed(jobs)
     feed.put(job(4))
-    assert changed == []  # kopf's handler tells
+    assert changed == []  # kopf's handler puts it into our copy
     feed.put(job(5))
     assert (jobs.get(KEY), changed) == (job(5), [KEY])
     feed.remove(*KEY, "u1")
-    assert jobs.get(KEY) == job(5)  # until kopf's handler has been told
+    assert jobs.get(KEY) == job(5)  # until kopf's handler has run
     feed.put(job(7, "u2"))
     assert jobs.get(KEY) == job(7, "u2")
     assert told(feed) == [("ADDED", "u1"), ("DELETED", "u1"), ("ADDED", "u2")]
 
 
 def test_kopf_is_told_no_more_of_a_job_than_its_name() -> None:
-    """Its queue has no limit: 2,000 jobs of 280 kB that are created at once would fill the operator's memory."""
+    """Its queue has no limit: 2,000 jobs of 280 kB created at once would fill the operator's memory."""
     feed = Feed(Jobs(lambda _key: None))
     feed.put(job(4) | {"spec": {"template": "x" * 100_000}})
 
@@ -76,7 +76,7 @@ def test_a_list_goes_into_our_copy_and_what_it_lacks_is_gone() -> None:
 
 
 def test_a_list_is_no_news_of_a_job_of_which_a_part_is_kept() -> None:
-    """Thousands of jobs that have ended would be read again, one by one, after every list."""
+    """Otherwise thousands of ended jobs are read again, one by one, after every list."""
     changed: list[tuple[str, str]] = []
     jobs = Jobs(changed.append, limits=storage.StoredLimits(0, 0, 0, 0, 0))
     feed = Feed(jobs)
@@ -90,7 +90,7 @@ def test_a_list_is_no_news_of_a_job_of_which_a_part_is_kept() -> None:
 
 
 def test_a_job_that_python_cannot_read_reaches_kopf_cut() -> None:
-    """kopf reads events with Python's JSON, which fails at 1,000 levels, and would end the operator."""
+    """kopf reads events with Python's JSON, which fails at 1,000 levels and would end the operator."""
     deep: Any = "x"
     for _ in range(900):
         deep = [deep]

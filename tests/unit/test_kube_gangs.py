@@ -1,4 +1,4 @@
-"""Which version of a gang scheduler's API is served, what is asked for it, and the copy of its objects."""
+"""The served version of a gang scheduler's API, requests for it, and the copy of its objects."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def gang_of(
 
 
 def found(server: Server, *namespaces: str, adapter: Adapter = native.ADAPTER) -> GangWatch:
-    """What is known of the API once it was asked for."""
+    """Return what is known about the API after it was asked."""
     told: list[str] = []
     gang = gang_of(server, *namespaces, found=lambda: told.append("found"), adapter=adapter)
 
@@ -98,7 +98,9 @@ def found(server: Server, *namespaces: str, adapter: Adapter = native.ADAPTER) -
 
 
 def test_a_gangs_part_ends_with_the_first_of_its_watches() -> None:
-    """The operator ends with this part, and would not notice the end of a watch below it: its jobs waited for ever."""
+    """The operator ends with this task, and would not notice that a watch below it ended: its jobs would wait for
+    ever.
+    """
 
     async def run() -> None:
         told: list[str] = []
@@ -137,7 +139,7 @@ def test_the_newest_version_that_is_served_is_taken(served: tuple[str, ...], tak
     ids=["0.14", "0.15", "without the old version"],
 )
 def test_of_kueue_the_version_that_was_run_is_taken_while_it_is_served(served: tuple[str, ...], taken: str) -> None:
-    """Kueue 0.15 serves both and converts; v1beta2 is written by its documentation, and is all that is left later."""
+    """Kueue 0.15 serves both and converts; only v1beta2 remains later."""
     gang = found(Server(*served), adapter=kueue.ADAPTER)
     assert gang.path("team") == f"/apis/kueue.x-k8s.io/{taken}/namespaces/team/workloads"
 
@@ -164,7 +166,7 @@ def test_a_right_that_is_missing_is_said_and_nothing_is_made() -> None:
 
 
 def test_an_api_server_that_is_away_is_asked_again_and_not_taken_for_one_without_the_api() -> None:
-    """Else a restart of the API server would let jobs start in parts."""
+    """Otherwise a restart of the API server lets jobs start in parts."""
     server = Server("v1alpha2")
     server.errors[f"{GROUP}/v1beta1"] = ApiError(0, "NoAnswer", "away")
 
@@ -192,8 +194,7 @@ def test_an_api_server_that_is_away_is_asked_again_and_not_taken_for_one_without
 def test_a_namespace_in_which_nothing_may_be_listed_keeps_the_queue_from_no_other(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The first of the watched namespaces is deleted, with its Role: the jobs of all others waited in their queues for
-    ever, with the sentence of that one."""
+    """If the first watched namespace is deleted with its Role, jobs of all others must not wait for ever."""
     server, workloads = Server("v1beta1"), "/apis/kueue.x-k8s.io/v1beta1/namespaces/gone/workloads"
     server.errors[workloads] = ApiError(403, "Forbidden", "cannot list workloads in gone")
     waits = list[float]()
@@ -209,7 +210,7 @@ def test_a_namespace_in_which_nothing_may_be_listed_keeps_the_queue_from_no_othe
             )
             with pytest.raises(ApiError, match="may not list"):
                 gang.path("gone")
-            server.errors.clear()  # the namespace is made again, with its Role
+            server.errors.clear()  # the namespace is created again, with its Role
         await asyncio.sleep(0)
 
     gang = gang_of(server, "gone", "team", adapter=kueue.ADAPTER, sleep=wait)
@@ -237,8 +238,9 @@ WORKLOADS = "/apis/kueue.x-k8s.io/v1beta1/workloads"
 def test_the_api_of_a_queue_that_answers_with_errors_counts_as_away_until_it_works_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Kueue's conversion webhook is down while the operator starts: no job of the cluster was reconciled any more, and
-    no line of the log said why."""
+    """Kueue's conversion webhook may be down while the operator starts: other jobs must be reconciled, and the log must
+    name the cause.
+    """
     server, waits = Server("v1beta1"), list[float]()
     server.errors[WORKLOADS] = CONVERSION
 
@@ -269,7 +271,7 @@ def test_the_api_of_a_queue_that_answers_with_errors_counts_as_away_until_it_wor
 def test_the_api_of_a_scheduler_that_answers_with_errors_is_waited_for_and_the_log_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Jobs would start in parts because it is away for a moment."""
+    """Otherwise jobs start in parts because the API is away for a moment."""
     server, waits = Server("v1alpha2"), list[float]()
     server.errors[f"{GROUP}/v1beta1"] = ApiError(503, "ServiceUnavailable", "etcd has no leader")
 
@@ -295,7 +297,7 @@ def test_the_api_of_a_scheduler_that_answers_with_errors_is_waited_for_and_the_l
 
 
 def test_only_jobs_that_need_an_api_wait_until_it_has_answered() -> None:
-    """One API that does not answer stopped the jobs of all teams, also of those that have no queue."""
+    """Otherwise one API that does not answer stops the jobs of all teams, even those without a queue."""
     gangs = {"kueue": gang_of(Server(), adapter=kueue.ADAPTER), "native": gang_of(Server())}
     one = job()
     in_queue = replace(one, metadata=replace(one.metadata, labels={kueue.QUEUE_LABEL: "main"}))
@@ -309,7 +311,7 @@ def test_only_jobs_that_need_an_api_wait_until_it_has_answered() -> None:
 
 
 def test_an_operator_reconciles_the_jobs_without_a_queue_while_the_api_of_the_queue_does_not_answer() -> None:
-    """Jobs of the other teams would neither start nor be restarted."""
+    """Otherwise jobs of other teams neither start nor restart."""
     settings = dataclasses.replace(OperatorSettings(health_port=0), gangs=("kueue",))
     operator = Operator(settings, cast(Client, Server()))
     for reflector in operator.reflectors:
@@ -352,7 +354,7 @@ def test_an_operator_that_has_nothing_switched_on_asks_for_nothing() -> None:
 
 
 def test_an_admission_that_the_watch_has_not_shown_is_found_by_a_later_list() -> None:
-    """The job would wait in its queue for ever, while its quota is held."""
+    """Otherwise the job waits in its queue for ever while it holds its quota."""
     server, seen = Server("v1beta1"), []
     settings = OperatorSettings(health_port=0, gangs=("kueue",))
 

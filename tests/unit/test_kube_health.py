@@ -1,4 +1,4 @@
-"""What the probes of the operator's pod are answered, over HTTP."""
+"""Answers to the probes of the operator's pod, over HTTP."""
 
 from __future__ import annotations
 

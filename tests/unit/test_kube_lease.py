@@ -1,4 +1,6 @@
-"""The Lease: at no time two operators act, whatever happens to their requests and clocks, and soon one acts again."""
+"""The Lease: never two operators act at the same time, whatever happens to requests and clocks, and soon one acts
+again.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.lease import Candidate, Durations, Election, Lease
 from ddpjob_operator.kube.settings import OperatorSettings
 
-START = 70_000.25  # a clock that starts at an odd moment
+START = 70_000.25  # an odd start value of the clock
 DURATIONS = Durations()  # 15 s, 10 s, 2 s
 OURS, THEIRS = "a", "b"
 
@@ -82,7 +84,7 @@ def test_a_lease_that_somebody_has_deleted_is_waited_for_as_long_for_its_holder_
 
 
 def test_an_absent_lease_that_was_not_looked_at_for_a_while_may_have_been_made_and_deleted_meanwhile() -> None:
-    """Who was cut off while another operator made it and acted would act beside that one."""
+    """An operator that was cut off meanwhile would act next to the one that created the Lease."""
     one, other = candidate(), Candidate(THEIRS, DURATIONS)
     one.saw(None, START)
     other.took(lease(1), START + 50, START + 51)
@@ -96,7 +98,7 @@ def test_an_absent_lease_that_was_not_looked_at_for_a_while_may_have_been_made_a
 
 
 def test_an_absent_lease_is_taken_when_it_was_looked_at_all_the_time() -> None:
-    """A new cluster: with each look the wait would begin anew, and no operator would ever lead."""
+    """In a new cluster, if each check restarted the wait, no operator would ever lead."""
     one = candidate()
     for look in range(0, 16, 3):
         one.saw(None, START + look)
@@ -164,7 +166,7 @@ def test_durations_are_client_gos_unless_said_otherwise() -> None:
 
 
 class LateServer:
-    """Answers when the test says so."""
+    """Answers when the test tells it to."""
 
     def __init__(self) -> None:
         self.answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
@@ -180,7 +182,7 @@ THEIR_LEASE = {
 
 
 def test_who_is_cancelled_in_the_moment_of_an_answer_asks_no_more() -> None:
-    """Else an operator that gets SIGTERM goes on renewing its Lease until the kubelet kills it."""
+    """Otherwise an operator that gets SIGTERM renews its Lease until the kubelet kills it."""
 
     async def run() -> None:
         server = LateServer()
@@ -209,12 +211,12 @@ class _NoWaiting(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> list[Any]:
         assert timeout is not None, "nobody will ever do anything again"
-        self.now += max(1e-6, timeout)  # every turn takes some time, as in the world
+        self.now += max(1e-6, timeout)  # every turn takes some time, as in reality
         return []
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Time passes at once."""
+    """An event loop in which time passes at once."""
 
     def __init__(self) -> None:
         self._virtual = _NoWaiting()
@@ -229,7 +231,7 @@ def in_virtual_time(work: Callable[[], Awaitable[None]]) -> None:
     try:
         loop.run_until_complete(asyncio.ensure_future(work(), loop=loop))
     finally:
-        for task in asyncio.all_tasks(loop):  # requests that would still arrive some day
+        for task in asyncio.all_tasks(loop):  # requests that would still arrive
             task.cancel()
         loop.run_until_complete(asyncio.sleep(0))
         loop.close()
@@ -237,7 +239,7 @@ def in_virtual_time(work: Callable[[], Awaitable[None]]) -> None:
 
 @dataclass
 class Server:
-    """As the API server keeps a Lease: a write counts where it names the version that it was made from."""
+    """Keeps a Lease as the API server does: a write must name the version it is based on."""
 
     lease: dict[str, Any] | None = None
     version: int = 100
@@ -272,7 +274,7 @@ class Server:
 
 
 class Way(Wire):
-    """The way of one operator to the server."""
+    """The connection of one operator to the server."""
 
     def __init__(self, server: Server, fates: Callable[[], Fate] = lambda: GOOD) -> None:
         super().__init__(fates)
@@ -292,7 +294,7 @@ class Way(Wire):
 
 
 class Process:
-    """An operator: its Leader, with a clock of its own."""
+    """An operator: its Leader, with its own clock."""
 
     def __init__(self, way: Way, name: str, *, offset: float = 0.0, rate: float = 1.0) -> None:
         loop = asyncio.get_running_loop()
@@ -302,16 +304,16 @@ class Process:
         self.task = asyncio.ensure_future(self.leader.run())
 
     async def end(self) -> None:
-        """As SIGKILL ends it."""
+        """End the operator as SIGKILL does."""
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
-        # A process that is gone holds nothing.
+        # A dead process holds nothing.
         self.leader._candidate.held_until = float("-inf")
 
 
 @contextlib.asynccontextmanager
 async def two() -> Any:
-    """Two operators, of which `a` leads."""
+    """Return two operators, of which `a` leads."""
     server = Server()
     ways = Way(server), Way(server)
     a = Process(ways[0], "a", offset=START)
@@ -364,7 +366,7 @@ def test_after_a_release_the_other_leads_within_two_retries() -> None:
 
 
 def test_a_lease_is_released_though_a_renewal_arrives_meanwhile() -> None:
-    """The request of a task that was cancelled is on its way still, and changes the version that is replaced."""
+    """The request of a cancelled task is still in flight, and changes the version that is replaced."""
 
     async def story() -> None:
         async with two() as (server, _, a, b):
@@ -410,7 +412,7 @@ def test_one_lost_answer_costs_nothing() -> None:
     async def story() -> None:
         async with two() as (_, ways, a, _b):
             for _ in range(20):
-                fates = iter([GOOD, never()])  # the write is carried out, and we never learn it
+                fates = iter([GOOD, never()])  # the write succeeds, but its answer is lost
                 ways[0].fates = lambda fates=fates: next(fates, GOOD)
                 for _ in range(100):
                     await asyncio.sleep(0.1)
@@ -431,7 +433,7 @@ def test_answers_that_always_take_longer_than_a_turn_lose_the_lease_in_time() ->
 
 
 def test_with_three_seconds_for_every_answer_one_leads_and_goes_on_leading() -> None:
-    """A read and a renewal are two answers: nobody led with more than 1.5 s for each."""
+    """A read and a renewal are two answers; both must fit into the Lease's duration."""
 
     async def story() -> None:
         slow, server = Fate(there=1.5, back=1.5), Server()
@@ -585,7 +587,7 @@ def test_at_no_time_two_operators_hold_it_and_when_the_trouble_ends_one_does(
         if deleted_at is not None:
             asyncio.get_running_loop().call_later(deleted_at, lambda: setattr(server, "lease", None))
         await asyncio.sleep(TROUBLE_SECONDS)
-        # What is still on its way may arrive once more, and then there is no more trouble.
+        # A request in flight may arrive once more, and then the trouble ends.
         await asyncio.sleep(40 + QUIET_SECONDS)
         for task in tasks:
             assert not task.done() or task.exception() is None, task.exception()
@@ -625,7 +627,7 @@ async def _live(server: Server, alive: dict[str, Process], name: str, life: dict
 
 
 async def _watch(alive: dict[str, Process], name: str) -> None:
-    """Each time it starts to hold the Lease nobody else does."""
+    """Check whenever it starts to hold the Lease that nobody else does."""
     while True:
         await alive[name].leader.gained()
         holders = [other for other, process in alive.items() if process.leader.holds()]

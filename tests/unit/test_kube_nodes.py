@@ -1,4 +1,4 @@
-"""What the operator knows of the cluster's nodes, and when it does not believe that they are lost."""
+"""The operator's knowledge of the cluster's nodes, and when it does not count them as lost."""
 
 from __future__ import annotations
 
@@ -67,8 +67,9 @@ def timed(clock: Clock) -> NodeCache:
 
 
 def test_who_is_told_of_nodes_is_told_once_where_many_are_judged_anew() -> None:
-    """Each time he looks at every pod. With 5,000 nodes and 10,000 pods that took 6 s in one piece, in which the
-    operator answered nothing and renewed no Lease, at the very moment at which most nodes were cut off."""
+    """The listener looks at every pod. With 5,000 nodes and 10,000 pods, repeated calls would block the operator for 6
+    s and delay its Lease, just when most nodes are cut off.
+    """
     told: list[int] = []
     nodes = NodeCache(lambda names: told.append(len(names)), lambda: NOW)
     for number in range(100):
@@ -105,7 +106,7 @@ def test_since_when_is_counted_by_our_own_clock_for_the_clusters_may_be_minutes_
 
 
 def test_a_deleted_node_counts_as_not_ready_since_its_object_went(timed: NodeCache, clock: Clock) -> None:
-    """A cloud deletes the Node of a spot VM that is gone: for a minute the job looked as if all its nodes trained."""
+    """A cloud deletes the Node of a lost spot VM: otherwise the job looks for a minute as if all its nodes trained."""
     taken(timed, [node("a"), node("b")], 1)
     clock.pass_(seconds=7)
     timed.remove("", "b", "b")
@@ -113,7 +114,7 @@ def test_a_deleted_node_counts_as_not_ready_since_its_object_went(timed: NodeCac
 
 
 def test_a_node_that_is_not_ready_and_then_deleted_keeps_its_countdown(timed: NodeCache, clock: Clock) -> None:
-    """The deletion by the cloud made the recovery slower than none: the countdown was lost."""
+    """Otherwise the cloud's deletion makes recovery slower."""
     taken(timed, [node("a"), node("b")], 1)
     timed.put(node("b", "Unknown"))
     since = clock.now
@@ -125,7 +126,7 @@ def test_a_node_that_is_not_ready_and_then_deleted_keeps_its_countdown(timed: No
 
 
 def test_a_node_that_is_deleted_while_most_are_not_heard_is_lost_from_then_on(timed: NodeCache, clock: Clock) -> None:
-    """The time before proves nothing: the control plane did not receive any heartbeat."""
+    """The time before proves nothing: the control plane received no heartbeats."""
     taken(timed, [node(n) for n in "abcde"], 1)
     for name in "abcd":
         timed.put(node(name, "Unknown"))
@@ -137,7 +138,7 @@ def test_a_node_that_is_deleted_while_most_are_not_heard_is_lost_from_then_on(ti
 
 @pytest.mark.parametrize("uid", ["b", "another"])
 def test_a_node_that_comes_back_under_its_name_is_ready_again(timed: NodeCache, clock: Clock, uid: str) -> None:
-    """A machine that was started again has a new Node object: its kubelet reports on the pods that it has."""
+    """A restarted machine has a new Node object, and its kubelet reports on its pods."""
     taken(timed, [node("a"), node("b")], 1)
     timed.remove("", "b", "b")
     gone_since = clock.now
@@ -176,7 +177,7 @@ def test_nodes_that_an_autoscaler_removes_are_no_outage_of_the_others(nodes: Nod
 def test_only_the_last_ten_thousand_removed_nodes_are_remembered(
     nodes: NodeCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cluster that adds and removes nodes all day would fill the operator's memory."""
+    """Otherwise a cluster that adds and removes nodes all day fills the operator's memory."""
     monkeypatch.setattr("ddpjob_operator.kube.watch.nodes.GONE_MAX", 3)
     taken(nodes, [node("a"), *(node(f"n{i}") for i in range(9))], 1)
     for i in range(9):
@@ -185,7 +186,7 @@ def test_only_the_last_ten_thousand_removed_nodes_are_remembered(
 
 
 def test_the_api_server_is_asked_once_for_each_node_that_is_missing(nodes: NodeCache) -> None:
-    """A pod on a new node would be given up while the watch of nodes is late."""
+    """Otherwise a pod on a new node is given up while the watch of nodes is late."""
     assert nodes.unknown({"a"}) == [], "before the first list nothing is known"
     taken(nodes, [node("a"), node("b")], 1)
     nodes.remove("", "b", "b")
@@ -201,7 +202,7 @@ def test_the_api_server_is_asked_once_for_each_node_that_is_missing(nodes: NodeC
 def test_when_most_nodes_are_not_heard_at_once_none_counts_as_lost(
     nodes: NodeCache, changes: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is the control plane that does not hear: all jobs of the cluster would be killed for nothing."""
+    """Then the control plane is at fault, and all jobs of the cluster would be killed for nothing."""
     taken(nodes, [node(n) for n in "abcde"], 1)
     nodes.put(node("a", "Unknown"))
     nodes.put(node("b", "Unknown"))
@@ -222,7 +223,7 @@ def test_when_most_nodes_are_not_heard_at_once_none_counts_as_lost(
 def test_nodes_that_are_powered_off_for_weeks_do_not_hide_one_that_dies(
     timed: NodeCache, clock: Clock, total: int, together: bool, restarted: bool
 ) -> None:
-    """In a cluster that saves power no node was ever lost, and a job hung in Restarting for days."""
+    """Otherwise no node is ever lost in a cluster that saves power, and a job hangs in Restarting for days."""
     names = [f"n{i}" for i in range(total)]
     off = names[: total * 6 // 10]
     if restarted:
@@ -256,7 +257,7 @@ def test_in_a_cluster_of_two_one_node_can_be_lost_and_both(nodes: NodeCache) -> 
 
 
 class Server:
-    """An API server with these nodes, and a pod of this version on the first of them."""
+    """An API server with these nodes, and a pod with this version on the first of them."""
 
     def __init__(self, *nodes: dict[str, Any], version: str = "7") -> None:
         self.nodes, self.deleted, self.version = nodes, 0, version
@@ -280,7 +281,7 @@ def pod_on_gpu_1(phase: str, version: str) -> dict[str, Any]:
 
 
 def gives_up_its_pod(server: Server, nodes: NodeCache, phase: str = "Running") -> None:
-    """The pod on gpu-1 is deleted with a grace period of 0."""
+    """True if the pod on gpu-1 is deleted with a grace period of 0."""
     pods: Store[Any] = Store(observe.pod, lambda _: ("default", "digits"), lambda *_: None)
     pods.put(pod_on_gpu_1(phase, "7"))
     services: Store[Any] = Store(observe.service, lambda _: ("", ""), lambda *_: None)
@@ -291,11 +292,13 @@ def gives_up_its_pod(server: Server, nodes: NodeCache, phase: str = "Running") -
 
 class AnyEvents:
     def send(self, *_: Any) -> None:
-        """No event matters here."""
+        """Ignore events."""
 
 
 def test_a_node_that_is_back_before_its_watch_says_so_keeps_its_pod(nodes: NodeCache) -> None:
-    """The object would go at once and the container live on for its grace: two groups would train into one folder."""
+    """The object would disappear at once and the container live on for its grace: two groups would train into one
+    folder.
+    """
     taken(nodes, [node("gpu-1", "Unknown")], 1)
     server = Server(node("gpu-1"))
     with pytest.raises(ConflictError):
@@ -313,8 +316,9 @@ def test_a_pod_of_a_node_that_is_still_lost_is_given_up(nodes: NodeCache, there:
 
 
 def test_a_pod_that_has_changed_since_its_node_was_given_up_is_observed_again(nodes: NodeCache) -> None:
-    """The API server may carry a request out 19 s later: by then the kubelet was back, had said that its pod runs, and
-    the next attempt started beside it (seed 701187 of lives with memory)."""
+    """The API server may execute a request 19 s later. If the kubelet is back by then, the next attempt would start
+    next to a running pod (seed 701187 of the simulation with memory).
+    """
     taken(nodes, [node("gpu-1", "Unknown")], 1)
     server = Server(node("gpu-1", "Unknown"), version="8")
     with pytest.raises(ConflictError):
@@ -324,7 +328,9 @@ def test_a_pod_that_has_changed_since_its_node_was_given_up_is_observed_again(no
 
 @pytest.mark.parametrize("phase", ["Failed", "Succeeded"])
 def test_a_pod_that_ended_long_ago_goes_from_a_node_that_is_ready(nodes: NodeCache, phase: str) -> None:
-    """From its fourth attempt on a job had old pods to delete, and created no new ones as long as that was refused."""
+    """Otherwise a job has old pods to delete from its fourth attempt on, and creates no new ones while that is
+    refused.
+    """
     taken(nodes, [], 1)
     server = Server(node("gpu-1"))
     gives_up_its_pod(server, nodes, phase)
@@ -332,7 +338,7 @@ def test_a_pod_that_ended_long_ago_goes_from_a_node_that_is_ready(nodes: NodeCac
 
 
 def test_an_operator_that_may_not_read_nodes_asks_for_none(nodes: NodeCache) -> None:
-    """It goes by what the node controller does to the pods, and a refusal would keep the job waiting for ever."""
+    """It uses the node controller's treatment of pods, and a refused read would keep the job waiting for ever."""
     server = Server(node("gpu-1"))
     gives_up_its_pod(server, nodes)
     assert server.deleted == 1

@@ -1,4 +1,4 @@
-"""What decisions read of a pod and a Service, for the shapes that an API server and a kubelet give them."""
+"""What decisions read of a pod and a Service, in the shapes that API servers and kubelets produce."""
 
 from __future__ import annotations
 
@@ -109,7 +109,9 @@ def test_the_trainers_state_is_its_containers_or_that_of_what_keeps_it_from_runn
 
 
 def test_a_sidecar_that_a_webhook_puts_before_the_trainer_is_not_taken_for_it() -> None:
-    """The sidecar of GKE's Cloud Storage FUSE ends with 0 after the trainer: a job whose ranks had failed Succeeded."""
+    """The sidecar of GKE's Cloud Storage FUSE ends with 0 after the trainer: failed ranks must not look like a
+    success.
+    """
     made = build.pod(job(container={"name": "pytorch"}), attempt=1, place=0)
     made["metadata"]["uid"] = "u"
     made["spec"]["containers"].insert(0, {"name": "gke-gcsfuse-sidecar"})
@@ -165,7 +167,7 @@ def test_the_schedulers_sentence_is_kept_while_it_finds_no_node() -> None:
 def test_since_when_a_pod_finds_no_node_is_counted_from_when_one_is_looked_for(
     reason: str, since: dt.datetime | None
 ) -> None:
-    """A queue may hold a pod back for hours before any node is looked for."""
+    """A queue may hold a pod back for hours before a node is searched for."""
     condition = {"type": "PodScheduled", "status": "False", "reason": reason, "message": "no node"}
     condition["lastTransitionTime"] = "2031-03-05T07:11:13Z"
     assert observe.pod(pod({"conditions": [condition]})).unschedulable_since == since

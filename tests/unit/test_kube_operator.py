@@ -1,4 +1,4 @@
-"""Settings, whom the receiver believes, and how long a refused create waits."""
+"""Settings, whom the receiver trusts, and how long a refused create waits."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def pod(rank: int, owner: str = UID, version: int = 1, **status: Any) -> dict[st
 
 
 def operator(runtime: Runtime = SYSTEM) -> Operator:
-    """One that knows a job of two nodes and its pods."""
+    """Return an operator that knows a job of two nodes and its pods."""
     made = Operator(OperatorSettings(), Client(), runtime=runtime)
     body = manifest()
     body["metadata"]["resourceVersion"] = "1"
@@ -126,13 +126,13 @@ def test_only_a_pod_of_the_present_job_is_believed() -> None:
         assert made.locate(BoundPod("other", "digits-1-1", "uid-digits-1-1")) is None
         made.caches.pods.put(pod(1, owner="the uid of a deleted job", version=2))
         assert made.locate(BoundPod("default", "digits-1-1", "uid-digits-1-1")) is None
-        made.report(found, Report(step=1))  # a job that nobody has looked at yet: no harm
+        made.report(found, Report(step=1))  # a job that was not reconciled yet: ignored
 
     asyncio.run(run())
 
 
 def test_five_thousand_jobs_that_are_deleted_at_once_leave_nothing_and_cost_no_request() -> None:
-    """A namespace is emptied: what stayed of each job would add up until the operator is killed for its memory."""
+    """When a namespace is emptied, leftovers of each job would add up until the operator runs out of memory."""
 
     def refused() -> kopf.ConnectionInfo:
         raise LoginError("nothing is asked for")
@@ -161,7 +161,7 @@ def test_five_thousand_jobs_that_are_deleted_at_once_leave_nothing_and_cost_no_r
 
 
 def test_a_failure_is_reconciled_at_once_and_one_of_several_good_news_after_a_while() -> None:
-    """The rules of this are triggers.py's (test_kube_triggers.py)."""
+    """The rules are tested in test_kube_triggers.py."""
 
     def due_in() -> float:
         at = made.queue.schedule.next_at()
@@ -183,7 +183,7 @@ def test_a_failure_is_reconciled_at_once_and_one_of_several_good_news_after_a_wh
 
 
 def made_quiet(made: Operator) -> None:
-    """All that is due, now or later, is done."""
+    """Let everything happen that is due, now or later."""
     schedule = made.queue.schedule
     while (at := schedule.next_at()) is not None:
         key = schedule.pop(at)
@@ -203,8 +203,9 @@ def test_only_a_404_that_names_the_object_means_that_it_is_gone() -> None:
 
 @pytest.mark.parametrize("reads_nodes", [False, True])
 def test_how_long_a_pod_is_in_a_state_is_counted_by_our_clock_also_where_nodes_can_be_read(reads_nodes: bool) -> None:
-    """By that of a node which is a minute behind, a trainer that an eviction had ended beside its sidecar counted as
-    completed at once."""
+    """By a node's clock that is a minute behind, a trainer that an eviction ended next to its sidecar would count as
+    completed.
+    """
     done = {"exitCode": 0, "reason": "Completed", "finishedAt": f"{START - dt.timedelta(minutes=1):%Y-%m-%dT%H:%M:%SZ}"}
     beside = [_state(terminated=done), {"name": "proxy", "state": {"running": {}}}]
 
@@ -237,7 +238,7 @@ def test_the_probe_names_a_watch_that_does_nothing_and_a_part_that_has_ended() -
 
 
 def test_the_probe_fails_when_a_watch_has_not_been_tried_again_for_a_minute() -> None:
-    """One that is open may be quiet for as long: nothing happens in a cluster at night."""
+    """An open watch may be silent for as long, for example at night."""
 
     async def run() -> None:
         made = Operator(OperatorSettings(namespaces=("team",)), Client())
@@ -251,7 +252,7 @@ def test_the_probe_fails_when_a_watch_has_not_been_tried_again_for_a_minute() ->
 
 
 def test_an_operator_that_is_told_to_end_does_so_in_time_and_for_one_reason() -> None:
-    """kopf may wait for ever for the end of a task that is dead."""
+    """kopf may wait for ever for the end of a dead task."""
     limits: list[float] = []
 
     async def run() -> Operator:
@@ -267,8 +268,9 @@ def test_an_operator_that_is_told_to_end_does_so_in_time_and_for_one_reason() ->
 
 
 def test_who_stands_by_knows_the_pods_of_a_job_that_was_made_again_and_forgets_one_that_is_gone() -> None:
-    """It refused the reports of the nodes that the job of the same name before it had not had, and of jobs that were
-    gone it kept the specs for as long as it stood by."""
+    """Otherwise it refuses reports of nodes that an earlier job of the same name did not have, and keeps the specs of
+    deleted jobs.
+    """
 
     async def run() -> None:
         made = Operator(OperatorSettings(), Client(), Election(Client(), "ops", "op", "a", Durations()))
@@ -321,7 +323,7 @@ def test_the_probe_fails_when_the_task_that_keeps_the_lease_has_died() -> None:
 
 
 def test_an_operator_that_loses_its_lease_ends_as_if_it_had_been_told_to(caplog: pytest.LogCaptureFixture) -> None:
-    """Kubernetes starts it again. With another code that would be a crash, and an alert in every cluster."""
+    """Kubernetes restarts it. Another exit code would mean a crash, and an alert in every cluster."""
 
     class Brief(Election):
         async def gained(self) -> str:

@@ -1,4 +1,4 @@
-"""A release for all namespaces leaves alone those that another release watches, and takes them when it goes."""
+"""A release for all namespaces leaves those that another release watches alone, and takes them over when it goes."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class World:
         self.changes: list[Set[str]] = []
 
     def begins(self) -> None:
-        """It reads the marks from now on."""
+        """Let it read the marks from now on."""
         self.running = asyncio.create_task(self.others.run(self.changes.append))
 
     async def reads(self) -> float | None:
-        """When a job of the namespace is reconciled, once the marks were read."""
+        """Return when a job of the namespace is reconciled, once the marks were read."""
         await asyncio.sleep(READ_SECONDS + 1)
         return await self.operator.reconciler.reconcile(KEY)
 
@@ -56,7 +56,7 @@ class World:
 def test_a_namespace_with_a_release_of_its_own_is_left_alone_until_that_one_goes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Both restarted the same jobs and deleted each other's pods."""
+    """Otherwise both restart the same jobs and delete each other's pods."""
     marks = Marks(team="team/theirs")
 
     async def story() -> None:
@@ -82,7 +82,7 @@ def test_a_namespace_with_a_release_of_its_own_is_left_alone_until_that_one_goes
 
 
 def test_a_release_that_may_not_read_the_marks_acts_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    """With the role of an older chart: jobs for which nobody acts would be worse."""
+    """With the role of an older chart, jobs for which nobody acts would be worse."""
     marks = Marks(team="team/theirs")
     marks.fails, marks.error = True, ApiError(403, "Forbidden", "cannot list configmaps")
 
@@ -98,7 +98,7 @@ def test_a_release_that_may_not_read_the_marks_acts_and_says_so(caplog: pytest.L
 
 
 def test_a_mark_of_a_tenant_concerns_the_jobs_of_its_own_namespace_alone(caplog: pytest.LogCaptureFixture) -> None:
-    """A mark whose release changed every ten seconds had all jobs of the cluster reconciled each time."""
+    """Otherwise a mark that changes every ten seconds makes all jobs of the cluster reconcile each time."""
     marks = Marks(team="a")
 
     async def story() -> None:

@@ -1,4 +1,4 @@
-"""An API server that is overloaded is not made worse, and nothing is lost when it has recovered. In virtual time."""
+"""An overloaded API server is not made worse, and nothing is lost after it recovers. In virtual time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AFTER_SECONDS = 5.0
 
 
 def test_while_every_write_is_turned_away_each_job_asks_as_seldom_as_the_server_wants_and_starts_after_it() -> None:
-    """Twenty jobs that asked again and again would keep an API server down that sheds load for a minute."""
+    """Twenty jobs that retry at once could keep an API server down that sheds load for a minute."""
 
     async def story() -> None:
         turned_away: dict[str, list[float]] = collections.defaultdict(list)
@@ -50,7 +50,7 @@ def test_while_every_write_is_turned_away_each_job_asks_as_seldom_as_the_server_
 
 
 def test_with_three_seconds_for_every_answer_jobs_start_as_fast_as_the_requests_in_flight_allow() -> None:
-    """A reconcile that waits must neither be taken for stuck, so that the probe ends the operator, nor block others."""
+    """A waiting reconcile must neither count as stuck, so that the probe restarts the operator, nor block others."""
 
     async def story() -> None:
         server = SlowServer(lambda _verb, _path: 3.0)
@@ -58,7 +58,7 @@ def test_with_three_seconds_for_every_answer_jobs_start_as_fast_as_the_requests_
         for number in range(JOBS):
             town.apply("team", f"job-{number}", NODES)
         took = await town.until(lambda: town.pods("team") == JOBS * NODES, 120)
-        # 180 creates, 16 at a time of a namespace, of 3 s each, after the status.
+        # 180 creates of 3 s each, 16 at a time per namespace, after the status.
         assert took <= 3 + JOBS * (NODES + 1) / 16 * 3 + 10
         town.apply("other", "small", 2)
         assert await town.until(lambda: town.pods("other", "small") == 2, 20) <= 13, "four answers, one after the other"

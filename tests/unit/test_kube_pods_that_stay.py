@@ -1,4 +1,4 @@
-"""Pods that do not go when they are deleted, and pods that a watch calls gone although they are there."""
+"""Deleted pods that stay, and pods that a watch reports as gone although they exist."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ENDED = {
 
 
 class Cluster:
-    """An API server with one job and its pods, and an operator that looks at it."""
+    """An API server with one job and its pods, and an operator that observes it."""
 
     def __init__(self, attempt: int, nodes: int = 2, **status: Any) -> None:
         self.version, self.now = 100, START
@@ -78,7 +78,7 @@ class Cluster:
             self.states.pod_deleted(key, old)
 
     def has(self, attempt: int, place: int, status: Raw, **metadata: Any) -> Raw:
-        """There is a pod of the job."""
+        """True if there is a pod of the job."""
         raw = build.pod(self.job, attempt, place)
         raw["spec"]["nodeName"] = f"node-{place}"
         raw["status"] = status
@@ -94,7 +94,7 @@ class Cluster:
         return raw
 
     def reconciles(self, times: int = 1, seconds: float = 1.0) -> list[str]:
-        """What it asks of the server meanwhile."""
+        """Reconcile; return the requests meanwhile."""
         self.requests.clear()
         for _ in range(times):
             self.again_in = asyncio.run(self.reconciler.reconcile(KEY))
@@ -161,7 +161,7 @@ class Cluster:
 
 
 def test_a_pod_of_long_ago_that_nobody_lets_go_holds_up_no_attempt(caplog: pytest.LogCaptureFixture) -> None:
-    """A webhook that protects pods: of every attempt from the fourth on no pod was made, and nothing said why."""
+    """A webhook that protects pods must not block every attempt from the fourth on."""
     cluster = Cluster(4, state="Restarting", reason="Restarting")
     cluster.has(1, 0, ENDED)
     cluster.refuses_deletes = True
@@ -173,7 +173,7 @@ def test_a_pod_of_long_ago_that_nobody_lets_go_holds_up_no_attempt(caplog: pytes
 
 @pytest.mark.parametrize("refused", [True, False], ids=["refused", "held by a finalizer"])
 def test_a_pod_that_stays_is_deleted_once_a_minute(refused: bool) -> None:
-    """Six times a second for each such pod, for as long as the job lives, also while it trains."""
+    """Otherwise each such pod costs six requests per second for as long as the job lives."""
     cluster = Cluster(4, state="Running", reason="AllNodesRun", startedNodes="0-1")
     cluster.has(1, 0, ENDED, finalizers=["example.com/hold"])
     for place in range(2):
@@ -184,13 +184,14 @@ def test_a_pod_that_stays_is_deleted_once_a_minute(refused: bool) -> None:
 
 
 def test_a_pod_that_has_lost_the_jobs_label_gets_it_back_and_the_training_goes_on() -> None:
-    """Somebody takes it aside to look at it. Its group was restarted, and it trained on beside the next attempt, into
-    the same checkpoint, with its GPUs, until the job was deleted."""
+    """A user may remove a pod's label to inspect it. Otherwise its group restarts, and the pod trains on next to the
+    next attempt, into the same checkpoint.
+    """
     cluster = Cluster(1, state="Running", reason="AllNodesRun", startedNodes="0-1")
     aside, _ = (cluster.has(1, place, RUNNING) for place in range(2))
     cluster.reconciles()
     del aside["metadata"]["labels"][naming.LABEL_JOB]
-    cluster.caches.pods.remove("default", "digits-1-0", aside["metadata"]["uid"])  # as the watch tells it
+    cluster.caches.pods.remove("default", "digits-1-0", aside["metadata"]["uid"])  # as the watch reports it
     assert cluster.reconciles(3) == ["PATCH digits-1-0"]
     assert aside["metadata"]["labels"][naming.LABEL_JOB] == "digits"
     assert (cluster.status["state"], cluster.status["attempt"]) == ("Running", 1)
@@ -198,7 +199,7 @@ def test_a_pod_that_has_lost_the_jobs_label_gets_it_back_and_the_training_goes_o
 
 
 def test_all_pods_that_have_lost_the_jobs_label_get_it_back_however_many_there_are() -> None:
-    """`kubectl label pods --all`: those after the eighth counted as gone, and trained on beside the next attempt."""
+    """`kubectl label pods --all`: no pod may count as gone and train on next to the next attempt."""
     nodes = 2 * GONE_MAX
     cluster = Cluster(1, nodes, state="Running", reason="AllNodesRun", startedNodes=f"0-{nodes - 1}")
     pods = [cluster.has(1, place, RUNNING) for place in range(nodes)]
@@ -211,7 +212,7 @@ def test_all_pods_that_have_lost_the_jobs_label_get_it_back_however_many_there_a
 
 
 def test_thousands_of_pods_that_have_lost_the_jobs_label_get_it_back_in_several_reconciles() -> None:
-    """A job of 1,000 nodes kept its worker for 2,000 requests, and no other job was served by it."""
+    """A job of 1,000 nodes must not block its worker for 2,000 requests."""
     nodes = 40
     cluster = Cluster(1, nodes, state="Running", reason="AllNodesRun", startedNodes=f"0-{nodes - 1}")
     pods = [cluster.has(1, place, RUNNING) for place in range(nodes)]
@@ -219,7 +220,7 @@ def test_thousands_of_pods_that_have_lost_the_jobs_label_get_it_back_in_several_
     for pod in pods:
         del pod["metadata"]["labels"][naming.LABEL_JOB]
         cluster.caches.pods.remove("default", pod["metadata"]["name"], pod["metadata"]["uid"])
-    del cluster.objects["digits-1-0"]  # and one of them is really gone
+    del cluster.objects["digits-1-0"]  # one of them is really gone
     cluster.answers_in = RECONCILE_SECONDS / 10
     asked = cluster.reconciles()
     assert 0 < len(asked) < nodes / 2
@@ -246,7 +247,7 @@ def test_of_many_pods_that_are_gone_only_some_are_asked_for() -> None:
 
 
 def test_a_pod_that_is_gone_is_asked_for_once_and_restarts_the_group() -> None:
-    """A pod that was deleted is the ordinary case."""
+    """A deleted pod is the ordinary case."""
     cluster = Cluster(1, state="Running", reason="AllNodesRun", startedNodes="0-1")
     gone, _ = (cluster.has(1, place, RUNNING) for place in range(2))
     cluster.reconciles()
@@ -256,7 +257,9 @@ def test_a_pod_that_is_gone_is_asked_for_once_and_restarts_the_group() -> None:
 
 
 def test_pods_that_a_job_deleted_with_cascade_orphan_has_left_are_in_the_way_until_they_have_ended() -> None:
-    """The message named the Service alone, and after its deletion two groups trained into one checkpoint."""
+    """The message must name the pods as well as the Service. Otherwise, after the Service is deleted, two groups train
+    into one checkpoint.
+    """
     world: World = digits()
     orphan = Pod(
         "digits-3-0", "o", "", 3, 0, job="digits", node="n", phase="Running", trainer=Container("running", ready=True)
@@ -271,7 +274,7 @@ def test_pods_that_a_job_deleted_with_cascade_orphan_has_left_are_in_the_way_unt
 
 
 def test_labels_of_ours_in_a_template_that_was_copied_from_a_pod_change_nothing() -> None:
-    """A job with the replacement of another pod stood still, and one with another trainer waited for ever."""
+    """A job with another pod's replacement label would stop, and one with another trainer's would wait for ever."""
     raw = manifest()
     ours = {naming.LABEL_REPLACEMENT: "1", naming.LABEL_TRAINER: "other", naming.LABEL_ATTEMPT: "7", "team": "vision"}
     raw["spec"]["template"]["metadata"] = {"labels": ours}
@@ -290,7 +293,7 @@ def test_a_volume_of_our_name_in_a_template_that_was_copied_from_a_pod_is_there_
 
 
 def test_a_pod_that_is_gone_when_it_is_deleted_is_forgotten() -> None:
-    """It would be taken for one that stays, and be asked for once a minute."""
+    """Otherwise it counts as one that stays, and costs a request per minute."""
     cluster = Cluster(4, state="Running", reason="AllNodesRun", startedNodes="0-1")
     cluster.has(1, 0, ENDED)
     for place in range(2):

@@ -1,7 +1,6 @@
-"""The three ports of an operator under every corner of HTTP/1.1: each pod of the cluster can reach them.
-
-What a user would lose: one pod without any right could end both operators of a cluster, by their memory or by their
-liveness. The ports run on uvloop, as in the operator.
+"""The three ports of an operator under every corner case of HTTP/1.1. Every pod of the cluster can reach them, and
+without limits one pod without any rights could end both operators of a cluster, by their memory or their liveness. The
+ports run on uvloop, as in the operator.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def health() -> BoundedServer:
 
 
 class Large(Meter):
-    """The metrics of a cluster of thousands of jobs: more than the kernel buffers."""
+    """Metrics of thousands of jobs: more than the kernel buffers."""
 
     def text(self, moment: Moment, *, openmetrics: bool) -> tuple[bytes, str]:
         return b"#" * (1 << 20), "text/plain"
@@ -57,7 +56,7 @@ def progress() -> BoundedServer:
     return Receiver(verify, lambda pod: Sender("default", "digits", 0, 1), lambda sender, report: None)
 
 
-# By port: what makes it, the request line without its version, and the answer to that.
+# By port: its factory, the request line without its version, and the answer.
 PORTS: dict[str, tuple[Callable[[], BoundedServer], bytes, int]] = {
     "health": (health, b"GET /healthz", 200),
     "metrics": (metrics, b"GET /metrics", 200),
@@ -66,7 +65,7 @@ PORTS: dict[str, tuple[Callable[[], BoundedServer], bytes, int]] = {
 
 
 class Port:
-    """One of them, in a thread of its own, and clients of it."""
+    """A port in its own thread, and clients of it."""
 
     def __init__(self, name: str) -> None:
         make, self.line, self.good = PORTS[name]
@@ -87,7 +86,7 @@ class Port:
         )
 
     def head(self, *lines: bytes, line: bytes | None = None) -> bytes:
-        """The head of a request, of another pod each time, because a pod may report only so often."""
+        """Return the head of a request, each time of another pod, because one pod may report only so often."""
         self.pods += 1
         token = b"Authorization: Bearer %d" % self.pods
         return b"\r\n".join([line or self.line + b" HTTP/1.1", b"Host: x", token, *lines, b"", b""])
@@ -98,7 +97,7 @@ class Port:
         return self.head(b"Content-Length: %d" % len(REPORT), *lines) + REPORT
 
     def ask(self, request: bytes) -> tuple[list[int], bytes]:
-        """The statuses of all answers until the port closes, and all that it has sent."""
+        """Return the statuses of all answers until the port closes, and everything that it sent."""
         with closing(self.connect()) as connection:
             with suppress(ConnectionError):
                 connection.sendall(request)
@@ -106,7 +105,7 @@ class Port:
         return [int(status) for status in re.findall(rb"(?:^|[\n#])HTTP/1\.[01] (\d{3}) ", answer)], answer
 
     def serves(self) -> bool:
-        """True if it answers what the kubelet, a scraper or a trainer sends."""
+        """True if it answers requests of the kubelet, a scraper or a trainer."""
         return self.ask(self.good_request(b"Connection: close"))[0] == [self.good]
 
     async def until_closed(self) -> None:
@@ -157,8 +156,7 @@ def raw(what: bytes) -> Callable[[Port], bytes]:
 GOOD, BAD = -1, 400
 NOT_SERVED = -2  # 404 or 405
 BOMB = zlib.compress(b"\0" * (8 << 20), 9)
-# By what is sent: the request, and the statuses that may be answered, of which no answer is one where None is among
-# them. A GET may have a body, which nobody reads.
+# Request → statuses that are allowed; None allows no answer. A GET may have a body, which nobody reads.
 CORNERS: dict[str, tuple[Callable[[Port], bytes], set[int | None]]] = {
     **{
         f"a body of 8 MB in {encoding}": (sized(BOMB, b"Content-Encoding: " + encoding.encode()), {GOOD, BAD})
@@ -270,7 +268,7 @@ def test_head_has_the_headers_of_get_and_no_body(port: Port, method: bytes) -> N
 
 
 def test_a_sender_that_expects_100_continue_gets_it_or_the_answer_at_once(port: Port) -> None:
-    """curl and Go's client send their body only then; others wait for ever."""
+    """curl and Go's client send the body only after it; others wait for ever."""
     with closing(port.connect()) as connection:
         connection.sendall(port.head(b"Expect: 100-continue", b"Content-Length: %d" % len(REPORT)))
         if port.name == "progress":
@@ -286,7 +284,9 @@ def test_requests_on_one_connection_are_answered_one_after_the_other(port: Port)
 
 
 def test_pipelined_requests_take_no_more_memory_than_one(port: Port) -> None:
-    """30 connections of one pod took 1.3 GB of the metrics port: 32 requests with 128 headers of 8 kB each."""
+    """Otherwise 30 connections of one pod take 1.3 GB of the metrics port: 32 requests with 128 headers of 8 kB
+    each.
+    """
     large = port.head(*[b"X-%d: %s" % (number, b"a" * 8000) for number in range(100)]) * 10
     with ExitStack() as stack:
         before = resident_bytes()
@@ -320,11 +320,11 @@ def test_who_is_slow_is_cut(port: Port, slow: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("attacker", ["127.0.0.1", "127.0.0.9"])
 def test_who_opens_connections_without_end_keeps_out_nobody(port: Port, attacker: str) -> None:
-    """The kubelet has the address of its node, and a pod with hostNetwork has it too: refused, it ends the operator."""
+    """The kubelet has its node's address, and so do pods with hostNetwork: a refused kubelet restarts the operator."""
     with ExitStack() as stack:
         for number in range(400):
             connection = stack.enter_context(closing(port.connect(attacker)))
-            with suppress(ConnectionError):  # it was closed for a later one
+            with suppress(ConnectionError):  # closed for a newer one
                 connection.sendall([b"", b"GET", port.head()[:-2]][number % 3])
             if number % 100 == 99:
                 assert port.serves()
@@ -346,7 +346,7 @@ def test_all_addresses_together_have_a_bound_and_the_probe_gets_through(
 def test_a_peer_that_vanishes_in_the_middle_leaves_nothing(port: Port, caplog: pytest.LogCaptureFixture) -> None:
     for sent in (b"", b"GET", port.head(b"Content-Length: 11") + b"{", port.good_request()):
         with closing(port.connect()) as connection:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # closed with a reset
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # closed by a reset
             connection.sendall(sent)
     port.run(port.until_closed())
     assert port.serves()

@@ -1,4 +1,6 @@
-"""When a job is reconciled: one reconcile at a time, the earliest request wins, failures wait longer each time."""
+"""When a job is reconciled: one reconcile at a time, the earliest request wins, and the wait grows with each
+failure.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from ddpjob_operator.kube.work.queue import (
     Schedule,
 )
 
-START = 10_000.25  # a clock that starts at an odd moment
+START = 10_000.25  # an odd start value of the clock
 
 
 def schedule(*requests: tuple[str, float]) -> Schedule[str]:
@@ -95,8 +97,7 @@ def test_a_failing_job_waits_though_events_come() -> None:
 
 
 def test_no_job_waits_for_longer_than_the_bound_whatever_an_answer_asks_for() -> None:
-    """A proxy in maintenance answered 503 with Retry-After: 3600, and the job was left alone for an hour, come what
-    may."""
+    """A proxy in maintenance may answer 503 with Retry-After: 3600, but the job must not be ignored for an hour."""
     jobs = schedule(("a", 0))
     jobs.pop(START)
     assert jobs.failed("a", START, at_least=3600.0) == BACK_OFF_SECONDS_MAX
@@ -135,7 +136,7 @@ def test_the_longest_reconcile_is_known() -> None:
 
 
 def test_namespaces_take_turns_however_many_jobs_are_due_in_one() -> None:
-    """After a restart of the operator one job waited until all 5,000 of another namespace had been looked at."""
+    """Otherwise, after a restart of the operator, one job waits for all 5,000 of another namespace."""
     jobs: Schedule[tuple[str, str]] = Schedule()
     for number in range(5000):
         jobs.add(("crowded", str(number)), START)
@@ -144,7 +145,7 @@ def test_namespaces_take_turns_however_many_jobs_are_due_in_one() -> None:
 
 
 def test_in_a_namespace_kinds_of_jobs_take_turns_and_those_of_one_wait_behind_each_other() -> None:
-    """A restart and a job of one pod waited behind hundreds of new jobs of eight."""
+    """Otherwise a restart and a job of one pod wait behind hundreds of new jobs of eight."""
     jobs: Schedule[tuple[str, str]] = Schedule(kind=lambda key: {"restarts": 0, "small": 1}.get(key[1], 4))
     for number in range(500):
         jobs.add(("team", str(number)), START)
@@ -155,7 +156,7 @@ def test_in_a_namespace_kinds_of_jobs_take_turns_and_those_of_one_wait_behind_ea
 
 
 def test_further_pods_wait_behind_events_and_news_behind_both_and_each_has_a_turn_in_eight() -> None:
-    """A large job would never become whole while new ones come without end."""
+    """Otherwise a steady stream of new jobs would keep a large job from ever becoming whole."""
     jobs: Schedule[tuple[str, str]] = Schedule()
     for number in range(100):
         for priority in Priority:
@@ -176,7 +177,7 @@ def test_a_failure_does_not_wait_behind_the_news_that_the_job_had_before(first: 
 
 
 def test_what_a_reconcile_has_seen_itself_makes_no_other_one() -> None:
-    """Each restart wrote a status more, because its old pods were gone while it was reconciled."""
+    """Otherwise each restart writes the status once more, because its old pods disappear during the reconcile."""
     jobs = schedule(("a", 0))
     assert jobs.pop(START) == "a"
     jobs.add("a", START + 1)
@@ -190,7 +191,7 @@ def test_what_a_reconcile_has_seen_itself_makes_no_other_one() -> None:
 
 
 def test_a_request_during_a_reconcile_is_not_put_off_by_a_later_one() -> None:
-    """A failure that came during a reconcile waited for 3 s, because news of another pod was to wait so long."""
+    """A failure during a reconcile must not wait for 3 s because news of another pod may."""
     jobs = schedule(("a", 0))
     assert jobs.pop(START) == "a"
     jobs.add("a", START)
@@ -214,7 +215,7 @@ def test_a_namespace_has_so_many_reconciles_at_a_time_and_its_others_wait_for_on
 
 
 def test_a_job_with_a_deadline_in_a_week_takes_no_more_memory_with_each_of_its_reports() -> None:
-    """Each reconcile left its request for the deadline behind: a gigabyte a day with a thousand jobs that report."""
+    """Otherwise each reconcile leaves a request for the deadline: a gigabyte a day with a thousand reporting jobs."""
     jobs: Schedule[tuple[str, str]] = Schedule(of_namespace=100)
     every = [("team", str(number)) for number in range(100)]
     deadline = START + 7 * 86_400
@@ -223,14 +224,14 @@ def test_a_job_with_a_deadline_in_a_week_takes_no_more_memory_with_each_of_its_r
         for key in every:
             jobs.add(key, now)  # a report
         while (key := jobs.pop(now)) is not None:
-            jobs.done(key, now, again_at=deadline + turn / 1000)  # reckoned anew from the clock each time
+            jobs.done(key, now, again_at=deadline + turn / 1000)  # computed from the clock each time
     assert len(jobs) == 100
     assert len(jobs._later) <= 2 * len(jobs) + OUTDATED_MIN
     assert sorted(filter(None, (jobs.pop(deadline + 1) for _ in range(101)))) == sorted(every)
 
 
 def test_a_reconcile_that_gets_answers_is_not_stuck_however_long_it_takes() -> None:
-    """The probe had the operator killed ten minutes into creating a thousand pods."""
+    """Otherwise the probe restarts the operator ten minutes into creating a thousand pods."""
     jobs = schedule(("a", 0))
     jobs.pop(START)
     jobs.progressed("a", START + 500)
@@ -239,7 +240,7 @@ def test_a_reconcile_that_gets_answers_is_not_stuck_however_long_it_takes() -> N
 
 
 class Reconciles:
-    """Reconciles that wait until the test lets them end."""
+    """Reconciles that wait until the test ends them."""
 
     def __init__(self) -> None:
         self.now = START
@@ -271,7 +272,7 @@ async def _run(reconciles: Reconciles, queue: Queue[str], until: int) -> None:
 
 
 def test_a_queue_that_is_cancelled_in_the_moment_of_a_request_ends() -> None:
-    """It went on: an operator that lost its Lease then waited for its end for ever, and never led again."""
+    """Otherwise an operator that lost its Lease waits for its own end, and never leads again."""
 
     async def run() -> None:
         reconciles = Reconciles()
@@ -283,7 +284,7 @@ def test_a_queue_that_is_cancelled_in_the_moment_of_a_request_ends() -> None:
 
 
 def test_a_job_whose_reconcile_was_cancelled_alone_is_reconciled_again() -> None:
-    """It counted as busy for ever: no event of the job was acted on any more."""
+    """Otherwise it counts as busy for ever, and no event of the job has any effect."""
     tries: list[str] = []
 
     async def reconcile(key: str) -> None:
@@ -314,7 +315,7 @@ def test_at_most_so_many_reconciles_are_under_way() -> None:
         for i in range(10):
             queue.add(f"job-{i}")
         running = asyncio.create_task(queue.run())
-        for _ in range(100):  # whoever may begin has begun by then
+        for _ in range(100):  # by now every reconcile that may begin has begun
             await asyncio.sleep(0)
         reconciles.go.set()
         while len(reconciles.seen) < 10:

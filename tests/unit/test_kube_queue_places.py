@@ -1,6 +1,5 @@
-"""The place of a job in its queue: what is asked of the queue for it, how often, and what a user then reads.
-
-The answers are those that Kueue documents for visibility.kueue.x-k8s.io.
+"""The place of a job in its queue: which requests it needs, how often, and the text that users read. The answers follow
+Kueue's documentation of visibility.kueue.x-k8s.io.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ MAIN = f"{API}/v1beta1/namespaces/team/localqueues/main/pendingworkloads"
 
 
 def item(name: str, before: int, before_in_local_queue: int = 0) -> dict[str, Any]:
-    """A PendingWorkload."""
+    """Return a PendingWorkload."""
     return {
         "metadata": {"name": name, "namespace": "team", "creationTimestamp": "2031-03-05T07:11:13Z"},
         "priority": 0,
@@ -40,7 +39,7 @@ def item(name: str, before: int, before_in_local_queue: int = 0) -> dict[str, An
 
 
 class Kueue:
-    """What answers under visibility.kueue.x-k8s.io; `jobs` wait in the queues."""
+    """Answers under visibility.kueue.x-k8s.io; `jobs` wait in the queues."""
 
     def __init__(self, *versions: str) -> None:
         served = [{"groupVersion": f"visibility.kueue.x-k8s.io/{v}", "version": v} for v in versions]
@@ -72,7 +71,7 @@ class Kueue:
 
 
 def test_a_job_learns_how_many_are_before_it_in_the_cluster_queue() -> None:
-    """Jobs of other LocalQueues wait for the same quota: the place in its own would promise too much."""
+    """Jobs of other LocalQueues wait for the same quota: its place in its own queue would promise too much."""
     queue = Kueue("v1beta1")
     queue.answers[MAIN] = {"items": [item("first", 0), item("digits", 4, 1)]}
     queue.look()
@@ -80,7 +79,7 @@ def test_a_job_learns_how_many_are_before_it_in_the_cluster_queue() -> None:
 
 
 def test_a_queue_is_asked_once_a_minute_however_many_wait_there_and_however_often_we_look() -> None:
-    """A request for each of a thousand jobs would be a load that nobody asked for."""
+    """A request for each of a thousand jobs would be useless load."""
     queue = Kueue("v1beta1")
     queue.jobs = [(("team", f"job-{number}"), "main") for number in range(1000)]
     queue.answers[MAIN] = {"items": [item(f"job-{number}", number) for number in range(1000)]}
@@ -119,7 +118,7 @@ def test_a_place_that_has_changed_is_told_to_its_job_alone() -> None:
 
 
 def test_a_job_that_waits_no_more_has_no_place() -> None:
-    """Evicted later, it would be told the place of long ago."""
+    """Otherwise it shows an old place after a later eviction."""
     queue = Kueue("v1beta1")
     queue.answers[MAIN] = {"items": [item("digits", 3)]}
     queue.look()
@@ -141,7 +140,7 @@ def test_the_version_that_was_run_is_taken_and_the_newer_one_where_that_is_gone(
     both, newer = Kueue("v1beta2", "v1beta1"), Kueue("v1beta2")
     assert both.look().asked == [API, MAIN]
     assert newer.look().asked == [API, MAIN.replace("v1beta1", "v1beta2")]
-    both.look(after=ASK_SECONDS)  # 404: the queue is not there, or the version no more
+    both.look(after=ASK_SECONDS)  # 404: the queue or the version is gone
     both.answers |= newer.answers
     assert both.look(after=ASK_SECONDS).asked[-1] == MAIN.replace("v1beta1", "v1beta2")
 
@@ -172,7 +171,7 @@ def test_an_answer_without_a_place_is_said_once_and_the_job_waits_on(
 
 
 def test_the_message_of_a_job_that_waits_has_its_place_and_far_from_the_front_about_that() -> None:
-    """Whoever comes to the front moves all others, and each text is a write of a status."""
+    """A job that reaches the front moves all others, and each new text is a write of a status."""
     plain = job(gang="kueue")
     world = World(plain).serves("kueue", "kueue.x-k8s.io/v1beta1").settle()
     texts = []
@@ -187,7 +186,7 @@ def test_the_message_of_a_job_that_waits_has_its_place_and_far_from_the_front_ab
 
 
 def test_an_operator_that_is_to_ask_shows_the_place_of_a_waiting_job_and_another_asks_nothing() -> None:
-    """By its own list of Workloads it knows who waits and where."""
+    """It knows from its list of Workloads who waits and where."""
     settings = OperatorSettings(health_port=0, gangs=("kueue",))
     places, asked = [], []
 

@@ -1,4 +1,4 @@
-"""One API server, several watches: what one learns of its way back, all know."""
+"""Several watches of one API server: when one learns that it is back, all do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LONG = 3600.0
 
 
 def test_who_waits_for_a_server_that_is_away_is_woken_by_the_first_answer_that_anyone_gets() -> None:
-    """An operator that holds its Lease again and still waits 30 s for its watches leads blindly."""
+    """An operator that holds its Lease again but waits 30 s for its watches would lead blindly."""
 
     async def run() -> None:
         reach = Reach()
@@ -31,7 +31,7 @@ def test_who_waits_for_a_server_that_is_away_is_woken_by_the_first_answer_that_a
 
 
 def test_a_watch_that_is_refused_while_others_are_answered_waits_its_full_time() -> None:
-    """A proxy that cuts every watch must not be asked at each renewal of the Lease."""
+    """A proxy that cuts every watch must not get a new one at each renewal of the Lease."""
 
     async def run() -> None:
         reach = Reach()
@@ -57,7 +57,7 @@ def test_nobody_waits_longer_than_asked_for_a_server_that_stays_away() -> None:
 
 
 def test_an_outage_is_one_line_of_the_log_and_its_end_another(caplog: pytest.LogCaptureFixture) -> None:
-    """Half a minute filled the log of each pod with a dozen lines, one for each watch and each way to fail."""
+    """Otherwise half a minute fills each pod's log with a dozen lines, one per watch and error."""
     now = [100.0]
 
     async def run() -> None:
@@ -80,7 +80,7 @@ def test_an_outage_is_one_line_of_the_log_and_its_end_another(caplog: pytest.Log
 
 
 def test_the_client_tells_of_an_outage_and_of_its_end() -> None:
-    """The client of the Lease and that of the watches share it."""
+    """The clients of the Lease and of the watches share this state."""
 
     async def run() -> None:
         reach, port = Reach(), free_port()

@@ -1,4 +1,6 @@
-"""Progress in a cluster: a report counts for the pod that its token proves, and no peer can forge it or wear it out."""
+"""Progress in a cluster: a report counts for the pod that its token proves, and no client can forge it or exhaust the
+receiver.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ BOUNDS = [(Receiver, "connections_max"), (bounded_server, "CONNECTIONS_PER_ADDRE
 
 
 class World:
-    """A receiver on loopback in a thread of its own, what it handed over, and clients of it."""
+    """A receiver on loopback in its own thread, the reports that it passed on, and clients of it."""
 
     def __init__(self) -> None:
         self.reports: list[tuple[Sender, Report]] = []
@@ -94,7 +96,7 @@ class World:
         return len(self.receiver.connections)
 
     def raw(self, request: bytes) -> bytes:
-        """All that is answered to these bytes until the receiver closes."""
+        """Return everything that is answered to these bytes until the receiver closes."""
         with closing(self.socket()) as connection:
             connection.sendall(request)
             return until_closed(connection)
@@ -172,7 +174,7 @@ def test_the_librarys_reports_share_a_connection_and_one_that_was_closed_costs_n
 def test_a_connection_beyond_those_that_are_kept_is_closed_with_its_answer(
     world: World, monkeypatch: pytest.MonkeyPatch, bound: tuple[object, str]
 ) -> None:
-    """Else a sender could find its connection closed for that of another."""
+    """Otherwise a sender could find its connection closed in favor of another."""
     monkeypatch.setattr(*bound, 2)  # one is three quarters of it
     with closing(world.client()) as first, closing(world.client()) as second:
         assert [world.post_on(client, {"step": 1})[0] for client in (first, second)] == [204, 204]
@@ -265,7 +267,7 @@ def test_while_the_cluster_hides_its_keys_the_answer_is_later(world: World) -> N
 
 
 def test_an_operator_that_does_not_lead_refuses_a_report_and_closes_the_connection(world: World) -> None:
-    """A leader that is cut off would swallow the reports of all trainers that keep their connection to it."""
+    """Otherwise a leader that is cut off swallows the reports of all trainers connected to it."""
     with closing(http.client.HTTPConnection("127.0.0.1", world.receiver.port)) as kept:
         for leads, status, closes in ((True, 204, False), (False, 503, True)):
             world.leads = leads
@@ -305,7 +307,7 @@ def test_accounts_of_pods_that_ended_are_forgotten(world: World, monkeypatch: py
 def test_accounts_are_not_looked_through_for_each_new_pod_where_all_are_needed(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With more than 10,000 pods that report, each further one cost a look at all of them."""
+    """With more than 10,000 reporting pods, each further one would cost a scan of all."""
     monkeypatch.setattr(receive, "PODS_REMEMBERED", 10)
     looked = 0
 
@@ -391,7 +393,7 @@ def test_a_connection_that_waits_for_its_next_report_gives_way_to_one_that_has_a
 def test_seventeen_peers_that_fill_all_connections_and_say_nothing_cost_nobody_a_report(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They pushed out 13 of 60 reports, and left a stack in the log for each connection that was cut."""
+    """Otherwise they push out 13 of 60 reports, and leave a traceback in the log for each cut connection."""
     monkeypatch.setattr(receive.Receiver, "connections_max", 100)
     monkeypatch.setattr(bounded_server, "CONNECTIONS_PER_ADDRESS_MAX", 8)
     with ExitStack() as stack:
@@ -428,13 +430,13 @@ def test_whoever_opens_too_many_closes_his_own_and_not_those_of_others(
 
 
 async def proven(world: World, connections: int) -> None:
-    """Waits until so many have shown a token."""
+    """Wait until so many have shown a token."""
     while sum(c.proven for c in world.receiver.connections) < connections:
         await asyncio.sleep(0)
 
 
 async def room(world: World, connections: int) -> bool:
-    """Waits until so few are open, as the loop learns of a close a moment later."""
+    """Wait until so few are open, because the loop learns of a close a moment later."""
     while len(world.receiver.connections) > connections:
         await asyncio.sleep(0)
     return True

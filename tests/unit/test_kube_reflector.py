@@ -1,4 +1,4 @@
-"""How a copy of a collection survives what API servers do to watches; time does not pass here."""
+"""How a copy of a collection survives what API servers do to watches. All in virtual time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def event(kind: str, name: str, version: int) -> dict[str, Any]:
 
 
 class Server:
-    """Lists and watches in turn, each an answer or an error; at the end it holds the watch open for ever."""
+    """Lists and watches in order, each an answer or an error; at the end it holds the watch open for ever."""
 
     def __init__(self, lists: list[Any], watches: list[Any]) -> None:
         self.lists, self.watches = lists, watches
@@ -54,7 +54,7 @@ class Server:
 
 
 class Copy:
-    """Records what the reflector tells."""
+    """Records what the reflector reports."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -79,8 +79,9 @@ class Copy:
 
 
 def follow(lists: list[Any], watches: list[Any], woken: Sequence[bool] = ()) -> tuple[Server, Copy, list[float]]:
-    """Until all that was prepared has been played; the waits in between. woken: which of them an outage's end cuts
-    short."""
+    """Run until all prepared answers were given; return the waits in between. woken: waits that the end of an outage
+    cuts short.
+    """
     waits: list[float] = []
 
     async def run() -> tuple[Server, Copy]:
@@ -127,7 +128,7 @@ NEEDS_A_LIST = {
 
 @pytest.mark.parametrize("error", NEEDS_A_LIST.values(), ids=NEEDS_A_LIST)
 def test_after_an_answer_from_which_a_watch_cannot_go_on_it_lists_again_within_seconds(error: ApiError) -> None:
-    """As the answer to the watch itself or as an event in it: kopf gave up at the first, for good."""
+    """The error may be the answer to the watch itself or an event in it; kopf gives up at the first for good."""
     server, copy, waits = follow([(["a"], 10), (["b"], 30)], [[error]])
     assert server.asked == ["list", "watch 10", "list", "watch 30"]
     assert copy.calls == ["put a", "retain ['a']", "put b", "retain ['b']"]
@@ -135,7 +136,9 @@ def test_after_an_answer_from_which_a_watch_cannot_go_on_it_lists_again_within_s
 
 
 def test_after_an_outage_a_server_that_refuses_while_it_starts_is_asked_again_within_seconds() -> None:
-    """It answers 429 and 403 for some seconds. The operator led blindly for 40 s, with the waits of the outage."""
+    """It answers 429 and 403 for some seconds. With the waits of the outage the operator would lead blindly for 40
+    s.
+    """
     starting = ApiError(429, "TooManyRequests", "storage is (re)initializing")
     woken = [False] * 7 + [True] + [False] * 9
     _, _, waits = follow([*[AWAY] * 8, starting, starting, ([], 10)], [], woken)
@@ -146,7 +149,7 @@ def test_after_an_outage_a_server_that_refuses_while_it_starts_is_asked_again_wi
 def test_a_watch_that_fails_for_some_seconds_is_logged_and_a_right_that_is_missing_at_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A dozen lines of each short outage hid the one of a watch that stays refused."""
+    """A dozen lines about each short outage would hide the one about a watch that stays refused."""
     busy, forbidden = ApiError(429, "TooManyRequests", "busy"), ApiError(403, "Forbidden", "no right")
     follow([([], 10)], [[busy], [busy]])
     assert caplog.messages == []
@@ -162,7 +165,7 @@ def test_it_waits_longer_each_time_for_a_server_that_is_away_and_never_too_long(
 
 @pytest.mark.parametrize("refused", [ApiError(429, "TooManyRequests", "slow down", s) for s in (5.0, 3600.0)], ids=str)
 def test_a_watch_that_is_turned_away_waits_as_long_as_the_server_says_and_never_too_long(refused: ApiError) -> None:
-    """An API server that sheds load for a minute was asked again after half a second."""
+    """An API server that sheds load for a minute must not be asked again after half a second."""
     server, _, waits = follow([([], 10)], [[refused], [refused], []])
     assert server.asked == ["list", *["watch 10"] * 4]
     assert all(5 <= wait <= 30 for wait in waits[:2]), waits
@@ -182,7 +185,7 @@ def test_a_list_older_than_what_was_seen_replaces_nothing() -> None:
 
 
 def test_a_cluster_restored_from_a_backup_is_believed_in_the_end() -> None:
-    """All that it has looks older than what was known: a job of the present did not start for a day."""
+    """All its objects look older than the known ones: a present job must not wait a day to start."""
     _, copy, _ = follow([(["a"], 100), (["old"], 50)], [[GONE]])
     assert copy.calls[-3:] == ["begin anew in team", "put old", "retain ['old']"]
 
@@ -193,11 +196,11 @@ def test_a_cluster_restored_from_a_backup_is_not_believed_too_soon() -> None:
 
 
 class Held(dict[str, Any]):
-    """An object of which it can be asked whether somebody still has it."""
+    """An object that can tell if somebody still holds it."""
 
 
 def test_an_object_of_a_list_is_held_no_longer_than_it_takes_to_put_it() -> None:
-    """Ten thousand pods at once are more memory than the operator has: it would end at each of its starts."""
+    """Ten thousand pods at once need more memory than the operator has: it would end at each start."""
     listed: list[weakref.ref[Held]] = []
     held: list[int] = []
 
@@ -218,13 +221,13 @@ def test_an_object_of_a_list_is_held_no_longer_than_it_takes_to_put_it() -> None
 
 
 class Lossy:
-    """An API server whose watches last five minutes and show nothing but where they have come to."""
+    """An API server whose watches last five minutes and show only bookmarks."""
 
     def __init__(self) -> None:
         self.there: dict[str, int] = {}
         self.at = self.asked = 0
         self.meanwhile: dict[str, int] = {}
-        """What is created between the end of a watch and the list."""
+        """Objects created between the end of a watch and the list."""
         self.error: ApiError | None = None
 
     async def pages(self, path: str, selector: str) -> AsyncIterator[Page]:
@@ -242,7 +245,7 @@ class Lossy:
 
 
 class Neglected:
-    """Our copy of a Lossy server, for so long; what it has told of."""
+    """Our copy of a Lossy server after so long; the events that it reported."""
 
     def __init__(self) -> None:
         self.server, self.meter = Lossy(), Meter()
@@ -252,7 +255,7 @@ class Neglected:
         )
 
     def runs(self, lose: Any, seconds: float = 900) -> None:
-        """lose: called once the first list is there."""
+        """Run the copy. lose: called once the first list is there."""
 
         async def story() -> None:
             loop = asyncio.get_running_loop()
@@ -284,7 +287,7 @@ def neglected() -> Neglected:
 def test_a_change_that_the_watch_has_not_shown_is_found_named_and_counted(
     neglected: Neglected, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The last event of a job's last pod is lost by a proxy: the job would run for ever."""
+    """If a proxy loses the last event of a job's last pod, the job must not run for ever."""
     assert neglected.missed() == 0
 
     def lose() -> None:
@@ -304,14 +307,14 @@ def test_a_deletion_that_the_watch_has_not_shown_is_found(neglected: Neglected) 
 
 
 def test_what_has_happened_between_a_watch_and_the_list_is_not_called_missed(neglected: Neglected) -> None:
-    """An alert on it would fire in every busy cluster."""
+    """An alert about missed events would fire in every busy cluster."""
     neglected.runs(lambda: neglected.server.meanwhile.update(new=20))
     assert neglected.names() == ["a", "b", "new"]
     assert neglected.missed() == 0
 
 
 def test_a_list_of_what_is_known_is_no_news(neglected: Neglected) -> None:
-    """Each list would cost a reconcile of every job."""
+    """Otherwise each list costs a reconcile of every job."""
     neglected.runs(neglected.changes.clear, seconds=3000)
     assert 4 <= neglected.server.asked <= 7, "about every ten minutes"
     assert neglected.changes == []

@@ -1,4 +1,4 @@
-"""What the operator makes of reports: when it reconciles a job, whether it is stalled, and whether any arrive."""
+"""What the operator does with reports: when it reconciles a job, if it is stalled, and if reports arrive at all."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FIVE_MINUTES = api.Stall(timeout_seconds=300)
 
 
 class Desk:
-    """A reconciler, its clock, and jobs that have been looked at once."""
+    """A reconciler, its clock, and jobs that were reconciled once."""
 
     def __init__(self, *names: str) -> None:
         self.now = START
@@ -67,7 +67,7 @@ class Desk:
     def hears(
         self, step: int, name: str = "digits", *, rank: int = 0, phase: Phase = "train", attempt: int = 1, **more: Any
     ) -> float | None:
-        """A report arrives; the seconds until the reconcile that it is worth."""
+        """Let a report arrive; return the seconds until the reconcile that it causes."""
         fields = {"step": step, "rank": rank, "node_rank": rank, "phase": phase, "attempt": attempt}
         return self.reports.take(("default", name), Report(**fields, received_at=self.now, **more))
 
@@ -79,7 +79,7 @@ class Desk:
         return self.states.of(("default", name), UID)
 
     def found(self, name: str = "digits") -> stall.StallFinding | None:
-        """What the next reconcile finds."""
+        """Return what the next reconcile finds."""
         key: Key = ("default", name)
         job, _ = validation.parse(self.caches.jobs.get(key) or {})
         trackers = {r: t for r, t in self.state(name).trackers.items() if t.attempt == job.status.attempt}
@@ -97,7 +97,7 @@ class Desk:
     ids=["ranks start in place", "and make a step", "a start that was lost", "a resume from a snapshot"],
 )
 def test_the_first_step_after_a_restart_is_shown_at_once(before: dict[str, Any], after: dict[str, Any]) -> None:
-    """STEP, PROGRESS and ETA were blank for 12 s while it trained, just when people look."""
+    """Otherwise STEP, PROGRESS and ETA are blank for 12 s of training, just when users look."""
     desk = Desk()
     desk.hears(**before)
     assert desk.after(1).hears(**after) == FIRST_REPORT_SECONDS
@@ -120,7 +120,9 @@ def test_a_report_without_a_phase_comes_from_a_trainer_that_trains() -> None:
 
 
 def test_while_the_progress_of_a_job_waits_for_its_turn_its_reports_are_worth_a_reconcile_a_minute() -> None:
-    """With 2,000 jobs the turn comes every 200 s: each was planned every 10 s in vain, a tenth of a processor."""
+    """With 2,000 jobs the turn comes every 200 s: planning each job every 10 s in vain would cost a tenth of a
+    processor.
+    """
     desk = Desk()
     for number in range(300):
         desk.reports.wait_for_write(JobState(f"other-{number}"))
@@ -151,7 +153,7 @@ def test_hundreds_of_ranks_that_say_the_same_again_cost_no_reconcile_and_no_writ
 
 
 def test_what_an_agent_says_before_the_first_reconcile_of_its_job_is_kept() -> None:
-    """It is confirmed, and an agent that is killed meanwhile never says it again: its restarts would be free."""
+    """It is confirmed, and an agent that is killed meanwhile does not repeat it: its restarts would be free."""
     desk = Desk()
     desk.states.forget([("default", "digits")])
     agent = AgentReport(restarts=AgentCounts(application=1))
@@ -264,7 +266,7 @@ def test_when_most_jobs_go_silent_together_nothing_is_restarted_and_the_log_says
         for name in names:
             desk.hears(41, name)
         desk.reports.check_silence()
-    for _ in range(40):  # one is still heard
+    for _ in range(40):  # one still reports
         desk.after(5).hears(41, "c")
         desk.reports.check_silence()
         assert desk.found("c") is None, "its 5 minutes end while most are silent"
@@ -292,7 +294,7 @@ def test_jobs_that_have_ended_or_that_the_operator_stops_may_be_silent(caplog: p
 
 
 def test_a_pod_speaks_for_its_own_ranks_alone_and_cannot_fill_the_memory_with_others() -> None:
-    """One pod could say 100,000 ranks: 468 MB of an operator that the chart gives 512, for all jobs."""
+    """Otherwise one pod can report 100,000 ranks: 468 MB of the operator's 512."""
     desk = Desk()
     desk.after(5).running(nproc=4)
     for rank in range(8, 12):
@@ -306,7 +308,7 @@ def test_a_pod_speaks_for_its_own_ranks_alone_and_cannot_fill_the_memory_with_ot
 
 
 def test_where_ranks_follow_no_node_a_pod_speaks_for_as_many_as_it_has() -> None:
-    """torchrun with a c10d rendezvous numbers the nodes as they come, and again at each of its restarts."""
+    """torchrun with a c10d rendezvous numbers the nodes by arrival, and again at each of its restarts."""
     desk = Desk()
     desk.after(5).running(nproc=2, command=["torchrun", "--rdzv-backend=c10d", "train.py"])
     for rank in range(1000):

@@ -1,4 +1,4 @@
-"""A CRD that is older than the operator: Helm never upgrades it, and the API server drops what it does not know."""
+"""A CRD older than the operator: Helm never upgrades it, and the API server drops fields that it does not know."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOG = logging.getLogger("test.served_crd")
 
 
 def served(*without: str) -> dict[str, Any]:
-    """What the API server publishes for our CRD, without some fields."""
+    """Return what the API server publishes for our CRD, without some fields."""
     schema = copy.deepcopy(crd.crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"])
     for path in without:
         *parents, name = path.split(".")

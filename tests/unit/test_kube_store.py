@@ -1,4 +1,4 @@
-"""Our copy of the cluster: newer wins, what is gone stays gone, and only real differences are reported."""
+"""Our copy of the cluster: newer objects win, deleted ones stay gone, and only real differences are reported."""
 
 from __future__ import annotations
 
@@ -51,8 +51,9 @@ def test_what_is_not_newer_changes_nothing(store: Store[str], version: int) -> N
 
 
 def test_what_an_admission_webhook_has_added_to_a_new_object_comes_with_the_watch(store: Store[str]) -> None:
-    """The answer to a create has our own body. Of a pod that Kueue held back nobody learned it: it never changed again,
-    and the job's message said nothing of the label that helps."""
+    """The answer to a create has our own body. Otherwise nobody learns that Kueue holds a pod back, and the job's
+    message does not mention the label that helps.
+    """
     store.put(raw(shown="as it was sent"), is_whole=False)
     store.put(raw(shown="with a gate"))
     assert store.of(KEY) == ["with a gate"]
@@ -61,8 +62,9 @@ def test_what_an_admission_webhook_has_added_to_a_new_object_comes_with_the_watc
 
 
 def test_what_a_list_shows_was_seen_at_once_and_what_comes_of_other_jobs_meanwhile_one_after_the_other() -> None:
-    """While the pods of one job were listed, the order in which those of others failed was not noted; and of two jobs
-    whose pods were listed at a time one had an order that nobody had seen, so that another failure came first."""
+    """While the pods of one job are listed, the order of failures of other jobs must be kept; otherwise a later failure
+    looks like the cause.
+    """
     seen: dict[str, int] = {}
 
     def noted(_: str | None, name: str, number: int) -> str:
@@ -100,7 +102,7 @@ def test_what_a_list_shows_was_seen_at_once_and_what_comes_of_other_jobs_meanwhi
 def test_a_job_goes_on_when_its_object_can_be_read_again_though_it_is_as_it_was(
     store: Store[str], changes: list[Any]
 ) -> None:
-    """Somebody put a word into a label, and took it out again: the job was never looked at any more."""
+    """If a user adds a word to a label and removes it again, the job must be reconciled again."""
     store.put(raw(version=5))
     unreadable, store._cut = store._cut, refuses
     store.put(raw(version=6))
@@ -185,7 +187,7 @@ def job(version: int, uid: str = "u1", name: str = "digits") -> dict[str, Any]:
 
 
 def test_changes_of_a_job_that_we_have_are_taken_and_those_of_another_one_are_not() -> None:
-    """An edit that neither takes would never be acted on; one that both take costs twice."""
+    """An edit that reaches neither would never be acted on; one that reaches both costs twice."""
     changed: list[Key] = []
     jobs = Jobs(changed.append)
     assert not jobs.take(job(4)), "kopf is told of it first"
@@ -198,7 +200,7 @@ def test_changes_of_a_job_that_we_have_are_taken_and_those_of_another_one_are_no
 
 
 def test_the_answer_to_our_own_write_is_no_news() -> None:
-    """Whoever wrote goes on with it; a second reconcile costs each job of a storm as much as the first."""
+    """The writer continues with its result; a second reconcile of each job would double the cost of a burst."""
     changed: list[Key] = []
     jobs = Jobs(changed.append)
     jobs.put(job(5))
@@ -210,7 +212,7 @@ def test_the_answer_to_our_own_write_is_no_news() -> None:
 
 
 def test_the_event_of_our_own_write_is_no_news_also_where_it_comes_before_the_answer() -> None:
-    """Each write of a status would cost a reconcile more, and each reconcile may find something to write."""
+    """Otherwise each write of a status costs a reconcile, which may find something to write."""
     changed: list[Key] = []
     jobs = Jobs(changed.append)
     jobs.put(job(5) | {"spec": {"nodes": 2}})

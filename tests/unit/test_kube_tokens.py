@@ -1,4 +1,4 @@
-"""Whose token it is: what is believed, what is refused with which words, and when the cluster is asked for its keys."""
+"""The owner of a token: what is believed, which message a refusal has, and when the cluster's keys are read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def published(key: Any, key_id: str, algorithm: str) -> dict[str, Any]:
 
 
 def claims(**changes: Any) -> dict[str, Any]:
-    """As the API server writes them into the token of a pod; a change to None leaves a claim out."""
+    """Return claims as the API server writes them into the token of a pod; a change to None leaves a claim out."""
     now = int(time.time())
     told = {
         "aud": ["training.ddpjob.io"],
@@ -54,7 +54,7 @@ def token(key: Any = RSA_KEY, key_id: str = "one", algorithm: str = "RS256", **c
 
 
 class Cluster:
-    """The two documents that an API server publishes, and how often it was asked."""
+    """The two documents that an API server publishes, and how often they were read."""
 
     def __init__(self, proven_max: int = tokens.PROVEN_MAX) -> None:
         self.issuer = ISSUER
@@ -123,7 +123,9 @@ REFUSED: dict[str, tuple[Callable[[], str], str]] = {
 
 
 def forged_with_the_public_key() -> str:
-    """The classic: HS256 with the published key as the secret. PyJWT refuses to sign so; a forger does it by hand."""
+    """Return a classic forgery: HS256 with the published key as the secret. PyJWT refuses to sign so, but a forger
+    can.
+    """
     parts = [{"alg": "HS256", "typ": "JWT", "kid": "one"}, claims()]
     return ".".join([*(base64.urlsafe_b64encode(json.dumps(p).encode()).rstrip(b"=").decode() for p in parts), "c2ln"])
 
@@ -193,7 +195,7 @@ def test_a_key_that_the_cluster_withdrew_is_believed_for_an_hour_at_most() -> No
 
 
 def test_a_token_is_verified_once_until_it_expires_or_the_keys_are_read_again() -> None:
-    """A pod shows one token with each report for an hour; to verify it each time was a fifth of what a report costs."""
+    """A pod sends one token with each report for an hour; verifying it each time costs a fifth of a report."""
     cluster, text = Cluster(), token()
     for _ in range(3):
         assert cluster.whose(text) == POD
@@ -209,7 +211,7 @@ def test_a_token_is_verified_once_until_it_expires_or_the_keys_are_read_again() 
 
 
 def test_what_is_remembered_of_good_tokens_is_bounded_and_bad_ones_are_not_remembered() -> None:
-    """A peer that sends forged tokens in a loop must not fill the operator's memory."""
+    """A client that sends forged tokens in a loop must not fill the operator's memory."""
     cluster, text = Cluster(), token(OTHER_KEY)
     for _ in range(2):
         with pytest.raises(BadTokenError, match="signature"):
@@ -224,7 +226,7 @@ def test_what_is_remembered_of_good_tokens_is_bounded_and_bad_ones_are_not_remem
 
 @pytest.mark.parametrize("text", ["\udcff.a.b", "ü", "a.b.c", "..", "\0"])
 def test_a_token_of_any_characters_is_refused_and_no_fault_of_ours(text: str) -> None:
-    """Bytes that are no UTF-8 arrive so; each would be a stack in the log, from any pod of the cluster."""
+    """Bytes that are not UTF-8 would leave a traceback in the log, from any pod of the cluster."""
     with pytest.raises(BadTokenError):
         Cluster().whose(text)
 

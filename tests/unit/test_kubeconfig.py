@@ -1,4 +1,4 @@
-"""What kubectl reads of a kubeconfig: authorities, certificates, plugins, several files, proxies, a pod's account."""
+"""What kubectl reads of a kubeconfig: CAs, certificates, plugins, several files, proxies, a pod's account."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ V1 = "client.authentication.k8s.io/v1"
 
 
 class Authority:
-    """A certificate authority as a cluster has its own: without the fields that Python 3.13 asks for by default."""
+    """A CA as clusters have it: without the fields that Python 3.13 requires by default."""
 
     def __init__(self) -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
         self.pem, _ = self._signed("kubernetes", self._key, is_authority=True)
 
     def sign(self, name: str) -> tuple[bytes, bytes]:
-        """A certificate and its key, as PEM."""
+        """Return a certificate and its key, as PEM."""
         return self._signed(name, ec.generate_private_key(ec.SECP256R1()), is_authority=False)
 
     def _signed(self, name: str, key: ec.EllipticCurvePrivateKey, *, is_authority: bool) -> tuple[bytes, bytes]:
@@ -55,11 +55,11 @@ class Authority:
 
 
 class Server:
-    """An API server over TLS that notes who asks."""
+    """An API server over TLS that records its users."""
 
     def __init__(self, authority: Authority, folder: Path) -> None:
         self.users: list[str] = []
-        """The certificate's name, else the Authorization of each request."""
+        """The certificate's name, else the Authorization header of each request."""
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -71,7 +71,7 @@ class Server:
                 self.wfile.write(b"{}")
 
             def log_message(self, *_: object) -> None:
-                """Nothing."""
+                pass
 
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -99,7 +99,7 @@ def server(authority: Authority, tmp_path: Path) -> Iterator[Server]:
 
 @pytest.fixture
 def cluster(server: Server, authority: Authority) -> dict[str, Any]:
-    """An entry of a kubeconfig for the server. Its certificate is not for 127.0.0.1."""
+    """Return a kubeconfig entry for the server, whose certificate is not for 127.0.0.1."""
     data = base64.b64encode(authority.pem).decode()
     return {"server": server.url, "tls-server-name": "kubernetes.default", "certificate-authority-data": data}
 
@@ -116,7 +116,7 @@ def write(path: Path, cluster: dict[str, Any], user: dict[str, Any], context: st
 
 
 def plugin(path: Path, status: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """A user whose plugin prints this status; with `{info}` in it, what the plugin was told."""
+    """Return a user whose plugin prints this status; `{info}` in it is replaced by the plugin's input."""
     answer = json.dumps({"apiVersion": V1, "kind": "ExecCredential", "status": status})
     path.write_text(
         f"#!{sys.executable}\nimport base64, json, os\n"
@@ -136,7 +136,7 @@ def ask(config: str, context: str | None = None) -> None:
 def test_who_asks_is_shown_by_all_that_a_kubeconfig_can_hold(
     server: Server, cluster: dict[str, Any], authority: Authority, tmp_path: Path
 ) -> None:
-    """Certificates are kubeadm's way, in the file or beside it; plugins that of managed clusters."""
+    """kubeadm uses certificates, in the file or next to it; managed clusters use plugins."""
     pem, key = authority.sign("jane")
     for name, content in (("jane.crt", pem), ("jane.key", key), ("token", b"from-file\n"), ("ca.crt", authority.pem)):
         (tmp_path / name).write_bytes(content)
@@ -164,7 +164,7 @@ def test_who_asks_is_shown_by_all_that_a_kubeconfig_can_hold(
 def test_a_server_that_the_authority_has_not_signed_gets_no_request(
     server: Server, cluster: dict[str, Any], tmp_path: Path
 ) -> None:
-    """It would get the user's token; `insecure-skip-tls-verify` says that it may."""
+    """It would get the user's token, unless `insecure-skip-tls-verify` allows it."""
     wrong = base64.b64encode(Authority().pem).decode()
     for other in (
         {"server": server.url},
@@ -204,7 +204,7 @@ def test_a_plugin_is_told_about_the_cluster_where_it_asks_for_it(
 def test_several_files_are_one_kubeconfig_in_which_the_first_word_counts(
     server: Server, cluster: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`KUBECONFIG=a:b`: who has many clusters keeps a file for each."""
+    """`KUBECONFIG=a:b`: users with many clusters keep a file for each."""
     first = write(tmp_path / "a", cluster, {"token": "a"}, "one")
     other = write(tmp_path / "b", cluster, {"token": "b"}, "two")
     again = write(tmp_path / "c", cluster, {"token": "c"}, "one")
@@ -245,7 +245,7 @@ def test_a_pod_asks_as_its_service_account(
 def test_the_proxy_of_a_kubeconfig_or_of_the_environment_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_proxy: str, own: dict[str, str], through: str | None
 ) -> None:
-    """A cluster behind a bastion is reached by no other way."""
+    """A cluster behind a bastion cannot be reached otherwise."""
     monkeypatch.setenv("https_proxy", "http://proxy.corp:3128")
     monkeypatch.setenv("no_proxy", no_proxy)
     config = write(tmp_path / "config", {"server": "https://127.0.0.1:9", **own}, {"token": "x"})

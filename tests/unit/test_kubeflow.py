@@ -1,4 +1,4 @@
-"""Kubeflow's progress protocol, as Hugging Face's Trainer and Kubeflow's SDK write it, becomes a report of ours."""
+"""Kubeflow's progress protocol, as Hugging Face's Trainer and Kubeflow's SDK write it, becomes one of our reports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOW = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
 
 
 def body(metrics: dict[str, object] | None = None, **status: Any) -> bytes:
-    """What both clients send: metrics as a list, names and values as text."""
+    """Return what both clients send: metrics as a list, names and values as text."""
     if metrics:
         status["metrics"] = [{"name": name, "value": str(value)} for name, value in metrics.items()]
     return json.dumps({"trainerStatus": {"lastUpdatedTime": "2026-01-01T00:00:00+00:00"} | status}).encode()
@@ -44,7 +44,7 @@ def test_the_trainers_steps_and_metrics_become_ours() -> None:
 
 
 def test_a_fraction_has_six_digits_as_in_our_own_reports() -> None:
-    """`loss 0.48397613525390626` took half of a line of the terminal, and of `kubectl describe`."""
+    """`loss 0.48397613525390626` would take half of a line of the terminal, and of `kubectl describe`."""
     given = {"loss": "0.48397613525390626", "learning_rate": "1.220703125e-06", "epoch": "5.0", "n": "12345678901",
              "digest": "1.5e99x", "nothing": "nan"}  # fmt: skip
     report = read(body({"current_step": 1} | given))

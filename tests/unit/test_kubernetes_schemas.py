@@ -1,7 +1,6 @@
-"""Every object that is sent to an API server, against the strict schemas of each supported Kubernetes version.
-
-The schemas are those of kubernetes-validate: they refuse unknown fields and wrong types. They cannot tell what an API
-server checks in its code, such as name lengths; tests/api does that for the version that it is given.
+"""Every object sent to an API server, checked against the strict schemas of each supported Kubernetes version. The
+schemas of kubernetes-validate refuse unknown fields and wrong types. They cannot tell what an API server checks in its
+code, such as name lengths; tests/api checks that with the version it gets.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ ALL_OF_A_TEMPLATE = {
 
 @pytest.fixture(autouse=True, scope="module")
 def read_once(module_patch: pytest.MonkeyPatch) -> None:
-    """One schema takes 20 ms to read, and each test asks for several."""
+    """Cached, because a schema takes 20 ms to read and each test needs several."""
     module_patch.setattr(utils, "schema_contents", functools.cache(utils.schema_contents))
 
 
@@ -68,7 +67,9 @@ def pods() -> dict[str, dict[str, Any]]:
 
 
 def gangs(version: str) -> dict[str, dict[str, Any]]:
-    """A gang's PodGroup and a pod of it, in each API version that this Kubernetes has and the adapter takes."""
+    """Return a gang's PodGroup and one of its pods, in each API version that this Kubernetes has and the adapter
+    uses.
+    """
     served = {"1.36": {"v1alpha2"}, "1.37": {"v1beta1", "v1alpha3"}}.get(version, set())
     assert served <= set(native.ADAPTER.versions)
     placed = job(nodes=4, topologyKey="topology.kubernetes.io/rack")
@@ -94,7 +95,7 @@ def others() -> dict[str, dict[str, Any]]:
 
 
 def refusal(body: dict[str, Any], version: str) -> str:
-    """What the schema of its kind says against an object; "" if nothing."""
+    """Return the schema's objection to an object; "" if there is none."""
     try:
         kubernetes_validate.validate(body, version, strict=True)
     except kubernetes_validate.ValidationError as error:
@@ -104,14 +105,14 @@ def refusal(body: dict[str, Any], version: str) -> str:
 
 @pytest.mark.parametrize("version", SUPPORTED)
 def test_what_the_operator_and_the_client_write_fits_the_schemas_of_kubernetes(version: str) -> None:
-    """A field that a version does not know is dropped with a warning, or refuses the whole object."""
+    """A version drops a field that it does not know with a warning, or refuses the whole object."""
     bodies = pods() | others() | gangs(version)
     refused = {name: why for name, body in bodies.items() if (why := refusal(body, version))}
     assert refused == {}
 
 
 def test_the_schemas_refuse_a_field_that_is_not_there() -> None:
-    """Else the test above could not fail."""
+    """Otherwise the test above could not fail."""
     body = build.service(job())
     body["spec"]["headless"] = True
     assert "headless" in refusal(body, SUPPORTED[0])

@@ -1,4 +1,4 @@
-"""Which launcher starts a script: ddprun, unless something needs torchrun; and the one line that says so."""
+"""The launcher of a script: ddprun, unless something needs torchrun; and the one line that says so."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def cli(tmp_path: Path) -> Cli:
 
 
 def run(cli: Cli, script: str, *options: str, name: str = "train.py") -> tuple[list[str], str]:
-    """The command that `ddpjob run` starts, and what it says on stderr."""
+    """Return the command that `ddpjob run` starts, and its stderr."""
     (cli.folder / name).write_text(script)
     done = cli.here("run", "--dry-run", *options, *([] if "-m" in options else [name]))
     assert done.returncode == 0, done.stderr
@@ -36,7 +36,7 @@ def run(cli: Cli, script: str, *options: str, name: str = "train.py") -> tuple[l
 
 
 def test_ddprun_starts_a_script_without_a_word_about_it(cli: Cli) -> None:
-    """The launcher that names hangs and restarts in a moment was hidden behind a YAML file."""
+    """The launcher that reports hangs and restarts fast must not need a YAML file."""
     assert run(cli, INIT) == (["ddprun", "train.py"], "")
     assert run(cli, INIT, "--launcher", "torchrun") == (["torchrun", "train.py"], "")
     assert run(cli, INIT, "-m", "train") == (["ddprun", "-m", "train"], "")
@@ -89,7 +89,7 @@ def test_what_works_in_a_fork_is_left_to_ddprun(cli: Cli, script: str) -> None:
 
 
 def test_ddprun_passes_a_local_rank_that_the_script_takes_as_an_option(cli: Cli) -> None:
-    """Under torchrun a shell has to do it."""
+    """Under torchrun this needs a shell."""
     command, _ = run(cli, LOCAL_RANK)
     assert command == ["ddprun", "train.py", "--", "--local_rank=${local_rank}"]
     assert run(cli, LOCAL_RANK, "--launcher", "torchrun")[0][:2] == ["torchrun", "--no-python"]
@@ -109,13 +109,12 @@ def test_a_launcher_for_what_has_its_own_is_refused(cli: Cli, name: str, text: s
 
 
 def test_ddprun_starts_ranks_only_with_the_python_that_torchrun_would_take(tmp_path: Path) -> None:
-    """In an environment of the user's own with torch and without ddpjob, our ddprun would import another torch, or
-    none."""
+    """In a user's environment with torch but without ddpjob, our ddprun would import another torch, or none."""
     for name in ("torchrun", "python"):
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
     environ = {"PATH": str(tmp_path)}
-    if launchers.missing_here(environ):  # this interpreter has no torch beside it
+    if launchers.missing_here(environ):  # this interpreter has no torch next to it
         assert f"{tmp_path}, where PyTorch is installed, has no ddprun" in launchers.missing_here(environ)
         (tmp_path / "ddprun").symlink_to(tmp_path / "torchrun")
     assert launchers.missing_here(environ) == ""

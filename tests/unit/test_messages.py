@@ -1,4 +1,4 @@
-"""The glossary of messages says what the code says, and nothing that a user meets is left out of it."""
+"""The glossary of messages agrees with the code, and contains every message that users meet."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def test_no_warning_leaves_a_user_without_a_next_step() -> None:
 
 
 def test_no_event_has_a_word_that_the_page_does_not_know() -> None:
-    """A user searches for the word of an Event that is in nobody's list."""
+    """Otherwise users search in vain for the reason of an Event."""
     source = "\n".join(file.read_text() for file in (ROOT / "operator").rglob("*.py"))
     assert set(re.findall(r'Event\("(?:Normal|Warning)", "(\w+)"', source)) == set()
 
 
 def test_every_link_of_the_pages_for_help_leads_somewhere() -> None:
-    """Who is in trouble follows a link to nowhere."""
+    """Users in trouble must not follow a broken link."""
     pages = [
         ROOT / "README.md",
         *(ROOT / "docs" / f"{n}.md" for n in ("failures", "messages", "versions")),

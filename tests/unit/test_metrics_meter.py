@@ -1,4 +1,6 @@
-"""What a scraper reads: each series once, in both formats, none of a job that is gone, and no label of any length."""
+"""The metrics that a scraper reads: each series once, in both formats, none of a deleted job, and no label of unbounded
+length.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def moment(*jobs: MeteredJob, seconds: float = 0, **more: Any) -> Moment:
 
 
 def series(text: str, *, openmetrics_text: bool = True) -> Series:
-    """By name and labels, as a query has them; each may be there once only."""
+    """Return the series by name and labels, as in a query; each may occur only once."""
     families = (openmetrics_parser if openmetrics_text else parser).text_string_to_metric_families(text)
     found: Series = {}
     for family in families:
@@ -75,14 +77,13 @@ def test_jobs_are_counted_by_namespace_and_state_and_a_state_that_no_job_has_is_
 
 
 def test_both_formats_have_the_same_series() -> None:
-    """One is Prometheus', the other node-exporter's: dashboards are to work on both."""
+    """One is Prometheus', the other node-exporter's: dashboards must work with both."""
     progress = api.Progress(step=5, total_steps=9, saved_step=4, samples_per_second=2.5, updated=NOW)
     now = moment(job(state="Running", state_time=NOW, progress=progress))
     assert scraped(Meter(), now) == scraped(Meter(), now, openmetrics_text=False)
 
 
 def test_every_name_that_is_documented_is_served_and_no_other() -> None:
-    """What is in docs/metrics.md is in /metrics."""
     meter = Meter()
     for metric in names.ALL:
         if metric.kind == "counter" and metric not in names.OF_A_JOB:
@@ -104,7 +105,7 @@ def test_every_name_that_is_documented_is_served_and_no_other() -> None:
 
 
 def test_the_dashboard_that_kubebuilder_makes_has_data_in_each_panel() -> None:
-    """Administrators have it already, for all controllers that are written with controller-runtime."""
+    """Administrators already have it for all controllers based on controller-runtime."""
     asked = {
         *("controller_runtime_active_workers", "controller_runtime_reconcile_total"),
         *("controller_runtime_reconcile_errors_total", "workqueue_depth", "workqueue_queue_duration_seconds"),
@@ -115,7 +116,7 @@ def test_the_dashboard_that_kubebuilder_makes_has_data_in_each_panel() -> None:
 
 
 def test_the_time_of_the_state_that_holds_is_counted_while_it_holds() -> None:
-    """A job that has run for a week was productive for a week, and not from its end on."""
+    """The week of a running job must count while it runs, and not only at its end."""
     running = job(state="Running", state_time=NOW, first_step_time=NOW, goodput=api.Goodput(starting_seconds=30))
     found = scraped(Meter(), moment(running, seconds=100))
     assert found['ddpjob_job_seconds_total{job_name="digits",namespace="team",spent="productive"}'] == 100
@@ -123,7 +124,7 @@ def test_the_time_of_the_state_that_holds_is_counted_while_it_holds() -> None:
 
 
 def test_the_seconds_of_all_jobs_only_grow_when_jobs_are_deleted() -> None:
-    """Prometheus takes a counter that falls for one that began again, and adds all of it once more."""
+    """Prometheus takes a falling counter for one that was reset, and adds all of it once more."""
     meter, name = Meter(), 'ddpjob_seconds_total{spent="productive"}'
     one = job(state="Running", state_time=NOW, first_step_time=NOW)
     two = job("b", created=15, state="Running", state_time=at(20), first_step_time=at(20))
@@ -137,7 +138,7 @@ SPENT = 'ddpjob_seconds_total{spent="productive"}'
 
 
 def trained(seconds: float, created: float = 5, *, name: str = "digits", over: bool = False) -> MeteredJob:
-    """A job that was made after NOW and has trained from `created` on; over: until `seconds`."""
+    """Return a job that was created after NOW and trained from `created` on; over: until `seconds`."""
     goodput = api.Goodput(productive_seconds=int(seconds - created)) if over else None
     state: Any = "Succeeded" if over else "Running"
     since, first = at(seconds if over else created), at(created)
@@ -145,7 +146,7 @@ def trained(seconds: float, created: float = 5, *, name: str = "digits", over: b
 
 
 def test_a_job_that_begins_and_ends_between_two_scrapes_is_counted() -> None:
-    """A sweep of short jobs that are deleted at their end was missing from the time of all jobs."""
+    """Otherwise short jobs that are deleted at their end are missing from the total time."""
     meter = Meter()
     meter.leads(NOW)
     meter.spends(trained(5), at(5))
@@ -158,7 +159,7 @@ def test_a_job_that_begins_and_ends_between_two_scrapes_is_counted() -> None:
 
 
 def test_a_job_that_ends_while_a_scrape_is_written_is_counted_once() -> None:
-    """A scrape is written in a thread, of what was known before."""
+    """A thread writes the scrape, from earlier data."""
     meter = Meter()
     meter.leads(NOW)
     meter.spends(trained(5), at(5))
@@ -171,7 +172,7 @@ def test_a_job_that_ends_while_a_scrape_is_written_is_counted_once() -> None:
 
 
 def test_a_leader_counts_from_when_it_leads_and_not_from_its_first_scrape() -> None:
-    """Twelve minutes of thirty jobs were missing."""
+    """Otherwise twelve minutes of thirty jobs are missing."""
     meter = Meter()
     meter.leads(at(100))
     running = job(state="Running", state_time=NOW, first_step_time=NOW)
@@ -194,7 +195,7 @@ def test_a_leader_counts_from_when_it_leads_and_not_from_its_first_scrape() -> N
     ],
 )
 def test_the_seconds_of_a_job_never_fall(later: MeteredJob) -> None:
-    """increase() over a counter that falls has the whole counter once more: a week that nobody has trained."""
+    """increase() over a falling counter adds the whole counter again: a week that nobody trained."""
     meter, mine = Meter(), 'ddpjob_job_seconds_total{job_name="digits",namespace="team",spent="productive"}'
     running = job(state="Running", state_time=NOW, first_step_time=NOW)
     assert scraped(meter, moment(running, seconds=100))[mine] == 100
@@ -206,7 +207,7 @@ def test_the_seconds_of_a_job_never_fall(later: MeteredJob) -> None:
 
 
 def test_a_job_whose_status_cannot_be_read_for_a_while_is_not_counted_twice() -> None:
-    """Somebody edits a status and takes it back: the fleet has not trained for a week more."""
+    """If somebody edits a status and reverts it, the fleet has not trained for another week."""
     meter, name = Meter(), 'ddpjob_seconds_total{spent="productive"}'
     running = job(state="Running", state_time=NOW, first_step_time=NOW)
     scraped(meter, moment(running, seconds=1000))
@@ -230,7 +231,7 @@ TRAINS = job(state="Running", state_time=NOW, first_step_time=NOW, goodput=WEEK)
 def test_an_operator_that_has_just_started_does_not_count_what_the_one_before_has_counted(
     first: Moment, counted: int
 ) -> None:
-    """Each update of the operator would add the whole past of all jobs to the counter."""
+    """Otherwise each update of the operator adds the whole past of all jobs to the counter."""
     meter = Meter()
     scraped(meter, first)
     assert scraped(meter, moment(TRAINS, seconds=30))[PRODUCTIVE] == counted
@@ -238,7 +239,7 @@ def test_an_operator_that_has_just_started_does_not_count_what_the_one_before_ha
 
 
 def test_a_job_that_another_release_has_trained_is_counted_from_when_it_is_taken_over() -> None:
-    """The other release has counted its time until then, also of a job that is younger than this operator."""
+    """The other release has counted its time until then, even if the job is younger than this operator."""
     meter, taken = Meter(), TRAINS._replace(created_at=at(10))
     scraped(meter, moment())
     scraped(meter, moment(seconds=30, away=[taken.uid]))
@@ -247,7 +248,7 @@ def test_a_job_that_another_release_has_trained_is_counted_from_when_it_is_taken
 
 
 def test_what_a_job_spends_while_another_release_acts_for_it_is_that_ones_to_count() -> None:
-    """The namespace was another release's for a week: the fleet seemed to have trained for two."""
+    """Otherwise a week under another release counts twice."""
     meter = Meter()
     scraped(meter, moment(TRAINS))
     assert scraped(meter, moment(TRAINS, seconds=30))[PRODUCTIVE] == 30
@@ -258,7 +259,7 @@ def test_what_a_job_spends_while_another_release_acts_for_it_is_that_ones_to_cou
 
 
 def test_all_that_a_new_job_spends_is_counted() -> None:
-    """Its first minute would be missing, and of a short job everything."""
+    """Otherwise its first minute is missing, and of a short job everything."""
     meter = Meter()
     scraped(meter, moment())
     new = job(created=5, state="Running", state_time=at(10), first_step_time=at(10))
@@ -266,7 +267,7 @@ def test_all_that_a_new_job_spends_is_counted() -> None:
 
 
 def test_a_thousand_jobs_that_come_and_go_leave_no_series_and_no_memory() -> None:
-    """A counter of names of jobs that are long gone would end the operator by its memory within months."""
+    """Otherwise names of deleted jobs exhaust the operator's memory within months."""
     meter = Meter()
 
     def lines(*jobs: MeteredJob) -> int:
@@ -282,7 +283,7 @@ def test_a_thousand_jobs_that_come_and_go_leave_no_series_and_no_memory() -> Non
 
 
 def test_jobs_that_come_and_go_leave_no_memory_without_a_scraper_either() -> None:
-    """An operator whose /metrics nobody reads kept the uid of each job that ever was: 300 bytes in each of a loop."""
+    """An operator whose /metrics nobody reads must not keep the uid of each job that ever was."""
     meter = Meter()
     meter.leads(NOW)
     for number in range(2 * meters.CHANGED_MAX):
@@ -293,7 +294,7 @@ def test_jobs_that_come_and_go_leave_no_memory_without_a_scraper_either() -> Non
 
 
 def test_every_end_that_a_job_may_have_is_zero_before_the_first() -> None:
-    """A counter that begins at 1 has not increased: the first failed job was missing in the dashboard."""
+    """A counter that begins at 1 has not increased: the dashboard would miss the first failed job."""
     found = scraped(Meter(), moment())
     ends = {name for name, value in found.items() if name.startswith("ddpjob_jobs_finished_total") and value == 0}
     why = ["AllNodesCompleted", "DeadlineExceeded", *filter(None, typing.get_args(budget.Stop))]
@@ -328,7 +329,7 @@ def test_without_series_of_jobs_no_job_is_named() -> None:
 
 @pytest.mark.parametrize("hostile", ["x" * 10_000, 'a"b\\c\nd', "\u2028}"])
 def test_a_label_of_any_length_or_characters_is_one_label(hostile: str) -> None:
-    """No API server takes such a name; a scrape that cannot be parsed would blind all alerts at once."""
+    """No API server accepts such a name, but a scrape that cannot be parsed would blind all alerts at once."""
     meter = Meter()
     meter.count(names.REQUESTS, "GET", "get", "pods", hostile)
     found = scraped(meter, moment(MeteredJob(hostile, hostile, "u", api.Status(state="Running"))))
@@ -350,7 +351,7 @@ def test_a_status_that_somebody_has_edited_takes_the_metrics_of_no_other_job(sta
 
 
 def test_no_label_holds_a_uid() -> None:
-    """Each pod and each job made again would be a series for ever."""
+    """Each recreated pod and job would be a series for ever."""
     assert not {label for metric in names.ALL for label in metric.labels} & {"uid", "pod", "node", "message"}
 
 
@@ -372,7 +373,7 @@ def test_the_operator_shows_the_jobs_that_it_has_seen_its_queue_and_its_copies()
 
 
 def test_the_jobs_of_another_release_are_known_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As jobs that are gone their past would be counted again."""
+    """If they counted as gone, their past would be counted again."""
 
     async def story() -> None:
         town = Town(SlowServer(lambda _verb, _path: 0.01))
@@ -388,7 +389,7 @@ def test_the_jobs_of_another_release_are_known_to_be_there(monkeypatch: pytest.M
 
 
 def test_what_the_operator_asks_of_a_queue_or_a_gang_scheduler_is_counted_by_its_name() -> None:
-    """As "other" it was in no alert: nobody saw that Kueue's webhook refused every Workload."""
+    """As "other" it would be in no alert, and nobody would see that Kueue's webhook refuses every Workload."""
     rights = [*access.RIGHTS, *itertools.chain(*access.GANG_RIGHTS.values()), access.PLACES_RIGHT]
     assert {right.resource for right in rights} <= set(names.RESOURCES)
     assert {adapter.plural for adapter in ADAPTERS.values()} <= set(names.CACHES)
@@ -426,7 +427,7 @@ def test_an_api_server_that_refuses_every_write_shows_as_reconcile_errors() -> N
         town.apply("team", "digits", 2)
         name = 'controller_runtime_reconcile_errors_total{controller="ddpjob"}'
         for _ in range(10):
-            await asyncio.sleep(10)  # of virtual time; each scrape is parsed, for milliseconds
+            await asyncio.sleep(10)  # in virtual time; parsing each scrape takes milliseconds
             if scraped(town.operator.meter, read(town.operator.snapshot()))[name] >= 1:
                 return
         pytest.fail("no error is counted within 100 s")

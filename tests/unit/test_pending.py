@@ -1,4 +1,6 @@
-"""A job that waits has a message: for what, for how long, and how to see why; after ten minutes one Warning."""
+"""The message of a waiting job says for what, for how long, and how to see why; after ten minutes there is one
+Warning.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ MONTH = 30 * 86400.0
 
 
 def lives_on(world: World, seconds: float) -> World:
-    """Time passes, and the operator plans when it is due."""
+    """Let time pass, with a plan whenever it is due."""
     end = world.now + dt.timedelta(seconds=seconds)
     while world.now < end:
         again = world.settle().plan().requeue_at
@@ -27,7 +29,7 @@ def warnings(world: World) -> list[str]:
 
 
 def test_a_volume_that_never_mounts_is_said_with_its_pod_how_long_it_has_been_and_how_to_see_why() -> None:
-    """A missing Secret showed as `waiting for node 0-1` for thirty days, without a Warning."""
+    """A missing Secret must not show as `waiting for node 0-1` for thirty days, without a Warning."""
     world = digits().started().waits(0, "ContainerCreating").waits(1, "ContainerCreating").settle()
     assert world.status.message == "0 of 2 nodes are running; waiting for nodes 0-1"
     lives_on(world, 83)
@@ -43,7 +45,7 @@ def test_a_volume_that_never_mounts_is_said_with_its_pod_how_long_it_has_been_an
 
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_a_container_that_is_not_created_for_ten_minutes_is_one_warning_whenever_it_got_its_node(after: int) -> None:
-    """WaitsLong and CannotStart came in one second for one fact."""
+    """WaitsLong and CannotStart within a second would be two Events for one fact."""
     world = digits().started().settle().after(after).waits(0, "ContainerCreating").waits(1, "ContainerCreating")
     lives_on(world, 700)
     assert warnings(world) == ["CannotStart"]
@@ -56,7 +58,7 @@ def test_a_pod_of_which_the_scheduler_says_nothing_for_ten_minutes_is_a_warning_
 
 
 def test_a_rank_that_hangs_silently_beside_one_that_completed_is_said_after_ten_minutes() -> None:
-    """The job stayed Running for ever, and `2 of 2 nodes are running` was all that its message had."""
+    """Otherwise the job stays Running for ever, and its message only says `2 of 2 nodes are running`."""
     world = digits().running().exits(0).settle()
     lives_on(world, 590)
     assert world.status.reason == "AllNodesRun"
@@ -87,7 +89,7 @@ def test_pods_of_a_deleted_job_that_stay_are_said_with_one_warning() -> None:
 
 @pytest.mark.parametrize("nodes", [1, 2, 5])
 def test_a_node_that_is_not_heard_is_named_before_it_is_given_up(nodes: int) -> None:
-    """40 to 80 seconds in which everything seemed well, and STEP and ETA stood still."""
+    """Otherwise everything looks healthy for 40 to 80 seconds, while STEP and ETA do not change."""
     world = digits(nodes=nodes).running().after(5).node_lost(nodes - 1).settle()
     assert world.status.reason == "AllNodesRun"
     sentence = f"node node-{nodes - 1} (node {nodes - 1}) is not ready since 07:11:18; given up at 07:11:48"
@@ -97,7 +99,7 @@ def test_a_node_that_is_not_heard_is_named_before_it_is_given_up(nodes: int) -> 
 
 
 def test_a_node_whose_object_was_deleted_is_named_as_gone_and_given_up_like_one_that_is_not_ready() -> None:
-    """`2 of 2 nodes are running` was all that the job said for 57 s, and then the pod was called deleted."""
+    """Otherwise the job says `2 of 2 nodes are running` for 57 s, and then calls the pod deleted."""
     world = digits().running().after(5).node_deleted(1).settle()
     assert "node node-1 (node 1) is gone since 07:11:18; given up at 07:11:48" in world.status.message
     assert world.plan().requeue_at == START + dt.timedelta(seconds=35)
@@ -124,7 +126,7 @@ def test_a_node_with_two_pods_of_the_job_is_named_once() -> None:
 
 
 def test_a_pod_past_its_grace_on_a_node_that_is_not_ready_is_lost_whatever_the_other_nodes_do() -> None:
-    """Most of the cluster was powered off, so no node was ever lost, and the job hung in Restarting."""
+    """If most of the cluster is powered off, the job must not hang in Restarting."""
     world = digits().running()
     world.nodes = {"node-1": Node(ready=False, since=START, with_most=True)}
     world.settle().after(3600).settle()
@@ -141,7 +143,7 @@ VOLUME = "0/9 nodes are available: 9 node(s) had volume node affinity conflict"
 
 
 def test_pods_that_find_no_node_for_different_reasons_say_each_with_the_commonest_first() -> None:
-    """Only the first pod's reason was shown: who made room for it found the job as pending as before."""
+    """With only the first pod's reason, a user who fixes that finds the job still pending."""
     world = digits(nodes=4).started().unschedulable(0, VOLUME)
     world.unschedulable(1, CPU).unschedulable(3, CPU).runs(2).settle()
     assert world.status.message == f"Unschedulable: 3 of 4 pods: {CPU} (2 pods); {VOLUME} (digits-1-0)"
@@ -150,7 +152,7 @@ def test_pods_that_find_no_node_for_different_reasons_say_each_with_the_commones
 
 
 def test_a_reason_for_each_of_a_hundred_pods_makes_no_endless_message() -> None:
-    """A volume that is missing for each pod has a name of its own in each sentence."""
+    """A volume that is missing for each pod has another name in each sentence."""
     world = digits(nodes=100).started()
     for place in range(100):
         world.unschedulable(place, f'persistentvolumeclaim "data-{place}" not found' + 500 * "." * (place == 1))

@@ -1,4 +1,4 @@
-"""What the images and CI take from others is pinned: a package, image or Action that is replaced is noticed."""
+"""Images and CI pin their dependencies, so that a replaced package, image or Action is noticed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONSTRAINTS = {
 
 
 def pins(name: str) -> dict[str, str]:
-    """Version of each package of a file, all of which have a hash."""
+    """Return the version of each package of a file; all have a hash."""
     text = (ROOT / "pins" / f"{name}.txt").read_text().replace(" \\\n", "")
     found = {}
     for line in text.splitlines():
@@ -34,7 +34,7 @@ def test_an_image_installs_the_versions_that_are_tested_by_their_hashes(name: st
 
 
 def test_the_hashes_cover_all_that_the_project_asks_for() -> None:
-    """pip installs them without looking at dependencies: one that is missing would be missing in the image."""
+    """pip installs them without resolving dependencies: a missing one would be missing in the image."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     trainer = [one for one in extras["trainer"] if not one.startswith("torch")]

@@ -1,4 +1,4 @@
-"""What the one function that decides promises to users, situation by situation."""
+"""What the plan promises to users, situation by situation."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_job_runs_once_all_trainers_run_and_not_before() -> None:
 
 
 def test_a_node_that_completed_is_not_missing_from_the_nodes_column() -> None:
-    """`Running 0/2` was the last thing that a script saw before `Succeeded 2/2`, and it took it for a loss."""
+    """A script that sees `Running 0/2` just before `Succeeded 2/2` takes it for a loss."""
     world = digits(nodes=3).running()
     for place, ready in ((0, 2), (2, 1)):
         world.exits(place).settle()
@@ -123,8 +123,9 @@ def test_a_sidecar_neither_holds_the_job_open_for_longer_than_its_grace_nor_surv
 def test_a_trainer_that_saves_and_ends_with_0_when_its_pod_is_evicted_has_not_completed_beside_a_sidecar(
     ends: str,
 ) -> None:
-    """The kubelet signals all containers at once; the sidecar takes its grace, and why they ended is reported only
-    after that. The job would be Succeeded in the middle of its training."""
+    """The kubelet signals all containers at once; the sidecar uses its grace, and the reason for their end is reported
+    only afterwards. Otherwise the job is Succeeded in the middle of its training.
+    """
     world = digits(nodes=1).running().exits(0, phase="Running").settle().after(29).settle()
     assert (world.status.state, world.status.completed_nodes) == ("Running", "")
     world.evicted(0, ends).settle()
@@ -151,7 +152,7 @@ def test_suspend_is_recorded_first_and_then_stops_the_pods_with_their_full_grace
 
 
 def test_the_condition_suspended_waits_for_the_last_pod() -> None:
-    """Whoever waits for it takes the GPUs or the volume, and a rank may be writing to it still."""
+    """A user who waits for it then takes the GPUs or the volume, to which a rank may still be writing."""
     world = digits().running().change(suspend=True).settle()
     assert (world.status.state, world.status.reason) == ("Suspended", "Suspending")
     shown = find_condition(world.status, "Suspended")
@@ -190,7 +191,7 @@ def test_a_new_attempt_starts_only_when_all_pods_of_the_old_one_have_ended() -> 
 
 
 def test_a_job_resumed_before_its_pods_were_told_to_stop_stops_them_all_the_same() -> None:
-    """Some may have been told by a request that was not answered: the others would wait for them in a collective."""
+    """Some may have got an unanswered request to stop: the others would wait for them in a collective."""
     world = digits().running().change(suspend=True)
     world.step()
     assert world.status.state == "Suspended"
@@ -200,7 +201,7 @@ def test_a_job_resumed_before_its_pods_were_told_to_stop_stops_them_all_the_same
 
 
 def test_the_clocks_of_a_resumed_job_start_when_the_pods_of_its_last_attempt_have_ended() -> None:
-    """With an hour to save it was over, or gave up waiting for nodes, before it had begun."""
+    """Otherwise an hour of saving can use up the deadline before the job has begun."""
     world = digits(activeDeadlineSeconds=100, startDeadlineSeconds=20).running().change(suspend=True).settle()
     world.change(suspend=False).settle().after(3000).settle().stops_all().settle()
     assert world.status.attempt == 2
@@ -208,7 +209,7 @@ def test_the_clocks_of_a_resumed_job_start_when_the_pods_of_its_last_attempt_hav
 
 
 def test_a_resumed_job_does_not_wait_for_a_pod_on_a_lost_node_and_says_until_when_it_does() -> None:
-    """Its kubelet never says that the pod has ended."""
+    """Its kubelet never reports that the pod has ended."""
     world = digits().running().node_lost(1).change(suspend=True).settle().change(suspend=False).settle().stops(0)
     world.after(1).settle()
     assert world.status.message == (
@@ -220,7 +221,7 @@ def test_a_resumed_job_does_not_wait_for_a_pod_on_a_lost_node_and_says_until_whe
 
 
 def test_a_pod_on_a_lost_node_goes_before_the_pods_of_a_resumed_job_are_made() -> None:
-    """It kept its name for a while beside them: it may train on there, into the same folder (seed 1003759)."""
+    """Otherwise it keeps its name for a while, and may train on next to them, into the same folder (seed 1003759)."""
     world = digits().running().node_lost(1).change(suspend=True).settle().change(suspend=False).settle().stops(0)
     world.after(31)
     todo = world.step()
@@ -229,7 +230,7 @@ def test_a_pod_on_a_lost_node_goes_before_the_pods_of_a_resumed_job_are_made() -
 
 
 def test_a_resumed_job_whose_pods_do_not_end_says_so_with_one_warning() -> None:
-    """A finalizer that nobody removes would keep it from ever starting, in silence."""
+    """A finalizer that nobody removes would silently keep it from starting."""
     world = digits().running().change(suspend=True).settle().change(suspend=False).settle().after(600).settle()
     assert (world.status.state, world.status.reason) == ("Suspended", "WaitsLong")
     assert world.status.message == "resumes when 2 pods have ended"
@@ -248,7 +249,7 @@ def test_a_job_that_is_suspended_again_before_its_pods_have_ended_stays_so() -> 
 
 
 def test_a_job_whose_nodes_all_completed_before_they_were_told_to_stop_has_succeeded() -> None:
-    """Nothing is left to train: resumed it would train everything again."""
+    """Training is complete: after a resume it would all run again."""
     world = digits().running().change(suspend=True)
     world.step()
     assert (world.status.state, world.status.reason) == ("Suspended", "Suspending")
@@ -257,7 +258,7 @@ def test_a_job_whose_nodes_all_completed_before_they_were_told_to_stop_has_succe
 
 
 def test_a_job_one_node_of_which_was_told_to_stop_has_not_succeeded() -> None:
-    """Exit 0 after a SIGTERM is a save, and the end of no training."""
+    """Exit 0 after a SIGTERM means that the rank saved, not that training is complete."""
     world = digits().running().change(suspend=True)
     world.step()
     world.exits(0).settle().stops(1).settle()
@@ -310,7 +311,7 @@ def test_active_deadline_fails_the_job_and_stops_its_pods_with_their_full_grace(
 
 
 def test_the_end_of_the_log_of_a_rank_that_was_still_running_at_the_deadline_is_kept() -> None:
-    """People set activeDeadlineSeconds against hangs, and the one output that explains the hang was deleted."""
+    """Users set activeDeadlineSeconds against hangs, and this output alone explains the hang."""
     world = digits(nodes=3, activeDeadlineSeconds=60).running().reports_step(812)
     world.reports_step(812, rank=1, node_rank=1).reports_step(811, rank=2, node_rank=2).after(60).settle()
     assert world.pods["digits-1-2"].deadline_set
@@ -386,7 +387,7 @@ def test_the_active_deadline_also_ends_a_job_that_waits_for_its_next_start() -> 
     ("policy", "left"), [("None", ["digits-1-0", "digits-1-1"]), ("Running", ["digits-1-1"]), ("All", [])]
 )
 def test_clean_pod_policy_says_which_pods_are_left_once_the_job_has_finished(policy: str, left: list[str]) -> None:
-    """digits-1-0 has a sidecar that still runs."""
+    """digits-1-0 has a sidecar that is still running."""
     world = (
         digits(cleanPodPolicy=policy)
         .running()
@@ -402,7 +403,7 @@ def test_clean_pod_policy_says_which_pods_are_left_once_the_job_has_finished(pol
 
 
 def test_clean_pod_policy_all_leaves_no_pod_of_an_earlier_attempt_either() -> None:
-    """The failed pod of attempt 1 stayed for its log, and with it what it holds: its name, an IP, a local volume."""
+    """The failed pod of attempt 1 would keep its name, an IP and a local volume."""
     world = digits(cleanPodPolicy="All").running().exits(1, code=3).settle().stops_all().settle().after(5).settle()
     assert "digits-1-1" in world.names(), "while the job goes on it stays for its log"
     world.running().exits(0).exits(1).settle()
@@ -524,7 +525,7 @@ def test_the_columns_of_kubectl_get_show_steps_percent_and_time_left() -> None:
 
 
 def test_the_time_left_vanishes_when_rank_0_is_not_heard_and_the_message_says_since_when() -> None:
-    """ETA 6m5s that stays 6m5s for hours looks like a job that is nearly done."""
+    """An ETA of 6m5s that never changes looks like a job that is nearly done."""
     world = digits().running().reports_step(541, total_steps=2000, eta_seconds=365).settle()
     assert world.plan().requeue_at == START + dt.timedelta(seconds=30)
     assert shown(world) == ("541/2000", "27%", "6m5s")
@@ -564,7 +565,7 @@ def test_a_new_operator_has_missed_nothing_before_it_began_to_listen() -> None:
 
 
 def test_after_a_restart_the_figures_of_the_attempt_before_are_not_shown() -> None:
-    """They look as if the new ranks trained already."""
+    """They would look as if the new ranks were already training."""
     world = digits().running().reports_step(541, total_steps=2000, eta_seconds=365).settle()
     world.exits(1, code=1).settle()
     assert shown(world) == ("541/2000", "27%", ""), "how far it had come, and no promise"
@@ -576,7 +577,7 @@ def test_after_a_restart_the_figures_of_the_attempt_before_are_not_shown() -> No
 
 
 def shown(world: World) -> tuple[str, str, str]:
-    """STEP, PROGRESS and ETA."""
+    """Return STEP, PROGRESS and ETA."""
     return (world.status.display.step, world.status.display.progress, world.status.display.eta)
 
 
@@ -600,12 +601,12 @@ def test_a_whole_life_tells_itself_in_a_few_events() -> None:
 
 
 def routine(world: World) -> list[str]:
-    """The Events that a job which just trains does without."""
+    """Return the Events that a job which simply trains does not have."""
     return [e.reason for e in world.events if e.is_routine]
 
 
 def test_the_end_of_a_job_has_its_event_where_it_took_long_or_the_job_is_deleted() -> None:
-    """Who keeps Events in a log store would miss the end of a training of a week, or find no trace of a job."""
+    """Users who keep Events in a log store would miss the end of a training of a week, or find no trace of a job."""
     assert routine(digits().running().after(600).exits(0).settle().exits(1).settle()) == ["AllNodesRun"]
     deleted = digits(ttlSecondsAfterFinished=0).running().exits(0).settle().exits(1).settle()
     assert routine(deleted) == ["AllNodesRun"]
@@ -634,7 +635,7 @@ def test_what_the_job_changes_or_the_user_overrides_is_said_once() -> None:
 
 
 def test_devices_of_a_resource_claim_are_said_to_be_no_gpus() -> None:
-    """A job whose GPUs come by a ResourceClaim trained with gloo, and one process a node, without a word."""
+    """A job whose GPUs come from a ResourceClaim must not silently train with gloo and one process per node."""
 
     def told(**spec: Any) -> list[str]:
         own = {"resources": {"claims": [{"name": "gpus"}], **spec.pop("resources", {})}}
@@ -660,22 +661,23 @@ def test_goodput_books_each_second_where_it_was_spent() -> None:
 
 @pytest.mark.parametrize(("code", "shown"), [(0, "2/2"), (1, "1/2")])
 def test_the_nodes_of_a_job_that_is_over_are_those_that_completed(code: int, shown: str) -> None:
-    """0/2 reads like a failure of a job that succeeded."""
+    """0/2 would read like a failure of a successful job."""
     world = digits(backoffLimit=0).running().exits(0).settle().exits(1, code=code).restarted()
     assert world.status.state in ("Succeeded", "Failed")
     assert world.status.display.nodes == shown
 
 
 def test_the_status_leaves_out_what_is_empty_and_keeps_the_restarts_by_class() -> None:
-    """`kubectl get ddp -o yaml` is read by people: `chargedAt: []` and counters at 0 say nothing. Scripts and the
-    column RESTARTS read the four counts, also while they are 0."""
+    """People read `kubectl get ddp -o yaml`, where `chargedAt: []` and counters at 0 are noise. Scripts and the column
+    RESTARTS need the four counts even at 0.
+    """
     shown = msgspec.to_builtins(digits().running().status)
     assert shown["restarts"] == {"application": 0, "infrastructure": 0, "stall": 0, "total": 0}
     assert all("message" not in c or c["message"] for c in shown["conditions"])
 
 
 def test_wide_columns_show_what_the_restarts_were_charged_to() -> None:
-    """Three restarts for drained nodes need nothing; three of the script's own need a look at its log."""
+    """Three restarts for drained nodes need no action; three of the script's own need a look at its log."""
     world = digits()
     assert world.started().status.display.restarts == ""
     world.running().exits(0, code=1).restarted()
@@ -686,7 +688,7 @@ def test_wide_columns_show_what_the_restarts_were_charged_to() -> None:
 
 @pytest.mark.parametrize(("limit", "kind"), [(0, "Failed"), (3, "Running")])
 def test_one_condition_repeats_the_message_and_no_more(limit: int, kind: str) -> None:
-    """`kubectl describe` printed the same 200 characters up to five times, and what differs was hard to find."""
+    """Otherwise `kubectl describe` prints the same 200 characters up to five times."""
     world = digits(backoffLimit=limit).running().exits(0, code=1, message="ValueError: boom").settle()
     world.stops(1).settle()
     assert [c.type for c in world.status.conditions if c.message] == [kind]
@@ -697,7 +699,7 @@ def test_one_condition_repeats_the_message_and_no_more(limit: int, kind: str) ->
 
 @pytest.mark.parametrize("end", ["succeeds", "fails", "is too late"])
 def test_a_job_that_is_over_has_a_completion_time_however_it_ended(end: str) -> None:
-    """`kubectl wait --for=jsonpath='{.status.completionTime}'` waits for either end; no condition does."""
+    """`kubectl wait --for=jsonpath='{.status.completionTime}'` waits for either end, which no condition does."""
     world = digits(backoffLimit=0, activeDeadlineSeconds=100).running()
     assert world.status.completion_time is None
     if end == "succeeds":

@@ -1,4 +1,4 @@
-"""Under ddprun a lost pod is replaced alone: the others keep theirs, with torch imported, and wait for it."""
+"""Under ddprun a lost pod is replaced alone: the others stay, with torch imported, and wait for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DDPRUN = {"command": ["ddprun", "train.py"]}
 
 
 def trained(**spec: object) -> World:
-    """A job of three nodes that runs under ddprun."""
+    """Return a job of three nodes under ddprun."""
     return digits(container=DDPRUN, **{"nodes": 3, **spec}).running()
 
 
@@ -28,7 +28,7 @@ def words(world: World) -> list[str]:
 
 
 def ended(**more: object) -> str:
-    """What an agent leaves behind when the group has ended by the agents' own word."""
+    """Return what an agent leaves when the agents have ended the group themselves."""
     return json.dumps({"ddpjob": 1, "ended": True, **more})
 
 
@@ -68,8 +68,9 @@ def test_when_the_last_of_the_first_pods_is_lost_all_start_anew() -> None:
 
 
 def test_all_start_anew_where_those_that_wait_have_never_been_seen_to_run() -> None:
-    """One of them may have been made again under its name: both agents would begin with generation 0, and ranks find a
-    folder that a later one has written to."""
+    """One of them may have been created again under its name: both agents would begin with generation 0, and ranks
+    would find a folder that later ones have written to.
+    """
     world = digits(container=DDPRUN, nodes=2).settle().runs(1).settle().exits(1, code=137).restarted()
     assert (world.status.attempt, world.status.replacements) == (2, {})
     world = digits(container=DDPRUN, nodes=3).settle().runs(1, 2).settle().exits(1, code=137).settle()
@@ -77,7 +78,9 @@ def test_all_start_anew_where_those_that_wait_have_never_been_seen_to_run() -> N
 
 
 def test_a_pod_that_has_trained_in_the_place_of_another_one_waits_for_the_next() -> None:
-    """Else each second loss of a pod of two costs the steps since the last save: what survives in memory is its own."""
+    """Otherwise each second loss in a job of two pods costs the steps since the last save: only its own memory
+    survives.
+    """
     world = digits(container=DDPRUN, nodes=2).running().exits(1, code=137).settle().runs(1).settle()
     world.reports_step(12, rank=1, node_rank=1, generation=1, replacement=1).settle()
     world.exits(0, code=137).settle()
@@ -167,7 +170,7 @@ def test_steps_made_before_a_replacement_are_counted_as_lost() -> None:
 
 
 def test_a_clock_of_a_node_that_is_ahead_counts_no_step_twice() -> None:
-    """The failure then seems to be later than the first step of the next ranks, which have not come so far."""
+    """The failure then seems later than the first step of the next ranks, which have not come so far."""
     world = trained().reports_step(100).settle().after(9).exits(1, code=137).after(-8).settle().runs(1).settle()
     world.after(2).reports_step(91, generation=1, resumed_step=90).settle()
     world.after(1).reports_step(91, generation=2, resumed_step=90).settle()
@@ -176,8 +179,9 @@ def test_a_clock_of_a_node_that_is_ahead_counts_no_step_twice() -> None:
 
 @pytest.mark.parametrize("microseconds", [0, 400_000])
 def test_a_report_of_the_second_in_which_a_pod_is_replaced_is_of_the_ranks_before_it(microseconds: int) -> None:
-    """Times in a status are whole seconds: the last step of the old ranks was taken for the first one of the new ranks,
-    one step too many was counted as repeated, and the time until they had begun as trained."""
+    """Times in a status are whole seconds: otherwise the last step of the old ranks counts as the first of the new
+    ones, and one step too many as repeated.
+    """
     world = trained().reports_step(100, resumed_step=90, resumed_from="/ckpt")
     at = world.now + dt.timedelta(microseconds=microseconds)
     world.reports[0] = replace(world.reports[0], received_at=at)
@@ -236,7 +240,7 @@ def test_a_restart_in_place_is_counted_told_and_named_while_the_job_runs_on() ->
 
 
 def test_a_restart_in_place_that_is_reported_late_is_charged_to_the_attempt_before_the_resume() -> None:
-    """Its report arrives together with the resume: it was forgotten, and backoffLimit allowed one restart too many."""
+    """Its report arrives together with the resume: if it were lost, backoffLimit would allow one restart too many."""
     world = trained().change(suspend=True).settle().stops_all().settle()
     world.agent = charged(1)
     world.change(suspend=False).settle()
@@ -245,7 +249,7 @@ def test_a_restart_in_place_that_is_reported_late_is_charged_to_the_attempt_befo
 
 @pytest.mark.parametrize("how", ["report", "last word"])
 def test_what_is_charged_while_the_pods_of_a_resumed_job_still_stop_counts(how: str) -> None:
-    """It was forgotten, because the next attempt had begun: a job could restart in place as often as it was resumed."""
+    """Otherwise a job could restart in place as often as it is resumed."""
     world = trained().change(suspend=True).settle().change(suspend=False).settle()
     if how == "report":
         world.agent = charged(1)
@@ -260,7 +264,7 @@ def test_what_is_charged_while_the_pods_of_a_resumed_job_still_stop_counts(how: 
 
 
 def test_a_restart_in_place_that_only_complaints_explain_blames_nobody_and_says_that_it_was_free() -> None:
-    """A user debugs the rank that lost its peer, and counts a restart that was not charged."""
+    """Otherwise users debug the rank that lost its peer, and count a restart that was not charged."""
     world = trained()
     agent = charged(infrastructure=1)
     lost = "RuntimeError: [gloo/tcp/pair.cc:547] Connection closed by peer [10.0.0.4]:4711"
@@ -303,7 +307,7 @@ TAKEN = "torch.distributed.DistNetworkError: The server socket has failed to lis
 def test_what_an_agent_knows_of_a_failure_names_it_and_not_the_words_of_its_exception(
     known: dict[str, Any], reason: str
 ) -> None:
-    """The words differ by backend and release of torch: a user would debug the rank that only lost its peer."""
+    """Messages differ by backend and release of torch: users would debug the rank that only lost its peer."""
     world = trained()
     agent = charged(infrastructure=1)
     failure = agent.failures[0]._replace(**{"exit_code": 1, "signal": "", "failure_class": "infrastructure", **known})
@@ -333,15 +337,16 @@ def test_the_agent_that_replaces_node_0_counts_from_nothing() -> None:
     assert counted(world) == (4, 0)
     assert words(world).count("RestartedInPlace") == 2
     assert "restarted in place 3 times" in world.status.message, "of the attempt, not of an agent"
-    world.agent = charged(2)  # a late report of the one before
+    world.agent = charged(2)  # a late report of an earlier agent
     world.settle()
     assert counted(world) == (4, 0)
 
 
 @pytest.mark.parametrize("place", [0, 2], ids=["node 0, which leads", "another"])
 def test_a_pod_whose_ranks_have_started_again_is_not_made_again_under_its_name(place: int) -> None:
-    """Its agent would begin with generation 0, in which ranks find a folder that a later one has written to: the job
-    was charged for a restart that nobody had asked for."""
+    """Its agent would begin with generation 0, whose ranks would find a folder that later ones have written to: the job
+    would be charged for a needless restart.
+    """
     world = digits(container=DDPRUN, nodes=3).started()
     world.agent = charged(1)  # the watch of pods is late
     world.settle().vanishes(place).settle().after(2).settle()
@@ -350,7 +355,7 @@ def test_a_pod_whose_ranks_have_started_again_is_not_made_again_under_its_name(p
 
 
 def test_a_restart_that_is_reported_late_says_nothing_of_the_pod_that_replaces_one() -> None:
-    """It may not have been made yet, and would be lost before it had begun."""
+    """It may not exist yet, and would be lost before it has begun."""
     world = trained().exits(2, code=137).settle()
     assert "2" in world.status.replacements
     world.agent = charged(1)
@@ -439,13 +444,13 @@ def test_a_new_pod_is_told_what_is_left_of_the_budgets() -> None:
 
 
 def test_a_restart_grace_that_the_user_has_set_is_told_to_the_agents() -> None:
-    """Ranks that save in their SIGTERM handler lose it: they had 0.1 s, whatever the job sets."""
+    """Ranks that save in their SIGTERM handler need the configured time, not the default of 0.1 s."""
     world = trained(restartGraceSeconds=20).settle().exits(1, code=137).settle()
     assert variables(world, rank=1, replacement=1)["DDPJOB_RESTART_GRACE"] == "20"
 
 
 def test_steps_that_agents_have_had_for_their_verdict_are_no_progress_for_the_operators() -> None:
-    """A checkpoint that crashes every start would be tried backoffLimit times, and not three."""
+    """Otherwise a checkpoint that crashes every start is tried backoffLimit times instead of three."""
     world = trained(backoffLimit=9).reports_step(100).settle()
     world.agent = charged(3, in_a_row=3)
     world.settle()
@@ -505,7 +510,7 @@ def test_a_node_that_the_pre_flight_finds_bad_is_avoided_at_once_and_nobody_pays
 
 
 def test_a_ban_of_the_pre_flight_is_lifted_too_and_it_does_not_run_again_meanwhile() -> None:
-    """Where no other node is there it would find the same node bad each time, and the job would never train."""
+    """Without another node the pre-flight would find the same node bad each time, and the job would never train."""
     world = trained()
     world.exits(0, code=75, message=ended(exitCode=75, exception="slow", resumable=True, badNodes=[2], preflight=True))
     world.exits(1, code=75, message=ended()).exits(2, code=75, message=ended()).settle().settle()
@@ -520,7 +525,7 @@ def test_a_ban_of_the_pre_flight_is_lifted_too_and_it_does_not_run_again_meanwhi
 
 
 def test_a_pod_alone_is_made_again_without_a_ban_while_the_agents_of_the_others_wait() -> None:
-    """Their nodes have the state in memory: a new attempt would go on from the last save."""
+    """Their nodes have the state in memory: a new attempt would resume from the last save."""
     world = trained()
     for _ in range(2):
         world.node_lost(1).after(30).settle().settle()
@@ -552,8 +557,9 @@ def test_after_two_infrastructure_failures_the_new_pods_check_themselves_first()
 
 
 def test_pods_after_one_that_was_killed_for_its_memory_keep_no_state_in_it_until_the_job_is_resumed() -> None:
-    """The state counts against the pod's limit: a training that just fits was killed again and again, to its last
-    restart. Who has raised the limit has suspended the job for it."""
+    """The state counts against the pod's limit: a training that just fits would be killed until its last restart. To
+    raise the limit, users suspend the job.
+    """
     world = digits(container=DDPRUN, nodes=2).running()
     assert "DDPJOB_OUT_OF_MEMORY" not in variables(world)
     world.exits(1, code=137, reason="OOMKilled").settle().after(10).settle().runs(0, 1).settle()
@@ -566,7 +572,7 @@ def test_pods_after_one_that_was_killed_for_its_memory_keep_no_state_in_it_until
 
 
 def test_a_pod_that_was_killed_for_its_memory_on_a_node_whose_clock_is_behind_was_killed_since_the_start_too() -> None:
-    """By that clock it ended before the job was started."""
+    """By that clock it ended before the job started."""
     world = digits(container=DDPRUN, nodes=2).running()
     world.after(-600).exits(1, code=137, reason="OOMKilled").after(600)
     world.settle().after(10).settle().runs(0, 1).settle()
@@ -576,7 +582,7 @@ def test_a_pod_that_was_killed_for_its_memory_on_a_node_whose_clock_is_behind_wa
 
 
 def test_a_suspension_stops_the_nodes_that_wait_for_a_pod_which_takes_long_to_end() -> None:
-    """A drained pod may save for an hour: the others held their GPUs as long, for a replacement that nobody wanted."""
+    """A drained pod may save for an hour: the others must not hold their GPUs for a needless replacement."""
     world = trained().deleted_first(2).settle().change(suspend=True).settle()
     assert all(pod.deletion_requested_at is not None for pod in world.pods.values())
     world.stops_all().settle()

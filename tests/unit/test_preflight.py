@@ -1,4 +1,4 @@
-"""When the nodes of a job measure each other first."""
+"""When the nodes of a job are measured before training."""
 
 import datetime as dt
 

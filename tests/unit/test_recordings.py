@@ -1,6 +1,5 @@
-"""Jobs and pods that operators of earlier commits left in a cluster, under the operator of today.
-
-tests/unit/data/recordings has a file for each commit, made there by tests/support/recordings.py.
+"""Jobs and pods that operators of earlier commits left in a cluster, under the present operator.
+tests/unit/data/recordings has a file for each commit, written there by tests/support/recordings.py.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ LATER = dt.timedelta(seconds=10)
 
 
 def taken_over(commit: str, moment: str) -> World:
-    """The job as an operator finds it that has been upgraded meanwhile."""
+    """Return the job as an upgraded operator finds it."""
     recorded = FOUND[commit][moment]
     raw: dict[str, Any] = reading.job(reading.stored_job(json.dumps(recorded["job"]).encode()))
     job, problems = validation.parse(raw, hints=False)
@@ -45,7 +44,7 @@ def taken_over(commit: str, moment: str) -> World:
 
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema, refusing what the API server would drop without a word."""
+    """Return the schema so that it refuses what the API server would drop silently."""
     if fields := schema.get("properties"):
         keeps = schema.get("x-kubernetes-preserve-unknown-fields", False)
         return schema | {"properties": {k: _closed(v) for k, v in fields.items()}, "additionalProperties": keeps}
@@ -54,7 +53,7 @@ def _closed(schema: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("commit", "moment"), RECORDED)
 def test_the_crd_of_today_holds_every_field_of_what_is_stored(commit: str, moment: str) -> None:
-    """A field that the CRD no longer has is dropped at the next write: the operator forgets a restart or a failure."""
+    """A field that the CRD lacks is dropped at the next write: the operator would forget a restart or a failure."""
     (path,) = (ROOT / "charts" / "ddpjob-operator" / "crds").glob("*.yaml")
     schema = yaml.safe_load(path.read_text())["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]
     stored = FOUND[commit][moment]["job"]
@@ -63,7 +62,7 @@ def test_the_crd_of_today_holds_every_field_of_what_is_stored(commit: str, momen
 
 @pytest.mark.parametrize(("commit", "moment"), [one for one in RECORDED if one[1] in HEALTHY])
 def test_an_upgrade_neither_stops_nor_makes_a_pod_of_a_job_that_is_well(commit: str, moment: str) -> None:
-    """A week of training would start again because somebody upgraded the operator."""
+    """An upgrade of the operator must not restart a week of training."""
     world = taken_over(commit, moment)
     state, attempt, names = world.status.state, world.status.attempt, world.names()
     done = [action for _ in range(3) for action in world.step().actions]
@@ -74,7 +73,7 @@ def test_an_upgrade_neither_stops_nor_makes_a_pod_of_a_job_that_is_well(commit: 
 
 @pytest.mark.parametrize(("commit", "moment"), RECORDED)
 def test_a_job_that_was_under_way_at_an_upgrade_comes_to_its_end(commit: str, moment: str) -> None:
-    """What an earlier operator wrote must mean the same, or jobs wait for ever for what nobody does."""
+    """Fields of an earlier operator must keep their meaning, or jobs wait for ever."""
     world = taken_over(commit, moment)
     before = world.status
     if before.state in TERMINAL:

@@ -1,4 +1,4 @@
-"""The report of a run: one file, whatever the run was like, and whatever its script said."""
+"""The report of a run: one file, for any run and any output of its script."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def report(folder: Path, message: str = "rank 1 failed", log: str = "the end of the log") -> tuple[Run, History]:
-    """A run of 100 steps that failed once at step 40 and went on from step 31."""
+    """Return a run of 100 steps that failed once at step 40 and resumed at step 31."""
     history = History()
     for step in range(1, 41):
         history.take(status(10 + step, step, 1), START, at(10 + step))
@@ -77,7 +77,7 @@ def shown(folder: Path, message: str = "rank 1 failed", log: str = "the end of t
 
 
 class Parsed(HTMLParser):
-    """Every element with its attributes, all text outside of the style, and whether each is closed in order."""
+    """Every element with its attributes, all text outside of the style, and if elements are closed in order."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Parsed(HTMLParser):
 
 
 def test_it_has_the_curves_the_time_the_attempts_the_failures_and_the_logs(folder: Path) -> None:
-    """A user who is sent the file still has to ask for the logs."""
+    """Otherwise users who get the file still have to ask for the logs."""
     parsed = Parsed(shown(folder))
     for said in (
         "digits: Succeeded",
@@ -128,7 +128,7 @@ def test_it_has_the_curves_the_time_the_attempts_the_failures_and_the_logs(folde
 
 
 def test_its_drawings_are_well_formed_and_each_says_in_words_what_it_shows(folder: Path) -> None:
-    """A screen reader says "image", and a strict viewer shows nothing."""
+    """Otherwise a screen reader says "image", and a strict viewer shows nothing."""
     for drawing in re.findall(r"<svg.*?</svg>", shown(folder), re.S):
         root = ET.fromstring(drawing)
         assert root.get("role") == "img"
@@ -137,7 +137,7 @@ def test_its_drawings_are_well_formed_and_each_says_in_words_what_it_shows(folde
 
 
 def test_it_loads_nothing_and_runs_nothing(folder: Path) -> None:
-    """A report that is sent to a colleague calls home, or runs what a script has printed."""
+    """A report that is sent to a colleague must not call home, or run what a script has printed."""
     parsed = Parsed(shown(folder, HOSTILE, HOSTILE))
     assert not {"script", "img", "link", "iframe", "object"} & {tag for tag, _ in parsed.elements}
     addresses = [a[name] for _, a in parsed.elements for name in ("src", "href", "xlink:href") if name in a]
@@ -152,7 +152,7 @@ TEXTS = st.one_of(st.just(HOSTILE), st.text(max_size=40))
 @settings(max_examples=40, deadline=None)
 @given(TEXTS, TEXTS, st.dictionaries(TEXTS, st.one_of(TEXTS, st.floats().map(repr)), max_size=3))
 def test_whatever_a_script_says_stays_text(folder: Path, message: str, log: str, metrics: dict[str, str]) -> None:
-    """An exception's text with markup in it changes the page that tells of it."""
+    """An exception's text with markup must not change the page."""
     plain = Parsed(shown(folder, "x", "x"))
     run, history = report(folder, message or "x", log or "x")
     for step in (98, 99):
@@ -164,13 +164,13 @@ def test_whatever_a_script_says_stays_text(folder: Path, message: str, log: str,
 
 
 def test_a_run_of_which_nothing_is_known_has_a_report_too(folder: Path) -> None:
-    """A run that failed before its first step ends in a traceback of the report."""
+    """A run that failed before its first step must not cause a traceback."""
     empty = Run(folder, FACTS, api.Status(), running=False)
     assert "reported no metrics" in Parsed(page(empty, History(), START)).text
 
 
 def test_a_series_stays_small_and_keeps_the_spikes() -> None:
-    """A job of ten million steps fills the memory, or the one step that exploded is averaged away."""
+    """Ten million steps must not fill the memory, nor may averaging hide the one step that exploded."""
     series = Series()
     for step in range(200_000):
         series.add(step, step / 10, 1000.0 if step == 123_457 else 1.0)
@@ -181,7 +181,7 @@ def test_a_series_stays_small_and_keeps_the_spikes() -> None:
 
 
 def test_the_report_of_a_long_run_with_many_metrics_is_below_a_megabyte(folder: Path) -> None:
-    """A report of a week's training is too large to be sent."""
+    """Otherwise the report of a week's training is too large to be sent."""
     history = History()
     for i in range(20_000):
         values = {f"metric {n}": repr(0.1234567890123 * i * n) for n in range(16)}
@@ -203,7 +203,7 @@ def chromium() -> str:
 
 
 def test_a_real_browser_draws_it_without_a_complaint(chromium: str, folder: Path, tmp_path: Path) -> None:
-    """What parses may still be blank: a policy that forbids the page's own style, a drawing without a size."""
+    """A page that parses may still be blank: a policy that forbids its own style, a drawing without a size."""
     (tmp_path / "run.html").write_text(shown(folder, HOSTILE))
     command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0"]
     command += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", (tmp_path / "run.html").as_uri()]

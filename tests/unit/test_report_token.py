@@ -1,4 +1,4 @@
-"""The token with which a trainer reports: what a pod gets for it, and that the user's own things win."""
+"""The token with which a trainer reports: what a pod gets for it, and that the user's own settings win."""
 
 from __future__ import annotations
 

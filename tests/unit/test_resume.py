@@ -1,4 +1,4 @@
-"""From which step a training goes on: in the line of a restart, and where a run ends or is described."""
+"""The step from which a training resumes: in the line of a restart, and where a run ends or is described."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ CLAIM: dict[str, Any] = {"persistentVolumeClaim": {"claimName": "ckpt"}}
 
 
 def trains(volume: dict[str, Any] | None = None, command: str = "torchrun", *, own_tmp: bool = False) -> World:
-    """A job that has saved step 500 and made step 520. volume: where it saves; None: in its container. own_tmp: with an
-    emptyDir at /tmp, which a read-only root needs."""
+    """Return a job that has saved step 500 and made step 520. volume: where it saves; None: in its container. own_tmp:
+    with an emptyDir at /tmp, which a read-only root needs.
+    """
     mounts = [] if volume is None else [{"name": "ckpt", "mountPath": "/ckpt"}]
     mounts += [{"name": "tmp", "mountPath": "/tmp"}] if own_tmp else []
     trainer = {"name": "trainer", "image": "x", "command": [command, "train.py"], "volumeMounts": mounts}
@@ -37,14 +38,14 @@ def trains(volume: dict[str, Any] | None = None, command: str = "torchrun", *, o
 
 
 def fails(world: World, place: int = 1) -> World:
-    """A trainer ends, and the group starts again."""
+    """Let a trainer fail and the group restart."""
     world.exits(place, code=3).settle().stops_all()
     world.step()
     return world
 
 
 def test_a_restart_says_from_which_step_it_goes_on() -> None:
-    """The line about a failure must tell what it cost."""
+    """The line about a failure must say what it cost."""
     world = trains(CLAIM)
     assert world.status.progress.saved_step == 500
     assert fails(world).status.message.endswith("restarting all 2 nodes: attempt 2, restart 1 of 3, from step 500")
@@ -65,8 +66,9 @@ def test_a_restart_says_from_which_step_it_goes_on() -> None:
 def test_a_checkpoint_that_may_go_with_its_pod_is_not_promised(
     volume: dict[str, Any] | None, local: bool, where: str, own_tmp: bool
 ) -> None:
-    """A training in an emptyDir begins again at step 0. Each pod with a read-only root has one at /tmp, in which
-    nothing is saved: examples/digits.yaml and what `ddpjob submit` makes among them."""
+    """A training in an emptyDir restarts at step 0. Each pod with a read-only root has one at /tmp, in which nothing is
+    saved, including examples/digits.yaml and jobs of `ddpjob submit`.
+    """
     world = trains(volume, own_tmp=own_tmp)
     world.settings = Settings(keeps_files=local)
     assert fails(world).status.message.endswith(f"restart 1 of 3, {where}")
@@ -107,7 +109,7 @@ def test_a_restart_in_place_goes_on_from_the_checkpoint() -> None:
 
 
 def test_a_job_that_resumed_says_so_where_it_is_described_and_when_it_has_ended() -> None:
-    """A second run of a training that is complete ended after seconds, and nothing said why."""
+    """A second run of a complete training ends after seconds, and must say why."""
     world = digits().running().reports_step(1125, phase="start", resumed_step=1125, final=True).settle()
     assert "Progress:   resumed at step 1125" in describe(world.job, None, world.now)
     world.exits(0).exits(1).settle()
@@ -120,7 +122,7 @@ MEMORY = "the memory on the nodes of ranks 0, 1"
 
 
 def in_place(step: int, *, in_memory: int = 0) -> AgentReport:
-    """The account of node 0's agent: a rank that had made this step was killed, and all were started again."""
+    """Return the account of node 0's agent: a rank at this step was killed, and all were restarted."""
     failure = Failure(
         rank=1, node_rank=1, exit_code=137, step=step, failure_class="application", charged_to="application"
     )
@@ -129,7 +131,9 @@ def in_place(step: int, *, in_memory: int = 0) -> AgentReport:
 
 
 def test_a_restart_from_memory_repeats_no_step_and_every_line_says_so() -> None:
-    """Who pays for the GPUs must see what a restart has cost, and who looks for a wrong result, where it began."""
+    """Whoever pays for the GPUs must see what a restart has cost, and whoever debugs a wrong result, where it
+    resumed.
+    """
     world = trains(command="ddprun").after(3)
     world.agent = in_place(534, in_memory=534)
     world.settle()
@@ -145,7 +149,7 @@ def test_a_restart_from_memory_repeats_no_step_and_every_line_says_so() -> None:
 
 @pytest.mark.parametrize("where", ["/ckpt", "a copy in the memory on the node of rank 0"])
 def test_after_a_restart_from_an_older_state_nobody_claims_that_no_step_was_repeated(where: str) -> None:
-    """A script that calls progress() every 20 steps had made 14 more, and the last line denied it."""
+    """A script that calls progress() every 20 steps may have made 14 more than it reported."""
     world = trains(command="ddprun").after(3)
     world.agent = in_place(534)
     world.settle()
@@ -158,7 +162,7 @@ def test_after_a_restart_from_an_older_state_nobody_claims_that_no_step_was_repe
 
 @pytest.mark.parametrize("first", [501, 560], ids=["its first step is heard of", "a step after the last one is"])
 def test_a_restart_from_the_folder_repeats_all_that_was_made_since_also_what_was_never_reported(first: int) -> None:
-    """Steps are reported every few seconds: the 14 after the last report were made, and are made again."""
+    """Steps are reported every few seconds: 14 steps after the last report are repeated as well."""
     world = trains(command="ddprun").after(3)
     world.agent = in_place(534)
     world.settle()
@@ -170,7 +174,7 @@ def test_a_restart_from_the_folder_repeats_all_that_was_made_since_also_what_was
 
 
 def test_a_failure_that_is_heard_of_after_the_next_ranks_have_begun_counts_its_steps_once() -> None:
-    """Its agent says it until it is confirmed: who pays for the GPUs would be charged for the same steps twice."""
+    """Its agent repeats it until it is confirmed: the same steps must not count twice."""
     world = trains(command="ddprun").after(3)
     resumed: dict[str, Any] = {"resumed_step": 500, "resumed_from": "/ckpt", "saved_step": 500}
     world.reports_step(501, generation=1, **resumed).settle()
@@ -181,7 +185,7 @@ def test_a_failure_that_is_heard_of_after_the_next_ranks_have_begun_counts_its_s
 
 
 def test_a_state_that_was_loaded_to_begin_with_counts_no_step_as_kept() -> None:
-    """A script may load the model of another training, of step 50,000, and begin at 0."""
+    """A script may load the model of another training, at step 50,000, and begin at 0."""
     loaded: dict[str, Any] = {"resumed_step": 50_000, "resumed_from": "/pretrained"}
     world = digits(container={"command": ["ddprun", "train.py"]}).running().reports_step(20, **loaded).settle().after(3)
     world.agent = in_place(20)
@@ -190,7 +194,7 @@ def test_a_state_that_was_loaded_to_begin_with_counts_no_step_as_kept() -> None:
 
 
 def test_ranks_that_begin_anew_in_their_pods_do_not_say_where_those_before_resumed() -> None:
-    """All were lost at once, and nothing was saved: the end would say that they went on at step 534."""
+    """All were lost at once, and nothing was saved: the end must not say that they resumed at step 534."""
     world = trains(command="ddprun").after(3)
     resumed: dict[str, Any] = {"resumed_step": 534, "resumed_from": MEMORY, "generation": 1}
     world.reports_step(535, **resumed).settle().after(3).reports_step(540, **resumed).settle()
@@ -209,7 +213,9 @@ def test_the_next_attempt_does_not_say_where_the_last_one_resumed() -> None:
 
 
 def test_a_memory_limit_that_is_too_small_is_named_with_the_field_and_the_size() -> None:
-    """Without a word the job goes back to its last save at each restart, and nobody knows that 100 MiB would help."""
+    """Otherwise the job silently goes back to its last save at each restart, and nobody knows that 100 MiB would
+    help.
+    """
     world = trains(command="ddprun")
     why = "the container's memory limit is 600 MiB, 590 MiB are in use, and 110 MiB are needed"
     world.reports_step(523, not_kept=why, limit_needed=734_003_201).settle()
@@ -228,7 +234,7 @@ FULL = "the state of step 550 was not saved: disk full: No space left on device 
 
 
 def test_a_save_that_fails_is_a_warning_a_condition_and_a_line_until_a_later_one_is_in_the_folder() -> None:
-    """The job went on from memory, ended well, and its newest snapshot was that of step 100."""
+    """A job may continue from memory and succeed, while its newest snapshot is that of step 100."""
     world = trains(CLAIM).reports_step(552, saved_step=500, save_failed=FULL).settle()
     status = world.status
     assert (status.state, status.save_failed, status.progress and status.progress.saved_step) == ("Running", FULL, 500)
@@ -251,8 +257,9 @@ def test_the_next_attempt_does_not_say_that_saves_of_the_last_one_failed() -> No
 
 
 def test_a_pod_without_room_is_named_also_where_it_is_not_that_of_rank_0() -> None:
-    """Each node has a memory of its own, and one that has another limit, or less to spare, keeps nothing: when the
-    others are lost the job goes back to its last save, and nothing had said so."""
+    """Each node has its own memory, and one with a lower limit keeps nothing: when the others are lost, the job goes
+    back to its last save.
+    """
     world = trains(command="ddprun")
     world.reports_step(523, rank=1, node_rank=1, not_kept="no room", limit_needed=734_003_201)
     world.reports_step(523).settle()
@@ -264,7 +271,7 @@ def test_a_pod_without_room_is_named_also_where_it_is_not_that_of_rank_0() -> No
 
 
 def test_what_ranks_of_before_a_restart_have_said_of_their_memory_is_over() -> None:
-    """A pod that has more room now would be named for ever."""
+    """Otherwise a pod that now has enough room is named for ever."""
     world = trains(command="ddprun").reports_step(523, rank=1, node_rank=1, not_kept="no room")
     world.reports_step(524, generation=1, resumed_step=523, resumed_from="the memory").settle()
     assert world.status.not_kept == ""
@@ -279,7 +286,7 @@ def test_what_ranks_of_before_a_restart_have_said_of_their_memory_is_over() -> N
     ],
 )
 def test_a_run_that_was_stopped_says_what_was_saved(saved: int | None, said: str) -> None:
-    """Whoever presses Ctrl-C must know whether the work of the last minutes is lost."""
+    """Users who press Ctrl-C must know if the work of the last minutes is lost."""
     progress = api.Progress(step=281, saved_step=saved, updated=START + dt.timedelta(seconds=12))
     assert told.stopped("digits", api.Status(progress=progress), 12) == said
     assert told.stopped("digits", api.Status(), 12) == "■ digits stopped after 12s"
@@ -297,7 +304,7 @@ WORKER = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Terminate
     ],
 )
 def test_a_stop_that_saved_nothing_says_why(messages: list[dict[str, Any]], why: str) -> None:
-    """A user who stops a training at night finds out in the morning that it begins at the last save."""
+    """Otherwise users learn the next morning that training resumes at the last save."""
     progress = api.Progress(step=281, saved_step=250, updated=START)
     ended = [Container("ended", message=json.dumps({"ddpjob": 1, "time": 1.0, **m}), exit_code=1) for m in messages]
     said = told.stopped("digits", api.Status(progress=progress), 12, ended)
@@ -328,6 +335,6 @@ def test_a_stop_whose_save_failed_says_so_where_no_rank_raised() -> None:
 
 @pytest.mark.parametrize("said", ["[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534", "No room"])
 def test_a_write_of_torch_that_was_cut_short_is_named_as_what_it_mostly_is(said: str) -> None:
-    """The words say nothing of a disk."""
+    """torch's message does not mention the disk."""
     failure = api.JobFailure(attempt=1, rank=0, node_rank=0, time=START, exit_code=1, exception=f"RuntimeError: {said}")
     assert ("most likely a full disk: RuntimeError" in sentences.sentence(failure)) is ("pos" in said)

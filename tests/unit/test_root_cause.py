@@ -1,4 +1,4 @@
-"""The cause is the failure that explains the others, said in a sentence, and it costs the one whose fault it was."""
+"""The cause is the failure that explains the others. It is named in one sentence, and charged to the party at fault."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CONTEXT = root_cause.Context(1, Members(range(9)), int, at(60))
 
 
 def pod(rank: int, code: int | None = 1, said: str = "", seconds: float = 10, **more: Any) -> Pod:
-    """A pod that ended; the kubelet's clock has whole seconds."""
+    """Return a pod that ended; the kubelet's clock has whole seconds."""
     word = more.pop("word", "Completed" if code == 0 else "Error")
     ended = Container("ended", word, said, False, code, at(seconds).replace(microsecond=0))
     about = {"job": "bert", "node": f"gpu-0{rank}", "phase": "Failed"}
@@ -243,14 +243,14 @@ def test_the_cause_stays_what_it_is_when_its_pods_have_gone(case: Case) -> None:
 def test_without_evidence_the_reason_decides_and_one_that_nobody_knows_is_not_free(
     reason: str, found: rules.Class, evidence: api.Evidence | None
 ) -> None:
-    """A status that an older operator has written is read; a word may not make each restart a free one."""
+    """An older operator's status can be read, but an unknown reason must not make each restart free."""
     failure = recorded(1, reason, exit_code=3, evidence=evidence)
     assert settled(first=failure)[1] == found
     assert root_cause.from_outside(failure) == (found == "infrastructure")
 
 
 def test_the_evidence_is_read_back_and_not_rebuilt_from_the_reason() -> None:
-    """CRI-O, or a script, may use a word that Kubernetes has for something else."""
+    """CRI-O, or a script, may use a reason that has another meaning in Kubernetes."""
     evidence = api.Evidence(precedence="OWN", raised=True, container_reason="Error")
     failure = recorded(1, "Evicted", exit_code=3, exception="ValueError: x", evidence=evidence)
     read = msgspec.json.decode(msgspec.json.encode(failure), type=api.JobFailure)
@@ -275,8 +275,9 @@ def test_what_was_recorded_first_is_told_with_how_its_pod_ended() -> None:
 def test_what_the_agents_agreed_on_is_the_cause_also_where_node_0_ends_last(
     said: dict[str, Any], found: rules.Class, reason: str
 ) -> None:
-    """Node 1's pod ended half a second before node 0's, and the operator stopped that one: the job restarted for ever,
-    charged to nobody."""
+    """Node 1's pod may end half a second before node 0's, which the operator then stops: the job must not restart for
+    ever without a charge.
+    """
     leader = pod(0, 1 if found == "application" else 75, library(rank=0, ended=True, **said), seconds=11)
     peer = pod(1, 75, library(ended=True))
     cause, its_class = settled(told(leader, 10.5), peer, first=first_sign(peer))
@@ -284,8 +285,9 @@ def test_what_the_agents_agreed_on_is_the_cause_also_where_node_0_ends_last(
 
 
 def test_a_kill_that_the_agents_agreed_on_is_the_cause_also_where_node_0_ends_first() -> None:
-    """The pod of the culprit is stopped in the moment in which it ends: its SIGKILL passed for the kubelet's, and the
-    job went on without a charge after its budget was spent."""
+    """The culprit's pod is stopped at the moment it ends: its SIGKILL must not pass for the kubelet's, so that the job
+    exceeds its budget.
+    """
     first = pod(0, 75, library(ended=True))
     agreed = library(rank=1, exitCode=137, signal="SIGKILL", ended=True, **{"class": "application"})
     cause, its_class = settled(first, told(pod(1, 137, agreed, seconds=11), 10.5), first=first_sign(first), nodes=2)
@@ -310,7 +312,7 @@ MISTAKE = (
 
 
 def test_a_mistake_that_every_node_makes_before_the_first_step_is_permanent() -> None:
-    """`loss.backwrd()` cost four attempts and half a minute."""
+    """`loss.backwrd()` must not cost four attempts and half a minute."""
     pods = [pod(rank, said=MISTAKE) for rank in range(2)]
     assert settled(*pods, nodes=2, untried=True)[1] == "permanent"
     assert settled(*pods, nodes=2, untried=False)[1] == "application", (
@@ -328,7 +330,7 @@ OPTION = "usage: train.py [-h] [--lr LR]\ntrain.py: error: unrecognized argument
 
 
 def test_options_that_every_node_refuses_are_not_tried_again() -> None:
-    """`--lrr 1` was tried four times, and each time all ranks printed their usage."""
+    """`--lrr 1` must not be tried four times, with every rank's usage printed each time."""
     pods = [pod(rank, 2, said=OPTION) for rank in range(2)]
     failure, found = settled(*pods, nodes=2, untried=True)
     assert (failure.exception, found) == ("train.py: error: unrecognized arguments: --lrr 1", "permanent")
@@ -346,7 +348,7 @@ def test_options_that_every_node_refuses_are_not_tried_again() -> None:
 def test_options_that_the_launcher_refuses_are_not_tried_again_although_one_node_alone_came_so_far(
     launcher: str,
 ) -> None:
-    """`ddprun --max-restarts x` was started four times, and the reason was `(ddprun --help has all options)`."""
+    """`ddprun --max-restarts x` must not be started four times, with the reason `(ddprun --help has all options)`."""
     said = f"{launcher}: error: --max-restarts: 'x' is not a number.\n(ddprun --help has all options)\n"
     failure, found = settled(pod(0, 2, said=said), nodes=2, untried=True)
     assert (failure.exception, found) == (said.splitlines()[0], "permanent")
@@ -371,8 +373,8 @@ def test_a_failure_names_the_line_of_the_script_that_raised_it_and_no_librarys()
     ("code", "said"), [(137, "rank 0 done"), (1, table("sigterm-to-torchrun-at-its-end")), (0, "rank 0 done")]
 )
 def test_a_torchrun_that_only_waited_for_the_other_nodes_had_a_rank_that_ended_early(code: int, said: str) -> None:
-    """torchrun stays for five minutes when its ranks have ended with 0, so no pod completes beside the complaint. When
-    node 0's torchrun, which serves its store, ends meanwhile, it ends with 0, and loses a SIGTERM while it logs that.
+    """torchrun waits five minutes after its ranks ended with 0, so no pod completes next to the complaint. If node 0's
+    torchrun, which serves the store, ends meanwhile, it ends with 0, and loses a SIGTERM while it logs that.
     """
     known: dict[str, Any] = {"steps": {0: 20, 1: 20}, "torchrun": True}
     waits = told(pod(0, code, said=said, seconds=22), 11)
@@ -385,8 +387,9 @@ def test_a_torchrun_that_only_waited_for_the_other_nodes_had_a_rank_that_ended_e
 
 
 def test_a_pod_that_ended_with_0_is_not_blamed_before_its_kubelet_has_said_why() -> None:
-    """An evicted trainer ends with 0 at its SIGTERM, and its phase comes later. Recorded until then, "the ranks make
-    different numbers of steps" stayed, and the script was charged for a full disk of its node."""
+    """An evicted trainer ends with 0 at its SIGTERM, and its phase comes later. A verdict before that, "the ranks make
+    different numbers of steps", would charge the script for its node's full disk.
+    """
     complaint, ended = pod(1, said=PEER), told(pod(0, 0), 11)
     waits = msgspec.structs.replace(ended, phase="Running")
     known: dict[str, Any] = {"steps": {0: 20, 1: 20}, "torchrun": True}
@@ -420,7 +423,7 @@ def test_what_no_node_can_start_is_permanent_while_the_job_has_never_trained(cod
     ],
 )
 def test_what_the_interpreter_says_of_a_script_that_is_not_there_is_the_cause(line: str) -> None:
-    """`ended with exit code 2` says nothing, and was tried three times more."""
+    """`ended with exit code 2` does not say that the script is missing, and must not be retried."""
     said = library(exitCode=2, exception=line) if line.startswith("ddprun") else f"{line}\n{line}"
     failure, found = settled(*(pod(rank, 2, said=said) for rank in range(3)), stepped=False)
     assert (failure.exception, found) == (line, "permanent")
@@ -581,8 +584,9 @@ def test_the_trainings_own_lines_are_told_from_torchruns() -> None:
 def test_torchruns_report_begins_at_the_same_line_for_what_is_shown_and_for_the_last_line(
     before: str, report: str
 ) -> None:
-    """describe showed the report of an old torch, of which the message said nothing; with LOGLEVEL=INFO the message
-    had no last line."""
+    """Otherwise describe shows the report of an old torch that the message does not mention; with LOGLEVEL=INFO the
+    message would have no last line.
+    """
     log = f"{before}no data\n{report}\n"
     assert root_cause.own_lines(log)[-1] == "no data"
     assert log_lines.of(log, 1) == "last line: no data"

@@ -1,4 +1,4 @@
-"""What a failure is, what it costs, and when no other try is worth it: the same for the operator and in the pods."""
+"""A failure's class, its charge, and when another try is useless: equal in the operator and in the pods."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fails(
     every: float = 60,
     history: RestartHistory = NOTHING,
 ) -> rules.Verdict:
-    """The verdict on the last of these failures, each `every` seconds after the one before."""
+    """Return the verdict on the last of these failures, each `every` seconds after the one before."""
     verdict = rules.Verdict(True, history, None)
     for number, one in enumerate(found):
         assert verdict.restart, f"failure {number} was the last: {verdict.stop}"
@@ -183,7 +183,7 @@ def test_an_error_of_cuda_has_one_class_whatever_it_is_raised_as_and_is_tried_ag
 @pytest.mark.parametrize(
     ("exception", "mistake"),
     [
-        # As torch 2.11 says it on an H100, and 2.4.
+        # Messages of torch 2.11 on an H100, and of torch 2.4.
         (
             "RuntimeError: Expected all tensors to be on the same device, but got mat1 is on cpu, different from other "
             "tensors on cuda:0 (when checking argument in method wrapper_CUDA_addmm)",
@@ -203,7 +203,7 @@ def test_an_error_of_cuda_has_one_class_whatever_it_is_raised_as_and_is_tried_ag
     ],
 )
 def test_a_mistake_that_names_a_gpu_is_one_and_an_error_of_the_gpu_is_none(exception: str, mistake: bool) -> None:
-    """Tensors on two devices, the commonest mistake with a GPU, were tried as often as a GPU that fails."""
+    """Tensors on two devices, the most common mistake with a GPU, must not be retried as often as a broken GPU."""
     assert rules.is_mistake(exception, 1) == mistake
 
 
@@ -237,7 +237,9 @@ def test_a_rank_that_has_waited_too_long_has_not_lost_its_peer(exception: str, t
     ],
 )
 def test_a_disk_that_is_full_is_no_mistake_of_the_script(exception: str) -> None:
-    """torch.save says nothing else of it (2.13, of /dev/full): a job that had not trained for a minute was given up."""
+    """torch.save reports only this (2.13, writing to /dev/full): a job that has trained for less than a minute must not
+    be given up.
+    """
     assert not rules.is_mistake(exception, 1)
 
 
@@ -253,7 +255,7 @@ def test_a_disk_that_is_full_is_no_mistake_of_the_script(exception: str) -> None
         "torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError",
         "torch.distributed.DistNetworkError: failed to recv, got 0 bytes. Connection was likely closed.",
         "c10::DistBackendError: [Rank 1] Watchdog caught collective operation timeout",
-        # A node that lost its power or its network; a peer that never came.
+        # A node without power or network; a peer that never came.
         "RuntimeError: [../gloo/transport/tcp/pair.cc:535] Read error [10.1.3.122]:42916: No route to host",
         "RuntimeError: [../gloo/transport/tcp/pair.cc:535] Read error [10.1.3.122]:42916: Connection timed out",
         "torch.distributed.DistBackendError: [1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] "
@@ -392,7 +394,7 @@ def test_an_address_in_use_says_which_port(exception: str, port: int | None) -> 
 
 
 def test_complaints_about_peers_alone_are_free_once_until_the_next_new_step() -> None:
-    """Uneven data ends so, every time: it would restart for ever, and nobody would pay."""
+    """Uneven data ends like this every time: the job would restart for ever without a charge."""
     torn = SILENT._replace(only_complaints=True, ran_seconds=3600)
     after = rules.judge("infrastructure", NOTHING, torn, ALLOWED, NOW).history
     assert rules.of_complaints("infrastructure", NOTHING, torn) == "infrastructure"

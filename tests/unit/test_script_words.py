@@ -1,4 +1,4 @@
-"""Which words of `ddpjob run`, `submit` and `init` are ours and which are the script's: as with torchrun."""
+"""Which words of `ddpjob run`, `submit` and `init` are ours and which are the script's, as in torchrun."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def cli(tmp_path: Path) -> Cli:
 
 
 def made(cli: Cli, words: str) -> dict[str, Any]:
-    """The spec of the job that `ddpjob init WORDS` prints."""
+    """Return the spec of the job that `ddpjob init WORDS` prints."""
     done = cli.here("init", *shlex.split(words))
     assert done.returncode == 0, done.stderr
     return yaml.safe_load(done.stdout)["spec"]
@@ -64,7 +64,7 @@ def made(cli: Cli, words: str) -> dict[str, Any]:
     ],
 )
 def test_from_the_first_word_that_is_not_ours_all_words_are_the_scripts(cli: Cli, typed: str, command: str) -> None:
-    """`ddpjob run train.py --lr 0.1` was answered with `No such option '--lr'. (Did you mean one of: '--fail' …)`."""
+    """`ddpjob run train.py --lr 0.1` must not answer `No such option '--lr'. (Did you mean one of: '--fail' …)`."""
     spec = made(cli, typed)
     assert spec["template"]["spec"]["containers"][0]["command"] == command.split()
     assert spec["nodes"] == 1, "as torchrun: one node unless more are given"
@@ -102,7 +102,7 @@ def test_torchruns_spellings_of_our_options_are_understood_before_and_directly_b
 def test_an_option_that_the_script_has_too_starts_nothing_and_both_spellings_are_shown(
     cli: Cli, typed: str, ours: str, theirs: str
 ) -> None:
-    """The script's own --env, --report and --logs were taken from it in silence."""
+    """The script's own --env, --report and --logs must not be taken silently."""
     done = cli.here("run", *typed.split())
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
@@ -182,7 +182,7 @@ def test_what_is_typed_out_of_habit_is_answered_with_what_to_type(cli: Cli, type
     ],
 )
 def test_only_what_is_close_is_suggested(cli: Cli, typed: str, meant: str) -> None:
-    """`--epochs` was answered by `Did you mean one of: '--report', '--yes'?`."""
+    """`--epochs` must not be answered by `Did you mean one of: '--report', '--yes'?`."""
     done = cli.here(*typed.split())
     assert done.returncode == 2
     assert meant in done.stderr
@@ -211,7 +211,7 @@ def test_options_stand_anywhere_around_a_YAML_file(cli: Cli) -> None:
     ],
 )
 def test_the_title_names_the_numbers_that_nobody_gave(cli: Cli, given: Any, devices: int, said: str) -> None:
-    """`ddpjob run train.py` ran on one of eight GPUs, and did not say so."""
+    """`ddpjob run train.py` uses one of eight GPUs, and must say so."""
     source = sources.Source(str(cli.folder / "train.py"), **given)
     assert sources.defaults(source, sources.load(source)[1], devices) == said
     job = sources.Source(str(cli.file("pass")))

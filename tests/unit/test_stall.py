@@ -1,4 +1,4 @@
-"""When a job has stalled: what its reports prove, and what they never do."""
+"""When a job has stalled: what its reports prove, and what they cannot."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Trainers:
         self.receiving_since: dt.datetime | None = None
 
     def makes(self, step: int, phase: Phase | None = "train", *, rank: int = 0, attempt: int = 1) -> Trainers:
-        """From now on the reports of a rank have this step and phase."""
+        """Use this step and phase in the rank's reports from now on."""
         self.saying[rank] = Report(step=step, rank=rank, node_rank=rank // 8, attempt=attempt, phase=phase)
         return self
 
     def report(self, seconds: float = 5.0) -> Trainers:
-        """Time passes, and then all report."""
+        """Let time pass, then let all report."""
         self.now += dt.timedelta(seconds=seconds)
         for rank, report in self.saying.items():
             pace = stall.update(self.trackers.get(rank), report, self.now, self.receiving_since)
@@ -42,13 +42,13 @@ class Trainers:
         return self
 
     def stay(self, seconds: float) -> Trainers:
-        """Alive, and no step."""
+        """Report without making a step."""
         for _ in range(round(seconds / 5)):
             self.report()
         return self
 
     def train(self, steps: int, seconds: float = 5.0, *, ranks: tuple[int, ...] = (0,)) -> Trainers:
-        """So many steps, each of which takes so long."""
+        """Make so many steps of this duration."""
         for _ in range(steps):
             self.stay(seconds - 5)
             for rank in ranks:
@@ -58,13 +58,13 @@ class Trainers:
         return self
 
     def silent(self, seconds: float) -> Trainers:
-        """Time passes without a report."""
+        """Let time pass without a report."""
         self.now += dt.timedelta(seconds=seconds)
         return self
 
     @property
     def found(self) -> str:
-        """stall, warning or nothing."""
+        """Return stall, warning or nothing."""
         finding = stall.find(self.trackers, self.setting, self.now)
         return "" if finding is None else finding.kind
 
@@ -111,7 +111,7 @@ def test_who_reports_no_more_is_said_and_is_not_who_stands_still() -> None:
 
 @pytest.mark.parametrize("phase", ["start", "train"])
 def test_a_hang_that_agents_have_ended_was_not_survived(phase: Phase) -> None:
-    """Else the next one, which only the operator may find, is found three times later."""
+    """Otherwise the next hang, which only the operator may find, is found three times later."""
     trainers = Trainers().train(30).stay(20 * MINUTE)
     before = trainers.trackers[0].learned
     trainers.makes(0 if phase == "start" else 4, phase).report()
@@ -216,7 +216,7 @@ def test_steps_between_two_reports_share_the_time() -> None:
 def test_imports_and_declared_pauses_have_their_own_time_and_more_where_a_step_has_more(
     timeout: int, step: int, phase: Phase, hours: float, said: str
 ) -> None:
-    """Compilation comes before the first step. Who allows a step an hour allows a pause three."""
+    """Compilation comes before the first step. A limit of an hour per step allows pauses of three."""
     job = Trainers(timeout_seconds=timeout).train(step).makes(step, phase).report()
     assert job.stay(hours * HOUR).found == ""
     assert job.report().found == "stall"

@@ -1,4 +1,4 @@
-"""The watchdog of ddprun: what the beats of the ranks prove, and which rank of a group at a standstill is named."""
+"""ddprun's watchdog: what the ranks' heartbeats prove, and which rank of a stalled group is named."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ddprun.watch_ranks import position
 
 
 class Ranks:
-    """The ranks of a node, looked at once a second."""
+    """The ranks of a node, checked once a second."""
 
     def __init__(self, timeout: float | None = None) -> None:
         self.timeout, self.now = timeout, 1000.0
@@ -37,12 +37,12 @@ class Ranks:
     def say(
         self, rank: int = 0, phase: Any = "train", step: int = 0, collectives: int = 0, *, completed: bool = False
     ) -> Ranks:
-        """From now on this rank says so."""
+        """Set this rank's heartbeat from now on."""
         self.beats[rank] = Heartbeat(4711, phase, step, collectives, completed=completed)
         return self
 
     def look(self, seconds: int = 1) -> StallReport:
-        """So many looks; what the last one proves."""
+        """Check so many times; return what the last check proves."""
         for _ in range(seconds):
             self.now += 1.0
             folded = {
@@ -52,7 +52,7 @@ class Ranks:
         return stall_monitor.stall_report(self.trackers, self.timeout, self.now)
 
     def train(self, steps: int, seconds: int = 1) -> Ranks:
-        """Rank 0 makes so many steps of so many seconds."""
+        """Let rank 0 make so many steps of so many seconds."""
         for _ in range(steps):
             before = self.beats.get(0, Heartbeat(1, "train", 0, 0))
             self.say(step=before.step + 1)
@@ -73,7 +73,7 @@ def test_a_rank_stands_when_its_limit_is_over_and_at_the_next_look() -> None:
 
 @pytest.mark.parametrize("phase", ["", "start"])
 def test_a_limit_that_is_set_holds_from_the_first_completed_collective(phase: Any) -> None:
-    """A hang in the first seconds was not found in 150 s, although the limit was 15."""
+    """A hang in the first seconds must be found with a limit of 15 s."""
     ranks = Ranks(15.0).say(phase=phase, collectives=1)
     assert ranks.look(200).stalled is False, "the other rank may still load its data"
     ranks.say(phase=phase, collectives=1, completed=True)
@@ -214,7 +214,7 @@ def test_without_the_library_only_who_waits_for_another_rank_proves_a_hang() -> 
 
 @pytest.mark.parametrize(("idle", "found"), [([True, True], True), ([True, False], False), ([False, False], False)])
 def test_without_the_library_who_waits_for_nobody_proves_a_hang_by_doing_nothing(idle: list[bool], found: bool) -> None:
-    """A rank that hangs in its last save keeps its nodes for ever; one that evaluates must not be ended."""
+    """A rank that hangs in its last save would keep its nodes for ever; one that evaluates must not be ended."""
     stalled = StallReport(BY_COLLECTIVES, True, 300.0, "train")
     group = Standstill()
     group.heard(0, stalled)
@@ -229,7 +229,7 @@ def test_without_the_library_who_waits_for_nobody_proves_a_hang_by_doing_nothing
 
 
 def test_when_the_others_have_ended_a_short_training_was_one() -> None:
-    """A script of some seconds that hangs at its end would have the half hour of a start."""
+    """A script of some seconds that hangs at its end must not get the half hour of a start."""
     ranks = Ranks(10.0).say(phase="", collectives=3)
     assert ranks.look(100).stalled is False
     ranks.beats[0] = ranks.beats[0]._replace(over=True)
@@ -382,7 +382,7 @@ def test_a_rank_waited_in_its_last_collective_where_it_has_begun_nothing_after_i
 
 
 def test_a_rank_that_may_wait_outside_the_default_group_says_so() -> None:
-    """It looks as one that has ended its last collective and does not come to the next."""
+    """It looks like a rank that has ended its last collective and does not reach the next."""
     assert not waits_apart([entry(7), entry(1, group="1"), entry(8, retired=False)], 8)
     assert not waits_apart([entry(7), entry(8)], None), "the group is left"
     assert not waits_apart([], None)

@@ -1,4 +1,4 @@
-"""What is kept of jobs that do nothing, when it is read again, and which jobs wait for room."""
+"""What is kept of idle jobs, when it is read again, and which jobs wait for room."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LARGE = 120_000
 
 
 def stored(name: str = "digits", namespace: str = "default", text: int = LARGE, **spec: Any) -> Raw:
-    """A job as a user has just created it."""
+    """Return a job as a user has just created it."""
     raw = manifest(**spec)
     env = [{"name": f"V{number}", "value": "x" * 1_000} for number in range(text // 1_020)]
     raw["spec"]["template"]["spec"]["containers"][0]["env"] = env
@@ -43,7 +43,7 @@ def stored(name: str = "digits", namespace: str = "default", text: int = LARGE, 
 
 
 class Cluster:
-    """An API server that holds DDPJobs, and an operator that leads. Pods are made, and nothing runs in them."""
+    """An API server with DDPJobs, and an operator that leads. Pods are created, but nothing runs in them."""
 
     def __init__(self, limits: storage.StoredLimits = storage.DEFAULT) -> None:
         self.stored: dict[Key, Raw] = {}
@@ -64,7 +64,7 @@ class Cluster:
         self.reconciler = Reconciler(caches, states, reports, lookup, executor, runtime, Settings())
 
     def user_puts(self, raw: Raw) -> Key:
-        """A user creates or changes a job, and the watch shows it."""
+        """Let a user create or change a job, and the watch show it."""
         key = (raw["metadata"]["namespace"], raw["metadata"]["name"])
         self._store(key, copy.deepcopy(raw))
         self.jobs.put(reading.stored_job(orjson.dumps(self.stored[key])))
@@ -77,7 +77,7 @@ class Cluster:
         self.user_puts(raw)
 
     def lists(self) -> None:
-        """The operator lists all jobs again."""
+        """Let the operator list all jobs again."""
         for raw in self.stored.values():
             if not self.jobs.has(raw):
                 self.jobs.put(reading.stored_job(orjson.dumps(raw)))
@@ -87,7 +87,7 @@ class Cluster:
         self.jobs.remove(*key, raw["metadata"]["uid"])
 
     def reconciles(self, key: Key) -> list[str]:
-        """What it asks of the server meanwhile."""
+        """Reconcile; return the requests meanwhile."""
         self.requests.clear()
         self.changed.clear()
         self.again_in = asyncio.run(self._until_done(key))
@@ -145,12 +145,12 @@ def _job_of(raw: Any) -> Key:
 
 
 def kept(cluster: Cluster, key: Key) -> int:
-    """The length of what is kept of a job."""
+    """Return the length of what is kept of a job."""
     return len(orjson.dumps(cluster.jobs.get(key)))
 
 
 def test_of_a_large_job_that_is_suspended_a_thousandth_is_kept() -> None:
-    """600 of them of 280 kB would fill the operator's memory, and nobody's job would go on."""
+    """600 jobs of 280 kB would otherwise fill the operator's memory, and stop everybody's jobs."""
     cluster = Cluster()
     key = cluster.user_puts(stored(suspend=True))
     cluster.reconciles(key)
@@ -160,7 +160,7 @@ def test_of_a_large_job_that_is_suspended_a_thousandth_is_kept() -> None:
 
 
 def test_a_new_leader_asks_nothing_for_large_jobs_that_are_suspended() -> None:
-    """2,000 of them would be read again, 560 MB, each time that an operator starts."""
+    """Otherwise 2,000 of them, 560 MB, are read at each start of an operator."""
     before = Cluster()
     key = before.user_puts(stored(suspend=True))
     before.reconciles(key)
@@ -225,7 +225,7 @@ def test_a_large_job_that_is_gone_when_it_is_read_is_forgotten() -> None:
 
 
 def test_small_jobs_are_kept_whole_as_long_as_there_is_room() -> None:
-    """To read an ordinary job once more for each of its events would cost the API server a fifth more."""
+    """Reading an ordinary job again for each of its events would cost the API server a fifth more."""
     cluster = Cluster()
     key = cluster.user_puts(stored(text=0, suspend=True))
     assert "GET digits" not in cluster.reconciles(key)
@@ -236,7 +236,7 @@ def test_small_jobs_are_kept_whole_as_long_as_there_is_room() -> None:
 
 
 def room_for(count: float) -> storage.StoredLimits:
-    """In a namespace; in all for twice as many."""
+    """Return limits for one namespace; all together get twice as much."""
     need = storage.size(reading.job(stored())) + 1
     return storage.StoredLimits(0, int(2 * count * need), int(count * need), 0, 0)
 
@@ -276,7 +276,7 @@ def test_a_job_that_waits_begins_by_itself_when_there_is_room(how: str) -> None:
 
 
 def test_a_job_that_has_begun_is_never_given_up_for_a_budget() -> None:
-    """A new leader may have less room than the one before, and a status may be written by hand."""
+    """A new leader may have less room than the one before, and anybody may write a status."""
     before = Cluster()
     keys = [before.user_puts(stored(f"j{n}")) for n in range(5)]
     for key in keys:
@@ -309,7 +309,7 @@ def test_a_job_that_is_resumed_waits_for_room_as_a_new_one_does_and_one_that_run
 
 
 def test_what_a_large_job_has_in_a_list_is_the_same_as_when_it_was_whole_before() -> None:
-    """Else each list would look like a change of all jobs."""
+    """Otherwise each list looks like a change of all jobs."""
     raw = stored(suspend=True) | {"status": {"state": "Suspended", "attempt": 2, "message": "x" * 4_000}}
     raw["metadata"]["managedFields"] = [{"manager": "kubectl", "fieldsV1": {"f:spec": {}}}]
     of_list = reading.stored_job(orjson.dumps(raw))
@@ -334,7 +334,7 @@ def test_what_is_kept_is_short_whoever_has_written_it() -> None:
 
 
 def crowded(of: str, count: int = 6) -> tuple[Cluster, list[Key]]:
-    """A namespace in which there is room for the remainders of two jobs that rest, and of two that do not."""
+    """Return a namespace with room for two cut jobs that rest, and two that do not."""
     room = 2 * storage.OF_A_JOB
     cluster = Cluster(storage.StoredLimits(0, 1 << 27, 1 << 26, 0, 0, 4 * room, room))
     keys = [cluster.user_puts(stored(f"{of}{number}", suspend=True)) for number in range(count)]
@@ -345,7 +345,7 @@ def crowded(of: str, count: int = 6) -> tuple[Cluster, list[Key]]:
 
 
 def test_of_more_suspended_jobs_than_there_is_room_for_nothing_is_kept_and_others_begin() -> None:
-    """100,000 suspended jobs of one namespace took 238 MiB of every operator, and 200,000 ended it."""
+    """100,000 suspended jobs of one namespace would take 238 MiB of every operator, and 200,000 end it."""
     cluster, keys = crowded("j")
     for _ in range(3):
         cluster.lists()
@@ -378,7 +378,7 @@ def test_jobs_that_find_no_place_at_all_are_served_by_later_lists() -> None:
 
 
 def test_a_job_that_was_left_out_and_has_pods_is_read_for_its_reconcile() -> None:
-    """Its pods would run on after its end, because nobody knows the job."""
+    """Otherwise its pods run on after its end, because nobody knows the job."""
     cluster, keys = crowded("j")
     (left_out,) = [key for key in keys if cluster.jobs.get(key) is None][:1]
     assert cluster.reconciles(left_out) == []

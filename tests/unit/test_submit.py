@@ -1,4 +1,4 @@
-"""`ddpjob submit`: what goes with a job, what is left out, and what a cluster gets."""
+"""`ddpjob submit`: what is sent with a job, what is left out, and what a cluster gets."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SOUND = "import torch.distributed as dist\nprint('trains')\n"
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's folder with a script, and the working folder."""
+    """Return the user's folder with a script, which is the working folder."""
     path = tmp_path / "my project"
     path.mkdir()
     (path / "train.py").write_text(SOUND)
@@ -44,7 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def unpacked(data: bytes) -> dict[str, str]:
-    """Path → content, or where a link leads."""
+    """Return path → content, or a link's target."""
     with tarfile.open(fileobj=io.BytesIO(data)) as tar:
         found = {}
         for member in tar:
@@ -54,7 +54,7 @@ def unpacked(data: bytes) -> dict[str, str]:
 
 
 def code_of(config_map: dict[str, Any]) -> dict[str, str]:
-    """The files in a ConfigMap."""
+    """Return the files in a ConfigMap."""
     return unpacked(base64.b64decode(config_map["binaryData"]["code.tar.gz"]))
 
 
@@ -67,7 +67,7 @@ def trainer_of(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_folder_is_packed_with_its_names_programs_and_links(folder: Path) -> None:
-    """What ran locally runs there."""
+    """Code that ran locally must run in the cluster."""
     (folder / "übung mit leer").mkdir()
     (folder / "übung mit leer" / "größe.txt").write_text("ä")
     (folder / "run.sh").write_text("#!/bin/sh\n")
@@ -95,7 +95,7 @@ def test_the_same_files_are_the_same_archive(folder: Path) -> None:
 
 
 def test_what_git_ignores_and_what_is_no_program_stays_here(folder: Path) -> None:
-    """An environment of 5 GB lies in many folders."""
+    """Many folders contain an environment of 5 GB."""
     (folder / ".gitignore").write_text("data/\n*.log\n/only-here\n!keep.log\n")
     for path in ("data/x.bin", "a.log", "keep.log", "only-here", "lib/only-here", ".git/config", "__pycache__/a.pyc"):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +109,7 @@ def test_what_git_ignores_and_what_is_no_program_stays_here(folder: Path) -> Non
 
 
 def test_gitignore_means_what_it_means_to_git(folder: Path) -> None:
-    """git itself is asked."""
+    """Compared with git itself."""
     unreadable = "!\n[z-a]\nend\\\n"
     (folder / ".gitignore").write_text(
         f"*.tmp\nbuild/\n!important.tmp\ndocs/**/gen\n# no\n\\#yes\nspace\\ \n{unreadable}"
@@ -128,7 +128,7 @@ def test_gitignore_means_what_it_means_to_git(folder: Path) -> None:
 
 
 def test_credentials_stay_here_and_are_named(folder: Path) -> None:
-    """Whoever may read ConfigMaps could read them."""
+    """Anybody who may read ConfigMaps could read them."""
     (folder / "deploy").write_text("-----BEGIN OPENSSH PRIVATE KEY-----\nabc\n")
     (folder / "keys").mkdir()
     for name in (".env", "prod.env", "keys/id_rsa", "tls.pem", ".netrc"):
@@ -141,7 +141,7 @@ def test_credentials_stay_here_and_are_named(folder: Path) -> None:
 
 
 def test_snapshots_of_a_training_here_stay_here_and_are_named(folder: Path) -> None:
-    """A job in the cluster goes on from the end of a run on this machine, makes no step, and succeeds."""
+    """Otherwise a job in the cluster resumes at the end of a local run, makes no step, and succeeds."""
     for below in ("snapshots", "old/snapshots"):
         (folder / below).mkdir(parents=True)
         (folder / below / "writer-000001.json").write_text("{}")
@@ -164,7 +164,7 @@ def test_links_that_lead_out_in_a_circle_or_nowhere_are_left_out_and_named(folde
 
 
 def test_a_folder_of_2_gb_is_refused_at_once_with_what_is_large_in_it(folder: Path) -> None:
-    """Nothing of it is read: the file is sparse, and a reader would take minutes."""
+    """Nothing of it is read: the file is sparse, and reading it would take minutes."""
     (folder / "data").mkdir()
     with (folder / "data/train.bin").open("wb") as file:
         file.truncate(2 << 30)
@@ -192,7 +192,7 @@ def test_what_does_not_fit_packed_and_too_many_files_are_refused(folder: Path) -
 
 
 def test_a_script_becomes_a_job_that_owns_its_code(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """No image of one's own, and nothing is left in the namespace when the job is deleted."""
+    """The user needs no image, and nothing is left in the namespace when the job is deleted."""
     done = ddpjob("submit", "train.py", "--nodes", 2, "--nproc-per-node", 4, "--", "--epochs", "5")
     assert done.code == 0, done.err
     job, config_map = cluster.find("ddpjobs", "train"), cluster.find("configmaps")
@@ -233,7 +233,7 @@ def test_two_jobs_with_the_same_code_share_it_until_the_last_is_deleted(
 def test_code_of_the_same_name_with_another_content_is_refused(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """Somebody has put it there: it would be run as the user's own."""
+    """Somebody else created it: it would run as the user's own code."""
     ddpjob("submit", "train.py", "--name", "a")
     cluster.find("configmaps")["binaryData"]["code.tar.gz"] = "AAAA"
     ddpjob("submit", "train.py", "--name", "b", code=1, says="has not this code")
@@ -286,14 +286,14 @@ def test_a_dry_run_needs_no_cluster_and_prints_what_kubectl_can_apply(
 
 @pytest.mark.parametrize("image", [[], ["--image", "ddpjob-trainer"]])
 def test_an_image_that_is_loaded_onto_the_nodes_is_not_pulled(folder: Path, ddpjob: Ddpjob, image: list[str]) -> None:
-    """On kind a job waits for ever in ErrImagePull, though each node has its image."""
+    """On kind a job must not wait for ever in ErrImagePull while each node has its image."""
     *_, job = yaml.safe_load_all(ddpjob("submit", "train.py", "--dry-run", *image).out)
     pod = job["spec"]["template"]["spec"]
     assert {c["imagePullPolicy"] for c in (*pod["containers"], *pod["initContainers"])} == {"IfNotPresent"}
 
 
 def test_a_script_that_saves_where_a_pod_loses_it_is_told_so(folder: Path, ddpjob: Ddpjob) -> None:
-    """A training of a week succeeds, and its model is nowhere."""
+    """Otherwise a training of a week succeeds, and its model is lost."""
     (folder / "train.py").write_text(SOUND + "\nimport torch\ntorch.save(1, 'model.pt')\n")
     lost = f"Line {len(SOUND.splitlines()) + 3} saves files, which a pod loses at its end: mount a volume"
     assert lost in ddpjob("submit", "train.py", "--dry-run").err
@@ -339,8 +339,7 @@ JOB = (
 def test_a_job_of_the_cluster_is_submitted_again_under_another_name(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """`ddpjob get mine -o yaml` has what the API server has written. It refused that with 500, which was told as a
-    server that is overloaded."""
+    """`ddpjob get mine -o yaml` contains fields that the API server wrote, and refuses in a new job with 500."""
     (folder / "job.yaml").write_text(JOB)
     assert ddpjob("submit", "job.yaml").code == 0
     first = cluster.find("ddpjobs", "mine")
@@ -358,7 +357,7 @@ def test_a_job_of_the_cluster_is_submitted_again_under_another_name(
 
 
 def test_a_job_with_generate_name_gets_a_new_name_each_time(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """As `kubectl create` does it, for one YAML that is submitted again and again."""
+    """As `kubectl create` does, for one YAML that is submitted repeatedly."""
     (folder / "job.yaml").write_text(JOB.replace("{name: mine}", "{generateName: sweep-}"))
     for _ in range(2):
         assert re.match(r"sweep-[a-z0-9]{5} is submitted", ddpjob("submit", "job.yaml").err)
@@ -371,7 +370,7 @@ def test_a_job_with_generate_name_gets_a_new_name_each_time(folder: Path, cluste
 def test_yaml_comes_from_stdin_too_and_arguments_replace_those_of_the_file(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As ddpjob run has it."""
+    """As in ddpjob run."""
     (folder / "job.yaml").write_text(JOB)
     assert ddpjob("submit", "job.yaml", "--", "--epochs", "9").code == 0
     assert trainer_of(cluster.find("ddpjobs", "mine"))["command"] == ["torchrun", "train.py", "--epochs", "9"]
@@ -381,7 +380,7 @@ def test_yaml_comes_from_stdin_too_and_arguments_replace_those_of_the_file(
 
 
 def test_a_field_without_a_value_is_as_if_it_were_not_there(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """`resources:` with all below it commented out: a stack of this program was shown."""
+    """`resources:` with everything below it commented out must not cause a traceback."""
     empty = "image: i, resources: null, workingDir: null, volumeMounts: null"
     (folder / "job.yaml").write_text(JOB.replace("image: i", empty))
     assert ddpjob("submit", "job.yaml", "--gpus", 2, "--code", ".").code == 0
@@ -397,7 +396,7 @@ def notebook(*cells: str) -> str:
 def test_a_notebook_goes_as_the_script_of_its_cells_with_the_folder_it_is_in(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """ddpjob run takes it, and submit read its JSON as a DDPJob."""
+    """As in ddpjob run; submit must not read its JSON as a DDPJob."""
     (folder / "try it.ipynb").write_text(notebook("%pip list\nimport train", "print(train)"))
     done = ddpjob("submit", "try it.ipynb", "--", "--epochs", "5")
     assert done.code == 0, done.err
@@ -410,7 +409,7 @@ def test_a_notebook_goes_as_the_script_of_its_cells_with_the_folder_it_is_in(
 def test_the_script_of_a_notebook_replaces_no_file_of_its_folder(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """train.ipynb beside train.py, which it may import."""
+    """train.ipynb may import the train.py next to it."""
     (folder / "src").mkdir()
     (folder / "src/train.ipynb").write_text(notebook("x = 1"))
     (folder / "src/train.py").write_text("y = 2\n")
@@ -436,7 +435,7 @@ def test_the_script_of_a_notebook_replaces_no_file_of_its_folder(
 def test_what_is_wrong_with_a_notebook_is_said_with_its_cell(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob, text: str, words: list[str], says: str
 ) -> None:
-    """Lines of a file in /tmp that is gone tell nobody where to look."""
+    """Lines of a deleted file in /tmp would not help."""
     (folder / "nb.ipynb").write_text(text)
     (folder / "sub").mkdir()
     done = ddpjob("submit", "nb.ipynb", "--nodes", 2, *words)
@@ -449,7 +448,7 @@ def test_what_is_wrong_with_a_notebook_is_said_with_its_cell(
 def test_a_script_from_stdin_goes_alone_or_into_the_folder_that_is_named(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its job named a file in /tmp of this machine, which no pod has."""
+    """A file in /tmp of this machine exists in no pod."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("print(1)\n"))
     assert ddpjob("submit", "-", "--name", "alone").code == 0
     assert trainer_of(cluster.find("ddpjobs", "alone"))["command"] == ["ddprun", "stdin.py"]
@@ -463,7 +462,7 @@ def test_a_script_from_stdin_goes_alone_or_into_the_folder_that_is_named(
 def test_a_script_in_a_folder_of_code_elsewhere_is_checked(
     folder: Path, tmp_path: Path, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was looked for under its path in the pod, not found, and so not read."""
+    """It must not be searched for under its path in the pod."""
     (folder / "src").mkdir()
     (folder / "src/train.py").write_text(f"import torch.distributed as d\n{LOCAL_RANK}")
     monkeypatch.chdir(tmp_path)
@@ -525,7 +524,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(
 
 
 def test_a_mistake_that_check_finds_is_not_submitted(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """It would cost a queue, an image pull and GPUs to find out."""
+    """Otherwise the mistake costs a queue, an image pull and GPUs."""
     (folder / "train.py").write_text(f"import torch.distributed as d\n{LOCAL_RANK}")
     ddpjob("submit", "train.py", "--nodes", 2, code=2, says="rank-is-local-rank")
     assert cluster.objects == {}
@@ -536,7 +535,7 @@ def test_a_mistake_that_check_finds_is_not_submitted(folder: Path, cluster: Fake
 
 
 def _operator(cluster: FakeCluster, state: str, lines: list[str], by: str = " {place}") -> None:
-    """What operator and kubelets do: two pods run, print, and end."""
+    """Act as operator and kubelets do: two pods run, print, and end."""
     while (job := cluster.find("ddpjobs", "train")) is None:
         time.sleep(0.01)
     pods = [cluster.add("pods", pod("train", 1, place)) for place in (0, 1)]
@@ -610,7 +609,7 @@ def test_ctrl_c_ends_following_and_says_that_the_job_goes_on(folder: Path, clust
 
 @pytest.mark.parametrize("number", range(3))
 def test_each_job_of_the_page_on_code_is_valid(number: int) -> None:
-    """It is copied as it is."""
+    """Readers copy it unchanged."""
     page = (Path(__file__).parents[2] / "docs/your-code.md").read_text()
     jobs = [yaml.safe_load(block) for block in re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)]
     parsed, problems = validation.parse(jobs[number])

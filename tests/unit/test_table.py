@@ -1,4 +1,4 @@
-"""What stands at the bottom of the terminal during a local run, line by line, at three widths."""
+"""The table at the bottom of the terminal during a local run, line by line, at three widths."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def text(what: RunMoment, width: int, height: int = 22, nodes: tuple[NodeRow, ..
 
 
 def trained(losses: int = 40, slow_from: int = 1000) -> tuple[api.Status, History]:
-    """A run that reports once a second, with a falling loss; from some step on its steps take twice as long."""
+    """Return a run that reports once a second, with a falling loss; from some step on its steps take twice as long."""
     history, what, seconds = History(), status(), 2.0
     for step in range(1, losses + 1):
         seconds += 2 if step > slow_from else 1
@@ -81,7 +81,7 @@ def trained(losses: int = 40, slow_from: int = 1000) -> tuple[api.Status, Histor
 
 
 def test_at_120_columns_each_rank_has_its_step_process_and_use_of_cpu_and_gpu() -> None:
-    """A user asks whether it is fine, how long it takes, and which process to look at."""
+    """Users want to know if it is fine, how long it takes, and which process to inspect."""
     assert text(moment(status(progress=progress(312, 40)), 41), 120) == [
         "Running  step 312/1125  27 %  24s left  attempt 1  elapsed 41s",
         "5,210 samples/s  loss 0.484  learning_rate 1.22e-06",
@@ -92,14 +92,14 @@ def test_at_120_columns_each_rank_has_its_step_process_and_use_of_cpu_and_gpu() 
 
 
 def test_at_80_columns_the_figures_that_matter_least_are_left_out() -> None:
-    """On the usual terminal a line is cut in the middle of a figure."""
+    """Otherwise a line on the usual terminal is cut in the middle of a figure."""
     lines = text(moment(status(progress=progress(312, 40)), 41), 80)
     assert lines[0] == "Running  step 312/1125  27 %  24s left  attempt 1  elapsed 41s"
     assert lines[3] == "  node 0  rank 0  Running  step 312  pid 4312  CPU  98 %  1.2 GB"
 
 
 def test_at_40_columns_lines_are_wrapped_and_processes_left_out() -> None:
-    """In a narrow pane the state, the step and the time left are what a user looks for."""
+    """In a narrow pane users look for the state, the step and the time left."""
     assert text(moment(status(progress=progress(312, 40)), 41), 40) == [
         "Running  step 312/1125  27 %  24s left",
         "attempt 1  elapsed 41s",
@@ -124,17 +124,17 @@ def test_at_40_columns_lines_are_wrapped_and_processes_left_out() -> None:
 def test_while_nothing_trains_it_says_what_is_waited_for_and_since_when(
     what: api.Status, seconds: float, initialized: dt.datetime | None, head: str
 ) -> None:
-    """A user watches a line that does not change for 19 s, and presses Ctrl-C."""
+    """A line that does not change for 19 s makes users press Ctrl-C."""
     assert text(moment(what, seconds, initialized=initialized), 120)[0] == head
 
 
 def test_a_script_that_cannot_report_is_not_said_to_import() -> None:
-    """A user reads losses of the script, and between them "Starting: importing, 30s", and takes the job for stuck."""
+    """ "Starting: importing, 30s" between losses of the script makes users think that the job hangs."""
     assert table.summary(moment(status(), 11, reports=False)) == "Running, attempt 1: elapsed 11s"
 
 
 def test_a_script_without_steps_is_offered_the_line_that_reports_them_after_a_minute() -> None:
-    """A user of a plain script reads "no step reported, 2s" from the first second, and looks for what is broken."""
+    """ "no step reported, 2s" from the first second would make users of a plain script look for a fault."""
     assert table.hint(moment(status(), 31, reports=False)) == ""
     assert "ddpjob.progress(step=i)" in table.hint(moment(status(), 71, reports=False))
     assert text(moment(status(), 71, reports=False), 120, nodes=())[-1] == table.NO_STEPS
@@ -143,7 +143,7 @@ def test_a_script_without_steps_is_offered_the_line_that_reports_them_after_a_mi
 
 
 def test_the_first_step_after_a_restart_has_no_pace_of_the_ranks_before() -> None:
-    """A user reads 113 ms/step, which the ranks made that are dead now, beside the first step of the new ones."""
+    """113 ms/step of dead ranks must not stand next to the first step of the new ones."""
     _, history = trained()
     what = status(progress=progress(1, 50, attempt=2), **RESTARTED | {"attempt_time": at(45), "running_time": at(46)})
     history.take(what, START, at(50))
@@ -154,7 +154,7 @@ def test_the_first_step_after_a_restart_has_no_pace_of_the_ranks_before() -> Non
 
 
 def test_in_plain_lines_a_wait_is_told_as_well() -> None:
-    """A CI log is silent for 19 s, and its reader takes the job for one that hangs."""
+    """A CI log that is silent for 19 s looks like a job that hangs."""
     assert table.summary(moment(status(), 11)) == "Starting, attempt 1: importing, 10s"
     assert table.summary(moment(status(progress=progress(312, 40)), 41)) == (
         "Running  step 312/1125  27 %  24s left  5,210 samples/s  loss 0.484  learning_rate 1.22e-06"
@@ -162,7 +162,7 @@ def test_in_plain_lines_a_wait_is_told_as_well() -> None:
 
 
 def test_after_a_restart_no_figure_of_the_attempt_before_is_shown() -> None:
-    """A user reads "5s left" from ranks that are dead, while the new ones import torch."""
+    """ "5s left" of dead ranks must not show while the new ones import torch."""
     before = status(progress=progress(200, 19), **RESTARTED)
     lines = text(moment(before, 28), 120)
     assert lines[0] == "Starting  attempt 2: importing, 6s  1 restart  elapsed 28s"
@@ -172,19 +172,19 @@ def test_after_a_restart_no_figure_of_the_attempt_before_is_shown() -> None:
 
 
 def test_after_a_restart_in_place_no_figure_of_the_generation_before_is_shown() -> None:
-    """Under ddprun the attempt stays the same, and the figures of the dead ranks with it."""
+    """Under ddprun the attempt stays the same, but figures of dead ranks must not."""
     what = status(progress=progress(200, 19), failures=[FAILURE], furthest_step=200)
     assert text(moment(what, 26), 120)[0] == "Starting  attempt 1: importing, 6s  elapsed 26s"
 
 
 def test_the_last_failure_stays() -> None:
-    """What failed an hour ago has scrolled away, and a user sees "1 restart" without a reason."""
+    """A failure of an hour ago has scrolled away, and "1 restart" has no reason without it."""
     lines = text(moment(status(progress=progress(900, 90, attempt=2), **RESTARTED), 91), 60)
     assert lines[-2:] == ["✖ attempt 1: rank 1 (node 1) was killed by SIGKILL at step", "200"]
 
 
 def test_a_narrow_terminal_shows_the_cause_of_a_failure_too() -> None:
-    """At 40 columns the red line ended with `rank 1 (node 1) ended wi…`: everything but the cause."""
+    """At 40 columns the red line must not end with `rank 1 (node 1) ended wi…`, without the cause."""
     why = "rank 1 (node 1) ended with exit code 1 in train.py:41 (ValueError: no such shard: 7)"
     failed = RESTARTED | {"failures": [replace(FAILURE, message=why)]}
     lines = text(moment(status(progress=progress(900, 90, attempt=2), **failed), 91), 40)
@@ -196,7 +196,7 @@ def test_a_narrow_terminal_shows_the_cause_of_a_failure_too() -> None:
 
 
 def test_the_loss_has_a_curve_of_20_characters() -> None:
-    """A user cannot see whether it learns without another tool."""
+    """Otherwise users need another tool to see if it learns."""
     line = text(moment(*_shown(trained())), 120)[1]
     assert line.startswith("1 s/step  5,210 samples/s  loss 0.025 █")
     assert len(line.split()[-1]) == 20
@@ -204,7 +204,7 @@ def test_the_loss_has_a_curve_of_20_characters() -> None:
 
 
 def test_a_step_that_takes_longer_than_before_is_said_to() -> None:
-    """A job that slows down, by a hot GPU or a full disk, looks as it did."""
+    """A job that slows down, because of a hot GPU or a full disk, must look different."""
     line = text(moment(*_shown(trained(losses=60, slow_from=45))), 120)[1]
     assert re.match(r"2 s/step, \d\d % slower  ", line)
     assert "slower" not in text(moment(*_shown(trained(losses=60))), 120)[1]
@@ -215,7 +215,7 @@ def _shown(run: tuple[api.Status, History]) -> tuple[api.Status, float, History]
 
 
 def test_of_forty_nodes_as_many_are_shown_as_fit() -> None:
-    """The head of the table leaves the screen, and with it the state."""
+    """Otherwise the head of the table leaves the screen, and with it the state."""
     many = tuple(NodeRow(i, f"rank {i}", "Running") for i in range(40))
     lines = text(moment(status(progress=progress(312, 40)), 41), 80, 22, many)
     assert len(lines) == 3 + 17
@@ -230,7 +230,7 @@ WORDS = st.text(max_size=12)
 def test_no_line_is_wider_than_the_terminal_and_none_obeys_a_script(
     width: int, metrics: dict[str, str], message: str
 ) -> None:
-    """A metric's name or a message moves the cursor, wraps a line, and the table climbs up the screen."""
+    """A metric's name or a message must not move the cursor or wrap a line, or the table climbs up the screen."""
     failure = replace(FAILURE, message=message)
     what = status(progress=progress(312, 40, metrics=metrics), failures=[failure])
     lines = text(moment(what, 41), width)
@@ -255,12 +255,12 @@ def test_no_line_is_wider_than_the_terminal_and_none_obeys_a_script(
     ],
 )
 def test_metrics_are_rounded_and_what_is_no_fraction_stays(raw: str, shown: str) -> None:
-    """A user reads 17 digits of a loss, or a hash that was taken for a number."""
+    """Users need neither 17 digits of a loss, nor a hash that was read as a number."""
     assert figures.metric(raw) == shown
 
 
 def test_sizes_and_step_times_have_a_unit() -> None:
-    """A user takes milliseconds for seconds."""
+    """Otherwise users take milliseconds for seconds."""
     assert [figures.size(n) for n in (0, 999, 1500, 350e6, 1.23e9, 81e9)] == [
         "0 B",
         "999 B",

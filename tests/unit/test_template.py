@@ -20,7 +20,7 @@ TRAINER = "spec.template.spec.containers[0]"
 
 
 def refused(**container: Any) -> list[str]:
-    """What every API server refuses, and so the operator as well."""
+    """Return what every API server refuses, and so the operator as well."""
     return [str(p).removeprefix(f"{TRAINER}.") for p in validation.parse(manifest(container=container))[1]]
 
 
@@ -44,7 +44,7 @@ def refused(**container: Any) -> list[str]:
     ],
 )  # fmt: skip
 def test_a_value_that_no_api_server_accepts_is_named_with_its_field(container: dict[str, Any], sentence: str) -> None:
-    """Without it the job is accepted, and its pods are refused minutes later, or only in the cluster."""
+    """Otherwise the job is accepted, and its pods are refused minutes later, or only in the cluster."""
     assert refused(**container) == [sentence]
 
 
@@ -59,14 +59,14 @@ def test_a_value_that_no_api_server_accepts_is_named_with_its_field(container: d
     ],
 )
 def test_what_an_api_server_accepts_is_accepted(container: dict[str, Any]) -> None:
-    """A job that runs today must not be refused by a new version."""
+    """A new version must not refuse a job that runs today."""
     assert refused(**container) == []
     assert list(validation.strict(validation.parse(manifest(container=container))[0].spec)) == []
 
 
 @pytest.fixture
 def loaded(tmp_path: Path):
-    """What the command line says of a job in a file."""
+    """Return what the command line reports about a job in a file."""
 
     def load(pod: dict[str, Any] | None = None, **container: Any) -> list[str]:
         body = manifest(container=container)
@@ -84,13 +84,13 @@ def loaded(tmp_path: Path):
 
 
 def _with_its_line(text: str, lines: list[str]) -> str:
-    """`the line of the file | the sentence`, without the long path before."""
+    """Return `the line of the file | the sentence`, without the long path before it."""
     _, number, rest = text.split(":", 2)
     return f"{lines[int(number) - 1].strip(' -')} | {rest.split('[0].')[-1].split('template.spec.')[-1].strip()}"
 
 
 def test_a_misspelled_field_is_named_at_any_depth_with_its_line(loaded) -> None:
-    """`comand` was found and `valeu` was not, so that users trusted what was not checked."""
+    """Users trust a check that finds `comand` to find `valeu` as well."""
     assert loaded(env=[{"name": "A", "valeu": "b"}]) == ["valeu: b | valeu: unknown field; did you mean value?"]
     assert loaded(resources={"limit": {"cpu": 1}})[0].endswith("limit: unknown field; did you mean limits?")
     assert loaded(volumeMounts=[{"name": "v", "mountpath": "/x"}], pod={"volumes": [{"name": "v"}]})[0].endswith(
@@ -117,12 +117,12 @@ def test_a_field_that_resembles_none_is_left_to_a_newer_api_server(loaded) -> No
 
 
 def test_the_operator_refuses_no_field_that_it_does_not_know() -> None:
-    """A cluster that is newer than the operator would lose its new fields."""
+    """Otherwise a cluster newer than the operator loses its new fields."""
     assert refused(env=[{"name": "A", "valeu": "b"}], imagePullPolicy="Sometimes") == []
 
 
 def test_a_wrong_value_in_the_template_does_not_keep_the_pods_of_a_running_job_from_being_made() -> None:
-    """The job was accepted before the operator checked more, so its pods were too."""
+    """The job was accepted by a less strict operator, so its pods must be, too."""
     (problem,) = validation.parse(manifest(container={"stdin": "yes"}))[1]
     assert not problem.unreadable
 

@@ -1,4 +1,4 @@
-"""What a script prints: a terminal gets its colors, and obeys nothing else; a pipe gets everything unchanged."""
+"""Output of scripts: a terminal gets text and colors only; a pipe gets everything unchanged."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OBEYED = {
 
 @pytest.mark.parametrize("name", OBEYED)
 def test_a_terminal_obeys_nothing_that_a_script_prints(name: str) -> None:
-    """A title stayed after the run, and a clear hid the lines above it."""
+    """Otherwise a title stays after the run, and a clear hides the lines above it."""
     assert for_terminal(f"before{OBEYED[name]}after") == "beforeafter"
 
 
@@ -52,7 +52,7 @@ def test_colors_progress_bars_and_texts_stay(text: str) -> None:
 
 
 def test_a_title_without_an_end_takes_its_own_line_alone() -> None:
-    """All that follows would be missing."""
+    """Otherwise everything after it is missing."""
     assert for_terminal("a\x1b]0;title\nloss 0.1\n") == "a\nloss 0.1\n"
 
 
@@ -107,7 +107,7 @@ def test_what_waits_for_its_end_is_limited() -> None:
 
 
 def test_other_bytes_than_utf_8_are_no_controls() -> None:
-    """0x9b alone is a CSI for a terminal of 8 bits."""
+    """0x9b alone is a CSI for an 8-bit terminal."""
     assert TerminalPieces().feed(b"a\x9b2J", last=True) == "a\ufffd2J"
 
 
@@ -131,7 +131,7 @@ def test_names_of_files_are_shown_without_what_a_terminal_obeys(tmp_path: Path) 
 
 @pytest.mark.parametrize("end", ["\n", "\r", "\u2028", "\x85", "\n---\n"])
 def test_a_name_in_a_script_adds_no_line_to_the_yaml_of_init(end: str) -> None:
-    """The name of an option is a comment there, and its second line was YAML."""
+    """The name of an option is a comment there, and its second line would be YAML."""
     name = f"--a{end}spec: {{nodes: 99}}"
     text = f"import argparse\np = argparse.ArgumentParser()\np.add_argument({name!r}, default='x')\np.parse_args()\n"
     made = from_script.job_yaml(sources.Source("train.py"), text)

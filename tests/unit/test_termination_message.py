@@ -1,8 +1,7 @@
-"""What a container's end says is read from what torch 2.13 really prints, cut as the kubelet cuts it.
-
-data/logs holds the last 2 kB of torchrun's output for scripts of a few lines: raise, sys.exit(3), SIGSEGV and
-SIGKILL to oneself, raise under @record, two ranks that exit at different times, two ranks on gloo of which rank 1
-raises (in one pod, and in two pods: peer-gone is the other one's), and SIGTERM to torchrun itself.
+"""A container's end, read from what torch 2.13 really prints, cut as the kubelet cuts it. data/logs has the last 2 kB
+of torchrun's output for scripts of a few lines: raise, sys.exit(3), SIGSEGV and SIGKILL to oneself, raise under
+@record, two ranks that exit at different times, two ranks on gloo of which rank 1 raises (in one pod, and in two pods:
+peer-gone is the other one's), and SIGTERM to torchrun itself.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def chained(first: str, second: str) -> str:
 
 
 def of_rank(rank: int, log: str) -> str:
-    """As torch prints the exceptions of a rank."""
+    """Return the exceptions of a rank as torch prints them."""
     return "\n".join(f"[rank{rank}]: {line}" if line else "" for line in log.splitlines()) + "\n"
 
 
@@ -108,7 +107,7 @@ SIZES = "size mismatch for fc.weight: copying a param with shape torch.Size([4, 
 def test_an_exception_whose_first_line_ends_in_a_colon_is_told_with_the_next_in_a_log_and_in_an_exception_alike(
     said: str, expected: str
 ) -> None:
-    """`Error(s) in loading state_dict for Net:` was the whole reason why a job did not resume."""
+    """`Error(s) in loading state_dict for Net:` alone does not say why a job did not resume."""
     failure = read(FRAME + said + "\n")
     assert (failure.exception, failure.where) == (expected, "t.py:3")
     assert read(of_rank(1, FRAME + said)).exception == expected
@@ -131,7 +130,7 @@ def test_an_exception_whose_first_line_ends_in_a_colon_is_told_with_the_next_in_
     ],
 )
 def test_what_a_launcher_or_a_library_prints_next_is_not_the_text_of_an_exception(foreign: str) -> None:
-    """`ValueError: no such key: ddprun: rank 1 ended with exit code 1` was told."""
+    """`ValueError: no such key: ddprun: rank 1 ended with exit code 1` would be wrong."""
     assert read(f"{FRAME}ValueError: no such key:\n{foreign}\n").exception == "ValueError: no such key:"
     assert read(f"{FRAME}ValueError: no such key:\n{foreign}\nmore\n").exception == "ValueError: no such key:"
 
@@ -144,7 +143,7 @@ EXITED = "torch.multiprocessing.spawn.ProcessExitedException: process 1 terminat
 
 
 def test_what_a_process_of_spawn_printed_says_more_than_that_it_has_ended() -> None:
-    """Without `if __name__ == "__main__"` each process raises before it can tell the first one why."""
+    """Without `if __name__ == "__main__"` each process raises before it can send the first one its reason."""
     guard = "RuntimeError: \n        An attempt has been made to start a new process before the\n"
     failure = read(f"{FRAME}{guard}{FRAME}{EXITED}\n")
     assert failure.exception == "RuntimeError: An attempt has been made to start a new process before the"
@@ -160,7 +159,7 @@ STOPS = "W1126 15:07:58.508000 1794 torch/distributed/elastic/multiprocessing/ap
     ("code", "said"), [(-6, ""), (1, of_rank(0, FRAME + PEER))], ids=["an abort without a word", "a complaint"]
 )
 def test_a_rank_that_raised_and_was_stopped_while_it_ended_is_the_cause(code: int, said: str) -> None:
-    """Python's end with torch takes a second, in which a peer that has lost it may end first: rank 0 was named."""
+    """Ending Python with torch takes a second, in which a peer that lost it may end first: rank 0 must not be named."""
     table = (DATA / "two-in-one-second.log").read_text()
     table = table.replace("exitcode  : 4", f"exitcode  : {code}").replace("exitcode  : 5", "exitcode  : -15")
     raised = of_rank(1, FRAME + SHARD)
@@ -287,7 +286,7 @@ def test_what_plays_tricks_on_a_terminal_is_taken_out() -> None:
 
 # ---------------------------------------------------------------- exceptions
 
-# As Python 3.11 and 3.14 print what goes wrong in a `__del__`, and logging a line that it cannot write.
+# What Python 3.11 and 3.14 print for an error in a `__del__`, and logging for a line that it cannot write.
 DELETED = "Exception ignored in: <function _MultiProcessingDataLoaderIter.__del__ at 0x7f1>\n"
 DEALLOCATED = (
     "Exception ignored while calling deallocator <function _MultiProcessingDataLoaderIter.__del__ at 0x7f1>:\n"
@@ -321,12 +320,12 @@ UNWRITTEN = (
             PEER,
             True,
         ),
-        # what others print into it
+        # output of others in between
         (FRAME + SHARD + "\n" + FRAME + PEER, SHARD, False),
         (FRAME + PEER + "\n" + FRAME + SHARD, SHARD, False),
         (FRAME + PEER, PEER, True),
         (REFUSED, REFUSED, False),
-        # what ends no program
+        # lines that end no program
         (f"{FRAME}{SHARD}\n{DELETED}{FRAME}{CHILD}\n", SHARD, False),
         (f"{FRAME}{PEER}\n{DELETED}{FRAME}{CHILD}\n", PEER, True),
         (f"{FRAME}{PEER}\n{DEALLOCATED}{chained(SHARD, CHILD)}", PEER, True),
@@ -364,7 +363,7 @@ def test_the_exception_is_the_last_that_is_no_symptom(log: str, exception: str, 
 
 
 def test_nccls_error_keeps_the_line_of_the_script_that_raised_it() -> None:
-    """It has a second line, and that one came without a place."""
+    """It has a second line, whose place is the first line's."""
     failure = read(
         f"{FRAME}{NCCL}\nncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
     )
@@ -385,7 +384,7 @@ def test_nccls_error_says_what_it_found_in_a_log_and_in_an_exception_alike() -> 
 
 @pytest.mark.parametrize("kind", ["torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError"])
 def test_a_gpu_out_of_memory_is_told_with_what_this_process_holds_in_a_log_and_in_an_exception_alike(kind: str) -> None:
-    """The line was cut within the list of the other processes on the GPU (torch 2.11 on an H100)."""
+    """The line must not be cut within the list of the other processes on the GPU (torch 2.11 on an H100)."""
     said = (
         "CUDA out of memory. Tried to allocate 8.00 GiB. GPU 0 has a total capacity of 79.18 GiB of which 3.27 GiB is "
         "free. Process 610 has 1.15 GiB memory in use. Including non-PyTorch memory, this process has 73.15 GiB memory "
@@ -414,7 +413,7 @@ def test_what_torch_says_of_memory_without_other_processes_stays() -> None:
 
 
 def test_a_watchdog_of_nccl_that_ends_its_process_is_a_symptom_with_what_it_has_waited_for() -> None:
-    """The rank that is late is another one. As PyTorch 2.11 prints it on a GPU."""
+    """Another rank is late. The text is PyTorch 2.11's on a GPU."""
     what = (
         "[PG ID 0 PG GUID 0(default_pg) Rank 0] Process group watchdog thread terminated with exception: [Rank 0] "
         "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=11, OpType=ALLREDUCE, NumelIn=4160, "
@@ -439,7 +438,7 @@ frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x9d (0x7e6f0f9d
 
 
 def test_what_has_killed_a_worker_of_a_data_loader_has_the_line_of_the_script_that_asked_for_a_batch() -> None:
-    """torch raises it in a signal handler, so that its own traceback is all torch's."""
+    """torch raises it in a signal handler, so that all frames of its own traceback are torch's."""
     within = FRAME.replace("t.py", "/v/site-packages/torch/utils/data/dataloader.py")
     log = chained(KILLED, GONE).replace(FRAME, within, 1)
     assert (read(log).exception, read(log).where) == (KILLED, "t.py:3")

@@ -1,4 +1,4 @@
-"""A clock that jumps makes no job wait longer than it would have waited: the operator's, or another leader's."""
+"""A clock that jumps, the operator's or another leader's, makes no job wait longer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UID = job().metadata.uid
 @pytest.mark.parametrize("seconds", JUMPS)
 @pytest.mark.parametrize("failures", [1, 2, 4])
 def test_a_restart_waits_no_longer_than_its_back_off_when_the_clock_is_set_back(seconds: float, failures: int) -> None:
-    """An hour of a group's GPUs, for a clock that was wrong for a while."""
+    """An hour of a group's GPUs would be lost to a clock that was wrong for a while."""
     world = digits(backoffLimit=9).running()
     for _ in range(failures):
         world.exits(0, 3).settle().stops_all().settle()
@@ -49,7 +49,7 @@ def test_a_start_that_is_tried_again_waits_no_longer_than_its_back_off(seconds: 
 
 @pytest.mark.parametrize("seconds", JUMPS)
 def test_no_time_that_has_been_recorded_is_ahead_of_the_clock_for_more_than_one_look(seconds: float) -> None:
-    """Deadlines, the time to live, charges within backoffWindowSeconds, avoided nodes: all would last longer."""
+    """Deadlines, the time to live, charges within backoffWindowSeconds and avoided nodes would all last longer."""
     world = digits(activeDeadlineSeconds=100, backoffWindowSeconds=60, ttlSecondsAfterFinished=5).running()
     world.exits(0, 3).settle().stops_all().settle().runs(0, 1).settle()
     avoided = api.AvoidedNode(node="gpu-7", until=world.now + dt.timedelta(hours=1))
@@ -65,8 +65,9 @@ def test_no_time_that_has_been_recorded_is_ahead_of_the_clock_for_more_than_one_
 
 @pytest.mark.parametrize("seconds", JUMPS)
 def test_steps_that_are_made_again_are_counted_once_after_the_clock_was_set_back(seconds: float) -> None:
-    """What was recorded of the ranks before them seemed newer than all that the new ones reported: each look wrote the
-    status, with more repeated steps."""
+    """Otherwise records of earlier ranks seem newer than the new ranks' reports: each reconcile writes the status, with
+    more repeated steps.
+    """
     world = digits().running().reports_step(100).settle().after(seconds)
     world.reports_step(91, resumed_step=90, generation=1).settle()
     for _ in range(3):

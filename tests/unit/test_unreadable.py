@@ -1,4 +1,4 @@
-"""A status that cannot be read is not an empty one: nothing is done for the job, and it says why."""
+"""An unreadable status is not an empty one: nothing is done for the job, and its condition says why."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ FINISHED: dict[str, Any] = {
 
 
 def broken(**status: Any) -> dict[str, Any]:
-    """A job that has finished, as it is stored, with other fields in its status."""
+    """Return a stored job that has finished, with other fields in its status."""
     return {**manifest(), "status": {**copy.deepcopy(FINISHED), **status}}
 
 
 class Cluster:
-    """An API server that holds one job, and an operator that looks at it."""
+    """An API server with one job, and an operator that observes it."""
 
     def __init__(self, raw: dict[str, Any], refuses: ApiError | None = None) -> None:
         self.requests: list[str] = []
@@ -68,7 +68,7 @@ class Cluster:
         self.reconciler = Reconciler(caches, states, reports, lookup, executor, runtime, Settings())
 
     def edit(self, raw: dict[str, Any]) -> None:
-        """Somebody changes the job."""
+        """Let somebody change the job."""
         self.version += 1
         raw = copy.deepcopy(raw)
         raw["metadata"]["resourceVersion"] = str(self.version)
@@ -119,7 +119,7 @@ UNREADABLE: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("status", "where"), UNREADABLE.values(), ids=UNREADABLE)
 def test_a_finished_job_whose_status_cannot_be_read_is_never_started_again(status: dict[str, Any], where: str) -> None:
-    """Else the whole training runs a second time, over the first one's checkpoints."""
+    """Otherwise the whole training runs a second time, over the first one's checkpoints."""
     cluster = Cluster(broken(**status))
     before = cluster.job["status"]
     cluster.reconciles()
@@ -134,7 +134,7 @@ def test_a_finished_job_whose_status_cannot_be_read_is_never_started_again(statu
 
 
 def test_a_status_that_is_fixed_is_acted_upon_again() -> None:
-    """A job that waits for a hand must not wait for a restart of the operator too."""
+    """A fixed job must not wait for a restart of the operator."""
     cluster = Cluster(broken(furthestStep="12k"))
     cluster.reconciles()
     status = {k: v for k, v in cluster.job["status"].items() if k != "furthestStep"}
@@ -192,7 +192,7 @@ Root Cause (first observed failure):
 
 @pytest.mark.parametrize("rank", ["-1", "-7", "-999999999"])
 def test_a_rank_that_is_none_in_a_log_makes_no_status_that_cannot_be_read(rank: str) -> None:
-    """Else each failure forgets all before it, and a job with backoffLimit 0 restarts for ever."""
+    """Otherwise each failure drops all earlier ones, and a job with backoffLimit 0 restarts for ever."""
     import msgspec
 
     world = digits(nodes=1, backoffLimit=0).running().exits(0, code=1, message=TABLE.format(rank=rank)).settle()
@@ -204,7 +204,7 @@ def test_a_rank_that_is_none_in_a_log_makes_no_status_that_cannot_be_read(rank: 
 def test_a_condition_that_the_server_refuses_is_tried_again_after_growing_pauses_and_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Each event of a pod asked the API server again, and wrote a line into the operator's log."""
+    """Otherwise each event of a pod sends a request, and writes a line into the operator's log."""
     cluster = Cluster(broken(attempt=-1), ApiError(422, "Invalid", "status.x: Invalid value"))
     pauses = []
     for _ in range(9):

@@ -1,4 +1,4 @@
-"""What a rank says of the collectives that it waits in: nothing that is not certain."""
+"""What a rank reports of the collectives in which it waits: nothing uncertain."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ C10D = "/x/site-packages/torch/distributed/distributed_c10d.py"
 def test_only_a_line_that_waits_for_a_collective_and_for_nothing_else_is_taken_for_one(
     file: str, source: str, how: str
 ) -> None:
-    """A rank that computes, sends or waits for something else may go on by itself."""
+    """A rank that computes, sends or waits for something else may continue by itself."""
     seen: list[str] = []
     function = source.partition("(")[0].removeprefix("def ")
 
@@ -89,7 +89,7 @@ def entry(number: int, **known: Any) -> dict[str, Any]:
         ([entry(1), entry(2)], 2, 2),
         ([entry(1), entry(2)], 3, -1),  # a send after it
         ([entry(1), entry(2, op_id=5)], 5, 2),  # sends before it
-        ([entry(1), entry(1, pg_id=4)], 1, -1),  # the group of that name was destroyed and made again
+        ([entry(1), entry(1, pg_id=4)], 1, -1),  # the group of that name was destroyed and created again
     ],
 )
 def test_the_newest_collective_of_a_group_is_known_only_if_it_is_the_last_that_was_begun(
@@ -140,7 +140,7 @@ def stands(rank: int, *calls: Call, begun: int | None = None, how: str = "sync")
 
 
 def test_what_a_rank_has_done_at_the_number_where_another_one_waits_is_named() -> None:
-    """Rank 0 has sent its broadcast and gone on; rank 1 waits in an all_reduce for it."""
+    """Rank 0 has sent its broadcast and continued; rank 1 waits in an all_reduce for it."""
     gone_on = stands(0, Call(5, "broadcast", "[4] float32", 16, True), Call(6, "barrier", size=0))
     left = stands(1, Call(5, "all_reduce", "[4] float32", 16))
     assert deadlock.find([gone_on, left]) == (
@@ -165,7 +165,7 @@ def test_fewer_bytes_than_a_rank_waits_for_never_come() -> None:
 
 
 def test_a_stall_compares_operations_and_shapes_at_one_number() -> None:
-    """`rank 0 stands in collective 7 (all_reduce), as the others do` was said of ranks that can never meet."""
+    """`rank 0 stands in collective 7 (all_reduce), as the others do` would be wrong for ranks that can never meet."""
     others = [Position(rank, sequence=7, op="all_reduce", done=False, shape="[4] float32") for rank in (0, 1)]
     barrier = Position(2, sequence=7, op="barrier", done=False)
     told = failure([*others, barrier], 300, "train")

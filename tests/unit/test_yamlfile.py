@@ -1,4 +1,4 @@
-"""Whatever is in a file, its reader ends within a second, and says what is wrong in a sentence with the line."""
+"""For any file, its reader ends within a second, and names the mistake and its line in a sentence."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ spec:
 
 
 def said(path: Path, content: str | bytes) -> str:
-    """What a user reads of it; nothing where the file is read."""
+    """Return the message that a user reads; "" if the file is valid."""
     path.write_bytes(content if isinstance(content, bytes) else content.encode(errors="surrogatepass"))
     try:
         document = yamlfile.read_job(str(path))
@@ -102,14 +102,14 @@ def bomb(levels: int, width: int = 10) -> str:
 def test_a_file_that_is_too_much_or_no_json_is_refused_within_a_second(
     tmp_path: Path, content: str | bytes, sentence: str
 ) -> None:
-    """A user reads a stack of PyYAML's, or waits for ever."""
+    """Otherwise users see a traceback of PyYAML, or wait for ever."""
     began = time.process_time()
     assert sentence in said(tmp_path / "job.yaml", content)
     assert time.process_time() - began < 1
 
 
 def test_many_mistakes_are_counted_and_not_all_shown(tmp_path: Path) -> None:
-    """A terminal scrolls away the one line that would help."""
+    """Otherwise the one helpful line scrolls away."""
     job = GOOD.replace("[torchrun, train.py]", "[torchrun]\n" + "      - 7\n" * 3000)
     lines = said(tmp_path / "job.yaml", job).splitlines()
     assert len(lines) <= yamlfile.PROBLEMS_MAX + 1
@@ -117,7 +117,7 @@ def test_many_mistakes_are_counted_and_not_all_shown(tmp_path: Path) -> None:
 
 
 def test_keys_and_dates_are_texts_as_kubectl_reads_them(tmp_path: Path) -> None:
-    """`labels: {1: x}` and a variable with a date work on a cluster, and fail here."""
+    """`labels: {1: x}` and a variable with a date work on a cluster, so they must work here."""
     path = tmp_path / "any.yaml"
     path.write_text(
         "kind: DDPJob\n1: x\ntrue: u\nnull: z\na: 2024-01-31\nb: 2024-99-99\n? &k c\n: 2001-12-14 21:59:43.10 -5\n"
@@ -135,7 +135,7 @@ def test_keys_and_dates_are_texts_as_kubectl_reads_them(tmp_path: Path) -> None:
 
 
 def test_plain_words_and_numbers_are_what_kubectl_makes_of_them(tmp_path: Path) -> None:
-    """`args: [--lr, 1e-4]` runs here and is refused by the cluster; `--time 1:30:00` is refused here with 5400."""
+    """`args: [--lr, 1e-4]` is refused by the cluster, and `--time 1:30:00` is a text there: both must be so here."""
     path = tmp_path / "any.yaml"
     rows: dict[str, Any] = {}
     rows |= {"1e-4": 0.0001, "1e3": 1000, "2.0": 2, "+12e03": 12000, ".5": 0.5, "1.": 1, "08": 8, "-1.5": -1.5}
@@ -151,7 +151,7 @@ def test_plain_words_and_numbers_are_what_kubectl_makes_of_them(tmp_path: Path) 
 
 
 def test_a_value_that_is_a_key_elsewhere_stays_what_it_is(tmp_path: Path) -> None:
-    """`nodes: &n 2` and `*n : x` made the key a number, or the nodes a text, depending on which came first."""
+    """`nodes: &n 2` and `*n : x` must not make the key a number, or the nodes a text."""
     path = tmp_path / "any.yaml"
     path.write_text("a: &n 2\n*n : x\nb: &t true\n*t : u\n? &k 5\n: z\nc: *k\n")
     (document,) = yamlfile.read(str(path))
@@ -159,7 +159,7 @@ def test_a_value_that_is_a_key_elsewhere_stays_what_it_is(tmp_path: Path) -> Non
 
 
 def test_a_file_that_uses_aliases_and_merges_as_people_do_is_read(tmp_path: Path) -> None:
-    """The bound on aliases keeps out a file that is well."""
+    """The bound on aliases must not refuse a sound file."""
     path = tmp_path / "job.yaml"
     path.write_text(
         GOOD + "        env: &e\n        - {name: A, value: x}\n      - {name: b, <<: {image: p}, env: *e}\n"
@@ -186,7 +186,7 @@ def test_a_file_that_uses_aliases_and_merges_as_people_do_is_read(tmp_path: Path
     ids=lambda s: s[:24].encode("unicode_escape").decode(),
 )
 def test_a_value_of_set_is_bounded_as_a_file_is(tmp_path: Path, setting: str) -> None:
-    """A user reads a stack of PyYAML's, or waits for ever."""
+    """Otherwise users see a traceback of PyYAML, or wait for ever."""
     path = tmp_path / "job.yaml"
     path.write_text(GOOD)
     document = yamlfile.read_job(str(path))
@@ -223,7 +223,6 @@ PIECES = st.sampled_from(
 def test_any_text_is_read_or_refused_in_one_sentence_with_its_line(
     tmp_path_factory: pytest.TempPathFactory, content: str | bytes
 ) -> None:
-    """The class of all the above."""
     sentence = said(tmp_path_factory.getbasetemp() / "job.yaml", content)
     assert re.match(r"job\.yaml:\d+: \S", sentence), sentence
 
@@ -233,7 +232,7 @@ def test_any_text_is_read_or_refused_in_one_sentence_with_its_line(
 def test_a_good_file_with_a_mistake_anywhere_is_read_or_refused_with_a_line(
     tmp_path_factory: pytest.TempPathFactory, at: int, cut: int, piece: str
 ) -> None:
-    """A typo in a file that was well ends in a stack."""
+    """A typo in a sound file must not cause a traceback."""
     sentence = said(tmp_path_factory.getbasetemp() / "job.yaml", GOOD[:at] + piece + GOOD[at + cut :])
     assert sentence == "" or re.match(r"job\.yaml:\d+: \S", sentence), sentence
 
@@ -257,7 +256,7 @@ def test_the_count_is_that_of_what_is_built(value: Any) -> None:
 
 
 def test_the_jobs_of_a_list_are_read_as_those_of_a_file(tmp_path: Path) -> None:
-    """`kubectl get ddpjobs -o yaml | ddpjob check -` said that a List is no DDPJob."""
+    """`kubectl get ddpjobs -o yaml | ddpjob check -` must read a List."""
     item = "".join(f"  {line}\n" for line in GOOD.splitlines()).replace("  api", "- api", 1)
     path = tmp_path / "job.yaml"
     path.write_text(f"kind: List\napiVersion: v1\nitems:\n{item}{item.replace('digits', 'other')}")

@@ -32,7 +32,7 @@ def suspend(cluster: Cluster, name: str, say: Say) -> None:
 
 
 def resume(cluster: Cluster, name: str, say: Say) -> None:
-    """Start a suspended job again, as a new attempt, when its last pod has ended."""
+    """Start a suspended job again, as a new attempt, after its last pod has ended."""
     stored = _unfinished(cluster, name, "resumed")
     if not stored.job.spec.suspend:
         say(f"{name} is not suspended")
@@ -43,15 +43,16 @@ def resume(cluster: Cluster, name: str, say: Say) -> None:
 
 
 def restart(cluster: Cluster, name: str, seconds: float, say: Say) -> None:
-    """Suspend, wait until all pods have ended, resume. Nothing is charged to backoffLimit but a failure before it."""
+    """Suspend, wait until all pods have ended, resume. Only a failure before that is charged to backoffLimit."""
     _stop(cluster, _unfinished(cluster, name, "restarted"), "restarted", seconds, say)
     jobs.patch(cluster, name, {"suspend": False})
     say(f"{name} starts again")
 
 
 def scale(cluster: Cluster, name: str, nodes: int, seconds: float, say: Say) -> None:
-    """Change the number of nodes. A job that runs is stopped first, and started with the new number; of an elastic job
-    the operator does that."""
+    """Change the number of nodes. A running job is stopped first, and started with the new number; for an elastic job
+    the operator does that.
+    """
     stored = _unfinished(cluster, name, "scaled")
     before = stored.job.spec.nodes
     if before == nodes:
@@ -69,9 +70,8 @@ def scale(cluster: Cluster, name: str, nodes: int, seconds: float, say: Say) -> 
 
 
 def delete(cluster: Cluster, names: Sequence[str], *, wait: bool, seconds: float, say: Say) -> None:
-    """Delete jobs; their pods get their grace period. One that cannot be deleted does not keep the others.
-
-    Raises InputError where one is not there, ClusterError where one could not be deleted, after the last one.
+    """Delete jobs; their pods get their grace period. A failure does not stop the other deletions. Raise InputError
+    after the last one if a job does not exist, ClusterError if one could not be deleted.
     """
 
     def begin(name: str) -> str:
@@ -93,7 +93,7 @@ def delete(cluster: Cluster, names: Sequence[str], *, wait: bool, seconds: float
 
 
 def _until_gone(cluster: Cluster, stored: jobs.Stored, end: float, seconds: float) -> None:
-    """Wait until a job is gone. Raises TooLateError at `end`, which is `seconds` after it was deleted."""
+    """Wait until a job is gone. Raise TooLateError at `end`, which is `seconds` after its deletion."""
     while True:
         try:
             jobs.again(cluster, stored)
@@ -106,10 +106,9 @@ def _until_gone(cluster: Cluster, stored: jobs.Stored, end: float, seconds: floa
 
 
 def wait(cluster: Cluster, names: Sequence[str], wanted: str, seconds: float | None, say: Say) -> bool:
-    """Wait for jobs to have a state, a condition, `ended` or `deleted`. Whether it has come true of all; False, and the
-    others are waited for no longer: of one it no longer can.
-
-    Raises InputError for a word that is none of these, and what several.refuse does: TooLateError is a ClusterError.
+    """Wait until jobs have a state, a condition, `ended` or `deleted`. Return True once all have; False as soon as one
+    no longer can. Raise InputError for any other word, and the errors of several.refuse: TooLateError is a
+    ClusterError.
     """
     goal = _Goal(wanted, _condition(wanted), seconds)
     is_one = len(set(names)) == 1
@@ -125,17 +124,17 @@ def wait(cluster: Cluster, names: Sequence[str], wanted: str, seconds: float | N
 
 
 class _Goal:
-    """What jobs are waited for, all together for so many seconds."""
+    """What jobs are waited for, with a time limit for all together."""
 
     def __init__(self, wanted: str, true: Callable[[jobs.Stored], bool], seconds: float | None) -> None:
         self.wanted, self.true, self.seconds = wanted, true, seconds
         self.is_end = true is not _never
-        """True if a job that has ended has an answer: it stays what it is, and may be deleted yet."""
+        """True if the end of a job answers the question; for `deleted` it does not."""
         self.end = None if seconds is None else time.monotonic() + seconds
 
 
 class _Waiting:
-    """A job that is waited for. is_named: what is said of it begins with its name, because there are others."""
+    """A job that is waited for. is_named: its messages begin with its name, because there are several jobs."""
 
     def __init__(self, cluster: Cluster, name: str, goal: _Goal, say: Say, *, is_named: bool) -> None:
         self._cluster, self._name, self._goal, self._say = cluster, name, goal, say
@@ -154,8 +153,9 @@ class _Waiting:
         self._states = self._watch.states()
 
     def look(self) -> bool | None:
-        """True if it has come true, or no longer can, at a look each second; None: neither yet. Raises TooLateError,
-        ClusterError."""
+        """Check once a second. Return True if the goal is reached, False if it no longer can be, None otherwise. Raise
+        TooLateError, ClusterError.
+        """
         if self._watch is None:
             return True
         goal = self._goal
@@ -181,7 +181,7 @@ class _Waiting:
 
 def _condition(wanted: str) -> Callable[[jobs.Stored], bool]:
     words = {word.lower(): word for word in ("ended", "deleted", *CONDITIONS, *STATES)}
-    words["delete"] = "deleted"  # as kubectl wait --for=delete
+    words["delete"] = "deleted"  # as in kubectl wait --for=delete
     word = words.get(wanted.lower().removeprefix("condition="))
     if word is None:
         known = ", ".join(dict.fromkeys(words.values()))
@@ -192,7 +192,7 @@ def _condition(wanted: str) -> Callable[[jobs.Stored], bool]:
         return _never
 
     def holds(stored: jobs.Stored) -> bool:
-        # The condition first: a job is in the state Suspended while its pods still save, and hold what they have.
+        # Check the condition first: in the state Suspended, pods may still be saving, and hold their resources.
         condition = find_condition(stored.job.status, word)
         return stored.job.status.state == word if condition is None else condition.status == "True"
 
@@ -200,15 +200,13 @@ def _condition(wanted: str) -> Callable[[jobs.Stored], bool]:
 
 
 def _never(_: jobs.Stored) -> bool:
-    """Of a job that is there: it is not deleted."""
+    """Return False: an existing job is not deleted yet."""
     return False
 
 
 def _stop(cluster: Cluster, stored: jobs.Stored, what: str, seconds: float, say: Say) -> None:
-    """Suspend a job and wait until all its pods have ended: the spec of what runs cannot be changed.
-
-    Raises InputError where the job ends meanwhile: its nodes have all completed, or it has no restart left for a
-    failure that came before.
+    """Suspend a job and wait until all its pods have ended, because the spec of running pods cannot be changed. Raise
+    InputError if the job ends meanwhile: all nodes completed, or no restart is left for an earlier failure.
     """
     name = stored.job.metadata.name
     if not stored.job.spec.suspend:

@@ -1,6 +1,5 @@
-"""Code in a job without an image of one's own: a ConfigMap with the archive, which an init container unpacks.
-
-Pure. A ConfigMap's files are flat and read-only; a program has folders, and scripts that write beside themselves.
+"""Adds code to a job without a custom image: a ConfigMap with an archive, which an init container unpacks. Pure. A
+ConfigMap's files are flat and read-only, but a program has folders, and may write next to its scripts.
 """
 
 from __future__ import annotations
@@ -21,16 +20,18 @@ NAME = "ddpjob-code"
 ARCHIVE_VOLUME = f"{NAME}-archive"
 _RESTRICTED = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
 IMAGE = "ddpjob-trainer"
-PLACEHOLDER = "my-image"  # what `ddpjob init` writes for people to replace
+PLACEHOLDER = "my-image"  # written by `ddpjob init`, to be replaced
 
 
 def for_cluster(job: Raw, script: str, below: str) -> None:
-    """Change a job that was made for a script in place, so that a cluster that enforces PodSecurity "restricted" takes
-    it: its script as it is named below the folder of the code, an image, no privileges. What is set stays."""
+    """Change a job that was made for a script in place, so that clusters that enforce PodSecurity "restricted" accept
+    it: the script's path below the folder of the code, an image, no privileges. Fields that are set stay.
+    """
     pod, trainer = job["spec"]["template"]["spec"], _trainer(job)
     if trainer.get("image") == PLACEHOLDER:
         trainer["image"] = IMAGE
-    # Without a tag the default is Always, and an image that was loaded onto the nodes is in no registry.
+    # Without a tag the default is Always, which fails for an image that was loaded onto the nodes and is in no
+    # registry.
     trainer.setdefault("imagePullPolicy", "IfNotPresent")
     trainer["command"] = [below if word == script else word for word in trainer.get("command") or ()]
     pod.setdefault("securityContext", {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}})
@@ -41,7 +42,9 @@ def for_cluster(job: Raw, script: str, below: str) -> None:
 
 
 def config_map(archive: Archive) -> Raw:
-    """The ConfigMap of an archive; its name follows from its content, so two jobs with the same code share it."""
+    """Return the ConfigMap of an archive. Its name follows from its content, so two jobs with the same code share
+    it.
+    """
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -52,9 +55,8 @@ def config_map(archive: Archive) -> Raw:
 
 
 def into(job: Raw, archive: Archive) -> Raw:
-    """A copy of a job whose trainer works in a folder with the code: its workingDir, else /code.
-
-    Raises InputError where the template mounts something else there.
+    """Return a copy of a job whose trainer works in a folder with the code: its workingDir, else /code. Raise
+    InputError if the template mounts something else there.
     """
     job = copy.deepcopy(job)
     pod, trainer = job["spec"]["template"]["spec"], _trainer(job)
@@ -71,7 +73,7 @@ def into(job: Raw, archive: Archive) -> Raw:
 
 
 def reference(owner: Raw) -> Raw:
-    """An ownerReference to an object that is there."""
+    """Return an ownerReference to an existing object."""
     metadata = owner["metadata"]
     return {"apiVersion": owner["apiVersion"], "kind": owner["kind"], "name": metadata["name"], "uid": metadata["uid"]}
 
@@ -90,7 +92,7 @@ def _mount(pod: Raw, container: Raw, path: str, volume: Raw) -> None:
 
 
 def _unpacker(trainer: Raw, folder: str) -> Raw:
-    """The trainer's image, which the node has to pull anyway, with the trainer's own limits but GPUs."""
+    """Return an init container with the trainer's image, which the node pulls anyway, and its limits except GPUs."""
     resources = {
         kind: {name: value for name, value in given.items() if "/" not in name}
         for kind, given in (trainer.get("resources") or {}).items()

@@ -1,4 +1,4 @@
-"""A connection to a cluster: kubeconfig, requests with a bound on their time, and errors in one sentence."""
+"""A connection to a cluster: kubeconfig, requests with a time limit, and errors in one sentence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ USER_AGENT = "ddpjob"
 T = TypeVar("T")
 
 REQUEST_SECONDS = 10.0
-SILENT_SECONDS = 120.0  # load balancers drop a silent connection after 4 to 10 minutes, without a word to its ends
+SILENT_SECONDS = 120.0  # load balancers silently drop an idle connection after 4 to 10 minutes
 _OF_NETWORK = (urllib3.exceptions.HTTPError, OSError)
 MERGE = "application/merge-patch+json"
 
@@ -38,30 +38,30 @@ class Cluster:
     ) -> None:
         self._access = access
         self.kubectl = kubectl
-        """The options with which kubectl asks the same cluster."""
+        """Options with which kubectl reaches the same cluster."""
         self.context = f"{access.context} ({access.server})"
-        """The words for it in messages: context kind-test (https://127.0.0.1:6443)."""
+        """For messages: context kind-test (https://127.0.0.1:6443)."""
         self.namespace = namespace
         self._seconds, self._silent_seconds = seconds, silent
 
     def get(self, path: str, **params: str) -> Raw:
-        """An object, or a list."""
+        """Return an object, or a list."""
         return self._json("GET", path, params)
 
     def create(self, path: str, body: Raw, **params: str) -> Raw:
-        """Create an object; the one that the server has made."""
+        """Create an object; return it as the server created it."""
         return self._json("POST", path, params, body)
 
     def patch(self, path: str, body: Raw | list[Raw], kind: str = MERGE) -> Raw:
-        """Change an object, by a merge patch or the given kind; the object afterwards."""
+        """Change an object, by a merge patch unless told otherwise; return it afterwards."""
         return self._json("PATCH", path, {}, body, kind)
 
     def delete(self, path: str, **params: str) -> Raw:
-        """Delete an object, and in the background what it owns."""
+        """Delete an object and, in the background, the objects that it owns."""
         return self._json("DELETE", path, params)
 
     def pieces(self, path: str, **params: str) -> Iterator[bytes]:
-        """An answer of any length that is no JSON, as it comes: a log."""
+        """Yield an answer of any length that is not JSON, such as a log, as it arrives."""
         answer = self._send("GET", path, params, stream=True)
         try:
             yield from answer.stream(2**16, decode_content=True)
@@ -71,8 +71,9 @@ class Cluster:
             answer.close()
 
     def lines(self, path: str, **params: str) -> Iterator[str]:
-        """The lines of an answer without an end, such as a log that is followed. One that is cut by the end of the
-        connection is left out: whoever asks again gets it whole. Bytes that are no UTF-8 are kept (surrogateescape)."""
+        """Yield the lines of an endless answer, such as a followed log. A line cut by the end of the connection is left
+        out, because the next request gets it whole. Bytes that are not UTF-8 are kept (surrogateescape).
+        """
         rest = b""
         for piece in self.pieces(path, **params):
             *whole, rest = (rest + piece).split(b"\n")
@@ -100,11 +101,12 @@ class Cluster:
         *,
         stream: bool = False,
     ) -> Any:
-        # The API server names the manager of the fields that are written by it.
+        # The API server records this name as the manager of written fields.
         headers = {"Accept": "application/json, */*", "User-Agent": USER_AGENT}
         if body is not None:
             headers["Content-Type"] = kind or "application/json"
-        if authorization := self._access.credentials.header():  # before the time of the request: it may ask the user
+        # Before the request's time limit starts: it may ask the user.
+        if authorization := self._access.credentials.header():
             headers["Authorization"] = authorization
         query = f"?{urllib.parse.urlencode(params)}" if params else ""
         url = self._access.server + path + query
@@ -118,7 +120,7 @@ class Cluster:
             )  # fmt: skip
 
         try:
-            # Timeouts of sockets bound neither DNS nor an answer that comes in drops.
+            # Socket timeouts limit neither DNS nor an answer that arrives slowly.
             answer = in_background(send).result(self._seconds)
         except (*_OF_NETWORK, futures.TimeoutError) as error:
             raise NoAnswerError(f"{self.context} does not answer{_why(error, self._seconds)}") from None
@@ -134,17 +136,16 @@ def connect(
     file: str | None = None,
     silent: float = SILENT_SECONDS,
 ) -> Cluster:
-    """The cluster that the options and the kubeconfig name, or that of the pod. Raises InputError, ClusterError.
-
-    file: a kubeconfig in place of those that KUBECONFIG names. silent: without a byte for so many seconds, the
-    connection of an answer without an end is taken for a dead one.
+    """Return the cluster that options and kubeconfig name, or that of the pod. Raise InputError, ClusterError. file: a
+    kubeconfig instead of those in KUBECONFIG. silent: seconds without a byte after which the connection of an endless
+    answer counts as dead.
     """
     if context is None and file is None and not has_kubeconfig():
         access = kubeconfig.of_pod()
     else:
         access = kubeconfig.of_files(file or os.environ.get("KUBECONFIG") or "~/.kube/config", context)
     namespace = namespace or access.namespace
-    if not _NAMESPACE.fullmatch(namespace):  # it would be another path of the API
+    if not _NAMESPACE.fullmatch(namespace):  # any other text could lead to another path of the API
         raise InputError(f"{namespace!r} is not the name of a namespace: lower-case letters, digits and -")
     chosen = (("--namespace", namespace), ("--context", context), ("--kubeconfig", file))
     kubectl = [word for option, value in chosen if value for word in (option, value)]
@@ -152,12 +153,12 @@ def connect(
 
 
 def has_kubeconfig() -> bool:
-    """True if the user has one, which may still be wrong in any way."""
+    """True if the user has a kubeconfig, valid or not."""
     return bool(os.environ.get("KUBECONFIG")) or os.path.exists(os.path.expanduser("~/.kube/config"))
 
 
 def in_background(do: Callable[[], T]) -> futures.Future[T]:
-    """What `do` gives or raises, in a thread for which the end of the program does not wait."""
+    """Return the result of `do`, or raise its error, in a thread that does not delay the program's exit."""
     answer: futures.Future[T] = futures.Future()
 
     def run() -> None:
@@ -171,12 +172,12 @@ def in_background(do: Callable[[], T]) -> futures.Future[T]:
 
 
 def _why(error: BaseException, seconds: float) -> str:
-    """What has failed of a connection, in the system's words."""
+    """Return the system's reason for a failed connection."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:
             return f": {cause.strerror}"
-        if isinstance(cause, ConnectionError) and str(cause):  # of http.client: they have no number
+        if isinstance(cause, ConnectionError) and str(cause):  # raised by http.client, without a number
             return f": {cause}"
         cause = cause.__cause__ or cause.__context__
     if isinstance(error, (TimeoutError, futures.TimeoutError, urllib3.exceptions.TimeoutError)):

@@ -1,4 +1,4 @@
-"""What a cluster refuses or does not answer, as one sentence. The command line ends with exit code 1."""
+"""Errors of a cluster, in one sentence each. The command line ends with exit code 1."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NO_OPERATOR = (
 
 
 class ClusterError(Exception):
-    """A request that a cluster has not carried out; the text says why and what helps."""
+    """A request that a cluster has not carried out; the text names the reason and the fix."""
 
 
 class NoAnswerError(ClusterError):
@@ -27,19 +27,19 @@ class NoAnswerError(ClusterError):
 
 
 class CutOffError(NoAnswerError):
-    """The connection of an answer that had begun has ended."""
+    """The connection ended in the middle of an answer."""
 
 
 class NotFoundError(ClusterError):
-    """The object of a request is not there."""
+    """The requested object does not exist."""
 
 
 class ExistsError(ClusterError):
-    """An object of this name is there already."""
+    """An object of this name exists already."""
 
 
 def of_answer(asked: ApiRequest, code: int, body: bytes, context: str) -> ClusterError:
-    """The error for an answer of the API server that is not 2xx."""
+    """Return the error for an answer of the API server that is not 2xx."""
     status: Mapping[str, Any] = {}
     with contextlib.suppress(ValueError):
         found = json.loads(body)
@@ -58,7 +58,7 @@ def of_answer(asked: ApiRequest, code: int, body: bytes, context: str) -> Cluste
         return _not_found(asked, status, context)
     if code == 409 and status.get("reason") == "AlreadyExists":
         return ExistsError(f"{asked.resource} {asked.name} is there already in namespace {asked.namespace}")
-    if code == 500 and asked.resource == "pods/log":  # the API server passes on what the kubelet answers, or does not
+    if code == 500 and asked.resource == "pods/log":  # the API server passes on the kubelet's answer, or its silence
         return NoAnswerError(f"{context} cannot read it (500): {message}")
     if code in (429, 500, 502, 503, 504):
         return NoAnswerError(f"{context} is overloaded or not ready ({code}): {message}")
@@ -81,6 +81,6 @@ def _details(status: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _causes(status: Mapping[str, Any]) -> str:
-    """The fields that are refused, one sentence each."""
+    """Return a sentence for each refused field."""
     causes = [c for c in _details(status).get("causes") or () if isinstance(c, Mapping) and c.get("message")]
     return "; ".join(f"{c['field']}: {c['message']}" if c.get("field") else str(c["message"]) for c in causes)

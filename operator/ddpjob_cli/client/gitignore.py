@@ -1,8 +1,7 @@
-"""What a .gitignore leaves out, as gitignore(5) describes it, without git, and without patterns that take for ever.
-
-Git is never called in a stranger's folder: its configuration there names programs (core.fsmonitor, filters), and so
-does the configuration of a bare repository that a clone carries. A pattern becomes a regular expression that never
-backtracks over what a `*` has passed: the leftmost match is right, and a lookahead with a backreference keeps it.
+"""What a .gitignore excludes, as in gitignore(5), without git and without slow patterns. Git is never called in a
+stranger's folder: its configuration there may name programs (core.fsmonitor, filters), and so may that of a bare
+repository in a clone. Each pattern becomes a regular expression without backtracking into a `*`: the leftmost match is
+right, and a lookahead with a backreference keeps it.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from ddpjob_cli.manifest.yamlfile import InputError
 NAME = ".gitignore"
 BYTES_MAX = 1 << 20
 PATTERN_MAX = 4096  # no path is longer
-NAME_MAX = 255  # nor a part of it
-COMPARISONS_MAX = 5_000_000  # of paths with patterns: some seconds
+NAME_MAX = 255  # the longest part of a path
+COMPARISONS_MAX = 5_000_000  # paths times patterns: takes some seconds
 _POSIX = {
     "alpha": "a-zA-Z", "digit": "0-9", "alnum": "a-zA-Z0-9", "upper": "A-Z", "lower": "a-z", "blank": " \\t",
     "space": "\\s", "xdigit": "0-9a-fA-F", "punct": "!-/:-@\\[-`{-~", "cntrl": "\\x00-\\x1f\\x7f",
@@ -29,7 +28,7 @@ _POSIX = {
 }  # fmt: skip
 _STAR, _SLASH = "*", "/"
 _NEVER = "(?!)"
-# Stars, a class, an escaped character, any other; a `[` or a backslash alone has no end.
+# Stars, a class, an escaped character, any other; a `[` or a backslash alone is not closed.
 _TOKEN = re.compile(
     r"\*+|\[(?P<negated>[!^]?)(?P<members>\]?(?:\[:[a-z]+:\]|\\.|\[(?!:[a-z]+:\])|[^]\\[])*)\]|\\.|.", re.DOTALL
 )
@@ -41,31 +40,31 @@ class Pattern(NamedTuple):
 
     expression: re.Pattern[str]
     includes: bool
-    """It begins with `!`."""
+    """True if it begins with `!`."""
     folders_only: bool
     by_name: bool
-    """It is compared with the last part of a path alone."""
+    """True if only the last part of a path is compared."""
     cost: int
-    """Comparisons that one match may take."""
+    """The most comparisons of one match."""
 
 
 @dataclass
 class Ignored:
-    """The .gitignore files of a folder and of those below it. Raises InputError beyond COMPARISONS_MAX."""
+    """The .gitignore files of a folder and its subfolders. Raise InputError beyond COMPARISONS_MAX."""
 
     root: Path
     left: int = COMPARISONS_MAX
     _files: dict[str, list[Pattern]] = field(default_factory=dict)
-    """Patterns by the folder they are relative to: its path below the root with a slash at its end, or ""."""
+    """Patterns by their folder: its path below the root with a slash at its end, or ""."""
 
     def enter(self, below: str) -> None:
-        """Read the .gitignore of a folder, before its entries are asked for."""
+        """Read the .gitignore of a folder, before `has` is called for its entries."""
         path = self.root / below / NAME
         try:
             data = own_files.read_file(path, BYTES_MAX + 1)
         except FileNotFoundError:
             return
-        except OSError as error:  # what it names may be secret, so it is not passed over
+        except OSError as error:  # the files it names may be secret, so do not ignore the error
             raise InputError(f"{path}: {error.strerror}") from None
         if len(data) > BYTES_MAX:
             raise InputError(f"{path}: larger than {BYTES_MAX >> 20} MiB")
@@ -73,7 +72,7 @@ class Ignored:
             self._files[below] = found
 
     def has(self, path: str, *, is_folder: bool) -> bool:
-        """True if git would ignore this path below the root. The folders above it are not ignored."""
+        """True if git would ignore this path below the root. The folders above it must not be ignored."""
         name = path.rpartition("/")[2]
         for below in _innermost_first(path):
             for pattern in reversed(self._files.get(below, ())):
@@ -94,12 +93,12 @@ class Ignored:
 
 
 def patterns(text: str) -> Iterator[Pattern]:
-    """The patterns of a .gitignore, in its order; those that git matches with nothing are left out."""
+    """Return the patterns of a .gitignore in order, without those that match nothing in git."""
     for given in text.removeprefix("\ufeff").split("\n"):
         line = given.removesuffix("\r")
         end = len(line.rstrip(" "))
         backslashes = end - len(line[:end].rstrip("\\"))
-        line = line[: end + backslashes % 2]  # a backslash keeps one space at the end
+        line = line[: end + backslashes % 2]  # a backslash protects one space at the end
         if not line or line.startswith("#") or len(line) > PATTERN_MAX:
             continue
         pattern = _pattern(line)
@@ -122,7 +121,7 @@ def _pattern(line: str) -> Pattern | None:
 
 
 def _innermost_first(path: str) -> Iterator[str]:
-    """a/b/ and a/ and "" for a/b/c."""
+    """Yield a/b/, a/ and "" for a/b/c."""
     end = len(path)
     while (end := path.rfind("/", 0, end)) >= 0:
         yield path[: end + 1]
@@ -130,7 +129,7 @@ def _innermost_first(path: str) -> Iterator[str]:
 
 
 def _tokens(text: str) -> list[str]:
-    """`*`, `**`, `/`, and an expression for each other character; empty if the pattern matches nothing in git."""
+    """Return `*`, `**`, `/`, and an expression for each other character; [] if the pattern matches nothing in git."""
     tokens: list[str] = []
     for found in _TOKEN.finditer(text):
         letters = found[0]
@@ -147,7 +146,7 @@ def _tokens(text: str) -> list[str]:
 
 
 def _class(negated: str, members: str) -> str:
-    """An expression for `[...]`; a range that ends before it begins is its first letter."""
+    """Return an expression for `[...]`; a reversed range is its first letter."""
     inside = ""
     for found in _MEMBER.finditer(members):
         if found["posix"]:
@@ -159,7 +158,7 @@ def _class(negated: str, members: str) -> str:
 
 
 def _of_path(tokens: list[str]) -> str:
-    """An expression for a pattern with slashes. `**` between them stands for any number of folders."""
+    """Return an expression for a pattern with slashes. `**` between them matches any number of folders."""
     parts: list[list[str]] = [[]]
     for token in tokens:
         if token == _SLASH:
@@ -169,7 +168,7 @@ def _of_path(tokens: list[str]) -> str:
     if not all(parts):
         return _NEVER  # no path has two slashes in a row
     numbers = itertools.count()
-    runs: list[list[str]] = [[]]  # what stands between two `**`
+    runs: list[list[str]] = [[]]  # the parts between two `**`
     for part in parts:
         if part == ["**"]:
             runs.append([])
@@ -184,7 +183,7 @@ def _of_path(tokens: list[str]) -> str:
 
 
 def _of_part(tokens: list[str], numbers: Iterator[int]) -> str:
-    """An expression for what stands between two slashes."""
+    """Return an expression for the part between two slashes."""
     chunks = [""]
     for token in tokens:
         if token[0] == _STAR:
@@ -198,6 +197,6 @@ def _of_part(tokens: list[str], numbers: Iterator[int]) -> str:
 
 
 def _kept(expression: str, numbers: Iterator[int]) -> str:
-    """An expression whose first match stays: an atomic group, which Python's `re` has only since 3.11."""
+    """Return an expression that keeps its first match: an atomic group, which Python's `re` has only since 3.11."""
     name = f"kept{next(numbers)}"
     return f"(?=(?P<{name}>{expression}))(?P={name})"

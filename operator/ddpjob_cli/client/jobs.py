@@ -17,19 +17,18 @@ from ddpjob_operator.job.typos import suggestion
 from ddpjob_operator.pods import naming
 
 ALL = f"/apis/{api.GROUP}/{api.VERSION}/{api.PLURAL}"
-NAMED_MAX = 10  # names that a message lists
+NAMED_MAX = 10  # names in a message
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A job as the API server has it: its document, and the same as a value."""
+    """A job as the API server has it: its document, and the parsed value."""
 
     raw: Raw
     job: api.DDPJob
 
     @property
     def created(self) -> dt.datetime | None:
-        """When it was created."""
         return bounds.time(self.raw["metadata"].get("creationTimestamp"))
 
     @property
@@ -39,38 +38,38 @@ class Stored:
 
 
 class NoJobError(InputError):
-    """A name that no job has."""
+    """No job has this name."""
 
 
 class JobGoneError(ClusterError):
-    """A job that was there, and is no more."""
+    """The job existed, and is gone."""
 
 
 def of_raw(raw: Raw) -> Stored:
-    """A job as the API server has it; what cannot be read of it has its default."""
+    """Return a job as the API server has it, with defaults for unreadable fields."""
     return Stored(raw, validation.parse(raw)[0])
 
 
 def path_of(cluster: Cluster, name: str = "") -> str:
-    """The path of a job, or of all in the namespace."""
+    """Return the path of a job, or of all in the namespace."""
     path = f"/apis/{api.GROUP}/{api.VERSION}/namespaces/{cluster.namespace}/{api.PLURAL}"
     return f"{path}/{name}" if name else path
 
 
 def items(cluster: Cluster, *, all_namespaces: bool = False, selector: str | None = None) -> list[Raw]:
-    """All jobs, or those with some labels, by namespace and name."""
+    """Return all jobs, or those with some labels, by namespace and name."""
     params = {"labelSelector": selector} if selector else {}
     found = cluster.get(ALL if all_namespaces else path_of(cluster), **params).get("items") or []
     return sorted(found, key=lambda raw: (raw["metadata"].get("namespace", ""), raw["metadata"]["name"]))
 
 
 def find(cluster: Cluster, name: str) -> Stored:
-    """A job by its name. Raises NoJobError with the names that are there, InputError for what is no name."""
+    """Return a job by its name. Raise NoJobError with the existing names, InputError for an invalid name."""
     return _named(cluster, name, cluster.get)
 
 
 def _named(cluster: Cluster, name: str, ask: Callable[[str], Raw]) -> Stored:
-    if not re.fullmatch(api.NAME_PATTERN, name):  # it would be another path of the API
+    if not re.fullmatch(api.NAME_PATTERN, name):  # any other text could lead to another path of the API
         raise InputError(f"{name!r} is not the name of a DDPJob: lower-case letters, digits and -")
     try:
         return of_raw(ask(path_of(cluster, name)))
@@ -79,7 +78,7 @@ def _named(cluster: Cluster, name: str, ask: Callable[[str], Raw]) -> Stored:
 
 
 def again(cluster: Cluster, before: Stored) -> Stored:
-    """The same job now. Raises JobGoneError where it was deleted, or another of its name has taken its place."""
+    """Return the same job now. Raise JobGoneError if it was deleted or replaced by another of its name."""
     name = before.job.metadata.name
     try:
         now = of_raw(cluster.get(path_of(cluster, name)))
@@ -93,29 +92,31 @@ def again(cluster: Cluster, before: Stored) -> Stored:
 
 
 def patch(cluster: Cluster, name: str, spec: Raw) -> Stored:
-    """Change fields of a spec. Raises as `find` does."""
+    """Change fields of a spec. Raise as `find` does."""
     return _named(cluster, name, lambda path: cluster.patch(path, {"spec": spec}))
 
 
 def pods(cluster: Cluster, name: str) -> list[Raw]:
-    """The pods of a job that are still there, by attempt and node rank."""
+    """Return the existing pods of a job, by attempt and node rank."""
     selector = f"{naming.LABEL_JOB}={name}"
     found = cluster.get(f"/api/v1/namespaces/{cluster.namespace}/pods", labelSelector=selector).get("items") or []
     return sorted(found, key=lambda pod: (attempt_of(pod), place_of(pod), pod["metadata"].get("creationTimestamp", "")))
 
 
 def changing_pods(cluster: Cluster, name: str) -> Iterator[Raw]:
-    """Those pods, and then each as it changes, until the server ends that after some minutes. Raises ClusterError."""
+    """Yield those pods, and then each pod as it changes, until the server ends the watch after some minutes. Raise
+    ClusterError.
+    """
     params = {"watch": "true", "labelSelector": f"{naming.LABEL_JOB}={name}", "timeoutSeconds": "300"}
     for line in cluster.lines(f"/api/v1/namespaces/{cluster.namespace}/pods", **params):
-        with contextlib.suppress(ValueError):  # the last one may be cut off
+        with contextlib.suppress(ValueError):  # the last line may be cut off
             event = json.loads(line)
             if isinstance(event, dict) and event.get("type") in ("ADDED", "MODIFIED"):
                 yield event["object"]
 
 
 def events(cluster: Cluster, job: Stored, *, of_pods: bool = False) -> list[Raw]:
-    """The Events of a job; of_pods: those of its pods as well."""
+    """Return the Events of a job; of_pods: also those of its pods."""
     name = job.job.metadata.name
     path = f"/api/v1/namespaces/{cluster.namespace}/events"
     params = {} if of_pods else {"fieldSelector": f"involvedObject.name={name},involvedObject.kind={api.KIND}"}
@@ -130,7 +131,9 @@ def events(cluster: Cluster, job: Stored, *, of_pods: bool = False) -> list[Raw]
 
 
 def state_of(pod: Raw, trainer: str) -> str:
-    """Running, Pending (ErrImagePull), Failed (exit code 1), Failed (OOMKilled, exit code 137), Failed (Evicted)"""
+    """Return Running, Pending (ErrImagePull), Failed (exit code 1), Failed (OOMKilled, exit code 137), Failed
+    (Evicted)
+    """
     status = pod.get("status") or {}
     phase = "Terminating" if pod["metadata"].get("deletionTimestamp") else status.get("phase") or "Unknown"
     for container in [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]:
@@ -147,24 +150,24 @@ def state_of(pod: Raw, trainer: str) -> str:
 
 
 def _end_of(pod_status: Raw, terminated: Raw) -> str:
-    """exit code 1, or why the kubelet ended it as well: OOMKilled, Evicted."""
+    """Return exit code 1, and the kubelet's reason if it has one: OOMKilled, Evicted."""
     reason = pod_status.get("reason") or terminated.get("reason")
     code = f"exit code {terminated.get('exitCode')}"
     return code if reason in (None, "Error") else f"{reason}, {code}"
 
 
 def attempt_of(pod: Raw) -> int:
-    """The attempt of a pod, from its label."""
+    """Return the attempt of a pod, from its label."""
     return _number(pod, naming.LABEL_ATTEMPT)
 
 
 def place_of(pod: Raw) -> int:
-    """The node of the job that a pod is, from its label."""
+    """Return a pod's node in the job, from its label."""
     return _number(pod, naming.LABEL_RANK)
 
 
 def log_path(pod: Raw) -> str:
-    """The path of a pod's log."""
+    """Return the path of a pod's log."""
     metadata = pod["metadata"]
     return f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}/log"
 

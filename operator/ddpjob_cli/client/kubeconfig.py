@@ -1,4 +1,6 @@
-"""The address of an API server and the user's credentials: from kubeconfig files as kubectl reads them, or of a pod."""
+"""The address of an API server and the user's credentials, from kubeconfig files as kubectl reads them, or from a
+pod.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ Raw = dict[str, Any]
 
 IN_POD = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _FILES = ("certificate-authority", "client-certificate", "client-key", "tokenFile")
-_CONNECTIONS_MAX = 1000  # that are kept: each followed log has one
+_CONNECTIONS_MAX = 1000  # kept open: each followed log has one
 _TO_PLUGINS = ("server", "tls-server-name", "insecure-skip-tls-verify", "proxy-url")
 
 
@@ -67,9 +69,8 @@ class Credentials:
             self._ask(user["exec"])
 
     def header(self) -> str | None:
-        """The value of Authorization. A plugin whose token has expired may ask the user to log in, for any time.
-
-        Raises CredentialsError.
+        """Return the value of Authorization. A plugin whose token has expired may ask the user to log in, which takes
+        any time. Raise CredentialsError.
         """
         with self._lock:
             if self._until is not None and dt.datetime.now(dt.timezone.utc) >= self._until:
@@ -114,7 +115,7 @@ class Credentials:
 
 
 def of_pod() -> Access:
-    """The cluster of the pod that this process runs in, as its service account. Raises InputError."""
+    """Return the cluster of the pod in which this process runs, as its service account. Raise InputError."""
     try:
         host, port = os.environ["KUBERNETES_SERVICE_HOST"], os.environ["KUBERNETES_SERVICE_PORT"]
         cluster = {
@@ -129,12 +130,12 @@ def of_pod() -> Access:
 
 
 def of_files(named: str, wanted: str | None) -> Access:
-    """The cluster of a context, None: of the current one. named: files with a colon between them. Raises InputError."""
+    """Return the cluster of a context, None: the current one. named: files separated by colons. Raise InputError."""
     try:
         return _of_files(named, wanted)
     except InputError:
         raise
-    except Exception as error:  # a file of any content: what is raised is what it happens to meet
+    except Exception as error:  # a file may contain anything, and so raise anything
         raise InputError(f"{named}: the kubeconfig cannot be used: {short(error)}") from None
 
 
@@ -160,7 +161,9 @@ def _of_files(named: str, wanted: str | None) -> Access:
 
 
 def _merged(named: str) -> tuple[dict[str, dict[str, Raw]], str]:
-    """The entries of all files by kind and name, and the current context: of two the first counts, as with kubectl."""
+    """Return the entries of all files by kind and name, and the current context; the first of equal names counts, as
+    with kubectl.
+    """
     merged: dict[str, dict[str, Raw]] = {"contexts": {}, "clusters": {}, "users": {}}
     current = ""
     for path in (Path(one).expanduser().absolute() for one in named.split(os.pathsep) if one):
@@ -177,7 +180,7 @@ def _merged(named: str) -> tuple[dict[str, dict[str, Raw]], str]:
 
 
 def _from(folder: Path, entry: Raw) -> Raw:
-    """An entry whose paths begin in the folder of its file."""
+    """Return an entry with paths relative to the folder of its file."""
     paths: Raw = {key: str(folder / entry[key]) for key in _FILES if entry.get(key)}
     plugin = entry.get("exec") or {}
     if os.sep in str(plugin.get("command") or ""):
@@ -194,15 +197,15 @@ def _access(context: str, namespace: str, cluster: Raw, user: Raw) -> Access:
 
 def _pool(server: str, cluster: Raw, certificate: list[bytes]) -> urllib3.PoolManager:
     is_checked = ssl.CERT_NONE if cluster.get("insecure-skip-tls-verify") else ssl.CERT_REQUIRED
-    warnings.filterwarnings("ignore", message=".*Unverified HTTPS request.*")  # the kubeconfig has asked for it
+    warnings.filterwarnings("ignore", message=".*Unverified HTTPS request.*")  # the kubeconfig asks for no verification
     tls = create_urllib3_context(cert_reqs=is_checked)
-    tls.verify_flags &= ~ssl.VERIFY_X509_STRICT  # Python 3.13 wants fields that the authorities of many clusters lack
+    tls.verify_flags &= ~ssl.VERIFY_X509_STRICT  # Python 3.13 requires fields that the CAs of many clusters lack
     if authority := _bytes(cluster, "certificate-authority"):
         tls.load_verify_locations(cadata=authority.decode())
     else:
         tls.load_default_certs()
     if certificate:
-        with tempfile.NamedTemporaryFile() as file:  # ssl reads it from a file alone
+        with tempfile.NamedTemporaryFile() as file:  # ssl loads it only from a file
             file.write(b"\n".join(certificate))
             file.flush()
             tls.load_cert_chain(file.name)
@@ -222,16 +225,16 @@ def _proxy_of_environment(server: str) -> str | None:
     host = url.hostname or ""
     if urllib.request.proxy_bypass_environment(host, proxies):  # type: ignore[attr-defined]
         return None
-    with contextlib.suppress(ValueError):  # a name is in no network
+    with contextlib.suppress(ValueError):  # a host name is in no network
         address = ipaddress.ip_address(host)
-        networks = [one for one in re.split("[, ]+", proxies.get("no", "")) if "/" in one]  # as kubectl takes them
+        networks = [one for one in re.split("[, ]+", proxies.get("no", "")) if "/" in one]  # as kubectl reads them
         if any(address in ipaddress.ip_network(network, strict=False) for network in networks):
             return None
     return proxies.get(url.scheme)
 
 
 def _for_plugin(cluster: Raw) -> Raw:
-    """What a plugin is told about the cluster (provideClusterInfo)."""
+    """Return the cluster information for a plugin (provideClusterInfo)."""
     told = {key: cluster[key] for key in _TO_PLUGINS if key in cluster}
     if authority := _bytes(cluster, "certificate-authority"):
         told["certificate-authority-data"] = base64.b64encode(authority).decode()
@@ -240,13 +243,13 @@ def _for_plugin(cluster: Raw) -> Raw:
 
 
 def _bytes(entry: Raw, key: str) -> bytes | None:
-    """What a certificate or key is: in the entry itself, or in the file that it names."""
+    """Return a certificate or key, from the entry itself or from the file that it names."""
     if data := entry.get(f"{key}-data"):
         return base64.b64decode(data)
     return Path(entry[key]).read_bytes() if entry.get(key) else None
 
 
 def short(error: BaseException) -> str:
-    """The end of an exception's text: urllib3 puts the objects concerned before the reason."""
+    """Return the end of an exception's text: urllib3 puts its objects before the reason."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text.rsplit(">: ", 1)[-1].rsplit("): ", 1)[-1][:200] if "object at 0x" in text else text[:200]

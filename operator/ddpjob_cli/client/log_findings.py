@@ -1,7 +1,5 @@
-"""What the logs of a job that has succeeded tell against its success.
-
-The operator may not read logs, but a user may read those of his jobs. The rule is that of a local run, which reads them
-itself.
+"""Findings in the logs of a succeeded job that cast doubt on the success. The operator may not read logs, but users may
+read those of their jobs. The same rule applies to a local run, which reads the logs itself.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ LINES_MAX = 200
 
 
 def with_findings(cluster: Cluster, stored: jobs.Stored) -> jobs.Stored:
-    """The job with what the ends of its logs add to its findings; as it is where no log can be read."""
+    """Return the job with findings from the ends of its logs; unchanged if no log can be read."""
     status = stored.job.status
     if status.state != "Succeeded":
         return stored

@@ -1,4 +1,4 @@
-"""The logs of a job's pods; of a pod that is gone, the end that the job's status keeps."""
+"""The logs of a job's pods; for a pod that is gone, the end of its log in the job's status."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from ddpjob_cli.client.watch import Say
 from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_operator.job import api, launcher, topology
 
-DRAIN_SECONDS = 10.0  # after the job's end, from one line of a log to the next
+DRAIN_SECONDS = 10.0  # after the job's end, between two lines of a log
 _RETRY_SECONDS = 1.0
-_QUEUE_MAX = 10_000  # lines that wait for a reader of stdout that is slower than the job
+_QUEUE_MAX = 10_000  # lines, if stdout is read more slowly than the job writes
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT")
 
 
 @dataclass(frozen=True)
 class LogPart:
-    """Which lines of a log are wanted, and how."""
+    """The part of a log to read, and its form."""
 
     tail: int | None = None
-    """The last so many of each pod."""
+    """Only the last lines of each pod."""
     since_seconds: float | None = None
-    """Those of the last so many seconds."""
+    """Only lines of the last seconds."""
     timestamps: bool = False
-    """Each line begins with its time, as the container runtime has it."""
+    """Prefix each line with the container runtime's time."""
 
     def params(self) -> dict[str, str]:
-        """The parameters of a request for a log as it is now."""
+        """Return the parameters of a request for the present log."""
         wanted = {
             "tailLines": None if self.tail is None else str(self.tail),
             "sinceSeconds": None if self.since_seconds is None else str(max(1, round(self.since_seconds))),
@@ -46,7 +46,7 @@ class LogPart:
 
 
 class ClusterLogs:
-    """The source of `ddpjob logs` for a job in a cluster. on_look is called with the job at each look of follow()."""
+    """The source of `ddpjob logs` for a job in a cluster. on_look gets the job at each check of follow()."""
 
     def __init__(
         self,
@@ -59,30 +59,30 @@ class ClusterLogs:
     ) -> None:
         self.name = stored.job.metadata.name
         self.stored = stored
-        """The job at the last look."""
+        """The job at the last check."""
         self.cluster, self._say, self._part, self._on_look = cluster, say, part, on_look
         self._pods = [pod for pod in jobs.pods(cluster, self.name) if _has_log(pod, stored.trainer)]
 
     def attempts(self) -> list[int]:
-        """The attempts that have logs, in order."""
+        """Return the attempts that have logs, in order."""
         failure = self._kept()
         return sorted({*map(jobs.attempt_of, self._pods), *([failure.attempt] if failure else [])})
 
     def nodes(self, attempt: int) -> list[int]:
-        """The nodes that have a log in an attempt, in order."""
+        """Return the nodes that have a log in an attempt, in order."""
         failure = self._kept()
         kept = {failure.node_rank} if failure and failure.attempt == attempt else set()
         return sorted({jobs.place_of(pod) for pod in self._pods if jobs.attempt_of(pod) == attempt} | kept)
 
     def gone(self, attempt: int) -> list[int]:
-        """The nodes that ran in an attempt and have no log any more, in order."""
+        """Return the nodes of an attempt whose log is gone, in order."""
         status, spec = self.stored.job.status, self.stored.job.spec
         is_static = launcher.facts(spec).min_nodes is None
         ran = status.started if attempt == status.attempt else set(range(spec.nodes * is_static))
         return sorted(set(ran) - set(self.nodes(attempt)))
 
     def why_none(self) -> str:
-        """Why no node has a log: what the job waits for, or how it has ended."""
+        """Return why no node has a log: what the job waits for, or how it has ended."""
         from ddpjob_cli.describe.job import UNSEEN
 
         status = self.stored.job.status
@@ -92,7 +92,7 @@ class ClusterLogs:
         return f"no node has a log{'' if over else ' yet'}: {status.state}: {status.message or status.reason}"
 
     def node_of_rank(self, rank: int) -> int:
-        """The node on which a rank runs. Raises InputError."""
+        """Return the node of a rank. Raise InputError."""
         spec = self.stored.job.spec
         world = topology.world_size(spec)
         if rank >= world:
@@ -102,16 +102,14 @@ class ClusterLogs:
         return rank // topology.nproc_per_node(spec)
 
     def prefix(self, node: int) -> str:
-        """[1:1] where a node is one rank, else [1], as of a node that the job had before it was scaled down."""
+        """Return [1:1] if a node is one rank, else [1], as for a node that was removed by scaling down."""
         spec = self.stored.job.spec
         rank = topology.rank_of_place(spec, node) if node < spec.nodes else None
         return f"[{node}] " if rank is None else f"[{node}:{rank}] "
 
     def read(self, attempt: int, nodes: Collection[int]) -> Iterator[tuple[int, bytes]]:
-        """What nodes have printed up to now, one after the other, as (node, piece).
-
-        Raises ClusterError at the end for those whose log could not be read: a node that is lost must not hide what the
-        others tell of it.
+        """Yield what nodes have printed so far, as (node, piece). Raise ClusterError at the end for logs that could not
+        be read, because a lost node must not hide the output of the others.
         """
         of_attempt = [pod for pod in self._pods if jobs.attempt_of(pod) == attempt]
         pods = {node: [pod for pod in of_attempt if jobs.place_of(pod) == node] for node in nodes}
@@ -130,7 +128,7 @@ class ClusterLogs:
         several.refuse(wrong)
 
     def _log_of(self, pod: Raw) -> Generator[bytes, None, None]:
-        """The log of a pod as it is now, with the end of its last line."""
+        """Yield the log of a pod as it is now, with an end for its last line."""
         end = b"\n"
         try:
             for piece in self.cluster.pieces(jobs.log_path(pod), container=self.stored.trainer, **self._part.params()):
@@ -141,9 +139,8 @@ class ClusterLogs:
         yield b"" if end == b"\n" else b"\n"
 
     def follow(self, attempt: int, nodes: Collection[int] | None, *, later: bool) -> Iterator[tuple[int, bytes]]:
-        """What nodes print until the job ends, or the attempt where `later` is false, as (node, lines).
-
-        Raises JobGoneError where the job is deleted meanwhile.
+        """Yield (node, lines) until the job ends, or the attempt if `later` is false. Raise JobGoneError if the job is
+        deleted meanwhile.
         """
         uids = [pod["metadata"]["uid"] for pod in self._pods]
         streams = _Streams(self.cluster, self.stored.trainer, self._part, uids, self._say)
@@ -156,11 +153,11 @@ class ClusterLogs:
             if right_attempt and (nodes is None or jobs.place_of(pod) in nodes) and _has_log(pod, self.stored.trainer):
                 streams.add(pod)
 
-        # A pod that has ended and is deleted between two looks would leave nothing of what its ranks have said.
+        # A pod that ends and is deleted between two checks would leave none of its output.
         threading.Thread(target=self._watch_pods, args=(add, streams.is_closed), daemon=True).start()
         try:
             while True:
-                with contextlib.suppress(NoAnswerError):  # the look at the job says so
+                with contextlib.suppress(NoAnswerError):  # the check of the job reports that
                     for pod in jobs.pods(self.cluster, self.name):
                         add(pod)
                 over = watch.ended(seen.now) or (not later and seen.now.job.status.attempt > attempt)
@@ -177,7 +174,7 @@ class ClusterLogs:
             streams.close()
 
     def _of_gone_pods(self, attempt: int, nodes: Collection[int] | None) -> Iterator[tuple[int, bytes]]:
-        """What the status keeps of a job whose pods are all gone, or the reason why there is nothing."""
+        """Return what the status keeps of a job without pods, or the reason why there is nothing."""
         failure = self._kept()
         if failure and failure.attempt == attempt and (nodes is None or failure.node_rank in nodes):
             yield failure.node_rank or 0, self._end_of(failure)
@@ -189,7 +186,7 @@ class ClusterLogs:
         return failure.log_tail.rstrip("\n").encode() + b"\n"
 
     def _watch_pods(self, add: Callable[[Raw], None], is_closed: Callable[[], bool]) -> None:
-        """Pods as they change, where the user may watch them; each second is looked anyway."""
+        """Watch pods if the user may; they are also listed every second."""
         while not is_closed():
             try:
                 for pod in jobs.changing_pods(self.cluster, self.name):
@@ -201,31 +198,31 @@ class ClusterLogs:
             time.sleep(_RETRY_SECONDS)
 
     def _kept(self) -> api.JobFailure | None:
-        """The failure whose log the status keeps, where its pod is gone."""
+        """Return the failure whose log the status keeps, if its pod is gone."""
         failure = self.stored.job.status.last_failure
         there = {pod["metadata"]["name"] for pod in self._pods}
         return failure if failure and failure.log_tail and failure.pod not in there else None
 
 
 class _Streams:
-    """A thread for each pod, which reads its log to the end, again where the connection breaks."""
+    """One thread per pod, which reads its log to the end and reconnects when the connection breaks."""
 
     def __init__(self, cluster: Cluster, container: str, part: LogPart, begun: Collection[str], say: Say) -> None:
-        """begun: the uids of the pods of which a part is shown; of those that come later all is."""
+        """begun: uids of pods whose output was shown in part; later pods are shown whole."""
         self._cluster, self._container, self._part, self._begun, self._say = cluster, container, part, begun, say
         self._lines: queue.Queue[tuple[int, bytes]] = queue.Queue(_QUEUE_MAX)
         self._threads: dict[str, threading.Thread] = {}
         self._why: dict[str, str] = {}
         self._last: dict[str, str] = {}
-        """The time of the last line of each pod, by its uid."""
+        """Time of the last line of each pod, by its uid."""
         self._told: set[str] = set()
         self._unread: dict[str, int] = {}
-        """How often in a row the log of a pod could not be read, by its uid."""
+        """Failed reads in a row of each pod's log, by its uid."""
         self._adding = threading.Lock()
         self._closed = threading.Event()
 
     def add(self, pod: Raw) -> None:
-        """Follow a pod, if it is not followed yet."""
+        """Follow a pod, unless it is followed already."""
         uid = pod["metadata"]["uid"]
         with self._adding:
             if uid not in self._threads:
@@ -241,14 +238,14 @@ class _Streams:
         return self._closed.is_set()
 
     def until(self, seconds: float) -> Iterator[tuple[int, bytes]]:
-        """The lines that come within so many seconds."""
+        """Yield the lines that arrive within `seconds`."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
                 yield self._lines.get(timeout=left)
 
     def rest(self) -> Iterator[tuple[int, bytes]]:
-        """All lines until every pod has ended; a log of which nothing comes for some seconds is given up."""
+        """Yield all lines until every pod has ended; a log that is silent for some seconds is given up."""
         end = time.monotonic() + DRAIN_SECONDS
         while time.monotonic() < end and any(thread.is_alive() for thread in list(self._threads.values())):
             for line in self.until(0.1):
@@ -271,7 +268,7 @@ class _Streams:
                 if now["metadata"]["uid"] != pod["metadata"]["uid"] or not _runs(now, self._container):
                     return
             except CutOffError:
-                self._unread.pop(uid, None)  # read again also where the pod has ended: its last lines say why
+                self._unread.pop(uid, None)  # read again even if the pod has ended: its last lines have the reason
             except NoAnswerError as error:
                 self._unread[uid] = self._unread.get(uid, 0) + 1
                 self._why[uid] = _not_shown(pod, error)
@@ -288,7 +285,7 @@ class _Streams:
         begin = self._part.params() if uid in self._begun and not before else {}
         params = {"container": self._container, "follow": "true", **begin, "timestamps": "true"}
         if before:
-            # Whole seconds: what was read comes again. With its zone: it is the node's, and not always UTC.
+            # In whole seconds, so some lines are read twice. With its zone, which is the node's and not always UTC.
             params["sinceTime"] = re.sub(r"\.\d+", "", before)
         for line in self._cluster.lines(jobs.log_path(pod), **params):
             at, _, text = line.partition(" ")
@@ -300,12 +297,13 @@ class _Streams:
                 self._put(place, text.encode(errors="surrogateescape") + b"\n")
 
     def tell_unread(self, *, api_answers: bool) -> None:
-        """Say once which logs cannot be read though the API server answers: those of a node that is lost. Called at
-        each look at the job."""
+        """Report once which logs cannot be read although the API server answers: those of a lost node. Called at each
+        check of the job.
+        """
         if not api_answers:
             self._unread.clear()
             return
-        # The first failure may be of a moment ago, when the API server did not answer either.
+        # The API server may have failed to answer a moment ago.
         new = [uid for uid, times in self._unread.copy().items() if times > 1 and uid not in self._told]
         if new:
             self._told.update(new)
@@ -313,7 +311,9 @@ class _Streams:
             self._say(f"{self._why[new[0]]}{more}; still trying")
 
     def _tell(self, text: str) -> None:
-        """Say once what a kubelet writes into a log: `failed to create fsnotify watcher: too many open files`."""
+        """Report once a message that a kubelet writes into a log: `failed to create fsnotify watcher: too many open
+        files`.
+        """
         if text not in self._told:
             self._told.add(text)
             self._say(text)
@@ -331,7 +331,7 @@ def _not_shown(pod: Raw, error: ClusterError) -> str:
 
 
 def _has_log(pod: Raw, container: str) -> bool:
-    """True if the trainer runs, or has run."""
+    """True if the trainer is running, or has run."""
     state = state_of(pod, container)
     return "running" in state or "terminated" in state
 
@@ -341,6 +341,6 @@ def _runs(pod: Raw, container: str) -> bool:
 
 
 def state_of(pod: Raw, container: str) -> Raw:
-    """The state of a container: running, terminated or waiting, with what is known of it."""
+    """Return the state of a container, running, terminated or waiting, with its details."""
     statuses = (pod.get("status") or {}).get("containerStatuses") or ()
     return next((s.get("state") or {} for s in statuses if s.get("name") == container), {})

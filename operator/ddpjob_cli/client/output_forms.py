@@ -1,4 +1,4 @@
-"""Jobs as the command line prints them: a table, names, JSON, YAML, in full."""
+"""The output forms of jobs: a table, names, JSON, YAML, in full."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from ddpjob_operator.job import api
 
 
 def of_jobs(found: Sequence[Raw], form: str, *, one: bool, namespaces: bool) -> str:
-    """Jobs in a form of `-o`; one: the job itself and not a list. JSON and YAML are as the API server has them,
-    without managedFields, which are longer than all the rest."""
+    """Return jobs in a form of `-o`; one: a single job, not a list. JSON and YAML are as in the API server, without
+    managedFields, which are longer than the rest.
+    """
     if form == "name":
         return "".join(f"{api.KIND.lower()}.{api.GROUP}/{raw['metadata']['name']}\n" for raw in found)
     if form in ("json", "yaml"):
@@ -30,7 +31,7 @@ def of_jobs(found: Sequence[Raw], form: str, *, one: bool, namespaces: bool) -> 
 
 
 def in_full(cluster: Cluster, stored: jobs.Stored, say: Say) -> str:
-    """What describe shows; where the right to see pods or Events is missing, it says so and leaves them out."""
+    """Return the text of describe. Without the right to read pods or Events, it says so and leaves them out."""
     now, name = _now(), stored.job.metadata.name
     stored = log_findings.with_findings(cluster, stored)
     lines = describe.describe(stored.job, stored.created, now)
@@ -50,12 +51,12 @@ def in_full(cluster: Cluster, stored: jobs.Stored, say: Say) -> str:
 
 
 def of_events(events: Sequence[Raw]) -> str:
-    """A table of Events."""
+    """Return a table of Events."""
     return _text(describe.event_lines(events, _now()))
 
 
 def documents(bodies: Sequence[Raw]) -> str:
-    """Objects as YAML documents, without anchors."""
+    """Return objects as YAML documents, without anchors."""
     return "---\n".join(_document(body, "yaml") for body in bodies)
 
 

@@ -1,6 +1,5 @@
-"""A folder of code as one archive: what is in it, what is left out, and whether it fits into a ConfigMap.
-
-The same files give the same bytes. Sizes are known from the file system before anything is read.
+"""Packs a folder of code into an archive: what is included, what is left out, and if it fits into a ConfigMap. The same
+files give the same bytes. Sizes are checked before anything is read.
 """
 
 from __future__ import annotations
@@ -24,32 +23,32 @@ from ddpjob_operator.job import wording
 
 PACKED_BYTES_MAX = 900_000  # a ConfigMap holds 1 MiB
 FIT = "at most 900 kB packed fit into a ConfigMap"
-READ_BYTES_MAX = 20 << 20  # source text packs to a fifth; what is larger than that is data
+READ_BYTES_MAX = 20 << 20  # source text packs to a fifth; larger files are data
 FILES_MAX = 5000
 FOLDERS_DEEP_MAX = 100
 HELP = "docs/your-code.md has three other ways: an image of your own, a volume (PVC), git"
 
-# What is never a part of a program: caches, environments, repositories.
+# Never part of a program: caches, environments, repositories.
 _IGNORED_FOLDERS = frozenset(
     ".git .hg .svn __pycache__ .venv node_modules .mypy_cache .pytest_cache .ruff_cache .ipynb_checkpoints .tox .nox "
     ".idea .vscode .eggs".split()
 )
 _IGNORED_FILES = ("*.pyc", "*.pyo", ".DS_Store", "*.swp")
-# Whoever may read ConfigMaps of the namespace could read them.
+# Anybody who may read ConfigMaps of the namespace could read these.
 _SECRET_FOLDERS = frozenset([".ssh", ".aws", ".kube", ".gnupg", ".azure", ".docker"])
 _SECRET_FILES = (
     ".env .env.* *.env *.pem *.key *.p12 *.pfx *.jks *.keytab *.kubeconfig kubeconfig kubeconfig.* id_rsa id_rsa.* "
     "id_dsa id_ecdsa id_ed25519 .netrc .pypirc .npmrc .git-credentials .htpasswd credentials.json client_secret*.json "
     "service-account*.json service_account*.json secrets.yaml secrets.yml secrets.json secrets.toml"
 ).split()
-# What Snapshot leaves in its folder: a job that found it would go on from this machine's training.
+# Snapshot's files: a job that found them would resume this machine's training.
 _SNAPSHOT_FILE = "writer-*.json"
 _KEY_BEGINS = (b"-----BEGIN ", b"PRIVATE KEY")
 
 
 @dataclass
 class Folder:
-    """What is in a folder: paths below it with their sizes, and what is left out with the reason."""
+    """The content of a folder: paths with their sizes, and what is left out with the reason."""
 
     root: Path
     files: dict[str, int] = field(default_factory=dict)
@@ -59,11 +58,9 @@ class Folder:
     outside: list[str] = field(default_factory=list)
     """Symbolic links that lead out of the folder, in a circle or nowhere."""
     snapshots: list[str] = field(default_factory=list)
-    """Folders of snapshots."""
 
     @property
     def bytes(self) -> int:
-        """The size of all files."""
         return sum(self.files.values())
 
 
@@ -74,22 +71,21 @@ class Archive:
     data: bytes
     files: int
     remarks: tuple[str, ...] = ()
-    """What was left out and why, a sentence each."""
+    """Sentences about what was left out, and why."""
 
     def __str__(self) -> str:
-        """12 files (8.4 kB)"""
+        """Return 12 files (8.4 kB)"""
         return f"{wording.count(self.files, 'file')} ({_size(len(self.data))})"
 
     @property
     def digest(self) -> str:
-        """The first 16 hexadecimal digits of its SHA-256."""
+        """Return the first 16 hexadecimal digits of its SHA-256."""
         return hashlib.sha256(self.data).hexdigest()[:16]
 
 
 def pack(root: Path, made: Mapping[str, str] | None = None, without: str = "") -> Archive:
-    """The archive (tar.gz) of a folder. Raises InputError where it does not fit, or cannot be read.
-
-    made: files that are added, with their text. without: the path of one in the folder that stays here.
+    """Return the archive (tar.gz) of a folder. Raise InputError if it does not fit or cannot be read. made: additional
+    files with their text. without: a path in the folder to leave out.
     """
     folder = scan(root)
     folder.files.pop(without, None)
@@ -107,7 +103,7 @@ def pack(root: Path, made: Mapping[str, str] | None = None, without: str = "") -
 
 
 def pack_texts(made: Mapping[str, str]) -> Archive:
-    """The archive of files that are in no folder. Raises InputError where it does not fit."""
+    """Return an archive of texts that are in no folder. Raise InputError if it does not fit."""
     data = _tar(_of_texts(made), Folder(Path()))
     if len(data) > PACKED_BYTES_MAX:
         raise InputError(f"{', '.join(made)}: {_size(len(data))} packed, and {FIT}; {HELP}")
@@ -115,7 +111,7 @@ def pack_texts(made: Mapping[str, str]) -> Archive:
 
 
 def scan(root: Path) -> Folder:
-    """Find what belongs to the program, by .gitignore and by name; no other file is read. Raises InputError."""
+    """Find the files of the program, by .gitignore and by name; no other file is read. Raise InputError."""
     folder = Folder(root)
     if not root.is_dir():
         raise InputError(f"{root}: no such folder")
@@ -126,8 +122,9 @@ def scan(root: Path) -> Folder:
 
 
 def _scan(folder: Folder, below: str, ignored: Ignored) -> list[str]:
-    """Scan one folder, and return those in it that are to be scanned. below: its path in the root, with a slash at its
-    end, or empty."""
+    """Scan one folder, and return the subfolders to scan. below: its path in the root, with a slash at its end, or
+    "".
+    """
     if below.count("/") > FOLDERS_DEEP_MAX:
         raise InputError(f"{folder.root / below}: more than {FOLDERS_DEEP_MAX} folders deep, so it is no program")
     ignored.enter(below)
@@ -166,7 +163,7 @@ def _matches(name: str, patterns: Any) -> bool:
 
 
 def _add_link(folder: Folder, path: str) -> None:
-    """Links are kept as links, because a link to a folder may lead back to where it is."""
+    """Add a link as a link, because a link to a folder may be part of a cycle."""
     link, root = folder.root / path, folder.root.resolve()
     try:
         target = link.resolve(strict=True)
@@ -180,7 +177,7 @@ def _add_link(folder: Folder, path: str) -> None:
 
 
 def _largest(folder: Folder) -> str:
-    """The parts that are largest, and what to do."""
+    """Return the largest parts, and what to do about them."""
     parts: dict[str, int] = {}
     for path, size in folder.files.items():
         top = path.split("/", 1)[0] + ("/" if "/" in path else "")
@@ -191,7 +188,7 @@ def _largest(folder: Folder) -> str:
 
 
 def _contents(folder: Folder) -> Iterator[tuple[str, tuple[bytes, bool]]]:
-    """Path, content and whether it is a program; private keys are left out."""
+    """Yield path, content and True for a program, without private keys."""
     for path in list(folder.files):
         try:
             with open(own_files.open_file(folder.root / path, os.O_RDONLY), "rb") as file:
@@ -210,7 +207,7 @@ def _of_texts(made: Mapping[str, str]) -> dict[str, tuple[bytes, bool]]:
 
 
 def _tar(contents: dict[str, tuple[bytes, bool]], folder: Folder) -> bytes:
-    """Without times and owners, so that the same code has the same name."""
+    """Return a tar without times and owners, so that equal code has an equal name."""
     packed = io.BytesIO()
     zipped = gzip.GzipFile(fileobj=packed, mode="wb", mtime=0, filename="")
     with zipped, tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as tar:

@@ -1,7 +1,5 @@
-"""Several logs one after the other, their beginnings read at once.
-
-The API server waits for the kubelet of a lost node as long as a request may take. One log after the other, each lost
-node costs that time again.
+"""Reads several logs in order, but starts reading ahead. The API server waits for the kubelet of a lost node as long as
+a request may take, and reading one log after the other would pay that for each lost node.
 """
 
 from __future__ import annotations
@@ -17,10 +15,11 @@ from typing import NamedTuple, TypeVar
 from ddpjob_cli.client.connection import in_background
 
 AHEAD_MAX = 16
-"""Logs that are read besides the one that is printed."""
+"""Logs that are read ahead of the one that is printed."""
 BYTES_MAX = 1 << 20
-"""Of each. A longer one is read again when it is printed: until then its connection would be idle, and be dropped, for
-as long as whoever reads stdout likes."""
+"""Bytes read ahead of each log. A longer log is read again when it is printed: until then its idle connection could be
+dropped, for as long as the reader of stdout takes.
+"""
 
 T = TypeVar("T")
 Read = Callable[[T], Generator[bytes, None, None]]
@@ -33,11 +32,11 @@ class _Begun(NamedTuple):
 
 
 def each(read: Read[T], logs: Sequence[T]) -> Iterator[Iterator[bytes]]:
-    """The pieces of each log, in order. They raise what `read` raises."""
+    """Yield the pieces of each log, in order. They raise what `read` raises."""
     later = iter(logs[1:])
     ahead: deque[Future[_Begun]] = deque()
     for number, log in enumerate(logs):
-        begun = ahead.popleft() if number else None  # the first is printed as it comes
+        begun = ahead.popleft() if number else None  # the first is printed as it arrives
         new = itertools.islice(later, AHEAD_MAX - len(ahead))
         ahead.extend(in_background(partial(_begun, read, one)) for one in new)
         yield read(log) if begun is None else _pieces(read, log, begun)
@@ -60,6 +59,6 @@ def _begun(read: Read[T], log: T) -> _Begun:
                 size += len(piece)
                 if size > BYTES_MAX:
                     return _Begun([], is_whole=False)
-    except BaseException as error:  # raised where the log is printed
+    except BaseException as error:  # raised when this log is printed
         return _Begun(pieces, error)
     return _Begun(pieces)

@@ -1,4 +1,4 @@
-"""One request for several jobs: one that fails does not keep the others from being done."""
+"""One request for several jobs: a failure does not stop the others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Wrong = InputError | ClusterError
 
 
 def of_each(wanted: Iterable[S], act: Callable[[S], T]) -> tuple[list[T], list[Wrong]]:
-    """What `act` gives of each of them, in order and once, and the errors of those that fail."""
+    """Return the result of `act` for each, in order and once, and the errors of those that failed."""
     done: list[T] = []
     wrong: list[Wrong] = []
     for one in dict.fromkeys(wanted):
@@ -26,8 +26,7 @@ def of_each(wanted: Iterable[S], act: Callable[[S], T]) -> tuple[list[T], list[W
 
 
 def refuse(wrong: Sequence[Wrong]) -> None:
-    """After the last one: raises ClusterError where a request was not carried out, InputError where all that is wrong
-    are the names."""
+    """Raise ClusterError if a request failed, InputError if only names were wrong. Call it after the last request."""
     if wrong:
         kind = ClusterError if any(isinstance(error, ClusterError) for error in wrong) else InputError
         raise kind("\n".join(dict.fromkeys(map(str, wrong))))

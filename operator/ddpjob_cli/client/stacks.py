@@ -1,4 +1,4 @@
-"""The stacks of the ranks of a job in a cluster: kubectl signals the agent in each pod, which prints to its log."""
+"""Stacks of the ranks of a job in a cluster: kubectl signals the agent in each pod, which prints to its log."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ POLL_SECONDS = 0.5
 BEFORE_SECONDS = 5
 TOGETHER_MAX = 8
 NO_AGENT = 3
-# Signals only a process that handles the signal and is an agent: the ranks handle it too.
+# Signal only agents that handle the signal: ranks handle it as well.
 ASK = f"""\
 asked={NO_AGENT}
 for folder in /proc/[0-9]*; do
@@ -65,7 +65,7 @@ def of_job(cluster: Cluster, stored: jobs.Stored, node: int | None = None) -> li
         found, wrong = several.of_each(asked, lambda future: future.result())
     if not found:
         several.refuse(wrong)
-    return [*found, *map(str, wrong)]  # a pod that cannot be asked does not hide what the others show
+    return [*found, *map(str, wrong)]  # a pod without an answer must not hide the others' stacks
 
 
 def _of_pod(cluster: Cluster, stored: jobs.Stored, pod: Raw, command: Sequence[str]) -> str:
@@ -92,7 +92,7 @@ def _of_pod(cluster: Cluster, stored: jobs.Stored, pod: Raw, command: Sequence[s
 
 
 def _printed(cluster: Cluster, stored: jobs.Stored, pod: Raw, seconds: int) -> list[str]:
-    """The texts in the last seconds of a pod's log."""
+    """Return the texts in the last seconds of a pod's log."""
     try:
         pieces = b"".join(cluster.pieces(jobs.log_path(pod), container=stored.trainer, sinceSeconds=str(seconds)))
     except NoAnswerError:

@@ -16,9 +16,8 @@ _TRIES = 5
 
 
 def submit(cluster: Cluster, document: Raw, archive: Archive | None) -> jobs.Stored:
-    """Create a job, and the ConfigMap with its code, which is deleted with it. Raises InputError, ClusterError.
-
-    The server is first asked for both without creating them: what it refuses leaves nothing behind.
+    """Create a job, and the ConfigMap with its code, which is deleted with it. Raise InputError, ClusterError. Both
+    requests are sent as a dry run first, so that a refusal leaves nothing behind.
     """
     name = document["metadata"]["name"]
     body = code.into(document, archive) if archive else document
@@ -44,8 +43,9 @@ def submit(cluster: Cluster, document: Raw, archive: Archive | None) -> jobs.Sto
 
 
 def as_new(document: Raw) -> None:
-    """Remove what an API server has written into a job, and refuses of a new one; of a job that it has, also what is
-    bound to that object."""
+    """Remove fields that an API server writes into a job and refuses in a new one; from an existing job also those that
+    are bound to that object.
+    """
     document.pop("status", None)
     metadata = document["metadata"]
     of_object = ("ownerReferences", "finalizers") if "uid" in metadata else ()
@@ -54,14 +54,13 @@ def as_new(document: Raw) -> None:
 
 
 def objects(document: Raw, archive: Archive | None) -> list[Raw]:
-    """What submit creates, as documents for `kubectl apply --server-side`."""
+    """Return what submit creates, as documents for `kubectl apply --server-side`."""
     return [code.config_map(archive), code.into(document, archive)] if archive else [document]
 
 
 def _give(cluster: Cluster, wanted: Raw, owner: Raw) -> None:
-    """Create the ConfigMap, or make the job one more owner of the one that is there.
-
-    Again where the one that is there is removed meanwhile: with the last job that had the same code.
+    """Create the ConfigMap, or make the job one more owner of an existing one. Repeat if that is removed meanwhile,
+    with the last job that had the same code.
     """
     name, reference = wanted["metadata"]["name"], code.reference(owner)
     owned = {**wanted, "metadata": {**wanted["metadata"], "ownerReferences": [reference]}}
@@ -84,7 +83,7 @@ def _give(cluster: Cluster, wanted: Raw, owner: Raw) -> None:
 
 
 def _remove(cluster: Cluster, name: str) -> None:
-    """The job whose code could not be stored: its pods would wait for ever."""
+    """Delete a job whose code could not be stored: its pods would wait for ever."""
     try:
         cluster.delete(jobs.path_of(cluster, name))
     except ClusterError as error:

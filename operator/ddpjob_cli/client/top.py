@@ -1,4 +1,4 @@
-"""`ddpjob top`: the state and progress of all jobs, drawn again and again."""
+"""`ddpjob top`: the state and progress of all jobs, redrawn repeatedly."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ddpjob_cli.describe import table
 from ddpjob_operator.failures.redaction import clean
 
 SECONDS = 2.0
-# Jobs that run first, those that have ended last.
+# Running jobs come first, ended ones last.
 _ORDER = ("Running", "Restarting", "Failing", "Starting", "Pending", None, "Suspended", "Failed", "Succeeded")
 
 
 def lines(cluster: Cluster, *, all_namespaces: bool) -> list[str]:
-    """How many jobs are in which state, then the table."""
+    """Return the number of jobs in each state, then the table."""
 
     def rank(raw: Raw) -> int:
         state = (raw.get("status") or {}).get("state")

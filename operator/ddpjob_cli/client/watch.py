@@ -1,4 +1,4 @@
-"""A job looked at again and again: by `get` alone, because not everybody has the right to watch."""
+"""Checks a job repeatedly, by `get`, because not every user may watch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ddpjob_operator.job import wording
 from ddpjob_operator.job.status import TERMINAL, find_condition
 
 LOOK_SECONDS = 1.0
-PATIENCE_SECONDS = 600.0  # an API server is upgraded in less; the job does not need it meanwhile
+PATIENCE_SECONDS = 600.0  # upgrading an API server takes less, and the job does not need it meanwhile
 
 Say = Callable[[str], None]
 
 
 class TooLateError(ClusterError):
-    """What was waited for has not come true in time."""
+    """The goal was not reached in time."""
 
 
 def ended(stored: jobs.Stored) -> bool:
@@ -28,14 +28,14 @@ def ended(stored: jobs.Stored) -> bool:
 
 
 def stopped(stored: jobs.Stored) -> bool:
-    """True if nothing of the job runs: it is suspended and all its pods have ended, or it never started."""
+    """True if nothing of the job is running: it is suspended and all its pods have ended, or it never started."""
     status = stored.job.status
     suspended = find_condition(status, "Suspended")
     return status.start_time is None and (status.attempt == 0 or (suspended is not None and suspended.status == "True"))
 
 
 def too_late(stored: jobs.Stored, what: str, seconds: float | None) -> TooLateError:
-    """The error of what has not come true of a job within so many seconds, with how the job is."""
+    """Return the error for a job that did not reach the goal within `seconds`, with its state."""
     status = stored.job.status
     return TooLateError(
         f"not {what} within {wording.duration(seconds or 0)}: {stored.job.metadata.name} is "
@@ -44,7 +44,7 @@ def too_late(stored: jobs.Stored, what: str, seconds: float | None) -> TooLateEr
 
 
 class Watch:
-    """Looks at a job at most once a second. An API server that does not answer for a while is waited for."""
+    """Reads a job at most once a second. Waits for an API server that does not answer for a while."""
 
     def __init__(self, cluster: Cluster, stored: jobs.Stored, say: Say) -> None:
         self.now = stored
@@ -54,15 +54,15 @@ class Watch:
 
     @property
     def answers(self) -> bool:
-        """True if the server has answered the last look."""
+        """True if the server answered the last time."""
         return self._silent_since is None
 
     def due_in(self) -> float:
-        """Seconds until the next look."""
+        """Return seconds until the next read."""
         return max(0.0, self._next - time.monotonic())
 
     def look(self) -> jobs.Stored:
-        """The job now, or as it was where the server does not answer. Raises JobGoneError, ClusterError."""
+        """Return the job, or its last state if the server does not answer. Raise JobGoneError, ClusterError."""
         try:
             self.now = jobs.again(self._cluster, self.now)
             self._silent_since = None
@@ -77,14 +77,14 @@ class Watch:
         return self.now
 
     def states(self) -> Iterator[jobs.Stored]:
-        """The job now, and then as it is each second."""
+        """Yield the job now, and then every second."""
         yield self.now
         while True:
             time.sleep(self.due_in())
             yield self.look()
 
     def until(self, true: Callable[[jobs.Stored], bool], what: str, seconds: float) -> jobs.Stored:
-        """The job as soon as something is true of it. Raises TooLateError after so many seconds."""
+        """Return the job as soon as the predicate is true. Raise TooLateError after `seconds`."""
         end = time.monotonic() + seconds
         for stored in self.states():
             if true(stored):
@@ -95,13 +95,12 @@ class Watch:
 
 
 class StateLines:
-    """Says what changes: the state with its message, and progress now and then.
-
-    running: also that the job runs and how far it is, which its logs tell as well.
+    """Reports changes: the state with its message, and progress from time to time. running: also report that the job is
+    running and its progress, which its logs show as well.
     """
 
     PROGRESS_SECONDS = 10.0
-    UNSEEN_SECONDS = 5.0  # an operator that is there gives a new job its state within a second
+    UNSEEN_SECONDS = 5.0  # a working operator gives a new job its state within a second
 
     def __init__(self, say: Say, *, running: bool = True) -> None:
         self._say, self._running = say, running
@@ -111,7 +110,6 @@ class StateLines:
         self._next = 0.0
 
     def see(self, stored: jobs.Stored) -> None:
-        """A look at the job."""
         from ddpjob_cli.describe import progress
         from ddpjob_cli.describe.job import UNSEEN
 

@@ -1,4 +1,4 @@
-"""`ddpjob check`: reads files, and prints the findings of check/."""
+"""`ddpjob check`: reads files, and prints the findings of ddpjob_check."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ class CheckResult:
 
     @property
     def errors(self) -> int:
-        """How many findings are errors."""
         return sum(f.severity == "error" for f in self.findings)
 
     @property
@@ -49,28 +48,28 @@ class CheckResult:
         return 2 if broken else int(self.errors > 0)
 
     def to_text(self) -> str:
-        """A line for each finding, without what a terminal would obey: names of files are a stranger's."""
+        """Return a line per finding, without control characters, because file names may be a stranger's."""
         return "".join(f"{clean(str(finding))}\n" for finding in self.findings)
 
     def to_json(self) -> str:
-        """One document: findings (file, line, column, rule, severity, message), errors, warnings."""
+        """Return one document: findings (file, line, column, rule, severity, message), errors, warnings."""
         counts = {"errors": self.errors, "warnings": len(self.findings) - self.errors}
         return json.dumps({"findings": [asdict(f) for f in self.findings], **counts}, indent=2) + "\n"
 
     def summary(self) -> str:
-        """One line for people."""
+        """Return one line for people."""
         warnings = len(self.findings) - self.errors
         counts = [count(n, word) for n, word in ((self.errors, "error"), (warnings, "warning")) if n]
         return f"{count(self.files, 'file')} read: {', '.join(counts) or 'nothing found'}"
 
 
 def is_job(path: str) -> bool:
-    """True if a path names a DDPJob's YAML; all others are scripts."""
+    """True if a path names a DDPJob's YAML; anything else is a script."""
     return kinds.of(path, "script") == "job"
 
 
 def context(nodes: str | None, nproc: int | None) -> Job:
-    """What the options say of scripts without a job. nodes: a number, or MIN:MAX. Raises InputError."""
+    """Return the context for scripts without a job, from options. nodes: a number, or MIN:MAX. Raise InputError."""
     if nodes is None:
         return Job(nproc=nproc)
     least, most = range_of(nodes)
@@ -88,11 +87,10 @@ def check_all(
     apart: bool = False,
     parameters: int = 0,
 ) -> CheckResult:
-    """Check scripts, and jobs with the scripts that they run. Raises InputError for a file that cannot be read.
-
-    A script beside one job is checked as that job's; so a script can be named that lies in an image under another path.
-    apart: scripts and jobs were found in a folder, so that a script is a job's only where its command names it.
-    alone: the context of scripts without a job. parameters: of the model; 0: not known.
+    """Check scripts, and jobs with the scripts that they run. Raise InputError for a file that cannot be read. A script
+    given together with one job is checked as that job's, even if its path in the image differs. apart: the files were
+    found in a folder, so a script belongs to a job only if the job's command names it. alone: the context of scripts
+    without a job. parameters: of the model; 0: unknown.
     """
     sources = {document.source for document, _ in jobs.values()}
     scripts = [path for path in paths if path not in sources]
@@ -115,7 +113,7 @@ def check_all(
 
 
 def parameters(text: str | None) -> int:
-    """A number of parameters as people write it: 350M, 7B; 0 for none. Raises InputError."""
+    """Return a number of parameters as people write it: 350M, 7B; 0 for none. Raise InputError."""
     number = podspec.quantity(f"{text[:-1]}G" if text.endswith(("B", "b")) else text) if text else 0
     if text and number < 1:
         raise InputError(f"--parameters: a number such as 350M or 7B, not {text}")
@@ -131,11 +129,10 @@ def before_run(
     read_instead: str | None = None,
     given: Collection[str] = (),
 ) -> tuple[list[str], bool]:
-    """The lines to show before a run, local or in a cluster, and whether an error forbids it.
-
-    A script that is not found is not checked: the run itself says what is not there. cpu: no GPU is used.
-    read_instead: the notebook of which the script was made, because people know its cells. given: variables that the
-    trainer has from outside of the job: those of the caller, in a local run.
+    """Return the lines to show before a run, local or in a cluster, and True if an error forbids it. A script that is
+    not found is not checked: the run itself reports that. cpu: no GPU is used. read_instead: the notebook from which
+    the script was made, because users know its cells. given: the trainer's variables from outside the job; in a local
+    run those of the caller.
     """
     context = replace(known(job), local=local)
     context = replace(context, gpus=0) if cpu else context
@@ -155,7 +152,7 @@ def before_run(
 
 
 def _of_script(path: str, context: Job) -> list[Finding]:
-    """A file that is no text is a finding, as one that is not valid Python."""
+    """Return the findings of a script. A file that is not text is a finding, like one that is not valid Python."""
     try:
         raw = read_script(path)
     except OSError as error:
@@ -164,7 +161,7 @@ def _of_script(path: str, context: Job) -> list[Finding]:
         raise InputError(f"{path}: {error.strerror}") from None
     try:
         text = text_of_script(raw)
-    except (ValueError, SyntaxError, LookupError) as error:  # "coding: rot13" is known, and of no text
+    except (ValueError, SyntaxError, LookupError) as error:  # "coding: rot13" is known, but decodes no text
         return [Finding(path, 1, 1, SYNTAX, "error", f"not valid Python: {error}")]
     limit = CpuLimit()
     if path.endswith(kinds.NOTEBOOK):
@@ -173,12 +170,12 @@ def _of_script(path: str, context: Job) -> list[Finding]:
 
 
 def for_a_cluster(document: Document, job: api.DDPJob) -> list[str]:
-    """What a cluster would say of the YAML alone."""
+    """Return what a cluster would report about the YAML alone."""
     return [str(finding) for finding in _of_job(document, job)]
 
 
 def _of_notebook(path: str, text: str, context: Job, limit: CpuLimit) -> list[Finding]:
-    """A finding's file is `PATH:cell N`, and its line the one in that cell."""
+    """Return findings of a notebook: the file is `PATH:cell N`, and the line is that in the cell."""
     try:
         parts = notebook.parts(text)
     except (ValueError, RecursionError) as error:
@@ -188,7 +185,7 @@ def _of_notebook(path: str, text: str, context: Job, limit: CpuLimit) -> list[Fi
         for found in check.check(path, part.text, context, limit):
             cell, line = part.place(found.line)
             findings.append(replace(found, file=f"{path}:cell {cell}", line=line))
-    return [f for f in findings if f.rule != "spawn-without-main-guard"]  # a notebook is not imported
+    return [f for f in findings if f.rule != "spawn-without-main-guard"]  # nothing imports a notebook
 
 
 def _of_job(
@@ -204,7 +201,7 @@ def _of_job(
 
 
 def _text_of(path: str) -> str:
-    """Nothing for a job that comes from no file, or from a pipe, which can be read only once."""
+    """Return the text of a job; "" if it comes from no file, or from a pipe, which can be read only once."""
     try:
         return read_script(path).decode()
     except (OSError, ValueError):
@@ -212,7 +209,7 @@ def _text_of(path: str) -> str:
 
 
 def _script_text(path: str, job: api.DDPJob) -> str:
-    """The text of the job's script; "" where it is not here, or cannot be read."""
+    """Return the text of the job's script; "" if it is not here or cannot be read."""
     try:
         return "".join(read_script(script).decode(errors="replace") for script in _script_of(path, job))
     except OSError:
@@ -220,13 +217,13 @@ def _script_text(path: str, job: api.DDPJob) -> str:
 
 
 def _script_of(path: str, job: api.DDPJob) -> list[str]:
-    """The script that the job's command names, as `ddpjob run` finds it; none elsewhere."""
+    """Return the script that the job's command names, as `ddpjob run` finds it; None if it is not here."""
     found = find(path, job)
     return [] if found is None else [os.path.relpath(found) if found.is_relative_to(Path.cwd()) else str(found)]
 
 
 def _not_read(document: Document, job: api.DDPJob) -> str:
-    """Why no script was read, because "nothing found" is then about the YAML alone."""
+    """Return why no script was read, because "nothing found" then refers to the YAML alone."""
     started = launcher.facts(job.spec).started
     by = f"starts {started.launcher}, and " if started.launcher not in ("", "python") else ""
     why = f"the command {by}names no script that is plain to see"

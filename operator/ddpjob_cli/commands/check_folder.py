@@ -1,6 +1,5 @@
-"""`ddpjob check FOLDER`: the scripts, notebooks and DDPJobs in it, without what is ignored, hidden or installed.
-
-The folder may be a stranger's: no program is called in it, and no file outside is read.
+"""`ddpjob check FOLDER`: its scripts, notebooks and DDPJobs, without ignored, hidden or installed ones. The folder may
+be a stranger's, so no program is called in it and no file outside is read.
 """
 
 from __future__ import annotations
@@ -28,21 +27,22 @@ Load = Callable[[str, str | None], tuple[Document, api.DDPJob]]
 
 @dataclass
 class Targets:
-    """What is to be checked."""
+    """The files to check."""
 
     scripts: list[str]
     jobs: dict[str, tuple[Document, api.DDPJob]] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
-    """What is wrong with the jobs of a folder that cannot be read; a file that is named raises InputError."""
+    """Problems of the jobs of a folder that cannot be read; a file named by the user raises InputError."""
     left_out: list[str] = field(default_factory=list)
-    """Sentences about what is in a folder and is not read: links that lead out of it, pipes, devices."""
+    """Sentences about entries of a folder that are not read: links that lead out of it, pipes, devices."""
     apart: bool = False
-    """True if a folder is among them, so that not every script is one of the jobs'."""
+    """True if a folder is among them, so that scripts do not all belong to the jobs."""
 
 
 def targets(paths: Sequence[str], job: str | None, load: Load) -> Targets:
-    """The scripts and jobs of files and folders. Raises InputError for a folder that has none. job: the one to take
-    where a file has several."""
+    """Return the scripts and jobs of files and folders. Raise InputError for a folder without any. job: which one to
+    take from a file with several.
+    """
     left_out: list[str] = []
     files = [name for path in paths for name in (_inside(path, left_out) if os.path.isdir(path) else [path])]
     scripts = [file for file in dict.fromkeys(files) if not is_job(file)]
@@ -72,7 +72,7 @@ def _inside(folder: str, left_out: list[str]) -> list[str]:
 
 
 def _files_in(folder: str, left_out: list[str]) -> Iterator[str]:
-    """The files to check. Raises InputError for a .gitignore that cannot be used."""
+    """Return the files to check. Raise InputError for an unusable .gitignore."""
     root = Path(folder)
     ignored, folders = Ignored(root), [""]
     while folders:
@@ -107,7 +107,9 @@ def _not_too_deep(root: Path, below: str, left_out: list[str]) -> list[str]:
 
 
 def _readable(root: Path, path: str, left_out: list[str]) -> Iterator[str]:
-    """The path if it is a regular file of the folder with something to check. A link may lead to a file in it."""
+    """Return the path if it is a regular file of the folder with something to check. A link may lead to a file in
+    it.
+    """
     whole = os.path.join(root, path) if str(root) != "." else path
     try:
         target = os.path.realpath(whole, strict=True)
@@ -124,7 +126,7 @@ def _readable(root: Path, path: str, left_out: list[str]) -> Iterator[str]:
 
 
 def _is_wanted(path: str) -> bool:
-    """True if a YAML file has a DDPJob; Python is always wanted."""
+    """True for Python, and for YAML with a DDPJob."""
     if not path.endswith(YAML_SUFFIXES):
         return True
     try:

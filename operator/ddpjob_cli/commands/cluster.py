@@ -15,7 +15,7 @@ import click
 
 from ddpjob_cli.commands.output import answer
 
-NO_LIMIT = 86400.0 * 365  # --request-timeout 0, as kubectl has it; sockets take no number without bounds
+NO_LIMIT = 86400.0 * 365  # --request-timeout 0, as in kubectl; sockets need a number
 COMPLETION_SECONDS = 2.0  # longer, and the shell seems to hang
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     FloatParam = click.ParamType[float]
     NameParam = click.ParamType[str]
 else:
-    FloatParam = NameParam = click.ParamType  # generic since click 8.2 alone
+    FloatParam = NameParam = click.ParamType  # generic only since click 8.2
 
 
 CODES = """Exit codes: 0 done, 1 the cluster refused or did not answer,
@@ -40,7 +40,6 @@ class Seconds(FloatParam):
     name = "duration"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Seconds."""
         if isinstance(value, (int, float)):
             return float(value)
         found = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?", value)
@@ -51,7 +50,7 @@ class Seconds(FloatParam):
 
 @dataclass(frozen=True)
 class Connect:
-    """The options of a cluster; called, it connects."""
+    """The options of a cluster; calling it connects."""
 
     context: str | None
     namespace: str | None
@@ -64,7 +63,7 @@ class Connect:
         return any(chosen is not None for chosen in (self.context, self.namespace, self.kubeconfig))
 
     def __call__(self, namespace: str | None = None) -> Cluster:
-        """The cluster, in the given namespace, else that of the options. Raises InputError, ClusterError."""
+        """Return the cluster, with the given namespace, else that of the options. Raise InputError, ClusterError."""
         from ddpjob_cli.client.connection import connect
 
         return connect(self.context, namespace or self.namespace, self.seconds, self.kubeconfig)
@@ -98,12 +97,12 @@ def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class JobName(NameParam):
-    """digits, or as `get -o name` prints it: ddpjob.training.ddpjob.io/digits."""
+    """digits, or the output of `get -o name`: ddpjob.training.ddpjob.io/digits."""
 
     name = "job"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:  # noqa: ARG002
-        """The name alone; what has another kind before it is left for the check of names."""
+        """Return only the name; a name with another kind before it is refused later."""
         from ddpjob_operator.job import api
 
         kind, _, name = str(value).rpartition("/")
@@ -111,7 +110,7 @@ class JobName(NameParam):
         return name if kind.lower().removesuffix(f".{api.GROUP}") in known else str(value)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """The jobs that are there, but for those that are named already."""
+        """Return the existing jobs that are not named yet."""
         from click.shell_completion import CompletionItem
 
         named = ctx.params.get(param.name or "") or ()
@@ -124,7 +123,7 @@ JOBS = click.argument("names", metavar="JOB...", type=JobName(), nargs=-1, requi
 
 
 def _names_there(ctx: click.Context) -> list[str]:
-    """The jobs of the namespace, none where the cluster cannot be asked: a shell shows no message meanwhile."""
+    """Return the jobs of the namespace; none if the cluster cannot be asked, because a shell shows no message."""
     from ddpjob_cli.client import jobs
     from ddpjob_cli.client.errors import ClusterError
     from ddpjob_cli.manifest.yamlfile import InputError
@@ -171,7 +170,7 @@ def get(connect: Connect, names: tuple[str, ...], selector: str | None, output: 
 
 
 def _chosen(cluster: Cluster, names: tuple[str, ...], selector: str | None) -> tuple[str, ...]:
-    """The names, or those of the jobs with some labels."""
+    """Return the names, or those of the jobs with some labels."""
     from ddpjob_cli.client import jobs
 
     if names and selector:
@@ -331,14 +330,14 @@ def top(connect: Connect, all_namespaces: bool, once: bool) -> int:
 
 
 def say(text: str) -> None:
-    """A sentence to stderr, without what a terminal would obey."""
+    """Print a sentence to stderr, without control characters."""
     from ddpjob_operator.failures.redaction import clean
 
     click.echo(clean(text), err=True)
 
 
 def end_of(stored: Stored) -> int:
-    """Say how a job has ended; the exit code."""
+    """Print how a job has ended; return the exit code."""
     from ddpjob_cli.describe import ending
 
     say(ending.of_job(stored.job))

@@ -1,4 +1,4 @@
-"""`ddpjob convert`: reads documents of other tools, prints DDPJobs, and says on stderr what has no counterpart."""
+"""`ddpjob convert`: reads documents of other tools, prints DDPJobs, and reports on stderr what has no counterpart."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Examples:
   ddpjob convert --image IMAGE -- torchrun --nnodes 2 --nproc-per-node 8 train.py"""
 
 
-_NAMED_MAX = 20  # documents of other kinds, where none can be converted
+_NAMED_MAX = 20  # names of other kinds in a message, if none can be converted
 _IS_COMMAND = "ddpjob_cli.commands.convert.is_command"
 
 
 class _WithDashes(click.Command):
-    """Remembers whether `--` was given: click takes it away, and what follows it is always a command."""
+    """Remembers if `--` was given: click removes it, and the words after it are always a command."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Called by click."""
@@ -86,13 +86,13 @@ def _from_files(paths: tuple[str, ...]) -> list[str]:
     used = {id(job.data) for job in jobs}
     texts = [_converted(job, documents, used) for job in jobs]
     for document in everything:
-        if id(document.data) not in used:  # whoever pipes a folder would miss it in the cluster only
+        if id(document.data) not in used:  # a user who pipes a folder would notice it only in the cluster
             say(f"{document.place(())}: {left_out(document.data)}")
     return texts
 
 
 def _converted(job: Document, documents: list[Document], used: set[int]) -> str:
-    """The YAML of one job; the id of the runtime that it takes its pods from is added to `used`."""
+    """Return the YAML of one job, and add to `used` the id of the runtime from which it takes its pods."""
     from ddpjob_cli.manifest.yamlfile import InputError
     from ddpjob_convert import convert as to_job
     from ddpjob_convert.fields import ConvertError
@@ -111,16 +111,15 @@ def _converted(job: Document, documents: list[Document], used: set[int]) -> str:
 
 
 def _home(path: Path, job: Document, runtime: object, documents: list[Document]) -> tuple[Document, Path]:
-    """The document that a path is of: one that begins with `runtime` is the runtime's."""
+    """Return the document to which a path belongs: the runtime's if it begins with `runtime`."""
     if path[:1] != ("runtime",):
         return job, path
     return next(d for d in documents if d.data is runtime), path[1:]
 
 
 def _checked(result: Converted, place: str) -> str:
-    """The YAML, with a line on stderr for each variable that its command reads and a DDPJob has not.
-
-    Raises InputError if it is no valid DDPJob, as when the source itself is wrong.
+    """Return the YAML. Warn on stderr about each variable that its command reads and a DDPJob lacks. Raise InputError
+    if it is no valid DDPJob, for example because the source is wrong.
     """
     from ddpjob_check.job import mistakes
     from ddpjob_cli.manifest.yamlfile import InputError

@@ -1,6 +1,5 @@
-"""A limit of processor time for what reads a stranger's script: the rules follow values, and some ways are long.
-
-The time is this process's own, so a loaded machine finds as much as an idle one.
+"""Limits processor time for reading a stranger's script: rules follow values, and some chains are long. The limit
+counts this process's CPU time, so a loaded machine finds as much as an idle one.
 """
 
 from __future__ import annotations
@@ -16,23 +15,24 @@ from ddpjob_check.rule import TooLongError
 
 T = TypeVar("T")
 
-# Python's start takes 0.6 s, and the parser and the end of a tree, which no signal interrupts, up to 0.5 s: 5 s in all.
+# Starting Python takes 0.6 s, and parsing and freeing a tree, which no signal interrupts, up to 0.5 s: 5 s in all.
 FILE_SECONDS = 3.0
-PART = 0.6  # of the time that is left, so that a rule that takes too long leaves some for those after it
+PART = 0.6  # of the remaining time, so that a slow rule leaves some for later ones
 PART_SECONDS_MIN = 0.2
 AGAIN_SECONDS = 0.05
-"""An error that is raised in a destructor is lost, so it is raised again until it arrives."""
+"""An error raised in a destructor is lost, so it is raised again until it arrives."""
 
 
 class CpuLimit:
-    """Processor time for one file. Each part of the work, such as a rule, has only some of it."""
+    """Processor time for one file. Each part of the work, such as a rule, gets only a share."""
 
     def __init__(self, file_seconds: float = FILE_SECONDS) -> None:
         self._left = file_seconds
 
     def __call__(self, work: Callable[[], T]) -> T:
-        """The result of the work. Raises TooLongError. Without a limit outside of the main thread, which alone gets
-        signals."""
+        """Return the result of the work. Raise TooLongError. There is no limit outside the main thread, because only
+        that gets signals.
+        """
         if self._left <= 0:
             raise TooLongError
         is_armed, least = True, 0.0
@@ -40,7 +40,7 @@ class CpuLimit:
 
         def stop(_number: int, _frame: FrameType | None) -> None:
             nonlocal least
-            least = part  # the timer counts in ticks of the kernel, and may be some milliseconds early
+            least = part  # the timer counts kernel ticks, and may be some milliseconds early
             if is_armed:
                 raise TooLongError
 
@@ -49,7 +49,7 @@ class CpuLimit:
         except ValueError:
             return work()
         began, collects = time.process_time(), gc.isenabled()
-        gc.disable()  # it would go through the tree again and again, half of the time
+        gc.disable()  # it would traverse the tree repeatedly, for half of the time
         try:
             signal.setitimer(signal.ITIMER_VIRTUAL, part, AGAIN_SECONDS)
             return work()

@@ -10,12 +10,13 @@ from ddpjob_check import option_names
 from ddpjob_cli.local.kept.files import read_script
 
 _FILES_MAX = 20
-"""Files that are read: the parser is in the script, or in a module close to it."""
+"""Files to read: the parser is in the script, or in a module close to it."""
 
 
 def of(scripts: Sequence[str]) -> frozenset[str]:
-    """Return the options that these files declare, and the files beside them that they import. What cannot be read
-    declares none: the run says what is wrong with it."""
+    """Return the options that these files declare, including files next to them that they import. An unreadable file
+    declares none: the run reports its error.
+    """
     waiting, read = list(scripts), set[str]()
     names: frozenset[str] = frozenset()
     while waiting and len(read) < _FILES_MAX:
@@ -38,7 +39,7 @@ def _tree(path: str) -> ast.AST | None:
 
 
 def _imported(tree: ast.AST, folder: str) -> Iterator[str]:
-    """Yield the files beside a script, or in the working folder, that it may import; not all of them are there."""
+    """Yield files next to a script, or in the working folder, that it may import; they need not exist."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

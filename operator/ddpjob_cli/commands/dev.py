@@ -100,8 +100,7 @@ def dev(
     )
     if warning := sources.warn_of_size(job, allowed=False):
         say(warning)
-    # No restart for ranks that make no step: those that have ended make none until the next save. A deadlock is named
-    # nevertheless.
+    # Disable the stall limit: ended ranks make no step until the next save. Deadlocks are still reported.
     patient = structs.replace(job.spec, stall=api.Stall(timeout_seconds=bounds.SECONDS_MAX))
     return start(document, structs.replace(job, spec=patient), options, checked=not no_check)
 

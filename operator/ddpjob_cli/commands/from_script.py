@@ -1,6 +1,5 @@
-"""A DDPJob for a training script: what `ddpjob init` prints, and what `ddpjob run train.py` runs.
-
-It reads the script as `ddpjob check` does, without running it, and says what it found in comments. Text in, text out.
+"""Makes a DDPJob for a training script: `ddpjob init` prints it, and `ddpjob run train.py` runs it. It reads the script
+as `ddpjob check` does, without running it, and writes its findings as comments. Text in, text out.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ddpjob_operator.job import api, yamlvalues
 from ddpjob_operator.job.command import arguments_behind_script
 from ddpjob_operator.job.naming import name_of
 
-NODES = 1  # as torchrun
+NODES = 1  # as in torchrun
 FOUND_MAX = 8
 _PROCESSES = ("torch.multiprocessing.Process", "multiprocessing.Process")
 _SIMPLE = re.compile(r"[A-Za-z0-9_./=-]*[A-Za-z_./=-][A-Za-z0-9_./=-]*")
@@ -35,23 +34,23 @@ _DATA = re.compile(r"(?:^|_)(?:data|dataset|root|folder|dir|path)(?:$|_)")
 
 @dataclass(frozen=True)
 class FoundScript:
-    """What the script says of how it wants to be started."""
+    """How the script is to be started, according to its text."""
 
     spawns: bool = False
-    """It starts the processes of its node by itself."""
+    """True if it starts the processes of its node itself."""
     nccl: int = 0
-    """The line in which it asks for nccl alone."""
+    """The line in which it selects nccl alone; 0: none."""
     cuda: bool = False
     local_rank: ast.Call | None = None
-    """The option without which it does not train as one job, and which torchrun does not pass."""
+    """A rank option that torchrun does not pass, and without which the ranks do not train as one job."""
     notes: tuple[str, ...] = ()
-    """Sentences for comments, as they are if torchrun starts the processes."""
+    """Sentences for comments, valid if torchrun starts the processes."""
     needs_torchrun: str = ""
-    """What in it works under torchrun alone; "" if nothing does."""
+    """The part of it that works only under torchrun; "" if there is none."""
 
 
 def job_yaml(start: Source, text: str | None) -> str:
-    """The YAML. text: of the script; None where it is a module, which is not read. Raises InputError."""
+    """Return the YAML. text: of the script; None for a module, which is not read. Raise InputError."""
     script = start.module or start.file or ""
     _refuse_unprintable(start, script)
     found = FoundScript() if text is None else read(script, text)
@@ -68,7 +67,7 @@ def job_yaml(start: Source, text: str | None) -> str:
         "" if gpus or not found.cuda else (f"\n        # With GPUs: resources: {{limits: {{nvidia.com/gpu: {nproc}}}}}")
     )
     file = f"{name_of(script)}.yaml"
-    # Names of options are the script's: one with a line end would add lines to the YAML.
+    # Option names come from the script: one with a line end would add lines to the YAML.
     sentences += [start.note] if start.note else []
     notes = "".join(f"# {' '.join(clean(note).split())}\n" for note in sentences)
     restarts = start.max_restarts
@@ -106,7 +105,7 @@ def _command(start: Source, script: str, found: FoundScript) -> list[str]:
 
 @functools.lru_cache(maxsize=4)
 def read(name: str, text: str) -> FoundScript:
-    """What a script shows without being run. Raises InputError for one that is not valid Python."""
+    """Return what a script shows without being run. Raise InputError if it is not valid Python."""
     try:
         return CpuLimit()(lambda: _read(Script(text)))
     except SyntaxError as error:
@@ -130,7 +129,7 @@ def _read(script: Script) -> FoundScript:
 
 
 def _refuse_unprintable(start: Source, script: str) -> None:
-    """Such a name would be lines of its own in YAML, or no text at all."""
+    """Refuse a name that would be several lines in YAML, or no text at all."""
     if not script.isprintable():
         kind = "a module" if start.module else "a file"
         raise InputError(f"{script!r}: {kind} whose name has control characters or is not UTF-8: rename it")
@@ -157,7 +156,7 @@ def _of_launch(script: Script, spawned: list[ast.Call], passed: ast.Call | None)
 
 
 def _of_arguments(tree: ast.AST) -> Iterator[str]:
-    """The options that argparse reads."""
+    """Yield sentences about the options that argparse reads."""
     required: list[str] = []
     optional: list[str] = []
     for call in ast.walk(tree):
@@ -180,7 +179,7 @@ def _of_arguments(tree: ast.AST) -> Iterator[str]:
 
 
 def _of_files(script: Script) -> Iterator[str]:
-    """Folders that it reads, and whether it saves: a pod has neither without a volume."""
+    """Yield sentences about folders that it reads, and saves: a pod keeps neither without a volume."""
     paths = dict.fromkeys(path for call in ast.walk(script.tree) if isinstance(call, ast.Call) for path in _paths(call))
     if paths:
         yield f"It names {', '.join(list(paths)[:4])}: in a cluster these are in the image, or on a volume of the pods."
@@ -193,7 +192,9 @@ def _lost(script: Script) -> Iterator[str]:
 
 
 def files_lost(text: str) -> tuple[str, ...]:
-    """What a script saves that is lost with its pod, a sentence; nothing where it cannot be read as Python."""
+    """Return a sentence about files that a script saves and that are lost with its pod; "" if it is not valid
+    Python.
+    """
     try:
         return CpuLimit()(lambda: tuple(_lost(Script(text))))
     except (SyntaxError, ValueError, RecursionError, MemoryError, TooLongError):
@@ -201,7 +202,7 @@ def files_lost(text: str) -> tuple[str, ...]:
 
 
 def _paths(call: ast.Call) -> Iterator[str]:
-    """The folders and files that keywords such as root= and data_dir= name, and argparse's defaults for --data."""
+    """Return folders and files named by keywords such as root= and data_dir=, and by argparse's defaults for --data."""
     texts = {k.arg or "": k.value.value for k in call.keywords if isinstance(k.value, ast.Constant)}
     for name, value in texts.items():
         if name == "default" and call.args and isinstance(call.args[0], ast.Constant):
@@ -216,7 +217,7 @@ def _is_nccl(call: ast.Call) -> bool:
 
 
 def _scalar(word: str, *, text: bool = False) -> str:
-    """As YAML in a list. text: a number is one of the command's words."""
+    """Return a word as in a YAML list. text: quote numbers too, because they are words of a command."""
     if not text:
         return word if re.fullmatch(r"[\w.+-]+", word) else json.dumps(word, ensure_ascii=False)
     is_text = yamlvalues.tag_of(word) == f"{yamlvalues.TAG}str" and word != "="

@@ -1,6 +1,5 @@
-"""The kind of a file, for every command: its suffix decides, else its content.
-
-Scripts without a suffix are installed by pip (`$(which fairseq-train)`), and carry a shebang.
+"""The kind of a file, for every command: its suffix decides, else its content. Scripts without a suffix are installed
+by pip (`$(which fairseq-train)`) and have a shebang.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def of(path: str, unreadable: Kind = "job") -> Kind:
 
 
 def is_python(data: bytes) -> bool:
-    """True if a text is a script, also one with a syntax error, and no YAML. A short YAML may parse as Python."""
+    """True if a text is a script, even with a syntax error, and no YAML. A short YAML may parse as Python."""
     shebang = _SHEBANG.match(data)
     by_python = shebang is not None and _PYTHON_RUNS_IT.search(shebang[0]) is not None
     try:

@@ -1,6 +1,5 @@
-"""Which launcher starts a script for which no command was written: ddprun, unless something needs torchrun.
-
-`ddprun` is the default on this machine, and in a cluster for images that are known to have it. `--launcher` chooses.
+"""Chooses the launcher of a script without a command: ddprun, unless something needs torchrun. `ddprun` is the default
+on this machine and, in a cluster, for images that are known to contain it. `--launcher` overrides.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from ddprun import late_environment
 
 DDPRUN, TORCHRUN = NAMES = ("ddprun", "torchrun")
 IMAGE = "ddpjob-trainer"
-"""The image of this project, which has ddprun; under whatever registry and tag."""
+"""The image of this project, which contains ddprun, in any registry and with any tag."""
 HINT = (
     "In an image with the package ddpjob, ddprun in place of torchrun restarts the ranks in place: ddpjob init "
     "--launcher ddprun."
@@ -32,20 +31,20 @@ def missing_here(environ: Mapping[str, str]) -> str:
     path = search_path(environ.get("PATH", os.defpath))
     ours, torchs = (shutil.which(name, path=path) for name in NAMES)
     if torchs is None:
-        return "ddprun needs PyTorch"  # the run names the missing torchrun, and how to install it
+        return "ddprun needs PyTorch"  # the run reports the missing torchrun, and how to install it
     if ours is None or os.path.dirname(ours) != os.path.dirname(torchs):
         return f"{os.path.dirname(torchs)}, where PyTorch is installed, has no ddprun: install the package ddpjob there"
     return ""
 
 
 def missing_in(image: str) -> str:
-    """Return why an image may lack ddprun; "" for ours, which has it."""
+    """Return why an image may lack ddprun; "" for this project's image."""
     name = image.rpartition("/")[2].partition("@")[0].partition(":")[0]
     return "" if name == IMAGE else f"{image} may lack ddprun; with the package ddpjob in it, add --launcher ddprun"
 
 
 def why_torchrun(script: Script) -> str:
-    """Return what in the script works under torchrun alone, as a clause that names the line; "" if nothing does."""
+    """Return what in the script works only under torchrun, as a clause that names the line; "" if nothing does."""
     return next(_needs(script), "")
 
 
@@ -79,7 +78,7 @@ def _imports_of_torch(script: Script) -> Iterator[int]:
 
 
 def _variables_set(script: Script) -> Iterator[tuple[str, int]]:
-    """Variables that the script gives itself, with their lines."""
+    """Return variables that the script sets itself, with their lines."""
     yield from ((name, getattr(where, "lineno", 0)) for name, _, where in script.variables_set)
     for call in script.calls_to("os.environ.setdefault"):
         if call.args:

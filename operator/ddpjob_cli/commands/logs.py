@@ -1,4 +1,4 @@
-"""`ddpjob logs`: what the nodes of a job have printed, from wherever its logs are."""
+"""`ddpjob logs`: what the nodes of a job have printed, from any source."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from ddpjob_cli.client.logs import ClusterLogs
     from ddpjob_cli.local.kept.run_logs import LocalLogs
 
-    LogSource = LocalLogs | ClusterLogs  # nodes are numbered as in the job, from 0
+    LogSource = LocalLogs | ClusterLogs  # nodes are numbered from 0, as in the job
 
 
 class LogLines:
-    """Whole lines on stdout, each with its prefix where several nodes are shown."""
+    """Whole lines on stdout, each with its prefix if several nodes are shown."""
 
     def __init__(self, source: LogSource, several: bool) -> None:
         self._source = source
@@ -31,7 +31,7 @@ class LogLines:
         self._pieces = TerminalPieces() if sys.stdout.isatty() else None
 
     def write(self, node: int, piece: bytes) -> None:
-        """Write what is complete; the begin of a line waits for its end, or lines of two nodes would mix."""
+        """Write complete lines. The beginning of a line waits for its end; otherwise lines of two nodes would mix."""
         if not self._several:
             write(piece if self._pieces is None else self._pieces.feed(piece).encode())
             return
@@ -40,7 +40,7 @@ class LogLines:
         write_printed(b"".join(prefix + line + b"\n" for line in lines))
 
     def close(self) -> None:
-        """Write the last lines of those that ended without an end of line."""
+        """Write unfinished last lines."""
         if self._pieces is not None:
             write(self._pieces.feed(b"", last=True).encode())
         for node, rest in self._rest.items():
@@ -51,7 +51,7 @@ class LogLines:
 def show(
     source: LogSource, rank: int | None, node: int | None, attempt: int | None, *, previous: bool, follow: bool
 ) -> int:
-    """Write logs to stdout; the exit code. Without a choice: all nodes of the last attempt. Raises InputError."""
+    """Write logs to stdout; return the exit code. Default: all nodes of the last attempt. Raise InputError."""
     wanted = source.node_of_rank(rank) if rank is not None else node
     chosen = _choose(source, attempt, previous, wait=follow)
     nodes = source.nodes(chosen) if wanted is None else [wanted]
@@ -75,7 +75,7 @@ def show(
 
 
 def _write_all(pieces: Iterator[tuple[int, bytes]], lines: LogLines) -> None:
-    """All that a source gives, with the last lines also where it raises at the end."""
+    """Write everything from a source, including the last lines if it raises at the end."""
     try:
         for node, piece in pieces:
             lines.write(node, piece)
@@ -86,7 +86,7 @@ def _write_all(pieces: Iterator[tuple[int, bytes]], lines: LogLines) -> None:
 
 
 def _choose(source: LogSource, attempt: int | None, previous: bool, *, wait: bool) -> int:
-    """The attempt that is shown; the last one without a wish."""
+    """Return the attempt to show; by default the last one."""
     known = source.attempts()
     if not known:
         if wait:

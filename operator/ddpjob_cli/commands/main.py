@@ -104,7 +104,7 @@ def run(
     from ddpjob_cli.local.processes import faults, gpus
     from ddpjob_cli.local.run import RunOptions
 
-    if filename is not None or module is not None:  # the first word is then one of ARGS
+    if filename is not None or module is not None:  # in these cases the first word is one of ARGS
         file, arguments = filename, (*([] if file is None else [file]), *arguments)
     if (file is None) == (module is None):
         raise click.UsageError("name what to run: a YAML, a script, - for stdin, or -m MODULE")
@@ -114,7 +114,7 @@ def run(
     devices = len(gpus.visible())
     nproc = sources.processes(nproc, devices)
     if pdb is not None and not any(setting.startswith("spec.backoffLimit") for setting in settings):
-        max_restarts = max_restarts or "0"  # whoever leaves a debugger does not want to be in the next one
+        max_restarts = max_restarts or "0"  # a user who leaves a debugger does not want the next one
     source = Source(
         file, module, job, nodes, nproc, settings, variables, arguments, bool(devices), max_restarts=max_restarts
     )
@@ -260,7 +260,7 @@ def kubectl_plugin() -> None:
 def main(name: str = "ddpjob") -> None:
     """The program `ddpjob`."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        # As stderr is by itself: a character that the locale lacks must not end a run.
+        # As stderr does by default: a character that the locale lacks must not end a run.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = cli.main(prog_name=name, standalone_mode=False)

@@ -1,4 +1,4 @@
-"""What the command line starts, and the options that change it, as `run` and `submit` have them."""
+"""What the command line starts, and the options of `run` and `submit` that change it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NODES_WANTED = "must be a number of nodes, or MIN:MAX as 1:3 for an elastic job"
 
 @dataclass(frozen=True)
 class Source:
-    """What to run, and what the options change."""
+    """What to run, and the changes by options."""
 
     file: str | None
     module: str | None = None
@@ -25,18 +25,18 @@ class Source:
     variables: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
     gpus: bool = False
-    """True if a script that uses GPUs is to get one for each process."""
+    """True if a script that uses GPUs gets one per process."""
     text: str | None = None
     """The YAML from stdin."""
     max_restarts: str | None = None
     launcher: str = "torchrun"
-    """What starts the ranks of a script."""
+    """The launcher of a script's ranks."""
     note: str = ""
     """A sentence about the launcher, for a comment in the YAML."""
 
 
 def range_of(nodes: str) -> tuple[str, str]:
-    """MIN and MAX of `--nodes MIN:MAX`, MIN empty for one number; what they are is not read. Raises InputError."""
+    """Return MIN and MAX of `--nodes MIN:MAX`, MIN "" for one number; both unchecked. Raise InputError."""
     least, colon, most = nodes.partition(":")
     if not nodes or (colon and (not least or not most or ":" in most)):
         raise InputError(f'--nodes: {NODES_WANTED}, is "{nodes}"')
@@ -44,7 +44,7 @@ def range_of(nodes: str) -> tuple[str, str]:
 
 
 def refuse_other_bytes(words: Iterable[str]) -> None:
-    """Words of the command line that are not UTF-8: no API server and no YAML takes them. Raises InputError."""
+    """Refuse words of the command line that are not UTF-8: no API server and no YAML accepts them. Raise InputError."""
     for word in words:
         if any("\ud800" <= character <= "\udfff" for character in word):
             raise InputError(f"{word!r}: not UTF-8, so no job can have it")
@@ -53,7 +53,9 @@ def refuse_other_bytes(words: Iterable[str]) -> None:
 def applied(
     document: Document, nodes: str | None, settings: tuple[str, ...], variables: tuple[str, ...]
 ) -> tuple[Document, api.DDPJob]:
-    """A job with the options applied, and read. nodes: a number, or MIN:MAX as torchrun's. Raises InputError."""
+    """Return a job with the options applied, and parsed. nodes: a number, or MIN:MAX as in torchrun. Raise
+    InputError.
+    """
     if nodes is not None:
         least, most = range_of(nodes)
         override.set_field(document, f"spec.nodes={most}", "--nodes")

@@ -9,7 +9,7 @@ import click
 
 
 def answer(text: str) -> int:
-    """Write an answer to stdout; the exit code. A reader that has closed it (`| head`) is no error."""
+    """Write an answer to stdout; return the exit code. A reader that has closed it (`| head`) is no error."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -19,7 +19,7 @@ def answer(text: str) -> int:
 
 
 def write_printed(lines: bytes) -> None:
-    """Write whole lines that a script has printed: unchanged to a pipe; a terminal gets text and colors alone."""
+    """Write whole lines that a script has printed: unchanged to a pipe, only text and colors to a terminal."""
     if sys.stdout.isatty():
         from ddpjob_cli.describe.terminal import for_terminal
 
@@ -28,16 +28,18 @@ def write_printed(lines: bytes) -> None:
 
 
 def write(data: bytes) -> None:
-    """Write to stdout at once."""
+    """Write to stdout without buffering."""
     sys.stdout.buffer.write(data)
     sys.stdout.buffer.flush()
 
 
 def closed(error: OSError) -> int:
-    """The exit code where stdout takes no more: a full disk is said. Raises an error that is of a file."""
+    """Return the exit code for a closed or full stdout; a full disk is reported. Raise an error that concerns another
+    file.
+    """
     if error.filename is not None:
         raise error
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more at exit, and would fail once more
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes again at the exit, and would fail again
     if isinstance(error, BrokenPipeError):
         return 0
     click.echo(f"stdout: {error.strerror}", err=True)

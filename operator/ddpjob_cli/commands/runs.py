@@ -158,7 +158,7 @@ def _stacks_of(source: LogSource, node: int | None) -> list[str]:
 
 
 def _logs_here(connect: Connect, job: str | None, folder: Path | None) -> LogSource:
-    """Those of the last run on this machine, or of a job in the cluster, where there is no such run."""
+    """Return the logs of the last run on this machine; if there is none, of a job in the cluster."""
     from ddpjob_cli.local.kept import run_logs, runs
 
     if job is not None and folder is None and job not in (kept := {run.facts.job for run in runs.find_all(folder)}):
@@ -189,7 +189,7 @@ def _is_plugin() -> bool:
 
 
 def row(told: dict[str, Any], *, wide: bool) -> dict[str, str]:
-    """A run as `-o json` has it, by its columns."""
+    """Return a run as `-o json` shows it, by its columns."""
     from pathlib import Path
 
     from ddpjob_operator.job.wording import duration
@@ -210,7 +210,7 @@ def row(told: dict[str, Any], *, wide: bool) -> dict[str, str]:
 
 
 def as_json(run: Run, now: dt.datetime) -> dict[str, Any]:
-    """A run as `-o json` has it; the whole status is in its folder."""
+    """Return a run as `-o json` shows it; the whole status is in its folder."""
     from ddpjob_cli.local.kept.runs import age, took
 
     status, progress = run.status, run.status.progress
@@ -234,7 +234,7 @@ def as_json(run: Run, now: dt.datetime) -> dict[str, Any]:
 
 
 def short(path: Path) -> str:
-    """A path, with ~ for the user's own folder."""
+    """Return a path, with ~ for the user's home."""
     try:
         return f"~/{path.relative_to(path.home())}"
     except (ValueError, RuntimeError):

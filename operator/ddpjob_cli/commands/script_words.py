@@ -1,7 +1,6 @@
-"""The words of `ddpjob run`, `submit` and `init`, split as torchrun splits its own: ours, the file, the script's.
-
-Our options come before the file or directly after it. From the first word that is not ours everything is the script's,
-and `--` says so explicitly. A YAML file brings the script's arguments itself, so there options may stand anywhere.
+"""Splits the words of `ddpjob run`, `submit` and `init` as torchrun splits its own: our options, the file, the script's
+words. Our options come before the file or directly after it. From the first word that is not ours everything belongs to
+the script, and `--` marks that explicitly. A YAML file contains the script's arguments, so its options may be anywhere.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ import click
 _SCRIPTS = (".py", ".ipynb")
 _FILES = (*_SCRIPTS, ".yaml", ".yml")
 _PYTHON = re.compile(r"python[\d.]*")
-_SELECT = ("filename", "module")  # the parameters that name what to run in place of FILE
+_SELECT = ("filename", "module")  # parameters that name what to run instead of FILE
 _OF_LAUNCHERS = {"nnodes": "--nodes", "nproc_per_node": "--nproc-per-node", "max_restarts": "--max-restarts"}
 
 Taken = list[tuple[click.Option, list[str]]]
 
 
 def normalized(name: str) -> str:
-    """Return an option's name without its dashes in our spelling: nproc_per_node is nproc-per-node, nnodes nodes."""
+    """Return an option's name without dashes in our spelling: nproc_per_node is nproc-per-node, nnodes is nodes."""
     name = name.replace("_", "-")
     return "nodes" if name == "nnodes" else name
 
@@ -34,13 +33,13 @@ SETTINGS: dict[str, Any] = {"token_normalize_func": normalized}
 
 
 class ScriptCommand(click.Command):
-    """A command that starts a script, and hands over the words that follow it."""
+    """A command that starts a script and passes on the words after it."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Called by click."""
         try:
             return super().parse_args(ctx, args if ctx.resilient_parsing else _arranged(self, ctx, args))
-        except click.NoSuchOption as error:  # of a YAML file: what precedes a script is read before
+        except click.NoSuchOption as error:  # of a YAML file: options before a script are split earlier
             keep_close(error)
             if error.possibilities:
                 raise
@@ -50,27 +49,27 @@ class ScriptCommand(click.Command):
 
 @dataclass
 class _Line:
-    """A command line of ours, as far as it is read."""
+    """A command line of ours, as far as it is parsed."""
 
     program: str
     """ddpjob run"""
     options: Mapping[str, click.Option]
     """Our options by their normalized names, with dashes."""
     before: list[str] = field(default_factory=list)
-    """Our options in front of the file, without those that name it."""
+    """Our options before the file, without those that name it."""
     named: list[str] = field(default_factory=list)
     """The file, or -m and the module."""
     after: Taken = field(default_factory=list)
-    """Our options directly behind it."""
+    """Our options directly after it."""
     words: list[str] = field(default_factory=list)
-    """The script's."""
+    """The script's words."""
 
     def text(self, *words: str) -> str:
         """Return a command to type."""
         return f"{self.program} {shlex.join(words)}"
 
     def match(self, words: Sequence[str]) -> tuple[click.Option, int] | None:
-        """Return our option that the first word is, and how many words it has with its value; None if it is none."""
+        """Return our option that the first word is, and the number of words including its value; None if it is none."""
         word = words[0]
         is_long = word.startswith("--")
         name, has_value, _ = word.partition("=") if is_long else (word[:2], word[2:], "")
@@ -80,8 +79,9 @@ class _Line:
         return option, 1 if has_value or _is_flag(option) else 2
 
     def take(self, words: Sequence[str], *, behind: bool) -> Taken:
-        """Return our options at the beginning with their words. behind: the file is known, so it is not named again,
-        and --help is the script's."""
+        """Return our options at the beginning with their words. behind: the file is known, so no option names it again,
+        and --help belongs to the script.
+        """
         taken: Taken = []
         rest = list(words)
         while rest and (found := self.match(rest)) is not None:
@@ -98,13 +98,13 @@ class _Line:
 
 
 def spelling(name: str) -> str:
-    """Return an option as it is typed in our spelling: --nproc-per-node for --nproc_per_node."""
+    """Return an option in our spelling: --nproc-per-node for --nproc_per_node."""
     bare = name.lstrip("-")
     return name[: len(name) - len(bare)] + normalized(bare)
 
 
 def close(name: str, known: Sequence[str]) -> str:
-    """Return the known name of which this one is a typo or the beginning; "" if none is close."""
+    """Return the known name of which this is a typo or a prefix; "" if none is close."""
     from ddpjob_operator.job.typos import Typos
 
     bare = {other.lstrip("-"): other for other in known}
@@ -116,11 +116,11 @@ def close(name: str, known: Sequence[str]) -> str:
 
 
 _BEGINNING_MIN = 4
-_CLOSE = 0.75  # of difflib: one letter of four may differ in its place, and none may be another one
+_CLOSE = 0.75  # for difflib: one letter of four may be moved, but not replaced
 
 
 def keep_close(error: click.ClickException) -> None:
-    """Keep of click's suggestions for an option or a command the one that is close, if there is one."""
+    """Keep only the close one of click's suggestions for an option or a command, if there is one."""
     context = getattr(error, "ctx", None)
     if context is None:
         return
@@ -144,8 +144,9 @@ def _flat(taken: Taken) -> list[str]:
 
 
 def _arranged(command: click.Command, ctx: click.Context, args: Sequence[str]) -> list[str]:
-    """Return the words in an order that click's parser cannot take in another way: ours, `--`, the file, the script's.
-    Raises UsageError and InputError."""
+    """Return the words in an order that click parses unambiguously: our options, `--`, the file, the script's. Raise
+    UsageError and InputError.
+    """
     known = {spelling(name): p for p in command.get_params(ctx) if isinstance(p, click.Option) for name in p.opts}
     line = _Line(ctx.command_path, known)
     taken = line.take(args, behind=False)
@@ -171,7 +172,7 @@ def _arranged(command: click.Command, ctx: click.Context, args: Sequence[str]) -
 
 
 def _split(line: _Line, rest: list[str], *, is_explicit: bool) -> list[str]:
-    """Return the words for click, of a line whose file is a script or a module. is_explicit: `--` stood before it."""
+    """Return the words for click, of a line whose file is a script or a module. is_explicit: `--` was before it."""
     from ddpjob_cli.commands import declared_options
     from ddpjob_operator.job.command import Command
 
@@ -190,7 +191,7 @@ def _split(line: _Line, rest: list[str], *, is_explicit: bool) -> list[str]:
 
 
 def _value(words: Sequence[str]) -> str:
-    """Return the value of an option that has one: of `-m pkg`, `-mpkg`, `--module=pkg`."""
+    """Return the value of an option: of `-m pkg`, `-mpkg`, `--module=pkg`."""
     if len(words) > 1:
         return words[1]
     return words[0].partition("=")[2] if words[0].startswith("--") else words[0][2:]
@@ -206,7 +207,7 @@ def _refused(text: str) -> Exception:
 
 
 def without_command(words: Sequence[str]) -> str:
-    """Return what to type where `ddpjob` is given what `ddpjob run` takes: a file, or a launcher; "" for all else."""
+    """Return what to type if `ddpjob` gets arguments of `ddpjob run`, a file or a launcher; "" otherwise."""
     program = "ddpjob run"
     if is_program(words[0]):
         return instead(program, words)
@@ -216,7 +217,7 @@ def without_command(words: Sequence[str]) -> str:
 
 
 def _unknown(line: _Line, rest: Sequence[str]) -> str:
-    """Return what is wrong with the first word, an option in front of the file that is none of ours."""
+    """Return what is wrong with the first word, an unknown option before the file."""
     from ddpjob_operator.job import command
 
     name = rest[0].partition("=")[0]
@@ -232,9 +233,9 @@ def _unknown(line: _Line, rest: Sequence[str]) -> str:
 
 
 def _moved(line: _Line, rest: Sequence[str]) -> list[str]:
-    """Return the words with the file before all options that are not ours."""
+    """Return the words with the file before all unknown options."""
     at = next((i for i, word in enumerate(rest) if word.endswith(_SCRIPTS)), None)
-    if not at:  # none, or the name of the file begins with a dash
+    if not at:  # no file, or its name begins with a dash
         return ["FILE" if at is None else "--", *rest]
     ours: list[str] = []
     others: list[str] = []
@@ -248,7 +249,7 @@ def _moved(line: _Line, rest: Sequence[str]) -> list[str]:
 
 
 def is_program(word: str) -> bool:
-    """True for what starts scripts, and is none: torchrun, python, accelerate, nohup."""
+    """True for a launcher of scripts that is no script: torchrun, python, accelerate, nohup."""
     from ddpjob_operator.job import command, programs
 
     name = programs.name(word)
@@ -258,7 +259,7 @@ def is_program(word: str) -> bool:
 
 
 def instead(program: str, words: Sequence[str], before: Sequence[str] = ()) -> str:
-    """Return a sentence that says what to type in place of a launcher or a Python with a script."""
+    """Return a sentence with what to type instead of a launcher or a Python with a script."""
     from ddpjob_operator.job import command, programs
 
     started, at = command.read(list(words)), _begin(words)
@@ -268,7 +269,7 @@ def instead(program: str, words: Sequence[str], before: Sequence[str] = ()) -> s
         given = {} if begin is None else command.read_options(list(words[begin:]))[0]
         ours = [word for name, own in _OF_LAUNCHERS.items() if name in given for word in (own, given[name])]
         typed = shlex.join([*before, *ours, *(started.named or ("FILE",)), *started.words])
-        wrapped = f"{shlex.join(words[:at])} " if at else ""  # nohup goes on
+        wrapped = f"{shlex.join(words[:at])} " if at else ""  # keep wrappers such as nohup
         return f"{words[at]}: leave it out, {program} takes the script itself: {wrapped}{program} {typed}"
     then = f", then {program} job.yaml" if program.split()[-1] != "init" else ""
     return (
@@ -278,7 +279,7 @@ def instead(program: str, words: Sequence[str], before: Sequence[str] = ()) -> s
 
 
 def _begin(words: Sequence[str]) -> int:
-    """Return where the launcher or Python stands behind programs such as nohup; 0 if it stands nowhere."""
+    """Return the index of the launcher or Python after programs such as nohup; 0 if there is none."""
     from ddpjob_operator.job import command, programs
 
     names = map(programs.name, words)
@@ -286,7 +287,7 @@ def _begin(words: Sequence[str]) -> int:
 
 
 def _refuse_ambiguous(line: _Line, declared: frozenset[str]) -> None:
-    """Raise InputError if an option directly behind the file is one of the script's as well."""
+    """Raise InputError if an option directly after the file could also be the script's."""
     mine = {spelling(name) for name in declared}
     both = [words for _, words in line.after if spelling(_name(words[0])) in mine]
     if not both:
@@ -305,12 +306,13 @@ def _name(word: str) -> str:
 
 
 def _say_what_is_handed_over(line: _Line, declared: frozenset[str]) -> None:
-    """Say on stderr that the script gets an option of ours that it does not declare: torchrun's order is easily
-    forgotten, and the script's own error would not explain it."""
+    """Warn on stderr that the script gets an option of ours that it does not declare: torchrun's order is easily
+    forgotten, and the script's own error would not explain it.
+    """
     theirs = {spelling(name) for name in declared}
     for word in line.words:
         name = spelling(_name(word))
-        is_theirs = any(other.startswith(name) for other in theirs)  # argparse takes the beginning of a name
+        is_theirs = any(other.startswith(name) for other in theirs)  # argparse accepts a prefix
         if word.startswith("--") and name in line.options and name != "--help" and not is_theirs:
             click.echo(
                 f"{_name(word)} goes to {line.named[-1]}, which declares no such option: options of {line.program} "

@@ -1,4 +1,4 @@
-"""`ddpjob --help`: the commands by where they work."""
+"""`ddpjob --help`: the commands grouped by where they work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OTHERS = "More"
 
 
 class AsPath(click.Path):
-    """click.Path whose value is a pathlib.Path. Imported only for a value: pathlib and what it imports take 5 ms."""
+    """click.Path whose value is a pathlib.Path, imported only when needed: pathlib and its imports take 5 ms."""
 
     def coerce_path_result(self, value: str | bytes | os.PathLike[str]) -> Any:
         """Called by click."""
@@ -29,7 +29,7 @@ class AsPath(click.Path):
 
 
 class RareOption(click.Option):
-    """An option that `Brief` names in a few words, after the others."""
+    """An option that `Brief` mentions after the others, in a few words."""
 
 
 def launcher(about: str, *, rare: bool = True) -> Callable[[F], F]:

@@ -1,4 +1,6 @@
-"""From what the command line names (a YAML, a script, a module, a notebook, stdin) to one DDPJob with its options."""
+"""Makes one DDPJob, with its options, from what the command line names: a YAML, a script, a module, a notebook,
+stdin.
+"""
 
 from __future__ import annotations
 
@@ -26,20 +28,19 @@ from ddpjob_operator.job.podspec import command_path, trainer_container
 
 PROCESSES_MAX = 512
 STDIN = "-"
-_NAME_LETTERS = "bcdfghjklmnpqrstvwxz2456789"  # those of the API server: no vowels, no words
+_NAME_LETTERS = "bcdfghjklmnpqrstvwxz2456789"  # as in the API server: without vowels, so that no words appear
 
 
 def is_notebook(file: str | None) -> bool:
-    """True if a file is a notebook, by its name."""
     return (file or "").endswith(kinds.NOTEBOOK)
 
 
 def load(source: Source) -> tuple[Document, api.DDPJob]:
-    """The job. Raises InputError."""
+    """Return the job. Raise InputError."""
     _refuse_two_values(source)
     document, is_made = _document(source)
     metadata = document.data.get("metadata")
-    # metadata.generateName is what the API server makes a name of; here it must be known before.
+    # The API server makes a name from metadata.generateName; here the name must be known earlier.
     if isinstance(metadata, dict) and not metadata.get("name") and isinstance(metadata.get("generateName"), str):
         metadata["name"] = metadata.pop("generateName") + "".join(random.choices(_NAME_LETTERS, k=5))  # noqa: S311
     made_command = _command(document) if is_made else None
@@ -48,14 +49,14 @@ def load(source: Source) -> tuple[Document, api.DDPJob]:
     if source.max_restarts is not None and not is_made:
         override.set_field(document, f"spec.backoffLimit={source.max_restarts}", "--max-restarts")
     document, parsed = applied(document, source.nodes, source.settings, source.variables)
-    if source.arguments and made_command != _command(document):  # of a YAML, or set by --set
+    if source.arguments and made_command != _command(document):  # only for a YAML file, or if --set changed it
         _replace_arguments(document, parsed, source.arguments)
         parsed, _ = validation.parse(document.data)
     return document, parsed
 
 
 def to_yaml(source: Source) -> str:
-    """The YAML for a script or a module: what `ddpjob init` prints. Raises InputError."""
+    """Return the YAML for a script or a module, as `ddpjob init` prints it. Raise InputError."""
     file = source.file or ""
     if source.module is not None:
         return from_script.job_yaml(source, None)
@@ -69,10 +70,8 @@ def to_yaml(source: Source) -> str:
 
 
 def with_launcher(source: Source, asked: str | None, missing: Callable[[], str]) -> tuple[Source, str]:
-    """Return the source with the launcher that starts its script, and why that is not ddprun; "" if it is, or was not
-    the question.
-
-    asked: by --launcher. missing: why ddprun is not there, where the script is to run. Raises InputError.
+    """Return the source with the launcher of its script, and why that is not ddprun; "" if it is, or if that does not
+    apply. asked: by --launcher. missing: why ddprun is missing where the script is to run. Raise InputError.
     """
     made = source.module is not None or (source.text is None and kinds.of(source.file or "") != "job")
     found = _found(source) if made else from_script.FoundScript()
@@ -95,13 +94,13 @@ def _why_torchrun(source: Source, found: from_script.FoundScript) -> str:
 
 
 def _found(source: Source) -> from_script.FoundScript:
-    """What the script shows without being run; of a module what its file shows, if it is here."""
+    """Return what the script shows without being run; for a module what its file shows, if it is here."""
     if source.module is None:
         return from_script.read(source.file or "", _text(source.file or ""))
     path = next((file for file in command.Command(module=source.module).files if os.path.isfile(file)), None)
     if path is None:
         return from_script.FoundScript()
-    # It is started as a module in any case, by a launcher.
+    # A launcher starts it as a module in any case.
     return replace(from_script.read(path, _text(path)), spawns=False)
 
 
@@ -115,7 +114,7 @@ def processes(nproc: str | None, devices: int) -> str | None:
 
 
 def defaults(source: Source, job: api.DDPJob, devices: int) -> str:
-    """Return which numbers of a job that was made for a script are defaults, and how to use all GPUs; "" for none."""
+    """Return which numbers of a job made for a script are defaults, and how to use all GPUs; "" if none are."""
     if source.text is not None or (source.module is None and kinds.of(source.file or "") == "job"):
         return ""
     given = {setting.partition("=")[0].strip() for setting in source.settings}
@@ -130,7 +129,7 @@ def defaults(source: Source, job: api.DDPJob, devices: int) -> str:
 
 @contextmanager
 def as_file(source: Source) -> Iterator[Source]:
-    """The source with a script from stdin, or the cells of a notebook, in a file that is there for so long."""
+    """Return the source with a script from stdin, or the cells of a notebook, in a temporary file."""
     code, name = "", "stdin.py"
     if source.file == STDIN:
         text = _typed()
@@ -147,7 +146,7 @@ def as_file(source: Source) -> Iterator[Source]:
     try:
         path = Path(folder) / name
         path.write_text(code, encoding="utf-8")
-        # Its imports are those beside the notebook, or of the folder in which it was typed.
+        # It imports files next to the notebook, or in the folder in which it was typed.
         beside = os.path.dirname(os.path.abspath(source.file)) if source.file not in (None, STDIN) else os.getcwd()
         known = os.environ.get("PYTHONPATH")
         variable = f"PYTHONPATH={beside}{os.pathsep + known if known else ''}"
@@ -157,7 +156,9 @@ def as_file(source: Source) -> Iterator[Source]:
 
 
 def warn_of_size(job: api.DDPJob, *, allowed: bool) -> str:
-    """A sentence for more processes than the cores can run well; "" for none. Raises InputError for far too many."""
+    """Return a warning about more processes than the cores can run well; "" if there are not. Raise InputError for far
+    too many.
+    """
     count, cores = topology.world_size(job.spec), len(os.sched_getaffinity(0))
     nodes, processes = wording.count(job.spec.nodes, "node"), wording.count(count, "process")
     size = f"{nodes} × {topology.nproc_per_node(job.spec)} are {processes}"
@@ -167,7 +168,7 @@ def warn_of_size(job: api.DDPJob, *, allowed: bool) -> str:
 
 
 def _document(source: Source) -> tuple[Document, bool]:
-    """The document, and whether it was made for a script, with the numbers of the command line in it."""
+    """Return the document with the command line's numbers, and True if it was made for a script."""
     file = source.file or ""
     if source.module is not None:
         return _made(f"-m {source.module}", source), True
@@ -185,14 +186,14 @@ def _document(source: Source) -> tuple[Document, bool]:
 
 
 def _command(document: Document) -> Any:
-    """The trainer's command as it stands; None where there is none."""
+    """Return the trainer's command unchanged; None if there is none."""
     spec = document.data.get("spec")
     template = spec.get("template") if isinstance(spec, dict) else None
     return ((trainer_container(template) if isinstance(template, dict) else None) or {}).get("command")
 
 
 def _made(name: str, source: Source) -> Document:
-    """The lines of its YAML are no lines of the script."""
+    """Return a document without lines: those of its YAML are not the script's."""
     return replace(yamlfile.read_job(name, None, to_yaml(source).encode()), lines={})
 
 
@@ -209,7 +210,7 @@ def _refuse_two_values(source: Source) -> None:
 
 
 def _replace_arguments(document: Document, job: api.DDPJob, arguments: tuple[str, ...]) -> None:
-    """`ddpjob run job.yaml -- ARGS`: in place of those that the command gives to its script."""
+    """Replace the script's arguments in the command, for `ddpjob run job.yaml -- ARGS`."""
     refuse_other_bytes(arguments)
     words = launcher.facts(job.spec).command
     given = command.read(words).words
@@ -220,7 +221,7 @@ def _replace_arguments(document: Document, job: api.DDPJob, arguments: tuple[str
         raise InputError(
             f"{place}: the command names no script that is plain to see, so -- ARGS cannot be its arguments"
         )
-    # Behind a launcher's `--` all words are the script's.
+    # After a launcher's `--` all words are the script's.
     has_dashes = head[-1:] == ["--"] or command.options_begin(words) is None
     trainer["command"] = [*head, *(arguments if has_dashes else command.arguments_behind_script(arguments))]
     trainer.pop("args", None)
@@ -229,7 +230,7 @@ def _replace_arguments(document: Document, job: api.DDPJob, arguments: tuple[str
 def _typed() -> str:
     try:
         text = sys.stdin.read()
-        text.encode()  # in the C locale other bytes are read as halves of surrogate pairs
+        text.encode()  # in the C locale other bytes are read as surrogate halves
     except UnicodeError:
         raise InputError("stdin:1: it is not UTF-8") from None
     return text
@@ -246,12 +247,12 @@ def _text(path: str) -> str:
 
 
 def names_of(file: str | None) -> Callable[[str], str]:
-    """Return how texts of the ranks name places in the file: those in a notebook by its cells."""
+    """Return a function that rewrites places in the file for users: lines of a notebook as its cells."""
     return notebook.by_cell(_cells(file), file) if file is not None and is_notebook(file) else str
 
 
 def _cells(path: str) -> notebook.NotebookPart:
-    """The code of a notebook's cells, in which IPython's own commands do nothing."""
+    """Return the code of a notebook's cells, with IPython's own commands as no-ops."""
     try:
         cells = notebook.parts(_text(path))[0]
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""`ddpjob submit`: a script with its folder, or a DDPJob's YAML, becomes a job in a cluster."""
+"""`ddpjob submit`: makes a job in a cluster from a script with its folder, or from a DDPJob's YAML."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ddpjob_cli.manifest.yamlfile import Document
 
 IMAGE = "ddpjob-trainer"
-# Volumes that are gone with the pod, or cannot be written to.
+# Volumes that are lost with the pod, or read-only.
 _EPHEMERAL = frozenset(["emptyDir", "configMap", "secret", "downwardAPI", "projected"])
 
 
@@ -45,9 +45,9 @@ class Wishes:
     no_code: bool
     labels: Mapping[str, str] = field(default_factory=dict)
     limits: Mapping[str, str | int] = field(default_factory=dict)
-    """Resources of the trainer."""
+    """The trainer's resource limits."""
     made: Mapping[str, str] = field(default_factory=dict)
-    """Files with their text that go along where the script was made for a function: no folder is packed but `code`."""
+    """Files, path → text, for a script made from a function: no folder but `code` is packed."""
 
 
 @click.command(
@@ -112,7 +112,7 @@ def submit(
 
 
 def create(connect: Connect, document: Document, archive: Archive | None) -> tuple[Cluster, Stored]:
-    """Create a job that was prepared, and say so. Raises InputError, ClusterError."""
+    """Create a prepared job, and report it. Raise InputError, ClusterError."""
     from ddpjob_cli.client.submit import submit as create_both
 
     cluster = connect(document.data["metadata"].get("namespace"))
@@ -123,7 +123,7 @@ def create(connect: Connect, document: Document, archive: Archive | None) -> tup
 
 
 def remarks(file: str, document: Document, archive: Archive | None) -> tuple[str, ...]:
-    """What does not go along, and what is lost with the pods, a sentence each."""
+    """Return sentences about what is not sent, and what is lost with the pods."""
     from ddpjob_cli.commands import from_script, kinds
     from ddpjob_cli.local.kept.files import read_script
 
@@ -137,7 +137,7 @@ def remarks(file: str, document: Document, archive: Archive | None) -> tuple[str
 def prepare(
     file: str, words: tuple[str, ...], wishes: Wishes, *, checked: bool = False
 ) -> tuple[Document, Archive | None]:
-    """The job with all options applied, and its code. Raises InputError, also for an error that the check finds."""
+    """Return the job with all options applied, and its code. Raise InputError, also for an error of `ddpjob check`."""
     from ddpjob_cli.client import code, pack
     from ddpjob_cli.client.submit import as_new
     from ddpjob_cli.commands import kinds, launchers, sources
@@ -152,7 +152,7 @@ def prepare(
         wishes.settings, wishes.variables, words, bool(wishes.gpus), max_restarts=wishes.max_restarts,
     )  # fmt: skip
     with sources.as_file(source) as given:
-        # What as_file sets names folders of this machine.
+        # The variables of as_file name folders of this machine.
         here = replace(given, variables=wishes.variables)
         here, why = sources.with_launcher(here, wishes.launcher, lambda: launchers.missing_in(_image(wishes)))
         if why:
@@ -170,7 +170,7 @@ def prepare(
 
 
 def _image(wishes: Wishes) -> str:
-    """The image of a job that is made for a script."""
+    """Return the image of a job that was made for a script."""
     given = (
         value for path, _, value in (s.partition("=") for s in reversed(wishes.settings)) if path.endswith(".image")
     )
@@ -178,7 +178,7 @@ def _image(wishes: Wishes) -> str:
 
 
 def show_until_end(cluster: Cluster, made: Stored) -> int:
-    """The logs of all nodes on stdout and changes of state on stderr, until the job ends; the exit code."""
+    """Write the logs of all nodes to stdout and changes of state to stderr until the job ends; return the exit code."""
     from ddpjob_cli.client import log_findings
     from ddpjob_cli.client.logs import ClusterLogs
     from ddpjob_cli.client.watch import StateLines
@@ -201,9 +201,8 @@ def show_until_end(cluster: Cluster, made: Stored) -> int:
 
 
 def _code(file: str, path: str, wishes: Wishes) -> tuple[str, Archive | None]:
-    """What goes with a job that was made for a script: the script's name in its folder, and the packed folder.
-
-    file: as the user named it; path: where its Python is.
+    """Return the script's name in its folder, and the packed folder, for a job made for a script. file: as the user
+    named it; path: the file with its Python.
     """
     from pathlib import Path
 
@@ -233,7 +232,7 @@ def _code(file: str, path: str, wishes: Wishes) -> tuple[str, Archive | None]:
 
 
 def _apply(document: Document, wishes: Wishes) -> None:
-    """The options that set fields of a job that is valid. Raises InputError where it no longer is."""
+    """Apply options that set fields of a valid job. Raise InputError if they make it invalid."""
     from ddpjob_cli.manifest.yamlfile import InputError
     from ddpjob_operator.job import validation
     from ddpjob_operator.job.podspec import trainer_container
@@ -259,7 +258,7 @@ def _apply(document: Document, wishes: Wishes) -> None:
 
 
 def _check(document: Document, notebook: str | None) -> None:
-    """Show what `ddpjob check` finds. A script that is not here is not read. Raises InputError for an error."""
+    """Show what `ddpjob check` finds. A script that is not here is not read. Raise InputError for an error."""
     from ddpjob_cli.commands import check_files
     from ddpjob_cli.manifest.yamlfile import InputError
     from ddpjob_operator.job import validation

@@ -7,9 +7,9 @@ from ddpjob_operator.job import api, wording
 
 
 def succeeded(name: str, status: api.Status, took: float) -> str:
-    """✔ digits Succeeded in 38s   accuracy 0.978   1 restart, 20 steps repeated   resumed at step 300 from /ckpt
+    """Return ✔ digits Succeeded in 38s   accuracy 0.978   1 restart, 20 steps repeated   resumed at step 300 from /ckpt
 
-    With a line of what makes this success suspicious. took: seconds.
+    With a line about what makes this success suspicious. took: seconds.
     """
     metrics = progress.metric_parts(status.progress) if status.progress else []
     how = [*progress.restart_parts(status), *progress.resumed_parts(status)]
@@ -19,19 +19,19 @@ def succeeded(name: str, status: api.Status, took: float) -> str:
 
 
 def suspicions(status: api.Status) -> str:
-    """The first finding of each reason, and how many more there are; "" for a success that is not suspicious."""
+    """Return the first finding of each reason, and how many more there are; "" if the success is not suspicious."""
     first = {found.reason: found.message for found in reversed(status.findings)}
     more = len(status.findings) - len(first)
     return "; ".join(reversed(first.values())) + (f" (and {more} more like it)" if more else "")
 
 
 def failed(name: str, status: api.Status, took: float) -> str:
-    """✖ digits Failed after 38s: restarted 3 times …; took: seconds."""
+    """Return ✖ digits Failed after 38s: restarted 3 times …; took: seconds."""
     return f"✖ {name} Failed after {wording.duration(took)}: {status.message}"
 
 
 def of_job(job: api.DDPJob) -> str:
-    """The line of a job that has ended in a cluster, or a line of its state."""
+    """Return the line of a job that has ended in a cluster, or a line about its state."""
     status, name = job.status, job.metadata.name
     took = seconds_taken(status)
     if status.state == "Succeeded":
@@ -42,7 +42,7 @@ def of_job(job: api.DDPJob) -> str:
 
 
 def seconds_taken(status: api.Status) -> float:
-    """From the (last) start to the end; 0 where either is not known."""
+    """Return seconds from the (last) start to the end; 0 if either is unknown."""
     if status.start_time is None or status.completion_time is None:
         return 0.0
     return (status.completion_time - status.start_time).total_seconds()

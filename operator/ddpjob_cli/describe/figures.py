@@ -11,7 +11,7 @@ _UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
 def metric(text: str) -> str:
-    """0.484 for 0.48397613525390626, 1.22e-06 for 1.220703125e-06; a whole number, a hash or a word as it is."""
+    """Return 0.484 for 0.48397613525390626, 1.22e-06 for 1.220703125e-06; whole numbers, hashes and words unchanged."""
     if "." not in text:
         return text
     try:
@@ -22,7 +22,7 @@ def metric(text: str) -> str:
 
 
 def number(value: float) -> str:
-    """Three digits; more of them where three would make 1 of 0.9996."""
+    """Return three digits, and more if three would turn 0.9996 into 1."""
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     if abs(value) >= 1000:
@@ -35,7 +35,7 @@ def number(value: float) -> str:
 
 
 def size(count: float) -> str:
-    """1.2 GB, 350 MB: in steps of 1000, as disks and nvidia-smi's totals are compared."""
+    """Return 1.2 GB or 350 MB, in steps of 1000, as for disks and in nvidia-smi's totals."""
     unit = 0
     while count >= 1000 and unit < len(_UNITS) - 1:
         count, unit = count / 1000, unit + 1
@@ -43,12 +43,14 @@ def size(count: float) -> str:
 
 
 def step_time(seconds: float) -> str:
-    """4 ms/step, 2.1 s/step"""
+    """Return 4 ms/step or 2.1 s/step."""
     return f"{1000 * seconds:.3g} ms/step" if seconds < 1 else f"{seconds:.3g} s/step"
 
 
 def spark(values: Sequence[float], width: int) -> str:
-    """A curve of at most `width` characters, from its lowest to its highest value; empty for fewer than two values."""
+    """Return a curve of at most `width` characters, from its lowest to its highest value; "" for fewer than two
+    values.
+    """
     if len(values) < 2 or width < 2:
         return ""
     count = min(width, len(values))

@@ -16,7 +16,7 @@ TAIL_LINES = 12  # the end of a traceback; the status keeps 2 KiB
 
 
 def describe(job: api.DDPJob, created: dt.datetime | None, now: dt.datetime) -> list[str]:
-    """The job's state, progress, restarts and failures."""
+    """Return the job's state, progress, restarts and failures."""
     status, spec = job.status, job.spec
     ready = status.nodes.ready if status.nodes else 0
     processes = wording.count(topology.nproc_per_node(spec), "process")
@@ -44,7 +44,7 @@ def describe(job: api.DDPJob, created: dt.datetime | None, now: dt.datetime) -> 
 
 
 def state_line(status: api.Status, now: dt.datetime) -> str:
-    """Restarting for 24s (BackOff), attempt 2"""
+    """Return Restarting for 24s (BackOff), attempt 2"""
     if status.state is None:
         return f"unknown: {UNSEEN}"
     since = f" for {wording.duration((now - status.state_time).total_seconds())}" if status.state_time else ""
@@ -54,7 +54,7 @@ def state_line(status: api.Status, now: dt.datetime) -> str:
 
 
 def failure_lines(status: api.Status, now: dt.datetime) -> Iterator[str]:
-    """The root cause of the last failure with the end of its log, and the failures before it."""
+    """Return the root cause of the last failure with the end of its log, and earlier failures."""
     failure = status.last_failure
     if failure is None:
         return
@@ -73,12 +73,12 @@ def failure_lines(status: api.Status, now: dt.datetime) -> Iterator[str]:
 
 
 def titled(title: str, rows: Sequence[str]) -> list[str]:
-    """A table below its title; nothing where it has no more than its head."""
+    """Return a table below its title; nothing if it has only a head."""
     return ["", title, *(f"  {row}" for row in rows)] if rows[1:] else []
 
 
 def event_lines(events: Sequence[Mapping[str, Any]], now: dt.datetime) -> list[str]:
-    """A table of Events as the API server gives them, the newest last."""
+    """Return a table of Events as the API server gives them, the newest last."""
 
     def time_of(event: Mapping[str, Any]) -> dt.datetime | None:
         last = (event.get("series") or {}).get("lastObservedTime")
@@ -95,13 +95,13 @@ def event_lines(events: Sequence[Mapping[str, Any]], now: dt.datetime) -> list[s
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows with their cells below each other, three spaces apart as kubectl has them."""
+    """Return rows with aligned cells, three spaces apart as in kubectl."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["   ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def labelled(name: str, text: str) -> str:
-    """`State:      Running`; a text of several lines stays in its column."""
+    """Return `State:   Running`; a text of several lines stays in its column."""
     head = f"{name}:" if name else ""
     return head.ljust(LABEL_WIDTH) + text.replace("\n", "\n" + " " * LABEL_WIDTH)
 

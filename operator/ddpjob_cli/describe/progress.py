@@ -6,11 +6,11 @@ from ddpjob_cli.describe import figures
 from ddpjob_operator.job import api, wording
 
 _SHOWN_METRICS = ("loss", "accuracy", "params")
-_MEMORY = "the memory "  # how ranks begin the name of the pods' memory, in status.resumedFrom
+_MEMORY = "the memory "  # the library begins status.resumedFrom with it for memory in pods
 
 
 def step_parts(status: api.Status) -> list[str]:
-    """step 312/1125, 28 %, 24s left: short enough for a narrow terminal."""
+    """Return step 312/1125, 28 %, 24s left, short enough for a narrow terminal."""
     progress = status.progress
     if progress is None:
         return []
@@ -18,14 +18,14 @@ def step_parts(status: api.Status) -> list[str]:
     parts = [f"step {progress.step}{total}"]
     if progress.percent is not None:
         parts.append(f"{progress.percent} %")
-    counts_down = status.display is None or status.display.eta  # empty while rank 0 is silent
+    counts_down = status.display is None or status.display.eta  # "" while rank 0 is silent
     if progress.eta_seconds is not None and status.state == "Running" and counts_down:
         parts.append(f"{wording.duration(progress.eta_seconds)} left")
     return parts
 
 
 def pace_parts(status: api.Status) -> list[str]:
-    """5,210 samples/s, loss 0.412"""
+    """Return 5,210 samples/s, loss 0.412"""
     progress = status.progress
     if progress is None:
         return []
@@ -34,23 +34,22 @@ def pace_parts(status: api.Status) -> list[str]:
 
 
 def metric_parts(progress: api.Progress) -> list[str]:
-    """The metrics, the common ones first, rounded."""
+    """Return the rounded metrics, common ones first."""
     order = [*(m for m in _SHOWN_METRICS if m in progress.metrics), *sorted(progress.metrics)]
     return [f"{name} {figures.metric(progress.metrics[name])}" for name in dict.fromkeys(order)][:4]
 
 
 def resumed_parts(status: api.Status) -> list[str]:
-    """resumed at step 1125 from the memory on the nodes of ranks 0, 1; nothing where the ranks have loaded no state."""
+    """Return resumed at step 1125 from the memory on the nodes of ranks 0, 1; nothing if the ranks loaded no state."""
     if status.resumed_step is None:
         return []
     return [f"resumed at step {status.resumed_step}{f' from {status.resumed_from}' if status.resumed_from else ''}"]
 
 
 def restart_parts(status: api.Status) -> list[str]:
-    """1 restart, 20 steps repeated; nothing where there was none.
-
-    "no step repeated" needs a resume from memory, which has the last step that was made. Of a folder nobody knows,
-    because steps are reported only as often as the script calls progress().
+    """Return 1 restart, 20 steps repeated; nothing without restarts. "no step repeated" needs a resume from memory,
+    which has the last step. For a folder it is unknown, because steps are reported only as often as the script calls
+    progress().
     """
     total = status.restarts.total if status.restarts else 0
     if not total:

@@ -14,7 +14,7 @@ Raw = Mapping[str, Any]
 
 
 def table(jobs: Sequence[Raw], now: dt.datetime, *, wide: bool = False, namespaces: bool = False) -> list[str]:
-    """A head and a line for each job as the API server gives it; namespaces: with a column of them."""
+    """Return a head and a line for each job as the API server gives it; namespaces: with a column for them."""
     shown = [column for column in COLUMNS if wide or not column[3]]
     head = [*(["NAMESPACE"] if namespaces else []), "NAME", *(name.upper() for name, *_ in shown)]
     rows = [head]

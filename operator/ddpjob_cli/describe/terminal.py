@@ -1,7 +1,6 @@
-"""What a script has printed, as a terminal may get it: with its colors, and without what else a terminal obeys.
-
-Titles, moves of the cursor, clears, links and the clipboard (OSC 52) are taken out, or a line of a log could hide or
-replace what stands above it. A carriage return stays, because progress bars rewrite their line with it.
+"""Cleans the output of scripts for a terminal: colors stay, other control sequences go. Titles, cursor moves, clears,
+links and the clipboard (OSC 52) are removed; otherwise a line of a log could hide or replace lines above it. A carriage
+return stays, because progress bars rewrite their line with it.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ HELD_MAX = 4096
 _COLORS = r"\x1b\[[0-9;:]{0,64}m"
 _OBEYED = re.compile(
     rf"({_COLORS})"
-    # An unterminated text (a title, say) ends at the end of the line.
+    # An unterminated string (a title, for example) ends at the end of the line.
     r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c\n]*(?:\x07|\x1b\\|\x9c)?"
     r"|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"
     r"|\x1b[ -/]*[0-~]"
@@ -26,19 +25,19 @@ _OPENERS = "\x1b\x90\x98\x9b\x9d\x9e\x9f"
 
 
 def for_terminal(text: str) -> str:
-    """The text of whole lines, with colors and line ends only."""
+    """Return the text of whole lines, with colors and line ends only."""
     return _OBEYED.sub(r"\1", text)
 
 
 class TerminalPieces:
-    """The same for text that comes in pieces, which may end in the midst of a character or a sequence."""
+    """The same for text in pieces, which may end inside of a character or a sequence."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
 
     def feed(self, piece: bytes, *, last: bool = False) -> str:
-        """What can be shown by now."""
+        """Return what can be shown so far."""
         text = self._held + self._decoder.decode(piece, last)
         begin = max(text.rfind(letter) for letter in _OPENERS)
         unfinished = None if last or begin < 0 else _UNFINISHED.match(text, begin)

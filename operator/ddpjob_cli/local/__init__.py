@@ -1,1 +1,1 @@
-"""The local shell: a job as processes on this machine."""
+"""A job as processes on this machine."""

@@ -1,6 +1,5 @@
-"""`ddpjob run`: a job as processes on this machine, by the same plan as in a cluster.
-
-One thread: observe, plan, write the status, act, then wait until something happens or the plan is to run again.
+"""`ddpjob run`: a job as processes on this machine, by the same plan as in a cluster. One thread: observe, plan, write
+the status, act, then wait for an event or for the next planned time.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ if TYPE_CHECKING:
     from ddpjob_cli.local.session import DevSession
 
 SUCCEEDED, FAILED, INTERRUPTED = 0, 1, 130
-WAIT_SECONDS_MAX = 3600.0  # the kernel's own limit is 24.8 days, which a deadline of a month is beyond
-REPORT_SECONDS = 0.5  # on loopback a report costs nothing, and the table is to be up to date
-# Only a signal suspends a local run, and then it ends.
+WAIT_SECONDS_MAX = 3600.0  # the kernel's limit is 24.8 days, but a deadline may be a month
+REPORT_SECONDS = 0.5  # on loopback a report costs nothing, and the table should be up to date
+# Only a signal suspends a local run, and ends it afterwards.
 SETTINGS = Settings(progress_write_seconds=REPORT_SECONDS, resume_hint="run it again to go on", keeps_files=True)
 _STOPS = (reasons.SUSPENDING.name, reasons.SUSPENDED.name)
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -56,8 +55,6 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The options of `ddpjob run`."""
-
     status: Path | None = None
     cpu: bool = False
     allow_unsupported: bool = False
@@ -67,23 +64,23 @@ class RunOptions:
     faults: tuple[faults.Fault, ...] = ()
     """Faults to inject."""
     metrics: Path | None = None
-    """Where the numbers of the run are kept for a scraper."""
+    """The file of metrics for a scraper."""
     report: Path | None = None
-    """Where the report is written once the run has ended."""
+    """The file of the report, written at the end of the run."""
     process_group: int | None = None
-    """That in which the command was started, where the run has one of its own."""
+    """The process group in which the command was started, if the run has its own."""
     names: Callable[[str], str] = str
-    """How texts of the ranks name places in the script: those in a notebook by its cells."""
+    """Rewrites places in the script for users: lines of a notebook as its cells."""
     pdb: int | None = None
     """The rank that gets the terminal."""
     defaults: str = ""
-    """What the title says about numbers that nobody gave."""
+    """The numbers in the title that nobody gave."""
     session: DevSession | None = None
-    """That of `ddpjob dev`."""
+    """The session of `ddpjob dev`."""
 
 
 def run(document: Document, job: api.DDPJob, options: RunOptions) -> int:
-    """Run a valid job to its end; returns the exit code. Raises InputError before anything has started."""
+    """Run a valid job to its end and return the exit code. Raise InputError before anything has started."""
     if job.spec.suspend:
         text = "spec.suspend: is true, so nothing would start. Run with --set spec.suspend=false."
         raise InputError(f"{document.place(('spec', 'suspend'))}: {text}")
@@ -122,7 +119,7 @@ def run(document: Document, job: api.DDPJob, options: RunOptions) -> int:
 
 
 def on_this_machine(job: api.DDPJob, options: RunOptions) -> tuple[api.DDPJob, list[str]]:
-    """The job without what only a cluster has, and with --cpu without GPUs; and notes for the user."""
+    """Return the job without fields that only a cluster has, and with --cpu without GPUs; and notes for the user."""
     notes = []
     if options.cpu and (requested := podspec.gpus(job.spec.template)):
         unused, ranks = wording.count(requested, "GPU"), topology.world_size(job.spec)
@@ -135,7 +132,7 @@ def on_this_machine(job: api.DDPJob, options: RunOptions) -> tuple[api.DDPJob, l
 
 
 def assign_slots(document: Document, job: api.DDPJob) -> tuple[list[pod_process.Slot], list[str]]:
-    """A slot for each node with its share of the GPUs, and notes for the user. Raises InputError."""
+    """Return a slot for each node with its share of the GPUs, and notes for the user. Raise InputError."""
     notes = []
     requested = podspec.gpus(job.spec.template)
     visible = gpus.visible()
@@ -146,22 +143,22 @@ def assign_slots(document: Document, job: api.DDPJob) -> tuple[list[pod_process.
         except gpus.TooFewGpusError as error:
             raise InputError(f"{document.place(podspec.trainer_path(job.spec.template))}: {error}") from None
     elif visible:
-        # In a cluster a pod that asks for no GPU sees none.
+        # In a cluster a pod that requests no GPU sees none.
         shares = [()] * job.spec.nodes
     if topology.backend(job.spec) == "nccl" and not visible:
         text = 'spec.backend: "nccl" needs a GPU, and this machine has none. Run with --cpu.'
         raise InputError(f"{document.place(('spec', 'backend'))}: {text}")
-    has_own = launcher.facts(job.spec).trainer.get("workingDir")  # which begins where we are
+    has_own = launcher.facts(job.spec).trainer.get("workingDir")  # the trainer starts in our working folder
     cwd, environment = Path.cwd() if has_own else script.folder_of(document.source, job), dict(os.environ)
     if cwd != Path.cwd():
         notes.append(f"working folder: {cwd}, where the script is")
-    # The folder of the volumes is known once the run has its folder; until then any folder will do.
+    # The volumes are in the run's folder, which does not exist yet; any folder is good enough for the check.
     volumes = cwd / "volumes"
     return [pod_process.Slot(cwd, volumes, environment, share) for share in shares], notes
 
 
 def on_cpu(job: api.DDPJob) -> api.DDPJob:
-    """The same job without GPUs: as many ranks, on gloo."""
+    """Return the same job without GPUs: as many ranks, on gloo."""
     template = msgspec.to_builtins(job.spec.template)
     trainer = podspec.trainer_container(template) or {}
     for kind in ("limits", "requests"):
@@ -173,9 +170,9 @@ def on_cpu(job: api.DDPJob) -> api.DDPJob:
 
 
 def check(document: Document, job: api.DDPJob, slots: Sequence[pod_process.Slot], options: RunOptions) -> list[str]:
-    """Refuse what a local process cannot have before anything starts; returns notes for the user. Raises InputError."""
+    """Refuse what a local process cannot have, before anything starts; return notes for the user. Raise InputError."""
     pods = [build.pod(job, 1, place) for place in topology.members(job.spec)]
-    # The template as the user wrote it, because what the builder adds is no mistake of the user.
+    # Check the user's own template: fields added by the builder are not the user's mistakes.
     template = {**pods[0], "spec": job.spec.template["spec"]}
     refused = list(pod_process.problems(template))
     if refused and not options.allow_unsupported:
@@ -194,7 +191,7 @@ def check(document: Document, job: api.DDPJob, slots: Sequence[pod_process.Slot]
 
 
 def _of_steps(document: Document, job: api.DDPJob, options: RunOptions) -> list[str]:
-    """What cannot work because the script reports no steps: refused, or said."""
+    """Refuse, or mention, options that need steps from a script that reports none."""
     path = script.find(document.source, job)
     if not script.reports_no_steps(path) or path is None:
         return []
@@ -211,8 +208,6 @@ def _of_steps(document: Document, job: api.DDPJob, options: RunOptions) -> list[
 
 
 class Runner:
-    """One run of one job."""
-
     def __init__(
         self, job: api.DDPJob, slots: list[pod_process.Slot], folder: run_folder.RunFolder, options: RunOptions
     ) -> None:
@@ -229,13 +224,13 @@ class Runner:
         self._node_faults = [(self._started_at + fault.at_seconds, fault) for fault in nodes]
         self._repeated = [faults.Kills(f) for f in options.faults if isinstance(f, faults.RepeatedFault)]
         self._stop_reasons: list[str] = []
-        self._stopped: dict[str, Container] = {}  # by pod: how the trainers ended that were told to stop
-        self._keys: set[int] = set()  # of SIGTSTP and SIGQUIT, those that are to be obeyed
+        self._stopped: dict[str, Container] = {}  # by pod: the end of each trainer that was told to stop
+        self._keys: set[int] = set()  # which of SIGTSTP and SIGQUIT wait to be obeyed
         self._noted: set[str] = set()
         self._total_steps: int | None = None
         self._metrics: MetricsFile | None = None
         if options.metrics is not None:
-            from ddpjob_cli.local.kept.metrics_file import MetricsFile  # prometheus-client takes a while to import
+            from ddpjob_cli.local.kept.metrics_file import MetricsFile  # prometheus-client takes long to import
 
             self._metrics = MetricsFile(options.metrics, self.job)
         self._settings = SETTINGS
@@ -251,9 +246,9 @@ class Runner:
         self.cluster.selector.register(self._wake_read, selectors.EVENT_READ, None)
 
     def __enter__(self) -> Runner:
-        """Start to listen to signals, and to draw."""
+        """Start to handle signals and to draw."""
         processes.become_subreaper()
-        # Of a program under `nohup` SIGHUP is ignored, and it is to stay so: that one outlives its terminal.
+        # `nohup` makes a program ignore SIGHUP, so that it outlives its terminal: leave that as it is.
         is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         stops = [number for number in STOP_SIGNALS if not (is_nohup and number == signal.SIGHUP)]
         heard = [*stops, signal.SIGQUIT, signal.SIGTSTP]
@@ -266,7 +261,6 @@ class Runner:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End everything; the logs and the status stay."""
         if self.options.session is not None:
             self.options.session.close()
         self.screen.close()
@@ -279,7 +273,7 @@ class Runner:
             os.close(end)
 
     def run(self) -> int:
-        """Run until the job has ended, or was stopped; the exit code."""
+        """Run until the job has ended or was stopped; return the exit code."""
         try:
             self._until_done()
         except RefusedError as error:
@@ -294,7 +288,7 @@ class Runner:
             self._begin_stop()
             self._inject_faults()
             wait = self._reconcile()
-            # Before the wait: what ended last may have been the last that could wake us.
+            # Check before waiting: a node that has just ended may have been the last source of events.
             ended = self.job.status.state in (*TERMINAL, *(("Suspended",) if self._stop_reasons else ()))
             if ended and all(not pod.live and not pod.open for pod in self.cluster.pods.values()):
                 return
@@ -305,7 +299,7 @@ class Runner:
             self._wait(wait)
 
     def _moment(self) -> table.RunMoment:
-        """The run as it is now, for the screen."""
+        """Return the present state of the run, for the screen."""
         facts, now = self.record.facts, dt.datetime.now(dt.timezone.utc)
         since, initialized = ranks_since(self.job.status), self.cluster.initialized()
         is_stale = initialized is not None and since is not None and initialized < since
@@ -314,7 +308,7 @@ class Runner:
         )
 
     def _reconcile(self) -> float | None:
-        """Plan and act until there is nothing to do; returns the seconds until the plan is to run again."""
+        """Plan and act until there is nothing to do; return the seconds until the next planned time."""
         while True:
             now = dt.datetime.now(dt.timezone.utc)
             seen = self.cluster.observe()
@@ -324,18 +318,20 @@ class Runner:
             if todo.status is not None:
                 self._record(todo.status)
             self.cluster.execute(self.job, todo.actions)
-            # The summary says how it ended.
+            # The summary reports the end.
             for event in todo.events if self.job.status.state not in TERMINAL else ():
-                is_said = event.reason == reasons.EXIT_CODE_LOST.name  # by the check before the run
-                is_said = is_said or (bool(self._stop_reasons) and event.reason in _STOPS)  # where it began
-                is_said = is_said or event.reason in {found.reason for found in self.job.status.findings}  # at the end
+                is_said = event.reason == reasons.EXIT_CODE_LOST.name  # the check before the run reported it
+                # Reported when the stop began.
+                is_said = is_said or (bool(self._stop_reasons) and event.reason in _STOPS)
+                # Reported at the end.
+                is_said = is_said or event.reason in {found.reason for found in self.job.status.findings}
                 if not is_said and not self.teller.event(event, self.job.status):
                     self.screen.event(event)
             if todo.status is None and not todo.actions and not self.cluster.ended_pods():
                 return None if todo.requeue_at is None else max(0.0, (todo.requeue_at - now).total_seconds())
 
     def _wait(self, seconds: float | None) -> None:
-        """Until a node prints, reports or ends, a rank reports progress, or a signal comes."""
+        """Wait until a node prints, reports or ends, a rank reports progress, or a signal comes."""
         waits = (
             seconds,
             self.screen.due_in(self.job.status),
@@ -357,15 +353,15 @@ class Runner:
                 self.cluster.handle(key)
 
     def _is_watched(self) -> bool:
-        """True if idle ranks are looked for here; under ddprun the agents do, which know more."""
+        """True if this run looks for idle ranks. Under ddprun the agents do that, with more information."""
         return self.job.status.state == "Running" and not launcher.facts(self.job.spec).restarts_in_place
 
     def _record(self, status: api.Status) -> None:
-        """Remember the status, and write it for others."""
+        """Keep the status in memory and write it to the run's folder."""
         self._measure(self.job.status, status)
         if status.attempt != self.job.status.attempt:
             self._settings = dataclasses.replace(SETTINGS, failed_before=status.last_failure)
-            self.cluster.agent = None  # what it restarted in place is counted, and is none of the next attempt's
+            self.cluster.agent = None  # its restarts in place are counted, and do not belong to the next attempt
         self.job = replace(self.job, status=status)
         self._note_once(self.record.take(status, dt.datetime.now(dt.timezone.utc)))
         if self.options.status is not None:
@@ -373,7 +369,7 @@ class Runner:
                 files.write_atomically(self.options.status, history.document(status))
 
     def _measure(self, old: api.Status, new: api.Status) -> None:
-        """For a scraper."""
+        """Write the metrics file."""
         now, reported = dt.datetime.now(dt.timezone.utc), self.cluster.agent
         if self._metrics is not None:
             with self._whatever_disk(f"--metrics-file {self.options.metrics}"):
@@ -381,14 +377,14 @@ class Runner:
 
     @contextlib.contextmanager
     def _whatever_disk(self, name: str, consequence: str = "the job goes on without it") -> Iterator[None]:
-        """A full disk costs the file, never the job."""
+        """Ignore a full disk: it costs the file, never the job."""
         try:
             yield
         except OSError as error:
             self._note_once(f"{name}: {error.strerror}; {consequence}")
 
     def _note_once(self, text: str) -> None:
-        """Show a note the first time only."""
+        """Show a note unless it was shown before."""
         if text and text not in self._noted:
             self._noted.add(text)
             self.screen.note(text)
@@ -407,7 +403,7 @@ class Runner:
             self._stop_reasons.append("a closed output")
 
     def _on_report(self, body: bytes) -> str | None:
-        """Called by the receiver's threads."""
+        """Runs in the receiver's threads."""
         try:
             now = dt.datetime.now(dt.timezone.utc)
             named = self.options.names(body.decode(errors="surrogateescape")).encode(errors="surrogateescape")
@@ -423,12 +419,12 @@ class Runner:
         return None
 
     def _wake(self) -> None:
-        """Called by other threads."""
+        """Runs in other threads."""
         with contextlib.suppress(BlockingIOError, OSError):
             os.write(self._wake_write, b"r")
 
     def _follow_session(self) -> None:
-        """Start the ranks again after a save, and tell how they have ended."""
+        """Restart the ranks after a save, and report how they ended."""
         if self.options.session is None or self._stop_reasons:
             return
         found = self.options.session.look(list(self.cluster.pods.values()))
@@ -441,13 +437,13 @@ class Runner:
             self._stop_reasons.append(found.stop)
 
     def _obey_keys(self) -> None:
-        """Print where the ranks are (Ctrl-\\), and stop (Ctrl-Z); returns when the process goes on."""
+        r"""Print where the ranks are (Ctrl-\), and stop (Ctrl-Z); returns when the process continues."""
         # The agents print the stacks.
         if signal.SIGQUIT in self._keys and (sentence := stacks.ask(self.folder.uid).sentence()):
             self.screen.note(sentence)
         if signal.SIGTSTP in self._keys:
             self.screen.pause()
-            # The signal itself, and not SIGSTOP: the kernel drops it where no shell could make us go on.
+            # Send SIGTSTP again, not SIGSTOP: the kernel ignores it if no shell could continue the process.
             handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTSTP)
             signal.signal(signal.SIGTSTP, handler)
@@ -467,7 +463,9 @@ class Runner:
             self.screen.note(idle.sentence(found, self._idle.seconds, "", f"ddpjob stacks {self.job.metadata.name}"))
 
     def _on_signal(self, number: int, _frame: Any) -> None:
-        """Note it only, because the interpreter may be in the middle of a print; a second signal kills at once."""
+        """Only record the signal, because the interpreter may be in the middle of a print. A second signal kills at
+        once.
+        """
         if number not in STOP_SIGNALS:
             self._keys.add(number)
             return
@@ -478,7 +476,7 @@ class Runner:
     def _inject_faults(self) -> None:
         now, pods = time.monotonic(), [pod for pod in self.cluster.pods.values() if pod.live]
         for due, fault in list(self._node_faults):
-            if now >= due and fault.node in {pod.place for pod in pods}:  # it waits until its node runs
+            if now >= due and fault.node in {pod.place for pod in pods}:  # wait until its node is running
                 self._node_faults.remove((due, fault))
                 self.screen.note(f"{fault.option}: node {fault.node} dies now")
                 self.cluster.lose_node(fault.node)
@@ -489,10 +487,10 @@ class Runner:
                 self._kill_rank(repeated, pods)
 
     def _kill_rank(self, repeated: faults.Kills, pods: list[LocalPod]) -> None:
-        """Kill the next rank: each one gets its turn."""
+        """Kill the next rank, each in its turn."""
         parent_of = processes.parents()
         found = [(pod.place, pid) for pod in pods for pid in ranks.of_node(pod.node.pid, parent_of)]
-        if not found:  # they are still starting
+        if not found:  # the ranks are still starting
             return
         place, pid = found[repeated.count % len(found)]
         repeated.count, repeated.due = repeated.count + 1, time.monotonic() + repeated.fault.seconds
@@ -502,12 +500,12 @@ class Runner:
     def _next_fault(self) -> float | None:
         now = time.monotonic()
         waits = [due - now for due, _ in self._node_faults]
-        # A rank that is due waits for a step, of which a report tells, or for its process.
+        # A due rank waits for its process, or for a step, which arrives as a report.
         waits += [max(faults.LOOK_SECONDS, r.due - now) for r in self._repeated]
         return min((seconds for seconds in waits if seconds > 0), default=None)
 
     def _begin_stop(self) -> None:
-        """Stop as a suspended job does: SIGTERM, and the full grace period."""
+        """Stop as for a suspended job: SIGTERM, and the full grace period."""
         if self._stop_reasons and not self.job.spec.suspend:
             grace, nodes = podspec.grace_seconds(self.job.spec.template), wording.count(self.job.spec.nodes, "node")
             progress = self.job.status.progress
@@ -517,7 +515,7 @@ class Runner:
             self.job = replace(self.job, spec=replace(self.job.spec, suspend=True))
 
     def _summarize(self) -> int:
-        """Show how the job ended and where the logs are; the exit code."""
+        """Show how the job ended and where the logs are; return the exit code."""
         took = time.monotonic() - self._started_at
         self._write_report()
         status, name = self.job.status, self.job.metadata.name
@@ -532,10 +530,10 @@ class Runner:
         missed = faults.missed(self.options.faults, not_yet, self.folder.path / run_folder.FAULTS)
         for fault in missed:
             self.screen.note(f"{fault.option}: did not happen; {fault.wants}")
-        self.screen.note(self._where())  # the last line is how it ended
+        self.screen.note(self._where())  # the job's end should be the last line
         if status.state == "Succeeded":
             self.screen.note(ending.succeeded(name, status, took))
-            return FAILED if missed else SUCCEEDED  # what was to be tested was not
+            return FAILED if missed else SUCCEEDED  # the fault that was to be tested did not happen
         if status.state == "Suspended":
             self.screen.note(told.stopped(name, status, took, () if self.options.session else self._stopped.values()))
             return INTERRUPTED
@@ -543,12 +541,12 @@ class Runner:
         return FAILED
 
     def _where(self) -> str:
-        """Where the output and the figures of the run are."""
+        """Return where the output and the figures of the run are."""
         written = self.options.report or f"{self._command('report')} > report.html"
         return f"  logs: {self._command('logs')}   report: {written}"
 
     def _command(self, name: str) -> str:
-        """ddpjob logs digits, with the folder if it is not that of the user."""
+        """Return ddpjob logs digits, with the folder unless it is the user's default."""
         folder = "" if self.options.folder is None else f" --dir {shlex.quote(str(self.options.folder))}"
         return f"ddpjob {name} {self.job.metadata.name}{folder}"
 
@@ -562,7 +560,7 @@ class Runner:
 
 
 def dry_run(job: api.DDPJob, cpu: bool) -> Iterator[build.Body]:
-    """The Service and the pods that a cluster would get."""
+    """Return the Service and the pods that a cluster would get."""
     job = on_cpu(job) if cpu else job
     job = replace(job, metadata=replace(job.metadata, uid=job.metadata.uid or "00000000-0000-0000-0000-000000000000"))
     yield build.service(job)
@@ -573,7 +571,7 @@ def _run_folder(name: str, options: RunOptions) -> run_folder.RunFolder:
     try:
         return run_folder.RunFolder(name, options.folder)
     except OSError as error:
-        # A write names no file.
+        # The error of a write does not name the file.
         place = error.filename or (options.folder or run_folder.state_home() / "ddpjob") / name
         text = f"{place}: {error.strerror}: cannot hold the logs; choose a folder with --logs"
         raise InputError(text) from None

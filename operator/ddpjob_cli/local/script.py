@@ -1,4 +1,4 @@
-"""The script that a job's command starts: where it lies on this machine, and whether it can report steps."""
+"""Finds the script of a job's command on this machine, and if it can report steps."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ _REPORTERS = ("ddpjob", "transformers", "DDPJOB_", "KUBEFLOW_")
 
 
 def find(source: str, job: api.DDPJob) -> Path | None:
-    """Beside the YAML, then in the working folder; None where it is in neither. `ddpjob check` reads the same file."""
+    """Return the script next to the YAML, else in the working folder; None if it is in neither. `ddpjob check` reads
+    the same file.
+    """
     names = launcher.facts(job.spec).started.files
-    # A workingDir is often one of the image alone.
+    # A workingDir often exists only in the image.
     folders = (folder_of(source, job), Path(os.path.abspath(source)).parent, Path.cwd())
-    # Path's own is_file() raises for a name of 1,000 characters.
+    # Path.is_file() raises for a name of 1,000 characters.
     return next((path for name in names for folder in folders if os.path.isfile(path := folder / name)), None)
 
 
 def folder_of(source: str, job: api.DDPJob) -> Path:
-    """The folder in which the trainer starts: that of the YAML where the script lies there, else the working folder."""
+    """Return the folder in which the trainer starts: that of the YAML if the script is there, else the working
+    folder.
+    """
     names = launcher.facts(job.spec).started.files
     own = launcher.facts(job.spec).trainer.get("workingDir")
     if isinstance(own, str):
@@ -32,7 +36,7 @@ def folder_of(source: str, job: api.DDPJob) -> Path:
 
 
 def reports_no_steps(path: Path | None) -> bool:
-    """True if a script is sure to report no steps: neither it, nor any file of its own that it could import, does."""
+    """True if a script certainly reports no steps: neither it nor any of its own files that it could import does."""
     if path is None:
         return False
     try:

@@ -1,7 +1,6 @@
-"""The session of `ddpjob dev`: a save or Enter starts the ranks of a local run again, and nobody's absence ends it.
-
-A thread polls the files and the keyboard, and wakes the run, which calls `look`. The request is a signal to node 0's
-agent, which starts a new generation and charges it to nothing.
+"""The session of `ddpjob dev`: a save or Enter restarts the ranks of a local run, and it does not end with them. A
+thread polls the files and the keyboard, and wakes the run, which calls `look`. A restart is requested by a signal to
+node 0's agent, which starts a new generation and charges it to nothing.
 """
 
 from __future__ import annotations
@@ -33,28 +32,29 @@ _EXCEPTION = re.compile(r" \((.+)\)$")
 
 @dataclass
 class SessionNews:
-    """What a session has to tell the run."""
+    """Events of a session for the run."""
 
     notes: list[str] = field(default_factory=list)
     stood: bool = False
     """True if the ranks of all nodes have ended."""
     failure: api.JobFailure | None = None
-    """The failure that has ended them; its traceback is shown once."""
+    """The failure that ended them; its traceback is shown once."""
     stop: str = ""
-    """Why the session ends; "" if it does not."""
+    """Why the session ends; "" if it continues."""
 
 
 class DevSession:
-    """What changes in a local run if its ranks start again at each save."""
+    """A local run whose ranks restart at each save."""
 
     def __init__(self, files: saves.SavedFiles, idle_seconds: float, *, has_keyboard: bool) -> None:
         """has_keyboard: stdin is a terminal, and no debugger reads from it."""
         self._idle_seconds, self._has_keyboard = idle_seconds, has_keyboard
-        self._asked: collections.deque[str] = collections.deque()  # why the ranks start again
-        self._stood: tuple[LocalPod, str] | None = None  # the pod and its words, not yet told
+        self._asked: collections.deque[str] = collections.deque()  # reasons for the next restart
+        # The pod whose ranks have ended and its message, until reported.
+        self._stood: tuple[LocalPod, str] | None = None
         self._files = files
-        self._stands = False  # no rank runs, so what appears is the user's
-        self._lock = threading.Lock()  # of the two above
+        self._stands = False  # no rank is running, so new files are the user's
+        self._lock = threading.Lock()  # guards the two above
         self._active_at = time.monotonic()
         self._steps: list[int | None] = []
         self._terminal = termios.tcgetattr(0) if os.isatty(0) else None
@@ -62,7 +62,7 @@ class DevSession:
         self._thread: threading.Thread | None = None
 
     def begin(self, wake: Callable[[], None]) -> list[str]:
-        """Watch; wake: has the run call `look`. Returns sentences for the user."""
+        """Start watching; wake makes the run call `look`. Return sentences for the user."""
         self._thread = threading.Thread(target=self._watch, args=(wake,), daemon=True)
         self._thread.start()
         enter = ", or Enter," if self._has_keyboard else ""
@@ -70,13 +70,12 @@ class DevSession:
         return [f"A saved file{enter} starts all ranks again; Ctrl-C ends.{cut}"]
 
     def close(self) -> None:
-        """Watch no more."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
 
     def printed(self, pod: LocalPod, lines: Sequence[str]) -> list[str]:
-        """The lines that are to be shown, without the agent's word that all ranks have ended, which is kept."""
+        """Return the lines to show. The agent's message that all ranks have ended is kept back."""
         self._active_at = time.monotonic()
         words = [line for line in lines if line.startswith(_STANDS)]
         if words:
@@ -84,7 +83,7 @@ class DevSession:
         return [line for line in lines if not line.startswith(_STANDS)]
 
     def look(self, pods: Collection[LocalPod]) -> SessionNews:
-        """Start the ranks again if that is asked for, and return what is to be told."""
+        """Restart the ranks if requested, and return events to report."""
         found = SessionNews()
         steps = [pod.step for pod in pods]
         if steps != self._steps:
@@ -96,11 +95,11 @@ class DevSession:
             found.notes.append(f"↻ {', '.join(whys)}: all ranks start again")
             self._active_at = time.monotonic()
             self._adopt(stands=False)
-            if self._terminal is not None:  # a debugger that is killed leaves the keys unseen
+            if self._terminal is not None:  # a killed debugger leaves the terminal without echo
                 termios.tcsetattr(0, termios.TCSANOW, self._terminal)
             parent_of = processes.parents()
             below = [{pod.pid, *processes.descendants(pod.pid, parent_of)} for pod in pods if pod.live and pod.pid]
-            # An agent without a handler for the signal is still starting, and so has started no rank.
+            # An agent without a handler for the signal is still starting, and has no ranks yet.
             agents = (pid for pids in below for pid in pids if processes.catches(pid, RERUN_SIGNAL))
             processes.send(agents, RERUN_SIGNAL)
         if self.due_in() == 0.0:
@@ -120,12 +119,12 @@ class DevSession:
         found.notes.append(f"{'✖' if found.failure else '✔'} {why}; save a file{enter} to start them again")
 
     def due_in(self) -> float | None:
-        """Seconds until the session ends because nobody uses it; None: never."""
+        """Return seconds until the unused session ends; None: never."""
         if not self._idle_seconds:
             return None
         idle = time.monotonic() - self._active_at
         with contextlib.suppress(OSError):
-            if os.isatty(0):  # as `w` does; somebody may type in a debugger, which reads from the terminal itself
+            if os.isatty(0):  # as `w` does; a user in a debugger types into the terminal itself
                 idle = min(idle, max(0.0, time.time() - os.fstat(0).st_atime))
         return max(0.0, self._idle_seconds - idle)
 
@@ -149,7 +148,7 @@ class DevSession:
                 wake()
 
     def _pressed_enter(self, seconds: float) -> bool:
-        """True if Enter was pressed within that time. In the background a read would stop this process."""
+        """True if Enter was pressed within `seconds`. In the background a read would stop this process."""
         if not self._has_keyboard or os.tcgetpgrp(0) != os.getpgrp():
             self._closed.wait(seconds)
             return False

@@ -17,7 +17,7 @@ from ddpjob_operator.job.validation import Path as FieldPath
 
 
 def set_field(document: Document, setting: str, option: str) -> None:
-    """`spec.template.spec.containers[0].image=x`: the value is read as YAML. Raises InputError."""
+    """Set `spec.template.spec.containers[0].image=x`; the value is parsed as YAML. Raise InputError."""
     name, has_value, text = setting.partition("=")
     path = _path(name)
     if not has_value or not path:
@@ -36,8 +36,9 @@ def set_field(document: Document, setting: str, option: str) -> None:
 
 
 def set_variable(document: Document, variable: str) -> None:
-    """`NAME=VALUE`, or `NAME` with its value here, in the trainer's env, in place of one with that name. Raises
-    InputError."""
+    """Set `NAME=VALUE`, or `NAME` with its value here, in the trainer's env, replacing one of that name. Raise
+    InputError.
+    """
     name, has_value, value = variable.partition("=")
     if not has_value and name not in os.environ:
         raise InputError(f"--env {variable}: must be NAME=VALUE, or the name of a variable that is set here")
@@ -47,11 +48,11 @@ def set_variable(document: Document, variable: str) -> None:
     spec = document.data.get("spec")
     trainer = trainer_container(spec.get("template") or {}) if isinstance(spec, dict) else None
     if trainer is None:
-        return  # the template is wrong, which the validation reports
+        return  # validation reports the wrong template
     env = trainer.get("env") if isinstance(trainer.get("env"), list) else []
     own = [i for i, e in enumerate(env or ()) if isinstance(e, dict) and e.get("name") == name]
     kept = [e for i, e in enumerate(env or ()) if i not in own]
-    # In its place, because another variable may refer to it: $(NAME) means one that stands before.
+    # Keep its position, because $(NAME) can refer only to an earlier variable.
     first = own[0] if own else len(kept)
     trainer["env"] = [*kept[:first], {"name": name, "value": value}, *kept[first:]]
 

@@ -1,7 +1,6 @@
-"""How much a YAML text may hold, found while it is read as a stream: before anything of its size is built.
-
-280 bytes of aliases are a million entries, and each level more is ten times as many; 10 MB of brackets take PyYAML
-most of a minute. No object that an API server takes comes near these bounds.
+"""Bounds for a YAML text, checked on the stream of events before anything of its size is built. 280 bytes of aliases
+are a million entries, ten times as many with each further level; 10 MB of brackets take PyYAML most of a minute. No
+object that an API server accepts comes near these bounds.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ from typing import Any
 
 import yaml
 
-BYTES_MAX = 4 << 20  # an API server takes 3 MiB in a request
-NODES_MAX = 20_000  # keys, values and items, of all documents of a file together; a large job has a few hundred
+BYTES_MAX = 4 << 20  # an API server accepts 3 MiB in a request
+NODES_MAX = 20_000  # keys, values and items of all documents of a file; a large job has a few hundred
 DEPTH_MAX = 100
 NUMBER_CHARACTERS_MAX = 100  # Python takes a second for 100,000 digits, and from 3.11 on refuses 4,300
 
 
 class OutOfBoundsError(Exception):
-    """Too much, at this line (from 1)."""
+    """A bound was exceeded at this line (from 1)."""
 
     def __init__(self, line: int, what: str) -> None:
         super().__init__(what)
@@ -35,7 +34,7 @@ class _Open:
 
 @dataclass
 class _BoundedReader:
-    """Counts what aliases stand for as often as they stand there."""
+    """Counts the nodes of an alias each time it is used."""
 
     nodes: int = 0
     above: list[_Open] = field(default_factory=list)
@@ -48,7 +47,7 @@ class _BoundedReader:
         elif isinstance(event, yaml.AliasEvent):
             if any(opened.anchor == event.anchor for opened in self.above):
                 raise OutOfBoundsError(_line(event), "an alias that contains itself")
-            self._add(self.sizes.get(str(event.anchor), 1), event)  # one that is not there is the composer's to name
+            self._add(self.sizes.get(str(event.anchor), 1), event)  # the composer reports an unknown alias
         elif isinstance(event, yaml.ScalarEvent):
             self._end(event.anchor, 1)
             self._add(1, event)
@@ -80,7 +79,7 @@ class _BoundedReader:
 
 
 def check(text: str, loader: Any) -> None:
-    """Raises OutOfBoundsError; yaml.YAMLError where the text is none."""
+    """Raise OutOfBoundsError, or yaml.YAMLError for text that is not YAML."""
     reader = _BoundedReader()
     for event in yaml.parse(text, Loader=loader):
         reader.read(event)

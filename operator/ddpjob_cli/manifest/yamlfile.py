@@ -19,18 +19,18 @@ from ddpjob_operator.job.wording import say
 
 _TAG = yamlvalues.TAG
 _NUMBERS = (f"{_TAG}int", f"{_TAG}float")
-# Kinds that `ddpjob convert` reads; tests/unit/test_convert.py holds this to the room's own list.
+# Kinds that `ddpjob convert` reads; tests/unit/test_convert.py compares this with ddpjob_convert's own list.
 CONVERTED = ("PyTorchJob", "TrainJob")
 _LIST = "List"
 PROBLEMS_MAX = 20  # a list of 10,000 wrong containers is one mistake
 
 
-# libyaml where PyYAML was built with it (all wheels are), else the same loader in Python.
+# Use libyaml if PyYAML was built with it (all wheels are), else the same loader in Python.
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """Values of JSON as kubectl reads them: 2024-01-31 is a text, and a set is refused."""
+    """JSON values as kubectl reads them: 2024-01-31 is a text, and a set is refused."""
 
     def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
-        """Called by PyYAML for each node without a tag; implicit[0]: it has no quotes."""
+        """PyYAML calls this for each node without a tag; implicit[0]: it has no quotes."""
         if kind is yaml.ScalarNode and implicit[0]:
             return yamlvalues.tag_of(value)
         return super().resolve(kind, value, implicit)
@@ -60,7 +60,7 @@ for _name in ("binary", "omap", "pairs", "set"):
 
 
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
-    """Without anchors: kubectl reads them, people do not."""
+    """Writes no anchors: kubectl reads them, people do not."""
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - the signature is PyYAML's
         return True
@@ -70,7 +70,7 @@ _Dumper.add_representer(str, yamlvalues.represent)
 
 
 def text_of(body: Any) -> str:
-    """An object as YAML, in which kubectl reads the same values."""
+    """Return an object as YAML in which kubectl reads the same values."""
     return str(yaml.dump(body, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10_000))
 
 
@@ -86,7 +86,7 @@ class Document:
     data: Any
     lines: dict[FieldPath, int] = field(default_factory=dict)
     options: dict[FieldPath, str] = field(default_factory=dict)
-    """Fields that an option of the command line has set: `--nodes` and not a line is then the place."""
+    """Fields set by an option, which messages name instead of a line: `--nodes`."""
 
     @property
     def name(self) -> str:
@@ -96,13 +96,13 @@ class Document:
         return name if isinstance(name, str) else "-"
 
     def line(self, path: FieldPath) -> int:
-        """The line of a field, or of the closest field above it that is there."""
+        """Return the line of a field, or of the closest existing field above it."""
         while path and path not in self.lines:
             path = path[:-1]
         return self.lines.get(path, 1)
 
     def error(self, problems: list[Problem]) -> InputError:
-        """All problems, one a line, in the order of the file."""
+        """Return all problems, one per line, in the order of the file."""
         ordered = sorted(problems, key=lambda p: self.line(p.path))
         lines = [f"{self.place(p.path)}: {p}" for p in ordered[:PROBLEMS_MAX]]
         if len(ordered) > PROBLEMS_MAX:
@@ -110,15 +110,14 @@ class Document:
         return InputError("\n".join(lines))
 
     def place(self, path: FieldPath) -> str:
-        """FILE:LINE of a field, or the option that has set it; FILE alone for a job that was made for a script."""
+        """Return FILE:LINE of a field, or the option that has set it; only FILE for a job made for a script."""
         option = next((o for set_path, o in self.options.items() if path[: len(set_path)] == set_path), None)
         return option or (f"{self.source}:{self.line(path)}" if self.lines else self.source)
 
 
 def read_job(path: str, job: str | None = None, data: bytes | None = None) -> Document:
-    """The one DDPJob of a file. Raises InputError where there is none, or several and `job` does not choose.
-
-    data: what was read already; `path` is then only its name.
+    """Return the one DDPJob of a file. Raise InputError if there is none, or several and `job` does not choose. data:
+    what was read already; `path` is then only its name.
     """
     documents = [d for d in (read(path) if data is None else parse(path, data)) if d.data is not None]
     if not documents:
@@ -138,9 +137,8 @@ def read_job(path: str, job: str | None = None, data: bytes | None = None) -> Do
 
 
 def read(path: str) -> Iterator[Document]:
-    """All documents of a file, and the items of its lists; `-` for stdin.
-
-    Raises InputError with the line where it is not valid YAML.
+    """Return all documents of a file, and the items of its lists; `-` for stdin. Raise InputError with the line if it
+    is not valid YAML.
     """
     try:
         if path == "-":
@@ -156,7 +154,7 @@ def read(path: str) -> Iterator[Document]:
 
 
 def parse(path: str, data: bytes) -> Iterator[Document]:
-    """All documents of what was read from a file, as `read` gives them and raises."""
+    """Return all documents of a text that was read from a file, as `read` does."""
     if len(data) > yamlbounds.BYTES_MAX:
         line = data.count(b"\n") + 1
         raise InputError(f"{path}:{line}: more than {yamlbounds.BYTES_MAX >> 20} MiB: too large for a file of jobs")
@@ -169,9 +167,8 @@ def parse(path: str, data: bytes) -> Iterator[Document]:
 
 
 def _of_list(document: Document) -> Iterator[Document]:
-    """The items of what `kubectl get -o yaml` prints for several objects, else the document itself.
-
-    The items of a typed list, such as a PyTorchJobList, have their kind from it where they have none.
+    """Return the items of a list that `kubectl get -o yaml` prints, else the document itself. Items of a typed list,
+    such as a PyTorchJobList, that have no kind get it from the list.
     """
     data = document.data
     kind = data.get("kind") if isinstance(data, Mapping) else None
@@ -188,7 +185,9 @@ def _of_list(document: Document) -> Iterator[Document]:
 
 
 def read_value(text: str) -> Any:
-    """One value as YAML, as `--set` has it; what is no YAML is the text itself. Raises InputError for one too large."""
+    """Return one value as YAML, for `--set`; a text that is not YAML is the value itself. Raise InputError if it is too
+    large.
+    """
     try:
         documents = _documents("the value", text)
     except _NotYAMLError:
@@ -228,7 +227,7 @@ def _documents(source: str, text: str) -> list[Document]:
 
 
 def _check_characters(source: str, text: str) -> None:
-    """Checked here, because the parser's error has no line."""
+    """Refuse characters with their line, because the parser's error has none."""
     wrong = yaml.reader.Reader.NON_PRINTABLE.search(text)
     if wrong:
         line = text.count("\n", 0, wrong.start()) + 1
@@ -237,7 +236,7 @@ def _check_characters(source: str, text: str) -> None:
 
 @dataclass
 class _Walk:
-    """Records the line of every field, and refuses with its line what would fail later without one."""
+    """Records the line of every field, and refuses what would fail later without a line."""
 
     source: str
     lines: dict[FieldPath, int]
@@ -255,7 +254,7 @@ class _Walk:
                 self._check_number(node)
 
     def _visit_mapping(self, node: Any, path: FieldPath) -> None:
-        """A key that comes twice is an error: YAML readers keep the last silently, and the API server refuses it."""
+        """Refuse duplicate keys: YAML readers silently keep the last one, and the API server refuses it."""
         seen: dict[str, int] = {}
         node.value = [(self._key(key), value) for key, value in node.value]
         for key, value in node.value:
@@ -269,8 +268,9 @@ class _Walk:
             self.visit(value, where)
 
     def _key(self, key: Any) -> Any:
-        """As a text, as for kubectl: JSON has no other keys, and 1 and "1" are one. A new node, because an alias may
-        be a key: the same node is then a value elsewhere, and stays a number there."""
+        """Return a key as a text, as in kubectl: JSON has no other keys, and 1 and "1" are equal. A new node, because a
+        key may be an alias whose node is a value elsewhere, and stays a number there.
+        """
         if not isinstance(key, yaml.ScalarNode):
             kind = "a list" if isinstance(key, yaml.SequenceNode) else "a mapping"
             raise self._wrong(key, f"{kind} cannot be a key; a key is a text")
@@ -284,7 +284,7 @@ class _Walk:
             raise self._wrong(node, "a text with a NUL character: no program can be given one. Remove it.")
 
     def _check_number(self, node: Any) -> None:
-        """Bounded, because Python takes a second for very many digits."""
+        """Refuse long numbers, because Python takes a second for very many digits."""
         try:
             if len(node.value) > yamlbounds.NUMBER_CHARACTERS_MAX:
                 raise ValueError

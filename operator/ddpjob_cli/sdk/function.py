@@ -1,6 +1,5 @@
-"""A function as files: what a rank needs to call it, and what comes back of it.
-
-cloudpickle sends functions, lambdas and classes of `__main__` and of notebooks by their code, and all else by name.
+"""A function as files: what a rank needs to call it, and what it returns. cloudpickle sends functions, lambdas and
+classes of `__main__` and of notebooks by their code, and everything else by name.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ddpjob_cli.sdk import in_rank
 from ddpjob_operator.job.naming import name_of
 
 SCRIPT, ANSWER = "ddpjob_function.py", "answer"
-FUNCTION_BYTES_MAX = PACKED_BYTES_MAX * 3 // 4  # weights do not pack, and cloudpickle goes along
+FUNCTION_BYTES_MAX = PACKED_BYTES_MAX * 3 // 4  # weights do not compress, and cloudpickle is in the archive too
 _NAMED_MAX = 3
 
 
@@ -35,14 +34,16 @@ class Sent:
     """A function that was sent."""
 
     name: str
-    """That of the job."""
+    """The job's name."""
     files: dict[str, str]
-    """What goes with the job: path → text."""
+    """Files sent with the job: path → text."""
     word: str
-    """Begins each line that comes back."""
+    """The first word of each returned line."""
 
     def write(self, folder: Path) -> None:
-        """Write the files, for ranks of this machine: what comes back is not among their lines, but in ANSWER."""
+        """Write the files for ranks of this machine. They return results in the file ANSWER and not among their
+        lines.
+        """
         for path, text in self.files.items():
             (folder / path).parent.mkdir(exist_ok=True)
             (folder / path).write_text(text, encoding="utf-8")
@@ -50,7 +51,7 @@ class Sent:
 
 
 class UnsentError(Exception):
-    """What a rank has returned or raised, and could not be sent back."""
+    """The result or exception of a rank could not be sent back."""
 
 
 class _TooLargeError(Exception):
@@ -67,8 +68,9 @@ class _Limited(io.BytesIO):
 
 
 def sent(function: Callable[..., Any], arguments: Sequence[Any]) -> Sent:
-    """The files that call a function in each rank. Raises InputError for one that cannot be sent, with the names of
-    what is too large or cannot be pickled; ImportError where cloudpickle is not installed."""
+    """Return the files that call a function in each rank. Raise InputError for one that cannot be sent, with the names
+    of what is too large or cannot be pickled; ImportError without cloudpickle.
+    """
     cloudpickle = _cloudpickle()
     name = getattr(function, "__name__", type(function).__name__)
     with _by_value(cloudpickle, function):
@@ -91,7 +93,7 @@ def sent(function: Callable[..., Any], arguments: Sequence[Any]) -> Sent:
 
 
 def answers(word: str, texts: Iterable[str]) -> dict[tuple[str, int], bytes]:
-    """What came back, by its kind (value, refused, error) and rank; of a restarted rank the last that is whole."""
+    """Return the results by kind (value, refused, error) and rank; of a restarted rank the last complete one."""
     parts: dict[tuple[str, int], list[str]] = {}
     found: dict[tuple[str, int], bytes] = {}
     for line in texts:
@@ -111,7 +113,7 @@ def answers(word: str, texts: Iterable[str]) -> dict[tuple[str, int], bytes]:
 
 
 def loaded(data: bytes) -> Any:
-    """An object that came back. Raises UnsentError where this Python cannot load it."""
+    """Return an object that was sent back. Raise UnsentError if this Python cannot load it."""
     try:
         return _cloudpickle().loads(data)
     except Exception as error:
@@ -134,7 +136,7 @@ def _dumped(cloudpickle: Any, value: object) -> bytes:
 
 @contextlib.contextmanager
 def _by_value(cloudpickle: Any, function: Callable[..., Any]) -> Iterator[None]:
-    """The module of a function of the user's own goes along as code: no image has it."""
+    """Send the module of a user's own function as code, because no image contains it."""
     module = inspect.getmodule(inspect.unwrap(function))
     if module is None or module.__name__ == "__main__" or _is_installed(module):
         yield
@@ -153,7 +155,7 @@ def _is_installed(module: ModuleType) -> bool:
 
 
 def _culprits(cloudpickle: Any, function: Callable[..., Any], arguments: Sequence[Any]) -> str:
-    """The names of the variables and arguments that cannot be sent alone: ` (model, data)`."""
+    """Return the names of variables and arguments that cannot be sent: ` (model, data)`."""
     given: dict[str, Any] = {f"args[{i}]": value for i, value in enumerate(arguments)}
     with contextlib.suppress(TypeError):
         used = inspect.getclosurevars(function)

@@ -1,8 +1,7 @@
-"""The script that a function becomes: it calls the function in each rank, and gives back what rank 0 returns.
-
-A file of its own in the pod, which needs no package there: cloudpickle lies beside it. What is given back are lines
-with a word that only the caller knows, so no text that a script prints is taken for it: into the file `answer` beside
-this one where the caller, on this machine, has made it, else into the log.
+"""The script that a function becomes: it calls the function in each rank, and returns the result of rank 0. It is a
+single file that needs no installed package in the pod, because cloudpickle is next to it. Results are lines with a word
+that only the caller knows, so no text of a script can be mistaken for one. They go into the file `answer` next to this
+one if the caller, on this machine, has created it, else into the log.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ import sys
 from typing import Any
 
 ANSWER_BYTES_MAX = 1_000_000
-LINE_CHARACTERS = 3000  # shorter than a pipe's 4096 bytes, so that no line of another rank comes in between
+LINE_CHARACTERS = 3000  # shorter than a pipe's 4096 bytes, so that lines of ranks do not mix
 
 
 def main() -> None:
-    """Call the function. What it raises ends the rank as in any script."""
+    """Call the function. Its exception ends the rank as in any script."""
     folder = os.path.dirname(os.path.abspath(__file__))
     with open(os.path.join(folder, "ddpjob_function.json"), encoding="utf-8") as file:
         sent = json.load(file)
@@ -49,7 +48,7 @@ def main() -> None:
 
 
 def _pickled(cloudpickle: Any, answer: object) -> bytes | str:
-    """The object as bytes, or why it cannot be sent."""
+    """Return the object as bytes, or why it cannot be sent."""
     try:
         data: bytes = cloudpickle.dumps(answer)
     except Exception as error:
@@ -63,7 +62,7 @@ def _pickled(cloudpickle: Any, answer: object) -> bytes | str:
 
 def _give(word: str, kind: str, rank: int, data: bytes | str) -> None:
     if isinstance(data, str) and kind == "error":
-        return  # the log tells it
+        return  # the log has it
     text = base64.b64encode(data.encode() if isinstance(data, str) else data).decode()
     parts = [text[i : i + LINE_CHARACTERS] for i in range(0, len(text), LINE_CHARACTERS)]
     lines = [f"{word}:{kind}:{rank}:{i}/{len(parts)}:{part}\n".encode() for i, part in enumerate(parts)]

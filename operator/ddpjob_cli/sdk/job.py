@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.1
 DELETE_SECONDS = 600.0
-ANSWER_LINES_MAX = 5000  # 1 MB are 450 lines; others may follow
+ANSWER_LINES_MAX = 5000  # 1 MB is 450 lines; other lines may follow
 
 ALL = LogPart()
 
@@ -43,7 +43,7 @@ _going: set[LocalJob] = set()
 
 
 class RankError(Exception):
-    """What a rank has failed of, as its log tells it: where its exception did not come back."""
+    """The error of a rank according to its log, if its exception was not sent back."""
 
 
 class JobFailedError(Exception):
@@ -56,7 +56,7 @@ class JobFailedError(Exception):
 
 
 class Job(abc.ABC):
-    """A job that was started; it goes on without this object."""
+    """A started job, which continues without this object."""
 
     def __init__(self, name: str, sent: function.Sent | None) -> None:
         self.name = name
@@ -145,15 +145,15 @@ class Job(abc.ABC):
 
     @abc.abstractmethod
     def _looks(self) -> Iterator[api.Status]:
-        """The status again and again, saying what happens."""
+        """Yield the status repeatedly, and report events."""
 
     @abc.abstractmethod
     def _source(self) -> LogSource:
-        """Its logs."""
+        """Return its logs."""
 
     @abc.abstractmethod
     def _answer_lines(self, rank: int | None) -> Iterable[str]:
-        """The lines in which what this rank gives back is found, None: any rank."""
+        """Return the lines that may contain this rank's result, None: any rank."""
 
     def _failed(self, status: api.Status) -> JobFailedError:
         tail = status.last_failure.log_tail if status.last_failure else ""
@@ -161,7 +161,7 @@ class Job(abc.ABC):
         return JobFailedError(f"{text}\n{tail}".strip(), status)
 
     def _cause(self, status: api.Status) -> BaseException | None:
-        """The exception of the rank that failed, else what the status tells of it."""
+        """Return the exception of the failed rank, else what the status reports about it."""
         failure = status.last_failure
         if failure is None:
             return None
@@ -188,22 +188,22 @@ class Job(abc.ABC):
         return [text for text in (status.state or "new", "  ".join(parts), status.message) if text]
 
     def _repr_html_(self) -> str:
-        """The row that a notebook shows."""
+        """Return the row that a notebook shows."""
         return f"<table><tr><td>{'</td><td>'.join(map(html.escape, (self.name, *self._row())))}</td></tr></table>"
 
 
 class LocalJob(Job):
-    """`ddpjob run` as a process of its own, which a Ctrl-C at this one does not reach."""
+    """`ddpjob run` in its own process, which Ctrl-C in this process does not reach."""
 
     def __init__(self, words: Sequence[str], sent: function.Sent | None = None) -> None:
-        """Start it. words: those of `ddpjob run`. Raises InputError where nothing has begun."""
+        """Start it. words: the arguments of `ddpjob run`. Raise InputError if it did not start."""
         self._folder = tempfile.TemporaryDirectory(prefix="ddpjob-")
         folder = Path(self._folder.name)
         self._environ = {**os.environ}
         if sent is not None:
             sent.write(folder)
             words = [*words, str(folder / function.SCRIPT)]
-            # What this process imports by name, a rank does too.
+            # Ranks import the same modules by name as this process.
             self._environ["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path)
         program = Path(ddpjob_cli.__file__).with_name("__main__.py")  # python -m would import from the working folder
         self._argv = [sys.executable, str(program), "run", "--plain", *words]
@@ -219,7 +219,7 @@ class LocalJob(Job):
             )  # fmt: skip
         _going.add(self)
         atexit.unregister(_wait_for_all)
-        atexit.register(_wait_for_all)  # last, so that it comes before the folder is removed
+        atexit.register(_wait_for_all)  # last, so that it runs before the folder is removed
         try:
             self._run = self._begun()
         except BaseException:
@@ -227,7 +227,7 @@ class LocalJob(Job):
             raise
 
     def _begun(self) -> runs.Run:
-        """The run, as soon as it has a folder, whose lock its process holds."""
+        """Return the run as soon as it has a folder, whose lock its process holds."""
         while True:
             is_over = self._process.poll() is not None
             with contextlib.suppress(OSError):  # it has ended, or has just closed one
@@ -268,7 +268,7 @@ class LocalJob(Job):
             is_over = self._process.poll() is not None
             status = self.status
             if is_over or status.state in TERMINAL:
-                self.join()  # its last words follow the status
+                self.join()  # its last lines follow the status
             sys.stderr.write(self._new_text())
             if is_over and status.state not in TERMINAL:
                 raise self._failed(status)
@@ -284,7 +284,7 @@ class LocalJob(Job):
         return path.read_text().splitlines() if path.exists() else ()
 
     def _new_text(self) -> str:
-        """What it has said since the last time."""
+        """Return its new output."""
         path = Path(self._folder.name) / "stderr"
         if not path.exists():
             return ""
@@ -348,13 +348,13 @@ class ClusterJob(Job):
         source = self._source(LogPart(tail=ANSWER_LINES_MAX))
         attempt = (source.attempts() or [1])[-1]
         nodes = source.nodes(attempt)
-        with contextlib.suppress(InputError):  # torchrun has numbered the nodes: any may have it
+        with contextlib.suppress(InputError):  # torchrun has numbered the nodes: any may have the rank
             nodes = nodes if rank is None else [source.node_of_rank(rank)]
         return [line for _, line in _lines(source.read(attempt, nodes))]
 
 
 def _lines(pieces: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, str]]:
-    """Whole lines of each node; the last ones that have no end at the end."""
+    """Yield whole lines of each node, and unfinished ones at the end."""
     rest: dict[int, bytes] = {}
     for node, piece in pieces:
         *lines, rest[node] = (rest.get(node, b"") + piece).split(b"\n")
@@ -363,7 +363,7 @@ def _lines(pieces: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, str]]:
 
 
 def _in_notebook(job: Job) -> Any:
-    """What draws the job's row anew; nothing where this is no notebook."""
+    """Return a function that redraws the job's row; one that does nothing outside of notebooks."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if getattr(shell, "kernel", None) is None:
         return lambda: None
@@ -374,7 +374,7 @@ def _in_notebook(job: Job) -> Any:
 
 
 def _wait_for_all() -> None:
-    """A program waits at its end for what it runs, as for processes of multiprocessing; Ctrl-C stops them."""
+    """Wait for all runs at the program's exit, as for processes of multiprocessing; Ctrl-C stops them."""
     try:
         for job in list(_going):
             job.join()

@@ -1,4 +1,4 @@
-"""`ddpjob.run` and `ddpjob.submit`: the words of the command line as arguments."""
+"""`ddpjob.run` and `ddpjob.submit`: the command line's options as arguments."""
 
 from __future__ import annotations
 

@@ -317,11 +317,11 @@ class Evidence(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=
     """Why a failure is the root cause, and of its class: kept because its pod may be gone when that is asked again."""
 
     precedence: Annotated[str, Meta(max_length=16)]
-    """How it ranks as the cause of the others, from KERNEL (an out-of-memory kill) to STOPPED (by the operator)."""
+    """Its precedence among possible causes, from KERNEL (an out-of-memory kill) to STOPPED (by the operator)."""
     raised: bool = False
-    """Whether the failure's exception is what a process raised, or why a container could not start."""
+    """True if a process raised the exception; false if it says why a container could not start."""
     container_reason: Annotated[str, Meta(max_length=128)] = ""
-    """The kubelet's word for the container."""
+    """The container's reason in its status."""
     pod_reason: Annotated[str, Meta(max_length=128)] = ""
     """The pod's own reason."""
     pod_message: Annotated[str, Meta(max_length=300)] = ""
@@ -333,11 +333,11 @@ class Evidence(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=
     vanished: bool = False
     """Whether its pod, or its node, is gone without a report."""
     stalled: bool = False
-    """Whether it was stopped because it made no step."""
+    """True if the rank was stopped because it made no step."""
     hidden: bool = False
-    """Whether its container ended with 0."""
+    """True if the failed rank's container ended with 0."""
     silent_node: Annotated[str, Meta(max_length=128)] = ""
-    """Where ranks only complained of lost peers: a node of the attempt that had not reported for a while."""
+    """If ranks only complained about lost peers: a node of the attempt that had not reported for a while."""
 
 
 class JobFailure(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
@@ -360,7 +360,7 @@ class JobFailure(Struct, rename="camel", omit_defaults=True, frozen=True, kw_onl
     signal: Text = ""
     """The signal's name where a signal ended it: SIGKILL."""
     reason: Text = ""
-    """What the kubelet or the process said in a word: OOMKilled, Error, NodeLost, Stalled."""
+    """The kubelet's or the process's reason, one word: OOMKilled, Error, NodeLost, Stalled."""
     failure_class: Text = field(default="", name="class")
     """application, outOfMemory, infrastructure, stall or permanent; unset until all pods of the attempt have ended."""
     charged_to: Text = ""
@@ -389,7 +389,7 @@ class FailureLine(Struct, rename="camel", omit_defaults=True, frozen=True, kw_on
     message: Annotated[str, Meta(max_length=300)]
     """Who and what."""
     reason: Text = ""
-    """What the kubelet or the process said in a word, as in lastFailure; nothing of an init container."""
+    """The kubelet's or the process's reason, as in lastFailure; unset for an init container."""
     failure_class: Text = field(default="", name="class")
     """What it was, as in lastFailure."""
     node: Text = ""
@@ -399,7 +399,7 @@ class FailureLine(Struct, rename="camel", omit_defaults=True, frozen=True, kw_on
 
 
 class StoredFinding(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
-    """A fact that a training that went well does not show."""
+    """A fact that is suspicious in a job that succeeded."""
 
     reason: Annotated[str, Meta(max_length=64)]
     """NoProcessGroup, ReplicasDiffer, FailureInLog."""
@@ -417,7 +417,7 @@ class AvoidedNode(Struct, rename="camel", omit_defaults=True, frozen=True, kw_on
     message: Annotated[str, Meta(max_length=300)] = ""
     """Why."""
     lifted: bool = False
-    """Whether new pods may go there before, because they fit nowhere else."""
+    """True if new pods may go there earlier, because they fit nowhere else."""
 
 
 class Goodput(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):

@@ -1,7 +1,6 @@
-"""What a number, a time, a text and a document from outside may be: each is bounded here, where it is read.
-
-Whoever may create a pod, a DDPJob or a report writes what the operator reads, and the API server bounds little of it.
-Python has no largest number, but its dates end in the year 9999, and a list of so many items as a pod says is memory.
+"""Bounds for every number, time, text and document from outside, applied where it is read. Whoever may create a pod, a
+DDPJob or a report writes what the operator reads, and the API server bounds little of it. Python's integers are
+unbounded, its dates end in the year 9999, and long lists cost memory.
 """
 
 from __future__ import annotations
@@ -14,75 +13,75 @@ import msgspec
 
 from ddpjob_core import findings, members
 
-# Ten years: longer is a typing error, and a date beyond the year 9999 is none.
+# Ten years: anything longer is a typing error, and a date after the year 9999 cannot be computed.
 SECONDS_MAX = 315_360_000
-# What JSON carries without loss in every language; a sum of two still fits the 64 bits of the API server.
+# Every JSON reader keeps such a number exactly, and a sum of two still fits the API server's 64 bits.
 COUNT_MAX = 2**53 - 1
 # Kubernetes is made for clusters of 5,000 nodes. A plan takes 50 µs for each node, and a tenant may write any number.
 NODES_MAX = 10_000
-# A pod speaks for so many ranks at most.
+# Ranks of one pod.
 NPROC_MAX = members.NPROC_MAX
-# Attempts and replacements in labels. A restart a second for 30 years is fewer.
+# Attempts and replacements, as in labels: one restart per second for 30 years is fewer.
 TURNS_MAX = 10**9
-# Restarts in place in the life of one agent; each takes longer than a second.
+# Restarts in place of one agent: each takes longer than a second.
 IN_PLACE_MAX = 10**6
-# A kubelet keeps 4 kB of a termination message; a status that somebody else writes has no such limit.
+# A kubelet keeps 4 kB of a termination message, but anybody with access can write a longer one into a status.
 TEXT_MAX = 16_384
-# A name, a word or an exception's line in a status: the operator writes at most 500 characters.
+# Names, single words and exception lines of a status: the operator writes at most 500 characters.
 STATUS_TEXT_MAX = 1_024
-# metav1.Condition's own limit.
+# metav1.Condition has the same limit.
 CONDITION_MAX = 32_768
-# Every second one of NODES_MAX nodes is the longest that `ranges.text` writes: 25 kB.
+# The longest text of `ranges.text`, for every second of NODES_MAX nodes: 25 kB.
 RANGES_LENGTH_MAX = 65_536
-# Lists of a status: the operator keeps at most 100 items.
+# Items of a list in a status: the operator keeps at most 100.
 STATUS_ITEMS_MAX = 128
-# A sentence of a report, and that sentence with what to do about it.
+# A sentence of a report, alone and with the advice after it.
 SENTENCE_MAX = 300
 ADVICE_MAX = 600
 FINDINGS_MAX = findings.FINDINGS_MAX
-# Why a gang was chosen, or cannot be had: the API server's own sentence may be in it.
+# The reason for a gang's kind. It may quote the API server.
 WHY_MAX = 500
 # A pod template has some hundred values, and is nested about 15 levels deep.
 SPEC_VALUES_MAX = 10_000
 SPEC_TEXT_MAX = 262_144
 DEPTH_MAX = 64
-# The time that an API server (1.36) takes for a pod grows with the square of the pod's mistakes: 1.6 s of CPU for 1,500
-# tolerations with two each. The operator sends a tenant's pods under its own name: they compete with its Lease there.
+# An API server (seen with 1.36) needs time that grows with the square of a pod's mistakes: 1.6 s of CPU for 1,500
+# tolerations with two each. The operator sends pods under its own name, so they delay the requests for its Lease.
 ITEMS_MAX = 512
 
-# Ten years before and after these are still dates.
+# Ten years before the first and after the last of these are still dates.
 TIME_FIRST = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
 TIME_LAST = dt.datetime(9000, 1, 1, tzinfo=dt.timezone.utc)
 _BEYOND_DATES = re.compile(r"\d{5,20}-")
 
 
 class UnreadableError(ValueError):
-    """An object from outside that cannot be read; the text says which and why."""
+    """An object from outside that cannot be read. The text names it and the reason."""
 
 
 TOO_LARGE = "tooLarge"
-"""The key of what stands in the place of a value that is not kept: {"tooLarge": why}. It survives JSON."""
+"""Key of the mapping that replaces a value that was too large: {"tooLarge": why}."""
 
 
 def integer(value: object, first: int, last: int) -> int | None:
-    """A whole number within bounds; None for anything else."""
+    """Return a whole number within bounds; None for anything else."""
     return value if isinstance(value, int) and not isinstance(value, bool) and first <= value <= last else None
 
 
 def number(text: object, last: int) -> int:
-    """The number that a label holds; -1 where it holds none up to `last`."""
+    """Return the number in a label; -1 if there is none or it is above `last`."""
     if not isinstance(text, str) or len(text) > 20 or not (text.isascii() and text.isdecimal()):
         return -1
     return int(text) if int(text) <= last else -1
 
 
 def seconds(value: object) -> int:
-    """A duration, at least 0 and at most ten years; 0 where none is said."""
+    """Return a duration of 0 s to ten years; 0 if none is given."""
     return max(0, min(value, SECONDS_MAX)) if isinstance(value, int) and not isinstance(value, bool) else 0
 
 
 def time(text: object) -> dt.datetime | None:
-    """A time as the API server writes it, within the years that can be reckoned with; None where it is none."""
+    """Return a time as the API server writes it; None if it is none or too far away to compute with."""
     if not isinstance(text, str):
         return None
     if _BEYOND_DATES.match(text):
@@ -94,18 +93,18 @@ def time(text: object) -> dt.datetime | None:
 
 
 def moment(at: dt.datetime) -> dt.datetime:
-    """A time with a zone, within the years that can be reckoned with."""
+    """Return a time that has a zone and is near enough to compute with."""
     at = at.replace(tzinfo=dt.timezone.utc) if at.tzinfo is None else at
     return min(max(at, TIME_FIRST), TIME_LAST)
 
 
 def text(value: object, length: int = TEXT_MAX) -> str:
-    """A text, its end where it is too long: the cause stands in the last lines. Empty where it is none."""
+    """Return a text, only its end if it is too long (the last lines name the cause); "" for anything else."""
     return value[-length:] if isinstance(value, str) else ""
 
 
 def document(value: object) -> str:
-    """Why a spec is too large to be kept; empty: it is not. Walks no further than its bounds, and never recurses."""
+    """Return why a spec is too large to keep; "" if it is not. Stops at the bounds and does not recurse."""
     values, length, items = 0, 0, 0
     level: list[object] = [value]
     for _ in range(DEPTH_MAX):
@@ -129,12 +128,12 @@ def document(value: object) -> str:
 
 
 def too_large(why: str) -> dict[str, str]:
-    """What stands in the place of a value that is not kept."""
+    """Return the mapping that replaces a value that was too large."""
     return {TOO_LARGE: why}
 
 
 def refused(value: object) -> str:
-    """Why a value is not kept; empty where it is."""
+    """Return why a value is not kept; "" if it is."""
     why = value.get(TOO_LARGE) if isinstance(value, Mapping) and len(value) == 1 else None
     return why if isinstance(why, str) else document(value)
 
@@ -147,5 +146,5 @@ def _inside(value: object) -> list[object]:
     return value[: SPEC_VALUES_MAX + 1] if isinstance(value, list) else []
 
 
-# msgspec's own errors, and those it lets through: text that is no UTF-8, and thousands of brackets.
+# msgspec's own errors, and errors that it lets through: invalid UTF-8, and thousands of nested brackets.
 NOT_READABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)

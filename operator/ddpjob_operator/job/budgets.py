@@ -1,4 +1,4 @@
-"""What the spec allows of restarts, and what of it the status has recorded as spent."""
+"""The restarts that a spec allows and those that its status counts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ddpjob_operator.job import api, validation
 
 
 def history(status: api.Status) -> RestartHistory:
-    """What restarts have cost so far, by the operator's counts."""
+    """Return what restarts have cost so far, as the operator counts it."""
     r = status.restarts or api.Restarts()
     return RestartHistory(
         application=r.application,
@@ -24,37 +24,38 @@ def history(status: api.Status) -> RestartHistory:
 
 
 def restarts(history: RestartHistory) -> api.Restarts:
-    """The inverse."""
+    """Return the counts of a status, from `history`."""
     return api.Restarts(**{**history._asdict(), "total": history.total, "charged_at": list(history.charged_at)})
 
 
 def by_class(restarts: api.Restarts) -> str:
-    """2 application, 1 infrastructure: what the restarts were charged to; empty where there was none."""
+    """Return `2 application, 1 infrastructure`: what the restarts were charged to; "" if there was none."""
     by = [(restarts.application, "application"), (restarts.infrastructure, "infrastructure"), (restarts.stall, "stall")]
     return ", ".join(f"{number} {name}" for number, name in by if number)
 
 
 def known(status: api.Status) -> Known:
-    """What is counted of the agent of node 0 that spoke last in this attempt."""
+    """Return the counts of the agent of node 0 that reported last in this attempt."""
     k = status.in_place
     return Known() if k is None else Known(k.replacement, Spent(k.application, k.infrastructure, k.stall))
 
 
 def limits(spec: api.Spec) -> Limits:
-    """What the user allows. A window needs the time of each restart in the status, so an invalid limit is cut."""
+    """Return the limits of the spec. backoffWindowSeconds needs a time in the status for each restart, so backoffLimit
+    is cut.
+    """
     if spec.backoff_window_seconds is None:
         return Limits(spec.backoff_limit)
     return Limits(min(spec.backoff_limit, validation.WINDOWED_LIMIT_MAX), spec.backoff_window_seconds)
 
 
 def application_left(spec: api.Spec, status: api.Status) -> int:
-    """Restarts that may still be charged to the application, for pods that are made by this status."""
+    """Return how many restarts can still be charged to the application, for pods made by this status."""
     allowed = limits(spec)
     return max(0, allowed.backoff_limit - budget.counted(history(status), allowed, status.attempt_time))
 
 
 def policy(spec: api.Spec) -> list[PolicyRule]:
-    """The user's own rules."""
     listed = spec.failure_policy.rules if spec.failure_policy else []
     return [
         PolicyRule(r.action, frozenset(r.on_exit_codes.values), r.on_exit_codes.operator == "NotIn") for r in listed
@@ -62,6 +63,6 @@ def policy(spec: api.Spec) -> list[PolicyRule]:
 
 
 def furthest(status: api.Status) -> int | None:
-    """The furthest step of all attempts, the present one included."""
+    """Return the furthest step of all attempts, the present one included."""
     now = status.progress.step if status.progress is not None and status.progress.step else None
     return max((n for n in (now, status.furthest_step) if n is not None), default=None)

@@ -1,8 +1,7 @@
-"""The one reader of a command: which script or module it starts, with which arguments, by which launcher and options.
-
-The operator, `ddpjob check`, `ddpjob convert` and the local run use it. ddprun parses the options that it obeys
-itself, because it runs in images that have no operator (ddprun/options.py). Options of other frameworks' launchers
-are not known, so after such a launcher the first word that names a Python file is the script. The files of scripts are
+"""The one reader of a command: its launcher, its options, the script or module it starts, and the script's arguments.
+The operator, `ddpjob check`, `ddpjob convert` and the local run use it. ddprun parses its own options
+(ddprun/options.py), because it runs in images without the operator. Options of other frameworks' launchers are not
+known, so after such a launcher the first word that names a Python file is the script. The script files themselves are
 not read here.
 """
 
@@ -36,14 +35,15 @@ _OF_DDPRUN = {"preload", "no_preload"}
 _OF_LAUNCH = {"use_env"}
 _SHORT = {"m": "module", "r": "redirects", "t": "tee"}
 OPTIONS_MAX = 128
-"""Options of a launcher that are read; torchrun has 35."""
+"""The most options of a launcher that are read; torchrun has 35."""
 SCRIPT_READ_MAX = 20_480
-"""Characters of a shell's script that is read: the operator's event loop does it, at 2 µs for each."""
+"""The most characters of a shell's script that are read: the operator's event loop reads it, at 2 µs each."""
 WORDS_READ_MAX = 5_000
 _SHELL_DEPTH_MAX = 10
 
 PYTHON = re.compile(r"(?:python|pypy)[\d.]*$")
-# train.py --lr 0.1, --nnodes 2, -u train.py. `python -W "ignore …"` may have a space.
+# Several words in one: `train.py --lr 0.1`, `--nnodes 2`, `-u train.py`. A value such as `-W "ignore …"` may contain a
+# space.
 _JOINED = re.compile(r"\S+\.py\s+\S|--[\w-]+\s+\S|-[^\W\dWXc]\s+\S")
 _MODULES = {
     "accelerate": "accelerate",
@@ -54,9 +54,9 @@ _MODULES = {
     "lightning": "fabric",
     "lightning_fabric": "fabric",
 }
-# Modules that start what follows them, and change nothing about it.
+# Modules that start the program after them and change nothing about it.
 _MODULE_WRAPPERS = set("cProfile coverage debugpy memory_profiler pdb profile scalene trace viztracer".split())
-# What they print or look up is not started.
+# Options that print or look something up and start nothing.
 _PRINTERS = {"echo", "printf", "type", "which"}
 _STARTS_OTHERS = {"exec", "env", "command", "nohup"}
 _INSTALLERS = {"ensurepip", "pip", "uv", "venv", "virtualenv"}
@@ -64,17 +64,17 @@ _INSTALLERS = {"ensurepip", "pip", "uv", "venv", "virtualenv"}
 
 @dataclass(frozen=True)
 class Command:
-    """What is started; all of it may be missing."""
+    """What a command starts; any field may be missing."""
 
     launcher: str = ""
-    """torchrun, accelerate, …; "python" where a script is started by itself."""
+    """torchrun, accelerate, …; "python" if a script is started without a launcher."""
     script: str | None = None
     module: str | None = None
-    """As in `python -m package.train`."""
+    """pkg.train of `python -m pkg.train`."""
     words: tuple[str, ...] = ()
-    """What the script is given."""
+    """The script's arguments."""
     options: dict[str, str] = field(default_factory=dict)
-    """Those of torchrun or ddprun by their full names, with "1" for a flag."""
+    """Options of torchrun or ddprun by full name; "1" for a flag."""
 
     @property
     def has_torchrun_options(self) -> bool:
@@ -83,12 +83,12 @@ class Command:
 
     @property
     def named(self) -> tuple[str, ...]:
-        """The script as the command names it, or -m and the module."""
+        """Return the script as the command names it, or -m and the module."""
         return (self.script,) if self.script is not None else ("-m", self.module) if self.module else ()
 
     @property
     def files(self) -> list[str]:
-        """Where the code that is started may be."""
+        """Return the files that may hold the code that is started."""
         if self.script is not None:
             return [self.script]
         path = (self.module or "").replace(".", "/")
@@ -96,8 +96,9 @@ class Command:
 
 
 def read(words: list[str]) -> Command:
-    """Of several commands the training: what a launcher starts, else the first Python file, else the first that starts
-    Python. Those before it install packages and prepare data."""
+    """Return the training among several commands: what a launcher starts, else the first Python file, else the first
+    command that starts Python. Commands before it install packages and prepare data.
+    """
     commands = [c for command in _commands(words) if (c := _read(command)).launcher]
     by_launcher = [c for c in commands if c.launcher != "python"]
     return next((c for c in by_launcher or commands if c.files), (by_launcher or commands or [Command()])[0])
@@ -141,13 +142,14 @@ def starts_nothing(words: list[str]) -> bool:
 
 
 def is_shell(words: list[str]) -> bool:
-    """True if a shell is started first, which may do more than to start the script."""
+    """True if a shell is started first: it may do more than start the script."""
     return bool(words) and words[0].rsplit("/", 1)[-1] in SHELLS
 
 
 def joined(words: list[str]) -> str:
-    """The word that is several, so that nothing of its name can be started: `torchrun train.py`, `--nnodes 2`; "" if
-    there is none. The arguments of the script are its own affair."""
+    """Return a word that is several words in one, such as `torchrun train.py` or `--nnodes 2`, which no program has as
+    its name; "" if there is none. Arguments of the script are not checked.
+    """
     if words and _is_joined_program(words[0]):
         return words[0]
     begin = None if is_shell(words) else options_begin(words)
@@ -162,7 +164,7 @@ def joined(words: list[str]) -> str:
 
 
 def _is_joined_program(word: str) -> bool:
-    """True unless a path has a space in it: `/opt/my tools/python`."""
+    """True unless the space is part of a path: `/opt/my tools/python`."""
     first, *rest = word.split() or [""]
     if not rest or _is_known(programs.name(word.strip())):
         return False
@@ -175,7 +177,7 @@ def _is_known(program: str) -> bool:
 
 
 def _commands(words: list[str], depth: int = 0) -> Iterator[list[str]]:
-    """The command, or those of a shell's script, without the variables that are set before each."""
+    """Return the command, or each command of a shell's script, without the variables set before it."""
     shells = (i for i in programs.places(words) if programs.name(words[i]) in SHELLS)
     script = shell_script(words[next(shells, len(words)) :])
     if script is None:
@@ -210,7 +212,7 @@ def _of_python(words: list[str]) -> Command:
 
 
 def _is_script(word: str) -> bool:
-    """True if Python reads a word as a script: train.py, or a file without a suffix as pip installs it."""
+    """True if Python reads the word as a script: train.py, or a file without a suffix as pip installs it."""
     return word.endswith(".py") or re.fullmatch(r"(?:[\w.@+-]*/)*[\w@+][\w@+-]*", word) is not None
 
 
@@ -231,7 +233,7 @@ def _of_torchrun(name: str, words: list[str]) -> Command:
     if programs.tells_of_itself(words):
         return Command()
     options, rest = read_options(words)
-    given = tuple(rest[2:] if rest[1:2] == ["--"] else rest[1:])  # the launcher takes it away
+    given = tuple(rest[2:] if rest[1:2] == ["--"] else rest[1:])  # the launcher removes the first --
     if "no_python" in options:
         inner = read(rest) if is_shell(rest) else _behind(name, rest)
         return replace(inner, launcher=name, options=options)
@@ -246,8 +248,9 @@ def _of_framework(program: str, words: list[str]) -> Command:
 
 
 def _behind(name: str, words: list[str]) -> Command:
-    """What a launcher starts that has options which are not known here, or, without a name, a command with a wrapper
-    before it."""
+    """Return what a launcher starts whose options are not known here. Without a launcher's name: a command with a
+    wrapper before it.
+    """
     places = range(len(words)) if name else itertools.islice(programs.places(words), 1, None)
     for i in places:
         word, program = words[i], programs.name(words[i])
@@ -277,7 +280,7 @@ def options_begin(words: list[str]) -> int | None:
 
 
 def starts_ranks(word: str) -> bool:
-    """True for the program, the file or the module of torchrun or ddprun."""
+    """True for torchrun or ddprun as a program, a file or a module."""
     return _is_program(word) or _is_module(word)
 
 
@@ -296,26 +299,26 @@ def _launcher_name(word: str) -> str:
 
 
 def shell_script(words: list[str]) -> str | None:
-    """The script of `sh -c "…"`; None for any other command."""
+    """Return the script of `sh -c "…"`; None for any other command."""
     option = next((i for i, word in enumerate(words[1:-1], 1) if re.fullmatch(r"-[a-z]*c[a-z]*", word)), None)
     has_script = option is not None and programs.name(words[0]) in SHELLS
     return words[option + 1] if has_script and option is not None else None
 
 
 def shell_words(text: str) -> list[str]:
-    """The words of all commands of a shell's script. Raises ValueError if it cannot be read."""
+    """Return the words of all commands of a shell's script. Raise ValueError if it cannot be read."""
     return [word for command in shell.commands(text) for word in command]
 
 
 def shell_commands(script: str) -> Iterator[list[str]]:
-    """The words of each command of a shell's script that can be read, without what only starts the program."""
+    """Return the words of each readable command of a shell's script, without wrappers before the program."""
     with contextlib.suppress(shell.ShellSyntaxError):
         for words in shell.commands(script):
             yield list(itertools.dropwhile(lambda word: word in _STARTS_OTHERS or "=" in word, words))
 
 
 def after_python_options(words: list[str]) -> list[str]:
-    """What `python` is to run: a file, or -m or -c with what follows."""
+    """Return what `python` runs: a file, or -m or -c with the words after it."""
     rest = list(words)
     while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c", "-"):
         del rest[: 2 if rest[0] in ("-X", "-W") else 1]
@@ -323,13 +326,13 @@ def after_python_options(words: list[str]) -> list[str]:
 
 
 def read_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """torchrun's options by their full names, and what follows them."""
+    """Return torchrun's options by full name, and the words after them."""
     groups, rest = split_options(words)
     return {name: _value(name, group) for name, group in groups}, rest
 
 
 def split_options(words: list[str]) -> tuple[list[tuple[str, list[str]]], list[str]]:
-    """Each of torchrun's options with its words, `--nnodes 2` or `--nnodes=2`, and what follows them."""
+    """Return each of torchrun's options with its words, `--nnodes 2` or `--nnodes=2`, and the words after them."""
     options: list[tuple[str, list[str]]] = []
     rest = iter(words)
     for word in rest:
@@ -349,7 +352,7 @@ def _value(name: str, group: list[str]) -> str:
 
 
 def _full_name(name: str) -> str:
-    """argparse takes an unambiguous prefix: --nnode is --nnodes."""
+    """Return the option of which this is an unambiguous prefix, as argparse does: --nnodes for --nnode."""
     name = name.replace("-", "_")
     matches = [o for o in OPTIONS if o.startswith(name)]
     return name if name in OPTIONS or len(matches) != 1 else matches[0]

@@ -1,7 +1,6 @@
-"""The options that the trainer's command gives to its launcher, and where they contradict the job.
-
-With such a contradiction the job hangs or fails, because the launcher waits for nodes that never come
-(docs/dev/upstream.md), so it is refused before anything starts. Shell scripts and Python files are not read here.
+"""The launcher's options in the trainer's command, and where they contradict the job. A job with such a contradiction
+hangs or fails, because the launcher waits for nodes that never come (docs/dev/upstream.md), so it is refused before
+anything starts. Shell scripts and Python files are not read here.
 """
 
 from __future__ import annotations
@@ -20,35 +19,36 @@ from ddpjob_operator.job.podspec import command_of, command_path, gpus, mappings
 
 Found = Iterator[tuple[tuple[str | int, ...], str]]
 
-# A host that cannot be the rendezvous of several nodes: each node's own, or an IP, which no pod has before it runs.
+# Hosts that cannot be the rendezvous of several nodes: names that mean each node itself, and IPs, which are unknown
+# before a pod runs.
 NO_RENDEZVOUS_HOST = re.compile(
     r"^(localhost|\$\{?HOSTNAME\}?|\$\(hostname\)?|\d+\.\d+\.\d+\.\d+|\[?[0-9a-fA-F:]*::[0-9a-fA-F:]*\]?)$"
 )
-# What a shell makes another text of on each node. A part of the host's name may be the same: ${HOSTNAME%-*}.
+# Expansions that a shell replaces differently on each node. Part of the host's name may be the same: ${HOSTNAME%-*}.
 _OTHER_ON_EACH_NODE = re.compile(
     r"\$(RANDOM|HOSTNAME|\$)(?!\w)|\$\{(RANDOM|HOSTNAME|\$)\}|(\$\(|`)(date|uuidgen|hostname(?=[^)`|]*[)`]))\b"
 )
 _OF_ONE_NODE = re.compile(
-    # Each part ends where the next one may begin: tenants write the text, and the operator's event loop reads it.
+    # A regular expression without backtracking: tenants write the text, and the operator's event loop reads it.
     r"(?:^|[;&|(\n][ \t]*|\b(?:exec|env|run)[ \t]+)(?:[^\s;&|(]*/)?(deepspeed|horovodrun|mpiexec|mpirun|orterun)\s"
 )
 _OTHER_NODES = re.compile(r"host|machinefile|NODE_RANK|node_rank|MASTER_ADDR|\s-(?:H|f)\b")
 # Open MPI's OMPI_MCA_orte_default_hostfile and PRTE_MCA_prte_default_hostfile, Intel MPI's I_MPI_HYDRA_HOST_FILE.
 _HOSTFILE_VARIABLE = re.compile(r"host_?file", re.IGNORECASE)
-# Where DeepSpeed looks for its hostfile without an option.
+# The paths where DeepSpeed looks for its hostfile if no option names it.
 _HOSTFILE_MOUNTS = {"deepspeed": {"/job", "/job/hostfile"}}
 _VARIABLE = re.compile(r"[A-Z][A-Z_]{3,24}")
 NEEDS_TORCHRUN = (
     "{what} cannot train with a changing number of nodes, torchrun can. Start the script with torchrun, or remove "
     "minNodes."
 )
-# How users' scripts name the option for init_method.
+# Names that scripts use for the init_method option.
 _INIT_METHOD_OPTION = re.compile(r"^--(?:dist|init)[-_](?:url|method)(?:=|$)")
 
 _REFERENCE = (
     r"\$(?:\(\(\s*(?:\$\{?)?|[({])?"  # $NAME, ${NAME}, Kubernetes' $(NAME), a shell's $((NAME)) and $(($NAME - 1))
 )
-# Kubeflow's WORLD_SIZE and RANK count pods. A DDPJob sets them for scripts without a launcher, one process a node.
+# Kubeflow's WORLD_SIZE and RANK count pods. A DDPJob sets them, one process per node, for scripts without a launcher.
 _OF_PODS = (
     (re.compile(rf"((?:--nnodes[=\s]+|\bNNODES=)[\"']?{_REFERENCE})WORLD_SIZE\b"), "WORLD_SIZE", "NNODES"),
     (re.compile(rf"((?:--node[-_]rank[=\s]+|\bNODE_RANK=)[\"']?{_REFERENCE})RANK\b"), "RANK", "NODE_RANK"),
@@ -56,9 +56,8 @@ _OF_PODS = (
 
 
 class JobFacts:
-    """What follows from a job's template, read once for each parsed spec.
-
-    A plan asks dozens of times, some of them for each node, and each report of each node four times.
+    """Facts about a job's template, computed once per parsed spec. A plan asks for them dozens of times, often per
+    node, and each report of a node four times.
     """
 
     def __init__(self, template: dict[str, Any], min_nodes: int | None) -> None:
@@ -66,12 +65,12 @@ class JobFacts:
 
     @cached_property
     def trainer(self) -> dict[str, Any]:
-        """The trainer's container; empty if the template has none."""
+        """The trainer's container; {} if the template has none."""
         return trainer_container(self._template) or {}
 
     @cached_property
     def env(self) -> dict[str, Any]:
-        """The values of the trainer's own variables; None for one that is set from elsewhere."""
+        """Values of the trainer's own variables; None for one set by reference (valueFrom)."""
         return {str(entry.get("name")): entry.get("value") for entry in mappings(self.trainer, "env")}
 
     @cached_property
@@ -81,7 +80,7 @@ class JobFacts:
 
     @cached_property
     def text(self) -> str:
-        """The command as one text, as far as it is searched."""
+        """The command as one text, up to the length that is searched."""
         return " ".join(self.command)[:SCRIPT_READ_MAX]
 
     @cached_property
@@ -91,7 +90,7 @@ class JobFacts:
 
     @cached_property
     def launcher(self) -> Command | None:
-        """What torchrun or ddprun starts, with the options of the launcher; None for other commands."""
+        """What torchrun or ddprun starts, with the launcher's options; None for other commands."""
         return self.started if self.started.has_torchrun_options else None
 
     @cached_property
@@ -104,12 +103,13 @@ class JobFacts:
 
     @cached_property
     def mentioned(self) -> frozenset[str]:
-        """Words of the trainer's container in capitals, such as RANK in `$(RANK)`: it may read these variables."""
+        """Capitalized words of the trainer's container, such as RANK in `$(RANK)`: variables that the script may
+        read.
+        """
         return frozenset(_VARIABLE.findall(repr(self.trainer)))
 
     @cached_property
     def gpus(self) -> int:
-        """GPUs in the trainer's limits."""
         return gpus(self._template)
 
     @cached_property
@@ -133,14 +133,14 @@ class JobFacts:
 
     @cached_property
     def max_restarts(self) -> int | None:
-        """How often torchrun may restart its ranks in their pods, if the user's template sets it and not the job."""
+        """How often torchrun may restart ranks in their pods, if the user's template sets it."""
         given = self.launcher.options.get("max_restarts") if self.launcher else None
         number = _number(given or self.env.get("PET_MAX_RESTARTS") or "")
         return None if number < 0 else number
 
 
 def facts(spec: api.Spec) -> JobFacts:
-    """Return what the command of this spec says. A changed copy of the spec has facts of its own."""
+    """Return the facts of this spec. A changed copy of the spec has its own."""
     kept = spec.__dict__
     if "facts" not in kept:
         kept["facts"] = JobFacts(spec.template, spec.min_nodes)
@@ -157,9 +157,9 @@ def with_nodes(spec: api.Spec, nodes: int) -> api.Spec:
 
 
 def warnings(spec: api.Spec) -> list[str]:
-    """Launchers and options of theirs that are allowed, but have a drawback."""
+    """Yield a warning for each launcher or option that is allowed but has a drawback."""
     launcher = facts(spec).launcher
-    if launcher is not None and launcher.launcher == "ddprun":  # it obeys all of these
+    if launcher is not None and launcher.launcher == "ddprun":  # ddprun obeys all of these
         return []
     options, notes = (launcher.options, []) if launcher else ({}, _alone(spec))
     if spec.preflight == "Always":
@@ -174,12 +174,14 @@ def warnings(spec: api.Spec) -> list[str]:
 
 
 def _alone(spec: api.Spec) -> list[str]:
-    """A launcher that starts the ranks of one node where it is told of no other, and reads no variable of the job."""
+    """Return a warning about a launcher that starts only the ranks of its node, because no option or variable names
+    others.
+    """
     text = (command.shell_script(facts(spec).command) or facts(spec).text)[:SCRIPT_READ_MAX]
     found = _OF_ONE_NODE.search(text)
     if spec.nodes == 1 or found is None or _OTHER_NODES.search(text):
         return []
-    # The template may tell a launcher of the nodes outside its command.
+    # Outside its command the template may name the nodes, for example in a hostfile.
     mounted = _HOSTFILE_MOUNTS.get(found[1], set()).intersection(mounts(spec.template))
     if mounted or any(map(_HOSTFILE_VARIABLE.search, facts(spec).env)):
         return []
@@ -190,20 +192,20 @@ def _alone(spec: api.Spec) -> list[str]:
 
 
 def of_ranks(spec: api.Spec) -> Iterator[tuple[str, str]]:
-    """(WORLD_SIZE, NNODES), (RANK, NODE_RANK): a variable of the ranks of which the command makes an option of the
-    launcher that starts them, so that it is not set yet, and the one that is meant."""
+    """Yield (WORLD_SIZE, NNODES), (RANK, NODE_RANK): a rank's variable that is used as an option of the launcher, which
+    only sets it later, and the variable that is meant.
+    """
     own, text = facts(spec).env, facts(spec).text
     for pattern, name, meant in _OF_PODS if facts(spec).launcher else ():
         is_set = name in own or re.search(rf"\b{name}=", text)
-        # ${WORLD_SIZE:-1} has a value in any case, which may be right.
+        # ${WORLD_SIZE:-1} always has a value, which may be correct.
         if not is_set and re.search(rf"{pattern.pattern}(?!:?[-=+])", text):
             yield name, meant
 
 
 def contradictions(spec: api.Spec) -> Found:
-    """Where the launcher's own options contradict the job: the field's path, and a sentence with the fix.
-
-    For a template that has the shape of one (validation.py).
+    """Yield each contradiction between the launcher's options and the job: the field's path, and a sentence with the
+    fix. The template must have the shape of one (validation.py).
     """
     path = command_path(spec.template)
     yield from ((path, sentence) for sentence in _rendezvous_file(spec))
@@ -234,7 +236,7 @@ def _nodes(launcher: Command, spec: api.Spec) -> Iterator[str]:
 
 
 def _range(launcher: Command) -> tuple[int, int]:
-    """MIN and MAX of --nnodes; the same number twice where it is one, -1 for what is none."""
+    """Return MIN and MAX of --nnodes, equal for a single number; -1 for anything else."""
     first, _, last = launcher.options.get("nnodes", "").partition(":")
     return _number(first), _number(last or first)
 
@@ -301,7 +303,7 @@ def _processes(launcher: Command, spec: api.Spec) -> Iterator[str]:
 
 
 def _rendezvous_file(spec: api.Spec) -> Iterator[str]:
-    """init_method file:// in an option, on a folder that the nodes do not share."""
+    """Yield an init_method file:// in a folder that the nodes do not share."""
     for word, following in pairwise([*facts(spec).started.words, ""]):
         named = _INIT_METHOD_OPTION.match(word)
         value = (word.partition("=")[2] or following) if named else ""
@@ -319,5 +321,5 @@ def _may_be_shared(path: str, spec: api.Spec) -> bool:
 
 
 def _number(text: str) -> int:
-    """-1 for what is no number, or too large."""
+    """Return the number; -1 if it is none or too large."""
     return bounds.number(text, bounds.COUNT_MAX)

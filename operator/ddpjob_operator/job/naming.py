@@ -1,4 +1,4 @@
-"""What a job is called that is made from a script or a command."""
+"""The name of a job that is made from a script or a command."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NAME_MAX = 40
 
 
 def name_of(script: str) -> str:
-    """train for src/train.py, the module src.train and ./train.sh: as a name of Kubernetes."""
+    """Return a Kubernetes name: train for src/train.py, the module src.train and ./train.sh."""
     stem = re.sub(r"\.(?:py|sh)$", "", script)
     stem = PurePath(stem).name if stem != script or "/" in script else script.rpartition(".")[2]
     ascii_only = unicodedata.normalize("NFKD", stem).encode("ascii", "ignore").decode()

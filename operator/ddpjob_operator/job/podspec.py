@@ -11,18 +11,18 @@ from typing import Any
 
 TRAINER = "trainer"
 
-# Volumes that are a pod's own; any other may be the same folder on all nodes, also a hostPath: a network file system
-# may be mounted on it.
+# Volumes that belong to one pod. Any other may be the same folder on all nodes; a hostPath too, if a network file
+# system is mounted there.
 _OWN_VOLUMES = {"emptyDir", "ephemeral", "configMap", "secret", "projected", "downwardAPI", "image"}
 _FOR_SCRATCH = ("/dev/shm", "/tmp")  # noqa: S108 - of pods
-_EMPTIED = {"emptyDir", "ephemeral"}  # those of them that a trainer writes to
+_EMPTIED = {"emptyDir", "ephemeral"}  # the trainer writes to these
 
 _SUFFIXES = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 _SUFFIXES |= {f"{letter}i": 1024.0**power for power, letter in enumerate("KMGTPE", start=1)}
 
 
 def containers(template: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The template's containers, or none where it is not a template."""
+    """Return the template's containers; none if it is malformed."""
     pod = template.get("spec")
     return mappings(pod, "containers") if isinstance(pod, (dict, Mapping)) else []
 
@@ -30,39 +30,41 @@ def containers(template: Mapping[str, Any]) -> list[dict[str, Any]]:
 def trainer_container(template: Mapping[str, Any]) -> dict[str, Any] | None:
     """The container named `trainer`, else the first."""
     listed = containers(template)
-    for container in listed:  # a loop, because each plan asks for it dozens of times
+    for container in listed:  # a loop, because each plan calls this dozens of times
         if container.get("name") == TRAINER:
             return container
     return listed[0] if listed else None
 
 
 def trainer_path(template: Mapping[str, Any]) -> tuple[str | int, ...]:
-    """The trainer's path in a job: spec, template, spec, containers, 0."""
+    """Return the trainer's path in a job: spec, template, spec, containers, 0."""
     trainer = trainer_container(template)
     index = next((i for i, c in enumerate(template["spec"]["containers"]) if c is trainer), 0)
     return ("spec", "template", "spec", "containers", index)
 
 
 def command_path(template: Mapping[str, Any]) -> tuple[str | int, ...]:
-    """The path of the trainer's command, or of its args where it has none."""
+    """Return the path of the trainer's command, or of its args if it has none."""
     return (*trainer_path(template), "command" if "command" in (trainer_container(template) or {}) else "args")
 
 
 def mounts(template: Mapping[str, Any]) -> dict[str, bool]:
-    """mountPath of the trainer → whether all nodes may see the same files there."""
+    """Return mountPath of the trainer → True if all nodes may see the same files there."""
     return {path: kind not in _OWN_VOLUMES for path, kind in _mounted(template).items()}
 
 
 def files_outlive_a_pod(template: Mapping[str, Any], *, elsewhere: bool) -> bool:
-    """True if what the trainer writes is there for the pod after it, wherever it writes: it has a volume that stays,
-    and none that is emptied. elsewhere: whether files beside all volumes stay, as those of a process do."""
-    # /tmp is emptied in any pod; an emptyDir there, which a read-only root needs, is no sign that checkpoints are.
+    """True if files of the trainer outlive its pod: it has a volume that stays, and none that is emptied. elsewhere:
+    True if files outside of volumes stay as well, as for a local process.
+    """
+    # /tmp is emptied in any pod. An emptyDir there is needed for a read-only root, so it does not mean that checkpoints
+    # are lost.
     kinds = [kind for path, kind in _mounted(template).items() if path not in _FOR_SCRATCH]
     return not _EMPTIED.intersection(kinds) and (elsewhere or not _OWN_VOLUMES.issuperset(kinds))
 
 
 def _mounted(template: Mapping[str, Any]) -> dict[str, str]:
-    """mountPath of the trainer → the kind of its volume."""
+    """Return mountPath of the trainer → the kind of its volume."""
     pod, trainer = mapping(template, "spec"), trainer_container(template) or {}
     kinds = {v.get("name"): next((k for k in v if k != "name"), "emptyDir") for v in mappings(pod, "volumes")}
     paths = ((str(m.get("mountPath", "")).rstrip("/"), m.get("name")) for m in mappings(trainer, "volumeMounts"))
@@ -70,20 +72,22 @@ def _mounted(template: Mapping[str, Any]) -> dict[str, str]:
 
 
 def mapping(source: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The mapping of a field that may have any shape."""
+    """Return a field as a mapping; {} if it is none."""
     given = source.get(name)
     return given if isinstance(given, dict) else {}
 
 
 def mappings(source: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    """The mappings of a list that may have any shape."""
+    """Return the mappings in a list; [] if it is none."""
     given = source.get(name)
     return [item for item in given if isinstance(item, dict)] if isinstance(given, list) else []
 
 
 def restarts_of_the_kubelet(template: Mapping[str, Any]) -> list[tuple[dict[str, Any], str]]:
-    """The fields of containers by which the kubelet would start the trainer again in its pod, whatever the pod's
-    restartPolicy is (Kubernetes 1.34 and later): its own, and any rule that restarts all containers."""
+    """Return the fields by which the kubelet would restart the trainer in its pod, whatever the pod's restartPolicy is:
+    the container's own policy, and any rule that restarts all containers (Kubernetes 1.34 and later, KEP-5307 and
+    KEP-5532).
+    """
     pod, own = template.get("spec") or {}, trainer_container(template) or {}
     others = mappings(pod, "initContainers") if isinstance(pod, Mapping) else []
     of_all = (
@@ -96,14 +100,14 @@ def restarts_of_the_kubelet(template: Mapping[str, Any]) -> list[tuple[dict[str,
 
 
 def grace_seconds(template: Mapping[str, Any]) -> int:
-    """terminationGracePeriodSeconds, 30 where unset as in Kubernetes."""
+    """Return terminationGracePeriodSeconds; 30 if unset, as in Kubernetes."""
     pod = template.get("spec")
     value = pod.get("terminationGracePeriodSeconds") if isinstance(pod, Mapping) else None
     return value if isinstance(value, int) else 30
 
 
 def gpus(template: Mapping[str, Any]) -> int:
-    """GPUs in the trainer's limits: any resource `*/gpu`, also shared, and MIG slices: nvidia.com/mig-1g.10gb."""
+    """Return GPUs in the trainer's limits: any resource `*/gpu`, also shared, and MIG slices (nvidia.com/mig-…)."""
     return sum(int(quantity(value)) for name, value in limits(template).items() if is_gpu(name))
 
 
@@ -121,21 +125,21 @@ def is_gpu(resource: str) -> bool:
 
 
 def cpus(template: Mapping[str, Any]) -> int | None:
-    """Whole CPUs in the trainer's limits, at least 1; None where it has no CPU limit."""
+    """Return whole CPUs in the trainer's limits, at least 1; None without a CPU limit."""
     limit = limits(template).get("cpu")
     return None if limit is None else max(1, math.floor(quantity(limit)))
 
 
 def limits(template: Mapping[str, Any]) -> dict[str, Any]:
-    """resources.limits of the trainer."""
     resources = (trainer_container(template) or {}).get("resources")
     given = resources.get("limits") if isinstance(resources, Mapping) else None
     return dict(given) if isinstance(given, Mapping) else {}
 
 
 def quantity(value: object) -> float:
-    """A Kubernetes quantity as a number: 8, "500m", "2Gi", "1e3". What is no quantity counts as 0, because the
-    API server refuses it."""
+    """Return a Kubernetes quantity as a number: 8, "500m", "2Gi", "1e3". 0 for anything else, because the API server
+    refuses it.
+    """
     text = str(value).strip()
     for suffix in sorted(_SUFFIXES, key=len, reverse=True):
         if text.endswith(suffix):

@@ -1,19 +1,19 @@
-"""Programs in a command line that start others: wrappers, and the launchers of other frameworks."""
+"""Programs in a command line that start other programs: wrappers, and the launchers of other frameworks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import dropwhile
 
-# Programs that start what follows them, and change nothing about it.
+# Programs that start the command after them and change nothing about it.
 WRAPPERS = set(
     "chrt conda coverage dumb-init env exec flock gosu hatch ionice kernprof mamba micromamba ncu nice nohup nsys "
     "numactl pdm pipenv poetry py-spy rye setsid stdbuf strace su-exec sudo taskset time timeout tini unbuffer uv "
     "viztracer xvfb-run".split()
 )
-# Their options whose next word is a name and no program: `conda run -n ray`.
+# Options of these whose next word is a name and not a program: `conda run -n ray`.
 _NAME_FOLLOWS = {"-n", "--name", "-p", "--prefix", "--with", "--extra", "--group", "--package", "-u", "--user"}
-# Those of them that have no value: `sudo -n` asks for no password, `uv run -n` uses no cache.
+# Programs whose `-n` takes no value: `sudo -n` asks for no password, `uv run -n` uses no cache.
 _FLAGS = {
     "coverage": {"-p"}, "pdm": {"-n"}, "poetry": {"-n"}, "py-spy": {"-n"}, "strace": {"-n"}, "sudo": {"-n"},
     "time": {"-p"}, "timeout": {"-p"}, "uv": {"-n"}, "viztracer": {"-u"},
@@ -24,7 +24,7 @@ FRAMEWORKS: dict[str, tuple[str, ...]] = {
     "horovodrun": (), "lightning": ("run", "model"), "mpiexec": (), "mpirun": (), "orterun": (),
     "ray": ("job", "submit"), "srun": (), "tune": ("run",),
 }  # fmt: skip
-# What else those are called for that have such words.
+# Other names of launchers that have such words.
 _NO_LAUNCH = set(
     "check config cp download env estimate-memory list logs ls memory merge-weights start status stop test "
     "validate".split()
@@ -33,13 +33,14 @@ _ABOUT_ITSELF = {"--help", "-h", "--version", "-V", "--check-build", "-cb"}
 
 
 def name(word: str) -> str:
-    """A program without its folder."""
+    """Return a program without its folder."""
     return word.rsplit("/", 1)[-1]
 
 
 def places(words: Sequence[str]) -> Iterator[int]:
-    """Where a program may stand in a command: its first word, and where that one only starts another program all words
-    but the names in its options."""
+    """Return the positions where a program may be in a command: the first word, and after a wrapper all words except
+    names in its options.
+    """
     wrapper = ""
     for i, word in enumerate(words):
         if i and not wrapper:
@@ -51,13 +52,14 @@ def places(words: Sequence[str]) -> Iterator[int]:
 
 
 def tells_of_itself(options: Sequence[str]) -> bool:
-    """True if a launcher is asked for its help or its version, and starts nothing. A shell's `;` may end the word."""
+    """True if a launcher is asked for its help or version and starts nothing. A shell's `;` may end the word."""
     return any(word.rstrip(";") in _ABOUT_ITSELF for word in options[:1])
 
 
 def launch_options(words: Sequence[str]) -> list[str] | None:
-    """What follows a framework's launcher, the first of the words; None where it is called for something else than to
-    start ranks: `ray stop`, `mpirun --version`."""
+    """Return the words after a framework's launcher, which is the first word; None if it does not start ranks: `ray
+    stop`, `mpirun --version`.
+    """
     first = FRAMEWORKS[name(words[0])]
     rest = list(dropwhile(lambda word: word in first, words[1:]))
     if tells_of_itself(rest) or (first and _NO_LAUNCH.intersection(rest[:1])):

@@ -11,7 +11,6 @@ _KEPT_LENGTH_MAX = 16
 
 
 def text(numbers: Iterable[int]) -> str:
-    """0-5,8: as batch/v1 Job writes its completedIndexes."""
     spans: list[list[int]] = []
     for n in sorted(set(numbers)):
         if spans and spans[-1][1] == n - 1:
@@ -22,8 +21,9 @@ def text(numbers: Iterable[int]) -> str:
 
 
 def parse(written: str) -> frozenset[int]:
-    """The inverse of `text`; a damaged part counts as nothing, for a status may come from anywhere. So does what
-    follows more numbers than there are nodes: 0-9999,0-9999, …"""
+    """Return the set of `text`. Damaged parts are skipped, because anybody may write a status; so are parts after more
+    numbers than there are nodes, as in 0-9999,0-9999, …
+    """
     return _of_short(written) if len(written) <= _KEPT_LENGTH_MAX else _of_long(written)
 
 
@@ -41,12 +41,12 @@ def _parsed(written: str) -> frozenset[int]:
     return frozenset(numbers)
 
 
-# Kept, because each plan asks for the same two or three many times. A short text may be one span of many nodes, and a
-# set of 10,000 numbers has 0.7 MB, so only a few are kept.
+# Cached, because each plan parses the same two or three texts many times. Only a few are kept: a short text may be a
+# span of 10,000 nodes, whose set takes 0.7 MB.
 _of_short = functools.lru_cache(maxsize=64)(_parsed)
 _of_long = functools.lru_cache(maxsize=4)(_parsed)
 
 
 def for_people(node_ranks: Sequence[int]) -> str:
-    """`1, 4-7` for messages."""
+    """Return `1, 4-7`, for messages."""
     return text(node_ranks).replace(",", ", ")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Reason:
-    """One word, when a user meets it, and what to do then (empty: nothing). warning: its event is a Warning."""
+    """One word, when a user meets it, and the advice ("" for none). warning: the event is a Warning."""
 
     name: str
     when: str
@@ -256,5 +256,5 @@ ALL: dict[str, Reason] = {r.name: r for r in list(globals().values()) if isinsta
 
 
 def named(name: str) -> Reason:
-    """The reason with this name; a status of another version may have one that we do not know."""
+    """Return the reason with this name; a new one if another version wrote it."""
     return ALL.get(name) or Reason(name, "")

@@ -1,4 +1,4 @@
-"""A request to an API server in the words of RBAC: for its metrics, and for the sentence when it is refused."""
+"""Requests to an API server in RBAC's words, for metrics and for the message when one is refused."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ _VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete
 
 @dataclass(frozen=True)
 class ApiRequest:
-    """A request in the words of RBAC."""
-
     verb: str
     plural: str
-    """pods, ddpjobs; "" for a path that is no resource's."""
+    """pods, ddpjobs; "" for a path without a resource."""
     subresource: str = ""
     group: str = ""
     namespace: str = ""
@@ -32,7 +30,7 @@ class ApiRequest:
 
 
 def read(method: str, path: str, *, watch: bool = False) -> ApiRequest:
-    """The verb, resource, namespace and name of a request. Another method than those that write reads."""
+    """Return the verb, resource, namespace and name of a request. Methods that do not write count as reads."""
     parts = path.partition("?")[0].strip("/").split("/")
     group = parts[1] if parts[0] == "apis" and len(parts) > 2 else ""
     parts = parts[3:] if group else parts[2:]

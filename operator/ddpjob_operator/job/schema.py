@@ -1,8 +1,7 @@
-"""The JSON Schema of a DDPJob for editors: `ddpjob schema` prints it, docs/ddpjob.schema.json is it.
-
-Written from the CRD's schema, so that an editor and the API server agree. It is stricter in one point: an unknown
-field of the spec is marked, where the API server prunes it. The status is left open, because people do not write it.
-Pure: types in, a mapping out.
+"""The JSON Schema of a DDPJob for editors: `ddpjob schema` prints it, and docs/ddpjob.schema.json is a copy. It is
+written from the CRD's schema, so that an editor and the API server agree. It is stricter in one point: an unknown field
+of the spec is marked, where the API server prunes it. The status is left open, because people do not write it. Pure:
+types in, a mapping out.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ from ddpjob_operator.job import api, bounds, crd
 
 Schema = dict[str, Any]
 
-DIALECT = "http://json-schema.org/draft-07/schema#"  # what yaml-language-server, VS Code and JetBrains read
+DIALECT = "http://json-schema.org/draft-07/schema#"  # the draft that yaml-language-server, VS Code and JetBrains read
 
 
 def to_json() -> str:
-    """The schema as it is checked in: the same bytes for the same types."""
+    """Return the schema as it is checked in: the same bytes for the same types."""
     return json.dumps(schema(), indent=1, ensure_ascii=False) + "\n"
 
 
 def schema() -> Schema:
-    """A JSON Schema (draft 7) of one DDPJob."""
+    """Return a JSON Schema (draft 7) of one DDPJob."""
     root = crd.crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     name = {"type": "string", "pattern": api.NAME_PATTERN, "maxLength": api.NAME_LENGTH_MAX}
     return {
@@ -44,7 +43,7 @@ def schema() -> Schema:
 
 
 def _plain(given: Schema) -> Schema:
-    """One schema of the CRD without what only Kubernetes knows."""
+    """Return a schema of the CRD without Kubernetes' extensions."""
     plain = {k: v for k, v in given.items() if not k.startswith("x-kubernetes-") and k not in ("nullable", "format")}
     open_ended = "x-kubernetes-preserve-unknown-fields" in given
     if "x-kubernetes-int-or-string" in given:
@@ -58,6 +57,6 @@ def _plain(given: Schema) -> Schema:
             plain[inner] = _plain(given[inner])
     if given.get("nullable") and "type" in plain:
         plain["type"] = [plain["type"], "null"]
-    if "pattern" in plain and "type" not in plain:  # a quantity: 0.5, "500m"; a pattern is for texts alone
+    if "pattern" in plain and "type" not in plain:  # a quantity: 0.5, "500m"; a pattern applies to texts alone
         plain["type"] = ["string", "number", "null"]
     return plain

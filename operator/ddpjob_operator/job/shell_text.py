@@ -15,7 +15,7 @@ from ddpjob_operator.job import command, programs, shell
 _IN_TEXT = re.compile(r"(?<!\\)\$(?:\{[!#]?([A-Za-z_]\w*)(:?[-=+?])?|([A-Za-z_]\w*))")
 _IN_NUMBERS = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
 _OPTION_C = re.compile(r"-[a-z]*c[a-z]*")
-_DEPTH_MAX = 10  # of shells in shells: what is deeper is not read
+_DEPTH_MAX = 10  # shells in shells; deeper ones are not read
 
 
 class Reference(NamedTuple):
@@ -38,7 +38,7 @@ def scripts(words: Sequence[str]) -> Iterator[tuple[int, bool]]:
         elif has_shell and _OPTION_C.fullmatch(word):
             is_script = True
         elif has_shell and not word.startswith(("-", "+")) and not before.endswith("o"):
-            has_shell = False  # the file that it runs; `bash -o pipefail -c` goes on
+            has_shell = False  # it runs this file; `bash -o pipefail -c` continues
         elif command.starts_ranks(word) or name in programs.FRAMEWORKS:
             is_launched = True
 
@@ -73,7 +73,7 @@ def _references(script: str, depth: int) -> Iterator[Reference]:
 
 
 def _in_text(text: str) -> Iterator[Reference]:
-    if text.startswith(("((", "$((")):  # names need no $ there
+    if text.startswith(("((", "$((")):  # names need no $ in arithmetic
         yield from map(Reference, _IN_NUMBERS.findall(text))
         return
     for found in _IN_TEXT.finditer(text):

@@ -1,4 +1,4 @@
-"""Questions to a status. How one status follows from another is in plan/transitions.py."""
+"""Facts about a status. plan/transitions.py has the functions that return a new one."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ TERMINAL = ("Succeeded", "Failed")
 
 
 def is_restarted(status: api.Status) -> bool:
-    """True if a failure came before: the present attempt was started by it, or a pod in it is replaced for it."""
+    """True if a failure started the present attempt, or a pod in it is being replaced because of one."""
     failure = status.last_failure
     return failure is not None and (failure.attempt == status.attempt - 1 or bool(status.replacements))
 
 
 def unsettled_failure(status: api.Status) -> api.JobFailure | None:
-    """The failure that has broken the present attempt, while its pods (or the one to replace) are being stopped."""
+    """Return the failure that broke the present attempt, while its pods (or the one to replace) are being stopped."""
     failure = status.last_failure
     if status.state != "Restarting" or failure is None or failure.attempt != status.attempt:
         return None
@@ -26,24 +26,24 @@ def unsettled_failure(status: api.Status) -> api.JobFailure | None:
 
 
 def is_broken(status: api.Status) -> bool:
-    """True if the present attempt has failed, and the cause is not settled yet."""
+    """True if the present attempt has failed, and its cause is not settled yet."""
     return unsettled_failure(status) is not None
 
 
 def is_of_this_attempt(status: api.Status, progress: api.Progress) -> bool:
-    """True if the progress is that of the ranks that train now, and not of those before a restart."""
+    """True if the progress comes from the ranks that train now, and not from those before a restart."""
     since = status.attempt_time
     return progress.attempt == status.attempt and (since is None or progress.updated >= since)
 
 
 def ranks_since(status: api.Status) -> dt.datetime | None:
-    """Since when the ranks that train now were started: the begin of the attempt, or the last failure in it."""
+    """Return when the ranks that train now were started: the start of the attempt, or the last failure in it."""
     times = [status.attempt_time, *(f.time for f in status.failures if f.attempt == status.attempt)]
     return max((time for time in times if time is not None), default=None)
 
 
 def present_progress(status: api.Status) -> api.Progress | None:
-    """The progress of the ranks that train now; None until they have made a step, and while none trains."""
+    """Return the progress of the ranks that train now; None until they have made a step, and while none trains."""
     progress, since = status.progress, ranks_since(status)
     if progress is None or status.state not in ("Running", *TERMINAL) or progress.attempt != status.attempt:
         return None
@@ -53,17 +53,17 @@ def present_progress(status: api.Status) -> api.Progress | None:
 
 
 def saved_step(status: api.Status) -> int | None:
-    """The step from which the ranks go on where they start again; None where no checkpoint was reported."""
+    """Return the step from which ranks would restart; None if no checkpoint was reported."""
     known = status.resumed_step if status.progress is None else status.progress.saved_step
     return known or None
 
 
 def apart_from_progress(status: api.Status) -> api.Status:
-    """The status without what changes with every step: whether the rest is worth a write of its own."""
+    """Return the status without the fields that change with every step, to see if the rest needs a write."""
     shown = status.display or api.Display()
     return replace(status, progress=None, display=replace(shown, step="", progress="", eta=""))
 
 
 def find_condition(status: api.Status, kind: str) -> api.Condition | None:
-    """A condition; None where it has never been shown."""
+    """Return a condition; None if it was never set."""
     return next((c for c in status.conditions if c.type == kind), None)

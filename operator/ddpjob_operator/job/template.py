@@ -1,7 +1,6 @@
-"""Compares a pod template with the API's own description of it (pod_types.py): wrong values, typos, unknown fields.
-
-What an API server of any version refuses is `wrong`. What one of the described version refuses, and a newer one may
-accept, is `misspelled` where it resembles something that is known, else `unknown`.
+"""Compares a pod template with the API's own description (pod_types.py): wrong values, typos, unknown fields. `wrong`
+is refused by an API server of any version. A deviation that only the described version refuses is `misspelled` if it
+resembles a known field, else `unknown`, because a newer version may accept it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ PORT_MAX = 65_535
 
 _ROOT = "PodTemplateSpec"
 _RESEMBLES = 0.7  # "valeu" is 0.8 like "value", "comand" 0.92 like "command"; "hostUsers" is 0.67 like "hostAliases"
-_OLDER = {"PodSpec": ("workloadRef",)}  # fields that only an older API has
+_OLDER = {"PodSpec": ("workloadRef",)}  # fields of an older API only
 _PORTS = ("containerPort", "hostPort", "port")
 _WORDS = {
     ("Container", "imagePullPolicy"): ("Always", "IfNotPresent", "Never"),
@@ -35,7 +34,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Deviation:
-    """One place where a template is not as the API describes it: its path in the template, and the fix."""
+    """A place where a template differs from the API's description: its path in the template, and the fix."""
 
     path: Path
     message: str
@@ -50,19 +49,19 @@ class _Field:
 
 @functools.cache
 def fields(name: str) -> tuple[str, ...]:
-    """The names of the fields of a type: PodSpec, Container."""
+    """Return the names of the fields of a type: PodSpec, Container."""
     return (*_types()[name], *_OLDER.get(name, ()))
 
 
 def deviations(template: Mapping[str, Any]) -> Iterator[Deviation]:
-    """All of them, in any template. A field that is null is unset."""
+    """Yield all deviations of any template. A null field is unset."""
     typos = Typos()
     yield from _fields_of(template, _ROOT, (), typos)
     yield from _mounts(template, typos)
 
 
 def wrong(template: Mapping[str, Any]) -> Iterator[Deviation]:
-    """Those that an API server of any version refuses, in time that is linear in the size of the template."""
+    """Yield deviations that every API server refuses, in time linear in the size of the template."""
     return (d for d in _fields_of(template, _ROOT, (), Typos(0)) if d.kind == "wrong")
 
 
@@ -132,7 +131,7 @@ def _value(value: object, kind: str, path: Path, typos: Typos) -> Iterator[Devia
 
 
 def _plain(value: object, kind: str, path: Path) -> Iterator[Deviation]:
-    """A text, a number, a quantity."""
+    """Check a text, a number or a quantity."""
     is_whole = isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1
     if kind == "quantity":
         yield from _quantity(value, path)
@@ -161,7 +160,7 @@ def _quantity(value: object, path: Path) -> Iterator[Deviation]:
 
 
 def _mounts(template: Mapping[str, Any], typos: Typos) -> Iterator[Deviation]:
-    """Volumes that are mounted, and that the pod does not have."""
+    """Yield mounts of volumes that the pod does not have."""
     pod = template.get("spec")
     if not isinstance(pod, Mapping):
         return
@@ -178,7 +177,7 @@ def _mounts(template: Mapping[str, Any], typos: Typos) -> Iterator[Deviation]:
 
 
 def _mappings(given: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
-    """The items of a list, an empty mapping for each that is none, so that numbers stay."""
+    """Return the items of a list, with {} for each that is no mapping, so that the indexes stay."""
     listed = given.get(name)
     return [i if isinstance(i, Mapping) else {} for i in listed] if isinstance(listed, list) else []
 

@@ -1,8 +1,7 @@
-"""Times that are recorded, read by a clock that may be behind the one that wrote them.
-
-Clocks are set back, and a leader whose clock is fast hands over to one whose clock is right. What is recorded for an
-hour ahead must not make anybody wait for an hour: no time that has happened is later than now, and no wait ends later
-than it would if it began now. This is the one place that says so, for the cluster, the local run and the simulation.
+"""Recorded times, read by a clock that may be behind the one that wrote them: clocks are set back, and a leader with a
+fast clock hands over to one with a correct clock. A time recorded an hour ahead must not cause an hour of waiting. So
+no past event is later than now, and no wait ends later than if it began now. Cluster, local run and simulation all use
+this module.
 """
 
 from __future__ import annotations
@@ -21,13 +20,14 @@ REPORT_SECONDS_MAX = 60.0
 def not_ahead(
     status: api.Status, now: dt.datetime, *, start_back_off_seconds: float, avoid_seconds: float
 ) -> api.Status:
-    """The status with no time in it that `now` cannot know. start_back_off_seconds: the wait after the last start that
-    took too long; avoid_seconds: how long a node is avoided."""
+    """Return the status without times after `now`. start_back_off_seconds: the wait after the last start that took too
+    long; avoid_seconds: how long a node is avoided.
+    """
     restarts, progress = status.restarts, status.progress
     in_a_row = 0 if restarts is None else restarts.in_a_row
     wait = max(budget.back_off_seconds(in_a_row), start_back_off_seconds)
     until = now + dt.timedelta(seconds=avoid_seconds)
-    # Older than any report that comes now: else nothing that is reported would count before that hour has come.
+    # Earlier than any report that comes now; otherwise no report would count for an hour.
     reported_at = now - dt.timedelta(seconds=REPORT_SECONDS_MAX)
     return replace(
         status,
@@ -53,34 +53,36 @@ START_BACK_OFF_SECONDS = (60, 120, 240, 480, 960, 1800)
 
 
 def start_back_off_seconds(uid: str, retries: int) -> int:
-    """1, 2, 4 ... 30 min, less up to a fifth that differs by job, so that two jobs that block each other part ways."""
+    """Return 1, 2, 4 ... 30 min, less up to a fifth that differs by job, so that two jobs that block each other do not
+    retry together.
+    """
     base = START_BACK_OFF_SECONDS[min(retries, len(START_BACK_OFF_SECONDS)) - 1]
     share = int.from_bytes(hashlib.sha256(f"{uid}/{retries}".encode()).digest()[:2], "big") / 2**16
     return round(base * (1 - share / 5))
 
 
 def after(start: dt.datetime | None, seconds: float | None) -> dt.datetime | None:
-    """So many seconds later; None where either is not set."""
+    """Return the time so many seconds later; None if either is unset."""
     return None if start is None or seconds is None else start + dt.timedelta(seconds=seconds)
 
 
 def earliest(*times: dt.datetime | None) -> dt.datetime | None:
-    """The earliest of those that are set."""
+    """Return the earliest time that is set."""
     return min((t for t in times if t is not None), default=None)
 
 
 def is_past(time: dt.datetime | None, now: dt.datetime) -> bool:
-    """True if a time that is set has come."""
+    """True if the time is set and not in the future."""
     return time is not None and now >= time
 
 
 class Clock:
-    """Tells by how much a clock was set back since it was last read: what is remembered moves with it."""
+    """Measures by how much a clock was set back, so that remembered times can be moved with it."""
 
     def __init__(self) -> None:
         self._latest: dt.datetime | None = None
 
     def set_back(self, now: dt.datetime) -> dt.timedelta:
-        """Zero or less."""
+        """Return the change after the last call: zero or negative."""
         before, self._latest = self._latest, now
         return min(dt.timedelta(), now - before) if before is not None else dt.timedelta()

@@ -1,4 +1,4 @@
-"""The ranks of a job and their nodes, as far as they follow from the spec."""
+"""The ranks of a job and their nodes, as far as the spec determines them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ddpjob_operator.job.podspec import grace_seconds
 
 
 def nproc_per_node(spec: api.Spec) -> int:
-    """Processes per node: the number in the spec; for auto that of the command, else of its GPUs, else 1."""
+    """Return processes per node: the number in the spec; for auto that of the command, else of its GPUs, else 1."""
     if spec.nproc_per_node != "auto":
         return spec.nproc_per_node
     return min(bounds.NPROC_MAX, launcher.facts(spec).nproc_per_node or max(1, launcher.facts(spec).gpus))
@@ -22,17 +22,16 @@ def world_size(spec: api.Spec) -> int:
 
 
 def members(spec: api.Spec) -> Members:
-    """The members of every generation: all places of the job, in order.
-
-    The one translation between places and node ranks. Pods, and startedNodes, completedNodes and replacements of a
-    status, go by place; reports and failures go by node rank.
+    """Return the members of every generation: all places of the job, in order. This is the only translation between
+    places and node ranks. Pods, and startedNodes, completedNodes and replacements of a status, use places; reports and
+    failures use node ranks.
     """
     return _of(spec.nodes)
 
 
 @functools.lru_cache(maxsize=16)
 def _of(nodes: int) -> Members:
-    # Kept, because a plan asks for each node: to make it each time would take the square of them.
+    # Cached: a plan asks once for each node, so computing it each time would be quadratic.
     return Members(range(nodes))
 
 
@@ -46,13 +45,14 @@ def ranks_follow_nodes(spec: api.Spec) -> bool:
 
 
 def all_have_dns_names(spec: api.Spec) -> bool:
-    """True if each pod has a DNS name, and not that of node 0 alone. Under a dynamic rendezvous torchrun gives the
-    other ranks the name of whichever node it made the first (torch 2.13, elastic/rendezvous/api.py)."""
+    """True if each pod has a DNS name, not only node 0. Under a dynamic rendezvous, the node whose name torchrun gives
+    to all ranks may be any one (torch 2.13, elastic/rendezvous/api.py).
+    """
     return not ranks_follow_nodes(spec) if spec.dns == "auto" else spec.dns == "all"
 
 
 def not_its_rank(spec: api.Spec, rank: int, node_rank: int | None) -> str:
-    """Why the pod of a node may not report for a rank; empty: it may. node_rank None: the reporter is not known."""
+    """Return why the pod of a node may not report for a rank; "" if it may. node_rank None: the reporter is unknown."""
     nproc, world = nproc_per_node(spec), world_size(spec)
     if rank >= world:
         return f"rank: {rank} is not one of the job's {world} ranks (nodes x nprocPerNode)"
@@ -62,7 +62,7 @@ def not_its_rank(spec: api.Spec, rank: int, node_rank: int | None) -> str:
 
 
 def rank_of_place(spec: api.Spec, place: int) -> int | None:
-    """The rank of a pod's only process; None where it has several, or which it is cannot be known."""
+    """Return the rank of a pod's only process; None if it has several or its rank is unknown."""
     return members(spec).node_rank(place) if nproc_per_node(spec) == 1 and ranks_follow_nodes(spec) else None
 
 
@@ -74,14 +74,13 @@ def backend(spec: api.Spec) -> str:
 
 
 def shutdown_timeout_seconds(spec: api.Spec) -> int:
-    """How long torchrun waits for its workers after SIGTERM: within the grace period, with time left to report.
-
-    At least 1: a negative value crashes torchrun (docs/dev/upstream.md, launchers).
+    """Return how long torchrun waits for its workers after SIGTERM: within the grace period, with time left to report.
+    At least 1, because a negative value crashes torchrun (docs/dev/upstream.md, launchers).
     """
     return max(1, grace_seconds(spec.template) - 5)
 
 
 def termination_log(spec: api.Spec) -> str:
-    """The file to which a trainer may write why it ended; the kubelet creates and reads it."""
+    """Return the file to which a trainer may write why it ended. The kubelet creates and reads it."""
     path = launcher.facts(spec).trainer.get("terminationMessagePath")
     return path if isinstance(path, str) and path else "/dev/termination-log"

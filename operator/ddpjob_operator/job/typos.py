@@ -10,15 +10,15 @@ from collections.abc import Iterable
 
 COMPARISONS_MAX = 1_000
 LENGTH_MAX = 64
-"""Characters of a name that is compared: the time of a comparison grows with the square of them."""
-_LONGER = 3  # "restartPolicyRules" is a field of its own and no typo of "restartPolicy"
-# What other jobs call the same thing: PyTorchJob, batch/v1 Job, torchrun.
+"""The most characters of a compared name: a comparison takes time quadratic in them."""
+_LONGER = 3  # "restartPolicyRules" is a separate field, not a typo of "restartPolicy"
+# Names of the same fields in other kinds of jobs: PyTorchJob, batch/v1 Job, torchrun.
 _OTHER_NAMES = {"replicas": "nodes", "numnodes": "nodes", "parallelism": "nodes", "completions": "nodes"}
 _OTHER_NAMES |= {"nnodes": "nodes", "numprocpernode": "nprocPerNode", "slots": "nprocPerNode", "gpus": "nprocPerNode"}
 
 
 class Typos:
-    """The comparisons that may still be made for one document (`left`)."""
+    """The number of comparisons that are left for one document."""
 
     def __init__(self, comparisons: int = COMPARISONS_MAX) -> None:
         self.left = comparisons
@@ -41,7 +41,7 @@ class Typos:
 
 
 def suggestion(name: str, known: Iterable[str], typos: Typos | None = None) -> str:
-    """Return `; did you mean nodes?` or nothing."""
+    """Return `; did you mean nodes?` or ""."""
     known = list(known)
     if name.lower() in _OTHER_NAMES and _OTHER_NAMES[name.lower()] in known:
         return f"; did you mean {_OTHER_NAMES[name.lower()]}?"

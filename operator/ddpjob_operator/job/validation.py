@@ -1,7 +1,6 @@
-"""Validates a DDPJob: which field is wrong, its value, and how to fix it.
-
-Called by the command line (which adds file and line), by the operator (which writes the condition Accepted) and by
-`crd.py`, which writes the rules that CEL can express into the CRD. RULES holds each rule between fields once.
+"""Validates a DDPJob: names the wrong field, its value and the fix. The command line (which adds file and line), the
+operator (which writes the condition Accepted) and `crd.py` (which writes the rules that CEL can express into the CRD)
+use it. RULES holds each rule between fields once.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ MPI_REFUSED = '"mpi" needs a PyTorch built with MPI, and no published wheel is. 
 
 WINDOWED_LIMIT_MAX = 100
 PROBLEMS_MAX = 200
-"""Problems of a template that are named: each takes 20 µs, and a tenant may write 9,000."""
+"""The most problems of a template that are named: each takes 20 µs, and a tenant may write 9,000."""
 LABEL_KEY = "^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
 _RESEMBLES = 0.8  # "comand" is 0.92 like "command"
 
@@ -86,8 +85,7 @@ RULES = (
     ),
 )
 
-# The fields of a template that are read when a pod is made, as names without the numbers of lists; the API server
-# checks all others.
+# The template fields that are read to make a pod, as names without list indexes. The API server checks all others.
 _OF_CONTAINERS = "name command args workingDir ports env env.name env.value volumeMounts volumeMounts.name resources"
 _AFFINITY = "affinity.{}.requiredDuringSchedulingIgnoredDuringExecution"
 _READ = frozenset(
@@ -106,11 +104,9 @@ _READ = frozenset(
 
 
 def parse(raw: object, *, hints: bool = True) -> tuple[api.DDPJob, list[Problem]]:
-    """The job in `raw` (decoded YAML or JSON) and all its problems.
-
-    For any `raw` there is a job, with defaults for what could not be read, so that the problems can be reported with
-    its name. hints: whether names are compared with those that they may be a typo of. The operator compares none: a
-    tenant may write thousands, and the API server refuses an unknown field of a pod.
+    """Return the job in `raw` (decoded YAML or JSON) and all its problems. There is a job for any `raw`, with defaults
+    for unreadable fields, so that the problems can be reported with its name. hints: suggest fixes for typos. The
+    operator does not: a tenant may write thousands of names, and the API server refuses unknown fields of a pod.
     """
     typos = Typos() if hints else Typos(0)
     if not isinstance(raw, Mapping):
@@ -138,17 +134,19 @@ class UnreadableJobError(ValueError):
 
 
 def stored_metadata(raw: Mapping[str, Any]) -> api.Metadata:
-    """The metadata of a job that the API server holds. Raises UnreadableJobError."""
+    """Return the metadata of a job that the API server holds. Raise UnreadableJobError."""
     return typing.cast(api.Metadata, _stored(raw, "metadata", api.Metadata))
 
 
 def stored_status(raw: Mapping[str, Any]) -> api.Status:
-    """The status of a job that the API server holds. Raises UnreadableJobError, so that it is never taken for empty."""
+    """Return the status of a job that the API server holds. Raise UnreadableJobError, so that it is never taken for
+    empty.
+    """
     return typing.cast(api.Status, _stored(raw, "status", api.Status))
 
 
 def check(spec: api.Spec, typos: Typos) -> Iterator[Problem]:
-    """What is wrong with a spec whose fields have the right types."""
+    """Yield problems of a spec whose fields have the right types."""
     wrong = {rule.field: rule.message for rule in RULES if rule.broken(spec)}
     yield from (Problem(("spec", name), message) for name, message in wrong.items())
     misshapen = [*_template(spec.template, typos)]
@@ -158,7 +156,7 @@ def check(spec: api.Spec, typos: Typos) -> Iterator[Problem]:
 
 
 def dotted(path: Path) -> str:
-    """spec.template.spec.containers[0].name"""
+    """Return a path as text: spec.template.spec.containers[0].name"""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
@@ -192,7 +190,7 @@ def _name(raw: Mapping[Any, Any]) -> Iterator[Problem]:
 
 
 def strict(spec: api.Spec) -> Iterator[Problem]:
-    """What else is wrong in a template for the API server that this version knows; a newer one may accept it."""
+    """Yield what else the API server of the described version refuses in a template; a newer one may accept it."""
     found = template.deviations(spec.template)
     yield from (Problem(("spec", "template", *d.path), d.message) for d in found if d.kind == "misspelled")
 
@@ -206,7 +204,7 @@ def _template(given: Mapping[str, Any], typos: Typos) -> Iterator[Problem]:
     for deviation in wrong[:PROBLEMS_MAX]:
         where: Path = (*path, *deviation.path)
         if not any(where[:length] in named for length in range(len(where) + 1)):
-            # What is not read here cannot keep a pod from being made: the API server refuses it, in words of its own.
+            # Other problems cannot prevent a pod from being made; the API server refuses them with its own message.
             names = tuple(part for part in deviation.path if isinstance(part, str))
             yield Problem(where, deviation.message, unreadable=names in _READ or len(wrong) > PROBLEMS_MAX)
     pod = given.get("spec")
@@ -219,7 +217,7 @@ def _template(given: Mapping[str, Any], typos: Typos) -> Iterator[Problem]:
 
 
 def _shape_of(given: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
-    """Where clearer words than those about types are known."""
+    """Yield problems for which a clearer message is known than one about types."""
     pod = given.get("spec")
     if not isinstance(pod, Mapping):
         yield ("spec",) if pod is not None else (), "needs a spec with at least one container"
@@ -247,7 +245,7 @@ def _shape_of(given: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
 
 
 def _misspelled(given: Mapping[Any, Any], kind: str, path: Path, typos: Typos) -> Iterator[Problem]:
-    """Only what resembles a known field very much: an API server that is newer may know the others."""
+    """Yield only fields that closely resemble a known one: a newer API server may know the others."""
     known = frozenset(template.fields(kind))
     for name in map(str, given if typos.left else ()):
         if name not in known and (close := typos.meant(name, template.fields(kind), _RESEMBLES)):
@@ -268,12 +266,12 @@ def _stored(raw: Mapping[str, Any], name: str, kind: type[Struct]) -> Struct:
         return msgspec.convert({} if given is None else given, kind, strict=False)
     except (*NOT_READABLE, OverflowError) as error:
         what, _, where = str(error).partition(" - at `$")
-        # A key that somebody wrote may be of any length.
+        # A key may have any length.
         raise UnreadableJobError(f"{name}{where.rstrip('`')[:200]}: {what[:200]}") from None
 
 
 def _lenient(raw: object, kind: type[Any]) -> Any:
-    """A part that the API server has checked already; its defaults where it cannot be read."""
+    """Return a part that the API server has already checked, with defaults for unreadable values."""
     try:
         return msgspec.convert(raw if isinstance(raw, Mapping) else {}, kind, strict=False)
     except msgspec.ValidationError:
@@ -282,13 +280,13 @@ def _lenient(raw: object, kind: type[Any]) -> Any:
 
 
 class _Found(list[Problem]):
-    """Problems, and the comparisons that may still be made for hints on how to fix them."""
+    """Problems found so far, and the comparisons that are left for hints."""
 
     typos: Typos
 
 
 def _convert(raw: object, kind: type[Struct], path: Path, problems: _Found) -> Struct | None:
-    """A Struct from a mapping, field by field, so that every wrong field is named and not only the first."""
+    """Make a Struct from a mapping, field by field, so that every wrong field is named and not only the first."""
     if not isinstance(raw, Mapping):
         problems.append(Problem(path, f"must be a mapping, is {say(raw)}"))
         return None
@@ -296,7 +294,7 @@ def _convert(raw: object, kind: type[Struct], path: Path, problems: _Found) -> S
     problems += _unknown(raw, (f.encode_name for f in fields), path, problems.typos)
     values = {}
     for field in fields:
-        # null means unset, as in the API server, which drops it.
+        # null means unset, as in the API server, which drops null fields.
         if raw.get(field.encode_name) is not None:
             where = (*path, field.encode_name)
             values[field.name] = _field(raw[field.encode_name], hints[field.name], field.type, where, problems)
@@ -308,7 +306,7 @@ def _convert(raw: object, kind: type[Struct], path: Path, problems: _Found) -> S
 
 @functools.cache
 def _fields_of(kind: type[Struct]) -> tuple[tuple[inspect.Field, ...], dict[str, Any]]:
-    """The fields of a type and their hints; without the cache reading a job takes 1 ms and not 0.03."""
+    """Return the fields of a type and their hints. Cached: otherwise reading a job takes 1 ms instead of 0.03."""
     info = typing.cast(inspect.StructType, inspect.type_info(kind))
     return info.fields, typing.get_type_hints(kind, include_extras=True)
 
@@ -331,8 +329,9 @@ def _field(raw: object, hint: Any, kind: inspect.Type, path: Path, problems: _Fo
 
 
 def _nearest(kinds: tuple[inspect.Type, ...], raw: object) -> Any:
-    """The nearest allowed number; unset for all else. So a job that was accepted under wider bounds goes on with nearly
-    its value, and not with a default."""
+    """Return the nearest allowed number; unset for anything else. A job accepted under wider bounds then keeps nearly
+    its value and does not get a default.
+    """
     whole = next((t for t in kinds if isinstance(t, inspect.IntType)), None)
     if whole is None or not isinstance(raw, int) or isinstance(raw, bool):
         return msgspec.UNSET
@@ -352,7 +351,7 @@ def _list(raw: list[object], hint: Any, kind: inspect.ListType, path: Path, prob
 
 
 def _wanted(kind: inspect.Type, raw: object) -> str:
-    """`at least 1`: what a type requires, in words that fit the value."""
+    """Return the requirement of a type as text that fits the value: `at least 1`."""
     if isinstance(kind, inspect.IntType):
         is_number = isinstance(raw, int) and not isinstance(raw, bool)
         if is_number and kind.le is not None and typing.cast(int, raw) > kind.le:

@@ -1,7 +1,6 @@
-"""Variables of the rendezvous that the user's template sets: they count before the job's own.
-
-The same mistakes as options of a launcher are refused (launcher.py). Here they are for `ddpjob check` to say, because
-only some programs read each variable.
+"""Rendezvous variables that the user's template sets: they override the job's own. The same mistakes in options of a
+launcher are refused (launcher.py). Here only `ddpjob check` reports them, because each variable matters only to the
+programs that read it.
 """
 
 from __future__ import annotations
@@ -20,34 +19,34 @@ BREAKS_RENDEZVOUS = frozenset(
     "PET_RDZV_BACKEND PET_RDZV_ENDPOINT PET_RDZV_CONF PET_STANDALONE PET_MAX_RESTARTS "
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE".split()
 )
-# Slurm, Volcano (VK_ is its old name), Open MPI, PMI, MVAPICH, LSF, PBS and Flux number machines and ranks by them.
+# Variables by which Slurm, Volcano (VK_ is its old name), Open MPI, PMI, MVAPICH, LSF, PBS and Flux number machines and
+# ranks.
 OF_OTHER_LAUNCHERS = re.compile(r"(?:SLURM|VC|VK|OMPI_COMM|PMI|PMIX|MV2_COMM|LSB|PBS|FLUX)_\w+")
 _LOOPBACK = re.compile(r"localhost|127\.\d+\.\d+\.\d+|\[?::1\]?")
 _RANKS = ("RANK", "NODE_RANK", "GROUP_RANK", "PET_NODE_RANK")
 _ADDRESSES = ("MASTER_ADDR", "PET_MASTER_ADDR")
 _COMPARED = (*_RANKS, *_ADDRESSES, "PET_NNODES", "WORLD_SIZE")
-# Options that count before these variables.
+# Options that override these variables.
 _OPTION_OF = {"PET_NNODES": "nnodes", "PET_NODE_RANK": "node_rank", "PET_MASTER_ADDR": "master_addr"}
 
 
 def overridden(template: Mapping[str, Any]) -> list[str]:
-    """The variables that the user's template sets and that the rendezvous needs: they win, and are named."""
+    """Return the rendezvous variables that the user's template sets, and so overrides."""
     names = (entry.get("name") for entry in mappings(trainer_container(template) or {}, "env"))
     return sorted({name for name in names if isinstance(name, str) and name in BREAKS_RENDEZVOUS})
 
 
 def remark(template: Mapping[str, Any]) -> str:
-    """What to say of them; "" where there are none."""
+    """Return a sentence about them; "" if there are none."""
     names = ", ".join(overridden(template))
     return f"{names}: your value and not the job's; the ranks meet only if it is right on every node" if names else ""
 
 
 def contradictions(spec: api.Spec, *, by_python: bool, local: bool = False) -> Iterator[tuple[int, str, str]]:
-    """(number of the entry in env, name, sentence) of those with which several nodes certainly do not meet.
-
-    by_python: whether the command starts the script without a launcher. A launcher reads the variables of its own, and
-    sets those of the ranks; a program that is not known may read any, so nothing is said of it. local: all nodes are on
-    this machine, and find rank 0 at localhost.
+    """Yield (index in env, name, sentence) for values with which several nodes cannot meet. by_python: True if the
+    command starts the script without a launcher. A launcher reads its own variables and sets those of the ranks; an
+    unknown program may read any, so nothing is reported for it. local: all nodes are on this machine and find rank 0 at
+    localhost.
     """
     by = launcher.facts(spec).launcher
     if spec.nodes == 1 or not (by or by_python):
@@ -62,11 +61,11 @@ def contradictions(spec: api.Spec, *, by_python: bool, local: bool = False) -> I
 
 
 def _is_read(name: str, by: Command | None, command: str) -> bool:
-    if re.search(rf"\b{name}=", command):  # a shell sets it
+    if re.search(rf"\b{name}=", command):  # the shell sets it
         return False
     if by is None:
         return not name.startswith("PET_")
-    if not name.startswith("PET_"):  # only where an option is made of it
+    if not name.startswith("PET_"):  # torchrun reads PET_ variables as options
         return re.search(rf"\$[({{]?{name}\b", command) is not None
     is_static = by.options.get("rdzv_backend", "static") == "static"
     return _OPTION_OF.get(name) not in by.options and (is_static or name == "PET_NNODES")
@@ -85,7 +84,7 @@ def _wrong(name: str, value: str, spec: api.Spec) -> Iterator[str]:
 
 
 def _is_number_of_nodes(value: str, spec: api.Spec) -> bool:
-    """Also a range that has it in it, and what is no number: $(NNODES)."""
+    """True also for a range that contains it, and for text that is no number: $(NNODES)."""
     first, _, last = value.partition(":")
     least, most = (bounds.number(text, bounds.COUNT_MAX) for text in (first, last or first))
     return min(least, most) < 0 or least <= spec.nodes <= most

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 
 def duration(seconds: float) -> str:
-    """24s, 12m5s, 3h10m, 2d4h: as kubectl writes ages."""
+    """Return 24s, 12m5s, 3h10m or 2d4h, as kubectl writes ages."""
     whole = max(0, round(seconds))
     for big, small, names in ((86400, 3600, "dh"), (3600, 60, "hm"), (60, 1, "ms")):
         if whole >= big:
@@ -17,18 +17,18 @@ def duration(seconds: float) -> str:
 
 
 def clock(time: dt.datetime) -> str:
-    """08:04:28 UTC: a time of today, which no reader has to count from."""
+    """Return 08:04:28 UTC, for a time of today that readers need not count from."""
     return f"{time.astimezone(dt.timezone.utc):%H:%M:%S} UTC"
 
 
 def count(number: int, thing: str) -> str:
-    """1 node, 2 nodes, 3,000 processes."""
+    """Return 1 node, 2 nodes or 3,000 processes."""
     plural = "" if number == 1 else "es" if thing.endswith("s") else "s"
     return f"{number:,} {thing}{plural}"
 
 
 def say(value: object) -> str:
-    """A value as in YAML, cut to the length of a line."""
+    """Return a value as in YAML, cut to the length of a line."""
     if value is None:
         return "empty"
     if isinstance(value, bool):

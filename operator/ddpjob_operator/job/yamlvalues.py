@@ -1,7 +1,6 @@
-"""What a plain word or number in YAML is: as kubectl reads it (sigs.k8s.io/yaml, YAML 1.1 with parts of 1.2).
-
-PyYAML differs where it hurts: 1e-4 is a text there and a number in the cluster, which refuses it as an argument;
-1:30:00 is 5400 there and a text in the cluster; `y` and `08` are texts there and true and 8 in the cluster. Pure.
+"""Values of plain YAML scalars as kubectl reads them (sigs.k8s.io/yaml, YAML 1.1 with parts of 1.2). PyYAML differs: it
+reads 1e-4 as a text, which is a number in the cluster and refused as an argument; 1:30:00 as 5400, which is a text in
+the cluster; `y` and `08` as texts, which are true and 8 in the cluster. Pure.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ _NULLS = ("", "~", "null", "Null", "NULL")
 _INT = re.compile(r"([-+]?)(0[bB][01]+|0[oO]?[0-7]+|0[xX][0-9a-fA-F]+|0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _NO_JSON = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
-_WHOLE_MAX = 10**21  # up to here JSON writes 2.0 as 2, and a count may be given as 2e0
+_WHOLE_MAX = 10**21  # up to here JSON writes 2.0 as 2, and 2e0 is accepted as a count
 
 
 def tag_of(plain: str) -> str:
-    """The tag of a scalar that stands there without quotes and without a tag."""
+    """Return the tag of a scalar that has neither quotes nor a tag."""
     if plain in _NULLS:
         return f"{TAG}null"
     if plain == "<<":
@@ -35,12 +34,12 @@ def tag_of(plain: str) -> str:
 
 
 def represent(dumper: Any, text: str) -> Any:
-    """A text for a PyYAML dumper (add_representer), in quotes where kubectl would read another value: y, 1e-3."""
+    """Represent a text for a PyYAML dumper (add_representer), in quotes if kubectl would read it as another value."""
     return dumper.represent_scalar(f"{TAG}str", text, style=None if tag_of(text) == f"{TAG}str" else "'")
 
 
 def number(text: str) -> int | float:
-    """Raises ValueError for what is none, and for what JSON does not have."""
+    """Return the number. Raise ValueError for anything else, and for numbers that JSON does not have."""
     digits = _digits(text)
     if match := _INT.fullmatch(digits):
         return int(match[1] + re.sub(r"^0(?=[0-7]+\Z)", "0o", match[2]), 0)  # octal, as Python writes it
@@ -53,7 +52,7 @@ def number(text: str) -> int | float:
 
 
 def boolean(text: str) -> bool:
-    """Raises ValueError for what is neither."""
+    """Return the boolean. Raise ValueError for anything else."""
     value = _bool(text)
     if value is None:
         raise ValueError(text)
@@ -61,10 +60,10 @@ def boolean(text: str) -> bool:
 
 
 def _bool(text: str) -> bool | None:
-    """yes, Yes and YES; not yEs."""
+    """Return yes, Yes and YES; not yEs."""
     return _BOOLS.get(text.lower()) if text in (text.lower(), text.upper(), text.capitalize()) else None
 
 
 def _digits(text: str) -> str:
-    """1_000 is 1000; _1 is a text."""
+    """Return the digits: 1_000 is 1000; _1 is a text."""
     return text.replace("_", "") if text[:1].isdigit() or text[:1] in ("+", "-") else text

@@ -18,19 +18,19 @@ STOPPING_ALL = "; stopping all nodes"
 
 
 def finished(view: View, status: api.Status) -> Decision | None:
-    """A terminal state is final; what is left is to clean up."""
+    """A terminal state is final: only clean up."""
     if view.recorded.state not in TERMINAL:
         return None
     actions: tuple[Action, ...] = view.stop(_unwanted(view), None)
     ends = after(view.recorded.completion_time, view.spec.ttl_seconds_after_finished)
     if is_past(ends, view.now):
         ends, actions = None, (DeleteJob(view.job.metadata.uid),)
-    # Nothing changes any more but the count of the pods that are still there.
+    # Only the count of the remaining pods still changes.
     return Decision(replace(view.recorded, nodes=status.nodes), actions, ends)
 
 
 def _unwanted(view: View) -> list[Pod]:
-    """The pods that nobody needs once the job has finished. What is garbage in any case is not among them."""
+    """Return the pods that nobody needs after the job has finished, without those that are garbage in any case."""
     if view.spec.clean_pod_policy == "All":
         garbage = {p.uid for p in view.garbage}
         return [p for p in owned(view.job, view.seen) if p.uid not in garbage]
@@ -39,7 +39,7 @@ def _unwanted(view: View) -> list[Pod]:
 
 
 def invalid(view: View, status: api.Status) -> Decision | None:
-    """A spec that cannot run starts nothing. A job that runs already goes on as it was (invalid_spec.py)."""
+    """A spec that cannot run starts nothing. A running job continues (invalid_spec.py)."""
     if not view.problems or status.attempt:
         return None
     text = invalid_spec.sentence(view.problems)
@@ -47,8 +47,8 @@ def invalid(view: View, status: api.Status) -> Decision | None:
 
 
 def completed(view: View, status: api.Status) -> Decision | None:
-    """All trainers ended with 0, also those whose pods have vanished since."""
-    # Once a suspended job has no startTime spec.nodes may change: the ranks that completed were ranks of another group.
+    """All trainers ended with 0, including those whose pods are gone."""
+    # Without a startTime spec.nodes may have changed, so the completed ranks belonged to another group.
     is_stopped = status.state == "Suspended" and status.start_time is None
     unfit = not status.attempt or status.state == "Failing" or is_stopped
     nodes = view.participants(status)
@@ -89,23 +89,23 @@ def suspended(view: View, status: api.Status) -> Decision | None:
 
 
 def stop_all(view: View, status: api.Status, reason: Reason, text: str) -> Decision | None:
-    """The job is Suspended: recorded first, then its pods stop with their full grace, so that all ranks save once.
-
-    A failure that is recorded is settled before, and costs what it costs, as a failed pod of a suspended batch/v1 Job
-    counts: its pods stop for it anyway.
+    """Suspend the job: record it first, then stop its pods with their full grace, so that all ranks save once. A
+    recorded failure is settled before that and charged as usual, because its pods are stopping anyway; a failed pod of
+    a suspended batch/v1 Job counts as well.
     """
     if is_broken(view.recorded):
         return None
     status = replace(enter(status, "Suspended", reason, text, view.now), start_retries=0)
     if active := view.active_of_all_attempts:
         return Decision(status, view.stop(active, None) if view.recorded.state == "Suspended" else ())
-    # Not before the last pod has ended: without a startTime the API server lets the template change (crd.py).
+    # Wait for the last pod: without a startTime the API server lets the template change (crd.py).
     return Decision(replace(status, start_time=None))
 
 
 def waiting_for_room(view: View, status: api.Status) -> Decision | None:
-    """A job begins no attempt while the operator has no room for it (job/storage.py): no pod is there, and no deadline
-    runs."""
+    """Begin no attempt while the operator has no room for the job (job/storage.py). It has no pods, and no deadline
+    runs.
+    """
     may_begin = not status.attempt or status.state == "Suspended"
     if not view.seen.no_room or not may_begin or view.active_of_all_attempts:
         return None
@@ -115,14 +115,13 @@ def waiting_for_room(view: View, status: api.Status) -> Decision | None:
 
 
 def resuming(view: View, status: api.Status) -> Decision | None:
-    """A job that is no longer suspended begins a new attempt when the last pod of the one before has ended.
-
-    Not earlier, because reports and last words count for the attempt that is recorded: what the agents of the old one
-    have charged, and say only while they end, would be forgotten, and backoffLimit would allow more restarts.
+    """Begin a new attempt of a resumed job when the last pod of the previous one has ended. Its agents report some
+    charges only while they end, and reports count only for the recorded attempt. If the next attempt began earlier,
+    these charges would be lost and backoffLimit would allow more restarts.
     """
     if status.state != "Suspended" or not status.attempt:
         return None
-    ending = view.active_of_all_attempts  # those on lost nodes too: they are deleted at once, and before others begin
+    ending = view.active_of_all_attempts  # pods on lost nodes too: they are deleted at once, before new ones start
     if not ending:
         return _begin(view, status)
     text = f"resumes when {name_pods(ending)} {'has' if len(ending) == 1 else 'have'} ended"
@@ -130,10 +129,9 @@ def resuming(view: View, status: api.Status) -> Decision | None:
 
 
 def starting(view: View, status: api.Status) -> Decision | None:
-    """A new job begins its first attempt."""
     if status.attempt:
         return None
-    # Of a job whose status was lost (a restored backup) no attempt may be started twice.
+    # If the status was lost (a restored backup), no attempt number may be used twice.
     last = max((0, *(p.attempt for p in owned(view.job, view.seen))))
     return _begin(view, replace(status, attempt=last))
 
@@ -143,8 +141,9 @@ def _begin(view: View, status: api.Status) -> Decision:
 
 
 def past_deadline(view: View, status: api.Status) -> Decision | None:
-    """activeDeadlineSeconds after the (last) start the job fails, whatever it does; as a batch/v1 Job, not where it is
-    to be suspended, and only its failure is still being settled."""
+    """Fail the job activeDeadlineSeconds after its (last) start, whatever it does. As in a batch/v1 Job, but not while
+    it is being suspended and only its failure is left to settle.
+    """
     if view.spec.suspend or not is_past(view.active_deadline(status), view.now):
         return None
     limit = view.spec.active_deadline_seconds
@@ -154,7 +153,9 @@ def past_deadline(view: View, status: api.Status) -> Decision | None:
 
 
 def running(view: View, status: api.Status, missing: str = "") -> Decision:
-    """The trainers of all nodes run, or have completed. missing: why others of an elastic job do not run."""
+    """The trainers of all nodes are running or have completed. missing: why other nodes of an elastic job are not
+    running.
+    """
     last_report = pending.last_report_at(status, view.seen)
     reason, text = reasons.ALL_NODES_RUN, _how_many_run(view, status)
     if missing:

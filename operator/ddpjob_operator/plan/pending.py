@@ -1,7 +1,5 @@
-"""What a job waits for, for how long, and how to see why: the message of a job that waits always names it.
-
-A message changes as seldom as the times in it allow, for each change is a write of the status; what takes longer than
-ten minutes is a Warning, once.
+"""What a waiting job waits for, for how long, and how to see why: its message always says so. The message changes
+rarely, because each change is a write of the status. A wait of more than ten minutes is a Warning, once.
 """
 
 from __future__ import annotations
@@ -20,36 +18,37 @@ from ddpjob_operator.plan.view import Unreachable, View
 from ddpjob_operator.pods import naming
 
 LONG_SECONDS = 600.0
-# After so long the message names the duration; before the first it is not unusual.
+# Seconds of waiting after which the message names the duration; the first is not unusual.
 NAMED_AT_SECONDS = (60.0, 120.0, 300.0, LONG_SECONDS, 1200.0, 1800.0, 3600.0, 7200.0, 21600.0, 86400.0, 604800.0)
-# The kubelet's reasons while it prepares images, volumes and the network: that may end by itself, or never.
+# The kubelet's reasons while it prepares images, volumes and the network: this may end by itself, or never.
 _BEING_CREATED = ("", "ContainerCreating", "PodInitializing")
 _WAITS = ("Pending", "Starting", "Restarting", "Failing")
-# Of the scheduler's sentences that differ by pod: each of hundreds of pods may have one of its own (a volume by name).
+# The most scheduler messages that are shown: each of hundreds of pods may have its own (a volume by name).
 SENTENCES_MAX, SENTENCE_LENGTH_MAX = 3, 300
 UNREACHABLE_MAX = 3
-# Then the message names the time of rank 0's last report, because old figures must not look new.
+# After this time the message names the time of rank 0's last report, so that old figures do not look new.
 MISSED_SECONDS = 60.0
 
 
 def with_long_wait(view: View, status: api.Status) -> tuple[api.Status, dt.datetime | None]:
-    """The status, with a reason that is a Warning where a state that only waits has lasted long without one; else
-    when that will be."""
+    """Return the status with a Warning as its reason if a waiting state has lasted long without one; else when that
+    will be so.
+    """
     now = view.now
     reason = reasons.ALL.get(status.reason)
     if reason is None or reason.warning or not (status.state in _WAITS or reason is reasons.WAITING_FOR_OLD_PODS):
         return status, None
     waiting = [pod for pod in view.pods.values() if pod.trainer.state == "waiting"]
     if reason is reasons.STARTING_TRAINERS and _slowest(status, waiting) is not None:
-        return status, None  # it becomes CannotStart a second later or earlier: that is one fact, and one Warning
-    # The wait of each attempt is counted from its own time; one that is in the future has not begun to wait.
+        return status, None  # it becomes CannotStart within a second: one fact, one Warning
+    # Each attempt's wait counts from its own time; an attempt in the future does not wait yet.
     begun = max(at for at in (status.state_time or now, status.attempt_time or status.state_time or now))
     long = begun + dt.timedelta(seconds=LONG_SECONDS)
     return (status, long) if now < long else (replace(status, reason=reasons.WAITS_LONG.name), None)
 
 
 def waited(since: dt.datetime | None, now: dt.datetime) -> tuple[str, dt.datetime | None]:
-    """`, for more than 5m`, or nothing before the first minute; and when that text is another."""
+    """Return `, for more than 5m` ("" in the first minute), and when that text will change."""
     if since is None:
         return "", None
     reached, next_at = _named(since, now)
@@ -57,17 +56,18 @@ def waited(since: dt.datetime | None, now: dt.datetime) -> tuple[str, dt.datetim
 
 
 def waited_for_nodes(view: View, status: api.Status) -> tuple[str, dt.datetime | None]:
-    """For how long pods have found no node, over all attempts that gave up, as `waited` says it. Nothing is said of a
-    job that trains meanwhile with fewer."""
+    """Return the same for pods without a node, summed over all attempts that gave up; "" if the job is training with
+    fewer nodes.
+    """
     if view.trains_with_fewer(status):
         return "", None
     return waited(status.starting_since or status.attempt_time, view.now)
 
 
 def why_unschedulable(pods: Sequence[Pod]) -> str:
-    """What the scheduler says of pods that it finds no node for. Where that differs from pod to pod, what it says of
-    most comes first, each with the pods that it is about. pods: in an order that does not change, as each other text is
-    a write."""
+    """Return what the scheduler says about pods without a node. If that differs by pod, the most frequent text comes
+    first, each with its pods. pods: in a fixed order, because each new text is a write.
+    """
     about: defaultdict[str, list[Pod]] = defaultdict(list)
     for pod in pods:
         about[pod.unschedulable].append(pod)
@@ -81,7 +81,7 @@ def why_unschedulable(pods: Sequence[Pod]) -> str:
 
 
 def creating(view: View, status: api.Status, pods: Sequence[Pod]) -> tuple[str, bool]:
-    """Which pod's container the kubelet has been creating longest, as text, and whether that is long."""
+    """Return the pod whose container the kubelet has been creating longest, as text, and True if that is long."""
     slow = _slowest(status, pods)
     if slow is None:
         return "", False
@@ -96,15 +96,14 @@ def creating(view: View, status: api.Status, pods: Sequence[Pod]) -> tuple[str, 
 
 
 def next_creating_text_at(view: View, status: api.Status, pods: Sequence[Pod]) -> dt.datetime | None:
-    """When `creating` returns another text although nothing has changed."""
+    """Return when the result of `creating` changes without any event."""
     slow = _slowest(status, pods)
     return None if slow is None else _named(slow[1], view.now)[1]
 
 
 def completed_long_ago(view: View, status: api.Status) -> tuple[str, dt.datetime | None]:
-    """The message where some nodes completed long ago and others still run, or when that will be long ago.
-
-    Without reports nobody can know whether those hang in a collective; and one node may well have more to do.
+    """Return a message if some nodes completed long ago while others are still running, or when that will be so.
+    Without reports nobody can tell if the others hang in a collective or only have more to do.
     """
     done, running_time = status.completed, status.running_time
     pods = view.known_pods
@@ -128,7 +127,7 @@ def completed_long_ago(view: View, status: api.Status) -> tuple[str, dt.datetime
 
 
 def unreachable_nodes(view: View) -> str:
-    """The part of a message about pods on nodes that are not ready."""
+    """Return the part of a message about pods on nodes that are not ready."""
     by_node: defaultdict[tuple[str, dt.datetime | None], list[Unreachable]] = defaultdict(list)
     for one in view.unreachable:
         by_node[one.pod.node, one.lost_at].append(one)
@@ -138,7 +137,7 @@ def unreachable_nodes(view: View) -> str:
 
 
 def _unreachable(alike: Sequence[Unreachable]) -> str:
-    """alike: the pods on one node that are given up at the same time."""
+    """alike: pods on one node that are given up at the same time."""
     first = alike[0]
     what = "is gone" if first.gone else "is not ready"
     until = "so are most others, and none of them is given up"
@@ -148,7 +147,7 @@ def _unreachable(alike: Sequence[Unreachable]) -> str:
 
 
 def _named(since: dt.datetime, now: dt.datetime) -> tuple[float, dt.datetime | None]:
-    """The seconds that a message names of what has lasted since then, 0: none yet; and when it names the next ones."""
+    """Return how many seconds the message names for a wait that began then (0: none yet), and when it names more."""
     times = [(seconds, since + dt.timedelta(seconds=seconds)) for seconds in NAMED_AT_SECONDS]
     reached = max((seconds for seconds, at in times if now >= at), default=0.0)
     return reached, next((at for _, at in times if at > now), None)
@@ -174,15 +173,13 @@ def _pods(pods: Sequence[Pod]) -> str:
 
 
 def name_nodes(places: Sequence[int]) -> str:
-    """node 3; nodes 1-3, 7."""
+    """Return node 3, or nodes 1-3, 7."""
     return f"node{'s' if len(places) > 1 else ''} {ranges.for_people(places)}"
 
 
 def last_report_at(status: api.Status, seen: Observed) -> dt.datetime | None:
-    """When rank 0 reported last in this attempt; None where no report is expected.
-
-    A rank that has ended or sent its final report sends none, and with Kubeflow's protocol a rank reports only when it
-    makes a step. A shell that has only begun to listen has missed nothing yet.
+    """Return when rank 0 last reported in this attempt; None if no report is expected: the rank has ended or sent its
+    final report, it reports only with each step (Kubeflow's protocol), or the operator has just begun to listen.
     """
     progress, report, tracker = status.progress, seen.reports.get(0), seen.trackers.get(0)
     if progress is None or progress.attempt != status.attempt or 0 in status.completed:
@@ -195,5 +192,5 @@ def last_report_at(status: api.Status, seen: Observed) -> dt.datetime | None:
 
 
 def report_old_at(last_report: dt.datetime | None) -> dt.datetime | None:
-    """When the time left is no longer shown: it would stay the same while time goes on."""
+    """Return when to hide the time left, which would otherwise stay the same while time passes."""
     return after(last_report, stall.SILENT_SECONDS)

@@ -1,10 +1,9 @@
-"""What to do next for a job: one pure function, for the cluster, the local run and the simulation.
-
-`plan(job, seen, now)` does no I/O, takes the time as an argument, gives a plan for any observed state, and trusts no
-event, only what is observed now. Whoever calls it writes the status first (only if it changed), sends the events, then
-deletes, then creates. A pod is deleted only for a reason that the *recorded* status (`view.recorded`, as the API server
-has it) already holds, so that a failure or a completed rank is never lost with the pod that proved it. Hence a stop
-takes two reconciles: one records, the next deletes.
+"""The next actions of a job: one pure function for the cluster, the local run and the simulation. `plan(job, seen,
+now)` does no I/O, takes the time as an argument and returns a plan for any observed state. It relies on no event, only
+on the current observation. The caller writes the status first (only if it changed), sends the events, then deletes,
+then creates. A pod is deleted only for a reason in the *recorded* status (`view.recorded`, as the API server has it).
+Otherwise a failure or a completed rank could be lost with the pod that proved it. So a stop takes two reconciles: one
+records, the next deletes.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def plan(
     problems: Sequence[Problem] = (),
     settings: Settings = _SETTINGS,
 ) -> Plan:
-    """What to do next for `job`. problems: what validation found in its spec."""
+    """Return the plan for `job`. problems: validation's findings in its spec."""
     if job.metadata.deletion_timestamp is not None or job.spec.managed_by or is_stale(job, seen):
         return Plan()
     view = sort(job, seen, now, tuple(problems), settings)

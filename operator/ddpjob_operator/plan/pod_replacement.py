@@ -1,7 +1,6 @@
-"""One pod is replaced, the others keep theirs: the smaller restart, where `ddprun` is the launcher.
-
-The agents of the other pods have ended their ranks when they lost their peer. They keep their fork servers warm and
-wait, so the new pod is all that is needed: its agent joins, and all ranks start as a new generation.
+"""Replaces one pod while the others stay: the smaller restart, for jobs started by `ddprun`. The agents in the other
+pods ended their ranks when they lost the peer. They keep their fork servers warm and wait, so a new pod is enough: its
+agent joins, and all ranks start as a new generation.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from ddpjob_operator.plan.transitions import enter, with_failure, with_new_ranks
 from ddpjob_operator.plan.view import View, name_pods
 from ddpjob_operator.pods import naming
 
-# What a new pod cannot fix while the others wait.
+# Failures that a new pod cannot fix while the others wait.
 _OF_ALL_PODS = (root_cause.STALLED, root_cause.CONFIG_ERROR)
 
 
 def replacing(view: View, status: api.Status) -> Decision | None:
-    """Wait until the lost pods have ended, charge the failure, and make room for the pods that replace them."""
+    """Wait until the lost pods have ended, charge the failure, and clear the way for the replacement pods."""
     first = unsettled_failure(view.recorded)
     lost = [] if first is None else lost_alone(view, status, first)
     if first is None or not lost:
@@ -41,8 +40,9 @@ def replacing(view: View, status: api.Status) -> Decision | None:
 
 
 def lost_alone(view: View, status: api.Status, first: api.JobFailure) -> list[int]:
-    """The places whose pods are lost while agents elsewhere wait for new ones; none where all have to start again, or
-    are to stop once the failure is settled."""
+    """Return the places whose pods are lost while agents elsewhere wait for new ones; none if all must restart, or must
+    stop once the failure is settled.
+    """
     all_stop = view.spec.suspend or gang.is_to_stop(view, status)
     all_start = first.reason in _OF_ALL_PODS or status.completed_nodes
     if all_stop or all_start or not view.facts.restarts_in_place:
@@ -52,7 +52,7 @@ def lost_alone(view: View, status: api.Status, first: api.JobFailure) -> list[in
     lost = sorted((known - waiting).intersection(view.members))
     ended = [p for p in view.known_pods.values() if p.place in lost and p.ended]
     messages = [termination_message.read_message(p.trainer.message) for p in ended]
-    # An agent that ended because its group did is not restarted in place, and its peers end as well.
+    # An agent that ended because its group did cannot restart in place, and its peers end as well.
     group_ended = any(message is not None and message.ended for message in messages)
     if group_ended or not _one_was_in_the_last_group(view, status, waiting, lost):
         return []
@@ -60,16 +60,13 @@ def lost_alone(view: View, status: api.Status, first: api.JobFailure) -> list[in
 
 
 def _one_was_in_the_last_group(view: View, status: api.Status, waiting: set[int], lost: list[int]) -> bool:
-    """True if one of the pods that wait was in the newest generation of ranks: one of those with which the attempt
-    began, or one in the place of a lost one whose ranks have been started, as their reports show.
-
-    A pod that has not run beside a lost one that has was perhaps not of the first: a pod that ran and was lost while
-    nobody saw it is made again under its name.
-
-    It knows that generation's number, so the next one gets a new number, and Snapshot tells by it whose checkpoint is
-    newer. And no older group is whole, because agents start a generation with all nodes, after each has ended its ranks
-    of the one before. Without such a pod a group may be: in a part of the network that is cut off nodes are given up
-    one after the other, while their ranks have never lost each other and go on writing.
+    """True if a waiting pod was in the newest generation of ranks: it is one of the attempt's first pods, or a
+    replacement whose ranks have started, as their reports show. Such a pod knows the number of that generation, so the
+    next generation gets a new number, by which Snapshot tells which checkpoint is newer. It also shows that no older
+    group is still running, because agents start a generation on all nodes after each has ended the previous one.
+    Without such a pod an older group may still be writing: in a network partition, nodes may be given up one by one
+    while their ranks never lose each other. A pod that has not run, next to a lost pod that has, may be no first pod:
+    an unseen lost pod is created again under the same name.
     """
     started = {
         (view.members.place(report.node_rank), report.replacement)

@@ -1,4 +1,4 @@
-"""What has become true since the last reconcile, written into the status: facts that outlive their pods."""
+"""Writes facts that became true after the last reconcile into the status, because they must outlive their pods."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddpjob_operator.plan import agent_restarts, late_nodes, state_in_memory, tr
 from ddpjob_operator.plan.view import View
 from ddpjob_operator.pods import naming
 
-# Reasons that a status has only once no pod of its attempt is still to be made.
+# Reasons that occur only after all pods of the attempt were created.
 _ALL_PODS_WERE_MADE = (
     reasons.UNSCHEDULABLE.name,
     reasons.CANNOT_START.name,
@@ -28,19 +28,22 @@ _ALL_PODS_WERE_MADE = (
 
 
 def record(view: View, status: api.Status) -> api.Status:
-    """The status with which nodes have started and completed, progress, and the restarts that agents have charged."""
+    """Return the status with started and completed nodes, progress, and the restarts that agents have charged."""
     report = view.seen.reports.get(0)
     status = _with_findings(_with_nodes(view, status), view)
     status = transitions.with_progress(status, report, state_in_memory.why_not(view, status))
     status = transitions.with_idle(status, stall.idle_since(view.trackers, view.spec.stall, view.now))
     status = replace(status, unconfigured_since=_unconfigured_since(view, status))
-    # An attempt that begins in this reconcile has no agent yet: the reports are of the one before, and counted there.
+    # An attempt that begins in this reconcile has no agent yet: the reports belong to the previous one and were counted
+    # there.
     has_agent = 0 < status.attempt == view.recorded.attempt
     return agent_restarts.with_agent(status, view) if has_agent else status
 
 
 def _with_findings(status: api.Status, view: View) -> api.Status:
-    """The status with what makes a success suspicious, each fact once. It outlives the pods that report it."""
+    """Return the status with the findings that make a success suspicious, each once. They outlive the pods that report
+    them.
+    """
     if not status.attempt:
         return status
     new = (api.StoredFinding(reason=one.reason, message=one.message) for one in _reported(view, status))
@@ -49,7 +52,7 @@ def _with_findings(status: api.Status, view: View) -> api.Status:
 
 
 def _reported(view: View, status: api.Status) -> Iterator[NamedFinding]:
-    # Under torchrun the library alone knows that no group was formed.
+    # Under torchrun only the library knows that no group was formed.
     report = view.seen.reports.get(0)
     if report is not None and report.alone and report.attempt == status.attempt:
         yield trained_alone(report.world_size or topology.world_size(view.spec))
@@ -59,8 +62,10 @@ def _reported(view: View, status: api.Status) -> Iterator[NamedFinding]:
 
 
 def _unconfigured_since(view: View, status: api.Status) -> dt.datetime | None:
-    """Since when a pod lacks a ConfigMap or a Secret. Not from when it got its node, because to pull an image may take
-    longer than such a pod is waited for. In the status, because leaders change more often than that."""
+    """Return when the operator first saw that a pod lacks a ConfigMap or a Secret. The time when the pod got its node
+    would be too early, because pulling an image may take longer than the limit. Kept in the status, because leaders
+    change more often than the limit.
+    """
     if any(root_cause.lacks_configuration(pod) for pod in view.active):
         return status.unconfigured_since or view.now
     is_started_again = status.start_retries > 0 and all(p.trainer.state == "waiting" for p in view.pods.values())
@@ -68,7 +73,7 @@ def _unconfigured_since(view: View, status: api.Status) -> dt.datetime | None:
 
 
 def _with_nodes(view: View, status: api.Status) -> api.Status:
-    # A pod's name is used once: a pod that had a node may have run, and may still run where it cannot be observed.
+    # A pod name is used once: a pod that had a node may have run, and may still be running unobserved.
     ran = {p.place for p in view.pods.values() if p.trainer.state != "waiting" and not p.trainer.init}
     started = ran | {p.place for p in view.deleted_pods.values() if p.node}
     completed = {p.place for p in view.known_pods.values() if p.has_completed}
@@ -85,19 +90,19 @@ def _with_nodes(view: View, status: api.Status) -> api.Status:
         nodes=api.Nodes(total=view.spec.nodes, ready=ready),
         master_addr=address if status.attempt else "",
     )
-    # One that was in no group is no part of it any more, also when its pod is gone.
+    # A node that never joined a group does not belong to the training, even after its pod is gone.
     if late := late_nodes.late(view, status):
         status = replace(status, started_nodes=ranges.text(status.started - late))
     return status
 
 
 def _with_the_group(view: View, status: api.Status, started: set[int], completed: set[int]) -> set[int]:
-    """The places that have started, when some have completed."""
+    """Return the places that have started, after some have completed."""
     known = status.started | completed
     if view.is_elastic and view.is_enough(known):
-        # The first nodes that complete make room for pods that waited: those find no group to join any more.
+        # The first nodes that complete free room for waiting pods, which then find no group to join.
         return started & known
     if status.reason not in _ALL_PODS_WERE_MADE:
-        return started  # the operator may have ended before the last pod was made: that a pod is missing proves nothing
-    # All pods were there once, so a pod that is missing now has run. A new pod would wait for the others in vain.
+        return started  # a missing pod proves nothing: the operator may have stopped before it created the last one
+    # All pods once existed, so a missing pod has run. A new one would wait for the others in vain.
     return started | (set(view.members) - set(view.pods))

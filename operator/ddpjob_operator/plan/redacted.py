@@ -1,7 +1,6 @@
-"""The one place where text on its way into a status or an Event is cleaned and masked: `plan` sends all through it.
-
-What is for people (sentences, exceptions, logs, metrics) is cleaned and masked (redaction.py); names that machines read
-stay as they are.
+"""Cleans and masks all text on its way into a status or an Event; `plan` sends everything through this module. Text for
+people (sentences, exceptions, logs, metrics) is cleaned and masked (redaction.py); names that machines read stay
+unchanged.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ CONDITION_MAX = 1024
 
 
 def status(new: api.Status, old: api.Status) -> api.Status:
-    """The status as people may see it. status(status(x)) == status(x). old: what the API server has already; an entry
-    of it that stays has been cleaned before, and masking takes up to 20 ms."""
+    """Return the status as people may see it. Idempotent. old: the status that the API server has. Its unchanged
+    entries are clean already, and masking takes up to 20 ms.
+    """
     return replace(
         new,
         message=shown(new.message, MESSAGE_MAX),
@@ -40,7 +40,7 @@ def status(new: api.Status, old: api.Status) -> api.Status:
 
 
 def events(new: Iterable[Event]) -> tuple[Event, ...]:
-    """Events as people may see them."""
+    """Return events as people may see them."""
     return tuple(replaced(event, message=shown(event.message, MESSAGE_MAX)) for event in new)
 
 

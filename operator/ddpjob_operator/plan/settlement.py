@@ -1,4 +1,4 @@
-"""What a failure was, once all is known that can be: its cause, what it is charged to, and whether the job goes on."""
+"""Settles a failure when no more evidence can come: its cause, its charge, and whether the job continues."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ AVOIDED_MAX = 10
 
 @dataclass(frozen=True)
 class Settled:
-    """All that can be known is known: the cause, what it is charged to, and whether the job goes on."""
+    """A failure for which no more evidence can come."""
 
     cause: api.JobFailure
-    """As it is recorded while pods are still being stopped."""
+    """The cause as recorded while pods are still being stopped."""
     failure: api.JobFailure
-    """The cause with its class, and what it is charged to."""
+    """The cause with its class and charge."""
     verdict: rules.Verdict
 
     @property
     def text(self) -> str:
-        """Who and what."""
+        """The culprit and its failure, as text."""
         return sentences.sentence(self.failure)
 
     def status(self, view: View, status: api.Status) -> api.Status:
-        """The status with it, and with what it costs."""
+        """The status with the failure and its charge."""
         status = with_failure(status, self.failure, self.text)
         if not self.verdict.restart:
             return status
@@ -52,12 +52,12 @@ class Settled:
 
 
 def settle(view: View, status: api.Status, first: api.JobFailure) -> Settled:
-    """Name the cause of the failure that was recorded first, and charge it."""
+    """Find the cause of the failure that was recorded first, and charge it."""
     cause, failure_class = _cause(view, status, first)
     history, attempt = budgets.history(status), _attempt(view, status, cause)
     never_starts = root_cause.cannot_start(cause) and not _has_trained_before(status)
     if failure_class == "infrastructure" and never_starts and history.uncharged_in_a_row >= rules.STARTS_MAX:
-        failure_class = "permanent"  # other nodes were tried often enough
+        failure_class = "permanent"  # it was tried on enough other nodes
     failure_class = rules.of_complaints(failure_class, history, attempt)
     policy, outside = budgets.policy(view.spec), root_cause.from_outside(cause)
     failure_class = rules.with_policy(failure_class, cause.exit_code, policy, from_outside=outside)
@@ -73,15 +73,14 @@ def settle(view: View, status: api.Status, first: api.JobFailure) -> Settled:
 
 
 def _is_repeated(view: View, cause: api.JobFailure, failure_class: rules.Class) -> bool:
-    """True if another restart would only repeat the failure once more, and no rule of the user's failurePolicy wants
-    it."""
+    """True if another restart would only repeat the failure and the user's failurePolicy does not require one."""
     is_own = failure_class in ("application", "outOfMemory")
     is_wanted = any(rule.matches(cause.exit_code) for rule in budgets.policy(view.spec))
     return is_own and not is_wanted and is_again(cause, view.settings.failed_before)
 
 
 def is_again(failure: api.JobFailure, before: api.JobFailure | None) -> bool:
-    """True if a process has raised an exception of the same type at the same line as in the attempt before."""
+    """True if a process raised an exception of the same type at the same line as in the previous attempt."""
     if before is None or before.attempt + 1 != failure.attempt or not failure.where:
         return False
     kind, kind_before = (f.exception.partition(":")[0] for f in (failure, before))
@@ -89,15 +88,16 @@ def is_again(failure: api.JobFailure, before: api.JobFailure | None) -> bool:
 
 
 def _torchrun_gave_up(view: View, cause: api.JobFailure) -> bool:
-    """True if the torchrun of an elastic job ended by itself because of a failed rank: it does so with 1, when it has
-    restarted its ranks as often as it may (PET_MAX_RESTARTS: all that the application had left, or --max-restarts)."""
+    """True if torchrun of an elastic job ended with 1 because of a failed rank, after as many restarts as it was
+    allowed (PET_MAX_RESTARTS: what the application had left, or --max-restarts).
+    """
     pod = view.known_pod(cause.node_rank)
     gave_up = pod is not None and pod.name == cause.pod and pod.trainer.exit_code == 1
     return view.is_elastic and gave_up and root_cause.is_own(cause)
 
 
 def _cause(view: View, status: api.Status, first: api.JobFailure) -> tuple[api.JobFailure, rules.Class]:
-    """The cause by all that is known now: the failure recorded first, and every pod that has failed, gone or not."""
+    """Return the cause according to the failure recorded first and every failed pod, gone or not."""
     lost, ran = [p for p, pod in view.pods.items() if pod.uid in view.lost_by_node], _ran_seconds(view, status)
     failure, failure_class = root_cause.settle(
         context(view, status),
@@ -116,18 +116,19 @@ def _cause(view: View, status: api.Status, first: api.JobFailure) -> tuple[api.J
 
 
 def with_log(view: View, failure: api.JobFailure) -> api.JobFailure:
-    """With the end of the log of the pod that was ended for it."""
+    """Return the failure with the end of the log of the pod that was stopped for it."""
     pod = view.known_pod(failure.node_rank)
     is_wanted = failure.reason in root_cause.KEEPS_ITS_LOG and not failure.log_tail and view.settings.keep_log_tail
-    # Without an exit code its message is that of the pod, and no log.
+    # Without an exit code the message belongs to the pod and is no log.
     if pod is None or not is_wanted or pod.name != failure.pod or pod.trainer.exit_code is None:
         return failure
     return replace(failure, log_tail=root_cause.tail_of(pod))
 
 
 def _with_silent_node(view: View, failure: api.JobFailure, first: api.JobFailure) -> api.JobFailure:
-    """Of ranks that have only complained of lost peers: with a node of the attempt that did not report for a while, as
-    its pod has shown, or as it was recorded before. first: the failure that is recorded."""
+    """If ranks only complained about lost peers, return the failure with a node of the attempt that did not report for
+    a while, seen now or recorded earlier. first: the recorded failure.
+    """
     silent = (pod.node for _, pod in sorted(view.known_pods.items()) if pod.was_silent)
     node = root_cause.evidence_of(first).silent_node or shown(next(silent, ""), root_cause.WORD_MAX)
     if not node or failure.reason != root_cause.PEER_LOST:
@@ -136,7 +137,7 @@ def _with_silent_node(view: View, failure: api.JobFailure, first: api.JobFailure
 
 
 def _bad_nodes(view: View) -> list[str]:
-    """The cluster nodes that the pre-flight has found bad."""
+    """Return the cluster nodes that the pre-flight found bad."""
     pods = view.known_pods
     messages = (termination_message.read_message(p.trainer.message) for p in pods.values() if p.ended)
     node_ranks = {node_rank for message in messages if message for node_rank in message.failure.bad_nodes}
@@ -147,9 +148,9 @@ def _bad_nodes(view: View) -> list[str]:
 def _avoided(
     status: api.Status, settings: Settings, now: dt.datetime, bad_nodes: Sequence[str]
 ) -> list[api.AvoidedNode]:
-    """The nodes to avoid, now that the last failure is recorded. bad_nodes: by the pre-flight."""
+    """Return the nodes to avoid after the last recorded failure. bad_nodes: from the pre-flight."""
     node = status.failures[-1].node if status.failures else ""
-    # One that fails the job once more is avoided once more, because another node may be free by now.
+    # A node that fails the job again is avoided again, because another node may be free by now.
     again = {*bad_nodes, *(a.node for a in status.avoided_nodes if a.lifted and a.node == node)}
     kept = [a for a in status.avoided_nodes if a.until > now and a.node not in again]
     until = now + dt.timedelta(seconds=settings.avoid_node_seconds)
@@ -162,10 +163,11 @@ def _avoided(
 
 
 def _completed_early(view: View, status: api.Status) -> api.JobFailure | None:
-    """The first node that has completed in this attempt beside the others, as what explains the complaints of its
-    peers. It explains none of a peer whose pod was made after that, because those two were never in one group."""
+    """Return the first node that completed early in this attempt, as the explanation for complaints of its peers. It
+    cannot explain those of a pod created afterwards, because the two were never in one group.
+    """
     if view.is_elastic and view.is_enough(status.completed):
-        return None  # an elastic group may have ended its training without a node that it had lost
+        return None  # an elastic group may have completed its training without a lost node
     pods, completed = view.known_pods, status.completed.intersection(view.members)
     peers = [pod for place, pod in pods.items() if place not in completed]
     places = [n for n in completed if n not in pods or not any(_was_made_after(peer, pods[n]) for peer in peers)]
@@ -175,15 +177,16 @@ def _completed_early(view: View, status: api.Status) -> api.JobFailure | None:
     first = min(places, key=lambda place: (ends[place], place))
     failure = failure_of(view, status, first, root_cause.ENDED_EARLY)
     node = pods[first].node if first in pods else ""
-    # The step in the status is rank 0's; of another rank only its own reports show anything.
+    # The step in the status belongs to rank 0; only its own reports show the step of another rank.
     step = failure.step if first == view.members.leader else None
     return replace(failure, node=node, step=step, time=ends[first])
 
 
 def _was_made_after(pod: Pod, ended: Pod) -> bool:
-    """True if a pod was made after another had ended. What was seen first decides. Otherwise the other's end is
-    estimated: when it got its node, plus the time from there to its end. Clocks of nodes differ by more than a short
-    run takes, so times of two clocks are never compared."""
+    """True if a pod was created after another had ended. The order in which the operator saw them decides. Otherwise
+    estimate when the other ended: when it got its node, plus the time from there to its end. Never compare times of two
+    clocks: clocks of nodes differ by more than a short run takes.
+    """
     if (ended.ended_seen or ended.first_seen) < pod.first_seen:
         return True
     at, before, accepted, over = pod.scheduled_at, ended.scheduled_at, ended.accepted_at, ended.trainer.ended_at
@@ -193,7 +196,7 @@ def _was_made_after(pod: Pod, ended: Pod) -> bool:
 
 
 def _has_trained_before(status: api.Status) -> bool:
-    """True if an attempt before the present one has trained: then its image, command and modules were right once."""
+    """True if an earlier attempt has trained, so image, command and modules were correct once."""
     if status.furthest_step:
         return True
     begun, ended = status.running_time, status.state_time
@@ -205,8 +208,8 @@ def _has_trained_before(status: api.Status) -> bool:
 def _attempt(view: View, status: api.Status, failure: api.JobFailure) -> budget.Attempt:
     progress = status.progress
     step = progress.step if progress is not None and progress.attempt == status.attempt else 0
-    # By a node that did not report for a while, or by too few nodes that ever ran, so that a rank has waited in vain
-    # for one that has no GPU yet.
+    # The cause was a node that did not report for a while, or too few nodes that ever ran: a rank waited in vain for
+    # one that has no GPU yet.
     is_explained = root_cause.evidence_of(failure).silent_node or not view.is_enough(status.started)
     return budget.Attempt(
         made_a_new_step=step > (status.furthest_step or 0),
@@ -222,9 +225,9 @@ def _ran_seconds(view: View, status: api.Status) -> float:
 
 
 def with_limit(view: View, failure: api.JobFailure) -> api.JobFailure:
-    """With the memory limit, where the failure is that it was exceeded."""
+    """Return the failure with the memory limit, if that was exceeded."""
     if failure.init_container:
-        return failure  # its limit is not the trainer's
+        return failure  # this limit is not the trainer's
     limit = podspec.limits(view.spec.template).get("memory")
     if failure.reason != "OOMKilled" or limit is None or failure.exception.startswith(root_cause.MEMORY):
         return failure
@@ -233,7 +236,7 @@ def with_limit(view: View, failure: api.JobFailure) -> api.JobFailure:
 
 
 def with_last_step(status: api.Status, failure: api.JobFailure) -> api.JobFailure:
-    """With the last step that was reported before it, and the ranks that had reported it."""
+    """Return the failure with the last step reported before it, and the ranks that reported it."""
     progress = status.progress
     if progress is None or progress.attempt != status.attempt:
         return failure
@@ -243,7 +246,7 @@ def with_last_step(status: api.Status, failure: api.JobFailure) -> api.JobFailur
 
 
 def failure_of(view: View, status: api.Status, place: int, reason: str) -> api.JobFailure:
-    """A failure that is seen from outside the pod, which may be gone."""
+    """Return a failure that is visible only from outside the pod, which may be gone."""
     pod = view.pods.get(place)
     failure = api.JobFailure(
         attempt=status.attempt,
@@ -258,7 +261,7 @@ def failure_of(view: View, status: api.Status, place: int, reason: str) -> api.J
 
 
 def context(view: View, status: api.Status) -> root_cause.Context:
-    """What is known of the attempt beside its pods."""
+    """Return what is known about the attempt besides its pods."""
     port = status.master_addr.rpartition(":")[2]
     found = view.facts.launcher
     return root_cause.Context(
@@ -268,6 +271,6 @@ def context(view: View, status: api.Status) -> root_cause.Context:
         now=view.now,
         keep_log_tail=view.settings.keep_log_tail,
         port=int(port) if port.isdecimal() else None,
-        # Where not all have run together none has ended its training: SIGKILL then says only that it took long to stop.
+        # Unless all nodes ran together, none completed its training: SIGKILL then only means that stopping took long.
         torchrun=found is not None and found.launcher != "ddprun" and status.running_time is not None,
     )

@@ -1,4 +1,4 @@
-"""The rules of an attempt that begins: its pods are made, get their nodes, and start their trainers."""
+"""The rules of an attempt's start: create its pods, wait for their nodes and for their trainers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ddpjob_operator.plan.transitions import enter, new_attempt, with_new_ranks
 from ddpjob_operator.plan.view import View, is_over, name_pods
 from ddpjob_operator.pods import build, naming
 
-# Waiting reasons of the kubelet after which it tries again without success. ContainerCreating and PodInitializing are
-# not among them, because they end by themselves.
+# The kubelet's waiting reasons after which its retries rarely succeed. ContainerCreating and PodInitializing end by
+# themselves.
 CANNOT_START = frozenset(
     "ErrImagePull ImagePullBackOff ErrImageNeverPull InvalidImageName RegistryUnavailable ImageInspectError "
     "CreateContainerConfigError CreateContainerError RunContainerError CrashLoopBackOff".split()
@@ -30,7 +30,9 @@ CANNOT_START = frozenset(
 
 
 def attempt_still_ending(view: View, status: api.Status) -> Decision | None:
-    """No attempt starts while a process of the one before may run: two groups would train into one checkpoint."""
+    """Start no attempt while a process of the previous one may still be running: two groups would train into one
+    checkpoint.
+    """
     if not view.older:
         return None
     over = [p for p in view.older if is_over(p, view.recorded)]
@@ -45,14 +47,15 @@ def attempt_still_ending(view: View, status: api.Status) -> Decision | None:
 
 
 def rescaled(view: View, status: api.Status) -> Decision | None:
-    """spec.nodes of an elastic job has changed: its pods stop with their full grace, as for a suspension, and the next
-    attempt has the new number. A running torchrun cannot take in more nodes than it was told of, and one whose peers
-    are taken away may hang. Once some have completed the training is about to end, and is not begun again."""
+    """spec.nodes of an elastic job has changed: stop its pods with their full grace, as for a suspension; the next
+    attempt has the new number. A running torchrun cannot accept more nodes than its maximum, and may hang when peers
+    are removed. After some nodes have completed, training is about to end and is not restarted.
+    """
     if view.wanted_nodes == view.spec.nodes or view.problems or gang.is_forgotten(view, status):
         return None
     if status.completed_nodes:
         return None
-    # Within a back-off its end stands: what it keeps from being tried too often is not the number of nodes.
+    # Keep the end of a back-off: the number of nodes is not the reason for it.
     wait = backing_off(view, status)
     later = new_attempt(status, (status.attempt_time if wait else None) or view.now)
     was = f"spec.nodes is {view.wanted_nodes}, and attempt {status.attempt} has {view.spec.nodes}"
@@ -72,21 +75,21 @@ def start_overdue(view: View, status: api.Status) -> Decision | None:
         f"{count} of {view.spec.nodes} nodes ran within startDeadlineSeconds: {view.spec.start_deadline_seconds}; "
         f"all are released, next try at {wording.clock(again)}"
     )
-    # Where this comes before a minute is over, no other node would ever be found.
+    # With a shorter deadline no other node would ever be found.
     later = _lifted(status, view.now) if _unschedulable(view) else status
     later = replace(new_attempt(later, again), start_retries=retries, unconfigured_since=status.unconfigured_since)
     return Decision(enter(later, "Pending", reasons.START_BACK_OFF, text, view.now))
 
 
 def backing_off(view: View, status: api.Status) -> Decision | None:
-    """The next attempt is in the future."""
+    """The next attempt begins in the future."""
     if status.attempt_time is None or view.now >= status.attempt_time:
         return None
     return Decision(status, requeue_at=earliest(status.attempt_time, view.active_deadline(status)))
 
 
 def no_pod_can_be_made(view: View, status: api.Status) -> Decision | None:
-    """What a pod is made from cannot be read: the pods that run go on, and none is added."""
+    """The fields that pods are made from cannot be read: running pods continue, and none is added."""
     if not invalid_spec.keeps_pods_from_being_made(view.problems) or not _to_create(view, status):
         return None
     text = f"no pod can be made while the spec is invalid: {invalid_spec.sentence(view.problems)}"
@@ -94,7 +97,7 @@ def no_pod_can_be_made(view: View, status: api.Status) -> Decision | None:
 
 
 def gang_unavailable(view: View, status: api.Status) -> Decision | None:
-    """The job asks for a gang, and nobody here would place one: a part of its pods could hold nodes for ever."""
+    """The job asks for a gang, and nobody here would place one: some of its pods could hold nodes for ever."""
     why = gang.unavailable(view, status)
     if not why or not _to_create(view, status):
         return None
@@ -102,7 +105,7 @@ def gang_unavailable(view: View, status: api.Status) -> Decision | None:
 
 
 def name_taken(view: View, status: api.Status) -> Decision | None:
-    """A conflicting object is never taken over; what a deleted job of the same name left goes away by itself."""
+    """Never take over a conflicting object. Objects of a deleted job with the same name disappear by themselves."""
     if not view.conflicts or not _to_create(view, status):
         return None
     first = view.conflicts[0]
@@ -115,7 +118,7 @@ def name_taken(view: View, status: api.Status) -> Decision | None:
 
 
 def create_refused(view: View, status: api.Status) -> Decision | None:
-    """The API server refuses an object; its own sentence is shown, and another try follows after a while."""
+    """The API server refuses an object: show its message and retry later."""
     if not view.seen.refusals:
         return None
     missing = _to_create(view, status)
@@ -134,11 +137,11 @@ def create_refused(view: View, status: api.Status) -> Decision | None:
 
 
 def nodes_missing(view: View, status: api.Status) -> Decision | None:
-    """Create what is missing; the pod of a node that has run is never created again in its attempt."""
+    """Create what is missing, but never again the pod of a node that has run in this attempt."""
     missing = _to_create(view, status)
     if not missing:
         return None
-    # Of what was refused and is tried again the API server's message stands until it has answered otherwise.
+    # Keep the API server's message about a refused object until a retry gets another answer.
     retried = status.reason == reasons.CREATE_REFUSED.name and bool(view.seen.refusals)
     only_group = all(isinstance(action, CreateGroup) for action in missing)
     if retried or only_group or status.state in ("Starting", "Running"):
@@ -150,8 +153,9 @@ def nodes_missing(view: View, status: api.Status) -> Decision | None:
 
 
 def avoidance_over(view: View, status: api.Status) -> Decision | None:
-    """A pod is unschedulable, and was made when a node was avoided that no longer is, or that is lifted now because the
-    pod fits nowhere else. It is made again, because the affinity of a pod never changes."""
+    """A pod is unschedulable, and the node it avoids is no longer avoided, or the avoidance is lifted because the pod
+    fits nowhere else. Create it again, because the affinity of a pod never changes.
+    """
     waiting = _unschedulable(view)
     if not waiting or view.trains_with_fewer(status) or gang.names_nodes(view, status):
         return None
@@ -170,13 +174,14 @@ def avoidance_over(view: View, status: api.Status) -> Decision | None:
 
 
 def _unschedulable(view: View) -> list[Pod]:
-    """The pods that wait for a node, by place."""
+    """Return the pods that wait for a node, by place."""
     return [p for _, p in sorted(view.pods.items()) if p.trainer.state == "waiting" and p.unschedulable and p.live]
 
 
 def _made_again(view: View, status: api.Status, waiting: Sequence[Pod]) -> api.Status:
-    """The status in which unschedulable pods are made again. Where they were to replace lost ones the agents in the
-    other pods wait, some with the state of the training in memory, so these pods stay."""
+    """Return the status in which unschedulable pods are created again. If they were to replace lost pods, the agents in
+    the other pods are waiting, some with the training state in memory, so those pods stay.
+    """
     if status.replacements:
         numbers = {str(p.place): naming.replacement(status, p.place) + 1 for p in waiting}
         later = replace(with_new_ranks(status, view.now), replacements={**status.replacements, **numbers})
@@ -190,13 +195,13 @@ def _in_force(status: api.Status, now: dt.datetime) -> list[api.AvoidedNode]:
 
 
 def _lifted(status: api.Status, now: dt.datetime) -> api.Status:
-    """The status in which new pods may go to all nodes."""
+    """Return the status in which new pods may go to all nodes."""
     banned = _in_force(status, now)
     return replace(status, avoided_nodes=[replace(a, lifted=a in banned or a.lifted) for a in status.avoided_nodes])
 
 
 def _lifts_at(view: View, status: api.Status) -> dt.datetime | None:
-    """When pods have found no other node for too long; None while no node is avoided, or each pod has a node."""
+    """Return when pods have found no other node for too long; None while no node is avoided or each pod has a node."""
     if not _in_force(status, view.now):
         return None
     times = (p.unschedulable_since or status.attempt_time for p in _unschedulable(view))
@@ -204,7 +209,7 @@ def _lifts_at(view: View, status: api.Status) -> dt.datetime | None:
 
 
 def waiting_for_nodes(view: View, status: api.Status) -> Decision | None:
-    """Some trainers do not run yet."""
+    """Some trainers are not running yet."""
     not_running = [pod for _, pod in sorted(view.pods.items()) if pod.trainer.state == "waiting"]
     if not not_running:
         return None
@@ -224,7 +229,9 @@ def _waiting(
     actions: tuple[Action, ...] = (),
     again_at: dt.datetime | None = None,
 ) -> Decision:
-    """Not all nodes run yet. After a failure that is a restart until they do, and the message names the failure."""
+    """Return the state while not all nodes are running. After a failure it is Restarting, and the message names the
+    failure.
+    """
     last_call_at = after(status.attempt_time, LAST_CALL_SECONDS) if view.trains_with_fewer(status) else None
     comes_soon = reason in (reasons.CREATING_PODS, reasons.STARTING_TRAINERS)
     if last_call_at is not None and (not comes_soon or status.running_time or view.now >= last_call_at):
@@ -241,7 +248,7 @@ def _waiting(
 
 def _to_create(view: View, status: api.Status) -> tuple[Action, ...]:
     if view.is_elastic and status.completed_nodes:
-        return ()  # the training has ended: a new node would find no group to join
+        return ()  # training has ended: a new node would find no group to join
     known = status.started | set(view.pods)
     avoid = () if gang.names_nodes(view, status) else tuple(sorted(a.node for a in _in_force(status, view.now)))
     missing = [place for place in view.members if place not in known]
@@ -254,8 +261,9 @@ def _to_create(view: View, status: api.Status) -> tuple[Action, ...]:
 
 
 def _avoids(view: View, status: api.Status) -> str:
-    """The part of a message that names the nodes which the scheduler may not use, though it does not say whose wish
-    that is."""
+    """Return the part of a message that names avoided nodes, because the scheduler's text does not say who excluded
+    them.
+    """
     if gang.names_nodes(view, status):
         return ""
     banned = "".join(f"; {sentences.avoided(a)}" for a in _in_force(status, view.now))
@@ -274,7 +282,7 @@ def _why_waiting(view: View, status: api.Status, pods: Sequence[Pod]) -> tuple[a
         return "Pending", reasons.UNSCHEDULABLE, f"Unschedulable: {text}{_avoids(view, status)}"
     if unschedulable:
         why, (waited, _) = pending.why_unschedulable(unschedulable), pending.waited_for_nodes(view, status)
-        # The scheduler's word where a pod of this job, or of another one, keeps this one away.
+        # The scheduler's text if a pod of this job, or of another one, keeps this one away.
         apart = build.wants_one_pod_per_node(view.spec) and "anti-affinity" in why
         where = "; onePodPerNode keeps them apart" if total > 1 and apart else ""
         text = f"Unschedulable: {len(unschedulable)} of {total} pods: {why}{waited}{where}{_avoids(view, status)}"

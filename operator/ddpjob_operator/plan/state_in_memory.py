@@ -1,4 +1,4 @@
-"""What the library reports of the state in memory (docs/memory.md), as the status says it."""
+"""The library's reports about state in memory (docs/memory.md), as text of the status."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ MIB = 1 << 20
 
 
 def why_not(view: View, status: api.Status) -> str:
-    """Why the state is not kept in memory, in which pods, and which field to raise where a limit is too small; empty:
-    no such word. The first rank of each node reports."""
+    """Return why state is not kept in memory, in which pods, and which limit to raise; "" if no rank reports that. The
+    first rank of each node reports.
+    """
     lacking = _lacking(view, status)
     if not lacking:
         return ""
@@ -29,7 +30,7 @@ def why_not(view: View, status: api.Status) -> str:
 
 
 def _lacking(view: View, status: api.Status) -> list[Report]:
-    """The reports that say so, by rank, of the ranks of which rank 0 is one: what older ones have said is over."""
+    """Return the reports that say so, by rank, of the ranks in rank 0's group: reports of older ranks do not count."""
     zero = view.seen.reports.get(0)
     if zero is None:
         return []
@@ -44,7 +45,7 @@ def _lacking(view: View, status: api.Status) -> list[Report]:
 
 
 def _where(view: View, status: api.Status, lacking: list[Report]) -> str:
-    """The pods, where there are several: one may lack what the others have."""
+    """Return the pods, if there are several: one may lack what the others have."""
     places = sorted({place for one in lacking if (place := view.members.place(one.node_rank)) is not None})
     if len(view.members) == 1:
         return ""

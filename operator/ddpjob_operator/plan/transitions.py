@@ -1,6 +1,5 @@
-"""From one status to the next: the state and the time that it took, attempts, progress, failures.
-
-What is recorded already changes nothing: no function here counts anything twice when it is called twice.
+"""From one status to the next: the state and its duration, attempts, progress, failures. Every function is idempotent:
+nothing that is already recorded is counted twice.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ MESSAGE_MAX = 4096
 
 
 def enter(status: api.Status, state: api.State, reason: Reason, message: str, now: dt.datetime) -> api.Status:
-    """The status in `state`; when the state changes, the time in the one before is added to the goodput."""
+    """Return the status in `state`. If the state changes, the time in the previous one is added to the goodput."""
     if status.state != state:
         status = replace(status, state=state, state_time=now, goodput=goodput(status, now))
     return replace(status, reason=reason.name, message=message[:MESSAGE_MAX])
 
 
 def new_attempt(status: api.Status, at: dt.datetime) -> api.Status:
-    """The next life of all pods, not before `at`: no node has started or completed in it."""
+    """Return the status of a new attempt that begins at `at` or later: no node has started or completed in it."""
     return replace(
         with_new_ranks(status, at),
         attempt=status.attempt + 1,
@@ -46,8 +45,9 @@ def new_attempt(status: api.Status, at: dt.datetime) -> api.Status:
 
 
 def with_new_ranks(status: api.Status, at: dt.datetime) -> api.Status:
-    """The status of ranks that start again, not before `at`, in new pods or beside one: they have made no step yet, and
-    loaded none."""
+    """Return the status for restarted ranks, in new pods or in place, at `at` or later: they have made no step and
+    loaded no state.
+    """
     return replace(
         status,
         attempt_time=at,
@@ -60,7 +60,7 @@ def with_new_ranks(status: api.Status, at: dt.datetime) -> api.Status:
 
 
 def goodput(status: api.Status, now: dt.datetime) -> api.Goodput:
-    """Where the time went, the state that ends now included."""
+    """Return where the time went, including the state that ends now."""
     before = status.goodput or api.Goodput()
     after = replace(before, idle_since=None, counted_until=None)
     since = max((t for t in (status.state_time, before.counted_until) if t is not None), default=now)
@@ -75,9 +75,9 @@ def goodput(status: api.Status, now: dt.datetime) -> api.Goodput:
 
 
 def _running(before: api.Goodput, status: api.Status, since: dt.datetime, elapsed: int) -> tuple[api.Goodput, int]:
-    """With the seconds in which all nodes ran; and how many of them passed before the first step."""
+    """Return the goodput with the seconds in which all nodes ran, and how many of them passed before the first step."""
     if status.first_step_time is None:
-        # Imports, rendezvous and loading are not training; a job that reports no steps cannot tell them apart.
+        # Imports, rendezvous and loading are not training; without reported steps they cannot be told apart from it.
         unreported = elapsed if status.furthest_step is None else 0
         return replace(before, unreported_seconds=before.unreported_seconds + unreported), elapsed - unreported
     idle_since = status.goodput.idle_since if status.goodput is not None else None
@@ -92,7 +92,7 @@ def _running(before: api.Goodput, status: api.Status, since: dt.datetime, elapse
 
 
 def _ratio(spent: api.Goodput) -> float | None:
-    """None where no step was ever reported: running is not training, and a script that hangs runs as well."""
+    """Return the share of productive time; None if no step was ever reported, because a running script may hang."""
     if spent.unreported_seconds and not spent.productive_seconds:
         return None
     trained = spent.productive_seconds + spent.unreported_seconds
@@ -101,7 +101,7 @@ def _ratio(spent: api.Goodput) -> float | None:
 
 
 def with_idle(status: api.Status, since: dt.datetime | None) -> api.Status:
-    """The status in which no step has been made since then: until the next one that time is not productive."""
+    """Return the status with no step made after `since`: that time is not productive until the next step."""
     before = status.goodput or api.Goodput()
     if since is None or status.state != "Running" or status.first_step_time is None or before.idle_since is not None:
         return status
@@ -109,13 +109,12 @@ def with_idle(status: api.Status, since: dt.datetime | None) -> api.Status:
 
 
 def with_progress(status: api.Status, report: Report | None, not_kept: str = "") -> api.Status:
-    """The status with what rank 0 reports; a report of an older attempt changes nothing.
-
-    not_kept: why its state is not kept in memory.
+    """Return the status with rank 0's report; a report of an older attempt changes nothing. not_kept: why its state is
+    not kept in memory.
     """
     if report is None or report.received_at is None or not _is_of_these_ranks(report, report.received_at, status):
         return status
-    # The phase "start" reports that the library is initialized; the steps made before still stand.
+    # The phase "start" only says that the library is initialized; earlier steps still count.
     is_start = report.phase == "start"
     if not (is_start and report.resumed_step is None):
         status = replace(status, resumed_step=report.resumed_step, resumed_from=report.resumed_from)
@@ -124,7 +123,7 @@ def with_progress(status: api.Status, report: Report | None, not_kept: str = "")
     status = replace(status, not_kept=not_kept, save_failed=report.save_failed)
     before, progress = status.progress, _progress(report, status.attempt, report.received_at)
     is_idle = status.goodput is not None and status.goodput.idle_since is not None
-    if is_idle and before is not None and before.step != report.step:  # a step has followed on a time without any
+    if is_idle and before is not None and before.step != report.step:  # a step came after a time without any
         counted = replace(goodput(status, report.received_at), counted_until=report.received_at)
         status = replace(status, goodput=counted)
     status = _with_steps_of_new_ranks(status, report, report.received_at)
@@ -134,7 +133,7 @@ def with_progress(status: api.Status, report: Report | None, not_kept: str = "")
 
 
 def _with_steps_of_new_ranks(status: api.Status, report: Report, at: dt.datetime) -> api.Status:
-    """The status with the first steps of an attempt, or of ranks that were started again in their pods."""
+    """Return the status with the first steps of an attempt, or of ranks restarted in their pods."""
     before = status.progress
     if report.step and status.first_step_time is None:
         return replace(_with_lost_steps(status, report), first_step_time=at)
@@ -148,14 +147,14 @@ def _with_steps_of_new_ranks(status: api.Status, report: Report, at: dt.datetime
 def _is_of_these_ranks(report: Report, received_at: dt.datetime, status: api.Status) -> bool:
     if not status.attempt or report.attempt not in (0, status.attempt):
         return False
-    # Else it is of ranks before a pod was replaced.
+    # Otherwise the report comes from ranks that ran before a pod was replaced.
     if status.attempt_time is not None and received_at < status.attempt_time:
         return False
     known = status.progress
     if known is None or known.attempt != status.attempt or not known.step or status.first_step_time is not None:
         return True
-    # A pod was replaced since: the ranks before that have another generation, and may live for a while. Not all senders
-    # know their generation.
+    # After a pod was replaced, earlier ranks have another generation and may live for a while. Not all senders know
+    # their generation.
     if report.generation == known.generation and report.resumed_step is None:
         return report.step != known.step
     return report.generation > known.generation
@@ -179,27 +178,25 @@ def _progress(report: Report, attempt: int, received_at: dt.datetime) -> api.Pro
 
 
 def _with_lost_steps(status: api.Status, report: Report) -> api.Status:
-    """The steps from where the ranks resumed to where those before them had come are made twice.
-
-    A rank says where it resumed; of one that does not, the first step that is heard of follows on that one.
+    """Return the status with the steps that are made twice: from where the ranks resumed to the furthest step before.
+    If a rank does not report where it resumed, assume the step before the first one it reports.
     """
     before, failure = status.progress, status.last_failure
     if before is None:
         return status
-    # Steps are reported every few seconds; a rank that fails leaves its last one.
+    # Steps are reported every few seconds; a failing rank leaves its last one in its failure.
     furthest = max(before.step, _step_of(failure, before))
     resumed = report.step - 1 if report.resumed_step is None else min(report.step - 1, report.resumed_step)
     goodput = status.goodput or api.Goodput()
-    # More than the type allows could never be read again; a script may report any number as its step.
+    # A script may report any number as its step, and a status beyond the bounds of its type could never be read again.
     lost = min(bounds.COUNT_MAX, goodput.lost_steps + max(0, furthest - resumed))
     return replace(status, goodput=replace(goodput, lost_steps=lost))
 
 
 def _step_of(failure: api.JobFailure | None, progress: api.Progress) -> int:
-    """The step to which the ranks that made this progress had come when they failed; 0: nothing is known of it.
-
-    Of ranks before them it is counted already. Their time alone does not tell: it is that of a node's clock, or of when
-    their agent was heard, and may be later than the first step of the next ranks.
+    """Return the step that the ranks of this progress had reached when they failed; 0 if unknown. Steps of earlier
+    ranks are counted already. Time alone cannot tell them apart: it comes from a node's clock, or from when the agent
+    was heard, and may be later than the first step of the next ranks.
     """
     if failure is None or failure.attempt != progress.attempt or failure.time < progress.updated:
         return 0
@@ -208,7 +205,7 @@ def _step_of(failure: api.JobFailure | None, progress: api.Progress) -> int:
 
 
 def with_failure(status: api.Status, failure: api.JobFailure, message: str) -> api.Status:
-    """The status with a failure. One that is not settled yet takes the place of what it first looked like."""
+    """Return the status with a failure. While it is not settled, new evidence replaces the first impression."""
     line = api.FailureLine(
         attempt=failure.attempt,
         message=abridged(message, BRIEF_MAX),

@@ -1,8 +1,7 @@
-"""A stored job that this version of the operator cannot read: its condition reports that, and nothing else is done.
-
-A status that cannot be read is not an empty one. It may hold that the job has finished, how much of its budgets is
-spent and which attempt may still run: a plan without it would train a finished job again. Whoever edits the
-status fixes it, or the version of the operator that wrote it.
+"""Jobs whose stored status this version of the operator cannot read: a condition reports that, and nothing else is
+done. An unreadable status is not an empty one. It may say that the job has finished, how much of its budgets is spent
+and which attempt may still be running; a plan without it would train a finished job again. Whoever edits the status can
+fix it, or the operator version that wrote it.
 """
 
 from __future__ import annotations
@@ -14,19 +13,19 @@ from typing import Any
 from ddpjob_operator.job import api, reasons
 from ddpjob_operator.plan.actions import Event
 
-# A value from outside may be of any length; a condition's message has at most 32 kB and is read by people.
+# A value from outside may have any length, but a condition's message has at most 32 kB and is read by people.
 _WHY_MAX = 300
 
 
 def is_managed(raw: Mapping[str, Any]) -> bool:
-    """True if this operator manages it: not where it is being deleted, or another controller manages it."""
+    """True if this operator manages the job: it is not being deleted, and no other controller manages it."""
     spec = raw.get("spec")
     by_another = isinstance(spec, Mapping) and bool(spec.get("managedBy"))
     return not by_another and not raw["metadata"].get("deletionTimestamp")
 
 
 def is_reported(raw: Mapping[str, Any]) -> bool:
-    """True if the status reports already that it cannot be read."""
+    """True if the status already reports that it cannot be read."""
     status = raw.get("status")
     conditions = status.get("conditions") if isinstance(status, Mapping) else None
     accepted = [c for c in conditions if _is_accepted(c)] if isinstance(conditions, list) else []
@@ -34,14 +33,12 @@ def is_reported(raw: Mapping[str, Any]) -> bool:
 
 
 def event(why: str) -> Event:
-    """What `kubectl describe` shows."""
     return Event("Warning", reasons.UNREADABLE_STATUS.name, _sentence(why))
 
 
 def with_condition(raw: Mapping[str, Any], why: str, now: dt.datetime) -> dict[str, Any] | None:
-    """The status as it is stored with the condition Accepted=False in it, all else untouched.
-
-    None: it is there already, or the status has no place for it.
+    """Return the stored status with the condition Accepted=False and everything else untouched; None if it is there
+    already or the status has no place for it.
     """
     status = raw.get("status")
     conditions = status.get("conditions", []) if isinstance(status, Mapping) else None

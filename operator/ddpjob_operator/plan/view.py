@@ -1,4 +1,4 @@
-"""What is observed of a job, sorted by what it is to the job. Facts only: nothing here changes the status."""
+"""Sorts what is observed of a job by its role. Facts only: nothing here changes the status."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from ddpjob_operator.plan import invalid_spec
 from ddpjob_operator.plan.actions import DeletePod, Settings
 from ddpjob_operator.pods import naming
 
-# Beyond the grace of a pod: for the kubelet to end what is left, and to report it.
+# Added to a pod's grace, for the kubelet to end the rest and report it.
 OUTLIVED_SECONDS = 10
-# In namespaced mode, for a pod that stays beyond its grace on a node of which nobody says that it is not ready.
+# Used in namespaced mode, where node status cannot be read: seconds that a pod may outlive its grace before its node
+# counts as lost.
 HELD_SECONDS = 600
-# The pods of so many attempts stay for `kubectl logs`, the present one included.
+# The number of attempts, including the present one, whose pods stay for `kubectl logs`.
 ATTEMPTS_KEPT = 3
 
 
@@ -34,7 +35,7 @@ class Unreachable:
     pod: Pod
     since: dt.datetime
     lost_at: dt.datetime | None
-    """When it is given up; None while most nodes are not ready."""
+    """When it will be given up; None while most nodes are not ready."""
     gone: bool
     """True if its node's object was deleted."""
 
@@ -44,46 +45,45 @@ class View:
     """The job and what is observed, sorted once for all rules."""
 
     job: api.DDPJob
-    """Its status is `recorded`. Of an elastic job spec.nodes is what its attempt began with."""
+    """Its status is `recorded`. For an elastic job spec.nodes is the value at the start of the attempt."""
     wanted_nodes: int
-    """spec.nodes as it is now: that of the next attempt."""
+    """The present spec.nodes, which the next attempt will have."""
     stored: api.Status
     """The status exactly as the API server has it."""
     seen: Observed
     problems: tuple[Problem, ...]
-    """What validation found in the spec."""
+    """Validation's findings in the spec."""
     now: dt.datetime
     settings: Settings
     pods: dict[int, Pod]
-    """The pods of the present attempt by place; of a place whose pod was replaced alone, the newest."""
+    """Pods of the present attempt by place; the newest one where a pod was replaced."""
     deleted_pods: dict[int, Pod]
     """Pods of the present attempt that are gone, by place, as they were last seen."""
     older: tuple[Pod, ...]
-    """Active pods of earlier attempts, or replaced ones, those on lost nodes excepted."""
+    """Active pods of earlier attempts, and replaced ones, without those on lost nodes."""
     garbage: tuple[Pod, ...]
-    """Pods of earlier attempts, or replaced ones, that are to go: ended long ago, or on lost nodes."""
+    """Pods of earlier attempts, and replaced ones, to delete: they ended long ago, or are on lost nodes."""
     leaked: tuple[Pod, ...]
     """Pods of a deleted job of this name that are terminating on lost nodes: nobody else would ever delete them."""
     lost: frozenset[str]
-    """uids of active pods whose node is lost."""
+    """The uids of active pods whose node is lost."""
     lost_by_node: frozenset[str]
-    """Those of them whose node the cluster calls not ready. A pod that stays beyond its grace proves a lost node only
-    for the time since its deletion was requested."""
+    """The part of `lost` whose node the cluster calls not ready. A pod that outlives its grace proves a lost node only
+    from the time when its deletion was requested.
+    """
     conflicts: tuple[ConflictingObject, ...]
-    """Objects that carry a name the job needs, and are not the job's."""
+    """Objects of others with a name that the job needs."""
     trackers: Mapping[int, stall.StepTracker]
-    """The steps of each rank of this attempt that reports."""
+    """The steps of each rank that reports in this attempt."""
     unreachable: tuple[Unreachable, ...]
-    """Its active pods on nodes that are not ready and not given up, by place."""
+    """Active pods on nodes that are not ready but not given up, by place."""
 
     @cached_property
     def spec(self) -> api.Spec:
-        """The job's spec."""
         return self.job.spec
 
     @cached_property
     def facts(self) -> launcher.JobFacts:
-        """What follows from the job's template."""
         return launcher.facts(self.spec)
 
     @cached_property
@@ -93,79 +93,77 @@ class View:
 
     @cached_property
     def recorded(self) -> api.Status:
-        """The status as the API server has it, in times of this clock: a pod is deleted only for what is in here."""
+        """The status as the API server has it, with times in this clock. A pod is deleted only for a reason in it."""
         return self.job.status
 
     @cached_property
     def known_pods(self) -> dict[int, Pod]:
-        """The pods of the present attempt by place, those that are gone included."""
+        """The pods of the present attempt by place, including those that are gone."""
         return {**self.deleted_pods, **self.pods}
 
     def known_pod(self, node_rank: int) -> Pod | None:
-        """The pod of a node rank in the present attempt, also one that is gone."""
+        """Return the pod of a node rank in the present attempt, even if it is gone."""
         place = self.members.place(node_rank)
         return None if place is None else self.known_pods.get(place)
 
     @cached_property
     def active(self) -> list[Pod]:
-        """The pods of the present attempt in which something may still run, those on lost nodes excepted."""
+        """The pods of the present attempt that may still be running, without those on lost nodes."""
         return [p for p in self.pods.values() if p.live and p.uid not in self.lost]
 
     @cached_property
     def active_of_all_attempts(self) -> list[Pod]:
-        """All pods in which something may still run, also on lost nodes."""
+        """All pods that may still be running, also on lost nodes."""
         return [p for p in (*self.pods.values(), *self.older) if p.live]
 
     @cached_property
     def stall_finding(self) -> stall.StallFinding | None:
-        """What the reports prove of a job that makes no step."""
+        """The proof of a stall in the reports; None if there is none."""
         return stall.find(self.trackers, self.spec.stall, self.now)
 
     def failed(self, status: api.Status) -> list[Pod]:
-        """The pods of the present attempt that ended otherwise than completed, those that are gone included. A node
-        that is recorded as completed stays so, whatever becomes of its pod."""
+        """The pods of the present attempt that ended but did not complete, including those that are gone. A node
+        recorded as completed stays completed, whatever happens to its pod.
+        """
         completed = status.completed
         failed = [p for p in self.known_pods.values() if p.has_failed and p.place not in completed]
         return [p for p in failed if not self.comes_too_late(status, p.place)]
 
     @cached_property
     def hands_over_exit_code(self) -> bool:
-        """True if exit code 0 proves that the last launcher of the command has ended with 0."""
+        """True if exit code 0 proves that the command's last launcher ended with 0."""
         return exit_codes.is_handed_over(self.facts.command)
 
     @cached_property
     def is_elastic(self) -> bool:
-        """True if the group trains with fewer nodes than all."""
+        """True if the group can train with fewer than all nodes."""
         return self.facts.min_nodes is not None
 
     def is_enough(self, places: Set[int]) -> bool:
-        """True if the group trains with these places: all of them, or those that an elastic job wants at least.
-
-        Node 0 is always one of them, because its torchrun holds the store at which the others meet.
+        """True if the group can train with these places: all of them, or the minimum of an elastic job. Node 0 must be
+        among them, because its torchrun holds the store for the rendezvous.
         """
         least, present = self.facts.min_nodes, places & set(self.members)
         is_all = len(present) == len(self.members)
         return is_all if least is None else len(present) >= least and self.members.leader in present
 
     def trains_with_fewer(self, status: api.Status) -> bool:
-        """True if an elastic job has enough nodes: it waits for no other, and no other that ends breaks it."""
+        """True if an elastic job has enough nodes, so that it neither waits for others nor fails with them."""
         return self.is_elastic and self.is_enough(status.started)
 
     def participants(self, status: api.Status) -> Set[int]:
-        """The places that the training needs: all, or those of an elastic job that have started."""
+        """The places that training needs: all, or for an elastic job those that have started."""
         return status.started.intersection(self.members) if self.is_elastic else set(self.members)
 
     def comes_too_late(self, status: api.Status, place: int) -> bool:
-        """True if an elastic job had ended its training when the node started: it finds no group to join."""
+        """True if an elastic job had completed its training before the node started, which finds no group to join."""
         has_started = place in status.started
         return self.is_elastic and bool(status.completed_nodes) and not has_started
 
     def stop(self, pods: Sequence[Pod], grace_seconds: int | None) -> tuple[DeletePod, ...]:
-        """Delete these pods. One that is terminating is left alone; one on a lost node goes at once, since its kubelet
-        will never answer.
-
-        Only there the grace is 0, because the object then goes before a kubelet has ended anything, and the next
-        attempt would start beside the last.
+        """Return the actions that delete these pods, except terminating ones. Pods on lost nodes get a grace of 0,
+        because their kubelet will never answer. Elsewhere a grace of 0 would remove the object before the kubelet ends
+        the processes, so the next attempt would start next to the old one.
         """
         stopped = []
         for pod in sorted(pods, key=by_identity):
@@ -177,18 +175,18 @@ class View:
         return tuple(stopped)
 
     def active_deadline(self, status: api.Status) -> dt.datetime | None:
-        """When the job must be finished."""
+        """The time by which the job must have finished."""
         return after(status.start_time, self.spec.active_deadline_seconds)
 
     def start_deadline(self, status: api.Status) -> dt.datetime | None:
-        """When all nodes, or enough of them, must have run; None once they have in this attempt."""
+        """The time by which all nodes, or enough of them, must have run; None once they have in this attempt."""
         if self.is_enough(status.started):
             return None
         return after(status.starting_since or status.attempt_time, self.spec.start_deadline_seconds)
 
 
 def sort(job: api.DDPJob, seen: Observed, now: dt.datetime, problems: tuple[Problem, ...], settings: Settings) -> View:
-    """What is observed, sorted by what it is to the recorded attempt of this job."""
+    """Return what is observed, sorted for the recorded attempt of this job."""
     retries = job.status.start_retries
     recorded = times.not_ahead(
         job.status,
@@ -201,7 +199,7 @@ def sort(job: api.DDPJob, seen: Observed, now: dt.datetime, problems: tuple[Prob
 
 
 def _wanted_nodes(job: api.DDPJob, seen: Observed) -> int:
-    """spec.nodes; of an elastic job that a queue has admitted in part, as many as it has admitted."""
+    """Return spec.nodes; for an elastic job admitted in part by its queue, the admitted number."""
     if launcher.facts(job.spec).min_nodes is None:
         return job.spec.nodes
     own = (g for g in seen.groups if g.owner_uid == job.metadata.uid and g.admission.state == "admitted")
@@ -209,7 +207,9 @@ def _wanted_nodes(job: api.DDPJob, seen: Observed) -> int:
 
 
 def in_attempt(view: View, status: api.Status) -> View:
-    """The same facts, sorted for the attempt that begins with `status`: all pods there are now belong to older ones."""
+    """Return the same facts, sorted for the attempt that begins with `status`: all present pods now belong to older
+    ones.
+    """
     job = replace(view.job, spec=launcher.with_nodes(view.spec, view.wanted_nodes))
     return _sorted(status, job, view.stored, view.seen, view.now, view.problems, view.settings)
 
@@ -224,7 +224,7 @@ def _sorted(
     settings: Settings,
 ) -> View:
     wanted_nodes = _wanted_nodes(job, seen)
-    # An elastic job with the nodes that the pods of its attempt were made for, or before the first pod may have now.
+    # An elastic job has the nodes that its attempt's pods were made for or, before the first pod, may have now.
     job = replace(job, spec=launcher.with_nodes(job.spec, status.attempt_nodes or wanted_nodes))
     own = [_as_it_counts(p, job.spec, now) for p in owned(job, seen)]
     on_lost_nodes = [p for p in seen.pods if p.live and is_past(lost_at(p, seen.nodes, settings), now)]
@@ -262,7 +262,7 @@ def _sorted(
 
 
 def _as_it_counts(pod: Pod, spec: api.Spec, now: dt.datetime) -> Pod:
-    """The pod with what follows from the time and from its command."""
+    """Return the pod with the facts that follow from the time and from its command."""
     if is_past(outlived_at(pod, spec), now):
         pod = replace(pod, outlived=True)
     if pod.trainer.hides_a_failure and exit_codes.may_be_replaced(launcher.facts(spec).command):
@@ -271,7 +271,7 @@ def _as_it_counts(pod: Pod, spec: api.Spec, now: dt.datetime) -> Pod:
 
 
 def is_present(pod: Pod, status: api.Status) -> bool:
-    """True if it is the pod that counts of its place, in the present attempt."""
+    """True if it is the current pod of its place in the present attempt."""
     return _number(pod) == _present_number(status, pod.place)
 
 
@@ -281,7 +281,7 @@ def is_over(pod: Pod, status: api.Status) -> bool:
 
 
 def _number(pod: Pod) -> tuple[int, int]:
-    """Which of the pods of its place it is, over all attempts."""
+    """Return the pod's number among all pods of its place, over all attempts."""
     return (pod.attempt, pod.replacement)
 
 
@@ -296,15 +296,13 @@ def _is_long_ago(pod: Pod, status: api.Status) -> bool:
 
 
 def lost_at(pod: Pod, nodes: Mapping[str, Node] | None, settings: Settings) -> dt.datetime | None:
-    """When the node of a pod counts as lost; None while nothing shows that it is.
-
-    Where nodes can be read, by their condition Ready, and a node whose object was deleted is not ready; a pod that
-    stays beyond its grace on a node that is not ready is lost whatever the other nodes do. Patience begins anew where a
-    pod was bound later: after an outage of the API server a scheduler may believe for seconds that a node is ready
-    which we know is not, and the next pod would go there too. Elsewhere by what the node controller does to the pod, or
-    by a pod that stays beyond its grace, because a kubelet that runs would have ended it. Where the trainer runs by
-    what that kubelet last said, and the node controller has no doubt, its process may be one that the kernel holds
-    (NFS, a GPU's driver), so that takes HELD_SECONDS.
+    """Return when the node of a pod counts as lost; None if nothing suggests that. If nodes can be read, their
+    condition Ready decides, and a deleted node is not ready. A pod that outlives its grace on such a node is lost
+    whatever the other nodes do. The wait starts again for a pod that was bound later: after an outage of the API server
+    the scheduler may treat the node as ready for seconds, and the next pod would go there too. Without node access, the
+    node controller's treatment of the pod decides, or a pod that outlives its grace, because a working kubelet would
+    have ended it. If the kubelet last reported a running trainer and the node controller sees no problem, the kernel
+    may be holding the process (NFS, a GPU's driver): that takes HELD_SECONDS.
     """
     patience = dt.timedelta(seconds=settings.lost_node_seconds)
     if nodes is not None:
@@ -334,10 +332,9 @@ def _unreachable(
 
 
 def outlived_at(pod: Pod, spec: api.Spec) -> dt.datetime | None:
-    """When a sidecar that still runs shows that nobody ends the pod; None where none does.
-
-    An eviction or the shutdown of a node signals all containers of a pod at once and gives each the pod's grace: a
-    trainer that saves and ends with 0 looks as if it had completed, for as long as its sidecar takes.
+    """Return when a sidecar that is still running shows that nobody is stopping the pod; None if there is none. An
+    eviction or a node shutdown signals all containers of a pod at once and gives each the pod's grace. A trainer that
+    saves and ends with 0 then looks completed until its sidecar ends.
     """
     since = pod.done_since or pod.trainer.ended_at
     if since is None or not pod.done_beside_sidecars:
@@ -346,7 +343,7 @@ def outlived_at(pod: Pod, spec: api.Spec) -> dt.datetime | None:
 
 
 def next_loss(view: View) -> dt.datetime | None:
-    """When the next node will be lost, or a rank completed beside its sidecar, if nothing changes."""
+    """Return when the next node will be lost, or a rank next to its sidecar completed, if nothing changes."""
     job, seen = view.job, view.seen
     pods = (p for p in seen.pods if p.live and (is_own(p, job) or is_of_deleted_job(p, job)))
     lost = (lost_at(p, seen.nodes, view.settings) for p in pods)
@@ -355,36 +352,34 @@ def next_loss(view: View) -> dt.datetime | None:
 
 
 def is_stale(job: api.DDPJob, seen: Observed) -> bool:
-    """True if there are pods of a newer attempt than the status knows, so that the status that was read is an old one.
-
-    An empty status is not old but lost, or a write that follows will conflict, which costs nothing.
+    """True if there are pods of a newer attempt than in the status: the read status is old. An empty status is lost,
+    not old; if it was old after all, the write conflicts, which costs nothing.
     """
     status = job.status
     return status.state is not None and any(_number(p) > _present_number(status, p.place) for p in owned(job, seen))
 
 
 def owned(job: api.DDPJob, seen: Observed) -> list[Pod]:
-    """The pods that this job made."""
+    """Return the pods that this job created."""
     return [p for p in seen.pods if is_own(p, job)]
 
 
 def is_own(pod: Pod, job: api.DDPJob) -> bool:
-    """True if this job made it."""
+    """True if this job created it."""
     return bool(job.metadata.uid) and pod.owner_uid == job.metadata.uid
 
 
 def is_of_deleted_job(pod: Pod, job: api.DDPJob) -> bool:
-    """True if a deleted job of the same name made it: of two jobs of one name only one can exist."""
+    """True if a deleted job of the same name created it: only one job with a name can exist."""
     return pod.job == job.metadata.name and bool(pod.owner_uid) and not is_own(pod, job)
 
 
 def by_identity(pod: Pod) -> tuple[int, int, int, str]:
-    """A key to sort pods by."""
     return (pod.attempt, pod.place, pod.replacement, pod.uid)
 
 
 def name_pods(pods: Sequence[Pod]) -> str:
-    """`digits-1-0 on gpu-07`, or how many they are."""
+    """Return `digits-1-0 on gpu-07`, or the number of pods."""
     if len(pods) == 1:
         return pods[0].name + (f" on {pods[0].node}" if pods[0].node else "")
     return f"{len(pods)} pods"
@@ -395,8 +390,8 @@ def _conflicting_pods(job: api.DDPJob, seen: Observed, status: api.Status) -> It
     places = topology.members(job.spec) if others else ()
     names = {naming.present_pod_name(job, status, place) for place in places}
     for pod in others:
-        # A pod of the deleted job answers to the same DNS name, whatever its attempt, until it has ended. It has no
-        # owner where the job was deleted with --cascade=orphan.
+        # Until it has ended, a pod of the deleted job answers to the same DNS name, whatever its attempt. It has no
+        # owner if the job was deleted with --cascade=orphan.
         of_deleted = is_of_deleted_job(pod, job)
         orphaned = pod.job == job.metadata.name and not pod.owner_uid and pod.attempt > 0
         if pod.name in names or ((of_deleted or orphaned) and not pod.ended):

@@ -42,9 +42,9 @@ from ddpjob_core.rank_info import RankInfo, on_node
 
 TIMEOUT_SECONDS_MAX = 10**9  # 31 years
 CLOSE_SECONDS = 10.0  # how long a finished rank waits for the others before it leaves without them
-END_SECONDS = 2.0  # how long a rank that failed may take to end
+END_SECONDS = 2.0  # seconds that a failed rank may take to end
 NCCL_ERRORS, TORCHRUNS_OWN, PYTORCHS_OWN = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "1", "3"
-_LEFT = "left/{}"  # this rank has left in order
+_LEFT = "left/{}"  # set when this rank has left in order
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which prints and saves."""
+        """True for rank 0, which prints and saves."""
         return self.rank == 0
 
     def wrap(self, model: torch.nn.Module, **ddp_kwargs: Any) -> DistributedDataParallel:
@@ -108,9 +108,9 @@ class World:
             _leave(group)
         else:
             group.log_time_out(error)
-            group.broken = True  # the peers are in a collective and will not come: nothing to wait for at the exit
+            group.broken = True  # the peers are in a collective and will not come, so do not wait for them at the exit
             if isinstance(error, SystemExit):
-                termination.tell(error)  # because at the exit it cannot be seen any more
+                termination.tell(error)  # at the exit the exception is no longer visible
 
 
 def init(
@@ -151,7 +151,7 @@ def init(
     place = find_place(os.environ, init_method, rank, world_size, local_rank)
     backend, chosen = choose(backend, device, place, os.environ)
     if dist.is_initialized():
-        backend, store = dist.get_backend(), None  # the script made the group itself: take part in it
+        backend, store = dist.get_backend(), None  # take part in the group that the script made
     else:
         store = _join(init_method, place, backend, chosen, start, max(start, step))
     if backend == "gloo":
@@ -168,14 +168,16 @@ def init(
 
 
 def _time_limit(name: str, seconds: Any) -> timedelta:
-    """With 0 the first collective fails, and torch's message for infinity or a text does not name the argument."""
+    """Check the limit: with 0 the first collective fails, and torch's message for infinity or text does not name the
+    argument.
+    """
     if isinstance(seconds, (int, float)) and 0 < seconds <= TIMEOUT_SECONDS_MAX:
         return timedelta(seconds=seconds)
     raise ConfigurationError(f"{name}: {seconds!r} must be a number of seconds above 0, at most {TIMEOUT_SECONDS_MAX}.")
 
 
 def default_timeout_seconds(environ: Mapping[str, str]) -> float:
-    """How long a collective may take: as long as a declared pause, which stall_limits.py allows."""
+    """Return the limit for a collective: as long as stall_limits.py allows for a declared pause."""
     if not (environ.get("DDPJOB_BEATS") or environ.get("DDPJOB_STATUS_URL")):
         return 2 * stall_limits.PAUSE_SECONDS  # nobody else ends a hang
     stall = environ.get("DDPJOB_STALL_TIMEOUT", "")
@@ -189,9 +191,8 @@ def active() -> World | None:
 
 
 def rank_in_group(otherwise: str) -> tuple[int, int]:
-    """Rank and size of the group of this process, also of one that the script has made; 0 of 1 without one.
-
-    otherwise: what else can be done than to call `init`, for the ConfigurationError of a rank that has no group yet.
+    """Return rank and size of this process's group, also of one that the script made; 0 of 1 without one. otherwise:
+    the alternative to `init` that the ConfigurationError names for a rank without a group.
     """
     if process.current.group is not None or process.torch_group() is not None:
         place = process.place()
@@ -207,7 +208,7 @@ def rank_in_group(otherwise: str) -> tuple[int, int]:
 
 
 def store_of(world: World | None) -> Store | None:
-    """The key-value store of that world's group, while it is not left."""
+    """Return the key-value store of that world's group until it is left."""
     return getattr(_group_of(world), "store", None)
 
 
@@ -226,7 +227,7 @@ def find_place(
     world_size: int | None = None,
     local_rank: int | None = None,
 ) -> RankInfo:
-    """The place from the arguments, else from the URL's query, else from the environment, else alone."""
+    """Return the place from the arguments, else from the URL's query, else from the environment; else alone."""
     if dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
     if rank is None and world_size is None:
@@ -256,7 +257,7 @@ def _from_environment(environ: Mapping[str, str]) -> tuple[int, int]:
     if environ.get("RANK") and environ.get("WORLD_SIZE"):
         return _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
     for there, missing in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK"), ("DDPJOB_WORLD_SIZE", "RANK")):
-        # One rank of many that believes to be alone trains alone, ends with 0, and nobody notices.
+        # If one of many ranks believed that it is alone, it would train alone and end with 0, and nobody would notice.
         if environ.get(there) and (there == "RANK" or _integer(environ, there) > 1):
             raise ConfigurationError(
                 f"{there}: {environ[there]} is set but {missing} is not: this process cannot know its place among the "
@@ -281,7 +282,7 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
 def choose(
     backend: str | None, device: str | None, place: RankInfo, environ: Mapping[str, str]
 ) -> tuple[str, torch.device]:
-    """Backend and device of this process; the device is made the current one."""
+    """Return backend and device of this process, and make the device the current one."""
     source = "backend" if backend else "DDPJOB_BACKEND"
     backend = (backend or environ.get("DDPJOB_BACKEND") or "auto").lower()
     if backend not in ("auto", "nccl", "gloo", "mpi"):
@@ -328,7 +329,7 @@ def _refuse_unavailable(source: str, backend: str, device: str | None, gpus: int
 def _join(
     init_method: str | None, place: RankInfo, backend: str, device: torch.device, timeout: timedelta, longest: timedelta
 ) -> Store:
-    """timeout: of the rendezvous; longest: of a collective, because gloo of torch 2.4 cannot change it later."""
+    """timeout: for the rendezvous. longest: for a collective, because gloo of torch 2.4 cannot change it later."""
     where = init_method or _default_method(place)
     try:
         store = _rendezvous(where, place, timeout)
@@ -343,7 +344,7 @@ def _join(
         raise
     except (RuntimeError, ValueError, OSError) as error:
         problem = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        environ = os.environ  # with the address, because not each version of torch names the port that is in use
+        environ = os.environ  # with the address, because not each version of torch names the used port
         address = f"{where}, {environ.get('MASTER_ADDR')}:{environ.get('MASTER_PORT')}" if where == "env://" else where
         raise RendezvousError(
             f"rank {place.rank} of {place.world_size} did not meet the others at {address} (backend {backend}, limit "
@@ -354,8 +355,9 @@ def _join(
 
 
 def end_without_abort(environ: MutableMapping[str, str]) -> None:
-    """Under ddprun, let NCCL's errors end this process as torchrun's setting does, but without an abort of the group
-    before: after one the GPU goes on with whatever is in its buffers, and the state in memory could be made of that."""
+    """Under ddprun let NCCL's errors end this process, as torchrun's setting does, but without aborting the group
+    first. After an abort the GPU continues with undefined buffers, and the state in memory could be made of them.
+    """
     if environ.get("DDPJOB_MEMORY") and environ.get(NCCL_ERRORS) == TORCHRUNS_OWN:
         environ[NCCL_ERRORS] = PYTORCHS_OWN
 
@@ -374,9 +376,8 @@ def _default_method(place: RankInfo) -> str:
 
 
 def _prefix() -> str:
-    """Keys of this attempt only: a process that survived from an earlier one must not find the new group.
-
-    Under ddprun of this generation; not by TORCHELASTIC_RESTART_COUNT, which torchrun counts on each node alone.
+    """Prefix keys with the attempt, so that a surviving process of an earlier one cannot find the new group. Under
+    ddprun also with the generation; not with TORCHELASTIC_RESTART_COUNT, which torchrun counts per node.
     """
     environ = os.environ
     generation = environ.get("DDPJOB_GENERATION", "0")
@@ -385,9 +386,9 @@ def _prefix() -> str:
 
 
 def _rendezvous(where: str, place: RankInfo, timeout: timedelta) -> Store:
-    """The store of this group's keys."""
+    """Return the store with this group's keys."""
     if where == "alone":
-        return HashStore()  # no port, so nothing to collide with
+        return HashStore()  # no port, so nothing can collide
     scheme = urlsplit(where).scheme
     if scheme == "file":
         return _store_in_file(where, place, timeout)
@@ -398,15 +399,14 @@ def _rendezvous(where: str, place: RankInfo, timeout: timedelta) -> Store:
         store = next(rendezvous(where, place.rank, place.world_size, timeout=timeout))[0]
     else:
         raise ConfigurationError(f"init_method: {where!r} is none of env://, tcp://host:port, file:///path.")
-    # And keys of this group only, because the store of one that was closed may still run in this process.
+    # The prefix also identifies the group, because the store of a closed one may still be running in this process.
     return PrefixStore(f"{_prefix()}/{process.current.groups_joined}", store)
 
 
 def _store_at_port(where: str, place: RankInfo, timeout: timedelta) -> Store:
-    """Rank 0 serves, the others connect.
-
-    torch.distributed's own tcp:// makes every rank a client under torchrun (TORCHELASTIC_USE_AGENT_STORE in
-    torch/distributed/rendezvous.py), even at a port where no agent listens: all wait for the time-out.
+    """Return the store: rank 0 serves, the others connect. torch.distributed's own tcp:// makes every rank a client
+    under torchrun (TORCHELASTIC_USE_AGENT_STORE in torch/distributed/rendezvous.py), even at a port where no agent
+    listens, so all would wait for the time-out.
     """
     url = urlsplit(where)
     if url.hostname is None or url.port is None:
@@ -424,8 +424,8 @@ def _store_in_file(where: str, place: RankInfo, timeout: timedelta) -> Store:
         raise ConfigurationError(f"init_method: {where!r}: the folder {os.path.dirname(path)!r} does not exist.")
     store = FileStore(path, place.world_size)
     store.set_timeout(timeout)
-    # After a crash the file holds addresses of ended processes, and the next run would wait until the time-out for
-    # them. So each run has keys of its own, and begins only where this rank has left the run before it in order.
+    # After a crash the file has addresses of ended processes, and the next run would wait for them until the time-out.
+    # So each run has its own keys, and begins only if this rank left the previous run in order.
     own = PrefixStore(_prefix(), store)
     run = own.add(f"joined/{place.rank}", 1)
     if run > 1 and not PrefixStore(f"run/{run - 1}", own).check([_LEFT.format(place.rank)]):
@@ -437,7 +437,9 @@ def _store_in_file(where: str, place: RankInfo, timeout: timedelta) -> Store:
 
 
 def _agree(store: Store, place: RankInfo, backend: str, device: torch.device) -> None:
-    """All ranks must use rank 0's backend, and under nccl a GPU each; otherwise they wait for each other in vain."""
+    """Check that all ranks use rank 0's backend and, under nccl, a GPU each; otherwise they wait for each other in
+    vain.
+    """
     if place.rank == 0:
         store.set("backend", backend)
     elif (of_rank_0 := store.get("backend").decode()) != backend:
@@ -454,11 +456,11 @@ def _agree(store: Store, place: RankInfo, backend: str, device: torch.device) ->
 
 
 def _wait_for_all(store: Store, place: RankInfo, timeout: timedelta) -> None:
-    """Wait for all ranks, because in torch the wait for one that never comes has the time-out of a collective."""
+    """Wait for all ranks, because torch waits for a missing one as long as a collective may take."""
     if store.add(f"rank {place.rank}", 1) > 1:
         # With torch's own time-out for collectives, gloo would wait for the missing rank for hours.
         raise RuntimeError("another process has the same rank")
-    size = place.world_size  # in the keys: ranks that expect other numbers of ranks must not take each other for all
+    size = place.world_size  # in the keys: ranks that expect another world size must not count as present
     if store.add(f"met of {size}", 1) == size:
         store.set(f"all {size} met", "1")
     store.wait([f"all {size} met"], timeout)
@@ -469,27 +471,29 @@ def _wait_for_all(store: Store, place: RankInfo, timeout: timedelta) -> None:
 
 @dataclass
 class _Group:
-    """The one process group of this process, and what changes while it exists."""
+    """The process group of this process, and its changing state."""
 
     world: World
     place: RankInfo
-    store: Store | None  # None where the script made the group itself
+    store: Store | None  # None if the script made the group
     stepping: bool = False
     broken: bool = False
     time_out_logged: bool = False
 
     def use_step_timeout(self) -> None:
-        """For gloo and nccl, and for collectives that start from now on."""
+        """Use the step's time-out for collectives that start from now on, under gloo and nccl."""
         if not self.stepping:
             self.stepping = True
-            # The public way is there since torch 2.15, and the one before it warns there on every rank.
+            # The public function exists from torch 2.15 on, where the old one warns on every rank.
             change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
             with contextlib.suppress(Exception):
                 change(timedelta(seconds=self.world.timeout_step_seconds))
 
     def log_time_out(self, error: BaseException | None) -> None:
-        """torch's message names milliseconds and an operation, not what the limit is called and how to raise it."""
-        if isinstance(error, SystemExit):  # sys.exit(1) in an except
+        """Explain a time-out: torch's message has milliseconds and an operation, but neither the name of the limit nor
+        how to raise it.
+        """
+        if isinstance(error, SystemExit):  # sys.exit(1) in an except block
             error = error.__cause__ or error.__context__
         waited = _TIMED_OUT.search(str(error)) if isinstance(error, RuntimeError) else None
         if waited is None or self.time_out_logged or int(waited[1]) != round(1000 * self.world.timeout_step_seconds):
@@ -506,18 +510,20 @@ _TIMED_OUT = re.compile(r"Timed out waiting (\d+)ms")  # gloo's
 
 
 def before_leaving(action: Callable[[], None]) -> None:
-    """Run the bound method when the group is left in order, while the store still answers (a snapshot in flight)."""
+    """Run the bound method when the group is left in order, while the store still answers (for a snapshot in
+    flight).
+    """
     process.current.before_leaving.append(weakref.WeakMethod(action))
 
 
 def _leave_at_exit() -> None:
-    """A script that never closes still leaves in order: a gloo group left to the interpreter's exit may abort it."""
+    """Leave in order if the script never closes: the interpreter's exit may abort a gloo group."""
     group: _Group | None = process.current.group
     if group is None:
         return
     error = termination.ending()
     failed = error is not None and not isinstance(error, Stopped) and termination.exit_code(error) != 0
-    if group.broken or failed:  # its peers are in a collective then, and will not come
+    if group.broken or failed:  # the peers are in a collective and will not come
         group.log_time_out(error)
         _end_soon()
         return
@@ -525,16 +531,15 @@ def _leave_at_exit() -> None:
         _leave(group)
     except SnapshotError as problem:
         stop.fail_at_exit(problem)
-    except Exception as problem:  # nobody is left to raise it to
+    except Exception as problem:  # nobody can catch it any more
         termination.tell(problem)
         process.log(str(problem))
 
 
 def _end_soon() -> None:
-    """After an exception: end with exit code 1 in 2 s at the latest, whatever a destructor still waits for.
-
-    Until this process has ended no launcher knows that it failed. faulthandler's timer is a C thread: it works also
-    while a destructor holds the interpreter.
+    """After an exception, end with exit code 1 within 2 s, whatever a destructor still waits for. Until this process
+    has ended, no launcher knows that it failed. faulthandler's timer is a C thread, so it works even while a destructor
+    holds the interpreter lock.
     """
     settle(failed=True)
     faulthandler.dump_traceback_later(END_SECONDS, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
@@ -555,15 +560,14 @@ def _leave(group: _Group) -> None:
 
 
 def wait_for_others(group: _Group, limit_seconds: float) -> None:
-    """Wait until every rank is leaving, at most that long.
-
-    Through the store and not by a barrier: under nccl a collective that a lost peer never joins ends the process.
+    """Wait at most `seconds` until every rank is leaving. Use the store, not a barrier: under nccl a collective that a
+    lost peer never joins ends the process.
     """
     store, world = group.store, group.world
     if store is None and process.current.stopped_at is not None:
-        store = stop.store_of_group()  # the script has made it, and waits for nobody: rank 0 may still write
+        store = stop.store_of_group()  # the script made the group and waits for nobody, but rank 0 may still be writing
     if store is None:
         return
-    with contextlib.suppress(RuntimeError):  # rank 0 serves the store and may be gone: then it had seen all of us
+    with contextlib.suppress(RuntimeError):  # rank 0 serves the store and may be gone, after it has seen all of us
         store.set(_LEFT.format(world.rank), "1")
         stop.wait_for_all(store, world.rank, world.world_size, limit_seconds)

@@ -1,9 +1,9 @@
-"""Connect to rank 0's store as soon as it listens, instead of up to half a second later.
+"""Connects to rank 0's store as soon as it listens, instead of up to half a second later.
 
-torch's client retries after 0.25 to 0.75 s, then ever more slowly. Ranks of one generation start within milliseconds of
-each other, and a rank that is faster than rank 0 delays all: a client 100 ms ahead of the store connected after 0.34 to
-0.56 s, and with this after 0.10 to 0.12. A connection that is closed without data does not disturb the store, with or
-without libuv.
+torch's client retries after 0.25 to 0.75 s, then less and less often. Ranks of a generation start within milliseconds
+of each other, so a rank that is faster than rank 0 delays all. A client 100 ms ahead of the store connected after 0.34
+to 0.56 s, and with this module after 0.10 to 0.12 s. A connection that is closed without data does not disturb the
+store, with or without libuv.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import time
 from typing import Any
 
 PAUSE_SECONDS, PAUSE_SECONDS_MAX = 0.002, 0.25  # a thousand ranks may wait for a rank 0 whose node is still starting
-PAUSE_PART = 0.1  # of the time that has passed, so that no wait gets more than a tenth longer
-CONNECT_SECONDS = 2.0  # to an address that does not answer
-WAIT_PART, WAIT_SECONDS_MAX = 0.1, 30.0  # of the time limit; then torch's own search follows, with its error
+PAUSE_PART = 0.1  # of the elapsed time, so that no wait gets more than a tenth longer
+CONNECT_SECONDS = 2.0  # per connection attempt
+WAIT_PART, WAIT_SECONDS_MAX = 0.1, 30.0  # of the time limit; then torch retries itself, and reports its error
 
 
 def wait_until_served(host: str, port: int, timeout_seconds: float) -> None:
@@ -29,7 +29,7 @@ def wait_until_served(host: str, port: int, timeout_seconds: float) -> None:
     while (now := time.monotonic()) < ends:
         try:
             return socket.create_connection((host, port), min(CONNECT_SECONDS, ends - now)).close()
-        except socket.gaierror:  # no such name yet; a DNS server would get requests of all ranks
+        except socket.gaierror:  # no such name yet; avoid flooding the DNS server with requests of all ranks
             pause = PAUSE_SECONDS_MAX
         except OSError:  # refused, or no route yet
             pause = min(max(PAUSE_SECONDS, PAUSE_PART * (time.monotonic() - began)), PAUSE_SECONDS_MAX)

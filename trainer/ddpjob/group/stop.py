@@ -33,14 +33,15 @@ from ddpjob_core import rules, stall_limits
 
 POLL_SECONDS = 0.5
 POLL_SECONDS_REQUESTED = 0.02
-# The threads of running ranks promise at their next poll. Without a decision a rank is gone and nothing can be saved
-# together: then SIGTERM ends the process, so that a failed group restarts at once and not after its whole grace.
+# The threads of running ranks promise at their next poll. Without a decision after this time a rank is gone, and saving
+# together is impossible. Then SIGTERM ends the process, so that a failed group restarts at once and not after its whole
+# grace.
 AGREE_SECONDS = 5.0
 NEVER = 1 << 62
-# A rank that stopped waits for rank 0's snapshot: torchrun gives the processes of its node 30 s from the first that
-# ends with another code than 0. The grace period of the pod ends this sooner.
+# Limit for a stopped rank that waits for rank 0's snapshot: torchrun gives the processes of its node 30 s after the
+# first one ends with a code other than 0. The pod's grace period may end it earlier.
 STOPPED_CLOSE_SECONDS = 600.0
-LEAVE_LAST_SECONDS = 1.0  # rank 0 waits so long for the others to disconnect; they need milliseconds
+LEAVE_LAST_SECONDS = 1.0  # rank 0 waits this long for the others to disconnect, which takes milliseconds
 COUNT_SECONDS, COUNT_SECONDS_MAX = 0.01, 0.2  # a thousand ranks may wait for a snapshot for minutes
 
 _REQUESTED, _PROMISES, _DECISION, _STEP = "stop/asked", "stop/here", "stop/at", "stop/step/{}"
@@ -56,7 +57,7 @@ def should_stop(step: int) -> bool:
     one is left alone, and this rank only follows the others. Raises RendezvousError where a rank got SIGTERM and
     the others did not agree within the time-out of a step.
     """
-    state, step = process.current, int(step)  # of samples / batch it is a float
+    state, step = process.current, int(step)  # a float for samples / batch
     state.marked = step, state.optimizer_steps
     if state.at_boundary is not None:
         state.at_boundary(step)
@@ -69,10 +70,11 @@ def should_stop(step: int) -> bool:
 
 
 def ignore_sigterm(_worker_id: int = 0) -> None:
-    """For processes that a rank needs until it stops: `DataLoader(..., worker_init_fn=ddpjob.ignore_sigterm)`.
+    """Ignore SIGTERM in processes that a rank needs until it stops: `DataLoader(...,
+    worker_init_fn=ddpjob.ignore_sigterm)`.
 
-    torchrun sends SIGTERM to a rank and to all that the rank has started. A DataLoader whose worker ends by it raises
-    in the training, which then cannot save. Once the rank has ended, SIGTERM ends its workers.
+    torchrun sends SIGTERM to a rank and to all its children. If it ends a DataLoader's worker, the DataLoader raises in
+    the training loop, which then cannot save. After the rank has ended, SIGTERM ends its workers.
     """
     parent = os.getppid()
 
@@ -81,16 +83,16 @@ def ignore_sigterm(_worker_id: int = 0) -> None:
             os._exit(128 + number)
 
     signal.signal(signal.SIGTERM, end_without_rank)
-    signal.siginterrupt(signal.SIGTERM, False)  # system calls of libraries that know no EINTR go on
+    signal.siginterrupt(signal.SIGTERM, False)  # for libraries that cannot handle EINTR
 
 
 def must_leave_now() -> bool:
-    """Whether SIGTERM came once more, after `leave`: a rank that has stopped need not wait for one that is gone."""
+    """True if SIGTERM came again after `leave`: a stopped rank need not wait for a lost one."""
     return process.current.sigterm is not None and process.current.sigterm.received
 
 
 def leave() -> None:
-    """The group is about to be left: a rank that gets SIGTERM now need not wait for this one."""
+    """Announce that this rank leaves the group, so that a rank that gets SIGTERM now need not wait for it."""
     state = process.current
     agreement, sigterm = state.agreement, state.sigterm
     if sigterm is not None:
@@ -103,15 +105,15 @@ def leave() -> None:
 
 
 def wait_for_all(store: Any, rank: int, world_size: int, limit_seconds: float) -> None:
-    """Wait until every rank has come to this, at most that long. Raises RuntimeError where the store is gone."""
+    """Wait at most `seconds` until every rank has called this. Raise RuntimeError if the store is gone."""
     if _all_counted(store, "leaving", world_size, limit_seconds):
-        # Rank 0 may serve the store, so it goes when the others have read from it for the last time. Otherwise
-        # torch prints 20 lines of "recvValue failed" on each of them, at the end of a training that went well.
+        # Rank 0 may serve the store, so it leaves after the others have read from it for the last time. Otherwise torch
+        # prints 20 lines of "recvValue failed" on each of them at the end of a successful training.
         _all_counted(store, "gone", world_size if rank == 0 else 0, LEAVE_LAST_SECONDS)
 
 
 def _all_counted(store: Any, key: str, wanted: int, limit_seconds: float) -> bool:
-    """Count this rank, and wait until so many are counted, at most that long."""
+    """Count this rank, and wait at most `seconds` until so many are counted."""
     deadline = time.monotonic() + limit_seconds
     pause = COUNT_SECONDS
     count: int = store.add(key, 1)
@@ -123,7 +125,7 @@ def _all_counted(store: Any, key: str, wanted: int, limit_seconds: float) -> boo
 
 
 class Agreement:
-    """One group's way to one step; `reached` is called by the training, all else happens in the thread."""
+    """One group's agreement on a step. The training calls `reached`; the rest happens in a thread."""
 
     def __init__(self, store: Any, sigterm: process.Sigterm, rank: int, world_size: int, limit_seconds: float) -> None:
         self._store = store  # None: alone
@@ -160,10 +162,10 @@ class Agreement:
             self._promise(NEVER)
 
     def wait_for_others(self) -> None:
-        """In a group that the script has made: until all ranks end."""
+        """Wait until all ranks end, in a group that the script made."""
         self._sigterm.received = False
         if self._store is not None:
-            with contextlib.suppress(RuntimeError):  # the store is gone, and rank 0 with it
+            with contextlib.suppress(RuntimeError):  # rank 0 is gone, and the store with it
                 wait_for_all(self._store, self._rank, self._world_size, STOPPED_CLOSE_SECONDS)
 
     def _watch(self) -> None:
@@ -172,7 +174,7 @@ class Agreement:
                 self._wait(POLL_SECONDS_REQUESTED if self.promised else POLL_SECONDS)
                 if not self._closing:
                     self._decide_or_give_up()
-        except RuntimeError:  # the store is gone, and rank 0 with it
+        except RuntimeError:  # rank 0 is gone, and the store with it
             self._decide(NEVER)
             while not self._closing:
                 self._wait(None)
@@ -182,7 +184,7 @@ class Agreement:
     def _wait(self, seconds: float | None) -> None:
         if self._sigterm.wait(seconds) and self._sigterm_at is None:
             self._sigterm_at = time.monotonic()
-            if self._store is not None and not self.decided.is_set():  # else the group is gone, or knows it
+            if self._store is not None and not self.decided.is_set():  # otherwise the group is gone or already knows
                 self._store.set(_REQUESTED, "1")
 
     def _decide_or_give_up(self) -> None:
@@ -195,7 +197,7 @@ class Agreement:
             self._give_up()
 
     def _promise(self, step: int | None) -> None:
-        """Not to pass this step before the decision; by default that of the next call of `should_stop`."""
+        """Promise not to pass this step before the decision; by default the step of the next call of `should_stop`."""
         with self._lock:
             if self.promised:
                 return
@@ -218,7 +220,7 @@ class Agreement:
         if self.decided.is_set() and self._at != NEVER:
             return
         process.log(f"rank {self._rank} got SIGTERM, and a rank that must agree is gone: ended without saving")
-        os._exit(128 + signal.SIGTERM)  # a thread cannot restore the signal's own action
+        os._exit(128 + signal.SIGTERM)  # a thread cannot restore the signal's default action
 
 
 # ---- the agreement of this process -------------------------------------------------------------------------
@@ -232,13 +234,13 @@ def _begin() -> Agreement:
     if place.world_size == 1 or store is not None:
         state.sigterm.handle()
     process.at_exit_of_child(end_as_it_must, 5)
-    # The others may be in a pause.
+    # Other ranks may be in a pause.
     limit_seconds = state.group.world.timeout_step_seconds if state.group else 2 * stall_limits.PAUSE_SECONDS
     return Agreement(store, state.sigterm, place.rank, place.world_size, limit_seconds)
 
 
 def store_of_group() -> Any:
-    """The store of the group: that of `init`, else the one that the script made."""
+    """Return the store of the group: that of `init`, else that of the script's own group."""
     group = process.current.group
     if group is not None and group.store is not None:
         return group.store
@@ -251,18 +253,21 @@ def store_of_group() -> Any:
 
 
 def fail_at_exit(problem: BaseException) -> None:
-    """The last state is not saved, and nobody is left to raise that to: `end_as_it_must` has this process fail."""
+    """Make this process fail in `end_as_it_must`: the last state is not saved, and nobody can catch an exception any
+    more.
+    """
     termination.tell(problem)
     process.log(str(problem))
     process.current.fails_at_exit = True
 
 
 def end_as_it_must() -> None:
-    """End with 1 where the last state is not saved, and with 75 after a stop, however the script ends: a training that
-    stopped before its end must not look completed."""
+    """End with 1 if the last state is not saved, and with 75 after a stop, however the script ends: a training that
+    stopped early must not look completed.
+    """
     if process.current.fails_at_exit:
         if (agreement := process.current.agreement) is not None and process.current.stopped_at is not None:
-            agreement.wait_for_others()  # in a group that the script has made, this rank may serve the store
+            agreement.wait_for_others()  # in a group that the script made, this rank may serve the store
         _end_now(1)
     _end_as_resumable()
 
@@ -273,10 +278,11 @@ def _end_as_resumable() -> None:
     if step is None or not (error is None or isinstance(error, SystemExit)):
         return
     termination.tell_stopped(step)
-    # None where the group was that of `init`, and is left; or the second time: multiprocessing calls this, then atexit.
+    # None if `init` made the group and it was left, or in the second call: multiprocessing calls this before atexit
+    # does.
     agreement, state.agreement = state.agreement, None
     ends_well = error is None or termination.exit_code(error) in (0, rules.RESUMABLE_EXIT_CODE)
-    if agreement is not None and state.group is None and ends_well:  # one that is not left has 2 s to end
+    if agreement is not None and state.group is None and ends_well:  # a group that was not left has 2 s to end
         agreement.wait_for_others()
     if not state.stopped_raised and (error is None or termination.exit_code(error) == 0):
         process.log(
@@ -287,11 +293,11 @@ def _end_as_resumable() -> None:
 
 
 def _end_now(code: int) -> None:
-    """sys.exit() has no effect at the exit."""
+    """End the process at once, because sys.exit() has no effect at the exit."""
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
 
 
-atexit.register(end_as_it_must)  # at the import: what join.py registers later runs before it, and leaves the group
+atexit.register(end_as_it_must)  # at the import: handlers registered later by join.py run earlier and leave the group

@@ -1,4 +1,4 @@
-"""Is a node too slow to train with the others? Measured before training: `python -m ddpjob.preflight`, or `run()`."""
+"""Finds nodes that are too slow to train with the others, before training: `python -m ddpjob.preflight`, or `run()`."""
 
 from ddpjob.preflight.measure import run
 

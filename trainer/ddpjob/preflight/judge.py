@@ -1,7 +1,7 @@
-"""Which nodes are too slow to train with the others, from what every rank has measured. Pure, and without torch.
+"""Decides from the measurements of all ranks which nodes are too slow. Pure, and without torch.
 
-All measures are seconds for a unit of work: less is better, 0 was not measured. A node is bad where it needs twice
-as long as the median node, and where that matters. What looks bad is measured again (`best_of`): it may have been busy.
+Measures are seconds per unit of work: less is better, and 0 means not measured. A node is bad if it takes twice as long
+as the median node and the difference matters. A suspect is measured again (`best_of`), because it may have been busy.
 """
 
 import statistics
@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 MIB = 1024**2
-LATENCY_SECONDS = 1e-3  # more than the median by less than this is another rack or zone, no fault
-DISK_SECONDS_PER_BYTE = 1 / 100e6  # a faster disk holds up no snapshot, and healthy ones differ by more than two times
+LATENCY_SECONDS = 1e-3  # a smaller difference from the median is another rack or zone, not a fault
+DISK_SECONDS_PER_BYTE = 1 / 100e6  # a faster disk delays no snapshot; healthy ones differ by a factor of over two
 SKEW_SECONDS = 2.0
 RESOLVE_SECONDS = 1.0
-SHM_BYTES = 64 * MIB  # what a container gets by default
+SHM_BYTES = 64 * MIB  # the default of a container
 
 
 class Peer(NamedTuple):
-    """How this node reaches another."""
+    """The connection from this node to another."""
 
     node: int
     seconds_per_byte: float
@@ -25,20 +25,20 @@ class Peer(NamedTuple):
 
 
 class RankMeasures(NamedTuple):
-    """What one rank has measured; only the first of each node has more than seconds_per_flop."""
+    """Measurements of one rank; only the first rank of each node has more than seconds_per_flop."""
 
     node: int
     rank: int
     machine: str
-    """The same for nodes that are pods of one machine."""
+    """Equal for nodes that are pods of one machine."""
     seconds_per_flop: float
     disk_seconds_per_byte: float = 0.0
     resolve_seconds: float = 0.0
-    """Of MASTER_ADDR."""
+    """Time to resolve MASTER_ADDR."""
     skew_seconds: float = 0.0
-    """Its clock less that of node 0."""
+    """Its clock minus that of node 0."""
     shm_bytes: int | None = None
-    """Free in /dev/shm."""
+    """Free bytes in /dev/shm."""
     trouble: str = ""
     """What could not be measured, and why."""
     peers: tuple[Peer, ...] = ()
@@ -49,15 +49,17 @@ class SlowNode(NamedTuple):
 
     node: int
     times: float
-    """So many times longer than usual."""
+    """Factor relative to the usual value."""
     text: str
 
 
 class NodeResult(NamedTuple):
-    """What the measurements say."""
+    """The verdict on all nodes."""
 
     bad: tuple[SlowNode, ...] = ()
-    """The worst first. Never half of the nodes or more (of two: one): what most nodes are is usual."""
+    """Bad nodes, the worst first. Always fewer than half of the nodes (of two: one), because the majority defines what
+    is usual.
+    """
     warnings: tuple[str, ...] = ()
 
     @property
@@ -66,12 +68,12 @@ class NodeResult(NamedTuple):
 
     @property
     def message(self) -> str:
-        """pre-flight: node 3 is slow: 1.1 GB/s to its peers where the median is 9.8 GB/s"""
+        """Return pre-flight: node 3 is slow: 1.1 GB/s to its peers where the median is 9.8 GB/s"""
         return "pre-flight: " + "; ".join(slow.text for slow in self.bad) if self.bad else ""
 
 
 class NodeMeasures(NamedTuple):
-    """A node in the four measures."""
+    """The four measures of a node."""
 
     bandwidth: float
     latency: float
@@ -80,13 +82,15 @@ class NodeMeasures(NamedTuple):
 
 
 class Criterion(NamedTuple):
-    """When a node is bad in one of them."""
+    """The limit at which a node is bad by one measure."""
 
     measure: str
     """The field of NodeMeasures."""
     factor: float
     factor_of_two: float
-    """Where there are only two nodes, and the other is what is usual; 0: of a pair nobody can say whose fault it is."""
+    """The factor with only two nodes, where the other defines what is usual; 0: with two nobody can say which is at
+    fault.
+    """
     text: Callable[[float], str]
     what: str
     matters: Callable[[float, float], bool] = lambda _seconds, _usual: True
@@ -101,7 +105,7 @@ CRITERIA = (
 
 
 def judge(measures: Sequence[RankMeasures]) -> NodeResult:
-    """The same on every rank, for all have the same measures."""
+    """Return the verdict. It is the same on every rank, because all have the same measurements."""
     nodes = by_node(measures)
     slow = sorted((node for criterion in CRITERIA for node in _slow(criterion, nodes)), key=lambda s: -s.times)
     bad = list(dict.fromkeys(s.node for s in slow))[: max(1, (len(nodes) - 1) // 2)]
@@ -109,10 +113,9 @@ def judge(measures: Sequence[RankMeasures]) -> NodeResult:
 
 
 def by_node(measures: Sequence[RankMeasures]) -> dict[int, NodeMeasures]:
-    """Each node in the four measures: its slowest process, and the median of its peers.
-
-    Where one link of two is slow, both ends have it; only the end that is slow has no better ones. Pods of one machine
-    reach each other without a network, so where there are several machines only what is between them counts.
+    """Return the four measures of each node: of its slowest process, and the median over its peers. A slow link affects
+    both its ends, but only a slow node has no better links. Pods of one machine communicate without a network, so with
+    several machines only links between machines count.
     """
     machine = {rank.node: rank.machine for rank in measures}
     nodes = {}
@@ -131,7 +134,7 @@ def by_node(measures: Sequence[RankMeasures]) -> dict[int, NodeMeasures]:
 
 
 def best_of(one: RankMeasures, other: RankMeasures) -> RankMeasures:
-    """The best of two measurements of a rank."""
+    """Return the better of two measurements of a rank."""
     peers = {peer.node: peer for peer in one.peers}
     for peer in other.peers:
         before = peers.get(peer.node, peer)
@@ -185,7 +188,7 @@ def _warnings(measures: Sequence[RankMeasures]) -> Iterator[str]:
 
 
 def rate(seconds: float, unit: str) -> str:
-    """9.8 GB/s, of seconds per B and "B/s"."""
+    """Return 9.8 GB/s for seconds per B and "B/s"."""
     if seconds <= 0:
         return "-"
     per_second = float(f"{1 / seconds:.3g}")
@@ -194,10 +197,10 @@ def rate(seconds: float, unit: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """0.05 ms"""
+    """Return 0.05 ms."""
     return f"{seconds * 1e3:.2g} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
 def _least(one: float, other: float) -> float:
-    """Of what was measured."""
+    """Return the least of the measured values."""
     return min((seconds for seconds in (one, other) if seconds > 0), default=0.0)

@@ -29,12 +29,12 @@ from ddpjob.preflight.judge import MIB, NodeResult, Peer, RankMeasures
 from ddpjob.process import latest_step
 from ddpjob.reporting import termination
 
-JOIN_SECONDS = 60.0  # for a collective as well: a node that is so slow is lost
-ROUNDS_MAX = 16  # of exchanges: with more than 17 nodes each has 16 of the others as its peers
-CONFIRMATIONS = 2  # what is slow three times is slow
+JOIN_SECONDS = 60.0  # also for a collective: a node that is slower than this is lost
+ROUNDS_MAX = 16  # rounds of exchanges: with more than 17 nodes each has 16 peers
+CONFIRMATIONS = 2  # further measurements of a suspect before it is bad
 PINGS, CLOCK_TRIALS = 20, 4
 PROBES, PROBE_BYTES = 4, 64 * 1024
-# A process waits some milliseconds for a busy processor: an exchange must take longer than that to mean something.
+# A process may wait some milliseconds for a busy processor, so a shorter exchange measures nothing.
 PAYLOADS, PAYLOAD_SECONDS, PAYLOAD_BYTES_MIN, PAYLOAD_BYTES_MAX = 6, 0.02, 256 * 1024, 64 * MIB
 MATMULS_MIN, MATMUL_SECONDS = 3, 0.2
 CHUNKS, DISK_SECONDS = 16, 0.3
@@ -52,7 +52,7 @@ def run(folder: str = "") -> NodeResult:
     measures = survey(world, folder)
     result = judge.judge(measures)
     for _ in range(CONFIRMATIONS):
-        if result.bad:  # or others had the processor, the network or the disk just then
+        if result.bad:  # other programs may have used the processor, network or disk
             measures = [judge.best_of(*both) for both in zip(measures, survey(world, folder), strict=True)]
             result = judge.judge(measures)
     if world.is_main:
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def survey(world: World, folder: str = "") -> list[RankMeasures]:
-    """What every rank measures now, by rank; on every rank alike."""
+    """Return what every rank measures now, by rank; equal on all ranks."""
     own = RankMeasures(world.node_rank, world.rank, _machine(), seconds_per_flop(world.device))
     places = [json.loads(text) for text in gather.texts(json.dumps([world.local_rank, world.node_rank]))]
     first_ranks = {node: rank for rank, (local_rank, node) in enumerate(places) if local_rank == 0}
@@ -89,7 +89,7 @@ def survey(world: World, folder: str = "") -> list[RankMeasures]:
 
 
 def _of_node(own: RankMeasures, world: World, first_ranks: dict[int, int], folder: str) -> RankMeasures:
-    """What one rank measures for its node."""
+    """Return what one rank measures for its node."""
     own = own._replace(
         peers=tuple(_measure_links(world, first_ranks)),
         skew_seconds=skew_seconds(world, first_ranks),
@@ -108,7 +108,7 @@ def _decoded(fields: list[Any]) -> RankMeasures:
 
 
 def _measure_links(world: World, first_ranks: dict[int, int]) -> Iterator[Peer]:
-    """Each node exchanges bytes with the others, one at a time; in each round every node is in one pair at most."""
+    """Let each node exchange bytes with the others, one at a time; in a round each node is in at most one pair."""
     nodes = sorted(first_ranks)
     for pairs in rounds(len(nodes)):
         for one, other in ((nodes[a], nodes[b]) for a, b in pairs):
@@ -118,7 +118,9 @@ def _measure_links(world: World, first_ranks: dict[int, int]) -> Iterator[Peer]:
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """A tournament: the first keeps its seat, the others go round; of an odd number one is left out each time."""
+    """Yield the rounds of a tournament: the first node keeps its seat, the others rotate; with an odd number one is
+    left out per round.
+    """
     seats: list[int | None] = [*range(count), *([None] if count % 2 else [])]
     played = []
     for _ in range(min(len(seats) - 1, ROUNDS_MAX)):
@@ -129,21 +131,21 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
 
 
 def measure_link(peer: int, device: torch.device) -> tuple[float, float]:
-    """Seconds per byte both ways at once, as in a ring all_reduce, and for one small message; the best of a few."""
+    """Return the best seconds per byte, both ways at once as in a ring all_reduce, and seconds of a small message."""
     on_device = gather.device_for(None, device)
-    _exchange(peer, 1, on_device)  # nccl makes its connection
+    _exchange(peer, 1, on_device)  # nccl connects now
     latency = min(_exchange(peer, 1, on_device) for _ in range(PINGS))
     probe = min(_exchange(peer, PROBE_BYTES, on_device) for _ in range(PROBES))
     both = torch.empty(1, dtype=torch.float64, device=on_device)
     swap(peer, torch.tensor([probe], dtype=torch.float64, device=on_device), both)
-    fitting = int(PROBE_BYTES * PAYLOAD_SECONDS / max(probe, both.item()))  # the same on both sides
+    fitting = int(PROBE_BYTES * PAYLOAD_SECONDS / max(probe, both.item()))  # equal on both sides
     size = min(PAYLOAD_BYTES_MAX, max(PAYLOAD_BYTES_MIN, fitting))
     fastest = min(_exchange(peer, size, on_device) for _ in range(PAYLOADS))
     return min(fastest / size, probe / PROBE_BYTES), latency
 
 
 def _exchange(peer: int, size: int, device: torch.device) -> float:
-    """The seconds of an exchange in which both begin together: each has just received a byte from the other."""
+    """Return the seconds of an exchange that both begin together: each has just received a byte from the other."""
     out, into = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     swap(peer, out[:1], into[:1])
     began = time.perf_counter()
@@ -152,7 +154,8 @@ def _exchange(peer: int, size: int, device: torch.device) -> float:
 
 
 def swap(peer: int, out: torch.Tensor, into: torch.Tensor) -> None:
-    # As one batch nccl uses the communicator of the whole group; else each pair would make one, for a second or so.
+    # As one batch, nccl uses the communicator of the whole group; otherwise each pair would create one, which takes
+    # about a second.
     for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, out, peer), dist.P2POp(dist.irecv, into, peer)]):
         work.wait()
     if out.is_cuda:
@@ -160,7 +163,7 @@ def swap(peer: int, out: torch.Tensor, into: torch.Tensor) -> None:
 
 
 def skew_seconds(world: World, first_ranks: dict[int, int]) -> float:
-    """This node's clock less that of node 0, which asks the others one by one."""
+    """Return this node's clock minus that of node 0, which asks the others one by one."""
     if world.rank != first_ranks[min(first_ranks)]:
         return _clock_less_that_of(first_ranks[min(first_ranks)], world.device)
     for rank in sorted(first_ranks.values()):
@@ -170,7 +173,9 @@ def skew_seconds(world: World, first_ranks: dict[int, int]) -> float:
 
 
 def _clock_less_that_of(peer: int, device: torch.device) -> float:
-    """As NTP does it: the message that seems least late had the least to wait, and ways are as long forth as back."""
+    """Return our clock minus the peer's, as NTP does: the least late message waited least, and both directions take
+    equally long.
+    """
     on_device = gather.device_for(None, device)
     theirs = torch.empty(1, dtype=torch.float64, device=on_device)
 
@@ -180,13 +185,13 @@ def _clock_less_that_of(peer: int, device: torch.device) -> float:
 
     late = min(
         -swapped(time.time()) + time.time() for _ in range(CLOCK_TRIALS)
-    )  # its way, plus our clock less the peer's
+    )  # transit time plus our clock minus the peer's
     return (late - swapped(late)) / 2
 
 
 def seconds_per_flop(device: torch.device) -> float:
-    """Of a matrix product in this process, the best of some in a fifth of a second."""
-    size = 4096 if device.type == "cuda" else 256  # some milliseconds: less than a process has the processor at a time
+    """Return seconds per operation of a matrix product in this process, the best of several in a fifth of a second."""
+    size = 4096 if device.type == "cuda" else 256  # some milliseconds: shorter than a time slice of the processor
     left, right = torch.ones(size, size, device=device), torch.ones(size, size, device=device)
 
     def product() -> None:
@@ -198,7 +203,7 @@ def seconds_per_flop(device: torch.device) -> float:
 
 
 def disk_seconds_per_byte(folder: str = "") -> float:
-    """Of the best mebibyte that has reached the disk."""
+    """Return seconds per byte of the fastest mebibyte that reached the disk."""
     if not folder:
         folder = "." if os.access(".", os.W_OK) else tempfile.gettempdir()
     chunk = bytes(MIB)
@@ -213,7 +218,9 @@ def disk_seconds_per_byte(folder: str = "") -> float:
 
 
 def resolve_seconds(name: str) -> float:
-    """How long the name takes; 0 without one. It has resolved before, because the ranks have found each other."""
+    """Return the time to resolve the name; 0 without one. It has resolved before, because the ranks found each
+    other.
+    """
     began = time.perf_counter()
     with contextlib.suppress(OSError):
         socket.getaddrinfo(name, None)
@@ -221,7 +228,7 @@ def resolve_seconds(name: str) -> float:
 
 
 def _least_seconds(work: Callable[[], None], least: int, seconds: float, most: int = 1000) -> float:
-    """The best of some tries: other work on the machine only ever adds."""
+    """Return the best of several tries, because other work on the machine can only add time."""
     until = time.perf_counter() + seconds
     took: list[float] = []
     while len(took) < least or (len(took) < most and time.perf_counter() < until):
@@ -232,7 +239,7 @@ def _least_seconds(work: Callable[[], None], least: int, seconds: float, most: i
 
 
 def _machine() -> str:
-    """The kernel's name for this boot of it: the same in all containers of a machine."""
+    """Return the kernel's boot id, which is the same in all containers of a machine."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()
     return socket.gethostname()

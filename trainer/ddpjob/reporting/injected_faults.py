@@ -1,15 +1,15 @@
-"""Injected faults: `ddpjob run --fail` orders them through DDPJOB_FAULTS, and `progress` obeys at the step.
+"""Faults that `ddpjob run --fail` injects: DDPJOB_FAULTS lists them, and `progress` executes them.
 
-    [{"rank": 3, "step": 50, "signal": "SEGV"}, {"rank": 1, "step": 40, "exit": 3},
-     {"rank": 0, "step": 30, "hang": true, "attempt": 2, "generation": 1}]
+[{"rank": 3, "step": 50, "signal": "SEGV"}, {"rank": 1, "step": 40, "exit": 3},
+{"rank": 0, "step": 30, "hang": true, "attempt": 2, "generation": 1}]
 
-A fault belongs to one attempt, by default the first, and in it to one generation of ranks, by default 0, the first (the
-others are started in the same pods): the training that follows it is to succeed. Its step is the first that this rank
-reports at or after it. What cannot be understood is named once on stderr and left out.
+A fault belongs to one attempt (default: the first) and one generation of ranks in it (default: 0, the first; later ones
+are restarted in the same pods), so that training succeeds afterwards. It happens at the first step that the rank
+reports at or after `step`. An invalid entry is named once on stderr and ignored.
 
-A local run also names a folder, DDPJOB_FAULTS_HAPPENED. Then each fault happens once in the whole run, and one without
-an attempt or a generation in whichever reaches its step first: a file of the folder, named by the fault's place in the
-list, records that it has happened.
+A local run also sets the folder DDPJOB_FAULTS_HAPPENED. Then each fault happens once in the whole run; without an
+attempt or a generation, in whichever reaches its step first. A file in the folder, named by the fault's index, records
+that it has happened.
 """
 
 import contextlib
@@ -26,21 +26,21 @@ HAPPENED = "DDPJOB_FAULTS_HAPPENED"
 
 
 class Fault(NamedTuple):
-    """What happens to this rank, in this attempt and generation, at that step."""
+    """One fault of this rank, in this attempt and generation."""
 
     rank: Any
     attempt: str | None
-    """None: the first one, or any in a run that records what has happened."""
+    """None: the first attempt, or any attempt of a run that records faults."""
     generation: str | None
     step: int
     kind: str
     value: Any
     record: str = ""
-    """The file that records that it has happened; "": nothing does."""
+    """The file that records that the fault has happened; "" without a record."""
 
 
 def ordered(environ: Mapping[str, str], rank: int) -> list[Fault]:
-    """The faults of this rank in this attempt and generation."""
+    """Return the faults of this rank in this attempt and generation."""
     text = environ.get("DDPJOB_FAULTS")
     if not text:
         return []
@@ -58,7 +58,7 @@ def ordered(environ: Mapping[str, str], rank: int) -> list[Fault]:
 
 
 def obey(faults: list[Fault], step: int) -> list[Fault]:
-    """Break what is due, if anything; the faults that are still to come."""
+    """Execute faults that are due, and return those still to come."""
     due = [fault for fault in faults if fault.step <= step]
     for fault in due:
         if not fault.record or _records(fault.record):
@@ -73,7 +73,9 @@ def _is_of(fault: Fault, attempt: str, generation: str) -> bool:
 
 
 def _records(file: str) -> bool:
-    """True if it had not happened yet. Without a record it would happen again after each restart, so it does not."""
+    """True if this call recorded the fault. If it cannot be recorded it does not happen, because it would happen again
+    after each restart.
+    """
     with contextlib.suppress(OSError):
         os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
         return True
@@ -89,7 +91,7 @@ def _entries(text: str) -> list[Any]:
 
 
 def _fault(entry: Any, record: str) -> Fault | None:
-    """None for what is no fault."""
+    """Return the fault; None if the entry is invalid."""
     try:
         (kind,) = set(entry) - {"rank", "step", "attempt", "generation"}
         attempt, generation = (str(entry[key]) if key in entry else None for key in ("attempt", "generation"))
@@ -113,6 +115,6 @@ def _break(fault: Fault) -> None:
     if fault.kind == "signal":
         os.kill(os.getpid(), fault.value)
     elif fault.kind == "exit":
-        raise SystemExit(fault.value)  # as a script does: the group is left, and the termination message written
+        raise SystemExit(fault.value)  # as from a script: leaves the group and writes the termination message
     else:
-        threading.Event().wait()  # the posting thread goes on: the rank reports, and makes no further step
+        threading.Event().wait()  # the posting thread continues: the rank reports, but makes no step

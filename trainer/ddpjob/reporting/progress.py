@@ -45,10 +45,10 @@ TEXT_CHARACTERS_MAX = 64
 BODY_BYTES_MAX = 8192
 BACKOFF_SECONDS_MAX = 60.0
 FINAL_FLUSH_SECONDS = 1.0
-SAVED_POST_SECONDS = 1.0  # a receiver takes one post a second; a script may save more often
+SAVED_POST_SECONDS = 1.0  # a receiver accepts one post a second, but a script may save more often
 PHASES_DECLARED = ("save", "evaluate")
 _STEP = heartbeat.STEP
-RATE_WINDOW_POSTS = 12  # a minute at the default interval: steady enough for an ETA, quick enough to see a slow-down
+RATE_WINDOW_POSTS = 12  # a minute at the default interval: stable enough for an ETA, fast enough to show a slow-down
 
 
 def progress(step: int, total: int | None = None, samples: int | None = None, **metrics: Any) -> None:
@@ -117,14 +117,16 @@ def report_resumed(step: int, origin: str, *, saved: bool = True, **metrics: Any
 
 
 def report_saved(step: int) -> None:
-    """Report that the checkpoint of this step is on disk: a restart goes on from it. Called by the writing thread."""
+    """Report that the checkpoint of this step is on disk, so that a restart resumes from it. Called by the writing
+    thread.
+    """
     _write_saved(step)
     process.current.save_failed = ""
     _post_save()
 
 
 def report_save_failed(why: str) -> None:
-    """Report that a checkpoint could not be written; the training goes on. Called by the writing thread too."""
+    """Report that a checkpoint could not be written; training continues. Also called by the writing thread."""
     process.current.save_failed = why
     _post_save()
 
@@ -136,14 +138,13 @@ def _post_save() -> None:
 
 
 def flush(timeout_seconds: float = FINAL_FLUSH_SECONDS) -> None:
-    """Send the last values as final, then neither post nor write heartbeats until `progress` is called again.
-
-    Waits at most that long.
+    """Send the last values as final; then neither post nor write heartbeats until `progress` is called again. Wait at
+    most `timeout`.
     """
     state = process.current
     reporter, state.reporter, state.checks_each_step, state.begun = state.reporter, None, True, False
     if not state.stepping:
-        state.cells[_STEP] = 0  # it was loaded, and not made by this process
+        state.cells[_STEP] = 0  # the step was loaded, and not made by this process
     state.cells[heartbeat.PHASE] = 0
     if reporter is not None:
         with contextlib.suppress(Exception):
@@ -152,7 +153,7 @@ def flush(timeout_seconds: float = FINAL_FLUSH_SECONDS) -> None:
 
 
 def _has_trained_alone() -> bool:
-    """At the end of this process, unless an exception ends it."""
+    """True at the end of this process if it trained alone, unless an exception ends it."""
     from ddpjob.reporting import rank_end
 
     if termination.ending() is not None or process.has_had_torch_group():
@@ -161,7 +162,9 @@ def _has_trained_alone() -> bool:
 
 
 def _check_step(step: int) -> None:
-    """The first call of this process, and every one where faults were ordered: the others pay for one `if`."""
+    """Check the step in the first call of this process and, if faults are injected, in all calls. Other calls only pay
+    for an `if`.
+    """
     state = process.current
     if not state.begun:
         state.begun = state.stepping = True
@@ -188,7 +191,7 @@ def _begin_heartbeat(step: int) -> None:
 
 
 def _write_step(step: Any) -> None:
-    """A float, or whatever it is: a script that calls `progress` at every step must not look stalled."""
+    """Write a float or any other value: a script that calls `progress` at every step must not look stalled."""
     cells = process.current.cells
     try:
         cells[_STEP] = int(step)
@@ -208,7 +211,7 @@ def _write_phase() -> None:
 
 
 def _post_now() -> None:
-    """Start the posting thread, where this process is to have one, or wake it."""
+    """Start the posting thread if this process needs one, or wake it."""
     state = process.current
     with contextlib.suppress(Exception):
         url = os.environ.get("DDPJOB_STATUS_URL")
@@ -229,7 +232,7 @@ def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
 
 
 class Reporter:
-    """The posting thread of one process: reads the latest values, and knows the rate and the back-off."""
+    """The posting thread of one process: reads the latest values, and computes rate and back-off."""
 
     def __init__(self, url: str, environ: Mapping[str, str]) -> None:
         self.url = url
@@ -257,21 +260,20 @@ class Reporter:
                 self._post(final=False)
                 self._wait(posted_at=monotonic())
             self._post(final=True)
-        except Exception as error:  # whatever it is, training must not notice
+        except Exception as error:  # training must not notice any error here
             self._complain(f"{type(error).__name__}: {error}")
         finally:
             self.finished.set()
             self.sender.close()
 
     def saved(self) -> None:
-        """A checkpoint was saved, or could not be: a rank that is killed now reports nothing any more, so this does not
-        wait."""
+        """Post without waiting for the next interval, because a rank that is killed now reports nothing more."""
         if not self.failures:
             self.has_saved = True
             self.news.set()
 
     def _wait(self, posted_at: float) -> None:
-        """Until the next post is due."""
+        """Wait until the next post is due."""
         self.news.wait(self.pause_seconds())
         self.news.clear()
         if self.has_saved:
@@ -280,7 +282,7 @@ class Reporter:
             self.finishing.wait(max(0.0, posted_at + gap - monotonic()))
 
     def pause_seconds(self) -> float:
-        """Seconds to the next post: the interval, doubled for every failure in a row."""
+        """Return the seconds to the next post: the interval, doubled for every failure in a row."""
         return max(self.interval, min(BACKOFF_SECONDS_MAX, self.interval * 2.0 ** min(self.failures, 16)))
 
     def _post(self, *, final: bool) -> None:
@@ -312,7 +314,7 @@ class Reporter:
             process.log(f"progress(): {text}; reported once")
         if not _is_number(step):
             return None
-        # Imports and loading are no slow steps.
+        # Imports and loading would count as slow steps.
         rate = self.steps_per_second(int(step), when) if state.stepping else None
         phase = state.paused or (None if state.stepping else "start")
         return {
@@ -337,7 +339,9 @@ class Reporter:
         }
 
     def steps_per_second(self, step: int, when: float) -> float | None:
-        """Over the last posts; the times are those of the calls, so a pause between them is no slow-down."""
+        """Return steps per second over the last posts. It uses the times of the calls, so a pause between posts is no
+        slow-down.
+        """
         if not self.marks or self.marks[-1][0] != step:
             self.marks.append((step, when))
         (first, began), (last, ended) = self.marks[0], self.marks[-1]
@@ -345,7 +349,7 @@ class Reporter:
 
 
 def pace(rate: float | None, step: int, total: int | None, samples: int | None) -> dict[str, Any]:
-    """What a receiver can show beside the step, as far as it is known."""
+    """Return the figures that a receiver can show next to the step, as far as they are known."""
     fields: dict[str, Any] = {}
     if total is not None:
         fields["totalSteps"] = int(total)
@@ -357,7 +361,7 @@ def pace(rate: float | None, step: int, total: int | None, samples: int | None) 
 
 
 def misuse(step: Any, metrics: Mapping[str, Any]) -> str:
-    """Return why something that was given is not shown, "" if all of it is: the training goes on without a word."""
+    """Return why an argument is not shown; "" if all are. Training continues silently."""
     if not _is_number(step):
         return f"step: {step!r:.40} is not a number, so nothing is reported"
     if len(metrics) > METRICS_MAX:
@@ -381,7 +385,7 @@ def _kind(value: Any) -> str:
 
 
 def as_text(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """The first 16 metrics that can be written, each a short string, as in Kubeflow's trainer status."""
+    """Return the first 16 valid metrics, each as a short string, as in Kubeflow's trainer status."""
     texts: dict[str, str] = {}
     for name, value in metrics.items():
         if len(texts) == METRICS_MAX:
@@ -397,12 +401,12 @@ def _value_as_text(value: Any) -> str:
     if isinstance(value, int):
         return str(int(value))[:TEXT_CHARACTERS_MAX]
     if hasattr(value, "detach"):
-        value = value.detach()  # a loss as it is: torch warns where one with a gradient becomes a number
-    return f"{float(value):.6g}"  # a tensor or numpy number too; nan, inf and -inf are spelled so
+        value = value.detach()  # torch warns when a tensor with a gradient is converted
+    return f"{float(value):.6g}"  # also a tensor or a numpy number; nan, inf and -inf as text
 
 
 def encode(document: dict[str, Any]) -> bytes:
-    """The document as JSON of at most 8 KiB; metrics are dropped from the last on until it fits."""
+    """Return the document as JSON of at most 8 KiB, dropping metrics from the last on until it fits."""
     while True:
         body = json.dumps(document, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
         if len(body) <= BODY_BYTES_MAX or not document["metrics"]:

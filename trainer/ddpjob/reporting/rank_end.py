@@ -1,13 +1,12 @@
-"""What a rank leaves for its agent at its end: whether it has formed a process group, and checksums of its DDP modules.
+"""What a rank records for its agent: if it has formed a process group, and checksums of its DDP modules.
 
-`ddprun/core/rank_ends.py` compares them between ranks. The numbers go through a file, and no collective: a script that
-ends, or hangs, is not changed by them. A rank that was forked by the fork server has all this. One that is a new
-process (DDPJOB_END) has the checksums, of the modules that it wraps after its first call of `ddpjob.init` or
-`progress`.
+`ddprun/core/rank_ends.py` compares them between ranks. They are exchanged by a file and not by a collective, so a
+script that ends or hangs is not affected. A rank forked by the fork server records all of this. A rank in a new process
+(DDPJOB_END) records only checksums, of modules that it wraps after its first call of `ddpjob.init` or `progress`.
 
-The parameters of a module are summed when the DDP object is released, or at the end of the process; and, over their
-first 32 KiB each, at backward passes that become rarer: 1, 2, 3, 4, 6, 8, 12, 16, … Between those one hook counts the
-passes, and copies a few values of one parameter, without waiting for the device.
+A module's parameters are summed when the DDP object is released, or at the end of the process. In addition, the first
+32 KiB of each are summed at backward passes that become rarer: 1, 2, 3, 4, 6, 8, 12, 16, … Between those, one hook
+counts the passes and copies a few values of one parameter without waiting for the device.
 """
 
 from __future__ import annotations
@@ -27,30 +26,31 @@ from ddpjob import own_files, process
 from ddpjob_core.members import Members
 
 MODULES_MAX = 64  # a hyperparameter search creates many models in one process
-RECENT = 32  # backward passes of which the last are kept
-RECENT_VALUES = 64  # spread over one parameter
-PREFIX_WORDS = 4096  # of each parameter, in a backward pass
-ROW = 1021  # words that are summed without their positions; a prime, so that no axis of a tensor is a multiple of it
-WORDS_WEIGHTED = 2048  # at most, with a weight for each
-# Their ranks talk to each other without torch.distributed, or it is not known how.
+RECENT = 32  # the last backward passes that are kept
+RECENT_VALUES = 64  # values per pass, spread over one parameter
+PREFIX_WORDS = 4096  # words of each parameter that are summed in a backward pass
+ROW = 1021  # words per row, summed without positions; a prime, so that no axis of a tensor is a multiple of it
+WORDS_WEIGHTED = 2048  # the most words that get a weight each
+# Backends or libraries whose ranks communicate without torch.distributed, or in an unknown way.
 OTHER_WAYS = ("horovod", "byteps", "mpi4py", "torch_xla", "torchft", "jax")
-# Communication hooks after which all ranks have the same parameters before a backward pass. A script's own may do
-# anything, a local SGD lets replicas differ for some steps, and ZeRO may send parameters while the next pass begins.
+# Communication hooks that leave all ranks with the same parameters before a backward pass. A script's own hook may do
+# anything, local SGD lets replicas differ for some steps, and ZeRO may still send parameters while the next pass
+# begins.
 HOOKS = "torch.distributed.algorithms."
 OUT_OF_STEP = ("post_localSGD_hook", "ddp_zero_hook")
 
 
 class RankEnd:
-    """What this process will write at its end."""
+    """The record that this process writes at its end."""
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self.group_size = 0  # of the largest default group that this process was in
+        self.group_size = 0  # size of the largest default group of this process
         self._modules: list[WatchedModule] = []
-        self._made: dict[str, int] = {}  # modules, by their group
+        self._made: dict[str, int] = {}  # number of modules per group
 
     def add(self, ddp: Any) -> None:
-        """Watch a module that was wrapped in DDP just now."""
+        """Watch a module that was just wrapped in DDP."""
         dist = sys.modules["torch.distributed"]
         group = Members(sorted(dist.get_process_group_ranks(ddp.process_group))).text
         number = self._made.get(group, 0)
@@ -59,7 +59,7 @@ class RankEnd:
             self._modules.append(WatchedModule(ddp, group, number))
 
     def write(self) -> None:
-        """At the end of the process. A script that has not imported torch is no training, and writes nothing."""
+        """Write the record at the end of the process; nothing if the script has not imported torch."""
         torch = sys.modules.get("torch")
         if torch is None:
             return
@@ -72,23 +72,23 @@ class RankEnd:
 
 
 def begin(path: str) -> RankEnd:
-    """In a rank, before its script."""
+    """Start recording in a rank, before its script."""
     end = process.current.end = RankEnd(path)
-    atexit.register(_write, end)  # before what the script registers, so that it runs after that
+    atexit.register(_write, end)  # registered before the script's handlers, so that it runs after them
     return end
 
 
 def begin_in_new_process(path: str) -> None:
-    """In a rank that the fork server has not forked, or a program below it, from a call of the library on."""
+    """Start recording in a rank that the fork server has not forked, at its first call of the library."""
     torchs = sys.modules.get("torch.nn.parallel.distributed")
     if torchs is None or process.current.end is not None:
         return
-    begin(path).group_size = 2  # a group may have been formed before: this process has not trained alone
+    begin(path).group_size = 2  # a group may have been formed earlier, so do not report a rank that trained alone
     watch_ddp(torchs.DistributedDataParallel)
 
 
 def watch_ddp(ddp: Any) -> None:
-    """Have this class tell of each module that it wraps. In the fork server, once for all ranks."""
+    """Make this class report each module that it wraps. Called once in the fork server for all ranks."""
     wrap = ddp.__init__
     if hasattr(wrap, "watched"):
         return
@@ -105,20 +105,20 @@ def watch_ddp(ddp: Any) -> None:
 
 
 def formed(group: Any) -> None:
-    """A default process group has been formed."""
+    """Record that a default process group was formed."""
     if process.current.end is not None:
         process.current.end.group_size = max(process.current.end.group_size, group.size())
 
 
 def _write(end: RankEnd) -> None:
     with contextlib.suppress(Exception):
-        # Not in a fork of the rank, and not where an exception ends it: the others wait for the restart.
+        # Neither in a fork of the rank nor after an exception, because then the others wait for the restart.
         if process.current.end is end and getattr(sys, "last_value", None) is None:
             end.write()
 
 
 class WatchedModule:
-    """A DDP module. Holds nothing of it, so that its memory is free when the script lets go of it."""
+    """A DDP module. It keeps no reference to it, so that the memory is freed when the script drops the module."""
 
     def __init__(self, ddp: Any, group: str, number: int) -> None:
         self.ended: dict[str, Any] | None = None
@@ -129,13 +129,13 @@ class WatchedModule:
         self._parameters = [weakref.ref(parameter) for _, parameter in named]
         shapes = json.dumps([(name, *parameter.shape) for name, parameter in named])
         self._digest = hashlib.sha256(shapes.encode()).hexdigest()[:16]
-        self._made, self._next = 0, 1  # backward passes so far, and the next that is noted; 0: none is
+        self._made, self._next = 0, 1  # backward passes so far, and the next one that is summed; 0: none
         self._passes: list[tuple[int, int, str]] = []
-        # Of matrices alone: the gradient of a last bias may not depend on the data.
+        # Only matrices: the gradient of a last bias may not depend on the data.
         self._kept = [i for i, (_, p) in enumerate(named) if p.dim() > 1] or [*range(len(named))]
         self._recent = Recent()
         self._ddp = weakref.ref(ddp, self._released)
-        self._counted: int | None = None  # the parameter at which passes are counted
+        self._counted: int | None = None  # the parameter whose hook counts passes
         self._hooks = [parameter.register_hook(self._hook(index)) for index, (_, parameter) in enumerate(named)]
 
     def _hook(self, index: int) -> Callable[[Any], None]:
@@ -144,13 +144,13 @@ class WatchedModule:
         return hook
 
     def end(self) -> None:
-        """Sum the parameters, if that was not done when the module was released."""
+        """Sum the parameters, unless that was done when the module was released."""
         ddp = self._ddp()
         if ddp is not None:
             self._sum_all()
 
     def _released(self, _reference: Any) -> None:
-        """The DDP object is about to go; what it refers to is still there."""
+        """Sum the parameters before the DDP object is released."""
         with contextlib.suppress(Exception):
             if not sys.is_finalizing() and process.current.end is not None:
                 self._sum_all()
@@ -176,8 +176,9 @@ class WatchedModule:
         }
 
     def _reached(self, index: int, _gradient: Any) -> None:
-        """A backward pass has come to this parameter. Passes are counted at the first one that the first pass comes to:
-        no collective of the pass has begun there, so their number tells which pass it is."""
+        """Count a backward pass at the parameter that the first pass reached first. No collective of the pass has begun
+        there, so the number of collectives identifies the pass.
+        """
         with contextlib.suppress(Exception):
             if self._counted is None:
                 self._counted = index
@@ -199,7 +200,7 @@ class WatchedModule:
             after_this_pass(self._remove_hooks)
 
     def _keep_values(self) -> bool:
-        """Returns False if no more passes are to be noted."""
+        """Return False if no more passes are to be summed."""
         ddp, parameter = self._ddp(), self._parameters[self._kept[self._made % len(self._kept)]]()
         if ddp is None or parameter is None:
             return False
@@ -208,7 +209,7 @@ class WatchedModule:
         return True
 
     def _remove_hooks(self) -> None:
-        """All but the one that counts. A parameter without any costs nothing again: its list would be called, empty."""
+        """Remove all hooks but the counting one, and the empty hook lists too, because calling them costs time."""
         for index, (hook, reference) in enumerate(zip(self._hooks, self._parameters, strict=True)):
             parameter = reference()
             if index != self._counted and parameter is not None:
@@ -217,7 +218,7 @@ class WatchedModule:
                     parameter._backward_hooks = None
 
     def _note_pass(self) -> bool:
-        """Returns False if no more passes are to be noted."""
+        """Return False if no more passes are to be summed."""
         torch: Any = sys.modules["torch"]
         ddp, parameters = self._ddp(), self._living()
         if ddp is None or not parameters:
@@ -235,22 +236,23 @@ class WatchedModule:
         return True
 
     def _living(self) -> list[Any]:
-        """Its parameters; none if the script has put others in the place of some."""
+        """Return the module's parameters; none if the script has replaced some."""
         parameters = [parameter() for parameter in self._parameters]
         return [] if any(parameter is None for parameter in parameters) else parameters
 
 
 class Recent:
-    """Some values at the start of the last backward passes, in each pass of one parameter. They stay on its device
-    until the end: to read them in a pass would make it wait for a GPU."""
+    """Values of one parameter at the start of the last backward passes. They stay on its device until the end, because
+    reading them in a pass would wait for the GPU.
+    """
 
     def __init__(self) -> None:
         self._values: Any = None
         self._passes: dict[int, tuple[int, int]] = {}  # row -> (backward passes made, collectives begun)
 
     def add(self, torch: Any, parameter: Any, made: int, collectives: int) -> None:
-        """Keep those of this pass in place of the oldest."""
-        values = parameter.detach()  # its memory is looked up each time: to hold it would keep it after the training
+        """Store the values of this pass in place of the oldest."""
+        values = parameter.detach()  # look its memory up each time: holding it would keep it after training
         if values.is_complex():
             return
         if self._values is None or self._values.device != values.device:
@@ -262,7 +264,7 @@ class Recent:
         self._passes[row] = (made, collectives)
 
     def read(self, torch: Any) -> list[tuple[int, int, str]]:
-        """Return (backward passes made, collectives begun, number) of each, in order."""
+        """Return (backward passes made, collectives begun, value) of each pass, in order."""
         if self._values is None:
             return []
         octets = self._values.cpu().view(torch.uint8)
@@ -271,36 +273,36 @@ class Recent:
 
 
 def next_noted(made: int) -> int:
-    """The pass after this one in 1, 2, 3, 4, 6, 8, 12, 16, 24, …"""
+    """Return the pass after this one in 1, 2, 3, 4, 6, 8, 12, 16, 24, …"""
     is_power = made & (made - 1) == 0
     return made + 1 if made < 3 else made * 3 // 2 if is_power else made * 4 // 3
 
 
 def is_captured(torch: Any) -> bool:
-    """True while a CUDA graph is recorded: what is called now would be repeated with each replay."""
+    """True while a CUDA graph is being recorded: operations would be repeated with each replay."""
     return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 def after_this_pass(call: Callable[[], None]) -> None:
-    """Call it when the backward pass that runs now has ended: a hook that runs must not be removed from its list."""
+    """Call the function when the running backward pass has ended, because a running hook must not be removed."""
     sys.modules["torch"].autograd.Variable._execution_engine.queue_callback(call)
 
 
 def is_comparable(parameter: Any) -> bool:
-    """True for a trained parameter with values of its own: not on meta, and no DTensor or other subclass."""
+    """True for a trained parameter with its own values: not on meta, and no DTensor or other subclass."""
     torch: Any = sys.modules["torch"]
     is_plain = type(parameter) in (torch.nn.Parameter, torch.Tensor) and parameter.layout == torch.strided
     return is_plain and bool(parameter.requires_grad) and parameter.device.type != "meta"
 
 
 def keeps_in_step(hook: Any) -> bool:
-    """True for a communication hook of torch that keeps replicas the same at each step."""
+    """True for a communication hook of torch that keeps replicas equal at each step."""
     module = str(getattr(hook, "__module__", ""))
     return module.startswith(HOOKS) and not any(name in module for name in OUT_OF_STEP)
 
 
 def collectives_begun(group: Any) -> int:
-    """In this group; 0 if its backend does not count them."""
+    """Return the collectives begun in this group; 0 if its backend does not count them."""
     try:
         return int(group._get_sequence_number_for_group())
     except Exception:
@@ -308,10 +310,9 @@ def collectives_begun(group: Any) -> int:
 
 
 def checksums(torch: Any, parameters: Sequence[Any], words_max: int | None = None) -> list[int]:
-    """Sum the bits of each parameter, modulo 2**64, so that NaN is equal to itself. words_max: of its first words.
-
-    In a small tensor each word has a weight of its own, in a large one each row of words: parts that have changed
-    places are found, two words of one row are not. Weights are odd, so that no bit gets lost.
+    """Sum the bits of each parameter, modulo 2**64, so that NaN equals itself. words_max: sum only the first words.
+    Each word of a small tensor has its own weight, each row of words in a large one: swapped parts are found, but not
+    two swapped words of a row. Weights are odd, so that no bit is lost.
     """
     by_device: dict[Any, list[int]] = {}
     for index, parameter in enumerate(parameters):
@@ -324,7 +325,7 @@ def checksums(torch: Any, parameters: Sequence[Any], words_max: int | None = Non
 
 
 def _checksums(torch: Any, parameters: Sequence[Any], words_max: int | None) -> list[int]:
-    """Those of one device: few operations for each parameter, and one copy from a GPU."""
+    """Return the checksums on one device, with few operations per parameter and one copy from a GPU."""
     parts: list[Any] = []
     ends: list[int] = []
     length = 0
@@ -334,7 +335,7 @@ def _checksums(torch: Any, parameters: Sequence[Any], words_max: int | None) -> 
         length += sum(map(len, own))
         ends.append(length)
     words = torch.cat([torch.zeros(1, dtype=torch.int64, device=parameters[0].device), *parts])
-    weights = torch.arange(-1, 2 * length, 2, device=words.device)  # of the first parameter: 1, 3, 5, …
+    weights = torch.arange(-1, 2 * length, 2, device=words.device)  # weights of the first parameter: 1, 3, 5, …
     sums = torch.stack([words.cumsum(0), words.mul_(weights).cumsum(0)])[:, [0, *ends]].tolist()
     return [
         weighted[1] - weighted[0] - 2 * begin * (plain[1] - plain[0]) & 0xFFFFFFFFFFFFFFFF
@@ -343,7 +344,7 @@ def _checksums(torch: Any, parameters: Sequence[Any], words_max: int | None) -> 
 
 
 def _parts(torch: Any, parameter: Any, words_max: int | None) -> list[Any]:
-    """What is weighted of a parameter: sums of its rows, the words after them, and the octets that make no word."""
+    """Return the weighted parts of a parameter: sums of its rows, the words after them, and the remaining bytes."""
     words, rest = words_of(torch, parameter, words_max)
     rows = len(words) // ROW if len(words) > WORDS_WEIGHTED else 0
     parts = [words[: rows * ROW].view(rows, ROW).sum(1), words[rows * ROW :]] if rows else [words]
@@ -351,11 +352,11 @@ def _parts(torch: Any, parameter: Any, words_max: int | None) -> list[Any]:
 
 
 def words_of(torch: Any, parameter: Any, words_max: int | None) -> tuple[Any, Any]:
-    """Its memory as 64-bit words, and what is less than a word."""
+    """Return its memory as 64-bit words, and the remaining bytes."""
     flat = parameter.detach()
     if flat.is_complex():
         flat = torch.view_as_real(flat.resolve_conj())
-    flat = flat.reshape(-1)  # a copy only if it is not contiguous
+    flat = flat.reshape(-1)  # copies only if it is not contiguous
     size = flat.element_size()
     if words_max is not None and flat.numel() * size > 8 * words_max:
         flat = flat[: 8 * words_max // size]
@@ -368,20 +369,19 @@ def words_of(torch: Any, parameter: Any, words_max: int | None) -> tuple[Any, An
 
 
 def hardware(torch: Any, parameter: Any) -> str:
-    """The name of the GPU, or of the processor, that has this parameter; empty if it is not known."""
+    """Return the name of the GPU or processor that holds this parameter; "" if unknown."""
     with contextlib.suppress(Exception):
         if parameter.device.type == "cuda":
             return str(torch.cuda.get_device_name(parameter.device))
         with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
-            start = file.read(4096)  # the kernel takes milliseconds for all of many processors
+            start = file.read(4096)  # for many processors the kernel takes milliseconds to list all
         return next(line.partition(":")[2].strip() for line in start.splitlines() if line.startswith("model name"))
     return ""
 
 
 def has_trained_alone() -> bool:
-    """True if this process has trained, and is one of several ranks that do not know each other.
-
-    To be asked at the end of a process that was in no process group of several ranks.
+    """True if this process has trained and is one of several ranks that do not know each other. Call it at the end of a
+    process that never joined a group of several ranks.
     """
     torch = sys.modules.get("torch")
     expected = process.number("WORLD_SIZE", 1)
@@ -389,13 +389,13 @@ def has_trained_alone() -> bool:
 
 
 def knows_others() -> bool:
-    """True if the ranks may exchange their gradients in another way than a process group."""
+    """True if the ranks may exchange gradients without a process group."""
     rpc = sys.modules.get("torch.distributed.rpc")
     return getattr(rpc, "_init_counter", 0) > 0 or any(name in sys.modules for name in OTHER_WAYS)
 
 
 def has_run_backward(torch: Any) -> bool:
-    """True if autograd has run in this process: it numbers its runs from 0, and only a run can ask for its number."""
+    """True if autograd has run in this process: it numbers its runs from 0, and only a run can read its number."""
     numbers: list[int] = []
     with torch.inference_mode(False), torch.enable_grad():
         leaf = torch.zeros((), device="cpu", requires_grad=True)

@@ -18,9 +18,8 @@ TIMEOUT_SECONDS = 5.0
 
 
 class ReportSender:
-    """For one thread. environ: DDPJOB_STATUS_TOKEN_FILE and DDPJOB_STATUS_CA_FILE are read.
-
-    http.client, because it follows no redirect (the token would follow too) and knows no proxies.
+    """Sends for one thread. environ: DDPJOB_STATUS_TOKEN_FILE and DDPJOB_STATUS_CA_FILE are read. It uses http.client,
+    which follows no redirects (the token would follow too) and ignores proxies.
     """
 
     def __init__(self, url: str, environ: Mapping[str, str]) -> None:
@@ -29,19 +28,18 @@ class ReportSender:
         self._connection: HTTPConnection | None = None
 
     def send(self, body: bytes) -> str | None:
-        """Post once; None when the answer is 2xx, else what was wrong. Raises OSError, ValueError, HTTPException."""
+        """Post once. Return None for a 2xx answer, else the problem. Raise OSError, ValueError, HTTPException."""
         is_kept = self._connection is not None
         try:
             return self._post(body)
         except OSError as error:
-            # The receiver has closed it since the last post: it waits a minute, and a new release starts anew. With TLS
-            # that is an SSLEOFError, which is no ConnectionError.
+            # The receiver closed the connection after the last post: it waits a minute, and a new operator starts
+            # without it. With TLS this is an SSLEOFError, which is no ConnectionError.
             if not is_kept or isinstance(error, TimeoutError):
                 raise
             return self._post(body)
 
     def close(self) -> None:
-        """Close the connection."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
@@ -65,7 +63,7 @@ class ReportSender:
 
 
 def _connection(target: SplitResult, environ: Mapping[str, str]) -> HTTPConnection:
-    import http.client  # 15 ms that only a process with a receiver pays, in the thread
+    import http.client  # 15 ms, paid only by a process with a receiver, in this thread
 
     if target.hostname is None or target.scheme not in ("http", "https"):
         raise ValueError("DDPJOB_STATUS_URL is no http:// or https:// address")
@@ -78,7 +76,9 @@ def _connection(target: SplitResult, environ: Mapping[str, str]) -> HTTPConnecti
 
 
 def _authorization(environ: Mapping[str, str]) -> dict[str, str]:
-    """The token is read for every post: the kubelet renews a projected token in place, at 80 % of its lifetime."""
+    """Return the header. The token file is read for every post, because the kubelet renews a projected token in place
+    at 80 % of its lifetime.
+    """
     path = environ.get("DDPJOB_STATUS_TOKEN_FILE")
     if not path:
         return {}

@@ -37,29 +37,29 @@ LOCK_SECONDS = 0.5  # the other ranks of this pod write 4 kB each
 
 
 def install() -> None:
-    """Write the message when this process ends by an exception. Does nothing without DDPJOB_TERMINATION_LOG."""
+    """Write the message when an exception ends this process. No effect without DDPJOB_TERMINATION_LOG."""
     state = process.current
     if state.reports_failure or not os.environ.get("DDPJOB_TERMINATION_LOG"):
         return
-    if state.previous_hook is None:  # a forked child has the hook already
+    if state.previous_hook is None:  # a forked child already has the hook
         state.previous_hook, sys.excepthook = sys.excepthook, _hook
     state.reports_failure = True
     with contextlib.suppress(Exception):
         _forget_earlier()
-    # Children of multiprocessing never reach sys.excepthook. Before progress() and the group, which may wait.
+    # Children of multiprocessing never reach sys.excepthook. Installed before progress() and the group, which may wait.
     process.at_exit_of_child(_tell_end_of_child, 30)
 
 
 def tell(error: BaseException) -> None:
-    """Write how this process fails; never raises, and waits at most 0.5 s for the other ranks of the pod."""
+    """Write how this process failed. Never raise, and wait at most 0.5 s for the other ranks of the pod."""
     with contextlib.suppress(Exception):
         code = exit_code(error)
-        if code == 0 or isinstance(error, Stopped):  # which tell_stopped or tell_unfit has written
+        if code == 0 or isinstance(error, Stopped):  # tell_stopped or tell_unfit has written it
             return
         # `except ValueError: sys.exit(1)`, which is also how torch.multiprocessing.spawn ends a child.
         cause = (error.__context__ or error) if isinstance(error, SystemExit) else error
         if _complaint(cause) is not None:
-            # The kubelet takes the end of the log only where this file is empty, and torchrun's table there names the
+            # The kubelet uses the end of the log only if this file is empty, and torchrun's table in the log names the
             # rank of this pod that crashed without an exception.
             return
         trace = "".join(traceback.format_exception(cause, limit=-FRAMES_MAX))
@@ -75,7 +75,7 @@ def tell_stopped(step: int) -> None:
 
 
 def tell_unfit(rank: int, exception: str, bad_nodes: list[int]) -> None:
-    """Write which nodes the pre-flight has found bad, for all of the job; never raises."""
+    """Write which nodes of the job the pre-flight has found bad; never raise."""
     with contextlib.suppress(Exception):
         _leave(
             _of_rank()._replace(
@@ -90,13 +90,14 @@ def tell_unfit(rank: int, exception: str, bad_nodes: list[int]) -> None:
 
 
 def ending() -> BaseException | None:
-    """The exception by which this process ends, for what runs at its exit; sys.exit() of a script is not visible."""
-    error = sys.exc_info()[1]  # multiprocessing: still on its way
-    return error if error is not None else getattr(sys, "last_value", None)  # printed by the interpreter before atexit
+    """Return the exception that ends this process, for exit handlers. A script's sys.exit() is not visible."""
+    error = sys.exc_info()[1]  # in multiprocessing it is still being raised
+    # At the exit the interpreter has already printed the exception.
+    return error if error is not None else getattr(sys, "last_value", None)
 
 
 def exit_code(error: BaseException) -> int:
-    """The exit code of a process that ends by this exception."""
+    """Return the exit code of a process that ends by this exception."""
     if isinstance(error, KeyboardInterrupt):
         return 130
     if not isinstance(error, SystemExit):
@@ -107,7 +108,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def exception_line(error: BaseException) -> str:
-    """ValueError: no such shard: 7"""
+    """Return the line, such as `ValueError: no such shard: 7`."""
     kind = type(error)
     module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
     text = _text(error).strip()
@@ -115,14 +116,17 @@ def exception_line(error: BaseException) -> str:
 
 
 def cause_line(error: BaseException) -> str:
-    """The line of what it was raised from where that says more: that a peer is gone, or what has killed a data loader's
-    worker. Else its own, or that of one in it where it is a group."""
+    """Return the line of the exception's cause if it says more: that a peer is gone, or what killed a data loader's
+    worker. Otherwise its own line, or for a group that of one exception in it.
+    """
     killed = (link for link in _chain(error) if rules.WORKER_KILLED.match(_whole(link)))
     return exception_line(_complaint(error) or next(killed, _one_of_group(error)))
 
 
 def exit_sentence(error: BaseException) -> str:
-    """train.py: error: unrecognized arguments: --lrr: what argparse has printed when it ended the process by this."""
+    """Return the line that argparse printed when it ended the process: train.py: error: unrecognized arguments:
+    --lrr
+    """
     trace = error.__traceback__ if isinstance(error, SystemExit) else None
     while trace is not None:
         frame, trace = trace.tb_frame, trace.tb_next
@@ -132,8 +136,9 @@ def exit_sentence(error: BaseException) -> str:
 
 
 def exit_words(error: SystemExit) -> tuple[str, str]:
-    """The line for an exit with another code than 0, and what of it stands in the log; both are empty where the code
-    is all that is known."""
+    """Return the line for an exit with a code other than 0, and the part of it that is in the log; both "" if only the
+    code is known.
+    """
     if exit_code(error) in (0, rules.RESUMABLE_EXIT_CODE):
         return "", ""
     printed = exit_sentence(error)
@@ -148,7 +153,7 @@ def exit_words(error: SystemExit) -> tuple[str, str]:
 
 
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if process.current.reports_failure:  # a child that was forked by this rank is not the rank
+    if process.current.reports_failure:  # a child forked by this rank is not the rank
         tell(error)
     process.current.previous_hook(kind, error, trace)
 
@@ -171,14 +176,14 @@ def _text(error: BaseException) -> str:
 
 
 def _complaint(error: BaseException) -> BaseException | None:
-    """What says that a peer is gone, also where the script raised its own exception from that."""
+    """Return the exception that reports a lost peer, also if the script raised its own exception from it."""
     return next((link for link in _chain(error) if rules.is_symptom(_whole(link))), None)
 
 
 def _one_of_group(error: BaseException) -> BaseException:
-    """The last in a group that does not only say that a peer is gone, as a log is read; any other exception itself.
-
-    Known by its attribute, because Python 3.10 has groups by a package alone."""
+    """Return the last exception of a group that is not about a lost peer, as in the log; any other exception itself.
+    Groups are recognized by their attribute, because Python 3.10 has them only from a package.
+    """
     members = getattr(error, "exceptions", None)
     if not isinstance(members, tuple) or not members or not all(isinstance(m, BaseException) for m in members):
         return error
@@ -187,7 +192,7 @@ def _one_of_group(error: BaseException) -> BaseException:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """It and what it was raised from."""
+    """Yield the exception and its causes."""
     chain: list[BaseException] = []
     link: BaseException | None = _one_of_group(error)
     while link is not None and link not in chain:
@@ -208,8 +213,9 @@ def _leave(message: Failure) -> None:
 
 
 def _forget_earlier() -> None:
-    """Remove a failure that was written before this process was started, because its peers started with it; and that
-    of a child, when the parent goes on by itself: `except ProcessRaisedException: train_alone()`."""
+    """Remove a failure written before this process was started: its peers started together with it. Also remove a
+    child's failure if the parent continues: `except ProcessRaisedException: train_alone()`.
+    """
     if not os.path.getsize(os.environ["DDPJOB_TERMINATION_LOG"]):
         return
     with _opened() as descriptor:
@@ -221,10 +227,11 @@ def _forget_earlier() -> None:
 
 
 def _started_at() -> float:
-    """When this process was started or forked at the latest, in seconds since 1970. Not when it has imported this,
-    because a peer may have failed by then."""
+    """Return the latest time when this process was started or forked, in seconds since 1970. The import of this module
+    is too late, because a peer may have failed before it.
+    """
     with open("/proc/self/stat", "rb") as file:
-        ticks = int(file.read().rpartition(b")")[2].split()[19])  # complete ones
+        ticks = int(file.read().rpartition(b")")[2].split()[19])  # clock ticks
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - (ticks + 1) / os.sysconf("SC_CLK_TCK")
     return time.time() - age
 
@@ -250,25 +257,29 @@ def _lock(descriptor: int) -> None:
 
 
 def _stays(written: bytes, message: Failure) -> bool:
-    """Whether what is in the file explains more than this message."""
+    """True if the file explains more than this message."""
     if not written.startswith(_BEGINS):
-        return bool(written)  # by the script itself
+        return bool(written)  # written by the script itself
     try:
         earlier = Failure.from_dict(json.loads(written))
     except ValueError:
-        return False  # a rank was killed while it wrote
+        return False  # a rank was killed while writing
     return earlier.time > 0 and (earlier.resumable, earlier.time) <= (message.resumable, message.time)
 
 
 def write_over(descriptor: int, message: dict[str, Any]) -> None:
-    """In place, because the file of a pod is a mount of its own: a rename over it fails with EBUSY. Raises OSError."""
+    """Overwrite the file in place: in a pod it is a mount of its own, and a rename over it fails with EBUSY. Raise
+    OSError.
+    """
     body = encode(message)
     os.pwrite(descriptor, body, 0)
     os.ftruncate(descriptor, len(body))
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """The message as JSON of at most 4096 bytes; the traceback loses its beginning until it fits, then the longest."""
+    """Return the message as JSON of at most 4096 bytes. The traceback loses its beginning until it fits, then the
+    longest field is cut.
+    """
     trace = message.pop("traceback", "")
     kept = trace[-BYTES_MAX:]
     while True:
@@ -280,11 +291,11 @@ def encode(message: dict[str, Any]) -> bytes:
             return body
         if not kept:
             return encode(_without_its_longest(message))
-        kept = kept[max(1, excess // 6) :]  # a character is at most 6 bytes
+        kept = kept[max(1, excess // 6) :]  # a character has at most 6 bytes
 
 
 def _without_its_longest(message: dict[str, Any]) -> dict[str, Any]:
-    """A text is halved, anything else goes: what a script has put into its own message is not bounded."""
+    """Halve the longest text, or drop another value: a script may put anything into its own message."""
     name = max(message, key=lambda k: len(json.dumps({k: message[k]})))
     value = message[name]
     rest = {k: v for k, v in message.items() if k != name}

@@ -1,8 +1,7 @@
-"""What this rank waits in, as a proof of a deadlock needs it (`ddprun/core/deadlock.py`).
-
-It claims nothing that it does not know: an answer is left out if another thread may begin collectives, if a GPU may
-work for the rank, or if torch's flight recorder does not show every collective of a group. It is read only after the
-rank has not run for seconds, because a full recorder takes 0.1 to 0.5 s.
+"""The collective in which this rank waits, as evidence for a deadlock (`ddprun/core/deadlock.py`). Uncertain answers
+are left out: if another thread may begin collectives, a GPU may work for the rank, or torch's flight recorder does not
+show every collective of a group. It is read only after the rank has not run for seconds, because a full recorder takes
+0.1 to 0.5 s.
 """
 
 from __future__ import annotations
@@ -18,23 +17,23 @@ from typing import Any
 from ddpjob import process
 
 SYNC, BACKWARD = "sync", "backward"
-# The functions of torch that begin one collective and then wait for it.
+# Functions of torch that begin one collective and wait for it.
 _COLLECTIVES = frozenset(
     "all_reduce broadcast reduce gather scatter barrier all_gather all_gather_into_tensor all_gather_single "
     "reduce_scatter reduce_scatter_tensor reduce_scatter_single all_to_all all_to_all_single "
     "all_reduce_coalesced".split()
 )
-# Those in C++ that wait for each of their collectives before they return: DDP's constructor and its forward pass.
+# C++ functions that wait for each of their collectives before they return: DDP's constructor and its forward pass.
 _IN_C = frozenset(("_broadcast_coalesced", "_verify_params_across_processes", "_rebuild_buckets"))
-TIMEOUT_MS_MIN = 10_000  # a shorter one of the group ends the wait by itself, and a script may expect that
+TIMEOUT_MS_MIN = 10_000  # a shorter time-out of the group ends the wait by itself, and a script may rely on that
 GROUPS_MAX, RECENT, RANKS_MAX = 12, 6, 64
-# By torch's names in the recorder: what users write, and its bytes.
+# Names of types in torch's recorder: the name that users write, and the size in bytes.
 _DTYPES = {
     "Float": ("float32", 4), "Double": ("float64", 8), "Half": ("float16", 2), "BFloat16": ("bfloat16", 2),
     "Long": ("int64", 8), "Int": ("int32", 4), "Short": ("int16", 2), "Char": ("int8", 1), "Byte": ("uint8", 1),
     "Bool": ("bool", 1),
 }  # fmt: skip
-# Threads that begin no collectives, by the file of their outermost call, of which they never come out.
+# Threads that begin no collectives, by the file of the outermost call, which they never leave.
 _HARMLESS = (
     "-packages/torch/utils/data/", "-packages/torch/_inductor/", "-packages/torch/utils/tensorboard/",
     "-packages/tensorboard/", "-packages/tensorboardX/", "-packages/tqdm/_monitor.py", "-packages/wandb/",
@@ -60,8 +59,8 @@ def how(frame: FrameType | None) -> str:
 
 
 def names_of_line(code: CodeType, line: int) -> set[str]:
-    """Return the names that a line of a function uses, without its source, which may be on a disk that hangs."""
-    import dis  # seldom needed, and every rank would wait for it
+    """Return the names that a line of a function uses. Its source is not read, because its disk may hang."""
+    import dis  # rarely needed, and every rank would wait for the import
 
     ranges = [(start, end) for start, end, number in code.co_lines() if number == line]
     return {
@@ -72,7 +71,7 @@ def names_of_line(code: CodeType, line: int) -> set[str]:
 
 
 def may_begin_others(frames: Mapping[int, FrameType], own: Iterable[int]) -> bool:
-    """True if a thread that is not one of these may begin a collective."""
+    """True if a thread other than these may begin a collective."""
     return any(not _is_harmless(frame) for ident, frame in frames.items() if ident not in own)
 
 
@@ -89,7 +88,7 @@ def _is_harmless(frame: FrameType) -> bool:
 
 
 def answer(frames: Mapping[int, FrameType], own: int, recorded: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what this rank waits in; empty if that is not known for certain. own: the thread that asks."""
+    """Return what this rank waits in; "" if that is uncertain. own: the calling thread."""
     main = threading.main_thread().ident or 0
     waits = how(frames.get(main))
     if not waits or not recorded or not is_known(main, recorded) or may_begin_others(frames, {main, own}):
@@ -103,9 +102,8 @@ def answer(frames: Mapping[int, FrameType], own: int, recorded: list[dict[str, A
 
 
 def is_known(main: int, recorded: list[dict[str, Any]]) -> bool:
-    """True if the newest collective is one of gloo's that the main thread has begun and that is not done.
-
-    Nothing is known of what a GPU does, nor of other backends.
+    """True if the newest collective is one of gloo's that the main thread has begun and that is not done. A GPU's work
+    and other backends cannot be seen.
     """
     newest = recorded[-1]
     cuda = sys.modules.get("torch.cuda")
@@ -143,17 +141,16 @@ def _groups(recorded: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
             "begun": begun(entries, int(group._get_sequence_number_for_group())),
             "recent": [_call(entry) for entry in entries[-RECENT:]],
         })  # fmt: skip
-        # Everything that is still to end has to be told.
+        # Include every collective that has not ended.
         if any(not entry.get("retired") for entry in entries[:-RECENT]):
             return None
     return groups
 
 
 def begun(entries: list[dict[str, Any]], count: int) -> int:
-    """Return the number of the newest collective of a group; -1 if it is not certain.
-
-    count: of all operations that the group has begun, sends among them. It differs if the last one is not recorded, and
-    for a group that has the name of one that was destroyed.
+    """Return the number of a group's newest collective; -1 if uncertain. count: all operations that the group has
+    begun, including sends. It differs if the last one is not recorded, and for a group with the name of a destroyed
+    one.
     """
     if not entries:
         return 0 if count == 0 else -1
@@ -166,12 +163,12 @@ def _call(entry: dict[str, Any]) -> list[Any]:
 
 
 def operation(entry: dict[str, Any]) -> str:
-    """gloo:all_reduce -> all_reduce"""
+    """Return all_reduce for gloo:all_reduce."""
     return str(entry.get("profiling_name", "")).rpartition(":")[2][:40]
 
 
 def shape(entry: dict[str, Any]) -> str:
-    """[4, 3] float32"""
+    """Return [4, 3] float32."""
     sizes, dtypes = entry.get("input_sizes") or [], entry.get("input_dtypes") or []
     kinds = sorted({_DTYPES.get(name, (str(name), 0))[0] for name in dtypes})
     listed = " ".join(str(size) for size in sizes[:2]) + (f" and {len(sizes) - 2} more" if len(sizes) > 2 else "")
@@ -179,7 +176,7 @@ def shape(entry: dict[str, Any]) -> str:
 
 
 def size_of(entry: dict[str, Any]) -> int:
-    """Return the bytes that the rank contributes; -1: unknown."""
+    """Return the bytes that the rank contributes; -1 if unknown."""
     dtypes = entry.get("input_dtypes") or []
     if not all(name in _DTYPES for name in dtypes):
         return -1
@@ -188,7 +185,7 @@ def size_of(entry: dict[str, Any]) -> int:
 
 
 def _add_root(groups: list[dict[str, Any]], newest: dict[str, Any], frame: FrameType) -> None:
-    """The recorder does not know the root of a broadcast; the call that waits does."""
+    """Add the root of a broadcast, which the recorder does not know, from the call that waits."""
     if frame.f_code.co_name not in ("broadcast", "reduce", "gather", "scatter"):
         return
     root = next((v for n in ("group_src", "group_dst") if isinstance(v := frame.f_locals.get(n), int)), -1)

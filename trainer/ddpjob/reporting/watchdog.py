@@ -1,13 +1,13 @@
-"""The rank's side of ddprun's watchdog: its heartbeat, in memory that it shares with its agent.
+"""The rank's side of ddprun's watchdog: its heartbeat, in memory shared with its agent.
 
-`progress`, `pause` and `report_start` write their values into cells; the agent (`ddprun/heartbeats.py`) reads them, and
+`progress`, `pause` and `report_start` write their values into cells. The agent (`ddprun/heartbeats.py`) reads them, and
 asks the rank where it is when the group is stalled. A daemon thread answers, because a rank that is blocked in a
-collective runs no Python handler: where each thread is, and the last collectives of torch's flight recorder. Both go to
-stderr, and a summary to the agent. While something holds the interpreter this thread cannot run, so faulthandler writes
-the stacks on a signal of its own.
+collective runs no Python signal handler. It writes where each thread is, and the last collectives of torch's flight
+recorder, to stderr, and a summary to the agent. If something holds the interpreter lock, this thread cannot run; then
+faulthandler writes the stacks on another signal.
 
-DDPJOB_BEATS names the memory (layout: `ddpjob_core/heartbeat.py`); without it the cells are this process's own, and no
-agent reads them.
+DDPJOB_BEATS names the memory (layout: `ddpjob_core/heartbeat.py`). Without it the cells are private, and no agent reads
+them.
 """
 
 import atexit
@@ -49,16 +49,16 @@ from ddpjob_core.heartbeat import (
 T = TypeVar("T")
 TEXT_CHARACTERS_MAX = 120
 POLL_SECONDS = 0.25
-END_SECONDS = 1.0  # it answers in milliseconds, unless nobody reads what it writes
+END_SECONDS = 1.0  # an answer takes milliseconds, unless nobody reads it
 THREADS_MAX, FRAMES_MAX, COLLECTIVES_MAX = 64, 40, 8
-FOLDED_MAX, FOLDED_BYTES_MAX = 20, 3000  # in an answer of a page
+FOLDED_MAX, FOLDED_BYTES_MAX = 20, 3000  # of an answer, which has a page of memory
 _LIBRARY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _AGENT = os.path.join(os.path.dirname(_LIBRARY), "ddprun")
 _FORK_SERVER = os.path.join(_AGENT, "forkserver.py")
 
 
 def begin() -> None:
-    """Share the heartbeat of this process with the agent, if there is one, from its first call on; never raises."""
+    """Share the heartbeat of this process with the agent, if there is one, at its first call; never raise."""
     where = os.environ.get("DDPJOB_BEATS")
     if where and not process.current.watched:
         process.current.watched = True
@@ -67,14 +67,14 @@ def begin() -> None:
 
 
 def left() -> None:
-    """The default group is about to be left; the thread may not have polled since its last collective."""
+    """Read the last collective before the default group is left, because the thread may not have polled after it."""
     begun = _of_torch(collectives_begun)
     if begun and process.current.watched:
         process.current.cells[COLLECTIVES], process.current.cells[OVER] = begun, 1
 
 
 def _share(where: str) -> None:
-    """where: the agent's process, its descriptors of the memory and of the notify pipe, and the page."""
+    """where: the agent's process, its descriptors of the memory and the notify pipe, and the page."""
     agent, memory, notify, page_number = map(int, where.split(":"))
     with open(f"/proc/{agent}/fd/{memory}", "r+b", buffering=0) as file:
         page = memoryview(mmap.mmap(file.fileno(), 0))[page_number * PAGE_BYTES :][:PAGE_BYTES]
@@ -82,7 +82,7 @@ def _share(where: str) -> None:
     pipe = f"/proc/{agent}/fd/{notify}"
     if cells[PID] not in (0, os.getpid()) and os.path.exists(f"/proc/{cells[PID]}"):
         _notify(pipe)
-        return  # the script has started processes of its own, and another one reports for the rank
+        return  # the script has started processes, and another one reports for the rank
     cells[PHASE] = cells[STEP] = cells[COLLECTIVES] = cells[OVER] = cells[WAITED_IN] = cells[COMPLETED] = 0
     cells[SAVED] = process.current.saved_step or 0
     cells[PID] = os.getpid()
@@ -93,7 +93,9 @@ def _share(where: str) -> None:
 
 
 def _notify(pipe: str) -> None:
-    """Tell the agent that this process trains: it reads no heartbeat before the first one, and signals each of them."""
+    """Tell the agent that this process trains. The agent reads no heartbeat before the first one, and signals the
+    process each time.
+    """
     descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         os.write(descriptor, struct.pack(heartbeat.NOTICE, os.getpid()))
@@ -105,7 +107,7 @@ def _notify(pipe: str) -> None:
 
 
 def _serve(page: memoryview, cells: memoryview) -> None:
-    """Polls, because a descriptor to wait for would not survive a script that closes all of them."""
+    """Poll for requests: a descriptor to wait on would not survive a script that closes all of them."""
     while True:
         time.sleep(POLL_SECONDS)
         if cells[PHASE] <= 1:
@@ -129,7 +131,7 @@ def _has_completed() -> bool:
 
 
 def _of_torch(call: Callable[[], T]) -> T | None:
-    """What torch knows; None at the end of the process, or where this torch has other names."""
+    """Return torch's information; None at the end of the process, or if this torch uses other names."""
     in_torch = process.current.in_torch
     if in_torch.acquire(blocking=False):
         try:
@@ -142,7 +144,7 @@ def _of_torch(call: Callable[[], T]) -> T | None:
 
 
 def _keep_out_of_torch() -> None:
-    """From now on: a thread that comes back from C++ when the interpreter has ended aborts the process."""
+    """Stop calling torch: a thread that returns from C++ after the interpreter has ended aborts the process."""
     if process.current.watched:
         left()
         with contextlib.suppress(Exception):
@@ -152,33 +154,36 @@ def _keep_out_of_torch() -> None:
 
 
 def _waited_in() -> int:
-    """Of this process, where it ends by the timeout of a rank that waited for another one."""
+    """Return the collective in which this process waited, if it ends by the time-out of waiting for another rank."""
     from ddpjob.reporting.termination import cause_line, ending
     from ddpjob_core import rules
 
     error = ending()
     line = "" if error is None else cause_line(error)
     if not (rules.is_symptom(line) and rules.has_timed_out(line)):
-        return 0  # and the recorder, which takes a tenth of a second, is not read
+        return 0  # do not read the recorder, which takes a tenth of a second
     return waited_in(_of_torch(_recorded) or [], process.current.cells[COLLECTIVES])
 
 
-atexit.register(_keep_out_of_torch)  # at the import: what is registered later, as the way out of the group, runs before
+# Registered at the import, so that later handlers, such as leaving the group, run before it.
+atexit.register(_keep_out_of_torch)
 
 
-# They wait all the time, and the thread that a reader looks for came after them.
+# Daemon threads always wait, and come before the thread that a reader looks for.
 NEVER_THE_CAUSE = ("ddpjob-progress", "ddpjob-stop", "ddpjob-presence")
 
 
 def collectives_begun() -> int | None:
-    """Of the default group, None where there is none; a call of 5 µs, of the group and not of its backend's devices."""
+    """Return the collectives begun in the default group; None without one. Takes 5 µs, because it asks the group and
+    not its backend's devices.
+    """
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     group = None if c10d is None else c10d._world.default_pg
     return None if group is None else int(group._get_sequence_number_for_group())
 
 
 def _answer(page: memoryview, cells: memoryview) -> None:
-    """First to the agent, which waits for it; stderr may be a pipe that nobody reads."""
+    """Answer the agent first, because it waits; stderr may be a pipe that nobody reads."""
     frames = sys._current_frames()
     main = threading.main_thread().ident
     answer: dict[str, Any] = {"step": cells[STEP], "where": innermost(frames.get(main or 0))}
@@ -196,26 +201,28 @@ def _answer(page: memoryview, cells: memoryview) -> None:
 
 
 def _waits(frames: dict[int, FrameType]) -> dict[str, Any]:
-    """What the rank waits in; the recorder is read only if it waits in a collective."""
+    """Return what the rank waits in. The recorder is read only if it waits in a collective."""
     if not waiting.how(frames.get(threading.main_thread().ident or 0)):
         return {}
     return _of_torch(lambda: waiting.answer(frames, threading.get_ident(), _recorded())) or {}
 
 
 def _write_answer(page: memoryview, cells: memoryview, answer: dict[str, Any]) -> None:
-    """What does not fit is no answer: the agent reads a shorter one as none."""
+    """Write the answer, or none if it does not fit: the agent ignores shorter ones."""
     body = json.dumps(answer).encode()[: PAGE_BYTES - CELLS_BYTES]
     page[CELLS_BYTES : CELLS_BYTES + len(body)] = body
     cells[heartbeat.LENGTH], cells[ANSWERED] = len(body), cells[ASKED]
 
 
 def _stacks(cells: memoryview, frames: dict[int, FrameType], recorded: list[dict[str, Any]]) -> str:
-    """In one piece, so that the lines of two ranks do not mix; the main thread last, where a log is read first."""
+    """Return the stacks as one text, so that lines of two ranks do not mix. The main thread is last, where readers of a
+    log look first.
+    """
     rank = os.environ.get("RANK", "0")
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     own = threading.get_ident()
     order = sorted(frames, key=lambda ident: ident == threading.main_thread().ident)
-    # A script that reports no steps is located by its collectives.
+    # Collectives locate a script that reports no steps.
     where = f"at step {cells[STEP]}" if cells[PHASE] else f"after {cells[COLLECTIVES]} collectives"
     lines = [f"ddpjob: rank {rank} (process {os.getpid()}) is stalled {where}; innermost call first:"]
     shown = [ident for ident in order if ident != own and names.get(ident) not in NEVER_THE_CAUSE]
@@ -227,7 +234,7 @@ def _stacks(cells: memoryview, frames: dict[int, FrameType], recorded: list[dict
 
 
 def stack(frame: FrameType | None) -> list[str]:
-    """As Python prints it, without the source: that would be read from a disk that may be what hangs."""
+    """Format a stack as Python prints it, without source lines, because they may be on the disk that hangs."""
     lines: list[str] = []
     while frame is not None and len(lines) < FRAMES_MAX and frame.f_code.co_filename != _FORK_SERVER:
         lines.append(f'    File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_name}')
@@ -236,7 +243,7 @@ def stack(frame: FrameType | None) -> list[str]:
 
 
 def innermost(frame: FrameType | None) -> str:
-    """train.py:41 in load_batch: the innermost call of the user's own code, else the innermost."""
+    """Return the innermost call of the user's code, else the innermost of all: train.py:41 in load_batch."""
     first = frame
     while frame is not None and not _is_of_script(frame):
         frame = frame.f_back
@@ -245,7 +252,9 @@ def innermost(frame: FrameType | None) -> str:
 
 
 def folded(frame: FrameType | None) -> list[str]:
-    """The frames of the user's own code, innermost first, and one line for all others; short enough for an answer."""
+    """Return the frames of the user's code, innermost first, with one line for all others, short enough for an
+    answer.
+    """
     own: list[str] = []
     others: list[FrameType] = []
     while frame is not None and frame.f_code.co_filename != _FORK_SERVER:
@@ -258,7 +267,7 @@ def folded(frame: FrameType | None) -> list[str]:
     lines = [f"(above it {count}, innermost {_place(others[0])})"] if others and own else []
     lines = lines or ([f"({count}, innermost {_place(others[0])})"] if others else [])
     shown = own[:FOLDED_MAX] + ([f"… {len(own) - FOLDED_MAX} more"] if len(own) > FOLDED_MAX else [])
-    while len(json.dumps(shown + lines)) > FOLDED_BYTES_MAX:  # names that are not ASCII take six bytes a letter
+    while len(json.dumps(shown + lines)) > FOLDED_BYTES_MAX:  # non-ASCII names take six bytes per letter
         shown.pop()
     return shown + lines
 
@@ -275,18 +284,18 @@ def _place(frame: FrameType) -> str:
 
 
 def _recorded() -> list[dict[str, Any]]:
-    """The entries of torch's flight recorder: NCCL's where it has any, else those of the other backends (gloo)."""
+    """Return the entries of torch's flight recorder: NCCL's if it has any, else those of other backends (gloo)."""
     return recorder("_dump_nccl_trace_json") or recorder("_dump_fr_trace_json")
 
 
 def recorder(name: str) -> list[dict[str, Any]]:
-    """What that function of torch knows; nothing where this torch does not have it."""
+    """Return the recorder that this torch function has; empty if torch does not have the function."""
     dump = getattr(sys.modules.get("torch._C._distributed_c10d"), name, None)
     return list(json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries") or []) if dump else []
 
 
 def last_collective(recorded: list[dict[str, Any]]) -> dict[str, Any]:
-    """The newest of the default group, whose numbers are the same on all ranks: sequence, op, done."""
+    """Return the newest collective of the default group, whose numbers are equal on all ranks: sequence, op, done."""
     default = [e for e in recorded if not _is_apart(e)]
     if not default:
         return {}
@@ -296,18 +305,18 @@ def last_collective(recorded: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def waited_in(recorded: list[dict[str, Any]], begun: int | None) -> int:
-    """The last collective of the default group, if nothing was begun after it; else 0. A collective that has failed is
-    recorded as done. begun: as the default group counts."""
+    """Return the last collective of the default group if nothing was begun after it; else 0. A failed collective is
+    recorded as done. begun: count of the default group.
+    """
     if not recorded or not begun or _is_apart(recorded[-1]) or waits_apart(recorded, begun):
         return 0
     return int(last_collective(recorded)["sequence"])
 
 
 def waits_apart(recorded: list[dict[str, Any]], begun: int | None) -> bool:
-    """Whether it may wait in another group or in a send or recv, or its numbers are not those of the other ranks.
-
-    gloo counts a send or recv as it counts a collective, and does not record it. begun: as the default group counts;
-    None: that is left.
+    """True if the rank may wait in another group or in a send or recv, or its numbers differ from other ranks'. gloo
+    counts sends and recvs like collectives, and does not record them. begun: count of the default group; None after it
+    was left.
     """
     numbers = [entry["collective_seq_id"] for entry in recorded if not _is_apart(entry)]
     is_counted = not numbers or max(numbers) - min(numbers) < len(numbers)
@@ -320,12 +329,12 @@ def _is_apart(entry: dict[str, Any]) -> bool:
 
 
 def is_done(entry: dict[str, Any]) -> bool:
-    """gloo's entries stay "scheduled" and are retired; NCCL's get a state."""
+    """True if the entry is done. gloo's entries stay "scheduled" and are retired; NCCL's get a state."""
     return bool(entry.get("retired")) or entry.get("state") == "completed"
 
 
 def table(recorded: list[dict[str, Any]]) -> list[str]:
-    """The last of them, one a line."""
+    """Return the last entries, one per line."""
     return [
         f"    {e['collective_seq_id']:>6} {operation(e)} {e.get('input_sizes')} in group {e['process_group'][0]}"[:160]
         + (", done" if is_done(e) else ", not done")

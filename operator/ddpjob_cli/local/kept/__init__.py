@@ -1,1 +1,1 @@
-"""What a local run leaves on the disk: its folder, records, history, report and metrics. It starts nothing."""
+"""Files of a local run: its folder, records, history, report and metrics. This package starts nothing."""

@@ -1,4 +1,4 @@
-"""Files that others read while a run writes them, and scripts that are read without being run."""
+"""Files that others read while a run writes them, and scripts that are read without running them."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/(\d+)")
 
 
 def read_script(path: str | Path) -> bytes:
-    """A script or a notebook. Raises OSError, also for a file that is too large to be one: it takes minutes to read."""
+    """Return the text of a script or a notebook. Raise OSError, also for a file so large that reading takes minutes."""
     mib = NOTEBOOK_MIB_MAX if str(path).endswith(".ipynb") else SCRIPT_MIB_MAX
     with open(own_files.open_named(path), "rb") as file:
-        data = file.read((mib << 20) + 1) or b""  # None: a file of /proc that has nothing now
+        data = file.read((mib << 20) + 1) or b""  # None: a file of /proc without data at present
     if len(data) > mib << 20:
         raise OSError(errno.EFBIG, f"larger than {mib} MiB, so it is no script", str(path))
     return data
 
 
 def text_of_script(data: bytes) -> str:
-    """Decode a script as Python does, by its `# coding:`. Raises ValueError, SyntaxError, LookupError."""
+    """Return a script decoded as Python does, by its `# coding:`. Raise ValueError, SyntaxError, LookupError."""
     encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
     if encoding in _SLOW_ENCODINGS:
         raise LookupError(f"coding: {encoding} is for host names")
@@ -40,26 +40,26 @@ def text_of_script(data: bytes) -> str:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file so that a reader sees the old content or the new, never half of it. Raises OSError.
-
-    A link stays a link, and what is no regular file (/dev/stdout, a pipe) is written to and never replaced.
+    """Replace a file so that a reader sees the old or the new content, never half of it. Raise OSError. Links are kept,
+    and a path that is no regular file (/dev/stdout, a pipe) is written to and never replaced.
     """
-    # Before the links are resolved: that of /dev/stdout names a pipe by a path that is not there.
+    # Before links are resolved: /dev/stdout links to a pipe by a path that does not exist.
     if path.exists() and not path.is_file():
         with open(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY), "wb", buffering=0) as there:
-            there.write(data)  # a pipe that nobody reads must not hold the job
+            there.write(data)  # do not block the job on a pipe without a reader
         return
     if (named := _DESCRIPTOR.fullmatch(_STREAMS.get(str(path), str(path)))) is not None:
-        # A shell's `> file`: whoever replaced the file would take away what else is printed there.
+        # In a shell's `> file`, a replaced file would lose everything else that is printed there.
         with open(os.dup(int(named[1])), "wb", buffering=0) as there:
             there.write(data)
         return
-    _replace(Path(os.path.realpath(path)), data, 0o644)  # for others too: a node exporter reads the metrics
+    _replace(Path(os.path.realpath(path)), data, 0o644)  # readable by others: a node exporter reads the metrics
 
 
 def write_privately(path: Path, data: bytes) -> None:
-    """Replace a file of a run, which only its user can read. What is there, such as a link, is not written to. Raises
-    OSError."""
+    """Replace a file of a run that only its user can read. An existing link or file is not written to. Raise
+    OSError.
+    """
     _replace(path, data, 0o600)
 
 

@@ -1,4 +1,4 @@
-"""The record of a run, for the table, `ddpjob list` and the report: bounded, whatever its length."""
+"""The bounded record of a run, for the table, `ddpjob list` and the report."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ddpjob_operator.job.status import apart_from_progress, present_progress
 CHANGES_MAX = 400
 NAMES_MAX = 24
 PROGRESS_SECONDS = 5.0
-"""Between two writings for progress alone: the course of a long run is up to a megabyte."""
+"""Between two writes for progress alone: the history of a long run is up to a megabyte."""
 SAMPLES, STEP_SECONDS = "samples/s", "s/step"
-"""The names of the pace beside those of the job's metrics."""
+"""Names of the pace, next to the job's metrics."""
 
 
 class Facts(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
-    """What holds for the whole run."""
+    """Facts about the whole run."""
 
     job: str
     run: str
@@ -35,36 +35,35 @@ class Facts(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
 
     @property
     def world_size(self) -> int:
-        """Ranks of the whole job."""
         return self.nodes * self.nproc_per_node
 
 
 class StatusChange(msgspec.Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
-    """From here on the run was in this state."""
+    """The run entered this state."""
 
     time: dt.datetime
     state: str
     attempt: int = 0
     generation: int = 0
-    """Restarts in place since the attempt began."""
+    """Restarts in place in the attempt so far."""
     training: bool = False
-    """True if the ranks that run have reported a step."""
+    """True if the running ranks have reported a step."""
     reason: str = ""
     message: str = ""
 
 
 class History(msgspec.Struct, rename="camel", kw_only=True):
-    """The course of a run."""
+    """The course of a run over time."""
 
     series: dict[str, Series] = {}
     changes: list[StatusChange] = []
     step: int = 0
-    """That of the last progress taken."""
+    """The step of the last progress."""
     seconds: float = -1.0
-    """When that came, since the run began; -1: none has come since the last restart."""
+    """When it came, in seconds since the start of the run; -1: none after the last restart."""
 
     def take(self, status: api.Status, started: dt.datetime, now: dt.datetime) -> bool:
-        """Note what a status adds; whether it is more than progress."""
+        """Record changes in a status. Return True if more than the progress changed."""
         changed = self._take_change(status, now)
         progress = status.progress
         if progress is not None and present_progress(status) is progress:
@@ -86,38 +85,37 @@ class History(msgspec.Struct, rename="camel", kw_only=True):
             if replace(change, time=last.time, reason=last.reason, message=last.message) == last:
                 return False
             if (last.attempt, last.generation) != (change.attempt, change.generation):
-                self.seconds = -1.0  # the time between two steps would be that of the restart
+                self.seconds = -1.0  # otherwise the restart would count as the time of a step
         self.changes.append(change)
         if len(self.changes) > CHANGES_MAX:
-            # The first ones say how it began, the last ones how it ended.
+            # Keep the first, which show the start, and the last, which show the end.
             del self.changes[CHANGES_MAX // 4]
         return True
 
     def _take_progress(self, progress: api.Progress, seconds: float) -> None:
         if seconds <= self.seconds:
-            return  # taken before: the status was written for another reason
+            return  # the status was written for another reason
         values: dict[str, float | str | None] = {SAMPLES: progress.samples_per_second, **progress.metrics}
         made = progress.step - self.step
         if self.seconds >= 0 and made > 0:
             values = {STEP_SECONDS: (seconds - self.seconds) / made, **values}
         for name, value in values.items():
-            # A script may make a name for each step.
+            # A script may invent a new name in each step.
             if value is not None and (name in self.series or len(self.series) < NAMES_MAX):
-                with contextlib.suppress(ValueError):  # a metric that is a text
+                with contextlib.suppress(ValueError):  # metrics may be texts
                     number = float(value)
                     self.series.setdefault(name, Series()).add(progress.step, seconds, number)
         self.step, self.seconds = progress.step, seconds
 
 
 def generation(status: api.Status) -> int:
-    """Restarts of the ranks in their pods in this attempt."""
+    """Return restarts in place in this attempt."""
     counts = status.in_place
     return 0 if counts is None else counts.earlier + counts.application + counts.infrastructure + counts.stall
 
 
 class Record:
-    """The facts, the status and the course of one run, in its folder. A disk that is full costs the record, never the
-    job."""
+    """The facts, status and history of one run, in its folder. A full disk costs the record, never the job."""
 
     def __init__(self, job: api.DDPJob, folder: RunFolder, started: dt.datetime) -> None:
         self.facts = Facts(
@@ -137,7 +135,7 @@ class Record:
         self._write(FACTS, msgspec.json.encode(self.facts))
 
     def take(self, status: api.Status, now: dt.datetime) -> str:
-        """Keep a status; returns why it could not be written, empty where it was."""
+        """Record a status; return why it could not be written, "" on success."""
         changed = self.history.take(status, self.facts.started, now)
         due = (now - self._written_at).total_seconds() >= PROGRESS_SECONDS
         if changed or due or apart_from_progress(status) != apart_from_progress(self._before):
@@ -156,5 +154,5 @@ class Record:
 
 
 def document(status: api.Status) -> bytes:
-    """The status as others read it."""
+    """Return the status as others read it."""
     return msgspec.json.format(msgspec.json.encode(status), indent=2) + b"\n"

@@ -1,5 +1,6 @@
-"""`ddpjob run --metrics-file`: the numbers of a local run by the names that the operator's /metrics has, for
-node-exporter's textfile collector. Called by run.py with each status."""
+"""`ddpjob run --metrics-file`: metrics of a local run for node-exporter's textfile collector, with the names of the
+operator's /metrics. run.py calls it with each status.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +15,11 @@ from ddpjob_operator.metrics.meter import Meter, MeteredJob, Moment
 from ddpjob_operator.metrics.of_change import Restart
 from ddpjob_operator.observed.reports import AgentReport
 
-# A scraper of files comes every 15 s or more seldom.
+# A scraper of files reads every 15 s or less often.
 AGAIN_SECONDS = 5.0
 
 
 class MetricsFile:
-    """One run's file."""
-
     def __init__(self, path: Path, job: api.DDPJob) -> None:
         self._path = path
         self._namespace, self._name, self._uid = job.metadata.namespace, job.metadata.name, job.metadata.uid
@@ -29,7 +28,7 @@ class MetricsFile:
         self._written_at = float("-inf")
 
     def changed(self, old: api.Status, new: api.Status, now: dt.datetime, agent: AgentReport | None) -> None:
-        """A status follows on another. Raises OSError, as `write`."""
+        """Record a change of status. Raise OSError, as `write`."""
         self._restart = self._meter.changed(old, new, now, self._restart, agent)
         if new.state != old.state or time.monotonic() - self._written_at >= AGAIN_SECONDS:
             self.write(new, now)

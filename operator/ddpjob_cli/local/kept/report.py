@@ -1,6 +1,5 @@
-"""The report of a run, for `ddpjob report` and `ddpjob run --report`: one HTML file that loads nothing.
-
-Every drawing says in words what it shows, and its colors are those of the page, light or dark.
+"""The report of a run, for `ddpjob report` and `ddpjob run --report`: one HTML file that loads nothing. Every drawing
+has a text with the same information, and uses the page's colors, light or dark.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from ddpjob_operator.job.wording import count, duration
 LOGS_MAX = 200
 ROWS_MAX = 40
 WIDTH = 940
-"""Of what is as wide as the page; one unit is about a pixel, so that all text has one size."""
+"""Width of drawings as wide as the page; a unit is about a pixel, so that all text has one size."""
 CURVE_WIDTH, CURVE_HEIGHT = 460, 180
 LEFT, RIGHT, TOP, BOTTOM = 64, 12, 10, 28
 LABEL = 170
@@ -53,7 +52,7 @@ svg .tick { fill: var(--soft) }
 
 
 def page(run: runs.Run, history: History, now: dt.datetime) -> str:
-    """Return the whole file. Everything that a script, a user or a program said is escaped."""
+    """Return the whole file, with all text of scripts, users and programs escaped."""
     took = runs.took(run, now)
     last = history.changes[-1].time if history.changes else run.facts.started
     seconds = max(0.0, (last - run.facts.started).total_seconds()) if took is None else took
@@ -71,26 +70,28 @@ def page(run: runs.Run, history: History, now: dt.datetime) -> str:
 
 
 class Markup(str):
-    """Text that is markup already, and is not escaped again."""
+    """Text that is markup already and is not escaped again."""
 
     __slots__ = ()
 
 
 def _element(name: str, *children: str, **attributes: object) -> Markup:
-    """An element; whatever is not Markup is escaped. A trailing _ of an attribute's name goes, other _ become -."""
+    """Return an element; text that is no Markup is escaped. In attribute names a final _ is dropped, and any other
+    becomes -.
+    """
     given = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value is not None}
     head = "".join(f' {key}="{html.escape(str(value))}"' for key, value in given.items())
     return Markup(f"<{name}{head}>{_joined(children)}</{name}>")
 
 
 def _joined(children: Iterable[str]) -> Markup:
-    """Children one after another; whatever is not Markup is escaped."""
+    """Return children joined; text that is no Markup is escaped."""
     return Markup("".join(c if isinstance(c, Markup) else html.escape(_printable(c)) for c in children))
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Something that lasted. begin, end: seconds since the run began; kind: the name of its color."""
+    """A period. begin, end: seconds since the start of the run; kind: the name of its color."""
 
     begin: float
     end: float
@@ -99,7 +100,7 @@ class Segment:
 
 
 def _curve(name: str, points: Sequence[Point]) -> Markup:
-    """Values over steps: the mean as a line, the lowest and the highest as a band; a restart begins a new line."""
+    """Return values over steps: the mean as a line, lowest and highest as a band. A restart begins a new line."""
     steps = (min(p.step for p in points), max(p.step for p in points))
     low, high = min(p.low for p in points), max(p.high for p in points)
 
@@ -107,7 +108,7 @@ def _curve(name: str, points: Sequence[Point]) -> Markup:
         return LEFT + (CURVE_WIDTH - LEFT - RIGHT) * (step - steps[0]) / max(1, steps[1] - steps[0])
 
     def y(value: float) -> float:
-        # Each divided by itself first: the difference of two huge values has no number.
+        # Divide first: the difference of two huge values overflows.
         share = 0.5 if high == low else (value / 2 - low / 2) / (high / 2 - low / 2)
         return CURVE_HEIGHT - BOTTOM - (CURVE_HEIGHT - TOP - BOTTOM) * share
 
@@ -125,7 +126,7 @@ def _curve(name: str, points: Sequence[Point]) -> Markup:
 
 
 def _lives(rows: Sequence[tuple[str, Sequence[Segment]]], seconds: float) -> Markup:
-    """A row for each life of the ranks, over the seconds of the run."""
+    """Return a row for each generation of ranks, over the seconds of the run."""
     height = ROW * len(rows) + BOTTOM
 
     def x(at: float) -> float:
@@ -228,7 +229,7 @@ def _failures(status: api.Status) -> Markup:
 
 
 def _logs(run: runs.Run) -> Markup:
-    """Links to the logs where they lie; of more than LOGS_MAX the last ones."""
+    """Return links to the logs on this machine, at most the last LOGS_MAX."""
     paths = [path for nodes in run.logs().values() for of_node in nodes.values() for path in of_node]
     links = [_element("a", path.name, href=path.absolute().as_uri()) for path in paths[-LOGS_MAX:]]
     items = [_element("li", link) for link in links]
@@ -236,7 +237,7 @@ def _logs(run: runs.Run) -> Markup:
 
 
 def _kind(change: StatusChange) -> tuple[str, str]:
-    """The color of a state, and its words."""
+    """Return the color of a state, and its text."""
     if change.state == "Running":
         return ("productive", "training") if change.training else ("starting", "running, no step yet")
     kinds = {"Succeeded": "productive", "Failed": "failed", "Failing": "failed", "Restarting": "restarting"}
@@ -245,7 +246,7 @@ def _kind(change: StatusChange) -> tuple[str, str]:
 
 
 def _table(caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
-    """A table whose first column heads its rows."""
+    """Return a table whose first column has row headers."""
     top = [_element("tr", *(_element("th", head, scope="col") for head in heads))] * bool(heads)
     lines = [
         _element("tr", _element("th", row[0], scope="row"), *(_element("td", cell) for cell in row[1:])) for row in rows
@@ -290,5 +291,5 @@ def _points(points: Iterable[tuple[float, float]]) -> str:
 
 
 def _printable(text: str) -> str:
-    """Without what HTML cannot hold: control characters, and halves of surrogate pairs."""
+    """Return text without what HTML cannot contain: control characters and surrogate halves."""
     return "".join(c for c in text if c in "\n\t" or (c.isprintable() and not 0xD800 <= ord(c) <= 0xDFFF))

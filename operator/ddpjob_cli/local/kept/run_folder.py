@@ -1,8 +1,8 @@
-"""The folder of one run: logs, volumes and the token. Logs of the last runs are kept, the rest is removed with the run.
+"""The folder of one run: logs, volumes and the token. Logs of the last runs are kept; the rest is removed with the run.
 
-The folder above it is the user's (`--logs DIR`), and may hold anything, for instance a data set with the job's name.
-So only what a run has made is ever removed: a run marks its folder, the mark is checked first, links are not followed,
-and of a marked folder only the files that a run writes are removed. Other files in it stay, and the folder with them.
+The parent folder is the user's (`--logs DIR`) and may hold anything, such as a data set with the job's name. So only
+files that a run made are removed: a run marks its folder, the mark is checked first, links are not followed, and of a
+marked folder only known files are removed. Other files keep their folder.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MARK = ".ddpjob-run"
 LATEST = "latest"
 STATUS, FACTS, HISTORY = "status.json", "run.json", "history.json"
 FAULTS = "faults"
-"""The folder with the records of injected faults."""
+"""Folder with the records of injected faults."""
 _MARK_BYTES_MAX = 4096
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
@@ -50,8 +50,8 @@ class RunFolder:
         self._job = job
         self.lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self.lock, fcntl.LOCK_EX)
-        _mark(self.path, job)  # after the lock, so that a marked folder without a lock has ended
-        # `latest` is the newest run. What has that name and is no link to a run is the user's, and stays.
+        _mark(self.path, job)  # after locking, so that a marked folder without a lock has ended
+        # `latest` is the newest run. Anything of that name that is no link to a run belongs to the user and stays.
         link = self.path.parent / LATEST
         with contextlib.suppress(OSError):  # another run does the same, or the file system has no links
             if link.is_symlink() and _UUID.fullmatch(os.readlink(link)):
@@ -63,7 +63,7 @@ class RunFolder:
         files.write_privately(self.path / name, data)
 
     def close(self) -> None:
-        """Remove all but the logs and the status."""
+        """Remove everything except the logs and the status."""
         with _own(self.path, self._job) as held:
             if held is not None:
                 _remove_what_ends_with_a_run(held)
@@ -72,7 +72,7 @@ class RunFolder:
 
 
 def state_home() -> Path:
-    """$XDG_STATE_HOME, ~/.local/state where it is not set. Raises InputError for a user without a home."""
+    """Return $XDG_STATE_HOME, or ~/.local/state if unset. Raise InputError if the user has no home."""
     given = os.environ.get("XDG_STATE_HOME", "")
     if given.startswith("/"):
         return Path(given)
@@ -83,21 +83,21 @@ def state_home() -> Path:
 
 
 def folders(base: Path | None = None) -> Iterator[tuple[str, Path]]:
-    """The job and the folder of each run below the parent of the runs' folders; nothing where there is none."""
+    """Yield job and folder of each run below the parent folder."""
     with contextlib.suppress(OSError):
         for jobs in sorted((base or state_home() / "ddpjob").absolute().iterdir()):
-            with contextlib.suppress(OSError):  # a file of the user's, or a folder that is being removed
+            with contextlib.suppress(OSError):  # a user's file, or a folder that is being removed
                 yield from ((jobs.name, run) for run in _runs(jobs, jobs.name))
 
 
 def is_running(run: Path) -> bool:
-    """True if the process that runs a job in this folder lives."""
+    """True if the process that runs a job in this folder is alive."""
     try:
         lock = os.open(run / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return False
     try:
-        # Shared, so that two who look are not taken for the run by each other.
+        # A shared lock, so that two readers do not take each other for the run.
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return True
@@ -107,8 +107,9 @@ def is_running(run: Path) -> bool:
 
 
 def _clear_old(jobs: Path, job: str) -> None:
-    """Keep the newest runs. A run that was killed left its volumes, its lock file and the folders of its agents, but
-    the lock is free."""
+    """Keep the newest runs. A killed run left its volumes, its lock file and its agents' folders, but the lock is
+    free.
+    """
     for i, run in enumerate(_runs(jobs, job)):
         with _own(run, job) as held:
             if held is None or is_running(held):
@@ -116,7 +117,7 @@ def _clear_old(jobs: Path, job: str) -> None:
             _remove_what_ends_with_a_run(held)
             _remove_folders_of_agents(run.name)
             if i >= RUNS_KEPT - 1:
-                # Remove what a run writes. If the folder has other files, it stays for them, unmarked.
+                # Remove files of the run. If others are left, the folder stays, without its mark.
                 written = (STATUS, FACTS, HISTORY)
                 for path in list(held.iterdir()):
                     if path.name in written or re.fullmatch(rf"{re.escape(job)}-\d+-\d+(-r\d+)?\.log", path.name):
@@ -127,10 +128,10 @@ def _clear_old(jobs: Path, job: str) -> None:
 
 
 def _runs(jobs: Path, job: str) -> Iterator[Path]:
-    """The folders of this job's runs, the newest first. A link is none: `latest` points to one of them."""
+    """Return the folders of this job's runs, the newest first, without links such as `latest`."""
     ages = []
     for run in jobs.iterdir():
-        with contextlib.suppress(OSError):  # another run clears here as well
+        with contextlib.suppress(OSError):  # another run may be clearing this folder too
             status = run.lstat()
             if stat.S_ISDIR(status.st_mode) and _has_mark(run, job, run.name, status.st_ino):
                 ages.append((status.st_mtime, run))
@@ -138,8 +139,9 @@ def _runs(jobs: Path, job: str) -> Iterator[Path]:
 
 
 def _mark(run: Path, job: str) -> None:
-    """Write the mark with the folder's inode, because a copy of the folder belongs to the user. Without the device,
-    whose number changes at a reboot."""
+    """Write a mark with the folder's inode, because a copy of the folder belongs to the user. The device is left out,
+    because its number changes at a reboot.
+    """
     mark = {"job": job, "run": run.name, "inode": run.lstat().st_ino}
     descriptor = os.open(run / MARK, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     with open(descriptor, "w") as file:
@@ -149,14 +151,16 @@ def _mark(run: Path, job: str) -> None:
 def _has_mark(run: Path, job: str, name: str, inode: int) -> bool:
     try:
         mark = json.loads(own_files.read_file(run / MARK, _MARK_BYTES_MAX))
-    except (OSError, ValueError, RecursionError):  # no mark, or not one of a run
+    except (OSError, ValueError, RecursionError):  # no mark, or not of a run
         return False
     return bool(_UUID.fullmatch(name) and mark == {"job": job, "run": name, "inode": inode})
 
 
 @contextlib.contextmanager
 def _own(run: Path, job: str) -> Iterator[Path | None]:
-    """A path of the very folder that this user's run has made, whatever takes its name meanwhile; None: it is not."""
+    """Return a path inside the very folder that this user's run made, even if its name is taken over meanwhile; None if
+    it is another folder.
+    """
     try:
         descriptor = os.open(run, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -171,7 +175,9 @@ def _own(run: Path, job: str) -> Iterator[Path | None]:
 
 
 def _remove_what_ends_with_a_run(run: Path) -> None:
-    """Remove all but the logs and the record. No link is followed: rmtree refuses it, unlink removes the link alone."""
+    """Remove everything except logs and record, without following links: rmtree refuses them, unlink removes the
+    link.
+    """
     for folder in ("volumes", FAULTS):
         shutil.rmtree(run / folder, ignore_errors=True)
     for leftover in ("token", "lock"):
@@ -179,7 +185,7 @@ def _remove_what_ends_with_a_run(run: Path) -> None:
 
 
 def _remove_folders_of_agents(run: str) -> None:
-    """What a `ddprun` that was killed has left in the temporary folder; its name has the run's id."""
+    """Remove temporary folders of a killed `ddprun`, whose names contain the run's id."""
     for left in Path(tempfile.gettempdir()).glob(f"ddprun_{run}*"):
         with contextlib.suppress(OSError):
             if left.lstat().st_uid == os.geteuid():
@@ -187,5 +193,5 @@ def _remove_folders_of_agents(run: str) -> None:
 
 
 def _unlink(path: Path) -> None:
-    with contextlib.suppress(OSError):  # removed already; or a folder of that name, which no run has made
+    with contextlib.suppress(OSError):  # removed already, or a folder of that name that no run made
         path.unlink()

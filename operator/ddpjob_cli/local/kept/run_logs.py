@@ -13,30 +13,30 @@ POLL_SECONDS = 0.2
 
 
 class LocalLogs:
-    """The logs of one run; those of the pods are files that stay when the pods are gone."""
+    """The logs of one run: files that stay after the pods are gone."""
 
     def __init__(self, run: runs.Run) -> None:
         self.run = run
         self.name = f"{run.facts.job}, run {run.facts.run[:8]}"
 
     def attempts(self) -> list[int]:
-        """The attempts that have logs, in order."""
+        """Return the attempts that have logs, in order."""
         return list(self.run.logs())
 
     def nodes(self, attempt: int) -> list[int]:
-        """The nodes that have a log in an attempt."""
+        """Return the nodes that have a log in an attempt."""
         return list(self.run.logs().get(attempt, ()))
 
     def gone(self, attempt: int) -> list[int]:  # noqa: ARG002 - that of another source
-        """The nodes that ran in an attempt and have no log any more: none, because files stay."""
+        """Return the nodes of an attempt whose log is gone: none, because files stay."""
         return []
 
     def why_none(self) -> str:
-        """The sentence where no attempt has a log."""
+        """The message if no attempt has a log."""
         return "no node has a log yet"
 
     def node_of_rank(self, rank: int) -> int:
-        """The node on which a rank runs. Raises InputError where there is no such rank, or where it is not known."""
+        """Return the node of a rank. Raise InputError if there is no such rank or its node is unknown."""
         facts = self.run.facts
         if not 0 <= rank < facts.world_size:
             raise InputError(f"--rank {rank}: {facts.job} has the ranks 0 to {facts.world_size - 1}")
@@ -45,21 +45,20 @@ class LocalLogs:
         return rank // facts.nproc_per_node
 
     def prefix(self, node: int) -> str:
-        """What stands before a line where several nodes are shown: as `ddpjob run` shows it."""
+        """Return the prefix of lines when several nodes are shown, as in `ddpjob run`."""
         follow = self.run.facts.nproc_per_node == 1 and self.run.facts.ranks_follow_nodes
         return f"[{node}:{node}] " if follow else f"[{node}] "
 
     def read(self, attempt: int, nodes: Collection[int]) -> Iterator[tuple[int, bytes]]:
-        """What nodes have printed up to now, one after the other, in pieces of any size."""
+        """Yield what nodes have printed so far, node by node, in pieces of any size."""
         logs = self.run.logs().get(attempt, {})
         for node in nodes:
             for path in logs.get(node, ()):
                 yield from ((node, piece) for piece in runs.chunks(path))
 
     def follow(self, attempt: int, nodes: Collection[int] | None, *, later: bool) -> Iterator[tuple[int, bytes]]:
-        """What nodes print, from the beginning of an attempt until the run ends: (node, piece). nodes: None is all.
-
-        later: with the attempts that follow it.
+        """Yield (node, piece) from the beginning of an attempt until the run ends. nodes: None is all. later: include
+        later attempts.
         """
         offsets: dict[Path, int] = {}
         while True:

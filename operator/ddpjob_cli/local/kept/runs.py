@@ -1,4 +1,4 @@
-"""The runs of this machine, as their folders tell: for `ddpjob list`, `ddpjob logs` and `ddpjob report`."""
+"""The runs on this machine, read from their folders, for `ddpjob list`, `ddpjob logs` and `ddpjob report`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_operator.job import api
 from ddpjob_operator.job.status import TERMINAL
 
-RECORD_BYTES_MAX = 16 << 20  # the course of a long run is up to a megabyte
+RECORD_BYTES_MAX = 16 << 20  # the history of a long run is up to a megabyte
 _T = TypeVar("_T")
 
 KILLED = "Killed"
-"""The state of a run whose process ended without writing how."""
+"""State of a run whose process ended without writing its end."""
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,17 @@ class Run:
 
     @property
     def state(self) -> str:
-        """The state of its status, but never that of a job that still runs where nothing runs it any more."""
+        """The state in its status; Killed if that says it is running but its process is gone."""
         if self.running or self.status.state in (*TERMINAL, "Suspended"):
             return {"Suspended": "Stopped"}.get(self.status.state or "", self.status.state or "Pending")
         return KILLED
 
     def logs(self) -> dict[int, dict[int, list[Path]]]:
-        """The logs by attempt and node: one for each pod that the node had, the oldest first."""
+        """The logs by attempt and node: one per pod that the node had, the oldest first."""
         pattern = re.compile(rf"{re.escape(self.facts.job)}-(\d+)-(\d+)(?:-r(\d+))?\.log")
         try:
             matches = {path: pattern.fullmatch(path.name) for path in self.folder.iterdir()}
-        except OSError:  # cleared since it was found
+        except OSError:  # removed meanwhile
             return {}
         numbers = {path: [int(number or 0) for number in match.groups()] for path, match in matches.items() if match}
         found: dict[int, dict[int, list[Path]]] = {}
@@ -57,18 +57,18 @@ class Run:
         return found
 
     def history(self) -> History:
-        """Its course; an empty one where none was written."""
+        """Its history; empty if none was written."""
         return _read(self.folder / run_folder.HISTORY, History) or History()
 
 
 def find_all(base: Path | None = None) -> list[Run]:
-    """All runs, the newest first. base: the parent of the runs' folders; None is the user's state folder."""
+    """Return all runs, the newest first. base: parent of the runs' folders; None is the user's state folder."""
     runs = (read(folder) for _, folder in run_folder.folders(base))
     return sorted((run for run in runs if run is not None), key=lambda run: run.facts.started, reverse=True)
 
 
 def find(job: str | None, base: Path | None = None) -> Run:
-    """The last run of a job, or of any job. Raises InputError where there is none."""
+    """Return the last run of a job, or of any job. Raise InputError if there is none."""
     runs = find_all(base)
     found = next((run for run in runs if job in (None, run.facts.job)), None)
     if found is not None:
@@ -81,8 +81,8 @@ def find(job: str | None, base: Path | None = None) -> Run:
 
 
 def read(folder: Path) -> Run | None:
-    """The run in a folder; None where its facts cannot be read, as of a run that has only begun."""
-    # Before the status, so that a run that ends in between is not taken for one that was killed.
+    """Return the run in a folder; None if its facts cannot be read, for example because it has only begun."""
+    # Before the status is read, so that a run that ends in between does not look killed.
     running = run_folder.is_running(folder)
     facts = _read(folder / run_folder.FACTS, Facts)
     if facts is None:
@@ -91,12 +91,12 @@ def read(folder: Path) -> Run | None:
 
 
 def age(run: Run, now: dt.datetime) -> float:
-    """Seconds since it began."""
+    """Return seconds since its start."""
     return max(0.0, (now - run.facts.started).total_seconds())
 
 
 def took(run: Run, now: dt.datetime) -> float | None:
-    """Seconds from its begin to its end, or to now; None where its end is not known."""
+    """Return seconds from its start to its end, or to now; None if its end is unknown."""
     if run.running:
         return age(run, now)
     ended = run.status.completion_time or (run.status.state_time if run.state != KILLED else None)
@@ -111,7 +111,7 @@ def _read(path: Path, kind: type[_T]) -> _T | None:
 
 
 def chunks(path: Path, offset: int = 0, size: int = 1 << 16) -> Iterator[bytes]:
-    """The bytes of a log from an offset to its present end."""
+    """Yield the bytes of a log from an offset to its present end."""
     with open(own_files.open_file(path, os.O_RDONLY), "rb") as file:
         file.seek(offset)
         while data := file.read(size):

@@ -1,6 +1,5 @@
-"""The pods of one job as processes on this machine, in the place of an API server and kubelets.
-
-It carries out the plan's actions on processes, and gives the plan what it observes in the same types as in a cluster.
+"""The pods of one job as processes on this machine, in place of an API server and kubelets. It executes the plan's
+actions on processes, and returns observations in the same types as in a cluster.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from ddpjob_operator.pods import build, environment, naming
 from ddprun import ports, processes
 
 TERMINATION_MESSAGE_BYTES = 4096
-READ_BYTES = 1 << 18  # four times what a pipe holds: one read empties it
+READ_BYTES = 1 << 18  # four times the capacity of a pipe: one read empties it
 CREATING = Container("waiting", reason="ContainerCreating")
 
 
@@ -49,19 +48,19 @@ class LocalPod:
     node: nodes.NodeProcess
     log: Log
     gpus: tuple[str, ...]
-    """The devices that its processes see, as CUDA_VISIBLE_DEVICES names them."""
+    """Devices that its processes see, as in CUDA_VISIBLE_DEVICES."""
     termination_log: Path
-    """The file to which the trainer may write why it ended."""
+    """File in which the trainer may write why it ended."""
     trainer: Container = CREATING
     step: int | None = None
     """The last step that it reported."""
     step_at: dt.datetime | None = None
-    """When that came."""
+    """When that was reported."""
     deletion_requested_at: dt.datetime | None = None
     known: Pod | None = None
-    """What the plan has last seen of it."""
+    """The pod as the plan last saw it."""
     seen_ended: bool = False
-    """True if the plan has seen its end: a deleted pod is removed only then, so that its end is never missed."""
+    """True if the plan has seen its end. A deleted pod is removed only then, so that its end is never missed."""
     open: set[int] = field(default_factory=set)
     """Descriptors that the loop still reads."""
 
@@ -72,17 +71,18 @@ class LocalPod:
 
     @property
     def pid(self) -> int | None:
-        """The trainer's first process, once it is started."""
+        """Pid of the trainer's first process, once started."""
         return self.node.trainer_pid
 
 
 class RefusedError(Exception):
-    """The machine refuses a process, a port or a folder; the text says of which node, and why."""
+    """The machine refuses a process, a port or a folder; the text names the node and the reason."""
 
 
 class LocalCluster:
-    """Processes, ports and folders of one job. `show(pod, lines)` takes what the nodes print; `names` is how their
-    texts name places in the script."""
+    """Processes, ports and folders of one job. `show(pod, lines)` gets the nodes' output; `names` rewrites places in
+    the script in their texts.
+    """
 
     def __init__(
         self,
@@ -106,9 +106,9 @@ class LocalCluster:
         self._observations = 0
 
     def observe(self) -> Observed:
-        """The present state. A deleted pod whose end has been observed before is removed."""
+        """Return the present state. A deleted pod whose end was observed before is removed."""
         for name in self.ended_pods():
-            # What it printed is told later, so others keep the pod: with three descriptors, and a process to be reaped.
+            # Keep pods whose output was not shown yet; they hold three descriptors and a process to be reaped.
             self.pods.pop(name).node.close()
             shutil.rmtree(self.folder / "volumes" / name, ignore_errors=True)  # an emptyDir lives as long as its pod
         self._observations += 1
@@ -129,11 +129,11 @@ class LocalCluster:
         )
 
     def ended_pods(self) -> list[str]:
-        """The deleted pods whose end has been observed: the next observation removes them."""
+        """Return deleted pods whose end was observed: the next observation removes them."""
         return [n for n, p in self.pods.items() if p.seen_ended and p.deletion_requested_at and not p.open]
 
     def execute(self, job: api.DDPJob, actions: tuple[Action, ...]) -> None:
-        """Carry out a plan's actions. Raises RefusedError."""
+        """Execute a plan's actions. Raise RefusedError."""
         for action in actions:
             if isinstance(action, CreateService):
                 self._service = True
@@ -143,16 +143,16 @@ class LocalCluster:
                 except OSError as error:
                     what = f"{error.filename}: " if error.filename else ""
                     raise RefusedError(f"node {action.place} cannot be started: {what}{error.strerror}") from None
-            elif isinstance(action, (DeletePod, EndPod)):  # no log goes here in any case
+            elif isinstance(action, (DeletePod, EndPod)):  # logs are files here, so EndPod need not keep them
                 self._delete(job, action)
 
     def body(self, job: api.DDPJob, action: CreatePod) -> build.Body:
-        """The pod as in a cluster, except for the address of the rendezvous."""
+        """Return the pod as in a cluster, except for the address of the rendezvous."""
         rendezvous = naming.Endpoint(pod_process.LOOPBACK, self._port(action.attempt))
         return build.pod(job, action.attempt, action.place, rendezvous, self._reporting, replacement=action.replacement)
 
     def take(self, report: Report, place: int | None) -> None:
-        """Keep a report from this place of the present attempt; one without an attempt counts as such."""
+        """Keep a report from this place in the present attempt, or without an attempt."""
         if report.agent is not None:
             self.agent = agent_restarts.latest(self.agent, report)
             return
@@ -162,23 +162,23 @@ class LocalCluster:
         if (pace := stall.update(self.trackers.get(report.rank), dated, now)) is not None:
             self.trackers[report.rank] = pace
         for pod in self.pods.values():
-            # Not a pod that has ended: a rank that was killed would seem to train on with the one in its place.
+            # Not for an ended pod: a killed rank would seem to train on next to its replacement.
             if pod.place == place and pod.live and pod.attempt == dated.attempt:
                 pod.step, pod.step_at = report.step or None, now
 
     def is_paused(self) -> bool:
-        """True if a rank of the present attempt saves or evaluates, as it has declared."""
+        """True if a rank of the present attempt has declared a pause."""
         newest = max(self._ports, default=0)
         return any(t.attempt == newest and t.phase in ("save", "evaluate") for t in self.trackers.values())
 
     def initialized(self) -> dt.datetime | None:
-        """Since when the ranks that train now report without having made a step; None while none reports so."""
+        """Return since when the training ranks report without having made a step; None if none does."""
         newest = max(self._ports, default=0)
         times = [t.advanced_at for t in self.trackers.values() if t.attempt == newest and t.phase == "start"]
         return min(times, default=None)
 
     def handle(self, key: selectors.SelectorKey) -> None:
-        """A node has printed or reported something."""
+        """Read what a node printed or reported."""
         pod: LocalPod = key.data
         if key.fd == pod.node.report:
             self._handle_report(pod)
@@ -186,7 +186,7 @@ class LocalCluster:
             self._read_output(pod)
 
     def lose_node(self, place: int) -> None:
-        """End a node as a power cut does: nothing of it is left, and no reason is reported."""
+        """End a node as a power cut does: nothing is left of it, and no reason is reported."""
         for pod in self._live():
             if pod.place == place:
                 os.kill(pod.node.pid, signal.SIGKILL)
@@ -197,7 +197,7 @@ class LocalCluster:
             pod.node.stop(grace_seconds=0)
 
     def close(self) -> None:
-        """Kill what still runs, and give ports and descriptors back; the logs stay."""
+        """Kill what is still running, and release ports and descriptors; the logs stay."""
         for pod in self.pods.values():
             pod.node.close()
         nodes.kill_orphans(set())
@@ -246,9 +246,8 @@ class LocalCluster:
             pod.node.stop(grace)
 
     def _port(self, attempt: int) -> int:
-        """The port of an attempt, held from its first pod on; the ports of older attempts are given back.
-
-        Not the port that the pods get in a cluster, because another job on this machine may have taken that one.
+        """Return the port of an attempt, held from its first pod on; ports of older attempts are released. It differs
+        from the port in a cluster, because another local job may use that one.
         """
         if attempt not in self._ports:
             self._ports[attempt] = ports.hold()
@@ -294,7 +293,7 @@ class LocalCluster:
             return
         if end.is_lost:
             nodes.kill_orphans({p.node.pid for p in self._live()})
-        # Read what was printed before the end is noted, because the last lines hold the cause.
+        # Read the output before recording the end, because the last lines hold the cause.
         while pod.node.output in pod.open and processes.readable(pod.node.output, 0):
             self._read_output(pod)
         written = ""

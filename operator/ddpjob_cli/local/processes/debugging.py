@@ -22,7 +22,7 @@ from ddpjob_operator.job import api, command, launcher, topology, wording
 PROGRAM = "pdb-python"
 PYTHON_EXEC = "PYTHON_EXEC"
 TERMINAL = "DDPJOB_TERMINAL"
-"""A rank, and the device that ddprun gives to it."""
+"""A rank, and the device that ddprun gives it."""
 
 
 def terminal(rank: int, job: api.DDPJob, groups: Collection[int]) -> pod_process.Terminal:
@@ -56,12 +56,12 @@ def _refuse_other_commands(option: str, job: api.DDPJob) -> None:
 
 
 def undisturbed(job: api.DDPJob) -> api.DDPJob:
-    """Return the job without a limit for a rank that makes no step: one that is debugged makes none."""
+    """Return the job without a stall limit, because a rank in a debugger makes no step."""
     return replace(job, spec=replace(job.spec, stall=api.Stall(timeout_seconds=0)))
 
 
 def attach(process: pod_process.ProcessSpec, to: pod_process.Terminal, folder: Path) -> None:
-    """Change what is started on a node so that the rank gets the terminal. folder: of the run."""
+    """Change the command of a node so that the rank gets the terminal. folder: of the run."""
     program, argv = folder / PROGRAM, process.argv
     device = shlex.quote(to.device)
     program.write_text(
@@ -78,11 +78,11 @@ def attach(process: pod_process.ProcessSpec, to: pod_process.Terminal, folder: P
     if "DDPJOB_DEV" in process.env:
         process.env[TERMINAL] = f"{to.rank} {to.device}"
     elif argv[begin - 1] == "ddprun" or os.path.basename(argv[begin - 1]) == "ddprun":
-        argv.insert(begin, "--no-preload")  # otherwise a rank is forked, and becomes no program
+        argv.insert(begin, "--no-preload")  # a forked rank executes no program, so $PYTHON_EXEC has no effect
 
 
 def _python(process: pod_process.ProcessSpec) -> str:
-    """Return the interpreter that the ranks have without us: the launcher's own."""
+    """Return the ranks' usual interpreter: that of the launcher."""
     path, argv = process.env["PATH"], process.argv
     if known := process.env.get(PYTHON_EXEC):
         return known

@@ -1,8 +1,6 @@
-"""`ddpjob run --fail …`: injected faults, to see how a job recovers.
-
-A node is killed by the run itself, and so is a rank at an interval. A rank fails at a step in its own
-`ddpjob.progress(step=…)`, because only there the step is known exactly; it reads its faults from the variable
-DDPJOB_FAULTS, and records each one that happens as a file.
+"""`ddpjob run --fail …`: injects faults, to show how a job recovers. The run itself kills a node, or ranks at an
+interval. A rank fails at a step within its own `ddpjob.progress(step=…)`, because only there the step is known exactly;
+it reads its faults from DDPJOB_FAULTS and records each one as a file.
 """
 
 from __future__ import annotations
@@ -21,29 +19,29 @@ from ddpjob_operator.job import api, topology
 _OPTION_CHARACTERS_MAX = 200
 VARIABLE = "DDPJOB_FAULTS"
 HAPPENED = "DDPJOB_FAULTS_HAPPENED"
-"""The folder of the records; a file is named by the place of its fault in DDPJOB_FAULTS."""
-LOOK_SECONDS = 0.2  # between two looks at whether the ranks train again
+"""Folder of the records; a file is named by the index of its fault in DDPJOB_FAULTS."""
+LOOK_SECONDS = 0.2  # between two checks if the ranks are training again
 FORMS = "every=10s, node=1,at=20s or rank=3,step=50 with signal=SEGV, exit=3 or hang"
 
 
 @dataclass(frozen=True)
 class NodeFault:
-    """A node dies with all that runs on it."""
+    """A node dies with everything on it."""
 
     option: str
     node: int
     at_seconds: float
-    """After the start of the run."""
+    """Seconds after the start of the run."""
     wants = "the job had ended before"
 
 
 @dataclass(frozen=True)
 class RepeatedFault:
-    """One rank after the other is killed by SIGKILL."""
+    """SIGKILL kills one rank after the other."""
 
     option: str
     seconds: float
-    """Between two kills at least; the ranks make a step in between, if the script reports steps."""
+    """Minimum seconds between kills. The ranks make a step in between, if the script reports steps."""
     wants = "no rank of the job trained for so long"
 
 
@@ -55,13 +53,13 @@ class RankFault:
     rank: int
     step: int
     attempt: int | None
-    """None: whichever reaches the step first."""
+    """None: the attempt that reaches the step first."""
     how: dict[str, str | int | bool]
     """One of signal: name, exit: code, hang: true, as in DDPJOB_FAULTS."""
 
     @property
     def wants(self) -> str:
-        """Why it may not have happened."""
+        """A sentence about possible reasons why it did not happen."""
         where = "" if self.attempt is None else f" in attempt {self.attempt}"
         return f"that rank did not call ddpjob.progress() with that step{where}"
 
@@ -75,7 +73,7 @@ class Kills:
 
     fault: RepeatedFault
     due: float = math.inf
-    """When the next one is due, on the monotonic clock; the first one counts from when the ranks first trained."""
+    """Monotonic time of the next one; the first counts from when the ranks first trained."""
     count: int = 0
 
     def is_due(self, now: float) -> bool:
@@ -86,7 +84,7 @@ class Kills:
 
 
 def parse(text: str) -> Fault:
-    """One value of --fail. Raises InputError with what is wrong and what it should be."""
+    """Return the fault of one --fail value. Raise InputError with the mistake and the right form."""
     option = f"--fail {text[:_OPTION_CHARACTERS_MAX]}"
     given: dict[str, str] = {}
     for part in text.split(","):
@@ -114,7 +112,7 @@ def parse(text: str) -> Fault:
 
 
 def check(faults: Sequence[Fault], job: api.DDPJob) -> None:
-    """Raise InputError where the job does not have those nodes and ranks."""
+    """Raise InputError if the job lacks those nodes or ranks."""
     ranks = topology.world_size(job.spec)
     for fault in faults:
         if isinstance(fault, NodeFault) and fault.node >= job.spec.nodes:
@@ -124,14 +122,14 @@ def check(faults: Sequence[Fault], job: api.DDPJob) -> None:
 
 
 def missed(faults: Sequence[Fault], not_yet: Sequence[Fault], records: Path) -> list[Fault]:
-    """Return those that did not happen. not_yet: those of the run itself. records: the folder of HAPPENED."""
+    """Return the faults that did not happen. not_yet: those of the run itself. records: the folder of HAPPENED."""
     wanted = _of_ranks(faults)
     ranks = [fault for place, fault in enumerate(wanted) if not (records / str(place)).exists()]
     return [fault for fault in faults if any(fault is other for other in (*not_yet, *ranks))]
 
 
 def variable(faults: Sequence[Fault]) -> str:
-    """The value of DDPJOB_FAULTS, for all ranks."""
+    """Return the value of DDPJOB_FAULTS, for all ranks."""
     return json.dumps(
         [
             {"rank": f.rank, "step": f.step, **({} if f.attempt is None else {"attempt": f.attempt}), **f.how}

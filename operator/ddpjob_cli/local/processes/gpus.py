@@ -16,8 +16,8 @@ from pathlib import Path
 
 from ddpjob_operator.job.wording import count
 
-DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")  # a folder for each GPU, once the driver is loaded
-NVIDIA_SMI_SECONDS = 20.0  # without its persistence daemon the driver first wakes each GPU, seconds for eight
+DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")  # has a folder for each GPU, once the driver is loaded
+NVIDIA_SMI_SECONDS = 20.0  # without its persistence daemon the driver first wakes each GPU: seconds for eight
 
 
 class TooFewGpusError(Exception):
@@ -25,9 +25,8 @@ class TooFewGpusError(Exception):
 
 
 def visible(environ: Mapping[str, str] | None = None) -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them (indices or UUIDs); [] where none are.
-
-    `environ` is this process's by default. CUDA_VISIBLE_DEVICES is obeyed as CUDA obeys it. May take seconds.
+    """Return the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES (indices or UUIDs). Obeys
+    CUDA_VISIBLE_DEVICES of `environ` (default: this process's) as CUDA does. May take seconds.
     """
     environ = os.environ if environ is None else environ
     allowed = environ.get("CUDA_VISIBLE_DEVICES")
@@ -38,9 +37,8 @@ def visible(environ: Mapping[str, str] | None = None) -> list[str]:
 
 
 def permitted(allowed: str, machine: Sequence[str]) -> list[str]:
-    """The devices of a CUDA_VISIBLE_DEVICES; the first entry that names none hides itself and all after it, as in CUDA.
-
-    A machine where no GPU was found does not judge indices: a ROCm GPU has this variable too, but no nvidia-smi.
+    """Return the devices of a CUDA_VISIBLE_DEVICES; as in CUDA, the first invalid entry hides itself and all after it.
+    If no GPU was found, indices are not checked: ROCm uses the variable too, but has no nvidia-smi.
     """
     devices: list[str] = []
     for entry in (part.strip() for part in allowed.split(",")):
@@ -57,8 +55,8 @@ def permitted(allowed: str, machine: Sequence[str]) -> list[str]:
 
 
 def installed(environ: Mapping[str, str]) -> list[str]:
-    """The machine's GPUs by index, or by UUID where some are cut into MIG slices; [] without a working driver."""
-    # nvidia-smi fails or hangs with a driver that does not fit it, and is missing from some images.
+    """Return the machine's GPUs by index, or by UUID if some have MIG slices; [] without a working driver."""
+    # nvidia-smi fails or hangs with a mismatched driver, and some images lack it.
     with suppress(OSError, subprocess.SubprocessError):
         program = shutil.which("nvidia-smi", path=environ.get("PATH", os.defpath)) or ""
         quiet = subprocess.DEVNULL
@@ -72,10 +70,9 @@ def installed(environ: Mapping[str, str]) -> list[str]:
 
 
 def parse_listing(listing: str) -> list[str]:
-    """The devices in the output of `nvidia-smi -L`.
-
-    A GPU in MIG mode computes only by its slices, listed below it, which have UUIDs but no index of their own; whole
-    GPUs beside them are then named by UUID too, since CUDA takes no mixture.
+    """Return the devices in the output of `nvidia-smi -L`. A GPU in MIG mode computes only by its slices, listed below
+    it, which have UUIDs but no index. Whole GPUs next to them are then named by UUID as well, because CUDA accepts no
+    mixture.
     """
     gpus = re.findall(r"^GPU (\d+):.*?\(UUID: (GPU-[^)]+)\)((?:\n\s+MIG .*)*)", listing, re.MULTILINE)
     if not any(slices for _, _, slices in gpus):
@@ -87,7 +84,7 @@ def parse_listing(listing: str) -> list[str]:
 
 
 def share(gpus: Sequence[str], nodes: int, per_node: int) -> list[list[str]]:
-    """The GPUs of each node, no GPU twice; raises TooFewGpusError. With `per_node` 0 every node gets none."""
+    """Return the GPUs of each node, no GPU twice. Raise TooFewGpusError. With `per_node` 0 every node gets none."""
     wanted = nodes * per_node
     if wanted > len(gpus):
         raise TooFewGpusError(

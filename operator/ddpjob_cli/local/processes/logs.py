@@ -1,4 +1,4 @@
-"""The output of a node: all of it goes to a file, its lines to the screen, its end into the status."""
+"""The output of a node: everything goes to a file, lines to the screen, the end into the status."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 from ddpjob import own_files
 
-TAIL_BYTES = 16384  # the cause is read from these; a kubelet keeps 2048, which torchrun's own table can fill
+TAIL_BYTES = 16384  # the cause is read from these; torchrun's table can fill the 2048 that a kubelet keeps
 LINE_MAX = 4096  # longer lines are cut on the screen; the file has them whole
 
 
 class Log:
-    """One node's output. After a write error the file is given up and the training goes on; `error` is the message."""
+    """One node's output. After a write error the file is given up and training continues; `error` is the message."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -23,36 +23,36 @@ class Log:
         self._tail = b""
         self._line = b""
         self._cut = 0  # bytes of the present line that are not shown
-        self._is_rewritten = False  # whether the present line has begun again after a \r
+        self._is_rewritten = False  # True if the present line restarted after a \r
 
     def feed(self, data: bytes) -> Iterator[str]:
-        """Take what the node wrote; yields the lines that are complete, for the screen."""
+        """Write what the node printed, and yield its complete lines for the screen."""
         self._write(data)
         self._tail = (self._tail + data)[-TAIL_BYTES:]
-        # splitlines would cut at form feeds and at Unicode separators too; a terminal does not.
+        # splitlines would also cut at form feeds and Unicode separators, unlike a terminal.
         *complete, rest = data.split(b"\n")
         for part in complete:
             yield self._finish(part)
         self._extend(rest)
 
     def close(self) -> Iterator[str]:
-        """The last line where it has no end, and the file is closed."""
+        """Yield an unfinished last line, and close the file."""
         if self._line or self._cut:
             yield self._finish(b"")
         self._file.close()
 
     @property
     def tail(self) -> str:
-        """The end of the output, as text; bytes that are no UTF-8 become �."""
+        """Return the end of the output as text; bytes that are not UTF-8 become �."""
         return self._tail.decode(errors="replace")
 
     @property
     def bar(self) -> str:
-        """The present line if it is a progress bar, which rewrites its line until it is complete; else ""."""
+        """Return the present line if it is a progress bar, which rewrites it until it is complete; else ""."""
         return self._line.rstrip(b"\r").decode(errors="replace") if self._is_rewritten and not self._cut else ""
 
     def _extend(self, part: bytes) -> None:
-        # A progress bar rewrites its line after each \r: what a terminal shows in the end is the last of them.
+        # A progress bar rewrites its line after each \r: a terminal finally shows the last part.
         line = self._line + part
         begin = line.rstrip(b"\r").rfind(b"\r") + 1
         self._is_rewritten |= begin > 0

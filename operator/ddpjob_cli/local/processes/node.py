@@ -23,22 +23,22 @@ from ddpjob_cli.local.processes.supervisor import read_available
 from ddpjob_core.failures import signal_name
 from ddprun import processes
 
-# Isolated and without site-packages, because that starts in a fraction of the time; so both packages are pointed to.
+# Isolated and without site-packages, which starts much faster, so both packages are given by path.
 SUPERVISOR = "from ddpjob_cli.local.processes.supervisor import main; main()"
-# The folders that hold the two packages of which the supervisor is made.
+# The folders of the two packages that the supervisor needs.
 PACKAGES = [str(Path(package.__file__ or "").parents[1]) for package in (ddpjob_cli, ddprun)]
 CLOSE_SECONDS = 10.0  # far above the milliseconds that an obedient supervisor needs to end its tree
 
 
 @dataclass(frozen=True)
 class End:
-    """How a node ended. Nothing that it started is left, unless its supervisor was lost."""
+    """The end of a node. None of its processes are left, unless its supervisor was lost."""
 
     reason: str
     """Completed, Error, StartError (code 127 if the file or folder is missing, else 126) or SupervisorLost."""
     time: float
     code: int | None = None
-    """Of the trainer's first process, 128 + N if signal N ended it; None if the supervisor was lost."""
+    """Exit code of the trainer's first process, 128 + N for signal N; None if the supervisor was lost."""
     message: str = ""
     ended_first: bool = False
     """True if the trainer ended before a stop was requested. Otherwise exit 0 is no success."""
@@ -73,9 +73,9 @@ class NodeProcess:
                 [sys.executable, "-I", "-S", "-c", program, str(report_write), *PACKAGES],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,  # a traceback of the supervisor belongs into its node's log
+                stderr=subprocess.STDOUT,  # a traceback of the supervisor belongs in its node's log
                 bufsize=0,
-                start_new_session=True,  # Ctrl-C at the terminal is for the runner, which stops the nodes itself
+                start_new_session=True,  # the runner handles Ctrl-C and stops the nodes itself
                 pass_fds=(report_write,),
             )
         except BaseException:
@@ -87,18 +87,22 @@ class NodeProcess:
         assert self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
         self.pid = self._process.pid
-        """The supervisor's, to be known to `kill_orphans`."""
+        """The supervisor's pid, for `kill_orphans`."""
         self.output = self._stdout.fileno()
-        """Non-blocking descriptor of all that the trainer prints, in order; it ends with the node: read to its end."""
+        """Non-blocking descriptor of all that the trainer prints, in order. It closes with the node: read to its
+        end.
+        """
         os.set_blocking(self.output, False)
         self._send({"argv": list(argv), "env": dict(env), "cwd": cwd, "grace_seconds": grace_seconds})
 
     def stop(self, grace_seconds: float) -> None:
-        """SIGTERM to the trainer's first process, SIGKILL to all after `grace_seconds`; a later call only shortens."""
+        """Send SIGTERM to the trainer's first process, and SIGKILL to all after `grace_seconds`; later calls can only
+        shorten.
+        """
         self._send({"stop": grace_seconds})
 
     def handle_report(self) -> None:
-        """Read what the supervisor has reported, or that it ended without a last report."""
+        """Read the supervisor's reports, or its end without a last report."""
         arrived = read_available(self.report)
         *lines, self._buffer = (self._buffer + (arrived or b"")).split(b"\n")
         for report in map(json.loads, lines):
@@ -109,8 +113,8 @@ class NodeProcess:
             self.end = self._lost()
 
     def close(self) -> None:
-        """Kill what still runs and give everything back; waits for the supervisor, at most 10 s."""
-        self._stdin.close()  # the supervisor reads it as the runner's end
+        """Kill what is still running and release everything; wait at most 10 s for the supervisor."""
+        self._stdin.close()  # tells the supervisor that the runner has ended
         try:
             self._process.wait(CLOSE_SECONDS)
         except subprocess.TimeoutExpired:  # stopped by a debugger, or a child that even SIGKILL does not end
@@ -125,10 +129,10 @@ class NodeProcess:
             while data:
                 data = data[self._stdin.write(data) or 0 :]
         except BrokenPipeError:
-            return  # it has ended; how, the loop reads from its report
+            return  # it has ended; the loop reads the result from its report
 
     def _lost(self) -> End:
-        code = self._process.wait()  # the report pipe ended with its only holder; after this its children are adopted
+        code = self._process.wait()  # the report pipe closes with its only holder; after this its children are adopted
         if code < 0:
             how = f"was killed by {signal_name(-code)}"
         else:
@@ -137,10 +141,9 @@ class NodeProcess:
 
 
 def kill_orphans(known_pids: set[int], timeout_seconds: float = 10.0) -> None:
-    """Kill and reap every child of this process that is not in `known_pids`, with all below it.
-
-    For a subreaper these are what a supervisor left that was itself killed by SIGKILL. `known_pids` must name every
-    child that the caller started and wants to keep. Returns after `timeout_seconds` even if one is stuck in the kernel.
+    """Kill and reap every child of this process that is not in `known_pids`, with its descendants. For a subreaper
+    these are left by a supervisor that SIGKILL ended. `known_pids` must contain every child that the caller started and
+    wants to keep. Return after `timeout_seconds` even if one is stuck in the kernel.
     """
     deadline, pause = time.monotonic() + timeout_seconds, 0.001
     while time.monotonic() < deadline:
@@ -149,7 +152,7 @@ def kill_orphans(known_pids: set[int], timeout_seconds: float = 10.0) -> None:
         if not orphans:
             return
         processes.kill(orphans.union(*(processes.descendants(orphan, parent_of) for orphan in orphans)))
-        time.sleep(pause)  # the kernel ends them; one forked since /proc was read is found in the next round
+        time.sleep(pause)  # the kernel ends them; one forked after /proc was read is found in the next round
         pause = min(2 * pause, 0.1)
         for orphan in orphans:
             os.waitpid(orphan, os.WNOHANG)

@@ -1,6 +1,5 @@
-"""Translates a pod into a process on this machine, and names the fields that a local process cannot have.
-
-All nodes are checked before any starts, so that a run never fails halfway for a field.
+"""Translates a pod into a process on this machine, and names the fields that a local process cannot have. All nodes are
+checked before any starts, so that a run never fails halfway because of a field.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Body = Mapping[str, Any]
 
 LOOPBACK = "127.0.0.1"
 
-# Fields that change what the training does, and have no local counterpart: refused, unless --allow-unsupported.
+# Fields that change the training and have no local counterpart: refused without --allow-unsupported.
 _UNSUPPORTED_POD = {
     "initContainers": "init containers do not run locally",
     "hostAliases": "host names are resolved by this machine",
@@ -38,7 +37,7 @@ _UNSUPPORTED_CONTAINER = {
     "lifecycle": "hooks do not run locally",
     "volumeDevices": "there are no block volumes locally",
 }
-# Fields that decide where and as whom a pod runs: without effect on a local process, and named once.
+# Fields for where and as whom a pod runs: no effect on a local process, mentioned once.
 _IGNORED_POD = (
     "affinity automountServiceAccountToken dnsPolicy hostIPC hostNetwork hostPID imagePullSecrets nodeName "
     "nodeSelector priorityClassName runtimeClassName schedulerName securityContext serviceAccountName tolerations "
@@ -46,7 +45,7 @@ _IGNORED_POD = (
 ).split()
 _IGNORED_CONTAINER = "image livenessProbe ports readinessProbe resources securityContext startupProbe".split()
 
-# A run inside a training must not hand the outer job's variables to the inner one.
+# A run inside of a training must not pass the outer job's variables on.
 _NOT_INHERITED = re.compile(
     r"^(MASTER_ADDR|MASTER_PORT|NNODES|NODE_RANK|NPROC_PER_NODE|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK"
     r"|GROUP_WORLD_SIZE|ROLE_\w+|PET_\w+|TORCHELASTIC_\w+|DDPJOB_\w+|KUBEFLOW_TRAINER_\w+)$"
@@ -59,7 +58,7 @@ _PROGRAMS = ("python", "python3", "torchrun", "ddprun", "accelerate", "deepspeed
 
 @dataclass(frozen=True)
 class Terminal:
-    """A terminal, and the rank that has it."""
+    """A terminal, and the rank that gets it."""
 
     rank: int
     device: str
@@ -68,7 +67,7 @@ class Terminal:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a node runs: the caller's folder and environment, a folder for its emptyDir volumes, and its GPUs."""
+    """A node's place: the caller's folder and environment, a folder for emptyDir volumes, and GPUs."""
 
     cwd: Path
     volumes: Path
@@ -76,12 +75,12 @@ class Slot:
     gpus: tuple[str, ...] | None = None
     """The GPUs of this node; None keeps the caller's CUDA_VISIBLE_DEVICES."""
     terminal: Terminal | None = None
-    """The terminal that a rank gets, of whichever node that is."""
+    """The terminal for a rank of any node."""
 
 
 @dataclass
 class ProcessSpec:
-    """What to start: one node of the job."""
+    """The process to start for a node."""
 
     argv: list[str]
     env: dict[str, str]
@@ -91,7 +90,7 @@ class ProcessSpec:
 
 
 def process(pod: Body, slot: Slot) -> ProcessSpec:
-    """The process of a pod. Only for pods without `problems`, or with --allow-unsupported."""
+    """Return the process of a pod. Only for pods without `problems`, or with --allow-unsupported."""
     spec = pod["spec"]
     trainer = trainer_container(pod) or {}
     own = _environment(pod, trainer)
@@ -107,13 +106,13 @@ def process(pod: Body, slot: Slot) -> ProcessSpec:
     cwd = _mounted(str(trainer.get("workingDir") or slot.cwd), mounts)
     folders = [folder for _, folder, create in mounts if create]
     folder_here = slot.cwd / cwd
-    # A container runtime makes a working directory that is not there; here only within what is the job's own.
+    # A container runtime creates a missing working directory; here only inside the job's own folders.
     folders += [folder_here] if any(folder_here.is_relative_to(folder) for folder in folders) else []
     return ProcessSpec(argv, env, str(folder_here), folders)
 
 
 def problems(pod: Body) -> Iterator[Problem]:
-    """The fields of a pod that a local process cannot have."""
+    """Return the fields of a pod that a local process cannot have."""
     spec = pod["spec"]
     base: FieldPath = ("spec", "template", "spec")
     trainer, at = trainer_container(pod) or {}, trainer_path(pod)
@@ -134,7 +133,7 @@ def problems(pod: Body) -> Iterator[Problem]:
 
 
 def start_problems(pod: Body, slot: Slot) -> Iterator[Problem]:
-    """Why the process could not start; --allow-unsupported does not help against these."""
+    """Return why the process could not start; --allow-unsupported does not help against these."""
     trainer, at = trainer_container(pod) or {}, trainer_path(pod)
     planned = process(pod, slot)
     if not trainer.get("command"):
@@ -144,7 +143,7 @@ def start_problems(pod: Body, slot: Slot) -> Iterator[Problem]:
     yield from _missing_folders(pod["spec"])
     yield from _wrong_mounts(pod["spec"], trainer, at, _environment(pod, trainer))
     made = any(Path(planned.cwd).is_relative_to(folder) for folder in planned.folders)
-    if not made and not os.path.isdir(planned.cwd):  # Path's own raises for a name of 1,000 characters
+    if not made and not os.path.isdir(planned.cwd):  # Path.is_dir() raises for a name of 1,000 characters
         yield Problem((*at, "workingDir"), f"there is no folder {planned.cwd} on this machine")
         return
     program, script = planned.argv[0], command.script_of(planned.argv)
@@ -162,7 +161,7 @@ def start_problems(pod: Body, slot: Slot) -> Iterator[Problem]:
 
 
 def ignored(pod: Body) -> list[str]:
-    """Fields that the user set and that have no effect on a local process."""
+    """Return fields that the user set and that have no effect locally."""
     trainer = trainer_container(pod) or {}
     names = [name for name in _IGNORED_POD if pod["spec"].get(name)]
     devices = [n for n in limits(pod) if n not in ("cpu", "memory") and not is_gpu(n)]
@@ -170,7 +169,7 @@ def ignored(pod: Body) -> list[str]:
 
 
 def not_kept(pod: Body) -> list[str]:
-    """The mounts whose files are gone with the run; what nobody expects to find again is left out."""
+    """Return mounts whose files are lost with the run, without those that are temporary anyway."""
     trainer, volumes = trainer_container(pod) or {}, {v.get("name"): v for v in pod["spec"].get("volumes") or ()}
     own = [m for m in trainer.get("volumeMounts") or () if _kind_of(volumes.get(m.get("name"), {})) == "emptyDir"]
     paths = [str(mount.get("mountPath", "")).rstrip("/") for mount in own]
@@ -178,7 +177,7 @@ def not_kept(pod: Body) -> list[str]:
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """$(VAR) as the kubelet expands it: $$ is a $, an unknown name stays as it stands."""
+    """Return text with $(VAR) expanded as by the kubelet: $$ is a $, an unknown name stays."""
 
     def replacement(match: re.Match[str]) -> str:
         return "$" if match[0] == "$$" else variables.get(match[1], match[0])
@@ -187,8 +186,9 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
 
 
 def search_path(path: str) -> str:
-    """PATH with the folder of this interpreter: first where torch is installed beside it, for then `torchrun` and
-    `python` in a job mean that one, as in an activated environment; else last."""
+    """Return PATH with the folder of this interpreter: first if torch is installed in it, so that `torchrun` and
+    `python` mean that one, as in an activated environment; else last.
+    """
     own = os.path.dirname(sys.executable)
     parts = [p for p in path.split(os.pathsep) if p != own]
     has_torch = os.access(os.path.join(own, "torchrun"), os.X_OK)
@@ -255,7 +255,7 @@ def _sub_path(mount: Mapping[str, Any], variables: Mapping[str, str]) -> str:
 def _wrong_mounts(
     spec: Body, trainer: Mapping[str, Any], at: FieldPath, variables: Mapping[str, str]
 ) -> Iterator[Problem]:
-    """Mounts that the API server or the kubelet refuses, and that would lead out of the job's own folders."""
+    """Return mounts that the API server or the kubelet refuses, and that would lead out of the job's folders."""
     for i, volume in enumerate(spec.get("volumes") or ()):
         if "/" in str(volume.get("name")) or volume.get("name") in (None, "", ".", ".."):
             text = f"{volume.get('name')} is not a volume name: use lower-case letters, digits and -"
@@ -270,13 +270,13 @@ def _wrong_mounts(
 def _mounts(
     spec: Body, trainer: Mapping[str, Any], slot: Slot, variables: Mapping[str, str]
 ) -> list[tuple[str, Path, bool]]:
-    """(path in the container, folder here, whether to create it), the longest path first."""
+    """Return (path in the container, folder here, True to create it), the longest path first."""
     volumes = {v.get("name"): v for v in spec.get("volumes") or ()}
     mounts = []
     for mount in trainer.get("volumeMounts") or ():
         volume, path = volumes.get(mount.get("name"), {}), str(mount.get("mountPath", "")).rstrip("/")
         kind = _kind_of(volume)
-        # The machine has its own, and the caller's folders may be in /tmp, whose paths must stay as they are.
+        # The machine has its own /dev/shm, and the caller's folders may be in /tmp, whose paths must not change.
         if path in ("/dev/shm", "/tmp") or kind not in ("emptyDir", "hostPath") or not path:  # noqa: S108
             continue
         source = volume.get(kind) or {}
@@ -287,9 +287,8 @@ def _mounts(
 
 
 def _mounted(text: str, mounts: list[tuple[str, Path, bool]]) -> str:
-    """`text` with each mount's path replaced by its folder here: without root nothing can be mounted.
-
-    All at once: a folder's own path may contain another mount's path.
+    """Return `text` with each mount's path replaced by its folder here, because nothing can be mounted without root.
+    All are replaced at once: a folder's path may contain another mount's path.
     """
     if not mounts:
         return text
@@ -299,7 +298,7 @@ def _mounted(text: str, mounts: list[tuple[str, Path, bool]]) -> str:
 
 
 def _kind_of(volume: Mapping[str, Any]) -> str:
-    """The volume's source; without one it is an emptyDir, as for the API server."""
+    """Return the volume's source; emptyDir if it has none, as for the API server."""
     return next((k for k, source in volume.items() if k != "name" and source is not None), "emptyDir")
 
 

@@ -1,4 +1,4 @@
-"""The processes of a node that are ranks."""
+"""Finds which processes of a node are ranks."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ _OF_A_RANK = ("RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART
 
 
 def environ(pid: int) -> dict[str, str]:
-    """Return the variables with which a process was started; none of another user's, or of one that has ended."""
+    """Return the variables with which a process was started; {} for another user's process or one that has ended."""
     with contextlib.suppress(psutil.Error):
         return psutil.Process(pid).environ()
     return {}
 
 
 def of_node(supervisor: int, parent_of: Mapping[int, int]) -> tuple[int, ...]:
-    """Return the ranks of a node by rank; empty if they cannot be told from its other processes."""
+    """Return the ranks of a node by rank; {} if they cannot be told from its other processes."""
     own = processes.descendants(supervisor, parent_of)
     return _given(own, parent_of) or _forked(own, parent_of)
 
 
 def _given(own: set[int], parent_of: Mapping[int, int]) -> tuple[int, ...]:
-    """The processes that were given the variables of a rank, without those that started them: a launcher in a pod of
-    one process has a rank, too, and the workers of a loader have that of their parent."""
-    # Read at each look: a process that is about to become another program still has those of its parent.
+    """Return processes that have a rank's variables, without their parents and children: the launcher of a pod with one
+    process has a rank as well, and a loader's workers inherit that of their parent.
+    """
+    # Read each time: before exec a process still has its parent's variables.
     variables = {pid: _variables(pid) for pid in own}
     marked = {pid for pid in own if variables[pid] and variables[pid] != variables.get(parent_of[pid])}
     lowest = [pid for pid in marked if not processes.descendants(pid, parent_of) & marked]
@@ -38,17 +39,17 @@ def _given(own: set[int], parent_of: Mapping[int, int]) -> tuple[int, ...]:
 
 
 def _variables(pid: int) -> tuple[str, ...]:
-    """Those of a rank with which a process was started; empty if it has none."""
+    """Return the rank's variables with which a process was started; {} if it has none."""
     given = environ(pid)
     return tuple(given.get(name, "") for name in _OF_A_RANK) if given.get("RANK", "").isdecimal() else ()
 
 
 def _forked(own: set[int], parent_of: Mapping[int, int]) -> tuple[int, ...]:
-    """The ranks that a fork server of `ddprun` has started. They have its command line, its variables and its parent,
-    the agent. Each rank leads a session. The first server does as well; the ranks that wait for a restart, and the
-    server that takes the first one's place, are in the session of the first server.
+    """Return the ranks that a fork server of `ddprun` has started. They have its command line, its variables and its
+    parent, the agent. Each rank leads a session, and so does the first server. Ranks that wait for a restart, and the
+    server that replaces the first one, are in the session of the first server.
     """
-    found: dict[int, tuple[float, int]] = {}  # when it began, and its session
+    found: dict[int, tuple[float, int]] = {}  # its start time and session
     for pid in own:
         with contextlib.suppress(psutil.Error, OSError):  # it may have ended
             process = psutil.Process(pid)

@@ -1,7 +1,6 @@
-"""The receiver of progress on loopback: what `ddpjob.progress()` in a local trainer posts to.
-
-It speaks the same protocol as the operator's receiver in a cluster. Other users of the machine can reach loopback too,
-so a report needs the job's token, and the number of connections is limited.
+"""The receiver of progress on loopback, to which `ddpjob.progress()` in a local trainer posts, with the protocol of the
+operator's receiver. Other users of the machine can reach loopback too, so a report needs the job's token, and the
+number of connections is limited.
 """
 
 from __future__ import annotations
@@ -23,19 +22,18 @@ from typing import Any
 
 PATH = "/v1/progress"
 BODY_BYTES_MAX = 8192  # a report with 16 metrics is below 1 kB
-READ_BYTES_MAX = 1 << 20  # closing on unread data would reset the connection, and the answer with it
-SILENT_SECONDS = 5.0  # a client on loopback that sends nothing for so long is disconnected
-CONNECTIONS_MAX = 32  # one of each rank that reports, and those of other users of the machine
+READ_BYTES_MAX = 1 << 20  # closing with unread data would reset the connection before the client reads the answer
+SILENT_SECONDS = 5.0  # seconds of silence after which a client is disconnected
+CONNECTIONS_MAX = 32  # one per reporting rank, and some of other users of the machine
 
 
 class LocalReceiver(ThreadingTCPServer):
-    """Listens on a free port of 127.0.0.1; serves from `start` to `stop`.
-
-    `on_report` gets the body of each authenticated report, in a thread of the receiver, one call at a time; it returns
-    None, or the sentence why it refuses. `token_file` is written with mode 0600 and removed by `stop`.
+    """Listens on a free port of 127.0.0.1; serves from `start` to `stop`. `on_report` gets the body of each
+    authenticated report, in a thread of the receiver, one call at a time; it returns None, or a sentence why it
+    refuses. `token_file` is written with mode 0600 and removed by `stop`.
     """
 
-    daemon_threads = False  # so that stop() waits for them: the runner takes no report after it
+    daemon_threads = False  # stop() waits for them, because the runner accepts no report after it
     request_queue_size = 128
 
     def __init__(self, on_report: Callable[[bytes], str | None], token_file: Path) -> None:
@@ -58,7 +56,7 @@ class LocalReceiver(ThreadingTCPServer):
         self._serving.start()
 
     def stop(self) -> None:
-        """Close every connection, wait for the threads, remove the token. Waits only for a running `on_report`."""
+        """Close every connection, wait for running calls of `on_report`, remove the token."""
         if not self._serving.is_alive():
             return
         _disconnect(self.socket)  # wakes serve_forever, which otherwise ends at its next poll
@@ -69,8 +67,9 @@ class LocalReceiver(ThreadingTCPServer):
         self.token_file.unlink(missing_ok=True)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection in its own thread. The oldest one makes room: a report takes a millisecond, so only
-        clients that hold their connections lose them."""
+        """Serve a connection in its own thread. If there are too many, the oldest is closed: a report takes a
+        millisecond, so this only affects clients that keep connections open.
+        """
         if len(self._connections) >= CONNECTIONS_MAX:
             oldest = next(iter(list(self._connections)))
             self._connections.pop(oldest, None)
@@ -79,7 +78,7 @@ class LocalReceiver(ThreadingTCPServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """The end of a connection, in its own thread."""
+        """Close a connection, in its own thread."""
         self._connections.pop(request, None)
         super().shutdown_request(request)
 
@@ -97,17 +96,17 @@ class Handler(BaseHTTPRequestHandler):
     server: LocalReceiver
 
     def do_POST(self) -> None:
-        """Take a report, or answer why not."""
+        """Handle a report, or answer why it is refused."""
         text = self.headers.get("Content-Length", "")
         length = int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
         body = self.rfile.read(min(length, READ_BYTES_MAX))
         if (refusal := self.refusal(text)) is not None:
             self.answer(*refusal)
-        elif len(body) == length:  # otherwise the trainer was killed while it sent
+        elif len(body) == length:  # otherwise the trainer was killed while sending
             self.hand_over(body)
 
     def refusal(self, length: str) -> tuple[HTTPStatus, str] | None:
-        """Why the body is no report. length: the header Content-Length."""
+        """Return why the body is no report. length: the header Content-Length."""
         if self.path != PATH:
             return HTTPStatus.NOT_FOUND, f"{self.path[:80]}: is not served; reports go to {PATH}"
         scheme, _, token = self.headers.get("Authorization", "").partition(" ")
@@ -120,7 +119,7 @@ class Handler(BaseHTTPRequestHandler):
         return None
 
     def hand_over(self, body: bytes) -> None:
-        """Answer as `on_report` does. Raises RuntimeError where it fails, after the trainer has its answer."""
+        """Answer as `on_report` decides. Raise RuntimeError if it fails, after the trainer has its answer."""
         try:
             with self.server.reporting:
                 sentence = self.server.on_report(body)
@@ -142,6 +141,6 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def _disconnect(connection: socket.socket) -> None:
-    """Wake whoever waits on it, with the end of the stream."""
+    """Wake a waiting thread by an end of the stream."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

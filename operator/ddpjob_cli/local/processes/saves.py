@@ -1,14 +1,13 @@
-"""Which source files were saved: `ddpjob dev` starts the ranks again then.
+"""Detects saved source files, after which `ddpjob dev` restarts the ranks.
 
-The files are polled. inotify would need a watch for each folder, has none on network file systems, and would save some
-20 ms of a restart; the package watchfiles waits longer than that for more changes, unless its defaults are changed.
+The files are polled. inotify would need a watch per folder, does not work on network file systems, and would save about
+20 ms of a restart; the package watchfiles by default waits longer than that for more changes.
 
 A training writes files too, and must not restart itself:
-
-- A file counts if its text has changed, so a script that copies its configuration into a folder restarts nothing.
-- A file that appears while ranks run counts from their next start on: it may be their own, as the copies of the code
-  that some loggers make. Nothing imports it before another file changes.
-- Of other kinds than Python only the files below, so not a metrics.json; and never what is in a hidden folder.
+- A file counts if its text has changed, so copying a configuration into a folder restarts nothing.
+- A file that appears while ranks are running counts from their next start: it may be their own, such as copies of the
+  code that loggers make. Nothing imports it before another file changes.
+- Besides Python only the kinds of files below count, so not a metrics.json, and never files in hidden folders.
 """
 
 from __future__ import annotations
@@ -26,45 +25,44 @@ NAMED = (PYTHON, *CONFIGURATIONS, ".json", ".cfg", ".ini")
 """Kinds of files that count if an argument of the script names them."""
 FOLDERS_MAX = 1000
 ENTRIES_MAX = 5000
-"""Of one folder; one with more holds data."""
+"""Most entries of one folder; a larger one holds data."""
 DEEP_MAX = 12
 TEXT_BYTES_MAX = 1 << 20
 """Larger files are not read: their size and time count."""
 QUIET_SECONDS = 0.04
-"""Without a further change, until it counts: an editor writes a file in several steps, `git checkout` many files."""
+"""Seconds without a further change: an editor writes a file in several steps, `git checkout` many files."""
 STORM_SECONDS = 1.0
-"""After the first of many changes, whatever still changes."""
+"""Seconds after the first of many changes, even if others follow."""
 _SKIPPED = frozenset("__pycache__ node_modules site-packages venv wandb mlruns lightning_logs".split())
 State = tuple[int, int, int, bytes]
 _GONE: State = (0, 0, 0, b"")
 
 
 class SavedFiles:
-    """The source files in some folders and below, and others by their names."""
+    """The source files in some folders and below, and other files by name."""
 
     def __init__(self, folders: Iterable[str], named: Iterable[str] = ()) -> None:
         self._named = [os.path.abspath(path) for path in named if path.endswith(NAMED)]
         self._roots = list(dict.fromkeys(map(os.path.realpath, folders)))
-        self._told: dict[str, bytes] = {}  # the texts that the ranks have; b"": there is no such file
+        self._told: dict[str, bytes] = {}  # the texts that the ranks have; b"": no such file
         self._seen: dict[str, State] = {}
         self._configurations: set[str] | None = None
-        self._since: float | None = None  # when the first of the changes was seen that are not told yet
+        self._since: float | None = None  # when the first unreported change was seen
         self._moved_at = 0.0
         self.is_cut = False
-        """True if there are more folders than are watched."""
+        """True if there are more folders than can be watched."""
         self.adopt()
         self._configurations = {path for path in self._seen if not path.endswith(PYTHON)}
 
     def adopt(self) -> None:
-        """Take in the files that have appeared, without telling of them."""
+        """Accept files that have appeared, without reporting them."""
         for path in self._found():
             if path not in self._seen:
                 self._seen[path] = _state(path, _GONE)
                 self._told[path] = self._seen[path][-1]
 
     def poll(self, now: float, *, also_new: bool = False) -> set[str]:
-        """Return the files whose text has changed, once nothing more changes. also_new: and those that have
-        appeared."""
+        """Return files whose text has changed, once changes stop. also_new: include files that have appeared."""
         if also_new:
             new = [path for path in self._found() if path not in self._seen]
             self._seen |= dict.fromkeys(new, _GONE)
@@ -106,7 +104,7 @@ class SavedFiles:
 
 
 def _entries(folder: str) -> tuple[list[str], list[str]]:
-    """The folders and the files in it. Links to folders are not followed: they may lead in a circle."""
+    """Yield the folders and their files. Links to folders are not followed, because they may form a cycle."""
     folders: list[str] = []
     files: list[str] = []
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
@@ -123,7 +121,7 @@ def _entries(folder: str) -> tuple[list[str], list[str]]:
 
 
 def _state(path: str, known: State) -> State:
-    """How it looks, and at the end what identifies its text. A file that looks as before is not read again."""
+    """Return a file's metadata and, last, what identifies its text. A file with equal metadata is not read again."""
     try:
         found = os.stat(path)
         looks = found.st_mtime_ns, found.st_size, found.st_ino
@@ -140,5 +138,5 @@ def _state(path: str, known: State) -> State:
 
 
 def pause_after(began: float) -> float:
-    """Seconds until the next poll, after one that began then: many files take at most 5 % of a CPU."""
+    """Return seconds until the next poll after one that began at `begun`: many files take at most 5 % of a CPU."""
     return max(0.03, 20 * (time.monotonic() - began))

@@ -1,4 +1,4 @@
-"""What a file that is not there may have meant."""
+"""Suggests a file for one that does not exist."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ddpjob_operator.job.typos import suggestion
 
 
 def file(path: str, folder: str = ".") -> str:
-    """Return `; did you mean train.py?` or nothing, by the files in its folder that end as it does."""
+    """Return `; did you mean train.py?` or "", from files in its folder with the same suffix."""
     head, name = os.path.split(path)
     try:
         there = os.listdir(os.path.join(folder, head))

@@ -1,4 +1,4 @@
-"""The stacks of the ranks of a run on this machine: its agents are asked by a signal, and print them into its logs."""
+"""Stacks of the ranks of a run on this machine: a signal makes its agents print them into its logs."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from ddpjob_operator.job.wording import count
 from ddprun import processes
 from ddprun.core import folded_stacks
 
-ANSWER_SECONDS = 40.0  # py-spy has 5 s for each of the ranks that do not answer
+ANSWER_SECONDS = 40.0  # py-spy has 5 s for each rank that does not answer
 POLL_SECONDS = 0.1
 _PIDS_MAX = 8
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Which processes of a run have been asked for their stacks."""
+    """The processes of a run that were asked for stacks."""
 
     agents: list[int]
     handlers: list[int]
     """Ranks of another launcher that handle SIGQUIT."""
     silent: list[int]
-    """Its other ranks: nothing was sent to them, because it would end them."""
+    """Its other ranks: they got no signal, because it would end them."""
 
     def sentence(self) -> str:
-        """What cannot be shown, or who writes stacks; "" if agents print all of them."""
+        """Return what cannot be shown, or who writes stacks; "" if agents print all of them."""
         if self.handlers and not self.silent:
             return f"SIGQUIT was sent to {count(len(self.handlers), 'rank')}, which the script handles"
         if self.silent:
@@ -42,13 +42,13 @@ class Asked:
 
 
 def ask(uid: str) -> Asked:
-    """Ask the processes of the run with this id. No process without a handler gets a signal."""
+    """Ask the processes of the run with this id. Processes without a handler get no signal."""
     environs = {pid: ranks.environ(pid) for pid in processes.parents()}
     own = {pid for pid, environ in environs.items() if environ.get("DDPJOB_UID") == uid}
     agents = _topmost({pid for pid in own if processes.catches(pid, STACKS_SIGNAL)})
     below = set().union(*(processes.descendants(agent) for agent in agents), agents)
     others = {pid for pid in own - below if "LOCAL_RANK" in environs[pid] and processes.is_python(pid)}
-    # Of a node with one rank the launcher has LOCAL_RANK as well, and torchrun ends the job on SIGQUIT.
+    # On a node with one rank the launcher has LOCAL_RANK as well, and torchrun ends the job on SIGQUIT.
     of_torchrun = {pid for pid in others if "TORCHELASTIC_RUN_ID" in environs[pid]}
     found = _topmost(of_torchrun or others)
     handlers = [pid for pid in found if pid in of_torchrun and processes.catches(pid, signal.SIGQUIT)]
@@ -58,7 +58,7 @@ def ask(uid: str) -> Asked:
 
 
 def of_run(run: runs.Run) -> list[str]:
-    """Return the texts that the agents of a run print. Raises InputError if nothing can be shown."""
+    """Return the texts that the agents of a run print. Raise InputError if nothing can be shown."""
     name = f"{run.facts.job}, run {run.facts.run[:8]}"
     if not run.running:
         raise InputError(
@@ -81,13 +81,13 @@ def of_run(run: runs.Run) -> list[str]:
 
 
 def _logs(run: runs.Run) -> list[Path]:
-    """Those of the last attempt."""
+    """Return the logs of the last attempt."""
     logs = run.logs()
     return [path for paths in logs.get(max(logs, default=0), {}).values() for path in paths]
 
 
 def _topmost(pids: set[int]) -> list[int]:
-    """Those that are below no other one of them."""
+    """Return the processes that have no ancestor in the list."""
     parent_of = processes.parents()
     below: set[int] = set().union(*(processes.descendants(pid, parent_of) for pid in pids))
     return sorted(pids - below)

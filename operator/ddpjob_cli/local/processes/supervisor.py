@@ -1,14 +1,14 @@
-"""The supervisor of one local node: PID 1 of a pod, for a pod that is only processes.
+"""The supervisor of one local node: like PID 1 of a pod, for a pod that consists of processes only.
 
-`node.py` runs it as a program, once for each node; it imports little, and nothing from outside this project and the
-standard library, because a job waits for it. It ends every descendant of its trainer, whatever session that moved to,
-before it reports that the node has ended.
+`node.py` runs it as a program, once per node. It imports little, and only from this project and the standard library,
+because a job waits for it. Before it reports the end of the node, it ends every descendant of its trainer, in any
+session.
 
-stdin is the control pipe, one JSON object a line: first the order {"argv", "env", "cwd", "grace_seconds"}, later
-{"stop": 10}, the seconds of grace. Its end is the end of the runner, however that died, and ends everything at once.
-A pipe, because PDEATHSIG alone follows the thread that made the child, not the process.
-The descriptor that the first argument names carries JSON lines back: {"started": PID}, and last {"ended": …} with the
-fields of `node.End`. stdout is the trainer's: what it prints goes straight to the runner.
+stdin is the control pipe with one JSON object per line: first the order {"argv", "env", "cwd", "grace_seconds"}, later
+{"stop": 10}, the seconds of grace. Its end means that the runner has died, and ends everything at once. PDEATHSIG alone
+would follow the thread that made the child, not the process. The descriptor in the first argument carries JSON lines
+back: {"started": PID}, and last {"ended": …} with the fields of `node.End`. stdout belongs to the trainer: its output
+goes straight to the runner.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 from ddprun import processes
 
-WAIT_SECONDS_MAX = 3600.0  # poll takes 24.8 days at most, a grace may be years
+WAIT_SECONDS_MAX = 3600.0  # poll takes at most 24.8 days, but a grace may be years
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
@@ -36,11 +36,11 @@ def main() -> None:
     try:
         supervisor.run()
     finally:
-        supervisor.end_tree()  # also after a mistake of ours: nothing of the node may survive it
+        supervisor.end_tree()  # even after a bug in this program, no process of the node may survive
 
 
 class Supervisor:
-    """One trainer and all that it ever started; `run` returns when none of it is left and that is reported."""
+    """One trainer and all its descendants; `run` returns when none is left and that is reported."""
 
     def __init__(self, report_fd: int) -> None:
         self.report_fd = report_fd
@@ -55,13 +55,13 @@ class Supervisor:
         os.set_blocking(0, False)
 
     def run(self) -> None:
-        """Wait for the order, start the trainer, obey until it ends, end what it left behind, report."""
+        """Wait for the order, start the trainer, obey until it ends, end its descendants, report."""
         poller = select.poll()
         poller.register(0, select.POLLIN)
         poller.register(self.wakeup_fd, select.POLLIN)
         while not self.over():
-            poller.poll(self.wait_milliseconds())  # without a deadline this sleeps for ever: no CPU at rest
-            signals = read_available(self.wakeup_fd) or b""  # those that arrived since the last call, a byte each
+            poller.poll(self.wait_milliseconds())  # without a deadline this blocks: no CPU at rest
+            signals = read_available(self.wakeup_fd) or b""  # one byte per signal after the last call
             self.reap()  # before the orders: a trainer that had ended by then was not stopped
             self.read_control()
             if STOP_SIGNALS & set(signals):
@@ -73,19 +73,19 @@ class Supervisor:
             self.report({"ended": ended | {"ended_first": not self.stop_requested}})
 
     def over(self) -> bool:
-        """Is there nothing left to wait for but the end of what still runs?"""
+        """True if only the remaining processes are left to end."""
         if self.end_now or self.main_end is not None:
             return True
         return self.kill_at is not None and time.monotonic() >= self.kill_at
 
     def wait_milliseconds(self) -> float | None:
-        """How long nothing needs doing unless something happens; None is for ever."""
+        """Return milliseconds until the next deadline; None if there is none."""
         if self.kill_at is None:
             return None
         return min(max(0.0, self.kill_at - time.monotonic()), WAIT_SECONDS_MAX) * 1000
 
     def read_control(self) -> None:
-        """Obey every whole line that has arrived; the end of the pipe is the end of the runner."""
+        """Obey every complete line; the end of the pipe means that the runner has died."""
         arrived = read_available(0)
         self.end_now = self.end_now or arrived is None
         *lines, self.control = (self.control + (arrived or b"")).split(b"\n")
@@ -106,31 +106,31 @@ class Supervisor:
         self.report({"started": self.main_pid})
 
     def stop(self, grace_seconds: float) -> None:
-        """Ask the trainer's first process to end, as the kubelet asks PID 1; a later call can only shorten its time."""
-        if not self.main_pid:  # the order has not come: nothing to end
+        """Stop the trainer's first process as the kubelet stops PID 1; a later call can only shorten its grace."""
+        if not self.main_pid:  # no order yet: nothing to end
             self.end_now = True
             return
         kill_at = time.monotonic() + grace_seconds
         if self.kill_at is None and self.main_end is None:
             self.stop_requested = True
-            os.kill(self.main_pid, signal.SIGTERM)  # not yet reaped, so the number is still its own
+            os.kill(self.main_pid, signal.SIGTERM)  # not reaped yet, so the number is still its own
         self.kill_at = kill_at if self.kill_at is None else min(self.kill_at, kill_at)
 
     def reap(self) -> None:
-        """Collect every child that has ended, adopted ones too."""
+        """Reap every child that has ended, including adopted ones."""
         for pid, code in processes.reaped():
-            if pid == self.main_pid and self.main_end is None:  # once reaped, its number may belong to another
+            if pid == self.main_pid and self.main_end is None:  # once reaped, its number may belong to another process
                 self.main_end = (code, time.time())
 
     def end_tree(self) -> None:
-        """Kill and reap until nothing is left; orphans become our children, so none can hide."""
+        """Kill and reap until no process is left. Orphans become our children, so none can escape."""
         pause_ms = 10
         poller = select.poll()
         poller.register(self.wakeup_fd, select.POLLIN)
         self.reap()
         while left := processes.descendants(os.getpid()):
             processes.kill(left)
-            poller.poll(pause_ms)  # a child's end wakes us; the time-out is for one forked between look and kill
+            poller.poll(pause_ms)  # a child's end wakes us; the time-out is for one forked after /proc was read
             read_available(self.wakeup_fd)
             pause_ms = min(2 * pause_ms, 1000)
             self.reap()
@@ -144,11 +144,11 @@ class Supervisor:
 
 
 def start_trainer(order: dict[str, Any]) -> tuple[int, dict[str, object] | None]:
-    """Start the order's argv: its pid and None, or its pid and the report of why the exec failed."""
+    """Start the order's argv. Return its pid and None, or its pid and the report of why the exec failed."""
     failure_read, failure_write = os.pipe()  # a successful exec closes it with nothing written
 
     def become() -> None:
-        # In a session of its own (`fork`): `trap "kill 0" EXIT` of a launch script must not reach the supervisor.
+        # In its own session (`fork`): `trap "kill 0" EXIT` of a launch script must not reach the supervisor.
         try:
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             os.dup2(1, 2)
@@ -165,7 +165,7 @@ def start_trainer(order: dict[str, Any]) -> tuple[int, dict[str, object] | None]
 
 
 def start_failure(error: Exception) -> dict[str, object]:
-    """The report of an exec that failed, with the code that a shell or a container gives."""
+    """Return the report of a failed exec, with the code that a shell or a container gives."""
     missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
     sentence = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
     if isinstance(error, FileNotFoundError) and os.path.isfile(str(error.filename)):
@@ -174,7 +174,7 @@ def start_failure(error: Exception) -> dict[str, object]:
 
 
 def read_available(fd: int) -> bytes | None:
-    """All bytes that wait in a non-blocking pipe; None at its end."""
+    """Return all available bytes of a non-blocking pipe; None at its end."""
     data = b""
     while True:
         try:

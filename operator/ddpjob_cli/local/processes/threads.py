@@ -1,4 +1,4 @@
-"""OMP_NUM_THREADS of a local run: the job's, else the caller's, else one if several ranks share this machine."""
+"""OMP_NUM_THREADS of a local run: the job's, else the caller's, else 1 if several ranks share this machine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ _NAME = "OMP_NUM_THREADS"
 
 
 def set_threads(job: api.DDPJob, environ: Mapping[str, str]) -> api.DDPJob:
-    """Return the job with OMP_NUM_THREADS in its template. It stays unset for a single rank, as under torchrun.
-
-    Locally the nodes share the machine: with one rank on each of two nodes, two ranks would use all cores each.
+    """Return the job with OMP_NUM_THREADS in its template. Unset for a single rank, as under torchrun. Local nodes
+    share the machine: two nodes with one rank each would both use all cores.
     """
     spec = job.spec
     is_alone = topology.world_size(spec) == 1 or podspec.cpus(spec.template) is not None
@@ -30,7 +29,7 @@ def set_threads(job: api.DDPJob, environ: Mapping[str, str]) -> api.DDPJob:
 
 
 def chosen(job: api.DDPJob, environ: Mapping[str, str]) -> str:
-    """Return OMP_NUM_THREADS=1 if the ranks get a number that neither the job nor the caller has given, else ""."""
+    """Return OMP_NUM_THREADS=1 if neither the job nor the caller gave a number, else ""."""
     trainer = podspec.trainer_container(job.spec.template)
     if environ.get(_NAME) or trainer is None or any(e.get("name") == _NAME for e in podspec.mappings(trainer, "env")):
         return ""

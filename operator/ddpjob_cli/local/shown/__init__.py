@@ -1,1 +1,1 @@
-"""What a local run shows: the table that lives, one line at a time for a pipe, the use of the machine."""
+"""Output of a local run: the live table, plain lines for a pipe, the machine's use."""

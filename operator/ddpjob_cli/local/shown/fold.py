@@ -1,9 +1,9 @@
-"""What of a node's output is shown: the script's own lines. The launcher's reports, torch's C++ frames and the
-tracebacks of ranks that only lost a peer are counted; the node's log has them.
+"""Filters a node's output down to the script's own lines.
 
-The stacks that ranks write at a stall are held back as well: `told.py` shows those of the rank that is to blame.
-A traceback is held back until it is known whose failure it was: the culprit's is shown once, by `told.py`. One that
-ends nothing, because the script has handled it, is shown after all.
+The launcher's reports, torch's C++ frames and the tracebacks of ranks that only lost a peer are counted; the node's log
+has them. Stacks that ranks write at a stall are held back: `told.py` shows those of the rank that caused it. A
+traceback is held back until its failure is known: `told.py` shows the culprit's once. If the script handled the
+exception, so that nothing ended, the traceback is shown after all.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ddpjob_core.failures import where_of
 from ddpjob_operator.failures.log_lines import PREFIX
 
 HELD_SECONDS = 30.0  # from a rank's uncaught exception to the end of its pod: a rank has ten seconds to stop
-UNSURE_SECONDS = 10.0  # of a traceback without torch's prefix, which the script may have handled
+UNSURE_SECONDS = 10.0  # for a traceback without torch's prefix, which the script may have handled
 _LAUNCHERS = re.compile(
     # E0131 12:00:00.1 77 torch/distributed/elastic/…; until torch 2.1 with the logger's name
     r"^(?:[EWI]\d{4} \d\d:\d\d:\d\d\S* \d+ (?:\[\d+\] )?torch/distributed/|(?:ERROR|WARNING|INFO):torch\.distributed"
-    # what ddprun says of restarts and stops stands in the run's own lines
+    # ddprun's lines about restarts and stops, which the run reports itself
     r"|ddprun: (?:restart \d|rank \d|node \d+ is lost|the group |told to stop|waiting for node))"
 )
 _CPP = re.compile(
@@ -35,35 +35,35 @@ _BORDER = re.compile(r"^(?:={7,}|\*{7,})\s*$")
 
 @dataclass
 class Trace:
-    """A traceback as it comes: the lines without torch's prefix, and the prefix."""
+    """A traceback while it is read: the lines without torch's prefix, and the prefix."""
 
     prefix: str
     since: float
     lines: list[str] = field(default_factory=list)
     exception: str = ""
-    """Its last line that is none of a frame; empty while it is incomplete."""
+    """Its last line outside of a frame; "" while it is incomplete."""
 
     @property
     def due(self) -> float:
-        """When it is to be shown because nothing has ended for it."""
+        """When to show it because nothing has ended for it."""
         return self.since + (HELD_SECONDS if self.prefix else UNSURE_SECONDS)
 
     @property
     def is_launchers(self) -> bool:
-        """True if all of its frames are of torch: torchrun's report that a rank has failed, or that it was stopped."""
+        """True if all of its frames are torch's: torchrun's report that a rank has failed or was stopped."""
         return not where_of(self.lines) and any("torch/distributed/" in line for line in self.lines)
 
     @property
     def _is_chained(self) -> bool:
-        """True if the next traceback belongs to this one, and is not that of the launcher."""
+        """True if the next traceback is chained to this one, and is not the launcher's."""
         return next((line for line in reversed(self.lines) if line), "").startswith(_CHAINED)
 
     def takes(self, line: str) -> bool:
-        """Take the line if it belongs to this traceback."""
+        """Add the line if it belongs to this traceback, and return True."""
         if self.exception:
             goes_on = line.startswith(_BEGINS) and self._is_chained
             more = not line or line[0].isspace() or line.startswith(_CHAINED) or goes_on
-            # torch prints an uncaught exception with its prefix, all lines of its message as well.
+            # torch prints an uncaught exception with its prefix, on every line of the message.
             more = more or ("[rank" in self.prefix and not line.startswith(_BEGINS))
             if goes_on:
                 self.exception = ""
@@ -77,33 +77,31 @@ class Trace:
 
 
 class Fold:
-    """The output of one node."""
-
     def __init__(self) -> None:
         self.hidden = 0
-        """Lines that were not shown since this was last set to 0."""
+        """Number of lines that were not shown after it was last set to 0."""
         self.held: list[Trace] = []
         self.stacks: dict[int, list[str]] = {}
         """By rank, what it wrote when it was stalled."""
         self._in_stacks: list[str] | None = None
-        self._open: dict[str, Trace] = {}  # by prefix, because ranks write into each other
-        self._borders = 0  # of torchrun's table that are still to come
+        self._open: dict[str, Trace] = {}  # by prefix, because output of ranks is interleaved
+        self._borders = 0  # of torchrun's table that are still expected
         self._after_cpp = False
 
     def take(self, lines: list[str], now: float) -> list[str]:
-        """The lines to show."""
+        """Return the lines to show."""
         return [shown for line in lines for shown in self._take(line, now)]
 
     def due_in(self, now: float) -> float | None:
-        """Seconds until a traceback is to be shown because nothing has ended for it."""
+        """Return seconds until a traceback is shown because nothing has ended for it."""
         return max(0.0, min(trace.due for trace in self.held) - now) if self.held else None
 
     def overdue(self, now: float) -> list[str]:
-        """The lines of tracebacks for which nothing has ended."""
+        """Return the lines of tracebacks for which nothing has ended."""
         return self._release([trace for trace in self.held if now >= trace.due])
 
     def forget(self) -> list[Trace]:
-        """All tracebacks that are held; they are no longer."""
+        """Return all held tracebacks and drop them."""
         held, self.held, self._open = self.held, [], {}
         return held
 
@@ -123,12 +121,12 @@ class Fold:
             self.hidden += 1
         else:
             self._open.pop(prefix, None)
-            # Without torch's prefix it is no end of a rank: the script has gone on after it.
+            # Without torch's prefix it did not end a rank: the script continued.
             yield from self._release([t for t in self.held if not t.prefix and t.exception and not prefix])
             yield raw
 
     def _is_of_stacks(self, raw: str) -> bool:
-        """Keep the line if a stalled rank wrote it: all of its lines follow the first one, indented."""
+        """Keep the line if a stalled rank wrote it: all lines after the first are indented."""
         if match := _STALLED.match(raw):
             self._in_stacks = self.stacks[int(match[1])] = []
         elif not raw.startswith("  "):
@@ -146,7 +144,7 @@ class Fold:
         return is_cpp or _LAUNCHERS.match(line) is not None
 
     def _close_launchers(self, trace: Trace) -> None:
-        """What the launcher raises is its own; after ChildFailedError its table follows, between two borders."""
+        """Hide the launcher's own exception; after ChildFailedError its table follows, between two borders."""
         self._borders = 2 if "ChildFailedError" in trace.exception else 0
         self.hidden += len(trace.lines)
         self.held.remove(trace)

@@ -1,6 +1,5 @@
-"""The screen of a local run: a live table on a terminal, plain lines elsewhere.
-
-The nodes' output goes to stdout and everything else to stderr, so that a pipe gets only what the training printed.
+"""The screen of a local run: a live table on a terminal, plain lines elsewhere. The nodes' output goes to stdout and
+everything else to stderr, so that a pipe gets only what the training printed.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from ddpjob_operator.plan.actions import Event
 if TYPE_CHECKING:
     from rich.live import Live
 
-PLAIN_SECONDS = 5.0  # between two progress lines where there is no terminal
-WAIT_SECONDS = 10.0  # before the first line of a wait; each later one comes after twice the time
+PLAIN_SECONDS = 5.0  # between two progress lines without a terminal
+WAIT_SECONDS = 10.0  # before the first line about a wait; each later one comes after twice the time
 LIVE_SECONDS = 0.5  # between two drawings of the table: 2 nodes cost 0.6 % of a CPU, 16 cost 3 %
-TICK_SECONDS = 1.0  # the clocks of the table go on while nothing happens
-LINES_A_DRAWING = 200  # more lines than that between two drawings cannot be read on a terminal; the file has them
+TICK_SECONDS = 1.0  # the table's clocks advance while nothing happens
+LINES_A_DRAWING = 200  # nobody can read more lines between two drawings; the file has them
 _QUIET = (reasons.CREATING_PODS.name, reasons.STARTING_TRAINERS.name, reasons.QUEUE_NOT_SERVED.name)
 
 
@@ -37,9 +36,8 @@ class OutputClosedError(Exception):
 
 
 class PlainScreen:
-    """Lines: the nodes' output with their prefix, events as they come, progress now and then.
-
-    types: a debugger has the terminal. Then there is no progress, and the nodes' output is in their logs only.
+    """Plain lines: the nodes' output with their prefix, events at once, progress from time to time. types: a debugger
+    has the terminal. Then there is no progress, and the nodes' output is in their logs only.
     """
 
     def __init__(self, job: api.DDPJob, *, types: bool = False) -> None:
@@ -67,17 +65,17 @@ class PlainScreen:
             sys.stdout.write("".join(f"{prefix}{shown(line)}\n" for line in lines))
             sys.stdout.flush()
         except BrokenPipeError:
-            # Python flushes stdout once more when it exits; that would end in a second message about the same pipe.
+            # Python flushes stdout again when it exits, which would print a second message about the same pipe.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             raise OutputClosedError from None
         except BlockingIOError:
-            raise  # what is left is written at the exit, if the reader has gone on by then
+            raise  # the rest is written at the exit, if the reader has continued by then
         except OSError:
             _forget_unwritten()
             raise
 
     def event(self, event: Event) -> None:
-        """Show a change of state, except for steps that take no time locally, and for what is a cluster's own."""
+        """Show a change of state, except for steps that take no time locally, and for facts about a cluster."""
         if event.reason not in _QUIET:
             mark = "! " if event.type == "Warning" else ""
             self.note(f"{mark}{event.message}")
@@ -98,14 +96,14 @@ class PlainScreen:
                 self._is_advised = True
                 self.note(advice)
             if wait:
-                # Show the progress bars that have changed: a bar ends its line only when it is complete, after hours.
+                # Show progress bars that have changed: a bar ends its line only when it is complete, after hours.
                 for pod in present_pods(pods):
                     if pod.live and (bar := pod.log.bar) and bar != self._bars.get(pod.name):
                         self._bars[pod.name] = bar
                         self.log(pod, [bar])
 
     def due_in(self, status: api.Status) -> float | None:
-        """Seconds until draw() has something to show, 0.0 for now; None while it has nothing."""
+        """Return seconds until draw() has something to show, 0.0 for now; None if it has nothing."""
         if self._types or status.state not in ("Starting", "Running"):
             return None
         if present_progress(status) is not None and status.progress == self._drawn.progress:
@@ -114,23 +112,22 @@ class PlainScreen:
 
     @contextlib.contextmanager
     def nobody_types(self) -> Iterator[None]:
-        """Within, the nodes' output is shown in any case."""
+        """Return a context in which the nodes' output is shown even with a debugger."""
         before, self._types = self._types, False
         yield
         self._types = before
 
     def pause(self) -> None:
-        """The process is about to be stopped (Ctrl-Z)."""
+        """Prepare for Ctrl-Z."""
         self.note("stopped; the training goes on until it has filled its output: fg shows it again, bg lets it run")
 
     def close(self) -> None:
-        """Nothing to give back."""
+        pass
 
 
 class LiveScreen(PlainScreen):
-    """A table at the bottom of the terminal, redrawn in place; the nodes' lines scroll above it.
-
-    While another process group has the terminal (`ddpjob run … &`), plain lines. groups: those that are ours.
+    """A table at the bottom of the terminal, redrawn in place; the nodes' lines scroll above it. While another process
+    group has the terminal (`ddpjob run … &`), plain lines. groups: our own process groups.
     """
 
     def __init__(self, job: api.DDPJob, groups: frozenset[int]) -> None:
@@ -139,7 +136,7 @@ class LiveScreen(PlainScreen):
 
         self._console = Console(stderr=True)
         self._live: Live | None = None
-        """None while no table stands there."""
+        """None while no table is shown."""
         self._groups = groups
         self._usages = Usages()
         self._pending: list[str] = []
@@ -155,7 +152,7 @@ class LiveScreen(PlainScreen):
             self._console.print(clean(text), markup=False, highlight=False, soft_wrap=True)
 
     def log(self, pod: LocalPod, lines: Sequence[str]) -> None:
-        """Take lines that a node printed; the next drawing shows them."""
+        """Keep lines that a node printed for the next drawing."""
         prefix = prefix_of(self.job, pod)
         room = LINES_A_DRAWING - len(self._pending)
         self._pending += [prefix + for_terminal(line) for line in lines[: max(0, room)]]
@@ -163,7 +160,7 @@ class LiveScreen(PlainScreen):
             self._hidden, self._last = self._hidden + hidden, str(pod.log.path)
 
     def draw(self, moment: table.RunMoment, pods: Sequence[LocalPod]) -> None:
-        """Show what came since the last drawing, and the table below it."""
+        """Show the lines that came after the last drawing, and the table below them."""
         if self.due_in(moment.status) != 0.0:
             return
         self._in_table, self._table_at = moment.status, time.monotonic()
@@ -179,29 +176,27 @@ class LiveScreen(PlainScreen):
         with _whoever_reads(), self._console:  # one write
             self._flush()
             if self._live is None:
-                # Only `update` draws: a thread would go on when the shell has the terminal back.
+                # Draw only on `update`: a thread would draw after the shell has taken the terminal back.
                 self._live = Live(console=self._console, auto_refresh=False, transient=True, vertical_overflow="crop")
                 self._live.start()
             width, height = self._console.size
             self._live.update(table.view(moment, nodes, width - 1, height - 2), refresh=True)
 
     def due_in(self, status: api.Status) -> float | None:
-        """Seconds until the table or the lines above it are to be drawn again."""
+        """Return seconds until the table or the lines above it must be drawn."""
         new = status != self._in_table or self._pending or self._hidden
         return max(0.0, self._table_at + (LIVE_SECONDS if new else TICK_SECONDS) - time.monotonic())
 
     def pause(self) -> None:
-        """Give the terminal to the shell."""
         super().pause()
         self._leave()
 
     def close(self) -> None:
-        """Remove the table."""
         self._leave()
         self._usages.close()
 
     def _leave(self) -> None:
-        """Give the terminal back: nothing of ours stands there, and the cursor is shown."""
+        """Remove the table and show the cursor, so that others can use the terminal."""
         with _whoever_reads():
             self._flush()
             if self._live is not None:
@@ -214,7 +209,7 @@ class LiveScreen(PlainScreen):
         if self._hidden:
             self._pending.append(f"… {wording.count(self._hidden, 'line')} more in {self._last}")
         if self._pending:
-            # One print for all: each costs a redraw of the table.
+            # One print for all, because each redraws the table.
             self._console.print(Text.from_ansi("\n".join(self._pending)), soft_wrap=True)
         self._pending, self._hidden = [], 0
 
@@ -223,23 +218,23 @@ def has_terminal(groups: Collection[int]) -> bool:
     """True if one of these process groups is in the foreground of the terminal on stderr."""
     try:
         return os.tcgetpgrp(2) in groups
-    except OSError:  # a terminal, but not the one that controls us: nobody else types there
+    except OSError:  # not our controlling terminal, so nobody else types there
         return True
 
 
 @contextlib.contextmanager
 def _whoever_reads() -> Iterator[None]:
-    """A closed terminal, a full disk, or a pipe without a reader costs what is said and never the training: Ctrl-C ends
-    the `tee` of `ddpjob run … 2>&1 | tee log` too, and the nodes are to have their time to save."""
+    """Ignore write errors (closed terminal, full disk, pipe without a reader): output is lost, but training continues.
+    Ctrl-C also ends the `tee` of `ddpjob run … 2>&1 | tee log`, and the nodes still need their time to save.
+    """
     try:
         yield
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Python flushes it once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Python flushes it again at the exit
 
 
 def _forget_unwritten() -> None:
-    """What a full disk has not taken stays in stdout's buffer: Python tries it once more when it exits, and ends with
-    120."""
+    """Drop output that a full disk refused: Python would try to flush it at the exit, and end with 120."""
     kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     sys.stdout.flush()
@@ -249,10 +244,8 @@ def _forget_unwritten() -> None:
 
 
 def screen(job: api.DDPJob, plain: bool, group: int | None = None, *, types: bool = False) -> PlainScreen:
-    """The table where both stdout and stderr are a terminal that can redraw lines, else plain lines.
-
-    group: the process group in which the command was started, where this process has one of its own. types: a debugger
-    has the terminal.
+    """Return the table if stdout and stderr are terminals that can redraw lines, else plain lines. group: the process
+    group in which the command was started, if this process has its own. types: a debugger has the terminal.
     """
     terminal = sys.stdout.isatty() and sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     if plain or types or not terminal:
@@ -261,7 +254,7 @@ def screen(job: api.DDPJob, plain: bool, group: int | None = None, *, types: boo
 
 
 def title(job: api.DDPJob, defaults: str) -> str:
-    """digits · 2 nodes × 1 process · gloo; then the numbers that nobody gave."""
+    """Return digits · 2 nodes × 1 process · gloo, with the numbers that nobody gave."""
     nodes = wording.count(job.spec.nodes, "node")
     processes = wording.count(topology.nproc_per_node(job.spec), "process")
     shape = f"{nodes} × {processes}"
@@ -269,13 +262,13 @@ def title(job: api.DDPJob, defaults: str) -> str:
 
 
 def prefix_of(job: api.DDPJob, pod: LocalPod) -> str:
-    """[node:rank] where the node is one rank, else [node]: which of its processes printed a line is not known."""
+    """Return [node:rank] if the node is one rank, else [node], because the printing process is unknown."""
     rank = topology.rank_of_place(job.spec, pod.place)
     return f"[{pod.place}] " if rank is None else f"[{pod.place}:{rank}] "
 
 
 def present_pods(pods: Sequence[LocalPod]) -> list[LocalPod]:
-    """The pods of the newest attempt, of each place the newest: the others have ended, or are about to."""
+    """Return the newest pod of each place in the newest attempt; others have ended, or are about to."""
     newest = max((pod.attempt for pod in pods), default=0)
     by_place: dict[int, LocalPod] = {}
     for pod in sorted(pods, key=lambda p: p.replacement):
@@ -285,7 +278,7 @@ def present_pods(pods: Sequence[LocalPod]) -> list[LocalPod]:
 
 
 def node_of(job: api.DDPJob, status: api.Status, pod: LocalPod, seen: SeenUsage | None) -> table.NodeRow:
-    """A pod as the table shows it."""
+    """Return a pod as the table shows it."""
     since = ranks_since(status)
     is_stale = since is not None and pod.step_at is not None and pod.step_at < since
     pids = seen.pids if seen is not None and seen.pids else (pod.pid,) if pod.pid else ()
@@ -304,7 +297,7 @@ def _state(status: api.Status, pod: LocalPod) -> str:
         return "Stopping" if pod.deletion_requested_at else "Running" if pod.pid else "Starting"
     failure = status.last_failure
     if failure is not None and failure.pod == pod.name:
-        # The launcher's code says that a rank failed, and not how.
+        # The launcher's exit code says that a rank failed, but not how.
         return f"Failed ({failure.signal or failure.exit_code or failure.reason})"
     if pod.trainer.exit_code == 0:
         return "Completed"

@@ -1,6 +1,5 @@
-"""What stands at the bottom of the terminal during a local run: a status and what was measured in, rich's Texts out.
-
-Pure: no clock, no terminal.
+"""The table at the bottom of the terminal during a local run: from a status and measurements to rich's Text. Pure: no
+clock, no terminal.
 """
 
 from __future__ import annotations
@@ -24,26 +23,26 @@ from ddpjob_operator.job.status import present_progress, ranks_since
 
 NODES_MAX = 16
 OTHER_ROWS = 5
-"""Of a usual table, beside the nodes."""
+"""Rows of a usual table without the nodes."""
 SPARK_WIDTH = 20
 IMPORT_SECONDS = 60.0
-"""After that long without a report a script is taken for one that reports no steps, and not for one that imports."""
+"""A script without a report for so long is assumed to report no steps, and no longer to be importing."""
 NO_STEPS = "no step reported so far; ddpjob.progress(step=i) would show pace, time left and hangs"
 RECENT_SECONDS = 20.0
 TREND = 0.1
-"""A step that takes so much longer, or shorter, than before is worth a word."""
+"""A change of the time per step by this share is mentioned."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What the processes of a node use."""
+    """What a node's processes use."""
 
     cpu_percent: float
     """100 is one core."""
     memory_bytes: int
-    """Resident; what processes share is counted for each."""
+    """Resident; shared memory is counted for each process."""
     gpu_percent: float | None = None
-    """The mean of its GPUs; None where it has none."""
+    """The mean of its GPUs; None without any."""
     gpu_bytes: int = 0
 
 
@@ -56,31 +55,31 @@ class NodeRow:
     state: str
     step: int | None = None
     pids: tuple[int, ...] = ()
-    """Of the ranks where they are known, else of the first process."""
+    """Pids of the ranks if known, else of the first process."""
     usage: Usage | None = None
 
 
 @dataclass(frozen=True)
 class RunMoment:
-    """A run at a time."""
+    """The state of a run at one time."""
 
     job: api.DDPJob
     history: History
     started: dt.datetime
     now: dt.datetime
     initialized: dt.datetime | None = None
-    """Since when the ranks of the present attempt report without a step; None while none does."""
+    """Since when the ranks of the present attempt report without a step; None if none does."""
     reports: bool = True
     """True if the script may report steps."""
 
     @property
     def status(self) -> api.Status:
-        """That of the job."""
+        """The job's status."""
         return self.job.status
 
 
 def view(moment: RunMoment, nodes: Sequence[NodeRow], width: int, height: int) -> Group:
-    """The table for a terminal; rich wraps its lines."""
+    """Return the table for a terminal; rich wraps its lines."""
     status, progress = moment.status, present_progress(moment.status)
     rows: list[RenderableType] = [_head(moment)]
     if progress is not None:
@@ -102,13 +101,13 @@ def view(moment: RunMoment, nodes: Sequence[NodeRow], width: int, height: int) -
 
 
 def shown_state(moment: RunMoment) -> str:
-    """The state; Starting until the ranks make a step, where they are known to report steps, or only just began."""
+    """Return the state: Starting until the ranks make a step, if they are known to report steps or have only begun."""
     state = moment.status.state or "Pending"
     return "Starting" if state == "Running" and _waits_for_step(moment) and not _is_unreported(moment) else state
 
 
 def activity(moment: RunMoment) -> str:
-    """What is waited for and since when, before the first step: importing, 6s; empty while the ranks train."""
+    """Return what the job waits for before the first step: importing, 6s; "" while the ranks train."""
     status = moment.status
     since = ranks_since(status) if status.running_time is None else status.running_time
     if status.state != "Running":
@@ -126,13 +125,13 @@ def activity(moment: RunMoment) -> str:
 
 
 def hint(moment: RunMoment) -> str:
-    """Return what a script that reports no steps lacks, once it has had time to; "" before, and if it reports them."""
+    """Return advice for a script that reports no steps, once it has had time to; else ""."""
     late = _waits_for_step(moment) and _waited_seconds(moment) >= IMPORT_SECONDS
     return NO_STEPS if late and _is_unreported(moment) else ""
 
 
 def summary(moment: RunMoment) -> str:
-    """The state in one plain line: Running  step 312/1125  28 %  24s left  5,210 samples/s  loss 0.412"""
+    """Return one plain line: Running step 312/1125 28 % 24s left 5,210 samples/s loss 0.412"""
     progress = present_progress(moment.status)
     if progress is None:
         doing = activity(moment) or f"elapsed {_seconds(moment.started, moment.now)}"
@@ -141,9 +140,8 @@ def summary(moment: RunMoment) -> str:
 
 
 def trend(series: Series, since: float = 0.0) -> tuple[float, float | None] | None:
-    """Return the seconds of a step of late, and how much longer (0.12) it takes than before; None if it is not known.
-
-    since: seconds since the run began; earlier points are those of ranks that have ended.
+    """Return the recent seconds per step, and the change (0.12: 12 % longer); None if unknown. since: seconds since the
+    start of the run; earlier points belong to ranks that have ended.
     """
     points = [p for p in series.points if p.time > since]
     if not points:
@@ -159,7 +157,7 @@ def trend(series: Series, since: float = 0.0) -> tuple[float, float | None] | No
 
 
 def ranks_text(job: api.DDPJob, place: int) -> str:
-    """rank 1, ranks 2-3; the number of them where the rendezvous decides which."""
+    """Return rank 1, or ranks 2-3; their number if the rendezvous assigns them."""
     nproc = topology.nproc_per_node(job.spec)
     own = topology.members(job.spec).ranks(place, nproc)
     if not topology.ranks_follow_nodes(job.spec):
@@ -198,7 +196,7 @@ def _head(moment: RunMoment) -> Text:
 
 
 def _pace(moment: RunMoment) -> list[str]:
-    """The pace and the metrics, the loss with its curve."""
+    """Return the pace and the metrics, the loss with its curve."""
     series = moment.history.series
     curve = next((name for name in ("loss", *sorted(series)) if "loss" in name.lower() and name in series), None)
     metrics = metric_parts(moment.status.progress) if moment.status.progress else []
@@ -209,7 +207,7 @@ def _pace(moment: RunMoment) -> list[str]:
 
 
 def _rate(moment: RunMoment) -> list[str]:
-    """210 ms/step, 12 % slower; 5,210 samples/s"""
+    """Return 210 ms/step, 12 % slower; 5,210 samples/s"""
     parts, since = [], ranks_since(moment.status)
     begun = 0.0 if since is None else (since - moment.started).total_seconds()
     if found := trend(moment.history.series.get(STEP_SECONDS, Series()), begun):
@@ -221,7 +219,7 @@ def _rate(moment: RunMoment) -> list[str]:
 
 
 def _nodes(nodes: Sequence[NodeRow], width: int, room: int) -> RenderableType:
-    """A line for each node, in columns; those on the right are left out if there is no room for them."""
+    """Return a line per node, in columns; the right ones are left out if there is no room."""
     shown = list(nodes) if len(nodes) <= room else list(nodes)[: max(0, room - 1)]
     columns = [column for column in zip(*map(_cells, shown), strict=True) if any(column)]
     while len(columns) > 2 and sum(max(map(cell_len, column)) + 2 for column in columns) > width:
@@ -236,7 +234,9 @@ def _nodes(nodes: Sequence[NodeRow], width: int, room: int) -> RenderableType:
 
 
 def _cells(node: NodeRow) -> list[str]:
-    """node 1 | rank 1 | Running | step 312 | pid 4313 | CPU 98 % | 1.2 GB | GPU 87 % 12 GB, by what matters most."""
+    """Return the cells by importance: node 1 | rank 1 | Running | step 312 | pid 4313 | CPU 98 % | 1.2 GB | GPU 87 % 12
+    GB
+    """
     pids = " ".join(map(str, node.pids[:2])) + (" …" if len(node.pids) > 2 else "")
     cells = [
         f"  node {node.place}",
@@ -252,5 +252,5 @@ def _cells(node: NodeRow) -> list[str]:
 
 
 def _line(text: str, style: str = "") -> Text:
-    """Text without what a terminal obeys, that is wrapped also if it is drawn below lines that are not."""
+    """Return text without control characters, which wraps even below lines that do not."""
     return Text(" ".join(clean(text).splitlines()), style, no_wrap=False, overflow="fold")

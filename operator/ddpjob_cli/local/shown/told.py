@@ -1,5 +1,5 @@
-"""How a local run tells of failures: who, what, where and what happens next in one line; the culprit's traceback once;
-what is folded in one more line, with the log that has it.
+"""Reports failures of a local run: who, what, where and what happens next in one line; the culprit's traceback once;
+the number of hidden lines, and the log that has them.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from ddpjob_operator.job import api, launcher, reasons, wording
 from ddpjob_operator.observed.cluster import Container
 from ddpjob_operator.plan.actions import Event
 
-# A failure is told once, with what follows from it; where the other nodes take longer to stop, that is told before.
+# A failure is reported once, with its consequence; if other nodes take longer than this to stop, before that.
 PATIENCE_SECONDS = 3.0
 _KILLED = 137
-_SIGNALLED = re.compile(r"(?:SignalException|KeyboardInterrupt)\b")  # what the stop itself raises
+_SIGNALLED = re.compile(r"(?:SignalException|KeyboardInterrupt)\b")  # raised by the stop itself
 _BREAKS = {r.name for r in (reasons.RANK_FAILED, reasons.NODE_LOST, reasons.DISRUPTED, reasons.STALLED)}
 _GOES_ON = {r.name for r in (reasons.RESTARTING, reasons.REPLACING, reasons.RESTARTED_IN_PLACE)}
 
 
 class Teller:
-    """Decides what is shown of the nodes' lines and of events. note: shows a sentence; log: lines of a node; logs: the
-    command that prints the logs."""
+    """Decides which lines and events are shown. note: shows a sentence; log: lines of a node; logs: the command that
+    prints the logs.
+    """
 
     def __init__(
         self,
@@ -43,13 +44,13 @@ class Teller:
         self._pending: tuple[float, str] | None = None
 
     def printed(self, pod: LocalPod, lines: list[str]) -> None:
-        """Show the lines that a node printed, without what is folded."""
+        """Show lines that the node printed, without hidden ones."""
         _, fold = self._folds.setdefault(pod.name, (pod, Fold()))
         if shown := fold.take(lines, time.monotonic()):
             self._log(pod, shown)
 
     def event(self, event: Event, status: api.Status) -> bool:
-        """Tell an event that is a failure; False for any other event."""
+        """Report an event about a failure; False for any other event."""
         failure = status.last_failure
         if failure is None or event.reason not in _BREAKS | _GOES_ON:
             return False
@@ -62,7 +63,7 @@ class Teller:
         return True
 
     def due_in(self) -> float | None:
-        """Seconds until `tick` has something to show."""
+        """Return seconds until `tick` has something to show."""
         now = time.monotonic()
         waits = [wait for _, fold in self._folds.values() if (wait := fold.due_in(now)) is not None]
         return min([*waits, *([max(0.0, self._pending[0] - now)] if self._pending else [])], default=None)
@@ -78,16 +79,15 @@ class Teller:
                 self._log(pod, late)
 
     def explain(self, failure: api.JobFailure | None, *, doubtful: bool = False) -> None:
-        """The culprit's traceback, and how many lines were folded. None: nothing failed.
-
-        doubtful: of a success that is suspicious; then the first traceback that was held back matters after all.
+        """Show the culprit's traceback and the number of hidden lines. None: nothing failed. doubtful: the success is
+        suspicious, so the first held traceback matters after all.
         """
         self._pending = None
         held = {name: fold.forget() for name, (_, fold) in self._folds.items()}
         everyone = [trace for traces in held.values() for trace in traces if trace.exception]
         culprit = everyone[0] if doubtful and everyone else None
         if failure is not None and failure.exception:
-            # That of its own pod, else of one that raised the same.
+            # From its own pod, else from one that raised the same.
             known = [*held.get(failure.pod, ()), *everyone]
             culprit = next((t for t in known if t.exception.startswith(failure.exception[:80])), None)
         for name, traces in held.items():
@@ -99,13 +99,13 @@ class Teller:
                     fold.hidden += len(trace.lines)
         for pod, fold in self._folds.values():
             for rank, lines in fold.stacks.items():
-                if failure is None or failure.rank in (None, rank):  # of all ranks if none stalled the others
+                if failure is None or failure.rank in (None, rank):  # of all ranks if none of them caused the stall
                     self._log(pod, lines)
                 else:
                     fold.hidden += len(lines)
             fold.stacks = {}
         if failure is None and not any(held.values()):
-            return  # what torch logs at the end of a training that went well is nothing to look at
+            return  # torch's log at the end of a successful training needs no attention
         self._tell_folded("" if failure is None else failure.pod)
 
     def _tell_folded(self, culprit: str) -> None:
@@ -127,7 +127,9 @@ class Teller:
 
 
 def stopped(name: str, status: api.Status, took: float, ended: Iterable[Container] = ()) -> str:
-    """■ digits stopped after 12s, saved at step 281; took: seconds, ended: the trainers that were told to stop."""
+    """Return ■ digits stopped after 12s, saved at step 281; took: seconds, ended: the trainers that were told to
+    stop.
+    """
     progress, after = status.progress, f"■ {name} stopped after {wording.duration(took)}"
     if progress is not None and progress.saved_step == progress.step:
         return f"{after}, saved at step {progress.step}"
@@ -139,7 +141,7 @@ def stopped(name: str, status: api.Status, took: float, ended: Iterable[Containe
 
 
 def _why_unsaved(status: api.Status, ended: Iterable[Container]) -> str:
-    """; nothing was saved: rank 0 raised RuntimeError: … in train.py:40. Empty if nothing tells why."""
+    """Return ; nothing was saved: rank 0 raised RuntimeError: … in train.py:40; "" if the reason is unknown."""
     ended = list(ended)
     failures = [termination_message.read(trainer.message).failure for trainer in ended if trainer.message]
     own = [f for f in failures if f.exception and not (f.symptom or f.resumable or _SIGNALLED.search(f.exception))]

@@ -1,4 +1,4 @@
-"""What the processes of each node use, by psutil and nvidia-smi: once every few seconds, and only for a table."""
+"""What the processes of each node use, by psutil and nvidia-smi: every few seconds, and only for a table."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from ddpjob_cli.local.shown.table import Usage
 from ddprun import processes
 
 SECONDS = 2.0
-GPU_SECONDS = 5.0  # nvidia-smi takes up to a second of its own
+GPU_SECONDS = 5.0  # nvidia-smi itself takes up to a second
 _QUERY = "--query-gpu=index,uuid,utilization.gpu,memory.used"
 
 
 @dataclass(frozen=True)
 class SeenUsage:
-    """What a look has found for a node."""
+    """A measurement of one node."""
 
     usage: Usage | None
-    """None at the first look: how much of the CPU is used shows between two."""
+    """None at the first one, because CPU use is a difference between two."""
     pids: tuple[int, ...]
-    """Of its ranks; empty if they cannot be told from the others."""
+    """Pids of its ranks; () if they cannot be told from other processes."""
 
 
 class Usages:
-    """Looks at the nodes now and then; `seen` is the last one, by the pid of a node's supervisor."""
+    """Measures the nodes from time to time; `seen` has the last results, by the pid of a node's supervisor."""
 
     def __init__(self, seconds: float = SECONDS) -> None:
-        """seconds: between two looks."""
+        """seconds: between two measurements."""
         self._seconds = seconds
         self.seen: dict[int, SeenUsage] = {}
         self._at = -seconds
@@ -42,7 +42,7 @@ class Usages:
         self._gpus = Gpus()
 
     def look(self, nodes: Mapping[int, Sequence[str]]) -> None:
-        """Look again if it is time. nodes: each supervisor's pid with its GPUs."""
+        """Measure if it is time. nodes: each supervisor's pid with its GPUs."""
         now = time.monotonic()
         if any(nodes.values()):
             self._gpus.look(now)
@@ -59,20 +59,22 @@ class Usages:
                     times = process.cpu_times()
                     memory += process.memory_info().rss
                     cpu_seconds[process] = times.user + times.system
-                    # One that has begun since the last look has used all of its time since then.
+                    # A process that began after the last measurement has used all its CPU time since then.
                     used += cpu_seconds[process] - self._cpu_seconds.get(process, 0.0)
-            known = supervisor in self.seen  # at the first look the time since the last one is not known
+            known = supervisor in self.seen  # at the first measurement there is no earlier one
             usage = Usage(100 * used / (now - self._at), memory, *self._gpus.of(devices)) if known else None
             seen[supervisor] = SeenUsage(usage, ranks.of_node(supervisor, parent_of))
         self._cpu_seconds, self.seen, self._at = cpu_seconds, seen, now
 
     def close(self) -> None:
-        """End a look at the GPUs that is under way."""
+        """Stop a running measurement of the GPUs."""
         self._gpus.close()
 
 
 class Gpus:
-    """Use and memory of the machine's GPUs, by index and by UUID. nvidia-smi runs beside us: it is never waited for."""
+    """Use and memory of the machine's GPUs, by index and by UUID. nvidia-smi runs in the background: nothing waits for
+    it.
+    """
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[float, int]] = {}
@@ -81,7 +83,7 @@ class Gpus:
         self._program = shutil.which("nvidia-smi")
 
     def look(self, now: float) -> None:
-        """Read the answer that has come, or ask again."""
+        """Read an answer that has come, or start nvidia-smi again."""
         if self._process is not None:
             if self._process.poll() is None:
                 return
@@ -97,12 +99,11 @@ class Gpus:
                 )
 
     def of(self, devices: Sequence[str]) -> tuple[float | None, int]:
-        """The mean use and the memory of some GPUs; None and 0 if they are not known."""
+        """Return the mean use and the memory of some GPUs; None and 0 if unknown."""
         known = [self._seen[device] for device in devices if device in self._seen]
         return (sum(use for use, _ in known) / len(known) if known else None), sum(used for _, used in known)
 
     def close(self) -> None:
-        """End the program if it runs."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -110,7 +111,7 @@ class Gpus:
 
 
 def parse(listing: str) -> dict[str, tuple[float, int]]:
-    """Percent and bytes by index and by UUID; a GPU that does not say ([N/A], in MIG mode) is left out."""
+    """Return percent and bytes by index and by UUID. A GPU without figures ([N/A], in MIG mode) is left out."""
     found = {}
     for line in listing.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
