@@ -3,13 +3,14 @@
     python tests/truth/search.py --draws 500 --seed 7000 --out found
     python tests/truth/search.py --one 7141             # one seed, with its script and log
 
-Each script runs undisturbed once, and with a kill so often as `--kills` says. All agents are forked from this process,
+Each script runs undisturbed once, and `--runs` times with up to six kills. All agents are forked from this process,
 which has imported torch. What is wrong is made as small as it stays wrong, and written to `--out` as a script.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import math
 import multiprocessing
@@ -22,9 +23,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
 
@@ -109,6 +110,7 @@ def smallest(seed: int, draw: Draw, verdict: Verdict) -> Found | None:
 
 
 def _work(place: int, options: argparse.Namespace, out: multiprocessing.SimpleQueue[object]) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.setpgid(0, 0)  # its agents end with it
     for found in searched(itertools.count(options.seed + place, options.workers), options.runs):
         out.put(found)
@@ -194,27 +196,37 @@ def _search(options: argparse.Namespace) -> int:
     context = multiprocessing.get_context("fork")
     queue: multiprocessing.SimpleQueue[object] = context.SimpleQueue()
     workers = [context.Process(target=_work, args=(place, options, queue)) for place in range(options.workers)]
-    for worker in workers:
-        worker.start()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     until, told = time.monotonic() + options.seconds, 0
-    while tally.drawn < options.draws and (queue.empty() is False or time.monotonic() < until):
-        if queue.empty():
-            time.sleep(0.1)
-            continue
-        seed, draw, verdict = queue.get()  # type: ignore[misc]
-        tally.add(seed, verdict)
-        if verdict.is_wrong:
-            _take_in(options, seed, draw, verdict, tally, found)
-        if tally.drawn // 50 > told:
-            told = tally.drawn // 50
-            print(tally.text(), flush=True)
-    for worker in workers:
-        os.killpg(worker.pid or 0, signal.SIGKILL)
-        worker.join()
-    shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
-    print(tally.all_of_it())
+    try:
+        for worker in workers:
+            worker.start()
+        while tally.drawn < options.draws and time.monotonic() < until:
+            if queue.empty():
+                time.sleep(0.1)
+                continue
+            seed, draw, verdict = queue.get()  # type: ignore[misc]
+            tally.add(seed, verdict)
+            if verdict.is_wrong:
+                _take_in(options, seed, draw, verdict, tally, found)
+            if tally.drawn // 50 > told:
+                told = tally.drawn // 50
+                print(tally.text(), flush=True)
+    finally:
+        _end(workers)
+        print(tally.all_of_it())
     print(f"{len(found)} kinds of wrong results" + (f", in {options.out}" if found else ""))
     return int(bool(found) or "INVALID" in tally.seeds)
+
+
+def _end(workers: Sequence[Any]) -> None:
+    """With the agents of the runs that they are in."""
+    for worker in (worker for worker in workers if worker.is_alive()):
+        with contextlib.suppress(ProcessLookupError):  # it has not begun
+            os.killpg(worker.pid, signal.SIGKILL)
+        worker.kill()
+        worker.join()
+    shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
 
 
 def _take_in(

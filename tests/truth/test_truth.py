@@ -138,10 +138,44 @@ def test_samples_of_a_step_that_only_one_of_the_runs_has_are_a_difference() -> N
     assert difference(whole, whole._replace(seen=made_again)) == set()
 
 
+# Each was silently wrong once.
+WERE_WRONG = (
+    {"average": "averaged_model"},
+    {"buffers": "of_each_rank"},
+    {"data": "generator", "mark": "keep"},
+    {"accumulation": "counted", "every": "7"},
+    {"optimizer": "momentum", "surgery": "momentum_corrected"},
+    {"parameters": "ignored_by_ddp"},
+    {"model": "layers", "hook": "power_sgd"},
+    {"data": "reader_of_each_rank"},
+    {"data": "sampler", "sampler": "replaced"},
+    {"scheduler": "step", "scheduler_at": "marked"},
+    {"scheduler": "step", "scheduler_at": "epoch_end"},
+    {"mark": "stop_top"},
+    {"optimizer": "zero"},
+    {"model": "dropout", "data": "plain_loader"},
+)
+FIVE = (
+    Kill("forward", 8, 0, "KILL"),
+    Kill("marked", 14, 1, "KILL", 1),
+    Kill("reduced", 20, 1, "raise", 2),
+    Kill("top", 27, 0, "KILL", 3),
+    Kill("told", 33, 1, "KILL", 4),
+)
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_that_is_killed_ends_as_one_that_is_not(name: str) -> None:
     """Else it trains something else from then on, and its last line says that no step was repeated."""
     for _, verdict in verdicts(SCRIPTS[name]):
+        assert verdict.kind in ("SAME", "REFUSED"), f"{verdict.why}\n{verdict.log}"
+
+
+@pytest.mark.long  # those above tell the promises by day, and tests/trainer the rule of each
+@pytest.mark.parametrize("parts", WERE_WRONG, ids=lambda parts: "-".join(parts.values()))
+def test_a_kind_of_script_that_was_wrong_is_right_or_refused(parts: dict[str, str]) -> None:
+    """A class that is found again would be lost among thousands of draws."""
+    for _, verdict in verdicts(Draw(normal(recipe(**parts)), FIVE)):
         assert verdict.kind in ("SAME", "REFUSED"), f"{verdict.why}\n{verdict.log}"
 
 
