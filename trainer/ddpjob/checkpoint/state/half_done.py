@@ -23,6 +23,7 @@ from ddpjob.checkpoint.state import random_states
 from ddpjob.errors import StateError
 
 COMPARED_STEPS = 3  # the first ones: between them training shows if it draws random numbers
+SCANS = 3  # for such a loader, at the first saves
 WATCHED_MAX = 8  # parameters of a model: what follows each optimizer step must cost nothing
 
 
@@ -52,7 +53,7 @@ def stepped_at_end_of_epoch(step: int, objects: Mapping[str, Any]) -> tuple[str,
 
 def draws_within_epoch() -> bool:
     """True if a DataLoader is iterated that has drawn its seed from torch's global generator, so that a resume within
-    the epoch draws it once more. A GlobalBatchSampler sets the generator back. Takes some 10 ms."""
+    the epoch draws it once more. A GlobalBatchSampler sets the generator back. Looks at all objects: some 50 ms."""
     objects = gc.get_objects()
     iterated = {id(each._index_sampler) for each in objects if issubclass(type(each), _BaseDataLoaderIter)}
     loaders = [each for each in objects if issubclass(type(each), DataLoader)] if iterated else []
@@ -73,6 +74,7 @@ class SinceLastStep:
         self._shards: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._all: set[int] = set()
         self._steps = self._random = 0  # the random states after the first step
+        self._scans_left = SCANS
         self._draws = False  # True if training draws between its first steps: dropout, augmentation
         itself = weakref.ref(self)
 
@@ -111,8 +113,11 @@ class SinceLastStep:
 
     def name_loader(self) -> None:
         """Log on rank 0 if a restart from here, within an epoch, continues random numbers with another one."""
-        if self._draws and self._rank == 0 and draws_within_epoch():
-            self._draws = False  # once
+        if not (self._draws and self._scans_left and self._rank == 0):
+            return
+        self._scans_left -= 1
+        if draws_within_epoch():
+            self._scans_left = 0
             process.log(
                 "a DataLoader draws its seed from torch's global generator: a restart within an epoch does not "
                 "continue the random numbers (dropout, augmentation), because it draws the seed once more. Give the "
