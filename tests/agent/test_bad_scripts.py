@@ -1,4 +1,4 @@
-"""What a script, a stranger or a clock may do to an agent: the next generation comes all the same, and alone."""
+"""Whatever a script, a stranger or a clock does to an agent, the next generation starts, and alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shell import eventually, lives
 
 STARTS = pytest.mark.parametrize("start", ["--no-preload", "--preload=json"])
 
-# Rank 1 of the first generation fails when rank 0 has done what it is tried for; the second one ends well.
+# Rank 1 of the first generation fails after rank 0 has run the tested code; the second generation ends well.
 FAILS_ONCE = """
 import os, signal, subprocess, sys, time
 life, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
@@ -39,7 +39,7 @@ def forever():
 def test_children_that_ignore_signals_in_sessions_of_their_own_do_not_see_the_next_generation(
     launcher: Launcher, start: str
 ) -> None:
-    """A loader that lives on would hold memory, a GPU, a port, or write into the files of the next."""
+    """A surviving loader would hold memory, a GPU or a port, or write into files of the next generation."""
     script = launcher.script(
         FAILS_ONCE
         + """
@@ -92,7 +92,7 @@ os.write(1, f"{blocked} {handler is signal.SIG_DFL}\\n".encode())   # the next o
 def test_ranks_get_the_grace_that_the_job_sets_when_another_one_fails(
     launcher: Launcher, start: str, grace: str, saved: bool
 ) -> None:
-    """A rank that saves in its SIGTERM handler, as it may under torchrun, loses that under ddprun."""
+    """A rank that saves in its SIGTERM handler, as under torchrun, needs that time."""
     script = launcher.script(
         """
 import os, pathlib, signal, sys, time
@@ -136,7 +136,7 @@ print("err", file=sys.stderr, flush=True)
 
 
 def test_a_module_that_has_started_cuda_is_refused_and_every_rank_is_a_new_process(launcher: Launcher) -> None:
-    """A forked process cannot use a GPU that its parent has begun to use: it would fail at its first tensor."""
+    """A forked process cannot use a GPU that its parent has used: it would fail at its first tensor."""
     launcher.script("class cuda:\n    is_initialized = staticmethod(lambda: True)", "torch.py")
     script = launcher.script(
         FAILS_ONCE
@@ -154,7 +154,7 @@ os.write(1, f"{'torch' in sys.modules}\\n".encode())
 
 @pytest.mark.parametrize("way", ["--log-dir", "TMPDIR"])
 def test_where_no_file_can_be_written_the_mend_is_named(launcher: Launcher, way: str) -> None:
-    """A read-only root without an emptyDir: a pod that ends with a trace of ours would be blamed on the script."""
+    """With a read-only root and no emptyDir, a traceback of ours would be blamed on the script."""
     script, nowhere = launcher.script("print('runs')"), "/proc/nowhere"
     words, env = (["--log-dir", nowhere], {}) if way == "--log-dir" else ([], {"TMPDIR": nowhere})
     done = launcher.done("--no-preload", *words, script, **env)
@@ -207,7 +207,7 @@ wait_for("enough")
 
 
 def test_a_progress_bar_without_the_end_of_a_line_is_shown_and_costs_no_memory(launcher: Launcher) -> None:
-    """Some write nothing but carriage returns, or no end at all, for days."""
+    """Some programs write only carriage returns, or no line end at all, for days."""
     script = launcher.script(
         """
         import os, sys, time
@@ -234,7 +234,7 @@ def test_a_progress_bar_without_the_end_of_a_line_is_shown_and_costs_no_memory(l
 
 @contextlib.contextmanager
 def console_of(agent: subprocess.Popen[str], path: Path) -> Iterator[Path]:
-    """Its pipe is read all the time, as a kubelet reads it, into this file."""
+    """Return the console's file, into which its pipe is read all the time, as by a kubelet."""
     with path.open("wb") as file:
         reader = subprocess.Popen(["cat"], stdin=agent.stdout, stdout=file)
     try:
@@ -247,7 +247,7 @@ def console_of(agent: subprocess.Popen[str], path: Path) -> Iterator[Path]:
 
 
 def peak_mib(pid: int) -> float:
-    """The most memory that a process ever had."""
+    """Return the peak memory of a process."""
     status = Path(f"/proc/{pid}/status").read_text()
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) / 1024
 
@@ -277,7 +277,9 @@ HALF_HANDSHAKES = [
 
 
 def test_strangers_that_knock_during_every_restart_change_nothing(launcher: Launcher) -> None:
-    """Garbage, half a greeting, a greeting without the key, the agent of another job; again and again."""
+    """Strangers send garbage, half a greeting, a greeting without the key, or come from another job's agent,
+    repeatedly.
+    """
     first, second = group(launcher, launcher.script(TRAIN), launcher.mark)
     agents = [launcher.ddprun(*first), launcher.ddprun(*second)]
     other = launcher.ddprun(*list(group(launcher, launcher.script(TRAIN), "another", port=int(first[3])))[1])
@@ -313,7 +315,7 @@ def test_strangers_that_hold_every_place_keep_no_agent_of_the_job_out(launcher: 
 
 
 def hold_all_places(port: int, full: threading.Event, enough: threading.Event) -> None:
-    """A hundred connections that say nothing, and begin anew when they are closed."""
+    """Hold a hundred silent connections, reopened when they are closed."""
     held: list[socket.socket] = []
     while not enough.wait(0.02):
         for old in [old for old in held if is_closed(old)]:
@@ -323,7 +325,7 @@ def hold_all_places(port: int, full: threading.Event, enough: threading.Event) -
         while len(held) < 100:
             try:
                 held.append(socket.create_connection(("127.0.0.1", port), timeout=1))
-            except OSError:  # not up yet, or over
+            except OSError:  # not listening yet, or no more
                 break
             held[-1].setblocking(False)
     for old in held:
@@ -331,7 +333,7 @@ def hold_all_places(port: int, full: threading.Event, enough: threading.Event) -
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """By the other end."""
+    """True if the other end closed it."""
     try:
         return not connection.recv(4096)
     except BlockingIOError:
@@ -342,7 +344,7 @@ def is_closed(connection: socket.socket) -> bool:
 
 @contextlib.contextmanager
 def knocking(port: int) -> Iterator[list[int]]:
-    """Strangers at a port, two of each kind at once, all the time."""
+    """Run strangers at a port, two of each kind at once, all the time."""
     knocked: list[int] = []
     enough = threading.Event()
 
@@ -350,7 +352,7 @@ def knocking(port: int) -> Iterator[list[int]]:
         while not enough.is_set():
             strangers = []
             for text in HALF_HANDSHAKES * 2:
-                with contextlib.suppress(OSError):  # not up yet, over, or refused in the middle of a word
+                with contextlib.suppress(OSError):  # not listening yet, no more, or refused in the middle of a message
                     strangers.append(socket.create_connection(("127.0.0.1", port), timeout=1))
                     strangers[-1].sendall(text)
                     knocked.append(len(text))
@@ -368,7 +370,7 @@ def knocking(port: int) -> Iterator[list[int]]:
 
 
 def group(launcher: Launcher, script: Path, run_id: str, port: int = 0) -> Iterator[list[object]]:
-    """The words of the agents of two nodes."""
+    """Return the output of the agents of two nodes."""
     port = port or free_port()
     for node in range(2):
         meet = ["--nnodes", 2, "--master-port", port, "--rdzv-id", run_id, "--node-rank", node]
@@ -388,7 +390,7 @@ main()
 
 @pytest.mark.parametrize("jumps", [[0], [0, 1]])
 def test_clocks_that_jump_neither_delay_nor_lose_anything(launcher: Launcher, jumps: list[int]) -> None:
-    """Waiting, silence and order follow a clock that only goes on; that of another node is never asked."""
+    """Waiting, silence and order use the monotonic clock; another node's clock is never read."""
     launcher.script(JUMPING, "jumping.py")
     words = list(group(launcher, launcher.script(TRAIN), launcher.mark))
     modules = ["jumping" if node in jumps else "ddprun" for node in range(2)]
@@ -403,7 +405,7 @@ def test_clocks_that_jump_neither_delay_nor_lose_anything(launcher: Launcher, ju
 
 
 def test_agents_that_were_suspended_with_a_rank_that_died_meanwhile_start_all_again(launcher: Launcher) -> None:
-    """A machine that was suspended: all clocks but the monotonic one have jumped, and so has the other node."""
+    """On a suspended machine all clocks except the monotonic one jump, and the other node seems to."""
     words = list(group(launcher, launcher.script(TRAIN.replace('("0", "1", "2")', '("0",)')), launcher.mark))
     agents = [launcher.ddprun(*its) for its in words]
     eventually((launcher.folder / "up-0").exists)

@@ -1,4 +1,4 @@
-"""A rank that a signal of its own kills: the job says in which line."""
+"""A rank killed by its own signal: the job reports the line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from agents import Launcher
 
-# What C++ does that aborts from a thread of its own, as gloo's and NCCL's do: Python knows nothing of that thread.
+# C++ that aborts from a separate thread, as gloo's and NCCL's does: Python does not know that thread.
 ABORTS_IN_C = """
 import ctypes, time
 libc = ctypes.CDLL(None)
@@ -32,7 +32,7 @@ def message(launcher: Launcher) -> dict[str, object]:
 
 
 def test_a_segmentation_fault_is_told_with_its_line_and_its_calls(launcher: Launcher) -> None:
-    """There is no core file in a pod, and torchrun says `Signal 11 (SIGSEGV) received by PID 42`."""
+    """A pod has no core file, and torchrun only says `Signal 11 (SIGSEGV) received by PID 42`."""
     script = launcher.script(SEGFAULTS)
     done = launcher.done("--preload=json", "--nproc=2", "--max-restarts=0", script)
     assert "ddprun: rank 1 was killed by SIGSEGV in train.py:4; no restarts left (--max-restarts 0)\n" in done.stderr
@@ -88,7 +88,7 @@ def test_a_child_that_crashes_is_not_the_rank(launcher: Launcher) -> None:
 
 
 def test_a_crash_writes_into_no_file_of_a_script_that_has_closed_all_descriptors(launcher: Launcher) -> None:
-    """As a daemon does; a checkpoint that is opened afterwards gets the numbers that have become free."""
+    """Daemons do that; a checkpoint that is opened afterwards gets a freed number."""
     script = launcher.script(
         """
         import os, signal
@@ -102,7 +102,7 @@ def test_a_crash_writes_into_no_file_of_a_script_that_has_closed_all_descriptors
 
 
 def test_lines_of_ranks_that_print_at_once_do_not_mix(launcher: Launcher) -> None:
-    """Under `python -u` a print is two writes, and what ranks print after a collective comes as `rank 0rank 1`."""
+    """Under `python -u` a print is two writes, so output after a collective would read `rank 0rank 1`."""
     script = launcher.script(
         """
         import os, sys

@@ -1,4 +1,4 @@
-"""Ranks that wait in collectives which can never meet are named within seconds, whatever the limits; others are not."""
+"""Ranks in collectives that can never meet are named within seconds, whatever the limits; others are not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shell import eventually
 
 from ddpjob.threads import times_run
 
-# In its first life each rank makes a mistake of its own; in the second all do the same.
+# In the first generation each rank makes another mistake; in the second all do the same.
 SCRIPT = """
 import os, threading, time
 import torch, torch.distributed as dist
@@ -49,7 +49,7 @@ DEADLOCKS = {
     "name", ["another operation", *(pytest.param(name, marks=pytest.mark.long) for name in list(DEADLOCKS)[1:])]
 )
 def test_a_deadlock_that_is_certain_is_named_whatever_the_limit(launcher: Launcher, name: str) -> None:
-    """It held the machine until the limit of a start, half an hour, and was told as `as the others do`."""
+    """Otherwise it holds the machine until the limit of a start, half an hour, and is reported `as the others do`."""
     lines, told = DEADLOCKS[name]
     script = launcher.script(SCRIPT.format(steps=f"if again: pass\n{lines}"))
     done = finish(launcher.warm("--nproc", 2, script, DDPJOB_STALL_TIMEOUT="900", OMP_NUM_THREADS="1"), 150)
@@ -59,7 +59,7 @@ def test_a_deadlock_that_is_certain_is_named_whatever_the_limit(launcher: Launch
     assert "is stalled" not in done.stderr, "the two lines say it all"
 
 
-# Each stands still for longer than a deadlock needs to be named, and goes on.
+# Each stops for longer than a deadlock needs to be named, and then continues.
 LATE = {
     "a rank that comes late": "if rank == 1: time.sleep(12)\ndist.barrier()",
     "another thread that begins what is missing": (
@@ -87,7 +87,7 @@ LATE = {
 @pytest.mark.long
 @pytest.mark.parametrize("name", LATE)
 def test_what_stands_still_for_a_while_and_goes_on_is_no_deadlock(launcher: Launcher, name: str) -> None:
-    """A healthy job would lose what it had done since its last save."""
+    """A healthy job would lose what it has done since its last save."""
     script = launcher.script(SCRIPT.format(steps=LATE[name]))
     done = finish(launcher.warm("--nproc", 2, script, OMP_NUM_THREADS="1"), 150)
     assert (done.returncode, done.stdout.count("done")) == (0, 2), done.stderr
@@ -105,7 +105,7 @@ def test_a_deadlock_over_two_nodes_is_named_by_node_0(launcher: Launcher) -> Non
 
 
 def test_a_process_that_is_stopped_does_not_sleep_and_one_that_is_continued_has_run() -> None:
-    """A rank that a debugger holds would be taken for one that waits."""
+    """A rank held by a debugger would count as one that waits."""
     with subprocess.Popen(["sleep", "1000"]) as process:
         try:
             eventually(lambda: times_run(process.pid) != "")

@@ -1,9 +1,8 @@
-"""Jobs that end well end well every time: bench/finishes.py, as often as a test run can afford.
-
-Under ddprun the agents are forked from a process that has torch: 1.2 to 2 s of CPU each. A few start as a pod starts
-them, 5 s each, and under torchrun, 10 s each. The ten by day find a fault that one job of six has with 84 %, one that
-6 % have with 46 %; the long tests run over two hundred, the bench the thousands (bench/results).
-What the library does against each fault that is known is tested by itself in tests/trainer/test_gloo_teardown.py.
+"""Jobs that end well do so every time: bench/finishes.py, as often as a test run can afford. Under ddprun the agents
+are forked from a process that has torch: 1.2 to 2 s of CPU each. A few start as in a pod, 5 s each, and under torchrun,
+10 s each. The ten by day find a fault that one job of six has with 84 %, one that 6 % have with 46 %; the long tests
+run over two hundred, the bench thousands (bench/results). tests/trainer/test_gloo_teardown.py tests each known fault
+separately.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ BENCH = Path(__file__).parents[2] / "bench/finishes.py"
 FORKED = "--from-one-process --at-once=2"
 
 
-@pytest.mark.timeout(900)  # a minute and a half of one core at the most, and others may want it
+@pytest.mark.timeout(900)  # a minute and a half of one core at most, which other tests may need
 @pytest.mark.parametrize(
     "words",
     [
-        f"{FORKED} --preload=torch --jobs=5 --nodes=2",  # without a model: the same end, for less
+        f"{FORKED} --preload=torch --jobs=5 --nodes=2",  # without a model: the same end, but cheaper
         f"{FORKED} --jobs=4 --torch-alone",  # before ranks kept their groups: a hang in 2 of 16, an abort in 2 of 40
         "--jobs=1",
         *(

@@ -1,4 +1,4 @@
-"""A rank that is forked finds what a new process finds. Each fact is asked of both, in the same words."""
+"""A forked rank finds what a new process finds. Each fact is compared between both."""
 
 from __future__ import annotations
 
@@ -53,8 +53,9 @@ def test_the_imports_are_done_once_and_not_by_each_rank(launcher: Launcher) -> N
 
 
 def test_the_garbage_collector_leaves_alone_what_was_imported(launcher: Launcher) -> None:
-    """It takes a quarter of the time of the imports, which is most of the time until a pod that is replaced trains; and
-    in a rank it would write to all that it looks at, so that each has a copy of torch."""
+    """Collecting takes a quarter of the import time, which delays a replacement pod; and in a rank it would write to
+    every object, so that each rank gets its own copy of torch.
+    """
     launcher.script("import gc\nlooked_at = [gc.get_stats()[2]['collections']]\nkept = list(range(9))\n", "many.py")
     names = "import many, gc; print(many.looked_at, gc.get_stats()[2]['collections'], gc.get_freeze_count() > 1000)"
     done = launcher.done("--preload=decimal,many", launcher.script(names))
@@ -162,7 +163,7 @@ def test_a_module_that_starts_a_thread_is_refused_and_the_ranks_start_without_it
 
 
 def test_openblas_may_have_its_threads(launcher: Launcher) -> None:
-    """It ends them before a fork, and starts them again by itself: the product comes out right, with all of them."""
+    """It ends its threads before a fork and restarts them by itself: products are correct, and use all threads."""
     script = launcher.script(
         """
         import os, sys
@@ -216,7 +217,7 @@ def test_a_zip_is_run_as_python_runs_it(launcher: Launcher) -> None:
 
 
 def test_a_failure_that_only_the_search_path_of_another_process_explains_is_ruled_out() -> None:
-    """The server is started as a file: what lies beside it must not shadow a module of the standard library."""
+    """The server is started as a file: modules next to it must not shadow the standard library."""
     import ddprun
 
     names = {name.partition(".")[0] for name in os.listdir(os.path.dirname(ddprun.__file__))}
@@ -238,16 +239,18 @@ os.write(1, f"left: {left}\\n".encode())  # a whole line: others write at the sa
 
 
 def test_nothing_is_left_of_the_processes_between_the_server_and_the_ranks(launcher: Launcher) -> None:
-    """Nobody waits for them, because that takes as long as to fork a rank: as zombies they would fill a pod's limit of
-    processes, restart after restart."""
+    """Waiting for them takes as long as forking a rank, but zombies would fill a pod's process limit over many
+    restarts.
+    """
     script = launcher.script(LEFT)
     done = launcher.done("--preload=decimal", "--nproc-per-node=3", script)
     assert done.stdout.count("left: []") == 3, done.stdout
 
 
 def test_a_rank_that_is_killed_as_soon_as_it_was_forked_is_seen_to_have_ended(launcher: Launcher) -> None:
-    """Its parent had told the kernel to forget its children, and on a busy machine was not gone yet: the agent waited
-    for the end of a rank that nobody could reap, gave the node up after a minute, and said that the kernel held it."""
+    """Its parent ignores its children and may still be alive on a busy machine: otherwise the agent waits for a rank
+    that nobody can reap, and gives the node up after a minute.
+    """
     launcher.script(
         """
         import os, signal, time

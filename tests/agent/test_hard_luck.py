@@ -1,5 +1,6 @@
-"""What the machine may do to an agent: no process left, a full disk, a rank that nothing ends. The job goes on, or ends
-for what it is; no failure of ours is charged to the script."""
+"""What a machine may do to an agent: no free process, a full disk, a rank that cannot be ended. The job continues, or
+ends with the real reason; no failure of ours is charged to the script.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +38,13 @@ def is_up(launcher: Launcher, rank: int, life: int = 0) -> bool:
 
 
 def forget_killed(launcher: Launcher) -> None:
-    """Who is killed cannot remove its folder."""
+    """Ignore the folder that a killed agent could not remove."""
     for folder in (launcher.folder / "tmp").iterdir():
         subprocess.run(["rm", "-r", folder], check=True)
 
 
 class Pair:
-    """Two nodes for which an operator makes new pods."""
+    """Two nodes for which an operator creates new pods."""
 
     def __init__(self, launcher: Launcher, script: str, *words: object, module: str = "ddprun") -> None:
         self.launcher = launcher
@@ -53,13 +54,13 @@ class Pair:
         eventually(lambda: is_up(launcher, 0) and is_up(launcher, 1))
 
     def start(self, node: int, replacement: int = 0, **env: str) -> subprocess.Popen[str]:
-        """A pod."""
+        """Start a pod."""
         own = {"DDPJOB_REPLACEMENT": str(replacement), "DDPJOB_RESTARTS_LEFT": LEFT, "NODE": str(node)}
         own["DDPJOB_TERMINATION_LOG"] = str(self.launcher.folder / f"termination-{node}")
         return self.launcher.ddprun(*self._group, "--node-rank", node, *self._words, **own, **env)
 
     def message(self, node: int) -> Any:
-        """What its pod has left."""
+        """Return the termination message of its pod."""
         with contextlib.suppress(FileNotFoundError):
             return json.loads((self.launcher.folder / f"termination-{node}").read_text())
         return None
@@ -79,7 +80,7 @@ termination.install()
 
 
 def test_what_a_rank_says_because_it_was_stopped_is_not_why_the_group_has_failed(launcher: Launcher) -> None:
-    """Else every lost pod is charged to the user, and three preempted nodes end the job."""
+    """Otherwise every lost pod is charged to the user, and three preempted nodes end the job."""
     pair = Pair(launcher, RAISES_WHEN_TOLD)
     pair.agents[1].kill()
     pair.agents[1].communicate()
@@ -106,7 +107,7 @@ def test_sigterm_in_the_moment_of_a_stop_does_not_make_our_kill_the_cause(launch
     pair.agents[1].kill()
     pair.agents[1].communicate()
     eventually((launcher.folder / "told").exists)
-    pair.agents[0].terminate()  # within the tenth of a second that a rank has before SIGKILL
+    pair.agents[0].terminate()  # within the tenth of a second before SIGKILL
     done = finish(pair.agents[0])
     assert "charged to application" not in done.stderr
     assert "agent" not in (pair.message(0) or {}), "it has charged nothing"
@@ -114,7 +115,7 @@ def test_sigterm_in_the_moment_of_a_stop_does_not_make_our_kill_the_cause(launch
 
 
 def test_a_failure_that_was_overcome_is_not_what_a_pod_says_that_is_told_later(launcher: Launcher) -> None:
-    """A group that is told to stop is not to be blamed for what it had mended itself."""
+    """A group that is told to stop must not be blamed for a failure from which it recovered."""
     script = launcher.script(f"import os\n{UP}\nraise SystemExit(3)")
     often = LEFT.replace("}", ', "inARow": 7}')  # so the next one waits a minute
     agent = launcher.ddprun("--no-preload", script, DDPJOB_RESTARTS_LEFT=often)
@@ -137,7 +138,7 @@ def test_ctrl_c_twice_ends_ranks_that_ignore_it_and_the_job(launcher: Launcher) 
 
 
 def _signals_are_read(pid: int) -> bool:
-    """Nothing is pending, and the agent waits in its poll."""
+    """True if no signal is pending and the agent waits in its poll."""
     status = Path(f"/proc/{pid}/status").read_text()
     return "ShdPnd:\t0000000000000000" in status and "State:\tS" in status
 
@@ -151,7 +152,7 @@ atexit.register(lambda: termination.tell(OSError("the last snapshot was not writ
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_rank_that_tells_of_an_error_and_ends_with_0_has_ended_well(launcher: Launcher, nodes: int) -> None:
-    """The agent waited for ever, deaf to SIGTERM: it had failed for itself, and not for node 0."""
+    """Otherwise the agent waits for ever, deaf to SIGTERM: it had failed for itself, but not for node 0."""
     script = launcher.script(TELLS_AT_EXIT)
     agents = launcher.nodes(nodes, "--no-preload", script)
     assert [finish(agent, 20).returncode for agent in agents] == [0] * nodes
@@ -178,7 +179,7 @@ while os.environ["RANK"] == "0" and os.environ["TORCHELASTIC_RESTART_COUNT"] == 
 
 
 def test_a_rank_that_sigkill_does_not_end_costs_its_pod_and_not_the_job(launcher: Launcher) -> None:
-    """A dead NFS or a GPU driver holds it; the group would wait for ever, and silently."""
+    """A dead NFS or a GPU driver may hold it; the group must not wait for ever, nor silently."""
     launcher.script(HELD, "held.py")
     pair = Pair(launcher, FAILS_ON_NODE_0, module="held")
     done = finish(pair.agents[1], 20)
@@ -192,8 +193,8 @@ def test_a_rank_that_sigkill_does_not_end_costs_its_pod_and_not_the_job(launcher
 
 
 def test_the_minute_after_sigkill_does_not_run_while_agent_and_rank_are_suspended_together(tmp_path: Path) -> None:
-    """Else a laptop that wakes up, or a frozen container, gives up a node whose rank ends in a millisecond."""
-    options = parse([f"--log-dir={tmp_path}", "train.py"], {})  # what follows the script is the script's
+    """Otherwise a laptop that wakes up, or a frozen container, gives up a node whose rank ends within a millisecond."""
+    options = parse([f"--log-dir={tmp_path}", "train.py"], {})  # arguments after the script belong to the script
     agent = node.LocalRanks(options, {}, logs.LogFolder(options), None)
     rank = agent._pids[0] = processes.start(["sleep", "1000"], {})
     try:
@@ -207,7 +208,7 @@ def test_the_minute_after_sigkill_does_not_run_while_agent_and_rank_are_suspende
 
 # ---- what is used up ---------------------------------------------------------------------------------------
 
-# The fork with this number fails, as where a cgroup allows no more processes.
+# The n-th fork fails, as if a cgroup allowed no more processes.
 NO_FORK = """
 import errno, os
 count, fork = 0, os.fork
@@ -247,7 +248,7 @@ def test_a_helper_that_cannot_be_forked_leaves_no_descriptor_open(monkeypatch: p
 def test_heartbeats_and_tails_that_cannot_all_be_opened_leave_no_descriptor_open(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str], files: int
 ) -> None:
-    """It is tried again: what each try leaves would make it fail for ever. With filters each tail has two files."""
+    """Each retry would otherwise leak descriptors until it fails for ever. With filters each tail has two files."""
     folder = logs.LogFolder(parse(["--nproc=3", "--tee=3", *words, "--log-dir", str(tmp_path), "train.py"], {}))
     before, opened, really_open = os.listdir("/proc/self/fd"), [], os.open
 
@@ -268,7 +269,7 @@ def test_heartbeats_and_tails_that_cannot_all_be_opened_leave_no_descriptor_open
 
 
 def folder_with_tail(tmp_path: Path, printed: int, *log_dir: str) -> tuple[logs.LogFolder, int]:
-    """A rank has printed so many bytes; and the end of a pipe at which its console reads."""
+    """Return the folder of a rank that has printed so many bytes, and the pipe from which its console reads."""
     (tmp_path / "printed").write_bytes(b"x" * 99 + b"\n" + b"x" * (printed - 100))
     folder = logs.LogFolder(parse(["--tee=3", *log_dir, "train.py"], {}))
     console, write_end = os.pipe()
@@ -279,7 +280,7 @@ def folder_with_tail(tmp_path: Path, printed: int, *log_dir: str) -> tuple[logs.
 def test_a_console_that_reads_slowly_gets_the_last_of_the_output_too(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The last lines are those that say why a rank has failed."""
+    """The last lines say why a rank has failed."""
     monkeypatch.setattr(logs, "LAST_LINES_SECONDS", 0.3)
     folder, console = folder_with_tail(tmp_path, 1 << 20, "--log-dir", str(tmp_path / "logs"))
     seen = bytearray()
@@ -300,7 +301,7 @@ def test_a_console_that_reads_slowly_gets_the_last_of_the_output_too(
 def test_a_console_that_nobody_reads_is_not_waited_for_and_the_rest_is_where_it_is_said_to_be(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, log_dir: str
 ) -> None:
-    """With --log-dir /dev/null a folder was named that is removed a moment later."""
+    """With --log-dir /dev/null the named folder must not be removed a moment later."""
     monkeypatch.setattr(logs, "LAST_LINES_SECONDS", 0.3)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -326,7 +327,7 @@ def test_a_rank_that_cannot_be_forked_is_started_later_and_nobody_is_charged(lau
 
 
 def test_a_report_for_which_no_process_is_left_does_not_end_the_training(launcher: Launcher) -> None:
-    """Forks: the rank, the rank again, the report."""
+    """The forks are: the rank, the rank again, the report."""
     launcher.script(NO_FORK, "nofork.py")
     script = launcher.script(
         'import os, sys, time\nif os.environ["TORCHELASTIC_RESTART_COUNT"] == "0": sys.exit(3)\ntime.sleep(1)'
@@ -344,7 +345,7 @@ def test_without_a_process_for_the_fork_server_ranks_are_started_without_it(laun
     assert "no fork server: " in done.stderr
 
 
-# The first memory for beats is refused, as where no descriptor is left.
+# The first shared memory for heartbeats is refused, as if no descriptor were left.
 NO_MEMORY = """
 import errno, os
 make = os.memfd_create
@@ -389,7 +390,7 @@ def test_without_a_port_node_0_gives_up_and_charges_nobody(launcher: Launcher) -
 
 
 def test_a_folder_that_somebody_has_emptied_is_made_again(launcher: Launcher) -> None:
-    """/tmp is tidied up in a week."""
+    """/tmp may be cleaned within a week."""
     script = launcher.script(
         """
         import os, shutil
@@ -442,7 +443,7 @@ def test_a_flood_of_lines_is_copied_in_parts_between_which_signals_are_heard(tmp
 
 
 def test_times_of_more_than_a_month_are_waited_for_in_parts(launcher: Launcher) -> None:
-    """poll takes 24 days at most."""
+    """poll accepts at most 24 days."""
     script = launcher.script(IGNORES_SIGTERM.replace("time.sleep(1000)", WAITS))
     agent = launcher.ddprun("--no-preload", "--shutdown-timeout=3000000", script)
     eventually(lambda: is_up(launcher, 0))
@@ -464,7 +465,7 @@ def test_an_empty_tmpdir_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 @pytest.mark.parametrize("start", ["--no-preload", "--preload=json"])
 @pytest.mark.parametrize("closed", [">&- 2>&-", "<&- >&- 2>&-"])
 def test_without_streams_a_job_ends_with_its_own_code(launcher: Launcher, start: str, closed: str) -> None:
-    """Of a daemon that closes all three: its fork server had a socket in the place of stdout, and every rank failed."""
+    """For a daemon that closes all three: its fork server must not use a socket as stdout."""
     command = [sys.executable, "-m", "ddprun", start, str(launcher.script("print('trains', flush=True)"))]
     command = ["sh", "-c", f'exec "$@" {closed}', "sh", *command]
     assert subprocess.run(command, cwd=launcher.folder, env=launcher.env, check=False, timeout=60).returncode == 0
@@ -495,7 +496,7 @@ def test_an_address_of_a_kind_that_is_not_there_is_passed_over(launcher: Launche
 
 
 def test_numbers_that_are_none_in_a_ranks_own_message_end_no_leader(launcher: Launcher) -> None:
-    """A rank writes its last words itself, and may write what it likes."""
+    """A rank writes its termination message itself, with any content."""
     script = """
     import json, os
     if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":

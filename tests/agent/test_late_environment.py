@@ -1,4 +1,4 @@
-"""What a script sets before its `import torch` holds under ddprun as under python, or a line says that it does not."""
+"""What a script sets before its `import torch` works under ddprun as under python, or a line says that it does not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddprun import late_environment
 
 Settings = list[dict[str, "str | None"]]
 
-# Each rank sets something else, and says what torch makes of it.
+# Each rank sets something else, and prints torch's value.
 EACH_ALONE: Settings = [
     {},
     {"OMP_NUM_THREADS": "1"},
@@ -27,7 +27,7 @@ EACH_ALONE: Settings = [
     {"TMPDIR": "/var/tmp"},
     {"CUDA_VISIBLE_DEVICES": "", "NCCL_DEBUG": "INFO", "MY_OWN": "1"},
 ]
-# The same settings in two ranks: under --no-preload each rank imports torch, for seconds.
+# The same settings in two ranks: under --no-preload each rank imports torch, which takes seconds.
 TOGETHER: Settings = [
     {name: value for setting in EACH_ALONE for name, value in setting.items() if value is not None},
     {"OMP_NUM_THREADS": "1"},
@@ -51,7 +51,7 @@ IMPORTS = "from torch.utils.data import DataLoader; import ddpjob; ddpjob.Snapsh
 
 
 def seen(launcher: Launcher, settings: Settings, imports: str, *start: str) -> tuple[list[Any], str]:
-    """What torch makes of the settings of each rank, and stderr."""
+    """Return torch's values of each rank's settings, and stderr."""
     script = launcher.script(SCRIPT.format(settings=settings, imports=imports))
     done = finish(launcher.ddprun(*start, "--nproc", len(settings), "--max-restarts", 0, script), 150)
     assert done.returncode == 0, done.stderr
@@ -70,7 +70,7 @@ def seen(launcher: Launcher, settings: Settings, imports: str, *start: str) -> t
 def test_threads_logs_and_debugging_are_what_the_script_has_asked_for(
     launcher: Launcher, settings: Settings, imports: str
 ) -> None:
-    """Results differ by the number of threads, and logs that were asked for are missing."""
+    """Results differ by the number of threads, and requested logs would be missing."""
     forked, err = seen(launcher, settings, imports)
     fresh, _ = seen(launcher, settings, imports, "--no-preload")
     assert [(s, a) for s, a, b in zip(settings, forked, fresh, strict=True) if a != b] == []
@@ -78,7 +78,7 @@ def test_threads_logs_and_debugging_are_what_the_script_has_asked_for(
 
 
 def test_what_cannot_hold_is_said_in_one_line(launcher: Launcher) -> None:
-    """A user measures a setting for a day that was never there."""
+    """Otherwise users measure a setting for a day that had no effect."""
     script = launcher.script(
         """
         import os
@@ -113,7 +113,9 @@ def test_what_the_jobs_env_sets_is_there_from_the_start_and_needs_no_words(launc
 
 
 def test_a_library_that_only_looks_whether_torch_is_there_does_not_make_it_load_twice(launcher: Launcher) -> None:
-    """transformers, datasets and lightning look before they import it: `bad call flags`, from each such script."""
+    """transformers, datasets and lightning check before they import it: each such script would print `bad call
+    flags`.
+    """
     script = launcher.script(
         """
         import importlib.util, os, sys
@@ -135,7 +137,6 @@ def test_a_library_that_only_looks_whether_torch_is_there_does_not_make_it_load_
 
 
 def test_many_names_are_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line, whatever the script has set."""
     monkeypatch.setenv("RANK", "0")
     late_environment.apply_late({f"KMP_{i}" for i in range(9)} | {"OTHER", "HOME"}, {"HOME"})
     err = capsys.readouterr().err
@@ -145,7 +146,7 @@ def test_many_names_are_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 def test_one_rank_speaks_for_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A thousand lines in the log of a job of a thousand ranks."""
+    """Otherwise a job of a thousand ranks logs a thousand lines."""
     monkeypatch.setenv("RANK", "3")
     late_environment.apply_late({"KMP_BLOCKTIME"}, set())
     assert capsys.readouterr().err == ""

@@ -1,4 +1,4 @@
-"""What node 0's agent decides, in its own time: no process, no socket, no clock."""
+"""The decisions of node 0's agent, in virtual time: no process, no socket, no clock."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def running(nodes: int, restarts: int = 3, **more: Any) -> LeaderState:
 
 
 def stop(found: LeaderState, failures: list[Failure], at: float = T0) -> None:
-    """All nodes say that their ranks are gone."""
+    """Let all nodes report that their ranks are gone."""
     (order,) = taken(found)
     assert isinstance(order, Stop)
     for node in order.nodes:
@@ -41,13 +41,13 @@ def stop(found: LeaderState, failures: list[Failure], at: float = T0) -> None:
 
 
 def fail(found: LeaderState, failures: list[Failure], at: float = T0) -> None:
-    """Ranks of node 0 do, and all nodes stop."""
+    """Let ranks of node 0 fail, and all nodes stop."""
     found.failed(0, failures, at)
     stop(found, failures, at)
 
 
 def fails(found: LeaderState, at: float, then: StartOrder | type[EndOrder]) -> None:
-    """A rank does, after a long time."""
+    """Let a rank fail after a long time."""
     fail(found, [failure(code=9)], at)
     found.tick(at + 400)  # the longest back-off is 300
     (order,) = taken(found)
@@ -55,7 +55,7 @@ def fails(found: LeaderState, at: float, then: StartOrder | type[EndOrder]) -> N
 
 
 def fail_twice(found: LeaderState) -> None:
-    """It waits a second then."""
+    """Let a rank fail twice; the next start then waits a second."""
     for _ in range(2):
         fail(found, [failure()])
         found.orders.clear()
@@ -95,7 +95,7 @@ def test_a_failure_stops_every_node_once_and_starts_all_again_when_the_last_rank
 
 
 def test_a_node_that_has_finished_starts_again_with_the_others() -> None:
-    """The group has one size: without its ranks nobody could meet."""
+    """The group has a fixed size: without its ranks nobody could meet."""
     found = running(2)
     found.finished(0, T0)
     found.failed(1, [failure(rank=1)], T0)
@@ -139,7 +139,7 @@ def test_the_budget_is_spent_to_the_last_and_not_overrun(restarts: int) -> None:
     ids=["nothing is left", "one, and it knew of ours", "one, and it did not", "one, and it knew of another agent's"],
 )
 def test_what_the_operator_has_charged_meanwhile_comes_with_a_new_pod(grant: Grant, restarts: int) -> None:
-    """Else a script whose pods run out of memory now and then restarts more often than its user allowed."""
+    """Otherwise a script whose pods sometimes run out of memory restarts more often than its user allowed."""
     found = running(2, restarts=3, has_operator=True)
     fail(found, [failure()])
     assert taken(found) == [start(found, 1)]
@@ -198,7 +198,7 @@ TYPO = "NameError: name 'modle' is not defined"
     ],
 )
 def test_what_fails_on_all_nodes_before_the_first_step_is_not_tried_again(code: int, exception: str) -> None:
-    """`ddprun trian.py` was tried four times, and `--lrr` printed the usage lines of all ranks each time."""
+    """`ddprun trian.py` must not be tried four times, nor `--lrr` print the usage of all ranks each time."""
     found = running(2, has_operator=True)
     found.failed(0, [failure(code=code, exception=exception)], T0)
     taken(found)
@@ -209,7 +209,7 @@ def test_what_fails_on_all_nodes_before_the_first_step_is_not_tried_again(code: 
 
 
 def test_a_mistake_that_one_node_makes_twice_is_not_tried_a_third_time() -> None:
-    """The other node is stopped before it comes to the same line."""
+    """The other node is stopped before it reaches the same line."""
     found = running(2)
     for then in (StartOrder, EndOrder):
         found.failed(0, [failure(exception=TYPO)], T0)
@@ -222,7 +222,7 @@ def test_a_mistake_that_one_node_makes_twice_is_not_tried_a_third_time() -> None
 
 
 def test_a_mistake_that_all_nodes_make_costs_no_restart() -> None:
-    """The ranks of the other nodes were killed before they raised it, so it counted against backoffLimit."""
+    """Otherwise the ranks of other nodes are killed before they raise it, so that it counts against backoffLimit."""
     found = running(3)
     for node in range(3):
         assert taken(found) == []
@@ -267,7 +267,7 @@ def test_what_is_no_mistake_of_the_script_stops_the_others_at_once(what: Failure
 
 
 def test_a_long_mistake_is_the_same_on_node_0_and_on_a_node_whose_report_cuts_it() -> None:
-    """DDP says in 500 characters and more that a parameter is unused: such a job was tried as often as it may be."""
+    """DDP's message about an unused parameter has 500 characters and more."""
     long = f"RuntimeError: Expected to have finished reduction in the prior iteration {'x' * failures.EXCEPTION_MAX}"
     found, told = running(2), [failures.abridged(long, n) for n in (failures.EXCEPTION_MAX, failures.BRIEF_MAX)]
     for rank, then in enumerate((StartOrder, EndOrder)):
@@ -283,7 +283,7 @@ def test_a_long_mistake_is_the_same_on_node_0_and_on_a_node_whose_report_cuts_it
 
 @pytest.mark.parametrize(("step", "at"), [(1, T0), (0, T0 + 61)])
 def test_a_mistake_is_tried_again_once_the_job_has_trained(step: int, at: float) -> None:
-    """A rare batch may raise what the next try does not."""
+    """A rare batch may raise an error that the next try does not."""
     found = running(1)
     found.reached(step)
     fail(found, [failure(exception=TYPO)], at)
@@ -295,7 +295,7 @@ NO_SCRIPT = "ddprun: there is no file train.py in /data"
 
 @pytest.mark.parametrize(("code", "exception"), [(127, ""), (2, NO_SCRIPT)], ids=["program", "script"])
 def test_what_one_node_does_not_have_is_looked_for_on_another(code: int, exception: str) -> None:
-    """One node whose volume is not mounted would fail the job for good."""
+    """One node without its volume must not fail the job for good."""
     found = running(2, has_operator=True)
     fail(found, [failure(code=code, exception=exception)])
     (order,) = taken(found)
@@ -345,7 +345,7 @@ def test_a_node_that_is_lost_while_all_stop_is_not_waited_for_until_the_next_sta
 
 
 def test_a_new_leader_knows_how_far_the_job_had_come() -> None:
-    """A checkpoint that crashes every start makes no step again, also under an agent that has seen none."""
+    """A checkpoint that crashes every start makes no new step, also under an agent that has seen none."""
     found = running(1, restarts=9, furthest_step=100)
     for number in (1, 2):
         fails(found, T0 + number * 1000, start(found, number))
@@ -353,7 +353,7 @@ def test_a_new_leader_knows_how_far_the_job_had_come() -> None:
 
 
 def test_steps_that_were_made_before_a_pod_was_lost_are_progress_all_the_same() -> None:
-    """Else a job that trains for days between its failures ends as one that makes no step."""
+    """Otherwise a job that trains for days between failures ends as one that makes no step."""
     found = running(2, restarts=9, has_operator=True)
     found.reached(5)
     fails(found, T0 + 1000, start(found, 1))
@@ -391,7 +391,7 @@ def test_late_news_of_a_node_that_is_gone_change_nothing() -> None:
 
 
 def test_ranks_that_save_together_are_given_the_time_for_it() -> None:
-    """One rank got SIGTERM and all agreed on a step: those that are still writing must not be killed."""
+    """After one rank got SIGTERM and all agreed on a step, ranks that are still writing must not be killed."""
     found = running(2)
     found.failed(1, [failure(rank=1, code=75)], T0)
     assert taken(found)[0].patient
@@ -435,7 +435,7 @@ def test_the_guilty_rank_is_the_first_that_has_a_reason_of_its_own(failures: lis
 
 
 def test_complaints_about_lost_peers_alone_are_free_once_and_not_for_ever() -> None:
-    """A collective that only some ranks call ends so every time: it would start again until the nodes are needed."""
+    """A collective that only some ranks call ends like this every time: it would restart until the nodes are needed."""
     found = running(2, restarts=9)
     for at, charged in ((T0, "infrastructure"), (T0 + 4000, "application"), (T0 + 8000, "application")):
         fail(found, [failure(symptom=True)], at)
@@ -453,7 +453,7 @@ def test_the_operator_says_whether_complaints_were_free_already() -> None:
 
 
 def test_ranks_that_could_not_be_started_are_no_complaint_and_free_each_time() -> None:
-    """A machine without a process left is no mistake of the script."""
+    """A machine without a free process is no mistake of the script."""
     found = running(1, restarts=9)
     for at in (T0, T0 + 4000, T0 + 8000):
         fail(found, [failure(code=75, symptom=True, unstarted=True)], at)
@@ -464,7 +464,7 @@ def test_ranks_that_could_not_be_started_are_no_complaint_and_free_each_time() -
 
 @pytest.mark.parametrize("whole_node", [True, False], ids=["2x1", "1x2"])
 def test_a_rank_that_ended_well_while_its_peer_complains_is_the_cause(whole_node: bool) -> None:
-    """The commonest mistake of all, uneven data: it restarted for nothing, charged to nobody."""
+    """Uneven data is the most common mistake: it must not restart without a charge."""
     found = running(2 if whole_node else 1)
     complaint = failure(1, symptom=True, step=20, exception="RuntimeError: Connection closed by peer")
     if whole_node:
@@ -491,7 +491,7 @@ def test_a_lost_node_explains_a_complaint_beside_a_rank_that_ended_well() -> Non
 
 
 def test_a_new_leader_goes_on_from_the_generation_that_the_others_have_seen() -> None:
-    """Else a process of an old generation and one of the new would have the same number, and the same log files."""
+    """Otherwise processes of an old and the new generation have the same number, and the same log files."""
     found = lead(3)
     found.joined(0, T0)
     found.joined(1, T0, 4)
@@ -507,7 +507,7 @@ def with_operator(nodes: int, restarts: int = 3) -> LeaderState:
 
 
 def lose(found: LeaderState, *lost: int, at: float = T0) -> None:
-    """These nodes are gone, and all others stop."""
+    """Lose these nodes, and stop all others."""
     for node in lost:
         found.lost(node, at)
     orders = taken(found)
@@ -517,7 +517,7 @@ def lose(found: LeaderState, *lost: int, at: float = T0) -> None:
 
 
 def terminate(found: LeaderState, node: int, at: float = T0) -> None:
-    """A node is told to end, its ranks do, and all others stop with it; its agent leaves."""
+    """Tell a node to end: its ranks do, all others stop with it, and its agent leaves."""
     found.termination_requested(node, at)
     found.failed(node, [failure(node, 143)], at)
     (order,) = taken(found)
@@ -535,7 +535,7 @@ def terminate(found: LeaderState, node: int, at: float = T0) -> None:
     [(0, 1, "charged to infrastructure"), (1, 0, "a new pod is in its place"), (4, 0, "a new pod is in its place")],
 )
 def test_a_lost_node_is_charged_here_only_where_its_own_pod_comes_back(comes: int, charged: int, why: str) -> None:
-    """For a new pod the operator has charged already."""
+    """For a new pod the operator has already charged."""
     found = with_operator(3)
     lose(found, 2)
     assert (taken(found), found.restarts) == ([], 0), "who is charged is not known yet"
@@ -610,7 +610,7 @@ def test_when_one_node_is_told_the_others_save_and_wait_for_its_replacement(node
 
 @pytest.mark.parametrize("has_operator", [True, False])
 def test_node_0_that_is_told_when_its_ranks_have_ended_lets_the_others_save_and_goes(has_operator: bool) -> None:
-    """It would stay until SIGKILL, and the others would learn of it with no time left."""
+    """Otherwise it stays until SIGKILL, and the others learn of it with no time left."""
     found = running(2, has_operator=has_operator)
     found.finished(0, T0)
     found.termination_requested(0, T0)
@@ -689,7 +689,7 @@ def test_node_0_that_is_told_while_no_rank_runs_leaves_at_once(waits_for: str) -
 def test_when_all_are_told_node_0_waits_for_none_of_them_whatever_the_order(
     order: tuple[int, ...], between: str
 ) -> None:
-    """Those that have been told end by themselves; those that have not yet been may still be saving."""
+    """Nodes that were told end by themselves; the others may still be saving."""
     found = with_operator(3)
     if between == "told":
         for node in order:
@@ -718,7 +718,7 @@ def test_node_0_that_is_told_waits_for_ranks_elsewhere_that_are_still_saving(eve
     if event == "stopped":
         found.stopped(1, [failure(1, 75)], T0)
     elif event == "told":
-        found.termination_requested(1, T0)  # it ends its ranks itself now, and in its own time
+        found.termination_requested(1, T0)  # it ends its ranks itself now, in its own time
     else:
         found.lost(1, T0)
     assert isinstance(taken(found)[0], Leave)
@@ -782,7 +782,7 @@ def test_the_users_failure_policy_decides_by_the_exit_code(code: int, order: typ
 
 
 def test_restarts_in_a_row_go_on_from_where_the_operators_stand() -> None:
-    """Else each new pod would begin again without a back-off."""
+    """Otherwise each new pod begins without a back-off."""
     found = LeaderState(
         Members(range(1)), Budget(9, 9, 9, 9, RestartHistory(in_a_row=4, charged_in_a_row=2)), JOIN_SECONDS, T0
     )
@@ -798,7 +798,7 @@ def test_the_last_five_failures_are_kept_with_their_class_and_budget() -> None:
     found, at = running(1, restarts=9), T0
     for code in range(1, 8):
         fail(found, [failure(code=code)], at)
-        at += 700  # long enough for each to be forgiven
+        at += 700  # long enough to forgive each
         found.tick(at)
         taken(found)
     assert [one.exit_code for one in found.charged] == [3, 4, 5, 6, 7]
@@ -853,7 +853,7 @@ def test_the_leader_is_the_first_member_and_need_not_be_at_place_0() -> None:
 
 
 def test_a_stop_whose_save_failed_does_not_end_as_one_that_saved() -> None:
-    """The ranks of the other nodes end with 75, and so did the job: "stopped and saved"."""
+    """The ranks of the other nodes end with 75, but the job must not look "stopped and saved"."""
     found = running(2)
     found.termination_requested(1, T0)
     stopped_well = failures.Failure(1, exit_code=RESUMABLE, resumable=True)

@@ -1,4 +1,6 @@
-"""Random walks of a whole group, in no time: whatever is lost or told, in whatever order, the job gets to its end."""
+"""Random walks of a whole group, in virtual time: whatever is lost or reported, in whatever order, the job gets to its
+end.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ EVENTS = ("fail", "time_out", "answer", "finish", "settle", "settle", "kill", "t
 
 
 class Pod:
-    """One agent with its ranks, as its peers would find it."""
+    """One agent with its ranks, as its peers see it."""
 
     def __init__(self, replacement: int) -> None:
         self.replacement = replacement
@@ -52,7 +54,7 @@ class World:
     # ---- what happens -----------------------------------------------------------------------------------------
 
     def come(self, node: int, pod: Pod | None) -> None:
-        """A new pod, or now and then the same one after a lost connection."""
+        """Let a new pod join, or sometimes the same one after a lost connection."""
         if pod is not None:
             return
         if node and self.next_replacement[node] and self.chance.random() < 0.3:
@@ -88,7 +90,7 @@ class World:
             self.lead.finished(node, self.now)
 
     def settle(self, node: int, pod: Pod | None) -> None:
-        """The ranks of this node that were to end have ended."""
+        """Let the ranks of this node that were to end do so."""
         if pod is None or (pod.ranks != "ending" and not pod.terminating):
             return
         ended, pod.ranks = pod.ranks == "ending", "none"
@@ -121,7 +123,7 @@ class World:
     # ---- what follows -----------------------------------------------------------------------------------------
 
     def join(self, node: int) -> None:
-        """Agents come without ranks: those that lost their leader have ended them first."""
+        """Let agents join without ranks: those that lost their leader have ended them first."""
         pod = self.pods[node]
         assert self.lead is not None
         if pod.ranks == "none" and not pod.terminating:
@@ -129,7 +131,7 @@ class World:
             self.lead.joined(node, self.now, pod.generation, pod.replacement)
 
     def part(self, node: int) -> None:
-        """An agent is gone, killed or by itself."""
+        """Let an agent go, killed or by itself."""
         del self.pods[node]
         if node == 0:
             self.lead = None

@@ -1,4 +1,4 @@
-"""What the ranks have imported is imported in the background, so that the next generation imports nothing again."""
+"""Modules that the ranks imported are imported in the background, so that the next generation need not."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ LAST = "print(*sorted({'mine', 'wsgiref.util', 'wsgiref.handlers'} & before))\n"
 
 
 def test_a_restart_imports_nothing_again_but_the_users_own_code_and_what_differs_by_rank(launcher: Launcher) -> None:
-    """Each of 16 kills cost 1.4 s, most of it for the import of sklearn by every rank; and what reads a variable of the
-    rank while it is imported (here wsgiref.handlers, which copies them all) would find that of none."""
+    """Otherwise each kill costs 1.4 s, mostly for importing sklearn in every rank. A module that reads a rank's
+    variable during its import (here wsgiref.handlers, which copies them all) must not be shared.
+    """
     launcher.script("", "mine.py")
     done = launcher.done("--max-restarts=1", launcher.script(FIRST + TRAIN + LAST))
     assert (done.returncode, done.stdout) == (0, "wsgiref.util\n"), done.stderr

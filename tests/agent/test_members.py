@@ -1,4 +1,4 @@
-"""An agent takes its ranks from the members of the generation: here some of whose places are left out."""
+"""An agent takes its ranks from the members of the generation; here some places are left out."""
 
 from __future__ import annotations
 

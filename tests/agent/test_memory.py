@@ -1,7 +1,6 @@
-"""A rank is killed, and the survivors write the state into their agent's memory: no step is made again.
-
-Each test trains with torch: keep them few, and let one training tell much. The agents are copies of this process, where
-torch is imported: warm.py.
+"""A rank is killed, and the survivors write the state into their agent's memory: no step is repeated. Each test trains
+with torch: keep them few, and let one training check much. The agents are copies of this process, where torch is
+imported: warm.py.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from killed_training import began, trained, words
 
 from ddpjob_core import memory
 
-# Dropout draws random numbers, BatchNorm has buffers, AdamW has a state, the scheduler another one.
+# Dropout draws random numbers, BatchNorm has buffers, AdamW and the scheduler have a state.
 TRAIN = """
 import hashlib, json, os, random, signal, sys, threading, time
 import torch
@@ -78,16 +77,18 @@ with ddpjob.init() as world:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
-    """How the training ends when nothing happens: of each rank the bits of its model and its next random numbers."""
+    """Return the end of a training without failures: for each rank the bits of its model and its next random
+    numbers.
+    """
     return sorted(words(trained(Launcher(tmp_path_factory.mktemp("undisturbed")), TRAIN, {}), "END"))
 
 
 def test_a_rank_that_is_killed_anywhere_in_a_step_repeats_none_and_the_result_is_the_same_bit_for_bit(
     launcher: Launcher, undisturbed: list[list[str]]
 ) -> None:
-    """Otherwise every kill costs what was trained since the last save, for a large model an hour of all its GPUs."""
+    """Otherwise every kill costs the training since the last save, for a large model an hour of all its GPUs."""
     kill = {
-        "0": [["forward", 9, 1]],  # until here nothing is saved
+        "0": [["forward", 9, 1]],  # nothing is saved until here
         "1": [["all-reduce", 12, 0]],
         "2": [["boundary", 17, 1]],
         "3": [["forward", 22, 0]],
@@ -103,7 +104,7 @@ def test_a_rank_that_is_killed_anywhere_in_a_step_repeats_none_and_the_result_is
 def test_a_rank_that_is_killed_within_the_optimizers_step_leaves_its_random_states_to_the_step_that_others_made(
     launcher: Launcher, undisturbed: list[list[str]]
 ) -> None:
-    """The others are a step further than what it wrote last: it drops out the neurons that it would have."""
+    """The others are a step ahead of its last write: after the restart it must drop out the same neurons."""
     done = trained(launcher, TRAIN, {"0": [["optimizer", 9, 1]], "1": [["optimizer", 13, 0]]})
     assert began(done) == [0, 9, 13], done[0].stderr
     assert sorted(words(done, "END")) == undisturbed, done[0].stderr
@@ -112,7 +113,7 @@ def test_a_rank_that_is_killed_within_the_optimizers_step_leaves_its_random_stat
 def test_a_node_without_survivors_gets_the_state_from_another_nodes_memory(
     launcher: Launcher, undisturbed: list[list[str]]
 ) -> None:
-    """A pod has one rank where it has one GPU: its own memory then never has a state that a survivor wrote."""
+    """With one GPU per pod, no survivor could write into the pod's own memory."""
     done = trained(launcher, TRAIN, {"0": [["forward", 9, 1]], "1": [["all-reduce", 13, 0]]}, nodes=2, nproc=1)
     assert began(done) == [0, 8, 12], done[0].stderr
     assert sorted(words(done, "END")) == undisturbed, done[0].stderr
@@ -121,7 +122,7 @@ def test_a_node_without_survivors_gets_the_state_from_another_nodes_memory(
 
 
 def test_a_place_in_the_data_that_the_script_names_itself_is_that_of_the_step(launcher: Launcher) -> None:
-    """DataLoader workers read ahead: what the sampler itself says is further, and samples would be left out."""
+    """DataLoader workers read ahead: the sampler's own position is further, and samples would be left out."""
     by_value = TRAIN.replace("snapshot.save(step, **objects)", "snapshot.save(step, **now())").replace(
         "ddpjob.should_stop(step)", "ddpjob.should_stop(step); snapshot.keep(step, **now())"
     )
@@ -135,13 +136,13 @@ def test_a_place_in_the_data_that_the_script_names_itself_is_that_of_the_step(la
 
 
 def test_all_ranks_killed_at_once_go_on_from_the_folder(launcher: Launcher, undisturbed: list[list[str]]) -> None:
-    """Nobody is left to write the state: what counts is the last save, and the job says so."""
+    """Nobody is left to write the state: the last save counts, and the job says so."""
     done = trained(launcher, TRAIN, {"0": [["forward", 9, 0], ["forward", 9, 1]]})
     assert began(done) == [0, 4], done[0].stderr
     assert sorted(words(done, "END")) == undisturbed, done[0].stderr
 
 
-# Many pieces, and two ranks that do not come to the end of theirs: one dies, one stands still.
+# Many pieces, and two ranks that cannot finish theirs: one dies, one is stopped.
 IN_PIECES = """
 import hashlib, json, os, signal, time
 import torch
@@ -189,8 +190,9 @@ with ddpjob.init() as world:
 def test_another_survivor_writes_the_state_of_one_that_dies_and_one_that_stands_still_costs_its_time(
     launcher: Launcher,
 ) -> None:
-    """One more failure in that moment must not cost the steps. A rank that is stopped while it writes keeps the others
-    from writing until its agent ends it: then the folder counts, and a restart comes all the same."""
+    """Another failure at that moment must not cost the steps. A rank that is stopped while writing blocks the others
+    until its agent ends it: then the folder counts, and the restart still happens.
+    """
     done = trained(launcher, IN_PIECES, {}, nproc=4)
     assert words(done, "BEGIN")[1][:2] == words(done, "KILL")[0][:2], done[0].stderr
     assert began(done)[:2] == [0, 8], done[0].stderr

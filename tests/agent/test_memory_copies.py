@@ -1,4 +1,4 @@
-"""Ranks whose state nobody could write after a failure are killed: they go on from a copy, with the same bits."""
+"""Ranks whose state nobody could write after a failure are killed: they resume from a copy, with the same bits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from agents import Launcher
 from killed_training import began, words
 
-# Weights are clipped at the begin of each step, so between the last boundary and the optimizer's step they change.
+# Weights are clipped at the beginning of each step, so they change between the last boundary and the optimizer's step.
 TRAIN = """
 import hashlib, json, os, signal
 import torch
@@ -77,7 +77,7 @@ def trained(folder: Path, kill: dict[str, Any], *, nproc: int = 1, **how: Any) -
 
 
 def test_a_rank_that_trains_alone_is_killed_and_goes_on_from_the_last_copy_with_the_same_bits(tmp_path: Path) -> None:
-    """All steps since the last save were lost: nobody outlives it."""
+    """No rank survives: otherwise all steps since the last save are lost."""
     undisturbed = words(trained(tmp_path / "one", {}), "END")
     done = trained(tmp_path / "other", {"0": [["forward", 20, 0]], "1": [["copy", 30, 0]]})
     assert began(done) == [0, 18, 29], done[0].stderr
@@ -92,8 +92,9 @@ def test_a_rank_that_trains_alone_is_killed_and_goes_on_from_the_last_copy_with_
 def test_weights_that_the_script_changes_itself_come_back_from_a_copy_with_the_same_bits(
     tmp_path: Path, nodes: int
 ) -> None:
-    """What a survivor holds between two steps may be of neither; the script went back to its last save. The last rank
-    is killed, then the one that writes, in the middle of a copy, then all at once."""
+    """What a survivor holds between two steps may belong to neither. The last rank is killed, then the one that writes,
+    in the middle of a copy, then all at once.
+    """
     how: dict[str, Any] = {"nodes": nodes, "nproc": 2 // nodes, "CLIPS": "1"}
     undisturbed = sorted(words(trained(tmp_path / "one", {}, **how), "END"))
     kill = {

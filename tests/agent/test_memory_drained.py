@@ -1,4 +1,4 @@
-"""A pod is told to stop while the others stay: all ranks end after one step, and what they hold must not be lost."""
+"""A pod is told to stop while the others stay: all ranks end after one step, and their state must not be lost."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ with ddpjob.init() as world:
 
 
 def test_a_job_without_a_folder_goes_on_where_it_stopped_when_one_pod_is_told_to_go(launcher: Launcher) -> None:
-    """A node is drained: with a folder the last save is there, and without one all that was trained would be lost,
-    while the same pod killed on the spot costs no step."""
+    """When a node is drained, a job without a folder must not lose its training; the same pod killed on the spot costs
+    no step.
+    """
     group = ["--nnodes", 2, "--master-port", free_port(), "--rdzv-id", launcher.mark]
 
     def start(node: int, replacement: int = 0) -> subprocess.Popen[str]:

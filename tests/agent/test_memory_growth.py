@@ -1,4 +1,4 @@
-"""A model that grows, or is given another optimizer, in the middle of the training: its ranks are killed around it."""
+"""A model that grows, or gets another optimizer, in the middle of training: its ranks are killed around that."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from agents import Launcher
 from killed_training import began, words
 
-# At step 10 a layer with a BatchNorm comes, with weights that are the same on all ranks. How large the model is depends
-# on the step, and the script asks for that before it builds the model: `load` without objects, then `state`.
+# At step 10 a layer with a BatchNorm is added, with equal weights on all ranks. The size of the model depends on the
+# step, which the script reads before it builds the model: `load` without objects, then `state`.
 TRAIN = """
 import hashlib, json, os, signal
 import torch
@@ -94,7 +94,7 @@ def trained(launcher: Launcher, folder: str, kill: dict[str, Any], **how: Any) -
 def test_a_model_that_grows_goes_on_with_the_same_bits_from_the_folder_and_soon_from_memory_again(
     launcher: Launcher, width: str
 ) -> None:
-    """Else its ranks go on with running means of another step, or keep nothing for the rest of the training."""
+    """Otherwise its ranks continue with running means of another step, or keep nothing for the rest of the training."""
     ends = sorted(words(trained(launcher, "undisturbed", {}, WIDTH=width), "END"))
     for step, first, said in [
         (11, 3, "the state is not written: "),
@@ -111,7 +111,7 @@ def test_a_model_that_grows_goes_on_with_the_same_bits_from_the_folder_and_soon_
 def test_a_script_that_begins_with_the_small_model_goes_on_from_the_folder_and_the_log_says_why(
     launcher: Launcher,
 ) -> None:
-    """load_state_dict() failed on all ranks at once, which ended the job for good, with hours of work in the folder."""
+    """load_state_dict() must not fail on all ranks at once, which ends the job for good."""
     ends = sorted(words(trained(launcher, "undisturbed", {}, BUILDS_SMALL="1"), "END"))
     done = trained(launcher, "killed", {"0": [["backward", 16, 1]]}, BUILDS_SMALL="1")
     assert began(done) == [0, 3], done[0].stderr
@@ -121,7 +121,7 @@ def test_a_script_that_begins_with_the_small_model_goes_on_from_the_folder_and_t
 
 
 def test_a_new_optimizer_that_save_was_not_given_is_no_state_to_go_on_from(launcher: Launcher) -> None:
-    """The old one's moments would be loaded in place of its own."""
+    """Otherwise the old optimizer's moments are loaded."""
     ends = sorted(words(trained(launcher, "undisturbed", {}, HOW="optimizer"), "END"))
     kill = {"0": [["backward", 15, 1]], "1": [["backward", 21, 0]]}
     done = trained(launcher, "killed", kill, HOW="optimizer")
@@ -133,7 +133,7 @@ def test_a_new_optimizer_that_save_was_not_given_is_no_state_to_go_on_from(launc
 
 
 def test_a_rank_that_trains_alone_goes_on_from_a_copy_of_its_grown_model(launcher: Launcher) -> None:
-    """A copy of the model that it had before is no copy of this one."""
+    """A copy of the smaller model is no copy of this one."""
     ends = words(trained(launcher, "undisturbed", {}, nproc=1, COPIES="1"), "END")
     for step, possible in [(11, [9, 10]), (13, [9, 10]), (20, [18, 19])]:
         done = trained(launcher, f"killed-{step}", {"0": [["backward", step, 0]]}, nproc=1, COPIES="1")

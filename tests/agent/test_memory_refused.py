@@ -1,4 +1,4 @@
-"""Where the kernel refuses a file in memory, or a flag of it."""
+"""The kernel refuses a file in memory, or a flag of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ddprun import memory as agent_memory
 def test_the_memory_is_there_with_memfd_noexec_2_and_on_a_kernel_that_knows_no_such_flag(
     monkeypatch: pytest.MonkeyPatch, refused: str
 ) -> None:
-    """vm.memfd_noexec=2 refuses files that may be executed; a kernel before 6.3 refuses the flag that says so."""
+    """vm.memfd_noexec=2 refuses executable files; a kernel before 6.3 refuses the flag against that."""
     create = os.memfd_create
 
     def strict(name: str, flags: int = os.MFD_CLOEXEC) -> int:
@@ -29,7 +29,7 @@ def test_the_memory_is_there_with_memfd_noexec_2_and_on_a_kernel_that_knows_no_s
 
 
 def test_a_kernel_that_gives_no_memory_at_all_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A restart then goes on from the folder, as without it."""
+    """A restart then resumes from the folder, as without memory."""
 
     def none(*_: object) -> int:
         raise OSError(errno.ENOMEM, "none")
@@ -66,7 +66,9 @@ with ddpjob.init() as world:
 
 
 def restarted(launcher: Launcher, monkeypatch: pytest.MonkeyPatch, create: Callable[..., int]) -> tuple[list[str], str]:
-    """From which steps it began, and what it said, on a kernel that answers so. The agent is a copy of this process."""
+    """Return from which steps it began, and its output, on a kernel with these answers. The agent is a copy of this
+    process.
+    """
     monkeypatch.setattr(os, "memfd_create", create)
     done = finish(launcher.warm("--nproc", 2, launcher.script(TRAIN), OMP_NUM_THREADS="1"), 150)
     assert done.returncode == 0, done.stderr
@@ -76,7 +78,7 @@ def restarted(launcher: Launcher, monkeypatch: pytest.MonkeyPatch, create: Calla
 def test_a_job_starts_and_keeps_its_state_where_files_in_memory_may_not_be_executed(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With vm.memfd_noexec=2 and a Linux before 6.6 no rank was started: the file of the heartbeats lacked the flag."""
+    """With vm.memfd_noexec=2 and a Linux before 6.6 the heartbeats' file needs the flag, or no rank starts."""
     create = os.memfd_create
 
     def strict(name: str, flags: int = os.MFD_CLOEXEC) -> int:
@@ -91,7 +93,7 @@ def test_a_job_starts_and_keeps_its_state_where_files_in_memory_may_not_be_execu
 def test_a_job_whose_agent_gets_no_memory_goes_on_from_the_folder_and_the_log_says_why(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """seccomp may refuse it: no rank was started, and nobody knew why."""
+    """seccomp may refuse it, which must neither keep ranks from starting nor go unnoticed."""
 
     def refused(*_: object) -> int:
         raise OSError(errno.EPERM, "refused")

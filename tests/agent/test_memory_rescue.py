@@ -1,4 +1,4 @@
-"""A rank dies, and those that are left do not write the state at once: one is killed meanwhile, or comes to it late."""
+"""A rank dies, and the survivors do not write the state at once: one is killed meanwhile, or is late."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from agents import Launcher, finish
 
 from ddprun.leader import clock_of
 
-# One parameter: with several, DistributedDataParallel lays its bucket out anew after the first step of each start, and
-# of more than two ranks the gradients are then added in another order.
+# One parameter: with several, DistributedDataParallel arranges its bucket anew after the first step of each start, and
+# gradients of more than two ranks are then added in another order.
 TRAIN = """
 import hashlib, os, signal, time
 import torch
@@ -54,7 +54,7 @@ with ddpjob.init() as world:
 
 
 def trained(launcher: Launcher, **env: str) -> tuple[list[str], list[str], str]:
-    """From which steps it began, how its ranks have ended, and what it said."""
+    """Return from which steps it began, how its ranks ended, and its output."""
     words = ["--nproc", 3, "--max-restarts", 3, launcher.script(TRAIN)]
     done = finish(launcher.warm(*words, OMP_NUM_THREADS="1", **env), 150)
     assert done.returncode == 0, done.stderr
@@ -65,8 +65,9 @@ def trained(launcher: Launcher, **env: str) -> tuple[list[str], list[str], str]:
 def test_a_survivor_that_is_killed_while_it_writes_costs_no_step_as_long_as_a_third_rank_lives(
     launcher: Launcher,
 ) -> None:
-    """What makes one rank fail (a bad node, the kernel short of memory) often takes a second one a moment later: the
-    steps since the last save would be lost, and half a state be worse than none."""
+    """The cause of one failure (a bad node, a kernel short of memory) often hits a second rank a moment later: the
+    steps must not be lost, and half a state is worse than none.
+    """
     _, undisturbed, _ = trained(launcher, UNDISTURBED="yes")
     began, ended, said = trained(launcher)
     assert began == ["BEGIN 0", "BEGIN 8"], said
@@ -77,7 +78,7 @@ def test_a_survivor_that_is_killed_while_it_writes_costs_no_step_as_long_as_a_th
     assert counts[1] > counts[0], "the third one has written all"
 
 
-# Rank 0 ends with its step, and rank 1 has the gradients of that step then, and no more.
+# Rank 0 ends with its step, when rank 1 only has the gradients of that step.
 LATE = """
 import os, signal, time
 import torch
@@ -108,7 +109,7 @@ with ddpjob.init() as world:
 
 
 def test_a_survivor_that_is_late_on_another_node_still_makes_the_step_of_the_one_that_died(launcher: Launcher) -> None:
-    """With one GPU a node nobody else has that step: its loss is printed, and then it would be made once more."""
+    """With one GPU per node nobody else has that step: its loss is printed, and then it would be repeated."""
     agents = launcher.nodes(2, "--max-restarts", 3, launcher.script(LATE), is_warm=True, OMP_NUM_THREADS="1")
     done = [finish(agent, 120) for agent in agents]
     assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
@@ -118,7 +119,7 @@ def test_a_survivor_that_is_late_on_another_node_still_makes_the_step_of_the_one
 
 @pytest.mark.parametrize("clock", [-2, 1 << 53, True, 7.5, "9", None, [1]])
 def test_a_clock_that_is_none_loses_no_failure(clock: object) -> None:
-    """A script may count its steps from a negative number: its exception would be called the loss of its node."""
+    """A script may count its steps from a negative number: its exception must not look like a lost node."""
     assert clock_of({"event": "failed", "clock": clock}) == 0
     assert clock_of({"event": "failed"}) == 0
     assert clock_of({"event": "failed", "clock": 16}) == 16
@@ -166,7 +167,7 @@ with ddpjob.init() as world:
 def test_a_rank_does_not_go_into_a_step_that_needs_the_one_that_died(
     launcher: Launcher, nodes: int, ranks: int
 ) -> None:
-    """It comes out of it no more, and with it goes what it held: the training would begin at the last save."""
+    """It would never leave that step, and its state would be lost with it."""
     words = ["--nproc", ranks, "--max-restarts", 3, launcher.script(CLOSURE)]
     agents = launcher.nodes(nodes, *words, is_warm=True, OMP_NUM_THREADS="1")
     done = [finish(agent, 120) for agent in agents]

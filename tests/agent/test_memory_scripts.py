@@ -1,5 +1,4 @@
-"""Scripts as users write them are killed and go on from memory: the examples, and one whose DataLoader has workers.
-
+"""Scripts as users write them are killed and resume from memory: the examples, and one whose DataLoader has workers.
 Each test trains with torch: keep them few. The agents are copies of this process, where torch is imported: warm.py.
 """
 
@@ -15,7 +14,7 @@ from agents import Launcher, finish
 
 EXAMPLES = Path(__file__).parents[2] / "trainer" / "examples"
 
-# An example as it is, but for a kill right after a step, before should_stop. What rank 0 says of each step is kept.
+# An example with a kill right after a step, before should_stop. Rank 0's line about each step is kept.
 EXAMPLE = """
 import json, os, runpy, signal
 import ddpjob
@@ -41,20 +40,20 @@ OPTIONS = {
 
 
 def trained(launcher: Launcher, text: str, kill: dict[str, Any], *words: str, **env: str) -> Any:
-    """The training of two ranks to its end, with these kills."""
+    """Return the training of two ranks to its end, with these kills."""
     env = {"OMP_NUM_THREADS": "1", "KILL": json.dumps(kill)} | env
     script = launcher.script(text)
     done = finish(
         launcher.warm("--nproc", 2, "--max-restarts", 99, script, *words, **env), 150
     )  # before pytest ends the test
     assert done.returncode == 0, done.stderr
-    for folder in (launcher.folder / "tmp").glob("pymp-*"):  # of multiprocessing: who is killed cannot clean up
+    for folder in (launcher.folder / "tmp").glob("pymp-*"):  # multiprocessing's, which a killed process cannot remove
         shutil.rmtree(folder)
     return done
 
 
 def result(done: Any) -> dict[str, Any]:
-    """The last line of an example."""
+    """Return the last line of an example."""
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -63,7 +62,7 @@ def result(done: Any) -> dict[str, Any]:
 def test_an_example_that_is_killed_repeats_no_step_and_ends_with_the_bits_of_one_that_is_not(
     launcher: Launcher, tmp_path_factory: pytest.TempPathFactory, name: str
 ) -> None:
-    """They are what users begin with. By day the one with SGD and momentum; at night also the one with AdamW."""
+    """Users begin with them. By day the one with SGD and momentum; at night also the one with AdamW."""
     words = (*OPTIONS[name], "--snapshot", "snapshots", "--snapshot-every", "1000")
     env = {"EXAMPLE": str(EXAMPLES / f"{name}.py")}
     whole = trained(Launcher(tmp_path_factory.mktemp("whole")), EXAMPLE, {}, *words, **env)
@@ -75,7 +74,7 @@ def test_an_example_that_is_killed_repeats_no_step_and_ends_with_the_bits_of_one
         assert f"resumed at step {step} from the memory on the nodes of ranks 0, 1" in killed.stderr
 
 
-# Two processes read ahead of each rank. Adam, a scheduler, gradients summed over micro-batches.
+# Two processes per rank read ahead. Adam, a scheduler, gradients summed over micro-batches.
 LOADER = """
 import hashlib, json, os, signal
 import torch
@@ -120,11 +119,11 @@ with ddpjob.init() as world:
 def test_no_sample_is_skipped_or_seen_twice_where_the_workers_of_a_dataloader_read_ahead(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """What the workers have read and nobody has trained would be left out of the epoch, and no metric shows that."""
+    """Batches that workers have read and nobody has trained would be left out of the epoch, which no metric shows."""
     whole = trained(Launcher(tmp_path_factory.mktemp("whole")), LOADER, {})
-    # In the middle of an epoch, between two steps, and right after the last batch of one.
+    # In the middle of an epoch, between two steps, and right after its last batch.
     kill = {"0": ["forward", 1, 7], "1": ["boundary", 0, 10], "2": ["boundary", 1, 12]}
-    # Of a short name: a worker sends tensors by a socket in it, and the path of one has at most 107 characters.
+    # A short name: workers send tensors by a socket in it, whose path has at most 107 characters.
     launcher = Launcher(tmp_path_factory.mktemp("killed"))
     killed = trained(launcher, LOADER, kill)
     assert not launcher.marked(), "an agent leaves no process behind"

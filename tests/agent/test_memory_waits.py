@@ -1,4 +1,4 @@
-"""For which ranks the agent waits before it ends them, while they may write the state into its memory."""
+"""Which ranks the agent waits for, before it ends them, while they may write the state into its memory."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ class Node:
         os.close(descriptor)
 
     def rank(self, local_rank: int, *, step: int, is_dirty: bool = False) -> None:
-        """It takes part, and has made that step."""
+        """Let a rank take part, after that step."""
         page = (1 + local_rank) * memory.PAGE_BYTES // 8
         self.cells[page + memory.PID], self.cells[page + memory.CLOCK] = 1, 2 * step + is_dirty
 
     def whole(self, step: int, generation: int = 3) -> None:
-        """A state of that step is there."""
+        """Write a complete state of that step."""
         for cell, value in ((memory.AREA_GENERATION, generation), (memory.AREA_STEP, step)):
             self.cells[memory.area_cell(0, cell)] = value
 
 
 @pytest.fixture
 def child() -> Iterator[Callable[[Callable[[], object]], int]]:
-    """Starts a process that does this for ever."""
+    """Start a process that does this for ever."""
     pids = []
 
     def start(work: Callable[[], object]) -> int:
@@ -61,7 +61,7 @@ def child() -> Iterator[Callable[[Callable[[], object]], int]]:
 
 
 def settled(pid: int, *, is_held_up: bool) -> int:
-    """Its pid, as soon as the kernel says so of it."""
+    """Return its pid once the kernel reports this state."""
     until = time.monotonic() + 60
     while threads.is_held_up(pid) is not is_held_up:
         assert time.monotonic() < until
@@ -72,7 +72,9 @@ def settled(pid: int, *, is_held_up: bool) -> int:
 def test_a_rank_that_is_stopped_or_asleep_has_its_time_and_no_more(
     child: Callable[[Callable[[], object]], int],
 ) -> None:
-    """SIGSTOP in a rescue, a rank that waits for a lock: the job is worth more than the steps since the last save."""
+    """For example SIGSTOP during a rescue, or a rank that waits for a lock: the job is worth more than the steps since
+    the last save.
+    """
     for work in (lambda: os.kill(os.getpid(), signal.SIGSTOP), signal.pause):
         node = Node()
         node.rank(0, step=5)
@@ -83,7 +85,9 @@ def test_a_rank_that_is_stopped_or_asleep_has_its_time_and_no_more(
 
 
 def test_a_rank_that_gets_no_processor_has_ten_seconds_more(child: Callable[[Callable[[], object]], int]) -> None:
-    """On a crowded node half a second may pass before it has run at all, and every step since the save be lost."""
+    """On a crowded node half a second may pass before it has run at all, which must not cost the steps since the
+    save.
+    """
     node = Node()
     node.rank(0, step=5)
     pid = settled(child(lambda: None), is_held_up=True)
@@ -93,7 +97,7 @@ def test_a_rank_that_gets_no_processor_has_ten_seconds_more(child: Callable[[Cal
 
 
 def test_the_time_begins_again_with_each_piece_that_is_written(child: Callable[[Callable[[], object]], int]) -> None:
-    """On a slow machine a large state would be cut off shortly before it is whole."""
+    """On a slow machine a large state would be cut off shortly before it is complete."""
     node = Node()
     node.rank(0, step=5)
     pid = settled(child(signal.pause), is_held_up=False)
@@ -105,7 +109,7 @@ def test_the_time_begins_again_with_each_piece_that_is_written(child: Callable[[
 
 
 def test_nobody_waits_for_a_rank_whose_step_is_there_already() -> None:
-    """A survivor that stands still holds up the restart of a small state by half a second else."""
+    """Otherwise a stopped survivor delays the restart of a small state by half a second."""
     node = Node()
     node.rank(0, step=5)
     node.whole(5, generation=2)
@@ -116,7 +120,7 @@ def test_nobody_waits_for_a_rank_whose_step_is_there_already() -> None:
 
 @pytest.mark.parametrize("where", ["this node", "another node"])
 def test_a_rank_that_can_come_to_the_next_step_is_waited_for_although_its_last_one_is_there(where: str) -> None:
-    """A rank that another one was ahead of has its gradients: a third one had none, and has written the step before."""
+    """It has the gradients of a rank that was ahead; a third rank had none, and has written the step before."""
     node = Node()
     node.rank(0, step=5)
     node.whole(5)
@@ -132,7 +136,7 @@ def test_a_rank_that_can_come_to_the_next_step_is_waited_for_although_its_last_o
 
 
 def test_what_another_node_has_told_is_of_one_generation() -> None:
-    """The next one counts from where it begins: with an older clock each of its ranks would wait for a step to come."""
+    """The next generation counts from its start: with an older value each of its ranks would wait for a later step."""
     node = Node()
     node.agents.order(furthest=12)
     node.agents.begin(4)
@@ -144,7 +148,7 @@ def test_what_another_node_has_told_is_of_one_generation() -> None:
 def test_the_wait_for_any_rank_ends(
     clock: int, whole: int, seconds: float, still: float, size: int, is_held_up: bool
 ) -> None:
-    """A rank in a loop of its own would keep the others from their restart for ever."""
+    """A rank in an endless loop would keep the others from restarting."""
     waits = memory.is_waited_for(clock, whole, seconds, still, size, is_held_up)
     assert not waits or seconds < memory.longest_seconds(size)
     assert not waits or is_held_up or still < memory.limit_seconds(size)

@@ -1,4 +1,4 @@
-"""A script or a module that is not there, as an agent tells it of a rank that could not begin."""
+"""How an agent reports a missing script or module of a rank that could not start."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_what_is_there_or_cannot_be_known_explains_nothing(
 
 
 def test_a_folder_that_may_not_be_read_does_not_end_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the script should be no other name can be looked for."""
+    """No similar name can be searched for in that folder."""
 
     def refused(_: str) -> list[str]:
         raise PermissionError(13, "Permission denied")

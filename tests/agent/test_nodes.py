@@ -19,8 +19,8 @@ from shell import eventually, hears
 from ddprun.core.leader_state import REPEATS
 from ddprun.wire import Link, job_key
 
-LEFT = '{"application": 3, "infrastructure": 99, "stall": 10}'  # there is an operator
-# Writes down each start; a rank that is to fail waits until all of its generation are there.
+LEFT = '{"application": 3, "infrastructure": 99, "stall": 10}'  # as set by an operator
+# Records each start; a rank that is to fail waits until all of its generation have started.
 TRAIN = """
 import os, signal, sys, time
 life, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], int(os.environ["RANK"])
@@ -31,7 +31,7 @@ while len(here()) < int(os.environ["WORLD_SIZE"]): time.sleep(0.01)
 
 
 def starts(launcher: Launcher) -> dict[str, list[tuple[int, int, int]]]:
-    """By generation: rank, port and process of each rank that began."""
+    """Return by generation: rank, port and process of each started rank."""
     found: dict[str, list[tuple[int, int, int]]] = {}
     for name in sorted(p.name for p in launcher.folder.glob("up-*")):
         _, life, rank, port, pid = name.split("-")
@@ -40,7 +40,7 @@ def starts(launcher: Launcher) -> dict[str, list[tuple[int, int, int]]]:
 
 
 def up(launcher: Launcher, life: str, ranks: int) -> list[tuple[int, int, int]]:
-    """Those of a generation, when all of it have begun."""
+    """Return the ranks of a generation, once all have started."""
     return eventually(lambda: (its := starts(launcher).get(life, [])) and len(its) == ranks and its)
 
 
@@ -78,8 +78,9 @@ def test_all_ranks_start_together_and_the_job_ends_when_all_have(launcher: Launc
 def test_a_script_that_is_missing_on_all_nodes_is_told_and_not_tried_again(
     launcher: Launcher, words: list[str], said: str
 ) -> None:
-    """A typo cost all restarts with their back-off: Python says it to the console alone, and `ended with exit code 2`
-    may be anything."""
+    """A typo must not cost all restarts with their back-off: only the console has Python's message, and `ended with
+    exit code 2` may mean anything.
+    """
     launcher.script("print('imported')")
     done = [finish(agent) for agent in launcher.nodes(2, "--max-restarts", 3, *words, DDPJOB_RESTARTS_LEFT=LEFT)]
     assert min(d.returncode for d in done) in (1, 2)
@@ -94,7 +95,7 @@ def test_a_script_that_is_missing_on_all_nodes_is_told_and_not_tried_again(
 def test_a_module_that_one_node_lacks_is_left_to_the_operator_which_takes_another_node(
     launcher: Launcher, start: str
 ) -> None:
-    """Its volume is not mounted there. The module was tried again in the same pods, and the job failed for good."""
+    """Its volume is not mounted there, so retries in the same pods are useless."""
     launcher.script("import time\ntime.sleep(100)")
     (launcher.folder / "empty").mkdir()
     words = list(group(launcher, 2, start, "-m", "train"))
@@ -127,7 +128,7 @@ if life < "2":
 
 
 def test_when_the_budget_is_spent_only_the_guilty_node_has_the_code_and_the_message(launcher: Launcher) -> None:
-    """The others end as what can be resumed: the operator takes their end for a consequence."""
+    """The others end as resumable: the operator takes their end for a consequence."""
     script = launcher.script(TRAIN + "if rank == 2: sys.exit(9)\ntime.sleep(1000)")
     agents = [
         launcher.ddprun(*words, DDPJOB_TERMINATION_LOG=str(launcher.folder / f"termination-{node}.json"))
@@ -151,7 +152,7 @@ def test_node_0_may_come_last(launcher: Launcher) -> None:
     assert done[1].stderr == "", "a pod that is a little earlier says nothing"
 
 
-# An import that takes long on node 0, whose pod is new; the other node has been there for long.
+# A slow import on node 0, whose pod is new; the other node started long ago.
 IMPORTS = """
 import os, time
 if os.environ["NODE"] != "0":
@@ -165,7 +166,7 @@ else:
 
 
 def test_no_rank_looks_for_rank_0_while_its_node_still_imports_torch(launcher: Launcher) -> None:
-    """torch looks again only up to a second later, so the pod that takes node 0's place would cost a second more."""
+    """torch retries only up to a second later, so node 0's new pod would cost a second more."""
     launcher.script(IMPORTS.replace("HUNDREDTHS", "70"), "slow.py")
     script = launcher.script(
         "import time; began = time.monotonic()\n" + TRAIN + "open(f'began-{rank}', 'w').write(str(began))"
@@ -177,7 +178,7 @@ def test_no_rank_looks_for_rank_0_while_its_node_still_imports_torch(launcher: L
 
 
 class Met:
-    """A node that this test plays: node 0 has accepted its connection, and waits for its greeting."""
+    """A node played by this test: node 0 has accepted its connection, and waits for its greeting."""
 
     def __init__(self, launcher: Launcher, port: int, replacement: int) -> None:
         connection = eventually(lambda: connected(port))
@@ -190,7 +191,7 @@ class Met:
         self._said.extend(self._link.receive())
 
     def hears(self, word: str) -> Any:
-        """What node 0 says under that word next, whatever it says besides."""
+        """Return node 0's next message with this key, skipping others."""
         return eventually(lambda: self._said.extend(self._link.receive()) or self._take(word))
 
     def _take(self, word: str) -> Any:
@@ -211,14 +212,14 @@ def connected(port: int) -> socket.socket | None:
 def test_a_pod_that_comes_while_node_0_imports_is_not_told_to_start_what_has_been_stopped(
     launcher: Launcher, closes: str
 ) -> None:
-    """Its ranks began in a generation that nobody else was in, and the next one was restarted because of them."""
+    """Its ranks would begin in a generation that nobody else is in."""
     launcher.script(IMPORTS.replace("HUNDREDTHS", "0"), "slow.py")
     first, _ = group(launcher, 2, "--preload=slow", launcher.script(TRAIN))
     leader = launcher.ddprun(*first, NODE="0")
     lost, new = (Met(launcher, int(first[3]), replacement) for replacement in (0, 1))
     lost.greets()
     lost.hears("welcome")
-    leader.send_signal(signal.SIGSTOP)  # it will hear of both at once, as on a busy machine
+    leader.send_signal(signal.SIGSTOP)  # it will receive both at once, as on a busy machine
     os.waitid(os.P_PID, leader.pid, os.WSTOPPED | os.WNOWAIT)
     if closes == "at the same moment":
         lost.close()
@@ -234,7 +235,7 @@ def test_a_pod_that_comes_while_node_0_imports_is_not_told_to_start_what_has_bee
 
 
 def test_sigterm_is_heard_while_node_0_still_imports(launcher: Launcher) -> None:
-    """A job that is deleted as soon as it was applied would take its whole grace period to end."""
+    """A job that is deleted right after it was applied must not take its whole grace period to end."""
     launcher.script(IMPORTS.replace("HUNDREDTHS", "10_000"), "slow.py")
     agents = launcher.nodes(2, "--preload=slow", launcher.script(TRAIN))
     eventually(lambda: (launcher.folder / "imported").exists())
@@ -352,7 +353,7 @@ def test_a_port_that_is_taken_leaves_the_job_to_the_operator_which_takes_another
 
 
 def group(launcher: Launcher, count: int, *words: object) -> Any:
-    """The words of each node's agent."""
+    """Return the output of each node's agent."""
     port = free_port()
     for k in range(count):
         yield ["--nnodes", count, "--master-port", port, "--rdzv-id", launcher.mark, "--node-rank", k, *words]
@@ -367,6 +368,6 @@ def can_connect(port: int) -> bool:
 
 
 def forget_killed(launcher: Launcher) -> None:
-    """Who is killed cannot remove its folder."""
+    """Ignore the folder that a killed agent could not remove."""
     for folder in (launcher.folder / "tmp").iterdir():
         subprocess.run(["rm", "-r", folder], check=True)

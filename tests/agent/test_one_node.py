@@ -1,4 +1,4 @@
-"""One node, scripts without torch: what a user of torchrun expects, and what PID 1 of a pod owes."""
+"""One node, scripts without torch: what users of torchrun expect, and what PID 1 of a pod must do."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_the_exit_code_is_the_users(launcher: Launcher, start: str, line: str, c
 def test_what_a_rank_has_said_when_it_ended_is_in_the_message(
     launcher: Launcher, line: str, exception: str, trace: str
 ) -> None:
-    """A user reads `ended with exit code 2`, and looks for the reason in the log of a pod that is gone."""
+    """`ended with exit code 2` sends users to the log of a pod that is gone."""
     script = launcher.script(f"import sys\n{line}")
     done = launcher.done("--preload=json", "--max-restarts", 0, script)
     said = message(launcher)
@@ -92,7 +92,7 @@ def test_what_a_rank_has_said_when_it_ended_is_in_the_message(
 
 
 def test_a_backend_that_torch_does_not_have_is_not_tried_again(launcher: Launcher) -> None:
-    """A typo costs a user four starts, and the back-off between them."""
+    """A typo must not cost four starts, and the back-off between them."""
     script = launcher.script("open('starts', 'a').write('x')\nassert False, 'Unknown backend type gluu'")
     done = launcher.done("--preload=json", script)
     assert done.returncode == 1
@@ -126,7 +126,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 def test_a_complaint_about_a_peer_is_one_in_nccls_second_line_and_below_the_scripts_own(
     launcher: Launcher, line: str
 ) -> None:
-    """The rank that complained was charged, as for an exception of its own."""
+    """Otherwise the rank that complained is charged, as for its own exception."""
     done = launcher.done("--preload=json", launcher.script(COMPLAINTS + line))
     assert done.returncode == 0
     assert "ncclSystemError: System call); charged to infrastructure" in done.stderr
@@ -139,7 +139,7 @@ def test_a_good_end_by_exit_is_none_that_is_told(launcher: Launcher, line: str) 
 
 
 def test_a_job_of_one_node_that_is_told_to_stop_speaks_of_no_other_nodes(launcher: Launcher) -> None:
-    """A user looks for nodes that the job never had."""
+    """Otherwise users look for nodes that the job never had."""
     script = launcher.script("import time; open('ready', 'w').close(); time.sleep(1000)")
     left = json.dumps({"application": 3, "infrastructure": 100, "stall": 10})
     run = launcher.ddprun("--no-preload", script, DDPJOB_RESTARTS_LEFT=left)
@@ -217,7 +217,7 @@ def test_a_program_that_cannot_be_started_is_not_tried_again(launcher: Launcher)
 def test_a_script_that_is_missing_is_one_line_with_the_one_that_may_be_meant(
     launcher: Launcher, tmp_path: Path
 ) -> None:
-    """A typo cost three restarts with their back-off, and the line with the name stood above all of them."""
+    """A typo must not cost three restarts with their back-off."""
     (tmp_path / "train.py").write_text("")
     done = launcher.done(tmp_path / "trian.py")
     assert done.returncode == 2
@@ -267,7 +267,7 @@ def test_what_another_interpreter_has_is_not_known_before_it_is_started(launcher
 
 
 def test_a_module_that_only_python_finds_missing_is_not_tried_again(launcher: Launcher) -> None:
-    """Of a package it takes an import to know; Python's words for it begin with those of a SystemExit."""
+    """For a package only an import shows it; Python's message begins like that of a SystemExit."""
     launcher.script("print(__name__)")
     done = launcher.done("--preload=json", "-m", "json.nowhere")
     assert (done.returncode, done.stderr.count("restart ")) == (1, 0), done.stderr
@@ -314,7 +314,7 @@ def test_ranks_that_ignore_sigterm_are_killed_when_their_time_is_over(launcher: 
 def test_a_signal_that_is_not_to_be_handled_ends_the_agent_as_torchrun_and_leaves_nothing(
     launcher: Launcher, number: signal.Signals
 ) -> None:
-    """The kernel ended the agent, whose folder in /tmp stayed."""
+    """Otherwise the kernel ends the agent, and its folder in /tmp stays."""
     script = launcher.script("import sys, time\nsys.stdout.write('up\\n')\ntime.sleep(100)")  # in one write
     job = launcher.ddprun("--no-preload", "--nproc", 2, script)
     assert job.stdout is not None
@@ -384,7 +384,7 @@ def test_when_the_agent_is_killed_its_ranks_end(launcher: Launcher, start: str) 
     agent.kill()
     agent.communicate()
     eventually(lambda: not launcher.marked())
-    for folder in (launcher.folder / "tmp").iterdir():  # who is killed cannot clean up
+    for folder in (launcher.folder / "tmp").iterdir():  # a killed process cannot clean up
         subprocess.run(["rm", "-r", folder], check=True)
 
 
@@ -413,7 +413,7 @@ def test_an_orphan_is_reaped_and_does_not_stay_a_zombie(launcher: Launcher) -> N
 
 @STARTS
 def test_a_rank_is_given_no_descriptor_but_its_streams(launcher: Launcher, start: str) -> None:
-    """From the fork server also the file to which a crash is written."""
+    """The fork server has another one, for the file to which a crash is written."""
     script = launcher.script(
         """
         import os
@@ -460,7 +460,7 @@ def test_tee_shows_whole_lines_with_their_rank_and_keeps_them(launcher: Launcher
 
 
 def test_tee_shows_a_long_line_as_one(launcher: Launcher) -> None:
-    """A line of JSON with the metrics of all layers: the name of its rank stood within it each 64 KiB."""
+    """In a long JSON line the name of its rank must not appear every 64 KiB."""
     script = launcher.script("import sys; sys.stdout.write('x' * 300_000 + '\\nshort\\n' + 'y' * 100_000)")
     done = launcher.done("--no-preload", "--tee", "1", script)
     assert done.stdout == f"[default0]:{'x' * 300_000}\n[default0]:short\n[default0]:{'y' * 100_000}"
@@ -470,7 +470,7 @@ def test_tee_shows_a_long_line_as_one(launcher: Launcher) -> None:
 def test_without_log_dir_what_no_console_shows_is_kept_and_its_folder_is_named(
     launcher: Launcher, words: list[str]
 ) -> None:
-    """As under torchrun: it was removed, and with it all that a night's training had printed."""
+    """As under torchrun: a night's output must not be removed."""
     script = launcher.script("print('out')")
     done = launcher.done("--no-preload", "--nproc", 2, *words, script, TMPDIR=str(launcher.folder / "kept"))
     (run,) = (launcher.folder / "kept").iterdir()
@@ -480,7 +480,7 @@ def test_without_log_dir_what_no_console_shows_is_kept_and_its_folder_is_named(
 
 @pytest.mark.parametrize("words", [["--log-dir", "logs"], ["-r", "2", "--log-dir", "logs"], []])
 def test_a_script_that_changes_its_folder_is_still_heard(launcher: Launcher, words: list[str]) -> None:
-    """Hydra does so. The cause of the failure was written below the new folder, and not found."""
+    """Hydra changes the folder, but the cause of a failure must still be found."""
     (launcher.folder / "tmp" / "its").mkdir()
     script = launcher.script("import os; os.mkdir('other'); os.chdir('other'); raise ValueError('no shard 7')")
     path = launcher.folder / "termination.json"
@@ -511,7 +511,7 @@ PRINTS = "import time\nwhile True:\n    print('line')\n    time.sleep(0.01)"
 def test_output_that_nobody_reads_is_no_reason_for_a_restart(
     launcher: Launcher, start: str, redirected: str, library: str
 ) -> None:
-    """`ddprun train.py | head` started the ranks three times more, each with its BrokenPipeError."""
+    """`ddprun train.py | head` must not restart the ranks three times, each with a BrokenPipeError."""
     words = shlex.join([sys.executable, "-m", "ddprun", start, str(launcher.script(library + PRINTS))])
     shell = ["bash", "-c", f"{words} {redirected} | head -1; exit ${{PIPESTATUS[0]}}"]
     done = subprocess.run(shell, cwd=launcher.folder, env=launcher.env, capture_output=True, text=True, check=False)

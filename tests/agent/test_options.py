@@ -1,4 +1,4 @@
-"""The command line: as torchrun's, word for word; what ddprun does not do is refused by its name."""
+"""The command line equals torchrun's; what ddprun does not do is refused by name."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_what_follows_the_script_belongs_to_the_script() -> None:
     "words", ["--log 5 --mo=2 --no --r", "--tee 3 --log 5 -- --rdzv", "--m -- x", "x --no=1 --dup"]
 )
 def test_an_argument_of_the_script_that_resembles_options_is_the_scripts(words: str) -> None:
-    """argparse looks for abbreviations behind the script as well: `--log` of a script was an ambiguous option."""
+    """argparse also expands abbreviations after the script: `--log` of a script must not be an ambiguous option."""
     for begin in ("", "-m ", "--tee 3 --role r ", "-- "):
         assert options(f"{begin}train {words}").script_args == tuple(words.split())
     assert options(f"train -- {words}").script_args == tuple(words.split()), "as torchrun, which takes it away"
@@ -70,7 +70,7 @@ def test_a_flag_may_be_a_variable(flag: str) -> None:
 
 @pytest.mark.parametrize("text", ["false", "False", "no", "true"])
 def test_a_flag_that_is_neither_0_nor_1_is_refused_with_its_name(capsys: Any, text: str) -> None:
-    """PET_STANDALONE=false made each node of a job train alone; torchrun ends with a ValueError."""
+    """Otherwise PET_STANDALONE=false makes each node train alone; torchrun ends with a ValueError."""
     told = refusal(capsys, "--nnodes 2 --node-rank 0 train.py", PET_STANDALONE=text)
     assert f"PET_STANDALONE: {text!r} is neither 0 nor 1" in told
 
@@ -105,7 +105,7 @@ def test_the_budget_is_what_the_user_and_the_operator_both_allow(line: str, envi
 )
 @pytest.mark.parametrize("nodes", ["", "--nnodes=2 --node-rank=1"])
 def test_an_endpoint_may_be_an_ipv6_address(nodes: str, endpoint: str, host: str, port: int) -> None:
-    """One node gave its ranks MASTER_ADDR=[fd00::1], which torch does not find; without brackets the port was 1."""
+    """torch does not resolve MASTER_ADDR=[fd00::1], and without brackets the port would be 1."""
     found = options(f"{nodes} --rdzv-endpoint={endpoint} train.py")
     assert (found.host, found.port) == (host, port)
 
@@ -242,14 +242,14 @@ def test_a_damaged_word_of_the_operator_is_refused_with_what_it_should_be(
 
 
 def test_a_wrong_option_is_answered_in_two_lines(capsys: Any) -> None:
-    """Seventeen lines of usage stood above the one that said which option was wrong."""
+    """Seventeen lines of usage would hide the one that names the wrong option."""
     first, second = refusal(capsys, "--nprocs-per-node 2 train.py").splitlines()
     assert "--nprocs-per-node" in first or "training_script" in first
     assert second == "(ddprun --help has all options)"
 
 
 def test_the_help_has_each_option_once_under_a_heading_and_ends_with_an_example(capsys: Any) -> None:
-    """torchrun's users look for an option by what it is for, and copy the example."""
+    """Users of torchrun search for an option by its purpose, and copy the example."""
     with pytest.raises(SystemExit) as ended:
         options("--help")
     assert ended.value.code == 0

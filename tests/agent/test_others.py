@@ -1,4 +1,4 @@
-"""ddprun ends what its ranks have started, all of it, and nothing else: not what stood beside it when it began."""
+"""ddprun ends everything that its ranks have started, and nothing else: not processes that were there when it began."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STARTS = pytest.mark.parametrize("start", ["--no-preload", "--preload=json"])
 
 
 class Beside:
-    """An entry point of a user: `something & exec ddprun …`. What it wrote its pid of, is a sibling."""
+    """A user's entry point: `something & exec ddprun …`. Processes whose pid it records are siblings."""
 
     def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
@@ -71,7 +71,7 @@ def beside(launcher: Launcher) -> Iterator[Beside]:
 
 
 def forget_what_kill_9_leaves(launcher: Launcher) -> None:
-    """Its folder: nobody is left who could remove it."""
+    """Ignore the folder: nobody is left who could remove it."""
     for folder in (launcher.folder / "tmp").glob("ddprun_*"):
         shutil.rmtree(folder)
 
@@ -92,7 +92,7 @@ FAILS_ONCE = """
 def test_a_process_that_was_there_before_outlives_a_restart_and_the_end(
     beside: Beside, launcher: Launcher, start: str
 ) -> None:
-    """A user loses the tensorboard of `tensorboard & exec ddprun train.py`."""
+    """Otherwise users lose the tensorboard of `tensorboard & exec ddprun train.py`."""
     script = launcher.script(FAILS_ONCE.format(before="pass", after="assert alive('sibling.pid')"))
     run = beside.start("sleep 1000 &\necho $! > sibling.pid", start, "--nproc", 2, script)
     assert run.wait(SECONDS_MAX) == 0, beside.err
@@ -103,7 +103,7 @@ def test_a_process_that_was_there_before_outlives_a_restart_and_the_end(
 def test_what_such_a_process_starts_later_lives_too_also_where_it_becomes_an_orphan(
     beside: Beside, launcher: Launcher, start: str
 ) -> None:
-    """A user loses the data server that a tensorboard starts, or a logger that has made itself a daemon."""
+    """Otherwise users lose the data server that a tensorboard starts, or a logger that became a daemon."""
     sibling = """
         (until test -e go; do sleep 0.02; done
          sleep 1000 & echo $! > child.pid
@@ -126,7 +126,7 @@ def test_what_such_a_process_starts_later_lives_too_also_where_it_becomes_an_orp
 def test_under_nohup_a_closed_terminal_stops_nothing(
     beside: Beside, launcher: Launcher, start: str, siblings: str
 ) -> None:
-    """`nohup ddprun … &` is how a training goes on when one goes home."""
+    """With `nohup ddprun … &` a training continues after logout."""
     script = launcher.script(
         """
         import os, time
@@ -147,7 +147,7 @@ def test_under_nohup_a_closed_terminal_stops_nothing(
 def test_a_daemon_of_a_rank_is_ended_before_the_next_generation_whatever_it_does_to_hide(
     beside: Beside, launcher: Launcher, start: str, siblings: str
 ) -> None:
-    """Two generations train into one checkpoint: the worker of the old one is still there."""
+    """Otherwise a worker of the old generation trains on into the same checkpoint."""
     daemon = (
         "import subprocess, sys\n        subprocess.run(['sh', '-c', "
         "'(env -i setsid setsid sleep 1000 & echo $! > daemon.txt)'], check=True)"
@@ -160,7 +160,7 @@ def test_a_daemon_of_a_rank_is_ended_before_the_next_generation_whatever_it_does
 def test_the_process_that_was_started_passes_signals_on_and_ends_with_the_code(
     beside: Beside, launcher: Launcher
 ) -> None:
-    """A kubelet's SIGTERM never reaches the ranks, and they lose what they would have saved."""
+    """Otherwise a kubelet's SIGTERM never reaches the ranks, and they cannot save."""
     script = launcher.script(
         """
         import signal, sys, time
@@ -181,10 +181,9 @@ def test_the_process_that_was_started_passes_signals_on_and_ends_with_the_code(
 def test_it_ends_with_its_ranks_where_who_started_it_wants_to_hear_of_no_child(
     beside: Beside, launcher: Launcher, siblings: str
 ) -> None:
-    """An ignored SIGCHLD is inherited, and then the kernel tells nobody that a child has ended: the training was over,
-    and ddprun waited for ever."""
+    """An ignored SIGCHLD is inherited, and then the kernel reports no ended children: ddprun would wait for ever."""
     script = launcher.script("open('trained', 'w')")
-    # sh itself restores it: `trap '' CHLD` would not do.
+    # sh restores it, so `trap '' CHLD` has no effect.
     ignores = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN)"
     python = f"{sys.executable} -c '{ignores}; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])'"
     started = beside.start(siblings, "--no-preload", script, python=python)
@@ -193,7 +192,7 @@ def test_it_ends_with_its_ranks_where_who_started_it_wants_to_hear_of_no_child(
 
 
 def test_one_ctrl_c_at_a_terminal_is_one(beside: Beside, launcher: Launcher) -> None:
-    """Ctrl-C goes to a whole foreground group: heard twice it would cut off what ranks save."""
+    """Ctrl-C goes to a whole foreground group: received twice, it would interrupt the save."""
     script = launcher.script(
         """
         import signal, sys, time
@@ -210,7 +209,7 @@ def test_one_ctrl_c_at_a_terminal_is_one(beside: Beside, launcher: Launcher) -> 
 
 
 def test_kill_9_of_the_process_that_was_started_ends_the_ranks(beside: Beside, launcher: Launcher) -> None:
-    """A job that was killed goes on training unseen."""
+    """A killed job must not train on unseen."""
     script = launcher.script("import os, time; open('rank.txt', 'w').write(f'{os.getpid()}\\n'); time.sleep(1000)")
     run = beside.start("sleep 1000 &\necho $! > sibling.pid", "--no-preload", script)
     rank = beside.pid("rank.txt")
@@ -222,7 +221,7 @@ def test_kill_9_of_the_process_that_was_started_ends_the_ranks(beside: Beside, l
 
 
 def test_an_agent_that_is_killed_is_told_by_its_signal(beside: Beside, launcher: Launcher) -> None:
-    """A pod whose agent was killed for memory would count as completed."""
+    """Otherwise a pod whose agent was killed for memory counts as completed."""
     script = launcher.script("import time; open('ready', 'w').close(); time.sleep(1000)")
     run = beside.start("sleep 1000 &\necho $! > sibling.pid", "--no-preload", script)
     eventually((launcher.folder / "ready").exists)
@@ -234,7 +233,9 @@ def test_an_agent_that_is_killed_is_told_by_its_signal(beside: Beside, launcher:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may make a PID namespace everywhere")
 def test_pid_1_of_a_container_spares_what_an_exec_has_started_there(beside: Beside, launcher: Launcher) -> None:
-    """`kubectl exec pod -- sh -c 'py-spy record … &'` is ended with the next restart: its orphan is PID 1's child."""
+    """Otherwise the next restart ends `kubectl exec pod -- sh -c 'py-spy record … &'`, whose orphan is PID 1's
+    child.
+    """
     namespace = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
     script = launcher.script(
         FAILS_ONCE.format(
@@ -254,7 +255,7 @@ def test_pid_1_of_a_container_spares_what_an_exec_has_started_there(beside: Besi
 
 
 def test_what_is_started_without_others_stays_one_process(launcher: Launcher) -> None:
-    """A process more in every pod would cost its memory, and `kill` of the pid that was started another path."""
+    """Another process in every pod would cost its memory, and change the effect of `kill`."""
     script = launcher.script("import time; open('ready', 'w').close(); time.sleep(1000)")
     run = launcher.ddprun("--no-preload", script)
     eventually((launcher.folder / "ready").exists)

@@ -1,4 +1,4 @@
-"""A rank takes more memory than its container may have, and the kernel kills it: what does the training go on from?"""
+"""A rank exceeds its container's memory, and the kernel kills it: from which state does training resume?"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from limited import Limited, limited
 from ddpjob_core.failures import KILLED_BY_KERNEL
 
 MIB = 1 << 20
-# As the process of a container: all that it starts is in its cgroup.
+# As the process of a container: everything that it starts is in its cgroup.
 AGENT = """
 import os
 with open(os.environ["CGROUP_PROCS"], "w") as procs:
@@ -66,7 +66,7 @@ with ddpjob.init() as world:
 
 
 def trained(launcher: Launcher, place: Limited, ranks: int, **env: str) -> tuple[list[str], list[str], str]:
-    """From which steps it began, how its ranks have ended, and what it said."""
+    """Return from which steps it began, how its ranks ended, and its output."""
     launcher.script(AGENT, "in_a_container.py")
     where = {"CGROUP_PROCS": str(place.procs), "CGROUP_USED": str(place.used), "CGROUP_LIMIT": str(place.limit)}
     words: list[Any] = ["--nproc", ranks, "--max-restarts", 1, launcher.script(TRAIN)]
@@ -77,8 +77,9 @@ def trained(launcher: Launcher, place: Limited, ranks: int, **env: str) -> tuple
 
 
 def test_a_rank_that_the_kernel_kills_for_its_memory_costs_no_step(launcher: Launcher) -> None:
-    """A batch that is too long takes a rank over the limit: the others have the state, and room for it since the first
-    steps. All that was made since the last save would be made again, and run into the same batch."""
+    """A batch that is too long takes a rank over the limit: the others have the state, and reserved room in the first
+    steps. Otherwise all steps since the last save are repeated, up to the same batch.
+    """
     with limited(2048 * MIB) as place:
         began, ended, said = trained(launcher, place, 2, WIDTH="256", LAYERS="1")
     assert began == ["BEGIN 0", "BEGIN 8"], said
@@ -90,8 +91,9 @@ def test_a_rank_that_the_kernel_kills_for_its_memory_costs_no_step(launcher: Lau
 def test_a_rank_alone_in_a_container_without_room_goes_on_from_the_folder_and_the_log_has_said_why(
     launcher: Launcher,
 ) -> None:
-    """The limit leaves 100 MiB, and the state takes 221: who would rather lose no step must know that in time.
-    The layers are small, because a step of AdamW takes twice the largest for a moment, and the limit leaves no more."""
+    """The limit leaves 100 MiB, and the state takes 221: users who want to lose no step must learn that in time. The
+    layers are small, because a step of AdamW briefly needs twice the largest one.
+    """
     with limited(1536 * MIB) as place:
         began, _, said = trained(launcher, place, 1, WIDTH="1024", LAYERS="16", ROOM=str(100 * MIB))
     assert began == ["BEGIN 0", "BEGIN 5"], said

@@ -1,4 +1,6 @@
-"""What node 0's agent tells the status receiver of restarts in place: all of them, again and again, and no secret."""
+"""What node 0's agent reports to the status receiver about restarts in place: all of them, repeatedly, and no
+secret.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from shell import eventually
 from ddpjob.reporting import termination
 from ddprun import posting
 
-# Fails until it has done so often enough; then it waits until it may end.
+# Fails so many times; then it waits until it may end.
 FAILS = """
 import os, time
 life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -25,7 +27,7 @@ open(f"up-{life}", "w").close()
 if life < 2: raise SystemExit(7)
 while not os.path.exists("enough"): time.sleep(0.01)
 """
-# The second time when it may.
+# The second time it waits until it may end.
 FAILS_TWICE = """
 import os, time
 while os.environ["TORCHELASTIC_RESTART_COUNT"] == "1" and not os.path.exists("enough"): time.sleep(0.01)
@@ -34,7 +36,7 @@ raise SystemExit(7)
 
 
 class Receiver:
-    """A status receiver that remembers what it was told, and may be away, or refuse."""
+    """A status receiver that records reports, and may be away, or refuse."""
 
     def __init__(self, port: int = 0) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -75,7 +77,7 @@ def application(body: dict[str, Any]) -> int:
 def test_steps_of_ranks_that_have_ended_are_progress_also_where_they_were_reported(
     launcher: Launcher, receiver: Receiver
 ) -> None:
-    """Its last word to the receiver made the agent forget them: the fourth failure in a week ended the job."""
+    """Otherwise its final report makes the agent forget them, and the fourth failure in a week ends the job."""
     script = launcher.script(
         """
         import os, ddpjob
@@ -195,7 +197,7 @@ def test_a_post_always_fits(character: str) -> None:
 @pytest.mark.parametrize("character", ["x", "é", "\x01", "\U0001f600", "\ud800"])
 @pytest.mark.parametrize("name", ["exception", "traceback", "its own"])
 def test_a_termination_message_always_fits_and_keeps_what_the_operator_needs(character: str, name: str) -> None:
-    """A script's own message may say anything, of any length."""
+    """A script's own message may have any content and length."""
     needed = {"rank": 3, "exitCode": 1, "ended": True, "agent": {"replacement": 0, "restarts": {"application": 3}}}
     body = termination.encode({**needed, name: character * 60_000, "list": ["x"] * 5_000})
     assert len(body) <= termination.BYTES_MAX

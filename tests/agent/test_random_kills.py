@@ -1,4 +1,4 @@
-"""Any process, at any moment: the job ends, with the result that it would have had."""
+"""Any process is killed at any moment: the job ends with the result that it would have had."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from agents import Launcher
 from free_port import free_port
 
-# Rank 0 sums what all ranks send it at each step, as a group would; who loses a peer fails, as in a collective.
+# Rank 0 sums what all ranks send at each step, as a group would; a rank that loses a peer fails, as in a collective.
 TRAIN = """
 import os, socket, struct, sys, time
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -56,7 +56,7 @@ LEFT = '{"application": 100, "infrastructure": 100, "stall": 100}'
 
 
 class Pod:
-    """An agent, replaced when it has ended; with an operator each pod of a node has its number."""
+    """An agent, replaced when it has ended; with an operator each pod of a node has a number."""
 
     def __init__(self, launcher: Launcher, words: list[object], *, operator: bool) -> None:
         self._launcher, self._words, self._operator = launcher, words, operator
@@ -72,11 +72,11 @@ class Pod:
 
     @property
     def succeeded(self) -> bool:
-        """Whether it knows that all ranks of the job have ended well; one that was told may have left before."""
+        """True if it knows that all ranks ended well; one that was told to stop may have left before."""
         return self.agent.poll() == 0 and not self.told
 
     def tell(self) -> None:
-        """As a drained node does."""
+        """Tell it to stop, as a drained node does."""
         self.told = True
         self.agent.terminate()
 
@@ -93,7 +93,8 @@ def test_whatever_is_killed_the_job_ends_with_its_result(launcher: Launcher, see
     story: list[str] = []
     kills, began, next_kill = 4, time.monotonic(), time.monotonic() + chance.uniform(0, 1)
     try:
-        # One that ends with 0 knows that all ranks have: the other may be killed after that, and needs no successor.
+        # An agent that ends with 0 knows that all ranks have: the other may be killed after that, and needs no
+        # successor.
         while not any(pod.succeeded for pod in pods):
             assert time.monotonic() < began + SECONDS_MAX, f"seed {seed}: it hangs after {story}"
             for k, pod in enumerate(pods):
@@ -109,13 +110,13 @@ def test_whatever_is_killed_the_job_ends_with_its_result(launcher: Launcher, see
         for pod in pods:
             pod.agent.terminate()
             pod.agent.communicate()
-    for folder in (launcher.folder / "tmp").iterdir():  # who is killed cannot clean up
+    for folder in (launcher.folder / "tmp").iterdir():  # a killed process cannot clean up
         subprocess.run(["rm", "-r", folder], check=True)
     assert [(launcher.folder / f"result-{rank}").read_text() for rank in range(4)] == [str(RESULT)] * 4, story
 
 
 def strike(chance: random.Random, told: list[Pod], alive: list[psutil.Process]) -> str:
-    """Kill any process, or tell one of these agents; what was done."""
+    """Kill any process, or tell one of these agents; return what was done."""
     if told and chance.random() < 0.25:
         k = chance.randrange(len(told))
         told[k].tell()

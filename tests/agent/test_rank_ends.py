@@ -1,4 +1,4 @@
-"""What a job that ended with 0 says of replicas that are not the same, and of ranks that trained alone."""
+"""What a job that ended with 0 reports about unequal replicas, and ranks that trained alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from agents import Launcher, finish
 
-# Each function is a training of its own; how it goes on with its model is what is tried.
+# Each function is a training; what it does with its model is tested.
 TRAININGS = """
 import contextlib, copy, os, sys
 import torch, torch.distributed as dist
@@ -213,7 +213,9 @@ sys.exit(0)
 
 
 def trained(launcher: Launcher, *names: str) -> list[str]:
-    """What two nodes report of these trainings, one after the other; node 0 alone has it, and nothing else is said."""
+    """Return the report of two nodes on these trainings, one after the other; only node 0 has it, and nothing else is
+    reported.
+    """
     script = launcher.script(TRAININGS.replace("in TRAININGS", f"in [{', '.join(names)}]"))
     ran = [finish(node) for node in launcher.nodes(2, script, is_warm=True)]
     assert [node.returncode for node in ran] == [0, 0], [node.stderr for node in ran]
@@ -228,7 +230,7 @@ def trained(launcher: Launcher, *names: str) -> list[str]:
 
 
 def test_replicas_that_are_not_kept_in_step_are_named_at_the_end(launcher: Launcher) -> None:
-    """Each rank trains a model of its own, one of them is saved, and the exit code is 0."""
+    """Otherwise each rank trains its own model, one of them is saved, and the exit code is 0."""
     found = trained(
         launcher,
         "every_backward_in_no_sync",
@@ -254,14 +256,14 @@ def test_replicas_that_are_not_kept_in_step_are_named_at_the_end(launcher: Launc
 
 
 def test_replicas_that_part_late_are_named_as_well(launcher: Launcher) -> None:
-    """The last phase of a training, or an epoch of fine-tuning after it, may be the one that is wrong."""
+    """The last phase of a training, or an epoch of fine-tuning after it, may be wrong."""
     found = trained(launcher, "no_sync_after_a_thousand_passes", "no_sync_in_the_last_two_passes")
     who = "rank 1 ended with other parameters than rank 0: 0.weight is the first that differs; "
     assert found == [f"{who}the replicas were not kept in step, e.g. every backward ran in no_sync()"] * 2
 
 
 def test_what_a_script_does_to_its_model_after_the_training_is_its_own_affair(launcher: Launcher) -> None:
-    """A warning at the end of a sound job would teach its user to overlook all of them."""
+    """A warning at the end of a sound job would teach users to ignore all of them."""
     right = TRAININGS.partition("# ---- right")[2].partition("def done(")[0]
     names = [line.split()[1].partition("(")[0] for line in right.splitlines() if line.startswith("def ")]
     assert len(names) == 16
@@ -287,7 +289,7 @@ with ddpjob.init(backend="gloo") as world:
     ("program", "rate", "is_reported"),
     [
         (False, "0.1 + world.rank", True),
-        # The other way to a process of its own, and its twin.
+        # The other way to a separate process, and its counterpart.
         pytest.param(True, "0.1 + world.rank", True, marks=pytest.mark.long),
         pytest.param(True, "0.1", False, marks=pytest.mark.long),
     ],
@@ -295,7 +297,7 @@ with ddpjob.init(backend="gloo") as world:
 def test_ranks_that_no_fork_server_has_forked_are_compared_where_they_use_the_library(
     launcher: Launcher, program: bool, rate: str, is_reported: bool
 ) -> None:
-    """--no-preload, and a shell around Python, compared nothing without a word."""
+    """--no-preload, and a shell around Python, must not silently skip the comparison."""
     script = launcher.script(WITH_LIBRARY.replace("LR", rate))
     words = ["--no-python", "sh", "-c", f"{sys.executable} {script}; exit $?"] if program else ["--no-preload", script]
     done = finish(launcher.ddprun("--nproc-per-node", 2, *words))
@@ -329,7 +331,7 @@ elif os.environ["RANK"] == "1" or os.environ["TORCHELASTIC_RESTART_COUNT"] == "0
 
 @pytest.mark.parametrize("way", ["no group", "groups of one"])
 def test_ranks_that_trained_alone_are_reported_though_they_ended_with_0(launcher: Launcher, way: str) -> None:
-    """`--launcher pytorch` was not given: each rank has trained on all data, and nobody notices."""
+    """Without `--launcher pytorch` each rank trains on all data, and nobody notices."""
     script = launcher.script(ALONE.replace("WAY", repr(way)))
     done = finish(launcher.warm("--nproc-per-node", 2, script))
     text = "ddprun: 2 ranks ran and none has formed a process group with another: each has trained alone"
@@ -345,14 +347,14 @@ def test_ranks_that_trained_alone_are_reported_though_they_ended_with_0(launcher
         "a forward pass only",
         "by another library",
         "an end that nobody sees",
-        # A rank that leaves the training to a child has trained as little as one that only predicts.
+        # A rank that leaves training to a child has not trained, like one that only predicts.
         pytest.param("a child trains", marks=pytest.mark.long),
     ],
 )
 def test_ranks_that_may_have_had_a_reason_not_to_form_a_group_are_not_reported(launcher: Launcher, way: str) -> None:
-    """Data that each rank prepares for itself, a batch of predictions, Horovod: no group is needed."""
+    """Data that each rank prepares for itself, a batch of predictions, or Horovod need no group."""
     script = launcher.script(ALONE.replace("WAY", repr(way)))
-    # In a copy of this process autograd may have run before, for another test.
+    # In a copy of this process autograd may have run for another test.
     start = launcher.ddprun if way in ("a forward pass only", "a child trains") else launcher.warm
     done = finish(start("--nproc-per-node", 2, script))
     assert done.returncode == 0

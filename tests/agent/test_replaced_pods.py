@@ -1,4 +1,4 @@
-"""Several nodes on loopback where an operator is there: a pod that is lost, or told to go, is replaced alone."""
+"""Several nodes on loopback with an operator: a pod that is lost, or told to go, is replaced alone."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from shell import eventually, lives
 
 LEFT = json.dumps({"application": 3, "infrastructure": 100, "stall": 10, "inARow": 0, "chargedInARow": 0})
 
-# Every rank notes its start, says when it listens, and runs until it may end. SIGTERM to one makes all save: they look
-# for the same file, as the library's ranks agree on a step.
+# Every rank records its start, reports when it listens, and runs until it may end. After SIGTERM to one all save: they
+# check for a common file, as the library's ranks agree on a step.
 TRAIN = """
 import os, signal, sys, time
 life, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
@@ -45,13 +45,13 @@ class Job:
         self.agents = [self.start(node) for node in range(nodes)]
 
     def start(self, node: int, replacement: int = 0, left: str = LEFT) -> subprocess.Popen[str]:
-        """A pod of this node; left: of the budgets, as the operator says when it makes it."""
+        """Start a pod of this node; left: remaining budgets, as an operator sets them."""
         words = [*self._group, "--node-rank", node, *self._words]
         own = {"DDPJOB_REPLACEMENT": str(replacement), "DDPJOB_TERMINATION_LOG": str(self._log(node, replacement))}
         return self.launcher.ddprun(*words, DDPJOB_RESTARTS_LEFT=left, **own)
 
     def message(self, node: int, replacement: int = 0) -> Any:
-        """What the pod has left; None where nothing."""
+        """Return the pod's termination message; None if there is none."""
         path = self._log(node, replacement)
         return json.loads(path.read_text()) if path.exists() else None
 
@@ -60,11 +60,11 @@ class Job:
         eventually(lambda: len(list(self.launcher.folder.glob(f"up-{life}-*"))) == self.nodes)
 
     def lives(self) -> list[int]:
-        """The generations that there were."""
+        """Return the generations that existed."""
         return sorted({int(path.name.split("-")[1]) for path in self.launcher.folder.glob("up-*")})
 
     def processes(self, node: int) -> set[int]:
-        """The agent of a node and its fork server, where no rank runs."""
+        """Return the agent of a node and its fork server, while no rank is running."""
         agent = psutil.Process(self.agents[node].pid)
         return {agent.pid, *(p.pid for p in agent.children() if lives(p))}
 
@@ -75,7 +75,7 @@ class Job:
         assert all(self.agents[node].poll() is None for node in others)
 
     def done(self) -> list[subprocess.CompletedProcess[str]]:
-        """The ranks may end now; how all agents did."""
+        """Let the ranks end; return how all agents did."""
         (self.launcher.folder / "enough").touch()
         return [finish(agent) for agent in self.agents]
 
@@ -91,14 +91,14 @@ def job(launcher: Launcher) -> Job:
 
 
 def forget_killed(launcher: Launcher) -> None:
-    """Who is killed cannot remove its folder."""
+    """Ignore the folder that a killed agent could not remove."""
     for folder in (launcher.folder / "tmp").iterdir():
         subprocess.run(["rm", "-r", folder], check=True)
 
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_new_pod_for_one_that_was_lost_is_all_that_is_needed(job: Job, lost: int) -> None:
-    """Agents and fork servers of the others stay as they are; nothing is charged here, for the operator does."""
+    """Agents and fork servers of the others stay; nothing is charged here, because the operator does."""
     running = {node: job.processes(node) for node in range(3)}
     job.agents[lost].kill()
     job.agents[lost].communicate()
@@ -116,7 +116,7 @@ def test_a_new_pod_for_one_that_was_lost_is_all_that_is_needed(job: Job, lost: i
 
 
 def test_a_pod_that_comes_back_itself_is_charged_to_infrastructure(job: Job) -> None:
-    """Its connection was lost: the operator sees nothing of that."""
+    """Its connection was lost, which the operator does not see."""
     job.agents[1].kill()
     job.agents[1].communicate()
     job.wait_without_ranks(1)
@@ -152,8 +152,8 @@ def test_when_all_are_told_each_ends_by_itself_whatever_the_order(job: Job, orde
     pause = 0.1 if order[0] else 0.0
     for node in order:
         job.agents[node].terminate()
-        time.sleep(pause)  # not a wait for anything: the others are told at different moments of the first's end
-    assert {finish(agent).returncode for agent in job.agents} <= {75, 143}  # 143: told while Python ended
+        time.sleep(pause)  # not a wait for anything: the others are told at different moments of the first one's end
+    assert {finish(agent).returncode for agent in job.agents} <= {75, 143}  # 143: told while Python was ending
     assert len(list(job.launcher.folder.glob("saved-0-*"))) == 3
     assert job.lives() == [0]
 
@@ -189,7 +189,7 @@ def test_a_pod_that_has_been_replaced_cannot_disturb_the_new_one(launcher: Launc
 
 
 def test_a_newer_pod_takes_the_place_of_one_that_has_not_gone_yet(launcher: Launcher) -> None:
-    """Its node may be cut off, and its end not yet known."""
+    """Its node may be cut off, and its end not known yet."""
     job = Job(launcher, 2, "--no-preload", launcher.script(TRAIN))
     job.up(0)
     old, job.agents[1] = job.agents[1], job.start(1, 1)

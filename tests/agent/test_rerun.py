@@ -1,4 +1,4 @@
-"""What node 0 decides in a session of `ddpjob dev`: a save starts all ranks again, and no failure does."""
+"""Node 0's decisions in a session of `ddpjob dev`: a save restarts all ranks, and no failure does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STOP = Stop(frozenset({0, 1}), 0, patient=False)
 
 
 def running(**more: Any) -> LeaderState:
-    """Two nodes whose ranks run for the first time."""
+    """Return two nodes whose ranks run for the first time."""
     found = LeaderState(Members(range(2)), Budget(3, 3, 3, 3), 60.0, T0, has_operator=True, dev=True, **more)
     for node in range(2):
         found.joined(node, T0)

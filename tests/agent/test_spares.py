@@ -154,7 +154,7 @@ def test_those_that_wait_end_with_the_fork_server(launcher: Launcher) -> None:
 
 
 class Played:
-    """A fork server that this test plays, and the agent's end of it."""
+    """A fork server played by this test, and the agent's end of it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self.socket: socket.socket
@@ -170,7 +170,7 @@ class Played:
         self.agent.hear()
 
     def asked(self) -> list[Any]:
-        """What the agent has sent since."""
+        """Return what the agent has sent meanwhile."""
         lines = b""
         while processes.readable(self.socket.fileno(), 0):
             lines += self.socket.recv(1 << 16)
@@ -208,7 +208,7 @@ def test_they_are_forked_one_after_the_other_and_no_more_than_are_needed(played:
 
 
 def test_one_that_is_killed_is_not_replaced_in_the_same_generation(played: Played) -> None:
-    """Whoever kills them would have others forked without end, each of which costs the server a descriptor."""
+    """Otherwise whoever kills them causes endless forks, each of which costs the server a descriptor."""
     played.agent.fork_spares(2)
     for _ in range(2):
         assert played.asked() == [SPARE]
@@ -228,7 +228,7 @@ def test_none_is_forked_beside_ranks_that_end(played: Played) -> None:
 
 
 def test_an_answer_that_was_read_already_is_not_waited_for(played: Played) -> None:
-    """A rank that starts in the same turn has read it; the agent would stand still until the server says more."""
+    """A rank that starts in the same turn has read it; the agent would wait until the server sends more."""
     played.agent.fork_spares(1)
     played.says(pid=LIVES)
     played.says(pid=12)
@@ -245,7 +245,7 @@ def test_what_a_server_says_that_was_given_up_is_not_heard(played: Played) -> No
 
 
 def test_a_fork_that_meets_an_error_is_no_second_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would go on reading what the agent orders, and the agent would not see that its server has ended."""
+    """It would continue to read the agent's orders, and the agent would not notice that its server has ended."""
     me = os.getpid()
     agent, its = socket.socketpair()
     with agent, its:
@@ -290,7 +290,7 @@ def test_they_do_not_take_its_last_memory_either(tmp_path: Path) -> None:
 
 
 def test_a_restart_while_one_is_forked_takes_the_answers_in_their_order(played: Played) -> None:
-    """The pid of the spare, taken for that of the rank, would make the agent wait for the end of the wrong process."""
+    """If the spare's pid were taken for the rank's, the agent would wait for the wrong process."""
     played.agent.fork_spares(2)
     played.says(pid=LIVES)
     played.says(pid=12)
@@ -302,7 +302,7 @@ def test_a_restart_while_one_is_forked_takes_the_answers_in_their_order(played: 
 
 
 def test_one_that_cannot_be_forked_is_done_without(played: Played) -> None:
-    """A limit of processes that is reached is no reason to give up the server, which a restart needs."""
+    """Reaching a process limit is no reason to give up the server, which a restart needs."""
     played.agent.fork_spares(2)
     played.says(error="BlockingIOError: [Errno 11] Resource temporarily unavailable")
     played.agent.hear()
@@ -310,7 +310,7 @@ def test_one_that_cannot_be_forked_is_done_without(played: Played) -> None:
 
 
 def test_one_that_was_killed_before_its_pid_was_known_is_not_counted(played: Played) -> None:
-    """Another process may have its pid by then, and would be kept alive for ever in its place."""
+    """Another process may have its pid by then, and would be kept alive in its place."""
     played.agent.fork_spares(2)
     pid = os.posix_spawnp("true", ["true"], os.environ)
     os.waitpid(pid, 0)

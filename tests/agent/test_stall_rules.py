@@ -1,4 +1,4 @@
-"""What node 0's agent decides when ranks make no step, and what steps do to a restart: no process, no clock."""
+"""Node 0's decisions when ranks make no step, and what steps mean for a restart: no process, no clock."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def running(nodes: int, stalls: int = 10, application: int = 9) -> LeaderState:
 
 
 def stand(found: LeaderState, at: float) -> None:
-    """All nodes say that they stand, and where."""
+    """Let all nodes report that they are stalled, and where."""
     found.stood(1, GETS_ON, T0)
     found.stood(0, STANDS, at)
     found.stood(1, STANDS, at)
@@ -36,7 +36,7 @@ def stand(found: LeaderState, at: float) -> None:
 
 
 def end(found: LeaderState, at: float, failures: list[Failure] | None = None) -> None:
-    """The ranks of all nodes are gone."""
+    """End the ranks of all nodes."""
     orders = taken(found)
     assert any(isinstance(order, Stop) for order in orders)
     found.stopped(0, [], at)
@@ -98,7 +98,7 @@ def test_who_gets_on_after_all_ends_the_matter() -> None:
 
 
 def test_all_nodes_hear_that_the_ranks_of_one_have_ended_well() -> None:
-    """A rank that hangs after its last collective waits for nobody: only so its own node knows that."""
+    """A rank that hangs after its last collective waits for nobody, and its node knows only this way."""
     found = running(3)
     taken(found)
     found.finished(1, T0)
@@ -175,7 +175,7 @@ AT = T0 + 100
 
 
 def times_out(nodes: int = 3, **more: int) -> LeaderState:
-    """Rank 0, one on each node, has waited for another one until its timeout, and has ended; nobody has answered."""
+    """Let rank 0, one per node, end by its timeout of waiting for another; nobody has answered."""
     found = running(nodes, **more)
     found.failed(0, [TIMED_OUT], AT)
     found.stopped(0, [TIMED_OUT], AT)
@@ -185,7 +185,7 @@ def times_out(nodes: int = 3, **more: int) -> LeaderState:
 
 
 def settled(found: LeaderState, nodes: set[int], at: float = AT + 1) -> str:
-    """What is said when the ranks of these nodes, the others' having ended, are stopped."""
+    """Return the result when the ranks of these nodes are stopped, after the others' have ended."""
     assert taken(found) == [Stop(frozenset(nodes), 0, patient=False)]
     assert found.deadline is None
     for node in nodes:
@@ -241,7 +241,7 @@ def test_ranks_that_all_end_by_themselves_are_not_stopped() -> None:
 
 @pytest.mark.parametrize("event", ["lost", "told", "finished", "crashed"])
 def test_whatever_else_happens_ends_the_question(event: str) -> None:
-    """A better cause, or a node that does not answer; and a rank that is to save is told at once."""
+    """For example a better cause, or a silent node; and a rank that is to save is told at once."""
     found = times_out()
     found.answered(1, STANDS, [HANGS], AT + 0.1)
     if event == "lost":

@@ -1,4 +1,4 @@
-"""A stop reaches the processes that train, and what they have started only after them: otherwise nothing is saved."""
+"""A stop reaches training processes first and their children only afterwards: otherwise nothing is saved."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agents import Launcher, finish
 
 STARTS = pytest.mark.parametrize("start", ["--no-preload", "--preload=json"])
 
-# A DataLoader's worker, as far as a stop is concerned: the rank fails when it ends first.
+# Acts like a DataLoader's worker at a stop: the rank fails if it ends first.
 RANK_WITH_A_HELPER = """
 import os, signal, subprocess, sys, time
 HELPER = '''
@@ -36,7 +36,7 @@ while True: time.sleep(0.05)
 
 @STARTS
 def test_what_a_rank_has_started_gets_sigterm_only_after_it_has_ended(launcher: Launcher, start: str) -> None:
-    """A DataLoader raises in the rank when a worker ends, so the save at the stop was lost."""
+    """A DataLoader raises in the rank when a worker ends, so the save at the stop would be lost."""
     done = told_to_stop(launcher.ddprun(start, launcher.script(RANK_WITH_A_HELPER)))
     assert (done.stdout, done.returncode) == ("saved\nhelper ends\n", 75)
 
@@ -73,7 +73,7 @@ while True: time.sleep(0.05)
 def test_a_helper_that_outlives_its_rank_is_killed_when_the_time_is_over(
     launcher: Launcher, session: list[str]
 ) -> None:
-    """One that uploads what was saved has the rest of the time; one that never ends must not hold the pod."""
+    """One that uploads what was saved gets the rest of the time; one that never ends must not hold the pod."""
     agent = launcher.ddprun("--no-preload", launcher.script(LEAVES_A_HELPER), *session, PET_SHUTDOWN_TIMEOUT="3")
     wait_for(agent, "ready")
     began = time.monotonic()
@@ -107,7 +107,9 @@ while True: time.sleep(0.05)
 
 @pytest.mark.parametrize("words", ["{0}; true", "({0}; true) | cat", "sh -c '{0}; true' & wait", "exec {0}"])
 def test_the_python_below_a_shell_gets_the_signal_at_once_and_its_time(launcher: Launcher, words: str) -> None:
-    """The shell ends by the signal, and what it has started was killed at once. What reads the output must live on."""
+    """The shell ends by the signal; its children must not be killed at once, and the reader of its output must live
+    on.
+    """
     launcher.script(TRAINS)
     agent = launcher.ddprun("--no-python", "sh", "-c", words.format(f"{sys.executable} -u train.py"))
     done = told_to_stop(agent)
@@ -142,7 +144,9 @@ if __name__ == "__main__":
 def test_training_processes_that_a_rank_has_started_get_the_signal_at_once_and_it_waits_for_them(
     launcher: Launcher,
 ) -> None:
-    """torch.multiprocessing.spawn in a rank: its parent would end by the signal, and take the others with it."""
+    """For torch.multiprocessing.spawn in a rank: otherwise its parent ends by the signal, and takes the others with
+    it.
+    """
     done = told_to_stop(launcher.ddprun("--no-preload", launcher.script(SPAWNS)), ready=2)
     assert (done.stdout, done.returncode) == ("saved\nsaved\nparent ends\n", 0)
 
@@ -150,7 +154,7 @@ def test_training_processes_that_a_rank_has_started_get_the_signal_at_once_and_i
 def told_to_stop(
     agent: subprocess.Popen[str], *, ready: int = 1, seconds: float = 60
 ) -> subprocess.CompletedProcess[str]:
-    """Tell it to stop once so many processes are ready; what it prints from then on."""
+    """Stop it once so many processes are ready; return its later output."""
     for _ in range(ready):
         wait_for(agent, "ready")
     agent.terminate()

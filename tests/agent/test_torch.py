@@ -1,4 +1,4 @@
-"""Beside the real torchrun, and with torch in the ranks. Most processes here import torch: keep these tests few."""
+"""Comparison with the real torchrun, and torch in the ranks. Most processes here import torch: keep these tests few."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PRINT_ENVIRON = """
 import json, os
 json.dump(dict(os.environ), open(f"environ-{os.environ['RANK']}.json", "w"))
 """
-# What differs on purpose: ddprun has no store of its own, restarts by itself, and gives each rank a file for its words.
+# Intended differences: ddprun has no own store, restarts by itself, and gives each rank a file for its failure.
 OWN = {"TORCHELASTIC_USE_AGENT_STORE": ("False", "True"), "TORCHELASTIC_MAX_RESTARTS": ("3", "0")}
 ADDED = {"DDPJOB_TERMINATION_LOG", "DDPJOB_BEATS", "DDPJOB_GENERATION", "DDPJOB_MEMORY", "DDPJOB_END"}
 EACH_RUN = {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "MASTER_ADDR"}
@@ -48,8 +48,8 @@ def test_a_rank_finds_the_environment_that_torchrun_gives_it(launcher: Launcher,
 
 
 def test_a_rank_that_is_forked_finds_one_variable_more(launcher: Launcher) -> None:
-    """torch._dynamo sets it while it is imported, and the ranks of torchrun only if they import it."""
-    launcher.env.pop("TORCHINDUCTOR_CACHE_DIR", None)  # a test before this one may have imported it here
+    """torch._dynamo sets it while it is imported, which torchrun's ranks do only if they need it."""
+    launcher.env.pop("TORCHINDUCTOR_CACHE_DIR", None)  # an earlier test may have imported it here
     script = launcher.script(PRINT_ENVIRON)
     assert finish(launcher.ddprun("--no-preload", script)).returncode == 0
     (new,) = environs(launcher, 1)

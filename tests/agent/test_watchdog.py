@@ -1,4 +1,4 @@
-"""A group that stands still is found, each rank says where it is, the guilty one is named, and all start again."""
+"""A stalled group is found, each rank reports where it is, the culprit is named, and all restart."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ddprun.heartbeats import Heartbeats
 from ddprun.options import parse
 from ddprun.watch_ranks import ANSWER_SECONDS, Watching
 
-# Trains five steps; in its first life what is to go wrong goes wrong.
+# Trains five steps; in the first generation the tested failure happens.
 TRAIN = """
 import os, re, sys, time
 import ddpjob
@@ -40,14 +40,14 @@ LIMIT = {"DDPJOB_STALL_TIMEOUT": "2"}
 
 
 def found(text: str) -> tuple[int, str, str]:
-    """The sentence with which all are started again: for how long, what, and what it was charged to."""
+    """Return the sentence about the restart: for how long, what, and its charge."""
     match = re.search(r"restart 1: the group made no step for (\d+) s: (.*); charged to (\w+), waiting 0 s", text)
     assert match, text
     return int(match[1]), match[2], match[3]
 
 
 def told(text: str, rank: int) -> str:
-    """What the rank wrote when it was asked."""
+    """Return what the rank wrote when it was asked."""
     return text.partition(f"ddpjob: rank {rank} (process ")[2].partition("\ndd")[0]
 
 
@@ -75,7 +75,7 @@ def test_a_rank_whose_interpreter_is_held_cannot_answer_and_is_named_for_it(laun
 
 
 def test_a_rank_that_never_says_anything_is_not_named_where_another_one_stands_still(launcher: Launcher) -> None:
-    """It is left out of what is found, so it is no suspect either: it has nothing with which it could answer."""
+    """It is no suspect, because it has nothing with which it could answer."""
     script = launcher.script(
         """
         import os, time
@@ -131,7 +131,7 @@ def test_a_limit_of_0_is_none(launcher: Launcher) -> None:
 
 
 def test_an_agent_that_was_held_itself_finds_no_stall(launcher: Launcher) -> None:
-    """A machine that was suspended, a container that was frozen: ranks and agent stop together, and go on together."""
+    """On a suspended machine or in a frozen container, ranks and agent stop and continue together."""
     script = launcher.script(
         """
         import os, time, ddpjob
@@ -147,7 +147,7 @@ def test_an_agent_that_was_held_itself_finds_no_stall(launcher: Launcher) -> Non
     processes = psutil.Process(agent.pid).children()
     for pid in [*(p.pid for p in processes), agent.pid]:
         os.kill(pid, signal.SIGSTOP)
-    time.sleep(4)  # more than the limit: that time passes is what is tested
+    time.sleep(4)  # longer than the limit, which must have no effect here
     (launcher.folder / "go").touch()
     for pid in [agent.pid, *(p.pid for p in processes)]:
         os.kill(pid, signal.SIGCONT)
@@ -185,7 +185,7 @@ def test_a_program_that_trained_and_has_ended_is_none_that_hangs(launcher: Launc
 
 
 class Loses:
-    """A node whose connection to node 0 breaks when it has something to say."""
+    """A node whose connection to node 0 breaks when it sends something."""
 
     def __init__(self) -> None:
         self.options = parse(["train.py"], {"DDPJOB_STALL_TIMEOUT": "2"})
@@ -195,7 +195,7 @@ class Loses:
         self.words: list[object] = []
 
     def watch(self, *_: object) -> None:
-        """Nothing rings here."""
+        """No notifications are used here."""
 
     unwatch = watch
 
@@ -239,7 +239,7 @@ dist.destroy_process_group()
 """
 
 
-# Without the library: below by day, where a rank hangs after its last collective.
+# Without the library: the test below runs by day, with a rank that hangs after its last collective.
 @pytest.mark.parametrize("library", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_the_rank_that_did_not_come_to_the_collective_is_named_with_and_without_the_library(
     launcher: Launcher, library: bool
@@ -283,7 +283,7 @@ dist.destroy_process_group()
 def test_the_rank_that_another_one_waited_for_until_torchs_timeout_is_named_as_in_a_stall(
     launcher: Launcher, start: str, library: str, nodes: int
 ) -> None:
-    """Only the rank that timed out was, which is the one rank that did nothing wrong."""
+    """The rank that timed out did nothing wrong."""
     script = launcher.script(TIMES_OUT.format(library=library, group=""))
     started = launcher.nodes(nodes, start, "--nproc", 2 // nodes, script, OMP_NUM_THREADS="1")
     done = [finish(agent, 150) for agent in started]
@@ -298,7 +298,7 @@ def test_the_rank_that_another_one_waited_for_until_torchs_timeout_is_named_as_i
 
 @pytest.mark.long
 def test_a_timeout_in_another_group_names_nobody(launcher: Launcher) -> None:
-    """There the numbers of the default group do not say who is behind."""
+    """Numbers of the default group do not show who is late there."""
     script = launcher.script(TIMES_OUT.format(library="", group=", group=rows"))
     done = finish(launcher.ddprun("--preload=torch", "--nproc", 2, script, OMP_NUM_THREADS="1"), 150)
     assert done.returncode == 0, done.stderr
@@ -335,7 +335,7 @@ END_LIMIT = {"DDPJOB_STALL_TIMEOUT": "3", "OMP_NUM_THREADS": "1"}
 def test_a_rank_that_hangs_after_its_last_collective_is_found_without_the_library(
     launcher: Launcher, nodes: int, leave: str
 ) -> None:
-    """All others have ended, nobody waits for it, and the job runs for ever."""
+    """All others have ended, nobody waits for it, and the job would run for ever."""
     script = launcher.script(ENDS.format(hang=HANGS, leave=leave))
     started = launcher.nodes(nodes, "--nproc", 2 // nodes, script, is_warm=True, **END_LIMIT)
     done = [finish(agent, 150) for agent in started]
@@ -346,16 +346,16 @@ def test_a_rank_that_hangs_after_its_last_collective_is_found_without_the_librar
 
 
 def test_a_rank_that_works_alone_after_its_last_collective_is_left_alone(launcher: Launcher) -> None:
-    """Rank 0 evaluates for longer than a step may take, and the training is thrown away."""
+    """Rank 0 may evaluate for longer than a step may take."""
     script = launcher.script(ENDS.format(hang=WORKS, leave="dist.destroy_process_group()"))
     done = finish(launcher.warm("--nproc", 2, script, **END_LIMIT), 150)
     assert (done.returncode, "restart" in done.stderr) == (0, False), done.stderr
 
 
 def test_a_process_that_hangs_after_its_script_has_ended_is_found(launcher: Launcher) -> None:
-    """As torch's own destructors do, while they hold the interpreter: nothing in it can answer."""
+    """For example in torch's destructors, while they hold the interpreter lock: nothing in it can answer."""
     hang = "import atexit; torch.kept = Held()"
-    # PyDLL: with the interpreter's lock. A signal ends a sleep.
+    # PyDLL holds the interpreter lock. A signal ends a sleep.
     held = "class Held:\n    def __del__(self):\n        while True: ctypes.PyDLL(None).sleep(1000)"
     script = launcher.script("import ctypes\n" + held + ENDS.format(hang=hang, leave=""))
     done = finish(launcher.warm("--nproc", 2, script, **END_LIMIT), 150)

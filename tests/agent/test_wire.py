@@ -1,4 +1,4 @@
-"""The line between agents: who does not belong to the job gets nowhere, whatever it sends."""
+"""The protocol between agents: strangers get nowhere, whatever they send."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_an_agent_with_another_key_is_refused(pair: Any, other: bytes) -> None:
 
 
 def test_a_leader_with_another_key_is_not_obeyed(pair: Any) -> None:
-    """It cannot prove itself: whoever listens at the old address of node 0 starts nothing here."""
+    """It cannot prove its identity: whoever listens at node 0's old address starts nothing here."""
     leader, node = met(pair, job_key("uid-2", {}))
     leader._session = b"guessed"
     leader.send({"start": {"generation": 1, "port": 1}})

@@ -1,4 +1,4 @@
-"""What the local world keeps of pods, and what it gives back."""
+"""What the local run keeps of pods, and what it releases."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def world(tmp_path: Path) -> Iterator[LocalCluster]:
 
 
 def run_and_delete(world: LocalCluster, what: api.DDPJob, attempt: int) -> LocalPod:
-    """A pod that ends by itself, and is then deleted."""
+    """Run a pod that ends by itself, and delete it."""
     world.execute(what, (CreatePod(attempt, 0),))
     (pod,) = world.pods.values()
     while pod.open:
@@ -39,7 +39,7 @@ def run_and_delete(world: LocalCluster, what: api.DDPJob, attempt: int) -> Local
 
 
 def test_an_empty_dir_goes_with_its_pod(world: LocalCluster) -> None:
-    """A cache of 20 GB in it was there once for each attempt, until the run ended or the disk was full."""
+    """Otherwise a cache of 20 GB in it exists once per attempt, until the run ends or the disk is full."""
     trainer = {
         "name": "trainer",
         "image": "i",
@@ -53,9 +53,9 @@ def test_an_empty_dir_goes_with_its_pod(world: LocalCluster) -> None:
 
 
 def test_a_pod_that_is_gone_holds_no_descriptor_and_no_process(world: LocalCluster) -> None:
-    """A run with many restarts, or 64 nodes and a few, ended in `Too many open files`."""
+    """Otherwise a run with many restarts, or 64 nodes and a few, ends in `Too many open files`."""
     what = job(nodes=1, container={"command": ["true"]})
-    kept = []  # as the screen keeps them: what they have printed is told after their end
+    kept = []  # the screen keeps them until their output was shown
 
     def attempt(number: int) -> int:
         kept.append(run_and_delete(world, what, number))

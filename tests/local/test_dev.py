@@ -1,4 +1,4 @@
-"""`ddpjob dev`: a save starts the ranks again. No torch: the fork server of these sessions has imported json."""
+"""`ddpjob dev`: a save restarts the ranks. No torch: the fork server of these sessions has imported json."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ time.sleep(600)
 
 
 class Session:
-    """`ddpjob dev` on two nodes; all that it prints goes into one file."""
+    """`ddpjob dev` on two nodes, with all output in one file."""
 
     def __init__(self, cli: Cli, *words: str, command: tuple[str, ...] = ("train.py",), name: str = "printed") -> None:
         self.path = cli.folder / "train.py"
@@ -45,12 +45,12 @@ class Session:
         return self._printed.read_text(errors="replace")
 
     def prints(self, what: str, times: int = 1) -> None:
-        """Wait for it."""
+        """Wait until it has printed this text."""
         eventually(lambda: self.text.count(what) >= times or self.process.poll() is not None, SECONDS_MAX)
         assert self.text.count(what) >= times, self.text
 
     def save(self, text: str, path: Path | None = None) -> None:
-        """As vim does: the new file gets the old one's name."""
+        """Save as vim does: the new file gets the old one's name."""
         path = path or self.path
         (path.parent / "4913").touch()
         (path.parent / "4913").unlink()
@@ -72,7 +72,7 @@ def session(cli: Cli) -> Iterator[Session]:
 
 
 def test_all_ranks_run_what_was_saved_and_nothing_is_charged(cli: Cli, session: Session) -> None:
-    """A restart that is charged waits for its back-off, and the fourth ends the job."""
+    """A charged restart waits for its back-off, and the fourth ends the job."""
     for version in range(1, 7):
         session.prints(f"hello v{version} from 0 0")
         session.prints(f"hello v{version} from 1 0")
@@ -85,7 +85,7 @@ def test_all_ranks_run_what_was_saved_and_nothing_is_charged(cli: Cli, session: 
 
 
 def test_an_error_and_the_end_of_the_script_leave_the_nodes_standing_until_the_next_save(session: Session) -> None:
-    """Each would cost the imports of torch, and a failed import a new session."""
+    """Otherwise each costs the imports of torch, and a failed import a new session."""
     session.prints("hello v1", 2)
     session.save("def f(:\n")
     session.prints("SyntaxError: invalid syntax (train.py, line 1)); save a file to start them again")
@@ -182,7 +182,7 @@ print("rank", os.environ["RANK"], "went on with", answer)
 
 
 def test_a_debugger_in_one_rank_begins_again_after_a_save(cli: Cli) -> None:
-    """A debugger that is killed while it reads leaves a terminal that shows no keys."""
+    """A debugger that is killed while reading leaves a terminal without echo."""
     script = cli.folder / "train.py"
     script.write_text(DEBUGGED.format(answer=41))
     child = at_a_terminal(cli, "--nodes", "2", "--pdb", "1")
@@ -202,7 +202,7 @@ def test_a_debugger_in_one_rank_begins_again_after_a_save(cli: Cli) -> None:
 
 
 def test_a_change_of_a_module_that_was_imported_before_the_ranks_is_run_too(cli: Cli) -> None:
-    """The ranks would run the old one, whatever is saved."""
+    """Otherwise the ranks run the old one, whatever is saved."""
     (cli.folder / "train.py").write_text("import part; print('has', part.NAME); import time; time.sleep(600)")
     (cli.folder / "part.py").write_text("NAME = 'part 1'")
     session = Session(cli, "train.py", command=("--preload=part", "train.py"))
@@ -245,7 +245,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def changed(files: SavedFiles, **how: Any) -> set[str]:
-    """Of polls that are far apart."""
+    """Return the changes found by polls that are far apart."""
     now = time.monotonic()
     return {Path(path).name for at in (now, now + 9) for path in files.poll(at, **how)}
 
@@ -301,7 +301,7 @@ def test_a_file_of_200_mb_is_not_read_and_a_folder_of_data_not_searched(folder: 
 
 
 def test_changes_count_when_they_have_settled_and_at_the_latest_after_a_second(folder: Path) -> None:
-    """An editor truncates the file that it writes, or puts another one in its place."""
+    """An editor truncates the file that it writes, or replaces it."""
     files, script = SavedFiles([str(folder)]), folder / "train.py"
     now = 100.0
     for text in ("", "2", "22"):

@@ -10,7 +10,7 @@ from shell import Cli, status_of
 
 pytestmark = pytest.mark.timeout(300)
 
-# What a script of PyTorch's elastic examples prints, in ranks that import no torch.
+# The output of a script of PyTorch's elastic examples, from ranks that import no torch.
 PRINTS = """
 import json, os, time
 names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
@@ -25,12 +25,12 @@ open(f"said-{said['RANK']}.json", "w").write(json.dumps(said))
 
 @pytest.fixture
 def job(cli: Cli) -> Path:
-    """A static job: the range comes from the command line."""
+    """Return a static job: the range comes from the command line."""
     return cli.file(PRINTS, container={"command": ["torchrun", "--no-python", "python", "train.py"]})
 
 
 def test_a_lost_node_starts_the_group_again_and_torchruns_variables_are_all_there(cli: Cli, job: Path) -> None:
-    """Scripts of PyTorch's tutorials read them; the second attempt must have a rendezvous of its own."""
+    """Scripts of PyTorch's tutorials read them; the second attempt needs its own rendezvous."""
     done = cli.run("run", job, "--nodes", "1:2", "--fail", "node=1,at=4s", "--status", "status.json", "--no-check")
     assert done.returncode == 0, done.stderr
     status = status_of(cli.folder / "status.json")

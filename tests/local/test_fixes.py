@@ -1,4 +1,4 @@
-"""A slip of the finger is answered with what was meant."""
+"""A typing error is answered with a suggestion."""
 
 from __future__ import annotations
 

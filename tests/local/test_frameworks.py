@@ -1,7 +1,6 @@
-"""docs/frameworks.md and tracking.md: each framework ends in order when it is told to stop, and goes on from there.
-
-They need packages that `make test` does not install, because it would take longer and more room than all its tests:
-`make test-frameworks` does.
+"""docs/frameworks.md and tracking.md: each framework ends in order when it is stopped, and resumes from there. They
+need packages that `make test` does not install, because these take more time and room than all its tests: `make
+test-frameworks` does.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def output(process: subprocess.Popen[str]) -> str:
 def test_a_rank_that_gets_sigterm_stops_all_after_one_step_and_the_next_start_goes_on(
     package: str, script: str, tmp_path: Path
 ) -> None:
-    """A drained node would cost all steps since the last periodic checkpoint."""
+    """Otherwise a drained node costs all steps since the last periodic checkpoint."""
     pytest.importorskip(package, reason=WHY)
     first = start(script, tmp_path, DDPJOB_FAULTS=SIGTERM_TO_RANK_1)
     said = output(first)
@@ -56,7 +55,7 @@ def test_a_rank_that_gets_sigterm_stops_all_after_one_step_and_the_next_start_go
 
 
 def test_hugging_faces_trainer_saves_at_one_step_of_all_ranks_and_goes_on_there(tmp_path: Path) -> None:
-    """With the signal to one rank alone, the others would wait in a collective until its time-out."""
+    """If only one rank got the signal, the others would wait in a collective until its time-out."""
     pytest.importorskip("transformers", reason=WHY)
     first = start("hf_trainer.py", tmp_path)
     deadline = time.monotonic() + 120
@@ -110,8 +109,9 @@ trainer.train()
 
 
 def test_hugging_faces_trainer_ends_right_after_the_checkpoint_and_leaves_it(tmp_path: Path) -> None:
-    """At the end of an epoch and of a training it evaluates, for longer than there is time, saves into the same folder
-    again, and removes every checkpoint but the best."""
+    """At the end of an epoch and of training it evaluates for too long, saves into the same folder again, and removes
+    every checkpoint but the best.
+    """
     pytest.importorskip("transformers", reason=WHY)
     (tmp_path / "train.py").write_text(STOPS_IN_AN_EPOCH)
     told = subprocess.run(
@@ -156,8 +156,9 @@ for steps in (10, 400):  # as where a part of a model is trained first
 
 
 def test_lightnings_second_fit_saves_when_it_is_told_to_stop_and_validations_are_declared(tmp_path: Path) -> None:
-    """Lightning gives SIGTERM back at the end of each fit: in the next one it killed the rank, and nothing was saved.
-    A validation that takes longer than a step may take was a stall."""
+    """Lightning restores SIGTERM at the end of each fit: in the next one it would kill the rank, and nothing be saved.
+    A validation longer than a step's limit must be no stall.
+    """
     pytest.importorskip("lightning", reason=WHY)
     (tmp_path / "train.py").write_text(FITS_TWICE)
     told = subprocess.run(
@@ -195,7 +196,7 @@ with ddpjob.init() as world:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("launcher", ["ddprun", "torchrun"])
 def test_a_curve_has_each_step_once_though_a_rank_was_killed(launcher: str, rank: int, tmp_path: Path) -> None:
-    """Repeated steps were drawn over each other, and what was not written yet left a gap."""
+    """Otherwise repeated steps are drawn over each other, and unwritten ones leave a gap."""
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason=WHY)
     (tmp_path / "train.py").write_text(DRAWS_A_CURVE)
     words = ["run", "--nproc-per-node=2", "--launcher", launcher, "--fail", f"rank={rank},step=35,signal=KILL"]

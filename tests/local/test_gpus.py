@@ -27,12 +27,12 @@ SLICED = (
 
 @pytest.fixture(autouse=True)
 def no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine of the test run may have GPUs; the machine of the test has those it says."""
+    """Hide the test machine's own GPUs."""
     monkeypatch.setattr(gpus, "DRIVER_GPUS", tmp_path / "driver")
 
 
 class Machine:
-    """A folder as the whole PATH, with an nvidia-smi of our own."""
+    """A folder as the whole PATH, with a fake nvidia-smi."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

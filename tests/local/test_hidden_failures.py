@@ -1,4 +1,4 @@
-"""A local run whose command ends with 0 although its ranks have failed: the shell, or the script, has hidden it."""
+"""A local run whose command ends with 0 although its ranks failed: the shell, or the script, has hidden it."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def test_a_failure_that_ddprun_reports_fails_the_job_although_the_shell_ends_wit
 
 
 def test_a_launcher_that_heals_the_failure_of_the_one_before_has_succeeded(cli: Cli) -> None:
-    """`ddprun a || ddprun b`, and a loop that tries again."""
+    """For example `ddprun a || ddprun b`, and a loop that tries again."""
     code, _, status = ran(cli, FAILS_ONCE, f"until {DDPRUN} train.py; do sleep 0.01; done; echo done")
     assert (code, status["state"], status.get("findings")) == (0, "Succeeded", None)
 
 
 def test_a_traceback_at_the_end_of_a_success_is_shown_and_makes_it_suspicious(cli: Cli) -> None:
-    """It was folded away, and the run ended as a bare Succeeded."""
+    """Otherwise it is hidden, and the run ends as a bare Succeeded."""
     script = "import traceback\ntry:\n    raise RuntimeError('boom')\nexcept RuntimeError:\n    traceback.print_exc()"
     code, text, status = ran(cli, script, "python train.py")
     assert (code, status["state"], status["findings"][0]["reason"]) == (0, "Succeeded", "FailureInLog")
@@ -56,7 +56,7 @@ def test_a_traceback_after_which_the_script_goes_on_is_none_of_a_failure(cli: Cl
 
 
 def test_processes_whose_exit_codes_nobody_reads_make_a_success_suspicious(cli: Cli) -> None:
-    """As in PyTorch's own tutorial: start(), join(), and no look at exitcode."""
+    """As in PyTorch's own tutorial: start(), join(), and no check of exitcode."""
     script = (
         "import multiprocessing\n"
         "def rank():\n"

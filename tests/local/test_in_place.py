@@ -1,4 +1,4 @@
-"""`ddpjob run` of a job under ddprun: ranks start again in place, and a node that dies is replaced alone. No torch."""
+"""`ddpjob run` of a job under ddprun: ranks restart in place, and a node that dies is replaced alone. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from shell import Cli, status_of
 
 DDPRUN = {"command": [str(Path(sys.executable).parent / "ddprun"), "--preload", "json", "train.py"]}
-# Counts to 60 in steps that are saved, as a training does; goes on where its rank saved last.
+# Counts to 60 in saved steps, as a training does; resumes at its rank's last save.
 COUNTS = """
     import os, pathlib, time
     import ddpjob
@@ -58,7 +58,7 @@ def test_a_rank_that_is_killed_starts_again_with_the_others_and_is_named(cli: Cl
 def test_the_last_words_of_a_rank_are_in_the_failure_and_in_the_end_of_its_log(
     cli: Cli, line: str, exception: str, tail: str
 ) -> None:
-    """A user reads `ended with exit code 2` and no more."""
+    """`ended with exit code 2` does not say why."""
     done, status, told = run(cli, script=line, backoffLimit=0)
     assert done.returncode == 1
     assert status["lastFailure"]["exception"].startswith(exception), status["lastFailure"]
@@ -83,7 +83,7 @@ def test_a_node_that_dies_is_replaced_alone(cli: Cli, node: int, tmp_path: Path)
 
 
 def test_nodes_that_die_one_after_the_other_are_each_replaced_alone(cli: Cli) -> None:
-    """Else each second death in a job of two nodes costs all that survives in the memory of the other node."""
+    """Otherwise each second death in a job of two nodes costs what survives in the other node's memory."""
     faults = ("--fail", "node=1,at=2s", "--fail", "node=0,at=8s")
     done, status, told = run(cli, *faults, script=COUNTS.replace("61)", "221)"), backoffLimit=0)
     assert done.returncode == 0, told
@@ -124,10 +124,10 @@ KEEPS = """
 
 
 def test_a_restart_from_memory_repeats_no_step_and_the_end_says_where_it_went_on(cli: Cli) -> None:
-    """Who looks at the last line must see what the kill has cost, and where the result comes from."""
+    """The last line must show what the kill has cost, and where the result comes from."""
     file = cli.file(KEEPS, container={"command": [DDPRUN["command"][0], "train.py"]}, nodes=1, nprocPerNode=2)
     with cli.start("run", file, "--status", "status.json", "--fail", "rank=1,step=30,signal=KILL") as process:
-        _, told = process.communicate(timeout=150)  # torch is imported: a minute where much else runs
+        _, told = process.communicate(timeout=150)  # importing torch takes a minute on a busy machine
     assert process.returncode == 0, told
     status = status_of(cli.folder / "status.json")
     where = "the memory on the nodes of ranks 0, 1"

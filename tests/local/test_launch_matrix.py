@@ -22,9 +22,9 @@ from shell import Cli
 
 ROOT = Path(__file__).parents[2]
 NOTES = sorted(path.stem for path in (ROOT / "examples/notes").glob("*.yaml"))
-# What is no variant in spelling of LAUNCHERS below: how torch's launcher is started, and how its agents meet.
+# What is no spelling variant in LAUNCHERS below: how torch's launcher is started, and how its agents meet.
 LAUNCHED_OTHERWISE = "launch-by-path", "launch-underscore", "torchrun-c10d", "torchrun-standalone"
-# Stands for a note's script.
+# Replaced by a note's script.
 PLACE = """
 import os, sys
 names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"
@@ -33,15 +33,15 @@ assert given in ([], [os.environ["LOCAL_RANK"]]), sys.argv
 assert os.environ["MASTER_ADDR"] and int(os.environ["MASTER_PORT"])
 os.write(1, ("PLACE " + " ".join(os.environ[name] for name in names) + "\\n").encode())
 """
-SECONDS_MAX = 250  # a torch process takes seconds to start, and here are six; in a restart once more
+SECONDS_MAX = 250  # starting a torch process takes seconds, and there are six; after a restart again
 
 LAUNCHERS: dict[str, list[str]] = {
-    "torchrun": ["torchrun"],  # and torch.distributed.launch, which is the same with an option more
+    "torchrun": ["torchrun"],  # and torch.distributed.launch, which has one more option
     "ddprun": ["ddprun"],
     "spawn": ["python"],  # and a list of multiprocessing.Process
     "plain": ["python"],
 }
-# Each way to meet in turn, in processes that the launcher or the script itself has started.
+# Each rendezvous in turn, in processes that the launcher or the script itself has started.
 EVERY_METHOD = """
 import os, sys
 sys.path.insert(0, "trainer/examples/notes")
@@ -75,7 +75,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def alone() -> str:
-    """The hash of one process without a job."""
+    """Return the hash of one process without a job."""
     environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     words = [sys.executable, str(ROOT / "trainer/examples/notes/plain.py")]
     done = subprocess.run(words, env=os.environ | environment, capture_output=True, text=True, timeout=SECONDS_MAX)
@@ -86,7 +86,7 @@ def alone() -> str:
 
 @pytest.mark.parametrize("name", LAUNCHED_OTHERWISE)
 def test_each_way_to_start_torchs_launcher_gives_each_rank_its_place(cli: Cli, name: str) -> None:
-    """A variable of the job that contradicts an option ends the launcher, or leaves two ranks with the same number."""
+    """A job's variable that contradicts an option ends the launcher, or gives two ranks the same number."""
     text = (ROOT / f"examples/notes/{name}.yaml").read_text()
     script = cli.folder / "place.py"
     script.write_text(PLACE)
@@ -104,7 +104,7 @@ def test_each_note_trains_in_one_world_and_ends_with_the_same_parameters(cli: Cl
     spec = yaml.safe_load(text)["spec"]
     (cli.folder / "job.yaml").write_text(text)
     world_size = spec["nodes"] * spec.get("nprocPerNode", 1)
-    # A world of another size would train the same: one that every rank has for itself too.
+    # A world of another size, even one per rank, would train the same.
     assert trained(cli, "job.yaml", "--cpu") == {f"PARAMS {alone} world {world_size}"}
 
 
@@ -114,7 +114,8 @@ def test_each_note_trains_in_one_world_and_ends_with_the_same_parameters(cli: Cl
     "how", [pytest.param(how, marks=pytest.mark.long) if how in ("torchrun", "plain") else how for how in LAUNCHERS]
 )
 def test_under_each_launcher_ranks_meet_by_env_tcp_and_file(cli: Cli, alone: str, how: str) -> None:
-    # As few processes as tell it: torchrun and mp.spawn import torch beside their ranks. At night the notes have more.
+    # As few processes as possible: torchrun and mp.spawn import torch in addition to their ranks. At night the notes
+    # have more.
     nodes, nproc = {"spawn": (1, 2), "ddprun": (1, 2)}.get(how, (2, 1))
     job = cli.file(EVERY_METHOD, nodes=nodes, nprocPerNode=nproc)
     body = yaml.safe_load(job.read_text())
@@ -158,13 +159,13 @@ def test_what_only_the_script_can_know_it_refuses_before_anyone_waits(cli: Cli) 
 
 
 def trained(cli: Cli, job: Path | str, *options: str) -> set[str]:
-    """What rank 0 printed of its parameters."""
+    """Return what rank 0 printed about its parameters."""
     os.symlink(ROOT / "trainer", cli.folder / "trainer")
     return lines_of(cli, job, "PARAMS", *options)
 
 
 def lines_of(cli: Cli, job: Path | str, word: str, *options: str) -> set[str]:
-    """What the job's ranks printed that begins with the word, once the job has succeeded."""
+    """Return the lines of the job's ranks that begin with the word, after the job has succeeded."""
     with cli.start("run", job, *options) as process:
         out, err = process.communicate(timeout=SECONDS_MAX)
     assert process.returncode == 0, f"{err}\n{out}"

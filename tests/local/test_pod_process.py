@@ -1,4 +1,4 @@
-"""What of a pod a local process honours, what is refused, and what is said."""
+"""Fields of a pod that a local process has, those that are refused, and those that are mentioned."""
 
 from __future__ import annotations
 
@@ -165,14 +165,14 @@ def test_what_could_not_start_is_named_before_anything_starts(
 
 @pytest.mark.parametrize("volume", [{"name": "v"}, {"name": "v", "emptyDir": None}, {"name": "v", "hostPath": None}])
 def test_a_volume_without_a_kind_is_an_empty_folder_as_in_the_cluster(slot: pod_process.Slot, volume: dict) -> None:
-    """`volumes: [{name: cache}]` works on a cluster, and ended in a stack here."""
+    """`volumes: [{name: cache}]` works on a cluster."""
     body = pod({"command": ["ls", "/d/x"], "volumeMounts": [{"name": "v", "mountPath": "/d"}]}, volumes=[volume])
     process = pod_process.process(body, slot)
     assert (process.argv[1], process.folders) == (f"{slot.volumes}/v/x", [slot.volumes / "v"])
 
 
 def test_an_empty_kind_does_not_hide_a_volume_that_is_not_here() -> None:
-    """The run trained on an empty folder instead of the claim's data."""
+    """Otherwise the run trains on an empty folder instead of the claim's data."""
     volume = {"name": "v", "emptyDir": None, "persistentVolumeClaim": {"claimName": "data"}}
     assert (
         "a persistentVolumeClaim volume does not exist locally" in refused(pod({"command": ["x"]}, volumes=[volume]))[0]
@@ -182,7 +182,7 @@ def test_an_empty_kind_does_not_hide_a_volume_that_is_not_here() -> None:
 def test_each_node_has_its_own_folder_where_the_path_comes_from_a_variable(
     slot: pod_process.Slot, tmp_path: Path
 ) -> None:
-    """All nodes wrote into one folder, over each other."""
+    """Otherwise all nodes write into one folder, over each other."""
     container = {
         "command": ["x", "/out/log", "file:///out/init", "s3:///out"],
         "env": [{"name": "POD", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}],
@@ -208,7 +208,7 @@ def test_each_node_has_its_own_folder_where_the_path_comes_from_a_variable(
 def test_a_volume_that_leads_out_of_the_jobs_folders_is_refused(
     slot: pod_process.Slot, mount: dict, name: str, part: str
 ) -> None:
-    """The API server refuses the pod; here its files were written into the user's own folders."""
+    """The API server refuses the pod; here files would be written into the user's own folders."""
     mounts = [{"name": name, "mountPath": "/d", **mount}]
     container = {"command": ["sh"], "env": [{"name": "UP", "value": ".."}], "volumeMounts": mounts}
     (problem,) = pod_process.start_problems(pod(container, volumes=[{"name": name, "emptyDir": {}}]), slot)
@@ -223,7 +223,7 @@ def test_a_source_that_is_empty_is_none(slot: pod_process.Slot) -> None:
 def test_torchrun_beside_this_interpreter_is_found_first_only_where_torch_is(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """An environment that has only the command line must not hide the one that has torch."""
+    """An environment with only the command line must not hide the one with torch."""
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     assert pod_process.search_path("/bin") == f"/bin:{tmp_path}"
     (tmp_path / "torchrun").touch(mode=0o755)

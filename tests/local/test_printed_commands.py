@@ -16,7 +16,7 @@ import pytest
 from documents import ROOT
 
 pytestmark = [
-    pytest.mark.long,  # up to four trainings of two nodes a page; by day each command is parsed
+    pytest.mark.long,  # up to four trainings of two nodes per page; by day commands are only parsed
     pytest.mark.timeout(900),
 ]
 HERE = tuple(f"ddpjob {name} " for name in ("run", "init", "check", "list", "logs", "report"))
@@ -40,7 +40,7 @@ MISTAKE = "            if world.is_main:\n                torch.distributed.all_
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """With the tutorial's script, the examples, and nothing of this machine."""
+    """Return a folder with the tutorial's script and the examples, isolated from this machine."""
     page = next(b for b in documents.blocks("python") if b.page.name == "tutorial.md" and not b.not_run)
     (tmp_path / "train.py").write_text(page.text + "\n")
     for name in ("examples", "trainer"):
@@ -50,12 +50,12 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("page", BEFORE)
 def test_the_commands_of_a_page_work_as_they_are_printed(folder: Path, page: str) -> None:
-    """A reader types what stands there, and it fails."""
     for words in BEFORE[page]:
         typed(folder, words)
     for command, printed in commands(page):
         if "--fail" in command:
-            shutil.rmtree(folder / "snapshots", ignore_errors=True)  # a run that has ended has no step left to fail at
+            # A run that has ended has no step left at which to fail.
+            shutil.rmtree(folder / "snapshots", ignore_errors=True)
         is_wrong = command.startswith("ddpjob check")
         with changed(folder / "train.py", MISTAKE if is_wrong else ""):
             shown = typed(folder, command, code=1 if is_wrong else 0)
@@ -65,7 +65,7 @@ def test_the_commands_of_a_page_work_as_they_are_printed(folder: Path, page: str
 
 @contextlib.contextmanager
 def changed(script: Path, lines: str) -> Iterator[None]:
-    """The script with lines more, as long as the command runs."""
+    """Return a context in which the script has more lines."""
     text = script.read_text()
     assert AFTER in text
     script.write_text(text.replace(AFTER, AFTER + lines))
@@ -74,7 +74,7 @@ def changed(script: Path, lines: str) -> Iterator[None]:
 
 
 def commands(page: str) -> list[tuple[str, list[str]]]:
-    """Each command for this machine with the lines that are printed below it."""
+    """Yield each command for this machine with the lines printed below it."""
     found: list[tuple[str, list[str]]] = []
     for block in documents.blocks("console"):
         if block.page.name != page:
@@ -92,14 +92,14 @@ def commands(page: str) -> list[tuple[str, list[str]]]:
 
 
 def shape(line: str) -> str:
-    """A printed line as an expression: its numbers, names of runs and what … stands for may be others."""
+    """Return a printed line as an expression in which numbers, names of runs and … may differ."""
     words = re.split(r"\s+", line.partition("…")[0].strip())
     free = r"\d|[0-9a-f]{8}-|^~/|^(Succeeded|AGE)$"
     return r"\s+".join(r"\S+" if re.search(free, word) else re.escape(word) for word in words if word)
 
 
 def typed(folder: Path, command: str, code: int = 0) -> str:
-    """What a command prints."""
+    """Return a command's output."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     own = {"PATH": path, "HOME": str(folder), "XDG_STATE_HOME": str(folder / "state"), "KUBECONFIG": ""}
     done = subprocess.run(

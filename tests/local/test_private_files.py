@@ -1,4 +1,4 @@
-"""The files of a local run are its user's alone, and are not written through what others have planted."""
+"""Files of a local run are readable only for its user, and not written through files that others planted."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def open_umask() -> object:
 
 
 def test_files_of_a_run_are_0600_and_its_folders_0700(cli: Cli, open_umask: object) -> None:
-    """Status, course and logs were readable for everybody in a copy of the folder, with what a script had printed."""
+    """Otherwise everybody can read status, history and logs in a copy of the folder."""
     done = cli.run("run", cli.file(PRINTS), "--logs", "logs")
     assert done.returncode == 0, done.stderr
     (run,) = [path for path in (cli.folder / "logs/job").iterdir() if path.name != LATEST]
@@ -84,7 +84,7 @@ def test_a_record_that_is_a_pipe_does_not_hold_the_list_of_runs(tmp_path: Path) 
 
 
 def marked(folder: Path, job: str) -> Path:
-    """A folder as a run marks its own."""
+    """Return a folder marked as a run marks its own."""
     folder.mkdir(parents=True)
     mark = {"job": job, "run": folder.name, "inode": folder.stat().st_ino}
     (folder / MARK).write_text(json.dumps(mark))
@@ -92,7 +92,7 @@ def marked(folder: Path, job: str) -> Path:
 
 
 def test_a_folder_whose_name_is_a_pattern_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody who can write into --logs had the folders of all agents of this user removed."""
+    """Otherwise somebody who can write into --logs can make the folders of all the user's agents be removed."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     others = tmp_path / "tmp" / f"ddprun_{uuid.uuid4()}_1"
     others.mkdir(parents=True)
@@ -105,7 +105,7 @@ def test_a_folder_whose_name_is_a_pattern_is_no_run(tmp_path: Path, monkeypatch:
 def test_a_run_that_becomes_a_link_while_old_runs_are_removed_leads_nowhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the look at a folder and its removal, a link in its place led to the user's own `volumes`."""
+    """Between the check of a folder and its removal, a link in its place could lead to the user's own `volumes`."""
     outside = tmp_path / "outside"
     (outside / "volumes").mkdir(parents=True)
     (outside / "volumes/precious").write_text("precious")

@@ -1,4 +1,4 @@
-"""Progress arrives from the job's own trainers, and nobody else on the machine can forge it or wear it out."""
+"""Progress arrives from the job's own trainers, and nobody else on the machine can forge it or exhaust the receiver."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def serving(receiver: LocalReceiver) -> Iterator[LocalReceiver]:
 
 
 class World:
-    """A receiver, what it handed over, and clients of it."""
+    """A receiver, the reports that it passed on, and clients of it."""
 
     def __init__(self, folder: Path) -> None:
         self.reports: list[bytes] = []
@@ -59,7 +59,7 @@ class World:
             return answer.status, answer.read().decode()
 
     def raw(self, request: bytes) -> bytes:
-        """All that is answered to these bytes until the receiver closes."""
+        """Return everything that is answered to these bytes until the receiver closes."""
         with closing(self.socket()) as connection:
             connection.sendall(request)
             return until_closed(connection)
@@ -90,7 +90,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same limits, sooner; a report that is sent at once must not meet them, however busy this machine is."""
+    """Use shorter limits, which a report that is sent at once must not meet, however busy the machine is."""
     monkeypatch.setattr(receive.Handler, "timeout", 0.5)
 
 
@@ -214,14 +214,14 @@ def test_a_hundred_strangers_do_not_cost_a_hundred_threads(world: World, hasty: 
         for stranger in strangers:
             assert until_closed(stranger) in (b"", b"(reset)")
     deadline = time.monotonic() + BOUND_SECONDS
-    while threading.active_count() > before:  # they hear of the end in their own time
+    while threading.active_count() > before:  # they notice the end at their own time
         assert time.monotonic() < deadline, "a thread stays with a stranger that is gone"
         time.sleep(0.01)
     assert world.post(b"room again")[0] == 204
 
 
 def test_strangers_that_hold_all_connections_cost_no_report(world: World) -> None:
-    """Another user of the machine could keep a job's reports away for as long as he liked."""
+    """Otherwise another user of the machine can keep a job's reports away for as long as he likes."""
     with ExitStack() as stack:
         for _ in range(3 * CONNECTIONS_MAX):
             stack.enter_context(closing(world.socket()))

@@ -1,4 +1,4 @@
-"""`ddpjob run` as a user meets it, from outside. The trainings here import no torch: what they prove needs none."""
+"""`ddpjob run` as users see it, from outside. The trainings here import no torch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_script_that_throws_on_rank_1_only_fails_the_job_and_is_named(cli: Cli
 
 
 def test_a_deadline_of_ten_years_is_a_deadline(cli: Cli) -> None:
-    """The wait for it is longer than the kernel takes in one (24.8 days): the run ended in a stack."""
+    """The kernel accepts no wait of more than 24.8 days."""
     job = cli.file("import time; time.sleep(0.3)", activeDeadlineSeconds=315_360_000)
     done = cli.run("run", job, "--fail", "node=1,at=9999999s", "--status", "status.json")
     assert status_of(cli.folder / "status.json")["state"] == "Succeeded", done.stderr
@@ -175,10 +175,10 @@ def test_after_kill_9_of_anything_no_process_survives(cli: Cli, victim: str) -> 
     launcher = next(p for p in everyone if p.ppid() == supervisor.pid)
     worker = next(p for p in everyone if p.ppid() == launcher.pid)
     {"ddpjob run": runner, "supervisor": supervisor, "launcher": launcher, "worker": worker}[victim].kill()
-    if victim == "supervisor":  # a node that is lost: the job goes on without a charge
+    if victim == "supervisor":  # a lost node: the job continues without a charge
         assert process.stderr is not None
         eventually(lambda: "2 of 2 nodes are running, attempt 2" in process.stderr.readline())
-    if victim in ("supervisor", "worker"):  # this launcher does not watch its workers: the job lives
+    if victim in ("supervisor", "worker"):  # this launcher does not watch its workers: the job continues
         process.send_signal(signal.SIGINT)
     process.communicate(timeout=SECONDS_MAX)
     assert process.returncode == {"ddpjob run": -9, "launcher": 1}.get(victim, 130)
@@ -287,7 +287,7 @@ print("started", os.environ["RANK"], flush=True)
 
 
 def test_an_error_that_check_knows_stops_a_run_before_anything_starts(cli: Cli) -> None:
-    """Such a job started four times, and failed each time for what `ddpjob check` says in 0.2 seconds."""
+    """Otherwise the job starts four times, and fails each time for what `ddpjob check` finds in 0.2 seconds."""
     job = cli.file(NCCL)
     done = cli.run("run", job)
     assert (done.returncode, done.stdout) == (2, "")
@@ -297,7 +297,7 @@ def test_an_error_that_check_knows_stops_a_run_before_anything_starts(cli: Cli) 
 
 
 def test_no_check_starts_it_all_the_same(cli: Cli) -> None:
-    """A rule may be wrong, and then it must not be in the way."""
+    """A rule may be wrong, and must then not be in the way."""
     done = cli.run("run", cli.file(NCCL.replace("import torch.distributed as dist", ""), backoffLimit=0), "--no-check")
     assert done.returncode == 1
     assert "started" in done.stdout
@@ -312,7 +312,7 @@ def test_a_warning_is_shown_and_the_job_runs(cli: Cli) -> None:
 
 
 def test_a_script_that_reports_no_steps_gets_no_limit_for_hangs_and_no_fault_at_a_step(cli: Cli) -> None:
-    """The limit had no effect and the fault never happened; neither was said, and the run ended with 0."""
+    """Otherwise the limit has no effect and the fault never happens, silently."""
     job = cli.file("print('started')")
     done = cli.run("run", job, "--set", "spec.stall.timeoutSeconds=8")
     assert done.returncode == 0
@@ -438,7 +438,7 @@ def test_of_a_run_only_the_logs_and_its_record_stay(cli: Cli) -> None:
 
 
 def test_a_process_that_was_there_before_outlives_the_run(cli: Cli) -> None:
-    """A user loses the tensorboard of `tensorboard & exec ddpjob run job.yaml`."""
+    """Otherwise users lose the tensorboard of `tensorboard & exec ddpjob run job.yaml`."""
     job = cli.file("pass")
     entry = f"sleep 1000 & echo $! > sibling.pid; exec {sys.executable} -m ddpjob_cli run {job}"
     with (cli.folder / "err").open("w") as err:  # no pipe: the sibling holds it open beyond the end
@@ -455,7 +455,7 @@ def test_a_process_that_was_there_before_outlives_the_run(cli: Cli) -> None:
 
 
 def test_a_local_run_needs_no_gang_and_says_that_it_has_none(cli: Cli) -> None:
-    """All processes start here; a run that waited for a scheduler would wait for ever."""
+    """All processes start here; waiting for a scheduler would never end."""
     job = cli.file("print('trained')", gang="native", topologyKey="rack")
     done = cli.run("run", job)
     assert done.stdout.count("trained") == 2
@@ -483,7 +483,7 @@ def saved(cli: Cli) -> list[str]:
 
 
 def test_a_closed_terminal_leaves_the_nodes_their_time_to_save(cli: Cli) -> None:
-    """A connection that drops at night: the run could not print that it stops, and killed all ranks at once."""
+    """If a connection drops at night, the ranks must still get their time to save."""
     ours, theirs = os.openpty()
     cli.env |= {"TERM": "xterm-256color"}
     process = cli.start(
@@ -510,7 +510,7 @@ def test_a_full_disk_behind_stderr_costs_the_sentences_and_never_the_training(cl
 
 
 def test_under_nohup_a_closed_terminal_stops_nothing(cli: Cli) -> None:
-    """`nohup ddpjob run … &` is how a training goes on when one goes home; the run had stopped by the morning."""
+    """With `nohup ddpjob run … &` a training continues after logout."""
     script = f"{SAVES.rpartition('time.sleep')[0]}while not os.path.exists('go'): time.sleep(0.05)"
     process = cli.start("run", cli.file(script), preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     eventually(lambda: trains(cli))
@@ -522,7 +522,7 @@ def test_under_nohup_a_closed_terminal_stops_nothing(cli: Cli) -> None:
 
 
 def test_a_disk_without_room_for_the_logs_is_named(cli: Cli) -> None:
-    """A user reads `None: No space left on device`, and does not know which disk it is."""
+    """`None: No space left on device` does not say which disk it is."""
     full = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))}
     done = cli.run("run", cli.file("pass"), "--logs", "logs", **full)
     assert (done.returncode, done.stderr) == (
@@ -531,7 +531,7 @@ def test_a_disk_without_room_for_the_logs_is_named(cli: Cli) -> None:
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(cli: Cli) -> None:
-    """`/mnt/snapshots` of the cluster, which only root may make here: a stack of this program was shown."""
+    """Only root may create the cluster's `/mnt/snapshots` here."""
     (cli.folder / "file").touch()
     volume = {"name": "v", "hostPath": {"path": f"{cli.folder}/file/snapshots", "type": "DirectoryOrCreate"}}
     job = cli.file("pass", container={"volumeMounts": [{"name": "v", "mountPath": "/snapshots"}]})
@@ -544,7 +544,7 @@ def test_a_folder_that_cannot_be_made_is_one_line(cli: Cli) -> None:
 
 
 def test_a_locale_without_a_character_costs_that_character(cli: Cli) -> None:
-    """Clusters of universities have ISO-8859-1: the first € of a rank ended the run in a stack."""
+    """Universities' clusters use ISO-8859-1: the first € of a rank must not end the run."""
     cli.env["PYTHONIOENCODING"] = "latin-1"
     done = cli.run("run", cli.file("import os; os.write(1, 'costs 5 €\\n'.encode())"), "--logs", "logs")
     assert done.returncode == 0
@@ -555,7 +555,7 @@ def test_a_locale_without_a_character_costs_that_character(cli: Cli) -> None:
 
 @pytest.mark.parametrize("to_file", [False, True])
 def test_a_status_on_stdout_stands_beside_what_else_is_printed(cli: Cli, to_file: bool) -> None:
-    """`ddpjob run … --status /dev/stdout` wrote nothing into a pipe, and nothing but the last status into a file."""
+    """`ddpjob run … --status /dev/stdout` must write into a pipe or a file, without replacing other output."""
     with (cli.folder / "printed").open("w") as printed:
         out = {"stdout": printed} if to_file else {}
         done = cli.run("run", cli.file("print('from a rank')"), "--status", "/dev/stdout", **out)

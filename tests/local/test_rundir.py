@@ -1,4 +1,4 @@
-"""The folder of a run lies in a folder of the user's: nothing in there is touched but what a run has made."""
+"""The folder of a run is in a folder of the user's: nothing there is touched except what a run has made."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def files_below(folder: Path) -> dict[str, str]:
 
 
 def fill(folder: Path) -> None:
-    """As a data set, or another tool's runs, may look."""
+    """Add files like those of a data set, or of another tool's runs."""
     for name in ("volumes", "deep/er"):
         (folder / name).mkdir(parents=True)
         (folder / name / "x.png").write_text("precious")
@@ -34,7 +34,7 @@ def fill(folder: Path) -> None:
 
 
 def runs_of(job: Path) -> list[Path]:
-    """The folders of its runs, without the link to the latest."""
+    """Return the folders of its runs, without the link to the latest."""
     return [path for path in job.iterdir() if path.name != LATEST]
 
 
@@ -44,7 +44,7 @@ def run_often(base: Path, times: int = RUNS) -> None:
 
 
 def test_nothing_outside_is_removed_through_a_link(tmp_path: Path) -> None:
-    """A user loses what a link in the folder of a run points at."""
+    """Otherwise users lose what a link in a run's folder points to."""
     outside = tmp_path / "outside"
     fill(outside)
     before = files_below(outside)
@@ -61,7 +61,7 @@ def test_nothing_outside_is_removed_through_a_link(tmp_path: Path) -> None:
 
 
 def test_a_marked_folder_that_is_only_linked_to_is_not_removed(tmp_path: Path) -> None:
-    """A user who has moved a run away, and left a link, loses it."""
+    """A user may have moved a run away and left a link."""
     run_often(tmp_path, 1)
     (run,) = runs_of(tmp_path / "job")
     (run / "job-1-0.log").write_text("the one that mattered")
@@ -73,7 +73,7 @@ def test_a_marked_folder_that_is_only_linked_to_is_not_removed(tmp_path: Path) -
 
 
 def test_a_copy_of_a_run_is_the_users(tmp_path: Path) -> None:
-    """A user who keeps a copy of a run beside it loses it after ten more runs."""
+    """A user may keep a copy of a run next to it, which must survive ten more runs."""
     run_often(tmp_path, 1)
     (run,) = runs_of(tmp_path / "job")
     (run / "job-1-0.log").write_text("the one that mattered")
@@ -89,7 +89,7 @@ def test_a_copy_of_a_run_is_the_users(tmp_path: Path) -> None:
 
 
 def test_what_a_user_puts_into_the_folder_of_a_run_stays_when_its_logs_go(tmp_path: Path) -> None:
-    """A user loses notes and checkpoints that were put beside the logs."""
+    """Otherwise users lose notes and checkpoints next to the logs."""
     run_often(tmp_path, 1)
     (run,) = runs_of(tmp_path / "job")
     (run / "job-1-0.log").write_text("log")
@@ -102,7 +102,7 @@ def test_what_a_user_puts_into_the_folder_of_a_run_stays_when_its_logs_go(tmp_pa
 
 
 def test_old_runs_go_and_a_run_that_was_killed_leaves_no_volume(tmp_path: Path) -> None:
-    """A disk fills with the logs, and the volumes, of all runs that ever were."""
+    """Otherwise the disk fills with logs and volumes of all runs."""
     first = RunFolder("job", tmp_path)
     (first.path / "volumes" / "job-1-0").mkdir(parents=True)
     (first.path / "job-1-0.log").write_text("log")
@@ -118,7 +118,7 @@ def test_old_runs_go_and_a_run_that_was_killed_leaves_no_volume(tmp_path: Path) 
 def test_what_the_agents_of_a_run_that_was_killed_left_goes_with_the_next_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """`kill -9` of `ddpjob run` left a folder of each ddprun in /tmp for ever."""
+    """`kill -9` of `ddpjob run` leaves a folder of each ddprun in /tmp."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     killed, running = RunFolder("job", tmp_path), RunFolder("job", tmp_path)
     of_killed, of_running, others = (
@@ -136,7 +136,7 @@ def test_what_the_agents_of_a_run_that_was_killed_left_goes_with_the_next_one(
 
 @pytest.mark.parametrize("command", [["run", "job.yaml"], ["list"], ["logs", "job"], ["report", "job"]])
 def test_a_user_without_a_home_is_asked_for_one(cli: Cli, monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
-    """`docker run --user 12345` with an entry point that clears the environment: a stack of this program was shown."""
+    """For example `docker run --user 12345` with an entry point that clears the environment."""
     cli.file("pass")
     for name in ("HOME", "XDG_STATE_HOME"):
         monkeypatch.delenv(name, raising=False)
@@ -151,7 +151,7 @@ def test_a_user_without_a_home_is_asked_for_one(cli: Cli, monkeypatch: pytest.Mo
 
 
 def test_a_run_that_runs_is_not_cleared(tmp_path: Path) -> None:
-    """A second run of a job takes the volumes of the first."""
+    """Otherwise a second run of a job takes the volumes of the first."""
     running = RunFolder("job", tmp_path)
     (running.path / "volumes" / "job-1-0").mkdir(parents=True)
     run_often(tmp_path)
@@ -161,7 +161,7 @@ def test_a_run_that_runs_is_not_cleared(tmp_path: Path) -> None:
 
 
 def test_two_who_look_at_a_run_that_was_killed_both_see_that_it_has_ended(tmp_path: Path) -> None:
-    """`ddpjob list` said Running while `ddpjob logs -f` looked at the same moment."""
+    """`ddpjob list` must not say Running because `ddpjob logs -f` checks at the same moment."""
     killed = RunFolder("job", tmp_path)
     os.close(killed.lock)  # as SIGKILL leaves it
     answers: list[bool] = []
@@ -176,7 +176,7 @@ def test_two_who_look_at_a_run_that_was_killed_both_see_that_it_has_ended(tmp_pa
 
 
 def test_latest_points_to_the_newest_run_and_what_a_user_has_called_so_stays(tmp_path: Path) -> None:
-    """A user looks for a log among folders with random names, or loses a file by the name of the link."""
+    """Users should not search for a log among random names, nor lose a file with the link's name."""
     for _ in range(2):
         newest = RunFolder("job", tmp_path)
         newest.close()
@@ -197,7 +197,7 @@ def test_latest_points_to_the_newest_run_and_what_a_user_has_called_so_stays(tmp
 
 @pytest.mark.parametrize("kind", ["file", "dangling", "link to a file"])
 def test_a_file_in_the_place_of_the_folder_is_refused_and_kept(cli: Cli, kind: str) -> None:
-    """A user reads a traceback, or loses the file."""
+    """Users must see neither a traceback nor lose the file."""
     (cli.folder / "data").write_text("precious")
     if kind == "file":
         (cli.folder / "job").write_text("precious")
@@ -215,7 +215,7 @@ def test_a_file_in_the_place_of_the_folder_is_refused_and_kept(cli: Cli, kind: s
     "mark", ["", "{}", "null", "[" * 4000, '{"job": "job"}', '{"job":"job","run":"x","inode":1}', "\udcff", "\0" * 10]
 )
 def test_a_mark_that_is_not_of_this_very_folder_is_none(tmp_path: Path, mark: str) -> None:
-    """A file of that name, by chance or from elsewhere, costs a user the folder."""
+    """A file with that name, by chance or copied, must not cost users the folder."""
     for i in range(RUNS):
         theirs = tmp_path / "job" / f"x{i}"
         fill(theirs)
@@ -237,7 +237,7 @@ NAMES = st.one_of(
 def test_whatever_a_user_has_there_is_there_after_any_number_of_runs(
     tmp_path_factory: pytest.TempPathFactory, paths: list[list[str]]
 ) -> None:
-    """The class of all the above: what no run has made, no run removes."""
+    """This covers all of the above: no run removes what no run has made."""
     base = tmp_path_factory.mktemp("base")
     (base / "job").mkdir()
     for parts in paths:

@@ -1,4 +1,4 @@
-"""Finding a run again: `ddpjob list`, and `ddpjob logs` with the choices that kubectl users know."""
+"""Finding a run again: `ddpjob list`, and `ddpjob logs` with the options that kubectl users know."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def listed(cli: Cli, *words: str) -> list[dict[str, object]]:
 
 
 def test_list_shows_what_became_of_each_run_the_newest_first(cli: Cli) -> None:
-    """A user who comes back after lunch does not know which run is which, nor how it ended."""
+    """A user who returns after lunch must see which run is which, and how it ended."""
     cli.run("run", cli.file("print(1)", "first"))
     cli.run("run", cli.file(FAILS_ONCE, "second", backoffLimit=2))
     text = cli.run("list").stdout.splitlines()
@@ -42,7 +42,7 @@ def test_list_shows_what_became_of_each_run_the_newest_first(cli: Cli) -> None:
 
 
 def test_a_run_whose_process_was_killed_is_not_listed_as_running(cli: Cli) -> None:
-    """A user waits for a training that nothing runs any more."""
+    """Otherwise users wait for a training that nothing runs any more."""
     ready = cli.folder / "ready"
     with cli.start("run", cli.file(f"open({str(ready)!r}, 'w'); import time; time.sleep(1000)")) as process:
         eventually(lambda: ready.exists() and listed(cli)[0]["state"] == "Running")
@@ -52,7 +52,7 @@ def test_a_run_whose_process_was_killed_is_not_listed_as_running(cli: Cli) -> No
 
 
 def test_without_any_run_list_and_logs_say_so(cli: Cli) -> None:
-    """A new user reads an empty line, or a traceback."""
+    """A new user must see neither an empty line nor a traceback."""
     done = cli.run("list")
     assert (done.returncode, done.stdout) == (0, "")
     assert "no run is kept" in done.stderr
@@ -63,7 +63,7 @@ def test_without_any_run_list_and_logs_say_so(cli: Cli) -> None:
 
 
 def test_logs_shows_the_last_run_by_attempt_and_by_rank(cli: Cli) -> None:
-    """A user looks for the log of the rank that failed in a folder with a random name."""
+    """Otherwise users search for the failed rank's log in a folder with a random name."""
     cli.run("run", cli.file(FAILS_ONCE, backoffLimit=2))
     assert cli.run("logs").stdout == "[0:0] attempt 2 rank 0\n[1:1] attempt 2 rank 1\n"
     assert cli.run("logs", "job", "--rank", 1).stdout == "attempt 2 rank 1\n"
@@ -72,7 +72,7 @@ def test_logs_shows_the_last_run_by_attempt_and_by_rank(cli: Cli) -> None:
 
 
 def test_a_wish_that_no_log_fulfils_is_refused_with_what_there_is(cli: Cli) -> None:
-    """A user takes an empty answer for an empty log."""
+    """Otherwise users take an empty answer for an empty log."""
     cli.run("run", cli.file("print(1)"))
     for words, why in (
         (["other"], "there are runs of: job"),
@@ -90,7 +90,7 @@ def test_a_wish_that_no_log_fulfils_is_refused_with_what_there_is(cli: Cli) -> N
 
 
 def test_follow_goes_on_through_a_restart_until_the_job_ends(cli: Cli) -> None:
-    """A user's tail -f stays at the log of a pod that is gone."""
+    """A plain tail -f stays at the log of a pod that is gone."""
     script = FAILS_ONCE.replace("sys.exit(", "while not os.path.exists('go'): time.sleep(0.02)\n    sys.exit(")
     with cli.start("run", cli.file(script, backoffLimit=2)) as run:
         eventually(lambda: listed(cli) and "attempt 1" in cli.run("logs", "--node", 0).stdout)
@@ -105,7 +105,7 @@ def test_follow_goes_on_through_a_restart_until_the_job_ends(cli: Cli) -> None:
 
 
 def test_a_reader_that_has_enough_ends_logs_quietly(cli: Cli) -> None:
-    """`ddpjob logs | head -1` ends in a traceback."""
+    """`ddpjob logs | head -1` must not end in a traceback."""
     cli.run("run", cli.file("for i in range(100000): print(i)", nodes=1))
     with cli.start("logs") as process:
         assert process.stdout is not None
@@ -117,7 +117,7 @@ def test_a_reader_that_has_enough_ends_logs_quietly(cli: Cli) -> None:
 
 
 def test_a_report_is_written_at_the_end_and_printed_again_later(cli: Cli) -> None:
-    """A user wants to show a colleague what a run did, and has a terminal that has scrolled away."""
+    """Users show a colleague what a run did after their terminal has scrolled away."""
     done = cli.run("run", cli.file(FAILS_ONCE, backoffLimit=2), "--report", "run.html")
     assert done.returncode == 0
     written = (cli.folder / "run.html").read_text()
@@ -129,7 +129,7 @@ def test_a_report_is_written_at_the_end_and_printed_again_later(cli: Cli) -> Non
 
 
 def test_logs_that_the_disk_has_no_room_for_are_one_line(cli: Cli) -> None:
-    """`ddpjob logs > all.log` ended in a stack of this program."""
+    """`ddpjob logs > all.log` must not end in a traceback."""
     assert cli.run("run", cli.file("print(1)")).returncode == 0
     for words in (["logs"], ["logs", "-f"]):
         with open("/dev/full", "w") as full:

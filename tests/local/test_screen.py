@@ -1,4 +1,4 @@
-"""What a person sees on a terminal, read from a real one."""
+"""What a person sees on a real terminal."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def job(tmp_path: Path) -> Path:
 
 
 class Terminal:
-    """`ddpjob run` on a terminal of a given width; `text` is what stands on it now."""
+    """`ddpjob run` on a terminal of a given width; `text` is its present content."""
 
     def __init__(self, job: Path, columns: int, shell: bool = False, **environment: str) -> None:
         self.screen = pyte.Screen(columns, 24)
@@ -73,12 +73,12 @@ class Terminal:
         self.child.send(text + end)
 
     def resize(self, columns: int) -> None:
-        """Another width; pyte cuts the lines that stand there, as xterm does."""
+        """Change the width; pyte cuts existing lines, as xterm does."""
         self.screen.resize(24, columns)
         self.child.setwinsize(24, columns)
 
     def until(self, shown: Callable[[str], object], seconds: float = 30) -> str:
-        """Read until the screen shows something; its text."""
+        """Read until the screen shows something; return its text."""
         end = time.monotonic() + seconds
         while not shown(self.text):
             assert time.monotonic() < end, f"never shown; the screen is\n{self.text}"
@@ -122,7 +122,7 @@ def test_a_terminal_of_40_columns_shows_the_same_cut_and_never_wrapped(job: Path
 
 
 def test_a_terminal_that_shrinks_to_20_columns_and_grows_again_keeps_one_table(job: Path) -> None:
-    """A user who tiles windows finds the screen full of halves of old tables."""
+    """A user who tiles windows must not see halves of old tables."""
     terminal = Terminal(job, columns=100)
     terminal.until(lambda t: "Running  step 312" in t and "node 1" in t)
     for columns in (20, 100):
@@ -136,7 +136,7 @@ def test_a_terminal_that_shrinks_to_20_columns_and_grows_again_keeps_one_table(j
 
 
 def test_in_the_background_there_are_plain_lines_and_the_table_comes_with_fg(job: Path) -> None:
-    """A user's prompt is overwritten by the table of `ddpjob run … &`, or after Ctrl-Z and bg."""
+    """The table of `ddpjob run … &`, or after Ctrl-Z and bg, must not overwrite the prompt."""
     shell = Terminal(job, columns=100, shell=True)
     shell.type(f"{sys.executable} -m ddpjob_cli run {job.name}")
     shell.until(lambda t: "Running  step 312" in t and "━" in t and "node 1" in t)

@@ -25,7 +25,7 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plain(folder: Path, code: str) -> Path:
-    """A job without torch, of one process."""
+    """Return a job without torch, of one process."""
     (folder / "train.py").write_text(code)
     pod = {"containers": [{"name": "trainer", "image": "none", "command": ["python", "train.py"]}]}
     path = folder / "job.json"
@@ -70,7 +70,7 @@ def test_a_script_that_is_not_there_is_refused_at_once() -> None:
 
 
 def test_a_job_is_stopped_goes_on_and_is_deleted(tmp_path: Path) -> None:
-    """wait() is told of the stop, and the second run finds what the first has saved."""
+    """wait() learns of the stop, and the second run finds what the first has saved."""
     script = (
         "import pathlib, signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
@@ -111,7 +111,7 @@ def test_a_deleted_run_is_no_success(tmp_path: Path) -> None:
 
 
 def test_a_program_waits_at_its_end_for_what_it_runs(tmp_path: Path) -> None:
-    """As for processes of multiprocessing: a script that only starts a training is a program too."""
+    """As for processes of multiprocessing, a program may only start a training."""
     job = plain(tmp_path, "import pathlib, time\ntime.sleep(0.5)\npathlib.Path('done').touch()\n")
     subprocess.run([sys.executable, "-c", f"import ddpjob; ddpjob.run({str(job)!r})"], check=True, timeout=60)
     assert (tmp_path / "done").exists()

@@ -1,4 +1,4 @@
-"""A failure fits on the screen: what is wrong in the script, and not what torchrun says of it."""
+"""A failure fits on the screen: what is wrong in the script, without torchrun's report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ for step in range(10):
         os.kill(os.getpid(), signal.SIGKILL)
     model(torch.ones(2, 4)).sum().backward()
 """
-# As torch's gloo ends, without torch, whose import is most of what a rank costs here.
+# Ends as torch's gloo does, without torch, whose import is most of a rank's cost here.
 COMPLAINS = """
 import os, pathlib, signal, time
 if os.environ["RANK"] == "1":
@@ -37,7 +37,7 @@ LINES_MAX = 15
 
 @pytest.mark.parametrize("script", [COMPLAINS, pytest.param(TRAINS, marks=pytest.mark.long)], ids=["no torch", "torch"])
 def test_a_killed_rank_under_torchrun_costs_at_most_15_lines_beside_the_scripts_own(cli: Cli, script: str) -> None:
-    """One kill printed 75 lines of torchrun, which is three screens of 80x24."""
+    """Otherwise one kill prints 75 lines of torchrun: three screens of 80x24."""
     job = cli.file(script, container={"command": ["torchrun", "train.py"]}, backoffLimit=0)
     done = cli.run("run", job)
     lines = (done.stdout + done.stderr).splitlines()
@@ -48,7 +48,7 @@ def test_a_killed_rank_under_torchrun_costs_at_most_15_lines_beside_the_scripts_
 
 
 def test_an_error_in_a_notebook_is_named_by_its_cell(cli: Cli) -> None:
-    """The line, the traceback and the status name a script in /tmp that is no longer there."""
+    """A script in /tmp that no longer exists would help nobody."""
     cells = ["import os", "def load(path):\n    raise ValueError(f'no such shard: {path}')", "\nload(7)"]
     document = {"cells": [{"cell_type": "code", "source": cell} for cell in cells]}
     (cli.folder / "try.ipynb").write_text(json.dumps(document))
@@ -61,7 +61,7 @@ def test_an_error_in_a_notebook_is_named_by_its_cell(cli: Cli) -> None:
 
 
 def test_what_torch_logs_at_the_end_of_a_success_is_not_mentioned(cli: Cli) -> None:
-    """Once in ten runs a user reads `… 23 lines of torchrun in …` above ✔, and looks for what is wrong."""
+    """In one run of ten, `… 23 lines of torchrun in …` above ✔ would make users look for a fault."""
     noise = "[W1122 16:20:01.1 TCPStore.cpp:138] [c10d] recvValueWithTimeout failed\\nframe #0: c10::Error\\n"
     done = cli.run("run", cli.file(f'print("{noise}<omitting python frames>\\nlast")'))
     assert done.returncode == 0

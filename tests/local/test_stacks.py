@@ -1,4 +1,4 @@
-"""Ctrl-\\ in `ddpjob run`, and `ddpjob stacks`: where the ranks of a run on this machine are. No torch."""
+r"""Ctrl-\ in `ddpjob run`, and `ddpjob stacks`: where the ranks of a run on this machine are. No torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from shell import Cli, eventually
 
 DDPRUN = {"command": [str(Path(sys.executable).parent / "ddprun"), "--no-preload", "train.py"]}
-# Two nodes of two ranks; rank 1 hangs in load_batch until there is a file.
+# Two nodes of two ranks; rank 1 hangs in load_batch until a file exists.
 HANGS = """
 import os, signal, sys, time
 import ddpjob
@@ -51,7 +51,7 @@ class Run:
 
 @pytest.fixture
 def run(cli: Cli) -> Iterator[Run]:
-    """Two nodes of two ranks under ddprun."""
+    """Run two nodes of two ranks under ddprun."""
     started = Run(cli, cli.file(HANGS, container=DDPRUN, nprocPerNode=2), ranks=4)
     yield started
     started.process.send_signal(signal.SIGINT)
@@ -94,7 +94,7 @@ def test_a_run_that_has_ended_or_never_was_is_one_sentence(cli: Cli) -> None:
 
 @pytest.mark.parametrize("handles", [False, True])
 def test_ranks_of_another_launcher_are_never_ended_by_the_question(cli: Cli, handles: bool) -> None:
-    """SIGQUIT ends a Python process that has no handler for it; torchrun would end the whole job."""
+    """SIGQUIT ends a Python process without a handler for it; torchrun would end the whole job."""
     handler = "signal.signal(signal.SIGQUIT, lambda *_: open('asked', 'w').close())\n" if handles else ""
     script = HANGS.replace("rank = int", f"{handler}rank = int")
     starter = 'TORCHELASTIC_RUN_ID=1 "$0" -u train.py; exit $?'  # as torchrun starts it

@@ -1,4 +1,4 @@
-"""What the local world makes of reports for the rule that finds a job that stands still."""
+"""How the local run passes reports to the rule that finds stalls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ddpjob_operator.pods import build
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[LocalCluster]:
-    """One whose second attempt has been made, without any process."""
+    """Return a local run whose second attempt exists, without any process."""
     made = LocalCluster(tmp_path, [], build.Reporting("http://127.0.0.1:1"), lambda _pod, _lines: None)
     made.body(job(), CreatePod(2, 0))
     yield made

@@ -1,7 +1,6 @@
-"""A local node ends with all that it started, however it ends, and says exactly how.
-
-Every tree of processes carries a unique value in its environment, and what survives is searched by it in /proc: a test
-believes no pid that the code under test reports.
+"""A local node ends with everything that it started, in any way it ends, and reports exactly how. Every process tree
+has a unique value in its environment, by which survivors are found in /proc: tests trust no pid that the tested code
+reports.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from ddprun.processes import become_subreaper
 PYTHON = [sys.executable, "-I", "-S", "-c"]
 OPERATOR = str(Path(node_module.__file__).parents[2])
 TAG = "DDPJOB_TEST_TREE"
-BOUND_SECONDS = 15.0  # nothing here takes a second on an idle machine; the tests of a busy one must not flicker
+BOUND_SECONDS = 15.0  # on an idle machine nothing here takes a second; tests must not fail on a busy one
 
-# As torchrun, and worse: two workers in sessions of their own, orphaned by a second fork, deaf to SIGTERM; it exits 1
-# when one of them is gone.
+# Worse than torchrun: two workers in sessions of their own, orphaned by a second fork, deaf to SIGTERM; it exits 1 when
+# one of them is gone.
 LAUNCHER = """
 import os, select, signal
 def worker(number):
@@ -53,7 +52,7 @@ raise SystemExit(1)
 
 
 def alive(tag: str) -> set[int]:
-    """The processes that carry `tag` in their environment; a zombie has none left."""
+    """Return processes with `tag` in their environment; a zombie has none left."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
@@ -63,7 +62,7 @@ def alive(tag: str) -> set[int]:
 
 
 def until(condition: Callable[[], bool], loss: str) -> None:
-    """Wait for something that nobody announces, as a stranger's end; `loss` says what a user would lose without it."""
+    """Wait for an event without a notification; `loss` says what a user would lose without it."""
     deadline = time.monotonic() + BOUND_SECONDS
     while not condition():
         assert time.monotonic() < deadline, loss
@@ -80,7 +79,7 @@ def tag() -> Iterator[str]:
 
 
 class Watch:
-    """A node followed to its end: what it printed and what its supervisor said."""
+    """A node followed to its end: its output and its supervisor's reports."""
 
     def __init__(self, node: NodeProcess) -> None:
         self.node, self.printed = node, b""
@@ -225,7 +224,7 @@ def test_a_stop_after_the_end_is_harmless_and_does_not_turn_a_success_into_a_sto
     assert (end.code, end.ended_first) == (0, True)
 
 
-# The end, told exactly
+# The end, reported exactly
 
 
 @pytest.mark.parametrize(
@@ -295,7 +294,7 @@ def test_a_mistake_of_the_supervisor_ends_the_node_and_is_told_and_its_traceback
     assert not alive(tag)
 
 
-# What the trainer finds
+# The trainer's environment
 
 
 def test_the_trainer_has_three_descriptors_and_neither_the_control_nor_the_report_pipe(started: Start) -> None:
@@ -327,7 +326,7 @@ def test_the_trainer_starts_with_default_signals_even_when_the_runner_blocks_or_
         signal.signal(signal.SIGHUP, hup)
     watch.until_end()
     signals = [line.split()[1] for line in watch.printed.decode().splitlines() if line[:6] in ("SigBlk", "SigIgn")]
-    # 32 and 33 belong to the C library, which lets nobody set them: they stay as whoever started us left them.
+    # 32 and 33 belong to the C library, and nobody can set them: they stay as whoever started us left them.
     others = [int(value, 16) & ~(1 << 31 | 1 << 32) for value in signals]
     assert others == [0, 0], "blocked or ignored: the trainer would be deaf to its stop"
 
@@ -366,7 +365,7 @@ def test_the_supervisor_sleeps_while_the_trainer_works(started: Start) -> None:
 
 
 def switches(pid: int) -> int:
-    """How often a process has gone to sleep."""
+    """Return how often a process has gone to sleep."""
     line = next(x for x in Path(f"/proc/{pid}/status").read_text().splitlines() if x.startswith("voluntary_ctxt"))
     return int(line.split()[1])
 

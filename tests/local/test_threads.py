@@ -1,4 +1,4 @@
-"""The number of threads of a local run: the job's value, the caller's, or that of torchrun."""
+"""The number of threads of a local run: the job's value, the caller's, or torchrun's."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def of_pod(what: Any) -> str:
 def test_the_callers_threads_count_and_without_them_those_of_torchrun(
     nodes: int, nproc: int, cpu: int | None, caller: str, made: str
 ) -> None:
-    """OMP_NUM_THREADS=3 became 1 without a word, although all other variables of the caller are kept."""
+    """OMP_NUM_THREADS=3 must not silently become 1, because all other variables of the caller are kept."""
     limits = {"resources": {"limits": {"cpu": cpu}}} if cpu else None
     given = job(nodes=nodes, nprocPerNode=nproc, container=limits)
     environ = {"OMP_NUM_THREADS": caller} if caller else {}

@@ -26,12 +26,12 @@ def test_the_example_trains_on_two_nodes_under_torchrun_and_reports(cli: Cli) ->
 
 
 def test_under_torchrun_the_guilty_rank_and_its_exit_code_are_named_and_not_the_launcher(cli: Cli) -> None:
-    """torchrun itself ends with 1 whatever its workers did."""
+    """torchrun itself ends with 1, whatever its workers did."""
     job = cli.file(
         "import os, sys, time\nif os.environ['RANK'] == '3': sys.exit(7)\ntime.sleep(1000)",
         container={"command": ["torchrun", "train.py"]},
         nprocPerNode=2,
-        backoffLimit=0,  # each attempt more imports torch twice more
+        backoffLimit=0,  # each further attempt imports torch twice
     )
     done = cli.run("run", job, "--status", "status.json")
     assert done.returncode == 1

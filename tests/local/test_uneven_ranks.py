@@ -1,4 +1,4 @@
-"""A rank that ends well, but early, under each launcher: one restart too many is all that it may cost."""
+"""A rank that ends well, but early, under each launcher: it may cost one restart too many at most."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shell import Cli, status_of
 
 pytestmark = pytest.mark.timeout(300)
 
-# Rank 0 has ended when the others go on: one that is stopped while it ends is known by its peer's words alone.
+# Rank 0 has ended when the others continue: if one is stopped while it ends, only its peer's message shows that.
 MEETS_RANK_0 = """
 import os, pathlib, time
 pid_file = pathlib.Path("rank-0", os.environ["DDPJOB_ATTEMPT"], os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -34,7 +34,7 @@ for step in range(20 if rank == 0 else 30):
     dist.all_reduce(torch.ones(1))
 dist.destroy_process_group()
 """
-# As torch's gloo ends, without torch, whose import is most of what a rank costs here.
+# Ends as torch's gloo does, without torch, whose import is most of a rank's cost here.
 COMPLAINS = f"""
 {MEETS_RANK_0}
 if os.environ["RANK"] == "0":
@@ -58,7 +58,7 @@ def uneven(cli: Cli, command: list[str], nodes: int, nproc: int, script: str = U
 @pytest.mark.parametrize(
     ("command", "nodes", "nproc", "script"),
     [
-        (["python", "train.py"], 2, 1, UNEVEN),  # that gloo's words are still those of COMPLAINS
+        (["python", "train.py"], 2, 1, UNEVEN),  # checks that gloo's message is still that of COMPLAINS
         # torchrun itself waits ten seconds for the node that has ended.
         pytest.param(["torchrun", "train.py"], 2, 1, COMPLAINS, marks=pytest.mark.long),
         (["ddprun", "--preload=json", "train.py"], 2, 1, COMPLAINS),
@@ -69,7 +69,9 @@ def uneven(cli: Cli, command: list[str], nodes: int, nproc: int, script: str = U
 def test_a_rank_that_ends_early_is_named_and_charged(
     cli: Cli, command: list[str], nodes: int, nproc: int, script: str
 ) -> None:
-    """Uneven data, a `break` on one rank: such a job restarted for hours with backoffLimit 0, and nobody was blamed."""
+    """Uneven data, or a `break` on one rank: with backoffLimit 0 the job must not restart for hours without a
+    charge.
+    """
     status, said = uneven(cli, command, nodes, nproc, script)
     assert "rank 0 " in said, said
     assert "ended with exit code 0 while rank 1 still waited for it: the ranks make different numbers of steps" in said

@@ -23,7 +23,7 @@ Node = Callable[..., int]
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Node]:
-    """Starts a stand-in for a node's supervisor that runs a script; gives its pid."""
+    """Start a stand-in for a node's supervisor that runs a script; return its pid."""
     started = []
 
     def start(script: str, **variables: str) -> int:
@@ -49,7 +49,7 @@ def seen(usages: Usages, pid: int, shown: Callable[[SeenUsage], object]) -> Seen
 
 
 def test_the_cpu_and_the_memory_are_those_of_all_processes_of_the_node(node: Node) -> None:
-    """A user sees a launcher that sleeps, and not the training below it."""
+    """Otherwise users see a launcher that sleeps, and not the training below it."""
     busy = node("held = bytearray(300_000_000)\nwhile True: pass")
     idle = node(SLEEP)
     usages = Usages(seconds=0.3)
@@ -65,7 +65,7 @@ def test_the_cpu_and_the_memory_are_those_of_all_processes_of_the_node(node: Nod
 
 
 def test_the_pids_are_those_of_the_ranks_and_not_of_their_launcher_or_workers(node: Node, tmp_path: Path) -> None:
-    """A user runs py-spy on the pid in the table, and reads the stack of torchrun."""
+    """Otherwise users run py-spy on the pid in the table, and see torchrun's stack."""
     launcher = f"""
         import os, subprocess, sys, time
         worker = "import time; time.sleep(1000)"
@@ -85,7 +85,7 @@ def test_the_pids_are_those_of_the_ranks_and_not_of_their_launcher_or_workers(no
 
 @pytest.mark.parametrize("has_first_server", [True, False])
 def test_of_a_fork_server_only_the_ranks_count(node: Node, tmp_path: Path, has_first_server: bool) -> None:
-    """`--fail every=10s` killed the fork server that had taken the place of the first one, and the table named it."""
+    """`--fail every=10s` must not kill the fork server that replaced the first one."""
     launcher = f"""
         import pathlib, subprocess, sys, time
         words = [sys.executable, "-c", "import time; time.sleep(1000)", "/ddprun/forkserver.py"]
@@ -108,7 +108,7 @@ def test_of_a_fork_server_only_the_ranks_count(node: Node, tmp_path: Path, has_f
 
 
 def test_a_look_costs_little_and_is_not_repeated_at_once(node: Node) -> None:
-    """A table that is drawn twice a second takes the CPU from the training."""
+    """A table that is drawn twice a second must not take CPU from training."""
     usages, pid = Usages(seconds=1000), node(SLEEP)
     usages.look({pid: ()})
     first = usages.seen[pid]
@@ -120,6 +120,6 @@ def test_a_look_costs_little_and_is_not_repeated_at_once(node: Node) -> None:
 
 
 def test_what_nvidia_smi_says_is_read_by_index_and_by_uuid_and_a_gpu_that_says_nothing_is_left_out() -> None:
-    """A MIG slice, or a driver in trouble, ends the run with a traceback."""
+    """A MIG slice, or a driver in trouble, must not end the run with a traceback."""
     listing = "0, GPU-aa, 87, 12000\n1, GPU-bb, [N/A], [N/A]\nan error\n\n"
     assert parse(listing) == {"0": (87.0, 12000 << 20), "GPU-aa": (87.0, 12000 << 20)}

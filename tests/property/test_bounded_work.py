@@ -1,5 +1,4 @@
-"""Whatever a tenant writes into a DDPJob: each step that the operator does without a pause costs a bounded number of
-calls."""
+"""Whatever a tenant writes into a DDPJob, each uninterrupted step of the operator costs a bounded number of calls."""
 
 from __future__ import annotations
 
@@ -22,12 +21,12 @@ from ddpjob_operator.plan.plan import plan
 
 LONG = pytest.mark.long  # more draws of the same
 CALLS_MAX = 150_000
-"""About 20 ms; the review's job of 900 volumes took 400 million."""
+"""About 20 ms; a job of 900 volumes once took 400 million."""
 
 
 @pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=LONG) for seed in range(8, 80))])
 def test_no_job_that_an_api_server_accepts_keeps_the_operator_from_others(seed: int) -> None:
-    """One job of 205 kB in one namespace ended both operators of a cluster, again and again until it was deleted."""
+    """Otherwise one job of 205 kB in one namespace ends both operators of a cluster, until it is deleted."""
     what, raw = job(random.Random(seed))
     with warm():
         for name, work in steps(raw):
@@ -37,7 +36,7 @@ def test_no_job_that_an_api_server_accepts_keeps_the_operator_from_others(seed: 
 @pytest.mark.parametrize("name", sorted(PUTS))
 @pytest.mark.parametrize("count", [500, pytest.param(2_400, marks=LONG), pytest.param(9_000, marks=LONG)])
 def test_a_long_list_of_one_kind_is_read_in_linear_time(name: str, count: int) -> None:
-    """Two lists of a user that are compared with each other take the square of their length."""
+    """Comparing two lists of a user takes the square of their length."""
     raw = manifest()
     PUTS[name](raw, count, random.Random(count))
     with warm():
@@ -47,8 +46,7 @@ def test_a_long_list_of_one_kind_is_read_in_linear_time(name: str, count: int) -
 
 @pytest.mark.parametrize("name", sorted(STATUSES))
 def test_a_status_written_by_hand_costs_no_more(name: str) -> None:
-    """300 kB of `0-9999,0-9999,…` in startedNodes were 400 million numbers, and an exception of 250 kB was masked 20
-    times."""
+    """300 kB of `0-9999,0-9999,…` in startedNodes must not become 400 million numbers."""
     for count in (10, 1_000, 9_000):
         raw = manifest() | {"status": {"state": "Running", "attempt": 1, name: STATUSES[name](count)}}
         with warm():
@@ -62,7 +60,7 @@ def test_ranges_hold_no_more_numbers_than_a_job_has_nodes() -> None:
 
 
 def test_a_plan_takes_time_that_is_linear_in_the_nodes_of_the_job() -> None:
-    """`nodes: 10000` took 5 s, and 99,999 nodes minutes: for each node all of them were counted."""
+    """Counting all nodes for each node would take 5 s for `nodes: 10000`, and minutes for 99,999."""
     taken = []
     for nodes in (500, 5_000):
         raw = manifest(nodes=nodes) | {"status": {"state": "Running", "attempt": 1, "startedNodes": f"0-{nodes - 1}"}}
@@ -72,7 +70,7 @@ def test_a_plan_takes_time_that_is_linear_in_the_nodes_of_the_job() -> None:
 
 
 def test_the_command_of_a_job_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """9,000 words behind torchrun kept the event loop for 250 ms: each plan read them 14 times."""
+    """9,000 words after torchrun must not block the event loop for 250 ms."""
     read = 0
     search = command.of_container
 
@@ -88,7 +86,7 @@ def test_the_command_of_a_job_is_searched_once(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_long_json_is_read_beside_the_event_loop() -> None:
-    """To cut what is nested too deep off 1.5 MB takes 0.3 s."""
+    """Cutting what is nested too deep from 1.5 MB takes 0.3 s."""
     threads: list[int] = []
 
     def read(content: bytes) -> int:
@@ -104,7 +102,7 @@ def test_long_json_is_read_beside_the_event_loop() -> None:
 
 
 def test_others_go_on_while_the_objects_of_a_page_are_put() -> None:
-    """A page has 200 objects, and each of them may take 10 ms."""
+    """A page has 200 objects, each of which may take 10 ms."""
     turns, jobs = 0, Jobs(lambda _key: None)
 
     async def pages() -> AsyncIterator[Page]:

@@ -1,5 +1,5 @@
-"""The ledger of restarts, played from both sides: reports are lost, repeated, late and out of order, pods are replaced,
-the operator crashes before it writes. What a user would lose: a job that fails early, or restarts for ever.
+"""The restart counts, played from both sides: reports are lost, repeated, late and out of order, pods are replaced, the
+operator crashes before it writes. Otherwise a job fails too early, or restarts for ever.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ddpjob_core import budget, rules
 from ddpjob_core.budget import STALLS_MAX, Attempt, Budget, Grant, Known, Limits, RestartHistory, Spent
 
 NOW = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
-# No step is reported, so that a restart is refused for the budgets alone, and never for no progress.
+# No step is reported, so that a restart is refused only for budgets, and never for lack of progress.
 SILENT = Attempt(made_a_new_step=False, reports_steps=False, ran_seconds=30)
 Turn = tuple[int, int]
-"""Attempt, and which pod of node 0 in it."""
+"""Attempt, and number of node 0's pod in it."""
 
 
 class Report(NamedTuple):
@@ -35,7 +35,9 @@ class Report(NamedTuple):
 
 
 class Pod(NamedTuple):
-    """A pod's grant, and what its maker truly knew: the operator's own restarts, and those reported by each agent."""
+    """A pod's grant, and what its creator really knew: the operator's own restarts, and those reported by each
+    agent.
+    """
 
     grant: Grant
     own: Spent
@@ -43,7 +45,7 @@ class Pod(NamedTuple):
 
 
 class Agent:
-    """Node 0's, as `LeaderState` uses the budget."""
+    """Node 0's agent, as `LeaderState` uses the budget."""
 
     def __init__(self, turn: Turn, pod: Pod, max_restarts: int | None) -> None:
         self.turn, self.pod = turn, pod
@@ -91,7 +93,7 @@ class Ledger(RuleBasedStateMachine):
         is_heard=st.booleans(),
     )
     def restart_in_place(self, which: int, to: Any, is_heard: bool) -> None:
-        """Also by an agent whose pod is replaced: its node may be lost, and it does not know."""
+        """Also by an agent whose pod is replaced: its node may be lost without its knowledge."""
         agent = self._one_of(list(self.agents.values())[::-1], which)
         if agent is None:
             return
@@ -116,7 +118,7 @@ class Ledger(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 100), is_written=st.booleans())
     def a_report_arrives(self, which: int, is_written: bool) -> None:
-        """Any that was ever sent, once more or for the first time. Not written: the operator crashed before."""
+        """Deliver any report ever sent, again or for the first time. Not written: the operator crashed before."""
         report = self._one_of(self.reports, which)
         if report is not None and report.turn[0] == self.attempt and is_written:
             self._hear(report)
@@ -128,8 +130,9 @@ class Ledger(RuleBasedStateMachine):
         joins=st.booleans(),
     )
     def a_pod_is_replaced(self, to: Any, node: int, leaves_a_message: bool, joins: bool) -> None:
-        """Charged by the operator. A pod of node 0 that ends leaves all that its agent has spent; one that is lost
-        does not."""
+        """The operator charges it. A pod of node 0 that ends reports everything that its agent has spent; a lost one
+        does not.
+        """
         if node == 0 and leaves_a_message:
             self.the_last_report_arrives()
         if self._charge(to):
@@ -169,7 +172,7 @@ class Ledger(RuleBasedStateMachine):
     # ---- how it is done
 
     def make_pod(self) -> None:
-        """Of node 0."""
+        """Create node 0's pod."""
         turn = (self.attempt, self.replacements[0])
         self.agents[turn] = Agent(turn, self._pod(), self.max_restarts)
 
@@ -220,7 +223,7 @@ def test_each_restart_is_counted_once_and_both_sides_together_stay_within_the_li
 
 
 def story() -> None:
-    """One order of events in which each of the bugs below shows."""
+    """Return one order of events in which each of the bugs below shows."""
     ledger = Ledger()
     ledger.submitted(limit=4, max_restarts=None)
     ledger.restart_in_place(which=0, to="application", is_heard=True)

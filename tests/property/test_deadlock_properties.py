@@ -60,7 +60,7 @@ class Rank:
         if op.how in ("sync", "backward"):
             self.waits_for = calls
         elif op.how == "pause":
-            self.waits_for = [call for calls in self.begun.values() for call in calls]  # handle.wait(), of all
+            self.waits_for = [call for calls in self.begun.values() for call in calls]  # handle.wait() of all
 
     def _begin(self, op: Op) -> Begun:
         calls = self.begun.setdefault(op.group, [])
@@ -152,7 +152,7 @@ def worlds(
     sizes: tuple[int, ...] = (16, 64),
     default_only: bool = False,
 ) -> World:
-    """The same lines on all ranks of a group, and then some mistakes."""
+    """Generate equal lines on all ranks of a group, and then some mistakes."""
     size = draw(st.integers(2, 4))
     names = ("0",) if default_only else tuple(GROUPS[size])
     lines = draw(st.lists(ops(hows, names, kinds, sizes), min_size=1, max_size=8))
@@ -176,7 +176,7 @@ def worlds(
 
 
 def completes(world: World) -> bool:
-    """Whether it does does not depend on the order in which things happen: what can end goes on being able to."""
+    """True if the program completes, which does not depend on the order of events: what can end stays able to."""
     copy, chance = World([rank.program for rank in world.ranks]), random.Random(0)
     while copy.step(chance):
         pass
@@ -202,7 +202,7 @@ def test_a_program_that_can_complete_is_never_called_deadlocked(world: World, se
 @settings(max_examples=EXAMPLES)
 @given(worlds(hows=("sync", "sync", "async", "backward", "pause"), kinds=(*ALL, *ROOTED)), st.integers(0, 2**32))
 def test_who_is_called_deadlocked_never_gets_on(world: World, seed: int) -> None:
-    """Also in a program that cannot complete: what is named is what it stands still for, and not a moment too early."""
+    """Even in a program that cannot complete, the named collective must really block, and not be named too early."""
     chance = random.Random(seed)
     while world.step(chance):
         found = conflict(world.standings())

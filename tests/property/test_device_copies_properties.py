@@ -1,5 +1,6 @@
-"""Copies of what is on devices, made by the library's own code: hosts run ahead, devices work later, and ranks are
-killed between any two things that any of them does."""
+"""Copies of states on devices, made by the library's code: hosts run ahead, devices work later, and ranks are killed
+between any two of their actions.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from ddpjob_core.memory import AREAS, COPY_SLOTS, FoundState, Held, Version, new
 from ddprun.memory import Memory
 
 PER_NODE, NODES = 2, 2
-BUFFER = 0.5  # of a step's buffer beside its number
+BUFFER = 0.5  # difference between a step's buffer and its number
 Mistake = Literal[
     "",
     "the optimizer's step does not wait",
@@ -36,7 +37,7 @@ MISTAKES: tuple[Mistake, ...] = Mistake.__args__[1:]  # type: ignore[attr-define
 
 
 class Model(torch.nn.Module):
-    """Each value of its parameters is the number of the step; that of its buffer half a step more."""
+    """Each value of its parameters is the step's number; each value of its buffer is half a step more."""
 
     def __init__(self, step: int, device: LateDevice) -> None:
         super().__init__()
@@ -52,7 +53,7 @@ class Model(torch.nn.Module):
 
 
 class Store:
-    """The group's, for what rank 0 tells of its plans."""
+    """The group's store, for rank 0's plans."""
 
     def __init__(self) -> None:
         self._texts: dict[str, str] = {}
@@ -68,7 +69,7 @@ class Store:
 
 
 class Node:
-    """An agent's memory, which many walks use one after the other."""
+    """An agent's memory, reused by many walks."""
 
     def __init__(self) -> None:
         self._memory = Memory(PER_NODE)
@@ -76,7 +77,7 @@ class Node:
         self.shared = [Shared(self._memory.where(rank), 1, 0) for rank in range(PER_NODE)]
 
     def empty(self) -> None:
-        """As new."""
+        """Reset it."""
         for cells in (self.shared[0].node, *(shared.cells for shared in self.shared)):
             for cell in range(len(cells)):
                 cells[cell] = 0
@@ -84,7 +85,7 @@ class Node:
 
 class HeldWithout(Ticket):
     def hold(self) -> None:
-        """The mistake: the step does not wait."""
+        """A bug: the step does not wait."""
 
 
 class DoneAtOnce(Ticket):
@@ -92,7 +93,7 @@ class DoneAtOnce(Ticket):
         return True
 
     def wait(self) -> None:
-        """The mistake: nothing is waited for."""
+        """A bug: nothing is waited for."""
 
 
 class PassedAtOnce(Mark):
@@ -107,7 +108,7 @@ class Rank:
     model: Model
     host: Host | None = None
     summed: int = 0
-    """The last step of which this device has come to the sum of gradients."""
+    """The last step of which this device has reached the sum of gradients."""
     alive: bool = True
 
     @property
@@ -125,7 +126,7 @@ class Walk:
         self.best: list[Version | None] = [None] * len(self.nodes)
         self.stories = {"copies": 0, "begin": 0, "counted": 0}
         self.gap = self.chance.choice([1, 1, 2])
-        self.speed = self.chance.choice([0.3, 0.6, 0.9])  # of the devices beside the hosts
+        self.speed = self.chance.choice([0.3, 0.6, 0.9])  # of devices relative to hosts
         for node in self.nodes:
             node.empty()
 
@@ -176,7 +177,7 @@ class Walk:
         return made
 
     def train(self, rank: Rank, store: Store) -> None:
-        """What a host does: it gives its device steps, and never waits for them by itself."""
+        """Act as a host: give the device steps, and never wait for them directly."""
         assert rank.host is not None, "it runs"
         model, device = rank.model, rank.device
         kept = Kept({"model": model})
@@ -201,12 +202,12 @@ class Walk:
                         thread.join()
 
     def sums(self, rank: Rank, step: int) -> bool:
-        """The sum of gradients: no device leaves it before all have come to it."""
+        """Sum gradients: no device leaves before all have arrived."""
         rank.summed = step
         return all(other.summed >= step for other in self.ranks)
 
     def advance(self) -> None:
-        """One thing of one host or one stream."""
+        """Execute one action of one host or one stream."""
         rank = self.chance.choice(self.ranks)
         assert rank.host is not None, "it runs"
         if rank.alive and rank.device.ready and self.chance.random() < self.speed:
@@ -220,7 +221,7 @@ class Walk:
     # ---- what must be true ---------------------------------------------------------------------------------
 
     def judge(self, node: Node) -> None:
-        """What counts on a node is whole, of one step, and all ranks have come to it."""
+        """Check that what counts on a node is complete, of one step, and that all ranks have reached it."""
         number, held = self.nodes.index(node), node.shared[0].held()
         if held is None or held.version == self.best[number]:
             assert held is not None or self.best[number] is None, "nothing is left of what counted"
@@ -237,7 +238,7 @@ class Walk:
         return any(rank.shared.read_slot(slot)["rng"] == version.step for slot in slots)
 
     def read(self, node: Node) -> None:
-        """The state that counts there, bit by bit."""
+        """Return the state that counts there, bit by bit."""
         shared = node.shared[0]
         held = shared.held()
         assert held is not None, "it was looked at"
@@ -252,7 +253,7 @@ class Walk:
         assert bool((seen == step + BUFFER).all()), f"the buffer of step {step} is {seen.tolist()}"
 
     def fail(self) -> None:
-        """A rank, several, all, or a node; the others go on for a while without them."""
+        """Kill a rank, several, all, or a node; the others continue for a while."""
         lost = self.chance.randrange(len(self.nodes)) if self.chance.random() < 0.2 and len(self.nodes) > 1 else None
         count = self.chance.choice([1, self.chance.randrange(1, len(self.ranks) + 1), len(self.ranks)])
         gone = [r for r in self.ranks if r.node is self.nodes[lost]] if lost is not None else self.ranks[-count:]
@@ -299,7 +300,7 @@ def nodes() -> list[Node]:
 
 
 class Cadence:
-    """What rank 0 finds to be the best number of steps between two copies, each time that it looks."""
+    """Rank 0's choices of the number of steps between two copies."""
 
     chance = random.Random(0)
 
@@ -310,14 +311,14 @@ class Cadence:
 
 @pytest.fixture(autouse=True)
 def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies may be as near to each other as they can be, whatever they take here."""
+    """Allow copies as often as possible, whatever they cost here."""
     monkeypatch.setattr(copies, "COST_MAX", 1e9)
     monkeypatch.setattr(copies, "every", Cadence.every)
     monkeypatch.setattr(process, "log", lambda _: None)
 
 
 def walks(count: int, nodes: list[Node], first: int = 0, mistake: Mistake = "") -> dict[str, int]:
-    """What has happened in so many; raises where one was wrong, with its seed."""
+    """Return the events of so many walks; raise with the seed if one was wrong."""
     sums: dict[str, int] = {}
     for seed in range(first, first + count):
         walk, Cadence.chance = Walk(seed, nodes, mistake), random.Random(seed)
@@ -334,7 +335,7 @@ def walks(count: int, nodes: list[Node], first: int = 0, mistake: Mistake = "") 
 
 
 def test_no_copy_of_a_device_counts_before_it_is_whole_and_a_kill_leaves_the_one_before_it(nodes: list[Node]) -> None:
-    """A restart would go on from half of one step and half of another one."""
+    """Otherwise a restart resumes from half of one step and half of another."""
     seen = walks(60, nodes)
     assert seen["counted"] > 100, seen
     assert min(seen["copies"], seen["begin"]) > 10, seen
@@ -342,7 +343,7 @@ def test_no_copy_of_a_device_counts_before_it_is_whole_and_a_kill_leaves_the_one
 
 @pytest.mark.long
 def test_no_copy_of_a_device_counts_before_it_is_whole_in_thousands_of_walks(nodes: list[Node]) -> None:
-    """The orders that matter are rare."""
+    """The important orders are rare."""
     walks(1_000, nodes, first=1_000_000)
 
 
@@ -350,7 +351,7 @@ def test_no_copy_of_a_device_counts_before_it_is_whole_in_thousands_of_walks(nod
 def test_a_seeded_mistake_of_copies_of_a_device_is_found(
     nodes: list[Node], mistake: Mistake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A device in a test that misses them proves nothing."""
+    """Otherwise the test proves nothing."""
     if mistake == "the newest is written over":
         monkeypatch.setattr(copies, "area_for", lambda held: AREAS - 1)
     with pytest.raises(AssertionError, match="seed"):

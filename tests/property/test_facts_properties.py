@@ -40,7 +40,7 @@ def ended(code: int, reason: str = "", message: str = "") -> Raw:
 
 
 class Story:
-    """An attempt whose pods run, until the next one, or the job's end, is recorded."""
+    """An attempt with running pods, until the next one, or the job's end, is recorded."""
 
     def __init__(self, nodes: int, skews: list[int], chance: random.Random) -> None:
         self.job = job(nodes=nodes, backoffLimit=1, restartGraceSeconds=GRACE_SECONDS)
@@ -48,21 +48,22 @@ class Story:
         self.skews, self.chance = skews, chance
         self.pods: dict[int, Raw] = {}
         self.log: list[tuple[str, Raw]] = []
-        """What the watch tells, in order."""
+        """Events of the watch, in order."""
         self.heard = self.looked = 0
         self.version = 100
         self.kubelets: list[Callable[[], None]] = []
-        """What they do next, each at a time of its own."""
+        """What the kubelets do next, each at its own time."""
         self.on_told: Callable[[int], None] = lambda rank: self.stops(rank, ended(143))
         self.deleted_pods: list[Pod] = []
         self.store: Store[Pod]
         self.missed: set[int] = set()
-        """Ranks whose pods went while no operator was there: how they ended nobody can know."""
+        """Ranks whose pods disappeared while no operator was running: nobody can know how they ended."""
         self._begin()
 
     def _begin(self) -> None:
-        """A new operator: what the last one remembered, or had heard and not recorded, is gone; a list is all that it
-        sees."""
+        """Start a new operator: what the last one remembered, or received without recording it, is gone; it sees only a
+        list.
+        """
         self.deleted_pods = []
         self.missed |= {
             contract_rank(raw["metadata"]["name"]) for kind, raw in self.log[self.looked :] if kind == "DELETED"
@@ -98,7 +99,7 @@ class Story:
         self.log.append(("ADDED", self.pods[action.place]))
 
     def delete(self, rank: int, grace_seconds: int) -> None:
-        """By whomever. A pod whose phase is the last one goes at once."""
+        """Delete it for anybody. A pod in its final phase disappears at once."""
         if rank not in self.pods:
             return
         if self.pods[rank]["status"]["phase"] in ("Succeeded", "Failed") or grace_seconds == 0:
@@ -123,7 +124,7 @@ class Story:
         self.state(rank, {"running": {"startedAt": stamp(self.now)}}, "Running")
 
     def ends(self, rank: int, how: Raw, then: Callable[[], None] = lambda: None, **more: Any) -> None:
-        """A container ends, unless it has; the phase follows at once, or a while later."""
+        """End a container, unless it has ended; the phase follows at once, or later."""
         if rank not in self.pods or not self.is_running(rank):
             return then()
         at = stamp(self.now + dt.timedelta(seconds=self.skews[rank]))
@@ -132,12 +133,12 @@ class Story:
 
         def verdict() -> None:
             if more and "deletionTimestamp" in self.pods.get(rank, {}).get("metadata", {}):
-                self.missed.add(rank)  # we have told it to stop before its kubelet has said that it ended it
+                self.missed.add(rank)  # we told it to stop before its kubelet reported that it had ended it
             self.state(rank, {"terminated": how}, phase, **more)
             self.kubelets.append(then)
 
-        # When the kubelet itself ends a pod it tells all of it at once, but for a kubelet that was restarted meanwhile.
-        # Of that only a success matters here: nobody may believe it before the phase.
+        # A kubelet that ends a pod itself reports everything at once, unless it was restarted meanwhile. Then only a
+        # success matters here: nobody may believe it before the phase.
         at_once = bool(more) and (how["exitCode"] != 0 or "deletionTimestamp" in self.pods[rank]["metadata"])
         if at_once or self.chance.random() < 0.5:
             return verdict()
@@ -148,7 +149,7 @@ class Story:
         self.ends(rank, how, lambda: self.confirm(rank))
 
     def confirm(self, rank: int) -> None:
-        """The last delete, with grace 0."""
+        """Send the last delete, with grace 0."""
         if rank not in self.pods or "deletionTimestamp" not in self.pods[rank]["metadata"]:
             return
         self.put(rank, deletionTimestamp=stamp(self.now), deletionGracePeriodSeconds=0)
@@ -161,7 +162,7 @@ class Story:
     # ---------------------------------------------------------------- the operator
 
     def hear(self) -> None:
-        """The next event of the watch."""
+        """Receive the next event of the watch."""
         kind, raw = self.log[self.heard]
         self.heard += 1
         metadata = raw["metadata"]
@@ -186,7 +187,7 @@ class Story:
                 self.read_answer(action.place)
 
     def read_answer(self, rank: int) -> None:
-        """What a write answers goes into the copy as well, before the watch tells of what was there before."""
+        """The answer of a write goes into the copy as well, before the watch shows earlier changes."""
         if rank in self.pods:
             self.store.put(self.pods[rank])
 
@@ -204,7 +205,7 @@ class Story:
         return self
 
     def calms_down(self) -> None:
-        """Everything is heard and done, until nothing happens any more."""
+        """Receive and do everything, until nothing happens any more."""
         for _ in range(1000):
             if not self.step("hear kubelet look".split()) and self._is_idle():
                 return
@@ -216,7 +217,7 @@ class Story:
         return self.job.status == before and self.heard == len(self.log) and not self.kubelets
 
     def step(self, kinds: list[str]) -> bool:
-        """One thing happens; whether there was one."""
+        """Let one thing happen; return False if there was none."""
         self.now += dt.timedelta(seconds=self.chance.choice((0, 0, 1, 3)))
         kind = self.chance.choice(kinds)
         if kind == "hear" and self.heard < len(self.log):
@@ -232,7 +233,7 @@ class Story:
         return True
 
     def goes_on(self) -> Story:
-        """Anything happens next, until the cause is settled."""
+        """Let anything happen next, until the cause is settled."""
         for _ in range(3000):
             if self.is_over():
                 return self
@@ -250,7 +251,7 @@ def contract_rank(name: str) -> int:
 
 
 def complain(story: Story, but: int) -> None:
-    """The others say that they have lost a peer, each in its own time; some only end when they are told."""
+    """Let the others report a lost peer, each at its own time; some end only when they are told."""
     for rank in range(story.job.spec.nodes):
         if rank != but and story.chance.random() < 0.5:
             story.kubelets.append(lambda rank=rank: story.ends(rank, ended(1, message=PEER)))  # type: ignore[misc]
@@ -264,7 +265,7 @@ def fails(how: Raw) -> Callable[[Story, int], None]:
 
 
 def is_deleted(code: int) -> Callable[[Story, int], None]:
-    """By hand, or by a drain; it takes its time, and its peers lose it."""
+    """Delete it by hand, or by a drain; that takes time, and its peers lose it."""
 
     def begin(story: Story, rank: int) -> None:
         told = story.on_told
@@ -289,11 +290,11 @@ def is_ended_by_its_kubelet(reason: str, code: int) -> Callable[[Story, int], No
     return begin
 
 
-# How one pod ends, and what it must be called and cost, whatever its peers do when they are told to stop.
+# How one pod ends, and the required cause and charge, whatever its peers do when they are stopped.
 ENDS: dict[str, tuple[Callable[[Story, int], None], str, str]] = {
     "exit code 1 without a word": (fails(ended(1)), "application", "application"),
     "exit code 3": (fails(ended(3)), "application", "application"),
-    # Of a lone node a ValueError before the first step would be permanent: all nodes have made it.
+    # On a single node a ValueError before the first step would be permanent: all nodes made it.
     "an exception": (fails(ended(1, message="OSError: no such shard")), "application", "application"),
     "a segmentation fault": (fails(ended(139)), "application", "application"),
     "out of memory": (fails(ended(137, "OOMKilled")), "outOfMemory", "application"),
@@ -309,12 +310,13 @@ seeds = st.integers(0, 2**32)
 
 @pytest.mark.parametrize("name", ENDS)
 @given(seeds, st.integers(1, 8), st.data())
-@settings(max_examples=settings.default.max_examples // 3)  # each runs a whole life
+@settings(max_examples=settings.default.max_examples // 3)  # each runs a whole attempt
 def test_who_is_to_blame_and_what_it_costs_depends_on_no_clock_no_order_and_no_restart(
     name: str, seed: int, nodes: int, data: st.DataObject
 ) -> None:
-    """A script that always fails would restart for ever for free, blamed on a peer that we had stopped ourselves; and a
-    drained node would cost the user a restart."""
+    """Otherwise a script that always fails restarts for ever for free, blamed on a peer that we stopped; and a drained
+    node costs the user a restart.
+    """
     skews = data.draw(st.lists(st.integers(-10, 10), min_size=nodes, max_size=nodes))
     rank = data.draw(st.integers(0, nodes - 1))
     code = data.draw(st.sampled_from([143, 0, 137, 75, 1]))
@@ -363,7 +365,7 @@ def told(story: list[Pod]) -> Pod:
 
 @given(st.lists(pods, min_size=1, max_size=6), st.lists(pods, max_size=4))
 def test_what_was_seen_of_a_pod_is_never_unseen(before: list[Pod], after: list[Pod]) -> None:
-    """Else a later, poorer word of the kubelet would replace why a pod has ended, and somebody else would pay."""
+    """Otherwise a later report of the kubelet with less information hides why a pod ended, and somebody else pays."""
     known, more = told(before), told([*before, *after])
     assert known.deletion_requested_at is None or (more.deletion_requested_at or START) <= known.deletion_requested_at
     assert more.ended or not known.ended

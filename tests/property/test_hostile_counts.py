@@ -1,6 +1,5 @@
-"""What a pod says it has counted is bounded by what it was given: 89 bytes are not worth a gigabyte.
-
-What a user would lose: the operator. A message stays in its pod's status, so each new leader reads it again.
+"""Counts reported by a pod are bounded by what it was granted: 89 bytes are not worth a gigabyte. A message stays in
+its pod's status, so each new leader reads it again.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def test_an_agent_is_believed_up_to_one_restart_beyond_its_budget(
     world = running(**spec)
     for counts in said:
         world.agent = AgentReport(restarts=counts)
-        world.settle()  # says so once, and not again at each look
+        world.settle()  # reports it once, and not at each reconcile
         restarts = world.job.status.restarts or api.Restarts()
         limit = world.job.spec.backoff_limit
         assert restarts.application <= limit + 1

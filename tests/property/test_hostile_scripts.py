@@ -1,4 +1,4 @@
-"""A shell's script that a tenant writes costs the operator a bounded amount of work, whatever stands in it."""
+"""A tenant's shell script costs the operator a bounded amount of work, whatever it contains."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GROWING = {
 
 
 def calls(script: str) -> int:
-    """The function calls that it takes to follow a script; unlike seconds they do not depend on the machine."""
+    """Return the function calls that following a script takes; unlike seconds they do not depend on the machine."""
     shell.parse.cache_clear()
     profile = cProfile.Profile()
     profile.runcall(exit_codes.fates, ["sh", "-c", script])
@@ -34,13 +34,13 @@ def calls(script: str) -> int:
 
 @pytest.mark.parametrize("piece", PIECES)
 def test_a_script_of_many_commands_is_followed_up_to_a_bound(piece: str) -> None:
-    """3 kB of `torchrun x.py;` kept the operator from all other jobs for 12 s."""
+    """3 kB of `torchrun x.py;` must not keep the operator from all other jobs for 12 s."""
     assert calls(piece * (FILL // len(piece))) < CALLS_MAX
 
 
 @pytest.mark.parametrize("script", GROWING.values(), ids=GROWING)
 def test_a_script_that_doubles_its_text_with_each_step_is_given_up(script: str) -> None:
-    """20 characters, `f(){ f $@ $@; }; f a`, took the operator's memory."""
+    """20 characters, `f(){ f $@ $@; }; f a`, must not exhaust the operator's memory."""
     assert calls(script) < CALLS_MAX
     assert exit_codes.fates(["sh", "-c", script]) == ()
 

@@ -1,4 +1,4 @@
-"""A template with any value in any place: refused by its field, or made into a pod."""
+"""A template with any value in any place is refused with the field, or made into a pod."""
 
 from __future__ import annotations
 
@@ -73,8 +73,9 @@ PLACES = list(places(whole()["spec"]["template"], ("spec", "template")))
 
 @pytest.mark.parametrize("path", PLACES, ids=validation.dotted)
 def test_any_value_in_any_place_of_a_template_is_refused_by_its_field_or_made_into_a_pod(path: Path) -> None:
-    """A value that neither refuses ends each look at the job with a traceback in the operator's log: no pod is made
-    (some only when a node is avoided, after days of training), and the job says nothing of it."""
+    """A value that is neither refused nor accepted would cause a traceback in the operator's log at each reconcile: no
+    pod is made (sometimes only after days of training), and the job does not say why.
+    """
     for value in VALUES:
         job, problems = validation.parse(with_value(path, value))
         if problems:
@@ -88,7 +89,7 @@ def test_any_value_in_any_place_of_a_template_is_refused_by_its_field_or_made_in
 
 
 def _calls(run: Callable[[], object]) -> int:
-    """The calls that Python makes meanwhile: what a machine that is busy does not change."""
+    """Return the number of calls meanwhile, which does not depend on the machine's load."""
     profile = cProfile.Profile()
     profile.runcall(run)
     return sum(entry.callcount for entry in profile.getstats())
@@ -99,7 +100,7 @@ HOSTILE_WORDS = ("'\"$(", "\n", "torchrun x | tee y; ", "(", "--nnodes ", "exec 
 
 @pytest.mark.parametrize("word", HOSTILE_WORDS)
 def test_a_script_of_250_kb_costs_no_more_than_its_length(word: str) -> None:
-    """One job of one tenant kept the event loop of both operators for half a minute, and no other job restarted."""
+    """Otherwise one job of one tenant blocks both operators' event loops for half a minute."""
     began = time.process_time()
     read, _ = validation.parse(manifest(container={"command": ["bash", "-c", word * (240_000 // len(word))]}))
     launcher.warnings(read.spec)
@@ -108,7 +109,7 @@ def test_a_script_of_250_kb_costs_no_more_than_its_length(word: str) -> None:
 
 @pytest.mark.parametrize("kind", ["volumes", "fields of the pod", "fields of the container", "words"])
 def test_names_that_nearly_match_each_other_cost_a_bounded_number_of_comparisons(kind: str) -> None:
-    """900 volumes and 900 mounts with names of 100 letters stopped both operators of a cluster until they were gone."""
+    """900 volumes and 900 mounts with names of 100 letters must not stop both operators of a cluster."""
     draw = random.Random(4)
     names = ["".join(draw.choices("ab", k=60)) for _ in range(900)]
     fields = {"".join(draw.sample("activeDeadlineSeconds", 21)): 1 for _ in range(900)}

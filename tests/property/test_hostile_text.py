@@ -1,7 +1,6 @@
-"""What programs, kubelets and strangers write reaches a status, an Event or a terminal clean and without credentials.
-
-What a user would lose: `kubectl get events` and `ddpjob run` obeyed `\\u001b[2J` of a termination message, so a job
-could write its own "State: Succeeded" over the screen of whoever looked at it; and a status showed passwords.
+r"""Text of programs, kubelets and strangers reaches a status, an Event or a terminal clean and without credentials.
+Otherwise a job could clear a reader's screen with `\u001b[2J` in a termination message and write its own "State:
+Succeeded", and a status could show passwords.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ PIECES = st.lists(
 
 
 def texts(value: Any) -> Iterator[str]:
-    """All text in a document."""
+    """Yield all text in a document."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -59,7 +58,7 @@ def is_clean(world: World) -> None:
 
 
 def ways(text: str) -> Iterator[World]:
-    """Every way on which text from outside gets into a status."""
+    """Return statuses for every way by which outside text gets into one."""
     yield digits().running().exits(0, 1, message=text)
     yield digits().running().exits(0, 1, message=json.dumps({"ddpjob": 1, "rank": 0, "exitCode": 1, "exception": text}))
     yield digits().running().exits(0, 1, message=json.dumps({"ddpjob": 1, "traceback": text}) + "\n" + text)
@@ -110,7 +109,7 @@ def test_an_escape_that_json_has_made_is_cleaned_after_it() -> None:
 
 
 def test_a_status_that_is_shown_is_stable() -> None:
-    """Else each look would write it anew."""
+    """Otherwise each reconcile writes it again."""
     world = digits().running().exits(0, 1, message=f"ValueError: {EVIL}")
     world.settle()
     assert world.plan().status is None

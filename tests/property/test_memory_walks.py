@@ -1,7 +1,6 @@
-"""Random walks of ranks, their nodes' memory and the folder: kills between any two things that any rank does.
-
-The rules are the real ones (`ddpjob_core.memory`); the model has what surrounds them: ranks that step together, agents
-that order the rescue, areas that are written part by part. It knows what no rank does: of which history each state is.
+"""Random walks of ranks, their nodes' memory and the folder, with kills between any two actions of any rank. The rules
+are the real ones (`ddpjob_core.memory`). Modelled are ranks that step together, agents that order the rescue, and areas
+that are written part by part. Unlike the ranks, the model knows to which history each state belongs.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from ddpjob_core import memory
 from ddpjob_core.memory import LOADS_ASSUMED_MAX, LOADS_MAX, FoundState, Held, Version, newest
 
 PARTS = 3
-"""Of an area; a writer may die between any two."""
+"""Parts of an area; a writer may die between any two."""
 TORN = -1
 """The state of a rank within its optimizer's step."""
 Mistake = Literal[
@@ -38,12 +37,12 @@ class Node:
     parts: list[int] = field(default_factory=lambda: [0] * PARTS)
     held: Held | None = None
     small: dict[int, list[Version]] = field(default_factory=dict)
-    """By local rank, what its last two boundaries have left."""
+    """By local rank, its small states of the last two boundaries."""
 
 
 @dataclass(eq=False)
 class Rank:
-    """A process; its state is the number of a history."""
+    """A process whose state is the number of a history."""
 
     node: Node
     local: int
@@ -52,21 +51,21 @@ class Rank:
     clock: int
     loads: int
     summed: bool = False
-    """Whether the gradients of the next step have reached it: then it needs no other rank until the next boundary."""
+    """True if the gradients of the next step have reached it: then it needs no other rank until the next boundary."""
     alive: bool = True
     before: int = 0
     """The state before the optimizer's step that it is in."""
     part: int | None = None
-    """What it writes, while it has the lock of writers."""
+    """The part that it writes while it has the writers' lock."""
     assumed: bool = False
-    """Whether it keeps what `load` has named, because it has not saved."""
+    """True if it keeps what `load` was given, because it has not saved."""
     answer: int = memory.NONE
     patience: int = 50
-    """Times that this rank waited to finish its own step, because a dead rank was ahead."""
+    """How often this rank waited to finish its own step, because a dead rank was ahead."""
 
 
 class Walk:
-    """The life of one job."""
+    """One job."""
 
     def __init__(self, seed: int, mistake: Mistake = "") -> None:
         self.chance = random.Random(seed)
@@ -76,7 +75,7 @@ class Walk:
         self.saves = self.chance.choice(["all", "all", "rank 0"])
         """Who calls `save`. What another rank assumes is less than what is saved."""
         self.histories: list[tuple[int, int, int]] = [(0, 0, 0)]
-        """(the one before, generation, step) by number; 0 is that of a job that begins."""
+        """By number: the history before it, generation, step; 0 is that of a starting job."""
         self.numbers: dict[tuple[int, int, int], int] = {}
         self.folder: list[tuple[Version, int]] = []
         self.generation = 0
@@ -84,15 +83,15 @@ class Walk:
             Rank(node, local, 0, 0, 0, 0, assumed=True) for node in self.nodes for local in range(self.per_node)
         ]
         self.survivor = 0
-        """The furthest step of a rank that outlived its group and was given the time to write."""
+        """The furthest step of a rank that survived its group and got the time to write."""
         self.furthest = 0
-        """The clock that the agents of nodes with a dead rank tell the others."""
+        """The step that agents of nodes with a dead rank tell the others."""
         self.delivers = True
-        """Whether what a rank has sent comes to the others after its death."""
+        """True if a rank's messages reach the others after its death."""
         self.stories = {"memory": 0, "folder": 0, "begin": 0, "rescued": 0}
 
     def run(self) -> None:
-        """Some generations; raises AssertionError where one begins with what it must not."""
+        """Run some generations; raise AssertionError if one begins with a wrong state."""
         for _ in range(self.chance.randrange(2, 11)):
             self.train()
             self.fail()
@@ -102,12 +101,12 @@ class Walk:
     # ---- training ------------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Ranks do one thing each in any order, until the group is to be broken at any point of it."""
+        """Let ranks act in any order, until the group breaks at any point."""
         for _ in range(self.chance.randrange(0, 14 * len(self.ranks))):
             self.advance(self.chance.choice(self.ranks))
 
     def advance(self, rank: Rank) -> None:
-        """One thing of one rank: backward, the begin of the optimizer's step, its end, a save."""
+        """Do one action of one rank: backward, the beginning of the optimizer's step, its end, a save."""
         if not rank.alive:
             return
         if memory.is_clean(rank.clock) or rank.clock == 0:
@@ -128,20 +127,20 @@ class Walk:
                     other.assumed = False
 
     def has_sent(self, other: Rank, step: int) -> bool:
-        """Whether a rank at this step gets what it waits for from that one."""
+        """True if a rank at this step gets what it waits for from that one."""
         if other.alive:
             return other.step >= step
         return (other.step == step and other.summed) or (other.step > step and self.delivers)
 
     def note(self, rank: Rank) -> None:
-        """What is small, into the older of two slots: random states, learning rates."""
+        """Write small states into the older of two slots: random states, learning rates."""
         slots = rank.node.small.setdefault(rank.local, [])
         slots.append(Version(1, self.generation, rank.step))
         if len(slots) > 2:
             slots.remove(min(slots))
 
     def after(self, before: int, step: int) -> int:
-        """The number of the history that goes on so: the same for all ranks of a generation."""
+        """Return the number of the history that continues like this, equal for all ranks of a generation."""
         key = (before, self.generation, step)
         if key not in self.numbers:
             self.numbers[key] = len(self.histories)
@@ -151,7 +150,7 @@ class Walk:
     # ---- a failure -----------------------------------------------------------------------------------------
 
     def fail(self) -> None:
-        """A rank, several, a node, or all are lost; the rescue itself may be cut short."""
+        """Lose a rank, several, a node, or all; the rescue itself may be cut short."""
         what = self.chance.choice(["rank", "rank", "ranks", "node", "all", "all"])
         if what == "node":
             number = self.chance.randrange(len(self.nodes))
@@ -167,7 +166,7 @@ class Walk:
         self.delivers = self.chance.random() < 0.8
 
     def rescue(self) -> None:
-        """Each agent lets its ranks write; some get no time, some die while they do."""
+        """Let each agent's ranks write; some get no time, some die meanwhile."""
         self.survivor = 0
         for node in self.nodes:
             ranks = [rank for rank in self.ranks if rank.alive and rank.node is node]
@@ -187,8 +186,9 @@ class Walk:
                 self.survivor = max([self.survivor, *(self.could_make(rank) for rank in ranks)])
 
     def could_make(self, rank: Rank) -> int:
-        """The step of a rank that died on the same node, or of which another agent tells, and which that one has the
-        gradients for."""
+        """Return the step of a rank that died on the same node, or that another agent reports, if this rank has its
+        gradients.
+        """
         dead = [other for other in self.ranks if other.node is rank.node and not other.alive and rank.alive]
         is_behind = any(other.step > rank.step and other.answer == memory.NONE for other in dead)
         is_behind |= rank.alive and memory.step_of(self.furthest) > rank.step
@@ -196,18 +196,18 @@ class Walk:
         return rank.step + 1 if is_behind and has_all and self.counts(rank) else 0
 
     def counts(self, rank: Rank) -> bool:
-        """Whether what a survivor has is what the next generation must begin with, or less."""
+        """True if a survivor's state is what the next generation must begin with, or less."""
         has_saved = any(version.generation == self.generation for version, _ in self.folder)
         return memory.is_clean(rank.clock) and not (rank.assumed and has_saved)
 
     def save(self, rank: Rank, ranks: list[Rank]) -> None:
-        """One turn of the thread that writes: as `Survivor._try_to_save`, part by part."""
+        """One turn of the writing thread: as `Survivor._try_to_save`, part by part."""
         node, now = rank.node, Version(1, self.generation, rank.step)
         if rank.part is not None:
             return self.write(rank)
         if not memory.is_clean(rank.clock) and self.mistake != "a rescue while dirty":
             if rank.clock % 2:
-                return self.advance(rank)  # it comes to its boundary without the others
+                return self.advance(rank)  # it reaches its boundary without the others
             rank.answer = memory.UNABLE
             return None
         if rank.step == 0:
@@ -230,7 +230,7 @@ class Walk:
         return None
 
     def write(self, rank: Rank) -> None:
-        """Its part, and after the last one what makes it count."""
+        """Write its part, and after the last one make it count."""
         assert rank.part is not None, "it writes"
         if self.chance.random() < 0.3:
             return  # it takes a while
@@ -241,14 +241,14 @@ class Walk:
             self.stories["rescued"] += 1
 
     def stamp(self, rank: Rank) -> Held:
-        """What the cells of the area say."""
+        """Return the cells of the area."""
         size = PARTS if self.saves == "all" or rank.assumed else PARTS + 1
         return Held(Version(1, self.generation, rank.step), rank.loads, size, rank.state % 997, rank.assumed)
 
     # ---- the next generation -------------------------------------------------------------------------------
 
     def restart(self) -> None:
-        """All ranks load what counts, or the generation before them fails once more before its first step."""
+        """Let all ranks load what counts, or fail once more before the first step."""
         self.generation += 1
         present = Version(1, self.generation, 0)
         held = [node.held for node in self.nodes for _ in range(self.per_node)]
@@ -286,7 +286,7 @@ class Walk:
             self.note(rank)
 
     def check(self, state: int, came_to: Version | None, gone: str) -> None:
-        """What must hold of the state with which all ranks begin. gone: why the memory does not count."""
+        """Check the state with which all ranks begin. gone: why the memory does not count."""
         assert state != TORN, "a state that was not whole"
         step = self.histories[state][2]
         assert came_to is None or step == came_to.step, "another step than it is said to be"
@@ -305,7 +305,7 @@ class Walk:
         assert came_to == best, f"{came_to}, and {best} was whole"
 
     def held_best(self) -> Held | None:
-        """The newest state in memory; of a generation in which a rank has saved, only what that one holds."""
+        """Return the newest state in memory; for a generation in which a rank has saved, only that rank's."""
         whole = [one.held for one in self.nodes if one.held]
         named = {one.version.generation for one in whole if not one.assumed}
         return max((one for one in whole if not one.assumed or one.version.generation not in named), default=None)
@@ -315,7 +315,7 @@ class Walk:
 
 
 def walks(count: int, first: int = 0, mistake: Mistake = "") -> dict[str, int]:
-    """What has happened in so many; raises where one was wrong, with its seed."""
+    """Return the events of so many walks; raise with the seed if one was wrong."""
     sums: dict[str, int] = {}
     for seed in range(first, first + count):
         walk = Walk(seed, mistake)
@@ -329,26 +329,26 @@ def walks(count: int, first: int = 0, mistake: Mistake = "") -> dict[str, int]:
 
 
 def test_no_walk_begins_with_a_mix_or_with_less_than_what_was_whole() -> None:
-    """A job that silently goes back, or joins two steps, ends with a result that nobody trained."""
+    """A job that silently goes back, or mixes two steps, ends with a result that nobody trained."""
     seen = walks(1_000)
     assert all(seen[name] > 300 for name in ("memory", "folder", "begin", "rescued")), seen
 
 
 @pytest.mark.long
 def test_a_hundred_thousand_walks_do_not_either() -> None:
-    """The orders that matter are rare."""
+    """The important orders are rare."""
     walks(100_000, first=1_000_000)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_seeded_mistake_is_found(mistake: Mistake) -> None:
-    """A model that misses them proves nothing."""
+    """Otherwise the model proves nothing."""
     with pytest.raises(AssertionError):
         walks(1_000, mistake=mistake)
 
 
 def test_a_state_that_leads_to_no_step_is_loaded_no_more_than_three_times() -> None:
-    """Otherwise what makes every generation fail would be in memory for ever, and the folder never be asked."""
+    """Otherwise a state that makes every generation fail stays in memory for ever, and the folder is never used."""
     walk = Walk(1)
     walk.nodes, walk.per_node = [Node()], 2
     walk.ranks = [Rank(walk.nodes[0], local, 0, 0, 0, 0) for local in range(2)]

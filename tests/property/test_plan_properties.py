@@ -1,4 +1,4 @@
-"""What holds in every world, also in those nobody thought of."""
+"""What holds in every world, including those nobody thought of."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ containers = st.one_of(
                 "ValueError: x",
                 "RuntimeError: Connection closed by peer",
                 '{"ddpjob": 1, "ended": true}',
-                # As a log may hold it: nobody has checked these numbers.
+                # As in a log: nobody has checked these numbers.
                 "Root Cause (first observed failure):\n[0]:\n  rank      : -1 (local_rank: 0)\n  exitcode  : 1",
                 "[rank999999999]: ValueError: x\n[rank-2]: ValueError: y",
             ]
@@ -99,7 +99,7 @@ node_ranges = st.sets(st.integers(0, NODES_MAX)).map(ranges.text) | st.sampled_f
 
 @st.composite
 def jobs(draw: st.DrawFn) -> api.DDPJob:
-    """A valid job with whatever status."""
+    """Generate a valid job with any status."""
     status = api.Status(
         state=draw(states),
         reason=draw(st.sampled_from(["RankFailed", "Disrupted", "DeadlineExceeded", "Suspended", "StartBackOff"])),
@@ -148,7 +148,7 @@ def test_the_order_in_which_things_are_seen_does_not_matter(
 def test_nothing_that_belongs_to_someone_else_is_ever_deleted(
     what: api.DDPJob, seen: Observed, now: dt.datetime
 ) -> None:
-    # What a deleted job of the same name has left on a lost node is nobody's any more.
+    # Pods that a deleted job of the same name left on a lost node belong to nobody.
     leaked = {(p.name, p.uid) for p in seen.pods if p.job == "digits" and p.owner_uid and p.deletion_requested_at}
     of_this_name = leaked | {(p.name, p.uid) for p in seen.pods if p.owner_uid == UID}
     for action in plan(what, seen, now).actions:
@@ -162,7 +162,7 @@ def test_nothing_that_belongs_to_someone_else_is_ever_deleted(
 def test_a_pod_is_deleted_only_for_what_the_status_already_records(
     what: api.DDPJob, seen: Observed, now: dt.datetime
 ) -> None:
-    """Else a failure, its charge or a completed rank would be lost with the pod that proved it."""
+    """Otherwise a failure, its charge or a completed rank is lost with the pod that proved it."""
     recorded = what.status
     for action in plan(what, seen, now).actions:
         if isinstance(action, DeletePod):
@@ -213,7 +213,7 @@ def test_when_a_plan_is_carried_out_and_nothing_else_happens_there_is_soon_nothi
 ) -> None:
     world = World(what)
     world.now, world.service, world.conflicts = now, seen.service, list(seen.conflicts)
-    # The API server holds one pod by a name, and a pod of ours carries the name that its identity gives it.
+    # The API server has one pod per name, and a pod of ours has the name that its identity determines.
     own = {naming.pod_name(what, p.attempt, p.place, p.replacement): p for p in seen.pods if p.owner_uid == UID}
     world.pods = {name: replace(p, name=name) for name, p in own.items()}
     world.conflicting_pods = [p for p in seen.pods if p.owner_uid != UID and p.name not in own]
@@ -223,7 +223,7 @@ def test_when_a_plan_is_carried_out_and_nothing_else_happens_there_is_soon_nothi
 
 @st.composite
 def runs(draw: st.DrawFn) -> tuple[api.DDPJob, Observed]:
-    """A job whose trainers run or have completed, but for one now and then, with whatever status and reports."""
+    """Generate a job whose trainers run or have completed, with rare exceptions, and any status and reports."""
     what, seen = draw(jobs()), draw(observed)
     attempt = max(1, what.status.attempt)
     fine = st.sampled_from([Container("running"), Container("running", ready=True), Container("ended", exit_code=0)])
@@ -251,7 +251,7 @@ def runs(draw: st.DrawFn) -> tuple[api.DDPJob, Observed]:
 def test_after_progress_alone_is_written_there_is_nothing_left_to_do(
     world: tuple[api.DDPJob, Observed], now: dt.datetime, seconds: int
 ) -> None:
-    """The operator does not look again after it: what a second look would find would wait for the next change."""
+    """The operator does not reconcile after it: anything left would wait for the next change."""
     what, seen = world
     for _ in range(4):  # until its status is that of a job that has run for a while
         before = plan(what, seen, now)
@@ -275,7 +275,7 @@ def test_after_progress_alone_is_written_there_is_nothing_left_to_do(
 
 @given(jobs(), observed, times)
 def test_what_a_plan_writes_is_read_as_it_was_written(what: api.DDPJob, seen: Observed, now: dt.datetime) -> None:
-    """A status that the operator itself cannot read stops its job until somebody fixes it by hand."""
+    """If the operator cannot read its own status, the job stops until somebody fixes it."""
     status = plan(what, seen, now).status
     if status is not None:
         stored = msgspec.json.decode(msgspec.json.encode(msgspec.to_builtins(status)))
@@ -358,7 +358,7 @@ WRONG_SPECS = st.dictionaries(
 def test_whatever_a_spec_becomes_while_its_job_runs_there_is_a_plan(
     what: api.DDPJob, given_spec: dict[str, Any], seen: Observed, now: dt.datetime
 ) -> None:
-    """An edit that an old CRD lets pass must not leave the job without a plan: nothing of it would ever end."""
+    """An edit that an old CRD accepts must not leave the job without a plan."""
     metadata = {"name": "digits", "namespace": "default", "uid": UID}
     raw = {"apiVersion": api.API_VERSION, "kind": api.KIND, "metadata": metadata, "spec": given_spec}
     parsed, problems = validation.parse(raw)

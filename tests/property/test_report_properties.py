@@ -1,4 +1,4 @@
-"""Whatever a sender puts into a request, the receiver answers it with a report or with a sentence."""
+"""The receiver answers any request with a report or a sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a pod says at its end, there is one cause, in bounds, that does not depend on who looks in which order."""
+"""Whatever a pod reports at its end, there is one bounded cause, independent of the order of observation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a shell reads of a script, for any text: the reader never fails, and quotes hide what they hide."""
+"""The variables that a shell reads in any script: the reader never fails, and quotes hide what they should."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCRIPTS = st.lists(st.sampled_from(PIECES), max_size=40).map("".join) | st.text(
 
 @given(SCRIPTS)
 def test_a_shell_reads_nothing_in_single_quotes_and_all_of_a_nested_shells_script(text: str) -> None:
-    """A variable that only the ranks have would be named where nothing reads it, or not named where it is read."""
+    """A rank's variable must be named only where it is read."""
     script = text.replace("'", "")
     assert references(f"echo '{script}'") == ()
     assert references(f"sh -c {shlex.quote(script + ' ')}") == references(script + " ")
@@ -27,6 +27,6 @@ def test_a_shell_reads_nothing_in_single_quotes_and_all_of_a_nested_shells_scrip
 
 @given(st.sampled_from("({`'\"$"), st.integers(1, 5000))
 def test_depth_is_bounded(sign: str, count: int) -> None:
-    """A script of 5,000 braces must not end the check with a RecursionError."""
+    """A script of 5,000 braces must not cause a RecursionError."""
     for piece in (sign, f"${sign}", f'"${sign}', f"${{a:-{sign}"):
         references(piece * count)

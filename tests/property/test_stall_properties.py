@@ -1,4 +1,4 @@
-"""Whatever trainers report and whenever, no healthy job is restarted, and no hang is missed."""
+"""For any reports at any time, no healthy job is restarted, and no hang is missed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ddpjob_operator.observed.reports import Phase, Report
 
 RANKS = 4
 phases: st.SearchStrategy[Phase | None] = st.sampled_from(["start", "train", "save", "evaluate", None])
-# How long an example takes depends more on the machine than on the code.
+# The time of an example depends more on the machine than on the code.
 timeouts = st.none() | st.integers(1, 7200)
 
 
 @dataclass(frozen=True)
 class Sent:
-    """A report of a rank, some seconds after the one before."""
+    """A report of a rank, some seconds after the previous one."""
 
     after: float
     rank: int
@@ -76,7 +76,7 @@ def only(trackers: dict[int, stall.StepTracker], attempt: int) -> dict[int, stal
 
 @given(words, timeouts, st.floats(stall.SILENT_SECONDS + 0.001, 1e8))
 def test_silence_never_gives_a_finding(reports: list[Sent], timeout: int | None, silent: float) -> None:
-    """A trainer that is gone, or whose reports get lost, is no trainer that hangs."""
+    """A lost trainer, or lost reports, do not mean a hang."""
     trackers, now = received_all(reports)
     later = max([now, *(tracker.heard_at for tracker in trackers.values())]) + dt.timedelta(seconds=silent)
     assert stall.find(trackers, spec(timeout), later) is None
@@ -142,8 +142,8 @@ def test_a_group_that_is_alive_and_makes_no_step_is_found_within_its_limit_and_o
     for rank in range(RANKS):
         trackers = received(trackers, Report(step=step, rank=rank, attempt=3, phase=phase), start)
     allowed = max(stall.limit(tracker, timeout).allowed for tracker in trackers.values())
-    # One report later than the limit at the latest. What came in between changed nothing but when it was received, and
-    # folding all of it would take minutes.
+    # At the latest one report after the limit. Reports in between only changed the time of receipt, and folding all of
+    # them would take minutes.
     last = start + dt.timedelta(milliseconds=every_ms * (int(allowed * 1000) // every_ms + 1))
     trackers = {rank: replace(tracker, heard_at=last) for rank, tracker in trackers.items()}
     found = stall.find(trackers, spec(timeout), last)

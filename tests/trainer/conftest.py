@@ -1,4 +1,4 @@
-"""Ranks for the tests: forked from the one process that has torch imported, so that a group costs no import."""
+"""Ranks for tests, forked from one process that has torch imported, so that a group costs no import."""
 
 import importlib
 import json
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch._dynamo  # DistributedDataParallel imports it in its first construction: 1 to 5 s in every forked rank
+import torch._dynamo  # DistributedDataParallel's first construction imports it: 1 to 5 s in every forked rank
 from free_port import free_port
 from memory_node import Node
 
@@ -27,17 +27,17 @@ import ddpjob
 from ddpjob.process import replace as new_process_state
 
 progress_file = importlib.import_module("ddpjob.reporting.progress")
-LIMIT_SECONDS = 120.0  # none takes 15 s where nothing else runs
+LIMIT_SECONDS = 120.0  # on an idle machine none takes 15 s
 LAUNCHER_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "NNODES", "NPROC_PER_NODE",
     "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE",
 )  # fmt: skip
 
-torch.set_num_threads(1)  # a thread pool of the parent does not live in a forked child
+torch.set_num_threads(1)  # a thread pool of the parent does not survive a fork
 
 
 class Outcome(NamedTuple):
-    """How one rank ended: what its function returned, or the exception's text, and the process's exit code."""
+    """The end of one rank: its function's result or the exception's text, and the process's exit code."""
 
     value: Any
     error: str
@@ -46,7 +46,8 @@ class Outcome(NamedTuple):
 
 def _rank_main(body: Callable[[int], Any], rank: int, answer: Any) -> None:
     try:
-        answer.send_bytes(pickle.dumps((body(rank), "")))  # not send(): it would share tensors with a process that ends
+        # Not send(), which would share tensors with a process that ends.
+        answer.send_bytes(pickle.dumps((body(rank), "")))
     except BaseException as error:
         answer.send_bytes(pickle.dumps((None, f"{type(error).__name__}: {error}")))
         if os.environ.get("DDPJOB_TEST_TRACEBACK"):
@@ -55,7 +56,7 @@ def _rank_main(body: Callable[[int], Any], rank: int, answer: Any) -> None:
 
 
 def outcomes_of(body: Callable[[int], Any], world_size: int, limit_seconds: float = LIMIT_SECONDS) -> list[Outcome]:
-    """Run the body once per rank in forked processes; -9 as exit code means that it outlived the limit."""
+    """Run the body once per rank in forked processes; exit code -9 means that it exceeded the limit."""
     context = multiprocessing.get_context("fork")
     started = []
     for rank in range(world_size):
@@ -83,7 +84,7 @@ def _outcome(process: Any, pipe: Any, end: float) -> Outcome:
 
 
 def values_of(body: Callable[[int], Any], world_size: int) -> list[Any]:
-    """What each rank returned; fails the test where one did not end well."""
+    """Return what each rank returned; fail the test if one did not end well."""
     outcomes = outcomes_of(body, world_size)
     bad = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome.error or outcome.exit_code}
     assert not bad, f"ranks that did not end well: {bad}"
@@ -103,7 +104,6 @@ def node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_ranks: Callable[..
 
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_ranks: Callable[..., list[Any]]) -> Node:
-    """Two of them."""
     monkeypatch.chdir(tmp_path)
     return Node(tmp_path, run_ranks, nodes=2)
 
@@ -118,7 +118,7 @@ Script = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start_script(tmp_path: Path) -> Iterator[Script]:
-    """Start a script of its own interpreter; one that imports no torch starts in a moment."""
+    """Start a script in a new interpreter; one that does not import torch starts fast."""
     started: list[subprocess.Popen[str]] = []
 
     def start(code: str, **environ: object) -> "subprocess.Popen[str]":
@@ -139,7 +139,7 @@ def start_script(tmp_path: Path) -> Iterator[Script]:
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test sees the variables of a launcher or a job that happens to run it."""
+    """Hide the variables of a launcher or a job that runs the tests."""
     for name in [*LAUNCHER_VARIABLES, *(name for name in os.environ if name.startswith(("DDPJOB_", "PET_")))]:
         if name != "DDPJOB_TEST_TRACEBACK":
             monkeypatch.delenv(name, raising=False)
@@ -160,7 +160,7 @@ def same(values: Sequence[Any]) -> bool:
 
 
 class Receiver:
-    """A receiver on loopback that keeps what it gets; `answers` are the statuses to give, then 200."""
+    """A receiver on loopback that keeps reports; `answers` are the first statuses, then 200."""
 
     def __init__(self) -> None:
         self.posts: queue.Queue[tuple[dict[str, Any], dict[str, str]]] = queue.Queue()
@@ -196,7 +196,7 @@ def receiver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Receiv
     monkeypatch.setenv("DDPJOB_STATUS_URL", receiver.url)
     monkeypatch.setenv("DDPJOB_STATUS_TOKEN_FILE", str(tmp_path / "token"))
     monkeypatch.setenv("DDPJOB_STATUS_INTERVAL", "0.02")
-    new_process_state()  # a test before has perhaps saved a step
+    new_process_state()  # an earlier test may have saved a step
     yield receiver
     progress_file.flush()
     new_process_state()

@@ -1,4 +1,4 @@
-"""The two areas of a node's memory: survivors of a failure write there, and ranks that copy what is saved."""
+"""The two areas of a node's memory: survivors of a failure write there, and so do ranks that copy saved states."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def packed_state(step: int) -> packed.Packed:
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Shared]]:
-    """Two of one node, whose memory has room for two states."""
+    """Return two ranks of one node, whose memory has room for two states."""
     monkeypatch.setattr(packed, "PIECE_BYTES", BYTES // 4)
     agent = Memory(2)
     agent.begin(0)
@@ -39,7 +39,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Shared]]:
 
 
 def copy(rank: Shared, step: int, area: int, *, counts: bool = True) -> Held:
-    """What a script has saved."""
+    """Copy what a script has saved."""
     state = packed_state(step)
     held = Held(Version(1, 0, step), 0, state.size, packed.total(state.tensors))
     rank.write_copy(area, state, held)
@@ -49,7 +49,7 @@ def copy(rank: Shared, step: int, area: int, *, counts: bool = True) -> Held:
 
 
 def write(rank: Shared, step: int, *, pieces: int = 99, assumed: bool = False) -> bool:
-    """What a survivor does, and is killed after so many pieces."""
+    """Write as a survivor that is killed after so many pieces."""
     state, written, copy_piece = packed_state(step), [], packed.copy_piece
 
     def copy_some(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -72,7 +72,7 @@ def write(rank: Shared, step: int, *, pieces: int = 99, assumed: bool = False) -
 
 
 def newest(rank: Shared) -> tuple[int, float]:
-    """The step that counts, and what is there."""
+    """Return the step that counts, and its state."""
     held = rank.held()
     assert held is not None
     return held.version.step, float(packed.in_place(rank.newest(held.size))["weight"][-1])
@@ -80,7 +80,7 @@ def newest(rank: Shared) -> tuple[int, float]:
 
 @pytest.mark.parametrize("area", range(memory.AREAS))
 def test_a_rescue_that_is_cut_short_leaves_what_was_saved_last(ranks: list[Shared], area: int) -> None:
-    """A script without a folder has that nowhere else: the training would go back to the save before, or to step 0."""
+    """Without a folder this is the only copy: training would go back to an earlier save, or to step 0."""
     copy(ranks[0], 3, 1 - area)
     copy(ranks[0], 5, area)
     assert not write(ranks[0], 8, pieces=1)
@@ -90,7 +90,7 @@ def test_a_rescue_that_is_cut_short_leaves_what_was_saved_last(ranks: list[Share
 
 
 def test_each_state_that_survivors_write_leaves_the_one_before_until_it_is_whole(ranks: list[Shared]) -> None:
-    """One that was late makes its step, after a third one has written the step before."""
+    """A late rank makes its step after a third one has written the state before it."""
     for step in range(1, 6):
         assert not write(ranks[0], step, pieces=2)
         assert step == 1 or newest(ranks[1]) == (step - 1, step - 1.0)
@@ -99,7 +99,7 @@ def test_each_state_that_survivors_write_leaves_the_one_before_until_it_is_whole
 
 
 def test_what_is_saved_takes_the_place_of_what_was_assumed_of_the_same_step(ranks: list[Shared]) -> None:
-    """In the other area it would be a second state of that step, and nobody knew which one counts."""
+    """Otherwise there would be two states of that step, and nobody knew which one counts."""
     assert write(ranks[0], 4, assumed=True)
     assert write(ranks[1], 4)
     held = [ranks[0].held_in(area) for area in range(memory.AREAS)]
@@ -107,7 +107,7 @@ def test_what_is_saved_takes_the_place_of_what_was_assumed_of_the_same_step(rank
 
 
 def test_a_copy_does_not_count_where_survivors_write_over_it(ranks: list[Shared]) -> None:
-    """Half of one state and half of another would be a state that no training has had."""
+    """Half of one state and half of another would be a state that no training had."""
     copy(ranks[0], 5, 0)
     copied = copy(ranks[0], 6, 1, counts=False)
     assert not write(ranks[1], 6, pieces=1)
@@ -118,7 +118,7 @@ def test_a_copy_does_not_count_where_survivors_write_over_it(ranks: list[Shared]
 
 
 def test_who_copies_waits_until_a_survivor_has_written(ranks: list[Shared]) -> None:
-    """Both would write into the area that does not have the newest state."""
+    """Otherwise both write into the area without the newest state."""
     began, done = threading.Event(), threading.Event()
 
     def copies() -> None:
@@ -153,8 +153,9 @@ def test_one_rank_writes_at_a_time_and_one_that_dies_leaves_that_to_the_others(r
 
 
 def test_a_process_that_was_forked_meanwhile_does_not_keep_the_others_from_writing(ranks: list[Shared]) -> None:
-    """A DataLoader starts its workers while room is reserved in a thread: as long as they lived nothing could be
-    written, and a rank that died cost all steps since the last save."""
+    """A DataLoader may start its workers while a thread reserves room: they must not block writing for as long as they
+    live.
+    """
     with ranks[0].locked() as has_lock:
         assert has_lock
         if (worker := os.fork()) == 0:

@@ -1,4 +1,4 @@
-"""A launch that is wrong says so in a sentence and ends; none hangs, and none trains alone without a word."""
+"""A wrong launch reports why in a sentence and ends; none hangs, and none trains alone silently."""
 
 import os
 import re
@@ -21,7 +21,7 @@ LIMIT_SECONDS = 40
 
 
 def become(rank: int, world_size: int, port: int, host: str = "127.0.0.1") -> None:
-    """As a launcher does."""
+    """Set variables as a launcher does."""
     place = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": host, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()})
 
@@ -65,8 +65,7 @@ def test_one_process_needs_no_group(monkeypatch, world_size):
 
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 2)])
 def test_ranks_that_expect_other_numbers_of_ranks_say_so_within_their_limit(end_ranks, meeting_file, sizes):
-    """Where the one that expects more was there first, the other one took both for all, and they waited for half an
-    hour."""
+    """Otherwise one rank may take two others for all, and they wait for half an hour."""
 
     def body(rank: int) -> None:
         place = {"init_method": meeting_file, "rank": rank, "world_size": sizes[rank]}
@@ -93,7 +92,7 @@ def test_two_processes_of_one_number_both_end_and_say_who_they_are(end_ranks, fr
 
 
 def test_a_port_that_another_program_uses_is_named_at_once(end_ranks):
-    """Rank 0 ends, and with it the job: whoever connects to the other program would wait for its answer."""
+    """Rank 0 ends, and with it the job: otherwise clients of the other program wait for its answer."""
     with socket.create_server(("", 0)) as other_program:
         port = other_program.getsockname()[1]
 
@@ -138,7 +137,7 @@ for rank in ranks: rank.join()
 
 @pytest.fixture
 def late_hosts(tmp_path: Path) -> Iterator[tuple[list[str], Path]]:
-    """How to start a program with an /etc/hosts of its own, and that file."""
+    """Return how to start a program with its own /etc/hosts, and that file."""
     file = tmp_path / "hosts"
     shutil.copy("/etc/hosts", file)
     own = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"', str(file)]
@@ -148,7 +147,7 @@ def late_hosts(tmp_path: Path) -> Iterator[tuple[list[str], Path]]:
 
 
 def test_ranks_wait_for_a_host_name_that_does_not_resolve_yet(late_hosts, tmp_path, free_port):
-    """In a cluster the DNS learns of a new pod a while after it runs."""
+    """In a cluster the DNS learns of a new pod only after it has started."""
     own, hosts = late_hosts
     (tmp_path / "ranks.py").write_text(TWO_RANKS)
     words = [*own, sys.executable, "-u", str(tmp_path / "ranks.py"), str(free_port)]

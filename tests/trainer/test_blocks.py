@@ -1,4 +1,4 @@
-"""The building blocks hold what they claim: each asserts it itself, on every rank."""
+"""The building blocks keep their promises: each asserts them itself, on every rank."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ WORLD_SIZE = 3
 def test_every_building_block_holds_its_claim_on_three_ranks(
     run_ranks: Callable[..., list[None]], tmp_path: Path, free_port: int
 ) -> None:
-    """As under torchrun, whose variables the ranks have."""
+    """As under torchrun, with its variables."""
 
     def body(rank: int) -> None:
         where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD_SIZE, "LOCAL_WORLD_SIZE": WORLD_SIZE}

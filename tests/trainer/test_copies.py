@@ -1,6 +1,5 @@
-"""Copies of the state in memory while all goes well: where nobody could write it after a failure.
-
-`vanish()` is a kill: the rank leaves what it has in memory, and does nothing more.
+"""Periodic copies of the state in memory, for cases where nobody could write it after a failure. `vanish()` is a kill:
+the rank leaves its memory, and does nothing more.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from ddpjob_core import copies
 
 @pytest.fixture
 def node(node: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
-    """Where a copy costs nothing, so that each step is copied."""
+    """Return a node where copies are free, so that each step is copied."""
     monkeypatch.setattr(copies, "COST_MAX", 1e9)
     return node
 
 
 @pytest.fixture
 def nodes(nodes: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
-    """The same, of two nodes."""
+    """The same with two nodes."""
     monkeypatch.setattr(copies, "COST_MAX", 1e9)
     return nodes
 
 
 def clip(model: Any) -> None:
-    """What a script may do to its weights besides the optimizer."""
+    """Change weights outside of the optimizer, as a script may."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.clamp_(-0.05, 0.05)
@@ -46,8 +45,9 @@ def digest(model: Any) -> str:
 
 
 def clipped(until: int, place: str, *, ranks: int = 1, saves: tuple[int, ...] = (2,)) -> Any:
-    """Train with weights that are clipped at that place of a step, with saves at those steps. Where it began, and the
-    bits at the end."""
+    """Train with weights clipped at that place of a step, and saves at those steps. Return the first step and the final
+    bits.
+    """
     world = ddpjob.init()
     objects, snapshot = parts(), ddpjob.Snapshot("snapshots", world)
     step = began = snapshot.load(**objects)
@@ -71,7 +71,7 @@ def clipped(until: int, place: str, *, ranks: int = 1, saves: tuple[int, ...] = 
 def test_a_rank_that_trains_alone_and_is_killed_goes_on_from_the_last_copy(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Nobody outlives it: all steps since the last save were lost."""
+    """No rank survives it: otherwise all steps since the last save are lost."""
 
     def train(until: int) -> int:
         objects, _, step = begin()
@@ -87,7 +87,7 @@ def test_a_rank_that_trains_alone_and_is_killed_goes_on_from_the_last_copy(
 
 
 def test_a_rank_that_trains_alone_and_ends_by_an_exception_repeats_no_step(node: Node) -> None:
-    """It still can write what it holds, which is newer than the last copy."""
+    """It can still write its state, which is newer than the last copy."""
 
     def train(until: int) -> int:
         objects, _, step = begin()
@@ -105,7 +105,7 @@ def test_a_rank_that_trains_alone_and_ends_by_an_exception_repeats_no_step(node:
 def test_weights_that_are_clipped_before_each_forward_are_copied_and_the_result_is_the_same_bit_for_bit(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Such a script was not kept in memory at all."""
+    """Otherwise such a script is not kept in memory at all."""
     _, undisturbed = node.run(0, lambda: clipped(24, "first", saves=()))
     node.lose(0)
     Path("snapshots").rename("others")
@@ -117,7 +117,7 @@ def test_weights_that_are_clipped_before_each_forward_are_copied_and_the_result_
 
 
 def test_weights_that_are_clipped_between_should_stop_and_save_are_copied_as_save_finds_them(node: Node) -> None:
-    """At should_stop they are what no step begins with: a restart from there would change the result."""
+    """No step begins with the weights at should_stop: a restart from there would change the result."""
     _, undisturbed = node.run(0, lambda: clipped(24, "before save", saves=()))
     node.lose(0)
     Path("snapshots").rename("others")
@@ -128,14 +128,14 @@ def test_weights_that_are_clipped_between_should_stop_and_save_are_copied_as_sav
 def test_copies_at_the_steps_that_save_names_count_however_many_steps_come_after_them(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Saves are rare: what is copied there is mostly many steps behind its ranks."""
+    """Saves are rare, so a copy made there is often many steps behind its ranks."""
     assert node.run(0, lambda: clipped(30, "before save", saves=(2, 12)))[0] == 0
     assert node.run(1, lambda: clipped(32, "before save"))[0] == 12
     assert "resumed at step 12 from a copy in the memory on the node of rank 0" in capfd.readouterr().err
 
 
 def test_a_script_that_changes_its_weights_and_has_named_no_state_is_not_copied(node: Node) -> None:
-    """Nobody knows whether a step begins with the weights before the change or after it."""
+    """Nobody knows if a step begins with the weights before or after the change."""
     assert node.run(0, lambda: clipped(16, "first", saves=()))[0] == 0
     assert node.step is None
 
@@ -143,7 +143,7 @@ def test_a_script_that_changes_its_weights_and_has_named_no_state_is_not_copied(
 def test_ranks_that_change_their_weights_copy_at_the_same_steps_and_all_have_their_random_states(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A rank that lacks them would draw other numbers than before."""
+    """A rank without them would draw other numbers than before."""
     _, undisturbed = node.run(0, lambda: clipped(24, "first", ranks=2, saves=()), ranks=2)
     node.lose(0)
     Path("snapshots").rename("others")
@@ -157,13 +157,13 @@ def test_ranks_that_change_their_weights_copy_at_the_same_steps_and_all_have_the
 def test_what_the_survivor_of_one_node_finds_out_about_the_script_holds_for_the_ranks_of_all_nodes(
     nodes: Node,
 ) -> None:
-    """Rank 0 makes the plans. Where it was the one that was killed, the others waited for a plan for ever."""
+    """Rank 0 makes the plans. If it was killed, the others must not wait for a plan for ever."""
 
     def train(until: int, saves: tuple[int, ...] = ()) -> int:
         world = ddpjob.init()
         objects, snapshot, began = begin()
         for step in range(began + 1, until + 1):
-            if step > 8:  # when all has been proved
+            if step > 8:  # after everything has been proved
                 clip(objects["model"])
             steps(step - 1, step, **objects)
             if step in saves:
@@ -179,8 +179,9 @@ def test_what_the_survivor_of_one_node_finds_out_about_the_script_holds_for_the_
 
 
 def saved_otherwise(until: int, who_saves: str) -> int:
-    """Train with weights that are clipped at the beginning of each step, and saved at steps 2 and 40: at the second one
-    save finds other weights than should_stop. Where it began."""
+    """Train with weights clipped at the beginning of each step, and saved at steps 2 and 40: at the second one save
+    finds other weights than should_stop. Return the first step.
+    """
     world = ddpjob.init()
     objects, snapshot, began = begin()
     model = world.wrap(objects["model"])
@@ -198,7 +199,7 @@ def saved_otherwise(until: int, who_saves: str) -> int:
 def test_once_save_finds_other_weights_than_should_stop_nothing_is_copied_at_should_stop_any_more(
     nodes: Node, who_saves: str, until: int
 ) -> None:
-    """Ranks went on with it up to the next plan, and a restart began with weights that no step begins with."""
+    """Otherwise a restart begins with weights with which no step begins."""
     assert nodes.run(0, lambda: saved_otherwise(18, who_saves), ranks=2) == 0
     assert nodes.run(1, lambda: saved_otherwise(until, who_saves), ranks=2) == 17, "copies at should_stop"
     assert nodes.run(2, lambda: saved_otherwise(until, who_saves), ranks=2) == 40
@@ -207,7 +208,7 @@ def test_once_save_finds_other_weights_than_should_stop_nothing_is_copied_at_sho
 def test_what_rank_0_has_found_about_save_holds_after_a_restart_too(
     nodes: Node,
 ) -> None:
-    """The node that never saves knew better, from before: all copied at should_stop again."""
+    """Otherwise the node that never saves makes all ranks copy at should_stop again."""
     assert nodes.run(0, lambda: saved_otherwise(18, "rank 0"), ranks=2) == 0
     assert nodes.run(1, lambda: saved_otherwise(41, "rank 0"), ranks=2) == 17
     assert nodes.run(2, lambda: saved_otherwise(70, "rank 0"), ranks=2) == 40
@@ -215,7 +216,7 @@ def test_what_rank_0_has_found_about_save_holds_after_a_restart_too(
 
 
 def test_a_rank_that_dies_in_the_middle_of_a_copy_leaves_the_one_before_it(node: Node) -> None:
-    """One area alone would be torn in that moment, and nothing be left."""
+    """With one area, nothing complete would be left at that moment."""
 
     def train(until: int, dies_at: int = 0) -> int:
         objects, _, step = begin()
@@ -246,7 +247,7 @@ def test_a_rank_that_dies_in_the_middle_of_a_copy_leaves_the_one_before_it(node:
 def test_copies_without_room_are_said_with_the_reason(
     node: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Two of them take twice the memory, and a container over its limit is killed."""
+    """Two copies take twice the memory, and a container over its limit is killed."""
     from ddpjob.checkpoint.in_memory import room
 
     monkeypatch.setattr(room, "shortage", lambda size, with_later: room.Shortage(f"{size} bytes are too many", size))
@@ -263,7 +264,7 @@ def test_copies_without_room_are_said_with_the_reason(
 def test_a_rank_alone_without_room_for_its_copies_says_so_in_the_status(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was in the log alone: whoever looks at the job's status took its steps for safe."""
+    """If only the log says so, readers of the job's status think that its steps are safe."""
     from ddpjob.checkpoint.in_memory import room
 
     with_copies: list[bool] = []

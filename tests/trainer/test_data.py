@@ -1,4 +1,4 @@
-"""What is trained depends on the seed alone."""
+"""Training data depends only on the seed."""
 
 import importlib
 import time
@@ -20,7 +20,7 @@ SAMPLES = 100
 
 
 def shares(n: int, global_batch: int, world_size: int, epoch: int = 0, **kwargs: Any) -> list[list[int]]:
-    """The global batches of an epoch, put together from the ranks' shares."""
+    """Return the global batches of an epoch, combined from the ranks' shares."""
     samplers = [
         ddpjob.GlobalBatchSampler(n, global_batch, 7, rank=rank, world_size=world_size, **kwargs)
         for rank in range(world_size)
@@ -132,7 +132,7 @@ def test_a_state_of_other_data_or_another_seed_is_refused():
     drop=st.booleans(),
 )
 def test_a_resume_with_another_global_batch_trains_full_batches_only_and_no_sample_twice(n, before, after, made, drop):
-    """Else the last batch is smaller than global_batch, and under a DataLoader a rank without samples crashes."""
+    """Otherwise the last batch is smaller than global_batch, and with a DataLoader a rank without samples crashes."""
     first = ddpjob.GlobalBatchSampler(n, min(before, n), 7)
     seen = [index for batch, _ in zip(first.epoch(0), range(made), strict=False) for index in batch]
     second = ddpjob.GlobalBatchSampler(n, min(after, n), 7, drop_last=drop)
@@ -147,8 +147,7 @@ def test_a_resume_with_another_global_batch_trains_full_batches_only_and_no_samp
 
 @pytest.mark.parametrize("made", [0, 1, 2])
 def test_a_data_loader_that_is_resumed_twice_trains_every_sample_once(made):
-    """Batches were counted from the epoch's first sample, so that the second snapshot of a resumed epoch went back, and
-    the samples between were trained twice."""
+    """Batches must count from the epoch's first sample to train none twice."""
     trained: list[int] = []
     state = ddpjob.GlobalBatchSampler(96, 16, 7).state_dict()
     for global_batch in (16, 8, 24):
@@ -170,7 +169,7 @@ def test_a_data_loader_that_is_resumed_twice_trains_every_sample_once(made):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_look_at_one_batch_of_a_loader_takes_none_from_the_training(workers, capfd):
-    """The rest of the epoch followed, without what the workers had fetched, and a resume went on at another place."""
+    """The rest of the epoch must not lack what the workers fetched."""
     sampler = ddpjob.GlobalBatchSampler(32, 4, seed=7)
     sampler.load_state_dict({"n": 32, "seed": 7, "epoch": 1, "consumed": 8})
     loader = DataLoader(range(32), batch_sampler=sampler, num_workers=workers)
@@ -194,7 +193,7 @@ def test_an_epoch_of_a_loader_that_is_left_early_is_followed_by_the_next_one():
 
 
 class Augmented(torch.utils.data.Dataset):
-    """Draws for each sample."""
+    """Draws a random number for each sample."""
 
     def __len__(self) -> int:
         return 8
@@ -206,7 +205,7 @@ class Augmented(torch.utils.data.Dataset):
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("plain", [True, False])
 def test_random_numbers_of_a_loaders_workers_are_said_not_to_continue(workers, plain, capfd):
-    """A worker's generator is in no state: from a resume within an epoch on the augmentation is another one."""
+    """A worker's generator is not saved: after a resume within an epoch the augmentation differs."""
     data = torch.utils.data.TensorDataset(torch.arange(8)) if plain else Augmented()
     data = torch.utils.data.Subset(data, range(8))
     sampler = ddpjob.GlobalBatchSampler(8, 2, seed=1)
@@ -218,7 +217,7 @@ def test_random_numbers_of_a_loaders_workers_are_said_not_to_continue(workers, p
 
 
 def test_a_resume_within_an_epoch_draws_no_seed_for_a_loader_once_more(tmp_path):
-    """Each iter(DataLoader) draws one: all later dropout masks were others than those of the undisturbed training."""
+    """Each iter(DataLoader) draws one: later dropout masks would differ from the undisturbed training."""
 
     def train(until: int, folder: str) -> torch.Tensor:
         weights = torch.nn.Linear(1, 1)
@@ -247,7 +246,7 @@ def test_a_resume_within_an_epoch_draws_no_seed_for_a_loader_once_more(tmp_path)
 
 
 class BatchSamplerShard:
-    """What accelerator.prepare() puts around the batch sampler of a DataLoader."""
+    """The wrapper that accelerator.prepare() puts around the batch sampler of a DataLoader."""
 
     def __init__(self, batch_sampler: Any, num_processes: int) -> None:
         self.batch_sampler, self.num_processes = batch_sampler, num_processes
@@ -259,7 +258,7 @@ class BatchSamplerShard:
 
 
 def test_shares_that_would_be_dealt_out_once_more_are_refused():
-    """Of 640 samples 320 were trained, and nothing said so."""
+    """Otherwise only 320 of 640 samples are trained, silently."""
     sampler = ddpjob.GlobalBatchSampler(8, 2, seed=1, rank=0, world_size=2)
     with pytest.raises(
         ddpjob.ConfigurationError, match=r"BatchSamplerShard deals out batches .* Leave this DataLoader"
@@ -270,7 +269,7 @@ def test_shares_that_would_be_dealt_out_once_more_are_refused():
 
 
 def test_epochs_that_are_all_left_early_are_told_to_be_the_same_one(capfd):
-    """A loop of a fixed number of steps an epoch, without set_epoch, would train the same samples each time."""
+    """A loop with a fixed number of steps per epoch and no set_epoch would train the same samples each time."""
     sampler = ddpjob.GlobalBatchSampler(32, 4, seed=7)
     loader = DataLoader(range(32), batch_sampler=sampler)
     for _ in range(2):
@@ -287,8 +286,7 @@ def test_epochs_that_are_all_left_early_are_told_to_be_the_same_one(capfd):
 
 
 def test_numbers_of_numpy_and_torch_are_numbers(tmp_path):
-    """A DataLoader's length or a fraction of an array ended in a TypeError; an epoch of numpy's could be trained and
-    not be saved."""
+    """A DataLoader's length or a fraction in an array must not raise a TypeError."""
     numpy = pytest.importorskip("numpy")
     sampler = ddpjob.GlobalBatchSampler(numpy.int64(10), numpy.int32(2), torch.tensor(7))
     next(sampler.epoch(numpy.int64(2)))
@@ -300,7 +298,7 @@ def test_numbers_of_numpy_and_torch_are_numbers(tmp_path):
 
 
 def test_a_part_for_each_of_thousands_of_workers_is_made_within_a_second():
-    """It took a minute: the sum of the fractions was made anew for each."""
+    """The sum of the fractions must not be computed anew for each."""
     began = time.process_time()
     assert len(ddpjob.DataPartitioner(100_000, [1 / 5000] * 5000, 7)) == 5000
     assert time.process_time() - began < 1
@@ -318,7 +316,7 @@ def test_a_resume_that_would_leave_a_rank_without_samples_is_refused_where_a_dat
     [*((name, value) for name in ("epoch", "consumed") for value in (-5, 1.5, "3", None, True)), ("consumed", 21)],
 )
 def test_a_damaged_state_is_refused_and_never_an_epoch_without_samples(name, value):
-    """Training would go on as if it had seen all samples, or with samples that it has seen."""
+    """Training would go on as if it had seen all samples, or repeat some."""
     sampler = ddpjob.GlobalBatchSampler(20, 10, 7)
     with pytest.raises(ddpjob.StateError, match=f"{name}: the saved state has"):
         sampler.load_state_dict({**sampler.state_dict(), name: value})
@@ -331,7 +329,7 @@ def test_a_damaged_state_is_refused_and_never_an_epoch_without_samples(name, val
 def trained(
     rank: int, world_size: int, url: str, steps: int, state: dict[str, Any] | None, made_of: Any = None, **kwargs: Any
 ) -> Any:
-    """So many steps of a small network, from that state on. made_of: what the script makes of the DDP model."""
+    """Return the parameters after so many steps of a small network from that state. made_of: changes the DDP model."""
     world = ddpjob.init(init_method=url, rank=rank, world_size=world_size)
     torch.manual_seed(1)
     x, y = torch.randn(SAMPLES, 6), torch.randint(0, 3, (SAMPLES,))
@@ -385,7 +383,7 @@ def test_parameters_are_the_same_for_1_2_3_and_4_processes(run_ranks, tmp_path):
 
 
 def test_a_compiled_model_learns_from_two_processes_what_it_learns_from_one(run_ranks, tmp_path):
-    """It was no DistributedDataParallel any more: each gradient was divided by the number of ranks, unsaid."""
+    """A compiled model is no DistributedDataParallel any more: gradients must not be divided by the number of ranks."""
 
     def of(world_size: int, **kwargs: Any) -> Any:
         url = f"file://{tmp_path}/{world_size}"
@@ -406,7 +404,7 @@ def test_parameters_are_the_same_when_4_processes_become_3_and_then_1_in_the_mid
 
 
 class Holder(torch.nn.Module):
-    """A module whose parts are DDP models, as those of a GAN."""
+    """A module whose parts are DDP models, as in a GAN."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
@@ -417,7 +415,7 @@ class Holder(torch.nn.Module):
 
 
 def test_a_model_with_ddp_inside_learns_from_two_processes_what_it_learns_from_one(run_ranks, tmp_path):
-    """Each gradient was divided by the number of ranks, unsaid."""
+    """Gradients must not be divided by the number of ranks."""
 
     def of(world_size: int, **kwargs: Any) -> Any:
         url = f"file://{tmp_path}/{world_size}"
@@ -427,7 +425,7 @@ def test_a_model_with_ddp_inside_learns_from_two_processes_what_it_learns_from_o
 
 
 def test_a_model_that_nobody_averages_over_the_ranks_is_refused(end_ranks, tmp_path):
-    """Who forgot world.wrap() trained a model of its own on each rank."""
+    """A user who forgot world.wrap() would train a separate model on each rank."""
 
     def body(rank: int) -> None:
         trained(rank, 2, f"file://{tmp_path}/meet", 1, None, made_of=lambda model: model.module, global_batch=14)
@@ -460,7 +458,7 @@ def test_accumulate_takes_tensors_of_a_data_loader_and_runs_the_callers_backward
     loss = ddpjob.accumulate(model, (x, y), 10, loss_of, micro_batch=4, backward=backward)
     gradient = model.weight.grad.clone()
     model.zero_grad()
-    fields = {"x": x, "y": y}  # as for the models of transformers
+    fields = {"x": x, "y": y}  # as for models of transformers
     ddpjob.accumulate(model, fields, 10, lambda piece: loss_of((piece["x"], piece["y"])), micro_batch=4)
     assert torch.equal(gradient, model.weight.grad)
     model.zero_grad()
@@ -474,7 +472,7 @@ def test_accumulate_takes_tensors_of_a_data_loader_and_runs_the_callers_backward
 @pytest.mark.parametrize("share", [0.5, torch.tensor(0.5), np.float32(0.5)], ids=["float", "tensor", "numpy"])
 @pytest.mark.parametrize("first", [True, False])
 def test_a_number_in_a_batch_is_the_same_in_each_micro_batch(share: Any, first: bool) -> None:
-    """It was a TypeError: `object of type 'float' has no len()`."""
+    """Otherwise a TypeError: `object of type 'float' has no len()`."""
     x, model = torch.ones(10, 3), torch.nn.Linear(3, 1)
     whole = {"share": share, "name": "digits", "none": None}
     fields = whole | {"x": x} if first else {"x": x} | whole
@@ -508,7 +506,7 @@ def test_a_number_in_a_batch_is_the_same_in_each_micro_batch(share: Any, first: 
     ],
 )  # fmt: skip
 def test_a_batch_that_cannot_be_cut_is_refused_with_the_field_and_the_fix(batch: Any, said: str) -> None:
-    """`{}` was an IndexError, and three weights of classes beside ten samples were cut: the second piece had none."""
+    """`{}` must not be an IndexError, and three class weights next to ten samples must not be split."""
     model = torch.nn.Linear(3, 1)
     with pytest.raises(ddpjob.ConfigurationError) as refused:
         ddpjob.accumulate(model, batch, 10, lambda piece: model(piece["x"]).sum(), micro_batch=4)
@@ -566,7 +564,7 @@ def test_every_sample_is_in_exactly_one_part_and_sizes_follow_the_fractions(n, w
     off=st.floats(-9e-7, 9e-7),
 )
 def test_sizes_add_up_to_all_samples_however_the_fractions_are_rounded(n, weights, off):
-    """[0.3333333] * 3 of 50,000,000 samples came to 49,999,998, and torch's error named no fraction."""
+    """[0.3333333] * 3 of 50,000,000 samples must not lose two of them."""
     fractions = [weight / sum(weights) * (1 + off) for weight in weights]
     sizes = data_file.part_sizes(n, fractions)
     assert sum(sizes) == n
@@ -586,7 +584,7 @@ def test_an_epoch_reshuffles_within_a_part_so_that_validation_data_never_become_
 
 
 def test_the_order_does_not_depend_on_the_default_device_of_the_script() -> None:
-    """`torch.set_default_device("cuda")` made each epoch an error: a generator of the CPU draws nothing on a GPU."""
+    """With `torch.set_default_device("cuda")` a CPU generator cannot draw on the default device."""
     before = shares(50, 10, 2)
     with torch.device("meta"):
         assert shares(50, 10, 2) == before
@@ -602,13 +600,13 @@ def test_the_order_does_not_depend_on_the_default_device_of_the_script() -> None
     ],
 )
 def test_a_loss_function_without_a_scalar_tensor_is_told_what_to_return(returned, said):
-    """A forgotten `return` ends in torch's words: unsupported operand type(s) for *: 'NoneType' and 'float'."""
+    """For a forgotten `return` torch reports: unsupported operand type(s) for *: 'NoneType' and 'float'."""
     with pytest.raises(ddpjob.ConfigurationError, match=said + r'.*reduction="sum"'):
         ddpjob.accumulate(torch.nn.Linear(2, 1), torch.zeros(4, 2), 4, lambda piece: returned)
 
 
 def test_a_batch_larger_than_the_global_batch_is_refused():
-    """The gradients would be eight times too large, and the training seems to learn badly."""
+    """Otherwise gradients are eight times too large, and training seems to learn badly."""
     model = torch.nn.Linear(2, 1)
     with pytest.raises(ddpjob.ConfigurationError, match="batch: it has 64 samples, and global_batch is 8"):
         ddpjob.accumulate(model, torch.zeros(64, 2), 8, lambda piece: model(piece).sum())

@@ -1,7 +1,5 @@
-"""Copies of a state on a device, as a script meets them: the device is one that copies as late as it may.
-
-The parameters are the CPU's, and change with the optimizer's step as in any script; what would not wait for the copy
-finds them changed.
+"""Copies of a state on a device, as scripts see them. The fake device copies as late as it may. Parameters are on the
+CPU and change with the optimizer's step; a copy that is not waited for finds them changed.
 """
 
 from __future__ import annotations
@@ -37,13 +35,13 @@ def device(monkeypatch: pytest.MonkeyPatch) -> LastMoment:
 
 @pytest.fixture
 def node(node: Node, monkeypatch: pytest.MonkeyPatch, device: LastMoment) -> Node:
-    """Where a copy costs nothing, so that every fourth step is copied."""
+    """Return a node where copies are free, so that every fourth step is copied."""
     monkeypatch.setattr(copies, "COST_MAX", 1e9)
     return node
 
 
 def train(until: int, *, ranks: int = 1, save_at: int = 0, clips: bool = False, fails: bool = False) -> Any:
-    """Where it began, and the bits at the end."""
+    """Return the first step, and the final bits."""
     world = ddpjob.init()
     objects, snapshot = parts(), ddpjob.Snapshot("snapshots", world)
     step = began = snapshot.load(**objects)
@@ -70,8 +68,7 @@ def train(until: int, *, ranks: int = 1, save_at: int = 0, clips: bool = False, 
 def test_a_state_on_a_device_comes_back_from_the_last_copy_with_the_same_bits(
     node: Node, ranks: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """On a GPU nothing was kept: each failure cost the steps since the last save. Buffers, the optimizer's state and
-    random states are of that step too, or the bits would differ."""
+    """Buffers, the optimizer's state and random states must belong to that step too, or the bits would differ."""
     _, undisturbed = node.run(0, lambda: train(60, ranks=ranks), ranks=ranks)
     node.lose(0)
     assert node.run(0, lambda: train(30, ranks=ranks, fails=True), ranks=ranks)[0] == 0
@@ -89,8 +86,8 @@ def test_a_state_on_a_device_comes_back_from_the_last_copy_with_the_same_bits(
 def test_without_a_folder_what_is_saved_is_copied_and_counts_some_steps_later(
     node: Node, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No boundary may follow for an hour, and a failure then would cost what was saved before that."""
-    monkeypatch.setattr(copies, "COST_MAX", 0.0)  # what is saved is copied whatever that costs
+    """No boundary may follow for an hour, and a failure would cost the state saved before."""
+    monkeypatch.setattr(copies, "COST_MAX", 0.0)  # copy saved states whatever the cost
 
     def only_saves(until: int) -> Any:
         world = ddpjob.init()
@@ -115,7 +112,7 @@ def test_without_a_folder_what_is_saved_is_copied_and_counts_some_steps_later(
 
 
 def test_weights_that_are_clipped_before_each_forward_are_copied_as_they_were_at_the_boundary(node: Node) -> None:
-    """The clipping is no optimizer's step, and must wait for the copy as well."""
+    """Clipping is no optimizer step, and must wait for the copy as well."""
     _, undisturbed = node.run(0, lambda: train(40, clips=True))
     node.lose(0)
     Path("snapshots").rename("others")
@@ -138,7 +135,7 @@ def test_memory_that_cannot_be_pinned_is_said_and_used_nevertheless(
 def test_steps_that_a_cuda_graph_makes_are_not_kept_with_the_reason(
     node: Node, device: LastMoment, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A graph that is replayed calls no hook: the copy would be of a step that went on without waiting for it."""
+    """A replayed graph calls no hook: it would change the state without waiting for the copy."""
     device.recording = True
 
     def recorded() -> str:
@@ -151,7 +148,7 @@ def test_steps_that_a_cuda_graph_makes_are_not_kept_with_the_reason(
 
 
 def test_a_state_that_has_grown_has_room_and_counts_again(node: Node) -> None:
-    """A copy may be on its way into the memory that is too small now."""
+    """A copy may be on its way into the memory that is now too small."""
 
     def grow() -> int:
         objects, _snapshot, step = begin()
@@ -216,8 +213,9 @@ print("END")
 
 @pytest.mark.parametrize("thread", ["ddpjob-memory-sum", "ddpjob-memory-room"])
 def test_a_training_ends_in_order_while_a_copy_is_summed_or_memory_is_pinned(tmp_path: Path, thread: str) -> None:
-    """A thread that came back from torch's C++ when the interpreter had ended aborted the rank: its job failed with
-    exit code 134 after its last step."""
+    """A thread that returns from torch's C++ after the interpreter's end would abort the rank with exit code 134 after
+    its last step.
+    """
     memory = Memory(1)
     memory.begin(0)
     script = tmp_path / "script.py"
@@ -243,7 +241,7 @@ def test_a_training_ends_in_order_while_a_copy_is_summed_or_memory_is_pinned(tmp
 def test_where_a_gpu_goes_on_after_an_abort_nothing_is_kept(
     backend: str, world_size: int, environ: Mapping[str, str], goes_on: bool
 ) -> None:
-    """It makes steps of what is in the buffers of the collective, and a copy of them looks like any other."""
+    """The GPU makes steps with whatever is in the collective's buffers, and a copy of them looks like any other."""
     assert bool(would_go_on(backend, world_size, environ)) is goes_on
 
 
@@ -256,13 +254,13 @@ def test_where_a_gpu_goes_on_after_an_abort_nothing_is_kept(
     ],
 )
 def test_under_ddprun_errors_of_nccl_end_a_rank_without_an_abort_before(environ: dict[str, str], then: str) -> None:
-    """ddprun gives its ranks torchrun's value; one that the script has chosen stays."""
+    """ddprun gives its ranks torchrun's value; a value from the script stays."""
     end_without_abort(environ)
     assert environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == then
 
 
 def test_the_sum_of_bits_is_the_same_of_tensors_and_of_their_bytes_in_memory() -> None:
-    """A copy is summed where it lies; the next generation sums the tensors that it reads."""
+    """A copy is summed in memory; the next generation sums the tensors that it reads."""
     tensors = [torch.randn(3), torch.randn(200, 100).t(), torch.randn(70_001).bfloat16(), torch.zeros(0)]
     state = packed.pack(tensors)
     memory = torch.zeros(state.size, dtype=torch.uint8)
@@ -274,16 +272,17 @@ def test_the_sum_of_bits_is_the_same_of_tensors_and_of_their_bytes_in_memory() -
 def test_small_tensors_of_a_gpu_are_summed_from_a_copy_that_lives_as_long_as_it_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else the sum is of whatever memory the copy had: each training on a GPU seemed to change its parameters between
-    two steps, so that nothing was kept."""
+    """Otherwise the sum is of whatever memory the copy had, and training on a GPU seems to change its parameters
+    between two steps.
+    """
     tensors = [torch.randn(size) for size in (3, 64, 512, 64)]
     total = packed.total(tensors)
-    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)  # as a tensor on a GPU has it
+    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)  # as a tensor on a GPU does
     assert packed.total(tensors) == total
 
 
 def test_the_random_state_of_a_gpu_is_kept_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dropout on the GPU would draw other numbers after a restart."""
+    """Otherwise dropout on the GPU draws other numbers after a restart."""
     from ddpjob.checkpoint.state import random_states
 
     state = torch.arange(16, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""The Python in README and docs/ runs as it is printed."""
+"""The Python code in README and docs/ runs as printed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Ranks = Callable[[Callable[[int], Any], int], list[Any]]
 def test_a_script_of_a_page_runs_as_it_is_printed_and_a_second_time(
     block: documents.Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_ranks: Ranks
 ) -> None:
-    """None of the snippets ran, so the first try of the library was a NameError."""
+    """Otherwise a user's first try of the library is a NameError."""
     (tmp_path / "train.py").write_text(block.text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train.py"])
@@ -29,7 +29,7 @@ def test_a_script_of_a_page_runs_as_it_is_printed_and_a_second_time(
 
 
 def test_the_first_script_of_the_library_runs_in_an_interpreter_of_its_own(tmp_path: Path) -> None:
-    """The other tests fork one process in which torch and ddpjob are imported: a snippet could lean on that."""
+    """The other tests fork a process that has imported torch and ddpjob, on which a snippet could rely."""
     block = next(b for b in documents.blocks("python") if b.page.name == "library.md")
     (tmp_path / "train.py").write_text(block.text)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # as a job sets it: more threads than idle cores are slow
@@ -46,7 +46,7 @@ def test_the_first_script_of_the_library_runs_in_an_interpreter_of_its_own(tmp_p
 
 
 def test_a_block_that_does_not_run_says_what_it_needs_or_why_it_is_wrong() -> None:
-    """A mark without a reason is how seven of eight snippets of a page came to be run by no test."""
+    """Without a reason, marked snippets would silently go untested."""
     marked = {b.page.name: b.not_run for b in documents.blocks("python") if b.not_run}
     known = [
         "debugging.md",

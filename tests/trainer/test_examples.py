@@ -1,7 +1,5 @@
-"""The examples train what they promise, whatever the number of processes and however often they are interrupted.
-
-Ranks are forked from this process, which has imported torch: a process that imports it anew takes seconds. A run is
-made once and looked at by several tests.
+"""The examples train what they promise, with any number of processes and interruptions. Ranks are forked from this
+process, because importing torch in a new one takes seconds. Several tests share one run.
 """
 
 import functools
@@ -55,10 +53,10 @@ SCRIPTS["byte_lm"].topics = dict(sorted(SCRIPTS["byte_lm"].topics.items())[:TINY
 
 
 class Run(NamedTuple):
-    """What a run left behind."""
+    """The results of a run."""
 
     exit_codes: list[int]
-    lines: list[list[str]]  # of each rank's stdout
+    lines: list[list[str]]  # each rank's stdout
     reported: list[dict[str, Any]]  # rank 0's calls of progress()
     model: Path
 
@@ -73,7 +71,7 @@ class Run(NamedTuple):
 
 
 class Signal(NamedTuple):
-    """One that a rank gets when it reports that step."""
+    """A signal for a rank when it reports that step."""
 
     rank: int
     step: int
@@ -83,11 +81,11 @@ class Signal(NamedTuple):
 def train(
     folder: Path, script: str, world_size: int, *options: str, hit: Signal | None = None, alone: bool = False
 ) -> Run:
-    """Run the script as so many ranks."""
+    """Run the script with so many ranks."""
     folder.mkdir()
     port = ports.free_port()
     options = (*options, "--save-model", str(folder / "model.pt"))
-    torch.set_num_threads(1)  # a pool of threads would be lost in the fork
+    torch.set_num_threads(1)  # a fork loses a pool of threads
     fork = multiprocessing.get_context("fork")
     ranks = []
     for rank in range(world_size):
@@ -137,7 +135,7 @@ def _recorder(file: Any, rank: int, hit: Signal | None) -> Callable[..., None]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
-    """train(), once for the same question."""
+    """Return train(), cached by its arguments."""
     folder = tmp_path_factory.mktemp("examples")
 
     @functools.cache
@@ -159,7 +157,7 @@ def test_digits_reads_97_of_100_unseen_digits_after_ten_epochs(run):
     assert run("digits", 1, *TEN).done["accuracy"] >= 0.97
 
 
-# By day over two epochs: each rank more costs as much again.
+# By day two epochs: each further rank costs the same again.
 @pytest.mark.parametrize(
     ("world_size", "options"),
     [(3, SHORT["digits"]), *(pytest.param(n, TEN, marks=pytest.mark.long) for n in (1, 3, 4))],
@@ -199,7 +197,7 @@ def test_small_micro_batches_change_nothing(run):
 # ---- equal bits, also after an interruption --------------------------------------------------------------------------
 
 
-# The interrupted runs below compare the bits of both by day.
+# By day the interrupted runs below compare the bits of both.
 @pytest.mark.parametrize("script", ["byte_lm", pytest.param("digits", marks=pytest.mark.long)])
 def test_two_runs_at_the_same_world_size_end_with_equal_bits(run, tmp_path, script):
     again = train(tmp_path / "again", script, 2, *SHORT[script])
@@ -225,7 +223,7 @@ def test_a_run_killed_on_three_processes_ends_the_same_on_one(run, tmp_path):
 
 
 def losses(*runs: Run) -> list[tuple[int, float]]:
-    """(step, loss) of every step, in the order in which they were made."""
+    """Return (step, loss) of every step, in order."""
     return [(report["step"], report["loss"]) for run in runs for report in run.reported if "params" not in report]
 
 
@@ -241,7 +239,7 @@ def test_a_run_that_one_sigterm_stopped_goes_on_with_the_very_next_step_and_equa
 
 
 class Recorded:
-    """The digits example as a script of its own, which appends the loss of each step to a file."""
+    """The digits example as a separate script that appends the loss of each step to a file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -253,7 +251,7 @@ class Recorded:
             "    if loss is not None:\n"
             "        file.write(json.dumps([step, float(loss)]) + '\\n')\n"
             "    told(step, loss=loss, **more)\n"
-            "    time.sleep(0.01)\n"  # so that who waits for a step sees it long before the end
+            "    time.sleep(0.01)\n"  # so that a test that waits for a step sees it long before the end
             "ddpjob.progress = progress\n"
             f"runpy.run_path({SCRIPTS['digits'].__file__!r}, run_name='__main__')\n"
         )
@@ -307,7 +305,7 @@ class Launchers(Recorded):
 
 @pytest.mark.long  # two launchers and two ranks with torch, 17 s of CPU; by day one SIGTERM stops forked ranks, above
 def test_sigterm_to_the_launcher_of_one_node_stops_both_in_order_and_the_losses_go_on(run, tmp_path, free_port):
-    """As a preempted pod: torchrun hands the signal on, and gives its workers their time to save."""
+    """As for a preempted pod: torchrun passes the signal on, and gives its workers time to save."""
     step = random.randrange(2, 30)
     options = (*SHORT["digits"], "--snapshot", str(tmp_path / "snapshots"), "--snapshot-every", "1000")
     job = Launchers(tmp_path, free_port, *options)
@@ -327,7 +325,7 @@ def test_sigterm_to_the_launcher_of_one_node_stops_both_in_order_and_the_losses_
     assert resumed.done == run("digits", 2, *SHORT["digits"]).done
 
 
-@pytest.mark.long  # 11 s of CPU; by day Ctrl-C is heard by each rank in tests/local/test_run.py, and ranks save above
+@pytest.mark.long  # 11 s of CPU; by day tests/local/test_run.py sends Ctrl-C to each rank, and ranks save above
 def test_a_job_that_was_stopped_by_ctrl_c_goes_on_from_its_snapshot_with_equal_losses(run, tmp_path):
     step, recorded = random.randrange(2, 30), Recorded(tmp_path)
     options = (*SHORT["digits"], "--snapshot", str(tmp_path / "snapshots"), "--snapshot-every", "1000")
@@ -390,7 +388,7 @@ def test_digits_prints_its_accuracy_after_each_epoch(run):
 @pytest.mark.parametrize("script", SHORT)
 @pytest.mark.parametrize("words", [("--snapshot-every", "0"), ("--epochs", "-1"), ("--global-batch", "0")])
 def test_a_count_below_one_is_refused_before_anything_starts(script, words, capsys):
-    """--snapshot-every 0 ended with a ZeroDivisionError, and --epochs -1 with 0 and without a step."""
+    """--snapshot-every 0 must not end in a ZeroDivisionError, nor --epochs -1 with 0 and no step."""
     with pytest.raises(SystemExit) as ended:
         SCRIPTS[script].main(words)
     assert ended.value.code == 2

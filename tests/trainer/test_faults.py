@@ -1,4 +1,4 @@
-"""Faults on purpose happen where and when they were ordered, and an order that cannot be read harms nobody."""
+"""Injected faults happen where and when they were ordered, and an unreadable order does no harm."""
 
 import json
 import signal
@@ -16,7 +16,7 @@ for step in range(1, 7, 2):
 
 @pytest.fixture
 def train(start_script) -> Callable[..., tuple[list[str], int, str]]:
-    """The steps that were made, the exit code and stderr of a training that reports steps 1, 3 and 5."""
+    """Return the steps, the exit code and stderr of a training that reports steps 1, 3 and 5."""
 
     def run(faults: object, **environ: object) -> tuple[list[str], int, str]:
         text = faults if isinstance(faults, str) else json.dumps(faults)

@@ -1,4 +1,4 @@
-"""Work that no state_dict() holds is named when it is saved, and not found missing after the restart."""
+"""Work that no state_dict() contains is named when it is saved, and not missed only after the restart."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOOK = "model: its communication hook has a state (PowerSGDState), which is in n
 
 @pytest.mark.parametrize("every", [1, 4])
 def test_a_save_within_an_accumulation_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str], every: int) -> None:
-    """Two of four micro-batches were lost at each restart, without a word."""
+    """Otherwise two of four micro-batches are silently lost at each restart."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     snapshot = ddpjob.Snapshot(tmp_path / "s")
@@ -46,7 +46,7 @@ def test_a_save_within_an_accumulation_is_named(tmp_path: Path, capfd: pytest.Ca
 @pytest.mark.parametrize("loads", ["in parts", "nothing"])
 @pytest.mark.parametrize("at", [2, 6])
 def test_the_first_save_is_named_too(tmp_path: Path, capfd: pytest.CaptureFixture[str], loads: str, at: int) -> None:
-    """A restart from the only file there is lost two micro-batches; at step 2 no optimizer has made a step yet."""
+    """A restart from the only file would lose two micro-batches; at step 2 no optimizer has stepped yet."""
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     snapshot = ddpjob.Snapshot(tmp_path / "s")
@@ -89,7 +89,7 @@ def test_a_closure_and_a_second_model_leave_nothing_behind(tmp_path: Path, capfd
 def test_a_communication_hook_that_keeps_a_state_is_named_at_the_start(
     run_ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], keeps_state: bool
 ) -> None:
-    """PowerSGD's error feedback began anew after each restart."""
+    """Otherwise PowerSGD's error feedback restarts silently."""
 
     def body(rank: int) -> int:
         with ddpjob.init(init_method=f"file://{tmp_path}/a", rank=rank, world_size=2) as world:
@@ -105,7 +105,7 @@ def test_a_communication_hook_that_keeps_a_state_is_named_at_the_start(
 
 
 def test_shards_that_are_older_than_the_last_step_are_refused(run_ranks: Any, tmp_path: Path) -> None:
-    """ZeroRedundancyOptimizer gives what it has consolidated last: step 2 was saved with the moments of step 1."""
+    """ZeroRedundancyOptimizer returns what it last consolidated: step 2 would be saved with the moments of step 1."""
 
     def body(rank: int) -> int:
         with ddpjob.init(init_method=f"file://{tmp_path}/a", rank=rank, world_size=2) as world:
@@ -134,7 +134,9 @@ def test_shards_that_are_older_than_the_last_step_are_refused(run_ranks: Any, tm
 def test_a_place_at_the_end_of_an_epoch_whose_scheduler_has_stepped_is_named(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], scheduler: str, place: str, drop_last: bool
 ) -> None:
-    """The resume had no batch left, and stepped the scheduler a second time: another learning rate from there on."""
+    """The resumed epoch has no batch left, and the scheduler would step a second time: another learning rate from there
+    on.
+    """
     sampler = ddpjob.GlobalBatchSampler(18, 4, 7, rank=0, world_size=1, drop_last=drop_last)
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,6 +1,5 @@
-"""What `Snapshot` keeps in the agent's memory, and gives back in the next generation; one forked process for each.
-
-Here no rank is killed: `rescue()` is what a survivor does. `tests/agent/test_memory.py` has the kills.
+"""What `Snapshot` keeps in the agent's memory, and returns in the next generation; each generation is a forked process.
+No rank is killed here: `rescue()` is what a survivor does. `tests/agent/test_memory.py` has the kills.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from ddprun.memory import Memory
 
 
 def train_from_load(until: int, **others: Any) -> int:
-    """To this step, and then a rank fails. The step at which it began."""
+    """Train to this step, then let a rank fail. Return the first step."""
     objects = parts()
     step = ddpjob.Snapshot("snapshots").load(**objects, **others)
     steps(step, until, **objects)
@@ -39,7 +38,7 @@ def train_from_load(until: int, **others: Any) -> int:
 
 
 def test_a_failure_before_the_first_save_repeats_no_step(node: Node) -> None:
-    """A script that saves once an hour would else lose the first hour, whenever a rank dies in it."""
+    """A script that saves once an hour would otherwise lose the first hour to any failure."""
     assert node.run(0, lambda: train_from_load(6)) == 0
     assert node.run(1, lambda: train_from_load(7)) == 6
     assert node.run(2, lambda: train_from_load(8)) == 7
@@ -47,8 +46,9 @@ def test_a_failure_before_the_first_save_repeats_no_step(node: Node) -> None:
 
 @pytest.mark.parametrize("folder", ["snapshots", None])
 def test_a_script_may_set_a_default_device(node: Node, folder: str | None) -> None:
-    """`torch.set_default_device("cuda")` is how many begin. A load ended the rank (SIGSEGV), or had lost its random
-    states; here the device is one that nothing can be read from."""
+    """Many scripts begin with `torch.set_default_device("cuda")`. A load must neither crash the rank nor lose its
+    random states. The device here is one that nothing can be read from.
+    """
 
     def train(until: int) -> Any:
         objects, snapshot = parts(), ddpjob.Snapshot(folder)
@@ -71,7 +71,7 @@ def test_a_script_may_set_a_default_device(node: Node, folder: str | None) -> No
 
 
 class Keeping(torch.nn.Linear):
-    """A layer that keeps the tensor itself that it is given."""
+    """A layer that keeps the very tensor that it is given."""
 
     seen: torch.Tensor
 
@@ -82,7 +82,7 @@ class Keeping(torch.nn.Linear):
 
 @pytest.mark.parametrize("who_keeps", ["a layer", "the model"])
 def test_what_was_loaded_stays_as_it_is_when_the_memory_is_written_again(node: Node, who_keeps: str) -> None:
-    """Tensors that were read where they lie would change within the training, whenever the next state is written."""
+    """Tensors that are views of the memory would change within the training when the next state is written."""
 
     def objects_of() -> dict[str, Any]:
         first = Keeping if who_keeps == "a layer" else torch.nn.Linear
@@ -116,7 +116,7 @@ def test_what_was_loaded_stays_as_it_is_when_the_memory_is_written_again(node: N
 
 
 def test_the_state_of_a_snapshot_needs_no_memory_for_what_the_objects_have(node: Node) -> None:
-    """A copy of a model and of its optimizer's state would stay beside them to the end, on each rank of a node."""
+    """A copy of the model and the optimizer's state would stay next to them to the end, on each rank of a node."""
 
     def load() -> tuple[int, list[bool]]:
         objects = parts()
@@ -139,8 +139,6 @@ def test_the_state_of_a_snapshot_needs_no_memory_for_what_the_objects_have(node:
 
 
 def test_a_scheduler_and_a_sampler_are_kept_from_load_on_at_the_step_of_the_model(node: Node) -> None:
-    """Most scripts have them."""
-
     def train(until: int) -> Any:
         objects = parts()
         scheduler = torch.optim.lr_scheduler.StepLR(objects["optimizer"], 2, 0.5)
@@ -160,7 +158,7 @@ def test_a_scheduler_and_a_sampler_are_kept_from_load_on_at_the_step_of_the_mode
 
 
 def test_a_sampler_that_a_dataloader_reads_ahead_is_not_kept_before_save_names_its_place(node: Node) -> None:
-    """It says that batches were trained which only lie in a queue: the samples would be left out."""
+    """Its state counts batches as trained that are only in a queue: these samples would be left out."""
 
     def train() -> int:
         sampler = ddpjob.GlobalBatchSampler(64, 4, 7)
@@ -176,7 +174,7 @@ def test_a_sampler_that_a_dataloader_reads_ahead_is_not_kept_before_save_names_i
 
 
 def test_an_optimizer_that_load_does_not_name_means_that_load_names_too_little(node: Node) -> None:
-    """A script that loads pretrained weights and saves more: its optimizer would begin anew in the middle."""
+    """A script that loads pretrained weights and saves more: its optimizer would start from zero in the middle."""
 
     def train() -> None:
         objects = parts()
@@ -189,7 +187,7 @@ def test_an_optimizer_that_load_does_not_name_means_that_load_names_too_little(n
 
 
 def test_a_load_in_two_calls_is_kept_from_the_first_save_on(node: Node) -> None:
-    """Each names a part, and a part of a state is none."""
+    """Each call passes a part, and a part of a state is none."""
 
     def train() -> int:
         objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
@@ -203,7 +201,9 @@ def test_a_load_in_two_calls_is_kept_from_the_first_save_on(node: Node) -> None:
 
 
 def train_from_parts(*parts_of_load: tuple[str, ...]) -> tuple[int, ...]:
-    """What each call of load() says. At first the folder gets step 3, with one name more than step 9 in memory has."""
+    """Return what each call of load() reports. First the folder gets step 3, with one name more than step 9 in memory
+    has.
+    """
     snapshot = ddpjob.Snapshot("snapshots")
     objects, best = parts(), {"best": torch.zeros(())}
     loaded = tuple(snapshot.load(**{name: (objects | best)[name] for name in names}) for names in parts_of_load)
@@ -220,20 +220,20 @@ def train_from_parts(*parts_of_load: tuple[str, ...]) -> tuple[int, ...]:
 def test_two_calls_of_load_take_the_same_step_however_often_it_was_loaded(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The parameters of one step and the optimizer of another one are no state that ever was."""
+    """Parameters of one step and the optimizer of another are no state that ever existed."""
     found = [node.run(number, lambda: train_from_parts(("model",), ("optimizer",))) for number in range(5)]
     assert found == [(0, 0), (9, 9), (9, 9), (9, 9), (3, 3)]
     assert "step 9 was loaded before, and no step after it is known" in capfd.readouterr().err
 
 
 def test_a_second_call_of_load_takes_the_folder_where_the_first_one_did(node: Node) -> None:
-    """It would take the optimizer of a newer step, because only the first call asks for what the memory lacks."""
+    """Otherwise the optimizer comes from a newer step, because only the first call needs what the memory lacks."""
     found = [node.run(number, lambda: train_from_parts(("model", "best"), ("optimizer",))) for number in range(2)]
     assert found == [(0, 0), (3, 3)]
 
 
 def test_a_second_call_of_load_that_the_memory_cannot_serve_is_refused_once(node: Node) -> None:
-    """The folder has that name, of a step before that of the parameters."""
+    """The folder has that name, but of a step before that of the parameters."""
 
     def refused() -> None:
         with pytest.raises(ddpjob.StateError, match=r"^best: .* than 9, at which model, optimizer was loaded"):
@@ -248,7 +248,7 @@ def test_a_second_call_of_load_that_the_memory_cannot_serve_is_refused_once(node
 
 
 def test_a_state_that_a_script_names_again_after_load_was_loaded_as_often(node: Node) -> None:
-    """A script that fails in the next step whenever it begins there would never go back to the folder."""
+    """A script that always fails in the next step would never go back to the folder."""
 
     def train() -> int:
         snapshot, objects = ddpjob.Snapshot("snapshots"), parts()
@@ -272,7 +272,7 @@ def test_a_state_that_a_script_names_again_after_load_was_loaded_as_often(node: 
 def test_a_script_that_loads_again_after_steps_goes_back_to_the_newest_state(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Some go back where the loss has become infinite."""
+    """Some scripts go back when the loss becomes infinite."""
 
     def train() -> tuple[int, ...]:
         objects, snapshot, step = begin()
@@ -289,7 +289,7 @@ def test_a_script_that_loads_again_after_steps_goes_back_to_the_newest_state(
 
 
 def test_a_script_that_asks_for_values_is_kept_from_the_first_save_on(node: Node) -> None:
-    """It would go on from step 6 with the best loss of step 0."""
+    """Otherwise it continues from step 6 with the best loss of step 0."""
 
     def train() -> float:
         objects, snapshot, step = begin()
@@ -305,7 +305,7 @@ def test_a_script_that_asks_for_values_is_kept_from_the_first_save_on(node: Node
 def test_a_script_that_saves_a_value_has_in_memory_what_it_named_last_and_the_log_says_so_once(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The best loss is of the moment when it was named: beside parameters of a later step it would be of none."""
+    """The best loss belongs to the moment when it was passed, not to parameters of a later step."""
 
     def train(until: int, *, steps_after: int = 0) -> Any:
         objects, snapshot, step = begin()
@@ -326,7 +326,7 @@ def test_a_script_that_saves_a_value_has_in_memory_what_it_named_last_and_the_lo
 
 
 def test_progress_is_no_boundary(node: Node) -> None:
-    """A script may call it with the number of the step that it is about to make: the state would be called by that."""
+    """A script may call it with the number of the step that it is about to make."""
 
     def train() -> int:
         objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
@@ -350,8 +350,9 @@ def test_progress_is_no_boundary(node: Node) -> None:
 def test_a_rank_within_its_step_names_the_values_of_it_first_where_it_names_them_after_each_step(
     node: Node, each: int, left: int | None
 ) -> None:
-    """The others may have made that step, and the rank that has failed too: nobody has the one before it any more. A
-    script that names values now and then would be waited for in vain."""
+    """The others may have made that step, so that nobody has the one before it. A script that passes values only
+    sometimes would be waited for in vain.
+    """
 
     def train() -> None:
         objects, snapshot, _ = begin()
@@ -373,8 +374,9 @@ def test_a_rank_within_its_step_names_the_values_of_it_first_where_it_names_them
 
 @pytest.mark.parametrize("makes_it", [True, False])
 def test_a_rank_makes_the_step_that_one_of_its_node_had_made_before_it_was_killed(node: Node, makes_it: bool) -> None:
-    """On a busy machine a rank may be late by the milliseconds that this takes, and the step that all had made was
-    repeated. One that waits in vain writes the state that it has."""
+    """On a busy machine a rank may be late by milliseconds, and the step that all had made would be repeated. If the
+    wait is in vain, the rank writes its state.
+    """
 
     def train() -> None:
         objects, asked, ask = parts(), threading.Event(), memory.turn
@@ -389,7 +391,7 @@ def test_a_rank_makes_the_step_that_one_of_its_node_had_made_before_it_was_kille
 
         memory.turn = asks
         if makes_it:
-            memory.SECONDS_LEAST = 60.0  # longer than this machine is ever held up
+            memory.SECONDS_LEAST = 60.0  # longer than any delay on this machine
         survivor = threading.Thread(target=rescue)
         survivor.start()
         assert asked.wait(30)
@@ -402,7 +404,7 @@ def test_a_rank_makes_the_step_that_one_of_its_node_had_made_before_it_was_kille
 
 
 def ended_process() -> int:
-    """Its number, which no process has any more."""
+    """Return the number of a process that has ended."""
     child = os.fork()
     if not child:
         os._exit(0)
@@ -413,7 +415,7 @@ def ended_process() -> int:
 def test_a_script_that_counts_otherwise_for_should_stop_than_for_save_goes_on_from_the_folder(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Most begin to count at 0. What the memory calls step 8 was after 9 steps: one would be made twice."""
+    """Most scripts count from 0. A step that memory calls 8 may come after 9 steps, so one would be made twice."""
 
     def train(*, saves: bool) -> int:
         objects, snapshot, made = begin()
@@ -430,7 +432,7 @@ def test_a_script_that_counts_otherwise_for_should_stop_than_for_save_goes_on_fr
 
 
 def test_memory_false_keeps_nothing_and_a_restart_goes_on_from_the_folder(node: Node) -> None:
-    """Who wants the save before a loss went wrong, or has no memory to spare, turns it off."""
+    """Users turn it off to return to the save before a loss went wrong, or if they have no memory to spare."""
 
     def train() -> int:
         objects, snapshot = parts(), ddpjob.Snapshot("snapshots", memory=False)
@@ -447,7 +449,7 @@ def test_memory_false_keeps_nothing_and_a_restart_goes_on_from_the_folder(node: 
 def test_a_script_that_asks_for_values_only_after_a_resume_is_refused_once(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """At its first start nothing tells that it has values; a default in their place would change the result."""
+    """At its first start nothing shows that it has values; a default in their place would change the result."""
 
     def train() -> int:
         objects, snapshot, step = begin()
@@ -466,8 +468,9 @@ def test_a_script_that_asks_for_values_only_after_a_resume_is_refused_once(
 def test_why_a_state_is_not_used_after_steps_that_nobody_has_written_is_said(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """All ranks lost at once after new steps: "no step after it is known" sends the user to look for a fault that is
-    not there."""
+    """If all ranks are lost at once after new steps, "no step after it is known" would send users to look for another
+    fault.
+    """
 
     def train() -> int:
         ddpjob.init()
@@ -486,7 +489,7 @@ def test_why_a_state_is_not_used_after_steps_that_nobody_has_written_is_said(
 def test_nothing_is_kept_in_a_pod_that_follows_one_that_was_killed_for_its_memory_and_the_log_says_so(
     node: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It may need for the training what the state would take, and then would be killed again."""
+    """Training may need the memory that the state would take, and would then be killed again."""
     monkeypatch.setenv("DDPJOB_OUT_OF_MEMORY", "1")
     assert node.run(0, lambda: train_from_load(6)) == 0
     assert node.step is None
@@ -499,8 +502,7 @@ def test_nothing_is_kept_in_a_pod_that_follows_one_that_was_killed_for_its_memor
 
 
 def test_a_rank_that_has_saved_writes_over_what_another_one_of_its_pod_assumes(node: Node) -> None:
-    """Which of the two comes first after a failure is chance: where it was the other one, the job went back to its last
-    save."""
+    """Which one writes first after a failure is chance: the job must not go back to its last save."""
 
     def train() -> Any:
         world = ddpjob.init()
@@ -523,7 +525,7 @@ def test_a_rank_that_has_saved_writes_over_what_another_one_of_its_pod_assumes(n
 
 
 def test_what_one_rank_has_saved_counts_before_what_another_assumes(node: Node) -> None:
-    """`if world.is_main: snapshot.save(…, best=best)`: the other ranks know of no best loss."""
+    """`if world.is_main: snapshot.save(…, best=best)`: the other ranks have no best loss."""
 
     def train() -> Any:
         world = ddpjob.init()
@@ -547,7 +549,7 @@ def test_what_one_rank_has_saved_counts_before_what_another_assumes(node: Node) 
 def test_without_a_folder_the_state_is_in_memory_alone_and_the_log_says_so_once(
     node: Node, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A short training needs no volume, and who forgets one must know what is lost when all ranks end."""
+    """A short training needs no volume, but users who forgot one must know what is lost when all ranks end."""
 
     def train(until: int) -> int:
         objects, snapshot, step = begin(None)
@@ -566,9 +568,9 @@ def test_without_a_folder_the_state_is_in_memory_alone_and_the_log_says_so_once(
 
 
 def saving(until: int, *, every: int, values: bool, marks: str = "", dies: int | None = None) -> Any:
-    """Train to that step without a folder, and save each so many steps; then a rank fails, and the others tell what
-    they have. marks: what else the script calls after each step, or at the steps that it saves. dies: this rank, at
-    once after its last save. What it began with, and how it has ended.
+    """Train to that step without a folder, and save every few steps; then a rank fails, and the others write what they
+    have. marks: further calls of the script after each step, or at the saved steps. dies: this rank, right after its
+    last save. Return the first step, and the end.
     """
     objects, snapshot = parts(), ddpjob.Snapshot()
     step = began = snapshot.load(**objects)
@@ -583,7 +585,7 @@ def saving(until: int, *, every: int, values: bool, marks: str = "", dies: int |
         if step % every == 0:
             snapshot.save(step, **objects, **({"best": step + 0.5} if values else {}))
         settle()
-    torch.distributed.barrier()  # so far all have come when one dies
+    torch.distributed.barrier()  # all have come this far when one dies
     if dies != int(os.environ["RANK"]):
         rescue()
     return began, back, packed.total(packed.tensors_of(objects["model"].state_dict()))
@@ -594,7 +596,7 @@ def saving(until: int, *, every: int, values: bool, marks: str = "", dies: int |
 def test_without_a_folder_what_was_saved_last_is_in_memory(
     node: Node, values: bool, ranks: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A script that saves once an epoch and counts on it would begin at step 0 when a rank dies in between."""
+    """A script that saves once an epoch would otherwise begin at step 0 when a rank dies in between."""
 
     def run(generation: int, until: int) -> Any:
         return node.run(generation, lambda: saving(until, every=4, values=values), ranks=ranks)
@@ -619,8 +621,9 @@ def test_without_a_folder_what_was_saved_last_is_in_memory(
 def test_what_was_saved_counts_also_where_a_rank_dies_before_the_next_step(
     tmp_path: Path, run_ranks: Callable[[Callable[[int], Any], int], list[Any]], nodes: int, dies: int
 ) -> None:
-    """As in an evaluation after the save, which may take long. Where the rank dies that writes the copies, another one
-    writes its state, once it is proved that nothing changes that between a save and the next step."""
+    """For example in a long evaluation after the save. If the rank that writes the copies dies, another one writes its
+    state, once it is proved that nothing changes it between a save and the next step.
+    """
     node = Node(tmp_path, run_ranks, nodes=nodes)
     node.run(0, lambda: saving(20, every=4, values=True, dies=dies), ranks=2)
     if nodes == 2:
@@ -629,14 +632,15 @@ def test_what_was_saved_counts_also_where_a_rank_dies_before_the_next_step(
 
 
 def test_failures_between_two_saves_do_not_use_up_what_was_saved(node: Node) -> None:
-    """A state that is loaded again and again without a step after it is given up; here there are steps, which nobody
-    marks. The fourth failure would begin at step 0."""
+    """A state that is loaded repeatedly without a later step is given up; here there are unmarked steps. The fourth
+    failure would begin at step 0.
+    """
     began = [node.run(number, lambda: saving(9, every=6, values=True), ranks=2)[0] for number in range(6)]
     assert began == [0, 6, 6, 6, 6, 6]
 
 
 def test_a_save_that_a_rank_has_not_come_to_is_no_reason_to_begin_at_step_0(node: Node) -> None:
-    """Its last one may be as far back as the script likes, as where the best state is saved, and twice."""
+    """Its last save may be far back, for example if the script saves the best state."""
 
     def train(until: int) -> Any:
         objects, snapshot = parts(), ddpjob.Snapshot()
@@ -658,8 +662,9 @@ def test_a_save_that_a_rank_has_not_come_to_is_no_reason_to_begin_at_step_0(node
 
 @pytest.mark.parametrize("folder", ["snapshots", None])
 def test_buffers_of_another_step_are_not_taken_for_those_of_a_lost_rank_0(node: Node, folder: str | None) -> None:
-    """A rank writes its buffers before its step, in case it dies in it. Those before the first of ten steps that the
-    script does not mark would be loaded beside parameters of the tenth: statistics of BatchNorm of another step."""
+    """A rank writes its buffers before its step, in case it dies in it. Buffers from before ten unmarked steps must not
+    be combined with the parameters after them.
+    """
 
     def train(until: int) -> Any:
         objects, snapshot = parts(), ddpjob.Snapshot(folder)
@@ -684,8 +689,9 @@ def test_buffers_of_another_step_are_not_taken_for_those_of_a_lost_rank_0(node: 
 
 @pytest.mark.parametrize("script", ["has an optimizer that seldom makes a step", "clips its weights after a save"])
 def test_what_was_saved_counts_whatever_else_the_script_does(node: Node, script: str) -> None:
-    """The one makes one step between two saves, as if each were marked; the other changes parameters between a save and
-    the next step, so that what survivors hold is no state of it."""
+    """One script makes one step between two saves, as if each were marked; the other changes parameters between a save
+    and the next step, so that survivors hold no usable state.
+    """
 
     def train(until: int) -> int:
         objects, snapshot = parts(), ddpjob.Snapshot()
@@ -711,8 +717,9 @@ def test_what_was_saved_counts_whatever_else_the_script_does(node: Node, script:
 
 
 def test_of_two_states_of_one_number_the_first_is_kept_whole(node: Node) -> None:
-    """A script that calls them by the epoch and saves twice in it: values of one would be loaded beside parameters of
-    the other."""
+    """Some scripts count epochs and save twice in one: values of one state must not be combined with parameters of the
+    other.
+    """
 
     def train(until: int) -> Any:
         objects, snapshot = parts(), ddpjob.Snapshot()
@@ -737,7 +744,7 @@ def test_of_two_states_of_one_number_the_first_is_kept_whole(node: Node) -> None
 
 
 def by_other_numbers(until: int, numbers: str) -> int:
-    """Steps that are called by the epoch, each of five steps, or by the number of their micro-batches."""
+    """Return step numbers that count epochs of five steps, or micro-batches."""
     objects, snapshot = parts(), ddpjob.Snapshot()
     number = began = snapshot.load(**objects)
     of_epochs = numbers == "epochs"
@@ -762,13 +769,13 @@ def by_other_numbers(until: int, numbers: str) -> int:
 
 @pytest.mark.parametrize(("numbers", "ends"), [("epochs", (3, 5)), ("micro-batches", (60, 72))])
 def test_what_steps_are_called_is_no_matter(node: Node, numbers: str, ends: tuple[int, int]) -> None:
-    """Scripts that count epochs name one number after the other, and those that count micro-batches leave some out."""
+    """Scripts that count epochs repeat a number, and those that count micro-batches leave some out."""
     assert node.run(0, lambda: by_other_numbers(ends[0], numbers), ranks=2) == 0
     assert node.run(1, lambda: by_other_numbers(ends[1], numbers), ranks=2) == ends[0]
 
 
 def test_what_was_saved_right_before_the_model_grows_is_there(node: Node) -> None:
-    """At the end of an epoch a script saves, and then trains more layers: the save before that would count."""
+    """At the end of an epoch a script saves, and then trains more layers: that save must count."""
 
     def train() -> None:
         objects, snapshot, _ = begin(None)
@@ -785,7 +792,7 @@ def test_what_was_saved_right_before_the_model_grows_is_there(node: Node) -> Non
 
 @pytest.mark.parametrize("marks", ["each step", "what it saves"])
 def test_a_script_that_marks_each_step_is_not_copied_where_it_saves(node: Node, marks: str) -> None:
-    """It repeats no step without that, and a copy takes as much memory again, and time at each save."""
+    """It repeats no step without copies, which take memory again, and time at each save."""
     for generation, until in enumerate((10, 15)):
         node.run(generation, lambda until=until: saving(until, every=4, values=False, marks=marks), ranks=2)  # type: ignore[misc]
         assert node.step == (until if marks == "each step" else until // 4 * 4)
@@ -794,7 +801,7 @@ def test_a_script_that_marks_each_step_is_not_copied_where_it_saves(node: Node, 
 def test_without_a_folder_and_without_an_agent_the_log_says_that_nothing_is_saved(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Under torchrun there is no memory that outlives the ranks: a script that believes in one would lose its work."""
+    """Under torchrun no memory outlives the ranks: a script that relies on it would lose its work."""
     process.replace()
     objects, snapshot = parts(), ddpjob.Snapshot()
     assert snapshot.load(**objects) == 0
@@ -810,7 +817,7 @@ def test_no_folder_and_no_memory_is_a_mistake() -> None:
 
 
 def test_a_second_snapshot_that_is_only_written_leaves_the_memory_to_the_one_that_loads(node: Node) -> None:
-    """The best state in a folder of its own is what many scripts have."""
+    """Many scripts save the best state in a separate folder."""
 
     def train(until: int) -> int:
         objects, best = parts(), ddpjob.Snapshot("best")
@@ -828,7 +835,7 @@ def test_a_second_snapshot_that_is_only_written_leaves_the_memory_to_the_one_tha
 def test_a_script_that_loads_from_two_snapshots_goes_on_from_their_folders(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """One state would be of the last step, and the other of the last save."""
+    """Otherwise one state would be of the last step, and the other of the last save."""
 
     def train() -> Any:
         one, other = parts(), parts()
@@ -852,7 +859,7 @@ def test_a_script_that_loads_from_two_snapshots_goes_on_from_their_folders(
 
 
 def train(until: int, before_rescue: Callable[[dict[str, Any]], object] = lambda _: None) -> int:
-    """To this step, with a save at step 4, and then a rank fails. The step at which it began."""
+    """Train to this step, with a save at step 4, then let a rank fail. Return the first step."""
     objects, snapshot, step = begin()
     if step == 0:
         steps(0, 4, **objects)
@@ -869,7 +876,7 @@ def train(until: int, before_rescue: Callable[[dict[str, Any]], object] = lambda
 def test_a_model_that_has_grown_since_its_last_step_goes_on_from_the_folder_and_the_log_says_so(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It is of no step: the script has not trained it yet, and would let it grow once more."""
+    """It belongs to no step: the script has not trained it yet, and would let it grow again."""
 
     def grow(objects: dict[str, Any]) -> None:
         objects["model"].append(torch.nn.Linear(1, 100_000))
@@ -882,7 +889,7 @@ def test_a_model_that_has_grown_since_its_last_step_goes_on_from_the_folder_and_
 def test_parameters_that_change_after_the_boundary_are_not_taken_for_those_of_the_step(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A script may clip its weights every hundred steps: the first three did not show it."""
+    """A script may clip its weights every hundred steps, which the first three do not show."""
 
     def clip(objects: dict[str, Any]) -> None:
         with torch.no_grad():
@@ -897,8 +904,9 @@ def test_parameters_that_change_after_the_boundary_are_not_taken_for_those_of_th
 def test_averaged_weights_that_are_swapped_in_to_evaluate_are_not_taken_for_those_of_the_step(
     node: Node, how: str
 ) -> None:
-    """Through `.data`, as many scripts do it, no version counter shows that. A rank that failed within an evaluation
-    let the others go on from the averages."""
+    """No version counter shows a swap through `.data`, as many scripts do it. If a rank fails within an evaluation, the
+    others must not continue from the averages.
+    """
 
     def swap(objects: dict[str, Any]) -> None:
         for parameter in objects["model"].parameters():
@@ -913,7 +921,7 @@ def test_averaged_weights_that_are_swapped_in_to_evaluate_are_not_taken_for_thos
 
 
 def test_what_another_job_has_saved_counts_less_than_what_is_in_memory(node: Node, tmp_path: Path) -> None:
-    """A folder that was taken over from it: its attempt 7 is no later than attempt 1 of this job."""
+    """In a folder taken over from another job, its attempt 7 is not later than attempt 1 of this job."""
     assert node.run(0, lambda: train(4)) == 0
     node.lose(0)
     (tmp_path / "snapshots" / "writer-000001.json").write_text('{"job": "uid-0", "attempt": 7}')
@@ -924,8 +932,7 @@ def test_what_another_job_has_saved_counts_less_than_what_is_in_memory(node: Nod
 def test_ranks_whose_agent_is_gone_do_not_say_that_they_keep_nothing(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It was killed with its node, and its ranks soon are: the next ones go on from the memory of another node, and no
-    line says otherwise."""
+    """The agent was killed with its node, and its ranks soon are: the next ones resume from another node's memory."""
 
     def lose_the_agent(_: Any) -> None:
         process.current.keeper.shared._path = f"/proc/{ended_process()}/fd/3"
@@ -935,7 +942,7 @@ def test_ranks_whose_agent_is_gone_do_not_say_that_they_keep_nothing(
 
 
 def test_a_rank_of_a_generation_that_is_over_writes_nothing(node: Node) -> None:
-    """A process that the script has hidden from its agent would write over what the new ranks hold."""
+    """A process hidden from its agent would overwrite what the new ranks hold."""
 
     def live_on() -> None:
         objects, _, _ = begin()
@@ -953,8 +960,9 @@ def test_a_rank_of_a_generation_that_is_over_writes_nothing(node: Node) -> None:
 def test_ranks_that_train_models_of_their_own_do_not_get_each_others_and_the_log_says_so(
     node: Node, capfd: pytest.CaptureFixture[str], first: int
 ) -> None:
-    """What one of them holds is not what the one that has failed did. Nothing makes them step together: one may have
-    shown that its parameters change in steps alone before the other begins."""
+    """One rank's state is not what the failed rank had. Nothing makes them step together: one may have proved that its
+    parameters change only in steps before the other begins.
+    """
 
     def train_own() -> int:
         world, step = ddpjob.init(), 0
@@ -978,8 +986,6 @@ def test_ranks_that_train_models_of_their_own_do_not_get_each_others_and_the_log
 
 
 def test_a_rank_that_dies_while_it_writes_the_state_leaves_none(node: Node) -> None:
-    """Half a state must not be taken for one."""
-
     def die_in_writing(_: Any) -> None:
         copy = packed.copy_piece
 
@@ -998,8 +1004,7 @@ def test_a_rank_that_dies_while_it_writes_the_state_leaves_none(node: Node) -> N
 def test_why_a_restart_goes_on_from_the_folder_or_begins_anew_is_said_where_nobody_has_written_the_state(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """All ranks killed at once, or each that would write: who sees steps made again must not look for a mistake of his
-    script."""
+    """If all ranks were killed at once, or each that would write, users must not look for a mistake in their script."""
 
     def train(*, saves: bool) -> int:
         objects, snapshot, step = begin()
@@ -1026,7 +1031,7 @@ def test_why_a_restart_goes_on_from_the_folder_or_begins_anew_is_said_where_nobo
 def test_a_second_snapshot_that_has_nothing_yet_does_not_say_that_the_training_begins_anew(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As one of the best weights so far: the steps go on from the first one."""
+    """For example one for the best weights so far: steps continue from the first snapshot."""
 
     def train() -> int:
         objects, snapshot, began = begin()
@@ -1042,7 +1047,9 @@ def test_a_second_snapshot_that_has_nothing_yet_does_not_say_that_the_training_b
 def test_a_state_of_which_a_bit_has_changed_in_memory_is_not_used_and_the_log_says_so(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A script that writes where it must not, or a machine without ECC: it would be trained on, and saved."""
+    """A script that writes where it must not, or a machine without ECC, would otherwise corrupt training and its
+    saves.
+    """
 
     def flip(_: Any) -> None:
         rescue()
@@ -1060,7 +1067,7 @@ def test_a_state_of_which_a_bit_has_changed_in_memory_is_not_used_and_the_log_sa
 
 
 def test_a_rank_that_dies_while_it_loads_leaves_the_state_to_the_next(node: Node) -> None:
-    """A second failure soon after the first is what a bad node does."""
+    """A bad node often causes a second failure soon after the first."""
 
     def die_in_load() -> None:
         objects = parts()
@@ -1074,7 +1081,7 @@ def test_a_rank_that_dies_while_it_loads_leaves_the_state_to_the_next(node: Node
 
 
 def test_an_optimizer_that_steps_within_backward_is_never_kept_in_the_middle_of_it(node: Node) -> None:
-    """Some parameters are of the next step then."""
+    """Some parameters then belong to the next step."""
 
     def train_so(dies_within: bool) -> int:
         model = parts()["model"]
@@ -1104,7 +1111,7 @@ def test_an_optimizer_that_steps_within_backward_is_never_kept_in_the_middle_of_
 
 
 def test_a_grad_scaler_comes_back_with_the_step(node: Node) -> None:
-    """With its first scale again, the next steps would be left out."""
+    """With its first scale again, the next steps would be skipped."""
 
     def train_scaled(until: int) -> Any:
         objects, scaler = parts(), torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
@@ -1125,7 +1132,7 @@ def test_a_grad_scaler_comes_back_with_the_step(node: Node) -> None:
 
 
 def test_a_full_folder_ends_the_rank_and_the_memory_has_the_step(node: Node) -> None:
-    """The failure that most wants the memory: nothing newer is in the folder."""
+    """This failure needs the memory most: the folder has nothing newer."""
 
     def train_full(until: int) -> int:
         objects, snapshot, step = begin()
@@ -1149,8 +1156,9 @@ def test_a_full_folder_ends_the_rank_and_the_memory_has_the_step(node: Node) -> 
 def test_a_training_that_ends_after_it_went_on_from_memory_has_its_last_state_in_the_folder(
     node: Node, more: int, ranks: int
 ) -> None:
-    """The save of the last step failed, or was cut short by the failure: the next generation found nothing to do, ended
-    well, and the folder had an old state or none."""
+    """If the save of the last step failed or was cut short, the next generation has nothing to do and ends well: the
+    folder must still get the last state.
+    """
 
     def train(until: int) -> Any:
         objects, _snapshot, step = begin()
@@ -1187,8 +1195,9 @@ def test_a_training_that_cannot_write_what_memory_alone_had_fails(node: Node, en
 def test_a_script_that_names_no_step_does_not_end_well_without_the_state_that_memory_alone_had(
     node: Node, end_ranks: Any, is_written: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The save of step 6 was cut short, the next generation went on from memory, made two more steps and saved nothing:
-    the job succeeded, and its newest snapshot was older than the step at which it was started again."""
+    """The save of step 6 is cut short, and the next generation resumes from memory, makes two steps and saves nothing:
+    the job must not succeed with a snapshot older than its restart.
+    """
 
     def train() -> int:
         objects, snapshot, step = begin()
@@ -1235,7 +1244,7 @@ def test_a_script_that_names_its_steps_otherwise_ends_with_its_last_state_in_the
 
 @pytest.mark.parametrize("save_failed", ["", "the state of step 6 was not saved: disk full"])
 def test_a_stop_whose_save_failed_leaves_the_state_in_memory(node: Node, save_failed: str, end_ranks: Any) -> None:
-    """A node that is drained while the folder is full: the other pods stay, and have the step of the stop."""
+    """If a node is drained while the folder is full, the other pods stay, and have the step of the stop."""
 
     def train() -> None:
         objects, _snapshot, step = begin()
@@ -1250,7 +1259,7 @@ def test_a_stop_whose_save_failed_leaves_the_state_in_memory(node: Node, save_fa
 def test_a_folder_that_takes_no_claim_does_not_cost_what_memory_has(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A rank that dies on a full disk cost the whole training: the next generation could not make its claim."""
+    """After a rank died on a full disk, the next generation cannot make its claim, but must not lose the training."""
 
     def train(until: int) -> tuple[int, str]:
         objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
@@ -1283,8 +1292,9 @@ def _full(*_: object, **__: object) -> None:
 def test_ranks_of_a_node_that_was_lost_draw_new_numbers_the_same_at_each_resume_and_the_log_says_so(
     nodes: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Their old ones went with the node: the result is another one, and a user who compares must know why. What the
-    new node is sent comes in pieces, the last of which is shorter."""
+    """Their old states were lost with the node: the result differs, and users who compare must know why. The new node
+    gets the state in pieces, the last of which is shorter.
+    """
     monkeypatch.setattr(gather, "PIECE_BYTES", 100)
 
     def train_both(until: int) -> Any:
@@ -1317,7 +1327,7 @@ def test_ranks_of_a_node_that_was_lost_draw_new_numbers_the_same_at_each_resume_
 def test_a_rank_that_dies_within_its_step_has_its_random_states_however_steps_are_counted(
     node: Node, each: int
 ) -> None:
-    """Many count micro-batches or samples: dropout would then not be what it was without the failure."""
+    """Many scripts count micro-batches or samples: dropout must be as without the failure."""
 
     def train() -> Any:
         world = ddpjob.init()
@@ -1344,8 +1354,9 @@ def test_a_rank_that_dies_within_its_step_has_its_random_states_however_steps_ar
 def test_a_rank_that_dies_again_and_again_while_it_loads_keeps_its_random_states_and_buffers(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The other rank was faster, and its state is of a newer generation: the same step, of which the dead one has
-    written nothing."""
+    """The other rank was faster, and its state is of a newer generation: the same step, of which the dead rank has
+    written nothing.
+    """
 
     def fail(*_: Any) -> None:
         raise InterruptedError
@@ -1353,7 +1364,7 @@ def test_a_rank_that_dies_again_and_again_while_it_loads_keeps_its_random_states
     def train() -> Any:
         world, generation = ddpjob.init(), int(os.environ["DDPJOB_GENERATION"])
         objects, snapshot = parts(), ddpjob.Snapshot("snapshots", world)
-        if generation in (1, 2) and world.rank == 0:  # whose buffers are the model's
+        if generation in (1, 2) and world.rank == 0:  # its buffers are the model's
             objects["optimizer"].register_load_state_dict_pre_hook(fail)
         try:
             step = snapshot.load(**objects)
@@ -1378,8 +1389,7 @@ def test_a_rank_that_dies_again_and_again_while_it_loads_keeps_its_random_states
 
 
 def test_a_load_is_counted_once_where_a_faster_rank_has_failed_and_has_written_the_state_anew() -> None:
-    """Else the state is refused one restart too early, as one with which the training fails each time, and the training
-    begins at step 0."""
+    """Otherwise the state is refused one restart too early, and training begins at step 0."""
     agent = Memory(1)
     agent.begin(0)
     shared = Shared(agent.where(0), 1, 1)
@@ -1395,7 +1405,7 @@ def test_a_load_is_counted_once_where_a_faster_rank_has_failed_and_has_written_t
 
 
 def test_a_rank_that_dies_within_its_step_has_left_the_buffers_of_all_its_micro_batches(node: Node) -> None:
-    """The averages of a BatchNorm are rank 0's; the model would be evaluated with those of the first micro-batch."""
+    """BatchNorm's averages come from rank 0: a model must not be evaluated with those of the first micro-batch."""
 
     def train() -> Any:
         world = ddpjob.init()
@@ -1420,8 +1430,9 @@ def test_a_rank_that_dies_within_its_step_has_left_the_buffers_of_all_its_micro_
 
 @pytest.mark.parametrize("steps_made", [0, 1])
 def test_a_new_node_keeps_the_state_as_soon_as_it_has_loaded_it(steps_made: int, nodes: Node) -> None:
-    """Nodes are often lost one after the other: the second one, within three steps of the restart, was the last that
-    had the state, and the training began at the last save, without a folder at step 0."""
+    """Nodes are often lost one after the other: within three steps of the restart, the second one may be the last that
+    has the state.
+    """
 
     def train(until: int, survivor: int) -> int:
         world = ddpjob.init()
@@ -1447,7 +1458,9 @@ def test_a_new_node_keeps_the_state_as_soon_as_it_has_loaded_it(steps_made: int,
 
 
 def test_a_new_node_knows_that_should_stop_counts_otherwise_than_save(nodes: Node) -> None:
-    """Else it keeps what rank 0's node does not, and `load` returns a step too few: that step's batch is seen twice."""
+    """Otherwise it keeps a state that rank 0's node does not, and `load` returns a step too few: that step's batch is
+    seen twice.
+    """
 
     def train(until: int, survivor: int = -1) -> int:
         world = ddpjob.init()
@@ -1473,8 +1486,7 @@ def test_a_new_node_knows_that_should_stop_counts_otherwise_than_save(nodes: Nod
 
 
 def test_what_a_fork_of_the_script_trains_turns_nothing_off(node: Node) -> None:
-    """A small model in a process of its own, as for a search of parameters: a rank that died then cost all steps since
-    the last save, and nothing was said."""
+    """For example a small model in a process for a parameter search: memory for the main training must stay on."""
 
     def train(until: int) -> int:
         world = ddpjob.init()
@@ -1499,8 +1511,9 @@ def test_what_a_fork_of_the_script_trains_turns_nothing_off(node: Node) -> None:
 
 
 def test_an_optimizer_that_is_changed_after_load_is_not_written_as_what_was_loaded(nodes: Node) -> None:
-    """A script that halves the momentum at each resume would have it halved once more at each failure that comes before
-    its first step."""
+    """A script that halves the momentum at each resume must not halve it again at each failure before its first
+    step.
+    """
 
     def train(until: int, survivor: int) -> tuple[int, float]:
         world = ddpjob.init()

@@ -1,4 +1,4 @@
-"""Models and scripts out of the ordinary, whose state is kept in memory; one forked process for each generation."""
+"""Unusual models and scripts, whose state is kept in memory; one forked process for each generation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ddpjob_core import memory
 
 
 class Tied(torch.nn.Module):
-    """The output layer has the weights of the input layer, as in language models."""
+    """The output layer shares the weights of the input layer, as in language models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Tied(torch.nn.Module):
 
 
 def test_tied_weights_come_back_tied_and_as_they_were(node: Node) -> None:
-    """Trained apart from then on they would be another model, without any error."""
+    """If they were trained separately from then on, they would silently be another model."""
 
     def train(until: int) -> Any:
         torch.manual_seed(1)
@@ -49,7 +49,7 @@ def test_tied_weights_come_back_tied_and_as_they_were(node: Node) -> None:
 
 
 class Graph(torch.nn.Module):
-    """A layer of a graph network: which node has which neighbors is a sparse buffer."""
+    """A layer of a graph network: the neighbors of each node are a sparse buffer."""
 
     neighbors: torch.Tensor
 
@@ -66,7 +66,7 @@ class Graph(torch.nn.Module):
 def test_a_model_with_sparse_tensors_or_without_shapes_yet_is_loaded_and_goes_on_after_a_restart(
     node: Node, kind: Callable[[], torch.nn.Module]
 ) -> None:
-    """Under ddprun alone `load` ended with a RuntimeError of torch, at the start or at each restart."""
+    """Under ddprun `load` must not end with a RuntimeError of torch, at the start or at each restart."""
 
     def train(until: int) -> int:
         model = kind()
@@ -86,13 +86,13 @@ def test_a_model_with_sparse_tensors_or_without_shapes_yet_is_loaded_and_goes_on
 
 
 def test_ten_thousand_tensors_come_back(node: Node) -> None:
-    """The kernel takes 1,024 pieces in a call; a state that is cut off there is none."""
+    """The kernel takes 1,024 pieces per call; a state that is cut there is useless."""
 
     def train(until: int) -> Any:
         torch.manual_seed(1)
         model = torch.nn.ParameterList(
             [torch.full((1 + number % 5,), float(number)) for number in range(5_000)]
-        )  # and the momentum of each
+        )  # with the momentum of each
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         step = ddpjob.Snapshot("snapshots").load(model=model, optimizer=optimizer)
         first = float(torch.cat(list(model)).sum())
@@ -112,7 +112,7 @@ def test_ten_thousand_tensors_come_back(node: Node) -> None:
 def test_a_model_that_is_on_another_device_when_a_rank_fails_goes_on_from_the_folder_and_the_log_says_so(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A script may move it away to make room for an evaluation. The meta device stands for any other here."""
+    """A script may move it away to make room for an evaluation. The meta device stands for any other."""
 
     def train(until: int, *, moves: bool) -> int:
         objects, snapshot, step = begin()
@@ -134,7 +134,7 @@ def test_a_model_that_is_on_another_device_when_a_rank_fails_goes_on_from_the_fo
 def test_a_model_with_a_layer_on_another_device_trains_on_and_the_log_says_that_it_is_not_kept(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing of this library may end a training that goes well without it."""
+    """The library may not end a training that works without it."""
 
     def train() -> int:
         objects = parts()
@@ -153,7 +153,7 @@ def test_a_model_with_a_layer_on_another_device_trains_on_and_the_log_says_that_
 def test_a_limit_that_is_a_byte_too_small_is_said_with_the_one_that_would_do(
     node: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], short: int
 ) -> None:
-    """Beyond it the kernel ends the container, and all that is in memory with it."""
+    """Beyond its limit the kernel kills the container, and everything in memory with it."""
 
     def size_of_state() -> int:
         objects = parts()
@@ -181,11 +181,11 @@ class Averages:
         self.values = torch.zeros(2 << 20)
 
     def state_dict(self) -> dict[str, Any]:
-        """As many a class has it."""
+        """As in many classes."""
         return {"values": self.values}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As many a class has it."""
+        """As in many classes."""
         self.values = state["values"]
 
 
@@ -199,7 +199,7 @@ class Averages:
 def test_a_script_with_too_much_to_write_at_each_step_trains_on_and_the_log_says_why_it_is_not_kept(
     node: Node, which: str, why: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Each step would take as long as a save."""
+    """Otherwise each step would take as long as a save."""
 
     def train() -> None:
         objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
@@ -218,7 +218,7 @@ def test_a_script_with_too_much_to_write_at_each_step_trains_on_and_the_log_says
 
 
 def accumulated(until: int, *, fails_within: bool, saves_within: bool = True) -> Any:
-    """Two micro-batches a step, with dropout; in the middle of the seventh step a save, and then a rank fails."""
+    """Two micro-batches per step, with dropout; a save in the middle of the seventh step, and then a rank fails."""
     objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
     step = began = snapshot.load(**objects)
     if not step:
@@ -243,7 +243,7 @@ def accumulated(until: int, *, fails_within: bool, saves_within: bool = True) ->
 def test_ranks_that_mark_other_steps_than_their_peers_go_on_from_the_folder_and_the_log_says_so(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A counter that begins at another number on one rank: whose step is the state of? Nothing is guessed."""
+    """If a counter begins at another number on one rank, the step of the state is unclear. Nothing is guessed."""
 
     def train() -> int:
         rank = int(os.environ["RANK"])
@@ -265,7 +265,7 @@ def test_ranks_that_mark_other_steps_than_their_peers_go_on_from_the_folder_and_
 
 
 def test_a_save_in_the_middle_of_an_accumulation_brings_back_the_whole_step(node: Node, tmp_path: Path) -> None:
-    """With the random numbers and running means of its middle the first half would be trained twice."""
+    """With random numbers and running means of the middle, the first half would be trained twice."""
     _, undisturbed = node.run(0, lambda: accumulated(9, fails_within=False, saves_within=False))
     node.lose(0)
     assert node.run(1, lambda: accumulated(9, fails_within=True)) == (0, [])
@@ -279,8 +279,9 @@ def test_a_save_in_the_middle_of_an_accumulation_brings_back_the_whole_step(node
 def test_a_script_whose_step_needs_its_peers_learns_in_time_that_memory_has_not_each_step(
     node: Node, capfd: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    """A rank that fails within LBFGS's step, or in the second half of a GAN's, leaves no whole state. Its user believed
-    that memory was on, and learned it from the steps that were lost."""
+    """A rank that fails within LBFGS's step, or in the second half of a GAN's, leaves no complete state. Users must
+    learn that before they lose steps.
+    """
 
     def train() -> str:
         objects = parts()

@@ -105,7 +105,7 @@ def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         (4, 3, "gloo", "cpu", {}, ("gloo", "cpu")),
         (4, 3, None, "cpu", {}, ("gloo", "cpu")),
         (2, 3, "gloo", None, {}, ("gloo", "cuda:1")),
-        (1, 3, None, None, {}, ("nccl", "cuda:0")),  # each process may be shown a GPU of its own
+        (1, 3, None, None, {}, ("nccl", "cuda:0")),  # each process may see a GPU of its own
         (4, 0, None, None, {"DDPJOB_BACKEND": "gloo"}, ("gloo", "cuda:0")),
         (4, 0, None, None, {"DDPJOB_BACKEND": "auto"}, ("nccl", "cuda:0")),
         (4, 0, "nccl", None, {"DDPJOB_BACKEND": "gloo"}, ("nccl", "cuda:0")),
@@ -129,7 +129,7 @@ def test_more_processes_than_gpus_and_nccl_without_a_gpu_are_refused(monkeypatch
 
 
 def summed(**arguments: Any) -> tuple[float, int, int]:
-    """Join, add the ranks up, leave."""
+    """Join, sum the ranks, leave."""
     with ddpjob.init(**arguments) as world:
         assert ddpjob.init() is world, "a second call must not make a second group"
         ranks = torch.tensor([float(world.rank)])
@@ -212,7 +212,7 @@ def test_a_rank_that_waits_in_vain_says_for_whom_and_where(end_ranks, meeting_fi
     assert "0.5 s" in outcome.error
 
 
-# docs/versions.md says what is promised there.
+# docs/versions.md has this promise.
 needs_a_timeout_that_changes = pytest.mark.skipif(
     torch.__version__.startswith("2.4."), reason="gloo of torch 2.4 keeps the time-out that its group was made with"
 )
@@ -239,7 +239,7 @@ def test_after_the_first_step_a_collective_fails_sooner(end_ranks, meeting_file)
 @pytest.mark.parametrize("watched", [{}, {"DDPJOB_BEATS": "1:2:3:0"}, {"DDPJOB_STATUS_URL": "http://x"}], ids=str)
 @pytest.mark.parametrize("stall", ["", "0", "300", "20000"])
 def test_no_collective_ends_sooner_than_a_declared_pause_may_take(watched, stall):
-    """Else half an hour of evaluation on rank 0 ends the ranks that wait for it, again at each restart."""
+    """Otherwise half an hour of evaluation on rank 0 ends the ranks that wait for it, again after each restart."""
     allowed = join.default_timeout_seconds({**watched, "DDPJOB_STALL_TIMEOUT": stall})
     learned = stall_limits.Learned(step_seconds=(1.0,))
     limit = stall_limits.limit("evaluate", 41, learned, float(stall) if watched and stall else None)
@@ -250,7 +250,7 @@ def test_no_collective_ends_sooner_than_a_declared_pause_may_take(watched, stall
 def test_an_evaluation_on_rank_0_alone_ends_nobody_before_the_first_step_or_after_it(
     run_ranks, meeting_file, monkeypatch
 ):
-    """Seconds for quarters of an hour; it takes longer than the ranks had to meet."""
+    """Here seconds stand for quarters of an hour; the evaluation takes longer than the ranks had to meet."""
     monkeypatch.setattr(stall_limits, "PAUSE_SECONDS", 4.0)
 
     def body(rank: int) -> float:
@@ -314,12 +314,12 @@ def train_a_little(rank: int, url: str, world_size: int) -> None:
     model = world.wrap(torch.nn.Linear(32, 8))
     for _ in range(3):
         model(torch.ones(4, 32)).sum().backward()
-    dist.all_reduce(torch.ones(1))  # its tensor is released by gloo's thread, which wants the interpreter's lock
+    dist.all_reduce(torch.ones(1))  # gloo's thread releases its tensor, for which it needs the interpreter lock
     sys.modules["__main__"].model = model  # type: ignore[attr-defined]  # as in a script: it dies in the very last moment
 
 
 def test_finished_jobs_never_abort_or_hang_although_the_script_closes_nothing(tmp_path):
-    """Left to the interpreter's exit, gloo groups aborted (SIGABRT) or hung now and then, after all work was done."""
+    """At the interpreter's exit gloo groups may abort (SIGABRT) or hang after all work is done."""
     for job in range(5):
         ended = finish(lambda rank, job=job: train_a_little(rank, f"file://{tmp_path}/{job}", 2), 2)
         assert {code for code, _ in ended.values()} == {0}, f"job {job} of 5: {ended}"
@@ -335,7 +335,9 @@ def test_closing_never_hangs_on_a_thread_that_releases_the_last_tensor(run_ranks
 
 
 def test_a_rank_that_fails_in_the_middle_of_a_collective_ends_at_once_with_1(tmp_path):
-    """A launcher sees the failure only when the process has ended; gloo kept it until the collective's time-out."""
+    """A launcher sees the failure only when the process has ended, which gloo could delay until the collective's
+    time-out.
+    """
 
     def body(rank: int) -> None:
         with ddpjob.init(init_method=f"file://{tmp_path}/meet", rank=rank, world_size=2):
@@ -380,15 +382,15 @@ def test_tcp_works_under_torchrun_where_torch_itself_waits_for_ever(tmp_path, fr
 
 
 def test_ranks_that_finish_together_leave_nothing_on_stderr_that_looks_like_a_failure(end_ranks, capfd, free_port):
-    """Rank 0 serves the store: when it left first, torch printed a trace of 20 lines on each of the others."""
+    """If rank 0, which serves the store, leaves first, torch prints a trace of 20 lines on each of the others."""
 
     def body(rank: int) -> None:
-        if rank != 0:  # a rank that looks again late: the others have long been there
+        if rank != 0:  # a rank that checks again late: the others have long been there
             stop.COUNT_SECONDS = 0.3
-        stop.LEAVE_LAST_SECONDS = 30.0  # longer than this machine is ever held up
+        stop.LEAVE_LAST_SECONDS = 30.0  # longer than any delay on this machine
         world = ddpjob.init(init_method=f"tcp://127.0.0.1:{free_port}", rank=rank, world_size=3)
         world.close()
-        os._exit(0)  # as the interpreter's end does it: the store goes with its process
+        os._exit(0)  # as at the interpreter's end: the store disappears with its process
 
     assert [outcome.exit_code for outcome in end_ranks(body, 3)] == [0, 0, 0]
     assert "recvValue" not in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""A rank that is faster than rank 0 meets it as soon as it serves the store, not at torch's next look."""
+"""A rank that is faster than rank 0 connects as soon as it serves the store, not at torch's next retry."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def is_served(port: int) -> bool:
 
 @pytest.fixture
 def late() -> Iterator[int]:
-    """A port at which rank 0 begins to listen after a moment."""
+    """Return a port at which rank 0 begins to listen after a moment."""
     with ports.hold() as held:
         opened = threading.Timer(0.1, held.listen)
         opened.start()
@@ -40,7 +40,7 @@ def late() -> Iterator[int]:
 
 @pytest.fixture
 def created(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What torch is asked for, and last whether its first look would find somebody."""
+    """Return torch's calls, and last if its first try would succeed."""
     asked: list[tuple[Any, ...]] = []
 
     def create(host: str, port: int, *more: Any) -> str:

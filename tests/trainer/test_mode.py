@@ -1,4 +1,4 @@
-"""What changes how far the memory of a process has come: the table of `Mode`."""
+"""How far the memory of a process has come, and what changes that: the table of `Mode`."""
 
 import typing
 
@@ -10,7 +10,7 @@ EVENTS: tuple[Event, ...] = typing.get_args(Event)
 
 
 def test_the_agent_waits_only_after_names_proof_and_room() -> None:
-    """A job would hang at each failure, or go on from a state that nothing has proved."""
+    """Otherwise a job hangs at each failure, or resumes from an unproved state."""
     before: dict[Mode, set[Event]] = {}
     for mode in Mode:
         for event in EVENTS:
@@ -28,6 +28,6 @@ def test_room_that_comes_late_promises_nothing(mode: Mode) -> None:
 
 
 def test_what_is_refused_stays_refused_and_what_changes_is_copied_from_then_on() -> None:
-    """A state that is known to be wrong would be used after a restart."""
+    """Otherwise a state that is known to be wrong is used after a restart."""
     assert {after(Mode.OFF, event) for event in EVENTS} == {Mode.OFF}
     assert {after(Mode.COPYING, event) for event in EVENTS} == {Mode.COPYING, Mode.OFF}

@@ -1,4 +1,4 @@
-"""State that differs between ranks: each gets back its own from the folder, or the load is refused by name."""
+"""State that differs between ranks: each gets its own back from the folder, or the load is refused by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ddpjob.group import gather
 
 
 class Reader:
-    """As torchdata's StatefulDataLoader, a dataset of Hugging Face, or any loader with its two methods."""
+    """A reader like torchdata's StatefulDataLoader, a Hugging Face dataset, or any loader with its two methods."""
 
     def __init__(self, shard: int) -> None:
         self.state: dict[str, Any] = {"shard": shard, "place": 0}
@@ -29,7 +29,7 @@ class Reader:
 
 
 class Centred(torch.nn.Module):
-    """Has a buffer, and a part that each rank trains for itself."""
+    """Has a buffer, and a part that each rank trains alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Centred(torch.nn.Module):
 
 
 def in_ranks(run_ranks: Any, folder: Path, meet: str, world_size: int, body: Callable[[Any, Any], Any]) -> list[Any]:
-    """What the body returns on each rank, of a world and a Snapshot."""
+    """Return what the body returns on each rank, given a world and a Snapshot."""
 
     def rank_main(rank: int) -> Any:
         with ddpjob.init(init_method=f"file://{folder}/{meet}", rank=rank, world_size=world_size) as world:
@@ -48,7 +48,7 @@ def in_ranks(run_ranks: Any, folder: Path, meet: str, world_size: int, body: Cal
 
 
 def save_readers(world: Any, snapshot: ddpjob.Snapshot) -> None:
-    """Each rank saves its own reader and generator, and what is the same on all."""
+    """Let each rank save its own reader and generator, and common values."""
     reader = Reader(world.rank)
     reader.state["place"] = 10 * world.rank + 3
     generator = torch.Generator().manual_seed(world.rank)
@@ -56,7 +56,9 @@ def save_readers(world: Any, snapshot: ddpjob.Snapshot) -> None:
 
 
 def test_each_rank_gets_back_its_own_reader_and_its_own_values(run_ranks: Any, tmp_path: Path) -> None:
-    """All got rank 0's: both read the same samples from then on, and those of the other shard were never seen."""
+    """With rank 0's reader on all, both would read the same samples, and those of the other shard would never be
+    seen.
+    """
 
     def load(world: Any, snapshot: ddpjob.Snapshot) -> Any:
         reader = Reader(9)
@@ -72,14 +74,14 @@ def test_each_rank_gets_back_its_own_reader_and_its_own_values(run_ranks: Any, t
 
 
 def test_at_another_number_of_ranks_it_is_refused_by_name(run_ranks: Any, tmp_path: Path) -> None:
-    """Nobody can deal out the places of two readers among three."""
+    """Two readers' positions cannot be divided among three."""
 
     def load(world: Any, snapshot: ddpjob.Snapshot) -> str:
         with pytest.raises(
             ddpjob.StateError, match=r"reader: each rank had its own .* by 2 ranks, and there are 3 now"
         ):
             snapshot.load(reader=Reader(9))
-        snapshot.load()  # what is not named is not needed
+        snapshot.load()  # what is not passed is not needed
         return str(snapshot.state["lr"])
 
     in_ranks(run_ranks, tmp_path, "a", 2, save_readers)
@@ -87,7 +89,7 @@ def test_at_another_number_of_ranks_it_is_refused_by_name(run_ranks: Any, tmp_pa
 
 
 def test_what_is_the_same_on_all_ranks_is_kept_once(run_ranks: Any, tmp_path: Path) -> None:
-    """A snapshot must not grow with the number of ranks, and fits another number of them."""
+    """A snapshot must not grow with the number of ranks, and must fit another number of them."""
 
     def save(world: Any, snapshot: ddpjob.Snapshot) -> None:
         saved(snapshot, 1, reader=Reader(7), loss=float("nan"))
@@ -101,7 +103,7 @@ def test_what_is_the_same_on_all_ranks_is_kept_once(run_ranks: Any, tmp_path: Pa
 def test_buffers_and_parameters_that_ddp_leaves_to_each_rank_are_its_own(
     run_ranks: Any, tmp_path: Path, broadcast: bool
 ) -> None:
-    """A rank's adapter, with its momentum, became that of rank 0."""
+    """A rank's adapter, with its momentum, must not become rank 0's."""
 
     def made() -> tuple[Any, Any]:
         net = Centred()
@@ -134,8 +136,7 @@ def test_buffers_and_parameters_that_ddp_leaves_to_each_rank_are_its_own(
 def test_a_file_that_lacks_the_reader_of_a_late_rank_is_passed_over(
     run_ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], keep: int
 ) -> None:
-    """A rank is killed as it comes to save(2): all read rank 0's shard from step 2, or with three ranks no restart
-    could load anything, though step 1 was whole."""
+    """A rank is killed just before save(2): the others must not read rank 0's shard, and step 1 is complete."""
 
     def rank_main(rank: int) -> int:
         with ddpjob.init(init_method=f"file://{tmp_path}/a", rank=rank, world_size=2) as world:
@@ -167,7 +168,7 @@ def test_a_file_that_lacks_the_reader_of_a_late_rank_is_passed_over(
 def test_replicas_that_are_out_of_step_are_named_at_a_save(
     run_ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], differs: bool
 ) -> None:
-    """A clip by the norm of what each rank has alone moves all ranks apart: a restart gave all of them rank 0's."""
+    """Clipping by the norm of each rank's own part moves all ranks apart: a restart would give all of them rank 0's."""
 
     def save(world: Any, snapshot: ddpjob.Snapshot) -> None:
         model = world.wrap(torch.nn.Linear(2, 2))
@@ -184,7 +185,7 @@ def test_replicas_that_are_out_of_step_are_named_at_a_save(
 
 
 def test_where_no_file_has_the_reader_of_a_late_rank_it_is_refused(run_ranks: Any, tmp_path: Path) -> None:
-    """To begin at step 0 would be as wrong as the reader of another rank."""
+    """Beginning at step 0 would be as wrong as another rank's reader."""
 
     def save(world: Any, snapshot: ddpjob.Snapshot) -> None:
         if world.rank < 2:
@@ -204,7 +205,7 @@ def test_where_no_file_has_the_reader_of_a_late_rank_it_is_refused(run_ranks: An
 def test_what_is_too_large_to_be_kept_of_each_rank_is_named_at_once(
     run_ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It passes through rank 0, which must not gather gigabytes."""
+    """It passes through rank 0, which must not collect gigabytes."""
 
     def save(world: Any, snapshot: ddpjob.Snapshot) -> None:
         for step in (1, 2):

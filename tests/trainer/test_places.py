@@ -1,4 +1,4 @@
-"""Where in its loop a script changes what is small."""
+"""Where in its loop a script changes small states."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_change_between_should_stop_and_save_is_named_and_the_mark_alone_count
 
 
 def test_a_change_at_the_top_of_the_loop_is_trusted_once_a_save_has_shown_it() -> None:
-    """A learning rate that is set from the step would cost the memory for ever."""
+    """A learning rate that is set from the step must not disable memory for ever."""
     places = Places()
     places.boundary({"optimizer": 1}, named=False)
     assert places.step({"optimizer": 2}) == {"optimizer"}
@@ -41,7 +41,7 @@ def test_values_are_compared_by_their_bits() -> None:
 
 
 def test_a_learning_rate_that_is_set_at_each_step_is_trusted_from_the_second_step_on() -> None:
-    """It is set again after a restart. Without that such a script would have no memory before its first save."""
+    """A restart sets it again, so such a script can have memory before its first save."""
     places = Places()
     for step in range(3):
         places.boundary({"optimizer": step}, named=False)
@@ -50,7 +50,7 @@ def test_a_learning_rate_that_is_set_at_each_step_is_trusted_from_the_second_ste
 
 
 def test_a_learning_rate_that_changes_now_and_then_is_named_at_the_next_step() -> None:
-    """It may be the end of an epoch, which a restart would not make again."""
+    """It may be the end of an epoch, which a restart would not repeat."""
     places = Places()
     places.boundary({"optimizer": 1}, named=False)
     assert places.step({"optimizer": 2}, ["optimizer"]) == set()

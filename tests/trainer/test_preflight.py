@@ -1,4 +1,4 @@
-"""Pre-flight: a node that is slow is named, one that only looks so is not, and all ranks end alike."""
+"""Pre-flight: a slow node is named, one that only looks slow is not, and all ranks end alike."""
 
 import importlib
 import json
@@ -20,7 +20,9 @@ GB_PER_SECOND, MS = 1e-9, 1e-3
 
 
 def job(nodes: int = 4, ranks: int = 1, **measured: Any) -> list[RankMeasures]:
-    """Healthy nodes of one machine each: 10 GB/s, 0.1 ms, 100 GFLOP/s, 500 MB/s; `measured` is by node: value."""
+    """Return healthy nodes on separate machines: 10 GB/s, 0.1 ms, 100 GFLOP/s, 500 MB/s; `measured` is by node:
+    value.
+    """
 
     def of(name: str, node: int, usual: Any) -> Any:
         return measured.get(name, {}).get(node, usual)
@@ -45,7 +47,7 @@ def job(nodes: int = 4, ranks: int = 1, **measured: Any) -> list[RankMeasures]:
 
 
 def beside_each_other(reports: list[RankMeasures]) -> list[RankMeasures]:
-    """The first three nodes are pods of one machine: 90 GB/s between them."""
+    """Return nodes of which the first three are pods of one machine: 90 GB/s between them."""
 
     def near(a: int, peer: Peer) -> Peer:
         return peer._replace(seconds_per_byte=GB_PER_SECOND / 90) if a < 3 and peer.node < 3 else peer
@@ -150,7 +152,7 @@ Outcomes = Callable[..., list[Any]]
 
 @pytest.fixture
 def four_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, end_ranks: Outcomes, free_port: int) -> Outcomes:
-    """Four processes of this machine, each a node, as the module that every rank is; and how they end."""
+    """Run four processes of this machine, each a node, as the module on every rank; return how they end."""
 
     def start(of_rank: Callable[[int], None]) -> list[Any]:
         def body(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""progress(): what a receiver gets, and that training never notices whether it does."""
+"""progress(): what a receiver gets, and that training never notices if it is received."""
 
 import contextlib
 import datetime
@@ -57,7 +57,7 @@ def test_a_post_says_who_how_far_and_how_fast(receiver, monkeypatch):
 
 
 def test_a_rank_says_that_it_lives_before_its_first_step_and_that_step_at_once(receiver, run_ranks, monkeypatch):
-    """The time before the first step is a phase of its own: imports and a large snapshot are no stall."""
+    """The time before the first step is a separate phase: imports and a large snapshot are no stall."""
     monkeypatch.setenv("DDPJOB_STATUS_INTERVAL", "3600")
 
     def body(rank: int) -> None:
@@ -139,7 +139,9 @@ def test_only_the_first_rank_of_a_node_posts(receiver, monkeypatch):
 def test_of_ranks_that_a_script_starts_in_one_pod_with_a_group_of_torch_alone_only_the_first_posts(
     receiver, run_ranks, monkeypatch, meeting_file
 ):
-    """They inherit the variables of the pod, which was started for one rank: each would believe to be local rank 0."""
+    """They inherit the variables of the pod, which was started for one rank: each would believe that it is local rank
+    0.
+    """
     for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
         monkeypatch.setenv(name, str(value))
 
@@ -180,12 +182,11 @@ def test_a_receiver_that_refuses_is_mentioned_once_and_asked_again_later(receive
 
 
 def test_a_line_of_the_library_is_one_write(monkeypatch):
-    """Under `python -u`, as ranks are started, print writes the end of a line by itself: the lines of two ranks that
-    share a pipe ran into each other."""
+    """Under `python -u`, as ranks are started, print writes the end of a line separately, so lines of two ranks that
+    share a pipe would mix.
+    """
 
     class Written(list):
-        """A stderr that keeps each write."""
-
         write = list.append
 
         def flush(self):
@@ -198,7 +199,7 @@ def test_a_line_of_the_library_is_one_write(monkeypatch):
 
 @pytest.fixture
 def certificate(tmp_path):
-    """Of localhost, with its key in the same file."""
+    """Return a certificate for localhost, with its key in the same file."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
     now, day = datetime.datetime.now(datetime.timezone.utc), datetime.timedelta(days=1)
@@ -212,7 +213,7 @@ def certificate(tmp_path):
 
 
 def answer_and_close(server: socket.socket, context: ssl.SSLContext | None, closed: threading.Event) -> None:
-    """Each post on a connection of its own, which is closed after the answer, though that lets the client keep it."""
+    """Answer each post on a new connection, which is closed although the answer allows to keep it."""
     with contextlib.suppress(OSError):
         while True:
             connection = server.accept()[0]
@@ -226,7 +227,7 @@ def answer_and_close(server: socket.socket, context: ssl.SSLContext | None, clos
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
 def test_a_connection_that_the_receiver_has_closed_costs_no_report(certificate, scheme):
-    """Behind TLS the log said `progress is not reported`, and the next report came late."""
+    """Behind TLS the log must not say `progress is not reported`, nor the next report be late."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH) if scheme == "https" else None
     if context is not None:
         context.load_cert_chain(certificate)
@@ -240,7 +241,7 @@ def test_a_connection_that_the_receiver_has_closed_costs_no_report(certificate, 
             assert closed.wait(20)
             closed.clear()
         sender.close()
-        server.shutdown(socket.SHUT_RDWR)  # whoever accepts is woken up
+        server.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
 
 
 def test_pauses_double_up_to_a_minute():
@@ -301,7 +302,7 @@ def test_metrics_become_short_strings_and_what_cannot_be_said_is_left_out():
     ],
 )
 def test_what_is_not_shown_is_named(step, metrics, said):
-    """A user gives a loss of three elements, and wonders for an hour why the table shows none."""
+    """A user who passes a loss of three elements would wonder why the table shows none."""
     assert progress_file.misuse(step, metrics) == said
 
 
@@ -313,7 +314,7 @@ def test_a_mistake_in_what_is_given_is_named_once_and_training_goes_on(receiver,
 
 
 def test_a_loss_with_a_gradient_is_a_metric_without_a_warning(recwarn):
-    """Frameworks give the loss as it is, and torch 2.13 printed four lines of warning on each rank."""
+    """Frameworks pass the loss with its gradient, and torch 2.13 would print four lines of warning on each rank."""
     loss = torch.tensor([2.5], requires_grad=True).sum()
     assert progress_file.as_text({"loss": loss}) == {"loss": "2.5"}
     assert list(recwarn) == []
@@ -328,12 +329,12 @@ def test_a_post_is_at_most_8_kibibytes_of_valid_json():
 
 @pytest.mark.parametrize("group", ["none", "one rank", "left"])
 def test_only_a_rank_that_was_in_no_group_reports_that_it_trained_alone(receiver, run_ranks, monkeypatch, group):
-    """Under torchrun nothing else told that each rank had trained a model of its own."""
+    """Under torchrun nothing else shows that each rank trained a separate model."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     dist, port = torch.distributed, free_port()
 
     def body(rank: int) -> None:
-        if group == "one rank":  # each rank makes one of itself
+        if group == "one rank":  # each rank forms a group of one
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         elif group == "left":
             dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)

@@ -1,4 +1,4 @@
-"""What a rank notes of its DDP modules, and what is left of that when it has noted enough."""
+"""A rank's record of its DDP modules, and which hooks are left afterwards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Ranks = Callable[[Callable[[int], Any], int], list[Any]]
 
 
 def left_by(run_ranks: Ranks, path: Path, training: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
-    """What a training returns, and what its rank leaves; alone in its group, in a process of its own."""
+    """Return what a training returns, and what its rank records; alone in its group, in a new process."""
 
     def body(_rank: int) -> Any:
         rank_end.begin(str(path))
@@ -45,7 +45,7 @@ def trained(passes: int) -> DistributedDataParallel:
 def test_one_hook_is_left_after_the_first_pass_and_none_when_the_module_is_released(
     run_ranks: Ranks, tmp_path: Path
 ) -> None:
-    """A step must cost what it costs without ddprun, but for one call."""
+    """A step must cost what it costs without ddprun, except for one call."""
 
     def script() -> list[list[int]]:
         counts = [[len(p._backward_hooks or ()) for p in trained(passes).parameters()] for passes in (0, 1, 30)]
@@ -61,7 +61,7 @@ def test_one_hook_is_left_after_the_first_pass_and_none_when_the_module_is_relea
 
 
 def test_what_a_rank_leaves_of_a_long_training_grows_with_its_logarithm(run_ranks: Ranks, tmp_path: Path) -> None:
-    """The last passes are known, however many there were, and the noted ones become rare."""
+    """The last passes are always known, and recorded ones become rare."""
     _, end = left_by(run_ranks, tmp_path / "end.json", lambda: bool(trained(400)))
     numbers = [passes for passes, *_ in end["modules"][0]["passes"]]
     noted = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384]
@@ -89,7 +89,7 @@ def test_a_hook_of_the_script_stays_and_does_not_count_twice(run_ranks: Ranks, t
 def test_a_model_can_be_copied_and_sent_to_another_process_while_passes_are_counted(
     run_ranks: Ranks, tmp_path: Path
 ) -> None:
-    """torch warns of a tensor with a hook when it is sent away."""
+    """torch warns when a tensor with a hook is sent to another process."""
 
     def script() -> int:
         model = trained(5)
@@ -135,7 +135,7 @@ def test_a_tensor_of_any_kind_has_a_checksum_and_its_copy_the_same(tensor: torch
 
 
 def test_another_value_another_sign_and_another_order_have_other_checksums() -> None:
-    """W and -W, or two rows that have changed places, are not the same network."""
+    """W and -W, or two swapped rows, are different networks."""
     values = torch.arange(1.0, 30_001.0).view(30, 1000)
     changed = values.clone()
     changed[29, 999] += 0.01

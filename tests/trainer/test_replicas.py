@@ -1,4 +1,4 @@
-"""check_replicas(): one bit that differs on one rank is named on all of them, whatever it is in, and nothing hangs."""
+"""check_replicas(): a different bit on one rank is named on all of them, wherever it is, and nothing hangs."""
 
 import importlib
 from collections.abc import Callable
@@ -20,13 +20,13 @@ def net(width: int = 3) -> torch.nn.Module:
 
 
 def flip(tensor: torch.Tensor, element: int = 0, bit: int = 0) -> None:
-    """One bit of one element, as faulty memory does it."""
+    """Flip one bit of one element, as faulty memory does."""
     raw = tensor.detach().view(-1)[element : element + 1].view(torch.uint8)
     raw[bit // 8] ^= 1 << bit % 8
 
 
 def changed(who: int, how: Callable[[Any], None], made: Callable[[], Any] = net) -> Callable[[int], Any]:
-    """A model for each rank, changed on one of them."""
+    """Return a model for each rank, changed on one of them."""
 
     def of(rank: int) -> Any:
         model = made()
@@ -38,7 +38,9 @@ def changed(who: int, how: Callable[[Any], None], made: Callable[[], Any] = net)
 
 
 def every_dtype() -> dict[str, torch.Tensor]:
-    """Also what has no elements, no dimension, gaps, a place in the middle of a word, or a lazy conjugate."""
+    """Yield tensors of all types, also without elements or dimensions, with gaps, in the middle of a word, or lazily
+    conjugated.
+    """
     kinds = (torch.bool, torch.uint8, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.complex64)
     odd = {str(kind): torch.ones(5, dtype=kind) for kind in kinds}
     half_words = torch.zeros(9, dtype=torch.bfloat16)
@@ -57,7 +59,7 @@ class Unreadable(torch.nn.Module):
         raise RuntimeError("the shard is elsewhere")
 
 
-WORLDS: dict[str, tuple[Callable[[int], Any], str]] = {  # of four ranks; "" = nothing to complain about
+WORLDS: dict[str, tuple[Callable[[int], Any], str]] = {  # of four ranks; "" = no complaint
     "equal": (lambda rank: net(), ""),
     "every kind of tensor, equal": (lambda rank: every_dtype(), ""),
     "nothing at all": (lambda rank: torch.nn.Identity(), ""),
@@ -143,7 +145,7 @@ def test_a_training_of_two_ranks_stays_equal_and_one_that_leaves_ddp_is_caught(r
                 ddpjob.check_replicas(model)
             except ddpjob.ReplicasDifferError as error:
                 said += [error.tensor, error.ranks, str(error)]
-            with pytest.raises(TypeError, match="not int"):  # equal on all ranks: the caller's choice
+            with pytest.raises(TypeError, match="not int"):  # equal on all ranks, so it is the caller's choice
                 ddpjob.check_replicas(3)
             return said
 
@@ -179,19 +181,19 @@ def dice(draw: Any) -> torch.Generator:
 
 
 def some(draw: Any, words: torch.Tensor) -> torch.Tensor:
-    """1 where a word is to be changed: few of them, or half of all."""
+    """1 for a word to be changed: few of them, or half of all."""
     chosen = torch.rand(len(words), generator=dice(draw)) < draw(st.sampled_from((0.01, 0.5, 1.0)))
     return chosen.int()
 
 
 def turned(words: torch.Tensor, columns: int) -> torch.Tensor:
-    """The rows of a matrix in the opposite order."""
+    """The rows of a matrix in reverse order."""
     whole = len(words) // columns * columns
     return torch.cat([words[:whole].view(-1, columns).flip(0).reshape(-1), words[whole:]])
 
 
 def rectangle(draw: Any, words: torch.Tensor) -> torch.Tensor:
-    """Two are larger and two are smaller by the same, in two rows and two columns: all sums of those stay."""
+    """Two are larger and two are smaller by the same, in two rows and two columns, so that all their sums stay."""
     columns = draw(st.sampled_from((2, 4, 32, 64, 1024)))
     if len(words) < 2 * columns:
         return words
@@ -211,7 +213,7 @@ def rectangle(draw: Any, words: torch.Tensor) -> torch.Tensor:
 @given(data=st.data())
 @settings(deadline=None)
 def test_any_change_of_one_or_several_words_is_noticed(change, data):
-    """Sums of rows and columns call W and -W the same bits, and four signs in a rectangle: ranks that train apart."""
+    """Sums of rows and columns cannot tell W from -W, nor four signs in a rectangle: ranks that train apart."""
     count = data.draw(st.one_of(st.integers(1, 200), st.sampled_from((1024, 4096, 65_536, 300_001))))
     kind = data.draw(st.sampled_from(("random", "equal", "positive")))
     words = torch.randint(-(2**31), 2**31 - 1, (count,), generator=dice(data.draw)).int()
@@ -284,7 +286,7 @@ def test_each_bit_of_each_element_is_noticed():
     ],
 )
 def test_what_is_told_to_the_others_is_where_their_backend_takes_it(monkeypatch, backends, wanted, device):
-    """All ranks decide alike, also where one has its model on the CPU."""
+    """All ranks decide alike, even if one has its model on the CPU."""
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: backends)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     assert replicas.gather.device_for(None, torch.device(wanted)) == torch.device(device)

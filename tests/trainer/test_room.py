@@ -1,4 +1,4 @@
-"""Whether the state fits into the memory of its container, and what is said where it does not."""
+"""If a state fits into its container's memory, and the message if it does not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 
 def container(folder: Path, limit: str, used: int, cache: int = 0) -> tuple[str, str]:
-    """A cgroup of version 2 with this limit, and what /proc/self/cgroup says of it."""
+    """Return a cgroup v2 with this limit, and its /proc/self/cgroup."""
     pod = folder / "kubepods/pod1"
     pod.mkdir(parents=True)
     (pod / "memory.max").write_text(limit)
@@ -27,7 +27,7 @@ def container(folder: Path, limit: str, used: int, cache: int = 0) -> tuple[str,
 
 
 def test_a_limit_that_is_too_small_is_said_with_the_one_that_would_do(tmp_path: Path) -> None:
-    """A container that goes over its limit is killed: the memory would cause what it is there for."""
+    """A container over its limit is killed: the memory would cause what it is there to prevent."""
     where = container(tmp_path, str(600 * MIB), used=590 * MIB)
     short = room.shortage(100 * MIB, *where)
     assert short is not None
@@ -38,7 +38,9 @@ def test_a_limit_that_is_too_small_is_said_with_the_one_that_would_do(tmp_path: 
 
 
 def test_the_limit_that_is_named_has_room_for_what_follows_too(tmp_path: Path) -> None:
-    """A rank alone needs a second area for its copies: else a user raises the limit twice, with a restart each time."""
+    """A rank alone needs a second area for its copies: otherwise users raise the limit twice, with a restart each
+    time.
+    """
     where = container(tmp_path, str(600 * MIB), used=590 * MIB)
     short = room.shortage(100 * MIB, *where, with_later=200 * MIB)
     assert short is not None
@@ -46,7 +48,7 @@ def test_the_limit_that_is_named_has_room_for_what_follows_too(tmp_path: Path) -
 
 
 def test_a_limit_of_a_node_with_cgroups_of_version_1_counts(tmp_path: Path) -> None:
-    """Kubernetes still has such nodes: the memory would have taken a container over its limit, and the kernel kills."""
+    """Kubernetes still has such nodes: without it the kernel would kill the container."""
     pod = tmp_path / "memory/kubepods/pod1"
     pod.mkdir(parents=True)
     (pod / "memory.limit_in_bytes").write_text(str(600 * MIB))
@@ -65,7 +67,7 @@ def test_a_page_cache_that_can_be_reclaimed_is_room(tmp_path: Path) -> None:
 
 
 def test_a_machine_without_room_has_no_limit_that_could_be_raised(tmp_path: Path) -> None:
-    """Else a user would raise the limit of a pod on a node that is full."""
+    """Otherwise users raise the limit of a pod on a full node."""
     where = container(tmp_path, "max", used=0)
     short = room.shortage(1 << 60, *where)
     assert short is not None
@@ -74,7 +76,9 @@ def test_a_machine_without_room_has_no_limit_that_could_be_raised(tmp_path: Path
 
 
 def test_more_room_leaves_what_is_kept_as_it_is() -> None:
-    """All of it is written to before it counts as room, and what survived an earlier failure lies at its beginning."""
+    """All of it is written before it counts as room, and a state that survived an earlier failure is at its
+    beginning.
+    """
     agent = Memory(1)
     agent.begin(0)
     shared, kept = Shared(agent.where(0), 1, 0), {"weight": torch.arange(5000.0)}

@@ -1,4 +1,4 @@
-"""What a rank writes at each step, and uses again of the step before: what is read is always the truth."""
+"""What a rank writes at each step, and reuses from the step before: the result is always correct."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ddprun.memory import Memory
 
 
 class Rank:
-    """One rank with its agent's memory, a model with buffers, and what a script has beside it."""
+    """One rank with its agent's memory, a model with buffers, and other objects of a script."""
 
     def __init__(self, **others: Any) -> None:
         self.agent = Memory(1)
@@ -36,7 +36,7 @@ class Rank:
         self.kept = Kept({"model": self.model, "optimizer": self.optimizer, **others})
 
     def writes_the_truth(self) -> bool:
-        """Whether what it writes before the next step, and at its boundary, is what there is."""
+        """True if it writes the real values before the next step, and at its boundary."""
         self.step += 1
         for slot in (EARLY, self.step % 2):
             small = self.kept.buffers() | ({} if slot == EARLY else self.kept.settings())
@@ -49,7 +49,7 @@ class Rank:
 
 
 def described(value: Any) -> Any:
-    """By the exact type and bits of each value, in any order."""
+    """Describe the exact type and bits of each value, in any order."""
     if isinstance(value, dict):
         return {key: described(item) for key, item in value.items()}
     if isinstance(value, torch.Tensor):
@@ -105,7 +105,7 @@ CHANGES: dict[str, Callable[[Rank], Any]] = {
 
 @pytest.mark.parametrize("first", CHANGES)
 def test_what_is_read_is_what_there_was_whatever_has_changed_since_the_last_step(rank: Rank, first: str) -> None:
-    """A learning rate or a running mean of the step before would change the result, and no error would tell."""
+    """A learning rate or a running mean of the step before would silently change the result."""
     for second in CHANGES.values():
         for change in (CHANGES[first], second, CHANGES["nothing"], CHANGES["torch draws"]):
             change(rank)
@@ -113,7 +113,7 @@ def test_what_is_read_is_what_there_was_whatever_has_changed_since_the_last_step
 
 
 def test_a_scheduler_and_values_that_grow_are_those_of_the_step() -> None:
-    """They need more room each time, and the kernel is asked for it."""
+    """They need more room each time, which the kernel must provide."""
     notes: dict[str, Any] = {}
     rank = Rank(notes=notes)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(rank.optimizer, 50)
@@ -138,7 +138,7 @@ def test_another_process_finds_what_was_written() -> None:
 
 
 def test_a_script_that_closes_all_descriptors_keeps_its_state(rank: Rank) -> None:
-    """Programs that start a daemon do so. Another file may have the number of a descriptor that was kept."""
+    """Programs that start a daemon do so. Another file may get the number of a kept descriptor."""
     if (pid := os.fork()) == 0:
         assert rank.writes_the_truth()
         os.closerange(3, 1000)

@@ -1,4 +1,4 @@
-"""Snapshot: what is saved is whole, comes back the same, and never belongs to two attempts."""
+"""Snapshot: saved states are complete, come back equal, and never belong to two attempts."""
 
 import collections
 import contextlib
@@ -45,7 +45,7 @@ def steps(folder: Path) -> list[int]:
 
 @pytest.fixture
 def attempt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """A Snapshot as the processes of that attempt of the job see it."""
+    """Return a Snapshot as the processes of that attempt of the job see it."""
 
     def make(number: int, job: str = "uid-1", keep: int = 3, generation: int = 0) -> ddpjob.Snapshot:
         monkeypatch.setenv("DDPJOB_UID", job)
@@ -122,7 +122,7 @@ def test_a_file_is_an_ordinary_torch_file(tmp_path):
 
 @pytest.mark.parametrize("step", [1.5, torch.tensor(1.5), "3", 0, -1, 10**12])
 def test_a_step_that_names_no_file_is_refused(tmp_path, step):
-    """A step of 13 digits was written under a name that no resume looks for."""
+    """A step of 13 digits would get a name that no resume looks for."""
     with pytest.raises(ddpjob.ConfigurationError, match="step: "):
         ddpjob.Snapshot(tmp_path).save(step)
 
@@ -179,9 +179,9 @@ def test_a_damaged_file_is_named_and_the_one_before_it_is_used(tmp_path, capfd, 
 
 
 def test_a_large_file_is_never_in_memory_beside_the_state_that_it_becomes(tmp_path):
-    """Each rank of a node had the whole file as bytes when it loaded: eight ranks, eight times the state."""
+    """Eight ranks of a node must not hold eight times the state as bytes when they load."""
     saved(ddpjob.Snapshot(tmp_path), 1, weights=torch.ones(5_000_000))
-    tracemalloc.start()  # what torch takes for its tensors is not counted
+    tracemalloc.start()  # torch's own tensor memory is not counted
     try:
         assert ddpjob.Snapshot(tmp_path).load(weights=torch.zeros(5_000_000)) == 1
         assert tracemalloc.get_traced_memory()[1] < 10_000_000, "the file has 20 MB"
@@ -204,7 +204,7 @@ def test_the_newest_states_stay_and_what_crashes_left_is_removed(tmp_path):
 
 
 def test_what_a_killed_process_of_the_same_number_has_left_is_no_obstacle(tmp_path, monkeypatch):
-    """A container that is started again gives its process the same number: its first save failed, and so ended it."""
+    """A restarted container gives its process the same number, and its first save must not fail."""
     snapshot, sync, written = ddpjob.Snapshot(tmp_path), os.fsync, []
     monkeypatch.setattr(os, "fsync", lambda descriptor: [written.extend(tmp_path.glob(".tmp*")), sync(descriptor)])
     saved(snapshot, 1)
@@ -216,13 +216,12 @@ def test_what_a_killed_process_of_the_same_number_has_left_is_no_obstacle(tmp_pa
 
 @pytest.mark.parametrize("first", [1, 2])
 def test_two_snapshots_of_one_process_may_write_into_a_folder_at_once(tmp_path, monkeypatch, first):
-    """As where each save makes one: both wrote a file of the same name, and one's bytes were published as the other's,
-    or neither's."""
+    """If each save creates a Snapshot, both may write a file of the same name at once."""
     sync, may_end = os.fsync, {step: threading.Event() for step in (1, 2)}
     begun: list[threading.Event] = []
 
     def slow_sync(descriptor: int) -> None:
-        if len(begun) < 2:  # one call for each file, in their order
+        if len(begun) < 2:  # one call for each file, in order
             begun.append(may_end[len(begun) + 1])
             begun[-1].wait(20)
         sync(descriptor)
@@ -243,7 +242,7 @@ def test_two_snapshots_of_one_process_may_write_into_a_folder_at_once(tmp_path, 
 
 
 def test_a_write_that_fails_ends_no_training_and_is_raised_by_wait(tmp_path, monkeypatch, capfd):
-    """A disk that was full for a minute ended a training of weeks."""
+    """A disk that is full for a minute must not end a training of weeks."""
     snapshot = ddpjob.Snapshot(tmp_path)
     saved(snapshot, 1)
 
@@ -264,7 +263,9 @@ def test_a_write_that_fails_ends_no_training_and_is_raised_by_wait(tmp_path, mon
 
 
 def test_a_full_disk_is_named_as_such(tmp_path, monkeypatch):
-    """torch says of a write that failed: `[enforce fail at inline_container.cc:672] . unexpected pos 8512 vs 8406`."""
+    """torch's message for a failed write is: `[enforce fail at inline_container.cc:672] . unexpected pos 8512 vs
+    8406`.
+    """
     write, room = io.FileIO.write, 20_000
 
     class Full(io.FileIO):
@@ -309,7 +310,7 @@ DAMAGED = [b"[]", b"5", b"\xff\xfe", b"[" * 100_000, b'{"process": 5}', b'{"job"
 @pytest.mark.parametrize("content", DAMAGED)
 @pytest.mark.parametrize("damaged", ["writer-000001.json", "writer-000001.alive"])
 def test_a_damaged_claim_or_beat_is_nobodys_and_the_folder_is_read(attempt, tmp_path, damaged, content):
-    """Rank 0 ended in a stack of its own, and the other ranks waited for its answer until the time-out."""
+    """Rank 0 must not end with a traceback while the other ranks wait for its answer."""
     folder = attempt(1).folder
     folder.mkdir(exist_ok=True)
     (folder / "writer-000001.json").write_text('{"job": "other", "attempt": 1}')
@@ -321,7 +322,7 @@ def test_a_damaged_claim_or_beat_is_nobodys_and_the_folder_is_read(attempt, tmp_
 
 @pytest.mark.parametrize("keep", [2.5, "3", None])
 def test_a_number_of_states_to_keep_that_is_none_is_refused_before_training(tmp_path, keep):
-    """2.5 was found out at the save that first had one too many: its news came a save later."""
+    """2.5 must not be noticed only at a later save."""
     with pytest.raises(ddpjob.ConfigurationError, match="keep: "):
         ddpjob.Snapshot(tmp_path / "s", keep=keep)
 
@@ -334,14 +335,14 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
 
 @pytest.mark.parametrize("folder", ["s3://bucket/run", Path("gs://bucket"), "file:///mnt/run"])
 def test_a_url_is_refused_because_it_would_be_a_folder_of_the_container(folder, tmp_path, monkeypatch):
-    """The states were in ./s3:/bucket/run, and gone with the pod."""
+    """The states would be in ./s3:/bucket/run, and lost with the pod."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ddpjob.ConfigurationError, match=rf"folder: {folder} is a URL.*Mount"):
         ddpjob.Snapshot(folder)
 
 
 def test_a_sampler_that_a_loader_reads_ahead_is_named_once(tmp_path, capfd):
-    """A resume left out the batches that the workers had fetched, and nothing said so."""
+    """A resume leaves out the batches that the workers have fetched."""
     sampler = ddpjob.GlobalBatchSampler(32, 4, seed=7)
     loader = torch.utils.data.DataLoader(range(32), batch_sampler=sampler, num_workers=2)
     snapshot = ddpjob.Snapshot(tmp_path)
@@ -428,7 +429,7 @@ def test_what_an_old_attempt_publishes_in_the_last_instant_is_never_the_newest(a
         data = source.read_bytes()
         monkeypatch.setattr(os, "rename", rename)
         saved(attempt(2), 11)
-        target.write_bytes(data)  # the newer attempt has removed the source; as if the rename had come a little before
+        target.write_bytes(data)  # the newer attempt has removed the source, as if the rename had come slightly earlier
 
     monkeypatch.setattr(os, "rename", newer_attempt_comes_first)
     zombie.save(500)
@@ -440,10 +441,8 @@ def test_what_an_old_attempt_publishes_in_the_last_instant_is_never_the_newest(a
 
 @pytest.fixture
 def zombie(tmp_path: Path) -> Iterator[Callable[[str], int]]:
-    """A real process of attempt 1 that is frozen where it is told: in the middle of writing, or between two saves.
-
-    It has saved steps 1 and 2 by then. `thaw` lets it go on: it tries to save three higher steps, and ends with the
-    number of those that were refused.
+    """Return a real process of attempt 1, frozen in the middle of writing or between two saves. It has saved steps 1
+    and 2. `thaw` continues it: it tries to save three higher steps, and exits with the number of refused ones.
     """
     (tmp_path / "s").mkdir()
     pids = []
@@ -487,7 +486,7 @@ def _freeze_in_next_sync() -> None:
 
     def freeze(descriptor: int) -> None:
         os.fsync = sync
-        # To this thread: one for the process may be taken by another, and this one goes on for a moment.
+        # A signal to this thread: another thread may take one to the process, and this one would run on for a moment.
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         sync(descriptor)
 
@@ -507,7 +506,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_a_process_that_survives_its_attempt_changes_no_file_once_the_next_one_has_written(
     zombie, attempt, tmp_path, frozen
 ):
-    """As on a node that was lost and comes back with the old pod still running."""
+    """For example on a lost node that comes back with the old pod still running."""
     pid = zombie(frozen)
     newer = attempt(2)
     assert int(newer.state["weights"][0]) == 2, "the newer attempt goes on from the last whole state"
@@ -547,14 +546,14 @@ def test_a_process_that_wakes_up_after_the_next_attempt_has_finished_changes_not
 
 
 def test_a_save_that_blocks_the_training_is_a_declared_pause(tmp_path, monkeypatch):
-    """Else a slow disk looks like a rank that hangs."""
+    """Otherwise a slow disk looks like a rank that hangs."""
     phases = []
     snapshot = ddpjob.Snapshot(tmp_path)
     saved(snapshot, 1)
     sync = os.fsync
 
     def slow(descriptor: int) -> None:
-        while process.current.paused is None:  # until the training waits for this
+        while process.current.paused is None:  # until training waits for this
             pass
         phases.append(process.current.paused)
         sync(descriptor)
@@ -598,7 +597,7 @@ def test_a_folder_of_an_older_version_which_knew_no_generations_is_read_and_writ
 
 
 def test_two_processes_cannot_take_the_same_number(tmp_path, monkeypatch):
-    """Also on a file system without hard links."""
+    """Even on a file system without hard links."""
     from ddpjob.checkpoint import snapshot as file
 
     def refuse(*_: object) -> None:
@@ -622,8 +621,9 @@ def in_a_process_of_its_own(body: Callable[[], object]) -> None:
 
 
 def test_a_training_that_begins_anew_in_the_folder_of_an_earlier_run_keeps_its_own_states(tmp_path):
-    """A script with a --resume option, run without it: each of its saves was removed at once, because the states of the
-    earlier run had higher steps, and a resume went on from these."""
+    """A script with a --resume option, run without it: its saves must not be removed because the states of the earlier
+    run have higher steps.
+    """
 
     def run(*steps: int) -> None:
         snapshot = ddpjob.Snapshot(tmp_path, keep=2)
@@ -638,7 +638,7 @@ def test_a_training_that_begins_anew_in_the_folder_of_an_earlier_run_keeps_its_o
 
 
 def test_a_run_that_falls_back_on_an_older_state_keeps_what_it_saves(tmp_path):
-    """With keep=1 the damaged file stayed, as the newest, and each later one was removed."""
+    """With keep=1 the damaged file must not stay as the newest, and later ones be removed."""
     in_a_process_of_its_own(lambda: [saved(ddpjob.Snapshot(tmp_path), step, weights=torch.ones(9)) for step in (1, 5)])
     (newest,) = tmp_path.glob("step-000000000005*")
     newest.write_bytes(newest.read_bytes()[:-1])
@@ -653,7 +653,7 @@ def test_a_run_that_falls_back_on_an_older_state_keeps_what_it_saves(tmp_path):
 
 
 def test_a_process_that_only_reads_does_not_disturb_the_training_that_saves(tmp_path):
-    """An evaluation beside a plain run. When it ended, the training's heartbeat was gone."""
+    """An evaluation next to a plain run must not remove the training's heartbeat when it ends."""
     training = ddpjob.Snapshot(tmp_path)
     saved(training, 1)
     beats = (tmp_path / "writer-000001.alive").read_text()
@@ -664,7 +664,7 @@ def test_a_process_that_only_reads_does_not_disturb_the_training_that_saves(tmp_
 
 
 def test_a_second_run_in_one_folder_is_refused_while_the_first_one_is_running(tmp_path):
-    """Both without a job: each removed what the other one saved."""
+    """Both would run without a job, and remove each other's saves."""
     training = ddpjob.Snapshot(tmp_path)
     saved(training, 7)
 
@@ -678,10 +678,10 @@ def test_a_second_run_in_one_folder_is_refused_while_the_first_one_is_running(tm
 
 
 def test_a_process_that_has_only_loaded_refuses_no_training(tmp_path):
-    """A notebook that shows the last state, or a script that looks for the step before it spawns the ranks."""
+    """For example a notebook that shows the last state, or a script that reads the step before it spawns the ranks."""
 
     def training(folder: Path, step: int) -> None:
-        ddpjob.process.current.writers.clear()  # of the process that this one is a fork of
+        ddpjob.process.current.writers.clear()  # this process was forked from one that has some
         saved(ddpjob.Snapshot(folder), step)
 
     in_a_process_of_its_own(lambda: training(tmp_path / "resumed", 7))
@@ -722,7 +722,7 @@ def test_a_folder_that_was_removed_is_named(tmp_path):
 
 @pytest.fixture
 def other_job(tmp_path: Path) -> Iterator[Callable[..., int]]:
-    """A process of job uid-other that has saved step 5 in the folder and lives until it is told to end."""
+    """Return a process of job uid-other that has saved step 5 in the folder and lives until it is told to end."""
     started = []
 
     def start(elsewhere: bool = False) -> int:
@@ -739,7 +739,7 @@ def other_job(tmp_path: Path) -> Iterator[Callable[..., int]]:
                 os.write(saying, b".")
                 signal.pause()
             finally:
-                del snapshot  # in order, as at the end of an interpreter
+                del snapshot  # in the order of an interpreter's exit
                 os._exit(0)
         os.close(saying)
         assert os.read(said, 1) == b"."
@@ -763,7 +763,7 @@ def ended(pid: int, how: int) -> None:
 def test_a_folder_of_another_job_that_is_running_is_refused_and_that_job_goes_on(
     other_job, attempt, tmp_path, monkeypatch, elsewhere
 ):
-    """The second job would train on from the first one's weights, and then each ends the other."""
+    """Otherwise the second job trains on from the first one's weights, and then each ends the other."""
     monkeypatch.setattr(writers, "HEARTBEAT_SECONDS", 0.2)
     pid = other_job(elsewhere)
     with pytest.raises(
@@ -819,7 +819,7 @@ def test_a_claim_that_was_made_a_moment_ago_and_has_no_beat_yet_is_waited_for(at
 
 
 def test_a_process_that_survives_its_deleted_job_cannot_end_the_next_job(attempt, tmp_path):
-    """Its first save may come late, and was the newest writer then."""
+    """Its first save may come late, and must not make it the newest writer."""
     newer = attempt(1, job="uid-new")
     saved(newer, 1)
 
@@ -867,7 +867,7 @@ def world_of(rank: int, world_size: int, url: str) -> World:
 
 @pytest.fixture
 def patient(monkeypatch):
-    """The writer waits for the random numbers of a rank that is late, longer than this machine is ever held up."""
+    """Let the writer wait longer for a late rank's random numbers than any delay on this machine."""
     monkeypatch.setattr(importlib.import_module("ddpjob.checkpoint.snapshot"), "RNG_WAIT_SECONDS", 30.0)
 
 
@@ -892,7 +892,9 @@ def test_every_rank_goes_on_with_its_own_random_numbers(run_ranks, tmp_path, pat
 
 
 def test_a_step_that_is_saved_twice_keeps_every_ranks_random_numbers(run_ranks, tmp_path, patient):
-    """In the loop, and once more at the end: the second file must not lose what the first one's writer has taken."""
+    """The script saves in the loop, and again at the end: the second file must not lose what the first writer has
+    taken.
+    """
 
     def save_twice(rank: int) -> None:
         with world_of(rank, 2, f"file://{tmp_path}/a"):
@@ -912,7 +914,7 @@ def rng_of(path: Path) -> list[int]:
 
 
 def test_a_rank_that_is_late_once_has_its_random_states_in_all_later_files(run_ranks, tmp_path, monkeypatch):
-    """They were left out for good: a resume was silently another one, and what nobody read filled rank 0's store."""
+    """Otherwise a later resume silently differs, and unread states fill rank 0's store."""
     snapshot_file = importlib.import_module("ddpjob.checkpoint.snapshot")
     monkeypatch.setattr(snapshot_file, "RNG_WAIT_SECONDS", 0.2)
     folder = tmp_path / "s"
@@ -925,7 +927,7 @@ def test_a_rank_that_is_late_once_has_its_random_states_in_all_later_files(run_r
                 time.sleep(0.01)
             for step in range(1, 13):
                 saved(snapshot, step)
-                snapshot_file.RNG_WAIT_SECONDS = 30.0  # longer than this machine is ever held up
+                snapshot_file.RNG_WAIT_SECONDS = 30.0  # longer than any delay on this machine
                 torch.distributed.barrier()
                 keys.append(importlib.import_module("ddpjob.group.join").store_of(world).num_keys())
         return keys
@@ -954,7 +956,7 @@ def test_ranks_that_save_what_rank_0_does_not_read_fill_no_store(run_ranks, tmp_
 
     port = free_port()
     counts = run_ranks(body, 2)[1]
-    # Rank 0 may leave the group meanwhile, which takes keys of its own.
+    # Rank 0 may leave the group meanwhile, which uses other keys.
     assert counts[-1] - counts[5] < len(counts) - 6, f"the store grows with each save: {counts}"
 
 
@@ -974,7 +976,7 @@ def test_a_resume_without_a_ranks_random_states_says_so(run_ranks, tmp_path, cap
 
 
 def test_two_folders_of_the_same_last_name_keep_their_random_states_apart(run_ranks, tmp_path, patient):
-    """a/ckpt took what rank 1 had said for b/ckpt, and the other way round."""
+    """The random states of a/ckpt and b/ckpt must not be swapped."""
 
     def save(rank: int) -> list[float]:
         drawn = []
@@ -999,8 +1001,9 @@ def test_two_folders_of_the_same_last_name_keep_their_random_states_apart(run_ra
 
 
 def test_each_node_may_have_a_folder_of_its_own(run_ranks, tmp_path, patient):
-    """An emptyDir of the local run has another path on each node: the random states of all other nodes were left out
-    of the snapshot, which nothing said."""
+    """An emptyDir of the local run has another path on each node, but the random states of all nodes belong in the
+    snapshot.
+    """
 
     def save(rank: int) -> float:
         with world_of(rank, 2, f"file://{tmp_path}/a") as world:
@@ -1022,7 +1025,7 @@ def test_each_node_may_have_a_folder_of_its_own(run_ranks, tmp_path, patient):
 
 
 def test_a_save_of_rank_0_alone_waits_for_no_other_rank_and_says_what_it_lacks(run_ranks, tmp_path, capfd, monkeypatch):
-    """It reached the disk two seconds later, and a save within them held up the training."""
+    """It must not reach the disk two seconds later, nor delay a save within them."""
     monkeypatch.setattr(importlib.import_module("ddpjob.checkpoint.snapshot"), "RNG_WAIT_SECONDS", 1e6)
 
     def body(rank: int) -> int:
@@ -1096,7 +1099,7 @@ def test_a_ddp_model_and_a_plain_one_read_each_others_states(run_ranks, tmp_path
 
 
 def test_a_group_that_the_script_has_made_is_used(run_ranks, tmp_path):
-    """Each rank took itself for rank 0 of 1: both wrote into the folder, and removed each other's files."""
+    """Otherwise each rank believes that it is rank 0 of 1, and they remove each other's files."""
 
     def body(rank: int) -> Any:
         dist.init_process_group("gloo", store=dist.FileStore(f"{tmp_path}/meet", 2), rank=rank, world_size=2)
@@ -1118,7 +1121,7 @@ def test_a_group_that_the_script_has_made_is_used(run_ranks, tmp_path):
 
 
 def test_a_rank_that_has_left_its_group_reads_by_itself_and_rank_0_alone_saves(run_ranks, tmp_path):
-    """A script that exports what it has trained behind `with ddpjob.init()` ended with an error."""
+    """A script that exports its model after `with ddpjob.init()` must not fail."""
 
     def body(rank: int) -> Any:
         os.environ["WORLD_SIZE"] = "2"
@@ -1144,7 +1147,7 @@ def test_a_rank_without_a_group_is_told_to_join_it_first(tmp_path, monkeypatch):
 
 
 def test_an_optimizer_whose_state_the_ranks_share_is_resumed_once_rank_0_has_all_of_it(run_ranks, tmp_path):
-    """Its state_dict() raises on all ranks after a load, which the load itself called."""
+    """Its state_dict() raises on all ranks after a load, and the load must not call it."""
 
     def body(rank: int) -> Any:
         world = ddpjob.init("gloo", init_method=f"file://{tmp_path}/meet", rank=rank, world_size=2)

@@ -1,4 +1,4 @@
-"""What a snapshot accepts comes back as it was; what would not is refused by name when it is saved."""
+"""What a snapshot accepts comes back unchanged; anything else is refused by name when it is saved."""
 
 import collections
 import enum
@@ -85,7 +85,7 @@ NOT_READ_BACK: dict[str, Any] = {
 @pytest.mark.parametrize("value", NOT_READ_BACK.values(), ids=NOT_READ_BACK)
 @pytest.mark.parametrize("wrap", [lambda v: v, lambda v: {"a": [1, (v,)]}], ids=["bare", "inside"])
 def test_what_would_not_come_back_as_it_was_is_refused_by_name_and_nothing_is_written(tmp_path, value, wrap):
-    """Else it is found out after the crash, when the days since the start are lost."""
+    """Otherwise it is noticed after the crash, when days are lost."""
     with pytest.raises(ddpjob.StateError, match=r"extra.*cannot be saved"):
         ddpjob.Snapshot(tmp_path).save(1, extra={"rates": wrap(value)})
     assert not list(tmp_path.glob("*.pt"))
@@ -109,7 +109,7 @@ def test_the_message_says_where_the_value_is_and_what_to_save_instead(tmp_path):
 
 @st.composite
 def tensors(draw: st.DrawFn) -> torch.Tensor:
-    """Of any dtype, shape, layout and place in its storage, with any bits."""
+    """Generate tensors of any dtype, shape, layout and offset, with any bits."""
     dtype = draw(st.sampled_from([kind for kind in DTYPES if state_dicts.tensor_is_read(kind)]))
     shape = draw(st.lists(st.integers(0, 4), max_size=3))
     size = math.prod(shape) * dtype.itemsize
@@ -156,7 +156,7 @@ nested = st.recursive(
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal in type, order, sign of zero, and bit by bit; a Parameter comes back as a Tensor."""
+    """True if equal in type, order, sign of zero, and bit by bit; a Parameter comes back as a Tensor."""
     if isinstance(one, torch.Tensor):
         return type(other) is torch.Tensor and _same_tensors(one.detach(), other)
     if type(one) is not type(other):
@@ -216,8 +216,9 @@ def test_a_number_of_numpy_that_is_a_float_comes_back_as_a_float():
 
 
 def test_a_learning_rate_on_a_gpu_comes_back_onto_it() -> None:
-    """torch leaves it where it was saved, on the CPU, and the next step then differs in its last bits (seen on an
-    H100). The device "meta" stands for a GPU."""
+    """torch leaves it on the CPU, where it was saved, and the last bits of the next step differ (seen on an H100). The
+    device "meta" stands for a GPU.
+    """
     on_device, on_host = (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=torch.tensor(0.1)) for _ in range(2))
     schedulers = [torch.optim.lr_scheduler.LambdaLR(each, lambda _: 0.5) for each in (on_device, on_host)]
     group = on_device.param_groups[0]
@@ -233,7 +234,7 @@ def test_a_learning_rate_on_a_gpu_comes_back_onto_it() -> None:
 
 
 def test_settings_on_a_gpu_that_lie_deeper_come_back_onto_it() -> None:
-    """Betas that are tensors, and what the schedulers within a scheduler begin with, stayed on the CPU."""
+    """For example betas that are tensors, and initial values of nested schedulers."""
     of_torch = torch.optim.lr_scheduler
     optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=torch.tensor(0.1)) for _ in range(2)]
     on_device, on_host = [
@@ -260,7 +261,7 @@ class Lookahead(torch.optim.SGD):
 
 
 def test_an_optimizer_with_a_state_dict_of_its_own_shape_comes_back() -> None:
-    """It knows what it has saved: it was asked for param_groups, and the training did not resume (KeyError)."""
+    """It knows its own format; it must not be asked for param_groups."""
     one, other = (Lookahead([torch.nn.Parameter(torch.ones(1))], lr=lr) for lr in (0.1, 0.2))
     state_dicts.restore({"optimizer": one}, {"optimizer": other.state_dict()}, "here")
     assert one.param_groups[0]["lr"] == 0.2
@@ -352,7 +353,7 @@ def test_every_scheduler_of_torch_goes_on_from_a_snapshot(tmp_path, name):
     ],
 )
 def test_a_value_that_does_not_fit_is_named_and_nothing_is_changed(tmp_path, value, target, said):
-    """copy_ repeats a single row, and cuts what a smaller type cannot hold, without a word."""
+    """copy_ silently repeats a single row, and truncates what a smaller type cannot hold."""
     snapshot, first = ddpjob.Snapshot(tmp_path), torch.zeros(2)
     saved(snapshot, 1, first=torch.ones(2), second=value)
     with pytest.raises(ddpjob.StateError, match=f"second: {said}"):
@@ -378,7 +379,7 @@ def sharded_model(rank: int) -> torch.nn.Module:
 
 
 def test_a_model_whose_ranks_hold_parts_is_refused_on_every_rank_at_once(end_ranks, tmp_path):
-    """Rank 0's part was written and read back by all: a model destroyed without a word. check_replicas never ended."""
+    """If all ranks read rank 0's part, the model is silently destroyed."""
     snapshot = ddpjob.Snapshot(tmp_path / "s")
     saved(snapshot, 1, model=torch.nn.Linear(8, 1, bias=False))
 
@@ -411,7 +412,7 @@ def test_fully_sharded_data_parallel_is_refused_before_it_waits_for_the_other_ra
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     shell = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
-    torch.nn.Module.__init__(shell)  # what it does besides wants a group and a GPU
+    torch.nn.Module.__init__(shell)  # its other steps need a group and a GPU
     snapshot = ddpjob.Snapshot(tmp_path)
     for call in (snapshot.load, lambda model: snapshot.save(1, model=model)):
         with pytest.raises(ddpjob.StateError, match="model: a model in FullyShardedDataParallel"):
@@ -431,7 +432,7 @@ class Growing(torch.nn.Sequential):
 
 
 def test_a_state_that_does_not_fit_is_named_and_leaves_the_model_as_it_was() -> None:
-    """What fits would be changed before load_state_dict() raises, and the training begin with a part of a state."""
+    """Otherwise load_state_dict() raises after it has changed what fits, and training begins with a partial state."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 3))
     before = {key: value.clone() for key, value in model.state_dict().items()}
     other = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 4))
@@ -459,7 +460,7 @@ def test_an_optimizer_of_other_parameters_does_not_fit() -> None:
 
 
 def test_a_snapshot_of_another_model_is_said_to_be_one():
-    """Who edits a model and starts again reads `size mismatch for weight`, without the folder that it comes from."""
+    """A user who edits a model and restarts would read `size mismatch for weight`, without the folder."""
     saved = {"model": torch.nn.Linear(2, 3).state_dict()}
     said = r"^/runs/step-300 holds another model: size mismatch for weight.*; give this run another folder\.$"
     with pytest.raises(ddpjob.StateError, match=said):

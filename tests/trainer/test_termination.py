@@ -1,4 +1,4 @@
-"""The termination message: how a rank failed is there to read when its process, and its pod, are gone."""
+"""The termination message: how a rank failed can be read after its process and its pod are gone."""
 
 import contextlib
 import fcntl
@@ -68,7 +68,7 @@ def test_an_exception_is_told_with_rank_step_and_trace_and_nothing_else_changes(
 
 @pytest.mark.parametrize("step", ["'epoch 3'", "None", "float('nan')", "float('inf')", "[1]"])
 def test_a_step_that_is_no_number_costs_the_step_and_not_the_last_words(log, start_script, step):
-    """progress() takes anything; then nothing was written, and the cause of the failure was lost."""
+    """progress() accepts anything; the cause of the failure must be written all the same."""
     process = start_script(
         f"import ddpjob\nddpjob.progress(step={step})\nraise ValueError('no shard')\n", DDPJOB_TERMINATION_LOG=log
     )
@@ -98,7 +98,7 @@ def test_a_thread_a_forked_helper_and_a_good_end_leave_no_message(log, start_scr
 
 
 def test_ctrl_c_is_told_as_the_signal_that_it_is(log, start_script):
-    # `make test &` ignores SIGINT, and so would all that it starts.
+    # `make test &` ignores SIGINT, and so would its children.
     handles = "import os, signal, ddpjob\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
     script = handles + "ddpjob.progress(1)\nos.kill(os.getpid(), 2)\n"
     start_script(script, DDPJOB_TERMINATION_LOG=log).communicate(timeout=30)
@@ -140,7 +140,7 @@ def test_an_exit_code_inside_the_group_is_told_although_the_hook_never_sees_it(l
 
 def test_under_torchrun_the_worker_that_failed_first_is_told_and_not_the_one_that_lost_it(log, tmp_path, free_port):
     script, gone = tmp_path / "train.py", tmp_path / "gone"
-    # torchrun ends the other worker as soon as it sees the first failure: both are to have told theirs by then.
+    # torchrun ends the other worker as soon as it sees the first failure: both must have written theirs by then.
     script.write_text(
         "import atexit, os, pathlib, sys, time, ddpjob\n"
         f"gone = pathlib.Path({str(gone)!r})\n"
@@ -201,13 +201,13 @@ def test_the_earliest_failure_stays_and_a_lost_peer_gives_way(log, first, second
 
 @pytest.mark.parametrize("error", [SYMPTOM, WRAPPED])
 def test_a_rank_that_only_lost_a_peer_writes_nothing_so_that_torchruns_table_is_read(log, error):
-    """The kubelet takes the end of the log only where the file is empty, and a peer may have crashed without a word."""
+    """The kubelet takes the end of the log only if the file is empty, and a peer may have crashed silently."""
     termination.tell(raised(error))
     assert log.read_bytes() == b""
 
 
 def test_what_has_killed_a_worker_of_a_data_loader_is_told_and_not_only_that_it_is_gone(log):
-    """`exited unexpectedly` said nothing of the memory that was too small, for the worker or in /dev/shm."""
+    """`exited unexpectedly` does not mention that memory was too small, for the worker or in /dev/shm."""
     error = RuntimeError("DataLoader worker (pid(s) 2032) exited unexpectedly")
     error.__cause__ = RuntimeError("DataLoader worker (pid 2032) is killed by signal: Killed. ")
     termination.tell(error)
@@ -235,13 +235,13 @@ QUOTES = (
     ids=["DataLoader", "spawn"],
 )
 def test_what_a_process_of_the_rank_has_raised_is_told_and_not_only_that_it_did(log, error):
-    """`Caught ValueError in DataLoader worker process 1.` was all that ddprun and the library said of it."""
+    """`Caught ValueError in DataLoader worker process 1.` does not name the error."""
     termination.tell(raised(error))
     assert message(log)["exception"] == "ValueError: no such shard: 7"
 
 
 def test_what_a_worker_of_a_data_loader_has_caught_of_a_network_is_no_lost_peer(log):
-    """The script's own RuntimeError, raised from a store of objects that refused it: nobody was named for it."""
+    """It is the script's own RuntimeError, raised from an object store that refused a request."""
     said = (
         "ConnectionRefusedError: [Errno 111] Connection refused\n\nThe above exception was the direct cause of the "
         "following exception:\n\nTraceback (most recent call last):\n"
@@ -252,7 +252,7 @@ def test_what_a_worker_of_a_data_loader_has_caught_of_a_network_is_no_lost_peer(
 
 
 class GroupError(Exception):
-    """As Python 3.11 and the package exceptiongroup have it."""
+    """As in Python 3.11 and the package exceptiongroup."""
 
     def __init__(self, text, exceptions):
         super().__init__(text)
@@ -405,7 +405,7 @@ def ends(start_script: Any, script: str, **environ: Any) -> int:
 
 
 def test_a_rank_that_starts_later_removes_the_failure_of_an_earlier_launcher(log, start_script):
-    """`torchrun a.py || torchrun b.py` would fail although b has trained."""
+    """Otherwise `torchrun a.py || torchrun b.py` fails although b has trained."""
     assert ends(start_script, FAILS, DDPJOB_TERMINATION_LOG=log, RANK=1, WORLD_SIZE=2) == 1
     assert message(log)["rank"] == 1
     assert ends(start_script, WORKS, DDPJOB_TERMINATION_LOG=log, RANK=0, WORLD_SIZE=2) == 0
@@ -413,7 +413,7 @@ def test_a_rank_that_starts_later_removes_the_failure_of_an_earlier_launcher(log
 
 
 def test_a_rank_that_started_with_the_one_that_failed_leaves_its_failure(log, start_script, tmp_path):
-    """A slow import of one rank would hide why the other has failed."""
+    """A slow import of one rank must not hide why the other has failed."""
     go = tmp_path / "go"
     waits = f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)\n"
     slow = start_script(waits + WORKS, DDPJOB_TERMINATION_LOG=log, RANK=0, WORLD_SIZE=2)
@@ -424,7 +424,7 @@ def test_a_rank_that_started_with_the_one_that_failed_leaves_its_failure(log, st
 
 
 def test_the_children_of_a_second_spawn_remove_the_failure_of_the_first(log, start_script):
-    """A parent that starts its ranks again has handled their failure."""
+    """A parent that restarts its ranks has handled their failure."""
     script = (
         "import multiprocessing, ddpjob\n"
         "def rank(fails):\n"
