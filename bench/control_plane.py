@@ -104,7 +104,7 @@ async def bare_pods(namespace: str, groups: int, nodes: int, way: str) -> None:
 
 
 async def until_all_run(namespace: str, count: int, making: Awaitable[Any]) -> None:
-    """By a watch, since lists would load the server that is measured; it is the same in each round."""
+    """Wait by a watch, because lists would load the server that is measured."""
     path, running = f"/api/v1/namespaces/{namespace}/pods", set[str]()
     async with at_most(RUN_SECONDS_MAX), client() as api:
         version = [page.version async for page in api.pages(path)][-1]

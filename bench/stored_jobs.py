@@ -142,7 +142,7 @@ class StoredJobs(ModelServer):
                 await self._more.wait_for(lambda at=version: len(self._log) > at)
             number, version = self._log[version], version + 1
             if version < self._versions[number]:
-                continue  # a watch cache shows a later one too
+                continue  # a watch cache shows later ones as well
             kind = b"MODIFIED" if number in seen else b"ADDED"
             seen.add(number)
             await response.write(b'{"type":"%s","object":%s}\n' % (kind, self._job(number)))

@@ -94,7 +94,7 @@ class GlobalBatchSampler:
         self._begins = (0, 0)  # the epoch, and how often a DataLoader has begun it
         self._has_told_of_workers = False
         self.reads_ahead = False
-        """Whether a DataLoader iterates it, which may have taken batches that are not trained yet."""
+        """True if a DataLoader iterates it and may have taken batches that are not trained yet."""
         self.has_workers = False
         """Whether that one may have workers, which do so."""
         if drop_last and self.global_batch > self.n:

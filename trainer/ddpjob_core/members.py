@@ -40,7 +40,8 @@ class Members(tuple[int, ...]):
 
     def node_rank(self, place: int) -> int:
         """The node rank of a place. Raises ValueError where it is no member."""
-        if 0 <= place < len(self) and self[place] == place:  # all take part in order: no search among 99,999
+        # If all places take part in order, nothing needs to be searched.
+        if 0 <= place < len(self) and self[place] == place:
             return place
         return self.index(place)
 

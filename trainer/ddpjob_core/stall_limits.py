@@ -89,6 +89,6 @@ def _survived(before: Survived, seconds: float, expected: float) -> Survived:
 
 def _step_seconds(learned: Learned) -> float:
     """Return how long a step may take, judging by earlier steps."""
-    # Of two, the lower: the first includes compilation.
+    # Use the lower of two steps, because the first includes compilation.
     median = sorted(learned.step_seconds)[(len(learned.step_seconds) - 1) // 2] if learned.step_seconds else 0.0
     return max(TRAIN_SECONDS, MEDIANS * median, LONGEST * learned.steps.longest_seconds)

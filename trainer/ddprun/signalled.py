@@ -33,7 +33,7 @@ class Signalled:
         self.numbers: set[int] = set()
         self.left: set[int] = set()
         """Descendants that are still running after the ranks have ended."""
-        self._trainers: set[int] = set()  # descendants that train; they have had the signals too
+        self._trainers: set[int] = set()  # descendants that train and have got the signals as well
         self._held: dict[int, int] = {}  # ranks that get their signal after the processes that they wait for
         self._trainers_until: float | None = None  # until when others are left alone, after all of these have ended
         self._helpers_since: float | None = None  # when helpers got their signal

@@ -193,7 +193,7 @@ def _command(document: Document) -> Any:
 
 
 def _made(name: str, source: Source) -> Document:
-    """Return a document without lines: those of its YAML are not the script's."""
+    """Return a document without line numbers, because users did not write its YAML."""
     return replace(yamlfile.read_job(name, None, to_yaml(source).encode()), lines={})
 
 
