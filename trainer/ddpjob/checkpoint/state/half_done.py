@@ -55,10 +55,16 @@ def draws_within_epoch() -> bool:
     """True if a DataLoader is iterated that has drawn its seed from torch's global generator, so that a resume within
     the epoch draws it once more. A GlobalBatchSampler sets the generator back. Looks at all objects: some 50 ms."""
     objects = gc.get_objects()
-    iterated = {id(each._index_sampler) for each in objects if issubclass(type(each), _BaseDataLoaderIter)}
+    # By getattr: another thread may be creating one, and a subclass of a stranger may not call __init__.
+    iterations = [each for each in objects if issubclass(type(each), _BaseDataLoaderIter)]
+    iterated = {id(sampler) for each in iterations if (sampler := getattr(each, "_index_sampler", None)) is not None}
     loaders = [each for each in objects if issubclass(type(each), DataLoader)] if iterated else []
-    seeded = [each for each in loaders if each.generator is None and id(each._index_sampler) in iterated]
-    return any(not hasattr(each.batch_sampler, "has_workers") for each in seeded)
+    seeded = [each for each in loaders if getattr(each, "generator", ...) is None]
+    return any(
+        id(getattr(each, "_index_sampler", None)) in iterated
+        and not hasattr(getattr(each, "batch_sampler", None), "has_workers")
+        for each in seeded
+    )
 
 
 class SinceLastStep:
