@@ -25,8 +25,7 @@ LAST = "print(*sorted({'mine', 'wsgiref.util', 'wsgiref.handlers'} & before))\n"
 
 def test_a_restart_imports_nothing_again_but_the_users_own_code_and_what_differs_by_rank(launcher: Launcher) -> None:
     """Otherwise each kill costs 1.4 s, mostly for importing sklearn in every rank. A module that reads a rank's
-    variable during its import (here wsgiref.handlers, which copies them all) must not be shared.
-    """
+    variable during its import (here wsgiref.handlers, which copies them all) must not be shared."""
     launcher.script("", "mine.py")
     done = launcher.done("--max-restarts=1", launcher.script(FIRST + TRAIN + LAST))
     assert (done.returncode, done.stdout) == (0, "wsgiref.util\n"), done.stderr
