@@ -59,10 +59,12 @@ def judged(steps: list[tuple[int, float, int]]) -> str:
     usual = statistics.median(later[1] - earlier[1] for earlier, later in pairs)
     gaps = [later[1] - earlier[1] for earlier, later in pairs if later[2] != earlier[2]]
     took, cost = new[-1][1] - new[0][1], sum(gaps) - usual * len(gaps)
-    killed = f"a kill until the next new step {statistics.median(gaps):.2f} s (median), {max(gaps):.2f} s (most)"
+    killed = "no step after a kill"
+    if gaps:
+        killed = f"a kill until the next new step {statistics.median(gaps):.2f} s (median), {max(gaps):.2f} s (most)"
     return (
         f"{len(new)} steps in {took:.0f} s, median {usual * 1e3:.1f} ms; {len(gaps)} kills, {len(steps) - len(new)} "
-        f"steps repeated; {killed if gaps else 'no kill'}; goodput {1 - cost / took:.2%}"
+        f"steps repeated; {killed}; goodput {1 - cost / took:.2%}"
     )
 
 
@@ -91,7 +93,10 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=10.0, help="seconds between two kills (%(default)s)")
     parser.add_argument("--launchers", nargs="+", default=["ddprun", "torchrun"], choices=["ddprun", "torchrun"])
     parser.add_argument(
-        "--script", nargs="+", default=DIGITS, help="another training that calls ddpjob.progress(step=)"
+        "--script",
+        nargs=argparse.REMAINDER,
+        default=DIGITS,
+        help="the last option: another training that reports steps",
     )
     given = parser.parse_args()
     for launcher in given.launchers:

@@ -106,7 +106,7 @@ def draw(name: str, title: str, screen: str) -> None:
 
 def main() -> None:
     """Run the job in a terminal of tmux, and draw two of its screens."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # the run may still be writing
         state = f"XDG_STATE_HOME={shlex.quote(folder)}"
         shell = f"PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH {state} {COMMAND}; sleep 600"
         size = ["-x", str(WIDTH), "-y", str(HEIGHT)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sysconfig
+from pathlib import Path
 
 from agents import Launcher
 
@@ -19,15 +21,39 @@ if os.environ["DDPJOB_GENERATION"] == "0":
         time.sleep(0.05)
     sys.exit(3)
 """
-FIRST = "import sys\nbefore = set(sys.modules)\nimport mine, wsgiref.handlers, wsgiref.util\n"
-LAST = "print(*sorted({'mine', 'wsgiref.util', 'wsgiref.handlers'} & before))\n"
+FIRST = """
+import sys
+before = set(sys.modules)
+import mine, wsgiref.handlers, wsgiref.util
+from torchmetrics.utilities import prints
+"""
+LAST = """
+seen = sorted({'mine', 'wsgiref.util', 'wsgiref.handlers', prints.__name__} & before)
+print(*seen, "rank", prints.rank_zero_only.rank)
+"""
+KEEPS_RANK = """
+import os
+def rank_zero_only(): pass
+rank_zero_only.rank = int(os.environ.get("LOCAL_RANK", 0))
+"""
 
 
-def test_a_restart_imports_nothing_again_but_the_users_own_code_and_what_differs_by_rank(launcher: Launcher) -> None:
+def test_a_restart_imports_nothing_again_but_the_users_own_code_and_what_differs_by_rank(
+    launcher: Launcher, tmp_path: Path
+) -> None:
     """Otherwise each kill costs 1.4 s, mostly for importing sklearn in every rank. A module that reads a rank's
-    variable during its import (here wsgiref.handlers, which copies them all) must not be shared."""
+    variable during its import (here wsgiref.handlers, which copies them all) must not be shared. torchmetrics, which
+    Lightning imports, keeps the rank in an attribute that is set again.
+    """
+    installed = Path(sysconfig.get_path("purelib", "posix_user", {"userbase": str(tmp_path)}))
+    (installed / "torchmetrics/utilities").mkdir(parents=True)
+    (installed / "torchmetrics/utilities/prints.py").write_text(KEEPS_RANK)
+    for package in ("torchmetrics", "torchmetrics/utilities"):
+        (installed / package / "__init__.py").touch()
+    env = {"PYTHONUSERBASE": str(tmp_path), "PYTHONPATH": str(installed)}
     launcher.script("", "mine.py")
-    done = launcher.done("--max-restarts=1", launcher.script(FIRST + TRAIN + LAST))
-    assert (done.returncode, done.stdout) == (0, "wsgiref.util\n"), done.stderr
+    done = launcher.done("--max-restarts=1", "--nproc-per-node=2", launcher.script(FIRST + TRAIN + LAST), **env)
+    learned = "torchmetrics.utilities.prints wsgiref.util rank"
+    assert (done.returncode, sorted(done.stdout.splitlines())) == (0, [f"{learned} 0", f"{learned} 1"]), done.stderr
     assert re.search(r"imported before the ranks start: .*\d+ MiB more in the fork server", done.stderr)
     assert "left out: wsgiref.handlers (reads " in done.stderr

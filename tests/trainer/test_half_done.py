@@ -158,3 +158,39 @@ def test_a_place_at_the_end_of_an_epoch_whose_scheduler_has_stepped_is_named(
     said = "place: step 5 is saved at the last batch of an epoch for which scheduler has stepped already"
     said = said.replace("5", "4") if drop_last else said
     assert capfd.readouterr().err.count(said) == (scheduler, place).count("each epoch") * (place == "last batch")
+
+
+SEEDED = "a DataLoader draws its seed from torch's global generator: a restart within an epoch does not continue"
+
+
+@pytest.mark.parametrize("at", ["within the epoch", "its end"])
+@pytest.mark.parametrize(
+    ("loader", "dropout", "is_named"),
+    [
+        ({}, 0.5, True),
+        ({"shuffle": True}, 0.5, True),
+        ({}, 0.0, False),  # nothing is drawn that could be another one
+        ({"generator": torch.Generator()}, 0.5, False),
+        ({"batch_sampler": ddpjob.GlobalBatchSampler(12, 2, seed=0)}, 0.5, False),
+    ],
+)
+def test_a_loader_that_draws_a_seed_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], loader: dict[str, Any], dropout: float, is_named: bool, at: str
+) -> None:
+    """After a restart within the epoch all dropout masks were others: the loader draws its seed once more there."""
+    if "batch_sampler" not in loader:
+        loader = loader | {"batch_size": 2}
+    loading = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(12, 2)), **loader)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Dropout(dropout))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    snapshot = ddpjob.Snapshot(tmp_path / "s")
+    step = snapshot.load(model=model, optimizer=optimizer)
+    for (part,) in loading:
+        model(part).sum().backward()
+        optimizer.step()
+        step += 1
+        if at == "within the epoch" and step in (4, 5):
+            saved(snapshot, step, model=model, optimizer=optimizer)
+    saved(snapshot, step, model=model, optimizer=optimizer)
+    snapshot.close()
+    assert capfd.readouterr().err.count(SEEDED) == int(is_named and at == "within the epoch")

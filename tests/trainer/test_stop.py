@@ -19,6 +19,7 @@ import torch.distributed as dist
 import ddpjob
 from ddpjob import process
 from ddpjob.group import join, stop
+from ddpjob_core import heartbeat
 
 RESUMABLE = 75
 
@@ -171,9 +172,12 @@ def test_where_a_rank_has_finished_already_the_others_finish_too(end_ranks, step
     assert [(outcome.exit_code, outcome.error) for outcome in end_ranks(body, 2)] == [(0, "")] * 2
 
 
-def test_a_group_that_has_lost_a_rank_ends_on_sigterm_and_not_after_its_whole_grace(end_ranks, steps, meeting_file):
+@pytest.mark.parametrize("knows", [False, True], ids=["after the time to agree", "at once if its agent has said so"])
+def test_a_group_that_has_lost_a_rank_ends_on_sigterm_and_not_after_its_whole_grace(
+    end_ranks, steps, meeting_file, knows
+):
     def body(rank: int) -> None:
-        stop.AGREE_SECONDS = 0.3
+        stop.AGREE_SECONDS = 60 if knows else 0.3
         ddpjob.init(init_method=meeting_file, rank=rank, world_size=2)
         assert not ddpjob.should_stop(1)
         if rank == 1:
@@ -182,6 +186,7 @@ def test_a_group_that_has_lost_a_rank_ends_on_sigterm_and_not_after_its_whole_gr
             os._exit(9)
         steps.note("joined")
         steps.wait_for("going")
+        process.current.cells[heartbeat.FAILED] = knows
         sigterm()
         wait_until(lambda: False)
 

@@ -13,16 +13,30 @@ from typing import NamedTuple
 
 EPOCH = 10  # steps
 TOTAL = 40
+KILLS_MAX = 6  # of one run
 PLAIN = (0.8, 0.6, 0.3)  # how often a choice stays as plain as it can be; one of them for each script
 
 # The first option of each is the plainest: shrinking goes there.
 CHOICES: dict[str, tuple[str, ...]] = {
-    "model": ("linear", "layers", "dropout", "batchnorm", "tied", "sparse", "complex"),
+    "model": (
+        "linear",
+        "layers",
+        "dropout",
+        "batchnorm",
+        "tied",
+        "sparse",
+        "complex",
+        "spectral",
+        "weight_norm",
+        "cumulative",
+    ),
     "buffers": ("none", "of_each_rank", "of_rank_0"),
-    "parameters": ("all", "ignored_by_ddp", "thawed"),
-    "second": ("none", "adversary"),
+    "parameters": ("all", "ignored_by_ddp", "thawed", "thawed_group"),
+    "second": ("none", "adversary", "head"),
     "hook": ("none", "fp16", "power_sgd", "own"),
-    "static_graph": ("no", "yes"),
+    "ddp": ("plain", "static_graph", "find_unused", "bucket_view"),
+    "precision": ("float32", "bf16"),
+    "join": ("no", "yes"),
     "optimizer": (
         "sgd",
         "momentum",
@@ -35,12 +49,26 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "zero",
         "lookahead",
         "sharing",
+        "groups",
+        "adafactor",
+        "post_local",
     ),
-    "scheduler": ("none", "step", "one_cycle", "plateau", "sequential", "rewound"),
-    "scheduler_at": ("stepped", "marked", "epoch_end"),
+    "scheduler": (
+        "none",
+        "step",
+        "one_cycle",
+        "plateau",
+        "plateau_of_each_rank",
+        "sequential",
+        "rewound",
+        "restarts",
+        "falling",
+        "by_hand",
+    ),
+    "scheduler_at": ("stepped", "marked", "epoch_end", "top"),
     "accumulation": ("none", "no_sync", "counted", "library"),
     "scaler": ("none", "scaler"),
-    "clip": ("none", "norm"),
+    "clip": ("none", "norm", "value"),
     "surgery": (
         "none",
         "clamp",
@@ -52,7 +80,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     ),
     "surgery_at": ("stepped", "marked", "top"),
     "average": ("none", "averaged_model", "deep_copy", "own_object", "deep_copy_by_value"),
-    "average_at": ("stepped", "marked"),
+    "average_at": ("stepped", "marked", "epoch_end"),
     "data": (
         "computed",
         "sampler",
@@ -61,13 +89,28 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "reader_of_each_rank",
         "generator",
         "stateful_loader",
+        "persistent_workers",
+        "distributed",
+        "plain_loader",
+        "weighted",
+        "iterable",
     ),
+    "augmented": ("no", "torch", "python", "numpy"),
     "sampler": ("one", "replaced"),
     "draws": ("none", "torch", "python", "numpy"),
     "evaluation": ("none", "all_ranks", "rank_0"),
-    "evaluation_at": ("stepped", "marked"),
+    "evaluation_at": ("stepped", "marked", "epoch_end"),
     "evaluation_by": ("computed", "loader", "random"),
-    "extra": ("none", "counter", "history_of_each_rank", "always_another"),
+    "extra": (
+        "none",
+        "counter",
+        "history_of_each_rank",
+        "always_another",
+        "metric",
+        "early_stop",
+        "best_copy",
+        "criterion",
+    ),
     "mark": ("stop", "stop_top", "stop_some", "keep", "none"),
     "save": ("in_loop", "epoch_end", "rank_0", "other_thread", "never"),
     "every": ("10", "7", "4"),
@@ -119,34 +162,35 @@ def parts_of(recipe: Recipe) -> dict[str, str]:
     return {name: option for name, option in recipe.items() if option != CHOICES[name][0]}
 
 
-def drawn(seed: int) -> Draw:
-    """What this seed draws."""
+def drawn(seed: int, number: int = 0) -> Draw:
+    """The script that this seed draws, and the kills of its run of this number."""
     chance = random.Random(seed)
     plain = chance.choice(PLAIN)
     found = {
         name: options[0] if chance.random() < plain else chance.choice(options) for name, options in CHOICES.items()
     }
     found = normal(found)
-    kills = [_kill(chance, found, 0)]
-    if chance.random() < 0.2 and kills[0] is not None:
-        kills.append(_kill(chance, found, 1, after=kills[0].step))
-    return Draw(found, tuple(kill for kill in kills if kill is not None), settled=chance.random() < 0.5)
+    chance = random.Random(f"{seed} {number}")
+    kills: list[Kill] = []
+    for left in range(chance.randint(1, KILLS_MAX), 0, -1):
+        kills += _kill(chance, found, kills, left)
+    return Draw(found, tuple(kills), settled=chance.random() < 0.5)
 
 
-def _kill(chance: random.Random, recipe: Recipe, generation: int, after: int = 0) -> Kill | None:
-    """after: the step of the kill before. None if no such place follows that."""
+def _kill(chance: random.Random, recipe: Recipe, before: list[Kill], left: int) -> list[Kill]:
+    """One that follows those before, in the first part of the steps if more are to come. Empty if there is no place."""
     how = chance.choice(HOWS)
-    stops = recipe["mark"].startswith("stop") and recipe["save"] != "never" and recipe["scheduler_at"] != "epoch_end"
+    stops = recipe["mark"].startswith("stop") and recipe["save"] != "never" and not works_at_epoch_end(recipe)
     if how == "TERM" and not stops:  # a script that stops before the end of its epoch leaves out what is done there
         how = "KILL"
     place = chance.choice([place for place in PLACES if place != "reduced" or recipe["optimizer"] != "lbfgs"])
     ends = _epoch_ends(recipe)
     # Often where epochs meet.
     steps = ends if place == "epoch_end" or chance.random() < 0.3 else list(range(5, TOTAL - 2))
-    later = [step for step in steps if step > after + 1]
+    later = [step for step in steps if step > (before[-1].step + 1 if before else 0)]
     if not later:
-        return None
-    return Kill(place, chance.choice(later), chance.randrange(2), how, generation)
+        return []
+    return [Kill(place, chance.choice(later[: -(-len(later) // left)]), chance.randrange(2), how, len(before))]
 
 
 def _epoch_ends(recipe: Recipe) -> list[int]:
@@ -172,15 +216,23 @@ RULES: tuple[tuple[tuple[str, str], dict[str, str]], ...] = (
     ),
     (("model", "sparse"), {"parameters": "all", "surgery": "none", "buffers": "none"}),
     (("model", "complex"), {"optimizer": "adam", "hook": "none", "scaler": "none", "surgery": "none"}),
-    (("parameters", "ignored_by_ddp"), {"static_graph": "no", "optimizer": "sgd", "hook": "none", "second": "none"}),
-    (("parameters", "thawed"), {"static_graph": "no", "hook": "none", "optimizer": "adam", "second": "none"}),
-    (("accumulation", "counted"), {"scheduler": "none", "surgery": "none", "scaler": "none", "static_graph": "no"}),
+    (("parameters", "ignored_by_ddp"), {"ddp": "plain", "optimizer": "sgd", "hook": "none", "second": "none"}),
+    (("parameters", "thawed"), {"ddp": "plain", "hook": "none", "optimizer": "adam", "second": "none"}),
+    (("parameters", "thawed_group"), {"ddp": "plain", "hook": "none", "optimizer": "adam", "second": "none"}),
+    (("parameters", "thawed_group"), {"load": "at_once", "scheduler": "none", "surgery": "none"}),
+    (("optimizer", "post_local"), {"ddp": "plain", "hook": "none", "scaler": "none", "second": "none"}),
+    (("optimizer", "post_local"), {"surgery": "none", "parameters": "all", "accumulation": "none"}),
+    (("join", "yes"), {"ddp": "plain", "hook": "none", "accumulation": "none", "second": "none"}),
+    (("join", "yes"), {"optimizer": "sgd", "surgery": "none"}),
+    (("precision", "bf16"), {"model": "layers"}),
+    (("ddp", "find_unused"), {"second": "none"}),
+    (("accumulation", "counted"), {"scheduler": "none", "surgery": "none", "scaler": "none", "ddp": "plain"}),
     (("accumulation", "counted"), {"second": "none", "average": "none"}),
-    (("accumulation", "no_sync"), {"static_graph": "no"}),
-    (("accumulation", "library"), {"static_graph": "no", "second": "none"}),
-    (("second", "adversary"), {"static_graph": "no", "scaler": "none", "buffers": "none"}),
+    (("accumulation", "no_sync"), {"ddp": "plain"}),
+    (("accumulation", "library"), {"ddp": "plain", "second": "none"}),
+    (("second", "adversary"), {"ddp": "plain", "scaler": "none", "buffers": "none"}),
     (("scheduler", "none"), {"scheduler_at": "stepped"}),
-    (("scheduler_at", "epoch_end"), {"save": "epoch_end", "every": "10"}),
+    (("scheduler", "by_hand"), {"scheduler_at": "top"}),
     (("surgery", "none"), {"surgery_at": "stepped"}),
     (("surgery", "momentum_corrected"), {"optimizer": "momentum"}),
     (("surgery", "state_cleared"), {"optimizer": "momentum"}),
@@ -190,17 +242,14 @@ RULES: tuple[tuple[tuple[str, str], dict[str, str]], ...] = (
     ),
     (("surgery", "optimizer_replaced"), {"surgery_at": "stepped", "parameters": "all"}),
     (("surgery", "model_replaced"), {"scheduler": "none", "optimizer": "adam", "load": "at_once", "second": "none"}),
-    (("surgery", "model_replaced"), {"parameters": "all", "hook": "none", "static_graph": "no", "buffers": "none"}),
+    (("surgery", "model_replaced"), {"parameters": "all", "hook": "none", "ddp": "plain", "buffers": "none"}),
     (("surgery", "model_replaced"), {"surgery_at": "stepped", "average": "none", "scaler": "none"}),
     (("surgery", "noise"), {"surgery_at": "stepped"}),
     (("average", "none"), {"average_at": "stepped"}),
     (("average", "deep_copy_by_value"), {"load": "at_once"}),
-    (("data", "computed"), {"sampler": "one"}),
-    (("data", "loader"), {"sampler": "one"}),
-    (("data", "workers"), {"sampler": "one", "load": "at_once"}),
-    (("data", "generator"), {"sampler": "one", "load": "at_once"}),
-    (("data", "reader_of_each_rank"), {"sampler": "one"}),
-    (("data", "stateful_loader"), {"sampler": "one"}),
+    (("data", "workers"), {"load": "at_once"}),
+    (("data", "persistent_workers"), {"load": "at_once"}),
+    (("data", "generator"), {"load": "at_once"}),
     (("sampler", "replaced"), {"accumulation": "none", "load": "at_once", "scheduler_at": "stepped"}),
     (("evaluation", "none"), {"evaluation_at": "stepped", "evaluation_by": "computed"}),
     (("save", "never"), {"best": "none", "memory": "yes"}),
@@ -217,10 +266,9 @@ def normal(recipe: Recipe) -> dict[str, str]:
                 found |= others
         if by_value(found) and found["mark"] == "none" and found["save"] == "never":
             found["mark"] = "keep"
-        if found["scheduler_at"] == "epoch_end" and found["save"] != "epoch_end":
-            found["scheduler_at"] = "stepped"
-        if found["data"] != "workers" or found["save"] != "epoch_end":
-            found["place_at_end"] = "next_epoch"
+        if works_at_epoch_end(found):
+            found |= {"save": "epoch_end", "every": "10"}
+        found |= _plain_for(found["data"], found["save"])
         if found["save"] == "rank_0" and found["optimizer"] == "zero":
             found["save"] = "in_loop"
         if found["average_at"] == "marked" and found["mark"] == "stop_top":
@@ -228,15 +276,35 @@ def normal(recipe: Recipe) -> dict[str, str]:
     return found
 
 
+def _plain_for(data: str, save: str) -> dict[str, str]:
+    """What is plain with these data."""
+    plain = {} if data == "sampler" else {"sampler": "one"}
+    plain |= {} if data in OUR_LOADERS else {"augmented": "no"}
+    return plain | ({} if data in BY_WORKERS and save == "epoch_end" else {"place_at_end": "next_epoch"})
+
+
+BY_WORKERS = ("workers", "persistent_workers")
+OUR_LOADERS = ("loader", *BY_WORKERS)
+OUR_SAMPLERS = ("sampler", *OUR_LOADERS)
+SKIPPED = ("distributed", "plain_loader", "weighted", "iterable")
+"""Loaders whose batches are skipped up to the place of a resume."""
+
+
+def works_at_epoch_end(recipe: Recipe) -> bool:
+    """Whether the script does something between the last step of an epoch and its save."""
+    places = {recipe[name] for name in ("scheduler_at", "average_at", "evaluation_at")}
+    return "epoch_end" in places or recipe["extra"] in ("metric", "early_stop")
+
+
 def by_value(recipe: Recipe) -> bool:
     """Whether something is saved as a value."""
-    return recipe["data"] in ("workers", "generator") or recipe["average"] == "deep_copy_by_value"
+    return recipe["data"] in ("generator", *BY_WORKERS) or recipe["average"] == "deep_copy_by_value"
 
 
 # ---- the program ---------------------------------------------------------------------------------------------
 
 HEAD = """
-import collections, copy, hashlib, itertools, json, os, random, signal, sys, threading
+import collections, copy, hashlib, itertools, json, math, os, random, signal, sys, threading
 import numpy
 import torch, torch.distributed as dist
 from torch.nn import functional as F
@@ -264,9 +332,8 @@ def digest(value):
     if isinstance(value, (list, tuple, collections.deque)): return digest(repr([digest(v) for v in value]))
     return hashlib.sha256(value if isinstance(value, bytes) else repr(value).encode()).hexdigest()[:10]
 
-def saw(step, part):
-    with open(f"seen-{{world.rank}}", "a") as file:
-        print(json.dumps([generation, step, [int(i) for i in part]]), file=file, flush=True)
+def saw(kind, step, value):
+    with open(f"seen-{{world.rank}}", "a") as file: print(json.dumps([kind, step, value]), file=file)
 """
 
 
@@ -313,8 +380,15 @@ class _Writer:
             found.append(LOOKAHEAD)
         if self.has("optimizer", "sharing"):
             found.append(SHARING)
-        if self.has("extra", "always_another"):
-            found.append(ALWAYS_ANOTHER)
+        if self.has("scheduler", "falling"):
+            found.append(FALLING)
+        if self.has("data", "iterable"):
+            found.append(SHARDS)
+        if not self.has("augmented", "no"):
+            found.append(AUGMENTED.format(draw=DRAWN[self.r["augmented"]]))
+        found += {"always_another": [ALWAYS_ANOTHER], "metric": [METRIC], "criterion": [CRITERION]}.get(
+            self.r["extra"], []
+        )
         return "\n\n".join(textwrap.dedent(one).strip("\n") for one in found)
 
     def _net(self) -> str:
@@ -324,6 +398,9 @@ class _Writer:
             "dropout": "self.body = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Dropout(0.3), torch.nn.Linear(32, 1))",
             "batchnorm": "self.body = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))",
             "tied": "one = torch.nn.Linear(16, 16); self.body = torch.nn.Sequential(one, torch.nn.Tanh(), one, torch.nn.Linear(16, 1))",
+            "spectral": "self.body = torch.nn.Sequential(torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(16, 8)), torch.nn.Linear(8, 1))",
+            "weight_norm": "self.body = torch.nn.Sequential(torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(16, 8)), torch.nn.Linear(8, 1))",
+            "cumulative": "self.body = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.BatchNorm1d(8, momentum=None), torch.nn.Linear(8, 1))",
             "sparse": "self.table = torch.nn.Embedding(8, 16, sparse=True); self.body = torch.nn.Linear(16, 1)",
             "complex": "self.phase = torch.nn.Parameter(torch.ones(16, dtype=torch.cfloat)); self.body = torch.nn.Linear(16, 1)",
         }[self.r["model"]]
@@ -341,7 +418,7 @@ class _Writer:
             lines.append('        self.register_buffer("centre", torch.zeros(16))')
         if self.has("parameters", "ignored_by_ddp"):
             lines.append("        self.own = torch.nn.Linear(16, 1)")
-        if self.has("parameters", "thawed"):
+        if self.has("parameters", "thawed", "thawed_group"):
             lines.append("        self.late = torch.nn.Linear(16, 1); self.late.requires_grad_(False)")
         lines.append("    def forward(self, a):")
         if self.has("buffers", "of_each_rank", "of_rank_0"):
@@ -355,7 +432,7 @@ class _Writer:
         result = "self.body(a)"
         if self.has("parameters", "ignored_by_ddp"):
             result += " + (self.own(a) if step >= 15 else 0)"
-        if self.has("parameters", "thawed"):
+        if self.has("parameters", "thawed", "thawed_group"):
             result += " + self.late(a)"
         lines.append(f"        return {result}")
         return "\n".join(lines)
@@ -367,14 +444,26 @@ class _Writer:
         if self.has("parameters", "ignored_by_ddp"):
             lines.append('DDP._set_params_and_buffers_to_ignore_for_model(net, ["own.weight", "own.bias"])')
         options = ["broadcast_buffers=False"] if self.has("buffers", "of_each_rank") else []
-        options += ["static_graph=True"] if self.has("static_graph", "yes") else []
-        options += ["find_unused_parameters=True"] if self.has("parameters", "thawed") else []
-        if self.has("parameters", "thawed"):  # DDP takes in what is trained when it is made
+        options += {
+            "static_graph": ["static_graph=True"],
+            "bucket_view": ["gradient_as_bucket_view=True"],
+            "find_unused": ["find_unused_parameters=True"],
+        }.get(self.r["ddp"], [])
+        options += ["find_unused_parameters=True"] if self.r["parameters"].startswith("thawed") else []
+        if self.has("parameters", "thawed", "thawed_group"):  # DDP takes in what is trained when it is made
             lines.append("net.late.requires_grad_(True)")
         lines.append(f"model = DDP(net, {', '.join(options)})" if options else "model = world.wrap(net)")
         lines += self._hook()
-        lines.append(f"optimizer = {self._optimizer('net')}")
-        if self.has("parameters", "thawed"):
+        if self.has("second", "head"):
+            lines.append("head = world.wrap(torch.nn.Linear(1, 1))")
+        lines += ["def predicted(a):"]
+        lines += (
+            ["    with torch.autocast('cpu', torch.bfloat16):"] if self.has("precision", "bf16") else ["    if True:"]
+        )
+        result = "head(model(a))" if self.has("second", "head") else "model(a)"
+        lines.append(f"        return {result}" + (".float()" if self.has("precision", "bf16") else ""))
+        lines.append(f"optimizer = {self._optimizer()}")
+        if self.has("parameters", "thawed", "thawed_group"):
             lines.append("net.late.requires_grad_(False)")
         lines += self._scheduler()
         if self.has("scaler", "scaler"):
@@ -401,6 +490,13 @@ class _Writer:
         return "\n".join(lines)
 
     def _hook(self) -> list[str]:
+        if self.has("optimizer", "post_local"):
+            return [
+                "from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post",
+                "from torch.distributed.algorithms.model_averaging import averagers",
+                "local = post.PostLocalSGDState(None, None, 10, post_local_gradient_allreduce=False)",
+                "model.register_comm_hook(local, post.post_localSGD_hook)",
+            ]
         return {
             "none": [],
             "fp16": [
@@ -423,9 +519,20 @@ class _Writer:
             ],
         }[self.r["hook"]]
 
-    def _optimizer(self, what: str) -> str:
-        parameters = f"{what}.parameters()"
+    def _optimizer(self) -> str:
+        parameters = "net.parameters()"
+        if self.has("second", "head"):
+            parameters = "[*net.parameters(), *head.parameters()]"
+        if self.has("parameters", "thawed_group"):
+            parameters = "net.body.parameters()"
+        groups = (
+            f"[dict(params=[p for p in {parameters} if p.dim() > 1], weight_decay=0.1, kind='weights'), "
+            f"dict(params=[p for p in {parameters} if p.dim() < 2], lr=2e-2, kind='others')]"
+        )
         return {
+            "groups": f"torch.optim.AdamW({groups}, lr=1e-2)",
+            "adafactor": f"torch.optim.Adafactor({parameters}, lr=1e-2)",
+            "post_local": f"__import__('torch.distributed.optim').distributed.optim.PostLocalSGDOptimizer(torch.optim.SGD({parameters}, lr=0.02), averagers.PeriodicModelAverager(period=4, warmup_steps=10))",
             "sgd": f"torch.optim.SGD({parameters}, lr=0.02)",
             "momentum": f"torch.optim.SGD({parameters}, lr=0.02, momentum=0.9)",
             "adam": f"torch.optim.Adam({parameters}, lr=1e-2)",
@@ -445,6 +552,9 @@ class _Writer:
             "step": "torch.optim.lr_scheduler.StepLR(optimizer, 1 if PER_EPOCH else 5, 0.8)",
             "one_cycle": "torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=TOTAL + 1, cycle_momentum=False)",
             "plateau": "torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0 if PER_EPOCH else 2, factor=0.7)",
+            "plateau_of_each_rank": "torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, factor=0.7)",
+            "restarts": "torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2)",
+            "falling": "torch.optim.lr_scheduler.LambdaLR(optimizer, Falling())",
             "rewound": "torch.optim.lr_scheduler.StepLR(optimizer, 1 if PER_EPOCH else 5, 0.8)",
             "sequential": "torch.optim.lr_scheduler.SequentialLR(optimizer, [torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2), torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)], [2])",
         }.get(self.r["scheduler"])
@@ -463,8 +573,21 @@ class _Writer:
 
     def _data(self) -> list[str]:
         sampler = "sampler = ddpjob.GlobalBatchSampler(N, global_batch=32, seed=7)"
-        loader = "loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.arange(N)), batch_sampler=sampler"
+        dataset = "torch.utils.data.TensorDataset(torch.arange(N))" if self.has("augmented", "no") else "Augmented()"
+        loader = f"loader = torch.utils.data.DataLoader({dataset}, batch_sampler=sampler"
+        shard = f"sampler = torch.utils.data.DistributedSampler({dataset}, dist.get_world_size(), world.rank, seed=3)"
+        plain = f"loader = torch.utils.data.DataLoader({dataset}, 16, sampler=sampler"
+        seeded = "generator = torch.Generator()"
         return {
+            "persistent_workers": [sampler, loader + ", num_workers=1, persistent_workers=True)"],
+            "distributed": [seeded, shard, plain + ", generator=generator)"],
+            "plain_loader": [shard, plain + ")"],
+            "weighted": [
+                seeded,
+                "sampler = torch.utils.data.WeightedRandomSampler(torch.arange(1.0, N + 1), N, generator=generator)",
+                f"loader = torch.utils.data.DataLoader({dataset}, 32, sampler=sampler, generator=generator)",
+            ],
+            "iterable": [seeded, "loader = torch.utils.data.DataLoader(Shards(), 16, generator=generator)"],
             "computed": [],
             "sampler": [sampler],
             "loader": [sampler, loader + ")"],
@@ -480,17 +603,23 @@ class _Writer:
             "counter": ["extra = {'steps': 0}"],
             "history_of_each_rank": ["extra = {'losses': []}"],
             "always_another": ["extra = Another()"],
+            "metric": ["extra = Metric()"],
+            "early_stop": ["extra = {'best': math.inf, 'bad': 0}"],
+            "best_copy": ["extra = {'loss': math.inf, 'model': {}}"],
+            "criterion": ["extra = Criterion()"],
         }[self.r["extra"]]
 
     def names(self) -> dict[str, str]:
         """What is saved as an object."""
         found = {"model": "model", "optimizer": "optimizer"}
-        if not self.has("scheduler", "none"):
+        if not self.has("scheduler", "none", "by_hand"):
             found["scheduler"] = "scheduler"
         if self.has("scaler", "scaler"):
             found["scaler"] = "scaler"
         if self.has("second", "adversary"):
             found |= {"critic": "critic", "critic_optimizer": "critic_optimizer"}
+        if self.has("second", "head"):
+            found["head"] = "head"
         if not self.has("average", "none", "deep_copy_by_value"):
             found["average"] = "average"
         if self.has("data", "sampler", "loader"):
@@ -504,7 +633,7 @@ class _Writer:
     def values(self) -> dict[str, str]:
         """What is saved as a value."""
         found = {}
-        if self.has("data", "workers"):
+        if self.has("data", *BY_WORKERS):
             found["sampler"] = "sampler.state_dict(epoch=epoch, batches=batches)"
         if self.has("data", "generator"):
             found["generator"] = "generator.get_state()"
@@ -515,10 +644,13 @@ class _Writer:
     def resume(self) -> str:
         lines = ["epoch = batches = 0"]
         loaded = "objects()"
-        if self.has("data", "workers"):
+        if self.has("data", *BY_WORKERS):
             loaded = "{**objects(), 'sampler': sampler}"
-        if self.has("surgery", "optimizer_replaced"):
-            lines += ["probe = None"]
+        if self.has("parameters", "thawed_group"):
+            lines += [
+                "step = snapshot.load(model=model)",
+                "if step >= 15: optimizer.add_param_group({'params': [*net.late.parameters()], 'lr': 5e-3})",
+            ]
         if self.has("load", "in_parts"):
             lines += ["for name, value in objects().items():", "    step = snapshot.load(**{name: value})"]
         else:
@@ -527,7 +659,7 @@ class _Writer:
             lines.append("if step: generator.set_state(snapshot.state['generator'])")
         if self.has("average", "deep_copy_by_value"):
             lines.append("if step: average.load_state_dict(snapshot.state['average'])")
-        if self.has("parameters", "thawed"):
+        if self.has("parameters", "thawed", "thawed_group"):
             lines.append("if step >= 15: net.late.requires_grad_(True)")
         if self.has("sampler", "replaced"):
             lines += [
@@ -535,23 +667,19 @@ class _Writer:
                 "    new = ddpjob.GlobalBatchSampler(N, global_batch=16, seed=7); new.load_state_dict(old.state_dict()); return new",
                 "if step >= 23: sampler = other(sampler)",
             ]
-        first = "sampler.current_epoch" if self.has("data", "sampler", "loader", "workers") else "step // EPOCH"
-        lines.append(f"first = {first}")
-        lines.append("def note():")
-        lines += [f"    {line}" for line in self._mark("note")]
-        return "\n".join(lines)
-
-    def _mark(self, _: str) -> list[str]:
-        return ["pass"]
+        first = "sampler.current_epoch" if self.has("data", *OUR_SAMPLERS) else "step // EPOCH"
+        return "\n".join([*lines, f"first = {first}"])
 
     # ---- the loop
 
     def loop(self) -> str:
-        lines = ["stop = False", "for epoch in range(first, 99):", *self._iteration()]
-        lines += [f"        {line}" for line in self._body()]
+        lines = self._iteration() + [f"        {line}" for line in self._body()]
         if self.has("sampler", "replaced"):
             lines.append("        if step == 23: sampler = other(sampler); break")
         lines.append("        if step == TOTAL: break")
+        if self.has("join", "yes"):
+            lines = ["    with model.join():", *[f"    {line}" for line in lines]]
+        lines = ["stop = False", "for epoch in range(first, 99):", *lines]
         lines += [f"    {line}" for line in self._epoch_end()]
         lines.append("    if step == TOTAL: break")
         return "\n".join(lines)
@@ -563,24 +691,40 @@ class _Writer:
             return ["    epoch = sampler.current_epoch", "    for part in sampler.epoch(epoch):"]
         if self.has("data", "sampler"):
             return ["    for part in sampler.epoch(epoch):"]
-        return ["    sampler.set_epoch(epoch)", "    for batches, (part,) in enumerate(loader, start=1):"]
+        item = "(part,)" if self.has("augmented", "no") else "(part, more)"
+        if self.has("data", *OUR_LOADERS):
+            return ["    sampler.set_epoch(epoch)", f"    for batches, {item} in enumerate(loader, start=1):"]
+        loop = f"    for {item} in itertools.islice(loader, step - epoch * EPOCH, None):"
+        return {
+            "distributed": ["    sampler.set_epoch(epoch)", loop],
+            "plain_loader": ["    sampler.set_epoch(epoch)", loop],
+            "weighted": ["    generator.manual_seed(epoch)", loop],
+            "iterable": ["    loader.dataset.epoch = epoch", loop.replace("(part,)", "part")],
+        }[self.r["data"]]
 
     def _body(self) -> list[str]:
         lines = ["if step == settle: snapshot.wait(); dist.barrier()"] if not self.has("save", "never") else []
         lines += ["strike('top', step)"]
         if self.has("mark", "stop_top"):
             lines.append("stop = ddpjob.should_stop(step + 1)")
-        lines += self._surgery("top")
+        lines += self._surgery("top") + self._piece("top")
         lines += {
+            "weighted": ["part = part[world.rank::2].tolist()"],
             "computed": ["part = [(step * 32 + world.rank * 16 + i) % N for i in range(16)]"],
             "reader_of_each_rank": ["part = reader.next()"],
             "stateful_loader": ["part = next(iter(reader))"],
             "generator": ["part = torch.randint(0, N, (32,), generator=generator)[world.rank::2].tolist()"],
         }.get(self.r["data"], ["part = [int(i) for i in part]"])
-        if self.has("parameters", "thawed"):
+        if self.has("parameters", "thawed", "thawed_group"):
             lines.append("if step == 15: net.late.requires_grad_(True)")
+        if self.has("parameters", "thawed_group"):
+            lines.append("if step == 15: optimizer.add_param_group({'params': [*net.late.parameters()], 'lr': 5e-3})")
         lines += self._draws()
-        lines += ["saw(step + 1, part)", *self._step(), "step += 1"]
+        if not self.has("augmented", "no"):
+            lines.append("noise = noise + more.float().mean()")
+        if self.has("extra", "criterion"):
+            lines.append("noise = noise + extra(y[part])")
+        lines += ["saw('samples', step + 1, part)", *self._step(), "step += 1", "saw('loss', step, float(loss).hex())"]
         lines += self._extra_step()
         lines += self._surgery("stepped") + self._piece("stepped")
         lines += ["strike('stepped', step)", "ddpjob.progress(step=step, total=TOTAL)", "strike('told', step)"]
@@ -600,7 +744,7 @@ class _Writer:
         }[self.r["draws"]]
 
     def _step(self) -> list[str]:
-        loss = "F.mse_loss(model(x[PART] + noise), y[PART])"
+        loss = "F.mse_loss(predicted(x[PART] + noise), y[PART])"
         whole = loss.replace("PART", "part")
         if self.has("second", "adversary"):
             whole = f"{whole} + 0.01 * critic(net(x[part])).square().mean()"
@@ -633,7 +777,7 @@ class _Writer:
         lines.append("optimizer.zero_grad()")
         if self.has("accumulation", "library"):
             lines += [
-                "def loss_of(piece): return F.mse_loss(model(x[piece] + noise), y[piece], reduction='sum')",
+                "def loss_of(piece): return F.mse_loss(predicted(x[piece] + noise), y[piece], reduction='sum')",
                 "strike('forward', step)",
                 "loss = ddpjob.accumulate(model, part, 32, loss_of, micro_batch=6"
                 + (", backward=lambda loss: scaler.scale(loss).backward())" if self.has("scaler", "scaler") else ")"),
@@ -641,9 +785,10 @@ class _Writer:
         elif self.has("accumulation", "no_sync"):
             lines += [
                 "with model.no_sync():",
-                f"    loss = {loss.replace('PART', 'part[:8]')} / 2; {backward}",
+                "    for at in (0, 6):",
+                f"        loss = {loss.replace('PART', 'part[at : at + 6]')} * 6 / 16; {backward}",
                 "strike('forward', step)",
-                f"loss = {loss.replace('PART', 'part[8:]')} / 2; {backward}; loss = loss.detach()",
+                f"loss = {loss.replace('PART', 'part[12:]')} * 4 / 16; {backward}; loss = loss.detach()",
             ]
         else:
             lines += [f"loss = {whole}", "strike('forward', step)", f"{backward}; loss = loss.detach()"]
@@ -656,12 +801,19 @@ class _Writer:
             if self.has("scaler", "scaler"):
                 lines.append("scaler.unscale_(optimizer)")
             lines.append("torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)")
+        if self.has("clip", "value"):
+            lines.append("torch.nn.utils.clip_grad_value_(net.parameters(), 0.1)")
         lines += ["scaler.step(optimizer); scaler.update()"] if self.has("scaler", "scaler") else ["optimizer.step()"]
         return lines
 
     def _extra_step(self) -> list[str]:
         return {
             "counter": ["extra['steps'] += len(part)"],
+            "metric": ["extra.update(float(loss))"],
+            "best_copy": [
+                "if step % 3 == 0 and float(loss) < extra['loss']:",
+                "    extra['loss'], extra['model'] = float(loss), copy.deepcopy(net.state_dict())",
+            ],
             "history_of_each_rank": ["extra['losses'] = [*extra['losses'], float(loss)][-5:]"],
         }.get(self.r["extra"], [])
 
@@ -696,7 +848,8 @@ class _Writer:
             lines += self._scheduler_step()
         if self.r["average_at"] == at:
             lines += {
-                "averaged_model": ["average.update_parameters(net)"],
+                "averaged_model": ["average.update_parameters(net)"]
+                + (["torch.optim.swa_utils.update_bn([x[:64]], average)"] if at == "epoch_end" else []),
                 "deep_copy": [
                     "with torch.no_grad():",
                     "    for a, p in zip(average.parameters(), net.parameters()): a.lerp_(p, 0.1)",
@@ -712,6 +865,12 @@ class _Writer:
         return lines
 
     def _scheduler_step(self) -> list[str]:
+        if self.has("scheduler", "by_hand"):
+            return ["for group in optimizer.param_groups: group['lr'] = 0.02 * min(1, (step + 1) / 15)"]
+        if self.has("scheduler", "restarts"):
+            return ["scheduler.step(step / EPOCH)"]
+        if self.has("scheduler", "plateau_of_each_rank"):
+            return ["scheduler.step(float(loss))"]
         if self.has("scheduler", "plateau"):
             return ["mean = loss.clone(); dist.all_reduce(mean); scheduler.step(float(mean))"]
         if self.has("scheduler", "rewound"):
@@ -771,10 +930,17 @@ class _Writer:
 
     def _epoch_end(self) -> list[str]:
         lines: list[str] = []
-        if self.has("scheduler_at", "epoch_end"):
-            lines += self._scheduler_step()
+        lines += self._piece("epoch_end")
+        if self.has("extra", "early_stop"):
+            lines += [
+                "with torch.no_grad(): now = float(F.mse_loss(net(x[:64]), y[:64]))",
+                "extra['bad'] = 0 if now < extra['best'] - 0.05 else extra['bad'] + 1",
+                "extra['best'] = min(now, extra['best'])",
+            ]
+        if self.has("extra", "metric"):
+            lines.append("extra.reset()")
         if self.has("save", "epoch_end"):
-            if self.has("data", "workers") and self.has("place_at_end", "next_epoch"):
+            if self.has("data", *BY_WORKERS) and self.has("place_at_end", "next_epoch"):
                 lines += ["epoch, batches = epoch + 1, 0  # its work is done: a resume must not end it again"]
             save = f"snapshot.save(step, {self._state()})"
             lines.append(f"optimizer.consolidate_state_dict(0); {save}" if self.has("optimizer", "zero") else save)
@@ -788,7 +954,7 @@ class _Writer:
             lines += ["optimizer.consolidate_state_dict(0)"]
         lines += [
             "if world.rank == 0 or 'Zero' not in type(optimizer).__name__:",
-            "    states = {k: v.state_dict() if hasattr(v, 'state_dict') else v for k, v in objects().items() if k != 'extra' or not isinstance(v, torch.nn.Module)}",
+            "    states = {k: v.state_dict() if hasattr(v, 'state_dict') else v for k, v in objects().items()}",
             "else:",
             "    states = {}",
             "result = {k: digest(v) for k, v in states.items()}",
@@ -798,7 +964,7 @@ class _Writer:
             lines.append("result.pop('extra', None)")
         lines += [
             "result['torch'], result['python'] = digest(torch.get_rng_state()), digest(random.getstate())",
-            "result['numpy'] = digest(str(numpy.random.get_state()))",
+            "result['numpy'] = digest(numpy.random.get_state()[1].tobytes())",
             "with open(f'result-{world.rank}', 'w') as file: json.dump(result, file)",
         ]
         return "\n".join(lines)
@@ -854,6 +1020,46 @@ class Sharing(torch.optim.SGD):
             for p in group["params"]:
                 if p.grad is not None: self.state[p]["shared"] = p.data
         return loss
+"""
+FALLING = """
+class Falling:
+    # Has a state of its own, which the scheduler saves.
+    rate = 1.0
+    def __call__(self, epoch):
+        self.rate *= 0.97
+        return self.rate
+"""
+SHARDS = """
+class Shards(torch.utils.data.IterableDataset):
+    # Each rank reads every second sample.
+    epoch = 0
+    def __iter__(self):
+        order = torch.randperm(N, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        return iter(order[dist.get_rank()::2])
+"""
+DRAWN = {"torch": "float(torch.randn(()))", "python": "random.gauss(0, 1)", "numpy": "float(numpy.random.normal())"}
+AUGMENTED = """
+class Augmented(torch.utils.data.Dataset):
+    def __len__(self): return N
+    def __getitem__(self, i): return i, 0.1 * {draw}
+"""
+METRIC = """
+class Metric:
+    total, count = 0.0, 0
+    def update(self, value): self.total += value; self.count += 1
+    def reset(self): self.total, self.count = 0.0, 0
+    def state_dict(self): return {"total": self.total, "count": self.count}
+    def load_state_dict(self, state): self.total, self.count = state["total"], state["count"]
+"""
+CRITERION = """
+class Criterion(torch.nn.Module):
+    # An average over what this rank has seen, as of label smoothing or centring.
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(1))
+    def forward(self, values):
+        self.mean.mul_(0.9).add_(values.mean(), alpha=0.1)
+        return 0.1 * self.mean
 """
 ALWAYS_ANOTHER = """
 class Another:

@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 from grammar import Recipe
 
-SAMPLES = "samples"
+SAMPLES, LOSS = "samples", "loss"
 GENERATORS = ("torch", "python", "numpy")
 ERROR = re.compile(r"^.*\b(?:StateError|ConfigurationError|SnapshotError): (?P<sentence>.*)", re.MULTILINE)
 _RESUMED = re.compile(r"^ddpjob: (?:resumed at step \d+ from (?P<where>.*)|begins at step 0)", re.MULTILINE)
 
 
 class Part(NamedTuple):
-    """One object of the end state of one rank; SAMPLES are those of all its steps."""
+    """One object of the end state of one rank; SAMPLES and LOSS are those of all its steps."""
 
     rank: int
     name: str
@@ -59,7 +59,18 @@ def _large(found: re.Match[str], _: Recipe) -> Iterator[Part]:
     yield from (Part(rank, name) for name in found["names"].split(", ") for rank in (0, 1))
 
 
+def _augmented(_: re.Match[str], recipe: Recipe) -> Iterator[Part]:
+    if recipe["augmented"] != "no":
+        yield from _model(recipe)
+
+
+def _torch(_: re.Match[str], __: Recipe) -> Iterator[Part]:
+    yield from (Part(rank, "torch") for rank in (0, 1))
+
+
 _SENTENCES = (
+    _Sentence(r"a DataLoader draws its seed from torch's global generator: a restart within an epoch does not", _torch),
+    _Sentence(r"a DataLoader with workers iterates this sampler: a restart does not continue random num", _augmented),
     _Sentence(r"(?P<model>\w+): its communication hook has a state \(.*a restart does not continue it", _gradients),
     _Sentence(r"(?P<model>\w+): step \d+ is saved while gradients wait .*a restart does not continue", _gradients),
     _Sentence(r"\w+: step \d+ is saved at the last batch .* a restart goes on at the end", _stepped_again),
@@ -85,17 +96,17 @@ _SENTENCES = (
 )
 
 
-def excused(log: str, recipe: Recipe, *, at_restart: bool = False) -> tuple[set[Part], list[str]]:
+def excused(log: str, recipe: Recipe, *, at_restart: bool = False, late: bool = False) -> tuple[set[Part], list[str]]:
     """The parts that may differ, and the sentences that say so. log: of the killed run. at_restart: also those that
-    come with the restart, and not before it."""
-    before, _, after = log.partition("STRUCK ")
-    resumed = list(_RESUMED.finditer(after))
+    come with the restart, and not before it. late: before the last kill, not the first."""
+    before, _, after = log.rpartition("STRUCK ") if late else log.partition("STRUCK ")
+    resumed = list(_RESUMED.finditer(log if late else after))
     is_from_folder = any("the memory on" not in (one["where"] or "") for one in resumed)
-    before_it_is_read = before + after[: resumed[0].start()] if resumed else before
+    before_it_is_read = before if late else before + after[: resumed[0].start()] if resumed else before
     parts: set[Part] = set()
     sentences = []
     for one in _SENTENCES:
-        where = after if one.at_restart else before_it_is_read if one.of_folder else before
+        where = (log if late else after) if one.at_restart else before_it_is_read if one.of_folder else before
         found = re.search(rf"^ddpjob: (?:rank \d+: )?{one.says}.*", where, re.MULTILINE)
         if found and (is_from_folder or not one.of_folder) and one.at_restart <= at_restart:
             parts |= set(one.excuses(found, recipe))
@@ -122,29 +133,32 @@ def _depends_on(part: Part, recipe: Recipe) -> Iterator[Part]:
     """What other parts of the end state become of this one."""
     if part.name in GENERATORS and part.name in _drawn_from(recipe):
         yield from _model(recipe)
+    if part.name == "extra" and recipe["extra"] == "criterion":
+        yield from _model(recipe)
     if part.name == "reader":
         yield Part(part.rank, SAMPLES)
-    if part.name in (SAMPLES, "model", "optimizer"):
+    if part.name in (SAMPLES, LOSS, "model", "optimizer"):
         yield from _model(recipe)
 
 
 def _model(recipe: Recipe) -> Iterator[Part]:
     """All that training computes from gradients, on all ranks: they are summed."""
-    names = {"model", "optimizer", "critic", "critic_optimizer", "average", "scaler"}
-    names |= {"scheduler"} if recipe["scheduler"] == "plateau" else set()
-    names |= {"extra"} if recipe["extra"] == "history_of_each_rank" else set()
+    names = {LOSS, "model", "optimizer", "critic", "critic_optimizer", "head", "average", "scaler"}
+    names |= {"scheduler"} if recipe["scheduler"].startswith("plateau") else set()
+    names |= {"extra"} if recipe["extra"] in ("history_of_each_rank", "metric", "best_copy", "early_stop") else set()
     yield from (Part(rank, name) for rank in (0, 1) for name in sorted(names))
 
 
 def _drawn_from(recipe: Recipe) -> set[str]:
     """The generators from which the training itself draws."""
-    return {recipe["draws"]} | ({"torch"} if recipe["model"] == "dropout" else set())
+    drawn = {recipe["draws"], recipe["augmented"]}
+    return drawn | ({"torch"} if recipe["model"] == "dropout" else set())
 
 
 def _differ_by_rank(recipe: Recipe) -> Iterator[str]:
     if recipe["data"] in ("reader_of_each_rank", "stateful_loader"):
         yield "reader"
-    if recipe["extra"] == "history_of_each_rank":
+    if recipe["extra"] in ("history_of_each_rank", "metric", "best_copy", "criterion"):
         yield "extra"
     if recipe["buffers"] == "of_each_rank" or recipe["parameters"] == "ignored_by_ddp":
         yield "model"

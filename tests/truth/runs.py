@@ -9,16 +9,16 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import refusals
 import warm
 from grammar import Draw, Kill, names_of, script
-from refusals import SAMPLES, Part
+from refusals import LOSS, SAMPLES, Part
 
-SECONDS_MAX = 60
+SECONDS_MAX = 150  # on a machine that does much else
 RESUMABLE = 75
 FOREIGN = ("PET_", "DDPJOB_", "TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "OMP_NUM_THREADS")
 
@@ -29,8 +29,8 @@ class Outcome(NamedTuple):
     codes: tuple[int, ...]
     results: Mapping[int, Any]
     """By rank: a digest of each object."""
-    seen: Mapping[int, Mapping[int, list[int]]]
-    """By rank and step: the samples that count."""
+    seen: Mapping[int, Mapping[tuple[str, int], list[Any]]]
+    """By rank, kind (samples or loss) and step: what each generation that made the step has recorded."""
     log: str
 
     @property
@@ -45,6 +45,8 @@ class Verdict(NamedTuple):
     kind: str
     why: str
     log: str = ""
+    kills: int = 1
+    """How many have struck."""
 
     @property
     def is_wrong(self) -> bool:
@@ -69,8 +71,7 @@ def ran(draw: Draw) -> Outcome:
         (folder / "tmp").mkdir()
         codes: list[int] = []
         logs: list[str] = []
-        # Samples are recorded before each step. For a repeated step, the last record counts.
-        while not codes or (codes[-1] == RESUMABLE and len(codes) < 4):
+        while not codes or (codes[-1] == RESUMABLE and len(codes) <= len(draw.kills)):
             code, log = _agent(folder, draw, len(codes))
             codes.append(code)
             logs.append(log)
@@ -93,7 +94,7 @@ def _agent(folder: Path, draw: Draw, life: int) -> tuple[int, str]:
         "DDPJOB_ATTEMPT": str(life + 1),
         "DDPJOB_UID": "truth",
     }
-    words = ["--nproc-per-node", "2", "--max-restarts", "3", "train.py"]
+    words = ["--nproc-per-node", "2", "--max-restarts", str(len(draw.kills) + 1), "train.py"]
     agent = warm.start("ddprun", words, cwd=folder, env=env, ends_early=True)
     try:
         out, err = agent.communicate(timeout=SECONDS_MAX)
@@ -101,6 +102,8 @@ def _agent(folder: Path, draw: Draw, life: int) -> tuple[int, str]:
         agent.send_signal(signal.SIGKILL)
         out, err = agent.communicate()
         err += f"\nit did not end within {SECONDS_MAX} s\n"
+    finally:
+        agent.kill()
     return agent.returncode, out + err
 
 
@@ -115,60 +118,91 @@ def _results(folder: Path) -> dict[int, Any]:
     return {rank: json.loads(path.read_text()) for rank in (0, 1) if (path := folder / f"result-{rank}").is_file()}
 
 
-def _seen(folder: Path) -> dict[int, dict[int, list[int]]]:
-    found: dict[int, dict[int, list[int]]] = {}
+def _seen(folder: Path) -> dict[int, dict[tuple[str, int], list[Any]]]:
+    found: dict[int, dict[tuple[str, int], list[Any]]] = {}
     for rank in (0, 1):
+        records = found[rank] = {}
         path = folder / f"seen-{rank}"
-        lines = path.read_text().splitlines() if path.is_file() else []
-        found[rank] = {step: part for _, step, part in map(json.loads, lines)}  # the last one of each step counts
+        for line in path.read_text().splitlines() if path.is_file() else []:
+            kind, step, value = json.loads(line)
+            records.setdefault((kind, step), []).append(value)
     return found
 
 
 # ---- the judge -----------------------------------------------------------------------------------------------
 
 
-def judged(draw: Draw, whole: Outcome | None = None) -> Verdict:
-    """Whether the killed run ends as the other one, but for what the library has refused by name before."""
+def verdicts(draw: Draw, whole: Outcome | None = None) -> Iterator[tuple[Draw, Verdict]]:
+    """Of all kills together if that shows nothing wrong, else of each alone."""
     whole = undisturbed(draw) if whole is None else whole
     if not whole.has_ended_well:
-        error = refusals.ERROR.search(whole.log)
-        if error and refusals.is_named_in(error["sentence"], names_of(draw.recipe)):
-            return Verdict("REFUSED", error[0], whole.log)
-        return Verdict("INVALID", _last_error(whole.log), whole.log)
+        yield draw, _without_a_kill(draw, whole)
+        return
     killed = ran(draw)
-    if "STRUCK " not in killed.log:
-        return Verdict("UNSTRUCK", "no kill has struck", killed.log)
+    verdict = compared(draw, whole, killed)
+    if len(draw.kills) == 1 or verdict.kind in ("SAME", "REFUSED", "UNSTRUCK"):
+        yield draw, verdict
+        return
+    alone = [draw._replace(kills=(kill._replace(generation=0),)) for kill in draw.kills]
+    found = [(one, compared(one, whole, ran(one))) for one in alone]
+    yield from found
+    # What is said between two kills excuses what the later one does, because the earlier one alone is right.
+    if not any(its.is_wrong for _, its in found) and (last := compared(draw, whole, killed, late=True)).is_wrong:
+        yield draw, last
+
+
+def _without_a_kill(draw: Draw, whole: Outcome) -> Verdict:
+    error = refusals.ERROR.search(whole.log)
+    if error and refusals.is_named_in(error["sentence"], names_of(draw.recipe)):
+        return Verdict("REFUSED", error[0], whole.log)
+    return Verdict("INVALID", _last_error(whole.log), whole.log)
+
+
+def compared(draw: Draw, whole: Outcome, killed: Outcome, *, late: bool = False) -> Verdict:
+    """Whether the killed run ends as the other one, but for what the library has refused by name before the first kill;
+    late: before the last one."""
+    log, kills = killed.log, killed.log.count("STRUCK ")
+    if not kills:
+        return Verdict("UNSTRUCK", "no kill has struck", log)
     if not killed.has_ended_well:
-        return Verdict("FAILED", f"it ended with {killed.codes}: {_last_error(killed.log)}", killed.log)
+        return Verdict("FAILED", f"it ended with {killed.codes}: {_last_error(log)}", log)
     differ = difference(whole, killed)
     if not differ:
-        return Verdict("SAME", "", killed.log)
+        return Verdict("SAME", "", log, kills)
     for kind, at_restart in (("REFUSED", False), ("SEEDED", True)):
-        excused, sentences = refusals.excused(killed.log, draw.recipe, at_restart=at_restart)
+        excused, sentences = refusals.excused(log, draw.recipe, at_restart=at_restart, late=late)
         if not differ - excused:
-            return Verdict(kind, " | ".join(sentences), killed.log)
-    return Verdict("DIFFERENT", _in_words(differ - excused, whole, killed), killed.log)
+            return Verdict(kind, " | ".join(sentences), log, kills)
+    return Verdict("DIFFERENT", _in_words(differ - excused, whole, killed), log)
 
 
 def difference(whole: Outcome, killed: Outcome) -> set[Part]:
-    """What is not as in the undisturbed run."""
+    """What is not as in the undisturbed run. Steps that were made again count, also those that a later restart has
+    undone: each has the samples of that step, and its loss."""
     found = {
         Part(rank, name)
         for rank, result in whole.results.items()
         for name in result.keys() | killed.results[rank].keys()
         if killed.results[rank].get(name) != result.get(name)
     }
-    return found | {Part(rank, SAMPLES) for rank, steps in whole.seen.items() if killed.seen[rank] != steps}
+    return found | {Part(rank, kind) for rank in whole.seen for kind, _ in _others(rank, whole, killed)}
+
+
+def _others(rank: int, whole: Outcome, killed: Outcome) -> list[tuple[str, int]]:
+    """Kinds and steps of which a rank has recorded something else. One that dies within a step has no loss of it."""
+    its, others = whole.seen[rank], killed.seen[rank]
+    missing = [key for key in its.keys() - others.keys() if key[0] == SAMPLES]
+    return missing + [key for key, values in others.items() if any([value] != its.get(key) for value in values)]
 
 
 def _in_words(parts: set[Part], whole: Outcome, killed: Outcome) -> str:
     found = []
     for rank in sorted({part.rank for part in parts}):
         found.append(f"rank {rank}: {', '.join(sorted(part.name for part in parts if part.rank == rank))}")
-        if Part(rank, SAMPLES) in parts:
-            one, other = whole.seen[rank], killed.seen[rank]
-            steps = sorted(step for step in one.keys() | other.keys() if one.get(step) != other.get(step))
-            found[-1] += f" of {len(steps)} steps from {steps[0]} on"
+        for kind in (SAMPLES, LOSS):
+            steps = sorted(step for its, step in _others(rank, whole, killed) if its == kind)
+            if Part(rank, kind) in parts:
+                found[-1] += f"; {kind} of {len(steps)} steps from {steps[0]} on"
     return "; ".join(found)
 
 

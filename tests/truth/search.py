@@ -3,27 +3,34 @@
     python tests/truth/search.py --draws 500 --seed 7000 --out found
     python tests/truth/search.py --one 7141             # one seed, with its script and log
 
-Each script runs undisturbed once, and with a kill so often as `--kills` says. All agents are forked from this process,
+Each script runs undisturbed once, and `--runs` times with up to six kills. All agents are forked from this process,
 which has imported torch. What is wrong is made as small as it stays wrong, and written to `--out` as a script.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import math
 import multiprocessing
+import os
 import re
+import resource
+import shutil
+import signal
 import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
 
 from grammar import CHOICES, Draw, drawn, normal, parts_of, script  # noqa: E402
-from runs import Outcome, Verdict, judged, undisturbed  # noqa: E402
+from runs import Verdict, undisturbed, verdicts  # noqa: E402
 
 WORKERS = 2
 
@@ -73,24 +80,16 @@ def _smaller(draw: Draw) -> Iterator[Draw]:
             yield draw._replace(recipe=smaller)
 
 
-def again(seed: int, number: int) -> Draw:
-    """The script of this seed; with number > 0 another kill of it."""
-    first = drawn(seed)
-    if number == 0:
-        return first
-    other = drawn(seed + 1_000_003 * number)
-    kills = tuple(kill._replace(how="KILL" if kill.how == "TERM" else kill.how) for kill in other.kills)
-    return first._replace(kills=kills, settled=other.settled)
-
-
-def searched(seeds: list[int], kills: int) -> Iterator[tuple[int, Draw, Verdict]]:
-    """The verdict of each draw."""
+def searched(seeds: Iterable[int], runs: int) -> Iterator[tuple[int, Draw, Verdict]]:
+    """The verdicts of each draw."""
     for seed in seeds:
-        whole: Outcome | None = None
-        for number in range(kills):
-            draw = again(seed, number)
-            whole = undisturbed(draw) if whole is None else whole
-            yield seed, draw, judged(draw, whole)
+        whole = undisturbed(drawn(seed))
+        for number in range(runs if whole.has_ended_well else 1):
+            yield from ((seed, draw, verdict) for draw, verdict in verdicts(drawn(seed, number), whole))
+
+
+def is_wrong(draw: Draw) -> bool:
+    return any(verdict.is_wrong for _, verdict in verdicts(draw))
 
 
 def known_as(draw: Draw, known: list[Draw]) -> Draw | None:
@@ -103,20 +102,18 @@ def known_as(draw: Draw, known: list[Draw]) -> Draw | None:
 
 def smallest(seed: int, draw: Draw, verdict: Verdict) -> Found | None:
     """What is wrong, made small; None where it is not wrong again."""
-    if not judged(draw).is_wrong:
+    if not is_wrong(draw):
         return None
-    small = shrunk(draw, lambda candidate: judged(candidate).is_wrong)
-    again = judged(small)
-    return Found(seed, small, again if again.is_wrong else verdict)
+    small = shrunk(draw, is_wrong)
+    again = [found for _, found in verdicts(small) if found.is_wrong]
+    return Found(seed, small, again[0] if again else verdict)
 
 
-def _work(seeds: list[int], options: argparse.Namespace, out: multiprocessing.SimpleQueue[object]) -> None:
-    until = time.monotonic() + options.seconds
-    for seed, draw, verdict in searched(seeds, options.kills):
-        out.put((seed, draw, verdict))
-        if time.monotonic() > until:
-            break
-    out.put((None, None, None))
+def _work(place: int, options: argparse.Namespace, out: multiprocessing.SimpleQueue[object]) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.setpgid(0, 0)  # its agents end with it
+    for found in searched(itertools.count(options.seed + place, options.workers), options.runs):
+        out.put(found)
 
 
 def main() -> int:
@@ -124,7 +121,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draws", type=int, default=500)
     parser.add_argument("--seed", type=int, default=int(time.time()) % 1_000_000 * 1000)
-    parser.add_argument("--kills", type=int, default=2, help="of each script")
+    parser.add_argument("--runs", type=int, default=2, help="of each script, with up to six kills each")
     parser.add_argument("--workers", type=int, default=WORKERS)
     parser.add_argument("--out", type=Path, default=Path("truth-found"))
     parser.add_argument("--one", type=int, help="one seed, with its log")
@@ -134,16 +131,21 @@ def main() -> int:
     import torch._dynamo
     import torch.distributed.optim
 
-    import ddprun.run  # noqa: F401 - what an agent imports is in each copy of this process
+    import ddpjob
+    import ddprun.leader
+    import ddprun.run  # noqa: F401 - what an agent and its ranks import is in each copy of this process
 
+    for name in ("Snapshot", "GlobalBatchSampler", "accumulate", "should_stop"):
+        getattr(ddpjob, name)
     torch.set_num_threads(1)
+    torch.manual_seed(0)  # reads source lines for its tracebacks, 15 ms
     if options.one is not None:
-        return _one(options.one, options.kills)
+        return _one(options.one, options.runs)
     return _search(options)
 
 
-def _one(seed: int, kills: int) -> int:
-    for _, draw, verdict in searched([seed], kills):
+def _one(seed: int, runs: int) -> int:
+    for _, draw, verdict in searched([seed], runs):
         print(script(draw.recipe), verdict.log, draw.kills, f"{verdict.kind}: {verdict.why}", sep="\n")
     return 0
 
@@ -154,25 +156,30 @@ class _Tally:
     def __init__(self) -> None:
         self._began = time.monotonic()
         self.seeds: dict[str, list[int]] = {}
+        self.kills = Counter[str]()
         self.known = Counter[str]()
         self._refused = Counter[str]()
 
     def add(self, seed: int, verdict: Verdict) -> None:
         self.seeds.setdefault(verdict.kind, []).append(seed)
+        self.kills[verdict.kind] += verdict.kills * verdict.counts
         if verdict.kind in ("REFUSED", "SEEDED"):
-            self._refused[re.sub(r"\d+", "N", verdict.why)[:150]] += 1
+            self._refused[re.sub(r"\d+", "N", verdict.why)[:150]] += verdict.kills
         elif not verdict.counts:
             print(f"seed {seed} is {verdict.kind}: {verdict.why}", flush=True)
 
     @property
     def drawn(self) -> int:
-        return sum(map(len, self.seeds.values()))
+        return self.kills.total()
 
     def text(self) -> str:
         seconds = time.monotonic() - self._began
-        shown = sum(len(seeds) for kind, seeds in self.seeds.items() if Verdict(kind, "").counts)
-        counts = ", ".join(f"{len(seeds)} {kind}" for kind, seeds in sorted(self.seeds.items()))
-        return f"{counts}: {shown} draws that count in {seconds:.0f} s, {shown / seconds * 3600:.0f} an hour"
+        cpu = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])  # of workers that have ended
+        scripts = len({seed for seeds in self.seeds.values() for seed in seeds})
+        counts = ", ".join(f"{kills} {kind}" for kind, kills in sorted(self.kills.items()) if kills)
+        drawn = max(self.drawn, 1)
+        hour = f"{drawn / seconds * 3600:.0f} an hour" + (f", {cpu / drawn:.2f} s of CPU each" if cpu else "")
+        return f"{counts}: {self.drawn} kills of {scripts} scripts in {seconds:.0f} s, {hour}"
 
     def all_of_it(self) -> str:
         """With the seeds of what is not SAME, and why it was refused."""
@@ -185,30 +192,41 @@ class _Tally:
 
 def _search(options: argparse.Namespace) -> int:
     tally, found = _Tally(), list[Found]()
-    scripts = -(-options.draws // options.kills)
-    seeds = list(range(options.seed, options.seed + scripts))
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="ddpjob-search-")
     context = multiprocessing.get_context("fork")
     queue: multiprocessing.SimpleQueue[object] = context.SimpleQueue()
-    shares = [seeds[place :: options.workers] for place in range(options.workers)]
-    workers = [context.Process(target=_work, args=(share, options, queue)) for share in shares]
-    for worker in workers:
-        worker.start()
-    left = len(workers)
-    while left:
-        seed, draw, verdict = queue.get()  # type: ignore[misc]
-        if seed is None:
-            left -= 1
-            continue
-        tally.add(seed, verdict)
-        if verdict.is_wrong:
-            _take_in(options, seed, draw, verdict, tally, found)
-        if tally.drawn % 50 == 0:
-            print(tally.text(), flush=True)
-    for worker in workers:
-        worker.join()
-    print(tally.all_of_it())
+    workers = [context.Process(target=_work, args=(place, options, queue)) for place in range(options.workers)]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    until, told = time.monotonic() + options.seconds, 0
+    try:
+        for worker in workers:
+            worker.start()
+        while tally.drawn < options.draws and time.monotonic() < until:
+            if queue.empty():
+                time.sleep(0.1)
+                continue
+            seed, draw, verdict = queue.get()  # type: ignore[misc]
+            tally.add(seed, verdict)
+            if verdict.is_wrong:
+                _take_in(options, seed, draw, verdict, tally, found)
+            if tally.drawn // 50 > told:
+                told = tally.drawn // 50
+                print(tally.text(), flush=True)
+    finally:
+        _end(workers)
+        print(tally.all_of_it())
     print(f"{len(found)} kinds of wrong results" + (f", in {options.out}" if found else ""))
     return int(bool(found) or "INVALID" in tally.seeds)
+
+
+def _end(workers: Sequence[Any]) -> None:
+    """With the agents of the runs that they are in."""
+    for worker in (worker for worker in workers if worker.is_alive()):
+        with contextlib.suppress(ProcessLookupError):  # it has not begun
+            os.killpg(worker.pid, signal.SIGKILL)
+        worker.kill()
+        worker.join()
+    shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
 
 
 def _take_in(

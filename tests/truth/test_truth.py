@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from grammar import CHOICES, Draw, Kill, drawn, normal, parts_of, plain, recipe, script
-from refusals import SAMPLES, Part, excused
-from runs import Outcome, difference, judged
+from refusals import LOSS, SAMPLES, Part, excused
+from runs import Outcome, difference, verdicts
 from search import searched, shrunk
 
 TOP = Kill("top", 22, 1, "KILL")
@@ -112,19 +112,71 @@ def test_a_refusal_after_the_failure_and_one_that_turns_to_the_folder_excuse_not
     assert names_excused(PLACES, STRUCK, FROM_FOLDER, scheduler="step") == set()
 
 
+def test_what_is_said_between_two_kills_excuses_what_the_later_one_does() -> None:
+    """Each of five kills would need a run of its own, which takes five times as long."""
+    log = "\n".join([STRUCK, FROM_FOLDER, HOOK, STRUCK, FROM_FOLDER])
+    assert excused(log, recipe())[0] == set()
+    assert {"model", "optimizer"} <= {part.name for part in excused(log, recipe(), late=True)[0]}
+    log = "\n".join([STRUCK, FROM_FOLDER, STRUCK, HOOK, FROM_FOLDER])
+    assert excused(log, recipe(), late=True)[0] == set()
+
+
 def test_samples_of_a_step_that_only_one_of_the_runs_has_are_a_difference() -> None:
     """A step too many trains samples twice."""
-    whole = Outcome((0,), {0: {}, 1: {}}, {0: {1: [4]}, 1: {1: [5]}}, "")
-    more = whole._replace(seen={0: {1: [4], 2: [6]}, 1: {1: [5]}})
-    assert difference(whole, more) == {Part(0, SAMPLES)}
-    assert difference(whole, whole) == set()
+    step, its_loss = (SAMPLES, 1), (LOSS, 1)
+    whole = Outcome((0,), {0: {}, 1: {}}, {0: {step: [[4]], its_loss: ["0x1"]}, 1: {step: [[5]]}}, "")
+    others = {
+        "a step too many": {step: [[4]], (SAMPLES, 2): [[6]]},
+        "a step that a later restart has undone": {step: [[6], [4]]},
+        "a step less": {},
+    }
+    for name, seen in others.items():
+        assert difference(whole, whole._replace(seen=whole.seen | {0: seen})) == {Part(0, SAMPLES)}, name
+    other_loss = whole.seen | {0: {step: [[4]], its_loss: ["0x2", "0x1"]}}
+    assert difference(whole, whole._replace(seen=other_loss)) == {Part(0, LOSS)}
+    made_again = whole.seen | {0: {step: [[4], [4]]}}  # and killed before its loss
+    assert difference(whole, whole._replace(seen=made_again)) == set()
+
+
+# Each was silently wrong once.
+WERE_WRONG = (
+    {"average": "averaged_model"},
+    {"buffers": "of_each_rank"},
+    {"data": "generator", "mark": "keep"},
+    {"accumulation": "counted", "every": "7"},
+    {"optimizer": "momentum", "surgery": "momentum_corrected"},
+    {"parameters": "ignored_by_ddp"},
+    {"model": "layers", "hook": "power_sgd"},
+    {"data": "reader_of_each_rank"},
+    {"data": "sampler", "sampler": "replaced"},
+    {"scheduler": "step", "scheduler_at": "marked"},
+    {"scheduler": "step", "scheduler_at": "epoch_end"},
+    {"mark": "stop_top"},
+    {"optimizer": "zero"},
+    {"model": "dropout", "data": "plain_loader"},
+)
+FIVE = (
+    Kill("forward", 8, 0, "KILL"),
+    Kill("marked", 14, 1, "KILL", 1),
+    Kill("reduced", 20, 1, "raise", 2),
+    Kill("top", 27, 0, "KILL", 3),
+    Kill("told", 33, 1, "KILL", 4),
+)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_that_is_killed_ends_as_one_that_is_not(name: str) -> None:
     """Else it trains something else from then on, and its last line says that no step was repeated."""
-    verdict = judged(SCRIPTS[name])
-    assert verdict.kind in ("SAME", "REFUSED"), f"{verdict.why}\n{verdict.log}"
+    for _, verdict in verdicts(SCRIPTS[name]):
+        assert verdict.kind in ("SAME", "REFUSED"), f"{verdict.why}\n{verdict.log}"
+
+
+@pytest.mark.long  # those above tell the promises by day, and tests/trainer the rule of each
+@pytest.mark.parametrize("parts", WERE_WRONG, ids=lambda parts: "-".join(parts.values()))
+def test_a_kind_of_script_that_was_wrong_is_right_or_refused(parts: dict[str, str]) -> None:
+    """A class that is found again would be lost among thousands of draws."""
+    for _, verdict in verdicts(Draw(normal(recipe(**parts)), FIVE)):
+        assert verdict.kind in ("SAME", "REFUSED"), f"{verdict.why}\n{verdict.log}"
 
 
 @pytest.mark.long  # the scripts above tell the promises by day

@@ -255,6 +255,8 @@ class Prepared:
         """Called in a rank that has its environment."""
         signal.signal(signal.SIGCHLD, self._ended)
         reseed(self.torch)
+        if (learned := sys.modules.get("ddprun.learned")) is not None:
+            learned.set_ranks()
         if self.hidden is not None:
             self.hidden.begin()
 

@@ -21,6 +21,7 @@ from ddpjob_core.heartbeat import (
     CELLS_BYTES,
     COLLECTIVES,
     COMPLETED,
+    FAILED,
     KIND,
     LENGTH,
     LOUD,
@@ -100,6 +101,11 @@ class Heartbeats:
             cells[KIND] = kind
             cells[ASKED] = self._asked
         return self._asked
+
+    def group_failed(self) -> None:
+        """Tell the ranks that the next SIGTERM comes because the group has failed: they cannot agree on a last step."""
+        for cells in self._cells:
+            cells[FAILED] = 1
 
     @property
     def asked(self) -> int:

@@ -33,11 +33,19 @@ MIB = 1 << 20
 BYTES_MAX = 512 * MIB  # more than the fork server had before
 BYTES_EXPECTED = 128 * MIB  # room that must be there at the beginning
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# These draw random numbers on import, which does not harm a fork: numpy's generators are seeded again in each rank,
-# tempfile names differ by process, link numbers in a terminal may repeat, and scipy's generators are only defaults.
-_MAY_DRAW = (
+# What these draw or read on import does not harm a fork: numpy's generators are seeded again in each rank, tempfile
+# names differ by process, link numbers in a terminal and the session id of downloads may repeat, scipy's generators
+# are only defaults, and fsspec looks for FSSPEC_* alone.
+_HARMLESS = (
     "numpy.random numpy.random._pickle joblib._multiprocessing_helpers rich.style scipy.stats._new_distributions"
+    " transformers.utils.hub fsspec.config"
 ).split()
+# The variable that each keeps as `rank_zero_only.rank`; `set_ranks` corrects it.
+_KEEPS_RANK = {
+    "torchmetrics.utilities.prints": "LOCAL_RANK",
+    "lightning.fabric.utilities.rank_zero": "RANK",
+    "lightning_fabric.utilities.rank_zero": "RANK",
+}
 _OURS = ("ddpjob", "ddpjob_core", "ddprun")
 
 
@@ -55,6 +63,13 @@ def note(path: str, known: set[str], variables: dict[str, str | None]) -> None:
     with open(f"{path}.new", "w", encoding="utf-8", opener=own_files.opener) as file:
         json.dump({"modules": modules[:MODULES_MAX], "variables": variables, "argv": sys.argv}, file)
     os.replace(f"{path}.new", path)
+
+
+def set_ranks() -> None:
+    """Give modules that have kept the fork server's rank that of this process."""
+    for name, variable in _KEEPS_RANK.items():
+        if (module := sys.modules.get(name)) is not None:
+            module.rank_zero_only.rank = int(os.environ[variable])
 
 
 def _installed() -> tuple[str, ...]:
@@ -212,11 +227,11 @@ class _Watch:
         run = machinery.SourceFileLoader.exec_module
 
         def executed(loader: Any, module: Any) -> None:
-            kept = self._why, random.getstate()
+            why, read, state = self._why, set(self._read_now), random.getstate()
             run(loader, module)
-            if module.__name__ in _MAY_DRAW:
-                self._why = kept[0]
-                random.setstate(kept[1])
+            if module.__name__ in _HARMLESS or module.__name__ in _KEEPS_RANK:
+                self._why, self._read_now = why, read
+                random.setstate(state)
 
         self._replace(machinery.SourceFileLoader, "exec_module", executed)
         self._replace(kind, "__getitem__", get)

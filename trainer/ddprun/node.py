@@ -206,6 +206,8 @@ class LocalRanks:
         if not self.stopped:
             self.stopped, self._stopped_at = True, time.time()
         self._fork_no_spares()
+        if rescue and self.beats is not None:
+            self.beats.group_failed()
         if not (rescue and self._writes_state(now, furthest)):
             self._signal(number, grace_seconds, now)
         elif self._asked_at is None:

@@ -34,9 +34,13 @@ def pace_parts(status: api.Status) -> list[str]:
 
 
 def metric_parts(progress: api.Progress) -> list[str]:
-    """Return the rounded metrics, common ones first."""
+    """Return the rounded metrics, common ones first. A loss is that of rank 0, which reports it."""
     order = [*(m for m in _SHOWN_METRICS if m in progress.metrics), *sorted(progress.metrics)]
-    return [f"{name} {figures.metric(progress.metrics[name])}" for name in dict.fromkeys(order)][:4]
+    whose = " (rank 0)" if (progress.world_size or 1) > 1 else ""
+    return [
+        f"{name} {figures.metric(progress.metrics[name])}{whose if 'loss' in name.lower() else ''}"
+        for name in dict.fromkeys(order)
+    ][:4]
 
 
 def resumed_parts(status: api.Status) -> list[str]:

@@ -154,7 +154,7 @@ class Snapshot:
         self._last_step, self._repeats = 0, 0
         self.state: dict[str, Any] = {}
         self._memory = InMemory(self._world, attempt, generation, wanted=memory, has_folder=folder is not None)
-        self._since_step = half_done.SinceLastStep()
+        self._since_step = half_done.SinceLastStep(self.rank)
         _count_optimizer_steps()
         before_leaving(self.wait)
         process.at_exit(functools.partial(_write_at_end, weakref.ref(self)), 15)
@@ -270,6 +270,8 @@ class Snapshot:
                 f"{name}: step {step} is saved while gradients wait for optimizer.step(): a restart does not continue "
                 f"the accumulation, and these micro-batches are lost. Save right after an optimizer's step.",
             )
+        if step:
+            self._since_step.name_loader()
 
     def _name_end_of_epoch(self, step: int, state: Mapping[str, Any]) -> None:
         place, scheduler = half_done.stepped_at_end_of_epoch(step, state)

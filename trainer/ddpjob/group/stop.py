@@ -29,7 +29,7 @@ from typing import Any
 from ddpjob import process
 from ddpjob.errors import RendezvousError
 from ddpjob.reporting import termination
-from ddpjob_core import rules, stall_limits
+from ddpjob_core import heartbeat, rules, stall_limits
 
 POLL_SECONDS = 0.5
 POLL_SECONDS_REQUESTED = 0.02
@@ -59,6 +59,8 @@ def should_stop(step: int) -> bool:
     """
     state, step = process.current, int(step)  # a float for samples / batch
     state.marked = step, state.optimizer_steps
+    if not state.stepping:  # the script does not call `progress`: the agent charges a restart by its steps
+        state.cells[heartbeat.STEP] = step
     if state.at_boundary is not None:
         state.at_boundary(step)
     if state.agreement is None:
@@ -177,12 +179,15 @@ class Agreement:
         except RuntimeError:  # rank 0 is gone, and the store with it
             self._decide(NEVER)
             while not self._closing:
-                self._wait(None)
-                if self._sigterm_at is not None:
+                if self._sigterm_at is not None:  # perhaps the same one that found the store gone
                     self._give_up()
+                self._wait(None)
 
     def _wait(self, seconds: float | None) -> None:
         if self._sigterm.wait(seconds) and self._sigterm_at is None:
+            if process.current.cells[heartbeat.FAILED] and not os.environ.get("DDPJOB_RESTART_GRACE"):
+                # There is nobody to agree with, and a restart would wait for SIGKILL.
+                os._exit(128 + signal.SIGTERM)
             self._sigterm_at = time.monotonic()
             if self._store is not None and not self.decided.is_set():  # otherwise the group is gone or already knows
                 self._store.set(_REQUESTED, "1")

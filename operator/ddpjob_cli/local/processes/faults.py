@@ -20,7 +20,7 @@ VARIABLE = "DDPJOB_FAULTS"
 HAPPENED = "DDPJOB_FAULTS_HAPPENED"
 """Folder of the records; a file is named by the index of its fault in DDPJOB_FAULTS."""
 LOOK_SECONDS = 0.2  # between two checks if the ranks are training again
-FORMS = "every=10s, node=1,at=20s or rank=3,step=50 with signal=SEGV, exit=3 or hang"
+FORMS = "every=10s, node=1,at=20s or rank=3,step=50, alone (SIGKILL) or with signal=SEGV, exit=3 or hang"
 
 
 @dataclass(frozen=True)
@@ -102,11 +102,11 @@ def parse(text: str) -> Fault:
         if seconds := _seconds(option, given, "every"):
             return RepeatedFault(option, seconds)
         raise InputError(f"{option}: every must be more than 0")
-    how = [n for n in ("signal", "exit", "hang") if n in given]
+    how = [n for n in ("signal", "exit", "hang") if n in given] or ["signal"]
     if {"rank", "step"} <= given.keys() and len(how) == 1 and not given.keys() & {"node", "at"}:
         attempt = _number(option, given, "attempt") if "attempt" in given else None
         numbers = _number(option, given, "rank"), _number(option, given, "step")
-        return RankFault(option, *numbers, attempt, {how[0]: _how(option, how[0], given[how[0]])})
+        return RankFault(option, *numbers, attempt, {how[0]: _how(option, how[0], given.get(how[0], "KILL"))})
     raise InputError(f"{option}: must be {FORMS}")
 
 

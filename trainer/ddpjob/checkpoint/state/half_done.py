@@ -1,9 +1,11 @@
 """What a state does not hold of work that is half done, named before a restart needs it.
 
 Gradients that wait for an optimizer's step, the state of a communication hook, and what ZeroRedundancyOptimizer has
-consolidated before its last step are in no state_dict(). Nor is what a script has done at the end of an epoch.
+consolidated before its last step are in no state_dict(). Nor is what a script has done at the end of an epoch, and at
+the beginning of one: a DataLoader draws a seed there.
 """
 
+import gc
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -13,9 +15,15 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from ddpjob import process
+from ddpjob.checkpoint.state import random_states
 from ddpjob.errors import StateError
 
+COMPARED_STEPS = 3  # the first ones: between them training shows if it draws random numbers
+SCANS = 3  # for such a loader, at the first saves
 WATCHED_MAX = 8  # parameters of a model: what follows each optimizer step must cost nothing
 
 
@@ -43,17 +51,31 @@ def stepped_at_end_of_epoch(step: int, objects: Mapping[str, Any]) -> tuple[str,
     return "", ""
 
 
+def draws_within_epoch() -> bool:
+    """True if a DataLoader is iterated that has drawn its seed from torch's global generator, so that a resume within
+    the epoch draws it once more. A GlobalBatchSampler sets the generator back. Looks at all objects: some 50 ms."""
+    objects = gc.get_objects()
+    iterated = {id(each._index_sampler) for each in objects if issubclass(type(each), _BaseDataLoaderIter)}
+    loaders = [each for each in objects if issubclass(type(each), DataLoader)] if iterated else []
+    seeded = [each for each in loaders if each.generator is None and id(each._index_sampler) in iterated]
+    return any(not hasattr(each.batch_sampler, "has_workers") for each in seeded)
+
+
 class SinceLastStep:
     """What has happened since the last optimizer step: gradients that wait for the next one, and shards that are older.
 
     Gradients usually stay after a step. So a hook of some parameters notes when they get another one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
         self._watched: weakref.WeakKeyDictionary[Any, list[torch.Tensor]] = weakref.WeakKeyDictionary()
         self._settled: set[int] = set()  # parameters whose gradients the last step has used
         self._shards: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._all: set[int] = set()
+        self._steps = self._random = 0  # the random states after the first step
+        self._scans_left = SCANS
+        self._draws = False  # True if training draws between its first steps: dropout, augmentation
         itself = weakref.ref(self)
 
         def after_step(optimizer: Any, *_: Any) -> None:
@@ -62,6 +84,8 @@ class SinceLastStep:
                 watch._settled |= watch._all
                 if (shards := getattr(optimizer, "_all_state_dicts", None)) is not None:
                     watch._shards[optimizer] = shards
+                if watch._steps < COMPARED_STEPS:
+                    watch._compare_random_states()
 
         register_optimizer_step_post_hook(after_step)
 
@@ -77,6 +101,27 @@ class SinceLastStep:
             self._all.add(id(parameter))
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 lambda own: settled.discard(id(own))
+            )
+
+    def _compare_random_states(self) -> None:
+        mark = random_states.mark(random_states.compact())
+        self._random = self._random if self._steps else mark
+        self._steps += 1
+        self._draws |= mark != self._random
+        if self._steps == COMPARED_STEPS and process.current.keeper is not None:  # else only a save can lead to it
+            self.name_loader()
+
+    def name_loader(self) -> None:
+        """Log on rank 0 if a restart from here, within an epoch, continues random numbers with another one."""
+        if not (self._draws and self._scans_left and self._rank == 0):
+            return
+        self._scans_left -= 1
+        if draws_within_epoch():
+            self._scans_left = 0
+            process.log(
+                "a DataLoader draws its seed from torch's global generator: a restart within an epoch does not "
+                "continue the random numbers (dropout, augmentation), because it draws the seed once more. Give the "
+                "DataLoader a GlobalBatchSampler as batch_sampler, or generator=torch.Generator()."
             )
 
     def refuse_stale_shards(self, objects: Mapping[str, Any]) -> None:
