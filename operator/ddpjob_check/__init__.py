@@ -54,8 +54,7 @@ RULES = tuple(r for module in _MODULES for r in vars(module).values() if isinsta
 
 def check(file: str, text: str, job: Job = _NOTHING_KNOWN, limited: Limited = unlimited) -> list[Finding]:
     """Return all findings in a script, in line order. A script that does not parse is itself a finding. limited: runs
-    one part of the work. A finding names the rules that took too long.
-    """
+    one part of the work. A finding names the rules that took too long."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "\d" in a text is no DDP mistake

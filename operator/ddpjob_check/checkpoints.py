@@ -310,8 +310,7 @@ def _level_elsewhere(
     script: Script, model: ast.expr, function: Function | None, sets: list[ast.Assign], depth: int
 ) -> str:
     """Return the level after the one function that sets self.model, or the module: at the call of this function if it
-    calls it, else at its end.
-    """
+    calls it, else at its end."""
     setting = {script.function(n) for n in sets}
     if len(setting) != 1 or function is None:
         return "wrapped" if all(script.called(o) == DDP for o in script.origins(model)) else ""

@@ -148,8 +148,7 @@ def _port_hurts(job: Job) -> bool:
 
 def fixed_texts(script: Script, value: ast.expr, node: ast.AST) -> list[str]:
     """Return the literal value of a variable that is set unconditionally; none if a condition or an argument
-    decides.
-    """
+    decides."""
     if any(not is_main_guard(test) for test in script.enclosing_tests(node)) or is_otherwise(script, node):
         return []
     if script.called(value) == "str" and isinstance(value, ast.Call) and len(value.args) == 1:
@@ -418,8 +417,7 @@ def isend_without_wait(script: Script, job: Job) -> Iterator[Found]:
 
 def other_node(text: str, job: str) -> str:
     """Return the first DNS name in a text of a node of this job other than 0, with a number or a variable; "" if
-    none.
-    """
+    none."""
     name = f"(?:{re.escape(job)}|{_ITS_NAME})"
     found = re.search(rf"(?<![\w.-]){name}-{_NUMBER}\.{name}(?![\w-])", text)
     return found[0] if found else ""

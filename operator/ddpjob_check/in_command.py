@@ -1,6 +1,5 @@
 """Rules about commands that do something else than they seem to: variables that are unset or never expanded, and script
-arguments that the launcher takes for its own options.
-"""
+arguments that the launcher takes for its own options."""
 
 from __future__ import annotations
 
@@ -108,8 +107,7 @@ def _counterpart(name: str) -> str:
 
 def _how_read(name: str, words: list[str], scripts: list[str], *, default_counts: bool) -> str:
     """Return the reference as written; "" if the command does not read the variable, sets it, or tests it first.
-    default_counts: the default in ${NAME:-0} may be correct.
-    """
+    default_counts: the default in ${NAME:-0} may be correct."""
     if any(name == found for word in words for found in _KUBERNETES_NAME.findall(word)):
         return f"$({name})"
     for text in scripts:

@@ -22,8 +22,7 @@ _OLD, _NEW = "--local_rank", "--local-rank"
 
 def command_that_passes(script: Sequence[str], option: ast.Call, arguments: Sequence[str] = ()) -> list[str]:
     """Return the command that starts a script, or -m and a module, with its local rank as this option.
-    torch.distributed.launch passes only --local-rank since torch 2.0, so a shell writes the old spelling.
-    """
+    torch.distributed.launch passes only --local-rank since torch 2.0, so a shell writes the old spelling."""
     if _NEW in _names(option):
         return ["python", "-m", _LAUNCH, *script, *arguments_behind_script(arguments)]
     words = [*map(shlex.quote, script), f"{_OLD}=$LOCAL_RANK", *map(shlex.quote, arguments)]
@@ -95,8 +94,7 @@ def _required(script: Script) -> Iterator[ast.Call]:
 
 def must_be_passed(script: Script) -> ast.Call | None:
     """Return the option for the local rank if it is required or nothing else gives the script this rank. With its
-    default each rank trains alone, all ranks of a node use one GPU, or set_device(None) raises an error.
-    """
+    default each rank trains alone, all ranks of a node use one GPU, or set_device(None) raises an error."""
     return next(_required(script), None) or _option_that_alone_says_it(script)
 
 
@@ -111,8 +109,7 @@ def _one_spelling(call: ast.Call, recipe: str, severity: Severity | None = None)
 
 def _options(script: Script) -> Iterator[ast.Call]:
     """Yield argparse's add_argument(…) and click's option(…). Those under a condition may be for another torch
-    version.
-    """
+    version."""
     calls = [*script.methods_called("add_argument"), *script.calls_to("click.option", "typer.Option")]
     yield from (c for c in calls if all(is_main_guard(test) for test in script.enclosing_tests(c)))
 

@@ -54,8 +54,7 @@ def is_main_guard(test: ast.expr) -> bool:
 def means_one_process(test: ast.expr, *, holds: bool, forming: bool = False) -> bool:
     """True if a condition, when it holds (or does not), says that there is no group: `not args.distributed`,
     `world_size == 1`, or a false `dist.is_initialized()`. forming: about code that forms the group, where `not
-    dist.is_initialized()` only means that it does not exist yet.
-    """
+    dist.is_initialized()` only means that it does not exist yet."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return means_one_process(test.operand, holds=not holds, forming=forming)
     if isinstance(test, ast.BoolOp):  # if `a and b` holds both do; if not, either may not

@@ -67,8 +67,7 @@ def parts(text: str) -> list[NotebookPart]:
 
 def by_cell(own: NotebookPart, path: str) -> Callable[[str], str]:
     """Return a function that rewrites places in a text as cells: nb.py:6 becomes nb.ipynb:cell 3:2. own: the script
-    made from the notebook at this path, with its stem.
-    """
+    made from the notebook at this path, with its stem."""
     name, script = PurePath(path).name, re.escape(f"{PurePath(path).stem}.py")
     in_trace = re.compile(rf'(File \\?")[^"\n]*?{script}(\\?", line )(\d{{1,9}})')
     in_sentence = re.compile(rf"(?<![\w./-]){script}:(\d{{1,9}})(?!\d)")
@@ -98,8 +97,7 @@ def _begin(lines: list[str]) -> tuple[int, str]:
 
 def _error_in(lines: list[str]) -> int | None:
     """Return the line (from 1) at which a cell is no Python; 0: unknown. None: it is valid and stays unchanged, because
-    a line of a wrapped expression may begin with `%`.
-    """
+    a line of a wrapped expression may begin with `%`."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -132,8 +130,7 @@ def _without_automagic(lines: list[str], left: list[int]) -> list[str]:
 
 def _without_magic(lines: list[str]) -> Iterator[str]:
     """Remove magic as IPython does: the first line's indent is removed from all, and a backslash continues a line of
-    magic.
-    """
+    magic."""
     _, first = _begin(lines)
     if _PROMPT.match(first):  # copied from a terminal
         lines = [_PROMPT.sub("", line, count=1) for line in lines]

@@ -117,8 +117,7 @@ def _of_click(script: Script, function: Function) -> Iterator[tuple[str, Option]
 
 def _of_parameters(script: Script, function: Function) -> Iterator[tuple[str, Option]]:
     """Yield options of typer and fire: launcher: str = "none", = typer.Option("none", "-l"), Annotated[str,
-    typer.Option()].
-    """
+    typer.Option()]."""
     listed = [*function.args.posonlyargs, *function.args.args]
     pairs = [(parameter, default_of(function, i)) for i, parameter in enumerate(listed)]
     for parameter, default in (*pairs, *zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)):
@@ -185,8 +184,7 @@ _ABSL = {
 
 class ScriptOptions:
     """The options of a script. words: its arguments in the command. An option that is not among them has its
-    default.
-    """
+    default."""
 
     def __init__(self, script: Script, words: Sequence[str]) -> None:
         self._script, self._words = script, tuple(words)
@@ -239,8 +237,7 @@ class ScriptOptions:
 
     def option(self, node: ast.expr) -> Option | None:
         """Return the declaration of the option that `args.NAME` reads, or a parameter of the function that click
-        calls.
-        """
+        calls."""
         if isinstance(node, ast.Name):
             scope = self._script.scope(node)
             is_plain = isinstance(scope, Function) and node.id in parameters_of(scope)

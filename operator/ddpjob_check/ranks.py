@@ -240,8 +240,7 @@ def _returned_before(parent: ast.AST, child: ast.AST) -> Iterator[Guard]:
 
 def is_for_some(script: Script, test: ast.expr, *, holds: bool = True) -> bool:
     """True for rank == 0, rank != 0, not rank, is_main: true only on some ranks. With `or` it may be true on all.
-    holds: False asks about ranks for which the condition does not hold.
-    """
+    holds: False asks about ranks for which the condition does not hold."""
     if isinstance(test, ast.BoolOp):
         splits = [is_for_some(script, value, holds=holds) for value in test.values]
         if isinstance(test.op, ast.And) == holds:
@@ -266,8 +265,7 @@ def _is_false_in_a_group(test: ast.expr, holds: bool) -> bool:
 
 def _splits_the_ranks(test: ast.Compare) -> bool:
     """True for `rank == 0`. False for `rank >= 0`, which holds on all ranks, and `local_rank != -1`, which asks if
-    there is a group.
-    """
+    there is a group."""
     operator, other = test.ops[0], test.comparators[0]
     if len(test.ops) != 1:
         return False

@@ -1,6 +1,5 @@
 """Which lines a run reaches, as far as its options decide. An error of `check` refuses a run, so it must concern a line
-that the run certainly executes.
-"""
+that the run certainly executes."""
 
 from __future__ import annotations
 
@@ -222,8 +221,7 @@ _WINDOWS = ("win32", "nt", "Windows")
 
 def is_otherwise(script: Script, node: ast.AST, seen: frozenset[Function] = frozenset()) -> bool:
     """True if a node runs only there: by a condition around it or around all calls of its function, or after an
-    exception, such as `except KeyError` where RANK is read.
-    """
+    exception, such as `except KeyError` where RANK is read."""
     if any(_says_otherwise(script, parent, child) for child, parent in script.above(node)):
         return True
     function = script.function(node)
@@ -261,8 +259,7 @@ def means_otherwise(script: Script, test: ast.expr, holds: bool) -> bool:
 
 def _compares(script: Script, test: ast.Compare, holds: bool) -> bool:
     """True for `"RANK" not in os.environ`, `os.environ.get("RANK") is None`, `int(os.environ.get("RANK", -1)) ==
-    -1`.
-    """
+    -1`."""
     operator, other = test.ops[0], test.comparators[0]
     if isinstance(operator, ast.In | ast.NotIn):
         asked = text_in(test.left) in _SET_BY_THE_JOB and script.full_name(other) == "os.environ"

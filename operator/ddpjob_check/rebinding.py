@@ -1,6 +1,5 @@
 """Lines by which a file may change values invisibly: exec, globals(), a star import, setattr. After them the former
-value is uncertain, so no rule may rely on it.
-"""
+value is uncertain, so no rule may rely on it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """A training script as the rules see it: its kind, which numbers are ranks, and which ranks run which lines. Anything
-uncertain is UNKNOWN, and no rule reports anything about it.
-"""
+uncertain is UNKNOWN, and no rule reports anything about it."""
 
 from __future__ import annotations
 
@@ -116,8 +115,7 @@ class Script(Values):
 
     def variable_read(self, node: ast.AST) -> str:
         """Return RANK for os.environ["RANK"], os.environ.get("RANK", …), os.getenv("RANK"), also from a copy; else
-        "".
-        """
+        ""."""
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
             return text_in(node.slice) if self._is_environment(node.value) else ""
         if not isinstance(node, ast.Call) or not node.args:
@@ -197,8 +195,7 @@ class Script(Values):
     def depends_on_rank(self, expression: ast.AST | None, *, by_arguments: bool = False) -> bool:
         """True if a rank, or a name like one, is part of an expression. by_arguments: also if a call computed a name in
         it from a rank: parts.use(rank). That does not count for a condition: the loss of a model on GPU `rank` is no
-        rank.
-        """
+        rank."""
         todo = [] if expression is None else [(expression, True)]
         seen: set[ast.AST] = set()
         while todo:
@@ -289,8 +286,7 @@ class Script(Values):
 
     def _items(self, container: Origin, key: ast.expr, calls: int = 0) -> list[ast.expr | None]:
         """Return the item with a constant key of a dict, tuple or list that is written out, or that a function
-        returns.
-        """
+        returns."""
         results = self.results(container) if isinstance(container, ast.Call) and calls < _CALLS_MAX else []
         if results:
             return [e for r in results for o in self.origins(r) for e in self._items(o, key, calls + 1)]

@@ -186,8 +186,7 @@ def spawn_without_gpu(script: Script, job: Job) -> Iterator[Found]:
 
 def is_conditional(script: Script, node: ast.AST, seen: frozenset[Function] = frozenset()) -> bool:
     """True if a condition around a node, before it or on the way to it may skip it, or a handler takes its
-    exception.
-    """
+    exception."""
     if any(not is_main_guard(test) for test in script.enclosing_tests(node)):
         return True
     if any(isinstance(parent, ast.Try) for _, parent in script.above(node)):

@@ -298,8 +298,7 @@ class LocalValues:
 
     def _runs_the_model(self, call: ast.expr) -> bool:
         """True for a call of the wrapped model, or of a function of the file that runs it on this rank's samples and
-        sends nothing.
-        """
+        sends nothing."""
         if not isinstance(call, ast.Call) or self._script.is_wrapped(call.func):
             return isinstance(call, ast.Call)
         gets_model = any(self._script.is_wrapped(a) for a in call.args if isinstance(a, ast.Name | ast.Attribute))

@@ -1,6 +1,5 @@
 """Names, calls and values of a Python file: the origins of a value, and which function calls which. What cannot be
-known is Marker.UNKNOWN, never guessed. Nothing is imported or run.
-"""
+known is Marker.UNKNOWN, never guessed. Nothing is imported or run."""
 
 from __future__ import annotations
 
@@ -194,8 +193,7 @@ class Values:
 
     def functions_called(self, call: ast.Call) -> list[Function]:
         """Return functions of this file that a call certainly runs: by name, as a method of an instance made
-        here, or by functools.partial.
-        """
+        here, or by functools.partial."""
         if named := [function for function, _ in self._called_here(call)]:
             return named
         only = origins[0] if len(origins := self.origins(call.func)) == 1 else None
@@ -252,8 +250,7 @@ class Values:
 
     def origins(self, expression: ast.expr | None) -> list[Origin]:
         """Return everything that an expression may be, followed through names, attributes and parameters of this file.
-        An unresolved name is its own origin. Never empty.
-        """
+        An unresolved name is its own origin. Never empty."""
         if not self._is_complete:
             return self._find_origins(expression)
         if expression not in self._origins:
@@ -431,8 +428,7 @@ class Values:
 
     def _placed(self, value: Origin, node: ast.AST) -> Origin:
         """Give created nodes the place of their statement: `x /= 2` is stored as `x / 2`, and `a, b = f()` as `a =
-        f()[0]`, which are not in the file.
-        """
+        f()[0]`, which are not in the file."""
         if isinstance(value, ast.Subscript) and value not in self._parent:
             self._parent[value] = node
         if isinstance(node, ast.AugAssign) and isinstance(value, ast.BinOp):

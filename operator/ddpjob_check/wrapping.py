@@ -88,8 +88,7 @@ def _varies_or_leaves(script: Script, call: ast.Call, model: ast.expr) -> bool:
 
 def _keeps(script: Script, call: ast.Call) -> bool:
     """True if a call that gets the model certainly does not wrap it, according to this file or torch's
-    documentation.
-    """
+    documentation."""
     name = script.called(call)
     shown = script.definition(call.func) is not None or name_of(call.func) == "__init__"
     of_class = isinstance(call.func, ast.Attribute) and any(script.callers(f) for f in script.methods_named(name))
@@ -122,8 +121,7 @@ def forward_around_ddp(script: Script, job: Job) -> Iterator[Found]:
 
 def _wrapper(script: Script, call: ast.Call, inner: ast.expr) -> str:
     """Return the wrapper that a forward pass certainly bypasses: model for model.module, and for the network that the
-    same function has wrapped earlier; "" if there is none.
-    """
+    same function has wrapped earlier; "" if there is none."""
     if isinstance(inner, ast.Attribute) and inner.attr == "module" and script.is_wrapped(inner.value):
         return script.text_of(inner.value)
     if not isinstance(inner, ast.Name):

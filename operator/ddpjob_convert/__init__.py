@@ -31,8 +31,7 @@ _DEPTH_MAX = 20
 
 def convert(document: Mapping[str, Any], documents: Sequence[Mapping[str, Any]]) -> Converted:
     """Return the DDPJob of one PyTorchJob or TrainJob. `documents` are all, including the TrainJob's runtime. Raise
-    ConvertError with the path of what cannot be converted.
-    """
+    ConvertError with the path of what cannot be converted."""
     kind = document.get("kind")
     if kind == "PyTorchJob":
         return pytorchjob.convert(document)

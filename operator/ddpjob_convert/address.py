@@ -1,6 +1,5 @@
 """Machine-specific texts of another tool: the name of rank 0's pod, and options and variables of one machine. A kept
-pod name does not resolve in the cluster, and ranks would wait for it until they give up.
-"""
+pod name does not resolve in the cluster, and ranks would wait for it until they give up."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ _HERE = re.compile(r"(?:tcp://)?(?:localhost|127\.|0\.0\.0\.0|\[?::1?\]?(?::|/|$
 def move(template: dict[str, Any], first: str, any_of: str, path: Path, result: Converted) -> None:
     """Remove from the trainer's `env` what the job sets, replace rank 0's address by $(MASTER_ADDR), and remark on all
     other pod names. first: the name of rank 0's pod in the source. any_of: a pattern for all of its pods. path: the
-    template's.
-    """
+    template's."""
     own = trainer_path(template)[2:]
     # Copied, because a YAML alias may share the list with a container that does not get the job's variables.
     trainer = template["spec"]["containers"][own[-1]] = copy.deepcopy(template["spec"]["containers"][own[-1]])
@@ -102,8 +100,7 @@ def _by_job(trainer: dict[str, Any], path: Path, result: Converted) -> None:
 def by_job(script: str, path: Path, result: Converted) -> str:
     """Return a shell's script with the job's values for launcher options that identify the machine. In a list of words
     such options are removed. In a script they stay, with other values: `$VK_TASK_INDEX` or a Volcano pod's name means
-    nothing in a DDPJob, and $RANDOM gives each node another rendezvous.
-    """
+    nothing in a DDPJob, and $RANDOM gives each node another rendezvous."""
     changed = []
 
     def value(found: re.Match[str]) -> str:
@@ -133,8 +130,7 @@ def _texts(part: Any, path: Path) -> Iterator[tuple[Path, str]]:
 
 def of_one_machine(words: Sequence[str]) -> str:
     """Return a sentence about options for one of several machines, which all nodes would get; "" if there are none. A
-    count alone may be of processes on a single machine, and a rank alone may be LoRA's.
-    """
+    count alone may be of processes on a single machine, and a rank alone may be LoRA's."""
     given = list(_given(words))
     values = {name: value for name, _, value in given}
     is_remote = any(name in _ADDRESSES and not _HERE.match(value) for name, value in values.items())

@@ -65,8 +65,7 @@ def is_command(word: str) -> bool:
 
 def convert(words: Sequence[str], name: str | None = None, image: str | None = None) -> Converted:
     """Return the DDPJob that runs a command line on all its nodes. Raise ConvertError; a remark's path is
-    ("command",).
-    """
+    ("command",)."""
     given = list(itertools.takewhile(_ASSIGNMENT.fullmatch, words))
     variables, command = dict(word.split("=", 1) for word in given), list(words[len(given) :])
     result = Converted("Converted from a command line by `ddpjob convert`.", {"name": "train"})
@@ -112,8 +111,7 @@ def _of_the_job(wrapper: list[str], variables: dict[str, str], result: Converted
 
 def _without_shell(words: list[str]) -> list[str]:
     """Return the command of `bash -c` if its script is one command that needs no shell, so that options can be
-    removed.
-    """
+    removed."""
     script = shell_script(words)
     if script is None or words[-1] != script or _MORE_THAN_WORDS.search(script):
         return words
@@ -140,8 +138,7 @@ def _program(words: list[str]) -> int:
 
 def _other_launcher(words: list[str]) -> str:
     """Return the program that starts the ranks of all nodes; "" if there is none. Words after the started program are
-    its own: a package to install, a folder, a logger.
-    """
+    its own: a package to install, a folder, a logger."""
     for i in programs.places(words):
         if programs.name(words[i]) in _OTHER_LAUNCHERS:
             return "" if programs.launch_options(words[i:]) is None else words[i]
@@ -270,8 +267,7 @@ def _accelerate(words: list[str], result: Converted) -> tuple[list[str], dict[st
 
 def _accelerate_options(words: list[str]) -> tuple[list[tuple[str, list[str]]], list[str]]:
     """Return each option with its words, and the script with the words after it. An unknown option has a value if the
-    next word is neither an option nor a Python file.
-    """
+    next word is neither an option nor a Python file."""
     groups: list[tuple[str, list[str]]] = []
     rest = list(words)
     while rest and rest[0].startswith("-"):

@@ -1,6 +1,5 @@
 """Reads a mapping field by field, and reports unread fields: converters take the fields that they understand, and
-`rest` remarks on all others.
-"""
+`rest` remarks on all others."""
 
 from __future__ import annotations
 

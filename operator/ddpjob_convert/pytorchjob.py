@@ -1,6 +1,5 @@
 """Converts a PyTorchJob (kubeflow.org/v1, Kubeflow Training Operator v1). Fields of runPolicy are also read from spec,
-where the first pytorch-operator had them.
-"""
+where the first pytorch-operator had them."""
 
 from __future__ import annotations
 

@@ -25,8 +25,7 @@ class Remark:
 @dataclass
 class Converted:
     """A DDPJob in the making; `comments` has texts by field of the spec. A remark's path that begins with `runtime` is
-    in that document.
-    """
+    in that document."""
 
     title: str
     metadata: dict[str, Any]

@@ -278,8 +278,7 @@ HALF_HANDSHAKES = [
 
 def test_strangers_that_knock_during_every_restart_change_nothing(launcher: Launcher) -> None:
     """Strangers send garbage, half a greeting, a greeting without the key, or come from another job's agent,
-    repeatedly.
-    """
+    repeatedly."""
     first, second = group(launcher, launcher.script(TRAIN), launcher.mark)
     agents = [launcher.ddprun(*first), launcher.ddprun(*second)]
     other = launcher.ddprun(*list(group(launcher, launcher.script(TRAIN), "another", port=int(first[3])))[1])

@@ -2,8 +2,7 @@
 are forked from a process that has torch: 1.2 to 2 s of CPU each. A few start as in a pod, 5 s each, and under torchrun,
 10 s each. The ten by day find a fault that one job of six has with 84 %, one that 6 % have with 46 %; the long tests
 run over two hundred, the bench thousands (bench/results). tests/trainer/test_gloo_teardown.py tests each known fault
-separately.
-"""
+separately."""
 
 from __future__ import annotations
 

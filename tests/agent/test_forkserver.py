@@ -54,8 +54,7 @@ def test_the_imports_are_done_once_and_not_by_each_rank(launcher: Launcher) -> N
 
 def test_the_garbage_collector_leaves_alone_what_was_imported(launcher: Launcher) -> None:
     """Collecting takes a quarter of the import time, which delays a replacement pod; and in a rank it would write to
-    every object, so that each rank gets its own copy of torch.
-    """
+    every object, so that each rank gets its own copy of torch."""
     launcher.script("import gc\nlooked_at = [gc.get_stats()[2]['collections']]\nkept = list(range(9))\n", "many.py")
     names = "import many, gc; print(many.looked_at, gc.get_stats()[2]['collections'], gc.get_freeze_count() > 1000)"
     done = launcher.done("--preload=decimal,many", launcher.script(names))
@@ -240,8 +239,7 @@ os.write(1, f"left: {left}\\n".encode())  # a whole line: others write at the sa
 
 def test_nothing_is_left_of_the_processes_between_the_server_and_the_ranks(launcher: Launcher) -> None:
     """Waiting for them takes as long as forking a rank, but zombies would fill a pod's process limit over many
-    restarts.
-    """
+    restarts."""
     script = launcher.script(LEFT)
     done = launcher.done("--preload=decimal", "--nproc-per-node=3", script)
     assert done.stdout.count("left: []") == 3, done.stdout
@@ -249,8 +247,7 @@ def test_nothing_is_left_of_the_processes_between_the_server_and_the_ranks(launc
 
 def test_a_rank_that_is_killed_as_soon_as_it_was_forked_is_seen_to_have_ended(launcher: Launcher) -> None:
     """Its parent ignores its children and may still be alive on a busy machine: otherwise the agent waits for a rank
-    that nobody can reap, and gives the node up after a minute.
-    """
+    that nobody can reap, and gives the node up after a minute."""
     launcher.script(
         """
         import os, signal, time

@@ -1,6 +1,5 @@
 """What a machine may do to an agent: no free process, a full disk, a rank that cannot be ended. The job continues, or
-ends with the real reason; no failure of ours is charged to the script.
-"""
+ends with the real reason; no failure of ours is charged to the script."""
 
 from __future__ import annotations
 

@@ -114,8 +114,7 @@ def test_what_the_jobs_env_sets_is_there_from_the_start_and_needs_no_words(launc
 
 def test_a_library_that_only_looks_whether_torch_is_there_does_not_make_it_load_twice(launcher: Launcher) -> None:
     """transformers, datasets and lightning check before they import it: each such script would print `bad call
-    flags`.
-    """
+    flags`."""
     script = launcher.script(
         """
         import importlib.util, os, sys

@@ -1,6 +1,5 @@
 """Random walks of a whole group, in virtual time: whatever is lost or reported, in whatever order, the job gets to its
-end.
-"""
+end."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """A rank is killed, and the survivors write the state into their agent's memory: no step is repeated. Each test trains
 with torch: keep them few, and let one training check much. The agents are copies of this process, where torch is
-imported: warm.py.
-"""
+imported: warm.py."""
 
 from __future__ import annotations
 
@@ -78,8 +77,7 @@ with ddpjob.init() as world:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
     """Return the end of a training without failures: for each rank the bits of its model and its next random
-    numbers.
-    """
+    numbers."""
     return sorted(words(trained(Launcher(tmp_path_factory.mktemp("undisturbed")), TRAIN, {}), "END"))
 
 
@@ -191,8 +189,7 @@ def test_another_survivor_writes_the_state_of_one_that_dies_and_one_that_stands_
     launcher: Launcher,
 ) -> None:
     """Another failure at that moment must not cost the steps. A rank that is stopped while writing blocks the others
-    until its agent ends it: then the folder counts, and the restart still happens.
-    """
+    until its agent ends it: then the folder counts, and the restart still happens."""
     done = trained(launcher, IN_PIECES, {}, nproc=4)
     assert words(done, "BEGIN")[1][:2] == words(done, "KILL")[0][:2], done[0].stderr
     assert began(done)[:2] == [0, 8], done[0].stderr

@@ -93,8 +93,7 @@ def test_weights_that_the_script_changes_itself_come_back_from_a_copy_with_the_s
     tmp_path: Path, nodes: int
 ) -> None:
     """What a survivor holds between two steps may belong to neither. The last rank is killed, then the one that writes,
-    in the middle of a copy, then all at once.
-    """
+    in the middle of a copy, then all at once."""
     how: dict[str, Any] = {"nodes": nodes, "nproc": 2 // nodes, "CLIPS": "1"}
     undisturbed = sorted(words(trained(tmp_path / "one", {}, **how), "END"))
     kill = {

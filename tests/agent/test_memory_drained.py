@@ -44,8 +44,7 @@ with ddpjob.init() as world:
 
 def test_a_job_without_a_folder_goes_on_where_it_stopped_when_one_pod_is_told_to_go(launcher: Launcher) -> None:
     """When a node is drained, a job without a folder must not lose its training; the same pod killed on the spot costs
-    no step.
-    """
+    no step."""
     group = ["--nnodes", 2, "--master-port", free_port(), "--rdzv-id", launcher.mark]
 
     def start(node: int, replacement: int = 0) -> subprocess.Popen[str]:

@@ -67,8 +67,7 @@ with ddpjob.init() as world:
 
 def restarted(launcher: Launcher, monkeypatch: pytest.MonkeyPatch, create: Callable[..., int]) -> tuple[list[str], str]:
     """Return from which steps it began, and its output, on a kernel with these answers. The agent is a copy of this
-    process.
-    """
+    process."""
     monkeypatch.setattr(os, "memfd_create", create)
     done = finish(launcher.warm("--nproc", 2, launcher.script(TRAIN), OMP_NUM_THREADS="1"), 150)
     assert done.returncode == 0, done.stderr

@@ -66,8 +66,7 @@ def test_a_survivor_that_is_killed_while_it_writes_costs_no_step_as_long_as_a_th
     launcher: Launcher,
 ) -> None:
     """The cause of one failure (a bad node, a kernel short of memory) often hits a second rank a moment later: the
-    steps must not be lost, and half a state is worse than none.
-    """
+    steps must not be lost, and half a state is worse than none."""
     _, undisturbed, _ = trained(launcher, UNDISTURBED="yes")
     began, ended, said = trained(launcher)
     assert began == ["BEGIN 0", "BEGIN 8"], said

@@ -1,6 +1,5 @@
 """Scripts as users write them are killed and resume from memory: the examples, and one whose DataLoader has workers.
-Each test trains with torch: keep them few. The agents are copies of this process, where torch is imported: warm.py.
-"""
+Each test trains with torch: keep them few. The agents are copies of this process, where torch is imported: warm.py."""
 
 from __future__ import annotations
 

@@ -73,8 +73,7 @@ def test_a_rank_that_is_stopped_or_asleep_has_its_time_and_no_more(
     child: Callable[[Callable[[], object]], int],
 ) -> None:
     """For example SIGSTOP during a rescue, or a rank that waits for a lock: the job is worth more than the steps since
-    the last save.
-    """
+    the last save."""
     for work in (lambda: os.kill(os.getpid(), signal.SIGSTOP), signal.pause):
         node = Node()
         node.rank(0, step=5)
@@ -86,8 +85,7 @@ def test_a_rank_that_is_stopped_or_asleep_has_its_time_and_no_more(
 
 def test_a_rank_that_gets_no_processor_has_ten_seconds_more(child: Callable[[Callable[[], object]], int]) -> None:
     """On a crowded node half a second may pass before it has run at all, which must not cost the steps since the
-    save.
-    """
+    save."""
     node = Node()
     node.rank(0, step=5)
     pid = settled(child(lambda: None), is_held_up=True)

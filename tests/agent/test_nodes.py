@@ -79,8 +79,7 @@ def test_a_script_that_is_missing_on_all_nodes_is_told_and_not_tried_again(
     launcher: Launcher, words: list[str], said: str
 ) -> None:
     """A typo must not cost all restarts with their back-off: only the console has Python's message, and `ended with
-    exit code 2` may mean anything.
-    """
+    exit code 2` may mean anything."""
     launcher.script("print('imported')")
     done = [finish(agent) for agent in launcher.nodes(2, "--max-restarts", 3, *words, DDPJOB_RESTARTS_LEFT=LEFT)]
     assert min(d.returncode for d in done) in (1, 2)

@@ -234,8 +234,7 @@ def test_an_agent_that_is_killed_is_told_by_its_signal(beside: Beside, launcher:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may make a PID namespace everywhere")
 def test_pid_1_of_a_container_spares_what_an_exec_has_started_there(beside: Beside, launcher: Launcher) -> None:
     """Otherwise the next restart ends `kubectl exec pod -- sh -c 'py-spy record … &'`, whose orphan is PID 1's
-    child.
-    """
+    child."""
     namespace = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
     script = launcher.script(
         FAILS_ONCE.format(

@@ -78,8 +78,7 @@ def trained(launcher: Launcher, place: Limited, ranks: int, **env: str) -> tuple
 
 def test_a_rank_that_the_kernel_kills_for_its_memory_costs_no_step(launcher: Launcher) -> None:
     """A batch that is too long takes a rank over the limit: the others have the state, and reserved room in the first
-    steps. Otherwise all steps since the last save are repeated, up to the same batch.
-    """
+    steps. Otherwise all steps since the last save are repeated, up to the same batch."""
     with limited(2048 * MIB) as place:
         began, ended, said = trained(launcher, place, 2, WIDTH="256", LAYERS="1")
     assert began == ["BEGIN 0", "BEGIN 8"], said
@@ -92,8 +91,7 @@ def test_a_rank_alone_in_a_container_without_room_goes_on_from_the_folder_and_th
     launcher: Launcher,
 ) -> None:
     """The limit leaves 100 MiB, and the state takes 221: users who want to lose no step must learn that in time. The
-    layers are small, because a step of AdamW briefly needs twice the largest one.
-    """
+    layers are small, because a step of AdamW briefly needs twice the largest one."""
     with limited(1536 * MIB) as place:
         began, _, said = trained(launcher, place, 1, WIDTH="1024", LAYERS="16", ROOM=str(100 * MIB))
     assert began == ["BEGIN 0", "BEGIN 5"], said

@@ -1,6 +1,5 @@
 """What node 0's agent reports to the status receiver about restarts in place: all of them, repeatedly, and no
-secret.
-"""
+secret."""
 
 from __future__ import annotations
 

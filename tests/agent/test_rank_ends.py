@@ -214,8 +214,7 @@ sys.exit(0)
 
 def trained(launcher: Launcher, *names: str) -> list[str]:
     """Return the report of two nodes on these trainings, one after the other; only node 0 has it, and nothing else is
-    reported.
-    """
+    reported."""
     script = launcher.script(TRAININGS.replace("in TRAININGS", f"in [{', '.join(names)}]"))
     ran = [finish(node) for node in launcher.nodes(2, script, is_warm=True)]
     assert [node.returncode for node in ran] == [0, 0], [node.stderr for node in ran]

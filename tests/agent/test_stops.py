@@ -108,8 +108,7 @@ while True: time.sleep(0.05)
 @pytest.mark.parametrize("words", ["{0}; true", "({0}; true) | cat", "sh -c '{0}; true' & wait", "exec {0}"])
 def test_the_python_below_a_shell_gets_the_signal_at_once_and_its_time(launcher: Launcher, words: str) -> None:
     """The shell ends by the signal; its children must not be killed at once, and the reader of its output must live
-    on.
-    """
+    on."""
     launcher.script(TRAINS)
     agent = launcher.ddprun("--no-python", "sh", "-c", words.format(f"{sys.executable} -u train.py"))
     done = told_to_stop(agent)
@@ -145,8 +144,7 @@ def test_training_processes_that_a_rank_has_started_get_the_signal_at_once_and_i
     launcher: Launcher,
 ) -> None:
     """For torch.multiprocessing.spawn in a rank: otherwise its parent ends by the signal, and takes the others with
-    it.
-    """
+    it."""
     done = told_to_stop(launcher.ddprun("--no-preload", launcher.script(SPAWNS)), ready=2)
     assert (done.stdout, done.returncode) == ("saved\nsaved\nparent ends\n", 0)
 

@@ -1,7 +1,6 @@
 """The CRD on a real API server: which jobs it accepts, and which it refuses with what message. Needs kubectl and
 KUBECONFIG; any cluster will do, without nodes and without the operator. Creates a namespace and removes it, and the CRD
-too if it was not there before.
-"""
+too if it was not there before."""
 
 from __future__ import annotations
 
@@ -326,8 +325,7 @@ def test_what_runs_does_not_change(cluster: Cluster, running: str, change: tuple
 
 def test_what_runs_does_not_change_with_a_status_that_is_written_along(cluster: Cluster) -> None:
     """The template is not compared if the status differs. A status that a user sends along must not count for that, or
-    the pods of a running job would differ from each other.
-    """
+    the pods of a running job would differ from each other."""
     name = cluster.create(changeable())
     image, states = ("replace", f"{TRAINER}/image", "busybox:2"), ({"message": "m"}, {"progress": {"step": 1}}, {})
     code, output = cluster.patch(name, ("add", "/status", {"message": "m"}), image)

@@ -1,6 +1,5 @@
 """The operator with an API server that fails in every way: the right end, no hot loop, no write at rest. Needs kubectl
-and KUBECONFIG; any cluster will do. A proxy in between breaks what a test orders, and counts.
-"""
+and KUBECONFIG; any cluster will do. A proxy in between breaks what a test orders, and counts."""
 
 from __future__ import annotations
 

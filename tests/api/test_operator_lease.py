@@ -1,7 +1,6 @@
 """Two operators with a real API server: one acts, and when it ends, hangs or is cut off the other takes over. Needs
 kubectl and KUBECONFIG; any cluster will do. Each operator has its own proxy, which records its writes and breaks what a
-test orders. The Lease is short here, to keep the test short.
-"""
+test orders. The Lease is short here, to keep the test short."""
 
 from __future__ import annotations
 

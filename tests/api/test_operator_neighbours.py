@@ -1,6 +1,5 @@
 """Jobs next to a slow one, and releases next to each other, with a real API server. Needs kubectl and KUBECONFIG; any
-cluster will do, but no other operator may run there. The Leases are short here, to keep the tests short.
-"""
+cluster will do, but no other operator may run there. The Leases are short here, to keep the tests short."""
 
 from __future__ import annotations
 
@@ -129,8 +128,7 @@ def test_two_releases_with_namespaces_of_their_own_share_the_work_and_not_the_fa
     namespace: Namespace, another: Namespace, releases: Callable[..., Release]
 ) -> None:
     """This is what docs/scaling.md calls sharding: an outage, or the version, of one team's release does not affect
-    another team.
-    """
+    another team."""
     ours, theirs = releases("ours", namespace.name).leads(), releases("theirs", another.name).leads()
     for space in (namespace, another):
         space.apply(job("one", nodes=2))

@@ -1,6 +1,5 @@
 """Many large jobs of one namespace, with a real API server: what is kept of them, and that other jobs continue. Needs
-kubectl and KUBECONFIG; any cluster will do. tests/unit/test_stored_jobs.py has the cases.
-"""
+kubectl and KUBECONFIG; any cluster will do. tests/unit/test_stored_jobs.py has the cases."""
 
 from __future__ import annotations
 

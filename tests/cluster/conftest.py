@@ -108,8 +108,7 @@ def jobs(operator: str) -> Iterator[Space]:
 @pytest.fixture
 def with_torch() -> Iterator[None]:
     """For a test whose pods import torch: two at a time take longer than one after the other, because each uses all
-    processors of a small machine.
-    """
+    processors of a small machine."""
     with one_at_a_time("torch"):
         yield
 
@@ -124,8 +123,7 @@ def all_with_torch() -> Iterator[None]:
 @pytest.fixture
 def take_api_server_away(nodes: list[str]) -> Iterator[Callable[[float], None]]:
     """`take_api_server_away(20)` for so many seconds. It then waits for the nodes: kubelets and the scheduler return up
-    to a minute after the API server, and pods bound to a node that is not ready yet may be lost.
-    """
+    to a minute after the API server, and pods bound to a node that is not ready yet may be lost."""
     stop, start = (os.environ.get(f"DDPJOB_TEST_API_{what}", "") for what in ("STOP", "START"))
     if not stop or not start:
         pytest.skip("DDPJOB_TEST_API_STOP and DDPJOB_TEST_API_START do not say how to take the API server away")
@@ -142,8 +140,7 @@ def take_api_server_away(nodes: list[str]) -> Iterator[Callable[[float], None]]:
 
 def all_take_pods(nodes: list[str]) -> None:
     """Wait until all nodes take pods: a node that is ready again keeps its taints for a moment, and the next test's
-    pods would all go to the other one.
-    """
+    pods would all go to the other one."""
 
     def they_do() -> bool:
         found = json.loads(kubectl("get", "nodes", *nodes, "-o", "json"))["items"]

@@ -1,6 +1,5 @@
 """Real faults on real pods: the right end, cause and charge, and nothing is left over. kubectl checks what users see.
-The ranks of these jobs meet as torch's do: rank 0 listens on MASTER_ADDR:MASTER_PORT.
-"""
+The ranks of these jobs meet as torch's do: rank 0 listens on MASTER_ADDR:MASTER_PORT."""
 
 from __future__ import annotations
 

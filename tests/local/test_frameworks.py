@@ -1,7 +1,6 @@
 """docs/frameworks.md and tracking.md: each framework ends in order when it is stopped, and resumes from there. They
 need packages that `make test` does not install, because these take more time and room than all its tests: `make
-test-frameworks` does.
-"""
+test-frameworks` does."""
 
 from __future__ import annotations
 
@@ -110,8 +109,7 @@ trainer.train()
 
 def test_hugging_faces_trainer_ends_right_after_the_checkpoint_and_leaves_it(tmp_path: Path) -> None:
     """At the end of an epoch and of training it evaluates for too long, saves into the same folder again, and removes
-    every checkpoint but the best.
-    """
+    every checkpoint but the best."""
     pytest.importorskip("transformers", reason=WHY)
     (tmp_path / "train.py").write_text(STOPS_IN_AN_EPOCH)
     told = subprocess.run(
@@ -157,8 +155,7 @@ for steps in (10, 400):  # as where a part of a model is trained first
 
 def test_lightnings_second_fit_saves_when_it_is_told_to_stop_and_validations_are_declared(tmp_path: Path) -> None:
     """Lightning restores SIGTERM at the end of each fit: in the next one it would kill the rank, and nothing be saved.
-    A validation longer than a step's limit must be no stall.
-    """
+    A validation longer than a step's limit must be no stall."""
     pytest.importorskip("lightning", reason=WHY)
     (tmp_path / "train.py").write_text(FITS_TWICE)
     told = subprocess.run(

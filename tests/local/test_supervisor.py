@@ -1,7 +1,6 @@
 """A local node ends with everything that it started, in any way it ends, and reports exactly how. Every process tree
 has a unique value in its environment, by which survivors are found in /proc: tests trust no pid that the tested code
-reports.
-"""
+reports."""
 
 from __future__ import annotations
 

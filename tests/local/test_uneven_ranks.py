@@ -70,8 +70,7 @@ def test_a_rank_that_ends_early_is_named_and_charged(
     cli: Cli, command: list[str], nodes: int, nproc: int, script: str
 ) -> None:
     """Uneven data, or a `break` on one rank: with backoffLimit 0 the job must not restart for hours without a
-    charge.
-    """
+    charge."""
     status, said = uneven(cli, command, nodes, nproc, script)
     assert "rank 0 " in said, said
     assert "ended with exit code 0 while rank 1 still waited for it: the ranks make different numbers of steps" in said

@@ -1,6 +1,5 @@
 """Each alert fires on its fault, and no other one does: hours of an operator's and a job's life in virtual time,
-scraped every 30 s, and judged by Prometheus' own rule engine (`promtool test rules`).
-"""
+scraped every 30 s, and judged by Prometheus' own rule engine (`promtool test rules`)."""
 
 from __future__ import annotations
 

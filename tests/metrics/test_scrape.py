@@ -1,6 +1,5 @@
 """A real Prometheus scrapes the operator's process, which has a model of an API server, to find mistakes in queries.
-The operator lives through a start, a restart and an end, so that each histogram has data.
-"""
+The operator lives through a start, a restart and an end, so that each histogram has data."""
 
 from __future__ import annotations
 

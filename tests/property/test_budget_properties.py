@@ -1,6 +1,5 @@
 """The restart counts, played from both sides: reports are lost, repeated, late and out of order, pods are replaced, the
-operator crashes before it writes. Otherwise a job fails too early, or restarts for ever.
-"""
+operator crashes before it writes. Otherwise a job fails too early, or restarts for ever."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ class Report(NamedTuple):
 
 class Pod(NamedTuple):
     """A pod's grant, and what its creator really knew: the operator's own restarts, and those reported by each
-    agent.
-    """
+    agent."""
 
     grant: Grant
     own: Spent
@@ -131,8 +129,7 @@ class Ledger(RuleBasedStateMachine):
     )
     def a_pod_is_replaced(self, to: Any, node: int, leaves_a_message: bool, joins: bool) -> None:
         """The operator charges it. A pod of node 0 that ends reports everything that its agent has spent; a lost one
-        does not.
-        """
+        does not."""
         if node == 0 and leaves_a_message:
             self.the_last_report_arrives()
         if self._charge(to):

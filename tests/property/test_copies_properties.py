@@ -1,6 +1,5 @@
 """When the state is copied, and what a copy overwrites, for any plans. simulation/test_memory.py has kills between any
-two actions.
-"""
+two actions."""
 
 from __future__ import annotations
 

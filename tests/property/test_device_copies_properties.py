@@ -1,6 +1,5 @@
 """Copies of states on devices, made by the library's code: hosts run ahead, devices work later, and ranks are killed
-between any two of their actions.
-"""
+between any two of their actions."""
 
 from __future__ import annotations
 

@@ -62,8 +62,7 @@ class Story:
 
     def _begin(self) -> None:
         """Start a new operator: what the last one remembered, or received without recording it, is gone; it sees only a
-        list.
-        """
+        list."""
         self.deleted_pods = []
         self.missed |= {
             contract_rank(raw["metadata"]["name"]) for kind, raw in self.log[self.looked :] if kind == "DELETED"
@@ -315,8 +314,7 @@ def test_who_is_to_blame_and_what_it_costs_depends_on_no_clock_no_order_and_no_r
     name: str, seed: int, nodes: int, data: st.DataObject
 ) -> None:
     """Otherwise a script that always fails restarts for ever for free, blamed on a peer that we stopped; and a drained
-    node costs the user a restart.
-    """
+    node costs the user a restart."""
     skews = data.draw(st.lists(st.integers(-10, 10), min_size=nodes, max_size=nodes))
     rank = data.draw(st.integers(0, nodes - 1))
     code = data.draw(st.sampled_from([143, 0, 137, 75, 1]))

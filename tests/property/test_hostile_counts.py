@@ -1,6 +1,5 @@
 """Counts reported by a pod are bounded by what it was granted: 89 bytes are not worth a gigabyte. A message stays in
-its pod's status, so each new leader reads it again.
-"""
+its pod's status, so each new leader reads it again."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Whatever the API server stores, the operator reads it, or reports which object it cannot read; it never ends because
 of it. Otherwise anybody who may create a pod or a DDPJob in one watched namespace could end the operator, and each one
-started after it.
-"""
+started after it."""
 
 from __future__ import annotations
 

@@ -74,8 +74,7 @@ PLACES = list(places(whole()["spec"]["template"], ("spec", "template")))
 @pytest.mark.parametrize("path", PLACES, ids=validation.dotted)
 def test_any_value_in_any_place_of_a_template_is_refused_by_its_field_or_made_into_a_pod(path: Path) -> None:
     """A value that is neither refused nor accepted would cause a traceback in the operator's log at each reconcile: no
-    pod is made (sometimes only after days of training), and the job does not say why.
-    """
+    pod is made (sometimes only after days of training), and the job does not say why."""
     for value in VALUES:
         job, problems = validation.parse(with_value(path, value))
         if problems:

@@ -1,7 +1,6 @@
 r"""Text of programs, kubelets and strangers reaches a status, an Event or a terminal clean and without credentials.
 Otherwise a job could clear a reader's screen with `\u001b[2J` in a termination message and write its own "State:
-Succeeded", and a status could show passwords.
-"""
+Succeeded", and a status could show passwords."""
 
 from __future__ import annotations
 

@@ -107,8 +107,7 @@ def test_a_state_that_leads_to_no_step_is_given_up() -> None:
 @pytest.mark.parametrize("step", [9, 10], ids=["at the same step", "a step further"])
 def test_what_one_rank_has_saved_counts_and_not_what_another_assumes(step: int) -> None:
     """If only rank 0 calls `save(step, …, epoch=epoch)`, other nodes hold less of the same generation: the memory must
-    still count.
-    """
+    still count."""
     named = Held(Version(1, 0, 9), 0, 301, 7)
     assumed = Held(Version(1, 0, step), 0, 300, 8, assumed=True)
     assert newest([assumed, named], Version(1, 1, 0)) == FoundState(named, (1,))
@@ -155,8 +154,7 @@ def test_a_rank_goes_on_only_to_a_boundary_that_another_one_has_passed(
     own: int, living: list[int], gone: list[int]
 ) -> None:
     """In its next step it may need a lost rank: with a closure, backward runs there. It would never leave that step,
-    and its state would be lost.
-    """
+    and its state would be lost."""
     turn = memory.turn(own, living, gone)
     assert (turn == "wait") is any(2 * (clock // 2) > own for clock in (*living, *gone))
     assert turn != "stay" or any(clock > own for clock in living), "of those that are gone none comes to a boundary"

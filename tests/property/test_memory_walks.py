@@ -1,7 +1,6 @@
 """Random walks of ranks, their nodes' memory and the folder, with kills between any two actions of any rank. The rules
 are the real ones (`ddpjob_core.memory`). Modelled are ranks that step together, agents that order the rescue, and areas
-that are written part by part. Unlike the ranks, the model knows to which history each state belongs.
-"""
+that are written part by part. Unlike the ranks, the model knows to which history each state belongs."""
 
 from __future__ import annotations
 
@@ -187,8 +186,7 @@ class Walk:
 
     def could_make(self, rank: Rank) -> int:
         """Return the step of a rank that died on the same node, or that another agent reports, if this rank has its
-        gradients.
-        """
+        gradients."""
         dead = [other for other in self.ranks if other.node is rank.node and not other.alive and rank.alive]
         is_behind = any(other.step > rank.step and other.answer == memory.NONE for other in dead)
         is_behind |= rank.alive and memory.step_of(self.furthest) > rank.step

@@ -1,7 +1,6 @@
 """Which faults happen where. Each can be left out alone, which is how a failing seed shrinks. A *point* is a place that
 the program passes repeatedly ("write", "watch.pods"); its n-th pass is "write#n". What happens there depends only on
-the seed, the point and n, so that leaving one fault out does not move the others.
-"""
+the seed, the point and n, so that leaving one fault out does not move the others."""
 
 from __future__ import annotations
 

@@ -32,16 +32,13 @@ class Judge:
         self.live_at_once = 0
         self.words: dict[str, dict[tuple[str, int, int], tuple[int, float, object]]] = {}
         """Reports of agents that each operator received, by job uid, attempt and replacement; with the time and the
-        leadership.
-        """
+        leadership."""
         self.leadership: Callable[[str], object] = lambda _: None
         """Returns the leadership of an operator. It has forgotten reports of an earlier one, which the agents
-        repeat.
-        """
+        repeat."""
         self.disturbed: set[tuple[str, int]] = set()
         """(job uid, attempt) whose pods or nodes were touched from outside, so that the first failure depends on
-        timing.
-        """
+        timing."""
         self.ends_seen: dict[str, set[tuple[str, int, int]]] = {}
         """By operator, (job uid, attempt, rank) of pods that it saw after their end."""
         self.silence_seen: dict[str, set[tuple[str, int]]] = {}
@@ -165,8 +162,7 @@ class Judge:
 
     def _evidence(self, raw: Raw, status: Raw) -> None:
         """Check that the reason is recorded before a pod that failed by itself is deleted. (A completed rank does not
-        matter once its attempt is broken or suspended and no other is stopped.)
-        """
+        matter once its attempt is broken or suspended and no other is stopped.)"""
         if status.get("attempt") != _attempt(raw) or status.get("state") == "Suspended":
             return
         if raw["status"]["phase"] == "Failed" and not status.get("lastFailure"):
@@ -239,8 +235,7 @@ class Judge:
 
     def _is_for_an_unseen_cut(self, uid: str, old: Raw, new: Raw, operator: str) -> bool:
         """True if the application pays because ranks complained about lost peers and the real reason was hidden from
-        the operator; a wrong script looks the same (docs/dev/decisions.md).
-        """
+        the operator; a wrong script looks the same (docs/dev/decisions.md)."""
         failure = new.get("lastFailure") or {}
         place = (uid, failure.get("attempt", 0))
         ends = new.get("state") == "Failed" != old.get("state") and failure.get("class") == "application"
@@ -269,8 +264,7 @@ class Judge:
 
     def _is_unknown(self, place: tuple[str, int], rank: int, recorded: Raw, operator: str) -> bool:
         """True if its pod ended and disappeared while no operator could record it: it was stopped because a peer
-        complained first.
-        """
+        complained first."""
         is_recorded = (recorded.get("attempt"), recorded.get("nodeRank")) == (place[1], rank)
         is_seen = (*place, rank) in self.ends_seen.get(operator, ())
         is_there = any((owner_uid(p), _attempt(p), _rank(p)) == (*place, rank) for p in self._cluster.pods())
@@ -293,8 +287,7 @@ class Judge:
 
     def _check_in_place(self, uid: str, old: Raw, new: Raw) -> None:
         """Check that each restart counts once: those in place as their agent charges them, and one per new pod or
-        attempt.
-        """
+        attempt."""
         agent = new.get("inPlace")
         if agent is not None:
             true = self._training.agents.charged.get((uid, new["attempt"], agent.get("replacement", 0)), {})

@@ -86,8 +86,7 @@ class MemoryJudge:
 
     def _check_random_states(self, life: Life, agents: list[Agent], area: Area) -> None:
         """Check that a rank whose node is alive has the random states of the common copy. If the only node with a newer
-        copy was lost, an older one counts again, and ranks may have overwritten theirs.
-        """
+        copy was lost, an older one counts again, and ranks may have overwritten theirs."""
         held, writer, uid = area.held, area.newest.writer, life.leader.process.job_uid
         if held is None or writer is None:
             return  # the violation is reported already

@@ -1,6 +1,5 @@
 """Jobs that cannot succeed, each in its own way, must all end or report what they wait for. The faults of `scenario.py`
-stop after a while, and the job must then succeed. Here the fault stays.
-"""
+stop after a while, and the job must then succeed. Here the fault stays."""
 
 from __future__ import annotations
 

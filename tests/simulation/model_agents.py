@@ -1,7 +1,6 @@
 """A model of `ddprun` in the pods: an agent over the rank of each node, which on node 0 leads the others. The real
 `LeaderState` makes node 0's decisions, with the budgets of its pod's environment, and its posts and termination message
-are real as well. Ranks, connections and time are modelled.
-"""
+are real as well. Ranks, connections and time are modelled."""
 
 from __future__ import annotations
 

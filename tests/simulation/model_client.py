@@ -1,6 +1,5 @@
 """The operator's connection to the model: methods and errors of kube.client.Client, with everything that can go
-wrong.
-"""
+wrong."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """A model of periodic copies: what each rank does at its boundaries while nothing fails. The real rules
 (`ddpjob_core.copies`) decide when a copy is made, what it overwrites, and which plan is in force. Modelled as
 `in_memory/copies.py` does it are the store for rank 0's plans, the parts of a copy, between any two of which the job
-may end, and the cost of copies. The first rank of each node writes the state, each rank its own part.
-"""
+may end, and the cost of copies. The first rank of each node writes the state, each rank its own part."""
 
 from __future__ import annotations
 
@@ -101,8 +100,7 @@ class Copying:
     @property
     def least(self) -> int:
         """Return the step from which the plan allows to resume after a failure if this node survives; 0: there was no
-        copy yet, or only the script knows.
-        """
+        copy yet, or only the script knows."""
         plan = self.plan
         if plan is None or plan.named or self.step <= plan.first + plan.every + 1:
             return 0
@@ -160,8 +158,7 @@ class Copying:
     @property
     def is_complete(self) -> bool:
         """True if a copy is complete and waits for the next optimizer step, and no rank lacks its random states: all
-        are on this node and have written them.
-        """
+        are on this node and have written them."""
         is_all = self.ranks == self.per_node and self.area.all_have_copied(self._version, self.per_node)
         return self._is_written and is_all
 

@@ -151,8 +151,7 @@ class Elastic:
 
     def _fail(self, group: Rendezvous, process: Process, failure: Failure) -> None:
         """Let a rank fail: torchrun restarts it as often as allowed, and then ends with 1, unless the kernel ends the
-        container.
-        """
+        container."""
         training = self._training
         training.application_failed(process)
         if failure.code == 137:

@@ -1,6 +1,5 @@
 """A model of what runs a cluster besides the API server: scheduler, kubelets, node controller, garbage collector.
-Containers are real here: they continue when their node is cut off, and when their pod's object is gone.
-"""
+Containers are real here: they continue when their node is cut off, and when their pod's object is gone."""
 
 from __future__ import annotations
 
@@ -147,8 +146,7 @@ class Cluster:
 
     def remove_node(self, name: str, *, lives_on: bool = False) -> None:
         """Let the cloud remove the machine: power and object. lives_on: only the object is deleted; the kubelet
-        continues, and registers again when it is restarted (`back`).
-        """
+        continues, and registers again when it is restarted (`back`)."""
         if lives_on:
             self.nodes[name].silent_since = self._loop.time()
         else:
@@ -165,8 +163,7 @@ class Cluster:
 
     def under_pressure(self, pod: Raw, reason: str) -> None:
         """Let the kubelet evict a pod (Evicted), shut down (Terminated), or find the pod's own activeDeadlineSeconds
-        over (DeadlineExceeded): the pod fails, whatever its trainer ends with, and its object stays.
-        """
+        over (DeadlineExceeded): the pod fails, whatever its trainer ends with, and its object stays."""
         node = self.nodes[pod["spec"]["nodeName"]]
         process = node.processes.get(pod["metadata"]["uid"])
         if process is None or not process.alive or not node.reachable:

@@ -1,8 +1,7 @@
 """A model of the memory in which a state outlives its ranks: what each agent holds, and what a generation begins with
 (model_rescue.py models what survivors write). The real rule (`ddpjob_core.memory`) decides which state counts. Modelled
 are ranks at a boundary or within the optimizer's step, areas that are written in parts, and lost agents. Unlike the
-ranks, the model knows which generation made each part.
-"""
+ranks, the model knows which generation made each part."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ class Script:
     """Per node."""
     changes: str = ""
     """If it changes parameters between two steps, where the next step's state is complete: at `should_stop`, or only
-    before `save`. "seldom": like the first, but a survivor detects it.
-    """
+    before `save`. "seldom": like the first, but a survivor detects it."""
 
 
 class Saved(NamedTuple):
@@ -167,8 +165,7 @@ class Memories:
 
     def save(self, life: Life, step: int) -> bool:
         """Let ranks call `save`; return True if the folder still accepts their writes. At the start it is only
-        claimed.
-        """
+        claimed."""
         first = life.ranks[0].process
         is_begin = life.loaded is None or step <= life.loaded.state.step
         if self.script.folder and not self._training.saves(first, 0.0 if is_begin else float(step), life.generation):

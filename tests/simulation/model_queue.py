@@ -1,7 +1,6 @@
 """A queue with quota and preemption, and jobs of one namespace in it: only the rules, in random walks. The queue acts
 as Kueue was seen to do (docs/gangs.md): it admits by priority what fits, evicts lower priorities, and counts the quota
-of an evicted job until the job returns it.
-"""
+of an evicted job until the job returns it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """A model of what survivors do after a failure: one rank of a node writes its state, part by part. The real rules
 (`ddpjob_core.memory`) decide who waits for whom, and what is there already. If a rank is killed, the others on its node
-continue to write; the agent ends them when all have answered, or their time is over.
-"""
+continue to write; the agent ends them when all have answered, or their time is over."""
 
 from __future__ import annotations
 
@@ -133,8 +132,7 @@ class Rescues:
 
     def _finish(self, agent: Agent, kept: Kept, fault: str) -> None:
         """Let its rank, which is alive, finish its present copy. It counts if no other rank can lack its random
-        states.
-        """
+        states."""
         copying = kept.copying
         if copying is None or not self._runs(agent, kept) or kept.answer != memory.NONE:
             return None
@@ -206,8 +204,7 @@ class Rescues:
 
     def _write(self, agent: Agent, kept: Kept) -> bool:
         """Write the next part, unless another rank writes; after the last part, make it count. Return True if it wrote
-        one.
-        """
+        one."""
         held, places = self.stamp(agent, kept), agent.area.places
         if kept.written == 0:
             if not self._is_alone(agent, kept):

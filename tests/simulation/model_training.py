@@ -165,8 +165,7 @@ class Training:
         self.connected: Callable[[Process, Process], bool] = lambda one, other: True
         self.reports: Callable[..., None] | None = None
         """Gets a rank's process and step, and its `Life` under an agent, every REPORT_SECONDS; None: ranks do not
-        report.
-        """
+        report."""
         self.wrong: list[str] = []
         """Violations."""
         self.folders: dict[str, Folder] = {}
@@ -322,8 +321,7 @@ class Training:
 
     def _leaves(self, group: Group, process: Process, complains: bool) -> bool:
         """End the group. All its ranks (complains), or all but this one, report only lost peers. Return True if this
-        one ends in its own way.
-        """
+        one ends in its own way."""
         if group.started_at is None or not self._whole(group):
             return False
         group.broken = True

@@ -1,6 +1,5 @@
 """Small jobs with every single fault at every single point: a crash before and after each write; each watch event late,
-lost alone or with its stream, or sent twice; each old state of the cluster shown to an operator that restarts.
-"""
+lost alone or with its stream, or sent twice; each old state of the cluster shown to an operator that restarts."""
 
 from __future__ import annotations
 
@@ -98,8 +97,7 @@ def test_any_single_watch_event_that_never_comes_leaves_a_job_that_ends(name: st
 
 def old_states(name: str) -> Iterator[tuple[Scenario, dict[str, str]]]:
     """The operator dies after each write; the next one is shown an old state, and its watch of pods brings nothing
-    new.
-    """
+    new."""
     undisturbed = simulate(LIVES[name])
     first = undisturbed.passed["list"]
     stale = {f"list#{n}": "stale" for n in range(first, first + 4)}
@@ -175,8 +173,7 @@ def test_a_job_whose_pods_are_all_replaced_in_one_attempt_would_be_found_out() -
 
 def networks_that_fail_again_and_again() -> Iterator[Scenario]:
     """A node is cut off when training would end, each time long enough to be called not ready, and returns before it is
-    given up.
-    """
+    given up."""
     spec = {"nodes": 2, "onePodPerNode": True, "backoffLimit": 1}
     deeds = tuple(Deed(at, "node cut", 1, 46) for at in (30, 84, 140))
     for seed, clusterwide in itertools.product(range(6), (True, False)):

@@ -82,8 +82,7 @@ def group_of_the_first_attempt_forever() -> contextlib.AbstractContextManager[An
 def test_seeds_that_have_failed_once_stay_fixed() -> None:
     """700430: node 0 of an elastic job, whose pod was deleted by force after all had ended, found the old store.
     710130: an operator that started with an old list saw no pod, and deleted the group of living ones. 801808, 809053:
-    a pod of a deleted job counted for the group of the next job of that name.
-    """
+    a pod of a deleted job counted for the group of the next job of that name."""
     for seed in (700430, 710130, 801808, 809053):
         outcome = simulate(gang_scenario(seed))
         assert not outcome.wrong, outcome.wrong
@@ -94,8 +93,7 @@ def test_a_kind_that_vanishes_while_a_job_runs_costs_it_nothing_and_its_restart_
     wants: str, second: str
 ) -> None:
     """An upgrade of the cluster removes v1alpha2. Jobs with `auto` continue without a gang; others wait until it is
-    back.
-    """
+    back."""
     fails = {1: Failure(rank=1, after_seconds=1500, code=1)}
     life = Simulation(Scenario(spec={"nodes": 2, "gang": wants}, gang=True, training_seconds=2500, failures=fails))
     seen: dict[int, tuple[str, str]] = {}

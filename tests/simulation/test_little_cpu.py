@@ -20,8 +20,7 @@ SHARE, PERIOD_SECONDS = 0.2, 0.1
 @contextlib.contextmanager
 def throttled(pid: int) -> Iterator[None]:
     """Throttle as the kernel does for a container with cpu: 200m: after 20 ms of CPU time it stops until the tenth of a
-    second is over. By wall clock it would get little on a busy machine.
-    """
+    second is over. By wall clock it would get little on a busy machine."""
     over, cpu = threading.Event(), (~pid << 3) | 2  # as in clock_getcpuclockid()
 
     def run() -> None:

@@ -1,6 +1,5 @@
 """Runs of jobs whose ranks keep their state in memory, after a failure or by copies, with or without a folder; and bugs
-made on purpose.
-"""
+made on purpose."""
 
 from __future__ import annotations
 

@@ -53,8 +53,7 @@ def asked(scenario: Scenario) -> set[str]:
 @pytest.mark.parametrize("gang", ["auto", "none"])
 def test_where_no_gang_and_no_queue_is_switched_on_nothing_is_asked_of_their_apis(gang: str) -> None:
     """Users without gangs and queues get neither requests nor log lines about missing rights, even for a job with a
-    queue's label.
-    """
+    queue's label."""
     labels = {"kueue.x-k8s.io/queue-name": "main"}
     scenario = Scenario(spec={"nodes": 2, "gang": gang}, training_seconds=200, labels=labels, clusterwide=True)
     groups = asked(scenario)

@@ -1,6 +1,5 @@
 """Every task of a running operator is ended, one after the other, with a model of an API server. kopf's tasks are
-included, so the operator is a process as in a cluster.
-"""
+included, so the operator is a process as in a cluster."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """An asyncio loop in which waiting costs nothing: when everybody waits, the clock jumps to the next timer. The same
-program with the same seed does the same things in the same order, however slow the machine is.
-"""
+program with the same seed does the same things in the same order, however slow the machine is."""
 
 from __future__ import annotations
 

@@ -74,8 +74,7 @@ def kubectl(*arguments: str, stdin: object = None, check: bool = True) -> str:
 
 def read(path: str) -> bytes | None:
     """Return what the API server has at a path; None: nothing. For frequent reads, because kubectl takes a fifth of a
-    second of CPU, which the pods of these tests need.
-    """
+    second of CPU, which the pods of these tests need."""
     server, headers, context = _access(os.environ["KUBECONFIG"])
     try:
         return answered(urllib.request.Request(server + path, headers=headers), 20, context)
@@ -93,8 +92,7 @@ def _access(_kubeconfig: str) -> tuple[str, dict[str, str], Any]:
 
 def skip_without_cluster() -> None:
     """Skip unless a cluster was named. A named cluster must answer, and is waited for: otherwise hundreds of tests are
-    silently skipped while it is away.
-    """
+    silently skipped while it is away."""
     if not os.environ.get("KUBECONFIG"):
         pytest.skip("KUBECONFIG is not set; these tests never use a cluster that was not named for them")
     if not shutil.which("kubectl"):
@@ -293,8 +291,7 @@ class Operator:
         **variables: str,
     ) -> None:
         """constants: of reflector.py, whose period is too long for a test. anew: start a new Python instead of a copy
-        of this process, which is a second faster but has pytest's memory. variables: its environment.
-        """
+        of this process, which is a second faster but has pytest's memory. variables: its environment."""
         self._api = api
         self._folder = tempfile.TemporaryDirectory()
         self.log_file = Path(self._folder.name, "operator.log")

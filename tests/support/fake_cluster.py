@@ -39,12 +39,10 @@ class FakeCluster:
         """`create configmaps`"""
         self.answers: dict[str, tuple[int, Raw]] = {}
         """Answers to `create ddpjobs.training.ddpjob.io` (or that `for real`, not for dry runs) instead of executing
-        it; `get pods/log NAME` is for one object.
-        """
+        it; `get pods/log NAME` is for one object."""
         self.broken: list[str] = []
         """Faults of the next requests for logs after the first line: `cut` within the second one, `silent`, or `no
-        watch`, as from a kubelet without inotify watches.
-        """
+        watch`, as from a kubelet without inotify watches."""
         self.zone = dt.timezone.utc
         """The nodes' time zone, in which a kubelet writes the times of lines."""
         self.line_seconds = 0.0
@@ -299,8 +297,7 @@ def kubeconfig(folder: Path, url: str, namespace: str = "") -> Path:
 
 def _printed(cluster: FakeCluster, name: str, query: dict[str, str]) -> Iterator[bytes]:
     """Yield the lines of a log that a request asks for, counting it when the first one was sent. Raise
-    ConnectionAbortedError for a fault.
-    """
+    ConnectionAbortedError for a fault."""
     printed = len(cluster.logs.get(name, ()))
     # As if a line had come each second, up to now.
     skipped = max(0, *(printed - int(query.get(part, printed)) for part in ("tailLines", "sinceSeconds")))

@@ -54,8 +54,7 @@ class Fault:
     """A fault for the next `times` requests with `str(seen) == what`; an empty `what` is any request. `status`, `body`
     and `headers` answer without the server, `text` is sent unchanged, such as a proxy's HTML. `lost`: the server
     executes it, but the answer never arrives. `cut`: the answer arrives in part. `seconds`: it is passed on so much
-    later.
-    """
+    later."""
 
     what: str
     status: int = 0

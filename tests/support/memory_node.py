@@ -36,8 +36,7 @@ class Node:
 
     def run_all(self, generation: int, body: Callable[[], Any], *, ranks: int, ends: bool = False) -> list[Any]:
         """Return what the body returns on each rank; ranks are spread over the nodes. ends: training ends with it.
-        Otherwise the ranks are killed then, and write nothing more into the folder.
-        """
+        Otherwise the ranks are killed then, and write nothing more into the folder."""
         for memory in self._memories:
             memory.begin(generation)
 

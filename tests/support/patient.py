@@ -13,8 +13,7 @@ _TRIES, _WAIT_SECONDS = 5, 0.5
 def answered(request: urllib.request.Request, timeout: float, context: ssl.SSLContext | None = None) -> bytes:
     """Return the body of the answer. Raise OSError. A request refused with 429 was not executed, and a repeated read
     does no harm, so both are repeated: a server on a slow disk sometimes refuses one ("etcdserver: leader changed"),
-    and one that was away closes connections.
-    """
+    and one that was away closes connections."""
     for further in reversed(range(_TRIES)):
         try:
             with urllib.request.urlopen(request, None, timeout, context=context) as answer:

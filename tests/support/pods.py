@@ -118,14 +118,12 @@ class Space:
 
     def keeps(self, name: str, *pods: str) -> None:
         """Wait until a job has exactly these pods: the next attempt begins when the containers of the previous one have
-        ended, and a kubelet needs a moment more to release their pods.
-        """
+        ended, and a kubelet needs a moment more to release their pods."""
         until(lambda: sorted(self.pods(name)) == sorted(pods), f"{', '.join(pods)} are the pods of {name}", 60)
 
     def kill(self, pod: str) -> None:
         """kill -9 of the rank's process. The kernel protects the first process of a pod from that, so it must be
-        another one: below torchrun, or below the pod's pause with shareProcessNamespace.
-        """
+        another one: below torchrun, or below the pod's pause with shareProcessNamespace."""
         # Its output may be lost: the runtime may end it with the container that it has killed.
         said = self.kubectl("exec", pod, "--", "python", "-c", _KILL, check=False)
         assert "Error from server" not in said, said

@@ -1,6 +1,5 @@
 """The GPUs of this machine. Tests see none unless they request them: where a process sees one, `init` chooses nccl,
-which needs a GPU per rank, but tests have as many ranks as they need.
-"""
+which needs a GPU per rank, but tests have as many ranks as they need."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """What an operator leaves in a cluster at moments of a job's life: the stored DDPJob, and its pods.
 `PYTHONPATH=tests/support python tests/support/recordings.py` prints it for this tree; tests/unit/data/recordings has
-that of earlier operators.
-"""
+that of earlier operators."""
 
 from __future__ import annotations
 

@@ -15,8 +15,7 @@ from collections.abc import Callable
 def finish(script: Callable[[int], None], world_size: int) -> dict[int, tuple[int, float]]:
     """Return (exit code, seconds until then) by rank, of processes that run the script and then the interpreter's whole
     exit. Forked, because torch is imported here; ended like a script: the exception is kept for atexit, atexit runs,
-    the objects are destroyed.
-    """
+    the objects are destroyed."""
     begin, ranks, ended = time.monotonic(), {}, {}
     # Otherwise each rank's exit collects everything that this process has imported, which takes a second. ddprun's fork
     # server freezes it, too.

@@ -53,8 +53,7 @@ if __name__ == "__main__":
 
 def differences(forked: dict[str, Any], fresh: dict[str, Any]) -> dict[str, Any]:
     """Return what differs in a rank of the fork server, without intended differences: lines are written whole, and a
-    crash is recorded.
-    """
+    crash is recorded."""
     meant = {**fresh, "streams": [_of_lines(stream) for stream in fresh["streams"]]}
     meant["descriptors"] = [*fresh["descriptors"], str(CRASH_DESCRIPTOR)]
     caught = int(fresh["signals"]["SigCgt"], 16) | sum(1 << number - 1 for number in crash.SIGNALS)

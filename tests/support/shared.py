@@ -1,6 +1,5 @@
 """Resources that all processes of a test run share on a cluster: the first one creates them, and the last one removes
-them; and work that only one process does at a time.
-"""
+them; and work that only one process does at a time."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ T = TypeVar("T", bound=dict[str, object])
 @contextlib.contextmanager
 def made_once(what: str, make: Callable[[], T], remove: Callable[[T], None]) -> Iterator[T]:
     """Return what `make` has made here or in another process of this run. what: its name; make returns a JSON value.
-    Processes wait while one makes or removes it.
-    """
+    Processes wait while one makes or removes it."""
     with _locked(what) as file:
         users, made = json.loads(file.read_text() or "[0, null]")
         made = make() if made is None else made

@@ -1,6 +1,5 @@
 """A number that changes with the sources. Random choices of tests depend on it: the same sources always use the same
-seeds and examples, and each change of them uses new ones. A fault found this way may be older than the change.
-"""
+seeds and examples, and each change of them uses new ones. A fault found this way may be older than the change."""
 
 from __future__ import annotations
 

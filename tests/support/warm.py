@@ -36,8 +36,7 @@ def start(
     module: str, words: Sequence[str], *, cwd: Path, env: Mapping[str, str], ends_early: bool = False
 ) -> subprocess.Popen[str]:
     """Run `python -m MODULE WORDS` in a copy of this process with torch. ends_early: its processes end after their
-    threads and exit handlers without taking the interpreter down, which takes a fifth of a short run.
-    """
+    threads and exit handlers without taking the interpreter down, which takes a fifth of a short run."""
     global _ends_early
     import torch
     import torch._dynamo  # and with it everything that a fork server imports
@@ -95,8 +94,7 @@ def _fork_server(kept: set[int], file: str, argv: Sequence[str], environ: Mappin
 
 def _let_go_of_pytests_files() -> set[int]:
     """Close pytest's files but keep their numbers in use: an object that holds one closes it when the copy ends, and it
-    could be a socket of gloo's.
-    """
+    could be a socket of gloo's."""
     nothing = os.open(os.devnull, os.O_RDWR)
     numbers = {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, nothing}
     for number in numbers:

@@ -154,8 +154,7 @@ def test_one_rank_writes_at_a_time_and_one_that_dies_leaves_that_to_the_others(r
 
 def test_a_process_that_was_forked_meanwhile_does_not_keep_the_others_from_writing(ranks: list[Shared]) -> None:
     """A DataLoader may start its workers while a thread reserves room: they must not block writing for as long as they
-    live.
-    """
+    live."""
     with ranks[0].locked() as has_lock:
         assert has_lock
         if (worker := os.fork()) == 0:

@@ -1,6 +1,5 @@
 """Periodic copies of the state in memory, for cases where nobody could write it after a failure. `vanish()` is a kill:
-the rank leaves its memory, and does nothing more.
-"""
+the rank leaves its memory, and does nothing more."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ def digest(model: Any) -> str:
 
 def clipped(until: int, place: str, *, ranks: int = 1, saves: tuple[int, ...] = (2,)) -> Any:
     """Train with weights clipped at that place of a step, and saves at those steps. Return the first step and the final
-    bits.
-    """
+    bits."""
     world = ddpjob.init()
     objects, snapshot = parts(), ddpjob.Snapshot("snapshots", world)
     step = began = snapshot.load(**objects)
@@ -180,8 +178,7 @@ def test_what_the_survivor_of_one_node_finds_out_about_the_script_holds_for_the_
 
 def saved_otherwise(until: int, who_saves: str) -> int:
     """Train with weights clipped at the beginning of each step, and saved at steps 2 and 40: at the second one save
-    finds other weights than should_stop. Return the first step.
-    """
+    finds other weights than should_stop. Return the first step."""
     world = ddpjob.init()
     objects, snapshot, began = begin()
     model = world.wrap(objects["model"])

@@ -1,6 +1,5 @@
 """Copies of a state on a real GPU; without one, the order of the calls of torch.cuda. Scripts run in new processes,
-because a process that has used CUDA cannot fork ranks for other tests.
-"""
+because a process that has used CUDA cannot fork ranks for other tests."""
 
 from __future__ import annotations
 
@@ -209,8 +208,7 @@ def test_a_training_on_a_gpu_that_is_killed_goes_on_from_a_copy_with_the_same_bi
     tmp_path: Path, backend: str, nodes: int, how: str, kill: str
 ) -> None:
     """Includes parameters, buffers, optimizer state and random states, some of them on the CPU; the host waits for
-    none.
-    """
+    none."""
     of = {"BACKEND": backend, "HOW": how}
     _, undisturbed, _ = ends(tmp_path / "one", nodes, **of)
     began, ended, said = ends(tmp_path / "other", nodes, **of, KILL=kill)

@@ -1,6 +1,5 @@
 """Copies of a state on a device, as scripts see them. The fake device copies as late as it may. Parameters are on the
-CPU and change with the optimizer's step; a copy that is not waited for finds them changed.
-"""
+CPU and change with the optimizer's step; a copy that is not waited for finds them changed."""
 
 from __future__ import annotations
 
@@ -214,8 +213,7 @@ print("END")
 @pytest.mark.parametrize("thread", ["ddpjob-memory-sum", "ddpjob-memory-room"])
 def test_a_training_ends_in_order_while_a_copy_is_summed_or_memory_is_pinned(tmp_path: Path, thread: str) -> None:
     """A thread that returns from torch's C++ after the interpreter's end would abort the rank with exit code 134 after
-    its last step.
-    """
+    its last step."""
     memory = Memory(1)
     memory.begin(0)
     script = tmp_path / "script.py"
@@ -273,8 +271,7 @@ def test_small_tensors_of_a_gpu_are_summed_from_a_copy_that_lives_as_long_as_it_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Otherwise the sum is of whatever memory the copy had, and training on a GPU seems to change its parameters
-    between two steps.
-    """
+    between two steps."""
     tensors = [torch.randn(size) for size in (3, 64, 512, 64)]
     total = packed.total(tensors)
     monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)  # as a tensor on a GPU does

@@ -1,6 +1,5 @@
 """The examples train what they promise, with any number of processes and interruptions. Ranks are forked from this
-process, because importing torch in a new one takes seconds. Several tests share one run.
-"""
+process, because importing torch in a new one takes seconds. Several tests share one run."""
 
 import functools
 import importlib.util

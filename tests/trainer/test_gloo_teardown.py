@@ -129,8 +129,7 @@ else:
 
 def test_the_watchdogs_thread_does_not_abort_a_rank_that_ends() -> None:
     """It returns from C++ after the interpreter has ended. With calls of 5 µs four times a second that is one rank of
-    some thousands: SIGABRT after all its work.
-    """
+    some thousands: SIGABRT after all its work."""
     done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == f"{[0] * 3}\n", done.stderr
 
@@ -145,8 +144,7 @@ def as_ddprun_runs_a_script_without_the_library() -> None:
 
 def keep_gloo_busy(found: Path) -> None:
     """Compute in a thread without the interpreter lock, as gloo's threads do, and then request it for a moment. The
-    file has what it finds then; nothing if the interpreter has ended.
-    """
+    file has what it finds then; nothing if the interpreter has ended."""
 
     def work() -> None:
         ctypes.CDLL(None).prctl(PR_SET_NAME, b"pt_gloo_runloop", 0, 0, 0)
@@ -209,8 +207,7 @@ def test_a_rank_leaves_the_group_and_ends_only_when_gloos_threads_are_idle(
     patient: None, tmp_path: Path, script: Callable[[Path], None], code: int
 ) -> None:
     """A thread that requests the interpreter lock after the interpreter's end aborts a finished rank; one that requests
-    it while the group is destroyed hangs it.
-    """
+    it while the group is destroyed hangs it."""
     found = tmp_path / "found"
     ended = finish(lambda _: script(found), 1)
     assert ended[0][0] == code
@@ -259,8 +256,7 @@ def test_a_group_that_was_left_is_never_destroyed(
     run_ranks: Callable[..., list[Any]], make_and_leave: Callable[[], None], groups: int
 ) -> None:
     """Its destructor joins gloo's threads, two for each group, while it holds the lock that they may request: one job
-    in eight would hang.
-    """
+    in eight would hang."""
 
     def body(_: int) -> int:
         make_and_leave()

@@ -135,8 +135,7 @@ def test_a_place_at_the_end_of_an_epoch_whose_scheduler_has_stepped_is_named(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], scheduler: str, place: str, drop_last: bool
 ) -> None:
     """The resumed epoch has no batch left, and the scheduler would step a second time: another learning rate from there
-    on.
-    """
+    on."""
     sampler = ddpjob.GlobalBatchSampler(18, 4, 7, rank=0, world_size=1, drop_last=drop_last)
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,6 +1,5 @@
 """What `Snapshot` keeps in the agent's memory, and returns in the next generation; each generation is a forked process.
-No rank is killed here: `rescue()` is what a survivor does. `tests/agent/test_memory.py` has the kills.
-"""
+No rank is killed here: `rescue()` is what a survivor does. `tests/agent/test_memory.py` has the kills."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ def test_a_failure_before_the_first_save_repeats_no_step(node: Node) -> None:
 @pytest.mark.parametrize("folder", ["snapshots", None])
 def test_a_script_may_set_a_default_device(node: Node, folder: str | None) -> None:
     """Many scripts begin with `torch.set_default_device("cuda")`. A load must neither crash the rank nor lose its
-    random states. The device here is one that nothing can be read from.
-    """
+    random states. The device here is one that nothing can be read from."""
 
     def train(until: int) -> Any:
         objects, snapshot = parts(), ddpjob.Snapshot(folder)
@@ -202,8 +200,7 @@ def test_a_load_in_two_calls_is_kept_from_the_first_save_on(node: Node) -> None:
 
 def train_from_parts(*parts_of_load: tuple[str, ...]) -> tuple[int, ...]:
     """Return what each call of load() reports. First the folder gets step 3, with one name more than step 9 in memory
-    has.
-    """
+    has."""
     snapshot = ddpjob.Snapshot("snapshots")
     objects, best = parts(), {"best": torch.zeros(())}
     loaded = tuple(snapshot.load(**{name: (objects | best)[name] for name in names}) for names in parts_of_load)
@@ -351,8 +348,7 @@ def test_a_rank_within_its_step_names_the_values_of_it_first_where_it_names_them
     node: Node, each: int, left: int | None
 ) -> None:
     """The others may have made that step, so that nobody has the one before it. A script that passes values only
-    sometimes would be waited for in vain.
-    """
+    sometimes would be waited for in vain."""
 
     def train() -> None:
         objects, snapshot, _ = begin()
@@ -375,8 +371,7 @@ def test_a_rank_within_its_step_names_the_values_of_it_first_where_it_names_them
 @pytest.mark.parametrize("makes_it", [True, False])
 def test_a_rank_makes_the_step_that_one_of_its_node_had_made_before_it_was_killed(node: Node, makes_it: bool) -> None:
     """On a busy machine a rank may be late by milliseconds, and the step that all had made would be repeated. If the
-    wait is in vain, the rank writes its state.
-    """
+    wait is in vain, the rank writes its state."""
 
     def train() -> None:
         objects, asked, ask = parts(), threading.Event(), memory.turn
@@ -469,8 +464,7 @@ def test_why_a_state_is_not_used_after_steps_that_nobody_has_written_is_said(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """If all ranks are lost at once after new steps, "no step after it is known" would send users to look for another
-    fault.
-    """
+    fault."""
 
     def train() -> int:
         ddpjob.init()
@@ -570,8 +564,7 @@ def test_without_a_folder_the_state_is_in_memory_alone_and_the_log_says_so_once(
 def saving(until: int, *, every: int, values: bool, marks: str = "", dies: int | None = None) -> Any:
     """Train to that step without a folder, and save every few steps; then a rank fails, and the others write what they
     have. marks: further calls of the script after each step, or at the saved steps. dies: this rank, right after its
-    last save. Return the first step, and the end.
-    """
+    last save. Return the first step, and the end."""
     objects, snapshot = parts(), ddpjob.Snapshot()
     step = began = snapshot.load(**objects)
     back = snapshot.state.get("best") if began else None
@@ -622,8 +615,7 @@ def test_what_was_saved_counts_also_where_a_rank_dies_before_the_next_step(
     tmp_path: Path, run_ranks: Callable[[Callable[[int], Any], int], list[Any]], nodes: int, dies: int
 ) -> None:
     """For example in a long evaluation after the save. If the rank that writes the copies dies, another one writes its
-    state, once it is proved that nothing changes it between a save and the next step.
-    """
+    state, once it is proved that nothing changes it between a save and the next step."""
     node = Node(tmp_path, run_ranks, nodes=nodes)
     node.run(0, lambda: saving(20, every=4, values=True, dies=dies), ranks=2)
     if nodes == 2:
@@ -633,8 +625,7 @@ def test_what_was_saved_counts_also_where_a_rank_dies_before_the_next_step(
 
 def test_failures_between_two_saves_do_not_use_up_what_was_saved(node: Node) -> None:
     """A state that is loaded repeatedly without a later step is given up; here there are unmarked steps. The fourth
-    failure would begin at step 0.
-    """
+    failure would begin at step 0."""
     began = [node.run(number, lambda: saving(9, every=6, values=True), ranks=2)[0] for number in range(6)]
     assert began == [0, 6, 6, 6, 6, 6]
 
@@ -663,8 +654,7 @@ def test_a_save_that_a_rank_has_not_come_to_is_no_reason_to_begin_at_step_0(node
 @pytest.mark.parametrize("folder", ["snapshots", None])
 def test_buffers_of_another_step_are_not_taken_for_those_of_a_lost_rank_0(node: Node, folder: str | None) -> None:
     """A rank writes its buffers before its step, in case it dies in it. Buffers from before ten unmarked steps must not
-    be combined with the parameters after them.
-    """
+    be combined with the parameters after them."""
 
     def train(until: int) -> Any:
         objects, snapshot = parts(), ddpjob.Snapshot(folder)
@@ -690,8 +680,7 @@ def test_buffers_of_another_step_are_not_taken_for_those_of_a_lost_rank_0(node: 
 @pytest.mark.parametrize("script", ["has an optimizer that seldom makes a step", "clips its weights after a save"])
 def test_what_was_saved_counts_whatever_else_the_script_does(node: Node, script: str) -> None:
     """One script makes one step between two saves, as if each were marked; the other changes parameters between a save
-    and the next step, so that survivors hold no usable state.
-    """
+    and the next step, so that survivors hold no usable state."""
 
     def train(until: int) -> int:
         objects, snapshot = parts(), ddpjob.Snapshot()
@@ -718,8 +707,7 @@ def test_what_was_saved_counts_whatever_else_the_script_does(node: Node, script:
 
 def test_of_two_states_of_one_number_the_first_is_kept_whole(node: Node) -> None:
     """Some scripts count epochs and save twice in one: values of one state must not be combined with parameters of the
-    other.
-    """
+    other."""
 
     def train(until: int) -> Any:
         objects, snapshot = parts(), ddpjob.Snapshot()
@@ -905,8 +893,7 @@ def test_averaged_weights_that_are_swapped_in_to_evaluate_are_not_taken_for_thos
     node: Node, how: str
 ) -> None:
     """No version counter shows a swap through `.data`, as many scripts do it. If a rank fails within an evaluation, the
-    others must not continue from the averages.
-    """
+    others must not continue from the averages."""
 
     def swap(objects: dict[str, Any]) -> None:
         for parameter in objects["model"].parameters():
@@ -961,8 +948,7 @@ def test_ranks_that_train_models_of_their_own_do_not_get_each_others_and_the_log
     node: Node, capfd: pytest.CaptureFixture[str], first: int
 ) -> None:
     """One rank's state is not what the failed rank had. Nothing makes them step together: one may have proved that its
-    parameters change only in steps before the other begins.
-    """
+    parameters change only in steps before the other begins."""
 
     def train_own() -> int:
         world, step = ddpjob.init(), 0
@@ -1048,8 +1034,7 @@ def test_a_state_of_which_a_bit_has_changed_in_memory_is_not_used_and_the_log_sa
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A script that writes where it must not, or a machine without ECC, would otherwise corrupt training and its
-    saves.
-    """
+    saves."""
 
     def flip(_: Any) -> None:
         rescue()
@@ -1157,8 +1142,7 @@ def test_a_training_that_ends_after_it_went_on_from_memory_has_its_last_state_in
     node: Node, more: int, ranks: int
 ) -> None:
     """If the save of the last step failed or was cut short, the next generation has nothing to do and ends well: the
-    folder must still get the last state.
-    """
+    folder must still get the last state."""
 
     def train(until: int) -> Any:
         objects, _snapshot, step = begin()
@@ -1196,8 +1180,7 @@ def test_a_script_that_names_no_step_does_not_end_well_without_the_state_that_me
     node: Node, end_ranks: Any, is_written: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The save of step 6 is cut short, and the next generation resumes from memory, makes two steps and saves nothing:
-    the job must not succeed with a snapshot older than its restart.
-    """
+    the job must not succeed with a snapshot older than its restart."""
 
     def train() -> int:
         objects, snapshot, step = begin()
@@ -1293,8 +1276,7 @@ def test_ranks_of_a_node_that_was_lost_draw_new_numbers_the_same_at_each_resume_
     nodes: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Their old states were lost with the node: the result differs, and users who compare must know why. The new node
-    gets the state in pieces, the last of which is shorter.
-    """
+    gets the state in pieces, the last of which is shorter."""
     monkeypatch.setattr(gather, "PIECE_BYTES", 100)
 
     def train_both(until: int) -> Any:
@@ -1355,8 +1337,7 @@ def test_a_rank_that_dies_again_and_again_while_it_loads_keeps_its_random_states
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The other rank was faster, and its state is of a newer generation: the same step, of which the dead rank has
-    written nothing.
-    """
+    written nothing."""
 
     def fail(*_: Any) -> None:
         raise InterruptedError
@@ -1431,8 +1412,7 @@ def test_a_rank_that_dies_within_its_step_has_left_the_buffers_of_all_its_micro_
 @pytest.mark.parametrize("steps_made", [0, 1])
 def test_a_new_node_keeps_the_state_as_soon_as_it_has_loaded_it(steps_made: int, nodes: Node) -> None:
     """Nodes are often lost one after the other: within three steps of the restart, the second one may be the last that
-    has the state.
-    """
+    has the state."""
 
     def train(until: int, survivor: int) -> int:
         world = ddpjob.init()
@@ -1459,8 +1439,7 @@ def test_a_new_node_keeps_the_state_as_soon_as_it_has_loaded_it(steps_made: int,
 
 def test_a_new_node_knows_that_should_stop_counts_otherwise_than_save(nodes: Node) -> None:
     """Otherwise it keeps a state that rank 0's node does not, and `load` returns a step too few: that step's batch is
-    seen twice.
-    """
+    seen twice."""
 
     def train(until: int, survivor: int = -1) -> int:
         world = ddpjob.init()
@@ -1512,8 +1491,7 @@ def test_what_a_fork_of_the_script_trains_turns_nothing_off(node: Node) -> None:
 
 def test_an_optimizer_that_is_changed_after_load_is_not_written_as_what_was_loaded(nodes: Node) -> None:
     """A script that halves the momentum at each resume must not halve it again at each failure before its first
-    step.
-    """
+    step."""
 
     def train(until: int, survivor: int) -> tuple[int, float]:
         world = ddpjob.init()

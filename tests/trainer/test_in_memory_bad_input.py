@@ -280,8 +280,7 @@ def test_a_script_whose_step_needs_its_peers_learns_in_time_that_memory_has_not_
     node: Node, capfd: pytest.CaptureFixture[str], kind: str
 ) -> None:
     """A rank that fails within LBFGS's step, or in the second half of a GAN's, leaves no complete state. Users must
-    learn that before they lose steps.
-    """
+    learn that before they lose steps."""
 
     def train() -> str:
         objects = parts()

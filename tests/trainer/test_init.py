@@ -336,8 +336,7 @@ def test_closing_never_hangs_on_a_thread_that_releases_the_last_tensor(run_ranks
 
 def test_a_rank_that_fails_in_the_middle_of_a_collective_ends_at_once_with_1(tmp_path):
     """A launcher sees the failure only when the process has ended, which gloo could delay until the collective's
-    time-out.
-    """
+    time-out."""
 
     def body(rank: int) -> None:
         with ddpjob.init(init_method=f"file://{tmp_path}/meet", rank=rank, world_size=2):

@@ -57,8 +57,7 @@ def save_readers(world: Any, snapshot: ddpjob.Snapshot) -> None:
 
 def test_each_rank_gets_back_its_own_reader_and_its_own_values(run_ranks: Any, tmp_path: Path) -> None:
     """With rank 0's reader on all, both would read the same samples, and those of the other shard would never be
-    seen.
-    """
+    seen."""
 
     def load(world: Any, snapshot: ddpjob.Snapshot) -> Any:
         reader = Reader(9)

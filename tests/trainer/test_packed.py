@@ -51,8 +51,7 @@ def test_tensors_of_any_shape_and_type_come_back_with_the_same_bits_and_strides(
 
 def test_another_default_device_of_the_script_is_no_matter() -> None:
     """With `torch.set_default_device("cuda")` data would be read to the GPU, and a copy written through an invalid
-    address.
-    """
+    address."""
     value = {"x": torch.arange(6.0), "large": torch.randn(300, 301)}
     with torch.device("meta"):
         back = there_and_back(value)

@@ -21,8 +21,7 @@ GB_PER_SECOND, MS = 1e-9, 1e-3
 
 def job(nodes: int = 4, ranks: int = 1, **measured: Any) -> list[RankMeasures]:
     """Return healthy nodes on separate machines: 10 GB/s, 0.1 ms, 100 GFLOP/s, 500 MB/s; `measured` is by node:
-    value.
-    """
+    value."""
 
     def of(name: str, node: int, usual: Any) -> Any:
         return measured.get(name, {}).get(node, usual)

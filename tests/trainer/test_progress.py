@@ -140,8 +140,7 @@ def test_of_ranks_that_a_script_starts_in_one_pod_with_a_group_of_torch_alone_on
     receiver, run_ranks, monkeypatch, meeting_file
 ):
     """They inherit the variables of the pod, which was started for one rank: each would believe that it is local rank
-    0.
-    """
+    0."""
     for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
         monkeypatch.setenv(name, str(value))
 
@@ -183,8 +182,7 @@ def test_a_receiver_that_refuses_is_mentioned_once_and_asked_again_later(receive
 
 def test_a_line_of_the_library_is_one_write(monkeypatch):
     """Under `python -u`, as ranks are started, print writes the end of a line separately, so lines of two ranks that
-    share a pipe would mix.
-    """
+    share a pipe would mix."""
 
     class Written(list):
         write = list.append

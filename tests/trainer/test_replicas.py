@@ -39,8 +39,7 @@ def changed(who: int, how: Callable[[Any], None], made: Callable[[], Any] = net)
 
 def every_dtype() -> dict[str, torch.Tensor]:
     """Yield tensors of all types, also without elements or dimensions, with gaps, in the middle of a word, or lazily
-    conjugated.
-    """
+    conjugated."""
     kinds = (torch.bool, torch.uint8, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.complex64)
     odd = {str(kind): torch.ones(5, dtype=kind) for kind in kinds}
     half_words = torch.zeros(9, dtype=torch.bfloat16)

@@ -39,8 +39,7 @@ def test_a_limit_that_is_too_small_is_said_with_the_one_that_would_do(tmp_path: 
 
 def test_the_limit_that_is_named_has_room_for_what_follows_too(tmp_path: Path) -> None:
     """A rank alone needs a second area for its copies: otherwise users raise the limit twice, with a restart each
-    time.
-    """
+    time."""
     where = container(tmp_path, str(600 * MIB), used=590 * MIB)
     short = room.shortage(100 * MIB, *where, with_later=200 * MIB)
     assert short is not None
@@ -77,8 +76,7 @@ def test_a_machine_without_room_has_no_limit_that_could_be_raised(tmp_path: Path
 
 def test_more_room_leaves_what_is_kept_as_it_is() -> None:
     """All of it is written before it counts as room, and a state that survived an earlier failure is at its
-    beginning.
-    """
+    beginning."""
     agent = Memory(1)
     agent.begin(0)
     shared, kept = Shared(agent.where(0), 1, 0), {"weight": torch.arange(5000.0)}

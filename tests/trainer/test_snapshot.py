@@ -264,8 +264,7 @@ def test_a_write_that_fails_ends_no_training_and_is_raised_by_wait(tmp_path, mon
 
 def test_a_full_disk_is_named_as_such(tmp_path, monkeypatch):
     """torch's message for a failed write is: `[enforce fail at inline_container.cc:672] . unexpected pos 8512 vs
-    8406`.
-    """
+    8406`."""
     write, room = io.FileIO.write, 20_000
 
     class Full(io.FileIO):
@@ -442,8 +441,7 @@ def test_what_an_old_attempt_publishes_in_the_last_instant_is_never_the_newest(a
 @pytest.fixture
 def zombie(tmp_path: Path) -> Iterator[Callable[[str], int]]:
     """Return a real process of attempt 1, frozen in the middle of writing or between two saves. It has saved steps 1
-    and 2. `thaw` continues it: it tries to save three higher steps, and exits with the number of refused ones.
-    """
+    and 2. `thaw` continues it: it tries to save three higher steps, and exits with the number of refused ones."""
     (tmp_path / "s").mkdir()
     pids = []
 
@@ -622,8 +620,7 @@ def in_a_process_of_its_own(body: Callable[[], object]) -> None:
 
 def test_a_training_that_begins_anew_in_the_folder_of_an_earlier_run_keeps_its_own_states(tmp_path):
     """A script with a --resume option, run without it: its saves must not be removed because the states of the earlier
-    run have higher steps.
-    """
+    run have higher steps."""
 
     def run(*steps: int) -> None:
         snapshot = ddpjob.Snapshot(tmp_path, keep=2)
@@ -893,8 +890,7 @@ def test_every_rank_goes_on_with_its_own_random_numbers(run_ranks, tmp_path, pat
 
 def test_a_step_that_is_saved_twice_keeps_every_ranks_random_numbers(run_ranks, tmp_path, patient):
     """The script saves in the loop, and again at the end: the second file must not lose what the first writer has
-    taken.
-    """
+    taken."""
 
     def save_twice(rank: int) -> None:
         with world_of(rank, 2, f"file://{tmp_path}/a"):
@@ -1002,8 +998,7 @@ def test_two_folders_of_the_same_last_name_keep_their_random_states_apart(run_ra
 
 def test_each_node_may_have_a_folder_of_its_own(run_ranks, tmp_path, patient):
     """An emptyDir of the local run has another path on each node, but the random states of all nodes belong in the
-    snapshot.
-    """
+    snapshot."""
 
     def save(rank: int) -> float:
         with world_of(rank, 2, f"file://{tmp_path}/a") as world:

@@ -217,8 +217,7 @@ def test_a_number_of_numpy_that_is_a_float_comes_back_as_a_float():
 
 def test_a_learning_rate_on_a_gpu_comes_back_onto_it() -> None:
     """torch leaves it on the CPU, where it was saved, and the last bits of the next step differ (seen on an H100). The
-    device "meta" stands for a GPU.
-    """
+    device "meta" stands for a GPU."""
     on_device, on_host = (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=torch.tensor(0.1)) for _ in range(2))
     schedulers = [torch.optim.lr_scheduler.LambdaLR(each, lambda _: 0.5) for each in (on_device, on_host)]
     group = on_device.param_groups[0]

@@ -79,8 +79,7 @@ def test_the_kubelet_never_restarts_a_trainer_by_itself() -> None:
 
 def test_a_restart_policy_of_the_trainer_itself_does_not_start_it_beside_the_next_attempt() -> None:
     """Kubernetes 1.34 accepts it whatever the pod's own policy is. A rank that has ended would be restarted while the
-    next attempt trains into the same checkpoint.
-    """
+    next attempt trains into the same checkpoint."""
     rules = [{"action": "RestartAllContainers", "exitCodes": {"operator": "In", "values": [1]}}]
     other = {"name": "proxy", "image": "p", "restartPolicy": "Always", "restartPolicyRules": rules}
     what = job(container={"restartPolicy": "Always", "restartPolicyRules": [{"action": "Restart"}]})

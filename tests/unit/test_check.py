@@ -540,8 +540,7 @@ def test_ranks_that_all_use_the_first_gpu_of_their_node_are_found(
     job_file, script: str, command: list[str], gpus: int, found: bool
 ) -> None:
     """In scripts of apex, timm and maskrcnn-benchmark NCCL ends the job only after the image was pulled on all
-    nodes.
-    """
+    nodes."""
     start = ["exec python train.py --local_rank=$LOCAL_RANK"] if "sh" in command else ["train.py"]
     container = {"resources": {"limits": {"nvidia.com/gpu": gpus}}}
     result = ran(job_file(script, *command, *start, nodes=2, container=container))
@@ -1280,8 +1279,7 @@ def test_the_script_is_found_behind_the_launchers_of_frameworks(
     line: str, launcher: str, files: list[str], words: str
 ) -> None:
     """Otherwise a job of Accelerate or Lightning is checked without its script, and "nothing found" is about the
-    YAML.
-    """
+    YAML."""
     found = read(line.split())
     assert (found.launcher, found.files, list(found.words)) == (launcher, files, words.split())
     assert read(["bash", "-lc", f"set -e; cd /app && {line}"]).files == files

@@ -1,6 +1,5 @@
 """`ddpjob check` names parts of a job's command that do something else than they seem to, and nothing in sound
-commands.
-"""
+commands."""
 
 from __future__ import annotations
 

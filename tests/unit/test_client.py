@@ -873,8 +873,7 @@ def test_a_followed_log_goes_on_where_its_connection_broke_in_any_time_zone_of_t
     cluster: FakeCluster, ddpjob: Ddpjob, hours: int
 ) -> None:
     """An upgraded API server cuts a line, whose rest must still come. The node's time zone must not shift the resume
-    time.
-    """
+    time."""
     cluster.zone = dt.timezone(dt.timedelta(hours=hours))
     cluster.broken = ["cut"]
     job = cluster.add("ddpjobs", stored())
@@ -892,8 +891,7 @@ def test_a_followed_log_goes_on_where_its_connection_broke_in_any_time_zone_of_t
 
 def test_a_followed_log_goes_on_after_a_sentence_of_the_kubelet(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     """Without free inotify watches, as on many machines with kind, the kubelet writes its error into the followed log,
-    without a time. Its first word must not be used as the time from which to resume.
-    """
+    without a time. Its first word must not be used as the time from which to resume."""
     cluster.broken = ["no watch", "no watch"]
     job = cluster.add("ddpjobs", stored())
     trainer = cluster.add("pods", pod("digits"))

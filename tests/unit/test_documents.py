@@ -84,8 +84,7 @@ EXAMPLES = {str(path): path.read_text(encoding="utf-8") for path in sorted(docum
 
 def test_no_job_shown_pulls_the_image_that_its_reader_has_built() -> None:
     """An image without a tag is always pulled, and this repository's is in no registry: on kind such a job waits for
-    ever although the image was loaded.
-    """
+    ever although the image was loaded."""
     texts = EXAMPLES | {str(block): block.text for block in documents.blocks("yaml")}
     jobs = [(place, job) for place, text in texts.items() for job in yaml.safe_load_all(text) if isinstance(job, dict)]
     containers = [

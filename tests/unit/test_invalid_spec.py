@@ -1,6 +1,5 @@
 """A spec that becomes invalid while its job is running: the job continues unchanged to its end, and its message names
-the mistake.
-"""
+the mistake."""
 
 from __future__ import annotations
 

@@ -217,8 +217,7 @@ def test_what_the_api_server_says_of_itself_is_no_list_of_objects(path: str) -> 
 
 def test_a_mark_of_a_megabyte_is_one_mark() -> None:
     """A tenant may create a ConfigMap of 600 kB with the mark's name. Otherwise no starting operator could read the
-    marks.
-    """
+    marks."""
     large = {"metadata": {"namespace": "team", "name": MARK}, "data": {"release": "a", "more": "x" * 1_000_000}}
     small = {"metadata": {"namespace": "other", "name": MARK}, "data": {"release": "b/c"}}
     script = Script(lambda: web.json_response({"items": [large, small], "metadata": {"resourceVersion": "7"}}))

@@ -78,8 +78,7 @@ def test_a_namespace_with_a_slow_webhook_slows_nobody_else_and_the_operator_is_n
     slow: dict[str, float], jobs: int, nodes: int
 ) -> None:
     """Otherwise all reconciles wait for one namespace's webhook, and after ten minutes the probe restarts the
-    operator.
-    """
+    operator."""
 
     async def story() -> None:
         town = Town(in_namespace("slow", slow))

@@ -99,8 +99,7 @@ def found(server: Server, *namespaces: str, adapter: Adapter = native.ADAPTER) -
 
 def test_a_gangs_part_ends_with_the_first_of_its_watches() -> None:
     """The operator ends with this task, and would not notice that a watch below it ended: its jobs would wait for
-    ever.
-    """
+    ever."""
 
     async def run() -> None:
         told: list[str] = []
@@ -239,8 +238,7 @@ def test_the_api_of_a_queue_that_answers_with_errors_counts_as_away_until_it_wor
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Kueue's conversion webhook may be down while the operator starts: other jobs must be reconciled, and the log must
-    name the cause.
-    """
+    name the cause."""
     server, waits = Server("v1beta1"), list[float]()
     server.errors[WORKLOADS] = CONVERSION
 

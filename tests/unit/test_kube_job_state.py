@@ -19,8 +19,7 @@ def pod(uid: str = "a", **fields: dt.datetime) -> Pod:
 
 def test_whether_a_node_is_lost_is_counted_from_when_we_saw_it_whatever_the_api_servers_clock_says() -> None:
     """Otherwise an operator whose clock is ahead gives up a healthy node, and starts the next attempt next to the
-    last.
-    """
+    last."""
     memory, later = JobState("uid"), START + dt.timedelta(seconds=20)
     asked = START + AHEAD
     stopping = pod(deletion_requested_at=asked, deletion_deadline=asked + dt.timedelta(seconds=10), silent_since=asked)
@@ -40,8 +39,7 @@ def test_a_pod_that_the_api_servers_clock_binds_in_the_future_was_bound_when_we_
 
 def test_times_of_pods_that_are_compared_with_each_other_stay_by_one_clock() -> None:
     """After a jump of our clock, one pod would have our time and its peer the cluster's: the peer would count as
-    created after it had ended, and the rank that left first would not be blamed.
-    """
+    created after it had ended, and the rank that left first would not be blamed."""
     memory = JobState("uid")
     (first,) = memory.by_own_clock([pod(scheduled_at=START + AHEAD)], START)
     later, peer = START + 2 * AHEAD, pod("b", scheduled_at=START + AHEAD)
@@ -51,8 +49,7 @@ def test_times_of_pods_that_are_compared_with_each_other_stay_by_one_clock() -> 
 
 def test_a_kubelet_that_is_back_has_the_grace_of_a_pod_before_it_that_pod_is_given_up() -> None:
     """The pod was to stop while its node was cut off. If it were given up as its kubelet returns, the next group would
-    start next to it (seed 3441 of the simulation with memory).
-    """
+    start next to it (seed 3441 of the simulation with memory)."""
     memory, back_at = JobState("uid"), START + dt.timedelta(seconds=29)
     stopping = pod(deletion_requested_at=START, deletion_deadline=START + dt.timedelta(seconds=1))
     silent = replace(stopping, silent_since=START)
@@ -70,8 +67,7 @@ def test_the_wait_for_a_pod_that_is_heard_again_starts_from_zero() -> None:
 
 def test_how_long_a_sidecar_has_run_on_is_counted_from_when_we_saw_it_whatever_the_nodes_clock_says() -> None:
     """With a node whose clock is ahead the job would wait, and with one that is behind an eviction would be a
-    success.
-    """
+    success."""
     memory, done = JobState("uid"), Container("ended", "Completed", exit_code=0, ended_at=START + AHEAD)
     beside = replace(pod(), trainer=done, sidecars_run=True)
     assert memory.by_own_clock([beside], START)[0].done_since == START

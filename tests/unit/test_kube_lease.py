@@ -1,6 +1,5 @@
 """The Lease: never two operators act at the same time, whatever happens to requests and clocks, and soon one acts
-again.
-"""
+again."""
 
 from __future__ import annotations
 

@@ -68,8 +68,7 @@ def timed(clock: Clock) -> NodeCache:
 
 def test_who_is_told_of_nodes_is_told_once_where_many_are_judged_anew() -> None:
     """The listener looks at every pod. With 5,000 nodes and 10,000 pods, repeated calls would block the operator for 6
-    s and delay its Lease, just when most nodes are cut off.
-    """
+    s and delay its Lease, just when most nodes are cut off."""
     told: list[int] = []
     nodes = NodeCache(lambda names: told.append(len(names)), lambda: NOW)
     for number in range(100):
@@ -297,8 +296,7 @@ class AnyEvents:
 
 def test_a_node_that_is_back_before_its_watch_says_so_keeps_its_pod(nodes: NodeCache) -> None:
     """The object would disappear at once and the container live on for its grace: two groups would train into one
-    folder.
-    """
+    folder."""
     taken(nodes, [node("gpu-1", "Unknown")], 1)
     server = Server(node("gpu-1"))
     with pytest.raises(ConflictError):
@@ -317,8 +315,7 @@ def test_a_pod_of_a_node_that_is_still_lost_is_given_up(nodes: NodeCache, there:
 
 def test_a_pod_that_has_changed_since_its_node_was_given_up_is_observed_again(nodes: NodeCache) -> None:
     """The API server may execute a request 19 s later. If the kubelet is back by then, the next attempt would start
-    next to a running pod (seed 701187 of the simulation with memory).
-    """
+    next to a running pod (seed 701187 of the simulation with memory)."""
     taken(nodes, [node("gpu-1", "Unknown")], 1)
     server = Server(node("gpu-1", "Unknown"), version="8")
     with pytest.raises(ConflictError):
@@ -329,8 +326,7 @@ def test_a_pod_that_has_changed_since_its_node_was_given_up_is_observed_again(no
 @pytest.mark.parametrize("phase", ["Failed", "Succeeded"])
 def test_a_pod_that_ended_long_ago_goes_from_a_node_that_is_ready(nodes: NodeCache, phase: str) -> None:
     """Otherwise a job has old pods to delete from its fourth attempt on, and creates no new ones while that is
-    refused.
-    """
+    refused."""
     taken(nodes, [], 1)
     server = Server(node("gpu-1"))
     gives_up_its_pod(server, nodes, phase)

@@ -110,8 +110,7 @@ def test_the_trainers_state_is_its_containers_or_that_of_what_keeps_it_from_runn
 
 def test_a_sidecar_that_a_webhook_puts_before_the_trainer_is_not_taken_for_it() -> None:
     """The sidecar of GKE's Cloud Storage FUSE ends with 0 after the trainer: failed ranks must not look like a
-    success.
-    """
+    success."""
     made = build.pod(job(container={"name": "pytorch"}), attempt=1, place=0)
     made["metadata"]["uid"] = "u"
     made["spec"]["containers"].insert(0, {"name": "gke-gcsfuse-sidecar"})

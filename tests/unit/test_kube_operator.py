@@ -204,8 +204,7 @@ def test_only_a_404_that_names_the_object_means_that_it_is_gone() -> None:
 @pytest.mark.parametrize("reads_nodes", [False, True])
 def test_how_long_a_pod_is_in_a_state_is_counted_by_our_clock_also_where_nodes_can_be_read(reads_nodes: bool) -> None:
     """By a node's clock that is a minute behind, a trainer that an eviction ended next to its sidecar would count as
-    completed.
-    """
+    completed."""
     done = {"exitCode": 0, "reason": "Completed", "finishedAt": f"{START - dt.timedelta(minutes=1):%Y-%m-%dT%H:%M:%SZ}"}
     beside = [_state(terminated=done), {"name": "proxy", "state": {"running": {}}}]
 
@@ -269,8 +268,7 @@ def test_an_operator_that_is_told_to_end_does_so_in_time_and_for_one_reason() ->
 
 def test_who_stands_by_knows_the_pods_of_a_job_that_was_made_again_and_forgets_one_that_is_gone() -> None:
     """Otherwise it refuses reports of nodes that an earlier job of the same name did not have, and keeps the specs of
-    deleted jobs.
-    """
+    deleted jobs."""
 
     async def run() -> None:
         made = Operator(OperatorSettings(), Client(), Election(Client(), "ops", "op", "a", Durations()))

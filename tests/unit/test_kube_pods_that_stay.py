@@ -185,8 +185,7 @@ def test_a_pod_that_stays_is_deleted_once_a_minute(refused: bool) -> None:
 
 def test_a_pod_that_has_lost_the_jobs_label_gets_it_back_and_the_training_goes_on() -> None:
     """A user may remove a pod's label to inspect it. Otherwise its group restarts, and the pod trains on next to the
-    next attempt, into the same checkpoint.
-    """
+    next attempt, into the same checkpoint."""
     cluster = Cluster(1, state="Running", reason="AllNodesRun", startedNodes="0-1")
     aside, _ = (cluster.has(1, place, RUNNING) for place in range(2))
     cluster.reconciles()
@@ -258,8 +257,7 @@ def test_a_pod_that_is_gone_is_asked_for_once_and_restarts_the_group() -> None:
 
 def test_pods_that_a_job_deleted_with_cascade_orphan_has_left_are_in_the_way_until_they_have_ended() -> None:
     """The message must name the pods as well as the Service. Otherwise, after the Service is deleted, two groups train
-    into one checkpoint.
-    """
+    into one checkpoint."""
     world: World = digits()
     orphan = Pod(
         "digits-3-0", "o", "", 3, 0, job="digits", node="n", phase="Running", trainer=Container("running", ready=True)

@@ -1,7 +1,6 @@
 """The three ports of an operator under every corner case of HTTP/1.1. Every pod of the cluster can reach them, and
 without limits one pod without any rights could end both operators of a cluster, by their memory or their liveness. The
-ports run on uvloop, as in the operator.
-"""
+ports run on uvloop, as in the operator."""
 
 from __future__ import annotations
 
@@ -285,8 +284,7 @@ def test_requests_on_one_connection_are_answered_one_after_the_other(port: Port)
 
 def test_pipelined_requests_take_no_more_memory_than_one(port: Port) -> None:
     """Otherwise 30 connections of one pod take 1.3 GB of the metrics port: 32 requests with 128 headers of 8 kB
-    each.
-    """
+    each."""
     large = port.head(*[b"X-%d: %s" % (number, b"a" * 8000) for number in range(100)]) * 10
     with ExitStack() as stack:
         before = resident_bytes()

@@ -1,6 +1,5 @@
 """When a job is reconciled: one reconcile at a time, the earliest request wins, and the wait grows with each
-failure.
-"""
+failure."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """The place of a job in its queue: which requests it needs, how often, and the text that users read. The answers follow
-Kueue's documentation of visibility.kueue.x-k8s.io.
-"""
+Kueue's documentation of visibility.kueue.x-k8s.io."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Progress in a cluster: a report counts for the pod that its token proves, and no client can forge it or exhaust the
-receiver.
-"""
+receiver."""
 
 from __future__ import annotations
 

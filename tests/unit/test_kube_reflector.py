@@ -80,8 +80,7 @@ class Copy:
 
 def follow(lists: list[Any], watches: list[Any], woken: Sequence[bool] = ()) -> tuple[Server, Copy, list[float]]:
     """Run until all prepared answers were given; return the waits in between. woken: waits that the end of an outage
-    cuts short.
-    """
+    cuts short."""
     waits: list[float] = []
 
     async def run() -> tuple[Server, Copy]:
@@ -137,8 +136,7 @@ def test_after_an_answer_from_which_a_watch_cannot_go_on_it_lists_again_within_s
 
 def test_after_an_outage_a_server_that_refuses_while_it_starts_is_asked_again_within_seconds() -> None:
     """It answers 429 and 403 for some seconds. With the waits of the outage the operator would lead blindly for 40
-    s.
-    """
+    s."""
     starting = ApiError(429, "TooManyRequests", "storage is (re)initializing")
     woken = [False] * 7 + [True] + [False] * 9
     _, _, waits = follow([*[AWAY] * 8, starting, starting, ([], 10)], [], woken)

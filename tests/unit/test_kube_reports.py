@@ -121,8 +121,7 @@ def test_a_report_without_a_phase_comes_from_a_trainer_that_trains() -> None:
 
 def test_while_the_progress_of_a_job_waits_for_its_turn_its_reports_are_worth_a_reconcile_a_minute() -> None:
     """With 2,000 jobs the turn comes every 200 s: planning each job every 10 s in vain would cost a tenth of a
-    processor.
-    """
+    processor."""
     desk = Desk()
     for number in range(300):
         desk.reports.wait_for_write(JobState(f"other-{number}"))

@@ -52,8 +52,7 @@ def test_what_is_not_newer_changes_nothing(store: Store[str], version: int) -> N
 
 def test_what_an_admission_webhook_has_added_to_a_new_object_comes_with_the_watch(store: Store[str]) -> None:
     """The answer to a create has our own body. Otherwise nobody learns that Kueue holds a pod back, and the job's
-    message does not mention the label that helps.
-    """
+    message does not mention the label that helps."""
     store.put(raw(shown="as it was sent"), is_whole=False)
     store.put(raw(shown="with a gate"))
     assert store.of(KEY) == ["with a gate"]
@@ -63,8 +62,7 @@ def test_what_an_admission_webhook_has_added_to_a_new_object_comes_with_the_watc
 
 def test_what_a_list_shows_was_seen_at_once_and_what_comes_of_other_jobs_meanwhile_one_after_the_other() -> None:
     """While the pods of one job are listed, the order of failures of other jobs must be kept; otherwise a later failure
-    looks like the cause.
-    """
+    looks like the cause."""
     seen: dict[str, int] = {}
 
     def noted(_: str | None, name: str, number: int) -> str:

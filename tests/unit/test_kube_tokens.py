@@ -124,8 +124,7 @@ REFUSED: dict[str, tuple[Callable[[], str], str]] = {
 
 def forged_with_the_public_key() -> str:
     """Return a classic forgery: HS256 with the published key as the secret. PyJWT refuses to sign so, but a forger
-    can.
-    """
+    can."""
     parts = [{"alg": "HS256", "typ": "JWT", "kid": "one"}, claims()]
     return ".".join([*(base64.urlsafe_b64encode(json.dumps(p).encode()).rstrip(b"=").decode() for p in parts), "c2ln"])
 

@@ -1,7 +1,6 @@
 """Every object sent to an API server, checked against the strict schemas of each supported Kubernetes version. The
 schemas of kubernetes-validate refuse unknown fields and wrong types. They cannot tell what an API server checks in its
-code, such as name lengths; tests/api checks that with the version it gets.
-"""
+code, such as name lengths; tests/api checks that with the version it gets."""
 
 from __future__ import annotations
 
@@ -68,8 +67,7 @@ def pods() -> dict[str, dict[str, Any]]:
 
 def gangs(version: str) -> dict[str, dict[str, Any]]:
     """Return a gang's PodGroup and one of its pods, in each API version that this Kubernetes has and the adapter
-    uses.
-    """
+    uses."""
     served = {"1.36": {"v1alpha2"}, "1.37": {"v1beta1", "v1alpha3"}}.get(version, set())
     assert served <= set(native.ADAPTER.versions)
     placed = job(nodes=4, topologyKey="topology.kubernetes.io/rack")

@@ -1,6 +1,5 @@
 """The metrics that a scraper reads: each series once, in both formats, none of a deleted job, and no label of unbounded
-length.
-"""
+length."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """The message of a waiting job says for what, for how long, and how to see why; after ten minutes there is one
-Warning.
-"""
+Warning."""
 
 from __future__ import annotations
 

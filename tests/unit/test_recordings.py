@@ -1,6 +1,5 @@
 """Jobs and pods that operators of earlier commits left in a cluster, under the present operator.
-tests/unit/data/recordings has a file for each commit, written there by tests/support/recordings.py.
-"""
+tests/unit/data/recordings has a file for each commit, written there by tests/support/recordings.py."""
 
 from __future__ import annotations
 

@@ -276,8 +276,7 @@ def test_what_the_agents_agreed_on_is_the_cause_also_where_node_0_ends_last(
     said: dict[str, Any], found: rules.Class, reason: str
 ) -> None:
     """Node 1's pod may end half a second before node 0's, which the operator then stops: the job must not restart for
-    ever without a charge.
-    """
+    ever without a charge."""
     leader = pod(0, 1 if found == "application" else 75, library(rank=0, ended=True, **said), seconds=11)
     peer = pod(1, 75, library(ended=True))
     cause, its_class = settled(told(leader, 10.5), peer, first=first_sign(peer))
@@ -286,8 +285,7 @@ def test_what_the_agents_agreed_on_is_the_cause_also_where_node_0_ends_last(
 
 def test_a_kill_that_the_agents_agreed_on_is_the_cause_also_where_node_0_ends_first() -> None:
     """The culprit's pod is stopped at the moment it ends: its SIGKILL must not pass for the kubelet's, so that the job
-    exceeds its budget.
-    """
+    exceeds its budget."""
     first = pod(0, 75, library(ended=True))
     agreed = library(rank=1, exitCode=137, signal="SIGKILL", ended=True, **{"class": "application"})
     cause, its_class = settled(first, told(pod(1, 137, agreed, seconds=11), 10.5), first=first_sign(first), nodes=2)
@@ -374,8 +372,7 @@ def test_a_failure_names_the_line_of_the_script_that_raised_it_and_no_librarys()
 )
 def test_a_torchrun_that_only_waited_for_the_other_nodes_had_a_rank_that_ended_early(code: int, said: str) -> None:
     """torchrun waits five minutes after its ranks ended with 0, so no pod completes next to the complaint. If node 0's
-    torchrun, which serves the store, ends meanwhile, it ends with 0, and loses a SIGTERM while it logs that.
-    """
+    torchrun, which serves the store, ends meanwhile, it ends with 0, and loses a SIGTERM while it logs that."""
     known: dict[str, Any] = {"steps": {0: 20, 1: 20}, "torchrun": True}
     waits = told(pod(0, code, said=said, seconds=22), 11)
     failure, found = settled(waits, pod(1, said=PEER), first=first_sign(pod(1, said=PEER)), **known)
@@ -388,8 +385,7 @@ def test_a_torchrun_that_only_waited_for_the_other_nodes_had_a_rank_that_ended_e
 
 def test_a_pod_that_ended_with_0_is_not_blamed_before_its_kubelet_has_said_why() -> None:
     """An evicted trainer ends with 0 at its SIGTERM, and its phase comes later. A verdict before that, "the ranks make
-    different numbers of steps", would charge the script for its node's full disk.
-    """
+    different numbers of steps", would charge the script for its node's full disk."""
     complaint, ended = pod(1, said=PEER), told(pod(0, 0), 11)
     waits = msgspec.structs.replace(ended, phase="Running")
     known: dict[str, Any] = {"steps": {0: 20, 1: 20}, "torchrun": True}
@@ -586,8 +582,7 @@ def test_torchruns_report_begins_at_the_same_line_for_what_is_shown_and_for_the_
     before: str, report: str
 ) -> None:
     """Otherwise describe shows the report of an old torch that the message does not mention; with LOGLEVEL=INFO the
-    message would have no last line.
-    """
+    message would have no last line."""
     log = f"{before}no data\n{report}\n"
     assert root_cause.own_lines(log)[-1] == "no data"
     assert log_lines.of(log, 1) == "last line: no data"

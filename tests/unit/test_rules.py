@@ -238,8 +238,7 @@ def test_a_rank_that_has_waited_too_long_has_not_lost_its_peer(exception: str, t
 )
 def test_a_disk_that_is_full_is_no_mistake_of_the_script(exception: str) -> None:
     """torch.save reports only this (2.13, writing to /dev/full): a job that has trained for less than a minute must not
-    be given up.
-    """
+    be given up."""
     assert not rules.is_mistake(exception, 1)
 
 

@@ -1,8 +1,7 @@
 """A container's end, read from what torch 2.13 really prints, cut as the kubelet cuts it. data/logs has the last 2 kB
 of torchrun's output for scripts of a few lines: raise, sys.exit(3), SIGSEGV and SIGKILL to oneself, raise under
 @record, two ranks that exit at different times, two ranks on gloo of which rank 1 raises (in one pod, and in two pods:
-peer-gone is the other one's), and SIGTERM to torchrun itself.
-"""
+peer-gone is the other one's), and SIGTERM to torchrun itself."""
 
 from __future__ import annotations
 

@@ -51,8 +51,7 @@ def restart(cluster: Cluster, name: str, seconds: float, say: Say) -> None:
 
 def scale(cluster: Cluster, name: str, nodes: int, seconds: float, say: Say) -> None:
     """Change the number of nodes. A running job is stopped first, and started with the new number; for an elastic job
-    the operator does that.
-    """
+    the operator does that."""
     stored = _unfinished(cluster, name, "scaled")
     before = stored.job.spec.nodes
     if before == nodes:
@@ -71,8 +70,7 @@ def scale(cluster: Cluster, name: str, nodes: int, seconds: float, say: Say) -> 
 
 def delete(cluster: Cluster, names: Sequence[str], *, wait: bool, seconds: float, say: Say) -> None:
     """Delete jobs; their pods get their grace period. A failure does not stop the other deletions. Raise InputError
-    after the last one if a job does not exist, ClusterError if one could not be deleted.
-    """
+    after the last one if a job does not exist, ClusterError if one could not be deleted."""
 
     def begin(name: str) -> str:
         going[name] = jobs.find(cluster, name)
@@ -108,8 +106,7 @@ def _until_gone(cluster: Cluster, stored: jobs.Stored, end: float, seconds: floa
 def wait(cluster: Cluster, names: Sequence[str], wanted: str, seconds: float | None, say: Say) -> bool:
     """Wait until jobs have a state, a condition, `ended` or `deleted`. Return True once all have; False as soon as one
     no longer can. Raise InputError for any other word, and the errors of several.refuse: TooLateError is a
-    ClusterError.
-    """
+    ClusterError."""
     goal = _Goal(wanted, _condition(wanted), seconds)
     is_one = len(set(names)) == 1
     going, wrong = several.of_each(names, lambda name: _Waiting(cluster, name, goal, say, is_named=not is_one))
@@ -154,8 +151,7 @@ class _Waiting:
 
     def look(self) -> bool | None:
         """Check once a second. Return True if the goal is reached, False if it no longer can be, None otherwise. Raise
-        TooLateError, ClusterError.
-        """
+        TooLateError, ClusterError."""
         if self._watch is None:
             return True
         goal = self._goal
@@ -206,8 +202,7 @@ def _never(_: jobs.Stored) -> bool:
 
 def _stop(cluster: Cluster, stored: jobs.Stored, what: str, seconds: float, say: Say) -> None:
     """Suspend a job and wait until all its pods have ended, because the spec of running pods cannot be changed. Raise
-    InputError if the job ends meanwhile: all nodes completed, or no restart is left for an earlier failure.
-    """
+    InputError if the job ends meanwhile: all nodes completed, or no restart is left for an earlier failure."""
     name = stored.job.metadata.name
     if not stored.job.spec.suspend:
         stored = jobs.patch(cluster, name, {"suspend": True})

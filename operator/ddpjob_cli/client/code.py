@@ -1,6 +1,5 @@
 """Adds code to a job without a custom image: a ConfigMap with an archive, which an init container unpacks. Pure. A
-ConfigMap's files are flat and read-only, but a program has folders, and may write next to its scripts.
-"""
+ConfigMap's files are flat and read-only, but a program has folders, and may write next to its scripts."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ PLACEHOLDER = "my-image"  # written by `ddpjob init`, to be replaced
 
 def for_cluster(job: Raw, script: str, below: str) -> None:
     """Change a job that was made for a script in place, so that clusters that enforce PodSecurity "restricted" accept
-    it: the script's path below the folder of the code, an image, no privileges. Fields that are set stay.
-    """
+    it: the script's path below the folder of the code, an image, no privileges. Fields that are set stay."""
     pod, trainer = job["spec"]["template"]["spec"], _trainer(job)
     if trainer.get("image") == PLACEHOLDER:
         trainer["image"] = IMAGE
@@ -43,8 +41,7 @@ def for_cluster(job: Raw, script: str, below: str) -> None:
 
 def config_map(archive: Archive) -> Raw:
     """Return the ConfigMap of an archive. Its name follows from its content, so two jobs with the same code share
-    it.
-    """
+    it."""
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -56,8 +53,7 @@ def config_map(archive: Archive) -> Raw:
 
 def into(job: Raw, archive: Archive) -> Raw:
     """Return a copy of a job whose trainer works in a folder with the code: its workingDir, else /code. Raise
-    InputError if the template mounts something else there.
-    """
+    InputError if the template mounts something else there."""
     job = copy.deepcopy(job)
     pod, trainer = job["spec"]["template"]["spec"], _trainer(job)
     folder = trainer["workingDir"] = trainer.get("workingDir") or FOLDER

@@ -72,8 +72,7 @@ class Cluster:
 
     def lines(self, path: str, **params: str) -> Iterator[str]:
         """Yield the lines of an endless answer, such as a followed log. A line cut by the end of the connection is left
-        out, because the next request gets it whole. Bytes that are not UTF-8 are kept (surrogateescape).
-        """
+        out, because the next request gets it whole. Bytes that are not UTF-8 are kept (surrogateescape)."""
         rest = b""
         for piece in self.pieces(path, **params):
             *whole, rest = (rest + piece).split(b"\n")
@@ -138,8 +137,7 @@ def connect(
 ) -> Cluster:
     """Return the cluster that options and kubeconfig name, or that of the pod. Raise InputError, ClusterError. file: a
     kubeconfig instead of those in KUBECONFIG. silent: seconds without a byte after which the connection of an endless
-    answer counts as dead.
-    """
+    answer counts as dead."""
     if context is None and file is None and not has_kubeconfig():
         access = kubeconfig.of_pod()
     else:

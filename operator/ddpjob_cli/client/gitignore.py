@@ -1,8 +1,7 @@
 """What a .gitignore excludes, as in gitignore(5), without git and without slow patterns. Git is never called in a
 stranger's folder: its configuration there may name programs (core.fsmonitor, filters), and so may that of a bare
 repository in a clone. Each pattern becomes a regular expression without backtracking into a `*`: the leftmost match is
-right, and a lookahead with a backreference keeps it.
-"""
+right, and a lookahead with a backreference keeps it."""
 
 from __future__ import annotations
 

@@ -105,8 +105,7 @@ def pods(cluster: Cluster, name: str) -> list[Raw]:
 
 def changing_pods(cluster: Cluster, name: str) -> Iterator[Raw]:
     """Yield those pods, and then each pod as it changes, until the server ends the watch after some minutes. Raise
-    ClusterError.
-    """
+    ClusterError."""
     params = {"watch": "true", "labelSelector": f"{naming.LABEL_JOB}={name}", "timeoutSeconds": "300"}
     for line in cluster.lines(f"/api/v1/namespaces/{cluster.namespace}/pods", **params):
         with contextlib.suppress(ValueError):  # the last line may be cut off
@@ -132,8 +131,7 @@ def events(cluster: Cluster, job: Stored, *, of_pods: bool = False) -> list[Raw]
 
 def state_of(pod: Raw, trainer: str) -> str:
     """Return Running, Pending (ErrImagePull), Failed (exit code 1), Failed (OOMKilled, exit code 137), Failed
-    (Evicted)
-    """
+    (Evicted)"""
     status = pod.get("status") or {}
     phase = "Terminating" if pod["metadata"].get("deletionTimestamp") else status.get("phase") or "Unknown"
     for container in [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]:

@@ -1,6 +1,5 @@
 """The address of an API server and the user's credentials, from kubeconfig files as kubectl reads them, or from a
-pod.
-"""
+pod."""
 
 from __future__ import annotations
 
@@ -70,8 +69,7 @@ class Credentials:
 
     def header(self) -> str | None:
         """Return the value of Authorization. A plugin whose token has expired may ask the user to log in, which takes
-        any time. Raise CredentialsError.
-        """
+        any time. Raise CredentialsError."""
         with self._lock:
             if self._until is not None and dt.datetime.now(dt.timezone.utc) >= self._until:
                 self._ask(self._user["exec"])
@@ -162,8 +160,7 @@ def _of_files(named: str, wanted: str | None) -> Access:
 
 def _merged(named: str) -> tuple[dict[str, dict[str, Raw]], str]:
     """Return the entries of all files by kind and name, and the current context; the first of equal names counts, as
-    with kubectl.
-    """
+    with kubectl."""
     merged: dict[str, dict[str, Raw]] = {"contexts": {}, "clusters": {}, "users": {}}
     current = ""
     for path in (Path(one).expanduser().absolute() for one in named.split(os.pathsep) if one):

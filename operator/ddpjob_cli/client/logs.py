@@ -116,8 +116,7 @@ class ClusterLogs:
 
     def read(self, attempt: int, nodes: Collection[int]) -> Iterator[tuple[int, bytes]]:
         """Yield what nodes have printed so far, as (node, piece). Raise ClusterError at the end for logs that could not
-        be read, because a lost node must not hide the output of the others.
-        """
+        be read, because a lost node must not hide the output of the others."""
         of_attempt = [pod for pod in self._pods if jobs.attempt_of(pod) == attempt]
         pods = {node: [pod for pod in of_attempt if jobs.place_of(pod) == node] for node in nodes}
         logs = read_ahead.each(self._log_of, list(itertools.chain(*pods.values())))
@@ -148,8 +147,7 @@ class ClusterLogs:
 
     def follow(self, attempt: int, nodes: Collection[int] | None, *, later: bool) -> Iterator[tuple[int, bytes]]:
         """Yield (node, lines) until the job ends, or the attempt if `later` is false. Raise JobGoneError if the job is
-        deleted meanwhile.
-        """
+        deleted meanwhile."""
         uids = [pod["metadata"]["uid"] for pod in self._pods]
         streams = _Streams(self.cluster, self.stored.trainer, self._part, uids, self._say)
         seen = watch.Watch(self.cluster, self.stored, self._say)
@@ -320,8 +318,7 @@ class _Streams:
 
     def tell_unread(self, *, api_answers: bool) -> None:
         """Report once which logs cannot be read although the API server answers: those of a lost node. Called at each
-        check of the job.
-        """
+        check of the job."""
         if not api_answers:
             self._unread.clear()
             return
@@ -334,8 +331,7 @@ class _Streams:
 
     def _tell(self, text: str) -> None:
         """Report once a message that a kubelet writes into a log: `failed to create fsnotify watcher: too many open
-        files`.
-        """
+        files`."""
         if text not in self._told:
             self._told.add(text)
             self._say(text)

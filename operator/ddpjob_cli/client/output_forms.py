@@ -19,8 +19,7 @@ from ddpjob_operator.job import api
 
 def of_jobs(found: Sequence[Raw], form: str, *, one: bool, namespaces: bool) -> str:
     """Return jobs in a form of `-o`; one: a single job, not a list. JSON and YAML are as in the API server, without
-    managedFields, which are longer than the rest.
-    """
+    managedFields, which are longer than the rest."""
     if form == "name":
         return "".join(f"{api.KIND.lower()}.{api.GROUP}/{raw['metadata']['name']}\n" for raw in found)
     if form in ("json", "yaml"):

@@ -1,6 +1,5 @@
 """Packs a folder of code into an archive: what is included, what is left out, and if it fits into a ConfigMap. The same
-files give the same bytes. Sizes are checked before anything is read.
-"""
+files give the same bytes. Sizes are checked before anything is read."""
 
 from __future__ import annotations
 
@@ -85,8 +84,7 @@ class Archive:
 
 def pack(root: Path, made: Mapping[str, str] | None = None, without: str = "") -> Archive:
     """Return the archive (tar.gz) of a folder. Raise InputError if it does not fit or cannot be read. made: additional
-    files with their text. without: a path in the folder to leave out.
-    """
+    files with their text. without: a path in the folder to leave out."""
     folder = scan(root)
     folder.files.pop(without, None)
     if len(folder.files) > FILES_MAX:
@@ -123,8 +121,7 @@ def scan(root: Path) -> Folder:
 
 def _scan(folder: Folder, below: str, ignored: Ignored) -> list[str]:
     """Scan one folder, and return the subfolders to scan. below: its path in the root, with a slash at its end, or
-    "".
-    """
+    ""."""
     if below.count("/") > FOLDERS_DEEP_MAX:
         raise InputError(f"{folder.root / below}: more than {FOLDERS_DEEP_MAX} folders deep, so it is no program")
     ignored.enter(below)

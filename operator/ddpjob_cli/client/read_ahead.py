@@ -1,6 +1,5 @@
 """Reads several logs in order, but starts reading ahead. The API server waits for the kubelet of a lost node as long as
-a request may take, and reading one log after the other would pay that for each lost node.
-"""
+a request may take, and reading one log after the other would pay that for each lost node."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ AHEAD_MAX = 16
 """Logs that are read ahead of the one that is printed."""
 BYTES_MAX = 1 << 20
 """Bytes read ahead of each log. A longer log is read again when it is printed: until then its idle connection could be
-dropped, for as long as the reader of stdout takes.
-"""
+dropped, for as long as the reader of stdout takes."""
 
 T = TypeVar("T")
 Read = Callable[[T], Generator[bytes, None, None]]

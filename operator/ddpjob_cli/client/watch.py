@@ -96,8 +96,7 @@ class Watch:
 
 class StateLines:
     """Reports changes: the state with its message, and progress from time to time. running: also report that the job is
-    running and its progress, which its logs show as well.
-    """
+    running and its progress, which its logs show as well."""
 
     PROGRESS_SECONDS = 10.0
     UNSEEN_SECONDS = 5.0  # a working operator gives a new job its state within a second

@@ -90,8 +90,7 @@ def check_all(
     """Check scripts, and jobs with the scripts that they run. Raise InputError for a file that cannot be read. A script
     given together with one job is checked as that job's, even if its path in the image differs. apart: the files were
     found in a folder, so a script belongs to a job only if the job's command names it. alone: the context of scripts
-    without a job. parameters: of the model; 0: unknown.
-    """
+    without a job. parameters: of the model; 0: unknown."""
     sources = {document.source for document, _ in jobs.values()}
     scripts = [path for path in paths if path not in sources]
     if scripts and len(jobs) > 1 and not apart:
@@ -132,8 +131,7 @@ def before_run(
     """Return the lines to show before a run, local or in a cluster, and True if an error forbids it. A script that is
     not found is not checked: the run itself reports that. cpu: no GPU is used. read_instead: the notebook from which
     the script was made, because users know its cells. given: the trainer's variables from outside the job; in a local
-    run those of the caller.
-    """
+    run those of the caller."""
     context = replace(known(job), local=local)
     context = replace(context, gpus=0) if cpu else context
     own = _script_of(document.source, job) if read_instead is None else [read_instead]

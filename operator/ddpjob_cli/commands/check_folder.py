@@ -1,6 +1,5 @@
 """`ddpjob check FOLDER`: its scripts, notebooks and DDPJobs, without ignored, hidden or installed ones. The folder may
-be a stranger's, so no program is called in it and no file outside is read.
-"""
+be a stranger's, so no program is called in it and no file outside is read."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ class Targets:
 
 def targets(paths: Sequence[str], job: str | None, load: Load) -> Targets:
     """Return the scripts and jobs of files and folders. Raise InputError for a folder without any. job: which one to
-    take from a file with several.
-    """
+    take from a file with several."""
     left_out: list[str] = []
     files = [name for path in paths for name in (_inside(path, left_out) if os.path.isdir(path) else [path])]
     scripts = [file for file in dict.fromkeys(files) if not is_job(file)]
@@ -108,8 +106,7 @@ def _not_too_deep(root: Path, below: str, left_out: list[str]) -> list[str]:
 
 def _readable(root: Path, path: str, left_out: list[str]) -> Iterator[str]:
     """Return the path if it is a regular file of the folder with something to check. A link may lead to a file in
-    it.
-    """
+    it."""
     whole = os.path.join(root, path) if str(root) != "." else path
     try:
         target = os.path.realpath(whole, strict=True)

@@ -1,6 +1,5 @@
 """Limits processor time for reading a stranger's script: rules follow values, and some chains are long. The limit
-counts this process's CPU time, so a loaded machine finds as much as an idle one.
-"""
+counts this process's CPU time, so a loaded machine finds as much as an idle one."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ class CpuLimit:
 
     def __call__(self, work: Callable[[], T]) -> T:
         """Return the result of the work. Raise TooLongError. There is no limit outside the main thread, because only
-        that gets signals.
-        """
+        that gets signals."""
         if self._left <= 0:
             raise TooLongError
         is_armed, least = True, 0.0

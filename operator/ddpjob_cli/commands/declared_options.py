@@ -15,8 +15,7 @@ _FILES_MAX = 20
 
 def of(scripts: Sequence[str]) -> frozenset[str]:
     """Return the options that these files declare, including files next to them that they import. An unreadable file
-    declares none: the run reports its error.
-    """
+    declares none: the run reports its error."""
     waiting, read = list(scripts), set[str]()
     names: frozenset[str] = frozenset()
     while waiting and len(read) < _FILES_MAX:

@@ -1,6 +1,5 @@
 """Makes a DDPJob for a training script: `ddpjob init` prints it, and `ddpjob run train.py` runs it. It reads the script
-as `ddpjob check` does, without running it, and writes its findings as comments. Text in, text out.
-"""
+as `ddpjob check` does, without running it, and writes its findings as comments. Text in, text out."""
 
 from __future__ import annotations
 
@@ -193,8 +192,7 @@ def _lost(script: Script) -> Iterator[str]:
 
 def files_lost(text: str) -> tuple[str, ...]:
     """Return a sentence about files that a script saves and that are lost with its pod; "" if it is not valid
-    Python.
-    """
+    Python."""
     try:
         return CpuLimit()(lambda: tuple(_lost(Script(text))))
     except (SyntaxError, ValueError, RecursionError, MemoryError, TooLongError):

@@ -1,6 +1,5 @@
 """The kind of a file, for every command: its suffix decides, else its content. Scripts without a suffix are installed
-by pip (`$(which fairseq-train)`) and have a shebang.
-"""
+by pip (`$(which fairseq-train)`) and have a shebang."""
 
 from __future__ import annotations
 

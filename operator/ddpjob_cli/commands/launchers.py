@@ -1,6 +1,5 @@
 """Chooses the launcher of a script without a command: ddprun, unless something needs torchrun. `ddprun` is the default
-on this machine and, in a cluster, for images that are known to contain it. `--launcher` overrides.
-"""
+on this machine and, in a cluster, for images that are known to contain it. `--launcher` overrides."""
 
 from __future__ import annotations
 

@@ -54,8 +54,7 @@ def applied(
     document: Document, nodes: str | None, settings: tuple[str, ...], variables: tuple[str, ...]
 ) -> tuple[Document, api.DDPJob]:
     """Return a job with the options applied, and parsed. nodes: a number, or MIN:MAX as in torchrun. Raise
-    InputError.
-    """
+    InputError."""
     if nodes is not None:
         least, most = range_of(nodes)
         override.set_field(document, f"spec.nodes={most}", "--nodes")

@@ -35,8 +35,7 @@ def write(data: bytes) -> None:
 
 def closed(error: OSError) -> int:
     """Return the exit code for a closed or full stdout; a full disk is reported. Raise an error that concerns another
-    file.
-    """
+    file."""
     if error.filename is not None:
         raise error
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes again at the exit, and would fail again

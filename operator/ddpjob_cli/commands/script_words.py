@@ -80,8 +80,7 @@ class _Line:
 
     def take(self, words: Sequence[str], *, behind: bool) -> Taken:
         """Return our options at the beginning with their words. behind: the file is known, so no option names it again,
-        and --help belongs to the script.
-        """
+        and --help belongs to the script."""
         taken: Taken = []
         rest = list(words)
         while rest and (found := self.match(rest)) is not None:
@@ -145,8 +144,7 @@ def _flat(taken: Taken) -> list[str]:
 
 def _arranged(command: click.Command, ctx: click.Context, args: Sequence[str]) -> list[str]:
     """Return the words in an order that click parses unambiguously: our options, `--`, the file, the script's. Raise
-    UsageError and InputError.
-    """
+    UsageError and InputError."""
     known = {spelling(name): p for p in command.get_params(ctx) if isinstance(p, click.Option) for name in p.opts}
     line = _Line(ctx.command_path, known)
     taken = line.take(args, behind=False)
@@ -307,8 +305,7 @@ def _name(word: str) -> str:
 
 def _say_what_is_handed_over(line: _Line, declared: frozenset[str]) -> None:
     """Warn on stderr that the script gets an option of ours that it does not declare: torchrun's order is easily
-    forgotten, and the script's own error would not explain it.
-    """
+    forgotten, and the script's own error would not explain it."""
     theirs = {spelling(name) for name in declared}
     for word in line.words:
         name = spelling(_name(word))

@@ -1,6 +1,5 @@
 """Makes one DDPJob, with its options, from what the command line names: a YAML, a script, a module, a notebook,
-stdin.
-"""
+stdin."""
 
 from __future__ import annotations
 
@@ -71,8 +70,7 @@ def to_yaml(source: Source) -> str:
 
 def with_launcher(source: Source, asked: str | None, missing: Callable[[], str]) -> tuple[Source, str]:
     """Return the source with the launcher of its script, and why that is not ddprun; "" if it is, or if that does not
-    apply. asked: by --launcher. missing: why ddprun is missing where the script is to run. Raise InputError.
-    """
+    apply. asked: by --launcher. missing: why ddprun is missing where the script is to run. Raise InputError."""
     made = source.module is not None or (source.text is None and kinds.of(source.file or "") != "job")
     found = _found(source) if made else from_script.FoundScript()
     if not made or found.spawns:
@@ -157,8 +155,7 @@ def as_file(source: Source) -> Iterator[Source]:
 
 def warn_of_size(job: api.DDPJob, *, allowed: bool) -> str:
     """Return a warning about more processes than the cores can run well; "" if there are not. Raise InputError for far
-    too many.
-    """
+    too many."""
     count, cores = topology.world_size(job.spec), len(os.sched_getaffinity(0))
     nodes, processes = wording.count(job.spec.nodes, "node"), wording.count(count, "process")
     size = f"{nodes} × {topology.nproc_per_node(job.spec)} are {processes}"

@@ -202,8 +202,7 @@ def show_until_end(cluster: Cluster, made: Stored) -> int:
 
 def _code(file: str, path: str, wishes: Wishes) -> tuple[str, Archive | None]:
     """Return the script's name in its folder, and the packed folder, for a job made for a script. file: as the user
-    named it; path: the file with its Python.
-    """
+    named it; path: the file with its Python."""
     from pathlib import Path
 
     from ddpjob_cli.client import pack

@@ -1,7 +1,6 @@
 """Cleans the output of scripts for a terminal: colors stay, other control sequences go. Titles, cursor moves, clears,
 links and the clipboard (OSC 52) are removed; otherwise a line of a log could hide or replace lines above it. A carriage
-return stays, because progress bars rewrite their line with it.
-"""
+return stays, because progress bars rewrite their line with it."""
 
 from __future__ import annotations
 

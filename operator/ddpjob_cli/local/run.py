@@ -1,6 +1,5 @@
 """`ddpjob run`: a job as processes on this machine, by the same plan as in a cluster. One thread: observe, plan, write
-the status, act, then wait for an event or for the next planned time.
-"""
+the status, act, then wait for an event or for the next planned time."""
 
 from __future__ import annotations
 
@@ -464,8 +463,7 @@ class Runner:
 
     def _on_signal(self, number: int, _frame: Any) -> None:
         """Only record the signal, because the interpreter may be in the middle of a print. A second signal kills at
-        once.
-        """
+        once."""
         if number not in STOP_SIGNALS:
             self._keys.add(number)
             return

@@ -1,7 +1,6 @@
 """The session of `ddpjob dev`: a save or Enter restarts the ranks of a local run, and it does not end with them. A
 thread polls the files and the keyboard, and wakes the run, which calls `look`. A restart is requested by a signal to
-node 0's agent, which starts a new generation and charges it to nothing.
-"""
+node 0's agent, which starts a new generation and charges it to nothing."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Bounds for a YAML text, checked on the stream of events before anything of its size is built. 280 bytes of aliases
 are a million entries, ten times as many with each further level; 10 MB of brackets take PyYAML most of a minute. No
-object that an API server accepts comes near these bounds.
-"""
+object that an API server accepts comes near these bounds."""
 
 from __future__ import annotations
 

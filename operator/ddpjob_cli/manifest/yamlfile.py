@@ -117,8 +117,7 @@ class Document:
 
 def read_job(path: str, job: str | None = None, data: bytes | None = None) -> Document:
     """Return the one DDPJob of a file. Raise InputError if there is none, or several and `job` does not choose. data:
-    what was read already; `path` is then only its name.
-    """
+    what was read already; `path` is then only its name."""
     documents = [d for d in (read(path) if data is None else parse(path, data)) if d.data is not None]
     if not documents:
         raise InputError(f"{path}:1: the file has no DDPJob: it is empty")
@@ -138,8 +137,7 @@ def read_job(path: str, job: str | None = None, data: bytes | None = None) -> Do
 
 def read(path: str) -> Iterator[Document]:
     """Return all documents of a file, and the items of its lists; `-` for stdin. Raise InputError with the line if it
-    is not valid YAML.
-    """
+    is not valid YAML."""
     try:
         if path == "-":
             path, data = "stdin", sys.stdin.buffer.read(yamlbounds.BYTES_MAX + 1)
@@ -168,8 +166,7 @@ def parse(path: str, data: bytes) -> Iterator[Document]:
 
 def _of_list(document: Document) -> Iterator[Document]:
     """Return the items of a list that `kubectl get -o yaml` prints, else the document itself. Items of a typed list,
-    such as a PyTorchJobList, that have no kind get it from the list.
-    """
+    such as a PyTorchJobList, that have no kind get it from the list."""
     data = document.data
     kind = data.get("kind") if isinstance(data, Mapping) else None
     if not isinstance(kind, str) or not kind.endswith(_LIST) or not isinstance(data.get("items"), list):
@@ -186,8 +183,7 @@ def _of_list(document: Document) -> Iterator[Document]:
 
 def read_value(text: str) -> Any:
     """Return one value as YAML, for `--set`; a text that is not YAML is the value itself. Raise InputError if it is too
-    large.
-    """
+    large."""
     try:
         documents = _documents("the value", text)
     except _NotYAMLError:
@@ -269,8 +265,7 @@ class _Walk:
 
     def _key(self, key: Any) -> Any:
         """Return a key as a text, as in kubectl: JSON has no other keys, and 1 and "1" are equal. A new node, because a
-        key may be an alias whose node is a value elsewhere, and stays a number there.
-        """
+        key may be an alias whose node is a value elsewhere, and stays a number there."""
         if not isinstance(key, yaml.ScalarNode):
             kind = "a list" if isinstance(key, yaml.SequenceNode) else "a mapping"
             raise self._wrong(key, f"{kind} cannot be a key; a key is a text")

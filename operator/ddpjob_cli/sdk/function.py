@@ -1,6 +1,5 @@
 """A function as files: what a rank needs to call it, and what it returns. cloudpickle sends functions, lambdas and
-classes of `__main__` and of notebooks by their code, and everything else by name.
-"""
+classes of `__main__` and of notebooks by their code, and everything else by name."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ class Sent:
 
     def write(self, folder: Path) -> None:
         """Write the files for ranks of this machine. They return results in the file ANSWER_FILE and not among their
-        lines.
-        """
+        lines."""
         for path, text in self.files.items():
             (folder / path).parent.mkdir(exist_ok=True)
             (folder / path).write_text(text, encoding="utf-8")
@@ -70,8 +68,7 @@ class _Limited(io.BytesIO):
 
 def sent(function: Callable[..., Any], arguments: Sequence[Any]) -> Sent:
     """Return the files that call a function in each rank. Raise InputError for one that cannot be sent, with the names
-    of what is too large or cannot be pickled; ImportError without cloudpickle.
-    """
+    of what is too large or cannot be pickled; ImportError without cloudpickle."""
     cloudpickle = _cloudpickle()
     name = getattr(function, "__name__", type(function).__name__)
     with _by_value(cloudpickle, function):

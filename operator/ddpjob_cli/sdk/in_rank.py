@@ -1,8 +1,7 @@
 """The script that a function becomes: it calls the function in each rank, and returns the result of rank 0. It is a
 single file that needs no installed package in the pod, because cloudpickle is next to it. Results are lines with a word
 that only the caller knows, so no text of a script can be mistaken for one. They go into the file `answer` next to this
-one if the caller, on this machine, has created it, else into the log.
-"""
+one if the caller, on this machine, has created it, else into the log."""
 
 from __future__ import annotations
 

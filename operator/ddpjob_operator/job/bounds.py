@@ -1,7 +1,6 @@
 """Bounds for every number, time, text and document from outside, applied where it is read. Whoever may create a pod, a
 DDPJob or a report writes what the operator reads, and the API server bounds little of it. Python's integers are
-unbounded, its dates end in the year 9999, and long lists cost memory.
-"""
+unbounded, its dates end in the year 9999, and long lists cost memory."""
 
 from __future__ import annotations
 

@@ -42,8 +42,7 @@ def known(status: api.Status) -> Known:
 
 def limits(spec: api.Spec) -> Limits:
     """Return the limits of the spec. backoffWindowSeconds needs a time in the status for each restart, so backoffLimit
-    is cut.
-    """
+    is cut."""
     if spec.backoff_window_seconds is None:
         return Limits(spec.backoff_limit)
     return Limits(min(spec.backoff_limit, validation.WINDOWED_LIMIT_MAX), spec.backoff_window_seconds)

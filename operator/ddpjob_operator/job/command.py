@@ -2,8 +2,7 @@
 The operator, `ddpjob check`, `ddpjob convert` and the local run use it. ddprun parses its own options
 (ddprun/options.py), because it runs in images without the operator. Options of other frameworks' launchers are not
 known, so after such a launcher the first word that names a Python file is the script. The script files themselves are
-not read here.
-"""
+not read here."""
 
 from __future__ import annotations
 
@@ -97,8 +96,7 @@ class Command:
 
 def read(words: list[str]) -> Command:
     """Return the training among several commands: what a launcher starts, else the first Python file, else the first
-    command that starts Python. Commands before it install packages and prepare data.
-    """
+    command that starts Python. Commands before it install packages and prepare data."""
     commands = [c for command in _commands(words) if (c := _read(command)).launcher]
     by_launcher = [c for c in commands if c.launcher != "python"]
     return next((c for c in by_launcher or commands if c.files), (by_launcher or commands or [Command()])[0])
@@ -148,8 +146,7 @@ def is_shell(words: list[str]) -> bool:
 
 def joined(words: list[str]) -> str:
     """Return a word that is several words in one, such as `torchrun train.py` or `--nnodes 2`, which no program has as
-    its name; "" if there is none. Arguments of the script are not checked.
-    """
+    its name; "" if there is none. Arguments of the script are not checked."""
     if words and _is_joined_program(words[0]):
         return words[0]
     begin = None if is_shell(words) else options_begin(words)
@@ -249,8 +246,7 @@ def _of_framework(program: str, words: list[str]) -> Command:
 
 def _behind(name: str, words: list[str]) -> Command:
     """Return what a launcher starts whose options are not known here. Without a launcher's name: a command with a
-    wrapper before it.
-    """
+    wrapper before it."""
     places = range(len(words)) if name else itertools.islice(programs.places(words), 1, None)
     for i in places:
         word, program = words[i], programs.name(words[i])

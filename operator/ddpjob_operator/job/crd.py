@@ -1,8 +1,7 @@
 """The CustomResourceDefinition, generated from the types in `api.py`: `ddpjob crd` prints it, and the chart contains
 it. Pure: types and docstrings in, a mapping out. msgspec's own JSON Schema uses `$ref` and `anyOf: null`, which the API
 server refuses, so this module writes a structural schema. What the comments say about the API server was seen on
-Kubernetes 1.36; tests/api/test_crd.py checks it.
-"""
+Kubernetes 1.36; tests/api/test_crd.py checks it."""
 
 from __future__ import annotations
 
@@ -85,8 +84,7 @@ STOP_FIRST = (
 
 def _same(field: str, default: str) -> str:
     """Return the CEL expression for "unchanged". It uses the ternary, because `.?nprocPerNode.orValue('auto')` is
-    estimated at more than 100 times the cost budget.
-    """
+    estimated at more than 100 times the cost budget."""
     new, old = f"self.spec.{field}", f"oldSelf.spec.{field}"
     return f"(has({new}) ? {new} : {default}) == (has({old}) ? {old} : {default})"
 
@@ -248,8 +246,7 @@ def _info(kind: type[msgspec.Struct]) -> types.StructType:
 def _struct(info: types.StructType, *, checked: bool) -> Schema:
     """Return an object with its fields. checked: also check the values, not only their shape. A status is not checked,
     because Helm never updates an installed CRD: if an old CRD refused a new state, a newer operator could not write any
-    status.
-    """
+    status."""
     schema: Schema = {"description": summary(info.cls), "type": "object"}
     required = [f.encode_name for f in info.fields if checked and is_required(info.cls, f)]
     if required:
@@ -329,8 +326,7 @@ def _union(options: list[types.Type], checked: bool) -> Schema:
 
 def _template() -> Schema:
     """The whole template is kept. The schema checks it only for mistakes that would otherwise show when pods are
-    created.
-    """
+    created."""
     strings = {"type": "object", "nullable": True, "additionalProperties": {"type": "string"}}
     metadata = {"type": "object", "nullable": True, **_open({"labels": strings, "annotations": strings})}
     listed = {
@@ -387,8 +383,7 @@ def _open(properties: dict[str, Schema]) -> Schema:
 
 def _known(names: Iterable[str]) -> dict[str, Schema]:
     """Return fields of which only the name is known, for the comparison in UNCHANGED and for `kubectl explain`.
-    nullable: Helm's templates contain `resources: null`, which pods treat as unset.
-    """
+    nullable: Helm's templates contain `resources: null`, which pods treat as unset."""
     return {name: {"nullable": True, "x-kubernetes-preserve-unknown-fields": True} for name in names}
 
 

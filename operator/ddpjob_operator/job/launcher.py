@@ -1,7 +1,6 @@
 """The launcher's options in the trainer's command, and where they contradict the job. A job with such a contradiction
 hangs or fails, because the launcher waits for nodes that never come (docs/dev/upstream.md), so it is refused before
-anything starts. Shell scripts and Python files are not read here.
-"""
+anything starts. Shell scripts and Python files are not read here."""
 
 from __future__ import annotations
 
@@ -57,8 +56,7 @@ _OF_PODS = (
 
 class JobFacts:
     """Facts about a job's template, computed once per parsed spec. A plan asks for them dozens of times, often per
-    node, and each report of a node four times.
-    """
+    node, and each report of a node four times."""
 
     def __init__(self, template: dict[str, Any], min_nodes: int | None) -> None:
         self._template, self._min_nodes = template, min_nodes
@@ -104,8 +102,7 @@ class JobFacts:
     @cached_property
     def mentioned(self) -> frozenset[str]:
         """Capitalized words of the trainer's container, such as RANK in `$(RANK)`: variables that the script may
-        read.
-        """
+        read."""
         return frozenset(_VARIABLE.findall(repr(self.trainer)))
 
     @cached_property
@@ -175,8 +172,7 @@ def warnings(spec: api.Spec) -> list[str]:
 
 def _alone(spec: api.Spec) -> list[str]:
     """Return a warning about a launcher that starts only the ranks of its node, because no option or variable names
-    others.
-    """
+    others."""
     text = (command.shell_script(facts(spec).command) or facts(spec).text)[:SCRIPT_READ_MAX]
     found = _OF_ONE_NODE.search(text)
     if spec.nodes == 1 or found is None or _OTHER_NODES.search(text):
@@ -193,8 +189,7 @@ def _alone(spec: api.Spec) -> list[str]:
 
 def of_ranks(spec: api.Spec) -> Iterator[tuple[str, str]]:
     """Yield (WORLD_SIZE, NNODES), (RANK, NODE_RANK): a rank's variable that is used as an option of the launcher, which
-    only sets it later, and the variable that is meant.
-    """
+    only sets it later, and the variable that is meant."""
     own, text = facts(spec).env, facts(spec).text
     for pattern, name, meant in _OF_PODS if facts(spec).launcher else ():
         is_set = name in own or re.search(rf"\b{name}=", text)
@@ -205,8 +200,7 @@ def of_ranks(spec: api.Spec) -> Iterator[tuple[str, str]]:
 
 def contradictions(spec: api.Spec) -> Found:
     """Yield each contradiction between the launcher's options and the job: the field's path, and a sentence with the
-    fix. The template must have the shape of one (validation.py).
-    """
+    fix. The template must have the shape of one (validation.py)."""
     path = command_path(spec.template)
     yield from ((path, sentence) for sentence in _rendezvous_file(spec))
     launcher = facts(spec).launcher

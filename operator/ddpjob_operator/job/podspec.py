@@ -55,8 +55,7 @@ def mounts(template: Mapping[str, Any]) -> dict[str, bool]:
 
 def files_outlive_a_pod(template: Mapping[str, Any], *, elsewhere: bool) -> bool:
     """True if files of the trainer outlive its pod: it has a volume that stays, and none that is emptied. elsewhere:
-    True if files outside of volumes stay as well, as for a local process.
-    """
+    True if files outside of volumes stay as well, as for a local process."""
     # /tmp is emptied in any pod. An emptyDir there is needed for a read-only root, so it does not mean that checkpoints
     # are lost.
     kinds = [kind for path, kind in _mounted(template).items() if path not in _FOR_SCRATCH]
@@ -86,8 +85,7 @@ def mappings(source: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 def restarts_of_the_kubelet(template: Mapping[str, Any]) -> list[tuple[dict[str, Any], str]]:
     """Return the fields by which the kubelet would restart the trainer in its pod, whatever the pod's restartPolicy is:
     the container's own policy, and any rule that restarts all containers (Kubernetes 1.34 and later, KEP-5307 and
-    KEP-5532).
-    """
+    KEP-5532)."""
     pod, own = template.get("spec") or {}, trainer_container(template) or {}
     others = mappings(pod, "initContainers") if isinstance(pod, Mapping) else []
     of_all = (
@@ -138,8 +136,7 @@ def limits(template: Mapping[str, Any]) -> dict[str, Any]:
 
 def quantity(value: object) -> float:
     """Return a Kubernetes quantity as a number: 8, "500m", "2Gi", "1e3". 0 for anything else, because the API server
-    refuses it.
-    """
+    refuses it."""
     text = str(value).strip()
     for suffix in sorted(_SUFFIXES, key=len, reverse=True):
         if text.endswith(suffix):

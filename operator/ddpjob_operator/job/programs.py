@@ -39,8 +39,7 @@ def name(word: str) -> str:
 
 def places(words: Sequence[str]) -> Iterator[int]:
     """Return the positions where a program may be in a command: the first word, and after a wrapper all words except
-    names in its options.
-    """
+    names in its options."""
     wrapper = ""
     for i, word in enumerate(words):
         if i and not wrapper:
@@ -58,8 +57,7 @@ def tells_of_itself(options: Sequence[str]) -> bool:
 
 def launch_options(words: Sequence[str]) -> list[str] | None:
     """Return the words after a framework's launcher, which is the first word; None if it does not start ranks: `ray
-    stop`, `mpirun --version`.
-    """
+    stop`, `mpirun --version`."""
     first = FRAMEWORKS[name(words[0])]
     rest = list(dropwhile(lambda word: word in first, words[1:]))
     if tells_of_itself(rest) or (first and _NO_LAUNCH.intersection(rest[:1])):

@@ -1,8 +1,7 @@
 """The JSON Schema of a DDPJob for editors: `ddpjob schema` prints it, and docs/ddpjob.schema.json is a copy. It is
 written from the CRD's schema, so that an editor and the API server agree. It is stricter in one point: an unknown field
 of the spec is marked, where the API server prunes it. The status is left open, because people do not write it. Pure:
-types in, a mapping out.
-"""
+types in, a mapping out."""
 
 from __future__ import annotations
 

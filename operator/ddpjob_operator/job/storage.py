@@ -99,8 +99,7 @@ def cut(raw: Raw, whole: int) -> dict[str, Any]:
 
 def rests_until(raw: Raw, now: dt.datetime, *, has_objects: bool) -> dt.datetime | None:
     """Return until when nothing is to be done for a cut job, unless it changes; None: read it. has_objects: True if it
-    has pods or other objects.
-    """
+    has pods or other objects."""
     forever = bounds.TIME_LAST
     if _is_left_alone(raw):
         return forever

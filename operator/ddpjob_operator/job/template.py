@@ -1,7 +1,6 @@
 """Compares a pod template with the API's own description (pod_types.py): wrong values, typos, unknown fields. `wrong`
 is refused by an API server of any version. A deviation that only the described version refuses is `misspelled` if it
-resembles a known field, else `unknown`, because a newer version may accept it.
-"""
+resembles a known field, else `unknown`, because a newer version may accept it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Recorded times, read by a clock that may be behind the one that wrote them: clocks are set back, and a leader with a
 fast clock hands over to one with a correct clock. A time recorded an hour ahead must not cause an hour of waiting. So
 no past event is later than now, and no wait ends later than if it began now. Cluster, local run and simulation all use
-this module.
-"""
+this module."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ def not_ahead(
     status: api.Status, now: dt.datetime, *, start_back_off_seconds: float, avoid_seconds: float
 ) -> api.Status:
     """Return the status without times after `now`. start_back_off_seconds: the wait after the last start that took too
-    long; avoid_seconds: how long a node is avoided.
-    """
+    long; avoid_seconds: how long a node is avoided."""
     restarts, progress = status.restarts, status.progress
     in_a_row = 0 if restarts is None else restarts.in_a_row
     wait = max(budget.back_off_seconds(in_a_row), start_back_off_seconds)
@@ -54,8 +52,7 @@ START_BACK_OFF_SECONDS = (60, 120, 240, 480, 960, 1800)
 
 def start_back_off_seconds(uid: str, retries: int) -> int:
     """Return 1, 2, 4 ... 30 min, less up to a fifth that differs by job, so that two jobs that block each other do not
-    retry together.
-    """
+    retry together."""
     base = START_BACK_OFF_SECONDS[min(retries, len(START_BACK_OFF_SECONDS)) - 1]
     share = int.from_bytes(hashlib.sha256(f"{uid}/{retries}".encode()).digest()[:2], "big") / 2**16
     return round(base * (1 - share / 5))

@@ -24,8 +24,7 @@ def world_size(spec: api.Spec) -> int:
 def members(spec: api.Spec) -> Members:
     """Return the members of every generation: all places of the job, in order. This is the only translation between
     places and node ranks. Pods, and startedNodes, completedNodes and replacements of a status, use places; reports and
-    failures use node ranks.
-    """
+    failures use node ranks."""
     return _of(spec.nodes)
 
 
@@ -46,8 +45,7 @@ def ranks_follow_nodes(spec: api.Spec) -> bool:
 
 def all_have_dns_names(spec: api.Spec) -> bool:
     """True if each pod has a DNS name, not only node 0. Under a dynamic rendezvous, the node whose name torchrun gives
-    to all ranks may be any one (torch 2.13, elastic/rendezvous/api.py).
-    """
+    to all ranks may be any one (torch 2.13, elastic/rendezvous/api.py)."""
     return not ranks_follow_nodes(spec) if spec.dns == "auto" else spec.dns == "all"
 
 
@@ -75,8 +73,7 @@ def backend(spec: api.Spec) -> str:
 
 def shutdown_timeout_seconds(spec: api.Spec) -> int:
     """Return how long torchrun waits for its workers after SIGTERM: within the grace period, with time left to report.
-    At least 1, because a negative value crashes torchrun (docs/dev/upstream.md, launchers).
-    """
+    At least 1, because a negative value crashes torchrun (docs/dev/upstream.md, launchers)."""
     return max(1, grace_seconds(spec.template) - 5)
 
 

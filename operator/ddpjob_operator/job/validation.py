@@ -1,7 +1,6 @@
 """Validates a DDPJob: names the wrong field, its value and the fix. The command line (which adds file and line), the
 operator (which writes the condition Accepted) and `crd.py` (which writes the rules that CEL can express into the CRD)
-use it. RULES holds each rule between fields once.
-"""
+use it. RULES holds each rule between fields once."""
 
 from __future__ import annotations
 
@@ -106,8 +105,7 @@ _READ = frozenset(
 def parse(raw: object, *, hints: bool = True) -> tuple[api.DDPJob, list[Problem]]:
     """Return the job in `raw` (decoded YAML or JSON) and all its problems. There is a job for any `raw`, with defaults
     for unreadable fields, so that the problems can be reported with its name. hints: suggest fixes for typos. The
-    operator does not: a tenant may write thousands of names, and the API server refuses unknown fields of a pod.
-    """
+    operator does not: a tenant may write thousands of names, and the API server refuses unknown fields of a pod."""
     typos = Typos() if hints else Typos(0)
     if not isinstance(raw, Mapping):
         return api.DDPJob(), [Problem((), f"{NOT_A_JOB}, not {say(raw)}")]
@@ -140,8 +138,7 @@ def stored_metadata(raw: Mapping[str, Any]) -> api.Metadata:
 
 def stored_status(raw: Mapping[str, Any]) -> api.Status:
     """Return the status of a job that the API server holds. Raise UnreadableJobError, so that it is never taken for
-    empty.
-    """
+    empty."""
     return typing.cast(api.Status, _stored(raw, "status", api.Status))
 
 
@@ -330,8 +327,7 @@ def _field(raw: object, hint: Any, kind: inspect.Type, path: Path, problems: _Fo
 
 def _nearest(kinds: tuple[inspect.Type, ...], raw: object) -> Any:
     """Return the nearest allowed number; unset for anything else. A job accepted under wider bounds then keeps nearly
-    its value and does not get a default.
-    """
+    its value and does not get a default."""
     whole = next((t for t in kinds if isinstance(t, inspect.IntType)), None)
     if whole is None or not isinstance(raw, int) or isinstance(raw, bool):
         return msgspec.UNSET

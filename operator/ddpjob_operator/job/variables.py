@@ -1,7 +1,6 @@
 """Rendezvous variables that the user's template sets: they override the job's own. The same mistakes in options of a
 launcher are refused (launcher.py). Here only `ddpjob check` reports them, because each variable matters only to the
-programs that read it.
-"""
+programs that read it."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ def contradictions(spec: api.Spec, *, by_python: bool, local: bool = False) -> I
     """Yield (index in env, name, sentence) for values with which several nodes cannot meet. by_python: True if the
     command starts the script without a launcher. A launcher reads its own variables and sets those of the ranks; an
     unknown program may read any, so nothing is reported for it. local: all nodes are on this machine and find rank 0 at
-    localhost.
-    """
+    localhost."""
     by = launcher.facts(spec).launcher
     if spec.nodes == 1 or not (by or by_python):
         return

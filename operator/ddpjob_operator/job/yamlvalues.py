@@ -1,7 +1,6 @@
 """Values of plain YAML scalars as kubectl reads them (sigs.k8s.io/yaml, YAML 1.1 with parts of 1.2). PyYAML differs: it
 reads 1e-4 as a text, which is a number in the cluster and refused as an argument; 1:30:00 as 5400, which is a text in
-the cluster; `y` and `08` as texts, which are true and 8 in the cluster. Pure.
-"""
+the cluster; `y` and `08` as texts, which are true and 8 in the cluster. Pure."""
 
 from __future__ import annotations
 

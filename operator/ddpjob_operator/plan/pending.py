@@ -1,6 +1,5 @@
 """What a waiting job waits for, for how long, and how to see why: its message always says so. The message changes
-rarely, because each change is a write of the status. A wait of more than ten minutes is a Warning, once.
-"""
+rarely, because each change is a write of the status. A wait of more than ten minutes is a Warning, once."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ MISSED_SECONDS = 60.0
 
 def with_long_wait(view: View, status: api.Status) -> tuple[api.Status, dt.datetime | None]:
     """Return the status with a Warning as its reason if a waiting state has lasted long without one; else when that
-    will be so.
-    """
+    will be so."""
     now = view.now
     reason = reasons.ALL.get(status.reason)
     if reason is None or reason.warning or not (status.state in _WAITS or reason is reasons.WAITING_FOR_OLD_PODS):
@@ -57,8 +55,7 @@ def waited(since: dt.datetime | None, now: dt.datetime) -> tuple[str, dt.datetim
 
 def waited_for_nodes(view: View, status: api.Status) -> tuple[str, dt.datetime | None]:
     """Return the same for pods without a node, summed over all attempts that gave up; "" if the job is training with
-    fewer nodes.
-    """
+    fewer nodes."""
     if view.trains_with_fewer(status):
         return "", None
     return waited(status.starting_since or status.attempt_time, view.now)
@@ -66,8 +63,7 @@ def waited_for_nodes(view: View, status: api.Status) -> tuple[str, dt.datetime |
 
 def why_unschedulable(pods: Sequence[Pod]) -> str:
     """Return what the scheduler says about pods without a node. If that differs by pod, the most frequent text comes
-    first, each with its pods. pods: in a fixed order, because each new text is a write.
-    """
+    first, each with its pods. pods: in a fixed order, because each new text is a write."""
     about: defaultdict[str, list[Pod]] = defaultdict(list)
     for pod in pods:
         about[pod.unschedulable].append(pod)
@@ -103,8 +99,7 @@ def next_creating_text_at(view: View, status: api.Status, pods: Sequence[Pod]) -
 
 def completed_long_ago(view: View, status: api.Status) -> tuple[str, dt.datetime | None]:
     """Return a message if some nodes completed long ago while others are still running, or when that will be so.
-    Without reports nobody can tell if the others hang in a collective or only have more to do.
-    """
+    Without reports nobody can tell if the others hang in a collective or only have more to do."""
     done, running_time = status.completed, status.running_time
     pods = view.known_pods
     ended = [pods[place].trainer.ended_at or running_time for place in done if place in pods]
@@ -179,8 +174,7 @@ def name_nodes(places: Sequence[int]) -> str:
 
 def last_report_at(status: api.Status, seen: Observed) -> dt.datetime | None:
     """Return when rank 0 last reported in this attempt; None if no report is expected: the rank has ended or sent its
-    final report, it reports only with each step (Kubeflow's protocol), or the operator has just begun to listen.
-    """
+    final report, it reports only with each step (Kubeflow's protocol), or the operator has just begun to listen."""
     progress, report, tracker = status.progress, seen.reports.get(0), seen.trackers.get(0)
     if progress is None or progress.attempt != status.attempt or 0 in status.completed:
         return None

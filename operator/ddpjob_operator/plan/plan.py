@@ -3,8 +3,7 @@ now)` does no I/O, takes the time as an argument and returns a plan for any obse
 on the current observation. The caller writes the status first (only if it changed), sends the events, then deletes,
 then creates. A pod is deleted only for a reason in the *recorded* status (`view.recorded`, as the API server has it).
 Otherwise a failure or a completed rank could be lost with the pod that proved it. So a stop takes two reconciles: one
-records, the next deletes.
-"""
+records, the next deletes."""
 
 from __future__ import annotations
 

@@ -42,8 +42,7 @@ def record(view: View, status: api.Status) -> api.Status:
 
 def _with_findings(status: api.Status, view: View) -> api.Status:
     """Return the status with the findings that make a success suspicious, each once. They outlive the pods that report
-    them.
-    """
+    them."""
     if not status.attempt:
         return status
     new = (api.StoredFinding(reason=one.reason, message=one.message) for one in _reported(view, status))
@@ -64,8 +63,7 @@ def _reported(view: View, status: api.Status) -> Iterator[NamedFinding]:
 def _unconfigured_since(view: View, status: api.Status) -> dt.datetime | None:
     """Return when the operator first saw that a pod lacks a ConfigMap or a Secret. The time when the pod got its node
     would be too early, because pulling an image may take longer than the limit. Kept in the status, because leaders
-    change more often than the limit.
-    """
+    change more often than the limit."""
     if any(root_cause.lacks_configuration(pod) for pod in view.active):
         return status.unconfigured_since or view.now
     is_started_again = status.start_retries > 0 and all(p.trainer.state == "waiting" for p in view.pods.values())

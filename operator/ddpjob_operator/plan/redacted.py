@@ -1,7 +1,6 @@
 """Cleans and masks all text on its way into a status or an Event; `plan` sends everything through this module. Text for
 people (sentences, exceptions, logs, metrics) is cleaned and masked (redaction.py); names that machines read stay
-unchanged.
-"""
+unchanged."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ CONDITION_MAX = 1024
 
 def status(new: api.Status, old: api.Status) -> api.Status:
     """Return the status as people may see it. Idempotent. old: the status that the API server has. Its unchanged
-    entries are clean already, and masking takes up to 20 ms.
-    """
+    entries are clean already, and masking takes up to 20 ms."""
     return replace(
         new,
         message=shown(new.message, MESSAGE_MAX),

@@ -89,8 +89,7 @@ def is_again(failure: api.JobFailure, before: api.JobFailure | None) -> bool:
 
 def _torchrun_gave_up(view: View, cause: api.JobFailure) -> bool:
     """True if torchrun of an elastic job ended with 1 because of a failed rank, after as many restarts as it was
-    allowed (PET_MAX_RESTARTS: what the application had left, or --max-restarts).
-    """
+    allowed (PET_MAX_RESTARTS: what the application had left, or --max-restarts)."""
     pod = view.known_pod(cause.node_rank)
     gave_up = pod is not None and pod.name == cause.pod and pod.trainer.exit_code == 1
     return view.is_elastic and gave_up and root_cause.is_own(cause)
@@ -127,8 +126,7 @@ def with_log(view: View, failure: api.JobFailure) -> api.JobFailure:
 
 def _with_silent_node(view: View, failure: api.JobFailure, first: api.JobFailure) -> api.JobFailure:
     """If ranks only complained about lost peers, return the failure with a node of the attempt that did not report for
-    a while, seen now or recorded earlier. first: the recorded failure.
-    """
+    a while, seen now or recorded earlier. first: the recorded failure."""
     silent = (pod.node for _, pod in sorted(view.known_pods.items()) if pod.was_silent)
     node = root_cause.evidence_of(first).silent_node or shown(next(silent, ""), root_cause.WORD_MAX)
     if not node or failure.reason != root_cause.PEER_LOST:
@@ -164,8 +162,7 @@ def _avoided(
 
 def _completed_early(view: View, status: api.Status) -> api.JobFailure | None:
     """Return the first node that completed early in this attempt, as the explanation for complaints of its peers. It
-    cannot explain those of a pod created afterwards, because the two were never in one group.
-    """
+    cannot explain those of a pod created afterwards, because the two were never in one group."""
     if view.is_elastic and view.is_enough(status.completed):
         return None  # an elastic group may have completed its training without a lost node
     pods, completed = view.known_pods, status.completed.intersection(view.members)
@@ -185,8 +182,7 @@ def _completed_early(view: View, status: api.Status) -> api.JobFailure | None:
 def _was_made_after(pod: Pod, ended: Pod) -> bool:
     """True if a pod was created after another had ended. The order in which the operator saw them decides. Otherwise
     estimate when the other ended: when it got its node, plus the time from there to its end. Never compare times of two
-    clocks: clocks of nodes differ by more than a short run takes.
-    """
+    clocks: clocks of nodes differ by more than a short run takes."""
     if (ended.ended_seen or ended.first_seen) < pod.first_seen:
         return True
     at, before, accepted, over = pod.scheduled_at, ended.scheduled_at, ended.accepted_at, ended.trainer.ended_at

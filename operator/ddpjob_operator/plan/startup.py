@@ -31,8 +31,7 @@ CANNOT_START = frozenset(
 
 def attempt_still_ending(view: View, status: api.Status) -> Decision | None:
     """Start no attempt while a process of the previous one may still be running: two groups would train into one
-    checkpoint.
-    """
+    checkpoint."""
     if not view.older:
         return None
     over = [p for p in view.older if is_over(p, view.recorded)]
@@ -49,8 +48,7 @@ def attempt_still_ending(view: View, status: api.Status) -> Decision | None:
 def rescaled(view: View, status: api.Status) -> Decision | None:
     """spec.nodes of an elastic job has changed: stop its pods with their full grace, as for a suspension; the next
     attempt has the new number. A running torchrun cannot accept more nodes than its maximum, and may hang when peers
-    are removed. After some nodes have completed, training is about to end and is not restarted.
-    """
+    are removed. After some nodes have completed, training is about to end and is not restarted."""
     if view.wanted_nodes == view.spec.nodes or view.problems or gang.is_forgotten(view, status):
         return None
     if status.completed_nodes:
@@ -154,8 +152,7 @@ def nodes_missing(view: View, status: api.Status) -> Decision | None:
 
 def avoidance_over(view: View, status: api.Status) -> Decision | None:
     """A pod is unschedulable, and the node it avoids is no longer avoided, or the avoidance is lifted because the pod
-    fits nowhere else. Create it again, because the affinity of a pod never changes.
-    """
+    fits nowhere else. Create it again, because the affinity of a pod never changes."""
     waiting = _unschedulable(view)
     if not waiting or view.trains_with_fewer(status) or gang.names_nodes(view, status):
         return None
@@ -180,8 +177,7 @@ def _unschedulable(view: View) -> list[Pod]:
 
 def _made_again(view: View, status: api.Status, waiting: Sequence[Pod]) -> api.Status:
     """Return the status in which unschedulable pods are created again. If they were to replace lost pods, the agents in
-    the other pods are waiting, some with the training state in memory, so those pods stay.
-    """
+    the other pods are waiting, some with the training state in memory, so those pods stay."""
     if status.replacements:
         numbers = {str(p.place): naming.replacement(status, p.place) + 1 for p in waiting}
         later = replace(with_new_ranks(status, view.now), replacements={**status.replacements, **numbers})
@@ -230,8 +226,7 @@ def _waiting(
     again_at: dt.datetime | None = None,
 ) -> Decision:
     """Return the state while not all nodes are running. After a failure it is Restarting, and the message names the
-    failure.
-    """
+    failure."""
     last_call_at = after(status.attempt_time, LAST_CALL_SECONDS) if view.trains_with_fewer(status) else None
     comes_soon = reason in (reasons.CREATING_PODS, reasons.STARTING_TRAINERS)
     if last_call_at is not None and (not comes_soon or status.running_time or view.now >= last_call_at):
@@ -262,8 +257,7 @@ def _to_create(view: View, status: api.Status) -> tuple[Action, ...]:
 
 def _avoids(view: View, status: api.Status) -> str:
     """Return the part of a message that names avoided nodes, because the scheduler's text does not say who excluded
-    them.
-    """
+    them."""
     if gang.names_nodes(view, status):
         return ""
     banned = "".join(f"; {sentences.avoided(a)}" for a in _in_force(status, view.now))

@@ -13,8 +13,7 @@ MIB = 1 << 20
 
 def why_not(view: View, status: api.Status) -> str:
     """Return why state is not kept in memory, in which pods, and which limit to raise; "" if no rank reports that. The
-    first rank of each node reports.
-    """
+    first rank of each node reports."""
     lacking = _lacking(view, status)
     if not lacking:
         return ""

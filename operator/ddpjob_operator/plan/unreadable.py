@@ -1,8 +1,7 @@
 """Jobs whose stored status this version of the operator cannot read: a condition reports that, and nothing else is
 done. An unreadable status is not an empty one. It may say that the job has finished, how much of its budgets is spent
 and which attempt may still be running; a plan without it would train a finished job again. Whoever edits the status can
-fix it, or the operator version that wrote it.
-"""
+fix it, or the operator version that wrote it."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ def event(why: str) -> Event:
 
 def with_condition(raw: Mapping[str, Any], why: str, now: dt.datetime) -> dict[str, Any] | None:
     """Return the stored status with the condition Accepted=False and everything else untouched; None if it is there
-    already or the status has no place for it.
-    """
+    already or the status has no place for it."""
     status = raw.get("status")
     conditions = status.get("conditions", []) if isinstance(status, Mapping) else None
     if not isinstance(conditions, list):

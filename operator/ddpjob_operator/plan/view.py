@@ -69,8 +69,7 @@ class View:
     """The uids of active pods whose node is lost."""
     lost_by_node: frozenset[str]
     """The part of `lost` whose node the cluster calls not ready. A pod that outlives its grace proves a lost node only
-    from the time when its deletion was requested.
-    """
+    from the time when its deletion was requested."""
     conflicts: tuple[ConflictingObject, ...]
     """Objects of others with a name that the job needs."""
     trackers: Mapping[int, stall.StepTracker]
@@ -123,8 +122,7 @@ class View:
 
     def failed(self, status: api.Status) -> list[Pod]:
         """The pods of the present attempt that ended but did not complete, including those that are gone. A node
-        recorded as completed stays completed, whatever happens to its pod.
-        """
+        recorded as completed stays completed, whatever happens to its pod."""
         completed = status.completed
         failed = [p for p in self.known_pods.values() if p.has_failed and p.place not in completed]
         return [p for p in failed if not self.comes_too_late(status, p.place)]
@@ -141,8 +139,7 @@ class View:
 
     def is_enough(self, places: Set[int]) -> bool:
         """True if the group can train with these places: all of them, or the minimum of an elastic job. Node 0 must be
-        among them, because its torchrun holds the store for the rendezvous.
-        """
+        among them, because its torchrun holds the store for the rendezvous."""
         least, present = self.facts.min_nodes, places & set(self.members)
         is_all = len(present) == len(self.members)
         return is_all if least is None else len(present) >= least and self.members.leader in present
@@ -163,8 +160,7 @@ class View:
     def stop(self, pods: Sequence[Pod], grace_seconds: int | None) -> tuple[DeletePod, ...]:
         """Return the actions that delete these pods, except terminating ones. Pods on lost nodes get a grace of 0,
         because their kubelet will never answer. Elsewhere a grace of 0 would remove the object before the kubelet ends
-        the processes, so the next attempt would start next to the old one.
-        """
+        the processes, so the next attempt would start next to the old one."""
         stopped = []
         for pod in sorted(pods, key=by_identity):
             if pod.uid in self.lost:
@@ -208,8 +204,7 @@ def _wanted_nodes(job: api.DDPJob, seen: Observed) -> int:
 
 def in_attempt(view: View, status: api.Status) -> View:
     """Return the same facts, sorted for the attempt that begins with `status`: all present pods now belong to older
-    ones.
-    """
+    ones."""
     job = replace(view.job, spec=launcher.with_nodes(view.spec, view.wanted_nodes))
     return _sorted(status, job, view.stored, view.seen, view.now, view.problems, view.settings)
 
@@ -302,8 +297,7 @@ def lost_at(pod: Pod, nodes: Mapping[str, Node] | None, settings: Settings) -> d
     the scheduler may treat the node as ready for seconds, and the next pod would go there too. Without node access, the
     node controller's treatment of the pod decides, or a pod that outlives its grace, because a working kubelet would
     have ended it. If the kubelet last reported a running trainer and the node controller sees no problem, the kernel
-    may be holding the process (NFS, a GPU's driver): that takes HELD_SECONDS.
-    """
+    may be holding the process (NFS, a GPU's driver): that takes HELD_SECONDS."""
     patience = dt.timedelta(seconds=settings.lost_node_seconds)
     if nodes is not None:
         node = nodes.get(pod.node)
@@ -334,8 +328,7 @@ def _unreachable(
 def outlived_at(pod: Pod, spec: api.Spec) -> dt.datetime | None:
     """Return when a sidecar that is still running shows that nobody is stopping the pod; None if there is none. An
     eviction or a node shutdown signals all containers of a pod at once and gives each the pod's grace. A trainer that
-    saves and ends with 0 then looks completed until its sidecar ends.
-    """
+    saves and ends with 0 then looks completed until its sidecar ends."""
     since = pod.done_since or pod.trainer.ended_at
     if since is None or not pod.done_beside_sidecars:
         return None
@@ -353,8 +346,7 @@ def next_loss(view: View) -> dt.datetime | None:
 
 def is_stale(job: api.DDPJob, seen: Observed) -> bool:
     """True if there are pods of a newer attempt than in the status: the read status is old. An empty status is lost,
-    not old; if it was old after all, the write conflicts, which costs nothing.
-    """
+    not old; if it was old after all, the write conflicts, which costs nothing."""
     status = job.status
     return status.state is not None and any(_number(p) > _present_number(status, p.place) for p in owned(job, seen))
 

@@ -169,8 +169,7 @@ def init(
 
 def _time_limit(name: str, seconds: Any) -> timedelta:
     """Check the limit: with 0 the first collective fails, and torch's message for infinity or text does not name the
-    argument.
-    """
+    argument."""
     if isinstance(seconds, (int, float)) and 0 < seconds <= TIMEOUT_SECONDS_MAX:
         return timedelta(seconds=seconds)
     raise ConfigurationError(f"{name}: {seconds!r} must be a number of seconds above 0, at most {TIMEOUT_SECONDS_MAX}.")
@@ -192,8 +191,7 @@ def active() -> World | None:
 
 def rank_in_group(otherwise: str) -> tuple[int, int]:
     """Return rank and size of this process's group, also of one that the script made; 0 of 1 without one. otherwise:
-    the alternative to `init` that the ConfigurationError names for a rank without a group.
-    """
+    the alternative to `init` that the ConfigurationError names for a rank without a group."""
     if process.current.group is not None or process.torch_group() is not None:
         place = process.place()
         return place.rank, place.world_size
@@ -356,8 +354,7 @@ def _join(
 
 def end_without_abort(environ: MutableMapping[str, str]) -> None:
     """Under ddprun let NCCL's errors end this process, as torchrun's setting does, but without aborting the group
-    first. After an abort the GPU continues with undefined buffers, and the state in memory could be made of them.
-    """
+    first. After an abort the GPU continues with undefined buffers, and the state in memory could be made of them."""
     if environ.get("DDPJOB_MEMORY") and environ.get(NCCL_ERRORS) == TORCHRUNS_OWN:
         environ[NCCL_ERRORS] = PYTORCHS_OWN
 
@@ -377,8 +374,7 @@ def _default_method(place: RankInfo) -> str:
 
 def _prefix() -> str:
     """Prefix keys with the attempt, so that a surviving process of an earlier one cannot find the new group. Under
-    ddprun also with the generation; not with TORCHELASTIC_RESTART_COUNT, which torchrun counts per node.
-    """
+    ddprun also with the generation; not with TORCHELASTIC_RESTART_COUNT, which torchrun counts per node."""
     environ = os.environ
     generation = environ.get("DDPJOB_GENERATION", "0")
     attempt = environ.get("DDPJOB_ATTEMPT", "1") + (f".{generation}" if generation != "0" else "")
@@ -406,8 +402,7 @@ def _rendezvous(where: str, place: RankInfo, timeout: timedelta) -> Store:
 def _store_at_port(where: str, place: RankInfo, timeout: timedelta) -> Store:
     """Return the store: rank 0 serves, the others connect. torch.distributed's own tcp:// makes every rank a client
     under torchrun (TORCHELASTIC_USE_AGENT_STORE in torch/distributed/rendezvous.py), even at a port where no agent
-    listens, so all would wait for the time-out.
-    """
+    listens, so all would wait for the time-out."""
     url = urlsplit(where)
     if url.hostname is None or url.port is None:
         raise ConfigurationError(f"init_method: {where!r} needs a host and a port, e.g. tcp://10.0.0.1:23456.")
@@ -438,8 +433,7 @@ def _store_in_file(where: str, place: RankInfo, timeout: timedelta) -> Store:
 
 def _agree(store: Store, place: RankInfo, backend: str, device: torch.device) -> None:
     """Check that all ranks use rank 0's backend and, under nccl, a GPU each; otherwise they wait for each other in
-    vain.
-    """
+    vain."""
     if place.rank == 0:
         store.set("backend", backend)
     elif (of_rank_0 := store.get("backend").decode()) != backend:
@@ -491,8 +485,7 @@ class _Group:
 
     def log_time_out(self, error: BaseException | None) -> None:
         """Explain a time-out: torch's message has milliseconds and an operation, but neither the name of the limit nor
-        how to raise it.
-        """
+        how to raise it."""
         if isinstance(error, SystemExit):  # sys.exit(1) in an except block
             error = error.__cause__ or error.__context__
         waited = _TIMED_OUT.search(str(error)) if isinstance(error, RuntimeError) else None
@@ -511,8 +504,7 @@ _TIMED_OUT = re.compile(r"Timed out waiting (\d+)ms")  # gloo's
 
 def before_leaving(action: Callable[[], None]) -> None:
     """Run the bound method when the group is left in order, while the store still answers (for a snapshot in
-    flight).
-    """
+    flight)."""
     process.current.before_leaving.append(weakref.WeakMethod(action))
 
 
@@ -539,8 +531,7 @@ def _leave_at_exit() -> None:
 def _end_soon() -> None:
     """After an exception, end with exit code 1 within 2 s, whatever a destructor still waits for. Until this process
     has ended, no launcher knows that it failed. faulthandler's timer is a C thread, so it works even while a destructor
-    holds the interpreter lock.
-    """
+    holds the interpreter lock."""
     settle(failed=True)
     faulthandler.dump_traceback_later(END_SECONDS, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
 
@@ -561,8 +552,7 @@ def _leave(group: _Group) -> None:
 
 def wait_for_others(group: _Group, limit_seconds: float) -> None:
     """Wait at most `seconds` until every rank is leaving. Use the store, not a barrier: under nccl a collective that a
-    lost peer never joins ends the process.
-    """
+    lost peer never joins ends the process."""
     store, world = group.store, group.world
     if store is None and process.current.stopped_at is not None:
         store = stop.store_of_group()  # the script made the group and waits for nobody, but rank 0 may still be writing

@@ -259,8 +259,7 @@ def store_of_group() -> Any:
 
 def fail_at_exit(problem: BaseException) -> None:
     """Make this process fail in `end_as_it_must`: the last state is not saved, and nobody can catch an exception any
-    more.
-    """
+    more."""
     termination.tell(problem)
     process.log(str(problem))
     process.current.fails_at_exit = True
@@ -268,8 +267,7 @@ def fail_at_exit(problem: BaseException) -> None:
 
 def end_as_it_must() -> None:
     """End with 1 if the last state is not saved, and with 75 after a stop, however the script ends: a training that
-    stopped early must not look completed.
-    """
+    stopped early must not look completed."""
     if process.current.fails_at_exit:
         if (agreement := process.current.agreement) is not None and process.current.stopped_at is not None:
             agreement.wait_for_others()  # in a group that the script made, this rank may serve the store

@@ -58,8 +58,7 @@ class NodeResult(NamedTuple):
 
     bad: tuple[SlowNode, ...] = ()
     """Bad nodes, the worst first. Always fewer than half of the nodes (of two: one), because the majority defines what
-    is usual.
-    """
+    is usual."""
     warnings: tuple[str, ...] = ()
 
     @property
@@ -89,8 +88,7 @@ class Criterion(NamedTuple):
     factor: float
     factor_of_two: float
     """The factor with only two nodes, where the other defines what is usual; 0: with two nobody can say which is at
-    fault.
-    """
+    fault."""
     text: Callable[[float], str]
     what: str
     matters: Callable[[float, float], bool] = lambda _seconds, _usual: True
@@ -115,8 +113,7 @@ def judge(measures: Sequence[RankMeasures]) -> NodeResult:
 def by_node(measures: Sequence[RankMeasures]) -> dict[int, NodeMeasures]:
     """Return the four measures of each node: of its slowest process, and the median over its peers. A slow link affects
     both its ends, but only a slow node has no better links. Pods of one machine communicate without a network, so with
-    several machines only links between machines count.
-    """
+    several machines only links between machines count."""
     machine = {rank.node: rank.machine for rank in measures}
     nodes = {}
     for node in sorted(machine):

@@ -119,8 +119,7 @@ def _measure_links(world: World, first_ranks: dict[int, int]) -> Iterator[Peer]:
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
     """Yield the rounds of a tournament: the first node keeps its seat, the others rotate; with an odd number one is
-    left out per round.
-    """
+    left out per round."""
     seats: list[int | None] = [*range(count), *([None] if count % 2 else [])]
     played = []
     for _ in range(min(len(seats) - 1, ROUNDS_MAX)):
@@ -174,8 +173,7 @@ def skew_seconds(world: World, first_ranks: dict[int, int]) -> float:
 
 def _clock_less_that_of(peer: int, device: torch.device) -> float:
     """Return our clock minus the peer's, as NTP does: the least late message waited least, and both directions take
-    equally long.
-    """
+    equally long."""
     on_device = gather.device_for(None, device)
     theirs = torch.empty(1, dtype=torch.float64, device=on_device)
 
@@ -219,8 +217,7 @@ def disk_seconds_per_byte(folder: str = "") -> float:
 
 def resolve_seconds(name: str) -> float:
     """Return the time to resolve the name; 0 without one. It has resolved before, because the ranks found each
-    other.
-    """
+    other."""
     began = time.perf_counter()
     with contextlib.suppress(OSError):
         socket.getaddrinfo(name, None)

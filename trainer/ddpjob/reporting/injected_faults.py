@@ -74,8 +74,7 @@ def _is_of(fault: Fault, attempt: str, generation: str) -> bool:
 
 def _records(file: str) -> bool:
     """True if this call recorded the fault. If it cannot be recorded it does not happen, because it would happen again
-    after each restart.
-    """
+    after each restart."""
     with contextlib.suppress(OSError):
         os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
         return True

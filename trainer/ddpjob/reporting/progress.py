@@ -118,8 +118,7 @@ def report_resumed(step: int, origin: str, *, saved: bool = True, **metrics: Any
 
 def report_saved(step: int) -> None:
     """Report that the checkpoint of this step is on disk, so that a restart resumes from it. Called by the writing
-    thread.
-    """
+    thread."""
     _write_saved(step)
     process.current.save_failed = ""
     _post_save()
@@ -139,8 +138,7 @@ def _post_save() -> None:
 
 def flush(timeout_seconds: float = FINAL_FLUSH_SECONDS) -> None:
     """Send the last values as final; then neither post nor write heartbeats until `progress` is called again. Wait at
-    most `timeout`.
-    """
+    most `timeout`."""
     state = process.current
     reporter, state.reporter, state.checks_each_step, state.begun = state.reporter, None, True, False
     if not state.stepping:
@@ -163,8 +161,7 @@ def _has_trained_alone() -> bool:
 
 def _check_step(step: int) -> None:
     """Check the step in the first call of this process and, if faults are injected, in all calls. Other calls only pay
-    for an `if`.
-    """
+    for an `if`."""
     state = process.current
     if not state.begun:
         state.begun = state.stepping = True
@@ -340,8 +337,7 @@ class Reporter:
 
     def steps_per_second(self, step: int, when: float) -> float | None:
         """Return steps per second over the last posts. It uses the times of the calls, so a pause between posts is no
-        slow-down.
-        """
+        slow-down."""
         if not self.marks or self.marks[-1][0] != step:
             self.marks.append((step, when))
         (first, began), (last, ended) = self.marks[0], self.marks[-1]

@@ -177,8 +177,7 @@ class WatchedModule:
 
     def _reached(self, index: int, _gradient: Any) -> None:
         """Count a backward pass at the parameter that the first pass reached first. No collective of the pass has begun
-        there, so the number of collectives identifies the pass.
-        """
+        there, so the number of collectives identifies the pass."""
         with contextlib.suppress(Exception):
             if self._counted is None:
                 self._counted = index
@@ -243,8 +242,7 @@ class WatchedModule:
 
 class Recent:
     """Values of one parameter at the start of the last backward passes. They stay on its device until the end, because
-    reading them in a pass would wait for the GPU.
-    """
+    reading them in a pass would wait for the GPU."""
 
     def __init__(self) -> None:
         self._values: Any = None
@@ -312,8 +310,7 @@ def collectives_begun(group: Any) -> int:
 def checksums(torch: Any, parameters: Sequence[Any], words_max: int | None = None) -> list[int]:
     """Sum the bits of each parameter, modulo 2**64, so that NaN equals itself. words_max: sum only the first words.
     Each word of a small tensor has its own weight, each row of words in a large one: swapped parts are found, but not
-    two swapped words of a row. Weights are odd, so that no bit is lost.
-    """
+    two swapped words of a row. Weights are odd, so that no bit is lost."""
     by_device: dict[Any, list[int]] = {}
     for index, parameter in enumerate(parameters):
         by_device.setdefault(parameter.device, []).append(index)
@@ -381,8 +378,7 @@ def hardware(torch: Any, parameter: Any) -> str:
 
 def has_trained_alone() -> bool:
     """True if this process has trained and is one of several ranks that do not know each other. Call it at the end of a
-    process that never joined a group of several ranks.
-    """
+    process that never joined a group of several ranks."""
     torch = sys.modules.get("torch")
     expected = process.number("WORLD_SIZE", 1)
     return torch is not None and expected > 1 and not knows_others() and has_run_backward(torch)

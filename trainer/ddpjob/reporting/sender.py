@@ -19,8 +19,7 @@ TIMEOUT_SECONDS = 5.0
 
 class ReportSender:
     """Sends for one thread. environ: DDPJOB_STATUS_TOKEN_FILE and DDPJOB_STATUS_CA_FILE are read. It uses http.client,
-    which follows no redirects (the token would follow too) and ignores proxies.
-    """
+    which follows no redirects (the token would follow too) and ignores proxies."""
 
     def __init__(self, url: str, environ: Mapping[str, str]) -> None:
         self._url = url
@@ -77,8 +76,7 @@ def _connection(target: SplitResult, environ: Mapping[str, str]) -> HTTPConnecti
 
 def _authorization(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the header. The token file is read for every post, because the kubelet renews a projected token in place
-    at 80 % of its lifetime.
-    """
+    at 80 % of its lifetime."""
     path = environ.get("DDPJOB_STATUS_TOKEN_FILE")
     if not path:
         return {}

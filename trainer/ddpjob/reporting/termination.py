@@ -117,16 +117,14 @@ def exception_line(error: BaseException) -> str:
 
 def cause_line(error: BaseException) -> str:
     """Return the line of the exception's cause if it says more: that a peer is gone, or what killed a data loader's
-    worker. Otherwise its own line, or for a group that of one exception in it.
-    """
+    worker. Otherwise its own line, or for a group that of one exception in it."""
     killed = (link for link in _chain(error) if rules.WORKER_KILLED.match(_whole(link)))
     return exception_line(_complaint(error) or next(killed, _one_of_group(error)))
 
 
 def exit_sentence(error: BaseException) -> str:
     """Return the line that argparse printed when it ended the process: train.py: error: unrecognized arguments:
-    --lrr
-    """
+    --lrr"""
     trace = error.__traceback__ if isinstance(error, SystemExit) else None
     while trace is not None:
         frame, trace = trace.tb_frame, trace.tb_next
@@ -137,8 +135,7 @@ def exit_sentence(error: BaseException) -> str:
 
 def exit_words(error: SystemExit) -> tuple[str, str]:
     """Return the line for an exit with a code other than 0, and the part of it that is in the log; both "" if only the
-    code is known.
-    """
+    code is known."""
     if exit_code(error) in (0, rules.RESUMABLE_EXIT_CODE):
         return "", ""
     printed = exit_sentence(error)
@@ -182,8 +179,7 @@ def _complaint(error: BaseException) -> BaseException | None:
 
 def _one_of_group(error: BaseException) -> BaseException:
     """Return the last exception of a group that is not about a lost peer, as in the log; any other exception itself.
-    Groups are recognized by their attribute, because Python 3.10 has them only from a package.
-    """
+    Groups are recognized by their attribute, because Python 3.10 has them only from a package."""
     members = getattr(error, "exceptions", None)
     if not isinstance(members, tuple) or not members or not all(isinstance(m, BaseException) for m in members):
         return error
@@ -214,8 +210,7 @@ def _leave(message: Failure) -> None:
 
 def _forget_earlier() -> None:
     """Remove a failure written before this process was started: its peers started together with it. Also remove a
-    child's failure if the parent continues: `except ProcessRaisedException: train_alone()`.
-    """
+    child's failure if the parent continues: `except ProcessRaisedException: train_alone()`."""
     if not os.path.getsize(os.environ["DDPJOB_TERMINATION_LOG"]):
         return
     with _opened() as descriptor:
@@ -228,8 +223,7 @@ def _forget_earlier() -> None:
 
 def _started_at() -> float:
     """Return the latest time when this process was started or forked, in seconds since 1970. The import of this module
-    is too late, because a peer may have failed before it.
-    """
+    is too late, because a peer may have failed before it."""
     with open("/proc/self/stat", "rb") as file:
         ticks = int(file.read().rpartition(b")")[2].split()[19])  # clock ticks
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - (ticks + 1) / os.sysconf("SC_CLK_TCK")
@@ -269,8 +263,7 @@ def _stays(written: bytes, message: Failure) -> bool:
 
 def write_over(descriptor: int, message: dict[str, Any]) -> None:
     """Overwrite the file in place: in a pod it is a mount of its own, and a rename over it fails with EBUSY. Raise
-    OSError.
-    """
+    OSError."""
     body = encode(message)
     os.pwrite(descriptor, body, 0)
     os.ftruncate(descriptor, len(body))
@@ -278,8 +271,7 @@ def write_over(descriptor: int, message: dict[str, Any]) -> None:
 
 def encode(message: dict[str, Any]) -> bytes:
     """Return the message as JSON of at most 4096 bytes. The traceback loses its beginning until it fits, then the
-    longest field is cut.
-    """
+    longest field is cut."""
     trace = message.pop("traceback", "")
     kept = trace[-BYTES_MAX:]
     while True:

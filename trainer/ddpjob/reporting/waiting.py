@@ -1,8 +1,7 @@
 """The collective in which this rank waits, as evidence for a deadlock (`ddprun/core/deadlock.py`). Uncertain answers
 are left out: if another thread may begin collectives, a GPU may work for the rank, or torch's flight recorder does not
 show every collective of a group. It is read only after the rank has not run for seconds, because a full recorder takes
-0.1 to 0.5 s.
-"""
+0.1 to 0.5 s."""
 
 from __future__ import annotations
 
@@ -103,8 +102,7 @@ def answer(frames: Mapping[int, FrameType], own: int, recorded: list[dict[str, A
 
 def is_known(main: int, recorded: list[dict[str, Any]]) -> bool:
     """True if the newest collective is one of gloo's that the main thread has begun and that is not done. A GPU's work
-    and other backends cannot be seen.
-    """
+    and other backends cannot be seen."""
     newest = recorded[-1]
     cuda = sys.modules.get("torch.cuda")
     of_main = {entry.get("thread_id") for entry in recorded} == {str(main)}
@@ -150,8 +148,7 @@ def _groups(recorded: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
 def begun(entries: list[dict[str, Any]], count: int) -> int:
     """Return the number of a group's newest collective; -1 if uncertain. count: all operations that the group has
     begun, including sends. It differs if the last one is not recorded, and for a group with the name of a destroyed
-    one.
-    """
+    one."""
     if not entries:
         return 0 if count == 0 else -1
     is_one = len({entry["pg_id"] for entry in entries}) == 1

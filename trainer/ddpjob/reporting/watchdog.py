@@ -94,8 +94,7 @@ def _share(where: str) -> None:
 
 def _notify(pipe: str) -> None:
     """Tell the agent that this process trains. The agent reads no heartbeat before the first one, and signals the
-    process each time.
-    """
+    process each time."""
     descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         os.write(descriptor, struct.pack(heartbeat.NOTICE, os.getpid()))
@@ -175,8 +174,7 @@ NEVER_THE_CAUSE = ("ddpjob-progress", "ddpjob-stop", "ddpjob-presence")
 
 def collectives_begun() -> int | None:
     """Return the collectives begun in the default group; None without one. Takes 5 µs, because it asks the group and
-    not its backend's devices.
-    """
+    not its backend's devices."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     group = None if c10d is None else c10d._world.default_pg
     return None if group is None else int(group._get_sequence_number_for_group())
@@ -216,8 +214,7 @@ def _write_answer(page: memoryview, cells: memoryview, answer: dict[str, Any]) -
 
 def _stacks(cells: memoryview, frames: dict[int, FrameType], recorded: list[dict[str, Any]]) -> str:
     """Return the stacks as one text, so that lines of two ranks do not mix. The main thread is last, where readers of a
-    log look first.
-    """
+    log look first."""
     rank = os.environ.get("RANK", "0")
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     own = threading.get_ident()
@@ -253,8 +250,7 @@ def innermost(frame: FrameType | None) -> str:
 
 def folded(frame: FrameType | None) -> list[str]:
     """Return the frames of the user's code, innermost first, with one line for all others, short enough for an
-    answer.
-    """
+    answer."""
     own: list[str] = []
     others: list[FrameType] = []
     while frame is not None and frame.f_code.co_filename != _FORK_SERVER:
@@ -306,8 +302,7 @@ def last_collective(recorded: list[dict[str, Any]]) -> dict[str, Any]:
 
 def waited_in(recorded: list[dict[str, Any]], begun: int | None) -> int:
     """Return the last collective of the default group if nothing was begun after it; else 0. A failed collective is
-    recorded as done. begun: count of the default group.
-    """
+    recorded as done. begun: count of the default group."""
     if not recorded or not begun or _is_apart(recorded[-1]) or waits_apart(recorded, begun):
         return 0
     return int(last_collective(recorded)["sequence"])
@@ -316,8 +311,7 @@ def waited_in(recorded: list[dict[str, Any]], begun: int | None) -> int:
 def waits_apart(recorded: list[dict[str, Any]], begun: int | None) -> bool:
     """True if the rank may wait in another group or in a send or recv, or its numbers differ from other ranks'. gloo
     counts sends and recvs like collectives, and does not record them. begun: count of the default group; None after it
-    was left.
-    """
+    was left."""
     numbers = [entry["collective_seq_id"] for entry in recorded if not _is_apart(entry)]
     is_counted = not numbers or max(numbers) - min(numbers) < len(numbers)
     is_newest = begun is None or begun == max(numbers, default=begun)

@@ -41,8 +41,7 @@ def text_of_script(data: bytes) -> str:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Replace a file so that a reader sees the old or the new content, never half of it. Raise OSError. Links are kept,
-    and a path that is no regular file (/dev/stdout, a pipe) is written to and never replaced.
-    """
+    and a path that is no regular file (/dev/stdout, a pipe) is written to and never replaced."""
     # Before links are resolved: /dev/stdout links to a pipe by a path that does not exist.
     if path.exists() and not path.is_file():
         with open(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY), "wb", buffering=0) as there:
@@ -58,8 +57,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 def write_privately(path: Path, data: bytes) -> None:
     """Replace a file of a run that only its user can read. An existing link or file is not written to. Raise
-    OSError.
-    """
+    OSError."""
     _replace(path, data, 0o600)
 
 

@@ -1,6 +1,5 @@
 """`ddpjob run --metrics-file`: metrics of a local run for node-exporter's textfile collector, with the names of the
-operator's /metrics. run.py calls it with each status.
-"""
+operator's /metrics. run.py calls it with each status."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """The report of a run, for `ddpjob report` and `ddpjob run --report`: one HTML file that loads nothing. Every drawing
-has a text with the same information, and uses the page's colors, light or dark.
-"""
+has a text with the same information, and uses the page's colors, light or dark."""
 
 from __future__ import annotations
 
@@ -77,8 +76,7 @@ class Markup(str):
 
 def _element(name: str, *children: str, **attributes: object) -> Markup:
     """Return an element; text that is no Markup is escaped. In attribute names a final _ is dropped, and any other
-    becomes -.
-    """
+    becomes -."""
     given = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value is not None}
     head = "".join(f' {key}="{html.escape(str(value))}"' for key, value in given.items())
     return Markup(f"<{name}{head}>{_joined(children)}</{name}>")

@@ -108,8 +108,7 @@ def is_running(run: Path) -> bool:
 
 def _clear_old(jobs: Path, job: str) -> None:
     """Keep the newest runs. A killed run left its volumes, its lock file and its agents' folders, but the lock is
-    free.
-    """
+    free."""
     for i, run in enumerate(_runs(jobs, job)):
         with _own(run, job) as held:
             if held is None or is_running(held):
@@ -140,8 +139,7 @@ def _runs(jobs: Path, job: str) -> Iterator[Path]:
 
 def _mark(run: Path, job: str) -> None:
     """Write a mark with the folder's inode, because a copy of the folder belongs to the user. The device is left out,
-    because its number changes at a reboot.
-    """
+    because its number changes at a reboot."""
     mark = {"job": job, "run": run.name, "inode": run.lstat().st_ino}
     descriptor = os.open(run / MARK, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     with open(descriptor, "w") as file:
@@ -159,8 +157,7 @@ def _has_mark(run: Path, job: str, name: str, inode: int) -> bool:
 @contextlib.contextmanager
 def _own(run: Path, job: str) -> Iterator[Path | None]:
     """Return a path inside the very folder that this user's run made, even if its name is taken over meanwhile; None if
-    it is another folder.
-    """
+    it is another folder."""
     try:
         descriptor = os.open(run, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -176,8 +173,7 @@ def _own(run: Path, job: str) -> Iterator[Path | None]:
 
 def _remove_what_ends_with_a_run(run: Path) -> None:
     """Remove everything except logs and record, without following links: rmtree refuses them, unlink removes the
-    link.
-    """
+    link."""
     for folder in ("volumes", FAULTS):
         shutil.rmtree(run / folder, ignore_errors=True)
     for leftover in ("token", "lock"):

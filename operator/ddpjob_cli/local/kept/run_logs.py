@@ -58,8 +58,7 @@ class LocalLogs:
 
     def follow(self, attempt: int, nodes: Collection[int] | None, *, later: bool) -> Iterator[tuple[int, bytes]]:
         """Yield (node, piece) from the beginning of an attempt until the run ends. nodes: None is all. later: include
-        later attempts.
-        """
+        later attempts."""
         offsets: dict[Path, int] = {}
         while True:
             found = runs.read(self.run.folder)

@@ -1,6 +1,5 @@
 """Values over the time of a run in bounded memory: ten million steps cost as much as a thousand. Pure. A full series
-merges neighbours and keeps their mean, lowest and highest value, so that a spike of one step still shows.
-"""
+merges neighbours and keeps their mean, lowest and highest value, so that a spike of one step still shows."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """The pods of one job as processes on this machine, in place of an API server and kubelets. It executes the plan's
-actions on processes, and returns observations in the same types as in a cluster.
-"""
+actions on processes, and returns observations in the same types as in a cluster."""
 
 from __future__ import annotations
 
@@ -83,8 +82,7 @@ class RefusedError(Exception):
 
 class LocalCluster:
     """Processes, ports and folders of one job. `show(pod, lines)` gets the nodes' output; `names` rewrites places in
-    the script in their texts.
-    """
+    the script in their texts."""
 
     def __init__(
         self,
@@ -249,8 +247,7 @@ class LocalCluster:
 
     def _port(self, attempt: int) -> int:
         """Return the port of an attempt, held from its first pod on; ports of older attempts are released. It differs
-        from the port in a cluster, because another local job may use that one.
-        """
+        from the port in a cluster, because another local job may use that one."""
         if attempt not in self._ports:
             self._ports[attempt] = ports.hold()
             for older in [a for a in self._ports if a < attempt]:

@@ -1,7 +1,6 @@
 """`ddpjob run --fail …`: injects faults, to show how a job recovers. The run itself kills a node, or ranks at an
 interval. A rank fails at a step within its own `ddpjob.progress(step=…)`, because only there the step is known exactly;
-it reads its faults from DDPJOB_FAULTS and records each one as a file.
-"""
+it reads its faults from DDPJOB_FAULTS and records each one as a file."""
 
 from __future__ import annotations
 

@@ -26,8 +26,7 @@ class TooFewGpusError(Exception):
 
 def visible(environ: Mapping[str, str] | None = None) -> list[str]:
     """Return the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES (indices or UUIDs). Obeys
-    CUDA_VISIBLE_DEVICES of `environ` (default: this process's) as CUDA does. May take seconds.
-    """
+    CUDA_VISIBLE_DEVICES of `environ` (default: this process's) as CUDA does. May take seconds."""
     environ = os.environ if environ is None else environ
     allowed = environ.get("CUDA_VISIBLE_DEVICES")
     if allowed is not None and allowed.strip() in ("", "-1"):  # the usual ways to allow none
@@ -38,8 +37,7 @@ def visible(environ: Mapping[str, str] | None = None) -> list[str]:
 
 def permitted(allowed: str, machine: Sequence[str]) -> list[str]:
     """Return the devices of a CUDA_VISIBLE_DEVICES; as in CUDA, the first invalid entry hides itself and all after it.
-    If no GPU was found, indices are not checked: ROCm uses the variable too, but has no nvidia-smi.
-    """
+    If no GPU was found, indices are not checked: ROCm uses the variable too, but has no nvidia-smi."""
     devices: list[str] = []
     for entry in (part.strip() for part in allowed.split(",")):
         if re.fullmatch(r"(GPU|MIG)-[\w/.-]+", entry):
@@ -72,8 +70,7 @@ def installed(environ: Mapping[str, str]) -> list[str]:
 def parse_listing(listing: str) -> list[str]:
     """Return the devices in the output of `nvidia-smi -L`. A GPU in MIG mode computes only by its slices, listed below
     it, which have UUIDs but no index. Whole GPUs next to them are then named by UUID as well, because CUDA accepts no
-    mixture.
-    """
+    mixture."""
     gpus = re.findall(r"^GPU (\d+):.*?\(UUID: (GPU-[^)]+)\)((?:\n\s+MIG .*)*)", listing, re.MULTILINE)
     if not any(slices for _, _, slices in gpus):
         return [index for index, _, _ in gpus]

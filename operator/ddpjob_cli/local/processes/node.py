@@ -92,15 +92,13 @@ class NodeProcess:
         """The supervisor's pid, for `kill_orphans`."""
         self.output = self._stdout.fileno()
         """Non-blocking descriptor of all that the trainer prints, in order. It closes with the node: read to its
-        end.
-        """
+        end."""
         os.set_blocking(self.output, False)
         self._send({"argv": list(argv), "env": dict(env), "cwd": cwd, "grace_seconds": grace_seconds})
 
     def stop(self, grace_seconds: float) -> None:
         """Send SIGTERM to the trainer's first process, and SIGKILL to all after `grace_seconds`; later calls can only
-        shorten.
-        """
+        shorten."""
         self._send({"stop": grace_seconds})
 
     def handle_report(self) -> None:
@@ -145,8 +143,7 @@ class NodeProcess:
 def kill_orphans(known_pids: set[int], timeout_seconds: float = 10.0) -> None:
     """Kill and reap every child of this process that is not in `known_pids`, with its descendants. For a subreaper
     these are left by a supervisor that SIGKILL ended. `known_pids` must contain every child that the caller started and
-    wants to keep. Return after `timeout_seconds` even if one is stuck in the kernel.
-    """
+    wants to keep. Return after `timeout_seconds` even if one is stuck in the kernel."""
     deadline, pause = time.monotonic() + timeout_seconds, 0.001
     while time.monotonic() < deadline:
         parent_of = processes.parents()

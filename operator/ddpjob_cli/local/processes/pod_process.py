@@ -1,6 +1,5 @@
 """Translates a pod into a process on this machine, and names the fields that a local process cannot have. All nodes are
-checked before any starts, so that a run never fails halfway because of a field.
-"""
+checked before any starts, so that a run never fails halfway because of a field."""
 
 from __future__ import annotations
 
@@ -187,8 +186,7 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
 
 def search_path(path: str) -> str:
     """Return PATH with the folder of this interpreter: first if torch is installed in it, so that `torchrun` and
-    `python` mean that one, as in an activated environment; else last.
-    """
+    `python` mean that one, as in an activated environment; else last."""
     own = os.path.dirname(sys.executable)
     parts = [p for p in path.split(os.pathsep) if p != own]
     has_torch = os.access(os.path.join(own, "torchrun"), os.X_OK)
@@ -288,8 +286,7 @@ def _mounts(
 
 def _mounted(text: str, mounts: list[tuple[str, Path, bool]]) -> str:
     """Return `text` with each mount's path replaced by its folder here, because nothing can be mounted without root.
-    All are replaced at once: a folder's path may contain another mount's path.
-    """
+    All are replaced at once: a folder's path may contain another mount's path."""
     if not mounts:
         return text
     folders = {path: str(folder) for path, folder, _ in mounts}

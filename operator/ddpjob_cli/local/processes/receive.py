@@ -1,7 +1,6 @@
 """The receiver of progress on loopback, to which `ddpjob.progress()` in a local trainer posts, with the protocol of the
 operator's receiver. Other users of the machine can reach loopback too, so a report needs the job's token, and the
-number of connections is limited.
-"""
+number of connections is limited."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ CONNECTIONS_MAX = 32  # one per reporting rank, and some of other users of the m
 class LocalReceiver(ThreadingTCPServer):
     """Listens on a free port of 127.0.0.1; serves from `start` to `stop`. `on_report` gets the body of each
     authenticated report, in a thread of the receiver, one call at a time; it returns None, or a sentence why it
-    refuses. `token_file` is written with mode 0600 and removed by `stop`.
-    """
+    refuses. `token_file` is written with mode 0600 and removed by `stop`."""
 
     daemon_threads = False  # stop() waits for them, because the runner accepts no report after it
     request_queue_size = 128
@@ -68,8 +66,7 @@ class LocalReceiver(ThreadingTCPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve a connection in its own thread. If there are too many, the oldest is closed: a report takes a
-        millisecond, so this only affects clients that keep connections open.
-        """
+        millisecond, so this only affects clients that keep connections open."""
         if len(self._connections) >= CONNECTIONS_MAX:
             oldest = next(iter(list(self._connections)))
             self._connections.pop(oldest, None)

@@ -1,6 +1,5 @@
 """The screen of a local run: a live table on a terminal, plain lines elsewhere. The nodes' output goes to stdout and
-everything else to stderr, so that a pipe gets only what the training printed.
-"""
+everything else to stderr, so that a pipe gets only what the training printed."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ class OutputClosedError(Exception):
 
 class PlainScreen:
     """Plain lines: the nodes' output with their prefix, events at once, progress from time to time. types: a debugger
-    has the terminal. Then there is no progress, and the nodes' output is in their logs only.
-    """
+    has the terminal. Then there is no progress, and the nodes' output is in their logs only."""
 
     def __init__(self, job: api.DDPJob, *, types: bool = False) -> None:
         self.job = job
@@ -127,8 +125,7 @@ class PlainScreen:
 
 class LiveScreen(PlainScreen):
     """A table at the bottom of the terminal, redrawn in place; the nodes' lines scroll above it. While another process
-    group has the terminal (`ddpjob run … &`), plain lines. groups: our own process groups.
-    """
+    group has the terminal (`ddpjob run … &`), plain lines. groups: our own process groups."""
 
     def __init__(self, job: api.DDPJob, groups: frozenset[int]) -> None:
         super().__init__(job)
@@ -225,8 +222,7 @@ def has_terminal(groups: Collection[int]) -> bool:
 @contextlib.contextmanager
 def _whoever_reads() -> Iterator[None]:
     """Ignore write errors (closed terminal, full disk, pipe without a reader): output is lost, but training continues.
-    Ctrl-C also ends the `tee` of `ddpjob run … 2>&1 | tee log`, and the nodes still need their time to save.
-    """
+    Ctrl-C also ends the `tee` of `ddpjob run … 2>&1 | tee log`, and the nodes still need their time to save."""
     try:
         yield
     except OSError:
@@ -245,8 +241,7 @@ def _forget_unwritten() -> None:
 
 def screen(job: api.DDPJob, plain: bool, group: int | None = None, *, types: bool = False) -> PlainScreen:
     """Return the table if stdout and stderr are terminals that can redraw lines, else plain lines. group: the process
-    group in which the command was started, if this process has its own. types: a debugger has the terminal.
-    """
+    group in which the command was started, if this process has its own. types: a debugger has the terminal."""
     terminal = sys.stdout.isatty() and sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     if plain or types or not terminal:
         return PlainScreen(job, types=types)

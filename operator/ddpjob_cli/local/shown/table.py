@@ -1,6 +1,5 @@
 """The table at the bottom of the terminal during a local run: from a status and measurements to rich's Text. Pure: no
-clock, no terminal.
-"""
+clock, no terminal."""
 
 from __future__ import annotations
 
@@ -141,8 +140,7 @@ def summary(moment: RunMoment) -> str:
 
 def trend(series: Series, since: float = 0.0) -> tuple[float, float | None] | None:
     """Return the recent seconds per step, and the change (0.12: 12 % longer); None if unknown. since: seconds since the
-    start of the run; earlier points belong to ranks that have ended.
-    """
+    start of the run; earlier points belong to ranks that have ended."""
     points = [p for p in series.points if p.time > since]
     if not points:
         return None
@@ -235,8 +233,7 @@ def _nodes(nodes: Sequence[NodeRow], width: int, room: int) -> RenderableType:
 
 def _cells(node: NodeRow) -> list[str]:
     """Return the cells by importance: node 1 | rank 1 | Running | step 312 | pid 4313 | CPU 98 % | 1.2 GB | GPU 87 % 12
-    GB
-    """
+    GB"""
     pids = " ".join(map(str, node.pids[:2])) + (" …" if len(node.pids) > 2 else "")
     cells = [
         f"  node {node.place}",

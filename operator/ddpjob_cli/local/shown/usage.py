@@ -73,8 +73,7 @@ class Usages:
 
 class Gpus:
     """Use and memory of the machine's GPUs, by index and by UUID. nvidia-smi runs in the background: nothing waits for
-    it.
-    """
+    it."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[float, int]] = {}
