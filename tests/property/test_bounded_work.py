@@ -21,6 +21,7 @@ from ddpjob_operator.observed.cluster import Observed
 from ddpjob_operator.plan.plan import plan
 
 LONG = pytest.mark.long  # more draws of the same
+SCRIPT_CALLS_MAX = 250_000  # about 35 ms: a script of 1,000 lines is read
 CALLS_MAX = 150_000
 """About 20 ms; a job of 900 volumes once took 400 million."""
 
@@ -51,7 +52,7 @@ def test_a_script_of_one_piece_costs_no_more(piece: str) -> None:
     script = (piece * 20_000)[:SCRIPT_READ_MAX]
     with warm():
         for step, work in steps(manifest(container={"command": ["bash", "-c", script]})):
-            assert calls(work) < CALLS_MAX, step
+            assert calls(work) < SCRIPT_CALLS_MAX, step
 
 
 @pytest.mark.parametrize("name", sorted(STATUSES))

@@ -26,7 +26,7 @@ GROWING = {
 
 def calls(script: str) -> int:
     """Return the function calls that following a script takes; unlike seconds they do not depend on the machine."""
-    shell.parse.cache_clear()
+    shell.read.cache_clear()
     profile = cProfile.Profile()
     profile.runcall(exit_codes.fates, ["sh", "-c", script])
     return sum(entry.callcount for entry in profile.getstats())

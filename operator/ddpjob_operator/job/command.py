@@ -97,7 +97,10 @@ class Command:
 def read(words: list[str]) -> Command:
     """Return the training among several commands: what a launcher starts, else the first Python file, else the first
     command that starts Python. Commands before it install packages and prepare data."""
-    commands = [c for command in _commands(words) if (c := _read(command)).launcher]
+    try:
+        commands = [c for command in _commands(words) if (c := _read(command)).launcher]
+    except RecursionError:  # hundreds of launchers that start each other
+        return Command()
     by_launcher = [c for c in commands if c.launcher != "python"]
     return next((c for c in by_launcher or commands if c.files), (by_launcher or commands or [Command()])[0])
 

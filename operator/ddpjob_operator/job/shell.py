@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 SCRIPT_MAX = 20_480
 """Characters that are read, by the operator's event loop."""
-WORK_MAX = 2_000
-"""Words, commands and lists of commands that are read, each up to 25 µs. A script of backquotes has one a character."""
+WORK_MAX = 3_200
+"""Words, commands and lists of commands that are read, each up to 15 µs. A script of backquotes has one a character."""
 DEPTH_MAX = 40
 _BLANKS = " \t\r"
 _ENDS_WORD = set(" \t\r\n;&|()<>")
@@ -148,14 +148,14 @@ class Function(ShellNode):
 
 def parse(script: str) -> ShellScript:
     """The commands of a script. The same text gives the same objects. Raises ShellSyntaxError."""
-    found = _parsed(script)
+    found = read(script)
     if isinstance(found, str):
         raise ShellSyntaxError(found)
     return found
 
 
 @functools.lru_cache(maxsize=256)
-def _parsed(script: str) -> ShellScript | str:
+def read(script: str) -> ShellScript | str:
     """The commands of a script, or why it cannot be read: that is asked again and again, too."""
     if len(script) > SCRIPT_MAX:
         return "too long"
