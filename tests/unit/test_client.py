@@ -795,6 +795,7 @@ def test_the_lines_in_which_a_functions_result_comes_back_are_not_shown(
     runs(
         cluster,
         [shown[0], answer, shown[1], shown[2] + answer, answer.replace("0/2", "1/2"), *shown[3:]],
+        exit_code=1,
         state="Failed",
     )
     lines = ddpjob("logs", "digits", "--cluster", *options).out.splitlines()
