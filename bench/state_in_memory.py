@@ -240,7 +240,7 @@ def train(turn: int, done: int, *, memory_is_on: bool) -> None:
         keeper.register(objects)
         last.register_post_accumulate_grad_hook(clock.stop("at the first gradient"))
         register_optimizer_step_post_hook(clock.start)
-        watch = SinceLastStep()
+        watch = SinceLastStep(0)
         register_optimizer_step_post_hook(clock.stop("after the optimizer's step"))
     while os.read(turn, 1):
         began = time.thread_time()
