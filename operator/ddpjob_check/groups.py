@@ -381,7 +381,7 @@ def monitored_barrier_on_nccl(script: Script, job: Job) -> Iterator[Found]:
 def destroy_missing(script: Script, job: Job) -> Iterator[Found]:
     """A script that has a function to destroy the group, and never calls it, exits with the group open, and nccl warns
     at each exit. A script without such a function is not reported."""
-    # Ending without destroy_process_group is no mistake by itself: collectives, even one that is not waited for, end
+    # Ending without destroy_process_group is not a mistake by itself: collectives, even one that is not waited for, end
     # well with the process (docs/dev/upstream.md, groups).
     if script.uses_a_framework or not any(script.on_every_rank(call) for call in script.inits):
         return

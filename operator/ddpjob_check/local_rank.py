@@ -216,7 +216,7 @@ def _option_that_alone_says_it(script: Script) -> ast.Call | None:
 
 
 def _default(script: Script, option: ast.Call) -> Any:
-    """Return the default as written; NotImplemented if it is no literal."""
+    """Return the default as written; NotImplemented if it is not a literal."""
     try:
         return ast.literal_eval(script.argument(option, "default") or ast.Constant(None))
     except ValueError:

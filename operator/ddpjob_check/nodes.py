@@ -18,7 +18,7 @@ _RANK_WORDS = {"rank", "rank0", "main", "master", "chief", "primary", "leader", 
 
 
 class Marker(enum.Enum):
-    """A value that is no expression of the file."""
+    """A value that is not an expression of the file."""
 
     UNKNOWN = enum.auto()
     BROUGHT = enum.auto()
@@ -236,7 +236,7 @@ def has_hidden_arguments(call: ast.Call) -> bool:
 
 
 def dotted(node: ast.AST) -> str:
-    """Return args.rank as written; "" if it is no dotted name."""
+    """Return args.rank as written; "" if it is not a dotted name."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)

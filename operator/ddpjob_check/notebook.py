@@ -47,7 +47,7 @@ class NotebookPart:
 
 
 def parts(text: str) -> list[NotebookPart]:
-    """Return the scripts of a notebook. Raise ValueError if the text is no notebook."""
+    """Return the scripts of a notebook. Raise ValueError if the text is not a notebook."""
     document = json.loads(text)
     cells = document.get("cells") if isinstance(document, dict) else None
     if not isinstance(cells, list):

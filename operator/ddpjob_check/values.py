@@ -134,13 +134,13 @@ class Values:
     # ---------------------------------------------------------------- names and calls
 
     def full_name(self, node: ast.AST) -> str:
-        """Return torch.distributed.get_rank for `dist.get_rank`; "" if it is no dotted name."""
+        """Return torch.distributed.get_rank for `dist.get_rank`; "" if it is not a dotted name."""
         first, dot, rest = dotted(node).partition(".")
         name = self.imported.get(first, first) + dot + rest
         return next((new + name.removeprefix(old) for old, new in _ALIASES.items() if name.startswith(old)), name)
 
     def called(self, node: object) -> str:
-        """Return the full name of a called function; "" if it is no call."""
+        """Return the full name of a called function; "" if it is not a call."""
         return self.full_name(node.func) if isinstance(node, ast.Call) else ""
 
     @cached_property
@@ -276,7 +276,7 @@ class Values:
         return ends or [Marker.UNKNOWN]
 
     def texts(self, expression: ast.expr | None) -> list[str]:
-        """Return the texts that an expression may be; none if one of its origins is no plain text."""
+        """Return the texts that an expression may be; none if one of its origins is not a plain text."""
         origins = self.origins(expression)
         texts = [o.value for o in origins if isinstance(o, ast.Constant) and isinstance(o.value, str)]
         return texts if len(texts) == len(origins) else []

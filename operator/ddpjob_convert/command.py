@@ -58,7 +58,7 @@ _MORE_THAN_WORDS = re.compile(r"[;&|<>$`\n(){}*?~#\\]")
 
 
 def is_command(word: str) -> bool:
-    """True if the first argument begins a command line and is no file with a job."""
+    """True if the first argument begins a command line and is not a file with a job."""
     known = programs.WRAPPERS | _OTHER_LAUNCHERS | set(SHELLS)
     return bool(_PROGRAMS.fullmatch(word) or _ASSIGNMENT.fullmatch(word)) or programs.name(word) in known
 

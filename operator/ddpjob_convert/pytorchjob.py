@@ -14,7 +14,7 @@ from ddpjob_convert.fields import ConvertError, Fields
 from ddpjob_convert.result import Converted, Path
 from ddpjob_operator.job.podspec import TRAINER, command_of, containers, mappings
 
-RESUMABLE = 75  # exit code of a rank that has saved: it is no failure, so no rule covers it
+RESUMABLE = 75  # exit code of a rank that has saved: it is not a failure, so no rule covers it
 _CONTAINER = "pytorch"
 _PORT = "pytorchjob-port"
 _DIFFERENCES_MAX = 10

@@ -200,7 +200,7 @@ def test_a_leader_that_cannot_renew_stops_before_the_other_starts_though_it_coul
     last, first = max(seen.at for seen in leader.writes()), min(seen.at for seen in standby.writes())
     print(f"{first - last:.2f} s between the last write of the one and the first of the other")
     assert first - last > (LEASE_SECONDS - RENEW_SECONDS) / 2, "the leader has stopped in good time"
-    assert leader.operator.process.wait(timeout=20) == 0, "it ends, and that is no crash"
+    assert leader.operator.process.wait(timeout=20) == 0, "it ends, and that is not a crash"
     assert "is lost, so this operator ends" in leader.operator.log
     leader.api.mend()
     namespace.has_pods(*(f"{name}-1-0" for name in names))
@@ -220,7 +220,7 @@ def test_a_leader_that_was_frozen_writes_nothing_when_it_wakes_up(
     namespace.has_pods(*(f"{name}-1-0" for name in names))
     began = time.monotonic()
     leader.operator.process.send_signal(signal.SIGCONT)
-    assert leader.operator.process.wait(timeout=20) == 0, "it ends, and that is no crash"
+    assert leader.operator.process.wait(timeout=20) == 0, "it ends, and that is not a crash"
     assert len(leader.writes(since=began)) <= 1, "at most what was on its way when it froze"
     assert len(namespace.pods()) == len(names)
     assert standby.writes()

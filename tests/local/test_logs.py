@@ -63,7 +63,7 @@ def test_of_a_progress_bar_of_many_kb_the_last_state_is_shown_too(log: Log) -> N
 def test_the_state_of_a_bar_is_known_before_its_line_ends(log: Log) -> None:
     """The line of a bar ends only when it is complete, so a CI log would show nothing for hours."""
     assert fed(log, b"epoch 1") == []
-    assert log.bar == "", "an unfinished line of text is no bar"
+    assert log.bar == "", "an unfinished line of text is not a bar"
     assert fed(log, b"\n\r0/600", b"\r12/600") == ["epoch 1"]
     assert log.bar == "12/600"
     assert fed(log, b"\r600/600\n") == ["600/600"]

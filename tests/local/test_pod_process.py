@@ -148,6 +148,7 @@ def test_the_downward_api_and_optional_secrets_are_honoured(slot: pod_process.Sl
     ("container", "part"),
     [
         ({"command": ["no-such-program"]}, '"no-such-program" is not a program on this machine'),
+        ({"command": ["mpiexec"]}, "install MPI, or leave it out"),
         ({"command": []}, "has no command, and the image's command is not used locally. Set command."),
         ({"command": ["sh"], "workingDir": "/nowhere"}, "there is no folder /nowhere on this machine"),
         ({"command": ["./not-executable"]}, "is not a program on this machine"),
@@ -161,6 +162,16 @@ def test_what_could_not_start_is_named_before_anything_starts(
 ) -> None:
     (problem,) = pod_process.start_problems(pod(container), slot)
     assert part in str(problem)
+
+
+def test_a_script_of_the_folder_above_is_found(slot: pod_process.Slot, tmp_path: Path) -> None:
+    """A job in a folder of jobs is started there: the message names the folder to start it from."""
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "train.py").touch()
+    (problem,) = pod_process.start_problems(
+        pod({"command": ["python", "train.py"], "workingDir": f"{tmp_path}/jobs"}), slot
+    )
+    assert str(problem).endswith(f"there is no file train.py in {tmp_path}/jobs; it is in {tmp_path}: run from there")
 
 
 @pytest.mark.parametrize("volume", [{"name": "v"}, {"name": "v", "emptyDir": None}, {"name": "v", "hostPath": None}])

@@ -58,7 +58,7 @@ def test_a_history_only_grows_by_one_restart_each(of: Failures, allowed: budget.
     for _, before, verdict, _ in life(of, allowed):
         after = verdict.history
         if not verdict.restart:
-            assert after == before, "what did not restart is no restart"
+            assert after == before, "what did not restart is not a restart"
             assert verdict.stop
             continue
         assert after.total == before.total + 1

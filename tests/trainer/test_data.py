@@ -95,14 +95,14 @@ def test_a_data_loader_takes_the_sampler_and_says_how_far_training_is():
         (lambda: ddpjob.GlobalBatchSampler(10, 5, 7, rank=2, world_size=2), ["rank: 2", "world_size: 2"]),
         (lambda: ddpjob.GlobalBatchSampler(10, 5, 7, rank=0), ["both or neither"]),
         (lambda: iter(ddpjob.GlobalBatchSampler(10, 2, 7, rank=0, world_size=3)), ["3 ranks", "global_batch >= 3"]),
-        (lambda: ddpjob.GlobalBatchSampler(10, 5 / 2, 7), ["global_batch: 2.5", "no whole number"]),
-        (lambda: ddpjob.GlobalBatchSampler(10, "2", 7), ["global_batch: '2'", "no whole number"]),
-        (lambda: ddpjob.GlobalBatchSampler(float("inf"), 2, 7), ["n: inf", "no whole number"]),
-        (lambda: ddpjob.GlobalBatchSampler(10, 2, None), ["seed: None", "no whole number"]),
-        (lambda: ddpjob.GlobalBatchSampler(10, 4, 7, micro_batch=1.5), ["micro_batch: 1.5", "no whole number"]),
+        (lambda: ddpjob.GlobalBatchSampler(10, 5 / 2, 7), ["global_batch: 2.5", "not a whole number"]),
+        (lambda: ddpjob.GlobalBatchSampler(10, "2", 7), ["global_batch: '2'", "not a whole number"]),
+        (lambda: ddpjob.GlobalBatchSampler(float("inf"), 2, 7), ["n: inf", "not a whole number"]),
+        (lambda: ddpjob.GlobalBatchSampler(10, 2, None), ["seed: None", "not a whole number"]),
+        (lambda: ddpjob.GlobalBatchSampler(10, 4, 7, micro_batch=1.5), ["micro_batch: 1.5", "not a whole number"]),
         (lambda: ddpjob.GlobalBatchSampler(10, 2, 7).state_dict(epoch=0, batches=-1), ["batches: -1", "at least 0"]),
         (lambda: ddpjob.GlobalBatchSampler(10, 2, 7).state_dict(epoch=-1, batches=1), ["epoch: -1", "at least 0"]),
-        (lambda: ddpjob.DataPartitioner(10.5, [1.0], 7), ["dataset: 10.5", "no whole number"]),
+        (lambda: ddpjob.DataPartitioner(10.5, [1.0], 7), ["dataset: 10.5", "not a whole number"]),
         (lambda: ddpjob.DataPartitioner(10, ["half", 0.5], 7), ["fractions", "half", "list of numbers"]),
         (lambda: ddpjob.DataPartitioner(10, None, 7), ["fractions: None", "list of numbers"]),
         (lambda: ddpjob.DataPartitioner(10, [0.5, 0.4], 7), ["[0.5, 0.4]", "0.9", "must be 1"]),
@@ -274,7 +274,7 @@ def test_epochs_that_are_all_left_early_are_told_to_be_the_same_one(capfd):
     loader = DataLoader(range(32), batch_sampler=sampler)
     for _ in range(2):
         next(iter(loader))
-    assert capfd.readouterr().err == "", "a look at a batch is no mistake"
+    assert capfd.readouterr().err == "", "a look at a batch is not a mistake"
     for _ in range(3):
         next(iter(loader))
     (line,) = capfd.readouterr().err.splitlines()

@@ -222,7 +222,7 @@ def test_a_node_that_may_have_trained_is_needed_also_when_the_others_have_comple
 
 @pytest.mark.parametrize("message", [CLOSED, ""])
 def test_a_node_that_began_with_the_others_is_needed(message: str) -> None:
-    """If the last node of a script of half a minute fails, that is no success."""
+    """If the last node of a script of half a minute fails, that is not a success."""
     world = elastic().started().runs(0, 1).after(12).runs(2).settle().after(20)
     world.exits(0).exits(1).settle().exits(2, 1, message=message).settle()
     assert world.status.state in ("Failed", "Restarting")

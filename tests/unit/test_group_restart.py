@@ -953,7 +953,7 @@ def test_who_gave_up_waiting_and_for_what_is_said(other: str, lacks: str) -> Non
 
 
 def test_a_rank_that_waited_in_vain_for_an_image_costs_nothing_and_the_slow_pod_is_named() -> None:
-    """Pulling an image of 20 GB takes longer than torchrun's ten minutes, and is no lost peer."""
+    """Pulling an image of 20 GB takes longer than torchrun's ten minutes, and is not a lost peer."""
     world = digits(backoffLimit=0).started().runs(0).waits(1, "ContainerCreating").settle().after(600)
     plan = world.exits(0, code=1, message=f"{NOBODY_CAME}\n").plan()
     assert (plan.status.state, plan.status.reason) == ("Pending", "CannotStart")

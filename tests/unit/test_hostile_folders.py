@@ -123,7 +123,7 @@ def test_modules_of_the_folder_are_not_imported(folder) -> None:
     assert "rank-is-local-rank" in done.stdout
 
 
-# ---------------------------------------------------------------- what is no file
+# ---------------------------------------------------------------- what is not a file
 
 
 def plant(folder: Path) -> list[str]:

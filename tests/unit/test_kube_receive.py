@@ -212,7 +212,7 @@ REFUSED: dict[str, tuple[int, str, Callable[[World], tuple[int, str]]]] = {
     "the token is another's": (401, "signature", lambda w: w.post({"step": 1}, "of-nobody")),
     "there is no token": (401, "Authorization", lambda w: w.post({"step": 1}, "")),
     "the scheme is another": (401, "Authorization", lambda w: w.post({"step": 1}, Authorization="Basic eDp5")),
-    "the pod is no trainer": (403, "no trainer", lambda w: w.post({"step": 1}, "token-of-a-stranger")),
+    "the pod is not a trainer": (403, "not a trainer", lambda w: w.post({"step": 1}, "token-of-a-stranger")),
     "the body is garbage": (400, "malformed", lambda w: w.post(b"garbage")),
     "the body is empty": (400, "truncated", lambda w: w.post(b"")),
     "the step is missing": (400, "step", lambda w: w.post({"loss": 1})),

@@ -113,7 +113,7 @@ def test_a_job_goes_on_when_its_object_can_be_read_again_though_it_is_as_it_was(
 
 
 def refuses(_: Any) -> str:
-    raise UnreadableError("the attempt is no number")
+    raise UnreadableError("the attempt is not a number")
 
 
 def test_an_answer_that_comes_after_the_object_has_gone_brings_it_not_back(store: Store[str]) -> None:

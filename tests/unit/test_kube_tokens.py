@@ -114,7 +114,7 @@ REFUSED: dict[str, tuple[Callable[[], str], str]] = {
     "the public key was taken for a secret": (lambda: forged_with_the_public_key(), "not valid"),
     "it is bound to no pod": (lambda: token(**{"kubernetes.io": {"namespace": "default"}}), "bound to no pod"),
     "its pod has no uid": (lambda: token(**{"kubernetes.io": {"namespace": "x", "pod": {"name": "y"}}}), "bound to no"),
-    "its pod's uid is no text": (lambda: token(**{"kubernetes.io": {"pod": {"uid": 7}}}), "bound to no pod"),
+    "its pod's uid is not a text": (lambda: token(**{"kubernetes.io": {"pod": {"uid": 7}}}), "bound to no pod"),
     "its claims are of another shape": (lambda: token(**{"kubernetes.io": "pod"}), "bound to no pod"),
     "it is garbage": (lambda: "garbage", "no JSON Web Token"),
     "it is not even text of a token": (lambda: "é.ü.ß", "no JSON Web Token"),

@@ -163,7 +163,7 @@ def test_the_condition_suspended_waits_for_the_last_pod() -> None:
     world.stops(1).settle()
     assert world.is_true("Suspended")
     assert (world.status.reason, world.status.start_time) == ("Suspended", None)
-    assert world.status.last_failure is None, "what stops for it is no failure"
+    assert world.status.last_failure is None, "what stops for it is not a failure"
 
 
 def test_resume_is_a_new_attempt_with_new_clocks() -> None:

@@ -151,7 +151,7 @@ CASES = {
         recorded(1, "PreemptedByQueue", evidence=api.Evidence(precedence="NODE", disruption="PreemptedByQueue")),
     ),
     "only complaints about peers are nobody's fault": Case((pod(0, said=PEER), pod(1, said=PEER)), 0, "infrastructure"),
-    "a database that refuses a connection is no lost peer": Case(
+    "a database that refuses a connection is not a lost peer": Case(
         (pod(0, said="ConnectionRefusedError: [Errno 111] Connection refused"), pod(1, said=PEER)), 0, "application"
     ),
     "an exit code that is not 1 counts before one that is": Case(
@@ -160,7 +160,7 @@ CASES = {
     "an abort counts after an exception, for it follows a lost peer as well": Case(
         (pod(0, 134, seconds=3), pod(1, said=SHARD, seconds=9)), 1, "application"
     ),
-    "a container that was struck down after one of its ranks had complained is no symptom": Case(
+    "a container that was struck down after one of its ranks had complained is not a symptom": Case(
         (pod(0, said=PEER, seconds=3), pod(1, 139, said=PEER, seconds=9)), 1, "application"
     ),
     "a signal counts as much as an exception": Case(

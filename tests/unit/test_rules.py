@@ -329,7 +329,7 @@ def test_the_application_restarts_as_often_as_backoff_limit_says() -> None:
     assert fails(*["application"] * 3).restart
     last = fails(*["application"] * 4)
     assert (last.restart, last.stop) == (False, "BackoffLimitExceeded")
-    assert last.history.application == 3, "what did not restart is no restart"
+    assert last.history.application == 3, "what did not restart is not a restart"
     assert not fails("application", limits=Limits(backoff_limit=0)).restart
 
 

@@ -36,6 +36,7 @@ def refused(**container: Any) -> list[str]:
         ({"volumeMounts": [{"name": "data"}]}, "volumeMounts[0]: needs mountPath"),
         ({"stdin": "yes"}, 'stdin: must be true or false, is "yes"'),
         ({"image": 5}, "image: must be text, is 5. Put it into quotes."),
+        ({"image": True}, "image: must be text, is true. Put it into quotes: YAML reads y, yes, on and true as true."),
         ({"securityContext": {"runAsUser": "root"}}, 'securityContext.runAsUser: must be a whole number, is "root"'),
         ({"livenessProbe": {"httpGet": {"port": [1]}}}, "livenessProbe.httpGet.port: must be a whole number or a name, is a list"),  # noqa: E501
         ({"env": [{"name": "A", "valueFrom": {"secretKeyRef": {"name": "s"}}}]}, "env[0].valueFrom.secretKeyRef: needs key"),  # noqa: E501

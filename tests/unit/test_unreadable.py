@@ -102,7 +102,7 @@ class Cluster:
 UNREADABLE: dict[str, tuple[dict[str, Any], str]] = {
     "a state of a newer operator": ({"state": "Resizing"}, "status.state"),
     "a negative count": ({"goodput": {"lostSteps": -1}}, "status.goodput.lostSteps"),
-    "a step that is no number": ({"furthestStep": "12k"}, "status.furthestStep"),
+    "a step that is not a number": ({"furthestStep": "12k"}, "status.furthestStep"),
     "a time that is none": ({"startTime": "yesterday"}, "status.startTime"),
     "a time without a zone": ({"startTime": "2031-03-05T07:00:00"}, "status.startTime"),
     "a rank that is negative": (

@@ -321,7 +321,7 @@ def _data_parallel(model: torch.nn.Module) -> list[DistributedDataParallel]:
 
 
 def _sum_of(loss: Any) -> torch.Tensor:
-    """The loss that the script's function has returned. Raises ConfigurationError if it is no scalar tensor."""
+    """The loss that the script's function has returned. Raises ConfigurationError if it is not a scalar tensor."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         return loss
     what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"{loss!r:.40}"
@@ -529,7 +529,7 @@ def _integer(name: str, value: Any) -> int:
     except TypeError:
         if hasattr(value, "__getitem__") and not isinstance(value, str):
             raise ConfigurationError(f"{name}: a {type(value).__name__} has a length: give len(...).") from None
-        raise ConfigurationError(f"{name}: {value!r} is no whole number. Use // for /, or int().") from None
+        raise ConfigurationError(f"{name}: {value!r} is not a whole number. Use // for /, or int().") from None
 
 
 def _numbers(name: str, values: Any) -> list[float]:

@@ -1,4 +1,4 @@
-"""What can go wrong, as one tree, so that a caller can catch one level; and `Stopped`, which is no error."""
+"""What can go wrong, as one tree, so that a caller can catch one level; and `Stopped`, which is not an error."""
 
 from collections.abc import Sequence
 

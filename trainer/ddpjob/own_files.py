@@ -45,7 +45,7 @@ def opener(path: str, flags: int) -> int:
 
 
 def read_file(path: str | os.PathLike[str], bytes_max: int = READ_BYTES_MAX) -> bytes:
-    """Return the content, cut at `bytes_max`. Raises OSError, also for what is no regular file."""
+    """Return the content, cut at `bytes_max`. Raises OSError, also for what is not a regular file."""
     with open(open_file(path, os.O_RDONLY), "rb") as file:
         return file.read(bytes_max)
 
@@ -76,7 +76,7 @@ def make_folder(path: str | os.PathLike[str]) -> None:
     except FileExistsError:
         status = os.lstat(path)
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
-            raise OSError(errno.EPERM, "is no folder of this user alone", os.fspath(path)) from None
+            raise OSError(errno.EPERM, "is not a folder of this user alone", os.fspath(path)) from None
 
 
 def _not_ours(status: os.stat_result, *, writes: bool) -> str:

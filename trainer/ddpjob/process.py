@@ -1,7 +1,8 @@
 """What belongs to this process alone: its state, its place among the ranks, its SIGTERM. Standard library only.
 
-`current` is the state. A forked child gets a new one: it is no rank until it calls `init`, `progress` or `should_stop`
-itself, its parent's threads are not there, and SIGTERM ends it. This is the library's only hook at a fork.
+`current` is the state. A forked child gets a new one: it is not a rank until it calls `init`, `progress` or
+`should_stop` itself, its parent's threads are not there, and SIGTERM ends it. This is the library's only hook at a
+fork.
 """
 
 import atexit
@@ -251,7 +252,7 @@ def step_made() -> None:
 
 
 def latest_step() -> int:
-    """The last step that was reported; 0 before, and where it is no number: the termination message names it too."""
+    """The last step that was reported; 0 before, and where it is not a number: the termination message names it too."""
     try:
         return 0 if current.latest is None else int(current.latest[0])
     except (TypeError, ValueError, OverflowError, RuntimeError):  # a text, nan, infinity; a tensor of several

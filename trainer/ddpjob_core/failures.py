@@ -160,7 +160,7 @@ class Failure(NamedTuple):
     def from_dict(cls, written: Mapping[str, Any]) -> Failure:
         """Read what another process has written; long texts are cut. Raise ValueError with the key that is wrong."""
         if not isinstance(written, Mapping):
-            raise ValueError(f"{written!r:.80} is no object")
+            raise ValueError(f"{written!r:.80} is not an object")
         values = {}
         for key, (name, read) in _KEYS.items():
             if written.get(key) is not None:

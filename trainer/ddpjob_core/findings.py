@@ -32,9 +32,9 @@ class NamedFinding(NamedTuple):
 
     @classmethod
     def from_dict(cls, written: Any) -> NamedFinding:
-        """Read what another process has written. Raises ValueError if it is no finding; texts are cut."""
+        """Read what another process has written. Raises ValueError if it is not a finding; texts are cut."""
         if not isinstance(written, Mapping):
-            raise ValueError(f"{written!r:.80} is no object")
+            raise ValueError(f"{written!r:.80} is not an object")
         reason, message = written.get("reason"), written.get("message")
         if not isinstance(reason, str) or not reason.isidentifier() or not isinstance(message, str):
             raise ValueError(f"{dict(written)!r:.80} has no reason or no message")

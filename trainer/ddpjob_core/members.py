@@ -39,7 +39,7 @@ class Members(tuple[int, ...]):
         return self[0]
 
     def node_rank(self, place: int) -> int:
-        """The node rank of a place. Raises ValueError where it is no member."""
+        """The node rank of a place. Raises ValueError where it is not a member."""
         # If all places take part in order, nothing needs to be searched.
         if 0 <= place < len(self) and self[place] == place:
             return place
@@ -50,7 +50,7 @@ class Members(tuple[int, ...]):
         return self[node_rank] if node_rank is not None and 0 <= node_rank < len(self) else None
 
     def ranks(self, place: int, nproc: int) -> range:
-        """The ranks of a place. Raises ValueError where it is no member."""
+        """The ranks of a place. Raises ValueError where it is not a member."""
         first = self.node_rank(place) * nproc
         return range(first, first + nproc)
 

@@ -61,7 +61,7 @@ def of_rank(options: Options, life: Life, local_rank: int, environ: Mapping[str,
         "ROLE_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": options.host,
         "MASTER_PORT": str(life.port),
-        # A start by a save is no restart: a script that resumes after one would find another model's state.
+        # A start by a save is not a restart: a script that resumes after one would find another model's state.
         "TORCHELASTIC_RESTART_COUNT": "0" if options.dev else str(life.generation),
         "TORCHELASTIC_MAX_RESTARTS": str(options.budget.application),
         "TORCHELASTIC_RUN_ID": options.run_id,

@@ -431,7 +431,9 @@ def _signals(text: str) -> tuple[str, ...]:
     """Refuse signals that cannot be handled: they would end the node and all its ranks at once."""
     for name in (names := _names(text)):
         if name not in signal.Signals.__members__ or name in _SIGNALS_NOT_TAKEN:
-            raise ValueError(f"--signals-to-handle: {name[:100]!r} is no signal that can be handled, such as SIGUSR1.")
+            raise ValueError(
+                f"--signals-to-handle: {name[:100]!r} is not a signal that can be handled, such as SIGUSR1."
+            )
     return names
 
 
@@ -465,7 +467,7 @@ def _number(name: str, text: str | int, least: int) -> int:
 def _port(name: str, text: str) -> int:
     port = _number(name, text, 0)
     if port > 65535:
-        raise ValueError(f"--{name}: {port} is no port: at most 65535.")
+        raise ValueError(f"--{name}: {port} is not a port: at most 65535.")
     return port
 
 
@@ -477,5 +479,5 @@ def _seconds(name: str, text: str | None, default: T) -> float | T:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < 1e9:
-        raise ValueError(f"{name}: {text[:100]!r} is no number of seconds.")
+        raise ValueError(f"{name}: {text[:100]!r} is not a number of seconds.")
     return seconds

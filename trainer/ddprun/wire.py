@@ -26,8 +26,8 @@ GREETING_BYTES_MAX = 1024  # before the sender is authenticated
 VERSION = 1
 
 
-class Refused(Exception):  # noqa: N818 - the end of the other agent is no error
-    """The other end has closed, or is no agent of this job."""
+class Refused(Exception):  # noqa: N818 - the end of the other agent is not an error
+    """The other end has closed, or is not an agent of this job."""
 
 
 def job_key(run_id: str, environ: Mapping[str, str]) -> bytes:

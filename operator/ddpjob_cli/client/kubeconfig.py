@@ -168,7 +168,7 @@ def _merged(named: str) -> tuple[dict[str, dict[str, Raw]], str]:
             continue
         config = yaml.load(path.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506
         if not isinstance(config, dict):
-            raise TypeError("it is no mapping")
+            raise TypeError("it is not a mapping")
         current = current or str(config.get("current-context") or "")
         for kind, known in merged.items():
             for one in config.get(kind) or ():

@@ -88,7 +88,7 @@ def pack(root: Path, made: Mapping[str, str] | None = None, without: str = "") -
     folder = scan(root)
     folder.files.pop(without, None)
     if len(folder.files) > FILES_MAX:
-        raise InputError(f"{folder.root}: more than {FILES_MAX:,} files, so it is no program. {_largest(folder)}")
+        raise InputError(f"{folder.root}: more than {FILES_MAX:,} files, so it is not a program. {_largest(folder)}")
     if folder.bytes > READ_BYTES_MAX:
         raise InputError(f"{folder.root}: {_size(folder.bytes)}, and {FIT}. {_largest(folder)}")
     contents = {**dict(_contents(folder)), **_of_texts(made or {})}
@@ -123,7 +123,7 @@ def _scan(folder: Folder, below: str, ignored: Ignored) -> list[str]:
     """Scan one folder, and return the subfolders to scan. below: its path in the root, with a slash at its end, or
     ""."""
     if below.count("/") > FOLDERS_DEEP_MAX:
-        raise InputError(f"{folder.root / below}: more than {FOLDERS_DEEP_MAX} folders deep, so it is no program")
+        raise InputError(f"{folder.root / below}: more than {FOLDERS_DEEP_MAX} folders deep, so it is not a program")
     ignored.enter(below)
     entries = _entries(folder.root / below)
     if below and any(fnmatch.fnmatchcase(entry.name, _SNAPSHOT_FILE) for entry in entries):

@@ -318,7 +318,7 @@ def delete(connect: Connect, names: tuple[str, ...], selector: str | None, no_wa
 def top(connect: Connect, all_namespaces: bool, once: bool) -> int:
     """Show the state and progress of all jobs, again every two seconds, until Ctrl-C.
 
-    Once, where stdout is no terminal, or one that cannot be drawn on (TERM=dumb).
+    Once, where stdout is not a terminal, or one that cannot be drawn on (TERM=dumb).
     """
     from ddpjob_cli.client import top as live
 

@@ -119,7 +119,7 @@ def _home(path: Path, job: Document, runtime: object, documents: list[Document])
 
 def _checked(result: Converted, place: str) -> str:
     """Return the YAML. Warn on stderr about each variable that its command reads and a DDPJob lacks. Raise InputError
-    if it is no valid DDPJob, for example because the source is wrong."""
+    if it is not a valid DDPJob, for example because the source is wrong."""
     from ddpjob_check.job import mistakes
     from ddpjob_cli.manifest.yamlfile import InputError
     from ddpjob_operator.job import validation

@@ -9,7 +9,7 @@ import click
 
 
 def answer(text: str) -> int:
-    """Write an answer to stdout; return the exit code. A reader that has closed it (`| head`) is no error."""
+    """Write an answer to stdout; return the exit code. A reader that has closed it (`| head`) is not an error."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()

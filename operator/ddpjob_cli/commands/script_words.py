@@ -247,7 +247,7 @@ def _moved(line: _Line, rest: Sequence[str]) -> list[str]:
 
 
 def is_program(word: str) -> bool:
-    """True for a launcher of scripts that is no script: torchrun, python, accelerate, nohup."""
+    """True for a launcher of scripts that is not a script: torchrun, python, accelerate, nohup."""
     from ddpjob_operator.job import command, programs
 
     name = programs.name(word)

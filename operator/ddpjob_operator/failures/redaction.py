@@ -41,7 +41,7 @@ _KEYS = (
     r"|client|wandb)"
 )
 _STRONG = rf"(?:secret|credentials?|{_KEYS}[_-]?key){_NOT}"
-# Training logs are full of tokens, and `eos_token: end` is no secret: such values are masked if long or with a digit.
+# Training logs are full of tokens, and `eos_token: end` is not a secret: they are masked if long or with a digit.
 _WEAK = rf"(?:token(?![a-z])|signature|(?<![a-z])sig|(?<=[_-])pass(?![a-z])){_NOT}"
 _NAMED = rf"(?:{_STRONG}|{_WEAK})"
 _PASSWORD = rf"(?:passw(?:or)?d|passphrase|passcode|(?<=[_;-])pwd){_NOT}[\w-]{{0,20}}"

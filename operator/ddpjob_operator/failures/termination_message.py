@@ -342,7 +342,7 @@ def _causes(log: str, culprit: Failure, exceptions: list[Failure], *, cut: bool)
 
 
 def _cause(exceptions: list[Failure]) -> Failure:
-    """Return the last exception that is no symptom; if all are, the last."""
+    """Return the last exception that is not a symptom; if all are, the last."""
     own = [r for r in exceptions if not _OF_A_CHILD.match(r.exception)] or exceptions
     return next((r for r in reversed(own) if not r.symptom), own[-1] if own else Failure())
 

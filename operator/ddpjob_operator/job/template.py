@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ddpjob_operator.job import pod_types
 from ddpjob_operator.job.typos import Typos
-from ddpjob_operator.job.wording import say
+from ddpjob_operator.job.wording import quoted, say
 
 Path = tuple[str | int, ...]
 QUANTITY = r"^[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]+)?$"
@@ -135,8 +135,7 @@ def _plain(value: object, kind: str, path: Path) -> Iterator[Deviation]:
     if kind == "quantity":
         yield from _quantity(value, path)
     elif kind == "text" and not isinstance(value, str):
-        quoted = ". Put it into quotes." if isinstance(value, bool | int | float) else ""
-        yield _wrong(path, f"must be text, is {say(value)}{quoted}")
+        yield _wrong(path, f"must be text, is {say(value)}{quoted(value)}")
     elif kind == "bool" and not isinstance(value, bool):
         yield _wrong(path, f"must be true or false, is {say(value)}")
     elif kind in ("int", "number") and not is_whole:
@@ -176,7 +175,7 @@ def _mounts(template: Mapping[str, Any], typos: Typos) -> Iterator[Deviation]:
 
 
 def _mappings(given: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
-    """Return the items of a list, with {} for each that is no mapping, so that the indexes stay."""
+    """Return the items of a list, with {} for each that is not a mapping, so that the indexes stay."""
     listed = given.get(name)
     return [i if isinstance(i, Mapping) else {} for i in listed] if isinstance(listed, list) else []
 

@@ -19,7 +19,7 @@ from msgspec import Struct, inspect
 from ddpjob_operator.job import api, bounds, launcher, template
 from ddpjob_operator.job.bounds import NOT_READABLE
 from ddpjob_operator.job.typos import Typos, suggestion
-from ddpjob_operator.job.wording import say
+from ddpjob_operator.job.wording import quoted, say
 
 Path = tuple[str | int, ...]
 
@@ -176,7 +176,7 @@ def _name(raw: Mapping[Any, Any]) -> Iterator[Problem]:
         return
     name = metadata.get("name")
     if not isinstance(name, str) or not name:
-        yield Problem(("metadata", "name"), f"must be a name, is {say(name)}")
+        yield Problem(("metadata", "name"), f"must be a name, is {say(name)}{quoted(name)}")
     elif len(name) > api.NAME_LENGTH_MAX:
         why = f"must have at most {api.NAME_LENGTH_MAX} characters (its pods' hostnames add a rank), has {len(name)}"
         yield Problem(("metadata", "name"), why)

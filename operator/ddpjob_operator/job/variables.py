@@ -82,7 +82,7 @@ def _wrong(name: str, value: str, spec: api.Spec) -> Iterator[str]:
 
 
 def _is_number_of_nodes(value: str, spec: api.Spec) -> bool:
-    """True also for a range that contains it, and for text that is no number: $(NNODES)."""
+    """True also for a range that contains it, and for text that is not a number: $(NNODES)."""
     first, _, last = value.partition(":")
     least, most = (bounds.number(text, bounds.COUNT_MAX) for text in (first, last or first))
     return min(least, most) < 0 or least <= spec.nodes <= most

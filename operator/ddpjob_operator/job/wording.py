@@ -27,6 +27,14 @@ def count(number: int, thing: str) -> str:
     return f"{number:,} {thing}{plural}"
 
 
+def quoted(value: object) -> str:
+    """Suffix for a value that should be text: what to do where YAML has read a word as something else."""
+    if isinstance(value, bool):
+        words = "y, yes, on and true" if value else "n, no, off and false"
+        return f". Put it into quotes: YAML reads {words} as {say(value)}."
+    return ". Put it into quotes." if isinstance(value, int | float) else ""
+
+
 def say(value: object) -> str:
     """Return a value as in YAML, cut to the length of a line."""
     if value is None:

@@ -135,7 +135,7 @@ class Pod(msgspec.Struct, frozen=True):
     def has_completed(self) -> bool:
         """True if it ended with 0 by itself, and no message proves a failure.
 
-        Exit 0 after a SIGTERM is no success: a deletion, an eviction, a node shutdown or activeDeadlineSeconds sent it.
+        Exit 0 after a SIGTERM is not a success: a deletion, an eviction, a node's shutdown or a deadline sent it.
         """
         if self.completed:
             return True

@@ -897,7 +897,7 @@ def _checked_step(step: Any) -> int:
     try:
         whole = operator.index(step)  # accepts numpy integers, which torch.load(weights_only=True) would refuse to read
     except TypeError:
-        raise ConfigurationError(f"step: {step!r} is no whole number.") from None
+        raise ConfigurationError(f"step: {step!r} is not a whole number.") from None
     if not 1 <= whole <= STEP_MAX:
         raise ConfigurationError(
             f"step: {whole} must be at least 1, for 0 means that there is no snapshot, and at most {STEP_MAX}."

@@ -65,7 +65,7 @@ def _connection(target: SplitResult, environ: Mapping[str, str]) -> HTTPConnecti
     import http.client  # 15 ms, paid only by a process with a receiver, in this thread
 
     if target.hostname is None or target.scheme not in ("http", "https"):
-        raise ValueError("DDPJOB_STATUS_URL is no http:// or https:// address")
+        raise ValueError("DDPJOB_STATUS_URL is not an http:// or https:// address")
     if target.scheme == "http":
         return http.client.HTTPConnection(target.hostname, target.port, timeout=TIMEOUT_SECONDS)
     import ssl

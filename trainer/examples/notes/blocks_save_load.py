@@ -42,7 +42,7 @@ def main() -> None:
     except pickle.UnpicklingError as error:
         refused = str(error).splitlines()[0]
     else:
-        raise AssertionError("a whole module is no plain weights")
+        raise AssertionError("a whole module is not plain weights")
     with torch.serialization.safe_globals([nn.Linear]):
         named = torch.load(whole, map_location=device)
     trusted = torch.load(whole, map_location=device, weights_only=False)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 def main() -> None:
     rank, size = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
     if not 0 <= int(os.environ["SLURM_LOCALID"]) <= rank:
-        raise ValueError("SLURM_LOCALID is no number of a rank on its node")
+        raise ValueError("SLURM_LOCALID is not a number of a rank on its node")
     dist.init_process_group("gloo", rank=rank, world_size=size)
     common.train()
     dist.destroy_process_group()

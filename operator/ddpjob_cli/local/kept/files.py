@@ -27,7 +27,7 @@ def read_script(path: str | Path) -> bytes:
     with open(own_files.open_named(path), "rb") as file:
         data = file.read((mib << 20) + 1) or b""  # None: a file of /proc without data at present
     if len(data) > mib << 20:
-        raise OSError(errno.EFBIG, f"larger than {mib} MiB, so it is no script", str(path))
+        raise OSError(errno.EFBIG, f"larger than {mib} MiB, so it is not a script", str(path))
     return data
 
 
@@ -41,7 +41,7 @@ def text_of_script(data: bytes) -> str:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Replace a file so that a reader sees the old or the new content, never half of it. Raise OSError. Links are kept,
-    and a path that is no regular file (/dev/stdout, a pipe) is written to and never replaced."""
+    and a path that is not a regular file (/dev/stdout, a pipe) is written to and never replaced."""
     # Before links are resolved: /dev/stdout links to a pipe by a path that does not exist.
     if path.exists() and not path.is_file():
         with open(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY), "wb", buffering=0) as there:

@@ -51,7 +51,7 @@ class RunFolder:
         self.lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self.lock, fcntl.LOCK_EX)
         _mark(self.path, job)  # after locking, so that a marked folder without a lock has ended
-        # `latest` is the newest run. Anything of that name that is no link to a run belongs to the user and stays.
+        # `latest` is the newest run. Anything of that name that is not a link to a run belongs to the user and stays.
         link = self.path.parent / LATEST
         with contextlib.suppress(OSError):  # another run does the same, or the file system has no links
             if link.is_symlink() and _UUID.fullmatch(os.readlink(link)):

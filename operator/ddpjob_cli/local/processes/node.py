@@ -41,7 +41,7 @@ class End:
     """Exit code of the trainer's first process, 128 + N for signal N; None if the supervisor was lost."""
     message: str = ""
     ended_first: bool = False
-    """True if the trainer ended before a stop was requested. Otherwise exit 0 is no success."""
+    """True if the trainer ended before a stop was requested. Otherwise exit 0 is not a success."""
     left: Sequence[list[str]] = ()
     """Command lines of processes that were still running then, and were killed."""
 

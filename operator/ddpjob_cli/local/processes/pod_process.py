@@ -53,6 +53,15 @@ _REFERENCE = re.compile(r"\$\$|\$\(([-._a-zA-Z][-._a-zA-Z0-9]*)\)")
 
 
 _PROGRAMS = ("python", "python3", "torchrun", "ddprun", "accelerate", "deepspeed", "bash", "sh")
+_INSTALL = {
+    **dict.fromkeys(
+        ["torchrun", "ddprun"],
+        ": install PyTorch (pip install 'ddpjob[trainer]'), or activate the environment that has it",
+    ),
+    **dict.fromkeys(
+        ["mpirun", "mpiexec"], ": install MPI, or leave it out and set spec.nprocPerNode with torchrun or ddprun"
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -147,8 +156,7 @@ def start_problems(pod: Body, slot: Slot) -> Iterator[Problem]:
         return
     program, script = planned.argv[0], command.script_of(planned.argv)
     if shutil.which(program, path=planned.env["PATH"]) is None and not _is_file(program, planned.cwd):
-        hint = ": install PyTorch (pip install 'ddpjob[trainer]'), or activate the environment that has it"
-        hint = hint if program in ("torchrun", "ddprun") else suggestion(program, _PROGRAMS)
+        hint = _INSTALL.get(program) or suggestion(program, _PROGRAMS)
         if " " in program:
             hint = f": it is {len(program.split())} words. Write [{', '.join(program.split())}]"
         yield Problem((*at, "command"), f'"{program}" is not a program on this machine{hint}')

@@ -103,7 +103,7 @@ class Handler(BaseHTTPRequestHandler):
             self.hand_over(body)
 
     def refusal(self, length: str) -> tuple[HTTPStatus, str] | None:
-        """Return why the body is no report. length: the header Content-Length."""
+        """Return why the body is not a report. length: the header Content-Length."""
         if self.path != PATH:
             return HTTPStatus.NOT_FOUND, f"{self.path[:80]}: is not served; reports go to {PATH}"
         scheme, _, token = self.headers.get("Authorization", "").partition(" ")

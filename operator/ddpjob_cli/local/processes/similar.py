@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from ddpjob_operator.job.typos import suggestion
 
 
 def file(path: str, folder: str = ".") -> str:
-    """Return `; did you mean train.py?` or "", from files in its folder with the same suffix."""
+    """Return `; did you mean train.py?` from files in its folder with the same suffix, or `; it is in /project: run
+    from there` if a folder above has it, or ""."""
     head, name = os.path.split(path)
+    for above in Path(os.path.abspath(folder)).parents:
+        if not os.path.isabs(path) and os.path.isfile(above / path):
+            return f"; it is in {above}: run from there"
     try:
         there = os.listdir(os.path.join(folder, head))
     except (OSError, ValueError):

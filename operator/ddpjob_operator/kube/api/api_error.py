@@ -35,7 +35,7 @@ class ApiError(Exception):
 
     @property
     def needs_list(self) -> bool:
-        """True if a watch needs a list first: its version was refused, events were lost, or the answer is no event.
+        """True if a watch needs a list first: its version was refused, events were lost, or the answer is not an event.
         A broken connection, an expired login and a busy server need none.
         """
         return self.reason == BAD_ANSWER or (self.status >= 400 and self.status not in (401, 429))

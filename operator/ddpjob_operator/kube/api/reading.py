@@ -124,7 +124,7 @@ def page(content: bytes, plural: str = "") -> ListPage:
     """
     listed = _decode(content, _List)
     if not listed.metadata.resource_version:
-        raise BadJsonError("the answer is no list")
+        raise BadJsonError("the answer is not a list")
     return ListPage(
         items=[_object(bytes(item), plural) for item in listed.items or ()],
         version=listed.metadata.resource_version,
@@ -201,7 +201,7 @@ def obj(content: bytes) -> Raw:
     """Parse an object without its managedFields, which double its size. Raise BadJsonError."""
     raw = _without_what_is_large(content) if len(content) > OBJECT_BYTES_MAX else _loads(content)
     if not isinstance(raw, dict):
-        raise BadJsonError("the answer is no object")
+        raise BadJsonError("the answer is not an object")
     if isinstance(raw.get("metadata"), dict):
         raw["metadata"].pop("managedFields", None)
     return raw

@@ -96,7 +96,7 @@ class Receiver(BoundedServer):
         pod = await self._prove(request)
         sender = self._locate(pod)
         if sender is None:
-            raise _RefusedError(403, "the token's pod is no trainer of a running job")
+            raise _RefusedError(403, "the token's pod is not a trainer of a running job")
         self.prove(request)
         account = self._charge(pod)
         body = await _read_body(request)

@@ -249,5 +249,5 @@ def _silent_since(raw: Raw, trainer_state: Container) -> dt.datetime | None:
 def _word(metadata: Raw, name: str) -> str:
     """Read a field that every object has."""
     if not isinstance(metadata[name], str) or not metadata[name]:
-        raise ValueError(f"metadata.{name} is no text")
+        raise ValueError(f"metadata.{name} is not a text")
     return str(metadata[name])

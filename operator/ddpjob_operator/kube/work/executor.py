@@ -1,7 +1,7 @@
 """Carries out a plan: the status and its Events first, then deletes, then creates, then groups, then the job itself.
 
 In: a Plan of the Reconciler. Out: requests to the API server, and the answer of each one in our copy. A create that the
-server refuses is no error: it is stored in the JobState, and the next plan reports it to the user.
+server refuses is not an error: it is stored in the JobState, and the next plan reports it to the user.
 
 The status is written before anything else, with the resourceVersion that was planned for. The write therefore fails if
 the job has changed, and a crash after it loses no decision: the next operator plans from the recorded status.
@@ -94,7 +94,7 @@ class Executor:
         """Carry out as much of a plan as RECONCILE_SECONDS and slow start allow. Return True if that was all.
 
         Raise ConflictError if the job or a node has changed, ApiError if the server cannot do it now. A refused create
-        is no error; it is recorded in `state`.
+        is not an error; it is recorded in `state`.
         """
         before = job
         if todo.status is not None:

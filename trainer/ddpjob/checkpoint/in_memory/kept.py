@@ -266,7 +266,7 @@ class Kept:
             if list(state) != self._keys[name]:
                 raise OutgrownError(f"{name} has other parameters or buffers")
             if unknown := [key for key, value in state.items() if not isinstance(value, torch.Tensor)]:
-                raise StateError(f"{name}: {unknown[0]} is no tensor")
+                raise StateError(f"{name}: {unknown[0]} is not a tensor")
             own = collections.OrderedDict((key, _SMALL if key in small else value) for key, value in state.items())
             large[name] = {"state": own, "metadata": dict(getattr(state, "_metadata", {}))}
         for name, optimizer in zip(self.optimizers, self._living(), strict=True):

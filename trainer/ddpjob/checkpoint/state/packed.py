@@ -73,7 +73,7 @@ class _Pickler(pickle.Pickler):
     """Values, and tensors on the CPU as their bytes."""
 
     def reducer_override(self, value: Any) -> Any:
-        """Called for what is no plain value of Python."""
+        """Called for what is not a plain value of Python."""
         if not isinstance(value, torch.Tensor):
             return NotImplemented
         tensor = _one_run(value)
@@ -100,7 +100,7 @@ class _Plain(pickle.Unpickler):
             return getattr(torch if module == "torch" else collections, name)
         if isinstance(found, torch.dtype):
             return found
-        raise pickle.UnpicklingError(f"{module}.{name} is no plain value")
+        raise pickle.UnpicklingError(f"{module}.{name} is not a plain value")
 
 
 def _not_readable(error: Exception) -> StateError:

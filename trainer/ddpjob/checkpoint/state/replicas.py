@@ -206,6 +206,6 @@ def _names(ranks: Sequence[int], some: list[int], does: str = "", do: str = "") 
 
 
 def _name(described: str) -> str:
-    """fc.weight, of "parameter fc.weight (float32 [10, 64])"; nothing of what is no tensor."""
+    """fc.weight, of "parameter fc.weight (float32 [10, 64])"; nothing of what is not a tensor."""
     kind, _, rest = described.partition(" ")
     return rest.rpartition(" (")[0] if kind in ("parameter", "buffer", "tensor") else ""
