@@ -523,6 +523,10 @@ def test_the_columns_of_kubectl_get_show_steps_percent_and_time_left() -> None:
     assert (shown.nodes, shown.step, shown.progress, shown.eta) == ("2/2", "312/1125", "27%", "3h10m")
 
 
+def test_a_job_of_one_node_is_told_of_one_node() -> None:
+    assert digits(nodes=1).running().settle().status.message == "1 of 1 node is running, attempt 1"
+
+
 def test_the_time_left_vanishes_when_rank_0_is_not_heard_and_the_message_says_since_when() -> None:
     """An ETA of 6m5s that never changes looks like a job that is nearly done."""
     world = digits().running().reports_step(541, total_steps=2000, eta_seconds=365).settle()

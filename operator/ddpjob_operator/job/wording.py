@@ -27,6 +27,11 @@ def count(number: int, thing: str) -> str:
     return f"{number:,} {thing}{plural}"
 
 
+def running(ready: int, total: int) -> str:
+    """Return "2 of 3 nodes are running"."""
+    return f"{ready} of {count(total, 'node')} {'is' if total == 1 else 'are'} running"
+
+
 def quoted(value: object) -> str:
     """Suffix for a value that should be text: what to do where YAML has read a word as something else."""
     if isinstance(value, bool):

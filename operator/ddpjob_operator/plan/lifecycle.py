@@ -178,4 +178,4 @@ def _how_many_run(view: View, status: api.Status) -> str:
     done = f" and {count} completed" if count else ""
     restarts = agent_restarts.count(status)
     times = f", restarted in place {wording.count(restarts, 'time')}" if restarts else ""
-    return f"{nodes - count} of {view.spec.nodes} nodes are running{done}, attempt {status.attempt}{times}"
+    return f"{wording.running(nodes - count, view.spec.nodes)}{done}, attempt {status.attempt}{times}"
