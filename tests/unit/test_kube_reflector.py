@@ -327,3 +327,32 @@ def test_a_list_that_is_refused_does_not_end_the_watch(neglected: Neglected) -> 
     neglected.runs(lose, seconds=1500)
     assert neglected.server.asked == 3
     assert neglected.server.at == 8
+
+
+class SlowToList(Lossy):
+    """Needs two minutes for a list. Ten seconds after a watch has begun, an object is created."""
+
+    watches = 0
+
+    async def pages(self, path: str, selector: str) -> AsyncIterator[Page]:
+        await asyncio.sleep(120)
+        async for page in super().pages(path, selector):
+            yield page
+
+    async def watch(self, path: str, version: str, selector: str) -> AsyncIterator[Any]:
+        self.watches += 1
+        await asyncio.sleep(10)
+        self.at += 1
+        self.there[f"new-{self.watches}"] = self.at
+        yield event("ADDED", f"new-{self.watches}", self.at)
+        await asyncio.sleep(290)
+
+
+def test_a_change_is_seen_while_a_long_list_arrives(neglected: Neglected) -> None:
+    """Thousands of large jobs of one tenant would hide the new jobs of all others for minutes, at each list."""
+    neglected.server = SlowToList()
+    neglected.server.there = {"a": 7}
+    neglected.runs(lambda: None, seconds=315)
+    assert (neglected.server.asked, neglected.server.watches) == (1, 2), "the second list is on its way"
+    assert "new-2" in neglected.names()
+    assert neglected.missed() == 0

@@ -7,14 +7,15 @@ We have our own because kopf's watch costs 25 times as much CPU per pod and stop
 (kopf_workarounds/reflected_session.py).
 
 A watch can lose events: a proxy drops a line, or an API server restored from a backup starts from an older version. So
-the collection is listed again about every 10 minutes, and the list wins. The price is a full list of each collection
-every 10 minutes, which client-go does not pay.
+the collection is listed again about every 10 minutes, while the watch goes on, and the list wins. The price is a full
+list of each collection every 10 minutes, which client-go does not pay.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ddpjob_operator.kube.api.client import NO_ANSWER, ApiError, Client, collection
@@ -80,6 +81,8 @@ class Reflector:
         """Seconds from the last Retry-After."""
         self._stale_lists = 0
         self._list_at = 0.0
+        self._listing: asyncio.Task[None] | None = None
+        """The last list that was started while the watch was running."""
         self._logged = ("", 0.0)
         self._careful = Careful(sink, self.what, runtime.log)
 
@@ -90,12 +93,22 @@ class Reflector:
 
     async def run(self) -> None:
         """List and watch until cancelled."""
+        try:
+            await self._follow()
+        finally:
+            if self._listing is not None:
+                self._listing.cancel()
+
+    async def _follow(self) -> None:
         while True:
             started, cause = self._runtime.clock(), "error"
             self.tried_at, self._asked_for, self.waits = started, 0.0, False
             try:
-                if not self._version or started >= self._list_at:
+                if not self._version:
                     await self._list()
+                elif started >= self._list_at and (self._listing is None or self._listing.done()):
+                    # Not before the watch: a list takes minutes if objects are many or large.
+                    self._listing = asyncio.create_task(self._list_quietly())
                 await self._watch()
                 cause = "end"
             except ApiError as error:
@@ -119,6 +132,16 @@ class Reflector:
                 # long as during the outage would leave us blind for up to 30 s.
                 self._begin_anew()
 
+    async def _list_quietly(self) -> None:
+        """List. A failure does not end the watch: the next list comes as if this one had not failed."""
+        try:
+            await self._list()
+        except ApiError as error:
+            if not error.needs_list:
+                self._handle(error)
+        except Exception:
+            self._runtime.log.exception("%s: the list failed", self.what)
+
     def _begin_anew(self) -> None:
         self._failures, self._failing_since = 0, None
 
@@ -133,19 +156,20 @@ class Reflector:
                 missed.append(raw["metadata"]["name"])
 
         pages = self._client.pages(self._path, self._selector)
-        at = await take(pages, self._sink, put, self._check, namespace=self.namespace)
+        seen = number(self._newest)
+        at = await take(pages, self._sink, put, partial(self._check, seen), namespace=self.namespace)
         if missed:
             self._meter.count(names.MISSED, self._plural, by=len(missed))
             text = "%s: the watch has not shown %d changes, among them one of %s; a list did"
             self._runtime.log.warning(text, self.what, len(missed), missed[0])
         self._stale_lists = 0
-        self._version = self._newest = at
+        if number(at) >= number(self._newest):
+            self._version = self._newest = at  # else the watch has gone on meanwhile
         self.synced.set()
 
-    def _check(self, version: int) -> None:
-        """Check the version of a page. Raises ApiError if the list is older than what was seen."""
+    def _check(self, seen: int, version: int) -> None:
+        """Check the version of a page. Raise ApiError if the list is older than what was seen before it."""
         self.tried_at = self._runtime.clock()
-        seen = number(self._newest)
         if not 0 < version < seen:
             return
         text = f"the list is of version {version}, and {seen} was seen before"
