@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ddpjob_cli.commands.cluster import say
-from ddpjob_cli.commands.output import answer
+from ddpjob_cli.commands.output import answer, say
 
 if TYPE_CHECKING:
     from ddpjob_cli.manifest.yamlfile import Document
