@@ -167,6 +167,26 @@ def test_links_pipes_and_devices_do_not_hold_submit(folder) -> None:
     assert "leads" in packed.remarks[0] or "lead" in packed.remarks[0]
 
 
+def test_a_folder_that_becomes_a_link_while_it_is_packed_leads_nowhere(folder, monkeypatch) -> None:
+    """Otherwise a user's own file would be sent to the cluster, where all of the namespace can read it."""
+    (folder / "src").mkdir()
+    (folder / "src/id").write_text("theirs")
+    outside = folder.parent / "outside"
+    outside.mkdir()
+    (outside / "id").write_text("secret")
+    scan = pack.scan
+
+    def swapped(root: Path) -> pack.Folder:
+        found = scan(root)
+        (folder / "src").rename(folder.parent / "moved")
+        (folder / "src").symlink_to(outside)
+        return found
+
+    monkeypatch.setattr(pack, "scan", swapped)
+    with pytest.raises(InputError, match="src/id: Not a directory"):
+        pack.pack(folder)
+
+
 @pytest.mark.parametrize("name", ["pipe.py", "pipe.yaml", "pipe.ipynb", "pipe"])
 @pytest.mark.parametrize("words", ["check", "init", "convert", "run --dry-run", "submit --dry-run"])
 def test_a_named_pipe_is_refused_and_not_waited_for(folder, words, name) -> None:
