@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from worlds import manifest
 
 import ddpjob_check as check
-from ddpjob_check import notebook
-from ddpjob_check.rule import TooLongError
-from ddpjob_cli.commands import main
+from ddpjob_check import notebook, parsing
+from ddpjob_check.parsing import TooLongError
+from ddpjob_cli.commands import check_files, declared_options, main
 from ddpjob_cli.commands.cpu_limit import CpuLimit
 
 WRONG = "import torch.distributed as d, os\nd.init_process_group(rank=int(os.environ['LOCAL_RANK']))\n"
@@ -203,3 +204,63 @@ def test_cells_that_are_no_python_are_parsed_so_often_in_all(monkeypatch: pytest
     cells = [{"cell_type": "code", "source": "cd a\n" * 200}] * 20
     notebook.parts(json.dumps({"cells": cells}))
     assert parsed < 2_500_000
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("a.yaml", "\n" * 200_000), ("a.yaml", "kind:" + "\n" * 200_000), ("a.json", " " * 200_000)],
+    ids=["blank lines", "a kind far away", "spaces"],
+)  # fmt: skip
+def test_a_folder_with_a_long_yaml_is_searched_in_linear_time(tmp_path: Path, name: str, text: str) -> None:
+    """4 MB of blank lines could take hours: each was searched to the end of the file."""
+    (tmp_path / name).write_text(text)
+    (tmp_path / "train.py").write_text(WRONG)
+    result = CliRunner().invoke(main.cli, ["check", str(tmp_path)], standalone_mode=False)
+    assert result.stdout.count("\n") == 1
+
+
+@pytest.mark.parametrize("piece", ["{rank}", "a{rank!r:>{w}}"])
+def test_an_f_string_that_would_hold_the_parser_is_not_parsed(tmp_path: Path, piece: str) -> None:
+    """Python 3.11 searches it from its begin for each value, and no signal interrupts that: 1 MB takes minutes."""
+    text = f"x = f'{piece * 30_000}'\n"
+    (finding,) = check.check("train.py", text)
+    assert (finding.rule, finding.severity) == ("left-out", "warning")
+    (tmp_path / "train").write_text(text)
+    (tmp_path / "a.ipynb").write_text(json.dumps({"cells": [{"cell_type": "code", "source": text}]}))
+    for words in (["check", "a.ipynb"], ["init", "train"], ["run", "--dry-run", "a.ipynb"]):
+        CliRunner().invoke(main.cli, [*words[:-1], str(tmp_path / words[-1])], standalone_mode=False)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["# it's {}\n" * 50_000, "x = '{}'\n" * 50_000, "x = f'{a}'\n" * 50_000, f"x = '''{'{}' * 50_000}'''\n"],
+    ids=["comments", "texts", "short f-strings", "a long text"],
+)  # fmt: skip
+def test_braces_elsewhere_cost_the_parser_nothing(text: str) -> None:
+    parsing.parse(text)
+
+
+def test_imports_without_end_are_not_all_searched(tmp_path: Path) -> None:
+    """`submit train.py --lr 1` looked for 500,000 files of 130,000 imported names: 20 s."""
+    names = ", ".join(f"a{number}" for number in range(130_000))
+    (tmp_path / "train.py").write_text(f"import {names}\nfrom {'.' * 100_000}a import b\n")
+    found = declared_options.of([str(tmp_path / "train.py")])
+    assert found == frozenset()
+
+
+def test_a_long_line_in_a_cell_is_searched_in_linear_time() -> None:
+    """A megabyte of spaces could take 20 minutes."""
+    for line in (" " * 200_000 + "%", "a," * 100_000, "a=" * 100_000, "?" * 200_000, "ls" + " " * 200_000 + "("):
+        notebook.parts(json.dumps({"cells": [{"cell_type": "code", "source": f"{line}\n!ls"}]}))
+
+
+@pytest.mark.parametrize("slow", ["notebook.parts", "mistakes"])
+def test_what_is_read_besides_scripts_has_the_same_limit(
+    tmp_path: Path, slow: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.ipynb").write_text('{"cells": []}')
+    (tmp_path / "job.yaml").write_text(json.dumps(manifest()))
+    monkeypatch.setattr(f"ddpjob_cli.commands.check_files.{slow}", lambda *_, **__: spins())
+    monkeypatch.setattr(check_files, "CpuLimit", lambda: CpuLimit(0.05))
+    result = CliRunner().invoke(main.cli, ["check", *map(str, tmp_path.iterdir())], standalone_mode=False)
+    assert "warning[left-out]: this file takes too long to follow" in result.stdout

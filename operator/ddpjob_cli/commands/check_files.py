@@ -12,6 +12,7 @@ from pathlib import Path
 import ddpjob_check as check
 from ddpjob_check import Finding, Job, notebook
 from ddpjob_check.job import CLUSTER_ONLY, YAML_RULES, known, mistakes
+from ddpjob_check.parsing import TooLongError
 from ddpjob_check.rule import SYNTAX
 from ddpjob_cli.commands import kinds
 from ddpjob_cli.commands.cpu_limit import CpuLimit
@@ -175,9 +176,11 @@ def for_a_cluster(document: Document, job: api.DDPJob) -> list[str]:
 def _of_notebook(path: str, text: str, context: Job, limit: CpuLimit) -> list[Finding]:
     """Return findings of a notebook: the file is `PATH:cell N`, and the line is that in the cell."""
     try:
-        parts = notebook.parts(text)
+        parts = limit(lambda: notebook.parts(text))
     except (ValueError, RecursionError) as error:
         return [Finding(path, 1, 1, SYNTAX, "error", f"not a valid notebook: {error}")]
+    except TooLongError:
+        return [check.unchecked(path)]
     findings = []
     for part in parts:
         for found in check.check(path, part.text, context, limit):
@@ -191,10 +194,12 @@ def _of_job(
 ) -> list[Finding]:
     severities = {rule.name: rule.severity for rule in check.RULES} | {r.name: r.severity for r in YAML_RULES}
     path = document.source
-    findings = [
-        Finding(path, document.line(field), 1, rule, severities[rule], text)
-        for field, rule, text in mistakes(job, parameters, _script_text(path, job), given, local=local)
-    ]
+    script = _script_text(path, job)
+    try:
+        found = CpuLimit()(lambda: list(mistakes(job, parameters, script, given, local=local)))
+    except TooLongError:
+        return [check.unchecked(path)]
+    findings = [Finding(path, document.line(field), 1, rule, severities[rule], text) for field, rule, text in found]
     return check.kept(findings, _text_of(path)) if findings else []
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ddpjob import own_files
 from ddpjob_cli.client.gitignore import Ignored
 from ddpjob_cli.client.pack import FOLDERS_DEEP_MAX
 from ddpjob_cli.commands.check_files import is_job
@@ -20,7 +21,7 @@ from ddpjob_operator.job import api
 
 _SUFFIXES = (".py", ".ipynb", ".yaml", ".yml")
 _NOT_OWN = {"node_modules", "site-packages", "__pycache__"}
-_IS_A_JOB = re.compile(rf"^\s*kind:\s*[\"']?{api.KIND}\b", re.MULTILINE)
+_IS_A_JOB = re.compile(rf"^[ \t]*kind:[ \t]*[\"']?{api.KIND}\b", re.MULTILINE)
 Load = Callable[[str, str | None], tuple[Document, api.DDPJob]]
 
 
@@ -127,7 +128,7 @@ def _is_wanted(path: str) -> bool:
     if not path.endswith(YAML_SUFFIXES):
         return True
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
+        with open(own_files.open_named(path), encoding="utf-8", errors="replace") as file:
             return _IS_A_JOB.search(file.read(yamlbounds.BYTES_MAX)) is not None
     except OSError:
         return False
