@@ -17,7 +17,7 @@ from worlds import manifest
 import ddpjob_check as check
 from ddpjob_check import notebook, parsing
 from ddpjob_check.parsing import TooLongError
-from ddpjob_cli.commands import check_files, declared_options, main
+from ddpjob_cli.commands import check_files, cpu_limit, declared_options, main
 from ddpjob_cli.commands.cpu_limit import CpuLimit
 
 WRONG = "import torch.distributed as d, os\nd.init_process_group(rank=int(os.environ['LOCAL_RANK']))\n"
@@ -264,3 +264,18 @@ def test_what_is_read_besides_scripts_has_the_same_limit(
     monkeypatch.setattr(check_files, "CpuLimit", lambda: CpuLimit(0.05))
     result = CliRunner().invoke(main.cli, ["check", *map(str, tmp_path.iterdir())], standalone_mode=False)
     assert "warning[left-out]: this file takes too long to follow" in result.stdout
+
+
+def test_convert_ends_for_a_command_that_takes_too_long_to_follow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """18 kB of shell could take minutes: each of 450 names was searched after each of 2,500 `read`."""
+    monkeypatch.setattr(cpu_limit, "CpuLimit", lambda: CpuLimit(0.2))
+    script = f"echo '{'read ' * 2500}'; {''.join(f'a $SLURM_{i};' for i in range(450))} torchrun x.py"
+    container = {"name": "pytorch", "image": "i", "command": ["sh", "-c", script]}
+    pods = {"replicas": 1, "template": {"spec": {"containers": [container]}}}
+    metadata = {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": {"name": "digits"}}
+    (tmp_path / "job.json").write_text(json.dumps({**metadata, "spec": {"pytorchReplicaSpecs": {"Master": pods}}}))
+    result = CliRunner().invoke(main.cli, ["convert", str(tmp_path / "job.json")], standalone_mode=False)
+    assert "kind: DDPJob" in result.stdout
+    assert "takes too long to follow" in result.stderr
