@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from click.testing import CliRunner
 from worlds import manifest
 
@@ -19,6 +20,7 @@ from ddpjob_check import notebook, parsing
 from ddpjob_check.parsing import TooLongError
 from ddpjob_cli.commands import check_files, cpu_limit, declared_options, main
 from ddpjob_cli.commands.cpu_limit import CpuLimit
+from ddpjob_cli.manifest import yamlfile
 
 WRONG = "import torch.distributed as d, os\nd.init_process_group(rank=int(os.environ['LOCAL_RANK']))\n"
 HEAD = """import os, torch
@@ -261,9 +263,28 @@ def test_what_is_read_besides_scripts_has_the_same_limit(
     (tmp_path / "a.ipynb").write_text('{"cells": []}')
     (tmp_path / "job.yaml").write_text(json.dumps(manifest()))
     monkeypatch.setattr(f"ddpjob_cli.commands.check_files.{slow}", lambda *_, **__: spins())
-    monkeypatch.setattr(check_files, "CpuLimit", lambda: CpuLimit(0.05))
+    monkeypatch.setattr(check_files, "CpuLimit", lambda _seconds: CpuLimit(0.05))
     result = CliRunner().invoke(main.cli, ["check", *map(str, tmp_path.iterdir())], standalone_mode=False)
     assert "warning[left-out]: this file takes too long to follow" in result.stdout
+
+
+def test_many_jobs_with_one_script_are_read_once_and_share_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file was parsed for each of its jobs: 200 took 7 s, and 900 minutes. So did a script that is hard to
+    follow."""
+    jobs = [
+        {**manifest(container={"command": ["torchrun", "train.py"]}), "metadata": {"name": f"j{i}"}} for i in range(99)
+    ]
+    (tmp_path / "jobs.yaml").write_text(yaml.safe_dump_all(jobs))
+    (tmp_path / "train.py").write_text("import torch\n")
+    parsed, seconds, parse = [], [], yamlfile.parse
+    monkeypatch.setattr(yamlfile, "parse", lambda *given: parsed.append(1) or parse(*given))
+    monkeypatch.setattr(check_files, "CpuLimit", lambda given: seconds.append(given) or CpuLimit(given))
+    result = CliRunner().invoke(main.cli, ["check", str(tmp_path)], standalone_mode=False)
+    assert "2 files read" in result.stderr
+    assert len(parsed) == 1
+    assert seconds == [15.0, 15.0]
 
 
 def test_convert_ends_for_a_command_that_takes_too_long_to_follow(

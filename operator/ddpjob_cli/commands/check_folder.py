@@ -22,7 +22,8 @@ from ddpjob_operator.job import api
 _SUFFIXES = (".py", ".ipynb", ".yaml", ".yml")
 _NOT_OWN = {"node_modules", "site-packages", "__pycache__"}
 _IS_A_JOB = re.compile(rf"^[ \t]*kind:[ \t]*[\"']?{api.KIND}\b", re.MULTILINE)
-Load = Callable[[str, str | None], tuple[Document, api.DDPJob]]
+Load = Callable[..., tuple[Document, api.DDPJob]]
+"""Reads a job: its file, its name (None: the only one), and the document if it was read already."""
 
 
 @dataclass
@@ -58,7 +59,9 @@ def _add_jobs(found: Targets, path: str, load: Load) -> None:
     try:
         documents = [d for d in yamlfile.read(path) if isinstance(d.data, dict) and d.data.get("kind") == api.KIND]
         for document in documents:
-            found.jobs[f"{path}#{document.name}"] = load(path, document.name if len(documents) > 1 else None)
+            if (name := f"{path}#{document.name}") in found.jobs:
+                raise InputError(f"{path}: two DDPJobs are named {document.name}; names must differ")
+            found.jobs[name] = load(path, None, document)
     except InputError as error:
         found.wrong.append(str(error))
 

@@ -217,8 +217,8 @@ def check(
     alone = check_files.context(nodes, nproc)
     settings = (f"spec.nprocPerNode={nproc}",) if nproc else ()
 
-    def load(path: str, name: str | None) -> tuple[Document, api.DDPJob]:
-        return sources.load(Source(path, job=name, nodes=nodes, settings=settings))
+    def load(path: str, name: str | None, read: Document | None = None) -> tuple[Document, api.DDPJob]:
+        return sources.load(Source(path, job=name, nodes=nodes, settings=settings), read)
 
     found = check_folder.targets(paths, job, load)
     size = check_files.parameters(parameters)

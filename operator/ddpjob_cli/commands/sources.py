@@ -35,10 +35,10 @@ def is_notebook(file: str | None) -> bool:
     return (file or "").endswith(kinds.NOTEBOOK)
 
 
-def load(source: Source) -> tuple[Document, api.DDPJob]:
-    """Return the job. Raise InputError."""
+def load(source: Source, read: Document | None = None) -> tuple[Document, api.DDPJob]:
+    """Return the job. read: the document, if it was read already. Raise InputError."""
     _refuse_two_values(source)
-    document, is_made = _document(source)
+    document, is_made = _document(source) if read is None else (read, False)
     metadata = document.data.get("metadata")
     # The API server makes a name from metadata.generateName; here the name must be known earlier.
     if isinstance(metadata, dict) and not metadata.get("name") and isinstance(metadata.get("generateName"), str):
