@@ -186,9 +186,14 @@ def _of_notebook(path: str, text: str, context: Job, limit: CpuLimit) -> list[Fi
         return [check.unchecked(path)]
     findings = []
     for part in parts:
-        for found in check.check(path, part.text, context, limit):
+        of_part = check.check(path, part.text, context, limit)
+        for found in of_part:
             cell, line = part.place(found.line)
             findings.append(replace(found, file=f"{path}:cell {cell}", line=line))
+        if of_part == [check.unchecked(path)]:  # one line, also if thousands of cells follow
+            why = "the notebook takes too long to follow, so nothing is checked from this cell on"
+            findings[-1] = replace(findings[-1], message=why)
+            break
     return [f for f in findings if f.rule != "spawn-without-main-guard"]  # nothing imports a notebook
 
 

@@ -265,6 +265,8 @@ def _cells(path: str) -> notebook.NotebookPart:
     except SyntaxError as error:
         cell, line = cells.place(error.lineno or 1)
         raise InputError(f"{path}:cell {cell}:{line}: not valid Python: {error.msg}") from None
+    except ValueError as error:  # a null byte, or half of a character
+        raise InputError(f"{path}: not valid Python: {error}") from None
     except (RecursionError, MemoryError, TooLongError):
         raise InputError(f"{path}: not valid Python: its cells are nested too deeply to be read") from None
     return cells
