@@ -92,8 +92,9 @@ def pointing_elsewhere(folder: Path, ran: Path) -> None:
 
 @pytest.mark.parametrize("made", [configured_to_run, bare, pointing_elsewhere])
 @pytest.mark.parametrize(
-    "words", [["check", "."], ["check", "train.py"], ["init", "train.py"], ["submit", "train.py", "--dry-run"],
-              ["run", "train.py", "--dry-run", "--nodes", "2"]], ids=" ".join,
+    "words", [["check", "."], ["check", "train.py"], ["init", "train.py"], ["convert", "train.py"],
+              ["submit", "--code", ".", "--dry-run", "train.py"], ["run", "train.py", "--dry-run", "--nodes", "2"]],
+    ids=" ".join,
 )  # fmt: skip
 def test_no_program_that_a_folder_names_is_called(folder, no_program, made, words, monkeypatch) -> None:
     """If `ddpjob check FOLDER` called git, git would call the program in core.fsmonitor."""
