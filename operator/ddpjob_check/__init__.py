@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import re
 import sys
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -35,11 +34,12 @@ from ddpjob_check import (
     steps,
     wrapping,
 )
+from ddpjob_check.parsing import TooLongError
 from ddpjob_check.reached import Certainty
-from ddpjob_check.rule import LEFT_OUT, SYNTAX, Finding, Found, Job, Limited, Rule, Severity, TooLongError, unlimited
+from ddpjob_check.rule import LEFT_OUT, SYNTAX, Finding, Found, Job, Limited, Rule, Severity, unlimited
 from ddpjob_check.script import Script
 
-__all__ = ["RULES", "Finding", "Found", "Job", "Rule", "check", "kept"]
+__all__ = ["RULES", "Finding", "Found", "Job", "Rule", "check", "kept", "unchecked"]
 
 _IGNORE = re.compile(r"#\s*ddpjob:\s*ignore\[([\w\s,-]*)\]")
 _NOTHING_KNOWN = Job()
@@ -56,9 +56,7 @@ def check(file: str, text: str, job: Job = _NOTHING_KNOWN, limited: Limited = un
     """Return all findings in a script, in line order. A script that does not parse is itself a finding. limited: runs
     one part of the work. A finding names the rules that took too long."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "\d" in a text is no DDP mistake
-            script = limited(lambda: Script(text))
+        script = limited(lambda: Script(text))
         findings = list(_findings(file, script, job if job.script else replace(job, script=(file,)), limited))
         kept_findings: list[Finding] = limited(lambda: kept(findings, text))
         return kept_findings
@@ -69,9 +67,12 @@ def check(file: str, text: str, job: Job = _NOTHING_KNOWN, limited: Limited = un
     except (RecursionError, MemoryError):
         return [Finding(file, 1, 1, SYNTAX, "error", "nested too deeply to be read")]
     except TooLongError:
-        return [
-            Finding(file, 1, 1, LEFT_OUT, "warning", "this file takes too long to follow, so nothing in it is checked")
-        ]
+        return [unchecked(file)]
+
+
+def unchecked(file: str) -> Finding:
+    """Return the finding for a file that takes too long as a whole."""
+    return Finding(file, 1, 1, LEFT_OUT, "warning", "this file takes too long to follow, so nothing in it is checked")
 
 
 # Python 3.12 syntax: type parameters, type aliases, and nested quotes in f-strings.

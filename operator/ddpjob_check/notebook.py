@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import PurePath
+
+from ddpjob_check.parsing import parse
 
 _WRITES = re.compile(r"%%(?:writefile|file)\s+(?:-a\s+|--append\s+)?(\S+\.py)\s*$")
 # Cell magics whose cell is still plain Python.
 _PYTHON = re.compile(r"%%(?:time|timeit|capture|prun)\b")
 _MAGIC = re.compile(r"(\s*)(?:%{1,2}[A-Za-z]|[!?])|(\s*)%?[\w.*]+\?{1,2}\s*$")
-_ASSIGNED = re.compile(r"(\s*[\w, .\[\]'\"]+=\s*)[%!]")
+_ASSIGNED = re.compile(r"([\w\s,.\[\]'\"]+=\s*)[%!]")
 # Lines that IPython accepts without `%` although they are no Python: names of line magics and aliases, and calls
 # without parentheses, `/print a` and `,print a b`.
 _AUTOMAGIC = re.compile(
@@ -99,9 +99,7 @@ def _error_in(lines: list[str]) -> int | None:
     """Return the line (from 1) at which a cell is no Python; 0: unknown. None: it is valid and stays unchanged, because
     a line of a wrapped expression may begin with `%`."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            ast.parse("\n".join(lines))
+        parse("\n".join(lines))
     except SyntaxError as error:
         return error.lineno or 0
     except (ValueError, RecursionError, MemoryError):

@@ -19,10 +19,6 @@ LEFT_OUT = "left-out"
 T = TypeVar("T")
 
 
-class TooLongError(Exception):
-    """The work took too long and was given up."""
-
-
 Limited: TypeAlias = Callable[[Callable[[], Any]], Any]
 """Does some work and returns its result. Raises TooLongError."""
 

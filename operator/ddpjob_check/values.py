@@ -29,6 +29,7 @@ from ddpjob_check.nodes import (
     parameters_of,
     targets_in,
 )
+from ddpjob_check.parsing import parse
 from ddpjob_check.rebinding import changed_containers, changed_objects, rebound_until
 
 # The parser uses one shared object for each of these, so they are not separate nodes.
@@ -67,10 +68,10 @@ class Caller:
 
 
 class Values:
-    """A file that parses. Raise SyntaxError (with the line), ValueError or RecursionError if `text` does not."""
+    """A file that parses. Raise SyntaxError (with the line), ValueError, RecursionError or TooLongError if not."""
 
     def __init__(self, text: str) -> None:
-        self.tree = ast.parse(text)
+        self.tree = parse(text)
         self._parent: dict[ast.AST, ast.AST] = {}
         self.nodes: list[ast.AST] = [self.tree]
         for node in self.nodes:  # the list grows meanwhile

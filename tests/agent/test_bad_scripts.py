@@ -69,6 +69,22 @@ if __name__ == "__main__":
     assert len(list(launcher.folder.glob("child-*"))) == 3
 
 
+def test_a_pipe_in_place_of_what_a_rank_writes_does_not_hold_its_agent(launcher: Launcher) -> None:
+    """Opening it would wait for ever for somebody who writes, and the job would neither restart nor fail."""
+    script = launcher.script("""
+import glob, os, sys
+path = os.environ["TORCHELASTIC_ERROR_FILE"]
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    for name in (path, *glob.glob(os.path.join(os.path.dirname(path), "..", "*"))):
+        if not os.path.isdir(name):
+            if os.path.exists(name): os.unlink(name)
+            os.mkfifo(name)
+    sys.exit(3)
+""")
+    done = launcher.done("--no-preload", "--nproc", 1, "--max-restarts", 1, script)
+    assert done.returncode == 0, done.stderr
+
+
 @STARTS
 def test_a_rank_that_blocks_every_signal_is_ended_all_the_same(launcher: Launcher, start: str) -> None:
     script = launcher.script(

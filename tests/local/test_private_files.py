@@ -51,6 +51,12 @@ def test_files_of_a_run_are_0600_and_its_folders_0700(cli: Cli, open_umask: obje
     assert {name: mode for name, mode in during.items() if mode not in ("0o600", "0o700")} == {}
 
 
+def test_nobody_else_can_take_names_in_the_folder_of_a_job(tmp_path: Path, open_umask: object) -> None:
+    """In a folder that others can write a run could be replaced by a link while it is going on."""
+    RunFolder("job", tmp_path / "base").close()
+    assert stat.S_IMODE((tmp_path / "base/job").stat().st_mode) == 0o700
+
+
 def planted(kind: str, path: Path, outside: Path) -> None:
     if kind == "link":
         path.symlink_to(outside)

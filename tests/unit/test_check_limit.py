@@ -11,13 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from click.testing import CliRunner
+from worlds import manifest
 
 import ddpjob_check as check
-from ddpjob_check import notebook
-from ddpjob_check.rule import TooLongError
-from ddpjob_cli.commands import main
+from ddpjob_check import notebook, parsing
+from ddpjob_check.parsing import TooLongError
+from ddpjob_cli.commands import check_files, cpu_limit, declared_options, main
 from ddpjob_cli.commands.cpu_limit import CpuLimit
+from ddpjob_cli.manifest import yamlfile
+from ddpjob_cli.manifest.yamlfile import InputError
 
 WRONG = "import torch.distributed as d, os\nd.init_process_group(rank=int(os.environ['LOCAL_RANK']))\n"
 HEAD = """import os, torch
@@ -203,3 +207,118 @@ def test_cells_that_are_no_python_are_parsed_so_often_in_all(monkeypatch: pytest
     cells = [{"cell_type": "code", "source": "cd a\n" * 200}] * 20
     notebook.parts(json.dumps({"cells": cells}))
     assert parsed < 2_500_000
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("a.yaml", "\n" * 200_000), ("a.yaml", "kind:" + "\n" * 200_000), ("a.json", " " * 200_000)],
+    ids=["blank lines", "a kind far away", "spaces"],
+)  # fmt: skip
+def test_a_folder_with_a_long_yaml_is_searched_in_linear_time(tmp_path: Path, name: str, text: str) -> None:
+    """4 MB of blank lines could take hours: each was searched to the end of the file."""
+    (tmp_path / name).write_text(text)
+    (tmp_path / "train.py").write_text(WRONG)
+    result = CliRunner().invoke(main.cli, ["check", str(tmp_path)], standalone_mode=False)
+    assert result.stdout.count("\n") == 1
+
+
+@pytest.mark.parametrize("piece", ["{rank}", "a{rank!r:>{w}}"])
+def test_an_f_string_that_would_hold_the_parser_is_not_parsed(tmp_path: Path, piece: str) -> None:
+    """Python 3.11 searches it from its begin for each value, and no signal interrupts that: 1 MB takes minutes."""
+    text = f"x = f'{piece * 30_000}'\n"
+    (finding,) = check.check("train.py", text)
+    assert (finding.rule, finding.severity) == ("left-out", "warning")
+    (tmp_path / "train").write_text(text)
+    (tmp_path / "a.ipynb").write_text(json.dumps({"cells": [{"cell_type": "code", "source": text}]}))
+    for words in (["check", "a.ipynb"], ["init", "train"], ["run", "--dry-run", "a.ipynb"]):
+        CliRunner().invoke(main.cli, [*words[:-1], str(tmp_path / words[-1])], standalone_mode=False)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["# it's {}\n" * 50_000, "x = '{}'\n" * 50_000, "x = f'{a}'\n" * 50_000, f"x = '''{'{}' * 50_000}'''\n"],
+    ids=["comments", "texts", "short f-strings", "a long text"],
+)  # fmt: skip
+def test_braces_elsewhere_cost_the_parser_nothing(text: str) -> None:
+    parsing.parse(text)
+
+
+def test_imports_without_end_are_not_all_searched(tmp_path: Path) -> None:
+    """`submit train.py --lr 1` looked for 500,000 files of 130,000 imported names: 20 s."""
+    names = ", ".join(f"a{number}" for number in range(130_000))
+    (tmp_path / "train.py").write_text(f"import {names}\nfrom {'.' * 100_000}a import b\n")
+    found = declared_options.of([str(tmp_path / "train.py")])
+    assert found == frozenset()
+
+
+def test_a_long_line_in_a_cell_is_searched_in_linear_time() -> None:
+    """A megabyte of spaces could take 20 minutes."""
+    for line in (" " * 200_000 + "%", "a," * 100_000, "a=" * 100_000, "?" * 200_000, "ls" + " " * 200_000 + "("):
+        notebook.parts(json.dumps({"cells": [{"cell_type": "code", "source": f"{line}\n!ls"}]}))
+
+
+@pytest.mark.parametrize("slow", ["notebook.parts", "mistakes"])
+def test_what_is_read_besides_scripts_has_the_same_limit(
+    tmp_path: Path, slow: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.ipynb").write_text('{"cells": []}')
+    (tmp_path / "job.yaml").write_text(json.dumps(manifest()))
+    monkeypatch.setattr(f"ddpjob_cli.commands.check_files.{slow}", lambda *_, **__: spins())
+    monkeypatch.setattr(check_files, "CpuLimit", lambda _seconds: CpuLimit(0.05))
+    result = CliRunner().invoke(main.cli, ["check", *map(str, tmp_path.iterdir())], standalone_mode=False)
+    assert "warning[left-out]: this file takes too long to follow" in result.stdout
+
+
+def test_many_jobs_with_one_script_are_read_once_and_share_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file was parsed for each of its jobs: 200 took 7 s, and 900 minutes. So did a script that is hard to
+    follow."""
+    jobs = [
+        {**manifest(container={"command": ["torchrun", "train.py"]}), "metadata": {"name": f"j{i}"}} for i in range(99)
+    ]
+    (tmp_path / "jobs.yaml").write_text(yaml.safe_dump_all(jobs))
+    (tmp_path / "train.py").write_text("import torch\n")
+    parsed, seconds, parse = [], [], yamlfile.parse
+    monkeypatch.setattr(yamlfile, "parse", lambda *given: parsed.append(1) or parse(*given))
+    monkeypatch.setattr(check_files, "CpuLimit", lambda given: seconds.append(given) or CpuLimit(given))
+    result = CliRunner().invoke(main.cli, ["check", str(tmp_path)], standalone_mode=False)
+    assert "2 files read" in result.stderr
+    assert len(parsed) == 1
+    assert seconds == [15.0, 15.0]
+
+
+def test_a_notebook_of_which_the_rest_is_left_out_says_so_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """30,000 cells with `%%writefile` gave 23,000 warnings."""
+    cells = [{"cell_type": "code", "source": f"%%writefile a{i}.py\nx = 1\n"} for i in range(3)]
+    (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells}))
+    monkeypatch.setattr(check, "check", lambda path, *_: [check.unchecked(path)])
+    result = CliRunner().invoke(main.cli, ["check", str(tmp_path)], standalone_mode=False)
+    assert "cell 1:1: warning[left-out]: the notebook takes too long to follow" in result.stdout
+    assert result.stdout.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["x = '\ud800'", "x = '\0'"], ids=["half of a character", "null"])
+def test_a_notebook_with_characters_that_no_script_has_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.ipynb").write_text(json.dumps({"cells": [{"cell_type": "code", "source": text}]}))
+    for words in ("run --dry-run", "submit --dry-run"):
+        result = CliRunner().invoke(main.cli, [*words.split(), str(tmp_path / "a.ipynb")], standalone_mode=False)
+        assert "not valid Python" in str(result.exception)
+        assert isinstance(result.exception, InputError)
+
+
+def test_convert_ends_for_a_command_that_takes_too_long_to_follow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """18 kB of shell could take minutes: each of 450 names was searched after each of 2,500 `read`."""
+    monkeypatch.setattr(cpu_limit, "CpuLimit", lambda: CpuLimit(0.2))
+    script = f"echo '{'read ' * 2500}'; {''.join(f'a $SLURM_{i};' for i in range(450))} torchrun x.py"
+    container = {"name": "pytorch", "image": "i", "command": ["sh", "-c", script]}
+    pods = {"replicas": 1, "template": {"spec": {"containers": [container]}}}
+    metadata = {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": {"name": "digits"}}
+    (tmp_path / "job.json").write_text(json.dumps({**metadata, "spec": {"pytorchReplicaSpecs": {"Master": pods}}}))
+    result = CliRunner().invoke(main.cli, ["convert", str(tmp_path / "job.json")], standalone_mode=False)
+    assert "kind: DDPJob" in result.stdout
+    assert "takes too long to follow" in result.stderr

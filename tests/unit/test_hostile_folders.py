@@ -92,8 +92,9 @@ def pointing_elsewhere(folder: Path, ran: Path) -> None:
 
 @pytest.mark.parametrize("made", [configured_to_run, bare, pointing_elsewhere])
 @pytest.mark.parametrize(
-    "words", [["check", "."], ["check", "train.py"], ["init", "train.py"], ["submit", "train.py", "--dry-run"],
-              ["run", "train.py", "--dry-run", "--nodes", "2"]], ids=" ".join,
+    "words", [["check", "."], ["check", "train.py"], ["init", "train.py"], ["convert", "train.py"],
+              ["submit", "--code", ".", "--dry-run", "train.py"], ["run", "train.py", "--dry-run", "--nodes", "2"]],
+    ids=" ".join,
 )  # fmt: skip
 def test_no_program_that_a_folder_names_is_called(folder, no_program, made, words, monkeypatch) -> None:
     """If `ddpjob check FOLDER` called git, git would call the program in core.fsmonitor."""
@@ -165,6 +166,26 @@ def test_links_pipes_and_devices_do_not_hold_submit(folder) -> None:
     packed = pack.pack(folder)
     assert packed.files == 1
     assert "leads" in packed.remarks[0] or "lead" in packed.remarks[0]
+
+
+def test_a_folder_that_becomes_a_link_while_it_is_packed_leads_nowhere(folder, monkeypatch) -> None:
+    """Otherwise a user's own file would be sent to the cluster, where all of the namespace can read it."""
+    (folder / "src").mkdir()
+    (folder / "src/id").write_text("theirs")
+    outside = folder.parent / "outside"
+    outside.mkdir()
+    (outside / "id").write_text("secret")
+    scan = pack.scan
+
+    def swapped(root: Path) -> pack.Folder:
+        found = scan(root)
+        (folder / "src").rename(folder.parent / "moved")
+        (folder / "src").symlink_to(outside)
+        return found
+
+    monkeypatch.setattr(pack, "scan", swapped)
+    with pytest.raises(InputError, match="src/id: Not a directory"):
+        pack.pack(folder)
 
 
 @pytest.mark.parametrize("name", ["pipe.py", "pipe.yaml", "pipe.ipynb", "pipe"])

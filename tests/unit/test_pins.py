@@ -59,3 +59,16 @@ def test_every_action_is_pinned_to_a_commit() -> None:
     for workflow in (ROOT / ".github/workflows").glob("*.y*ml"):
         for used in re.findall(r"uses:\s*(\S+)", workflow.read_text()):
             assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", used), used
+
+
+def test_a_release_takes_the_base_image_by_its_digest() -> None:
+    """A tag leads to another image with each patch release of Python."""
+    image = (ROOT / "pins/python-image.txt").read_text().strip()
+    tag, _, digest = image.partition("@sha256:")
+    assert re.fullmatch(r"[0-9a-f]{64}", digest)
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    assert f"ARG PYTHON_IMAGE={tag}\n" in dockerfile
+    assert set(re.findall(r"^FROM (\S+)", dockerfile, re.MULTILINE)) == {"${PYTHON_IMAGE}"}
+    release = (ROOT / ".github/workflows/release.yaml").read_text()
+    assert 'echo "base=$(cat pins/python-image.txt)"' in release
+    assert "build-args: PYTHON_IMAGE=${{ steps.name.outputs.base }}" in release

@@ -256,6 +256,7 @@ def test_whatever_the_text_what_is_shown_is_clean_and_showing_it_again_changes_n
         ("AWS_SECRET_ACCESS_KEY", "wJalrXUtnFEMI"),
         ("secret_of_db", "hunter2"),
         ("authorization", "Bearer abcdefgh12345678"),
+        ("bearer", "hunter2"),
     ],
 )
 def test_a_metric_that_is_named_like_a_credential_is_masked(name: str, value: str) -> None:

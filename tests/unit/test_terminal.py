@@ -129,6 +129,52 @@ def test_names_of_files_are_shown_without_what_a_terminal_obeys(tmp_path: Path) 
     assert "\x1b" not in result.stdout + result.stderr
 
 
+HOSTILE_JOB = """
+kind: DDPJob
+apiVersion: training.ddpjob.io/v1alpha1
+metadata: {name: digits}
+spec:
+  template:
+    spec:
+      "zz\\e[2J\\x9b2J": 1
+      containers:
+      - name: trainer
+        image: "i\\e[2J"
+        env: [{name: A, value: "$PATH\\e]0;owned\\a\\x9b2J"}]
+        command: [torchrun, "--log\\e[2J", "$DATA/\\e[2J\\x9b2J", "~/x\\e[2J"]
+"""
+
+
+@pytest.mark.parametrize("words", ["run --dry-run", "submit --dry-run", "check", "check --format json", "convert"])
+def test_a_terminal_obeys_nothing_that_a_job_holds(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Titles, clears and moves in a command or an unknown field went to the terminal with the warning about them."""
+    job = tmp_path / "job.yaml"
+    job.write_text(HOSTILE_JOB)
+    monkeypatch.setattr(output, "_is_terminal", lambda: True)
+    result = CliRunner().invoke(main.cli, [*words.split(), str(job)], standalone_mode=False, color=True)
+    said = f"{result.stdout}{result.stderr}"
+    assert said or result.exception
+    assert "\x1b" not in said
+    assert "\x9b" not in said
+
+
+def test_an_answer_is_unchanged_in_a_pipe_alone(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ddpjob list -o json` shows a status that somebody else wrote; JSON escapes no C1 characters."""
+    text = "größe\x9b2J\x1b]0;owned\x07\n"
+    output.answer(text)
+    monkeypatch.setattr(output, "_is_terminal", lambda: True)
+    output.answer(text)
+    assert capfd.readouterr().out == f"{text}größe\n"
+
+
+def test_every_line_on_stderr_is_printed_by_the_function_that_cleans_it() -> None:
+    root = Path(output.__file__).parents[1]
+    using = [file.name for file in root.rglob("*.py") if "click.echo(" in file.read_text(encoding="utf-8")]
+    assert using == ["output.py"]
+
+
 @pytest.mark.parametrize("end", ["\n", "\r", "\u2028", "\x85", "\n---\n"])
 def test_a_name_in_a_script_adds_no_line_to_the_yaml_of_init(end: str) -> None:
     """The name of an option is a comment there, and its second line would be YAML."""

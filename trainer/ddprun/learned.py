@@ -120,7 +120,7 @@ def fork(path: str, agent_pid: int, later: socket.socket, unhide: Callable[[], N
 
 def _rounds(path: str, agent_pid: int, unhide: Callable[[], None]) -> LearnedLimits:
     """Fork until a child's imports had no effects. Return in that child; the others exit."""
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8", opener=own_files.opener) as file:
         order = json.load(file)
     if shortage := room.shortage(BYTES_EXPECTED):
         raise RuntimeError(shortage.why)

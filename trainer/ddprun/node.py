@@ -585,7 +585,7 @@ def _with_message(failure: Failure, message: Failure) -> Failure:
 
 def _text(path: str) -> str:
     """Read the text of a process; only the end if it is long."""
-    with contextlib.suppress(OSError), open(path, "rb") as file:
+    with contextlib.suppress(OSError), open(path, "rb", opener=own_files.opener) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - FILE_BYTES_MAX))
         return file.read(FILE_BYTES_MAX).decode(errors="replace")
     return ""
@@ -593,8 +593,7 @@ def _text(path: str) -> str:
 
 def _document(path: str, bytes_max: int = FILE_BYTES_MAX) -> dict[str, Any] | None:
     try:
-        with open(path, "rb") as file:
-            read = json.loads(file.read(bytes_max))
+        read = json.loads(own_files.read_file(path, bytes_max))
     except (OSError, ValueError):
         return None
     return read if isinstance(read, dict) else None

@@ -188,7 +188,7 @@ def _contents(folder: Folder) -> Iterator[tuple[str, tuple[bytes, bool]]]:
     """Yield path, content and True for a program, without private keys."""
     for path in list(folder.files):
         try:
-            with open(own_files.open_file(folder.root / path, os.O_RDONLY), "rb") as file:
+            with open(_opened(folder.root, path), "rb") as file:
                 data = file.read(READ_BYTES_MAX + 1)
                 runs = bool(os.fstat(file.fileno()).st_mode & stat.S_IXUSR)
         except OSError as error:
@@ -197,6 +197,19 @@ def _contents(folder: Folder) -> Iterator[tuple[str, tuple[bytes, bool]]]:
             folder.secrets.append(path)
         else:
             yield path, (data, runs)
+
+
+def _opened(root: Path, path: str) -> int:
+    """Open a file below the root through no link, because somebody may replace a scanned folder by one."""
+    *folders, name = path.split("/")
+    at = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for folder in folders:
+            above, at = at, os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=at)
+            os.close(above)
+        return own_files.open_file(name, os.O_RDONLY, dir_fd=at)
+    finally:
+        os.close(at)
 
 
 def _of_texts(made: Mapping[str, str]) -> dict[str, tuple[bytes, bool]]:

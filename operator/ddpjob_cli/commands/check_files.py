@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,9 +13,10 @@ from pathlib import Path
 import ddpjob_check as check
 from ddpjob_check import Finding, Job, notebook
 from ddpjob_check.job import CLUSTER_ONLY, YAML_RULES, known, mistakes
+from ddpjob_check.parsing import TooLongError
 from ddpjob_check.rule import SYNTAX
 from ddpjob_cli.commands import kinds
-from ddpjob_cli.commands.cpu_limit import CpuLimit
+from ddpjob_cli.commands.cpu_limit import FILE_SECONDS, CpuLimit
 from ddpjob_cli.commands.options import NODES_WANTED, range_of
 from ddpjob_cli.local.kept.files import read_script, text_of_script
 from ddpjob_cli.local.script import find
@@ -26,6 +28,7 @@ from ddpjob_operator.job.podspec import command_path
 from ddpjob_operator.job.wording import count
 
 _NOTHING_KNOWN = Job()
+USES_MAX = 5  # jobs of a file, or with a script, that have the time of a file each; more share that
 WARNINGS_SHOWN = 3  # before a run, whose own lines matter more
 
 
@@ -97,7 +100,6 @@ def check_all(
         raise InputError(
             f"{scripts[0]}: belongs to one of {len(jobs)} jobs, and which is not known. Check the jobs one by one."
         )
-    findings = [finding for document, job in jobs.values() for finding in _of_job(document, job, parameters)]
     unread: list[str] = []
     read: list[tuple[str, Job]] = []
     for document, job in jobs.values():
@@ -106,8 +108,10 @@ def check_all(
         unread += [] if own else [_not_read(document, job)]
     started = {os.path.realpath(script) for script, _ in read}
     read += [(s, alone) for s in scripts if os.path.realpath(s) not in started]
-    for script, context in read:
-        findings += _of_script(script, context)
+    uses = Counter((*(document.source for document, _ in jobs.values()), *(script for script, _ in read)))
+    limits = {file: CpuLimit(FILE_SECONDS * min(times, USES_MAX)) for file, times in uses.items()}
+    findings = [f for d, job in jobs.values() for f in _of_job(d, job, parameters, limits[d.source])]
+    findings += [f for script, context in read for f in _of_script(script, context, limits[script])]
     return CheckResult(sorted(set(findings)), unread, len({*sources, *(script for script, _ in read)}))
 
 
@@ -149,7 +153,7 @@ def before_run(
     return lines, bool(errors)
 
 
-def _of_script(path: str, context: Job) -> list[Finding]:
+def _of_script(path: str, context: Job, limit: CpuLimit | None = None) -> list[Finding]:
     """Return the findings of a script. A file that is not text is a finding, like one that is not valid Python."""
     try:
         raw = read_script(path)
@@ -161,7 +165,7 @@ def _of_script(path: str, context: Job) -> list[Finding]:
         text = text_of_script(raw)
     except (ValueError, SyntaxError, LookupError) as error:  # "coding: rot13" is known, but decodes no text
         return [Finding(path, 1, 1, SYNTAX, "error", f"not valid Python: {error}")]
-    limit = CpuLimit()
+    limit = limit or CpuLimit()
     if path.endswith(kinds.NOTEBOOK):
         return _of_notebook(path, text, context, limit)
     return check.check(path, text, context, limit)
@@ -175,26 +179,41 @@ def for_a_cluster(document: Document, job: api.DDPJob) -> list[str]:
 def _of_notebook(path: str, text: str, context: Job, limit: CpuLimit) -> list[Finding]:
     """Return findings of a notebook: the file is `PATH:cell N`, and the line is that in the cell."""
     try:
-        parts = notebook.parts(text)
+        parts = limit(lambda: notebook.parts(text))
     except (ValueError, RecursionError) as error:
         return [Finding(path, 1, 1, SYNTAX, "error", f"not a valid notebook: {error}")]
+    except TooLongError:
+        return [check.unchecked(path)]
     findings = []
     for part in parts:
-        for found in check.check(path, part.text, context, limit):
+        of_part = check.check(path, part.text, context, limit)
+        for found in of_part:
             cell, line = part.place(found.line)
             findings.append(replace(found, file=f"{path}:cell {cell}", line=line))
+        if of_part == [check.unchecked(path)]:  # one line, also if thousands of cells follow
+            why = "the notebook takes too long to follow, so nothing is checked from this cell on"
+            findings[-1] = replace(findings[-1], message=why)
+            break
     return [f for f in findings if f.rule != "spawn-without-main-guard"]  # nothing imports a notebook
 
 
 def _of_job(
-    document: Document, job: api.DDPJob, parameters: int = 0, given: Collection[str] = (), *, local: bool = False
+    document: Document,
+    job: api.DDPJob,
+    parameters: int = 0,
+    limit: CpuLimit | None = None,
+    *,
+    given: Collection[str] = (),
+    local: bool = False,
 ) -> list[Finding]:
     severities = {rule.name: rule.severity for rule in check.RULES} | {r.name: r.severity for r in YAML_RULES}
     path = document.source
-    findings = [
-        Finding(path, document.line(field), 1, rule, severities[rule], text)
-        for field, rule, text in mistakes(job, parameters, _script_text(path, job), given, local=local)
-    ]
+    script = _script_text(path, job)
+    try:
+        found = (limit or CpuLimit())(lambda: list(mistakes(job, parameters, script, given, local=local)))
+    except TooLongError:
+        return [check.unchecked(path)]
+    findings = [Finding(path, document.line(field), 1, rule, severities[rule], text) for field, rule, text in found]
     return check.kept(findings, _text_of(path)) if findings else []
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ddpjob import own_files
 from ddpjob_cli.client.gitignore import Ignored
 from ddpjob_cli.client.pack import FOLDERS_DEEP_MAX
 from ddpjob_cli.commands.check_files import is_job
@@ -20,8 +21,9 @@ from ddpjob_operator.job import api
 
 _SUFFIXES = (".py", ".ipynb", ".yaml", ".yml")
 _NOT_OWN = {"node_modules", "site-packages", "__pycache__"}
-_IS_A_JOB = re.compile(rf"^\s*kind:\s*[\"']?{api.KIND}\b", re.MULTILINE)
-Load = Callable[[str, str | None], tuple[Document, api.DDPJob]]
+_IS_A_JOB = re.compile(rf"^[ \t]*kind:[ \t]*[\"']?{api.KIND}\b", re.MULTILINE)
+Load = Callable[..., tuple[Document, api.DDPJob]]
+"""Reads a job: its file, its name (None: the only one), and the document if it was read already."""
 
 
 @dataclass
@@ -57,7 +59,9 @@ def _add_jobs(found: Targets, path: str, load: Load) -> None:
     try:
         documents = [d for d in yamlfile.read(path) if isinstance(d.data, dict) and d.data.get("kind") == api.KIND]
         for document in documents:
-            found.jobs[f"{path}#{document.name}"] = load(path, document.name if len(documents) > 1 else None)
+            if (name := f"{path}#{document.name}") in found.jobs:
+                raise InputError(f"{path}: two DDPJobs are named {document.name}; names must differ")
+            found.jobs[name] = load(path, None, document)
     except InputError as error:
         found.wrong.append(str(error))
 
@@ -127,7 +131,7 @@ def _is_wanted(path: str) -> bool:
     if not path.endswith(YAML_SUFFIXES):
         return True
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
+        with open(own_files.open_named(path), encoding="utf-8", errors="replace") as file:
             return _IS_A_JOB.search(file.read(yamlbounds.BYTES_MAX)) is not None
     except OSError:
         return False

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ddpjob_cli.commands.output import answer
+from ddpjob_cli.commands.output import answer, say
 
 NO_LIMIT = 86400.0 * 365  # --request-timeout 0, as in kubectl; sockets need a number
 COMPLETION_SECONDS = 2.0  # longer, and the shell seems to hang
@@ -164,7 +164,7 @@ def get(connect: Connect, names: tuple[str, ...], selector: str | None, output: 
     if not found and output in ("text", "wide"):
         where = "the cluster" if all_namespaces else f"namespace {cluster.namespace}"
         said = f" has the labels {selector}" if selector else f" in {where}; start one with ddpjob submit"
-        click.echo(f"no DDPJob{said}", err=True)
+        say(f"no DDPJob{said}")
         return 0
     return answer(output_forms.of_jobs(found, output, one=False, namespaces=all_namespaces))
 
@@ -211,7 +211,7 @@ def events(connect: Connect, job: str, pods: bool) -> int:
     found = jobs.events(cluster, jobs.find(cluster, job), of_pods=pods)
     if not found:
         why = "a cluster keeps them for an hour, and a short job that just trains has none"
-        click.echo(f"{job} has no Events: {why}; ddpjob describe {job} says how it went", err=True)
+        say(f"{job} has no Events: {why}; ddpjob describe {job} says how it went")
         return 0
     return answer(output_forms.of_events(found))
 
@@ -327,13 +327,6 @@ def top(connect: Connect, all_namespaces: bool, once: bool) -> int:
         return answer("".join(f"{line}\n" for line in live.lines(cluster, all_namespaces=all_namespaces)))
     live.show(cluster, all_namespaces=all_namespaces)
     return 0
-
-
-def say(text: str) -> None:
-    """Print a sentence to stderr, without control characters."""
-    from ddpjob_operator.failures.redaction import clean
-
-    click.echo(clean(text), err=True)
 
 
 def end_of(stored: Stored) -> int:

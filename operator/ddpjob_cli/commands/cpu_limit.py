@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TypeVar
 
-from ddpjob_check.rule import TooLongError
+from ddpjob_check.parsing import TooLongError
 
 T = TypeVar("T")
 

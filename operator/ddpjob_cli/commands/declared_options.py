@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 
 from ddpjob_check import option_names
-from ddpjob_cli.local.kept.files import read_script
+from ddpjob_check.parsing import TooLongError, parse
+from ddpjob_cli.local.kept.files import read_script, text_of_script
 
 _FILES_MAX = 20
 """Files to read: the parser is in the script, or in a module close to it."""
+_ABOVE_MAX = 100  # folders above a script
+_PLACES_MAX = 1000
+"""Places to search for what one file imports."""
 
 
 def of(scripts: Sequence[str]) -> frozenset[str]:
@@ -26,14 +31,14 @@ def of(scripts: Sequence[str]) -> frozenset[str]:
         tree = _tree(path)
         if tree is not None:
             names |= option_names.declared(tree)
-            waiting += _imported(tree, os.path.dirname(path))
+            waiting += itertools.islice(_imported(tree, os.path.dirname(path)), _PLACES_MAX)
     return names
 
 
 def _tree(path: str) -> ast.AST | None:
     try:
-        return ast.parse(read_script(path))
-    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
+        return parse(text_of_script(read_script(path)))
+    except (OSError, ValueError, SyntaxError, LookupError, RecursionError, MemoryError, TooLongError):
         return None
 
 
@@ -47,7 +52,7 @@ def _imported(tree: ast.AST, folder: str) -> Iterator[str]:
             names = [module, *(f"{module}.{alias.name}".lstrip(".") for alias in node.names)]
         else:
             continue
-        above = max(0, getattr(node, "level", 0) - 1)
+        above = min(max(0, getattr(node, "level", 0) - 1), _ABOVE_MAX)
         for place in (os.path.join(folder, *[os.pardir] * above), os.getcwd()):
             for path in (os.path.join(place, *name.split(".")) for name in names if name):
                 yield from (f"{path}.py", os.path.join(path, "__init__.py"))

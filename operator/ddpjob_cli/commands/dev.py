@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from ddpjob_cli.commands import script_words
-from ddpjob_cli.commands.cluster import Seconds, say
+from ddpjob_cli.commands.cluster import Seconds
+from ddpjob_cli.commands.output import say
 
 if TYPE_CHECKING:
     from ddpjob_cli.local.session import DevSession

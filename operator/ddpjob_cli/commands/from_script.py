@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ddpjob_check import local_rank
 from ddpjob_check.nodes import text_in
-from ddpjob_check.rule import TooLongError
+from ddpjob_check.parsing import TooLongError
 from ddpjob_check.script import INIT, Script
 from ddpjob_check.values import STARTERS
 from ddpjob_cli.commands import launchers

@@ -6,9 +6,9 @@ from __future__ import annotations
 import ast
 import os
 import re
-import warnings
 from typing import Literal
 
+from ddpjob_check.parsing import TooLongError, parse
 from ddpjob_cli.local.kept.files import read_script, text_of_script
 
 Kind = Literal["script", "notebook", "job", "program"]
@@ -46,10 +46,8 @@ def is_python(data: bytes) -> bool:
     shebang = _SHEBANG.match(data)
     by_python = shebang is not None and _PYTHON_RUNS_IT.search(shebang[0]) is not None
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            body = ast.parse(text_of_script(data)).body
-    except (SyntaxError, ValueError, LookupError, RecursionError, MemoryError):
+        body = parse(text_of_script(data)).body
+    except (SyntaxError, ValueError, LookupError, RecursionError, MemoryError, TooLongError):
         if by_python or _PYTHON.search(data):
             return True
         return shebang is None and b"\0" not in data and not _YAML.search(data)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from ddpjob_cli.client.errors import ClusterError
-from ddpjob_cli.commands.cluster import say
-from ddpjob_cli.commands.output import closed, write, write_printed
+from ddpjob_cli.commands.output import closed, say, write, write_printed
 from ddpjob_cli.describe.terminal import TerminalPieces
 from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_operator.job import ranges
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from ddpjob_cli.client.logs import ClusterLogs
     from ddpjob_cli.local.kept.run_logs import LocalLogs
 
-    LogSource = LocalLogs | ClusterLogs  # nodes are numbered from 0, as in the job
+    LogSource: TypeAlias = LocalLogs | ClusterLogs  # nodes are numbered from 0, as in the job
 
 
 class LogLines:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ddpjob_cli.commands import cluster, convert, dev, runs, script_words, sections, shell, submit
-from ddpjob_cli.commands.output import answer
+from ddpjob_cli.commands.output import answer, say
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -121,15 +121,15 @@ def run(
     with sources.as_file(source) as source:
         source, why = sources.with_launcher(source, launcher, lambda: launchers.missing_here(os.environ))
         if why:
-            click.echo(f"torchrun starts the ranks: {why}", err=True)
+            say(f"torchrun starts the ranks: {why}")
         document, parsed = sources.load(source)
         faults.check(broken, parsed)
         if dry_run:
             for line in check_files.for_a_cluster(document, parsed):
-                click.echo(line, err=True)
+                say(line)
             return print_objects(parsed, cpu)
         if warning := sources.warn_of_size(parsed, allowed=yes):
-            click.echo(warning, err=True)
+            say(warning)
         options = RunOptions(
             status,
             cpu,
@@ -217,15 +217,15 @@ def check(
     alone = check_files.context(nodes, nproc)
     settings = (f"spec.nprocPerNode={nproc}",) if nproc else ()
 
-    def load(path: str, name: str | None) -> tuple[Document, api.DDPJob]:
-        return sources.load(Source(path, job=name, nodes=nodes, settings=settings))
+    def load(path: str, name: str | None, read: Document | None = None) -> tuple[Document, api.DDPJob]:
+        return sources.load(Source(path, job=name, nodes=nodes, settings=settings), read)
 
     found = check_folder.targets(paths, job, load)
     size = check_files.parameters(parameters)
     result = check_files.check_all(found.scripts, found.jobs, alone, apart=found.apart, parameters=size)
     code = answer(result.to_json() if form == "json" else result.to_text())
     for line in (*found.wrong, *found.left_out, *result.unread, result.summary()):
-        cluster.say(line)
+        say(line)
     return code or (2 if found.wrong else result.exit_code)
 
 
@@ -276,7 +276,7 @@ def main(name: str = "ddpjob") -> None:
 
         if not isinstance(error, InputError | ClusterError):
             raise
-        cluster.say(str(error))
+        say(str(error))
         code = 2 if isinstance(error, InputError) else 1
     sys.exit(code)
 

@@ -1,4 +1,4 @@
-"""Answers on stdout."""
+"""Answers on stdout, and sentences on stderr."""
 
 from __future__ import annotations
 
@@ -11,20 +11,36 @@ import click
 def answer(text: str) -> int:
     """Write an answer to stdout; return the exit code. A reader that has closed it (`| head`) is not an error."""
     try:
-        sys.stdout.write(text)
+        sys.stdout.write(_shown(text))
         sys.stdout.flush()
     except OSError as error:
         return closed(error)
     return 0
 
 
+def say(text: str) -> None:
+    """Print a sentence to stderr, without control characters."""
+    from ddpjob_operator.failures.redaction import clean
+
+    click.echo(clean(text), err=True)
+
+
 def write_printed(lines: bytes) -> None:
     """Write whole lines that a script has printed: unchanged to a pipe, only text and colors to a terminal."""
-    if sys.stdout.isatty():
-        from ddpjob_cli.describe.terminal import for_terminal
+    write(_shown(lines.decode(errors="replace")).encode() if _is_terminal() else lines)
 
-        lines = for_terminal(lines.decode(errors="replace")).encode()
-    write(lines)
+
+def _shown(text: str) -> str:
+    """Return whole lines as they go to stdout. A stranger's file or status could hold what a terminal obeys."""
+    if not _is_terminal():
+        return text
+    from ddpjob_cli.describe.terminal import for_terminal
+
+    return for_terminal(text)
+
+
+def _is_terminal() -> bool:
+    return sys.stdout.isatty()
 
 
 def write(data: bytes) -> None:
@@ -41,5 +57,5 @@ def closed(error: OSError) -> int:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes again at the exit, and would fail again
     if isinstance(error, BrokenPipeError):
         return 0
-    click.echo(f"stdout: {error.strerror}", err=True)
+    say(f"stdout: {error.strerror}")
     return 1

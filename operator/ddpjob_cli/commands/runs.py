@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ddpjob_cli.commands import sections
-from ddpjob_cli.commands.cluster import Connect, JobName, Seconds, cluster_options, say
+from ddpjob_cli.commands.cluster import Connect, JobName, Seconds, cluster_options
+from ddpjob_cli.commands.output import answer, say
 
 if TYPE_CHECKING:
     import datetime as dt
@@ -30,7 +31,6 @@ def list_runs(output: str, folder: Path | None) -> int:
     import datetime as dt
     import json
 
-    from ddpjob_cli.commands.output import answer
     from ddpjob_cli.describe import job
     from ddpjob_cli.local.kept import runs
 
@@ -39,7 +39,7 @@ def list_runs(output: str, folder: Path | None) -> int:
     if output == "json":
         return answer(json.dumps(found, indent=2) + "\n")
     if not found:
-        click.echo("no run is kept here; start one with ddpjob run", err=True)
+        say("no run is kept here; start one with ddpjob run")
         return 0
     rows = [row(run, wide=output == "wide") for run in found]
     return answer("".join(f"{line}\n" for line in job.columns([tuple(rows[0]), *(tuple(r.values()) for r in rows)])))
@@ -105,7 +105,6 @@ def report(job: str | None, folder: Path | None) -> int:
     """
     import datetime as dt
 
-    from ddpjob_cli.commands.output import answer
     from ddpjob_cli.local.kept import report as reports
     from ddpjob_cli.local.kept import runs
 
@@ -124,7 +123,6 @@ def stacks(connect: Connect, job: str | None, rank: int | None, folder: Path | N
 
     The ranks go on. ddprun must have started them; in a cluster kubectl must be there, with the right to exec.
     """
-    from ddpjob_cli.commands.output import answer
     from ddpjob_cli.manifest.yamlfile import InputError
     from ddprun.core import folded_stacks
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import click
 
+from ddpjob_cli.commands.output import say
+
 _SCRIPTS = (".py", ".ipynb")
 _FILES = (*_SCRIPTS, ".yaml", ".yml")
 _PYTHON = re.compile(r"python[\d.]*")
@@ -311,9 +313,8 @@ def _say_what_is_handed_over(line: _Line, declared: frozenset[str]) -> None:
         name = spelling(_name(word))
         is_theirs = any(other.startswith(name) for other in theirs)  # argparse accepts a prefix
         if word.startswith("--") and name in line.options and name != "--help" and not is_theirs:
-            click.echo(
+            say(
                 f"{_name(word)} goes to {line.named[-1]}, which declares no such option: options of {line.program} "
-                "come before the file or directly after it",
-                err=True,
+                "come before the file or directly after it"
             )
             return

@@ -3,7 +3,6 @@ stdin."""
 
 from __future__ import annotations
 
-import ast
 import os
 import random
 import shutil
@@ -16,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from ddpjob_check import notebook
+from ddpjob_check.parsing import TooLongError, parse
 from ddpjob_cli.commands import from_script, kinds, launchers
+from ddpjob_cli.commands.cpu_limit import CpuLimit
 from ddpjob_cli.commands.options import Source, applied, refuse_other_bytes
 from ddpjob_cli.local.kept.files import read_script
 from ddpjob_cli.local.processes import similar
@@ -34,10 +35,10 @@ def is_notebook(file: str | None) -> bool:
     return (file or "").endswith(kinds.NOTEBOOK)
 
 
-def load(source: Source) -> tuple[Document, api.DDPJob]:
-    """Return the job. Raise InputError."""
+def load(source: Source, read: Document | None = None) -> tuple[Document, api.DDPJob]:
+    """Return the job. read: the document, if it was read already. Raise InputError."""
     _refuse_two_values(source)
-    document, is_made = _document(source)
+    document, is_made = _document(source) if read is None else (read, False)
     metadata = document.data.get("metadata")
     # The API server makes a name from metadata.generateName; here the name must be known earlier.
     if isinstance(metadata, dict) and not metadata.get("name") and isinstance(metadata.get("generateName"), str):
@@ -251,16 +252,21 @@ def names_of(file: str | None) -> Callable[[str], str]:
 def _cells(path: str) -> notebook.NotebookPart:
     """Return the code of a notebook's cells, with IPython's own commands as no-ops."""
     try:
-        cells = notebook.parts(_text(path))[0]
+        text = _text(path)
+        cells = CpuLimit()(lambda: notebook.parts(text))[0]
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}:1: not a valid notebook: {error}") from None
+    except TooLongError:
+        raise InputError(f"{path}: takes too long to read") from None
     if not cells.text.strip():
         raise InputError(f"{path}: its cells hold no Python to run; what %%writefile writes is a script of its own")
     try:
-        ast.parse(cells.text)
+        parse(cells.text)
     except SyntaxError as error:
         cell, line = cells.place(error.lineno or 1)
         raise InputError(f"{path}:cell {cell}:{line}: not valid Python: {error.msg}") from None
-    except (RecursionError, MemoryError):
+    except ValueError as error:  # a null byte, or half of a character
+        raise InputError(f"{path}: not valid Python: {error}") from None
+    except (RecursionError, MemoryError, TooLongError):
         raise InputError(f"{path}: not valid Python: its cells are nested too deeply to be read") from None
     return cells

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from ddpjob_cli.commands.cluster import say
+from ddpjob_cli.commands.output import say
 
 if TYPE_CHECKING:
     from ddpjob_cli.local.run import RunOptions

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ddpjob_cli.commands import script_words, sections
-from ddpjob_cli.commands.cluster import Connect, cluster_options, end_of, say
-from ddpjob_cli.commands.output import answer, closed, write_printed
+from ddpjob_cli.commands.cluster import Connect, cluster_options, end_of
+from ddpjob_cli.commands.output import answer, closed, say, write_printed
 
 if TYPE_CHECKING:
     from pathlib import Path

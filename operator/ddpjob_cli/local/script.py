@@ -6,6 +6,7 @@ import ast
 import os
 from pathlib import Path
 
+from ddpjob_check.parsing import TooLongError, parse
 from ddpjob_cli.local.kept.files import read_script
 from ddpjob_operator.job import api, launcher
 
@@ -39,8 +40,8 @@ def reports_no_steps(path: Path | None) -> bool:
         return False
     try:
         text = read_script(path).decode()
-        tree = ast.parse(text)
-    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
+        tree = parse(text)
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError, TooLongError):
         return False
     if any(word in text for word in _REPORTERS):
         return False

@@ -21,7 +21,7 @@ from ddpjob_cli.client import actions, jobs, log_findings, stacks, watch
 from ddpjob_cli.client.connection import Cluster
 from ddpjob_cli.client.errors import ClusterError
 from ddpjob_cli.client.logs import ClusterLogs, LogPart
-from ddpjob_cli.commands.cluster import say
+from ddpjob_cli.commands.output import say
 from ddpjob_cli.describe import ending, progress
 from ddpjob_cli.local.kept import run_logs, runs
 from ddpjob_cli.local.processes import stacks as local_stacks

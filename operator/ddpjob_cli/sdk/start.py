@@ -10,7 +10,8 @@ from typing import Any
 
 from ddpjob_cli.client.connection import REQUEST_SECONDS
 from ddpjob_cli.commands import submit as command
-from ddpjob_cli.commands.cluster import Connect, say
+from ddpjob_cli.commands.cluster import Connect
+from ddpjob_cli.commands.output import say
 from ddpjob_cli.sdk import function
 from ddpjob_cli.sdk.job import ClusterJob, Job, LocalJob
 from ddpjob_operator.gangs.kueue import QUEUE_LABEL

@@ -124,7 +124,7 @@ _COMPILED = tuple(
 # Splits the name of a metric into words: apiToken, api.token and "API token" become api_token.
 _BETWEEN_WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+")
 # Metrics with the first kind of name are always masked; with the second kind, unless the value is a number.
-_SECRET = re.compile(rf"{_PASSWORD}|(?:{_STRONG}|{_KEYS}[_-]?token|authorization|cookie)_?$", re.IGNORECASE)
+_SECRET = re.compile(rf"{_PASSWORD}|(?:{_STRONG}|{_KEYS}[_-]?token|authorization|bearer|cookie)_?$", re.IGNORECASE)
 _PERHAPS_SECRET = re.compile(rf"{_STRONG}|{_WEAK}_?$", re.IGNORECASE)
 _PLAIN_NUMBER = re.compile(r"[-+]?(?:[0-9][0-9.,]{0,30}(?:e[-+]?[0-9]{1,4})?|nan|inf)\s?%?", re.IGNORECASE)
 

@@ -37,6 +37,7 @@ OPTIONS_MAX = 128
 """The most options of a launcher that are read; torchrun has 35."""
 SCRIPT_READ_MAX = 20_480
 """The most characters of a shell's script that are read: the operator's event loop reads it, at 2 µs each."""
+_LAUNCHERS_MAX = 20  # in one command
 WORDS_READ_MAX = 5_000
 _SHELL_DEPTH_MAX = 10
 
@@ -98,11 +99,17 @@ def read(words: list[str]) -> Command:
     """Return the training among several commands: what a launcher starts, else the first Python file, else the first
     command that starts Python. Commands before it install packages and prepare data."""
     try:
-        commands = [c for command in _commands(words) if (c := _read(command)).launcher]
+        commands = [c for command in _commands(words) if _names_few(command) and (c := _read(command)).launcher]
     except RecursionError:  # hundreds of launchers that start each other
         return Command()
     by_launcher = [c for c in commands if c.launcher != "python"]
     return next((c for c in by_launcher or commands if c.files), (by_launcher or commands or [Command()])[0])
+
+
+def _names_few(words: list[str]) -> bool:
+    """False for launchers that start each other without end: each would be searched for in all words after it."""
+    names = map(programs.name, words)
+    return sum(name in programs.FRAMEWORKS or name in LAUNCHERS for name in names) <= _LAUNCHERS_MAX
 
 
 def of_container(words: list[str]) -> Command:

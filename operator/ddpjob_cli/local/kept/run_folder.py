@@ -43,7 +43,7 @@ class RunFolder:
             raise InputError(
                 f"{jobs}: is a link that another user has made, and is not followed; choose another --logs"
             )
-        jobs.mkdir(parents=True, exist_ok=True)
+        jobs.mkdir(mode=0o700, parents=True, exist_ok=True)
         _clear_old(jobs, job)
         self.path = jobs / self.uid
         self.path.mkdir(mode=0o700)

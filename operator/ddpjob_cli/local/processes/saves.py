@@ -19,6 +19,8 @@ import stat
 import time
 from collections.abc import Iterable, Iterator
 
+from ddpjob import own_files
+
 PYTHON = ".py"
 CONFIGURATIONS = (".yaml", ".yml", ".toml")
 NAMED = (PYTHON, *CONFIGURATIONS, ".json", ".cfg", ".ini")
@@ -131,7 +133,7 @@ def _state(path: str, known: State) -> State:
             return _GONE
         if found.st_size > TEXT_BYTES_MAX:
             return (*looks, repr(looks).encode())
-        with open(path, "rb") as file:
+        with open(own_files.open_named(path), "rb") as file:
             return (*looks, hashlib.sha256(file.read(TEXT_BYTES_MAX + 1)).digest())
     except OSError:
         return _GONE

@@ -1,0 +1,30 @@
+"""Parses a stranger's Python. No signal interrupts the parser, so what would take it too long is refused before."""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+
+# Before 3.12 Python searches an f-string from its begin for each `{`, which takes 0.2 to 0.5 ns per character.
+_SEARCHED_MAX = 1_000_000_000
+_COMMENT_OR_TEXT = re.compile(
+    r"#[^\n]*|(?P<prefix>[bfru]{0,2})(?:"
+    + "|".join(rf"{quote}(?:\\.?|[^\\])*?(?:{quote}|\Z)" for quote in ("'''", '"""'))
+    + r"|'(?:\\.?|[^\\\n'])*'?|\"(?:\\.?|[^\\\n\"])*\"?)",
+    re.DOTALL | re.IGNORECASE,
+)
+
+
+class TooLongError(Exception):
+    """The work took too long and was given up."""
+
+
+def parse(text: str) -> ast.Module:
+    """Return the tree. Raise TooLongError, and SyntaxError, ValueError, RecursionError, MemoryError as Python does."""
+    formatted = (found[0] for found in _COMMENT_OR_TEXT.finditer(text) if "f" in (found["prefix"] or "").lower())
+    if sum(len(one) * one.count("{") for one in formatted) > _SEARCHED_MAX:
+        raise TooLongError
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "\d" in a text is no DDP mistake
+        return ast.parse(text)
