@@ -148,6 +148,9 @@ def _why_unsaved(status: api.Status, ended: Iterable[Container]) -> str:
         return f"; nothing was saved: {who} raised {found.exception.rstrip(' .')}{where}"
     if status.save_failed:
         return f"; {status.save_failed}"
+    messages = [message for trainer in ended if (message := termination_message.read_message(trainer.message))]
+    if by_shell := [found.message for message in messages for found in message.findings]:
+        return f"; nothing was saved: {by_shell[0]}"
     if any(trainer.exit_code == _KILLED for trainer in ended):
         return "; nothing was saved: it had to be killed by SIGKILL"
     return ""
