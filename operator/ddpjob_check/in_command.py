@@ -26,6 +26,7 @@ _SHELL_NAME = re.compile(
 _ALWAYS_SET = {"HOME", "HOSTNAME", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "PWD", "PYTHONPATH", "SHELL", "TMPDIR", "USER"}
 _TILDE = re.compile(r"(?:^|(?<==))~(?:/|$)")
 _GLOB = re.compile(r"[\w./~@:-]*(?:(?<![.)\]\\])\*|\?)[\w./*?-]*")
+_SUBSTITUTION = re.compile(r"[\w./:=@,-]*(?:(?P<name>\$\([a-z][\w-]*)(?:\s[^()]*)?\)|`[a-z][^`]*`)[\w./:=@,-]*")
 _OPERATORS = {"&&", "||", "|", ";", "&", ">", ">>", "<", "2>&1", "&>", "2>", "|&"}
 _NO_VALUES = {"&&", "2>&1", "&>", "2>", "|&"}
 _FILTERS = set("awk cat cut grep head less sed sort tail tee tr ts uniq wc xargs".split())
@@ -139,7 +140,7 @@ def unexpanded(job: api.DDPJob, script: str) -> Iterator[tuple[tuple[str | int, 
         elif i and _is_glob(word, before) and not any(name in script for name in _EXPANDS_PATTERNS):
             text = f"{word}: {_NO_SHELL}, and must expand the pattern itself; or list the files, or {_BY_SHELL}"
             yield ("command",), text
-        elif i and _is_operator(word, before, words[i + 1 : i + 2]):
+        elif i and (_is_substitution(word, env) or _is_operator(word, before, words[i + 1 : i + 2])):
             yield ("command",), f"{word}: {_NO_SHELL}; {_BY_SHELL}"
 
 
@@ -184,6 +185,12 @@ def _is_glob(word: str, before: str) -> bool:
     """True for a pattern of paths. Without a folder it may be the value of an option: --include *.py."""
     is_pattern = _GLOB.fullmatch(word) is not None and ("/" in word or re.search(r"\*\.\w+$", word) is not None)
     return is_pattern and "://" not in word and ("/" in word or not before.startswith("-"))
+
+
+def _is_substitution(word: str, env: set[str]) -> bool:
+    """True for the output of a command: $(hostname), `date`. Kubernetes replaces only $(NAME) of a variable in env."""
+    found = _SUBSTITUTION.fullmatch(word)
+    return found is not None and (found["name"] or "")[2:] not in env
 
 
 def _is_operator(word: str, before: str, following: list[str]) -> bool:

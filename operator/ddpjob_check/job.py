@@ -97,8 +97,8 @@ YAML_RULES = (
     YamlRule(
         "not-expanded",
         "warning",
-        "`$DATA`, `~/data`, `*.csv`, `>` or `&&` in a command that no shell reads: the program gets that text. "
-        "Kubernetes replaces `$(DATA)` by a value of `env`; `[sh, -c, …]` starts a shell.",
+        "`$DATA`, `$(date)`, `~/data`, `*.csv`, `>` or `&&` in a command that no shell reads: the program gets that "
+        "text. Kubernetes replaces `$(DATA)` by a value of `env`; `[sh, -c, …]` starts a shell.",
     ),
     YamlRule(
         "argument-taken-by-launcher",

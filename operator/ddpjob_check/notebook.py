@@ -15,6 +15,8 @@ _WRITES = re.compile(r"%%(?:writefile|file)\s+(?:-a\s+|--append\s+)?(\S+\.py)\s*
 _PYTHON = re.compile(r"%%(?:time|timeit|capture|prun)\b")
 _MAGIC = re.compile(r"(\s*)(?:%{1,2}[A-Za-z]|[!?])|(\s*)%?[\w.*]+\?{1,2}\s*$")
 _ASSIGNED = re.compile(r"([\w\s,.\[\]'\"]+=\s*)[%!]")
+# Magics that run the statement that follows them.
+_RUNS = re.compile(r"%?(?:time|timeit|prun)\s+(?:-\S+\s+(?:\d+\s+)?)*(\S.*)")
 # Lines that IPython accepts without `%` although they are no Python: names of line magics and aliases, and calls
 # without parentheses, `/print a` and `,print a b`.
 _AUTOMAGIC = re.compile(
@@ -122,7 +124,7 @@ def _without_automagic(lines: list[str], left: list[int]) -> list[str]:
         if wrong is None or not found:
             break
         place, magic = found[0]
-        lines = [*lines[:place], f"{magic[1] or ''}pass", *lines[place + 1 :]]
+        lines = [*lines[:place], _replaced(lines[place], magic[1] or "", "pass"), *lines[place + 1 :]]
     return lines
 
 
@@ -136,14 +138,19 @@ def _without_magic(lines: list[str]) -> Iterator[str]:
     goes_on = False
     for line in lines:
         plain = "" if goes_on else _plain(line.removeprefix(indent))
-        goes_on = line.endswith("\\") and (goes_on or plain != line.removeprefix(indent))
+        goes_on = line.endswith("\\") and (goes_on or not plain.endswith("\\"))
         yield plain
 
 
 def _plain(line: str) -> str:
     """Return the line, or a replacement for its magic."""
-    assigned = _ASSIGNED.match(line)
+    assigned, magic = _ASSIGNED.match(line), _MAGIC.match(line)
     if assigned:
-        return f"{assigned[1]}None"
-    magic = _MAGIC.match(line)
-    return f"{magic[1] or magic[2] or ''}pass" if magic else line
+        return _replaced(line, assigned[1], "None")
+    return _replaced(line, magic[1] or magic[2] or "", "pass") if magic else line
+
+
+def _replaced(line: str, before: str, nothing: str) -> str:
+    """Return what stands before a magic, and the statement that it runs, or `nothing`."""
+    runs = _RUNS.match(line, len(before))
+    return before + (runs[1] if runs else nothing)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 from shell import Cli, status_of
 
@@ -66,6 +68,19 @@ def test_a_launcher_that_nothing_waited_for_makes_a_success_suspicious(cli: Cli,
     found = [one["reason"] for one in status.get("findings", ())]
     assert (code, status["state"], found) == (0, "Succeeded", ["ExitCodeLost"] * left)
     assert ("while `ddprun train.py` was running" in text.splitlines()[-1]) is left
+
+
+@pytest.mark.parametrize(("shell", "is_kept"), [("{0}; true", True), ("exec {0}", False)])
+def test_a_stop_that_a_shell_keeps_from_its_launcher_says_so(cli: Cli, shell: str, is_kept: bool) -> None:
+    """The shell ends at once and the ranks are killed unsaved; the run ended with "stopped" and no reason."""
+    script = "import time\nprint('trains', flush=True)\ntime.sleep(99)"
+    command = ["bash", "-c", shell.format(f"{DDPRUN} train.py")]
+    process = cli.start("run", cli.file(script, container={"command": command}, nodes=1))
+    assert process.stdout is not None
+    assert "trains" in process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    last = process.communicate(timeout=60)[1].splitlines()[-1]
+    assert ("; nothing was saved: the shell in front of `ddprun train.py` ended on SIGTERM" in last) is is_kept
 
 
 def test_processes_whose_exit_codes_nobody_reads_make_a_success_suspicious(cli: Cli) -> None:

@@ -141,16 +141,17 @@ def test_a_signal_stops_gracefully_and_that_is_no_success(cli: Cli, number: sign
 
 def test_a_second_ctrl_c_stops_a_training_that_ignores_the_first(cli: Cli) -> None:
     script = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('trains')\ntime.sleep(1000)"
-    process = cli.start("run", cli.file(script))
+    command = ["ddprun", "--preload", "json", "train.py"]
+    process = cli.start("run", cli.file(script, container={"command": command}, nodes=1))
     assert process.stdout is not None
-    assert process.stdout.readline()
     assert process.stdout.readline()
     process.send_signal(signal.SIGINT)
     assert process.stderr is not None
     eventually(lambda: "a second signal kills them now" in process.stderr.readline())
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=SECONDS_MAX)
+    err = process.communicate(timeout=SECONDS_MAX)[1]
     assert process.returncode == 130
+    assert err.endswith("; nothing was saved: it had to be killed by SIGKILL\n")
 
 
 WORKERS = """

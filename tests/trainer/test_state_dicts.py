@@ -468,3 +468,18 @@ def test_a_snapshot_of_another_model_is_said_to_be_one():
     saved = {"optimizer": torch.optim.SGD([torch.zeros(1)], 0.1).state_dict()}
     with pytest.raises(ddpjob.StateError, match=r"^/runs/step-300 holds another optimizer: loaded state dict"):
         state_dicts.restore({"optimizer": more}, saved, "/runs/step-300")
+
+
+def test_the_state_of_another_kind_of_optimizer_is_said_to_be_one():
+    """torch takes it, and the first step ends with KeyError: 'betas'."""
+    sgd, adam = torch.optim.SGD([torch.zeros(1)], 0.1), torch.optim.Adam([torch.zeros(1)])
+    torch.optim.lr_scheduler.StepLR(adam, 3)  # adds a value of its own to the groups
+    older = adam.state_dict()
+    for name in ("fused", "foreach", "initial_lr"):  # torch fills in what an older one did not have
+        del older["param_groups"][0][name]
+    state_dicts.restore({"optimizer": adam}, {"optimizer": older}, "/runs/step-300")
+    said = (
+        r"^/runs/step-300 holds another optimizer: loaded state dict has no betas, eps; give this run another folder\.$"
+    )
+    with pytest.raises(ddpjob.StateError, match=said):
+        state_dicts.restore({"optimizer": adam}, {"optimizer": sgd.state_dict()}, "/runs/step-300")

@@ -214,6 +214,9 @@ def test_a_variable_of_slurm_that_has_a_value_or_is_asked_for_first_is_left_alon
         (["--lr=1", ">", "log"], "start it with a shell"),
         (["2>&1"], "start it with a shell"),
         ([">out/log.txt"], "start it with a shell"),
+        (["--name=run-$(date +%F)"], "start it with a shell"),
+        (["--host", "$(hostname)"], "start it with a shell"),
+        (["--out=/data/`hostname`/x"], "start it with a shell"),
     ],
 )
 def test_what_only_a_shell_expands_is_named_where_no_shell_reads_it(words: list[str], fix: str) -> None:
@@ -234,6 +237,7 @@ def test_what_only_a_shell_expands_is_named_where_no_shell_reads_it(words: list[
         ["--shards", "s-{000..100}.tar", "--re=.*", "^data/.*$", "--include", "*.py", "gs://b/*.tar", "http://h/?q=1"],
         ["--delimiter", ";", "--sep", "|", "--op", ">", "5", "HEAD~1"],
         ["--", "-c", "x"],
+        ["$$(date)", "$(UNSET)", "--prompt", "write `code` here", "--math", "$(x+y)$"],
     ],
 )
 def test_patterns_formulas_and_other_tools_signs_are_left_alone(words: list[str]) -> None:

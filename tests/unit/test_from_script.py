@@ -342,6 +342,27 @@ def test_the_cells_of_a_notebook_are_a_script(tmp_path: Path) -> None:
     assert not Path(source.file).exists()
 
 
+@pytest.mark.parametrize(
+    ("cell", "script"),
+    [
+        ("%time train()", "train()"),
+        ("if 1:\n    %timeit -n 1 -r1 train(a)", "if 1:\n    train(a)"),
+        ("x = %time train(a)", "x = train(a)"),
+        ("prun -q train()", "train()"),
+        ("%time train(a, \\\n  b)\ncd data", "train(a, \\\n  b)\npass"),
+        ("%time", "pass"),
+        ("time", "time"),
+        ("%timers on", "pass"),
+    ],
+)
+def test_what_a_magic_of_a_notebook_measures_is_run(tmp_path: Path, cell: str, script: str) -> None:
+    """Otherwise `%time train()` trains nothing, and the job succeeds."""
+    path = tmp_path / "try.ipynb"
+    path.write_text(json.dumps({"cells": [{"cell_type": "code", "source": cell}]}))
+    with sources.as_file(Source(str(path))) as source:
+        assert Path(source.file or "").read_text() == f"{script}\n"
+
+
 def test_a_mistake_in_a_notebook_is_named_by_its_cell(tmp_path: Path) -> None:
     """The script made from it is in /tmp, under a name that users never see."""
     cells = ["import os", "import torch.distributed as d\nd.init_process_group(rank=int(os.environ['LOCAL_RANK']))"]

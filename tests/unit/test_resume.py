@@ -297,6 +297,11 @@ def test_a_run_that_was_stopped_says_what_was_saved(saved: int | None, said: str
     assert told.stopped("digits", api.Status(), 12) == "■ digits stopped after 12s"
 
 
+TORCHRUN_KILLED = (
+    "W1129 14:49:27.115 12 torch/distributed/elastic/multiprocessing/api.py:1048] Unable to shutdown process 21 via "
+    "15, forcefully exiting via 9\n"
+    "torch.distributed.elastic.multiprocessing.api.SignalException: Process 12 got signal: 15"
+)
 WORKER = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Terminated. "
 
 
@@ -322,6 +327,7 @@ def test_a_stop_that_saved_nothing_says_why(messages: list[dict[str, Any]], why:
     [
         (143, "", ""),
         (137, "", "; nothing was saved: it had to be killed by SIGKILL"),
+        (1, TORCHRUN_KILLED, "; nothing was saved: it had to be killed by SIGKILL"),
         (1, "torch.distributed.elastic.multiprocessing.api.SignalException: Process 12 got signal: 15", ""),
         (1, "RuntimeError: [/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1", ""),
     ],

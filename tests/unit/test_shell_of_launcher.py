@@ -174,6 +174,10 @@ def test_a_shell_that_becomes_its_launcher_or_hands_signals_over_is_left_alone(s
         ("exec torchrun t.py", False),
         ("exec bash -c 'torchrun t.py'", False),
         ("trap 'kill $pid' TERM; { torchrun t.py; } & pid=$!; wait $pid", False),
+        ("trap 'kill %1; wait' TERM; torchrun t.py & wait $!", True),
+        ("trap 'kill -TERM $(jobs -p); wait' TERM; torchrun t.py & wait $!", True),
+        ("stop() { kill `jobs -p`; wait; }; trap stop TERM; torchrun t.py & wait $!", True),
+        ("trap 'jobs -p > pids; kill $(cat pids); wait' TERM; torchrun t.py & wait $!", False),
     ],
 )
 def test_dash_becomes_no_command_but_by_exec(script: str, is_kept: bool) -> None:

@@ -18,6 +18,8 @@ _IN_FRONT = frozenset("env exec gosu nice ionice numactl setsid stdbuf su-exec t
 # What starts its command as a child, and does not hand SIGTERM over to it.
 _STAY_IN_FRONT = frozenset("find flock parallel runuser script strace su time watch xargs".split())
 _KILLS = re.compile(r"kill(?:\s+-(?:-signal[ =]|[sn]\s*)?(?:SIG)?(TERM|INT|HUP|QUIT|KILL|USR1|USR2|\d{1,2})\b)?", re.I)
+# In dash no job is a process group, and `jobs` prints nothing in a command substitution.
+_MISSES_IN_DASH = re.compile(r"\bkill\b[^;&|]*?\s(?:%|\$\(jobs|`jobs)")
 _KILLS_ALL = re.compile(r"\bkill\b.*(?:\s0\b|\s-\d*\$)|pkill|killall")
 # What lets a launcher save. torchrun hands SIGINT over to its ranks, which a shell's job is deaf to.
 _STOPS = {"", "TERM", "15"}
@@ -189,6 +191,7 @@ class _Signals:
         trapped = _TRAPPED_BY_DASH if self._is_dash else _TRAPPED
         done = [values[1] for values in self._traps if trapped.intersection(values[2:]) and values[1].strip()]
         done = [self._functions[text.split()[0]].text if text.split()[0] in self._functions else text for text in done]
+        done = [_MISSES_IN_DASH.sub("", text) for text in done] if self._is_dash else done
         stops = _STOPS_DDPRUN if {*self._started.values()} == {"ddprun"} else _STOPS
         return [text for text in done if stops.intersection(name.upper() for name in _KILLS.findall(text))]
 

@@ -311,13 +311,14 @@ class LocalCluster:
 
 
 def _doubt(end: nodes.End) -> str:
-    """The termination message of a command that did not wait for its launcher, which the end of a container kills."""
+    """The termination message of a command that ended before its launcher, which the end of a container kills."""
     launchers = [one for words in end.left if (one := command.by_torchrun(words)) is not None]
-    if end.code or not launchers:
+    if not launchers or (end.code and end.ended_first):
         return ""
     started = " ".join((launchers[0].launcher, *launchers[0].named))
-    text = (
-        f"the command ended while `{started}` was running, which was killed: nothing waits for it (setsid --wait, wait)"
-    )
+    text = f"the shell in front of `{started}` ended on SIGTERM and did not hand it over, or wait (exec {started} …)"
+    if end.ended_first:
+        text = f"the command ended while `{started}` was running, which was killed: nothing waits for it "
+        text += "(setsid --wait, wait)"
     found = NamedFinding(reasons.EXIT_CODE_LOST.name, text)
     return json.dumps({"ddpjob": 1, "findings": [found.as_dict()]}) + "\n"

@@ -67,7 +67,9 @@ class Supervisor:
             self.read_control()
             if STOP_SIGNALS & set(signals):
                 self.stop(self.grace_seconds)
-        left = [processes.words(pid) for pid in sorted(processes.descendants(os.getpid()))]
+        # If the trainer did not end in its time, all of them are killed together with it.
+        still = processes.descendants(os.getpid()) if self.main_end is not None else ()
+        left = [processes.words(pid) for pid in sorted(still)]
         self.end_tree()
         if self.main_end is not None:
             code, at = self.main_end

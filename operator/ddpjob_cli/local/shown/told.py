@@ -19,6 +19,7 @@ from ddpjob_operator.plan.actions import Event
 # A failure is reported once, with its consequence; if other nodes take longer than this to stop, before that.
 PATIENCE_SECONDS = 3.0
 _KILLED = 137
+_KILLED_BY_TORCHRUN = "forcefully exiting via "  # it ends with 1, after its --shutdown-timeout
 _SIGNALLED = re.compile(r"(?:SignalException|KeyboardInterrupt)\b")  # raised by the stop itself
 _BREAKS = {r.name for r in (reasons.RANK_FAILED, reasons.NODE_LOST, reasons.DISRUPTED, reasons.STALLED)}
 _GOES_ON = {r.name for r in (reasons.RESTARTING, reasons.REPLACING, reasons.RESTARTED_IN_PLACE)}
@@ -148,6 +149,9 @@ def _why_unsaved(status: api.Status, ended: Iterable[Container]) -> str:
         return f"; nothing was saved: {who} raised {found.exception.rstrip(' .')}{where}"
     if status.save_failed:
         return f"; {status.save_failed}"
-    if any(trainer.exit_code == _KILLED for trainer in ended):
+    messages = [message for trainer in ended if (message := termination_message.read_message(trainer.message))]
+    if by_shell := [found.message for message in messages for found in message.findings]:
+        return f"; nothing was saved: {by_shell[0]}"
+    if any(trainer.exit_code == _KILLED or _KILLED_BY_TORCHRUN in trainer.message for trainer in ended):
         return "; nothing was saved: it had to be killed by SIGKILL"
     return ""
