@@ -36,38 +36,6 @@ def train_from_load(until: int, **others: Any) -> int:
     return step
 
 
-def test_a_failure_before_the_first_save_repeats_no_step(node: Node) -> None:
-    """A script that saves once an hour would otherwise lose the first hour to any failure."""
-    assert node.run(0, lambda: train_from_load(6)) == 0
-    assert node.run(1, lambda: train_from_load(7)) == 6
-    assert node.run(2, lambda: train_from_load(8)) == 7
-
-
-@pytest.mark.parametrize("folder", ["snapshots", None])
-def test_a_script_may_set_a_default_device(node: Node, folder: str | None) -> None:
-    """Many scripts begin with `torch.set_default_device("cuda")`. A load must neither crash the rank nor lose its
-    random states. The device here is one that nothing can be read from."""
-
-    def train(until: int) -> Any:
-        objects, snapshot = parts(), ddpjob.Snapshot(folder)
-        with torch.device("meta"):
-            step = snapshot.load(**objects)
-        steps(step, until, **objects)
-        with torch.device("meta"):
-            if folder and not step:
-                saved(snapshot, until, **objects)
-            elif os.environ["RANK"] == "0":
-                rescue()
-        return step, packed.total(packed.tensors_of(objects["model"].state_dict())), torch.rand(1).item()
-
-    whole = node.run(0, lambda: train(8), ranks=2)
-    for path in node.folder.glob("snapshots/*"):
-        path.unlink()
-    node.lose(0)
-    node.run(0, lambda: train(6), ranks=2)
-    assert node.run(1, lambda: train(8), ranks=2) == (6, *whole[1:])
-
-
 class Keeping(torch.nn.Linear):
     """A layer that keeps the very tensor that it is given."""
 
@@ -136,25 +104,6 @@ def test_the_state_of_a_snapshot_needs_no_memory_for_what_the_objects_have(node:
         assert all(same)
 
 
-def test_a_scheduler_and_a_sampler_are_kept_from_load_on_at_the_step_of_the_model(node: Node) -> None:
-    def train(until: int) -> Any:
-        objects = parts()
-        scheduler = torch.optim.lr_scheduler.StepLR(objects["optimizer"], 2, 0.5)
-        sampler = ddpjob.GlobalBatchSampler(64, 4, 7)
-        step = ddpjob.Snapshot("snapshots").load(**objects, scheduler=scheduler, sampler=sampler)
-        place = (step, scheduler.last_epoch, sampler.state_dict()["consumed"])
-        batches = sampler.epoch(sampler.current_epoch)
-        while step < until:
-            next(batches)
-            steps(step, step + 1, **objects, before_boundary=scheduler.step)
-            step += 1
-        rescue()
-        return place
-
-    assert node.run(0, lambda: train(6)) == (0, 0, 0)
-    assert node.run(1, lambda: train(7)) == (6, 6, 24)
-
-
 def test_a_sampler_that_a_dataloader_reads_ahead_is_not_kept_before_save_names_its_place(node: Node) -> None:
     """Its state counts batches as trained that are only in a queue: these samples would be left out."""
 
@@ -182,20 +131,6 @@ def test_an_optimizer_that_load_does_not_name_means_that_load_names_too_little(n
 
     node.run(0, train)
     assert node.step is None
-
-
-def test_a_load_in_two_calls_is_kept_from_the_first_save_on(node: Node) -> None:
-    """Each call passes a part, and a part of a state is none."""
-
-    def train() -> int:
-        objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
-        snapshot.load(model=objects["model"])
-        step = snapshot.load(optimizer=objects["optimizer"])
-        steps(step, 6, **objects)
-        rescue()
-        return step
-
-    assert [node.run(number, train) for number in range(2)] == [0, 0]
 
 
 def train_from_parts(*parts_of_load: tuple[str, ...]) -> tuple[int, ...]:
@@ -731,37 +666,6 @@ def test_of_two_states_of_one_number_the_first_is_kept_whole(node: Node) -> None
         assert (began, best, sums["loaded"]) == (until, "first", before["first"])
 
 
-def by_other_numbers(until: int, numbers: str) -> int:
-    """Return step numbers that count epochs of five steps, or micro-batches."""
-    objects, snapshot = parts(), ddpjob.Snapshot()
-    number = began = snapshot.load(**objects)
-    of_epochs = numbers == "epochs"
-
-    def train() -> None:
-        make_step(objects["model"], objects["optimizer"])
-
-    while number < until:
-        for _ in range(5 if of_epochs else 1):
-            train()
-        number += 1 if of_epochs else 4
-        if not of_epochs:
-            ddpjob.should_stop(number)
-        if of_epochs or number % 40 == 0:
-            snapshot.save(number, **objects)
-        settle()
-    if of_epochs:
-        train()
-    rescue()
-    return began
-
-
-@pytest.mark.parametrize(("numbers", "ends"), [("epochs", (3, 5)), ("micro-batches", (60, 72))])
-def test_what_steps_are_called_is_no_matter(node: Node, numbers: str, ends: tuple[int, int]) -> None:
-    """Scripts that count epochs repeat a number, and those that count micro-batches leave some out."""
-    assert node.run(0, lambda: by_other_numbers(ends[0], numbers), ranks=2) == 0
-    assert node.run(1, lambda: by_other_numbers(ends[1], numbers), ranks=2) == ends[0]
-
-
 def test_what_was_saved_right_before_the_model_grows_is_there(node: Node) -> None:
     """At the end of an epoch a script saves, and then trains more layers: that save must count."""
 
@@ -916,18 +820,6 @@ def test_what_another_job_has_saved_counts_less_than_what_is_in_memory(node: Nod
     assert node.run(2, lambda: train(11)) == 10
 
 
-def test_ranks_whose_agent_is_gone_do_not_say_that_they_keep_nothing(
-    node: Node, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The agent was killed with its node, and its ranks soon are: the next ones resume from another node's memory."""
-
-    def lose_the_agent(_: Any) -> None:
-        process.current.keeper.shared._path = f"/proc/{ended_process()}/fd/3"
-
-    node.run(0, lambda: train(6, lose_the_agent), ranks=2)
-    assert "not kept" not in capfd.readouterr().err
-
-
 def test_a_rank_of_a_generation_that_is_over_writes_nothing(node: Node) -> None:
     """A process hidden from its agent would overwrite what the new ranks hold."""
 
@@ -971,22 +863,6 @@ def test_ranks_that_train_models_of_their_own_do_not_get_each_others_and_the_log
     assert "the state in memory is not used: rank 1 did not hold the same parameters as the others" in said
 
 
-def test_a_rank_that_dies_while_it_writes_the_state_leaves_none(node: Node) -> None:
-    def die_in_writing(_: Any) -> None:
-        copy = packed.copy_piece
-
-        def half(target: torch.Tensor, source: torch.Tensor) -> None:
-            copy(target[: len(target) // 2], source[: len(target) // 2])
-            os._exit(1)
-
-        packed.copy_piece = half
-
-    with pytest.raises(AssertionError, match="did not end well"):
-        node.run(0, lambda: train(6, die_in_writing))
-    assert node.step is None
-    assert node.run(1, lambda: train(6)) == 4
-
-
 def test_why_a_restart_goes_on_from_the_folder_or_begins_anew_is_said_where_nobody_has_written_the_state(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -1014,22 +890,6 @@ def test_why_a_restart_goes_on_from_the_folder_or_begins_anew_is_said_where_nobo
     assert found == [0, 0, 5]
 
 
-def test_a_second_snapshot_that_has_nothing_yet_does_not_say_that_the_training_begins_anew(
-    node: Node, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """For example one for the best weights so far: steps continue from the first snapshot."""
-
-    def train() -> int:
-        objects, snapshot, began = begin()
-        assert ddpjob.Snapshot("best").load() == 0
-        steps(began, began + 4, **objects)
-        saved(snapshot, began + 4, **objects)
-        return began
-
-    assert [node.run(number, train) for number in range(2)] == [0, 4]
-    assert "begins at" not in capfd.readouterr().err
-
-
 def test_a_state_of_which_a_bit_has_changed_in_memory_is_not_used_and_the_log_says_so(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -1049,20 +909,6 @@ def test_a_state_of_which_a_bit_has_changed_in_memory_is_not_used_and_the_log_sa
     assert node.run(1, lambda: train(7)) == 4
     said = capfd.readouterr().err
     assert "step 6 in memory is not used: rank 0: its bits do not add up to what was written" in said
-
-
-def test_a_rank_that_dies_while_it_loads_leaves_the_state_to_the_next(node: Node) -> None:
-    """A bad node often causes a second failure soon after the first."""
-
-    def die_in_load() -> None:
-        objects = parts()
-        objects["optimizer"].register_load_state_dict_pre_hook(lambda *_: os._exit(1))
-        ddpjob.Snapshot("snapshots").load(**objects)
-
-    assert node.run(0, lambda: train(6)) == 0
-    with pytest.raises(AssertionError, match="did not end well"):
-        node.run(1, die_in_load)
-    assert node.run(2, lambda: train(7)) == 6
 
 
 def test_an_optimizer_that_steps_within_backward_is_never_kept_in_the_middle_of_it(node: Node) -> None:
