@@ -21,8 +21,6 @@ from ddpjob.checkpoint.in_memory.shared import Shared
 from ddpjob.checkpoint.state import packed
 from ddpjob.group import gather
 from ddpjob_core import memory
-from ddpjob_core.memory import Held, Version
-from ddprun.memory import Memory
 
 # ---- from load on, before the first save -------------------------------------------------------------------
 
@@ -1215,22 +1213,6 @@ def test_a_rank_that_dies_again_and_again_while_it_loads_keeps_its_random_states
     assert [last[rank][1] for rank in range(2)] == [first[rank][1] for rank in range(2)], "each has its own buffers"
 
 
-def test_a_load_is_counted_once_where_a_faster_rank_has_failed_and_has_written_the_state_anew() -> None:
-    """Otherwise the state is refused one restart too early, and training begins at step 0."""
-    agent = Memory(1)
-    agent.begin(0)
-    shared = Shared(agent.where(0), 1, 1)
-    shared.reserve(1 << 12, 0)
-    state = packed.pack({"weight": torch.ones(3)})
-    version = Version(1, 0, 8)
-    for written, loads in ((version, 0), (version._replace(generation=1), 1)):
-        held = Held(written, loads, state.size, 1, False, 0)
-        shared.write_copy(0, state, held)
-        shared.count_copy(0, held)
-        shared.set_loads(version, 1)  # by the rank that was slower
-        assert shared.held() == Held(written, 1, state.size, 1, False, 0)
-
-
 def test_a_rank_that_dies_within_its_step_has_left_the_buffers_of_all_its_micro_batches(node: Node) -> None:
     """BatchNorm's averages come from rank 0: a model must not be evaluated with those of the first micro-batch."""
 
@@ -1281,88 +1263,3 @@ def test_a_new_node_keeps_the_state_as_soon_as_it_has_loaded_it(steps_made: int,
     nodes.lose(0)
     began.append(nodes.run_all(2, lambda: train(12, survivor=1), ranks=2))
     assert began == [[0, 0], [8, 8], [8 + steps_made] * 2]
-
-
-def test_a_new_node_knows_that_should_stop_counts_otherwise_than_save(nodes: Node) -> None:
-    """Otherwise it keeps a state that rank 0's node does not, and `load` returns a step too few: that step's batch is
-    seen twice."""
-
-    def train(until: int, survivor: int = -1) -> int:
-        world = ddpjob.init()
-        objects, snapshot, began = begin()
-        model = world.wrap(objects["model"])
-        for step in range(began + 1, until + 1):
-            objects["optimizer"].zero_grad()
-            model(torch.full((4, 4), float(step))).square().sum().backward()
-            objects["optimizer"].step()
-            ddpjob.should_stop(step - 1)
-            settle()
-            if step == 6 and world.rank == 0:
-                saved(snapshot, step, **objects)
-        if world.rank == survivor:
-            rescue()
-        return began
-
-    began = [nodes.run_all(0, lambda: train(6), ranks=2)]
-    nodes.lose(1)
-    began.append(nodes.run_all(1, lambda: train(12, survivor=1), ranks=2))
-    began.append(nodes.run_all(2, lambda: train(13), ranks=2))
-    assert began == [[0, 0], [6, 6], [6, 6]]
-
-
-def test_what_a_fork_of_the_script_trains_turns_nothing_off(node: Node) -> None:
-    """For example a small model in a process for a parameter search: memory for the main training must stay on."""
-
-    def train(until: int) -> int:
-        world = ddpjob.init()
-        objects, _, began = begin()
-        model = world.wrap(objects["model"])
-        steps(began, until - 2, model, objects["optimizer"])
-        if (child := os.fork()) == 0:
-            other = torch.nn.Linear(2, 1)
-            optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-            other(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-            ddpjob.Snapshot("of the fork").save(1, model=other, optimizer=optimizer)
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        steps(until - 2, until, model, objects["optimizer"])
-        if world.rank == 0:
-            rescue()
-        return began
-
-    assert node.run(0, lambda: train(12), ranks=2) == 0
-    assert node.run(1, lambda: train(14), ranks=2) == 12
-
-
-def test_an_optimizer_that_is_changed_after_load_is_not_written_as_what_was_loaded(nodes: Node) -> None:
-    """A script that halves the momentum at each resume must not halve it again at each failure before its first
-    step."""
-
-    def train(until: int, survivor: int) -> tuple[int, float]:
-        world = ddpjob.init()
-        objects = parts()
-        model = world.wrap(objects["model"])
-        snapshot = ddpjob.Snapshot("snapshots", world)
-        began = step = snapshot.load(**objects)
-        settle()
-        if not began:
-            step = 1
-            steps(0, step, model, objects["optimizer"])
-            snapshot.keep(step, **objects)
-        steps(step, until, model, objects["optimizer"])
-        averages = [state["exp_avg"] for state in objects["optimizer"].state.values()]
-        sums = float(sum(average.abs().sum() for average in averages))
-        if began:
-            for average in averages:
-                average *= 0.5
-        if world.rank == survivor:
-            rescue()
-        return began, sums
-
-    first = nodes.run_all(0, lambda: train(8, survivor=0), ranks=2)
-    nodes.lose(1)
-    changed = nodes.run_all(1, lambda: train(8, survivor=1), ranks=2)
-    again = nodes.run_all(2, lambda: train(8, survivor=-1), ranks=2)
-    assert [step for step, _ in (*changed, *again)] == [8, 8, 8, 8]
-    assert [sums for _, sums in again] == [first[0][1]] * 2
