@@ -25,8 +25,8 @@ for name in ("NO_PROXY", "no_proxy"):
     os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1", "localhost"]))
 
 # A busy machine, or a first run that has all sources to read, is no fault of what is tested.
-# 60 examples by day, others in each tree; 1,000 at night: --hypothesis-profile=night.
-settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60)
+# 30 examples by day, others in each tree; 1,000 at night: --hypothesis-profile=night.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=30)
 settings.register_profile("night", settings.get_profile("unhurried"), max_examples=1000)
 settings.load_profile("unhurried")
 
@@ -44,7 +44,6 @@ TOGETHER = (
     "api/test_crd.py",  # a namespace, and a job that runs
     *(f"cluster/{file.name}" for file in Path(__file__).parent.glob("cluster/test_*.py")),  # jobs that run side by side
     "test_examples.py",  # the trainings that `run` keeps
-    "test_launch_matrix.py::test_under_each_launcher",  # the training of one process alone
     "test_memory.py",  # the training that nothing disturbs
     "test_scrape.py",  # the operator that Prometheus has scraped
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import socket
 import subprocess
@@ -128,27 +127,6 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     done = launcher.done(start, "--nproc", 2, script, DDPJOB_RESTART_GRACE=grace)
     assert done.returncode == 0, done.stderr
     assert (launcher.folder / "saved").exists() is saved
-
-
-@STARTS
-def test_a_rank_that_has_closed_all_descriptors_is_started_again_with_its_streams(
-    launcher: Launcher, start: str
-) -> None:
-    script = launcher.script(
-        FAILS_ONCE
-        + """
-if life == "0":
-    fail_when_ready()
-    os.closerange(0, 1 << 16)
-    forever()
-print("out", flush=True)
-print("err", file=sys.stderr, flush=True)
-"""
-    )
-    done = launcher.done(start, "--nproc", 2, "--max-restarts", 1, "--log-dir", "logs", "--tee", "3", script)
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["[default0]:out", "[default1]:out"]
-    assert [line for line in sorted(done.stderr.splitlines()) if "err" in line] == ["[default0]:err", "[default1]:err"]
 
 
 def test_a_module_that_has_started_cuda_is_refused_and_every_rank_is_a_new_process(launcher: Launcher) -> None:
@@ -283,35 +261,6 @@ if life in ("0", "1", "2"):
     while True: time.sleep(1000)
 """
 )
-HALF_HANDSHAKES = [
-    b"GET / HTTP/1.1\r\n\r\n",
-    os.urandom(400) + b"\n",
-    b"x" * 64 + b' {"node": 1, "nonce": "',  # and nothing more
-    b"x" * 64 + b' {"node": 1, "nonce": "0", "nodes": 2, "nproc": 1, "generation": 9}\n',
-    b"",
-]
-
-
-def test_strangers_that_knock_during_every_restart_change_nothing(launcher: Launcher) -> None:
-    """Strangers send garbage, half a greeting, a greeting without the key, or come from another job's agent,
-    repeatedly."""
-    first, second = group(launcher, launcher.script(TRAIN), launcher.mark)
-    agents = [launcher.ddprun(*first), launcher.ddprun(*second)]
-    other = launcher.ddprun(*list(group(launcher, launcher.script(TRAIN), "another", port=int(first[3])))[1])
-    with knocking(int(first[3])) as knocked:
-        for life in range(3):
-            eventually((launcher.folder / f"up-{life}").exists)
-            seen = len(knocked)
-            eventually(lambda seen=seen: len(knocked) > seen + 10)
-            (launcher.folder / f"fail-{life}").touch()
-        done = [finish(agent) for agent in agents]
-    assert [d.returncode for d in done] == [0, 0], done[0].stderr
-    assert done[0].stderr.count("restart ") == 3
-    assert "lost" not in done[0].stderr + done[1].stderr, "no stranger is taken for a node, or in its place"
-    assert "a connection was refused" in done[0].stderr
-    assert other.poll() is None, "it waits for its own node 0"
-    other.terminate()
-    finish(other)
 
 
 def test_strangers_that_hold_every_place_keep_no_agent_of_the_job_out(launcher: Launcher) -> None:
@@ -355,33 +304,6 @@ def is_closed(connection: socket.socket) -> bool:
         return False
     except OSError:
         return True
-
-
-@contextlib.contextmanager
-def knocking(port: int) -> Iterator[list[int]]:
-    """Run strangers at a port, two of each kind at once, all the time."""
-    knocked: list[int] = []
-    enough = threading.Event()
-
-    def knock() -> None:
-        while not enough.is_set():
-            strangers = []
-            for text in HALF_HANDSHAKES * 2:
-                with contextlib.suppress(OSError):  # not listening yet, no more, or refused in the middle of a message
-                    strangers.append(socket.create_connection(("127.0.0.1", port), timeout=1))
-                    strangers[-1].sendall(text)
-                    knocked.append(len(text))
-            enough.wait(0.02)
-            for stranger in strangers:
-                stranger.close()
-
-    thread = threading.Thread(target=knock)
-    thread.start()
-    try:
-        yield knocked
-    finally:
-        enough.set()
-        thread.join()
 
 
 def group(launcher: Launcher, script: Path, run_id: str, port: int = 0) -> Iterator[list[object]]:

@@ -59,51 +59,6 @@ def test_a_deadlock_that_is_certain_is_named_whatever_the_limit(launcher: Launch
     assert "is stalled" not in done.stderr, "the two lines say it all"
 
 
-# Each stops for longer than a deadlock needs to be named, and then continues.
-LATE = {
-    "a rank that comes late": "if rank == 1: time.sleep(12)\ndist.barrier()",
-    "another thread that begins what is missing": (
-        "def later():\n time.sleep(12)\n dist.barrier(one)\n"
-        "if rank == 1: threading.Thread(target=later).start()\n"
-        "if rank == 0: dist.barrier(one)\ndist.barrier()"
-    ),
-    "a timer": (
-        "if rank == 1: threading.Timer(12, lambda: dist.barrier(one)).start()\n"
-        "if rank == 0: dist.barrier(one)\ndist.barrier()"
-    ),
-    "asynchronous work": (
-        "if rank == 0: work = dist.all_reduce(x, async_op=True); dist.barrier(one); work.wait()\n"
-        "if rank == 1: work = dist.barrier(one, async_op=True); time.sleep(12); dist.all_reduce(x); work.wait()"
-    ),
-    "send and recv": "if rank == 0: dist.recv(x, 1)\nelse: time.sleep(12); dist.send(x, 0)",
-    "a pause in a hook of the backward pass": (
-        "y = torch.ones(4, requires_grad=True)\n"
-        "if rank == 1: y.register_hook(lambda _: time.sleep(12))\n"
-        "y.sum().backward()\ndist.barrier()"
-    ),
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", LATE)
-def test_what_stands_still_for_a_while_and_goes_on_is_no_deadlock(launcher: Launcher, name: str) -> None:
-    """A healthy job would lose what it has done since its last save."""
-    script = launcher.script(SCRIPT.format(steps=LATE[name]))
-    done = finish(launcher.warm("--nproc", 2, script, OMP_NUM_THREADS="1"), 150)
-    assert (done.returncode, done.stdout.count("done")) == (0, 2), done.stderr
-    assert not re.search("deadlocked|restart 1", done.stderr)
-
-
-@pytest.mark.long
-def test_a_deadlock_over_two_nodes_is_named_by_node_0(launcher: Launcher) -> None:
-    lines, told = DEADLOCKS["another operation"]
-    script = launcher.script(SCRIPT.format(steps=f"if again: pass\n{lines}"))
-    started = launcher.nodes(2, "--nproc", 1, script, is_warm=True, OMP_NUM_THREADS="1")
-    done = [finish(agent, 150) for agent in started]
-    assert [d.returncode for d in done] == [0, 0], done[0].stderr
-    assert f"restart 1: the group is deadlocked: {told}; charged to stall" in done[0].stderr
-
-
 def test_a_process_that_is_stopped_does_not_sleep_and_one_that_is_continued_has_run() -> None:
     """A rank held by a debugger would count as one that waits."""
     with subprocess.Popen(["sleep", "1000"]) as process:

@@ -227,22 +227,6 @@ def refuse(*_: object) -> Any:
     raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
 
-def test_after_a_fork_that_failed_signals_are_heard_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fork", refuse)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    with pytest.raises(BlockingIOError):
-        processes.start(["true"], {})
-    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before == set()
-
-
-def test_a_helper_that_cannot_be_forked_leaves_no_descriptor_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fork", refuse)
-    before = os.listdir("/proc/self/fd")
-    with pytest.raises(BlockingIOError):
-        processes.call_in_child(lambda: b"")
-    assert os.listdir("/proc/self/fd") == before
-
-
 @pytest.mark.parametrize(("words", "files"), [([], 4), (["--duplicate-stdout-filters=loss"], 3)])
 def test_heartbeats_and_tails_that_cannot_all_be_opened_leave_no_descriptor_open(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str], files: int
@@ -402,13 +386,6 @@ def test_a_folder_that_somebody_has_emptied_is_made_again(launcher: Launcher) ->
     assert launcher.done("--no-preload", "--tee=3", script).returncode == 0
 
 
-@pytest.mark.parametrize("spoil", ["it is gone", "a file of somebody else's is in it"])
-def test_what_cannot_be_tidied_up_does_not_make_a_failure_of_a_success(launcher: Launcher, spoil: str) -> None:
-    spoiled = 'shutil.rmtree("logs")' if spoil == "it is gone" else 'open(glob.glob("logs/*")[0] + "/notes", "w")'
-    script = launcher.script(f"import glob, shutil\n{spoiled}")
-    assert launcher.done("--no-preload", "--log-dir=logs", script).returncode == 0
-
-
 def test_a_full_disk_costs_the_filtered_copy_of_the_lines_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -468,30 +445,6 @@ def test_without_streams_a_job_ends_with_its_own_code(launcher: Launcher, start:
     command = [sys.executable, "-m", "ddprun", start, str(launcher.script("print('trains', flush=True)"))]
     command = ["sh", "-c", f'exec "$@" {closed}', "sh", *command]
     assert subprocess.run(command, cwd=launcher.folder, env=launcher.env, check=False, timeout=60).returncode == 0
-
-
-NO_IPV6 = """
-import errno, socket
-first, find = socket.socket, socket.getaddrinfo
-class Socket(first):
-    def __init__(self, family=-1, *more, **named):
-        if family == socket.AF_INET6: raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
-        super().__init__(family, *more, **named)
-socket.socket = Socket
-def both(host, port, **_):
-    return [(socket.AF_INET6, 1, 6, "", ("::1", port, 0, 0)), (socket.AF_INET, 1, 6, "", ("127.0.0.1", port))]
-socket.getaddrinfo = both
-from ddprun import main
-main()
-"""
-
-
-def test_an_address_of_a_kind_that_is_not_there_is_passed_over(launcher: Launcher) -> None:
-    launcher.script(NO_IPV6, "noipv6.py")
-    group = ["--nnodes=2", f"--master-port={free_port()}", f"--rdzv-id={launcher.mark}", "--no-preload"]
-    script = launcher.script("pass")
-    agents = [launcher.ddprun(*group, "--node-rank", k, script, module="noipv6") for k in (0, 1)]
-    assert [finish(agent).returncode for agent in agents] == [0, 0]
 
 
 def test_numbers_that_are_none_in_a_ranks_own_message_end_no_leader(launcher: Launcher) -> None:

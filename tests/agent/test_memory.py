@@ -89,23 +89,18 @@ def test_a_rank_that_is_killed_anywhere_in_a_step_repeats_none_and_the_result_is
         "0": [["forward", 9, 1]],  # nothing is saved until here
         "1": [["all-reduce", 12, 0]],
         "2": [["boundary", 17, 1]],
-        "3": [["forward", 22, 0]],
+        # Within the optimizer's step the other rank is a step ahead of the last write of the one that dies. After the
+        # restart that one must drop out the same neurons.
+        "3": [["optimizer", 20, 1]],
+        "4": [["optimizer", 21, 0]],
+        "5": [["forward", 23, 0]],
     }
     done = trained(launcher, TRAIN, kill, SAVE_AT="9")
-    assert began(done) == [0, 8, 11, 17, 21], done[0].stderr
+    assert began(done) == [0, 8, 11, 17, 20, 21, 22], done[0].stderr
     assert sorted(words(done, "END")) == undisturbed, done[0].stderr
-    for step in (8, 11, 17, 21):
+    for step in (8, 11, 17, 20, 21, 22):
         assert f"resumed at step {step} from the memory on the nodes of ranks 0, 1" in done[0].stderr
         assert f"; step {step} is in memory" in done[0].stderr, "and the agent says so when it restarts"
-
-
-def test_a_rank_that_is_killed_within_the_optimizers_step_leaves_its_random_states_to_the_step_that_others_made(
-    launcher: Launcher, undisturbed: list[list[str]]
-) -> None:
-    """The others are a step ahead of its last write: after the restart it must drop out the same neurons."""
-    done = trained(launcher, TRAIN, {"0": [["optimizer", 9, 1]], "1": [["optimizer", 13, 0]]})
-    assert began(done) == [0, 9, 13], done[0].stderr
-    assert sorted(words(done, "END")) == undisturbed, done[0].stderr
 
 
 def test_a_node_without_survivors_gets_the_state_from_another_nodes_memory(
@@ -131,13 +126,6 @@ def test_a_place_in_the_data_that_the_script_names_itself_is_that_of_the_step(la
     kill = {"0": [["forward", 9, 1]], "1": [["all-reduce", 9, 1]], "2": [["forward", 14, 0]]}
     done = trained(launcher, ahead, kill)
     assert began(done) == [0, 8, 8, 13], done[0].stderr
-
-
-def test_all_ranks_killed_at_once_go_on_from_the_folder(launcher: Launcher, undisturbed: list[list[str]]) -> None:
-    """Nobody is left to write the state: the last save counts, and the job says so."""
-    done = trained(launcher, TRAIN, {"0": [["forward", 9, 0], ["forward", 9, 1]]})
-    assert began(done) == [0, 4], done[0].stderr
-    assert sorted(words(done, "END")) == undisturbed, done[0].stderr
 
 
 # Many pieces, and two ranks that cannot finish theirs: one dies, one is stopped.

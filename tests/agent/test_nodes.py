@@ -233,18 +233,6 @@ def test_a_pod_that_comes_while_node_0_imports_is_not_told_to_start_what_has_bee
     finish(leader)
 
 
-def test_sigterm_is_heard_while_node_0_still_imports(launcher: Launcher) -> None:
-    """A job that is deleted right after it was applied must not take its whole grace period to end."""
-    launcher.script(IMPORTS.replace("HUNDREDTHS", "10_000"), "slow.py")
-    agents = launcher.nodes(2, "--preload=slow", launcher.script(TRAIN))
-    eventually(lambda: (launcher.folder / "imported").exists())
-    for agent in agents:
-        eventually(lambda agent=agent: hears(agent.pid, signal.SIGTERM))
-        agent.send_signal(signal.SIGTERM)
-    assert finish(agents[0]).returncode == 128 + signal.SIGTERM
-    finish(agents[1])  # with 75 if it had met node 0
-
-
 def test_a_name_that_does_not_resolve_yet_is_waited_for_and_sigterm_is_heard_meanwhile(launcher: Launcher) -> None:
     script = launcher.script(TRAIN)
     words = ["--nnodes", 2, "--node-rank", 1, "--master-addr", "no-such-name.invalid", "--no-preload", script]

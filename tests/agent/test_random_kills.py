@@ -81,9 +81,7 @@ class Pod:
         self.agent.terminate()
 
 
-@pytest.mark.parametrize(
-    ("seed", "operator"), [(1, False), (2, False), (3, True), (4, True), (5, True)], ids=lambda value: str(value)
-)
+@pytest.mark.parametrize(("seed", "operator"), [(1, False), (3, True)], ids=lambda value: str(value))
 def test_whatever_is_killed_the_job_ends_with_its_result(launcher: Launcher, seed: int, operator: bool) -> None:
     chance = random.Random(seed)
     script = launcher.script(TRAIN)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import re
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -115,24 +112,6 @@ def test_a_new_pod_for_one_that_was_lost_is_all_that_is_needed(job: Job, lost: i
     forget_killed(job.launcher)
 
 
-def test_a_pod_that_comes_back_itself_is_charged_to_infrastructure(job: Job) -> None:
-    """Its connection was lost, which the operator does not see."""
-    job.agents[1].kill()
-    job.agents[1].communicate()
-    job.wait_without_ranks(1)
-    job.agents[1] = job.start(1)
-    job.up(1)
-    done = job.done()
-    assert [d.returncode for d in done] == [0, 0, 0]
-    assert "node 1 is lost; charged to infrastructure" in done[0].stderr
-    said = job.message(0)
-    assert (said["ended"], said["agent"]["generation"]) == (True, 1)
-    assert said["agent"]["restarts"] == {
-        "application": 0, "infrastructure": 1, "stall": 0, "inARow": 1, "chargedInARow": 0,
-    }  # fmt: skip
-    forget_killed(job.launcher)
-
-
 @pytest.mark.parametrize("node", [0, 1])
 def test_when_one_pod_is_told_all_save_and_the_others_wait_for_its_replacement(job: Job, node: int) -> None:
     job.agents[node].terminate()
@@ -144,31 +123,6 @@ def test_when_one_pod_is_told_all_save_and_the_others_wait_for_its_replacement(j
     job.up(1)
     assert [d.returncode for d in job.done()] == [0, 0, 0]
     assert job.lives() == [0, 1]
-
-
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
-def test_when_all_are_told_each_ends_by_itself_whatever_the_order(job: Job, order: tuple[int, ...]) -> None:
-    """As when the job is suspended or deleted."""
-    pause = 0.1 if order[0] else 0.0
-    for node in order:
-        job.agents[node].terminate()
-        time.sleep(pause)  # not a wait for anything: the others are told at different moments of the first one's end
-    assert {finish(agent).returncode for agent in job.agents} <= {75, 143}  # 143: told while Python was ending
-    assert len(list(job.launcher.folder.glob("saved-0-*"))) == 3
-    assert job.lives() == [0]
-
-
-def test_when_all_are_told_while_they_wait_for_a_lost_pod_each_ends_at_once(job: Job) -> None:
-    job.agents[0].kill()
-    job.agents[0].communicate()
-    job.wait_without_ranks(0)
-    began = time.monotonic()
-    for agent in job.agents[1:]:
-        agent.terminate()
-    for agent in job.agents[1:]:
-        finish(agent)
-    assert time.monotonic() - began < 10, "nobody waits for node 0"
-    forget_killed(job.launcher)
 
 
 def test_a_pod_that_has_been_replaced_cannot_disturb_the_new_one(launcher: Launcher) -> None:
@@ -200,21 +154,6 @@ def test_a_newer_pod_takes_the_place_of_one_that_has_not_gone_yet(launcher: Laun
     finish(old)
 
 
-def test_a_new_pod_brings_what_is_left_now_and_the_agents_spend_no_more(launcher: Launcher) -> None:
-    job = Job(launcher, 2, "--no-preload", launcher.script(TRAIN))
-    job.up(0)
-    job.agents[1].kill()
-    job.agents[1].communicate()
-    nothing = json.dumps({"application": 0, "infrastructure": 99, "stall": 10, "replaced": 1})
-    job.agents[1] = job.start(1, 1, left=nothing)
-    job.up(1)
-    (rank,) = (p for p in psutil.Process(job.agents[0].pid).children() if "train.py" in " ".join(p.cmdline()))
-    rank.kill()
-    assert [finish(agent).returncode for agent in job.agents] == [137, 75], "its own environment said three"
-    assert job.lives() == [0, 1]
-    forget_killed(launcher)
-
-
 def test_a_message_of_the_end_is_in_every_pod_and_the_account_in_that_of_node_0(launcher: Launcher) -> None:
     script = launcher.script(
         """
@@ -233,11 +172,3 @@ def test_a_message_of_the_end_is_in_every_pod_and_the_account_in_that_of_node_0(
     assert (guilty["rank"], guilty["signal"], guilty["ended"]) == (1, "SIGKILL", True)
     assert "agent" not in guilty
     assert job.message(2) == end
-
-
-def test_the_users_failure_policy_ends_a_job_without_a_restart(launcher: Launcher) -> None:
-    policy = json.dumps([{"action": "FailJob", "codes": [3]}])
-    script = launcher.script("raise SystemExit(3)")
-    done = launcher.done("--no-preload", script, DDPJOB_RESTARTS_LEFT=LEFT, DDPJOB_FAILURE_POLICY=policy)
-    assert done.returncode == 3
-    assert re.search(r"rank 0 ended with exit code 3; not restarted, by failurePolicy", done.stderr)

@@ -218,32 +218,6 @@ def test_one_that_is_killed_is_not_replaced_in_the_same_generation(played: Playe
     assert played.asked() == []
 
 
-def test_none_is_forked_beside_ranks_that_end(played: Played) -> None:
-    played.agent.fork_spares(8)
-    assert played.asked() == [SPARE]
-    played.agent.fork_spares(0)
-    played.says(pid=LIVES)
-    played.agent.hear()
-    assert (played.asked(), played.agent.spares) == ([], {LIVES})
-
-
-def test_an_answer_that_was_read_already_is_not_waited_for(played: Played) -> None:
-    """A rank that starts in the same turn has read it; the agent would wait until the server sends more."""
-    played.agent.fork_spares(1)
-    played.says(pid=LIVES)
-    played.says(pid=12)
-    assert played.agent.start({"run": "script"}) == 12
-    played.agent.hear()
-
-
-def test_what_a_server_says_that_was_given_up_is_not_heard(played: Played) -> None:
-    played.agent.fork_spares(1)
-    played.says(pid=LIVES)
-    played.agent.give_up("it did not fork within 30 s")
-    played.agent.hear()
-    assert (played.agent.spares, played.agent.ready) == (set(), False)
-
-
 def test_a_fork_that_meets_an_error_is_no_second_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would continue to read the agent's orders, and the agent would not notice that its server has ended."""
     me = os.getpid()
@@ -307,13 +281,3 @@ def test_one_that_cannot_be_forked_is_done_without(played: Played) -> None:
     played.says(error="BlockingIOError: [Errno 11] Resource temporarily unavailable")
     played.agent.hear()
     assert (played.agent.ready, played.agent.refused, played.asked()) == (True, "", [SPARE])
-
-
-def test_one_that_was_killed_before_its_pid_was_known_is_not_counted(played: Played) -> None:
-    """Another process may have its pid by then, and would be kept alive in its place."""
-    played.agent.fork_spares(2)
-    pid = os.posix_spawnp("true", ["true"], os.environ)
-    os.waitpid(pid, 0)
-    played.says(pid=pid)
-    played.agent.hear()
-    assert (played.agent.spares, played.asked()) == (set(), [SPARE])

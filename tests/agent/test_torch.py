@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import subprocess
 import sys
 
-import pytest
 from agents import Launcher, finish
 
 PRINT_ENVIRON = """
@@ -24,38 +22,17 @@ def environs(launcher: Launcher, count: int) -> list[dict[str, str]]:
     return [json.loads((launcher.folder / f"environ-{rank}.json").read_text()) for rank in range(count)]
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "--nproc-per-node 2",
-        # The same with other addresses: an import of torch for each.
-        pytest.param("--standalone", marks=pytest.mark.long),
-        pytest.param("--nnodes 1 --master-port 23981 --rdzv-id x", marks=pytest.mark.long),
-    ],
-)
-def test_a_rank_finds_the_environment_that_torchrun_gives_it(launcher: Launcher, line: str) -> None:
+def test_a_rank_finds_the_environment_that_torchrun_gives_it(launcher: Launcher) -> None:
     """Lightning, Accelerate and others decide by it how they start."""
     del launcher.env["DDPJOB_TERMINATION_LOG"]
-    script = launcher.script(PRINT_ENVIRON)
-    count = 2 if "2" in line.split() else 1
-    assert finish(launcher.ddprun(*line.split(), "--no-preload", script, module="ddprun")).returncode == 0
-    ours = environs(launcher, count)
-    assert finish(launcher.ddprun(*line.split(), script, module="torch.distributed.run")).returncode == 0
-    for rank, (mine, theirs) in enumerate(zip(ours, environs(launcher, count), strict=True)):
+    words = ["--nproc-per-node", 2, launcher.script(PRINT_ENVIRON)]
+    assert finish(launcher.ddprun("--no-preload", *words)).returncode == 0
+    ours = environs(launcher, 2)
+    assert finish(launcher.ddprun(*words, module="torch.distributed.run")).returncode == 0
+    for rank, (mine, theirs) in enumerate(zip(ours, environs(launcher, 2), strict=True)):
         assert set(mine) - ADDED == set(theirs), f"rank {rank}"
         for name in set(theirs) - EACH_RUN:
             assert (mine[name], theirs[name]) == OWN.get(name, (theirs[name], theirs[name])), name
-
-
-def test_a_rank_that_is_forked_finds_one_variable_more(launcher: Launcher) -> None:
-    """torch._dynamo sets it while it is imported, which torchrun's ranks do only if they need it."""
-    launcher.env.pop("TORCHINDUCTOR_CACHE_DIR", None)  # an earlier test may have imported it here
-    script = launcher.script(PRINT_ENVIRON)
-    assert finish(launcher.ddprun("--no-preload", script)).returncode == 0
-    (new,) = environs(launcher, 1)
-    assert finish(launcher.ddprun(script)).returncode == 0
-    (forked,) = environs(launcher, 1)
-    assert set(forked) - set(new) == {"TORCHINDUCTOR_CACHE_DIR"}
 
 
 TRAIN = """
@@ -80,16 +57,8 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        "ddprun",
-        # Three more imports of torch. By day the launch matrix compares the launchers' parameters.
-        pytest.param("torch.distributed.run", marks=pytest.mark.long),
-    ],
-)
 def test_a_killed_rank_of_two_nodes_trains_on_and_to_the_same_parameters_as_an_undisturbed_run_on_one(
-    launcher: Launcher, other: str
+    launcher: Launcher,
 ) -> None:
     script = launcher.script(TRAIN.replace("FAIL", "os.environ.get('FAIL')"))
     agents = launcher.nodes(2, "--nproc", 1, script, is_warm=True, FAIL="1", OMP_NUM_THREADS="1")
@@ -97,39 +66,43 @@ def test_a_killed_rank_of_two_nodes_trains_on_and_to_the_same_parameters_as_an_u
     assert [d.returncode for d in done] == [0, 0], done[0].stderr + done[1].stderr
     ours = [d.stdout.split() for d in done]
     assert [(rank, life) for rank, life, _, _ in ours] == [("0", "1"), ("1", "1")]
-    words = ["--nproc-per-node", 2, script]
-    start = launcher.warm if other == "ddprun" else functools.partial(launcher.ddprun, module=other)
-    undisturbed = finish(start(*words, OMP_NUM_THREADS="1"), 150)
+    undisturbed = finish(launcher.warm("--nproc-per-node", 2, script, OMP_NUM_THREADS="1"), 150)
     theirs = sorted(line.split() for line in undisturbed.stdout.splitlines())
     assert [words[2:] for words in ours] == [words[2:] for words in theirs], "threads, and the hash of the parameters"
 
 
+FIRST_STEP = """
+import sys
+class Looks:  # what is there already is not looked for
+    names = set()
+    def find_spec(self, name, path=None, target=None):
+        self.names.add(name)
+sys.meta_path.insert(0, Looks())
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(2, 2))
+model(torch.ones(1, 2)).sum().backward()
+torch.optim.SGD(model.parameters()).step()
+said = len(Looks.names & set(sys.modules)), torch.rand(1).item(), torch.cuda.is_initialized()
+sys.stdout.write(" ".join(map(str, said)) + "\\n")
+dist.destroy_process_group()
+"""
+
+
 def test_the_default_preload_has_all_that_the_first_step_of_ddp_imports(launcher: Launcher) -> None:
-    script = launcher.script(
-        """
-        import sys
-        class Looks:  # what is there already is not looked for
-            names = set()
-            def find_spec(self, name, path=None, target=None):
-                self.names.add(name)
-        sys.meta_path.insert(0, Looks())
-        import torch, torch.distributed as dist
-        from torch.nn.parallel import DistributedDataParallel
-        dist.init_process_group("gloo")
-        model = DistributedDataParallel(torch.nn.Linear(2, 2))
-        model(torch.ones(1, 2)).sum().backward()
-        torch.optim.SGD(model.parameters()).step()
-        said = len(Looks.names & set(sys.modules)), torch.rand(1).item(), torch.cuda.is_initialized()
-        sys.stdout.write(" ".join(map(str, said)) + "\\n")
-        dist.destroy_process_group()
-        """
-    )
+    launcher.env.pop("TORCHINDUCTOR_CACHE_DIR", None)  # an earlier test may have imported it here
+    assert finish(launcher.ddprun("--nproc", 2, "--no-preload", launcher.script(PRINT_ENVIRON))).returncode == 0
+    new, _ = environs(launcher, 2)
+    script = launcher.script(PRINT_ENVIRON + FIRST_STEP)
     done = finish(launcher.ddprun("--nproc", 2, script), 150)
     assert (done.returncode, done.stderr) == (0, ""), "the fork server was refused"
     (imports, number, cuda), (_, other_number, _) = (line.split() for line in done.stdout.splitlines())
     assert int(imports) < 5, "imports that every restart would pay"
     assert number != other_number, "ranks that draw the same numbers drop out the same neurons"
     assert cuda == "False"
+    added = set(environs(launcher, 2)[0]) - set(new)
+    assert added == {"TORCHINDUCTOR_CACHE_DIR"}, "torch._dynamo sets it while it is imported"
 
 
 def test_a_rank_that_is_faster_than_rank_0_finds_its_store_at_the_first_look(launcher: Launcher) -> None:

@@ -194,22 +194,3 @@ def test_the_same_exception_at_the_same_line_twice_in_a_row_ends_the_job(cli: Cl
     assert (status["reason"], status["attempt"]) == ("PermanentFailure", 2)
     assert "in train.py:4 (OSError: no such shard in attempt 2)" in told
     assert "the same exception at the same line twice in a row, so the job is not retried" in told
-
-
-@pytest.mark.parametrize(
-    ("exception", "policy"),
-    [
-        ("OSError(attempt) if attempt % 2 else ConnectionError(attempt)", {}),
-        (
-            "OSError(attempt)",
-            {"failurePolicy": {"rules": [{"action": "Count", "onExitCodes": {"operator": "In", "values": [1]}}]}},
-        ),
-    ],
-)
-def test_another_exception_or_a_rule_of_the_user_lets_the_job_go_on(
-    cli: Cli, exception: str, policy: dict[str, Any]
-) -> None:
-    done, status, told = run(cli, "--max-restarts", "2", script=ONE_RANK.format(exception=exception), **policy)
-    assert done.returncode == 1
-    assert (status["reason"], status["attempt"]) == ("BackoffLimitExceeded", 3)
-    assert "gave up after 2 restarts (backoffLimit: 2)" in told

@@ -82,23 +82,6 @@ def test_a_node_that_dies_is_replaced_alone(cli: Cli, node: int, tmp_path: Path)
     assert not list(temporary.glob("ddprun_*")), "each pod that dies would leave a folder in /tmp"
 
 
-def test_nodes_that_die_one_after_the_other_are_each_replaced_alone(cli: Cli) -> None:
-    """Otherwise each second death in a job of two nodes costs what survives in the other node's memory."""
-    faults = ("--fail", "node=1,at=2s", "--fail", "node=0,at=8s")
-    done, status, told = run(cli, *faults, script=COUNTS.replace("61)", "221)"), backoffLimit=0)
-    assert done.returncode == 0, told
-    assert (status["attempt"], status["replacements"]) == (1, {"0": 1, "1": 1}), told
-
-
-def test_a_script_that_always_fails_ends_the_job_with_its_budget(cli: Cli) -> None:
-    done, status, told = run(cli, script="raise OSError('no such shard: 7')", backoffLimit=1)
-    assert done.returncode == 1
-    assert (status["state"], status["reason"], status["attempt"]) == ("Failed", "BackoffLimitExceeded", 1)
-    assert status["restarts"]["application"] == 1
-    assert "OSError: no such shard: 7" in status["message"]
-    assert "gave up after 1 restart (backoffLimit: 1)" in told
-
-
 # Saves step 10 and keeps every one in memory.
 KEEPS = """
     import time

@@ -2,8 +2,8 @@
 
 The hash that each way prints is of exact numbers (trainer/examples/notes/common.py): equal means the same samples in
 the same steps. Each process that imports torch costs 2 s of CPU, and 2 s more for its first DDP. So by day the ways
-that a script can go one after the other share a run, and a script without torch tells the ranks' places under the other
-ways to start torch's launcher. At night each note trains.
+that a script can go one after the other share a run, and a script without torch tells the ranks' places under the two
+other parsers of torch's launcher. At night each note trains.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from shell import Cli
 
 ROOT = Path(__file__).parents[2]
 NOTES = sorted(path.stem for path in (ROOT / "examples/notes").glob("*.yaml"))
-# What is no spelling variant in LAUNCHERS below: how torch's launcher is started, and how its agents meet.
-LAUNCHED_OTHERWISE = "launch-by-path", "launch-underscore", "torchrun-c10d", "torchrun-standalone"
+# torch.distributed.launch, and another way in which torchrun's agents meet.
+LAUNCHED_OTHERWISE = "launch-underscore", "torchrun-c10d"
 # Replaced by a note's script.
 PLACE = """
 import os, sys
@@ -35,13 +35,7 @@ os.write(1, ("PLACE " + " ".join(os.environ[name] for name in names) + "\\n").en
 """
 SECONDS_MAX = 250  # starting a torch process takes seconds, and there are six; after a restart again
 
-LAUNCHERS: dict[str, list[str]] = {
-    "torchrun": ["torchrun"],  # and torch.distributed.launch, which has one more option
-    "ddprun": ["ddprun"],
-    "spawn": ["python"],  # and a list of multiprocessing.Process
-    "plain": ["python"],
-}
-# Each rendezvous in turn, in processes that the launcher or the script itself has started.
+# Each rendezvous in turn, in processes that the script itself has started.
 EVERY_METHOD = """
 import os, sys
 sys.path.insert(0, "trainer/examples/notes")
@@ -50,7 +44,7 @@ import ddpjob
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-how, folder, library_port, own_port = sys.argv[1:]
+folder, library_port, own_port = sys.argv[1:]
 FILE, HOST = f"file://{folder}/meet-", f"tcp://{os.environ['MASTER_ADDR']}:"
 
 def main(local_rank, node_rank, nproc, world_size):
@@ -58,18 +52,14 @@ def main(local_rank, node_rank, nproc, world_size):
     for method in ("env://", HOST + library_port, FILE + "library"):
         with ddpjob.init("gloo", init_method=method, **place):
             common.train()
-    # Under torchrun torch's own tcp:// waits for ever (2.13), and the library's does not.
-    for method in [FILE + "own", *([HOST + own_port] if how != "torchrun" else [])]:
+    for method in (FILE + "own", HOST + own_port):
         dist.init_process_group("gloo", init_method=method, **place)
         common.train()
         dist.destroy_process_group()
 
 if __name__ == "__main__":
     node_rank, nproc, world_size = (int(os.environ[v]) for v in ("NODE_RANK", "NPROC_PER_NODE", "DDPJOB_WORLD_SIZE"))
-    if how == "spawn":
-        mp.spawn(main, args=(node_rank, nproc, world_size), nprocs=nproc)
-    else:
-        main(int(os.environ["LOCAL_RANK"]), node_rank, nproc, world_size)
+    mp.spawn(main, args=(node_rank, nproc, world_size), nprocs=nproc)
 """
 
 
@@ -108,21 +98,12 @@ def test_each_note_trains_in_one_world_and_ends_with_the_same_parameters(cli: Cl
     assert trained(cli, "job.yaml", "--cpu") == {f"PARAMS {alone} world {world_size}"}
 
 
-# By day torchrun's ranks meet by env:// (test_torchrun.py) and by tcp:// (tests/trainer/test_init.py), ranks without a
-# launcher by env:// (test_uneven_ranks.py).
-@pytest.mark.parametrize(
-    "how", [pytest.param(how, marks=pytest.mark.long) if how in ("torchrun", "plain") else how for how in LAUNCHERS]
-)
-def test_under_each_launcher_ranks_meet_by_env_tcp_and_file(cli: Cli, alone: str, how: str) -> None:
-    # As few processes as possible: torchrun and mp.spawn import torch in addition to their ranks. At night the notes
-    # have more.
-    nodes, nproc = {"spawn": (1, 2), "ddprun": (1, 2)}.get(how, (2, 1))
-    job = cli.file(EVERY_METHOD, nodes=nodes, nprocPerNode=nproc)
-    body = yaml.safe_load(job.read_text())
-    trainer = body["spec"]["template"]["spec"]["containers"][0]
-    trainer["command"] = [*LAUNCHERS[how], "train.py", how, str(cli.folder), str(free_port()), str(free_port())]
-    job.write_text(yaml.safe_dump(body))
-    assert trained(cli, job) == {f"PARAMS {alone} world {nodes * nproc}"}
+# torchrun's ranks meet by env:// in test_torchrun.py and by tcp:// in tests/trainer/test_init.py, ranks without a
+# launcher by env:// in test_uneven_ranks.py, and those of ddprun in test_in_place.py.
+def test_ranks_that_the_script_spawns_meet_by_env_tcp_and_file(cli: Cli, alone: str) -> None:
+    command = ["python", "train.py", str(cli.folder), str(free_port()), str(free_port())]
+    job = cli.file(EVERY_METHOD, container={"command": command}, nodes=1, nprocPerNode=2)
+    assert trained(cli, job) == {f"PARAMS {alone} world 2"}
 
 
 @pytest.mark.parametrize(

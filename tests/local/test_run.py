@@ -55,32 +55,6 @@ def test_a_script_that_throws_on_rank_1_only_fails_the_job_and_is_named(cli: Cli
     assert "no such shard: 7" in cli.run(*named[1].split()).stdout, "the command that is named shows it"
 
 
-def test_a_deadline_of_ten_years_is_a_deadline(cli: Cli) -> None:
-    """The kernel accepts no wait of more than 24.8 days."""
-    job = cli.file("import time; time.sleep(0.3)", activeDeadlineSeconds=315_360_000)
-    done = cli.run("run", job, "--fail", "node=1,at=9999999s", "--status", "status.json")
-    assert status_of(cli.folder / "status.json")["state"] == "Succeeded", done.stderr
-    assert "did not happen" in done.stderr
-
-
-def test_a_grace_of_years_lets_a_trainer_stop_in_its_time(cli: Cli) -> None:
-    job = cli.file(
-        """
-        import os, signal, sys, time
-        signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), print("saved", flush=True), sys.exit(143)))
-        if os.environ["RANK"] == "1":
-            time.sleep(0.5)
-            sys.exit(1)
-        time.sleep(1000)
-        """,
-        backoffLimit=0,
-        restartGraceSeconds=315_360_000,
-    )
-    done = cli.run("run", job)
-    assert done.returncode == 1
-    assert "saved" in done.stdout
-
-
 def test_several_processes_a_node_get_no_rank_and_the_node_is_named(cli: Cli) -> None:
     job = cli.file("import os; print(os.environ.get('RANK'), os.environ['PET_NPROC_PER_NODE'])", nprocPerNode=3)
     done = cli.run("run", job)

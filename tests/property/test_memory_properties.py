@@ -1,4 +1,4 @@
-"""Which of the states in memory counts, for any nodes. test_memory_walks.py has whole jobs."""
+"""Which of the states in memory counts, for any nodes. tests/simulation/test_memory.py has whole jobs."""
 
 from __future__ import annotations
 

@@ -36,9 +36,9 @@ BY_DAY = (
     "a node is cut off and comes back",
     "under ddprun a rank fails, then node 0's agent",
 )
-# By day a third of the points is tested, with another offset in each commit. At night every point of every run.
+# By day a sixth of the points is tested, with another offset in each commit. At night every point of every run.
 EACH_LIFE = [
-    *((name, 3) for name in BY_DAY),
+    *((name, 6) for name in BY_DAY),
     *(pytest.param(name, 1, marks=pytest.mark.long) for name in LIVES),
 ]
 of_each_life = pytest.mark.parametrize(("name", "one_of"), EACH_LIFE)

@@ -20,7 +20,7 @@ from ddpjob_operator.gangs import native
 from ddpjob_operator.plan import gang
 
 pytestmark = pytest.mark.timeout(900)  # CPU bound: a busy machine needs longer
-BLOCK = 125
+BLOCK = 50
 LONG = range(BLOCK, 2000, BLOCK)
 MUTANT_SEEDS_MAX = 500
 Mutant = Callable[[], contextlib.AbstractContextManager[Any]]

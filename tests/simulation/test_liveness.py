@@ -61,8 +61,7 @@ def test_a_rank_that_hangs_silently_beside_one_that_has_ended_is_said_with_one_w
     assert run.warnings == {"OthersCompleted": 1}
 
 
-@pytest.mark.parametrize("minutes", [1, 60, 600])
-@pytest.mark.parametrize("at", [14.0, 24.0, 30.0])
+@pytest.mark.parametrize(("minutes", "at"), [(1, 14.0), (60, 24.0), (600, 30.0)])
 def test_a_clock_that_is_set_back_keeps_no_job_from_its_end(minutes: int, at: float) -> None:
     """Otherwise the next attempt waits for as long as the clock was wrong."""
     deed = Deed(at, "clock jumps", number=0, seconds=float(minutes))

@@ -12,10 +12,9 @@ from simulate import Life, failing, report, shrink
 from simulation import simulate
 
 pytestmark = pytest.mark.timeout(900)  # CPU bound: a busy machine needs longer
-BLOCK = 125
-FIXED = range(0, 250, BLOCK)
+BLOCK = 50
 OF_THIS_TREE = range(0, 1000, BLOCK)
-LONG = range(250, 2000, BLOCK)
+LONG = range(BLOCK, 2000, BLOCK)
 # Seeds that once showed a bug. With changed code a seed is another run, but these cost little.
 ONCE_FAILED = (
     *(22, 42, 63, 69, 91, 150, 191, 233, 335, 534, 812),
@@ -33,7 +32,7 @@ def check(seeds: range | tuple[int, ...], life: Life = scenario) -> None:
     assert not bad, report(shrink(min(bad, key=lambda outcome: len(outcome.taken)), life))
 
 
-@pytest.mark.parametrize("first", [*FIXED, *(pytest.param(first, marks=pytest.mark.long) for first in LONG)])
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.long) for first in LONG)])
 def test_whatever_goes_wrong_no_two_groups_train_and_the_job_ends_as_it_should(first: int) -> None:
     check(range(first, first + BLOCK))
 
@@ -69,12 +68,12 @@ def test_seeds_that_have_failed_once_stay_fixed() -> None:
     check((1803,), lambda seed: dataclasses.replace(scenario(seed), has_room=False))
 
 
-@pytest.mark.parametrize("seed", [3, 4, 36, 115])
+@pytest.mark.parametrize("seed", [3, 115])
 def test_a_seed_tells_the_same_story_to_the_word_each_time(seed: int) -> None:
     assert simulate(scenario(seed)).story == simulate(scenario(seed)).story
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_the_recorded_faults_of_a_seed_are_all_that_is_needed_to_repeat_it(seed: int) -> None:
     outcome = simulate(scenario(seed))
     assert simulate(scenario(seed), outcome.taken).story == outcome.story

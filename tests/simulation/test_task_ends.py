@@ -21,8 +21,9 @@ from model_server import ModelServer
 END_SECONDS, STOP_SECONDS = 5.0, 10.0
 LATE_SECONDS = 5.0  # allows for other work of the machine
 QUICK_LEASE = {"DDPJOB_LEASE_SECONDS": "3", "DDPJOB_LEASE_RENEW_SECONDS": "2", "DDPJOB_LEASE_RETRY_SECONDS": "0.5"}
-OURS = ("ddpjobs in a", "pods in b", "lease", "leadership", "label", "queue", "gang kueue")
-KOPFS = ("watcher for ddpjobs", "spawner", "cleaner", "multidimensional", "stop-flag checker", "daemon killer")
+# One of each kind: at night all tasks are ended.
+OURS = ("pods in b", "lease", "queue")
+KOPFS = ("watcher for ddpjobs", "multidimensional")
 
 
 def manifest(name: str, namespace: str) -> dict[str, Any]:

@@ -4,7 +4,6 @@ the rank leaves its memory, and does nothing more."""
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from memory_node import Node, begin, parts, rescue, saved, settle, steps
 
 import ddpjob
 from ddpjob import process
-from ddpjob.checkpoint.state import packed
 from ddpjob_core import copies
 
 
@@ -210,35 +208,6 @@ def test_what_rank_0_has_found_about_save_holds_after_a_restart_too(
     assert nodes.run(1, lambda: saved_otherwise(41, "rank 0"), ranks=2) == 17
     assert nodes.run(2, lambda: saved_otherwise(70, "rank 0"), ranks=2) == 40
     assert nodes.run(3, lambda: saved_otherwise(70, "rank 0"), ranks=2) == 40
-
-
-def test_a_rank_that_dies_in_the_middle_of_a_copy_leaves_the_one_before_it(node: Node) -> None:
-    """With one area, nothing complete would be left at that moment."""
-
-    def train(until: int, dies_at: int = 0) -> int:
-        objects, _, step = begin()
-
-        def die() -> None:
-            copy = packed.copy_piece
-
-            def half(target: torch.Tensor, source: torch.Tensor) -> None:
-                copy(target[: len(target) // 2], source[: len(target) // 2])
-                os._exit(1)
-
-            packed.copy_piece = half
-
-        steps(step, (dies_at or until) - 1, **objects)
-        if dies_at:
-            die()
-        steps((dies_at or until) - 1, until, **objects)
-        return step
-
-    with pytest.raises(AssertionError, match="did not end well"):
-        node.run(0, lambda: train(20, dies_at=18))
-    assert node.step == 17
-    with pytest.raises(AssertionError, match="did not end well"):
-        node.run(1, lambda: train(40, dies_at=33))
-    assert node.run(2, lambda: train(41)) == 32
 
 
 def test_copies_without_room_are_said_with_the_reason(

@@ -3,9 +3,6 @@ CPU and change with the optimizer's step; a copy that is not waited for finds th
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,6 @@ from ddpjob.checkpoint.in_memory.device_copies import would_go_on
 from ddpjob.checkpoint.state import packed
 from ddpjob.group.join import end_without_abort
 from ddpjob_core import copies
-from ddprun.memory import Memory
 
 
 @pytest.fixture
@@ -165,64 +161,6 @@ def test_a_state_that_has_grown_has_room_and_counts_again(node: Node) -> None:
 
     node.run(0, grow)
     assert node.step in (52, 56)
-
-
-ENDS_MEANWHILE = """
-import sys, threading, time
-import torch
-from last_moment import LastMoment, Mark
-import ddpjob
-from ddpjob.checkpoint.in_memory import streams
-from ddpjob.checkpoint.state import packed
-from ddpjob_core import copies
-
-copies.COST_MAX = 1e9
-Mark.is_done = lambda _: True
-total, device, (url, what) = packed.total, LastMoment(), sys.argv[1:]
-
-def for_a_second(*_):
-    until = time.monotonic() + 1
-    while time.monotonic() < until:
-        torch.ones(1 << 22).sum()
-    return ""
-
-def slow_total(tensors):
-    if threading.current_thread().name == "ddpjob-memory-sum":
-        for_a_second()
-    return total(tensors)
-
-if what == "ddpjob-memory-room":
-    device.pin = for_a_second
-packed.total, streams.for_device = slow_total, lambda _: device
-with ddpjob.init("gloo", init_method=url, rank=0, world_size=1) as world:
-    model = torch.nn.Linear(512, 1024)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    snapshot = ddpjob.Snapshot(None, world)
-    step = snapshot.load(model=model, optimizer=optimizer)
-    while all(thread.name != what for thread in threading.enumerate()):
-        optimizer.zero_grad()
-        model(torch.ones(1, 512)).sum().backward()
-        optimizer.step()
-        step += 1
-        ddpjob.should_stop(step)
-    time.sleep(0.2)
-print("END")
-"""
-
-
-@pytest.mark.parametrize("thread", ["ddpjob-memory-sum", "ddpjob-memory-room"])
-def test_a_training_ends_in_order_while_a_copy_is_summed_or_memory_is_pinned(tmp_path: Path, thread: str) -> None:
-    """A thread that returns from torch's C++ after the interpreter's end would abort the rank with exit code 134 after
-    its last step."""
-    memory = Memory(1)
-    memory.begin(0)
-    script = tmp_path / "script.py"
-    script.write_text(ENDS_MEANWHILE)
-    env = {"PYTHONPATH": ":".join(sys.path), "DDPJOB_MEMORY": memory.where(0), "DDPJOB_UID": "uid-1"}
-    env |= {"RANK": "0", "WORLD_SIZE": "1", "DDPJOB_GENERATION": "0"}
-    command = [sys.executable, str(script), f"file://{tmp_path}/meet", thread]
-    done = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (0, "END\n"), done.stderr
 
 
 @pytest.mark.parametrize(

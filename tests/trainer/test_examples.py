@@ -22,7 +22,6 @@ import psutil
 import pytest
 import torch
 import yaml
-from shell import Cli
 
 import ddpjob
 from ddpjob_core.rules import RESUMABLE_EXIT_CODE
@@ -156,23 +155,18 @@ def test_digits_reads_97_of_100_unseen_digits_after_ten_epochs(run):
     assert run("digits", 1, *TEN).done["accuracy"] >= 0.97
 
 
-# By day two epochs: each further rank costs the same again.
-@pytest.mark.parametrize(
-    ("world_size", "options"),
-    [(3, SHORT["digits"]), *(pytest.param(n, TEN, marks=pytest.mark.long) for n in (1, 3, 4))],
-)
-def test_digits_learns_the_same_on_any_number_of_processes(run, world_size, options):
-    two, other = run("digits", 2, *options), run("digits", world_size, *options)
-    assert other.done["accuracy"] == two.done["accuracy"]
-    assert distance(two, other) <= TOLERANCE
-    assert other.done["world_size"] == world_size
+# Each further rank costs the same again.
+def test_digits_learns_the_same_on_any_number_of_processes(run):
+    two, three = run("digits", 2, *SHORT["digits"]), run("digits", 3, *SHORT["digits"])
+    assert three.done["accuracy"] == two.done["accuracy"]
+    assert distance(two, three) <= TOLERANCE
+    assert three.done["world_size"] == 3
 
 
-@pytest.mark.parametrize("world_size", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 4))])
-def test_byte_lm_learns_the_same_on_any_number_of_processes(run, world_size):
-    two, other = run("byte_lm", 2, *TINY_LM), run("byte_lm", world_size, *TINY_LM)
-    assert other.done["loss"] == pytest.approx(two.done["loss"], abs=2e-6)
-    assert distance(two, other) <= TOLERANCE
+def test_byte_lm_learns_the_same_on_any_number_of_processes(run):
+    two, three = run("byte_lm", 2, *TINY_LM), run("byte_lm", 3, *TINY_LM)
+    assert three.done["loss"] == pytest.approx(two.done["loss"], abs=2e-6)
+    assert distance(two, three) <= TOLERANCE
 
 
 def test_byte_lm_learns_something_in_three_epochs(run):
@@ -181,11 +175,10 @@ def test_byte_lm_learns_something_in_three_epochs(run):
     assert run("byte_lm", 2, *TINY_LM).done["loss"] < 3.3
 
 
-@pytest.mark.parametrize("script", ["digits", pytest.param("byte_lm", marks=pytest.mark.long)])
-def test_without_any_variable_of_a_launcher_a_script_trains_alone(run, script):
-    alone = run(script, 1, *SHORT[script], alone=True)
+def test_without_any_variable_of_a_launcher_a_script_trains_alone(run):
+    alone = run("byte_lm", 1, *TINY_LM, alone=True)
     assert alone.done["world_size"] == 1
-    assert alone.done["params_sha256"] == run(script, 1, *SHORT[script]).done["params_sha256"]
+    assert alone.done["params_sha256"] == run("byte_lm", 1, *TINY_LM).done["params_sha256"]
 
 
 def test_small_micro_batches_change_nothing(run):
@@ -196,21 +189,13 @@ def test_small_micro_batches_change_nothing(run):
 # ---- equal bits, also after an interruption --------------------------------------------------------------------------
 
 
-# By day the interrupted runs below compare the bits of both.
-@pytest.mark.parametrize("script", ["byte_lm", pytest.param("digits", marks=pytest.mark.long)])
-def test_two_runs_at_the_same_world_size_end_with_equal_bits(run, tmp_path, script):
-    again = train(tmp_path / "again", script, 2, *SHORT[script])
-    assert again.done == run(script, 2, *SHORT[script]).done
-
-
-@pytest.mark.parametrize("script", ["digits", pytest.param("byte_lm", marks=pytest.mark.long)])
-def test_a_killed_run_goes_on_from_its_snapshot_to_the_bits_of_an_undisturbed_one(run, tmp_path, script):
-    options = (*SHORT[script], "--snapshot", str(tmp_path / "snapshots"), "--snapshot-every", "10")
-    killed = train(tmp_path / "killed", script, 2, *options, hit=Signal(0, 77, signal.SIGKILL))
-    resumed = train(tmp_path / "resumed", script, 2, *options)
+def test_a_killed_run_goes_on_from_its_snapshot_to_the_bits_of_an_undisturbed_one(run, tmp_path):
+    options = (*SHORT["digits"], "--snapshot", str(tmp_path / "snapshots"), "--snapshot-every", "10")
+    killed = train(tmp_path / "killed", "digits", 2, *options, hit=Signal(0, 77, signal.SIGKILL))
+    resumed = train(tmp_path / "resumed", "digits", 2, *options)
     assert killed.exit_codes == [-signal.SIGKILL, 1]
     assert resumed.reported[0]["step"] in (61, 71), "the state of step 70 may have been on its way to the disk"
-    assert resumed.done == run(script, 2, *SHORT[script]).done
+    assert resumed.done == run("digits", 2, *SHORT["digits"]).done
 
 
 def test_a_run_killed_on_three_processes_ends_the_same_on_one(run, tmp_path):
@@ -226,15 +211,14 @@ def losses(*runs: Run) -> list[tuple[int, float]]:
     return [(report["step"], report["loss"]) for run in runs for report in run.reported if "params" not in report]
 
 
-@pytest.mark.parametrize("script", ["byte_lm", pytest.param("digits", marks=pytest.mark.long)])
-def test_a_run_that_one_sigterm_stopped_goes_on_with_the_very_next_step_and_equal_losses(run, tmp_path, script):
+def test_a_run_that_one_sigterm_stopped_goes_on_with_the_very_next_step_and_equal_losses(run, tmp_path):
     hit = Signal(random.randrange(2), random.randrange(2, 80), signal.SIGTERM)
-    options = (*SHORT[script], "--snapshot", str(tmp_path / "snapshots"), "--snapshot-every", "1000")
-    stopped = train(tmp_path / "stopped", script, 2, *options, hit=hit)
-    resumed = train(tmp_path / "resumed", script, 2, *options)
+    options = (*TINY_LM, "--snapshot", str(tmp_path / "snapshots"), "--snapshot-every", "1000")
+    stopped = train(tmp_path / "stopped", "byte_lm", 2, *options, hit=hit)
+    resumed = train(tmp_path / "resumed", "byte_lm", 2, *options)
     assert stopped.exit_codes == [RESUMABLE_EXIT_CODE] * 2, hit
-    assert losses(stopped, resumed) == losses(run(script, 2, *SHORT[script])), hit
-    assert resumed.done == run(script, 2, *SHORT[script]).done, hit
+    assert losses(stopped, resumed) == losses(run("byte_lm", 2, *TINY_LM)), hit
+    assert resumed.done == run("byte_lm", 2, *TINY_LM).done, hit
 
 
 class Recorded:
@@ -321,30 +305,6 @@ def test_sigterm_to_the_launcher_of_one_node_stops_both_in_order_and_the_losses_
     assert {told["step"] for told in messages} == {len(job.losses())}
     resumed = train(tmp_path / "resumed", "digits", 2, *options)
     assert [*job.losses(), *losses(resumed)] == losses(run("digits", 2, *SHORT["digits"])), step
-    assert resumed.done == run("digits", 2, *SHORT["digits"]).done
-
-
-@pytest.mark.long  # 11 s of CPU; by day tests/local/test_run.py sends Ctrl-C to each rank, and ranks save above
-def test_a_job_that_was_stopped_by_ctrl_c_goes_on_from_its_snapshot_with_equal_losses(run, tmp_path):
-    step, recorded = random.randrange(2, 30), Recorded(tmp_path)
-    options = (*SHORT["digits"], "--snapshot", str(tmp_path / "snapshots"), "--snapshot-every", "1000")
-    cli = Cli(tmp_path)
-    # Under ddprun the two ranks share the import of torch.
-    preload = "--preload=torch,torch._dynamo,sklearn.datasets"
-    command = {"command": ["ddprun", preload, str(recorded.script), *options]}
-    job = cli.file(recorded.script.read_text(), container=command, nodes=1, nprocPerNode=2)
-    process = cli.start("run", job)
-    try:
-        recorded.wait_for_step(step)
-        process.send_signal(signal.SIGINT)
-        said = process.communicate(timeout=LIMIT_SECONDS)
-    finally:
-        for left in cli.marked():
-            left.kill()
-    assert process.returncode == 130, said
-    assert len(recorded.losses()) < 90, "it was stopped in the middle"
-    resumed = train(tmp_path / "resumed", "digits", 2, *options)
-    assert [*recorded.losses(), *losses(resumed)] == losses(run("digits", 2, *SHORT["digits"])), step
     assert resumed.done == run("digits", 2, *SHORT["digits"]).done
 
 

@@ -126,24 +126,6 @@ def test_a_claim_that_somebody_has_tidied_away_is_made_again(tmp_path):
         snapshot.save(3)
 
 
-def test_what_a_killed_process_has_left_does_not_keep_the_disk_full(tmp_path, monkeypatch):
-    """Its half written file was removed only after the next save, which failed because of it."""
-    snapshot = ddpjob.Snapshot(tmp_path)
-    saved(snapshot, 1)
-    left = tmp_path / ".tmp-000001-99999-7"
-    left.write_bytes(b"x" * 1000)
-    sync = os.fsync
-
-    def full_while_it_is_there(descriptor: int) -> None:
-        if left.exists():
-            raise OSError(errno.ENOSPC, "No space left on device")
-        sync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", full_while_it_is_there)
-    saved(snapshot, 2)
-    assert steps(tmp_path) == [1, 2]
-
-
 def test_older_snapshots_that_cannot_be_removed_do_not_make_a_save_fail(tmp_path, monkeypatch, capfd):
     snapshot = ddpjob.Snapshot(tmp_path, keep=1)
     saved(snapshot, 1)

@@ -21,8 +21,6 @@ from ddpjob.checkpoint.in_memory.shared import Shared
 from ddpjob.checkpoint.state import packed
 from ddpjob.group import gather
 from ddpjob_core import memory
-from ddpjob_core.memory import Held, Version
-from ddprun.memory import Memory
 
 # ---- from load on, before the first save -------------------------------------------------------------------
 
@@ -34,38 +32,6 @@ def train_from_load(until: int, **others: Any) -> int:
     steps(step, until, **objects)
     rescue()
     return step
-
-
-def test_a_failure_before_the_first_save_repeats_no_step(node: Node) -> None:
-    """A script that saves once an hour would otherwise lose the first hour to any failure."""
-    assert node.run(0, lambda: train_from_load(6)) == 0
-    assert node.run(1, lambda: train_from_load(7)) == 6
-    assert node.run(2, lambda: train_from_load(8)) == 7
-
-
-@pytest.mark.parametrize("folder", ["snapshots", None])
-def test_a_script_may_set_a_default_device(node: Node, folder: str | None) -> None:
-    """Many scripts begin with `torch.set_default_device("cuda")`. A load must neither crash the rank nor lose its
-    random states. The device here is one that nothing can be read from."""
-
-    def train(until: int) -> Any:
-        objects, snapshot = parts(), ddpjob.Snapshot(folder)
-        with torch.device("meta"):
-            step = snapshot.load(**objects)
-        steps(step, until, **objects)
-        with torch.device("meta"):
-            if folder and not step:
-                saved(snapshot, until, **objects)
-            elif os.environ["RANK"] == "0":
-                rescue()
-        return step, packed.total(packed.tensors_of(objects["model"].state_dict())), torch.rand(1).item()
-
-    whole = node.run(0, lambda: train(8), ranks=2)
-    for path in node.folder.glob("snapshots/*"):
-        path.unlink()
-    node.lose(0)
-    node.run(0, lambda: train(6), ranks=2)
-    assert node.run(1, lambda: train(8), ranks=2) == (6, *whole[1:])
 
 
 class Keeping(torch.nn.Linear):
@@ -136,25 +102,6 @@ def test_the_state_of_a_snapshot_needs_no_memory_for_what_the_objects_have(node:
         assert all(same)
 
 
-def test_a_scheduler_and_a_sampler_are_kept_from_load_on_at_the_step_of_the_model(node: Node) -> None:
-    def train(until: int) -> Any:
-        objects = parts()
-        scheduler = torch.optim.lr_scheduler.StepLR(objects["optimizer"], 2, 0.5)
-        sampler = ddpjob.GlobalBatchSampler(64, 4, 7)
-        step = ddpjob.Snapshot("snapshots").load(**objects, scheduler=scheduler, sampler=sampler)
-        place = (step, scheduler.last_epoch, sampler.state_dict()["consumed"])
-        batches = sampler.epoch(sampler.current_epoch)
-        while step < until:
-            next(batches)
-            steps(step, step + 1, **objects, before_boundary=scheduler.step)
-            step += 1
-        rescue()
-        return place
-
-    assert node.run(0, lambda: train(6)) == (0, 0, 0)
-    assert node.run(1, lambda: train(7)) == (6, 6, 24)
-
-
 def test_a_sampler_that_a_dataloader_reads_ahead_is_not_kept_before_save_names_its_place(node: Node) -> None:
     """Its state counts batches as trained that are only in a queue: these samples would be left out."""
 
@@ -182,20 +129,6 @@ def test_an_optimizer_that_load_does_not_name_means_that_load_names_too_little(n
 
     node.run(0, train)
     assert node.step is None
-
-
-def test_a_load_in_two_calls_is_kept_from_the_first_save_on(node: Node) -> None:
-    """Each call passes a part, and a part of a state is none."""
-
-    def train() -> int:
-        objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
-        snapshot.load(model=objects["model"])
-        step = snapshot.load(optimizer=objects["optimizer"])
-        steps(step, 6, **objects)
-        rescue()
-        return step
-
-    assert [node.run(number, train) for number in range(2)] == [0, 0]
 
 
 def train_from_parts(*parts_of_load: tuple[str, ...]) -> tuple[int, ...]:
@@ -731,37 +664,6 @@ def test_of_two_states_of_one_number_the_first_is_kept_whole(node: Node) -> None
         assert (began, best, sums["loaded"]) == (until, "first", before["first"])
 
 
-def by_other_numbers(until: int, numbers: str) -> int:
-    """Return step numbers that count epochs of five steps, or micro-batches."""
-    objects, snapshot = parts(), ddpjob.Snapshot()
-    number = began = snapshot.load(**objects)
-    of_epochs = numbers == "epochs"
-
-    def train() -> None:
-        make_step(objects["model"], objects["optimizer"])
-
-    while number < until:
-        for _ in range(5 if of_epochs else 1):
-            train()
-        number += 1 if of_epochs else 4
-        if not of_epochs:
-            ddpjob.should_stop(number)
-        if of_epochs or number % 40 == 0:
-            snapshot.save(number, **objects)
-        settle()
-    if of_epochs:
-        train()
-    rescue()
-    return began
-
-
-@pytest.mark.parametrize(("numbers", "ends"), [("epochs", (3, 5)), ("micro-batches", (60, 72))])
-def test_what_steps_are_called_is_no_matter(node: Node, numbers: str, ends: tuple[int, int]) -> None:
-    """Scripts that count epochs repeat a number, and those that count micro-batches leave some out."""
-    assert node.run(0, lambda: by_other_numbers(ends[0], numbers), ranks=2) == 0
-    assert node.run(1, lambda: by_other_numbers(ends[1], numbers), ranks=2) == ends[0]
-
-
 def test_what_was_saved_right_before_the_model_grows_is_there(node: Node) -> None:
     """At the end of an epoch a script saves, and then trains more layers: that save must count."""
 
@@ -916,18 +818,6 @@ def test_what_another_job_has_saved_counts_less_than_what_is_in_memory(node: Nod
     assert node.run(2, lambda: train(11)) == 10
 
 
-def test_ranks_whose_agent_is_gone_do_not_say_that_they_keep_nothing(
-    node: Node, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The agent was killed with its node, and its ranks soon are: the next ones resume from another node's memory."""
-
-    def lose_the_agent(_: Any) -> None:
-        process.current.keeper.shared._path = f"/proc/{ended_process()}/fd/3"
-
-    node.run(0, lambda: train(6, lose_the_agent), ranks=2)
-    assert "not kept" not in capfd.readouterr().err
-
-
 def test_a_rank_of_a_generation_that_is_over_writes_nothing(node: Node) -> None:
     """A process hidden from its agent would overwrite what the new ranks hold."""
 
@@ -971,22 +861,6 @@ def test_ranks_that_train_models_of_their_own_do_not_get_each_others_and_the_log
     assert "the state in memory is not used: rank 1 did not hold the same parameters as the others" in said
 
 
-def test_a_rank_that_dies_while_it_writes_the_state_leaves_none(node: Node) -> None:
-    def die_in_writing(_: Any) -> None:
-        copy = packed.copy_piece
-
-        def half(target: torch.Tensor, source: torch.Tensor) -> None:
-            copy(target[: len(target) // 2], source[: len(target) // 2])
-            os._exit(1)
-
-        packed.copy_piece = half
-
-    with pytest.raises(AssertionError, match="did not end well"):
-        node.run(0, lambda: train(6, die_in_writing))
-    assert node.step is None
-    assert node.run(1, lambda: train(6)) == 4
-
-
 def test_why_a_restart_goes_on_from_the_folder_or_begins_anew_is_said_where_nobody_has_written_the_state(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -1014,22 +888,6 @@ def test_why_a_restart_goes_on_from_the_folder_or_begins_anew_is_said_where_nobo
     assert found == [0, 0, 5]
 
 
-def test_a_second_snapshot_that_has_nothing_yet_does_not_say_that_the_training_begins_anew(
-    node: Node, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """For example one for the best weights so far: steps continue from the first snapshot."""
-
-    def train() -> int:
-        objects, snapshot, began = begin()
-        assert ddpjob.Snapshot("best").load() == 0
-        steps(began, began + 4, **objects)
-        saved(snapshot, began + 4, **objects)
-        return began
-
-    assert [node.run(number, train) for number in range(2)] == [0, 4]
-    assert "begins at" not in capfd.readouterr().err
-
-
 def test_a_state_of_which_a_bit_has_changed_in_memory_is_not_used_and_the_log_says_so(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -1049,20 +907,6 @@ def test_a_state_of_which_a_bit_has_changed_in_memory_is_not_used_and_the_log_sa
     assert node.run(1, lambda: train(7)) == 4
     said = capfd.readouterr().err
     assert "step 6 in memory is not used: rank 0: its bits do not add up to what was written" in said
-
-
-def test_a_rank_that_dies_while_it_loads_leaves_the_state_to_the_next(node: Node) -> None:
-    """A bad node often causes a second failure soon after the first."""
-
-    def die_in_load() -> None:
-        objects = parts()
-        objects["optimizer"].register_load_state_dict_pre_hook(lambda *_: os._exit(1))
-        ddpjob.Snapshot("snapshots").load(**objects)
-
-    assert node.run(0, lambda: train(6)) == 0
-    with pytest.raises(AssertionError, match="did not end well"):
-        node.run(1, die_in_load)
-    assert node.run(2, lambda: train(7)) == 6
 
 
 def test_an_optimizer_that_steps_within_backward_is_never_kept_in_the_middle_of_it(node: Node) -> None:
@@ -1369,22 +1213,6 @@ def test_a_rank_that_dies_again_and_again_while_it_loads_keeps_its_random_states
     assert [last[rank][1] for rank in range(2)] == [first[rank][1] for rank in range(2)], "each has its own buffers"
 
 
-def test_a_load_is_counted_once_where_a_faster_rank_has_failed_and_has_written_the_state_anew() -> None:
-    """Otherwise the state is refused one restart too early, and training begins at step 0."""
-    agent = Memory(1)
-    agent.begin(0)
-    shared = Shared(agent.where(0), 1, 1)
-    shared.reserve(1 << 12, 0)
-    state = packed.pack({"weight": torch.ones(3)})
-    version = Version(1, 0, 8)
-    for written, loads in ((version, 0), (version._replace(generation=1), 1)):
-        held = Held(written, loads, state.size, 1, False, 0)
-        shared.write_copy(0, state, held)
-        shared.count_copy(0, held)
-        shared.set_loads(version, 1)  # by the rank that was slower
-        assert shared.held() == Held(written, 1, state.size, 1, False, 0)
-
-
 def test_a_rank_that_dies_within_its_step_has_left_the_buffers_of_all_its_micro_batches(node: Node) -> None:
     """BatchNorm's averages come from rank 0: a model must not be evaluated with those of the first micro-batch."""
 
@@ -1435,88 +1263,3 @@ def test_a_new_node_keeps_the_state_as_soon_as_it_has_loaded_it(steps_made: int,
     nodes.lose(0)
     began.append(nodes.run_all(2, lambda: train(12, survivor=1), ranks=2))
     assert began == [[0, 0], [8, 8], [8 + steps_made] * 2]
-
-
-def test_a_new_node_knows_that_should_stop_counts_otherwise_than_save(nodes: Node) -> None:
-    """Otherwise it keeps a state that rank 0's node does not, and `load` returns a step too few: that step's batch is
-    seen twice."""
-
-    def train(until: int, survivor: int = -1) -> int:
-        world = ddpjob.init()
-        objects, snapshot, began = begin()
-        model = world.wrap(objects["model"])
-        for step in range(began + 1, until + 1):
-            objects["optimizer"].zero_grad()
-            model(torch.full((4, 4), float(step))).square().sum().backward()
-            objects["optimizer"].step()
-            ddpjob.should_stop(step - 1)
-            settle()
-            if step == 6 and world.rank == 0:
-                saved(snapshot, step, **objects)
-        if world.rank == survivor:
-            rescue()
-        return began
-
-    began = [nodes.run_all(0, lambda: train(6), ranks=2)]
-    nodes.lose(1)
-    began.append(nodes.run_all(1, lambda: train(12, survivor=1), ranks=2))
-    began.append(nodes.run_all(2, lambda: train(13), ranks=2))
-    assert began == [[0, 0], [6, 6], [6, 6]]
-
-
-def test_what_a_fork_of_the_script_trains_turns_nothing_off(node: Node) -> None:
-    """For example a small model in a process for a parameter search: memory for the main training must stay on."""
-
-    def train(until: int) -> int:
-        world = ddpjob.init()
-        objects, _, began = begin()
-        model = world.wrap(objects["model"])
-        steps(began, until - 2, model, objects["optimizer"])
-        if (child := os.fork()) == 0:
-            other = torch.nn.Linear(2, 1)
-            optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-            other(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-            ddpjob.Snapshot("of the fork").save(1, model=other, optimizer=optimizer)
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        steps(until - 2, until, model, objects["optimizer"])
-        if world.rank == 0:
-            rescue()
-        return began
-
-    assert node.run(0, lambda: train(12), ranks=2) == 0
-    assert node.run(1, lambda: train(14), ranks=2) == 12
-
-
-def test_an_optimizer_that_is_changed_after_load_is_not_written_as_what_was_loaded(nodes: Node) -> None:
-    """A script that halves the momentum at each resume must not halve it again at each failure before its first
-    step."""
-
-    def train(until: int, survivor: int) -> tuple[int, float]:
-        world = ddpjob.init()
-        objects = parts()
-        model = world.wrap(objects["model"])
-        snapshot = ddpjob.Snapshot("snapshots", world)
-        began = step = snapshot.load(**objects)
-        settle()
-        if not began:
-            step = 1
-            steps(0, step, model, objects["optimizer"])
-            snapshot.keep(step, **objects)
-        steps(step, until, model, objects["optimizer"])
-        averages = [state["exp_avg"] for state in objects["optimizer"].state.values()]
-        sums = float(sum(average.abs().sum() for average in averages))
-        if began:
-            for average in averages:
-                average *= 0.5
-        if world.rank == survivor:
-            rescue()
-        return began, sums
-
-    first = nodes.run_all(0, lambda: train(8, survivor=0), ranks=2)
-    nodes.lose(1)
-    changed = nodes.run_all(1, lambda: train(8, survivor=1), ranks=2)
-    again = nodes.run_all(2, lambda: train(8, survivor=-1), ranks=2)
-    assert [step for step, _ in (*changed, *again)] == [8, 8, 8, 8]
-    assert [sums for _, sums in again] == [first[0][1]] * 2

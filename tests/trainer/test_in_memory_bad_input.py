@@ -19,35 +19,6 @@ from ddpjob.checkpoint.state import packed
 from ddpjob_core import memory
 
 
-class Tied(torch.nn.Module):
-    """The output layer shares the weights of the input layer, as in language models."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)
-        self.last.weight = self.first.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(torch.relu(self.first(x)))
-
-
-def test_tied_weights_come_back_tied_and_as_they_were(node: Node) -> None:
-    """If they were trained separately from then on, they would silently be another model."""
-
-    def train(until: int) -> Any:
-        torch.manual_seed(1)
-        model = Tied()
-        optimizer = torch.optim.Adam(model.parameters())
-        step = ddpjob.Snapshot("snapshots").load(model=model, optimizer=optimizer)
-        began = step, model.first.weight.tolist(), model.last.weight is model.first.weight
-        steps(step, until, model, optimizer)
-        rescue()
-        return began, model.first.weight.tolist()
-
-    _, before = node.run(0, lambda: train(6))
-    assert node.run(1, lambda: train(7))[0] == (6, before, True)
-
-
 class Graph(torch.nn.Module):
     """A layer of a graph network: the neighbors of each node are a sparse buffer."""
 
@@ -83,30 +54,6 @@ def test_a_model_with_sparse_tensors_or_without_shapes_yet_is_loaded_and_goes_on
 
     assert node.run(0, lambda: train(12)) == 0
     assert node.run(1, lambda: train(12)) == (4 if kind is Graph else 12)
-
-
-def test_ten_thousand_tensors_come_back(node: Node) -> None:
-    """The kernel takes 1,024 pieces per call; a state that is cut there is useless."""
-
-    def train(until: int) -> Any:
-        torch.manual_seed(1)
-        model = torch.nn.ParameterList(
-            [torch.full((1 + number % 5,), float(number)) for number in range(5_000)]
-        )  # with the momentum of each
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        step = ddpjob.Snapshot("snapshots").load(model=model, optimizer=optimizer)
-        first = float(torch.cat(list(model)).sum())
-        for parameter in model:
-            parameter.grad = torch.ones_like(parameter)
-        for number in range(step + 1, until + 1):
-            optimizer.step()
-            ddpjob.should_stop(number)
-            settle()
-        rescue()
-        return step, first, float(torch.cat(list(model)).sum())
-
-    *_, last = node.run(0, lambda: train(6))
-    assert node.run(1, lambda: train(6))[:2] == (6, last)
 
 
 def test_a_model_that_is_on_another_device_when_a_rank_fails_goes_on_from_the_folder_and_the_log_says_so(

@@ -1,6 +1,5 @@
 """Snapshot: saved states are complete, come back equal, and never belong to two attempts."""
 
-import collections
 import contextlib
 import errno
 import importlib
@@ -31,8 +30,6 @@ import ddpjob
 from ddpjob import process
 from ddpjob.checkpoint import writers
 from ddpjob.group.join import World
-
-progress_file = importlib.import_module("ddpjob.reporting.progress")
 
 
 def names(folder: Path) -> list[str]:
@@ -127,29 +124,12 @@ def test_a_step_that_names_no_file_is_refused(tmp_path, step):
         ddpjob.Snapshot(tmp_path).save(step)
 
 
-@pytest.mark.parametrize("step", [np.int64(7), torch.tensor(7)])
-def test_a_step_of_numpy_or_torch_comes_back_as_a_number(tmp_path, step):
-    saved(ddpjob.Snapshot(tmp_path), step)
-    assert ddpjob.Snapshot(tmp_path).load() == 7
-
-
 def test_a_name_that_was_not_saved_is_an_error_and_nothing_is_changed(tmp_path):
     saved(ddpjob.Snapshot(tmp_path), 1, weights=torch.ones(2))
     weights = torch.zeros(2)
     with pytest.raises(ddpjob.StateError, match="has no optimizer; it has weights"):
         ddpjob.Snapshot(tmp_path).load(weights=weights, optimizer={})
     assert weights.sum() == 0
-
-
-def test_kinds_of_dictionaries_that_schedulers_and_modules_need_survive(tmp_path):
-    ordered = collections.OrderedDict(b=1, a=2)
-    ordered._metadata = collections.OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]
-    saved(ddpjob.Snapshot(tmp_path), 1, counter=collections.Counter([1, 1]), ordered=ordered)
-    snapshot = ddpjob.Snapshot(tmp_path)
-    snapshot.load()
-    assert isinstance(snapshot.state["counter"], collections.Counter)
-    assert list(snapshot.state["ordered"]) == ["b", "a"]
-    assert snapshot.state["ordered"]._metadata[""] == {"version": 1}
 
 
 # ---- damage, disks, crashes --------------------------------------------------------------------------------
@@ -386,13 +366,6 @@ def test_a_process_of_an_old_attempt_can_neither_publish_nor_prune(attempt, tmp_
     assert attempt(3).load() == 11
 
 
-def test_an_old_attempt_is_refused_as_soon_as_the_newer_one_has_read_the_folder(attempt):
-    zombie = attempt(1)
-    attempt(2)
-    with pytest.raises(ddpjob.Superseded):
-        zombie.save(1)
-
-
 def test_an_old_attempt_that_starts_late_is_refused(attempt):
     attempt(2)
     with pytest.raises(ddpjob.Superseded):
@@ -496,53 +469,6 @@ def thaw(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.startswith(".tmp")}
-
-
-@pytest.mark.parametrize("frozen", ["writing", "between two saves"])
-def test_a_process_that_survives_its_attempt_changes_no_file_once_the_next_one_has_written(
-    zombie, attempt, tmp_path, frozen
-):
-    """For example on a lost node that comes back with the old pod still running."""
-    pid = zombie(frozen)
-    newer = attempt(2)
-    assert int(newer.state["weights"][0]) == 2, "the newer attempt goes on from the last whole state"
-    for step in (3, 4, 5, 6):
-        saved(newer, step, weights=torch.full((1000,), float(step)))
-    before = contents(tmp_path / "s")
-    assert thaw(pid) == 3, "every try of it is refused"
-    assert contents(tmp_path / "s") == before
-    assert attempt(3).load() == 6
-
-
-def test_a_process_that_survives_publishes_nothing_once_the_next_attempt_has_read_the_folder(zombie, attempt, tmp_path):
-    pid = zombie("writing")
-    attempt(2)
-    before = contents(tmp_path / "s")
-    assert thaw(pid) == 3
-    assert contents(tmp_path / "s") == before
-
-
-def test_a_process_that_wakes_up_after_the_next_attempt_has_finished_changes_nothing_either(zombie, tmp_path):
-    pid = zombie("writing")
-
-    def next_attempt() -> None:
-        os.environ |= {"DDPJOB_UID": "uid-1", "DDPJOB_ATTEMPT": "2"}
-        snapshot = ddpjob.Snapshot(tmp_path / "s", keep=1)
-        assert snapshot.load() == 2
-        saved(snapshot, 3, weights=torch.full((1000,), 3.0))
-
-    process = multiprocessing.get_context("fork").Process(target=next_attempt)
-    process.start()
-    process.join(30)
-    assert process.exitcode == 0
-    before = contents(tmp_path / "s")
-    assert thaw(pid) == 3
-    assert contents(tmp_path / "s") == before
-    assert ddpjob.Snapshot(tmp_path / "s").load() == 3
-
-
 def test_a_save_that_blocks_the_training_is_a_declared_pause(tmp_path, monkeypatch):
     """Otherwise a slow disk looks like a rank that hangs."""
     phases = []
@@ -584,14 +510,6 @@ def test_an_old_generation_is_refused_like_an_old_attempt(attempt, tmp_path):
     assert attempt(2).load() == 5, "a new attempt counts its generations from 0"
     with pytest.raises(ddpjob.Superseded):
         attempt(1, generation=3)
-
-
-def test_a_folder_of_an_older_version_which_knew_no_generations_is_read_and_written(attempt, tmp_path):
-    saved(attempt(1), 10)
-    assert (tmp_path / "s" / "writer-000001.json").read_text() == '{"job": "uid-1", "attempt": 1}'
-    saved(attempt(1), 11)
-    assert not (tmp_path / "s" / "writer-000002.json").exists()
-    assert attempt(1, generation=1).load() == 11
 
 
 def test_two_processes_cannot_take_the_same_number(tmp_path, monkeypatch):
@@ -689,19 +607,6 @@ def test_a_process_that_has_only_loaded_refuses_no_training(tmp_path):
         assert steps(folder)[-1] == 8
     with pytest.raises(ddpjob.Superseded, match="belongs to another process of attempt 1 of a job without a name"):
         reader.save(1)
-
-
-def test_a_second_snapshot_of_a_process_that_saves_leaves_its_mark(tmp_path):
-    training = ddpjob.Snapshot(tmp_path)
-    saved(training, 7)
-    again = ddpjob.Snapshot(tmp_path)
-    assert again.load() == 7
-
-    def second() -> None:
-        with pytest.raises(ddpjob.SnapshotError, match=f"in use by process {os.getppid()}"):
-            ddpjob.Snapshot(tmp_path).save(1)
-
-    in_a_process_of_its_own(second)
 
 
 def test_a_folder_that_was_removed_is_named(tmp_path):
@@ -937,25 +842,6 @@ def test_a_rank_that_is_late_once_has_its_random_states_in_all_later_files(run_r
     assert counts[-1] <= counts[2] + 2, "the store grows with each save"
 
 
-def test_ranks_that_save_what_rank_0_does_not_read_fill_no_store(run_ranks, tmp_path):
-    """Rank 0 may have left, or write less often."""
-
-    def body(rank: int) -> list[int]:
-        keys = []
-        with world_of(rank, 2, f"tcp://127.0.0.1:{port}") as world:
-            snapshot = ddpjob.Snapshot(tmp_path / "s", world)
-            for step in range(1, 13):
-                if rank == 1:
-                    snapshot.save(step)
-                keys.append(importlib.import_module("ddpjob.group.join").store_of(world).num_keys())
-        return keys
-
-    port = free_port()
-    counts = run_ranks(body, 2)[1]
-    # Rank 0 may leave the group meanwhile, which uses other keys.
-    assert counts[-1] - counts[5] < len(counts) - 6, f"the store grows with each save: {counts}"
-
-
 def test_a_resume_without_a_ranks_random_states_says_so(run_ranks, tmp_path, capfd):
     def save(rank: int) -> None:
         with world_of(rank, 2, f"file://{tmp_path}/a") as world:
@@ -969,31 +855,6 @@ def test_a_resume_without_a_ranks_random_states_says_so(run_ranks, tmp_path, cap
     run_ranks(save, 2)
     run_ranks(load, 2)
     assert capfd.readouterr().err.count("has no random state of rank 1, which did not save in time") == 1
-
-
-def test_two_folders_of_the_same_last_name_keep_their_random_states_apart(run_ranks, tmp_path, patient):
-    """The random states of a/ckpt and b/ckpt must not be swapped."""
-
-    def save(rank: int) -> list[float]:
-        drawn = []
-        with world_of(rank, 2, f"file://{tmp_path}/meet"):
-            order = [tmp_path / "a" / "ckpt", tmp_path / "b" / "ckpt"]
-            for number, folder in enumerate(order if rank == 0 else order[::-1]):
-                torch.manual_seed(10 * rank + number)
-                saved(ddpjob.Snapshot(folder), 1)
-                drawn.append(float(torch.rand(())))
-        return drawn
-
-    def load(rank: int) -> list[float]:
-        drawn = []
-        with world_of(rank, 2, f"file://{tmp_path}/meet-again"):
-            for name in "ab":
-                ddpjob.Snapshot(tmp_path / name / "ckpt").load()
-                drawn.append(float(torch.rand(())))
-        return drawn
-
-    (a0, b0), (b1, a1) = run_ranks(save, 2)
-    assert run_ranks(load, 2) == [[a0, b0], [a1, b1]]
 
 
 def test_each_node_may_have_a_folder_of_its_own(run_ranks, tmp_path, patient):

@@ -116,23 +116,6 @@ def test_all_ranks_told_at_once_and_again_stop_after_one_step(end_ranks, steps, 
     assert len(set(steps.stopped())) == 1
 
 
-def test_steps_that_a_script_counts_as_floats_are_agreed_on_too(end_ranks, steps, meeting_file):
-    """As of samples / batch: the thread that agrees could not read them, and all waited for hours."""
-
-    def body(rank: int) -> None:
-        with ddpjob.init(init_method=meeting_file, rank=rank, world_size=2, timeout_step_seconds=20):
-            for step in range(1, 10_000):
-                dist.all_reduce(torch.ones(1))
-                if (rank, step) == (1, 20):
-                    sigterm()
-                if ddpjob.should_stop(64 * step / 64):
-                    steps.note(f"stopped-{rank}", step)
-                    raise ddpjob.Stopped(step)
-
-    assert [outcome.exit_code for outcome in end_ranks(body, 2)] == [RESUMABLE] * 2
-    assert len(set(steps.stopped())) == 1, steps.stopped()
-
-
 def test_a_rank_that_is_blocked_in_a_collective_hears_the_signal_and_answers(end_ranks, steps, meeting_file):
     """Its Python handler runs only after the collective, which waits for a rank that waits for its answer."""
 
@@ -238,55 +221,6 @@ def test_a_rank_that_has_stopped_stays_until_rank_0_has_written(end_ranks, steps
             assert list((steps.folder / "s").glob("step-*"))
 
     assert [(o.exit_code, o.error) for o in end_ranks(body, 2)] == [(RESUMABLE, "Stopped: 75")] * 2
-
-
-@pytest.mark.parametrize("joins", [False, True])
-def test_a_rank_that_has_stopped_stays_until_rank_0_has_written_in_a_group_that_the_script_has_made_too(
-    end_ranks, steps, meeting_file, joins
-):
-    """As under Hugging Face's Trainer and Accelerate: torchrun ended rank 0 in the middle of a checkpoint of 30 s."""
-
-    def body(rank: int) -> None:
-        dist.init_process_group("gloo", init_method=meeting_file, rank=rank, world_size=2)
-        if joins:
-            ddpjob.init()
-        assert not ddpjob.should_stop(1)
-        sigterm()
-        step = next(step for step in itertools.count(2) if ddpjob.should_stop(step))
-        if rank == 0:
-            time.sleep(0.5)
-            steps.note("written")
-        else:  # when all else is done at its end
-            process.at_exit_of_child(lambda: steps.note("ended-after", (steps.folder / "written").exists()), 1)
-        raise ddpjob.Stopped(step)
-
-    assert [outcome.exit_code for outcome in end_ranks(body, 2)] == [RESUMABLE] * 2
-    assert steps.wait_for("ended-after") == "True"
-
-
-def test_a_rank_that_waits_in_a_group_of_the_script_ends_on_the_next_sigterm(end_ranks, steps, meeting_file):
-    """What is done at the end of a process may be done twice, and the second wait ignored the signal."""
-
-    def once_more() -> None:
-        store = dist.PrefixStore("ddpjob", dist.distributed_c10d._get_default_store())
-        wait_until(lambda: store.add("leaving", 0))
-        sigterm()
-
-    def body(rank: int) -> None:
-        with ddpjob.init(init_method=meeting_file, rank=rank, world_size=3):
-            assert not ddpjob.should_stop(1)  # an earlier training: each does something at the end
-        dist.init_process_group("gloo", init_method=f"{meeting_file}-again", rank=rank, world_size=3)
-        assert not ddpjob.should_stop(1)
-        sigterm()
-        step = next(step for step in itertools.count(2) if ddpjob.should_stop(step))
-        if rank == 1:
-            process.at_exit_of_child(lambda: steps.note("ended"), 1)
-            threading.Thread(target=once_more).start()
-        else:
-            steps.wait_for("ended")
-        raise ddpjob.Stopped(step)
-
-    assert [outcome.exit_code for outcome in end_ranks(body, 3)] == [RESUMABLE] * 3
 
 
 def test_a_rank_that_ends_by_sys_exit_75_waits_for_nobody(end_ranks, steps, meeting_file, monkeypatch):

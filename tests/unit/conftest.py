@@ -10,11 +10,15 @@ import pytest
 from fake_cluster import FakeCluster, fake_cluster
 from shell import Ddpjob, Done
 
+from ddpjob_cli.client import logs, stacks, watch
 from ddpjob_cli.commands.main import main
 
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCluster]:
+    """Return a server that is asked ten times as often as a real one."""
+    for module, name in ((logs, "RETRY_SECONDS"), (stacks, "POLL_SECONDS"), (watch, "LOOK_SECONDS")):
+        monkeypatch.setattr(module, name, getattr(module, name) / 10)
     with fake_cluster(tmp_path) as (made, config):
         monkeypatch.setenv("KUBECONFIG", str(config))
         yield made

@@ -298,19 +298,13 @@ def test_elastic_restarts_count_where_there_is_no_backoff_limit() -> None:
     ("policy", "words", "made", "named"),
     [
         ({"minReplicas": 2}, "torchrun x.py", (2, 4), ""),
-        ({"minReplicas": 1, "maxReplicas": 4}, "torchrun x.py", (1, 4), ""),
         ({"minReplicas": 1, "maxReplicas": 9}, "torchrun x.py", (1, 9), "elasticPolicy.minReplicas"),
-        ({"minReplicas": 1, "maxReplicas": 3}, "torchrun x.py", (1, 3), "elasticPolicy.minReplicas"),
         ({"minReplicas": 6}, "torchrun x.py", (None, 6), "elasticPolicy.minReplicas"),
-        ({"maxReplicas": 6}, "torchrun x.py", (None, 6), "elasticPolicy.maxReplicas"),
         ({"minReplicas": 2}, "python x.py", (None, 4), "elasticPolicy.minReplicas"),
-        ({"minReplicas": 2, "maxReplicas": 9}, "python x.py", (None, 4), "elasticPolicy.minReplicas"),
         ({}, "torchrun --nnodes=2:4 x.py", (2, 4), ""),
         ({}, "torchrun --nnodes 2:6 x.py", (2, 6), "pytorchReplicaSpecs.Worker.replicas"),
         ({"minReplicas": 1, "maxReplicas": 9}, "torchrun --nnodes 2:4 x.py", (2, 4), ""),
-        ({}, "torchrun --nnodes=2 x.py", (None, 4), ""),
         ({"minReplicas": 1, "maxReplicas": 64}, "torchrun --nnodes=4 x.py", (None, 4), "elasticPolicy.minReplicas"),
-        ({"maxReplicas": 64}, "torchrun --nnodes=4 x.py", (None, 4), "elasticPolicy.maxReplicas"),
         ({"minReplicas": 1, "maxReplicas": 9}, "torchrun --nnodes=$(N) x.py", (1, 9), "elasticPolicy.minReplicas"),
     ],
 )
@@ -669,16 +663,12 @@ def test_a_command_line_keeps_all_but_what_identifies_the_machine(
     ("words", "made"),
     [
         (["uv", "run", "torchrun", "--nnodes", "2", "train.py"], ["uv", "run", "torchrun", "train.py"]),
-        (["env", "A=1", "torchrun", "--nnodes=2", "train.py"], ["env", "A=1", "torchrun", "train.py"]),
-        (["nohup", "torchrun", "--nnodes=2", "--node-rank=0", "train.py"], ["nohup", "torchrun", "train.py"]),
         (
             ["conda", "run", "-n", "e", "accelerate", "launch", "--num_machines", "2", "train.py"],
             ["conda", "run", "-n", "e", "torchrun", "train.py"],
         ),
         (["python", "-m", "accelerate.commands.launch", "--num_machines=2", "train.py"], ["torchrun", "train.py"]),
-        (["sudo", "-n", "torchrun", "--nnodes", "2", "train.py"], ["sudo", "-n", "torchrun", "train.py"]),
         (["uv", "run", "-n", "torchrun", "--nnodes", "2", "train.py"], ["uv", "run", "-n", "torchrun", "train.py"]),
-        (["time", "-p", "torchrun", "--nnodes", "2", "train.py"], ["time", "-p", "torchrun", "train.py"]),
         (
             ["sudo", "-n", "conda", "run", "-n", "ray", "torchrun", "--nnodes", "2", "train.py"],
             ["sudo", "-n", "conda", "run", "-n", "ray", "torchrun", "train.py"],
@@ -699,13 +689,9 @@ def test_a_command_behind_a_program_that_only_starts_it_is_read(words: list[str]
     "words",
     [
         ["bash", "-c", "pip install lightning ray && torchrun --nnodes 2 train.py"],
-        ["bash", "-c", "cd /opt/fabric; exec torchrun --nnodes=2 train.py --logs /mnt/ray"],
         ["conda", "run", "-n", "ray", "torchrun", "--nnodes", "2", "train.py"],
-        ["uv", "run", "--with", "lightning", "torchrun", "--nnodes", "2", "train.py"],
         ["torchrun", "--nnodes", "2", "train.py", "--sampler", "tune"],
-        ["bash", "-c", "ray stop; torchrun --nnodes 2 train.py"],
         ["bash", "-c", "mpirun --version && horovodrun -cb && torchrun --nnodes 2 train.py"],
-        ["bash", "-c", "torchrun --help; torchrun --nnodes 2 train.py"],
     ],
 )
 def test_a_package_a_folder_or_an_environment_that_is_called_as_a_launcher_is_none(words: list[str]) -> None:

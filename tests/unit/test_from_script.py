@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 import ddpjob_check as check
 from ddpjob_check.job import known
 from ddpjob_cli.commands import from_script, sources
+from ddpjob_cli.commands.main import cli
 from ddpjob_cli.commands.sources import Source
 from ddpjob_cli.manifest import yamlfile
 from ddpjob_cli.manifest.yamlfile import InputError
@@ -402,9 +404,9 @@ def test_a_stray_zero_starts_no_thousand_processes() -> None:
 
 
 @pytest.mark.parametrize("typed", ["print('a script')\n", JOB])
-def test_stdin_is_a_script_or_a_yaml(typed: str, tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "ddpjob_cli", "run", "-", "--dry-run"]
-    done = subprocess.run(words, input=typed, capture_output=True, text=True, check=True, cwd=tmp_path)
+def test_stdin_is_a_script_or_a_yaml(typed: str) -> None:
+    done = CliRunner().invoke(cli, ["run", "-", "--dry-run"], input=typed)
+    assert done.exit_code == 0, done.output
     assert ("stdin.py" in done.stdout) == typed.startswith("print")
 
 

@@ -231,23 +231,6 @@ def test_backoff_limit_0_restarts_nothing() -> None:
     assert world.names() == ["digits-1-1"]
 
 
-def test_a_failed_job_is_final_whatever_its_pods_do() -> None:
-    world = digits(backoffLimit=0).running().exits(0, code=1).exits(1, code=1).settle()
-    before = world.status
-    assert before.state == "Failed"
-    world.exits(0).exits(1).after(1000).settle()
-    assert world.status == before
-
-
-def test_lost_nodes_and_evictions_never_eat_the_backoff_limit() -> None:
-    world = digits(backoffLimit=0).started()
-    for _ in range(5):
-        world.runs(0, 1).settle().evicted(1, "Evicted").restarted().after(400).settle()
-    assert charges(world) == (0, 5, 0)
-    assert world.status.state == "Restarting"
-    assert "not charged to backoffLimit; 5 so far" not in world.status.message, "by now it waits for its pods"
-
-
 def test_while_it_backs_off_nothing_is_made_and_the_wait_is_said() -> None:
     world = digits(backoffLimit=9).started()
     for _ in range(3):
@@ -843,12 +826,6 @@ def test_a_pod_that_was_bound_to_a_node_that_is_not_ready_has_its_own_patience()
     world.after(25).runs(0, 1)
     assert world.after(20).settle().status.state == "Running"
     assert world.after(15).settle().status.reason == "NodeLost", "but not for ever"
-
-
-def test_another_namespace_of_nodes_does_not_matter() -> None:
-    world = digits().running()
-    world.nodes = {"node-9": Node(ready=False, since=world.now)}
-    assert world.after(100).settle().status.state == "Running"
 
 
 def test_a_rank_that_is_gone_when_its_peers_have_completed_is_not_made_again_to_wait_for_them() -> None:

@@ -7,7 +7,6 @@ import datetime as dt
 from typing import Any
 
 import pytest
-from cancelling import ends_although
 
 from ddpjob_operator.job import api
 from ddpjob_operator.kube.api.client import ApiError
@@ -93,16 +92,6 @@ def test_events_of_one_second_are_listed_in_the_order_in_which_they_happened() -
 def test_the_same_words_about_the_same_job_are_sent_once_in_a_while() -> None:
     assert play((0, RUN), (1, RUN), (REPEAT_SECONDS - 2, RUN)) == ["AllNodesRun"]
     assert play((0, RUN), (REPEAT_SECONDS, RUN)) == ["AllNodesRun", "AllNodesRun"]
-
-
-def test_it_ends_when_it_is_cancelled_in_the_moment_of_an_event() -> None:
-    async def run() -> None:
-        server = Server()
-        events = Events(server, Runtime(clock=lambda: server.now))  # type: ignore[arg-type]
-        events.send(JOB, (CREATING,), AT)
-        await ends_although(events.run(), lambda: events.send(JOB, (RUN,), AT))
-
-    asyncio.run(run())
 
 
 def test_a_state_that_passes_at_once_is_not_told() -> None:

@@ -266,34 +266,6 @@ def test_the_api_of_a_queue_that_answers_with_errors_counts_as_away_until_it_wor
     assert sum(said in record.getMessage() for record in caplog.records) == 1
 
 
-def test_the_api_of_a_scheduler_that_answers_with_errors_is_waited_for_and_the_log_says_so(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Otherwise jobs start in parts because the API is away for a moment."""
-    server, waits = Server("v1alpha2"), list[float]()
-    server.errors[f"{GROUP}/v1beta1"] = ApiError(503, "ServiceUnavailable", "etcd has no leader")
-
-    async def wait(seconds: float) -> None:
-        waits.append(seconds)
-        await asyncio.sleep(0)
-
-    gang = gang_of(server, sleep=wait)
-
-    async def look() -> None:
-        task = asyncio.create_task(gang.run())
-        async with asyncio.timeout(10):
-            while len(waits) < 20:
-                await asyncio.sleep(0)
-        task.cancel()
-
-    asyncio.run(look())
-    assert not gang.is_ready("")
-    assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
-        "spec.gang: jobs that may need native wait: the API server cannot tell which podgroups.scheduling.k8s.io there "
-        "are: etcd has no leader"
-    ]
-
-
 def test_only_jobs_that_need_an_api_wait_until_it_has_answered() -> None:
     """Otherwise one API that does not answer stops the jobs of all teams, even those without a queue."""
     gangs = {"kueue": gang_of(Server(), adapter=kueue.ADAPTER), "native": gang_of(Server())}

@@ -11,10 +11,9 @@ import logging
 import selectors
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import pytest
-from cancelling import ends_although
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire import GOOD, Fate, Wire
@@ -162,44 +161,6 @@ def test_durations_are_client_gos_unless_said_otherwise() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ the end of its tasks
-
-
-class LateServer:
-    """Answers when the test tells it to."""
-
-    def __init__(self) -> None:
-        self.answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-
-    async def get(self, path: str) -> dict[str, Any]:
-        return await self.answer
-
-
-THEIR_LEASE = {
-    "metadata": {"name": "ddpjob-operator", "resourceVersion": "7"},
-    "spec": {"holderIdentity": THEIRS, "leaseDurationSeconds": 15},
-}
-
-
-def test_who_is_cancelled_in_the_moment_of_an_answer_asks_no_more() -> None:
-    """Otherwise an operator that gets SIGTERM renews its Lease until the kubelet kills it."""
-
-    async def run() -> None:
-        server = LateServer()
-        leader = Election(cast(Any, server), "system", "ddpjob-operator", OURS, DURATIONS)
-        await ends_although(leader.run(), lambda: server.answer.set_result(THEIR_LEASE))
-
-    asyncio.run(run())
-
-
-def test_who_waits_for_the_loss_of_the_lease_can_be_cancelled_in_the_moment_of_a_renewal() -> None:
-    async def run() -> None:
-        leader = Election(
-            cast(Any, LateServer()), "system", "ddpjob-operator", OURS, DURATIONS, runtime=Runtime(clock=lambda: START)
-        )
-        leader._candidate.took(lease(2, OURS), START, START)
-        await ends_although(leader.lost(), leader._renewed.set)
-
-    asyncio.run(run())
 
 
 # ------------------------------------------------------------------------------------------------ a world of its own
@@ -378,18 +339,6 @@ def test_a_lease_is_released_though_a_renewal_arrives_meanwhile() -> None:
     in_virtual_time(story)
 
 
-def test_after_a_kill_the_other_leads_when_the_lease_has_run_out() -> None:
-    async def story() -> None:
-        async with two() as (_, _, a, b):
-            await a.end()
-            killed = seconds()
-            assert await b.leader.gained() == "a", "whose pod may still be labelled as the leader"
-            waited = seconds() - killed
-            assert 15 - DURATIONS.retry_seconds <= waited <= 15 + 2 * DURATIONS.retry_seconds
-
-    in_virtual_time(story)
-
-
 def test_a_leader_that_is_cut_off_stops_before_the_other_starts_and_gets_nothing_back() -> None:
     async def story() -> None:
         async with two() as (_, ways, a, b):
@@ -407,19 +356,6 @@ def test_a_leader_that_is_cut_off_stops_before_the_other_starts_and_gets_nothing
     in_virtual_time(story)
 
 
-def test_one_lost_answer_costs_nothing() -> None:
-    async def story() -> None:
-        async with two() as (_, ways, a, _b):
-            for _ in range(20):
-                fates = iter([GOOD, never()])  # the write succeeds, but its answer is lost
-                ways[0].fates = lambda fates=fates: next(fates, GOOD)
-                for _ in range(100):
-                    await asyncio.sleep(0.1)
-                    assert a.leader.holds()
-
-    in_virtual_time(story)
-
-
 def test_answers_that_always_take_longer_than_a_turn_lose_the_lease_in_time() -> None:
     async def story() -> None:
         async with two() as (_, ways, a, _b):
@@ -427,23 +363,6 @@ def test_answers_that_always_take_longer_than_a_turn_lose_the_lease_in_time() ->
             began = seconds()
             await a.leader.lost()
             assert seconds() - began <= 10
-
-    in_virtual_time(story)
-
-
-def test_with_three_seconds_for_every_answer_one_leads_and_goes_on_leading() -> None:
-    """A read and a renewal are two answers; both must fit into the Lease's duration."""
-
-    async def story() -> None:
-        slow, server = Fate(there=1.5, back=1.5), Server()
-        a, b = (Process(Way(server, lambda: slow), name) for name in "ab")
-        await asyncio.wait_for(a.leader.gained(), 20)
-        for _ in range(1000):
-            await asyncio.sleep(0.1)
-            assert (a.leader.holds(), b.leader.holds()) == (True, False)
-        await a.end()
-        await asyncio.wait_for(b.leader.gained(), 15 + 4 * 3 + 2 * DURATIONS.retry_seconds)
-        await b.end()
 
     in_virtual_time(story)
 
@@ -457,57 +376,6 @@ def test_a_renewal_that_hangs_is_followed_by_another_in_time() -> None:
                 for _ in range(300):
                     await asyncio.sleep(0.1)
                     assert a.leader.holds()
-
-    in_virtual_time(story)
-
-
-def test_a_slow_answer_gives_no_time_beyond_what_the_others_grant() -> None:
-    async def story() -> None:
-        async with two() as (_, ways, a, _b):
-            ways[0].fates = lambda: Fate(there=0.2, back=1.0)
-            await asyncio.sleep(20)
-            asked: list[float] = []
-
-            def slow() -> Fate:
-                asked.append(seconds())
-                return Fate(there=0.2, back=1.0) if len(asked) < 3 else cut()
-
-            ways[0].fates = slow
-            await a.leader.lost()
-            assert asked[1] + 9.9 < seconds() <= asked[1] + 10.1, "ten seconds after the last renewal was sent"
-
-    in_virtual_time(story)
-
-
-def test_somebody_elses_label_on_the_lease_costs_one_try() -> None:
-    async def story() -> None:
-        async with two() as (server, ways, a, b):
-
-            def label() -> Fate:
-                server.lease["metadata"].setdefault("labels", {})["seen"] = "true"
-                server.keep(server.lease)
-                return GOOD
-
-            ways[0].fates = iter(itertools.chain([GOOD], [label()], itertools.repeat(GOOD))).__next__
-            for _ in range(300):
-                await asyncio.sleep(0.1)
-                assert a.leader.holds()
-                assert not b.leader.holds()
-            assert server.lease["metadata"]["labels"] == {"seen": "true"}, "it is kept"
-
-    in_virtual_time(story)
-
-
-def test_a_lease_that_is_deleted_is_created_again_and_never_held_twice() -> None:
-    async def story() -> None:
-        async with two() as (server, _, a, b):
-            server.lease = None
-            held = []
-            for _ in range(400):
-                await asyncio.sleep(0.1)
-                held.append(a.leader.holds() + b.leader.holds())
-            assert max(held) == 1
-            assert held[-1] == 1
 
     in_virtual_time(story)
 

@@ -173,17 +173,6 @@ def test_nodes_that_an_autoscaler_removes_are_no_outage_of_the_others(nodes: Nod
     assert lost(nodes) == [*(f"n{i}" for i in range(8)), "n9"]
 
 
-def test_only_the_last_ten_thousand_removed_nodes_are_remembered(
-    nodes: NodeCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Otherwise a cluster that adds and removes nodes all day fills the operator's memory."""
-    monkeypatch.setattr("ddpjob_operator.kube.watch.nodes.GONE_MAX", 3)
-    taken(nodes, [node("a"), *(node(f"n{i}") for i in range(9))], 1)
-    for i in range(9):
-        nodes.remove("", f"n{i}", f"n{i}")
-    assert lost(nodes) == ["n6", "n7", "n8"]
-
-
 def test_the_api_server_is_asked_once_for_each_node_that_is_missing(nodes: NodeCache) -> None:
     """Otherwise a pod on a new node is given up while the watch of nodes is late."""
     assert nodes.unknown({"a"}) == [], "before the first list nothing is known"
@@ -214,29 +203,6 @@ def test_when_most_nodes_are_not_heard_at_once_none_counts_as_lost(
     nodes.put(node("c"))
     assert lost(nodes) == ["a", "b"]
     assert sorted(changes) == ["a", "b", "c"], "the jobs on those that are still lost are looked at again"
-
-
-@pytest.mark.parametrize("total", [5, 10, 100])
-@pytest.mark.parametrize("together", [True, False], ids=["off at once", "one by one"])
-@pytest.mark.parametrize("restarted", [True, False], ids=["after a restart of the operator", "seen by it"])
-def test_nodes_that_are_powered_off_for_weeks_do_not_hide_one_that_dies(
-    timed: NodeCache, clock: Clock, total: int, together: bool, restarted: bool
-) -> None:
-    """Otherwise no node is ever lost in a cluster that saves power, and a job hangs in Restarting for days."""
-    names = [f"n{i}" for i in range(total)]
-    off = names[: total * 6 // 10]
-    if restarted:
-        at = "2031-02-01T07:{:02}:13Z"
-        gone = [node(name, "Unknown", at.format(0 if together else 7 * i % 60)) for i, name in enumerate(off)]
-        taken(timed, [*gone, *(node(name) for name in names if name not in off)], 1)
-    else:
-        taken(timed, [node(name) for name in names], 1)
-        for name in off:
-            timed.put(node(name, "Unknown"))
-            clock.pass_(minutes=0 if together else 7)
-        clock.pass_(days=20)
-    timed.put(node(names[-1], "Unknown"))
-    assert names[-1] in lost(timed)
 
 
 def test_a_control_plane_that_hears_nobody_for_hours_kills_nothing(timed: NodeCache, clock: Clock) -> None:

@@ -131,7 +131,7 @@ def test_only_a_pod_of_the_present_job_is_believed() -> None:
     asyncio.run(run())
 
 
-def test_five_thousand_jobs_that_are_deleted_at_once_leave_nothing_and_cost_no_request() -> None:
+def test_hundreds_of_jobs_that_are_deleted_at_once_leave_nothing_and_cost_no_request() -> None:
     """When a namespace is emptied, leftovers of each job would add up until the operator runs out of memory."""
 
     def refused() -> kopf.ConnectionInfo:
@@ -142,7 +142,7 @@ def test_five_thousand_jobs_that_are_deleted_at_once_leave_nothing_and_cost_no_r
         for reflector in made.reflectors:
             reflector.synced.set()
         made.lead()
-        bodies = [manifest(f"job-{number}") for number in range(5_000)]
+        bodies = [manifest(f"job-{number}") for number in range(500)]
         for number, body in enumerate(bodies):
             body["metadata"] |= {"uid": f"uid-{number}", "resourceVersion": "1"}
             made.caches.jobs.put(body)

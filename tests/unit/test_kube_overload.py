@@ -47,20 +47,3 @@ def test_while_every_write_is_turned_away_each_job_asks_as_seldom_as_the_server_
         assert writes["replace"] <= 3 * JOBS
 
     play(story)
-
-
-def test_with_three_seconds_for_every_answer_jobs_start_as_fast_as_the_requests_in_flight_allow() -> None:
-    """A waiting reconcile must neither count as stuck, so that the probe restarts the operator, nor block others."""
-
-    async def story() -> None:
-        server = SlowServer(lambda _verb, _path: 3.0)
-        town = Town(server)
-        for number in range(JOBS):
-            town.apply("team", f"job-{number}", NODES)
-        took = await town.until(lambda: town.pods("team") == JOBS * NODES, 120)
-        # 180 creates of 3 s each, 16 at a time per namespace, after the status.
-        assert took <= 3 + JOBS * (NODES + 1) / 16 * 3 + 10
-        town.apply("other", "small", 2)
-        assert await town.until(lambda: town.pods("other", "small") == 2, 20) <= 13, "four answers, one after the other"
-
-    play(story)

@@ -197,19 +197,6 @@ def test_a_pod_that_has_lost_the_jobs_label_gets_it_back_and_the_training_goes_o
     assert {pod.name for pod in cluster.caches.pods.of(KEY)} == {"digits-1-0", "digits-1-1"}
 
 
-def test_all_pods_that_have_lost_the_jobs_label_get_it_back_however_many_there_are() -> None:
-    """`kubectl label pods --all`: no pod may count as gone and train on next to the next attempt."""
-    nodes = 2 * GONE_MAX
-    cluster = Cluster(1, nodes, state="Running", reason="AllNodesRun", startedNodes=f"0-{nodes - 1}")
-    pods = [cluster.has(1, place, RUNNING) for place in range(nodes)]
-    cluster.reconciles()
-    for pod in pods:
-        del pod["metadata"]["labels"][naming.LABEL_JOB]
-        cluster.caches.pods.remove("default", pod["metadata"]["name"], pod["metadata"]["uid"])
-    assert len(cluster.reconciles(3)) == nodes
-    assert (cluster.status["state"], cluster.status["attempt"]) == ("Running", 1)
-
-
 def test_thousands_of_pods_that_have_lost_the_jobs_label_get_it_back_in_several_reconciles() -> None:
     """A job of 1,000 nodes must not block its worker for 2,000 requests."""
     nodes = 40

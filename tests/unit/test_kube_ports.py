@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
-import gzip
 import re
 import socket
 import threading
@@ -122,7 +121,16 @@ def until_closed(connection: socket.socket) -> bytes:
 
 @pytest.fixture(params=PORTS)
 def port(request: pytest.FixtureRequest) -> Iterator[Port]:
-    port = Port(request.param)
+    yield from serving(request.param)
+
+
+@pytest.fixture
+def progress_port() -> Iterator[Port]:
+    yield from serving("progress")
+
+
+def serving(name: str) -> Iterator[Port]:
+    port = Port(name)
     port.thread.start()
     port.run(port.server.start("127.0.0.1", 0))
     yield port
@@ -159,25 +167,12 @@ BOMB = zlib.compress(b"\0" * (8 << 20), 9)
 CORNERS: dict[str, tuple[Callable[[Port], bytes], set[int | None]]] = {
     **{
         f"a body of 8 MB in {encoding}": (sized(BOMB, b"Content-Encoding: " + encoding.encode()), {GOOD, BAD})
-        for encoding in ("deflate", "gzip", "br", "zstd", "GZIP", "x-gzip", "identity", "gzip, deflate")
+        for encoding in ("deflate", "gzip", "br", "zstd", "gzip, deflate")
     },
-    "a gzip body that is whole": (sized(gzip.compress(REPORT), b"Content-Encoding: gzip"), {GOOD, BAD}),
-    "a gzip body in chunks": (
-        chunked(b"%x\r\n%s\r\n0\r\n\r\n" % (len(BOMB), BOMB), b"Content-Encoding: gzip"),
-        {GOOD, BAD},
-    ),
-    "a transfer encoding of gzip": (
-        lambda port: (
-            port.head(b"Connection: close", b"Transfer-Encoding: gzip, chunked") + b"b\r\n" + REPORT + b"\r\n0\r\n\r\n"
-        ),
-        {GOOD, BAD},
-    ),
     "chunks": (chunked(b"6\r\n" + REPORT[:6] + b"\r\n5\r\n" + REPORT[6:] + b"\r\n0\r\n\r\n"), {GOOD}),
     "chunks of one byte without end": (chunked(b"1\r\nx\r\n" * 100_000), {GOOD, 413, None}),
     "a chunk with an extension": (chunked(b"b;a=b;c\r\n" + REPORT + b"\r\n0\r\n\r\n"), {GOOD}),
-    "an extension of a chunk without end": (chunked(b"1;" + b"a" * 1_000_000), {GOOD, BAD, None}),
     "a chunk of 16 EiB": (chunked(b"ffffffffffffffff\r\nx"), {GOOD, BAD, 413, None}),
-    "a chunk of a size that overflows": (chunked(b"f" * 40 + b"\r\nx"), {GOOD, BAD, None}),
     "a chunk of negative size": (chunked(b"-1\r\nx\r\n"), {GOOD, BAD}),
     "trailers without end": (chunked(b"1\r\nx\r\n0\r\n" + b"A: b\r\n" * 100_000), {GOOD, BAD, None}),
     "a chunk that is longer than it says": (chunked(b"1\r\n" + REPORT + b"\r\n0\r\n\r\n"), {GOOD, BAD}),
@@ -186,63 +181,39 @@ CORNERS: dict[str, tuple[Callable[[Port], bytes], set[int | None]]] = {
         {BAD},
     ),
     "two lengths": (lambda port: port.head(b"Content-Length: 5", b"Content-Length: 6") + b"123456", {BAD}),
-    "a length of 30 digits": (lambda port: port.head(b"Content-Length: " + b"9" * 30), {BAD, 413}),
     "a length of 2^64 - 1": (lambda port: port.head(b"Content-Length: 18446744073709551615"), {GOOD, BAD, 413, None}),
     "a length of a megabyte": (lambda port: port.head(b"Content-Length: 1048576") + b"x" * 1048576, {GOOD, 413, None}),
     "a negative length": (lambda port: port.head(b"Content-Length: -1"), {BAD}),
-    "a length with a sign": (lambda port: port.head(b"Content-Length: +11") + REPORT, {BAD}),
-    "chunks in HTTP/1.0": (
-        lambda port: port.head(b"Transfer-Encoding: chunked", line=port.line + b" HTTP/1.0") + b"b\r\n" + REPORT,
-        {GOOD, BAD, None},
-    ),
-    "an unknown expectation": (with_lines(b"Expect: the-unexpected"), {GOOD, 417}),
     "an upgrade to a websocket": (
         with_lines(b"Connection: upgrade", b"Upgrade: websocket", b"Sec-WebSocket-Key: x"),
         {GOOD, BAD},
     ),
-    "an upgrade to HTTP/2": (with_lines(b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c"), {GOOD, BAD}),
     "HTTP/2 at once": (raw(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0" * 64), {BAD, None}),
-    "HTTP/0.9": (lambda port: port.line + b"\r\n\r\n", {BAD, None}),
     "HTTP/1.0": (lambda port: port.good_request().replace(b"HTTP/1.1", b"HTTP/1.0"), {GOOD}),
-    "HTTP/9.9": (line(b"LINE HTTP/9.9"), {BAD}),
-    "no host": (lambda port: port.line + b" HTTP/1.1\r\n\r\n", {BAD}),
-    "two hosts": (with_lines(b"Host: y"), {BAD}),
     "TLS": (raw(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x99" * 500), {BAD}),
-    "zeros": (raw(b"\0" * 4096), {BAD}),
     "empty lines without end": (raw(b"\r\n" * 1_000_000), {BAD, None}),
     "a request line without end": (raw(b"GET /" + b"a" * 1_000_000), {BAD, None}),
-    "a method without end": (raw(b"A" * 1_000_000), {BAD, None}),
     "a header without end": (lambda port: port.head()[:-2] + b"X: " + b"a" * 1_000_000, {BAD, None}),
-    "a header's name without end": (lambda port: port.head()[:-2] + b"a" * 1_000_000, {BAD, None}),
     "a header of 16 kB": (with_lines(b"X: " + b"a" * 16_000), {BAD}),
-    "300 headers": (with_lines(*[b"X-%d: y" % number for number in range(300)]), {BAD}),
     "headers without end": (lambda port: port.head()[:-2] + b"A: b\r\n" * 200_000, {BAD, None}),
-    "a header in two lines": (with_lines(b"X: y", b" z"), {GOOD, BAD}),
-    "a header without a colon": (with_lines(b"X"), {BAD}),
     "a header with a zero": (with_lines(b"X: a\0b"), {BAD}),
-    "a header's name with a space": (with_lines(b"X y: z"), {BAD}),
     "lines that end with LF alone": (lambda port: port.good_request().replace(b"\r\n", b"\n"), {BAD}),
-    "an unknown method": (line(b"FETCH / HTTP/1.1"), {BAD}),
-    "CONNECT": (line(b"CONNECT 10.0.0.1:443 HTTP/1.1"), {BAD, NOT_SERVED}),
     "CONNECT with what follows": (
         lambda port: port.head(line=b"CONNECT 10.0.0.1:443 HTTP/1.1") + b"x" * 1_000_000,
         {BAD, NOT_SERVED, None},
     ),
-    "OPTIONS of all": (line(b"OPTIONS * HTTP/1.1"), {BAD, NOT_SERVED}),
     "TRACE": (line(b"TRACE / HTTP/1.1"), {NOT_SERVED}),
-    "DELETE": (line(b"DELETE /healthz HTTP/1.1"), {NOT_SERVED}),
     "another path": (line(b"GET /../../etc/passwd HTTP/1.1"), {NOT_SERVED}),
     "an address of 8 kB": (line(b"GET /" + b"a" * 8000 + b" HTTP/1.1"), {NOT_SERVED}),
-    "an address of another host": (line(b"GET http://10.0.0.1/ HTTP/1.1"), {NOT_SERVED}),
-    "an address that is none": (line(b"GET http://[::1 HTTP/1.1"), {BAD, NOT_SERVED}),
 }
 
 
+# The ports share their parser and their bounds. This one also reads bodies.
 @pytest.mark.parametrize("corner", CORNERS)
 def test_each_corner_of_http_is_answered_once_or_cut_and_the_port_goes_on(
-    port: Port, corner: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    progress_port: Port, corner: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request, expected = CORNERS[corner]
+    (request, expected), port = CORNERS[corner], progress_port
     expanded: list[object] = []
     monkeypatch.setattr(DeflateBuffer, "feed_data", lambda *what: expanded.append(what))
     with monkeypatch.context() as hurried:

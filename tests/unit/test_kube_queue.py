@@ -6,13 +6,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from cancelling import ends_although
 from slow_server import play
 
 from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.work.queue import (
     BACK_OFF_SECONDS_MAX,
-    OUTDATED_MIN,
     QUICK_SECONDS,
     TURNS,
     Priority,
@@ -213,31 +211,6 @@ def test_a_namespace_has_so_many_reconciles_at_a_time_and_its_others_wait_for_on
     assert jobs.pop(START) == ("slow", "2")
 
 
-def test_a_job_with_a_deadline_in_a_week_takes_no_more_memory_with_each_of_its_reports() -> None:
-    """Otherwise each reconcile leaves a request for the deadline: a gigabyte a day with a thousand reporting jobs."""
-    jobs: Schedule[tuple[str, str]] = Schedule(of_namespace=100)
-    every = [("team", str(number)) for number in range(100)]
-    deadline = START + 7 * 86_400
-    for turn in range(100):
-        now = START + 10 * turn
-        for key in every:
-            jobs.add(key, now)  # a report
-        while (key := jobs.pop(now)) is not None:
-            jobs.done(key, now, again_at=deadline + turn / 1000)  # computed from the clock each time
-    assert len(jobs) == 100
-    assert len(jobs._later) <= 2 * len(jobs) + OUTDATED_MIN
-    assert sorted(filter(None, (jobs.pop(deadline + 1) for _ in range(101)))) == sorted(every)
-
-
-def test_a_reconcile_that_gets_answers_is_not_stuck_however_long_it_takes() -> None:
-    """Otherwise the probe restarts the operator ten minutes into creating a thousand pods."""
-    jobs = schedule(("a", 0))
-    jobs.pop(START)
-    jobs.progressed("a", START + 500)
-    jobs.progressed("of another time", START + 500)
-    assert jobs.stuck_seconds(START + 601) == 101
-
-
 class Reconciles:
     """Reconciles that wait until the test ends them."""
 
@@ -268,18 +241,6 @@ async def _run(reconciles: Reconciles, queue: Queue[str], until: int) -> None:
             break
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-
-
-def test_a_queue_that_is_cancelled_in_the_moment_of_a_request_ends() -> None:
-    """Otherwise an operator that lost its Lease waits for its own end, and never leads again."""
-
-    async def run() -> None:
-        reconciles = Reconciles()
-        queue: Queue[str] = Queue(reconciles, Runtime(clock=lambda: reconciles.now))
-        queue.add("later", 1000.0)
-        await ends_although(queue.run(), lambda: queue.add("another", 1000.0))
-
-    asyncio.run(run())
 
 
 def test_a_job_whose_reconcile_was_cancelled_alone_is_reconciled_again() -> None:

@@ -4,7 +4,6 @@ receiver."""
 from __future__ import annotations
 
 import asyncio
-import gc
 import gzip
 import http.client
 import json
@@ -203,11 +202,6 @@ def test_a_kubeflow_status_that_says_nothing_is_taken_and_changes_nothing(world:
     assert world.reports == []
 
 
-def test_reports_share_a_connection(world: World) -> None:
-    with closing(world.client()) as client:
-        assert [world.post_on(client, {"step": step})[0] for step in (1, 2)] == [204, 204]
-
-
 REFUSED: dict[str, tuple[int, str, Callable[[World], tuple[int, str]]]] = {
     "the token is another's": (401, "signature", lambda w: w.post({"step": 1}, "of-nobody")),
     "there is no token": (401, "Authorization", lambda w: w.post({"step": 1}, "")),
@@ -232,24 +226,6 @@ def test_a_report_is_refused_with_the_reason_when(world: World, case: str) -> No
     answered, text = send(world)
     assert (answered, world.reports) == (status, [])
     assert why in json.loads(text)["error"]
-
-
-@pytest.mark.parametrize(("method", "path", "status"), [("GET", PATH, 405), ("POST", "/metrics", 404)])
-def test_nothing_else_is_served_on_this_port(world: World, method: str, path: str, status: int) -> None:
-    with closing(world.client()) as client:
-        client.request(method, path, headers={"Authorization": "Bearer token-of-rank-0"})
-        assert client.getresponse().status == status
-
-
-def test_a_megabyte_is_refused_before_it_is_read(world: World) -> None:
-    assert b" 413 " in world.raw(world.head("Content-Length: 1048576"))
-
-
-def test_a_body_without_a_length_is_read_to_the_same_bound(world: World) -> None:
-    assert b" 413 " in world.raw(world.head("Transfer-Encoding: chunked") + b"2400\r\n" + b"x" * 0x2400 + b"\r\n")
-    with closing(world.client()) as client:
-        client.request("POST", PATH, iter([b'{"step"', b": 5}"]), {"Authorization": "Bearer token-of-rank-0"})
-        assert client.getresponse().status == 204
 
 
 def test_what_follows_a_refused_request_is_not_read_as_another(world: World) -> None:
@@ -303,63 +279,6 @@ def test_accounts_of_pods_that_ended_are_forgotten(world: World, monkeypatch: py
     assert list(world.receiver._accounts) == [POD[0]]
 
 
-def test_accounts_are_not_looked_through_for_each_new_pod_where_all_are_needed(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With more than 10,000 reporting pods, each further one would cost a scan of all."""
-    monkeypatch.setattr(receive, "PODS_REMEMBERED", 10)
-    looked = 0
-
-    def locate(_: BoundPod) -> Sender:
-        nonlocal looked
-        looked += 1
-        return Sender("default", "digits", 0)
-
-    monkeypatch.setattr(world.receiver, "_locate", locate)
-    for number in range(1000):
-        world.receiver._charge(BoundPod("default", f"digits-1-{number}", str(number)))
-    assert len(world.receiver._accounts) == 1000
-    assert looked < 2000
-
-
-@pytest.mark.parametrize("start", [b"", b"POST /v1/pro", b"POST /v1/progress HTTP/1.1\r\nHost: x\r\nX"])
-def test_a_peer_that_is_slow_to_send_its_headers_is_cut_off(
-    world: World, monkeypatch: pytest.MonkeyPatch, start: bytes
-) -> None:
-    monkeypatch.setattr(bounded_server, "HEADER_SECONDS", 0.1)
-    assert b"HTTP" not in world.raw(start)
-
-
-def test_a_peer_that_is_slow_to_send_its_body_is_cut_off(
-    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(bounded_server, "REQUEST_SECONDS", 0.1)
-    assert b"HTTP" not in world.raw(world.head("Content-Length: 11") + b'{"step"')
-    assert world.run(room(world, 0))
-    assert (world.reports, caplog.text) == ([], ""), "any peer could fill the operator's log"
-
-
-def test_a_trainer_that_is_killed_while_it_sends_leaves_no_trace(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
-    with closing(world.socket()) as connection:
-        connection.sendall(world.head("Content-Length: 11") + b'{"step"')
-        world.run(room(world, 1))
-    assert world.run(room(world, 0))
-    assert world.post({"step": 2})[0] == 204
-    assert (len(world.reports), caplog.text) == (1, "")
-
-
-def test_chunks_that_are_none_are_refused(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    assert b" 400 " in world.raw(world.head("Transfer-Encoding: chunked") + b"zz\r\n{}\r\n")
-    assert caplog.text == ""
-
-
-def test_a_connection_that_falls_silent_after_a_report_is_closed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_server, "IDLE_SECONDS", 0.1)
-    assert world.raw(world.head("Content-Length: 11") + b'{"step": 1}' + b"POST").count(b"HTTP/1.1 204") == 1
-
-
 @pytest.mark.parametrize("bound", BOUNDS)
 def test_connections_beyond_the_bound_are_cut_while_all_others_are_being_answered(
     world: World, monkeypatch: pytest.MonkeyPatch, bound: tuple[object, str]
@@ -387,45 +306,6 @@ def test_a_connection_that_waits_for_its_next_report_gives_way_to_one_that_has_a
         assert world.post({"step": 1})[0] == 204
         assert clients[0].sock.recv(1) == b"", "the oldest of them"
         assert world.post_on(clients[2], {"step": 2}, "token-of-rank-1")[0] == 204
-
-
-def test_seventeen_peers_that_fill_all_connections_and_say_nothing_cost_nobody_a_report(
-    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Otherwise they push out 13 of 60 reports, and leave a traceback in the log for each cut connection."""
-    monkeypatch.setattr(receive.Receiver, "connections_max", 100)
-    monkeypatch.setattr(bounded_server, "CONNECTIONS_PER_ADDRESS_MAX", 8)
-    with ExitStack() as stack:
-        taken = []
-        for turn in range(20):
-            for peer in range(17):
-                for start in (b"", b"POST /v1/pro"):
-                    here = (f"127.0.0.{peer + 2}", 0)
-                    half_open = socket.create_connection(("127.0.0.1", world.receiver.port), 10, source_address=here)
-                    stack.enter_context(closing(half_open))
-                    half_open.sendall(start)
-            world.now += 5
-            taken.append(world.post({"step": turn})[0])
-        assert taken == [204] * 20
-        assert len(world.receiver.connections) <= 100
-    gc.collect()
-    assert caplog.text == ""
-
-
-def test_whoever_opens_too_many_closes_his_own_and_not_those_of_others(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(receive.Receiver, "connections_max", 5)
-    with closing(world.socket()) as slow, ExitStack() as stack:
-        slow.sendall(world.head("Content-Length: 11")[:40])
-        for _ in range(20):
-            here = ("127.0.0.9", 0)
-            stack.enter_context(
-                closing(socket.create_connection(("127.0.0.1", world.receiver.port), 10, source_address=here))
-            )
-        world.run(room(world, 5))
-        slow.sendall(world.head("Content-Length: 11")[40:] + b'{"step": 1}')
-        assert b" 204 " in slow.recv(4096)
 
 
 async def proven(world: World, connections: int) -> None:

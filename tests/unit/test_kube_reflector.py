@@ -170,12 +170,6 @@ def test_a_watch_that_is_turned_away_waits_as_long_as_the_server_says_and_never_
     assert waits[2] < 5, "only as long as the server says so"
 
 
-def test_watches_that_end_at_once_are_opened_at_a_calm_pace() -> None:
-    _, _, waits = follow([([], 10)], [[]] * 8)
-    assert len(waits) == 8
-    assert waits[-1] > 8
-
-
 def test_a_list_older_than_what_was_seen_replaces_nothing() -> None:
     server, copy, _ = follow([(["a"], 100), ([], 90), (["a"], 110)], [[GONE]])
     assert copy.calls == ["put a", "retain ['a']"] * 2

@@ -25,7 +25,6 @@ from ddpjob_operator.kube.operator import Operator
 from ddpjob_operator.kube.ports.exposition import Scrape, read
 from ddpjob_operator.kube.settings import OperatorSettings
 from ddpjob_operator.kube.work import measuring
-from ddpjob_operator.metrics import meter as meters
 from ddpjob_operator.metrics import names
 from ddpjob_operator.metrics.meter import Meter, MeteredJob, Moment, QueueWaits
 
@@ -157,19 +156,6 @@ def test_a_job_that_begins_and_ends_between_two_scrapes_is_counted() -> None:
     assert meter.remembered == 0
 
 
-def test_a_job_that_ends_while_a_scrape_is_written_is_counted_once() -> None:
-    """A thread writes the scrape, from earlier data."""
-    meter = Meter()
-    meter.leads(NOW)
-    meter.spends(trained(5), at(5))
-    old = moment(trained(5), seconds=20)
-    meter.gone(trained(5), at(25))
-    new = trained(0, 21, name="new")
-    meter.spends(new, at(23))
-    assert scraped(meter, old)[SPENT] == 20 + 2
-    assert scraped(meter, moment(new, seconds=30))[SPENT] == 20 + 9
-
-
 def test_a_leader_counts_from_when_it_leads_and_not_from_its_first_scrape() -> None:
     """Otherwise twelve minutes of thirty jobs are missing."""
     meter = Meter()
@@ -237,15 +223,6 @@ def test_an_operator_that_has_just_started_does_not_count_what_the_one_before_ha
     assert scraped(meter, moment(TRAINS, seconds=60))[PRODUCTIVE] == counted + 30
 
 
-def test_a_job_that_another_release_has_trained_is_counted_from_when_it_is_taken_over() -> None:
-    """The other release has counted its time until then, even if the job is younger than this operator."""
-    meter, taken = Meter(), TRAINS._replace(created_at=at(10))
-    scraped(meter, moment())
-    scraped(meter, moment(seconds=30, away=[taken.uid]))
-    assert scraped(meter, moment(taken, seconds=60))[PRODUCTIVE] == 0
-    assert scraped(meter, moment(taken, seconds=90))[PRODUCTIVE] == 30
-
-
 def test_what_a_job_spends_while_another_release_acts_for_it_is_that_ones_to_count() -> None:
     """Otherwise a week under another release counts twice."""
     meter = Meter()
@@ -279,17 +256,6 @@ def test_a_thousand_jobs_that_come_and_go_leave_no_series_and_no_memory() -> Non
         assert meter.remembered == 1000
     assert lines() == empty
     assert meter.remembered == 0
-
-
-def test_jobs_that_come_and_go_leave_no_memory_without_a_scraper_either() -> None:
-    """An operator whose /metrics nobody reads must not keep the uid of each job that ever was."""
-    meter = Meter()
-    meter.leads(NOW)
-    for number in range(2 * meters.CHANGED_MAX):
-        one = job(f"job-{number}", state="Succeeded")
-        meter.spends(one, NOW)
-        meter.gone(one, NOW)
-    assert meter.remembered <= meters.CHANGED_MAX
 
 
 def test_every_end_that_a_job_may_have_is_zero_before_the_first() -> None:

@@ -216,14 +216,6 @@ def test_a_large_job_that_cannot_be_read_now_is_tried_again() -> None:
     assert cluster.reconciles(key).count("POST pods") == 2
 
 
-def test_a_large_job_that_is_gone_when_it_is_read_is_forgotten() -> None:
-    cluster = Cluster()
-    key = cluster.user_puts(stored())
-    del cluster.stored[key]
-    cluster.reconciles(key)
-    assert (cluster.jobs.get(key), cluster.again_in) == (None, None)
-
-
 def test_small_jobs_are_kept_whole_as_long_as_there_is_room() -> None:
     """Reading an ordinary job again for each of its events would cost the API server a fifth more."""
     cluster = Cluster()
@@ -308,18 +300,6 @@ def test_a_job_that_is_resumed_waits_for_room_as_a_new_one_does_and_one_that_run
     assert world.status.attempt == 2
 
 
-def test_what_a_large_job_has_in_a_list_is_the_same_as_when_it_was_whole_before() -> None:
-    """Otherwise each list looks like a change of all jobs."""
-    raw = stored(suspend=True) | {"status": {"state": "Suspended", "attempt": 2, "message": "x" * 4_000}}
-    raw["metadata"]["managedFields"] = [{"manager": "kubectl", "fieldsV1": {"f:spec": {}}}]
-    of_list = reading.stored_job(orjson.dumps(raw))
-    whole = reading.job(reading.obj(orjson.dumps(raw)))
-    assert storage.is_cut(of_list)
-    ours = storage.cut(whole, storage.size(whole))
-    assert {**of_list, storage.CUT: 0} == {**ours, storage.CUT: 0}
-    assert of_list[storage.CUT] == pytest.approx(ours[storage.CUT], rel=0.1)
-
-
 def test_of_a_large_job_that_has_begun_a_list_brings_all() -> None:
     raw = stored() | {"status": {"state": "Running", "attempt": 1}}
     assert not storage.is_cut(reading.stored_job(orjson.dumps(raw)))
@@ -342,28 +322,6 @@ def crowded(of: str, count: int = 6) -> tuple[Cluster, list[Key]]:
         cluster.reconciles(key)
         cluster.lists()
     return cluster, keys
-
-
-def test_of_more_suspended_jobs_than_there_is_room_for_nothing_is_kept_and_others_begin() -> None:
-    """100,000 suspended jobs of one namespace would take 238 MiB of every operator, and 200,000 end it."""
-    cluster, keys = crowded("j")
-    for _ in range(3):
-        cluster.lists()
-        for key in keys:
-            cluster.reconciles(key)
-    assert [cluster.status(key)["state"] for key in keys] == ["Suspended"] * 6
-    assert len(cluster.jobs) == 2
-    assert list(cluster.states) == []
-    begun = [cluster.user_puts(stored("new")), cluster.user_puts(stored("other", "team-b"))]
-    assert [cluster.reconciles(key).count("POST pods") for key in begun] == [2, 2]
-
-
-def test_a_job_that_was_left_out_begins_when_it_is_resumed() -> None:
-    cluster, keys = crowded("j")
-    (left_out,) = [key for key in keys if cluster.jobs.get(key) is None][:1]
-    cluster.user_changes(left_out, suspend=False)
-    assert left_out in cluster.changed
-    assert cluster.reconciles(left_out).count("POST pods") == 2
 
 
 def test_jobs_that_find_no_place_at_all_are_served_by_later_lists() -> None:

@@ -260,29 +260,6 @@ def test_what_is_no_message_of_the_library_is_a_log(text: str) -> None:
     assert report == ContainerReport(log=text.replace("\x00", ""))
 
 
-def test_a_megabyte_of_garbage_is_read_in_no_time_and_kept_short() -> None:
-    lines = (
-        "Root Cause (first observed failure):\n[0]:\n",
-        "[rank1]: ",
-        "a.",
-        "A",
-        "| ",
-        "\x1b[",
-        "Failures:\n",
-        FRAME,
-    )
-    for line in lines:
-        report = termination_message.read(line * (2**20 // len(line)))
-        assert len(report.log) <= termination_message.READ_MAX
-        assert report.failure.exit_code is None
-
-
-def test_what_plays_tricks_on_a_terminal_is_taken_out() -> None:
-    report = termination_message.read("10 %\r20 %\r\n\x1b[31mValueError: red\x1b[0m\x07 \udc80\n")
-    assert report.failure.exception == "ValueError: red ?"
-    assert report.log == "10 %\n20 %\nValueError: red ?\n"
-
-
 # ---------------------------------------------------------------- exceptions
 
 # What Python 3.11 and 3.14 print for an error in a `__del__`, and logging for a line that it cannot write.

@@ -20,7 +20,7 @@ from ddpjob_operator.failures.log_lines import ANSWER
 from ddpjob_operator.job import api, launcher, topology
 
 DRAIN_SECONDS = 10.0  # after the job's end, between two lines of a log
-_RETRY_SECONDS = 1.0
+RETRY_SECONDS = 1.0
 _QUEUE_MAX = 10_000  # lines, if stdout is read more slowly than the job writes
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT")
 # Lines in which a function's result comes back (sdk/in_rank.py), perhaps behind a time or text without an end of line.
@@ -201,7 +201,7 @@ class ClusterLogs:
                 pass
             except ClusterError:
                 return
-            time.sleep(_RETRY_SECONDS)
+            time.sleep(RETRY_SECONDS)
 
     def _kept(self) -> api.JobFailure | None:
         """Return the failure whose log the status keeps, if its pod is gone."""
@@ -293,7 +293,7 @@ class _Streams:
                 if not isinstance(error, NotFoundError):
                     self._say(_not_shown(pod, error))
                 return
-            self._closed.wait(_RETRY_SECONDS)
+            self._closed.wait(RETRY_SECONDS)
 
     def _read_once(self, pod: Raw) -> None:
         """Read from the last line on, until the log or the connection ends."""
