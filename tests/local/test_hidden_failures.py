@@ -34,6 +34,19 @@ def test_a_traceback_at_the_end_of_a_success_is_shown_and_makes_it_suspicious(cl
     assert text.splitlines()[-1].startswith("⚠ but suspicious: a rank has failed in train.py:3")
 
 
+@pytest.mark.parametrize(
+    ("shell", "left"),
+    [(f"{DDPRUN} train.py & until [ -e begun ]; do sleep 0.05; done", True), (f"sleep 99 & {DDPRUN} done.py", False)],
+)
+def test_a_launcher_that_nothing_waited_for_makes_a_success_suspicious(cli: Cli, shell: str, left: bool) -> None:
+    """It was killed with its container, and the run ended as a bare Succeeded."""
+    (cli.folder / "done.py").write_text("")
+    code, text, status = ran(cli, "import time\nopen('begun', 'w').close()\ntime.sleep(99)", shell)
+    found = [one["reason"] for one in status.get("findings", ())]
+    assert (code, status["state"], found) == (0, "Succeeded", ["ExitCodeLost"] * left)
+    assert ("while `ddprun train.py` was running" in text.splitlines()[-1]) is left
+
+
 @pytest.mark.parametrize(("shell", "is_kept"), [("{0}; true", True), ("exec {0}", False)])
 def test_a_stop_that_a_shell_keeps_from_its_launcher_says_so(cli: Cli, shell: str, is_kept: bool) -> None:
     """The shell ends at once and the ranks are killed unsaved; the run ended with "stopped" and no reason."""
