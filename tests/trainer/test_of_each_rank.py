@@ -98,11 +98,12 @@ def test_what_is_the_same_on_all_ranks_is_kept_once(run_ranks: Any, tmp_path: Pa
     assert torch.load(file, weights_only=True)["ranks"] == {}
 
 
-@pytest.mark.parametrize("broadcast", [True, False])
+@pytest.mark.parametrize(("broadcast", "joins"), [(True, False), (False, False), (True, True)])
 def test_buffers_and_parameters_that_ddp_leaves_to_each_rank_are_its_own(
-    run_ranks: Any, tmp_path: Path, broadcast: bool
+    run_ranks: Any, tmp_path: Path, broadcast: bool, joins: bool
 ) -> None:
-    """A rank's adapter, with its momentum, must not become rank 0's."""
+    """A rank's adapter, with its momentum, must not become rank 0's. Nor its BatchNorm in `with model.join()`, where
+    DistributedDataParallel sends those of the last rank."""
 
     def made() -> tuple[Any, Any]:
         net = Centred()
@@ -118,7 +119,8 @@ def test_buffers_and_parameters_that_ddp_leaves_to_each_rank_are_its_own(
         model.module.centre.fill_(world.rank)
         with torch.no_grad():
             model.module.own.weight.fill_(world.rank)
-        saved(snapshot, 1, model=model, optimizer=optimizer)
+        with model.join(enable=joins):
+            saved(snapshot, 1, model=model, optimizer=optimizer)
 
     def load(world: Any, snapshot: ddpjob.Snapshot) -> list[float]:
         model, optimizer = made()
@@ -127,7 +129,7 @@ def test_buffers_and_parameters_that_ddp_leaves_to_each_rank_are_its_own(
         return [float(value.flatten()[0]) for value in (model.module.own.weight, model.module.centre, momentum)]
 
     in_ranks(run_ranks, tmp_path, "a", 2, save)
-    of_rank_1 = [1.0, 0.0 if broadcast else 1.0, 1.0]
+    of_rank_1 = [1.0, 1.0 if joins or not broadcast else 0.0, 1.0]
     assert in_ranks(run_ranks, tmp_path, "b", 2, load) == [[0.0, 0.0, 0.0], of_rank_1]
 
 

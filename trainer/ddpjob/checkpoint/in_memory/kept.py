@@ -23,11 +23,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddpjob.checkpoint.state import packed
-from ddpjob.checkpoint.state.of_each_rank import ignored, outermost, sends_buffers
+from ddpjob.checkpoint.state.of_each_rank import ignored, outermost, send_those_of_0, senders
 from ddpjob.checkpoint.state.state_dicts import copied, sharded, state_of, unwrapped
 from ddpjob.errors import StateError
 
@@ -70,14 +71,13 @@ class Kept:
         self._settings: dict[str, tuple[list[Any] | None, Any]] = {}  # see `settings`
         self._held: list[Any] = []
         self.by_value: list[str] = []  # names of plain values, which are captured when the script passes them
-        self.broadcast: list[str] = []
-        """Names of models whose buffers DistributedDataParallel broadcasts from rank 0 before each forward pass."""
+        self._senders: dict[str, list[DistributedDataParallel]] = {}
+        """The wrappers that send the buffers of each model."""
         self.called: list[torch.nn.Module] = []
         """Models as the script calls them: with the DistributedDataParallel wrapper if there is one."""
         for name, value in objects.items():
-            if isinstance(value, torch.nn.Module) and sends_buffers(value):
-                self.broadcast.append(name)
             if isinstance(value, torch.nn.Module):
+                self._senders[name] = senders(value)
                 self.called.append(outermost(value))
             self._add(name, unwrapped(value))
         parameters = {id(each): each for module, _ in self._modules.values() for each in module.parameters()}
@@ -107,6 +107,11 @@ class Kept:
         trained = [[p for p in module.parameters() if p.requires_grad] for module, _ in self._modules.values()]
         self.first_gradients = [its[-1] for its in trained if its]
         """The last parameter of each module: its gradient is usually the first one in a backward pass."""
+
+    @property
+    def broadcast(self) -> list[str]:
+        """Names of models whose buffers DistributedDataParallel broadcasts from rank 0 before each forward pass."""
+        return [name for name, wrappers in self._senders.items() if send_those_of_0(wrappers)]
 
     def _owned(self, parameters: Mapping[int, Any]) -> Iterator[tuple[Any, list[Any]]]:
         """Yield each optimizer with its parameters, then None with the parameters that no optimizer has."""

@@ -72,11 +72,17 @@ def out_of_step(of_0: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) ->
     return sorted({name for other in others for name in of_0 if other.get(name, of_0[name]) != of_0[name]})
 
 
-def sends_buffers(value: torch.nn.Module) -> bool:
-    """True if DistributedDataParallel sends rank 0's buffers of this model to all ranks before each forward pass."""
+def senders(value: torch.nn.Module) -> list[DistributedDataParallel]:
+    """The wrappers that send this model's buffers to all ranks before each forward pass; none if one does not."""
     inside = [each for each in value.modules() if isinstance(each, DistributedDataParallel)]
     wrappers = inside or [each for each in [_wrapper_of(_uncompiled(value))] if each is not None]
-    return bool(wrappers) and all(each.broadcast_buffers for each in wrappers)
+    return wrappers if all(each.broadcast_buffers for each in wrappers) else []
+
+
+def send_those_of_0(wrappers: Collection[DistributedDataParallel]) -> bool:
+    """True if rank 0's buffers are sent. Inside of `with model.join()` it is those of the highest rank that still has
+    data (DistributedDataParallel._sync_buffers, torch/nn/parallel/distributed.py, torch 2.13)."""
+    return bool(wrappers) and not any(each._join_config.enable for each in wrappers)
 
 
 def outermost(value: torch.nn.Module) -> torch.nn.Module:
@@ -115,7 +121,7 @@ def ignored(module: torch.nn.Module) -> list[str]:
 def _keys(model: torch.nn.Module) -> set[str]:
     """Names in the model's state that DistributedDataParallel does not make the same on all ranks."""
     module = unwrapped(model)
-    buffers = set() if sends_buffers(model) else {name for name, _ in module.named_buffers()}
+    buffers = set() if send_those_of_0(senders(model)) else {name for name, _ in module.named_buffers()}
     return buffers.union(ignored(module))
 
 
