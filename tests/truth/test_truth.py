@@ -60,8 +60,8 @@ LATE = (
     "(dropout, augmentation), nor what else differs between the ranks. Call save() on every rank."
 )
 PLACES = (
-    "ddpjob: scheduler: changed between should_stop() and the next optimizer.step(). A restart within such a step does "
-    "not use the memory, and a restart goes on from the last save"
+    "ddpjob: scheduler: changed between should_stop() or keep() and the next optimizer.step(). A restart within such a "
+    "step does not use the memory, and a restart goes on from the last save"
 )
 STRUCK = "STRUCK top 22 1 KILL"
 FROM_FOLDER = "ddpjob: resumed at step 20 from /ckpt"

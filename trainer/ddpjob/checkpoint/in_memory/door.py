@@ -185,7 +185,7 @@ class InMemory:
         """The script has named them as the state of this step. kept_alone: by `keep`."""
         if self._keeper is not None:
             self._keeper.register(objects)
-            self._keeper.boundary(step, named=True, saved=not kept_alone)
+            self._keeper.boundary(step, named=True, saved=not kept_alone, kept_alone=kept_alone)
 
 
 def _refuse(name: str) -> None:

@@ -227,10 +227,11 @@ class Keeper:
             self.shared.node[PROVEN] = self.shared.proven_elsewhere
         self.shared.loaded, self._proofs_left = held._replace(loads=held.loads + 1), self._proofs_needed
 
-    def boundary(self, step: int, *, named: bool = False, saved: bool = False) -> None:
+    def boundary(self, step: int, *, named: bool = False, saved: bool = False, kept_alone: bool = False) -> None:
         """Parameters and optimizer state are those of this step.
 
         named: the script passed everything that is kept, plain values too. saved: `save` made this boundary.
+        kept_alone: `keep` made it.
         """
         if self._unmarked:
             for steps in self._unmarked[: 1 + named]:
@@ -253,7 +254,7 @@ class Keeper:
             self.forget_assumed()
             return
         try:  # not `_guarded`, here and in the hooks: it would cost a tenth of a boundary's time
-            self._take_in(kept, int(step), named=named, must_copy=must_copy)
+            self._take_in(kept, int(step), named=named, must_copy=must_copy, but=kept.idle if kept_alone else ())
         except Exception as error:
             self.give_up(error)
 
@@ -277,7 +278,7 @@ class Keeper:
         self._is_copied |= not self._has_other(step)
         return True
 
-    def _take_in(self, kept: Kept, step: int, *, named: bool, must_copy: bool) -> None:
+    def _take_in(self, kept: Kept, step: int, *, named: bool, must_copy: bool, but: Collection[str]) -> None:
         self.thread = threading.get_ident()
         kept.check_gone()
         if self._makers.boundary():
@@ -286,7 +287,7 @@ class Keeper:
                 "with LBFGS or a second optimizer: a rank that fails there leaves no whole state"
             )
         rng, settings = random_states.compact(), kept.settings()
-        self._learn(kept, step, self._watched_with(kept, random_states.mark(rng), settings), named=named)
+        self._learn(kept, step, self._watched_with(kept, random_states.mark(rng), settings), named=named, but=but)
         if not self._copies_instead and (self._stepped or named):
             self._note(kept, step, rng, settings)
         elif self._stepped:
@@ -348,20 +349,21 @@ class Keeper:
         self._notices_begin, self._begun = True, random_states.mark(random_states.compact()) if is_read else marked
         self.shared.cells[LOOSE] = 0 if is_trusted or self._begun == marked else self._noted
 
-    def _learn(self, kept: Kept, step: int, values: Mapping[str, Any], *, named: bool) -> None:
-        """Learn where in its loop the script changes small values, and which buffers its forward pass changes."""
+    def _learn(self, kept: Kept, step: int, values: Mapping[str, Any], *, named: bool, but: Collection[str]) -> None:
+        """Learn where in its loop the script changes small values, and which buffers its forward pass changes. but:
+        see `Places.boundary`."""
         places = self.places
         if places.is_open and not named:
             return
         self._begun = None
         if places.is_open:
-            if new := places.named(values, {kept.changed()} - {""}):
-                self._tell_of_places(new, f"between should_stop({step}) and save({step})")
+            if new := places.named(values, {kept.changed()} - {""}, but=but):
+                self._tell_of_places(new, f"between should_stop({step}) or keep({step}, …) and save({step})")
             self.shared.cells[LOOSE] = 0
             return
         places.after_save(kept.samplers())
         self._check_samplers(kept, values)
-        places.boundary(values, named=named)
+        places.boundary(values, named=named, but=but)
         self.shared.cells[LOOSE] = 0 if named or not places.suspects(RANDOM) else step
         if not self.on_device:
             self._early.check_buffers(kept, self.shared)
@@ -393,10 +395,10 @@ class Keeper:
             self.copies.give_up_last()
         self._loose_steps = self._loose_steps + 1 if self.places.loose else 0
         if new:
-            self._tell_of_places(new, "between should_stop() and the next optimizer.step()")
+            self._tell_of_places(new, "between should_stop() or keep() and the next optimizer.step()")
         if self._loose_steps == LOOSE_STEPS:
             names = ", ".join(sorted(self.places.loose))
-            self._tell_not_kept(f"{names}: changed between should_stop() and the next optimizer.step()")
+            self._tell_not_kept(f"{names}: changed between should_stop() or keep() and the next optimizer.step()")
 
     def _check_number(self, step: int, named: bool) -> None:
         """Check that the step number is the one that `save` would be given, because `load` would return it."""

@@ -6,10 +6,11 @@ The memory has them as they were at the last boundary. Three places are possible
     before save()        between should_stop(step) and save(step): a folder has the change, the boundary has not
     after save()         at the top of the loop: neither has it, and the script makes it again after a restart
 
-A boundary that save() or keep() names is what a folder has, so it counts whatever follows. One that should_stop marks
-counts if nothing has changed since, except objects that are known to change after save(). A script that changes
-something before save(), or may do so, could have more to do at any such boundary. There it counts only once the next
-step has begun: see `is_settled`.
+A boundary that save() names is what a folder has, so it counts whatever follows. One that keep() names does, too, but
+not for schedulers: a scheduler that is stepped after keep() would be one step behind after a restart, which a folder
+written at the end of an epoch is not. One that should_stop marks counts if nothing has changed since, except objects
+that are known to change after save(). A script that changes something before save(), or may do so, could have more to
+do at any such boundary. There it counts only once the next step has begun: see `is_settled`.
 
 Settings of an optimizer, or random numbers, that change at two steps in a row are taken for a learning rate that is set
 at the top of the loop, or for augmentation there, until a save() shows otherwise. Without that, the commonest scripts
@@ -38,30 +39,34 @@ class Places:
         """True from a boundary to the next optimizer step."""
         self.is_named = False
         """True if save() or keep() has named the state of that boundary."""
+        self._unnamed: set[str] = set()  # schedulers, if keep() alone has named it
         self.moved: set[str] = set()
         """Names that have changed between should_stop(step) and save(step), of that boundary."""
         self.loose: set[str] = set()
         """Names for which the last boundary did not have what a folder would have."""
 
-    def boundary(self, values: Mapping[str, Any], *, named: bool) -> None:
-        """The first boundary after a step."""
+    def boundary(self, values: Mapping[str, Any], *, named: bool, but: Collection[str] = ()) -> None:
+        """The first boundary after a step. but: names for which `named` does not count."""
         if self._started is not None:
             known = self._within
             self._within |= moved(self._started, {name: each for name, each in values.items() if name not in known})
             self._started = None
         self.marked, self.is_named, self.is_open, self.moved = values, named, True, set()
+        self._unnamed = set(but)
 
-    def named(self, values: Mapping[str, Any], also: Collection[str] = ()) -> set[str]:
+    def named(self, values: Mapping[str, Any], also: Collection[str] = (), *, but: Collection[str] = ()) -> set[str]:
         """save() or keep() names the state that was marked before. Return the names that are learned to be misplaced.
-        also: what has changed besides."""
+        also: what has changed besides. but: see `boundary`."""
         found = moved(self.marked, values) | set(also)
-        if self.is_named:
-            self.marked, self.moved = values, found
-            return set()
-        new = found - self._before_save
-        self._before_save |= found
-        self.marked, self.is_named, self.moved = values, True, found
+        misplaced = self._of_open(found)
+        new = misplaced - self._before_save
+        self._before_save |= misplaced
+        self.marked, self.is_named, self.moved, self._unnamed = values, True, found, set(but)
         return new
+
+    def _of_open(self, names: Collection[str]) -> set[str]:
+        """Those of the names for which the last boundary does not count whatever follows."""
+        return self._unnamed & set(names) if self.is_named else set(names)
 
     def step(self, values: Mapping[str, Any], optimizers: Collection[str] = ()) -> set[str]:
         """Called before an optimizer's step. Return names that were not known to change after a boundary. optimizers:
@@ -69,9 +74,10 @@ class Places:
         found = moved(self.marked, values)
         self._started, self.is_open, self.loose = values, False, set()
         if self.is_named:
-            self._after_save |= found
+            self._after_save |= found - self._unnamed
             self._unknown -= self._after_save
-            return set()
+            if not (found := self._of_open(found)):
+                return set()
         self.loose = found - (self._after_save - self._before_save)
         before, self._rates = self._rates, set()
         if self.loose and self.loose <= set(optimizers) - self._before_save - self._unknown:
@@ -99,11 +105,9 @@ class Places:
 
     def unsettled(self, values: Mapping[str, Any]) -> list[str]:
         """Names for which the last boundary does not have what a folder would have."""
-        if self.is_named:
-            return []
-        return sorted(moved(self.marked, values) - (self._after_save - self._before_save))
+        return sorted(self._of_open(moved(self.marked, values)) - (self._after_save - self._before_save))
 
     def is_settled(self, schedulers: Iterable[str]) -> bool:
         """True if nothing is known to follow a boundary before the next step begins. schedulers: names of objects that
         a script is sure to step somewhere: between a boundary and the next step, if it was nowhere else so far."""
-        return self.is_named or not (self._before_save or self._unknown or set(schedulers) - self._within)
+        return not self._of_open(self._before_save | self._unknown | (set(schedulers) - self._within))

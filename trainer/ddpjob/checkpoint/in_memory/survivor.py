@@ -191,13 +191,13 @@ class Survivor:
         places, why = self._keeper.places, ""
         try:
             if names := places.unsettled(self._keeper.watched(kept)):
-                why = f"{', '.join(names)}: changed after should_stop()"
+                why = f"{', '.join(names)}: changed after should_stop() or keep()"
         except RuntimeError:  # the script is changing a dict while this thread reads it
             return None if self._has_time(began, 0.5) else UNABLE
         if not why and not places.is_settled(kept.idle) and not self._is_in_step():
             if self._has_time(began, 0.5):
                 return None
-            why = "the script is between should_stop() and the next step, where more may follow"
+            why = "the script is between should_stop() or keep() and the next step, where more may follow"
         if why:
             process.log(f"the state is not written: {why}")
         return UNABLE if why else SAVED
