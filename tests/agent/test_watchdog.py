@@ -245,7 +245,7 @@ def test_the_rank_that_did_not_come_to_the_collective_is_named(launcher: Launche
 TIMES_OUT = """
 import datetime, os, time
 import torch, torch.distributed as dist
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=3))
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=8))
 life, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), dist.get_rank()
 def load_batch():
     time.sleep(1000)
