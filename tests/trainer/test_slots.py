@@ -11,10 +11,12 @@ import numpy
 import pytest
 import torch
 
+from ddpjob.checkpoint.in_memory import recall
 from ddpjob.checkpoint.in_memory.kept import Kept
 from ddpjob.checkpoint.in_memory.shared import Shared
-from ddpjob.checkpoint.in_memory.slots import Slots
+from ddpjob.checkpoint.in_memory.slots import PLACE, Slots
 from ddpjob.checkpoint.state import random_states
+from ddpjob.errors import StateError
 from ddpjob_core.memory import EARLY
 from ddprun.memory import Memory
 
@@ -145,3 +147,13 @@ def test_a_script_that_closes_all_descriptors_keeps_its_state(rank: Rank) -> Non
         rank.kept.objects["model"][1].running_mean.add_(1)
         os._exit(0 if all(rank.writes_the_truth() for _ in range(3)) else 1)
     assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_rank_that_lost_its_own_buffers_gets_those_of_no_other() -> None:
+    """Where DistributedDataParallel sends no buffers, rank 0's would be taken for its own, and nobody would see it."""
+    place = {"of_0": [], "own": ["model"], "models": ["model"]}
+    first = {"small": {"model": {"centre": 1}, PLACE: place}}
+    with pytest.raises(StateError, match="model: this rank was lost with buffers of its own"):
+        recall._small(None, None, first, None)
+    early = {"small": {"model": {"centre": 2}}}
+    assert recall._small(None, early, first, None) == early["small"]

@@ -416,6 +416,8 @@ class _Writer:
         ]
         if self.has("buffers", "of_each_rank", "of_rank_0"):
             lines.append('        self.register_buffer("centre", torch.zeros(16))')
+        if self.has("buffers", "of_each_rank"):
+            lines.append('        self.register_buffer("shift", torch.zeros(1))')
         if self.has("parameters", "ignored_by_ddp"):
             lines.append("        self.own = torch.nn.Linear(16, 1)")
         if self.has("parameters", "thawed", "thawed_group"):
@@ -427,6 +429,8 @@ class _Writer:
                 "            with torch.no_grad(): self.centre.mul_(0.9).add_(a.mean(0), alpha=0.1)",
                 "        a = a - self.centre",
             ]
+        if self.has("buffers", "of_each_rank"):
+            lines.append("        a = a + self.shift")
         if before:
             lines.append(f"        {before}")
         result = "self.body(a)"
@@ -441,6 +445,8 @@ class _Writer:
 
     def construction(self) -> str:
         lines = ["torch.manual_seed(1)", "step = 0", "net = Net()"]
+        if self.has("buffers", "of_each_rank"):
+            lines.append("net.shift.fill_(0.01 * world.rank)  # no forward pass changes it")
         if self.has("parameters", "ignored_by_ddp"):
             lines.append('DDP._set_params_and_buffers_to_ignore_for_model(net, ["own.weight", "own.bias"])')
         options = ["broadcast_buffers=False"] if self.has("buffers", "of_each_rank") else []

@@ -154,6 +154,15 @@ WERE_WRONG = (
     {"mark": "stop_top"},
     {"optimizer": "zero"},
     {"model": "dropout", "data": "plain_loader"},
+    {"scheduler": "step", "scheduler_at": "marked", "mark": "keep", "save": "epoch_end"},
+    {"buffers": "of_rank_0", "join": "yes"},
+    {
+        "model": "batchnorm",
+        "buffers": "of_each_rank",
+        "evaluation": "all_ranks",
+        "evaluation_by": "random",
+        "mark": "keep",
+    },
 )
 FIVE = (
     Kill("forward", 8, 0, "KILL"),

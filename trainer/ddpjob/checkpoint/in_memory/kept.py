@@ -73,12 +73,15 @@ class Kept:
         self.by_value: list[str] = []  # names of plain values, which are captured when the script passes them
         self._senders: dict[str, list[DistributedDataParallel]] = {}
         """The wrappers that send the buffers of each model."""
+        self._wrapped: set[str] = set()
         self.called: list[torch.nn.Module] = []
         """Models as the script calls them: with the DistributedDataParallel wrapper if there is one."""
         for name, value in objects.items():
             if isinstance(value, torch.nn.Module):
                 self._senders[name] = senders(value)
                 self.called.append(outermost(value))
+                if isinstance(self.called[-1], DistributedDataParallel):
+                    self._wrapped.add(name)
             self._add(name, unwrapped(value))
         parameters = {id(each): each for module, _ in self._modules.values() for each in module.parameters()}
         for optimizer in self._living():
@@ -112,6 +115,11 @@ class Kept:
     def broadcast(self) -> list[str]:
         """Names of models whose buffers DistributedDataParallel broadcasts from rank 0 before each forward pass."""
         return [name for name, wrappers in self._senders.items() if send_those_of_0(wrappers)]
+
+    @property
+    def with_own_buffers(self) -> set[str]:
+        """Names of models in DistributedDataParallel of which each rank may have other buffers."""
+        return self._wrapped - set(self.broadcast)
 
     def _owned(self, parameters: Mapping[int, Any]) -> Iterator[tuple[Any, list[Any]]]:
         """Yield each optimizer with its parameters, then None with the parameters that no optimizer has."""

@@ -426,7 +426,8 @@ class Keeper:
         sample = 0 if self.on_device else kept.sample()
         moved_ones = sorted(self.places.moved)
         place = {"named": self.places.is_named, "moved": moved_ones, "sample": sample}
-        return {PLACE: place | {"of_0": kept.broadcast, "models": kept.models, "known": kept.known}}
+        place |= {"of_0": kept.broadcast, "own": sorted(kept.with_own_buffers), "models": kept.models}
+        return {PLACE: place | {"known": kept.known}}
 
     def _copy(self, own: Copies, at: Boundary) -> None:
         if own.instead and not self._stepped:

@@ -147,10 +147,17 @@ def fetch(
 
 def _small(own: Any, early: Any, first: Any, of_0: Any) -> dict[str, Any]:
     """What is small: this rank's own, or if that is lost what the first rank has that has its own. Buffers are then
-    those of rank 0, as DistributedDataParallel sends them, but for those that this rank's forward pass has changed."""
+    those of rank 0, as DistributedDataParallel sends them, but for those that this rank's forward pass has changed.
+
+    Raise StateError if the rank had buffers of its own, and all that it wrote is lost.
+    """
     small: dict[str, Any] = {**(first if own is None else own)["small"]}
-    place = small.pop(PLACE, {"of_0": [], "models": []})
+    place = small.pop(PLACE, {"of_0": [], "own": [], "models": []})
     if own is None:
+        if early is None and (lost := [name for name in place["own"] if small.get(name)]):
+            raise StateError(
+                f"{', '.join(lost)}: this rank was lost with buffers of its own, before it had marked the step"
+            )
         for source, names in ((of_0, place["of_0"]), (early, place["models"])):
             others = {} if source is None else source["small"]
             small |= {name: {**small[name], **others[name]} for name in names if name in others}

@@ -36,7 +36,8 @@ class Early:
         self._is_useful = True
         self._rng: dict[str, Any] | None = None  # random states before the last step
         self._content: dict[tuple[str, str], Any] = {}  # buffers at the last boundary
-        self._forwarded: dict[tuple[str, str], Any] = {}  # those that the forward pass changed, as they were after it
+        # Those that the forward pass changed, as they were after it; all where each rank has its own.
+        self._forwarded: dict[tuple[str, str], Any] = {}
 
     def give_up(self, shared: Shared) -> None:
         """It does not have what the next boundary has."""
@@ -64,6 +65,7 @@ class Early:
         self._rng = rng
         step, content = shared.cells[CLOCK] // 2 + 1, kept.buffers_as_they_are()
         # A weight average that is updated after the step is one step older here than on the ranks that finish the step.
-        self._forwarded = {key: what for key, what in content.items() if what != self._content.get(key)}
+        own, before = kept.with_own_buffers, self._content
+        self._forwarded = {key: what for key, what in content.items() if key[0] in own or what != before.get(key)}
         unchanged = content.keys() - self._forwarded.keys()
         slots.write(EARLY, step, kept, rng, kept.buffers(unchanged))
