@@ -14,7 +14,7 @@ import torch
 from ddpjob.checkpoint.in_memory import recall
 from ddpjob.checkpoint.in_memory.kept import Kept
 from ddpjob.checkpoint.in_memory.shared import Shared
-from ddpjob.checkpoint.in_memory.slots import PLACE, Slots
+from ddpjob.checkpoint.in_memory.slots import PLACE, Early, Slots
 from ddpjob.checkpoint.state import random_states
 from ddpjob.errors import StateError
 from ddpjob_core.memory import EARLY
@@ -157,3 +157,15 @@ def test_a_rank_that_lost_its_own_buffers_gets_those_of_no_other() -> None:
         recall._small(None, None, first, None)
     early = {"small": {"model": {"centre": 2}}}
     assert recall._small(None, early, first, None) == early["small"]
+
+
+def test_an_average_of_weights_that_counts_after_the_first_step_costs_no_random_states() -> None:
+    """A killed rank got other random numbers in each script with torch's AveragedModel."""
+    average = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(1, 1))
+    rank, early = Rank(average=average), Early()
+    for _ in range(2):
+        early.write(rank.kept, rank.slots, rank.shared, in_backward=True)
+        average.n_averaged.add_(1)
+        early.check_buffers(rank.kept, rank.shared)
+        early.boundary(rank.kept, random_states.compact(), rank.shared)
+    assert rank.shared.slot_version(EARLY) is not None

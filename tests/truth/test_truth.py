@@ -156,6 +156,7 @@ WERE_WRONG = (
     {"model": "dropout", "data": "plain_loader"},
     {"scheduler": "step", "scheduler_at": "marked", "mark": "keep", "save": "epoch_end"},
     {"buffers": "of_rank_0", "join": "yes"},
+    {"average": "averaged_model", "draws": "python"},
     {
         "model": "batchnorm",
         "buffers": "of_each_rank",

@@ -73,7 +73,8 @@ class Kept:
         self.by_value: list[str] = []  # names of plain values, which are captured when the script passes them
         self._senders: dict[str, list[DistributedDataParallel]] = {}
         """The wrappers that send the buffers of each model."""
-        self._wrapped: set[str] = set()
+        self.wrapped: set[str] = set()
+        """Names of models in DistributedDataParallel."""
         self.called: list[torch.nn.Module] = []
         """Models as the script calls them: with the DistributedDataParallel wrapper if there is one."""
         for name, value in objects.items():
@@ -81,7 +82,7 @@ class Kept:
                 self._senders[name] = senders(value)
                 self.called.append(outermost(value))
                 if isinstance(self.called[-1], DistributedDataParallel):
-                    self._wrapped.add(name)
+                    self.wrapped.add(name)
             self._add(name, unwrapped(value))
         parameters = {id(each): each for module, _ in self._modules.values() for each in module.parameters()}
         for optimizer in self._living():
@@ -118,8 +119,8 @@ class Kept:
 
     @property
     def with_own_buffers(self) -> set[str]:
-        """Names of models in DistributedDataParallel of which each rank may have other buffers."""
-        return self._wrapped - set(self.broadcast)
+        """Names of wrapped models of which each rank may have other buffers."""
+        return self.wrapped - set(self.broadcast)
 
     def _owned(self, parameters: Mapping[int, Any]) -> Iterator[tuple[Any, list[Any]]]:
         """Yield each optimizer with its parameters, then None with the parameters that no optimizer has."""

@@ -35,7 +35,7 @@ class Early:
     def __init__(self) -> None:
         self._is_useful = True
         self._rng: dict[str, Any] | None = None  # random states before the last step
-        self._content: dict[tuple[str, str], Any] = {}  # buffers at the last boundary
+        self._content: dict[tuple[str, str], Any] | None = None  # buffers at the last boundary
         # Those that the forward pass changed, as they were after it; all where each rank has its own.
         self._forwarded: dict[tuple[str, str], Any] = {}
 
@@ -65,7 +65,9 @@ class Early:
         self._rng = rng
         step, content = shared.cells[CLOCK] // 2 + 1, kept.buffers_as_they_are()
         # A weight average that is updated after the step is one step older here than on the ranks that finish the step.
-        own, before = kept.with_own_buffers, self._content
+        before, own = self._content, kept.with_own_buffers
+        if before is None:  # before the first boundary nobody knows which ones the forward pass changes
+            before, own = content, kept.wrapped
         self._forwarded = {key: what for key, what in content.items() if key[0] in own or what != before.get(key)}
         unchanged = content.keys() - self._forwarded.keys()
         slots.write(EARLY, step, kept, rng, kept.buffers(unchanged))
