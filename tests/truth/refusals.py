@@ -64,6 +64,12 @@ def _augmented(_: re.Match[str], recipe: Recipe) -> Iterator[Part]:
         yield from _model(recipe)
 
 
+def _seeds_of_loaders(recipe: Recipe) -> Iterator[Part]:
+    """The generator from which a DataLoader draws a seed once more in a restart, if the training draws nothing else."""
+    if recipe["data"] == "plain_loader" and "torch" not in _drawn_from(recipe):
+        yield from (Part(rank, "torch") for rank in (0, 1))
+
+
 def _torch(_: re.Match[str], __: Recipe) -> Iterator[Part]:
     yield from (Part(rank, "torch") for rank in (0, 1))
 
@@ -103,7 +109,7 @@ def excused(log: str, recipe: Recipe, *, at_restart: bool = False, late: bool = 
     resumed = list(_RESUMED.finditer(log if late else after))
     is_from_folder = any("the memory on" not in (one["where"] or "") for one in resumed)
     before_it_is_read = before if late else before + after[: resumed[0].start()] if resumed else before
-    parts: set[Part] = set()
+    parts = set(_seeds_of_loaders(recipe))
     sentences = []
     for one in _SENTENCES:
         where = (log if late else after) if one.at_restart else before_it_is_read if one.of_folder else before
