@@ -169,3 +169,14 @@ def test_an_average_of_weights_that_counts_after_the_first_step_costs_no_random_
         early.check_buffers(rank.kept, rank.shared)
         early.boundary(rank.kept, random_states.compact(), rank.shared)
     assert rank.shared.slot_version(EARLY) is not None
+
+
+def test_numbers_drawn_before_the_first_save_names_other_objects_cost_no_random_states() -> None:
+    """load() names the model alone, and ten steps later a save() has an average too."""
+    rank, early = Rank(), Early()
+    early.write(rank.kept, rank.slots, rank.shared, in_backward=True)
+    random.random()
+    early.forget()
+    early.boundary(rank.kept, random_states.compact(), rank.shared)
+    early.write(rank.kept, rank.slots, rank.shared, in_backward=True)
+    assert rank.shared.slot_version(EARLY) is not None

@@ -172,6 +172,7 @@ class Keeper:
             if not self._proofs_left:
                 self._to("proven")
             self.shared.cells[CLOCK] |= 1
+        self._early.forget()
         for hook in self._hooks:
             hook.remove()
         self._hooks = [

@@ -44,6 +44,10 @@ class Early:
         self._is_useful = False
         shared.forget_slot(EARLY)
 
+    def forget(self) -> None:
+        """Forget the last step: it was of other objects."""
+        self._rng, self._content, self._forwarded = None, None, {}
+
     def boundary(self, kept: Kept, rng: dict[str, Any], shared: Shared) -> None:
         """The next boundary. rng: its random states: those drawn after the gradients are not known before them."""
         if self._is_useful and self._rng is not None and rng != self._rng:
