@@ -19,9 +19,18 @@ from ddprun import main
 main()
 """
 TRAIN = """
-import hashlib, os, time
+import hashlib, os, threading, time
 import torch
 import ddpjob
+
+def takes_room():
+    return any(thread.name == "ddpjob-memory-room" for thread in threading.enumerate())
+
+def has_next_fork_server():
+    # Which has imported torch too: until the one before it is gone, 100 MiB more are in use.
+    with open(os.environ["CGROUP_PROCS"]) as procs:
+        pids = [int(line) for line in procs]
+    return len(pids) == 3 and max(pids) != os.getpid()
 
 def leave(room):
     with open(os.environ["CGROUP_USED"]) as used, open(os.environ["CGROUP_LIMIT"], "r+") as limit:
@@ -46,9 +55,11 @@ with ddpjob.init() as world:
         step += 1
         ddpjob.should_stop(step)
         if step == 2 and generation == 0 and "ROOM" in os.environ:
+            while not has_next_fork_server():
+                time.sleep(0.01)
             before = leave(int(os.environ["ROOM"]))
         if step == 5 and generation == 0 and "ROOM" in os.environ:
-            while not ddpjob.process.current.not_kept:
+            while not ddpjob.process.current.not_kept or takes_room():
                 time.sleep(0.01)
             with open(os.environ["CGROUP_LIMIT"], "w") as limit:
                 limit.write(before)  # a save has a copy of its own
