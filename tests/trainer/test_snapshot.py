@@ -124,6 +124,14 @@ def test_a_step_that_names_no_file_is_refused(tmp_path, step):
         ddpjob.Snapshot(tmp_path).save(step)
 
 
+def test_objects_without_a_name_are_refused_and_the_call_with_a_name_is_shown(tmp_path):
+    """The habit of torch.save(model, …): Python's own message counts positional arguments, and names no fix."""
+    snapshot, model = ddpjob.Snapshot(tmp_path), torch.nn.Linear(1, 1)
+    for call in (lambda: snapshot.save(1, model), lambda: snapshot.keep(1, model), lambda: snapshot.load(model)):
+        with pytest.raises(TypeError, match=r"needs a name for each object, .*model=model.* Linear"):
+            call()
+
+
 def test_a_name_that_was_not_saved_is_an_error_and_nothing_is_changed(tmp_path):
     saved(ddpjob.Snapshot(tmp_path), 1, weights=torch.ones(2))
     weights = torch.zeros(2)

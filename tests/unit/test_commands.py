@@ -15,6 +15,7 @@ import yaml
 from click.testing import CliRunner
 
 from ddpjob_cli.commands.main import cli
+from ddpjob_cli.local.kept.run_folder import RunFolder
 from ddpjob_operator.job import schema
 from ddpjob_operator.kube import program
 
@@ -77,6 +78,17 @@ def test_a_shell_that_loads_the_script_is_offered_the_commands_and_options() -> 
         }  # fmt: skip
         done = subprocess.run(program_, env=environ, capture_output=True, text=True, timeout=60, check=False)
         assert done.stdout.splitlines() == [offered], done.stderr
+
+
+@pytest.mark.parametrize("command", ["logs", "stacks", "report"])
+def test_a_shell_is_offered_the_runs_of_this_machine(command: str, tmp_path: Path) -> None:
+    """Names of runs are long, and `ddpjob list` for each of them is a detour."""
+    for name in ("digits-long", "digits", "other"):
+        RunFolder(name, tmp_path).close()
+    typed = ["ddpjob", command, "--dir", str(tmp_path), "dig"]
+    asked = {"_DDPJOB_COMPLETE": "bash_complete", "COMP_WORDS": " ".join(typed), "COMP_CWORD": str(len(typed) - 1)}
+    done = CliRunner().invoke(cli, prog_name="ddpjob", env=asked)
+    assert done.output.split() == ["plain,digits", "plain,digits-long"]
 
 
 # ---- the schema for editors

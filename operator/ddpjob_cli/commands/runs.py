@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import datetime as dt
     from pathlib import Path
 
+    from click.shell_completion import CompletionItem
+
     from ddpjob_cli.commands.logs import LogSource
     from ddpjob_cli.local.kept.runs import Run
 
@@ -21,6 +23,25 @@ FOLDER = click.option(
     "--dir", "folder", metavar="DIR", type=sections.AsPath(file_okay=False),
     help="The --logs of the runs.  [~/.local/state/ddpjob]",
 )  # fmt: skip
+
+
+class RunName(JobName):
+    """A job that has run on this machine, or one of the cluster."""
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Return the jobs of this machine's runs; those of the cluster where it is named, or none of these fits."""
+        from click.shell_completion import CompletionItem
+
+        from ddpjob_cli.local.kept import run_folder
+
+        in_cluster = any(ctx.params.get(name) for name in ("in_cluster", "context", "namespace", "kubeconfig"))
+        names = set() if in_cluster else {name for name, _ in run_folder.folders(ctx.params.get("folder"))}
+        here = [CompletionItem(name) for name in sorted(names) if name.startswith(incomplete)]
+        has_cluster = "namespace" in ctx.params  # `report` has none
+        return here if here or not has_cluster else super().shell_complete(ctx, param, incomplete)
+
+
+RUN = click.argument("job", type=RunName(), required=False)
 
 
 @click.command("list", short_help="List the runs of this machine.", epilog="Example: ddpjob list -o wide")
@@ -48,7 +69,7 @@ def list_runs(output: str, folder: Path | None) -> int:
 @click.command(
     short_help="Print what the nodes of a run have printed.", epilog="Example: ddpjob logs digits --rank 1 --follow"
 )
-@click.argument("job", type=JobName(), required=False)
+@RUN
 @click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Of the node on which this rank runs.")
 @click.option("--node", type=click.IntRange(min=0), metavar="N", help="Of this node.")
 @click.option("--attempt", type=click.IntRange(min=1), metavar="A", help="Of this attempt.  [the last]")
@@ -96,7 +117,7 @@ def logs(
 @click.command(
     short_help="Print the report of a run, as one HTML page.", epilog="Example: ddpjob report digits > run.html"
 )
-@click.argument("job", required=False)
+@RUN
 @FOLDER
 def report(job: str | None, folder: Path | None) -> int:
     """Print the report of JOB's last run as one HTML page; without JOB, of the last run of any job.
@@ -113,7 +134,7 @@ def report(job: str | None, folder: Path | None) -> int:
 
 
 @click.command(short_help="Show where the ranks of a job are.", epilog="Example: ddpjob stacks digits --rank 1")
-@click.argument("job", type=JobName(), required=False)
+@RUN
 @click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Of this rank.")
 @click.option("--cluster", "in_cluster", is_flag=True, help="Of a job in a cluster, as -n and --context say, too.")
 @FOLDER

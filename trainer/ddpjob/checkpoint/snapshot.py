@@ -47,7 +47,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -169,7 +169,7 @@ class Snapshot:
 
     # ---- save ----------------------------------------------------------------------------------------------
 
-    def save(self, step: int, **state: Any) -> None:
+    def save(self, step: int, *unnamed: NoReturn, **state: Any) -> None:
         """Save the state under this step. Returns when it is copied to the CPU; a thread writes the file.
 
         step   number of steps made so far, at least 1.
@@ -184,6 +184,7 @@ class Snapshot:
         Raises StateError for values that could not be read back, Superseded if a newer attempt owns the folder, and
         SnapshotError if another process or job is using it.
         """
+        _want_names("save(step, ", unnamed)
         step = _checked_step(step)
         # on every rank: otherwise rank 0 would find it inside a collective that the others do not call
         refuse_sharded(state)
@@ -203,13 +204,14 @@ class Snapshot:
         with pause("save"):
             self._save(step, state)
 
-    def keep(self, step: int, **state: Any) -> None:
+    def keep(self, step: int, *unnamed: NoReturn, **state: Any) -> None:
         """Keep the state of this step in memory without writing a file. Does nothing without ddprun.
 
         Call it on every rank after each optimizer step, with the arguments of `save`. It waits for nothing.
         `should_stop(step)` does the same for objects. Plain values need this call, because they are captured when you
         pass them.
         """
+        _want_names("keep(step, ", unnamed)
         step = _checked_step(step)
         refuse_sharded(state)
         self._name_end_of_epoch(step, state)
@@ -538,7 +540,7 @@ class Snapshot:
 
     # ---- load ----------------------------------------------------------------------------------------------
 
-    def load(self, **objects: Any) -> int:
+    def load(self, *unnamed: NoReturn, **objects: Any) -> int:
         """Restore the newest complete state and return its step; 0 if there is none. Call it on every rank.
 
         objects  under the names given to `save`: objects with load_state_dict(), dicts (filled in place) or tensors
@@ -549,6 +551,7 @@ class Snapshot:
         before it is used. Raises on all ranks: StateError if a name was not saved, Superseded if a newer attempt owns
         the folder.
         """
+        _want_names("load(", unnamed)
         refuse_sharded(objects)
         self._finish()
         if self.rank == 0:
@@ -891,6 +894,15 @@ def _ranks(ranks: Sequence[int]) -> str:
 def _seeded(ranks: Sequence[int]) -> str:
     """Suffix for the origin of a state in which these ranks' random states are missing."""
     return f" (random states of {_ranks(ranks)} were lost, and are seeded the same way at each resume)" if ranks else ""
+
+
+def _want_names(call: str, unnamed: Sequence[object]) -> None:
+    """TypeError for objects without the name under which they are saved."""
+    if unnamed:
+        kinds = ", ".join(type(value).__name__ for value in unnamed)
+        raise TypeError(
+            f"{call}…) needs a name for each object, for example {call}model=model), and was given: {kinds}"
+        )
 
 
 def _checked_step(step: Any) -> int:
