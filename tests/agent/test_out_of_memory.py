@@ -26,11 +26,15 @@ import ddpjob
 def takes_room():
     return any(thread.name == "ddpjob-memory-room" for thread in threading.enumerate())
 
+def processes():
+    with open(os.environ["CGROUP_PROCS"]) as procs:
+        return {int(line) for line in procs}
+
+at_first = processes()  # the agent, its fork server, this rank
+
 def has_next_fork_server():
     # Which has imported torch too: until the one before it is gone, 100 MiB more are in use.
-    with open(os.environ["CGROUP_PROCS"]) as procs:
-        pids = [int(line) for line in procs]
-    return len(pids) == 3 and max(pids) != os.getpid()
+    return len(processes() - at_first) == len(at_first - processes()) == 1
 
 def leave(room):
     with open(os.environ["CGROUP_USED"]) as used, open(os.environ["CGROUP_LIMIT"], "r+") as limit:
