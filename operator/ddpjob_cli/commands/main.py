@@ -64,7 +64,6 @@ class _Run(script_words.ScriptCommand, sections.Brief):
 @_rare("--job", metavar="NAME", help="of many")
 @_rare("--report", type=sections.AsPath(dir_okay=False), help="HTML")
 @_rare("--status", type=sections.AsPath(dir_okay=False), help="JSON")
-@_rare("--metrics-file", "metrics", type=sections.AsPath(dir_okay=False), help="metrics")
 @_rare("--logs", type=sections.AsPath(file_okay=False), help="of all runs", metavar="DIR")
 @_rare("--plain", is_flag=True, help="no table")
 @_rare("--allow-unsupported", is_flag=True, help="ignore fields")
@@ -82,7 +81,6 @@ def run(
     settings: tuple[str, ...],
     variables: tuple[str, ...],
     status: Path | None,
-    metrics: Path | None,
     report: Path | None,
     logs: Path | None,
     failures: tuple[str, ...],
@@ -137,7 +135,6 @@ def run(
             plain,
             logs,
             broken,
-            metrics=metrics,
             report=report,
             process_group=os.getpgrp(),
             names=sources.names_of(file),
