@@ -167,8 +167,8 @@ def _variables(template: dict[str, Any]) -> frozenset[str] | None:
 def mistakes(
     job: api.DDPJob, script: str = "", given: Collection[str] = (), *, local: bool = False
 ) -> Iterator[tuple[FieldPath, str, str]]:
-    """(field, rule, message) of what is wrong in the YAML itself and yet a valid job. script: the text of its script; "":
-    not known. given: variables that the trainer has from outside. local: all nodes are on this machine."""
+    """(field, rule, message) of what is wrong in the YAML itself and yet a valid job. script: the text of its script;
+    "": not known. given: variables that the trainer has from outside. local: all nodes are on this machine."""
     template = job.spec.template
     by = launcher.facts(job.spec).launcher
     if not launcher.facts(job.spec).trainer.get("image"):
