@@ -1,13 +1,13 @@
-"""Rules about the process group: its rendezvous, its backend, and its end."""
+"""Rules about the process group: its rendezvous and its backend."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import pairwise
 
-from ddpjob_check.nodes import Function, is_main_guard
+from ddpjob_check.nodes import is_main_guard
 from ddpjob_check.options import UNKNOWN, ScriptOptions
 from ddpjob_check.ranks import at
 from ddpjob_check.reached import goes_on, is_otherwise
@@ -166,64 +166,18 @@ def tcp_under_torchrun(script: Script, job: CheckedJob) -> Iterator[Found]:
     by_torchrun = any(script.variable_read(n) in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK") for n in script.nodes)
     if not job.by_torchrun and (job.launcher or not by_torchrun):
         return
-    for call, url in _methods(script, "tcp://"):
-        where = "" if job.by_torchrun else "under torchrun "
-        yield at(
-            url,
-            f"init_method={script.text_of(url)}: {where}all ranks wait for a store that none of them opens "
-            "(TORCHELASTIC_USE_AGENT_STORE); leave init_method out, or use ddpjob.init(init_method=…)",
-            "error" if job.by_torchrun else "warning",
-        )
-        if script.called(call) != INIT:
-            return
-
-
-@rule(
-    "error",
-    wrong='dist.init_process_group("gloo", init_method="file:///tmp/meet", rank=rank, world_size=world_size)',
-    right='dist.init_process_group("gloo")',
-)
-def file_not_shared(script: Script, job: CheckedJob) -> Iterator[Found]:
-    """With file:// the rendezvous is a file: nodes that share no folder each wait at their own."""
-    if (job.nodes or 1) == 1:
-        return
-    for _, url in _methods(script, "file://"):
-        mounts = [_mount_of(o, job.mounts) for o in script.origins(url) if isinstance(o, ast.expr)]
-        apart = [mount for mount, shared in mounts if not shared]
-        if not apart:
-            continue
-        mount = apart[0]
-        because = f"each pod has a {mount} of its own" if mount else "no shared volume is mounted there"
-        if job.local:
-            because = f"in a cluster {because}"
-        elif not job.known:
-            because = "all of them must see the same folder"
-        yield at(
-            url,
-            f"init_method={script.text_of(url)}: the rendezvous of {job.nodes} nodes is a file, and {because}; leave "
-            "init_method out, or put the file on a volume that all nodes mount",
-            "error" if job.known and not job.local else "warning",
-        )
-
-
-def _mount_of(url: ast.AST, mounts: Mapping[str, bool]) -> tuple[str, bool]:
-    """Return the folder mounted at this file's path, or "", and True if nodes share it, as far as names tell."""
-    path = _prefix(url).removeprefix("file://")
-    mount = max((m for m in mounts if path.startswith(m.rstrip("/") + "/")), key=len, default="")
-    if mount and mounts[mount]:
-        return mount, True
-    goes_on = not isinstance(url, ast.Constant)
-    return mount, goes_on and any(shared and m.startswith(path) for m, shared in mounts.items())
-
-
-def _methods(script: Script, scheme: str) -> Iterator[tuple[ast.Call, ast.expr]]:
-    """Yield the init_method of torch's init_process_group if all its possible values have this scheme."""
     for call in script.calls_to(INIT):
-        method = script.argument(call, "init_method", 1)
-        origins = script.origins(method)
-        certain = all(isinstance(o, ast.expr) and _prefix(o).startswith(scheme) for o in origins)
-        if method and certain and not is_otherwise(script, call):
-            yield call, method
+        url = script.argument(call, "init_method", 1)
+        origins = script.origins(url)
+        is_tcp = all(isinstance(o, ast.expr) and _prefix(o).startswith("tcp://") for o in origins)
+        if url and is_tcp and not is_otherwise(script, call):
+            where = "" if job.by_torchrun else "under torchrun "
+            yield at(
+                url,
+                f"init_method={script.text_of(url)}: {where}all ranks wait for a store that none of them opens "
+                "(TORCHELASTIC_USE_AGENT_STORE); leave init_method out, or use ddpjob.init(init_method=…)",
+                "error" if job.by_torchrun else "warning",
+            )
 
 
 def _prefix(node: ast.AST) -> str:
@@ -309,32 +263,3 @@ def _other_backend_is_asked_for(job: CheckedJob) -> bool:
 def _asks_for_gpu(test: ast.expr) -> bool:
     words = " ".join(ast.dump(test).lower().split())
     return any(w in words for w in ("cuda", "gpu", "nccl", "device"))
-
-
-@rule(
-    "warning",
-    wrong="def cleanup():\n    dist.destroy_process_group()\n\ntrain()",
-    right="try:\n    train()\nfinally:\n    cleanup()",
-)
-def destroy_missing(script: Script, job: CheckedJob) -> Iterator[Found]:
-    """A script that has a function to destroy the group, and never calls it, exits with the group open, and nccl warns
-    at each exit. A script without such a function is not reported."""
-    # Ending without destroy_process_group is not a mistake by itself: collectives, even one that is not waited for, end
-    # well with the process (docs/dev/upstream.md, groups).
-    if script.uses_a_framework or not any(script.on_every_rank(call) for call in script.inits):
-        return
-    functions = [script.function(call) for call in script.calls_to("torch.distributed.destroy_process_group")]
-    if functions and all(f is not None and _is_forgotten(script, f) for f in functions):
-        forgotten = next(f for f in functions if f is not None)
-        yield at(
-            forgotten,
-            f"{forgotten.name}() destroys the group, and is never called; call it at the end, also after an exception: "
-            "try: … finally:",
-        )
-
-
-def _is_forgotten(script: Script, function: Function) -> bool:
-    """True if a function of this file is certainly never called: not by its name, nor by a class or decorator."""
-    inherits = isinstance(owner := script.scope(function), ast.ClassDef) and bool(owner.bases)
-    special = function.name.startswith("__") or bool(function.decorator_list)
-    return not (inherits or special or script.mentions(function.name))

@@ -17,7 +17,6 @@ from ddpjob_operator.job.podspec import (
     command_path,
     gpus,
     mappings,
-    mounts,
     trainer_container,
     trainer_path,
 )
@@ -149,7 +148,6 @@ def known(job: api.DDPJob) -> CheckedJob:
         words=started.words,
         script=started.named,
         variables=_variables(template),
-        mounts=mounts(template),
         known=True,
     )
 

@@ -50,26 +50,6 @@ def _functions_that_spawn(script: Script) -> list[object]:
     return spawning
 
 
-@rule("error", wrong="def train(): …\nmp.spawn(train, nprocs=4)", right="def train(rank): …\nmp.spawn(train, nprocs=4)")
-def spawn_function_without_rank(script: Script, job: CheckedJob) -> Iterator[Found]:
-    """mp.spawn passes the number of the process as the first argument, before args: a function without a parameter for
-    it raises a TypeError in every process."""
-    for call in script.calls_to(*STARTERS):
-        target, args = script.argument(call, "fn", 0), script.argument(call, "args", 1)
-        functions = script.functions_meant(target) if target is not None else []
-        given = 0 if args is None else len(args.elts) if isinstance(args, ast.Tuple) else None
-        if len(functions) != 1 or has_hidden_arguments(call):
-            continue
-        accepts = _positional_max(functions[0])
-        if accepts is not None and accepts < 1 + (given or 0):
-            says = f"(i{', *args' if given else ''})"
-            yield at(
-                call,
-                f"mp.spawn calls {functions[0].name}{says} with {1 + (given or 0)} arguments, the first of them the "
-                f"number of the process, and it takes {accepts}; add a first parameter, rank",
-            )
-
-
 @rule(
     "error",
     wrong="mp.spawn(train, nprocs=torch.cuda.device_count())",
@@ -103,13 +83,6 @@ def is_conditional(script: Script, node: ast.AST, seen: frozenset[Function] = fr
     function = script.function(node)
     callers = [] if function is None or function in seen else script.callers(function)
     return any(is_conditional(script, c.call, seen | {function}) for c in callers if function)
-
-
-def _positional_max(function: Function) -> int | None:
-    """Return the most positional arguments of a function; None: any number, or unknown because of a decorator."""
-    if function.args.vararg or function.decorator_list:
-        return None
-    return len(function.args.posonlyargs) + len(function.args.args)
 
 
 @rule("error", wrong="command: [python, train.py]", right="command: [torchrun, train.py]")
