@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ddpjob_check.nodes import Function, before, has_hidden_arguments, means_one_process, name_of
 from ddpjob_check.reached import is_otherwise
-from ddpjob_check.rule import Found, Job, Severity, rule
+from ddpjob_check.rule import CheckedJob, Found, Severity, rule
 from ddpjob_check.script import DDP, INIT, Kind, Script
 
 # Every rank of the group must call these; otherwise the callers wait for ever. isend, send and recv need only two
@@ -34,7 +34,7 @@ def at(node: ast.AST, message: str, severity: Severity | None = None) -> Found:
     wrong='dist.init_process_group("nccl", rank=local_rank, world_size=world_size)',
     right='dist.init_process_group("nccl", rank=int(os.environ["RANK"]), world_size=world_size)',
 )
-def rank_is_local_rank(script: Script, job: Job) -> Iterator[Found]:
+def rank_is_local_rank(script: Script, job: CheckedJob) -> Iterator[Found]:
     """The local rank starts from 0 on every node, so several processes claim rank 0: the group never forms, or forms
     once per node."""
     several = job.several_nodes(script)
@@ -60,7 +60,7 @@ def rank_is_local_rank(script: Script, job: Job) -> Iterator[Found]:
     wrong='rank = int(os.environ["RANK"])\nmodel = DDP(model.to(rank), device_ids=[rank])',
     right='local_rank = int(os.environ["LOCAL_RANK"])\nmodel = DDP(model.to(local_rank), device_ids=[local_rank])',
 )
-def device_is_global_rank(script: Script, job: Job) -> Iterator[Found]:
+def device_is_global_rank(script: Script, job: CheckedJob) -> Iterator[Found]:
     """GPUs are numbered from 0 on each node: rank 8 of a job with 8 GPUs per node belongs on GPU 0 of the second."""
     several = job.several_nodes(script)
     if several is None:
@@ -114,7 +114,7 @@ def _is_cuda(node: ast.AST) -> bool:
 
 
 @rule("warning", wrong="model.cuda()", right='torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))\nmodel.cuda()')
-def set_device_missing(script: Script, job: Job) -> Iterator[Found]:
+def set_device_missing(script: Script, job: CheckedJob) -> Iterator[Found]:
     """Without a current device, `.cuda()` of every process on a node means GPU 0: nccl refuses two ranks on one GPU, or
     its memory runs out."""
     if not script.calls_to(INIT) or script.uses_a_framework or job.nproc == 1 or job.gpus == 0:
@@ -174,9 +174,7 @@ class Guard:
 def guard(script: Script, call: ast.Call) -> Guard | None:
     """Return the innermost guard of a call. A rank that raises or exits ends the job: nobody waits for it."""
     for child, parent in script.above(call):
-        for possible in (
-            *_around(parent, child), *_returned_before(parent, child), *_by_decorator(script, parent, child)
-        ):  # fmt: skip
+        for possible in (*_around(parent, child), *_returned_before(parent, child)):
             if is_for_some(script, possible.test, holds=possible.holds):
                 return possible
             test = possible.test
@@ -196,39 +194,12 @@ def _around(parent: ast.AST, child: ast.AST) -> Iterator[Guard]:
     elif isinstance(parent, ast.BoolOp) and child in parent.values:
         holds = isinstance(parent.op, ast.And)
         yield from (Guard(value, holds, [child]) for value in parent.values[: parent.values.index(child)])
-    elif isinstance(parent, ast.Match) and isinstance(child, ast.match_case):
-        cases = parent.cases[: parent.cases.index(child)]
-        others = [statement for case in parent.cases if case is not child for statement in case.body]
-        tests = ((_of_case(parent, case), case is child) for case in (*cases, child))
-        yield from (Guard(test, holds, child.body, others) for test, holds in tests if test is not None)
     elif isinstance(parent, Function) and child in parent.body:
         runs = (d for d in parent.decorator_list if name_of(d) in _RUNS_ON_ONE)
         yield from (Guard(decorator, True, parent.body, is_certain=False) for decorator in runs)
 
 
 _RUNS_ON_ONE = ("rank_zero_only", "rank0_only", "main_process_only", "master_only", "on_main_process")
-
-
-def _of_case(match: ast.Match, case: ast.match_case) -> ast.expr | None:
-    """Return `rank == 0` for `case 0:`."""
-    if not isinstance(case.pattern, ast.MatchValue) or case.guard is not None:
-        return None
-    test = ast.Compare(match.subject, [ast.Eq()], [case.pattern.value])
-    return ast.copy_location(test, match.subject)
-
-
-def _by_decorator(script: Script, parent: ast.AST, child: ast.AST) -> Iterator[Guard]:
-    """The guard within a decorator of this file, around the call of what it decorates."""
-    for decorator in parent.decorator_list if isinstance(parent, Function) and child in parent.body else ():
-        wrapper = script.definition(decorator.func if isinstance(decorator, ast.Call) else decorator)
-        if isinstance(decorator, ast.Call) and isinstance(wrapper, Function):
-            wrapper = next((s for s in wrapper.body if isinstance(s, Function)), None)
-        if not isinstance(wrapper, Function) or wrapper is parent or not wrapper.args.args:
-            continue
-        decorated = wrapper.args.args[0].arg
-        calls = [n for n in ast.walk(wrapper) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == decorated]
-        guards = [guard(script, call) for call in calls]
-        yield from (replace(found, is_certain=False) for found in guards[:1] if found and None not in guards)
 
 
 def _returned_before(parent: ast.AST, child: ast.AST) -> Iterator[Guard]:

@@ -56,7 +56,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Job:
+class CheckedJob:
     """Facts about the job that will run a script; None, and "" for the launcher: unknown."""
 
     nodes: int | None = None
@@ -74,11 +74,6 @@ class Job:
     """The script as the command names it, or -m and a module. Empty: the name of its file."""
     variables: frozenset[str] | None = None
     """Variables set by template and command, besides the job's own; None: unknown."""
-    mounts: dict[str, bool] = field(default_factory=dict)
-    """mountPath → True if all nodes may see the same files there."""
-    name: str = ""
-    only_leader_has_name: bool = False
-    """True if the Service gives a DNS name only to node 0."""
     known: bool = False
     """True if there is a YAML, so that the operator sets MASTER_ADDR, MASTER_PORT and the other variables."""
     local: bool = False
@@ -124,7 +119,7 @@ def command_line(words: Iterable[str]) -> str:
 
 
 _FILES = ("run.py", "launch.py")
-Find: TypeAlias = Callable[[Script, Job], Iterator[Found]]
+Find: TypeAlias = Callable[[Script, CheckedJob], Iterator[Found]]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime as dt
 import json
 import os
-import queue
 import re
 import signal
 import socket
@@ -13,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +22,7 @@ from fake_cluster import FakeCluster, kubeconfig, pod
 from shell import Ddpjob
 from worlds import manifest
 
-from ddpjob_cli.client import read_ahead, watch
-from ddpjob_cli.client.errors import ClusterError
+from ddpjob_cli.client import watch
 
 
 def stored(name: str = "digits", state: str | None = "Running", **status: Any) -> dict[str, Any]:
@@ -813,32 +810,6 @@ def test_the_log_of_a_node_that_the_job_has_no_more_is_shown(cluster: FakeCluste
     assert ddpjob("logs", "digits", "--cluster").out == "[0:0] saved\n[2] saved\n"
 
 
-@pytest.mark.parametrize("may_watch", [True, False])
-def test_a_pod_that_lives_for_a_moment_is_followed_where_the_user_may_watch_pods(
-    cluster: FakeCluster, ddpjob: Ddpjob, *, may_watch: bool
-) -> None:
-    """A rank that fails at once has printed the reason, and its pod may be gone before the next check."""
-    job = cluster.add("ddpjobs", stored(nodes={"total": 1, "ready": 1}))
-    first = cluster.add("pods", pod("digits", 1, 0))
-    cluster.logs |= {"digits-1-0": ["before"], "digits-2-0": ["ValueError: no such shard"]}
-    cluster.forbidden |= set() if may_watch else {"watch pods"}
-
-    def restarts() -> None:
-        pod_ends(first, 1)
-        cluster.answers["list pods"] = 200, {"items": [first]}  # the check each second comes too late
-        cluster.add("pods", pod("digits", 2, 0))
-        if may_watch:
-            cluster.wait_for("get pods/log", 2)
-        cluster.objects.pop("/api/v1/namespaces/default/pods/digits-2-0")
-        job["status"]["state"] = "Succeeded"
-
-    cluster.after("get pods/log", restarts)
-    done = ddpjob("logs", "digits", "--cluster", "-f")
-    lines = {"[0:0] before", "[0:0] ValueError: no such shard"} if may_watch else {"[0:0] before"}
-    assert set(done.out.splitlines()) == lines, "each pod is followed by itself, so either line may come first"
-    assert done.err == ""
-
-
 @pytest.mark.parametrize("hours", [0, 2, -7])
 def test_a_followed_log_goes_on_where_its_connection_broke_in_any_time_zone_of_the_node(
     cluster: FakeCluster, ddpjob: Ddpjob, hours: int
@@ -903,12 +874,7 @@ def test_a_node_whose_log_cannot_be_read_does_not_hide_those_of_the_others(
     assert done.err.endswith(f") cannot read it (500): {message}\n")
 
 
-def test_logs_of_many_nodes_are_whole_and_in_order(
-    cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A long log is not kept while others are printed; it is read again."""
-    monkeypatch.setattr(read_ahead, "AHEAD_MAX", 3)
-    monkeypatch.setattr(read_ahead, "BYTES_MAX", 100_000)
+def test_logs_of_many_nodes_are_whole_and_in_order(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     job = cluster.add("ddpjobs", stored())
     job["spec"]["nodes"] = 9
     for place in range(9):
@@ -918,29 +884,6 @@ def test_logs_of_many_nodes_are_whole_and_in_order(
     assert [line.partition(" x")[0] for line in done.out.splitlines()] == [
         f"[{place}:{place}] {number}" for place in range(9) for number in range(2 + place)
     ]
-
-
-def test_no_more_logs_are_read_at_once_than_an_api_server_bears(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_ahead, "AHEAD_MAX", 3)
-    begun: queue.Queue[int] = queue.Queue()
-
-    def read(number: int) -> Generator[bytes, None, None]:
-        begun.put(number)
-        yield b"%d" % number
-        if number == 2:
-            raise ClusterError("lost")
-
-    logs = read_ahead.each(read, range(10))
-    first = next(logs)
-    assert sorted(begun.get(timeout=60) for _ in range(3)) == [1, 2, 3]
-    assert list(first) == [b"0"]
-    assert list(next(logs)) == [b"1"]
-    assert sorted(begun.get(timeout=60) for _ in range(2)) == [0, 4]
-    lost = next(logs)
-    assert next(lost) == b"2"
-    with pytest.raises(ClusterError):
-        next(lost)
-    assert [list(log) for log in logs] == [[b"%d" % number] for number in range(3, 10)]
 
 
 def test_followed_logs_say_which_node_does_not_give_its_own(cluster: FakeCluster, ddpjob: Ddpjob) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime as dt
-import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ddpjob_cli.client.connection import Cluster, Raw
@@ -101,17 +99,6 @@ def pods(cluster: Cluster, name: str) -> list[Raw]:
     selector = f"{naming.LABEL_JOB}={name}"
     found = cluster.get(f"/api/v1/namespaces/{cluster.namespace}/pods", labelSelector=selector).get("items") or []
     return sorted(found, key=lambda pod: (attempt_of(pod), place_of(pod), pod["metadata"].get("creationTimestamp", "")))
-
-
-def changing_pods(cluster: Cluster, name: str) -> Iterator[Raw]:
-    """Yield those pods, and then each pod as it changes, until the server ends the watch after some minutes. Raise
-    ClusterError."""
-    params = {"watch": "true", "labelSelector": f"{naming.LABEL_JOB}={name}", "timeoutSeconds": "300"}
-    for line in cluster.lines(f"/api/v1/namespaces/{cluster.namespace}/pods", **params):
-        with contextlib.suppress(ValueError):  # the last line may be cut off
-            event = json.loads(line)
-            if isinstance(event, dict) and event.get("type") in ("ADDED", "MODIFIED"):
-                yield event["object"]
 
 
 def events(cluster: Cluster, job: Stored, *, of_pods: bool = False) -> list[Raw]:

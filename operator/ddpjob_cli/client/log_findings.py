@@ -4,12 +4,11 @@ read those of their jobs. The same rule applies to a local run, which reads the 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
 from dataclasses import replace
 
 from msgspec import structs
 
-from ddpjob_cli.client import jobs, read_ahead
+from ddpjob_cli.client import jobs
 from ddpjob_cli.client.connection import Cluster, Raw
 from ddpjob_cli.client.errors import ClusterError
 from ddpjob_cli.client.logs import state_of
@@ -30,11 +29,8 @@ def with_findings(cluster: Cluster, stored: jobs.Stored) -> jobs.Stored:
     found = list(status.findings)
     with contextlib.suppress(ClusterError):
         done = [pod for pod in jobs.pods(cluster, stored.job.metadata.name) if _has_completed(pod, stored)]
-
-        def end_of(pod: Raw) -> Generator[bytes, None, None]:
-            yield from cluster.pieces(jobs.log_path(pod), container=stored.trainer, tailLines=str(LINES_MAX))
-
-        for pieces in read_ahead.each(end_of, done[:PODS_MAX]):
+        for pod in done[:PODS_MAX]:
+            pieces = cluster.pieces(jobs.log_path(pod), container=stored.trainer, tailLines=str(LINES_MAX))
             text = b"".join(pieces)[-termination_message.READ_MAX :].decode(errors="replace")
             of_log = termination_message.findings(text, trusted=trusted)
             found += [

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from ddpjob_cli.client import jobs, read_ahead, several, watch
+from ddpjob_cli.client import jobs, several, watch
 from ddpjob_cli.client.connection import Cluster, Raw
 from ddpjob_cli.client.errors import ClusterError, CutOffError, NoAnswerError, NotFoundError
 from ddpjob_cli.client.watch import Say
@@ -118,14 +117,13 @@ class ClusterLogs:
         """Yield what nodes have printed so far, as (node, piece). Raise ClusterError at the end for logs that could not
         be read, because a lost node must not hide the output of the others."""
         of_attempt = [pod for pod in self._pods if jobs.attempt_of(pod) == attempt]
-        pods = {node: [pod for pod in of_attempt if jobs.place_of(pod) == node] for node in nodes}
-        logs = read_ahead.each(self._log_of, list(itertools.chain(*pods.values())))
         wrong: list[several.Wrong] = []
         failure = self._kept()
-        for node, own in pods.items():
-            for pieces in itertools.islice(logs, len(own)):
+        for node in nodes:
+            own = [pod for pod in of_attempt if jobs.place_of(pod) == node]
+            for pod in own:
                 try:
-                    for piece in pieces:
+                    for piece in self._log_of(pod):
                         yield node, piece
                 except ClusterError as error:  # noqa: PERF203 - the next may be readable
                     wrong.append(error)
@@ -133,7 +131,7 @@ class ClusterLogs:
                 yield node, self._end_of(failure)
         several.refuse(wrong)
 
-    def _log_of(self, pod: Raw) -> Generator[bytes, None, None]:
+    def _log_of(self, pod: Raw) -> Iterator[bytes]:
         """Yield the log of a pod as it is now, with an end for its last line."""
         end = b"\n"
         try:
@@ -159,8 +157,6 @@ class ClusterLogs:
             if right_attempt and (nodes is None or jobs.place_of(pod) in nodes) and _has_log(pod, self.stored.trainer):
                 streams.add(pod)
 
-        # A pod that ends and is deleted between two checks would leave none of its output.
-        threading.Thread(target=self._watch_pods, args=(add, streams.is_closed), daemon=True).start()
         try:
             while True:
                 with contextlib.suppress(NoAnswerError):  # the check of the job reports that
@@ -190,18 +186,6 @@ class ClusterLogs:
     def _end_of(self, failure: api.JobFailure) -> bytes:
         self._say(f"pod {failure.pod} is gone; this is the end of its log, as the job's status keeps it")
         return failure.log_tail.rstrip("\n").encode() + b"\n"
-
-    def _watch_pods(self, add: Callable[[Raw], None], is_closed: Callable[[], bool]) -> None:
-        """Watch pods if the user may; they are also listed every second."""
-        while not is_closed():
-            try:
-                for pod in jobs.changing_pods(self.cluster, self.name):
-                    add(pod)
-            except NoAnswerError:
-                pass
-            except ClusterError:
-                return
-            time.sleep(RETRY_SECONDS)
 
     def _kept(self) -> api.JobFailure | None:
         """Return the failure whose log the status keeps, if its pod is gone."""
@@ -249,10 +233,6 @@ class _Streams:
     def has_any(self) -> bool:
         """True if there was a pod to read."""
         return bool(self._threads)
-
-    def is_closed(self) -> bool:
-        """True if nobody reads any more."""
-        return self._closed.is_set()
 
     def until(self, seconds: float) -> Iterator[tuple[int, bytes]]:
         """Yield the lines that arrive within `seconds`."""

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import ddpjob_check as check
-from ddpjob_check import Finding, Job, notebook
+from ddpjob_check import CheckedJob, Finding, notebook
 from ddpjob_check.job import CLUSTER_ONLY, YAML_RULES, known, mistakes
 from ddpjob_check.parsing import TooLongError
 from ddpjob_check.rule import SYNTAX
@@ -22,12 +22,12 @@ from ddpjob_cli.local.kept.files import read_script, text_of_script
 from ddpjob_cli.local.script import find
 from ddpjob_cli.manifest.yamlfile import Document, InputError
 from ddpjob_operator.failures.redaction import clean
-from ddpjob_operator.job import api, launcher, podspec
+from ddpjob_operator.job import api, launcher
 from ddpjob_operator.job.bounds import NODES_MAX, number
 from ddpjob_operator.job.podspec import command_path
 from ddpjob_operator.job.wording import count
 
-_NOTHING_KNOWN = Job()
+_NOTHING_KNOWN = CheckedJob()
 USES_MAX = 5  # jobs of a file, or with a script, that have the time of a file each; more share that
 WARNINGS_SHOWN = 3  # before a run, whose own lines matter more
 
@@ -71,29 +71,28 @@ def is_job(path: str) -> bool:
     return kinds.of(path, "script") == "job"
 
 
-def context(nodes: str | None, nproc: int | None) -> Job:
+def context(nodes: str | None, nproc: int | None) -> CheckedJob:
     """Return the context for scripts without a job, from options. nodes: a number, or MIN:MAX. Raise InputError."""
     if nodes is None:
-        return Job(nproc=nproc)
+        return CheckedJob(nproc=nproc)
     least, most = range_of(nodes)
     low, high = (number(text, NODES_MAX) for text in (least or most, most))
     if not 0 < low <= high:
         raise InputError(f'--nodes: {NODES_WANTED}, is "{nodes}"')
-    return Job(nodes=high, min_nodes=low if least else None, nproc=nproc, launcher="torchrun" if least else "")
+    return CheckedJob(nodes=high, min_nodes=low if least else None, nproc=nproc, launcher="torchrun" if least else "")
 
 
 def check_all(
     paths: Sequence[str],
     jobs: Mapping[str, tuple[Document, api.DDPJob]],
-    alone: Job = _NOTHING_KNOWN,
+    alone: CheckedJob = _NOTHING_KNOWN,
     *,
     apart: bool = False,
-    parameters: int = 0,
 ) -> CheckResult:
     """Check scripts, and jobs with the scripts that they run. Raise InputError for a file that cannot be read. A script
     given together with one job is checked as that job's, even if its path in the image differs. apart: the files were
     found in a folder, so a script belongs to a job only if the job's command names it. alone: the context of scripts
-    without a job. parameters: of the model; 0: unknown."""
+    without a job."""
     sources = {document.source for document, _ in jobs.values()}
     scripts = [path for path in paths if path not in sources]
     if scripts and len(jobs) > 1 and not apart:
@@ -101,7 +100,7 @@ def check_all(
             f"{scripts[0]}: belongs to one of {len(jobs)} jobs, and which is not known. Check the jobs one by one."
         )
     unread: list[str] = []
-    read: list[tuple[str, Job]] = []
+    read: list[tuple[str, CheckedJob]] = []
     for document, job in jobs.values():
         own = _script_of(document.source, job) if apart or not scripts else scripts
         read += [(script, known(job)) for script in own]
@@ -110,17 +109,9 @@ def check_all(
     read += [(s, alone) for s in scripts if os.path.realpath(s) not in started]
     uses = Counter((*(document.source for document, _ in jobs.values()), *(script for script, _ in read)))
     limits = {file: CpuLimit(FILE_SECONDS * min(times, USES_MAX)) for file, times in uses.items()}
-    findings = [f for d, job in jobs.values() for f in _of_job(d, job, parameters, limits[d.source])]
+    findings = [f for d, job in jobs.values() for f in _of_job(d, job, limits[d.source])]
     findings += [f for script, context in read for f in _of_script(script, context, limits[script])]
     return CheckResult(sorted(set(findings)), unread, len({*sources, *(script for script, _ in read)}))
-
-
-def parameters(text: str | None) -> int:
-    """Return a number of parameters as people write it: 350M, 7B; 0 for none. Raise InputError."""
-    number = podspec.quantity(f"{text[:-1]}G" if text.endswith(("B", "b")) else text) if text else 0
-    if text and number < 1:
-        raise InputError(f"--parameters: a number such as 350M or 7B, not {text}")
-    return int(number)
 
 
 def before_run(
@@ -153,7 +144,7 @@ def before_run(
     return lines, bool(errors)
 
 
-def _of_script(path: str, context: Job, limit: CpuLimit | None = None) -> list[Finding]:
+def _of_script(path: str, context: CheckedJob, limit: CpuLimit | None = None) -> list[Finding]:
     """Return the findings of a script. A file that is not text is a finding, like one that is not valid Python."""
     try:
         raw = read_script(path)
@@ -176,7 +167,7 @@ def for_a_cluster(document: Document, job: api.DDPJob) -> list[str]:
     return [str(finding) for finding in _of_job(document, job)]
 
 
-def _of_notebook(path: str, text: str, context: Job, limit: CpuLimit) -> list[Finding]:
+def _of_notebook(path: str, text: str, context: CheckedJob, limit: CpuLimit) -> list[Finding]:
     """Return findings of a notebook: the file is `PATH:cell N`, and the line is that in the cell."""
     try:
         parts = limit(lambda: notebook.parts(text))
@@ -200,7 +191,6 @@ def _of_notebook(path: str, text: str, context: Job, limit: CpuLimit) -> list[Fi
 def _of_job(
     document: Document,
     job: api.DDPJob,
-    parameters: int = 0,
     limit: CpuLimit | None = None,
     *,
     given: Collection[str] = (),
@@ -210,7 +200,7 @@ def _of_job(
     path = document.source
     script = _script_text(path, job)
     try:
-        found = (limit or CpuLimit())(lambda: list(mistakes(job, parameters, script, given, local=local)))
+        found = (limit or CpuLimit())(lambda: list(mistakes(job, script, given, local=local)))
     except TooLongError:
         return [check.unchecked(path)]
     findings = [Finding(path, document.line(field), 1, rule, severities[rule], text) for field, rule, text in found]
