@@ -317,6 +317,7 @@ def _read_log(log: str) -> ContainerReport:
             resumable=culprit.exit_code == rules.RESUMABLE_EXIT_CODE,
         ),
         log,
+        done=_TORCHRUN_WAITED in log,
     )
 
 
