@@ -61,7 +61,9 @@ YAML_RULES = (
         "With `--parameters`: the pod's limit has no room for the state that ddprun keeps in memory, so a rank that is "
         "killed costs the steps since the last save ([memory.md](memory.md#what-it-costs)).",
     ),
-    YamlRule("script-missing", "error", "The command ends after its launcher: `[torchrun]`. It starts nothing."),
+    YamlRule(
+        "script-missing", "error", "The command ends after its launcher: `[torchrun]`, `[sh, -c, torchrun, train.py]`."
+    ),
     YamlRule(
         "words-in-one",
         "error",
@@ -217,6 +219,9 @@ def _of_launch(job: api.DDPJob, local: bool) -> Iterator[tuple[FieldPath, str, s
     words = launcher.facts(job.spec).command
     if "command" in launcher.facts(job.spec).trainer and command.starts_nothing(words):
         said = "the command ends after the launcher and its options, and names no script to start; add it"
+        yield command_path(template), "script-missing", said
+    if text := shells.cut_short(words):
+        said = f"the shell runs only `{text}`: what follows the text after -c is not part of it; leave the shell out"
         yield command_path(template), "script-missing", said
     if word := command.joined(words):
         said = f"{json.dumps(word)}: no shell reads the command, so this is one word with spaces; write {_apart(word)}"
