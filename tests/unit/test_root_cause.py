@@ -576,7 +576,7 @@ def test_the_log_tail_is_the_last_2_kb_without_credentials_and_can_be_off() -> N
 def test_the_line_that_the_kubelet_cut_is_left_out() -> None:
     log = ("0123secret-of-someone\n" + "x" * 3000)[: 2048 - 4] + "\nend"
     assert len(log) == 2048
-    assert "secret-of-someone" not in root_cause.log_tail(log)
+    assert "secret-of-someone" not in log_lines.tail(log)
 
 
 def test_the_exceptions_line_has_no_credentials() -> None:
@@ -586,7 +586,7 @@ def test_the_exceptions_line_has_no_credentials() -> None:
 
 
 def test_the_trainings_own_lines_are_told_from_torchruns() -> None:
-    assert root_cause.own_lines("python: can't open file 'nofile.py'\n\n" + table("exit-3")) == [
+    assert log_lines.of_training("python: can't open file 'nofile.py'\n\n" + table("exit-3")) == [
         "python: can't open file 'nofile.py'"
     ]
 
@@ -607,5 +607,5 @@ def test_torchruns_report_begins_at_the_same_line_for_what_is_shown_and_for_the_
     """Otherwise describe shows the report of an old torch that the message does not mention; with LOGLEVEL=INFO the
     message would have no last line."""
     log = f"{before}no data\n{report}\n"
-    assert root_cause.own_lines(log)[-1] == "no data"
+    assert log_lines.of_training(log)[-1] == "no data"
     assert log_lines.of(log, 1) == "last line: no data"

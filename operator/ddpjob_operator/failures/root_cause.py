@@ -17,14 +17,12 @@ from ddpjob_core import rules
 from ddpjob_core.failures import Failure, Precedence
 from ddpjob_core.members import Members
 from ddpjob_operator.failures import log_lines, termination_message
-from ddpjob_operator.failures.redaction import mask, shown
+from ddpjob_operator.failures.redaction import shown
 from ddpjob_operator.failures.termination_message import ContainerReport, signal_name
 from ddpjob_operator.job import api
 from ddpjob_operator.observed.cluster import Pod
 
 EXCEPTION_MAX, WORD_MAX = 300, 128
-LOG_TAIL_MAX = 2048
-"""Bytes of the log's end in the status."""
 CLOCKS_DIFFER = dt.timedelta(seconds=2)
 # Clocks of nodes differ by up to ten seconds. Used if observations do not show the order.
 NODE_CLOCKS_DIFFER = dt.timedelta(seconds=12)
@@ -279,28 +277,9 @@ def who(failure: api.JobFailure) -> str:
     return f"rank {failure.rank}" if failure.rank is not None else f"node {failure.node_rank}"
 
 
-def own_lines(log: str) -> list[str]:
-    """Return the training's own lines, without torchrun's report."""
-    lines = log.splitlines()
-    return [line for line in lines[: log_lines.report_begins(lines)] if line.strip()]
-
-
-def log_tail(log: str) -> str:
-    """Return the last 2 kB of a log, masked, without an incomplete first line: it may be part of a credential."""
-    # Masked before it is cut: without its name a password is not recognized. The kubelet may cut within a character.
-    lines = (
-        line for line in log.splitlines(keepends=True) if log_lines.ANSWER not in line
-    )  # base64 tells nobody anything
-    raw = mask("".join(lines)).strip("\n").encode()
-    if len(raw) <= LOG_TAIL_MAX and len(log.encode()) < LOG_TAIL_MAX - 3:
-        return raw.decode()
-    first, _, rest = raw[-LOG_TAIL_MAX:].decode(errors="ignore").partition("\n")
-    return rest or first
-
-
 def tail_of(pod: Pod) -> str:
     """Return the end of the log of a pod that has ended."""
-    return log_tail(_read(pod).log)
+    return log_lines.tail(_read(pod).log)
 
 
 def _of_no_start(cause: api.JobFailure, *, stepped: bool, trained: bool, everywhere: bool) -> rules.Class:
@@ -355,7 +334,7 @@ def _end(context: Context, pod: Pod, *, outside: bool) -> PodEnd:
         step=own.step or None,
         exception=shown(_text(pod, report, code if context.keep_log_tail else None), EXCEPTION_MAX),
         where=shown(own.where, WORD_MAX),
-        log_tail=log_tail(report.log) if context.keep_log_tail else "",
+        log_tail=log_lines.tail(report.log) if context.keep_log_tail else "",
         evidence=_evidence(pod, own, precedence, reason),
         time=_time(pod, own, context.now),
     )
