@@ -45,7 +45,11 @@ YAML_RULES = (
         "A field of the pod template that the API does not have, and that resembles none: an API server refuses it, "
         "unless it is newer than the list of fields in this version. What resembles a field is refused at once.",
     ),
-    YamlRule("script-missing", "error", "The command ends after its launcher: `[torchrun]`. It starts nothing."),
+    YamlRule(
+        "script-missing",
+        "error",
+        "The command ends after its launcher: `[torchrun]`, `[sh, -c, torchrun, train.py]`. It starts nothing.",
+    ),
     YamlRule(
         "words-in-one",
         "error",
@@ -202,6 +206,9 @@ def _of_launch(job: api.DDPJob, local: bool) -> Iterator[tuple[FieldPath, str, s
     words = launcher.facts(job.spec).command
     if "command" in launcher.facts(job.spec).trainer and command.starts_nothing(words):
         said = "the command ends after the launcher and its options, and names no script to start; add it"
+        yield command_path(template), "script-missing", said
+    if text := shells.cut_short(words):
+        said = f"the shell runs only `{text}`: what follows the text after -c is not part of it; leave the shell out"
         yield command_path(template), "script-missing", said
     if word := command.joined(words):
         said = f"{json.dumps(word)}: no shell reads the command, so this is one word with spaces; write {_apart(word)}"

@@ -691,12 +691,15 @@ def test_no_variable_of_the_chart_can_be_set_a_second_time() -> None:
         assert f"extraEnv: {name} is set by the chart" in done.stderr
 
 
-@pytest.mark.parametrize("name", ["DDPJOB_LEASE_SECONDS", "DDPJOB_LEASE_RENEW_SECONDS", "DDPJOB_LEASE_RETRY_SECONDS"])
-def test_a_duration_that_is_no_number_is_refused_before_a_pod_fails_with_it(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("DDPJOB_LEASE_SECONDS", "abc"), ("DDPJOB_LEASE_RENEW_SECONDS", "0.0"), ("DDPJOB_LEASE_RETRY_SECONDS", "86400.0")],
+)
+def test_a_duration_that_is_none_is_refused_before_a_pod_fails_with_it(name: str, value: str) -> None:
     """Otherwise its pods restart repeatedly, with the reason only in their logs."""
-    done = template(f"extraEnv[0].name={name}", "extraEnv[0].value=abc")
+    done = template(f"extraEnv[0].name={name}", f"extraEnv[0].value={value}")
     assert done.returncode != 0
-    assert f'extraEnv: {name} must be seconds above 0 and below a day, is "abc"' in done.stderr
+    assert f'extraEnv: {name} must be seconds above 0 and below a day, is "{value}"' in done.stderr
 
 
 def test_an_autoscaler_may_remove_a_node_with_an_operator_unless_the_values_say_otherwise() -> None:

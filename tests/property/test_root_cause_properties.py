@@ -13,7 +13,7 @@ from worlds import START
 
 from ddpjob_core import rules
 from ddpjob_core.members import Members
-from ddpjob_operator.failures import root_cause, sentences, termination_message
+from ddpjob_operator.failures import log_lines, root_cause, sentences, termination_message
 from ddpjob_operator.failures.redaction import mask
 from ddpjob_operator.job import api
 from ddpjob_operator.observed.cluster import Container, Pod
@@ -87,7 +87,7 @@ def test_any_end_of_an_attempt_has_a_cause_and_a_class(
     failure, found = root_cause.settle(CONTEXT, first, ended, stepped=stepped, nodes=nodes)
     assert found in get_args(rules.Class)
     assert failure.failure_class == first.failure_class, "the class is given once failurePolicy has been applied"
-    assert len(failure.log_tail.encode()) <= root_cause.LOG_TAIL_MAX
+    assert len(failure.log_tail.encode()) <= log_lines.TAIL_MAX
     assert len(failure.exception) <= root_cause.EXCEPTION_MAX
     assert msgspec.json.decode(msgspec.json.encode(failure), type=api.JobFailure) == failure, "the server takes it"
     assert sentences.sentence(failure).startswith(("rank ", "node "))
@@ -145,7 +145,7 @@ def test_masking_twice_is_masking_once(text: str) -> None:
 
 @given(st.lists(secrets | st.text(max_size=80), max_size=40).map("".join), st.integers(0, 3000))
 def test_a_log_tail_is_never_longer_than_its_limit(text: str, more: int) -> None:
-    assert len(root_cause.log_tail(text + "é" * more).encode()) <= root_cause.LOG_TAIL_MAX
+    assert len(log_lines.tail(text + "é" * more).encode()) <= log_lines.TAIL_MAX
 
 
 @given(st.lists(st.sampled_from("step loss 0.25 epoch ( ) , / 1e-3 accuracy tokens: 512".split()), max_size=200))

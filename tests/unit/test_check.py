@@ -703,6 +703,9 @@ def test_a_variable_of_slurm_that_may_be_set_or_is_not_needed_is_left_alone(
         (["torchrun", "-m", "train"], False),
         (["torchrun", "--help"], False),
         (["sh", "-c", "torchrun $ARGS"], False),
+        (["bash", "-c", "torchrun", "train.py"], True),
+        (["sh", "-c", "python3", "train.py"], True),  # reads stdin, which is empty, and ends with 0
+        (["sh", "-c", 'torchrun "$0"', "train.py"], False),
         (["python"], False),
     ],
 )

@@ -485,6 +485,20 @@ def test_without_reports_the_rank_that_ended_well_is_named_all_the_same(nodes: i
     assert cause(world).rank == early
 
 
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [(["torchrun", "train.py"], "EndedEarly"), (["sh", "-c", "torchrun train.py; date"], "PeerLost")],
+)
+def test_a_sigkill_proves_an_early_end_only_of_a_torchrun_that_has_got_the_sigterm(
+    command: list[str], reason: str
+) -> None:
+    """A torchrun whose ranks have all ended with 0 does not answer SIGTERM. A shell in front of it does not either,
+    and would cost the user a restart for each network failure between others."""
+    world = digits(container={"command": command}).running().exits(1, code=1, message=PEER_GONE).settle()
+    world.after(30).exits(0, code=137).settle()
+    assert cause(world).reason == reason
+
+
 def test_a_lost_node_beside_a_rank_that_has_completed_is_the_cause_still() -> None:
     world = digits(nodes=3, backoffLimit=0).running().exits(0).settle().exits(1, code=1, message=PEER_GONE)
     world.node_lost(2).settle().after(30).restarted()

@@ -168,6 +168,9 @@ def test_findings_of_many_nodes_are_one_line() -> None:
         (TRACE + BOOM + "\n[W1122 16:20:01.1 ProcessGroupNCCL.cpp:138] was not called\n", True, True),
         (TRACE + "KeyboardInterrupt\n", False, False),
         ("Exception ignored in: <function f>\n" + TRACE + BOOM + "\n", False, False),
+        ("Exception ignored in atexit callback: <function save>\n" + TRACE + BOOM + "\n", True, True),
+        (f'x | ERROR |\n{TRACE.replace("  File", "> File")}    └ <function main>\n\n{BOOM}\n', True, True),  # loguru
+        (f"╭── Traceback (most recent call last) ──╮\n│ train.py:3 in main │\n╰────╯\n{BOOM}\n", True, True),  # rich
         ("epoch 1 loss 0.3\n", False, False),
         ("", False, False),
     ],

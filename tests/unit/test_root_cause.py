@@ -367,20 +367,43 @@ def test_a_failure_names_the_line_of_the_script_that_raised_it_and_no_librarys()
     assert settled(pod(0, said=by_library))[0].where == "train.py:41"
 
 
+UNEVEN: dict[str, Any] = {"steps": {0: 20, 1: 20}, "torchrun": True}
+SAVED = library(rank=1, exitCode=75, exception="ddpjob.Stopped: saved at step 20")
+
+
 @pytest.mark.parametrize(
-    ("code", "said"), [(137, "rank 0 done"), (1, table("sigterm-to-torchrun-at-its-end")), (0, "rank 0 done")]
+    ("code", "said"),
+    [
+        (137, "rank 1 done"),
+        (1, table("sigterm-to-torchrun-at-its-end")),
+        (143, table("store-gone-at-torchruns-end")),
+        (0, ""),
+    ],
 )
 def test_a_torchrun_that_only_waited_for_the_other_nodes_had_a_rank_that_ended_early(code: int, said: str) -> None:
     """torchrun waits five minutes after its ranks ended with 0, so no pod completes next to the complaint. If node 0's
     torchrun, which serves the store, ends meanwhile, it ends with 0, and loses a SIGTERM while it logs that."""
-    known: dict[str, Any] = {"steps": {0: 20, 1: 20}, "torchrun": True}
-    waits = told(pod(0, code, said=said, seconds=22), 11)
-    failure, found = settled(waits, pod(1, said=PEER), first=first_sign(pod(1, said=PEER)), **known)
-    assert (failure.rank, failure.exit_code, found) == (0, 0, "application")
-    assert "ended with exit code 0 after step 20 while rank 1 was in step 21" in sentences.sentence(failure)
+    complaint = pod(0, said=PEER)
+    failure, found = settled(told(pod(1, code, said=said), 11), complaint, first=first_sign(complaint), **UNEVEN)
+    assert (failure.rank, failure.exit_code, found) == (1, 0, "application")
+    assert "ended with exit code 0 after step 20 while rank 0 was in step 21" in sentences.sentence(failure)
     assert settled(first=failure)[1] == found, "also when its pods are gone"
-    busy = told(pod(0, code, said=table("sigterm-to-torchrun"), seconds=12), 11)
-    assert settled(busy, pod(1, said=PEER), first=first_sign(pod(1, said=PEER)), **known)[1] == "infrastructure"
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        pytest.param(137, "Received 15 death signal", id="its ranks did not end within the grace"),
+        pytest.param(137, SAVED, id="a rank saved, and another one did not end within the grace"),
+        pytest.param(0, "", id="it ended well, and node 0's torchrun was stopped too"),
+    ],
+)
+def test_what_the_operator_has_stopped_is_no_early_end(code: int, said: str) -> None:
+    """The peers had lost each other. The user must not pay for that, and not look for uneven data."""
+    complaint, leader = pod(2, said=PEER), told(pod(0, 137, said="Received 15 death signal"), 11)
+    stopped = told(pod(1, code, said=said), 11)
+    failure, found = settled(leader, stopped, complaint, first=first_sign(complaint), **UNEVEN)
+    assert (failure.reason, found) == (root_cause.PEER_LOST, "infrastructure")
 
 
 def test_a_pod_that_ended_with_0_is_not_blamed_before_its_kubelet_has_said_why() -> None:
@@ -553,7 +576,7 @@ def test_the_log_tail_is_the_last_2_kb_without_credentials_and_can_be_off() -> N
 def test_the_line_that_the_kubelet_cut_is_left_out() -> None:
     log = ("0123secret-of-someone\n" + "x" * 3000)[: 2048 - 4] + "\nend"
     assert len(log) == 2048
-    assert "secret-of-someone" not in root_cause.log_tail(log)
+    assert "secret-of-someone" not in log_lines.tail(log)
 
 
 def test_the_exceptions_line_has_no_credentials() -> None:
@@ -563,7 +586,7 @@ def test_the_exceptions_line_has_no_credentials() -> None:
 
 
 def test_the_trainings_own_lines_are_told_from_torchruns() -> None:
-    assert root_cause.own_lines("python: can't open file 'nofile.py'\n\n" + table("exit-3")) == [
+    assert log_lines.of_training("python: can't open file 'nofile.py'\n\n" + table("exit-3")) == [
         "python: can't open file 'nofile.py'"
     ]
 
@@ -584,5 +607,5 @@ def test_torchruns_report_begins_at_the_same_line_for_what_is_shown_and_for_the_
     """Otherwise describe shows the report of an old torch that the message does not mention; with LOGLEVEL=INFO the
     message would have no last line."""
     log = f"{before}no data\n{report}\n"
-    assert root_cause.own_lines(log)[-1] == "no data"
+    assert log_lines.of_training(log)[-1] == "no data"
     assert log_lines.of(log, 1) == "last line: no data"

@@ -208,6 +208,21 @@ def test_a_mistake_that_names_a_gpu_is_one_and_an_error_of_the_gpu_is_none(excep
 
 
 @pytest.mark.parametrize(
+    ("exception", "code", "mistake"),
+    [
+        ("SystemExit: /data/train is no folder", 1, True),
+        ("SystemExit: the data server does not answer: connection refused", 1, False),
+        ("SystemExit: no CUDA device", 1, False),
+        ("SystemExit: 1", 1, False),
+        ("AssertionError: empty shard", 1, False),  # an assert may test what passes
+    ],
+)
+def test_a_script_that_ends_itself_with_a_sentence_means_it(exception: str, code: int, mistake: bool) -> None:
+    """A script that does not find its data must not be started four times, which takes minutes in a cluster."""
+    assert rules.is_mistake(exception, code) == mistake
+
+
+@pytest.mark.parametrize(
     ("exception", "timed_out"),
     [
         (

@@ -81,15 +81,15 @@ NO_SUCH_BACKEND = re.compile(
     r"^[\w.]+: (?:Unknown (?:c10d )?backend|Invalid backend|Distributed package doesn't have \w+ built in"
     r"|.*is none of auto, nccl, gloo|.*no published wheel has it|.*is not in this PyTorch)"
 )
-# Exceptions for mistakes in the script, which would be raised again. Networks, disks and GPUs raise others (OSError,
-# ConnectionError, TimeoutError), or a RuntimeError that names the cause.
+# Exceptions for mistakes in the script, which would be raised again, and the text of sys.exit("no data"). Networks,
+# disks and GPUs raise others (OSError, ConnectionError, TimeoutError), or a text names them.
 _MISTAKE = re.compile(
-    r"^(?:AttributeError|TypeError|NameError|UnboundLocalError|KeyError|IndexError|ValueError|ZeroDivisionError"
-    r"|NotImplementedError|RecursionError|FileNotFoundError|NotADirectoryError|IsADirectoryError"
+    r"^SystemExit: (?!\d+$)|^(?:AttributeError|TypeError|NameError|UnboundLocalError|KeyError|IndexError|ValueError"
+    r"|ZeroDivisionError|NotImplementedError|RecursionError|FileNotFoundError|NotADirectoryError|IsADirectoryError"
     r"|RuntimeError)\b"
 )
 _MAY_PASS = re.compile(
-    r"^RuntimeError\b.*(?:CUDA|cuDNN|cublas|\bHIP\b|\bNCCL\b.*(?:error|abort)|nvidia|connect"
+    r"^(?:RuntimeError|SystemExit)\b.*(?:CUDA|cuDNN|cublas|\bHIP\b|\bNCCL\b.*(?:error|abort)|nvidia|connect"
     r"|time[d -]{0,2}out|unavailable|temporar|retry|download|socket|rendezvous|gloo|c10d|DataLoader worker"
     # torch.save on a full disk, or a truncated file: "unexpected pos 704 vs 598".
     r"|inline_container\.cc|PytorchStream(?:Writer|Reader))",

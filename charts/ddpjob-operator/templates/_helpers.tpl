@@ -133,7 +133,8 @@ DDPJOB_LOG_FORMAT: logFormat
 {{- fail (printf "extraEnv: %s is there twice" .name) -}}
 {{- end -}}
 {{- $_ := set $seen .name true -}}
-{{- if and (regexMatch "^DDPJOB_LEASE_.*SECONDS$" .name) (not (regexMatch "^[0-9]+([.][0-9]+)?$" (toString .value))) -}}
+{{- $seconds := float64 (toString .value) -}}
+{{- if and (regexMatch "^DDPJOB_LEASE_.*SECONDS$" .name) (or (le $seconds 0.0) (ge $seconds 86400.0)) -}}
 {{- fail (printf "extraEnv: %s must be seconds above 0 and below a day, is \"%v\"" .name .value) -}}
 {{- end -}}
 {{- end -}}

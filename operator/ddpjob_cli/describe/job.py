@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ddpjob_cli.describe import progress
-from ddpjob_operator.failures import root_cause, sentences
+from ddpjob_operator.failures import log_lines, sentences
 from ddpjob_operator.job import api, bounds, budgets, topology, wording
 
 LABEL_WIDTH = 12
@@ -65,7 +65,7 @@ def failure_lines(status: api.Status, now: dt.datetime) -> Iterator[str]:
     if failure.failure_class:
         paid = f", charged to {failure.charged_to}" if failure.charged_to else "; no restart followed"
         yield f"  class {failure.failure_class}{paid}"
-    yield from (f"  | {line}" for line in root_cause.own_lines(failure.log_tail)[-TAIL_LINES:])
+    yield from (f"  | {line}" for line in log_lines.of_training(failure.log_tail)[-TAIL_LINES:])
     earlier = status.failures[:-1]
     if earlier:
         yield "Earlier failures:"

@@ -1,6 +1,5 @@
-"""Find the last line of a program that raised nothing: argparse's or click's error, or the text of `sys.exit("text")`.
-
-It is only shown and decides nothing: any line may be the last, also that of a stopped rank.
+"""The end of a log, and in it the last line of a program that raised nothing: an error of argparse or click, or the
+text of `sys.exit("text")`. That line is only shown: any line may be the last, also that of a stopped rank.
 """
 
 from __future__ import annotations
@@ -9,6 +8,10 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
+from ddpjob_operator.failures.redaction import mask
+
+TAIL_MAX = 2048
+"""Bytes of the log's end in the status."""
 ANSWER = "ddpjob-answer-"
 """Begins the lines in which the result of a function comes back: base64 for programs (docs/python.md)."""
 LAST_LINE = "last line: "
@@ -84,6 +87,22 @@ def report_begins(lines: Sequence[str]) -> int | None:
 def is_of_no_rank(line: str) -> bool:
     """True for a line of a launcher, or one that libraries print at the end of any program."""
     return any(pattern.match(line) for pattern in (_LAUNCHERS_OWN, _SUMMARY, BORDER))
+
+
+def of_training(log: str) -> list[str]:
+    """Return the training's own lines, without torchrun's report."""
+    lines = log.splitlines()
+    return [line for line in lines[: report_begins(lines)] if line.strip()]
+
+
+def tail(log: str) -> str:
+    """Return the last 2 kB of a log, masked, without an incomplete first line: it may be part of a credential."""
+    # Masked before it is cut: without its name a password is not recognized. The kubelet may cut within a character.
+    raw = mask("".join(line for line in log.splitlines(keepends=True) if ANSWER not in line)).strip("\n").encode()
+    if len(raw) <= TAIL_MAX and len(log.encode()) < TAIL_MAX - 3:
+        return raw.decode()
+    first, _, rest = raw[-TAIL_MAX:].decode(errors="ignore").partition("\n")
+    return rest or first
 
 
 def _own_lines(log: str, rank: int | None = None) -> list[str]:

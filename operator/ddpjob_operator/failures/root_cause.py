@@ -17,14 +17,12 @@ from ddpjob_core import rules
 from ddpjob_core.failures import Failure, Precedence
 from ddpjob_core.members import Members
 from ddpjob_operator.failures import log_lines, termination_message
-from ddpjob_operator.failures.redaction import mask, shown
+from ddpjob_operator.failures.redaction import shown
 from ddpjob_operator.failures.termination_message import ContainerReport, signal_name
 from ddpjob_operator.job import api
 from ddpjob_operator.observed.cluster import Pod
 
 EXCEPTION_MAX, WORD_MAX = 300, 128
-LOG_TAIL_MAX = 2048
-"""Bytes of the log's end in the status."""
 CLOCKS_DIFFER = dt.timedelta(seconds=2)
 # Clocks of nodes differ by up to ten seconds. Used if observations do not show the order.
 NODE_CLOCKS_DIFFER = dt.timedelta(seconds=12)
@@ -93,7 +91,7 @@ class Context:
     port: int | None = None
     """Port that rank 0 was given."""
     torchrun: bool = False
-    """True if a launcher other than ddprun, such as torchrun, has started all ranks."""
+    """True if the containers' own program is torchrun, which gets a SIGTERM, and all nodes ran together."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ class PodEnd:
     raised: frozenset[str] = frozenset()
     """All exceptions in its log, also those of a rank that was stopped later, and argparse's message."""
     done: bool = False
-    """True if its ranks had all ended with 0 before it was stopped."""
+    """True if its ranks had all ended with 0 before it was stopped. Exit code 0 proves it only if the store is gone."""
     seen: int = 0
     """The observation in which its end was first seen; 0: the first of the pod."""
     deletion_seen: int = 0
@@ -180,7 +178,10 @@ def settle(
     cause = _first(all_ends, first.pod)
     if lost and cause.precedence in _MAY_FOLLOW_A_LOST_NODE:
         cause = _first([PodEnd(gone) for gone in lost])
-    early = early or next((end.failure for end in ends if end.done), None)
+    # torchrun answers a SIGTERM with 0 only if its store, in node 0's torchrun, was lost before.
+    store_gone = any(e.failure.node_rank == 0 and e.precedence == Precedence.SYMPTOM for e in all_ends)
+    done = (e.failure for e in ends if e.done and (store_gone or e.failure.exit_code != 0))
+    early = early or next(done, None)
     if cause.precedence == Precedence.SYMPTOM and (cause.failure.reason == ENDED_EARLY or early is not None):
         return _ended_early(early, cause.failure, steps or {}), "application"
     if nodes != 1 and cause.precedence >= Precedence.RESUMABLE:
@@ -276,28 +277,9 @@ def who(failure: api.JobFailure) -> str:
     return f"rank {failure.rank}" if failure.rank is not None else f"node {failure.node_rank}"
 
 
-def own_lines(log: str) -> list[str]:
-    """Return the training's own lines, without torchrun's report."""
-    lines = log.splitlines()
-    return [line for line in lines[: log_lines.report_begins(lines)] if line.strip()]
-
-
-def log_tail(log: str) -> str:
-    """Return the last 2 kB of a log, masked, without an incomplete first line: it may be part of a credential."""
-    # Masked before it is cut: without its name a password is not recognized. The kubelet may cut within a character.
-    lines = (
-        line for line in log.splitlines(keepends=True) if log_lines.ANSWER not in line
-    )  # base64 tells nobody anything
-    raw = mask("".join(lines)).strip("\n").encode()
-    if len(raw) <= LOG_TAIL_MAX and len(log.encode()) < LOG_TAIL_MAX - 3:
-        return raw.decode()
-    first, _, rest = raw[-LOG_TAIL_MAX:].decode(errors="ignore").partition("\n")
-    return rest or first
-
-
 def tail_of(pod: Pod) -> str:
     """Return the end of the log of a pod that has ended."""
-    return log_tail(_read(pod).log)
+    return log_lines.tail(_read(pod).log)
 
 
 def _of_no_start(cause: api.JobFailure, *, stepped: bool, trained: bool, everywhere: bool) -> rules.Class:
@@ -352,7 +334,7 @@ def _end(context: Context, pod: Pod, *, outside: bool) -> PodEnd:
         step=own.step or None,
         exception=shown(_text(pod, report, code if context.keep_log_tail else None), EXCEPTION_MAX),
         where=shown(own.where, WORD_MAX),
-        log_tail=log_tail(report.log) if context.keep_log_tail else "",
+        log_tail=log_lines.tail(report.log) if context.keep_log_tail else "",
         evidence=_evidence(pod, own, precedence, reason),
         time=_time(pod, own, context.now),
     )
@@ -361,15 +343,15 @@ def _end(context: Context, pod: Pod, *, outside: bool) -> PodEnd:
     # While the pod's phase is to come, an eviction may have ended it: what is recorded then would stay.
     is_stopped = precedence == Precedence.STOPPED and not pod.live
     # After its ranks have ended with 0, torchrun waits for other nodes in C++ code for up to five minutes, and no
-    # SIGTERM reaches it there. At any other time it answers at once, with a line and 1. If its store, in node 0's
-    # torchrun, is gone meanwhile, it logs that and ends with 0, because Python's logging swallows a SIGTERM.
-    only_launcher_was_left = report.done or code == 0 or (code == _KILLED and "death signal" not in report.log)
+    # SIGTERM reaches it there. At any other time it answers at once, with a line and 1. If its store is lost
+    # meanwhile, it logs that and ends: with 0, because logging swallows a SIGTERM, or with 143 some moments later.
+    silent = code == 0 or (code == _KILLED and "death signal" not in report.log)
     return PodEnd(
         failure,
         deleted_at=None if ended_by_node else pod.deletion_requested_at,
         everywhere=report.permanent,
         raised=frozenset(shown(text, EXCEPTION_MAX) for text in said if text),
-        done=context.torchrun and is_stopped and only_launcher_was_left,
+        done=is_stopped and (report.done or (context.torchrun and silent)),
         seen=pod.ended_seen,
         deletion_seen=pod.deletion_seen,
     )

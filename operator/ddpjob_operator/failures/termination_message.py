@@ -55,6 +55,8 @@ _OF_A_CHILD = re.compile(
     r"^subprocess\.CalledProcessError: Command '\[?'?[^ ']*(?:python[\d.]*|torchrun|ddprun)[' ]"
     r"|^torch\.multiprocessing\.spawn\.ProcessExitedException: process \d+ terminated with exit code 1$"
 )
+# How the lines of a traceback begin: Python's, loguru's, rich's.
+_OF_TRACEBACK = " \t>\u2502\u2570"
 _GROUP = re.compile(r"\(\d+ sub-exceptions?\)$")
 _TERMINATE = re.compile(r"^terminate called after throwing an instance of '(.+)'")
 _WHAT = re.compile(r"^\s+what\(\):\s+(.*)$")
@@ -161,6 +163,8 @@ def _failure_in_log(log: str, *, trusted: bool) -> Failure | None:
 
     Without torch's prefix or torchrun's report, only the last traceback counts: a script that goes on has handled it.
     """
+    # A callback at the exit saves, or uploads: nothing else reports that it failed.
+    log = log.replace("Exception ignored in atexit callback", "At the exit")
     exceptions = raised(log)
     if not trusted and (REPORTS_FAILURE in log or any(f.rank is not None for f in exceptions)):
         return _read_log(log).failure
@@ -169,11 +173,11 @@ def _failure_in_log(log: str, *, trusted: bool) -> Failure | None:
 
 def _ends_with_traceback(log: str) -> bool:
     """True if after the last traceback only lines follow that launchers and libraries print at any end."""
-    before, begins, rest = log.rpartition("Traceback (most recent call last):")
+    before, begins, rest = log.rpartition("Traceback (most recent call last)")
     above = before.rstrip().rpartition("\n")[2]
     if not begins or PREFIX.match(before.rpartition("\n")[2]) or _ENDS_NOTHING.match(above):
         return False
-    lines = (line for line in rest.splitlines()[1:] if line.strip() and not line[0].isspace())
+    lines = (line for line in rest.splitlines()[1:] if line.strip() and line[0] not in _OF_TRACEBACK)
     exception, *more = [line for line in lines if not (is_of_no_rank(line) or _PROCESS.match(line))] or [""]
     ends = bool(_TRACEBACK_END.match(exception)) and not exception.startswith(_NO_FAILURE)
     return ends and all(map(_EXCEPTION.match, more))  # processes write into each other's tracebacks
@@ -317,6 +321,7 @@ def _read_log(log: str) -> ContainerReport:
             resumable=culprit.exit_code == rules.RESUMABLE_EXIT_CODE,
         ),
         log,
+        done=_TORCHRUN_WAITED in log,
     )
 
 

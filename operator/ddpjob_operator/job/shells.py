@@ -125,6 +125,15 @@ def _reader(words: list[str], *, sh_is_dash: bool) -> _Signals | None:
         return None
 
 
+def cut_short(words: list[str]) -> str:
+    """The launcher or interpreter that a shell starts alone, as in `sh -c torchrun train.py`; "" if there is none."""
+    _, text, _ = exit_codes.shell_call(words) if command.is_shell(words) else ((), None, ())
+    if not text or text == words[-1]:
+        return ""
+    name = programs.name(text)
+    return text if name in command.LAUNCHERS or command.PYTHON.fullmatch(name) else ""
+
+
 def _scripts(words: list[str]) -> Iterator[tuple[str, set[str], shell.ShellScript]]:
     """Each shell that the command starts by its words: its program, options and script."""
     for i in programs.places(words):

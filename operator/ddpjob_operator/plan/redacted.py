@@ -9,8 +9,9 @@ from dataclasses import replace as replaced
 
 from msgspec.structs import replace
 
+from ddpjob_operator.failures.log_lines import TAIL_MAX
 from ddpjob_operator.failures.redaction import clean, mask, shown, shown_pair
-from ddpjob_operator.failures.root_cause import EXCEPTION_MAX, LOG_TAIL_MAX, WORD_MAX
+from ddpjob_operator.failures.root_cause import EXCEPTION_MAX, WORD_MAX
 from ddpjob_operator.job import api, bounds
 from ddpjob_operator.observed.reports import METRIC_LENGTH_MAX
 from ddpjob_operator.plan.actions import Event
@@ -65,5 +66,5 @@ def _failure(failure: api.JobFailure | None) -> api.JobFailure | None:
         reason=shown(failure.reason, WORD_MAX),
         signal=shown(failure.signal, WORD_MAX),
         exception=shown(failure.exception, EXCEPTION_MAX),
-        log_tail=mask(clean(failure.log_tail))[:LOG_TAIL_MAX],
+        log_tail=mask(clean(failure.log_tail))[:TAIL_MAX],
     )

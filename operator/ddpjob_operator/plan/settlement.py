@@ -259,7 +259,7 @@ def failure_of(view: View, status: api.Status, place: int, reason: str) -> api.J
 def context(view: View, status: api.Status) -> root_cause.Context:
     """Return what is known about the attempt besides its pods."""
     port = status.master_addr.rpartition(":")[2]
-    found = view.facts.launcher
+    facts = view.facts
     return root_cause.Context(
         attempt=status.attempt,
         members=view.members,
@@ -268,5 +268,5 @@ def context(view: View, status: api.Status) -> root_cause.Context:
         keep_log_tail=view.settings.keep_log_tail,
         port=int(port) if port.isdecimal() else None,
         # Unless all nodes ran together, none completed its training: SIGKILL then only means that stopping took long.
-        torchrun=found is not None and found.launcher != "ddprun" and status.running_time is not None,
+        torchrun=facts.is_launcher_alone and not facts.restarts_in_place and status.running_time is not None,
     )
