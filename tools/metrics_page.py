@@ -41,6 +41,9 @@ Whoever reaches the port reads the names of jobs and namespaces, as with kube-st
 leaves out all series of single jobs; jobs are then still counted by namespace and state. Without them the alerts that
 name a job never fire, and the dashboard of a job, "Nodes" and "Goodput by job" are empty.
 
+A local run keeps the same names in a file for node-exporter's textfile collector (`--collector.textfile.directory`):
+`ddpjob run job.yaml --metrics-file /var/lib/node_exporter/ddpjob.prom`. It has no series of the operator.
+
 ## What the series promise
 
 - The operator that leads serves what concerns jobs, and a standby only its own queue, requests and copies. So a sum

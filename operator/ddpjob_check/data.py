@@ -156,6 +156,25 @@ def _unused(script: Script) -> Iterator[ast.Call]:
                 yield call
 
 
+@rule("error", wrong="DataLoader(dataset, shuffle=True, sampler=sampler)", right="DataLoader(dataset, sampler=sampler)")
+def shuffle_with_sampler(script: Script, job: CheckedJob) -> Iterator[Found]:
+    """A DataLoader takes its order from the sampler or shuffles itself: both together raise a ValueError."""
+    for call in script.calls_to(LOADER):
+        shuffle = script.argument(call, "shuffle", 2)
+        if not is_true(shuffle):
+            continue
+        for name, position in (("sampler", 3), ("batch_sampler", 4)):
+            given = script.argument(call, name, position)
+            samples = [script.called(o).endswith("Sampler") for o in script.origins(given)]
+            if given is not None and any(samples):
+                yield at(
+                    shuffle,
+                    f"DataLoader(shuffle=True, {name}=…) is refused by torch with a ValueError; remove shuffle: the "
+                    "DistributedSampler shuffles",
+                    "error" if all(samples) else "warning",
+                )
+
+
 @rule(
     "error",
     wrong="DataLoader(dataset, batch_size=128 / world_size)",

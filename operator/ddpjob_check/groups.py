@@ -1,13 +1,13 @@
-"""Rules about the process group: its rendezvous and its backend."""
+"""Rules about the process group: its rendezvous, its backend, and its end."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
-from ddpjob_check.nodes import is_main_guard
+from ddpjob_check.nodes import Function, before, has_hidden_arguments, is_main_guard, name_of, words_of
 from ddpjob_check.options import UNKNOWN, ScriptOptions
 from ddpjob_check.ranks import at
 from ddpjob_check.reached import goes_on, is_otherwise
@@ -16,6 +16,9 @@ from ddpjob_check.script import INIT, Script
 from ddpjob_operator.job.launcher import NO_RENDEZVOUS_HOST
 
 _ONLY_HERE = re.compile(r"^(localhost|127\.\d+\.\d+\.\d+|\[?::1\]?|0\.0\.0\.0)$")
+_NUMBER = r"(?:[1-9]\d*|\{\w*\}|%[ds]|\$\{?\w+\}?|\$\(\w+\))"
+_ITS_NAME = r"\$\(DDPJOB_NAME\)|\$\{?DDPJOB_NAME\}?"
+NO_NAME = "without dns: all only node 0 has a DNS name; add spec.dns: all"
 _TORCHRUN_STORE = "torchrun's own store listens on the port that the job gave it, and nothing on this one"
 
 
@@ -166,18 +169,64 @@ def tcp_under_torchrun(script: Script, job: CheckedJob) -> Iterator[Found]:
     by_torchrun = any(script.variable_read(n) in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK") for n in script.nodes)
     if not job.by_torchrun and (job.launcher or not by_torchrun):
         return
+    for call, url in _methods(script, "tcp://"):
+        where = "" if job.by_torchrun else "under torchrun "
+        yield at(
+            url,
+            f"init_method={script.text_of(url)}: {where}all ranks wait for a store that none of them opens "
+            "(TORCHELASTIC_USE_AGENT_STORE); leave init_method out, or use ddpjob.init(init_method=…)",
+            "error" if job.by_torchrun else "warning",
+        )
+        if script.called(call) != INIT:
+            return
+
+
+@rule(
+    "error",
+    wrong='dist.init_process_group("gloo", init_method="file:///tmp/meet", rank=rank, world_size=world_size)',
+    right='dist.init_process_group("gloo")',
+)
+def file_not_shared(script: Script, job: CheckedJob) -> Iterator[Found]:
+    """With file:// the rendezvous is a file: nodes that share no folder each wait at their own."""
+    if (job.nodes or 1) == 1:
+        return
+    for _, url in _methods(script, "file://"):
+        mounts = [_mount_of(o, job.mounts) for o in script.origins(url) if isinstance(o, ast.expr)]
+        apart = [mount for mount, shared in mounts if not shared]
+        if not apart:
+            continue
+        mount = apart[0]
+        because = f"each pod has a {mount} of its own" if mount else "no shared volume is mounted there"
+        if job.local:
+            because = f"in a cluster {because}"
+        elif not job.known:
+            because = "all of them must see the same folder"
+        yield at(
+            url,
+            f"init_method={script.text_of(url)}: the rendezvous of {job.nodes} nodes is a file, and {because}; leave "
+            "init_method out, or put the file on a volume that all nodes mount",
+            "error" if job.known and not job.local else "warning",
+        )
+
+
+def _mount_of(url: ast.AST, mounts: Mapping[str, bool]) -> tuple[str, bool]:
+    """Return the folder mounted at this file's path, or "", and True if nodes share it, as far as names tell."""
+    path = _prefix(url).removeprefix("file://")
+    mount = max((m for m in mounts if path.startswith(m.rstrip("/") + "/")), key=len, default="")
+    if mount and mounts[mount]:
+        return mount, True
+    goes_on = not isinstance(url, ast.Constant)
+    return mount, goes_on and any(shared and m.startswith(path) for m, shared in mounts.items())
+
+
+def _methods(script: Script, scheme: str) -> Iterator[tuple[ast.Call, ast.expr]]:
+    """Yield the init_method of torch's init_process_group if all its possible values have this scheme."""
     for call in script.calls_to(INIT):
-        url = script.argument(call, "init_method", 1)
-        origins = script.origins(url)
-        is_tcp = all(isinstance(o, ast.expr) and _prefix(o).startswith("tcp://") for o in origins)
-        if url and is_tcp and not is_otherwise(script, call):
-            where = "" if job.by_torchrun else "under torchrun "
-            yield at(
-                url,
-                f"init_method={script.text_of(url)}: {where}all ranks wait for a store that none of them opens "
-                "(TORCHELASTIC_USE_AGENT_STORE); leave init_method out, or use ddpjob.init(init_method=…)",
-                "error" if job.by_torchrun else "warning",
-            )
+        method = script.argument(call, "init_method", 1)
+        origins = script.origins(method)
+        certain = all(isinstance(o, ast.expr) and _prefix(o).startswith(scheme) for o in origins)
+        if method and certain and not is_otherwise(script, call):
+            yield call, method
 
 
 def _prefix(node: ast.AST) -> str:
@@ -263,3 +312,131 @@ def _other_backend_is_asked_for(job: CheckedJob) -> bool:
 def _asks_for_gpu(test: ast.expr) -> bool:
     words = " ".join(ast.dump(test).lower().split())
     return any(w in words for w in ("cuda", "gpu", "nccl", "device"))
+
+
+@rule(
+    "warning",
+    wrong='dist.init_process_group("gloo")\nif rank == 0:\n    preprocess(data)\ndist.barrier()',
+    right='dist.init_process_group("gloo", timeout=timedelta(hours=6))\n'
+    "if rank == 0:\n    preprocess(data)\ndist.barrier()",
+)
+def barrier_without_timeout(script: Script, job: CheckedJob) -> Iterator[Found]:
+    """A barrier on gloo waits 30 minutes for a missing rank, and its error does not name it. That may be too short
+    while one rank prepares the data."""
+    if backends(script, job) != {"gloo"} or (job.nodes is None and script.is_for_one_node):
+        return
+    inits = script.calls_to(INIT)
+    if not inits or len(inits) != len(script.inits):  # ddpjob.init has its own time-outs
+        return
+    if any(script.argument(c, "timeout", 2) is not None or has_hidden_arguments(c) for c in inits):
+        return
+    for call in script.calls_to("torch.distributed.barrier"):
+        work = _long_work_before(script, call)
+        if script.argument(call, "group", 0) is None and work is not None:
+            yield at(
+                call,
+                f"barrier() on gloo waits 30 min while one rank does {script.text_of(work)}, and its error does not "
+                "name the missing rank; give init_process_group a timeout that is long enough, or use "
+                "dist.monitored_barrier(timeout=…)",
+            )
+            return
+
+
+def _long_work_before(script: Script, barrier: ast.Call) -> ast.Call | None:
+    """Return what one rank alone does just before a barrier, if it may take longer than the timeout."""
+    for child, parent in script.above(barrier):
+        for sibling in before(parent, child):
+            if isinstance(sibling, ast.If) and script.depends_on_rank(sibling.test):
+                calls = [n for s in sibling.body for n in ast.walk(s) if isinstance(n, ast.Call)]
+                return next((c for c in calls if not words_of(name_of(c.func)).isdisjoint(_LONG_WORK)), None)
+    return None
+
+
+_LONG_WORK = set("convert encode extract index prepare preprocess tokenize untar unpack unzip".split())
+
+
+@rule(
+    "error",
+    wrong='dist.init_process_group("nccl")\ndist.monitored_barrier()',
+    right='dist.init_process_group("nccl")\ncpu = dist.new_group(backend="gloo")\ndist.monitored_barrier(cpu)',
+)
+def monitored_barrier_on_nccl(script: Script, job: CheckedJob) -> Iterator[Found]:
+    """monitored_barrier needs send and recv on the CPU: it works with gloo only, and raises under nccl."""
+    if backends(script, job) != {"nccl"}:
+        return
+    for call in script.calls_to("torch.distributed.monitored_barrier"):
+        if script.argument(call, "group", 0) is None and not has_hidden_arguments(call):
+            yield at(
+                call,
+                "monitored_barrier() works with gloo only, and this group is nccl; make a group for it: "
+                'dist.new_group(backend="gloo")',
+            )
+
+
+@rule(
+    "warning",
+    wrong="def cleanup():\n    dist.destroy_process_group()\n\ntrain()",
+    right="try:\n    train()\nfinally:\n    cleanup()",
+)
+def destroy_missing(script: Script, job: CheckedJob) -> Iterator[Found]:
+    """A script that has a function to destroy the group, and never calls it, exits with the group open, and nccl warns
+    at each exit. A script without such a function is not reported."""
+    # Ending without destroy_process_group is not a mistake by itself: collectives, even one that is not waited for, end
+    # well with the process (docs/dev/upstream.md, groups).
+    if script.uses_a_framework or not any(script.on_every_rank(call) for call in script.inits):
+        return
+    functions = [script.function(call) for call in script.calls_to("torch.distributed.destroy_process_group")]
+    if functions and all(f is not None and _is_forgotten(script, f) for f in functions):
+        forgotten = next(f for f in functions if f is not None)
+        yield at(
+            forgotten,
+            f"{forgotten.name}() destroys the group, and is never called; call it at the end, also after an exception: "
+            "try: … finally:",
+        )
+
+
+def _is_forgotten(script: Script, function: Function) -> bool:
+    """True if a function of this file is certainly never called: not by its name, nor by a class or decorator."""
+    inherits = isinstance(owner := script.scope(function), ast.ClassDef) and bool(owner.bases)
+    special = function.name.startswith("__") or bool(function.decorator_list)
+    return not (inherits or special or script.mentions(function.name))
+
+
+@rule("warning", wrong="dist.isend(tensor, dst=1)", right="work = dist.isend(tensor, dst=1)\nwork.wait()")
+def isend_without_wait(script: Script, job: CheckedJob) -> Iterator[Found]:
+    """isend and irecv only begin a transfer: until wait() returns the tensor must not be used, and the message of a
+    rank that exits before is lost."""
+    for call in script.calls_to(*(f"torch.distributed.{name}" for name in ("isend", "irecv", "batch_isend_irecv"))):
+        if isinstance(script.parent(call), ast.Expr):
+            yield at(
+                call,
+                f"{script.text_of(call.func)}(…): its result is dropped, so this rank may change the tensor, or exit, "
+                "before it is sent; keep the result, and call .wait() on it",
+            )
+
+
+def other_node(text: str, job: str) -> str:
+    """Return the first DNS name in a text of a node of this job other than 0, with a number or a variable; "" if
+    none."""
+    name = f"(?:{re.escape(job)}|{_ITS_NAME})"
+    found = re.search(rf"(?<![\w.-]){name}-{_NUMBER}\.{name}(?![\w-])", text)
+    return found[0] if found else ""
+
+
+@rule("warning", wrong='hosts = ["digits-0.digits", "digits-1.digits"]', right="dns: all  # in the spec of the job")
+def other_node_named(script: Script, job: CheckedJob) -> Iterator[Found]:
+    """Only where the job is known. A pod that the job's Service does not select has no DNS name, and unless spec.dns is
+    all the Service selects node 0 alone: the name of another node does not resolve."""
+    if not job.only_leader_has_name:
+        return
+    documents = {node.value for node in script.nodes if isinstance(node, ast.Expr)}
+    for node in script.nodes:
+        if node not in documents and (name := other_node(_text(node), job.name)):
+            yield at(node, f"{name}: {NO_NAME}")
+
+
+def _text(node: ast.AST) -> str:
+    """Return a text of the script, with {} for computed parts; "" for anything else."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(part) or "{}" for part in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""

@@ -9,19 +9,29 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ddpjob_check import in_command
+from ddpjob_check import groups, in_command
 from ddpjob_check.rule import CheckedJob, Severity, command_line
+from ddpjob_check.starting import DEPRECATED
+from ddpjob_core import memory
 from ddpjob_operator.job import api, command, launcher, podspec, shells, topology, variables
 from ddpjob_operator.job import template as templates
 from ddpjob_operator.job.podspec import (
     command_path,
     gpus,
+    limits,
     mappings,
+    mounts,
+    quantity,
     trainer_container,
     trainer_path,
 )
 
 FieldPath = tuple[str | int, ...]
+_STATE_BYTES = 12
+"""Of a parameter in float32: itself, and the two moments of Adam."""
+_RANK_BYTES = _STATE_BYTES + 4
+"""What a rank on the CPU holds of it: its gradient too."""
+_MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -44,6 +54,12 @@ YAML_RULES = (
         "warning",
         "A field of the pod template that the API does not have, and that resembles none: an API server refuses it, "
         "unless it is newer than the list of fields in this version. What resembles a field is refused at once.",
+    ),
+    YamlRule(
+        "memory-limit-too-small",
+        "warning",
+        "With `--parameters`: the pod's limit has no room for the state that ddprun keeps in memory, so a rank that is "
+        "killed costs the steps since the last save ([memory.md](memory.md#what-it-costs)).",
     ),
     YamlRule(
         "script-missing",
@@ -120,12 +136,6 @@ YAML_RULES = (
         "`exec torchrun train.py` gets it. So does a trap, but it has to `wait` until the launcher has ended.",
     ),
     YamlRule(
-        "launch-deprecated",
-        "warning",
-        "`command: [python, -m, torch.distributed.launch, train.py]`: it warns at each start that it will be removed. "
-        "torchrun takes the same options.",
-    ),
-    YamlRule(
         "launcher-option", "warning", "The launcher, or an option of it, has a consequence. The job has an Event of it."
     ),
 )
@@ -152,6 +162,9 @@ def known(job: api.DDPJob) -> CheckedJob:
         words=started.words,
         script=started.named,
         variables=_variables(template),
+        mounts=mounts(template),
+        name=job.metadata.name,
+        only_leader_has_name=not topology.all_have_dns_names(job.spec),
         known=True,
     )
 
@@ -167,10 +180,11 @@ def _variables(template: dict[str, Any]) -> frozenset[str] | None:
 
 
 def mistakes(
-    job: api.DDPJob, script: str = "", given: Collection[str] = (), *, local: bool = False
+    job: api.DDPJob, parameters: int = 0, script: str = "", given: Collection[str] = (), *, local: bool = False
 ) -> Iterator[tuple[FieldPath, str, str]]:
-    """(field, rule, message) of what is wrong in the YAML itself and yet a valid job. script: the text of its script;
-    "": not known. given: variables that the trainer has from outside. local: all nodes are on this machine."""
+    """(field, rule, message) of what is wrong in the YAML itself and yet a valid job. parameters: of the model; 0: not
+    known. script: the text of the job's script; "": not known. given: variables that the trainer has from outside.
+    local: all nodes are on this machine."""
     template = job.spec.template
     by = launcher.facts(job.spec).launcher
     if not launcher.facts(job.spec).trainer.get("image"):
@@ -185,12 +199,13 @@ def mistakes(
     yield from _of_launch(job, local)
     yield from _of_command(job, script, given)
     if by and by.launcher == "torch.distributed.launch":
-        said = "torch.distributed.launch is deprecated and will be removed; use torchrun"
-        yield (
-            command_path(template),
-            "launch-deprecated",
-            f'{said}, and os.environ["LOCAL_RANK"] in place of --local-rank',
-        )
+        yield command_path(template), "launch-deprecated", DEPRECATED
+    if parameters and (said := _too_small(job, parameters, _gpus(template))):
+        yield (*trainer_path(template), "resources", "limits", "memory"), "memory-limit-too-small", said
+    if not topology.all_have_dns_names(job.spec):
+        for field, text in _texts(template):
+            if name := groups.other_node(text, job.metadata.name):
+                yield field, "other-node-named", f"{name}: {groups.NO_NAME}"
     if job.spec.backend == "nccl" and _gpus(template) == 0:
         yield (
             ("spec", "backend"),
@@ -247,6 +262,16 @@ def _of_shell(words: list[str]) -> Iterator[tuple[str, str]]:
         yield "shell-keeps-signals", text
 
 
+def _texts(template: Mapping[str, Any]) -> Iterator[tuple[FieldPath, str]]:
+    """What the trainer's command, arguments and variables say."""
+    trainer, path = trainer_container(template) or {}, trainer_path(template)
+    for field in ("command", "args"):
+        for number, word in enumerate(listed if isinstance(listed := trainer.get(field), list) else ()):
+            yield (*path, field, number), str(word)
+    for number, entry in enumerate(mappings(trainer, "env")):
+        yield (*path, "env", number), str(entry.get("value", ""))
+
+
 def _gpus(template: Mapping[str, Any]) -> int | None:
     """GPUs of a pod; None where resource claims may bring some."""
     resources = (trainer_container(template) or {}).get("resources")
@@ -261,3 +286,29 @@ def _of_command(job: api.DDPJob, script: str, given: Collection[str]) -> Iterato
     for place, text in in_command.unexpanded(job, script):
         yield path if place == ("command",) else (*trainer_path(job.spec.template), *place), "not-expanded", text
     yield from ((path, rule, text) for rule, text in in_command.unset_variables(job, given))
+
+
+def _too_small(job: api.DDPJob, parameters: int, gpus: int | None) -> str:
+    """What is wrong with the memory limit of a job under ddprun whose model has so many parameters, for the state in
+    memory (docs/memory.md); empty: nothing that is certain. gpus: of a pod; None: not known."""
+    limit, by = limits(job.spec.template).get("memory"), launcher.facts(job.spec).launcher
+    if limit is None or by is None or by.launcher != "ddprun":
+        return ""
+    nproc = topology.nproc_per_node(job.spec)
+    by_cadence = bool(gpus) or topology.world_size(job.spec) == 1
+    areas = memory.AREAS if by_cadence else 1
+    least = memory.needed(areas * memory.area_bytes(_STATE_BYTES * parameters))
+    least += nproc * _RANK_BYTES * parameters if gpus == 0 else 0
+    if quantity(limit) >= least:
+        return ""
+    copies = "two copies of its state" if by_cadence else "its state"
+    ranks = f" beside {nproc} x {_mib(_RANK_BYTES * parameters)} of the training itself" if gpus == 0 else ""
+    return (
+        f"{limit} is too small for {copies} in memory: {parameters:,} parameters with Adam in float32 take "
+        f"{_mib(_STATE_BYTES * parameters)}{ranks}; set it to {_mib(least)} or more, "
+        "or a restart goes on from the folder"
+    )
+
+
+def _mib(size: int) -> str:
+    return f"{-(-size // _MIB)}Mi"

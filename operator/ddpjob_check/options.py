@@ -1,15 +1,15 @@
-"""The options that a script reads with argparse, and their values in a job. Those of other parsers are not known."""
+"""The options that a script reads with argparse, absl, click, typer or fire, and their values in a job."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from ddpjob_check.nodes import Marker, is_main_guard, is_method, name_of, text_in
+from ddpjob_check.nodes import Function, Marker, default_of, is_main_guard, is_method, name_of, parameters_of, text_in
 from ddpjob_check.script import Script
 
 UNKNOWN = object()
@@ -64,10 +64,122 @@ def literal(node: ast.expr | None) -> Any:
         return UNKNOWN
 
 
-# With one of these, an option may get its value elsewhere.
+# ---------------------------------------------------------------- functions that click, typer or fire call
+
+# With these, an option may get its value elsewhere.
+_OTHER_SOURCES_OF_CLICK = ("default_map", "auto_envvar_prefix")
 _OTHER_SOURCES = ("set_defaults", "add_subparsers", "fromfile_prefix_chars", "parents")
+_NOT_READ = {"callback", "count", "envvar", "flag_value", "multiple", "nargs", "prompt", "required"}
+
+
+def commands(script: Script, words: Sequence[str]) -> dict[Function, dict[str, Option]]:
+    """Return the options of each such function by parameter, if only the words decide their value."""
+    if script.mentions(*_OTHER_SOURCES_OF_CLICK) or not script.mentions("click", "typer", "fire"):
+        return {}
+    called = [a for call in script.calls_to("typer.run") for a in call.args[:1]]
+    # fire may pass a word that is neither an option nor an option's value to any parameter.
+    pairs = pairwise(("", *words))
+    if not any(word[:1] != "-" and (before[:1] != "-" or "=" in before) for before, word in pairs):
+        called += [a for call in script.calls_to("fire.Fire") for a in call.args[:1]]
+    functions = {script.definition(a) for a in called}
+    found: dict[Function, dict[str, Option]] = {}
+    for function in (node for node in script.nodes if isinstance(node, Function)):
+        if function in functions or _is_command_of_typer(script, function):
+            found[function] = dict(_of_parameters(script, function))
+        elif options := dict(_of_click(script, function)):
+            found[function] = options
+    return found
+
+
+def _is_command_of_typer(script: Script, function: Function) -> bool:
+    """True below @app.command() and @app.callback()."""
+    calls = [d.func for d in function.decorator_list if isinstance(d, ast.Call)]
+    return script.mentions("Typer") and any(
+        isinstance(called, ast.Attribute)
+        and called.attr in ("command", "callback")
+        and any(script.called(o) == "typer.Typer" for o in script.origins(called.value))
+        for called in calls
+    )
+
+
+def _of_click(script: Script, function: Function) -> Iterator[tuple[str, Option]]:
+    """Yield options of @click.option("--launcher", default="none")."""
+    for call in function.decorator_list:
+        if isinstance(call, ast.Call) and script.full_name(call.func).endswith("click.option"):
+            texts = [text for a in call.args if (text := text_in(a))]
+            names = [text for text in texts if text.startswith("-")]
+            plain = [text for text in texts if not text.startswith("-")]
+            option = _option(script, call, call, names)
+            if option is not None and names:
+                longest = max(names, key=lambda name: len(name) - len(name.lstrip("-"))).partition("/")[0]
+                yield (plain[0] if plain else longest.lstrip("-").replace("-", "_").lower()), option
+
+
+def _of_parameters(script: Script, function: Function) -> Iterator[tuple[str, Option]]:
+    """Yield options of typer and fire: launcher: str = "none", = typer.Option("none", "-l"), Annotated[str,
+    typer.Option()]."""
+    listed = [*function.args.posonlyargs, *function.args.args]
+    pairs = [(parameter, default_of(function, i)) for i, parameter in enumerate(listed)]
+    for parameter, default in (*pairs, *zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)):
+        if default is None:
+            continue  # a positional argument
+        call, kind = default if _declares(default) else None, parameter.annotation
+        if isinstance(kind, ast.Subscript) and name_of(kind.value) == "Annotated" and isinstance(kind.slice, ast.Tuple):
+            call = next((part for part in kind.slice.elts[1:] if _declares(part)), call)
+            kind = kind.slice.elts[0]
+        if isinstance(call, ast.Call) and call is default:
+            default = script.argument(call, "default", 0)
+        names = [text for a in getattr(call, "args", ()) if (text := text_in(a)).startswith("-")]
+        names = names or [f"--{text}" for text in {parameter.arg.replace("_", "-"), parameter.arg}]
+        if name_of(kind or ast.Pass()) == "bool" or isinstance(literal(default), bool):
+            names = [n if "/" in n or n[:2] != "--" else f"{n}/--no-{n[2:]}" for n in names]
+            names += [f"/--no{n[2:].partition('/')[0]}" for n in names if n[:2] == "--"]  # fire's form
+        option = _option(script, parameter, call, names, default, name_of(kind or ast.Pass()))
+        if option is not None and name_of(getattr(call, "func", ast.Pass())) != "Argument":
+            yield parameter.arg, option
+
+
+def _declares(node: ast.AST) -> bool:
+    """True for typer.Option(…) and typer.Argument(…)."""
+    return isinstance(node, ast.Call) and name_of(node.func) in ("Option", "Argument")
+
+
+def _option(
+    script: Script,
+    node: ast.AST,
+    call: ast.AST | None,
+    names: Sequence[str],
+    default: ast.expr | None = None,
+    kind: str = "",
+) -> Option | None:
+    """Return an option; None if not only its words may decide its value. names: "--ddp/--no-ddp" are two."""
+    declared = call if isinstance(call, ast.Call) else ast.Call(ast.Name("Option", ast.Load()), [], [])
+    if any(keyword.arg is None or keyword.arg in _NOT_READ for keyword in declared.keywords):
+        return None
+    typed = script.argument(declared, "type")
+    value = literal(default or script.argument(declared, "default"))
+    on, off = ([part for n in names if (part := n.partition("/")[i].strip())] for i in (0, 2))
+    if off or literal(script.argument(declared, "is_flag")) is True:
+        flags = {**dict.fromkeys(on, True), **dict.fromkeys(off, False)}
+        return Option(node, (*on, *off), False if value is None else value, "bool", flags)
+    return Option(node, tuple(on), value, kind or _kind(typed, value))
+
+
+def _kind(typed: ast.expr | None, value: Any) -> str:
+    """Return the type to which click converts: type=int, click.Choice(…), or that of the default."""
+    if isinstance(typed, ast.Call):
+        return "str" if name_of(typed.func) == "Choice" else ""
+    if typed is not None:
+        return {"INT": "int", "FLOAT": "float", "STRING": "str"}.get(name_of(typed), name_of(typed))
+    return "str" if value is None or value is UNKNOWN else type(value).__name__
+
+
 _DEPTH_MAX = 6
 _FLAGS = {"store_true": (False, True), "store_false": (True, False)}
+_ABSL = {
+    "DEFINE_string": "str", "DEFINE_enum": "str", "DEFINE_integer": "int", "DEFINE_float": "float",
+    "DEFINE_bool": "bool", "DEFINE_boolean": "bool",
+}  # fmt: skip
 
 
 class ScriptOptions:
@@ -79,17 +191,32 @@ class ScriptOptions:
 
     @cached_property
     def declared(self) -> dict[str, Option]:
-        """Return the options by their attribute, if declared once and unconditionally."""
+        """Return the options by their attribute in argparse or absl, if declared once and unconditionally."""
         calls: dict[str, list[ast.Call]] = {}
         if not self._script.mentions(*_OTHER_SOURCES):
             for call in self._script.methods_called("add_argument"):
                 calls.setdefault(destination(call), []).append(call)
+        for call in self._script.calls:
+            if name_of(call.func) in _ABSL and self._is_of_absl(call.func, name_of(call.func)):
+                calls.setdefault(text_in(call.args[0]) if call.args else "", []).append(call)
         once = {name: found[0] for name, found in calls.items() if name and len(found) == 1}
-        read = ((name, self._of_argparse(call)) for name, call in once.items() if self._is_plain(call))
+        read = ((name, self._read(call)) for name, call in once.items() if self._is_plain(call))
         return {name: option for name, option in read if option is not None}
+
+    def _is_of_absl(self, node: ast.AST, name: str) -> bool:
+        return self._script.full_name(node) in (f"absl.flags.{name}", f"flags.{name}")
 
     def _is_plain(self, call: ast.Call) -> bool:
         return all(is_main_guard(test) for test in self._script.enclosing_tests(call))
+
+    def _read(self, call: ast.Call) -> Option | None:
+        kind = _ABSL.get(name_of(call.func))
+        if kind is None:
+            return self._of_argparse(call)
+        name = text_in(call.args[0])
+        default = literal(self._script.argument(call, "default", 1))
+        flags = {f"{dash}{text}{name}": not text for dash in ("--", "-") for text in ("", "no")}
+        return Option(call, (f"--{name}", f"-{name}", *flags), default, kind, flags if kind == "bool" else {})
 
     def _of_argparse(self, call: ast.Call) -> Option | None:
         names = tuple(word for a in call.args if (word := text_in(a)))
@@ -104,11 +231,26 @@ class ScriptOptions:
         known = "" if self._script.argument(call, "nargs") else known
         return Option(call, names, literal(self._script.argument(call, "default")), known)
 
+    @cached_property
+    def _commands(self) -> dict[Function, dict[str, Option]]:
+        return commands(self._script, self._words)
+
     def option(self, node: ast.expr) -> Option | None:
-        """Return the declaration of the option that `args.NAME` reads."""
+        """Return the declaration of the option that `args.NAME` reads, or a parameter of the function that click
+        calls."""
+        if isinstance(node, ast.Name):
+            scope = self._script.scope(node)
+            is_plain = isinstance(scope, Function) and node.id in parameters_of(scope)
+            return self._commands.get(scope, {}).get(node.id) if is_plain and isinstance(scope, Function) else None
         if not isinstance(node, ast.Attribute) or node.attr not in self.declared:
             return None
-        return self.declared[node.attr] if self._is_parsed(node.value) else None
+        option = self.declared[node.attr]
+        of_absl = name_of(getattr(option.node, "func", ast.Pass())) in _ABSL
+        is_read = self._is_flags(node.value) if of_absl else self._is_parsed(node.value)
+        return option if is_read else None
+
+    def _is_flags(self, base: ast.expr) -> bool:
+        return all(isinstance(o, ast.expr) and self._is_of_absl(o, "FLAGS") for o in self._script.origins(base))
 
     def declaration(self, node: ast.expr) -> Option | None:
         """Return the option from which a name or attribute was made, followed through the names of the file."""

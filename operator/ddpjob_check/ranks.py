@@ -174,7 +174,9 @@ class Guard:
 def guard(script: Script, call: ast.Call) -> Guard | None:
     """Return the innermost guard of a call. A rank that raises or exits ends the job: nobody waits for it."""
     for child, parent in script.above(call):
-        for possible in (*_around(parent, child), *_returned_before(parent, child)):
+        for possible in (
+            *_around(parent, child), *_returned_before(parent, child), *_by_decorator(script, parent, child)
+        ):  # fmt: skip
             if is_for_some(script, possible.test, holds=possible.holds):
                 return possible
             test = possible.test
@@ -194,12 +196,39 @@ def _around(parent: ast.AST, child: ast.AST) -> Iterator[Guard]:
     elif isinstance(parent, ast.BoolOp) and child in parent.values:
         holds = isinstance(parent.op, ast.And)
         yield from (Guard(value, holds, [child]) for value in parent.values[: parent.values.index(child)])
+    elif isinstance(parent, ast.Match) and isinstance(child, ast.match_case):
+        cases = parent.cases[: parent.cases.index(child)]
+        others = [statement for case in parent.cases if case is not child for statement in case.body]
+        tests = ((_of_case(parent, case), case is child) for case in (*cases, child))
+        yield from (Guard(test, holds, child.body, others) for test, holds in tests if test is not None)
     elif isinstance(parent, Function) and child in parent.body:
         runs = (d for d in parent.decorator_list if name_of(d) in _RUNS_ON_ONE)
         yield from (Guard(decorator, True, parent.body, is_certain=False) for decorator in runs)
 
 
 _RUNS_ON_ONE = ("rank_zero_only", "rank0_only", "main_process_only", "master_only", "on_main_process")
+
+
+def _of_case(match: ast.Match, case: ast.match_case) -> ast.expr | None:
+    """Return `rank == 0` for `case 0:`."""
+    if not isinstance(case.pattern, ast.MatchValue) or case.guard is not None:
+        return None
+    test = ast.Compare(match.subject, [ast.Eq()], [case.pattern.value])
+    return ast.copy_location(test, match.subject)
+
+
+def _by_decorator(script: Script, parent: ast.AST, child: ast.AST) -> Iterator[Guard]:
+    """The guard within a decorator of this file, around the call of what it decorates."""
+    for decorator in parent.decorator_list if isinstance(parent, Function) and child in parent.body else ():
+        wrapper = script.definition(decorator.func if isinstance(decorator, ast.Call) else decorator)
+        if isinstance(decorator, ast.Call) and isinstance(wrapper, Function):
+            wrapper = next((s for s in wrapper.body if isinstance(s, Function)), None)
+        if not isinstance(wrapper, Function) or wrapper is parent or not wrapper.args.args:
+            continue
+        decorated = wrapper.args.args[0].arg
+        calls = [n for n in ast.walk(wrapper) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == decorated]
+        guards = [guard(script, call) for call in calls]
+        yield from (replace(found, is_certain=False) for found in guards[:1] if found and None not in guards)
 
 
 def _returned_before(parent: ast.AST, child: ast.AST) -> Iterator[Guard]:

@@ -74,6 +74,11 @@ class CheckedJob:
     """The script as the command names it, or -m and a module. Empty: the name of its file."""
     variables: frozenset[str] | None = None
     """Variables set by template and command, besides the job's own; None: unknown."""
+    mounts: dict[str, bool] = field(default_factory=dict)
+    """mountPath → True if all nodes may see the same files there."""
+    name: str = ""
+    only_leader_has_name: bool = False
+    """True if the Service gives a DNS name only to node 0."""
     known: bool = False
     """True if there is a YAML, so that the operator sets MASTER_ADDR, MASTER_PORT and the other variables."""
     local: bool = False

@@ -8,20 +8,25 @@ clock. `ddpjob_operator.job` defines what a DDPJob is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ddpjob_convert import pytorchjob, trainjob
 from ddpjob_convert.fields import ConvertError
 from ddpjob_convert.result import Converted
-from ddpjob_operator.job import api, podspec
+from ddpjob_operator.job import api, podspec, programs
 from ddpjob_operator.job.wording import say
 
 KINDS = ("PyTorchJob", "TrainJob")
 RUNTIMES = ("ClusterTrainingRuntime", "TrainingRuntime")
-OF_COMMAND = "make one of the command that it starts: ddpjob convert --image IMAGE -- COMMAND"
-# Kinds whose pods start a command that may become a DDPJob.
-_OTHER_JOBS = ("Job", "MPIJob", "JobSet", "RayJob")
+# Kinds whose pods start a command that may become a DDPJob; two groups of the API call their kind Job.
+_GROUPS = {"Job": ("batch", "batch.volcano.sh"), "MPIJob": ("kubeflow.org",), "JobSet": ("jobset.x-k8s.io",)}
+_GROUPS |= {"RayJob": ("ray.io",)}
+_PYTHON = re.compile(r"(?:.*/)?python[\d.]*")
+_LENGTH_MAX = 300
+_DEPTH_MAX = 20
 
 
 def convert(document: Mapping[str, Any], documents: Sequence[Mapping[str, Any]]) -> Converted:
@@ -48,6 +53,32 @@ def left_out(document: object) -> str:
         return f"{title}: not converted: no TrainJob here has it as its runtimeRef"
     if kind == api.KIND:
         return f"{title}: not converted: it is a DDPJob already"
-    if kind in _OTHER_JOBS:
-        return f"{title}: not converted: {OF_COMMAND}"
+    if fix := advice(document):
+        return f"{title}: not converted: {fix}"
     return f"{title}: not converted: only {' and '.join(KINDS)} become DDPJobs; apply it by itself if the job needs it"
+
+
+def advice(document: Mapping[str, Any]) -> str:
+    """Return the command that makes a DDPJob of what the pods of such a job start; "" for any other document."""
+    kind, version = document.get("kind"), document.get("apiVersion")
+    if not isinstance(kind, str) or not isinstance(version, str) or version.split("/")[0] not in _GROUPS.get(kind, ()):
+        return ""
+    container = next(_containers(document.get("spec"), 0), {})
+    parts = [container.get(part) for part in ("command", "args")]
+    words = [word for part in parts if isinstance(part, list) for word in part if isinstance(word, str)]
+    if words and programs.name(words[0]) in programs.FRAMEWORKS:  # in the launcher's pod: `mpirun -np 4 python …`
+        words = words[next((i for i, word in enumerate(words) if _PYTHON.fullmatch(word)), len(words)) :]
+    line = shlex.join(word.rstrip("\n") for word in words)
+    if not words or len(line) > _LENGTH_MAX or "\n" in line:
+        line = "COMMAND"
+    image = f"--image {shlex.quote(container['image'])} " if isinstance(container.get("image"), str) else ""
+    return f"make one of its command: ddpjob convert {image}-- {line}"
+
+
+def _containers(part: Any, depth: int) -> Iterator[dict[str, Any]]:
+    """Yield the containers of all templates in the document."""
+    if depth > _DEPTH_MAX:
+        return
+    yield from podspec.mappings(part, "containers") if isinstance(part, dict) else ()
+    for value in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
+        yield from _containers(value, depth + 1)

@@ -36,10 +36,6 @@ _REASONS = {
     "metrics": "no HorizontalPodAutoscaler is made; one of your own, its minReplicas no less than minNodes, may change "
     "spec.nodes of an elastic job while it runs",
     # TrainJob
-    **dict.fromkeys(
-        ("runtimePatches", "podTemplateOverrides", "podSpecOverrides"),
-        "is not applied: put what it changes into the template",
-    ),
     "initializer": "no initializer Job is made: download in an init container, or mount a volume that has the data",
     "labels": "set them in metadata.labels of the template",
     "annotations": "set them in metadata.annotations of the template",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,11 @@ from ddpjob_operator.job.wording import count, say
 _STEP = "trainer.kubeflow.org/trainjob-ancestor-step"
 _CONTAINER = "node"
 _OWN_CONTROLLER = "trainer.kubeflow.org/trainjob-controller"
+# Keys by which Kubernetes merges list items.
+_MERGE_KEYS = dict.fromkeys(
+    ("containers", "initContainers", "volumes", "env", "imagePullSecrets", "schedulingGates"), "name"
+)
+_MERGE_KEYS["volumeMounts"] = "mountPath"
 
 
 def convert(document: Mapping[str, Any], runtimes: Sequence[Mapping[str, Any]]) -> Converted:
@@ -36,7 +41,7 @@ def _convert(spec: Fields, runtime: Mapping[str, Any], result: Converted) -> Con
     torch, trainer = policy.fields("torch"), spec.fields("trainer")
     for other in policy.given.keys() - {"numNodes", "torch"}:
         raise ConvertError((*policy.path, other), f"mlPolicy.{other} is not PyTorch DDP: a DDPJob runs DDP alone")
-    template, nnodes = _template(own, trainer, result)
+    template, nnodes = _template(own, spec, trainer, result)
     nodes = trainer.number("numNodes", 1) or policy.number("numNodes", 1) or 1
     result.set("nodes", nodes, "numNodes")
     nproc, path = trainer.take("numProcPerNode"), (*trainer.path, "numProcPerNode")
@@ -79,7 +84,7 @@ def _runtime(spec: Fields, runtimes: Sequence[Mapping[str, Any]], result: Conver
     )
 
 
-def _template(own: Fields, trainer: Fields, result: Converted) -> tuple[dict[str, Any], str]:
+def _template(own: Fields, spec: Fields, trainer: Fields, result: Converted) -> tuple[dict[str, Any], str]:
     """Return the pod template of the runtime's trainer with the TrainJob's own values, and its command's --nnodes."""
     of_job_set = own.fields("template")
     job_set = of_job_set.fields("spec")
@@ -96,6 +101,8 @@ def _template(own: Fields, trainer: Fields, result: Converted) -> tuple[dict[str
     _say_around(of_job_set, job, of_job, result)
     path = (*job_spec.path, "template")
     template = copy.deepcopy(dict(job_spec.fields("template").given))
+    for patch in _patches(spec, job.text("name"), result):
+        template = merge(template, patch)
     if (restart := podspec.mapping(template, "spec").get("restartPolicy")) not in (None, "Never"):
         text = f"{say(restart)} restarts one container in its pod; a DDPJob restarts all nodes: set spec.backoffLimit"
         result.remark((*path, "spec", "restartPolicy"), text)
@@ -105,9 +112,8 @@ def _template(own: Fields, trainer: Fields, result: Converted) -> tuple[dict[str
             container[name] = copy.deepcopy(value)
     if (resources := trainer.take("resourcesPerNode")) is not None:
         container["resources"] = copy.deepcopy(resources)
-    if isinstance(env := trainer.take("env"), list):
-        replaced = {entry.get("name") for entry in env if isinstance(entry, dict)}
-        container["env"] = [*(e for e in podspec.mappings(container, "env") if e.get("name") not in replaced), *env]
+    if (env := trainer.take("env")) is not None:
+        container["env"] = merge({"env": container.get("env") or []}, {"env": env})["env"]
     own_command = "command" in trainer.given or "args" in trainer.given
     where = (*trainer.path, "command" if "command" in trainer.given else "args")
     nnodes = common.strip_launcher(container, where if own_command else (*path, "spec", "containers"), result)
@@ -161,6 +167,52 @@ def _trainer_job(job_set: Fields, result: Converted) -> Fields:
             reason = f"the Job {job.given.get('name')} is not made: download in an init container, or mount a volume"
             result.remark(job.path, reason)
     return found
+
+
+def _patches(spec: Fields, job: str, result: Converted) -> Iterator[Mapping[str, Any]]:
+    """Yield the TrainJob's changes to the runtime's pod template, from any version of the field."""
+    for patch in spec.mappings("runtimePatches"):
+        own = patch.fields("trainingRuntimeSpec")
+        template = own.fields("template")
+        job_set = template.fields("spec")
+        for replicated in job_set.mappings("replicatedJobs"):
+            if replicated.text("name") == job:
+                of_job = replicated.fields("template")
+                yield of_job.fields("spec").fields("template").given
+                of_job.rest(result)
+            else:
+                result.remark(replicated.path, f"is for another Job than {job}")
+        for fields in (own, template, job_set):
+            fields.rest(result)
+    for name in ("podTemplateOverrides", "podSpecOverrides"):
+        for override in spec.mappings(name):
+            if job in [target.text("name") for target in override.mappings("targetJobs")]:
+                given = {k: v for k, v in override.given.items() if k != "targetJobs"}
+                # podSpecOverrides has the pod's fields next to targetJobs, without a spec around them.
+                yield given if name == "podTemplateOverrides" else {"spec": given}
+            else:
+                result.remark(override.path, f"is for another Job than {job}")
+
+
+def merge(base: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with a patch, merged as Kubernetes does: mappings by key, lists by name, all else replaced."""
+    merged = dict(base)
+    for name, new in patch.items():
+        old, key = base.get(name), _MERGE_KEYS.get(name, "")
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            merged[name] = merge(old, new)
+        elif name == "tolerations" and isinstance(old, list) and isinstance(new, list):
+            merged[name] = [*old, *(item for item in new if item not in old)]
+        elif key and all(_is_named(items, key) for items in (old, new)):
+            by_key = {item[key]: item for item in base[name]}
+            merged[name] = list((by_key | {item[key]: merge(by_key.get(item[key], {}), item) for item in new}).values())
+        else:
+            merged[name] = copy.deepcopy(new)
+    return merged
+
+
+def _is_named(items: Any, key: str) -> bool:
+    return isinstance(items, list) and all(isinstance(i, Mapping) and isinstance(i.get(key), str) for i in items)
 
 
 def _restarts(elastic: Fields, result: Converted) -> None:

@@ -21,6 +21,7 @@ from agents import Launcher, finish
 from free_port import free_port
 from shell import eventually
 
+from ddpjob import own_files
 from ddprun import logs, node, processes
 from ddprun.heartbeats import Heartbeats
 from ddprun.options import parse
@@ -226,12 +227,12 @@ def refuse(*_: object) -> Any:
     raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
 
+@pytest.mark.parametrize(("words", "files"), [([], 4), (["--duplicate-stdout-filters=loss"], 3)])
 def test_heartbeats_and_tails_that_cannot_all_be_opened_leave_no_descriptor_open(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str], files: int
 ) -> None:
-    """Each retry would otherwise leak descriptors until it fails for ever."""
-    files = 4
-    folder = logs.LogFolder(parse(["--nproc=3", "--tee=3", "--log-dir", str(tmp_path), "train.py"], {}))
+    """Each retry would otherwise leak descriptors until it fails for ever. With filters each tail has two files."""
+    folder = logs.LogFolder(parse(["--nproc=3", "--tee=3", *words, "--log-dir", str(tmp_path), "train.py"], {}))
     before, opened, really_open = os.listdir("/proc/self/fd"), [], os.open
 
     def open_some(*args: Any, **more: Any) -> int:
@@ -255,7 +256,7 @@ def folder_with_tail(tmp_path: Path, printed: int, *log_dir: str) -> tuple[logs.
     (tmp_path / "printed").write_bytes(b"x" * 99 + b"\n" + b"x" * (printed - 100))
     folder = logs.LogFolder(parse(["--tee=3", *log_dir, "train.py"], {}))
     console, write_end = os.pipe()
-    folder.tails = [logs._Tail(str(tmp_path / "printed"), b"", write_end)]
+    folder.tails = [logs._Tail(str(tmp_path / "printed"), b"", write_end, "", [])]
     return folder, console
 
 
@@ -385,11 +386,30 @@ def test_a_folder_that_somebody_has_emptied_is_made_again(launcher: Launcher) ->
     assert launcher.done("--no-preload", "--tee=3", script).returncode == 0
 
 
+def test_a_full_disk_costs_the_filtered_copy_of_the_lines_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, console = tmp_path / "rank.log", tmp_path / "console"
+    really_open = own_files.open_file
+    full = {str(tmp_path / "filtered"): "/dev/full"}
+    monkeypatch.setattr(
+        own_files,
+        "open_file",
+        lambda path, flags, *more: os.open(full[path], flags) if path in full else really_open(path, flags, *more),
+    )
+    source.write_text("loss 1\nloss 2\n")
+    with console.open("w") as out:
+        tail = logs._Tail(str(source), b"[0]:", out.fileno(), str(tmp_path / "filtered"), [b"loss"])
+        assert tail.copy(last=True)
+        tail.close()
+    assert console.read_text() == "[0]:loss 1\n[0]:loss 2\n"
+
+
 def test_a_flood_of_lines_is_copied_in_parts_between_which_signals_are_heard(tmp_path: Path) -> None:
     source = tmp_path / "rank.log"
     source.write_bytes(b"x" * 99 + b"\n" * (logs.CHUNK * logs.CHUNKS_MAX))
     with open(os.devnull, "w") as out:
-        tail = logs._Tail(str(source), b"", out.fileno())
+        tail = logs._Tail(str(source), b"", out.fileno(), "", [])
         turns = [tail.copy(chunks=logs.CHUNKS_MAX) for _ in range(2)]
         tail.close()
     assert turns == [None, True], "not all, all"

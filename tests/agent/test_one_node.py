@@ -492,6 +492,16 @@ def test_a_script_that_changes_its_folder_is_still_heard(launcher: Launcher, wor
     assert json.loads(path.read_text())["exception"] == "ValueError: no shard 7"
 
 
+def test_filtered_lines_are_collected(launcher: Launcher) -> None:
+    script = launcher.script("print('apple'); print('pear')")
+    done = launcher.done(
+        "--no-preload", "--tee", "1", "--log-dir", "logs", "--duplicate-stdout-filters", "apple,x", script
+    )
+    assert done.returncode == 0
+    (filtered,) = (launcher.folder / "logs").rglob("filtered_stdout.log")
+    assert filtered.read_text() == "[default0]:apple\n"
+
+
 PRINTS = "import time\nwhile True:\n    print('line')\n    time.sleep(0.01)"
 
 

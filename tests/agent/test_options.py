@@ -131,8 +131,9 @@ def test_redirects_and_tee_are_for_all_ranks_or_for_each(text: str, streams: dic
     assert (found.redirects, found.tee) == (streams, streams)
 
 
-def test_the_console_may_show_some_ranks_only() -> None:
-    assert options("--local-ranks-filter 0,2 train.py").shown == {0, 2}
+def test_filters_are_lists_in_which_two_commas_are_one_that_is_meant() -> None:
+    found = options("--duplicate-stdout-filters a,b,,c --local-ranks-filter 0,2 train.py")
+    assert (found.stdout_filters, found.stderr_filters, found.shown) == (("a", "b,c"), (), {0, 2})
 
 
 @pytest.mark.parametrize(
@@ -159,8 +160,6 @@ def test_the_gpus_are_counted_that_a_rank_will_see(monkeypatch: Any, visible: An
         ("--event-log-handler console train.py", "--event-log-handler"),
         ("--logs-specs mine train.py", "--logs-specs"),
         ("--numa-binding node train.py", "--numa-binding"),
-        ("--virtual-local-rank train.py", "--virtual-local-rank"),
-        ("--duplicate-stdout-filters loss train.py", "--duplicate-stdout-filters"),
         ("--no-python -m pkg", "--module: --no-python"),
         ("--nnodes 2 --node-rank 0 --rdzv-endpoint h:0 train.py", "--rdzv-endpoint: port 0"),
         ("--master-port 70000 train.py", "--master-port: 70000 is not a port"),

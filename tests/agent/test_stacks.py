@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import types
+from pathlib import Path
 from typing import Any, cast
 
 import psutil
@@ -103,6 +104,21 @@ def test_a_stopped_rank_and_one_in_c_code_are_named_with_what_they_are_doing(lau
     run.process.send_signal(signal.SIGINT)
     run.process.send_signal(signal.SIGINT)
     run.process.wait(60)
+
+
+def test_py_spy_shows_a_rank_that_cannot_answer_where_it_is_installed(launcher: Launcher, tmp_path: Path) -> None:
+    """A rank without a process group and the library contains nothing that could answer."""
+    program = tmp_path / "bin" / "py-spy"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\necho "Thread of $4"\necho "    silent (train.py:3)"\n')
+    program.chmod(0o755)
+    silent = "import os, time\nopen(f'up-{os.environ[\"RANK\"]}', 'w').write(str(os.getpid()))\n"
+    silent += "while not os.path.exists('go'): time.sleep(0.01)\n"
+    run = Waiting(launcher, silent, ranks=2, PATH=f"{program.parent}:{os.environ['PATH']}")
+    printed = run.asked()
+    assert f"rank 0 (process {run.pid(0)}): cannot be asked" in printed, printed
+    assert f"    Thread of {run.pid(1)}\n        silent (train.py:3)\n" in printed
+    run.ends_well()
 
 
 def test_whoever_lets_sigquit_end_the_job_is_obeyed_and_still_gets_stacks_by_the_other_signal(

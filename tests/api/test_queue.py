@@ -4,7 +4,8 @@ Needs Kueue with `DDPJob.v1alpha1.training.ddpjob.io` under integrations.externa
 pods: the tests say when a pod runs and ends. Its integration of pods is for the namespaces with the label
 kueue=managed. Some tests need more, and skip without it: DDPJOB_TEST_KUEUE, a command that takes Kueue away and back
 when `stop` or `start` is added to it; DDPJOB_TEST_KUEUE_WAITS, the seconds after which Kueue is set to evict a job that
-does not run (waitForPodsReady); and DDPJOB_TEST_KUEUE_MANAGES_ALL=1, which says that it has manageJobsWithoutQueueName.
+does not run (waitForPodsReady); DDPJOB_TEST_KUEUE_MANAGES_ALL=1, which says that it has manageJobsWithoutQueueName; and
+its visibility API.
 """
 
 from __future__ import annotations
@@ -279,6 +280,23 @@ def test_a_job_that_does_not_run_in_time_is_evicted_and_queues_again(queue: Queu
     assert queue.namespace.status()["restarts"]["total"] == 0
     time.sleep(seconds + 2)  # a PodsReady that Kueue does not believe would show by then
     assert queue.namespace.status()["state"] == "Running"
+
+
+def test_jobs_that_wait_say_their_place_in_the_queue(unwatched: Queue, operators: Callable[..., Operator]) -> None:
+    """By Kueue's visibility API, which is an API server of its own."""
+    if unwatched.namespace.api.find("/apis/visibility.kueue.x-k8s.io") is None:
+        pytest.skip("this API server serves no visibility.kueue.x-k8s.io: Kueue tells no places")
+    operators(unwatched.namespace.name, DDPJOB_GANGS="kueue", DDPJOB_QUEUE_PLACES="true").watches()
+    unwatched.submit(gpus=4)
+    unwatched.runs()
+    places = {"second": "place 1: ", "third": "place 2: "}
+    for name in places:
+        unwatched.submit(name, gpus=4)
+        unwatched.namespace.reaches("Pending", "WaitingForAdmission", name=name)
+    # The queue may have been asked when one of them waited, and is asked again after a minute.
+    for name, place in places.items():
+        until(lambda: place in unwatched.namespace.status(name)["message"], f"the place of {name}", 100)  # noqa: B023
+    assert "insufficient unused quota" in unwatched.namespace.status("second")["message"]
 
 
 def test_of_two_operators_one_asks_for_a_place_and_when_it_dies_the_other_keeps_it(

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from ddpjob_operator.job import api
-from ddpjob_operator.kube.api.access import GANG_RIGHTS, RIGHTS, Right
+from ddpjob_operator.kube.api.access import GANG_RIGHTS, PLACES_RIGHT, RIGHTS, Right
 from ddpjob_operator.kube.leader_label import LABEL
 from ddpjob_operator.kube.other_releases import MARK
 from ddpjob_operator.kube.ports.receive import PATH
@@ -157,6 +157,18 @@ def test_a_gang_scheduler_that_is_switched_on_brings_its_rights_and_no_other(whe
         granted = granted_everywhere(*on) - granted_everywhere(*where)
         assert granted == (in_cluster if where else more | in_cluster)
     assert OperatorSettings.read(variables(*where)).gangs == ()
+
+
+@pytest.mark.parametrize("where", [(), (NAMESPACED,)], ids=["everywhere", "in namespaces"])
+def test_the_places_of_queues_are_asked_for_where_the_chart_is_told_so(where: tuple[str, ...]) -> None:
+    """Otherwise it gives rights on an API that the cluster may not have."""
+    kueue = (*where, "gang.kueue.enabled=true")
+    on = (*kueue, "gang.kueue.places.enabled=true")
+    assert OperatorSettings.read(variables(*on)).queue_places
+    one = {(PLACES_RIGHT.group, PLACES_RIGHT.resource, verb) for verb in PLACES_RIGHT.verbs}
+    for role, old in zip(job_roles(*on), job_roles(*kueue), strict=True):
+        assert verbs(role["rules"]) - verbs(old["rules"]) == one
+    assert not OperatorSettings.read(variables(*kueue)).queue_places
 
 
 def test_kueue_may_read_the_jobs_that_own_pods_where_the_chart_is_told_so() -> None:
@@ -829,6 +841,7 @@ REFUSED = {
     "a peer of no kind": ("networkPolicy.extraFrom[0].cidr=10.0.0.0/8", "/networkPolicy/extraFrom/0"),
     "a uid in words": ("podSecurityContext.runAsUser=root", "/podSecurityContext/runAsUser"),
     "a security context with a typo": ("podSecurityContext.runAsUsr=1", "runAsUsr"),
+    "places of a queue that is off": ("gang.kueue.places.enabled=true", "needs gang.kueue.enabled"),
     "an account of a queue that is off": ("gang.kueue.readsJobs.enabled=true", "needs gang.kueue.enabled"),
     "alerts on metrics that are off": (
         "metrics.enabled=false,metrics.prometheusRule.enabled=true",
@@ -903,7 +916,7 @@ def test_every_value_is_explained_where_it_stands() -> None:
 def test_the_documents_list_every_right_with_its_reason() -> None:
     table = (ROOT / "docs" / "security.md").read_text()
     gangs = (right for rights in GANG_RIGHTS.values() for right in rights)
-    for right in (*RIGHTS, *gangs, LEASE_RIGHT, MARKS_RIGHT, LABEL_RIGHT):
+    for right in (*RIGHTS, *gangs, PLACES_RIGHT, LEASE_RIGHT, MARKS_RIGHT, LABEL_RIGHT):
         row = f"| `{right}` | {', '.join(right.verbs)} | {right.why} |"
         assert row in table, f"docs/security.md wants the row\n{row}"
 

@@ -226,6 +226,7 @@ def test_set_nodes_and_env_change_the_job(cli: Cli) -> None:
         ({"container": {"command": None, "args": ["--epochs"]}}, [], "has args and no command"),
         ({"container": {"command": ["python3", "-u", "nowhere.py"]}}, [], "there is no file nowhere.py in "),
         ({}, ["--status", "no/such/folder.json"], "--status no/such/folder.json: there is no such folder"),
+        ({}, ["--metrics-file", "no/such/x.prom"], "--metrics-file no/such/x.prom: there is no such folder"),
         ({}, ["--report", "no/such/run.html"], "--report no/such/run.html: there is no such folder"),
     ],
 )

@@ -57,7 +57,7 @@ def test_where_no_gang_and_no_queue_is_switched_on_nothing_is_asked_of_their_api
     labels = {"kueue.x-k8s.io/queue-name": "main"}
     scenario = Scenario(spec={"nodes": 2, "gang": gang}, training_seconds=200, labels=labels, clusterwide=True)
     groups = asked(scenario)
-    assert groups & {"scheduling.k8s.io", "kueue.x-k8s.io"} == set()
+    assert groups & {"scheduling.k8s.io", "kueue.x-k8s.io", "visibility.kueue.x-k8s.io"} == set()
     assert "training.ddpjob.io" in groups, "else this test sees nothing"
 
 

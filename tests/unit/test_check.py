@@ -85,6 +85,8 @@ def test_a_finding_says_file_line_rule_and_what_to_write_instead() -> None:
 CHANGES = [
     ("multigpu", "self.gpu_id == 0 and ", "", {"save-on-every-rank"}),
     ("multigpu", "self.train_data.sampler.set_epoch(epoch)", "pass", {"set-epoch-missing"}),
+    ("multigpu", "shuffle=False, sampler", "shuffle=True, sampler", {"shuffle-with-sampler"}),
+    ("multigpu", "def main(rank: int, world_size", "def main(world_size", {"spawn-function-without-rank"}),
     ("multinode", "    destroy_process_group()\n", "", set()),
     ("multigpu", "DDP(model, device_ids=[gpu_id])", "model", {"model-not-wrapped"}),
     ("multinode", ", map_location=loc", "", {"load-without-map-location"}),
@@ -152,9 +154,9 @@ def test_a_global_rank_as_a_device_is_an_error_where_a_node_has_fewer_gpus_than_
     assert {f.severity for f in found} == {severity}
 
 
-def test_what_only_matters_in_a_cluster_is_a_warning_before_a_local_run() -> None:
-    """In a local run all nodes reach each other by localhost, so it must not be refused."""
-    name = "master-overwritten"
+@pytest.mark.parametrize("name", ["file-not-shared", "master-overwritten"])
+def test_what_only_matters_in_a_cluster_is_a_warning_before_a_local_run(name: str) -> None:
+    """In a local run all nodes see the same files and reach each other by localhost, so it must not be refused."""
     text = (FIXTURES / f"mistakes/{name}.py").read_text()
     for local, severity in ((False, "error"), (True, "warning")):
         found = check.check("t.py", text, CheckedJob(nodes=2, nproc=1, known=True, local=local))
@@ -244,6 +246,39 @@ def snippets() -> list[Any]:
 def test_what_is_certain_is_said_and_what_is_not_is_not(lines: str, rules: set[str]) -> None:
     """The lines are parts of scripts, so findings about a missing group are ignored here."""
     assert rules_in(HEAD + lines) - ({"init-missing"} - rules) == rules
+
+
+@pytest.mark.parametrize(
+    ("mounts", "wrong"),
+    [({}, True), ({"/tmp": False}, True), ({"/tmp": True}, False), ({"/tm": True}, True)],
+)
+def test_a_meeting_file_is_wrong_where_the_nodes_share_no_such_folder(mounts: dict[str, bool], wrong: bool) -> None:
+    text = (FIXTURES / "mistakes/file-not-shared.py").read_text()
+    job = CheckedJob(nodes=2, nproc=1, known=True, mounts=mounts)
+    assert rules_in(text, job) == ({"file-not-shared"} if wrong else set())
+
+
+@pytest.mark.parametrize(
+    ("method", "wrong"),
+    [
+        ('f"file://{folder}/meet"', False),
+        ('f"file:///mnt/{folder}/meet"', False),
+        ('f"file:///tmp/{folder}"', True),
+        ('"file:///mnt/shared/meet"', False),
+        ('"file:///mnt/meet"', True),
+    ],
+)
+def test_a_meeting_file_whose_folder_is_not_known_may_lie_on_the_volume_that_is_shared(
+    method: str, wrong: bool
+) -> None:
+    """An error would refuse a correct job."""
+    text = (FIXTURES / "mistakes/file-not-shared.py").read_text()
+    text = text.replace("dist.init_process_group(", f"where = {method}\ndist.init_process_group(")
+    text = text.replace('init_method="file:///tmp/meet",  # <- here', "init_method=where,")
+    job = CheckedJob(nodes=2, nproc=1, known=True, mounts={"/mnt/shared": True, "/data": False})
+    assert rules_in(text, job) == ({"file-not-shared"} if wrong else set())
+    alone = CheckedJob(nodes=2, nproc=1, known=True, mounts={"/data": False})
+    assert rules_in(text, alone) == {"file-not-shared"}, "no volume is shared"
 
 
 @pytest.mark.parametrize(
@@ -789,6 +824,84 @@ def test_a_group_that_only_an_option_forms_is_found_where_the_option_is_not_give
     assert "group-needs-option" not in rules_in(text, dataclasses.replace(job, nodes=1))
 
 
+CLICK = """import click
+import torch.distributed as dist
+@click.command()
+@click.option("--launcher", "-l", default="none")
+@click.option("--ddp/--no-ddp", default=DDP)
+def main(launcher, ddp):
+    if launcher != "none" or ddp:
+        dist.init_process_group("gloo")
+main()
+"""
+TYPER = """import typer
+import torch.distributed as dist
+def main(launcher: str = "none", use_ddp: bool = False):
+    if launcher != "none" or use_ddp:
+        dist.init_process_group("gloo")
+typer.run(main)
+"""
+ANNOTATED = """import typer
+from typing import Annotated
+import torch.distributed as dist
+app = typer.Typer()
+def setup(name):
+    if name == "pytorch":
+        dist.init_process_group("gloo")
+@app.command()
+def main(launcher: Annotated[str, typer.Option("--by", "-b")] = "none"):
+    setup(launcher)
+app()
+"""
+ABSL = """from absl import app, flags
+import torch.distributed as dist
+FLAGS = flags.FLAGS
+flags.DEFINE_string("launcher", "none", "who starts it")
+flags.DEFINE_bool("ddp", False, "")
+def main(_):
+    if FLAGS.ddp or FLAGS.launcher == "pytorch":
+        dist.init_process_group("gloo")
+app.run(main)
+"""
+FIRE = TYPER.replace("typer.run", "fire.Fire").replace("typer", "fire")
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "found"),
+    [
+        (CLICK.replace("DDP", "False"), "", True),
+        (CLICK.replace("DDP", "False"), "-l pytorch", False),
+        (CLICK.replace("DDP", "False"), "--ddp", False),
+        (CLICK.replace("DDP", "True"), "", False),
+        (CLICK.replace("DDP", "False, envvar='DDP'"), "", False),
+        (CLICK.replace("DDP", "False").replace("main()", "main(auto_envvar_prefix='X')"), "", False),
+        (TYPER, "", True),
+        (TYPER, "--launcher=pytorch", False),
+        (TYPER, "--use-ddp", False),
+        (TYPER.replace("= False", "= typer.Option(False, '--ddp')"), "", True),
+        (TYPER.replace("= False", "= typer.Option(False, '--ddp')"), "--ddp", False),
+        (ANNOTATED, "", True),
+        (ANNOTATED, "-b pytorch", False),
+        (ABSL, "", True),
+        (ABSL, "--launcher=pytorch", False),
+        (ABSL, "-launcher pytorch", False),
+        (ABSL, "--ddp", False),
+        (ABSL, "--noddp", True),
+        (FIRE, "", True),
+        (FIRE, "--lr 0.1 --launcher none", True),
+        (FIRE, "--launcher pytorch", False),
+        (FIRE, "--use_ddp", False),
+        (FIRE, "pytorch", False),
+    ],
+)
+def test_options_of_click_typer_absl_and_fire_form_the_group_as_those_of_argparse_do(
+    text: str, words: str, found: bool
+) -> None:
+    """If only argparse were read, ranks of a click script would train alone without a finding."""
+    job = CheckedJob(nodes=2, nproc=1, launcher="torchrun", words=tuple(words.split()))
+    assert ("group-needs-option" in rules_in(text, job)) == found
+
+
 @pytest.mark.parametrize(
     ("options", "default", "said"),
     [
@@ -981,7 +1094,7 @@ def job_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ("fixture", "options", "code"),
     [
         ("clean/multinode", [], 0),
-        ("mistakes/save-whole-module", [], 0),
+        ("mistakes/destroy-missing", [], 0),
         ("mistakes/backend-mpi", [], 1),
         ("mistakes/rank-is-local-rank", [], 0),
         ("mistakes/rank-is-local-rank", ["--nodes", "2"], 1),
@@ -1026,7 +1139,7 @@ def test_findings_are_on_stdout_and_the_summary_is_on_stderr() -> None:
 
 
 def test_json_is_one_document_with_stable_names() -> None:
-    result = ran(FIXTURES / "mistakes/backend-mpi.py", FIXTURES / "mistakes/save-whole-module.py", "--format", "json")
+    result = ran(FIXTURES / "mistakes/backend-mpi.py", FIXTURES / "mistakes/destroy-missing.py", "--format", "json")
     document = json.loads(result.stdout)
     assert {key: document[key] for key in ("errors", "warnings")} == {"errors": 1, "warnings": 1}
     first = document["findings"][0]
@@ -1063,8 +1176,18 @@ def test_mistakes_of_the_yaml_itself_have_its_line_and_can_be_taken_back(job_fil
     assert "nccl-without-gpu" not in ran(path).stdout
 
 
-def test_a_resource_claim_of_a_job_may_be_a_gpu() -> None:
-    assert known(validation.parse(manifest())[0]).gpus == 0
+def test_volumes_and_claims_of_a_job_are_known() -> None:
+    """A rendezvous file on a claim is shared, on an emptyDir it is not; and a resource claim may be a GPU."""
+    mounts = [{"name": name, "mountPath": f"/{name}"} for name in ("own", "claim", "host", "typo")]
+    body = manifest(container={"volumeMounts": mounts})
+    body["spec"]["template"]["spec"]["volumes"] = [
+        {"name": "own", "emptyDir": {}},
+        {"name": "claim", "persistentVolumeClaim": {"claimName": "c"}},
+        {"name": "host", "hostPath": {"path": "/mnt/nfs"}},
+    ]
+    context = known(validation.parse(body)[0])
+    assert context.mounts == {"/own": False, "/claim": True, "/host": True, "/typo": False}
+    assert context.gpus == 0
     claims = manifest(container={"resources": {"claims": [{"name": "gpu"}]}})
     assert known(validation.parse(claims)[0]).gpus is None
 
@@ -1420,6 +1543,40 @@ def test_a_job_without_an_image_is_for_this_machine_only(job_file) -> None:
     result = ran(path)
     assert result.return_value == 0
     assert re.search(r"job.yaml:\d+: warning\[image-missing\]", result.stdout)
+
+
+@pytest.mark.parametrize(
+    ("of_job", "nodes", "wrong"),
+    [
+        ({"limits": {"memory": "9Gi"}}, 2, ""),
+        ({"limits": {"memory": "8Gi"}}, 2, "8Gi is too small for its state in memory: 300,000,000 parameters with"),
+        ({"limits": {"memory": "8Gi"}}, 1, "8Gi is too small for two copies of its state in memory: "),
+        ({"limits": {"memory": "8Gi", "nvidia.com/gpu": 1}}, 2, ""),
+        ({"limits": {"memory": "7Gi", "nvidia.com/gpu": 1}}, 2, "7Gi is too small for two copies of its state in"),
+        ({}, 2, ""),
+    ],
+)
+def test_a_memory_limit_without_room_for_the_state_is_known_before_the_start(
+    job_file, of_job: dict[str, Any], nodes: int, wrong: str
+) -> None:
+    """Otherwise users learn it after the first steps, when the job has waited a night for its GPUs."""
+    path = job_file("", "ddprun", "train.py", nodes=nodes, container={"resources": of_job})
+    said = ran(path, "--parameters", "300M").stdout
+    assert ("memory-limit-too-small" in said) == bool(wrong), said
+    assert wrong in said
+    assert "memory-limit-too-small" not in ran(path).stdout, "nothing is known of the model"
+    if wrong:
+        enough = re.search(r"set it to (\d+Mi) or more", said)
+        assert enough is not None
+        larger = {"limits": {**of_job["limits"], "memory": enough[1]}}
+        path = job_file("", "ddprun", "train.py", nodes=nodes, container={"resources": larger})
+        assert "memory-limit-too-small" not in ran(path, "--parameters", "0.3B").stdout, "what it says is enough"
+
+
+def test_a_number_of_parameters_that_is_none_is_wrong_input(job_file) -> None:
+    assert "--parameters: a number such as 350M or 7B, not many" in str(
+        ran(job_file(""), "--parameters", "many").exception
+    )
 
 
 def test_a_field_that_no_api_server_is_known_to_have_is_a_warning(job_file) -> None:

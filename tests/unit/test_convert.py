@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -544,6 +545,24 @@ def test_a_trainjob_and_its_runtime_become_one_job() -> None:
     assert result.spec["template"]["spec"]["tolerations"] == [{"key": "gpu", "operator": "Exists"}]
 
 
+def _patched(pod: dict[str, Any], name: str = "node") -> Iterator[dict[str, Any]]:
+    job = {"name": name, "template": {"spec": {"template": {"spec": pod}}}}
+    template = {"spec": {"replicatedJobs": [job]}}
+    yield {"runtimePatches": [{"manager": "me", "trainingRuntimeSpec": {"template": template}}]}
+    yield {"podTemplateOverrides": [{"targetJobs": [{"name": name}], "spec": pod}]}
+    yield {"podSpecOverrides": [{"targetJobs": [{"name": name}], **pod}]}
+
+
+def test_what_a_patch_says_of_more_than_the_pods_is_named() -> None:
+    """Kubeflow's example sets labels and annotations of the JobSet there."""
+    job = {"name": "node", "template": {"metadata": {"labels": {"a": "b"}}, "spec": {}}}
+    template = {"metadata": {"labels": {"team": "ml"}}, "spec": {"replicatedJobs": [job]}}
+    told = remarks(trainjob(runtimePatches=[{"manager": "me", "trainingRuntimeSpec": {"template": template}}]))
+    path = "spec.runtimePatches[0].trainingRuntimeSpec.template"
+    assert "set it in metadata of the job" in told[f"{path}.metadata"]
+    assert f"{path}.spec.replicatedJobs[0].template.metadata" in told
+
+
 def test_what_a_runtime_says_around_its_pods_is_named() -> None:
     """For example billing labels, a Job that others wait for, and a number of restarts."""
     own = yaml.safe_load(
@@ -572,12 +591,30 @@ def test_what_a_runtime_says_around_its_pods_is_named() -> None:
     assert not any(name.startswith("runtime.spec.template") for name in remarks(trainjob()))
 
 
+def test_patches_of_every_version_change_the_pod_as_kubernetes_merges() -> None:
+    """A patch with its own volume must not replace the runtime's containers."""
+    volume = {"name": "data", "persistentVolumeClaim": {"claimName": "data"}}
+    mount = {"name": "data", "mountPath": "/data"}
+    pod = {"volumes": [volume], "containers": [{"name": "node", "volumeMounts": [mount]}], "nodeSelector": {"a": "b"}}
+    for spec in _patched(pod):
+        made = trainjob(**spec).spec["template"]["spec"]
+        (container,) = made["containers"]
+        assert (made["volumes"], made["nodeSelector"]) == ([volume], {"a": "b"})
+        assert (container["volumeMounts"], container["image"]) == ([mount], "registry.example/gpt:1")
+
+
+def test_a_patch_of_another_job_is_named_and_not_applied() -> None:
+    for spec in _patched({"nodeSelector": {"a": "b"}}, "dataset-initializer"):
+        result = trainjob(**spec)
+        assert "nodeSelector" not in result.spec["template"]["spec"]
+        assert any("another Job" in text for text in remarks(result).values())
+
+
 @pytest.mark.parametrize(
     ("spec", "named"),
     [
         ({"initializer": {"dataset": {"storageUri": "hf://x"}}}, "spec.initializer"),
         ({"labels": {"a": "b"}}, "spec.labels"),
-        ({"podSpecOverrides": [{"targetJobs": [{"name": "node"}]}]}, "spec.podSpecOverrides"),
         ({"future": 1}, "spec.future"),
         ({}, "runtime.spec.podGroupPolicy.coscheduling"),
     ],
@@ -1000,12 +1037,34 @@ def test_what_a_job_in_a_cluster_belongs_to_is_named() -> None:
     assert "metadata.ownerReferences" in remarks(checked(room.convert(body, [])))
 
 
-@pytest.mark.parametrize("kind", ["Job", "JobSet", "MPIJob", "RayJob"])
-def test_a_job_of_another_kind_is_refused_with_the_command_that_makes_one_of_what_it_starts(kind: str) -> None:
+IN_A_POD = """{spec: {containers: [{name: m, image: 'r/x:1', command: [python, train.py], args: ['--lr', '1']}]}}"""
+FIX = "ddpjob convert --image r/x:1 -- python train.py --lr 1"
+
+
+@pytest.mark.parametrize(
+    ("version", "kind", "spec", "fix"),
+    [
+        ("batch.volcano.sh/v1alpha1", "Job", f"{{tasks: [{{name: a, template: {IN_A_POD}}}]}}", FIX),
+        ("batch/v1", "Job", f"{{template: {IN_A_POD}}}", FIX),
+        ("jobset.x-k8s.io/v1alpha2", "JobSet",
+         f"{{replicatedJobs: [{{template: {{spec: {{template: {IN_A_POD}}}}}}}]}}", FIX),
+        ("kubeflow.org/v2beta1", "MPIJob",
+         "{mpiReplicaSpecs: {Launcher: {template: " + IN_A_POD.replace("[python", "[mpirun, -np, '4', -x, A=b, python")
+         + "}}}", FIX),
+        ("batch/v1", "Job", "{template: {spec: {containers: [{command: [sh, -xc, \"torchrun t.py\\n\"]}]}}}",
+         "ddpjob convert -- sh -xc 'torchrun t.py'"),  # YAML's `- |` ends with a line end
+        ("batch/v1", "Job", "{template: 3}", "ddpjob convert -- COMMAND"),
+        ("ray.io/v1", "RayJob", "{entrypoint: python x.py}", "ddpjob convert -- COMMAND"),
+    ],
+)  # fmt: skip
+def test_a_job_of_another_kind_is_refused_with_the_command_that_converts_what_it_starts(
+    version: str, kind: str, spec: str, fix: str
+) -> None:
     """For Volcano's users `no PyTorchJob and no TrainJob in it` would be a dead end."""
-    text = f"kind: {kind}\nmetadata: {{name: mine}}\n"
-    line = f"stdin:1: {kind} mine: not converted: make one of the command that it starts: ddpjob convert --image IMAGE"
-    assert line in str(run("-", stdin=text).exception)
+    text = f"apiVersion: {version}\nkind: {kind}\nmetadata: {{name: mine}}\nspec: {spec}\n"
+    line = f"stdin:1: {kind} mine: not converted: make one of its command: {fix}"
+    result = run("-", stdin=text)
+    assert str(result.exception).splitlines()[1:] == [line]
     assert line in run("-", stdin=f"{text}---\n{PYTORCHJOB}").stderr
 
 

@@ -299,8 +299,8 @@ def test_the_condition_of_either_version_says_whether_a_group_is_placed(kind: st
 def test_a_job_in_a_queue_has_one_group_for_its_life_and_no_pod_before_it_is_admitted() -> None:
     world = queued(activeDeadlineSeconds=60).settle()
     assert (list(world.groups), world.names(), world.status.state) == (["digits"], [], "Pending")
-    world.admits("waiting", "3 more GPUs are needed").settle()
-    assert world.status.message == "waiting in the queue: 3 more GPUs are needed"
+    world.admits("waiting", "3 more GPUs are needed", place=4).settle()
+    assert world.status.message == "waiting in the queue: place 4: 3 more GPUs are needed"
     world.after(3600).settle()
     assert world.status.message.endswith(", for more than 1h")
     assert world.status.start_time is None, "no deadline runs"

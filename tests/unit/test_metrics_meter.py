@@ -355,7 +355,7 @@ def test_the_jobs_of_another_release_are_known_to_be_there(monkeypatch: pytest.M
 
 def test_what_the_operator_asks_of_a_queue_or_a_gang_scheduler_is_counted_by_its_name() -> None:
     """As "other" it would be in no alert, and nobody would see that Kueue's webhook refuses every Workload."""
-    rights = [*access.RIGHTS, *itertools.chain(*access.GANG_RIGHTS.values())]
+    rights = [*access.RIGHTS, *itertools.chain(*access.GANG_RIGHTS.values()), access.PLACES_RIGHT]
     assert {right.resource for right in rights} <= set(names.RESOURCES)
     assert {adapter.plural for adapter in ADAPTERS.values()} <= set(names.CACHES)
     path = "/apis/kueue.x-k8s.io/v1beta1/namespaces/team/workloads/digits/status"

@@ -227,9 +227,9 @@ def test_torchruns_words_for_a_number_of_processes_are_those_of_this_machine() -
 
 
 def test_a_suggestion_is_a_typo_or_a_beginning() -> None:
-    known = ["--nodes", "--report", "--cpu", "--set", "--max-restarts"]
-    given = ("--nodse", "--node", "--max-r", "--cpus", "--gpu", "--port", "--se", "--nodes-of-mine")
-    meant = ["--nodes", "--nodes", "--max-restarts", "--cpu", "", "", "--set", ""]
+    known = ["--nodes", "--report", "--cpu", "--set", "--metrics-file"]
+    given = ("--nodse", "--node", "--metrics", "--cpus", "--gpu", "--port", "--se", "--nodes-of-mine")
+    meant = ["--nodes", "--nodes", "--metrics-file", "--cpu", "", "", "--set", ""]
     assert [script_words.close(name, known) for name in given] == meant
 
 

@@ -67,6 +67,7 @@ def of_rank(options: Options, life: Life, local_rank: int, environ: Mapping[str,
         "TORCHELASTIC_RUN_ID": options.run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        **(_one_gpu(local_rank, environ) if options.virtual_local_rank else {}),
     }
 
 
@@ -100,6 +101,12 @@ def substituted(word: str, local_rank: int) -> str:
     import string
 
     return string.Template(word).safe_substitute(local_rank=local_rank)
+
+
+def _one_gpu(local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = str(local_rank) if visible is None else (visible.split(",")[local_rank : local_rank + 1] or [""])[0].strip()
+    return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": gpus}
 
 
 def first_folder(options: Options) -> str:

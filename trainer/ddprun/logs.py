@@ -1,6 +1,7 @@
 """Where the ranks' output goes: torchrun's files, and its console.
 
     <log_dir>/<run id>_<random>/attempt_<restarts>/<local rank>/{stdout.log,stderr.log,error.json}
+    <log_dir>/<run id>_<random>/attempt_<restarts>/filtered_{stdout,stderr}.log
 
 Without --log-dir it is a temporary folder, which stays if it has what the console has not shown.
 
@@ -83,7 +84,7 @@ class LogFolder:
             own = [os.path.join(attempt, name.format(rank)) for name in OWN]
             files.append(Files(out, err, os.path.join(folder, "error.json"), *own))
         # One by one: if one fails, the earlier ones are closed with these.
-        self.tails.extend(self._make_tails(files, ranks))
+        self.tails.extend(self._make_tails(attempt, files, ranks))
         return files
 
     def copy(self) -> bool:
@@ -128,15 +129,16 @@ class LogFolder:
     def _attempt(self, life: str) -> str:
         return os.path.join(self.path, f"attempt_{life}")
 
-    def _make_tails(self, files: list[Files], ranks: Sequence[int]) -> Iterable[_Tail]:
+    def _make_tails(self, attempt: str, files: list[Files], ranks: Sequence[int]) -> Iterable[_Tail]:
         options = self._options
         prefix = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
-        for _, bit in STREAMS:
+        for (name, bit), words in zip(STREAMS, (options.stdout_filters, options.stderr_filters), strict=True):
+            filtered = os.path.join(attempt, f"filtered_{name}.log") if words else ""
             for local_rank, rank in enumerate(ranks):
                 if options.tee[local_rank] & bit and (options.shown is None or local_rank in options.shown):
                     header = _header(prefix, options.role, rank, local_rank)
                     path = files[local_rank].stdout if bit == 1 else files[local_rank].stderr
-                    yield _Tail(path, header.encode(), bit)
+                    yield _Tail(path, header.encode(), bit, filtered, [word.encode() for word in words])
 
 
 def takes(console: int, seconds: float = 0.0) -> bool:
@@ -180,9 +182,14 @@ def _unlink_own(attempt: str, nproc: int) -> None:
 class _Tail:
     """A growing file, and where its lines go."""
 
-    def __init__(self, path: str, header: bytes, console: int) -> None:
-        self._header, self.console = header, console
+    def __init__(self, path: str, header: bytes, console: int, filtered: str, words: list[bytes]) -> None:
+        self._header, self.console, self._words = header, console, words
         self._file = own_files.open_file(path, os.O_RDONLY | os.O_CREAT)
+        try:
+            self._filtered = own_files.open_file(filtered, os.O_WRONLY | os.O_CREAT | os.O_APPEND) if filtered else -1
+        except OSError:
+            os.close(self._file)
+            raise
         self._part = b""  # of a line
         self._goes_on = False  # whether part of a long line was shown
         self._waiting = b""  # data for the console
@@ -208,10 +215,18 @@ class _Tail:
 
     def close(self) -> None:
         os.close(self._file)
+        if self._filtered >= 0:
+            os.close(self._filtered)
 
     def _take(self, lines: list[bytes]) -> None:
         named = [b"" if goes_on else self._header for goes_on in self._going_on(lines)]
-        self._waiting += b"".join(header + line for header, line in zip(named, lines, strict=True))
+        pairs = list(zip(named, lines, strict=True))
+        self._waiting += b"".join(header + line for header, line in pairs)
+        chosen = b"".join(header + line for header, line in pairs if any(word in line for word in self._words))
+        if chosen:
+            # On a full disk the rank's own file is complete or shows the error, and training goes on.
+            with contextlib.suppress(OSError):
+                os.write(self._filtered, chosen)
 
     def _going_on(self, lines: list[bytes]) -> Iterable[bool]:
         """Yield for each line whether it continues the one before."""

@@ -58,9 +58,12 @@ class Options(NamedTuple):
     redirects: dict[int, int]
     tee: dict[int, int]
     shown: frozenset[int] | None  # local ranks whose output the console shows; None: all
+    stdout_filters: tuple[str, ...]
+    stderr_filters: tuple[str, ...]
     signals: tuple[str, ...]
     shutdown_seconds: float
     join_seconds: float
+    virtual_local_rank: bool
     preload: tuple[str, ...]
     preload_asked: bool  # whether the user named the modules
 
@@ -188,6 +191,7 @@ def _add_nodes(group: _OptionGroup) -> None:
     group.value("rdzv-id", "ID", "the name of this run", "none")
     group.value("rdzv-conf", "K=V,…", "timeout and join_timeout (seconds to wait for the others) are read", "")
     group.flag("standalone", "one node, any free port")
+    group.flag("virtual-local-rank", "LOCAL_RANK is 0 everywhere, CUDA_VISIBLE_DEVICES one GPU")
 
 
 def _add_script(group: _OptionGroup) -> None:
@@ -211,6 +215,9 @@ def _add_logs(group: _OptionGroup) -> None:
     group.value("redirects", "N", "streams into files: 1 stdout, 2 stderr, 3 both; or 0:1,1:3 by local rank", "0", "-r")
     group.value("tee", "N", "streams into files and to the console", "0", "-t")
     group.value("local-ranks-filter", "RANKS", "only these local ranks are shown on the console: 0,1", "")
+    filtered = "lines of --tee with one of these words also go to filtered_stdout.log"
+    group.value("duplicate-stdout-filters", "WORDS", filtered, "")
+    group.value("duplicate-stderr-filters", "WORDS", "likewise for stderr", "")
 
 
 def _add_others(group: _OptionGroup) -> None:
@@ -220,9 +227,6 @@ def _add_others(group: _OptionGroup) -> None:
     group.value("local-addr", "HOST", "no effect: node 0 is found by its name")
     group.value("event-log-handler", "NAME", "refused: ddprun has no torch events", "null")
     group.value("logs-specs", "NAME", "refused: a class of torch")
-    group.flag("virtual-local-rank", "refused: every rank sees all GPUs of the node")
-    group.value("duplicate-stdout-filters", "WORDS", "refused: ddprun writes no filtered_stdout.log")
-    group.value("duplicate-stderr-filters", "WORDS", "refused likewise")
     group.value("numa-binding", "NAME", "refused: ddprun binds no process to CPUs")
 
 
@@ -259,9 +263,12 @@ def _options(read: argparse.Namespace, environ: Mapping[str, str]) -> Options:
         redirects=_streams("redirects", read.redirects, nproc),
         tee=_streams("tee", read.tee, nproc),
         shown=_ranks(read.local_ranks_filter),
+        stdout_filters=_words(read.duplicate_stdout_filters),
+        stderr_filters=_words(read.duplicate_stderr_filters),
         signals=_signals(read.signals_to_handle),
         shutdown_seconds=_seconds("--shutdown-timeout", shutdown, SHUTDOWN_SECONDS),
         join_seconds=_seconds("--rdzv-conf: timeout", joined, JOIN_SECONDS),
+        virtual_local_rank=read.virtual_local_rank,
         preload=() if read.no_preload or read.no_python else PRELOAD if read.preload is None else _names(read.preload),
         preload_asked=read.preload is not None,
     )
@@ -276,11 +283,6 @@ def _refuse(read: argparse.Namespace) -> None:
         raise ValueError(f"--event-log-handler: {read.event_log_handler!r}: ddprun has no torch events. Remove it.")
     if read.logs_specs is not None:
         raise ValueError(f"--logs-specs: {read.logs_specs!r} is a class of torch, which ddprun never loads. Remove it.")
-    if read.virtual_local_rank:
-        raise ValueError("--virtual-local-rank: every rank sees all GPUs of its node, and LOCAL_RANK is its own.")
-    for name in ("stdout", "stderr"):
-        if getattr(read, f"duplicate_{name}_filters") is not None:
-            raise ValueError(f"--duplicate-{name}-filters: ddprun copies no lines. Remove it: grep finds them.")
     if read.numa_binding is not None:
         raise ValueError("--numa-binding: ddprun binds no process to CPUs. Remove it, or use torchrun.")
     if read.no_python and read.module:
@@ -418,6 +420,11 @@ def _streams(name: str, text: str, nproc: int) -> dict[int, int]:
 
 def _ranks(text: str) -> frozenset[int] | None:
     return frozenset(_number("local-ranks-filter", part, 0) for part in text.split(",")) if text else None
+
+
+def _words(text: str) -> tuple[str, ...]:
+    """Split at commas; two commas are a literal one."""
+    return tuple(word.replace("\0", ",") for word in text.replace(",,", "\0").split(",")) if text else ()
 
 
 def _signals(text: str) -> tuple[str, ...]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from typing import TYPE_CHECKING
 
 from ddpjob_core.heartbeat import STACK, STACKS_SIGNAL
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
 
 ANSWER_SECONDS = 0.6
 AGAIN_SECONDS = 0.2  # while the watchdog waits for answers of its own
+PY_SPY_SECONDS = 5.0
+PY_SPY_RANKS_MAX = 4
+PY_SPY_BYTES_MAX = 1 << 14
 STATES = {
     "T": "stopped by SIGSTOP or SIGTSTP; kill -CONT lets it go on",
     "t": "held by a debugger",
@@ -34,38 +39,51 @@ class StacksQuestion:
         self._agent = agent
         self._beats: Heartbeats | None = None
         self._number = 0  # of the question in the ranks' memory
+        self._pipe = -1  # of the process that runs py-spy
+        self._child = 0
+        self._found: list[RankStack] = []
+        self._output = b""
+        self._is_open = False
         self.deadline: float | None = None
 
     def ask(self, beats: Heartbeats | None, now: float) -> None:
         """Start a question; the stacks are printed soon."""
-        if self._beats is not None:
+        if self._is_open:
             return
         if beats is None or not self._agent.node.running_ranks:
             say(f"{folded_stacks.NONE}no rank runs on this node now")
             return
-        self._beats, self._number, self.deadline = beats, 0, now
+        self._is_open, self._beats, self._number, self.deadline = True, beats, 0, now
 
     def end(self) -> None:
         """Drop the question, because the ranks are ending."""
-        if self._beats is not None:
-            self._beats, self.deadline = None, None
+        if self._is_open:
+            self._close_pipe()
+            self._is_open, self._beats, self.deadline = False, None, None
             say(f"{folded_stacks.NONE}the ranks are ending")
 
     def tick(self, now: float, *, is_free: bool) -> None:
         """Continue. is_free: the ranks have no other question to answer."""
         if self.deadline is None or now < self.deadline or self._beats is None:
             return
-        if self._number and self._number == self._beats.asked:
-            self._print(self._beats)
+        if self._pipe >= 0:
+            self._print()
+        elif self._number and self._number == self._beats.asked:
+            self._collect(now)
         elif is_free:
             self._number, self.deadline = self._beats.ask(kind=STACK), now + ANSWER_SECONDS
         else:
             self._number, self.deadline = 0, now + AGAIN_SECONDS
 
-    def _print(self, beats: Heartbeats) -> None:
-        found = [self._of(rank, beats) for rank in sorted(self._agent.node.running_ranks)]
-        self._beats, self.deadline = None, None
-        say(f"{folded_stacks.text(found)}\n{folded_stacks.PROGRAM}{folded_stacks.END}")
+    def _collect(self, now: float) -> None:
+        assert self._beats is not None, "they were asked"
+        self._found = [self._of(rank, self._beats) for rank in sorted(self._agent.node.running_ranks)]
+        silent = [one.pid for one in self._found if one.answer is None and one.pid and one.state != STATES["T"]]
+        program = shutil.which("py-spy") if silent else None
+        if program is not None:
+            self._start_py_spy(program, silent[:PY_SPY_RANKS_MAX], now)
+        else:
+            self._print()
 
     def _of(self, local_rank: int, beats: Heartbeats) -> RankStack:
         rank, beat = self._agent.node.rank(local_rank), beats.of(local_rank)
@@ -80,6 +98,57 @@ class StacksQuestion:
             return RankStack(rank, pid, state=UNWATCHED)
         told = "; its stacks are in its log" if write_stacks(beat.pid) else ""
         return RankStack(rank, pid, beat.step, state=STATES.get(state, "does not answer") + told)
+
+    def _start_py_spy(self, program: str, pids: list[int], now: float) -> None:
+        try:
+            self._child, self._pipe = processes.call_in_child(lambda: _py_spy(program, pids))
+        except OSError:
+            return self._print()
+        self._output = b""
+        self._agent.node.helpers.add(self._child)
+        self._agent.watch(self._pipe, self._read)
+        self.deadline = now + PY_SPY_SECONDS * len(pids) + 1
+        return None
+
+    def _read(self) -> None:
+        read = os.read(self._pipe, 1 << 16)
+        self._output += read
+        if not read:
+            self._print()
+
+    def _close_pipe(self) -> None:
+        if self._pipe >= 0:
+            self._agent.unwatch(self._pipe)
+            os.close(self._pipe)
+            processes.kill([self._child])
+            self._agent.node.helpers.discard(self._child)
+            self._pipe = -1
+
+    def _print(self) -> None:
+        self._close_pipe()
+        outputs = dict(
+            part.split("\n", 1) for part in self._output.decode(errors="replace").split("\0") if "\n" in part
+        )
+        found = [one._replace(more=outputs.get(str(one.pid), "")) for one in self._found]
+        self._found, self._output, self._is_open, self._beats, self.deadline = [], b"", False, None, None
+        say(f"{folded_stacks.text(found)}\n{folded_stacks.PROGRAM}{folded_stacks.END}")
+
+
+def _py_spy(program: str, pids: list[int]) -> bytes:
+    """Run in a child: return one part per process, each beginning with its pid."""
+    parts = []
+    for pid in pids:
+        command = [program, "dump", "--nonblocking", "--pid", str(pid)]
+        try:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                timeout=PY_SPY_SECONDS, check=False,
+            )  # fmt: skip
+            output = done.stdout if done.returncode == 0 else b"py-spy: " + done.stdout.strip().split(b"\n")[-1]
+        except (OSError, subprocess.TimeoutExpired) as error:
+            output = f"py-spy: {error}".encode()
+        parts.append(b"%d\n%s" % (pid, output.replace(b"\0", b"")[:PY_SPY_BYTES_MAX]))
+    return b"\0".join(parts)
 
 
 def state_of(pid: int) -> str:

@@ -86,6 +86,7 @@ DDPJOB_KEEP_LOG_TAIL: keepLogTail
 DDPJOB_KEEP_FROM_AUTOSCALERS: keepFromAutoscalers
 DDPJOB_MOUNT_API_TOKEN: mountApiToken
 DDPJOB_GANGS: gang
+DDPJOB_QUEUE_PLACES: gang.kueue.places.enabled
 DDPJOB_MEMORY_MIB: resources.limits.memory
 DDPJOB_EVENTS: events
 DDPJOB_LOG_LEVEL: logLevel
@@ -99,6 +100,13 @@ DDPJOB_LOG_FORMAT: logFormat
 {{- if $gang.enabled }}{{ $on = append $on $name }}{{ end -}}
 {{- end -}}
 {{- join "," ($on | sortAlpha) -}}
+{{- end }}
+
+{{/* "true" where the places in queues are asked for, else nothing. */}}
+{{- define "ddpjob.queuePlaces" -}}
+{{- with (.Values.gang | default dict).kueue -}}
+{{- if and .enabled (.places | default dict).enabled }}true{{ end -}}
+{{- end -}}
 {{- end }}
 
 {{/* What values.schema.json cannot say, because it concerns two values. */}}
@@ -120,8 +128,10 @@ DDPJOB_LOG_FORMAT: logFormat
 {{- end -}}
 {{- end -}}
 {{- $kueue := (.Values.gang | default dict).kueue | default dict -}}
-{{- if and (not $kueue.enabled) ($kueue.readsJobs | default dict).enabled -}}
-{{- fail "gang.kueue.readsJobs.enabled: needs gang.kueue.enabled, and does nothing without it" -}}
+{{- range list "places" "readsJobs" -}}
+{{- if and (not $kueue.enabled) (get $kueue . | default dict).enabled -}}
+{{- fail (printf "gang.kueue.%s.enabled: needs gang.kueue.enabled, and does nothing without it" .) -}}
+{{- end -}}
 {{- end -}}
 {{- $set := include "ddpjob.variables" . | fromYaml -}}
 {{- $seen := dict -}}
@@ -177,6 +187,11 @@ DDPJOB_LOG_FORMAT: logFormat
 - apiGroups: [kueue.x-k8s.io]
   resources: [workloads/status]
   verbs: [update]
+{{- end }}
+{{- if include "ddpjob.queuePlaces" . }}
+- apiGroups: [visibility.kueue.x-k8s.io]
+  resources: [localqueues/pendingworkloads]
+  verbs: [get]
 {{- end }}
 {{- end }}
 

@@ -22,7 +22,7 @@ from ddpjob_cli.local.kept.files import read_script, text_of_script
 from ddpjob_cli.local.script import find
 from ddpjob_cli.manifest.yamlfile import Document, InputError
 from ddpjob_operator.failures.redaction import clean
-from ddpjob_operator.job import api, launcher
+from ddpjob_operator.job import api, launcher, podspec
 from ddpjob_operator.job.bounds import NODES_MAX, number
 from ddpjob_operator.job.podspec import command_path
 from ddpjob_operator.job.wording import count
@@ -88,11 +88,12 @@ def check_all(
     alone: CheckedJob = _NOTHING_KNOWN,
     *,
     apart: bool = False,
+    parameters: int = 0,
 ) -> CheckResult:
     """Check scripts, and jobs with the scripts that they run. Raise InputError for a file that cannot be read. A script
     given together with one job is checked as that job's, even if its path in the image differs. apart: the files were
     found in a folder, so a script belongs to a job only if the job's command names it. alone: the context of scripts
-    without a job."""
+    without a job. parameters: of the model; 0: unknown."""
     sources = {document.source for document, _ in jobs.values()}
     scripts = [path for path in paths if path not in sources]
     if scripts and len(jobs) > 1 and not apart:
@@ -109,9 +110,17 @@ def check_all(
     read += [(s, alone) for s in scripts if os.path.realpath(s) not in started]
     uses = Counter((*(document.source for document, _ in jobs.values()), *(script for script, _ in read)))
     limits = {file: CpuLimit(FILE_SECONDS * min(times, USES_MAX)) for file, times in uses.items()}
-    findings = [f for d, job in jobs.values() for f in _of_job(d, job, limits[d.source])]
+    findings = [f for d, job in jobs.values() for f in _of_job(d, job, parameters, limits[d.source])]
     findings += [f for script, context in read for f in _of_script(script, context, limits[script])]
     return CheckResult(sorted(set(findings)), unread, len({*sources, *(script for script, _ in read)}))
+
+
+def parameters(text: str | None) -> int:
+    """Return a number of parameters as people write it: 350M, 7B; 0 for none. Raise InputError."""
+    number = podspec.quantity(f"{text[:-1]}G" if text.endswith(("B", "b")) else text) if text else 0
+    if text and number < 1:
+        raise InputError(f"--parameters: a number such as 350M or 7B, not {text}")
+    return int(number)
 
 
 def before_run(
@@ -191,6 +200,7 @@ def _of_notebook(path: str, text: str, context: CheckedJob, limit: CpuLimit) -> 
 def _of_job(
     document: Document,
     job: api.DDPJob,
+    parameters: int = 0,
     limit: CpuLimit | None = None,
     *,
     given: Collection[str] = (),
@@ -200,7 +210,7 @@ def _of_job(
     path = document.source
     script = _script_text(path, job)
     try:
-        found = (limit or CpuLimit())(lambda: list(mistakes(job, script, given, local=local)))
+        found = (limit or CpuLimit())(lambda: list(mistakes(job, parameters, script, given, local=local)))
     except TooLongError:
         return [check.unchecked(path)]
     findings = [Finding(path, document.line(field), 1, rule, severities[rule], text) for field, rule, text in found]

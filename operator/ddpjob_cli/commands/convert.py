@@ -72,7 +72,7 @@ def convert(source: tuple[str, ...], image: str | None, name: str | None) -> int
 
 def _from_files(paths: tuple[str, ...]) -> list[str]:
     from ddpjob_cli.manifest import yamlfile
-    from ddpjob_convert import KINDS, OF_COMMAND, left_out
+    from ddpjob_convert import KINDS, advice, left_out
 
     everything = [d for path in paths for d in yamlfile.read(path) if d.data is not None]
     documents = [d for d in everything if isinstance(d.data, Mapping)]
@@ -80,8 +80,7 @@ def _from_files(paths: tuple[str, ...]) -> list[str]:
     if not jobs:
         there = ", ".join(f"{d.data.get('kind')} (line {d.line(())})" for d in documents) or "nothing"
         lines = [f"{paths[0]}: no PyTorchJob and no TrainJob in it; there: {there}"]
-        told = [f"{d.place(())}: {left_out(d.data)}" for d in documents[:_NAMED_MAX]]
-        lines += [line for line in told if OF_COMMAND in line]
+        lines += [f"{d.place(())}: {left_out(d.data)}" for d in documents[:_NAMED_MAX] if advice(d.data)]
         raise yamlfile.InputError("\n".join(lines))
     used = {id(job.data) for job in jobs}
     texts = [_converted(job, documents, used) for job in jobs]

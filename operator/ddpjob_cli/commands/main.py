@@ -64,6 +64,7 @@ class _Run(script_words.ScriptCommand, sections.Brief):
 @_rare("--job", metavar="NAME", help="of many")
 @_rare("--report", type=sections.AsPath(dir_okay=False), help="HTML")
 @_rare("--status", type=sections.AsPath(dir_okay=False), help="JSON")
+@_rare("--metrics-file", "metrics", type=sections.AsPath(dir_okay=False), help="metrics")
 @_rare("--logs", type=sections.AsPath(file_okay=False), help="of all runs", metavar="DIR")
 @_rare("--plain", is_flag=True, help="no table")
 @_rare("--allow-unsupported", is_flag=True, help="ignore fields")
@@ -81,6 +82,7 @@ def run(
     settings: tuple[str, ...],
     variables: tuple[str, ...],
     status: Path | None,
+    metrics: Path | None,
     report: Path | None,
     logs: Path | None,
     failures: tuple[str, ...],
@@ -135,6 +137,7 @@ def run(
             plain,
             logs,
             broken,
+            metrics=metrics,
             report=report,
             process_group=os.getpgrp(),
             names=sources.names_of(file),
@@ -194,10 +197,13 @@ def init(
 @click.option("--nodes", metavar="N", help="Check for this many nodes; MIN:MAX: for an elastic job.")
 @click.option("--nproc", metavar="N", type=click.IntRange(min=1), help="Check for this many processes a node.")
 @click.option("--job", metavar="NAME", help="Which DDPJob, if a file has several.")
+@click.option("--parameters", metavar="N", help="Does a model of so many (350M, 7B) fit into a pod's memory limit?")
 @click.option(
     "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How it is shown."
 )
-def check(paths: tuple[str, ...], nodes: str | None, nproc: int | None, job: str | None, form: str) -> int:
+def check(
+    paths: tuple[str, ...], nodes: str | None, nproc: int | None, job: str | None, parameters: str | None, form: str
+) -> int:
     """Find the classic DDP mistakes in scripts, notebooks, a DDPJob's YAML with its script, or all in a folder.
 
     \b
@@ -215,7 +221,8 @@ def check(paths: tuple[str, ...], nodes: str | None, nproc: int | None, job: str
         return sources.load(Source(path, job=name, nodes=nodes, settings=settings), read)
 
     found = check_folder.targets(paths, job, load)
-    result = check_files.check_all(found.scripts, found.jobs, alone, apart=found.apart)
+    size = check_files.parameters(parameters)
+    result = check_files.check_all(found.scripts, found.jobs, alone, apart=found.apart, parameters=size)
     code = answer(result.to_json() if form == "json" else result.to_text())
     for line in (*found.wrong, *found.left_out, *result.unread, result.summary()):
         say(line)

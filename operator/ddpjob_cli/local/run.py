@@ -36,9 +36,11 @@ from ddpjob_operator.observed.reports import BadReportError, Report
 from ddpjob_operator.plan.actions import Settings
 from ddpjob_operator.plan.plan import plan
 from ddpjob_operator.pods import build
-from ddprun import processes
+from ddprun import processes, watch_ranks
+from ddprun.core import idle
 
 if TYPE_CHECKING:
+    from ddpjob_cli.local.kept.metrics_file import MetricsFile
     from ddpjob_cli.local.session import DevSession
 
 SUCCEEDED, FAILED, INTERRUPTED = 0, 1, 130
@@ -60,6 +62,8 @@ class RunOptions:
     """The parent of the runs' folders; None is the user's state folder."""
     faults: tuple[faults.Fault, ...] = ()
     """Faults to inject."""
+    metrics: Path | None = None
+    """The file of metrics for a scraper."""
     report: Path | None = None
     """The file of the report, written at the end of the run."""
     process_group: int | None = None
@@ -82,7 +86,8 @@ def run(document: Document, job: api.DDPJob, options: RunOptions) -> int:
     if job.spec.managed_by:
         text = f'spec.managedBy: "{job.spec.managed_by}" runs this job, and not ddpjob. Remove the field.'
         raise InputError(f"{document.place(('spec', 'managedBy'))}: {text}")
-    for option, path in (("--status", options.status), ("--report", options.report)):
+    written = (("--status", options.status), ("--report", options.report), ("--metrics-file", options.metrics))
+    for option, path in written:
         if path is not None and not Path(os.path.realpath(path)).parent.is_dir():
             raise InputError(f"{option} {path}: there is no such folder")
     chosen = threads.chosen(job, os.environ)
@@ -211,7 +216,8 @@ class Runner:
         self.reports = True
         """True if the script may report steps."""
         self.screen = screen.screen(self.job, options.plain, options.process_group, types=options.pdb is not None)
-        self._started_at = time.monotonic()
+        self._started_at = self._idle_at = time.monotonic()
+        self._idle = idle.IdleClock()
         self.record = history.Record(self.job, folder, dt.datetime.now(dt.timezone.utc))
         nodes = [fault for fault in options.faults if isinstance(fault, faults.NodeFault)]
         self._node_faults = [(self._started_at + fault.at_seconds, fault) for fault in nodes]
@@ -221,6 +227,11 @@ class Runner:
         self._keys: set[int] = set()  # which of SIGTSTP and SIGQUIT wait to be obeyed
         self._noted: set[str] = set()
         self._total_steps: int | None = None
+        self._metrics: MetricsFile | None = None
+        if options.metrics is not None:
+            from ddpjob_cli.local.kept.metrics_file import MetricsFile  # prometheus-client takes long to import
+
+            self._metrics = MetricsFile(options.metrics, self.job)
         self._settings = SETTINGS
         self._received: collections.deque[Report] = collections.deque()
         self._wake_read, self._wake_write = os.pipe()
@@ -281,6 +292,7 @@ class Runner:
             if ended and all(not pod.live and not pod.open for pod in self.cluster.pods.values()):
                 return
             self._obey_keys()
+            self._look_for_idle()
             self.teller.tick()
             self.screen.draw(self._moment(), list(self.cluster.pods.values()))
             self._wait(wait)
@@ -324,6 +336,7 @@ class Runner:
             self.screen.due_in(self.job.status),
             self._next_fault(),
             self.teller.due_in(),
+            max(0.0, self._idle_at - time.monotonic()) if self._is_watched() else None,
             None if self.options.session is None or self._stop_reasons else self.options.session.due_in(),
         )
         limits = [s for s in waits if s is not None]
@@ -338,8 +351,13 @@ class Runner:
             elif key.fd in key.data.open:
                 self.cluster.handle(key)
 
+    def _is_watched(self) -> bool:
+        """True if this run looks for idle ranks. Under ddprun the agents do that, with more information."""
+        return self.job.status.state == "Running" and not launcher.facts(self.job.spec).restarts_in_place
+
     def _record(self, status: api.Status) -> None:
         """Keep the status in memory and write it to the run's folder."""
+        self._measure(self.job.status, status)
         if status.attempt != self.job.status.attempt:
             self._settings = dataclasses.replace(SETTINGS, failed_before=status.last_failure)
             self.cluster.agent = None  # its restarts in place are counted, and do not belong to the next attempt
@@ -348,6 +366,13 @@ class Runner:
         if self.options.status is not None:
             with self._whatever_disk(f"--status {self.options.status}"):
                 files.write_atomically(self.options.status, history.document(status))
+
+    def _measure(self, old: api.Status, new: api.Status) -> None:
+        """Write the metrics file."""
+        now, reported = dt.datetime.now(dt.timezone.utc), self.cluster.agent
+        if self._metrics is not None:
+            with self._whatever_disk(f"--metrics-file {self.options.metrics}"):
+                self._metrics.changed(old, new, now, None if reported is None else reported.agent)
 
     @contextlib.contextmanager
     def _whatever_disk(self, name: str, consequence: str = "the job goes on without it") -> Iterator[None]:
@@ -422,6 +447,19 @@ class Runner:
             os.kill(os.getpid(), signal.SIGTSTP)
             signal.signal(signal.SIGTSTP, handler)
         self._keys.clear()
+
+    def _look_for_idle(self) -> None:
+        """Mention idle ranks once."""
+        now = time.monotonic()
+        if now < self._idle_at:
+            return
+        self._idle_at = now + idle.LOOK_SECONDS
+        is_on = self._is_watched() and not self.cluster.is_paused() and self.options.pdb is None
+        pods = [pod for pod in self.cluster.pods.values() if pod.live and pod.pid is not None] if is_on else []
+        parent_of = processes.parents() if pods else {}
+        cpu = {pod.place: watch_ranks.cpu_seconds(pod.pid or 0, parent_of) for pod in pods}
+        if found := self._idle.look(now, cpu):
+            self.screen.note(idle.sentence(found, self._idle.seconds, "", f"ddpjob stacks {self.job.metadata.name}"))
 
     def _on_signal(self, number: int, _frame: Any) -> None:
         """Only record the signal, because the interpreter may be in the middle of a print. A second signal kills at

@@ -12,6 +12,7 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
 from ddpjob_operator.gangs.adapter import Adapter, Body, Raw
 from ddpjob_operator.job import api, bounds, launcher, podspec
@@ -21,6 +22,7 @@ from ddpjob_operator.pods import build, naming
 
 GROUP = "kueue.x-k8s.io"
 # The API that shows positions in queues; the first served version is used.
+PLACES_GROUP, PLACES_VERSIONS = "visibility.kueue.x-k8s.io", ("v1beta1", "v1beta2")
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
 DEFAULT_QUEUE = "default"
@@ -184,6 +186,21 @@ def _asked(raw: Raw) -> tuple[str, str]:
     priority = spec.get("priorityClassName") or (spec.get("priorityClassRef") or {}).get("name")
     podsets = spec.get("podSets") or [{}]
     return text(priority), text((podsets[0].get("topologyRequest") or {}).get("required"))
+
+
+def pending_path(api_version: str, namespace: str, queue: str) -> str:
+    """Path of the first thousand jobs that wait in a LocalQueue."""
+    return f"/apis/{api_version}/namespaces/{namespace}/localqueues/{quote(queue, safe='')}/pendingworkloads"
+
+
+def read_places(raw: Raw) -> dict[str, int]:
+    """Read positions in the ClusterQueue, which other LocalQueues share: jobs are admitted in this order."""
+    found = {}
+    for item in raw.get("items") or ():
+        before = bounds.integer(item.get("positionInClusterQueue"), 0, bounds.TURNS_MAX)
+        if before is not None:
+            found[text(item["metadata"]["name"])] = before + 1
+    return found
 
 
 def reads_for_pods(placed: Placement, api_version: str) -> tuple[str, ...]:

@@ -121,8 +121,9 @@ class Operator:
     def _gang(self, adapter: Adapter) -> GangWatch:
         where = self.settings.watched
         told = (self._enqueue, self._enqueue_all)
+        places = self.settings.queue_places
         about = (self._runtime, self.meter)
-        return GangWatch(adapter, self._client, where, _job_of, *told, *about)
+        return GangWatch(adapter, self._client, where, _job_of, *told, *about, asks_places=places)
 
     def _set_up_work(self) -> None:
         """Create the queue, and the parts that work on its jobs."""
@@ -315,6 +316,7 @@ class Operator:
         self.leads = True
         self.meter.leads(self._runtime.now())
         parts = {"events": self._events.run(), "queue": self.queue.run(), "silence": self.reports.run()}
+        parts |= {f"places {n}": g.places.run() for n, g in self.caches.gangs.items() if g.places is not None}
         for name, work in parts.items():
             self.run(name, work)
         self._enqueue_all()

@@ -58,6 +58,9 @@ class OperatorSettings:
     gangs: tuple[str, ...] = ()
     """DDPJOB_GANGS: APIs that spec.gang may use, separated by commas: native, kueue. Empty, the default: none, and the
     operator sends no requests for them."""
+    queue_places: bool = False
+    """DDPJOB_QUEUE_PLACES: true shows the position of a queued job in its message. It is read from the queue's API once
+    a minute. Default false, because this needs another permission, and few clusters serve that API."""
     room: storage.StoredLimits = storage.DEFAULT
     """DDPJOB_MEMORY_MIB: memory that the operator may use, in MiB. A quarter of it is for jobs that have begun, half of
     that quarter for those of one namespace. New jobs wait until there is room. Default 512, the limit in the chart."""
@@ -88,8 +91,8 @@ class OperatorSettings:
                 changed.append(f"{name}={_as_text(value)}")
             return value
 
-        def flag(name: str) -> bool:
-            return read(name, True, lambda text: _one_of("true", "false")(text.lower()) == "true", "true or false")
+        def flag(name: str, default: bool = True) -> bool:
+            return read(name, default, lambda text: _one_of("true", "false")(text.lower()) == "true", "true or false")
 
         def port(name: str, default: int) -> int:
             return _read(environment, name, default, _whole(0, 65_535), "a port from 0 (off) to 65535")
@@ -115,6 +118,7 @@ class OperatorSettings:
             keep_from_autoscalers=flag("DDPJOB_KEEP_FROM_AUTOSCALERS"),
             mount_api_token=flag("DDPJOB_MOUNT_API_TOKEN"),
             gangs=read("DDPJOB_GANGS", usual.gangs, _adapters, adapters),
+            queue_places=flag("DDPJOB_QUEUE_PLACES", usual.queue_places),
             room=storage.StoredLimits.of(
                 read("DDPJOB_MEMORY_MIB", usual.room.memory >> 20, _whole(64, 1 << 24), "whole MiB from 64 on") << 20
             ),

@@ -19,6 +19,8 @@ class Admission:
     state: Literal["admitted", "waiting", "evicted"]
     why: str = ""
     """waiting, evicted: the sentence of the scheduler or queue."""
+    place: int | None = None
+    """waiting: position in the queue, from 1; None if unknown."""
     holds_quota: bool = False
     """evicted: True if the queue waits until the pods have ended and the quota is returned."""
     stopped: bool = False

@@ -22,6 +22,7 @@ from ddpjob_operator.plan.transitions import enter
 from ddpjob_operator.plan.view import View, name_pods
 
 NEIGHBOURS_MAX = 3
+EXACT_PLACES = 10
 ASKED = "a place is asked for"
 
 
@@ -257,9 +258,19 @@ def _why_not_admitted(view: View, adapter: Adapter, group: ObservedGroup | None)
     if refused := _refused(view, adapter, name):
         return f"{adapter.kind} {name} was refused: {refused.message}", refused.retry_at
     if group is not None:
-        return group.admission.why or ASKED, None  # same text as before the group existed: each change is a write
+        why = group.admission.why or ASKED  # same text as before the group existed: each change is a write
+        return f"{_place(group.admission.place)}{why}", None
     taken = [c for c in view.conflicts if (c.kind, c.name) == (adapter.resource, name)]
     return (f"a {adapter.resource} named {name} is not this job's. Delete it" if taken else ""), None
+
+
+def _place(place: int | None) -> str:
+    """Round places far from the front. Otherwise each job that reaches the front would change the text, and so write
+    the status, of all jobs behind it."""
+    if place is None:
+        return ""
+    step = 10 ** (len(str(place)) - 1)
+    return f"place {place}: " if place <= EXACT_PLACES else f"place {place // step * step} or later: "
 
 
 def _refused(view: View, adapter: Adapter, name: str) -> Refusal | None:

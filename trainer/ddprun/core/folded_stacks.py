@@ -21,6 +21,8 @@ class RankStack(NamedTuple):
     answer: Mapping[str, Any] | None = None
     state: str = ""
     """State of the process, if it does not answer."""
+    more: str = ""
+    """Its stacks as another program sees them."""
 
 
 def text(ranks: Sequence[RankStack]) -> str:
@@ -34,6 +36,7 @@ def text(ranks: Sequence[RankStack]) -> str:
         if first.answer is None:
             pids = ", ".join(str(r.pid) for r in group[:PIDS_MAX]) + (", …" if len(group) > PIDS_MAX else "")
             lines.append(f"  {name} (process{'es' * (len(group) > 1)} {pids}): {first.state}")
+            lines += [f"    {line}" for line in first.more.splitlines()[:LINES_MAX]]
             continue
         at = ", ".join(filter(None, (_steps(group), _collective(first.answer))))
         lines.append(f"  {name}{': ' + at if at else ':'}")
@@ -43,7 +46,7 @@ def text(ranks: Sequence[RankStack]) -> str:
 
 def _key(one: RankStack) -> object:
     if one.answer is None:
-        return one.state
+        return one.state, one.more
     return (*_stack(one.answer), _collective(one.answer))
 
 

@@ -166,6 +166,11 @@ class LocalCluster:
             if pod.place == place and pod.live and pod.attempt == dated.attempt:
                 pod.step, pod.step_at = report.step or None, now
 
+    def is_paused(self) -> bool:
+        """True if a rank of the present attempt has declared a pause."""
+        newest = max(self._ports, default=0)
+        return any(t.attempt == newest and t.phase in ("save", "evaluate") for t in self.trackers.values())
+
     def initialized(self) -> dt.datetime | None:
         """Return since when the training ranks report without having made a step; None if none does."""
         newest = max(self._ports, default=0)

@@ -66,6 +66,13 @@ GANG_RIGHTS = {
         Right("scheduling.k8s.io", "priorityclasses", ("get",), "the priority in the queue", cluster_wide=True),
     ),
 }
+# Not checked at the start: without it only the position is missing from messages, and queue_places.py logs that.
+PLACES_RIGHT = Right(
+    "visibility.kueue.x-k8s.io",
+    "localqueues/pendingworkloads",
+    ("get",),
+    "the place of a job that waits, if gang.kueue.places.enabled is set",
+)
 
 
 async def wait_for_jobs(client: Client, namespaces: Sequence[str], log: logging.Logger) -> None:

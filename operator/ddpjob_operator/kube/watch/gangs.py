@@ -7,7 +7,8 @@ is tried again from time to time. Nothing is requested for disabled adapters.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ddpjob_operator.gangs import choice
@@ -16,6 +17,7 @@ from ddpjob_operator.job import api
 from ddpjob_operator.kube.api.client import ApiError, Client, group_collection
 from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.watch import observe, triggers
+from ddpjob_operator.kube.watch.queue_places import QueuePlaces
 from ddpjob_operator.kube.watch.reflector import Reflector
 from ddpjob_operator.kube.watch.store import Key, Store
 from ddpjob_operator.metrics.meter import Meter
@@ -44,9 +46,10 @@ class GangWatch:
         runtime: Runtime,
         meter: Meter | None = None,
         sleep: Callable[[float], Any] = asyncio.sleep,
+        asks_places: bool = False,
     ) -> None:
         """namespaces: the watched ones, "" for all. changed: called for a job whose objects changed, with the seconds
-        that it can wait. found: called when the served version changed.
+        that it can wait. found: called when the served version changed. asks_places: request positions in the queue.
         """
 
         def told(key: Key, _old: ObservedGroup | None, new: ObservedGroup | None) -> None:
@@ -63,6 +66,11 @@ class GangWatch:
         self._meter = meter
         self._is_known = False
         self._errors = 0
+        self.places: QueuePlaces | None = (
+            QueuePlaces(client, self._waiting, lambda key: changed(key, 0.0), runtime)
+            if asks_places and adapter.admits_first
+            else None
+        )
 
     def api_in(self, namespace: str) -> GangApi:
         """Return the API as far as the jobs of a namespace can use it."""
@@ -77,6 +85,22 @@ class GangWatch:
         """Return the object that a job has for all of its attempts; None if there is none."""
         found = self.store.of((job.metadata.namespace, job.metadata.name))
         return next((group for group in found if group.owner_uid == job.metadata.uid), None)
+
+    def groups(self, key: Key) -> list[ObservedGroup]:
+        """Return a job's objects, with its position in the queue if known."""
+        found = self.store.of(key)
+        place = self.places.of(key) if self.places is not None else None
+        if place is None:
+            return found
+        return [
+            replace(group, admission=replace(group.admission, place=place)) if _waits(group) else group
+            for group in found
+        ]
+
+    def _waiting(self) -> Iterator[tuple[Key, str]]:
+        """Yield the waiting jobs and their queues."""
+        for key in self.store.jobs():
+            yield from ((key, group.queue) for group in self.store.each(key) if _waits(group))
 
     def path(self, namespace: str) -> str:
         """Path of the collection. Raise ApiError if no version is served."""
@@ -222,3 +246,7 @@ def waits_for(job: api.DDPJob, gangs: Mapping[str, GangWatch]) -> bool:
     apis = {name: GangApi("not known") if name in unknown else gang.api_in(namespace) for name, gang in gangs.items()}
     has = job.status.gang.kind if job.status.gang is not None else "none"
     return not unknown.isdisjoint({has, choice.choose(job, apis)[0]})
+
+
+def _waits(group: ObservedGroup) -> bool:
+    return group.admission.state == "waiting" and not group.is_over and not group.deletion_requested

@@ -287,7 +287,7 @@ class Reconciler:
             deleted_pods=tuple(p for p in state.deleted_pods.values() if p.attempt == job.status.attempt),
             trackers={rank: t for rank, t in state.trackers.items() if t.attempt == job.status.attempt},
             gang_apis={name: gang.api_in(key[0]) for name, gang in self.caches.gangs.items()},
-            groups=tuple(group for gang in self.caches.gangs.values() for group in gang.store.of(key)),
+            groups=tuple(group for gang in self.caches.gangs.values() for group in gang.groups(key)),
             no_room=self._no_room(key, job),
             neighbours=self._neighbours(key, pods) if job.status.gang is not None else {},
         )

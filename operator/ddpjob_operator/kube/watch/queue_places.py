@@ -1,0 +1,117 @@
+"""Read the positions of waiting jobs from their queues. No watch shows them, because other jobs change them.
+
+Each queue with waiting jobs is read once a minute. Jobs whose position changed are enqueued. If a queue does not
+answer, the messages of its jobs show no position.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from ddpjob_operator.gangs import kueue
+from ddpjob_operator.kube.api.client import ApiError, Client
+from ddpjob_operator.kube.api.runtime import Runtime
+from ddpjob_operator.kube.watch.store import Key
+
+ASK_SECONDS = 60.0
+# The first position of a job is shown within this time.
+LOOK_SECONDS = 5.0
+
+
+class QueuePlaces:
+    """Positions of the jobs of one adapter, as last read."""
+
+    def __init__(
+        self,
+        client: Client,
+        waiting: Callable[[], Iterable[tuple[Key, str]]],
+        changed: Callable[[Key], None],
+        runtime: Runtime,
+    ) -> None:
+        """waiting: yields the waiting jobs and their queues. changed: called for each job whose position changed."""
+        self._client, self._waiting, self._changed, self._runtime = client, waiting, changed, runtime
+        self._places: dict[Key, int] = {}
+        self._asked_at: dict[Key, float] = {}
+        """When each queue, by namespace and name, was last read."""
+        self._api_version = ""
+        self._looked_at: float | None = None
+        """When the served version was last discovered."""
+        self._logged = ""
+
+    def of(self, key: Key) -> int | None:
+        """Return the position of a job, from 1; None if unknown."""
+        return self._places.get(key)
+
+    async def run(self) -> None:
+        """Read positions until cancelled."""
+        while True:
+            try:
+                await self.look()
+            except Exception:
+                # The end of this task would end the operator.
+                self._runtime.log.exception("the places of jobs in their queues were not read")
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def look(self) -> None:
+        """Read the queues that have waiting jobs and were not read within the last minute."""
+        queues: dict[Key, list[Key]] = {}
+        for key, name in self._waiting():
+            if name:
+                queues.setdefault((key[0], name), []).append(key)
+        waiting = {key for keys in queues.values() for key in keys}
+        self._places = {key: place for key, place in self._places.items() if key in waiting}
+        self._asked_at = {queue: at for queue, at in self._asked_at.items() if self._is_recent(at)}
+        due = [queue for queue in queues if queue not in self._asked_at]
+        if not due or not (api_version := await self._served()):
+            return
+        for queue in due:
+            self._asked_at[queue] = self._runtime.clock()
+            self._take(queues[queue], await self._ask(kueue.pending_path(api_version, *queue)))
+
+    def _take(self, keys: Iterable[Key], told: dict[str, int]) -> None:
+        for key in keys:
+            before, now = self._places.pop(key, None), told.get(key[1])
+            if now is not None:
+                self._places[key] = now
+            if now != before:
+                self._changed(key)
+
+    async def _ask(self, path: str) -> dict[str, int]:
+        try:
+            return kueue.read_places(await self._client.get(path))
+        except ApiError as error:
+            if error.status != 404:
+                self._log_once(f"no places are told by {path}: {error}")
+            # Usually the queue does not exist, which the job's message says; or the version is not served any more.
+            self._api_version = "" if error.status == 404 else self._api_version
+        except (AttributeError, LookupError, TypeError) as error:
+            self._log_once(f"the places that {path} tells cannot be read: {error!r}")
+        return {}
+
+    async def _served(self) -> str:
+        """Return the served apiVersion; "" if no known version is served. Discovery is repeated after a minute."""
+        if self._api_version or (self._looked_at is not None and self._is_recent(self._looked_at)):
+            return self._api_version
+        self._looked_at = self._runtime.clock()
+        try:
+            served = await self._client.get(f"/apis/{kueue.PLACES_GROUP}")
+        except ApiError as error:
+            self._log_once(f"no places in queues are told: the API {kueue.PLACES_GROUP} does not answer: {error}")
+            return ""
+        found = {version.get("groupVersion") for version in served.get("versions") or ()}
+        wanted = (f"{kueue.PLACES_GROUP}/{version}" for version in kueue.PLACES_VERSIONS)
+        self._api_version = next((version for version in wanted if version in found), "")
+        if not self._api_version:
+            self._log_once(
+                f"no places in queues are told: {kueue.PLACES_GROUP} is served in none of the known versions"
+            )
+        return self._api_version
+
+    def _is_recent(self, at: float) -> bool:
+        return self._runtime.clock() - at < ASK_SECONDS
+
+    def _log_once(self, text: str) -> None:
+        if text != self._logged:
+            self._logged = text
+            self._runtime.log.info("%s", text)

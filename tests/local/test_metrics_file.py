@@ -1,0 +1,42 @@
+"""`ddpjob run --metrics-file`: what node-exporter's textfile collector reads of a local run."""
+
+from __future__ import annotations
+
+import re
+
+from prometheus_client.parser import text_string_to_metric_families
+from shell import Cli
+
+from ddpjob_operator.metrics import names
+
+FAILS_ONCE = """
+import os, pathlib, sys
+mark = pathlib.Path("failed")
+if os.environ["RANK"] == "1" and not mark.exists():
+    mark.touch()
+    sys.exit(3)
+"""
+
+
+def test_a_run_that_restarted_has_its_restart_in_the_file_by_the_operators_names(cli: Cli) -> None:
+    """A dashboard for the cluster also works for a workstation."""
+    done = cli.run("run", cli.file(FAILS_ONCE), "--metrics-file", "run.prom")
+    assert done.returncode == 0, done.stderr
+    families = list(text_string_to_metric_families((cli.folder / "run.prom").read_text()))
+    values = {(s.name, *sorted(s.labels.values())): s.value for family in families for s in family.samples}
+    (name,) = {s.labels["job_name"] for f in families for s in f.samples if "job_name" in s.labels}
+    assert values["ddpjob_job_state", "Succeeded", "default", name] == 1
+    assert values["ddpjob_job_restarts_total", "application", "default", name] == 1
+    assert values["ddpjob_restarts_total", "application", "group"] == 1
+    assert values["ddpjob_failure_detection_seconds_count", "group"] == 1
+    known = {metric.name for metric in (*names.OF_ALL_JOBS, *names.OF_A_JOB)}
+    assert {re.sub("_total$", "", family.name) for family in families} <= known
+    assert [path.name for path in cli.folder.glob(".run.prom*")] == [], "no temporary file is left"
+
+
+def test_a_file_that_can_no_longer_be_written_costs_the_file_and_not_the_job(cli: Cli) -> None:
+    (cli.folder / "gone").mkdir()
+    script = "import shutil; shutil.rmtree('gone', ignore_errors=True)"
+    done = cli.run("run", cli.file(script), "--metrics-file", "gone/run.prom")
+    assert done.returncode == 0, done.stderr
+    assert "--metrics-file gone/run.prom: No such file or directory; the job goes on without it" in done.stderr
