@@ -251,7 +251,7 @@ def _of_shell(words: list[str]) -> Iterator[tuple[str, str]]:
     yield from (("exit-code-lost", text) for text in shells.lost_exit_codes(words))
     if shells.pipefail_in_sh(words):
         yield "pipefail-in-sh", shells.PIPEFAIL_IN_SH
-    if text := shells.signals_kept(words):
+    if text := shells.sigterm_warning(words):
         yield "shell-keeps-signals", text
 
 
