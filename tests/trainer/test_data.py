@@ -260,7 +260,7 @@ def test_shares_that_would_be_dealt_out_once_more_are_refused():
     """Otherwise only 320 of 640 samples are trained, silently."""
     sampler = ddpjob.GlobalBatchSampler(8, 2, seed=1, rank=0, world_size=2)
     with pytest.raises(
-        ddpjob.ConfigurationError, match=r"BatchSamplerShard deals out batches .* Leave this DataLoader"
+        ddpjob.ConfigurationError, match=r"BatchSamplerShard distributes batches .* Do not pass this DataLoader"
     ):
         list(DataLoader(range(8), batch_sampler=BatchSamplerShard(sampler, 2)))
     alone = ddpjob.GlobalBatchSampler(8, 2, seed=1, rank=0, world_size=1)
