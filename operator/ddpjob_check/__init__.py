@@ -36,13 +36,13 @@ from ddpjob_check import (
 )
 from ddpjob_check.parsing import TooLongError
 from ddpjob_check.reached import Certainty
-from ddpjob_check.rule import LEFT_OUT, SYNTAX, Finding, Found, Job, Limited, Rule, Severity, unlimited
+from ddpjob_check.rule import LEFT_OUT, SYNTAX, CheckedJob, Finding, Found, Limited, Rule, Severity, unlimited
 from ddpjob_check.script import Script
 
-__all__ = ["RULES", "Finding", "Found", "Job", "Rule", "check", "kept", "unchecked"]
+__all__ = ["RULES", "CheckedJob", "Finding", "Found", "Rule", "check", "kept", "unchecked"]
 
 _IGNORE = re.compile(r"#\s*ddpjob:\s*ignore\[([\w\s,-]*)\]")
-_NOTHING_KNOWN = Job()
+_NOTHING_KNOWN = CheckedJob()
 LEFT_OUT_MAX = 5  # rules to name
 _MODULES = (
     ranks, collectives, wrapping, steps, gradients, data, checkpoints, groups, starting,
@@ -52,7 +52,7 @@ RULES = tuple(r for module in _MODULES for r in vars(module).values() if isinsta
 """All rules, in the order of docs/check.md."""
 
 
-def check(file: str, text: str, job: Job = _NOTHING_KNOWN, limited: Limited = unlimited) -> list[Finding]:
+def check(file: str, text: str, job: CheckedJob = _NOTHING_KNOWN, limited: Limited = unlimited) -> list[Finding]:
     """Return all findings in a script, in line order. A script that does not parse is itself a finding. limited: runs
     one part of the work. A finding names the rules that took too long."""
     try:
@@ -89,7 +89,7 @@ def _of_syntax(file: str, text: str, error: SyntaxError) -> Finding:
     return Finding(file, number, error.offset or 1, SYNTAX, severity, f"{said}: {error.msg}")
 
 
-def _findings(file: str, script: Script, job: Job, limited: Limited) -> Iterator[Finding]:
+def _findings(file: str, script: Script, job: CheckedJob, limited: Limited) -> Iterator[Finding]:
     certainty = Certainty(script, job)
     left_out = [rule.name for rule in RULES]
     for rule in RULES:
@@ -102,7 +102,7 @@ def _findings(file: str, script: Script, job: Job, limited: Limited) -> Iterator
         yield Finding(file, 1, 1, LEFT_OUT, "warning", why)
 
 
-def _of_rule(rule: Rule, file: str, script: Script, job: Job, certainty: Certainty) -> Iterator[Finding]:
+def _of_rule(rule: Rule, file: str, script: Script, job: CheckedJob, certainty: Certainty) -> Iterator[Finding]:
     for found in rule.find(script, job):
         severity = found.severity or rule.severity
         if severity == "error" and found.node is not None and not certainty.runs(found.node):

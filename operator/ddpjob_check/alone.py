@@ -12,7 +12,7 @@ from ddpjob_check.nodes import name_of, text_in, words_of
 from ddpjob_check.options import UNKNOWN, ScriptOptions
 from ddpjob_check.ranks import at
 from ddpjob_check.reached import Paths
-from ddpjob_check.rule import Found, Job, rule
+from ddpjob_check.rule import CheckedJob, Found, rule
 from ddpjob_check.script import Script
 
 _ALONE = ("none", "None", "")
@@ -23,7 +23,7 @@ _ALONE = ("none", "None", "")
     wrong='command: [torchrun, train.py]    # add_argument("--launcher", default="none"), and none forms no group',
     right="command: [torchrun, train.py, --launcher, pytorch]",
 )
-def group_needs_option(script: Script, job: Job) -> Iterator[Found]:
+def group_needs_option(script: Script, job: CheckedJob) -> Iterator[Found]:
     """Only in a job with several ranks. A script that forms its group only if an option is given trains without it as
     many separate models as there are ranks, and the job succeeds."""
     if not _has_several(job) or default_means_alone(script) is not None:
@@ -60,7 +60,7 @@ def group_needs_option(script: Script, job: Job) -> Iterator[Found]:
     wrong="model = Net()\nloss.backward()    # no process group, in a job of two nodes",
     right="dist.init_process_group()\nmodel = DistributedDataParallel(Net())",
 )
-def group_missing(script: Script, job: Job) -> Iterator[Found]:
+def group_missing(script: Script, job: CheckedJob) -> Iterator[Found]:
     """Only in a job with several ranks, if no import of the script could form a group either. Each rank trains its own
     model, and the job succeeds."""
     imported = set(script.imported.values())
@@ -78,7 +78,7 @@ _FORM_NO_GROUP = (sys.stdlib_module_names - {"importlib", "multiprocessing", "ru
 )
 
 
-def _has_several(job: Job) -> bool:
+def _has_several(job: CheckedJob) -> bool:
     by_launcher = job.by_torchrun or job.launcher in ("ddprun", "")
     return not job.has_one_rank and ((job.nodes or 1) > 1 or (by_launcher and (job.nproc or 1) > 1))
 

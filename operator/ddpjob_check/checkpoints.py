@@ -18,7 +18,7 @@ from ddpjob_check.nodes import (
     words_in,
 )
 from ddpjob_check.ranks import at
-from ddpjob_check.rule import Found, Job, rule
+from ddpjob_check.rule import CheckedJob, Found, rule
 from ddpjob_check.script import DDP, Script
 
 _OF_ITS_OWN = {"getpid", "mkdtemp", "TemporaryDirectory", "uuid1", "uuid4", "gettempdir"}
@@ -26,7 +26,7 @@ _TAKES_TURNS = {"lock", "first", "suppress"}
 
 
 @rule("warning", wrong='os.makedirs("runs/1")', right='os.makedirs("runs/1", exist_ok=True)')
-def folder_on_every_rank(script: Script, job: Job) -> Iterator[Found]:
+def folder_on_every_rank(script: Script, job: CheckedJob) -> Iterator[Found]:
     """Ranks that share a disk create the same folder at the same time. All but one fail with FileExistsError, even
     after `if not os.path.exists(…)`, because the folder appears between the two lines."""
     by_job = job.known and script.uses_torch and (job.by_torchrun or job.launcher == "ddprun")
@@ -105,7 +105,7 @@ _DEVICE_WORDS = ("cuda", "gpu", "device", "cpu")
     wrong='torch.save(model.module.state_dict(), "model.pt")',
     right='if rank == 0:\n    torch.save(model.module.state_dict(), "model.pt")',
 )
-def save_on_every_rank(script: Script, job: Job) -> Iterator[Found]:
+def save_on_every_rank(script: Script, job: CheckedJob) -> Iterator[Found]:
     """All ranks hold the same parameters. If all write them into one file at once, the file may be damaged."""
     if not script.is_distributed or job.has_one_rank:
         return
@@ -122,7 +122,7 @@ def save_on_every_rank(script: Script, job: Job) -> Iterator[Found]:
 
 
 @rule("warning", wrong='torch.save(model, "model.pt")', right='torch.save(model.module.state_dict(), "model.pt")')
-def save_whole_module(script: Script, job: Job) -> Iterator[Found]:
+def save_whole_module(script: Script, job: CheckedJob) -> Iterator[Found]:
     """A pickled module names the classes of your files and holds the DDP wrapper: it loads only with
     weights_only=False, and not after a rename."""
     if not script.is_distributed:
@@ -176,7 +176,7 @@ _MOVES = {"to", "cuda", "cpu", "train", "eval", "half", "float", "double"}
     wrong='model = DDP(net)\ntorch.save(model.state_dict(), "m.pt")\nnet.load_state_dict(torch.load("m.pt"))',
     right='model = DDP(net)\ntorch.save(model.module.state_dict(), "m.pt")\nnet.load_state_dict(torch.load("m.pt"))',
 )
-def state_of_wrapper(script: Script, job: Job) -> Iterator[Found]:
+def state_of_wrapper(script: Script, job: CheckedJob) -> Iterator[Found]:
     """Names in the state of a DDP model begin with `module.`, those of the network inside do not. A state saved from
     one fails to load into the other (“Missing key(s)”), or with strict=False nothing is loaded."""
     if script.uses_a_framework or script.mentions("consume_prefix_in_state_dict_if_present", "removeprefix"):
@@ -329,7 +329,7 @@ END = 10**9
 
 
 @rule("warning", wrong='state = torch.load("model.pt")', right='state = torch.load("model.pt", map_location="cpu")')
-def load_without_map_location(script: Script, job: Job) -> Iterator[Found]:
+def load_without_map_location(script: Script, job: CheckedJob) -> Iterator[Found]:
     """torch.load puts tensors on the device that they were saved from: all ranks of a node load onto GPU 0, whose
     memory may not suffice."""
     uses_gpus = "nccl" in backends(script, job) or script.mentions("cuda", "device_ids") or job.gpus

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from ddpjob_check.nodes import Function, before, leaves, means_one_process, name_of, parameters_of, unmoved, words_of
 from ddpjob_check.ranks import COLLECTIVES, Guard, at, guard, has_group, is_local, short_name
-from ddpjob_check.rule import Found, Job, rule
+from ddpjob_check.rule import CheckedJob, Found, rule
 from ddpjob_check.script import DDP, Script
 
 _NEW_GROUP = "torch.distributed.new_group"
@@ -21,7 +21,7 @@ _HAS_BUFFERS = ("register_buffer", "Buffer", "running_mean", "running_var")
     wrong="if rank == 0:\n    dist.all_reduce(loss)\n    print(loss)",
     right="dist.all_reduce(loss)\nif rank == 0:\n    print(loss)",
 )
-def collective_on_one_rank(script: Script, job: Job) -> Iterator[Found]:
+def collective_on_one_rank(script: Script, job: CheckedJob) -> Iterator[Found]:
     """A collective ends when all ranks have called it. If only some call it, or a function of the file that calls it,
     they wait until the timeout. A forward pass through DDP can do the same, because it
     broadcasts the buffers of the model."""

@@ -17,7 +17,7 @@ from ddpjob_check.nodes import (
     words_of,
 )
 from ddpjob_check.ranks import at
-from ddpjob_check.rule import Found, Job, rule
+from ddpjob_check.rule import CheckedJob, Found, rule
 from ddpjob_check.script import DDP, Kind, Script
 
 LOADER = "torch.utils.data.DataLoader"
@@ -29,7 +29,7 @@ SAMPLER = "torch.utils.data.DistributedSampler"
     wrong="loader = DataLoader(dataset, batch_size=64, shuffle=True)",
     right="loader = DataLoader(dataset, batch_size=64, sampler=DistributedSampler(dataset))",
 )
-def sampler_missing(script: Script, job: Job) -> Iterator[Found]:
+def sampler_missing(script: Script, job: CheckedJob) -> Iterator[Found]:
     """Without a sampler each rank trains on all samples: four GPUs do four times the work of one in an epoch."""
     if not script.is_distributed or not script.calls_to(DDP) or job.has_one_rank or any(_unused(script)):
         return
@@ -99,7 +99,7 @@ def _makes_whole(script: Script, call: ast.Call) -> bool:
     wrong="for epoch in range(epochs):\n    for batch in loader: …",
     right="for epoch in range(epochs):\n    sampler.set_epoch(epoch)\n    for batch in loader: …",
 )
-def set_epoch_missing(script: Script, job: Job) -> Iterator[Found]:
+def set_epoch_missing(script: Script, job: CheckedJob) -> Iterator[Found]:
     """A DistributedSampler shuffles by seed and epoch. Without set_epoch all epochs have the same order."""
     if script.uses_a_framework or script.mentions("set_epoch") or job.has_one_rank or any(_unused(script)):
         return
@@ -132,7 +132,7 @@ def _is_loop_of_epochs(node: ast.AST) -> bool:
     wrong="sampler = DistributedSampler(dataset)\nloader = DataLoader(dataset, shuffle=True)",
     right="sampler = DistributedSampler(dataset)\nloader = DataLoader(dataset, sampler=sampler)",
 )
-def sampler_unused(script: Script, job: Job) -> Iterator[Found]:
+def sampler_unused(script: Script, job: CheckedJob) -> Iterator[Found]:
     """A DistributedSampler does nothing by itself: a loader that does not get it gives every rank all samples."""
     if script.uses_a_framework or job.has_one_rank or not script.calls_to(LOADER):
         return
@@ -157,7 +157,7 @@ def _unused(script: Script) -> Iterator[ast.Call]:
 
 
 @rule("error", wrong="DataLoader(dataset, shuffle=True, sampler=sampler)", right="DataLoader(dataset, sampler=sampler)")
-def shuffle_with_sampler(script: Script, job: Job) -> Iterator[Found]:
+def shuffle_with_sampler(script: Script, job: CheckedJob) -> Iterator[Found]:
     """A DataLoader takes its order from the sampler or shuffles itself: both together raise a ValueError."""
     for call in script.calls_to(LOADER):
         shuffle = script.argument(call, "shuffle", 2)
@@ -180,7 +180,7 @@ def shuffle_with_sampler(script: Script, job: Job) -> Iterator[Found]:
     wrong="DataLoader(dataset, batch_size=128 / world_size)",
     right="DataLoader(dataset, batch_size=128 // world_size)",
 )
-def batch_size_is_float(script: Script, job: Job) -> Iterator[Found]:
+def batch_size_is_float(script: Script, job: CheckedJob) -> Iterator[Found]:
     """`/` gives a float, which DataLoader rejects with a ValueError, after the job has got its GPUs."""
     for call in script.calls_to(LOADER, "torch.utils.data.BatchSampler"):
         size = script.argument(call, "batch_size", 1)
@@ -210,7 +210,7 @@ def _is_float(script: Script, origin: object) -> bool:
     wrong="DataLoader(dataset, batch_size=args.global_batch_size, sampler=sampler)",
     right="DataLoader(dataset, batch_size=args.global_batch_size // dist.get_world_size(), sampler=sampler)",
 )
-def batch_size_not_divided(script: Script, job: Job) -> Iterator[Found]:
+def batch_size_not_divided(script: Script, job: CheckedJob) -> Iterator[Found]:
     """DataLoader's batch size is per rank. If a total is not divided, the global batch grows with the number of ranks,
     and the learning rate no longer fits."""
     if not script.is_distributed or job.has_one_rank:
@@ -242,7 +242,7 @@ def _total_name(script: Script, size: ast.expr) -> str:
     wrong="indices = list(range(len(data)))\nRandom().shuffle(indices)\npart = indices[rank::world_size]",
     right="parts = ddpjob.DataPartitioner(data, fractions, seed=7)\npart = parts.use(rank)",
 )
-def partitioner_unseeded(script: Script, job: Job) -> Iterator[Found]:
+def partitioner_unseeded(script: Script, job: CheckedJob) -> Iterator[Found]:
     """Each rank divides the data by itself. Without a common seed each divides it differently: some samples are in two
     parts, others in none, and no error is raised."""
     for call in script.calls if script.uses_torch and not job.has_one_rank else ():
@@ -346,7 +346,7 @@ _DOWNLOADS = {
     right="if local_rank == 0:\n    datasets.MNIST(root, download=True)\n"
     "dist.barrier()\ndataset = datasets.MNIST(root)",
 )
-def download_on_every_rank(script: Script, job: Job) -> Iterator[Found]:
+def download_on_every_rank(script: Script, job: CheckedJob) -> Iterator[Found]:
     """All processes of a node download into one folder at once, and one may unpack what another is still writing."""
     if not script.is_distributed or job.nproc == 1:
         return
@@ -392,7 +392,7 @@ _SAVES_AT_A_STOP = (
     wrong="command: [torchrun, train.py]    # DataLoader(dataset, num_workers=4), ddpjob.should_stop(step)",
     right="DataLoader(dataset, num_workers=4, worker_init_fn=ddpjob.ignore_sigterm)\n# or: command: [ddprun, train.py]",
 )
-def workers_get_sigterm(script: Script, job: Job) -> Iterator[Found]:
+def workers_get_sigterm(script: Script, job: CheckedJob) -> Iterator[Found]:
     """torchrun sends SIGTERM to the workers of a DataLoader as well. The loader raises when one of them ends, so a
     training that would save at a stop (a drain, a suspend, Ctrl-C) saves nothing."""
     if not job.by_torchrun or not _saves_at_a_stop(script):

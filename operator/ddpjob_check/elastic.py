@@ -10,7 +10,7 @@ from ddpjob_check.data import SAMPLER
 from ddpjob_check.groups import fixed_texts
 from ddpjob_check.nodes import ends_the_run, has_hidden_arguments, name_of
 from ddpjob_check.ranks import at
-from ddpjob_check.rule import Found, Job, rule
+from ddpjob_check.rule import CheckedJob, Found, rule
 from ddpjob_check.script import INIT, Script
 
 _BATCH_NORM = re.compile(r"torch\.nn\.(modules\.batchnorm\.)?(Lazy)?BatchNorm[123]d")
@@ -26,7 +26,7 @@ _NORM_OF_ALL_RANKS = re.compile(r"sync_?(batch_?norm|bn)|(frozen|freeze|fix)_?(b
 @rule(
     "warning", wrong="model = DDP(resnet50())", right="model = DDP(nn.SyncBatchNorm.convert_sync_batchnorm(resnet50()))"
 )
-def elastic_batch_norm(script: Script, job: Job) -> Iterator[Found]:
+def elastic_batch_norm(script: Script, job: CheckedJob) -> Iterator[Found]:
     """Only in an elastic job. BatchNorm normalizes over the samples of one rank. If the ranks share a
     global batch, the samples per rank change with the nodes, and so does the result of the layer."""
     if not job.is_elastic or not script.is_distributed or any(map(_NORM_OF_ALL_RANKS.search, script.identifiers)):
@@ -59,7 +59,7 @@ def _counts_ranks(script: Script, node: ast.AST) -> bool:
 @rule(
     "warning", wrong='dist.init_process_group("nccl", rank=rank, world_size=4)', right='dist.init_process_group("nccl")'
 )
-def elastic_fixed_world(script: Script, job: Job) -> Iterator[Found]:
+def elastic_fixed_world(script: Script, job: CheckedJob) -> Iterator[Found]:
     """Only in an elastic job. A number of ranks written into the script is right for one number of nodes only: with
     another, the group does not form, or samples are skipped."""
     if not job.is_elastic:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ddpjob_check.nodes import Function, before, is_method, leaves, name_of, text_in, words_in
 from ddpjob_check.ranks import COLLECTIVES, at
-from ddpjob_check.rule import Found, Job, rule
+from ddpjob_check.rule import CheckedJob, Found, rule
 from ddpjob_check.script import DDP, Script
 
 # Functions that a script may call on a group without averaging gradients.
@@ -29,7 +29,7 @@ _MEASURES = set(
     wrong="for param in model.parameters():\n    if type(param) is torch.Tensor:\n        dist.all_reduce(param.grad)",
     right="for param in model.parameters():\n    dist.all_reduce(param.grad)",
 )
-def gradients_not_averaged(script: Script, job: Job) -> Iterator[Found]:
+def gradients_not_averaged(script: Script, job: CheckedJob) -> Iterator[Found]:
     """model.parameters() yields torch.nn.Parameter, so `type(param) is torch.Tensor` is never true: no gradient is
     averaged, every rank trains a model of its own, and no error is raised."""
     if job.has_one_rank or not any(script.called(c) in COLLECTIVES for c in script.calls):
@@ -143,7 +143,7 @@ def _gives_parameters(script: Script, iterated: ast.expr, depth: int = 0) -> boo
     right="for i, x in enumerate(loader):\n    with model.no_sync() if i % 4 != 3 else nullcontext():\n"
     "        model(x).sum().backward()",
 )
-def no_sync_always(script: Script, job: Job) -> Iterator[Found]:
+def no_sync_always(script: Script, job: CheckedJob) -> Iterator[Found]:
     """Within no_sync(), or with require_backward_grad_sync = False, backward() only adds up gradients, and the next
     backward() outside of it averages them. Without one, each rank trains a model of its own, and no error is raised."""
     if job.has_one_rank or script.uses_a_framework:

@@ -11,7 +11,7 @@ from ddpjob_check.nodes import Function, before, has_hidden_arguments, is_main_g
 from ddpjob_check.options import UNKNOWN, ScriptOptions
 from ddpjob_check.ranks import at
 from ddpjob_check.reached import goes_on, is_otherwise
-from ddpjob_check.rule import Found, Job, Severity, rule
+from ddpjob_check.rule import CheckedJob, Found, Severity, rule
 from ddpjob_check.script import INIT, Script
 from ddpjob_operator.job.launcher import NO_RENDEZVOUS_HOST
 
@@ -25,7 +25,7 @@ _TORCHRUN_STORE = "torchrun's own store listens on the port that the job gave it
 @rule(
     "error", wrong='os.environ["MASTER_ADDR"] = "localhost"', right='os.environ.setdefault("MASTER_ADDR", "localhost")'
 )
-def master_overwritten(script: Script, job: Job) -> Iterator[Found]:
+def master_overwritten(script: Script, job: CheckedJob) -> Iterator[Found]:
     """The job sets MASTER_ADDR and MASTER_PORT to the address of rank 0. A node with another address waits for itself,
     and under torchrun nothing listens on another port."""
     several, is_used = job.several_nodes(script), _meets_by_environment(script)
@@ -46,7 +46,7 @@ def master_overwritten(script: Script, job: Job) -> Iterator[Found]:
 
 
 @rule("error", wrong='os.environ["RANK"] = "0"', right='os.environ.setdefault("RANK", "0")')
-def rank_overwritten(script: Script, job: Job) -> Iterator[Found]:
+def rank_overwritten(script: Script, job: CheckedJob) -> Iterator[Found]:
     """The job sets RANK, LOCAL_RANK and WORLD_SIZE for each process. A fixed value in the script, left over from one
     GPU, is the same on all: the group never forms, or each process forms one of its own."""
     if job.has_one_rank or script.starts:
@@ -63,7 +63,7 @@ def rank_overwritten(script: Script, job: Job) -> Iterator[Found]:
 _OF_RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
 
 
-def _rank_hurts(script: Script, job: Job, name: str, text: str) -> tuple[Severity, str] | None:
+def _rank_hurts(script: Script, job: CheckedJob, name: str, text: str) -> tuple[Severity, str] | None:
     """Return severity and consequence of a variable that is equal in all processes; None if it is correct."""
     # Variables form the group if no rank is given, or a rank that is read from them.
     ranks = [script.argument(call, "rank", 4 if script.called(call) == INIT else None) for call in script.inits]
@@ -104,7 +104,7 @@ def _comes_too_late(script: Script, node: ast.AST) -> bool:
     wrong='dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=8)  # in a job with 2 ranks',
     right='dist.init_process_group("gloo")',
 )
-def world_size_differs(script: Script, job: Job) -> Iterator[Found]:
+def world_size_differs(script: Script, job: CheckedJob) -> Iterator[Found]:
     """Only if the nodes and the processes of each are known. A group waits for as many ranks as world_size says: with
     more than the job has, it never forms; with fewer, a rank is refused."""
     world = job.world_size
@@ -128,7 +128,7 @@ def world_size_differs(script: Script, job: Job) -> Iterator[Found]:
 
 
 @rule("warning", wrong='os.environ["MASTER_PORT"] = "29500"', right='os.environ.setdefault("MASTER_PORT", "29500")')
-def master_port_fixed(script: Script, job: Job) -> Iterator[Found]:
+def master_port_fixed(script: Script, job: CheckedJob) -> Iterator[Found]:
     """If two jobs on one machine use the same port, the second fails, or joins the group of the first."""
     if not (job.known or script.reads_launcher or job.nodes) or _port_hurts(job):
         return
@@ -142,7 +142,7 @@ def master_port_fixed(script: Script, job: Job) -> Iterator[Found]:
             )
 
 
-def _port_hurts(job: Job) -> bool:
+def _port_hurts(job: CheckedJob) -> bool:
     return job.by_torchrun or (job.nodes or 0) > 1
 
 
@@ -163,7 +163,7 @@ def fixed_texts(script: Script, value: ast.expr, node: ast.AST) -> list[str]:
     wrong='dist.init_process_group("gloo", init_method="tcp://node-0:23456", rank=rank, world_size=world_size)',
     right='dist.init_process_group("gloo")',
 )
-def tcp_under_torchrun(script: Script, job: Job) -> Iterator[Found]:
+def tcp_under_torchrun(script: Script, job: CheckedJob) -> Iterator[Found]:
     """torchrun tells its processes that its agent serves the store, so with tcp:// none of them opens one, and they
     wait until the timeout (torch 2.13)."""
     by_torchrun = any(script.variable_read(n) in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK") for n in script.nodes)
@@ -186,7 +186,7 @@ def tcp_under_torchrun(script: Script, job: Job) -> Iterator[Found]:
     wrong='dist.init_process_group("gloo", init_method="file:///tmp/meet", rank=rank, world_size=world_size)',
     right='dist.init_process_group("gloo")',
 )
-def file_not_shared(script: Script, job: Job) -> Iterator[Found]:
+def file_not_shared(script: Script, job: CheckedJob) -> Iterator[Found]:
     """With file:// the rendezvous is a file. Nodes without a shared folder each wait at a file of their own."""
     if (job.nodes or 1) == 1:
         return
@@ -243,7 +243,7 @@ def _prefix(node: ast.AST) -> str:
 # ---------------------------------------------------------------- backends
 
 
-def backends(script: Script, job: Job) -> set[str]:
+def backends(script: Script, job: CheckedJob) -> set[str]:
     """Return backends of which the group certainly has one; empty if unknown."""
     known: set[str] = set()
     for call in () if _other_backend_is_asked_for(job) else script.inits:
@@ -258,7 +258,7 @@ def backends(script: Script, job: Job) -> set[str]:
 
 
 @rule("error", wrong='dist.init_process_group("mpi")', right='dist.init_process_group("gloo")')
-def backend_mpi(script: Script, job: Job) -> Iterator[Found]:
+def backend_mpi(script: Script, job: CheckedJob) -> Iterator[Found]:
     """The backend mpi needs a PyTorch that was built with MPI, and no published wheel was."""
     for call in script.inits:
         given = script.argument(call, "backend", 0)
@@ -279,7 +279,7 @@ _OF_MPI = ("mpirun", "mpiexec", "horovodrun")
     wrong='dist.init_process_group("nccl")',
     right='dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")',
 )
-def nccl_without_gpu(script: Script, job: Job) -> Iterator[Found]:
+def nccl_without_gpu(script: Script, job: CheckedJob) -> Iterator[Found]:
     """nccl moves data between GPUs only. If the pods of the job have none, the group does not form."""
     if job.gpus != 0 or _other_backend_is_asked_for(job):
         return
@@ -300,7 +300,7 @@ def nccl_without_gpu(script: Script, job: Job) -> Iterator[Found]:
 _BACKEND_OPTION = re.compile(r"^[-+~]{0,2}(?:[\w.-]*[._-])?backend(?:[=:](.*))?$", re.IGNORECASE)
 
 
-def _other_backend_is_asked_for(job: Job) -> bool:
+def _other_backend_is_asked_for(job: CheckedJob) -> bool:
     """True if the command gives the script a backend other than nccl; how the script uses it is not checked."""
     for word, following in pairwise((*job.words, "")):
         option = _BACKEND_OPTION.match(word)
@@ -320,7 +320,7 @@ def _asks_for_gpu(test: ast.expr) -> bool:
     right='dist.init_process_group("gloo", timeout=timedelta(hours=6))\n'
     "if rank == 0:\n    preprocess(data)\ndist.barrier()",
 )
-def barrier_without_timeout(script: Script, job: Job) -> Iterator[Found]:
+def barrier_without_timeout(script: Script, job: CheckedJob) -> Iterator[Found]:
     """A barrier on gloo waits 30 minutes for a missing rank, and its error does not name it. That may be too short
     while one rank prepares the data."""
     if backends(script, job) != {"gloo"} or (job.nodes is None and script.is_for_one_node):
@@ -360,7 +360,7 @@ _LONG_WORK = set("convert encode extract index prepare preprocess tokenize untar
     wrong='dist.init_process_group("nccl")\ndist.monitored_barrier()',
     right='dist.init_process_group("nccl")\ncpu = dist.new_group(backend="gloo")\ndist.monitored_barrier(cpu)',
 )
-def monitored_barrier_on_nccl(script: Script, job: Job) -> Iterator[Found]:
+def monitored_barrier_on_nccl(script: Script, job: CheckedJob) -> Iterator[Found]:
     """monitored_barrier needs send and recv on the CPU: it works with gloo only, and raises under nccl."""
     if backends(script, job) != {"nccl"}:
         return
@@ -378,7 +378,7 @@ def monitored_barrier_on_nccl(script: Script, job: Job) -> Iterator[Found]:
     wrong="def cleanup():\n    dist.destroy_process_group()\n\ntrain()",
     right="try:\n    train()\nfinally:\n    cleanup()",
 )
-def destroy_missing(script: Script, job: Job) -> Iterator[Found]:
+def destroy_missing(script: Script, job: CheckedJob) -> Iterator[Found]:
     """A script that has a function to destroy the group, and never calls it, exits with the group open, and nccl warns
     at each exit. A script without such a function is not reported."""
     # Ending without destroy_process_group is not a mistake by itself: collectives, even one that is not waited for, end
@@ -403,7 +403,7 @@ def _is_forgotten(script: Script, function: Function) -> bool:
 
 
 @rule("warning", wrong="dist.isend(tensor, dst=1)", right="work = dist.isend(tensor, dst=1)\nwork.wait()")
-def isend_without_wait(script: Script, job: Job) -> Iterator[Found]:
+def isend_without_wait(script: Script, job: CheckedJob) -> Iterator[Found]:
     """isend and irecv only begin a transfer: until wait() returns the tensor must not be used, and the message of a
     rank that exits before is lost."""
     for call in script.calls_to(*(f"torch.distributed.{name}" for name in ("isend", "irecv", "batch_isend_irecv"))):
@@ -424,7 +424,7 @@ def other_node(text: str, job: str) -> str:
 
 
 @rule("warning", wrong='hosts = ["digits-0.digits", "digits-1.digits"]', right="dns: all  # in the spec of the job")
-def other_node_named(script: Script, job: Job) -> Iterator[Found]:
+def other_node_named(script: Script, job: CheckedJob) -> Iterator[Found]:
     """Only if the job is known. Without `dns: all` the job's Service selects node 0 alone, so the names of the other
     nodes do not resolve."""
     if not job.only_leader_has_name:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpjob_check import groups, in_command
-from ddpjob_check.rule import Job, Severity, command_line
+from ddpjob_check.rule import CheckedJob, Severity, command_line
 from ddpjob_check.starting import DEPRECATED
 from ddpjob_core import memory
 from ddpjob_operator.job import api, command, launcher, podspec, shells, topology, variables
@@ -155,11 +155,11 @@ CLUSTER_ONLY = frozenset(rule.name for rule in YAML_RULES if rule.severity == "w
 """Warnings that do not matter to a local run, or that it prints itself as Events."""
 
 
-def known(job: api.DDPJob) -> Job:
+def known(job: api.DDPJob) -> CheckedJob:
     """Return the facts with which the job's script is checked."""
     template = job.spec.template
     started = launcher.facts(job.spec).started
-    return Job(
+    return CheckedJob(
         nodes=job.spec.nodes,
         min_nodes=launcher.facts(job.spec).min_nodes,
         nproc=topology.nproc_per_node(job.spec),

@@ -12,7 +12,7 @@ from ddpjob_check.nodes import bindings_in, is_main_guard, is_true, name_of, tex
 from ddpjob_check.options import UNKNOWN
 from ddpjob_check.ranks import at
 from ddpjob_check.reached import Paths
-from ddpjob_check.rule import Found, Job, Severity, command_line, rule
+from ddpjob_check.rule import CheckedJob, Found, Severity, command_line, rule
 from ddpjob_check.script import INIT, Script
 from ddpjob_operator.job.command import arguments_behind_script
 
@@ -34,7 +34,7 @@ def word_that_passes(option: ast.Call) -> str:
     return f"{_NEW if _NEW in _names(option) else _OLD}=${{local_rank}}"
 
 
-def _recipe(job: Job, option: ast.Call) -> str:
+def _recipe(job: CheckedJob, option: ast.Call) -> str:
     """Return that command as docs/launching.md writes it."""
     return command_line(command_that_passes(job.script, option, job.words))
 
@@ -44,7 +44,7 @@ def _recipe(job: Job, option: ast.Call) -> str:
     wrong='parser.add_argument("--local_rank", type=int)',
     right='parser.add_argument("--local-rank", "--local_rank", type=int)',
 )
-def local_rank_one_spelling(script: Script, job: Job) -> Iterator[Found]:
+def local_rank_one_spelling(script: Script, job: CheckedJob) -> Iterator[Found]:
     """torch.distributed.launch passes --local-rank since torch 2.0 and passed --local_rank before: a script with only
     the old one, or with neither, exits with “unrecognized arguments” (exit code 2). The new one alone works with all
     versions that DDPJob supports. torchrun passes none, so it must not be required there."""
@@ -57,7 +57,7 @@ def local_rank_one_spelling(script: Script, job: Job) -> Iterator[Found]:
         yield from (_one_spelling(call, _recipe(job, call)) for call in calls)
 
 
-def _refuses_what_is_passed(script: Script, job: Job) -> Iterator[Found]:
+def _refuses_what_is_passed(script: Script, job: CheckedJob) -> Iterator[Found]:
     """True if torch.distributed.launch starts it and its parser ends with an error."""
     if not script.methods_called("parse_known_args") and not script.mentions("ignore_unknown_options"):
         options = list(_options(script))
@@ -75,7 +75,7 @@ def _refuses_what_is_passed(script: Script, job: Job) -> Iterator[Found]:
             )
 
 
-def _requires_what_is_not_passed(script: Script, job: Job) -> Iterator[Found]:
+def _requires_what_is_not_passed(script: Script, job: CheckedJob) -> Iterator[Found]:
     """True for required=True if torchrun passes nothing."""
     for call in () if _is_given(job) else _required(script):
         yield at(
@@ -149,7 +149,7 @@ def _knows_all_options(script: Script, call: ast.Call) -> bool:
     wrong='command: [torchrun, train.py]    # add_argument("--local_rank", default=-1), and -1 is a single process',
     right='command: [torchrun, --no-python, sh, -c, "exec python train.py --local_rank=$LOCAL_RANK"]',
 )
-def local_rank_not_passed(script: Script, job: Job) -> Iterator[Found]:
+def local_rank_not_passed(script: Script, job: CheckedJob) -> Iterator[Found]:
     """torchrun and ddprun set LOCAL_RANK and do not pass --local_rank. An older script that treats the default, -1 or
     None, as a single process then forms no group: each rank trains its own model, and the job succeeds. If the option
     selects the GPU, the defaults 0 and -1 put all ranks of a node on the first, which NCCL refuses (Duplicate GPU
@@ -231,11 +231,11 @@ def _is_local_rank(script: Script, node: ast.expr) -> bool:
 _TRAIN_BY_HAND = {"transformers"}
 
 
-def _is_given(job: Job) -> bool:
+def _is_given(job: CheckedJob) -> bool:
     return any(word.startswith((_OLD, _NEW)) for word in job.words)
 
 
-def _launch_passes_it(job: Job) -> bool:
+def _launch_passes_it(job: CheckedJob) -> bool:
     return (job.launcher.startswith(_LAUNCH) or job.launcher == "launch.py") and "use_env" not in job.launcher_options
 
 

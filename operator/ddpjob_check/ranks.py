@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ddpjob_check.nodes import Function, before, has_hidden_arguments, means_one_process, name_of
 from ddpjob_check.reached import is_otherwise
-from ddpjob_check.rule import Found, Job, Severity, rule
+from ddpjob_check.rule import CheckedJob, Found, Severity, rule
 from ddpjob_check.script import DDP, INIT, Kind, Script
 
 # Every rank of the group must call these; otherwise the callers wait for ever. isend, send and recv need only two
@@ -34,7 +34,7 @@ def at(node: ast.AST, message: str, severity: Severity | None = None) -> Found:
     wrong='dist.init_process_group("nccl", rank=local_rank, world_size=world_size)',
     right='dist.init_process_group("nccl", rank=int(os.environ["RANK"]), world_size=world_size)',
 )
-def rank_is_local_rank(script: Script, job: Job) -> Iterator[Found]:
+def rank_is_local_rank(script: Script, job: CheckedJob) -> Iterator[Found]:
     """The local rank starts from 0 on every node, so several processes claim rank 0: the group never forms, or forms
     once per node."""
     several = job.several_nodes(script)
@@ -60,7 +60,7 @@ def rank_is_local_rank(script: Script, job: Job) -> Iterator[Found]:
     wrong='rank = int(os.environ["RANK"])\nmodel = DDP(model.to(rank), device_ids=[rank])',
     right='local_rank = int(os.environ["LOCAL_RANK"])\nmodel = DDP(model.to(local_rank), device_ids=[local_rank])',
 )
-def device_is_global_rank(script: Script, job: Job) -> Iterator[Found]:
+def device_is_global_rank(script: Script, job: CheckedJob) -> Iterator[Found]:
     """GPUs are numbered from 0 on each node: rank 8 of a job with 8 GPUs per node belongs on GPU 0 of the second."""
     several = job.several_nodes(script)
     if several is None:
@@ -114,7 +114,7 @@ def _is_cuda(node: ast.AST) -> bool:
 
 
 @rule("warning", wrong="model.cuda()", right='torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))\nmodel.cuda()')
-def set_device_missing(script: Script, job: Job) -> Iterator[Found]:
+def set_device_missing(script: Script, job: CheckedJob) -> Iterator[Found]:
     """Without a current device, `.cuda()` of every process on a node means GPU 0: nccl refuses two ranks on one GPU, or
     its memory runs out."""
     if not script.calls_to(INIT) or script.uses_a_framework or job.nproc == 1 or job.gpus == 0:

@@ -20,7 +20,7 @@ from ddpjob_check.nodes import (
     text_in,
 )
 from ddpjob_check.options import UNKNOWN, ScriptOptions, literal
-from ddpjob_check.rule import Job
+from ddpjob_check.rule import CheckedJob
 from ddpjob_check.script import Script
 
 _DEPTH_MAX = 3
@@ -94,7 +94,7 @@ class Paths:
 class Certainty:
     """Lines that some rank of the job certainly executes, unless another error ends it earlier."""
 
-    def __init__(self, script: Script, job: Job) -> None:
+    def __init__(self, script: Script, job: CheckedJob) -> None:
         self._script, self._job = script, job
         self._skips: dict[ast.AST, bool] = {}
         self._paths = Paths(script, self._value)

@@ -56,7 +56,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Job:
+class CheckedJob:
     """Facts about the job that will run a script; None, and "" for the launcher: unknown."""
 
     nodes: int | None = None
@@ -124,7 +124,7 @@ def command_line(words: Iterable[str]) -> str:
 
 
 _FILES = ("run.py", "launch.py")
-Find: TypeAlias = Callable[[Script, Job], Iterator[Found]]
+Find: TypeAlias = Callable[[Script, CheckedJob], Iterator[Found]]
 
 
 @dataclass(frozen=True)

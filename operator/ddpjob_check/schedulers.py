@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator
 
 from ddpjob_check.ranks import at
-from ddpjob_check.rule import Found, Job, command_line, rule
+from ddpjob_check.rule import CheckedJob, Found, command_line, rule
 from ddpjob_check.script import Script
 from ddpjob_check.starting import is_conditional
 
@@ -21,7 +21,7 @@ COUNTERPARTS = {
 
 
 @rule("error", wrong='rank = int(os.environ["SLURM_PROCID"])', right='rank = int(os.environ["RANK"])')
-def variable_of_other_launcher(script: Script, job: Job) -> Iterator[Found]:
+def variable_of_other_launcher(script: Script, job: CheckedJob) -> Iterator[Found]:
     """srun and mpirun set SLURM_PROCID and OMPI_COMM_WORLD_RANK. In a DDPJob nothing does: os.environ[…] raises a
     KeyError at the start, int(os.getenv(…)) a TypeError. The job's own values can be passed under these names
     ([launching.md](launching.md#with-a-launcher))."""
@@ -56,7 +56,7 @@ def _is_number(script: Script, node: ast.AST) -> bool:
     return not has_default and isinstance(outer, ast.Call) and script.called(outer) == "int" and node in outer.args
 
 
-def _recipe(script: Script, job: Job) -> str:
+def _recipe(script: Script, job: CheckedJob) -> str:
     """Return the fix as docs/launching.md writes it. A launcher sets the ranks' variables after the pod's were made."""
     read = {script.variable_read(node) for node in script.nodes}
     names = [name for name in COUNTERPARTS if name in read]

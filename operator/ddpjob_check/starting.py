@@ -9,7 +9,7 @@ from ddpjob_check.data import LOADER
 from ddpjob_check.nodes import Function, before, has_hidden_arguments, is_main_guard, leaves, name_of, text_in
 from ddpjob_check.options import ScriptOptions
 from ddpjob_check.ranks import at
-from ddpjob_check.rule import Found, Job, command_line, rule
+from ddpjob_check.rule import CheckedJob, Found, command_line, rule
 from ddpjob_check.script import Script
 from ddpjob_check.values import STARTERS
 
@@ -17,7 +17,7 @@ _LAUNCH = "torch.distributed.launch"
 
 
 @rule("error", wrong="mp.spawn(train, nprocs=4)", right='if __name__ == "__main__":\n    mp.spawn(train, nprocs=4)')
-def spawn_without_main_guard(script: Script, job: Job) -> Iterator[Found]:
+def spawn_without_main_guard(script: Script, job: CheckedJob) -> Iterator[Found]:
     """A spawned process imports the script again: one of mp.spawn, or a worker of a DataLoader with the start method
     spawn. Without the guard it would start processes too, or join the group again, and Python raises an error."""
     yield from _spawned_workers(script, job)
@@ -52,7 +52,7 @@ def _forks(script: Script, call: ast.Call) -> bool:
     return method is not None and script.texts(method) not in (["spawn"], ["forkserver"])
 
 
-def _spawned_workers(script: Script, job: Job) -> Iterator[Found]:
+def _spawned_workers(script: Script, job: CheckedJob) -> Iterator[Found]:
     """Yield DataLoaders with spawned workers that are read when the file is imported."""
     by_default = _spawns_by_default(script)
     options = ScriptOptions(script, job.words)
@@ -129,7 +129,7 @@ def _functions_that_spawn(script: Script) -> list[object]:
 @rule(
     "error", wrong="def main(rank=0):\n    mp.spawn(main, nprocs=4)", right="def main():\n    mp.spawn(train, nprocs=4)"
 )
-def spawn_of_itself(script: Script, job: Job) -> Iterator[Found]:
+def spawn_of_itself(script: Script, job: CheckedJob) -> Iterator[Found]:
     """A function that spawns itself never trains: each of its processes starts more, until the node is full."""
     for call in script.calls_to(*STARTERS):
         function = script.function(call)
@@ -145,7 +145,7 @@ def spawn_of_itself(script: Script, job: Job) -> Iterator[Found]:
 
 
 @rule("error", wrong="def train(): …\nmp.spawn(train, nprocs=4)", right="def train(rank): …\nmp.spawn(train, nprocs=4)")
-def spawn_function_without_rank(script: Script, job: Job) -> Iterator[Found]:
+def spawn_function_without_rank(script: Script, job: CheckedJob) -> Iterator[Found]:
     """mp.spawn passes the number of the process as the first argument, before args: a function without a parameter for
     it raises a TypeError in every process."""
     for call in script.calls_to(*STARTERS):
@@ -169,7 +169,7 @@ def spawn_function_without_rank(script: Script, job: Job) -> Iterator[Found]:
     wrong="mp.spawn(train, nprocs=torch.cuda.device_count())",
     right="mp.spawn(train, nprocs=torch.cuda.device_count() or 2)",
 )
-def spawn_without_gpu(script: Script, job: Job) -> Iterator[Found]:
+def spawn_without_gpu(script: Script, job: CheckedJob) -> Iterator[Found]:
     """In a job whose pods have no GPU torch.cuda.device_count() is 0: mp.spawn starts no process and returns, so the
     script ends without an error, and the job succeeds without a training."""
     for call in script.calls_to(*STARTERS) if job.gpus == 0 else ():
@@ -207,7 +207,7 @@ def _positional_max(function: Function) -> int | None:
 
 
 @rule("error", wrong="command: [python, train.py]", right="command: [torchrun, train.py]")
-def launcher_missing(script: Script, job: Job) -> Iterator[Found]:
+def launcher_missing(script: Script, job: CheckedJob) -> Iterator[Found]:
     """With several processes per node a launcher starts them and tells each its rank. `python train.py` starts one,
     which has no RANK, and init_process_group raises a ValueError."""
     if job.launcher != "python" or (job.nproc or 1) == 1 or script.starts or script.mentions(*_STARTS_OTHERWISE):
@@ -242,7 +242,7 @@ _STARTS_OTHERWISE = (
     wrong='parser.add_argument("--local-rank", int(os.environ["LOCAL_RANK"]))',
     right='parser.add_argument("--local-rank", type=int, default=int(os.environ["LOCAL_RANK"]))',
 )
-def argument_value_for_name(script: Script, job: Job) -> Iterator[Found]:
+def argument_value_for_name(script: Script, job: CheckedJob) -> Iterator[Found]:
     """The arguments after the name in add_argument are further names of the option, so a number or a type there raises
     an error."""
     if not script.mentions("argparse", "ArgumentParser"):
@@ -276,7 +276,7 @@ def _is_value(script: Script, node: ast.expr) -> bool:
     wrong="command: [python, -m, torch.distributed.launch, train.py]",
     right='command: [torchrun, train.py]        # train.py reads os.environ["LOCAL_RANK"]',
 )
-def launch_deprecated(script: Script, job: Job) -> Iterator[Found]:
+def launch_deprecated(script: Script, job: CheckedJob) -> Iterator[Found]:
     """torch.distributed.launch warns at each start that it will be removed; torchrun takes the same options."""
     for node in script.nodes:
         imports = isinstance(node, ast.Import | ast.ImportFrom) and _imports_launch(node)

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from ddpjob_check.nodes import Function, bindings_in, dotted, is_method, leaves, name_of, words_of
 from ddpjob_check.ranks import COLLECTIVES, at, guard, has_group, is_for_some, is_rank
-from ddpjob_check.rule import Found, Job, rule
+from ddpjob_check.rule import CheckedJob, Found, rule
 from ddpjob_check.script import DDP, Kind, Script
 
 Loop: TypeAlias = ast.For | ast.AsyncFor | ast.While
@@ -23,7 +23,7 @@ _ALLOWS_UNEVEN = ("join", "Join", "no_sync", "monitored_barrier")
     wrong="for step in range(20 if rank == 0 else 30):\n    dist.all_reduce(loss)",
     right="for step in range(20):\n    dist.all_reduce(loss)",
 )
-def uneven_steps(script: Script, job: Job) -> Iterator[Found]:
+def uneven_steps(script: Script, job: CheckedJob) -> Iterator[Found]:
     """Each step of DDP and each collective waits for all ranks. If one rank makes fewer of them, the others wait for it
     until the timeout."""
     if job.has_one_rank:

@@ -10,7 +10,7 @@ from ddpjob_check.checkpoints import is_module
 from ddpjob_check.gradients import exchanges
 from ddpjob_check.nodes import Function, is_main_guard, is_method, name_of, unmoved
 from ddpjob_check.ranks import COLLECTIVES, at
-from ddpjob_check.rule import Found, Job, rule
+from ddpjob_check.rule import CheckedJob, Found, rule
 from ddpjob_check.script import DDP, Script
 
 # Names that average gradients, or train different models on different ranks.
@@ -30,7 +30,7 @@ _BUILTINS = {"print", "len", "id", "type", "str", "repr", "isinstance", "hasattr
     wrong="model = Net()\noptimizer = Adam(model.parameters())",
     right="model = DDP(Net())\noptimizer = Adam(model.parameters())",
 )
-def model_not_wrapped(script: Script, job: Job) -> Iterator[Found]:
+def model_not_wrapped(script: Script, job: CheckedJob) -> Iterator[Found]:
     """Without DistributedDataParallel nothing averages the gradients: every rank trains its own model on its part of
     the data, and no error is raised."""
     if script.uses_a_framework or job.has_one_rank or not any(map(script.on_every_rank, script.inits)):
@@ -103,7 +103,7 @@ def _has_star_import(script: Script) -> bool:
 
 
 @rule("error", wrong="loss = model.module(x).mean()\nloss.backward()", right="loss = model(x).mean()\nloss.backward()")
-def forward_around_ddp(script: Script, job: Job) -> Iterator[Found]:
+def forward_around_ddp(script: Script, job: CheckedJob) -> Iterator[Found]:
     """DDP averages gradients only after a forward pass through it: with model.module(x) every rank trains its own
     model, and no error is raised."""
     if script.uses_a_framework or job.has_one_rank or script.mentions("no_sync"):
@@ -177,7 +177,7 @@ _NEEDS_A_GROUP = {DDP, *COLLECTIVES, "torch.distributed.get_rank", "torch.distri
 
 
 @rule("error", wrong="model = DDP(net)", right="dist.init_process_group()\nmodel = DDP(net)")
-def init_missing(script: Script, job: Job) -> Iterator[Found]:
+def init_missing(script: Script, job: CheckedJob) -> Iterator[Found]:
     """DDP, the collectives and get_rank() need a process group: without init_process_group() they raise “Default
     process group has not been initialized”."""
     if script.inits or script.uses_a_framework or script.mentions(*_FORMS_A_GROUP) or not _shows_all(script):

@@ -20,7 +20,7 @@ from worlds import manifest
 
 import check_page
 import ddpjob_check as check
-from ddpjob_check import Finding, Job
+from ddpjob_check import CheckedJob, Finding
 from ddpjob_check.job import known
 from ddpjob_check.notebook import parts as read_notebook
 from ddpjob_cli.commands import check_files, main, sources
@@ -37,25 +37,25 @@ HEALTHY = sorted(FIXTURES.glob("healthy/*.py"))
 EXAMPLES = sorted((ROOT / "trainer/examples").rglob("*.py"))
 JOBS = sorted((ROOT / "examples").rglob("*.yaml"))
 RULES = {rule.name: rule for rule in check.RULES}
-TWO_NODES = Job(nodes=2, nproc=2, gpus=2)
-ELASTIC = Job(nodes=4, min_nodes=2, nproc=8, gpus=8, launcher="torchrun")
+TWO_NODES = CheckedJob(nodes=2, nproc=2, gpus=2)
+ELASTIC = CheckedJob(nodes=4, min_nodes=2, nproc=8, gpus=8, launcher="torchrun")
 
 
-def found(text: str, job: Job | None = None) -> list[tuple[int, str]]:
-    return [(f.line, f.rule) for f in check.check("train.py", text, job or Job())]
+def found(text: str, job: CheckedJob | None = None) -> list[tuple[int, str]]:
+    return [(f.line, f.rule) for f in check.check("train.py", text, job or CheckedJob())]
 
 
-def rules_in(text: str, job: Job | None = None) -> set[str]:
+def rules_in(text: str, job: CheckedJob | None = None) -> set[str]:
     return {rule for _, rule in found(text, job)}
 
 
-def context_of(text: str) -> Job:
+def context_of(text: str) -> CheckedJob:
     """Return the job for a fixture: `# job: nodes=2 launcher=torchrun` in its first line."""
     words = text.splitlines()[0].removeprefix("# job:").split() if text.startswith("# job:") else []
     given = {name: int(value) if value.isdecimal() else value for name, value in (word.split("=") for word in words)}
     if given.get("variables") == "none":
         given["variables"] = frozenset()  # type: ignore[assignment]
-    return Job(**given)  # type: ignore[arg-type]
+    return CheckedJob(**given)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- what is found
@@ -117,7 +117,7 @@ CHANGES = [
 @pytest.mark.parametrize(("name", "right", "wrong", "rules"), CHANGES)
 def test_one_wrong_change_to_a_sound_script_is_found(name: str, right: str, wrong: str, rules: set[str]) -> None:
     text = (FIXTURES / f"clean/{name}.py").read_text()
-    job = TWO_NODES if "# several nodes" in text else Job()
+    job = TWO_NODES if "# several nodes" in text else CheckedJob()
     assert rules_in(text, job) == set()
     assert right in text or not rules
     assert rules_in(text.replace(right, wrong), job) == rules
@@ -127,8 +127,8 @@ def test_a_script_for_one_machine_is_wrong_only_in_a_job_with_more() -> None:
     """Tutorials use localhost, which is correct on one machine; on two nodes it is a mistake."""
     text = (FIXTURES / "clean/ddp_tutorial.py").read_text()
     assert rules_in(text) == set()
-    assert rules_in(text, Job(nodes=1, nproc=8)) == {"master-port-fixed"}
-    on_two = rules_in(text, Job(nodes=2, nproc=8))
+    assert rules_in(text, CheckedJob(nodes=1, nproc=8)) == {"master-port-fixed"}
+    on_two = rules_in(text, CheckedJob(nodes=2, nproc=8))
     assert {"master-overwritten", "rank-is-local-rank"} <= on_two
 
 
@@ -137,7 +137,9 @@ def test_what_needs_several_nodes_to_hurt_is_an_error_only_where_there_are_some(
     nodes: int | None, severity: str | None
 ) -> None:
     text = (FIXTURES / "mistakes/rank-is-local-rank.py").read_text()
-    assert {f.severity for f in check.check("t.py", text, Job(nodes=nodes))} == ({severity} if severity else set())
+    assert {f.severity for f in check.check("t.py", text, CheckedJob(nodes=nodes))} == (
+        {severity} if severity else set()
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,7 +150,7 @@ def test_a_global_rank_as_a_device_is_an_error_where_a_node_has_fewer_gpus_than_
 ) -> None:
     """Two nodes of eight GPUs with one process each work."""
     text = (FIXTURES / "mistakes/device-is-global-rank.py").read_text()
-    found = [f for f in check.check("t.py", text, Job(nodes=2, nproc=nproc, gpus=gpus)) if "device-is" in f.rule]
+    found = [f for f in check.check("t.py", text, CheckedJob(nodes=2, nproc=nproc, gpus=gpus)) if "device-is" in f.rule]
     assert {f.severity for f in found} == {severity}
 
 
@@ -157,7 +159,7 @@ def test_what_only_matters_in_a_cluster_is_a_warning_before_a_local_run(name: st
     """In a local run all nodes see the same files and reach each other by localhost, so it must not be refused."""
     text = (FIXTURES / f"mistakes/{name}.py").read_text()
     for local, severity in ((False, "error"), (True, "warning")):
-        found = check.check("t.py", text, Job(nodes=2, nproc=1, known=True, local=local))
+        found = check.check("t.py", text, CheckedJob(nodes=2, nproc=1, known=True, local=local))
         assert [f.severity for f in found if f.rule == name] == [severity]
 
 
@@ -201,7 +203,7 @@ def test_an_error_is_about_a_line_that_the_run_certainly_executes(
 ) -> None:
     """An error refuses the run, so it must be about a line that certainly runs, and name the right ranks."""
     text = ON_SOME.replace("BODY", "\n".join(f"    {line}" for line in body.splitlines()))
-    (finding,) = check.check("t.py", text, Job(nodes=2, nproc=2, words=tuple(words.split())))
+    (finding,) = check.check("t.py", text, CheckedJob(nodes=2, nproc=2, words=tuple(words.split())))
     assert (finding.rule, finding.severity) == ("collective-on-one-rank", severity)
     assert where in finding.message
 
@@ -210,7 +212,7 @@ def test_one_rank_waits_for_nobody() -> None:
     """`ddpjob run --nodes 1` must accept a script that is correct with one process."""
     for name in ("collective-on-one-rank", "uneven-steps", "gradients-not-averaged", "partitioner-unseeded"):
         text = (FIXTURES / f"mistakes/{name}.py").read_text()
-        assert name not in rules_in(text, Job(nodes=1, nproc=1))
+        assert name not in rules_in(text, CheckedJob(nodes=1, nproc=1))
 
 
 def test_the_first_rank_of_each_node_is_every_rank_where_nodes_have_one_process() -> None:
@@ -218,7 +220,11 @@ def test_the_first_rank_of_each_node_is_every_rank_where_nodes_have_one_process(
     text = text.replace("dist.get_rank()", "int(os.environ['LOCAL_RANK'])").replace(
         "import torch\n", "import os, torch\n"
     )
-    given = [(Job(nodes=2, nproc=1), []), (Job(nodes=2), ["warning"]), (Job(nodes=2, nproc=2), ["error"])]
+    given = [
+        (CheckedJob(nodes=2, nproc=1), []),
+        (CheckedJob(nodes=2), ["warning"]),
+        (CheckedJob(nodes=2, nproc=2), ["error"]),
+    ]
     for job, severities in given:
         assert [f.severity for f in check.check("t.py", text, job)] == severities
 
@@ -248,7 +254,7 @@ def test_what_is_certain_is_said_and_what_is_not_is_not(lines: str, rules: set[s
 )
 def test_a_meeting_file_is_wrong_where_the_nodes_share_no_such_folder(mounts: dict[str, bool], wrong: bool) -> None:
     text = (FIXTURES / "mistakes/file-not-shared.py").read_text()
-    job = Job(nodes=2, nproc=1, known=True, mounts=mounts)
+    job = CheckedJob(nodes=2, nproc=1, known=True, mounts=mounts)
     assert rules_in(text, job) == ({"file-not-shared"} if wrong else set())
 
 
@@ -269,9 +275,9 @@ def test_a_meeting_file_whose_folder_is_not_known_may_lie_on_the_volume_that_is_
     text = (FIXTURES / "mistakes/file-not-shared.py").read_text()
     text = text.replace("dist.init_process_group(", f"where = {method}\ndist.init_process_group(")
     text = text.replace('init_method="file:///tmp/meet",  # <- here', "init_method=where,")
-    job = Job(nodes=2, nproc=1, known=True, mounts={"/mnt/shared": True, "/data": False})
+    job = CheckedJob(nodes=2, nproc=1, known=True, mounts={"/mnt/shared": True, "/data": False})
     assert rules_in(text, job) == ({"file-not-shared"} if wrong else set())
-    alone = Job(nodes=2, nproc=1, known=True, mounts={"/data": False})
+    alone = CheckedJob(nodes=2, nproc=1, known=True, mounts={"/data": False})
     assert rules_in(text, alone) == {"file-not-shared"}, "no volume is shared"
 
 
@@ -286,7 +292,7 @@ def test_a_meeting_file_whose_folder_is_not_known_may_lie_on_the_volume_that_is_
 )
 def test_tcp_is_wrong_only_where_the_launcher_serves_the_store_itself(launcher: str, rules: set[str]) -> None:
     text = (FIXTURES / "mistakes/tcp-under-torchrun.py").read_text()
-    assert rules_in(text, Job(nodes=2, launcher=launcher)) == rules
+    assert rules_in(text, CheckedJob(nodes=2, launcher=launcher)) == rules
 
 
 OTHERWISE = """
@@ -346,13 +352,13 @@ ALONE = (
 @pytest.mark.parametrize("lines", OTHERWISE.split("===\n"))
 def test_what_a_script_does_without_a_launcher_is_no_mistake_in_a_job(lines: str, alone: str) -> None:
     """ArcFace of insightface has tcp:// in `except KeyError`, for one GPU: an error would refuse its run and submit."""
-    job = Job(nodes=2, nproc=2, gpus=2, launcher="torchrun", known=True)
+    job = CheckedJob(nodes=2, nproc=2, gpus=2, launcher="torchrun", known=True)
     assert rules_in(HEAD + lines.replace("INIT", alone), job) <= {"set-device-missing"}
     assert rules_in(HEAD + alone, job)
 
 
 def test_a_script_that_tries_nccl_first_may_do_without_a_gpu() -> None:
-    job = Job(nodes=2, nproc=2, gpus=0, launcher="torchrun", known=True)
+    job = CheckedJob(nodes=2, nproc=2, gpus=0, launcher="torchrun", known=True)
     init = 'dist.init_process_group("nccl")'
     assert rules_in(f"{HEAD}try:\n    {init}\nexcept RuntimeError:\n    {init.replace('nccl', 'gloo')}\n", job) == set()
     assert rules_in(f"{HEAD}try:\n    {init}\nfinally:\n    pass\n", job) == {"nccl-without-gpu"}
@@ -390,9 +396,9 @@ if __name__ == "__main__":
 def test_no_process_at_all_is_no_training(right: str, wrong: str, found_there: bool) -> None:
     """Without a process the job would be Succeeded after a second, with nothing trained."""
     text = SPAWN.replace(right, wrong) if right else SPAWN
-    assert ("spawn-without-gpu" in rules_in(text, Job(nodes=1, nproc=2, gpus=0))) == found_there
+    assert ("spawn-without-gpu" in rules_in(text, CheckedJob(nodes=1, nproc=2, gpus=0))) == found_there
     for gpus in (None, 2):
-        assert "spawn-without-gpu" not in rules_in(text, Job(nodes=1, nproc=2, gpus=gpus))
+        assert "spawn-without-gpu" not in rules_in(text, CheckedJob(nodes=1, nproc=2, gpus=gpus))
 
 
 P = "import argparse\nparser = argparse.ArgumentParser()\n"
@@ -772,7 +778,7 @@ def test_a_world_size_that_is_not_the_jobs_is_found_where_both_are_known(
     number: str, nodes: int | None, nproc: int | None, launcher: str, found: bool
 ) -> None:
     """The group waits for ranks that nobody starts, for torch's 30 minutes."""
-    job = Job(nodes=nodes, nproc=nproc, launcher=launcher)
+    job = CheckedJob(nodes=nodes, nproc=nproc, launcher=launcher)
     findings = check.check("t.py", WORLD.replace("N)", f"{number})"), job)
     assert [(f.rule, f.severity) for f in findings] == ([("world-size-differs", "error")] if found else [])
 
@@ -802,7 +808,7 @@ def test_a_group_that_only_an_option_forms_is_found_where_the_option_is_not_give
 ) -> None:
     """Otherwise each rank trains its own model, and the job is Succeeded."""
     text = BY_OPTION.replace(right, wrong) if right else BY_OPTION
-    job = Job(nodes=2, nproc=1, launcher="torchrun", words=tuple(words.split()))
+    job = CheckedJob(nodes=2, nproc=1, launcher="torchrun", words=tuple(words.split()))
     assert ("group-needs-option" in rules_in(text, job)) == found
     flag = text.replace(
         '"--launcher", choices=["none", "pytorch"], default="none"', '"--launcher", action="store_true"'
@@ -889,7 +895,7 @@ def test_options_of_click_typer_absl_and_fire_form_the_group_as_those_of_argpars
     text: str, words: str, found: bool
 ) -> None:
     """If only argparse were read, ranks of a click script would train alone without a finding."""
-    job = Job(nodes=2, nproc=1, launcher="torchrun", words=tuple(words.split()))
+    job = CheckedJob(nodes=2, nproc=1, launcher="torchrun", words=tuple(words.split()))
     assert ("group-needs-option" in rules_in(text, job)) == found
 
 
@@ -938,7 +944,7 @@ def test_of_thirty_healthy_scripts_at_most_one_is_warned_for_nothing() -> None:
     false_alarms = [
         str(finding)
         for path in HEALTHY
-        for job in (Job(), dataclasses.replace(context_of(path.read_text()), known=True))
+        for job in (CheckedJob(), dataclasses.replace(context_of(path.read_text()), known=True))
         for finding in check.check(path.name, path.read_text(), job)
     ]
     assert len({alarm.split(":")[0] for alarm in false_alarms}) <= 1, "\n".join(false_alarms)
@@ -946,7 +952,9 @@ def test_of_thirty_healthy_scripts_at_most_one_is_warned_for_nothing() -> None:
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
 def test_our_own_examples_are_left_alone_and_survive_a_changing_number_of_ranks(path: Path) -> None:
-    jobs = (Job(), ELASTIC) if path.parent.name == "examples" else (Job(),)  # those in clean/ show ways of starting
+    jobs = (
+        (CheckedJob(), ELASTIC) if path.parent.name == "examples" else (CheckedJob(),)
+    )  # those in clean/ show ways of starting
     assert [str(f) for job in jobs for f in check.check(path.name, path.read_text(), job)] == []
 
 
@@ -994,7 +1002,7 @@ def test_a_script_with_lines_lost_or_moved_gives_no_traceback(path: Path, data: 
     lines = path.read_text().splitlines()
     a, b = (data.draw(st.integers(0, len(lines))) for _ in range(2))
     broken = [lines[:a] + lines[b:], lines[a:] + lines[:a]][data.draw(st.integers(0, 1))]
-    for job in (Job(), TWO_NODES, ELASTIC):
+    for job in (CheckedJob(), TWO_NODES, ELASTIC):
         check.check("t.py", "\n".join(broken), job)
 
 

@@ -9,21 +9,21 @@ import pytest
 from worlds import job
 
 import ddpjob_check as check
-from ddpjob_check import Job
+from ddpjob_check import CheckedJob
 from ddpjob_check.job import known
 from ddpjob_cli.commands import check_files
 from ddpjob_cli.manifest.yamlfile import InputError
 
 FIXTURES = Path(__file__).parent / "check/fixtures"
 MISTAKES = sorted(FIXTURES.glob("mistakes/elastic-*.py"))
-ELASTIC = Job(nodes=4, min_nodes=2, nproc=8, gpus=8, launcher="torchrun")
-FIXED = Job(nodes=4, nproc=8, gpus=8, launcher="torchrun")
+ELASTIC = CheckedJob(nodes=4, min_nodes=2, nproc=8, gpus=8, launcher="torchrun")
+FIXED = CheckedJob(nodes=4, nproc=8, gpus=8, launcher="torchrun")
 SOUND = (FIXTURES / "healthy/elastic_global_batch.py").read_text()
 SHARED = (FIXTURES / "healthy/elastic_accumulation.py").read_text()
 LATER = "    main()\n"
 
 
-def rules(text: str, context: Job = ELASTIC) -> set[str]:
+def rules(text: str, context: CheckedJob = ELASTIC) -> set[str]:
     return {finding.rule for finding in check.check("train.py", text, context)}
 
 
@@ -32,7 +32,7 @@ def test_what_only_an_elastic_job_suffers_from_is_said_of_no_other(path: Path) -
     """Most scripts set a batch size per rank, which is correct with a fixed number of ranks."""
     assert rules(path.read_text()) == {path.stem}
     assert rules(path.read_text(), FIXED) == set()
-    assert rules(path.read_text(), Job()) == set(), "a script without a job"
+    assert rules(path.read_text(), CheckedJob()) == set(), "a script without a job"
 
 
 @pytest.mark.parametrize(

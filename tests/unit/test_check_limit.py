@@ -80,7 +80,7 @@ def test_rules_that_take_too_long_are_named_and_the_others_find_what_they_find()
             raise TooLongError
         return work()
 
-    findings = check.check("train.py", WRONG, check.Job(nodes=2), limited)
+    findings = check.check("train.py", WRONG, check.CheckedJob(nodes=2), limited)
     assert [f.rule for f in findings] == ["left-out", "rank-is-local-rank"]
     assert findings[0].severity == "warning"
     assert findings[0].message.endswith("is not checked for collective-on-one-rank, init-missing")
@@ -134,7 +134,7 @@ def large(name: str, size: int) -> str:
 @pytest.mark.parametrize("name", LARGE)
 def test_a_script_is_checked_or_what_was_left_out_is_named(name: str) -> None:
     """A stranger's script must cause neither a traceback nor an endless check."""
-    findings = check.check("train.py", large(name, 20_000), check.Job(nodes=2), CpuLimit(0.1))
+    findings = check.check("train.py", large(name, 20_000), check.CheckedJob(nodes=2), CpuLimit(0.1))
     rules = {rule.name for rule in check.RULES} | {"left-out", "syntax"}
     assert {finding.rule for finding in findings} <= rules
 

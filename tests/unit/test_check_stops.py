@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpjob_check import Job, check
+from ddpjob_check import CheckedJob, check
 
 STOPS = "if ddpjob.should_stop(step):\n    raise ddpjob.Stopped(step)\n"
 HANDLER = "signal.signal(signal.SIGTERM, lambda *_: save())\n"
@@ -15,7 +15,7 @@ LATER = "def ignoring(worker):\n    seed(worker)\n    ddpjob.ignore_sigterm(work
 
 
 def is_found(lines: str, launcher: str = "torchrun") -> bool:
-    found = check("train.py", HEAD + lines, Job(nodes=2, nproc=1, launcher=launcher, known=True))
+    found = check("train.py", HEAD + lines, CheckedJob(nodes=2, nproc=1, launcher=launcher, known=True))
     return any(f.rule == "workers-get-sigterm" for f in found)
 
 

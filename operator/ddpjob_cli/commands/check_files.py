@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import ddpjob_check as check
-from ddpjob_check import Finding, Job, notebook
+from ddpjob_check import CheckedJob, Finding, notebook
 from ddpjob_check.job import CLUSTER_ONLY, YAML_RULES, known, mistakes
 from ddpjob_check.parsing import TooLongError
 from ddpjob_check.rule import SYNTAX
@@ -27,7 +27,7 @@ from ddpjob_operator.job.bounds import NODES_MAX, number
 from ddpjob_operator.job.podspec import command_path
 from ddpjob_operator.job.wording import count
 
-_NOTHING_KNOWN = Job()
+_NOTHING_KNOWN = CheckedJob()
 USES_MAX = 5  # jobs of a file, or with a script, that have the time of a file each; more share that
 WARNINGS_SHOWN = 3  # before a run, whose own lines matter more
 
@@ -71,21 +71,21 @@ def is_job(path: str) -> bool:
     return kinds.of(path, "script") == "job"
 
 
-def context(nodes: str | None, nproc: int | None) -> Job:
+def context(nodes: str | None, nproc: int | None) -> CheckedJob:
     """Return the context for scripts without a job, from options. nodes: a number, or MIN:MAX. Raise InputError."""
     if nodes is None:
-        return Job(nproc=nproc)
+        return CheckedJob(nproc=nproc)
     least, most = range_of(nodes)
     low, high = (number(text, NODES_MAX) for text in (least or most, most))
     if not 0 < low <= high:
         raise InputError(f'--nodes: {NODES_WANTED}, is "{nodes}"')
-    return Job(nodes=high, min_nodes=low if least else None, nproc=nproc, launcher="torchrun" if least else "")
+    return CheckedJob(nodes=high, min_nodes=low if least else None, nproc=nproc, launcher="torchrun" if least else "")
 
 
 def check_all(
     paths: Sequence[str],
     jobs: Mapping[str, tuple[Document, api.DDPJob]],
-    alone: Job = _NOTHING_KNOWN,
+    alone: CheckedJob = _NOTHING_KNOWN,
     *,
     apart: bool = False,
     parameters: int = 0,
@@ -101,7 +101,7 @@ def check_all(
             f"{scripts[0]}: belongs to one of {len(jobs)} jobs, and which is not known. Check the jobs one by one."
         )
     unread: list[str] = []
-    read: list[tuple[str, Job]] = []
+    read: list[tuple[str, CheckedJob]] = []
     for document, job in jobs.values():
         own = _script_of(document.source, job) if apart or not scripts else scripts
         read += [(script, known(job)) for script in own]
@@ -153,7 +153,7 @@ def before_run(
     return lines, bool(errors)
 
 
-def _of_script(path: str, context: Job, limit: CpuLimit | None = None) -> list[Finding]:
+def _of_script(path: str, context: CheckedJob, limit: CpuLimit | None = None) -> list[Finding]:
     """Return the findings of a script. A file that is not text is a finding, like one that is not valid Python."""
     try:
         raw = read_script(path)
@@ -176,7 +176,7 @@ def for_a_cluster(document: Document, job: api.DDPJob) -> list[str]:
     return [str(finding) for finding in _of_job(document, job)]
 
 
-def _of_notebook(path: str, text: str, context: Job, limit: CpuLimit) -> list[Finding]:
+def _of_notebook(path: str, text: str, context: CheckedJob, limit: CpuLimit) -> list[Finding]:
     """Return findings of a notebook: the file is `PATH:cell N`, and the line is that in the cell."""
     try:
         parts = limit(lambda: notebook.parts(text))
