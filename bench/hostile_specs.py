@@ -1,9 +1,9 @@
-"""How long one DDPJob can keep the operator's event loop: draws jobs that are as much work as their author can make.
+"""Longest time that one DDPJob can block the operator's event loop.
 
     python bench/hostile_specs.py --draws 500 --seed 1
 
-Each job has up to 1.5 MB and is taken through every step that the operator does without letting other jobs go on
-(tests/support/hostile_specs.py). Prints the most expensive one of each step, the worst first.
+Draws jobs of up to 1.5 MB that cost as much work as possible (tests/support/hostile_specs.py), and measures each step
+that the operator does without a pause for other jobs. Prints the most expensive job of each step, the worst first.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
 
 import hostile_specs
 
-TIMES = 2  # other processes on the machine only make it slower, so the faster one counts
+TIMES = 2  # the faster one counts, because other processes only make it slower
 
 
 def cpu_ms(raw: dict[str, Any]) -> dict[str, float]:
-    """Milliseconds of the process's own CPU, by step."""
+    """Return the milliseconds of CPU of this process, by step."""
     taken = {}
     for step, work in hostile_specs.steps(raw):
         began = time.process_time()
@@ -34,7 +34,7 @@ def cpu_ms(raw: dict[str, Any]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The most expensive DDPJobs; see the head of this file.")
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--draws", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()

@@ -1,12 +1,11 @@
-"""What reports of progress cost the operator, without a cluster: its CPU, and how often it writes a status.
+"""CPU of the operator for progress reports, and how often it writes a status, without a cluster.
 
     python bench/reports.py --jobs 2000 --seconds 60
 
 All jobs run, and the first rank of each of their nodes reports a step every 5 s as the library does: over a connection
 that it keeps, with a token whose signature the operator verifies. Operator and trainers are processes of their own, and
 the API server is a model (tests/support/model_server.py). The first reports of all jobs, of which each is a status, are
-over before the clock starts. With --receiver-only this process takes the reports, and does nothing with them. Prints
-one JSON document.
+over before the clock starts. Prints one JSON document.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ WAIT_SECONDS = 900.0
 
 
 class Publishing(ModelServer):
-    """With the keys that tokens are signed with, and the times at which statuses were written."""
+    """Publishes the keys of the tokens, and records when statuses were written."""
 
     def __init__(self, key: rsa.RSAPrivateKey) -> None:
         super().__init__()
@@ -65,16 +64,16 @@ class Publishing(ModelServer):
         return await super()._answer(request)
 
     def tokens(self, key: rsa.RSAPrivateKey) -> list[str]:
-        """One of each pod, as its kubelet gets it."""
+        """Return a token for each pod, as its kubelet gets it."""
         return [_token(key, raw["metadata"]) for raw in self._call(self._api.all, "pods")]
 
     def all_have_progress(self) -> bool:
-        """Whether each job shows a step."""
+        """True if each job shows a step."""
         return all("progress" in raw.get("status", {}) for raw in self._call(self._api.all, types.PLURAL))
 
 
 def _documents(key: rsa.RSAPrivateKey) -> dict[str, Raw]:
-    """What an API server publishes, by its path."""
+    """Return the documents that an API server publishes, by path."""
     public = json.loads(RSAAlgorithm.to_jwk(key.public_key())) | {"kid": KEY_ID, "alg": "RS256", "use": "sig"}
     return {tokens.ISSUER_PATH: {"issuer": ISSUER}, tokens.KEYS_PATH: {"keys": [public]}}
 
@@ -95,11 +94,8 @@ def _token(key: rsa.RSAPrivateKey, pod: Raw) -> str:
     return jwt.encode(claims, key, algorithm="RS256", headers={"kid": KEY_ID})
 
 
-# ---------------------------------------------------------------- the trainers, a process of their own
-
-
 class Trainers:
-    """Posts for all pods until it is told to end."""
+    """Posts reports for all pods, in a process of its own, until stdin ends."""
 
     def __init__(self, port: int, texts: list[str]) -> None:
         self._port, self._texts = port, texts
@@ -133,16 +129,16 @@ class Trainers:
 
 
 class _Connection:
-    """Of one pod. Sends what http.client sends for `ddpjob.progress`, and is kept as there."""
+    """A connection of one pod, kept open and used as http.client does for `ddpjob.progress`."""
 
     def __init__(self, port: int, number: int) -> None:
-        # Twenty pods have one node: a receiver takes 64 connections of an address.
+        # Twenty pods share an address, because the receiver accepts 64 connections from each.
         node = number // 20
         self._port, self._local = port, (f"127.1.{node // 250}.{node % 250 + 1}", 0)
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def post(self, token: str, step: int) -> str:
-        """The code of the answer."""
+        """Send one report and return the status code of the answer."""
         body = encode(_report(step))
         head = (
             f"POST {receive.PATH} HTTP/1.1\r\nHost: 127.0.0.1:{self._port}\r\nAccept-Encoding: identity\r\n"
@@ -160,7 +156,7 @@ class _Connection:
         return code
 
     def close(self) -> None:
-        """The next post opens another."""
+        """Close the connection; the next post opens another one."""
         if self._streams is not None:
             self._streams[1].close()
         self._streams = None
@@ -172,11 +168,8 @@ def _report(step: int) -> Raw:
     return {**about, "step": step, **paced, "metrics": {"loss": f"{1 / step:.6g}", "lr": "0.001"}}
 
 
-# ---------------------------------------------------------------- the measurement
-
-
 def measure(jobs: int, nodes: int, seconds: float) -> Raw:
-    """CPU and writes of an operator whose jobs all report."""
+    """Return CPU and status writes of an operator whose jobs all report."""
     key, port = rsa.generate_private_key(public_exponent=65537, key_size=2048), free_port()
     settings = {"DDPJOB_STATUS_PORT": str(port), "DDPJOB_STATUS_URL": f"http://127.0.0.1:{port}{receive.PATH}"}
     with Publishing(key) as server, Operator(server, **settings) as operator:  # type: ignore[arg-type]
@@ -208,7 +201,7 @@ def measure(jobs: int, nodes: int, seconds: float) -> Raw:
 
 
 def _at_rest(operator: Operator) -> float:
-    """The share of a core that it takes while nobody reports, once its last Events are sent."""
+    """Return the share of a core that the operator uses without reports, after its last Events."""
     while True:
         cpu, began = operator.cpu_seconds, time.monotonic()
         time.sleep(2)
@@ -231,14 +224,14 @@ def _trainers(port: int, texts: list[str]) -> Any:
 
 
 def post(port: int) -> Raw:
-    """The trainers' process: tokens come as the first line of stdin."""
+    """Run the trainers in this process; the first line of stdin has the tokens."""
     trainers = Trainers(port, json.loads(sys.stdin.readline()))
     asyncio.run(trainers.run())
     return {"answers": dict(trainers.codes), "secondsOfTheSlowestAnswer": round(trainers.slowest, 2)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What reports cost the operator; see the head of this file.")
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=2_000)
     parser.add_argument("--nodes", type=int, default=1, help="pods per job")
     parser.add_argument("--seconds", type=float, default=60.0, help="of the measurement")

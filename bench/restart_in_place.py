@@ -3,12 +3,10 @@
     python bench/restart_in_place.py                      # 10 rounds, two ranks of one node
     python bench/restart_in_place.py --nodes 2            # a rank on each of two nodes of this machine; or --nodes 4
 
-A step is a backward of DistributedDataParallel over gloo and one of the optimizer; nothing is saved, so it is the
-launcher that is measured. Each round runs every variant once, so that load hits all alike; the ranks are killed in
-turn, --after so many seconds of training: ddprun forks the ranks of the next generation 5 s after those of the present
-one, so with `--after 0` a restart waits for forks. A variant that has not trained on after --limit counts as hung, and
-is left out after three times. The same runs tell how long a cold start takes until every rank has made a step. The
-clock is the machine's monotonic one everywhere.
+A step is a backward pass of DistributedDataParallel over gloo and one of the optimizer. Nothing is saved, so only the
+launcher is measured. Each round runs every variant once, so that load affects all alike, and kills another rank after 7
+seconds of training, because ddprun forks the next ranks 5 s after the present ones. A start or restart that takes more
+than a minute counts as hung; after three, the variant is left out. The same runs measure a cold start.
 """
 
 from __future__ import annotations
@@ -17,19 +15,21 @@ import argparse
 import contextlib
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 import machine
 import psutil
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
+
+from free_port import free_port
 
 TRAIN = """
 import os, time
@@ -48,12 +48,11 @@ for step in range(1, 1_000_000):
     time.sleep(0.02)
 """
 DDPRUN, TORCHRUN = "ddprun", "torch.distributed.run"
-HUNG_MAX = 3
-AFTER_SECONDS = 7.0
+HUNG_MAX, HUNG_SECONDS, AFTER_SECONDS = 3, 60.0, 7.0
 
 
 class Variant(NamedTuple):
-    """A launcher and how it is asked to meet."""
+    """A launcher and its rendezvous."""
 
     name: str
     module: str
@@ -70,7 +69,7 @@ VARIANTS = (
 
 
 class Step(NamedTuple):
-    """A line of a rank."""
+    """A line that a rank prints after its first and second step."""
 
     rank: int
     step: int
@@ -81,54 +80,33 @@ class Step(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Of one round, in seconds."""
+    """One round, in seconds."""
 
     cold: float
     """From the launchers' start until every rank has made a step."""
-    script: float
-    """From the kill until the first line of the first new rank."""
     restart: float
     """From the kill until every rank has made two steps."""
 
 
 class Job:
-    """One launcher for each node; all end with the block."""
+    """One launcher for each node, all started by the constructor."""
 
-    def __init__(self, variant: Variant, nodes: int, folder: Path, limit: float) -> None:
-        self.ranks, self._log, self._limit = max(2, nodes), folder / "log", limit
+    def __init__(self, variant: Variant, nodes: int, folder: Path) -> None:
+        self.ranks, self._log = max(2, nodes), folder / "log"
         script = folder / "train.py"
         script.write_text(TRAIN)
         group = [f"--nnodes={nodes}", f"--nproc-per-node={self.ranks // nodes}", "--max-restarts=3"]
-        # torchrun's c10d hangs at a restart of its own store unless it is told to share none; ddprun does not read it.
+        # torchrun's c10d hangs at a restart of its own store unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE is set.
         env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
         port = free_port()
+        launch = [sys.executable, "-m", variant.module, *variant.words, *group]
+        commands = [[*launch, *meet(variant, nodes, node, port), script] for node in range(nodes)]
         self.started = time.monotonic()
         with self._log.open("w") as log:
-            self.agents = [
-                psutil.Popen(
-                    [
-                        sys.executable,
-                        "-m",
-                        variant.module,
-                        *variant.words,
-                        *group,
-                        *meet(variant, nodes, k, port),
-                        script,
-                    ],
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    cwd=folder,
-                    env=env,
-                )
-                for k in range(nodes)
-            ]
+            self.agents = [psutil.Popen(c, stdout=log, stderr=subprocess.STDOUT, cwd=folder, env=env) for c in commands]
 
-    def __enter__(self) -> Job:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def kill(self) -> None:
+        """Kill the launchers and all processes below them."""
         below = [child for agent in self.agents if agent.is_running() for child in agent.children(recursive=True)]
         for process in [*self.agents, *below]:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -137,98 +115,71 @@ class Job:
             agent.wait()
 
     def steps(self, number: int, after: float = 0.0) -> list[Step]:
-        """Of every rank this step, in a process that began after that moment; waits, TimeoutError at the limit."""
-        deadline = time.monotonic() + self._limit
+        """Wait for this step of every rank, in processes that began after that moment. Raise TimeoutError."""
+        deadline = time.monotonic() + HUNG_SECONDS
         while time.monotonic() < deadline:
-            found = {
-                s.rank: s
-                for s in map(read, self._log.read_text().splitlines())
-                if s and s.step == number and s.began > after
-            }
+            found = {s.rank: s for s in self._printed() if s.step == number and s.began > after}
             if len(found) == self.ranks:
                 return list(found.values())
             time.sleep(0.005)
         raise TimeoutError(self._log.read_text())
 
+    def _printed(self) -> Iterator[Step]:
+        for line in self._log.read_text().splitlines():
+            words = line.split()
+            if line.startswith("STEP") and len(words) == 6:
+                yield Step(int(words[1]), int(words[2]), int(words[3]), float(words[4]), float(words[5]))
+
 
 def meet(variant: Variant, nodes: int, node: int, port: int) -> list[str]:
-    """The words by which the nodes find each other."""
+    """Return the options for the rendezvous."""
     if variant.c10d:
         conf = f"--rdzv-conf=is_host={int(node == 0)}"
         return ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=bench", conf]
     return [f"--master-port={port}", f"--node-rank={node}", *(["--rdzv-id=bench"] if nodes > 1 else [])]
 
 
-def free_port() -> int:
-    """Nobody's, a moment ago."""
-    with socket.socket() as any_port:
-        any_port.bind(("127.0.0.1", 0))
-        return int(any_port.getsockname()[1])
-
-
-def read(line: str) -> Step | None:
-    """A rank's line; None for what else is in the log."""
-    words = line.split()
-    if not line.startswith("STEP") or len(words) != 6:
-        return None
-    return Step(int(words[1]), int(words[2]), int(words[3]), float(words[4]), float(words[5]))
-
-
-def restart(variant: Variant, nodes: int, victim: int, limit: float, after: float) -> Result | None:
-    """One round; None where it hung."""
-    with tempfile.TemporaryDirectory() as folder, Job(variant, nodes, Path(folder), limit) as job:
+def restart(variant: Variant, nodes: int, victim: int) -> Result | None:
+    """Run one round; None if it hung."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as ends:
+        job = Job(variant, nodes, Path(folder))
+        ends.callback(job.kill)
         try:
             cold = max(step.at for step in job.steps(1)) - job.started
             pid = next(step.pid for step in job.steps(2) if step.rank == victim % job.ranks)
-            time.sleep(after)
+            time.sleep(AFTER_SECONDS)
             killed = time.monotonic()
             os.kill(pid, signal.SIGKILL)
-            again = job.steps(2, after=killed)
+            return Result(cold, max(s.at for s in job.steps(2, after=killed)) - killed)
         except TimeoutError as error:
             print(f"{variant.name}: hung, rank {victim % job.ranks} was killed; the end of its log:")
             print(*str(error).splitlines()[-5:], sep="\n", flush=True)
             return None
-    return Result(cold, min(s.began for s in again) - killed, max(s.at for s in again) - killed)
 
 
-def compare(nodes: int, rounds: int, limit: float, after: float) -> None:
-    """All variants by turns."""
+def compare(nodes: int, rounds: int) -> None:
+    """Run all variants in turns and print a table."""
     found: dict[Variant, list[Result | None]] = {variant: [] for variant in VARIANTS}
     for number in range(rounds):
         for variant, its in found.items():
             if its.count(None) < HUNG_MAX:
-                its.append(restart(variant, nodes, number, limit, after))
-    head = f"{max(2, nodes)} ranks, nodes: {nodes}"
-    print(f"\n| {head} | restart | its slowest | until the script runs | cold start | hung |")
-    print("|---|---|---|---|---|---|")
+                its.append(restart(variant, nodes, number))
+    print(f"\n| {max(2, nodes)} ranks, nodes: {nodes} | restart | slowest | cold start | hung |\n|---|---|---|---|---|")
     for variant, its in found.items():
         good = [result for result in its if result is not None]
-        columns = [median("restart"), slowest, median("script"), median("cold")]
-        seconds = " | ".join(f"{of(good):.2f} s" if good else "" for of in columns)
+        restarts = [result.restart for result in good] or [float("nan")]
+        cold = statistics.median([result.cold for result in good] or [float("nan")])
+        seconds = f"{statistics.median(restarts):.2f} s | {max(restarts):.2f} s | {cold:.2f} s"
         print(f"| {variant.name} | {seconds} | {its.count(None)} of {len(its)} |")
-    for variant, its in found.items():
-        print(f"{variant.name}: all: {', '.join('hung' if r is None else f'{r.restart:.2f}' for r in its)}")
-
-
-def median(name: str) -> Callable[[list[Result]], float]:
-    """Of that column."""
-    return lambda results: statistics.median(getattr(result, name) for result in results)
-
-
-def slowest(results: list[Result]) -> float:
-    """Restart of all."""
-    return max(result.restart for result in results)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--nodes", type=int, default=1, choices=(1, 2, 4))
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds until a start or restart counts as hung")
-    parser.add_argument("--after", type=float, default=AFTER_SECONDS, help="seconds of training before the kill")
     asked = parser.parse_args()
     print(machine.line())
-    compare(asked.nodes, asked.rounds, asked.limit, asked.after)
+    compare(asked.nodes, asked.rounds)
     print(machine.line())
 
 

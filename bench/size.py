@@ -183,7 +183,7 @@ async def measure(jobs: int, nodes: int) -> Raw:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What a large cluster costs the operator; see the head of this file.")
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=1_250)
     parser.add_argument("--nodes", type=int, default=8, help="pods per job")
     options = parser.parse_args()

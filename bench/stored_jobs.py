@@ -1,4 +1,4 @@
-"""What jobs that do nothing cost the operator in memory: without a cluster, on a model of an API server.
+"""Memory of the operator with jobs that do nothing, on a model of an API server.
 
     python bench/stored_jobs.py 100 1000 2000
 
@@ -17,7 +17,6 @@ import random
 import string
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from aiohttp import web
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests/support"), str(ROOT / "tests/simulation"), str(ROOT / "bench")]
 
-from clusters import Operator  # noqa: E402
+from clusters import Operator, until  # noqa: E402
 from model_api import parse  # noqa: E402
 from model_server import ModelServer  # noqa: E402
 
@@ -35,12 +34,11 @@ from ddpjob_operator.job import api  # noqa: E402
 
 NAMESPACE = "team-a"
 SPECS = 8
-QUIET_SECONDS = 5.0
-SECONDS_MAX = 900.0
+QUIET_SECONDS, SECONDS_MAX = 5.0, 900.0
 
 
 def spec_of(seed: int) -> bytes:
-    """A spec just below its limits: 3,250 objects of 76 characters, as orjson writes it."""
+    """Return the JSON of a spec just below the limits: 3,250 objects of 76 characters."""
     draw = random.Random(seed)
 
     def word(length: int) -> str:
@@ -51,7 +49,7 @@ def spec_of(seed: int) -> bytes:
 
 
 class StoredJobs(ModelServer):
-    """DDPJobs as bytes, in pages; all else is the model's."""
+    """Serves DDPJobs as bytes, in pages; the model serves all other kinds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,11 +57,11 @@ class StoredJobs(ModelServer):
         self._statuses: list[bytes] = []
         self._versions: list[int] = []
         self._log: list[int] = []
-        """The job of each change; its place is the version less one."""
+        """The job of each change; its index is the resource version minus one."""
         self._more = asyncio.Condition()
 
     def add(self, count: int) -> None:
-        """Create so many jobs, as fast as an operator reads of them."""
+        """Create so many jobs, as fast as an operator reads them."""
 
         async def add() -> None:
             for _ in range(count):
@@ -75,7 +73,7 @@ class StoredJobs(ModelServer):
 
     @property
     def told(self) -> int:
-        """How many have a status."""
+        """The number of jobs that have a status."""
         return sum(status != b"null" for status in self._statuses)
 
     async def _changed(self, number: int) -> None:
@@ -126,11 +124,7 @@ class StoredJobs(ModelServer):
 
     def _list(self, items: list[bytes], token: str) -> bytes:
         head = orjson.dumps({"resourceVersion": str(len(self._log) + 1), "continue": token})
-        return b'{"apiVersion":"%s","kind":"List","metadata":%s,"items":[%s]}' % (
-            api.API_VERSION.encode(),
-            head,
-            b",".join(items),
-        )
+        return b'{"apiVersion":"v1","kind":"List","metadata":%s,"items":[%s]}' % (head, b",".join(items))
 
     async def _watch_jobs(self, request: web.BaseRequest) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
@@ -142,63 +136,51 @@ class StoredJobs(ModelServer):
                 await self._more.wait_for(lambda at=version: len(self._log) > at)
             number, version = self._log[version], version + 1
             if version < self._versions[number]:
-                continue  # a watch cache shows later ones as well
+                continue  # a watch cache sends only the latest version
             kind = b"MODIFIED" if number in seen else b"ADDED"
             seen.add(number)
             await response.write(b'{"type":"%s","object":%s}\n' % (kind, self._job(number)))
 
 
-def until(is_true: Callable[[], bool], what: str) -> None:
-    """Waits for a condition without much CPU of its own."""
-    end = time.monotonic() + SECONDS_MAX
-    while not is_true():
-        if time.monotonic() > end:
-            sys.exit(f"not within {SECONDS_MAX:.0f} s: {what}")
-        time.sleep(0.5)
-
-
 def peak_mib(pid: int) -> int:
-    """VmHWM of a process."""
+    """Return the peak of the resident memory of a process."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) >> 10
 
 
 def is_quiet(operator: Any) -> bool:
-    """Whether it does nothing more."""
+    """True if the operator uses no CPU."""
     before = operator.cpu_seconds
     time.sleep(QUIET_SECONDS)
     return bool(operator.cpu_seconds - before < 0.1)
 
 
 def found_of(operator: Any) -> dict[str, Any]:
-    """Its memory when it has nothing to do."""
-    until(lambda: is_quiet(operator), "the operator has nothing to do")
-    return {
-        "memoryMiB": operator.memory_bytes >> 20,
-        "memoryMiBPeak": peak_mib(operator.process.pid),
-        "cpuSeconds": round(operator.cpu_seconds, 1),
-    }
+    """Return memory and CPU of the operator once it has nothing to do."""
+    until(lambda: is_quiet(operator), "the operator has nothing to do", SECONDS_MAX)
+    memory, peak = operator.memory_bytes >> 20, peak_mib(operator.process.pid)
+    return {"memoryMiB": memory, "memoryMiBPeak": peak, "cpuSeconds": round(operator.cpu_seconds, 1)}
 
 
 def measure(jobs: int) -> dict[str, Any]:
-    """An operator that sees them being created, and one that lists them."""
+    """Measure an operator that sees the jobs being created, and one that lists them."""
     with StoredJobs() as server:
         with Operator(server) as operator:  # type: ignore[arg-type]
-            until(lambda: server.seen["WATCH pods"] > 0, "the operator watches")
+            until(lambda: server.seen["WATCH pods"] > 0, "the operator watches", SECONDS_MAX, 0.5)
             time.sleep(2)
             idle = operator.memory_bytes >> 20
             server.add(jobs)
-            until(lambda: server.told == jobs, "all jobs have a status")
+            until(lambda: server.told == jobs, "all jobs have a status", SECONDS_MAX, 0.5)
             created = found_of(operator)
         watches = server.seen["WATCH ddpjobs"]
         with Operator(server) as operator:  # type: ignore[arg-type]
-            until(lambda: server.seen["WATCH ddpjobs"] > watches, "all jobs are listed")
+            until(lambda: server.seen["WATCH ddpjobs"] > watches, "all jobs are listed", SECONDS_MAX, 0.5)
             listed = found_of(operator)
     return {"jobs": jobs, "memoryMiBWithout": idle, "created": created, "listed": listed}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What stored jobs cost; see the head of this file.")
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("jobs", type=int, nargs="*", default=[100, 1_000, 2_000])
     options = parser.parse_args()
     for jobs in options.jobs:

@@ -1,5 +1,5 @@
 """What the trainer library costs in a training loop: progress() on its fast path, should_stop() and the
-sampler, per step; check_replicas() per million parameters; ddprun's watchdog: the beats, and the agent's look at them.
+sampler, per step; check_replicas() per million parameters.
 
     python bench/trainer_overhead.py            # PYTHONPATH=trainer, or with the package installed
 
@@ -59,20 +59,6 @@ def should_stop_calls(calls: int = 2_000) -> int:
     return calls
 
 
-def looks(calls: int = 200) -> int:
-    """The agent's look at eight ranks that get on."""
-    from ddprun.core import stall_monitor
-    from ddprun.heartbeats import Heartbeat
-
-    trackers: dict[int, stall_monitor.HeartbeatTracker] = {}
-    for now in range(calls):
-        beats = {rank: Heartbeat(1, "train", now, 0) for rank in range(8)}
-        folded = {rank: stall_monitor.update(trackers.get(rank), beat, float(now)) for rank, beat in beats.items()}
-        trackers = {rank: pace for rank, pace in folded.items() if pace is not None}
-        stall_monitor.stall_report(trackers, None, float(now))
-    return calls
-
-
 def sampler_steps(n: int, global_batch: int) -> Callable[[], int]:
     import ddpjob
 
@@ -116,21 +102,6 @@ def check_replicas_seconds(world_size: int = 2, layers: int = 160, width: int = 
         return slowest
 
 
-def with_beats() -> float:
-    """As in a rank of ddprun, with the thread of the watchdog."""
-    from ddpjob import process
-    from ddpjob.reporting.progress import flush
-    from ddprun.heartbeats import Heartbeats
-
-    flush()
-    beats = Heartbeats(1)
-    os.environ["DDPJOB_BEATS"] = beats.where(0)
-    process.replace()  # as in a process that has not reported yet
-    seconds = best_seconds(progress_calls)
-    assert beats.of(0).step == 2_000 - 1, "they arrive"
-    return seconds
-
-
 def main() -> None:
     machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
     print(f"{machine}, load {os.getloadavg()[0]:.1f}")
@@ -143,8 +114,6 @@ def main() -> None:
 
     flush()
     rows.append(("progress(), posting every 5 s", best_seconds(progress_calls)))
-    rows.append(("progress(), with beats for ddprun", with_beats()))
-    rows.append(("the agent's look at 8 ranks, each s", best_seconds(looks)))
     rows.append(("should_stop()", best_seconds(should_stop_calls)))
     rows.append(("sampler, 1,440 samples, 32 a step", best_seconds(sampler_steps(1440, 32))))
     rows.append(("sampler, 100,000 samples, 64 a step", best_seconds(sampler_steps(100_000, 64))))

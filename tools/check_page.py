@@ -25,7 +25,7 @@ INTRO = f"""\
 $ ddpjob check train.py --nodes 2
 {EXAMPLE}
 $ ddpjob check job.yaml                 # the job, and the script that its command starts
-$ ddpjob check job.yaml src/train.py    # the script lies elsewhere here than in the image
+$ ddpjob check job.yaml src/train.py    # the script has another path here than in the image
 $ ddpjob check .                        # all scripts, notebooks and DDPJobs here, but those in .gitignore
 $ ddpjob check train.ipynb              # code cells: train.ipynb:cell 3:2: error[…]
 $ ddpjob check train.py --format json   # findings (file, line, column, rule, severity, message), errors, warnings
@@ -33,23 +33,23 @@ $ ddpjob check train.py --format json   # findings (file, line, column, rule, se
 
 The script is read, never run or imported, and torch need not be installed. Values and calls are followed through names,
 attributes and the functions of the file, not into other files. **A rule that is not sure reports nothing**, so "nothing
-found" is no proof. What Lightning, Accelerate, Transformers and similar frameworks do by themselves is not expected of
-a script that imports them.
+found" is no proof. A script that imports Lightning, Accelerate, Transformers or a similar framework need not do what
+the framework does by itself.
 
-A job gives its nodes, processes, GPUs, backend, volumes and launcher. Without a job, `--nodes` and `--nproc` give the
-context; without these, a mistake that matters on several nodes only is a warning, and a script that sets `localhost` as
-the address of its rendezvous counts as one for one node, as the tutorials are.
+A job tells the rules its nodes, processes, GPUs, backend, volumes and launcher. Without a job, `--nodes` and `--nproc`
+do; without these, a mistake that matters on several nodes only is a warning. A script that sets `localhost` as the
+address of its rendezvous, as tutorials do, then counts as one for one node.
 
 **An error is certain**: this run will fail, hang, or train something else. A finding of a rule with the severity error
-is a warning in a line that may not run: behind an option that is not given, in a function that nothing calls. Options
-of argparse have the values of the job's command, else their defaults. What only matters in a cluster is a warning
-before `ddpjob run`.
+is a warning if its line may not run: it needs an option that is not given, or is in a function that nothing calls.
+Options of argparse have the values of the job's command, else their defaults. A mistake that only matters in a cluster
+is a warning in `ddpjob run`.
 
 The rules `elastic-…` are for jobs whose number of nodes may change, by `minNodes` or `torchrun --nnodes=MIN:MAX`
-([elastic.md](elastic.md)), and for a script with `--nodes MIN:MAX`; of all others they say nothing.
+([elastic.md](elastic.md)), and for a script with `--nodes MIN:MAX`. They report nothing for other jobs.
 
-A file has three seconds of processor time. What takes longer, in scripts of many thousand lines, is left out, and the
-warning `left-out` names it.
+Each file gets three seconds of CPU time. In scripts of many thousand lines the rules that take longer are skipped, and
+the warning `left-out` names them.
 
 Exit codes: 0 nothing or warnings only, 1 errors, 2 wrong input (no such file, no valid job, no valid Python).
 
@@ -63,7 +63,7 @@ the line above, in Python and in YAML.
 YAML = """\
 ## In the YAML
 
-Fields of the wrong type, misspelled fields, and quantities that are none (`cpu: lots`) are refused with their line by
+Fields of the wrong type, misspelled fields and invalid quantities (`cpu: lots`) are refused with their line by
 `check`, `run` and `run --dry-run` alike. In addition:
 """
 
@@ -78,7 +78,7 @@ and `download=True` on every rank: both findings are correct.
 
 
 def to_markdown() -> str:
-    """docs/check.md."""
+    """Return docs/check.md."""
     rows = "".join(f"| [`{r.name}`](#{r.name}) | {r.severity} |\n" for r in RULES)
     table = f"| rule | severity |\n|---|---|\n{rows}"
     return "\n".join(

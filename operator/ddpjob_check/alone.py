@@ -42,7 +42,7 @@ def group_needs_option(script: Script, job: CheckedJob) -> Iterator[Found]:
         name, default = seen[-1]
         yield at(
             forming[0],
-            f"{script.text_of(forming[0].func)}(…) is not reached with {name} as it is ({default!r}): no group is "
+            f"{script.text_of(forming[0].func)}(…) is not reached because {name} is {default!r}: no group is "
             f"formed, and each rank trains alone; give the script another {name}",
         )
     option = None if forming else options.declared.get("launcher")
@@ -61,8 +61,8 @@ def group_needs_option(script: Script, job: CheckedJob) -> Iterator[Found]:
     right="dist.init_process_group()\nmodel = DistributedDataParallel(Net())",
 )
 def group_missing(script: Script, job: CheckedJob) -> Iterator[Found]:
-    """Only in a job with several ranks, and of a script that imports nothing which could form a group. Each rank trains
-    a model of its own, and the job succeeds."""
+    """Only in a job with several ranks, if no import of the script could form a group either. Each rank trains its own
+    model, and the job succeeds."""
     imported = set(script.imported.values())
     brought = {name.split(".")[0] for name in imported}
     relative = any(isinstance(node, ast.ImportFrom) and node.level for node in script.nodes)

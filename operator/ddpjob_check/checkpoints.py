@@ -27,8 +27,8 @@ _TAKES_TURNS = {"lock", "first", "suppress"}
 
 @rule("warning", wrong='os.makedirs("runs/1")', right='os.makedirs("runs/1", exist_ok=True)')
 def folder_on_every_rank(script: Script, job: CheckedJob) -> Iterator[Found]:
-    """Ranks that share a disk make the same folder at the same time: all but one end with a FileExistsError, also after
-    `if not os.path.exists(…)`, because the folder appears between the two lines."""
+    """Ranks that share a disk create the same folder at the same time. All but one fail with FileExistsError, even
+    after `if not os.path.exists(…)`, because the folder appears between the two lines."""
     by_job = job.known and script.uses_torch and (job.by_torchrun or job.launcher == "ddprun")
     has_ranks = script.inits or script.calls_to(DDP) or (by_job and not script.uses_a_framework)
     if job.has_one_rank or not has_ranks:
@@ -40,8 +40,8 @@ def folder_on_every_rank(script: Script, job: CheckedJob) -> Iterator[Found]:
         fix = "use os.makedirs(…, exist_ok=True)" if script.called(call) == "os.mkdir" else "add exist_ok=True"
         yield at(
             call,
-            f"{script.text_of(call)}: every rank makes this folder, and all but the first end with FileExistsError, "
-            f"also after a test whether it exists; {fix}, or make it on rank 0",
+            f"{script.text_of(call)}: every rank creates this folder, and all but the first fail with FileExistsError, "
+            f"even after a check that it does not exist; {fix}, or create it on rank 0",
         )
 
 
@@ -177,8 +177,8 @@ _MOVES = {"to", "cuda", "cpu", "train", "eval", "half", "float", "double"}
     right='model = DDP(net)\ntorch.save(model.module.state_dict(), "m.pt")\nnet.load_state_dict(torch.load("m.pt"))',
 )
 def state_of_wrapper(script: Script, job: CheckedJob) -> Iterator[Found]:
-    """The names in the state of a DDP model begin with `module.`, those of the network in it do not: a state that is
-    saved of one is refused by the other, with “Missing key(s)”, or with strict=False not loaded at all."""
+    """Names in the state of a DDP model begin with `module.`, those of the network inside do not. A state saved from
+    one fails to load into the other (“Missing key(s)”), or with strict=False nothing is loaded."""
     if script.uses_a_framework or script.mentions("consume_prefix_in_state_dict_if_present", "removeprefix"):
         return
     if any("module." in text_in(node) for node in script.nodes) or not script.calls_to(DDP):
@@ -196,8 +196,8 @@ def state_of_wrapper(script: Script, job: CheckedJob) -> Iterator[Found]:
                 model = script.text_of(wrapped.func.value) if isinstance(wrapped.func, ast.Attribute) else "model"
                 yield at(
                     wrapped,
-                    f"{script.text_of(wrapped.func)}(…) is of the DDP wrapper, whose names begin with module., and "
-                    f"line {plain.lineno} of the network without it; use {model}.module.{name_of(wrapped.func)}(…)",
+                    f"{script.text_of(wrapped.func)}(…) uses the DDP wrapper, whose names begin with module., and "
+                    f"line {plain.lineno} uses the network inside; use {model}.module.{name_of(wrapped.func)}(…)",
                 )
                 break
 

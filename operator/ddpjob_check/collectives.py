@@ -23,7 +23,8 @@ _HAS_BUFFERS = ("register_buffer", "Buffer", "running_mean", "running_var")
 )
 def collective_on_one_rank(script: Script, job: CheckedJob) -> Iterator[Found]:
     """A collective ends when all ranks have called it. If only some call it, or a function of the file that calls it,
-    they wait until the timeout. So may a forward pass through DDP, which broadcasts the buffers of the model."""
+    they wait until the timeout. A forward pass through DDP can do the same, because it
+    broadcasts the buffers of the model."""
     if job.has_one_rank or not script.uses_torch:
         return
     for call in script.calls:
@@ -52,7 +53,7 @@ def _message(script: Script, call: ast.Call, guarding: Guard, waits: ast.Call) -
     name = short_name(script, waits)
     here = f"{name}()" if waits is call else f"{script.text_of(call.func)}() calls {name}() (line {waits.lineno})"
     return (
-        f"{here} {guarding.to_text(script)}: the other ranks never call it, and these wait for them until the timeout; "
+        f"{here} {guarding.to_text(script)}: the other ranks never call it, so these wait until the timeout; "
         "call it on all ranks"
     )
 

@@ -139,8 +139,8 @@ def sampler_unused(script: Script, job: CheckedJob) -> Iterator[Found]:
     for call in _unused(script):
         yield at(
             call,
-            "DistributedSampler(…) is given to no DataLoader, so every rank trains on all samples; pass sampler=… to "
-            "the loader, and leave shuffle out",
+            "DistributedSampler(…) is passed to no DataLoader, so every rank trains on all samples; pass sampler=… to "
+            "the loader, and remove shuffle",
         )
 
 
@@ -169,7 +169,7 @@ def shuffle_with_sampler(script: Script, job: CheckedJob) -> Iterator[Found]:
             if given is not None and any(samples):
                 yield at(
                     shuffle,
-                    f"DataLoader(shuffle=True, {name}=…) is refused by torch with a ValueError; remove shuffle: the "
+                    f"DataLoader(shuffle=True, {name}=…) makes torch raise a ValueError; remove shuffle: the "
                     "DistributedSampler shuffles",
                     "error" if all(samples) else "warning",
                 )
@@ -181,7 +181,7 @@ def shuffle_with_sampler(script: Script, job: CheckedJob) -> Iterator[Found]:
     right="DataLoader(dataset, batch_size=128 // world_size)",
 )
 def batch_size_is_float(script: Script, job: CheckedJob) -> Iterator[Found]:
-    """`/` gives a float, and DataLoader refuses it with a ValueError, after the job has been given its GPUs."""
+    """`/` gives a float, which DataLoader rejects with a ValueError, after the job has got its GPUs."""
     for call in script.calls_to(LOADER, "torch.utils.data.BatchSampler"):
         size = script.argument(call, "batch_size", 1)
         origins = script.origins(size) if size is not None else []
@@ -211,8 +211,8 @@ def _is_float(script: Script, origin: object) -> bool:
     right="DataLoader(dataset, batch_size=args.global_batch_size // dist.get_world_size(), sampler=sampler)",
 )
 def batch_size_not_divided(script: Script, job: CheckedJob) -> Iterator[Found]:
-    """DataLoader's batch size is that of one rank: a total that is not divided grows with the number of ranks, and the
-    learning rate no longer fits."""
+    """DataLoader's batch size is per rank. If a total is not divided, the global batch grows with the number of ranks,
+    and the learning rate no longer fits."""
     if not script.is_distributed or job.has_one_rank:
         return
     for call in script.calls_to(LOADER):

@@ -27,8 +27,8 @@ _NORM_OF_ALL_RANKS = re.compile(r"sync_?(batch_?norm|bn)|(frozen|freeze|fix)_?(b
     "warning", wrong="model = DDP(resnet50())", right="model = DDP(nn.SyncBatchNorm.convert_sync_batchnorm(resnet50()))"
 )
 def elastic_batch_norm(script: Script, job: CheckedJob) -> Iterator[Found]:
-    """Only in an elastic job. BatchNorm normalizes over the samples of one rank. Where the ranks share a global batch,
-    their number changes with the nodes, and so does what the layer computes."""
+    """Only in an elastic job. BatchNorm normalizes over the samples of one rank. If the ranks share a
+    global batch, the samples per rank change with the nodes, and so does the result of the layer."""
     if not job.is_elastic or not script.is_distributed or any(map(_NORM_OF_ALL_RANKS.search, script.identifiers)):
         return
     for call in script.calls:
@@ -60,8 +60,8 @@ def _counts_ranks(script: Script, node: ast.AST) -> bool:
     "warning", wrong='dist.init_process_group("nccl", rank=rank, world_size=4)', right='dist.init_process_group("nccl")'
 )
 def elastic_fixed_world(script: Script, job: CheckedJob) -> Iterator[Found]:
-    """Only in an elastic job. A number of ranks that stands in the script holds for one number of nodes: with another,
-    the group does not form, or samples are left out."""
+    """Only in an elastic job. A number of ranks written into the script is right for one number of nodes only: with
+    another, the group does not form, or samples are skipped."""
     if not job.is_elastic:
         return
     for place, text, fix in _fixed_worlds(script):
@@ -73,14 +73,14 @@ def _fixed_worlds(script: Script) -> Iterator[tuple[ast.AST, str, str]]:
     for call in script.inits:
         size = script.argument(call, "world_size", 3 if script.called(call) == INIT else None)
         if size is not None and all(map(_is_fixed, script.origins(size))):
-            yield size, f"world_size={script.text_of(size)}", "leave rank and world_size out: torchrun sets both"
+            yield size, f"world_size={script.text_of(size)}", "remove rank and world_size: torchrun sets both"
     for call in script.calls_to(SAMPLER):
         size = script.argument(call, "num_replicas", 1)
         if size is not None and all(map(_is_fixed, script.origins(size))):
             yield (
                 size,
                 f"num_replicas={script.text_of(size)}",
-                "leave num_replicas and rank out: the sampler asks the group",
+                "remove num_replicas and rank: the sampler gets them from the group",
             )
     for name, value, node in script.variables_set:
         texts = fixed_texts(script, value, node) if name == "WORLD_SIZE" else []

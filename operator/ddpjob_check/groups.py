@@ -77,7 +77,7 @@ def _rank_hurts(script: Script, job: CheckedJob, name: str, text: str) -> tuple[
         return None  # reported as elastic-fixed-world
     severity = "error" if several and is_used else "warning"
     if name == "RANK":
-        return severity, f"all {world or ''} processes take themselves for rank {text}".replace("  ", " ")
+        return severity, f"all {world or ''} processes believe that they are rank {text}".replace("  ", " ")
     if world is not None and int(text) == world:
         return None
     return severity, f"the job has {world or 'another number of'} ranks, so the group does not form"
@@ -174,7 +174,7 @@ def tcp_under_torchrun(script: Script, job: CheckedJob) -> Iterator[Found]:
         yield at(
             url,
             f"init_method={script.text_of(url)}: {where}all ranks wait for a store that none of them opens "
-            "(TORCHELASTIC_USE_AGENT_STORE); leave init_method out, or use ddpjob.init(init_method=…)",
+            "(TORCHELASTIC_USE_AGENT_STORE); remove init_method, or use ddpjob.init(init_method=…)",
             "error" if job.by_torchrun else "warning",
         )
         if script.called(call) != INIT:
@@ -187,7 +187,7 @@ def tcp_under_torchrun(script: Script, job: CheckedJob) -> Iterator[Found]:
     right='dist.init_process_group("gloo")',
 )
 def file_not_shared(script: Script, job: CheckedJob) -> Iterator[Found]:
-    """With file:// the rendezvous is a file: nodes that share no folder each wait at their own."""
+    """With file:// the rendezvous is a file. Nodes without a shared folder each wait at a file of their own."""
     if (job.nodes or 1) == 1:
         return
     for _, url in _methods(script, "file://"):
@@ -203,8 +203,8 @@ def file_not_shared(script: Script, job: CheckedJob) -> Iterator[Found]:
             because = "all of them must see the same folder"
         yield at(
             url,
-            f"init_method={script.text_of(url)}: the rendezvous of {job.nodes} nodes is a file, and {because}; leave "
-            "init_method out, or put the file on a volume that all nodes mount",
+            f"init_method={script.text_of(url)}: the rendezvous of {job.nodes} nodes is a file, and {because}; remove "
+            "init_method, or put the file on a volume that all nodes mount",
             "error" if job.known and not job.local else "warning",
         )
 
@@ -259,13 +259,13 @@ def backends(script: Script, job: CheckedJob) -> set[str]:
 
 @rule("error", wrong='dist.init_process_group("mpi")', right='dist.init_process_group("gloo")')
 def backend_mpi(script: Script, job: CheckedJob) -> Iterator[Found]:
-    """The backend mpi needs a PyTorch that was built with MPI, which no published wheel is."""
+    """The backend mpi needs a PyTorch that was built with MPI, and no published wheel was."""
     for call in script.inits:
         given = script.argument(call, "backend", 0)
         if given and [t.lower() for t in script.texts(given)] == ["mpi"] and not script.mentions("is_mpi_available"):
             yield at(
                 given,
-                'backend "mpi" needs a PyTorch built with MPI, which no published wheel is; use "gloo" (CPU) or "nccl" '
+                'backend "mpi" needs a PyTorch built with MPI, and no published wheel was; use "gloo" (CPU) or "nccl" '
                 "(GPU)",
                 "warning" if job.launcher in _OF_MPI else "error",
             )
@@ -280,7 +280,7 @@ _OF_MPI = ("mpirun", "mpiexec", "horovodrun")
     right='dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")',
 )
 def nccl_without_gpu(script: Script, job: CheckedJob) -> Iterator[Found]:
-    """nccl moves data between GPUs only: in a job whose pods have none the group does not form."""
+    """nccl moves data between GPUs only. If the pods of the job have none, the group does not form."""
     if job.gpus != 0 or _other_backend_is_asked_for(job):
         return
     for call in script.inits:
@@ -425,8 +425,8 @@ def other_node(text: str, job: str) -> str:
 
 @rule("warning", wrong='hosts = ["digits-0.digits", "digits-1.digits"]', right="dns: all  # in the spec of the job")
 def other_node_named(script: Script, job: CheckedJob) -> Iterator[Found]:
-    """Only where the job is known. A pod that the job's Service does not select has no DNS name, and unless spec.dns is
-    all the Service selects node 0 alone: the name of another node does not resolve."""
+    """Only if the job is known. Without `dns: all` the job's Service selects node 0 alone, so the names of the other
+    nodes do not resolve."""
     if not job.only_leader_has_name:
         return
     documents = {node.value for node in script.nodes if isinstance(node, ast.Expr)}

@@ -1,4 +1,4 @@
-"""What a DDPJob tells about the script that it runs, and the mistakes in the YAML itself."""
+"""The facts in a DDPJob about its script, and mistakes in the YAML itself."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from ddpjob_operator.job.podspec import (
 
 FieldPath = tuple[str | int, ...]
 _STATE_BYTES = 12
-"""Of a parameter in float32: itself, and the two moments of Adam."""
+"""Bytes of state per parameter: float32 and the two moments of Adam."""
 _RANK_BYTES = _STATE_BYTES + 4
-"""What a rank on the CPU holds of it: its gradient too."""
+"""Bytes per parameter in a rank on the CPU, with the gradient."""
 _MIB = 1 << 20
 
 
@@ -47,96 +47,104 @@ YAML_RULES = (
     YamlRule(
         "image-missing",
         "warning",
-        "A container without an image runs locally, where none is used; a cluster refuses the job.",
+        "A container without an image. A local run uses none, but a cluster refuses the job. Add `image`.",
     ),
     YamlRule(
         "unknown-field",
         "warning",
-        "A field of the pod template that the API does not have, and that resembles none: an API server refuses it, "
-        "unless it is newer than the list of fields in this version. What resembles a field is refused at once.",
+        "A field of the pod template that the API does not have and that resembles none of its fields. An API server "
+        "refuses it, unless it is newer than the list of fields in this version. Correct or remove it. A field that "
+        "resembles another is a typo and an error at once.",
     ),
     YamlRule(
         "memory-limit-too-small",
         "warning",
-        "With `--parameters`: the pod's limit has no room for the state that ddprun keeps in memory, so a rank that is "
-        "killed costs the steps since the last save ([memory.md](memory.md#what-it-costs)).",
+        "With `--parameters`: the memory limit of the pod is too small for the state that ddprun keeps in memory, so a "
+        "killed rank costs the steps since the last save ([memory.md](memory.md#what-it-costs)). Raise the limit.",
     ),
     YamlRule(
         "script-missing",
         "error",
-        "The command ends after its launcher: `[torchrun]`, `[sh, -c, torchrun, train.py]`. It starts nothing.",
+        "The command ends after its launcher, `[torchrun]`, so nothing starts. Add the script.",
     ),
     YamlRule(
         "words-in-one",
         "error",
-        "`command: [torchrun train.py]` or `[torchrun, train.py --lr 0.1]`: no shell reads the command, so this is one "
-        "program, or one file, with a space in its name. Write one word an entry: `[torchrun, train.py]`.",
+        "`command: [torchrun train.py]` or `[torchrun, train.py --lr 0.1]`: no shell splits the words, so this is one "
+        "program, or one file, with a space in its name. Write one word per entry: `[torchrun, train.py]`.",
     ),
     YamlRule(
         "variable-keeps-nodes-apart",
         "error",
-        "With several nodes: a variable in `env` whose value is the same on all of them and may not be (`RANK`, "
-        "`NODE_RANK`, `PET_NODE_RANK`, `MASTER_ADDR: localhost`), or is another number than the job's (`WORLD_SIZE`, "
-        "`PET_NNODES`), where the command's program reads it. A value such as `$(NODE_RANK)` differs on each node. "
-        "A local run takes `localhost`.",
+        "With several nodes: `env` gives all of them the same value of a variable that must differ (`RANK`, "
+        "`NODE_RANK`, `PET_NODE_RANK`, `MASTER_ADDR: localhost`), or another number than the job's (`WORLD_SIZE`, "
+        "`PET_NNODES`), and the program reads it, so no common group forms. Remove it, or use a value that differs on "
+        "each node, such as `$(NODE_RANK)`. A local run accepts `localhost`.",
     ),
     YamlRule(
         "variable-of-ranks",
         "error",
-        "`torchrun --nnodes=$WORLD_SIZE --node-rank=$RANK`, as in a PyTorchJob: with several processes a node they are "
-        "variables of the ranks, and not set before torchrun has started them. `$NNODES` and `$NODE_RANK` are meant.",
+        "`torchrun --nnodes=$WORLD_SIZE --node-rank=$RANK`, as in a PyTorchJob: with several processes per node these "
+        "are variables of the ranks, which torchrun sets when it starts them. Use `$NNODES` and `$NODE_RANK`.",
     ),
     YamlRule(
         "variable-of-ranks-unset",
         "warning",
-        "A shell reads `$RANK` with several processes a node, and only the ranks have it, so `tee log_$RANK` is "
-        "one file for all nodes. In an option of the launcher it is `variable-of-ranks`.",
+        "A shell reads `$RANK` with several processes per node, but only the ranks have it, so `tee log_$RANK` writes "
+        "one file for all nodes. Use `$NODE_RANK`, or read it in each rank: `torchrun --no-python sh -c '…'`. In an "
+        "option of the launcher the rule is `variable-of-ranks`.",
     ),
     YamlRule(
         "variable-of-other-launcher-unset",
         "warning",
-        "A shell reads `$SLURM_JOB_ID` or another variable of Slurm or MPI, which is empty. In an option of a launcher "
-        "that must have a value, or as a rank of the script, it is `variable-of-other-launcher`.",
+        "A shell reads `$SLURM_JOB_ID` or another variable of Slurm or MPI, which is empty, because neither starts the "
+        "job. Use the job's variables. In an option of a launcher that needs a value, or as a rank of the script, the "
+        "rule is `variable-of-other-launcher`.",
     ),
     YamlRule(
         "not-expanded",
         "warning",
-        "`$DATA`, `$(date)`, `~/data`, `*.csv`, `>` or `&&` in a command that no shell reads: the program gets that "
-        "text. Kubernetes replaces `$(DATA)` by a value of `env`; `[sh, -c, …]` starts a shell.",
+        "`$DATA`, `$(date)`, `~/data`, `*.csv`, `>` or `&&` in a command that no shell reads: the program gets this "
+        "text. Write `$(DATA)`, which Kubernetes replaces by a value of `env`, or start a shell: `[sh, -c, …]`.",
     ),
     YamlRule(
         "argument-taken-by-launcher",
         "warning",
         "`torchrun train.py --log 5`: argparse before Python 3.12.8 takes `--log` for an abbreviation of torchrun's "
-        "`--log-dir` and `--logs-specs`, and ends with “ambiguous option”. What follows `--` is the script's: "
+        "`--log-dir` and `--logs-specs`, and fails with “ambiguous option”. Write `--` before the script's arguments: "
         "`torchrun train.py -- --log 5`.",
     ),
     YamlRule(
         "rendezvous-overridden",
         "warning",
-        "Another variable of the rendezvous in `env`: it counts in place of the job's. The job has an Event of it.",
+        "`env` sets another variable of the rendezvous, which replaces the job's. The job has an Event for it. Remove "
+        "the variable unless this is intended.",
     ),
     YamlRule(
         "exit-code-lost",
         "warning",
-        "A shell's script ends with 0 although its launcher has failed: `torchrun train.py | tee log`, `|| true`, "
-        "`; echo done`, `&`, `trap 'exit 0' EXIT` ([failures.md](failures.md#when-the-exit-code-is-lost)).",
+        "A shell script ends with 0 although its launcher failed, so the job counts as done: "
+        "`torchrun train.py | tee log`, `|| true`, `; echo done`, `&`, `trap 'exit 0' EXIT`. The message has the fix "
+        "([failures.md](failures.md#when-the-exit-code-is-lost)).",
     ),
     YamlRule(
         "pipefail-in-sh",
         "warning",
-        "`sh -c 'set -o pipefail; …'`: where sh is dash, as in Debian and Ubuntu, it has no such option, and ends at "
-        "once.",
+        "`sh -c 'set -o pipefail; …'`: if sh is dash (Debian, Ubuntu), it does not know this option and exits at once. "
+        "Use bash.",
     ),
     YamlRule(
         "shell-keeps-signals",
         "warning",
-        "A shell that waits for its launcher does not hand SIGTERM over to it, so a drain or a stop saves nothing: "
-        "`torchrun train.py; echo done`, and `sh -c 'torchrun train.py'` where sh is dash, as in Debian and Ubuntu. "
-        "`exec torchrun train.py` gets it. So does a trap, but it has to `wait` until the launcher has ended.",
+        "A shell that waits for its launcher does not forward SIGTERM, so a drain or a stop saves nothing: "
+        "`torchrun train.py; echo done`, and `sh -c 'torchrun train.py'` if sh is dash (Debian, Ubuntu). End the "
+        "script with `exec torchrun train.py`. A trap works as well if it then waits until the launcher has ended.",
     ),
     YamlRule(
-        "launcher-option", "warning", "The launcher, or an option of it, has a consequence. The job has an Event of it."
+        "launcher-option",
+        "warning",
+        "The launcher, or one of its options, has a side effect in a DDPJob. The message and an Event of the job name "
+        "it.",
     ),
 )
 _EVERYWHERE = {
@@ -144,11 +152,11 @@ _EVERYWHERE = {
     "exit-code-lost", "pipefail-in-sh",
 }  # fmt: skip
 CLUSTER_ONLY = frozenset(rule.name for rule in YAML_RULES if rule.severity == "warning") - _EVERYWHERE
-"""What is of no account to a local run, and what it says itself, as Events."""
+"""Warnings that do not matter to a local run, or that it prints itself as Events."""
 
 
 def known(job: api.DDPJob) -> CheckedJob:
-    """The context in which the job's script is checked."""
+    """Return the facts with which the job's script is checked."""
     template = job.spec.template
     started = launcher.facts(job.spec).started
     return CheckedJob(
@@ -170,7 +178,7 @@ def known(job: api.DDPJob) -> CheckedJob:
 
 
 def _variables(template: dict[str, Any]) -> frozenset[str] | None:
-    """The names in env, and those that the command sets; None where more may be set, by envFrom or in a shell."""
+    """Return the names set by env and by the command; None if envFrom or a shell may set more."""
     trainer = trainer_container(template) or {}
     words = podspec.command_of(template)
     if trainer.get("envFrom") or command.is_shell(words):
@@ -182,16 +190,16 @@ def _variables(template: dict[str, Any]) -> frozenset[str] | None:
 def mistakes(
     job: api.DDPJob, parameters: int = 0, script: str = "", given: Collection[str] = (), *, local: bool = False
 ) -> Iterator[tuple[FieldPath, str, str]]:
-    """(field, rule, message) of what is wrong in the YAML itself and yet a valid job. parameters: of the model; 0: not
-    known. script: the text of the job's script; "": not known. given: variables that the trainer has from outside.
-    local: all nodes are on this machine."""
+    """Yield (field, rule, message) for each mistake in the YAML of a valid job. parameters: of the model; 0 if unknown.
+    script: the text of the job's script; "" if unknown. given: variables that the trainer has from outside. local: all
+    nodes are on this machine."""
     template = job.spec.template
     by = launcher.facts(job.spec).launcher
     if not launcher.facts(job.spec).trainer.get("image"):
         yield (
             trainer_path(template),
             "image-missing",
-            "the trainer has no image, and a cluster refuses the job; add image",
+            "the trainer has no image, so a cluster refuses the job; add image",
         )
     for deviation in templates.deviations(template):
         if deviation.kind == "unknown":
@@ -200,8 +208,8 @@ def mistakes(
     yield from _of_command(job, script, given)
     if by and by.launcher == "torch.distributed.launch":
         yield command_path(template), "launch-deprecated", DEPRECATED
-    if parameters and (said := _too_small(job, parameters, _gpus(template))):
-        yield (*trainer_path(template), "resources", "limits", "memory"), "memory-limit-too-small", said
+    if parameters and (problem := _too_small(job, parameters, _gpus(template))):
+        yield (*trainer_path(template), "resources", "limits", "memory"), "memory-limit-too-small", problem
     if not topology.all_have_dns_names(job.spec):
         for field, text in _texts(template):
             if name := groups.other_node(text, job.metadata.name):
@@ -216,11 +224,11 @@ def mistakes(
 
 
 def _of_launch(job: api.DDPJob, local: bool) -> Iterator[tuple[FieldPath, str, str]]:
-    """What keeps the nodes apart, and what the job has Events of."""
+    """Yield mistakes that keep the nodes apart, and those for which the job has Events."""
     template = job.spec.template
     words = launcher.facts(job.spec).command
     if "command" in launcher.facts(job.spec).trainer and command.starts_nothing(words):
-        said = "the command ends after the launcher and its options, and names no script to start; add it"
+        said = "the command ends after the launcher and its options, so no script is started; add it"
         yield command_path(template), "script-missing", said
     if text := shells.cut_short(words):
         said = f"the shell runs only `{text}`: what follows the text after -c is not part of it; leave the shell out"
@@ -232,7 +240,7 @@ def _of_launch(job: api.DDPJob, local: bool) -> Iterator[tuple[FieldPath, str, s
     env = (*trainer_path(template), "env")
     wrong = list(variables.contradictions(job.spec, by_python=by_python, local=local))
     yield from (((*env, number), "variable-keeps-nodes-apart", text) for number, _, text in wrong)
-    # A pod with one process has them, as that of a script without a launcher.
+    # With one process per node the operator sets them in the pod, for scripts without a launcher.
     if topology.nproc_per_node(job.spec) > 1 or launcher.facts(job.spec).min_nodes is not None:
         for name, meant in launcher.of_ranks(job.spec):
             said = f"{name} is a variable of the ranks, not set before the launcher has started them; use {meant}"
@@ -244,7 +252,7 @@ def _of_launch(job: api.DDPJob, local: bool) -> Iterator[tuple[FieldPath, str, s
 
 
 def _apart(word: str) -> str:
-    """The list that is meant, as YAML."""
+    """Return the list of words that was probably meant, as YAML."""
     try:
         words = shlex.split(word)
     except ValueError:  # an open quote
@@ -254,16 +262,16 @@ def _apart(word: str) -> str:
 
 
 def _of_shell(words: list[str]) -> Iterator[tuple[str, str]]:
-    """What the shell around the launcher keeps to itself."""
+    """Yield (rule, message) for exit codes and signals that the shell around the launcher loses."""
     yield from (("exit-code-lost", text) for text in shells.lost_exit_codes(words))
     if shells.pipefail_in_sh(words):
         yield "pipefail-in-sh", shells.PIPEFAIL_IN_SH
-    if text := shells.signals_kept(words):
+    if text := shells.sigterm_warning(words):
         yield "shell-keeps-signals", text
 
 
 def _texts(template: Mapping[str, Any]) -> Iterator[tuple[FieldPath, str]]:
-    """What the trainer's command, arguments and variables say."""
+    """Yield the texts of the trainer's command, arguments and variables."""
     trainer, path = trainer_container(template) or {}, trainer_path(template)
     for field in ("command", "args"):
         for number, word in enumerate(listed if isinstance(listed := trainer.get(field), list) else ()):
@@ -273,14 +281,14 @@ def _texts(template: Mapping[str, Any]) -> Iterator[tuple[FieldPath, str]]:
 
 
 def _gpus(template: Mapping[str, Any]) -> int | None:
-    """GPUs of a pod; None where resource claims may bring some."""
+    """Return the GPUs of a pod; None if resource claims may add some."""
     resources = (trainer_container(template) or {}).get("resources")
     claimed = isinstance(resources, Mapping) and resources.get("claims")
     return None if claimed else gpus(template)
 
 
 def _of_command(job: api.DDPJob, script: str, given: Collection[str]) -> Iterator[tuple[FieldPath, str, str]]:
-    """What the command does otherwise than it looks."""
+    """Yield words of the command that do something else than they seem to."""
     path = command_path(job.spec.template)
     yield from ((path, "argument-taken-by-launcher", text) for text in in_command.taken_arguments(job))
     for place, text in in_command.unexpanded(job, script):
@@ -289,8 +297,8 @@ def _of_command(job: api.DDPJob, script: str, given: Collection[str]) -> Iterato
 
 
 def _too_small(job: api.DDPJob, parameters: int, gpus: int | None) -> str:
-    """What is wrong with the memory limit of a job under ddprun whose model has so many parameters, for the state in
-    memory (docs/memory.md); empty: nothing that is certain. gpus: of a pod; None: not known."""
+    """Return why the memory limit of a job under ddprun is too small for the state in memory (docs/memory.md); "" if it
+    may suffice. gpus: of a pod; None if unknown."""
     limit, by = limits(job.spec.template).get("memory"), launcher.facts(job.spec).launcher
     if limit is None or by is None or by.launcher != "ddprun":
         return ""
@@ -302,11 +310,11 @@ def _too_small(job: api.DDPJob, parameters: int, gpus: int | None) -> str:
     if quantity(limit) >= least:
         return ""
     copies = "two copies of its state" if by_cadence else "its state"
-    ranks = f" beside {nproc} x {_mib(_RANK_BYTES * parameters)} of the training itself" if gpus == 0 else ""
+    ranks = f" in addition to {nproc} x {_mib(_RANK_BYTES * parameters)} of the training" if gpus == 0 else ""
     return (
         f"{limit} is too small for {copies} in memory: {parameters:,} parameters with Adam in float32 take "
         f"{_mib(_STATE_BYTES * parameters)}{ranks}; set it to {_mib(least)} or more, "
-        "or a restart goes on from the folder"
+        "otherwise a restart continues from the last save in the folder"
     )
 
 

@@ -150,10 +150,10 @@ def _knows_all_options(script: Script, call: ast.Call) -> bool:
     right='command: [torchrun, --no-python, sh, -c, "exec python train.py --local_rank=$LOCAL_RANK"]',
 )
 def local_rank_not_passed(script: Script, job: CheckedJob) -> Iterator[Found]:
-    """torchrun and ddprun set LOCAL_RANK and pass no --local_rank. A script from before them that takes its default, -1
-    or None, for a single process forms no group there: each rank trains a model of its own, and the job succeeds. Where
-    it is the GPU, by the default 0 or -1 all ranks of a node use the first, which NCCL refuses (Duplicate GPU
-    detected), and None is refused by torch.cuda.set_device()."""
+    """torchrun and ddprun set LOCAL_RANK and do not pass --local_rank. An older script that treats the default, -1 or
+    None, as a single process then forms no group: each rank trains its own model, and the job succeeds. If the option
+    selects the GPU, the defaults 0 and -1 put all ranks of a node on the first, which NCCL refuses (Duplicate GPU
+    detected), and torch.cuda.set_device(None) raises an error."""
     # Without a launcher a single process may use all GPUs of its node, so it is a mistake only on several nodes.
     starts_ranks = job.by_torchrun or job.launcher == "ddprun" or (job.launcher == "python" and (job.nodes or 1) > 1)
     if not starts_ranks or job.has_one_rank or _is_given(job):

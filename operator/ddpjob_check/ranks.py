@@ -167,8 +167,8 @@ class Guard:
     """False for `if rank == 0 and not found: return`: perhaps all ranks reach the line."""
 
     def to_text(self, script: Script) -> str:
-        """Return `only where `rank == 0`` or `only where not `rank != 0``, for a message."""
-        return f"only where {'' if self.holds else 'not '}`{script.text_of(self.test)}`"
+        """Return `only if `rank == 0`` or `only if not `rank != 0``, for a message."""
+        return f"only if {'' if self.holds else 'not '}`{script.text_of(self.test)}`"
 
 
 def guard(script: Script, call: ast.Call) -> Guard | None:

@@ -243,8 +243,8 @@ _STARTS_OTHERWISE = (
     right='parser.add_argument("--local-rank", type=int, default=int(os.environ["LOCAL_RANK"]))',
 )
 def argument_value_for_name(script: Script, job: CheckedJob) -> Iterator[Found]:
-    """What follows the name in add_argument is another name of the same option: a number or a type there raises an
-    error at the start."""
+    """The arguments after the name in add_argument are further names of the option, so a number or a type there raises
+    an error."""
     if not script.mentions("argparse", "ArgumentParser"):
         return
     for call in script.methods_called("add_argument"):

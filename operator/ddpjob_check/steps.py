@@ -192,7 +192,7 @@ def _leaves_by_itself(script: Script, loop: Loop, steps: list[ast.Call]) -> Iter
         test = script.text_of(loop.test)
         yield at(
             loop,
-            f"while {test}: each rank has a value of its own here, and where one leaves, {waits}; {fix}",
+            f"while {test}: this value differs by rank, and if one leaves, {waits}; {fix}",
             "warning",
         )
     for branch in leavings(loop):
@@ -201,8 +201,8 @@ def _leaves_by_itself(script: Script, loop: Loop, steps: list[ast.Call]) -> Iter
         skips = isinstance(branch.body[-1], ast.Continue)
         if not skips or any(step.lineno > branch.lineno for step in steps):
             leaves_it = "skips the rest of the turn" if skips else "leaves the loop"
-            text = f"if {script.text_of(branch.test)}: each rank has a value of its own here"
-            yield at(branch, f"{text}, and where one {leaves_it}, {waits}; {fix}", "warning")
+            text = f"if {script.text_of(branch.test)}: this value differs by rank"
+            yield at(branch, f"{text}, and if one {leaves_it}, {waits}; {fix}", "warning")
 
 
 def _joined_inside(script: Script, statement: ast.If, steps: list[ast.Call]) -> bool:

@@ -31,8 +31,8 @@ _BUILTINS = {"print", "len", "id", "type", "str", "repr", "isinstance", "hasattr
     right="model = DDP(Net())\noptimizer = Adam(model.parameters())",
 )
 def model_not_wrapped(script: Script, job: CheckedJob) -> Iterator[Found]:
-    """Without DistributedDataParallel nothing averages the gradients: every rank trains a model of its own on its part
-    of the data, and no error is raised."""
+    """Without DistributedDataParallel nothing averages the gradients: every rank trains its own model on its part of
+    the data, and no error is raised."""
     if script.uses_a_framework or job.has_one_rank or not any(map(script.on_every_rank, script.inits)):
         return
     if _may_average(script) or not any(map(script.on_every_rank, script.methods_called("backward"))):
@@ -104,8 +104,8 @@ def _has_star_import(script: Script) -> bool:
 
 @rule("error", wrong="loss = model.module(x).mean()\nloss.backward()", right="loss = model(x).mean()\nloss.backward()")
 def forward_around_ddp(script: Script, job: CheckedJob) -> Iterator[Found]:
-    """DDP averages gradients only of a forward pass that went through it: after model.module(x) every rank trains a
-    model of its own, and no error is raised."""
+    """DDP averages gradients only after a forward pass through it: with model.module(x) every rank trains its own
+    model, and no error is raised."""
     if script.uses_a_framework or job.has_one_rank or script.mentions("no_sync"):
         return
     for call in script.calls:

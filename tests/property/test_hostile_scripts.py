@@ -28,7 +28,7 @@ def calls(script: str) -> int:
     """Return the function calls that following a script takes; unlike seconds they do not depend on the machine."""
     shell.read.cache_clear()
     profile = cProfile.Profile()
-    profile.runcall(exit_codes.fates, ["sh", "-c", script])
+    profile.runcall(exit_codes.launcher_exits, ["sh", "-c", script])
     return sum(entry.callcount for entry in profile.getstats())
 
 
@@ -39,13 +39,13 @@ def test_a_script_of_many_commands_is_followed_up_to_a_bound(piece: str) -> None
 
 
 @pytest.mark.parametrize("script", GROWING.values(), ids=GROWING)
-def test_a_script_that_doubles_its_text_with_each_step_is_given_up(script: str) -> None:
+def test_a_script_that_doubles_its_text_with_each_step_is_not_followed(script: str) -> None:
     """20 characters, `f(){ f $@ $@; }; f a`, must not exhaust the operator's memory."""
     assert calls(script) < CALLS_MAX
-    assert exit_codes.fates(["sh", "-c", script]) == ()
+    assert exit_codes.launcher_exits(["sh", "-c", script]) == ()
 
 
 def test_a_long_script_with_a_few_launchers_is_followed() -> None:
     script = "\n".join(f"echo 'step {i} of the preparation'; mkdir -p /data/{i}" for i in range(100))
-    fates = exit_codes.fates(["bash", "-c", f"{script}\ntorchrun a.py\ntorchrun b.py | tee log"])
-    assert [fate.lost for fate in fates] == ["next", "pipe"]
+    exits = exit_codes.launcher_exits(["bash", "-c", f"{script}\ntorchrun a.py\ntorchrun b.py | tee log"])
+    assert [one.lost for one in exits] == ["next", "pipe"]

@@ -19,7 +19,7 @@ FOREIGN = ("PET_", "DDPJOB_", "TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_", "WOR
 
 
 class Launcher(Cli):
-    """Starts agents, and marks all their processes so that survivors are found."""
+    """Starts agents, and marks all their processes to find survivors."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -28,13 +28,13 @@ class Launcher(Cli):
         self.env |= {"TMPDIR": str(folder / "tmp"), "DDPJOB_TERMINATION_LOG": str(folder / "termination.json")}
 
     def script(self, text: str, name: str = "train.py") -> Path:
-        """A script of the user."""
+        """Write a script of the user into the folder."""
         path = self.folder / name
         path.write_text(textwrap.dedent(text))
         return path
 
     def ddprun(self, *words: object, module: str = "ddprun", **env: str) -> subprocess.Popen[str]:
-        """`ddprun …` in the background."""
+        """Start `ddprun …` in the background."""
         return subprocess.Popen(
             [sys.executable, "-m", module, *map(str, words)],
             cwd=self.folder,
@@ -46,7 +46,7 @@ class Launcher(Cli):
         )
 
     def done(self, *words: object, **env: str) -> subprocess.CompletedProcess[str]:
-        """`ddprun …` to its end."""
+        """Run `ddprun …` to its end."""
         return finish(self.ddprun(*words, **env))
 
     def warm(self, *words: object, **env: str) -> subprocess.Popen[str]:
@@ -65,7 +65,7 @@ class Launcher(Cli):
 
 
 def finish(process: subprocess.Popen[Any], seconds: float = SECONDS_MAX) -> subprocess.CompletedProcess[str]:
-    """Wait for its end; return its output."""
+    """Wait for the end of an agent; return its output."""
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -73,11 +73,11 @@ def finish(process: subprocess.Popen[Any], seconds: float = SECONDS_MAX) -> subp
         out, err = process.communicate(timeout=10)
         raise AssertionError(f"it did not end\n{out}\n{err}") from None
     # The stacks of a stopped rank also name the fork server.
-    assert "Traceback" not in err or "ddprun/" not in err, err  # a traceback of ours
+    assert "Traceback" not in err or "ddprun/" not in err, err  # a traceback of the agent
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def forget_torchs_own(launcher: Launcher) -> None:
-    """torchrun leaves its log folder, and torch._dynamo the one of its cache."""
+    """Remove the log folder that torchrun leaves, and the cache folder that torch._dynamo leaves."""
     for folder in (launcher.folder / "tmp").glob("torch*"):
         subprocess.run(["rm", "-r", folder], check=True)

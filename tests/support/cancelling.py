@@ -8,9 +8,9 @@ from typing import Any
 
 
 async def ends_although(work: Coroutine[Any, Any, None], comes: Callable[[], object]) -> None:
-    """Cancel `work` in the turn of the loop in which `comes` completes its wait; it must end."""
+    """Cancel `work` in the iteration of the event loop in which `comes` completes its wait; it must end."""
     running = asyncio.create_task(work)
-    for _ in range(10):  # it has begun to wait
+    for _ in range(10):  # `work` is waiting now
         await asyncio.sleep(0)
     comes()
     running.cancel()

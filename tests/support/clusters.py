@@ -1,7 +1,7 @@
 """A namespace in a real cluster, an operator process that watches it, and kubectl to see what users see.
 
-Any cluster will do. The pods of these tests never get a node: they ask for one that is not there, and the test writes
-their status, as a kubelet would.
+Any cluster will do. The pods of these tests never get a node, because they request one that does not exist. The test
+writes their status, as a kubelet would.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def until(look: Callable[[], T | None], what: str, seconds: float = WAIT_SECONDS
 
 
 def kubectl(*arguments: str, stdin: object = None, check: bool = True) -> str:
-    """stdout and stderr together. Asserts that it succeeds."""
+    """Return stdout and stderr together. Assert that kubectl succeeds."""
     done = subprocess.run(
         ["kubectl", "--request-timeout=20s", *arguments],
         input=None if stdin is None else json.dumps(stdin),
@@ -73,8 +73,8 @@ def kubectl(*arguments: str, stdin: object = None, check: bool = True) -> str:
 
 
 def read(path: str) -> bytes | None:
-    """Return what the API server has at a path; None: nothing. For frequent reads, because kubectl takes a fifth of a
-    second of CPU, which the pods of these tests need."""
+    """Return the object at a path of the API server; None if there is none. For frequent reads, because kubectl takes a
+    fifth of a second of CPU, which the pods of these tests need."""
     server, headers, context = _access(os.environ["KUBECONFIG"])
     try:
         return answered(urllib.request.Request(server + path, headers=headers), 20, context)
@@ -91,8 +91,8 @@ def _access(_kubeconfig: str) -> tuple[str, dict[str, str], Any]:
 
 
 def skip_without_cluster() -> None:
-    """Skip unless a cluster was named. A named cluster must answer, and is waited for: otherwise hundreds of tests are
-    silently skipped while it is away."""
+    """Skip the test unless KUBECONFIG names a cluster. Wait for a named cluster; otherwise hundreds of tests would be
+    skipped silently while it is away."""
     if not os.environ.get("KUBECONFIG"):
         pytest.skip("KUBECONFIG is not set; these tests never use a cluster that was not named for them")
     if not shutil.which("kubectl"):
@@ -107,7 +107,7 @@ def skip_without_cluster() -> None:
 
 @contextlib.contextmanager
 def installed_crd() -> Iterator[None]:
-    """The CRD, removed afterwards if it was not there before."""
+    """Install the CRD; remove it afterwards if it was not there before."""
 
     def install() -> dict[str, object]:
         was_there = "NotFound" not in kubectl("get", "-f", str(CRD), check=False)
@@ -126,7 +126,7 @@ def installed_crd() -> Iterator[None]:
 
 
 def job(name: str = "digits", *, container: dict[str, Any] | None = None, **spec: Any) -> dict[str, Any]:
-    """A job whose pods find no node."""
+    """Return a job whose pods find no node."""
     trainer = {"name": "trainer", "image": "busybox", "command": ["torchrun", "train.py"]} | (container or {})
     pod = {"containers": [trainer], "nodeSelector": {"ddpjob.test/no-such-node": "true"}}
     return {
@@ -147,13 +147,13 @@ class Namespace:
 
     def make(self, **labels: str) -> Namespace:
         self.api.call("POST", "/api/v1/namespaces", {"metadata": {"name": self.name, "labels": labels}})
-        # Pods are refused until the controller has made it.
+        # Pods are refused until the controller has created the ServiceAccount.
         path = f"/api/v1/namespaces/{self.name}/serviceaccounts/default"
         until(lambda: self.api.find(path), "the namespace has its default service account")
         return self
 
     def remove(self) -> None:
-        """Finalizers that a test has put on pods go first."""
+        """Remove the namespace, after the finalizers that a test has put on pods."""
         with contextlib.suppress(Exception):
             for pod in self.pods():
                 if pod["metadata"].get("finalizers"):
@@ -170,10 +170,10 @@ class Namespace:
         self.api.call("PATCH", path, body, APPLY)
 
     def create(self, kind: str, body: dict[str, Any]) -> Any:
-        """A core object: pods, services, resourcequotas."""
+        """Create a core object: pods, services, resourcequotas."""
         return self.api.call("POST", f"/api/v1/namespaces/{self.name}/{kind}", body)
 
-    # ---------------------------------------------------------------- what is there
+    # ---------------------------------------------------------------- reading
 
     def pods(self, *, accept: str = "application/json") -> list[dict[str, Any]]:
         found = self.api.call("GET", f"/api/v1/namespaces/{self.name}/pods", accept=accept)["items"] or []
@@ -197,11 +197,11 @@ class Namespace:
         return found
 
     def shown(self, path: str, name: str = "digits") -> str:
-        """What kubectl shows under a JSONPath of the job."""
+        """Return what kubectl shows for a JSONPath of the job."""
         return self.kubectl("get", "ddp", name, "-o", f"jsonpath={{{path}}}")
 
     def events(self, name: str = "digits") -> list[str]:
-        """Reasons, in order."""
+        """Return the reasons of the job's events, in order."""
         found = self.api.call("GET", f"/api/v1/namespaces/{self.name}/events")["items"]
         ours = [e for e in found if e["involvedObject"]["name"] == name and e["involvedObject"]["kind"] == types.KIND]
         return [e["reason"] for e in sorted(ours, key=lambda e: int(e["metadata"]["resourceVersion"]))]
@@ -221,7 +221,7 @@ class Namespace:
             pytest.fail(f"{name} is not {state} {reason} after {seconds:g} s, but: {status}")
         return str(status.get("message", ""))
 
-    # ---------------------------------------------------------------- what a kubelet and its users do
+    # ---------------------------------------------------------------- acting as kubelet and user
 
     def set_pod(self, name: str, phase: str, state: dict[str, Any]) -> None:
         container = {"name": "trainer", "image": "busybox", "imageID": "", "restartCount": 0}
@@ -231,17 +231,17 @@ class Namespace:
         self.api.call("PATCH", path, {"status": status}, MERGE)
 
     def runs(self, *names: str) -> None:
-        """These pods' trainers run."""
+        """Let the trainers of these pods run."""
         for name in names:
             self.set_pod(name, "Running", {"running": {"startedAt": _now()}})
 
     def exits(self, name: str, code: int = 0, message: str = "") -> None:
-        """This pod's trainer ends by itself."""
+        """Let the trainer of this pod end by itself."""
         ended = {"exitCode": code, "reason": "Error" if code else "Completed", "finishedAt": _now(), "message": message}
         self.set_pod(name, "Failed" if code else "Succeeded", {"terminated": ended})
 
     def hold(self, *names: str) -> None:
-        """These pods stay after their deletion until they are released, as if they took their time to stop."""
+        """Keep these pods after their deletion until they are released, as if they stopped slowly."""
         for name in names:
             self._finalizers(name, ["ddpjob.test/hold"])
 
@@ -253,20 +253,20 @@ class Namespace:
             self.api.call("POST", f"/api/v1/namespaces/{self.name}/pods/{name}/binding", body)
 
     def release(self, *names: str) -> None:
-        """Let these pods stop. For one with a node the kubelet reports that, by a delete without a grace."""
+        """Let these pods stop. For a pod with a node the kubelet reports that by a delete without grace period."""
         for name in names:
             self._finalizers(name, [])
             path = f"/api/v1/namespaces/{self.name}/pods/{name}"
             found = self.api.find(path)
             if found is not None and found["metadata"].get("deletionTimestamp"):
-                with contextlib.suppress(urllib.error.HTTPError):  # it has gone meanwhile
+                with contextlib.suppress(urllib.error.HTTPError):  # already deleted
                     self.api.call("DELETE", path, {"gracePeriodSeconds": 0})
 
     def has_pods(self, *names: str, seconds: float = WAIT_SECONDS) -> None:
         until(lambda: set(names) <= set(self.pod_names()), f"{', '.join(names)} are created", seconds)
 
     def start(self, name: str = "digits", **spec: Any) -> dict[str, str]:
-        """A job that runs; gives its pods' uids."""
+        """Create a job and let it run; return the uids of its pods."""
         self.apply(job(name, **spec))
         names = [f"{name}-1-{rank}" for rank in range(spec.get("nodes", 2))]
         self.has_pods(*names)
@@ -280,7 +280,7 @@ class Namespace:
 
 
 class Operator:
-    """The operator as a process, behind the proxy."""
+    """The operator as a process that connects through the proxy."""
 
     def __init__(
         self,
@@ -293,7 +293,7 @@ class Operator:
         **variables: str,
     ) -> None:
         """constants: of reflector.py, whose period is too long for a test. anew: start a new Python instead of a copy
-        of this process, which is a second faster but has pytest's memory. variables: its environment."""
+        of this process, which is a second faster but has the memory of pytest. variables: the environment."""
         self._api = api
         self._folder = tempfile.TemporaryDirectory()
         self.log_file = Path(self._folder.name, "operator.log")
@@ -317,7 +317,7 @@ class Operator:
                 self.process = warm.start_operator(environment, log)
 
     def log_in_as(self, token: str) -> None:
-        """Writes the kubeconfig, as whoever rotates a token does."""
+        """Write the kubeconfig, as a token rotation does."""
         config = {
             "apiVersion": "v1",
             "kind": "Config",
@@ -334,17 +334,17 @@ class Operator:
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU time so far."""
+        """CPU time of the operator so far."""
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     @property
     def memory_bytes(self) -> int:
-        """Resident set."""
+        """Resident memory of the operator."""
         return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def watches(self, jobs: int = 1) -> Operator:
-        """Wait until it watches pods, services and jobs (in so many namespaces)."""
+        """Wait until the operator watches pods, services and jobs (in so many namespaces)."""
 
         def there() -> bool:
             assert self.process.poll() is None, f"the operator has ended: {self.log}"
@@ -355,7 +355,7 @@ class Operator:
         return self
 
     def stop(self) -> int:
-        """SIGTERM; the exit code."""
+        """Send SIGTERM and return the exit code."""
         self.process.terminate()
         try:
             return self.process.wait(20)
@@ -365,7 +365,7 @@ class Operator:
             raise
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         self.process.kill()
         self.process.wait(5)
 

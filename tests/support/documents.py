@@ -15,7 +15,7 @@ _NOT_RUN = re.compile(r"<!-- not run: (.+) -->")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its language, its text, and why it cannot run; empty where it can."""
+    """A fenced block: its language, its text, and why it cannot run ("" if it can)."""
 
     page: Path
     line: int
@@ -28,7 +28,7 @@ class Block:
 
 
 def blocks(*kinds: str) -> list[Block]:
-    """All blocks of some languages, without docs/check.md: it is written from the rules, whose tests have its code."""
+    """Return all blocks of these languages, except those of docs/check.md, which is generated from the rules."""
     return list(_blocks(kinds))
 
 
@@ -45,12 +45,12 @@ def _blocks(kinds: tuple[str, ...]) -> Iterator[Block]:
 
 
 def prose(page: Path) -> str:
-    """A page without its code."""
+    """Return a page without its code."""
     return re.sub(r"`[^`\n]+`", "", re.sub(r"```.*?\n```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL))
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub and MkDocs make them."""
+    """Return the anchors of a page's headings, as GitHub and MkDocs make them."""
     text = re.sub(r"```.*?\n```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     found = re.findall(r"^#+ +(.+?) *$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}

@@ -1,4 +1,4 @@
-"""A training that ends the same with any number of nodes, and a run of it that nothing happens to."""
+"""A training with the same result for any number of nodes, and an undisturbed run of it."""
 
 from __future__ import annotations
 

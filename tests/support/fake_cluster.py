@@ -1,4 +1,4 @@
-"""An API server as far as the command line needs one, in a thread: objects by path, patches, dry runs, pods' logs."""
+"""A small API server for tests of the command line, in a thread: objects by path, patches, dry runs, logs of pods."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS = {"ddpjobs": ("training.ddpjob.io", "ddpjobs.training.ddpjob.io"), "confi
 
 
 class FakeCluster:
-    """`objects` may be read and changed at any time; what a test adds is there at the next request."""
+    """A test may read and change `objects` at any time; the next request sees the change."""
 
     def __init__(self) -> None:
         self.objects: dict[str, Raw] = {}
@@ -53,7 +53,7 @@ class FakeCluster:
         """Called with a job that was patched: what an operator would do."""
 
     def add(self, plural: str, body: Raw, namespace: str = "default") -> Raw:
-        """An object, as if it were created; it gets a uid and a time."""
+        """Add an object with a uid and a creation time."""
         group = "/apis/training.ddpjob.io/v1alpha1" if plural == "ddpjobs" else "/api/v1"
         path = f"{group}/namespaces/{namespace}/{plural}/{body['metadata']['name']}"
         metadata = {"namespace": namespace, "uid": uuid.uuid4().hex, "creationTimestamp": "2026-01-01T00:00:00Z"}
@@ -61,19 +61,19 @@ class FakeCluster:
         return self.objects[path]
 
     def find(self, plural: str, name: str = "", namespace: str = "default") -> Any:
-        """An object by its name, or the only one; None where it is not there."""
+        """Return an object by name, or the only one; None if it does not exist."""
         found = [raw for path, raw in self.objects.items() if f"/{namespace}/{plural}/{name}" in path]
         return found[0] if found else None
 
     def wait_for(self, request: str, times: int = 1, seconds: float = 30) -> None:
-        """Until so many requests of a kind have come."""
+        """Wait for so many requests of a kind."""
         end = time.monotonic() + seconds
         while self.requests.count(request) < times:
             assert time.monotonic() < end, f"no {request} came: {self.requests}"
             time.sleep(0.02)
 
     def after(self, request: str, do: Callable[[], None]) -> None:
-        """Do something once the next request of a kind has come."""
+        """Call a function when the next request of a kind arrives."""
         times = self.requests.count(request) + 1
 
         def wait() -> None:
@@ -85,7 +85,7 @@ class FakeCluster:
     # ------------------------------------------------------------------ requests
 
     def handle(self, method: str, raw_path: str, body: Any) -> tuple[int, Any]:
-        """Answer a request, and count it as soon as it is known, so that later changes of the test do not affect it."""
+        """Answer a request. It is counted on arrival, so that later changes by the test do not affect it."""
         answer = self._answer(method, raw_path, body)
         asked = read(method, urllib.parse.urlsplit(raw_path).path)
         self.requests.append(f"{asked.verb} {asked.resource}{' (dry run)' if 'dryRun' in raw_path else ''}")
@@ -150,7 +150,7 @@ class FakeCluster:
         return found
 
     def changes(self, path: str, query: dict[str, str]) -> Iterator[Raw]:
-        """The events of a watch of pods, for ten seconds."""
+        """Send the events of a watch of pods for ten seconds."""
         sent: dict[str, str] = {}
         end = time.monotonic() + 10
         while time.monotonic() < end:
@@ -174,11 +174,11 @@ class FakeCluster:
         return path.endswith("/log") and not refused
 
     def shows_changes(self, query: dict[str, str]) -> bool:
-        """Whether a request is a watch, which is not refused."""
+        """True if a request is a watch, which is never refused."""
         return "watch" in query and "watch pods" not in self.forbidden
 
     def log_lines(self, name: str, *, follow: bool) -> Iterator[str]:
-        """What a pod has printed; with `follow`, until it has ended."""
+        """Send the log of a pod; with `follow` until the pod has ended."""
         sent = 0
         while True:
             pod = self.find("pods", name)
@@ -193,7 +193,7 @@ class FakeCluster:
 
 
 def pod(job: str, attempt: int = 1, place: int = 0, *, exit_code: int | None = None, node: str = "n1") -> Raw:
-    """A pod of a job: it runs, or has ended."""
+    """Return a pod of a job that is running or has ended."""
     state: Raw = {"running": {}} if exit_code is None else {"terminated": {"exitCode": exit_code}}
     phase = "Running" if exit_code is None else "Failed" if exit_code else "Succeeded"
     prefix = "training.ddpjob.io"
@@ -209,12 +209,12 @@ def pod(job: str, attempt: int = 1, place: int = 0, *, exit_code: int | None = N
 
 class _Server(ThreadingHTTPServer):
     def handle_error(self, *_: Any) -> None:
-        """A client that has gone is no news."""
+        """Ignore clients that have disconnected."""
 
 
 @contextmanager
 def fake_cluster(folder: Path, namespace: str = "") -> Iterator[tuple[FakeCluster, Path]]:
-    """A server on loopback, and a kubeconfig for it with one context `test`."""
+    """Serve on loopback, with a kubeconfig that has one context `test`."""
     cluster = FakeCluster()
 
     class Handler(BaseHTTPRequestHandler):
@@ -265,7 +265,7 @@ def fake_cluster(folder: Path, namespace: str = "") -> Iterator[tuple[FakeCluste
         do_GET = do_POST = do_PATCH = do_DELETE = _any  # noqa: N815
 
         def log_message(self, *_: Any) -> None:
-            """Silent."""
+            """Log nothing."""
 
     server = _Server(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
@@ -280,7 +280,7 @@ def fake_cluster(folder: Path, namespace: str = "") -> Iterator[tuple[FakeCluste
 
 
 def kubeconfig(folder: Path, url: str, namespace: str = "") -> Path:
-    """A kubeconfig with one context `test`."""
+    """Write a kubeconfig with one context `test`."""
     context = {"cluster": "test", "user": USER} | ({"namespace": namespace} if namespace else {})
     config = {
         "apiVersion": "v1",
@@ -299,7 +299,7 @@ def _printed(cluster: FakeCluster, name: str, query: dict[str, str]) -> Iterator
     """Yield the lines of a log that a request asks for, counting it when the first one was sent. Raise
     ConnectionAbortedError for a fault."""
     printed = len(cluster.logs.get(name, ()))
-    # As if a line had come each second, up to now.
+    # Timestamps as if one line had been printed each second until now.
     skipped = max(0, *(printed - int(query.get(part, printed)) for part in ("tailLines", "sinceSeconds")))
     if skipped == printed:
         cluster.requests.append("get pods/log")
@@ -324,13 +324,13 @@ def _printed(cluster: FakeCluster, name: str, query: dict[str, str]) -> Iterator
 
 
 def _time(number: int, zone: dt.timezone) -> str:
-    """As the kubelet writes it, with nanoseconds."""
+    """Return a time with nanoseconds, as the kubelet writes it."""
     text = START.astimezone(zone).isoformat()
     return f"{text[:19]}.{number:09d}{text[19:].replace('+00:00', 'Z')}"
 
 
 def _patch(raw: Raw, body: Any) -> None:
-    """A merge patch, or a JSON patch that appends."""
+    """Apply a merge patch, or a JSON patch that appends."""
     if isinstance(body, list):
         for change in body:
             *parents, last = change["path"].strip("/").split("/")

@@ -1,7 +1,7 @@
-"""A proxy before a real API server that breaks what a test wants broken, and counts what goes through.
+"""A proxy in front of a real API server that injects faults and counts requests.
 
-It listens on loopback without TLS. Whoever comes with the token `cluster` is let in with the identity of KUBECONFIG;
-any other token is passed on as it is.
+It listens on loopback without TLS. Requests with the token `cluster` get the identity of KUBECONFIG; any other token is
+passed on unchanged.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _HOP = {"host", "authorization", "content-length", "transfer-encoding", "connect
 
 @dataclass(frozen=True)
 class Seen:
-    """One request of the operator."""
+    """A request of the operator."""
 
     verb: str
     resource: str
-    """pods, ddpjobs/status: as RBAC calls it."""
+    """The resource as RBAC names it: pods, ddpjobs/status."""
     namespace: str
     name: str
     at: float
@@ -51,10 +51,10 @@ class Seen:
 
 @dataclass
 class Fault:
-    """A fault for the next `times` requests with `str(seen) == what`; an empty `what` is any request. `status`, `body`
-    and `headers` answer without the server, `text` is sent unchanged, such as a proxy's HTML. `lost`: the server
-    executes it, but the answer never arrives. `cut`: the answer arrives in part. `seconds`: it is passed on so much
-    later."""
+    """A fault for the next `times` requests with `str(seen) == what`; an empty `what` matches any request. `status`,
+    `body` and `headers` answer without the server. `text` is sent unchanged, such as the HTML of a proxy. `lost`: the
+    server executes the request, but the answer never arrives. `cut`: part of the answer arrives. `seconds`: delay
+    before the request is passed on."""
 
     what: str
     status: int = 0
@@ -73,16 +73,16 @@ class Fault:
 
 @dataclass
 class LostEvent:
-    """An event of a watch that never arrives, while all later ones do."""
+    """A watch event that is dropped, while all later ones arrive."""
 
     resource: str
     kind: str
     where: Callable[[Any], bool]
-    """Of the event's object."""
+    """The name of the event's object."""
     happened: int = 0
 
     def takes(self, resource: str, line: bytes) -> bool:
-        """Whether it is this one."""
+        """True if this event is meant."""
         if self.happened or resource != self.resource or not line.strip():
             return False
         event = json.loads(line)
@@ -93,7 +93,7 @@ class LostEvent:
 
 
 class FaultyApi:
-    """Use as a context manager; all methods may be called from the test's thread."""
+    """A context manager; its methods may be called from the thread of the test."""
 
     def __init__(self) -> None:
         self.seen: list[Seen] = []
@@ -116,38 +116,38 @@ class FaultyApi:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5)
 
-    # ---------------------------------------------------------------- what a test says
+    # ---------------------------------------------------------------- faults
 
     def break_(self, what: str, status: int = 0, **more: Any) -> Fault:
-        """See Fault."""
+        """Add a Fault."""
         fault = Fault(what, status, **more)
         self.faults.append(fault)
         return fault
 
     def lose_event(self, resource: str, kind: str, where: Callable[[Any], bool] = lambda _: True) -> LostEvent:
-        """See LostEvent. kind: ADDED, MODIFIED or DELETED."""
+        """Add a LostEvent. kind: ADDED, MODIFIED or DELETED."""
         lost = LostEvent(resource, kind, where)
         self.lost.append(lost)
         return lost
 
     def mend(self) -> None:
-        """No faults from now on."""
+        """Remove all faults."""
         self.faults.clear()
         self.lost.clear()
 
     def close_watches(self, resource: str = "", *, gone: bool = False) -> int:
-        """Ends the watches of a resource, or of all; gone: with an ERROR event of 410. Returns how many."""
+        """End the watches of a resource, or all; gone: with an ERROR event of 410. Return how many there were."""
         return self._run(self._close_watches(resource, gone))
 
     def requests(self, *, since: float = 0.0) -> collections.Counter[str]:
-        """How often each verb on each resource was asked for."""
+        """Return how often each verb was requested on each resource."""
         return collections.Counter(str(s) for s in self.seen if s.at >= since)
 
     def writes(self, *, since: float = 0.0) -> list[str]:
-        """All that was to change something."""
+        """Return all requests that change something."""
         return [f"{s} {s.namespace}/{s.name}" for s in self.seen if s.writes and s.at >= since]
 
-    # ---------------------------------------------------------------- for the test's own requests
+    # ---------------------------------------------------------------- requests of the test
 
     def call(
         self,
@@ -158,10 +158,8 @@ class FaultyApi:
         *,
         accept: str = "application/json",
     ) -> Any:
-        """A request with the identity of KUBECONFIG that is not counted. Raises HTTPError.
-
-        body: bytes are sent as they are, and what is answered is not read: it may be no JSON for Python.
-        """
+        """Send a request with the identity of KUBECONFIG, uncounted. Raise HTTPError. body: bytes are sent unchanged,
+        and the answer is not parsed."""
         headers = {"Authorization": f"Bearer {OWN_TOKEN}", NOT_COUNTED: "1", "Content-Type": kind, "Accept": accept}
         data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, headers, method=method)
@@ -169,7 +167,7 @@ class FaultyApi:
         return None if isinstance(body, bytes) else json.loads(answer)
 
     def find(self, path: str) -> Any:
-        """An object, or None."""
+        """Return an object; None if it does not exist."""
         try:
             return self.call("GET", path)
         except urllib.error.HTTPError as error:
@@ -294,7 +292,7 @@ class FaultyApi:
 
 
 def read(method: str, path: str, query: dict[str, str], token: str = "") -> Seen:
-    """Verb, resource, namespace and name of a request."""
+    """Return verb, resource, namespace and name of a request."""
     parts = [p for p in path.split("/") if p]
     parts = parts[2:] if parts[:1] == ["api"] else parts[3:] if parts[:1] == ["apis"] else []
     namespace = ""
@@ -311,6 +309,6 @@ def read(method: str, path: str, query: dict[str, str], token: str = "") -> Seen
 
 @contextlib.contextmanager
 def faulty_api() -> Iterator[FaultyApi]:
-    """A proxy that is stopped at the end."""
+    """Yield a proxy and stop it at the end."""
     with FaultyApi() as api:
         yield api

@@ -1,4 +1,4 @@
-"""A port for a test, that stays its own."""
+"""A port that stays reserved for a test."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ _HELD: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """Bound and not listening, so nobody else is given it, however late a server of the test takes it."""
+    """Return a port that stays bound and does not listen, so nobody else gets it before a server of the test uses
+    it."""
     _HELD.append(ports.hold())
     return ports.number(_HELD[-1])

@@ -57,7 +57,7 @@ def _trainer(raw: Raw) -> Raw:
 
 
 def _list(path: str, item: Callable[[str, int], Any]) -> Put:
-    """A list of the pod's spec, or of its trainer's container."""
+    """Fill a list of the pod's spec, or of its trainer's container."""
 
     def put(raw: Raw, count: int, draw: random.Random) -> None:
         *parents, last = path.split(".")
@@ -137,7 +137,7 @@ STATUSES: dict[str, Callable[[int], Any]] = {
 
 
 def job(draw: random.Random) -> tuple[str, Raw]:
-    """A job of up to 1.5 MB, and what was put into it."""
+    """Return a job of up to 1.5 MB and a description of it."""
     raw, put = manifest(), []
     for name in draw.sample(sorted(PUTS), draw.choice((1, 1, 2, 3))):
         before, count = json.dumps(raw), int(10 ** draw.uniform(1, 4.5))
@@ -153,7 +153,7 @@ def job(draw: random.Random) -> tuple[str, Raw]:
 
 
 def steps(raw: Raw) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Return the operator's uninterrupted steps with it, in order, as functions."""
+    """Return the steps that the operator does with the job without a pause, in order, as functions."""
     content = orjson.dumps(raw)
     read = reading.obj(content)  # longer JSON is read in a thread
     jobs = Jobs(lambda _key: None, reading.job)
@@ -194,7 +194,7 @@ def _planned(job: api.DDPJob, problems: list[validation.Problem]) -> Iterator[tu
 
 
 def calls(work: Callable[[], object]) -> int:
-    """Return the number of calls meanwhile, including those of C, which does not depend on the machine's load."""
+    """Return the number of function calls, including those of C. Unlike time it does not depend on the load."""
     counted = 0
 
     def count(_frame: FrameType, event: str, _argument: object) -> None:
@@ -212,7 +212,7 @@ def calls(work: Callable[[], object]) -> int:
 
 @contextlib.contextmanager
 def warm() -> Iterator[None]:
-    """With the caches filled that each process fills once."""
+    """Run the block with caches filled that each process fills only once."""
     for _, work in steps(manifest()):
         work()
     yield

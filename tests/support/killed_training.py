@@ -31,5 +31,5 @@ def words(done: list[subprocess.CompletedProcess[str]], first: str) -> list[list
 
 
 def began(done: list[subprocess.CompletedProcess[str]]) -> list[int]:
-    """The steps at which its generations began, as the ranks have printed them."""
+    """Return the steps at which the generations began, as printed by the ranks."""
     return [int(step) for step, *_ in words(done, "BEGIN")]

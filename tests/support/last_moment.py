@@ -1,6 +1,6 @@
-"""A device that copies as late as it may: as the next optimizer step begins, or long after it if that does not wait.
+"""A device that copies as late as allowed: when the next optimizer step begins, or long after it if that does not wait.
 
-What it copies are the CPU's tensors, which a script changes as it would those of a device.
+It copies tensors of the CPU, which a script changes like those of a device.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 
 class Mark:
-    """The host sees it only at the third query."""
+    """An event that is reported as complete only at the third query."""
 
     def __init__(self) -> None:
         self._asked = 0
@@ -32,7 +32,7 @@ class Ticket(Mark):
         self._pairs = pairs
 
     def hold(self) -> None:
-        """Copy now at the latest if somebody waits for it, else much later."""
+        """Copy now if the host waits for the event, else much later."""
         for target, source in self._pairs:
             target.copy_(source)
         self._pairs = []

@@ -1,7 +1,7 @@
-"""A device that does its work later than it is given it, in any order that its streams allow; and ranks that have one.
+"""A device that executes its work late, in any order that its streams allow, and ranks that use it.
 
-What a device holds are tensors that only its work changes. Hosts are threads of which one runs at a time: one that
-waits for its device gives way to what the test chooses next.
+Only the work of a device changes its tensors. Hosts are threads, of which one runs at a time. A host that waits for its
+device lets the test choose what runs next.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 Work = Callable[[], bool]
-"""Does one thing, or returns False to wait for another stream or device."""
+"""Do one piece of work, or return False to wait for another stream or device."""
 
 
 class Killed(BaseException):
-    """Ends the thread of a host."""
+    """Raised to end the thread of a host."""
 
 
 class Host:
@@ -44,7 +44,7 @@ class Host:
         self._back.release()
 
     def pause(self, until: Callable[[], bool] = lambda: True) -> None:
-        """Called by the body: let others run until the condition holds."""
+        """Let others run until the condition holds. Called by the body."""
         self._waits = until
         self._back.release()
         self._turn.acquire()
@@ -56,7 +56,7 @@ class Host:
         return not self.ended and self._waits()
 
     def go_on(self) -> None:
-        """Until it pauses."""
+        """Run the thread until it pauses."""
         self._turn.release()
         self._back.acquire()
         if self.error is not None:
@@ -71,7 +71,7 @@ class Host:
 
 
 class Mark:
-    """A marker of the streams that the library uses."""
+    """An event of the streams that the library uses."""
 
     def __init__(self, device: LateDevice) -> None:
         self._device, self.reached = device, False
@@ -107,7 +107,7 @@ class LateDevice:
         self._owned: list[torch.Tensor] = []
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """From now on only the device's work changes it."""
+        """Keep a tensor that only the device's work changes from now on."""
         self._owned.append(tensor)
         return tensor
 
@@ -124,13 +124,13 @@ class LateDevice:
         return [stream for stream in (self.main, self.side) if stream]
 
     def work(self, stream: collections.deque[Work]) -> bool:
-        """Do the next thing of a stream, if it need not wait."""
+        """Do the next piece of work of a stream, unless it must wait."""
         if not stream[0]():
             return False
         stream.popleft()
         return True
 
-    # ---- what the library calls ----------------------------------------------------------------------------
+    # ---- the interface that the library uses ---------------------------------------------------------------
 
     def pin(self, memory: torch.Tensor) -> str:
         return ""

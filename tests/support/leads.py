@@ -1,4 +1,4 @@
-"""What the pure tests of node 0's decisions share."""
+"""Helpers for tests of the decisions of node 0."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def taken(found: LeaderState) -> list[Any]:
 
 
 def start(found: LeaderState, generation: int, *, preflight: bool = False) -> StartOrder:
-    """The order to start this generation of all its members."""
+    """Return the order to start this generation of all its members."""
     return StartOrder(generation, found.members, preflight)
 
 

@@ -16,7 +16,7 @@ SECONDS_MAX = 20
 
 
 class Limited(NamedTuple):
-    """The files of a cgroup."""
+    """The files of a memory cgroup."""
 
     limit: Path
     used: Path
@@ -53,7 +53,7 @@ def _place() -> tuple[Path, str, str]:
 
 
 def _remove(own: Path) -> None:
-    """Remove it: the kernel releases it a moment after its last process has ended."""
+    """Remove the cgroup. The kernel releases it shortly after its last process has ended."""
     end = time.monotonic() + SECONDS_MAX
     while own.exists():
         with contextlib.suppress(OSError):

@@ -260,7 +260,7 @@ def test_shares_that_would_be_dealt_out_once_more_are_refused():
     """Otherwise only 320 of 640 samples are trained, silently."""
     sampler = ddpjob.GlobalBatchSampler(8, 2, seed=1, rank=0, world_size=2)
     with pytest.raises(
-        ddpjob.ConfigurationError, match=r"BatchSamplerShard deals out batches .* Leave this DataLoader"
+        ddpjob.ConfigurationError, match=r"BatchSamplerShard distributes batches .* Do not pass this DataLoader"
     ):
         list(DataLoader(range(8), batch_sampler=BatchSamplerShard(sampler, 2)))
     alone = ddpjob.GlobalBatchSampler(8, 2, seed=1, rank=0, world_size=1)
@@ -411,7 +411,7 @@ def test_a_model_that_nobody_averages_over_the_ranks_is_refused(end_ranks, tmp_p
         trained(rank, 2, f"file://{tmp_path}/meet", 1, None, made_of=lambda model: model.module, global_batch=14)
 
     for outcome in end_ranks(body, 2):
-        assert outcome.error.startswith("ConfigurationError: model: a Sequential is no DistributedDataParallel, and")
+        assert outcome.error.startswith("ConfigurationError: model: a Sequential is no DistributedDataParallel, so")
         assert "Use world.wrap(model)" in outcome.error
 
 

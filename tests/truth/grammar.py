@@ -1,7 +1,7 @@
 """Training scripts drawn from choices: a recipe names one option of each, and `script` writes the whole program.
 
-Each script is right by the folder: what it does between two steps is done again, or is in the state, where it goes on
-from a save. So a run that was killed must end as one that was not, or the library has said before that it cannot.
+Each script resumes correctly from the folder: after a save everything that it does is repeated or is part of the state. So a
+killed run must end like an undisturbed one, unless the library has reported before the kill what it cannot restore.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 EPOCH = 10  # steps
 TOTAL = 40
 KILLS_MAX = 6  # of one run
-PLAIN = (0.8, 0.6, 0.3)  # how often a choice stays as plain as it can be; one of them for each script
+PLAIN = (0.8, 0.6, 0.3)  # probabilities that a choice stays the plainest; each script draws one of them
 
 # The first option of each is the plainest: shrinking goes there.
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -124,7 +124,7 @@ Recipe = Mapping[str, str]
 
 
 class Kill(NamedTuple):
-    """One failure: where it strikes, in which step, which rank, how, in which generation."""
+    """One failure: the place in the step, the step, the rank, the kind of failure, and the generation."""
 
     place: str
     step: int
@@ -138,32 +138,32 @@ HOWS = ("KILL", "KILL", "KILL", "raise", "TERM")
 
 
 class Draw(NamedTuple):
-    """A script, and what happens to it."""
+    """A script and its failures."""
 
     recipe: Recipe
     kills: tuple[Kill, ...]
     settled: bool = False
-    """Whether the first kill waits until all that was saved is in the folder."""
+    """True if the first kill waits until all saves are in the folder."""
 
 
 def plain() -> dict[str, str]:
-    """The plainest script."""
+    """Return the plainest script."""
     return {name: options[0] for name, options in CHOICES.items()}
 
 
 def recipe(**parts: str) -> dict[str, str]:
-    """The plainest script but for these parts."""
+    """Return the plainest script with these parts changed."""
     assert all(option in CHOICES[name] for name, option in parts.items()), parts
     return plain() | parts
 
 
 def parts_of(recipe: Recipe) -> dict[str, str]:
-    """What is not plain in it."""
+    """Return the parts that are not plain."""
     return {name: option for name, option in recipe.items() if option != CHOICES[name][0]}
 
 
 def drawn(seed: int, number: int = 0) -> Draw:
-    """The script that this seed draws, and the kills of its run of this number."""
+    """Return the script that this seed draws, and the kills of its run of this number."""
     chance = random.Random(seed)
     plain = chance.choice(PLAIN)
     found = {
@@ -178,14 +178,15 @@ def drawn(seed: int, number: int = 0) -> Draw:
 
 
 def _kill(chance: random.Random, recipe: Recipe, before: list[Kill], left: int) -> list[Kill]:
-    """One that follows those before, in the first part of the steps if more are to come. Empty if there is no place."""
+    """Return a kill after the given ones, early in the remaining steps if more kills follow; nothing if no step is
+    left."""
     how = chance.choice(HOWS)
     stops = recipe["mark"].startswith("stop") and recipe["save"] != "never" and not works_at_epoch_end(recipe)
-    if how == "TERM" and not stops:  # a script that stops before the end of its epoch leaves out what is done there
+    if how == "TERM" and not stops:  # a script that stops within an epoch skips the work at its end
         how = "KILL"
     place = chance.choice([place for place in PLACES if place != "reduced" or recipe["optimizer"] != "lbfgs"])
     ends = _epoch_ends(recipe)
-    # Often where epochs meet.
+    # Often at the boundary of two epochs.
     steps = ends if place == "epoch_end" or chance.random() < 0.3 else list(range(5, TOTAL - 2))
     later = [step for step in steps if step > (before[-1].step + 1 if before else 0)]
     if not later:
@@ -194,14 +195,15 @@ def _kill(chance: random.Random, recipe: Recipe, before: list[Kill], left: int) 
 
 
 def _epoch_ends(recipe: Recipe) -> list[int]:
-    """Steps after which an epoch ends; the sampler that is replaced goes on with batches of half the size."""
+    """Return the steps after which an epoch ends. The sampler that is replaced continues with batches of half the
+    size."""
     is_replaced = recipe["sampler"] == "replaced" and recipe["data"] == "sampler"
     return [10, 20, 23, 37] if is_replaced else [10, 20, 30]
 
 
 # ---- options that do not go together -----------------------------------------------------------------------------
 
-# Where the first is chosen, the second is as said. In this order.
+# If the first option is chosen, the second has this value. Applied in this order.
 RULES: tuple[tuple[tuple[str, str], dict[str, str]], ...] = (
     (("optimizer", "lbfgs"), {"accumulation": "none", "scaler": "none", "clip": "none", "second": "none"}),
     (("optimizer", "lbfgs"), {"model": "linear", "surgery": "none", "hook": "none"}),
@@ -258,7 +260,7 @@ RULES: tuple[tuple[tuple[str, str], dict[str, str]], ...] = (
 
 
 def normal(recipe: Recipe) -> dict[str, str]:
-    """The same, where options that do not go together are plain."""
+    """Return the recipe with options that cannot be combined made plain."""
     found = dict(recipe)
     for _ in range(3):
         for (name, option), others in RULES:
@@ -277,7 +279,7 @@ def normal(recipe: Recipe) -> dict[str, str]:
 
 
 def _plain_for(data: str, save: str) -> dict[str, str]:
-    """What is plain with these data."""
+    """Return the parts that must be plain with these data."""
     plain = {} if data == "sampler" else {"sampler": "one"}
     plain |= {} if data in OUR_LOADERS else {"augmented": "no"}
     return plain | ({} if data in BY_WORKERS and save == "epoch_end" else {"place_at_end": "next_epoch"})
@@ -287,17 +289,17 @@ BY_WORKERS = ("workers", "persistent_workers")
 OUR_LOADERS = ("loader", *BY_WORKERS)
 OUR_SAMPLERS = ("sampler", *OUR_LOADERS)
 SKIPPED = ("distributed", "plain_loader", "weighted", "iterable")
-"""Loaders whose batches are skipped up to the place of a resume."""
+"""Return the loaders whose batches are skipped up to the place of a resume."""
 
 
 def works_at_epoch_end(recipe: Recipe) -> bool:
-    """Whether the script does something between the last step of an epoch and its save."""
+    """True if the script does something between the last step of an epoch and its save."""
     places = {recipe[name] for name in ("scheduler_at", "average_at", "evaluation_at")}
     return "epoch_end" in places or recipe["extra"] in ("metric", "early_stop")
 
 
 def by_value(recipe: Recipe) -> bool:
-    """Whether something is saved as a value."""
+    """True if something is saved as a value."""
     return recipe["data"] in ("generator", *BY_WORKERS) or recipe["average"] == "deep_copy_by_value"
 
 
@@ -338,12 +340,12 @@ def saw(kind, step, value):
 
 
 def script(recipe: Recipe) -> str:
-    """The program."""
+    """Return the program of a recipe."""
     return _Writer(normal(recipe)).text()
 
 
 def names_of(recipe: Recipe) -> set[str]:
-    """What the script saves, by its names."""
+    """Return what the script saves, by name."""
     writer = _Writer(normal(recipe))
     return {*writer.names(), *writer.values()}
 
@@ -353,7 +355,7 @@ def _block(text: str, indent: int) -> str:
 
 
 class _Writer:
-    """Writes one script."""
+    """Writer of one script."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.r = recipe
@@ -456,7 +458,9 @@ class _Writer:
             "find_unused": ["find_unused_parameters=True"],
         }.get(self.r["ddp"], [])
         options += ["find_unused_parameters=True"] if self.r["parameters"].startswith("thawed") else []
-        if self.has("parameters", "thawed", "thawed_group"):  # DDP takes in what is trained when it is made
+        if self.has(
+            "parameters", "thawed", "thawed_group"
+        ):  # DDP registers parameters that require gradients when it is constructed
             lines.append("net.late.requires_grad_(True)")
         lines.append(f"model = DDP(net, {', '.join(options)})" if options else "model = world.wrap(net)")
         lines += self._hook()
@@ -616,7 +620,7 @@ class _Writer:
         }[self.r["extra"]]
 
     def names(self) -> dict[str, str]:
-        """What is saved as an object."""
+        """Return the names saved as objects."""
         found = {"model": "model", "optimizer": "optimizer"}
         if not self.has("scheduler", "none", "by_hand"):
             found["scheduler"] = "scheduler"
@@ -637,7 +641,7 @@ class _Writer:
         return found
 
     def values(self) -> dict[str, str]:
-        """What is saved as a value."""
+        """Return the names saved as values."""
         found = {}
         if self.has("data", *BY_WORKERS):
             found["sampler"] = "sampler.state_dict(epoch=epoch, batches=batches)"

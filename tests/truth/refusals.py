@@ -1,8 +1,8 @@
-"""What the library says that a restart does not give back, and what may differ then.
+"""What the library reports that a restart cannot restore, and the results that may differ then.
 
-A refusal excuses the parts of the end state that its sentence names, and what depends on them in that script. It must
-stand in the log before the failure, or if it is about a file, before a restart reads that. Nothing else is excused:
-where the memory is not used, the folder has all.
+A refusal allows differences in the parts of the final state that its sentence names, and in what depends on them in the
+script. It must be in the log before the failure, or if it is about a file, before a restart reads the file. No other
+difference is allowed: if the memory is not used, the folder has everything.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _RESUMED = re.compile(r"^ddpjob: (?:resumed at step \d+ from (?P<where>.*)|begin
 
 
 class Part(NamedTuple):
-    """One object of the end state of one rank; SAMPLES and LOSS are those of all its steps."""
+    """One object in the final state of one rank. SAMPLES and LOSS stand for those of all its steps."""
 
     rank: int
     name: str
@@ -30,9 +30,9 @@ class _Sentence(NamedTuple):
     says: str
     excuses: Callable[[re.Match[str], Recipe], Iterator[Part]]
     of_folder: bool = False
-    """Whether it is about the folder alone."""
+    """True if the refusal is about the folder only."""
     at_restart: bool = False
-    """Whether it comes with the restart: nobody could know before which rank would be late for a save."""
+    """True if it is logged at the restart, because it was unknown before which rank would be late for a save."""
 
 
 def _gradients(_: re.Match[str], recipe: Recipe) -> Iterator[Part]:
@@ -49,7 +49,7 @@ def _generators(found: re.Match[str], _: Recipe) -> Iterator[Part]:
 
 
 def _of_ranks(found: re.Match[str], recipe: Recipe) -> Iterator[Part]:
-    """What ranks that do not save have of their own."""
+    """Objects that differ on ranks that do not save."""
     for rank in map(int, re.findall(r"\d+", found["ranks"])):
         yield from (Part(rank, name) for name in GENERATORS)
         yield from (Part(rank, name) for name in _differ_by_rank(recipe))
@@ -65,7 +65,8 @@ def _augmented(_: re.Match[str], recipe: Recipe) -> Iterator[Part]:
 
 
 def _seeds_of_loaders(recipe: Recipe) -> Iterator[Part]:
-    """The generator from which a DataLoader draws a seed once more in a restart, if the training draws nothing else."""
+    """Return the generator from which a DataLoader draws a seed once more after a restart, if the training draws
+    nothing else from it."""
     if recipe["data"] == "plain_loader" and "torch" not in _drawn_from(recipe):
         yield from (Part(rank, "torch") for rank in (0, 1))
 
@@ -103,8 +104,8 @@ _SENTENCES = (
 
 
 def excused(log: str, recipe: Recipe, *, at_restart: bool = False, late: bool = False) -> tuple[set[Part], list[str]]:
-    """The parts that may differ, and the sentences that say so. log: of the killed run. at_restart: also those that
-    come with the restart, and not before it. late: before the last kill, not the first."""
+    """Return the parts that may differ and the log sentences that allow it. log: of the killed run. at_restart: include
+    sentences that are logged only at the restart. late: up to the last kill, not the first."""
     before, _, after = log.rpartition("STRUCK ") if late else log.partition("STRUCK ")
     resumed = list(_RESUMED.finditer(log if late else after))
     is_from_folder = any("the memory on" not in (one["where"] or "") for one in resumed)
@@ -121,7 +122,7 @@ def excused(log: str, recipe: Recipe, *, at_restart: bool = False, late: bool = 
 
 
 def is_named_in(sentence: str, names: Iterable[str]) -> bool:
-    """Whether an error names an object of this script."""
+    """True if an error names an object of this script."""
     return not set(re.findall(r"\w+", sentence)).isdisjoint(names)
 
 
@@ -136,7 +137,7 @@ def _with_what_follows(parts: set[Part], recipe: Recipe) -> set[Part]:
 
 
 def _depends_on(part: Part, recipe: Recipe) -> Iterator[Part]:
-    """What other parts of the end state become of this one."""
+    """Return the parts of the final state that depend on this one."""
     if part.name in GENERATORS and part.name in _drawn_from(recipe):
         yield from _model(recipe)
     if part.name == "extra" and recipe["extra"] == "criterion":
@@ -148,7 +149,7 @@ def _depends_on(part: Part, recipe: Recipe) -> Iterator[Part]:
 
 
 def _model(recipe: Recipe) -> Iterator[Part]:
-    """All that training computes from gradients, on all ranks: they are summed."""
+    """Return everything that training computes from gradients, on all ranks, because gradients are summed."""
     names = {LOSS, "model", "optimizer", "critic", "critic_optimizer", "head", "average", "scaler"}
     names |= {"scheduler"} if recipe["scheduler"].startswith("plateau") else set()
     names |= {"extra"} if recipe["extra"] in ("history_of_each_rank", "metric", "best_copy", "early_stop") else set()
@@ -156,7 +157,7 @@ def _model(recipe: Recipe) -> Iterator[Part]:
 
 
 def _drawn_from(recipe: Recipe) -> set[str]:
-    """The generators from which the training itself draws."""
+    """Return the generators from which the training itself draws."""
     drawn = {recipe["draws"], recipe["augmented"]}
     return drawn | ({"torch"} if recipe["model"] == "dropout" else set())
 

@@ -18,19 +18,19 @@ import warm
 from grammar import Draw, Kill, names_of, script
 from refusals import LOSS, SAMPLES, Part
 
-SECONDS_MAX = 150  # on a machine that does much else
+SECONDS_MAX = 150  # on a busy machine
 RESUMABLE = 75
 FOREIGN = ("PET_", "DDPJOB_", "TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "OMP_NUM_THREADS")
 
 
 class Outcome(NamedTuple):
-    """How a run has ended."""
+    """The end of a run."""
 
     codes: tuple[int, ...]
     results: Mapping[int, Any]
-    """By rank: a digest of each object."""
+    """A digest of each object, by rank."""
     seen: Mapping[int, Mapping[tuple[str, int], list[Any]]]
-    """By rank, kind (samples or loss) and step: what each generation that made the step has recorded."""
+    """What each generation recorded for a step, by rank, kind (samples or loss) and step."""
     log: str
 
     @property
@@ -39,14 +39,14 @@ class Outcome(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """SAME and REFUSED are right. SEEDED: the restart itself names ranks that were late for the save. UNSTRUCK and
-    INVALID show nothing: no kill has struck, or the script does not run without one."""
+    """SAME and REFUSED are correct. SEEDED: the restart itself names ranks that were late for the save. UNSTRUCK and
+    INVALID prove nothing: no kill struck, or the script fails without one."""
 
     kind: str
     why: str
     log: str = ""
     kills: int = 1
-    """How many have struck."""
+    """The number of kills that struck."""
 
     @property
     def is_wrong(self) -> bool:
@@ -54,17 +54,17 @@ class Verdict(NamedTuple):
 
     @property
     def counts(self) -> bool:
-        """Whether it shows anything."""
+        """True if the verdict proves anything."""
         return self.kind not in ("UNSTRUCK", "INVALID")
 
 
 def undisturbed(draw: Draw) -> Outcome:
-    """The script without a kill."""
+    """Run the script without a kill."""
     return ran(draw._replace(kills=()))
 
 
 def ran(draw: Draw) -> Outcome:
-    """The script under ddprun, started again where it has stopped as it was told to."""
+    """Run the script under ddprun, and start it again if it stopped on request."""
     folder = Path(tempfile.mkdtemp(prefix="ddpjob-truth-"))
     try:
         (folder / "train.py").write_text(script(draw.recipe))
@@ -108,7 +108,8 @@ def _agent(folder: Path, draw: Draw, life: int) -> tuple[int, str]:
 
 
 def _as_json(kill: Kill, kills: tuple[Kill, ...]) -> list[Any]:
-    """With the label of the generation in which it strikes: one after a stop is of the next agent's first."""
+    """Return the kill with the label of its generation. A kill after a stop strikes in the first generation of the next
+    agent."""
     stops = sum(1 for other in kills if other.how == "TERM" and other.generation < kill.generation)
     generation = kill.generation - stops
     return [kill.place, kill.step, kill.rank, kill.how, f"{stops}.{generation}"]
@@ -133,7 +134,7 @@ def _seen(folder: Path) -> dict[int, dict[tuple[str, int], list[Any]]]:
 
 
 def verdicts(draw: Draw, whole: Outcome | None = None) -> Iterator[tuple[Draw, Verdict]]:
-    """Of all kills together if that shows nothing wrong, else of each alone."""
+    """Return the verdict of all kills together, or if that is wrong, of each kill alone."""
     whole = undisturbed(draw) if whole is None else whole
     if not whole.has_ended_well:
         yield draw, _without_a_kill(draw, whole)
@@ -146,7 +147,7 @@ def verdicts(draw: Draw, whole: Outcome | None = None) -> Iterator[tuple[Draw, V
     alone = [draw._replace(kills=(kill._replace(generation=0),)) for kill in draw.kills]
     found = [(one, compared(one, whole, ran(one))) for one in alone]
     yield from found
-    # What is said between two kills excuses what the later one does, because the earlier one alone is right.
+    # A refusal logged between two kills may explain the later one, because the earlier one alone is correct.
     if not any(its.is_wrong for _, its in found) and (last := compared(draw, whole, killed, late=True)).is_wrong:
         yield draw, last
 
@@ -159,8 +160,8 @@ def _without_a_kill(draw: Draw, whole: Outcome) -> Verdict:
 
 
 def compared(draw: Draw, whole: Outcome, killed: Outcome, *, late: bool = False) -> Verdict:
-    """Whether the killed run ends as the other one, but for what the library has refused by name before the first kill;
-    late: before the last one."""
+    """Judge whether the killed run ends like the undisturbed one, except for what the library refused by name before
+    the first kill. late: before the last kill."""
     log, kills = killed.log, killed.log.count("STRUCK ")
     if not kills:
         return Verdict("UNSTRUCK", "no kill has struck", log)
@@ -177,8 +178,8 @@ def compared(draw: Draw, whole: Outcome, killed: Outcome, *, late: bool = False)
 
 
 def difference(whole: Outcome, killed: Outcome) -> set[Part]:
-    """What is not as in the undisturbed run. Steps that were made again count, also those that a later restart has
-    undone: each has the samples of that step, and its loss."""
+    """Return the differences from the undisturbed run. Repeated steps count, even if a later restart has undone them:
+    each must have the samples and the loss of its step."""
     found = {
         Part(rank, name)
         for rank, result in whole.results.items()
@@ -189,7 +190,7 @@ def difference(whole: Outcome, killed: Outcome) -> set[Part]:
 
 
 def _others(rank: int, whole: Outcome, killed: Outcome) -> list[tuple[str, int]]:
-    """Kinds and steps of which a rank has recorded something else. One that dies within a step has no loss of it."""
+    """Return the kinds and steps with other records on a rank. A rank that dies within a step has no loss for it."""
     its, others = whole.seen[rank], killed.seen[rank]
     missing = [key for key in its.keys() - others.keys() if key[0] == SAMPLES]
     return missing + [key for key, values in others.items() if any([value] != its.get(key) for value in values)]

@@ -4,7 +4,7 @@
     python tests/truth/search.py --one 7141             # one seed, with its script and log
 
 Each script runs undisturbed once, and `--runs` times with up to six kills. All agents are forked from this process,
-which has imported torch. What is wrong is made as small as it stays wrong, and written to `--out` as a script.
+which has imported torch. A failure is reduced as long as it still fails, and written to `--out` as a script.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WORKERS = 2
 
 
 class Found(NamedTuple):
-    """A draw that is wrong, with as few parts as are needed for that."""
+    """A draw with a wrong result, and the smallest recipe that shows it."""
 
     seed: int
     draw: Draw
@@ -54,7 +54,7 @@ class Found(NamedTuple):
 
 
 def shrunk(draw: Draw, is_wrong: Callable[[Draw], bool]) -> Draw:
-    """The fewest parts with which it is still wrong: each is made plain in turns, until none can be."""
+    """Return the smallest recipe that is still wrong: make one part after another plain until none can be."""
     best, changed = draw, True
     while changed:
         changed = False
@@ -66,7 +66,7 @@ def shrunk(draw: Draw, is_wrong: Callable[[Draw], bool]) -> Draw:
 
 
 def _smaller(draw: Draw) -> Iterator[Draw]:
-    """The draw without one of its parts, those first that change most."""
+    """Yield the draw without one of its parts, the most influential parts first."""
     for number in range(len(draw.kills) - 1, -1, -1):
         if len(draw.kills) > 1 and all(kill.how != "TERM" for kill in draw.kills):
             kills = [kill for place, kill in enumerate(draw.kills) if place != number]
@@ -81,7 +81,7 @@ def _smaller(draw: Draw) -> Iterator[Draw]:
 
 
 def searched(seeds: Iterable[int], runs: int) -> Iterator[tuple[int, Draw, Verdict]]:
-    """The verdicts of each draw."""
+    """Yield the verdicts of each draw."""
     for seed in seeds:
         whole = undisturbed(drawn(seed))
         for number in range(runs if whole.has_ended_well else 1):
@@ -93,7 +93,7 @@ def is_wrong(draw: Draw) -> bool:
 
 
 def known_as(draw: Draw, known: list[Draw]) -> Draw | None:
-    """The smaller one that this draw contains, if one of those that were found."""
+    """Return the known smaller failure that this draw contains, if any."""
     for other in known:
         if parts_of(other.recipe).items() <= parts_of(draw.recipe).items():
             return other
@@ -101,7 +101,7 @@ def known_as(draw: Draw, known: list[Draw]) -> Draw | None:
 
 
 def smallest(seed: int, draw: Draw, verdict: Verdict) -> Found | None:
-    """What is wrong, made small; None where it is not wrong again."""
+    """Return the failure, made small; None if it does not occur again."""
     if not is_wrong(draw):
         return None
     small = shrunk(draw, is_wrong)
@@ -117,7 +117,7 @@ def _work(place: int, options: argparse.Namespace, out: multiprocessing.SimpleQu
 
 
 def main() -> int:
-    """Search; 1 if something is wrong."""
+    """Run the search; return 1 if a result was wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draws", type=int, default=500)
     parser.add_argument("--seed", type=int, default=int(time.time()) % 1_000_000 * 1000)
@@ -151,7 +151,7 @@ def _one(seed: int, runs: int) -> int:
 
 
 class _Tally:
-    """What was drawn, by kind of verdict."""
+    """The draws by kind of verdict."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -181,12 +181,12 @@ class _Tally:
         hour = f"{drawn / seconds * 3600:.0f} an hour" + (f", {cpu / drawn:.2f} s of CPU each" if cpu else "")
         return f"{counts}: {self.drawn} kills of {scripts} scripts in {seconds:.0f} s, {hour}"
 
-    def all_of_it(self) -> str:
-        """With the seeds of what is not SAME, and why it was refused."""
+    def report(self) -> str:
+        """Return the counts as text, with the seeds and reasons of all verdicts but SAME."""
         lines = [self.text()]
         lines += [f"  {kind}: seeds {seeds}" for kind, seeds in sorted(self.seeds.items()) if kind != "SAME"]
         lines += [f"  {count} × refused: {why}" for why, count in self._refused.most_common()]
-        lines += [f"  {count} × of a kind that was found: {kind}" for kind, count in self.known.most_common()]
+        lines += [f"  {count} × of a known kind: {kind}" for kind, count in self.known.most_common()]
         return "\n".join(lines)
 
 
@@ -197,7 +197,7 @@ def _search(options: argparse.Namespace) -> int:
     queue: multiprocessing.SimpleQueue[object] = context.SimpleQueue()
     workers = [context.Process(target=_work, args=(place, options, queue)) for place in range(options.workers)]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    until, told = time.monotonic() + options.seconds, 0
+    until, printed = time.monotonic() + options.seconds, 0
     try:
         for worker in workers:
             worker.start()
@@ -208,31 +208,31 @@ def _search(options: argparse.Namespace) -> int:
             seed, draw, verdict = queue.get()  # type: ignore[misc]
             tally.add(seed, verdict)
             if verdict.is_wrong:
-                _take_in(options, seed, draw, verdict, tally, found)
-            if tally.drawn // 50 > told:
-                told = tally.drawn // 50
+                _record(options, seed, draw, verdict, tally, found)
+            if tally.drawn // 50 > printed:
+                printed = tally.drawn // 50
                 print(tally.text(), flush=True)
     finally:
         _end(workers)
-        print(tally.all_of_it())
+        print(tally.report())
     print(f"{len(found)} kinds of wrong results" + (f", in {options.out}" if found else ""))
     return int(bool(found) or "INVALID" in tally.seeds)
 
 
 def _end(workers: Sequence[Any]) -> None:
-    """With the agents of the runs that they are in."""
+    """Stop the workers and the agents of their runs."""
     for worker in (worker for worker in workers if worker.is_alive()):
-        with contextlib.suppress(ProcessLookupError):  # it has not begun
+        with contextlib.suppress(ProcessLookupError):  # not started yet
             os.killpg(worker.pid, signal.SIGKILL)
         worker.kill()
         worker.join()
     shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
 
 
-def _take_in(
+def _record(
     options: argparse.Namespace, seed: int, draw: Draw, verdict: Verdict, tally: _Tally, found: list[Found]
 ) -> None:
-    """A draw that is wrong."""
+    """Record a draw with a wrong result, made small, unless its kind is known."""
     if (known := known_as(draw, [one.draw for one in found])) is not None:
         tally.known[" ".join(parts_of(known.recipe))] += 1
         return
@@ -245,7 +245,7 @@ def _take_in(
 
 
 def _written(folder: Path, found: Found) -> None:
-    """The script, how it is killed, and its log, in a file of its own."""
+    """Write the script, its kills and its log into a file."""
     folder.mkdir(parents=True, exist_ok=True)
     name = "-".join(parts_of(found.draw.recipe).values())[:80] or "plain"
     lines = [f"# {line}" for line in found.text().splitlines()]

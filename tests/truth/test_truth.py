@@ -1,4 +1,4 @@
-"""Whatever a script does between two steps, a restart changes nothing of its result, or it was said before."""
+"""A restart never changes the result of a script silently, whatever the script does between two steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from search import searched, shrunk
 
 TOP = Kill("top", 22, 1, "KILL")
 AFTER_SAVE = Kill("top", 20, 1, "KILL")
-# Scripts that users write, as draws of the grammar. By day those that stand for a promise.
+# Typical scripts of users, as draws of the grammar: one for each promise.
 SCRIPTS = {
     "the plainest": Draw(plain(), (TOP,)),
     "dropout, and the loader of docs/library.md": Draw(recipe(model="dropout", data="loader"), (TOP,)),
@@ -26,8 +26,8 @@ SCRIPTS = {
 }
 
 
-def test_a_draw_is_the_same_each_time_and_its_options_go_together() -> None:
-    """A seed that was found must be found again."""
+def test_a_seed_always_draws_the_same_script_with_options_that_can_be_combined() -> None:
+    """Otherwise a failing seed could not be repeated."""
     for seed in range(500):
         found = drawn(seed)
         assert found == drawn(seed)
@@ -35,15 +35,15 @@ def test_a_draw_is_the_same_each_time_and_its_options_go_together() -> None:
         compile(script(found.recipe), f"seed {seed}", "exec")
 
 
-def test_each_option_is_drawn() -> None:
-    """One that a rule always replaces would never be tried."""
+def test_every_option_is_drawn_by_some_seed() -> None:
+    """An option that a rule always replaces would never be tested."""
     seen = {part for seed in range(3000) for part in parts_of(drawn(seed).recipe).items()}
     options = {(name, option) for name, its in CHOICES.items() for option in its[1:]}
     assert options - seen == set()
 
 
-def test_what_is_found_is_made_small() -> None:
-    """Twelve parts hide the two that matter."""
+def test_a_failing_draw_is_reduced_to_the_parts_that_matter() -> None:
+    """Twelve parts would hide the two that matter."""
     wrong = {"model": "dropout", "data": "loader"}
     large = Draw(normal({**recipe(**wrong), "clip": "norm", "extra": "counter", "every": "4"}), (TOP, TOP))
     small = shrunk(large, lambda draw: wrong.items() <= draw.recipe.items())
@@ -72,16 +72,16 @@ def names_excused(*lines: str, **parts: str) -> set[str]:
     return {part.name for part in excused("\n".join(lines), recipe(**parts))[0]}
 
 
-def test_a_refusal_excuses_what_it_names_and_what_is_computed_from_that() -> None:
-    """A lost sampler would pass as right in each script with a communication hook."""
+def test_a_refusal_allows_differences_in_what_it_names_and_what_depends_on_it() -> None:
+    """Otherwise a lost sampler would pass in every script with a communication hook."""
     excuses = names_excused(HOOK, STRUCK, FROM_FOLDER)
     assert {"model", "optimizer"} <= excuses
     assert excuses.isdisjoint({SAMPLES, "reader", "scheduler", "torch"})
     assert "scheduler" in names_excused(HOOK, STRUCK, FROM_FOLDER, scheduler="plateau")
 
 
-def test_random_numbers_excuse_the_model_only_if_training_draws_them() -> None:
-    """Weights that differ without dropout come from something else."""
+def test_lost_random_numbers_allow_another_model_only_if_training_draws_them() -> None:
+    """Without dropout, different weights have another cause."""
     assert "model" not in names_excused(LATE, STRUCK, FROM_FOLDER)
     assert "model" not in names_excused(LATE, STRUCK, FROM_FOLDER, draws="none", evaluation="all_ranks")
     assert "model" in names_excused(LATE, STRUCK, FROM_FOLDER, model="dropout")
@@ -89,31 +89,31 @@ def test_random_numbers_excuse_the_model_only_if_training_draws_them() -> None:
     assert Part(0, "torch") not in excused(f"{LATE}\n{STRUCK}\n{FROM_FOLDER}", recipe())[0]
 
 
-def test_what_a_file_lacks_excuses_nothing_after_a_restart_from_memory() -> None:
-    """Else one late save would hide all that the memory gives back wrong."""
+def test_an_incomplete_file_allows_no_difference_after_a_restart_from_memory() -> None:
+    """Otherwise one late save would hide every error of the memory."""
     assert names_excused(LATE, STRUCK, FROM_MEMORY, model="dropout") == set()
     assert names_excused(STRUCK, LATE, FROM_FOLDER, model="dropout") != set()  # before the file is read
     assert names_excused(STRUCK, FROM_FOLDER, LATE, model="dropout") == set()
 
 
-def test_a_rank_that_was_late_for_a_save_excuses_its_random_numbers_where_the_restart_says_so() -> None:
-    """It may be killed on its way to that save, which nobody could name before."""
-    said = "ddpjob: /ckpt/step-20.pt has no random state of rank 1, which did not save in time: seeded from rank 0's"
-    log = "\n".join([STRUCK, FROM_FOLDER, said])
+def test_a_rank_that_was_late_for_a_save_may_differ_in_random_numbers_if_the_restart_reports_it() -> None:
+    """It may be killed on its way to the save, which was unknown before."""
+    report = "ddpjob: /ckpt/step-20.pt has no random state of rank 1, which did not save in time: seeded from rank 0's"
+    log = "\n".join([STRUCK, FROM_FOLDER, report])
     assert excused(log, recipe(model="dropout"))[0] == set()
     found = {part.name for part in excused(log, recipe(model="dropout", data="sampler"), at_restart=True)[0]}
     assert {"torch", "model"} <= found
     assert found.isdisjoint({SAMPLES, "sampler", "scheduler"})
 
 
-def test_a_refusal_after_the_failure_and_one_that_turns_to_the_folder_excuse_nothing() -> None:
-    """A restart from the folder is to be right, whatever the memory cannot do."""
+def test_a_refusal_after_the_failure_or_in_favor_of_the_folder_allows_no_difference() -> None:
+    """A restart from the folder must be correct, whatever the memory cannot do."""
     assert names_excused(STRUCK, HOOK, FROM_FOLDER) == set()
     assert names_excused(PLACES, STRUCK, FROM_FOLDER, scheduler="step") == set()
 
 
-def test_what_is_said_between_two_kills_excuses_what_the_later_one_does() -> None:
-    """Each of five kills would need a run of its own, which takes five times as long."""
+def test_a_refusal_between_two_kills_allows_differences_after_the_later_one() -> None:
+    """Otherwise each of five kills would need its own run, which takes five times as long."""
     log = "\n".join([STRUCK, FROM_FOLDER, HOOK, STRUCK, FROM_FOLDER])
     assert excused(log, recipe())[0] == set()
     assert {"model", "optimizer"} <= {part.name for part in excused(log, recipe(), late=True)[0]}
@@ -121,8 +121,8 @@ def test_what_is_said_between_two_kills_excuses_what_the_later_one_does() -> Non
     assert excused(log, recipe(), late=True)[0] == set()
 
 
-def test_samples_of_a_step_that_only_one_of_the_runs_has_are_a_difference() -> None:
-    """A step too many trains samples twice."""
+def test_a_step_that_only_one_of_two_runs_makes_is_a_difference() -> None:
+    """An extra step trains samples twice."""
     step, its_loss = (SAMPLES, 1), (LOSS, 1)
     whole = Outcome((0,), {0: {}, 1: {}}, {0: {step: [[4]], its_loss: ["0x1"]}, 1: {step: [[5]]}}, "")
     others = {
@@ -138,7 +138,7 @@ def test_samples_of_a_step_that_only_one_of_the_runs_has_are_a_difference() -> N
     assert difference(whole, whole._replace(seen=made_again)) == set()
 
 
-# Each was silently wrong once.
+# Each had a wrong result without a report once.
 WERE_WRONG = (
     {"average": "averaged_model"},
     {"buffers": "of_each_rank"},
@@ -175,25 +175,25 @@ FIVE = (
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_that_is_killed_ends_as_one_that_is_not(name: str) -> None:
-    """Else it trains something else from then on, and its last line says that no step was repeated."""
+def test_a_killed_script_ends_like_an_undisturbed_one_or_is_refused(name: str) -> None:
+    """Otherwise it would train something else while its last line reports that no step was repeated."""
     for _, verdict in verdicts(SCRIPTS[name]):
         assert verdict.kind in ("SAME", "REFUSED"), f"{verdict.why}\n{verdict.log}"
 
 
-@pytest.mark.long  # those above tell the promises by day, and tests/trainer the rule of each
+@pytest.mark.long  # SCRIPTS has a case for each promise, tests/trainer one for each rule
 @pytest.mark.parametrize("parts", WERE_WRONG, ids=lambda parts: "-".join(parts.values()))
-def test_a_kind_of_script_that_was_wrong_is_right_or_refused(parts: dict[str, str]) -> None:
-    """A class that is found again would be lost among thousands of draws."""
+def test_a_kind_of_script_that_once_had_wrong_results_is_correct_or_refused(parts: dict[str, str]) -> None:
+    """A known kind of failure would get lost among thousands of draws."""
     for _, verdict in verdicts(Draw(normal(recipe(**parts)), FIVE)):
         assert verdict.kind in ("SAME", "REFUSED"), f"{verdict.why}\n{verdict.log}"
 
 
-@pytest.mark.long  # the scripts above tell the promises by day
+@pytest.mark.long  # SCRIPTS has a case for each promise
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(0, 400, 100))
 def test_no_draw_is_silently_wrong(seed: int) -> None:
-    """`make truth N=5000` has more of them."""
+    """`make truth N=5000` draws more."""
     wrong = [
         (found, verdict.why) for found, _, verdict in searched(list(range(seed, seed + 100)), 2) if verdict.is_wrong
     ]

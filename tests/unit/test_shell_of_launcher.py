@@ -1,4 +1,4 @@
-"""What `check` says of the shell around a launcher: exit codes that it loses, and signals that it keeps to itself."""
+"""Warnings about the shell script around a launcher: lost exit codes, and SIGTERM that is not forwarded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FIXTURES = Path(__file__).parent / "check/fixtures"
 
 
 def scripts(name: str) -> list[str]:
-    """The scripts of a file; an empty line stands between two."""
+    """Return the scripts of a fixture, which are separated by empty lines."""
     text = (FIXTURES / f"shells-{name}.txt").read_text()
     return [part.strip("\n") for part in text.split("\n\n") if part.strip()]
 
@@ -23,14 +23,14 @@ def is_lost(script: str) -> bool:
 
 
 @pytest.mark.parametrize("script", scripts("lose"))
-def test_a_launcher_whose_failure_the_shell_hides_is_warned_of(script: str) -> None:
-    """The job would succeed, whatever happens to its ranks."""
+def test_a_script_that_hides_the_failure_of_its_launcher_gets_a_warning(script: str) -> None:
+    """The job would succeed although its ranks fail."""
     assert is_lost(script)
 
 
-@pytest.mark.parametrize("script", scripts("hand-over"))
-def test_a_shell_that_hands_the_exit_code_over_is_left_alone(script: str) -> None:
-    """A check that warns of sound scripts is worse than none."""
+@pytest.mark.parametrize("script", scripts("keep"))
+def test_a_script_that_returns_the_failure_of_its_launcher_gets_no_warning(script: str) -> None:
+    """A check that warns about correct scripts is worse than none."""
     assert not is_lost(script)
 
 
@@ -50,10 +50,10 @@ def test_a_shell_that_hands_the_exit_code_over_is_left_alone(script: str) -> Non
         ("script -c 'torchrun t.py' log", "give it -e"),
     ],
 )
-def test_the_warning_names_what_does_it(script: str, part: str) -> None:
-    (said,) = shells.lost_exit_codes(["bash", "-c", script])
-    assert said.startswith("the exit code of torchrun is lost: ")
-    assert part in said
+def test_the_warning_quotes_the_text_that_loses_the_exit_code(script: str, part: str) -> None:
+    (warning,) = shells.lost_exit_codes(["bash", "-c", script])
+    assert warning.startswith("the exit code of torchrun is lost: ")
+    assert part in warning
 
 
 def test_the_fix_of_a_pipe_in_sh_is_bash_because_dash_has_no_pipefail() -> None:
@@ -62,7 +62,7 @@ def test_the_fix_of_a_pipe_in_sh_is_bash_because_dash_has_no_pipefail() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "is_said"),
+    ("words", "is_warned"),
     [
         (["sh", "-c", "set -o pipefail; torchrun t.py | tee log"], True),
         (["sh", "-euo", "pipefail", "-c", "torchrun t.py | tee log"], True),
@@ -71,9 +71,9 @@ def test_the_fix_of_a_pipe_in_sh_is_bash_because_dash_has_no_pipefail() -> None:
         (["sh", "-c", "torchrun t.py"], False),
     ],
 )
-def test_pipefail_in_sh_is_warned_of(words: list[str], is_said: bool) -> None:
-    """dash ends with 2 before anything has started."""
-    assert shells.pipefail_in_sh(words) is is_said
+def test_pipefail_in_sh_gets_a_warning(words: list[str], is_warned: bool) -> None:
+    """dash exits with 2 before anything has started."""
+    assert shells.pipefail_in_sh(words) is is_warned
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_pipefail_in_sh_is_warned_of(words: list[str], is_said: bool) -> None:
         ([], False),
     ],
 )
-def test_the_command_itself_may_be_a_shell_or_start_one(words: list[str], is_lost: bool) -> None:
+def test_a_command_without_a_shell_loses_no_exit_code_unless_it_starts_one(words: list[str], is_lost: bool) -> None:
     assert bool(list(shells.lost_exit_codes(words))) is is_lost
 
 
@@ -133,9 +133,9 @@ def test_the_command_itself_may_be_a_shell_or_start_one(words: list[str], is_los
         "trap 'kill -INT $pid' TERM; torchrun t.py & pid=$!; wait $pid",
     ],
 )
-def test_a_shell_that_waits_for_its_launcher_keeps_signals_to_itself(script: str) -> None:
-    """A drained pod saved nothing."""
-    assert shells.keeps_signals(["bash", "-c", script]) == "torchrun"
+def test_a_launcher_that_its_shell_waits_for_gets_no_sigterm(script: str) -> None:
+    """A drained pod would save nothing."""
+    assert shells.without_sigterm(["bash", "-c", script]) == "torchrun"
 
 
 @pytest.mark.parametrize(
@@ -161,12 +161,12 @@ def test_a_shell_that_waits_for_its_launcher_keeps_signals_to_itself(script: str
         "trap 'kill -9 $log; kill -s TERM $pid' TERM; torchrun t.py & pid=$!; wait $pid",
     ],
 )
-def test_a_shell_that_becomes_its_launcher_or_hands_signals_over_is_left_alone(script: str) -> None:
-    assert shells.keeps_signals(["bash", "-c", script]) == ""
+def test_a_launcher_that_replaces_its_shell_or_is_signalled_by_a_trap_gets_sigterm(script: str) -> None:
+    assert shells.without_sigterm(["bash", "-c", script]) == ""
 
 
 @pytest.mark.parametrize(
-    ("script", "is_kept"),
+    ("script", "is_warned"),
     [
         ("torchrun t.py", True),
         ("exec sh -c 'torchrun t.py'", True),
@@ -180,13 +180,13 @@ def test_a_shell_that_becomes_its_launcher_or_hands_signals_over_is_left_alone(s
         ("trap 'jobs -p > pids; kill $(cat pids); wait' TERM; torchrun t.py & wait $!", False),
     ],
 )
-def test_dash_becomes_no_command_but_by_exec(script: str, is_kept: bool) -> None:
+def test_dash_is_replaced_by_its_last_command_only_with_exec(script: str, is_warned: bool) -> None:
     """`[sh, -c, torchrun train.py]` saves nothing at a drain in an image of Debian or Ubuntu."""
-    assert ("where that is dash" in shells.signals_kept(["sh", "-c", script])) is is_kept
+    assert ("where that is dash" in shells.sigterm_warning(["sh", "-c", script])) is is_warned
 
 
 @pytest.mark.parametrize(
-    ("trap", "waits", "is_said"),
+    ("trap", "waits", "is_warned"),
     [
         ("kill $pid", "wait $pid", True),
         ("kill $pid", "wait $pid; exit $?", True),
@@ -196,29 +196,29 @@ def test_dash_becomes_no_command_but_by_exec(script: str, is_kept: bool) -> None
         ("kill $pid", "while kill -0 $pid; do wait $pid; done", False),
     ],
 )
-def test_a_shell_that_ends_behind_its_trap_is_warned_of(trap: str, waits: str, is_said: bool) -> None:
+def test_a_shell_that_exits_right_after_its_trap_gets_a_warning(trap: str, waits: str, is_warned: bool) -> None:
     """The container ends with its first process, so the ranks are killed while they save."""
-    said = shells.signals_kept(["bash", "-c", f"trap '{trap}' TERM; torchrun t.py & pid=$!; {waits}"])
-    assert ("`wait` in the trap as well" in said) is is_said
+    warning = shells.sigterm_warning(["bash", "-c", f"trap '{trap}' TERM; torchrun t.py & pid=$!; {waits}"])
+    assert ("`wait` in the trap as well" in warning) is is_warned
 
 
-def test_an_init_that_signals_all_processes_is_left_alone() -> None:
-    assert shells.keeps_signals(["dumb-init", "bash", "-c", "torchrun t.py; echo done"]) == ""
-    assert shells.keeps_signals(["tini", "-g", "--", "bash", "-c", "torchrun t.py; echo done"]) == ""
-    assert shells.keeps_signals(["tini", "--", "bash", "-c", "torchrun t.py; echo done"]) == "torchrun"
-    assert shells.keeps_signals(["env", "A=1", "bash", "-c", "torchrun t.py; echo done"]) == "torchrun"
+def test_a_launcher_gets_sigterm_from_an_init_that_signals_all_processes() -> None:
+    assert shells.without_sigterm(["dumb-init", "bash", "-c", "torchrun t.py; echo done"]) == ""
+    assert shells.without_sigterm(["tini", "-g", "--", "bash", "-c", "torchrun t.py; echo done"]) == ""
+    assert shells.without_sigterm(["tini", "--", "bash", "-c", "torchrun t.py; echo done"]) == "torchrun"
+    assert shells.without_sigterm(["env", "A=1", "bash", "-c", "torchrun t.py; echo done"]) == "torchrun"
 
 
-def test_only_what_hands_the_exit_code_over_makes_0_a_proof() -> None:
-    assert exit_codes.is_handed_over(["torchrun", "t.py"])
-    assert exit_codes.is_handed_over(["bash", "-c", "torchrun a.py || torchrun b.py"])
-    assert not exit_codes.is_handed_over(["bash", "-c", "torchrun t.py | tee log"])
-    assert not exit_codes.is_handed_over(["bash", "-c", "timeout 1h torchrun t.py || [ $? -eq 124 ]"])
-    assert not exit_codes.is_handed_over(["bash", "run.sh"])
-    assert not exit_codes.is_handed_over(["python", "launch.py"])
+def test_exit_code_0_proves_success_only_if_no_shell_can_lose_a_failure() -> None:
+    assert exit_codes.zero_proves_success(["torchrun", "t.py"])
+    assert exit_codes.zero_proves_success(["bash", "-c", "torchrun a.py || torchrun b.py"])
+    assert not exit_codes.zero_proves_success(["bash", "-c", "torchrun t.py | tee log"])
+    assert not exit_codes.zero_proves_success(["bash", "-c", "timeout 1h torchrun t.py || [ $? -eq 124 ]"])
+    assert not exit_codes.zero_proves_success(["bash", "run.sh"])
+    assert not exit_codes.zero_proves_success(["python", "launch.py"])
 
 
-def test_many_tests_in_a_script_cost_no_path_each() -> None:
+def test_many_unknown_tests_in_a_script_do_not_multiply_its_paths() -> None:
     script = "\n".join(f"if [ -f x{i} ]; then echo {i}; fi" for i in range(30)) + "\ntorchrun t.py | tee log"
     assert is_lost(script)
 
@@ -226,7 +226,7 @@ def test_many_tests_in_a_script_cost_no_path_each() -> None:
 @pytest.mark.parametrize(
     "text", ["a 'b", 'echo "', "if x", "a )", "fi", "a | ", "$(", "`", "case x in", "a <<E", "(" * 99]
 )
-def test_a_script_that_cannot_be_read_raises_one_kind_of_error(text: str) -> None:
+def test_a_script_that_cannot_be_parsed_raises_only_shell_syntax_error(text: str) -> None:
     with contextlib.suppress(shell.ShellSyntaxError):
         shell.parse(text)
     assert not is_lost(f"torchrun t.py {text}") or text == "a <<E"

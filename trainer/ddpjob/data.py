@@ -1,9 +1,9 @@
-"""What is trained depends on the seed alone, not on how many processes train it.
+"""Data loading whose result depends on the seed alone, not on the number of processes.
 
-`GlobalBatchSampler` cuts one global batch after the other from a shuffle that every rank computes, and gives each rank
-its share; `accumulate` runs the backward passes of a share so that the gradient after DDP's all-reduce is the mean over
-the global batch, whatever the number of ranks and the size of a micro-batch. `DataPartitioner` cuts a data set into
-lasting parts (train and validation, or one for each worker).
+`GlobalBatchSampler` shuffles the data set the same way on every rank, cuts it into global batches, and yields this
+rank's share of each. `accumulate` runs the backward passes of a share. After DDP's all-reduce the gradient is the mean
+over the global batch, for any number of ranks and any micro-batch. `DataPartitioner` cuts a data set into lasting parts
+(train and validation, or one for each worker).
 """
 
 import contextlib
@@ -25,15 +25,16 @@ from ddpjob import process
 from ddpjob.errors import ConfigurationError, StateError
 from ddpjob.group.join import rank_in_group
 
-BEGINS_ODD = 3
+EPOCH_BEGINS_MAX = 2
+"""A DataLoader may begin an epoch once more to look at a batch. A third time is a mistake."""
 
 
 class Batch(list[int]):
-    """One rank's share of a global batch: indices into the data set, at most `micro_batch` of them at a time.
+    """One rank's share of a global batch: indices into the data set, to be run `micro_batch` at a time.
 
     global_size  samples in the whole global batch, over all ranks.
-    stand_in     an index to run forward and backward with, at weight zero, where the share is empty: every rank must
-                 take part in the all-reduce, and many models cannot take a batch of no samples.
+    stand_in     an index to run with weight zero if the share is empty, because every rank must take part in the
+                 all-reduce, and many models reject an empty batch.
     """
 
     def __init__(self, indices: Sequence[int], global_size: int, stand_in: int, micro_batch: int | None) -> None:
@@ -55,14 +56,15 @@ class GlobalBatchSampler:
 
     n             samples in the data set.
     global_batch  samples of one optimizer step over all ranks. Ranks get contiguous shares whose sizes differ by at
-                  most one, the larger ones first; a share may be empty where global_batch < world_size.
+                  most one, the larger ones first; a share may be empty if global_batch < world_size.
     seed          decides the order of every epoch.
-    rank, world_size  both or neither; by default those of the process group, or 0 of 1 without one.
+    rank, world_size  both or neither; by default those of the process group, or 0 and 1 without one.
     micro_batch   most samples of one forward pass, for `accumulate`; None = the whole share at once.
-    drop_last     leave out the last n % global_batch samples of each epoch; else they make a smaller global batch.
+    drop_last     skip the last n % global_batch samples of each epoch; otherwise they make a smaller global batch.
 
-    As `batch_sampler` of a DataLoader it yields shares too, one epoch per iteration. A DataLoader with workers reads
-    ahead of training: pass then how many batches of the loader have been trained, from 1 on also after a resume:
+    As `batch_sampler` of a DataLoader it yields the same shares, one epoch per iteration. A DataLoader with workers
+    reads ahead of training, so save how many batches of the loader have been trained, counted from 1 after a resume
+    as well:
 
         for epoch in range(sampler.current_epoch, epochs):
             sampler.set_epoch(epoch)
@@ -90,13 +92,13 @@ class GlobalBatchSampler:
         self.drop_last = drop_last
         self._epoch = 0
         self._consumed = 0
-        self._began = (0, 0)  # the epoch, and the sample in it, that the last state went on from
-        self._begins = (0, 0)  # the epoch, and how often a DataLoader has begun it
-        self._has_told_of_workers = False
+        self._began = (0, 0)  # epoch and sample at which the loaded state continued
+        self._begins = (0, 0)  # epoch, and how often a DataLoader has begun it
+        self._has_warned_of_workers = False
         self.reads_ahead = False
-        """True if a DataLoader iterates it and may have taken batches that are not trained yet."""
+        """True if a DataLoader iterates the sampler and may have taken batches that are not trained yet."""
         self.has_workers = False
-        """Whether that one may have workers, which do so."""
+        """True if this DataLoader may have workers, which read ahead."""
         if drop_last and self.global_batch > self.n:
             raise ConfigurationError(
                 f"global_batch: {global_batch} is more than n: {n}, so no epoch has a full batch. "
@@ -105,13 +107,13 @@ class GlobalBatchSampler:
 
     @property
     def current_epoch(self) -> int:
-        """The epoch to go on with: 0 at first, after `load_state_dict` the one that was interrupted."""
+        """The epoch to continue with: 0 at first, after `load_state_dict` the interrupted one."""
         return self._epoch
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
-        """This rank's shares of the epoch's global batches; of the interrupted epoch those that the state has left.
+        """Yield this rank's shares of the epoch's global batches; for the interrupted epoch only the remaining ones.
 
-        A batch counts as consumed when it is handed out: save inside the loop, after the optimizer's step.
+        A batch counts as consumed once it is yielded, so save inside the loop, after the optimizer's step.
         """
         epoch = _at_least(0, "epoch", epoch)
         self.set_epoch(epoch)
@@ -130,7 +132,7 @@ class GlobalBatchSampler:
         self._epoch, self._consumed = epoch + 1, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch; to the interrupted one: stay where it was interrupted."""
+        """Go to the beginning of an epoch. For the interrupted epoch: stay at the place of the interruption."""
         epoch = _at_least(0, "epoch", epoch)
         if epoch != self._epoch:
             self._epoch, self._consumed = epoch, 0
@@ -138,27 +140,28 @@ class GlobalBatchSampler:
                 self._began = (epoch, 0)
 
     def __iter__(self) -> Iterator[Batch]:
-        """One epoch, as a DataLoader wants it from its `batch_sampler`; the next iteration is the next epoch.
+        """Yield one epoch, as DataLoader expects from its `batch_sampler`. The next iteration is the next epoch.
 
-        After one that was left early it is the same epoch again, from where that began: `next(iter(loader))` takes no
-        batch from the training. `set_epoch` goes to the next one.
+        If an iteration was left early, the next one repeats the epoch from the same place, so `next(iter(loader))`
+        takes no batch from the training. `set_epoch` goes to the next epoch.
         """
         self._refuse_another_share(sys._getframe(1).f_locals)
         if process.current.keeper is not None:
-            process.current.keeper.step_begins(self)  # the loader draws a seed next
+            process.current.keeper.step_begins(self)  # before the loader draws its seed
         self._consumed = self._first_of(self._epoch)
-        # From where a resume begins: with another global batch than before, the last one is of another size.
+        # After a resume with another global batch the last one has another size.
         last = (self.n - self._consumed) % self.global_batch
         smallest = self.global_batch if self.drop_last or not last else last
         if smallest < self.world_size:
             raise ConfigurationError(
-                f"a global batch of {smallest} leaves some of {self.world_size} ranks without a sample, which a "
-                f"DataLoader cannot collate. Use global_batch >= {self.world_size} with drop_last=True, or `epoch()`."
+                f"a global batch of {smallest} leaves some of {self.world_size} ranks without a sample, and a "
+                f"DataLoader cannot collate an empty batch. Use global_batch >= {self.world_size} with drop_last=True, "
+                f"or `epoch()`."
             )
         loader = sys._getframe(1).f_locals.get("loader")
         self.reads_ahead, self.has_workers = True, _may_have_workers(loader)
-        if getattr(loader, "num_workers", 0) and self.rank == 0 and not self._has_told_of_workers:
-            self._has_told_of_workers = True
+        if getattr(loader, "num_workers", 0) and self.rank == 0 and not self._has_warned_of_workers:
+            self._has_warned_of_workers = True
             if _may_draw(getattr(loader, "dataset", None)):
                 process.log(
                     "a DataLoader with workers iterates this sampler: a restart does not continue random numbers that "
@@ -167,19 +170,20 @@ class GlobalBatchSampler:
         return self._one_epoch(self._epoch)
 
     def _one_epoch(self, epoch: int) -> Iterator[Batch]:
-        self._note_begin()  # only now: a DataLoader with workers makes two iterators, and takes batches from one
+        self._note_begin()  # not in __iter__: a DataLoader with workers makes two iterators and uses one
         yield from self.epoch(epoch)
 
     def __len__(self) -> int:
-        """Global batches in a whole epoch."""
+        """Return the number of global batches in a whole epoch."""
         return self.n // self.global_batch if self.drop_last else math.ceil(self.n / self.global_batch)
 
     def state_dict(self, *, epoch: int | None = None, batches: int | None = None) -> dict[str, int]:
-        """What a snapshot needs to go on, at any number of ranks.
+        """Return what a snapshot needs to continue with any number of ranks.
 
-        epoch, batches  both or neither: what has been trained, if that is less than what was asked for. Batches are
-                        counted from where the epoch began here: its first sample, or the state it went on from.
-                        After what a script does at the end of an epoch: epoch + 1 and 0, or a resume does it again.
+        epoch, batches  both or neither: what has been trained, if the sampler has yielded more. Batches are counted
+                        from the place where this process began the epoch: its first sample, or the loaded state.
+                        Pass epoch + 1 and 0 after the script's work at the end of an epoch; otherwise a resume
+                        repeats that work.
         """
         if (epoch is None) != (batches is None):
             raise ConfigurationError(f"epoch: {epoch}, batches: {batches}. Give both or neither.")
@@ -188,16 +192,16 @@ class GlobalBatchSampler:
         epoch, batches = _at_least(0, "epoch", epoch), _at_least(0, "batches", batches)
         consumed = min(self._first_of(epoch) + batches * self.global_batch, self.n)
         if not self._samples_left(consumed):
-            consumed = self.n  # without what drop_last leaves out: Snapshot looks for the end of an epoch
+            consumed = self.n  # although drop_last skips samples: Snapshot recognizes the end of an epoch by n
         return {"n": self.n, "seed": self.seed, "epoch": epoch, "consumed": consumed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on where the state was taken. StateError where it belongs to other data or another seed."""
+        """Continue where the state was taken. Raise StateError if it belongs to other data or another seed."""
         for name, own in (("n", self.n), ("seed", self.seed)):
             if state.get(name) != own:
                 raise StateError(
-                    f"{name}: the saved state has {state.get(name)}, this sampler {own}: the order would be another "
-                    f"one. Start with {name}={state.get(name)}, or from an empty snapshot folder."
+                    f"{name}: the saved state has {state.get(name)}, this sampler {own}, so the order of samples would "
+                    f"differ. Start with {name}={state.get(name)}, or from an empty snapshot folder."
                 )
         epoch, consumed = (_whole(state, name) for name in ("epoch", "consumed"))
         if consumed > self.n:
@@ -205,42 +209,42 @@ class GlobalBatchSampler:
         self._epoch, self._consumed = self._began = (epoch, consumed)
 
     def _note_begin(self) -> None:
-        """Says once that an epoch begins again and again. One early end is a look at a batch, two are a habit."""
+        """Log once if an epoch begins again and again. One early end is a look at a batch, two are a mistake."""
         epoch, times = self._begins
         times = times + 1 if epoch == self._epoch else 1
         self._begins = (self._epoch, times)
-        if times == BEGINS_ODD and self.rank == 0:
+        if times == EPOCH_BEGINS_MAX + 1 and self.rank == 0:
             process.log(
                 f"epoch {self._epoch} of the data begins for the third time, with the same samples, because its "
                 f"iterations are left early. Call sampler.set_epoch(epoch) before each to go on to the next epoch."
             )
 
     def _refuse_another_share(self, caller: Mapping[str, Any]) -> None:
-        """Raise ConfigurationError if accelerate deals these shares out among the ranks once more, or lets rank 0 read
-        alone: no metric would show that a part of the data is not trained. caller: the variables of who iterates."""
+        """Raise ConfigurationError if accelerate distributes these shares among the ranks once more, or lets rank 0
+        alone read them: part of the data would silently not be trained. caller: the variables of the calling frame."""
         shard, loader = caller.get("self"), caller.get("loader")
         is_shard = getattr(shard, "batch_sampler", None) is self and getattr(shard, "num_processes", 1) > 1
         wrapper = shard if is_shard else loader
         if self.world_size > 1 and (is_shard or type(loader).__name__ == "DataLoaderDispatcher"):
             raise ConfigurationError(
-                f"sampler: {type(wrapper).__name__} deals out batches among the ranks, and a GlobalBatchSampler gives "
-                f"each rank its share already: a part of the data would not be trained. Leave this DataLoader out of "
-                f"accelerator.prepare(), and move its batches to accelerator.device."
+                f"sampler: {type(wrapper).__name__} distributes batches among the ranks, but a GlobalBatchSampler "
+                f"yields only this rank's share already, so part of the data would not be trained. Do not pass this "
+                f"DataLoader to accelerator.prepare(), and move its batches to accelerator.device."
             )
 
     def _continue_random_numbers(self) -> None:
-        """In the interrupted epoch: what iter(DataLoader) has drawn was drawn when the epoch began. A state from the
-        beginning of an epoch is older than that draw."""
+        """Restore the random numbers in an interrupted epoch, because iter(DataLoader) has drawn from them once more. A
+        state from the beginning of an epoch is older than that draw."""
         again = process.current.continue_random
         if again is not None and self._epoch == self._began[0] and self._began[1] > 0:
             again()
 
     def _first_of(self, epoch: int) -> int:
-        """The sample with which that epoch began here."""
+        """Return the sample at which this process begins the epoch."""
         return self._began[1] if epoch == self._began[0] else 0
 
     def _samples_left(self, consumed: int) -> int:
-        """That this epoch still trains. By what is left, because the global batch may have been another one before."""
+        """Return how many samples this epoch still trains. The global batch may have been another one before."""
         left = self.n - consumed
         return left - left % self.global_batch if self.drop_last else left
 
@@ -260,26 +264,26 @@ def accumulate(
     *,
     backward: Callable[[torch.Tensor], object] | None = None,
 ) -> torch.Tensor:
-    """Forward and backward of this rank's share: afterwards every gradient is the mean over the whole global batch.
+    """Run forward and backward of this rank's share. Every gradient is then the mean over the global batch.
 
     model         the DDP model, compiled or not, or a module with DDP models in it; outside a group any module. Its
                   all-reduce runs once, in the last micro-batch.
-    batch         what `GlobalBatchSampler` yields; or a tensor, a list of samples, or a tuple or dict of these, cut
+    batch         a batch of `GlobalBatchSampler`; or a tensor, a list of samples, or a tuple or dict of these, cut
                   along axis 0. A number, a text or None in a tuple or dict is the same in each micro-batch. The list
                   that a DataLoader makes of a sample's fields looks like a list of samples: pass tuple(batch).
-    global_batch  samples of this step over all ranks. A sampler's batch knows its own, which counts: with
-                  drop_last=False the last one of an epoch is smaller. What a DataLoader makes of it does not.
-    loss_fn       gets a piece of the batch, returns the loss **summed** over its samples (reduction="sum"), a scalar
-                  tensor. A rank without samples calls it with one index at weight zero.
+    global_batch  samples of this step over all ranks. A sampler's own batch knows its size, which is used instead:
+                  with drop_last=False the last one of an epoch is smaller. A DataLoader's batch does not know it.
+    loss_fn       gets a piece of the batch and returns the loss **summed** over its samples (reduction="sum"), a
+                  scalar tensor. A rank without samples calls it with one index at weight zero.
     micro_batch   most samples of one forward pass; by default the sampler's, else the whole share.
     backward      the backward pass, e.g. lambda loss: scaler.scale(loss).backward(); by default loss.backward().
 
-    Returns this rank's estimate of the mean loss (scalar tensor, detached), good enough to show; the average over all
-    ranks is the mean over the global batch. Gradients are added to what is there: call optimizer.zero_grad() first.
+    Return this rank's estimate of the mean loss (scalar tensor, detached), good enough to show; the average over all
+    ranks is the mean over the global batch. Gradients are accumulated, so call optimizer.zero_grad() first.
 
     DDP divides the summed gradients by the number of ranks, so the sum is scaled by world_size / global_batch
-    (torch/nn/parallel/distributed.py, "averaged across processes"). Raises ConfigurationError for a model that is not
-    in DDP where there are several ranks, and for a batch that cannot be cut, with the field.
+    (torch/nn/parallel/distributed.py, "averaged across processes"). Raise ConfigurationError for a model without DDP
+    in a group of several ranks, and for a batch that cannot be cut, with its field.
     """
     size = batch.global_size if isinstance(batch, Batch) else _at_least(1, "global_batch", global_batch)
     samples = _samples_of(batch)
@@ -305,23 +309,24 @@ def accumulate(
 
 
 def _data_parallel(model: torch.nn.Module) -> list[DistributedDataParallel]:
-    """The DDP models in it, of which torch.compile makes another module around them; none where there is one rank."""
+    """Return the DDP models in a module, also inside a compiled one. Raise ConfigurationError if there are none for
+    several ranks."""
     inner = getattr(model, "_orig_mod", model)
     if isinstance(inner, DistributedDataParallel):
         return [inner]
     found = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     ranks = 1 if (group := process.torch_group()) is None else group[1]
     if not found and ranks > 1:
-        # Each rank would train a model of its own; and FSDP would divide each gradient by the ranks once more.
+        # Each rank would train its own model, and FSDP would divide each gradient by the number of ranks once more.
         raise ConfigurationError(
-            f"model: a {type(inner).__name__} is no DistributedDataParallel, and there are {ranks} ranks, whose "
-            f"gradients nobody would average. Use world.wrap(model), also in the loss."
+            f"model: a {type(inner).__name__} is no DistributedDataParallel, so the gradients of {ranks} ranks "
+            f"would not be averaged. Use world.wrap(model), also in the loss."
         )
     return found
 
 
 def _sum_of(loss: Any) -> torch.Tensor:
-    """The loss that the script's function has returned. Raises ConfigurationError if it is not a scalar tensor."""
+    """Return the loss. Raise ConfigurationError if it is not a scalar tensor."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         return loss
     what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"{loss!r:.40}"
@@ -331,7 +336,7 @@ def _sum_of(loss: Any) -> torch.Tensor:
 
 
 def _pieces(batch: Any, samples: int, micro_batch: int | None) -> tuple[list[Any], float]:
-    """The share cut into micro-batches, and their weight: one stand-in of weight zero for an empty share."""
+    """Return the micro-batches of a share and their weight: one stand-in of weight zero for an empty share."""
     if isinstance(batch, Batch):
         micro_batch = micro_batch or batch.micro_batch
     if samples == 0:
@@ -349,8 +354,8 @@ def _pieces(batch: Any, samples: int, micro_batch: int | None) -> tuple[list[Any
 
 
 def _may_have_workers(loader: Any) -> bool:
-    """loader: torch's, of which the frame is that makes an iterator of it; None where its `iter` has changed. What is
-    derived from it, as accelerate's, may read ahead without workers."""
+    """True if a loader may read ahead. loader: `loader` in the calling frame, torch's DataLoader, or None if torch has
+    changed. A subclass such as accelerate's may read ahead without workers."""
     is_torchs = type(loader).__module__ == "torch.utils.data.dataloader"
     return not is_torchs or getattr(loader, "num_workers", 1) != 0
 
@@ -368,7 +373,7 @@ def _may_draw(dataset: Any) -> bool:
 
 
 def _samples_of(batch: Any) -> int:
-    """Of the longest field: one without samples beside others is no empty share, of weight zero."""
+    """Return the samples of the longest field, because an empty field next to others does not make a share empty."""
     fields = _fields(batch) if isinstance(batch, tuple | Mapping) else {0: batch}
     found = [len(v) for v in fields.values() if not _is_of_all(v) and hasattr(v, "__len__")]
     if not found:
@@ -384,7 +389,7 @@ def _fields(batch: tuple[Any, ...] | Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _is_of_all(value: Any) -> bool:
-    """Whether a field is one value for the whole batch, and not one for each sample."""
+    """True if a field is one value for the whole batch, not one per sample."""
     return value is None or isinstance(value, numbers.Number | str | bytes) or getattr(value, "ndim", None) == 0
 
 
@@ -407,14 +412,14 @@ def _check_lengths(fields: Mapping[Any, Any]) -> None:
 
 
 class Partition(Sequence[Any]):
-    """One part of a data set: item i is the i-th sample of this part, or its index where only a length was given."""
+    """One part of a data set. Item i is the i-th sample of this part, or its index if only a length was given."""
 
     def __init__(self, dataset: Any, members: torch.Tensor, seed: int, number: int) -> None:
         self._dataset, self._members, self._order = dataset, members, members
         self._seed, self._number = seed, number
 
     def set_epoch(self, epoch: int) -> None:
-        """Another order of the same samples, from the seed and the epoch."""
+        """Reorder the same samples by the seed and the epoch."""
         self._order = self._members[_shuffled(len(self._members), self._seed, epoch, self._number)]
 
     @property
@@ -435,7 +440,7 @@ class Partition(Sequence[Any]):
 
 
 class DataPartitioner:
-    """Cuts a data set into lasting parts by fractions: every sample is in exactly one part, from the seed alone.
+    """Cut a data set into lasting parts by fractions. Every sample is in exactly one part, which the seed decides.
 
         parts = ddpjob.DataPartitioner(dataset, [0.8, 0.2], seed=7)
         train, validation = parts.use(0), parts.use(1)
@@ -461,7 +466,7 @@ class DataPartitioner:
         return len(self._partitions)
 
     def use(self, i: int) -> Partition:
-        """Part i, of the i-th fraction."""
+        """Return the part of fraction i."""
         if not 0 <= i < len(self):
             raise ConfigurationError(f"i: {i}: there are {len(self)} parts, 0 to {len(self) - 1}.")
         return self._partitions[i]
@@ -480,7 +485,7 @@ def _whole(state: Mapping[str, Any], name: str) -> int:
 
 
 def part_sizes(n: int, fractions: Sequence[float]) -> list[int]:
-    """Whole sizes nearest to the fractions of n that add up to n: the largest remainders are rounded up."""
+    """Return whole sizes nearest to the fractions of n that add up to n: the largest remainders are rounded up."""
     if not fractions:
         raise ConfigurationError("fractions: [] has no part. Give at least one, e.g. [1.0].")
     for i, fraction in enumerate(fractions):
@@ -488,7 +493,7 @@ def part_sizes(n: int, fractions: Sequence[float]) -> list[int]:
             raise ConfigurationError(f"fractions[{i}]: {fraction} must be a number from 0 to 1.")
     if abs(math.fsum(fractions) - 1) > 1e-6:
         raise ConfigurationError(f"fractions: {list(fractions)} add up to {math.fsum(fractions):g}, must be 1.")
-    # Exact, and of their own sum: [0.3333333] * 3 of 50,000,000 are 49,999,995, and no rounding makes up for five.
+    # Exact fractions of their sum: [0.3333333] * 3 of 50,000,000 are 49,999,995, and rounding cannot add the other 5.
     whole = sum(map(Fraction, fractions))
     exact = [Fraction(fraction) * n / whole for fraction in fractions]
     sizes = [math.floor(size) for size in exact]
@@ -499,7 +504,7 @@ def part_sizes(n: int, fractions: Sequence[float]) -> list[int]:
 
 
 def _shuffled(n: int, *seeds: int) -> torch.Tensor:
-    """A permutation of 0..n-1 (int64) from the seeds; hashed, so that (7, epoch 1) and (8, epoch 0) have no tie."""
+    """Return a permutation of 0..n-1 (int64). Seeds are hashed, so that (7, epoch 1) and (8, epoch 0) are unrelated."""
     digest = hashlib.sha256(",".join(map(str, seeds)).encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
     return torch.randperm(n, generator=generator, device="cpu")
@@ -523,7 +528,7 @@ def _at_least(least: int, name: str, value: int) -> int:
 
 
 def _integer(name: str, value: Any) -> int:
-    """Also one of numpy's or of a tensor; not 2.5, which would train another batch than was asked for."""
+    """Return a whole number, also from numpy or a tensor. Raise ConfigurationError for 2.5, which would be cut off."""
     try:
         return operator.index(value)
     except TypeError:
@@ -533,7 +538,7 @@ def _integer(name: str, value: Any) -> int:
 
 
 def _numbers(name: str, values: Any) -> list[float]:
-    """Of a list, a tuple, an array or a tensor."""
+    """Return the numbers in a list, tuple, array or tensor. Raise ConfigurationError otherwise."""
     try:
         return [float(value) for value in values]
     except (TypeError, ValueError):

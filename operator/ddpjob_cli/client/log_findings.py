@@ -25,7 +25,7 @@ def with_findings(cluster: Cluster, stored: jobs.Stored) -> jobs.Stored:
     status = stored.job.status
     if status.state != "Succeeded":
         return stored
-    trusted = exit_codes.is_handed_over(launcher.facts(stored.job.spec).command)
+    trusted = exit_codes.zero_proves_success(launcher.facts(stored.job.spec).command)
     found = list(status.findings)
     with contextlib.suppress(ClusterError):
         done = [pod for pod in jobs.pods(cluster, stored.job.metadata.name) if _has_completed(pod, stored)]

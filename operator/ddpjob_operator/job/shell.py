@@ -1,7 +1,8 @@
-"""Reads a shell's script: its commands, how they are joined, and what stands in their words.
+"""Parser for shell scripts: POSIX grammar, and the bash extensions `[[ ]]`, `(( ))`, `|&`, `&>`, `<( )` and `function`.
 
-The grammar of POSIX, with what bash adds and such scripts use: `[[ ]]`, `(( ))`, `|&`, `&>`, `<( )`, `function`.
-Nothing is expanded. What cannot be read raises ShellSyntaxError, and whoever asks then says nothing about the script.
+`parse` returns a tree of commands and expands nothing. It raises ShellSyntaxError for a script that it cannot read;
+callers then make no statement about the script. The grammar follows
+https://pubs.opengroup.org/onlinepubs/9799919799/utilities/V3_chap02.html#tag_19_10
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 SCRIPT_MAX = 20_480
-"""Characters that are read, by the operator's event loop."""
+"""The most characters of a script that are parsed, because the operator parses in its event loop."""
 WORK_MAX = 3_200
-"""Words, commands and lists of commands that are read, each up to 15 µs. A script of backquotes has one a character."""
+"""The most words, commands and lists that are parsed, up to 15 µs each: backquotes make one per character."""
 DEPTH_MAX = 40
 _BLANKS = " \t\r"
 _ENDS_WORD = set(" \t\r\n;&|()<>")
@@ -23,36 +24,40 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[[^\]]{0,100}\])?\+?=")
 _NAME = re.compile(r"[^\s;&|()<>\"'\\$`]+")
 _VARIABLE = re.compile(r"\$[A-Za-z_]\w*")
 _EXPANSION = re.compile(r"\$(?:[A-Za-z_]|\{|\(\()")
+_BACKQUOTED = re.compile(r"(?:[^`\\]|\\.)*`", re.DOTALL)
+_END_OF_TEST = re.compile(r"\s\]\](?=[\s;&|)]|$)")
 _RESERVED = frozenset(
     "if then elif else fi while until for select do done case esac in function { } ! [[ time coproc".split()
 )
-_OPENS = frozenset("if while until for case { [[ function".split())
+_CANNOT_BEGIN = frozenset("then elif else fi select do done esac }".split())
 
 
 class ShellSyntaxError(ValueError):
-    """The script cannot be read."""
+    """The script cannot be parsed."""
 
 
 @dataclass(frozen=True, eq=False)
 class Word:
-    """A word: `value` without quotes, with its expansions as they are written; and the scripts that it runs."""
+    """A word without its quotes, and with its expansions as they are written."""
 
     value: str
     quoted: bool = False
     """True if a part of it is quoted."""
     runs: tuple[ShellScript, ...] = ()
-    """The scripts in $( ) and backquotes."""
+    """Command substitutions: $( ) and backquotes."""
     beside: tuple[ShellScript, ...] = ()
-    """The scripts in <( ) and >( ), which run beside the command."""
+    """Process substitutions: <( ) and >( )."""
     expanded: tuple[str, ...] = ()
-    """The expansions of variables as they are written: $NAME, ${NAME:-0}, $((NAME + 1))."""
+    """Variable and arithmetic expansions as they are written: $NAME, ${NAME:-0}, $((NAME + 1))."""
 
 
 @dataclass(frozen=True, eq=False)
 class ShellNode:
-    """A command of any kind. text: as it is written."""
+    """A command of any kind, with its source text."""
 
     text: str = field(default="", kw_only=True)
+    targets: tuple[Word, ...] = field(default=(), kw_only=True)
+    """Files of its redirections."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,12 +66,10 @@ class Simple(ShellNode):
 
     assigned: tuple[tuple[str, Word], ...] = ()
     words: tuple[Word, ...] = ()
-    targets: tuple[Word, ...] = ()
-    """Of its redirections."""
     document: list[str] = field(default_factory=list)
-    """The text of a here-document or a <<< word, where it has one; the last counts."""
+    """Its here-documents and <<< words. The last one is its standard input."""
     expanded: list[str] = field(default_factory=list)
-    """The documents in which the shell expands variables."""
+    """Those in which the shell expands variables."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,11 +104,10 @@ class ShellScript(ShellNode):
 
 @dataclass(frozen=True, eq=False)
 class GroupNode(ShellNode):
-    """{ list; }, or ( list ) where it is a subshell."""
+    """{ list; }, or the subshell ( list )."""
 
     body: ShellNode
     subshell: bool = False
-    targets: tuple[Word, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,19 +116,17 @@ class If(ShellNode):
 
     branches: tuple[tuple[ShellNode, ShellNode], ...]
     otherwise: ShellNode | None
-    targets: tuple[Word, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
 class Loop(ShellNode):
-    """while, until, and for (then without a condition)."""
+    """while, until or for; a for loop has no condition."""
 
     kind: str
     condition: ShellNode | None
     body: ShellNode
     over: tuple[Word, ...] = ()
     name: str = ""
-    targets: tuple[Word, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +135,6 @@ class Case(ShellNode):
 
     word: Word
     branches: tuple[tuple[tuple[str, ...], ShellNode], ...]
-    targets: tuple[Word, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +146,7 @@ class Function(ShellNode):
 
 
 def parse(script: str) -> ShellScript:
-    """The commands of a script. The same text gives the same objects. Raises ShellSyntaxError."""
+    """Return the tree of a script, the same objects for the same text. Raise ShellSyntaxError."""
     found = read(script)
     if isinstance(found, str):
         raise ShellSyntaxError(found)
@@ -156,22 +155,22 @@ def parse(script: str) -> ShellScript:
 
 @functools.lru_cache(maxsize=256)
 def read(script: str) -> ShellScript | str:
-    """The commands of a script, or why it cannot be read: that is asked again and again, too."""
+    """Return the tree of a script, or why it cannot be parsed: an exception would not be cached."""
     if len(script) > SCRIPT_MAX:
         return "too long"
-    reader = _Reader(script)
+    parser = _ShellParser(script)
     try:
-        found = reader.sequence(frozenset())
+        found = parser.sequence()
     except (IndexError, RecursionError):
         return "it ends too early"
     except ShellSyntaxError as error:
         return str(error)
-    return found if reader.at == len(script) else f"unexpected {script[reader.at : reader.at + 10]!r}"
+    return found if parser.at == len(script) else f"unexpected {script[parser.at : parser.at + 10]!r}"
 
 
 def children(node: ShellNode) -> Iterator[ShellNode]:
-    """The commands directly below a command, those in its words included."""
-    parts = [*_parts(tuple(vars(node).values()))]
+    """Yield the commands directly below a command, those in its words first."""
+    parts = _parts_of(node)
     for part in parts:
         if isinstance(part, Word):
             yield from (*part.runs, *part.beside)
@@ -179,12 +178,34 @@ def children(node: ShellNode) -> Iterator[ShellNode]:
 
 
 def words_of(node: ShellNode) -> tuple[Word, ...]:
-    """The words of a command itself, those of its redirections included."""
-    return tuple(part for part in _parts(tuple(vars(node).values())) if isinstance(part, Word))
+    """Return the words of the command itself, those of its redirections included."""
+    return tuple(part for part in _parts_of(node) if isinstance(part, Word))
+
+
+def values(node: ShellNode) -> list[str]:
+    """Return the texts of the words of a simple command, without assignments; [] for any other command."""
+    return [word.value for word in node.words] if isinstance(node, Simple) else []
+
+
+def commands(script: str) -> Iterator[list[str]]:
+    """Yield the words of each simple command of a script, without the variables that are set before it."""
+    yield from filter(None, map(values, walk(parse(script))))
+
+
+def walk(node: ShellNode) -> Iterator[ShellNode]:
+    """Yield a command and all commands below it, in the order of the script."""
+    yield node
+    for child in children(node):
+        yield from walk(child)
+
+
+def _parts_of(node: ShellNode) -> list[ShellNode | Word]:
+    """Return the commands and words in the fields of a command. A shell expands its redirections last."""
+    before = tuple(value for name, value in vars(node).items() if name != "targets")
+    return [*_parts(before), *node.targets]
 
 
 def _parts(value: object) -> Iterator[ShellNode | Word]:
-    """The commands and words in the fields of a command, in their order."""
     if isinstance(value, (ShellNode, Word)):
         yield value
     elif isinstance(value, tuple):
@@ -192,45 +213,53 @@ def _parts(value: object) -> Iterator[ShellNode | Word]:
             yield from _parts(one)
 
 
-def commands(script: str) -> Iterator[list[str]]:
-    """Yield the words of each simple command of a script, without the variables that are set before it."""
-    for node in walk(parse(script)):
-        if isinstance(node, Simple) and node.words:
-            yield [word.value for word in node.words]
+def _joined(parts: list[Word]) -> Word:
+    """Return the word that these parts make up."""
+    if len(parts) == 1:
+        return parts[0]
+    runs = tuple(script for part in parts for script in part.runs)
+    beside = tuple(script for part in parts for script in part.beside)
+    expanded = tuple(text for part in parts for text in part.expanded)
+    return Word("".join(part.value for part in parts), any(part.quoted for part in parts), runs, beside, expanded)
 
 
-def walk(node: ShellNode) -> Iterator[ShellNode]:
-    """A command and all below it, in the order in which they are written."""
-    yield node
-    for child in children(node):
-        yield from walk(child)
+@dataclass(frozen=True)
+class _Redirections:
+    targets: list[Word] = field(default_factory=list)
+    document: list[str] = field(default_factory=list)
+    expanded: list[str] = field(default_factory=list)
 
 
-class _Reader:
-    """One pass over the text; `at` is the place of the next character."""
+class _ShellParser:
+    """One pass over the text; `at` is the index of the next character."""
 
-    def __init__(self, text: str, outer: _Reader | None = None, at: int = 0) -> None:
+    def __init__(self, text: str, outer: _ShellParser | None = None, at: int = 0) -> None:
         self._depth: int = outer._depth + 1 if outer else 0
         if self._depth > DEPTH_MAX:
             raise ShellSyntaxError("too deep")
         self.text, self.at = text, at
         self._work: Iterator[int] = outer._work if outer else iter(range(WORK_MAX))
-        self._documents: list[tuple[Word, bool, list[str], list[str]]] = []  # here-documents whose text follows
+        self._documents: list[tuple[Word, bool, _Redirections]] = []
+        """Here-documents that begin after this line: delimiter, whether tabs are removed, command."""
+        self._compounds: dict[str, Callable[[], ShellNode]] = {
+            "if": self._if, "while": self._while, "until": self._while, "for": self._for, "case": self._case,
+            "{": lambda: GroupNode(self._block("{", "}")), "(": self._subshell,
+        }  # fmt: skip
+        self._others: dict[str, Callable[[], ShellNode]] = {
+            "[[": self._test, "((": self._arithmetic, "function": self._function, "coproc": self._coproc,
+        }  # fmt: skip
 
     def _count(self) -> None:
         if next(self._work, None) is None:
             raise ShellSyntaxError("too many commands")
 
-    # ---- lists ---------------------------------------------------------------------------------------------
-
-    def sequence(self, ends: frozenset[str]) -> ShellScript:
-        """Commands up to one of these words, a closing bracket, `;;` or the end."""
+    def sequence(self, *ends: str) -> ShellScript:
+        """Parse commands up to one of these words, a closing bracket, `;;` or the end of the text."""
         self._count()
         begin, parts = self._skip_lines(), []
-        while not self._ends(ends):
+        while not self._is_end(ends):
             node = self._and_or()
-            self._skip()
-            if self._operator("&") is not None:
+            if self._operator("&"):
                 node = Background(node, text=node.text)
             elif not self._peek(";;", ";&"):
                 self._operator(";")
@@ -238,18 +267,16 @@ class _Reader:
             self._skip_lines()
         return ShellScript(tuple(parts), text=self.text[begin : self.at])
 
-    def _ends(self, ends: frozenset[str]) -> bool:
-        if self.at >= len(self.text) or self.text[self.at] in ")" or self._peek(";;", ";&"):
-            return True
-        return bool(ends) and self._reserved() in ends
+    def _is_end(self, ends: tuple[str, ...]) -> bool:
+        return self.at >= len(self.text) or self._peek(")", ";;", ";&") or (bool(ends) and self._reserved() in ends)
 
     def _and_or(self) -> ShellNode:
         begin = self.at
         first, rest = self._pipeline(), []
-        while (operator := self._operator("&&", "||")) is not None:
+        while operator := self._operator("&&", "||"):
             self._skip_lines()
             rest.append((operator, self._pipeline()))
-        return AndOr(first, tuple(rest), text=self._from(begin)) if rest else first
+        return AndOr(first, tuple(rest), text=self._since(begin)) if rest else first
 
     def _pipeline(self) -> ShellNode:
         begin, negated, timed = self._skip(), False, False
@@ -261,64 +288,48 @@ class _Reader:
                 self.at += 3
                 self._skip()
         parts = [self._command()]
-        while self._skip() <= len(self.text) and not self._peek("||") and self._operator("|&", "|") is not None:
+        while not self._peek("||") and self._operator("|&", "|"):
             self._skip_lines()
             parts.append(self._command())
         if len(parts) == 1 and not negated:
-            return GroupNode(parts[0], text=self._from(begin)) if timed else parts[0]
-        return Pipeline(tuple(parts), negated, text=self._from(begin))
-
-    # ---- commands ------------------------------------------------------------------------------------------
+            return GroupNode(parts[0], text=self._since(begin)) if timed else parts[0]
+        return Pipeline(tuple(parts), negated, text=self._since(begin))
 
     def _command(self) -> ShellNode:
         self._count()
         begin, word = self._skip(), self._reserved()
-        if self._peek("(("):
-            inside = self._skip_brackets("((", "))")
-            words = (Word("(("), Word(inside, expanded=(f"(({inside}",)), Word("))"))
-            return Simple(words=words, text=self._from(begin))
-        if self._peek("("):
-            self.at += 1
-            body = self.sequence(frozenset())
-            self._expect(")")
-            return GroupNode(body, True, self._targets(), text=self._from(begin))
-        if word in _OPENS:
-            compound: dict[str, Callable[[int], ShellNode]] = {
-                "if": self._if, "while": self._while, "until": self._while, "for": self._for, "case": self._case,
-                "{": self._group, "[[": self._test, "function": self._function,
-            }  # fmt: skip
-            return compound[word](begin)
-        if word in _RESERVED - {"in", "time", "!"} and word != "coproc":
+        word = word or next((opens for opens in ("((", "(") if self._peek(opens)), "")
+        if word in _CANNOT_BEGIN:
             raise ShellSyntaxError(f"unexpected {word}")
-        if word == "coproc":
-            self._take(word)
-            return Background(self._command(), text=self._from(begin))
-        return self._simple(begin)
+        if word in self._compounds:
+            node = self._compounds[word]()
+            return replace(node, targets=tuple(self._redirections().targets), text=self._since(begin))
+        return replace(self._others.get(word, self._simple)(), text=self._since(begin))
 
-    def _if(self, begin: int) -> ShellNode:
+    def _subshell(self) -> ShellNode:
+        self._expect("(")
+        body = self.sequence()
+        self._expect(")")
+        return GroupNode(body, subshell=True)
+
+    def _if(self) -> ShellNode:
         branches, otherwise = [], None
-        self._take("if")
-        while True:
-            condition = self.sequence(frozenset({"then"}))
-            self._take("then")
-            branches.append((condition, self.sequence(frozenset({"elif", "else", "fi"}))))
-            if self._reserved() != "elif":
-                break
-            self._take("elif")
-        if self._reserved() == "else":
+        while (word := self._reserved()) in ("if", "elif"):
+            condition = self._block(word, "then")
+            branches.append((condition, self.sequence("elif", "else", "fi")))
+        if word == "else":
             self._take("else")
-            otherwise = self.sequence(frozenset({"fi"}))
+            otherwise = self.sequence("fi")
         self._take("fi")
-        return If(tuple(branches), otherwise, self._targets(), text=self._from(begin))
+        return If(tuple(branches), otherwise)
 
-    def _while(self, begin: int) -> ShellNode:
+    def _while(self) -> ShellNode:
         kind = self._reserved()
         self._take(kind)
-        condition = self.sequence(frozenset({"do"}))
-        return Loop(kind, condition, self._do(), targets=self._targets(), text=self._from(begin))
+        return Loop(kind, self.sequence("do"), self._do())
 
-    def _for(self, begin: int) -> ShellNode:
-        self._take(self._reserved())
+    def _for(self) -> ShellNode:
+        self._take("for")
         name, over = "", []
         if self._peek("(("):
             self._skip_brackets("((", "))")
@@ -331,18 +342,19 @@ class _Reader:
                     over.append(self._word())
         self._operator(";")
         self._skip_lines()
-        return Loop("for", None, self._do(), tuple(over), name, self._targets(), text=self._from(begin))
+        return Loop("for", None, self._do(), tuple(over), name)
 
-    def _do(self) -> ShellNode:
-        opens, closes = ("{", "}") if self._reserved() == "{" else ("do", "done")
+    def _do(self) -> ShellScript:
+        return self._block("{", "}") if self._reserved() == "{" else self._block("do", "done")
+
+    def _block(self, opens: str, closes: str) -> ShellScript:
         self._take(opens)
-        body = self.sequence(frozenset({closes}))
+        body = self.sequence(closes)
         self._take(closes)
         return body
 
-    def _case(self, begin: int) -> ShellNode:
+    def _case(self) -> ShellNode:
         self._take("case")
-        self._skip()
         word, branches = self._word(), []
         self._skip_lines()
         self._take("in")
@@ -350,236 +362,212 @@ class _Reader:
         while self._reserved() != "esac":
             self._operator("(")
             patterns: list[str] = []
-            while not patterns or self._operator("|") is not None:
+            while not patterns or self._operator("|"):
                 self._skip()
                 patterns.append(self._word().value)
             self._expect(")")
-            branches.append((tuple(patterns), self.sequence(frozenset({"esac"}))))
+            branches.append((tuple(patterns), self.sequence("esac")))
             self._operator(";;&", ";;", ";&")
             self._skip_lines()
         self._take("esac")
-        return Case(word, tuple(branches), self._targets(), text=self._from(begin))
+        return Case(word, tuple(branches))
 
-    def _group(self, begin: int) -> ShellNode:
-        self._take("{")
-        body = self.sequence(frozenset({"}"}))
-        self._take("}")
-        return GroupNode(body, False, self._targets(), text=self._from(begin))
-
-    def _test(self, begin: int) -> ShellNode:
+    def _test(self) -> ShellNode:
         self._count()
-        end = re.compile(r"\s\]\](?=[\s;&|)]|$)").search(self.text, self.at)
+        end = _END_OF_TEST.search(self.text, self.at)
         if end is None:
             raise ShellSyntaxError("[[ has no end")
         words = self.text[self.at : end.end()].split()
         self.at = end.end()
-        plain = tuple(Word(word.strip("\"'"), expanded=() if word[0] == "'" else (word,)) for word in words)
-        return Simple(words=plain, text=self._from(begin))
+        return Simple(words=tuple(Word(w.strip("\"'"), expanded=() if w[0] == "'" else (w,)) for w in words))
 
-    def _function(self, begin: int) -> ShellNode:
+    def _arithmetic(self) -> ShellNode:
+        inside = self._skip_brackets("((", "))")
+        return Simple(words=(Word("(("), Word(inside, expanded=(f"(({inside}",)), Word("))")))
+
+    def _function(self) -> ShellNode:
         self._take("function")
         name = self._word().value
-        self._skip()
-        if self._operator("(") is not None:
+        if self._operator("("):
             self._expect(")")
         self._skip_lines()
-        return Function(name, self._command(), text=self._from(begin))
+        return Function(name, self._command())
 
-    def _simple(self, begin: int) -> ShellNode:
+    def _coproc(self) -> ShellNode:
+        self._take("coproc")
+        return Background(self._command())
+
+    def _simple(self) -> ShellNode:
         assigned: list[tuple[str, Word]] = []
         words: list[Word] = []
-        targets: list[Word] = []
-        document: list[str] = []
-        expanded: list[str] = []
-        while self._skip() < len(self.text):
-            if (found := _REDIRECT.match(self.text, self.at)) is not None:
-                self._redirect(found[0], targets, document, expanded)
-                continue
-            if self.text[self.at] in "\n;&|)" or (self.text[self.at] == "(" and not words):
+        redirections = _Redirections()
+        while self._redirections(redirections) and self.at < len(self.text):
+            if self.text[self.at] == "(" and words:
+                return self._function_named(words)
+            if self.text[self.at] in "\n;&|()":
                 break
-            if self.text[self.at] == "(":
-                return self._function_of(words, begin)
             named = _ASSIGNMENT.match(self.text, self.at) if not words else None
             if named is not None:
                 self.at = named.end()
-                assigned.append((named[1], self._value()))
+                assigned.append((named[1], self._assigned()))
             else:
                 words.append(self._word())
-        if not (assigned or words or targets):
+        if not (assigned or words or redirections.targets):
             raise ShellSyntaxError(f"no command at {self.text[self.at : self.at + 10]!r}")
-        # A here-document is read at the end of the line.
-        return Simple(tuple(assigned), tuple(words), tuple(targets), document, expanded, text=self._from(begin))
+        document, expanded = redirections.document, redirections.expanded  # filled at the end of the line
+        return Simple(tuple(assigned), tuple(words), document, expanded, targets=tuple(redirections.targets))
 
-    def _value(self) -> Word:
-        """Of an assignment; an array's is unknown."""
+    def _assigned(self) -> Word:
+        """Parse the value of an assignment; that of an array becomes one word."""
         if self.text.startswith("(", self.at):
             return Word(self._skip_brackets("(", ")"))
         return Word("") if self._at_end_of_word() else self._word()
 
-    def _function_of(self, words: list[Word], begin: int) -> ShellNode:
+    def _function_named(self, words: list[Word]) -> ShellNode:
         self._expect("(")
-        self._skip()
         self._expect(")")
         if len(words) != 1:
             raise ShellSyntaxError("a bracket within a command")
         self._skip_lines()
-        return Function(words[0].value, self._command(), text=self._from(begin))
+        return Function(words[0].value, self._command())
 
-    # ---- redirections --------------------------------------------------------------------------------------
-
-    def _targets(self) -> tuple[Word, ...]:
-        targets: list[Word] = []
-        while self._skip() < len(self.text) and (found := _REDIRECT.match(self.text, self.at)) is not None:
-            self._redirect(found[0], targets, [], [])
-        return tuple(targets)
-
-    def _redirect(self, operator: str, targets: list[Word], document: list[str], expanded: list[str]) -> None:
-        self.at += len(operator)
-        kind = operator.lstrip("0123456789")
-        self._skip()
-        word = self._word()
-        if kind in ("<<", "<<-"):
-            self._documents.append((word, kind == "<<-", document, expanded))
-        elif kind == "<<<":
-            document.append(word.value)
-            expanded += word.expanded
-        else:
-            targets.append(word)
+    def _redirections(self, found: _Redirections | None = None) -> _Redirections:
+        """Parse the redirections here, if any."""
+        found = found or _Redirections()
+        while self._skip() < len(self.text) and (operator := _REDIRECT.match(self.text, self.at)) is not None:
+            self.at = operator.end()
+            kind = operator[0].lstrip("0123456789")
+            self._skip()
+            word = self._word()
+            if kind in ("<<", "<<-"):
+                self._documents.append((word, kind == "<<-", found))
+            elif kind == "<<<":
+                found.document.append(word.value)
+                found.expanded.extend(word.expanded)
+            else:
+                found.targets.append(word)
+        return found
 
     def _read_documents(self) -> None:
-        """The lines of the here-documents that began in the line before."""
-        for end, is_indented, document, expanded in self._documents:
+        """Read the here-documents that began in the line before."""
+        for end, is_indented, command in self._documents:
             lines: list[str] = []
             while self.at < len(self.text):
-                line_end = self.text.find("\n", self.at)
-                line_end = len(self.text) if line_end < 0 else line_end
-                line, self.at = self.text[self.at : line_end], min(len(self.text), line_end + 1)
+                line, _, _ = self.text[self.at :].partition("\n")
+                self.at = min(len(self.text), self.at + len(line) + 1)
                 line = line.lstrip("\t") if is_indented else line
                 if line == end.value:
                     break
                 lines.append(line)
-            document.append("\n".join(lines))
+            command.document.append("\n".join(lines))
             if not end.quoted:
-                expanded.append(document[-1])
+                command.expanded.append(command.document[-1])
         self._documents = []
-
-    # ---- words ---------------------------------------------------------------------------------------------
 
     def _word(self) -> Word:
         self._count()
-        value: list[str] = []
-        runs: list[ShellScript] = []
-        beside: list[ShellScript] = []
-        expanded: list[str] = []
-        begin, quoted = self.at, False
-        while not self._at_end_of_word() or self._peek("<(", ">("):
-            character = self.text[self.at]
-            if character == "'":
-                end = self.text.find("'", self.at + 1)
-                end = end if end > 0 else self._unclosed("'")
-                value.append(self.text[self.at + 1 : end])
-                self.at, quoted = end + 1, True
-            elif character == '"':
-                self._double_quoted(value, runs, expanded)
-                quoted = True
-            elif character == "\\":
-                value.append(self.text[self.at + 1 : self.at + 2].replace("\n", ""))
-                self.at, quoted = self.at + 2, True
-            elif character in "<>":
-                self.at += 2
-                beside.append(self._inner(value))
-            else:
-                self._part(value, runs, expanded)
-        if self.at == begin:
-            raise ShellSyntaxError(f"no word at {self.text[begin : begin + 10]!r}")
-        return Word("".join(value), quoted, tuple(runs), tuple(beside), tuple(expanded))
+        parts = []
+        while not self._at_end_of_word() or self.text.startswith(("<(", ">("), self.at):
+            parts.append(self._part_of_word())
+        if not parts:
+            raise ShellSyntaxError(f"no word at {self.text[self.at : self.at + 10]!r}")
+        return _joined(parts)
 
-    def _double_quoted(self, value: list[str], runs: list[ShellScript], expanded: list[str]) -> None:
+    def _part_of_word(self) -> Word:
+        begin, character = self.at, self.text[self.at]
+        if character == "'":
+            self.at = self._closing("'") + 1
+            return Word(self.text[begin + 1 : self.at - 1], quoted=True)
+        if character == "\\":
+            self.at += 2
+            return Word(self.text[begin + 1 : self.at].replace("\n", ""), quoted=True)
+        if character in "<>":
+            self.at += 1
+            inner = self._substitution()
+            return Word(self.text[begin + 1 : self.at], beside=(inner,))
+        return self._double_quoted() if character == '"' else self._expansion()
+
+    def _double_quoted(self) -> Word:
         self.at += 1
-        while self.text[self.at : self.at + 1] != '"':
+        parts = [Word("", quoted=True)]
+        while not self.text.startswith('"', self.at):
             if self.at >= len(self.text):
-                self._unclosed('"')
-            character = self.text[self.at]
-            if character == "\\":
-                following = self.text[self.at + 1 : self.at + 2]
-                value.append(following.replace("\n", "") if following in '$`"\\\n' else character + following)
+                raise ShellSyntaxError('" is not closed')
+            if self.text[self.at] == "\\":
+                escaped = self.text[self.at + 1 : self.at + 2]
+                parts.append(Word(escaped.replace("\n", "") if escaped in '$`"\\\n' else f"\\{escaped}"))
                 self.at += 2
             else:
-                self._part(value, runs, expanded)
+                parts.append(self._expansion())
         self.at += 1
+        return _joined(parts)
 
-    def _part(self, value: list[str], runs: list[ShellScript], expanded: list[str]) -> None:
-        """Characters, or an expansion."""
+    def _expansion(self) -> Word:
+        """Parse one expansion or a run of plain characters."""
         begin = self.at
+        runs: tuple[ShellScript, ...] = ()
         if self.text.startswith("$((", begin):
             self.at += 1
             self._skip_brackets("((", "))")
         elif self.text.startswith("$(", begin):
-            self.at += 2
-            runs.append(self._inner(None))
+            self.at += 1
+            runs = (self._substitution(),)
         elif self.text.startswith("${", begin):
             self.at += 1
             self._skip_brackets("{", "}")
         elif self.text[begin] == "`":
-            runs.append(self._backquoted())
-        elif (variable := _VARIABLE.match(self.text, begin)) is not None:
-            self.at = variable.end()
+            runs = (self._backquoted(),)
         else:
-            plain = _NAME.match(self.text, begin)
-            self.at = plain.end() if plain and self.text[begin] != "$" else begin + 1
-        value.append(self.text[begin : self.at])
-        if _EXPANSION.match(self.text, begin):
-            expanded.append(value[-1])
+            plain = _VARIABLE.match(self.text, begin) or _NAME.match(self.text, begin)
+            self.at = plain.end() if plain else begin + 1
+        text = self.text[begin : self.at]
+        return Word(text, runs=runs, expanded=(text,) if _EXPANSION.match(text) else ())
 
-    def _inner(self, value: list[str] | None) -> ShellScript:
-        """The script up to the closing bracket."""
-        begin = self.at
-        inner = _Reader(self.text, self, begin)
-        found = inner.sequence(frozenset())
+    def _substitution(self) -> ShellScript:
+        """Parse `(script)`."""
+        inner = _ShellParser(self.text, self, self.at + 1)
+        found = inner.sequence()
         self.at = inner.at
         self._expect(")")
-        if value is not None:
-            value.append(f"({self.text[begin : self.at]}")
         return found
 
     def _backquoted(self) -> ShellScript:
-        end = re.compile(r"(?:[^`\\]|\\.)*`", re.DOTALL).match(self.text, self.at + 1)
+        end = _BACKQUOTED.match(self.text, self.at + 1)
         if end is None:
             raise ShellSyntaxError("` is not closed")
         self.at = end.end()
-        inner = _Reader(re.sub(r"\\([`$\\])", r"\1", end[0][:-1]), self)
-        return inner.sequence(frozenset())
+        return _ShellParser(re.sub(r"\\([`$\\])", r"\1", end[0][:-1]), self).sequence()
 
     def _skip_brackets(self, opens: str, closes: str) -> str:
-        """What is between brackets, which may hold further ones and quotes."""
+        """Return the text between brackets, which may contain further brackets and quotes."""
         self._count()
         begin, depth = self.at, 0
         if not self.text.startswith(opens, begin):
             raise ShellSyntaxError(f"no {opens}")
-        while True:
-            if self.at >= len(self.text):
-                self._unclosed(opens)
+        while self.at < len(self.text):
             character = self.text[self.at]
             if character == "\\":
                 self.at += 1
             elif character in "'\"" and opens != "((":
-                end = self.text.find(character, self.at + 1)
-                self.at = end if end > 0 else self._unclosed(character)
+                self.at = self._closing(character)
             depth += (character == opens[0]) - (character == closes[0])
             self.at += 1
             if not depth:
                 return self.text[begin + len(opens) : self.at - len(closes)]
+        raise ShellSyntaxError(f"{opens} is not closed")
 
-    def _unclosed(self, what: str) -> int:
-        raise ShellSyntaxError(f"{what} is not closed")
-
-    # ---- characters ----------------------------------------------------------------------------------------
+    def _closing(self, quote: str) -> int:
+        """Return the index of the quote that closes the one here."""
+        end = self.text.find(quote, self.at + 1)
+        if end < 0:
+            raise ShellSyntaxError(f"{quote} is not closed")
+        return end
 
     def _at_end_of_word(self) -> bool:
         return self.at >= len(self.text) or self.text[self.at] in _ENDS_WORD
 
     def _skip(self) -> int:
-        """Over blanks, lines that go on, and a comment."""
+        """Skip blanks, line continuations and a comment."""
         while self.at < len(self.text):
             if self.text[self.at] in _BLANKS:
                 self.at += 1
@@ -593,30 +581,29 @@ class _Reader:
         return self.at
 
     def _skip_lines(self) -> int:
-        """Over blanks and ends of lines, with the here-documents behind those."""
+        """Skip blanks and ends of lines, and read the here-documents that begin there."""
         while self._skip() < len(self.text) and self.text[self.at] == "\n":
             self.at += 1
             self._read_documents()
         return self.at
 
     def _peek(self, *operators: str) -> bool:
-        return any(self.text.startswith(operator, self.at) for operator in operators)
+        return self.text.startswith(operators, self._skip())
 
-    def _operator(self, *operators: str) -> str | None:
+    def _operator(self, *operators: str) -> str:
+        """Skip the first of these operators that is here and return it; "" if none is."""
         self._skip()
-        found = next((operator for operator in operators if self.text.startswith(operator, self.at)), None)
-        if found is not None:
-            self.at += len(found)
+        found = next((operator for operator in operators if self.text.startswith(operator, self.at)), "")
+        self.at += len(found)
         return found
 
     def _expect(self, operator: str) -> None:
-        if self._operator(operator) is None:
+        if not self._operator(operator):
             raise ShellSyntaxError(f"no {operator}")
 
     def _reserved(self) -> str:
-        """The word here, if it is one of the shell's own."""
-        self._skip()
-        found = _NAME.match(self.text, self.at)
+        """Return the reserved word that is here; "" if there is none."""
+        found = _NAME.match(self.text, self._skip())
         if found is None or found[0] not in _RESERVED:
             return ""
         return found[0] if found.end() >= len(self.text) or self.text[found.end()] in _ENDS_WORD else ""
@@ -627,5 +614,5 @@ class _Reader:
         self.at += len(word)
         self._skip()
 
-    def _from(self, begin: int) -> str:
+    def _since(self, begin: int) -> str:
         return self.text[begin : self.at].strip()

@@ -1,4 +1,4 @@
-"""The shell around a launcher: exit codes that it loses, and signals that it keeps to itself."""
+"""Warnings about the shell script around a launcher: exit codes that it loses, and SIGTERM that it does not forward."""
 
 from __future__ import annotations
 
@@ -8,121 +8,122 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from ddpjob_operator.job import command, exit_codes, programs, shell
-from ddpjob_operator.job.exit_codes import Fate
+from ddpjob_operator.job.exit_codes import LauncherExit
 
 _WITHOUT_PIPEFAIL = ("sh", "dash")
 _TRAPPED = frozenset("TERM SIGTERM 15 EXIT 0".split())
 _TRAPPED_BY_DASH = frozenset("TERM 15".split())
-# Wrappers that become what they start, or hand a signal over to it alone.
-_IN_FRONT = frozenset("env exec gosu nice ionice numactl setsid stdbuf su-exec tini taskset".split())
-# What starts its command as a child, and does not hand SIGTERM over to it.
+# Wrappers that exec their command or forward SIGTERM to it alone.
+_PASS_SIGNALS = frozenset("env exec gosu nice ionice numactl setsid stdbuf su-exec tini taskset".split())
+# Programs that start their command as a child and do not forward SIGTERM to it.
 _STAY_IN_FRONT = frozenset("find flock parallel runuser script strace su time watch xargs".split())
 _KILLS = re.compile(r"kill(?:\s+-(?:-signal[ =]|[sn]\s*)?(?:SIG)?(TERM|INT|HUP|QUIT|KILL|USR1|USR2|\d{1,2})\b)?", re.I)
 # In dash no job is a process group, and `jobs` prints nothing in a command substitution.
 _MISSES_IN_DASH = re.compile(r"\bkill\b[^;&|]*?\s(?:%|\$\(jobs|`jobs)")
 _KILLS_ALL = re.compile(r"\bkill\b.*(?:\s0\b|\s-\d*\$)|pkill|killall")
-# What lets a launcher save. torchrun hands SIGINT over to its ranks, which a shell's job is deaf to.
+# Signals on which a launcher saves. torchrun forwards SIGINT to its ranks, but background jobs ignore SIGINT.
 _STOPS = {"", "TERM", "15"}
 _STOPS_DDPRUN = {*_STOPS, "INT", "2", "HUP", "1"}
 _HOW = {
     "pipe": ("the shell takes that of the end of the pipe, `{at}`", "{pipefail}"),
-    "or": ("`{at}` takes its place", "leave that out, or end it with `exit 1`"),
-    "next": ("the shell goes on with `{at}`, and ends with that one's", "begin with `set -e`, or join them with `&&`"),
+    "or": ("`{at}` takes its place", "remove it, or end it with `exit 1`"),
+    "next": (
+        "the shell goes on with `{at}` and returns its exit code",
+        "begin with `set -e`, or join the two with `&&`",
+    ),
     "background": (
         "it runs in the background (`&`), and the shell does not wait",
         "start it without `&`, or `wait $!`",
     ),
-    "wait": ("`wait` without a process ends with 0", "use `wait $!`"),
+    "wait": ("`wait` without a process returns 0", "use `wait $!`"),
     "if": ("`{at}` only tests it", "add an `else` with `exit 1`"),
     "while": ("`{at}` only tests it", "end with `exit 1` after it"),
-    "not": ("`!` turns a failure into 0", "leave the `!` out"),
-    "words": ("it runs within the words of another command, `{at}`", "give it a line of its own"),
-    "exit": ("the shell ends with 0 in any case{at}", "end with `exit $rc`, where `rc=$?` stands right behind it"),
-    "trap": ("`{at}` sets another one", "leave the `exit` out of the trap"),
-    "setsid": ("`{at}` starts it apart, and ends at once", "use `setsid --wait`"),
-    "program": ("`{at}` ends with 0 in any case", "give it -e"),
-    "find": ("`{at}` ends with 0 in any case", "give it a line of its own"),
+    "not": ("`!` turns a failure into 0", "remove the `!`"),
+    "words": ("it is started within the words of another command, `{at}`", "put it on its own line"),
+    "exit": ("the shell always returns 0{at}", "write `rc=$?` directly after it, and end with `exit $rc`"),
+    "trap": ("`{at}` sets another one", "remove the `exit` from the trap"),
+    "setsid": ("`{at}` starts it in the background and exits at once", "use `setsid --wait`"),
+    "program": ("`{at}` always returns 0", "give it -e"),
+    "find": ("`{at}` always returns 0", "put it on its own line"),
 }
 _FIX_OF_PIPE = {
     True: "use bash in place of sh, and begin with `set -o pipefail;`",
     False: "begin with `set -o pipefail;`",
 }
 PIPEFAIL_IN_SH = (
-    "`set -o pipefail` in sh: where that is dash (Debian, Ubuntu) it has none, and ends at once with 2; use bash"
+    "`set -o pipefail` in sh: where that is dash (Debian, Ubuntu), the option is unknown and the script exits at once "
+    "with 2; use bash"
 )
-_KEEPS_SIGNALS = (
-    "{shell} in front of {launcher} gets SIGTERM and does not hand it over, so nothing is saved when the pod is "
-    "drained or the job is stopped; `exec {launcher} …` as the last command gets it"
+_NO_SIGTERM = (
+    "{shell} in front of {launcher} gets SIGTERM and does not forward it, so nothing is saved when the pod is drained "
+    "or the job is stopped; end the script with `exec {launcher} …`"
 )
-_ENDS_BEFORE = (
-    "the shell in front of {launcher} ends as soon as its trap for SIGTERM has run, and the container with it, so "
+_ENDS_TOO_EARLY = (
+    "the shell in front of {launcher} exits as soon as its trap for SIGTERM has run, and the container with it, so "
     "{launcher} is killed while it saves; `wait` in the trap as well"
 )
 
 
 def lost_exit_codes(words: list[str]) -> Iterator[str]:
-    """A sentence for each launcher whose failure the shell hides."""
-    yield from dict.fromkeys(lost_exit_code(fate) for fate in exit_codes.fates(words) if fate.lost)
+    """Yield a sentence for each launcher whose failure the shell hides."""
+    yield from dict.fromkeys(_lost_exit_code(one) for one in exit_codes.launcher_exits(words) if one.lost)
 
 
-def lost_exit_code(fate: Fate) -> str:
-    """the exit code of torchrun is lost: …; what it means, and the fix."""
-    how = fate.at if fate.lost == "if" and fate.at in _HOW else fate.lost
-    why, fix = _HOW[how]
-    at = f" (`{fate.at}`)" if how == "exit" and fate.at else fate.at
-    fix = fix.format(pipefail=_FIX_OF_PIPE[fate.shell in _WITHOUT_PIPEFAIL])
+def _lost_exit_code(found: LauncherExit) -> str:
+    why, fix = _HOW[found.at if found.lost == "if" and found.at in _HOW else found.lost]
+    at = f" (`{found.at}`)" if found.lost == "exit" and found.at else found.at
+    fix = fix.format(pipefail=_FIX_OF_PIPE[found.shell in _WITHOUT_PIPEFAIL])
     means = "so a failed training counts as done"
-    if fate.launcher == "ddprun":
-        means = "so only ddprun's own report tells of a failure"
-    return f"the exit code of {fate.launcher} is lost: {why.format(at=at)}, {means}; {fix}"
+    if found.launcher == "ddprun":
+        means = "so only ddprun's own report shows a failure"
+    return f"the exit code of {found.launcher} is lost: {why.format(at=at)}, {means}; {fix}"
 
 
 def pipefail_in_sh(words: list[str]) -> bool:
-    """True if a script for sh sets an option that many a sh does not have."""
-    for program, options, script in _scripts(words):
-        if program in _WITHOUT_PIPEFAIL:
-            simple = ([w.value for w in node.words] for node in shell.walk(script) if isinstance(node, shell.Simple))
-            if "pipefail" in options or any(values[:1] == ["set"] and "pipefail" in values for values in simple):
-                return True
-    return False
+    """True if a script for sh sets `pipefail`, which dash does not have."""
+    return any(
+        "pipefail" in options
+        or any(v[:1] == ["set"] and "pipefail" in v for v in map(shell.values, shell.walk(script)))
+        for program, options, script in _scripts(words)
+        if program in _WITHOUT_PIPEFAIL
+    )
 
 
-def signals_kept(words: list[str]) -> str:
-    """A sentence if a shell in front of the launcher keeps SIGTERM to itself; "" if none does, or it is not known."""
+def sigterm_warning(words: list[str]) -> str:
+    """Return a sentence if a launcher gets no SIGTERM or no time to save because of the shell in front of it; "" if
+    it does, or if that is unknown."""
     for shell_named, sh_is_dash in (("the shell", False), ("sh, where that is dash (Debian, Ubuntu),", True)):
-        if by := keeps_signals(words, sh_is_dash=sh_is_dash):
-            return _KEEPS_SIGNALS.format(shell=shell_named, launcher=by)
-    reader = _reader(words, sh_is_dash=True)
-    return _ENDS_BEFORE.format(launcher=reader.ends_before()) if reader and reader.ends_before() else ""
+        if launcher := without_sigterm(words, sh_is_dash=sh_is_dash):
+            return _NO_SIGTERM.format(shell=shell_named, launcher=launcher)
+    signals = _signals(words, sh_is_dash=True)
+    launcher = signals.killed_early() if signals else ""
+    return _ENDS_TOO_EARLY.format(launcher=launcher) if launcher else ""
 
 
-def keeps_signals(words: list[str], *, sh_is_dash: bool = False) -> str:
-    """The launcher that gets no SIGTERM because a shell waits for it and does not hand signals over; "" if there is
-    none, or nobody can know it.
+def without_sigterm(words: list[str], *, sh_is_dash: bool = False) -> str:
+    """Return the launcher that gets no SIGTERM because a shell waits for it; "" if there is none, or if it is unknown.
 
-    bash and busybox become the last simple command of a script, dash (0.5.12) never does. No shell becomes what stands
-    in a pipe, a function, a compound command, or before another command; bash (execute_cmd.c) neither one with a
-    redirection, nor any once a trap is set.
+    A shell that replaces itself with a command (exec) leaves the signal to it. bash and busybox do so with the last
+    simple command of a script, dash (0.5.12) only with `exec`. No shell does it in a pipeline, function or compound
+    command, or before another command. bash does not either once a trap is set or with a redirection (execute_cmd.c).
     """
-    reader = _reader(words, sh_is_dash=sh_is_dash)
+    signals = _signals(words, sh_is_dash=sh_is_dash)
     with contextlib.suppress(shell.ShellSyntaxError):
-        return reader.kept() if reader else ""
+        return signals.unreached() if signals else ""
     return ""
 
 
-def _reader(words: list[str], *, sh_is_dash: bool) -> _Signals | None:
+def _signals(words: list[str], *, sh_is_dash: bool) -> _Signals | None:
     top = next((i for i in programs.places(words) if programs.name(words[i]) in command.SHELLS), None)
     front = {programs.name(word) for word in words[:top] if "=" not in word}
-    if top is None or {"tini", "-g"} <= front or any(not w.startswith("-") for w in front - _IN_FRONT):
+    if top is None or {"tini", "-g"} <= front or any(not w.startswith("-") for w in front - _PASS_SIGNALS):
         return None
     _, text, _ = exit_codes.shell_call(words[top:])
-    if text is None:
-        return None
-    started, program = exit_codes.launchers(tuple(words)), programs.name(words[top])
-    try:
-        return _Signals(shell.parse(text), started, program, sh_is_dash=sh_is_dash)
-    except shell.ShellSyntaxError:
-        return None
+    with contextlib.suppress(shell.ShellSyntaxError):
+        script = shell.parse(text) if text is not None else None
+        started, program = exit_codes.launchers(tuple(words)), programs.name(words[top])
+        return _Signals(script, started, program, sh_is_dash=sh_is_dash) if script else None
+    return None
 
 
 def cut_short(words: list[str]) -> str:
@@ -135,25 +136,19 @@ def cut_short(words: list[str]) -> str:
 
 
 def _scripts(words: list[str]) -> Iterator[tuple[str, set[str], shell.ShellScript]]:
-    """Each shell that the command starts by its words: its program, options and script."""
-    for i in programs.places(words):
-        if programs.name(words[i]) not in command.SHELLS:
-            continue
-        options, text, _ = exit_codes.shell_call(words[i:])
-        try:
-            script = shell.parse(text) if text is not None else None
-        except shell.ShellSyntaxError:
-            return
-        if script is not None:
-            yield programs.name(words[i]), options, script
+    """Yield each shell that the command starts with a script after -c: its program, options and script."""
+    place = next((i for i in programs.places(words) if programs.name(words[i]) in command.SHELLS), len(words))
+    options, text, _ = exit_codes.shell_call(words[place:])
+    with contextlib.suppress(shell.ShellSyntaxError):
+        if text is not None:
+            script = shell.parse(text)
+            yield programs.name(words[place]), options, script
             for node in shell.walk(script):
-                if isinstance(node, shell.Simple):
-                    yield from _scripts([word.value for word in node.words])
-        return
+                yield from _scripts(shell.values(node))
 
 
 class _Signals:
-    """Where the SIGTERM that a shell gets goes to.
+    """The processes that get the SIGTERM of a shell.
 
     started: the commands of its script that start a launcher, with its name.
     """
@@ -163,112 +158,100 @@ class _Signals:
     ) -> None:
         self._script, self._started, self._program, self._sh_is_dash = script, started, program, sh_is_dash
         self._is_dash = program in (_WITHOUT_PIPEFAIL if sh_is_dash else ("dash",))
-        self._becomes_last = not self._is_dash
-        self._nodes = [*shell.walk(script)]
-        self._functions = {node.name: node for node in self._nodes if isinstance(node, shell.Function)}
-        simple = [[word.value for word in node.words] for node in self._nodes if isinstance(node, shell.Simple)]
-        self._traps = [values for values in simple if values[:1] == ["trap"] and values[1:2] != ["-"]]
-        self._waits = any(values[:1] == ["wait"] for values in simple) or any(
-            isinstance(node, shell.Loop) for node in self._nodes
-        )
+        self._execs_last = not self._is_dash
+        nodes = [*shell.walk(script)]
+        self._functions = {node.name: node for node in nodes if isinstance(node, shell.Function)}
+        self._jobs = [node for node in nodes if isinstance(node, shell.Background)]
+        simple = [words for node in nodes if (words := shell.values(node))]
+        self._traps = [words for words in simple if words[0] == "trap" and words[1:2] != ["-"]]
+        self._waits = sum(words[0] == "wait" for words in simple)
+        self._loops = any(isinstance(node, shell.Loop) for node in nodes)
 
-    def kept(self) -> str:
-        """The launcher that does not get it."""
-        # bash runs a trap for EXIT at once, another one while it waits by `wait`, or between the commands of a loop.
-        at_once = self._waits or any({"EXIT", "0"}.intersection(values[2:]) for values in self._traps)
-        done = self._stopped_by()
-        if at_once and any(_KILLS_ALL.search(text) for text in done):
+    def unreached(self) -> str:
+        """Return the launcher that does not get the signal."""
+        # bash runs an EXIT trap at once. It runs others during `wait` and between the commands of a loop.
+        at_once = self._waits or self._loops or any({"EXIT", "0"}.intersection(words[2:]) for words in self._traps)
+        stops = self._stopping_traps() if at_once else []
+        if any(_KILLS_ALL.search(text) for text in stops):
             return ""
-        if at_once and done:
-            jobs = [node.body for node in self._nodes if isinstance(node, shell.Background)]
-            return self._first(self._kept_from_job(job) for job in jobs)
-        return self._kept_from(self._script, is_last=True)
+        if stops:
+            return _first(self._unreached_job(job.body) for job in self._jobs)
+        return self._unreached(self._script, is_last=True)
 
-    def ends_before(self) -> str:
-        """The launcher that gets the signal from a trap, and that the shell does not wait for then."""
-        texts = self._stopped_by()
-        waits = [node for node in self._nodes if isinstance(node, shell.Simple) and node.text.split()[:1] == ["wait"]]
-        stays = len(waits) > 1 or any(isinstance(node, shell.Loop) for node in self._nodes)
+    def killed_early(self) -> str:
+        """Return the launcher that gets the signal from a trap, and that the shell does not wait for afterwards."""
+        texts = self._stopping_traps()
         if not texts or any(re.search(r"\b(?:wait|sleep|while|until)\b", text) for text in texts):
             return ""
-        is_left = not stays or any(re.search(r"\bexit\b", text) for text in texts)
-        jobs = [node for node in self._nodes if isinstance(node, shell.Background)]
-        return self._first(self._below(job) for job in jobs) if is_left and self._waits else ""
+        waits_again = self._waits > 1 or self._loops
+        exits = not waits_again or any(re.search(r"\bexit\b", text) for text in texts)
+        return _first(map(self._below, self._jobs)) if exits and (self._waits or self._loops) else ""
 
-    def _stopped_by(self) -> list[str]:
-        """What the traps for SIGTERM run, if it sends a signal that lets the launcher save."""
+    def _stopping_traps(self) -> list[str]:
+        """Return the texts of the traps for SIGTERM, if they send a signal on which the launcher saves."""
         trapped = _TRAPPED_BY_DASH if self._is_dash else _TRAPPED
-        done = [values[1] for values in self._traps if trapped.intersection(values[2:]) and values[1].strip()]
-        done = [self._functions[text.split()[0]].text if text.split()[0] in self._functions else text for text in done]
-        done = [_MISSES_IN_DASH.sub("", text) for text in done] if self._is_dash else done
+        texts = [words[1] for words in self._traps if trapped.intersection(words[2:]) and words[1].strip()]
+        texts = [self._functions[name].text if (name := text.split()[0]) in self._functions else text for text in texts]
+        texts = [_MISSES_IN_DASH.sub("", text) for text in texts] if self._is_dash else texts
         stops = _STOPS_DDPRUN if {*self._started.values()} == {"ddprun"} else _STOPS
-        return [text for text in done if stops.intersection(name.upper() for name in _KILLS.findall(text))]
+        return [text for text in texts if stops.intersection(name.upper() for name in _KILLS.findall(text))]
 
-    def _kept_from_job(self, node: shell.ShellNode) -> str:
-        """The launcher that does not get a signal for a job: the job may be a shell around it."""
-        values = [word.value for word in node.words] if isinstance(node, shell.Simple) else []
-        if values[:1] and values[0] in self._functions:
-            return self._kept_from(self._functions[values[0]].body, is_last=False)
+    def _unreached_job(self, node: shell.ShellNode) -> str:
+        """Return the launcher that does not get a signal sent to a job: the job may be a shell around it."""
+        words = shell.values(node)
+        if words and words[0] in self._functions:
+            return self._unreached(self._functions[words[0]].body, is_last=False)
         if isinstance(node, shell.GroupNode) and (node.subshell or self._is_dash):
-            body = shell.ShellScript((node.body,))  # a subshell has no traps
-            inside = _Signals(body, self._started, self._program, sh_is_dash=self._sh_is_dash)
-            inside._becomes_last = True  # dash as well, if it is a job
-            return inside._kept_from(body, is_last=True)
-        return self._in_place(values, self._below(node)) if values else self._kept_from(node, is_last=False)
+            body = shell.ShellScript((node.body,))
+            subshell = _Signals(body, self._started, self._program, sh_is_dash=self._sh_is_dash)  # inherits no traps
+            subshell._execs_last = True  # in dash as well
+            return subshell._unreached(body, is_last=True)
+        return self._unreached_by_exec(words, self._below(node)) if words else self._unreached(node, is_last=False)
 
-    def _kept_from(self, node: shell.ShellNode, *, is_last: bool) -> str:
-        """The launcher below this command that the shell stays in front of."""
-        if isinstance(node, shell.ShellScript):
-            last = node.parts[-1] if node.parts else None
-            return self._first(self._kept_from(part, is_last=is_last and part is last) for part in node.parts)
-        if isinstance(node, shell.AndOr):
-            items = [node.first, *(other for _, other in node.rest)]
-            return self._first(self._kept_from(item, is_last=is_last and item is items[-1]) for item in items)
+    def _unreached(self, node: shell.ShellNode, *, is_last: bool) -> str:
+        """Return the launcher below this command that the shell waits for. is_last: it does nothing afterwards."""
         if isinstance(node, shell.Simple):
-            return self._kept_from_simple(node, is_last=is_last)
-        is_apart = isinstance(node, (shell.Pipeline, shell.Background)) or (
+            return self._unreached_simple(node, is_last=is_last)
+        items = [*shell.children(node)]
+        if isinstance(node, (shell.Pipeline, shell.Background)) or (
             isinstance(node, shell.GroupNode) and node.subshell
-        )
-        if is_apart:
-            return self._first(self._below(child) for child in shell.children(node))
-        return self._first(self._kept_from(child, is_last=False) for child in shell.children(node))
+        ):
+            return _first(map(self._below, items))
+        is_list = isinstance(node, (shell.ShellScript, shell.AndOr))
+        return _first(self._unreached(item, is_last=is_last and is_list and item is items[-1]) for item in items)
 
-    def _kept_from_simple(self, node: shell.Simple, *, is_last: bool) -> str:
-        values = [word.value for word in node.words]
-        while values[:1] in (["command"], ["builtin"]):
-            values = values[1:]
-        becomes = values[:1] == ["exec"]
-        inside = self._first(self._below(child) for child in shell.children(node))
-        if inside:
+    def _unreached_simple(self, node: shell.Simple, *, is_last: bool) -> str:
+        words = [*itertools.dropwhile(lambda word: word in ("command", "builtin"), shell.values(node))]
+        execs = words[:1] == ["exec"]
+        if inside := _first(map(self._below, shell.children(node))):
             return inside
-        if node.document and values[becomes:] and programs.name(values[becomes]) in command.SHELLS:
-            read = shell.parse(node.document[-1])  # from a file a shell becomes no command but by exec
-            return self._kept_from(read, is_last=False) if becomes else self._below(read)
-        if values[:1] == ["eval"]:
-            return self._kept_from(shell.parse(" ".join(values[1:])), is_last=False)
+        if node.document and words[execs:] and programs.name(words[execs]) in command.SHELLS:
+            read = shell.parse(node.document[-1])  # a shell that reads its script from a file execs no last command
+            return self._unreached(read, is_last=False) if execs else self._below(read)
+        if words[:1] == ["eval"]:
+            return self._unreached(shell.parse(" ".join(words[1:])), is_last=False)
         is_redirected = self._program == "bash" and bool(node.targets or node.document)
-        is_plain = not (self._traps or is_redirected or any(w.beside for w in shell.words_of(node)))
+        is_plain = not (self._traps or is_redirected or any(word.beside for word in shell.words_of(node)))
         below = self._below(node)
-        if becomes or (is_last and is_plain and self._becomes_last):
-            return self._in_place(values[becomes:], below)
+        if execs or (is_last and is_plain and self._execs_last):
+            return self._unreached_by_exec(words[execs:], below)
         return below
 
-    def _in_place(self, values: list[str], below: str) -> str:
-        """The launcher that does not get a signal for the program that these words start. below: the one it starts."""
-        names = [programs.name(values[i]) for i in programs.places(values)]
+    def _unreached_by_exec(self, words: list[str], below: str) -> str:
+        """Return the launcher that does not get a signal sent to this program. below: the one that it starts."""
+        names = [programs.name(words[i]) for i in programs.places(words)]
         front = [*itertools.takewhile(lambda name: name in programs.WRAPPERS or name.startswith("-"), names)]
         stays = _STAY_IN_FRONT.intersection((*front, *names[:1])) or {"setsid", "-w"} <= {*front}
-        return below if stays else keeps_signals(values, sh_is_dash=self._sh_is_dash)
+        return below if stays else without_sigterm(words, sh_is_dash=self._sh_is_dash)
 
     def _below(self, node: shell.ShellNode) -> str:
-        """The launcher that a command, or one below it, starts."""
-        return self._first(self._started.get(one) or _started_by(one) for one in shell.walk(node))
-
-    @staticmethod
-    def _first(found: Iterable[str]) -> str:
-        return next(filter(None, found), "")
+        """Return the launcher that a command, or one below it, starts."""
+        return _first(self._started.get(one) or _launcher(shell.values(one)) for one in shell.walk(node))
 
 
-def _started_by(node: shell.ShellNode) -> str:
-    values = [word.value for word in node.words] if isinstance(node, shell.Simple) else []
-    return next(iter(exit_codes.launchers(tuple(values)).values()), "") if values else ""
+def _launcher(words: list[str]) -> str:
+    return _first(exit_codes.launchers(tuple(words)).values()) if words else ""
+
+
+def _first(found: Iterable[str]) -> str:
+    return next(filter(None, found), "")

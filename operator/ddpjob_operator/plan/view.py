@@ -130,7 +130,7 @@ class View:
     @cached_property
     def hands_over_exit_code(self) -> bool:
         """True if exit code 0 proves that the command's last launcher ended with 0."""
-        return exit_codes.is_handed_over(self.facts.command)
+        return exit_codes.zero_proves_success(self.facts.command)
 
     @cached_property
     def is_elastic(self) -> bool:
