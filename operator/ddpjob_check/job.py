@@ -65,7 +65,8 @@ YAML_RULES = (
     YamlRule(
         "script-missing",
         "error",
-        "The command ends after its launcher, `[torchrun]`, so nothing starts. Add the script.",
+        "The command ends after its launcher, so nothing starts: `[torchrun]`, `[sh, -c, torchrun, train.py]`. Add the "
+        "script, or leave the shell out.",
     ),
     YamlRule(
         "words-in-one",
