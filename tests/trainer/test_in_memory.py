@@ -790,6 +790,32 @@ def test_parameters_that_change_after_the_boundary_are_not_taken_for_those_of_th
     assert node.run(1, lambda: train(6)) == 4
 
 
+@pytest.mark.parametrize("marks", ["should_stop", "keep"])
+@pytest.mark.parametrize("evaluates", ["not at all", "by random numbers", "in training mode"])
+def test_what_an_evaluation_changes_after_the_mark_is_not_lost(node: Node, marks: str, evaluates: str) -> None:
+    """The run went on with other dropout masks, or with a BatchNorm that had not seen these batches."""
+
+    def train() -> None:
+        objects, snapshot, step = begin()
+        for each in range(step + 1, 9):
+            objects["model"](torch.arange(16.0).view(4, 4)).square().sum().backward()
+            objects["optimizer"].step()
+            if marks == "keep":
+                snapshot.keep(each, **objects)
+            else:
+                ddpjob.should_stop(each)
+            settle()
+        if evaluates == "by random numbers":
+            torch.rand(1)
+        if evaluates == "in training mode":
+            with torch.no_grad():
+                objects["model"](torch.ones(4, 4))
+        rescue()
+
+    node.run(0, train)
+    assert (node.step == 8) is (evaluates == "not at all")
+
+
 @pytest.mark.parametrize("how", ["copied into", "put in place"])
 def test_averaged_weights_that_are_swapped_in_to_evaluate_are_not_taken_for_those_of_the_step(
     node: Node, how: str
