@@ -41,7 +41,7 @@ from ddpjob.checkpoint.in_memory.kept import Kept, OutgrownError, ReplacedError
 from ddpjob.checkpoint.in_memory.mode import Event, Mode, after
 from ddpjob.checkpoint.in_memory.places import Places
 from ddpjob.checkpoint.in_memory.shared import Shared
-from ddpjob.checkpoint.in_memory.slots import PLACE, Early, Slots
+from ddpjob.checkpoint.in_memory.slots import LEARNED, PLACE, Early, Slots
 from ddpjob.checkpoint.in_memory.steps import Makers, Numbers, Unmarked
 from ddpjob.checkpoint.in_memory.streams import Streams
 from ddpjob.checkpoint.in_memory.survivor import Survivor
@@ -95,7 +95,9 @@ class Keeper:
         self.dirty_since = self.dirty_seconds = 0.0
         self.names_each_step = False
         self.places, self.thread, self.pid = Places(), threading.get_ident(), os.getpid()
-        self._slots, self._early = Slots(shared, rank, world_size), Early()
+        self._slots, self._early = Slots(shared, rank, world_size), Early(rank)
+        if (learned := self._slots.learned()) is not None:
+            self.places.goes_on_from(learned)
         self._turn: int | None = None  # slot for the next boundary; None until the first one
         self._noted = 0  # step of the last boundary
         self._stepped = True  # True if an optimizer made a step since the last boundary
@@ -113,6 +115,7 @@ class Keeper:
         self._sum: tuple[int, int] | None = None  # (step, sum) to compare before the next step
         self._room: threading.Thread | None = None
         self._has_told_of_saves = False
+        self._is_unnamed = True  # save() and keep() have named nothing, and that was not said
         self._hooks: list[Any] = []
         register_optimizer_step_pre_hook(self.before_step)
         self.survivor = Survivor(self)
@@ -153,7 +156,7 @@ class Keeper:
         """Keep these objects from now on. Plain values are captured only at the boundary at which they are passed."""
         if self._is_off:
             return
-        was_assumed, self.assumed = self.assumed, False
+        was_assumed, self.assumed, self._is_unnamed = self.assumed, False, False
         if self.kept is not None and self.kept.is_of(objects):
             return
         with self._guarded():
@@ -195,7 +198,7 @@ class Keeper:
         with contextlib.suppress(StateError):  # save() reports what is wrong with them
             if objects and Kept(objects).may_be_assumed():
                 self.register(objects)
-                self.assumed = True
+                self.assumed = self._is_unnamed = True
 
     def forget_assumed(self) -> None:
         """The assumed objects are not the trained ones: keep nothing until `save` names some."""
@@ -244,6 +247,7 @@ class Keeper:
         self._check_number(step, named)
         kept = self.kept
         if kept is None or self._is_off:
+            self._tell_unnamed(step)
             return
         must_copy = saved and self._must_copy(kept, step)
         # within an accumulation a new mark would repeat the micro-batches before it
@@ -289,8 +293,9 @@ class Keeper:
                 "with LBFGS or a second optimizer: a rank that fails there leaves no whole state"
             )
         rng, settings = random_states.compact(), kept.settings()
-        begun = kept.buffer_versions() | {RANDOM: random_states.mark(rng)}
-        self._learn(kept, step, self._watched_with(kept, begun, settings), named=named, counts=counts)
+        values = self._watched_with(kept, kept.buffer_versions() | {RANDOM: random_states.mark(rng)}, settings)
+        # plain values too: those of keep() are compared with those of save() at the same step
+        self._learn(kept, step, values | settings if named else values, named=named, counts=counts)
         if not self._copies_instead and (self._stepped or named):
             self._note(kept, step, rng, settings)
         elif self._stepped:
@@ -303,12 +308,22 @@ class Keeper:
         if own is not None and (own.instead or self.mode is not Mode.PROVING or must_copy):
             self._copy(own, self.at(kept, step, named, must_copy))
         if must_copy and not self._is_off and not process.current.not_kept:
-            values = ", ".join(kept.by_value)
-            why = f"{values}: saved by value" if values else "there are steps that the script does not mark"
+            names = ", ".join(kept.by_value)
+            why = f"{names}: saved by value" if names else "there are steps that the script does not mark"
             self._tell_of_saves(
                 f"{why}, so what is saved is copied into memory, and a restart goes on from the last save(): to repeat "
-                f"no step call {'keep(step, …)' if values else 'should_stop(step)'} after each step"
+                f"no step call {'keep(step, …)' if names else 'should_stop(step)'} after each step"
             )
+
+    def _tell_unnamed(self, step: int) -> None:
+        """Log if it is the script that keeps the memory from being used: `load` was not given what `save` will name."""
+        if self._is_unnamed and not self._is_off and step > self._numbers.began + PROOF_STEPS:
+            self._is_unnamed = False
+            if self._rank == 0:
+                process.log(
+                    f"load() was not given all that is trained: until save() or keep() names it, nothing is kept in "
+                    f"memory, and {self._otherwise}"
+                )
 
     def _tell_of_saves(self, text: str) -> None:
         if not self._has_told_of_saves and self._rank == 0:
@@ -433,7 +448,8 @@ class Keeper:
         """Describe this rank's moment in the step: the next generation compares those of all ranks."""
         sample = 0 if self.on_device else kept.sample()
         moved_ones = sorted(self.places.moved)
-        place = {"named": self.places.is_named, "moved": moved_ones, "sample": sample}
+        moment = self.places.is_named + self.places.counts  # at should_stop(), keep() or save()
+        place = {"named": moment, "moved": moved_ones, "sample": sample, LEARNED: self.places.learned}
         place |= {"of_0": kept.broadcast, "own": sorted(kept.with_own_buffers), "models": kept.models}
         return {PLACE: place | {"known": kept.known}}
 
@@ -575,8 +591,8 @@ class Keeper:
         if self.copies is not None:
             with self._guarded():
                 self.copies.before_other_step()
-        if self._makers.again(optimizer):
-            self._early.give_up(self.shared)  # older than the first of these steps, and no backward pass rewrites it
+        if self.kept is not None and self._makers.again(optimizer):  # no backward pass rewrites it
+            self._early.give_up(self.shared, "an optimizer makes several steps after one backward pass")
 
     def _count_step(self, optimizer: Any) -> None:
         """Count the step. Without frequent boundaries no slot would tell that steps followed the loaded state."""

@@ -45,6 +45,15 @@ class Places:
         self.loose: set[str] = set()
         """Names for which the last boundary did not have what a folder would have."""
 
+    @property
+    def learned(self) -> list[list[str]]:
+        """What the next generation of this rank goes on from: it runs the same script."""
+        return list(map(sorted, (self._within, self._before_save, self._after_save, self._unknown)))
+
+    def goes_on_from(self, learned: Iterable[Iterable[str]]) -> None:
+        """What an earlier generation has learned."""
+        self._within, self._before_save, self._after_save, self._unknown = map(set, learned)
+
     def boundary(self, values: Mapping[str, Any], *, named: bool, counts: bool = False) -> None:
         """The first boundary after a step."""
         if self._started is not None:
