@@ -790,6 +790,72 @@ def test_parameters_that_change_after_the_boundary_are_not_taken_for_those_of_th
     assert node.run(1, lambda: train(6)) == 4
 
 
+def test_a_value_that_save_has_found_changed_is_not_taken_from_keep_alone(
+    node: Node, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An average that is updated at the end of an epoch came back without that update."""
+
+    def train() -> None:
+        objects, snapshot, step = begin()
+        for each in range(step + 1, 9):
+            make_step(**objects)
+            snapshot.keep(each, **objects, average=each)
+            settle()
+            if each == 4:
+                saved(snapshot, each, **objects, average=each + 0.5)
+        rescue()
+
+    node.run(0, train)
+    assert node.step != 8
+    assert "average: changed between should_stop(4) or keep(4, …) and save(4)" in capfd.readouterr().err
+
+
+def test_where_a_script_changes_its_state_is_known_after_a_restart_too(node: Node) -> None:
+    """Until its first save the second generation lost the learning rate of a step."""
+
+    def train(until: int) -> int:
+        objects, snapshot, step = begin()
+        for each in range(step + 1, until + 1):
+            make_step(**objects)
+            ddpjob.should_stop(each)
+            settle()
+            objects["optimizer"].param_groups[0]["lr"] *= 0.9
+            if each == 4:
+                saved(snapshot, each, **objects)
+        rescue()
+        return step
+
+    assert node.run(0, lambda: train(5)) == 0
+    assert node.run(1, lambda: train(9)) == 4
+    assert node.step != 9
+
+
+@pytest.mark.parametrize("marks", ["should_stop", "keep"])
+@pytest.mark.parametrize("evaluates", ["not at all", "by random numbers", "in training mode"])
+def test_what_an_evaluation_changes_after_the_mark_is_not_lost(node: Node, marks: str, evaluates: str) -> None:
+    """The run went on with other dropout masks, or with a BatchNorm that had not seen these batches."""
+
+    def train() -> None:
+        objects, snapshot, step = begin()
+        for each in range(step + 1, 9):
+            objects["model"](torch.arange(16.0).view(4, 4)).square().sum().backward()
+            objects["optimizer"].step()
+            if marks == "keep":
+                snapshot.keep(each, **objects)
+            else:
+                ddpjob.should_stop(each)
+            settle()
+        if evaluates == "by random numbers":
+            torch.rand(1)
+        if evaluates == "in training mode":
+            with torch.no_grad():
+                objects["model"](torch.ones(4, 4))
+        rescue()
+
+    node.run(0, train)
+    assert (node.step == 8) is (evaluates == "not at all")
+
+
 @pytest.mark.parametrize("how", ["copied into", "put in place"])
 def test_averaged_weights_that_are_swapped_in_to_evaluate_are_not_taken_for_those_of_the_step(
     node: Node, how: str
