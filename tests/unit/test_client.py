@@ -1001,6 +1001,7 @@ def test_ctrl_c_ends_the_command_and_not_the_job(cluster: FakeCluster) -> None:
         cluster.wait_for("get ddpjobs.training.ddpjob.io", 2)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=20)
-    assert process.returncode == 130
+    # A shell says 130 for both: Python ends by the signal itself if that came while it imported a module.
+    assert process.returncode in (130, -signal.SIGINT), err
     assert "Traceback" not in err
     assert cluster.find("ddpjobs", "digits") is not None
