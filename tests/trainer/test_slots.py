@@ -162,7 +162,7 @@ def test_a_rank_that_lost_its_own_buffers_gets_those_of_no_other() -> None:
 def test_an_average_of_weights_that_counts_after_the_first_step_costs_no_random_states() -> None:
     """A killed rank got other random numbers in each script with torch's AveragedModel."""
     average = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(1, 1))
-    rank, early = Rank(average=average), Early(0)
+    rank, early = Rank(average=average), Early()
     for _ in range(2):
         early.write(rank.kept, rank.slots, rank.shared, in_backward=True)
         average.n_averaged.add_(1)
@@ -173,7 +173,7 @@ def test_an_average_of_weights_that_counts_after_the_first_step_costs_no_random_
 
 def test_numbers_drawn_before_the_first_save_names_other_objects_cost_no_random_states() -> None:
     """load() names the model alone, and ten steps later a save() has an average too."""
-    rank, early = Rank(), Early(0)
+    rank, early = Rank(), Early()
     early.write(rank.kept, rank.slots, rank.shared, in_backward=True)
     random.random()
     early.forget()

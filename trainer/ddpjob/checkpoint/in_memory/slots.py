@@ -1,19 +1,14 @@
 """What a rank writes into its slots at each step: random states, buffers, and settings such as learning rates."""
 
-import contextlib
 from typing import Any
 
-from ddpjob import process
 from ddpjob.checkpoint.in_memory.kept import Kept
 from ddpjob.checkpoint.in_memory.shared import Shared
 from ddpjob.checkpoint.state import packed, random_states
-from ddpjob.errors import StateError
-from ddpjob_core.memory import CLOCK, COPY_SLOTS, EARLY
+from ddpjob_core.memory import CLOCK, EARLY
 
 PLACE = "\0ddpjob place"
 """The name of what `Keeper` adds to the settings: where in its step the rank was."""
-LEARNED = "learned"
-"""In it: `Places.learned`."""
 
 
 class Slots:
@@ -26,14 +21,6 @@ class Slots:
         """Raises StateError, OSError."""
         self._shared.write_slot(slot, step, packed.dumps(self.value(kept, rng, small)))
 
-    def learned(self) -> Any:
-        """What this rank had learned at its newest boundary; None if there is none."""
-        slots = (*range(EARLY), *COPY_SLOTS)
-        versions = {version: slot for slot in slots if (version := self._shared.slot_version(slot)) is not None}
-        with contextlib.suppress(StateError, OSError, LookupError, TypeError, ValueError):
-            return self._shared.read_slot(versions[max(versions)])["small"][PLACE][LEARNED]
-        return None
-
     def value(self, kept: Kept, rng: dict[str, Any], small: Any) -> dict[str, Any]:
         """What is read from a slot."""
         return {"of": self._of, "by_value": bool(kept.by_value), "rng": rng, "small": small}
@@ -45,20 +32,15 @@ class Early:
     Useful as long as random numbers and buffers stay as the backward pass finds them.
     """
 
-    def __init__(self, rank: int) -> None:
-        self._rank, self._is_useful = rank, True
+    def __init__(self) -> None:
+        self._is_useful = True
         self._rng: dict[str, Any] | None = None  # random states before the last step
         self._content: dict[tuple[str, str], Any] | None = None  # buffers at the last boundary
         # Those that the forward pass changed, as they were after it; all where each rank has its own.
         self._forwarded: dict[tuple[str, str], Any] = {}
 
-    def give_up(self, shared: Shared, what: str) -> None:
+    def give_up(self, shared: Shared) -> None:
         """It does not have what the next boundary has."""
-        if self._is_useful and self._rank == 0:
-            process.log(
-                f"{what}: a rank that is killed between its backward pass and should_stop() does not get its random "
-                f"numbers back"
-            )
         self._is_useful = False
         shared.forget_slot(EARLY)
 
@@ -69,14 +51,14 @@ class Early:
     def boundary(self, kept: Kept, rng: dict[str, Any], shared: Shared) -> None:
         """The next boundary. rng: its random states: those drawn after the gradients are not known before them."""
         if self._is_useful and self._rng is not None and rng != self._rng:
-            self.give_up(shared, "random numbers are drawn after the gradients")
+            self.give_up(shared)
         self._rng, self._content, self._forwarded = None, kept.buffers_as_they_are(), {}
 
     def check_buffers(self, kept: Kept, shared: Shared) -> None:
         """Give up if the script changes buffers too, not only the forward pass."""
         content = kept.buffers_as_they_are() if self._forwarded else {}
         if any(content.get(key) != was for key, was in self._forwarded.items()):
-            self.give_up(shared, "buffers change after the gradients")
+            self.give_up(shared)
 
     def write(self, kept: Kept, slots: Slots, shared: Shared, *, in_backward: bool = False) -> None:
         """Write random states and buffers. in_backward: another micro-batch may have changed buffers without drawing
