@@ -215,8 +215,10 @@ def test_random_numbers_of_a_loaders_workers_are_said_not_to_continue(workers, p
     assert said == int(bool(workers) and not plain)
 
 
-def test_a_resume_within_an_epoch_draws_no_seed_for_a_loader_once_more(tmp_path):
-    """Each iter(DataLoader) draws one: later dropout masks would differ from the undisturbed training."""
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 1, "persistent_workers": True}], ids=["none", "persistent"])
+def test_a_resume_draws_no_seed_for_a_loader_once_more(tmp_path, workers):
+    """Each iter(DataLoader) draws one, with workers that persist only the first: later dropout masks would differ from
+    the undisturbed training."""
 
     def train(until: int, folder: str) -> torch.Tensor:
         weights = torch.nn.Linear(1, 1)
@@ -225,21 +227,23 @@ def test_a_resume_within_an_epoch_draws_no_seed_for_a_loader_once_more(tmp_path)
         snapshot = ddpjob.Snapshot(tmp_path / folder)
         torch.manual_seed(3)
         step = snapshot.load(sampler=sampler)
-        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.arange(8)), batch_sampler=sampler)
+        data = torch.utils.data.TensorDataset(torch.arange(8))
+        loader = torch.utils.data.DataLoader(data, batch_sampler=sampler, **workers)
         for epoch in range(sampler.current_epoch, 3):
             sampler.set_epoch(epoch)
-            for _ in loader:
+            for batches, _ in enumerate(loader, start=1):
                 optimizer.step()
                 drawn = torch.rand(())
                 step += 1
-                snapshot.save(step, sampler=sampler)
+                place = (epoch, batches) if step % 4 else (epoch + 1, 0)
+                snapshot.save(step, sampler=sampler.state_dict(epoch=place[0], batches=place[1]))
                 if step == until:
                     snapshot.close()
                     return drawn
         raise AssertionError("it was to be left")
 
     whole = {step: train(step, f"whole-{step}") for step in (5, 6, 9, 11)}
-    for first, second in ((5, 6), (4, 5), (8, 9), (5, 11)):  # within an epoch, and at its end
+    for first, second in ((5, 6), (4, 5), (8, 9), (5, 11)):  # within an epoch, and at its beginning
         train(first, f"{first}-{second}")
         assert train(second, f"{first}-{second}") == whole[second]
 

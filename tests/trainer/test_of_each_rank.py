@@ -98,39 +98,43 @@ def test_what_is_the_same_on_all_ranks_is_kept_once(run_ranks: Any, tmp_path: Pa
     assert torch.load(file, weights_only=True)["ranks"] == {}
 
 
-@pytest.mark.parametrize(("broadcast", "joins"), [(True, False), (False, False), (True, True)])
+@pytest.mark.parametrize("buffers", ["sent", "not sent", "joined", "ignored"])
 def test_buffers_and_parameters_that_ddp_leaves_to_each_rank_are_its_own(
-    run_ranks: Any, tmp_path: Path, broadcast: bool, joins: bool
+    run_ranks: Any, tmp_path: Path, buffers: str
 ) -> None:
-    """A rank's adapter, with its momentum, must not become rank 0's. Nor its BatchNorm in `with model.join()`, where
-    DistributedDataParallel sends those of the last rank."""
+    """A rank's adapter, with its momentum and in an average, must not become rank 0's. Nor its BatchNorm in
+    `with model.join()`, where DistributedDataParallel sends those of the last rank."""
 
-    def made() -> tuple[Any, Any]:
+    def made() -> tuple[Any, Any, Any]:
         net = Centred()
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["own.weight", "own.bias"])  # type: ignore[attr-defined]
-        model = DistributedDataParallel(net, broadcast_buffers=broadcast)
-        return model, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        names = ["own.weight", "own.bias", *["centre"][: buffers == "ignored"]]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, names)  # type: ignore[attr-defined]
+        model = DistributedDataParallel(net, broadcast_buffers=buffers != "not sent")
+        average = torch.optim.swa_utils.AveragedModel(net)
+        return model, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), average
 
     def save(world: Any, snapshot: ddpjob.Snapshot) -> None:
-        model, optimizer = made()
+        model, optimizer, average = made()
         for parameter in model.module.parameters():
             parameter.grad = torch.full_like(parameter, float(world.rank))
         optimizer.step()
         model.module.centre.fill_(world.rank)
         with torch.no_grad():
             model.module.own.weight.fill_(world.rank)
-        with model.join(enable=joins):
-            saved(snapshot, 1, model=model, optimizer=optimizer)
+        average.update_parameters(model.module)
+        with model.join(enable=buffers == "joined"):
+            saved(snapshot, 1, model=model, optimizer=optimizer, average=average)
 
     def load(world: Any, snapshot: ddpjob.Snapshot) -> list[float]:
-        model, optimizer = made()
-        snapshot.load(model=model, optimizer=optimizer)
-        momentum = optimizer.state[model.module.own.weight]["momentum_buffer"]
-        return [float(value.flatten()[0]) for value in (model.module.own.weight, model.module.centre, momentum)]
+        model, optimizer, average = made()
+        snapshot.load(model=model, optimizer=optimizer, average=average)
+        net, averaged = model.module, average.module.own.weight
+        momentum = optimizer.state[net.own.weight]["momentum_buffer"]
+        return [float(value.flatten()[0]) for value in (net.own.weight, averaged, momentum, net.centre)]
 
     in_ranks(run_ranks, tmp_path, "a", 2, save)
-    of_rank_1 = [1.0, 1.0 if joins or not broadcast else 0.0, 1.0]
-    assert in_ranks(run_ranks, tmp_path, "b", 2, load) == [[0.0, 0.0, 0.0], of_rank_1]
+    of_rank_1 = [1.0, 1.0, 1.0, float(buffers != "sent")]
+    assert in_ranks(run_ranks, tmp_path, "b", 2, load) == [[0.0] * 4, of_rank_1]
 
 
 @pytest.mark.parametrize("keep", [1, 3])

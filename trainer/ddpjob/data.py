@@ -99,6 +99,7 @@ class GlobalBatchSampler:
         """True if a DataLoader iterates the sampler and may have taken batches that are not trained yet."""
         self.has_workers = False
         """True if this DataLoader may have workers, which read ahead."""
+        self._has_drawn_for_all = False  # its workers persist, so it draws one seed for all epochs
         if drop_last and self.global_batch > self.n:
             raise ConfigurationError(
                 f"global_batch: {global_batch} is more than n: {n}, so no epoch has a full batch. "
@@ -160,6 +161,7 @@ class GlobalBatchSampler:
             )
         loader = sys._getframe(1).f_locals.get("loader")
         self.reads_ahead, self.has_workers = True, _may_have_workers(loader)
+        self._has_drawn_for_all = getattr(loader, "persistent_workers", False)
         if getattr(loader, "num_workers", 0) and self.rank == 0 and not self._has_warned_of_workers:
             self._has_warned_of_workers = True
             if _may_draw(getattr(loader, "dataset", None)):
@@ -234,9 +236,11 @@ class GlobalBatchSampler:
 
     def _continue_random_numbers(self) -> None:
         """Restore the random numbers in an interrupted epoch, because iter(DataLoader) has drawn from them once more. A
-        state from the beginning of an epoch is older than that draw."""
+        state from the beginning of an epoch is older than that draw, unless the workers persist: those began with the
+        first epoch."""
         again = process.current.continue_random
-        if again is not None and self._epoch == self._began[0] and self._began[1] > 0:
+        is_drawn = self._began[1] > 0 or self._has_drawn_for_all
+        if again is not None and self._epoch == self._began[0] and is_drawn:
             again()
 
     def _first_of(self, epoch: int) -> int:

@@ -76,7 +76,12 @@ def senders(value: torch.nn.Module) -> list[DistributedDataParallel]:
     """The wrappers that send this model's buffers to all ranks before each forward pass; none if one does not."""
     inside = [each for each in value.modules() if isinstance(each, DistributedDataParallel)]
     wrappers = inside or [each for each in [_wrapper_of(_uncompiled(value))] if each is not None]
-    return wrappers if all(each.broadcast_buffers for each in wrappers) else []
+    return wrappers if all(each.broadcast_buffers and not _ignores_a_buffer(each) for each in wrappers) else []
+
+
+def _ignores_a_buffer(wrapper: DistributedDataParallel) -> bool:
+    """True if it is told to leave a buffer to each rank."""
+    return any(name in wrapper.parameters_to_ignore for name, _ in wrapper.module.named_buffers())
 
 
 def send_those_of_0(wrappers: Collection[DistributedDataParallel]) -> bool:
@@ -113,8 +118,13 @@ def _uncompiled(module: Any) -> Any:
 
 
 def ignored(module: torch.nn.Module) -> list[str]:
-    """Names of parameters that DistributedDataParallel is told to ignore, and that are trained."""
-    names = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    """Names of parameters that DistributedDataParallel is told to ignore, and that are trained; also in a copy of the
+    model, as an average of its weights has it within."""
+    names = {
+        f"{place}.{name}" if place else name
+        for place, inside in module.named_modules()
+        for name in getattr(inside, "_ddp_params_and_buffers_to_ignore", ())
+    }
     return [key for key, each in module.named_parameters() if key in names and each.requires_grad] if names else []
 
 
