@@ -1,6 +1,7 @@
 """How long `ddpjob dev` takes from a save to the first new step of all ranks.
 
     python bench/dev_saves.py                 # 20 saves of a script with DDP over gloo, on two nodes with a rank each
+    python bench/dev_saves.py --cluster       # the same in the cluster of KUBECONFIG
 
 Saves are --after so many seconds apart: ddprun forks the ranks of the next generation 5 s after those of the present
 one, so with `--after 1` a restart waits for forks.
@@ -43,17 +44,19 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=20)
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--after", type=float, default=6.5)
+    parser.add_argument("--cluster", action="store_true")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        took = measured(Path(folder), given.saves, given.nodes, given.after)
+        took = measured(Path(folder), given.saves, given.nodes, given.after, ["--cluster"] * given.cluster)
     print(f"{machine.line()}: median {statistics.median(took):.2f} s, slowest {max(took):.2f} s, of {len(took)}")
 
 
-def measured(folder: Path, saves: int, nodes: int, after: float) -> list[float]:
+def measured(folder: Path, saves: int, nodes: int, after: float, words: list[str]) -> list[float]:
     """Seconds from each save until the last rank has printed at its first step."""
-    script, printed = folder / "train.py", folder / "printed"
+    script, printed = folder / "code/train.py", folder / "printed"
+    argv = [sys.executable, "-m", "ddpjob_cli", "dev", *words, "--nodes", str(nodes), "code/train.py"]
+    script.parent.mkdir()
     script.write_text(TRAIN)
-    argv = [sys.executable, "-m", "ddpjob_cli", "dev", "--nodes", str(nodes), "train.py"]
     with printed.open("w") as file:
         session = subprocess.Popen(argv, cwd=folder, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
     try:

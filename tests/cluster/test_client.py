@@ -49,10 +49,10 @@ class Client:
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     @contextlib.contextmanager
-    def followed(self, *words: object) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    def followed(self, *words: object, **options: Any) -> Iterator[tuple[subprocess.Popen[str], Path]]:
         """Return the output of a command that runs until its job is gone, or until an action meanwhile has failed."""
         printed = self.folder / "printed"
-        with printed.open("w") as file, self.start(*words, stdout=file) as process:
+        with printed.open("w") as file, self.start(*words, stdout=file, **options) as process:
             try:
                 yield process, printed
             finally:
@@ -183,3 +183,29 @@ def test_rights_are_those_of_the_user(client: Client, tmp_path: Path) -> None:
     assert refused.returncode == 1
     assert f"looker may not create ddpjobs.training.ddpjob.io in namespace {space.name}" in refused.stderr
     assert "No resources found" in space.kubectl("get", "ddp,configmaps", "-l", "app.kubernetes.io/managed-by=ddpjob")
+
+
+@pytest.mark.timeout(400)
+def test_a_saved_file_runs_on_all_pods_and_the_end_gives_the_nodes_back(client: Client) -> None:
+    """`ddpjob dev --cluster`; a pod that is deleted comes back with the code that was saved last."""
+    script = client.folder / "code" / "train.py"
+    script.parent.mkdir()
+    text = "import os, time\nprint('v1 of rank', os.environ['RANK'], flush=True)\ntime.sleep(600)\n"
+    script.write_text(text)
+    words = ("dev", "--cluster", "--nodes", 2, *SMALL, "--image", TRAINER_IMAGE, "--name", "dev", script)
+
+    def prints(text: str, times: int = 1) -> None:
+        until(lambda: printed.read_text().count(text) >= times, f"it prints {text}", 120)
+
+    with client.followed(*words, stderr=subprocess.STDOUT) as (session, printed):
+        for version, pause in (("v1", "time.sleep(600)"), ("v2", "1 / 0"), ("v3", "time.sleep(600)")):
+            script.write_text(text.replace("v1", version).replace("time.sleep(600)", pause))
+            prints(f"[0:0] {version} of rank 0")
+            prints(f"[1:1] {version} of rank 1")
+            if version == "v2":
+                prints("(ZeroDivisionError: division by zero); save a file to start them again")
+        client.space.kubectl("delete", "pod", "dev-1-1", "--grace-period=1")
+        prints("[1:1] v3 of rank 1", 2)
+        session.terminate()
+        assert session.wait(60) == 130
+    until(lambda: not client.space.kubectl("get", "ddpjobs", "-o", "name"), "the job is gone", 60)

@@ -101,6 +101,13 @@ def pods(cluster: Cluster, name: str) -> list[Raw]:
     return sorted(found, key=lambda pod: (attempt_of(pod), place_of(pod), pod["metadata"].get("creationTimestamp", "")))
 
 
+def running(cluster: Cluster, stored: Stored) -> list[Raw]:
+    """Return the running pods of a job's last attempt, by node rank."""
+    found = [pod for pod in pods(cluster, stored.job.metadata.name) if state_of(pod, stored.trainer) == "Running"]
+    last = max(map(attempt_of, found), default=0)
+    return [pod for pod in found if attempt_of(pod) == last]
+
+
 def events(cluster: Cluster, job: Stored, *, of_pods: bool = False) -> list[Raw]:
     """Return the Events of a job; of_pods: also those of its pods."""
     name = job.job.metadata.name

@@ -52,7 +52,7 @@ class LogPart:
 
 
 class ClusterLogs:
-    """The source of `ddpjob logs` for a job in a cluster. on_look gets the job at each check of follow()."""
+    """The source of `ddpjob logs` for a job in a cluster."""
 
     def __init__(
         self,
@@ -66,7 +66,9 @@ class ClusterLogs:
         self.name = stored.job.metadata.name
         self.stored = stored
         """The job at the last check."""
-        self.cluster, self._say, self._part, self._on_look = cluster, say, part, on_look
+        self.cluster, self._say, self._part = cluster, say, part
+        self.on_look = on_look
+        """Gets the job at each check of follow()."""
         self._pods = [pod for pod in jobs.pods(cluster, self.name) if _has_log(pod, stored.trainer)]
 
     def attempts(self) -> list[int]:
@@ -171,7 +173,7 @@ class ClusterLogs:
                 yield from streams.until(seen.due_in())
                 self.stored = seen.look()
                 streams.tell_unread(api_answers=seen.answers)
-                self._on_look(self.stored)
+                self.on_look(self.stored)
         finally:
             streams.close()
 

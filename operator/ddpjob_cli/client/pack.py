@@ -43,6 +43,8 @@ _SECRET_FILES = (
 # Snapshot's files: a job that found them would resume this machine's training.
 _SNAPSHOT_FILE = "writer-*.json"
 _KEY_BEGINS = (b"-----BEGIN ", b"PRIVATE KEY")
+Contents = dict[str, tuple[bytes, bool]]
+"""Path → data, and whether it is executable."""
 
 
 @dataclass
@@ -85,19 +87,25 @@ class Archive:
 def pack(root: Path, made: Mapping[str, str] | None = None, without: str = "") -> Archive:
     """Return the archive (tar.gz) of a folder. Raise InputError if it does not fit or cannot be read. made: additional
     files with their text. without: a path in the folder to leave out."""
-    folder = scan(root)
-    folder.files.pop(without, None)
-    if len(folder.files) > FILES_MAX:
-        raise InputError(f"{folder.root}: more than {FILES_MAX:,} files, so it is not a program. {_largest(folder)}")
-    if folder.bytes > READ_BYTES_MAX:
-        raise InputError(f"{folder.root}: {_size(folder.bytes)}, and {FIT}. {_largest(folder)}")
-    contents = {**dict(_contents(folder)), **_of_texts(made or {})}
+    folder, contents = read(root, without)
+    contents |= _of_texts(made or {})
     if not contents and not folder.links:
         raise InputError(f"{root}: there is nothing in it to pack")
     data = _tar(contents, folder)
     if len(data) > PACKED_BYTES_MAX:
         raise InputError(f"{root}: {_size(len(data))} packed, and {FIT}. {_largest(folder)}")
     return Archive(data, len(contents) + len(folder.links), tuple(_remarks(folder)))
+
+
+def read(root: Path, without: str = "") -> tuple[Folder, Contents]:
+    """Read the files of a program. Raise InputError if they are too many or too large, or cannot be read."""
+    folder = scan(root)
+    folder.files.pop(without, None)
+    if len(folder.files) > FILES_MAX:
+        raise InputError(f"{folder.root}: more than {FILES_MAX:,} files, so it is not a program. {_largest(folder)}")
+    if folder.bytes > READ_BYTES_MAX:
+        raise InputError(f"{folder.root}: {_size(folder.bytes)}, and {FIT}. {_largest(folder)}")
+    return folder, dict(_contents(folder))
 
 
 def pack_texts(made: Mapping[str, str]) -> Archive:
@@ -212,11 +220,11 @@ def _opened(root: Path, path: str) -> int:
         os.close(at)
 
 
-def _of_texts(made: Mapping[str, str]) -> dict[str, tuple[bytes, bool]]:
+def _of_texts(made: Mapping[str, str]) -> Contents:
     return {path: (text.encode(), False) for path, text in made.items()}
 
 
-def _tar(contents: dict[str, tuple[bytes, bool]], folder: Folder) -> bytes:
+def _tar(contents: Contents, folder: Folder) -> bytes:
     """Return a tar without times and owners, so that equal code has an equal name."""
     packed = io.BytesIO()
     zipped = gzip.GzipFile(fileobj=packed, mode="wb", mtime=0, filename="")

@@ -46,9 +46,7 @@ def of_job(cluster: Cluster, stored: jobs.Stored, node: int | None = None) -> li
         raise InputError(f"{name}: has ended ({stored.job.status.state}), so it has no stacks")
     if not launcher.facts(stored.job.spec).restarts_in_place:
         raise InputError(f"{name}: its command does not start ddprun, and only ddprun shows the stacks of its ranks")
-    pods = [pod for pod in jobs.pods(cluster, name) if jobs.state_of(pod, stored.trainer) == "Running"]
-    last = max(map(jobs.attempt_of, pods), default=0)
-    pods = [pod for pod in pods if jobs.attempt_of(pod) == last and node in (None, jobs.place_of(pod))]
+    pods = [pod for pod in jobs.running(cluster, stored) if node in (None, jobs.place_of(pod))]
     if not pods:
         raise InputError(f"{name}: no pod is running, so it has no stacks")
     of_trainer = ["-c", stored.trainer]

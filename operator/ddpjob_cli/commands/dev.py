@@ -1,14 +1,14 @@
-"""`ddpjob dev`: a script on this machine whose ranks start again at each save."""
+"""`ddpjob dev`: a script whose ranks start again at each save, on this machine or in a cluster."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ddpjob_cli.commands import script_words
-from ddpjob_cli.commands.cluster import Seconds
+from ddpjob_cli.commands.cluster import Connect, Seconds, cluster_options
 from ddpjob_cli.commands.output import say
 
 if TYPE_CHECKING:
@@ -38,7 +38,13 @@ IDLE_SECONDS = 1800.0
     help="End after so long without a save or a line of output; 0: never.  [30m]",
 )  # fmt: skip
 @click.option("--no-check", is_flag=True, help="Start even if `ddpjob check` finds errors.")
+@click.option("--cluster", is_flag=True, help="In a cluster: as a DDPJob that is deleted at the end.")
+@click.option("--image", metavar="IMAGE", help="With --cluster: an image with ddprun.  [ddpjob-trainer]")
+@click.option("--gpus", type=click.IntRange(min=1), metavar="G", help="With --cluster: GPUs of each node.")
+@click.option("--name", metavar="NAME", help="With --cluster: the job's name.  [the script's]")
+@cluster_options
 def dev(
+    connect: Connect,
     file: str | None,
     arguments: tuple[str, ...],
     module: str | None,
@@ -50,12 +56,15 @@ def dev(
     pdb: int | None,
     idle: float,
     no_check: bool,
+    cluster: bool,
+    **of_cluster: Any,
 ) -> int:
-    """Run a script here, and start all its ranks again at each save, without importing torch again.
+    """Run a script, and start all its ranks again at each save, without importing torch again.
 
     \b
     A failure, a syntax error and the end of the script leave the nodes standing until the next save.
     Enter starts the ranks again, Ctrl-C ends. What counts as a save: docs/debugging.md.
+    With --cluster the saved files go to the pods by kubectl exec, and the end deletes the job.
     Exit codes: 130 ended by Ctrl-C or --idle, 1 the nodes failed, 2 wrong input.
     """
     from msgspec import structs
@@ -75,6 +84,21 @@ def dev(
         raise click.UsageError("name a script, or -m MODULE")
     if file is not None and kinds.of(file) != "script":
         raise InputError(f"{file}: not a Python script; ddpjob dev takes a script, or -m MODULE")
+    variables = (*variables, f"{VARIABLE}=1")
+    if cluster:
+        here = {"-m": module, "--pdb": pdb, "--cpu": cpu or None}
+        if wrong := [option for option, value in here.items() if value is not None]:
+            raise InputError(f"{wrong[0]}: only on this machine, without --cluster")
+        if not (nproc or "1").isdigit():
+            raise InputError(f"--nproc-per-node {nproc}: with --cluster it is a number")
+        from ddpjob_cli.commands import dev_in_cluster
+
+        return dev_in_cluster.run(
+            connect, str(file), arguments, idle, check=not no_check, nodes=nodes, nproc=nproc and int(nproc),
+            settings=settings, variables=variables, **of_cluster,
+        )  # fmt: skip
+    if connect.is_chosen or any(of_cluster.values()):
+        raise InputError("--image, --gpus, --name, --namespace, --context and --kubeconfig are for --cluster")
     devices = len(gpus.visible())
     source = Source(
         file,
@@ -82,7 +106,7 @@ def dev(
         nodes=nodes,
         nproc=sources.processes(nproc, devices),
         settings=settings,
-        variables=(*variables, f"{VARIABLE}=1"),
+        variables=variables,
         arguments=arguments,
         gpus=bool(devices),
     )

@@ -217,7 +217,7 @@ def _code(file: str, path: str, wishes: Wishes) -> tuple[str, Archive | None]:
     if wishes.made or file == sources.STDIN:
         made = wishes.made or {Path(path).name: Path(path).read_text(encoding="utf-8")}
         return Path(path).name, pack.pack(wishes.code, made) if wishes.code else pack.pack_texts(made)
-    root = wishes.code or Path(file).parent
+    root = folder_of(file, wishes)
     try:
         below = Path(file).resolve().relative_to(root.resolve())
     except ValueError:
@@ -228,6 +228,13 @@ def _code(file: str, path: str, wishes: Wishes) -> tuple[str, Archive | None]:
     name = below.with_name(f"{below.stem}_notebook.py" if taken else f"{below.stem}.py").as_posix()
     text = {name: Path(path).read_text(encoding="utf-8")}
     return name, pack.pack(root, text, without=below.as_posix())
+
+
+def folder_of(file: str, wishes: Wishes) -> Path:
+    """Return the folder that goes with a script."""
+    from pathlib import Path
+
+    return wishes.code or Path(file).parent
 
 
 def _apply(document: Document, wishes: Wishes) -> None:

@@ -426,7 +426,10 @@ class Runner:
         """Restart the ranks after a save, and report how they ended."""
         if self.options.session is None or self._stop_reasons:
             return
-        found = self.options.session.look(list(self.cluster.pods.values()))
+        from ddpjob_cli.local.session import restart_ranks
+
+        pods = list(self.cluster.pods.values())
+        found = self.options.session.look([pod.step for pod in pods], lambda: restart_ranks(pods))
         if found.stood:
             with self.screen.nobody_types():
                 self.teller.explain(found.failure, doubtful=False)

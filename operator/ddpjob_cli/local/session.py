@@ -1,4 +1,4 @@
-"""The session of `ddpjob dev`: a save or Enter restarts the ranks of a local run, and it does not end with them. A
+"""The session of `ddpjob dev`: a save or Enter restarts the ranks of a run, and the run does not end with them. A
 thread polls the files and the keyboard, and wakes the run, which calls `look`. A restart is requested by a signal to
 node 0's agent, which starts a new generation and charges it to nothing."""
 
@@ -13,8 +13,9 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from ddpjob_cli.local.processes import saves
 from ddpjob_cli.local.processes.cluster import LocalPod
@@ -42,20 +43,31 @@ class SessionNews:
     """Why the session ends; "" if it continues."""
 
 
+class PodOfSession(Protocol):
+    """A pod, of a local run or of a cluster."""
+
+    @property
+    def attempt(self) -> int: ...
+    @property
+    def place(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+
+
 class DevSession:
-    """A local run whose ranks restart at each save."""
+    """A run whose ranks restart at each save."""
 
     def __init__(self, files: saves.SavedFiles, idle_seconds: float, *, has_keyboard: bool) -> None:
         """has_keyboard: stdin is a terminal, and no debugger reads from it."""
         self._idle_seconds, self._has_keyboard = idle_seconds, has_keyboard
         self._asked: collections.deque[str] = collections.deque()  # reasons for the next restart
         # The pod whose ranks have ended and its message, until reported.
-        self._stood: tuple[LocalPod, str] | None = None
+        self._stood: tuple[PodOfSession, str] | None = None
         self._files = files
         self._stands = False  # no rank is running, so new files are the user's
         self._lock = threading.Lock()  # guards the two above
         self._active_at = time.monotonic()
-        self._steps: list[int | None] = []
+        self._steps: object = None
         self._terminal = termios.tcgetattr(0) if os.isatty(0) else None
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -73,7 +85,7 @@ class DevSession:
         if self._thread is not None:
             self._thread.join()
 
-    def printed(self, pod: LocalPod, lines: Sequence[str]) -> list[str]:
+    def printed(self, pod: PodOfSession, lines: Sequence[str]) -> list[str]:
         """Return the lines to show. The agent's message that all ranks have ended is kept back."""
         self._active_at = time.monotonic()
         words = [line for line in lines if line.startswith(_STANDS)]
@@ -81,10 +93,9 @@ class DevSession:
             self._stood = (pod, words[-1].removeprefix(_STANDS))
         return [line for line in lines if not line.startswith(_STANDS)]
 
-    def look(self, pods: Collection[LocalPod]) -> SessionNews:
-        """Restart the ranks if requested, and return events to report."""
+    def look(self, steps: object, restart: Callable[[], None]) -> SessionNews:
+        """Restart the ranks if requested, and return events to report. steps: differ if the ranks have made some."""
         found = SessionNews()
-        steps = [pod.step for pod in pods]
         if steps != self._steps:
             self._steps, self._active_at = steps, time.monotonic()
         if self._stood is not None:
@@ -96,16 +107,12 @@ class DevSession:
             self._adopt(stands=False)
             if self._terminal is not None:  # a killed debugger leaves the terminal without echo
                 termios.tcsetattr(0, termios.TCSANOW, self._terminal)
-            parent_of = processes.parents()
-            below = [{pod.pid, *processes.descendants(pod.pid, parent_of)} for pod in pods if pod.live and pod.pid]
-            # An agent without a handler for the signal is still starting, and has no ranks yet.
-            agents = (pid for pids in below for pid in pids if processes.catches(pid, RERUN_SIGNAL))
-            processes.send(agents, RERUN_SIGNAL)
+            restart()
         if self.due_in() == 0.0:
             found.stop = f"{wording.duration(self._idle_seconds)} without a save or a line of output"
         return found
 
-    def _tell_end(self, found: SessionNews, pod: LocalPod, why: str) -> None:
+    def _tell_end(self, found: SessionNews, pod: PodOfSession, why: str) -> None:
         self._stood, found.stood = None, True
         self._adopt(stands=True)
         if why != ALL_SUCCEEDED:
@@ -152,6 +159,14 @@ class DevSession:
             self._closed.wait(seconds)
             return False
         return processes.readable(0, seconds) and bool(os.read(0, 4096))
+
+
+def restart_ranks(pods: Iterable[LocalPod]) -> None:
+    """Restart the ranks of a local run."""
+    parent_of = processes.parents()
+    below = [{pod.pid, *processes.descendants(pod.pid, parent_of)} for pod in pods if pod.live and pod.pid]
+    # An agent without a handler for the signal is still starting, and has no ranks yet.
+    processes.send((pid for pids in below for pid in pids if processes.catches(pid, RERUN_SIGNAL)), RERUN_SIGNAL)
 
 
 def named(paths: Collection[str]) -> str:

@@ -1,0 +1,107 @@
+"""The pods of `ddpjob dev --cluster`: the code that each has, and the way to a new one, by kubectl exec."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from ddpjob_cli.client import in_pod, jobs, several
+from ddpjob_cli.client.connection import Cluster, Raw
+from ddpjob_cli.client.errors import ClusterError
+from ddpjob_cli.client.pack import Contents, read
+from ddpjob_cli.client.watch import Say
+from ddpjob_cli.manifest.yamlfile import InputError
+from ddpjob_core.heartbeat import RERUN_SIGNAL
+from ddpjob_operator.job import launcher
+
+EXEC_SECONDS = 30.0
+TOGETHER_MAX = 16
+_PROGRAM = Path(in_pod.__file__).read_text(encoding="utf-8")
+_PROGRAM = _PROGRAM[_PROGRAM.index("from __future__") :]  # its arguments are part of a URL
+
+Code = dict[str, tuple[bytes, bool] | str]
+"""Path → data and whether it is executable, or the target of a link."""
+
+
+def read_code(root: Path) -> Code:
+    """Return what `ddpjob submit` would send of a folder. Raise InputError."""
+    folder, contents = read(root)
+    return {**contents, **folder.links}
+
+
+def changes(before: Code, now: Code) -> Raw:
+    """Return what in_pod.py needs to make one of the other."""
+    new = {path: value for path, value in now.items() if before.get(path) != value}
+    files: Contents = {path: value for path, value in new.items() if not isinstance(value, str)}
+    coded = {path: [base64.b64encode(data).decode(), 0o755 if runs else 0o644] for path, (data, runs) in files.items()}
+    return {
+        "files": coded,
+        "links": {path: value for path, value in new.items() if isinstance(value, str)},
+        "gone": sorted(before.keys() - now.keys()),
+    }  # fmt: skip
+
+
+class DevPods:
+    """The running pods of a job that was submitted with a folder of code."""
+
+    def __init__(self, cluster: Cluster, stored: jobs.Stored, root: Path, submitted: Code, say: Say) -> None:
+        """submitted: the code with which each pod begins."""
+        kubectl = shutil.which("kubectl")
+        if kubectl is None:
+            raise ClusterError("kubectl is not on the PATH; ddpjob dev --cluster needs it to reach the pods")
+        folder = str(launcher.facts(stored.job.spec).trainer.get("workingDir"))
+        self._exec = [kubectl, "exec", "-i", *cluster.kubectl, "-c", stored.trainer]
+        self._run = ["--", "python3", "-I", "-S", "-c", _PROGRAM, folder]
+        self._cluster, self._stored, self._root, self._say = cluster, stored, root, say
+        self._submitted = self._now = submitted
+        self._has: dict[str, Code] = {}
+        """The code of each pod, by its uid."""
+        self._is_due = False
+        """True if ranks have older code than the folder had at the last save."""
+
+    def save(self) -> None:
+        """Send the folder as it is now, and start the ranks again."""
+        try:
+            self._now = read_code(self._root)
+        except InputError as error:
+            self._say(f"not sent: {error}")
+            return
+        self._is_due = True
+        self.look()
+
+    def look(self) -> None:
+        """Send the code to pods that have an older one, such as the replacement of a lost pod."""
+        pods = jobs.running(self._cluster, self._stored)
+        for pod in pods:
+            self._has.setdefault(pod["metadata"]["uid"], self._submitted)
+        old = [pod for pod in pods if self._has[pod["metadata"]["uid"]] != self._now]
+        if not pods or not (old or self._is_due):
+            return
+        self._is_due = True
+        first = pods[0] if jobs.place_of(pods[0]) == 0 else None
+        with ThreadPoolExecutor(TOGETHER_MAX) as threads:
+            asked = [threads.submit(self._send, pod) for pod in old if pod is not first]
+            _, wrong = several.of_each(asked, lambda future: future.result())
+        several.refuse(wrong)
+        if first is not None:  # its agent starts the ranks of all nodes, so it gets the files last
+            self._send(first, str(int(RERUN_SIGNAL)))
+            self._is_due = False
+
+    def _send(self, pod: Raw, *signal: str) -> None:
+        name, uid, now = pod["metadata"]["name"], pod["metadata"]["uid"], self._now
+        text = json.dumps(changes(self._has[uid], now))
+        words: list[Any] = [*self._exec, name, *self._run, *signal]
+        try:
+            done = subprocess.run(words, input=text, capture_output=True, text=True, timeout=EXEC_SECONDS, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise ClusterError(f"pod {name} did not get the files: kubectl exec: {error}") from None
+        # Without an agent the container is starting, and its ranks read what was written.
+        if done.returncode not in (0, in_pod.NO_AGENT):
+            why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            raise ClusterError(f"pod {name} did not get the files: kubectl exec: {why}")
+        self._has[uid] = now

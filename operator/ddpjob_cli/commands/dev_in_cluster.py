@@ -1,0 +1,130 @@
+"""`ddpjob dev --cluster`: an ordinary DDPJob, whose ranks start again at each save, and which is deleted at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from typing import Any, NamedTuple
+
+from ddpjob_cli.client import actions, jobs
+from ddpjob_cli.client.dev import DevPods, read_code
+from ddpjob_cli.client.errors import ClusterError
+from ddpjob_cli.client.logs import ClusterLogs
+from ddpjob_cli.client.watch import StateLines
+from ddpjob_cli.commands import submit
+from ddpjob_cli.commands.cluster import Connect, end_of
+from ddpjob_cli.commands.output import closed, say, write_printed
+from ddpjob_cli.local import session
+from ddpjob_cli.local.processes.saves import SavedFiles
+from ddpjob_cli.manifest.yamlfile import InputError
+from ddpjob_operator.job import bounds, launcher, validation
+
+LOOK_SECONDS = 1.0
+DELETE_SECONDS = 60.0
+# Ended ranks make no step until the next save. Deadlocks are still reported.
+SETTINGS = (f"spec.stall.timeoutSeconds={bounds.SECONDS_MAX}",)
+
+
+class _LogPod(NamedTuple):
+    attempt: int
+    place: int
+    name: str
+
+
+class _OverError(Exception):
+    """The session ends, for the reason that it names."""
+
+
+def run(
+    connect: Connect, file: str, words: tuple[str, ...], idle: float, *, check: bool, image: str | None,
+    settings: tuple[str, ...], **given: Any,
+) -> int:  # fmt: skip
+    """Run a script until Ctrl-C, the idle limit or the end of the job. given: as in Wishes. Raise InputError,
+    ClusterError."""
+    wishes = submit.Wishes(
+        job=None, namespace=connect.namespace, image=image, max_restarts=None, launcher="ddprun" if image else None,
+        settings=(*SETTINGS, *settings), code=None, no_code=False, **given,
+    )  # fmt: skip
+    root = submit.folder_of(file, wishes)
+    files, submitted = SavedFiles([str(root)]), read_code(root)
+    document, archive = submit.prepare(file, words, wishes, checked=check)
+    parsed, _ = validation.parse(document.data)
+    if not launcher.facts(parsed.spec).restarts_in_place:
+        raise InputError(f"{file}: ddpjob dev needs ddprun, which starts the ranks again; ddpjob submit takes it")
+    cluster, made = submit.create(connect, document, archive)
+    held = session.DevSession(files, idle, has_keyboard=session.has_keyboard())
+    for number in (signal.SIGTERM, signal.SIGHUP):  # a closed terminal gives the nodes back, too
+        signal.signal(number, signal.default_int_handler)
+    follower = _Follower(ClusterLogs(cluster, made, say), held, DevPods(cluster, made, root, submitted, say))
+    try:
+        return follower.run()
+    finally:
+        held.close()
+        with contextlib.suppress(jobs.NoJobError):
+            actions.delete(cluster, [made.job.metadata.name], wait=False, seconds=DELETE_SECONDS, say=say)
+
+
+class _Follower:
+    """Shows the logs; another thread sends what is saved, which takes as long as the cluster likes."""
+
+    def __init__(self, logs: ClusterLogs, held: session.DevSession, pods: DevPods) -> None:
+        self._logs, self._session, self._pods = logs, held, pods
+        self._woken, self._over = threading.Event(), threading.Event()
+        self._stop, self._said = "", ""
+
+    def run(self) -> int:
+        states = StateLines(say)
+
+        def look(stored: jobs.Stored) -> None:
+            states.see(stored)
+            if self._stop:
+                raise _OverError(self._stop)
+
+        self._logs.on_look = look
+        for sentence in self._session.begin(self._woken.set):
+            say(sentence)
+        sender = threading.Thread(target=self._send, daemon=True)
+        sender.start()
+        try:
+            for node, piece in self._logs.follow(1, None, later=True):
+                self._print(node, piece)
+        except _OverError as over:
+            say(str(over))
+            return 130
+        except KeyboardInterrupt:
+            return 130
+        except OSError as error:
+            return closed(error)
+        finally:
+            self._over.set()
+            self._woken.set()
+        return end_of(self._logs.stored)
+
+    def _print(self, node: int, piece: bytes) -> None:
+        status = self._logs.stored.job.status
+        pod = _LogPod(status.attempt, node, f"{self._logs.name}-{status.attempt}-{node}")
+        if self._session.printed(pod, [piece.decode(errors="replace").rstrip("\n")]):
+            write_printed(self._logs.prefix(node).encode() + piece)
+        else:
+            self._woken.set()
+
+    def _send(self) -> None:
+        while not self._over.is_set():
+            self._woken.wait(LOOK_SECONDS)
+            self._woken.clear()
+            progress = self._logs.stored.job.status.progress
+            asked: list[bool] = []
+            found = self._session.look(progress and progress.step, lambda: asked.append(True))  # noqa: B023
+            for note in found.notes:
+                say(note)
+            self._stop = found.stop
+            try:
+                if asked:
+                    self._pods.save()
+                self._pods.look()
+                self._said = ""
+            except (ClusterError, InputError) as error:
+                if str(error) != self._said:
+                    self._said = str(error)
+                    say(f"{error}; trying again")
