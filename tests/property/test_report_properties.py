@@ -6,12 +6,10 @@ import contextlib
 import json
 from typing import Any
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from worlds import START
 
-from ddpjob_operator.observed import kubeflow
 from ddpjob_operator.observed.reports import BadReportError, Report, read_report
 
 values: Any = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=80)
@@ -47,19 +45,3 @@ def test_any_body_is_a_report_within_bounds_or_a_sentence(body: bytes) -> None:
         return
     assert 0 <= report.step < 2**53
     assert len(report.metrics) <= 16
-
-
-def test_a_status_in_kubeflows_protocol_is_a_report_of_rank_0() -> None:
-    metrics = [
-        {"name": "current_step", "value": "40"},
-        {"name": "total_steps", "value": "80"},
-        {"name": "loss", "value": "1"},
-    ]
-    body = json.dumps({"trainerStatus": {"progressPercentage": 50, "metrics": metrics}}).encode()
-    assert kubeflow.speaks(body)
-    status = kubeflow.read_status(body)
-    assert status is not None
-    report = kubeflow.report(status, START)
-    assert (report.step, report.total_steps, report.rank, report.metrics) == (40, 80, 0, {"loss": "1"})
-    with pytest.raises(BadReportError):
-        kubeflow.read_status(b'{"trainerStatus": {"progressPercentage": 300}}')

@@ -22,9 +22,7 @@ def body(metrics: dict[str, object] | None = None, **status: Any) -> bytes:
 
 
 def read(text: bytes, total_steps_before: int | None = None) -> Report | None:
-    status = kubeflow.read_status(text)
-    assert status is not None
-    return kubeflow.report(status, NOW, total_steps_before)
+    return kubeflow.read_body(text, NOW, total_steps_before)[0]
 
 
 def test_the_trainers_steps_and_metrics_become_ours() -> None:
@@ -104,4 +102,4 @@ def test_numbers_out_of_range_are_refused_not_bent(bad: bytes) -> None:
 
 
 def test_an_empty_update_is_allowed_and_says_nothing() -> None:
-    assert kubeflow.read_status(b'{"trainerStatus": null}') is None
+    assert kubeflow.read_body(b'{"trainerStatus": null}', NOW, 400) == (None, 400)

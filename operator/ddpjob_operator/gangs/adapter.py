@@ -1,7 +1,6 @@
-"""Adapters: tables that describe how a scheduler or queue admits all pods of a job, or none. Pure.
-
-The rules in plan/gang.py drive all adapters alike; the shell creates, watches and deletes the objects that the table
-names. How to write an adapter: docs/dev/gang-adapters.md.
+"""Adapters: tables that describe how a scheduler or queue admits all pods of a job, or none. Pure. The rules in
+plan/gang.py drive all adapters alike; the shell creates, watches and deletes the objects. How to write one:
+docs/dev/gang-adapters.md.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from ddpjob_operator.observed.groups import Admission
 
 Raw = Mapping[str, Any]
 Body = dict[str, Any]
-
-
 UID_DIGITS = 5
 
 
@@ -47,15 +44,16 @@ class Adapter:
 
     @property
     def resource(self) -> str:
-        """As kubectl names the kind: PodGroup.scheduling.k8s.io; others have PodGroups as well."""
+        """Kind and group, as kubectl names it: others have PodGroups as well."""
         return f"{self.kind}.{self.group}"
 
     def group_name(self, job: api.DDPJob, attempt: int) -> str:
-        """The object's name: where each attempt has its own, used once, so that no pod of an old attempt counts for a
-        new one, nor a pod of a deleted job for the one that was applied after it (the last five digits of the uid)."""
+        """Return the object's name. If each attempt has its own, it is used once, so that no pod of an old attempt, or
+        of a deleted job of the same name (the last five digits of the uid), counts for the new one.
+        """
         name = job.metadata.name
         return f"{name}-{attempt}-{job.metadata.uid[-UID_DIGITS:]}" if self.per_attempt else name
 
     def attempt_of(self, attempt: int) -> int:
-        """The attempt that a group is for; 0: all."""
+        """Return the attempt that a group is for; 0: all."""
         return attempt if self.per_attempt else 0

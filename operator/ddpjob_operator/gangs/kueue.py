@@ -74,8 +74,8 @@ def _what_pods_ask_for(template: Mapping[str, Any]) -> Body:
 
 
 def _topology_request(job: api.DDPJob) -> Body:
-    """Return the topology request of spec.topologyKey, or of the annotations that Kueue defines for other kinds.
-    Neighbouring ranks get neighbouring nodes.
+    """Return the topology request of spec.topologyKey, or of Kueue's own annotations. Neighbouring ranks get
+    neighbouring nodes.
     """
     annotations = podspec.mapping(podspec.mapping(job.spec.template, "metadata"), "annotations")
     request: Body = {}

@@ -19,8 +19,8 @@ if TYPE_CHECKING:  # stall.py imports reports
 
 
 class Container(msgspec.Struct, frozen=True):
-    """The trainer container of a pod. msgspec, as for Pod: creating or changing it takes a tenth of the time of a
-    dataclass, and each event of a pod does so.
+    """The trainer container of a pod. msgspec, as for Pod: each event of a pod creates or changes one, in a tenth of
+    the time of a dataclass.
     """
 
     state: Literal["waiting", "running", "ended"]
@@ -33,9 +33,7 @@ class Container(msgspec.Struct, frozen=True):
     """128 + n if signal n ended it, as everywhere in Kubernetes."""
     ended_at: dt.datetime | None = None
     ran: bool = True
-    """ended: False if nothing shows that it ever ran. The kubelet reports 137 also for a container that was never
-    created.
-    """
+    """ended: False if nothing shows that it ever ran. The kubelet reports 137 also for a container never created."""
     init: str = ""
     """ended: the init container that ended; the trainer itself never ran."""
     started_at: dt.datetime | None = None
@@ -66,7 +64,7 @@ class Pod(msgspec.Struct, frozen=True):
     """uid of its controller; "" if none."""
     attempt: int
     place: int
-    """Its number in the job, as in its name. `topology.members` maps it to ranks."""
+    """Its number in the job, as in its name; `topology.members` maps it to ranks."""
     replacement: int = 0
     """Number of the pod at this place in this attempt; the first is 0, and each single replacement adds one."""
     job: str = ""
@@ -80,9 +78,9 @@ class Pod(msgspec.Struct, frozen=True):
     disruption: str = ""
     """Reason of its condition DisruptionTarget, such as PreemptionByScheduler or EvictionByEvictionAPI."""
     scheduled_at: dt.datetime | None = None
-    """When it was bound to its node, by the cluster's clock: comparable with the same time of other pods."""
+    """When it was bound to its node, by the cluster's clock: comparable with that of other pods."""
     bound_since: dt.datetime | None = None
-    """When it was bound to its node, by our clock: comparable with now. Not later than when we first saw it bound."""
+    """The same by our clock, comparable with now; not later than when we first saw it bound."""
     accepted_at: dt.datetime | None = None
     """When its kubelet accepted it (status.startTime), by the clock of its node, as the times of its trainer."""
     silent_since: dt.datetime | None = None
@@ -92,7 +90,7 @@ class Pod(msgspec.Struct, frozen=True):
     unschedulable: str = ""
     """The scheduler's sentence while it finds no node."""
     unschedulable_since: dt.datetime | None = None
-    """Since when it has found none; None while scheduling gates hold the pod."""
+    """None while scheduling gates hold the pod."""
     deletion_requested_at: dt.datetime | None = None
     """When its deletion was requested (deletionTimestamp minus the grace period)."""
     deletion_deadline: dt.datetime | None = None
@@ -166,8 +164,9 @@ class Pod(msgspec.Struct, frozen=True):
 
     @property
     def _awaits_its_log(self) -> bool:
-        """Ended by the deadline that was set to keep its log, and the end of its container is still to come: a kubelet
-        may report the phase with a status of the containers that it has made before it stopped them."""
+        """True if the deadline that was set to keep its log ended it, and the end of its container is still to come: a
+        kubelet may report the phase with a status of the containers from before it stopped them.
+        """
         return self.deadline_set and self.reason == "DeadlineExceeded" and self.trainer.exit_code is None
 
     @property
@@ -243,9 +242,7 @@ class Observed:
     trackers: dict[int, StepTracker] = field(default_factory=dict)
     """Steps of each rank that reports in the present attempt."""
     undeletable: Set[str] = frozenset()
-    """uids of pods that still exist some time after a deletion without grace: it was refused, or a finalizer holds
-    them.
-    """
+    """uids of pods that still exist some time after a deletion without grace."""
     listening_since: dt.datetime | None = None
     """When the shell began to receive reports; None if it always has."""
     agent: AgentReport | None = None

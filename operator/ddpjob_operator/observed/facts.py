@@ -1,4 +1,4 @@
-"""Merge all observations of a pod: a later one adds facts, and removes none.
+"""Merges all observations of a pod: a later one adds facts, and removes none.
 
 Later is not better. The kubelet's last delete (grace 0) sets deletionTimestamp again, after the container's finishedAt.
 For a container that it never created or cannot find, the kubelet writes ContainerStatusUnknown with exit code 137 when

@@ -14,7 +14,7 @@ eviction, so that others may have the quota; the job is over.
 
 @dataclass(frozen=True)
 class Admission:
-    """Admission of a group. The rules know nothing else about any scheduler or queue."""
+    """Admission of a group: all that the rules know about a scheduler or queue."""
 
     state: Literal["admitted", "waiting", "evicted"]
     why: str = ""

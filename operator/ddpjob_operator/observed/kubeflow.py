@@ -1,4 +1,4 @@
-"""Read the Kubeflow Trainer's progress protocol as our own report.
+"""Reads the Kubeflow Trainer's progress protocol as our own report.
 
 Hugging Face's Trainer and Kubeflow's SDK use it if KUBEFLOW_TRAINER_SERVER_URL is set, so they report without changes.
 A body is {"trainerStatus": {progressPercentage, estimatedRemainingSeconds, metrics: [{name, value}], lastUpdatedTime}};
@@ -25,14 +25,14 @@ Seconds = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 
 
 class TrainerMetric(msgspec.Struct, frozen=True):
-    """A metric; name and value are text."""
+    """Name and value are text."""
 
     name: str
     value: str
 
 
 class TrainerStatus(msgspec.Struct, rename="camel", frozen=True):
-    """What world rank 0 reports, without lastUpdatedTime: the sender's clock is not trusted."""
+    """Without lastUpdatedTime: the sender's clock is not trusted."""
 
     progress_percentage: Percent | None = None
     estimated_remaining_seconds: Seconds | None = None
@@ -59,50 +59,33 @@ def read_body(
     """
     if not speaks(body):
         return read_report(body, received_at), total_steps_before
-    status = read_status(body)
-    if status is None:
-        return None, total_steps_before
-    total = total_steps(status) or total_steps_before
-    return report(status, received_at, total), total
-
-
-def read_status(body: bytes) -> TrainerStatus | None:
-    """Read the status of a body; None if it is empty, which the protocol allows. Raise BadReportError."""
     try:
-        return msgspec.json.decode(body, type=_Body).trainer_status
+        status = msgspec.json.decode(body, type=_Body).trainer_status
     except NOT_READABLE as error:
         raise BadReportError(str(error)) from None
-
-
-def report(status: TrainerStatus, received_at: dt.datetime, total_steps_before: int | None = None) -> Report | None:
-    """Convert the status to a report of rank 0; None if it has neither step nor percentage.
-
-    total_steps_before: from an earlier status of the process, because the Trainer's last report is 100 % without a
-    step. A loop without steps counts percents: step 42 of 100.
-    """
+    if status is None:
+        return None, total_steps_before
     values = {metric.name: metric.value for metric in status.metrics}
-    step, total = _count(values.get(STEP)), total_steps(status) or total_steps_before
+    step, known_total = _count(values.pop(STEP, None)), _count(values.pop(TOTAL_STEPS, None)) or total_steps_before
+    total = known_total
     if step is None:
         if status.progress_percentage is None:
-            return None
+            return None, known_total
+        # The Trainer's last report is 100 % without a step. A loop without steps counts percents: step 42 of 100.
         total = total or 100
         step = status.progress_percentage * total // 100
     # The first 16, shortened: the protocol allows 256, and too many are no reason to refuse the step.
-    others = [(name, value) for name, value in values.items() if name not in (STEP, TOTAL_STEPS)]
-    return Report(
+    others = list(values.items())[:METRICS_MAX]
+    report = Report(
         step=step,
         total_steps=total,
         eta_seconds=status.estimated_remaining_seconds,
-        metrics={name[:METRIC_LENGTH_MAX]: _short(value)[:METRIC_LENGTH_MAX] for name, value in others[:METRICS_MAX]},
+        metrics={name[:METRIC_LENGTH_MAX]: _short(value)[:METRIC_LENGTH_MAX] for name, value in others},
         phase=None,
         final=status.progress_percentage == 100,
         received_at=received_at,
     )
-
-
-def total_steps(status: TrainerStatus) -> int | None:
-    """Return the total steps if the status has them."""
-    return next((_count(metric.value) for metric in status.metrics if metric.name == TOTAL_STEPS), None)
+    return report, known_total
 
 
 def _short(value: str) -> str:

@@ -71,7 +71,7 @@ class Report(msgspec.Struct, rename="camel", frozen=True, kw_only=True, omit_def
     samples_per_second: _Rate | None = None
     metrics: Annotated[dict[_Metric, _Metric], msgspec.Meta(max_length=METRICS_MAX)] = {}
     phase: Phase | None = "train"
-    """start: before the first step. None: the sender only reports when it makes a step (Kubeflow's protocol), so a
+    """start: before the first step. None: the sender reports only when it makes a step (Kubeflow's protocol), so a
     repeated step proves nothing.
     """
     saved_step: _Number | None = None
@@ -91,7 +91,7 @@ class Report(msgspec.Struct, rename="camel", frozen=True, kw_only=True, omit_def
     save_failed: _Sentence = ""
     """Why the last checkpoint failed; "" after a later success."""
     alone: bool = False
-    """True if the sender is one of several ranks, has trained, and was in no process group until its end."""
+    """True if the sender is one of several ranks, has trained, and was never in a process group."""
     final: bool = False
     agent: AgentReport | None = None
     """Set if the report is of the pod's agent, not of a rank."""

@@ -1,4 +1,4 @@
-"""Detect a stalled job: its ranks report, and make no step.
+"""Detects a stalled job: its ranks report, and make no step.
 
 The shells update the `StepTracker` of a rank with each of its reports; `find` returns what the trackers of a job prove.
 Three rules protect a healthy job:
@@ -9,9 +9,8 @@ Three rules protect a healthy job:
 - **The group stalls, not a rank.** The ranks of a DDP job step together: if one makes steps, all do. A rank that never
   reports a step does not hang if the script calls `progress()` on rank 0 only.
 - **The first long pause only warns.** With `stall.timeoutSeconds`, that is the limit. Otherwise the expected time is
-  learned from the job's own steps. A pause beyond it looks like a hang, but a hang never ends: so there is a second,
-  longer limit. If the group makes a step before it, its pause is learned and the next limit is three times as long;
-  otherwise it has stalled.
+  learned from the job's own steps, and there is a second, longer limit, because a hang never ends. If the group makes a
+  step before it, its pause is learned and the next limit is three times as long.
 
 Pure: no clock, no I/O. Times are the receiver's.
 """
@@ -50,7 +49,7 @@ class StepTracker:
     heard_at: dt.datetime
     """Time of its last report."""
     measured: bool = False
-    """True if it changed at `advanced_at`; False if receiving began then, in the middle of a step."""
+    """False if receiving began at `advanced_at`, in the middle of a step."""
     learned: Learned = field(default_factory=Learned)
 
     @property
@@ -117,7 +116,7 @@ def update(
 ) -> StepTracker | None:
     """Return the tracker of a rank after a report; None while no report could be tracked.
 
-    receiving_since: since when the shell surely receives everything; earlier reports do not count.
+    receiving_since: from then on the shell surely receives everything; earlier reports do not count.
     """
     if report.phase is None or (tracker is not None and 0 < report.attempt < tracker.attempt):
         return tracker
@@ -131,13 +130,15 @@ def update(
     if heard and (tracker.step, tracker.phase) == (report.step, report.phase):
         return dataclasses.replace(tracker, heard_at=now)
     # Restarted ranks teach nothing: the time before may have been a hang that the agents ended.
-    teaches = heard and not is_first and report.step >= tracker.step
-    learned = _learn(tracker, report, now) if teaches else tracker.learned
+    made, learned = report.step - tracker.step, tracker.learned
+    if heard and not is_first and made >= 0:
+        seconds = max(0.0, (now - tracker.advanced_at).total_seconds())
+        learned = stall_limits.learn(learned, tracker.phase, tracker.step, made, seconds, measured=tracker.measured)
     return dataclasses.replace(new, attempt=tracker.attempt, measured=heard, learned=learned)
 
 
 def find(trackers: Mapping[int, StepTracker], stall: api.Stall | None, now: dt.datetime) -> StallFinding | None:
-    """Return a finding if none of the reporting ranks has made a step for too long; otherwise None.
+    """Return a finding if none of the reporting ranks has made a step for too long.
 
     trackers: of the present attempt, by rank. stall: as in the spec.
     """
@@ -167,16 +168,20 @@ def find(trackers: Mapping[int, StepTracker], stall: api.Stall | None, now: dt.d
 
 
 def idle_since(trackers: Mapping[int, StepTracker], stall: api.Stall | None, now: dt.datetime) -> dt.datetime | None:
-    """Since when a stalled group has made no step, also if the spec disables restarts for stalls."""
+    """Return since when a stalled group has made no step, also if the spec disables restarts for stalls."""
     finding = find(trackers, None if stall is not None and stall.timeout_seconds == 0 else stall, now)
     return None if finding is None else finding.since
 
 
 def requeue_at(trackers: Mapping[int, StepTracker], stall: api.Stall | None, now: dt.datetime) -> dt.datetime | None:
-    """When `find` may change its result without new reports; None: never."""
+    """Return when `find` may change its result without new reports; None: never."""
     timeout = None if stall is None else stall.timeout_seconds
     ranks = {} if timeout == 0 else _counted(trackers, now)
-    due = [t.advanced_at + dt.timedelta(seconds=_next(t, limit(t, timeout))) for t in ranks.values()]
+    due = []
+    for tracker in ranks.values():
+        limits = limit(tracker, timeout)
+        seconds = limits.expected if tracker.idle_seconds <= limits.expected else limits.allowed
+        due.append(tracker.advanced_at + dt.timedelta(seconds=seconds))
     if not due:
         return None
     # After its own limit a rank waits for the others: for their limits, or until they fall silent.
@@ -191,13 +196,12 @@ def limit(tracker: StepTracker, timeout: float | None) -> Limit:
 
 @dataclass(frozen=True)
 class Silence:
-    """Most jobs went silent at about the same time: their reports are probably lost, rather than all jobs hanging."""
+    """Most jobs went silent at about the same time: their reports are probably lost."""
 
     silent: int
     jobs: int
 
     def sentence(self) -> str:
-        """Sentence for the operator's log."""
         return (
             f"{self.silent} of the {self.jobs} jobs that report went silent together: their reports do not arrive. "
             "Until they do, no job is restarted for a stall"
@@ -217,17 +221,6 @@ def silence(heard: Iterable[dt.datetime], now: dt.datetime) -> Silence | None:
 
 
 def _counted(trackers: Mapping[int, StepTracker], now: dt.datetime) -> dict[int, StepTracker]:
-    """Ranks that are reporting. Those that have never reported a step count only if all are so."""
+    """Return the ranks that are reporting. Those that have never reported a step count only if all are so."""
     heard = {rank: tracker for rank, tracker in trackers.items() if tracker.is_heard(now)}
     return {rank: tracker for rank, tracker in heard.items() if tracker.step} or heard
-
-
-def _learn(tracker: StepTracker, report: Report, now: dt.datetime) -> Learned:
-    """Learn from the end of a time without a step."""
-    seconds = max(0.0, (now - tracker.advanced_at).total_seconds())
-    made = report.step - tracker.step
-    return stall_limits.learn(tracker.learned, tracker.phase, tracker.step, made, seconds, measured=tracker.measured)
-
-
-def _next(tracker: StepTracker, limits: Limit) -> float:
-    return limits.expected if tracker.idle_seconds <= limits.expected else limits.allowed

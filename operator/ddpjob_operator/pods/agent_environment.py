@@ -1,6 +1,5 @@
-"""Environment of a pod's `ddprun` besides torchrun's variables: budgets and restart settings.
-
-A pod's environment is set once, so it holds the budget that was left when the pod was created (`ddpjob_core.budget`).
+"""Environment of a pod's `ddprun` besides torchrun's variables. It is set once, so it holds the budget that was left
+when the pod was created (`ddpjob_core.budget`).
 """
 
 from __future__ import annotations
@@ -57,9 +56,8 @@ def was_out_of_memory(status: api.Status) -> bool:
 
 
 def wants_preflight(spec: api.Spec, status: api.Status) -> bool:
-    """True if the nodes measure each other before their ranks start.
-
-    OnRestart needs at least two nodes, because a node is slow only compared with another.
+    """True if the nodes measure each other before their ranks start. OnRestart needs two nodes, because a node is slow
+    only compared with another.
     """
     begun = status.attempt_time
     if any(node.lifted and (begun is None or node.until > begun) for node in status.avoided_nodes):

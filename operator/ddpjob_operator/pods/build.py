@@ -41,15 +41,13 @@ class Reporting:
     interval_seconds: float = 5.0
 
     def environment(self) -> dict[str, str]:
-        """Variables that the trainer library reads."""
         interval = {"DDPJOB_STATUS_INTERVAL": f"{self.interval_seconds:g}"}
         return report_token.environment(self.url, self.token_file) | interval
 
 
 def service(job: api.DDPJob) -> Body:
-    """Build the headless Service that gives node 0 a DNS name, or every pod (spec.dns).
-
-    Not every pod by default: each change of a selected pod rewrites an EndpointSlice with all of them.
+    """Build the headless Service that gives node 0 a DNS name, or every pod (spec.dns): each change of a selected pod
+    rewrites an EndpointSlice with all of them.
     """
     leader = {} if all_have_dns_names(job.spec) else {naming.LABEL_RANK: str(members(job.spec).leader)}
     return {
@@ -126,9 +124,8 @@ def pod(
 
 
 def in_users_words(message: str, body: Body, job: api.DDPJob) -> str:
-    """Translate paths in an API server's message about a pod into paths of the user's template.
-
-    The operator's variables precede the user's; in all other lists its entries follow.
+    """Translate paths in an API server's message about a pod into paths of the user's template. The operator's
+    variables precede the user's; in all other lists its entries follow.
     """
     trainer = trainer_container(job.spec.template) or {}
     containers = body["spec"]["containers"]

@@ -41,7 +41,6 @@ def labels(job: api.DDPJob) -> dict[str, str]:
 
 
 def selector(job: api.DDPJob) -> str:
-    """Label selector of the job's pods."""
     return ",".join(f"{k}={v}" for k, v in labels(job).items())
 
 
@@ -60,7 +59,6 @@ def replacement(status: api.Status, place: int) -> int:
 
 
 def present_pod_name(job: api.DDPJob, status: api.Status, place: int) -> str:
-    """Name of a place's current pod."""
     return pod_name(job, status.attempt, place, replacement(status, place))
 
 
