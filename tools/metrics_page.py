@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from ddpjob_operator.kube.ports.bounded_server import REQUEST_SECONDS
-from ddpjob_operator.metrics import names, of_status
+from ddpjob_operator.metrics import job_lines, names
 
 RULES = Path(__file__).parents[1] / "charts" / "ddpjob-operator" / "files" / "rules.yaml"
 INTRO = f"""\
@@ -48,7 +48,7 @@ A local run keeps the same names in a file for node-exporter's textfile collecto
 
 - The operator that leads serves what concerns jobs, and a standby only its own queue, requests and copies. So a sum
   over all pods counts each job once. Of two releases the one that acts for a job counts it, as long as it does.
-- A series of a job ends with the job, {of_status.ENDED_SECONDS / 60:.0f} minutes after the job has ended, or when
+- A series of a job ends with the job, {job_lines.ENDED_SECONDS / 60:.0f} minutes after the job has ended, or when
   another operator leads. It is made from `status` at each scrape, so a new leader goes on with the same values.
 - The seconds of a job never fall while one operator leads: where a stall or a failure is found later than it began,
   `productive` stays until what the status counts is more.

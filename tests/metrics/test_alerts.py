@@ -19,10 +19,10 @@ from slow_server import SlowServer, Town, play
 from worlds import START, World, digits
 
 from ddpjob_operator.kube.api.client import ApiError, Page, RequestLimits
+from ddpjob_operator.kube.api.reach import Reach
 from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.ports.exposition import read
 from ddpjob_operator.kube.watch.reflector import Reflector
-from ddpjob_operator.kube.work import measuring
 from ddpjob_operator.metrics.meter import Meter, MeteredJob, Moment
 from ddpjob_operator.metrics.of_change import Restart
 
@@ -250,7 +250,7 @@ class Counting(SlowServer):
 
     def __init__(self, delay: Callable[[str, str], float]) -> None:
         super().__init__(delay)
-        self.counted: measuring.Requests | None = None
+        self.counted: Callable[..., None] = lambda *_: None
         self.refuses: Callable[[str, str], bool] = lambda _verb, _path: False
 
     async def _wait(self, verb: str, path: str) -> None:
@@ -263,8 +263,7 @@ class Counting(SlowServer):
             await super()._wait(verb, path)
             code = 200
         finally:
-            if self.counted is not None:
-                self.counted(methods.get(verb, "GET"), path, code, asyncio.get_running_loop().time() - began)
+            self.counted(methods.get(verb, "GET"), path, code, asyncio.get_running_loop().time() - began)
 
 
 class Operated:
@@ -274,7 +273,7 @@ class Operated:
         self.server = Counting(lambda _verb, _path: 0.05)
         self.town = Town(self.server)
         self.meter = self.town.operator.meter
-        self.server.counted = measuring.Requests(self.meter)
+        self.server.counted = self.meter.answered
         self.history = History()
 
     async def wait(self, minutes: float, *, answers: bool = True) -> None:
@@ -335,7 +334,7 @@ class Closing:
     """An API server, or a proxy before it, that ends every watch at once."""
 
     def __init__(self, after: float) -> None:
-        self._after = after
+        self._after, self.reach = after, Reach()
 
     async def pages(self, path: str, selector: str = "") -> AsyncIterator[Page]:
         yield Page([], "1000")

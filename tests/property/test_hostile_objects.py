@@ -22,6 +22,7 @@ from worlds import START, UID, manifest
 from ddpjob_operator.job import api, bounds, ranges, validation
 from ddpjob_operator.kube.api import reading
 from ddpjob_operator.kube.api.client import Client, Page
+from ddpjob_operator.kube.api.reach import Reach
 from ddpjob_operator.kube.api.runtime import SYSTEM
 from ddpjob_operator.kube.operator import Operator
 from ddpjob_operator.kube.settings import OperatorSettings
@@ -264,7 +265,7 @@ class Odd:
     """An API server whose second pod cannot be read, in its list and in its watch."""
 
     def __init__(self) -> None:
-        self.idle = asyncio.Event()
+        self.idle, self.reach = asyncio.Event(), Reach()
         self.live: list[int] = []
 
     async def pages(self, path: str, selector: str) -> AsyncIterator[Page]:

@@ -72,13 +72,12 @@ def gang_of(
     *namespaces: str,
     found: Callable[[], None] = lambda: None,
     adapter: Adapter = native.ADAPTER,
-    **more: Any,
 ) -> GangWatch:
     def key_of(raw: Mapping[str, Any]) -> Key:
         return raw["metadata"]["namespace"], "digits"
 
     where = namespaces or ("",)
-    return GangWatch(adapter, cast(Client, server), where, key_of, lambda key, seconds: None, found, SYSTEM, **more)
+    return GangWatch(adapter, cast(Client, server), where, key_of, lambda key, seconds: None, found, SYSTEM)
 
 
 def found(server: Server, *namespaces: str, adapter: Adapter = native.ADAPTER) -> GangWatch:
@@ -177,7 +176,8 @@ def test_an_api_server_that_is_away_is_asked_again_and_not_taken_for_one_without
             server.errors.clear()
         await asyncio.sleep(0)
 
-    gang = gang_of(server, sleep=wait)
+    server.reach.wait = wait  # type: ignore[method-assign,assignment]
+    gang = gang_of(server)
 
     async def look() -> None:
         task = asyncio.create_task(gang.run())
@@ -212,7 +212,8 @@ def test_a_namespace_in_which_nothing_may_be_listed_keeps_the_queue_from_no_othe
             server.errors.clear()  # the namespace is created again, with its Role
         await asyncio.sleep(0)
 
-    gang = gang_of(server, "gone", "team", adapter=kueue.ADAPTER, sleep=wait)
+    server.reach.wait = wait  # type: ignore[method-assign,assignment]
+    gang = gang_of(server, "gone", "team", adapter=kueue.ADAPTER)
 
     async def look() -> None:
         task = asyncio.create_task(gang.run())
@@ -251,7 +252,8 @@ def test_the_api_of_a_queue_that_answers_with_errors_counts_as_away_until_it_wor
         await asyncio.sleep(0)
 
     said = "the API server cannot tell which workloads.kueue.x-k8s.io there are"
-    gang = gang_of(server, adapter=kueue.ADAPTER, sleep=wait)
+    server.reach.wait = wait  # type: ignore[method-assign,assignment]
+    gang = gang_of(server, adapter=kueue.ADAPTER)
 
     async def look() -> None:
         task = asyncio.create_task(gang.run())

@@ -234,7 +234,7 @@ class Reconciles:
 
 
 async def _run(reconciles: Reconciles, queue: Queue[str], until: int) -> None:
-    running = asyncio.create_task(queue.run())
+    running = asyncio.create_task(queue.run(reconciles))
     for _ in range(1000):
         await asyncio.sleep(0)
         if len(reconciles.seen) >= until:
@@ -256,9 +256,9 @@ def test_a_job_whose_reconcile_was_cancelled_alone_is_reconciled_again() -> None
             await asyncio.sleep(0)
 
     async def run() -> None:
-        queue: Queue[str] = Queue(reconcile, Runtime())
+        queue: Queue[str] = Queue(Runtime())
         queue.add("digits")
-        running = asyncio.create_task(queue.run())
+        running = asyncio.create_task(queue.run(reconcile))
         async with asyncio.timeout(10):
             while len(tries) < 2:
                 await asyncio.sleep(0.01)
@@ -271,10 +271,10 @@ def test_a_job_whose_reconcile_was_cancelled_alone_is_reconciled_again() -> None
 def test_at_most_so_many_reconciles_are_under_way() -> None:
     async def run() -> Reconciles:
         reconciles = Reconciles()
-        queue: Queue[str] = Queue(reconciles, Runtime(clock=lambda: reconciles.now), at_a_time=3)
+        queue: Queue[str] = Queue(Runtime(clock=lambda: reconciles.now), at_a_time=3)
         for i in range(10):
             queue.add(f"job-{i}")
-        running = asyncio.create_task(queue.run())
+        running = asyncio.create_task(queue.run(reconciles))
         for _ in range(100):  # by now every reconcile that may begin has begun
             await asyncio.sleep(0)
         reconciles.go.set()
@@ -292,10 +292,10 @@ def test_at_most_so_many_reconciles_are_under_way() -> None:
 def test_a_slow_reconcile_leaves_its_place_to_others() -> None:
     async def run() -> None:
         reconciles = Reconciles()
-        queue: Queue[str] = Queue(reconciles, Runtime(clock=asyncio.get_running_loop().time), at_a_time=2)
+        queue: Queue[str] = Queue(Runtime(clock=asyncio.get_running_loop().time), at_a_time=2)
         for name in ("slow", "slow too", "another"):
             queue.add(name)
-        running = asyncio.create_task(queue.run())
+        running = asyncio.create_task(queue.run(reconciles))
         await asyncio.sleep(QUICK_SECONDS / 2)
         assert reconciles.seen == ["slow", "slow too"]
         await asyncio.sleep(QUICK_SECONDS)
@@ -315,7 +315,7 @@ def test_a_reconcile_that_fails_does_not_end_the_queue(error: Exception, caplog:
         reconciles = Reconciles()
         reconciles.error = error
         reconciles.go.set()
-        queue: Queue[str] = Queue(reconciles, Runtime(clock=lambda: reconciles.now))
+        queue: Queue[str] = Queue(Runtime(clock=lambda: reconciles.now))
         queue.add("a")
         queue.add("b")
         await _run(reconciles, queue, 2)

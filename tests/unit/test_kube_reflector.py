@@ -14,6 +14,7 @@ from virtual_time import VirtualLoop
 
 from ddpjob_operator.kube.api.api_error import bad_answer
 from ddpjob_operator.kube.api.client import ApiError, Page
+from ddpjob_operator.kube.api.reach import Reach
 from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.watch import observe
 from ddpjob_operator.kube.watch.listing import take
@@ -33,7 +34,7 @@ class Server:
     def __init__(self, lists: list[Any], watches: list[Any]) -> None:
         self.lists, self.watches = lists, watches
         self.asked: list[str] = []
-        self.idle = asyncio.Event()
+        self.idle, self.reach = asyncio.Event(), Reach()
 
     async def pages(self, path: str, selector: str) -> AsyncIterator[Page]:
         self.asked.append("list")
@@ -90,7 +91,8 @@ def follow(lists: list[Any], watches: list[Any], woken: Sequence[bool] = ()) -> 
             return woken[len(waits) - 1] if woken else False
 
         server, copy = Server(lists, watches), Copy()
-        reflector = Reflector(server, "pods", "team", "a", copy, sleep=sleep)  # type: ignore[arg-type]
+        server.reach.wait = sleep  # type: ignore[method-assign]
+        reflector = Reflector(server, "pods", "team", "a", copy)  # type: ignore[arg-type]
         running = asyncio.create_task(reflector.run())
         await asyncio.wait_for(server.idle.wait(), 10)
         running.cancel()
@@ -216,6 +218,7 @@ class Lossy:
     """An API server whose watches last five minutes and show only bookmarks."""
 
     def __init__(self) -> None:
+        self.reach = Reach()
         self.there: dict[str, int] = {}
         self.at = self.asked = 0
         self.meanwhile: dict[str, int] = {}

@@ -24,9 +24,8 @@ from ddpjob_operator.kube.api.client import Client
 from ddpjob_operator.kube.operator import Operator
 from ddpjob_operator.kube.ports.exposition import Scrape, read
 from ddpjob_operator.kube.settings import OperatorSettings
-from ddpjob_operator.kube.work import measuring
 from ddpjob_operator.metrics import names
-from ddpjob_operator.metrics.meter import Meter, MeteredJob, Moment, QueueWaits
+from ddpjob_operator.metrics.meter import Meter, MeteredJob, Moment, QueueWaits, verb_and_resource
 
 ROOT = Path(__file__).parents[2]
 NOW = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
@@ -359,7 +358,7 @@ def test_what_the_operator_asks_of_a_queue_or_a_gang_scheduler_is_counted_by_its
     assert {right.resource for right in rights} <= set(names.RESOURCES)
     assert {adapter.plural for adapter in ADAPTERS.values()} <= set(names.CACHES)
     path = "/apis/kueue.x-k8s.io/v1beta1/namespaces/team/workloads/digits/status"
-    assert measuring.verb_and_resource("PUT", path) == ("update", "workloads/status")
+    assert verb_and_resource("PUT", path) == ("update", "workloads/status")
 
 
 @pytest.mark.parametrize(
@@ -373,7 +372,7 @@ def test_what_the_operator_asks_of_a_queue_or_a_gang_scheduler_is_counted_by_its
     ],
 )
 def test_a_request_is_counted_in_the_words_of_rbac(method: str, path: str, watch: bool, words: tuple[str, str]) -> None:
-    assert measuring.verb_and_resource(method, path, watch=watch) == words
+    assert verb_and_resource(method, path, watch=watch) == words
 
 
 def test_objects_of_a_queue_and_of_a_gang_scheduler_are_sizes_of_their_own() -> None:

@@ -1,7 +1,7 @@
-"""Check that a release is installed and works: `helm test` runs this in a pod with the operator's image.
+"""Checks that a release is installed and works: `helm test` runs this in a pod with the operator's image.
 
 It checks what a first job needs: the CRD, operators that pass their probes, a leader, and an address that takes
-reports. It writes nothing, and needs the right to read one Deployment and one Lease.
+reports. It needs the right to read one Deployment and one Lease.
 """
 
 from __future__ import annotations

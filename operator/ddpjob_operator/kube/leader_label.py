@@ -22,7 +22,7 @@ class LeaderLabel:
         self._logged = ""
 
     def take_from(self, former: str) -> None:
-        """Label this pod as the leader. former: the pod that led before and may hang, empty if unknown."""
+        """Label this pod as the leader. former: the pod that led before and may hang, "" if unknown."""
         self._former = former if former != self._pod else ""
         self._leads.set()
 

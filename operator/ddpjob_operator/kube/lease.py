@@ -1,9 +1,9 @@
 """Leader election: of several operators, only the one that holds a Lease acts.
 
 In: what the API server answers about one Lease. Out: `holds()`, which the client checks right before each try of a
-write, and `gained` / `lost`, on which the Operator starts and ends its queue. `Candidate` decides and takes times as
-arguments; `Election` sends the requests and has the clock. The Operator creates one and runs it in a task. The chart
-creates the Lease; we create it only if somebody has deleted it, and never delete it.
+write, and `gained` / `lost`, on which the Operator starts its queue and ends. `Candidate` decides and takes times as
+arguments; `Election` sends the requests and has the clock. The chart creates the Lease; we create it only if somebody
+has deleted it, and never delete it.
 
 The algorithm is that of client-go (tools/leaderelection/leaderelection.go), with the same defaults. No wall clock is
 trusted. A candidate takes the Lease only when it has not changed for its whole duration, by the candidate's monotonic
@@ -33,7 +33,7 @@ NEVER = float("-inf")
 
 @dataclass(frozen=True)
 class Durations:
-    """Durations of the election. client-go names the same defaults for Kubernetes' own components."""
+    """Durations of the election, with client-go's defaults."""
 
     lease_seconds: int = 15
     """DDPJOB_LEASE_SECONDS: another operator may take a Lease that it has not seen change for this many seconds."""
@@ -53,11 +53,11 @@ class Lease:
     """A Lease, cut to the fields that decisions read."""
 
     version: str
-    """Its resourceVersion, which differs after each change."""
+    """Its resourceVersion."""
     holder: str
-    """Identity of the holder, empty if there is none."""
+    """"" if there is none."""
     seconds: float
-    """How long others have to wait after the last change, by its holder's settings; 0 if the field is unset."""
+    """How long others wait after the last change, by its holder's settings; 0 if unset."""
 
 
 class Candidate:
@@ -80,8 +80,8 @@ class Candidate:
 
         now: when the answer arrived. asked_at: when the read was sent, which was after the previous answer.
         """
-        # Two reads that find no Lease look equal, even if another operator created and held one in between. After
-        # renew_seconds without a read this cannot be excluded, so the wait starts again.
+        # Two reads that find no Lease look equal, even if another operator held one in between. After renew_seconds
+        # without a read this cannot be excluded, so the wait starts again.
         unseen = lease is None and now - self._saw_at > self._durations.renew_seconds
         changed = self._changed_at is None or lease != self._lease or unseen
         if changed:
@@ -90,13 +90,12 @@ class Candidate:
             self.held_until = NEVER
         elif changed:
             # Changed in our name: by our own write whose answer was lost, or by another process with our identity. The
-            # change came after the previous read was sent, so counting from that moment is safe. Others wait from the
-            # change on, so it is as good as a write with an answer.
+            # change came after the previous read was sent, so counting from that moment is safe.
             self._hold(self._asked_at)
         self._asked_at, self._saw_at = asked_at, now
 
     def took(self, lease: Lease, asked_at: float, now: float) -> None:
-        """Take in our own successful write. It happened between `asked_at`, when it was sent, and `now`."""
+        """Take in our own successful write, sent at `asked_at` and answered by `now`."""
         self._lease, self._changed_at = lease, asked_at
         self._hold(asked_at)
         self._asked_at, self._saw_at = asked_at, now
@@ -125,8 +124,7 @@ class Candidate:
 class Election:
     """Takes and renews the Lease in a task of its own. Callers check `holds` right before each write.
 
-    It has a client of its own, also used for the label of the leader, because the main client refuses every write while
-    we do not hold the Lease.
+    `client` may write without the Lease; it also sets the label of the leader.
     """
 
     def __init__(
@@ -145,7 +143,7 @@ class Election:
         self._durations, self._runtime, self._clock = durations, runtime, runtime.clock
         self._candidate = Candidate(identity, durations)
         self._seen: Raw | None = None
-        """The Lease as it was last read or written; None if it did not exist."""
+        """As last read or written; None if it did not exist."""
         self._former = ""
         """Holder from whom we took it."""
         self._renewed = asyncio.Event()
@@ -174,7 +172,6 @@ class Election:
             await self._take()
 
     async def _take(self) -> None:
-        """Write our identity into the Lease as it was last seen."""
         identity = self._candidate.identity
         holder = "" if self._seen is None else read(self._seen).holder
         body = claim(self._seen, self._name, identity, self._durations, self._runtime.utc())
@@ -191,7 +188,7 @@ class Election:
         self._logged = trouble
 
     async def _read(self) -> Raw | None:
-        """Read the Lease, None if it does not exist. Raise ApiError."""
+        """Return the Lease, None if it does not exist. Raise ApiError."""
         try:
             return await self.client.get(f"{self._collection}/{self._name}")
         except ApiError as error:
@@ -210,7 +207,7 @@ class Election:
         return self._clock() < self._candidate.held_until
 
     async def gained(self) -> str:
-        """Wait until the Lease is ours. Return who held it before, empty if it was free or released."""
+        """Wait until the Lease is ours. Return who held it before, "" if it was free or released."""
         while not self.holds():
             self._renewed.clear()
             await self._renewed.wait()
@@ -229,7 +226,6 @@ class Election:
         self._runtime.log.warning("%s is lost, so this operator ends: another one may lead", self.what)
 
     async def run(self) -> None:
-        """Take and renew the Lease until cancelled."""
         while True:
             began = self._clock()
             await self.renew()
@@ -240,7 +236,7 @@ class Election:
             await asyncio.sleep(max(0.0, began + self._durations.retry_seconds * spread - self._clock()))
 
     async def release(self) -> None:
-        """Let another operator take the Lease at once. Call it after `run` has ended and nothing writes any more."""
+        """Let another operator take the Lease at once. `run` must have ended, and nothing write any more."""
         self._candidate.held_until = NEVER
         try:
             async with at_most(self._durations.try_seconds):
@@ -251,7 +247,7 @@ class Election:
             self._runtime.log.info("%s was not released, so it runs out: %s", self.what, why)
 
     async def _freed(self) -> bool:
-        """Release once. Return False if a renewal that was in flight changed the Lease between our read and write."""
+        """Release once. Return False if a renewal in flight changed the Lease between our read and write."""
         raw = await self._read()
         if raw is None or read(raw).holder != self._candidate.identity:
             return True
@@ -265,7 +261,6 @@ class Election:
         return True
 
     async def close(self) -> None:
-        """Close all connections."""
         await self.client.close()
 
     def _log_leader(self) -> None:

@@ -13,7 +13,7 @@ _ABOUT = ("job", "attempt", "pod")
 
 
 def set_up_log(level: str, log_format: str) -> None:
-    """Set up logging for the whole process. level: a level name of `logging`. log_format: text or json."""
+    """Set up logging for the whole process. log_format: text or json."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if log_format == "json" else Lines("%(asctime)s %(levelname)-7s %(message)s"))
     logging.basicConfig(level=level, handlers=[handler])
@@ -36,7 +36,6 @@ class JsonLines(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format a record as one line without control characters and credentials."""
         at = dt.datetime.fromtimestamp(record.created, dt.timezone.utc)
         line: dict[str, object] = {
             "ts": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),

@@ -1,7 +1,4 @@
-"""Runs the operator: reads settings, sets up the log, and runs kopf around the Operator. program.py calls it.
-
-In a cluster it uses the pod's service account, elsewhere KUBECONFIG.
-"""
+"""Runs the operator: reads settings, sets up the log, and runs kopf around the Operator. program.py calls it."""
 
 from __future__ import annotations
 
@@ -28,7 +25,6 @@ from ddpjob_operator.kube.log import set_up_log
 from ddpjob_operator.kube.operator import Operator
 from ddpjob_operator.kube.other_releases import OtherReleases
 from ddpjob_operator.kube.settings import OperatorSettings
-from ddpjob_operator.kube.work.measuring import Requests
 from ddpjob_operator.metrics.meter import Meter
 
 OPEN_FILES = 16_384  # 4,000 connections of trainers, 256 on each other port (bounded_server.py), and the watches
@@ -49,7 +45,6 @@ def main(log_format: str | None = None) -> None:
 
 
 async def _serve(settings: OperatorSettings) -> int:
-    """Run the operator. Return the exit code."""
     loop = asyncio.get_running_loop()
     operator = _operator(settings, lambda seconds: loop.call_later(seconds, _end_now))
     why = "kopf has ended"
@@ -65,7 +60,7 @@ async def _serve(settings: OperatorSettings) -> int:
         why = "the main task was cancelled"
     except Exception as error:
         why = f"kopf has failed ({error})"
-    operator.end(why)  # does nothing if the operator was already told to end
+    operator.end(why)
     return operator.exit_code
 
 
@@ -76,25 +71,16 @@ def _end_now() -> None:
 
 
 def _operator(settings: OperatorSettings, end_within: Callable[[float], object]) -> Operator:
-    meter = Meter(threading.Lock())
+    meter, reach = Meter(threading.Lock()), Reach()
     prometheus_client.ProcessCollector(registry=meter.registry)
-    answered, reach = Requests(meter), Reach()
     if not settings.lease_namespace:
-        return Operator(settings, Client(answered=answered, reach=reach), meter=meter, end_within=end_within)
-    leader = _leader(settings, _client_for_lease(settings, answered, reach))
-    client = Client(may_write=leader.holds, answered=answered, reach=reach)
-    others = None if settings.namespaces else OtherReleases(client)
-    return Operator(settings, client, leader, others, meter=meter, end_within=end_within)
-
-
-def _leader(settings: OperatorSettings, client: Client) -> Election:
-    # Pod names are unique. A restarted container has the same name, so it does not wait for its own Lease to expire.
-    identity = settings.pod_name or f"{socket.gethostname()}_{uuid.uuid4().hex[:8]}"
-    place = settings.lease_namespace, settings.lease_name
-    return Election(client, *place, identity, settings.lease)
-
-
-def _client_for_lease(settings: OperatorSettings, answered: Requests, reach: Reach) -> Client:
+        return Operator(settings, Client(answered=meter.answered, reach=reach), meter=meter, end_within=end_within)
     seconds = settings.lease.try_seconds
     limits = RequestLimits(connect_seconds=seconds, request_seconds=seconds, tries=2)
-    return Client(limits=limits, answered=answered, reach=reach)
+    for_lease = Client(limits=limits, answered=meter.answered, reach=reach)
+    # Pod names are unique. A restarted container has the same name, so it does not wait for its own Lease to expire.
+    identity = settings.pod_name or f"{socket.gethostname()}_{uuid.uuid4().hex[:8]}"
+    leader = Election(for_lease, settings.lease_namespace, settings.lease_name, identity, settings.lease)
+    client = Client(may_write=leader.holds, answered=meter.answered, reach=reach)
+    others = None if settings.namespaces else OtherReleases(client)
+    return Operator(settings, client, leader, others, meter=meter, end_within=end_within)

@@ -1,6 +1,7 @@
-"""Wire the operator: copies of the cluster's objects, and a queue of jobs to reconcile. A change only enqueues its job.
+"""Wires the operator: copies of the cluster's objects, and a queue of jobs to reconcile. A change only enqueues its
+job.
 
-Our own reflectors watch all objects. kopf only sees DDPJobs that appear or disappear (handlers.py). Every operator
+Our own reflectors watch all objects; kopf only sees DDPJobs that appear or disappear (handlers.py). Every operator
 keeps its copies up to date; only the one that holds the Lease runs the queue.
 """
 
@@ -12,7 +13,6 @@ from functools import partial
 from importlib import metadata
 from typing import Any
 
-from ddpjob_operator.gangs.adapter import Adapter
 from ddpjob_operator.job import api, storage, topology, validation
 from ddpjob_operator.kube.api import access, reading, served_crd
 from ddpjob_operator.kube.api.client import Client, collection
@@ -33,11 +33,10 @@ from ddpjob_operator.kube.watch.gangs import GangWatch, waits_for
 from ddpjob_operator.kube.watch.nodes import NodeCache
 from ddpjob_operator.kube.watch.reflector import Reflector
 from ddpjob_operator.kube.watch.store import Jobs, Key, Store
-from ddpjob_operator.kube.work import decisions, measuring
+from ddpjob_operator.kube.work import decisions
 from ddpjob_operator.kube.work.events import Events
 from ddpjob_operator.kube.work.executor import Executor
 from ddpjob_operator.kube.work.job_state import JobStates
-from ddpjob_operator.kube.work.journal import Journal
 from ddpjob_operator.kube.work.lookup import Caches, Lookup
 from ddpjob_operator.kube.work.queue import Priority, Queue
 from ddpjob_operator.kube.work.reconcile import Reconciler
@@ -73,113 +72,111 @@ class Operator:
     ) -> None:
         """`client` writes only while `leader` holds its Lease; without a leader, this operator is the only one.
 
-        others: finds the namespaces that another release manages. meter: counts the requests of `client`; None: a new
-        one. end_within: kill the process if it has not ended by itself after this many seconds.
+        others: finds the namespaces that another release manages. meter: counts the requests of `client`. end_within:
+        kill the process if it has not ended by itself after this many seconds.
         """
-        self.settings = settings
-        self._ending = False
-        self._broken_by = ""
-        self._end_within = end_within
-        self.stop_flag = asyncio.Event()
+        self.settings, self._client, self._leader, self._others = settings, client, leader, others
+        self._runtime, self.meter = runtime, meter or Meter()
         self.leads = leader is None
-        self._client = client
-        self._leader = leader
-        self._others = others
-        self._runtime = runtime
-        self.meter = meter or Meter()
-        self._exposition = exposition.Exposition(self.meter, self.snapshot)
+        self._ending, self._broken_by, self._end_within = False, "", end_within
+        self.stop_flag = asyncio.Event()
         self.caches = Caches(
             Jobs(self._enqueue, reading.job, self._count_job, settings.room),
             Store(observe.pod, _job_of, self._pod_changed, facts.merge),
             Store(observe.service, _job_of, self._service_changed),
             NodeCache(self._nodes_changed, runtime.now),
-            {name: self._gang(settings.rules.adapters[name]) for name in settings.gangs},
+            {
+                name: GangWatch(
+                    settings.rules.adapters[name],
+                    client,
+                    settings.watched,
+                    _job_of,
+                    self._enqueue,
+                    self._enqueue_all,
+                    runtime,
+                    self.meter,
+                    asks_places=settings.queue_places,
+                )
+                for name in settings.gangs
+            },
         )
         self._set_up_work()
-        told: dict[str, Any] = {"runtime": runtime, "sleep": client.reach.wait, "meter": self.meter}
-        told["away"] = lambda: client.reach.lost
+        reflector = partial(Reflector, client, runtime=runtime, meter=self.meter)
         self.reflectors = [
-            Reflector(client, plural, namespace, naming.LABEL_JOB, sink, **told)
+            reflector(plural, namespace, naming.LABEL_JOB, sink)
             for namespace in settings.watched
             for plural, sink in (("pods", self.caches.pods), ("services", self.caches.services))
         ]
-        # Only a ClusterRole can grant access to nodes. Without it, lost nodes show in the pods only.
-        of_nodes = Reflector(client, "nodes", "", "", self.caches.nodes, **told)
-        self._all_reflectors = [*self.reflectors, *([] if settings.namespaces else [of_nodes])]
+        self._all_reflectors = [*self.reflectors]
+        if not settings.namespaces:
+            # Only a ClusterRole can grant access to nodes. Without it, lost nodes show in the pods only.
+            self._all_reflectors.append(reflector("nodes", "", "", self.caches.nodes))
         self.feeds = {collection(api.PLURAL, namespace): Feed(self.caches.jobs) for namespace in settings.watched}
         self._of_jobs = [
-            Reflector(client, api.PLURAL, namespace, "", feed, **told)
+            reflector(api.PLURAL, namespace, "", feed)
             for namespace, feed in zip(settings.watched, self.feeds.values(), strict=True)
         ]
         self._tasks: list[asyncio.Task[None]] = []
         self._first_lists: asyncio.Task[None] | None = None
-        self._health = Health(self.unhealthy, self.standing_by)
         verifier = Verifier(client.get, partial(runtime.log.warning, "progress is off: %s"), clock=runtime.clock)
         leads = leader.holds if leader else lambda: True
-        self._receiver = Receiver(verifier.pod, self.locate, self.report, runtime=runtime, leads=leads)
-
-    def _gang(self, adapter: Adapter) -> GangWatch:
-        where = self.settings.watched
-        told = (self._enqueue, self._enqueue_all)
-        places = self.settings.queue_places
-        about = (self._runtime, self.meter)
-        return GangWatch(adapter, self._client, where, _job_of, *told, *about, asks_places=places)
+        self._ports: list[tuple[int, BoundedServer]] = [
+            (settings.health_port, Health(self.unhealthy, self.standing_by)),
+            (settings.metrics_port, exposition.Exposition(self.meter, self.snapshot)),
+            (settings.status_port, Receiver(verifier.pod, self.locate, self.report, runtime=runtime, leads=leads)),
+        ]
 
     def _set_up_work(self) -> None:
-        """Create the queue, and the parts that work on its jobs."""
-        settings, runtime = self.settings, self._runtime
-        self.states = states = JobStates(self.caches.jobs)
-        lookup = Lookup(self._client, self.caches, runtime)
-        watchers = [measuring.OfQueue(self.meter, n, controller=n == measuring.CONTROLLER) for n in names.QUEUES]
-        creates = InFlight()
-        events = Events(
+        settings, runtime, caches, job = self.settings, self._runtime, self.caches, self.caches.jobs.get
+        self.states = JobStates(caches.jobs)
+        self.queue: Queue[Key] = Queue(
+            runtime,
+            meter=self.meter,
+            about=lambda key: decisions.about(key, job(key)),
+            kind=lambda key: triggers.kind(job(key)),
+        )
+        lookup, creates = Lookup(self._client, caches, runtime), InFlight()
+        self._events = Events(
             self._client,
             runtime,
             instance=settings.host_name,
-            watcher=watchers[1],
+            meter=self.meter,
             level=settings.events,
             busy=creates.is_full,
         )
-        reporting = build.Reporting(settings.status_url) if settings.status_url else None
         executor = Executor(
             self._client,
-            self.caches,
+            caches,
             lookup,
-            events,
+            self._events,
             runtime,
-            reporting,
-            lambda key: self.queue.progressed(key),
+            build.Reporting(settings.status_url) if settings.status_url else None,
+            self.queue.progressed,
             keep_from_autoscalers=settings.keep_from_autoscalers,
             mount_api_token=settings.mount_api_token,
-            recorded=Journal(runtime, self.meter).recorded,
+            meter=self.meter,
             creates=creates,
         )
-        self.reports = Reports(self.caches.jobs, states, runtime, settings.rules.progress_write_seconds)
-        self._events = events
+        self.reports = Reports(caches.jobs, self.states, runtime, settings.rules.progress_write_seconds)
         self.reconciler = Reconciler(
-            self.caches,
-            states,
+            caches,
+            self.states,
             self.reports,
             lookup,
             executor,
             runtime,
             settings.rules,
             self._ready_in,
-            lambda key: self.queue.observed(key),
+            self.queue.observed,
         )
-        job = self.caches.jobs.get
-        told: dict[str, Any] = {"watcher": watchers[0], "kind": lambda key: triggers.kind(job(key))}
-        told["about"] = lambda key: decisions.about(key, job(key))
-        self.queue: Queue[Key] = Queue(self.reconciler.reconcile, runtime, **told)
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the process after `end`."""
         return 1 if self._broken_by else 0
 
     async def start(self) -> None:
-        """Start everything. Return when the DDPJobs can be watched: it waits for the CRD and for the rights."""
-        for port, server in self._ports():
+        """Start everything. Return when the DDPJobs can be watched, which needs the CRD and rights."""
+        for port, server in self._ports:
             if port:
                 await server.start(None, port)
         for reflector in self._all_reflectors:
@@ -199,14 +196,6 @@ class Operator:
             self.run("lease", self._leader.run())
             self.run("leadership", self._lead_until_lost(self._leader))
 
-    def _ports(self) -> list[tuple[int, BoundedServer]]:
-        settings = self.settings
-        return [
-            (settings.health_port, self._health),
-            (settings.metrics_port, self._exposition),
-            (settings.status_port, self._receiver),
-        ]
-
     def watch_jobs(self) -> None:
         """Start the watches of DDPJobs, which also feed kopf."""
         self._all_reflectors += self._of_jobs
@@ -214,7 +203,7 @@ class Operator:
             self.run(reflector.what, reflector.run())
 
     def end(self, why: str = "", error: BaseException | None = None) -> None:
-        """End the process, normally or because of the failure `why`. A second call does nothing."""
+        """End the process, because of the failure `why` if there is one. A second call does nothing."""
         if self._ending:
             return
         self._ending, self._broken_by = True, why
@@ -234,7 +223,7 @@ class Operator:
             if self._leader.holds():
                 await self._leader.release()
             await self._leader.close()
-        for _, server in reversed(self._ports()):
+        for _, server in reversed(self._ports):
             await server.stop()
         await self._client.close()
 
@@ -263,13 +252,12 @@ class Operator:
         return Sender(*entry.key, members.node_rank(place), entry.value.attempt, entry.value.replacement)
 
     def report(self, sender: Sender, report: Report) -> None:
-        """Take a report of a trainer."""
         key = (sender.namespace, sender.job)
         if (in_seconds := self.reports.take(key, report)) is not None:
             self._enqueue(key, in_seconds, Priority.NEWS)
 
     def unhealthy(self) -> str:
-        """Reason why a restart would help, or "". An unreachable API server is not one."""
+        """Return why a restart would help, or "". An unreachable API server is not a reason."""
         if self._broken_by:
             return self._broken_by
         if (stuck := self.queue.stuck_seconds()) > STUCK_SECONDS:
@@ -282,43 +270,41 @@ class Operator:
         return ""
 
     def watches(self) -> list[Reflector]:
-        """Return all running watches."""
         return [*self._all_reflectors, *(r for gang in self.caches.gangs.values() for r in gang.reflectors)]
 
     def standing_by(self) -> str:
-        """Name the namespaces that other releases manage; "" if none. Not a reason to restart."""
+        """Name the namespaces that other releases manage. Not a reason to restart."""
         return "; ".join(self._others.sentences()) if self._others is not None else ""
 
     def snapshot(self) -> exposition.Scrape:
-        """What /metrics shows: the jobs that this release manages, and only while this operator leads."""
-        there = [(self._left_to(key[0]), raw) for key in self.caches.jobs if (raw := self.caches.jobs.get(key))]
-        jobs = [raw for other, raw in there if not other]
+        """Return what /metrics shows: the jobs that this release manages, and only while this operator leads."""
         caches = self.caches
-        copies: dict[str, Sized] = {api.PLURAL: caches.jobs, "pods": caches.pods}
-        copies |= {"services": caches.services, "nodes": caches.nodes}
-        copies |= {gang.adapter.plural: gang.store for gang in caches.gangs.values()}
-        queues = zip((self.queue, self._events.queue), names.QUEUES, strict=True)
+        there = [(self._left_to(key[0]), raw) for key in caches.jobs if (raw := caches.jobs.get(key))]
+        copies: dict[str, Sized] = {api.PLURAL: caches.jobs, "pods": caches.pods, "services": caches.services}
+        copies |= {"nodes": caches.nodes, **{gang.adapter.plural: gang.store for gang in caches.gangs.values()}}
         moment = Moment(
             now=self._runtime.now(),
             jobs=None,
             version=metadata.version("ddpjob"),
             leads=self.leads,
             lease=self.settings.lease_name,
-            queues=[queue.measured(name) for queue, name in queues],
+            queues=[self.queue.measured(), self._events.queue.measured()],
             cached=[(name, len(copies[name]) if name in copies else 0) for name in names.CACHES],
             of_jobs=self.settings.metrics_of_jobs,
             away=[raw["metadata"]["uid"] for other, raw in there if other],
         )
-        return exposition.Scrape(moment, jobs if self.leads else None)
+        return exposition.Scrape(moment, [raw for other, raw in there if not other] if self.leads else None)
 
     def lead(self) -> None:
         """Start to reconcile all jobs."""
         self.leads = True
         self.meter.leads(self._runtime.now())
-        parts = {"events": self._events.run(), "queue": self.queue.run(), "silence": self.reports.run()}
-        parts |= {f"places {n}": g.places.run() for n, g in self.caches.gangs.items() if g.places is not None}
-        for name, work in parts.items():
-            self.run(name, work)
+        self.run("events", self._events.run())
+        self.run("queue", self.queue.run(self.reconciler.reconcile))
+        self.run("silence", self.reports.run())
+        for name, gang in self.caches.gangs.items():
+            if gang.places is not None:
+                self.run(f"places {name}", gang.places.run())
         self._enqueue_all()
 
     def run(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -329,7 +315,9 @@ class Operator:
         return task
 
     def needs(self, task: asyncio.Task[Any]) -> None:
-        """End the operator when this task ends: it would neglect jobs silently, and Kubernetes restarts the process."""
+        """End the operator with this task: without it, jobs would be neglected silently. Kubernetes restarts the
+        process.
+        """
         task.add_done_callback(self._task_ended)
 
     def _task_ended(self, task: asyncio.Task[Any]) -> None:
@@ -390,7 +378,7 @@ class Operator:
         return 0.0 if all(lists) and not self._waits_for_gang(key) else UNSYNCED_SECONDS
 
     def _waits_for_gang(self, key: Key) -> bool:
-        """True if the job needs a gang API whose first list is missing. Jobs that do not use that API go ahead."""
+        """True if the job needs a gang API whose first list is missing. Jobs that do not use it go ahead."""
         gangs, raw = self.caches.gangs, self.caches.jobs.get(key)
         if raw is None or storage.is_cut(raw) or all(gang.is_ready(key[0]) for gang in gangs.values()):
             return False
@@ -420,9 +408,8 @@ class Operator:
 
     def _service_changed(self, key: Key, old: observe.Service | None, new: observe.Service | None) -> None:
         job = self.caches.jobs.get(key)
-        is_made = old is None and new is not None and job is not None and new.owner_uid == job["metadata"]["uid"]
-        if not is_made:  # the job made this Service itself, and no rule waits for it
-            self._enqueue(key)
+        if old is not None or new is None or job is None or new.owner_uid != job["metadata"]["uid"]:
+            self._enqueue(key)  # no rule waits for the Service that the job has just made
 
     def _nodes_changed(self, names: Set[str]) -> None:
         for key in self.caches.pods.jobs():

@@ -4,9 +4,9 @@ The chart marks what a release watches: with the ConfigMap MARK in each listed n
 namespaces. Helm refuses to install an object that another release owns. So no two releases watch the same namespace,
 and no two watch all of them.
 
-Helm does not refuse a release for all namespaces next to one for a single namespace. The first therefore reads these
-marks and leaves the marked namespaces alone. Until it sees a new mark, up to READ_SECONDS, both act. This is harmless,
-because the API server refuses the second of two conflicting writes (docs/dev/decisions.md).
+Helm does not refuse a release for all namespaces next to one for a single namespace. The first therefore reads the
+marks and leaves the marked namespaces alone. Until it sees a new mark, both act, which is harmless: the API server
+refuses the second of two conflicting writes (docs/dev/decisions.md).
 
 Anyone who can create ConfigMaps in a namespace can write its mark, so a mark concerns the jobs of its own namespace
 alone: it may be a megabyte, hold anything as its release, and change every second.
@@ -37,7 +37,7 @@ class OtherReleases:
         self._logged: set[str] = set()
 
     def of(self, namespace: str) -> str:
-        """Return the release that has marked this namespace, empty if none has."""
+        """Return the release that has marked this namespace, "" if none has."""
         return self._releases.get(namespace, "")
 
     def sentences(self) -> list[str]:
@@ -49,7 +49,7 @@ class OtherReleases:
         ]
 
     async def run(self, changed: Callable[[Set[str]], None]) -> None:
-        """Read the marks until cancelled. changed: called with the namespaces that have a mark now, or had one."""
+        """Read the marks until cancelled. changed: called with the namespaces whose mark is new or gone."""
         while True:
             before = self._releases.keys()
             try:

@@ -1,5 +1,3 @@
-"""Metrics of jobs and of the operator: names, values, and the registry that serves them.
-
-Pure: statuses and times come in, numbers go out. The shells bring the clock, the port (kube/ports/exposition.py) and
-the file (local/kept/metrics_file.py).
+"""Metrics of jobs and of the operator: names, values, and the registry that serves them. Pure: the shells bring the
+clock, the port (kube/ports/exposition.py) and the file (local/kept/metrics_file.py).
 """

@@ -1,7 +1,6 @@
-"""The metrics: counters in a prometheus-client registry, and series of jobs built from statuses at each scrape.
-
-So no series of a deleted job remains. There is no clock and no I/O; durations are passed in. Methods may be called
-while another thread writes an answer: prometheus-client locks each value.
+"""The metrics: counters in a prometheus-client registry, and series of jobs built from statuses at each scrape, so that
+none of a deleted job remains. There is no clock and no I/O; durations are passed in. Methods may be called while
+another thread writes an answer: prometheus-client locks each value.
 """
 
 from __future__ import annotations
@@ -9,14 +8,16 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import prometheus_client
 from prometheus_client import core, exposition
 from prometheus_client.metrics import MetricWrapperBase
 
-from ddpjob_operator.job import api
-from ddpjob_operator.metrics import job_lines, names, of_status
+from ddpjob_operator.job import api, requests
+from ddpjob_operator.metrics import job_lines, names
 from ddpjob_operator.metrics.of_change import Restart, of_change
 from ddpjob_operator.observed.reports import AgentReport
 
@@ -27,8 +28,7 @@ prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 _OPENMETRICS = "application/openmetrics-text;version=1.0.0"
 
 
-# Jobs that began or ended after the last scrape: of those that come while one is written, more than there will be. An
-# operator without a scraper would keep the uid of each job that ever was.
+# Jobs that began or ended after the last scrape. An operator without a scraper would keep the uid of each job.
 CHANGED_MAX = 10_000
 
 
@@ -82,15 +82,15 @@ class Meter:
         self._metrics: dict[str, MetricWrapperBase] = {}
         self._children: dict[tuple[str, tuple[str, ...]], MetricWrapperBase] = {}
         self._spent: dict[str, dict[str, int]] = {}
-        """Seconds counted so far, by uid of the job."""
+        """Seconds counted so far, by uid."""
         self._shown: dict[str, dict[str, int]] = {}
         """The same, at the last scrape."""
         self._newly: dict[str, None] = {}
         self._ended: dict[str, None] = {}
-        """uids of jobs that were first or last counted after the snapshot of the last scrape."""
+        """Jobs (uid) first or last counted after the snapshot of the last scrape."""
         self._lock = lock or nullcontext()
         self._elsewhere: set[str] = set()
-        """uids of jobs that are counted only from now on, because others may have counted their earlier time."""
+        """Jobs (uid) that are counted only from now on: others may have counted their earlier time."""
         self._since: dt.datetime | None = None
         """From then on everything that jobs spend is counted here; None if this operator does not lead."""
         for metric in (*names.OF_OPERATOR, *names.OF_ALL_JOBS):
@@ -110,6 +110,13 @@ class Meter:
         assert isinstance(child, prometheus_client.Histogram)
         child.observe(seconds)
 
+    def answered(self, method: str, path: str, code: int, seconds: float, *, watch: bool = False) -> None:
+        """Count an answer of the API server. code: 0 if there was none. seconds: until it was read."""
+        verb, resource = verb_and_resource(method, path, watch=watch)
+        known = method if method in names.METHODS else "OTHER"
+        self.count(names.REQUESTS, known, verb, resource, str(code) if code else names.NO_CODE)
+        self.observe(names.REQUEST_SECONDS, seconds, verb, resource)
+
     def changed(
         self,
         old: api.Status,
@@ -118,9 +125,7 @@ class Meter:
         restart: Restart | None = None,
         agent: AgentReport | None = None,
     ) -> Restart | None:
-        """Count a status that was written. Return what to pass as `restart` next time. agent: last report of node 0's
-        agent.
-        """
+        """Count a status that was written. Return the next `restart`. agent: of node 0's last report."""
         seen, restart = of_change(old, new, now, restart, agent)
         for each in seen:
             if each.metric.kind == "counter":
@@ -152,7 +157,7 @@ class Meter:
 
     @property
     def remembered(self) -> int:
-        """Number of jobs about which something is kept."""
+        """Number of jobs of which something is kept."""
         return len(self._spent.keys() | self._newly.keys() | self._ended.keys())
 
     # ---------------------------------------------------------------- what is served
@@ -164,15 +169,13 @@ class Meter:
         """
         # Not the client's Accept header: prometheus-client would copy a part of it into the content type.
         encode, content_type = exposition.choose_encoder(_OPENMETRICS if openmetrics else "")
-        head, end = encode(_Families(self._at(moment))), b"# EOF\n" if openmetrics else b""
-        return head.removesuffix(end) + self._of_each(moment, openmetrics) + end, content_type
-
-    def _of_each(self, moment: Moment, openmetrics: bool) -> bytes:
-        if moment.jobs is None or not moment.of_jobs:
-            return b""
+        families: Any = SimpleNamespace(collect=partial(self._at, moment))  # all that the encoders use of a registry
+        head, end, of_each = encode(families), b"# EOF\n" if openmetrics else b"", b""
         spent = self._shown
-        shown = ((j.namespace, j.name, j.status, spent[j.uid]) for j in moment.jobs if j.status and j.uid in spent)
-        return job_lines.text(shown, moment.now, openmetrics=openmetrics)
+        if moment.jobs is not None and moment.of_jobs:
+            shown = ((j.namespace, j.name, j.status, spent[j.uid]) for j in moment.jobs if j.status and j.uid in spent)
+            of_each = job_lines.text(shown, moment.now, openmetrics=openmetrics)
+        return head.removesuffix(end) + of_each + end, content_type
 
     def _at(self, moment: Moment) -> list[core.Metric]:
         self._add_spent(moment)
@@ -182,7 +185,7 @@ class Meter:
         return [*families, *_of_operator(moment), *_of_jobs(moment)]
 
     def _add_spent(self, moment: Moment) -> None:
-        """Count what jobs have spent since they were last counted. Others may have counted a job before."""
+        """Count what jobs have spent since they were last counted."""
         self._shown = {}
         if moment.jobs is None:
             self._forget()
@@ -198,10 +201,10 @@ class Meter:
         self._newly, self._ended = {}, {}
 
     def _add(self, job: MeteredJob, now: dt.datetime) -> dict[str, int] | None:
-        """Count what a job has spent since last time. Return its total, or None if the status is unreadable."""
+        """Count what a job has spent since last time. Return its total; None if the status is unreadable."""
         if job.status is None:
             return None  # keep what was counted: otherwise it would be counted again once the status is readable
-        spent = of_status.spent(job.status, now)
+        spent = job_lines.spent(job.status, now)
         with self._lock:
             before = self._spent.get(job.uid)
             if before is None:
@@ -219,7 +222,7 @@ class Meter:
         if job.status is None or self._since is None or job.uid in self._elsewhere:
             return spent
         is_new = job.created_at is not None and job.created_at >= self._since
-        return {} if is_new else of_status.spent(job.status, self._since)
+        return {} if is_new else job_lines.spent(job.status, self._since)
 
     def _forget(self) -> None:
         self._spent, self._elsewhere, self._since = {}, set(), None
@@ -251,6 +254,14 @@ class Meter:
         return found
 
 
+def verb_and_resource(method: str, path: str, *, watch: bool = False) -> tuple[str, str]:
+    """Return a request's verb and resource in RBAC's terms; names.OTHER for unknown ones."""
+    asked = requests.read(method, path, watch=watch and method == "GET")
+    resource = f"{asked.plural}/{asked.subresource}" if asked.subresource else asked.plural
+    verb = asked.verb if method in names.METHODS else names.OTHER
+    return verb, resource if resource in names.RESOURCES else names.OTHER
+
+
 # A series that starts with its first event shows no increase, so an alert on the first event would never fire.
 _FROM_THE_START: dict[str, list[tuple[str, ...]]] = {
     names.RECONCILES.name: [("ddpjob", result) for result in names.RESULTS],
@@ -279,16 +290,6 @@ def _remember(uids: dict[str, None], uid: str) -> None:
     uids[uid] = None
     if len(uids) > CHANGED_MAX:
         del uids[next(iter(uids))]
-
-
-class _Families:
-    """The interface that prometheus-client's encoders need: they only call `collect`."""
-
-    def __init__(self, families: list[core.Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> list[core.Metric]:
-        return self._families
 
 
 def _family(metric: names.Metric, samples: Iterable[tuple[tuple[str, ...], float]]) -> core.Metric:
@@ -323,5 +324,5 @@ def _of_jobs(moment: Moment) -> Iterator[core.Metric]:
     states: dict[str, dict[str, int]] = {}
     for job in moment.jobs:
         of_space = states.setdefault(job.namespace, dict.fromkeys((*names.STATES, names.NO_STATE), 0))
-        of_space[names.NO_STATE if job.status is None else of_status.state(job.status)] += 1
+        of_space[names.NO_STATE if job.status is None else job_lines.state(job.status)] += 1
     yield _family(names.JOBS, [((space, state), n) for space, of in states.items() for state, n in of.items()])

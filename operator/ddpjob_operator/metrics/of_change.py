@@ -20,7 +20,7 @@ FAILED_AGO_SECONDS_MAX = 3600.0
 
 
 class SeenStatus(NamedTuple):
-    """An increment of a counter, or an observation of a histogram. labels: in the order of the metric's labels."""
+    """An increment of a counter, or an observation of a histogram."""
 
     metric: names.Metric
     value: float = 1.0

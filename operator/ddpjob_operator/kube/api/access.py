@@ -1,6 +1,5 @@
-"""The rights that the operator needs, checked at the start: a missing right becomes one clear line of the log.
-
-The RBAC table in docs/ and the chart's rights come from this table.
+"""The rights that the operator needs, checked at the start: a missing right becomes one clear line of the log. The RBAC
+table in docs/ and the rights in the chart come from this table.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class Right:
     verbs: tuple[str, ...]
     why: str
     cluster_wide: bool = False
-    """True if only a ClusterRole can grant it. It is then not checked in namespaced mode."""
+    """True if only a ClusterRole can grant it. It is not checked in namespaced mode."""
 
     def __str__(self) -> str:
         return f"{self.resource}.{self.group}" if self.group else self.resource
@@ -76,9 +75,8 @@ PLACES_RIGHT = Right(
 
 
 async def wait_for_jobs(client: Client, namespaces: Sequence[str], log: logging.Logger) -> None:
-    """Return when the CRD exists and the DDPJobs of at least one namespace can be listed. Log what is missing.
-
-    One is enough: a namespace without rights must not hold up the others.
+    """Return when the CRD exists and the DDPJobs of at least one namespace can be listed. Log what is missing. A
+    namespace without rights must not hold up the others.
     """
     logged: set[str] = set()
     tries = 0
@@ -112,8 +110,7 @@ async def missing_rights(client: Client, namespace: str, gangs: Sequence[str] = 
     """Return a line for each verb that is needed in a namespace ("": in all) and not granted. Raise ApiError.
 
     One SelfSubjectRulesReview lists what RBAC grants in a namespace, which is usually all. The rest is checked verb by
-    verb: another authorizer, such as a webhook, may grant rights that it cannot list (status.incomplete). There is no
-    such review for the whole cluster.
+    verb: another authorizer, such as a webhook, may grant rights that it cannot list (status.incomplete).
     """
     rights = (*RIGHTS, *(right for gang in gangs for right in GANG_RIGHTS[gang]))
     needed = [(right, verb) for right in rights if not (right.cluster_wide and namespace) for verb in right.verbs]

@@ -1,4 +1,4 @@
-"""Reasons why a request was not carried out, in the API server's own sentences."""
+"""Errors of requests, in the API server's own sentences."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class ApiError(Exception):
 
     @property
     def refuses_patch(self) -> bool:
-        """True if the pod cannot be patched: an older chart's role lacks the right, or the pod has changed or was
-        deleted.
+        """True if the pod cannot be patched: the role of an older chart lacks the right, or the pod has changed or is
+        gone.
         """
         return self.status in (403, 404, 405, 409, 422)
 
     @property
     def needs_list(self) -> bool:
         """True if a watch needs a list first: its version was refused, events were lost, or the answer is not an event.
-        A broken connection, an expired login and a busy server need none.
+        After a broken connection, an expired login or a busy server it goes on.
         """
         return self.reason == BAD_ANSWER or (self.status >= 400 and self.status not in (401, 429))
 
@@ -70,7 +70,7 @@ def of_status(status: Raw, retry_after: str | None = None) -> ApiError:
 
 
 def no_answer(method: str, path: str, error: Exception) -> ApiError:
-    """Convert an exception of a request that got no answer."""
+    """Convert the exception of a request that got no answer."""
     what = "the API server did not answer in time" if isinstance(error, asyncio.TimeoutError) else str(error)
     return ApiError(NO_ANSWER, "NoAnswer", f"{method} {path}: {what or type(error).__name__}")
 

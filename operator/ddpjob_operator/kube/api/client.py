@@ -41,36 +41,27 @@ _JSON = {
 _METADATA_ALONE: Headers = {"Accept": "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1, application/json"}
 READ_AT_ONCE = 65_536
 """Longer JSON is parsed in a thread, off the event loop."""
+_REVIEWS = "authorization.k8s.io"
 _METADATA_IS_ENOUGH = frozenset({"pods", "services", "events"})
 
 
 def collection(plural: str, namespace: str = "") -> str:
-    """Path of DDPJobs, or of core objects such as pods, in a namespace; "": in all namespaces."""
-    group = f"/apis/{api.GROUP}/{api.VERSION}" if plural == api.PLURAL else "/api/v1"
-    return f"{group}/namespaces/{namespace}/{plural}" if namespace else f"{group}/{plural}"
+    """Return the path of DDPJobs, or of core objects such as pods; namespace "": in all."""
+    return _path(f"apis/{api.API_VERSION}" if plural == api.PLURAL else "api/v1", plural, namespace)
 
 
-def group_collection(api_version: str, plural: str, namespace: str = "") -> str:
-    """Path of the objects of an API group, named by its apiVersion."""
-    return f"/apis/{api_version}/namespaces/{namespace}/{plural}" if namespace else f"/apis/{api_version}/{plural}"
+def group_collection(api_version: str, plural: str, namespace: str) -> str:
+    """Return the path of the objects of an API group."""
+    return _path(f"apis/{api_version}", plural, namespace)
+
+
+def _path(group: str, plural: str, namespace: str) -> str:
+    return f"/{group}/namespaces/{namespace}/{plural}" if namespace else f"/{group}/{plural}"
 
 
 def _is_of_resources(path: str, asked: requests.ApiRequest) -> bool:
     """False for what the API server says of itself: its keys for tokens, its versions, its schema."""
     return path.startswith(("/api/", "/apis/")) and bool(asked.plural)
-
-
-def _checked(method: str, path: str, answer: Raw) -> Raw:
-    """Return the answer if it is what was requested. Otherwise a proxy's JSON would look like an object without a
-    state. Raise BadJsonError.
-    """
-    asked = requests.read(method, path)
-    is_review = asked.group == "authorization.k8s.io"
-    if not _is_of_resources(path, asked) or asked.verb in ("list", "delete") or is_review:
-        return answer
-    if not isinstance(answer.get("metadata"), dict):
-        raise reading.BadJsonError("the answer has no metadata")
-    return answer
 
 
 class _Request(NamedTuple):
@@ -92,8 +83,6 @@ class Page(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RequestLimits:
-    """Time and size limits of requests."""
-
     connect_seconds: float = 5.0
     request_seconds: float = 30.0
     tries: int = 3
@@ -107,7 +96,7 @@ class RequestLimits:
     page: int = 200
     """Objects per page of a list."""
     page_bytes: int = 4 << 20
-    """A longer page is requested in parts. A pod is usually 10 kB, but its creator may have put a megabyte into it."""
+    """A longer page is requested in parts. A pod has about 10 kB, but its creator may put a megabyte into it."""
 
 
 class Client:
@@ -122,7 +111,7 @@ class Client:
         reach: Reach | None = None,
     ) -> None:
         """may_write: called right before each try of a write; False: the write is not sent. answered: called for each
-        answer (measuring.Requests). reach: shared by several clients.
+        answer (Meter.answered). reach: shared by several clients.
         """
         self.reach = reach or Reach()
         self.limits = limits
@@ -142,11 +131,9 @@ class Client:
     async def __aexit__(
         self, kind: type[BaseException] | None, e: BaseException | None, t: TracebackType | None
     ) -> None:
-        """Close all connections."""
         await self.close()
 
     async def close(self) -> None:
-        """Close all connections."""
         for session in self._sessions:
             await session.close()
         self._sessions.clear()
@@ -160,8 +147,8 @@ class Client:
     async def create(self, path: str, body: Raw, params: Mapping[str, str] | None = None) -> Raw:
         """Return the created object. Raise ApiError.
 
-        For pods, Services and events, only the metadata comes from the server. The rest is `body`, without the changes
-        of admission webhooks; those arrive with the watch.
+        Of pods, Services and events only the metadata comes from the server. The rest is `body`, without the changes of
+        admission webhooks; those arrive with the watch.
         """
         made = await self._request(_Request("POST", path, body, params), reading.made)
         return {**body, "metadata": made["metadata"]} if made.get("kind") == reading.METADATA_ALONE else made
@@ -177,7 +164,7 @@ class Client:
         return await self._request(_Request("PATCH", path, body))
 
     async def delete(self, path: str, options: Raw) -> Raw:
-        """Return the object that is being deleted, or a Status if it does not exist any more. Raise ApiError."""
+        """Return the object that is being deleted, or a Status if it is gone. Raise ApiError."""
         body = {"apiVersion": "v1", "kind": "DeleteOptions", **options}
         return await self._request(_Request("DELETE", path, body))
 
@@ -256,11 +243,17 @@ class Client:
         self._told(method, path, code, time.monotonic() - began, watch=watch)
 
     async def _request(self, request: _Request, read: Callable[[bytes], Raw] = reading.obj) -> Raw:
-        content = await self._request_bytes(request)
+        method, path = request.method, request.path
+        content, asked = await self._request_bytes(request), requests.read(method, path)
         try:
-            return _checked(request.method, request.path, await read_json(read, content))
+            answer = await read_json(read, content)
+            is_object = _is_of_resources(path, asked) and asked.verb not in ("list", "delete")
+            # Otherwise a proxy's JSON would look like an object without a state.
+            if is_object and asked.group != _REVIEWS and not isinstance(answer.get("metadata"), dict):
+                raise reading.BadJsonError("the answer has no metadata")
         except reading.BadJsonError as error:
-            raise bad_answer(request.method, request.path, error) from None
+            raise bad_answer(method, path, error) from None
+        return answer
 
     async def _request_bytes(self, request: _Request) -> bytes:
         for attempt in range(1, self.limits.tries + 1):
@@ -278,11 +271,14 @@ class Client:
     async def _once(self, session: aiohttp.ClientSession, info: kopf.ConnectionInfo, request: _Request) -> bytes:
         method, path = request.method, request.path
         # Access reviews are sent by POST but change nothing.
-        changes_something = method != "GET" and not path.startswith("/apis/authorization.k8s.io/")
+        changes_something = method != "GET" and not path.startswith(f"/apis/{_REVIEWS}/")
         if changes_something and not self._may_write():
             raise ApiError(NO_ANSWER, "NotLeading", f"{method} {path}: not sent, for another operator may lead by now")
         url = info.server.rstrip("/") + path
-        data = None if request.body is None else _dumps(method, path, request.body)
+        try:
+            data = None if request.body is None else orjson.dumps(request.body)
+        except TypeError as error:  # invalid Unicode, or a number of more than 64 bits
+            raise ApiError(400, "BadRequest", f"{method} {path}: cannot be written as JSON: {error}") from None
         began, code = time.monotonic(), NO_ANSWER
         try:
             headers = self._headers | _headers(method, path)
@@ -298,7 +294,7 @@ class Client:
             self._answered(method, path, code, began)
 
     def _wait_before_next_try(self, error: ApiError, attempt: int) -> float | None:
-        """Seconds until the next try; None if the error is final."""
+        """Return the seconds until the next try; None if the error is final."""
         if attempt >= self.limits.tries:
             return None
         if error.status == 401 and attempt == 1:
@@ -310,12 +306,12 @@ class Client:
         return wait * random.uniform(1.0, 1.25)  # noqa: S311 - spreads clients that were refused together
 
     def _renew_after(self, status: int, info: kopf.ConnectionInfo) -> None:
-        """Renew the credentials before the next request if the server refused the ones in use."""
+        """Renew the credentials before the next request if the server refused those in use."""
         if status == 401 and self._info is info:
             self._renew_at = 0.0
 
     async def _session(self) -> tuple[aiohttp.ClientSession, kopf.ConnectionInfo]:
-        """Return a session that is logged in, with credentials that are not older than renew_seconds."""
+        """Return a session that is logged in, with credentials not older than renew_seconds."""
         if self._info is None or time.monotonic() >= self._renew_at:
             async with self._lock:
                 if self._info is None or time.monotonic() >= self._renew_at:
@@ -332,20 +328,19 @@ class Client:
             _LOGGER.warning("credentials were not renewed, going on with the old ones: %s", error)
             info = self._info
         if self._info is None or _endpoint(info) != _endpoint(self._info):
-            # Not closed yet: requests may be in flight in the old session.
-            self._sessions.append(self._open(info))
+            timeout = aiohttp.ClientTimeout(total=self.limits.request_seconds, sock_connect=self.limits.connect_seconds)
+            # The old session is not closed yet: requests may be in flight in it.
+            self._sessions.append(
+                aiohttp.ClientSession(
+                    connector=aiohttp.TCPConnector(limit=0, ssl=info.as_ssl_context()),
+                    timeout=timeout,
+                    cookie_jar=aiohttp.DummyCookieJar(),  # a jar is searched per request
+                    proxy=info.proxy_url,
+                )
+            )
         self._headers = _JSON | info.as_http_headers()
         self._renew_at = time.monotonic() + self.limits.renew_seconds
         self._info = info
-
-    def _open(self, info: kopf.ConnectionInfo) -> aiohttp.ClientSession:
-        return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, ssl=info.as_ssl_context()),
-            timeout=aiohttp.ClientTimeout(total=self.limits.request_seconds, sock_connect=self.limits.connect_seconds),
-            cookie_jar=aiohttp.DummyCookieJar(),  # the API server sets no cookies, and a jar is searched per request
-            proxy=info.proxy_url,
-            auto_decompress=True,
-        )
 
 
 def _plural(path: str) -> str:
@@ -354,21 +349,19 @@ def _plural(path: str) -> str:
 
 
 def _headers(method: str, path: str) -> Headers:
-    """Headers that only this request needs."""
+    """Return the headers that only this request needs."""
     if method == "PATCH":
         return {"Content-Type": "application/merge-patch+json"}
     return _METADATA_ALONE if method == "POST" and _plural(path) in _METADATA_IS_ENOUGH else {}
 
 
 def _endpoint(info: kopf.ConnectionInfo) -> kopf.ConnectionInfo:
-    """The parts of the connection that need a new session. The others go into headers, per request."""
+    """Return the parts of the connection that need a new session. The others go into headers."""
     return dataclasses.replace(info, token=None, username=None, password=None, scheme=None, expiration=None)
 
 
 async def read_json(read: Callable[[bytes], T], content: bytes) -> T:
-    """Parse short JSON here, long JSON in a thread: removing too deep nesting from 1.5 MB takes 0.3 s. Raise
-    BadJsonError.
-    """
+    """Parse short JSON here, long JSON in a thread: 1.5 MB nested too deep takes 0.3 s. Raise BadJsonError."""
     return read(content) if len(content) <= READ_AT_ONCE else await asyncio.to_thread(read, content)
 
 
@@ -384,10 +377,3 @@ async def _read(response: aiohttp.ClientResponse, bytes_max: int | None) -> byte
             response.close()
             raise TooLargeError(NO_ANSWER, "TooLarge", f"GET {response.url.path}: more than {bytes_max} bytes")
     return b"".join(parts)
-
-
-def _dumps(method: str, path: str, body: Raw) -> bytes:
-    try:
-        return orjson.dumps(body)
-    except TypeError as error:  # invalid Unicode, or a number of more than 64 bits
-        raise ApiError(400, "BadRequest", f"{method} {path}: cannot be written as JSON: {error}") from None

@@ -13,14 +13,13 @@ from collections.abc import AsyncIterator, Callable
 
 
 class Turn:
-    """A place that is given back once: by `leave`, or automatically after `seconds`."""
+    """A place that is given back once: by `leave`, or after `seconds`."""
 
     def __init__(self, give_back: Callable[[], None], seconds: float) -> None:
         self._give_back: Callable[[], None] | None = give_back
         self._timer = asyncio.get_running_loop().call_later(seconds, self.leave)
 
     def leave(self) -> None:
-        """Give the place back, if it was not given back before."""
         self._timer.cancel()
         give_back, self._give_back = self._give_back, None
         if give_back is not None:
@@ -31,22 +30,21 @@ class InFlight:
     """Use `async with in_flight.place(namespace)` around each request. Waiting requests are served in order."""
 
     def __init__(self, total: int = 32, of_namespace: int = 16, quick_seconds: float = 1.0) -> None:
-        """total: 32 is within the share that an API server gives one service account by default, so none is refused.
-        quick_seconds: a slower request is waiting for a webhook and no longer counts in `total`. Otherwise a few
-        namespaces with slow webhooks would use all of it.
+        """total: 32 is within the share that an API server gives one service account by default. quick_seconds: a
+        slower request waits for a webhook and no longer counts in `total`.
         """
         self._total = asyncio.Semaphore(total)
         self._of_namespace = of_namespace
         self._quick_seconds = quick_seconds
         self._semaphores: weakref.WeakValueDictionary[str, asyncio.Semaphore] = weakref.WeakValueDictionary()
-        """By namespace. An entry disappears with the last request that uses it."""
+        """By namespace; an entry disappears with the last request that uses it."""
 
     @contextlib.asynccontextmanager
     async def place(self, namespace: str, *, further: bool = False) -> AsyncIterator[None]:
         """Run the body when there is room.
 
-        further: True for a further pod of a job. These wait in a line of their own first, so that at most
-        `of_namespace` of them are ahead of a first pod or a restart.
+        further: for a further pod of a job. These wait in a line of their own first, so that at most `of_namespace` of
+        them are ahead of a first pod or a restart.
         """
         async with contextlib.AsyncExitStack() as places:
             if further:
@@ -57,7 +55,6 @@ class InFlight:
             yield
 
     def is_full(self, namespace: str) -> bool:
-        """True if the next request of the namespace would wait."""
         semaphore = self._semaphores.get(namespace)
         return semaphore is not None and semaphore.locked()
 

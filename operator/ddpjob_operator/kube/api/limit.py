@@ -1,7 +1,7 @@
 """A time limit that does not lose cancellations.
 
 Before Python 3.12, asyncio.wait_for swallows a cancellation that comes at the same moment as the result (CPython issue
-86296). Whoever cancelled the task then waits forever for its end: an operator kept its Lease that way and did nothing.
+86296). Whoever cancelled the task then waits forever: an operator kept its Lease that way and did nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +11,6 @@ from contextlib import AbstractAsyncContextManager
 
 
 def at_most(seconds: float | None) -> AbstractAsyncContextManager[object]:
-    """Return a context manager that ends its body with TimeoutError after `seconds`; None means no limit."""
+    """Return a context manager that ends its body with TimeoutError after `seconds`; None: no limit."""
     # asyncio.timeout needs Python 3.11, as kopf 1.45 does. mypy checks for 3.10, because the trainer supports that.
     return asyncio.timeout(seconds)  # type: ignore[attr-defined,no-any-return]

@@ -1,8 +1,7 @@
 """Tracks whether the API server answers. The first answer after an outage ends the back-offs of all watches.
 
-Otherwise each watch would finish its own back-off of up to 30 s. Without this, after an outage of 20 s on a two-node
-cluster, the Lease was ours again 2 s after the API server was back, but pods and nodes were watched only after 40 s. In
-between the operator led without seeing changes, and its copies of different kinds did not match.
+Otherwise each watch would finish its own back-off of up to 30 s: the Lease was ours 2 s after an outage of 20 s, but
+pods and nodes were watched only after 40 s. In between the operator led without seeing changes.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from ddpjob_operator.kube.api.limit import at_most
 from ddpjob_operator.kube.api.runtime import SYSTEM, Runtime
 
 OUTAGE_SECONDS = 3.0
-"""Failures shorter than this are not logged as an outage: a single request may be lost."""
+"""Shorter failures are not logged: a single request may be lost."""
 SPREAD_SECONDS = 1.0
 """Jitter after an outage, so that the watches do not all send requests at the same moment."""
 
@@ -43,7 +42,7 @@ class Reach:
         self._back.set()
 
     def failed(self) -> None:
-        """Record a missing connection or answer. An outage is logged once, even if several clients notice it."""
+        """Record a missing connection or answer. An outage is logged once."""
         now = self._runtime.clock()
         if self._lost_at is None:
             self._lost_at = now
@@ -53,9 +52,9 @@ class Reach:
             self._runtime.log.warning("the API server has not answered for %.0f s, trying again", now - self._lost_at)
 
     async def wait(self, seconds: float) -> bool:
-        """Wait for `seconds`. Return True if an outage ended earlier and the wait with it.
+        """Wait for `seconds`. Return True if an outage ended earlier, and the wait with it.
 
-        If there is no outage, such as for a watch that is refused while other requests are answered, wait all of it.
+        Without an outage, such as for a watch that is refused while other requests are answered, wait all of it.
         """
         if self._lost_at is None:
             await asyncio.sleep(seconds)

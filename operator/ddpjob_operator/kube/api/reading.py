@@ -1,4 +1,4 @@
-"""Parse JSON of the API server, bounded in depth and size, because users write it.
+"""Parses JSON of the API server, bounded in depth and size, because users write it.
 
 Kubernetes 1.36 stores a DDPJob whose template is nested 9,900 levels deep; Python's JSON parsers fail at about 1,000.
 One such object would make its whole list unreadable, and end its watch. So too deep nesting is cut off and too large
@@ -120,7 +120,7 @@ class BadJsonError(ValueError):
 def page(content: bytes, plural: str = "") -> ListPage:
     """Parse a page of a list. Objects are parsed one by one, so that one cannot spoil the others. Raise BadJsonError.
 
-    plural: the kind of objects. Pods, Services and nodes keep only the fields that are read; DDPJobs: see `stored_job`.
+    plural: of pods, Services and nodes only the fields that are read are kept; of DDPJobs see `stored_job`.
     """
     listed = _decode(content, _List)
     if not listed.metadata.resource_version:
@@ -133,7 +133,7 @@ def page(content: bytes, plural: str = "") -> ListPage:
 
 
 def listed(content: bytes) -> Raw:
-    """A short list as a whole. As with `page`, a large object spoils only itself. Raises BadJsonError."""
+    """Parse a short list as a whole. Raise BadJsonError."""
     return {"items": page(content).items}
 
 
@@ -167,7 +167,7 @@ def _object(content: bytes, plural: str) -> Raw:
 
 
 def stored_job(content: bytes) -> Raw:
-    """Parse a DDPJob of a list or a watch. Of a large job that has not begun, keep only a part: there may be thousands.
+    """Parse a DDPJob of a list or a watch. Of a large one that has not begun, keep only a part: there may be thousands.
     Raise BadJsonError.
     """
     if storage.size_of_json(content) <= storage.SMALL:
@@ -208,7 +208,7 @@ def obj(content: bytes) -> Raw:
 
 
 def made(content: bytes) -> Raw:
-    """Parse the answer to a create: the object, or the fields of its metadata that are read. Raise BadJsonError."""
+    """Parse the answer to a create: the object, or only its metadata. Raise BadJsonError."""
     cut = _cut(content, _OBJECT)
     return cut if cut is not None and cut.get("kind") == METADATA_ALONE and "metadata" in cut else obj(content)
 
@@ -243,10 +243,8 @@ def _json(value: Any) -> bytes:
 
 
 def _is_small(text: bytes) -> bool:
-    """True if JSON is certainly within the bounds of a spec, judged by its length and brackets only.
-
-    That takes a twentieth of the time of a walk and settles nearly all jobs: every value has at least one character,
-    and every level a bracket.
+    """True if JSON is certainly within the bounds of a spec, by its length and brackets alone: every value has a
+    character, and every level a bracket. That settles nearly all jobs in a twentieth of the time of a walk.
     """
     brackets = text.count(b"{") + text.count(b"[")
     return 0 < len(text) <= bounds.SPEC_VALUES_MAX and brackets < bounds.DEPTH_MAX and _TOO_LARGE not in text
@@ -301,22 +299,16 @@ def _read(content: bytes, read: Callable[[bytes], Any]) -> Any:
 
 
 def _without_what_is_large(content: bytes) -> Raw:
-    """Parse an object without its spec or status if that is too large: as Python objects it may need 20 times the
-    bytes.
-    """
+    """Parse an object without its spec or status if that is too large."""
     parts = _decode(content, dict[str, msgspec.Raw])
     kept: Raw = {}
     for name, part in parts.items():
         if len(bytes(part)) <= OBJECT_BYTES_MAX // 2:
             kept[name] = _loads(bytes(part))
         elif name == "metadata":
-            kept[name] = _identity(bytes(part))
+            fields = _decode(bytes(part), dict[str, msgspec.Raw])
+            kept[name] = {key: _loads(text) for key, one in fields.items() if len(text := bytes(one)) <= 65_536}
         else:
             why = f"has {len(bytes(part))} bytes of JSON, and at most {OBJECT_BYTES_MAX // 2} are read."
             kept[name] = bounds.too_large(why)
     return kept
-
-
-def _identity(metadata: bytes) -> Raw:
-    fields = _decode(metadata, dict[str, msgspec.Raw])
-    return {name: _loads(bytes(field)) for name, field in fields.items() if len(bytes(field)) <= 65_536}

@@ -1,4 +1,4 @@
-"""Clocks, randomness and log of the operator, passed in as an argument. Tests and the simulation pass their own."""
+"""Clocks, randomness and log of the operator. Tests and the simulation pass their own."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ def _utc() -> dt.datetime:
 
 
 def _freeze_heap() -> None:
-    """Exempt the objects of the first lists from garbage collection. They stay, and each full collection walks through
-    thousands of them."""
+    """Exempt the objects of the first lists from garbage collection: they stay, and there are thousands."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
 
 
 def allow_open_files(count: int) -> None:
-    """Raise the soft limit of open files (1,024 under containerd 2) up to `count`. Each connection is an open file."""
+    """Raise the soft limit of open files (1,024 under containerd 2) up to `count`. Each connection is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -34,10 +33,10 @@ def allow_open_files(count: int) -> None:
 
 @dataclass(frozen=True)
 class Runtime:
-    """Environment of one operator. SYSTEM is the real one."""
+    """Environment of one operator."""
 
     clock: Callable[[], float] = time.monotonic
-    """Monotonic clock in seconds, for waits and time-outs."""
+    """Monotonic, in seconds, for waits and time-outs."""
     utc: Callable[[], dt.datetime] = _utc
     """Wall clock, for times that others read."""
     random: Random = field(default_factory=Random)

@@ -1,10 +1,10 @@
-"""Detect a CRD in the cluster that is older than this operator.
+"""Detects a CRD in the cluster that is older than this operator.
 
-Helm installs CRDs but never upgrades them. The API server then silently drops unknown status fields, so the operator
-loses them: `startingSince`, from which startDeadlineSeconds counts, or the place of a state in memory.
+Helm never upgrades CRDs. The API server then silently drops unknown status fields, so the operator loses them:
+`startingSince`, from which startDeadlineSeconds counts, or the place of a state in memory.
 
-It compares with the schemas that the API server publishes, which every service account may read (ClusterRole
-system:discovery). Reading the CRD itself would need a right on all CRDs.
+It compares with the published schemas, which every service account may read (ClusterRole system:discovery). Reading the
+CRD itself would need a right on all CRDs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ async def report_old_crd(client: Client, log: logging.Logger, *, seconds: float 
 
 
 def older(fields: list[str]) -> str:
-    """Say what happens to these fields and what to do. fields: not empty."""
+    """Say what happens to these fields and what to do."""
     more = len(fields) - _NAMED
     named = ", ".join(fields[:_NAMED]) + (f" and {more} more field{'s' if more > 1 else ''}" if more > 0 else "")
     return (
@@ -47,21 +47,16 @@ def older(fields: list[str]) -> str:
 
 
 async def dropped_fields(client: Client) -> list[str]:
-    """Return the sorted paths of the fields that this operator knows and the CRD lacks. Raise ApiError.
+    """Return the sorted paths of the fields that the CRD lacks; of a missing object only its own path. Raise ApiError.
 
-    If a whole object is missing, only its own path is listed. Empty if the server publishes no schema of the kind.
+    Empty if the server publishes no schema of the kind.
     """
-    served = _of_kind(await client.get(OPENAPI))
+    schemas = ((await client.get(OPENAPI)).get("components") or {}).get("schemas") or {}
     known = crd.crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
-    return sorted(_missing(known, served, "")) if served else []
-
-
-def _of_kind(document: Mapping[str, Any]) -> Mapping[str, Any]:
-    schemas = (document.get("components") or {}).get("schemas") or {}
-    for schema in schemas.values():
-        if schema and _KIND in (schema.get("x-kubernetes-group-version-kind") or ()):
-            return schema  # type: ignore[no-any-return]
-    return {}
+    for served in schemas.values():
+        if served and _KIND in (served.get("x-kubernetes-group-version-kind") or ()):
+            return sorted(_missing(known, served, ""))
+    return []
 
 
 def _missing(known: Mapping[str, Any], served: Mapping[str, Any], path: str) -> Iterator[str]:

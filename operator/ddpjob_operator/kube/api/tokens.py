@@ -1,4 +1,4 @@
-"""Verify a trainer's projected service-account token with the public keys of the cluster, and tell whose pod it is.
+"""Verifies a trainer's projected service-account token with the public keys of the cluster, and tells whose pod it is.
 
 The API server is asked for its keys, not about each token: a TokenReview would be a write per report, and a right over
 every token of the cluster. Trusted are a signature by a fixed set of algorithms, the issuer, our audience, the expiry,
@@ -28,9 +28,7 @@ LEEWAY_SECONDS = 30.0  # clocks differ, and a token that was just issued must no
 KEYS_AGE_SECONDS = 3600.0  # until then a withdrawn key is still trusted
 RETRY_SECONDS = 10.0  # between two fetches, however many tokens with unknown keys arrive
 PROVEN_MAX = 10_000  # of 200 bytes each; only pods of the cluster can add one
-HIDDEN_RETRY_SECONDS = (
-    300.0  # between two fetches while the cluster hides its keys: needs no restart once that is fixed
-)
+HIDDEN_RETRY_SECONDS = 300.0  # between two fetches while the cluster hides its keys
 
 Get = Callable[[str], Awaitable[dict[str, Any]]]
 """GET a path of the API server with the operator's credentials; return the JSON object. Raises ApiError."""
@@ -57,7 +55,7 @@ class BadTokenError(Exception):
 
 
 class _OtherIssuerError(BadTokenError):
-    """Everything is right except the issuer."""
+    """Only the issuer is wrong."""
 
 
 class NoKeysError(Exception):
@@ -73,10 +71,7 @@ class Keys:
 
 
 class Verifier:
-    """Finds the pod of a token.
-
-    `on_hidden` gets a sentence when the cluster refuses to show its keys, once until it shows them again.
-    """
+    """Finds the pod of a token. `on_hidden` gets a sentence once when the cluster refuses to show its keys."""
 
     def __init__(
         self,
@@ -86,12 +81,9 @@ class Verifier:
         wall: Callable[[], float] = time.time,
     ) -> None:
         self.verified = 0
-        """Number of tokens that were decoded and whose signature was checked."""
+        """Number of tokens whose signature was checked."""
         self.proven_max = PROVEN_MAX
-        self._wall = wall
-        self._get = get
-        self._on_hidden = on_hidden
-        self._clock = clock
+        self._get, self._on_hidden, self._clock, self._wall = get, on_hidden, clock, wall
         self._keys: Keys | None = None
         self._fetched_at = 0.0
         self._fetch_not_before = clock()
@@ -112,7 +104,11 @@ class Verifier:
         known, fresh = self._proven.get(digest), self._clock() - self._fetched_at < KEYS_AGE_SECONDS
         if known is not None and known.keys is self._keys and fresh and self._wall() < known.expires_at:
             return known.pod
-        key_id, keys = _key_id(token), self._keys
+        try:
+            key_id = str(jwt.get_unverified_header(token).get("kid", ""))
+        except jwt.PyJWTError:
+            raise BadTokenError("the token is no JSON Web Token") from None
+        keys = self._keys
         if keys is None or key_id not in keys.by_id or not fresh:
             keys = await self._renewed(keys)
         try:
@@ -151,7 +147,7 @@ class Verifier:
         return pod
 
     async def _renewed(self, known: Keys | None) -> Keys:
-        """Fetch the keys and return them. Return the present ones if another task has just fetched, or too soon."""
+        """Fetch the keys, unless another task has just done so or it is too soon. Return the present ones."""
         async with self._fetching:
             if self._keys is known and self._clock() >= self._fetch_not_before:
                 await self._renew()
@@ -186,14 +182,6 @@ class Verifier:
             self._on_hidden(self._problem)
 
 
-def _key_id(token: str) -> str:
-    try:
-        header = jwt.get_unverified_header(token)
-    except jwt.PyJWTError:
-        raise BadTokenError("the token is no JSON Web Token") from None
-    return str(header.get("kid", ""))
-
-
 def _read_keys(issuer: dict[str, Any], published: dict[str, Any]) -> Keys:
     """Return the usable keys. Raise ValueError."""
     name = issuer.get("issuer")
@@ -213,7 +201,7 @@ def _read_keys(issuer: dict[str, Any], published: dict[str, Any]) -> Keys:
 
 
 def _pod(claims: dict[str, Any]) -> BoundPod:
-    """Read the claim kubernetes.io, which the API server puts into every token that a kubelet requests for a pod."""
+    """Read the claim kubernetes.io of a token that a kubelet has requested for a pod."""
     match claims.get("kubernetes.io"):
         case {"namespace": str(namespace), "pod": {"name": str(name), "uid": str(uid)}} if uid:
             return BoundPod(namespace, name, uid)

@@ -3,7 +3,7 @@
 kopf 1.45 (seen with 1.45.2) does not replace some of its tasks when they end:
 
 - A watcher that was cancelled starts again only when kinds or namespaces change (kopf/_core/reactor/orchestration.py,
-  lines 146 to 156). They never change here, because scanning is disabled (handlers.py).
+  lines 146 to 156), which never happens here (handlers.py).
 - Without the spawner and the cleaner of a watcher's scheduler, no event reaches a handler and a shutdown never ends
   (kopf/_cogs/aiokits/aiotasks.py, lines 294 and 295).
 

@@ -1,8 +1,8 @@
 """The session through which kopf watches DDPJobs. Our reflectors answer it; kopf itself sends no request.
 
-In: DDPJobs from a Reflector, which uses a Feed as its sink. Out: full jobs into our copy (Jobs), and small events to
-kopf, only for jobs that begin or end. There is one Feed per watched namespace, created by the Operator; kopf gets the
-session from the login handler (handlers.py), which is its documented way to use another transport.
+In: DDPJobs from a Reflector, which uses a Feed as its sink; one Feed per watched namespace. Out: full jobs into our
+copy (Jobs), and small events to kopf, only for jobs that begin or end. kopf gets the session from the login handler
+(handlers.py), its documented way to use another transport.
 
 kopf 1.45 (seen with 1.45.2; files in kopf/_cogs) has these limits:
 
@@ -12,7 +12,7 @@ kopf 1.45 (seen with 1.45.2; files in kopf/_cogs) has these limits:
 - After a broken watch it does not report which objects are missing from the new list.
 
 Users would see an operator that is running and does nothing (seen with 410), or one that restarts whenever the API
-server is away. Our reflectors list and watch again after any answer.
+server is away.
 
 Worse: `_Session` and `_Answer` imitate the parts of aiohttp that kopf uses, so a new kopf may need more of them.
 
@@ -55,10 +55,9 @@ _DISCOVERY: dict[str, Raw] = {
 class Feed:
     """The sink of a reflector of DDPJobs. Jobs go into our copy; kopf gets an event when a job begins or ends.
 
-    kopf gets no event for a change of a known job, because an event costs it as much CPU as five pods cost us. An event
-    has only the name, because kopf's queue has no limit and thousands of jobs may be created at once. Its type is
-    DELETED also for a new job, because kopf keeps a kilobyte of each object until that event
-    (kopf/_core/reactor/processing.py, line 62).
+    An event costs kopf as much CPU as five pods cost us, so it gets none for a change of a known job. An event has only
+    the name, because kopf's queue has no limit. Its type is DELETED also for a new job, because kopf keeps a kilobyte
+    of each object until that event (kopf/_core/reactor/processing.py, line 62).
     """
 
     def __init__(self, jobs: Jobs) -> None:
@@ -67,7 +66,6 @@ class Feed:
         self._events: asyncio.Queue[Raw] = asyncio.Queue()
 
     def put(self, raw: Raw) -> None:
-        """Store a job as it was at its resourceVersion. Send kopf an event if it is new."""
         if self._lists:
             if not self._jobs.has(raw):  # otherwise each list would enqueue every job of which only a part is kept
                 self._jobs.put(raw)
@@ -88,16 +86,15 @@ class Feed:
         self._events.put_nowait({"type": "DELETED", "object": body})
 
     def has(self, raw: Raw) -> bool:
-        """True if this version of a job, or a newer one, is known, or there may have been no room for it."""
+        """True also if there may have been no room for the job."""
         return self._jobs.has(raw) or self._jobs.leaves_out(raw["metadata"].get("namespace", ""))
 
     def begin_anew(self, namespace: str) -> None:
-        """Accept older versions, because the cluster was restored from a backup."""
         self._jobs.begin_anew(namespace)
 
     @contextmanager
     def one_observation(self, namespace: str = "", key: Key | None = None) -> Iterator[None]:
-        """While a list arrives: `put` sends no events to kopf."""
+        """While a list arrives, `put` sends no events to kopf."""
         with self._jobs.one_observation(namespace, key):
             self._lists = True
             try:
@@ -106,7 +103,6 @@ class Feed:
                 self._lists = False
 
     def retain(self, named: Set[ObjectKey], list_version: int, namespace: str = "") -> None:
-        """Remove the jobs that a complete list did not name."""
         self._jobs.retain(named, list_version, namespace)
 
     async def lines(self) -> AsyncIterator[bytes]:
@@ -158,16 +154,14 @@ class _Answer:
         """Nothing is open."""
 
     async def json(self) -> Raw:
-        """Return the body of a discovery answer."""
         return self._body
 
     @property
     def content(self) -> _Answer:
-        """Stream of a watch."""
         return self
 
     def iter_chunked(self, _: int) -> AsyncIterator[bytes]:
-        """Iterate over the events of a watch, as kopf/_cogs/clients/api.py does. It ends when the task is cancelled."""
+        """Iterate over the events of a watch, as kopf/_cogs/clients/api.py does."""
         assert self._feed is not None, "only a watch is read in pieces"
         return self._feed.lines()
 

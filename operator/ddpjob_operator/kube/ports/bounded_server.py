@@ -1,11 +1,9 @@
 """The HTTP server behind each port of the operator: /healthz, /metrics and the reports of trainers.
 
-In: TCP connections from any pod of the cluster, most of them not authenticated. Out: calls of `answer`, which the three
+In: TCP connections from any pod of the cluster, most of them not authenticated. Out: calls of `answer`, which the
 subclasses implement. Connections, bytes per request and time per request are bounded, bodies are not decompressed, and
-nothing is read after a refusal.
-
-The event loop creates a Connection per TCP connection, as aiohttp's RequestHandler. It lives until the peer closes it,
-a deadline passes, or the server cuts it to make room. `BoundedServer` only counts connections and picks the one to cut.
+nothing is read after a refusal. A Connection is aiohttp's RequestHandler; `BoundedServer` counts them and picks the one
+to cut.
 
 The bounds are ours because aiohttp's server (3.14) has none for connections, and queues up to 32 requests of 128
 headers per connection (web_protocol.py: MAX_MSG_QUEUE_SIZE, max_headers, max_field_size). The price: Connection
@@ -42,23 +40,21 @@ _NO_LOG.disabled = True
 class BoundedServer(abc.ABC):
     """Listens from `start` to `stop`.
 
-    If there is no room for a new connection, an older one is closed: the oldest without a token, from the address with
-    the most of these. So a client that opens many connections closes its own, and the kubelet's probe gets through. A
-    connection that has shown a token is closed only while it waits for its next request.
+    If there is no room for a new connection, the oldest without a token is closed, from the address with the most of
+    these. So a client that opens many connections closes its own, and the kubelet's probe gets through. A connection
+    that has shown a token is closed only while it waits for its next request.
     """
 
     connections_max = 256
-    """A connection takes about 20 kB of memory, and up to 80 kB while a request arrives."""
+    """Each takes about 20 kB of memory, and up to 80 kB while a request arrives."""
 
     def __init__(self) -> None:
         self._manager: web.Server | None = None
         self._listener: asyncio.Server | None = None
         self.connections: dict[Connection, None] = {}
-        """Open connections, oldest first."""
+        """Oldest first."""
         self._addresses: dict[str, dict[Connection, None]] = {}
         """The same connections, by address of the peer."""
-        self._unproven: collections.Counter[str] = collections.Counter()
-        """Number of connections without a token, by address."""
 
     @abc.abstractmethod
     async def answer(self, request: web.BaseRequest) -> web.Response:
@@ -76,7 +72,6 @@ class BoundedServer(abc.ABC):
 
     @property
     def port(self) -> int:
-        """Port on which it listens."""
         assert self._listener is not None, "start() comes first"
         return int(self._listener.sockets[0].getsockname()[1])
 
@@ -125,40 +120,30 @@ class BoundedServer(abc.ABC):
         address = connection.address
         if self._count(address) >= CONNECTIONS_PER_ADDRESS_MAX and not self._drop(self._addresses[address]):
             return False
-        if len(self.connections) >= self.connections_max and not self._drop(self._busiest()):
-            return False
+        if len(self.connections) >= self.connections_max:
+            unproven = collections.Counter(c.address for c in self.connections if not c.proven)
+            busiest = self._addresses[max(unproven, key=unproven.__getitem__)] if unproven else self.connections
+            if not self._drop(busiest):
+                return False
         self.connections[connection] = None
         self._addresses.setdefault(address, {})[connection] = None
-        self._unproven[address] += 1
         return True
 
     def prove(self, request: web.BaseRequest) -> None:
         """Mark the connection of a request whose token was verified. It is not closed for connections without one."""
-        connection = cast(Connection, request.protocol)
-        if connection in self.connections and not connection.proven:
-            connection.proven = True
-            self._is_proven(connection.address)
+        cast(Connection, request.protocol).proven = True
 
     def forget(self, connection: Connection) -> None:
         """Stop counting a connection."""
-        if connection not in self.connections:
-            return
-        del self.connections[connection]
-        if not connection.proven:
-            self._is_proven(connection.address)
-        of_address = self._addresses[connection.address]
-        del of_address[connection]
-        if not of_address:
-            del self._addresses[connection.address]
+        if connection in self.connections:
+            del self.connections[connection]
+            of_address = self._addresses[connection.address]
+            del of_address[connection]
+            if not of_address:
+                del self._addresses[connection.address]
 
     def _count(self, address: str) -> int:
         return len(self._addresses.get(address, ()))
-
-    def _busiest(self) -> dict[Connection, None]:
-        """Return the connections of the address with the most unproven ones; all connections if all are proven."""
-        return (
-            self._addresses[max(self._unproven, key=self._unproven.__getitem__)] if self._unproven else self.connections
-        )
 
     def _drop(self, connections: dict[Connection, None]) -> bool:
         """Close the oldest of these without a token, or else the oldest idle one. Return False if there is none.
@@ -172,15 +157,9 @@ class BoundedServer(abc.ABC):
         oldest.cut()
         return True
 
-    def _is_proven(self, address: str) -> None:
-        """Count one unproven connection of the address less."""
-        self._unproven[address] -= 1
-        if not self._unproven[address]:
-            del self._unproven[address]
-
 
 def not_served(request: web.BaseRequest, path: str) -> web.Response | None:
-    """Return the refusal of any request other than GET and HEAD of `path`; None if it is served."""
+    """Return the refusal of any request other than GET and HEAD of `path`."""
     if request.path == path and request.method in ("GET", "HEAD"):
         return None
     return web.Response(status=404, text=f"only GET {path} is served here\n")
@@ -208,7 +187,7 @@ class Connection(web.RequestHandler):
         """None before opening and after closing. aiohttp's own becomes None while an answer is still buffered."""
         self.address = ""
         self.proven = False
-        """True if a request on it had a valid token of a pod."""
+        """True after a valid token."""
         self.busy = True
         """True until the first request is answered, and while a later one is being answered."""
 
@@ -220,8 +199,8 @@ class Connection(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Admit the connection, or abort it before aiohttp starts a task for it.
 
-        If it were aborted later, connection_lost could come before that task runs. Its `assert manager is not None`
-        (aiohttp 3.14.5, web_protocol.py, RequestHandler.start) would then fail, and nobody retrieves the error.
+        If it were aborted later, connection_lost could come before that task runs, whose `assert manager is not None`
+        (aiohttp 3.14.5, web_protocol.py, RequestHandler.start) would then fail unseen.
         """
         self.address = str((transport.get_extra_info("peername") or ("",))[0])
         made = cast(asyncio.Transport, transport)
@@ -235,8 +214,7 @@ class Connection(web.RequestHandler):
     def data_received(self, data: bytes) -> None:
         """Parse at most REQUEST_BYTES_MAX bytes per request, and stop reading after that.
 
-        Otherwise aiohttp (3.14) queues 32 requests of 128 headers of 8 kB per connection. 30 connections of one pod
-        took 1.3 GB.
+        Otherwise aiohttp (3.14) queues 32 requests of 128 headers of 8 kB: 30 connections of one pod took 1.3 GB.
         """
         room = max(self._room, 0)
         self._room -= len(data)
@@ -252,7 +230,7 @@ class Connection(web.RequestHandler):
             super().connection_lost(exc)
 
     def allow(self, seconds: float, *, busy: bool) -> None:
-        """Restart the deadline: abort the connection in `seconds`. busy: see the field."""
+        """Restart the deadline: abort the connection in `seconds`."""
         if self._socket is not None:
             self._end_deadline()
             self._deadline = asyncio.get_running_loop().call_later(seconds, self._socket.abort)
@@ -261,7 +239,6 @@ class Connection(web.RequestHandler):
             self._room = REQUEST_BYTES_MAX
 
     def cut(self) -> None:
-        """Abort the connection at once."""
         if self._socket is not None:
             self._socket.abort()
         self._end()

@@ -1,7 +1,6 @@
-"""Serve /metrics on a port of its own: it names jobs and namespaces, so a NetworkPolicy can restrict it to a scraper.
+"""Serves /metrics on a port of its own: it names jobs and namespaces, so a NetworkPolicy can restrict it to a scraper.
 
-The answer is built in a thread, one at a time, and reused for a second, so that frequent requests cost little. Without
-a scraper it costs nothing.
+The answer is built in a thread, one at a time, and reused for a second, so that frequent requests cost little.
 """
 
 from __future__ import annotations
@@ -23,16 +22,13 @@ SAME_ANSWER_SECONDS = 1.0
 
 
 class Scrape(NamedTuple):
-    """What the operator knows at a scrape. jobs: raw, because the thread parses them; None if the operator does not
-    lead.
-    """
+    """What the operator knows at a scrape. jobs: raw, because the thread parses them; None if it does not lead."""
 
     moment: Moment
     jobs: list[Mapping[str, Any]] | None
 
 
 def read(snapshot: Scrape) -> Moment:
-    """Return the moment with the parsed jobs."""
     jobs = None if snapshot.jobs is None else [job(raw) for raw in snapshot.jobs]
     return snapshot.moment._replace(jobs=jobs)
 

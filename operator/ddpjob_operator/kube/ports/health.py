@@ -1,7 +1,6 @@
 """Serves /healthz for the kubelet's probes.
 
-kopf's own probe (seen with 1.45) answers only after the startup handlers. A pod that waits there for the CRD would
-fail its liveness probe and be killed.
+kopf's own probe (1.45) answers only after the startup handlers. A pod that waits there for the CRD would be killed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Receives the reports that `ddpjob.progress()` posts from pods, on a port of its own.
 
 The protocol is that of the local run's receiver and of Kubeflow Trainer. Every pod of the cluster can reach the port:
-nothing is accepted without a token that proves the pod, and slow, large or frequent senders are cut off. Reports are
-best effort: losing one never harms a job.
+nothing is accepted without a token that proves the pod, and slow, large or frequent senders are cut off. Losing a
+report never harms a job.
 """
 
 from __future__ import annotations
@@ -51,11 +51,10 @@ class Account:
 class Receiver(BoundedServer):
     """Takes reports.
 
-    verify     returns the pod that a token is bound to (`tokens.Verifier.pod`). Raises BadTokenError or NoKeysError.
-    locate     returns the job and node of a pod; None for other pods.
-    on_report  takes a report whose node and attempt were proven. Raises BadReportError for a rank of another pod.
-    leads      True if this operator leads. Otherwise a report on an old connection is refused, and
-               the next one goes to the leader.
+    - verify: returns the pod that a token is bound to (`tokens.Verifier.pod`). Raises BadTokenError or NoKeysError.
+    - locate: returns the job and node of a pod; None for other pods.
+    - on_report: takes a report whose node and attempt were proven. Raises BadReportError for a rank of another pod.
+    - leads: False: a report on an old connection is refused, and the next one goes to the leader.
     """
 
     connections_max = 4000
@@ -69,24 +68,19 @@ class Receiver(BoundedServer):
         leads: Callable[[], bool] = lambda: True,
     ) -> None:
         super().__init__()
-        self._verify = verify
-        self._locate = locate
-        self._on_report = on_report
-        self._runtime = runtime
-        self._leads = leads
+        self._verify, self._locate, self._on_report = verify, locate, on_report
+        self._runtime, self._leads = runtime, leads
         self._accounts: dict[BoundPod, Account] = {}
         self._were_live = 0
-        """Number of accounts that belonged to existing pods at the last cleanup."""
+        """Accounts of existing pods at the last cleanup."""
 
     async def answer(self, request: web.BaseRequest) -> web.Response:
-        """Answer a report."""
         try:
             return await self._take(request)
         except _RefusedError as refused:
             return refused.answer()
         except Exception:
-            # A bug. The traceback holds neither headers nor body, because aiohttp's request prints method and path
-            # only.
+            # A bug. The traceback holds no token: aiohttp's request prints only method and path.
             self._runtime.log.exception("a progress report was lost")
             return _RefusedError(500, "the receiver failed, which is no fault of the report").answer()
 
@@ -102,8 +96,10 @@ class Receiver(BoundedServer):
         body = await _read_body(request)
         if not self._leads():
             raise _RefusedError(503, "this operator does not lead", retry_seconds=5)
-        kubeflows = kubeflow.speaks(body)
-        report = self._read(body, account)
+        try:
+            report, account.total_steps = kubeflow.read_body(body, self._runtime.utc(), account.total_steps)
+        except (BadReportError, UnicodeDecodeError, RecursionError) as error:
+            raise _RefusedError(400, str(error)[:200]) from None
         if report is not None:
             # The token proves the pod, so the node is taken from there and not from the body.
             proven = {"node_rank": sender.node_rank, "replacement": sender.replacement}
@@ -112,15 +108,8 @@ class Receiver(BoundedServer):
                 self._on_report(sender, msgspec.structs.replace(report, attempt=attempt, **proven))
             except BadReportError as error:
                 raise _RefusedError(403, str(error)) from None
-        return web.json_response({}) if kubeflows else web.Response(status=204)  # Kubeflow's SDK warns unless it is 200
-
-    def _read(self, body: bytes, account: Account) -> Report | None:
-        """Parse the body; None if it reports nothing, which Kubeflow's protocol allows."""
-        try:
-            report, account.total_steps = kubeflow.read_body(body, self._runtime.utc(), account.total_steps)
-        except (BadReportError, UnicodeDecodeError, RecursionError) as error:
-            raise _RefusedError(400, str(error)[:200]) from None
-        return report
+        # Kubeflow's SDK warns unless it is 200.
+        return web.json_response({}) if kubeflow.speaks(body) else web.Response(status=204)
 
     async def _prove(self, request: web.BaseRequest) -> BoundPod:
         """Return the pod that the token proves."""
@@ -135,7 +124,7 @@ class Receiver(BoundedServer):
             raise _RefusedError(503, str(error), retry_seconds=60) from None
 
     def _charge(self, pod: BoundPod) -> Account:
-        """Charge the pod's account with a report. Raise if it reports too often."""
+        """Charge the pod's account. Raise if it reports too often."""
         now = self._runtime.clock()
         account = self._accounts.get(pod)
         if account is None:

@@ -1,7 +1,7 @@
 """The APIs of the enabled gang schedulers and queues: the served version, and our copy of their objects.
 
-The version is discovered once at the start; jobs that need the API wait for it. An API that is missing or was removed
-is tried again from time to time. Nothing is requested for disabled adapters.
+The version is discovered at the start; jobs that need the API wait for it. An API that is missing or was removed is
+tried again from time to time. Nothing is requested for disabled adapters.
 """
 
 from __future__ import annotations
@@ -45,24 +45,22 @@ class GangWatch:
         found: Callable[[], None],
         runtime: Runtime,
         meter: Meter | None = None,
-        sleep: Callable[[float], Any] = asyncio.sleep,
         asks_places: bool = False,
     ) -> None:
         """namespaces: the watched ones, "" for all. changed: called for a job whose objects changed, with the seconds
-        that it can wait. found: called when the served version changed. asks_places: request positions in the queue.
+        that it can wait. found: called when the served version changed. asks_places: read positions in the queue.
         """
 
         def told(key: Key, _old: ObservedGroup | None, new: ObservedGroup | None) -> None:
             changed(key, triggers.group_changed(adapter.admits_first, new))
 
-        self.adapter = adapter
+        self.adapter, self._what = adapter, f"{adapter.plural}.{adapter.group}"
         self.api = GangApi(why_not=f"the API server has not told yet whether it serves {adapter.plural}")
         self._refused: dict[str, GangApi] = {}
-        """Namespaces in which the objects may not be listed. A deleted namespace, for example, has no Role any more."""
+        """Namespaces whose objects may not be listed. A deleted namespace, for example, has no Role any more."""
         self.store: Store[ObservedGroup] = Store(observe.group(adapter), key_of, told)
         self.reflectors: list[Reflector] = []
         self._client, self._namespaces, self._found, self._runtime = client, namespaces, found, runtime
-        self._sleep = sleep
         self._meter = meter
         self._is_known = False
         self._errors = 0
@@ -82,7 +80,7 @@ class GangWatch:
         return self._is_known and all(synced)
 
     def of(self, job: api.DDPJob) -> ObservedGroup | None:
-        """Return the object that a job has for all of its attempts; None if there is none."""
+        """Return the object of a job that is for all of its attempts, if there is one."""
         found = self.store.of((job.metadata.namespace, job.metadata.name))
         return next((group for group in found if group.owner_uid == job.metadata.uid), None)
 
@@ -103,7 +101,7 @@ class GangWatch:
             yield from ((key, group.queue) for group in self.store.each(key) if _waits(group))
 
     def path(self, namespace: str) -> str:
-        """Path of the collection. Raise ApiError if no version is served."""
+        """Return the path of the collection. Raise ApiError if no version is served."""
         served = self.api_in(namespace)
         if not served.api_version:
             raise ApiError(404, "NotFound", served.why_not)
@@ -134,9 +132,10 @@ class GangWatch:
                         task.add_done_callback(ended)
                     self._is_known = True
                     self._found()
-                await self._sleep(self._again_seconds(answered))
+                again = AGAIN_SECONDS if answered else NO_ANSWER_SECONDS
+                await self._client.reach.wait(ERROR_SECONDS if self._errors >= ERRORS_MAX else again)
                 while self.api.api_version and not self._refused and not any(r.fails for r in self.reflectors):
-                    await self._sleep(AGAIN_SECONDS)
+                    await self._client.reach.wait(AGAIN_SECONDS)
         finally:
             drop()
 
@@ -158,8 +157,6 @@ class GangWatch:
                 self.store,
                 path=self.path(namespace),
                 runtime=self._runtime,
-                sleep=self._client.reach.wait,
-                away=lambda: self._client.reach.lost,
                 meter=self._meter,
             )
             for namespace in self._namespaces
@@ -185,11 +182,11 @@ class GangWatch:
             self.api, self._refused, self._errors = self._may_not_list(error), {}, 0
             return True
         self._refused, self._errors, tried = {}, 0, ", ".join(adapter.versions)
-        self.api = GangApi(why_not=f"the API server does not serve {adapter.plural}.{adapter.group} ({tried})")
+        self.api = GangApi(why_not=f"the API server does not serve {self._what} ({tried})")
         return True
 
     async def _refusal(self, api: GangApi, namespace: str) -> GangApi | None:
-        """Return the reason if the objects may not be listed in a namespace; otherwise None."""
+        """Return the reason if the objects may not be listed in a namespace."""
         try:
             await self._client.get(group_collection(api.api_version, self.adapter.plural, namespace), {"limit": "1"})
         except ApiError as error:
@@ -199,8 +196,7 @@ class GangWatch:
         return None
 
     def _may_not_list(self, error: ApiError) -> GangApi:
-        what = f"{self.adapter.plural}.{self.adapter.group}"
-        return GangApi(why_not=f"the operator may not list {what}: {error.message}")
+        return GangApi(why_not=f"the operator may not list {self._what}: {error.message}")
 
     def _failed(self, error: ApiError) -> bool:
         """Count a server error. True if the API now counts as unavailable: running jobs go on, the others wait."""
@@ -209,8 +205,7 @@ class GangWatch:
         self._errors += 1
         if self._errors != ERRORS_MAX:  # keep the first text: each new one would rewrite the status of many jobs
             return False
-        what = f"{self.adapter.plural}.{self.adapter.group}"
-        why = f"the API server cannot tell which {what} there are: {error.message}"
+        why = f"the API server cannot tell which {self._what} there are: {error.message}"
         if self.adapter.admits_first:
             self.api, self._refused = GangApi(why_not=why), {}
             return True
@@ -218,11 +213,6 @@ class GangWatch:
         if not self._is_known:
             self._runtime.log.warning("spec.gang: jobs that may need %s wait: %s", self.adapter.name, why)
         return False
-
-    def _again_seconds(self, answered: bool) -> float:
-        if self._errors >= ERRORS_MAX:
-            return ERROR_SECONDS
-        return AGAIN_SECONDS if answered else NO_ANSWER_SECONDS
 
     async def _serves(self, version: str) -> bool:
         try:
@@ -235,9 +225,8 @@ class GangWatch:
 
 
 def waits_for(job: api.DDPJob, gangs: Mapping[str, GangWatch]) -> bool:
-    """True if the objects of the job's gang, or of the gang it would choose, are not known yet.
-
-    Unknown APIs count as served here: otherwise the job would start in parts, or outside its queue.
+    """True if the objects of the job's gang, or of the gang it would choose, are not known yet. Unknown APIs count as
+    served: otherwise the job would start in parts, or outside its queue.
     """
     namespace = job.metadata.namespace
     unknown = {name for name, gang in gangs.items() if not gang.is_ready(namespace)}

@@ -16,7 +16,7 @@ PUT_AT_ONCE = 4
 
 
 class Sink(Protocol):
-    """Receiver of a collection: a Store, or a Feed for DDPJobs."""
+    """Receiver of a collection: a Store, the NodeCache, or a Feed for DDPJobs."""
 
     def put(self, raw: Any) -> None:
         """Store an object as it was at its resourceVersion."""
@@ -25,20 +25,20 @@ class Sink(Protocol):
         """Remove the object with this UID."""
 
     def one_observation(self, namespace: str = "", key: Key | None = None) -> AbstractContextManager[None]:
-        """While the pages of a list arrive. namespace, key: what is listed."""
+        """Enter while the pages of a list arrive. namespace, key: what is listed ("" and None: all)."""
 
     def has(self, raw: Any) -> bool:
         """True if this version of an object, or a newer one, is known."""
 
     def begin_anew(self, namespace: str) -> None:
-        """Accept whatever comes next for a namespace (empty: all), because resourceVersions have gone back."""
+        """Accept whatever comes next for a namespace ("": all): the cluster was restored from a backup."""
 
     def retain(self, named: Set[ObjectKey], list_version: int, namespace: str = "") -> None:
         """Remove what a complete list did not name, except objects that are newer than the list."""
 
 
 class Careful:
-    """Stores objects in a sink. An object on which the sink fails is logged once; the others go on."""
+    """Stores objects in a sink. One on which the sink fails is logged once; the others go on."""
 
     def __init__(self, sink: Sink, what: str, log: logging.Logger) -> None:
         self._sink = sink
@@ -47,7 +47,7 @@ class Careful:
         self._logged = Uids()
 
     def put(self, raw: Any, told: int = 0) -> bool:
-        """Store an object of a list. told: version of the last watch event. True if the watch missed this object."""
+        """Store an object. told: version of the last watch event. True if the watch missed this object."""
         try:
             lacked = 0 < version(raw["metadata"]) <= told and not self._sink.has(raw)
             self._sink.put(raw)
@@ -86,7 +86,7 @@ async def take(
 ) -> str:
     """Store a whole list and remove what it does not name. Return its resourceVersion.
 
-    check: called with the version before the objects of a page are stored. listed: what is listed, see `Sink.retain`.
+    check: called with the version before the objects of a page are stored. listed: as for `Sink.retain`.
     """
     named: set[ObjectKey] = set()
     at = ""

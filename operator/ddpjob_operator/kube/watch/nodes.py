@@ -27,11 +27,11 @@ GONE_MAX = 10_000
 
 
 class NodeCache:
-    """Keep the nodes that are not ready. Ready nodes cost nothing here, because there are many.
+    """Keeps the nodes that are not ready; there are few.
 
-    `changed(names)` is called when nodes become ready or not ready, or when that is judged differently: once for all of
-    them, because the receiver may go through all pods. Times are our own, from when we first saw a node not ready:
-    clocks of other machines may be minutes off.
+    `changed(names)` is called once for all nodes that become ready or not ready, or are judged differently, because the
+    receiver may go through all pods. Times are our own, from when we first saw a node not ready: clocks of other
+    machines may be minutes off.
     """
 
     def __init__(self, changed: Callable[[Set[str]], None], now: Callable[[], dt.datetime]) -> None:
@@ -39,11 +39,11 @@ class NodeCache:
         self._now = now
         self._clock = Clock()
         self._names: dict[str, tuple[int, str]] = {}
-        """All nodes: the version that was seen last, and the uid."""
+        """Version seen last, and uid, of all nodes."""
         self._not_ready: dict[str, Node] = {}
         """Deleted nodes included."""
         self._gone: dict[str, bool] = {}
-        """Deleted nodes; True if the API server confirmed it, because a watch or a list may be late."""
+        """Deleted nodes; True if the API server confirmed it, because a watch or list may be late."""
         self._turned: dict[str, float] = {}
         """When nodes became not ready; by the cluster's clock if that was before the first list."""
         self._listed = False
@@ -53,20 +53,16 @@ class NodeCache:
         return len(self._names)
 
     def seen(self) -> dict[str, Node] | None:
-        """Return the nodes that are not ready or deleted, by name; None before the first list."""
+        """Return the nodes that are not ready or deleted; None before the first list."""
         if not self._listed:
             return None
-        self._adjust_clock()
-        return self._not_ready
-
-    def _adjust_clock(self) -> None:
-        """Move all times if our wall clock was set back; otherwise lost nodes would be detected later."""
-        if by := self._clock.set_back(self._now()):
+        if by := self._clock.set_back(self._now()):  # otherwise lost nodes would be detected later
             self._not_ready = {
                 n: dataclasses.replace(node, since=node.since and node.since + by)
                 for n, node in self._not_ready.items()
             }
             self._turned = {n: at + by.total_seconds() for n, at in self._turned.items()}
+        return self._not_ready
 
     @property
     def disrupted(self) -> bool:
@@ -74,7 +70,6 @@ class NodeCache:
         return any(node.with_most for node in self._not_ready.values())
 
     def put(self, raw: Raw) -> None:
-        """Take a node from a list or an event."""
         name = raw["metadata"]["name"]
         known = name in self._names or name in self._gone
         self._names[name] = (version(raw["metadata"]), raw["metadata"].get("uid", ""))
@@ -92,9 +87,9 @@ class NodeCache:
         return self._set(name, Node(ready=False, since=since))
 
     def remove(self, namespace: str, name: str, uid: str) -> None:
-        """Take a deletion: the pods count as on a node that is not ready, because nothing reports on them any more.
+        """Treat the pods as on a node that is not ready, because nothing reports on them any more.
 
-        uid: that of the deleted object, or "" if unknown: a new object of this name may exist already.
+        uid: of the deleted object, "" if unknown: a new object of this name may exist already.
         """
         if uid and self._names.get(name, (0, uid))[1] != uid:
             return None
@@ -109,15 +104,13 @@ class NodeCache:
         since = self._now() if known is None or known.with_most else known.since
         self._gone[name] = False
         while len(self._gone) > GONE_MAX:
-            self._forget(next(iter(self._gone)))
+            oldest = next(iter(self._gone))
+            del self._gone[oldest]
+            self._set(oldest, READY)
         return self._set(name, Node(ready=False, since=since, gone=True))
 
-    def _forget(self, name: str) -> None:
-        del self._gone[name]
-        self._set(name, READY)
-
     def unknown(self, names: Set[str]) -> list[str]:
-        """Return the names that are no known node and for which the API server was not asked."""
+        """Return the names that are no known node and that the API server has not confirmed as gone."""
         if not self._listed:
             return []
         return sorted(name for name in names if name not in self._names and not self._gone.get(name))
@@ -129,21 +122,18 @@ class NodeCache:
             self._gone[name] = True
 
     def one_observation(self, namespace: str = "", key: Key | None = None) -> contextlib.AbstractContextManager[None]:
-        """Do nothing: the order of nodes does not matter."""
         return contextlib.nullcontext()
 
     def retain(self, named: Set[ObjectKey], list_version: int, namespace: str = "") -> None:
-        """End a list: every node of `named` was put; the others are removed."""
         self._listed = True
         for name in self._names.keys() - {name for _, name in named}:
             self.remove("", name, "")
         self._judge()
 
     def begin_anew(self, namespace: str) -> None:
-        """Do nothing: no order is kept."""
+        """Nothing to do: no order is kept."""
 
     def has(self, raw: Raw) -> bool:
-        """True if the node is known as of its resourceVersion or later."""
         return self._names.get(raw["metadata"]["name"], (-1, ""))[0] >= version(raw["metadata"])
 
     def _set(self, name: str, node: Node) -> None:
@@ -160,14 +150,20 @@ class NodeCache:
             self._judge()
 
     def _judge(self) -> None:
-        """Update which nodes became not ready together with most others."""
+        """Update which nodes became not ready together with most others, and log a disruption."""
         most = self._with_most()
         changed = sorted(most ^ {n for n, known in self._not_ready.items() if known.with_most})
         judged = {n: dataclasses.replace(self._not_ready[n], with_most=n in most) for n in changed}
         self._not_ready = {**self._not_ready, **judged} if judged else self._not_ready
         if changed:
             self._changed(set(changed))
-        self._log_disruption()
+        if self.disrupted != self._disruption_logged:
+            self._disruption_logged = self.disrupted
+            if self.disrupted:
+                text = "%d of %d nodes are not ready, most of them at once: those do not count as lost"
+                _LOGGER.warning(text, len(self._turned), len(self._names))
+            else:
+                _LOGGER.info("most nodes are ready again")
 
     def _with_most(self) -> set[str]:
         """Return the nodes that became not ready together with most of the nodes that were ready until then."""
@@ -182,16 +178,7 @@ class NodeCache:
                 first += 1
             while last < len(times) and times[last] <= at + TOGETHER_SECONDS:
                 last += 1
-            # NodeCache before `first` were not ready already.
+            # Nodes before `first` were not ready already.
             if last - first >= max(DISRUPTED_NODES, DISRUPTED_SHARE * (len(self._names) - first)):
                 together.add(name)
         return together
-
-    def _log_disruption(self) -> None:
-        if self.disrupted != self._disruption_logged:
-            self._disruption_logged = self.disrupted
-            if self.disrupted:
-                text = "%d of %d nodes are not ready, most of them at once: those do not count as lost"
-                _LOGGER.warning(text, len(self._turned), len(self._names))
-            else:
-                _LOGGER.info("most nodes are ready again")

@@ -30,8 +30,6 @@ _IN_TURN = ("", "PodInitializing", "ContainerCreating")
 
 @dataclass(frozen=True)
 class Service:
-    """A Service and its owner."""
-
     name: str
     uid: str
     owner_uid: str
@@ -144,12 +142,12 @@ def controller(raw: Raw) -> Raw:
 
 
 def job_name(raw: Raw) -> str:
-    """Return the job in an object's label; "" if there is none."""
+    """Return the job in an object's label, or ""."""
     return text((raw["metadata"].get("labels") or {}).get(naming.LABEL_JOB))
 
 
 def deletion_requested_at(metadata: Raw) -> dt.datetime | None:
-    """Return when the deletion was requested: deletionTimestamp minus the grace period."""
+    """Return deletionTimestamp minus the grace period."""
     end = time(metadata.get("deletionTimestamp"))
     return None if end is None else end - dt.timedelta(seconds=seconds(metadata.get("deletionGracePeriodSeconds")))
 
@@ -167,7 +165,10 @@ def trainer(raw: Raw, phase: str) -> Container:
     if phase == "Succeeded" and seen.state == "waiting":
         return Container("ended", "Completed", exit_code=0)
     if seen.state == "waiting" and seen.reason in _IN_TURN:
-        return next(_stuck_before_it(status), seen)
+        # An init container that cannot start: the trainer's own status only says PodInitializing.
+        for init_name, init in _init_containers(status):
+            if init.state == "waiting" and init.reason not in _IN_TURN:
+                return Container("waiting", init.reason, f"init container {init_name}: {init.message}")
     return seen
 
 
@@ -216,26 +217,19 @@ def _never_ran(raw: Raw, seen: Container) -> Container:
     return Container("ended", text(status.get("reason")) or seen.reason, message)
 
 
-def _stuck_before_it(status: Raw) -> Iterator[Container]:
-    """Yield init containers that cannot start: the trainer's own status only says PodInitializing."""
-    for name, init in _init_containers(status):
-        if init.state == "waiting" and init.reason not in _IN_TURN:
-            yield Container("waiting", init.reason, f"init container {name}: {init.message}")
-
-
 def _init_containers(status: Raw) -> Iterator[tuple[str, Container]]:
     for one in status.get("initContainerStatuses") or ():
         yield text(one.get("name")), _container(one)
 
 
 def condition(raw: Raw, kind: str, holds: str | None = None) -> Raw:
-    """Return a condition of a pod or node if its status is `holds`; otherwise {}."""
+    """Return a condition of a pod or node if its status is `holds`, else {}."""
     listed = (raw.get("status") or {}).get("conditions") or ()
     return next((c for c in listed if c.get("type") == kind and holds in (None, c.get("status"))), {})
 
 
 def _silent_since(raw: Raw, trainer_state: Container) -> dt.datetime | None:
-    """Return the time from which the pod's node has been silent; None if it is not.
+    """Since when the pod's node has been silent.
 
     The node controller then marks its pods not ready without a reason, and leaves the rest of their status
     (pkg/controller/nodelifecycle). A kubelet gives a reason, or marks the containers not ready too.

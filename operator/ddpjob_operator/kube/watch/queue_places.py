@@ -1,6 +1,6 @@
-"""Read the positions of waiting jobs from their queues. No watch shows them, because other jobs change them.
+"""Reads the positions of waiting jobs from their queues. No watch shows them, because other jobs change them.
 
-Each queue with waiting jobs is read once a minute. Jobs whose position changed are enqueued. If a queue does not
+Each queue with waiting jobs is read once a minute; jobs whose position changed are enqueued. If a queue does not
 answer, the messages of its jobs show no position.
 """
 
@@ -44,7 +44,6 @@ class QueuePlaces:
         return self._places.get(key)
 
     async def run(self) -> None:
-        """Read positions until cancelled."""
         while True:
             try:
                 await self.look()
@@ -67,15 +66,13 @@ class QueuePlaces:
             return
         for queue in due:
             self._asked_at[queue] = self._runtime.clock()
-            self._take(queues[queue], await self._ask(kueue.pending_path(api_version, *queue)))
-
-    def _take(self, keys: Iterable[Key], told: dict[str, int]) -> None:
-        for key in keys:
-            before, now = self._places.pop(key, None), told.get(key[1])
-            if now is not None:
-                self._places[key] = now
-            if now != before:
-                self._changed(key)
+            told = await self._ask(kueue.pending_path(api_version, *queue))
+            for key in queues[queue]:
+                before, now = self._places.pop(key, None), told.get(key[1])
+                if now is not None:
+                    self._places[key] = now
+                if now != before:
+                    self._changed(key)
 
     async def _ask(self, path: str) -> dict[str, int]:
         try:
@@ -90,7 +87,7 @@ class QueuePlaces:
         return {}
 
     async def _served(self) -> str:
-        """Return the served apiVersion; "" if no known version is served. Discovery is repeated after a minute."""
+        """Return the served apiVersion, "" if none is known. Discovery is repeated after a minute."""
         if self._api_version or (self._looked_at is not None and self._is_recent(self._looked_at)):
             return self._api_version
         self._looked_at = self._runtime.clock()

@@ -1,20 +1,17 @@
 """Keeps a copy of one collection up to date with LIST and then WATCH, like client-go's Reflector.
 
-In: pages and watch events from the client. Out: calls of a Sink (watch/listing.py), usually a Store. The Operator
-creates the reflectors; each runs in one task that ends only when it is cancelled.
-
-We have our own because kopf's watch costs 25 times as much CPU per pod and stops for good after some answers
-(kopf_workarounds/reflected_session.py).
+In: pages and watch events from the client. Out: calls of a Sink (watch/listing.py), usually a Store. Each runs in one
+task that ends only when it is cancelled. kopf's watch costs 25 times as much CPU per pod and stops for good after some
+answers (kopf_workarounds/reflected_session.py).
 
 A watch can lose events: a proxy drops a line, or an API server restored from a backup starts from an older version. So
-the collection is listed again about every 10 minutes, while the watch goes on, and the list wins. The price is a full
-list of each collection every 10 minutes, which client-go does not pay.
+the collection is listed again about every 10 minutes, while the watch goes on, and the list wins. client-go does not
+pay for that.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,15 +24,15 @@ from ddpjob_operator.metrics.meter import Meter
 
 BACK_OFF_SECONDS_FIRST, BACK_OFF_SECONDS_MAX = 0.5, 30.0
 LOG_AGAIN_SECONDS = 300.0
-# Failures shorter than this are not logged: a broken connection or an API server that is starting needs no action.
+# Shorter failures are not logged: a broken connection or an API server that is starting needs no action.
 QUIET_SECONDS = 5.0
-# A watch that was open for this long has worked. Its end is the server's time-out and causes no back-off.
+# A watch that was open for this long has worked: its end is the server's time-out and causes no back-off.
 HEALTHY_SECONDS = 10.0
-# A list that is older than what we have seen comes from an API server that lags, and it catches up in seconds. After
-# this many such lists we assume that the cluster was restored from a backup, and believe the list.
+# A list that is older than what we have seen comes from an API server that lags, and catches up in seconds. After this
+# many, the cluster was restored from a backup, and the list is believed.
 STALE_LISTS_MAX = 5
 # A list follows the first watch that ends this long after the last list. Watches end after a random 4 to 8 minutes
-# (client.py). So a list comes every 10 minutes on average, and collections and operators do not list at the same time.
+# (client.py), so collections and operators do not list at the same time.
 LIST_AGAIN_SECONDS = 400.0
 
 
@@ -52,27 +49,22 @@ class Reflector:
         *,
         path: str = "",
         runtime: Runtime = SYSTEM,
-        sleep: Callable[[float], Any] = asyncio.sleep,
-        away: Callable[[], bool] = lambda: False,
         meter: Meter | None = None,
     ) -> None:
-        """sleep: returns True if it ended early because the server answers again (Reach.wait).
-        away: True while the server answers no request at all; Reach logs that, so the reflector does not."""
         self.what = f"{plural} in {namespace or 'all namespaces'}"
         self.namespace = namespace
         self.synced = asyncio.Event()
         self.tried_at = runtime.clock()
-        """When it last sent or received something, or began a back-off. The liveness probe uses it to find a hung
-        watch. Each try counts, so an API server that is away causes no restart."""
+        """When it last sent or received something, or began a back-off. The liveness probe finds a hung watch by it; an
+        API server that is away causes no restart.
+        """
         self.waits = True
-        """True during a back-off, False while a request is in flight."""
+        """True during a back-off."""
         self._client = client
         self._path = path or collection(plural, namespace)
         self._selector = selector
         self._sink = sink
         self._runtime = runtime
-        self._sleep = sleep
-        self._away = away
         self._plural, self._meter = plural, meter or Meter()
         self._version = self._newest = ""
         self._failures = 0
@@ -123,17 +115,16 @@ class Reflector:
             if healthy:
                 self._begin_anew()
                 continue
-            # Back off even if the watch ended without an error. Otherwise a server or proxy that closes every watch at
-            # once would make us send requests in a tight loop.
+            # Back off even without an error: a server or proxy may close every watch at once.
             self._failures += 1
             wait = min(BACK_OFF_SECONDS_MAX, BACK_OFF_SECONDS_FIRST * 2.0 ** min(self._failures - 1, 10))
-            if await self._sleep(max(wait * self._runtime.random.uniform(0.8, 1.2), self._asked_for)):
-                # The server is back after an outage. It refuses watches for some seconds while it starts; a back-off as
-                # long as during the outage would leave us blind for up to 30 s.
+            if await self._client.reach.wait(max(wait * self._runtime.random.uniform(0.8, 1.2), self._asked_for)):
+                # The server is back after an outage. It refuses watches for some seconds while it starts; the back-off
+                # of the outage would leave us blind for up to 30 s.
                 self._begin_anew()
 
     async def _list_quietly(self) -> None:
-        """List. A failure does not end the watch: the next list comes as if this one had not failed."""
+        """List. A failure does not end the watch, and the next list comes as usual."""
         try:
             await self._list()
         except ApiError as error:
@@ -168,7 +159,7 @@ class Reflector:
         self.synced.set()
 
     def _check(self, seen: int, version: int) -> None:
-        """Check the version of a page. Raise ApiError if the list is older than what was seen before it."""
+        """Raise ApiError if a page is older than what was seen before the list."""
         self.tried_at = self._runtime.clock()
         if not 0 < version < seen:
             return
@@ -204,7 +195,7 @@ class Reflector:
         text, at = str(error), self._runtime.clock()
         self._failing_since = at if self._failing_since is None else self._failing_since
         passes = error.status not in (401, 403, 404) and at - self._failing_since < QUIET_SECONDS
-        if passes or (error.status == NO_ANSWER and self._away()):
+        if passes or (error.status == NO_ANSWER and self._client.reach.lost):  # Reach logs an outage
             return
         if text != self._logged[0] or at - self._logged[1] >= LOG_AGAIN_SECONDS:
             self._logged = (text, at)

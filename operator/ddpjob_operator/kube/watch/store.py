@@ -1,11 +1,8 @@
 """Our copy of the cluster, indexed by job.
 
-In: watch events and lists, from reflectors (watch/reflector.py), and the answers to our own reads and writes. Storing
-those answers lets the next plan see them before the watch shows them. Out: objects of one job, for the reconcile, and
-one call of `changed` per visible difference, which enqueues the job.
-
-The Operator creates one Store per kind (DDPJobs: Jobs) and they live as long as the process. An entry is created by
-`put` and destroyed by `remove` or `retain`. Everything runs on the event loop, so there are no locks.
+In: watch events and lists (watch/reflector.py), and the answers to our own reads and writes, so that the next plan sees
+them before the watch shows them. Out: the objects of one job, for the reconcile, and one call of `changed` per visible
+difference, which enqueues the job. Everything runs on the event loop, so there are no locks.
 
 Answers and events arrive in any order. Three rules keep an older one from undoing a newer one: the higher
 resourceVersion wins, a UID that is gone stays gone (`_tombstones`), and a list removes nothing newer than itself.
@@ -33,8 +30,7 @@ Key = tuple[str, str]
 ObjectKey = tuple[str, str]
 """Namespace and name of an object."""
 
-# An answer to a delete may arrive after the watch has shown that the object is gone. The limit only bounds memory: far
-# fewer requests than this are ever in flight.
+# Bounds memory; far fewer requests than this are ever in flight.
 UIDS_MAX = 10_000
 _LOGGER = logging.getLogger(__name__)
 
@@ -49,13 +45,11 @@ class Uids:
         return uid in self._uids
 
     def add(self, uid: str) -> None:
-        """Add a UID; the oldest one is dropped if there are more than UIDS_MAX."""
         self._uids[uid] = None
         if len(self._uids) > UIDS_MAX:
             del self._uids[next(iter(self._uids))]
 
     def discard(self, uid: str) -> None:
-        """Remove a UID, if it is there."""
         self._uids.pop(uid, None)
 
 
@@ -78,15 +72,15 @@ class Unreadable(NamedTuple):
 
 
 def newest(_: T | None, later: T, __: int) -> T:
-    """Return the later value: the default merge keeps no history."""
+    """The default merge keeps no history."""
     return later
 
 
 class Store(Generic[T]):
     """Objects of one kind. `changed(key, old, new)` is called for each difference between two cut values.
 
-    `merge(earlier, later, observation)` combines two sightings of the same UID. Observation numbers increase; all
-    objects of one list share a number, because a list does not show in which order they changed.
+    `merge(earlier, later, observation)` combines two sightings of a UID. Observation numbers increase; all objects of
+    one list share a number, because a list does not show in which order they changed.
     """
 
     def __init__(
@@ -99,29 +93,27 @@ class Store(Generic[T]):
         self._merge = merge
         self._observation = 0
         self._at_once: dict[str | Key, int] = {}
-        """Observation numbers of running lists, by the listed namespace (empty: all) or job."""
+        """Observation numbers of running lists, by the listed namespace ("": all) or job."""
         self._cut = cut
         self._key_of = key_of
         self._changed = changed
         self._entries: dict[ObjectKey, Entry[T]] = {}
         self._by_job: dict[Key, dict[str, Entry[T]]] = {}
         self._tombstones = Uids()
-        """UIDs of objects that are gone. Otherwise a late event or answer would bring one back."""
+        """UIDs that are gone. Otherwise a late event or answer would bring one back."""
         self._unreadable: dict[ObjectKey, Unreadable] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def entry(self, namespace: str, name: str) -> Entry[T] | None:
-        """Return the entry of this name, if there is one."""
         return self._entries.get((namespace, name))
 
     def of(self, key: Key) -> list[T]:
-        """Return the objects of a job."""
         return list(self.each(key))
 
     def each(self, key: Key) -> Iterator[T]:
-        """Iterate over the objects of a job without a copy. The store must not change during the iteration."""
+        """Iterate over the objects of a job without a copy. The store must not change meanwhile."""
         return (entry.value for entry in self._by_job.get(key, {}).values())
 
     def jobs(self) -> set[Key]:
@@ -129,15 +121,14 @@ class Store(Generic[T]):
         return set(self._by_job)
 
     def unreadable(self, key: Key) -> str:
-        """Return which object of a job cannot be read, and why; empty if all can."""
+        """Return which object of a job cannot be read, and why; "" if all can."""
         return next((one.why for one in self._unreadable.values() if one.key == key), "")
 
     def put(self, raw: Raw, *, is_whole: bool = True) -> None:
-        """Store an object as it was at its resourceVersion. An older one than the stored one changes nothing.
+        """Store an object. One that is older than the stored one changes nothing.
 
-        is_whole: False for the answer to a create, which repeats our own body. The watch then shows the same version
-        with the changes of admission webhooks, and that one replaces it.
-        If the object cannot be read, the store keeps its last readable state and logs a warning once.
+        is_whole: False for the answer to a create, which repeats our own body; the watch then shows the same version
+        with the changes of admission webhooks. Of an object that cannot be read the last readable state stays.
         """
         metadata = raw["metadata"]
         uid, at = metadata["uid"], version(metadata)
@@ -160,16 +151,13 @@ class Store(Generic[T]):
             self._changed(held_up.key, None, None)
 
     def put_again(self, raw: Raw) -> None:
-        """Store an object that counted as gone and was just read from the API server."""
+        """Store an object that counted as gone and was just read."""
         self._tombstones.discard(raw["metadata"]["uid"])
         self.put(raw)
 
     @contextlib.contextmanager
     def one_observation(self, namespace: str = "", key: Key | None = None) -> Iterator[None]:
-        """While a list arrives, page by page: all of its objects get one observation number.
-
-        Objects outside of the listed namespace or job keep getting numbers of their own. namespace, key: see `retain`.
-        """
+        """While a list arrives: all of its objects get one observation number, and all others numbers of their own."""
         scope = namespace if key is None else key
         if scope in self._at_once:
             yield
@@ -257,12 +245,11 @@ class Store(Generic[T]):
 
 
 class Jobs(Store[Raw]):
-    """The DDPJobs, raw except for what `cut` removes. Each is kept whole only if there is room (job/storage.py).
+    """The DDPJobs, raw except for what `cut` removes. Each is kept whole only if there is room (job/storage.py); if
+    there is none for its remainder either, the store behaves as if the job did not exist, until its next change or
+    list.
 
-    If there is no room for the remainder of a job either, the store behaves as if the job did not exist. Its next
-    change, or the next list, brings it again.
-
-    `changed(key)` is called when a job is new, changed or gone, and when a job that waited for room has it. `seen(old,
+    `changed(key)` is called when a job is new, changed or gone, and when there is room for one that waited. `seen(old,
     new)` is also called for the answer to our own write.
     """
 
@@ -280,7 +267,7 @@ class Jobs(Store[Raw]):
 
         super().__init__(cut, _place_of, told)
         self.begun = storage.Room(limits.begun, limits.begun_in_namespace)
-        """Room for jobs that have begun, and for those about to begin."""
+        """Room for jobs that have begun or are about to."""
         self._resting = storage.Room(limits.resting, limits.resting_in_namespace)
         self._cut_resting = storage.Room(limits.cut, limits.cut_in_namespace)
         self._cut_wanting = storage.Room(limits.cut, limits.cut_in_namespace)
@@ -294,7 +281,7 @@ class Jobs(Store[Raw]):
         """The statuses of writes in flight."""
 
     def put(self, raw: Raw, *, is_whole: bool = True) -> None:
-        """Store a job as it was at its resourceVersion, whole or already cut, unless there is no room for a new one."""
+        """Store a job, whole or already cut, unless there is no room for a new one."""
         key = _place_of(raw)
         if key in self._entries or key in self._held or self._room_for(key, raw):
             super().put(raw, is_whole=is_whole and not storage.is_cut(raw))
@@ -307,7 +294,6 @@ class Jobs(Store[Raw]):
         return namespace in self._left_out
 
     def remove(self, namespace: str, name: str, uid: str) -> None:
-        """Remove the job with this UID, and free its room."""
         super().remove(namespace, name, uid)
         self._settle((namespace, name))
 
@@ -322,7 +308,7 @@ class Jobs(Store[Raw]):
             self._settle(key)
 
     def _settle(self, key: Key) -> None:
-        """Cut or drop a job if there is no room for it, and notify the jobs that waited for the room it frees."""
+        """Cut or drop a job that has no room, and enqueue the jobs that waited for the room it frees."""
         if key in self._held:
             return
         entry = self._entries.get(key)
@@ -372,24 +358,23 @@ class Jobs(Store[Raw]):
         return None if entry is None else entry.value
 
     def take(self, raw: Raw) -> bool:
-        """Store the job of a watch event if its UID is known; False if it is not, and nothing was stored.
+        """Store the job of a watch event if its UID is known; return False if it is not.
 
-        The event of our own status write is ignored, because it may arrive before the answer to that write. Storing it
-        would enqueue the job, and each status write would cost one reconcile more.
+        The event of our own status write may arrive before the answer. It is ignored: otherwise each status write would
+        cost one reconcile more.
         """
         entry = self._entries.get(_place_of(raw))
         if entry is None or entry.uid != raw["metadata"]["uid"]:
             return False
-        written = self._written.get(entry.key)
-        if written is None or written != raw.get("status") or not _differ_in_status_alone(raw, entry.value):
+        written, known = self._written.get(entry.key), entry.value
+        same = raw.get("spec") == known.get("spec") and _edited(raw["metadata"]) == _edited(known["metadata"])
+        if written is None or written != raw.get("status") or not same:
             self.put(raw)
         return True
 
     def put_quietly(self, raw: Raw) -> None:
-        """Store a job from the answer to our own status write or read, without a call of `changed`.
-
-        Whoever sent the request goes on with the answer. A status write cannot hide an edit: the API server refuses it
-        if the job has changed.
+        """Store the answer to our own status write or read without a call of `changed`: the caller goes on with it. A
+        status write cannot hide an edit: the API server refuses it if the job has changed.
         """
         self._is_quiet = True
         try:
@@ -407,12 +392,8 @@ class Jobs(Store[Raw]):
             del self._written[key]
 
 
-def _differ_in_status_alone(one: Raw, other: Raw) -> bool:
-    """True if spec and metadata (deletion, labels, annotations, finalizers) are equal."""
-    return one.get("spec") == other.get("spec") and _said(one["metadata"]) == _said(other["metadata"])
-
-
-def _said(metadata: Raw) -> Raw:
+def _edited(metadata: Raw) -> Raw:
+    """Return what users and controllers change: deletion, labels, annotations, finalizers."""
     return {name: value for name, value in metadata.items() if name not in ("resourceVersion", "managedFields")}
 
 
@@ -421,10 +402,9 @@ def _place_of(raw: Raw) -> ObjectKey:
 
 
 def version(metadata: Raw) -> int:
-    """Return the resourceVersion as a number, which can be compared within one kind of objects.
+    """Return the resourceVersion as a number, comparable within one kind; 0, which always counts as new, if it is none.
 
-    Kubernetes guarantees this from 1.35 on (KEP-5504). Older API servers pass on etcd's revision, which is a number.
-    Return 0 if it is not a number; such an object always counts as new.
+    Kubernetes guarantees the order from 1.35 on (KEP-5504). Older API servers pass on etcd's revision, a number too.
     """
     return number(metadata.get("resourceVersion"))
 

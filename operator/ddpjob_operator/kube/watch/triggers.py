@@ -11,22 +11,20 @@ from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.observed.groups import ObservedGroup
 
 # Pods of one job change in bursts, and each reconcile may write the status: 8 pods would cause 16 writes
-# (bench/operator_api.py). So a start or success of a pod waits for those of the others; failures and deletions do not
-# wait. The wait is short once the last trainer is running, and longer once the last one has ended, because the phases
-# of the pods change after that.
+# (bench/operator_api.py). So a start or success waits for those of the other pods; failures and deletions do not. The
+# wait is longer once the last trainer has ended, because the phases of the pods change after that.
 ALL_RUN_SECONDS = 0.02
 ALL_ENDED_SECONDS = 0.1
 SOME_CHANGED_SECONDS = 3.0
 
 
 def pod_changed(old: Pod | None, new: Pod | None, pods: Iterable[Pod], nodes: int) -> float | None:
-    """Return the seconds until a reconcile, None if this change needs none. pods: the current pods of the job."""
+    """Return the seconds until a reconcile; None if the change needs none. pods: of the job."""
     if new is None or (new.ended and new.trainer.exit_code != 0) or new.deletion_requested_at is not None:
         return 0.0
-    same = old is not None and old.trainer == new.trainer  # cheap; checked before `replace`, which copies a pod
     if (
         old is not None
-        and same
+        and old.trainer == new.trainer  # cheap, before `replace` copies a pod
         and replace(old, node=new.node, scheduled_at=new.scheduled_at, accepted_at=new.accepted_at) == new
     ):
         return None  # it was only scheduled, and no rule depends on that
@@ -36,9 +34,8 @@ def pod_changed(old: Pod | None, new: Pod | None, pods: Iterable[Pod], nodes: in
 
 
 def is_good_news(new: Pod, in_seconds: float) -> bool:
-    """True if the reconcile would only write that pods exist or are running, which nobody waits for.
-
-    Somebody waits for the end of a job (its queue) and for a pod that cannot be scheduled (the user).
+    """True if the reconcile would only write that pods exist or are running, which nobody waits for. The queue waits
+    for a job's end, and the user for a pod that cannot be scheduled.
     """
     return in_seconds > 0 and not new.ended and not new.unschedulable
 
@@ -46,8 +43,8 @@ def is_good_news(new: Pod, in_seconds: float) -> bool:
 def group_changed(admits_first: bool, new: ObservedGroup | None) -> float:
     """Return the seconds until a reconcile after a change of a group. new: None if the group is gone.
 
-    admits_first: True if pods are created only after the admission. The status of a gang scheduler's group only repeats
-    what its pods show, in many small steps, so it can wait.
+    admits_first: pods are created only after the admission. A gang scheduler's group only repeats what its pods show,
+    in many small steps, so it can wait.
     """
     return 0.0 if admits_first or new is None or new.deletion_requested else SOME_CHANGED_SECONDS
 
@@ -60,7 +57,7 @@ def uses_node(names: Set[str], pods: Iterable[Pod]) -> bool:
 def kind(job: Mapping[str, Any] | None) -> int:
     """Return the kind of a job for the queue: 0 if it has begun, else a number that grows with its size.
 
-    Kinds take turns. So neither a restart nor a job of one pod waits behind hundreds of larger jobs applied at once.
+    Kinds take turns, so neither a restart nor a job of one pod waits behind hundreds of larger jobs applied at once.
     """
     if job is None or (job.get("status") or {}).get("attempt"):
         return 0
@@ -71,7 +68,7 @@ def kind(job: Mapping[str, Any] | None) -> int:
 def _all_changed(new: Pod, pods: Iterable[Pod], nodes: int) -> bool:
     """True if the trainers of all nodes have the same state, and none is waiting.
 
-    Called for each change of each pod, and a job may have thousands. So it returns at the first pod that is waiting.
+    It returns at the first pod that is waiting: it is called for each change of each pod, and a job may have thousands.
     """
     newest: dict[int, Pod] = {}
     if new.trainer.state == "waiting":

@@ -1,6 +1,5 @@
-"""Lines of the operator's log about plans: at INFO one per change, at DEBUG one per plan that does anything.
-
-Events of a job expire after an hour; these lines stay as long as the cluster keeps logs.
+"""Lines of the operator's log about plans: at INFO one per change, at DEBUG one per plan that does anything. Events of
+a job expire after an hour; these lines stay as long as the cluster keeps logs.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Line(NamedTuple):
     """namespace/name."""
     attempt: int
     pod: str = ""
-    """The pod that failed, or the only one that is created or stopped; "" if the line is about all pods."""
+    """The pod that failed, or the only one that is created or stopped; "" if it is about all."""
 
     def fields(self) -> dict[str, object]:
         """Fields for JSON logs; always the same keys."""
@@ -38,14 +37,14 @@ class Line(NamedTuple):
 
 
 def of_pod(job: api.Metadata, attempt: int, pod: str) -> Line:
-    """A line about one pod, without text."""
-    return Line("", f"{job.namespace}/{job.name}", attempt, pod)
+    """Return a line about one pod, without text."""
+    return Line("", _where(job), attempt, pod)
 
 
 def lines(job: api.DDPJob, todo: Plan) -> Iterator[Line]:
-    """Yield lines with job, attempt, what, and why. job: with the status before the plan."""
+    """Yield a line per change: job, attempt, what, and why. job: with the status before the plan."""
     old, new = job.status, todo.status or job.status
-    where = _where(job)
+    where = _where(job.metadata)
     pod = _failed_pod(old, new)
     if _is_news(old, new):
         text = f"{where} {_attempt(old, new)}: {_state(old, new)}: {shown(new.message, MESSAGE_MAX)}"
@@ -65,13 +64,13 @@ def decision(job: api.DDPJob, todo: Plan) -> Line | None:
         return None
     done = [*(["the status is written"] if todo.status is not None else []), *_actions(job, todo.actions)]
     pods = _pods(job, todo.actions)
-    where, pod = _where(job), pods[0] if len(pods) == 1 else _failed_pod(old, new)
+    where, pod = _where(job.metadata), pods[0] if len(pods) == 1 else _failed_pod(old, new)
     text = f"{where} {_attempt(old, new)}: decided, being {_state(old, new)}: {', '.join(done)}"
     return Line(shown(text, 2 * MESSAGE_MAX), where, new.attempt, pod)
 
 
 def about(key: tuple[str, str], raw: Mapping[str, Any] | None) -> dict[str, object]:
-    """Fields of a line about a job without a plan. raw: the job as stored; its status may be anything."""
+    """Return the fields of a line about a job without a plan. raw: as stored; its status may be anything."""
     status = (raw or {}).get("status")
     attempt = status.get("attempt") if isinstance(status, Mapping) else None
     return Line("", "/".join(key), attempt if isinstance(attempt, int) else 0).fields()
@@ -87,20 +86,20 @@ def _actions(job: api.DDPJob, actions: Sequence[Action]) -> Iterator[str]:
 
 
 def _pods(job: api.DDPJob, actions: Sequence[Action]) -> list[str]:
-    """Names of the first PODS_MAX pods: a job may have thousands."""
+    """Return the names of the first PODS_MAX pods."""
     made = (naming.pod_name(job, a.attempt, a.place, a.replacement) for a in actions if isinstance(a, CreatePod))
     return list(islice(chain(made, (a.name for a in actions if isinstance(a, (DeletePod, EndPod)))), PODS_MAX))
 
 
 def _failed_pod(old: api.Status, new: api.Status) -> str:
-    """Name the pod of a failure that is new or not yet recovered from."""
+    """Return the pod of a failure that is new or not yet recovered from."""
     failure = new.last_failure
     is_about = failure != old.last_failure or new.state in ("Restarting", "Failing", "Failed")
     return failure.pod if failure is not None and is_about else ""
 
 
-def _where(job: api.DDPJob) -> str:
-    return f"{job.metadata.namespace}/{job.metadata.name}"
+def _where(job: api.Metadata) -> str:
+    return f"{job.namespace}/{job.name}"
 
 
 def _is_news(old: api.Status, new: api.Status) -> bool:

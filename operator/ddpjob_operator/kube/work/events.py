@@ -12,18 +12,20 @@ from ddpjob_operator.job import api, reasons
 from ddpjob_operator.kube.api.client import ApiError, Client, Raw
 from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.watch.store import Key
-from ddpjob_operator.kube.work.queue import Queue, QueueMeter
+from ddpjob_operator.kube.work.queue import Queue
+from ddpjob_operator.metrics import names
+from ddpjob_operator.metrics.meter import Meter
 from ddpjob_operator.plan.actions import Event
 
 K = TypeVar("K")
 V = TypeVar("V")
 QUEUE_MAX = 1_000
-# Per job; its newest are dropped beyond this. A job that restarts all the time must leave room for others.
+# Per job: one that restarts all the time must leave room for others.
 QUEUE_OF_JOB_MAX = 50
 REPEAT_SECONDS = 300.0
 REMEMBERED_MAX = 5_000
 MESSAGE_MAX = 1_024  # the API server refuses longer messages
-# Shorter states get no Event: a job whose pods start at once only reports that they run.
+# Shorter states get no Event.
 PASSING_SECONDS = 3.0
 # Events other than warnings wait at most so much longer while creates of pods are waiting in their namespace.
 LATER_SECONDS, AGAIN_SECONDS = 10.0, 1.0
@@ -41,7 +43,7 @@ class _WaitingEvent:
 
 
 class Events:
-    """Queue events and send them from own tasks; drop them beyond QUEUE_MAX."""
+    """Queues Events and sends them from own tasks; drops them beyond QUEUE_MAX."""
 
     def __init__(
         self,
@@ -49,30 +51,25 @@ class Events:
         runtime: Runtime,
         *,
         instance: str = "",
-        watcher: QueueMeter | None = None,
+        meter: Meter | None = None,
         level: str = "All",
         busy: Callable[[str], bool] = lambda _namespace: False,
     ) -> None:
-        """level: as in the settings. busy: True if creates of pods are waiting in a namespace; normal events then wait
+        """level: as in the settings. busy: True if creates of pods are waiting in a namespace; normal events then wait,
         too.
         """
-        self._client = client
-        self._clock = runtime.clock
-        self._runtime = runtime
-        self._instance = instance
-        self._level = level
-        self._busy = busy
+        self._client, self._runtime, self._clock = client, runtime, runtime.clock
+        self._instance, self._level, self._busy = instance, level, busy
         self._waiting: dict[str, collections.deque[_WaitingEvent]] = {}
         """By uid of the job, oldest first."""
         self._count = 0
-        self.queue: Queue[Key] = Queue(self._send_next, runtime, at_a_time=8, of_namespace=4, watcher=watcher)
-        """Jobs by namespace and uid: events of one job are sent one at a time, so that their order is kept."""
+        self.queue: Queue[Key] = Queue(runtime, name=names.QUEUES[1], meter=meter, at_a_time=8, of_namespace=4)
+        """Jobs by namespace and uid. Events of one job are sent one at a time, so that their order is kept."""
         self._sent: collections.OrderedDict[tuple[str, str, str], float] = collections.OrderedDict()
         self._told: collections.OrderedDict[str, dt.datetime] = collections.OrderedDict()
-        """uids of jobs that have had an Event, the latest last."""
+        """Jobs (uid) that have had an Event, the latest last."""
         self._logged = ""
         self._named = 0
-        """Number in the name of the last event, in microseconds."""
 
     def __len__(self) -> int:
         return self._count
@@ -108,8 +105,8 @@ class Events:
         return self._level == "All" or not event.is_routine or job.uid in self._told
 
     async def run(self) -> None:
-        """Send until cancelled; requests in flight are cancelled too."""
-        await self.queue.run()
+        """Send until cancelled."""
+        await self.queue.run(self._send_next)
 
     def _has_room(self, job: api.Metadata) -> bool:
         """Make room, if full, by dropping an event of the fullest namespace, unless that is the job's own."""
@@ -178,7 +175,7 @@ class Events:
 
 
 def _remember(known: collections.OrderedDict[K, V], key: K, value: V) -> None:
-    """Add as the latest; the oldest is dropped if there are more than REMEMBERED_MAX."""
+    """Add as the latest; drop the oldest beyond REMEMBERED_MAX."""
     known[key] = value
     known.move_to_end(key)
     if len(known) > REMEMBERED_MAX:

@@ -1,12 +1,10 @@
 """Carries out a plan: the status and its Events first, then deletes, then creates, then groups, then the job itself.
 
-In: a Plan of the Reconciler. Out: requests to the API server, and the answer of each one in our copy. A create that the
-server refuses is not an error: it is stored in the JobState, and the next plan reports it to the user.
+In: a Plan of the Reconciler. Out: requests to the API server, and the answer of each in our copy. A create that the
+server refuses is stored in the JobState, and the next plan reports it to the user.
 
-The status is written before anything else, with the resourceVersion that was planned for. The write therefore fails if
-the job has changed, and a crash after it loses no decision: the next operator plans from the recorded status.
-
-The Operator creates one Executor. It keeps nothing of a job itself, except places in flight while a request runs.
+The status is written with the resourceVersion that was planned for. The write fails if the job has changed, and a crash
+after it loses no decision: the next operator plans from the recorded status.
 
 Worse than one pass over all actions: a large job takes many reconciles (slow start), because no reconcile starts a
 request after RECONCILE_SECONDS.
@@ -16,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import logging
 from collections.abc import Awaitable, Callable, Sequence, Set
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -34,6 +33,7 @@ from ddpjob_operator.kube.work import decisions
 from ddpjob_operator.kube.work.events import Events
 from ddpjob_operator.kube.work.job_state import JobState
 from ddpjob_operator.kube.work.lookup import Caches, Lookup, is_absent
+from ddpjob_operator.metrics.meter import Meter
 from ddpjob_operator.plan import redacted
 from ddpjob_operator.plan.actions import (
     Action,
@@ -53,16 +53,15 @@ from ddpjob_operator.pods import build, naming
 # Strict makes a typo in the template an error that the user sees (KEP-2885). The default drops unknown fields.
 STRICT = {"fieldValidation": "Strict", "fieldManager": "ddpjob-operator"}
 STATUS = {"fieldManager": "ddpjob-operator"}
-# A reconcile starts no create, delete or read of a pod after this time; the next reconcile continues. Otherwise a job
-# of a thousand pods behind a slow webhook would react to a suspend, an edit or its deletion only after minutes.
+# A reconcile starts no request for a pod after this time; the next one continues. Otherwise a job of a thousand pods
+# behind a slow webhook would react to a suspend or its deletion only after minutes.
 RECONCILE_SECONDS = 5.0
 # Stop looking for missing pods after this many were not found: the others are usually gone, too.
 GONE_MAX = 8
-# Requests of one job at a time. A job of eight nodes starts in one round trip, and half of the namespace's places stay
-# free for other jobs.
+# Requests of one job at a time: eight nodes start in one round trip, and half of the namespace's places stay free.
 OF_JOB_MAX = 8
-# Pods that the second reconcile of a new job creates, after the first pod. Each further one creates twice as many. With
-# 2, most jobs of a storm would have some of their pods and few would have all (docs/dev/decisions.md, slow start).
+# Pods that the second reconcile of a new job creates; each further one creates twice as many. With 2, most jobs of a
+# storm would have some of their pods and few would have all (docs/dev/decisions.md, slow start).
 SECOND_BATCH = 8
 
 
@@ -81,11 +80,10 @@ class Executor:
     runtime: Runtime
     reporting: build.Reporting | None = None
     progressed: Callable[[Key], None] = lambda _key: None
-    """Called when a request for a job is sent and when it is answered, so that the queue sees it is not stuck."""
+    """Called when a request is sent and when it is answered, so that the queue sees the job is not stuck."""
     keep_from_autoscalers: bool = True
     mount_api_token: bool = True
-    recorded: Callable[[api.DDPJob, Plan, JobState], None] = lambda _job, _todo, _state: None
-    """Called with the job as it was before, after the status was written and before the other actions."""
+    meter: Meter = field(default_factory=Meter)
     # Two limits, so that creates behind a slow webhook do not delay deletes.
     creates: InFlight = field(default_factory=InFlight)
     deletes: InFlight = field(default_factory=InFlight)
@@ -93,15 +91,14 @@ class Executor:
     async def execute(self, job: api.DDPJob, todo: Plan, state: JobState) -> bool:
         """Carry out as much of a plan as RECONCILE_SECONDS and slow start allow. Return True if that was all.
 
-        Raise ConflictError if the job or a node has changed, ApiError if the server cannot do it now. A refused create
-        is not an error; it is recorded in `state`.
+        Raise ConflictError if the job or a node has changed, ApiError if the server cannot do it now.
         """
         before = job
         if todo.status is not None:
             await self._replace_status(job.metadata, msgspec.to_builtins(todo.status))
             # Pods get the remaining restart budgets from the status, and this one may count another restart in place.
             job = msgspec.structs.replace(job, status=todo.status)
-        self.recorded(before, todo, state)
+        self._report(before, todo, state)
         # Events report what the status records. They come before the other requests, which may fail.
         self.events.send(job.metadata, todo.events, self.runtime.now())
         deletes = [partial(self._delete, job, a, state) for a in todo.actions if isinstance(a, DeletePod)]
@@ -118,6 +115,17 @@ class Executor:
             if isinstance(action, DeleteJob):
                 await self._delete_job(job, action)
         return is_complete
+
+    def _report(self, job: api.DDPJob, todo: Plan, state: JobState) -> None:
+        """Log and count a plan whose status was written. job: with the status before it."""
+        log = self.runtime.log
+        for line in decisions.lines(job, todo):
+            log.info("%s", line.text, extra=line.fields())
+        if log.isEnabledFor(logging.DEBUG) and (decision := decisions.decision(job, todo)) is not None:
+            log.debug("%s", decision.text, extra=decision.fields())
+        if todo.status is not None:
+            agent = state.agent.agent if state.agent is not None else None
+            state.restart = self.meter.changed(job.status, todo.status, self.runtime.now(), state.restart, agent)
 
     async def take_back(self, job: api.DDPJob, names: Set[str], state: JobState) -> bool:
         """Read pods by name that no list shows, and restore the job's label on those that exist.
@@ -146,8 +154,8 @@ class Executor:
     async def report_unreadable(self, metadata: Raw, status: Raw | None, event: Event) -> str:
         """Write the condition and send the Event of a job that cannot be read. Raise as `execute`.
 
-        status: the stored status with the condition added. The server refuses it if another stored field breaks the
-        schema; only the Event is sent then. Return why it was refused, "" if it was written.
+        status: with the condition added. The server refuses it if another stored field breaks the schema; then only the
+        Event is sent. Return why it was refused, "" if it was written.
         """
         refused = ""
         job = api.Metadata(
@@ -216,7 +224,7 @@ class Executor:
         return None
 
     async def _delete_options(self, job: api.DDPJob, action: DeletePod) -> Raw:
-        """Return the DeleteOptions. Raise ConflictError if the container could go on running next to its successor."""
+        """Return the DeleteOptions. Raise ConflictError if the container could go on next to its successor."""
         namespace = job.metadata.namespace
         # The uid, because a new pod may have the same name by now.
         preconditions = {"uid": action.uid}
@@ -232,7 +240,7 @@ class Executor:
         return options
 
     def _not_deleted(self, job: api.DDPJob, action: DeletePod, state: JobState, why: str) -> None:
-        """Record and log that a pod stays which the job no longer needs. The job goes on without waiting for it."""
+        """Log that a pod which the job no longer needs stays. The job goes on."""
         state.not_deleted(action.uid, self.runtime.now())
         about = decisions.of_pod(job.metadata, job.status.attempt, action.name)
         text = "%s: the pod %s, which the job no longer needs, is not deleted: %s"
@@ -251,7 +259,7 @@ class Executor:
         gang.store.remove(namespace, action.name, action.uid)
 
     async def _tell_group(self, job: api.DDPJob, action: TellGroup, state: JobState) -> None:
-        """Report the job's state to a queue. Read the object first, so that a newer admission is not overwritten."""
+        """Report the job's state to a queue. The object is read first: a newer admission must not be overwritten."""
         gang, namespace = self.caches.gangs[action.adapter], job.metadata.namespace
         path = f"{gang.path(namespace)}/{action.name}"
         try:
@@ -286,40 +294,34 @@ class Executor:
             await self._delete(job, DeletePod(action.name, action.uid, action.grace_seconds), state)
 
     async def _delete_job(self, job: api.DDPJob, action: DeleteJob) -> None:
-        metadata = job.metadata
-        path = f"{collection(api.PLURAL, metadata.namespace)}/{metadata.name}"
-        options = {"preconditions": {"uid": action.uid}, "propagationPolicy": "Background"}
+        path = f"{collection(api.PLURAL, job.metadata.namespace)}/{job.metadata.name}"
         try:
-            await self.client.delete(path, options)
+            await self.client.delete(path, {"preconditions": {"uid": action.uid}, "propagationPolicy": "Background"})
         except ApiError as error:
             if error.status not in (404, 409):
                 raise
-        await self.lookup.reread(metadata)
+        await self.lookup.reread(job.metadata)
 
     async def _create_all(self, job: api.DDPJob, actions: Sequence[Action], state: JobState) -> bool:
         """Create the Service, the group, and pods by slow start. Return False if there are more pods to create.
 
-        After a refused pod the others are not tried, because the server would usually refuse them, too. This counts as
-        complete.
-        A new job gets 1, 8, 16, 32 … pods. Each batch is a reconcile of its own, and the job goes to the back of the
-        queue in between; otherwise a large job would delay all others. The batches follow slowStartBatch in
-        pkg/controller/job/job_controller.go of Kubernetes.
-        A restart gets all of its pods in one reconcile: its ranks wait for the last one, and the server has accepted
-        such pods before.
+        After a refused pod the others are not tried, because the server would usually refuse them, too; that counts as
+        complete. A new job gets 1, 8, 16, 32 … pods, each batch in a reconcile of its own, so that a large job does not
+        delay the others. Kubernetes does the same (slowStartBatch, pkg/controller/job/job_controller.go). A restart
+        gets all of its pods at once: its ranks wait for the last one, and the server has accepted such pods before.
         """
-        service = (
-            [partial(self._create, "Service", build.service(job), job, state)] if CreateService() in actions else []
-        )
-        groups = [partial(self._create_group, job, a, state) for a in actions if isinstance(a, CreateGroup)]
+        first: list[Callable[[], Awaitable[bool]]] = []
+        if CreateService() in actions:
+            first.append(partial(self._create, "Service", build.service(job), job, state))
+        first += [partial(self._create_group, job, a, state) for a in actions if isinstance(a, CreateGroup)]
         to_make = [a for a in actions if isinstance(a, CreatePod)]
         pods = [partial(self._create_pod, job, a, state) for a in to_make]
         if pods and not await self._read_flavors(job, to_make[0], state):
             return True
         known, state.unfinished = state.unfinished, False
-        first = [*service, *groups, *([] if known else pods[:1])]
-        if not await self._one_by_one(job, first):
-            return True
         left = pods if known else pods[1:]
+        if not await self._one_by_one(job, first if known else [*first, *pods[:1]]):
+            return True
         again = job.status.attempt > 1 or any(action.replacement for action in to_make)
         batch = len(left) if again else state.next_batch if known else 0
         before = state.refused_in_a_row
@@ -332,7 +334,7 @@ class Executor:
 
     async def _one_by_one(self, job: api.DDPJob, creates: Sequence[Callable[[], Awaitable[bool]]]) -> bool:
         """Send the creates in order. Return False after the first object that does not exist afterwards."""
-        key = (job.metadata.namespace, job.metadata.name)
+        key = job.metadata.namespace, job.metadata.name
         for create in creates:
             async with self.creates.place(key[0]):
                 self.progressed(key)
@@ -349,14 +351,13 @@ class Executor:
         calls: Sequence[Callable[[], Awaitable[object]]],
         given_up: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Make the calls, OF_JOB_MAX at a time. Return False if RECONCILE_SECONDS ended before all had begun."""
+        """Make the calls, OF_JOB_MAX at a time. Return False if the time ended before all had begun."""
         key = (job.metadata.namespace, job.metadata.name)
         ends = self.runtime.clock() + RECONCILE_SECONDS
         left = collections.deque(calls)
 
         async def work() -> None:
-            # The time is not checked again after the wait for a place. Otherwise calls that waited too long would all
-            # be given up, and the line would never get shorter.
+            # The time is not checked again after the wait for a place. Otherwise the line would never get shorter.
             while left and self.runtime.clock() < ends and not given_up():
                 call = left.popleft()
                 async with place():
@@ -413,7 +414,7 @@ class Executor:
         return found is not None
 
     async def _read(self, paths: Sequence[str], of: tuple[str, str], state: JobState) -> list[Raw] | None:
-        """Return the objects that complete the object `of`. None if one cannot be read; `of` then counts as refused."""
+        """Return the objects that complete the object `of`; None if one is missing: `of` then counts as refused."""
         try:
             return [await self.client.get(path) for path in paths]
         except ApiError as error:
@@ -423,7 +424,7 @@ class Executor:
             return None
 
     async def _create(self, kind: str, body: Raw, job: api.DDPJob, state: JobState) -> bool:
-        """Create an object. Return True if it exists and the job owns it. Raise ApiError if a later try may succeed."""
+        """Create an object. Return True if it exists and is ours. Raise ApiError if a later try may succeed."""
         namespace, name = job.metadata.namespace, body["metadata"]["name"]
         try:
             raw = await self.client.create(self.caches.path(kind, namespace), body, STRICT)
@@ -441,8 +442,7 @@ class Executor:
 
 
 def is_refusal(error: ApiError) -> bool:
-    """True if the server refuses the create, and the user has to change something or wait.
-
-    Quota, PodSecurity and admission answer 403, a bad field 400 or 422, and a webhook that is down 500.
+    """True if the server refuses the create, and the user has to change something or wait: quota, PodSecurity and
+    admission answer 403, a bad field 400 or 422, a webhook that is down 500.
     """
     return error.status in (400, 403, 404, 405, 413, 422) or (error.status == 500 and "webhook" in error.message)

@@ -28,7 +28,7 @@ UNDELETABLE_SECONDS = 60
 
 @dataclass
 class Conflict:
-    """An object that has a name the job needs. No watch shows it, so it is read again until it is deleted."""
+    """An object with a name that the job needs. No watch shows it, so it is read again until it is deleted."""
 
     object: ConflictingObject
     check_at: dt.datetime
@@ -36,11 +36,11 @@ class Conflict:
 
 
 class PutOff(NamedTuple):
-    """A job that cannot be read, or whose condition was refused. It is retried with growing pauses."""
+    """A job that cannot be read, or whose condition was refused; retried with growing pauses."""
 
     why: str
     version: str
-    """resourceVersion of the job that failed; another version is tried at once. "" if the job is not the cause."""
+    """resourceVersion of the job that failed; any other is tried at once. "" if the job is not the cause."""
     until: float
     """By the monotonic clock."""
     times: int
@@ -55,7 +55,7 @@ class JobState:
     refusals: dict[tuple[str, str], Refusal] = field(default_factory=dict)
     refused_in_a_row: int = 0
     unfinished: bool = False
-    """True if the last reconcile left pods to create although the server accepts them: slow start, or out of time."""
+    """True if the last reconcile left pods to create: slow start, or out of time."""
     next_batch: int = 0
     """Number of pods that the next reconcile of an unfinished job creates."""
     progress_at: float | None = None
@@ -76,21 +76,19 @@ class JobState:
     undeletable: dict[str, dt.datetime] = field(default_factory=dict)
     """By uid: pods that still exist after a deletion without grace are not deleted again until this time."""
     confirmed_gone: set[str] = field(default_factory=set)
-    """Pods that neither our copy nor the API server has."""
     clock: Clock = field(default_factory=Clock)
     flavors: list[dict[str, Any]] = field(default_factory=list)
-    """The queue's node constraints (resource flavors) for pods that are created now."""
+    """The queue's resource flavors for the pods that are created now."""
     restart: Restart | None = None
-    """The failure whose restart is being timed."""
     listed_for: tuple[int, int] = (1, 0)
-    """Newest attempt and replacement before whose first pod the API server was asked for leftovers of older ones."""
+    """Newest attempt and replacement before whose first pod the pods were listed."""
     is_read: bool = False
-    """True if the status was written, or read from the API server, since this operator leads."""
+    """True if this operator has written the status, or read it from the API server."""
     written_at: float = float("-inf")
     """When (monotonic clock) the status was last written."""
     put_off: PutOff | None = None
     listed_to_free: set[tuple[str, int]] = field(default_factory=set)
-    """Groups (uid, recorded attempt) that may be freed according to a list of the API server."""
+    """Groups (uid, recorded attempt) before whose release the pods were listed."""
 
     def adjust_clock(self, now: dt.datetime) -> None:
         """Move all times if our wall clock was set back; otherwise waits would get longer."""
@@ -104,8 +102,8 @@ class JobState:
             conflict.check_at += by
 
     def make_room(self, report: Report, nproc: int | None) -> None:
-        """Drop reports so that there are no more than ranks. nproc: ranks per pod if ranks do not follow nodes; then
-        each pod keeps its last `nproc` reports.
+        """Drop reports so that there are no more than ranks. nproc: ranks per pod if ranks do not follow nodes; each
+        pod then keeps its last `nproc` reports.
         """
         if report.rank in self.reports:
             return
@@ -121,8 +119,8 @@ class JobState:
         self.trackers.pop(rank, None)
 
     def by_own_clock(self, pods: Sequence[Pod], now: dt.datetime) -> list[Pod]:
-        """Replace the times that reveal lost nodes by our own observations: the API server's clock may be minutes off,
-        and healthy nodes would be given up at once.
+        """Replace the times that reveal lost nodes by our own: the API server's clock may be minutes off, and healthy
+        nodes would be given up at once.
         """
         seen = {(p.uid, "silent") for p in pods if p.silent_since}
         seen |= {(p.uid, "stopping") for p in pods if p.deletion_deadline}
@@ -152,11 +150,11 @@ class JobState:
         )
 
     def not_deleted(self, uid: str, now: dt.datetime) -> None:
-        """Note that a pod still exists although its deletion without grace was requested."""
+        """Note that a pod still exists after a deletion without grace."""
         self.undeletable[uid] = now + dt.timedelta(seconds=UNDELETABLE_SECONDS)
 
     def refuse(self, kind: str, name: str, message: str, now: dt.datetime) -> None:
-        """Note that the server refused a create. All refusals of one reconcile are retried at the same time."""
+        """Note that a create was refused. All refusals of one reconcile are retried at the same time."""
         retry_at = max((r.retry_at for r in self.refusals.values()), default=now)
         if retry_at <= now:
             self.refused_in_a_row += 1
@@ -165,7 +163,7 @@ class JobState:
         self.refusals[kind, name] = Refusal(kind, name, message, retry_at)
 
     def waits(self, version: str, clock: float) -> float:
-        """Seconds until this version of the job is tried again; 0: now."""
+        """Return the seconds until this version of the job is tried again; 0: now."""
         off = self.put_off
         return max(0.0, off.until - clock) if off is not None and version and off.version == version else 0.0
 
@@ -182,7 +180,6 @@ class JobState:
         self.refused_in_a_row = 0
 
     def add_conflict(self, found: ConflictingObject, now: dt.datetime) -> None:
-        """Note that a conflicting object exists."""
         conflict = self.conflicts.setdefault((found.kind, found.name), Conflict(found, now))
         conflict.object = found
         wait = CONFLICT_SECONDS[min(conflict.checks, len(CONFLICT_SECONDS) - 1)]
@@ -190,7 +187,7 @@ class JobState:
 
 
 class JobStates:
-    """The JobState and the last parsed spec of each job."""
+    """The JobState and the parsed spec of each job."""
 
     def __init__(self, jobs: Jobs) -> None:
         self._jobs = jobs
@@ -201,24 +198,22 @@ class JobStates:
         return iter(self._states.items())
 
     def of(self, key: Key, uid: str) -> JobState:
-        """Return the state of the job with this uid; create it if there is none."""
+        """Return the state of the job with this uid, a new one if there is none."""
         state = self._states.get(key)
         if state is None or state.uid != uid:
             state = self._states[key] = JobState(uid)
         return state
 
     def forget(self, keys: Iterable[Key]) -> None:
-        """Drop the state and spec of these jobs."""
         for key in keys:
             self._states.pop(key, None)
             self._parsed.pop(key, None)
 
     def forget_spec(self, key: Key) -> None:
-        """Drop the parsed spec."""
         self._parsed.pop(key, None)
 
     def pod_deleted(self, key: Key, pod: Pod) -> None:
-        """Note a deleted pod as it was last seen."""
+        """Keep a deleted pod as it was last seen."""
         state = self._states.get(key)
         if state is not None and state.uid == pod.owner_uid:
             state.deleted_pods = {n: p for n, p in state.deleted_pods.items() if p.attempt >= pod.attempt}
@@ -227,8 +222,8 @@ class JobStates:
     def spec(self, key: Key) -> api.Spec | None:
         """Return the spec, parsed once per generation: reports come far more often than changes, on followers too.
 
-        A spec that has become unreadable stays as last parsed. None if it was never readable, was too large to keep
-        (job/storage.py), or there is no job.
+        None if it was never readable, was too large to keep (job/storage.py), or there is no job. A spec that has
+        become unreadable stays as last parsed.
         """
         known, raw = self._parsed.get(key), self._jobs.get(key)
         if raw is None:
@@ -240,9 +235,7 @@ class JobStates:
         return None if known is None or known[0] != uid else known[2].spec
 
     def parse(self, key: Key, raw: Mapping[str, Any]) -> tuple[api.DDPJob, list[validation.Problem]]:
-        """Parse a job; its spec only once per generation, because usually only the status is new. Raise
-        UnreadableJobError.
-        """
+        """Parse a job; its spec only once per generation. Raise UnreadableJobError."""
         metadata, status = validation.stored_metadata(raw), validation.stored_status(raw)
         known = self._parsed.get(key)
         if known is None or known[:2] != (metadata.uid, metadata.generation):

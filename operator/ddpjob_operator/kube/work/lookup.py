@@ -29,10 +29,10 @@ class Caches:
     services: Store[observe.Service]
     nodes: NodeCache
     gangs: Mapping[str, GangWatch] = field(default_factory=dict)
-    """Enabled APIs of gang schedulers and queues, by adapter."""
+    """By adapter."""
 
     def of_kind(self, kind: str) -> Store[Any]:
-        """Return the store of a kind: Pod, Service, or the kind of an adapter."""
+        """Return the store of Pod, Service, or an adapter's kind."""
         for gang in self.gangs.values():
             if gang.adapter.resource == kind:
                 return gang.store
@@ -57,8 +57,8 @@ class Lookup:
     async def reread(self, metadata: api.Metadata, *, quietly: bool = False) -> None:
         """Read a whole job and store it.
 
-        metadata.uid: UID of the job in our copy, empty if there is none. quietly: do not enqueue the job, because the
-        caller goes on with the answer.
+        metadata.uid: of the job in our copy, "" if there is none. quietly: do not enqueue the job, because the caller
+        goes on with the answer.
         """
         try:
             raw = await self.client.get(f"{collection(api.PLURAL, metadata.namespace)}/{metadata.name}")
@@ -73,7 +73,6 @@ class Lookup:
         (self.caches.jobs.put_quietly if quietly else self.caches.jobs.put)(raw)
 
     async def list_pods(self, key: Key) -> None:
-        """List and store the pods of one job."""
         pages = self.client.pages(collection("pods", key[0]), f"{naming.LABEL_JOB}={key[1]}")
         await take(pages, self.caches.pods, self.caches.pods.put, namespace=key[0], key=key)
 
@@ -83,13 +82,13 @@ class Lookup:
         uid = known.uid if known is not None else ""
         await self.reread(api.Metadata(namespace=key[0], name=key[1], uid=uid), quietly=quietly)
 
-    async def read_node(self, key: Key) -> None:
+    async def read_node(self, name: str) -> None:
         """Read and store a node, or mark it as gone."""
-        nodes = await self._node(key[1])
+        nodes = await self._node(name)
         for raw in nodes:
             self.caches.nodes.put(raw)
         if not nodes:
-            self.caches.nodes.is_gone(key[1])
+            self.caches.nodes.is_gone(name)
 
     async def _node(self, name: str) -> list[Raw]:
         # A list with one object, because the role allows list and not get.
@@ -97,7 +96,7 @@ class Lookup:
         return [raw for raw in listed["items"] if raw["metadata"]["name"] == name]
 
     async def may_run_on_ready_node(self, namespace: str, name: str) -> bool:
-        """True if a live pod is on a node that is ready now. Reads the node, because the watch of nodes may lag.
+        """True if a live pod is on a node that is ready now. The node is read, because its watch may lag.
 
         False if nodes are not watched, as in namespaced mode.
         """
@@ -111,7 +110,7 @@ class Lookup:
         return bool(ready)
 
     def version_of_pod(self, namespace: str, name: str) -> dict[str, str]:
-        """Return our version of a pod as a delete precondition; empty if resourceVersions are not numbers."""
+        """Return our version of a pod as a precondition; empty if resourceVersions are not numbers."""
         entry = self.caches.pods.entry(namespace, name)
         return {"resourceVersion": str(entry.version)} if entry is not None and entry.version else {}
 
@@ -126,8 +125,8 @@ class Lookup:
     async def take_back(self, job: api.Metadata, name: str) -> bool:
         """Read a pod that no list shows. If it is the job's, restore its label and return True.
 
-        Somebody removed the label, for example to debug the pod. To the watch the pod is gone, but its processes go on
-        training, and the next attempt would write into the same checkpoint.
+        Somebody removed the label, for example to debug the pod. Its processes go on training, and the next attempt
+        would write into the same checkpoint.
         """
         raw = await self._find("Pod", job.namespace, name)
         if raw is None or observe.controller(raw).get("uid") != job.uid or raw["metadata"].get("deletionTimestamp"):
@@ -148,7 +147,7 @@ class Lookup:
     async def is_own(self, kind: str, name: str, job: api.DDPJob, state: JobState) -> bool:
         """Read an object. Return True if it exists and the job owns it.
 
-        If it exists and somebody else owns it, `state` keeps the conflict until the object is gone.
+        If somebody else owns it, `state` keeps the conflict until the object is gone.
         """
         raw = await self._find(kind, job.metadata.namespace, name)
         if raw is None:

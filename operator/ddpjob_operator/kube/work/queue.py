@@ -3,26 +3,25 @@
 In: requests (`add`: key, time, priority) from watches, timers and reports. Out: calls of `reconcile(key)`, at most one
 at a time per key. Many requests for a key become one reconcile, and failures back off, as in client-go's workqueue.
 
-When its time has come, a key is due and waits for its turn:
+A key that is due waits for its turn:
 
 - Namespaces take turns, so that 500 jobs in one namespace do not delay those of another.
 - Within a namespace, kinds of keys take turns (`kind`): jobs that have begun, and new jobs by size. So a restart does
   not wait for new jobs, and a job of one pod does not wait for jobs of a thousand pods.
-- Jobs with more pods to create come after all of these, and status updates without bad news come last (`Priority`).
-  Each of these two gets at least one of TURNS turns. Otherwise a large job would stay incomplete while new jobs arrive.
+- Jobs with more pods to create come after these, and status updates without bad news come last (`Priority`). Each of
+  these two gets at least one of TURNS turns. Otherwise a large job would stay incomplete while new jobs arrive.
 
 A slow reconcile gives its place to others after QUICK_SECONDS, up to a limit per namespace.
 
-`Schedule` holds all state and decides; it takes times as arguments and has no clock. `Queue` runs it with a clock. It
-creates one task per reconcile and cancels all of them when `run` is cancelled. Both are used on the event loop only.
-
-client-go's workqueue is one FIFO. Fairness costs a heap per namespace and kind here.
+`Schedule` decides, takes times as arguments and has no clock. `Queue` runs it with one task per reconcile. client-go's
+workqueue is one FIFO; fairness costs a heap per namespace and kind here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import heapq
 import itertools
 from collections.abc import Awaitable, Callable, Hashable, Mapping
@@ -32,17 +31,18 @@ from typing import Generic, TypeVar
 from ddpjob_operator.kube.api.in_flight import Turn
 from ddpjob_operator.kube.api.limit import at_most
 from ddpjob_operator.kube.api.runtime import Runtime
-from ddpjob_operator.metrics.meter import QueueWaits
+from ddpjob_operator.metrics import names
+from ddpjob_operator.metrics.meter import Meter, QueueWaits
 
 K = TypeVar("K", bound=Hashable)
 BACK_OFF_SECONDS_FIRST, BACK_OFF_SECONDS_MAX = 0.5, 60.0
-# Reconciles of a namespace at a time, slow ones included. This is twice the creates that may be in flight
-# (api/in_flight.py), because other reconciles write a status meanwhile. With more, an event would wait behind too many.
+# Reconciles of a namespace at a time: twice the creates in flight (api/in_flight.py), because others write a status
+# meanwhile. With more, an event would wait behind too many.
 OF_NAMESPACE_MAX = 32
 # A reconcile that takes longer is waiting for a request. It then no longer takes one of the places.
 QUICK_SECONDS = 0.1
-# Each lower priority gets one of this many turns of a namespace, however many keys of higher priority are due. With a
-# smaller number, further pods of other jobs would delay the first pod of a new one.
+# Each lower priority gets one of this many turns. With fewer, further pods of other jobs would delay the first pod of a
+# new one.
 TURNS = 8
 # Outdated requests stay in the heap until there are more than this, because removing them means a rebuild.
 OUTDATED_MIN = 64
@@ -63,55 +63,41 @@ _Request = tuple[float, int, K, Priority]
 """Time, a number that breaks ties, key, priority."""
 
 
-class QueueMeter:
-    """Receives measurements of a queue. This one ignores them."""
-
-    def added(self) -> None:
-        """A key was requested."""
-
-    def waited(self, seconds: float) -> None:
-        """A key got its turn, this long after it was due."""
-
-    def worked(self, seconds: float, result: str) -> None:
-        """A reconcile ended. result: success, requeue (at once), requeue_after (later) or error."""
-
-
 class _Due(Generic[K]):
-    """The keys of one namespace that are due."""
+    """The due keys of one namespace."""
 
     def __init__(self) -> None:
         self.kinds: dict[int, list[_Request[K]]] = {}
-        """One heap per kind; the kind served last is at the end. FURTHER_PODS and NEWS have a kind of their own: their
-        negative number."""
+        """One heap per kind, the kind served last at the end. FURTHER_PODS and NEWS have their negative number."""
         self._turns = 0
 
     def push(self, kind: int, request: _Request[K]) -> None:
         heapq.heappush(self.kinds.setdefault(kind, []), request)
 
     def in_turn(self) -> list[int]:
-        """Return the kinds in the order in which they get their turn."""
+        """Return the kinds in the order of their turns."""
         kinds = [kind for kind in self.kinds if kind >= 0]
         kinds += [kind for kind in (-Priority.FURTHER_PODS, -Priority.NEWS) if kind in self.kinds]
         turn = -(self._turns % TURNS)
         return sorted(kinds, key=lambda kind: kind != turn) if turn < 0 else kinds
 
     def served(self, kind: int) -> None:
-        """Move a kind to the end, after it was served."""
+        """Move a kind to the end."""
         self.kinds[kind] = self.kinds.pop(kind)
         self._turns += 1
 
 
 class Schedule(Generic[K]):
-    """Decides which key is next. Times are seconds of one clock, which the caller chooses."""
+    """Decides which key is next. Times are seconds of one clock."""
 
     def __init__(self, *, of_namespace: int = OF_NAMESPACE_MAX, kind: Callable[[K], int] = lambda _key: 0) -> None:
         """kind: a number that is not negative; keys of different kinds take turns."""
         self._of_namespace = of_namespace
         self._kind = kind
         self._requests: dict[Priority, dict[K, float]] = {priority: {} for priority in Priority}
-        """Requested time of each key. A request is dropped if one of the same or higher priority is as early."""
+        """Time per key. A request is dropped if one of the same or a higher priority is as early."""
         self._later: list[_Request[K]] = []
-        """A heap of requests that are not due. Some are outdated, because an earlier request replaced them."""
+        """Heap of requests that are not due. Some are outdated: an earlier request replaced them."""
         self._due: dict[Hashable, _Due[K]] = {}
         """By namespace; the one served last is at the end."""
         self._order = itertools.count()
@@ -125,7 +111,7 @@ class Schedule(Generic[K]):
         """Seconds that the key popped last had been due."""
 
     def add(self, key: K, at: float, priority: Priority = Priority.EVENT) -> None:
-        """Request a reconcile of `key` at `at`. An earlier request stays; a back-off is never shortened."""
+        """Request a reconcile at `at`. An earlier request stays, and a back-off is never shortened."""
         at = max(at, self._not_before.get(key, at))
         for other, requests in self._requests.items():
             known = requests.get(key)
@@ -141,22 +127,17 @@ class Schedule(Generic[K]):
             heapq.heapify(self._later)
 
     def pop(self, now: float) -> K | None:
-        """Return the key whose turn it is and mark it busy; None if no key may be reconciled now."""
-        self._take_due(now)
+        """Return the next key and mark it busy; None if no key may be reconciled now."""
+        while (top := self._top(self._later)) is not None and top[0] <= now:
+            heapq.heappop(self._later)
+            _, _, one, priority = top
+            self._due.setdefault(_namespace(one), _Due()).push(-priority or self._kind(one), top)
         for namespace in list(self._due):
             if self._busy_in[namespace] < self._of_namespace:
                 for kind in self._due[namespace].in_turn():
                     if (key := self._pop_of(namespace, kind, now)) is not None:
                         return key
         return None
-
-    def _take_due(self, now: float) -> None:
-        """Move due requests to their namespace. `pop` then goes only through namespaces with due keys."""
-        while (top := self._top(self._later)) is not None and top[0] <= now:
-            heapq.heappop(self._later)
-            _, _, key, priority = top
-            due = self._due.setdefault(_namespace(key), _Due())
-            due.push(-priority or self._kind(key), top)
 
     def _pop_of(self, namespace: Hashable, kind: int, now: float) -> K | None:
         due = self._due[namespace]
@@ -181,21 +162,21 @@ class Schedule(Generic[K]):
         return None
 
     def progressed(self, key: K, now: float) -> None:
-        """Record that the reconcile of `key` got an answer: it is not stuck, however long it takes."""
+        """Note that the reconcile got an answer: it is not stuck, however long it takes."""
         if key in self._busy:
             self._busy[key] = now
 
     def observed(self, key: K, now: float) -> None:
-        """Drop the requests for `key` up to now, because its reconcile is about to read the current state."""
+        """Drop the requests up to now, because the reconcile is about to read the current state."""
         self._again.pop(key, None)
         for requests in self._requests.values():
             if requests.get(key, float("inf")) <= now:
                 del requests[key]
 
     def done(self, key: K, now: float, again_at: float | None = None) -> None:
-        """End a reconcile that succeeded. If the key became due meanwhile, it is due now.
+        """End a reconcile that succeeded. A key that became due meanwhile is due now.
 
-        again_at: time of the next one. A time that is not after now means that the job has more to do (FURTHER_PODS).
+        again_at: time of the next reconcile. If it is not after `now`, the job has more to do (FURTHER_PODS).
         """
         self._failures.pop(key, None)
         self._not_before.pop(key, None)
@@ -204,7 +185,7 @@ class Schedule(Generic[K]):
     def failed(self, key: K, now: float, at_least: float = 0.0) -> float:
         """End a reconcile that failed. Return the seconds until the next one, at most BACK_OFF_SECONDS_MAX.
 
-        at_least: seconds from a Retry-After. It is bounded, because a proxy may send an hour for an outage of a minute.
+        at_least: from a Retry-After. It is bounded, because a proxy may send an hour for an outage of a minute.
         """
         count = self._failures[key] = self._failures.get(key, 0) + 1
         wait = min(BACK_OFF_SECONDS_MAX, max(at_least, back_off(count)))
@@ -212,33 +193,29 @@ class Schedule(Generic[K]):
         self._release(key, now, now + wait)
         return wait
 
-    def failures(self, key: K) -> int:
-        """Return how often in a row `key` has failed."""
-        return self._failures.get(key, 0)
-
     def next_at(self) -> float | None:
-        """Return when the next key that may be reconciled is due, None if there is none."""
+        """Return when `pop` may next return a key; None: not before another request."""
         free = (due for name, due in self._due.items() if self._busy_in[name] < self._of_namespace)
         heaps = (self._later, *(heap for due in free for heap in due.kinds.values()))
         tops = [top for heap in heaps if (top := self._top(heap))]
         return min(tops)[0] if tops else None
 
     def stuck_seconds(self, now: float) -> float:
-        """Return the seconds since the last answer, of the reconcile that has waited longest."""
+        """Return the seconds since the last answer of the reconcile that has waited longest."""
         return max((now - since for since in self._busy.values()), default=0.0)
 
     def unfinished_seconds(self, now: float) -> float:
-        """Return the seconds since the last answer, summed over all running reconciles."""
+        """Return the seconds since the last answer, summed over the running reconciles."""
         return sum(now - since for since in self._busy.values())
 
     def due(self, now: float) -> tuple[int, float]:
-        """Return the number of due keys, and for how many seconds the oldest has been due."""
+        """Return the number of due keys, and since how many seconds the oldest has been due."""
         times = {key: at for requests in self._requests.values() for key, at in requests.items() if at <= now}
         return len(times), max((now - at for at in times.values()), default=0.0)
 
     @property
     def working(self) -> int:
-        """Number of keys that are being reconciled."""
+        """Number of running reconciles."""
         return len(self._busy)
 
     def __len__(self) -> int:
@@ -273,7 +250,7 @@ def back_off(times: int) -> float:
 
 
 class RetryError(Exception):
-    """Asks for another reconcile after a back-off. The message is logged when it differs from the last one."""
+    """Asks for another reconcile after a back-off. The message is logged if it is not the key's last one."""
 
     def __init__(self, message: str, at_least_seconds: float = 0.0) -> None:
         super().__init__(message)
@@ -281,113 +258,108 @@ class RetryError(Exception):
 
 
 class Queue(Generic[K]):
-    """Runs `reconcile(key)`, which returns the seconds until the next reconcile, or None, for keys that are due."""
+    """Runs `reconcile(key)` for due keys. It returns the seconds until the next reconcile, or None."""
 
     def __init__(
         self,
-        reconcile: Callable[[K], Awaitable[float | None]],
         runtime: Runtime,
         *,
+        name: str = names.QUEUES[0],
+        meter: Meter | None = None,
         at_a_time: int = 32,
         of_namespace: int = OF_NAMESPACE_MAX,
-        watcher: QueueMeter | None = None,
-        about: Callable[[K], Mapping[str, object]] | None = None,
+        about: Callable[[K], Mapping[str, object]] = lambda key: {"job": _name(key)},
         kind: Callable[[K], int] = lambda _key: 0,
     ) -> None:
-        """about: extra fields of a log record about a key. kind: keys of different kinds take turns."""
-        self._about = about or (lambda key: {"job": _name(key)})
-        self._watcher = watcher or QueueMeter()
+        """name: the queue's label in metrics. about: extra fields of a log record. kind: as for Schedule."""
+        self._about = about
+        self._name, self._meter = name, meter or Meter()
         self.schedule: Schedule[K] = Schedule(of_namespace=of_namespace, kind=kind)
-        self._reconcile = reconcile
         self._clock = runtime.clock
         self._log = runtime.log
         self._free = at_a_time
         self._wake = asyncio.Event()
         self._sleeps_until = float("inf")
-        """Requests for a later time than this do not wake the loop."""
+        """A later request does not wake the loop."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._logged: dict[K, str] = {}
 
     def add(self, key: K, in_seconds: float = 0.0, priority: Priority = Priority.EVENT) -> None:
-        """Request a reconcile of `key` in `in_seconds`. An earlier request stays."""
-        self._watcher.added()
+        """Request a reconcile. An earlier request stays."""
+        self._meter.count(names.QUEUE_ADDS, self._name)
         at = self._clock() + in_seconds
         self.schedule.add(key, at, priority)
         if at < self._sleeps_until:  # otherwise every event of a storm of pods would wake the loop
             self._wake.set()
 
     def stuck_seconds(self) -> float:
-        """Return the seconds since the last answer, of the reconcile that has waited longest."""
+        """As of Schedule."""
         return self.schedule.stuck_seconds(self._clock())
 
-    def measured(self, name: str) -> QueueWaits:
+    def measured(self) -> QueueWaits:
         """Return the present state."""
         now = self._clock()
         depth, oldest = self.schedule.due(now)
         stuck, unfinished = self.schedule.stuck_seconds(now), self.schedule.unfinished_seconds(now)
-        return QueueWaits(name, depth, oldest, stuck, self.schedule.working, unfinished)
+        return QueueWaits(self._name, depth, oldest, stuck, self.schedule.working, unfinished)
 
     def progressed(self, key: K) -> None:
-        """Record that the reconcile of `key` got an answer."""
+        """As of Schedule."""
         self.schedule.progressed(key, self._clock())
 
     def observed(self, key: K) -> None:
-        """Drop the requests for `key` up to now, because its reconcile is about to read the current state."""
+        """As of Schedule."""
         self.schedule.observed(key, self._clock())
 
-    async def run(self) -> None:
+    async def run(self, reconcile: Callable[[K], Awaitable[float | None]]) -> None:
         """Run until cancelled, then cancel the running reconciles and wait for them."""
         try:
             while True:
                 self._wake.clear()
-                self._start_what_is_due()
+                while self._free and (key := self.schedule.pop(self._clock())) is not None:
+                    self._free -= 1
+                    self._meter.observe(names.QUEUE_SECONDS, self.schedule.waited, self._name)
+                    task = asyncio.create_task(self._one(key, reconcile))
+                    self._tasks.add(task)
+                    task.add_done_callback(self._tasks.discard)
                 await self._sleep()
         finally:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _start_what_is_due(self) -> None:
-        while self._free and (key := self.schedule.pop(self._clock())) is not None:
-            self._free -= 1
-            self._watcher.waited(self.schedule.waited)
-            task = asyncio.create_task(self._one(key))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
     async def _sleep(self) -> None:
         at = self.schedule.next_at() if self._free else None
         self._sleeps_until = float("inf") if at is None else at
-        wait = None if at is None else max(0.0, at - self._clock())
-        try:
-            async with at_most(wait):
+        with contextlib.suppress(asyncio.TimeoutError):
+            async with at_most(None if at is None else max(0.0, at - self._clock())):
                 await self._wake.wait()
-        except asyncio.TimeoutError:
-            return
 
-    async def _one(self, key: K) -> None:
+    async def _one(self, key: K, reconcile: Callable[[K], Awaitable[float | None]]) -> None:
         place = Turn(self._leave, QUICK_SECONDS)
         began, result = self._clock(), "error"
         try:
-            again_in = await self._reconcile(key)
+            again_in = await reconcile(key)
         except RetryError as error:
             wait = self.schedule.failed(key, self._clock(), error.at_least_seconds)
-            self._report(key, str(error), wait)
+            if self._logged.get(key) != str(error):
+                self._logged[key] = str(error)
+                self._log.warning("%s: %s; again in %.1f s", _name(key), error, wait, extra=self._about(key))
         except asyncio.CancelledError:
             self.schedule.failed(key, self._clock())  # otherwise the key would stay busy forever
             raise
         except Exception:
             # A bug in the reconcile of one job must not end the others.
             wait = self.schedule.failed(key, self._clock())
-            about = self._about(key)
-            self._log.exception("%s: the reconcile failed, again in %.1f s", _name(key), wait, extra=about)
+            text = "%s: the reconcile failed, again in %.1f s"
+            self._log.exception(text, _name(key), wait, extra=self._about(key))
         else:
             now = self._clock()
             result = "success" if again_in is None else "requeue_after" if again_in else "requeue"
             self._logged.pop(key, None)
             self.schedule.done(key, now, None if again_in is None else now + again_in)
         finally:
-            self._watcher.worked(self._clock() - began, result)
+            self._count(self._clock() - began, result)
             place.leave()
             self._wake.set()
 
@@ -395,10 +367,17 @@ class Queue(Generic[K]):
         self._free += 1
         self._wake.set()
 
-    def _report(self, key: K, text: str, wait: float) -> None:
-        if self._logged.get(key) != text:
-            self._logged[key] = text
-            self._log.warning("%s: %s; again in %.1f s", _name(key), text, wait, extra=self._about(key))
+    def _count(self, seconds: float, result: str) -> None:
+        """Count the end of a reconcile. result: one of names.RESULTS."""
+        meter, name = self._meter, self._name
+        meter.observe(names.WORK_SECONDS, seconds, name)
+        if result == "error":
+            meter.count(names.QUEUE_RETRIES, name)
+        if name == names.QUEUES[0]:  # the queue of jobs, which controller-runtime's dashboards show
+            meter.observe(names.RECONCILE_SECONDS, seconds, name)
+            meter.count(names.RECONCILES, name, result)
+            if result == "error":
+                meter.count(names.RECONCILE_ERRORS, name)
 
 
 def _namespace(key: Hashable) -> Hashable:

@@ -1,10 +1,9 @@
 """Reconciles one job: observe, plan, execute, and repeat until there is nothing to do.
 
 In: a key from the queue, our copy of the cluster (`Caches`), and what only the operator remembers of the job
-(`JobState`). Out: requests of the Executor, and the seconds until the next reconcile, which the queue schedules. All
-decisions are in plan/, which is pure; this module only decides whether our copy is good enough to act on.
-
-The Operator creates one Reconciler. The queue never runs two reconciles of a job at once, so a JobState needs no lock.
+(`JobState`). Out: requests of the Executor, and the seconds until the next reconcile. All decisions are in plan/, which
+is pure; this module only decides whether our copy is good enough to act on. The queue never runs two reconciles of a
+job at once, so a JobState needs no lock.
 
 Our copy may be behind: after a change of leader, or while a watch hangs. So before a step that cannot be undone (fail a
 job for a missing pod, start an attempt, free a group's place) the API server is read and the job is planned again. This
@@ -19,7 +18,7 @@ import asyncio
 import datetime as dt
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal, TypeAlias, TypeGuard
+from typing import Any, Literal, TypeAlias, TypeGuard
 
 import msgspec
 
@@ -59,17 +58,15 @@ PLANNED_AT_ONCE = 256
 # While pods of a job are being created, its status counts the running ones only this often.
 UNFINISHED_SECONDS = 60.0
 
-NOT_UNTIL_ITS_EVENT: Final = None
-"""No reconcile is needed before the next event of the job or one of its objects."""
 Requeue: TypeAlias = float | None
-"""Seconds until the next reconcile, or NOT_UNTIL_ITS_EVENT."""
+"""Seconds until the next reconcile; None: not before the next event of the job or one of its objects."""
 AnotherRound: TypeAlias = Literal["another round"]
-"""The plan of this round has changed the job, so it is observed and planned again at once."""
+"""This round has changed the job, so it is observed and planned again at once."""
 
 
 @dataclass(eq=False)
 class Reconciler:
-    """The queue calls `reconcile`, and backs off if it raises."""
+    """Reconciles jobs for the queue."""
 
     caches: Caches
     states: JobStates
@@ -81,14 +78,16 @@ class Reconciler:
     ready_in: Callable[[Key], float | None] = lambda _key: 0.0
     """Seconds until a job may be reconciled (0: now), or None: only when it is enqueued again."""
     observed: Callable[[Key], None] = lambda _key: None
-    """Called before the state of a job is read. Requests made until then are covered by this reconcile."""
+    """Called before the state of a job is read: this reconcile covers the requests made until then."""
     reads: InFlight = field(default_factory=lambda: InFlight(total=16, of_namespace=4, quick_seconds=600.0))
-    """Limits how many cut jobs are in memory whole at a time. Each takes up to 4 MiB."""
+    """Limits how many cut jobs are in memory whole at a time, each of up to 4 MiB."""
 
     async def reconcile(self, key: Key) -> Requeue:
         """Return when the job is reconciled again. Raise RetryError."""
         try:
             return await self._reconcile(key)
+        except ApiError as error:
+            raise RetryError(str(error), error.retry_after_seconds or 0.0) from None
         finally:
             raw = self.caches.jobs.get(key)
             if raw is None or (storage.is_cut(raw) and storage.rests(raw)):
@@ -105,15 +104,15 @@ class Reconciler:
             with self.caches.jobs.held(key):
                 return await self._rounds(key)
         if raw is not None and (until := self._rests_until(key, raw)) is not None:
-            return self._seconds_until(until)
+            return None if until == bounds.TIME_LAST else max(0.05, (until - self.runtime.now()).total_seconds())
         async with self.reads.place(key[0]):
             with self.caches.jobs.held(key):
-                await self._read(key)
+                await self.lookup.read_job(key, quietly=True)
                 # A cut job does not show its gang, so `ready_in` could not tell before whether it waits for one.
                 return await self._rounds(key) if (wait := self.ready_in(key)) == 0.0 else wait
 
     def _rests_until(self, key: Key, raw: Mapping[str, Any]) -> dt.datetime | None:
-        """Return until when a cut job needs nothing, None if it must be read from the API server."""
+        """Return until when a cut job needs nothing; None if it must be read from the API server."""
         has_objects = self._has_objects(key)
         until = storage.rests_until(raw, self.runtime.now(), has_objects=has_objects)
         if until is not None:
@@ -124,21 +123,10 @@ class Reconciler:
         return until
 
     def _has_objects(self, key: Key) -> bool:
-        """True if there is a pod or another object of this job."""
         return any(copy.unreadable(key) or any(copy.each(key)) for copy in self._copies())
 
     def _copies(self) -> list[Store[Any]]:
         return [self.caches.pods, self.caches.services, *(gang.store for gang in self.caches.gangs.values())]
-
-    def _seconds_until(self, at: dt.datetime) -> float | None:
-        return None if at == bounds.TIME_LAST else max(0.05, (at - self.runtime.now()).total_seconds())
-
-    async def _read(self, key: Key) -> None:
-        """Read a whole job from the API server. Raise RetryError."""
-        try:
-            await self.lookup.read_job(key, quietly=True)
-        except ApiError as error:
-            raise RetryError(str(error), error.retry_after_seconds or 0.0) from None
 
     async def _rounds(self, key: Key) -> Requeue:
         ends = self.runtime.clock() + RECONCILE_SECONDS
@@ -147,8 +135,6 @@ class Reconciler:
                 again_in = await self._round(key, ends)
             except ConflictError:
                 continue
-            except ApiError as error:
-                raise RetryError(str(error), error.retry_after_seconds or 0.0) from None
             if again_in != "another round":
                 return again_in
         return 1.0
@@ -190,9 +176,8 @@ class Reconciler:
             state.is_read, state.written_at = True, self.runtime.clock()
         only_creates = all(isinstance(action, (CreateService, CreateGroup, CreatePod)) for action in todo.actions)
         if is_complete and todo.actions and only_creates and not state.refusals and not state.conflicts:
-            # No other round: the status just written already describes the new pods, and their events enqueue the job.
-            # This comes before the check of the time. Otherwise each job of a storm would write one more status, which
-            # says that all pods are running except the newest.
+            # No other round: the status describes the new pods, and their events enqueue the job. Checked before the
+            # time: otherwise each job of a storm would write one more status, in which the newest pods do not run yet.
             return min(CREATED_SECONDS, self._requeue_in(todo, state) or CREATED_SECONDS)
         if not is_complete or self.runtime.clock() > ends:
             return 0.0  # to the back of the queue, behind the other jobs that are due
@@ -211,10 +196,9 @@ class Reconciler:
         return told and bool(todo.actions) and msgspec.structs.replace(new, **same) == old
 
     async def _readable(self, key: Key) -> tuple[api.DDPJob, list[validation.Problem]] | Requeue:
-        """Return the job and the problems of its spec, or `NOT_UNTIL_ITS_EVENT` if it is gone or not ours.
+        """Return the job and the problems of its spec; None if it is gone or not ours.
 
-        If the job or one of its objects cannot be read, report that and return the seconds until the next try. A fix of
-        the object enqueues the job earlier.
+        If the job or one of its objects cannot be read, report that and return the seconds until the next try.
         """
         raw = self.caches.jobs.get(key)
         if raw is not None and storage.is_cut(raw):  # an event may have replaced the whole job by a cut one
@@ -222,7 +206,7 @@ class Reconciler:
             raw = self.caches.jobs.get(key)
         if raw is None:
             self.states.forget([key])
-            return NOT_UNTIL_ITS_EVENT
+            return None
         version = str(raw["metadata"].get("resourceVersion") or "")
         state = self.states.of(key, raw["metadata"]["uid"])
         if (wait := state.waits(version, self.runtime.clock())) > 0:
@@ -231,7 +215,7 @@ class Reconciler:
             job, problems = self.states.parse(key, raw)
         except validation.UnreadableJobError as error:
             if not unreadable.is_managed(raw):
-                return NOT_UNTIL_ITS_EVENT
+                return None
             return self._put_off(key, state, version, await self._report_unreadable(raw, str(error)) or str(error))
         if why := next((why for copy in self._copies() if (why := copy.unreadable(key))), ""):
             # Planning without this object would treat its rank as lost, and create a second pod next to it.
@@ -241,7 +225,7 @@ class Reconciler:
         return job, problems
 
     def _put_off(self, key: Key, state: JobState, version: str, why: str) -> float:
-        """Return the seconds until the next try. A reason is logged only when it is new."""
+        """Log a new reason. Return the seconds until the next try."""
         pause = state.put_it_off(why, version, self.runtime.clock())
         if state.put_off is not None and state.put_off.times == 1:
             about = decisions.about(key, self.caches.jobs.get(key))
@@ -273,7 +257,7 @@ class Reconciler:
         pods = state.by_own_clock(self.caches.pods.of(key), self.runtime.now())
         # A pod whose node is gone counts as lost, but the watch of nodes may lag.
         for name in self.caches.nodes.unknown({pod.node for pod in pods if pod.live and pod.node}):
-            await self.lookup.read_node(("", name))
+            await self.lookup.read_node(name)
         return Observed(
             service=bool(own),
             pods=tuple(pods),
@@ -293,7 +277,7 @@ class Reconciler:
         )
 
     def _no_room(self, key: Key, job: api.DDPJob) -> str:
-        """Return why there is no room in memory for a job that would begin; empty if there is, or none is needed."""
+        """Return why there is no room in memory for a job that would begin; "" otherwise."""
         raw, begun = self.caches.jobs.get(key), self.caches.jobs.begun
         if raw is not None and storage.would_begin(job):
             return begun.ask(key, storage.size(raw))
@@ -301,7 +285,7 @@ class Reconciler:
         return ""
 
     def _neighbours(self, key: Key, pods: Sequence[Pod]) -> dict[str, int]:
-        """Return the nodes that other jobs of the namespace use, by job, if a pod of this one cannot be scheduled."""
+        """If a pod of the job cannot be scheduled: the nodes that other jobs of the namespace use, by job."""
         if not any(pod.unschedulable and not pod.node for pod in pods):
             return {}
         others = (other for other in self.caches.pods.jobs() if other[0] == key[0] and other != key and other[1])
@@ -309,9 +293,9 @@ class Reconciler:
         return {name: nodes for name, nodes in held.items() if nodes}
 
     async def _confirm_gone(self, key: Key, job: api.DDPJob, state: JobState) -> bool:
-        """Read pods that have run and that our copy lacks. Return False if there was no time for all of them.
+        """Read the pods that have run and that our copy lacks. Return False if there was no time for all of them.
 
-        A missing pod fails the job, but our copy may lag: after a restart of the operator, or while a watch hangs.
+        A missing pod fails the job, but our copy may lag.
         """
         status = job.status
         if job.metadata.deletion_timestamp is not None or status.state in ("Succeeded", "Failed", "Suspended"):
@@ -324,14 +308,14 @@ class Reconciler:
         return await self.executor.take_back(job, self._missing(key, missing), state)
 
     def _missing(self, key: Key, names: Set[str]) -> Set[str]:
-        """Return those of these pods that our copy lacks."""
+        """Return the pods that our copy lacks."""
         return names - {pod.name for pod in self.caches.pods.of(key)}
 
     async def _has_read_job(self, key: Key, todo: Plan, state: JobState) -> bool:
         """Read the job before a new leader creates pods for a status that another operator wrote. True: plan again.
 
-        The first list may have come from an API server that lags. Without this read the pods would belong to an attempt
-        that is over, and their agents would get restart budgets that are already spent.
+        The first list may come from an API server that lags. The pods would then belong to an attempt that is over,
+        with restart budgets that are already spent.
         """
         if state.is_read or todo.status is not None or not any(isinstance(a, CreatePod) for a in todo.actions):
             return False
@@ -342,8 +326,8 @@ class Reconciler:
     async def _has_listed_pods(self, key: Key, job: api.DDPJob, todo: Plan, state: JobState) -> bool:
         """List the pods before the first pod of an attempt, and before a group gives up its place. True: plan again.
 
-        A copy that is behind (a watch that hangs, an answer that was lost) may lack running pods. Without this list two
-        groups of pods would train at once and write into the same checkpoint.
+        A copy that is behind may lack running pods. Two groups would then train at once and write into the same
+        checkpoint.
         """
         creates = ((a.attempt, a.replacement) for a in todo.actions if isinstance(a, CreatePod))
         newest = max(creates, default=(0, 0))
@@ -357,7 +341,7 @@ class Reconciler:
         return True
 
     def _wait_for_turn(self, job: api.DDPJob, todo: Plan, state: JobState) -> float:
-        """Return the seconds that a write of progress alone has to wait for those of other jobs."""
+        """Return the seconds that a write of progress alone waits for those of other jobs."""
         only_progress = job.status.progress is not None and _is_only_progress(job.status, todo)
         if only_progress and (wait := self.reports.wait_for_write(state)) > 0:
             return wait
@@ -379,9 +363,9 @@ def _frees(action: Action) -> TypeGuard[DeleteGroup | TellGroup]:
 
 
 def _is_only_progress(old: api.Status, todo: Plan) -> bool:
-    """True if a plan writes progress and nothing else. No rule depends on progress, so no other round is needed.
-
-    tests/property/test_plan_properties.py checks that. Each job that reports has such a plan every ten seconds.
+    """True if a plan writes progress and nothing else. No rule depends on progress
+    (tests/property/test_plan_properties.py), so no other round is needed. Each job that reports has such a plan every
+    ten seconds.
     """
     new = todo.status
     return not todo.actions and new is not None and apart_from_progress(old) == apart_from_progress(new)

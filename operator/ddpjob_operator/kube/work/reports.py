@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
-from collections.abc import Iterator
 
 import msgspec
 
@@ -18,16 +17,15 @@ from ddpjob_operator.plan import agent_restarts
 
 SILENCE_CHECK_SECONDS = 10.0
 FIRST_REPORT_SECONDS = 0.1
-# While its write of progress waits, a job is planned this often for the other parts of its reports. Otherwise thousands
-# of jobs would be planned every ten seconds in vain.
+# While its write of progress waits, a job is planned this often for the rest of its reports. Otherwise thousands of
+# jobs would be planned every ten seconds in vain.
 WAITING_SECONDS_MAX = 60.0
-# Limit for writes of progress alone, all jobs together. Otherwise the step numbers of thousands of jobs would take all
-# of the API server's time.
+# Of all jobs together. Otherwise step numbers of thousands of jobs would take all of the API server's time.
 PROGRESS_WRITES_PER_SECOND = 10
 
 
 class Reports:
-    """The reports of all jobs, while this operator leads."""
+    """The reports of all jobs."""
 
     def __init__(self, jobs: Jobs, states: JobStates, runtime: Runtime, progress_write_seconds: float) -> None:
         self._jobs = jobs
@@ -37,15 +35,14 @@ class Reports:
         self._next_write_at = float("-inf")
         self._silence: stall.Silence | None = None
         self._receiving_since: dt.datetime | None = None
-        """End of the last silence of most jobs; None if there was none."""
+        """End of the last silence of most jobs."""
         self.listening_since = runtime.now()
 
     def take(self, key: Key, report: Report) -> float | None:
-        """Keep a report. Return the seconds until its job should be reconciled.
+        """Keep a report. Return the seconds until its job should be reconciled; None if nothing is new, or there is no
+        job.
 
-        None: nothing is new, or the job does not exist. The reconcile of a rank's last change has already scheduled the
-        check for a stall. Raise BadReportError if a pod reports for a rank of another pod: one pod could fill our
-        memory.
+        Raise BadReportError if a pod reports for a rank of another pod: it could fill our memory.
         """
         raw, spec = self._jobs.get(key), self._states.spec(key)
         if raw is None or spec is None:
@@ -53,7 +50,9 @@ class Reports:
         # Also before the first reconcile: a confirmed report is not sent again.
         state = self._states.of(key, raw["metadata"]["uid"])
         if report.agent is not None:
-            return _take_from_agent(state, report)
+            known, state.agent = state.agent, agent_restarts.latest(state.agent, report)
+            is_news = state.agent is report and (known is None or known.agent != report.agent)
+            return FIRST_REPORT_SECONDS if is_news else None
         if why := topology.not_its_rank(spec, report.rank, report.node_rank):
             raise BadReportError(why)
         if report.rank:
@@ -82,9 +81,8 @@ class Reports:
         return max(self._progress_write_seconds, min(turn, WAITING_SECONDS_MAX))
 
     def wait_for_write(self, state: JobState) -> float:
-        """Seconds until the progress of a job may be written, in order of request.
-
-        A job that does not come back leaves its slot unused, which costs the others 0.1 s.
+        """Return the seconds until the progress of a job may be written, in order of request. A job that does not come
+        back leaves its slot unused.
         """
         now = self._runtime.clock()
         if state.progress_at is None:
@@ -117,7 +115,12 @@ class Reports:
         """Detect that most jobs went silent together: then the path to this operator is broken, not the jobs. Jobs that
         still report get their full time again before they count as stalled.
         """
-        silence = stall.silence(self._last_reports(), self._runtime.now())
+        heard = []
+        for key, state in self._states:
+            status = (self._jobs.get(key) or {}).get("status") or {}
+            if state.last_report_at is not None and status.get("state") == "Running":
+                heard.append(state.last_report_at)
+        silence = stall.silence(heard, self._runtime.now())
         if silence is not None:
             self._receiving_since = self._runtime.now() + dt.timedelta(seconds=1)  # reports have whole seconds
         if silence is not None and self._silence is None:
@@ -126,22 +129,8 @@ class Reports:
             self._runtime.log.info("reports of most jobs arrive again")
         self._silence = silence
 
-    def _last_reports(self) -> Iterator[dt.datetime]:
-        """Yield the time of the last report of each job that should report."""
-        for key, state in self._states:
-            status = (self._jobs.get(key) or {}).get("status") or {}
-            if state.last_report_at is not None and status.get("state") == "Running":
-                yield state.last_report_at
-
 
 def _begins(known: Report, report: Report) -> bool:
     """True if ranks have started or made their first step since the report before."""
     starts = (report.attempt, report.generation) > (known.attempt, known.generation)
     return starts or (report.step > 0 and not known.step) or (known.phase == "start" != report.phase)
-
-
-def _take_from_agent(state: JobState, report: Report) -> float | None:
-    """Take the agent's count of restarts that it led. Return as `take` does."""
-    known, state.agent = state.agent, agent_restarts.latest(state.agent, report)
-    is_news = state.agent is report and (known is None or known.agent != report.agent)
-    return FIRST_REPORT_SECONDS if is_news else None
