@@ -8,14 +8,14 @@ import contextlib
 import copy
 import itertools
 import logging
-import selectors
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_server import play
 from wire import GOOD, Fate, Wire
 
 from ddpjob_operator.kube.api.client import ApiError
@@ -39,10 +39,6 @@ def lease(version: int, holder: str = THEIRS, seconds: float = 15.0) -> Lease:
     return Lease(str(version), holder, seconds)
 
 
-def test_nothing_is_taken_before_the_lease_was_seen() -> None:
-    assert not candidate().may_take(START + 1000)
-
-
 @pytest.mark.parametrize("holder", ["", OURS])
 def test_a_lease_that_is_free_or_ours_is_taken_at_once(holder: str) -> None:
     one = candidate()
@@ -51,34 +47,26 @@ def test_a_lease_that_is_free_or_ours_is_taken_at_once(holder: str) -> None:
     assert one.leader(START) is None
 
 
-def test_a_lease_is_taken_when_its_holder_was_silent_for_its_whole_duration_and_not_before() -> None:
+WAITS: dict[str, tuple[list[tuple[float, Lease | None]], float]] = {
+    "its holder is silent": ([(0, lease(1)), (14.9, lease(1))], 15),
+    "its holder renews it": ([(10 * version, lease(version)) for version in range(10)], 90 + 15),
+    "its holder has promised another duration": ([(0, lease(1, seconds=60))], 60),
+    "somebody has deleted it, and its holder may not know": ([(0, lease(1)), (20, None)], 35),
+    "there is none in a new cluster": ([(look, None) for look in range(0, 16, 3)], 15),
+}
+
+
+@pytest.mark.parametrize(("seen", "free_at"), WAITS.values(), ids=WAITS)
+def test_a_lease_is_taken_when_it_has_not_changed_for_its_whole_duration_and_not_before(
+    seen: list[tuple[float, Lease | None]], free_at: float
+) -> None:
     one = candidate()
-    one.saw(lease(1), START)
-    one.saw(lease(1), START + 14.9)
-    assert not one.may_take(START + 14.9)
-    assert one.may_take(START + 15)
-
-
-def test_every_renewal_starts_the_wait_from_zero() -> None:
-    one = candidate()
-    for version in range(10):
-        one.saw(lease(version), START + 10 * version)
-        assert not one.may_take(START + 10 * version + 9.9)
-
-
-def test_the_wait_is_what_the_holder_has_promised_where_that_differs_from_ours() -> None:
-    one = candidate()
-    one.saw(lease(1, seconds=60), START)
-    assert not one.may_take(START + 59)
-    assert one.may_take(START + 60)
-
-
-def test_a_lease_that_somebody_has_deleted_is_waited_for_as_long_for_its_holder_may_not_know() -> None:
-    one = candidate()
-    one.saw(lease(1), START)
-    one.saw(None, START + 20)
-    assert not one.may_take(START + 34.9)
-    assert one.may_take(START + 35)
+    assert not one.may_take(START + 1000), "nothing was seen"
+    for at, there in seen:
+        one.saw(there, START + at)
+        assert one.may_take(START + at) == (at >= free_at)
+    assert not one.may_take(START + free_at - 0.1)
+    assert one.may_take(START + free_at)
 
 
 def test_an_absent_lease_that_was_not_looked_at_for_a_while_may_have_been_made_and_deleted_meanwhile() -> None:
@@ -93,14 +81,6 @@ def test_an_absent_lease_that_was_not_looked_at_for_a_while_may_have_been_made_a
         assert not one.may_take(START + 52 + look)
     assert other.held_until < START + 67
     assert one.may_take(START + 67)
-
-
-def test_an_absent_lease_is_taken_when_it_was_looked_at_all_the_time() -> None:
-    """In a new cluster, if each check restarted the wait, no operator would ever lead."""
-    one = candidate()
-    for look in range(0, 16, 3):
-        one.saw(None, START + look)
-    assert one.may_take(START + 15)
 
 
 def test_the_time_of_the_holder_counts_from_when_it_asked_and_not_from_the_answer() -> None:
@@ -158,43 +138,6 @@ def test_durations_are_client_gos_unless_said_otherwise() -> None:
     assert OperatorSettings.read({}).lease == Durations(15, 10.0, 2.0)
     short = {"DDPJOB_LEASE_SECONDS": "4", "DDPJOB_LEASE_RENEW_SECONDS": "2.5", "DDPJOB_LEASE_RETRY_SECONDS": "0.4"}
     assert OperatorSettings.read(short).lease == Durations(4, 2.5, 0.4)
-
-
-# ------------------------------------------------------------------------------------------------ the end of its tasks
-
-
-# ------------------------------------------------------------------------------------------------ a world of its own
-
-
-class _NoWaiting(selectors.SelectSelector):
-    now = 0.0
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        assert timeout is not None, "nobody will ever do anything again"
-        self.now += max(1e-6, timeout)  # every turn takes some time, as in reality
-        return []
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop in which time passes at once."""
-
-    def __init__(self) -> None:
-        self._virtual = _NoWaiting()
-        super().__init__(self._virtual)
-
-    def time(self) -> float:
-        return self._virtual.now
-
-
-def in_virtual_time(work: Callable[[], Awaitable[None]]) -> None:
-    loop = VirtualLoop()
-    try:
-        loop.run_until_complete(asyncio.ensure_future(work(), loop=loop))
-    finally:
-        for task in asyncio.all_tasks(loop):  # requests that would still arrive
-            task.cancel()
-        loop.run_until_complete(asyncio.sleep(0))
-        loop.close()
 
 
 @dataclass
@@ -311,7 +254,7 @@ def test_one_of_two_leads_and_goes_on_leading() -> None:
             assert set(server.writes[1:]) == {"a"}, "who stands by writes nothing"
             assert server.lease["spec"]["leaseTransitions"] == 1
 
-    in_virtual_time(story)
+    play(story)
 
 
 def test_after_a_release_the_other_leads_within_two_retries() -> None:
@@ -322,7 +265,7 @@ def test_after_a_release_the_other_leads_within_two_retries() -> None:
             assert server.lease["spec"]["holderIdentity"] == ""
             assert await asyncio.wait_for(b.leader.gained(), 2 * DURATIONS.retry_seconds) == "", "it has let go"
 
-    in_virtual_time(story)
+    play(story)
 
 
 def test_a_lease_is_released_though_a_renewal_arrives_meanwhile() -> None:
@@ -336,7 +279,7 @@ def test_a_lease_is_released_though_a_renewal_arrives_meanwhile() -> None:
             assert server.lease["spec"]["holderIdentity"] == ""
             await asyncio.wait_for(b.leader.gained(), 2 * DURATIONS.retry_seconds)
 
-    in_virtual_time(story)
+    play(story)
 
 
 def test_a_leader_that_is_cut_off_stops_before_the_other_starts_and_gets_nothing_back() -> None:
@@ -353,7 +296,7 @@ def test_a_leader_that_is_cut_off_stops_before_the_other_starts_and_gets_nothing
             await asyncio.sleep(60)
             assert (a.leader.holds(), b.leader.holds()) == (False, True)
 
-    in_virtual_time(story)
+    play(story)
 
 
 def test_answers_that_always_take_longer_than_a_turn_lose_the_lease_in_time() -> None:
@@ -364,7 +307,7 @@ def test_answers_that_always_take_longer_than_a_turn_lose_the_lease_in_time() ->
             await a.leader.lost()
             assert seconds() - began <= 10
 
-    in_virtual_time(story)
+    play(story)
 
 
 def test_a_renewal_that_hangs_is_followed_by_another_in_time() -> None:
@@ -377,7 +320,7 @@ def test_a_renewal_that_hangs_is_followed_by_another_in_time() -> None:
                     await asyncio.sleep(0.1)
                     assert a.leader.holds()
 
-    in_virtual_time(story)
+    play(story)
 
 
 def test_what_keeps_it_from_the_lease_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -392,7 +335,7 @@ def test_what_keeps_it_from_the_lease_is_said_once(caplog: pytest.LogCaptureFixt
         await process.end()
 
     with caplog.at_level(logging.WARNING):
-        in_virtual_time(story)
+        play(story)
     assert [record.getMessage() for record in caplog.records] == [
         'the Lease ops/op cannot be read or renewed, trying again: 403 Forbidden: leases "op" is forbidden'
     ]
@@ -409,7 +352,7 @@ def test_a_release_that_gets_no_answer_does_not_hold_up_the_end() -> None:
             assert not a.leader.holds()
             await asyncio.wait_for(b.leader.gained(), 20)
 
-    in_virtual_time(story)
+    play(story)
 
 
 # ------------------------------------------------------------------------------------------------ any interleaving
@@ -463,7 +406,7 @@ def test_at_no_time_two_operators_hold_it_and_when_the_trouble_ends_one_does(
             task.cancel()
         await asyncio.gather(*tasks, *(p.task for p in alive.values()), return_exceptions=True)
 
-    in_virtual_time(story)
+    play(story)
 
 
 async def _live(server: Server, alive: dict[str, Process], name: str, life: dict[str, Any]) -> None:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from lists import taken
+from reconciling import caches, reconciler
 from worlds import job
 
-from ddpjob_operator.kube.api.client import ApiError, Client
+from ddpjob_operator.kube.api.client import ApiError
 from ddpjob_operator.kube.api.runtime import Runtime
-from ddpjob_operator.kube.watch import observe
 from ddpjob_operator.kube.watch.nodes import NodeCache
-from ddpjob_operator.kube.watch.store import Jobs, Store
-from ddpjob_operator.kube.work.events import Events
-from ddpjob_operator.kube.work.executor import ConflictError, Executor
+from ddpjob_operator.kube.work.executor import ConflictError
 from ddpjob_operator.kube.work.job_state import JobState
-from ddpjob_operator.kube.work.lookup import Caches, Lookup
 from ddpjob_operator.observed.cluster import Node
 from ddpjob_operator.plan.actions import DeletePod, Plan
 
@@ -239,6 +236,9 @@ class Server:
         self.deleted += 1
         return {"kind": "Status"}
 
+    def send(self, *_: Any) -> None:
+        """Ignore events."""
+
 
 def pod_on_gpu_1(phase: str, version: str) -> dict[str, Any]:
     metadata = {"name": "digits-1-0", "namespace": "default", "uid": "u", "resourceVersion": version}
@@ -247,17 +247,10 @@ def pod_on_gpu_1(phase: str, version: str) -> dict[str, Any]:
 
 def gives_up_its_pod(server: Server, nodes: NodeCache, phase: str = "Running") -> None:
     """True if the pod on gpu-1 is deleted with a grace period of 0."""
-    pods: Store[Any] = Store(observe.pod, lambda _: ("default", "digits"), lambda *_: None)
-    pods.put(pod_on_gpu_1(phase, "7"))
-    services: Store[Any] = Store(observe.service, lambda _: ("", ""), lambda *_: None)
-    caches, client, runtime = Caches(Jobs(lambda _: None), pods, services, nodes), cast(Client, server), Runtime()
-    executor = Executor(client, caches, Lookup(client, caches, runtime), cast(Events, AnyEvents()), runtime)
+    copies = caches(nodes=nodes)
+    copies.pods.put(pod_on_gpu_1(phase, "7"))
+    executor = reconciler(server, copies, Runtime()).executor
     asyncio.run(executor.execute(job(), Plan(actions=(DeletePod("digits-1-0", "u", 0),)), JobState("u")))
-
-
-class AnyEvents:
-    def send(self, *_: Any) -> None:
-        """Ignore events."""
 
 
 def test_a_node_that_is_back_before_its_watch_says_so_keeps_its_pod(nodes: NodeCache) -> None:

@@ -7,27 +7,23 @@ import copy
 import datetime as dt
 import logging
 from collections.abc import AsyncIterator
-from typing import Any, cast
+from typing import Any
 
 import pytest
+from reconciling import caches, reconciler
 from worlds import START, World, digits, manifest
 
 from ddpjob_operator.job import validation
-from ddpjob_operator.kube.api.client import ApiError, Client, Page
+from ddpjob_operator.kube.api.client import ApiError, Page
 from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.operator import _job_of
 from ddpjob_operator.kube.watch import observe
 from ddpjob_operator.kube.watch.nodes import NodeCache
-from ddpjob_operator.kube.watch.store import Jobs, Store
-from ddpjob_operator.kube.work.events import Events
-from ddpjob_operator.kube.work.executor import GONE_MAX, RECONCILE_SECONDS, Executor
-from ddpjob_operator.kube.work.job_state import UNDELETABLE_SECONDS, JobStates
-from ddpjob_operator.kube.work.lookup import Caches, Lookup
-from ddpjob_operator.kube.work.reconcile import Reconciler
-from ddpjob_operator.kube.work.reports import Reports
+from ddpjob_operator.kube.watch.store import Store
+from ddpjob_operator.kube.work.executor import GONE_MAX, RECONCILE_SECONDS
+from ddpjob_operator.kube.work.job_state import UNDELETABLE_SECONDS
 from ddpjob_operator.observed import facts
 from ddpjob_operator.observed.cluster import Container, Pod
-from ddpjob_operator.plan.actions import Settings
 from ddpjob_operator.pods import build, naming
 
 KEY = ("default", "digits")
@@ -50,12 +46,8 @@ class Cluster:
         self.objects: dict[str, Raw] = {}
         self.again_in: float | None = None
         self.refuses_deletes = False
-        self.caches = Caches(
-            Jobs(lambda _: None),
-            Store(observe.pod, _job_of, self._pod_changed, facts.merge),
-            Store(observe.service, _job_of, lambda *_: None),
-            NodeCache(lambda _: None, lambda: self.now),
-        )
+        self.caches = caches(nodes=NodeCache(lambda _: None, lambda: self.now))
+        self.caches.pods = Store(observe.pod, _job_of, self._pod_changed, facts.merge)
         raw = manifest(nodes=nodes)
         raw["metadata"]["resourceVersion"] = "1"
         time = START.isoformat().replace("+00:00", "Z")
@@ -65,13 +57,8 @@ class Cluster:
         service = build.service(self.job)
         service["metadata"] |= {"uid": "service", "resourceVersion": "2"}
         self.caches.services.put(service)
-        runtime = Runtime(clock=lambda: self.clock, utc=lambda: self.now)
-        client = cast(Client, self)
-        self.states = JobStates(self.caches.jobs)
-        lookup = Lookup(client, self.caches, runtime)
-        executor = Executor(client, self.caches, lookup, cast(Events, self), runtime)
-        reports = Reports(self.caches.jobs, self.states, runtime, 10.0)
-        self.reconciler = Reconciler(self.caches, self.states, reports, lookup, executor, runtime, Settings())
+        self.reconciler = reconciler(self, self.caches, Runtime(clock=lambda: self.clock, utc=lambda: self.now))
+        self.states = self.reconciler.states
 
     def _pod_changed(self, key: Any, old: Pod | None, new: Pod | None) -> None:
         if old is not None and new is None:

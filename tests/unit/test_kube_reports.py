@@ -16,11 +16,8 @@ from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.operator import Operator
 from ddpjob_operator.kube.ports.receive import Sender
 from ddpjob_operator.kube.settings import OperatorSettings
-from ddpjob_operator.kube.watch import observe
-from ddpjob_operator.kube.watch.nodes import NodeCache
-from ddpjob_operator.kube.watch.store import Jobs, Key, Store
+from ddpjob_operator.kube.watch.store import Jobs, Key
 from ddpjob_operator.kube.work.job_state import JobState, JobStates
-from ddpjob_operator.kube.work.lookup import Caches
 from ddpjob_operator.kube.work.reports import FIRST_REPORT_SECONDS, WAITING_SECONDS_MAX, Reports
 from ddpjob_operator.observed import stall
 from ddpjob_operator.observed.reports import AgentCounts, AgentReport, BadReportError, Phase, Report, read_report
@@ -33,18 +30,10 @@ class Desk:
 
     def __init__(self, *names: str) -> None:
         self.now = START
-        jobs: Jobs = Jobs(lambda _: None)
-        nothing: Any = Store(observe.pod, lambda _: ("", ""), lambda *_: None)
-        self.caches = Caches(
-            jobs,
-            nothing,
-            Store(observe.service, lambda _: ("", ""), lambda *_: None),
-            NodeCache(lambda _: None, lambda: START),
-        )
-        self.states = JobStates(jobs)
-        self.seconds = 0.0
+        self.jobs, self.seconds = Jobs(lambda _: None), 0.0
+        self.states = JobStates(self.jobs)
         runtime = Runtime(clock=lambda: self.seconds, utc=lambda: self.now)
-        self.reports = Reports(jobs, self.states, runtime, 10.0)
+        self.reports = Reports(self.jobs, self.states, runtime, 10.0)
         for name in names or ("digits",):
             self.running(name)
             self.states.of(("default", name), UID)
@@ -62,7 +51,7 @@ class Desk:
         body = manifest(name, nodes=1000, nprocPerNode=nproc, container=container)
         body["metadata"]["resourceVersion"] = str(self.now.timestamp() + attempt)[:10]
         body["status"] = {"state": state, "attempt": attempt}
-        self.caches.jobs.put(body)
+        self.jobs.put(body)
 
     def hears(
         self, step: int, name: str = "digits", *, rank: int = 0, phase: Phase = "train", attempt: int = 1, **more: Any
@@ -81,7 +70,7 @@ class Desk:
     def found(self, name: str = "digits") -> stall.StallFinding | None:
         """Return what the next reconcile finds."""
         key: Key = ("default", name)
-        job, _ = validation.parse(self.caches.jobs.get(key) or {})
+        job, _ = validation.parse(self.jobs.get(key) or {})
         trackers = {r: t for r, t in self.state(name).trackers.items() if t.attempt == job.status.attempt}
         return stall.find(trackers, FIVE_MINUTES, self.now)
 

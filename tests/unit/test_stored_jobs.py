@@ -5,28 +5,19 @@ from __future__ import annotations
 import asyncio
 import copy
 import datetime as dt
-from typing import Any, cast
+from typing import Any
 
 import orjson
 import pytest
+from reconciling import caches, reconciler
 from worlds import START, digits, manifest
 
 from ddpjob_operator.job import storage
 from ddpjob_operator.kube.api import reading
 from ddpjob_operator.kube.api.api_error import ApiError
-from ddpjob_operator.kube.api.client import Client
 from ddpjob_operator.kube.api.runtime import Runtime
-from ddpjob_operator.kube.watch import observe
-from ddpjob_operator.kube.watch.nodes import NodeCache
-from ddpjob_operator.kube.watch.store import Jobs, Key, Store
-from ddpjob_operator.kube.work.events import Events
-from ddpjob_operator.kube.work.executor import Executor
-from ddpjob_operator.kube.work.job_state import JobStates
-from ddpjob_operator.kube.work.lookup import Caches, Lookup
+from ddpjob_operator.kube.watch.store import Jobs, Key
 from ddpjob_operator.kube.work.queue import RetryError
-from ddpjob_operator.kube.work.reconcile import Reconciler
-from ddpjob_operator.kube.work.reports import Reports
-from ddpjob_operator.plan.actions import Settings
 
 Raw = dict[str, Any]
 LARGE = 120_000
@@ -52,16 +43,10 @@ class Cluster:
         self.fails: ApiError | None = None
         self.now = START
         self.changed: list[Key] = []
-        pods: Any = Store(observe.pod, _job_of, lambda *_: None)
-        self.pods = pods
-        services: Any = Store(observe.service, _job_of, lambda *_: None)
         self.jobs = Jobs(self.changed.append, reading.job, limits=limits)
-        caches = Caches(self.jobs, pods, services, NodeCache(lambda _: None, lambda: self.now))
-        runtime, client = Runtime(utc=lambda: self.now), cast(Client, self)
-        self.states = states = JobStates(self.jobs)
-        lookup, reports = Lookup(client, caches, runtime), Reports(self.jobs, states, runtime, 10.0)
-        executor = Executor(client, caches, lookup, cast(Events, self), runtime)
-        self.reconciler = Reconciler(caches, states, reports, lookup, executor, runtime, Settings())
+        copies = caches(self.jobs)
+        self.reconciler = reconciler(self, copies, Runtime(utc=lambda: self.now))
+        self.pods, self.states = copies.pods, self.reconciler.states
 
     def user_puts(self, raw: Raw) -> Key:
         """Let a user create or change a job, and the watch show it."""

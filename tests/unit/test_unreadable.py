@@ -5,24 +5,17 @@ from __future__ import annotations
 import asyncio
 import copy
 import datetime as dt
-from typing import Any, cast
+from typing import Any
 
+import msgspec
 import pytest
+from reconciling import caches, reconciler
 from worlds import START, digits, manifest
 
 from ddpjob_operator.job import validation
-from ddpjob_operator.kube.api.client import ApiError, Client
+from ddpjob_operator.kube.api.client import ApiError
 from ddpjob_operator.kube.api.runtime import Runtime
-from ddpjob_operator.kube.watch import observe
-from ddpjob_operator.kube.watch.nodes import NodeCache
-from ddpjob_operator.kube.watch.store import Jobs, Store
-from ddpjob_operator.kube.work.events import Events
-from ddpjob_operator.kube.work.executor import Executor
-from ddpjob_operator.kube.work.job_state import JobStates
-from ddpjob_operator.kube.work.lookup import Caches, Lookup
-from ddpjob_operator.kube.work.reconcile import Reconciler
-from ddpjob_operator.kube.work.reports import Reports
-from ddpjob_operator.plan.actions import Settings
+from ddpjob_operator.kube.work.queue import RetryError
 
 KEY = ("default", "digits")
 FINISHED: dict[str, Any] = {
@@ -55,17 +48,11 @@ class Cluster:
         self.requests: list[str] = []
         self.events: list[tuple[str, str]] = []
         self.refuses = refuses
-        nothing: Any = Store(observe.pod, lambda _: ("", ""), lambda *_: None)
-        services: Any = Store(observe.service, lambda _: ("", ""), lambda *_: None)
-        caches = Caches(Jobs(lambda _: None), nothing, services, NodeCache(lambda _: None, lambda: START))
-        self.jobs, self.version = caches.jobs, 1
+        copies = caches()
+        self.jobs, self.version = copies.jobs, 1
         self.edit(raw)
         self.clock = 0.0
-        runtime = Runtime(utc=lambda: START, clock=lambda: self.clock)
-        client, states = cast(Client, self), JobStates(caches.jobs)
-        lookup, reports = Lookup(client, caches, runtime), Reports(caches.jobs, states, runtime, 10.0)
-        executor = Executor(client, caches, lookup, cast(Events, self), runtime)
-        self.reconciler = Reconciler(caches, states, reports, lookup, executor, runtime, Settings())
+        self.reconciler = reconciler(self, copies, Runtime(utc=lambda: START, clock=lambda: self.clock))
 
     def edit(self, raw: dict[str, Any]) -> None:
         """Let somebody change the job."""
@@ -154,8 +141,6 @@ def test_where_the_server_refuses_the_condition_the_event_alone_says_it() -> Non
 
 
 def test_a_server_that_is_away_is_asked_again() -> None:
-    from ddpjob_operator.kube.work.queue import RetryError
-
     cluster = Cluster(broken(state="Resizing"), ApiError(0, "NoAnswer", "connection refused"))
     with pytest.raises(RetryError):
         cluster.reconciles()
@@ -193,8 +178,6 @@ Root Cause (first observed failure):
 @pytest.mark.parametrize("rank", ["-1", "-7", "-999999999"])
 def test_a_rank_that_is_none_in_a_log_makes_no_status_that_cannot_be_read(rank: str) -> None:
     """Otherwise each failure drops all earlier ones, and a job with backoffLimit 0 restarts for ever."""
-    import msgspec
-
     world = digits(nodes=1, backoffLimit=0).running().exits(0, code=1, message=TABLE.format(rank=rank)).settle()
     assert world.status.last_failure.rank in (None, 0)
     assert validation.stored_status({"status": msgspec.to_builtins(world.status)}) == world.status
