@@ -21,8 +21,7 @@ import orjson
 
 from ddpjob_operator.job import api, validation
 from ddpjob_operator.kube.api import reading
-from ddpjob_operator.kube.api.client import Client, RequestLimits
-from ddpjob_operator.kube.api.login import LoginError
+from ddpjob_operator.kube.api.client import Client, LoginError, RequestLimits
 from ddpjob_operator.kube.api.runtime import SYSTEM
 from ddpjob_operator.kube.operator import Operator
 from ddpjob_operator.kube.settings import OperatorSettings

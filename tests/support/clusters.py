@@ -30,7 +30,7 @@ from patient import answered
 from shared import made_once
 
 from ddpjob_operator.job import api as types
-from ddpjob_operator.kube.api.login import login
+from ddpjob_operator.kube.api.client import login
 
 CRD = Path(__file__).parents[2] / "charts/ddpjob-operator/crds/ddpjobs.training.ddpjob.io.yaml"
 JOBS = f"/apis/{types.GROUP}/{types.VERSION}/namespaces/{{}}/{types.PLURAL}"

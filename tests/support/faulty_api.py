@@ -22,7 +22,7 @@ import aiohttp
 from aiohttp import web
 from patient import answered
 
-from ddpjob_operator.kube.api.login import login
+from ddpjob_operator.kube.api.client import login
 
 OWN_TOKEN = "cluster"
 NOT_COUNTED = "X-By-The-Test"

@@ -11,8 +11,7 @@ import kopf
 import pytest
 from aiohttp import web
 
-from ddpjob_operator.kube.api.client import ApiError, Client, Page, RequestLimits
-from ddpjob_operator.kube.api.login import LoginError, login
+from ddpjob_operator.kube.api.client import ApiError, Client, LoginError, Page, RequestLimits, login
 from ddpjob_operator.kube.api.tokens import ISSUER_PATH, KEYS_PATH
 from ddpjob_operator.kube.other_releases import MARK, OtherReleases
 

@@ -8,7 +8,7 @@ import aiohttp
 
 from ddpjob_operator.kube.api.client import Client
 from ddpjob_operator.kube.operator import Operator
-from ddpjob_operator.kube.ports.health import Health
+from ddpjob_operator.kube.ports.bounded_server import Health
 from ddpjob_operator.kube.settings import OperatorSettings
 
 

@@ -11,8 +11,7 @@ import pytest
 from worlds import START, UID, manifest
 
 from ddpjob_operator.job import validation
-from ddpjob_operator.kube.api.client import ApiError, Client
-from ddpjob_operator.kube.api.login import LoginError
+from ddpjob_operator.kube.api.client import ApiError, Client, LoginError
 from ddpjob_operator.kube.api.runtime import SYSTEM, Runtime
 from ddpjob_operator.kube.api.tokens import BoundPod
 from ddpjob_operator.kube.lease import Durations, Election

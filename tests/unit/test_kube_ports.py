@@ -20,9 +20,8 @@ from aiohttp.http_parser import DeflateBuffer
 
 from ddpjob_operator.kube.api.tokens import BoundPod
 from ddpjob_operator.kube.ports import bounded_server
-from ddpjob_operator.kube.ports.bounded_server import BoundedServer
+from ddpjob_operator.kube.ports.bounded_server import BoundedServer, Health
 from ddpjob_operator.kube.ports.exposition import Exposition, Scrape
-from ddpjob_operator.kube.ports.health import Health
 from ddpjob_operator.kube.ports.receive import Receiver, Sender
 from ddpjob_operator.metrics.meter import Meter, Moment
 

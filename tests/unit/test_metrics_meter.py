@@ -345,7 +345,7 @@ def test_the_jobs_of_another_release_are_known_to_be_there(monkeypatch: pytest.M
         await town.until(lambda: town.pods("team") == 2, 10)
         shown = read(town.operator.snapshot())
         assert shown.jobs is not None
-        monkeypatch.setattr(town.operator, "_left_to", lambda _namespace: "team/theirs")
+        monkeypatch.setattr(town.operator._others, "of", lambda _namespace: "team/theirs")
         later = read(town.operator.snapshot())
         assert (later.jobs, later.away, shown.away) == ([], [job.uid for job in shown.jobs], [])
 

@@ -19,6 +19,7 @@ Preconditions (uid, resourceVersion) and fixed names of pods protect against tha
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime as dt
 from dataclasses import dataclass
 from typing import Any
@@ -107,12 +108,12 @@ class Candidate:
         # The chart creates the Lease, so a missing one was deleted, and its holder may not know that yet. Wait.
         return self._changed_at is not None and now - self._changed_at >= self._wait_seconds()
 
-    def leader(self, now: float) -> Lease | None:
-        """Return the Lease if another operator holds it and it has not expired."""
+    def leader(self, now: float) -> str:
+        """Return which other operator holds the Lease, "" if none does or it has expired."""
         lease, changed_at = self._lease, self._changed_at
-        if lease is None or changed_at is None or lease.holder in ("", self.identity):
-            return None
-        return lease if now - changed_at < self._wait_seconds() else None
+        if lease is None or changed_at is None or lease.holder == self.identity:
+            return ""
+        return lease.holder if now - changed_at < self._wait_seconds() else ""
 
     def _hold(self, changed_after: float) -> None:
         self.held_until = max(self.held_until, changed_after + self._durations.renew_seconds)
@@ -152,7 +153,13 @@ class Election:
     async def renew(self) -> None:
         """Try once to take or renew the Lease. A failure is logged, and the next try comes soon."""
         try:
-            await self._read_and_renew()
+            asked_at = self._clock()
+            async with at_most(self._durations.try_seconds):
+                raw = self._seen = await self._read()
+            self._candidate.saw(None if raw is None else read(raw), self._clock(), asked_at)
+            self._log_leader()
+            if self._candidate.may_take(self._clock()):
+                await self._take()
         except asyncio.TimeoutError:
             self._report("the API server did not answer in time")
         except ApiError as error:
@@ -161,15 +168,6 @@ class Election:
                 self._report(str(error))
         else:
             self._report("")
-
-    async def _read_and_renew(self) -> None:
-        asked_at = self._clock()
-        async with at_most(self._durations.try_seconds):
-            raw = self._seen = await self._read()
-        self._candidate.saw(None if raw is None else read(raw), self._clock(), asked_at)
-        self._log_leader()
-        if self._candidate.may_take(self._clock()):
-            await self._take()
 
     async def _take(self) -> None:
         identity = self._candidate.identity
@@ -218,11 +216,9 @@ class Election:
         """Wait until the last renewal expires."""
         while (left := self._candidate.held_until - self._clock()) > 0:
             self._renewed.clear()
-            try:
+            with contextlib.suppress(asyncio.TimeoutError):
                 async with at_most(left):
                     await self._renewed.wait()
-            except asyncio.TimeoutError:
-                continue
         self._runtime.log.warning("%s is lost, so this operator ends: another one may lead", self.what)
 
     async def run(self) -> None:
@@ -264,8 +260,7 @@ class Election:
         await self.client.close()
 
     def _log_leader(self) -> None:
-        leader = self._candidate.leader(self._clock())
-        holder = "" if leader is None else leader.holder
+        holder = self._candidate.leader(self._clock())
         if holder and holder != self._logged_leader:
             self._runtime.log.info("%s is held by %s: this operator stands by", self.what, holder)
         self._logged_leader = holder
@@ -283,31 +278,26 @@ def read(raw: Raw) -> Lease:
 
 def claim(raw: Raw | None, name: str, identity: str, durations: Durations, now: dt.datetime) -> Raw:
     """Return the seen Lease with our identity. Of two writers, its resourceVersion lets only one win."""
-    metadata, spec = _parts(raw, name)
+    spec = {} if raw is None else raw.get("spec") or {}
     ours = spec.get("holderIdentity") == identity
-    spec |= {
-        "holderIdentity": identity,
-        "leaseDurationSeconds": durations.lease_seconds,
-        "acquireTime": spec.get("acquireTime") if ours else _text(now),
-        "renewTime": _text(now),
-        "leaseTransitions": (spec.get("leaseTransitions") or 0) + (not ours),
-    }
-    return _lease(metadata, spec)
+    return _lease(
+        raw or {"metadata": {"name": name}},
+        holderIdentity=identity,
+        leaseDurationSeconds=durations.lease_seconds,
+        acquireTime=spec.get("acquireTime") if ours else _text(now),
+        renewTime=_text(now),
+        leaseTransitions=(spec.get("leaseTransitions") or 0) + (not ours),
+    )
 
 
 def freed(raw: Raw, now: dt.datetime) -> Raw:
     """Return the Lease without a holder, and with 1 s to wait, as client-go's release() writes it."""
-    metadata, spec = _parts(raw, raw["metadata"]["name"])
-    return _lease(metadata, {**spec, "holderIdentity": "", "leaseDurationSeconds": 1, "renewTime": _text(now)})
+    return _lease(raw, holderIdentity="", leaseDurationSeconds=1, renewTime=_text(now))
 
 
-def _parts(raw: Raw | None, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    raw = raw or {"metadata": {"name": name}}
-    return dict(raw["metadata"]), dict(raw.get("spec") or {})
-
-
-def _lease(metadata: Raw, spec: Raw) -> Raw:
-    return {"apiVersion": API_VERSION, "kind": "Lease", "metadata": metadata, "spec": spec}
+def _lease(raw: Raw, **changes: Any) -> Raw:
+    spec = {**(raw.get("spec") or {}), **changes}
+    return {"apiVersion": API_VERSION, "kind": "Lease", "metadata": raw["metadata"], "spec": spec}
 
 
 def _text(time_: dt.datetime) -> str:

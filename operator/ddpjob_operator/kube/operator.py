@@ -24,8 +24,7 @@ from ddpjob_operator.kube.leader_label import LeaderLabel
 from ddpjob_operator.kube.lease import Election
 from ddpjob_operator.kube.other_releases import OtherReleases
 from ddpjob_operator.kube.ports import exposition
-from ddpjob_operator.kube.ports.bounded_server import BoundedServer
-from ddpjob_operator.kube.ports.health import Health
+from ddpjob_operator.kube.ports.bounded_server import BoundedServer, Health
 from ddpjob_operator.kube.ports.receive import Receiver, Sender
 from ddpjob_operator.kube.settings import OperatorSettings
 from ddpjob_operator.kube.watch import observe, triggers
@@ -75,7 +74,8 @@ class Operator:
         others: finds the namespaces that another release manages. meter: counts the requests of `client`. end_within:
         kill the process if it has not ended by itself after this many seconds.
         """
-        self.settings, self._client, self._leader, self._others = settings, client, leader, others
+        self.settings, self._client, self._leader = settings, client, leader
+        self._others = others or OtherReleases(client, are_known=True)
         self._runtime, self.meter = runtime, meter or Meter()
         self.leads = leader is None
         self._ending, self._broken_by, self._end_within = False, "", end_within
@@ -144,16 +144,20 @@ class Operator:
             level=settings.events,
             busy=creates.is_full,
         )
+        build_pod = partial(
+            build.pod,
+            reporting=build.Reporting(settings.status_url) if settings.status_url else None,
+            keep_from_autoscalers=settings.keep_from_autoscalers,
+            mount_api_token=settings.mount_api_token,
+        )
         executor = Executor(
             self._client,
             caches,
             lookup,
             self._events,
             runtime,
-            build.Reporting(settings.status_url) if settings.status_url else None,
+            build_pod,
             self.queue.progressed,
-            keep_from_autoscalers=settings.keep_from_autoscalers,
-            mount_api_token=settings.mount_api_token,
             meter=self.meter,
             creates=creates,
         )
@@ -191,7 +195,7 @@ class Operator:
         await served_crd.report_old_crd(self._client, self._runtime.log)
         if self._leader is not None:
             # Not earlier: an operator that may not see the jobs would keep the Lease from one that may.
-            if self._others is not None:
+            if not self._others.are_known:
                 self.run("other releases", self._others.run(self._others_changed))
             self.run("lease", self._leader.run())
             self.run("leadership", self._lead_until_lost(self._leader))
@@ -274,12 +278,12 @@ class Operator:
 
     def standing_by(self) -> str:
         """Name the namespaces that other releases manage. Not a reason to restart."""
-        return "; ".join(self._others.sentences()) if self._others is not None else ""
+        return "; ".join(self._others.sentences())
 
     def snapshot(self) -> exposition.Scrape:
         """Return what /metrics shows: the jobs that this release manages, and only while this operator leads."""
         caches = self.caches
-        there = [(self._left_to(key[0]), raw) for key in caches.jobs if (raw := caches.jobs.get(key))]
+        there = [(self._others.of(key[0]), raw) for key in caches.jobs if (raw := caches.jobs.get(key))]
         copies: dict[str, Sized] = {api.PLURAL: caches.jobs, "pods": caches.pods, "services": caches.services}
         copies |= {"nodes": caches.nodes, **{gang.adapter.plural: gang.store for gang in caches.gangs.values()}}
         moment = Moment(
@@ -353,7 +357,7 @@ class Operator:
         raw = new or old
         if not self.leads or raw is None:
             return
-        if self._left_to(raw["metadata"].get("namespace", "")):
+        if self._others.of(raw["metadata"].get("namespace", "")):
             self.meter.left_to_others(raw["metadata"]["uid"])
             return
         now = self._runtime.now()
@@ -369,9 +373,9 @@ class Operator:
 
     def _ready_in(self, key: Key) -> float | None:
         """Seconds until the job may be reconciled, 0 for now; None if another release manages it."""
-        if self._left_to(key[0]):
+        if self._others.of(key[0]):
             return None
-        if self._others is not None and not self._others.are_known:
+        if not self._others.are_known:
             return UNSYNCED_SECONDS
         # Before the first lists are complete, a pod that is missing from our copy would look deleted.
         lists = (r.synced.is_set() for r in self.reflectors if r.namespace in ("", key[0]))
@@ -387,12 +391,9 @@ class Operator:
         except validation.UnreadableJobError:
             return False  # the reconcile reports the error
 
-    def _left_to(self, namespace: str) -> str:
-        return self._others.of(namespace) if self._others is not None else ""
-
     def _others_changed(self, namespaces: Set[str]) -> None:
         # Old reports would look like a stall when this release gets the job back.
-        self.states.forget([key for key, _ in self.states if self._left_to(key[0])])
+        self.states.forget([key for key, _ in self.states if self._others.of(key[0])])
         for key in self.caches.jobs:
             if key[0] in namespaces:
                 self._enqueue(key)

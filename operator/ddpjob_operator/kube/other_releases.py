@@ -15,24 +15,25 @@ alone: it may be a megabyte, hold anything as its release, and change every seco
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Set
 
 from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job import api
 from ddpjob_operator.kube.api.client import ApiError, Client
-from ddpjob_operator.kube.api.runtime import SYSTEM, Runtime
 
 MARK = api.GROUP
 READ_SECONDS = 10.0
 RELEASE_MAX = 200
+_LOGGER = logging.getLogger("ddpjob_operator")
 
 
 class OtherReleases:
     """The marks of other releases, read every READ_SECONDS."""
 
-    def __init__(self, client: Client, runtime: Runtime = SYSTEM) -> None:
-        self._client, self._runtime = client, runtime
-        self.are_known = False
+    def __init__(self, client: Client, *, are_known: bool = False) -> None:
+        """are_known: True if there are none."""
+        self._client, self.are_known = client, are_known
         self._releases: dict[str, str] = {}
         self._logged: set[str] = set()
 
@@ -73,7 +74,7 @@ class OtherReleases:
 
     def _log(self, lines: set[str]) -> None:
         for line in sorted(lines - self._logged):
-            self._runtime.log.warning("%s", line)
+            _LOGGER.warning("%s", line)
         self._logged = lines
 
 

@@ -279,16 +279,12 @@ def shallow(content: bytes) -> bytes:
     return b"".join([*kept, view[at:]]) if depth == 0 else content
 
 
-def _loads(content: bytes) -> Any:
-    return _read(content, orjson.loads)
-
-
 def _decode(content: bytes, kind: Any) -> Any:
     """Decode into a type that keeps what it does not need as bytes."""
-    return _read(content, functools.partial(msgspec.json.decode, type=kind))
+    return _loads(content, functools.partial(msgspec.json.decode, type=kind))
 
 
-def _read(content: bytes, read: Callable[[bytes], Any]) -> Any:
+def _loads(content: bytes, read: Callable[[bytes], Any] = orjson.loads) -> Any:
     with contextlib.suppress(*_GIVE_UP):
         return read(content)
     # Not JSON, or nested deeper than 1,024 levels.

@@ -18,6 +18,7 @@ import collections
 import contextlib
 import logging
 import socket
+from collections.abc import Callable
 from typing import cast
 
 from aiohttp import web
@@ -163,6 +164,24 @@ def not_served(request: web.BaseRequest, path: str) -> web.Response | None:
     if request.path == path and request.method in ("GET", "HEAD"):
         return None
     return web.Response(status=404, text=f"only GET {path} is served here\n")
+
+
+class Health(BoundedServer):
+    """Serves /healthz: 503 with the reason if `unhealthy` returns one, else 200. `remark` is added to both.
+
+    kopf's own probe (1.45) answers only after the startup handlers. A pod that waits there for the CRD would be killed.
+    """
+
+    def __init__(self, unhealthy: Callable[[], str], remark: Callable[[], str] = str) -> None:
+        super().__init__()
+        self._unhealthy, self._remark = unhealthy, remark
+
+    async def answer(self, request: web.BaseRequest) -> web.Response:
+        """Answer a probe. The kubelet opens a connection per probe, so closing it afterwards is harmless."""
+        if (refusal := not_served(request, "/healthz")) is not None:
+            return refusal
+        why, more = self._unhealthy(), self._remark()
+        return web.Response(status=503 if why else 200, text=f"{why or 'ok'}{more and f'; {more}'}\n")
 
 
 class Connection(web.RequestHandler):

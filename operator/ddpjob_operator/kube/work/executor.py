@@ -78,11 +78,10 @@ class Executor:
     lookup: Lookup
     events: Events
     runtime: Runtime
-    reporting: build.Reporting | None = None
+    build_pod: Callable[..., Raw] = build.pod
+    """build.pod with the operator's settings."""
     progressed: Callable[[Key], None] = lambda _key: None
     """Called when a request is sent and when it is answered, so that the queue sees the job is not stuck."""
-    keep_from_autoscalers: bool = True
-    mount_api_token: bool = True
     meter: Meter = field(default_factory=Meter)
     # Two limits, so that creates behind a slow webhook do not delay deletes.
     creates: InFlight = field(default_factory=InFlight)
@@ -374,16 +373,8 @@ class Executor:
         return given_up() or not left
 
     async def _create_pod(self, job: api.DDPJob, action: CreatePod, state: JobState) -> bool:
-        body = build.pod(
-            job,
-            action.attempt,
-            action.place,
-            reporting=self.reporting,
-            avoid=action.avoid,
-            replacement=action.replacement,
-            keep_from_autoscalers=self.keep_from_autoscalers,
-            mount_api_token=self.mount_api_token,
-        )
+        more = {"avoid": action.avoid, "replacement": action.replacement}
+        body = self.build_pod(job, action.attempt, action.place, **more)
         if job.status.gang is not None and (gang := self.caches.gangs.get(job.status.gang.kind)) is not None:
             gang.adapter.pod(body, job, action.attempt)
             if gang.adapter.admits_first and (group := gang.of(job)) is not None:
