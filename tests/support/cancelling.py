@@ -1,17 +1,41 @@
-"""A cancellation at the same moment as the awaited event."""
+"""Work that runs during a part of a test, and its cancellation."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
+
+
+@contextlib.asynccontextmanager
+async def running(work: Coroutine[Any, Any, Any]) -> AsyncIterator[asyncio.Task[Any]]:
+    """Let `work` run during the body."""
+    task = asyncio.create_task(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def turns(count: int) -> None:
+    """Give all tasks so many turns."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def until(true: Callable[[], object], seconds: float = 10.0) -> None:
+    """Wait at most so many seconds, at every turn of the loop."""
+    async with asyncio.timeout(seconds):
+        while not true():
+            await asyncio.sleep(0)
 
 
 async def ends_although(work: Coroutine[Any, Any, None], comes: Callable[[], object]) -> None:
     """Cancel `work` in the iteration of the event loop in which `comes` completes its wait; it must end."""
     running = asyncio.create_task(work)
-    for _ in range(10):  # `work` is waiting now
-        await asyncio.sleep(0)
+    await turns(10)  # `work` is waiting now
     comes()
     running.cancel()
     ended, _ = await asyncio.wait({running}, timeout=5)

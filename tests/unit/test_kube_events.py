@@ -7,6 +7,7 @@ import datetime as dt
 from typing import Any
 
 import pytest
+from cancelling import running, turns, until
 
 from ddpjob_operator.job import api
 from ddpjob_operator.kube.api.client import ApiError
@@ -54,11 +55,8 @@ def play(
             server.now += seconds
             if event is not None:
                 events.send(JOB, (event,), AT)
-            running = asyncio.create_task(events.run())
-            for _ in range(5):
-                await asyncio.sleep(0)
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+            async with running(events.run()):
+                await turns(5)
         return server.got
 
     return asyncio.run(run())
@@ -77,11 +75,8 @@ def test_events_of_one_second_are_listed_in_the_order_in_which_they_happened() -
         events = Events(Named(), Runtime(utc=lambda: AT))  # type: ignore[arg-type]
         events.send(JOB, (failed,), AT)
         events.send(JOB, (over,), AT)
-        running = asyncio.create_task(events.run())
-        while len(names) < 2:
-            await asyncio.sleep(0)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        async with running(events.run()):
+            await until(lambda: len(names) == 2)
 
     for _ in range(5):
         names.clear()
@@ -94,8 +89,9 @@ def test_the_same_words_about_the_same_job_are_sent_once_in_a_while() -> None:
     assert play((0, RUN), (REPEAT_SECONDS, RUN)) == ["AllNodesRun", "AllNodesRun"]
 
 
-def test_a_state_that_passes_at_once_is_not_told() -> None:
+def test_a_state_is_told_if_it_lasts_and_not_if_it_passes_at_once() -> None:
     assert play((0, CREATING), (1, RUN)) == ["AllNodesRun"]
+    assert play((0, CREATING), (PASSING_SECONDS, None), (1, RUN)) == ["CreatingPods", "AllNodesRun"]
 
 
 def test_of_a_job_that_is_gone_only_warnings_are_still_sent() -> None:
@@ -106,19 +102,12 @@ def test_of_a_job_that_is_gone_only_warnings_are_still_sent() -> None:
         events = Events(server, Runtime(clock=lambda: server.now), busy=lambda _namespace: True)  # type: ignore[arg-type]
         events.send(JOB, (CREATING, RUN, Event("Warning", "RankFailed", "rank 1 failed")), AT)
         events.gone(JOB.uid)
-        running = asyncio.create_task(events.run())
-        for _ in range(5):
-            await asyncio.sleep(0)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        async with running(events.run()):
+            await turns(5)
         assert len(events) == 0
         return server.got
 
     assert asyncio.run(run()) == ["RankFailed"]
-
-
-def test_a_state_that_lasts_is_told() -> None:
-    assert play((0, CREATING), (PASSING_SECONDS, None), (1, RUN)) == ["CreatingPods", "AllNodesRun"]
 
 
 ROUTINE = Event("Normal", "AllNodesRun", "2 of 2 nodes are running", is_routine=True)
@@ -148,13 +137,8 @@ def test_what_went_well_makes_way_for_pods_that_are_being_created_but_not_for_ev
     assert play((0, CREATING), (PASSING_LATER_SECONDS - LATER_SECONDS, None), busy=True) == [], "most create pods"
     assert play((0, CREATING), (PASSING_LATER_SECONDS + LATER_SECONDS, None), busy=True) == ["CreatingPods"]
     assert play((0, CREATING), (PASSING_SECONDS + 5, RUN), (LATER_SECONDS, None), busy=True) == ["AllNodesRun"]
-
-
-def test_a_warning_makes_way_for_nothing() -> None:
-    assert play((0, RUN), (0, Event("Warning", "RankFailed", "rank 3")), (0, None), busy=True) == [
-        "AllNodesRun",
-        "RankFailed",
-    ]
+    warned = play((0, RUN), (0, Event("Warning", "RankFailed", "rank 3")), (0, None), busy=True)
+    assert warned == ["AllNodesRun", "RankFailed"], "a warning makes way for nothing"
 
 
 def test_a_server_that_takes_no_events_stops_nothing() -> None:
@@ -189,11 +173,8 @@ def test_events_that_hang_in_one_namespace_hold_up_no_other() -> None:
         for number in range(40):
             events.send(api.Metadata(name=f"loud-{number}", namespace="loud", uid=f"{number}"), (RUN,), AT)
         events.send(JOB, (RUN, Event("Warning", "RankFailed", "rank 3")), AT)
-        running = asyncio.create_task(events.run())
-        for _ in range(50):
-            await asyncio.sleep(0)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        async with running(events.run()):
+            await turns(50)
         return server.got
 
     assert asyncio.run(run()) == ["AllNodesRun", "RankFailed"], "in their order"

@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable
 import aiohttp
 import pytest
 
-from ddpjob_operator.job import api
 from ddpjob_operator.kube.ports import bounded_server, exposition
 from ddpjob_operator.kube.ports.exposition import Exposition, Scrape
 from ddpjob_operator.metrics.meter import Meter, Moment
@@ -128,11 +127,3 @@ def test_reconciles_go_on_while_a_large_answer_is_written() -> None:
         assert len(waits) > 10, "the loop has turned meanwhile"
 
     served(story, count=1000)
-
-
-@pytest.mark.parametrize("status", [{"state": "x" * 10_000}, {"state": 7}, None])
-def test_a_job_that_cannot_be_read_is_counted_and_has_no_series(status: object) -> None:
-    raw = {"metadata": {"namespace": "team", "name": "digits", "uid": "1"}, "status": status}
-    moment = exposition.read(Scrape(Moment(NOW, None, "0.1.0"), [raw]))
-    assert moment.jobs is not None
-    assert [job.status for job in moment.jobs] in ([None], [api.Status()])

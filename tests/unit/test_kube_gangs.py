@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, cast
 
 import pytest
+from cancelling import running, until
 from msgspec.structs import replace
 from slow_server import play
 from virtual_time import VirtualLoop
@@ -84,16 +85,18 @@ def found(server: Server, *namespaces: str, adapter: Adapter = native.ADAPTER) -
     """Return what is known about the API after it was asked."""
     told: list[str] = []
     gang = gang_of(server, *namespaces, found=lambda: told.append("found"), adapter=adapter)
-
-    async def look() -> None:
-        task = asyncio.create_task(gang.run())
-        async with asyncio.timeout(10):
-            while not (told and gang.is_ready("")):
-                await asyncio.sleep(0)
-        task.cancel()
-
-    asyncio.run(look())
+    runs(gang, lambda: told and gang.is_ready(""))
     return gang
+
+
+def runs(gang: GangWatch, true: Callable[[], object]) -> None:
+    """Let it run until this is true."""
+
+    async def run() -> None:
+        async with running(gang.run()):
+            await until(true)
+
+    asyncio.run(run())
 
 
 def test_a_gangs_part_ends_with_the_first_of_its_watches() -> None:
@@ -103,10 +106,8 @@ def test_a_gangs_part_ends_with_the_first_of_its_watches() -> None:
     async def run() -> None:
         told: list[str] = []
         gang = gang_of(Server("v1alpha2"), "team", found=lambda: told.append("found"))
-        task = asyncio.create_task(gang.run())
-        async with asyncio.timeout(10):
-            while not (told and gang.is_ready("team")):
-                await asyncio.sleep(0)
+        async with running(gang.run()) as task, asyncio.timeout(10):
+            await until(lambda: told and gang.is_ready("team"))
             (watch,) = (one for one in asyncio.all_tasks() if one.get_name() == gang.reflectors[0].what)
             watch.cancel()
             await asyncio.wait([task])
@@ -116,30 +117,21 @@ def test_a_gangs_part_ends_with_the_first_of_its_watches() -> None:
 
 
 @pytest.mark.parametrize(
-    ("served", "taken"),
+    ("adapter", "served", "taken"),
     [
-        (("v1alpha2",), "v1alpha2"),
-        (("v1alpha3", "v1beta1"), "v1beta1"),
-        (("v1alpha3",), "v1alpha3"),
+        pytest.param(native.ADAPTER, ("v1alpha2",), "v1alpha2", id="1.36"),
+        pytest.param(native.ADAPTER, ("v1alpha3", "v1beta1"), "v1beta1", id="1.37"),
+        pytest.param(native.ADAPTER, ("v1alpha3",), "v1alpha3", id="1.37 without the beta"),
+        pytest.param(kueue.ADAPTER, ("v1beta1",), "v1beta1", id="Kueue 0.14"),
+        pytest.param(kueue.ADAPTER, ("v1beta1", "v1beta2"), "v1beta1", id="Kueue 0.15 converts"),
+        pytest.param(kueue.ADAPTER, ("v1beta2",), "v1beta2", id="Kueue without the old version"),
     ],
-    ids=["1.36", "1.37", "1.37 without the beta"],
 )
-def test_the_newest_version_that_is_served_is_taken(served: tuple[str, ...], taken: str) -> None:
-    """An upgrade of the cluster removes v1alpha2."""
-    gang = found(Server(*served))
-    assert gang.api.api_version == f"scheduling.k8s.io/{taken}"
-    assert gang.path("team") == f"{GROUP}/{taken}/namespaces/team/podgroups"
-
-
-@pytest.mark.parametrize(
-    ("served", "taken"),
-    [(("v1beta1",), "v1beta1"), (("v1beta1", "v1beta2"), "v1beta1"), (("v1beta2",), "v1beta2")],
-    ids=["0.14", "0.15", "without the old version"],
-)
-def test_of_kueue_the_version_that_was_run_is_taken_while_it_is_served(served: tuple[str, ...], taken: str) -> None:
-    """Kueue 0.15 serves both and converts; only v1beta2 remains later."""
-    gang = found(Server(*served), adapter=kueue.ADAPTER)
-    assert gang.path("team") == f"/apis/kueue.x-k8s.io/{taken}/namespaces/team/workloads"
+def test_the_best_version_that_is_served_is_taken(adapter: Adapter, served: tuple[str, ...], taken: str) -> None:
+    """An upgrade of the cluster removes old ones. Of Kueue, the version that was run is the best."""
+    gang = found(Server(*served), adapter=adapter)
+    assert gang.api.api_version == f"{adapter.group}/{taken}"
+    assert gang.path("team") == f"/apis/{adapter.group}/{taken}/namespaces/team/{adapter.plural}"
 
 
 def test_where_namespaces_are_named_nothing_is_listed_outside_of_them() -> None:
@@ -178,15 +170,7 @@ def test_an_api_server_that_is_away_is_asked_again_and_not_taken_for_one_without
 
     server.reach.wait = wait  # type: ignore[method-assign,assignment]
     gang = gang_of(server)
-
-    async def look() -> None:
-        task = asyncio.create_task(gang.run())
-        async with asyncio.timeout(10):
-            while not gang.is_ready(""):
-                await asyncio.sleep(0)
-        task.cancel()
-
-    asyncio.run(look())
+    runs(gang, lambda: gang.is_ready(""))
     assert (gang.api.api_version, waits[:3]) == ("scheduling.k8s.io/v1alpha2", [NO_ANSWER_SECONDS] * 3)
 
 
@@ -214,15 +198,7 @@ def test_a_namespace_in_which_nothing_may_be_listed_keeps_the_queue_from_no_othe
 
     server.reach.wait = wait  # type: ignore[method-assign,assignment]
     gang = gang_of(server, "gone", "team", adapter=kueue.ADAPTER)
-
-    async def look() -> None:
-        task = asyncio.create_task(gang.run())
-        async with asyncio.timeout(10):
-            while not (len(waits) > 3 and gang.api_in("gone").api_version and gang.is_ready("gone")):
-                await asyncio.sleep(0)
-        task.cancel()
-
-    asyncio.run(look())
+    runs(gang, lambda: len(waits) > 3 and gang.api_in("gone").api_version and gang.is_ready("gone"))
     assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
         "spec.gang: kueue cannot be used in the namespace gone: the operator may not list workloads.kueue.x-k8s.io: "
         "cannot list workloads in gone"
@@ -254,15 +230,7 @@ def test_the_api_of_a_queue_that_answers_with_errors_counts_as_away_until_it_wor
     said = "the API server cannot tell which workloads.kueue.x-k8s.io there are"
     server.reach.wait = wait  # type: ignore[method-assign,assignment]
     gang = gang_of(server, adapter=kueue.ADAPTER)
-
-    async def look() -> None:
-        task = asyncio.create_task(gang.run())
-        async with asyncio.timeout(10):
-            while not (gang.api.api_version and gang.is_ready("")):
-                await asyncio.sleep(0)
-        task.cancel()
-
-    asyncio.run(look())
+    runs(gang, lambda: gang.api.api_version and gang.is_ready(""))
     assert gang.api == GangApi("kueue.x-k8s.io/v1beta1")
     assert waits[:8] == [NO_ANSWER_SECONDS] * (ERRORS_MAX - 1) + [ERROR_SECONDS] * 4
     assert sum(said in record.getMessage() for record in caplog.records) == 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
+import subprocess
+import sys
 from typing import Any
 
 import kopf
@@ -29,16 +31,23 @@ def test_namespaces_are_a_list_with_commas_and_none_means_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "value", "why"),
     [
-        ("DDPJOB_HEALTH_PORT", "http"),
-        ("DDPJOB_STATUS_PORT", "70000"),
-        ("DDPJOB_LOG_LEVEL", "loud"),
-        ("DDPJOB_EVENTS", "warnings"),
+        ("DDPJOB_HEALTH_PORT", "http", "a port"),
+        ("DDPJOB_STATUS_PORT", "70000", "a port"),
+        ("DDPJOB_LOG_LEVEL", "loud", "DEBUG, INFO"),
+        ("DDPJOB_EVENTS", "warnings", "Brief, All or Warning"),
+        ("DDPJOB_QUEUE_PLACES", "yes", "true or false"),
+        ("DDPJOB_LEASE_SECONDS", "long", "seconds"),
+        ("DDPJOB_LEASE_SECONDS", "nan", "seconds"),
+        ("DDPJOB_LEASE_RETRY_SECONDS", "0", "seconds above 0"),
+        pytest.param("DDPJOB_LEASE_SECONDS", "15.5", "whole seconds", id="a fraction, which a Lease cannot hold"),
+        pytest.param("DDPJOB_LEASE_SECONDS", "10", "less than DDPJOB_LEASE_SECONDS", id="a holder stops too late"),
+        pytest.param("DDPJOB_LEASE_RETRY_SECONDS", "5", "more than twice DDPJOB_LEASE_RETRY_SECONDS", id="one try"),
     ],
 )
-def test_a_wrong_setting_is_named_with_its_value(name: str, value: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}: must be .*{value}"):
+def test_a_wrong_setting_is_named_with_its_value(name: str, value: str, why: str) -> None:
+    with pytest.raises(ValueError, match=rf'DDPJOB_\w+: must be .*{why}.*"{value}"'):
         OperatorSettings.read({name: value})
 
 
@@ -340,3 +349,21 @@ def test_an_operator_that_loses_its_lease_ends_as_if_it_had_been_told_to(caplog:
     made = asyncio.run(run())
     assert (made.exit_code, made.leads, made.unhealthy()) == (0, False, "")
     assert "ERROR" not in caplog.text
+
+
+LOWERED = """
+import resource
+from ddpjob_operator.kube.api.runtime import allow_open_files
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 1024))
+allow_open_files({count})
+print(*resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+@pytest.mark.parametrize(("count", "found"), [(512, "512 1024"), (16_384, "1024 1024"), (100, "256 1024")])
+def test_the_operator_may_have_as_many_connections_open_as_its_container_allows(count: int, found: str) -> None:
+    """containerd 2 gives a container 1,024 open files at first, too few for a thousand reporting trainers."""
+    done = subprocess.run(
+        [sys.executable, "-c", LOWERED.format(count=count)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == found

@@ -229,6 +229,16 @@ def test_each_corner_of_http_is_answered_once_or_cut_and_the_port_goes_on(
     assert (expanded, port.errors, caplog.text) == ([], [], "")
 
 
+def test_a_probe_is_answered_503_with_the_reason_why_a_restart_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    why = [""]
+    monkeypatch.setitem(PORTS, "health", (lambda: Health(lambda: why[0], lambda: "a remark"), b"GET /healthz", 200))
+    for port in serving("health"):
+        assert port.ask(port.good_request(b"Connection: close"))[1].endswith(b"\r\n\r\nok; a remark\n")
+        why[0] = "queue has ended"
+        statuses, answer = port.ask(port.good_request())
+        assert (statuses, answer.endswith(b"queue has ended; a remark\n")) == ([503], True)
+
+
 @pytest.mark.parametrize("method", [b"HEAD", b"GET"])
 def test_head_has_the_headers_of_get_and_no_body(port: Port, method: bytes) -> None:
     statuses, answer = port.ask(port.good_request(b"Connection: close").replace(b"GET", method, 1))

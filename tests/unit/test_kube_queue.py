@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from cancelling import running, turns, until
 from slow_server import play
 
 from ddpjob_operator.kube.api.runtime import Runtime
@@ -84,21 +85,17 @@ def test_failures_wait_twice_as_long_each_time_and_never_longer_than_the_bound()
     assert waits[-1] == BACK_OFF_SECONDS_MAX
 
 
-def test_a_failing_job_waits_though_events_come() -> None:
-    jobs = schedule(("a", 0))
-    jobs.pop(START)
-    jobs.failed("a", START, at_least=7.0)
-    jobs.add("a", START + 1)
-    assert jobs.pop(START + 6.9) is None
-    assert jobs.pop(START + 7) == "a"
-
-
-def test_no_job_waits_for_longer_than_the_bound_whatever_an_answer_asks_for() -> None:
+@pytest.mark.parametrize(("asked", "waits"), [(7.0, 7.0), (3600.0, BACK_OFF_SECONDS_MAX)])
+def test_a_failing_job_waits_as_long_as_an_answer_asks_for_within_the_bound_though_events_come(
+    asked: float, waits: float
+) -> None:
     """A proxy in maintenance may answer 503 with Retry-After: 3600, but the job must not be ignored for an hour."""
     jobs = schedule(("a", 0))
     jobs.pop(START)
-    assert jobs.failed("a", START, at_least=3600.0) == BACK_OFF_SECONDS_MAX
-    assert jobs.pop(START + BACK_OFF_SECONDS_MAX) == "a"
+    assert jobs.failed("a", START, at_least=asked) == waits
+    jobs.add("a", START + 1)
+    assert jobs.pop(START + waits - 0.1) is None
+    assert jobs.pop(START + waits) == "a"
 
 
 def test_a_success_ends_the_back_off() -> None:
@@ -233,16 +230,6 @@ class Reconciles:
         return None
 
 
-async def _run(reconciles: Reconciles, queue: Queue[str], until: int) -> None:
-    running = asyncio.create_task(queue.run(reconciles))
-    for _ in range(1000):
-        await asyncio.sleep(0)
-        if len(reconciles.seen) >= until:
-            break
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-
-
 def test_a_job_whose_reconcile_was_cancelled_alone_is_reconciled_again() -> None:
     """Otherwise it counts as busy for ever, and no event of the job has any effect."""
     tries: list[str] = []
@@ -258,12 +245,9 @@ def test_a_job_whose_reconcile_was_cancelled_alone_is_reconciled_again() -> None
     async def run() -> None:
         queue: Queue[str] = Queue(Runtime())
         queue.add("digits")
-        running = asyncio.create_task(queue.run(reconcile))
-        async with asyncio.timeout(10):
+        async with running(queue.run(reconcile)), asyncio.timeout(10):
             while len(tries) < 2:
                 await asyncio.sleep(0.01)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
 
     asyncio.run(run())
 
@@ -274,14 +258,10 @@ def test_at_most_so_many_reconciles_are_under_way() -> None:
         queue: Queue[str] = Queue(Runtime(clock=lambda: reconciles.now), at_a_time=3)
         for i in range(10):
             queue.add(f"job-{i}")
-        running = asyncio.create_task(queue.run(reconciles))
-        for _ in range(100):  # by now every reconcile that may begin has begun
-            await asyncio.sleep(0)
-        reconciles.go.set()
-        while len(reconciles.seen) < 10:
-            await asyncio.sleep(0.001)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        async with running(queue.run(reconciles)):
+            await turns(100)  # by now every reconcile that may begin has begun
+            reconciles.go.set()
+            await until(lambda: len(reconciles.seen) == 10)
         return reconciles
 
     reconciles = asyncio.run(run())
@@ -295,16 +275,14 @@ def test_a_slow_reconcile_leaves_its_place_to_others() -> None:
         queue: Queue[str] = Queue(Runtime(clock=asyncio.get_running_loop().time), at_a_time=2)
         for name in ("slow", "slow too", "another"):
             queue.add(name)
-        running = asyncio.create_task(queue.run(reconciles))
-        await asyncio.sleep(QUICK_SECONDS / 2)
-        assert reconciles.seen == ["slow", "slow too"]
-        await asyncio.sleep(QUICK_SECONDS)
-        assert reconciles.seen == ["slow", "slow too", "another"]
-        reconciles.go.set()
-        await asyncio.sleep(QUICK_SECONDS)
-        assert queue._free == 2, "each place is given back once"
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        async with running(queue.run(reconciles)):
+            await asyncio.sleep(QUICK_SECONDS / 2)
+            assert reconciles.seen == ["slow", "slow too"]
+            await asyncio.sleep(QUICK_SECONDS)
+            assert reconciles.seen == ["slow", "slow too", "another"]
+            reconciles.go.set()
+            await asyncio.sleep(QUICK_SECONDS)
+            assert queue._free == 2, "each place is given back once"
 
     play(run)
 
@@ -318,7 +296,8 @@ def test_a_reconcile_that_fails_does_not_end_the_queue(error: Exception, caplog:
         queue: Queue[str] = Queue(Runtime(clock=lambda: reconciles.now))
         queue.add("a")
         queue.add("b")
-        await _run(reconciles, queue, 2)
+        async with running(queue.run(reconciles)):
+            await until(lambda: len(reconciles.seen) == 2)
         return reconciles
 
     assert sorted(asyncio.run(run()).seen) == ["a", "b"]

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence, Set
 from typing import Any
 
 import pytest
+from cancelling import running
 from slow_server import play
 from virtual_time import VirtualLoop
 
@@ -93,10 +94,8 @@ def follow(lists: list[Any], watches: list[Any], woken: Sequence[bool] = ()) -> 
         server, copy = Server(lists, watches), Copy()
         server.reach.wait = sleep  # type: ignore[method-assign]
         reflector = Reflector(server, "pods", "team", "a", copy)  # type: ignore[arg-type]
-        running = asyncio.create_task(reflector.run())
-        await asyncio.wait_for(server.idle.wait(), 10)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        async with running(reflector.run()):
+            await asyncio.wait_for(server.idle.wait(), 10)
         return server, copy
 
     server, copy = asyncio.run(run())
@@ -178,14 +177,10 @@ def test_a_list_older_than_what_was_seen_replaces_nothing() -> None:
     assert server.asked.count("list") == 3
 
 
-def test_a_cluster_restored_from_a_backup_is_believed_in_the_end() -> None:
+def test_a_cluster_restored_from_a_backup_is_believed_in_the_end_and_not_too_soon() -> None:
     """All its objects look older than the known ones: a present job must not wait a day to start."""
-    _, copy, _ = follow([(["a"], 100), (["old"], 50)], [[GONE]])
+    server, copy, _ = follow([(["a"], 100), (["old"], 50)], [[GONE]])
     assert copy.calls[-3:] == ["begin anew in team", "put old", "retain ['old']"]
-
-
-def test_a_cluster_restored_from_a_backup_is_not_believed_too_soon() -> None:
-    server, _, _ = follow([(["a"], 100), (["old"], 50)], [[GONE]])
     assert server.asked.count("list") == 1 + STALE_LISTS_MAX + 1
 
 

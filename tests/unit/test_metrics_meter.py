@@ -301,7 +301,10 @@ def test_a_label_of_any_length_or_characters_is_one_label(hostile: str) -> None:
     scraped(meter, moment(MeteredJob(hostile, hostile, "u", api.Status(state="Running"))), openmetrics_text=False)
 
 
-@pytest.mark.parametrize("status", ["Running", [], {"state": 5, "restarts": "many", "goodput": {"idleSeconds": "x"}}])
+@pytest.mark.parametrize(
+    "status",
+    ["Running", [], {"state": "x" * 10_000}, {"state": 5, "restarts": "many", "goodput": {"idleSeconds": "x"}}],
+)
 def test_a_status_that_somebody_has_edited_takes_the_metrics_of_no_other_job(status: object) -> None:
     raws = [
         {"metadata": {"namespace": "team", "name": "edited", "uid": "1"}, "status": status},

@@ -16,18 +16,13 @@ def pod(**trainer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return spec, container
 
 
-def test_the_token_is_the_kubelets_for_our_audience_alone_and_never_a_secret() -> None:
+def test_the_token_is_the_kubelets_for_our_audience_and_the_trainer_alone_and_where_the_variable_says() -> None:
     spec, trainer = pod()
     add_token(spec, trainer)
     (volume,) = spec["volumes"]
     assert volume["projected"]["sources"] == [
         {"serviceAccountToken": {"audience": "training.ddpjob.io", "expirationSeconds": 3600, "path": "token"}}
     ]
-
-
-def test_only_the_trainer_gets_it_read_only_and_where_the_variable_says() -> None:
-    spec, trainer = pod()
-    add_token(spec, trainer)
     assert trainer["volumeMounts"] == [{"name": "ddpjob-token", "mountPath": MOUNT, "readOnly": True}]
     assert "volumeMounts" not in spec["containers"][0]
     assert report_token.environment(URL)["DDPJOB_STATUS_TOKEN_FILE"] == TOKEN_FILE == f"{MOUNT}/token"
