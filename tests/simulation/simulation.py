@@ -181,7 +181,7 @@ class OperatorProcess:
                 version = event["object"]["metadata"]["resourceVersion"]
         except ApiError as error:
             await asyncio.sleep(1)
-            return "" if error.gone else version
+            return "" if error.status == 410 else version
         return version
 
     def _task(self, work: Any) -> asyncio.Task[None]:

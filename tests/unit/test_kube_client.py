@@ -287,7 +287,7 @@ def test_a_resource_version_that_is_too_old_is_told() -> None:
     error = b'{"type":"ERROR","object":{"kind":"Status","code":410,"reason":"Expired","message":"too old"}}\n'
     with pytest.raises(ApiError) as raised:
         talk(stream(error), _events)
-    assert raised.value.gone
+    assert raised.value.status == 410
 
 
 def test_without_any_credentials_the_error_says_what_was_looked_for(

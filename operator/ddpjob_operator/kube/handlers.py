@@ -23,7 +23,15 @@ def handlers(operator: Operator) -> kopf.OperatorRegistry:
 
     @kopf.on.startup(registry=registry)
     async def start(settings: kopf.OperatorSettings, **_: Any) -> None:
-        _configure(settings)
+        settings.posting.enabled = False
+        settings.peering.standalone = True
+        # The kind and the namespaces are known. Scanning would need the right to watch CRDs and namespaces.
+        settings.scanning.disabled = True
+        # kopf must not list, or end a silent watch: our reflectors do both (kopf_workarounds/reflected_session.py).
+        settings.watching.initial_streaming = True
+        settings.watching.inactivity_timeout = NEVER_SECONDS
+        # Applies only to a signal that comes before our own signal handlers are set.
+        settings.process.ultimate_exiting_timeout = END_SECONDS
         try:
             await operator.start()
         except asyncio.CancelledError:
@@ -57,15 +65,3 @@ def handlers(operator: Operator) -> kopf.OperatorRegistry:
         operator.job_told(event["object"]["change"], event["object"]["metadata"])
 
     return registry
-
-
-def _configure(settings: kopf.OperatorSettings) -> None:
-    settings.posting.enabled = False
-    settings.peering.standalone = True
-    # The kind and the namespaces are known. Scanning would need the right to watch CRDs and namespaces.
-    settings.scanning.disabled = True
-    # kopf must not list, or end a silent watch: our reflectors do both (kopf_workarounds/reflected_session.py).
-    settings.watching.initial_streaming = True
-    settings.watching.inactivity_timeout = NEVER_SECONDS
-    # Applies only to a signal that comes before our own signal handlers are set.
-    settings.process.ultimate_exiting_timeout = END_SECONDS

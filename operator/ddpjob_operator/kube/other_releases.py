@@ -54,7 +54,13 @@ class OtherReleases:
         while True:
             before = self._releases.keys()
             try:
-                self._releases = await self._read()
+                # Select by name, because the role allows only this resourceName.
+                pages = self._client.pages("/api/v1/configmaps", field_selector=f"metadata.name={MARK}")
+                self._releases = {
+                    raw["metadata"]["namespace"]: _release(raw.get("data"))
+                    async for page in pages
+                    for raw in page.items
+                }
                 self.are_known = True
             except ApiError as error:
                 # 403: the role of an older chart lacks this right. Act for all namespaces then, because otherwise
@@ -66,11 +72,6 @@ class OtherReleases:
             if moved := before ^ self._releases.keys():
                 changed(moved)
             await asyncio.sleep(READ_SECONDS)
-
-    async def _read(self) -> dict[str, str]:
-        # Select by name, because the role allows only this resourceName.
-        pages = self._client.pages("/api/v1/configmaps", field_selector=f"metadata.name={MARK}")
-        return {raw["metadata"]["namespace"]: _release(raw.get("data")) async for page in pages for raw in page.items}
 
     def _log(self, lines: set[str]) -> None:
         for line in sorted(lines - self._logged):

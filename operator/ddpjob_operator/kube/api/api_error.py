@@ -22,11 +22,6 @@ class ApiError(Exception):
         self.retry_after_seconds = retry_after_seconds
 
     @property
-    def gone(self) -> bool:
-        """True if a resource version is too old to continue from."""
-        return self.status == 410
-
-    @property
     def refuses_patch(self) -> bool:
         """True if the pod cannot be patched: the role of an older chart lacks the right, or the pod has changed or is
         gone.

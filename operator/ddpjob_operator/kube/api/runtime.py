@@ -12,10 +12,6 @@ from dataclasses import dataclass, field
 from random import Random
 
 
-def _utc() -> dt.datetime:
-    return dt.datetime.now(dt.timezone.utc)
-
-
 def _freeze_heap() -> None:
     """Exempt the objects of the first lists from garbage collection: they stay, and there are thousands."""
     gc.collect()
@@ -37,7 +33,7 @@ class Runtime:
 
     clock: Callable[[], float] = time.monotonic
     """Monotonic, in seconds, for waits and time-outs."""
-    utc: Callable[[], dt.datetime] = _utc
+    utc: Callable[[], dt.datetime] = lambda: dt.datetime.now(dt.timezone.utc)
     """Wall clock, for times that others read."""
     random: Random = field(default_factory=Random)
     """Jitter for requests of several operators. Not for secrets."""

@@ -160,26 +160,23 @@ class Verifier:
         try:
             self._keys = _read_keys(await self._get(ISSUER_PATH), await self._get(KEYS_PATH))
         except (ApiError, ValueError) as error:
-            if isinstance(error, ApiError) and error.status == 403:
-                self._turn_off(error)
-            else:
+            if not isinstance(error, ApiError) or error.status != 403:
                 # Keep the old keys: a short outage of the API server is no reason to refuse reports.
                 self._problem = f"the cluster's keys cannot be read: {error}"
+                return
+            self._fetch_not_before = self._clock() + HIDDEN_RETRY_SECONDS
+            self._keys = None
+            self._problem = (
+                f"The cluster hides the keys of its service accounts ({error.message}), so no trainer's token can be "
+                "verified and no progress is shown. Bind the ClusterRole system:service-account-issuer-discovery to "
+                "the operator's service account."
+            )
+            if not self._hidden:
+                self._hidden = True
+                self._on_hidden(self._problem)
         else:
             self._hidden = False
             self._fetched_at = self._clock()
-
-    def _turn_off(self, error: ApiError) -> None:
-        self._fetch_not_before = self._clock() + HIDDEN_RETRY_SECONDS
-        self._keys = None
-        self._problem = (
-            f"The cluster hides the keys of its service accounts ({error.message}), so no trainer's token can be "
-            "verified and no progress is shown. Bind the ClusterRole system:service-account-issuer-discovery to the "
-            "operator's service account."
-        )
-        if not self._hidden:
-            self._hidden = True
-            self._on_hidden(self._problem)
 
 
 def _read_keys(issuer: dict[str, Any], published: dict[str, Any]) -> Keys:

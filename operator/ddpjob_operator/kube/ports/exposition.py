@@ -59,11 +59,7 @@ class Exposition(BoundedServer):
         """Return the metrics in the format that the scraper accepts."""
         if (refusal := not_served(request, PATH)) is not None:
             return refusal
-        body, content_type = await self._body(request.headers.get("Accept", ""))
-        return web.Response(body=body, headers={"Content-Type": content_type})
-
-    async def _body(self, accept: str) -> tuple[bytes, str]:
-        openmetrics = "application/openmetrics-text" in accept
+        openmetrics = "application/openmetrics-text" in request.headers.get("Accept", "")
         async with self._lock:
             at, body, content_type = self._written.get(openmetrics, (float("-inf"), b"", ""))
             if time.monotonic() - at > SAME_ANSWER_SECONDS:
@@ -75,4 +71,4 @@ class Exposition(BoundedServer):
                 # Keep the other format while it is fresh: two scrapers with different formats then share the cache.
                 fresh = {of: it for of, it in self._written.items() if now - it[0] <= SAME_ANSWER_SECONDS}
                 self._written = {**fresh, openmetrics: (now, body, content_type)}
-        return body, content_type
+        return web.Response(body=body, headers={"Content-Type": content_type})

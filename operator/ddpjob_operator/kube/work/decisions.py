@@ -46,7 +46,9 @@ def lines(job: api.DDPJob, todo: Plan) -> Iterator[Line]:
     old, new = job.status, todo.status or job.status
     where = _where(job.metadata)
     pod = _failed_pod(old, new)
-    if _is_news(old, new):
+    same = (old.state, old.reason, old.attempt) == (new.state, new.reason, new.attempt)
+    passing = new.reason in _PASSING or (new.state == "Restarting" and new.reason in _AFTER_RESTART)
+    if not same and not passing:
         text = f"{where} {_attempt(old, new)}: {_state(old, new)}: {shown(new.message, MESSAGE_MAX)}"
         yield Line(text, where, new.attempt, pod)
     for event in todo.events:
@@ -100,12 +102,6 @@ def _failed_pod(old: api.Status, new: api.Status) -> str:
 
 def _where(job: api.Metadata) -> str:
     return f"{job.namespace}/{job.name}"
-
-
-def _is_news(old: api.Status, new: api.Status) -> bool:
-    same = (old.state, old.reason, old.attempt) == (new.state, new.reason, new.attempt)
-    passing = new.reason in _PASSING or (new.state == "Restarting" and new.reason in _AFTER_RESTART)
-    return not same and not passing
 
 
 def _attempt(old: api.Status, new: api.Status) -> str:

@@ -194,7 +194,7 @@ class Executor:
         except ApiError as error:
             if error.status not in (404, 409):
                 raise
-            await self.lookup.reread(metadata)
+            await self.lookup.read_job((metadata.namespace, metadata.name))
             raise ConflictError from None
 
     async def _delete(self, job: api.DDPJob, action: DeletePod, state: JobState) -> None:
@@ -299,7 +299,7 @@ class Executor:
         except ApiError as error:
             if error.status not in (404, 409):
                 raise
-        await self.lookup.reread(job.metadata)
+        await self.lookup.read_job((job.metadata.namespace, job.metadata.name))
 
     async def _create_all(self, job: api.DDPJob, actions: Sequence[Action], state: JobState) -> bool:
         """Create the Service, the group, and pods by slow start. Return False if there are more pods to create.

@@ -33,17 +33,16 @@ class Caches:
 
     def of_kind(self, kind: str) -> Store[Any]:
         """Return the store of Pod, Service, or an adapter's kind."""
-        for gang in self.gangs.values():
-            if gang.adapter.resource == kind:
-                return gang.store
-        return self.pods if kind == "Pod" else self.services
+        gang = self._gang(kind)
+        return gang.store if gang is not None else self.pods if kind == "Pod" else self.services
 
     def path(self, kind: str, namespace: str) -> str:
         """Return the path of a collection. Raise ApiError if the API server does not serve the kind."""
-        for gang in self.gangs.values():
-            if gang.adapter.resource == kind:
-                return gang.path(namespace)
-        return collection(f"{kind.lower()}s", namespace)
+        gang = self._gang(kind)
+        return gang.path(namespace) if gang is not None else collection(f"{kind.lower()}s", namespace)
+
+    def _gang(self, kind: str) -> GangWatch | None:
+        return next((gang for gang in self.gangs.values() if gang.adapter.resource == kind), None)
 
 
 @dataclass(eq=False)
@@ -54,33 +53,21 @@ class Lookup:
     caches: Caches
     runtime: Runtime
 
-    async def reread(self, metadata: api.Metadata, *, quietly: bool = False) -> None:
-        """Read a whole job and store it.
-
-        metadata.uid: of the job in our copy, "" if there is none. quietly: do not enqueue the job, because the caller
-        goes on with the answer.
-        """
-        try:
-            raw = await self.client.get(f"{collection(api.PLURAL, metadata.namespace)}/{metadata.name}")
-        except ApiError as error:
-            if not is_absent(error, metadata.name):
-                raise
-            if metadata.uid:
-                self.caches.jobs.remove(metadata.namespace, metadata.name, metadata.uid)
-            return
-        if metadata.uid and raw["metadata"]["uid"] != metadata.uid:
-            self.caches.jobs.remove(metadata.namespace, metadata.name, metadata.uid)
-        (self.caches.jobs.put_quietly if quietly else self.caches.jobs.put)(raw)
-
     async def list_pods(self, key: Key) -> None:
         pages = self.client.pages(collection("pods", key[0]), f"{naming.LABEL_JOB}={key[1]}")
         await take(pages, self.caches.pods, self.caches.pods.put, namespace=key[0], key=key)
 
     async def read_job(self, key: Key, *, quietly: bool = False) -> None:
-        """Read and store the job of this name, or remove it from our copy. quietly: see `reread`."""
-        known = self.caches.jobs.entry(*key)
-        uid = known.uid if known is not None else ""
-        await self.reread(api.Metadata(namespace=key[0], name=key[1], uid=uid), quietly=quietly)
+        """Read and store a whole job, or remove it from our copy.
+
+        quietly: do not enqueue the job, because the caller goes on with the answer.
+        """
+        jobs, known = self.caches.jobs, self.caches.jobs.entry(*key)
+        raw = await self._got(f"{collection(api.PLURAL, key[0])}/{key[1]}", key[1])
+        if known is not None and (raw is None or raw["metadata"]["uid"] != known.uid):
+            jobs.remove(*key, known.uid)
+        if raw is not None:
+            (jobs.put_quietly if quietly else jobs.put)(raw)
 
     async def read_node(self, name: str) -> None:
         """Read and store a node, or mark it as gone."""
@@ -164,8 +151,11 @@ class Lookup:
         return own
 
     async def _find(self, kind: str, namespace: str, name: str) -> Raw | None:
+        return await self._got(f"{self.caches.path(kind, namespace)}/{name}", name)
+
+    async def _got(self, path: str, name: str) -> Raw | None:
         try:
-            return await self.client.get(f"{self.caches.path(kind, namespace)}/{name}")
+            return await self.client.get(path)
         except ApiError as error:
             if is_absent(error, name):
                 return None
