@@ -4,19 +4,16 @@ ports run on uvloop, as in the operator."""
 
 from __future__ import annotations
 
-import asyncio
 import datetime as dt
 import re
 import socket
-import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
-from typing import Any
 
 import pytest
-import uvloop
 from aiohttp.http_parser import DeflateBuffer
+from served import Served, until_closed
 
 from ddpjob_operator.kube.api.tokens import BoundPod
 from ddpjob_operator.kube.ports import bounded_server
@@ -25,7 +22,6 @@ from ddpjob_operator.kube.ports.exposition import Exposition, Scrape
 from ddpjob_operator.kube.ports.receive import Receiver, Sender
 from ddpjob_operator.metrics.meter import Meter, Moment
 
-BOUND_SECONDS = 20.0
 REPORT = b'{"step": 1}'
 CHUNK = b"b\r\n%s\r\n0\r\n\r\n" % REPORT
 NOW = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
@@ -61,26 +57,13 @@ PORTS: dict[str, tuple[Callable[[], BoundedServer], bytes, int]] = {
 }
 
 
-class Port:
-    """A port in its own thread, and clients of it."""
+class Port(Served):
+    """A port, and requests for it."""
 
     def __init__(self, name: str) -> None:
         make, self.line, self.good = PORTS[name]
-        self.name = name
-        self.server = make()
-        self.loop = uvloop.new_event_loop()
-        self.errors: list[dict[str, Any]] = []
-        self.loop.set_exception_handler(lambda _, context: self.errors.append(context))
-        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self.pods = 0
-
-    def run(self, work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(BOUND_SECONDS)
-
-    def connect(self, address: str = "127.0.0.1") -> socket.socket:
-        return socket.create_connection(
-            ("127.0.0.1", self.server.port), timeout=BOUND_SECONDS, source_address=(address, 0)
-        )
+        super().__init__(make())
+        self.name, self.pods = name, 0
 
     def head(self, *lines: bytes, line: bytes | None = None) -> bytes:
         """Return the head of a request, each time of another pod, because one pod may report only so often."""
@@ -95,27 +78,12 @@ class Port:
 
     def ask(self, request: bytes) -> tuple[list[int], bytes]:
         """Return the statuses of all answers until the port closes, and everything that it sent."""
-        with closing(self.connect()) as connection:
-            with suppress(ConnectionError):
-                connection.sendall(request)
-            answer = until_closed(connection)
+        answer = self.raw(request)
         return [int(status) for status in re.findall(rb"(?:^|[\n#])HTTP/1\.[01] (\d{3}) ", answer)], answer
 
     def serves(self) -> bool:
         """True if it answers requests of the kubelet, a scraper or a trainer."""
         return self.ask(self.good_request(b"Connection: close"))[0] == [self.good]
-
-    async def until_closed(self) -> None:
-        while self.server.connections:
-            await asyncio.sleep(0.01)
-
-
-def until_closed(connection: socket.socket) -> bytes:
-    answer = b""
-    with suppress(ConnectionError):
-        while data := connection.recv(1 << 16):
-            answer += data
-    return answer
 
 
 @pytest.fixture(params=PORTS)
@@ -130,13 +98,8 @@ def progress_port() -> Iterator[Port]:
 
 def serving(name: str) -> Iterator[Port]:
     port = Port(name)
-    port.thread.start()
-    port.run(port.server.start("127.0.0.1", 0))
-    yield port
-    port.run(port.server.stop())
-    port.loop.call_soon_threadsafe(port.loop.stop)
-    port.thread.join(BOUND_SECONDS)
-    port.loop.close()
+    with port.serving():
+        yield port
 
 
 def sized(body: bytes, *lines: bytes) -> Callable[[Port], bytes]:
@@ -224,7 +187,7 @@ def test_each_corner_of_http_is_answered_once_or_cut_and_the_port_goes_on(
     allowed |= {404, 405} if NOT_SERVED in expected else set()
     assert len(statuses) <= 1, answer[:2000]
     assert (statuses[0] if statuses else None) in allowed
-    port.run(port.until_closed())
+    port.run(port.few())
     assert port.serves()
     assert (expanded, port.errors, caplog.text) == ([], [], "")
 
@@ -293,7 +256,7 @@ def test_who_is_slow_is_cut(port: Port, slow: str, monkeypatch: pytest.MonkeyPat
         connection.sendall(sent[slow])
         if slow != "no reading":
             until_closed(connection)
-        port.run(port.until_closed())
+        port.run(port.few())
 
 
 @pytest.mark.parametrize("attacker", ["127.0.0.1", "127.0.0.9"])
@@ -326,7 +289,7 @@ def test_a_peer_that_vanishes_in_the_middle_leaves_nothing(port: Port, caplog: p
         with closing(port.connect()) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # closed by a reset
             connection.sendall(sent)
-    port.run(port.until_closed())
+    port.run(port.few())
     assert port.serves()
     assert (port.errors, caplog.text) == ([], "")
 
