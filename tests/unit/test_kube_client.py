@@ -108,14 +108,10 @@ def test_a_refused_token_is_read_again_once() -> None:
     script = Script(lambda: status(401, reason="Unauthorized"), ok)
     assert talk(script, lambda c: c.get("/pods"), ["old", "new"]) == {"kind": "Pod"}
     assert [r.headers["Authorization"] for r in script.asked] == ["Bearer old", "Bearer new"]
-
-
-def test_a_token_that_stays_refused_is_an_error_and_no_loop() -> None:
-    script = Script(lambda: status(401, reason="Unauthorized"))
-    with pytest.raises(ApiError) as raised:
-        talk(script, lambda c: c.get("/pods"))
-    assert raised.value.status == 401
-    assert len(script.asked) == 2
+    stays = Script(lambda: status(401, reason="Unauthorized"))
+    with pytest.raises(ApiError, match="401"):
+        talk(stays, lambda c: c.get("/pods"))
+    assert len(stays.asked) == 2, "no loop"
 
 
 def test_a_server_that_does_not_answer_is_an_error_with_the_request() -> None:
@@ -128,15 +124,18 @@ def test_a_server_that_does_not_answer_is_an_error_with_the_request() -> None:
     assert raised.value.status == 0
 
 
-@pytest.mark.parametrize("text", ["<html>a proxy's page</html>", "[]", ""])
-def test_an_answer_that_is_no_object_is_an_error(text: str) -> None:
-    with pytest.raises(ApiError):
-        talk(Script(lambda: web.Response(text=text)), lambda c: c.get("/pods"))
-
-
-def test_a_proxys_page_is_quoted() -> None:
-    with pytest.raises(ApiError, match="Bad Gateway"):
-        talk(Script(lambda: web.Response(status=502, text="<html>Bad Gateway</html>")), lambda c: c.get("/pods"))
+@pytest.mark.parametrize(
+    ("code", "text", "quoted"),
+    [
+        (200, "<html>a proxy's page</html>", "BadAnswer"),
+        (200, "[]", "BadAnswer"),
+        (200, "", "BadAnswer"),
+        (502, "<html>Bad Gateway", "Bad Gateway"),
+    ],
+)
+def test_an_answer_that_is_no_object_is_an_error_which_quotes_a_proxys_page(code: int, text: str, quoted: str) -> None:
+    with pytest.raises(ApiError, match=quoted):
+        talk(Script(lambda: web.Response(status=code, text=text)), lambda c: c.get("/pods"))
 
 
 def the_pages(client: Client) -> Awaitable[list[Page]]:

@@ -12,22 +12,26 @@ import pytest
 from slow_server import SlowServer, Town, play
 from worlds import World, digits
 
+from ddpjob_operator.job import api
 from ddpjob_operator.kube.api.client import ApiError
 from ddpjob_operator.kube.log import JsonLines
 from ddpjob_operator.kube.settings import OperatorSettings
 from ddpjob_operator.kube.work import decisions
+from ddpjob_operator.plan.actions import Plan
+
+
+def plans(world: World) -> list[tuple[api.DDPJob, Plan]]:
+    """Plan and act until there is nothing to do."""
+    made: list[tuple[api.DDPJob, Plan]] = []
+    while not made or made[-1][1].status is not None or made[-1][1].actions:
+        assert len(made) < 10, made
+        made.append((world.job, world.step()))
+    return made
 
 
 def told(world: World) -> list[str]:
-    """Plan and act until there is nothing to do; return the log lines."""
-    lines: list[str] = []
-    for _ in range(10):
-        job = world.job
-        todo = world.step()
-        lines += [line.text for line in decisions.lines(job, todo)]
-        if todo.status is None and not todo.actions:
-            return lines
-    raise AssertionError(lines)
+    """Return the log lines."""
+    return [line.text for job, todo in plans(world) for line in decisions.lines(job, todo)]
 
 
 def test_a_job_that_starts_and_runs_has_two_lines() -> None:
@@ -120,16 +124,8 @@ def test_every_setting_that_an_administrator_may_change_is_in_the_first_line() -
 
 
 def decided(world: World) -> list[decisions.Line]:
-    """Plan and act until there is nothing to do; return the lines at DEBUG."""
-    found: list[decisions.Line] = []
-    for _ in range(10):
-        job = world.job
-        todo = world.step()
-        line = decisions.decision(job, todo)
-        found += [line] if line is not None else []
-        if todo.status is None and not todo.actions:
-            return found
-    raise AssertionError(found)
+    """Return the lines at DEBUG."""
+    return [line for job, todo in plans(world) if (line := decisions.decision(job, todo)) is not None]
 
 
 def test_at_debug_each_plan_that_does_anything_is_a_line_with_its_pods() -> None:
@@ -151,8 +147,8 @@ def test_a_plan_for_two_thousand_pods_is_one_line_of_bounded_length() -> None:
 
 def test_as_json_each_decision_is_an_object_with_job_attempt_and_pod() -> None:
     """A log store finds the history of a job, or of a pod, by a field and not by a pattern."""
-    world = digits().running()
-    (line, *_) = (line for line in _lines_of(world.exits(1, 3, message="password=hunter2\nnext")))
+    ((job, todo), *_) = plans(digits().running().exits(1, 3, message="password=hunter2\nnext"))
+    (line, *_) = decisions.lines(job, todo)
     record = logging.LogRecord("ddpjob_operator", logging.INFO, "", 0, "%s", (line.text,), None)
     record.__dict__.update(line.fields())
     text = JsonLines().format(record)
@@ -192,11 +188,6 @@ def test_a_reconcile_that_fails_is_a_line_with_job_attempt_and_pod(
 @pytest.mark.parametrize("raw", [None, {}, {"status": None}, {"status": "Running"}, {"status": {"attempt": "many"}}])
 def test_a_line_about_a_job_that_cannot_be_read_has_the_same_fields(raw: dict[str, object] | None) -> None:
     assert decisions.about(("team", "digits"), raw) == {"job": "team/digits", "attempt": 0, "pod": ""}
-
-
-def _lines_of(world: World) -> list[decisions.Line]:
-    job = world.job
-    return list(decisions.lines(job, world.step()))
 
 
 def test_an_error_as_json_has_its_stack_in_one_line() -> None:

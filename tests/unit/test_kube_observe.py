@@ -152,24 +152,21 @@ def test_a_deletion_was_asked_for_a_grace_period_before_its_timestamp() -> None:
     assert observe.pod(pod(deletionTimestamp=AT)).deletion_requested_at == TIME
 
 
-def test_the_schedulers_sentence_is_kept_while_it_finds_no_node() -> None:
-    why = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
-    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": why}
-    assert observe.pod(pod({"conditions": [condition]})).unschedulable == why
-    assert observe.pod(pod({"conditions": [condition | {"status": "True"}]})).unschedulable == ""
-
-
 @pytest.mark.parametrize(
-    ("reason", "since"),
-    [("Unschedulable", dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)), ("SchedulingGated", None)],
+    ("status", "reason", "shown", "since"),
+    [
+        ("False", "Unschedulable", "0/3 nodes are available", TIME),
+        ("False", "SchedulingGated", "0/3 nodes are available", None),
+        ("True", "", "", None),
+    ],
 )
-def test_since_when_a_pod_finds_no_node_is_counted_from_when_one_is_looked_for(
-    reason: str, since: dt.datetime | None
+def test_the_schedulers_sentence_is_kept_while_it_looks_for_a_node(
+    status: str, reason: str, shown: str, since: dt.datetime | None
 ) -> None:
-    """A queue may hold a pod back for hours before a node is searched for."""
-    condition = {"type": "PodScheduled", "status": "False", "reason": reason, "message": "no node"}
-    condition["lastTransitionTime"] = "2031-03-05T07:11:13Z"
-    assert observe.pod(pod({"conditions": [condition]})).unschedulable_since == since
+    """A queue may hold a pod back for hours before a node is searched for: that time does not count."""
+    condition = {"type": "PodScheduled", "status": status, "reason": reason, "lastTransitionTime": AT}
+    seen = observe.pod(pod({"conditions": [condition | {"message": "0/3 nodes are available"}]}))
+    assert (seen.unschedulable, seen.unschedulable_since) == (shown, since)
 
 
 def test_a_service_of_a_deleted_job_differs_from_a_conflicting_one() -> None:

@@ -68,28 +68,18 @@ def test_only_what_the_user_can_fix_is_shown_as_refused(error: ApiError, refused
     assert is_refusal(error) is refused
 
 
-def test_a_refused_create_waits_longer_each_time() -> None:
+def test_a_refused_create_waits_longer_each_time_until_one_succeeds() -> None:
     memory, now, waits = JobState("u"), START, []
     for _ in range(len(REFUSED_SECONDS) + 1):
         memory.refuse("Pod", "digits-1-0", "no", now)
         waits.append(round((memory.refusals["Pod", "digits-1-0"].retry_at - now).total_seconds()))
         now = memory.refusals["Pod", "digits-1-0"].retry_at
     assert waits == [1, 2, 4, 8, 15, 30, 60, 120, 300, 300]
-
-
-def test_the_pods_of_one_round_wait_for_the_same_time() -> None:
-    memory = JobState("u")
+    memory.created("Pod", "digits-1-0")
     for rank in range(8):
         memory.refuse("Pod", f"digits-1-{rank}", "no", START)
-    assert {r.retry_at for r in memory.refusals.values()} == {START + dt.timedelta(seconds=1)}
-
-
-def test_a_create_that_succeeds_starts_the_waits_from_the_shortest() -> None:
-    memory = JobState("u")
-    memory.refuse("Pod", "digits-1-0", "no", START)
-    memory.created("Pod", "digits-1-0")
-    memory.refuse("Pod", "digits-1-0", "no", START)
-    assert memory.refusals["Pod", "digits-1-0"].retry_at == START + dt.timedelta(seconds=1)
+    retry_at = {r.retry_at for r in memory.refusals.values()}
+    assert retry_at == {START + dt.timedelta(seconds=1)}, "a create that succeeded starts from the shortest, all alike"
 
 
 def pod(rank: int, owner: str = UID, version: int = 1, **status: Any) -> dict[str, Any]:

@@ -137,15 +137,10 @@ def test_what_a_list_does_not_name_is_gone_unless_it_is_newer_than_the_list(stor
     assert sorted(store.of(KEY)) == ["new", "stays"]
 
 
-def test_a_list_of_one_namespace_says_nothing_of_another(store: Store[str]) -> None:
+@pytest.mark.parametrize("listed", [("other",), ("team", ("team", "other"))], ids=str)
+def test_a_list_of_one_namespace_or_job_says_nothing_of_another(store: Store[str], listed: tuple[Any, ...]) -> None:
     store.put(raw())
-    taken(store, [], 10, "other")
-    assert store.of(KEY) == ["a"]
-
-
-def test_a_list_of_one_job_says_nothing_of_another(store: Store[str]) -> None:
-    store.put(raw())
-    taken(store, [], 10, "team", ("team", "other"))
+    taken(store, [], 10, *listed)
     assert store.of(KEY) == ["a"]
 
 
@@ -170,14 +165,6 @@ def test_a_job_is_reported_when_it_is_new_newer_or_gone() -> None:
     jobs.remove(*KEY, "u1")
     assert changes == [KEY, KEY, KEY]
     assert jobs.get(KEY) is None
-
-
-def test_a_list_drops_ghosts_and_keeps_what_is_newer() -> None:
-    jobs = Jobs(lambda _key: None)
-    jobs.put(raw("ghost", version=5, uid="u1"))
-    jobs.put(raw("newer", version=15, uid="u2"))
-    taken(jobs, [raw("listed", version=7, uid="u3")], 10)
-    assert {name for _, name in jobs} == {"newer", "listed"}
 
 
 def job(version: int, uid: str = "u1", name: str = "digits") -> dict[str, Any]:

@@ -197,37 +197,27 @@ def test_an_elastic_job_may_be_admitted_in_part() -> None:
     assert (podset["count"], podset["minCount"]) == (12, 4)
 
 
-def test_a_topology_is_asked_for_by_the_jobs_field_or_by_kueues_annotations() -> None:
-    rank = {"podIndexLabel": "training.ddpjob.io/rank"}
-
-    def asked(**spec: Any) -> Any:
-        return kueue.body(job(**spec), 0, V1BETA1)["spec"]["podSets"][0].get("topologyRequest")
-
-    containers = [{"name": "trainer", "image": "i"}]
-    annotations = {"kueue.x-k8s.io/podset-preferred-topology": "rack"}
-    template = {"metadata": {"annotations": annotations}, "spec": {"containers": containers}}
-    assert asked() is None
-    assert asked(topologyKey="rack") == {"required": "rack", **rank}
-    assert asked(template=template) == {"preferred": "rack", **rank}
-
-
 @pytest.mark.parametrize(
-    ("annotation", "value", "request_"),
+    ("key", "annotations", "wanted"),
     [
-        ("required", "cloud.provider.com/topology-block", {"required": "cloud.provider.com/topology-block"}),
-        ("preferred", "cloud.provider.com/topology-rack", {"preferred": "cloud.provider.com/topology-rack"}),
-        ("unconstrained", "true", {"unconstrained": True}),
-        ("unconstrained", "false", {}),
+        (None, {}, {}),
+        ("rack", {}, {"required": "rack"}),
+        (None, {"required": "block"}, {"required": "block"}),
+        (None, {"preferred": "rack"}, {"preferred": "rack"}),
+        (None, {"unconstrained": "true"}, {"unconstrained": True}),
+        (None, {"unconstrained": "false"}, {}),
     ],
+    ids=str,
 )
-def test_kueues_annotations_of_the_template_mean_what_they_mean_for_its_own_kinds(
-    annotation: str, value: str, request_: dict[str, Any]
+def test_a_topology_is_asked_for_by_the_jobs_field_or_by_kueues_annotations(
+    key: str | None, annotations: dict[str, str], wanted: dict[str, Any]
 ) -> None:
-    """Who moves a batch/v1 Job here keeps its template: one that is read otherwise is placed otherwise."""
-    annotations = {f"kueue.x-k8s.io/podset-{annotation}-topology": value}
-    template = {"metadata": {"annotations": annotations}, "spec": {"containers": [{"name": "trainer", "image": "i"}]}}
-    asked = kueue.body(job(template=template), 0, V1BETA1)["spec"]["podSets"][0].get("topologyRequest")
-    assert asked == ({**request_, "podIndexLabel": "training.ddpjob.io/rank"} if request_ else None)
+    """Who moves a batch/v1 Job here keeps its template: annotations mean what they mean for Kueue's own kinds."""
+    named = {f"kueue.x-k8s.io/podset-{name}-topology": value for name, value in annotations.items()}
+    template = {"metadata": {"annotations": named}, "spec": {"containers": [{"name": "trainer", "image": "i"}]}}
+    (podset,) = kueue.body(job(topologyKey=key, template=template), 0, V1BETA1)["spec"]["podSets"]
+    rank = {"podIndexLabel": "training.ddpjob.io/rank"} if wanted else {}
+    assert podset.get("topologyRequest", {}) == wanted | rank
 
 
 # ---------------------------------------------------------------- what Kueue says

@@ -192,14 +192,13 @@ def test_the_seconds_of_a_job_never_fall(later: MeteredJob) -> None:
 
 def test_a_job_whose_status_cannot_be_read_for_a_while_is_not_counted_twice() -> None:
     """If somebody edits a status and reverts it, the fleet has not trained for another week."""
-    meter, name = Meter(), 'ddpjob_seconds_total{spent="productive"}'
+    meter, name = Meter(), SPENT
     running = job(state="Running", state_time=NOW, first_step_time=NOW)
     scraped(meter, moment(running, seconds=1000))
     scraped(meter, moment(running._replace(status=None), seconds=1010))
     assert scraped(meter, moment(running, seconds=1020))[name] == 20
 
 
-PRODUCTIVE = 'ddpjob_seconds_total{spent="productive"}'
 WEEK = api.Goodput(productive_seconds=7 * 86400)
 TRAINS = job(state="Running", state_time=NOW, first_step_time=NOW, goodput=WEEK)
 
@@ -218,19 +217,19 @@ def test_an_operator_that_has_just_started_does_not_count_what_the_one_before_ha
     """Otherwise each update of the operator adds the whole past of all jobs to the counter."""
     meter = Meter()
     scraped(meter, first)
-    assert scraped(meter, moment(TRAINS, seconds=30))[PRODUCTIVE] == counted
-    assert scraped(meter, moment(TRAINS, seconds=60))[PRODUCTIVE] == counted + 30
+    assert scraped(meter, moment(TRAINS, seconds=30))[SPENT] == counted
+    assert scraped(meter, moment(TRAINS, seconds=60))[SPENT] == counted + 30
 
 
 def test_what_a_job_spends_while_another_release_acts_for_it_is_that_ones_to_count() -> None:
     """Otherwise a week under another release counts twice."""
     meter = Meter()
     scraped(meter, moment(TRAINS))
-    assert scraped(meter, moment(TRAINS, seconds=30))[PRODUCTIVE] == 30
+    assert scraped(meter, moment(TRAINS, seconds=30))[SPENT] == 30
     scraped(meter, moment(seconds=60, away=[TRAINS.uid]))
     scraped(meter, moment(seconds=500, away=[TRAINS.uid]))
-    assert scraped(meter, moment(TRAINS, seconds=530))[PRODUCTIVE] == 30
-    assert scraped(meter, moment(TRAINS, seconds=560))[PRODUCTIVE] == 60
+    assert scraped(meter, moment(TRAINS, seconds=530))[SPENT] == 30
+    assert scraped(meter, moment(TRAINS, seconds=560))[SPENT] == 60
 
 
 def test_all_that_a_new_job_spends_is_counted() -> None:
@@ -238,7 +237,7 @@ def test_all_that_a_new_job_spends_is_counted() -> None:
     meter = Meter()
     scraped(meter, moment())
     new = job(created=5, state="Running", state_time=at(10), first_step_time=at(10))
-    assert scraped(meter, moment(new, seconds=30))[PRODUCTIVE] == 20
+    assert scraped(meter, moment(new, seconds=30))[SPENT] == 20
 
 
 def test_a_thousand_jobs_that_come_and_go_leave_no_series_and_no_memory() -> None:

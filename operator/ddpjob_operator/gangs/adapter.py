@@ -22,7 +22,7 @@ class Adapter:
     """An adapter for one value of spec.gang (not auto or none)."""
 
     name: str
-    """As in spec.gang, in the chart's values, and in DDPJOB_GANGS."""
+    """The name in spec.gang, in the chart's values, and in DDPJOB_GANGS."""
     group: str
     """The API group, such as scheduling.k8s.io."""
     versions: tuple[str, ...]
@@ -38,7 +38,7 @@ class Adapter:
     read: Callable[[Raw], Admission]
     """Reads the admission from the object."""
     admits_first: bool = False
-    """True for a queue (kueue.py): pods are created after the admission, and the queue is told the state of the job.
+    """True for a queue (kueue.py): pods are created after the admission, and the queue gets the state of the job.
     False: the scheduler sees the pods, and binds all or none.
     """
 

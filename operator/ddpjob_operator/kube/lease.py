@@ -144,7 +144,7 @@ class Election:
         self._durations, self._runtime, self._clock = durations, runtime, runtime.clock
         self._candidate = Candidate(identity, durations)
         self._seen: Raw | None = None
-        """As last read or written; None if it did not exist."""
+        """None if it did not exist."""
         self._former = ""
         """Holder from whom we took it."""
         self._renewed = asyncio.Event()

@@ -52,7 +52,7 @@ UNSYNCED_SECONDS = 0.2
 STUCK_SECONDS = 600.0
 # Longer than a watch waits before its next try.
 IDLE_SECONDS = 60.0
-# The process is killed this many seconds after it was told to end, or after a failure, whatever is still running.
+# The process is killed this many seconds after a signal, or after a failure, whatever is still running.
 END_SECONDS, BROKEN_END_SECONDS = 8.0, 4.0
 
 

@@ -33,13 +33,12 @@ class Restart(NamedTuple):
     failed_at: dt.datetime
     recorded_at: dt.datetime
     scope: str = ""
-    """What is restarted because of it; "" if not decided yet."""
+    """rank, pod or group; "" if not decided yet."""
     runs: bool = False
-    """True if all nodes are running again."""
 
 
 class Change(NamedTuple):
-    """What is counted, and the `Restart` to keep until the next status."""
+    """The counts of a change, and the `Restart` to keep until the next status."""
 
     seen: list[SeenStatus]
     restart: Restart | None

@@ -38,7 +38,7 @@ def merge(earlier: Pod | None, later: Pod, number: int = 0) -> Pod:
 
 
 def _changed(pod: Pod, fields: dict[str, Any]) -> Pod:
-    """As `replace`, but only if a value differs: replace costs 8 µs, and each event of a pod comes here."""
+    """Replace values only if one differs: replace costs 8 µs, and each event of a pod comes here."""
     different = {name: value for name, value in fields.items() if getattr(pod, name) != value}
     return replace(pod, **different) if different else pod
 

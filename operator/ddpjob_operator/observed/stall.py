@@ -64,7 +64,7 @@ class StepTracker:
 
 @dataclass(frozen=True)
 class StallFinding:
-    """What the reports of a job prove. A warning is one event and costs nothing; a stall restarts the group."""
+    """A warning is one event and costs nothing; a stall restarts the group."""
 
     kind: Literal["warning", "stall"]
     rank: int

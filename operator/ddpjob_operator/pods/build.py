@@ -34,7 +34,7 @@ _POD_PATH = re.compile(
 
 @dataclass(frozen=True)
 class Reporting:
-    """Where and how trainers report progress."""
+    """Address, token and interval of the reports of trainers."""
 
     url: str
     token_file: str = report_token.TOKEN_FILE

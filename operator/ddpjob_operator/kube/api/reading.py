@@ -97,8 +97,7 @@ class _Object(TypedDict, total=False):
     status: _Status
 
 
-# Of these kinds only the fields that observe.py reads are kept. A pod event then takes a fifth of the time
-# (bench/results).
+# Only the fields that observe.py reads are kept. A pod event then takes a fifth of the time (bench/results).
 _CUT_KINDS = frozenset({"pods", "services", "nodes"})
 _OBJECT: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_Object)
 _EVENT: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_Event[_Object])

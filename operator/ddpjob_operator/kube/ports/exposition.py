@@ -22,7 +22,7 @@ SAME_ANSWER_SECONDS = 1.0
 
 
 class Scrape(NamedTuple):
-    """What the operator knows at a scrape. jobs: raw, because the thread parses them; None if it does not lead."""
+    """State of the operator at a scrape. jobs: raw, because the thread parses them; None if it does not lead."""
 
     moment: Moment
     jobs: list[Mapping[str, Any]] | None

@@ -70,7 +70,7 @@ class JobState:
     last_report_at: dt.datetime | None = None
     """Time of the last report of any rank; None before the first report and after a final one."""
     deleted_pods: dict[str, Pod] = field(default_factory=dict)
-    """As last seen: a pod may start and end between two reconciles."""
+    """Their last state: a pod may start and end between two reconciles."""
     first_seen: dict[tuple[str, str], dt.datetime] = field(default_factory=dict)
     """When a pod (by uid) was first seen silent, stopping, done, or bound at a future time."""
     undeletable: dict[str, dt.datetime] = field(default_factory=dict)

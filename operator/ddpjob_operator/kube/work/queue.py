@@ -39,7 +39,7 @@ BACK_OFF_SECONDS_FIRST, BACK_OFF_SECONDS_MAX = 0.5, 60.0
 # Reconciles of a namespace at a time: twice the creates in flight (api/in_flight.py), because others write a status
 # meanwhile. With more, an event would wait behind too many.
 OF_NAMESPACE_MAX = 32
-# A reconcile that takes longer is waiting for a request. It then no longer takes one of the places.
+# A reconcile that takes longer is waiting for a request, and gives its place back.
 QUICK_SECONDS = 0.1
 # Each lower priority gets one of this many turns. With fewer, further pods of other jobs would delay the first pod of a
 # new one.
@@ -293,7 +293,6 @@ class Queue(Generic[K]):
             self._wake.set()
 
     def stuck_seconds(self) -> float:
-        """As of Schedule."""
         return self.schedule.stuck_seconds(self._clock())
 
     def measured(self) -> QueueWaits:
@@ -304,11 +303,9 @@ class Queue(Generic[K]):
         return QueueWaits(self._name, depth, oldest, stuck, self.schedule.working, unfinished)
 
     def progressed(self, key: K) -> None:
-        """As of Schedule."""
         self.schedule.progressed(key, self._clock())
 
     def observed(self, key: K) -> None:
-        """As of Schedule."""
         self.schedule.observed(key, self._clock())
 
     async def run(self, reconcile: Callable[[K], Awaitable[float | None]]) -> None:

@@ -20,7 +20,7 @@ FIRST_REPORT_SECONDS = 0.1
 # While its write of progress waits, a job is planned this often for the rest of its reports. Otherwise thousands of
 # jobs would be planned every ten seconds in vain.
 WAITING_SECONDS_MAX = 60.0
-# Of all jobs together. Otherwise step numbers of thousands of jobs would take all of the API server's time.
+# All jobs together. Otherwise step numbers of thousands of jobs would take all of the API server's time.
 PROGRESS_WRITES_PER_SECOND = 10
 
 
