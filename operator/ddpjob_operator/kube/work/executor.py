@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import datetime as dt
 import logging
 from collections.abc import Awaitable, Callable, Sequence, Set
 from contextlib import AbstractAsyncContextManager
@@ -31,7 +32,7 @@ from ddpjob_operator.kube.watch import observe
 from ddpjob_operator.kube.watch.store import Key
 from ddpjob_operator.kube.work import decisions
 from ddpjob_operator.kube.work.events import Events
-from ddpjob_operator.kube.work.job_state import JobState
+from ddpjob_operator.kube.work.job_state import UNDELETABLE_SECONDS, JobState
 from ddpjob_operator.kube.work.lookup import Caches, Lookup, is_absent
 from ddpjob_operator.metrics.meter import Meter
 from ddpjob_operator.plan import redacted
@@ -240,7 +241,7 @@ class Executor:
 
     def _not_deleted(self, job: api.DDPJob, action: DeletePod, state: JobState, why: str) -> None:
         """Log that a pod which the job no longer needs stays. The job goes on."""
-        state.not_deleted(action.uid, self.runtime.now())
+        state.undeletable[action.uid] = self.runtime.now() + dt.timedelta(seconds=UNDELETABLE_SECONDS)
         about = decisions.of_pod(job.metadata, job.status.attempt, action.name)
         text = "%s: the pod %s, which the job no longer needs, is not deleted: %s"
         self.runtime.log.warning(text, about.job, action.name, why, extra=about.fields())

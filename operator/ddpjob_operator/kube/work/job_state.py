@@ -13,7 +13,6 @@ import msgspec
 from ddpjob_operator.job import api, storage, validation
 from ddpjob_operator.job.times import Clock
 from ddpjob_operator.kube.watch.store import Jobs, Key
-from ddpjob_operator.kube.work.queue import back_off
 from ddpjob_operator.metrics.of_change import Restart
 from ddpjob_operator.observed.cluster import ConflictingObject, Pod, Refusal
 from ddpjob_operator.observed.reports import Report
@@ -149,10 +148,6 @@ class JobState:
             done_since=self.first_seen.get((pod.uid, "done")),
         )
 
-    def not_deleted(self, uid: str, now: dt.datetime) -> None:
-        """Note that a pod still exists after a deletion without grace."""
-        self.undeletable[uid] = now + dt.timedelta(seconds=UNDELETABLE_SECONDS)
-
     def refuse(self, kind: str, name: str, message: str, now: dt.datetime) -> None:
         """Note that a create was refused. All refusals of one reconcile are retried at the same time."""
         retry_at = max((r.retry_at for r in self.refusals.values()), default=now)
@@ -161,18 +156,6 @@ class JobState:
             wait = REFUSED_SECONDS[min(self.refused_in_a_row, len(REFUSED_SECONDS)) - 1]
             retry_at = now + dt.timedelta(seconds=wait)
         self.refusals[kind, name] = Refusal(kind, name, message, retry_at)
-
-    def waits(self, version: str, clock: float) -> float:
-        """Return the seconds until this version of the job is tried again; 0: now."""
-        off = self.put_off
-        return max(0.0, off.until - clock) if off is not None and version and off.version == version else 0.0
-
-    def put_it_off(self, why: str, version: str, clock: float) -> float:
-        """Put the job off. Return the seconds until the next try; `put_off.times` is 1 for a new reason."""
-        times = self.put_off.times + 1 if self.put_off is not None and self.put_off.why == why else 1
-        pause = back_off(times)
-        self.put_off = PutOff(why, version, clock + pause, times)
-        return pause
 
     def created(self, kind: str, name: str) -> None:
         """Note a create: the next refusal waits for the shortest time again."""

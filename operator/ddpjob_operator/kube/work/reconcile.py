@@ -30,9 +30,9 @@ from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.watch.store import Key, Store
 from ddpjob_operator.kube.work import decisions
 from ddpjob_operator.kube.work.executor import RECONCILE_SECONDS, ConflictError, Executor
-from ddpjob_operator.kube.work.job_state import JobState, JobStates
+from ddpjob_operator.kube.work.job_state import JobState, JobStates, PutOff
 from ddpjob_operator.kube.work.lookup import Caches, Lookup
-from ddpjob_operator.kube.work.queue import RetryError
+from ddpjob_operator.kube.work.queue import RetryError, back_off
 from ddpjob_operator.kube.work.reports import Reports
 from ddpjob_operator.observed.cluster import ConflictingObject, Observed, Pod
 from ddpjob_operator.plan import unreadable
@@ -209,7 +209,8 @@ class Reconciler:
             return None
         version = str(raw["metadata"].get("resourceVersion") or "")
         state = self.states.of(key, raw["metadata"]["uid"])
-        if (wait := state.waits(version, self.runtime.clock())) > 0:
+        off = state.put_off
+        if off is not None and version and off.version == version and (wait := off.until - self.runtime.clock()) > 0:
             return wait
         try:
             job, problems = self.states.parse(key, raw)
@@ -226,8 +227,10 @@ class Reconciler:
 
     def _put_off(self, key: Key, state: JobState, version: str, why: str) -> float:
         """Log a new reason. Return the seconds until the next try."""
-        pause = state.put_it_off(why, version, self.runtime.clock())
-        if state.put_off is not None and state.put_off.times == 1:
+        times = state.put_off.times + 1 if state.put_off is not None and state.put_off.why == why else 1
+        pause = back_off(times)
+        state.put_off = PutOff(why, version, self.runtime.clock() + pause, times)
+        if times == 1:
             about = decisions.about(key, self.caches.jobs.get(key))
             text = "%s: %s; nothing is done for the job until that is fixed"
             self.runtime.log.warning(text, about["job"], why, extra=about)
