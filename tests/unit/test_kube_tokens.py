@@ -66,7 +66,7 @@ class Cluster:
         self.now = 100_000.0
         self.wall = time.time()
         self.verifier = Verifier(self.get, self.hidden.append, clock=lambda: self.now, wall=lambda: self.wall)
-        self.verifier.proven_max = proven_max
+        self.verifier.proven.most = proven_max
 
     async def get(self, path: str) -> dict[str, Any]:
         if path == "/.well-known/openid-configuration":

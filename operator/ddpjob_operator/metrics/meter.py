@@ -17,6 +17,7 @@ from prometheus_client import core, exposition
 from prometheus_client.metrics import MetricWrapperBase
 
 from ddpjob_operator.job import api, requests
+from ddpjob_operator.job.newest import Newest
 from ddpjob_operator.metrics import job_lines, names
 from ddpjob_operator.metrics.of_change import Restart, of_change
 from ddpjob_operator.observed.reports import AgentReport
@@ -85,8 +86,8 @@ class Meter:
         """Seconds counted so far, by uid."""
         self._shown: dict[str, dict[str, int]] = {}
         """The same, at the last scrape."""
-        self._newly: dict[str, None] = {}
-        self._ended: dict[str, None] = {}
+        self._newly: Newest[str, None] = Newest(CHANGED_MAX)
+        self._ended: Newest[str, None] = Newest(CHANGED_MAX)
         """Jobs (uid) first or last counted after the snapshot of the last scrape."""
         self._lock = lock or nullcontext()
         self._elsewhere: set[str] = set()
@@ -141,7 +142,7 @@ class Meter:
 
     def spends(self, job: MeteredJob, now: dt.datetime) -> None:
         """Count a job that changed: most jobs of a sweep begin and end between two scrapes."""
-        _remember(self._newly, job.uid)
+        self._newly[job.uid] = None
         self._add(job, now)
 
     def left_to_others(self, uid: str) -> None:
@@ -151,7 +152,7 @@ class Meter:
 
     def gone(self, job: MeteredJob, now: dt.datetime) -> None:
         """Count a deleted job with its last status."""
-        _remember(self._ended, job.uid)
+        self._ended[job.uid] = None
         self._add(job, now)
         self._spent.pop(job.uid, None)
 
@@ -198,7 +199,7 @@ class Meter:
         for uid in [uid for uid in list(self._spent) if uid not in kept]:
             self._spent.pop(uid, None)
         self._elsewhere = {*moment.away} - self._spent.keys()
-        self._newly, self._ended = {}, {}
+        self._newly, self._ended = Newest(CHANGED_MAX), Newest(CHANGED_MAX)
 
     def _add(self, job: MeteredJob, now: dt.datetime) -> dict[str, int] | None:
         """Count what a job has spent since last time. Return its total; None if the status is unreadable."""
@@ -226,7 +227,7 @@ class Meter:
 
     def _forget(self) -> None:
         self._spent, self._elsewhere, self._since = {}, set(), None
-        self._newly, self._ended = {}, {}
+        self._newly, self._ended = Newest(CHANGED_MAX), Newest(CHANGED_MAX)
 
     # ---------------------------------------------------------------- the registry
 
@@ -284,12 +285,6 @@ _FROM_THE_START: dict[str, list[tuple[str, ...]]] = {
 }
 _SET_AT_SCRAPE: frozenset[str] = frozenset(m.name for m in names.ALL if m.kind in ("gauge", "info", "stateset"))
 _OF_OPERATOR = frozenset(m.name for m in names.OF_OPERATOR)
-
-
-def _remember(uids: dict[str, None], uid: str) -> None:
-    uids[uid] = None
-    if len(uids) > CHANGED_MAX:
-        del uids[next(iter(uids))]
 
 
 def _family(metric: names.Metric, samples: Iterable[tuple[tuple[str, ...], float]]) -> core.Metric:

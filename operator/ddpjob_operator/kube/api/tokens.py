@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jwt
 
+from ddpjob_operator.job.newest import Newest
 from ddpjob_operator.kube.api.client import ApiError
 from ddpjob_operator.pods import report_token
 
@@ -82,7 +83,6 @@ class Verifier:
     ) -> None:
         self.verified = 0
         """Number of tokens whose signature was checked."""
-        self.proven_max = PROVEN_MAX
         self._get, self._on_hidden, self._clock, self._wall = get, on_hidden, clock, wall
         self._keys: Keys | None = None
         self._fetched_at = 0.0
@@ -90,8 +90,8 @@ class Verifier:
         self._problem = "the cluster's keys were not fetched yet"
         self._hidden = False
         self._fetching = asyncio.Lock()
-        self._proven: dict[bytes, _Proven] = {}
-        """By SHA-256 of the token, oldest first."""
+        self.proven: Newest[bytes, _Proven] = Newest(PROVEN_MAX)
+        """By SHA-256 of the token."""
 
     async def pod(self, token: str) -> BoundPod:
         """Return the pod that this token is bound to. Raise BadTokenError or NoKeysError."""
@@ -101,7 +101,7 @@ class Verifier:
             raise BadTokenError("the token is no JSON Web Token")
         # A pod sends the same token for an hour; verifying it costs a fifth of handling its report (bench/results).
         digest = hashlib.sha256(token.encode()).digest()
-        known, fresh = self._proven.get(digest), self._clock() - self._fetched_at < KEYS_AGE_SECONDS
+        known, fresh = self.proven.get(digest), self._clock() - self._fetched_at < KEYS_AGE_SECONDS
         if known is not None and known.keys is self._keys and fresh and self._wall() < known.expires_at:
             return known.pod
         try:
@@ -140,10 +140,7 @@ class Verifier:
         except jwt.PyJWTError as error:
             raise BadTokenError(_reason(error)) from None
         pod = _pod(claims)
-        self._proven.pop(digest, None)
-        while len(self._proven) >= self.proven_max:
-            del self._proven[next(iter(self._proven))]
-        self._proven[digest] = _Proven(keys, float(claims["exp"]), pod)
+        self.proven[digest] = _Proven(keys, float(claims["exp"]), pod)
         return pod
 
     async def _renewed(self, known: Keys | None) -> Keys:

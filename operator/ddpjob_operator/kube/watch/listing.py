@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator, Callable, Set
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from ddpjob_operator.job.newest import Newest
 from ddpjob_operator.kube.api.client import Page
-from ddpjob_operator.kube.watch.store import Key, ObjectKey, Store, Uids, number, version
+from ddpjob_operator.kube.watch.store import UIDS_MAX, Key, ObjectKey, Store, number, version
 
 # Objects stored before the event loop gets a turn. A DDPJob can be written so that storing it takes 10 ms.
 PUT_AT_ONCE = 4
@@ -44,7 +45,7 @@ class Careful:
         self._sink = sink
         self._what = what
         self._log = log
-        self._logged = Uids()
+        self._logged: Newest[str, None] = Newest(UIDS_MAX)
 
     def put(self, raw: Any, told: int = 0) -> bool:
         """Store an object. told: version of the last watch event. True if the watch missed this object."""
@@ -72,7 +73,7 @@ class Careful:
         known = metadata if isinstance(metadata, dict) else {}
         uid = str(known.get("uid"))
         if uid not in self._logged:
-            self._logged.add(uid)
+            self._logged[uid] = None
             name = f"{known.get('namespace', '')}/{known.get('name')}"
             self._log.exception("%s: %s cannot be taken, and is left out", self._what, name)
 

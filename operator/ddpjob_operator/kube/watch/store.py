@@ -22,6 +22,7 @@ import msgspec
 
 from ddpjob_operator.job import storage
 from ddpjob_operator.job.bounds import UnreadableError
+from ddpjob_operator.job.newest import Newest
 
 T = TypeVar("T")
 Raw = Mapping[str, Any]
@@ -33,24 +34,6 @@ ObjectKey = tuple[str, str]
 # Bounds memory; far fewer requests than this are ever in flight.
 UIDS_MAX = 10_000
 _LOGGER = logging.getLogger(__name__)
-
-
-class Uids:
-    """A set of UIDs that keeps the UIDS_MAX added last."""
-
-    def __init__(self) -> None:
-        self._uids: dict[str, None] = {}
-
-    def __contains__(self, uid: str) -> bool:
-        return uid in self._uids
-
-    def add(self, uid: str) -> None:
-        self._uids[uid] = None
-        if len(self._uids) > UIDS_MAX:
-            del self._uids[next(iter(self._uids))]
-
-    def discard(self, uid: str) -> None:
-        self._uids.pop(uid, None)
 
 
 class Entry(msgspec.Struct, Generic[T], frozen=True):
@@ -99,7 +82,7 @@ class Store(Generic[T]):
         self._changed = changed
         self._entries: dict[ObjectKey, Entry[T]] = {}
         self._by_job: dict[Key, dict[str, Entry[T]]] = {}
-        self._tombstones = Uids()
+        self._tombstones: Newest[str, None] = Newest(UIDS_MAX)
         """UIDs that are gone. Otherwise a late event or answer would bring one back."""
         self._unreadable: dict[ObjectKey, Unreadable] = {}
 
@@ -152,7 +135,7 @@ class Store(Generic[T]):
 
     def put_again(self, raw: Raw) -> None:
         """Store an object that counted as gone and was just read."""
-        self._tombstones.discard(raw["metadata"]["uid"])
+        self._tombstones.pop(raw["metadata"]["uid"], None)
         self.put(raw)
 
     @contextlib.contextmanager
@@ -179,7 +162,7 @@ class Store(Generic[T]):
 
     def remove(self, namespace: str, name: str, uid: str) -> None:
         """Remove the object with this UID. An object that was created later with the same name stays."""
-        self._tombstones.add(uid)
+        self._tombstones[uid] = None
         if self._is_unreadable((namespace, name), uid):
             self._changed(self._unreadable.pop((namespace, name)).key, None, None)
         old = self._entries.get((namespace, name))
@@ -206,7 +189,7 @@ class Store(Generic[T]):
 
         Its resourceVersions have gone back, and deleted objects may exist again with the same UIDs.
         """
-        self._tombstones = Uids()
+        self._tombstones.clear()
         for place, entry in self._entries.items():
             if not namespace or place[0] == namespace:
                 old = msgspec.structs.replace(entry, version=0)

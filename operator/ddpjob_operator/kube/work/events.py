@@ -6,9 +6,9 @@ import collections
 import datetime as dt
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 from ddpjob_operator.job import api, reasons
+from ddpjob_operator.job.newest import Newest
 from ddpjob_operator.kube.api.client import ApiError, Client, Raw
 from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.watch.store import Key
@@ -17,8 +17,6 @@ from ddpjob_operator.metrics import names
 from ddpjob_operator.metrics.meter import Meter
 from ddpjob_operator.plan.actions import Event
 
-K = TypeVar("K")
-V = TypeVar("V")
 QUEUE_MAX = 1_000
 # Per job: one that restarts all the time must leave room for others.
 QUEUE_OF_JOB_MAX = 50
@@ -65,9 +63,9 @@ class Events:
         self._count = 0
         self.queue: Queue[Key] = Queue(runtime, name=names.QUEUES[1], meter=meter, at_a_time=8, of_namespace=4)
         """Jobs by namespace and uid. Events of one job are sent one at a time, so that their order is kept."""
-        self._sent: collections.OrderedDict[tuple[str, str, str], float] = collections.OrderedDict()
-        self._told: collections.OrderedDict[str, dt.datetime] = collections.OrderedDict()
-        """Jobs (uid) that have had an Event, the latest last."""
+        self._sent: Newest[tuple[str, str, str], float] = Newest(REMEMBERED_MAX)
+        self._told: Newest[str, None] = Newest(REMEMBERED_MAX)
+        """Jobs (uid) that have had an Event."""
         self._logged = ""
         self._named = 0
 
@@ -89,7 +87,7 @@ class Events:
                 self._count += 1
                 self.queue.add((job.namespace, job.uid), wait)
                 if not wait:
-                    _remember(self._told, job.uid, now)
+                    self._told[job.uid] = None
 
     def gone(self, uid: str) -> None:
         """Drop waiting events of a deleted job, except warnings."""
@@ -153,12 +151,12 @@ class Events:
         now, key = self._clock(), (job.uid, event.reason, event.message)
         if now - self._sent.get(key, float("-inf")) < REPEAT_SECONDS:
             return True
-        _remember(self._sent, key, now)
+        self._sent[key] = now
         return False
 
     async def _post(self, waiting: _WaitingEvent) -> None:
         job = waiting.job
-        _remember(self._told, job.uid, waiting.at)
+        self._told[job.uid] = None
         # The name grows: kubectl sorts events of one second by name, and causes must come before effects.
         self._named = max(self._named + 1, int(self._runtime.utc().timestamp() * 1e6))
         suffix = f"{self._named:014x}{self._runtime.random.getrandbits(64) % 2**16:04x}"
@@ -172,14 +170,6 @@ class Events:
                 self._runtime.log.warning("an event was not sent: %s", error)
         except Exception:
             self._runtime.log.exception("an event was not sent")  # the end of this task would end the operator
-
-
-def _remember(known: collections.OrderedDict[K, V], key: K, value: V) -> None:
-    """Add as the latest; drop the oldest beyond REMEMBERED_MAX."""
-    known[key] = value
-    known.move_to_end(key)
-    if len(known) > REMEMBERED_MAX:
-        known.popitem(last=False)
 
 
 def body(job: api.Metadata, event: Event, at: dt.datetime, instance: str, suffix: str) -> Raw:

@@ -231,7 +231,8 @@ class Executor:
         if action.grace_seconds == 0:
             # Also the version from before the node is read. The server may carry out the delete much later; if the
             # kubelet is back by then, it has updated the pod, and the delete fails.
-            preconditions |= self.lookup.version_of_pod(namespace, action.name)
+            known = self.caches.pods.entry(namespace, action.name)
+            preconditions |= {"resourceVersion": str(known.version)} if known is not None and known.version else {}
             if await self.lookup.may_run_on_ready_node(namespace, action.name):
                 raise ConflictError
         options: Raw = {"preconditions": preconditions}
@@ -318,19 +319,19 @@ class Executor:
         pods = [partial(self._create_pod, job, a, state) for a in to_make]
         if pods and not await self._read_flavors(job, to_make[0], state):
             return True
-        known, state.unfinished = state.unfinished, False
+        known, state.next_batch = state.next_batch, 0
         left = pods if known else pods[1:]
         if not await self._one_by_one(job, first if known else [*first, *pods[:1]]):
             return True
         again = job.status.attempt > 1 or any(action.replacement for action in to_make)
-        batch = len(left) if again else state.next_batch if known else 0
+        batch = len(left) if again else known
         before = state.refused_in_a_row
         place = partial(self.creates.place, job.metadata.namespace, further=not again)
         done = await self._some_at_a_time(place, job, left[:batch], lambda: state.refused_in_a_row > before)
         refused = state.refused_in_a_row > before
-        state.next_batch = 2 * batch if known and not refused else SECOND_BATCH
-        state.unfinished = not refused and (not done or len(left) > batch)
-        return not state.unfinished
+        if not refused and (not done or len(left) > batch):
+            state.next_batch = 2 * batch if known else SECOND_BATCH
+        return not state.next_batch
 
     async def _one_by_one(self, job: api.DDPJob, creates: Sequence[Callable[[], Awaitable[bool]]]) -> bool:
         """Send the creates in order. Return False after the first object that does not exist afterwards."""

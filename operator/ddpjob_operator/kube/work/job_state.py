@@ -53,10 +53,8 @@ class JobState:
     uid: str
     refusals: dict[tuple[str, str], Refusal] = field(default_factory=dict)
     refused_in_a_row: int = 0
-    unfinished: bool = False
-    """True if the last reconcile left pods to create: slow start, or out of time."""
     next_batch: int = 0
-    """Number of pods that the next reconcile of an unfinished job creates."""
+    """If the last reconcile left pods to create (slow start, or out of time): how many the next one creates."""
     progress_at: float | None = None
     """When (monotonic clock) a write of progress alone is allowed; None: none is waiting."""
     conflicts: dict[tuple[str, str], Conflict] = field(default_factory=dict)

@@ -96,11 +96,6 @@ class Lookup:
             self.caches.nodes.put(raw)
         return bool(ready)
 
-    def version_of_pod(self, namespace: str, name: str) -> dict[str, str]:
-        """Return our version of a pod as a precondition; empty if resourceVersions are not numbers."""
-        entry = self.caches.pods.entry(namespace, name)
-        return {"resourceVersion": str(entry.version)} if entry is not None and entry.version else {}
-
     async def has_changed(self, namespace: str, name: str, uid: str) -> bool:
         """Read a pod. Store it and return True if it still has this UID."""
         raw = await self._find("Pod", namespace, name)

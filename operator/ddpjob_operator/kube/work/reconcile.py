@@ -189,7 +189,7 @@ class Reconciler:
         Otherwise each batch of a large job would write a status, which costs the API server as much as two pods.
         """
         new = todo.status
-        if new is None or not state.unfinished or self.runtime.clock() - state.written_at > UNFINISHED_SECONDS:
+        if new is None or not state.next_batch or self.runtime.clock() - state.written_at > UNFINISHED_SECONDS:
             return False
         told = {c.type: c.status for c in old.conditions} == {c.type: c.status for c in new.conditions}
         same = {name: getattr(old, name) for name in ("nodes", "started_nodes", "display", "message", "conditions")}
