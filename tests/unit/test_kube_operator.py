@@ -220,30 +220,24 @@ def test_how_long_a_pod_is_in_a_state_is_counted_by_our_clock_also_where_nodes_c
 
 
 def test_the_probe_names_a_watch_that_does_nothing_and_a_part_that_has_ended() -> None:
+    async def broken() -> None:
+        raise RuntimeError("a bug of ours")
+
     async def run() -> None:
         made = Operator(OperatorSettings(namespaces=("team",)), Client())
         assert made.unhealthy() == ""
-        made.reflectors[0].tried_at -= 3600
-        assert made.unhealthy() == "the watch of pods in team has done nothing for 3600 s"
-        made.run("events", asyncio.sleep(0))
-        await asyncio.gather(*made._tasks)
-        assert made.unhealthy() == "events has ended"
-        assert made.exit_code == 1
-        assert made.stop_flag.is_set(), "and then the process ends"
-
-    asyncio.run(run())
-
-
-def test_the_probe_fails_when_a_watch_has_not_been_tried_again_for_a_minute() -> None:
-    """An open watch may be silent for as long, for example at night."""
-
-    async def run() -> None:
-        made = Operator(OperatorSettings(namespaces=("team",)), Client())
         watch = made.watches()[1]
         watch.tried_at -= 61
         assert made.unhealthy() == "the watch of services in team has done nothing for 61 s"
         watch.waits = False
-        assert made.unhealthy() == ""
+        assert made.unhealthy() == "", "an open watch may be silent for as long, for example at night"
+        made.reflectors[0].tried_at -= 3600
+        assert made.unhealthy() == "the watch of pods in team has done nothing for 3600 s"
+        made.run("lease", broken())
+        await asyncio.gather(*made._tasks, return_exceptions=True)
+        assert made.unhealthy() == "lease has ended"
+        assert made.exit_code == 1
+        assert made.stop_flag.is_set(), "and then the process ends"
 
     asyncio.run(run())
 
@@ -298,22 +292,6 @@ def test_who_stands_by_queues_nothing_and_who_leads_reconciles_every_job() -> No
         assert len(made.queue.schedule) == 1
         await asyncio.sleep(0)
         assert made.unhealthy() == ""
-
-    asyncio.run(run())
-
-
-def test_the_probe_fails_when_the_task_that_keeps_the_lease_has_died() -> None:
-    class Broken(Election):
-        async def run(self) -> None:
-            raise RuntimeError("a bug of ours")
-
-    async def run() -> None:
-        leader = Broken(Client(), "ops", "op", "a", Durations())
-        made = Operator(OperatorSettings(), Client(), leader)
-        made.run("lease", leader.run())
-        await asyncio.gather(*made._tasks, return_exceptions=True)
-        assert made.unhealthy() == "lease has ended"
-        assert made.exit_code == 1
 
     asyncio.run(run())
 

@@ -105,7 +105,8 @@ def test_each_queue_is_asked_and_a_new_one_at_once() -> None:
     assert queue.places.of(("other", "digits")) == 9
 
 
-def test_a_place_that_has_changed_is_told_to_its_job_alone() -> None:
+def test_a_place_that_has_changed_is_told_to_its_job_alone_and_a_job_that_waits_no_more_has_none() -> None:
+    """Otherwise it shows an old place after a later eviction."""
     queue = Kueue("v1beta1")
     queue.jobs.append((("team", "second"), "main"))
     queue.answers[MAIN] = {"items": [item("digits", 0), item("second", 2)]}
@@ -114,13 +115,6 @@ def test_a_place_that_has_changed_is_told_to_its_job_alone() -> None:
     queue.answers[MAIN] = {"items": [item("digits", 0), item("second", 1)]}
     queue.look(after=ASK_SECONDS)
     assert (queue.of("second"), queue.told) == (2, [("team", "second")])
-
-
-def test_a_job_that_waits_no_more_has_no_place() -> None:
-    """Otherwise it shows an old place after a later eviction."""
-    queue = Kueue("v1beta1")
-    queue.answers[MAIN] = {"items": [item("digits", 3)]}
-    queue.look()
     queue.jobs = []
     assert queue.look(after=5).of() is None
 
@@ -131,7 +125,6 @@ def test_a_cluster_that_does_not_serve_it_is_asked_for_it_once_a_minute_and_noth
     for _ in range(13):
         queue.look(after=5)
     assert (queue.asked, queue.of()) == ([API, API], None)
-    assert Kueue(*versions).look().of() is None
 
 
 def test_the_version_that_was_run_is_taken_and_the_newer_one_where_that_is_gone() -> None:

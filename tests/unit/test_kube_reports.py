@@ -95,14 +95,11 @@ def test_the_first_step_after_a_restart_is_shown_at_once(before: dict[str, Any],
         assert (desk.after(5).hears(**step) or 0) >= 10
 
 
-def test_a_phase_that_nobody_knows_is_refused_with_the_name_of_its_field() -> None:
-    with pytest.raises(BadReportError, match=r"'lunch' - at `\$\.phase`"):
-        read_report(b'{"step": 1, "phase": "lunch"}', START)
-
-
-def test_a_report_without_a_phase_comes_from_a_trainer_that_trains() -> None:
+def test_a_phase_that_nobody_knows_is_refused_with_the_name_of_its_field_and_none_means_that_it_trains() -> None:
     assert read_report(b'{"step": 1}', START).phase == "train"
     assert read_report(b'{"step": 0, "phase": "start"}', START).phase == "start"
+    with pytest.raises(BadReportError, match=r"'lunch' - at `\$\.phase`"):
+        read_report(b'{"step": 1, "phase": "lunch"}', START)
 
 
 # ---------------------------------------------------------------- when a reconcile is worth it

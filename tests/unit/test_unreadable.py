@@ -207,9 +207,7 @@ def test_a_condition_that_the_server_refuses_is_tried_again_after_growing_pauses
 
 def test_a_status_that_stays_unreadable_is_read_again_ever_more_rarely_and_written_once() -> None:
     cluster = Cluster(broken(attempt=-1))
-    pauses = []
-    for _ in range(6):
-        pauses.append(cluster.reconciles() or 0.0)
-        cluster.clock += pauses[-1]
-    assert pauses == [0.5, 1, 2, 4, 8, 16]
+    for pause in (0.5, 1, 2, 4, 8, 16):
+        assert cluster.reconciles() == pause
+        cluster.clock += pause
     assert len(cluster.requests) == 1
