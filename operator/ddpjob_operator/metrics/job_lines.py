@@ -23,12 +23,6 @@ def state(status: api.Status) -> str:
     return status.state if status.state in names.STATES else names.NO_STATE
 
 
-def is_shown(status: api.Status, now: dt.datetime) -> bool:
-    """True if the job has its own series, which it loses some time after its end."""
-    ended = status.completion_time or status.state_time
-    return status.state not in TERMINAL or (ended is not None and (now - ended).total_seconds() < ENDED_SECONDS)
-
-
 def spent(status: api.Status, now: dt.datetime) -> dict[str, int]:
     """Return seconds until now, by use. The status adds a state's time at its end; this includes the present state."""
     until_now = transitions.goodput(status, now)
@@ -64,7 +58,8 @@ def text(
         name = metric.name if openmetrics else metric.shown
         lines[metric.name] = [f"# HELP {name} {metric.help}\n", f"# TYPE {name} {kind}\n"]
     for namespace, name, status, spent in jobs:
-        if is_shown(status, now):
+        ended = status.completion_time or status.state_time
+        if status.state not in TERMINAL or (ended is not None and (now - ended).total_seconds() < ENDED_SECONDS):
             of_job = f'namespace="{escaped(namespace)}",job_name="{escaped(name)}"'
             for metric, value, label in values(status, spent):
                 if value is not None:

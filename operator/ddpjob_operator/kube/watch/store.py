@@ -170,10 +170,6 @@ class Store(Generic[T]):
             self._set((namespace, name), old, None)
 
     def retain(self, named: Set[ObjectKey], list_version: int, namespace: str = "", key: Key | None = None) -> None:
-        """Remove what a complete list did not name, except objects that are newer than the list.
-
-        namespace: the listed namespace, empty for all. key: the listed job, None for all.
-        """
         # A job is listed at each restart. Check only its own objects then, because there may be thousands of jobs.
         those = self._entries if key is None else {(key[0], name): e for name, e in self._by_job.get(key, {}).items()}
         for place, entry in list(those.items()):
@@ -185,10 +181,7 @@ class Store(Generic[T]):
                 self.remove(*place, one.uid)
 
     def begin_anew(self, namespace: str) -> None:
-        """Accept whatever comes next for a namespace (empty: all), because the cluster was restored from a backup.
-
-        Its resourceVersions have gone back, and deleted objects may exist again with the same UIDs.
-        """
+        """As for a Sink. Deleted objects may exist again with the same UIDs."""
         self._tombstones.clear()
         for place, entry in self._entries.items():
             if not namespace or place[0] == namespace:
