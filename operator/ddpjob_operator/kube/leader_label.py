@@ -6,7 +6,7 @@ import asyncio
 
 from ddpjob_operator.job import api
 from ddpjob_operator.kube.api.client import ApiError, Client, collection
-from ddpjob_operator.kube.api.runtime import Runtime
+from ddpjob_operator.kube.api.runtime import LogOnce, Runtime
 
 LABEL = f"{api.GROUP}/leader"
 AGAIN_SECONDS, FORBIDDEN_SECONDS = 2.0, 30.0
@@ -16,10 +16,10 @@ class LeaderLabel:
     """Sets and removes the label. client: one that may write without the Lease."""
 
     def __init__(self, client: Client, namespace: str, pod: str, runtime: Runtime) -> None:
-        self._client, self._path, self._pod, self._runtime = client, collection("pods", namespace), pod, runtime
+        self._client, self._path, self._pod = client, collection("pods", namespace), pod
         self._leads = asyncio.Event()
         self._former = ""
-        self._logged = ""
+        self._log = LogOnce(runtime.log.warning)
 
     def take_from(self, former: str) -> None:
         """Label this pod as the leader. former: the pod that led before and may hang, "" if unknown."""
@@ -45,8 +45,6 @@ class LeaderLabel:
         except ApiError as error:
             if error.status == 404:
                 return 0.0
-            if str(error) != self._logged:
-                self._logged = str(error)
-                self._runtime.log.warning("reports of progress may not arrive, for the label %s: %s", LABEL, error)
+            self._log(f"reports of progress may not arrive, for the label {LABEL}: {error}")
             return FORBIDDEN_SECONDS if error.status == 403 else AGAIN_SECONDS
         return 0.0

@@ -26,7 +26,7 @@ from typing import Any
 
 from ddpjob_operator.kube.api.client import ApiError, Client, Raw
 from ddpjob_operator.kube.api.limit import at_most
-from ddpjob_operator.kube.api.runtime import SYSTEM, Runtime
+from ddpjob_operator.kube.api.runtime import SYSTEM, LogOnce, Runtime
 
 API_VERSION = "coordination.k8s.io/v1"
 NEVER = float("-inf")
@@ -148,7 +148,7 @@ class Election:
         self._former = ""
         """Holder from whom we took it."""
         self._renewed = asyncio.Event()
-        self._logged = self._logged_leader = ""
+        self._log_trouble, self._log_leader = LogOnce(runtime.log.warning), LogOnce(runtime.log.info)
 
     async def renew(self) -> None:
         """Try once to take or renew the Lease. A failure is logged, and the next try comes soon."""
@@ -157,7 +157,8 @@ class Election:
             async with at_most(self._durations.try_seconds):
                 raw = self._seen = await self._read()
             self._candidate.saw(None if raw is None else read(raw), self._clock(), asked_at)
-            self._log_leader()
+            holder = self._candidate.leader(self._clock())
+            self._log_leader(f"{self.what} is held by {holder}: this operator stands by" if holder else "")
             if self._candidate.may_take(self._clock()):
                 await self._take()
         except asyncio.TimeoutError:
@@ -181,9 +182,7 @@ class Election:
             self._former = holder
 
     def _report(self, trouble: str) -> None:
-        if trouble and trouble != self._logged:
-            self._runtime.log.warning("%s cannot be read or renewed, trying again: %s", self.what, trouble)
-        self._logged = trouble
+        self._log_trouble(trouble and f"{self.what} cannot be read or renewed, trying again: {trouble}")
 
     async def _read(self) -> Raw | None:
         """Return the Lease, None if it does not exist. Raise ApiError."""
@@ -258,12 +257,6 @@ class Election:
 
     async def close(self) -> None:
         await self.client.close()
-
-    def _log_leader(self) -> None:
-        holder = self._candidate.leader(self._clock())
-        if holder and holder != self._logged_leader:
-            self._runtime.log.info("%s is held by %s: this operator stands by", self.what, holder)
-        self._logged_leader = holder
 
 
 def read(raw: Raw) -> Lease:

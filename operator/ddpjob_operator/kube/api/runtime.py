@@ -27,6 +27,18 @@ def allow_open_files(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
+class LogOnce:
+    """Logs a text unless it was the last one. An empty text is not logged: what was wrong is right again."""
+
+    def __init__(self, log: Callable[..., None]) -> None:
+        self._log, self._last = log, ""
+
+    def __call__(self, text: str) -> None:
+        if text and text != self._last:
+            self._log("%s", text)
+        self._last = text
+
+
 @dataclass(frozen=True)
 class Runtime:
     """Environment of one operator."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from ddpjob_operator.gangs import kueue
 from ddpjob_operator.kube.api.client import ApiError, Client
-from ddpjob_operator.kube.api.runtime import Runtime
+from ddpjob_operator.kube.api.runtime import LogOnce, Runtime
 from ddpjob_operator.kube.watch.store import Key
 
 ASK_SECONDS = 60.0
@@ -37,7 +37,7 @@ class QueuePlaces:
         self._api_version = ""
         self._looked_at: float | None = None
         """When the served version was last discovered."""
-        self._logged = ""
+        self._log_once = LogOnce(runtime.log.info)
 
     def of(self, key: Key) -> int | None:
         """Return the position of a job, from 1; None if unknown."""
@@ -107,8 +107,3 @@ class QueuePlaces:
 
     def _is_recent(self, at: float) -> bool:
         return self._runtime.clock() - at < ASK_SECONDS
-
-    def _log_once(self, text: str) -> None:
-        if text != self._logged:
-            self._logged = text
-            self._runtime.log.info("%s", text)

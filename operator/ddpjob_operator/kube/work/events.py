@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ddpjob_operator.job import api, reasons
 from ddpjob_operator.job.newest import Newest
 from ddpjob_operator.kube.api.client import ApiError, Client, Raw
-from ddpjob_operator.kube.api.runtime import Runtime
+from ddpjob_operator.kube.api.runtime import LogOnce, Runtime
 from ddpjob_operator.kube.watch.store import Key
 from ddpjob_operator.kube.work.queue import Queue
 from ddpjob_operator.metrics import names
@@ -66,7 +66,7 @@ class Events:
         self._sent: Newest[tuple[str, str, str], float] = Newest(REMEMBERED_MAX)
         self._told: Newest[str, None] = Newest(REMEMBERED_MAX)
         """Jobs (uid) that have had an Event."""
-        self._logged = ""
+        self._log = LogOnce(runtime.log.warning)
         self._named = 0
 
     def __len__(self) -> int:
@@ -165,9 +165,8 @@ class Events:
             await self._client.create(f"/api/v1/namespaces/{job.namespace}/events", event)
         except ApiError as error:
             # A namespace that is being deleted takes no events (404). Others, such as a missing right, are logged once.
-            if str(error.message) != self._logged and error.status != 404:
-                self._logged = str(error.message)
-                self._runtime.log.warning("an event was not sent: %s", error)
+            if error.status != 404:
+                self._log(f"an event was not sent: {error}")
         except Exception:
             self._runtime.log.exception("an event was not sent")  # the end of this task would end the operator
 
