@@ -48,6 +48,8 @@ def test_a_script_that_returns_the_failure_of_its_launcher_gets_no_warning(scrip
         ("torchrun t.py; exit 0", "`exit 0`"),
         ("trap 'exit 0' EXIT; torchrun t.py", "`trap 'exit 0' EXIT` sets another"),
         ("script -c 'torchrun t.py' log", "give it -e"),
+        ("tmux new -d -s t 'torchrun t.py'", "`tmux` starts it in the background"),
+        ("screen -dmS t bash -c 'torchrun t.py'", "`screen` starts it in the background"),
     ],
 )
 def test_the_warning_quotes_the_text_that_loses_the_exit_code(script: str, part: str) -> None:

@@ -12,9 +12,9 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from ddpjob_operator.job import command, programs, shell
+from ddpjob_operator.job import command, programs, shell, withheld
 from ddpjob_operator.job.shell_state import FAILED, JOB, ShellState
 
 PATHS_MAX = 64
@@ -52,6 +52,9 @@ class LauncherExit:
     """True if another launcher may run after its failure, and leaves no proof of its own success (ddprun does)."""
     certain: bool = False
     """True if the script fails on every path on which no other launcher replaces this one."""
+    started: command.Command = field(default_factory=command.Command)
+    withheld: withheld.Withheld = withheld.NOTHING
+    """Variables of the job that it does not have, on any path."""
 
 
 class _TooMuchError(Exception):
@@ -178,6 +181,8 @@ def _launcher_exit(top: shell.Simple, node: shell.ShellNode, succeeding: _Script
         shell=walk.shell_of.get(node, ""),
         replaced=bool(after - {"ddprun", "python"}) or len(alone) < len(ends),
         certain=all(state.status == FAILED for state in alone),
+        started=own,
+        withheld=succeeding.withheld.get(node, withheld.NOTHING),
     )
 
 
@@ -195,6 +200,7 @@ class _ScriptWalk:
         self.followed: set[tuple[shell.ShellNode, shell.ShellNode]] = set()
         """Pairs of launchers: the second ran after the first on some path."""
         self.shell_of: dict[shell.ShellNode, str] = {}
+        self.withheld: dict[shell.ShellNode, withheld.Withheld] = {}
         self._pipes = 0
         """The number of pipelines around the present command."""
         self._by_type: dict[type, Callable[..., _States]] = {
@@ -207,6 +213,7 @@ class _ScriptWalk:
             "kill": _kill, "setsid": self._setsid, "pushd": _directory_stack, "popd": _directory_stack,
             **dict.fromkeys(("break", "continue"), lambda words, _n, state, _t: state.ended(leaving=words[0])),
             **dict.fromkeys(("script", "su", "runuser", "flock"), self._command_option),
+            **dict.fromkeys(withheld.CARRIERS, self._carrier), "unset": _unset,
         }  # fmt: skip
 
     def ends(self, top: shell.Simple) -> _States:
@@ -424,9 +431,13 @@ class _ScriptWalk:
             ends = self.run(state.functions[name], replace(state, arguments=tuple(words[1:])), tested)
             ends = [replace(end, arguments=state.arguments) for end in ends]
             return [replace(end, leaving="") if end.leaving == "return" else end for end in ends]
-        if name in self._builtins:
-            return self._builtins[name](words, node, state, tested)
-        return self._other_program(words, node, state, tested)
+        run = self._builtins.get(name, self._other_program)
+        taken = withheld.by_words(words)
+        if not taken.names:
+            return run(words, node, state, tested)
+        return [
+            replace(end, withheld=state.withheld) for end in run(words, node, replace(state, withheld=taken), tested)
+        ]
 
     def _other_program(self, words: list[str], node: shell.Simple, state: ShellState, tested: bool) -> _States:
         name = programs.name(words[0])
@@ -457,6 +468,8 @@ class _ScriptWalk:
     def _launched(self, node: shell.Simple, started: command.Command, state: ShellState) -> ShellState:
         self.started[node] = started
         self.shell_of[node] = state.program
+        own = state.withheld.but([name for name, _ in node.assigned])
+        self.withheld[node] = min(self.withheld.get(node, own), own, key=lambda one: len(one.names))
         self.followed |= {(before, node) for before in state.ran}
         ran = state.ran | {node}
         if node in self.failing:
@@ -512,6 +525,21 @@ class _ScriptWalk:
         ends = self._shell(["sh", "-c", words[at + 1]], node, state)
         keeps = words[0] != "script" or any(re.fullmatch(r"-[a-z]*e[a-z]*|--return", word) for word in words)
         return ends if keeps else _with_zero(ends, "program", "script")
+
+    def _carrier(self, words: list[str], node: shell.Simple, state: ShellState, tested: bool) -> _States:
+        """Run the command of a program that starts it elsewhere, with options that are not known here."""
+        for i, word in enumerate(words[1:], 1):
+            script = ["sh", "-c", word] if " " in word else words[i:]
+            if word != "exec" and (programs.name(script[0]) in command.SHELLS or _starts(script)):
+                ends = self._program(script, node, state, tested)
+                detaches = withheld.detaches(words[:i])
+                return _with_zero(ends, "detached", words[0]) if detaches else ends
+        return self._other_program(words, node, state, tested)
+
+
+def _unset(words: list[str], node: shell.Simple, state: ShellState, _tested: bool) -> _States:
+    taken = withheld.unset_by(node.text, words[1:])
+    return state.ended(withheld=taken if taken.names else state.withheld)
 
 
 def _set(words: list[str], _node: shell.Simple, state: ShellState, _tested: bool) -> _States:
