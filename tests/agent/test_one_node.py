@@ -75,6 +75,15 @@ def test_the_exit_code_is_the_users(launcher: Launcher, start: str, line: str, c
         ("try: int('a')\nexcept ValueError: sys.exit(4)", "ValueError: invalid literal", "int('a')"),
         ("raise KeyError('k')", "KeyError: 'k'", "raise KeyError('k')"),
         ("sys.exit(3)", "", ""),
+        ("sys.exit(256)", "", ""),  # sys.exit(os.system("false")): its exit status is 0
+        *(
+            (
+                f"import os; sys.excepthook = lambda *_: {ends}(0)\nraise KeyError('k')",
+                "KeyError: 'k'",
+                "raise KeyError",
+            )
+            for ends in ("os._exit", "sys.exit")
+        ),
     ],
 )
 def test_what_a_rank_has_said_when_it_ended_is_in_the_message(
