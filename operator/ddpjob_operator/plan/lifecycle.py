@@ -75,9 +75,9 @@ def _doubts(view: View, status: api.Status) -> Iterator[tuple[Reason, str]]:
     if progress is not None and progress.attempt == status.attempt:
         group = progress.world_size
     ranks, nproc = topology.world_size(spec), topology.nproc_per_node(spec)
-    if group != ranks:
-        yield from ((reasons.LAUNCHER_OPTION, text) for text in launcher.apart(spec))
-    if group == nproc < ranks and not view.is_elastic:
+    why = launcher.apart(spec) if group != ranks else []
+    yield from ((reasons.LAUNCHER_OPTION, text) for text in why)
+    if group == nproc < ranks and not (why or view.is_elastic):
         own = wording.count(nproc, "rank")
         text = f"rank 0 was in a group of {own}, and the job has {ranks}: each node has trained a model of its own"
         yield reasons.NO_PROCESS_GROUP, text

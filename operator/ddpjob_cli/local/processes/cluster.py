@@ -23,7 +23,7 @@ from ddpjob_cli.local.processes import debugging, faults, pod_process, ranks
 from ddpjob_cli.local.processes import node as nodes
 from ddpjob_cli.local.processes.logs import Log
 from ddpjob_core.findings import NamedFinding
-from ddpjob_operator.job import api, bounds, command, reasons
+from ddpjob_operator.job import api, command, reasons
 from ddpjob_operator.job.podspec import grace_seconds
 from ddpjob_operator.observed import facts, stall
 from ddpjob_operator.observed.cluster import THIS_MACHINE, Container, Observed, Pod
@@ -104,15 +104,16 @@ class LocalCluster:
         self._service = False
         self._ports: dict[int, socket.socket] = {}
         self._observations = 0
-        self._group_sizes: dict[tuple[int, int], int] = {}
-        """By attempt and place: WORLD_SIZE of the last ranks that were seen."""
+        self._group_sizes: dict[tuple[int, int], tuple[float, int]] = {}
+        """By attempt and place: start and WORLD_SIZE of the newest rank that was seen."""
 
     def look_at_ranks(self, parent_of: Mapping[int, int]) -> None:
-        """Note how many others the ranks know of: a program in front of a launcher may withhold the job's variables."""
+        """Note how many ranks the ranks know of: a program in front of a launcher may withhold the job's variables."""
         for pod in self._live():
             for pid in ranks.of_node(pod.node.pid, parent_of)[:1]:
-                size = ranks.environ(pid).get("WORLD_SIZE", "")
-                self._group_sizes[pod.attempt, pod.place] = bounds.number(size, bounds.COUNT_MAX)
+                known = self._group_sizes.get((pod.attempt, pod.place), (0.0, 0))
+                # A program around the launcher has the pod's own WORLD_SIZE, and is older.
+                self._group_sizes[pod.attempt, pod.place] = max(known, ranks.started_among(pid))
 
     def observe(self) -> Observed:
         """Return the present state. A deleted pod whose end was observed before is removed."""
@@ -127,7 +128,7 @@ class LocalCluster:
         for pod in self.pods.values():
             pod.seen_ended = not pod.live
         newest = max(self._ports, default=None)
-        sizes = [size for (attempt, _), size in self._group_sizes.items() if attempt == newest]
+        sizes = [size for (attempt, _), (_, size) in self._group_sizes.items() if attempt == newest]
         rendezvous = "" if newest is None else f"{pod_process.LOOPBACK}:{ports.number(self._ports[newest])}"
         return Observed(
             service=self._service,
