@@ -21,6 +21,8 @@ def nothing_runs(script: Script, job: CheckedJob) -> Iterator[Found]:
     call of `main()` is missing, or its guard is misspelt (`if __name__ == "main":`). The job succeeds at once."""
     if not (job.known and any(script.function(node) for node in _training(script))):
         return
+    if any(getattr(node, "decorator_list", ()) for node in script.tree.body):
+        return  # a decorator may run the function
     guards = [node for node in script.tree.body if isinstance(node, ast.If) and _is_misspelt(node)]
     if all(isinstance(node, _DEFINES) or node in guards or _is_plain(script, node) for node in script.tree.body):
         what = "nothing in this file calls its functions, so nothing is trained; call main() at its end"
@@ -46,11 +48,15 @@ def _is_plain(script: Script, node: ast.stmt) -> bool:
     """True for a line that certainly runs no function of this file: a text, or a value without them."""
     if not isinstance(node, ast.Assign | ast.AnnAssign | ast.Expr):
         return False
-    called = {name_of(part) for part in ast.walk(node) if isinstance(part, ast.Call)}
+    calls = [part for part in ast.walk(node) if isinstance(part, ast.Call)]
     own = {n.name for n in script.tree.body if isinstance(n, Function | ast.ClassDef)}
     is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     named = own & {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
-    return is_text or not (called or named)
+    is_made = not isinstance(node, ast.Expr) and all(script.called(c).split(".")[0] in _MAKE_VALUES for c in calls)
+    return is_text or (is_made and not named)
+
+
+_MAKE_VALUES = set("argparse collections logging pathlib re torch typing".split())
 
 
 @rule(
@@ -103,20 +109,28 @@ def _is_0(call: ast.expr | None) -> bool:
     right="mp.spawn(train, nprocs=2)    # raises if one fails; or: if p.exitcode: sys.exit(1)",
 )
 def process_failure_ignored(script: Script, job: CheckedJob) -> Iterator[Found]:
-    """Only if the job is known. join() returns also after a process that has failed or was killed. A script that never
-    looks at `exitcode` ends with 0 then, and a failed training counts as done."""
-    for call in script.starts if job.known and not script.mentions("exitcode", "sentinel", "is_alive") else ():
-        target, starts = script.started(call) or (None, None)
+    """Only if the job is known. join() returns also after a process that has failed or was killed, and a pool keeps the
+    exception of its function until somebody asks for the result. A script that does neither ends with 0."""
+    if not job.known:
+        return
+    for call in script.starts if not script.mentions("exitcode", "sentinel", "is_alive") else ():
+        target, _ = script.started(call) or (None, None)
         is_process = script.called(call).endswith("Process") or name_of(call.func) == "Process"
-        if target is None or starts is None or not is_process:
-            continue
-        if _trains(script, [*script.functions_meant(target)]):
+        if target is not None and is_process and _trains(script, script.functions_meant(target)):
             yield at(
                 call,
                 f"{script.text_of(call)}: nothing looks at its exitcode, so a rank that fails counts as done; use "
                 "mp.spawn, or end with sys.exit(1) if p.exitcode is not 0",
             )
             return
+    for call in [*script.methods_called("submit"), *script.methods_called("apply_async")]:
+        dropped = isinstance(script.parent(call), ast.Expr) and call.args
+        if dropped and _trains(script, script.functions_meant(call.args[0])):
+            yield at(
+                call,
+                f"{script.text_of(call)}: its result is dropped, and an exception with it, so a training that fails "
+                "counts as done; keep what it returns, and call result() or get() on it",
+            )
 
 
 def _training(script: Script) -> list[ast.Call]:
