@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from pathlib import Path
 
 import pytest
@@ -232,3 +233,12 @@ def test_a_script_that_cannot_be_parsed_raises_only_shell_syntax_error(text: str
     with contextlib.suppress(shell.ShellSyntaxError):
         shell.parse(text)
     assert not is_lost(f"torchrun t.py {text}") or text == "a <<E"
+
+
+@pytest.mark.parametrize("program", ["xargs", "docker", "env", "sudo"])
+@pytest.mark.parametrize("word", ["a", "env", "sudo"])
+def test_a_command_of_thousands_of_words_is_read_at_once(program: str, word: str) -> None:
+    """The operator reads it in its event loop: `xargs a a a …` of 20 kB took a minute, in which no job was served."""
+    began = time.process_time()
+    exit_codes.launcher_exits([program, *[word] * 5000])
+    assert time.process_time() - began < 1

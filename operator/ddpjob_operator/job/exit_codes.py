@@ -29,6 +29,8 @@ _NEVER_FAIL = frozenset("true : echo printf date sleep sync cd pwd touch mkdir s
 _AWKS = frozenset("awk gawk mawk".split())
 _DECLARES = frozenset("local export declare readonly typeset".split())
 _BECOMES_NEXT = frozenset("exec command builtin nohup time env".split())
+# A word that is a script: ssh host "cd /app && torchrun train.py".
+_SCRIPT = re.compile(r"\s(?:torchrun|ddprun|python)|(?:torchrun|ddprun|python)[\d.]*\s")
 _DIRECTORY_STACK = ""
 """The variable that counts the entries of pushd."""
 
@@ -449,7 +451,7 @@ class _ScriptWalk:
         if name in ("cat", "tee") and node.document:
             written = {_file(word.value): node.document[-1] for word in (*node.targets, *node.words[1:])}
             return state.ended(variables={**state.variables, **written})
-        begin = 0 if name not in ("find", "xargs") else next((i for i in range(len(words)) if _starts(words[i:])), 0)
+        begin = _command_in(words) if name in ("find", "xargs") else 0
         if (started := _starts(words[begin:])) is not None:
             end = self._launched(node, started, state)
             hides = name == "find" and ";" in words[begin:]
@@ -528,13 +530,12 @@ class _ScriptWalk:
 
     def _carrier(self, words: list[str], node: shell.Simple, state: ShellState, tested: bool) -> _States:
         """Run the command of a program that starts it elsewhere, with options that are not known here."""
-        for i, word in enumerate(words[1:], 1):
-            script = ["sh", "-c", word] if " " in word else words[i:]
-            if word != "exec" and (programs.name(script[0]) in command.SHELLS or _starts(script)):
-                ends = self._program(script, node, state, tested)
-                detaches = withheld.detaches(words[:i])
-                return _with_zero(ends, "detached", words[0]) if detaches else ends
-        return self._other_program(words, node, state, tested)
+        begin = _command_in(words)
+        if not begin:
+            return self._other_program(words, node, state, tested)
+        script = ["sh", "-c", words[begin]] if _SCRIPT.search(words[begin]) else words[begin:]
+        ends = self._program(script, node, state, tested)
+        return _with_zero(ends, "detached", words[0]) if withheld.detaches(words[:begin]) else ends
 
 
 def _unset(words: list[str], node: shell.Simple, state: ShellState, _tested: bool) -> _States:
@@ -622,6 +623,17 @@ def _is_filter(part: shell.ShellNode) -> bool:
 def _file(name: str) -> str:
     """Return the variable that holds the text of a file that the script writes."""
     return f"file {name.removeprefix('./')}"
+
+
+def _command_in(words: list[str]) -> int:
+    """Return where the command begins that a program with unknown options starts; 0 if it starts none."""
+    for i, word in enumerate(words[: withheld.WORDS_MAX]):
+        name = programs.name(word)
+        if i and (name in command.SHELLS or command.starts_ranks(word) or _SCRIPT.search(word)):
+            return i
+        if i and (command.PYTHON.match(name) or name in programs.FRAMEWORKS or name in programs.WRAPPERS - {"exec"}):
+            return i
+    return 0
 
 
 def _starts(words: list[str]) -> command.Command | None:

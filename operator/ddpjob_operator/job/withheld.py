@@ -36,6 +36,8 @@ _DETACHES = {
 _VALUE_FOLLOWS = re.compile(r"-[a-zA-Z]*[CDRTUghpu]|--(?:user|group|chdir|unset)")
 CARRIERS = frozenset((*_OUTSIDE, *_DETACHES))
 """Programs that start a command elsewhere, with options that are not known here."""
+WORDS_MAX = 60
+"""The most words before a launcher that are read: the operator's event loop reads them."""
 
 
 class Withheld(NamedTuple):
@@ -69,7 +71,7 @@ NOTHING = Withheld()
 def by_words(words: Sequence[str]) -> Withheld:
     """Return what the words before a launcher withhold from it."""
     found, before = NOTHING, ""
-    words = [*itertools.takewhile(lambda word: not _begins_training(word), words)]
+    words = [*itertools.takewhile(lambda word: not _begins_training(word), words[:WORDS_MAX])]
     for i, word in enumerate(words):
         found = _by_program(programs.name(word), _options(words[i + 1 :])) or found
         if "=" in word:
