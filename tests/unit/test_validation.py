@@ -333,6 +333,7 @@ nohup sudo env OMP_NUM_THREADS=2 python -m torch.distributed.run t.py
 su - me -c "cd /app && torchrun t.py"
 ssh $HOST torchrun t.py
 docker run --rm image bash -c "torchrun t.py"
+singularity exec --cleanenv image torchrun t.py
 kubectl exec pod -- torchrun t.py
 unset PET_RDZV_ENDPOINT PET_NNODES PET_MASTER_ADDR; torchrun t.py
 f() { sudo ddprun "$@"; }; f t.py
@@ -350,6 +351,8 @@ env A=1 torchrun t.py
 env -u X torchrun t.py
 env -i $(env | grep PET_) torchrun t.py
 env -i python prepare.py && torchrun t.py
+docker exec -e PET_NNODES -e PET_NODE_RANK -e PET_MASTER_ADDR container torchrun t.py
+singularity exec image torchrun t.py
 env -u PET_NNODES torchrun --nnodes 2 t.py
 su me -c "torchrun t.py"
 docker run -e PET_NNODES -e PET_NODE_RANK -e PET_MASTER_ADDR image torchrun t.py

@@ -175,7 +175,7 @@ def warnings(spec: api.Spec) -> list[str]:
 def apart(spec: api.Spec) -> list[str]:
     """Return why the command lets each node train alone, or starts nothing. A success is suspicious then."""
     alone = [] if facts(spec).launcher else _alone(spec)
-    return [*alone, *_without_variables(spec), *_only_read(spec)]
+    return [*dict.fromkeys((*alone, *_without_variables(spec), *_only_read(spec)))]
 
 
 def _without_variables(spec: api.Spec) -> Iterator[str]:

@@ -34,7 +34,8 @@ _DETACHES = {
 }  # fmt: skip
 # Options of sudo and env whose next word is a value.
 _VALUE_FOLLOWS = re.compile(r"-[a-zA-Z]*[CDRTUghpu]|--(?:user|group|chdir|unset)")
-CARRIERS = frozenset((*_OUTSIDE, *_DETACHES))
+_CLEAN = {"-e", "--cleanenv", "-C", "--containall"}
+CARRIERS = frozenset((*_OUTSIDE, *_DETACHES, "singularity", "apptainer"))
 """Programs that start a command elsewhere, with options that are not known here."""
 WORDS_MAX = 60
 """The most words before a launcher that are read: the operator's event loop reads them."""
@@ -62,6 +63,8 @@ class Withheld(NamedTuple):
         """True if a launcher with these options needs one of the variables. nodes: to find other nodes."""
         if not nodes:
             return _NPROC in self.names and "nproc_per_node" not in options
+        if "standalone" in options:  # on purpose, such as to prepare data
+            return False
         return any(name in self.names and not given & {*options} for name, given in _OF_NODES.items())
 
 
@@ -88,8 +91,9 @@ def _begins_training(word: str) -> bool:
 
 
 def _options(words: Sequence[str]) -> list[str]:
-    """Return the words up to the next program that starts others."""
-    end = next((i for i, word in enumerate(words) if programs.name(word) in programs.WRAPPERS), len(words))
+    """Return the words up to the next program that starts others; `docker exec` is one."""
+    others = programs.WRAPPERS - {"exec"}
+    end = next((i for i, word in enumerate(words) if programs.name(word) in others), len(words))
     return [*words[:end]]
 
 
@@ -106,6 +110,9 @@ def _by_program(name: str, options: list[str]) -> Withheld | None:
     if name in ("su", "runuser"):
         login = {"-", "-l", "--login"} & {*options} and not any(re.match("-w|--whitelist", o) for o in options)
         return Withheld(ALL, f"{name} -", f"use {name} without `-`") if login else None
+    if name in ("singularity", "apptainer"):
+        clean = next((word for word in options if word in _CLEAN), "")
+        return Withheld(ALL, f"{name} {clean}", f"leave {clean} out") if clean else None
     if name in _OUTSIDE:
         passes = _OUTSIDE[name]
         keeps = passes is not None and any(passes.search(word) for word in options)
