@@ -339,6 +339,8 @@ unset PET_RDZV_ENDPOINT PET_NNODES PET_MASTER_ADDR; torchrun t.py
 f() { sudo ddprun "$@"; }; f t.py
 cd /app; sudo python t.py
 bash -n run.sh
+torchrun --help
+python -m torch.distributed.run --help
 """
 HANDED_OVER = """
 sudo -nE torchrun t.py
@@ -361,18 +363,20 @@ ssh storage mkdir -p /x; torchrun t.py
 unset RANK WORLD_SIZE LOCAL_RANK; torchrun t.py
 unset PET_NNODES; export PET_NNODES=2; torchrun t.py
 bash -n run.sh && torchrun t.py
+torchrun --help; torchrun t.py
+torchrun t.py --help
 """
 
 
 @pytest.mark.parametrize("script", WITHHELD.strip().splitlines())
-def test_a_launcher_without_the_variables_of_its_pod_is_named(script: str) -> None:
+def test_a_command_that_keeps_nodes_apart_or_starts_nothing_is_named(script: str) -> None:
     """Each node trains alone and the job succeeds, or node 1 waits for ever."""
-    words = script.split() if script.startswith("bash") else ["bash", "-c", script]
+    words = script.split() if script.startswith(("bash", "torchrun", "python")) else ["bash", "-c", script]
     assert len(launcher.apart(job(container={"command": words}).spec)) == 1
 
 
 @pytest.mark.parametrize("script", HANDED_OVER.strip().splitlines())
-def test_a_launcher_that_has_them_is_not_named(script: str) -> None:
+def test_a_launcher_with_the_variables_of_its_pod_is_not_named(script: str) -> None:
     assert launcher.apart(job(container={"command": ["bash", "-c", script]}).spec) == []
 
 

@@ -195,8 +195,11 @@ def _without_variables(spec: api.Spec) -> Iterator[str]:
 
 
 def _only_read(spec: api.Spec) -> Iterator[str]:
-    """Yield a warning about a shell that reads its script and runs nothing."""
+    """Yield a warning about a shell, or a launcher, that runs nothing."""
     words = facts(spec).command
+    for word, following in pairwise([] if command.is_shell(words) else words):
+        if command.starts_ranks(word) and programs.tells_of_itself([following]):
+            yield f"`{programs.name(word)} {following}` starts nothing; give it the script"
     place = next((i for i in programs.places(words) if programs.name(words[i]) in command.SHELLS), len(words))
     if {"n", "noexec"} & exit_codes.shell_call(words[place:])[0]:
         yield f"{programs.name(words[place])} -n only checks the syntax of its script and runs nothing; leave -n out"

@@ -206,7 +206,7 @@ RENDEZVOUS_OVERRIDDEN = _warning(
 )
 LAUNCHER_OPTION = _warning(
     "LauncherOption",
-    "Event: the launcher, or an option of it, has a consequence. Condition Suspicious: it let each node train alone.",
+    "Event: the launcher, or an option of it, matters. Condition Suspicious: each node trained alone, or none.",
     "Read the message; it names it, and what to write in its place.",
 )
 
