@@ -27,6 +27,7 @@ from ddpjob_check import (
     elastic,
     gradients,
     groups,
+    hidden,
     local_rank,
     ranks,
     schedulers,
@@ -46,7 +47,7 @@ _NOTHING_KNOWN = CheckedJob()
 LEFT_OUT_MAX = 5  # rules to name
 _MODULES = (
     ranks, collectives, wrapping, steps, gradients, data, checkpoints, groups, starting,
-    local_rank, alone, schedulers, elastic,
+    local_rank, alone, schedulers, elastic, hidden,
 )  # fmt: skip
 RULES = tuple(r for module in _MODULES for r in vars(module).values() if isinstance(r, Rule))
 """All rules, in the order of docs/check.md."""

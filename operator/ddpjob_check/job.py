@@ -144,8 +144,8 @@ YAML_RULES = (
     YamlRule(
         "launcher-option",
         "warning",
-        "The launcher, or one of its options, has a side effect in a DDPJob. The message and an Event of the job name "
-        "it.",
+        "The launcher, or one of its options, has a side effect in a DDPJob, or a program in front of it withholds the "
+        "job's variables (`sudo`, `env -i`, `su -`, `ssh`). The message and an Event of the job name it.",
     ),
 )
 _EVERYWHERE = {

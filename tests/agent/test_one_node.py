@@ -75,6 +75,15 @@ def test_the_exit_code_is_the_users(launcher: Launcher, start: str, line: str, c
         ("try: int('a')\nexcept ValueError: sys.exit(4)", "ValueError: invalid literal", "int('a')"),
         ("raise KeyError('k')", "KeyError: 'k'", "raise KeyError('k')"),
         ("sys.exit(3)", "", ""),
+        ("sys.exit(256)", "", ""),  # sys.exit(os.system("false")): its exit status is 0
+        *(
+            (
+                f"import os; sys.excepthook = lambda *_: {ends}(0)\nraise KeyError('k')",
+                "KeyError: 'k'",
+                "raise KeyError",
+            )
+            for ends in ("os._exit", "sys.exit")
+        ),
     ],
 )
 def test_what_a_rank_has_said_when_it_ended_is_in_the_message(
@@ -89,6 +98,23 @@ def test_what_a_rank_has_said_when_it_ended_is_in_the_message(
     assert trace in said.get("traceback", "")
     assert f"rank 0 ended with exit code {done.returncode}" in done.stderr
     assert exception in done.stderr
+
+
+@pytest.mark.parametrize(("goes_on", "code"), [("print('done')", 1), ("ddpjob.progress(1)", 0)])
+def test_a_failed_child_that_its_rank_ignores_is_a_failure(launcher: Launcher, goes_on: str, code: int) -> None:
+    """join() says nothing of it, and the job succeeded; a rank that goes on training has handled it."""
+    script = launcher.script(
+        "import multiprocessing, ddpjob\n"
+        "def train():\n"
+        "    ddpjob.progress(1)\n"
+        "    raise ValueError('boom')\n"
+        "child = multiprocessing.get_context('fork').Process(target=train)\n"
+        "child.start()\n"
+        "child.join()\n" + goes_on
+    )
+    done = launcher.done("--preload=json", "--max-restarts", 0, script)
+    assert done.returncode == code
+    assert ("ValueError: boom); no restarts left" in done.stderr) is bool(code)
 
 
 def test_a_backend_that_torch_does_not_have_is_not_tried_again(launcher: Launcher) -> None:

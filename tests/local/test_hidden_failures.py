@@ -47,6 +47,16 @@ def test_a_launcher_that_nothing_waited_for_makes_a_success_suspicious(cli: Cli,
     assert ("while `ddprun train.py` was running" in text.splitlines()[-1]) is left
 
 
+@pytest.mark.long  # the looks at ranks are 5 s apart; by day tests/unit/test_hidden_failures.py tells the promise
+@pytest.mark.parametrize("size", [1, 2])
+def test_ranks_that_know_only_those_of_their_own_node_make_a_success_suspicious(cli: Cli, size: int) -> None:
+    """A program of the user's around torchrun gave it another environment."""
+    rank = "{'PATH': os.environ['PATH'], 'RANK': '0', 'WORLD_SIZE': '%s'}" % size  # noqa: UP031
+    script = f"import os, subprocess\nsubprocess.run(['sleep', '11'], env={rank})"
+    done = cli.run("run", cli.file(script, container={"command": ["python", "train.py"]}, nodes=2))
+    assert (done.returncode, "rank 0 was in a group of 1 rank, and the job has 2" in done.stderr) == (0, size == 1)
+
+
 @pytest.mark.parametrize(("shell", "is_kept"), [("{0}; true", True), ("exec {0}", False)])
 def test_a_stop_that_a_shell_keeps_from_its_launcher_says_so(cli: Cli, shell: str, is_kept: bool) -> None:
     """The shell ends at once and the ranks are killed unsaved; the run ended with "stopped" and no reason."""

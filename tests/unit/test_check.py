@@ -249,6 +249,32 @@ def test_what_is_certain_is_said_and_what_is_not_is_not(lines: str, rules: set[s
 
 
 @pytest.mark.parametrize(
+    ("lines", "rules"),
+    [
+        ("", {"nothing-runs"}),
+        ("logger = logging.getLogger()", {"nothing-runs"}),
+        ("train()", set()),
+        ("Runner(train).start()", set()),
+        ("pool.submit(train)", {"process-failure-ignored"}),
+        ("pool.apply_async(train, (1,))", {"process-failure-ignored"}),
+        ("future = pool.submit(train)\nfuture.result()", set()),
+        ("train()\npool.submit(upload)", set()),
+        ("mp.Process(target=train).start()", {"process-failure-ignored"}),
+        ("p = mp.Process(target=train)\np.start()\nsys.exit(p.exitcode)", set()),
+        ("train()\nmp.Process(target=upload).start()", set()),
+    ],
+)
+def test_a_training_that_nothing_calls_and_one_whose_failure_nobody_sees_are_named_in_a_job(
+    lines: str, rules: set[str]
+) -> None:
+    """They end with 0. A file that is checked without its job may be imported by others."""
+    text = f"{HEAD}def train(): dist.init_process_group('gloo')\ndef upload(): print('done')\n{lines}"
+    ours = {"nothing-runs", "process-failure-ignored"}
+    assert rules_in(text, CheckedJob(known=True)) & ours == rules
+    assert rules_in(text) & ours == set()
+
+
+@pytest.mark.parametrize(
     ("mounts", "wrong"),
     [({}, True), ({"/tmp": False}, True), ({"/tmp": True}, False), ({"/tm": True}, True)],
 )

@@ -173,3 +173,20 @@ def test_a_script_that_reports_huge_numbers_as_steps_leaves_a_status_that_can_be
         world.reports_step(1).settle()
     status = validation.stored_status({"status": msgspec.to_builtins(world.status)})
     assert status.goodput.lost_steps == bounds.COUNT_MAX
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_the_first_step_after_a_restart_is_written_at_once(in_place: bool) -> None:
+    """Users look at the columns just then: they were empty for 12 s while the job trained."""
+    world = trains(digits(container=DDPRUN).running(), 100, 110, seconds=11).after(1).reports_step(111).settle()
+    if in_place:
+        failure = Failure(rank=1, node_rank=1, failure_class="application", charged_to="application", step=111)
+        world.agent = AgentReport(generation=1, restarts=AgentCounts(application=1), failures=[failure])
+        world.settle()
+    else:
+        world.exits(1, 3).exits(0, 75).settle().after(30).running()
+    shown = world.status.display
+    assert (None if shown is None else shown.step) == ("111" if in_place else "")
+    shown = world.after(1).reports_step(101, generation=int(in_place), resumed_step=100).settle().status.display
+    assert shown is not None
+    assert shown.step == "101"

@@ -141,6 +141,21 @@ def test_a_rank_that_reports_that_it_trained_alone_makes_the_success_suspicious_
         assert reasons_of(world).count("NoProcessGroup") == 1
 
 
+def test_nodes_that_each_formed_a_group_make_the_success_suspicious() -> None:
+    """`torchrun --standalone` in a script of the image: two models were trained."""
+    for size, reasons in ((4, []), (2, ["NoProcessGroup"]), (1, [])):  # 1: a metric of the parent of spawned ranks
+        world = digits(nprocPerNode=2).running().reports_step(9, world_size=size)
+        world.exits(0, 0).exits(1, 0).settle()
+        assert [found.reason for found in world.status.findings] == reasons
+
+
+def test_a_launcher_without_the_jobs_variables_makes_the_success_suspicious() -> None:
+    sudo = {"command": ["sudo", "torchrun", "train.py"]}
+    assert condition(ended("", **sudo)) == ("True", "LauncherOption")
+    world = digits(container=sudo).running().reports_step(9, world_size=2)  # sudo is configured to keep them
+    assert condition(world.exits(0, 0).exits(1, 0).settle()) is None
+
+
 def test_a_finding_outlives_the_pod_that_tells_it_and_not_its_attempt() -> None:
     message = told(findings=[{"reason": "ReplicasDiffer", "message": "layer1.weight differs"}])
     world = digits().running().exits(0, 0, message=message).settle()
@@ -171,6 +186,9 @@ def test_findings_of_many_nodes_are_one_line() -> None:
         ("Exception ignored in atexit callback: <function save>\n" + TRACE + BOOM + "\n", True, True),
         (f'x | ERROR |\n{TRACE.replace("  File", "> File")}    └ <function main>\n\n{BOOM}\n', True, True),  # loguru
         (f"╭── Traceback (most recent call last) ──╮\n│ train.py:3 in main │\n╰────╯\n{BOOM}\n", True, True),  # rich
+        (f"Exception in thread Thread-1 (fill):\n{TRACE}{BOOM}\nepoch 2 loss 0.1\n", True, True),
+        (f"[rank0]: Exception in thread Thread-1:\n{TRACE}{BOOM}\nepoch 2 loss 0.1\n", True, True),
+        (f"Exception in thread Thread-3:\n{TRACE.replace('/app', '/usr/lib/python3.12')}{BOOM}\ndone\n", True, False),
         ("epoch 1 loss 0.3\n", False, False),
         ("", False, False),
     ],

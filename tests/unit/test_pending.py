@@ -50,6 +50,17 @@ def test_a_container_that_is_not_created_for_ten_minutes_is_one_warning_whenever
     assert warnings(world) == ["CannotStart"]
 
 
+@pytest.mark.parametrize("why", ["4 Insufficient nvidia.com/gpu", "4 node(s) didn't match pod anti-affinity rules"])
+def test_one_pod_per_node_is_named_only_if_it_keeps_the_pods_apart(why: str) -> None:
+    """A job that wants 8 GPUs on nodes of 4 must not send users to another field."""
+    world = digits(onePodPerNode=True).started().unschedulable(0, f"0/4 nodes are available: {why}").settle()
+    lives_on(world, 70)
+    apart = "; onePodPerNode keeps them apart" if "anti-affinity" in why else ""
+    assert (
+        world.status.message == f"Unschedulable: 1 of 2 pods: 0/4 nodes are available: {why}, for more than 1m{apart}"
+    )
+
+
 def test_a_pod_of_which_the_scheduler_says_nothing_for_ten_minutes_is_a_warning_too() -> None:
     world = digits().started().runs(0)
     lives_on(world, 700)

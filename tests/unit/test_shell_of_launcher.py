@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,8 @@ def test_a_script_that_returns_the_failure_of_its_launcher_gets_no_warning(scrip
         ("torchrun t.py; exit 0", "`exit 0`"),
         ("trap 'exit 0' EXIT; torchrun t.py", "`trap 'exit 0' EXIT` sets another"),
         ("script -c 'torchrun t.py' log", "give it -e"),
+        ("tmux new -d -s t 'torchrun t.py'", "`tmux` starts it in the background"),
+        ("screen -dmS t bash -c 'torchrun t.py'", "`screen` starts it in the background"),
     ],
 )
 def test_the_warning_quotes_the_text_that_loses_the_exit_code(script: str, part: str) -> None:
@@ -230,3 +233,12 @@ def test_a_script_that_cannot_be_parsed_raises_only_shell_syntax_error(text: str
     with contextlib.suppress(shell.ShellSyntaxError):
         shell.parse(text)
     assert not is_lost(f"torchrun t.py {text}") or text == "a <<E"
+
+
+@pytest.mark.parametrize("program", ["xargs", "docker", "env", "sudo"])
+@pytest.mark.parametrize("word", ["a", "env", "sudo"])
+def test_a_command_of_thousands_of_words_is_read_at_once(program: str, word: str) -> None:
+    """The operator reads it in its event loop: `xargs a a a …` of 20 kB took a minute, in which no job was served."""
+    began = time.process_time()
+    exit_codes.launcher_exits([program, *[word] * 5000])
+    assert time.process_time() - began < 1

@@ -183,6 +183,19 @@ def test_the_last_failure_stays() -> None:
     assert lines[-2:] == ["✖ attempt 1: rank 1 (node 1) was killed by SIGKILL at step", "200"]
 
 
+def test_a_failure_is_shown_when_its_cause_is_settled() -> None:
+    """For a moment the red line named a rank that was only told to stop."""
+    stopped = replace(FAILURE, attempt=2, message="rank 0 (node 0) stopped in order")
+    first = api.JobFailure(attempt=2, node_rank=0, reason="Error", time=at(90))
+    broken = RESTARTED | {"failures": [FAILURE, stopped], "last_failure": first}
+    for failure, shown in (
+        (first, "✖ attempt 1: rank 1"),
+        (replace(first, failure_class="application"), "✖ attempt 2"),
+    ):
+        lines = text(moment(status("Restarting", **(broken | {"last_failure": failure})), 91), 60)
+        assert [line.startswith(shown) for line in lines if "✖" in line] == [True]
+
+
 def test_a_narrow_terminal_shows_the_cause_of_a_failure_too() -> None:
     """At 40 columns the red line must not end with `rank 1 (node 1) ended wi…`, without the cause."""
     why = "rank 1 (node 1) ended with exit code 1 in train.py:41 (ValueError: no such shard: 7)"

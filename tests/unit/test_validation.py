@@ -323,6 +323,70 @@ def test_a_launcher_that_knows_of_no_other_node_trains_alone_on_each_and_is_name
     assert launcher.warnings(job(container={"command": words}, nodes=1).spec) == []
 
 
+WITHHELD = """
+env -i torchrun t.py
+env - PATH=$PATH torchrun t.py
+env -u PET_NNODES torchrun t.py
+sudo -u $USER torchrun t.py
+sudo bash -c "torchrun t.py"
+nohup sudo env OMP_NUM_THREADS=2 python -m torch.distributed.run t.py
+su - me -c "cd /app && torchrun t.py"
+ssh $HOST torchrun t.py
+docker run --rm image bash -c "torchrun t.py"
+singularity exec --cleanenv image torchrun t.py
+kubectl exec pod -- torchrun t.py
+unset PET_RDZV_ENDPOINT PET_NNODES PET_MASTER_ADDR; torchrun t.py
+f() { sudo ddprun "$@"; }; f t.py
+cd /app; sudo python t.py
+bash -n run.sh
+torchrun --help
+python -m torch.distributed.run --help
+"""
+HANDED_OVER = """
+sudo -nE torchrun t.py
+sudo --preserve-env=PET_NNODES,PET_NODE_RANK,PET_MASTER_ADDR torchrun t.py
+sudo torchrun --nnodes=$NNODES --node-rank=$NODE_RANK --master-addr=$MASTER_ADDR t.py
+sudo torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint $MASTER_ADDR:29500 t.py
+sudo python t.py --rank $RANK --world-size 2
+sudo nvidia-smi -pm 1; torchrun t.py
+env A=1 torchrun t.py
+env -u X torchrun t.py
+env -i $(env | grep PET_) torchrun t.py
+env -i python prepare.py && torchrun t.py
+docker exec -e PET_NNODES -e PET_NODE_RANK -e PET_MASTER_ADDR container torchrun t.py
+singularity exec image torchrun t.py
+env -u PET_NNODES torchrun --nnodes 2 t.py
+su me -c "torchrun t.py"
+docker run -e PET_NNODES -e PET_NODE_RANK -e PET_MASTER_ADDR image torchrun t.py
+ssh storage mkdir -p /x; torchrun t.py
+(unset PET_NNODES); torchrun t.py
+unset RANK WORLD_SIZE LOCAL_RANK; torchrun t.py
+unset PET_NNODES; export PET_NNODES=2; torchrun t.py
+bash -n run.sh && torchrun t.py
+torchrun --help; torchrun t.py
+torchrun t.py --help
+"""
+
+
+@pytest.mark.parametrize("script", WITHHELD.strip().splitlines())
+def test_a_command_that_keeps_nodes_apart_or_starts_nothing_is_named(script: str) -> None:
+    """Each node trains alone and the job succeeds, or node 1 waits for ever."""
+    words = script.split() if script.startswith(("bash", "torchrun", "python")) else ["bash", "-c", script]
+    assert len(launcher.apart(job(container={"command": words}).spec)) == 1
+
+
+@pytest.mark.parametrize("script", HANDED_OVER.strip().splitlines())
+def test_a_launcher_with_the_variables_of_its_pod_is_not_named(script: str) -> None:
+    assert launcher.apart(job(container={"command": ["bash", "-c", script]}).spec) == []
+
+
+def test_on_one_node_a_launcher_needs_only_the_number_of_processes() -> None:
+    command = {"command": ["sudo", "torchrun", "t.py"]}
+    assert launcher.apart(job(container=command, nodes=1).spec) == []
+    (said,) = launcher.apart(job(container=command, nodes=1, nprocPerNode=4).spec)
+    assert said.endswith("so it starts one process and not 4; use `sudo -E`")
+
+
 @pytest.mark.parametrize(
     "variable", ["OMPI_MCA_orte_default_hostfile", "PRTE_MCA_prte_default_hostfile", "I_MPI_HYDRA_HOST_FILE"]
 )

@@ -622,13 +622,29 @@ def print_without_our_frames() -> None:
                 from ddpjob.reporting.termination import cause_line
 
                 record(cause_line(error), "".join(traceback.format_exception(kind, error, trace)))
-        users(kind, error, trace)
+            with never_exit_with_0():
+                users(kind, error, trace)
+        else:
+            users(kind, error, trace)
 
     sys.excepthook = hook
 
 
+@contextlib.contextmanager
+def never_exit_with_0() -> Iterator[None]:
+    """Let a script's own excepthook end this process with 1 if it would with 0: nothing has handled the exception."""
+    leave: Any = os._exit
+    os._exit = lambda status: leave(status or 1)
+    try:
+        yield
+    except SystemExit as ended:
+        raise SystemExit(ended.code or 1) from None
+
+
 def record_exit(error: SystemExit) -> None:
     """Record a SystemExit with a text, such as `sys.exit("no data")` or argparse's: no excepthook is called for it."""
+    if isinstance(error.code, int) and error.code and not error.code & 0xFF:
+        error.code = 1  # sys.exit(256), of os.system(): the kernel keeps 8 bits, so that the failure would be a 0
     with contextlib.suppress(Exception):
         from ddpjob.reporting.termination import exit_words
 

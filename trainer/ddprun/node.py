@@ -195,6 +195,19 @@ class LocalRanks:
             self.failures.append(self._failure(local_rank, code))
         if not self._pids and self._signalled.numbers:
             self._signalled.look(has_ranks=False, others=self._not_of_ranks)
+        elif not (self._pids or self.stopped or any(self._codes.values())):
+            self._add_hidden_failure()
+
+    def _add_hidden_failure(self) -> None:
+        """Add the failure that a child of a rank has recorded, such as a Process whose exitcode nobody reads. A parent
+        that goes on by itself, and a child that tries again, remove it (`reporting/termination.py`).
+        """
+        message = self.termination_message()
+        if message is None or message.rank is None or not message.exit_code or self._life is None:
+            return
+        by_rank = (_document(self._folder.termination(self._life.name)) or {}).get("parent", os.getpid()) == os.getpid()
+        if not (by_rank or message.preflight or message.symptom or message.resumable or message.signal == "SIGINT"):
+            self.failures.append(message)
 
     def stop(self, number: int, grace_seconds: float, now: float, *, rescue: bool = False, furthest: int = 0) -> None:
         """Stop all ranks because of another rank: a signal to them, then to their descendants, and SIGKILL after the

@@ -460,6 +460,7 @@ class Runner:
         is_on = self._is_watched() and not self.cluster.is_paused() and self.options.pdb is None
         pods = [pod for pod in self.cluster.pods.values() if pod.live and pod.pid is not None] if is_on else []
         parent_of = processes.parents() if pods else {}
+        self.cluster.look_at_ranks(parent_of)
         cpu = {pod.place: watch_ranks.cpu_seconds(pod.pid or 0, parent_of) for pod in pods}
         if found := self._idle.look(now, cpu):
             self.screen.note(idle.sentence(found, self._idle.seconds, "", f"ddpjob stacks {self.job.metadata.name}"))

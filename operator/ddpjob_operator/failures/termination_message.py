@@ -44,6 +44,8 @@ _EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|In
 _TRACEBACK_END = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?::.*)?$")
 # Printed by multiprocessing above the traceback of a child: Process SpawnProcess-1:
 _PROCESS = re.compile(r"^Process \S+:$")
+# Printed by threading above the traceback that ended a thread.
+_IN_THREAD = re.compile(r"^(?:\[[^]\n]{1,40}\]:\s?)*Exception in thread .*$", re.MULTILINE)
 # Part of torchrun's report of a failure.
 REPORTS_FAILURE = "ChildFailedError"
 # Exceptions of a program that was asked to end.
@@ -162,13 +164,18 @@ def _failure_in_log(log: str, *, trusted: bool) -> Failure | None:
     """Return the failure of a rank in the log of a success.
 
     Without torch's prefix or torchrun's report, only the last traceback counts: a script that goes on has handled it.
+    Nothing has handled what ends a thread. Threads of libraries (pin_memory) may fail at the end of a good run.
     """
     # A callback at the exit saves, or uploads: nothing else reports that it failed.
     log = log.replace("Exception ignored in atexit callback", "At the exit")
     exceptions = raised(log)
     if not trusted and (REPORTS_FAILURE in log or any(f.rank is not None for f in exceptions)):
         return _read_log(log).failure
-    return _cause(exceptions[-1:]) if exceptions and _ends_with_traceback(log) else None
+    if exceptions and _ends_with_traceback(log):
+        return _cause(exceptions[-1:])
+    ended = (one for begin in _IN_THREAD.finditer(log) for one in raised(log[begin.end() :])[:1])
+    own = next((one for one in ended if one.where and not one.exception.startswith(_NO_FAILURE)), None)
+    return own and own._replace(exception=f"{own.exception} (in a thread)")
 
 
 def _ends_with_traceback(log: str) -> bool:

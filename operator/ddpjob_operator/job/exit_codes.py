@@ -12,9 +12,9 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from ddpjob_operator.job import command, programs, shell
+from ddpjob_operator.job import command, programs, shell, withheld
 from ddpjob_operator.job.shell_state import FAILED, JOB, ShellState
 
 PATHS_MAX = 64
@@ -29,6 +29,8 @@ _NEVER_FAIL = frozenset("true : echo printf date sleep sync cd pwd touch mkdir s
 _AWKS = frozenset("awk gawk mawk".split())
 _DECLARES = frozenset("local export declare readonly typeset".split())
 _BECOMES_NEXT = frozenset("exec command builtin nohup time env".split())
+# A word that is a script: ssh host "cd /app && torchrun train.py".
+_SCRIPT = re.compile(r"\s(?:torchrun|ddprun|python)|(?:torchrun|ddprun|python)[\d.]*\s")
 _DIRECTORY_STACK = ""
 """The variable that counts the entries of pushd."""
 
@@ -52,6 +54,9 @@ class LauncherExit:
     """True if another launcher may run after its failure, and leaves no proof of its own success (ddprun does)."""
     certain: bool = False
     """True if the script fails on every path on which no other launcher replaces this one."""
+    started: command.Command = field(default_factory=command.Command)
+    withheld: withheld.Withheld = withheld.NOTHING
+    """Variables of the job that it does not have, on any path."""
 
 
 class _TooMuchError(Exception):
@@ -178,6 +183,8 @@ def _launcher_exit(top: shell.Simple, node: shell.ShellNode, succeeding: _Script
         shell=walk.shell_of.get(node, ""),
         replaced=bool(after - {"ddprun", "python"}) or len(alone) < len(ends),
         certain=all(state.status == FAILED for state in alone),
+        started=own,
+        withheld=succeeding.withheld.get(node, withheld.NOTHING),
     )
 
 
@@ -195,6 +202,7 @@ class _ScriptWalk:
         self.followed: set[tuple[shell.ShellNode, shell.ShellNode]] = set()
         """Pairs of launchers: the second ran after the first on some path."""
         self.shell_of: dict[shell.ShellNode, str] = {}
+        self.withheld: dict[shell.ShellNode, withheld.Withheld] = {}
         self._pipes = 0
         """The number of pipelines around the present command."""
         self._by_type: dict[type, Callable[..., _States]] = {
@@ -207,6 +215,7 @@ class _ScriptWalk:
             "kill": _kill, "setsid": self._setsid, "pushd": _directory_stack, "popd": _directory_stack,
             **dict.fromkeys(("break", "continue"), lambda words, _n, state, _t: state.ended(leaving=words[0])),
             **dict.fromkeys(("script", "su", "runuser", "flock"), self._command_option),
+            **dict.fromkeys(withheld.CARRIERS, self._carrier), "unset": _unset,
         }  # fmt: skip
 
     def ends(self, top: shell.Simple) -> _States:
@@ -424,9 +433,13 @@ class _ScriptWalk:
             ends = self.run(state.functions[name], replace(state, arguments=tuple(words[1:])), tested)
             ends = [replace(end, arguments=state.arguments) for end in ends]
             return [replace(end, leaving="") if end.leaving == "return" else end for end in ends]
-        if name in self._builtins:
-            return self._builtins[name](words, node, state, tested)
-        return self._other_program(words, node, state, tested)
+        run = self._builtins.get(name, self._other_program)
+        taken = withheld.by_words(words)
+        if not taken.names:
+            return run(words, node, state, tested)
+        return [
+            replace(end, withheld=state.withheld) for end in run(words, node, replace(state, withheld=taken), tested)
+        ]
 
     def _other_program(self, words: list[str], node: shell.Simple, state: ShellState, tested: bool) -> _States:
         name = programs.name(words[0])
@@ -438,7 +451,7 @@ class _ScriptWalk:
         if name in ("cat", "tee") and node.document:
             written = {_file(word.value): node.document[-1] for word in (*node.targets, *node.words[1:])}
             return state.ended(variables={**state.variables, **written})
-        begin = 0 if name not in ("find", "xargs") else next((i for i in range(len(words)) if _starts(words[i:])), 0)
+        begin = _command_in(words) if name in ("find", "xargs") else 0
         if (started := _starts(words[begin:])) is not None:
             end = self._launched(node, started, state)
             hides = name == "find" and ";" in words[begin:]
@@ -457,6 +470,8 @@ class _ScriptWalk:
     def _launched(self, node: shell.Simple, started: command.Command, state: ShellState) -> ShellState:
         self.started[node] = started
         self.shell_of[node] = state.program
+        own = state.withheld.but([name for name, _ in node.assigned])
+        self.withheld[node] = min(self.withheld.get(node, own), own, key=lambda one: len(one.names))
         self.followed |= {(before, node) for before in state.ran}
         ran = state.ran | {node}
         if node in self.failing:
@@ -512,6 +527,20 @@ class _ScriptWalk:
         ends = self._shell(["sh", "-c", words[at + 1]], node, state)
         keeps = words[0] != "script" or any(re.fullmatch(r"-[a-z]*e[a-z]*|--return", word) for word in words)
         return ends if keeps else _with_zero(ends, "program", "script")
+
+    def _carrier(self, words: list[str], node: shell.Simple, state: ShellState, tested: bool) -> _States:
+        """Run the command of a program that starts it elsewhere, with options that are not known here."""
+        begin = _command_in(words)
+        if not begin:
+            return self._other_program(words, node, state, tested)
+        script = ["sh", "-c", words[begin]] if _SCRIPT.search(words[begin]) else words[begin:]
+        ends = self._program(script, node, state, tested)
+        return _with_zero(ends, "detached", words[0]) if withheld.detaches(words[:begin]) else ends
+
+
+def _unset(words: list[str], node: shell.Simple, state: ShellState, _tested: bool) -> _States:
+    taken = withheld.unset_by(node.text, words[1:])
+    return state.ended(withheld=taken if taken.names else state.withheld)
 
 
 def _set(words: list[str], _node: shell.Simple, state: ShellState, _tested: bool) -> _States:
@@ -594,6 +623,17 @@ def _is_filter(part: shell.ShellNode) -> bool:
 def _file(name: str) -> str:
     """Return the variable that holds the text of a file that the script writes."""
     return f"file {name.removeprefix('./')}"
+
+
+def _command_in(words: list[str]) -> int:
+    """Return where the command begins that a program with unknown options starts; 0 if it starts none."""
+    for i, word in enumerate(words[: withheld.WORDS_MAX]):
+        name = programs.name(word)
+        if i and (name in command.SHELLS or command.starts_ranks(word) or _SCRIPT.search(word)):
+            return i
+        if i and (command.PYTHON.match(name) or name in programs.FRAMEWORKS or name in programs.WRAPPERS - {"exec"}):
+            return i
+    return 0
 
 
 def _starts(words: list[str]) -> command.Command | None:

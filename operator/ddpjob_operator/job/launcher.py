@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from ddpjob_operator.job import api, bounds, command, programs
+from ddpjob_operator.job import api, bounds, command, exit_codes, programs
 from ddpjob_operator.job.command import SCRIPT_READ_MAX, Command
 from ddpjob_operator.job.podspec import command_of, command_path, gpus, mappings, mounts, trainer_container
 
@@ -41,6 +41,8 @@ NEEDS_TORCHRUN = (
     "{what} cannot train with a changing number of nodes, torchrun can. Start the script with torchrun, or remove "
     "minNodes."
 )
+# Arguments with which a script may form its group without variables.
+_OWN_GROUP = re.compile(r"rank|world|dist|init|master", re.IGNORECASE)
 # Names that scripts use for the init_method option.
 _INIT_METHOD_OPTION = re.compile(r"^--(?:dist|init)[-_](?:url|method)(?:=|$)")
 
@@ -155,10 +157,10 @@ def with_nodes(spec: api.Spec, nodes: int) -> api.Spec:
 
 def warnings(spec: api.Spec) -> list[str]:
     """Yield a warning for each launcher or option that is allowed but has a drawback."""
-    launcher = facts(spec).launcher
+    launcher, notes = facts(spec).launcher, apart(spec)
     if launcher is not None and launcher.launcher == "ddprun":  # ddprun obeys all of these
-        return []
-    options, notes = (launcher.options, []) if launcher else ({}, _alone(spec))
+        return notes
+    options = launcher.options if launcher else {}
     if spec.preflight == "Always":
         notes.append("preflight: Always needs ddprun, or ddpjob.preflight.run() in the script")
     if facts(spec).min_nodes is not None:
@@ -168,6 +170,39 @@ def warnings(spec: api.Spec) -> list[str]:
     if options.get("rdzv_backend", "static") != "static":
         notes.append(f"--rdzv-backend={options['rdzv_backend']} numbers the nodes as they arrive: any may have rank 0")
     return notes
+
+
+def apart(spec: api.Spec) -> list[str]:
+    """Return why the command lets each node train alone, or starts nothing. A success is suspicious then."""
+    alone = [] if facts(spec).launcher else _alone(spec)
+    return [*dict.fromkeys((*alone, *_without_variables(spec), *_only_read(spec)))]
+
+
+def _without_variables(spec: api.Spec) -> Iterator[str]:
+    """Yield a warning about a launcher, or a script without one, that does not have the variables of its pod."""
+    nproc = facts(spec).gpus if spec.nproc_per_node == "auto" else spec.nproc_per_node
+    for one in exit_codes.launcher_exits(facts(spec).command):
+        taken, what = one.withheld, one.launcher
+        if one.launcher == "python":
+            what = one.started.script or "python"
+            apart = taken.is_all and spec.nodes > 1 and not _OWN_GROUP.search(" ".join(one.started.words))
+        else:
+            apart = spec.nodes > 1 and taken.needed(one.started.options, nodes=True)
+        if apart or (what != "python" and nproc > 1 and taken.needed(one.started.options, nodes=False)):
+            means = f"each of the {spec.nodes} nodes trains alone, or waits for the others in vain"
+            means = means if apart else f"it starts one process and not {nproc}"
+            yield f"`{taken.by}` withholds the job's variables from {what}, so {means}; {taken.fix}"
+
+
+def _only_read(spec: api.Spec) -> Iterator[str]:
+    """Yield a warning about a shell, or a launcher, that runs nothing."""
+    words = facts(spec).command
+    for word, following in pairwise([] if command.is_shell(words) else words):
+        if command.starts_ranks(word) and programs.tells_of_itself([following]):
+            yield f"`{programs.name(word)} {following}` starts nothing; give it the script"
+    place = next((i for i in programs.places(words) if programs.name(words[i]) in command.SHELLS), len(words))
+    if {"n", "noexec"} & exit_codes.shell_call(words[place:])[0]:
+        yield f"{programs.name(words[place])} -n only checks the syntax of its script and runs nothing; leave -n out"
 
 
 def _alone(spec: api.Spec) -> list[str]:

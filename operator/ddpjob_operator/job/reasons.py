@@ -206,7 +206,7 @@ RENDEZVOUS_OVERRIDDEN = _warning(
 )
 LAUNCHER_OPTION = _warning(
     "LauncherOption",
-    "Event only: the launcher, or an option of it, has a consequence.",
+    "Event: the launcher, or an option of it, matters. Condition Suspicious: each node trained alone, or none.",
     "Read the message; it names it, and what to write in its place.",
 )
 
@@ -236,7 +236,7 @@ REPLICAS_DIFFER = _warning(
 FAILURE_IN_LOG = _warning(
     "FailureInLog",
     "Condition Suspicious and event, of local runs; in a cluster a line of `submit --follow`, `wait` and `describe`: "
-    "the log ends with the failure of a rank, and the exit code is 0.",
+    "the log ends with the failure of a rank, or shows that of a thread, and the exit code is 0.",
     "See [When the exit code is lost](failures.md#when-the-exit-code-is-lost). With ddprun it would be certain.",
 )
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ddpjob_operator.job import shell
+from ddpjob_operator.job.withheld import NOTHING, Withheld
 
 FAILED = "failed"
 JOB = "job "
@@ -64,6 +65,8 @@ class ShellState:
     """The shell's program; "" outside of any shell."""
     trapped: str = ""
     """The status with which the shell began its EXIT trap. A plain `exit` in the trap keeps it."""
+    withheld: Withheld = NOTHING
+    """Variables of the job that its commands do not have."""
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -95,11 +98,12 @@ class ShellState:
     def assigned(self, named: Iterable[tuple[str, str]], status: str = "0", text: str = "") -> list[ShellState]:
         """Return the one state after NAME=value and ARRAY+=(value). text: the whole command."""
         variables = dict(self.variables)
+        named = [*named]
         for name, word in named:
             value = self.value(word)
             before = variables.get(name, "") if f"{name}+=(" in text else ""
             variables[name] = f"{before} {word if value is None else value}".lstrip()
-        return self.ended(status, variables=variables)
+        return self.ended(status, variables=variables, withheld=self.withheld.but([name for name, _ in named]))
 
     def expanded(self, node: shell.Simple, count: Callable[[int], None]) -> list[str]:
         """Return the words of a command with the known variables expanded. count: called with the characters added."""

@@ -43,6 +43,7 @@ _HOW = {
     "exit": ("the shell always returns 0{at}", "write `rc=$?` directly after it, and end with `exit $rc`"),
     "trap": ("`{at}` sets another one", "remove the `exit` from the trap"),
     "setsid": ("`{at}` starts it in the background and exits at once", "use `setsid --wait`"),
+    "detached": ("`{at}` starts it in the background and exits at once", "start it in the foreground"),
     "program": ("`{at}` always returns 0", "give it -e"),
     "find": ("`{at}` always returns 0", "put it on its own line"),
 }

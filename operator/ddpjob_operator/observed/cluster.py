@@ -247,6 +247,8 @@ class Observed:
     """When the shell began to receive reports; None if it always has."""
     agent: AgentReport | None = None
     """Last report of node 0's agent in the present attempt; None without ddprun."""
+    group_size: int | None = None
+    """WORLD_SIZE of the ranks, if the shell sees it and it is the same on all nodes."""
     nodes: dict[str, Node] | None = None
     """Nodes that are not ready or deleted, by name; None if nodes may not be read."""
     gang_apis: Mapping[str, GangApi] = field(default_factory=dict)

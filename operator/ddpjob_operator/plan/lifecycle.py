@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from msgspec.structs import replace
 
 from ddpjob_core.findings import FINDINGS_MAX
-from ddpjob_operator.job import api, reasons, wording
+from ddpjob_operator.job import api, launcher, reasons, topology, wording
 from ddpjob_operator.job.reasons import Reason
 from ddpjob_operator.job.status import TERMINAL, is_broken
 from ddpjob_operator.job.times import after, earliest, is_past
@@ -57,13 +59,28 @@ def completed(view: View, status: api.Status) -> Decision | None:
         return None
     text = f"all {len(nodes)} nodes completed" if view.spec.nodes > 1 else "the node completed"
     text = f"{len(nodes)} of {view.spec.nodes} nodes trained, and completed" if len(nodes) < view.spec.nodes else text
-    if status.save_failed:  # the script ended by os._exit, or the last state would have been written or have failed it
-        unsaved = api.StoredFinding(reason=reasons.SAVE_FAILED.name, message=status.save_failed)
-        status = replace(status, findings=[*status.findings, unsaved][-FINDINGS_MAX:])
+    doubts = (api.StoredFinding(reason=reason.name, message=text) for reason, text in _doubts(view, status))
+    status = replace(status, findings=[*status.findings, *doubts][-FINDINGS_MAX:])
     if status.findings:
         text = f"{text}, but suspicious: {'; '.join(found.message for found in status.findings)}"
     succeeded = enter(status, "Succeeded", reasons.ALL_NODES_COMPLETED, text, view.now)
     return Decision(replace(succeeded, completion_time=view.now))
+
+
+def _doubts(view: View, status: api.Status) -> Iterator[tuple[Reason, str]]:
+    """Yield what makes this success suspicious."""
+    if status.save_failed:  # the script ended by os._exit, or the last state would have been written or have failed it
+        yield reasons.SAVE_FAILED, status.save_failed
+    spec, progress, group = view.spec, status.progress, view.seen.group_size
+    if progress is not None and progress.attempt == status.attempt:
+        group = progress.world_size
+    ranks, nproc = topology.world_size(spec), topology.nproc_per_node(spec)
+    why = launcher.apart(spec) if group != ranks else []
+    yield from ((reasons.LAUNCHER_OPTION, text) for text in why)
+    if group == nproc < ranks and not (why or view.is_elastic):
+        own = wording.count(nproc, "rank")
+        text = f"rank 0 was in a group of {own}, and the job has {ranks}: each node has trained a model of its own"
+        yield reasons.NO_PROCESS_GROUP, text
 
 
 def failing(view: View, status: api.Status) -> Decision | None:

@@ -10,7 +10,7 @@ import selectors
 import shutil
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from ddpjob import own_files
 from ddpjob_cli.local.kept import run_folder
-from ddpjob_cli.local.processes import debugging, faults, pod_process
+from ddpjob_cli.local.processes import debugging, faults, pod_process, ranks
 from ddpjob_cli.local.processes import node as nodes
 from ddpjob_cli.local.processes.logs import Log
 from ddpjob_core.findings import NamedFinding
@@ -104,6 +104,16 @@ class LocalCluster:
         self._service = False
         self._ports: dict[int, socket.socket] = {}
         self._observations = 0
+        self._group_sizes: dict[tuple[int, int], tuple[float, int]] = {}
+        """By attempt and place: start and WORLD_SIZE of the newest rank that was seen."""
+
+    def look_at_ranks(self, parent_of: Mapping[int, int]) -> None:
+        """Note how many ranks the ranks know of: a program in front of a launcher may withhold the job's variables."""
+        for pod in self._live():
+            for pid in ranks.of_node(pod.node.pid, parent_of)[:1]:
+                known = self._group_sizes.get((pod.attempt, pod.place), (0.0, 0))
+                # A program around the launcher has the pod's own WORLD_SIZE, and is older.
+                self._group_sizes[pod.attempt, pod.place] = max(known, ranks.started_among(pid))
 
     def observe(self) -> Observed:
         """Return the present state. A deleted pod whose end was observed before is removed."""
@@ -118,6 +128,7 @@ class LocalCluster:
         for pod in self.pods.values():
             pod.seen_ended = not pod.live
         newest = max(self._ports, default=None)
+        sizes = [size for (attempt, _), (_, size) in self._group_sizes.items() if attempt == newest]
         rendezvous = "" if newest is None else f"{pod_process.LOOPBACK}:{ports.number(self._ports[newest])}"
         return Observed(
             service=self._service,
@@ -126,6 +137,7 @@ class LocalCluster:
             agent=self.agent.agent if self.agent is not None and self.agent.attempt == newest else None,
             trackers={rank: pace for rank, pace in self.trackers.items() if pace.attempt == newest},
             master_addr=rendezvous,
+            group_size=sizes[0] if len(sizes) == len(self._slots) and len({*sizes}) == 1 else None,
         )
 
     def ended_pods(self) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import psutil
 
+from ddpjob_operator.job import bounds
 from ddprun import processes
 
 _FORK_SERVER = "/ddprun/forkserver.py"
@@ -19,6 +20,14 @@ def environ(pid: int) -> dict[str, str]:
     with contextlib.suppress(psutil.Error):
         return psutil.Process(pid).environ()
     return {}
+
+
+def started_among(pid: int) -> tuple[float, int]:
+    """Return when a rank was started and its WORLD_SIZE; zeros if that is unknown."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        return process.create_time(), max(0, bounds.number(process.environ().get("WORLD_SIZE"), bounds.COUNT_MAX))
+    return 0.0, 0
 
 
 def of_node(supervisor: int, parent_of: Mapping[int, int]) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from ddpjob_cli.local.shown import table
 from ddpjob_cli.local.shown.usage import SeenUsage, Usages
 from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job import api, reasons, topology, wording
-from ddpjob_operator.job.status import present_progress, ranks_since
+from ddpjob_operator.job.status import is_broken, present_progress, ranks_since
 from ddpjob_operator.plan.actions import Event
 
 if TYPE_CHECKING:
@@ -291,7 +291,7 @@ def _state(status: api.Status, pod: LocalPod) -> str:
     if pod.live:
         return "Stopping" if pod.deletion_requested_at else "Running" if pod.pid else "Starting"
     failure = status.last_failure
-    if failure is not None and failure.pod == pod.name:
+    if failure is not None and failure.pod == pod.name and not is_broken(status):
         # The launcher's exit code says that a rank failed, but not how.
         return f"Failed ({failure.signal or failure.exit_code or failure.reason})"
     if pod.trainer.exit_code == 0:

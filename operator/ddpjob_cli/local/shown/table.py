@@ -18,7 +18,7 @@ from ddpjob_cli.local.kept.history import STEP_SECONDS, History
 from ddpjob_cli.local.kept.series import Series
 from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job import api, topology, wording
-from ddpjob_operator.job.status import present_progress, ranks_since
+from ddpjob_operator.job.status import is_broken, present_progress, ranks_since
 
 NODES_MAX = 16
 OTHER_ROWS = 5
@@ -94,8 +94,9 @@ def view(moment: RunMoment, nodes: Sequence[NodeRow], width: int, height: int) -
         saved = status.progress.saved_step if status.progress is not None else None
         last = f"last saved at step {saved}" if saved else "nothing is saved"
         rows.append(_line(f"✖ {last}: {status.save_failed}", "red"))
-    if status.failures:
-        rows.append(_line(f"✖ attempt {status.failures[-1].attempt}: {status.failures[-1].message}", "red"))
+    # Until the cause is settled, the newest line may be about a rank that was only stopped.
+    for failure in (status.failures[:-1] if is_broken(status) else status.failures)[-1:]:
+        rows.append(_line(f"✖ attempt {failure.attempt}: {failure.message}", "red"))
     return Group(*rows)
 
 

@@ -1,0 +1,152 @@
+"""Rules about scripts that end with 0 although they have failed, or have not trained."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+
+from ddpjob_check.nodes import Function, dotted, is_main_guard, name_of
+from ddpjob_check.ranks import at
+from ddpjob_check.rule import CheckedJob, Found, rule
+from ddpjob_check.script import DDP, Script
+
+_EXITS = ("sys.exit", "os._exit", "exit", "quit")
+_ANY_FAILURE = {"", "Exception", "BaseException", "RuntimeError"}
+_PRINTERS = {"print", "print_exc", "print_exception", "format_exc", "debug", "info", "warning", "error", "exception"}
+
+
+@rule("warning", wrong="def main():\n    train()    # and nothing calls it", right="def main():\n    train()\n\nmain()")
+def nothing_runs(script: Script, job: CheckedJob) -> Iterator[Found]:
+    """Only if the job is known. The script defines functions that train, and nothing outside of them calls one: the
+    call of `main()` is missing, or its guard is misspelt (`if __name__ == "main":`). The job succeeds at once."""
+    if not (job.known and any(script.function(node) for node in _training(script))):
+        return
+    if any(getattr(node, "decorator_list", ()) for node in script.tree.body):
+        return  # a decorator may run the function
+    guards = [node for node in script.tree.body if isinstance(node, ast.If) and _is_misspelt(node)]
+    if all(isinstance(node, _DEFINES) or node in guards or _is_plain(script, node) for node in script.tree.body):
+        what = "nothing in this file calls its functions, so nothing is trained; call main() at its end"
+        if guards:
+            what = f"`{script.text_of(guards[0].test)}` is never true, so nothing is trained; write __name__ == "
+            what += '"__main__"'
+        yield at(guards[0] if guards else script.tree.body[-1], what)
+
+
+_DEFINES = ast.Import | ast.ImportFrom | Function | ast.ClassDef | ast.Pass
+
+
+def _is_misspelt(node: ast.If) -> bool:
+    """True for `if __name__ == "main":`"""
+    if not is_main_guard(node.test) or node.orelse or not isinstance(node.test, ast.Compare):
+        return False
+    name = node.test.comparators[0]
+    equals = isinstance(node.test.ops[0], ast.Eq)
+    return equals and isinstance(name, ast.Constant) and name.value != "__main__"
+
+
+def _is_plain(script: Script, node: ast.stmt) -> bool:
+    """True for a line that certainly runs no function of this file: a text, or a value without them."""
+    if not isinstance(node, ast.Assign | ast.AnnAssign | ast.Expr):
+        return False
+    calls = [part for part in ast.walk(node) if isinstance(part, ast.Call)]
+    own = {n.name for n in script.tree.body if isinstance(n, Function | ast.ClassDef)}
+    is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    named = own & {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+    is_made = not isinstance(node, ast.Expr) and all(script.called(c).split(".")[0] in _MAKE_VALUES for c in calls)
+    return is_text or (is_made and not named)
+
+
+_MAKE_VALUES = set("argparse collections logging pathlib re torch typing".split())
+
+
+@rule(
+    "warning",
+    wrong="try:\n    train()\nfinally:\n    sys.exit(0)",
+    right="try:\n    train()\nfinally:\n    dist.destroy_process_group()",
+)
+def failure_exits_with_0(script: Script, job: CheckedJob) -> Iterator[Found]:
+    """An exception in the training ends in `sys.exit(0)` or `return` of a `finally`, or in an `except Exception` that
+    only prints it. The rank ends with 0, and a failed training counts as done."""
+    for node in script.nodes:
+        if not isinstance(node, ast.Try) or any(isinstance(p, ast.For | ast.While) for _, p in script.above(node)):
+            continue
+        ways = [(node.finalbody, "finally")] if node.finalbody else []
+        ways += [(h.body, "except") for h in node.handlers if dotted(h.type or ast.Name("")) in _ANY_FAILURE]
+        for body, how in ways:
+            end = _end_of(script, body, how)
+            if end is not None and _trains(script, node.body):
+                yield at(
+                    end,
+                    f"{script.text_of(end)} in `{how}`: the rank ends with 0 although its training has failed, and "
+                    "the job counts as done; let the exception pass: `raise`",
+                )
+
+
+def _end_of(script: Script, body: list[ast.stmt], how: str) -> ast.stmt | None:
+    """Return the statement with which a block hides an exception; None if it may not."""
+    for statement in body:
+        if isinstance(statement, ast.Return) and how == "finally":
+            return statement
+        call = statement.value if isinstance(statement, ast.Expr) else None
+        if script.called(call) in _EXITS:
+            return statement if _is_0(call) else None
+        prints = isinstance(statement, ast.Pass | ast.Import) or (
+            isinstance(call, ast.Call) and name_of(call.func) in _PRINTERS
+        )
+        if how == "except" and not prints:
+            return None
+    return body[-1] if how == "except" and script.function(body[-1]) is None else None
+
+
+def _is_0(call: ast.expr | None) -> bool:
+    given = call.args if isinstance(call, ast.Call) else []
+    return not given or (isinstance(given[0], ast.Constant) and given[0].value in (0, None))
+
+
+@rule(
+    "warning",
+    wrong="p = mp.Process(target=train, args=(rank,))\np.start()\np.join()",
+    right="mp.spawn(train, nprocs=2)    # raises if one fails; or: if p.exitcode: sys.exit(1)",
+)
+def process_failure_ignored(script: Script, job: CheckedJob) -> Iterator[Found]:
+    """Only if the job is known. join() returns also after a process that has failed or was killed, and a pool keeps the
+    exception of its function until somebody asks for the result. A script that does neither ends with 0."""
+    if not job.known:
+        return
+    for call in script.starts if not script.mentions("exitcode", "sentinel", "is_alive") else ():
+        target, _ = script.started(call) or (None, None)
+        is_process = script.called(call).endswith("Process") or name_of(call.func) == "Process"
+        if target is not None and is_process and _trains(script, script.functions_meant(target)):
+            yield at(
+                call,
+                f"{script.text_of(call)}: nothing looks at its exitcode, so a rank that fails counts as done; use "
+                "mp.spawn, or end with sys.exit(1) if p.exitcode is not 0",
+            )
+            return
+    for call in [*script.methods_called("submit"), *script.methods_called("apply_async")]:
+        dropped = isinstance(script.parent(call), ast.Expr) and call.args
+        if dropped and _trains(script, script.functions_meant(call.args[0])):
+            yield at(
+                call,
+                f"{script.text_of(call)}: its result is dropped, and an exception with it, so a training that fails "
+                "counts as done; keep what it returns, and call result() or get() on it",
+            )
+
+
+def _training(script: Script) -> list[ast.Call]:
+    """Return calls of a script that forms a group or trains."""
+    return [*script.inits, *script.calls_to(DDP), *script.methods_called("backward")]
+
+
+def _trains(script: Script, nodes: Iterable[ast.AST]) -> bool:
+    """True if one of these statements or functions forms a group or trains, also in functions that it calls."""
+    training, todo, seen = set(_training(script)), [*nodes], set[ast.AST]()
+    while todo:
+        for call in (n for n in ast.walk(todo.pop()) if isinstance(n, ast.Call)):
+            if call in training:
+                return True
+            started = script.started(call)
+            called = [*script.functions_called(call), *(script.functions_meant(started[0]) if started else ())]
+            todo += [function for function in called if function not in seen]
+            seen.update(called)
+    return False
