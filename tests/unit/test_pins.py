@@ -11,7 +11,9 @@ import tomllib
 ROOT = Path(__file__).parents[2]
 CONSTRAINTS = {
     re.sub("[_.]", "-", name).lower(): version
-    for name, version in (line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
+    for name, version in (
+        line.partition(";")[0].split("==") for line in (ROOT / "constraints.txt").read_text().splitlines()
+    )
 }
 
 
