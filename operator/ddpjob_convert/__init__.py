@@ -30,8 +30,7 @@ _DEPTH_MAX = 20
 
 
 def convert(document: Mapping[str, Any], documents: Sequence[Mapping[str, Any]]) -> Converted:
-    """Return the DDPJob of one PyTorchJob or TrainJob. `documents` are all, including the TrainJob's runtime. Raise
-    ConvertError with the path of what cannot be converted."""
+    """Return the DDPJob of a PyTorchJob or TrainJob, whose runtime is among `documents`. Raise ConvertError."""
     kind = document.get("kind")
     if kind == "PyTorchJob":
         return pytorchjob.convert(document)
@@ -42,7 +41,6 @@ def convert(document: Mapping[str, Any], documents: Sequence[Mapping[str, Any]])
 
 
 def left_out(document: object) -> str:
-    """Return a remark about a document that is in no DDPJob, with the reason."""
     if not isinstance(document, Mapping):
         return f"not converted: it is {say(document)}, not an object"
     kind, name = document.get("kind"), podspec.mapping(document, "metadata").get("name")

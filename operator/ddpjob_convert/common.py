@@ -93,8 +93,8 @@ def _rename(part: Any, name: str) -> None:
 
 
 def strip_launcher(trainer: dict[str, Any], path: Path, result: Converted) -> str:
-    """Remove torchrun's options that identify the machine from a command that is a list of words; they may continue in
-    `args`. Return the command's --nnodes, "" if there is none. path: the command's."""
+    """Remove torchrun's options that identify the machine from a list of words; they may continue in `args`. Return the
+    command's --nnodes, "" if there is none."""
     command, args = (trainer.get(part) or [] for part in ("command", "args"))
     if not all(isinstance(words, list) and all(isinstance(w, str) for w in words) for words in (command, args)):
         return ""
@@ -114,8 +114,7 @@ def strip_launcher(trainer: dict[str, Any], path: Path, result: Converted) -> st
 def set_processes(
     value: Any, path: Path, template: dict[str, Any], result: Converted, on_cpus: int | None = None
 ) -> None:
-    """Set nprocPerNode from auto, cpu, gpu or a number. on_cpus: the value of auto without a GPU; None: all CPUs of the
-    node."""
+    """Set nprocPerNode from auto, cpu, gpu or a number. on_cpus: auto without a GPU; None: all CPUs of the node."""
     command = command_of(template)
     found = by_torchrun(command)
     if value in (None, "auto"):
@@ -139,8 +138,7 @@ def set_processes(
 def set_elastic(
     elastic: Fields, names: tuple[str, str], nnodes: str, command: list[str], where: Path, result: Converted
 ) -> None:
-    """Set nodes and minNodes from an elasticPolicy, or from torchrun's --nnodes=MIN:MAX, which has precedence. names:
-    the fields of the range. nnodes: the command's option. where: the source's own number of nodes."""
+    """Set nodes and minNodes from an elasticPolicy (`names`: its fields) or, before it, torchrun's --nnodes."""
     least, most = (elastic.number(name, 1) for name in names)
     path = (*elastic.path, names[0] if least is not None else names[1])
     if (least is not None or most is not None) and bounds.number(nnodes, bounds.COUNT_MAX) > 0:
@@ -171,6 +169,5 @@ def set_range(least: int | None, most: int | None, path: Path, command: list[str
 
 
 def range_of(nnodes: str) -> tuple[int, int] | None:
-    """Return MIN and MAX of torchrun's --nnodes=MIN:MAX; None for a single number or anything else."""
     least, most = (bounds.number(text, bounds.COUNT_MAX) for text in nnodes.partition(":")[::2])
     return (least, most) if least > 0 and most > 0 else None

@@ -1,5 +1,4 @@
-"""Reads a mapping field by field, and reports unread fields: converters take the fields that they understand, and
-`rest` remarks on all others."""
+"""Reads a mapping field by field; `rest` remarks on the fields that no converter took."""
 
 from __future__ import annotations
 
@@ -58,8 +57,6 @@ class ConvertError(Exception):
 
 
 class Fields:
-    """A mapping of the source at `path`, and the fields that were taken from it."""
-
     def __init__(self, value: Any, path: Path) -> None:
         if not isinstance(value, Mapping):
             raise ConvertError(path, f"must be a mapping, is {say(value)}")
@@ -67,12 +64,10 @@ class Fields:
         self._taken: set[str] = set()
 
     def take(self, name: str) -> Any:
-        """Return the value unchanged; None if unset."""
         self._taken.add(name)
         return self.given.get(name)
 
     def fields(self, name: str) -> Fields:
-        """Return the mapping in a field, {} if unset."""
         value = self.take(name)
         return Fields({} if value is None else value, (*self.path, name))
 
@@ -95,7 +90,6 @@ class Fields:
         return value
 
     def mappings(self, name: str) -> Iterator[Fields]:
-        """Return the mappings in a list."""
         value = self.take(name)
         if value is None:
             return

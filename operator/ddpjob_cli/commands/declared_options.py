@@ -19,8 +19,7 @@ _PLACES_MAX = 1000
 
 
 def of(scripts: Sequence[str]) -> frozenset[str]:
-    """Return the options that these files declare, including files next to them that they import. An unreadable file
-    declares none: the run reports its error."""
+    """Return the options that these files, and those next to them that they import, declare; none if unreadable."""
     waiting, read = list(scripts), set[str]()
     names: frozenset[str] = frozenset()
     while waiting and len(read) < _FILES_MAX:

@@ -39,7 +39,6 @@ class LogLines:
         write_printed(b"".join(prefix + line + b"\n" for line in lines))
 
     def close(self) -> None:
-        """Write unfinished last lines."""
         if self._pieces is not None:
             write(self._pieces.feed(b"", last=True).encode())
         for node, rest in self._rest.items():
@@ -85,7 +84,6 @@ def _write_all(pieces: Iterator[tuple[int, bytes]], lines: LogLines) -> None:
 
 
 def _choose(source: LogSource, attempt: int | None, previous: bool, *, wait: bool) -> int:
-    """Return the attempt to show; by default the last one."""
     known = source.attempts()
     if not known:
         if wait:

@@ -1,6 +1,5 @@
-"""Bounds for a YAML text, checked on the stream of events before anything of its size is built. 280 bytes of aliases
-are a million entries, ten times as many with each further level; 10 MB of brackets take PyYAML most of a minute. No
-object that an API server accepts comes near these bounds."""
+"""Bounds for a YAML text, checked on the stream of events. 280 bytes of aliases are a million entries, and 10 MB of
+brackets take PyYAML most of a minute; no object that an API server accepts comes near."""
 
 from __future__ import annotations
 
@@ -25,8 +24,6 @@ class OutOfBoundsError(Exception):
 
 @dataclass
 class _Open:
-    """A mapping or list that has begun."""
-
     anchor: str | None
     nodes: int = 1
 

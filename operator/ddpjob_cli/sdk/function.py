@@ -1,5 +1,4 @@
-"""A function as files: what a rank needs to call it, and what it returns. cloudpickle sends functions, lambdas and
-classes of `__main__` and of notebooks by their code, and everything else by name."""
+"""A function as files. cloudpickle sends code of `__main__`, notebooks and lambdas, and all else by name."""
 
 from __future__ import annotations
 
@@ -31,18 +30,14 @@ _NAMED_MAX = 3
 
 @dataclass(frozen=True)
 class Sent:
-    """A function that was sent."""
-
     name: str
-    """The job's name."""
     files: dict[str, str]
     """Files sent with the job: path → text."""
     word: str
     """The first word of each returned line."""
 
     def write(self, folder: Path) -> None:
-        """Write the files for ranks of this machine. They return results in the file ANSWER_FILE and not among their
-        lines."""
+        """Write the files for ranks of this machine, which return results in ANSWER_FILE and not among their lines."""
         for path, text in self.files.items():
             (folder / path).parent.mkdir(exist_ok=True)
             (folder / path).write_text(text, encoding="utf-8")
@@ -67,8 +62,8 @@ class _Limited(io.BytesIO):
 
 
 def sent(function: Callable[..., Any], arguments: Sequence[Any]) -> Sent:
-    """Return the files that call a function in each rank. Raise InputError for one that cannot be sent, with the names
-    of what is too large or cannot be pickled; ImportError without cloudpickle."""
+    """Return the files that call a function in each rank. Raise InputError, which names what is too large or cannot be
+    pickled; ImportError without cloudpickle."""
     cloudpickle = _cloudpickle()
     name = getattr(function, "__name__", type(function).__name__)
     with _by_value(cloudpickle, function):

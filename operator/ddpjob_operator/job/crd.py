@@ -1,7 +1,6 @@
-"""The CustomResourceDefinition, generated from the types in `api.py`: `ddpjob crd` prints it, and the chart contains
-it. Pure: types and docstrings in, a mapping out. msgspec's own JSON Schema uses `$ref` and `anyOf: null`, which the API
-server refuses, so this module writes a structural schema. What the comments say about the API server was seen on
-Kubernetes 1.36; tests/api/test_crd.py checks it."""
+"""The CustomResourceDefinition, generated from the types in `api.py`. Pure. msgspec's own JSON Schema uses `$ref` and
+`anyOf: null`, which the API server refuses. What the comments say about the API server was seen on Kubernetes 1.36;
+tests/api/test_crd.py checks it."""
 
 from __future__ import annotations
 
@@ -83,8 +82,7 @@ STOP_FIRST = (
 
 
 def _same(field: str, default: str) -> str:
-    """Return the CEL expression for "unchanged". It uses the ternary, because `.?nprocPerNode.orValue('auto')` is
-    estimated at more than 100 times the cost budget."""
+    """Return the CEL expression for "unchanged". `.?nprocPerNode.orValue('auto')` costs 100 times the budget."""
     new, old = f"self.spec.{field}", f"oldSelf.spec.{field}"
     return f"(has({new}) ? {new} : {default}) == (has({old}) ? {old} : {default})"
 
@@ -233,7 +231,6 @@ class _CrdDumper(yaml.SafeDumper):
 
 
 def fields(kind: type[msgspec.Struct]) -> dict[str, types.Field]:
-    """The fields of a type by the name that a user writes."""
     return {field.encode_name: field for field in _info(kind).fields}
 
 
@@ -244,9 +241,8 @@ def _info(kind: type[msgspec.Struct]) -> types.StructType:
 
 
 def _struct(info: types.StructType, *, checked: bool) -> Schema:
-    """Return an object with its fields. checked: also check the values, not only their shape. A status is not checked,
-    because Helm never updates an installed CRD: if an old CRD refused a new state, a newer operator could not write any
-    status."""
+    """Return an object with its fields. checked: also check the values. Those of a status are not, because Helm never
+    updates a CRD: an old one that refused a new state would keep a newer operator from writing any status."""
     schema: Schema = {"description": summary(info.cls), "type": "object"}
     required = [f.encode_name for f in info.fields if checked and is_required(info.cls, f)]
     if required:
@@ -306,7 +302,6 @@ def _limits(checked: bool, **limits: Any) -> Schema:
 
 
 def _union(options: list[types.Type], checked: bool) -> Schema:
-    """One type, or a type and a word: a number or auto, true, false or auto."""
     if len(options) == 1:
         return _type(options[0], checked)
     first, word = sorted(options, key=lambda t: isinstance(t, types.LiteralType))
@@ -325,8 +320,7 @@ def _union(options: list[types.Type], checked: bool) -> Schema:
 
 
 def _template() -> Schema:
-    """The whole template is kept. The schema checks it only for mistakes that would otherwise show when pods are
-    created."""
+    """Keep the whole template, and check it only for mistakes that would otherwise show when pods are created."""
     strings = {"type": "object", "nullable": True, "additionalProperties": {"type": "string"}}
     metadata = {"type": "object", "nullable": True, **_open({"labels": strings, "annotations": strings})}
     listed = {
@@ -351,7 +345,6 @@ def _template() -> Schema:
 
 
 def _containers(known: Schema) -> Schema:
-    """A list of containers, checked for common mistakes that no version of Kubernetes will allow."""
     quantities = {"type": "object", "nullable": True, "additionalProperties": QUANTITY}
     variable = {
         "name": {"type": "string", "minLength": 1, "pattern": ENV_NAME},
@@ -382,8 +375,7 @@ def _open(properties: dict[str, Schema]) -> Schema:
 
 
 def _known(names: Iterable[str]) -> dict[str, Schema]:
-    """Return fields of which only the name is known, for the comparison in UNCHANGED and for `kubectl explain`.
-    nullable: Helm's templates contain `resources: null`, which pods treat as unset."""
+    """Return fields with known names alone. nullable: Helm's templates contain `resources: null`, as if unset."""
     return {name: {"nullable": True, "x-kubernetes-preserve-unknown-fields": True} for name in names}
 
 
@@ -391,17 +383,14 @@ def _known(names: Iterable[str]) -> dict[str, Schema]:
 
 
 def summary(kind: type) -> str:
-    """Return the docstring of a type, as one line."""
     return " ".join((kind.__doc__ or "").split())
 
 
 def is_required(owner: type, field: types.Field) -> bool:
-    """True if a user must write the field."""
     return field.required or (owner.__name__, field.encode_name) in REQUIRED
 
 
 def default(field: types.Field) -> object:
-    """Return the default of a field; None if unset has a meaning of its own."""
     value = field.default
     return None if value in (msgspec.NODEFAULT, "") else value
 
@@ -416,7 +405,6 @@ def describe(owner: type, field: types.Field) -> str:
 
 
 def meaning(owner: type, field: types.Field) -> str:
-    """Return the docstring of a field as one line."""
     return _docstrings()[owner.__name__, field.name]
 
 

@@ -37,8 +37,6 @@ INVERTED = {"0": FAILED, FAILED: "0", "": ""}
 
 @dataclass(frozen=True)
 class ShellState:
-    """A shell on one path through its script."""
-
     status: str = "0"
     """$?"""
     leaving: str = ""
@@ -57,7 +55,6 @@ class ShellState:
     traps: Mapping[str, str] = field(default_factory=dict)
     functions: Mapping[str, shell.ShellNode] = field(default_factory=dict)
     jobs: tuple[str, ...] = ()
-    """The statuses of background jobs."""
     pipe: tuple[str, ...] = ("0",)
     """$PIPESTATUS"""
     arguments: tuple[str, ...] = ()

@@ -1,7 +1,4 @@
-"""Find the known name of which a name is probably a typo, with a bounded number of comparisons.
-
-A comparison costs up to a millisecond, and a user may give thousands of names on both sides.
-"""
+"""Find the name of which another is a typo, with a bounded number of comparisons: each costs up to a millisecond."""
 
 from __future__ import annotations
 

@@ -28,7 +28,6 @@ def count(number: int, thing: str) -> str:
 
 
 def running(ready: int, total: int) -> str:
-    """Return "2 of 3 nodes are running"."""
     return f"{ready} of {count(total, 'node')} {'is' if total == 1 else 'are'} running"
 
 
@@ -41,7 +40,6 @@ def quoted(value: object) -> str:
 
 
 def say(value: object) -> str:
-    """Return a value as in YAML, cut to the length of a line."""
     if value is None:
         return "empty"
     if isinstance(value, bool):

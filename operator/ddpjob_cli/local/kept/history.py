@@ -23,8 +23,6 @@ SAMPLES, STEP_SECONDS = "samples/s", "s/step"
 
 
 class Facts(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
-    """Facts about the whole run."""
-
     job: str
     run: str
     started: dt.datetime
@@ -39,8 +37,6 @@ class Facts(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
 
 
 class StatusChange(msgspec.Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
-    """The run entered this state."""
-
     time: dt.datetime
     state: str
     attempt: int = 0
@@ -53,12 +49,9 @@ class StatusChange(msgspec.Struct, rename="camel", omit_defaults=True, frozen=Tr
 
 
 class History(msgspec.Struct, rename="camel", kw_only=True):
-    """The course of a run over time."""
-
     series: dict[str, Series] = {}
     changes: list[StatusChange] = []
     step: int = 0
-    """The step of the last progress."""
     seconds: float = -1.0
     """When it came, in seconds since the start of the run; -1: none after the last restart."""
 
@@ -154,5 +147,4 @@ class Record:
 
 
 def document(status: api.Status) -> bytes:
-    """Return the status as others read it."""
     return msgspec.json.format(msgspec.json.encode(status), indent=2) + b"\n"

@@ -1,14 +1,7 @@
-"""Detects saved source files, after which `ddpjob dev` restarts the ranks.
-
-The files are polled. inotify would need a watch per folder, does not work on network file systems, and would save about
-20 ms of a restart; the package watchfiles by default waits longer than that for more changes.
-
-A training writes files too, and must not restart itself:
-- A file counts if its text has changed, so copying a configuration into a folder restarts nothing.
-- A file that appears while ranks are running counts from their next start: it may be their own, such as copies of the
-  code that loggers make. Nothing imports it before another file changes.
-- Besides Python only the kinds of files below count, so not a metrics.json, and never files in hidden folders.
-"""
+"""Detects saved source files, after which `ddpjob dev` restarts the ranks. Files are polled: inotify would need a watch
+per folder and fails on network file systems, and watchfiles waits longer by default. A training writes files too, and
+must not restart itself: a file counts if its text has changed; one that appears while ranks run counts from their next
+start (loggers copy the code); besides Python only the kinds below count, and no hidden folders."""
 
 from __future__ import annotations
 
