@@ -26,8 +26,8 @@ from ddpjob_operator.job.command import (
     shell_words,
     split_options,
 )
-from ddpjob_operator.job.naming import name_of
 from ddpjob_operator.job.podspec import TRAINER
+from ddpjob_operator.job.wording import name_of
 
 IMAGE = "your-image"
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)

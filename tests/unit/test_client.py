@@ -814,8 +814,7 @@ def test_the_log_of_a_node_that_the_job_has_no_more_is_shown(cluster: FakeCluste
 def test_a_followed_log_goes_on_where_its_connection_broke_in_any_time_zone_of_the_node(
     cluster: FakeCluster, ddpjob: Ddpjob, hours: int
 ) -> None:
-    """An upgraded API server cuts a line, whose rest must still come. The node's time zone must not shift the resume
-    time."""
+    """An upgraded API server cuts a line, whose rest must come. The node's time zone must not shift the resume time."""
     cluster.zone = dt.timezone(dt.timedelta(hours=hours))
     cluster.broken = ["cut"]
     job = cluster.add("ddpjobs", stored())
@@ -832,8 +831,8 @@ def test_a_followed_log_goes_on_where_its_connection_broke_in_any_time_zone_of_t
 
 
 def test_a_followed_log_goes_on_after_a_sentence_of_the_kubelet(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """Without free inotify watches, as on many machines with kind, the kubelet writes its error into the followed log,
-    without a time. Its first word must not be used as the time from which to resume."""
+    """Without free inotify watches the kubelet writes its error into the followed log, without a time to resume
+    from."""
     cluster.broken = ["no watch", "no watch"]
     job = cluster.add("ddpjobs", stored())
     trainer = cluster.add("pods", pod("digits"))

@@ -18,7 +18,7 @@ from ddpjob_operator.job import api
 
 
 def of_jobs(found: Sequence[Raw], form: str, *, one: bool, namespaces: bool) -> str:
-    """Return jobs in a form of `-o`, without managedFields, which are longer than the rest. one: no list."""
+    """Return jobs in a form of `-o`, without managedFields, which are longer than the rest. one: no list around it."""
     if form == "name":
         return "".join(f"{api.KIND.lower()}.{api.GROUP}/{raw['metadata']['name']}\n" for raw in found)
     if form in ("json", "yaml"):

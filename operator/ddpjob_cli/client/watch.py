@@ -90,7 +90,7 @@ class Watch:
 
 
 class StateLines:
-    """Reports changes of state, and progress from time to time. running: also what its logs show as well."""
+    """Reports changes of state, and progress from time to time. running: also that it runs, and its progress."""
 
     PROGRESS_SECONDS = 10.0
     UNSEEN_SECONDS = 5.0  # a working operator gives a new job its state within a second

@@ -21,7 +21,7 @@ from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job import api, yamlvalues
 from ddpjob_operator.job.command import arguments_behind_script
-from ddpjob_operator.job.naming import name_of
+from ddpjob_operator.job.wording import name_of
 
 NODES = 1  # as in torchrun
 FOUND_MAX = 8

@@ -74,7 +74,7 @@ class _Line:
         return option, 1 if has_value or _is_flag(option) else 2
 
     def take(self, words: Sequence[str], *, behind: bool) -> Taken:
-        """Return our options at the beginning with their words. behind: --help, and the file, are the script's."""
+        """Return our options at the beginning with their words. behind: the file is known; --help is the script's."""
         taken: Taken = []
         rest = list(words)
         while rest and (found := self.match(rest)) is not None:

@@ -348,7 +348,11 @@ class Runner:
         return self.job.status.state == "Running" and not launcher.facts(self.job.spec).restarts_in_place
 
     def _record(self, status: api.Status) -> None:
-        self._measure(self.job.status, status)
+        reported = self.cluster.agent
+        if self._metrics is not None:
+            with self._whatever_disk(f"--metrics-file {self.options.metrics}"):
+                agent = None if reported is None else reported.agent
+                self._metrics.changed(self.job.status, status, dt.datetime.now(dt.timezone.utc), agent)
         if status.attempt != self.job.status.attempt:
             self._settings = dataclasses.replace(SETTINGS, failed_before=status.last_failure)
             self.cluster.agent = None  # its restarts in place are counted, and do not belong to the next attempt
@@ -357,12 +361,6 @@ class Runner:
         if self.options.status is not None:
             with self._whatever_disk(f"--status {self.options.status}"):
                 files.write_atomically(self.options.status, history.document(status))
-
-    def _measure(self, old: api.Status, new: api.Status) -> None:
-        now, reported = dt.datetime.now(dt.timezone.utc), self.cluster.agent
-        if self._metrics is not None:
-            with self._whatever_disk(f"--metrics-file {self.options.metrics}"):
-                self._metrics.changed(old, new, now, None if reported is None else reported.agent)
 
     @contextlib.contextmanager
     def _whatever_disk(self, name: str, consequence: str = "the job goes on without it") -> Iterator[None]:

@@ -48,18 +48,15 @@ class _BoundedReader:
             self._end(event.anchor, 1)
             self._add(1, event)
         elif isinstance(event, yaml.CollectionStartEvent):
-            self._begin(event)
+            self.nodes += 1
+            self.above.append(_Open(event.anchor))
+            if len(self.above) > DEPTH_MAX:
+                raise OutOfBoundsError(_line(event), f"more than {DEPTH_MAX} lists and mappings in each other")
         elif isinstance(event, yaml.CollectionEndEvent):
             ended = self.above.pop()
             self._end(ended.anchor, ended.nodes)
             if self.above:
                 self.above[-1].nodes += ended.nodes
-
-    def _begin(self, event: Any) -> None:
-        self.nodes += 1
-        self.above.append(_Open(event.anchor))
-        if len(self.above) > DEPTH_MAX:
-            raise OutOfBoundsError(_line(event), f"more than {DEPTH_MAX} lists and mappings in each other")
 
     def _end(self, anchor: str | None, nodes: int) -> None:
         if anchor is not None:

@@ -122,7 +122,7 @@ class Job(abc.ABC):
         Raises InputError for a rank that is not there, ClusterError."""
         source = self._source()
         wanted = None if rank is None else [source.node_of_rank(rank)]
-        attempt = (source.attempts() or [1])[-1]
+        attempt = max(source.attempts(), default=1)
         nodes = source.nodes(attempt) if wanted is None else wanted
         pieces = source.follow(attempt, wanted, later=True) if follow else source.read(attempt, nodes)
         is_several = wanted is None and (follow or len(nodes) > 1)
@@ -235,7 +235,7 @@ class LocalJob(Job):
 
     def resume(self) -> None:
         self._refuse_ended("resumed")
-        if self._process.poll() is None and self.status.state not in ("Suspended",):
+        if self._process.poll() is None and self.status.state != "Suspended":
             say(f"{self.name} is not suspended")
             return
         self.join()
@@ -329,7 +329,7 @@ class ClusterJob(Job):
 
     def _answer_lines(self, rank: int | None) -> Iterable[str]:
         source = self._source(LogPart(tail=ANSWER_LINES_MAX, answers=True))
-        attempt = (source.attempts() or [1])[-1]
+        attempt = max(source.attempts(), default=1)
         nodes = source.nodes(attempt)
         with contextlib.suppress(InputError):  # torchrun has numbered the nodes: any may have the rank
             nodes = nodes if rank is None else [source.node_of_rank(rank)]

@@ -17,7 +17,7 @@ REPORT_SECONDS_MAX = 60.0
 def not_ahead(
     status: api.Status, now: dt.datetime, *, start_back_off_seconds: float, avoid_seconds: float
 ) -> api.Status:
-    """Return the status without times after `now`; waits may end start_back_off_seconds, avoid_seconds later."""
+    """Return the status without times after `now`; the seconds say how far ahead its waits may end."""
     restarts, progress = status.restarts, status.progress
     in_a_row = 0 if restarts is None else restarts.in_a_row
     wait = max(budget.back_off_seconds(in_a_row), start_back_off_seconds)

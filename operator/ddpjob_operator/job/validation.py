@@ -315,16 +315,12 @@ def _field(raw: object, hint: Any, kind: inspect.Type, path: Path, problems: _Fo
         kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
         wanted = " or ".join(filter(None, (_wanted(one, raw) for one in kinds)))
         problems.append(Problem(path, f"must be {wanted}, is {say(raw)}"))
-        return _nearest(kinds, raw)
-
-
-def _nearest(kinds: tuple[inspect.Type, ...], raw: object) -> Any:
-    """Return the nearest allowed number; unset for anything else. Jobs of wider bounds nearly keep theirs."""
-    whole = next((t for t in kinds if isinstance(t, inspect.IntType)), None)
-    if whole is None or not isinstance(raw, int) or isinstance(raw, bool):
-        return msgspec.UNSET
-    low = raw if whole.ge is None else max(raw, whole.ge)
-    return low if whole.le is None else min(low, whole.le)
+        # A job accepted under wider bounds nearly keeps its number; anything else is unset.
+        whole = next((t for t in kinds if isinstance(t, inspect.IntType)), None)
+        if whole is None or not isinstance(raw, int) or isinstance(raw, bool):
+            return msgspec.UNSET
+        low = raw if whole.ge is None else max(raw, whole.ge)
+        return low if whole.le is None else min(low, whole.le)
 
 
 def _list(raw: list[object], hint: Any, kind: inspect.ListType, path: Path, problems: _Found) -> list[Any]:

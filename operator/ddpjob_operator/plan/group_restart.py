@@ -146,8 +146,17 @@ def _triggers(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobF
     """Yield what shows that this attempt is broken, strongest evidence first. The cause may turn out to be another."""
     ended = (*_failed(view, status), *_gone(view, status))
     yield from sorted(ended, key=lambda trigger: root_cause.precedence_of(trigger[1]))
-    yield from _stopped_from_outside(view, status)
-    yield from _never_configured(view, status)
+    for pod in _needed(view, status):
+        if pod.deletion_requested_at is not None:
+            failure = failure_of(view, status, pod.place, pod.disruption or root_cause.STOPPED)
+            word = shown(pod.disruption, root_cause.WORD_MAX)
+            evidence = api.Evidence(precedence="NODE", disruption=word) if word else None
+            yield reasons.DISRUPTED, replace(failure, evidence=evidence)
+    for pod in _needed(view, status) if is_past(_config_error_at(view, status), view.now) else ():
+        if root_cause.lacks_configuration(pod):
+            failure = failure_of(view, status, pod.place, root_cause.CONFIG_ERROR)
+            what = abridged(pod.trainer.message, root_cause.EXCEPTION_MAX)
+            yield reasons.RANK_FAILED, replace(failure, exception=what)
     yield from _stalled(view, status)
 
 
@@ -172,25 +181,6 @@ def _needed(view: View, status: api.Status) -> list[Pod]:
     """The active pods without which the attempt cannot go on."""
     only = view.participants(status) if view.trains_with_fewer(status) else set(view.members)
     return [p for p in view.active if p.place in only]
-
-
-def _stopped_from_outside(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFailure]]:
-    for pod in _needed(view, status):
-        if pod.deletion_requested_at is not None:
-            failure = failure_of(view, status, pod.place, pod.disruption or root_cause.STOPPED)
-            word = shown(pod.disruption, root_cause.WORD_MAX)
-            evidence = api.Evidence(precedence="NODE", disruption=word) if word else None
-            yield reasons.DISRUPTED, replace(failure, evidence=evidence)
-
-
-def _never_configured(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFailure]]:
-    for pod in _needed(view, status):
-        if root_cause.lacks_configuration(pod) and is_past(_config_error_at(view, status), view.now):
-            failure = failure_of(view, status, pod.place, root_cause.CONFIG_ERROR)
-            yield (
-                reasons.RANK_FAILED,
-                replace(failure, exception=abridged(pod.trainer.message, root_cause.EXCEPTION_MAX)),
-            )
 
 
 def _stalled(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFailure]]:

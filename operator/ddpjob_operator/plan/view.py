@@ -63,7 +63,7 @@ class View:
     """Pods of a deleted job of this name that are terminating on lost nodes: nobody else would ever delete them."""
     lost: frozenset[str]
     lost_by_node: frozenset[str]
-    """The part of `lost` that its node proves. Outliving its grace proves it from the deletion's request on."""
+    """The part of `lost` whose node the cluster calls not ready; the rest only outlived its grace."""
     conflicts: tuple[ConflictingObject, ...]
     trackers: Mapping[int, stall.StepTracker]
     """The steps of each rank that reports in this attempt."""
@@ -123,7 +123,7 @@ class View:
         return self.facts.min_nodes is not None
 
     def is_enough(self, places: Set[int]) -> bool:
-        """True if the group can train with these places; node 0's torchrun holds the rendezvous store."""
+        """True if the group can train with these places: all, or an elastic job's minimum with node 0's store."""
         least, present = self.facts.min_nodes, places & set(self.members)
         is_all = len(present) == len(self.members)
         return is_all if least is None else len(present) >= least and self.members.leader in present

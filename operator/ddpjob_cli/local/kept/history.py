@@ -13,6 +13,7 @@ from ddpjob_cli.local.kept.series import Series
 from ddpjob_core.failures import BRIEF_MAX, abridged
 from ddpjob_operator.job import api, topology
 from ddpjob_operator.job.status import apart_from_progress, present_progress
+from ddpjob_operator.plan import agent_restarts
 
 CHANGES_MAX = 400
 NAMES_MAX = 24
@@ -68,7 +69,7 @@ class History(msgspec.Struct, rename="camel", kw_only=True):
             time=now,
             state=status.state or "Pending",
             attempt=status.attempt,
-            generation=generation(status),
+            generation=agent_restarts.count(status),
             training=status.state == "Running" and present_progress(status) is not None,
             reason=status.reason,
             message=abridged(status.message, BRIEF_MAX),
@@ -99,12 +100,6 @@ class History(msgspec.Struct, rename="camel", kw_only=True):
                     number = float(value)
                     self.series.setdefault(name, Series()).add(progress.step, seconds, number)
         self.step, self.seconds = progress.step, seconds
-
-
-def generation(status: api.Status) -> int:
-    """Return restarts in place in this attempt."""
-    counts = status.in_place
-    return 0 if counts is None else counts.earlier + counts.application + counts.infrastructure + counts.stall
 
 
 class Record:

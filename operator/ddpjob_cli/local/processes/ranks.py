@@ -33,16 +33,12 @@ def started_among(pid: int) -> tuple[float, int]:
 def of_node(supervisor: int, parent_of: Mapping[int, int]) -> tuple[int, ...]:
     """Return the ranks of a node by rank; {} if they cannot be told from its other processes."""
     own = processes.descendants(supervisor, parent_of)
-    return _given(own, parent_of) or _forked(own, parent_of)
-
-
-def _given(own: set[int], parent_of: Mapping[int, int]) -> tuple[int, ...]:
-    """Return processes with a rank's variables, but no launchers above them and no loader's workers below."""
+    # Those with a rank's variables, but no launchers above them and no loader's workers below.
     # Read each time: before exec a process still has its parent's variables.
     variables = {pid: _variables(pid) for pid in own}
     marked = {pid for pid in own if variables[pid] and variables[pid] != variables.get(parent_of[pid])}
     lowest = [pid for pid in marked if not processes.descendants(pid, parent_of) & marked]
-    return tuple(sorted(lowest, key=lambda pid: (int(variables[pid][0]), pid)))
+    return tuple(sorted(lowest, key=lambda pid: (int(variables[pid][0]), pid))) or _forked(own, parent_of)
 
 
 def _variables(pid: int) -> tuple[str, ...]:

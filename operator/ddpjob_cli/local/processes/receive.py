@@ -63,7 +63,7 @@ class LocalReceiver(ThreadingTCPServer):
         self.token_file.unlink(missing_ok=True)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection in a thread. Beyond the limit the oldest is closed, one that somebody keeps open."""
+        """Serve a connection in a thread. Beyond the limit the oldest is closed: somebody keeps it open."""
         if len(self._connections) >= CONNECTIONS_MAX:
             oldest = next(iter(list(self._connections)))
             self._connections.pop(oldest, None)
