@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
+from ddpjob_convert.fields import walk
 from ddpjob_convert.result import Converted, Path
 from ddpjob_operator.job.command import shell_script
 from ddpjob_operator.job.podspec import mappings, trainer_path
@@ -75,8 +76,9 @@ def move(template: dict[str, Any], first: str, any_of: str, path: Path, result: 
         elif "value" in entry:
             entry["value"] = moved(entry["value"], "env", i)
     job = result.metadata.get("name")
-    for place, text in _texts(template, path):
-        for name in dict.fromkeys(re.findall(rf"(?<![\w-]){any_of}(?![\w-])", text)):
+    for place, text in walk(template, path):
+        found = re.findall(rf"(?<![\w-]){any_of}(?![\w-])", text) if isinstance(text, str) else ()
+        for name in dict.fromkeys(found):
             result.remark(
                 place,
                 f"{name}: a DDPJob has no such name. In the trainer $(MASTER_ADDR) is node 0; with spec.dns: all the "
@@ -116,13 +118,6 @@ def by_job(script: str, path: Path, result: Converted) -> str:
     for name in dict.fromkeys(name for name, value in _ASSIGNED.findall(script) if name not in value):
         result.remark(path, f"{name}: the job sets it, and the script gives it another value: remove that")
     return made
-
-
-def _texts(part: Any, path: Path) -> Iterator[tuple[Path, str]]:
-    if isinstance(part, str):
-        yield path, part
-    for key, value in part.items() if isinstance(part, dict) else enumerate(part) if isinstance(part, list) else ():
-        yield from _texts(value, (*path, key))
 
 
 def of_one_machine(words: Sequence[str]) -> str:

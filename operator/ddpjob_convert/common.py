@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from ddpjob_convert.fields import SET_BY_THE_JOB, ConvertError, Fields
+from ddpjob_convert.fields import SET_BY_THE_JOB, ConvertError, Fields, walk
 from ddpjob_convert.result import Converted, Path
 from ddpjob_operator.job import api, bounds
 from ddpjob_operator.job.command import by_torchrun, options_begin, split_options
@@ -77,19 +77,14 @@ def name_trainer(template: dict[str, Any], usual: str, path: Path) -> dict[str, 
     of_pods = mapping(template, "metadata")
     if of_pods.pop("creationTimestamp", "") is None and not of_pods:  # the API server writes this into each template
         del template["metadata"]
-    _rename(pod, str(trainer.get("name")))
+    # A reference to the container (resourceFieldRef) would keep the pod from starting under its old name.
+    for _, value in walk(pod):
+        if isinstance(value, dict) and value.get("containerName") == str(trainer.get("name")):
+            value["containerName"] = TRAINER
     trainer["name"] = TRAINER
     if pod.get("restartPolicy") is not None:
         pod.pop("restartPolicy")  # a DDPJob sets Never; the remark is at the source's own restartPolicy
     return trainer
-
-
-def _rename(part: Any, name: str) -> None:
-    """Rename the container in its references (resourceFieldRef), without which the pod would not start."""
-    for value in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
-        if isinstance(value, dict) and value.get("containerName") == name:
-            value["containerName"] = TRAINER
-        _rename(value, name)
 
 
 def strip_launcher(trainer: dict[str, Any], path: Path, result: Converted) -> str:

@@ -48,6 +48,13 @@ _REASONS = {
 }
 
 
+def walk(part: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield a part of a document, and all values below it, with their paths."""
+    yield path, part
+    for key, value in part.items() if isinstance(part, dict) else enumerate(part) if isinstance(part, list) else ():
+        yield from walk(value, (*path, key))
+
+
 class ConvertError(Exception):
     """A part that cannot be converted; `path` is its field in the source, or, after `runtime`, in that document."""
 

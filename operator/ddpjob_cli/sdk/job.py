@@ -21,6 +21,7 @@ from ddpjob_cli.client import actions, jobs, log_findings, stacks, watch
 from ddpjob_cli.client.connection import Cluster
 from ddpjob_cli.client.errors import ClusterError
 from ddpjob_cli.client.logs import ClusterLogs, LogPart
+from ddpjob_cli.commands.logs import whole_lines
 from ddpjob_cli.commands.output import say
 from ddpjob_cli.describe import ending, progress
 from ddpjob_cli.local.kept import run_logs, runs
@@ -126,8 +127,9 @@ class Job(abc.ABC):
         nodes = source.nodes(attempt) if wanted is None else wanted
         pieces = source.follow(attempt, wanted, later=True) if follow else source.read(attempt, nodes)
         is_several = wanted is None and (follow or len(nodes) > 1)
-        for node, line in _lines(pieces):
-            yield (source.prefix(node) if is_several else "") + line
+        for node, lines in whole_lines(pieces):
+            begin = source.prefix(node) if is_several else ""
+            yield from (begin + line.decode(errors="replace") for line in lines)
 
     @abc.abstractmethod
     def _looks(self) -> Iterator[api.Status]:
@@ -333,16 +335,9 @@ class ClusterJob(Job):
         nodes = source.nodes(attempt)
         with contextlib.suppress(InputError):  # torchrun has numbered the nodes: any may have the rank
             nodes = nodes if rank is None else [source.node_of_rank(rank)]
-        return [line for _, line in _lines(source.read(attempt, nodes))]
-
-
-def _lines(pieces: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, str]]:
-    """Yield whole lines of each node, and unfinished ones at the end."""
-    rest: dict[int, bytes] = {}
-    for node, piece in pieces:
-        *lines, rest[node] = (rest.get(node, b"") + piece).split(b"\n")
-        yield from ((node, line.decode(errors="replace")) for line in lines)
-    yield from ((node, line.decode(errors="replace")) for node, line in rest.items() if line)
+        return [
+            line.decode(errors="replace") for _, lines in whole_lines(source.read(attempt, nodes)) for line in lines
+        ]
 
 
 def _in_notebook(job: Job) -> Any:
