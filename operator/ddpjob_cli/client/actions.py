@@ -119,8 +119,7 @@ def wait(cluster: Cluster, names: Sequence[str], wanted: str, seconds: float | N
 class _Goal:
     def __init__(self, wanted: str, true: Callable[[jobs.Stored], bool], seconds: float | None) -> None:
         self.wanted, self.true, self.seconds = wanted, true, seconds
-        self.is_end = true is not _never
-        """True if the end of a job answers the question; for `deleted` it does not."""
+        self.is_end = true is not _never  # True if the end of a job answers the question; for `deleted` it does not
         self.end = None if seconds is None else time.monotonic() + seconds
 
 

@@ -37,8 +37,7 @@ class Cluster:
         self, access: kubeconfig.Access, namespace: str, seconds: float, silent: float, kubectl: Sequence[str]
     ) -> None:
         self._access = access
-        self.kubectl = kubectl
-        """Options with which kubectl reaches the same cluster."""
+        self.kubectl = kubectl  # options with which kubectl reaches the same cluster
         self.context = f"{access.context} ({access.server})"
         self.namespace = namespace
         self._seconds, self._silent_seconds = seconds, silent

@@ -59,11 +59,9 @@ class ClusterLogs:
         on_look: Callable[[jobs.Stored], None] = lambda _: None,
     ) -> None:
         self.name = stored.job.metadata.name
-        self.stored = stored
-        """The job at the last check."""
+        self.stored = stored  # the job at the last check
         self.cluster, self._say, self._part = cluster, say, part
-        self.on_look = on_look
-        """Gets the job at each check of follow()."""
+        self.on_look = on_look  # gets the job at each check of follow()
         self._pods = [pod for pod in jobs.pods(cluster, self.name) if _has_log(pod, stored.trainer)]
 
     def attempts(self) -> list[int]:
@@ -203,11 +201,9 @@ class _Streams:
         self._lines: queue.Queue[tuple[int, bytes]] = queue.Queue(_QUEUE_MAX)
         self._threads: dict[str, threading.Thread] = {}
         self._why: dict[str, str] = {}
-        self._last: dict[str, str] = {}
-        """Time of the last line of each pod, by its uid."""
+        self._last: dict[str, str] = {}  # time of the last line of each pod, by its uid
         self._told: set[str] = set()
-        self._unread: dict[str, int] = {}
-        """Failed reads in a row of each pod's log, by its uid."""
+        self._unread: dict[str, int] = {}  # failed reads in a row of each pod's log, by its uid
         self._adding = threading.Lock()
         self._closed = threading.Event()
 

@@ -42,8 +42,7 @@ _SECRET_FILES = (
 # Snapshot's files: a job that found them would resume this machine's training.
 _SNAPSHOT_FILE = "writer-*.json"
 _KEY_BEGINS = (b"-----BEGIN ", b"PRIVATE KEY")
-Contents = dict[str, tuple[bytes, bool]]
-"""Path → data, and whether it is executable."""
+Contents = dict[str, tuple[bytes, bool]]  # path → data, and whether it is executable
 
 
 @dataclass

@@ -18,8 +18,7 @@ T = TypeVar("T")
 FILE_SECONDS = 3.0
 PART = 0.6  # of the remaining time, so that a slow rule leaves some for later ones
 PART_SECONDS_MIN = 0.2
-AGAIN_SECONDS = 0.05
-"""An error raised in a destructor is lost, so it is raised again until it arrives."""
+AGAIN_SECONDS = 0.05  # an error raised in a destructor is lost, so it is raised again until it arrives
 
 
 class CpuLimit:

@@ -12,8 +12,7 @@ from ddpjob_check.script import Script
 from ddprun import late_environment
 
 DDPRUN, TORCHRUN = NAMES = ("ddprun", "torchrun")
-IMAGE = "ddpjob-trainer"
-"""The image of this project, which contains ddprun, in any registry and with any tag."""
+IMAGE = "ddpjob-trainer"  # the image of this project, which contains ddprun, in any registry and with any tag
 HINT = (
     "In an image with the package ddpjob, ddprun in place of torchrun restarts the ranks in place: ddpjob init "
     "--launcher ddprun."

@@ -207,8 +207,7 @@ class Runner:
         self.job = replace(job, metadata=replace(job.metadata, uid=folder.uid, generation=1), status=api.Status())
         self.options = options
         self.folder = folder
-        self.reports = True
-        """True if the script may report steps."""
+        self.reports = True  # True if the script may report steps
         self.screen = screen.screen(self.job, options.plain, options.process_group, types=options.pdb is not None)
         self._started_at = self._idle_at = time.monotonic()
         self._idle = idle.IdleClock()

@@ -56,8 +56,7 @@ class UnreadableError(ValueError):
     """An object from outside that cannot be read; the text names it and the reason."""
 
 
-TOO_LARGE = "tooLarge"
-"""Key of the mapping that replaces a value that was too large: {"tooLarge": why}."""
+TOO_LARGE = "tooLarge"  # key of the mapping that replaces a value that was too large: {"tooLarge": why}
 
 
 def integer(value: object, first: int, last: int) -> int | None:

@@ -30,8 +30,7 @@ _DECLARES = frozenset("local export declare readonly typeset".split())
 _BECOMES_NEXT = frozenset("exec command builtin nohup time env".split())
 # A word that is a script: ssh host "cd /app && torchrun train.py".
 _SCRIPT = re.compile(r"\s(?:torchrun|ddprun|python)|(?:torchrun|ddprun|python)[\d.]*\s")
-_DIRECTORY_STACK = ""
-"""The variable that counts the entries of pushd."""
+_DIRECTORY_STACK = ""  # the variable that counts the entries of pushd
 
 _States = list[ShellState]
 _Builtin = Callable[[list[str], shell.Simple, ShellState, bool], _States]
@@ -195,8 +194,7 @@ class _ScriptWalk:
         """Pairs of launchers: the second ran after the first on some path."""
         self.shell_of: dict[shell.ShellNode, str] = {}
         self.withheld: dict[shell.ShellNode, withheld.Withheld] = {}
-        self._pipes = 0
-        """The number of pipelines around the present command."""
+        self._pipes = 0  # the number of pipelines around the present command
         self._by_type: dict[type, Callable[..., _States]] = {
             shell.ShellScript: self._script, shell.AndOr: self._and_or, shell.Pipeline: self._pipeline,
             shell.Background: self._background, shell.GroupNode: self._group, shell.If: self._if,

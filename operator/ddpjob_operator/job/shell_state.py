@@ -15,8 +15,7 @@ from ddpjob_operator.job import shell
 from ddpjob_operator.job.withheld import NOTHING, Withheld
 
 FAILED = "failed"
-JOB = "job "
-"""Begins the value of `$!`; the index of the background job follows."""
+JOB = "job "  # begins the value of `$!`; the index of the background job follows
 _TEXT_MAX = 40
 _TEST_WORDS_MAX = 60
 _PARAMETER = r"[A-Za-z_]\w*|[?!]"

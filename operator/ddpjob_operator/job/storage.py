@@ -20,8 +20,7 @@ from ddpjob_operator.job.status import TERMINAL
 Key = tuple[str, str]
 Raw = Mapping[str, Any]
 
-CUT = "cut"
-"""Field of a cut job that no API server has: the size of the whole."""
+CUT = "cut"  # field of a cut job that no API server has: the size of the whole
 # Memory per job besides its fields: its status, and what the operator remembers. A cut job needs no more.
 OF_A_JOB = 4_096
 # Python memory per JSON character, per object or list, and per other value. Measured: the estimate is 0.7 to 1.1 of the
@@ -155,8 +154,7 @@ class Room:
         self._sum = 0
         self._waiting: dict[str, dict[Key, int]] = {}
         """By namespace, the one served last at the end; within one, the longest waiting first."""
-        self._has_more = False
-        """True if room was freed after the last call of `next`."""
+        self._has_more = False  # True if room was freed after the last call of `next`
 
     @property
     def used(self) -> int:

@@ -17,10 +17,8 @@ from ddpjob_operator.plan import agent_restarts
 
 CHANGES_MAX = 400
 NAMES_MAX = 24
-PROGRESS_SECONDS = 5.0
-"""Between two writes for progress alone: the history of a long run is up to a megabyte."""
-SAMPLES, STEP_SECONDS = "samples/s", "s/step"
-"""Names of the pace, next to the job's metrics."""
+PROGRESS_SECONDS = 5.0  # between two writes for progress alone: the history of a long run is up to a megabyte
+SAMPLES, STEP_SECONDS = "samples/s", "s/step"  # names of the pace, next to the job's metrics
 
 
 class Facts(msgspec.Struct, rename="camel", frozen=True, kw_only=True):

@@ -16,8 +16,7 @@ from ddpjob_operator.job.wording import count, duration
 
 LOGS_MAX = 200
 ROWS_MAX = 40
-WIDTH = 940
-"""Width of drawings as wide as the page; a unit is about a pixel, so that all text has one size."""
+WIDTH = 940  # width of drawings as wide as the page; a unit is about a pixel, so that all text has one size
 CURVE_WIDTH, CURVE_HEIGHT = 460, 180
 LEFT, RIGHT, TOP, BOTTOM = 64, 12, 10, 28
 LABEL = 170

@@ -22,8 +22,7 @@ from ddpjob_operator.job.status import TERMINAL
 RECORD_BYTES_MAX = 16 << 20  # the history of a long run is up to a megabyte
 _T = TypeVar("_T")
 
-KILLED = "Killed"
-"""State of a run whose process ended without writing its end."""
+KILLED = "Killed"  # state of a run whose process ended without writing its end
 
 
 @dataclass(frozen=True)

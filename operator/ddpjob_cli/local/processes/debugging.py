@@ -18,8 +18,7 @@ from ddpjob_operator.job import api, command, launcher, topology, wording
 
 PROGRAM = "pdb-python"
 PYTHON_EXEC = "PYTHON_EXEC"
-TERMINAL = "DDPJOB_TERMINAL"
-"""A rank, and the device that ddprun gives it."""
+TERMINAL = "DDPJOB_TERMINAL"  # a rank, and the device that ddprun gives it
 
 
 def terminal(rank: int, job: api.DDPJob, groups: Collection[int]) -> pod_process.Terminal:

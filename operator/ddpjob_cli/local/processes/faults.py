@@ -16,8 +16,7 @@ from ddpjob_operator.job import api, topology
 
 _OPTION_CHARACTERS_MAX = 200
 VARIABLE = "DDPJOB_FAULTS"
-HAPPENED = "DDPJOB_FAULTS_HAPPENED"
-"""Folder of the records; a file is named by the index of its fault in DDPJOB_FAULTS."""
+HAPPENED = "DDPJOB_FAULTS_HAPPENED"  # folder of the records; a file is named by the index of its fault in DDPJOB_FAULTS
 LOOK_SECONDS = 0.2  # between two checks if the ranks are training again
 FORMS = "every=10s, node=1,at=20s or rank=3,step=50, alone (SIGKILL) or with signal=SEGV, exit=3 or hang"
 

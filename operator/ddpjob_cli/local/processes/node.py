@@ -80,8 +80,7 @@ class NodeProcess:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
-        self.pid = self._process.pid
-        """The supervisor's pid, for `kill_orphans`."""
+        self.pid = self._process.pid  # the supervisor's pid, for `kill_orphans`
         self.output = self._stdout.fileno()
         """Non-blocking descriptor of all that the trainer prints. It closes with the node: read to its end."""
         os.set_blocking(self.output, False)
