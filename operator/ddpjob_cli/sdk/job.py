@@ -232,8 +232,7 @@ class LocalJob(Job):
 
     def suspend(self) -> None:
         self._refuse_ended("suspended")
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGTERM)
+        self._process.send_signal(signal.SIGTERM)
 
     def resume(self) -> None:
         self._refuse_ended("resumed")
@@ -283,8 +282,7 @@ class LocalJob(Job):
         _going.discard(self)
 
     def _stop(self) -> None:
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
+        self._process.send_signal(signal.SIGTERM)
         self.join()
 
     def _refuse_ended(self, what: str) -> None:
