@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ddpjob_convert import pytorchjob, trainjob
-from ddpjob_convert.fields import ConvertError
+from ddpjob_convert.fields import ConvertError, walk
 from ddpjob_convert.result import Converted
 from ddpjob_operator.job import api, podspec, programs
 from ddpjob_operator.job.wording import say
@@ -26,12 +26,10 @@ _GROUPS = {"Job": ("batch", "batch.volcano.sh"), "MPIJob": ("kubeflow.org",), "J
 _GROUPS |= {"RayJob": ("ray.io",)}
 _PYTHON = re.compile(r"(?:.*/)?python[\d.]*")
 _LENGTH_MAX = 300
-_DEPTH_MAX = 20
 
 
 def convert(document: Mapping[str, Any], documents: Sequence[Mapping[str, Any]]) -> Converted:
-    """Return the DDPJob of one PyTorchJob or TrainJob. `documents` are all, including the TrainJob's runtime. Raise
-    ConvertError with the path of what cannot be converted."""
+    """Return the DDPJob of a PyTorchJob or TrainJob, whose runtime is among `documents`. Raise ConvertError."""
     kind = document.get("kind")
     if kind == "PyTorchJob":
         return pytorchjob.convert(document)
@@ -42,7 +40,6 @@ def convert(document: Mapping[str, Any], documents: Sequence[Mapping[str, Any]])
 
 
 def left_out(document: object) -> str:
-    """Return a remark about a document that is in no DDPJob, with the reason."""
     if not isinstance(document, Mapping):
         return f"not converted: it is {say(document)}, not an object"
     kind, name = document.get("kind"), podspec.mapping(document, "metadata").get("name")
@@ -63,9 +60,10 @@ def advice(document: Mapping[str, Any]) -> str:
     kind, version = document.get("kind"), document.get("apiVersion")
     if not isinstance(kind, str) or not isinstance(version, str) or version.split("/")[0] not in _GROUPS.get(kind, ()):
         return ""
-    container = next(_containers(document.get("spec"), 0), {})
-    parts = [container.get(part) for part in ("command", "args")]
-    words = [word for part in parts if isinstance(part, list) for word in part if isinstance(word, str)]
+    parts = (part for _, part in walk(document.get("spec")) if isinstance(part, dict))
+    container = next((found for part in parts for found in podspec.mappings(part, "containers")), {})
+    given = [container.get(part) for part in ("command", "args")]
+    words = [word for part in given if isinstance(part, list) for word in part if isinstance(word, str)]
     if words and programs.name(words[0]) in programs.FRAMEWORKS:  # in the launcher's pod: `mpirun -np 4 python …`
         words = words[next((i for i, word in enumerate(words) if _PYTHON.fullmatch(word)), len(words)) :]
     line = shlex.join(word.rstrip("\n") for word in words)
@@ -73,12 +71,3 @@ def advice(document: Mapping[str, Any]) -> str:
         line = "COMMAND"
     image = f"--image {shlex.quote(container['image'])} " if isinstance(container.get("image"), str) else ""
     return f"make one of its command: ddpjob convert {image}-- {line}"
-
-
-def _containers(part: Any, depth: int) -> Iterator[dict[str, Any]]:
-    """Yield the containers of all templates in the document."""
-    if depth > _DEPTH_MAX:
-        return
-    yield from podspec.mappings(part, "containers") if isinstance(part, dict) else ()
-    for value in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
-        yield from _containers(value, depth + 1)

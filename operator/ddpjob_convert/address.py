@@ -1,5 +1,5 @@
-"""Machine-specific texts of another tool: the name of rank 0's pod, and options and variables of one machine. A kept
-pod name does not resolve in the cluster, and ranks would wait for it until they give up."""
+"""Machine-specific texts of another tool: the name of rank 0's pod, for which ranks would wait until they give up, and
+options and variables of one machine."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
+from ddpjob_convert.fields import walk
 from ddpjob_convert.result import Converted, Path
 from ddpjob_operator.job.command import shell_script
 from ddpjob_operator.job.podspec import mappings, trainer_path
@@ -42,9 +43,8 @@ _HERE = re.compile(r"(?:tcp://)?(?:localhost|127\.|0\.0\.0\.0|\[?::1?\]?(?::|/|$
 
 
 def move(template: dict[str, Any], first: str, any_of: str, path: Path, result: Converted) -> None:
-    """Remove from the trainer's `env` what the job sets, replace rank 0's address by $(MASTER_ADDR), and remark on all
-    other pod names. first: the name of rank 0's pod in the source. any_of: a pattern for all of its pods. path: the
-    template's."""
+    """Remove from the trainer's `env` what the job sets, and replace rank 0's address by $(MASTER_ADDR). first: the
+    name of rank 0's pod; any_of: a pattern for all pods; path: the template's."""
     own = trainer_path(template)[2:]
     # Copied, because a YAML alias may share the list with a container that does not get the job's variables.
     trainer = template["spec"]["containers"][own[-1]] = copy.deepcopy(template["spec"]["containers"][own[-1]])
@@ -76,8 +76,9 @@ def move(template: dict[str, Any], first: str, any_of: str, path: Path, result: 
         elif "value" in entry:
             entry["value"] = moved(entry["value"], "env", i)
     job = result.metadata.get("name")
-    for place, text in _texts(template, path):
-        for name in dict.fromkeys(re.findall(rf"(?<![\w-]){any_of}(?![\w-])", text)):
+    for place, text in walk(template, path):
+        found = re.findall(rf"(?<![\w-]){any_of}(?![\w-])", text) if isinstance(text, str) else ()
+        for name in dict.fromkeys(found):
             result.remark(
                 place,
                 f"{name}: a DDPJob has no such name. In the trainer $(MASTER_ADDR) is node 0; with spec.dns: all the "
@@ -98,8 +99,7 @@ def _by_job(trainer: dict[str, Any], path: Path, result: Converted) -> None:
 
 
 def by_job(script: str, path: Path, result: Converted) -> str:
-    """Return a shell's script with the job's values for launcher options that identify the machine. In a list of words
-    such options are removed. In a script they stay, with other values: `$VK_TASK_INDEX` or a Volcano pod's name means
+    """Return a shell's script with the job's values for options that identify the machine: `$VK_TASK_INDEX` means
     nothing in a DDPJob, and $RANDOM gives each node another rendezvous."""
     changed = []
 
@@ -120,17 +120,9 @@ def by_job(script: str, path: Path, result: Converted) -> str:
     return made
 
 
-def _texts(part: Any, path: Path) -> Iterator[tuple[Path, str]]:
-    """Yield all texts of a template with their paths."""
-    if isinstance(part, str):
-        yield path, part
-    for key, value in part.items() if isinstance(part, dict) else enumerate(part) if isinstance(part, list) else ():
-        yield from _texts(value, (*path, key))
-
-
 def of_one_machine(words: Sequence[str]) -> str:
-    """Return a sentence about options for one of several machines, which all nodes would get; "" if there are none. A
-    count alone may be of processes on a single machine, and a rank alone may be LoRA's."""
+    """Return a sentence about options for one of several machines; "" if there are none. A count alone may be of
+    processes on a single machine, and a rank alone may be LoRA's."""
     given = list(_given(words))
     values = {name: value for name, _, value in given}
     is_remote = any(name in _ADDRESSES and not _HERE.match(value) for name, value in values.items())

@@ -26,8 +26,8 @@ from ddpjob_operator.job.command import (
     shell_words,
     split_options,
 )
-from ddpjob_operator.job.naming import name_of
 from ddpjob_operator.job.podspec import TRAINER
+from ddpjob_operator.job.wording import name_of
 
 IMAGE = "your-image"
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
@@ -58,14 +58,12 @@ _MORE_THAN_WORDS = re.compile(r"[;&|<>$`\n(){}*?~#\\]")
 
 
 def is_command(word: str) -> bool:
-    """True if the first argument begins a command line and is not a file with a job."""
     known = programs.WRAPPERS | _OTHER_LAUNCHERS | set(SHELLS)
     return bool(_PROGRAMS.fullmatch(word) or _ASSIGNMENT.fullmatch(word)) or programs.name(word) in known
 
 
 def convert(words: Sequence[str], name: str | None = None, image: str | None = None) -> Converted:
-    """Return the DDPJob that runs a command line on all its nodes. Raise ConvertError; a remark's path is
-    ("command",)."""
+    """Return the DDPJob that runs a command on all nodes. Raise ConvertError. A remark's path is ("command",)."""
     given = list(itertools.takewhile(_ASSIGNMENT.fullmatch, words))
     variables, command = dict(word.split("=", 1) for word in given), list(words[len(given) :])
     result = Converted("Converted from a command line by `ddpjob convert`.", {"name": "train"})
@@ -110,8 +108,7 @@ def _of_the_job(wrapper: list[str], variables: dict[str, str], result: Converted
 
 
 def _without_shell(words: list[str]) -> list[str]:
-    """Return the command of `bash -c` if its script is one command that needs no shell, so that options can be
-    removed."""
+    """Return the command of `bash -c` if it is one that needs no shell, so that options can be removed."""
     script = shell_script(words)
     if script is None or words[-1] != script or _MORE_THAN_WORDS.search(script):
         return words
@@ -137,8 +134,7 @@ def _program(words: list[str]) -> int:
 
 
 def _other_launcher(words: list[str]) -> str:
-    """Return the program that starts the ranks of all nodes; "" if there is none. Words after the started program are
-    its own: a package to install, a folder, a logger."""
+    """Return the program that starts the ranks of all nodes; "" if there is none. Later words are the program's own."""
     for i in programs.places(words):
         if programs.name(words[i]) in _OTHER_LAUNCHERS:
             return "" if programs.launch_options(words[i:]) is None else words[i]
@@ -208,12 +204,10 @@ def _torchrun(words: list[str], result: Converted) -> list[str]:
 
 
 def _started(words: list[str]) -> list[str]:
-    """Return the script with its arguments, all of which torchrun passes on."""
     return words if words[1:2] == ["--"] else [*words[:1], *arguments_behind_script(words[1:])]
 
 
 def _sizes(options: dict[str, str], words: list[str], result: Converted) -> str:
-    """Set nodes and nprocPerNode from torchrun's options. Return the latter as given."""
     _nodes(options.get("nnodes", "1"), words, result)
     nproc = options.get("nproc_per_node", "")
     if nproc == "gpu":
@@ -266,8 +260,8 @@ def _accelerate(words: list[str], result: Converted) -> tuple[list[str], dict[st
 
 
 def _accelerate_options(words: list[str]) -> tuple[list[tuple[str, list[str]]], list[str]]:
-    """Return each option with its words, and the script with the words after it. An unknown option has a value if the
-    next word is neither an option nor a Python file."""
+    """Return each option with its words, and the script with its own. An unknown option has a value if the next word is
+    neither an option nor a Python file."""
     groups: list[tuple[str, list[str]]] = []
     rest = list(words)
     while rest and rest[0].startswith("-"):

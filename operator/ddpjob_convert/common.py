@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from ddpjob_convert.fields import SET_BY_THE_JOB, ConvertError, Fields
+from ddpjob_convert.fields import SET_BY_THE_JOB, ConvertError, Fields, walk
 from ddpjob_convert.result import Converted, Path
 from ddpjob_operator.job import api, bounds
 from ddpjob_operator.job.command import by_torchrun, options_begin, split_options
@@ -77,24 +77,19 @@ def name_trainer(template: dict[str, Any], usual: str, path: Path) -> dict[str, 
     of_pods = mapping(template, "metadata")
     if of_pods.pop("creationTimestamp", "") is None and not of_pods:  # the API server writes this into each template
         del template["metadata"]
-    _rename(pod, str(trainer.get("name")))
+    # A reference to the container (resourceFieldRef) would keep the pod from starting under its old name.
+    for _, value in walk(pod):
+        if isinstance(value, dict) and value.get("containerName") == str(trainer.get("name")):
+            value["containerName"] = TRAINER
     trainer["name"] = TRAINER
     if pod.get("restartPolicy") is not None:
         pod.pop("restartPolicy")  # a DDPJob sets Never; the remark is at the source's own restartPolicy
     return trainer
 
 
-def _rename(part: Any, name: str) -> None:
-    """Rename the container in its references (resourceFieldRef), without which the pod would not start."""
-    for value in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
-        if isinstance(value, dict) and value.get("containerName") == name:
-            value["containerName"] = TRAINER
-        _rename(value, name)
-
-
 def strip_launcher(trainer: dict[str, Any], path: Path, result: Converted) -> str:
-    """Remove torchrun's options that identify the machine from a command that is a list of words; they may continue in
-    `args`. Return the command's --nnodes, "" if there is none. path: the command's."""
+    """Remove torchrun's options that identify the machine from a list of words; they may continue in `args`. Return the
+    command's --nnodes, "" if there is none."""
     command, args = (trainer.get(part) or [] for part in ("command", "args"))
     if not all(isinstance(words, list) and all(isinstance(w, str) for w in words) for words in (command, args)):
         return ""
@@ -114,8 +109,7 @@ def strip_launcher(trainer: dict[str, Any], path: Path, result: Converted) -> st
 def set_processes(
     value: Any, path: Path, template: dict[str, Any], result: Converted, on_cpus: int | None = None
 ) -> None:
-    """Set nprocPerNode from auto, cpu, gpu or a number. on_cpus: the value of auto without a GPU; None: all CPUs of the
-    node."""
+    """Set nprocPerNode from auto, cpu, gpu or a number. on_cpus: auto without a GPU; None: all CPUs of the node."""
     command = command_of(template)
     found = by_torchrun(command)
     if value in (None, "auto"):
@@ -139,8 +133,7 @@ def set_processes(
 def set_elastic(
     elastic: Fields, names: tuple[str, str], nnodes: str, command: list[str], where: Path, result: Converted
 ) -> None:
-    """Set nodes and minNodes from an elasticPolicy, or from torchrun's --nnodes=MIN:MAX, which has precedence. names:
-    the fields of the range. nnodes: the command's option. where: the source's own number of nodes."""
+    """Set nodes and minNodes from an elasticPolicy (`names`: its fields) or, before it, torchrun's --nnodes."""
     least, most = (elastic.number(name, 1) for name in names)
     path = (*elastic.path, names[0] if least is not None else names[1])
     if (least is not None or most is not None) and bounds.number(nnodes, bounds.COUNT_MAX) > 0:
@@ -171,6 +164,5 @@ def set_range(least: int | None, most: int | None, path: Path, command: list[str
 
 
 def range_of(nnodes: str) -> tuple[int, int] | None:
-    """Return MIN and MAX of torchrun's --nnodes=MIN:MAX; None for a single number or anything else."""
     least, most = (bounds.number(text, bounds.COUNT_MAX) for text in nnodes.partition(":")[::2])
     return (least, most) if least > 0 and most > 0 else None

@@ -1,5 +1,4 @@
-"""Reads a mapping field by field, and reports unread fields: converters take the fields that they understand, and
-`rest` remarks on all others."""
+"""Reads a mapping field by field; `rest` remarks on the fields that no converter took."""
 
 from __future__ import annotations
 
@@ -49,6 +48,13 @@ _REASONS = {
 }
 
 
+def walk(part: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield a part of a document, and all values below it, with their paths."""
+    yield path, part
+    for key, value in part.items() if isinstance(part, dict) else enumerate(part) if isinstance(part, list) else ():
+        yield from walk(value, (*path, key))
+
+
 class ConvertError(Exception):
     """A part that cannot be converted; `path` is its field in the source, or, after `runtime`, in that document."""
 
@@ -58,8 +64,6 @@ class ConvertError(Exception):
 
 
 class Fields:
-    """A mapping of the source at `path`, and the fields that were taken from it."""
-
     def __init__(self, value: Any, path: Path) -> None:
         if not isinstance(value, Mapping):
             raise ConvertError(path, f"must be a mapping, is {say(value)}")
@@ -67,12 +71,10 @@ class Fields:
         self._taken: set[str] = set()
 
     def take(self, name: str) -> Any:
-        """Return the value unchanged; None if unset."""
         self._taken.add(name)
         return self.given.get(name)
 
     def fields(self, name: str) -> Fields:
-        """Return the mapping in a field, {} if unset."""
         value = self.take(name)
         return Fields({} if value is None else value, (*self.path, name))
 
@@ -95,7 +97,6 @@ class Fields:
         return value
 
     def mappings(self, name: str) -> Iterator[Fields]:
-        """Return the mappings in a list."""
         value = self.take(name)
         if value is None:
             return

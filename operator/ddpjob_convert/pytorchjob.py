@@ -70,14 +70,12 @@ def _groups(spec: Fields) -> list[tuple[str, Fields]]:
 
 
 def _policy(spec: Fields) -> Fields:
-    """Return runPolicy, or its fields if they are in spec itself."""
     policy = spec.fields("runPolicy")
     flat = {name: spec.take(name) for name in _RUN_POLICY if spec.given.get(name) is not None}
     return Fields({**flat, **policy.given}, policy.path) if policy.given or not flat else Fields(flat, spec.path)
 
 
 def _template(groups: list[tuple[str, Fields]], result: Converted) -> tuple[dict[str, Any], str]:
-    """Return the first group's template and its command's --nnodes; remark on differences in the other's template."""
     (kind, first), *others = groups
     given = [copy.deepcopy(dict(group.fields("template").given)) for _, group in groups]
     path = (*first.path, "template")

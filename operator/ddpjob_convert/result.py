@@ -16,16 +16,13 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Remark:
-    """A field of the source, and what a reader must know about it."""
-
     path: Path
     text: str
 
 
 @dataclass
 class Converted:
-    """A DDPJob in the making; `comments` has texts by field of the spec. A remark's path that begins with `runtime` is
-    in that document."""
+    """A DDPJob in the making. A remark's path that begins with `runtime` is in that document."""
 
     title: str
     metadata: dict[str, Any]
@@ -35,13 +32,11 @@ class Converted:
     runtime: Mapping[str, Any] | None = None
 
     def set(self, name: str, value: Any, comment: str = "") -> None:
-        """Set a field of the spec, with its origin as a comment."""
         self.spec[name] = value
         if comment:
             self.comments[name] = comment
 
     def remark(self, path: Path, text: str) -> None:
-        """Record a field without a counterpart, or with another meaning."""
         self.remarks.append(Remark(path, text))
 
     @property
@@ -74,7 +69,6 @@ class _JobDumper(yaml.SafeDumper):
         return super().represent_sequence(tag, items, flow_style=plain or flow_style)
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - the signature is PyYAML's
-        """Write no anchors: kubectl reads them, people do not."""
         return True
 
 

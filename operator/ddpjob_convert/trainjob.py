@@ -136,7 +136,6 @@ def _address(template: dict[str, Any], trainer: Fields, job: str, path: Path, re
 
 
 def _say_around(of_job_set: Fields, job: Fields, of_job: Fields, result: Converted) -> None:
-    """Remark on fields of the JobSet and of the trainer's Job outside of their specs."""
     for fields in (of_job_set, of_job):
         metadata = fields.fields("metadata")
         for name in ("labels", "annotations"):
@@ -151,7 +150,6 @@ def _say_around(of_job_set: Fields, job: Fields, of_job: Fields, result: Convert
 
 
 def _trainer_job(job_set: Fields, result: Converted) -> Fields:
-    """Return the replicated job whose pods train."""
     jobs = list(job_set.mappings("replicatedJobs"))
 
     def step(job: Fields) -> Any:

@@ -108,8 +108,7 @@ trainer.train()
 
 
 def test_hugging_faces_trainer_ends_right_after_the_checkpoint_and_leaves_it(tmp_path: Path) -> None:
-    """At the end of an epoch and of training it evaluates for too long, saves into the same folder again, and removes
-    every checkpoint but the best."""
+    """At the end of an epoch it evaluates for too long, saves into the same folder, and removes all but the best."""
     pytest.importorskip("transformers", reason=WHY)
     (tmp_path / "train.py").write_text(STOPS_IN_AN_EPOCH)
     told = subprocess.run(

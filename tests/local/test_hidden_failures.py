@@ -72,6 +72,5 @@ def test_a_stop_that_a_shell_keeps_from_its_launcher_says_so(cli: Cli, shell: st
 
 def test_a_launchers_exit_code_that_the_shell_loses_is_said_before_the_run_and_once(cli: Cli) -> None:
     job = cli.file("", container={"command": ["bash", "-c", f"{DDPRUN} train.py | cat"]}, nodes=1)
-    done = cli.run("run", job)
-    assert done.returncode == 0
+    done = cli.run("run", job, code=0)
     assert done.stderr.count("the exit code of ddprun is lost") == 1

@@ -134,8 +134,7 @@ def test_what_only_the_script_can_know_it_refuses_before_anyone_waits(cli: Cli) 
         "workingDir": str(ROOT / "trainer/examples/notes"),
         "env": [{"name": "CUDA_VISIBLE_DEVICES", "value": ""}],
     }
-    done = cli.run("run", cli.file("", container=trainer, nodes=1, backoffLimit=0))
-    assert done.returncode == 1
+    done = cli.run("run", cli.file("", container=trainer, nodes=1, backoffLimit=0), code=1)
     assert 'backend: "nccl"' in done.stdout
 
 

@@ -40,8 +40,7 @@ def open_umask() -> object:
 
 def test_files_of_a_run_are_0600_and_its_folders_0700(cli: Cli, open_umask: object) -> None:
     """Otherwise everybody can read status, history and logs in a copy of the folder."""
-    done = cli.run("run", cli.file(PRINTS), "--logs", "logs")
-    assert done.returncode == 0, done.stderr
+    done = cli.run("run", cli.file(PRINTS), "--logs", "logs", code=0)
     (run,) = [path for path in (cli.folder / "logs/job").iterdir() if path.name != LATEST]
     copy = shutil.copytree(run, cli.folder / "copy")
     for folder in (run, copy):

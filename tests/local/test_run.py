@@ -22,8 +22,7 @@ from shell import SECONDS_MAX, Cli, eventually, status_of
 
 def test_a_job_succeeds_with_exit_code_0_its_lines_on_stdout_and_its_status_in_a_file(cli: Cli) -> None:
     job = cli.file("import os; print('hello from', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])")
-    done = cli.run("run", job, "--status", "status.json")
-    assert done.returncode == 0
+    done = cli.run("run", job, "--status", "status.json", code=0)
     assert sorted(done.stdout.splitlines()) == ["[0:0] hello from 0 of 2", "[1:1] hello from 1 of 2"]
     assert done.stderr.startswith("job · 2 nodes × 1 process · gloo · OMP_NUM_THREADS=1\n")
     assert re.search(r"✔ job Succeeded in \d+s", done.stderr)
@@ -195,8 +194,7 @@ def test_10000_lines_a_second_a_line_of_10_mb_and_bytes_that_are_no_text_all_pas
 
 
 def test_a_status_file_on_a_full_disk_is_said_once_and_the_job_goes_on(cli: Cli) -> None:
-    done = cli.run("run", cli.file("print(1)"), "--status", "/proc/status.json")
-    assert done.returncode == 0
+    done = cli.run("run", cli.file("print(1)"), "--status", "/proc/status.json", code=0)
     assert done.stderr.count("--status /proc/status.json: ") == 1
 
 
@@ -280,8 +278,7 @@ def test_no_check_starts_it_all_the_same(cli: Cli) -> None:
 
 
 def test_a_warning_is_shown_and_the_job_runs(cli: Cli) -> None:
-    done = cli.run("run", cli.file(WARNED))
-    assert done.returncode == 0
+    done = cli.run("run", cli.file(WARNED), code=0)
     assert done.stdout.count("started") == 2
     assert re.match(r"train.py:\d+: warning\[save-on-every-rank\]: ", done.stderr.splitlines()[0])
 
@@ -293,8 +290,7 @@ def test_a_script_that_reports_no_steps_gets_no_limit_for_hangs_and_no_fault_at_
     assert done.returncode == 0
     assert "Nothing will notice a hang of this script: train.py reports no steps" in done.stderr
     assert "Nothing will notice" not in cli.run("run", job).stderr, "who sets no limit has not asked"
-    done = cli.run("run", job, "--fail", "rank=1,step=5,exit=3")
-    assert done.returncode == 2
+    done = cli.run("run", job, "--fail", "rank=1,step=5,exit=3", code=2)
     assert done.stderr.startswith("--fail rank=1,step=5,exit=3: train.py reports no steps")
 
 
@@ -316,8 +312,7 @@ def test_cpu_runs_a_gpu_job_with_as_many_ranks_on_gloo(cli: Cli) -> None:
 
 def test_what_cannot_be_honoured_is_refused_unless_the_user_allows_it(cli: Cli) -> None:
     job = cli.file("print('ran')", container={"envFrom": [{"secretRef": {"name": "s"}}]})
-    refused = cli.run("run", job)
-    assert refused.returncode == 2
+    refused = cli.run("run", job, code=2)
     assert re.search(
         r"job\.yaml:\d+: spec\.template\.spec\.containers\[0\]\.envFrom: there are no Secrets", refused.stderr
     )
@@ -359,8 +354,7 @@ def test_a_relative_working_folder_begins_where_the_command_is_given(cli: Cli) -
     (cli.folder / "src/train.py").write_text("import os; print(os.path.basename(os.getcwd()))")
     job = cli.file("", container={"workingDir": "src"}, nodes=1)
     (cli.folder / "train.py").unlink()
-    done = cli.run("run", job)
-    assert done.returncode == 0, done.stderr
+    done = cli.run("run", job, code=0)
     assert done.stdout.split()[-1] == "src"
 
 
@@ -369,8 +363,7 @@ def test_a_working_directory_on_an_empty_dir_is_made(cli: Cli) -> None:
     body = yaml.safe_load(cli.file("", container=mounts).read_text())
     body["spec"]["template"]["spec"]["volumes"] = [{"name": "d", "emptyDir": {}}]
     (cli.folder / "w.yaml").write_text(yaml.safe_dump(body))
-    done = cli.run("run", "w.yaml")
-    assert done.returncode == 0, done.stderr
+    done = cli.run("run", "w.yaml", code=0)
     assert all(line.endswith("/d/sub") for line in done.stdout.splitlines())
 
 
@@ -521,8 +514,7 @@ def test_a_folder_that_cannot_be_made_is_one_line(cli: Cli) -> None:
 def test_a_locale_without_a_character_costs_that_character(cli: Cli) -> None:
     """Universities' clusters use ISO-8859-1: the first € of a rank must not end the run."""
     cli.env["PYTHONIOENCODING"] = "latin-1"
-    done = cli.run("run", cli.file("import os; os.write(1, 'costs 5 €\\n'.encode())"), "--logs", "logs")
-    assert done.returncode == 0
+    done = cli.run("run", cli.file("import os; os.write(1, 'costs 5 €\\n'.encode())"), "--logs", "logs", code=0)
     assert r"[0:0] costs 5 \u20ac" in done.stdout
     (log,) = (cli.folder / "logs").glob("job/latest/job-1-0.log")
     assert log.read_text(encoding="utf-8") == "costs 5 €\n"

@@ -203,9 +203,7 @@ def test_a_file_in_the_place_of_the_folder_is_refused_and_kept(cli: Cli, kind: s
         (cli.folder / "job").write_text("precious")
     else:
         (cli.folder / "job").symlink_to("data" if kind == "link to a file" else "nowhere")
-    done = cli.run("run", cli.file("pass"), "--logs", ".")
-    assert done.returncode == 2
-    assert "choose a folder with --logs" in done.stderr
+    done = cli.run("run", cli.file("pass"), "--logs", ".", code=2, says="choose a folder with --logs")
     assert "Traceback" not in done.stderr
     assert (cli.folder / "data").read_text() == "precious"
     assert (cli.folder / "job").is_symlink() or (cli.folder / "job").read_text() == "precious"

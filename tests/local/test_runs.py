@@ -57,9 +57,7 @@ def test_without_any_run_list_and_logs_say_so(cli: Cli) -> None:
     assert (done.returncode, done.stdout) == (0, "")
     assert "no run is kept" in done.stderr
     assert listed(cli) == []
-    done = cli.run("logs")
-    assert done.returncode == 2
-    assert "start one with ddpjob run" in done.stderr
+    cli.run("logs", code=2, says="start one with ddpjob run")
 
 
 def test_logs_shows_the_last_run_by_attempt_and_by_rank(cli: Cli) -> None:
@@ -118,8 +116,7 @@ def test_a_reader_that_has_enough_ends_logs_quietly(cli: Cli) -> None:
 
 def test_a_report_is_written_at_the_end_and_printed_again_later(cli: Cli) -> None:
     """Users show a colleague what a run did after their terminal has scrolled away."""
-    done = cli.run("run", cli.file(FAILS_ONCE, backoffLimit=2), "--report", "run.html")
-    assert done.returncode == 0
+    cli.run("run", cli.file(FAILS_ONCE, backoffLimit=2), "--report", "run.html", code=0)
     written = (cli.folder / "run.html").read_text()
     for said in ("<title>job: Succeeded</title>", "attempt 2", "exit code 3", "job-1-1.log", "job-2-0.log"):
         assert said in written, said

@@ -83,8 +83,7 @@ def test_ctrl_backslash_in_a_run_prints_the_stacks_and_ends_nothing(run: Run) ->
 
 
 def test_a_run_that_has_ended_or_never_was_is_one_sentence(cli: Cli) -> None:
-    done = cli.run("run", cli.file("pass", container=DDPRUN))
-    assert done.returncode == 0, done.stderr
+    cli.run("run", cli.file("pass", container=DDPRUN), code=0)
     ended = cli.run("stacks")
     assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
     assert "is not running (Succeeded), so it has no stacks" in ended.stderr

@@ -1,6 +1,5 @@
-"""A local node ends with everything that it started, in any way it ends, and reports exactly how. Every process tree
-has a unique value in its environment, by which survivors are found in /proc: tests trust no pid that the tested code
-reports."""
+"""A local node ends with everything that it started, and reports exactly how. Survivors are found in /proc by a unique
+value in their environment: tests trust no pid that the tested code reports."""
 
 from __future__ import annotations
 

@@ -15,8 +15,7 @@ def test_the_example_trains_on_two_nodes_under_torchrun_and_reports(cli: Cli) ->
     os.symlink(ROOT / "trainer", cli.folder / "trainer")
     words = ["run", ROOT / "examples/digits.yaml", "--status", "status.json"]
     command = "spec.template.spec.containers[0].command"
-    done = cli.run(*words, "--set", f"{command}[0]=torchrun", "--set", f"{command}[3]='1'")
-    assert done.returncode == 0, done.stderr
+    done = cli.run(*words, "--set", f"{command}[0]=torchrun", "--set", f"{command}[3]='1'", code=0)
     last = json.loads(next(line for line in done.stdout.splitlines() if '"done"' in line).removeprefix("[0:0] "))
     assert (last["world_size"], last["steps"]) == (2, 45)
     status = status_of(cli.folder / "status.json")
@@ -33,8 +32,7 @@ def test_under_torchrun_the_guilty_rank_and_its_exit_code_are_named_and_not_the_
         nprocPerNode=2,
         backoffLimit=0,  # each further attempt imports torch twice
     )
-    done = cli.run("run", job, "--status", "status.json")
-    assert done.returncode == 1
+    done = cli.run("run", job, "--status", "status.json", code=1)
     failure = status_of(cli.folder / "status.json")["lastFailure"]
     assert (failure["rank"], failure["nodeRank"], failure["exitCode"]) == (3, 1, 7)
     assert "rank 3 (node 1)" in done.stderr

@@ -55,8 +55,7 @@ SECONDS_MAX = 240  # two attempts of four processes that import torch, on a mach
     ids=["python, torch", "ddprun"],
 )
 def test_a_rank_that_ends_early_is_named_and_charged(cli: Cli, command: list[str], script: str) -> None:
-    """Uneven data, or a `break` on one rank: with backoffLimit 0 the job must not restart for hours without a
-    charge."""
+    """Uneven data, or a `break` on one rank: with backoffLimit 0 the job must not restart without a charge."""
     job = cli.file(script, container={"command": command}, nodes=2, nprocPerNode=1, backoffLimit=0)
     with cli.start("run", job, "--no-check", "--status", "status.json") as process:
         out, said = process.communicate(timeout=SECONDS_MAX)

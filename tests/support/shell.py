@@ -67,11 +67,15 @@ class Cli:
         argv = [sys.executable, "-m", "ddpjob_cli", *map(str, words)]
         return subprocess.Popen(argv, cwd=self.folder, env=self.env, **options)
 
-    def run(self, *words: object, **options: Any) -> subprocess.CompletedProcess[str]:
-        """`ddpjob …` to its end."""
+    def run(
+        self, *words: object, code: int | None = None, says: str | tuple[str, ...] = (), **options: Any
+    ) -> subprocess.CompletedProcess[str]:
+        """`ddpjob …` to its end. code, says: its exit code, and texts on stderr."""
         with self.start(*words, **options) as process:
             out, err = process.communicate(timeout=SECONDS_MAX)
         assert "Traceback" not in err, err
+        assert code in (None, process.returncode), err
+        assert all(text in err for text in ([says] if isinstance(says, str) else says)), err
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def here(self, *words: object) -> subprocess.CompletedProcess[str]:

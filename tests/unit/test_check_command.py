@@ -1,5 +1,4 @@
-"""`ddpjob check` names parts of a job's command that do something else than they seem to, and nothing in sound
-commands."""
+"""`ddpjob check` names parts of a job's command that do something else than they seem to, and no others."""
 
 from __future__ import annotations
 

@@ -94,8 +94,7 @@ def test_a_server_that_does_not_answer_costs_no_more_than_the_request_timeout(
     """A VPN that is down must not hang the terminal."""
     cluster.seconds = 10
     began = time.monotonic()
-    done = ddpjob("get", "--request-timeout", "1s")
-    assert done.code == 1
+    done = ddpjob("get", "--request-timeout", "1s", code=1)
     assert time.monotonic() - began < cluster.seconds, "it has not waited for the answer"
     assert done.err.startswith("context test (http://127.0.0.1:")
     assert "does not answer within 1 s" in done.err
@@ -155,8 +154,7 @@ def test_a_broken_kubeconfig_is_one_line(
     path = tmp_path / "broken"
     path.write_text(content)
     monkeypatch.setenv("KUBECONFIG", str(path))
-    done = ddpjob("get")
-    assert done.code == 2
+    done = ddpjob("get", code=2)
     assert done.err.startswith(f"{path}: the kubeconfig cannot be used")
     assert done.err.count("\n") == 1
 
@@ -182,9 +180,7 @@ def test_a_plugin_that_gives_no_credentials_is_said(
     plugin = {"apiVersion": "client.authentication.k8s.io/v1", "command": command, "interactiveMode": "Never"}
     config["users"][0]["user"] = {"exec": plugin}
     (tmp_path / "kubeconfig").write_text(json.dumps(config))
-    done = ddpjob("get")
-    assert done.code == 2
-    assert "kubeconfig: no credentials for context test: " in done.err
+    done = ddpjob("get", code=2, says="kubeconfig: no credentials for context test: ")
     assert says in done.err
     assert done.err.count("\n") == 1
     assert cluster.requests == []
@@ -211,8 +207,7 @@ def test_a_missing_right_is_named_by_verb_resource_and_namespace(cluster: FakeCl
 @pytest.mark.parametrize("code", [401, 429, 500, 503])
 def test_other_refusals_are_one_line(cluster: FakeCluster, ddpjob: Ddpjob, code: int) -> None:
     cluster.answers["list ddpjobs.training.ddpjob.io"] = code, {"kind": "Status", "message": "no"}
-    done = ddpjob("get")
-    assert done.code == 1
+    done = ddpjob("get", code=1)
     assert str(code) in done.err
     assert done.err.count("\n") == 1
 
@@ -357,8 +352,7 @@ def test_describe_says_why_a_kubelet_has_ended_a_pod(
 def test_describe_without_the_right_to_see_pods_shows_the_rest(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     cluster.add("ddpjobs", stored())
     cluster.forbidden = {"list pods", "list events"}
-    done = ddpjob("describe", "digits")
-    assert done.code == 0
+    done = ddpjob("describe", "digits", code=0)
     assert "Running" in done.out
     assert "may not list pods" in done.err
 
@@ -405,8 +399,7 @@ def test_events_are_shown_with_those_of_pods_where_wanted(cluster: FakeCluster, 
 
 def test_suspend_and_resume_change_one_field(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     job = cluster.add("ddpjobs", stored())
-    done = ddpjob("suspend", "digits")
-    assert "up to 30 s to save" in done.err
+    ddpjob("suspend", "digits", says="up to 30 s to save")
     assert job["spec"]["suspend"] is True
     assert "suspended already" in ddpjob("suspend", "digits").err
     assert ddpjob("resume", "digits").code == 0
@@ -517,8 +510,7 @@ def test_one_job_that_fails_does_not_keep_the_others_from_being_shown_suspended_
         assert "over has Succeeded and cannot be" in done.err
         assert [job["spec"]["suspend"] for job in running] == [verb == "suspend"] * 2
     for verb in ("get", "describe"):
-        done = ddpjob(verb, "a", "b", "c")
-        assert done.code == 2
+        done = ddpjob(verb, "a", "b", "c", code=2)
         assert re.findall(r"^(?:Name: +)?([a-z])\b", done.out, re.MULTILINE) == ["b", "c"], verb
         assert done.err.startswith("no DDPJob a in namespace default")
     assert ddpjob("get", "a").out == ddpjob("describe", "a").out == ""
@@ -551,8 +543,7 @@ def test_a_wait_for_several_jobs_ends_with_the_first_that_spoils_it(cluster: Fak
     """Otherwise a pipeline waits hours for the last job before it hears of a typo or the first failure."""
     cluster.add("ddpjobs", stored("runs"))
     cluster.add("ddpjobs", stored("failed", state="Failed"))
-    done = ddpjob("wait", "runs", "typo", "--for", "ended")
-    assert done.code == 2
+    done = ddpjob("wait", "runs", "typo", "--for", "ended", code=2)
     assert done.err.startswith("no DDPJob typo in namespace default")
     done = ddpjob("wait", "runs", "failed")
     assert (done.code, done.err.splitlines()[-1]) == (1, "failed can no longer be Succeeded: it has Failed")
@@ -564,8 +555,7 @@ def test_the_timeout_is_that_of_all_jobs_together(
     monkeypatch.setattr(watch, "LOOK_SECONDS", 1.0)
     for name in ("a", "b", "c"):
         cluster.add("ddpjobs", stored(name, state="Pending" if name != "c" else "Succeeded", message="no GPU"))
-    done = ddpjob("wait", "a", "b", "c", "--timeout", "1s")
-    assert done.code == 1
+    done = ddpjob("wait", "a", "b", "c", "--timeout", "1s", code=1)
     assert done.err.splitlines()[:2] == ["a: Pending: no GPU", "b: Pending: no GPU"]
     assert [line.rpartition(": ")[0] for line in done.err.splitlines()[2:]] == [
         f"not Succeeded within 1s: {name} is Pending" for name in ("a", "b")
@@ -608,8 +598,7 @@ def test_wait_tells_a_job_that_is_deleted_meanwhile_from_one_that_has_ended(
 ) -> None:
     cluster.add("ddpjobs", stored())
     cluster.after(LOOK, cluster.objects.clear)
-    done = ddpjob("wait", "digits")
-    assert done.code == 1
+    done = ddpjob("wait", "digits", code=1)
     assert done.err.endswith("digits was deleted\n")
     cluster.add("ddpjobs", stored())
     cluster.after(LOOK, cluster.objects.clear)
@@ -630,8 +619,7 @@ def test_a_wait_survives_an_api_server_that_is_away(cluster: FakeCluster, ddpjob
         cluster.answers.clear()
 
     cluster.after(LOOK, away)
-    done = ddpjob("wait", "digits")
-    assert done.code == 0
+    done = ddpjob("wait", "digits", code=0)
     assert done.err.count("still trying") == 1
 
 
@@ -814,8 +802,7 @@ def test_the_log_of_a_node_that_the_job_has_no_more_is_shown(cluster: FakeCluste
 def test_a_followed_log_goes_on_where_its_connection_broke_in_any_time_zone_of_the_node(
     cluster: FakeCluster, ddpjob: Ddpjob, hours: int
 ) -> None:
-    """An upgraded API server cuts a line, whose rest must still come. The node's time zone must not shift the resume
-    time."""
+    """An upgraded API server cuts a line, whose rest must come. The node's time zone must not shift the resume time."""
     cluster.zone = dt.timezone(dt.timedelta(hours=hours))
     cluster.broken = ["cut"]
     job = cluster.add("ddpjobs", stored())
@@ -832,8 +819,8 @@ def test_a_followed_log_goes_on_where_its_connection_broke_in_any_time_zone_of_t
 
 
 def test_a_followed_log_goes_on_after_a_sentence_of_the_kubelet(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """Without free inotify watches, as on many machines with kind, the kubelet writes its error into the followed log,
-    without a time. Its first word must not be used as the time from which to resume."""
+    """Without free inotify watches the kubelet writes its error into the followed log, without a time to resume
+    from."""
     cluster.broken = ["no watch", "no watch"]
     job = cluster.add("ddpjobs", stored())
     trainer = cluster.add("pods", pod("digits"))
@@ -920,8 +907,7 @@ def test_the_logs_of_a_container_that_has_not_started_are_not_there_yet(cluster:
     waiting = pod("digits")
     waiting["status"]["containerStatuses"][0]["state"] = {"waiting": {"reason": "ErrImagePull"}}
     cluster.add("pods", waiting)
-    done = ddpjob("logs", "digits", "--cluster")
-    assert done.code == 2
+    done = ddpjob("logs", "digits", "--cluster", code=2)
     assert done.err == "digits: no node has a log yet: Pending: 1 of 1 pods cannot start: ErrImagePull\n"
     assert "digits-1-0   n1     Running (ErrImagePull)" in ddpjob("describe", "digits").out
 

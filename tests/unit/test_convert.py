@@ -184,8 +184,7 @@ def said(body: dict[str, Any]) -> str:
 
 
 def test_the_launcher_in_a_shell_of_a_pytorchjob_gets_the_jobs_own_variables() -> None:
-    """Kubeflow sets WORLD_SIZE and RANK per pod. With several processes per node a DDPJob sets neither, and torchrun
-    would get empty texts."""
+    """Kubeflow sets WORLD_SIZE and RANK per pod. A DDPJob with several processes does not: torchrun got empty texts."""
     for count in ("$WORLD_SIZE", "$((WORLD_SIZE))", '"${WORLD_SIZE}"', "$(($WORLD_SIZE / 2))"):
         script = f'cd /app\ntorchrun --nnodes={count} --node_rank "${{RANK}}" --nproc_per_node=4 \\\n  train.py --lr 1'
         result = converted(pytorchReplicaSpecs=replicas(command=["bash", "-c"], args=[script]))
@@ -309,9 +308,8 @@ def test_elastic_restarts_count_where_there_is_no_backoff_limit() -> None:
     ],
 )
 def test_the_nodes_of_an_elastic_job_are_a_range(policy: Any, words: str, made: Any, named: str) -> None:
-    """A job that waits for its last node is slower than one that trains with the nodes there are. Kubeflow also passes
-    the range to torchrun in the Master's pod, and torchrun's own option overrides it: AWS' examples for FSDP have
-    --nnodes=4 and maxReplicas: 64, and must not become jobs of 64 nodes."""
+    """Kubeflow passes the range to torchrun, whose own option overrides it: AWS' FSDP examples have --nnodes=4 and
+    maxReplicas: 64, and must not become jobs of 64 nodes."""
     result = converted(elasticPolicy=policy, pytorchReplicaSpecs=replicas(command=words.split()))
     assert (result.spec.get("minNodes"), result.spec["nodes"]) == made
     told = [name for name in remarks(result) if "elasticPolicy" in name or name.endswith(".replicas")]
@@ -360,8 +358,7 @@ def test_a_trainjob_with_a_range_is_elastic(runtime: str, command: str, made: An
     ],
 )
 def test_a_trainjob_without_gpus_has_a_process_for_each_cpu(resources: Any, command: str, made: int | None) -> None:
-    """Kubeflow Trainer counts that way (pkg/runtime/framework/plugins/torch): otherwise half of the ranks would be
-    missing."""
+    """Kubeflow Trainer counts so (pkg/runtime/framework/plugins/torch): otherwise half of the ranks are missing."""
     result = trainjob(trainer={"image": "i", "command": command.split(), "resourcesPerNode": resources})
     assert result.spec.get("nprocPerNode") == made
 

@@ -71,8 +71,7 @@ def test_the_end_of_its_log_is_in_the_status() -> None:
 
 
 def test_the_log_is_waited_for_where_the_kubelet_reports_the_deadline_before_the_end_of_the_container() -> None:
-    """Otherwise users read `Pod was active on the node longer than the specified deadline` instead of the hang's
-    log."""
+    """Otherwise users read `Pod was active on the node longer than the specified deadline`, not the hang's log."""
     world, _ = stalled()
     world.settle()
     why = Container("ended", "DeadlineExceeded", "Pod was active on the node longer than the specified deadline")

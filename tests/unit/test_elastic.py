@@ -165,8 +165,7 @@ OWN = "Traceback (most recent call last):\nValueError: no such shard: 7\n"
 
 
 def ended_beside_a_node_that_came(seconds_before: float, *, reported: bool = False, **spec: Any) -> World:
-    """Return a world where nodes 0 and 1 trained for an hour and completed; node 2 started so long before that, and is
-    running."""
+    """Return a world where nodes 0 and 1 trained and completed, and node 2 started so long before that."""
     world = elastic(**spec).started().runs(0, 1).after(31).settle().after(3600).settle()
     world.runs(2).settle()
     if reported:
@@ -247,8 +246,7 @@ def test_startDeadlineSeconds_is_met_by_minNodes() -> None:
 
 
 def test_an_exception_ends_the_job_because_torchrun_has_used_all_its_restarts() -> None:
-    """Otherwise 3 restarts in place are followed by 3 attempts with 2, 1 and 0 more: ten runs of a script that always
-    fails."""
+    """Otherwise 3 restarts in place are followed by 3 attempts with 2, 1 and 0 more: ten runs of a failing script."""
     world = elastic(backoffLimit=3).running()
     world = (
         world.exits(1, code=1, message="ValueError: no such shard: 7\n").exits(0, code=1).exits(2, code=1).restarted()

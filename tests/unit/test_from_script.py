@@ -20,7 +20,7 @@ from ddpjob_cli.commands.sources import Source
 from ddpjob_cli.manifest import yamlfile
 from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_convert import command
-from ddpjob_operator.job import api, naming, validation
+from ddpjob_operator.job import api, validation, wording
 from ddpjob_operator.job.launcher import command_of
 
 ROOT = Path(__file__).parents[2]
@@ -178,7 +178,7 @@ def test_an_argument_that_may_be_absent_is_not_called_needed(nargs: str, said: s
     ],
 )
 def test_the_name_is_one_of_kubernetes(script: str, name: str) -> None:
-    assert naming.name_of(script) == name
+    assert wording.name_of(script) == name
     module = ["-m"] if script == "pkg.mod" else []
     assert command.convert(["torchrun", *module, script]).metadata["name"] == name, "as `ddpjob convert` names it"
 

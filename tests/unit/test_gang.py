@@ -57,8 +57,7 @@ def test_auto_takes_what_the_api_server_serves_and_says_why(
 
 
 def test_a_long_sentence_of_the_api_server_is_cut_and_not_the_end_of_the_job() -> None:
-    """RBAC names each missing role in its refusal. If it exceeded the status' bounds, the operator could not read its
-    own status, and would stop acting for the job."""
+    """RBAC names each missing role: beyond the status' bounds, the operator could not read its own status."""
     why = f"the operator may not list podgroups: {'; '.join(f'clusterrole {n} not found' for n in range(40))}"
     world = digits()
     world.gang_apis = {"native": GangApi(why_not=why)}

@@ -165,8 +165,7 @@ def test_no_second_is_counted_twice_or_forgotten(events: list[tuple[str, int]]) 
 
 
 def test_a_script_that_reports_huge_numbers_as_steps_leaves_a_status_that_can_be_read() -> None:
-    """Otherwise the lost steps exceed what a status may hold: the operator could not read its own status, and would
-    stop acting for a job whose pods hold GPUs."""
+    """Otherwise the lost steps exceed what a status may hold, and the operator cannot read its own status."""
     world = digits().running()
     for _ in range(2):
         world.reports_step(bounds.COUNT_MAX).settle().exits(0, code=75).restarted().after(400).running()

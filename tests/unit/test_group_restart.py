@@ -147,8 +147,7 @@ def test_a_rank_that_completed_trains_again_with_its_group() -> None:
 
 @pytest.mark.parametrize(("given", "grace"), [(0, 1), (3, 3), (60, 60)])
 def test_restart_grace_seconds_is_the_users_to_choose_down_to_one(given: int, grace: int) -> None:
-    """With 0 the API server forgets the pod before its kubelet has ended it: two attempts would run at the same
-    time."""
+    """With 0 the API server forgets the pod before its kubelet has ended it: two attempts would run at once."""
     world = digits(restartGraceSeconds=given).running().exits(1, code=1)
     world.step()
     assert deleted(world.step()) == [("digits-1-0", grace)]
@@ -388,8 +387,7 @@ def test_a_config_map_that_is_there_in_between_is_waited_for_anew() -> None:
 
 
 def test_a_config_map_that_is_missing_for_a_moment_after_a_long_pull_fails_no_job() -> None:
-    """The kubelet reports the same reason while its own copy of the ConfigMap is late: an image that takes eleven
-    minutes to pull must not fail the job."""
+    """The kubelet reports the same while its copy of the ConfigMap is late, for example after a pull of 11 minutes."""
     world = digits().started().waits(0, "ContainerCreating").settle().after(660).settle()
     world.waits(0, "CreateContainerConfigError", "failed to sync configmap cache: timed out")
     assert world.settle().status.reason == "CannotStart"
@@ -410,8 +408,7 @@ def test_the_cause_is_the_rank_that_failed_and_not_the_peer_that_noticed_first()
 
 
 def test_an_attempt_with_nothing_but_complaints_about_peers_is_free_once_and_not_for_ever() -> None:
-    """The first time, the network may have failed unseen. The second time it is the script, which would restart for
-    ever."""
+    """The first time, the network may have failed unseen; the second time it is the script, which restarts for ever."""
     world = digits(backoffLimit=1).running().exits(0, code=1, message=PEER_GONE).restarted()
     assert charges(world) == (0, 1, 0)
     world.runs(0, 1).settle().after(3600).exits(0, code=1, message=PEER_GONE).restarted()
@@ -492,8 +489,8 @@ def test_without_reports_the_rank_that_ended_well_is_named_all_the_same(nodes: i
 def test_a_sigkill_proves_an_early_end_only_of_a_torchrun_that_has_got_the_sigterm(
     command: list[str], reason: str
 ) -> None:
-    """A torchrun whose ranks have all ended with 0 does not answer SIGTERM. A shell in front of it does not either,
-    and would cost the user a restart for each network failure between others."""
+    """A torchrun whose ranks ended with 0 does not answer SIGTERM, but neither does a shell: that would cost users a
+    restart for each network failure between others."""
     world = digits(container={"command": command}).running().exits(1, code=1, message=PEER_GONE).settle()
     world.after(30).exits(0, code=137).settle()
     assert cause(world).reason == reason
@@ -640,8 +637,8 @@ def test_without_the_right_to_read_nodes_the_node_controllers_word_about_the_pod
 
 @pytest.mark.parametrize(("ran", "seconds"), [(False, 60), (True, 30 + HELD_SECONDS)])
 def test_without_the_right_to_read_nodes_a_pod_that_stays_beyond_its_grace_is_given_up(ran: bool, seconds: int) -> None:
-    """The node controller reports a running trainer's node as not ready. If it does not, the kernel may be holding the
-    process, and the next group would train next to it: that gets more time."""
+    """If the node controller does not report a running trainer's node, the kernel may be holding the process, and the
+    next group would train next to it."""
     world = digits().running() if ran else digits().settle().runs(0)._change(1, node="node-1").settle()
     world.nodes = None
     world.deleted_first(1).settle().stops(0).after(seconds - 1).settle()
@@ -833,8 +830,7 @@ def test_a_lost_node_says_since_when_and_the_times_survive_the_operator() -> Non
 
 
 def test_a_pod_that_was_bound_to_a_node_that_is_not_ready_has_its_own_patience() -> None:
-    """After an outage of the API server the scheduler may bind a pod to a node that is not ready, seconds before its
-    kubelet reports. Otherwise users lose two attempts on a healthy node."""
+    """After an outage the scheduler may bind a pod to a node that is not ready yet: users lost attempts on it."""
     world = digits().started()
     world.nodes = {"node-1": Node(ready=False, since=world.now)}
     world.after(25).runs(0, 1)
@@ -843,8 +839,7 @@ def test_a_pod_that_was_bound_to_a_node_that_is_not_ready_has_its_own_patience()
 
 
 def test_a_rank_that_is_gone_when_its_peers_have_completed_is_not_made_again_to_wait_for_them() -> None:
-    """It completed unobserved, and its pod was deleted. A new pod in the same attempt would find no peers, and users
-    would pay for a rank that "ended early"."""
+    """It completed unobserved. A new pod would find no peers, and users would pay for a rank that "ended early"."""
     world = digits().started().settle()
     assert world.status.reason == "StartingTrainers"
     world.exits(0).vanishes(1).settle()
@@ -857,8 +852,7 @@ LAUNCHERS = pytest.mark.parametrize("command", ["python", "torchrun", "ddprun"])
 
 @LAUNCHERS
 def test_a_rank_whose_pod_was_never_made_is_made_although_others_have_completed_already(command: str) -> None:
-    """The others may complete before the last pod is created, or while the operator is down. Otherwise finished work
-    runs again."""
+    """The others may complete before the last pod is created. Otherwise finished work runs again."""
     world = digits(nodes=3, container={"command": [command, "train.py"]}, backoffLimit=0)
     world.step()
     world.vanishes(1).vanishes(2).exits(0)
@@ -871,8 +865,7 @@ def test_a_rank_whose_pod_was_never_made_is_made_although_others_have_completed_
 
 @LAUNCHERS
 def test_a_rank_that_starts_after_a_peer_has_ended_does_not_prove_that_the_peer_ended_early(command: str) -> None:
-    """Its first pod completed and was deleted before that was recorded, so it is created again and waits in vain. Users
-    must not pay a restart for a correct script."""
+    """Its first pod completed unrecorded, so it is created again and waits in vain: no restart for a correct script."""
     world = digits(container={"command": [command, "train.py"]}, backoffLimit=0)
     world.step()
     world.vanishes(1).runs(0).after(30).exits(0).after(5).step()
@@ -882,8 +875,7 @@ def test_a_rank_that_starts_after_a_peer_has_ended_does_not_prove_that_the_peer_
 
 
 def test_a_pod_that_is_slow_to_stop_does_not_explain_what_was_wrong_before() -> None:
-    """Without node access, a pod that outlives its grace is given up. Its deletion was requested because a rank ended
-    early: that rank must still be named and charged."""
+    """Its deletion was requested because a rank ended early: that rank must still be named and charged."""
     world = digits(nodes=3).running().reports_step(5)
     world.nodes = None
     world.exits(1).exits(
@@ -895,7 +887,7 @@ def test_a_pod_that_is_slow_to_stop_does_not_explain_what_was_wrong_before() -> 
 
 @pytest.mark.parametrize(("word", "code"), [("seccomp killed", 159), ("Signaled", 139), ("Exited", 3)])
 def test_a_container_runtimes_own_word_for_an_exit_code_is_no_disruption(word: str, code: int) -> None:
-    """CRI-O reports `seccomp killed`. A script that makes a forbidden call must not be restarted a hundred times for
+    """CRI-O reports `seccomp killed`. A script that makes a forbidden call must not restart a hundred times for
     free."""
     world = digits(backoffLimit=0).running().exits(0, code, reason=word).restarted()
     assert (world.status.state, world.status.reason) == ("Failed", "BackoffLimitExceeded")
@@ -957,8 +949,7 @@ def test_a_rank_that_waited_in_vain_for_an_image_costs_nothing_and_the_slow_pod_
 
 
 def test_the_start_deadline_counts_from_the_first_of_the_attempts_that_found_no_nodes() -> None:
-    """torchrun gives up after ten minutes. If each attempt counted anew, two jobs that each hold half of a cluster
-    would wait for ever."""
+    """If each attempt counted anew, two jobs that each hold half of a cluster would wait for ever."""
     world = waits_in_vain(digits(startDeadlineSeconds=1500).started(), 600)
     waits_in_vain(world, 600)
     world.runs(0).unschedulable(1, NO_GPU).settle().after(299).settle()

@@ -1,5 +1,4 @@
-"""A spec that becomes invalid while its job is running: the job continues unchanged to its end, and its message names
-the mistake."""
+"""A spec that becomes invalid while its job runs: the job goes on to its end, and its message names the mistake."""
 
 from __future__ import annotations
 

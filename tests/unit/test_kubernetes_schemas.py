@@ -66,8 +66,7 @@ def pods() -> dict[str, dict[str, Any]]:
 
 
 def gangs(version: str) -> dict[str, dict[str, Any]]:
-    """Return a gang's PodGroup and one of its pods, in each API version that this Kubernetes has and the adapter
-    uses."""
+    """Return a gang's PodGroup and one of its pods, in each API version that this Kubernetes and the adapter have."""
     served = {"1.36": {"v1alpha2"}, "1.37": {"v1beta1", "v1alpha3"}}.get(version, set())
     assert served <= set(native.ADAPTER.versions)
     placed = job(nodes=4, topologyKey="topology.kubernetes.io/rack")

@@ -187,8 +187,7 @@ def test_in_v1beta2_a_workload_differs_in_nothing_else() -> None:
 
 @pytest.mark.parametrize("version", ["v1beta1", "v1beta2"])
 def test_a_workload_has_a_priority_also_where_the_job_names_none(version: str) -> None:
-    """Kueue writes 0 for its own kinds. Without it the visibility API of 0.14.8 breaks off the answer for the whole
-    queue, so that nobody in it learns a place."""
+    """Kueue writes 0 for its own kinds; without it its visibility API (0.14.8) answers for nobody in the queue."""
     assert kueue.body(job(), 0, f"kueue.x-k8s.io/{version}")["spec"]["priority"] == 0
 
 
@@ -466,8 +465,8 @@ def test_quota_is_given_back_with_the_admission_and_the_job_queues_again() -> No
     "reason", ["PodsReadyTimeout", "AdmissionCheck", "Deactivated", "DeactivatedDueToRequeuingLimitExceeded"]
 )
 def test_where_kueue_itself_says_when_a_job_queues_again_it_is_left_to_it(reason: str) -> None:
-    """Else a job whose pods do not become ready would be admitted again at once, without Kueue's back-off. Kueue finds
-    these Workloads by the exact reason, so one that is active again would wait for ever under a longer one."""
+    """Kueue finds these Workloads by the exact reason. With a longer one the job would be admitted again at once, and
+    one that is active again would wait for ever."""
     conditions = told(workload(RESERVED, ADMITTED, {**PREEMPTED, "reason": reason}), "quota returned")
     assert conditions is not None
     assert (conditions["Requeued"]["status"], conditions["Requeued"]["reason"]) == (
@@ -742,8 +741,8 @@ def admitted_in_part() -> World:
 
 
 def test_an_elastic_job_runs_and_restarts_with_as_many_nodes_as_were_admitted() -> None:
-    """More would use quota of others; fewer would leave nodes idle that it pays for. At a failure it began one attempt
-    after the other and made no pod, because none had the number of nodes that was asked for."""
+    """More would use others' quota, fewer leave paid nodes idle. After a failure it made no pod: none had that
+    number."""
     world = admitted_in_part()
     assert world.names() == ["digits-1-0", "digits-1-1", "digits-1-2"]
     assert (world.status.state, world.status.attempt) == ("Running", 1)

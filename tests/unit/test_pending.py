@@ -1,5 +1,4 @@
-"""The message of a waiting job says for what, for how long, and how to see why; after ten minutes there is one
-Warning."""
+"""A waiting job's message says for what, for how long, and how to see why; after ten minutes comes a Warning."""
 
 from __future__ import annotations
 

@@ -123,8 +123,8 @@ def test_a_sidecar_neither_holds_the_job_open_for_longer_than_its_grace_nor_surv
 def test_a_trainer_that_saves_and_ends_with_0_when_its_pod_is_evicted_has_not_completed_beside_a_sidecar(
     ends: str,
 ) -> None:
-    """The kubelet signals all containers at once; the sidecar uses its grace, and the reason for their end is reported
-    only afterwards. Otherwise the job is Succeeded in the middle of its training."""
+    """The kubelet signals all containers at once, and the sidecar uses its grace: the job would Succeed in
+    mid-training."""
     world = digits(nodes=1).running().exits(0, phase="Running").settle().after(29).settle()
     assert (world.status.state, world.status.completed_nodes) == ("Running", "")
     world.evicted(0, ends).settle()
@@ -671,8 +671,7 @@ def test_the_nodes_of_a_job_that_is_over_are_those_that_completed(code: int, sho
 
 
 def test_the_status_leaves_out_what_is_empty_and_keeps_the_restarts_by_class() -> None:
-    """People read `kubectl get ddp -o yaml`, where `chargedAt: []` and counters at 0 are noise. Scripts and the column
-    RESTARTS need the four counts even at 0."""
+    """`chargedAt: []` and counters at 0 are noise. Scripts and the column RESTARTS need the four counts even at 0."""
     shown = msgspec.to_builtins(digits().running().status)
     assert shown["restarts"] == {"application": 0, "infrastructure": 0, "stall": 0, "total": 0}
     assert all("message" not in c or c["message"] for c in shown["conditions"])

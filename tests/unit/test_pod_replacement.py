@@ -68,8 +68,7 @@ def test_when_the_last_of_the_first_pods_is_lost_all_start_anew() -> None:
 
 
 def test_all_start_anew_where_those_that_wait_have_never_been_seen_to_run() -> None:
-    """One of them may have been created again under its name: both agents would begin with generation 0, and ranks
-    would find a folder that later ones have written to."""
+    """Both agents would begin with generation 0, and ranks find a folder that later ones have written to."""
     world = digits(container=DDPRUN, nodes=2).settle().runs(1).settle().exits(1, code=137).restarted()
     assert (world.status.attempt, world.status.replacements) == (2, {})
     world = digits(container=DDPRUN, nodes=3).settle().runs(1, 2).settle().exits(1, code=137).settle()
@@ -77,8 +76,7 @@ def test_all_start_anew_where_those_that_wait_have_never_been_seen_to_run() -> N
 
 
 def test_a_pod_that_has_trained_in_the_place_of_another_one_waits_for_the_next() -> None:
-    """Otherwise each second loss in a job of two pods costs the steps since the last save: only its own memory
-    survives."""
+    """Otherwise each second loss in a job of two pods costs the steps since the last save."""
     world = digits(container=DDPRUN, nodes=2).running().exits(1, code=137).settle().runs(1).settle()
     world.reports_step(12, rank=1, node_rank=1, generation=1, replacement=1).settle()
     world.exits(0, code=137).settle()
@@ -177,8 +175,7 @@ def test_a_clock_of_a_node_that_is_ahead_counts_no_step_twice() -> None:
 
 @pytest.mark.parametrize("microseconds", [0, 400_000])
 def test_a_report_of_the_second_in_which_a_pod_is_replaced_is_of_the_ranks_before_it(microseconds: int) -> None:
-    """Times in a status are whole seconds: otherwise the last step of the old ranks counts as the first of the new
-    ones, and one step too many as repeated."""
+    """Times in a status are whole seconds: otherwise a step of the old ranks counts as the first of the new ones."""
     world = trained().reports_step(100, resumed_step=90, resumed_from="/ckpt")
     at = world.now + dt.timedelta(microseconds=microseconds)
     world.reports[0] = replace(world.reports[0], received_at=at)
@@ -341,8 +338,8 @@ def test_the_agent_that_replaces_node_0_counts_from_nothing() -> None:
 
 @pytest.mark.parametrize("place", [0, 2], ids=["node 0, which leads", "another"])
 def test_a_pod_whose_ranks_have_started_again_is_not_made_again_under_its_name(place: int) -> None:
-    """Its agent would begin with generation 0, whose ranks would find a folder that later ones have written to: the job
-    would be charged for a needless restart."""
+    """Its agent would begin with generation 0 in a folder that later ones have written to: a needless, charged
+    restart."""
     world = digits(container=DDPRUN, nodes=3).started()
     world.agent = charged(1)  # the watch of pods is late
     world.settle().vanishes(place).settle().after(2).settle()
@@ -553,8 +550,7 @@ def test_after_two_infrastructure_failures_the_new_pods_check_themselves_first()
 
 
 def test_pods_after_one_that_was_killed_for_its_memory_keep_no_state_in_it_until_the_job_is_resumed() -> None:
-    """The state counts against the pod's limit: a training that just fits would be killed until its last restart. To
-    raise the limit, users suspend the job."""
+    """The state counts against the pod's limit: a training that just fits would be killed until its last restart."""
     world = digits(container=DDPRUN, nodes=2).running()
     assert "DDPJOB_OUT_OF_MEMORY" not in variables(world)
     world.exits(1, code=137, reason="OOMKilled").settle().after(10).settle().runs(0, 1).settle()

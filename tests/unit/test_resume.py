@@ -25,8 +25,8 @@ CLAIM: dict[str, Any] = {"persistentVolumeClaim": {"claimName": "ckpt"}}
 
 
 def trains(volume: dict[str, Any] | None = None, command: str = "torchrun", *, own_tmp: bool = False) -> World:
-    """Return a job that has saved step 500 and made step 520. volume: where it saves; None: in its container. own_tmp:
-    with an emptyDir at /tmp, which a read-only root needs."""
+    """Return a job that saved step 500 in `volume`, None: its container, and made step 520. own_tmp: with an emptyDir
+    at /tmp."""
     mounts = [] if volume is None else [{"name": "ckpt", "mountPath": "/ckpt"}]
     mounts += [{"name": "tmp", "mountPath": "/tmp"}] if own_tmp else []
     trainer = {"name": "trainer", "image": "x", "command": [command, "train.py"], "volumeMounts": mounts}
@@ -65,8 +65,8 @@ def test_a_restart_says_from_which_step_it_goes_on() -> None:
 def test_a_checkpoint_that_may_go_with_its_pod_is_not_promised(
     volume: dict[str, Any] | None, local: bool, where: str, own_tmp: bool
 ) -> None:
-    """A training in an emptyDir restarts at step 0. Each pod with a read-only root has one at /tmp, in which nothing is
-    saved, including examples/digits.yaml and jobs of `ddpjob submit`."""
+    """A training in an emptyDir restarts at step 0. Pods with a read-only root have one at /tmp, in which nothing is
+    saved."""
     world = trains(volume, own_tmp=own_tmp)
     world.settings = Settings(keeps_files=local)
     assert fails(world).status.message.endswith(f"restart 1 of 3, {where}")
@@ -129,8 +129,7 @@ def in_place(step: int, *, in_memory: int = 0) -> AgentReport:
 
 
 def test_a_restart_from_memory_repeats_no_step_and_every_line_says_so() -> None:
-    """Whoever pays for the GPUs must see what a restart has cost, and whoever debugs a wrong result, where it
-    resumed."""
+    """Whoever pays for the GPUs must see what a restart cost, and whoever debugs a result, where it resumed."""
     world = trains(command="ddprun").after(3)
     world.agent = in_place(534, in_memory=534)
     world.settle()
@@ -210,8 +209,7 @@ def test_the_next_attempt_does_not_say_where_the_last_one_resumed() -> None:
 
 
 def test_a_memory_limit_that_is_too_small_is_named_with_the_field_and_the_size() -> None:
-    """Otherwise the job silently goes back to its last save at each restart, and nobody knows that 100 MiB would
-    help."""
+    """Otherwise the job silently goes back to its last save, and nobody knows that 100 MiB would help."""
     world = trains(command="ddprun")
     why = "the container's memory limit is 600 MiB, 590 MiB are in use, and 110 MiB are needed"
     world.reports_step(523, not_kept=why, limit_needed=734_003_201).settle()
@@ -263,8 +261,8 @@ def test_the_next_attempt_does_not_say_that_saves_of_the_last_one_failed() -> No
 
 
 def test_a_pod_without_room_is_named_also_where_it_is_not_that_of_rank_0() -> None:
-    """Each node has its own memory, and one with a lower limit keeps nothing: when the others are lost, the job goes
-    back to its last save."""
+    """Each node has its own memory: if one keeps nothing and the others are lost, the job goes back to its last
+    save."""
     world = trains(command="ddprun")
     world.reports_step(523, rank=1, node_rank=1, not_kept="no room", limit_needed=734_003_201)
     world.reports_step(523).settle()

@@ -193,8 +193,7 @@ def test_what_does_not_fit_packed_and_too_many_files_are_refused(folder: Path) -
 
 def test_a_script_becomes_a_job_that_owns_its_code(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     """The user needs no image, and nothing is left in the namespace when the job is deleted."""
-    done = ddpjob("submit", "train.py", "--nodes", 2, "--nproc-per-node", 4, "--", "--epochs", "5")
-    assert done.code == 0, done.err
+    ddpjob("submit", "train.py", "--nodes", 2, "--nproc-per-node", 4, "--", "--epochs", "5", code=0)
     job, config_map = cluster.find("ddpjobs", "train"), cluster.find("configmaps")
     trainer = trainer_of(job)
     assert (job["spec"]["nodes"], job["spec"]["nprocPerNode"]) == (2, 4)
@@ -276,8 +275,7 @@ def test_a_dry_run_needs_no_cluster_and_prints_what_kubectl_can_apply(
     folder: Path, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", "/not/there")
-    done = ddpjob("submit", "train.py", "--dry-run")
-    assert done.code == 0, done.err
+    done = ddpjob("submit", "train.py", "--dry-run", code=0)
     config_map, job = yaml.safe_load_all(done.out)
     volumes = job["spec"]["template"]["spec"]["volumes"]
     assert {"name": config_map["metadata"]["name"]} in [v.get("configMap") for v in volumes]
@@ -305,8 +303,7 @@ def test_a_script_that_saves_where_a_pod_loses_it_is_told_so(folder: Path, ddpjo
 def test_a_dry_run_says_each_word_as_kubectl_reads_it(folder: Path, ddpjob: Ddpjob, command: str) -> None:
     """kubectl reads 1e-3 as a number and y as true, and refuses both in a command."""
     words = ["1e-3", "y", "on", "08", "1.5"]
-    done = ddpjob(command, "train.py", "--dry-run", "--", *words)
-    assert done.code == 0, done.err
+    done = ddpjob(command, "train.py", "--dry-run", "--", *words, code=0)
     bodies = [document.data for document in yamlfile.parse("x", done.out.encode())]
     specs = [b["spec"].get("template", b).get("spec", {}) for b in bodies if "spec" in b]
     found = [spec["containers"][0]["command"] for spec in specs if "containers" in spec]
@@ -398,8 +395,7 @@ def test_a_notebook_goes_as_the_script_of_its_cells_with_the_folder_it_is_in(
 ) -> None:
     """As in ddpjob run; submit must not read its JSON as a DDPJob."""
     (folder / "try it.ipynb").write_text(notebook("%pip list\nimport train", "print(train)"))
-    done = ddpjob("submit", "try it.ipynb", "--", "--epochs", "5")
-    assert done.code == 0, done.err
+    ddpjob("submit", "try it.ipynb", "--", "--epochs", "5", code=0)
     job = cluster.find("ddpjobs", "try-it")
     assert trainer_of(job)["command"] == ["ddprun", "try it.py", "--epochs", "5"]
     assert "env" not in trainer_of(job), "a folder of this machine is in no pod"
@@ -438,8 +434,7 @@ def test_what_is_wrong_with_a_notebook_is_said_with_its_cell(
     """Lines of a deleted file in /tmp would not help."""
     (folder / "nb.ipynb").write_text(text)
     (folder / "sub").mkdir()
-    done = ddpjob("submit", "nb.ipynb", "--nodes", 2, *words)
-    assert done.code == 2
+    done = ddpjob("submit", "nb.ipynb", "--nodes", 2, *words, code=2)
     assert says in done.err
     assert "/tmp" not in done.err
     assert cluster.requests == []
@@ -517,8 +512,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob, words: list[str], says: str
 ) -> None:
     (folder / "sub").mkdir()
-    done = ddpjob("submit", *words)
-    assert done.code == 2
+    done = ddpjob("submit", *words, code=2)
     assert says in done.err
     assert cluster.requests == []
 

@@ -65,8 +65,7 @@ def test_no_time_that_has_been_recorded_is_ahead_of_the_clock_for_more_than_one_
 
 @pytest.mark.parametrize("seconds", JUMPS)
 def test_steps_that_are_made_again_are_counted_once_after_the_clock_was_set_back(seconds: float) -> None:
-    """Otherwise records of earlier ranks seem newer than the new ranks' reports: each reconcile writes the status, with
-    more repeated steps."""
+    """Otherwise records of earlier ranks seem newer, and each reconcile writes the status, with more repeated steps."""
     world = digits().running().reports_step(100).settle().after(seconds)
     world.reports_step(91, resumed_step=90, generation=1).settle()
     for _ in range(3):

@@ -519,8 +519,7 @@ def test_the_operator_compares_no_names() -> None:
 
 
 def test_a_template_of_more_items_than_any_pod_has_is_refused_before_its_pods_are_sent() -> None:
-    """An API server takes time quadratic in a pod's mistakes: 17 jobs with 900 misnamed mounts each could keep it from
-    answering the operator, which then loses its Lease."""
+    """An API server takes quadratic time: 17 jobs with 900 misnamed mounts would cost the operator its Lease."""
     raw = manifest()
     container = raw["spec"]["template"]["spec"]["containers"][0]
     container["volumeMounts"] = [{"name": f"v{i}", "mountPath": f"/{i}"} for i in range(600)]

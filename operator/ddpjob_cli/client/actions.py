@@ -50,8 +50,7 @@ def restart(cluster: Cluster, name: str, seconds: float, say: Say) -> None:
 
 
 def scale(cluster: Cluster, name: str, nodes: int, seconds: float, say: Say) -> None:
-    """Change the number of nodes. A running job is stopped first, and started with the new number; for an elastic job
-    the operator does that."""
+    """Change the number of nodes. A running job is stopped first; for an elastic job the operator does that."""
     stored = _unfinished(cluster, name, "scaled")
     before = stored.job.spec.nodes
     if before == nodes:
@@ -69,8 +68,7 @@ def scale(cluster: Cluster, name: str, nodes: int, seconds: float, say: Say) -> 
 
 
 def delete(cluster: Cluster, names: Sequence[str], *, wait: bool, seconds: float, say: Say) -> None:
-    """Delete jobs; their pods get their grace period. A failure does not stop the other deletions. Raise InputError
-    after the last one if a job does not exist, ClusterError if one could not be deleted."""
+    """Delete jobs. A failure does not stop the other deletions; raise InputError or ClusterError after the last one."""
 
     def begin(name: str) -> str:
         going[name] = jobs.find(cluster, name)
@@ -91,7 +89,6 @@ def delete(cluster: Cluster, names: Sequence[str], *, wait: bool, seconds: float
 
 
 def _until_gone(cluster: Cluster, stored: jobs.Stored, end: float, seconds: float) -> None:
-    """Wait until a job is gone. Raise TooLateError at `end`, which is `seconds` after its deletion."""
     while True:
         try:
             jobs.again(cluster, stored)
@@ -104,9 +101,8 @@ def _until_gone(cluster: Cluster, stored: jobs.Stored, end: float, seconds: floa
 
 
 def wait(cluster: Cluster, names: Sequence[str], wanted: str, seconds: float | None, say: Say) -> bool:
-    """Wait until jobs have a state, a condition, `ended` or `deleted`. Return True once all have; False as soon as one
-    no longer can. Raise InputError for any other word, and the errors of several.refuse: TooLateError is a
-    ClusterError."""
+    """Wait until jobs have a state, a condition, `ended` or `deleted`. Return False as soon as one no longer can. Raise
+    InputError for any other word, and the errors of several.refuse: TooLateError is a ClusterError."""
     goal = _Goal(wanted, _condition(wanted), seconds)
     is_one = len(set(names)) == 1
     going, wrong = several.of_each(names, lambda name: _Waiting(cluster, name, goal, say, is_named=not is_one))
@@ -121,12 +117,9 @@ def wait(cluster: Cluster, names: Sequence[str], wanted: str, seconds: float | N
 
 
 class _Goal:
-    """What jobs are waited for, with a time limit for all together."""
-
     def __init__(self, wanted: str, true: Callable[[jobs.Stored], bool], seconds: float | None) -> None:
         self.wanted, self.true, self.seconds = wanted, true, seconds
-        self.is_end = true is not _never
-        """True if the end of a job answers the question; for `deleted` it does not."""
+        self.is_end = true is not _never  # True if the end of a job answers the question; for `deleted` it does not
         self.end = None if seconds is None else time.monotonic() + seconds
 
 
@@ -150,8 +143,7 @@ class _Waiting:
         self._states = self._watch.states()
 
     def look(self) -> bool | None:
-        """Check once a second. Return True if the goal is reached, False if it no longer can be, None otherwise. Raise
-        TooLateError, ClusterError."""
+        """Return True if the goal is reached, False if it no longer can be. Raise TooLateError, ClusterError."""
         if self._watch is None:
             return True
         goal = self._goal
@@ -196,13 +188,11 @@ def _condition(wanted: str) -> Callable[[jobs.Stored], bool]:
 
 
 def _never(_: jobs.Stored) -> bool:
-    """Return False: an existing job is not deleted yet."""
     return False
 
 
 def _stop(cluster: Cluster, stored: jobs.Stored, what: str, seconds: float, say: Say) -> None:
-    """Suspend a job and wait until all its pods have ended, because the spec of running pods cannot be changed. Raise
-    InputError if the job ends meanwhile: all nodes completed, or no restart is left for an earlier failure."""
+    """Suspend a job until all its pods have ended, as they cannot be changed. Raise InputError if it ends meanwhile."""
     name = stored.job.metadata.name
     if not stored.job.spec.suspend:
         stored = jobs.patch(cluster, name, {"suspend": True})

@@ -1,5 +1,5 @@
-"""Adds code to a job without a custom image: a ConfigMap with an archive, which an init container unpacks. Pure. A
-ConfigMap's files are flat and read-only, but a program has folders, and may write next to its scripts."""
+"""Adds code to a job: a ConfigMap with an archive, which an init container unpacks, because a ConfigMap's files are
+flat and read-only, and a program may write next to its scripts. Pure."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ PLACEHOLDER = "my-image"  # written by `ddpjob init`, to be replaced
 
 
 def for_cluster(job: Raw, script: str, below: str) -> None:
-    """Change a job that was made for a script in place, so that clusters that enforce PodSecurity "restricted" accept
-    it: the script's path below the folder of the code, an image, no privileges. Fields that are set stay."""
+    """Fit a job that was made for a script for clusters that enforce PodSecurity "restricted"; set fields stay."""
     pod, trainer = job["spec"]["template"]["spec"], _trainer(job)
     if trainer.get("image") == PLACEHOLDER:
         trainer["image"] = IMAGE
@@ -40,8 +39,7 @@ def for_cluster(job: Raw, script: str, below: str) -> None:
 
 
 def config_map(archive: Archive) -> Raw:
-    """Return the ConfigMap of an archive. Its name follows from its content, so two jobs with the same code share
-    it."""
+    """Return the ConfigMap of an archive, named by its content: two jobs with the same code share it."""
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -52,8 +50,7 @@ def config_map(archive: Archive) -> Raw:
 
 
 def into(job: Raw, archive: Archive) -> Raw:
-    """Return a copy of a job whose trainer works in a folder with the code: its workingDir, else /code. Raise
-    InputError if the template mounts something else there."""
+    """Return a copy of a job whose trainer works in a folder with the code. Raise InputError if that is mounted."""
     job = copy.deepcopy(job)
     pod, trainer = job["spec"]["template"]["spec"], _trainer(job)
     folder = trainer["workingDir"] = trainer.get("workingDir") or FOLDER
@@ -69,7 +66,6 @@ def into(job: Raw, archive: Archive) -> Raw:
 
 
 def reference(owner: Raw) -> Raw:
-    """Return an ownerReference to an existing object."""
     metadata = owner["metadata"]
     return {"apiVersion": owner["apiVersion"], "kind": owner["kind"], "name": metadata["name"], "uid": metadata["uid"]}
 

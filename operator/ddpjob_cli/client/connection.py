@@ -37,27 +37,21 @@ class Cluster:
         self, access: kubeconfig.Access, namespace: str, seconds: float, silent: float, kubectl: Sequence[str]
     ) -> None:
         self._access = access
-        self.kubectl = kubectl
-        """Options with which kubectl reaches the same cluster."""
+        self.kubectl = kubectl  # options with which kubectl reaches the same cluster
         self.context = f"{access.context} ({access.server})"
-        """For messages: context kind-test (https://127.0.0.1:6443)."""
         self.namespace = namespace
         self._seconds, self._silent_seconds = seconds, silent
 
     def get(self, path: str, **params: str) -> Raw:
-        """Return an object, or a list."""
         return self._json("GET", path, params)
 
     def create(self, path: str, body: Raw, **params: str) -> Raw:
-        """Create an object; return it as the server created it."""
         return self._json("POST", path, params, body)
 
     def patch(self, path: str, body: Raw | list[Raw], kind: str = MERGE) -> Raw:
-        """Change an object, by a merge patch unless told otherwise; return it afterwards."""
         return self._json("PATCH", path, {}, body, kind)
 
     def delete(self, path: str, **params: str) -> Raw:
-        """Delete an object and, in the background, the objects that it owns."""
         return self._json("DELETE", path, params)
 
     def pieces(self, path: str, **params: str) -> Iterator[bytes]:
@@ -71,8 +65,8 @@ class Cluster:
             answer.close()
 
     def lines(self, path: str, **params: str) -> Iterator[str]:
-        """Yield the lines of an endless answer, such as a followed log. A line cut by the end of the connection is left
-        out, because the next request gets it whole. Bytes that are not UTF-8 are kept (surrogateescape)."""
+        """Yield the lines of an endless answer. One that is cut by the end of the connection is left out: the next
+        request gets it whole. Bytes that are not UTF-8 are kept (surrogateescape)."""
         rest = b""
         for piece in self.pieces(path, **params):
             *whole, rest = (rest + piece).split(b"\n")
@@ -135,9 +129,8 @@ def connect(
     file: str | None = None,
     silent: float = SILENT_SECONDS,
 ) -> Cluster:
-    """Return the cluster that options and kubeconfig name, or that of the pod. Raise InputError, ClusterError. file: a
-    kubeconfig instead of those in KUBECONFIG. silent: seconds without a byte after which the connection of an endless
-    answer counts as dead."""
+    """Return the cluster that options and kubeconfig name, or that of the pod. Raise InputError, ClusterError. silent:
+    seconds without a byte after which an endless answer counts as dead."""
     if context is None and file is None and not has_kubeconfig():
         access = kubeconfig.of_pod()
     else:
@@ -170,7 +163,6 @@ def in_background(do: Callable[[], T]) -> futures.Future[T]:
 
 
 def _why(error: BaseException, seconds: float) -> str:
-    """Return the system's reason for a failed connection."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:

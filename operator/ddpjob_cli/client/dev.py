@@ -24,8 +24,7 @@ TOGETHER_MAX = 16
 _PROGRAM = Path(in_pod.__file__).read_text(encoding="utf-8")
 _PROGRAM = _PROGRAM[_PROGRAM.index("from __future__") :]  # its arguments are part of a URL
 
-Code = dict[str, tuple[bytes, bool] | str]
-"""Path → data and whether it is executable, or the target of a link."""
+Code = dict[str, tuple[bytes, bool] | str]  # path → data and whether it is executable, or the target of a link
 
 
 def read_code(root: Path) -> Code:
@@ -59,10 +58,8 @@ class DevPods:
         self._run = ["--", "python3", "-I", "-S", "-c", _PROGRAM, folder]
         self._cluster, self._stored, self._root, self._say = cluster, stored, root, say
         self._submitted = self._now = submitted
-        self._has: dict[str, Code] = {}
-        """The code of each pod, by its uid."""
-        self._is_due = False
-        """True if ranks have older code than the folder had at the last save."""
+        self._has: dict[str, Code] = {}  # the code of each pod, by its uid
+        self._is_due = False  # True if ranks have older code than the folder had at the last save
 
     def save(self) -> None:
         """Send the folder as it is now, and start the ranks again."""

@@ -39,7 +39,6 @@ class ExistsError(ClusterError):
 
 
 def of_answer(asked: ApiRequest, code: int, body: bytes, context: str) -> ClusterError:
-    """Return the error for an answer of the API server that is not 2xx."""
     status: Mapping[str, Any] = {}
     with contextlib.suppress(ValueError):
         found = json.loads(body)
@@ -81,6 +80,5 @@ def _details(status: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _causes(status: Mapping[str, Any]) -> str:
-    """Return a sentence for each refused field."""
     causes = [c for c in _details(status).get("causes") or () if isinstance(c, Mapping) and c.get("message")]
     return "; ".join(f"{c['field']}: {c['message']}" if c.get("field") else str(c["message"]) for c in causes)

@@ -1,7 +1,6 @@
-"""What a .gitignore excludes, as in gitignore(5), without git and without slow patterns. Git is never called in a
-stranger's folder: its configuration there may name programs (core.fsmonitor, filters), and so may that of a bare
-repository in a clone. Each pattern becomes a regular expression without backtracking into a `*`: the leftmost match is
-right, and a lookahead with a backreference keeps it."""
+"""What a .gitignore excludes, as in gitignore(5). Git is never called in a stranger's folder: its configuration there
+may name programs (core.fsmonitor, filters). Each pattern becomes a regular expression without backtracking into a `*`:
+the leftmost match is right, and a lookahead with a backreference keeps it."""
 
 from __future__ import annotations
 
@@ -36,16 +35,12 @@ _MEMBER = re.compile(r"\[:(?P<posix>[a-z]+):\]|(?P<low>\\.|[^\\])-(?P<high>\\.|[
 
 
 class Pattern(NamedTuple):
-    """One line of a .gitignore."""
-
     expression: re.Pattern[str]
     includes: bool
-    """True if it begins with `!`."""
     folders_only: bool
     by_name: bool
     """True if only the last part of a path is compared."""
     cost: int
-    """The most comparisons of one match."""
 
 
 @dataclass

@@ -20,8 +20,6 @@ NAMED_MAX = 10  # names in a message
 
 @dataclass(frozen=True)
 class Stored:
-    """A job as the API server has it: its document, and the parsed value."""
-
     raw: Raw
     job: api.DDPJob
 
@@ -31,7 +29,6 @@ class Stored:
 
     @property
     def trainer(self) -> str:
-        """The name of the trainer's container."""
         return str(launcher.facts(self.job.spec).trainer.get("name") or "trainer")
 
 
@@ -44,12 +41,10 @@ class JobGoneError(ClusterError):
 
 
 def of_raw(raw: Raw) -> Stored:
-    """Return a job as the API server has it, with defaults for unreadable fields."""
     return Stored(raw, validation.parse(raw)[0])
 
 
 def path_of(cluster: Cluster, name: str = "") -> str:
-    """Return the path of a job, or of all in the namespace."""
     path = f"/apis/{api.GROUP}/{api.VERSION}/namespaces/{cluster.namespace}/{api.PLURAL}"
     return f"{path}/{name}" if name else path
 
@@ -90,12 +85,10 @@ def again(cluster: Cluster, before: Stored) -> Stored:
 
 
 def patch(cluster: Cluster, name: str, spec: Raw) -> Stored:
-    """Change fields of a spec. Raise as `find` does."""
     return _named(cluster, name, lambda path: cluster.patch(path, {"spec": spec}))
 
 
 def pods(cluster: Cluster, name: str) -> list[Raw]:
-    """Return the existing pods of a job, by attempt and node rank."""
     selector = f"{naming.LABEL_JOB}={name}"
     found = cluster.get(f"/api/v1/namespaces/{cluster.namespace}/pods", labelSelector=selector).get("items") or []
     return sorted(found, key=lambda pod: (attempt_of(pod), place_of(pod), pod["metadata"].get("creationTimestamp", "")))
@@ -109,7 +102,6 @@ def running(cluster: Cluster, stored: Stored) -> list[Raw]:
 
 
 def events(cluster: Cluster, job: Stored, *, of_pods: bool = False) -> list[Raw]:
-    """Return the Events of a job; of_pods: also those of its pods."""
     name = job.job.metadata.name
     path = f"/api/v1/namespaces/{cluster.namespace}/events"
     params = {} if of_pods else {"fieldSelector": f"involvedObject.name={name},involvedObject.kind={api.KIND}"}
@@ -124,8 +116,7 @@ def events(cluster: Cluster, job: Stored, *, of_pods: bool = False) -> list[Raw]
 
 
 def state_of(pod: Raw, trainer: str) -> str:
-    """Return Running, Pending (ErrImagePull), Failed (exit code 1), Failed (OOMKilled, exit code 137), Failed
-    (Evicted)"""
+    """Return Running, Pending (ErrImagePull), Failed (exit code 1), Failed (OOMKilled, exit code 137)."""
     status = pod.get("status") or {}
     phase = "Terminating" if pod["metadata"].get("deletionTimestamp") else status.get("phase") or "Unknown"
     for container in [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]:
@@ -142,24 +133,20 @@ def state_of(pod: Raw, trainer: str) -> str:
 
 
 def _end_of(pod_status: Raw, terminated: Raw) -> str:
-    """Return exit code 1, and the kubelet's reason if it has one: OOMKilled, Evicted."""
     reason = pod_status.get("reason") or terminated.get("reason")
     code = f"exit code {terminated.get('exitCode')}"
     return code if reason in (None, "Error") else f"{reason}, {code}"
 
 
 def attempt_of(pod: Raw) -> int:
-    """Return the attempt of a pod, from its label."""
     return _number(pod, naming.LABEL_ATTEMPT)
 
 
 def place_of(pod: Raw) -> int:
-    """Return a pod's node in the job, from its label."""
     return _number(pod, naming.LABEL_RANK)
 
 
 def log_path(pod: Raw) -> str:
-    """Return the path of a pod's log."""
     metadata = pod["metadata"]
     return f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}/log"
 

@@ -1,5 +1,4 @@
-"""The address of an API server and the user's credentials, from kubeconfig files as kubectl reads them, or from a
-pod."""
+"""The address of an API server and the user's credentials, from kubeconfig files as kubectl reads them, or a pod."""
 
 from __future__ import annotations
 
@@ -58,7 +57,6 @@ class Credentials:
     """The user's credentials: a header for each request, or a certificate."""
 
     def __init__(self, user: Raw, cluster: Raw) -> None:
-        """Raises CredentialsError."""
         self._user, self._cluster = user, cluster
         self._lock = threading.Lock()
         self._token = user.get("token") or ((user.get("auth-provider") or {}).get("config") or {}).get("id-token")
@@ -68,8 +66,7 @@ class Credentials:
             self._ask(user["exec"])
 
     def header(self) -> str | None:
-        """Return the value of Authorization. A plugin whose token has expired may ask the user to log in, which takes
-        any time. Raise CredentialsError."""
+        """Return the value of Authorization; an expired token's plugin may ask the user. Raise CredentialsError."""
         with self._lock:
             if self._until is not None and dt.datetime.now(dt.timezone.utc) >= self._until:
                 self._ask(self._user["exec"])
@@ -159,8 +156,7 @@ def _of_files(named: str, wanted: str | None) -> Access:
 
 
 def _merged(named: str) -> tuple[dict[str, dict[str, Raw]], str]:
-    """Return the entries of all files by kind and name, and the current context; the first of equal names counts, as
-    with kubectl."""
+    """Return the entries of all files by kind and name, and the current context; the first of equal names counts."""
     merged: dict[str, dict[str, Raw]] = {"contexts": {}, "clusters": {}, "users": {}}
     current = ""
     for path in (Path(one).expanduser().absolute() for one in named.split(os.pathsep) if one):
@@ -231,7 +227,6 @@ def _proxy_of_environment(server: str) -> str | None:
 
 
 def _for_plugin(cluster: Raw) -> Raw:
-    """Return the cluster information for a plugin (provideClusterInfo)."""
     told = {key: cluster[key] for key in _TO_PLUGINS if key in cluster}
     if authority := _bytes(cluster, "certificate-authority"):
         told["certificate-authority-data"] = base64.b64encode(authority).decode()

@@ -1,5 +1,4 @@
-"""Findings in the logs of a succeeded job that cast doubt on the success. The operator may not read logs, but users may
-read those of their jobs. The same rule applies to a local run, which reads the logs itself."""
+"""Findings in the logs of a succeeded job that cast doubt on the success: the operator may not read logs, users may."""
 
 from __future__ import annotations
 

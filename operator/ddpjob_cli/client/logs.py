@@ -30,19 +30,14 @@ _ANSWER_BYTES_MAX = 4096
 
 @dataclass(frozen=True)
 class LogPart:
-    """The part of a log to read, and its form."""
-
     tail: int | None = None
-    """Only the last lines of each pod."""
     since_seconds: float | None = None
-    """Only lines of the last seconds."""
     timestamps: bool = False
     """Prefix each line with the container runtime's time."""
     answers: bool = False
     """With the lines in which the result of a function comes back; people do not want them."""
 
     def params(self) -> dict[str, str]:
-        """Return the parameters of a request for the present log."""
         wanted = {
             "tailLines": None if self.tail is None else str(self.tail),
             "sinceSeconds": None if self.since_seconds is None else str(max(1, round(self.since_seconds))),
@@ -64,33 +59,27 @@ class ClusterLogs:
         on_look: Callable[[jobs.Stored], None] = lambda _: None,
     ) -> None:
         self.name = stored.job.metadata.name
-        self.stored = stored
-        """The job at the last check."""
+        self.stored = stored  # the job at the last check
         self.cluster, self._say, self._part = cluster, say, part
-        self.on_look = on_look
-        """Gets the job at each check of follow()."""
+        self.on_look = on_look  # gets the job at each check of follow()
         self._pods = [pod for pod in jobs.pods(cluster, self.name) if _has_log(pod, stored.trainer)]
 
     def attempts(self) -> list[int]:
-        """Return the attempts that have logs, in order."""
         failure = self._kept()
         return sorted({*map(jobs.attempt_of, self._pods), *([failure.attempt] if failure else [])})
 
     def nodes(self, attempt: int) -> list[int]:
-        """Return the nodes that have a log in an attempt, in order."""
         failure = self._kept()
         kept = {failure.node_rank} if failure and failure.attempt == attempt else set()
         return sorted({jobs.place_of(pod) for pod in self._pods if jobs.attempt_of(pod) == attempt} | kept)
 
     def gone(self, attempt: int) -> list[int]:
-        """Return the nodes of an attempt whose log is gone, in order."""
         status, spec = self.stored.job.status, self.stored.job.spec
         is_static = launcher.facts(spec).min_nodes is None
         ran = status.started if attempt == status.attempt else set(range(spec.nodes * is_static))
         return sorted(set(ran) - set(self.nodes(attempt)))
 
     def why_none(self) -> str:
-        """Return why no node has a log: what the job waits for, or how it has ended."""
         from ddpjob_cli.describe.job import UNSEEN
 
         status = self.stored.job.status
@@ -100,7 +89,6 @@ class ClusterLogs:
         return f"no node has a log{'' if over else ' yet'}: {status.state}: {status.message or status.reason}"
 
     def node_of_rank(self, rank: int) -> int:
-        """Return the node of a rank. Raise InputError."""
         spec = self.stored.job.spec
         world = topology.world_size(spec)
         if rank >= world:
@@ -116,8 +104,7 @@ class ClusterLogs:
         return f"[{node}] " if rank is None else f"[{node}:{rank}] "
 
     def read(self, attempt: int, nodes: Collection[int]) -> Iterator[tuple[int, bytes]]:
-        """Yield what nodes have printed so far, as (node, piece). Raise ClusterError at the end for logs that could not
-        be read, because a lost node must not hide the output of the others."""
+        """Yield (node, piece) of what is printed. Raise ClusterError at the end: a lost node must not hide others."""
         of_attempt = [pod for pod in self._pods if jobs.attempt_of(pod) == attempt]
         wrong: list[several.Wrong] = []
         failure = self._kept()
@@ -146,8 +133,7 @@ class ClusterLogs:
         yield b"" if end == b"\n" else b"\n"
 
     def follow(self, attempt: int, nodes: Collection[int] | None, *, later: bool) -> Iterator[tuple[int, bytes]]:
-        """Yield (node, lines) until the job ends, or the attempt if `later` is false. Raise JobGoneError if the job is
-        deleted meanwhile."""
+        """Yield (node, lines) until the job ends, or the attempt if `later` is false. Raise JobGoneError."""
         uids = [pod["metadata"]["uid"] for pod in self._pods]
         streams = _Streams(self.cluster, self.stored.trainer, self._part, uids, self._say)
         seen = watch.Watch(self.cluster, self.stored, self._say)
@@ -190,7 +176,6 @@ class ClusterLogs:
         return failure.log_tail.rstrip("\n").encode() + b"\n"
 
     def _kept(self) -> api.JobFailure | None:
-        """Return the failure whose log the status keeps, if its pod is gone."""
         failure = self.stored.job.status.last_failure
         there = {pod["metadata"]["name"] for pod in self._pods}
         return failure if failure and failure.log_tail and failure.pod not in there else None
@@ -216,16 +201,13 @@ class _Streams:
         self._lines: queue.Queue[tuple[int, bytes]] = queue.Queue(_QUEUE_MAX)
         self._threads: dict[str, threading.Thread] = {}
         self._why: dict[str, str] = {}
-        self._last: dict[str, str] = {}
-        """Time of the last line of each pod, by its uid."""
+        self._last: dict[str, str] = {}  # time of the last line of each pod, by its uid
         self._told: set[str] = set()
-        self._unread: dict[str, int] = {}
-        """Failed reads in a row of each pod's log, by its uid."""
+        self._unread: dict[str, int] = {}  # failed reads in a row of each pod's log, by its uid
         self._adding = threading.Lock()
         self._closed = threading.Event()
 
     def add(self, pod: Raw) -> None:
-        """Follow a pod, unless it is followed already."""
         uid = pod["metadata"]["uid"]
         with self._adding:
             if uid not in self._threads:
@@ -233,11 +215,9 @@ class _Streams:
                 self._threads[uid].start()
 
     def has_any(self) -> bool:
-        """True if there was a pod to read."""
         return bool(self._threads)
 
     def until(self, seconds: float) -> Iterator[tuple[int, bytes]]:
-        """Yield the lines that arrive within `seconds`."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
@@ -299,8 +279,7 @@ class _Streams:
                     self._put(place, shown)
 
     def tell_unread(self, *, api_answers: bool) -> None:
-        """Report once which logs cannot be read although the API server answers: those of a lost node. Called at each
-        check of the job."""
+        """Report once which logs cannot be read although the API server answers: those of a lost node."""
         if not api_answers:
             self._unread.clear()
             return
@@ -312,8 +291,7 @@ class _Streams:
             self._say(f"{self._why[new[0]]}{more}; still trying")
 
     def _tell(self, text: str) -> None:
-        """Report once a message that a kubelet writes into a log: `failed to create fsnotify watcher: too many open
-        files`."""
+        """Report once what a kubelet writes into a log: `failed to create fsnotify watcher: too many open files`."""
         if text not in self._told:
             self._told.add(text)
             self._say(text)
@@ -331,7 +309,6 @@ def _not_shown(pod: Raw, error: ClusterError) -> str:
 
 
 def _has_log(pod: Raw, container: str) -> bool:
-    """True if the trainer is running, or has run."""
     state = state_of(pod, container)
     return "running" in state or "terminated" in state
 
@@ -341,6 +318,5 @@ def _runs(pod: Raw, container: str) -> bool:
 
 
 def state_of(pod: Raw, container: str) -> Raw:
-    """Return the state of a container, running, terminated or waiting, with its details."""
     statuses = (pod.get("status") or {}).get("containerStatuses") or ()
     return next((s.get("state") or {} for s in statuses if s.get("name") == container), {})

@@ -18,8 +18,7 @@ from ddpjob_operator.job import api
 
 
 def of_jobs(found: Sequence[Raw], form: str, *, one: bool, namespaces: bool) -> str:
-    """Return jobs in a form of `-o`; one: a single job, not a list. JSON and YAML are as in the API server, without
-    managedFields, which are longer than the rest."""
+    """Return jobs in a form of `-o`, without managedFields, which are longer than the rest. one: no list around it."""
     if form == "name":
         return "".join(f"{api.KIND.lower()}.{api.GROUP}/{raw['metadata']['name']}\n" for raw in found)
     if form in ("json", "yaml"):
@@ -50,12 +49,10 @@ def in_full(cluster: Cluster, stored: jobs.Stored, say: Say) -> str:
 
 
 def of_events(events: Sequence[Raw]) -> str:
-    """Return a table of Events."""
     return _text(describe.event_lines(events, _now()))
 
 
 def documents(bodies: Sequence[Raw]) -> str:
-    """Return objects as YAML documents, without anchors."""
     return "---\n".join(_document(body, "yaml") for body in bodies)
 
 

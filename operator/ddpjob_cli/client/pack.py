@@ -1,5 +1,4 @@
-"""Packs a folder of code into an archive: what is included, what is left out, and if it fits into a ConfigMap. The same
-files give the same bytes. Sizes are checked before anything is read."""
+"""Packs a folder of code for a ConfigMap: equal files give equal bytes, and sizes are checked before reading."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ _SECRET_FILES = (
 # Snapshot's files: a job that found them would resume this machine's training.
 _SNAPSHOT_FILE = "writer-*.json"
 _KEY_BEGINS = (b"-----BEGIN ", b"PRIVATE KEY")
-Contents = dict[str, tuple[bytes, bool]]
-"""Path → data, and whether it is executable."""
+Contents = dict[str, tuple[bytes, bool]]  # path → data, and whether it is executable
 
 
 @dataclass
@@ -67,26 +65,20 @@ class Folder:
 
 @dataclass(frozen=True)
 class Archive:
-    """A packed folder."""
-
     data: bytes
     files: int
     remarks: tuple[str, ...] = ()
-    """Sentences about what was left out, and why."""
 
     def __str__(self) -> str:
-        """Return 12 files (8.4 kB)"""
         return f"{wording.count(self.files, 'file')} ({_size(len(self.data))})"
 
     @property
     def digest(self) -> str:
-        """Return the first 16 hexadecimal digits of its SHA-256."""
         return hashlib.sha256(self.data).hexdigest()[:16]
 
 
 def pack(root: Path, made: Mapping[str, str] | None = None, without: str = "") -> Archive:
-    """Return the archive (tar.gz) of a folder. Raise InputError if it does not fit or cannot be read. made: additional
-    files with their text. without: a path in the folder to leave out."""
+    """Return the archive of a folder. Raise InputError. made: additional files. without: a path to leave out."""
     folder, contents = read(root, without)
     contents |= _of_texts(made or {})
     if not contents and not folder.links:
@@ -128,8 +120,7 @@ def scan(root: Path) -> Folder:
 
 
 def _scan(folder: Folder, below: str, ignored: Ignored) -> list[str]:
-    """Scan one folder, and return the subfolders to scan. below: its path in the root, with a slash at its end, or
-    ""."""
+    """Scan one folder; return the subfolders to scan. below: its path in the root, with a slash at its end, or ""."""
     if below.count("/") > FOLDERS_DEEP_MAX:
         raise InputError(f"{folder.root / below}: more than {FOLDERS_DEEP_MAX} folders deep, so it is not a program")
     ignored.enter(below)

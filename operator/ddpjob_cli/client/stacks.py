@@ -37,10 +37,7 @@ exit $asked
 
 
 def of_job(cluster: Cluster, stored: jobs.Stored, node: int | None = None) -> list[str]:
-    """Return the texts that the agents of a job print. node: only this one.
-
-    Raises InputError or ClusterError if nothing can be shown.
-    """
+    """Return the texts that the agents of a job print. Raises InputError or ClusterError if nothing can be shown."""
     name = stored.job.metadata.name
     if watch.ended(stored):
         raise InputError(f"{name}: has ended ({stored.job.status.state}), so it has no stacks")
@@ -90,7 +87,6 @@ def _of_pod(cluster: Cluster, stored: jobs.Stored, pod: Raw, command: Sequence[s
 
 
 def _printed(cluster: Cluster, stored: jobs.Stored, pod: Raw, seconds: int) -> list[str]:
-    """Return the texts in the last seconds of a pod's log."""
     try:
         pieces = b"".join(cluster.pieces(jobs.log_path(pod), container=stored.trainer, sinceSeconds=str(seconds)))
     except NoAnswerError:

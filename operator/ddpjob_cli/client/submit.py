@@ -16,8 +16,8 @@ _TRIES = 5
 
 
 def submit(cluster: Cluster, document: Raw, archive: Archive | None) -> jobs.Stored:
-    """Create a job, and the ConfigMap with its code, which is deleted with it. Raise InputError, ClusterError. Both
-    requests are sent as a dry run first, so that a refusal leaves nothing behind."""
+    """Create a job, and the ConfigMap with its code, which is deleted with it. Both are sent as a dry run first, so
+    that a refusal leaves nothing behind. Raise InputError, ClusterError."""
     name = document["metadata"]["name"]
     body = code.into(document, archive) if archive else document
     try:
@@ -42,8 +42,7 @@ def submit(cluster: Cluster, document: Raw, archive: Archive | None) -> jobs.Sto
 
 
 def as_new(document: Raw) -> None:
-    """Remove fields that an API server writes into a job and refuses in a new one; from an existing job also those that
-    are bound to that object."""
+    """Remove fields that an API server writes and refuses in a new job, or that are bound to an existing one."""
     document.pop("status", None)
     metadata = document["metadata"]
     of_object = ("ownerReferences", "finalizers") if "uid" in metadata else ()
@@ -57,8 +56,8 @@ def objects(document: Raw, archive: Archive | None) -> list[Raw]:
 
 
 def _give(cluster: Cluster, wanted: Raw, owner: Raw) -> None:
-    """Create the ConfigMap, or make the job one more owner of an existing one. Repeat if that is removed meanwhile,
-    with the last job that had the same code."""
+    """Create the ConfigMap, or make the job one more owner of it; again if it is removed with its last job
+    meanwhile."""
     name, reference = wanted["metadata"]["name"], code.reference(owner)
     owned = {**wanted, "metadata": {**wanted["metadata"], "ownerReferences": [reference]}}
     for _ in range(_TRIES):

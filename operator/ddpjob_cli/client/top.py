@@ -33,7 +33,6 @@ def lines(cluster: Cluster, *, all_namespaces: bool) -> list[str]:
 
 
 def show(cluster: Cluster, *, all_namespaces: bool) -> None:
-    """Draw on the terminal until Ctrl-C. An API server that does not answer is asked again."""
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text

@@ -23,7 +23,6 @@ class TooLateError(ClusterError):
 
 
 def ended(stored: jobs.Stored) -> bool:
-    """True if the job has Succeeded or Failed."""
     return stored.job.status.state in TERMINAL
 
 
@@ -35,7 +34,6 @@ def stopped(stored: jobs.Stored) -> bool:
 
 
 def too_late(stored: jobs.Stored, what: str, seconds: float | None) -> TooLateError:
-    """Return the error for a job that did not reach the goal within `seconds`, with its state."""
     status = stored.job.status
     return TooLateError(
         f"not {what} within {wording.duration(seconds or 0)}: {stored.job.metadata.name} is "
@@ -54,11 +52,9 @@ class Watch:
 
     @property
     def answers(self) -> bool:
-        """True if the server answered the last time."""
         return self._silent_since is None
 
     def due_in(self) -> float:
-        """Return seconds until the next read."""
         return max(0.0, self._next - time.monotonic())
 
     def look(self) -> jobs.Stored:
@@ -77,7 +73,6 @@ class Watch:
         return self.now
 
     def states(self) -> Iterator[jobs.Stored]:
-        """Yield the job now, and then every second."""
         yield self.now
         while True:
             time.sleep(self.due_in())
@@ -95,8 +90,7 @@ class Watch:
 
 
 class StateLines:
-    """Reports changes: the state with its message, and progress from time to time. running: also report that the job is
-    running and its progress, which its logs show as well."""
+    """Reports changes of state, and progress from time to time. running: also that it runs, and its progress."""
 
     PROGRESS_SECONDS = 10.0
     UNSEEN_SECONDS = 5.0  # a working operator gives a new job its state within a second

@@ -60,7 +60,6 @@ class CheckResult:
         return json.dumps({"findings": [asdict(f) for f in self.findings], **counts}, indent=2) + "\n"
 
     def summary(self) -> str:
-        """Return one line for people."""
         warnings = len(self.findings) - self.errors
         counts = [count(n, word) for n, word in ((self.errors, "error"), (warnings, "warning")) if n]
         return f"{count(self.files, 'file')} read: {', '.join(counts) or 'nothing found'}"
@@ -90,10 +89,10 @@ def check_all(
     apart: bool = False,
     parameters: int = 0,
 ) -> CheckResult:
-    """Check scripts, and jobs with the scripts that they run. Raise InputError for a file that cannot be read. A script
-    given together with one job is checked as that job's, even if its path in the image differs. apart: the files were
-    found in a folder, so a script belongs to a job only if the job's command names it. alone: the context of scripts
-    without a job. parameters: of the model; 0: unknown."""
+    """Check scripts, and jobs with their scripts. Raise InputError for a file that cannot be read. A script given
+    together with one job is checked as that job's. apart: the files were found in a folder, so a script belongs to a
+    job only if the job's command names it. alone: the context of scripts without a job. parameters: of the model; 0:
+    unknown."""
     sources = {document.source for document, _ in jobs.values()}
     scripts = [path for path in paths if path not in sources]
     if scripts and len(jobs) > 1 and not apart:
@@ -132,10 +131,8 @@ def before_run(
     read_instead: str | None = None,
     given: Collection[str] = (),
 ) -> tuple[list[str], bool]:
-    """Return the lines to show before a run, local or in a cluster, and True if an error forbids it. A script that is
-    not found is not checked: the run itself reports that. cpu: no GPU is used. read_instead: the notebook from which
-    the script was made, because users know its cells. given: the trainer's variables from outside the job; in a local
-    run those of the caller."""
+    """Return the lines to show before a run, and True if an error forbids it. cpu: no GPU is used. read_instead: the
+    notebook from which the script was made. given: the trainer's variables from outside the job."""
     context = replace(known(job), local=local)
     context = replace(context, gpus=0) if cpu else context
     own = _script_of(document.source, job) if read_instead is None else [read_instead]
@@ -172,7 +169,6 @@ def _of_script(path: str, context: CheckedJob, limit: CpuLimit | None = None) ->
 
 
 def for_a_cluster(document: Document, job: api.DDPJob) -> list[str]:
-    """Return what a cluster would report about the YAML alone."""
     return [str(finding) for finding in _of_job(document, job)]
 
 
@@ -226,7 +222,6 @@ def _text_of(path: str) -> str:
 
 
 def _script_text(path: str, job: api.DDPJob) -> str:
-    """Return the text of the job's script; "" if it is not here or cannot be read."""
     try:
         return "".join(read_script(script).decode(errors="replace") for script in _script_of(path, job))
     except OSError:

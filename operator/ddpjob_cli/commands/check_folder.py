@@ -1,5 +1,5 @@
-"""`ddpjob check FOLDER`: its scripts, notebooks and DDPJobs, without ignored, hidden or installed ones. The folder may
-be a stranger's, so no program is called in it and no file outside is read."""
+"""`ddpjob check FOLDER`: its own scripts, notebooks and DDPJobs. The folder may be a stranger's, so no program is
+called in it and no file outside is read."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ Load = Callable[..., tuple[Document, api.DDPJob]]
 
 @dataclass
 class Targets:
-    """The files to check."""
-
     scripts: list[str]
     jobs: dict[str, tuple[Document, api.DDPJob]] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
@@ -41,8 +39,7 @@ class Targets:
 
 
 def targets(paths: Sequence[str], job: str | None, load: Load) -> Targets:
-    """Return the scripts and jobs of files and folders. Raise InputError for a folder without any. job: which one to
-    take from a file with several."""
+    """Return the scripts and jobs of files and folders. Raise InputError. job: which one of a file with several."""
     left_out: list[str] = []
     files = [name for path in paths for name in (_inside(path, left_out) if os.path.isdir(path) else [path])]
     scripts = [file for file in dict.fromkeys(files) if not is_job(file)]
@@ -74,7 +71,6 @@ def _inside(folder: str, left_out: list[str]) -> list[str]:
 
 
 def _files_in(folder: str, left_out: list[str]) -> Iterator[str]:
-    """Return the files to check. Raise InputError for an unusable .gitignore."""
     root = Path(folder)
     ignored, folders = Ignored(root), [""]
     while folders:
@@ -109,8 +105,7 @@ def _not_too_deep(root: Path, below: str, left_out: list[str]) -> list[str]:
 
 
 def _readable(root: Path, path: str, left_out: list[str]) -> Iterator[str]:
-    """Return the path if it is a regular file of the folder with something to check. A link may lead to a file in
-    it."""
+    """Return the path if it is a regular file with something to check. A link may lead to a file in the folder."""
     whole = os.path.join(root, path) if str(root) != "." else path
     try:
         target = os.path.realpath(whole, strict=True)

@@ -59,11 +59,9 @@ class Connect:
 
     @property
     def is_chosen(self) -> bool:
-        """True if the user has named a cluster or a namespace."""
         return any(chosen is not None for chosen in (self.context, self.namespace, self.kubeconfig))
 
     def __call__(self, namespace: str | None = None) -> Cluster:
-        """Return the cluster, with the given namespace, else that of the options. Raise InputError, ClusterError."""
         from ddpjob_cli.client.connection import connect
 
         return connect(self.context, namespace or self.namespace, self.seconds, self.kubeconfig)
@@ -110,7 +108,6 @@ class JobName(NameParam):
         return name if kind.lower().removesuffix(f".{api.GROUP}") in known else str(value)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Return the existing jobs that are not named yet."""
         from click.shell_completion import CompletionItem
 
         named = ctx.params.get(param.name or "") or ()
@@ -170,7 +167,6 @@ def get(connect: Connect, names: tuple[str, ...], selector: str | None, output: 
 
 
 def _chosen(cluster: Cluster, names: tuple[str, ...], selector: str | None) -> tuple[str, ...]:
-    """Return the names, or those of the jobs with some labels."""
     from ddpjob_cli.client import jobs
 
     if names and selector:
@@ -330,7 +326,6 @@ def top(connect: Connect, all_namespaces: bool, once: bool) -> int:
 
 
 def end_of(stored: Stored) -> int:
-    """Print how a job has ended; return the exit code."""
     from ddpjob_cli.describe import ending
 
     say(ending.of_job(stored.job))

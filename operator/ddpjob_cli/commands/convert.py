@@ -91,7 +91,6 @@ def _from_files(paths: tuple[str, ...]) -> list[str]:
 
 
 def _converted(job: Document, documents: list[Document], used: set[int]) -> str:
-    """Return the YAML of one job, and add to `used` the id of the runtime from which it takes its pods."""
     from ddpjob_cli.manifest.yamlfile import InputError
     from ddpjob_convert import convert as to_job
     from ddpjob_convert.fields import ConvertError
@@ -117,8 +116,7 @@ def _home(path: Path, job: Document, runtime: object, documents: list[Document])
 
 
 def _checked(result: Converted, place: str) -> str:
-    """Return the YAML. Warn on stderr about each variable that its command reads and a DDPJob lacks. Raise InputError
-    if it is not a valid DDPJob, for example because the source is wrong."""
+    """Return the YAML. Warn about each variable that its command reads and a DDPJob lacks. Raise InputError."""
     from ddpjob_check.job import mistakes
     from ddpjob_check.parsing import TooLongError
     from ddpjob_cli.commands.cpu_limit import CpuLimit

@@ -1,5 +1,5 @@
-"""Limits processor time for reading a stranger's script: rules follow values, and some chains are long. The limit
-counts this process's CPU time, so a loaded machine finds as much as an idle one."""
+"""Limits CPU time for reading a stranger's script: rules follow values, and some chains are long. CPU time, so that a
+loaded machine finds as much as an idle one."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ T = TypeVar("T")
 FILE_SECONDS = 3.0
 PART = 0.6  # of the remaining time, so that a slow rule leaves some for later ones
 PART_SECONDS_MIN = 0.2
-AGAIN_SECONDS = 0.05
-"""An error raised in a destructor is lost, so it is raised again until it arrives."""
+AGAIN_SECONDS = 0.05  # an error raised in a destructor is lost, so it is raised again until it arrives
 
 
 class CpuLimit:
@@ -29,8 +28,7 @@ class CpuLimit:
         self._left = file_seconds
 
     def __call__(self, work: Callable[[], T]) -> T:
-        """Return the result of the work. Raise TooLongError. There is no limit outside the main thread, because only
-        that gets signals."""
+        """Return the result of the work. Raise TooLongError. Only the main thread gets signals, and so has a limit."""
         if self._left <= 0:
             raise TooLongError
         is_armed, least = True, 0.0

@@ -11,16 +11,13 @@ from ddpjob_check import option_names
 from ddpjob_check.parsing import TooLongError, parse
 from ddpjob_cli.local.kept.files import read_script, text_of_script
 
-_FILES_MAX = 20
-"""Files to read: the parser is in the script, or in a module close to it."""
+_FILES_MAX = 20  # files to read: the parser is in the script, or in a module close to it
 _ABOVE_MAX = 100  # folders above a script
-_PLACES_MAX = 1000
-"""Places to search for what one file imports."""
+_PLACES_MAX = 1000  # places to search for what one file imports
 
 
 def of(scripts: Sequence[str]) -> frozenset[str]:
-    """Return the options that these files declare, including files next to them that they import. An unreadable file
-    declares none: the run reports its error."""
+    """Return the options that these files, and those next to them that they import, declare; none if unreadable."""
     waiting, read = list(scripts), set[str]()
     names: frozenset[str] = frozenset()
     while waiting and len(read) < _FILES_MAX:

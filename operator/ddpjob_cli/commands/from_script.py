@@ -1,5 +1,4 @@
-"""Makes a DDPJob for a training script: `ddpjob init` prints it, and `ddpjob run train.py` runs it. It reads the script
-as `ddpjob check` does, without running it, and writes its findings as comments. Text in, text out."""
+"""Makes a DDPJob for a training script, which it reads as `ddpjob check` does, with its findings as comments. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job import api, yamlvalues
 from ddpjob_operator.job.command import arguments_behind_script
-from ddpjob_operator.job.naming import name_of
+from ddpjob_operator.job.wording import name_of
 
 NODES = 1  # as in torchrun
 FOUND_MAX = 8
@@ -33,8 +32,6 @@ _DATA = re.compile(r"(?:^|_)(?:data|dataset|root|folder|dir|path)(?:$|_)")
 
 @dataclass(frozen=True)
 class FoundScript:
-    """How the script is to be started, according to its text."""
-
     spawns: bool = False
     """True if it starts the processes of its node itself."""
     nccl: int = 0
@@ -128,7 +125,6 @@ def _read(script: Script) -> FoundScript:
 
 
 def _refuse_unprintable(start: Source, script: str) -> None:
-    """Refuse a name that would be several lines in YAML, or no text at all."""
     if not script.isprintable():
         kind = "a module" if start.module else "a file"
         raise InputError(f"{script!r}: {kind} whose name has control characters or is not UTF-8: rename it")
@@ -155,7 +151,6 @@ def _of_launch(script: Script, spawned: list[ast.Call], passed: ast.Call | None)
 
 
 def _of_arguments(tree: ast.AST) -> Iterator[str]:
-    """Yield sentences about the options that argparse reads."""
     required: list[str] = []
     optional: list[str] = []
     for call in ast.walk(tree):
@@ -191,8 +186,7 @@ def _lost(script: Script) -> Iterator[str]:
 
 
 def files_lost(text: str) -> tuple[str, ...]:
-    """Return a sentence about files that a script saves and that are lost with its pod; "" if it is not valid
-    Python."""
+    """Return a sentence about files that a script saves and that are lost with its pod."""
     try:
         return CpuLimit()(lambda: tuple(_lost(Script(text))))
     except (SyntaxError, ValueError, RecursionError, MemoryError, TooLongError):

@@ -1,5 +1,4 @@
-"""The kind of a file, for every command: its suffix decides, else its content. Scripts without a suffix are installed
-by pip (`$(which fairseq-train)`) and have a shebang."""
+"""The kind of a file: its suffix decides, else its content. Scripts that pip installs have no suffix, but a shebang."""
 
 from __future__ import annotations
 

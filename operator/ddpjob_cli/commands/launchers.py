@@ -1,5 +1,4 @@
-"""Chooses the launcher of a script without a command: ddprun, unless something needs torchrun. `ddprun` is the default
-on this machine and, in a cluster, for images that are known to contain it. `--launcher` overrides."""
+"""Chooses the launcher of a script without a command: ddprun where it is, unless something needs torchrun."""
 
 from __future__ import annotations
 
@@ -13,8 +12,7 @@ from ddpjob_check.script import Script
 from ddprun import late_environment
 
 DDPRUN, TORCHRUN = NAMES = ("ddprun", "torchrun")
-IMAGE = "ddpjob-trainer"
-"""The image of this project, which contains ddprun, in any registry and with any tag."""
+IMAGE = "ddpjob-trainer"  # the image of this project, which contains ddprun, in any registry and with any tag
 HINT = (
     "In an image with the package ddpjob, ddprun in place of torchrun restarts the ranks in place: ddpjob init "
     "--launcher ddprun."
@@ -23,8 +21,7 @@ _STORE = "torch.distributed.TCPStore"
 
 
 def missing_here(environ: Mapping[str, str]) -> str:
-    """Return why ddprun cannot start the ranks on this machine with the Python that torchrun would take; "" if it
-    can."""
+    """Return why ddprun cannot start the ranks with the Python that torchrun would take; "" if it can."""
     from ddpjob_cli.local.processes.pod_process import search_path
 
     path = search_path(environ.get("PATH", os.defpath))
@@ -77,7 +74,6 @@ def _imports_of_torch(script: Script) -> Iterator[int]:
 
 
 def _variables_set(script: Script) -> Iterator[tuple[str, int]]:
-    """Return variables that the script sets itself, with their lines."""
     yield from ((name, getattr(where, "lineno", 0)) for name, _, where in script.variables_set)
     for call in script.calls_to("os.environ.setdefault"):
         if call.args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, TypeAlias
 
 from ddpjob_cli.client.errors import ClusterError
@@ -20,33 +20,6 @@ if TYPE_CHECKING:
     LogSource: TypeAlias = LocalLogs | ClusterLogs  # nodes are numbered from 0, as in the job
 
 
-class LogLines:
-    """Whole lines on stdout, each with its prefix if several nodes are shown."""
-
-    def __init__(self, source: LogSource, several: bool) -> None:
-        self._source = source
-        self._several = several
-        self._rest: dict[int, bytes] = {}
-        self._pieces = TerminalPieces() if sys.stdout.isatty() else None
-
-    def write(self, node: int, piece: bytes) -> None:
-        """Write complete lines. The beginning of a line waits for its end; otherwise lines of two nodes would mix."""
-        if not self._several:
-            write(piece if self._pieces is None else self._pieces.feed(piece).encode())
-            return
-        *lines, self._rest[node] = (self._rest.get(node, b"") + piece).split(b"\n")
-        prefix = self._source.prefix(node).encode()
-        write_printed(b"".join(prefix + line + b"\n" for line in lines))
-
-    def close(self) -> None:
-        """Write unfinished last lines."""
-        if self._pieces is not None:
-            write(self._pieces.feed(b"", last=True).encode())
-        for node, rest in self._rest.items():
-            if rest:
-                write_printed(self._source.prefix(node).encode() + rest + b"\n")
-
-
 def show(
     source: LogSource, rank: int | None, node: int | None, attempt: int | None, *, previous: bool, follow: bool
 ) -> int:
@@ -57,14 +30,17 @@ def show(
     if not follow and wanted is not None and wanted not in source.nodes(chosen):
         raise InputError(f"{source.name}: node {wanted} has no log in attempt {chosen}")
     gone = source.gone(chosen) if wanted is None and not follow else []
-    lines = LogLines(source, several=wanted is None and (follow or len(nodes) + len(gone) > 1))
+    is_several = wanted is None and (follow or len(nodes) + len(gone) > 1)
     if follow:
         later = attempt is None and not previous
         pieces = source.follow(chosen, None if wanted is None else nodes, later=later)
     else:
         pieces = source.read(chosen, nodes)
     try:
-        _write_all(pieces, lines)
+        if is_several:
+            _write_lines(source, pieces)
+        else:
+            _write(pieces)
     except OSError as error:
         return closed(error)
     if gone:
@@ -73,19 +49,42 @@ def show(
     return 0
 
 
-def _write_all(pieces: Iterator[tuple[int, bytes]], lines: LogLines) -> None:
-    """Write everything from a source, including the last lines if it raises at the end."""
+def _write_lines(source: LogSource, pieces: Iterator[tuple[int, bytes]]) -> None:
+    """Write whole lines with the prefix of their node: otherwise lines of two nodes would mix."""
+    for node, lines in whole_lines(pieces):
+        begin = source.prefix(node).encode()
+        write_printed(b"".join(begin + line + b"\n" for line in lines))
+
+
+def whole_lines(pieces: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, list[bytes]]]:
+    """Yield whole lines of each node, and unfinished ones at the end, also if the source raises there."""
+    rest: dict[int, bytes] = {}
+    wrong: ClusterError | None = None
     try:
         for node, piece in pieces:
-            lines.write(node, piece)
-    except ClusterError:
-        lines.close()
-        raise
-    lines.close()
+            *lines, rest[node] = (rest.get(node, b"") + piece).split(b"\n")
+            yield node, lines
+    except ClusterError as error:
+        wrong = error
+    yield from ((node, [line]) for node, line in rest.items() if line)
+    if wrong is not None:
+        raise wrong
+
+
+def _write(pieces: Iterator[tuple[int, bytes]]) -> None:
+    if not sys.stdout.isatty():
+        for _, piece in pieces:
+            write(piece)
+        return
+    shown = TerminalPieces()
+    try:
+        for _, piece in pieces:
+            write(shown.feed(piece).encode())
+    finally:
+        write(shown.feed(b"", last=True).encode())
 
 
 def _choose(source: LogSource, attempt: int | None, previous: bool, *, wait: bool) -> int:
-    """Return the attempt to show; by default the last one."""
     known = source.attempts()
     if not known:
         if wait:

@@ -242,7 +242,6 @@ for command in (dev.dev, submit.submit, *cluster.COMMANDS, *runs.COMMANDS, *shel
 
 
 def print_objects(job: api.DDPJob, cpu: bool) -> int:
-    """The objects as YAML documents on stdout, each as soon as it is built."""
     from ddpjob_cli.local.run import dry_run
     from ddpjob_cli.manifest import yamlfile
 

@@ -30,7 +30,6 @@ class Source:
     """The YAML from stdin."""
     max_restarts: str | None = None
     launcher: str = "torchrun"
-    """The launcher of a script's ranks."""
     note: str = ""
     """A sentence about the launcher, for a comment in the YAML."""
 
@@ -53,8 +52,7 @@ def refuse_other_bytes(words: Iterable[str]) -> None:
 def applied(
     document: Document, nodes: str | None, settings: tuple[str, ...], variables: tuple[str, ...]
 ) -> tuple[Document, api.DDPJob]:
-    """Return a job with the options applied, and parsed. nodes: a number, or MIN:MAX as in torchrun. Raise
-    InputError."""
+    """Return a job with the options applied, and parsed. nodes: a number, or MIN:MAX. Raise InputError."""
     if nodes is not None:
         least, most = range_of(nodes)
         override.set_field(document, f"spec.nodes={most}", "--nodes")

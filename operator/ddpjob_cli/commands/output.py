@@ -44,14 +44,12 @@ def _is_terminal() -> bool:
 
 
 def write(data: bytes) -> None:
-    """Write to stdout without buffering."""
     sys.stdout.buffer.write(data)
     sys.stdout.buffer.flush()
 
 
 def closed(error: OSError) -> int:
-    """Return the exit code for a closed or full stdout; a full disk is reported. Raise an error that concerns another
-    file."""
+    """Return the exit code for a closed or full stdout. Raise an error that concerns another file."""
     if error.filename is not None:
         raise error
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes again at the exit, and would fail again

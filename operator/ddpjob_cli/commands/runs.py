@@ -177,7 +177,6 @@ def _stacks_of(source: LogSource, node: int | None) -> list[str]:
 
 
 def _logs_here(connect: Connect, job: str | None, folder: Path | None) -> LogSource:
-    """Return the logs of the last run on this machine; if there is none, of a job in the cluster."""
     from ddpjob_cli.local.kept import run_logs, runs
 
     if job is not None and folder is None and job not in (kept := {run.facts.job for run in runs.find_all(folder)}):
@@ -208,7 +207,6 @@ def _is_plugin() -> bool:
 
 
 def row(told: dict[str, Any], *, wide: bool) -> dict[str, str]:
-    """Return a run as `-o json` shows it, by its columns."""
     from pathlib import Path
 
     from ddpjob_operator.job.wording import duration
@@ -253,7 +251,6 @@ def as_json(run: Run, now: dt.datetime) -> dict[str, Any]:
 
 
 def short(path: Path) -> str:
-    """Return a path, with ~ for the user's home."""
     try:
         return f"~/{path.relative_to(path.home())}"
     except (ValueError, RuntimeError):

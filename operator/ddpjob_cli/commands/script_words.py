@@ -1,7 +1,6 @@
-"""Splits the words of `ddpjob run`, `submit` and `init` as torchrun splits its own: our options, the file, the script's
-words. Our options come before the file or directly after it. From the first word that is not ours everything belongs to
-the script, and `--` marks that explicitly. A YAML file contains the script's arguments, so its options may be anywhere.
-"""
+"""Splits the words of `ddpjob run`, `submit` and `init` as torchrun splits its own. Our options come before the file or
+directly after it; from the first word that is not ours everything is the script's, and `--` says so explicitly. A YAML
+file contains the script's arguments, so its options may be anywhere."""
 
 from __future__ import annotations
 
@@ -51,8 +50,6 @@ class ScriptCommand(click.Command):
 
 @dataclass
 class _Line:
-    """A command line of ours, as far as it is parsed."""
-
     program: str
     """ddpjob run"""
     options: Mapping[str, click.Option]
@@ -60,14 +57,10 @@ class _Line:
     before: list[str] = field(default_factory=list)
     """Our options before the file, without those that name it."""
     named: list[str] = field(default_factory=list)
-    """The file, or -m and the module."""
     after: Taken = field(default_factory=list)
-    """Our options directly after it."""
     words: list[str] = field(default_factory=list)
-    """The script's words."""
 
     def text(self, *words: str) -> str:
-        """Return a command to type."""
         return f"{self.program} {shlex.join(words)}"
 
     def match(self, words: Sequence[str]) -> tuple[click.Option, int] | None:
@@ -81,8 +74,7 @@ class _Line:
         return option, 1 if has_value or _is_flag(option) else 2
 
     def take(self, words: Sequence[str], *, behind: bool) -> Taken:
-        """Return our options at the beginning with their words. behind: the file is known, so no option names it again,
-        and --help belongs to the script."""
+        """Return our options at the beginning with their words. behind: the file is known; --help is the script's."""
         taken: Taken = []
         rest = list(words)
         while rest and (found := self.match(rest)) is not None:
@@ -145,8 +137,7 @@ def _flat(taken: Taken) -> list[str]:
 
 
 def _arranged(command: click.Command, ctx: click.Context, args: Sequence[str]) -> list[str]:
-    """Return the words in an order that click parses unambiguously: our options, `--`, the file, the script's. Raise
-    UsageError and InputError."""
+    """Return the words as click parses them: our options, `--`, the file, the script's. Raise UsageError."""
     known = {spelling(name): p for p in command.get_params(ctx) if isinstance(p, click.Option) for name in p.opts}
     line = _Line(ctx.command_path, known)
     taken = line.take(args, behind=False)
@@ -217,7 +208,6 @@ def without_command(words: Sequence[str]) -> str:
 
 
 def _unknown(line: _Line, rest: Sequence[str]) -> str:
-    """Return what is wrong with the first word, an unknown option before the file."""
     from ddpjob_operator.job import command
 
     name = rest[0].partition("=")[0]
@@ -306,8 +296,7 @@ def _name(word: str) -> str:
 
 
 def _say_what_is_handed_over(line: _Line, declared: frozenset[str]) -> None:
-    """Warn on stderr that the script gets an option of ours that it does not declare: torchrun's order is easily
-    forgotten, and the script's own error would not explain it."""
+    """Warn that the script gets an option of ours that it does not declare: torchrun's order is easily forgotten."""
     theirs = {spelling(name) for name in declared}
     for word in line.words:
         name = spelling(_name(word))

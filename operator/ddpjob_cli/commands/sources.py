@@ -1,5 +1,4 @@
-"""Makes one DDPJob, with its options, from what the command line names: a YAML, a script, a module, a notebook,
-stdin."""
+"""Makes one DDPJob from what the command line names: a YAML, a script, a module, a notebook, stdin."""
 
 from __future__ import annotations
 
@@ -70,8 +69,8 @@ def to_yaml(source: Source) -> str:
 
 
 def with_launcher(source: Source, asked: str | None, missing: Callable[[], str]) -> tuple[Source, str]:
-    """Return the source with the launcher of its script, and why that is not ddprun; "" if it is, or if that does not
-    apply. asked: by --launcher. missing: why ddprun is missing where the script is to run. Raise InputError."""
+    """Return the source with the launcher of its script, and why that is not ddprun, "" if it is or no launcher is
+    needed. asked: by --launcher. missing: why ddprun is missing where the script is to run. Raise InputError."""
     made = source.module is not None or (source.text is None and kinds.of(source.file or "") != "job")
     found = _found(source) if made else from_script.FoundScript()
     if not made or found.spawns:
@@ -155,8 +154,7 @@ def as_file(source: Source) -> Iterator[Source]:
 
 
 def warn_of_size(job: api.DDPJob, *, allowed: bool) -> str:
-    """Return a warning about more processes than the cores can run well; "" if there are not. Raise InputError for far
-    too many."""
+    """Return a warning about more processes than the cores can run well, or "". Raise InputError for far too many."""
     count, cores = topology.world_size(job.spec), len(os.sched_getaffinity(0))
     nodes, processes = wording.count(job.spec.nodes, "node"), wording.count(count, "process")
     size = f"{nodes} × {topology.nproc_per_node(job.spec)} are {processes}"
@@ -184,7 +182,6 @@ def _document(source: Source) -> tuple[Document, bool]:
 
 
 def _command(document: Document) -> Any:
-    """Return the trainer's command unchanged; None if there is none."""
     spec = document.data.get("spec")
     template = spec.get("template") if isinstance(spec, dict) else None
     return ((trainer_container(template) if isinstance(template, dict) else None) or {}).get("command")
@@ -208,7 +205,6 @@ def _refuse_two_values(source: Source) -> None:
 
 
 def _replace_arguments(document: Document, job: api.DDPJob, arguments: tuple[str, ...]) -> None:
-    """Replace the script's arguments in the command, for `ddpjob run job.yaml -- ARGS`."""
     refuse_other_bytes(arguments)
     words = launcher.facts(job.spec).command
     given = command.read(words).words

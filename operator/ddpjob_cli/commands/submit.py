@@ -28,8 +28,6 @@ _EPHEMERAL = frozenset(["emptyDir", "configMap", "secret", "downwardAPI", "proje
 
 @dataclass(frozen=True)
 class Wishes:
-    """The options that change the job."""
-
     job: str | None
     name: str | None
     namespace: str | None
@@ -45,7 +43,6 @@ class Wishes:
     no_code: bool
     labels: Mapping[str, str] = field(default_factory=dict)
     limits: Mapping[str, str | int] = field(default_factory=dict)
-    """The trainer's resource limits."""
     made: Mapping[str, str] = field(default_factory=dict)
     """Files, path → text, for a script made from a function: no folder but `code` is packed."""
 
@@ -201,8 +198,7 @@ def show_until_end(cluster: Cluster, made: Stored) -> int:
 
 
 def _code(file: str, path: str, wishes: Wishes) -> tuple[str, Archive | None]:
-    """Return the script's name in its folder, and the packed folder, for a job made for a script. file: as the user
-    named it; path: the file with its Python."""
+    """Return the script's name in its folder, and the packed folder. file: the user's name for it; path: its Python."""
     from pathlib import Path
 
     from ddpjob_cli.client import pack

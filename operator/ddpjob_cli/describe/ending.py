@@ -42,7 +42,6 @@ def of_job(job: api.DDPJob) -> str:
 
 
 def seconds_taken(status: api.Status) -> float:
-    """Return seconds from the (last) start to the end; 0 if either is unknown."""
     if status.start_time is None or status.completion_time is None:
         return 0.0
     return (status.completion_time - status.start_time).total_seconds()

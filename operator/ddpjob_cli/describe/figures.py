@@ -48,8 +48,7 @@ def step_time(seconds: float) -> str:
 
 
 def spark(values: Sequence[float], width: int) -> str:
-    """Return a curve of at most `width` characters, from its lowest to its highest value; "" for fewer than two
-    values."""
+    """Return a curve of at most `width` characters, lowest to highest value; "" for fewer than two values."""
     if len(values) < 2 or width < 2:
         return ""
     count = min(width, len(values))

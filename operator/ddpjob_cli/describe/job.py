@@ -16,7 +16,6 @@ TAIL_LINES = 12  # the end of a traceback; the status keeps 2 KiB
 
 
 def describe(job: api.DDPJob, created: dt.datetime | None, now: dt.datetime) -> list[str]:
-    """Return the job's state, progress, restarts and failures."""
     status, spec = job.status, job.spec
     ready = status.nodes.ready if status.nodes else 0
     processes = wording.count(topology.nproc_per_node(spec), "process")
@@ -73,13 +72,10 @@ def failure_lines(status: api.Status, now: dt.datetime) -> Iterator[str]:
 
 
 def titled(title: str, rows: Sequence[str]) -> list[str]:
-    """Return a table below its title; nothing if it has only a head."""
     return ["", title, *(f"  {row}" for row in rows)] if rows[1:] else []
 
 
 def event_lines(events: Sequence[Mapping[str, Any]], now: dt.datetime) -> list[str]:
-    """Return a table of Events as the API server gives them, the newest last."""
-
     def time_of(event: Mapping[str, Any]) -> dt.datetime | None:
         last = (event.get("series") or {}).get("lastObservedTime")
         return bounds.time(last or event.get("lastTimestamp") or event.get("eventTime"))

@@ -51,9 +51,7 @@ def resumed_parts(status: api.Status) -> list[str]:
 
 
 def restart_parts(status: api.Status) -> list[str]:
-    """Return 1 restart, 20 steps repeated; nothing without restarts. "no step repeated" needs a resume from memory,
-    which has the last step. For a folder it is unknown, because steps are reported only as often as the script calls
-    progress()."""
+    """Return 1 restart, 20 steps repeated. Only memory has the last step, so for a folder "no step" is unknown."""
     total = status.restarts.total if status.restarts else 0
     if not total:
         return []

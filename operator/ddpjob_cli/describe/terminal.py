@@ -1,6 +1,5 @@
-"""Cleans the output of scripts for a terminal: colors stay, other control sequences go. Titles, cursor moves, clears,
-links and the clipboard (OSC 52) are removed; otherwise a line of a log could hide or replace lines above it. A carriage
-return stays, because progress bars rewrite their line with it."""
+"""Cleans the output of scripts for a terminal: colors and carriage returns stay. Titles, cursor moves, links and the
+clipboard (OSC 52) go: a line of a log could hide or replace lines above it."""
 
 from __future__ import annotations
 
@@ -36,7 +35,6 @@ class TerminalPieces:
         self._held = ""
 
     def feed(self, piece: bytes, *, last: bool = False) -> str:
-        """Return what can be shown so far."""
         text = self._held + self._decoder.decode(piece, last)
         begin = max(text.rfind(letter) for letter in _OPENERS)
         unfinished = None if last or begin < 0 else _UNFINISHED.match(text, begin)

@@ -61,21 +61,16 @@ class RunOptions:
     folder: Path | None = None
     """The parent of the runs' folders; None is the user's state folder."""
     faults: tuple[faults.Fault, ...] = ()
-    """Faults to inject."""
     metrics: Path | None = None
-    """The file of metrics for a scraper."""
     report: Path | None = None
-    """The file of the report, written at the end of the run."""
     process_group: int | None = None
     """The process group in which the command was started, if the run has its own."""
     names: Callable[[str], str] = str
     """Rewrites places in the script for users: lines of a notebook as its cells."""
     pdb: int | None = None
-    """The rank that gets the terminal."""
     defaults: str = ""
     """The numbers in the title that nobody gave."""
     session: DevSession | None = None
-    """The session of `ddpjob dev`."""
 
 
 def run(document: Document, job: api.DDPJob, options: RunOptions) -> int:
@@ -157,7 +152,6 @@ def assign_slots(document: Document, job: api.DDPJob) -> tuple[list[pod_process.
 
 
 def on_cpu(job: api.DDPJob) -> api.DDPJob:
-    """Return the same job without GPUs: as many ranks, on gloo."""
     template = msgspec.to_builtins(job.spec.template)
     trainer = podspec.trainer_container(template) or {}
     for kind in ("limits", "requests"):
@@ -213,8 +207,7 @@ class Runner:
         self.job = replace(job, metadata=replace(job.metadata, uid=folder.uid, generation=1), status=api.Status())
         self.options = options
         self.folder = folder
-        self.reports = True
-        """True if the script may report steps."""
+        self.reports = True  # True if the script may report steps
         self.screen = screen.screen(self.job, options.plain, options.process_group, types=options.pdb is not None)
         self._started_at = self._idle_at = time.monotonic()
         self._idle = idle.IdleClock()
@@ -245,7 +238,6 @@ class Runner:
         self.cluster.selector.register(self._wake_read, selectors.EVENT_READ, None)
 
     def __enter__(self) -> Runner:
-        """Start to handle signals and to draw."""
         processes.become_subreaper()
         # `nohup` makes a program ignore SIGHUP, so that it outlives its terminal: leave that as it is.
         is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
@@ -298,7 +290,6 @@ class Runner:
             self._wait(wait)
 
     def _moment(self) -> table.RunMoment:
-        """Return the present state of the run, for the screen."""
         facts, now = self.record.facts, dt.datetime.now(dt.timezone.utc)
         since, initialized = ranks_since(self.job.status), self.cluster.initialized()
         is_stale = initialized is not None and since is not None and initialized < since
@@ -356,8 +347,11 @@ class Runner:
         return self.job.status.state == "Running" and not launcher.facts(self.job.spec).restarts_in_place
 
     def _record(self, status: api.Status) -> None:
-        """Keep the status in memory and write it to the run's folder."""
-        self._measure(self.job.status, status)
+        reported = self.cluster.agent
+        if self._metrics is not None:
+            with self._whatever_disk(f"--metrics-file {self.options.metrics}"):
+                agent = None if reported is None else reported.agent
+                self._metrics.changed(self.job.status, status, dt.datetime.now(dt.timezone.utc), agent)
         if status.attempt != self.job.status.attempt:
             self._settings = dataclasses.replace(SETTINGS, failed_before=status.last_failure)
             self.cluster.agent = None  # its restarts in place are counted, and do not belong to the next attempt
@@ -366,13 +360,6 @@ class Runner:
         if self.options.status is not None:
             with self._whatever_disk(f"--status {self.options.status}"):
                 files.write_atomically(self.options.status, history.document(status))
-
-    def _measure(self, old: api.Status, new: api.Status) -> None:
-        """Write the metrics file."""
-        now, reported = dt.datetime.now(dt.timezone.utc), self.cluster.agent
-        if self._metrics is not None:
-            with self._whatever_disk(f"--metrics-file {self.options.metrics}"):
-                self._metrics.changed(old, new, now, None if reported is None else reported.agent)
 
     @contextlib.contextmanager
     def _whatever_disk(self, name: str, consequence: str = "the job goes on without it") -> Iterator[None]:
@@ -439,7 +426,6 @@ class Runner:
             self._stop_reasons.append(found.stop)
 
     def _obey_keys(self) -> None:
-        r"""Print where the ranks are (Ctrl-\), and stop (Ctrl-Z); returns when the process continues."""
         # The agents print the stacks.
         if signal.SIGQUIT in self._keys and (sentence := stacks.ask(self.folder.uid).sentence()):
             self.screen.note(sentence)
@@ -452,7 +438,6 @@ class Runner:
         self._keys.clear()
 
     def _look_for_idle(self) -> None:
-        """Mention idle ranks once."""
         now = time.monotonic()
         if now < self._idle_at:
             return
@@ -466,8 +451,7 @@ class Runner:
             self.screen.note(idle.sentence(found, self._idle.seconds, "", f"ddpjob stacks {self.job.metadata.name}"))
 
     def _on_signal(self, number: int, _frame: Any) -> None:
-        """Only record the signal, because the interpreter may be in the middle of a print. A second signal kills at
-        once."""
+        """Record the signal: the interpreter may be in the middle of a print. A second one kills at once."""
         if number not in STOP_SIGNALS:
             self._keys.add(number)
             return
@@ -507,7 +491,6 @@ class Runner:
         return min((seconds for seconds in waits if seconds > 0), default=None)
 
     def _begin_stop(self) -> None:
-        """Stop as for a suspended job: SIGTERM, and the full grace period."""
         if self._stop_reasons and not self.job.spec.suspend:
             grace, nodes = podspec.grace_seconds(self.job.spec.template), wording.count(self.job.spec.nodes, "node")
             progress = self.job.status.progress

@@ -14,8 +14,7 @@ _REPORTERS = ("ddpjob", "transformers", "DDPJOB_", "KUBEFLOW_")
 
 
 def find(source: str, job: api.DDPJob) -> Path | None:
-    """Return the script next to the YAML, else in the working folder; None if it is in neither. `ddpjob check` reads
-    the same file."""
+    """Return the script next to the YAML, else in the working folder; None if it is in neither."""
     names = launcher.facts(job.spec).started.files
     # A workingDir often exists only in the image.
     folders = (folder_of(source, job), Path(os.path.abspath(source)).parent, Path.cwd())
@@ -24,8 +23,7 @@ def find(source: str, job: api.DDPJob) -> Path | None:
 
 
 def folder_of(source: str, job: api.DDPJob) -> Path:
-    """Return the folder in which the trainer starts: that of the YAML if the script is there, else the working
-    folder."""
+    """Return the folder in which the trainer starts: the YAML's if the script is there, else the working folder."""
     names = launcher.facts(job.spec).started.files
     own = launcher.facts(job.spec).trainer.get("workingDir")
     if isinstance(own, str):

@@ -1,6 +1,6 @@
 """The session of `ddpjob dev`: a save or Enter restarts the ranks of a run, and the run does not end with them. A
-thread polls the files and the keyboard, and wakes the run, which calls `look`. A restart is requested by a signal to
-node 0's agent, which starts a new generation and charges it to nothing."""
+thread polls files and keyboard, and wakes the run. Node 0's agent restarts the ranks at a signal, charged to
+nothing."""
 
 from __future__ import annotations
 
@@ -178,5 +178,4 @@ def named(paths: Collection[str]) -> str:
 
 
 def has_keyboard() -> bool:
-    """True if Enter can be read."""
     return sys.stdin is not None and sys.stdin.isatty()

@@ -36,8 +36,7 @@ def set_field(document: Document, setting: str, option: str) -> None:
 
 
 def set_variable(document: Document, variable: str) -> None:
-    """Set `NAME=VALUE`, or `NAME` with its value here, in the trainer's env, replacing one of that name. Raise
-    InputError."""
+    """Set `NAME=VALUE`, or `NAME` with its value here, in the trainer's env. Raise InputError."""
     name, has_value, value = variable.partition("=")
     if not has_value and name not in os.environ:
         raise InputError(f"--env {variable}: must be NAME=VALUE, or the name of a variable that is set here")

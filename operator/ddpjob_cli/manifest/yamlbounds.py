@@ -1,6 +1,5 @@
-"""Bounds for a YAML text, checked on the stream of events before anything of its size is built. 280 bytes of aliases
-are a million entries, ten times as many with each further level; 10 MB of brackets take PyYAML most of a minute. No
-object that an API server accepts comes near these bounds."""
+"""Bounds for a YAML text, checked on the stream of events. 280 bytes of aliases are a million entries, and 10 MB of
+brackets take PyYAML most of a minute; no object that an API server accepts comes near."""
 
 from __future__ import annotations
 
@@ -25,8 +24,6 @@ class OutOfBoundsError(Exception):
 
 @dataclass
 class _Open:
-    """A mapping or list that has begun."""
-
     anchor: str | None
     nodes: int = 1
 
@@ -51,18 +48,15 @@ class _BoundedReader:
             self._end(event.anchor, 1)
             self._add(1, event)
         elif isinstance(event, yaml.CollectionStartEvent):
-            self._begin(event)
+            self.nodes += 1
+            self.above.append(_Open(event.anchor))
+            if len(self.above) > DEPTH_MAX:
+                raise OutOfBoundsError(_line(event), f"more than {DEPTH_MAX} lists and mappings in each other")
         elif isinstance(event, yaml.CollectionEndEvent):
             ended = self.above.pop()
             self._end(ended.anchor, ended.nodes)
             if self.above:
                 self.above[-1].nodes += ended.nodes
-
-    def _begin(self, event: Any) -> None:
-        self.nodes += 1
-        self.above.append(_Open(event.anchor))
-        if len(self.above) > DEPTH_MAX:
-            raise OutOfBoundsError(_line(event), f"more than {DEPTH_MAX} lists and mappings in each other")
 
     def _end(self, anchor: str | None, nodes: int) -> None:
         if anchor is not None:

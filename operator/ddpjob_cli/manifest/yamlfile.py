@@ -80,8 +80,6 @@ class InputError(Exception):
 
 @dataclass(frozen=True)
 class Document:
-    """One YAML document: its data, and the line (from 1) of each field."""
-
     source: str
     data: Any
     lines: dict[FieldPath, int] = field(default_factory=dict)
@@ -90,13 +88,11 @@ class Document:
 
     @property
     def name(self) -> str:
-        """metadata.name, or a dash."""
         metadata = self.data.get("metadata") if isinstance(self.data, Mapping) else None
         name = metadata.get("name") if isinstance(metadata, Mapping) else None
         return name if isinstance(name, str) else "-"
 
     def line(self, path: FieldPath) -> int:
-        """Return the line of a field, or of the closest existing field above it."""
         while path and path not in self.lines:
             path = path[:-1]
         return self.lines.get(path, 1)
@@ -116,8 +112,7 @@ class Document:
 
 
 def read_job(path: str, job: str | None = None, data: bytes | None = None) -> Document:
-    """Return the one DDPJob of a file. Raise InputError if there is none, or several and `job` does not choose. data:
-    what was read already; `path` is then only its name."""
+    """Return the one DDPJob of a file, or the one named `job`. Raise InputError. data: what was read already."""
     documents = [d for d in (read(path) if data is None else parse(path, data)) if d.data is not None]
     if not documents:
         raise InputError(f"{path}:1: the file has no DDPJob: it is empty")
@@ -136,8 +131,7 @@ def read_job(path: str, job: str | None = None, data: bytes | None = None) -> Do
 
 
 def read(path: str) -> Iterator[Document]:
-    """Return all documents of a file, and the items of its lists; `-` for stdin. Raise InputError with the line if it
-    is not valid YAML."""
+    """Return all documents of a file, and the items of its lists; `-` for stdin. Raise InputError with the line."""
     try:
         if path == "-":
             path, data = "stdin", sys.stdin.buffer.read(yamlbounds.BYTES_MAX + 1)
@@ -165,8 +159,7 @@ def parse(path: str, data: bytes) -> Iterator[Document]:
 
 
 def _of_list(document: Document) -> Iterator[Document]:
-    """Return the items of a list that `kubectl get -o yaml` prints, else the document itself. Items of a typed list,
-    such as a PyTorchJobList, that have no kind get it from the list."""
+    """Return the items of a list that `kubectl get -o yaml` prints; those of a typed list have no kind."""
     data = document.data
     kind = data.get("kind") if isinstance(data, Mapping) else None
     if not isinstance(kind, str) or not kind.endswith(_LIST) or not isinstance(data.get("items"), list):
@@ -182,8 +175,7 @@ def _of_list(document: Document) -> Iterator[Document]:
 
 
 def read_value(text: str) -> Any:
-    """Return one value as YAML, for `--set`; a text that is not YAML is the value itself. Raise InputError if it is too
-    large."""
+    """Return one value as YAML, for `--set`; a text that is no YAML is the value. Raise InputError if too large."""
     try:
         documents = _documents("the value", text)
     except _NotYAMLError:
@@ -264,8 +256,7 @@ class _Walk:
             self.visit(value, where)
 
     def _key(self, key: Any) -> Any:
-        """Return a key as a text, as in kubectl: JSON has no other keys, and 1 and "1" are equal. A new node, because a
-        key may be an alias whose node is a value elsewhere, and stays a number there."""
+        """Return a key as a text, JSON's only keys. A new node: an alias of it may be a number elsewhere."""
         if not isinstance(key, yaml.ScalarNode):
             kind = "a list" if isinstance(key, yaml.SequenceNode) else "a mapping"
             raise self._wrong(key, f"{kind} cannot be a key; a key is a text")

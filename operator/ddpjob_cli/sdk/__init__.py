@@ -3,11 +3,6 @@
 In:   a function, a script, a notebook or a DDPJob's YAML, and the words of the command line as arguments.
 Out:  a Job; what rank 0 returns; exceptions with that of the failed rank as their cause.
 
-    start.py      run and submit: the arguments become those of `ddpjob run` and `ddpjob submit`
-    job.py        Job: wait, status, logs, stacks, suspend, resume, delete, result; on this machine, or in a cluster
-    function.py   a function as files, and what comes back of it
-    in_rank.py    the script that calls it in each rank; it is sent, and runs where this package is not
-
 Called by: `ddpjob`, the library, by name and on first use; it must not need this package where a rank runs.
 Must not know: torch. All that a command does too is done by what the command calls.
 """

@@ -1,5 +1,4 @@
-"""A function as files: what a rank needs to call it, and what it returns. cloudpickle sends functions, lambdas and
-classes of `__main__` and of notebooks by their code, and everything else by name."""
+"""A function as files. cloudpickle sends code of `__main__`, notebooks and lambdas, and all else by name."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from ddpjob_cli.client.pack import PACKED_BYTES_MAX
 from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_cli.sdk import in_rank
 from ddpjob_operator.failures.log_lines import ANSWER
-from ddpjob_operator.job.naming import name_of
+from ddpjob_operator.job.wording import name_of
 
 SCRIPT, ANSWER_FILE = "ddpjob_function.py", "answer"
 FUNCTION_BYTES_MAX = PACKED_BYTES_MAX * 3 // 4  # weights do not compress, and cloudpickle is in the archive too
@@ -31,18 +30,14 @@ _NAMED_MAX = 3
 
 @dataclass(frozen=True)
 class Sent:
-    """A function that was sent."""
-
     name: str
-    """The job's name."""
     files: dict[str, str]
     """Files sent with the job: path → text."""
     word: str
     """The first word of each returned line."""
 
     def write(self, folder: Path) -> None:
-        """Write the files for ranks of this machine. They return results in the file ANSWER_FILE and not among their
-        lines."""
+        """Write the files for ranks of this machine, which return results in ANSWER_FILE and not among their lines."""
         for path, text in self.files.items():
             (folder / path).parent.mkdir(exist_ok=True)
             (folder / path).write_text(text, encoding="utf-8")
@@ -67,25 +62,23 @@ class _Limited(io.BytesIO):
 
 
 def sent(function: Callable[..., Any], arguments: Sequence[Any]) -> Sent:
-    """Return the files that call a function in each rank. Raise InputError for one that cannot be sent, with the names
-    of what is too large or cannot be pickled; ImportError without cloudpickle."""
-    cloudpickle = _cloudpickle()
+    """Return the files that call a function in each rank. Raise InputError, which names what is too large or cannot be
+    pickled; ImportError without cloudpickle."""
+    package = Path(_cloudpickle().__file__).parent
     name = getattr(function, "__name__", type(function).__name__)
-    with _by_value(cloudpickle, function):
+    with _by_value(function):
         try:
-            data = _dumped(cloudpickle, (function, tuple(arguments)))
+            data = _dumped((function, tuple(arguments)))
         except _TooLargeError:
-            limit = f"more than {FUNCTION_BYTES_MAX / 1e6:.2g} MB"
-            text = f"{name}: its code with what it refers to is {limit}{_culprits(cloudpickle, function, arguments)}"
+            limit = f"more than {FUNCTION_BYTES_MAX / 1e6:.2g} MB{_culprits(function, arguments)}"
+            text = f"{name}: its code with what it refers to is {limit}"
             raise InputError(f"{text}; load or build it within the function, or read it from a file") from None
         except Exception as error:
-            text = f"{name}: cannot be sent{_culprits(cloudpickle, function, arguments)}: {error}"
-            raise InputError(text) from None
+            raise InputError(f"{name}: cannot be sent{_culprits(function, arguments)}: {error}") from None
     word = f"{ANSWER}{secrets.token_hex(8)}"
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
     payload = {"name": name, "python": version, "word": word, "function": base64.b64encode(data).decode()}
     files = {SCRIPT: Path(in_rank.__file__).read_text(encoding="utf-8"), "ddpjob_function.json": json.dumps(payload)}
-    package = Path(cloudpickle.__file__).parent
     files |= {f"cloudpickle/{path.name}": path.read_text(encoding="utf-8") for path in package.glob("*.py")}
     return Sent(name_of(name.strip("<>")), files, word)
 
@@ -126,24 +119,24 @@ def _cloudpickle() -> Any:
     return cloudpickle
 
 
-def _dumped(cloudpickle: Any, value: object) -> bytes:
+def _dumped(value: object) -> bytes:
     file = _Limited()
-    cloudpickle.dump(value, file)
+    _cloudpickle().dump(value, file)
     return file.getvalue()
 
 
 @contextlib.contextmanager
-def _by_value(cloudpickle: Any, function: Callable[..., Any]) -> Iterator[None]:
+def _by_value(function: Callable[..., Any]) -> Iterator[None]:
     """Send the module of a user's own function as code, because no image contains it."""
     module = inspect.getmodule(inspect.unwrap(function))
     if module is None or module.__name__ == "__main__" or _is_installed(module):
         yield
         return
-    cloudpickle.register_pickle_by_value(module)
+    _cloudpickle().register_pickle_by_value(module)
     try:
         yield
     finally:
-        cloudpickle.unregister_pickle_by_value(module)
+        _cloudpickle().unregister_pickle_by_value(module)
 
 
 def _is_installed(module: ModuleType) -> bool:
@@ -152,7 +145,7 @@ def _is_installed(module: ModuleType) -> bool:
     return file is None or any(Path(path) in Path(file).parents for path in paths)
 
 
-def _culprits(cloudpickle: Any, function: Callable[..., Any], arguments: Sequence[Any]) -> str:
+def _culprits(function: Callable[..., Any], arguments: Sequence[Any]) -> str:
     """Return the names of variables and arguments that cannot be sent: ` (model, data)`."""
     given: dict[str, Any] = {f"args[{i}]": value for i, value in enumerate(arguments)}
     with contextlib.suppress(TypeError):
@@ -161,7 +154,7 @@ def _culprits(cloudpickle: Any, function: Callable[..., Any], arguments: Sequenc
     wrong = []
     for name, value in given.items():
         try:
-            _dumped(cloudpickle, value)
+            _dumped(value)
         except Exception:  # noqa: PERF203 - what it is was said
             wrong.append(name)
     return f" ({', '.join(wrong[:_NAMED_MAX])}{', …' if len(wrong) > _NAMED_MAX else ''})" if wrong else ""

@@ -1,7 +1,6 @@
-"""The script that a function becomes: it calls the function in each rank, and returns the result of rank 0. It is a
-single file that needs no installed package in the pod, because cloudpickle is next to it. Results are lines with a word
-that only the caller knows, so no text of a script can be mistaken for one. They go into the file `answer` next to this
-one if the caller, on this machine, has created it, else into the log."""
+"""The script that a function becomes: a single file that calls it in each rank, and returns the result of rank 0. The
+result is lines with a word that only the caller knows, in the file `answer` next to this one if the caller has created
+it, else in the log. cloudpickle is next to it, so the pod needs no installed package."""
 
 from __future__ import annotations
 
@@ -47,7 +46,6 @@ def main() -> None:
 
 
 def _pickled(cloudpickle: Any, answer: object) -> bytes | str:
-    """Return the object as bytes, or why it cannot be sent."""
     try:
         data: bytes = cloudpickle.dumps(answer)
     except Exception as error:

@@ -21,6 +21,7 @@ from ddpjob_cli.client import actions, jobs, log_findings, stacks, watch
 from ddpjob_cli.client.connection import Cluster
 from ddpjob_cli.client.errors import ClusterError
 from ddpjob_cli.client.logs import ClusterLogs, LogPart
+from ddpjob_cli.commands.logs import whole_lines
 from ddpjob_cli.commands.output import say
 from ddpjob_cli.describe import ending, progress
 from ddpjob_cli.local.kept import run_logs, runs
@@ -52,7 +53,6 @@ class JobFailedError(Exception):
     def __init__(self, message: str, status: api.Status) -> None:
         super().__init__(message)
         self.status = status
-        """The status at its end."""
 
 
 class Job(abc.ABC):
@@ -66,10 +66,7 @@ class Job(abc.ABC):
     @property
     @abc.abstractmethod
     def status(self) -> api.Status:
-        """The status now, as docs/reference.md describes it: `state`, `message`, `progress.step`, `last_failure`.
-
-        Raises ClusterError where the cluster does not answer, or the job is gone.
-        """
+        """The status now (docs/reference.md). Raises ClusterError: no answer, or the job is gone."""
 
     @abc.abstractmethod
     def suspend(self) -> None:
@@ -88,12 +85,8 @@ class Job(abc.ABC):
         """Where the ranks are, a text for each node; they go on. Raises InputError where nothing can be shown."""
 
     def wait(self, timeout: float | None = None) -> api.Status:
-        """The status at the end of the job, which has Succeeded. What happens is said on stderr; a notebook also shows
-        a table.
-
-        timeout: seconds. Raises TimeoutError after it, JobFailedError, ClusterError. After KeyboardInterrupt the job
-        goes on.
-        """
+        """The status at the end of the job, which has Succeeded. Events go to stderr; a notebook also shows a table.
+        timeout: seconds. Raises TimeoutError, JobFailedError, ClusterError. After KeyboardInterrupt the job goes on."""
         end = None if timeout is None else time.monotonic() + timeout
         update = _in_notebook(self)
         try:
@@ -111,11 +104,9 @@ class Job(abc.ABC):
         return status
 
     def result(self, timeout: float | None = None) -> Any:
-        """What the function returned on rank 0, once the job has Succeeded; None of a script.
-
-        It is loaded with cloudpickle, which runs code of the job's: ask only a job that you trust. timeout and errors:
-        as of wait(), and UnsentError where it is larger than 1 MB, cannot be pickled, or is no longer there.
-        """
+        """What the function returned on rank 0, once the job has Succeeded; None of a script. cloudpickle runs code of
+        the job's to load it: ask only a job that you trust. Raises as wait(), and UnsentError where it is larger than 1
+        MB, cannot be pickled, or is no longer there."""
         if self.status.state != "Succeeded":  # else its end was told
             self.wait(timeout)
         if self._sent is None:
@@ -127,20 +118,18 @@ class Job(abc.ABC):
         raise function.UnsentError(f"{self.name} returned {why}")
 
     def logs(self, follow: bool = False, rank: int | None = None) -> Iterator[str]:
-        """The lines that the nodes have printed in the last attempt, each with [node:rank] before it where there are
-        several.
-
-        follow: until the job ends, through its restarts. rank: of the node of this rank alone; the ranks of a node
-        share a log. Raises InputError for a rank that is not there, ClusterError.
-        """
+        """The lines of the last attempt, each with [node:rank] before it where there are several nodes. follow: until
+        the job ends, through its restarts. rank: of the node of this rank alone; the ranks of a node share a log.
+        Raises InputError for a rank that is not there, ClusterError."""
         source = self._source()
         wanted = None if rank is None else [source.node_of_rank(rank)]
-        attempt = (source.attempts() or [1])[-1]
+        attempt = max(source.attempts(), default=1)
         nodes = source.nodes(attempt) if wanted is None else wanted
         pieces = source.follow(attempt, wanted, later=True) if follow else source.read(attempt, nodes)
         is_several = wanted is None and (follow or len(nodes) > 1)
-        for node, line in _lines(pieces):
-            yield (source.prefix(node) if is_several else "") + line
+        for node, lines in whole_lines(pieces):
+            begin = source.prefix(node) if is_several else ""
+            yield from (begin + line.decode(errors="replace") for line in lines)
 
     @abc.abstractmethod
     def _looks(self) -> Iterator[api.Status]:
@@ -187,7 +176,6 @@ class Job(abc.ABC):
         return [text for text in (status.state or "new", "  ".join(parts), status.message) if text]
 
     def _repr_html_(self) -> str:
-        """Return the row that a notebook shows."""
         return f"<table><tr><td>{'</td><td>'.join(map(html.escape, (self.name, *self._row())))}</td></tr></table>"
 
 
@@ -244,12 +232,11 @@ class LocalJob(Job):
 
     def suspend(self) -> None:
         self._refuse_ended("suspended")
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGTERM)
+        self._process.send_signal(signal.SIGTERM)
 
     def resume(self) -> None:
         self._refuse_ended("resumed")
-        if self._process.poll() is None and self.status.state not in ("Suspended",):
+        if self._process.poll() is None and self.status.state != "Suspended":
             say(f"{self.name} is not suspended")
             return
         self.join()
@@ -283,7 +270,6 @@ class LocalJob(Job):
         return path.read_text().splitlines() if path.exists() else ()
 
     def _new_text(self) -> str:
-        """Return its new output."""
         path = Path(self._folder.name) / "stderr"
         if not path.exists():
             return ""
@@ -292,13 +278,11 @@ class LocalJob(Job):
         return text
 
     def join(self) -> None:
-        """Wait until its process has ended."""
         self._process.wait()
         _going.discard(self)
 
     def _stop(self) -> None:
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
+        self._process.send_signal(signal.SIGTERM)
         self.join()
 
     def _refuse_ended(self, what: str) -> None:
@@ -345,20 +329,13 @@ class ClusterJob(Job):
 
     def _answer_lines(self, rank: int | None) -> Iterable[str]:
         source = self._source(LogPart(tail=ANSWER_LINES_MAX, answers=True))
-        attempt = (source.attempts() or [1])[-1]
+        attempt = max(source.attempts(), default=1)
         nodes = source.nodes(attempt)
         with contextlib.suppress(InputError):  # torchrun has numbered the nodes: any may have the rank
             nodes = nodes if rank is None else [source.node_of_rank(rank)]
-        return [line for _, line in _lines(source.read(attempt, nodes))]
-
-
-def _lines(pieces: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, str]]:
-    """Yield whole lines of each node, and unfinished ones at the end."""
-    rest: dict[int, bytes] = {}
-    for node, piece in pieces:
-        *lines, rest[node] = (rest.get(node, b"") + piece).split(b"\n")
-        yield from ((node, line.decode(errors="replace")) for line in lines)
-    yield from ((node, line.decode(errors="replace")) for node, line in rest.items() if line)
+        return [
+            line.decode(errors="replace") for _, lines in whole_lines(source.read(attempt, nodes)) for line in lines
+        ]
 
 
 def _in_notebook(job: Job) -> Any:

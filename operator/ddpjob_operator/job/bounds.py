@@ -1,6 +1,4 @@
-"""Bounds for every number, time, text and document from outside, applied where it is read. Whoever may create a pod, a
-DDPJob or a report writes what the operator reads, and the API server bounds little of it. Python's integers are
-unbounded, its dates end in the year 9999, and long lists cost memory."""
+"""Bounds for every number, time, text and document from outside, because the API server bounds little."""
 
 from __future__ import annotations
 
@@ -55,15 +53,13 @@ _BEYOND_DATES = re.compile(r"\d{5,20}-")
 
 
 class UnreadableError(ValueError):
-    """An object from outside that cannot be read. The text names it and the reason."""
+    """An object from outside that cannot be read; the text names it and the reason."""
 
 
-TOO_LARGE = "tooLarge"
-"""Key of the mapping that replaces a value that was too large: {"tooLarge": why}."""
+TOO_LARGE = "tooLarge"  # key of the mapping that replaces a value that was too large: {"tooLarge": why}
 
 
 def integer(value: object, first: int, last: int) -> int | None:
-    """Return a whole number within bounds; None for anything else."""
     return value if isinstance(value, int) and not isinstance(value, bool) and first <= value <= last else None
 
 
@@ -75,7 +71,6 @@ def number(text: object, last: int) -> int:
 
 
 def seconds(value: object) -> int:
-    """Return a duration of 0 s to ten years; 0 if none is given."""
     return max(0, min(value, SECONDS_MAX)) if isinstance(value, int) and not isinstance(value, bool) else 0
 
 
@@ -92,7 +87,6 @@ def time(text: object) -> dt.datetime | None:
 
 
 def moment(at: dt.datetime) -> dt.datetime:
-    """Return a time that has a zone and is near enough to compute with."""
     at = at.replace(tzinfo=dt.timezone.utc) if at.tzinfo is None else at
     return min(max(at, TIME_FIRST), TIME_LAST)
 
@@ -127,12 +121,10 @@ def document(value: object) -> str:
 
 
 def too_large(why: str) -> dict[str, str]:
-    """Return the mapping that replaces a value that was too large."""
     return {TOO_LARGE: why}
 
 
 def refused(value: object) -> str:
-    """Return why a value is not kept; "" if it is."""
     why = value.get(TOO_LARGE) if isinstance(value, Mapping) and len(value) == 1 else None
     return why if isinstance(why, str) else document(value)
 

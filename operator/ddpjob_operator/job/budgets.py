@@ -24,7 +24,6 @@ def history(status: api.Status) -> RestartHistory:
 
 
 def restarts(history: RestartHistory) -> api.Restarts:
-    """Return the counts of a status, from `history`."""
     return api.Restarts(**{**history._asdict(), "total": history.total, "charged_at": list(history.charged_at)})
 
 
@@ -41,8 +40,7 @@ def known(status: api.Status) -> Known:
 
 
 def limits(spec: api.Spec) -> Limits:
-    """Return the limits of the spec. backoffWindowSeconds needs a time in the status for each restart, so backoffLimit
-    is cut."""
+    """Return the limits of the spec. With backoffWindowSeconds the status keeps the time of each restart."""
     if spec.backoff_window_seconds is None:
         return Limits(spec.backoff_limit)
     return Limits(min(spec.backoff_limit, validation.WINDOWED_LIMIT_MAX), spec.backoff_window_seconds)
@@ -62,6 +60,5 @@ def policy(spec: api.Spec) -> list[PolicyRule]:
 
 
 def furthest(status: api.Status) -> int | None:
-    """Return the furthest step of all attempts, the present one included."""
     now = status.progress.step if status.progress is not None and status.progress.step else None
     return max((n for n in (now, status.furthest_step) if n is not None), default=None)

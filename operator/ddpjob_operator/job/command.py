@@ -1,8 +1,6 @@
-"""The one reader of a command: its launcher, its options, the script or module it starts, and the script's arguments.
-The operator, `ddpjob check`, `ddpjob convert` and the local run use it. ddprun parses its own options
-(ddprun/options.py), because it runs in images without the operator. Options of other frameworks' launchers are not
-known, so after such a launcher the first word that names a Python file is the script. The script files themselves are
-not read here."""
+"""The one reader of a command: its launcher and options, the script or module it starts, and the script's arguments.
+After a launcher whose options are not known, the first word that names a Python file is the script. ddprun parses its
+own options (ddprun/options.py), because it runs in images without the operator."""
 
 from __future__ import annotations
 
@@ -33,8 +31,7 @@ OPTIONS = (
 _OF_DDPRUN = {"preload", "no_preload"}
 _OF_LAUNCH = {"use_env"}
 _SHORT = {"m": "module", "r": "redirects", "t": "tee"}
-OPTIONS_MAX = 128
-"""The most options of a launcher that are read; torchrun has 35."""
+OPTIONS_MAX = 128  # the most options of a launcher that are read; torchrun has 35
 SCRIPT_READ_MAX = 20_480
 """The most characters of a shell's script that are read: the operator's event loop reads it, at 2 µs each."""
 _LAUNCHERS_MAX = 20  # in one command
@@ -64,8 +61,6 @@ _INSTALLERS = {"ensurepip", "pip", "uv", "venv", "virtualenv"}
 
 @dataclass(frozen=True)
 class Command:
-    """What a command starts; any field may be missing."""
-
     launcher: str = ""
     """torchrun, accelerate, …; "python" if a script is started without a launcher."""
     script: str | None = None
@@ -78,7 +73,6 @@ class Command:
 
     @property
     def has_torchrun_options(self) -> bool:
-        """True if torchrun, one of its modules, or ddprun is the launcher."""
         return self.launcher in LAUNCHERS or self.launcher in MODULES
 
     @property
@@ -97,7 +91,7 @@ class Command:
 
 def read(words: list[str]) -> Command:
     """Return the training among several commands: what a launcher starts, else the first Python file, else the first
-    command that starts Python. Commands before it install packages and prepare data."""
+    command that starts Python. Others install packages and prepare data."""
     try:
         commands = [c for command in _commands(words) if _names_few(command) and (c := _read(command)).launcher]
     except RecursionError:  # hundreds of launchers that start each other
@@ -113,8 +107,7 @@ def _names_few(words: list[str]) -> bool:
 
 
 def of_container(words: list[str]) -> Command:
-    """Return what the command of a container starts; torchrun and ddprun are found behind an unknown program as well,
-    such as an image's `/entrypoint.sh torchrun train.py`."""
+    """Return what a container's command starts. torchrun and ddprun are found behind an unknown program as well."""
     words = words[:WORDS_READ_MAX]
     found = read(words)
     if found.has_torchrun_options or found.launcher not in ("", "python"):
@@ -150,13 +143,11 @@ def starts_nothing(words: list[str]) -> bool:
 
 
 def is_shell(words: list[str]) -> bool:
-    """True if a shell is started first: it may do more than start the script."""
     return bool(words) and words[0].rsplit("/", 1)[-1] in SHELLS
 
 
 def joined(words: list[str]) -> str:
-    """Return a word that is several words in one, such as `torchrun train.py` or `--nnodes 2`, which no program has as
-    its name; "" if there is none. Arguments of the script are not checked."""
+    """Return a word that is several in one, such as `torchrun train.py`, before the script's arguments; else ""."""
     if words and _is_joined_program(words[0]):
         return words[0]
     begin = None if is_shell(words) else options_begin(words)
@@ -255,8 +246,7 @@ def _of_framework(program: str, words: list[str]) -> Command:
 
 
 def _behind(name: str, words: list[str]) -> Command:
-    """Return what a launcher starts whose options are not known here. Without a launcher's name: a command with a
-    wrapper before it."""
+    """Return what a launcher with unknown options starts. Without its name: a command behind a wrapper."""
     places = range(len(words)) if name else itertools.islice(programs.places(words), 1, None)
     for i in places:
         word, program = words[i], programs.name(words[i])
@@ -272,8 +262,7 @@ def _behind(name: str, words: list[str]) -> Command:
 
 
 def options_begin(words: list[str]) -> int | None:
-    """Return the index of the first word after the name of torchrun or ddprun; None if neither is there, or if it is
-    only called for its help or version."""
+    """Return the index of the word after torchrun or ddprun; None without one, or if it is asked for its help."""
     for i, (word, following) in enumerate(itertools.pairwise([*words, ""])):
         begin = 0
         if _is_program(word):
@@ -312,7 +301,6 @@ def shell_script(words: list[str]) -> str | None:
 
 
 def shell_words(text: str) -> list[str]:
-    """Return the words of all commands of a shell's script. Raise ValueError if it cannot be read."""
     return [word for command in shell.commands(text) for word in command]
 
 
@@ -365,13 +353,9 @@ def _full_name(name: str) -> str:
 
 
 def arguments_behind_script(arguments: Sequence[str]) -> list[str]:
-    """Return the words that follow the script, so that it gets exactly these arguments: with `--` first if needed.
-
-    argparse matches every word that begins with -- with the options, also those behind the script. One that
-    abbreviates several options ends torchrun with `ambiguous option`, unless its Python is new enough (3.12.8, 3.13.1:
-    gh-58573). An abbreviation of one option gets `--` as well, because another version of torch may have a second one.
-    What follows `--` is never matched; torchrun and ddprun take away the `--` behind the script.
-    """
+    """Return the words after the script, with `--` first if needed: argparse matches every word that begins with --
+    with the options, and one that abbreviates several ends torchrun with `ambiguous option`, except in a new Python
+    (3.12.8, 3.13.1: gh-58573). An abbreviation of one option gets `--` as well: another torch may have a second one."""
     is_taken = list(arguments[:1]) == ["--"] or any(_matches(word, "torchrun") for word in _before_dashes(arguments))
     return [*(["--"] if is_taken else []), *arguments]
 

@@ -21,7 +21,6 @@ PATHS_MAX = 64
 WORK_MAX = 200_000
 """The most characters that are parsed or created while one command is followed, in the operator's event loop."""
 STEP_WORK = 200
-"""Characters that one step through a script counts as."""
 _TESTS = frozenset("[ [[ (( test grep egrep fgrep zgrep cmp diff pgrep mountpoint expr let read".split())
 _FILE_TESTS = frozenset("ls stat file readlink realpath".split())
 _FILTERS = frozenset("grep egrep fgrep zgrep".split())
@@ -31,8 +30,7 @@ _DECLARES = frozenset("local export declare readonly typeset".split())
 _BECOMES_NEXT = frozenset("exec command builtin nohup time env".split())
 # A word that is a script: ssh host "cd /app && torchrun train.py".
 _SCRIPT = re.compile(r"\s(?:torchrun|ddprun|python)|(?:torchrun|ddprun|python)[\d.]*\s")
-_DIRECTORY_STACK = ""
-"""The variable that counts the entries of pushd."""
+_DIRECTORY_STACK = ""  # the variable that counts the entries of pushd
 
 _States = list[ShellState]
 _Builtin = Callable[[list[str], shell.Simple, ShellState, bool], _States]
@@ -49,7 +47,6 @@ class LauncherExit:
     at: str = ""
     """The text that loses it: `| tee log`."""
     shell: str = ""
-    """The program of the shell around it."""
     replaced: bool = False
     """True if another launcher may run after its failure, and leaves no proof of its own success (ddprun does)."""
     certain: bool = False
@@ -74,7 +71,6 @@ class _Work:
         self._parsed: set[str] = set()
 
     def take(self, characters: int) -> None:
-        """Raise _TooMuchError if no work is left."""
         self._left -= characters
         if self._left < 0:
             raise _TooMuchError
@@ -104,14 +100,12 @@ def launchers(words: tuple[str, ...]) -> Mapping[shell.ShellNode, str]:
 
 
 def may_be_replaced(words: list[str]) -> bool:
-    """True if after a failed launcher another one may run that leaves no proof of its success:
-    `ddprun train.py || torchrun train.py`."""
+    """True if, after one fails, a launcher may run that leaves no proof: `ddprun a.py || torchrun a.py`."""
     return any(found.replaced for found in launcher_exits(words))
 
 
 def zero_proves_success(words: list[str]) -> bool:
-    """True if the container's exit code 0 proves that its last launcher ended with 0: there is no shell in between, or
-    its script loses no exit code. False if the script cannot be followed."""
+    """True if exit code 0 proves that the last launcher ended with 0. False if the script cannot be followed."""
     if not any(programs.name(word) in (*command.SHELLS, "script") for word in words):
         return command.read(words).launcher not in ("", "python")
     found = launcher_exits(words)
@@ -156,7 +150,6 @@ def _launcher_exits(words: tuple[str, ...]) -> tuple[LauncherExit, ...]:
 
 
 def _launcher_exit(top: shell.Simple, node: shell.ShellNode, succeeding: _ScriptWalk, work: _Work) -> LauncherExit:
-    """Walk through the script while one launcher fails."""
     walk = _ScriptWalk(frozenset({node}), work)
     ends = [state for state in walk.ends(top) if state.failed]
     if not ends:  # it runs only after the failure of those before it
@@ -189,11 +182,9 @@ def _launcher_exit(top: shell.Simple, node: shell.ShellNode, succeeding: _Script
 
 
 class _ScriptWalk:
-    """A walk through a script in which the launchers `failing` fail and all other commands succeed.
-
-    The methods for commands take a command, the state before it, and `tested`: True if `set -e` ignores its failure.
-    They return the states in which it may end.
-    """
+    """A walk through a script in which the launchers `failing` fail and all other commands succeed. Methods take a
+    command, the state before it, and `tested` (`set -e` ignores a failure), and return the states in which it may
+    end."""
 
     def __init__(self, failing: frozenset[shell.ShellNode], work: _Work) -> None:
         self.failing = failing
@@ -203,8 +194,7 @@ class _ScriptWalk:
         """Pairs of launchers: the second ran after the first on some path."""
         self.shell_of: dict[shell.ShellNode, str] = {}
         self.withheld: dict[shell.ShellNode, withheld.Withheld] = {}
-        self._pipes = 0
-        """The number of pipelines around the present command."""
+        self._pipes = 0  # the number of pipelines around the present command
         self._by_type: dict[type, Callable[..., _States]] = {
             shell.ShellScript: self._script, shell.AndOr: self._and_or, shell.Pipeline: self._pipeline,
             shell.Background: self._background, shell.GroupNode: self._group, shell.If: self._if,
@@ -219,7 +209,6 @@ class _ScriptWalk:
         }  # fmt: skip
 
     def ends(self, top: shell.Simple) -> _States:
-        """Return the states in which the command may end."""
         return self._simple(top, ShellState(), False)
 
     def run(self, node: shell.ShellNode, state: ShellState, tested: bool) -> _States:
@@ -283,7 +272,6 @@ class _ScriptWalk:
         return [_outside(state, end) for last in self.run(node, inside, tested) for end in self._exit_trap(last)]
 
     def _exit_trap(self, state: ShellState) -> _States:
-        """Run the EXIT trap of a shell that ends."""
         text = state.traps.get("EXIT")
         if not text:
             return [state]
@@ -391,7 +379,6 @@ class _ScriptWalk:
         return state.ended(functions={**state.functions, node.name: node.body})
 
     def _substitutions(self, node: shell.ShellNode, state: ShellState) -> _States:
-        """Run the command and process substitutions in the words of a command."""
         now = [state]
         for word in shell.words_of(node):
             for inner in word.runs:
@@ -479,7 +466,6 @@ class _ScriptWalk:
         return replace(state, status="0", ran=ran, after=state.after | {node} if state.failed else state.after)
 
     def _shell(self, words: list[str], node: shell.Simple, state: ShellState) -> _States:
-        """Run another shell, which has its own options."""
         options, text, arguments = shell_call(words)
         if text is None:
             file = next((word for word in words[1:] if not word.startswith("-")), "")
@@ -609,7 +595,6 @@ def _distinct(states: _States) -> _States:
 
 
 def _outside(outer: ShellState, end: ShellState) -> ShellState:
-    """Return the state of a shell after one inside it has ended."""
     return replace(outer, status=end.status, failed=end.failed, ran=end.ran, after=end.after, loss=end.loss)
 
 
@@ -637,6 +622,5 @@ def _command_in(words: list[str]) -> int:
 
 
 def _starts(words: list[str]) -> command.Command | None:
-    """Return the training that a simple command starts; None if it starts none."""
     found = command.read(words) if words else command.Command()
     return found if found.launcher and (found.launcher != "python" or found.files) else None

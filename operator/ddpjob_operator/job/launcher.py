@@ -1,6 +1,5 @@
-"""The launcher's options in the trainer's command, and where they contradict the job. A job with such a contradiction
-hangs or fails, because the launcher waits for nodes that never come (docs/dev/upstream.md), so it is refused before
-anything starts. Shell scripts and Python files are not read here."""
+"""The launcher's options in the trainer's command, and where they contradict the job. With a contradiction the launcher
+waits for nodes that never come (docs/dev/upstream.md), so the job is refused before anything starts."""
 
 from __future__ import annotations
 
@@ -57,8 +56,7 @@ _OF_PODS = (
 
 
 class JobFacts:
-    """Facts about a job's template, computed once per parsed spec. A plan asks for them dozens of times, often per
-    node, and each report of a node four times."""
+    """Facts about a job's template, computed once per parsed spec, because a plan asks for them dozens of times."""
 
     def __init__(self, template: dict[str, Any], min_nodes: int | None) -> None:
         self._template, self._min_nodes = template, min_nodes
@@ -75,7 +73,6 @@ class JobFacts:
 
     @cached_property
     def command(self) -> list[str]:
-        """command + args of the trainer."""
         return command_of(self._template)
 
     @cached_property
@@ -85,7 +82,6 @@ class JobFacts:
 
     @cached_property
     def started(self) -> Command:
-        """The training that the command starts."""
         return command.of_container(self.command)
 
     @cached_property
@@ -103,8 +99,7 @@ class JobFacts:
 
     @cached_property
     def mentioned(self) -> frozenset[str]:
-        """Capitalized words of the trainer's container, such as RANK in `$(RANK)`: variables that the script may
-        read."""
+        """Capitalized words of the trainer's container, such as RANK in `$(RANK)`: the script may read them."""
         return frozenset(_VARIABLE.findall(repr(self.trainer)))
 
     @cached_property
@@ -139,7 +134,6 @@ class JobFacts:
 
 
 def facts(spec: api.Spec) -> JobFacts:
-    """Return the facts of this spec. A changed copy of the spec has its own."""
     kept = spec.__dict__
     if "facts" not in kept:
         kept["facts"] = JobFacts(spec.template, spec.min_nodes)
@@ -206,8 +200,7 @@ def _only_read(spec: api.Spec) -> Iterator[str]:
 
 
 def _alone(spec: api.Spec) -> list[str]:
-    """Return a warning about a launcher that starts only the ranks of its node, because no option or variable names
-    others."""
+    """Warn about a launcher that starts only the ranks of its node, because no option or variable names others."""
     text = (command.shell_script(facts(spec).command) or facts(spec).text)[:SCRIPT_READ_MAX]
     found = _OF_ONE_NODE.search(text)
     if spec.nodes == 1 or found is None or _OTHER_NODES.search(text):
@@ -223,8 +216,8 @@ def _alone(spec: api.Spec) -> list[str]:
 
 
 def of_ranks(spec: api.Spec) -> Iterator[tuple[str, str]]:
-    """Yield (WORLD_SIZE, NNODES), (RANK, NODE_RANK): a rank's variable that is used as an option of the launcher, which
-    only sets it later, and the variable that is meant."""
+    """Yield (WORLD_SIZE, NNODES), (RANK, NODE_RANK): a rank's variable in an option of the launcher, which only sets it
+    later, and the variable that is meant."""
     own, text = facts(spec).env, facts(spec).text
     for pattern, name, meant in _OF_PODS if facts(spec).launcher else ():
         is_set = name in own or re.search(rf"\b{name}=", text)
@@ -234,8 +227,7 @@ def of_ranks(spec: api.Spec) -> Iterator[tuple[str, str]]:
 
 
 def contradictions(spec: api.Spec) -> Found:
-    """Yield each contradiction between the launcher's options and the job: the field's path, and a sentence with the
-    fix. The template must have the shape of one (validation.py)."""
+    """Yield the path and a sentence with the fix for each contradiction. The template must have the shape of one."""
     path = command_path(spec.template)
     yield from ((path, sentence) for sentence in _rendezvous_file(spec))
     launcher = facts(spec).launcher
@@ -350,5 +342,4 @@ def _may_be_shared(path: str, spec: api.Spec) -> bool:
 
 
 def _number(text: str) -> int:
-    """Return the number; -1 if it is none or too large."""
     return bounds.number(text, bounds.COUNT_MAX)

@@ -1,7 +1,5 @@
-"""Reads a pod template: its trainer, GPUs, CPUs and volumes.
-
-Templates stay raw mappings, because a typed model would drop or refuse the pod fields of a newer Kubernetes.
-"""
+"""Reads a pod template: its trainer, GPUs, CPUs and volumes. Templates stay raw mappings, because a typed model would
+drop or refuse the pod fields of a newer Kubernetes."""
 
 from __future__ import annotations
 
@@ -37,7 +35,6 @@ def trainer_container(template: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def trainer_path(template: Mapping[str, Any]) -> tuple[str | int, ...]:
-    """Return the trainer's path in a job: spec, template, spec, containers, 0."""
     trainer = trainer_container(template)
     index = next((i for i, c in enumerate(template["spec"]["containers"]) if c is trainer), 0)
     return ("spec", "template", "spec", "containers", index)
@@ -54,8 +51,7 @@ def mounts(template: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def files_outlive_a_pod(template: Mapping[str, Any], *, elsewhere: bool) -> bool:
-    """True if files of the trainer outlive its pod: it has a volume that stays, and none that is emptied. elsewhere:
-    True if files outside of volumes stay as well, as for a local process."""
+    """True if the trainer's files outlive its pod. elsewhere: also files outside of volumes, as for a local process."""
     # /tmp is emptied in any pod. An emptyDir there is needed for a read-only root, so it does not mean that checkpoints
     # are lost.
     kinds = [kind for path, kind in _mounted(template).items() if path not in _FOR_SCRATCH]
@@ -63,7 +59,6 @@ def files_outlive_a_pod(template: Mapping[str, Any], *, elsewhere: bool) -> bool
 
 
 def _mounted(template: Mapping[str, Any]) -> dict[str, str]:
-    """Return mountPath of the trainer → the kind of its volume."""
     pod, trainer = mapping(template, "spec"), trainer_container(template) or {}
     kinds = {v.get("name"): next((k for k in v if k != "name"), "emptyDir") for v in mappings(pod, "volumes")}
     paths = ((str(m.get("mountPath", "")).rstrip("/"), m.get("name")) for m in mappings(trainer, "volumeMounts"))
@@ -71,21 +66,18 @@ def _mounted(template: Mapping[str, Any]) -> dict[str, str]:
 
 
 def mapping(source: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a field as a mapping; {} if it is none."""
     given = source.get(name)
     return given if isinstance(given, dict) else {}
 
 
 def mappings(source: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    """Return the mappings in a list; [] if it is none."""
     given = source.get(name)
     return [item for item in given if isinstance(item, dict)] if isinstance(given, list) else []
 
 
 def restarts_of_the_kubelet(template: Mapping[str, Any]) -> list[tuple[dict[str, Any], str]]:
-    """Return the fields by which the kubelet would restart the trainer in its pod, whatever the pod's restartPolicy is:
-    the container's own policy, and any rule that restarts all containers (Kubernetes 1.34 and later, KEP-5307 and
-    KEP-5532)."""
+    """Return the fields by which the kubelet would restart the trainer in its pod, whatever restartPolicy is: the
+    container's own policy, and any rule that restarts all containers (Kubernetes 1.34, KEP-5307 and KEP-5532)."""
     pod, own = template.get("spec") or {}, trainer_container(template) or {}
     others = mappings(pod, "initContainers") if isinstance(pod, Mapping) else []
     of_all = (
@@ -110,14 +102,12 @@ def gpus(template: Mapping[str, Any]) -> int:
 
 
 def claims_devices(template: Mapping[str, Any]) -> bool:
-    """True if the trainer gets devices by a ResourceClaim (dynamic resource allocation): how many, and of what kind,
-    only the claim says."""
+    """True if the trainer gets devices by a ResourceClaim: only the claim says how many, and of what kind."""
     return bool(mappings(mapping(trainer_container(template) or {}, "resources"), "claims"))
 
 
 def is_gpu(resource: str) -> bool:
-    """True if a resource name means GPUs: nvidia.com/gpu, amd.com/gpu, nvidia.com/mig-1g.10gb; with time-slicing or MPS
-    NVIDIA's device plugin may call them nvidia.com/gpu.shared (renameByDefault)."""
+    """True for nvidia.com/gpu, amd.com/gpu, nvidia.com/mig-1g.10gb and, with time-slicing, nvidia.com/gpu.shared."""
     domain, _, kind = resource.partition("/")
     return bool(domain) and (kind in ("gpu", "gpu.shared") or kind.startswith("mig-"))
 
@@ -135,8 +125,7 @@ def limits(template: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def quantity(value: object) -> float:
-    """Return a Kubernetes quantity as a number: 8, "500m", "2Gi", "1e3". 0 for anything else, because the API server
-    refuses it."""
+    """Return a Kubernetes quantity as a number: 8, "500m", "2Gi", "1e3"; 0 for what the server refuses."""
     text = str(value).strip()
     for suffix in sorted(_SUFFIXES, key=len, reverse=True):
         if text.endswith(suffix):
@@ -149,7 +138,6 @@ def quantity(value: object) -> float:
 
 
 def command_of(template: dict[str, Any]) -> list[str]:
-    """Return command + args of the trainer, as text."""
     trainer = trainer_container(template) or {}
     parts = [p for name in ("command", "args") if isinstance(listed := trainer.get(name), list) for p in listed]
     return [part for part in parts if isinstance(part, str)]

@@ -33,13 +33,11 @@ _ABOUT_ITSELF = {"--help", "-h", "--version", "-V", "--check-build", "-cb"}
 
 
 def name(word: str) -> str:
-    """Return a program without its folder."""
     return word.rsplit("/", 1)[-1]
 
 
 def places(words: Sequence[str]) -> Iterator[int]:
-    """Return the positions where a program may be in a command: the first word, and after a wrapper all words except
-    names in its options."""
+    """Return where a program may be: the first word, and after a wrapper all words but names in its options."""
     wrapper = ""
     for i, word in enumerate(words):
         if i and not wrapper:
@@ -56,8 +54,7 @@ def tells_of_itself(options: Sequence[str]) -> bool:
 
 
 def launch_options(words: Sequence[str]) -> list[str] | None:
-    """Return the words after a framework's launcher, which is the first word; None if it does not start ranks: `ray
-    stop`, `mpirun --version`."""
+    """Return the words after a framework's launcher, the first word; None if it starts no ranks: `ray stop`."""
     first = FRAMEWORKS[name(words[0])]
     rest = list(dropwhile(lambda word: word in first, words[1:]))
     if tells_of_itself(rest) or (first and _NO_LAUNCH.intersection(rest[:1])):

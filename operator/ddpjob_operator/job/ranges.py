@@ -21,8 +21,7 @@ def text(numbers: Iterable[int]) -> str:
 
 
 def parse(written: str) -> frozenset[int]:
-    """Return the set of `text`. Damaged parts are skipped, because anybody may write a status; so are parts after more
-    numbers than there are nodes, as in 0-9999,0-9999, …"""
+    """Return the set of `text`. Damaged parts, and those after more numbers than there are nodes, are skipped."""
     return _of_short(written) if len(written) <= _KEPT_LENGTH_MAX else _of_long(written)
 
 

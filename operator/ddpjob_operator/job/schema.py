@@ -1,7 +1,5 @@
-"""The JSON Schema of a DDPJob for editors: `ddpjob schema` prints it, and docs/ddpjob.schema.json is a copy. It is
-written from the CRD's schema, so that an editor and the API server agree. It is stricter in one point: an unknown field
-of the spec is marked, where the API server prunes it. The status is left open, because people do not write it. Pure:
-types in, a mapping out."""
+"""The JSON Schema of a DDPJob for editors, written from the CRD's schema, so that an editor and the API server agree.
+An editor also marks unknown fields of the spec, which the API server prunes. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +19,6 @@ def to_json() -> str:
 
 
 def schema() -> Schema:
-    """Return a JSON Schema (draft 7) of one DDPJob."""
     root = crd.crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     name = {"type": "string", "pattern": api.NAME_PATTERN, "maxLength": api.NAME_LENGTH_MAX}
     return {
@@ -42,7 +39,6 @@ def schema() -> Schema:
 
 
 def _plain(given: Schema) -> Schema:
-    """Return a schema of the CRD without Kubernetes' extensions."""
     plain = {k: v for k, v in given.items() if not k.startswith("x-kubernetes-") and k not in ("nullable", "format")}
     open_ended = "x-kubernetes-preserve-unknown-fields" in given
     if "x-kubernetes-int-or-string" in given:

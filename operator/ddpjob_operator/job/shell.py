@@ -1,9 +1,6 @@
 """Parser for shell scripts: POSIX grammar, and the bash extensions `[[ ]]`, `(( ))`, `|&`, `&>`, `<( )` and `function`.
-
-`parse` returns a tree of commands and expands nothing. It raises ShellSyntaxError for a script that it cannot read;
-callers then make no statement about the script. The grammar follows
-https://pubs.opengroup.org/onlinepubs/9799919799/utilities/V3_chap02.html#tag_19_10
-"""
+It expands nothing, and raises ShellSyntaxError for a script that it cannot read; callers then say nothing about it.
+https://pubs.opengroup.org/onlinepubs/9799919799/utilities/V3_chap02.html#tag_19_10"""
 
 from __future__ import annotations
 
@@ -12,8 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-SCRIPT_MAX = 20_480
-"""The most characters of a script that are parsed, because the operator parses in its event loop."""
+SCRIPT_MAX = 20_480  # the most characters of a script that are parsed, because the operator parses in its event loop
 WORK_MAX = 3_200
 """The most words, commands and lists that are parsed, up to 15 µs each: backquotes make one per character."""
 DEPTH_MAX = 40
@@ -42,7 +38,6 @@ class Word:
 
     value: str
     quoted: bool = False
-    """True if a part of it is quoted."""
     runs: tuple[ShellScript, ...] = ()
     """Command substitutions: $( ) and backquotes."""
     beside: tuple[ShellScript, ...] = ()
@@ -57,7 +52,6 @@ class ShellNode:
 
     text: str = field(default="", kw_only=True)
     targets: tuple[Word, ...] = field(default=(), kw_only=True)
-    """Files of its redirections."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,7 +208,6 @@ def _parts(value: object) -> Iterator[ShellNode | Word]:
 
 
 def _joined(parts: list[Word]) -> Word:
-    """Return the word that these parts make up."""
     if len(parts) == 1:
         return parts[0]
     runs = tuple(script for part in parts for script in part.runs)
@@ -432,7 +425,6 @@ class _ShellParser:
         return Function(words[0].value, self._command())
 
     def _redirections(self, found: _Redirections | None = None) -> _Redirections:
-        """Parse the redirections here, if any."""
         found = found or _Redirections()
         while self._skip() < len(self.text) and (operator := _REDIRECT.match(self.text, self.at)) is not None:
             self.at = operator.end()

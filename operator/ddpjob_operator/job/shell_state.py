@@ -15,8 +15,7 @@ from ddpjob_operator.job import shell
 from ddpjob_operator.job.withheld import NOTHING, Withheld
 
 FAILED = "failed"
-JOB = "job "
-"""Begins the value of `$!`; the index of the background job follows."""
+JOB = "job "  # begins the value of `$!`; the index of the background job follows
 _TEXT_MAX = 40
 _TEST_WORDS_MAX = 60
 _PARAMETER = r"[A-Za-z_]\w*|[?!]"
@@ -37,8 +36,6 @@ INVERTED = {"0": FAILED, FAILED: "0", "": ""}
 
 @dataclass(frozen=True)
 class ShellState:
-    """A shell on one path through its script."""
-
     status: str = "0"
     """$?"""
     leaving: str = ""
@@ -57,7 +54,6 @@ class ShellState:
     traps: Mapping[str, str] = field(default_factory=dict)
     functions: Mapping[str, shell.ShellNode] = field(default_factory=dict)
     jobs: tuple[str, ...] = ()
-    """The statuses of background jobs."""
     pipe: tuple[str, ...] = ("0",)
     """$PIPESTATUS"""
     arguments: tuple[str, ...] = ()

@@ -91,8 +91,7 @@ def pipefail_in_sh(words: list[str]) -> bool:
 
 
 def sigterm_warning(words: list[str]) -> str:
-    """Return a sentence if a launcher gets no SIGTERM or no time to save because of the shell in front of it; "" if
-    it does, or if that is unknown."""
+    """Return a sentence if the shell keeps SIGTERM from a launcher, or leaves it no time to save; else ""."""
     for shell_named, sh_is_dash in (("the shell", False), ("sh, where that is dash (Debian, Ubuntu),", True)):
         if launcher := without_sigterm(words, sh_is_dash=sh_is_dash):
             return _NO_SIGTERM.format(shell=shell_named, launcher=launcher)
@@ -103,11 +102,9 @@ def sigterm_warning(words: list[str]) -> str:
 
 def without_sigterm(words: list[str], *, sh_is_dash: bool = False) -> str:
     """Return the launcher that gets no SIGTERM because a shell waits for it; "" if there is none, or if it is unknown.
-
-    A shell that replaces itself with a command (exec) leaves the signal to it. bash and busybox do so with the last
-    simple command of a script, dash (0.5.12) only with `exec`. No shell does it in a pipeline, function or compound
-    command, or before another command. bash does not either once a trap is set or with a redirection (execute_cmd.c).
-    """
+    A shell that execs a command leaves the signal to it. bash and busybox exec the last simple command of a script,
+    dash (0.5.12) only one with `exec`; no shell does so in a pipeline, function or compound command. bash does not with
+    a trap or a redirection (execute_cmd.c)."""
     signals = _signals(words, sh_is_dash=sh_is_dash)
     with contextlib.suppress(shell.ShellSyntaxError):
         return signals.unreached() if signals else ""
@@ -149,10 +146,7 @@ def _scripts(words: list[str]) -> Iterator[tuple[str, set[str], shell.ShellScrip
 
 
 class _Signals:
-    """The processes that get the SIGTERM of a shell.
-
-    started: the commands of its script that start a launcher, with its name.
-    """
+    """The processes that get the SIGTERM of a shell. started: the commands that start a launcher, with its name."""
 
     def __init__(
         self, script: shell.ShellScript, started: Mapping[shell.ShellNode, str], program: str, *, sh_is_dash: bool

@@ -26,7 +26,6 @@ def unsettled_failure(status: api.Status) -> api.JobFailure | None:
 
 
 def is_broken(status: api.Status) -> bool:
-    """True if the present attempt has failed, and its cause is not settled yet."""
     return unsettled_failure(status) is not None
 
 
@@ -59,11 +58,9 @@ def saved_step(status: api.Status) -> int | None:
 
 
 def apart_from_progress(status: api.Status) -> api.Status:
-    """Return the status without the fields that change with every step, to see if the rest needs a write."""
     shown = status.display or api.Display()
     return replace(status, progress=None, display=replace(shown, step="", progress="", eta=""))
 
 
 def find_condition(status: api.Status, kind: str) -> api.Condition | None:
-    """Return a condition; None if it was never set."""
     return next((c for c in status.conditions if c.type == kind), None)

@@ -1,13 +1,8 @@
-"""How much of the stored jobs the operator keeps in memory. A job that has begun is kept whole. Any other job (new,
-suspended, over, invalid, managed by another controller) is kept whole while it is small and there is room. Otherwise
-`cut` keeps only the fields that show if there is anything to do. The reconcile then reads the job again
-(kube/work/reconcile.py) unless `rests_until` says that nothing is to be done, and drops it afterwards.
-
-A job that would begin needs a place in the Room of begun jobs; without one it waits (plan/lifecycle.py). A begun job
-continues without a place, but each reconcile reads it again. Cut jobs have rooms as well, because a namespace may hold
-any number of jobs. A job without a place there is not kept at all: the operator sees it at its next change and at each
-list (every 10 minutes).
-"""
+"""How much of the stored jobs the operator keeps in memory. A begun job is kept whole. Any other is kept whole while it
+is small and there is room; else `cut` keeps only the fields that show if there is anything to do, and the reconcile
+reads it again unless `rests_until` says that nothing is. A job that would begin needs a place in the Room of begun
+jobs; without one it waits (plan/lifecycle.py). Cut jobs have rooms as well; a job without a place there is seen at its
+next change and at each list (every 10 minutes)."""
 
 from __future__ import annotations
 
@@ -25,8 +20,7 @@ from ddpjob_operator.job.status import TERMINAL
 Key = tuple[str, str]
 Raw = Mapping[str, Any]
 
-CUT = "cut"
-"""Field of a cut job that no API server has: the size of the whole."""
+CUT = "cut"  # field of a cut job that no API server has: the size of the whole
 # Memory per job besides its fields: its status, and what the operator remembers. A cut job needs no more.
 OF_A_JOB = 4_096
 # Python memory per JSON character, per object or list, and per other value. Measured: the estimate is 0.7 to 1.1 of the
@@ -61,14 +55,12 @@ def size_of_json(text: bytes) -> int:
 
 
 def size(raw: Raw) -> int:
-    """Return the same for a whole job, without its status, which the operator writes and keeps short."""
     if (known := raw.get(CUT)) is not None:
         return int(known)
     return OF_A_JOB + size_of_json(msgspec.json.encode([raw.get("metadata"), raw.get("spec")]))
 
 
 def is_cut(raw: Raw) -> bool:
-    """True if it must be read again before it is planned for."""
     return CUT in raw
 
 
@@ -98,8 +90,7 @@ def cut(raw: Raw, whole: int) -> dict[str, Any]:
 
 
 def rests_until(raw: Raw, now: dt.datetime, *, has_objects: bool) -> dt.datetime | None:
-    """Return until when nothing is to be done for a cut job, unless it changes; None: read it. has_objects: True if it
-    has pods or other objects."""
+    """Return until when a cut job needs nothing, unless it changes; None: read it. has_objects: pods or others."""
     forever = bounds.TIME_LAST
     if _is_left_alone(raw):
         return forever
@@ -147,7 +138,6 @@ class StoredLimits:
 
     @staticmethod
     def of(memory: int) -> StoredLimits:
-        """Return the limits for an operator with this memory."""
         return StoredLimits(memory, memory // 4, memory // 8, memory // 8, memory // 16, memory // 16, memory // 32)
 
 
@@ -164,8 +154,7 @@ class Room:
         self._sum = 0
         self._waiting: dict[str, dict[Key, int]] = {}
         """By namespace, the one served last at the end; within one, the longest waiting first."""
-        self._has_more = False
-        """True if room was freed after the last call of `next`."""
+        self._has_more = False  # True if room was freed after the last call of `next`
 
     @property
     def used(self) -> int:
@@ -204,7 +193,6 @@ class Room:
         self._has_more = True
 
     def waits_no_more(self, key: Key) -> None:
-        """Remove a job from the queue: it has a place, no longer wants one, or is gone."""
         those = self._waiting.get(key[0], {})
         if those.pop(key, None) is not None and not those:
             del self._waiting[key[0]]

@@ -1,6 +1,6 @@
-"""Compares a pod template with the API's own description (pod_types.py): wrong values, typos, unknown fields. `wrong`
-is refused by an API server of any version. A deviation that only the described version refuses is `misspelled` if it
-resembles a known field, else `unknown`, because a newer version may accept it."""
+"""Compares a pod template with the API's own description (pod_types.py): wrong values, typos, unknown fields. Any API
+server refuses `wrong`. What only the described version refuses is `misspelled` if it resembles a known field, else
+`unknown`."""
 
 from __future__ import annotations
 
@@ -33,8 +33,6 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Deviation:
-    """A place where a template differs from the API's description: its path in the template, and the fix."""
-
     path: Path
     message: str
     kind: Literal["wrong", "misspelled", "unknown"]
@@ -48,7 +46,6 @@ class _Field:
 
 @functools.cache
 def fields(name: str) -> tuple[str, ...]:
-    """Return the names of the fields of a type: PodSpec, Container."""
     return (*_types()[name], *_OLDER.get(name, ()))
 
 
@@ -130,7 +127,6 @@ def _value(value: object, kind: str, path: Path, typos: Typos) -> Iterator[Devia
 
 
 def _plain(value: object, kind: str, path: Path) -> Iterator[Deviation]:
-    """Check a text, a number or a quantity."""
     is_whole = isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1
     if kind == "quantity":
         yield from _quantity(value, path)

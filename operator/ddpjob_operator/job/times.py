@@ -1,7 +1,5 @@
-"""Recorded times, read by a clock that may be behind the one that wrote them: clocks are set back, and a leader with a
-fast clock hands over to one with a correct clock. A time recorded an hour ahead must not cause an hour of waiting. So
-no past event is later than now, and no wait ends later than if it began now. Cluster, local run and simulation all use
-this module."""
+"""Recorded times, read by a clock that may be behind the one that wrote them: clocks are set back, and leaders change.
+So no past event is later than now, and no wait ends later than if it began now."""
 
 from __future__ import annotations
 
@@ -19,8 +17,7 @@ REPORT_SECONDS_MAX = 60.0
 def not_ahead(
     status: api.Status, now: dt.datetime, *, start_back_off_seconds: float, avoid_seconds: float
 ) -> api.Status:
-    """Return the status without times after `now`. start_back_off_seconds: the wait after the last start that took too
-    long; avoid_seconds: how long a node is avoided."""
+    """Return the status without times after `now`; the seconds say how far ahead its waits may end."""
     restarts, progress = status.restarts, status.progress
     in_a_row = 0 if restarts is None else restarts.in_a_row
     wait = max(budget.back_off_seconds(in_a_row), start_back_off_seconds)
@@ -51,25 +48,21 @@ START_BACK_OFF_SECONDS = (60, 120, 240, 480, 960, 1800)
 
 
 def start_back_off_seconds(uid: str, retries: int) -> int:
-    """Return 1, 2, 4 ... 30 min, less up to a fifth that differs by job, so that two jobs that block each other do not
-    retry together."""
+    """Return 1, 2, 4 ... 30 min, less up to a fifth by job: two that block each other must not retry together."""
     base = START_BACK_OFF_SECONDS[min(retries, len(START_BACK_OFF_SECONDS)) - 1]
     share = int.from_bytes(hashlib.sha256(f"{uid}/{retries}".encode()).digest()[:2], "big") / 2**16
     return round(base * (1 - share / 5))
 
 
 def after(start: dt.datetime | None, seconds: float | None) -> dt.datetime | None:
-    """Return the time so many seconds later; None if either is unset."""
     return None if start is None or seconds is None else start + dt.timedelta(seconds=seconds)
 
 
 def earliest(*times: dt.datetime | None) -> dt.datetime | None:
-    """Return the earliest time that is set."""
     return min((t for t in times if t is not None), default=None)
 
 
 def is_past(time: dt.datetime | None, now: dt.datetime) -> bool:
-    """True if the time is set and not in the future."""
     return time is not None and now >= time
 
 

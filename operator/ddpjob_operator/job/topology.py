@@ -17,14 +17,12 @@ def nproc_per_node(spec: api.Spec) -> int:
 
 
 def world_size(spec: api.Spec) -> int:
-    """Ranks of the whole job."""
     return members(spec).world_size(nproc_per_node(spec))
 
 
 def members(spec: api.Spec) -> Members:
-    """Return the members of every generation: all places of the job, in order. This is the only translation between
-    places and node ranks. Pods, and startedNodes, completedNodes and replacements of a status, use places; reports and
-    failures use node ranks."""
+    """Return the places of the job, in order. This is the only translation between places (pods, startedNodes,
+    completedNodes, replacements of a status) and node ranks (reports, failures)."""
     return _of(spec.nodes)
 
 
@@ -35,8 +33,7 @@ def _of(nodes: int) -> Members:
 
 
 def ranks_follow_nodes(spec: api.Spec) -> bool:
-    """True if node k has the ranks from k × nproc on. Under a dynamic rendezvous (c10d, etcd) torchrun numbers the
-    nodes in the order of their arrival, and ignores the node rank."""
+    """True if node k has the ranks from k × nproc on, unlike under torchrun's dynamic rendezvous."""
     started = launcher.facts(spec).launcher
     if launcher.facts(spec).min_nodes is not None:
         return False
@@ -44,8 +41,8 @@ def ranks_follow_nodes(spec: api.Spec) -> bool:
 
 
 def all_have_dns_names(spec: api.Spec) -> bool:
-    """True if each pod has a DNS name, not only node 0. Under a dynamic rendezvous, the node whose name torchrun gives
-    to all ranks may be any one (torch 2.13, elastic/rendezvous/api.py)."""
+    """True if not only node 0 has a DNS name: under a dynamic rendezvous torchrun may give all ranks the name of any
+    node (torch 2.13, elastic/rendezvous/api.py)."""
     return not ranks_follow_nodes(spec) if spec.dns == "auto" else spec.dns == "all"
 
 
@@ -65,15 +62,14 @@ def rank_of_place(spec: api.Spec, place: int) -> int | None:
 
 
 def backend(spec: api.Spec) -> str:
-    """The torch.distributed backend: auto is nccl for jobs with GPUs, else gloo."""
     if spec.backend != "auto":
         return spec.backend
     return "nccl" if launcher.facts(spec).gpus else "gloo"
 
 
 def shutdown_timeout_seconds(spec: api.Spec) -> int:
-    """Return how long torchrun waits for its workers after SIGTERM: within the grace period, with time left to report.
-    At least 1, because a negative value crashes torchrun (docs/dev/upstream.md, launchers)."""
+    """Return how long torchrun waits for its workers after SIGTERM: the grace period, less time to report. A negative
+    value crashes torchrun (docs/dev/upstream.md, launchers)."""
     return max(1, grace_seconds(spec.template) - 5)
 
 

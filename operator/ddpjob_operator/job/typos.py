@@ -1,7 +1,4 @@
-"""Find the known name of which a name is probably a typo, with a bounded number of comparisons.
-
-A comparison costs up to a millisecond, and a user may give thousands of names on both sides.
-"""
+"""Find the name of which another is a typo, with a bounded number of comparisons: each costs up to a millisecond."""
 
 from __future__ import annotations
 
@@ -9,8 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 COMPARISONS_MAX = 1_000
-LENGTH_MAX = 64
-"""The most characters of a compared name: a comparison takes time quadratic in them."""
+LENGTH_MAX = 64  # the most characters of a compared name: a comparison takes time quadratic in them
 _LONGER = 3  # "restartPolicyRules" is a separate field, not a typo of "restartPolicy"
 # Names of the same fields in other kinds of jobs: PyTorchJob, batch/v1 Job, torchrun.
 _OTHER_NAMES = {"replicas": "nodes", "numnodes": "nodes", "parallelism": "nodes", "completions": "nodes"}

@@ -1,6 +1,5 @@
-"""Validates a DDPJob: names the wrong field, its value and the fix. The command line (which adds file and line), the
-operator (which writes the condition Accepted) and `crd.py` (which writes the rules that CEL can express into the CRD)
-use it. RULES holds each rule between fields once."""
+"""Validates a DDPJob: names the wrong field, its value and the fix. The command line adds file and line, the operator
+writes the condition Accepted, and `crd.py` writes the RULES between fields into the CRD."""
 
 from __future__ import annotations
 
@@ -26,8 +25,6 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Problem:
-    """One wrong field: its path, and a sentence with the value and the fix."""
-
     path: Path
     message: str
     unreadable: bool = False
@@ -51,8 +48,7 @@ NOT_A_JOB = "a DDPJob is a mapping with apiVersion, kind, metadata and spec"
 MPI_REFUSED = '"mpi" needs a PyTorch built with MPI, and no published wheel is. Use gloo (CPU) or nccl (GPU).'
 
 WINDOWED_LIMIT_MAX = 100
-PROBLEMS_MAX = 200
-"""The most problems of a template that are named: each takes 20 µs, and a tenant may write 9,000."""
+PROBLEMS_MAX = 200  # the most problems of a template that are named: each takes 20 µs, and a tenant may write 9,000
 LABEL_KEY = "^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
 _RESEMBLES = 0.8  # "comand" is 0.92 like "command"
 
@@ -103,9 +99,9 @@ _READ = frozenset(
 
 
 def parse(raw: object, *, hints: bool = True) -> tuple[api.DDPJob, list[Problem]]:
-    """Return the job in `raw` (decoded YAML or JSON) and all its problems. There is a job for any `raw`, with defaults
-    for unreadable fields, so that the problems can be reported with its name. hints: suggest fixes for typos. The
-    operator does not: a tenant may write thousands of names, and the API server refuses unknown fields of a pod."""
+    """Return the job in `raw` and all its problems. There is a job for any `raw`, with defaults for unreadable fields,
+    so that problems can be reported with its name. hints: suggest fixes for typos; the operator does not, because a
+    tenant may write thousands of names."""
     typos = Typos() if hints else Typos(0)
     if not isinstance(raw, Mapping):
         return api.DDPJob(), [Problem((), f"{NOT_A_JOB}, not {say(raw)}")]
@@ -132,13 +128,11 @@ class UnreadableJobError(ValueError):
 
 
 def stored_metadata(raw: Mapping[str, Any]) -> api.Metadata:
-    """Return the metadata of a job that the API server holds. Raise UnreadableJobError."""
     return typing.cast(api.Metadata, _stored(raw, "metadata", api.Metadata))
 
 
 def stored_status(raw: Mapping[str, Any]) -> api.Status:
-    """Return the status of a job that the API server holds. Raise UnreadableJobError, so that it is never taken for
-    empty."""
+    """Return the status of a stored job. Raise UnreadableJobError, so that it is never taken for empty."""
     return typing.cast(api.Status, _stored(raw, "status", api.Status))
 
 
@@ -277,8 +271,6 @@ def _lenient(raw: object, kind: type[Any]) -> Any:
 
 
 class _Found(list[Problem]):
-    """Problems found so far, and the comparisons that are left for hints."""
-
     typos: Typos
 
 
@@ -322,17 +314,12 @@ def _field(raw: object, hint: Any, kind: inspect.Type, path: Path, problems: _Fo
         kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
         wanted = " or ".join(filter(None, (_wanted(one, raw) for one in kinds)))
         problems.append(Problem(path, f"must be {wanted}, is {say(raw)}"))
-        return _nearest(kinds, raw)
-
-
-def _nearest(kinds: tuple[inspect.Type, ...], raw: object) -> Any:
-    """Return the nearest allowed number; unset for anything else. A job accepted under wider bounds then keeps nearly
-    its value and does not get a default."""
-    whole = next((t for t in kinds if isinstance(t, inspect.IntType)), None)
-    if whole is None or not isinstance(raw, int) or isinstance(raw, bool):
-        return msgspec.UNSET
-    low = raw if whole.ge is None else max(raw, whole.ge)
-    return low if whole.le is None else min(low, whole.le)
+        # A job accepted under wider bounds nearly keeps its number; anything else is unset.
+        whole = next((t for t in kinds if isinstance(t, inspect.IntType)), None)
+        if whole is None or not isinstance(raw, int) or isinstance(raw, bool):
+            return msgspec.UNSET
+        low = raw if whole.ge is None else max(raw, whole.ge)
+        return low if whole.le is None else min(low, whole.le)
 
 
 def _list(raw: list[object], hint: Any, kind: inspect.ListType, path: Path, problems: _Found) -> list[Any]:

@@ -1,6 +1,5 @@
-"""Rendezvous variables that the user's template sets: they override the job's own. The same mistakes in options of a
-launcher are refused (launcher.py). Here only `ddpjob check` reports them, because each variable matters only to the
-programs that read it."""
+"""Rendezvous variables that the user's template sets, and so overrides. Only `ddpjob check` reports contradictions,
+because each variable matters only to the programs that read it; those of options are refused (launcher.py)."""
 
 from __future__ import annotations
 
@@ -30,7 +29,6 @@ _OPTION_OF = {"PET_NNODES": "nnodes", "PET_NODE_RANK": "node_rank", "PET_MASTER_
 
 
 def overridden(template: Mapping[str, Any]) -> list[str]:
-    """Return the rendezvous variables that the user's template sets, and so overrides."""
     names = (entry.get("name") for entry in mappings(trainer_container(template) or {}, "env"))
     return sorted({name for name in names if isinstance(name, str) and name in BREAKS_RENDEZVOUS})
 
@@ -42,10 +40,9 @@ def remark(template: Mapping[str, Any]) -> str:
 
 
 def contradictions(spec: api.Spec, *, by_python: bool, local: bool = False) -> Iterator[tuple[int, str, str]]:
-    """Yield (index in env, name, sentence) for values with which several nodes cannot meet. by_python: True if the
-    command starts the script without a launcher. A launcher reads its own variables and sets those of the ranks; an
-    unknown program may read any, so nothing is reported for it. local: all nodes are on this machine and find rank 0 at
-    localhost."""
+    """Yield (index in env, name, sentence) for values with which several nodes cannot meet. by_python: the command
+    starts the script without a launcher. An unknown program may read any variable, so nothing is reported for it.
+    local: all nodes are on this machine and find rank 0 at localhost."""
     by = launcher.facts(spec).launcher
     if spec.nodes == 1 or not (by or by_python):
         return

@@ -1,9 +1,13 @@
-"""Counts, times, durations and values as messages show them."""
+"""Counts, times, durations and values as messages show them, and names as Kubernetes accepts them."""
 
 from __future__ import annotations
 
 import datetime as dt
+import re
+import unicodedata
 from collections.abc import Mapping
+
+NAME_MAX = 40
 
 
 def duration(seconds: float) -> str:
@@ -28,7 +32,6 @@ def count(number: int, thing: str) -> str:
 
 
 def running(ready: int, total: int) -> str:
-    """Return "2 of 3 nodes are running"."""
     return f"{ready} of {count(total, 'node')} {'is' if total == 1 else 'are'} running"
 
 
@@ -41,7 +44,6 @@ def quoted(value: object) -> str:
 
 
 def say(value: object) -> str:
-    """Return a value as in YAML, cut to the length of a line."""
     if value is None:
         return "empty"
     if isinstance(value, bool):
@@ -53,3 +55,12 @@ def say(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return "a list"
     return str(value)[:60]
+
+
+def name_of(script: str) -> str:
+    """Return a Kubernetes name: train for src/train.py, the module src.train and ./train.sh."""
+    stem = re.sub(r"\.(?:py|sh)$", "", script)
+    stem = stem.rstrip("/").rpartition("/")[2] if stem != script or "/" in script else script.rpartition(".")[2]
+    ascii_only = unicodedata.normalize("NFKD", stem).encode("ascii", "ignore").decode()
+    name = re.sub(r"[^a-z0-9]+", "-", ascii_only.lower()).strip("-")[:NAME_MAX].strip("-")
+    return name if name[:1].isalpha() else f"job-{name}".strip("-")

@@ -1,6 +1,5 @@
-"""Values of plain YAML scalars as kubectl reads them (sigs.k8s.io/yaml, YAML 1.1 with parts of 1.2). PyYAML differs: it
-reads 1e-4 as a text, which is a number in the cluster and refused as an argument; 1:30:00 as 5400, which is a text in
-the cluster; `y` and `08` as texts, which are true and 8 in the cluster. Pure."""
+"""Plain YAML scalars as kubectl reads them (sigs.k8s.io/yaml, YAML 1.1 with parts of 1.2). PyYAML reads 1e-4 as a text,
+1:30:00 as 5400, and `y` and `08` as texts, which are true and 8 in the cluster. Pure."""
 
 from __future__ import annotations
 
@@ -51,7 +50,6 @@ def number(text: str) -> int | float:
 
 
 def boolean(text: str) -> bool:
-    """Return the boolean. Raise ValueError for anything else."""
     value = _bool(text)
     if value is None:
         raise ValueError(text)

@@ -19,13 +19,11 @@ class CreateService:
 
 @dataclass(frozen=True)
 class CreatePod:
-    """Create the pod of a place. Its body follows from the job alone; pods are matched by identity, never by
-    content."""
+    """Create the pod of a place. Its body follows from the job alone; pods are matched by identity."""
 
     attempt: int
     place: int
     avoid: tuple[str, ...] = ()
-    """Cluster nodes that the pod must not run on."""
     replacement: int = 0
     """How many earlier pods of this place were replaced within this attempt."""
 
@@ -79,8 +77,6 @@ class EndPod:
 
 @dataclass(frozen=True)
 class DeleteJob:
-    """Delete the job itself, with all that it owns."""
-
     uid: str
 
 
@@ -92,8 +88,7 @@ class Settings:
     """Settings of the caller (operator, local run or simulation); no user sets them."""
 
     progress_write_seconds: float = 10.0
-    """Minimum seconds between two writes of progress alone. With more than a hundred jobs it is longer, because all
-    jobs together may write only 10 times a second (kube/work/reports.py)."""
+    """Minimum seconds between writes of progress alone; more with many jobs (kube/work/reports.py)."""
     lost_node_seconds: float = 30.0
     """Seconds until a node that is not ready counts as lost. The cluster takes another 10 to 50 s to mark it."""
     config_error_seconds: float = 600.0
@@ -103,16 +98,12 @@ class Settings:
     avoid_unless_unschedulable_seconds: float = 60.0
     """Seconds after which unschedulable pods may use an avoided node."""
     resume_hint: str = "set spec.suspend to false to go on"
-    """How a user resumes a suspended job."""
     keeps_files: bool = False
     """True if files that a pod writes outside its volumes outlive it. In a local run a pod is a process."""
     failed_before: api.JobFailure | None = None
-    """The previous failure, if the same exception at the same line ends the job. Only a local run sets it, because
-    there the author is watching. In a cluster all nodes must show the same mistake."""
+    """The previous failure, if a repetition ends the job: only in a local run, where the author is watching."""
     keep_log_tail: bool = True
-    """True if the status gets the end of the log."""
     adapters: Mapping[str, Adapter] = field(default_factory=lambda: ADAPTERS)
-    """The adapter of each gang scheduler and queue, by name."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +139,6 @@ class Plan:
 
 
 def restart_grace_seconds(spec: api.Spec) -> int:
-    """Return the grace after a failure. It is short: a broken group cannot save together, so waiting only costs
-    time."""
+    """Return the grace after a failure: short, because a broken group cannot save together."""
     grace = podspec.grace_seconds(spec.template)
     return max(1, min(10, grace) if spec.restart_grace_seconds is None else spec.restart_grace_seconds)

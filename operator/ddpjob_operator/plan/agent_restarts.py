@@ -19,8 +19,7 @@ from ddpjob_operator.pods import naming
 
 
 def newest(view: View) -> AgentReport | None:
-    """Return the newest account of the leader's agent: its report or, if it could not report, its termination
-    message."""
+    """Return the newest account of the leader's agent: its report, or its termination message."""
     leader = view.known_pods.get(view.members.leader)
     message = termination_message.read_message(leader.trainer.message) if leader is not None and leader.ended else None
     agents = [agent for agent in (view.seen.agent, message.agent if message is not None else None) if agent is not None]
@@ -64,7 +63,6 @@ def with_agent(status: api.Status, view: View) -> api.Status:
 
 
 def _counted(status: api.Status, agent: AgentReport, job: api.DDPJob, now: dt.datetime) -> tuple[api.Status, int]:
-    """Return the status with the agent's counts, and the number of new restarts."""
     history, limits, known, counts = budgets.history(status), budgets.limits(job.spec), status.in_place, agent.restarts
     reported = Spent(counts.application, counts.infrastructure, counts.stall)
     new = newly_spent(budgets.known(status), agent.replacement, reported, history, limits, now)
@@ -88,7 +86,6 @@ def _counted(status: api.Status, agent: AgentReport, job: api.DDPJob, now: dt.da
 
 
 def count(status: api.Status) -> int:
-    """Return how often the ranks of this attempt have restarted in place."""
     done = status.in_place
     return 0 if done is None else done.earlier + done.application + done.infrastructure + done.stall
 
@@ -128,6 +125,5 @@ def _reason(failure: Failure) -> str:
 
 
 def _only_complains(failure: Failure) -> bool:
-    """True if the rank ran and reports only a lost peer. The agent decides that, because the texts differ by backend
-    and release of torch."""
+    """True if the rank only reports a lost peer. The agent decides: texts differ by backend and torch."""
     return failure.symptom and not failure.unstarted

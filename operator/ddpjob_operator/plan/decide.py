@@ -64,7 +64,6 @@ def decide(view: View, status: api.Status) -> Decision:
 
 
 def garbage(view: View) -> tuple[DeletePod, ...]:
-    """Return the pods of finished attempts to delete. A pod left on a lost node must not answer to the rank's DNS name,
-    and old logs would pile up."""
+    """Delete pods of finished attempts: one on a lost node must not answer to the rank's DNS name."""
     over = [p for p in view.garbage if is_over(p, view.recorded)]
     return tuple(DeletePod(p.name, p.uid, 0) for p in (*over, *view.leaked))

@@ -75,7 +75,6 @@ def throttle(
 
 
 def _document(view: View, old: api.Status, status: api.Status) -> api.Status:
-    """Return the status with the fields that derive from others: printer columns, conditions, generation."""
     job = view.job
     new = replace(
         status,
@@ -90,10 +89,7 @@ def _document(view: View, old: api.Status, status: api.Status) -> api.Status:
 
 
 def _display(status: api.Status, *, silent: bool) -> api.Display:
-    """Return the printer columns. Completed nodes count as ready, because a job about to end has lost none.
-
-    silent: True if rank 0 has not reported for so long that its ETA is out of date.
-    """
+    """Return the printer columns. silent: rank 0's ETA is out of date. Completed nodes count as ready: none is lost."""
     nodes, progress, over = status.nodes or api.Nodes(), status.progress, status.state in TERMINAL
     counts_down = status.state == "Running" and not silent
     completed = len(status.completed) if over or status.state == "Running" else 0
@@ -174,8 +170,7 @@ def _of_state(view: View, old: api.Status, new: api.Status, message: str) -> Ite
 
 
 def _is_routine(view: View, old: api.Status, new: api.Status) -> bool:
-    """True if the job only started or completed normally. The end of a job with a TTL is not routine: only its Event
-    stays."""
+    """True if the job only started or completed normally, and stays: with a TTL, only the Event of its end is left."""
     if new.attempt != 1 or new.restarts not in (None, api.Restarts()):
         return False
     if new.reason == reasons.ALL_NODES_RUN.name:
@@ -186,7 +181,6 @@ def _is_routine(view: View, old: api.Status, new: api.Status) -> bool:
 
 
 def _of_acceptance(view: View, old: api.Status, new: api.Status) -> Iterator[Event]:
-    """Yield an Event if the spec became invalid or valid and no change of state shows it."""
     before, after = find_condition(old, "Accepted"), find_condition(new, "Accepted")
     if after is None or (before is not None and (before.status, before.message) == (after.status, after.message)):
         return
@@ -240,8 +234,7 @@ def _advisories(job: api.DDPJob) -> Iterator[Event]:
 
 
 def _not_counted(spec: api.Spec) -> str:
-    """Name the "auto" settings left at gloo, 1 process or shared nodes because claimed devices are not counted; "" if
-    none do."""
+    """Name the "auto" settings that are too small because claimed devices are not counted; "" if none are."""
     if not podspec.claims_devices(spec.template) or launcher.facts(spec).gpus:
         return ""
     given = {

@@ -27,8 +27,7 @@ ASKED = "a place is asked for"
 
 
 def gang_chosen(view: View, status: api.Status) -> Decision | None:
-    """Choose the scheduler or queue before an attempt's first pod; all its pods keep that choice. A waiting job may
-    still leave its queue."""
+    """Choose who admits an attempt's pods before the first one is made. A waiting job may still leave its queue."""
     attempt, gang = _upcoming(status), status.gang
     is_chosen = gang is not None and gang.attempt == attempt and not unavailable(view, status)
     is_in_queue = gang is not None and _is_queue(view, gang.kind) and not _is_begun(status)
@@ -61,8 +60,7 @@ def _chosen(view: View, status: api.Status) -> tuple[choice.Kind, str]:
 
 
 def evicted(view: View, status: api.Status) -> Decision | None:
-    """Stop all pods, as for a suspension, if the queue revoked admission or the group is gone. If the queue's API is
-    unavailable, admission is unknown and the job continues."""
+    """Stop all pods, as for a suspension, if the queue revoked admission. Without the queue's API that is unknown."""
     if not _decides(view, status):
         return None
     was_suspended, group = view.recorded.state == "Suspended", group_of(view, status)
@@ -77,13 +75,11 @@ def evicted(view: View, status: api.Status) -> Decision | None:
 
 
 def is_to_stop(view: View, status: api.Status) -> bool:
-    """True if the job will be evicted (once any failure is settled)."""
     group = group_of(view, status)
     return _decides(view, status) and (group is None or not _is_admitted(group))
 
 
 def _decides(view: View, status: api.Status) -> bool:
-    """True if a queue decides about the pods that are there."""
     queue = _queue_of(view, status)
     return queue is not None and status.attempt > 0 and not _is_away(view, queue)
 
@@ -141,8 +137,7 @@ def group_of(view: View, status: api.Status) -> ObservedGroup | None:
 
 
 def is_forgotten(view: View, status: api.Status) -> bool:
-    """True if the number of admitted pods is unknown, because the queue's API has been unavailable since this operator
-    started."""
+    """True if the number of admitted pods is unknown: the queue's API was away since the operator started."""
     queue = _queue_of(view, status)
     return queue is not None and _is_away(view, queue) and group_of(view, status) is None
 
@@ -154,7 +149,6 @@ def names_nodes(view: View, status: api.Status) -> bool:
 
 
 def to_create(view: View, status: api.Status) -> tuple[CreateGroup, ...]:
-    """Return the group to create for pods that need one and have none."""
     adapter = adapter_of(view, status)
     if adapter is None or group_of(view, status) is not None or unavailable(view, status):
         return ()
@@ -169,9 +163,8 @@ def unavailable(view: View, status: api.Status) -> str:
 
 
 def unneeded(view: View) -> tuple[DeleteGroup, ...]:
-    """Return the groups to delete: those of finished attempts, and all groups of a job that has ended, is suspended, or
-    cannot start because its spec is invalid. Go by the recorded status, and wait until the group's pods have ended.
-    Keep groups whose API is unavailable, because they may return with it."""
+    """Return the groups of finished attempts, and of a job that has ended, is suspended or cannot start. The recorded
+    status counts, their pods must have ended, and their API must be available."""
     recorded = view.recorded
     is_held = view.spec.suspend and recorded.state == "Suspended"
     # Otherwise it would be admitted and hold quota that nobody can use until the spec is fixed.
@@ -197,8 +190,7 @@ def unneeded(view: View) -> tuple[DeleteGroup, ...]:
 
 
 def to_tell(view: View) -> tuple[TellGroup, ...]:
-    """Return the news for the queue. Quota is returned only after the last pod that uses it has ended, and only if the
-    recorded status says so."""
+    """Return news for the queue; quota only after the last pod that uses it, and if the recorded status says so."""
     recorded, adapter = view.recorded, _queue_of(view, view.recorded)
     group = group_of(view, recorded)
     if adapter is None or group is None or _is_away(view, adapter):
@@ -224,16 +216,13 @@ def _news(view: View, group: ObservedGroup) -> Tell | None:
 
 
 def retry_at(view: View) -> dt.datetime | None:
-    """Return when to retry an update that the queue's API refused."""
     adapter, group = adapter_of(view, view.recorded), group_of(view, view.recorded)
     refused = _refused(view, adapter, group.name) if adapter is not None and group is not None else None
     return refused.retry_at if refused is not None else None
 
 
 def why_waiting(view: View, status: api.Status, unplaced: int, scheduler: str) -> str:
-    """Say why the scheduler places no pod of the gang, and which jobs hold the nodes.
-
-    scheduler: its text about the pods. Its text about the group matters only with a topology key."""
+    """Say why the scheduler places no pod of the gang, and which jobs hold the nodes. scheduler: its own text."""
     group = group_of(view, status)
     of_group = group.admission.why if group is not None and view.spec.topology_key else ""
     why = "; ".join(dict.fromkeys(text for text in (of_group, scheduler) if text))
@@ -265,8 +254,7 @@ def _why_not_admitted(view: View, adapter: Adapter, group: ObservedGroup | None)
 
 
 def _place(place: int | None) -> str:
-    """Round places far from the front. Otherwise each job that reaches the front would change the text, and so write
-    the status, of all jobs behind it."""
+    """Round places far from the front: otherwise each admission would write the status of all jobs behind it."""
     if place is None:
         return ""
     step = 10 ** (len(str(place)) - 1)
@@ -274,7 +262,6 @@ def _place(place: int | None) -> str:
 
 
 def _refused(view: View, adapter: Adapter, name: str) -> Refusal | None:
-    """Return the API server's refusal of this group, if it is too early to retry."""
     of_group = (r for r in view.seen.refusals if (r.kind, r.name) == (adapter.resource, name))
     return next((r for r in of_group if r.retry_at > view.now), None)
 
@@ -284,8 +271,7 @@ def _is_away(view: View, adapter: Adapter) -> bool:
 
 
 def _is_outdated(view: View, adapter: Adapter, group: ObservedGroup) -> bool:
-    """True if a group without quota no longer matches the job's pods, queue, priority or topology, or was already
-    reported as finished."""
+    """True if a group without quota no longer matches the job, or was already reported as finished."""
     differs = group.nodes is not None and group.nodes != view.wanted_nodes
     # A replacement would restart a group that somebody has stopped.
     if adapter.admits_first and group.asked and not group.admission.stopped:

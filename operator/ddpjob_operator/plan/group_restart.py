@@ -71,8 +71,7 @@ def attempt_broken(view: View, status: api.Status) -> Decision | None:
 
 
 def _idle_since(view: View, status: api.Status, failure: api.JobFailure) -> dt.datetime | None:
-    """Return when a group with a lost node stopped training, because its ranks wait in a collective: at the last
-    reported step, but not before the node can have failed, because one step may take long."""
+    """Return when a group with a lost node stopped: at its last step, but not before the node can have failed."""
     progress, pod = status.progress, view.known_pod(failure.node_rank)
     if failure.reason not in (root_cause.NODE_LOST, "DeletionByPodGC") or progress is None or pod is None:
         return None
@@ -83,9 +82,8 @@ def _idle_since(view: View, status: api.Status, failure: api.JobFailure) -> dt.d
 
 
 def gave_up_waiting(view: View, status: api.Status) -> Decision | None:
-    """Recreate all pods if running ones gave up waiting for the late ones (no node, or a slow image pull): torchrun
-    waits 600 s, or JOIN_SECONDS (pods/environment.py) in an elastic job. This is not a failure, and
-    startDeadlineSeconds still counts from the first try."""
+    """Recreate all pods if running ones gave up waiting for late ones (torchrun: after 600 s, elastic JOIN_SECONDS).
+    This is no failure, and startDeadlineSeconds still counts from the first try."""
     started = status.started
     late = [p for place, p in sorted(view.pods.items()) if p.trainer.state == "waiting" and place not in started]
     if not late or view.is_enough(status.started) or view.facts.restarts_in_place:
@@ -115,15 +113,12 @@ def _why_late(view: View, status: api.Status, late: Sequence[Pod]) -> tuple[Reas
 
 
 def restarting(view: View, status: api.Status) -> Decision | None:
-    """Continue a broken attempt whose failure is not settled yet."""
     first = unsettled_failure(view.recorded)
     return None if first is None else restart_all(view, status, first, settle(view, status, first))
 
 
 def restart_all(view: View, status: api.Status, first: api.JobFailure, settled: Settled) -> Decision:
-    """Stop what is left of a broken attempt; when all has ended, start the next one or fail.
-
-    first: the failure as recorded. settled: its cause as known now."""
+    """Stop what is left of a broken attempt, then start the next one or fail. first: its recorded failure."""
     if not view.active:
         return _next_attempt(view, status, settled)
     # A pod that is deleted from outside gets its full grace to save. Its peers get theirs too, so that all stop at one
@@ -137,7 +132,6 @@ def restart_all(view: View, status: api.Status, first: api.JobFailure, settled: 
 
 
 def _next_attempt(view: View, status: api.Status, settled: Settled) -> Decision:
-    """Start the next attempt, or fail the job."""
     charged, verdict = settled.status(view, status), settled.verdict
     if not verdict.restart:
         reason, why = _why_it_stops(view, settled.failure, verdict)
@@ -152,8 +146,17 @@ def _triggers(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobF
     """Yield what shows that this attempt is broken, strongest evidence first. The cause may turn out to be another."""
     ended = (*_failed(view, status), *_gone(view, status))
     yield from sorted(ended, key=lambda trigger: root_cause.precedence_of(trigger[1]))
-    yield from _stopped_from_outside(view, status)
-    yield from _never_configured(view, status)
+    for pod in _needed(view, status):
+        if pod.deletion_requested_at is not None:
+            failure = failure_of(view, status, pod.place, pod.disruption or root_cause.STOPPED)
+            word = shown(pod.disruption, root_cause.WORD_MAX)
+            evidence = api.Evidence(precedence="NODE", disruption=word) if word else None
+            yield reasons.DISRUPTED, replace(failure, evidence=evidence)
+    for pod in _needed(view, status) if is_past(_config_error_at(view, status), view.now) else ():
+        if root_cause.lacks_configuration(pod):
+            failure = failure_of(view, status, pod.place, root_cause.CONFIG_ERROR)
+            what = abridged(pod.trainer.message, root_cause.EXCEPTION_MAX)
+            yield reasons.RANK_FAILED, replace(failure, exception=what)
     yield from _stalled(view, status)
 
 
@@ -180,25 +183,6 @@ def _needed(view: View, status: api.Status) -> list[Pod]:
     return [p for p in view.active if p.place in only]
 
 
-def _stopped_from_outside(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFailure]]:
-    for pod in _needed(view, status):
-        if pod.deletion_requested_at is not None:
-            failure = failure_of(view, status, pod.place, pod.disruption or root_cause.STOPPED)
-            word = shown(pod.disruption, root_cause.WORD_MAX)
-            evidence = api.Evidence(precedence="NODE", disruption=word) if word else None
-            yield reasons.DISRUPTED, replace(failure, evidence=evidence)
-
-
-def _never_configured(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFailure]]:
-    for pod in _needed(view, status):
-        if root_cause.lacks_configuration(pod) and is_past(_config_error_at(view, status), view.now):
-            failure = failure_of(view, status, pod.place, root_cause.CONFIG_ERROR)
-            yield (
-                reasons.RANK_FAILED,
-                replace(failure, exception=abridged(pod.trainer.message, root_cause.EXCEPTION_MAX)),
-            )
-
-
 def _stalled(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFailure]]:
     finding = view.stall_finding
     place = None if finding is None else view.members.place(finding.node_rank)
@@ -214,7 +198,6 @@ def _stalled(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFa
 
 
 def next_check(view: View, status: api.Status) -> dt.datetime | None:
-    """When time alone may break this attempt."""
     if status.state in (*TERMINAL, "Failing", "Suspended") or is_broken(status):
         return None
     stalls_at = stall.requeue_at(view.trackers, view.spec.stall, view.now)
@@ -243,7 +226,6 @@ def _going_on(view: View, settled: Settled, attempt: int) -> str:
 
 
 def files_stay(view: View) -> bool:
-    """True if a new pod finds the checkpoints of the previous one."""
     return podspec.files_outlive_a_pod(view.spec.template, elsewhere=view.settings.keeps_files)
 
 
@@ -256,7 +238,6 @@ def from_step(status: api.Status, *, kept: bool) -> str:
 
 
 def charge(view: View, verdict: rules.Verdict) -> str:
-    """Describe what a restart is charged to."""
     history = verdict.history
     if verdict.charged_to == "application":
         used = budget.counted(history, budgets.limits(view.spec), view.now)

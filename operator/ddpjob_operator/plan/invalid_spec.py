@@ -28,12 +28,10 @@ _WHOLE: frozenset[Path] = frozenset(((), ("spec",)))
 
 
 def sentence(problems: Sequence[Problem]) -> str:
-    """Join the problems, up to a readable number, into one sentence."""
     return "; ".join(str(p)[:_SENTENCE_MAX] for p in problems[:_PROBLEMS_MAX])
 
 
 def as_it_was(job: api.DDPJob, problems: Sequence[Problem]) -> api.DDPJob:
-    """Return the job with the spec that it continues with, and its status without this module's remark."""
     status = replace(job.status, message=_REMARK.sub("", job.status.message))
     nodes = status.nodes.total if status.nodes is not None and status.attempt else 0
     wrong = nodes > 0 and any(p.path in _WHOLE or p.path[:2] == ("spec", "nodes") for p in problems)
@@ -41,19 +39,16 @@ def as_it_was(job: api.DDPJob, problems: Sequence[Problem]) -> api.DDPJob:
 
 
 def keeps_pods_from_being_made(problems: Sequence[Problem]) -> bool:
-    """True if a problem concerns what pods are made from, and its value cannot be read."""
     return any(p.unreadable or p.path in _WHOLE or p.path[:2] in _RANKS for p in problems)
 
 
 def remark(problems: Sequence[Problem], *, goes_on: bool = True) -> str:
-    """Return the text that is appended to the message of a job with an invalid spec."""
     text = sentence(problems)
     cut = text if len(text) <= _SENTENCE_MAX else text[:_SENTENCE_MAX] + "…"
     return f"the spec is invalid ({cut})" + ("; the job goes on as it was" if goes_on else "")
 
 
 def with_remark(status: api.Status, problems: Sequence[Problem]) -> api.Status:
-    """Append the remark, unless the status already explains the invalid spec or the job is over."""
     if not problems or is_explained(status):
         return status
     text = remark(problems, goes_on=status.state != "Suspended")

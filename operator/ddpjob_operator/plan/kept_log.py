@@ -50,8 +50,7 @@ def stop(
 
 
 def with_deadline(view: View, status: api.Status) -> api.Status:
-    """Name the rank that was furthest behind when activeDeadlineSeconds passed, because users set that field against
-    hangs. Name none if no trainer is running, or if a failure is being settled, which explains more."""
+    """Name the rank furthest behind at the deadline, unless none runs or a failure, which says more, is settled."""
     running = {p.place: p for p in view.active if p.trainer.state == "running"}
     if not running or is_broken(view.recorded):
         return status

@@ -1,9 +1,6 @@
-"""Nodes of an elastic job that started just before training ended. They joined no group, so their failure is ignored.
-
-Without reports nobody can see whether a node has trained. A false success is worse than a needless restart. So a node
-counts as late only if it reports a lost peer or nothing at all, and if its start time fits: after the others' last
-call, and shortly before they completed.
-"""
+"""Nodes of an elastic job that started just before training ended and joined no group: their failure is ignored. A
+false success is worse than a needless restart. So a late node reports a lost peer or nothing, and started after the
+others' last call and shortly before they completed."""
 
 from __future__ import annotations
 
@@ -27,9 +24,7 @@ IMPORT_SECONDS = 60
 
 
 def late(view: View, status: api.Status) -> Set[int]:
-    """Return the places that started and failed but had joined no group when training ended.
-
-    status: with the nodes that have started and completed so far."""
+    """Return the places that failed without having joined a group. status: with what is known so far."""
     completed, started = status.completed, status.started
     # A node that failed before the others completed may have been in their group.
     if not view.is_elastic or not view.is_enough(status.completed) or is_broken(view.recorded):
@@ -57,13 +52,11 @@ def _is_late(view: View, status: api.Status, pod: Pod, others: Sequence[Pod]) ->
 
 
 def _started_at(pod: Pod) -> dt.datetime | None:
-    """Return when the container started or, if unknown, when the pod got its node."""
     return pod.trainer.started_at or pod.scheduled_at
 
 
 def _late_by(view: View, status: api.Status, pod: Pod) -> int:
-    """Return how many seconds before the end a node may have started that failed like this without joining. 0: it
-    failed by itself or was stopped from outside."""
+    """Return how many seconds before the end a late node may have started; 0: it failed by itself, or was stopped."""
     failure = root_cause.root_cause(context(view, status), [pod])
     precedence = root_cause.precedence_of(failure)
     if precedence == Precedence.SYMPTOM:

@@ -33,7 +33,6 @@ def finished(view: View, status: api.Status) -> Decision | None:
 
 
 def _unwanted(view: View) -> list[Pod]:
-    """Return the pods that nobody needs after the job has finished, without those that are garbage in any case."""
     if view.spec.clean_pod_policy == "All":
         garbage = {p.uid for p in view.garbage}
         return [p for p in owned(view.job, view.seen) if p.uid not in garbage]
@@ -110,9 +109,8 @@ def suspended(view: View, status: api.Status) -> Decision | None:
 
 
 def stop_all(view: View, status: api.Status, reason: Reason, text: str) -> Decision | None:
-    """Suspend the job: record it first, then stop its pods with their full grace, so that all ranks save once. A
-    recorded failure is settled before that and charged as usual, because its pods are stopping anyway; a failed pod of
-    a suspended batch/v1 Job counts as well."""
+    """Suspend the job: record it, then stop its pods with full grace, so that all ranks save once. A recorded failure
+    is settled and charged before, as a failed pod of a suspended batch/v1 Job is."""
     if is_broken(view.recorded):
         return None
     status = replace(enter(status, "Suspended", reason, text, view.now), start_retries=0)
@@ -123,8 +121,7 @@ def stop_all(view: View, status: api.Status, reason: Reason, text: str) -> Decis
 
 
 def waiting_for_room(view: View, status: api.Status) -> Decision | None:
-    """Begin no attempt while the operator has no room for the job (job/storage.py). It has no pods, and no deadline
-    runs."""
+    """Begin no attempt while the operator has no room for the job (job/storage.py). No deadline runs."""
     may_begin = not status.attempt or status.state == "Suspended"
     if not view.seen.no_room or not may_begin or view.active_of_all_attempts:
         return None
@@ -134,9 +131,8 @@ def waiting_for_room(view: View, status: api.Status) -> Decision | None:
 
 
 def resuming(view: View, status: api.Status) -> Decision | None:
-    """Begin a new attempt of a resumed job when the last pod of the previous one has ended. Its agents report some
-    charges only while they end, and reports count only for the recorded attempt. If the next attempt began earlier,
-    these charges would be lost and backoffLimit would allow more restarts."""
+    """Begin a new attempt when the last pod of the previous one has ended: its agents report some charges only then,
+    and reports count only for the recorded attempt."""
     if status.state != "Suspended" or not status.attempt:
         return None
     ending = view.active_of_all_attempts  # pods on lost nodes too: they are deleted at once, before new ones start
@@ -159,8 +155,7 @@ def _begin(view: View, status: api.Status) -> Decision:
 
 
 def past_deadline(view: View, status: api.Status) -> Decision | None:
-    """Fail the job activeDeadlineSeconds after its (last) start, whatever it does. As in a batch/v1 Job, but not while
-    it is being suspended and only its failure is left to settle."""
+    """Fail the job activeDeadlineSeconds after its last start, unless it is suspended, as a batch/v1 Job."""
     if view.spec.suspend or not is_past(view.active_deadline(status), view.now):
         return None
     limit = view.spec.active_deadline_seconds
@@ -170,8 +165,7 @@ def past_deadline(view: View, status: api.Status) -> Decision | None:
 
 
 def running(view: View, status: api.Status, missing: str = "") -> Decision:
-    """The trainers of all nodes are running or have completed. missing: why other nodes of an elastic job are not
-    running."""
+    """All trainers run or have completed. missing: why other nodes of an elastic job do not run."""
     last_report = pending.last_report_at(status, view.seen)
     reason, text = reasons.ALL_NODES_RUN, _how_many_run(view, status)
     if missing:

@@ -1,5 +1,4 @@
-"""What a waiting job waits for, for how long, and how to see why: its message always says so. The message changes
-rarely, because each change is a write of the status. A wait of more than ten minutes is a Warning, once."""
+"""What a job waits for, how long, and how to see why. Each change of its message writes the status."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ MISSED_SECONDS = 60.0
 
 
 def with_long_wait(view: View, status: api.Status) -> tuple[api.Status, dt.datetime | None]:
-    """Return the status with a Warning as its reason if a waiting state has lasted long without one; else when that
-    will be so."""
+    """Return the status with a Warning as its reason if it has waited long without one; else when that will be so."""
     now = view.now
     reason = reasons.ALL.get(status.reason)
     if reason is None or reason.warning or not (status.state in _WAITS or reason is reasons.WAITING_FOR_OLD_PODS):
@@ -54,16 +52,14 @@ def waited(since: dt.datetime | None, now: dt.datetime) -> tuple[str, dt.datetim
 
 
 def waited_for_nodes(view: View, status: api.Status) -> tuple[str, dt.datetime | None]:
-    """Return the same for pods without a node, summed over all attempts that gave up; "" if the job is training with
-    fewer nodes."""
+    """Return the same for pods without a node, over all attempts; "" if the job trains with fewer nodes."""
     if view.trains_with_fewer(status):
         return "", None
     return waited(status.starting_since or status.attempt_time, view.now)
 
 
 def why_unschedulable(pods: Sequence[Pod]) -> str:
-    """Return what the scheduler says about pods without a node. If that differs by pod, the most frequent text comes
-    first, each with its pods. pods: in a fixed order, because each new text is a write."""
+    """Return what the scheduler says, the most frequent text first. pods: in order; each new text is a write."""
     about: defaultdict[str, list[Pod]] = defaultdict(list)
     for pod in pods:
         about[pod.unschedulable].append(pod)
@@ -92,14 +88,13 @@ def creating(view: View, status: api.Status, pods: Sequence[Pod]) -> tuple[str, 
 
 
 def next_creating_text_at(view: View, status: api.Status, pods: Sequence[Pod]) -> dt.datetime | None:
-    """Return when the result of `creating` changes without any event."""
     slow = _slowest(status, pods)
     return None if slow is None else _named(slow[1], view.now)[1]
 
 
 def completed_long_ago(view: View, status: api.Status) -> tuple[str, dt.datetime | None]:
-    """Return a message if some nodes completed long ago while others are still running, or when that will be so.
-    Without reports nobody can tell if the others hang in a collective or only have more to do."""
+    """Return a message if some nodes completed long ago while others run, or when that will be so. Without reports
+    nobody can tell if the others hang or only have more to do."""
     done, running_time = status.completed, status.running_time
     pods = view.known_pods
     ended = [pods[place].trainer.ended_at or running_time for place in done if place in pods]
@@ -122,7 +117,6 @@ def completed_long_ago(view: View, status: api.Status) -> tuple[str, dt.datetime
 
 
 def unreachable_nodes(view: View) -> str:
-    """Return the part of a message about pods on nodes that are not ready."""
     by_node: defaultdict[tuple[str, dt.datetime | None], list[Unreachable]] = defaultdict(list)
     for one in view.unreachable:
         by_node[one.pod.node, one.lost_at].append(one)
@@ -132,7 +126,6 @@ def unreachable_nodes(view: View) -> str:
 
 
 def _unreachable(alike: Sequence[Unreachable]) -> str:
-    """alike: pods on one node that are given up at the same time."""
     first = alike[0]
     what = "is gone" if first.gone else "is not ready"
     until = "so are most others, and none of them is given up"
@@ -168,13 +161,11 @@ def _pods(pods: Sequence[Pod]) -> str:
 
 
 def name_nodes(places: Sequence[int]) -> str:
-    """Return node 3, or nodes 1-3, 7."""
     return f"node{'s' if len(places) > 1 else ''} {ranges.for_people(places)}"
 
 
 def last_report_at(status: api.Status, seen: Observed) -> dt.datetime | None:
-    """Return when rank 0 last reported in this attempt; None if no report is expected: the rank has ended or sent its
-    final report, it reports only with each step (Kubeflow's protocol), or the operator has just begun to listen."""
+    """Return when rank 0 last reported in this attempt; None if no report is expected from it."""
     progress, report, tracker = status.progress, seen.reports.get(0), seen.trackers.get(0)
     if progress is None or progress.attempt != status.attempt or 0 in status.completed:
         return None

@@ -1,9 +1,6 @@
-"""The next actions of a job: one pure function for the cluster, the local run and the simulation. `plan(job, seen,
-now)` does no I/O, takes the time as an argument and returns a plan for any observed state. It relies on no event, only
-on the current observation. The caller writes the status first (only if it changed), sends the events, then deletes,
-then creates. A pod is deleted only for a reason in the *recorded* status (`view.recorded`, as the API server has it).
-Otherwise a failure or a completed rank could be lost with the pod that proved it. So a stop takes two reconciles: one
-records, the next deletes."""
+"""The next actions of a job: one pure function for the cluster, the local run and the simulation, for any observed
+state. The caller writes the status first, sends the events, deletes, then creates. A pod is deleted only for a reason
+in the *recorded* status; otherwise the proof of a failure could be lost. So a stop takes two reconciles."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Replaces one pod while the others stay: the smaller restart, for jobs started by `ddprun`. The agents in the other
-pods ended their ranks when they lost the peer. They keep their fork servers warm and wait, so a new pod is enough: its
-agent joins, and all ranks start as a new generation."""
+"""Replaces one pod of a `ddprun` job while the others stay: their agents end their ranks, keep the fork servers warm
+and wait for the new pod. Then all ranks start as a new generation."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ def replacing(view: View, status: api.Status) -> Decision | None:
 
 
 def lost_alone(view: View, status: api.Status, first: api.JobFailure) -> list[int]:
-    """Return the places whose pods are lost while agents elsewhere wait for new ones; none if all must restart, or must
-    stop once the failure is settled."""
+    """Return the places of lost pods while agents elsewhere wait for new ones; none if all restart or stop."""
     all_stop = view.spec.suspend or gang.is_to_stop(view, status)
     all_start = first.reason in _OF_ALL_PODS or status.completed_nodes
     if all_stop or all_start or not view.facts.restarts_in_place:
@@ -58,13 +56,11 @@ def lost_alone(view: View, status: api.Status, first: api.JobFailure) -> list[in
 
 
 def _one_was_in_the_last_group(view: View, status: api.Status, waiting: set[int], lost: list[int]) -> bool:
-    """True if a waiting pod was in the newest generation of ranks: it is one of the attempt's first pods, or a
-    replacement whose ranks have started, as their reports show. Such a pod knows the number of that generation, so the
-    next generation gets a new number, by which Snapshot tells which checkpoint is newer. It also shows that no older
-    group is still running, because agents start a generation on all nodes after each has ended the previous one.
-    Without such a pod an older group may still be writing: in a network partition, nodes may be given up one by one
-    while their ranks never lose each other. A pod that has not run, next to a lost pod that has, may be no first pod:
-    an unseen lost pod is created again under the same name."""
+    """True if a waiting pod was in the newest generation of ranks: a first pod of the attempt, or a replacement whose
+    ranks have reported. It knows that generation's number, by which Snapshot tells the newer checkpoint. It also proves
+    that no older group still writes: in a partition, nodes may be given up one by one while their ranks go on. A pod
+    that has not run, next to a lost pod that has, may be no first pod: an unseen lost pod is created again under the
+    same name."""
     started = {
         (view.members.place(report.node_rank), report.replacement)
         for report in view.seen.reports.values()

@@ -41,8 +41,7 @@ def record(view: View, status: api.Status) -> api.Status:
 
 
 def _with_findings(status: api.Status, view: View) -> api.Status:
-    """Return the status with the findings that make a success suspicious, each once. They outlive the pods that report
-    them."""
+    """Add the findings that make a success suspicious, each once. They outlive the pods that report them."""
     if not status.attempt:
         return status
     new = (api.StoredFinding(reason=one.reason, message=one.message) for one in _reported(view, status))
@@ -61,9 +60,8 @@ def _reported(view: View, status: api.Status) -> Iterator[NamedFinding]:
 
 
 def _unconfigured_since(view: View, status: api.Status) -> dt.datetime | None:
-    """Return when the operator first saw that a pod lacks a ConfigMap or a Secret. The time when the pod got its node
-    would be too early, because pulling an image may take longer than the limit. Kept in the status, because leaders
-    change more often than the limit."""
+    """Return when the operator first saw that a pod lacks a ConfigMap or a Secret. When the pod got its node would be
+    too early (pulling an image may take longer than the limit); it is in the status because leaders change."""
     if any(root_cause.lacks_configuration(pod) for pod in view.active):
         return status.unconfigured_since or view.now
     is_started_again = status.start_retries > 0 and all(p.trainer.state == "waiting" for p in view.pods.values())
@@ -95,7 +93,6 @@ def _with_nodes(view: View, status: api.Status) -> api.Status:
 
 
 def _with_the_group(view: View, status: api.Status, started: set[int], completed: set[int]) -> set[int]:
-    """Return the places that have started, after some have completed."""
     known = status.started | completed
     if view.is_elastic and view.is_enough(known):
         # The first nodes that complete free room for waiting pods, which then find no group to join.

@@ -1,6 +1,4 @@
-"""Cleans and masks all text on its way into a status or an Event; `plan` sends everything through this module. Text for
-people (sentences, exceptions, logs, metrics) is cleaned and masked (redaction.py); names that machines read stay
-unchanged."""
+"""Cleans and masks all text for people in a status or an Event; names that machines read stay unchanged."""
 
 from __future__ import annotations
 
@@ -21,8 +19,7 @@ CONDITION_MAX = 1024
 
 
 def status(new: api.Status, old: api.Status) -> api.Status:
-    """Return the status as people may see it. Idempotent. old: the status that the API server has. Its unchanged
-    entries are clean already, and masking takes up to 20 ms."""
+    """Return the status as people may see it. Unchanged entries of `old` are clean, and masking takes up to 20 ms."""
     return replace(
         new,
         message=shown(new.message, MESSAGE_MAX),
@@ -39,7 +36,6 @@ def status(new: api.Status, old: api.Status) -> api.Status:
 
 
 def events(new: Iterable[Event]) -> tuple[Event, ...]:
-    """Return events as people may see them."""
     return tuple(replaced(event, message=shown(event.message, MESSAGE_MAX)) for event in new)
 
 

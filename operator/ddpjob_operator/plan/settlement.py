@@ -26,21 +26,16 @@ AVOIDED_MAX = 10
 
 @dataclass(frozen=True)
 class Settled:
-    """A failure for which no more evidence can come."""
-
     cause: api.JobFailure
     """The cause as recorded while pods are still being stopped."""
     failure: api.JobFailure
-    """The cause with its class and charge."""
     verdict: rules.Verdict
 
     @property
     def text(self) -> str:
-        """The culprit and its failure, as text."""
         return sentences.sentence(self.failure)
 
     def status(self, view: View, status: api.Status) -> api.Status:
-        """The status with the failure and its charge."""
         status = with_failure(status, self.failure, self.text)
         if not self.verdict.restart:
             return status
@@ -73,7 +68,6 @@ def settle(view: View, status: api.Status, first: api.JobFailure) -> Settled:
 
 
 def _is_repeated(view: View, cause: api.JobFailure, failure_class: rules.Class) -> bool:
-    """True if another restart would only repeat the failure and the user's failurePolicy does not require one."""
     is_own = failure_class in ("application", "outOfMemory")
     is_wanted = any(rule.matches(cause.exit_code) for rule in budgets.policy(view.spec))
     return is_own and not is_wanted and is_again(cause, view.settings.failed_before)
@@ -88,8 +82,7 @@ def is_again(failure: api.JobFailure, before: api.JobFailure | None) -> bool:
 
 
 def _torchrun_gave_up(view: View, cause: api.JobFailure) -> bool:
-    """True if torchrun of an elastic job ended with 1 because of a failed rank, after as many restarts as it was
-    allowed (PET_MAX_RESTARTS: what the application had left, or --max-restarts)."""
+    """True if torchrun of an elastic job ended with 1 for a failed rank, after all restarts it was allowed."""
     pod = view.known_pod(cause.node_rank)
     gave_up = pod is not None and pod.name == cause.pod and pod.trainer.exit_code == 1
     return view.is_elastic and gave_up and root_cause.is_own(cause)
@@ -115,7 +108,6 @@ def _cause(view: View, status: api.Status, first: api.JobFailure) -> tuple[api.J
 
 
 def with_log(view: View, failure: api.JobFailure) -> api.JobFailure:
-    """Return the failure with the end of the log of the pod that was stopped for it."""
     pod = view.known_pod(failure.node_rank)
     is_wanted = failure.reason in root_cause.KEEPS_ITS_LOG and not failure.log_tail and view.settings.keep_log_tail
     # Without an exit code the message belongs to the pod and is no log.
@@ -125,8 +117,7 @@ def with_log(view: View, failure: api.JobFailure) -> api.JobFailure:
 
 
 def _with_silent_node(view: View, failure: api.JobFailure, first: api.JobFailure) -> api.JobFailure:
-    """If ranks only complained about lost peers, return the failure with a node of the attempt that did not report for
-    a while, seen now or recorded earlier. first: the recorded failure."""
+    """Name a node of the attempt that was silent for a while, if ranks only complained about lost peers."""
     silent = (pod.node for _, pod in sorted(view.known_pods.items()) if pod.was_silent)
     node = root_cause.evidence_of(first).silent_node or shown(next(silent, ""), root_cause.WORD_MAX)
     if not node or failure.reason != root_cause.PEER_LOST:
@@ -135,7 +126,6 @@ def _with_silent_node(view: View, failure: api.JobFailure, first: api.JobFailure
 
 
 def _bad_nodes(view: View) -> list[str]:
-    """Return the cluster nodes that the pre-flight found bad."""
     pods = view.known_pods
     messages = (termination_message.read_message(p.trainer.message) for p in pods.values() if p.ended)
     node_ranks = {node_rank for message in messages if message for node_rank in message.failure.bad_nodes}
@@ -146,7 +136,6 @@ def _bad_nodes(view: View) -> list[str]:
 def _avoided(
     status: api.Status, settings: Settings, now: dt.datetime, bad_nodes: Sequence[str]
 ) -> list[api.AvoidedNode]:
-    """Return the nodes to avoid after the last recorded failure. bad_nodes: from the pre-flight."""
     node = status.failures[-1].node if status.failures else ""
     # A node that fails the job again is avoided again, because another node may be free by now.
     again = {*bad_nodes, *(a.node for a in status.avoided_nodes if a.lifted and a.node == node)}
@@ -161,8 +150,8 @@ def _avoided(
 
 
 def _completed_early(view: View, status: api.Status) -> api.JobFailure | None:
-    """Return the first node that completed early in this attempt, as the explanation for complaints of its peers. It
-    cannot explain those of a pod created afterwards, because the two were never in one group."""
+    """Return the first node that completed early, as the explanation for its peers' complaints. It explains none of a
+    pod that was created afterwards: the two were never in one group."""
     if view.is_elastic and view.is_enough(status.completed):
         return None  # an elastic group may have completed its training without a lost node
     pods, completed = view.known_pods, status.completed.intersection(view.members)
@@ -180,9 +169,8 @@ def _completed_early(view: View, status: api.Status) -> api.JobFailure | None:
 
 
 def _was_made_after(pod: Pod, ended: Pod) -> bool:
-    """True if a pod was created after another had ended. The order in which the operator saw them decides. Otherwise
-    estimate when the other ended: when it got its node, plus the time from there to its end. Never compare times of two
-    clocks: clocks of nodes differ by more than a short run takes."""
+    """True if a pod was created after another had ended, by the order in which the operator saw them, else by times of
+    one clock each: clocks of nodes differ by more than a short run takes."""
     if (ended.ended_seen or ended.first_seen) < pod.first_seen:
         return True
     at, before, accepted, over = pod.scheduled_at, ended.scheduled_at, ended.accepted_at, ended.trainer.ended_at
@@ -221,7 +209,6 @@ def _ran_seconds(view: View, status: api.Status) -> float:
 
 
 def with_limit(view: View, failure: api.JobFailure) -> api.JobFailure:
-    """Return the failure with the memory limit, if that was exceeded."""
     if failure.init_container:
         return failure  # this limit is not the trainer's
     limit = podspec.limits(view.spec.template).get("memory")
@@ -232,7 +219,6 @@ def with_limit(view: View, failure: api.JobFailure) -> api.JobFailure:
 
 
 def with_last_step(status: api.Status, failure: api.JobFailure) -> api.JobFailure:
-    """Return the failure with the last step reported before it, and the ranks that reported it."""
     progress = status.progress
     if progress is None or progress.attempt != status.attempt:
         return failure
@@ -257,7 +243,6 @@ def failure_of(view: View, status: api.Status, place: int, reason: str) -> api.J
 
 
 def context(view: View, status: api.Status) -> root_cause.Context:
-    """Return what is known about the attempt besides its pods."""
     port = status.master_addr.rpartition(":")[2]
     facts = view.facts
     return root_cause.Context(

@@ -30,8 +30,7 @@ CANNOT_START = frozenset(
 
 
 def attempt_still_ending(view: View, status: api.Status) -> Decision | None:
-    """Start no attempt while a process of the previous one may still be running: two groups would train into one
-    checkpoint."""
+    """Start no attempt while a process of the previous one may run: two groups would train into one checkpoint."""
     if not view.older:
         return None
     over = [p for p in view.older if is_over(p, view.recorded)]
@@ -46,9 +45,8 @@ def attempt_still_ending(view: View, status: api.Status) -> Decision | None:
 
 
 def rescaled(view: View, status: api.Status) -> Decision | None:
-    """spec.nodes of an elastic job has changed: stop its pods with their full grace, as for a suspension; the next
-    attempt has the new number. A running torchrun cannot accept more nodes than its maximum, and may hang when peers
-    are removed. After some nodes have completed, training is about to end and is not restarted."""
+    """Restart an elastic job whose spec.nodes changed, with full grace: a running torchrun accepts no more nodes than
+    its maximum, and may hang without peers. Once some nodes have completed, training is about to end."""
     if view.wanted_nodes == view.spec.nodes or view.problems or gang.is_forgotten(view, status):
         return None
     if status.completed_nodes:
@@ -80,7 +78,6 @@ def start_overdue(view: View, status: api.Status) -> Decision | None:
 
 
 def backing_off(view: View, status: api.Status) -> Decision | None:
-    """The next attempt begins in the future."""
     if status.attempt_time is None or view.now >= status.attempt_time:
         return None
     return Decision(status, requeue_at=earliest(status.attempt_time, view.active_deadline(status)))
@@ -116,7 +113,6 @@ def name_taken(view: View, status: api.Status) -> Decision | None:
 
 
 def create_refused(view: View, status: api.Status) -> Decision | None:
-    """The API server refuses an object: show its message and retry later."""
     if not view.seen.refusals:
         return None
     missing = _to_create(view, status)
@@ -151,8 +147,7 @@ def nodes_missing(view: View, status: api.Status) -> Decision | None:
 
 
 def avoidance_over(view: View, status: api.Status) -> Decision | None:
-    """A pod is unschedulable, and the node it avoids is no longer avoided, or the avoidance is lifted because the pod
-    fits nowhere else. Create it again, because the affinity of a pod never changes."""
+    """Create an unschedulable pod again if its node is no longer avoided, or it fits nowhere else."""
     waiting = _unschedulable(view)
     if not waiting or view.trains_with_fewer(status) or gang.names_nodes(view, status):
         return None
@@ -171,13 +166,12 @@ def avoidance_over(view: View, status: api.Status) -> Decision | None:
 
 
 def _unschedulable(view: View) -> list[Pod]:
-    """Return the pods that wait for a node, by place."""
     return [p for _, p in sorted(view.pods.items()) if p.trainer.state == "waiting" and p.unschedulable and p.live]
 
 
 def _made_again(view: View, status: api.Status, waiting: Sequence[Pod]) -> api.Status:
-    """Return the status in which unschedulable pods are created again. If they were to replace lost pods, the agents in
-    the other pods are waiting, some with the training state in memory, so those pods stay."""
+    """Return the status in which unschedulable pods are created again. Agents that wait for a replacement keep their
+    pods, some with the training state in memory."""
     if status.replacements:
         numbers = {str(p.place): naming.replacement(status, p.place) + 1 for p in waiting}
         later = replace(with_new_ranks(status, view.now), replacements={**status.replacements, **numbers})
@@ -191,13 +185,12 @@ def _in_force(status: api.Status, now: dt.datetime) -> list[api.AvoidedNode]:
 
 
 def _lifted(status: api.Status, now: dt.datetime) -> api.Status:
-    """Return the status in which new pods may go to all nodes."""
     banned = _in_force(status, now)
     return replace(status, avoided_nodes=[replace(a, lifted=a in banned or a.lifted) for a in status.avoided_nodes])
 
 
 def _lifts_at(view: View, status: api.Status) -> dt.datetime | None:
-    """Return when pods have found no other node for too long; None while no node is avoided or each pod has a node."""
+    """Return when pods have found no other node for too long; None if no node is avoided or each pod has a node."""
     if not _in_force(status, view.now):
         return None
     times = (p.unschedulable_since or status.attempt_time for p in _unschedulable(view))
@@ -205,7 +198,6 @@ def _lifts_at(view: View, status: api.Status) -> dt.datetime | None:
 
 
 def waiting_for_nodes(view: View, status: api.Status) -> Decision | None:
-    """Some trainers are not running yet."""
     not_running = [pod for _, pod in sorted(view.pods.items()) if pod.trainer.state == "waiting"]
     if not not_running:
         return None
@@ -225,8 +217,7 @@ def _waiting(
     actions: tuple[Action, ...] = (),
     again_at: dt.datetime | None = None,
 ) -> Decision:
-    """Return the state while not all nodes are running. After a failure it is Restarting, and the message names the
-    failure."""
+    """Return the state while not all nodes run; after a failure it is Restarting, and the message names that."""
     last_call_at = after(status.attempt_time, LAST_CALL_SECONDS) if view.trains_with_fewer(status) else None
     comes_soon = reason in (reasons.CREATING_PODS, reasons.STARTING_TRAINERS)
     if last_call_at is not None and (not comes_soon or status.running_time or view.now >= last_call_at):
@@ -256,8 +247,7 @@ def _to_create(view: View, status: api.Status) -> tuple[Action, ...]:
 
 
 def _avoids(view: View, status: api.Status) -> str:
-    """Return the part of a message that names avoided nodes, because the scheduler's text does not say who excluded
-    them."""
+    """Name the avoided nodes, because the scheduler's text does not say who excluded them."""
     if gang.names_nodes(view, status):
         return ""
     banned = "".join(f"; {sentences.avoided(a)}" for a in _in_force(status, view.now))

@@ -12,8 +12,7 @@ MIB = 1 << 20
 
 
 def why_not(view: View, status: api.Status) -> str:
-    """Return why state is not kept in memory, in which pods, and which limit to raise; "" if no rank reports that. The
-    first rank of each node reports."""
+    """Return why state is not kept in memory, in which pods, and which limit to raise; "" if no rank reports that."""
     lacking = _lacking(view, status)
     if not lacking:
         return ""
@@ -44,7 +43,6 @@ def _lacking(view: View, status: api.Status) -> list[Report]:
 
 
 def _where(view: View, status: api.Status, lacking: list[Report]) -> str:
-    """Return the pods, if there are several: one may lack what the others have."""
     places = sorted({place for one in lacking if (place := view.members.place(one.node_rank)) is not None})
     if len(view.members) == 1:
         return ""

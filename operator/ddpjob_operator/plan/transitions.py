@@ -1,5 +1,4 @@
-"""From one status to the next: the state and its duration, attempts, progress, failures. Every function is idempotent:
-nothing that is already recorded is counted twice."""
+"""From one status to the next. Every function is idempotent: nothing that is recorded is counted twice."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ def new_attempt(status: api.Status, at: dt.datetime) -> api.Status:
 
 
 def with_new_ranks(status: api.Status, at: dt.datetime) -> api.Status:
-    """Return the status for restarted ranks, in new pods or in place, at `at` or later: they have made no step and
-    loaded no state."""
+    """Return the status for restarted ranks, in new pods or in place, at `at`: no step made, no state loaded."""
     return replace(
         status,
         attempt_time=at,
@@ -107,8 +105,7 @@ def with_idle(status: api.Status, since: dt.datetime | None) -> api.Status:
 
 
 def with_progress(status: api.Status, report: Report | None, not_kept: str = "") -> api.Status:
-    """Return the status with rank 0's report; a report of an older attempt changes nothing. not_kept: why its state is
-    not kept in memory."""
+    """Return the status with rank 0's report of this attempt. not_kept: why memory lacks its state."""
     if report is None or report.received_at is None or not _is_of_these_ranks(report, report.received_at, status):
         return status
     # The phase "start" only says that the library is initialized; earlier steps still count.
@@ -130,7 +127,6 @@ def with_progress(status: api.Status, report: Report | None, not_kept: str = "")
 
 
 def _with_steps_of_new_ranks(status: api.Status, report: Report, at: dt.datetime) -> api.Status:
-    """Return the status with the first steps of an attempt, or of ranks restarted in their pods."""
     before = status.progress
     if report.step and status.first_step_time is None:
         return replace(_with_lost_steps(status, report), first_step_time=at)
@@ -175,8 +171,7 @@ def _progress(report: Report, attempt: int, received_at: dt.datetime) -> api.Pro
 
 
 def _with_lost_steps(status: api.Status, report: Report) -> api.Status:
-    """Return the status with the steps that are made twice: from where the ranks resumed to the furthest step before.
-    If a rank does not report where it resumed, assume the step before the first one it reports."""
+    """Count the steps made twice: from where the ranks resumed, or the step before the first, to the furthest."""
     before, failure = status.progress, status.last_failure
     if before is None:
         return status
@@ -190,9 +185,9 @@ def _with_lost_steps(status: api.Status, report: Report) -> api.Status:
 
 
 def _step_of(failure: api.JobFailure | None, progress: api.Progress) -> int:
-    """Return the step that the ranks of this progress had reached when they failed; 0 if unknown. Steps of earlier
-    ranks are counted already. Time alone cannot tell them apart: it comes from a node's clock, or from when the agent
-    was heard, and may be later than the first step of the next ranks."""
+    """Return the step that the ranks of this progress had reached when they failed; 0 if unknown. Time alone cannot
+    tell them from earlier ranks, whose steps are counted: it comes from a node's clock, or from when the agent was
+    heard."""
     if failure is None or failure.attempt != progress.attempt or failure.time < progress.updated:
         return 0
     is_earlier = failure.generation is not None and failure.generation < progress.generation

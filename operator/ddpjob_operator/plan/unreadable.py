@@ -1,7 +1,5 @@
-"""Jobs whose stored status this version of the operator cannot read: a condition reports that, and nothing else is
-done. An unreadable status is not an empty one. It may say that the job has finished, how much of its budgets is spent
-and which attempt may still be running; a plan without it would train a finished job again. Whoever edits the status can
-fix it, or the operator version that wrote it."""
+"""Jobs whose stored status cannot be read: a condition reports that, and nothing else is done, because a plan without
+the status would train a finished job again. Editing the status, or the version that wrote it, fixes it."""
 
 from __future__ import annotations
 
@@ -17,14 +15,12 @@ _WHY_MAX = 300
 
 
 def is_managed(raw: Mapping[str, Any]) -> bool:
-    """True if this operator manages the job: it is not being deleted, and no other controller manages it."""
     spec = raw.get("spec")
     by_another = isinstance(spec, Mapping) and bool(spec.get("managedBy"))
     return not by_another and not raw["metadata"].get("deletionTimestamp")
 
 
 def is_reported(raw: Mapping[str, Any]) -> bool:
-    """True if the status already reports that it cannot be read."""
     status = raw.get("status")
     conditions = status.get("conditions") if isinstance(status, Mapping) else None
     accepted = [c for c in conditions if _is_accepted(c)] if isinstance(conditions, list) else []
@@ -36,8 +32,7 @@ def event(why: str) -> Event:
 
 
 def with_condition(raw: Mapping[str, Any], why: str, now: dt.datetime) -> dict[str, Any] | None:
-    """Return the stored status with the condition Accepted=False and everything else untouched; None if it is there
-    already or the status has no place for it."""
+    """Return the status with the condition Accepted=False; None if it is there, or the status has no place for it."""
     status = raw.get("status")
     conditions = status.get("conditions", []) if isinstance(status, Mapping) else None
     if not isinstance(conditions, list):

@@ -30,8 +30,6 @@ ATTEMPTS_KEPT = 3
 
 @dataclass(frozen=True)
 class Unreachable:
-    """An active pod whose node is not ready."""
-
     pod: Pod
     since: dt.datetime
     lost_at: dt.datetime | None
@@ -47,12 +45,10 @@ class View:
     job: api.DDPJob
     """Its status is `recorded`. For an elastic job spec.nodes is the value at the start of the attempt."""
     wanted_nodes: int
-    """The present spec.nodes, which the next attempt will have."""
     stored: api.Status
     """The status exactly as the API server has it."""
     seen: Observed
     problems: tuple[Problem, ...]
-    """Validation's findings in the spec."""
     now: dt.datetime
     settings: Settings
     pods: dict[int, Pod]
@@ -66,12 +62,9 @@ class View:
     leaked: tuple[Pod, ...]
     """Pods of a deleted job of this name that are terminating on lost nodes: nobody else would ever delete them."""
     lost: frozenset[str]
-    """The uids of active pods whose node is lost."""
     lost_by_node: frozenset[str]
-    """The part of `lost` whose node the cluster calls not ready. A pod that outlives its grace proves a lost node only
-    from the time when its deletion was requested."""
+    """The part of `lost` whose node the cluster calls not ready; the rest only outlived its grace."""
     conflicts: tuple[ConflictingObject, ...]
-    """Objects of others with a name that the job needs."""
     trackers: Mapping[int, stall.StepTracker]
     """The steps of each rank that reports in this attempt."""
     unreachable: tuple[Unreachable, ...]
@@ -87,7 +80,6 @@ class View:
 
     @cached_property
     def members(self) -> Members:
-        """The places of the job's nodes, by node rank."""
         return topology.members(self.spec)
 
     @cached_property
@@ -101,45 +93,37 @@ class View:
         return {**self.deleted_pods, **self.pods}
 
     def known_pod(self, node_rank: int) -> Pod | None:
-        """Return the pod of a node rank in the present attempt, even if it is gone."""
         place = self.members.place(node_rank)
         return None if place is None else self.known_pods.get(place)
 
     @cached_property
     def active(self) -> list[Pod]:
-        """The pods of the present attempt that may still be running, without those on lost nodes."""
         return [p for p in self.pods.values() if p.live and p.uid not in self.lost]
 
     @cached_property
     def active_of_all_attempts(self) -> list[Pod]:
-        """All pods that may still be running, also on lost nodes."""
         return [p for p in (*self.pods.values(), *self.older) if p.live]
 
     @cached_property
     def stall_finding(self) -> stall.StallFinding | None:
-        """The proof of a stall in the reports; None if there is none."""
         return stall.find(self.trackers, self.spec.stall, self.now)
 
     def failed(self, status: api.Status) -> list[Pod]:
-        """The pods of the present attempt that ended but did not complete, including those that are gone. A node
-        recorded as completed stays completed, whatever happens to its pod."""
+        """The pods that ended but did not complete, also if gone; a node recorded as completed stays so."""
         completed = status.completed
         failed = [p for p in self.known_pods.values() if p.has_failed and p.place not in completed]
         return [p for p in failed if not self.comes_too_late(status, p.place)]
 
     @cached_property
     def hands_over_exit_code(self) -> bool:
-        """True if exit code 0 proves that the command's last launcher ended with 0."""
         return exit_codes.zero_proves_success(self.facts.command)
 
     @cached_property
     def is_elastic(self) -> bool:
-        """True if the group can train with fewer than all nodes."""
         return self.facts.min_nodes is not None
 
     def is_enough(self, places: Set[int]) -> bool:
-        """True if the group can train with these places: all of them, or the minimum of an elastic job. Node 0 must be
-        among them, because its torchrun holds the store for the rendezvous."""
+        """True if the group can train with these places: all, or an elastic job's minimum with node 0's store."""
         least, present = self.facts.min_nodes, places & set(self.members)
         is_all = len(present) == len(self.members)
         return is_all if least is None else len(present) >= least and self.members.leader in present
@@ -158,9 +142,8 @@ class View:
         return self.is_elastic and bool(status.completed_nodes) and not has_started
 
     def stop(self, pods: Sequence[Pod], grace_seconds: int | None) -> tuple[DeletePod, ...]:
-        """Return the actions that delete these pods, except terminating ones. Pods on lost nodes get a grace of 0,
-        because their kubelet will never answer. Elsewhere a grace of 0 would remove the object before the kubelet ends
-        the processes, so the next attempt would start next to the old one."""
+        """Delete pods that are not terminating. On a lost node the grace is 0, because no kubelet answers. Elsewhere 0
+        would remove the object before its processes end, and the next attempt would start next to them."""
         stopped = []
         for pod in sorted(pods, key=by_identity):
             if pod.uid in self.lost:
@@ -171,7 +154,6 @@ class View:
         return tuple(stopped)
 
     def active_deadline(self, status: api.Status) -> dt.datetime | None:
-        """The time by which the job must have finished."""
         return after(status.start_time, self.spec.active_deadline_seconds)
 
     def start_deadline(self, status: api.Status) -> dt.datetime | None:
@@ -182,7 +164,6 @@ class View:
 
 
 def sort(job: api.DDPJob, seen: Observed, now: dt.datetime, problems: tuple[Problem, ...], settings: Settings) -> View:
-    """Return what is observed, sorted for the recorded attempt of this job."""
     retries = job.status.start_retries
     recorded = times.not_ahead(
         job.status,
@@ -203,8 +184,7 @@ def _wanted_nodes(job: api.DDPJob, seen: Observed) -> int:
 
 
 def in_attempt(view: View, status: api.Status) -> View:
-    """Return the same facts, sorted for the attempt that begins with `status`: all present pods now belong to older
-    ones."""
+    """Return the same facts for the attempt that begins with `status`: all present pods are of older ones."""
     job = replace(view.job, spec=launcher.with_nodes(view.spec, view.wanted_nodes))
     return _sorted(status, job, view.stored, view.seen, view.now, view.problems, view.settings)
 
@@ -266,17 +246,14 @@ def _as_it_counts(pod: Pod, spec: api.Spec, now: dt.datetime) -> Pod:
 
 
 def is_present(pod: Pod, status: api.Status) -> bool:
-    """True if it is the current pod of its place in the present attempt."""
     return _number(pod) == _present_number(status, pod.place)
 
 
 def is_over(pod: Pod, status: api.Status) -> bool:
-    """True if another pod has taken its place."""
     return _number(pod) < _present_number(status, pod.place)
 
 
 def _number(pod: Pod) -> tuple[int, int]:
-    """Return the pod's number among all pods of its place, over all attempts."""
     return (pod.attempt, pod.replacement)
 
 
@@ -291,23 +268,19 @@ def _is_long_ago(pod: Pod, status: api.Status) -> bool:
 
 
 def lost_at(pod: Pod, nodes: Mapping[str, Node] | None, settings: Settings) -> dt.datetime | None:
-    """Return when the node of a pod counts as lost; None if nothing suggests that. If nodes can be read, their
-    condition Ready decides, and a deleted node is not ready. A pod that outlives its grace on such a node is lost
-    whatever the other nodes do. The wait starts again for a pod that was bound later: after an outage of the API server
-    the scheduler may treat the node as ready for seconds, and the next pod would go there too. Without node access, the
-    node controller's treatment of the pod decides, or a pod that outlives its grace, because a working kubelet would
-    have ended it. If the kubelet last reported a running trainer and the node controller sees no problem, the kernel
-    may be holding the process (NFS, a GPU's driver): that takes HELD_SECONDS."""
+    """Return when the node of a pod counts as lost; None if nothing suggests that."""
     patience = dt.timedelta(seconds=settings.lost_node_seconds)
     if nodes is not None:
         node = nodes.get(pod.node)
         if node is None or node.ready or node.since is None:
             return None
         if not node.with_most:
+            # After an outage of the API server the scheduler may send the next pod to the same node.
             return max(node.since, pod.bound_since or pod.scheduled_at or node.since) + patience
         return None if pod.deletion_deadline is None else max(node.since, pod.deletion_deadline) + patience
     if not pod.node:
         return None
+    # The kernel may hold a process (NFS, a GPU's driver) of a node that works.
     held = dt.timedelta(seconds=HELD_SECONDS) if pod.trainer.state == "running" else dt.timedelta()
     by_silence = None if pod.silent_since is None else pod.silent_since + patience
     by_grace = None if pod.deletion_deadline is None else pod.deletion_deadline + max(patience, held)
@@ -326,9 +299,8 @@ def _unreachable(
 
 
 def outlived_at(pod: Pod, spec: api.Spec) -> dt.datetime | None:
-    """Return when a sidecar that is still running shows that nobody is stopping the pod; None if there is none. An
-    eviction or a node shutdown signals all containers of a pod at once and gives each the pod's grace. A trainer that
-    saves and ends with 0 then looks completed until its sidecar ends."""
+    """Return when a sidecar that still runs proves that nobody stops the pod; None without one. An eviction signals all
+    containers at once, so a trainer that saves and ends with 0 looks completed until its sidecar ends."""
     since = pod.done_since or pod.trainer.ended_at
     if since is None or not pod.done_beside_sidecars:
         return None
@@ -345,24 +317,20 @@ def next_loss(view: View) -> dt.datetime | None:
 
 
 def is_stale(job: api.DDPJob, seen: Observed) -> bool:
-    """True if there are pods of a newer attempt than in the status: the read status is old. An empty status is lost,
-    not old; if it was old after all, the write conflicts, which costs nothing."""
+    """True if there are pods of a newer attempt than in the status, which is old; an empty status is lost."""
     status = job.status
     return status.state is not None and any(_number(p) > _present_number(status, p.place) for p in owned(job, seen))
 
 
 def owned(job: api.DDPJob, seen: Observed) -> list[Pod]:
-    """Return the pods that this job created."""
     return [p for p in seen.pods if is_own(p, job)]
 
 
 def is_own(pod: Pod, job: api.DDPJob) -> bool:
-    """True if this job created it."""
     return bool(job.metadata.uid) and pod.owner_uid == job.metadata.uid
 
 
 def is_of_deleted_job(pod: Pod, job: api.DDPJob) -> bool:
-    """True if a deleted job of the same name created it: only one job with a name can exist."""
     return pod.job == job.metadata.name and bool(pod.owner_uid) and not is_own(pod, job)
 
 
@@ -371,7 +339,6 @@ def by_identity(pod: Pod) -> tuple[int, int, int, str]:
 
 
 def name_pods(pods: Sequence[Pod]) -> str:
-    """Return `digits-1-0 on gpu-07`, or the number of pods."""
     if len(pods) == 1:
         return pods[0].name + (f" on {pods[0].node}" if pods[0].node else "")
     return f"{len(pods)} pods"

@@ -40,8 +40,8 @@ def text_of_script(data: bytes) -> str:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file so that a reader sees the old or the new content, never half of it. Raise OSError. Links are kept,
-    and a path that is not a regular file (/dev/stdout, a pipe) is written to and never replaced."""
+    """Replace a file so that a reader sees the old or the new content. Links are kept, and /dev/stdout or a pipe is
+    written to and never replaced. Raise OSError."""
     # Before links are resolved: /dev/stdout links to a pipe by a path that does not exist.
     if path.exists() and not path.is_file():
         with open(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY), "wb", buffering=0) as there:
@@ -56,8 +56,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def write_privately(path: Path, data: bytes) -> None:
-    """Replace a file of a run that only its user can read. An existing link or file is not written to. Raise
-    OSError."""
+    """Replace a file that only its user can read. An existing link or file is not written to. Raise OSError."""
     _replace(path, data, 0o600)
 
 

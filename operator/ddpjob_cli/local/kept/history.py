@@ -13,18 +13,15 @@ from ddpjob_cli.local.kept.series import Series
 from ddpjob_core.failures import BRIEF_MAX, abridged
 from ddpjob_operator.job import api, topology
 from ddpjob_operator.job.status import apart_from_progress, present_progress
+from ddpjob_operator.plan import agent_restarts
 
 CHANGES_MAX = 400
 NAMES_MAX = 24
-PROGRESS_SECONDS = 5.0
-"""Between two writes for progress alone: the history of a long run is up to a megabyte."""
-SAMPLES, STEP_SECONDS = "samples/s", "s/step"
-"""Names of the pace, next to the job's metrics."""
+PROGRESS_SECONDS = 5.0  # between two writes for progress alone: the history of a long run is up to a megabyte
+SAMPLES, STEP_SECONDS = "samples/s", "s/step"  # names of the pace, next to the job's metrics
 
 
 class Facts(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
-    """Facts about the whole run."""
-
     job: str
     run: str
     started: dt.datetime
@@ -39,8 +36,6 @@ class Facts(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
 
 
 class StatusChange(msgspec.Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
-    """The run entered this state."""
-
     time: dt.datetime
     state: str
     attempt: int = 0
@@ -53,12 +48,9 @@ class StatusChange(msgspec.Struct, rename="camel", omit_defaults=True, frozen=Tr
 
 
 class History(msgspec.Struct, rename="camel", kw_only=True):
-    """The course of a run over time."""
-
     series: dict[str, Series] = {}
     changes: list[StatusChange] = []
     step: int = 0
-    """The step of the last progress."""
     seconds: float = -1.0
     """When it came, in seconds since the start of the run; -1: none after the last restart."""
 
@@ -75,7 +67,7 @@ class History(msgspec.Struct, rename="camel", kw_only=True):
             time=now,
             state=status.state or "Pending",
             attempt=status.attempt,
-            generation=generation(status),
+            generation=agent_restarts.count(status),
             training=status.state == "Running" and present_progress(status) is not None,
             reason=status.reason,
             message=abridged(status.message, BRIEF_MAX),
@@ -106,12 +98,6 @@ class History(msgspec.Struct, rename="camel", kw_only=True):
                     number = float(value)
                     self.series.setdefault(name, Series()).add(progress.step, seconds, number)
         self.step, self.seconds = progress.step, seconds
-
-
-def generation(status: api.Status) -> int:
-    """Return restarts in place in this attempt."""
-    counts = status.in_place
-    return 0 if counts is None else counts.earlier + counts.application + counts.infrastructure + counts.stall
 
 
 class Record:
@@ -154,5 +140,4 @@ class Record:
 
 
 def document(status: api.Status) -> bytes:
-    """Return the status as others read it."""
     return msgspec.json.format(msgspec.json.encode(status), indent=2) + b"\n"

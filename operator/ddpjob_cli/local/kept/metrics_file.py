@@ -1,5 +1,4 @@
-"""`ddpjob run --metrics-file`: metrics of a local run for node-exporter's textfile collector, with the names of the
-operator's /metrics. run.py calls it with each status."""
+"""`ddpjob run --metrics-file`: metrics for node-exporter's textfile collector, with the names of the operator's."""
 
 from __future__ import annotations
 
@@ -27,13 +26,11 @@ class MetricsFile:
         self._written_at = float("-inf")
 
     def changed(self, old: api.Status, new: api.Status, now: dt.datetime, agent: AgentReport | None) -> None:
-        """Record a change of status. Raise OSError, as `write`."""
         self._restart = self._meter.changed(old, new, now, self._restart, agent)
         if new.state != old.state or time.monotonic() - self._written_at >= AGAIN_SECONDS:
             self.write(new, now)
 
     def write(self, status: api.Status, now: dt.datetime) -> None:
-        """Replace the file at once, so that no scraper sees half of it. Raises OSError."""
         self._written_at = time.monotonic()
         jobs = [MeteredJob(self._namespace, self._name, self._uid, status)]
         text, _ = self._meter.text(Moment(now, jobs, metadata.version("ddpjob")), openmetrics=False)

@@ -1,5 +1,4 @@
-"""The report of a run, for `ddpjob report` and `ddpjob run --report`: one HTML file that loads nothing. Every drawing
-has a text with the same information, and uses the page's colors, light or dark."""
+"""The report of a run: one HTML file that loads nothing. Every drawing has a text with the same information."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ from ddpjob_operator.job.wording import count, duration
 
 LOGS_MAX = 200
 ROWS_MAX = 40
-WIDTH = 940
-"""Width of drawings as wide as the page; a unit is about a pixel, so that all text has one size."""
+WIDTH = 940  # width of drawings as wide as the page; a unit is about a pixel, so that all text has one size
 CURVE_WIDTH, CURVE_HEIGHT = 460, 180
 LEFT, RIGHT, TOP, BOTTOM = 64, 12, 10, 28
 LABEL = 170
@@ -75,8 +73,7 @@ class Markup(str):
 
 
 def _element(name: str, *children: str, **attributes: object) -> Markup:
-    """Return an element; text that is no Markup is escaped. In attribute names a final _ is dropped, and any other
-    becomes -."""
+    """Return an element; text that is no Markup is escaped. class_ is class, and text_anchor text-anchor."""
     given = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value is not None}
     head = "".join(f' {key}="{html.escape(str(value))}"' for key, value in given.items())
     return Markup(f"<{name}{head}>{_joined(children)}</{name}>")
@@ -124,7 +121,6 @@ def _curve(name: str, points: Sequence[Point]) -> Markup:
 
 
 def _lives(rows: Sequence[tuple[str, Sequence[Segment]]], seconds: float) -> Markup:
-    """Return a row for each generation of ranks, over the seconds of the run."""
     height = ROW * len(rows) + BOTTOM
 
     def x(at: float) -> float:
@@ -227,7 +223,6 @@ def _failures(status: api.Status) -> Markup:
 
 
 def _logs(run: runs.Run) -> Markup:
-    """Return links to the logs on this machine, at most the last LOGS_MAX."""
     paths = [path for nodes in run.logs().values() for of_node in nodes.values() for path in of_node]
     links = [_element("a", path.name, href=path.absolute().as_uri()) for path in paths[-LOGS_MAX:]]
     items = [_element("li", link) for link in links]
@@ -235,7 +230,6 @@ def _logs(run: runs.Run) -> Markup:
 
 
 def _kind(change: StatusChange) -> tuple[str, str]:
-    """Return the color of a state, and its text."""
     if change.state == "Running":
         return ("productive", "training") if change.training else ("starting", "running, no step yet")
     kinds = {"Succeeded": "productive", "Failed": "failed", "Failing": "failed", "Restarting": "restarting"}
@@ -244,7 +238,6 @@ def _kind(change: StatusChange) -> tuple[str, str]:
 
 
 def _table(caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
-    """Return a table whose first column has row headers."""
     top = [_element("tr", *(_element("th", head, scope="col") for head in heads))] * bool(heads)
     lines = [
         _element("tr", _element("th", row[0], scope="row"), *(_element("td", cell) for cell in row[1:])) for row in rows

@@ -1,9 +1,7 @@
 """The folder of one run: logs, volumes and the token. Logs of the last runs are kept; the rest is removed with the run.
-
-The parent folder is the user's (`--logs DIR`) and may hold anything, such as a data set with the job's name. So only
-files that a run made are removed: a run marks its folder, the mark is checked first, links are not followed, and of a
-marked folder only known files are removed. Other files keep their folder.
-"""
+The parent folder is the user's (`--logs DIR`) and may hold anything, such as a data set with the job's name. So a run
+marks its folder, the mark is checked first, links are not followed, and of a marked folder only known files are
+removed. Other files keep their folder."""
 
 from __future__ import annotations
 
@@ -28,7 +26,6 @@ MARK = ".ddpjob-run"
 LATEST = "latest"
 STATUS, FACTS, HISTORY = "status.json", "run.json", "history.json"
 FAULTS = "faults"
-"""Folder with the records of injected faults."""
 _MARK_BYTES_MAX = 4096
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
@@ -59,11 +56,9 @@ class RunFolder:
             link.symlink_to(self.path.name)
 
     def write(self, name: str, data: bytes) -> None:
-        """Replace a file of the run. Raises OSError."""
         files.write_privately(self.path / name, data)
 
     def close(self) -> None:
-        """Remove everything except the logs and the status."""
         with _own(self.path, self._job) as held:
             if held is not None:
                 _remove_what_ends_with_a_run(held)
@@ -107,8 +102,7 @@ def is_running(run: Path) -> bool:
 
 
 def _clear_old(jobs: Path, job: str) -> None:
-    """Keep the newest runs. A killed run left its volumes, its lock file and its agents' folders, but the lock is
-    free."""
+    """Keep the newest runs. The lock of a killed one is free; its volumes and its agents' folders are left."""
     for i, run in enumerate(_runs(jobs, job)):
         with _own(run, job) as held:
             if held is None or is_running(held):
@@ -138,8 +132,7 @@ def _runs(jobs: Path, job: str) -> Iterator[Path]:
 
 
 def _mark(run: Path, job: str) -> None:
-    """Write a mark with the folder's inode, because a copy of the folder belongs to the user. The device is left out,
-    because its number changes at a reboot."""
+    """Write a mark with the folder's inode: a copy is the user's. The device's number changes at a reboot."""
     mark = {"job": job, "run": run.name, "inode": run.lstat().st_ino}
     descriptor = os.open(run / MARK, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     with open(descriptor, "w") as file:
@@ -156,8 +149,7 @@ def _has_mark(run: Path, job: str, name: str, inode: int) -> bool:
 
 @contextlib.contextmanager
 def _own(run: Path, job: str) -> Iterator[Path | None]:
-    """Return a path inside the very folder that this user's run made, even if its name is taken over meanwhile; None if
-    it is another folder."""
+    """Return a path inside the very folder that this user's run made, even if its name is taken over; else None."""
     try:
         descriptor = os.open(run, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -172,8 +164,7 @@ def _own(run: Path, job: str) -> Iterator[Path | None]:
 
 
 def _remove_what_ends_with_a_run(run: Path) -> None:
-    """Remove everything except logs and record, without following links: rmtree refuses them, unlink removes the
-    link."""
+    """Remove all but logs and record, without following links: rmtree refuses them, unlink removes the link."""
     for folder in ("volumes", FAULTS):
         shutil.rmtree(run / folder, ignore_errors=True)
     for leftover in ("token", "lock"):

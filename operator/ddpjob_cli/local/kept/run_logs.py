@@ -13,30 +13,23 @@ POLL_SECONDS = 0.2
 
 
 class LocalLogs:
-    """The logs of one run: files that stay after the pods are gone."""
-
     def __init__(self, run: runs.Run) -> None:
         self.run = run
         self.name = f"{run.facts.job}, run {run.facts.run[:8]}"
 
     def attempts(self) -> list[int]:
-        """Return the attempts that have logs, in order."""
         return list(self.run.logs())
 
     def nodes(self, attempt: int) -> list[int]:
-        """Return the nodes that have a log in an attempt."""
         return list(self.run.logs().get(attempt, ()))
 
     def gone(self, attempt: int) -> list[int]:  # noqa: ARG002 - that of another source
-        """Return the nodes of an attempt whose log is gone: none, because files stay."""
         return []
 
     def why_none(self) -> str:
-        """The message if no attempt has a log."""
         return "no node has a log yet"
 
     def node_of_rank(self, rank: int) -> int:
-        """Return the node of a rank. Raise InputError if there is no such rank or its node is unknown."""
         facts = self.run.facts
         if not 0 <= rank < facts.world_size:
             raise InputError(f"--rank {rank}: {facts.job} has the ranks 0 to {facts.world_size - 1}")
@@ -45,20 +38,17 @@ class LocalLogs:
         return rank // facts.nproc_per_node
 
     def prefix(self, node: int) -> str:
-        """Return the prefix of lines when several nodes are shown, as in `ddpjob run`."""
         follow = self.run.facts.nproc_per_node == 1 and self.run.facts.ranks_follow_nodes
         return f"[{node}:{node}] " if follow else f"[{node}] "
 
     def read(self, attempt: int, nodes: Collection[int]) -> Iterator[tuple[int, bytes]]:
-        """Yield what nodes have printed so far, node by node, in pieces of any size."""
         logs = self.run.logs().get(attempt, {})
         for node in nodes:
             for path in logs.get(node, ()):
                 yield from ((node, piece) for piece in runs.chunks(path))
 
     def follow(self, attempt: int, nodes: Collection[int] | None, *, later: bool) -> Iterator[tuple[int, bytes]]:
-        """Yield (node, piece) from the beginning of an attempt until the run ends. nodes: None is all. later: include
-        later attempts."""
+        """Yield (node, piece) of an attempt, or of `later` ones too, until the run ends. nodes: None is all."""
         offsets: dict[Path, int] = {}
         while True:
             found = runs.read(self.run.folder)

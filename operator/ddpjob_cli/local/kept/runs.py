@@ -22,14 +22,11 @@ from ddpjob_operator.job.status import TERMINAL
 RECORD_BYTES_MAX = 16 << 20  # the history of a long run is up to a megabyte
 _T = TypeVar("_T")
 
-KILLED = "Killed"
-"""State of a run whose process ended without writing its end."""
+KILLED = "Killed"  # state of a run whose process ended without writing its end
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a job on this machine."""
-
     folder: Path
     facts: Facts
     status: api.Status
@@ -57,7 +54,6 @@ class Run:
         return found
 
     def history(self) -> History:
-        """Its history; empty if none was written."""
         return _read(self.folder / run_folder.HISTORY, History) or History()
 
 
@@ -91,7 +87,6 @@ def read(folder: Path) -> Run | None:
 
 
 def age(run: Run, now: dt.datetime) -> float:
-    """Return seconds since its start."""
     return max(0.0, (now - run.facts.started).total_seconds())
 
 
@@ -111,7 +106,6 @@ def _read(path: Path, kind: type[_T]) -> _T | None:
 
 
 def chunks(path: Path, offset: int = 0, size: int = 1 << 16) -> Iterator[bytes]:
-    """Yield the bytes of a log from an offset to its present end."""
     with open(own_files.open_file(path, os.O_RDONLY), "rb") as file:
         file.seek(offset)
         while data := file.read(size):

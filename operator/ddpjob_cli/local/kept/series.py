@@ -1,5 +1,5 @@
-"""Values over the time of a run in bounded memory: ten million steps cost as much as a thousand. Pure. A full series
-merges neighbours and keeps their mean, lowest and highest value, so that a spike of one step still shows."""
+"""Values over the time of a run in bounded memory. A full series merges neighbours and keeps their mean, lowest and
+highest value, so that a spike of one step still shows. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ class Point:
     count: int = 1
 
     def merged(self, later: Point) -> Point:
-        """Return this point merged with the next."""
         count = self.count + later.count
         mean = self.mean + (later.mean - self.mean) * (later.count / count)
         return Point(later.step, later.time, mean, min(self.low, later.low), max(self.high, later.high), count)
@@ -36,7 +35,6 @@ class Series:
     """Values per point; doubles whenever the series is full."""
 
     def add(self, step: int, time: float, value: float) -> None:
-        """Add a value; nan and inf are ignored."""
         if not math.isfinite(value):
             return
         new = Point(step, time, value, value, value)

@@ -1,5 +1,4 @@
-"""The pods of one job as processes on this machine, in place of an API server and kubelets. It executes the plan's
-actions on processes, and returns observations in the same types as in a cluster."""
+"""The pods of one job as processes on this machine, in place of an API server and kubelets."""
 
 from __future__ import annotations
 
@@ -51,15 +50,11 @@ class LocalPod:
     gpus: tuple[str, ...]
     """Devices that its processes see, as in CUDA_VISIBLE_DEVICES."""
     termination_log: Path
-    """File in which the trainer may write why it ended."""
     trainer: Container = CREATING
     step: int | None = None
-    """The last step that it reported."""
     step_at: dt.datetime | None = None
-    """When that was reported."""
     deletion_requested_at: dt.datetime | None = None
     known: Pod | None = None
-    """The pod as the plan last saw it."""
     seen_ended: bool = False
     """True if the plan has seen its end. A deleted pod is removed only then, so that its end is never missed."""
     open: set[int] = field(default_factory=set)
@@ -67,7 +62,6 @@ class LocalPod:
 
     @property
     def live(self) -> bool:
-        """True if its processes may still run."""
         return self.node.end is None
 
     @property
@@ -81,8 +75,7 @@ class RefusedError(Exception):
 
 
 class LocalCluster:
-    """Processes, ports and folders of one job. `show(pod, lines)` gets the nodes' output; `names` rewrites places in
-    the script in their texts."""
+    """Processes, ports and folders of one job. show: gets the nodes' output; names: rewrites places in their texts."""
 
     def __init__(
         self,
@@ -145,7 +138,6 @@ class LocalCluster:
         return [n for n, p in self.pods.items() if p.seen_ended and p.deletion_requested_at and not p.open]
 
     def execute(self, job: api.DDPJob, actions: tuple[Action, ...]) -> None:
-        """Execute a plan's actions. Raise RefusedError."""
         for action in actions:
             if isinstance(action, CreateService):
                 self._service = True
@@ -190,7 +182,6 @@ class LocalCluster:
         return min(times, default=None)
 
     def handle(self, key: selectors.SelectorKey) -> None:
-        """Read what a node printed or reported."""
         pod: LocalPod = key.data
         if key.fd == pod.node.report:
             self._handle_report(pod)
@@ -204,12 +195,10 @@ class LocalCluster:
                 os.kill(pod.node.pid, signal.SIGKILL)
 
     def kill(self) -> None:
-        """Kill all nodes at once."""
         for pod in self._live():
             pod.node.stop(grace_seconds=0)
 
     def close(self) -> None:
-        """Kill what is still running, and release ports and descriptors; the logs stay."""
         for pod in self.pods.values():
             pod.node.close()
         nodes.kill_orphans(set())
@@ -258,8 +247,7 @@ class LocalCluster:
             pod.node.stop(grace)
 
     def _port(self, attempt: int) -> int:
-        """Return the port of an attempt, held from its first pod on; ports of older attempts are released. It differs
-        from the port in a cluster, because another local job may use that one."""
+        """Return the port of an attempt, held from its first pod on; ports of older attempts are released."""
         if attempt not in self._ports:
             self._ports[attempt] = ports.hold()
             for older in [a for a in self._ports if a < attempt]:

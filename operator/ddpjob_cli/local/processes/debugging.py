@@ -1,8 +1,5 @@
-"""`ddpjob run --pdb RANK`: one rank reads from the terminal and prints to it, so that a debugger works in it.
-
-The ranks are in sessions of their own, and a device can be opened from any session. The program that becomes the rank
-opens it: torchrun and ddprun start $PYTHON_EXEC in place of their own Python.
-"""
+"""`ddpjob run --pdb RANK`: one rank reads from the terminal and prints to it, so that a debugger works in it. A device
+can be opened from any session: torchrun and ddprun start the program $PYTHON_EXEC, which opens it."""
 
 from __future__ import annotations
 
@@ -21,8 +18,7 @@ from ddpjob_operator.job import api, command, launcher, topology, wording
 
 PROGRAM = "pdb-python"
 PYTHON_EXEC = "PYTHON_EXEC"
-TERMINAL = "DDPJOB_TERMINAL"
-"""A rank, and the device that ddprun gives it."""
+TERMINAL = "DDPJOB_TERMINAL"  # a rank, and the device that ddprun gives it
 
 
 def terminal(rank: int, job: api.DDPJob, groups: Collection[int]) -> pod_process.Terminal:
@@ -82,7 +78,6 @@ def attach(process: pod_process.ProcessSpec, to: pod_process.Terminal, folder: P
 
 
 def _python(process: pod_process.ProcessSpec) -> str:
-    """Return the ranks' usual interpreter: that of the launcher."""
     path, argv = process.env["PATH"], process.argv
     if known := process.env.get(PYTHON_EXEC):
         return known

@@ -1,6 +1,5 @@
-"""`ddpjob run --fail …`: injects faults, to show how a job recovers. The run itself kills a node, or ranks at an
-interval. A rank fails at a step within its own `ddpjob.progress(step=…)`, because only there the step is known exactly;
-it reads its faults from DDPJOB_FAULTS and records each one as a file."""
+"""`ddpjob run --fail …`: injects faults. The run itself kills a node, or ranks at an interval. Only within
+`ddpjob.progress(step=…)` the step is known exactly, so a rank reads its faults from DDPJOB_FAULTS there."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ from ddpjob_operator.job import api, topology
 
 _OPTION_CHARACTERS_MAX = 200
 VARIABLE = "DDPJOB_FAULTS"
-HAPPENED = "DDPJOB_FAULTS_HAPPENED"
-"""Folder of the records; a file is named by the index of its fault in DDPJOB_FAULTS."""
+HAPPENED = "DDPJOB_FAULTS_HAPPENED"  # folder of the records; a file is named by the index of its fault in DDPJOB_FAULTS
 LOOK_SECONDS = 0.2  # between two checks if the ranks are training again
 FORMS = "every=10s, node=1,at=20s or rank=3,step=50, alone (SIGKILL) or with signal=SEGV, exit=3 or hang"
 
@@ -30,7 +28,6 @@ class NodeFault:
     option: str
     node: int
     at_seconds: float
-    """Seconds after the start of the run."""
     wants = "the job had ended before"
 
 
@@ -58,7 +55,6 @@ class RankFault:
 
     @property
     def wants(self) -> str:
-        """A sentence about possible reasons why it did not happen."""
         where = "" if self.attempt is None else f" in attempt {self.attempt}"
         return f"that rank did not call ddpjob.progress() with that step{where}"
 
@@ -68,8 +64,6 @@ Fault = NodeFault | RankFault | RepeatedFault
 
 @dataclass
 class Kills:
-    """The kills of a repeated fault."""
-
     fault: RepeatedFault
     due: float = math.inf
     """Monotonic time of the next one; the first counts from when the ranks first trained."""
@@ -111,7 +105,6 @@ def parse(text: str) -> Fault:
 
 
 def check(faults: Sequence[Fault], job: api.DDPJob) -> None:
-    """Raise InputError if the job lacks those nodes or ranks."""
     ranks = topology.world_size(job.spec)
     for fault in faults:
         if isinstance(fault, NodeFault) and fault.node >= job.spec.nodes:
@@ -128,7 +121,6 @@ def missed(faults: Sequence[Fault], not_yet: Sequence[Fault], records: Path) -> 
 
 
 def variable(faults: Sequence[Fault]) -> str:
-    """Return the value of DDPJOB_FAULTS, for all ranks."""
     return json.dumps(
         [
             {"rank": f.rank, "step": f.step, **({} if f.attempt is None else {"attempt": f.attempt}), **f.how}

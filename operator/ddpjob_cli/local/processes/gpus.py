@@ -1,8 +1,4 @@
-"""The GPUs of this machine, found without torch, and each node's share of them.
-
-The runner shows a node only its share, by CUDA_VISIBLE_DEVICES, so that LOCAL_RANK 0 is another GPU on each node, as on
-real ones.
-"""
+"""The GPUs of this machine, found without torch, and each node's share: LOCAL_RANK 0 is another GPU on each."""
 
 from __future__ import annotations
 
@@ -21,12 +17,11 @@ NVIDIA_SMI_SECONDS = 20.0  # without its persistence daemon the driver first wak
 
 
 class TooFewGpusError(Exception):
-    """The job asks for more GPUs than this process may use; the message says both numbers and what to do."""
+    """The job asks for more GPUs than this process may use."""
 
 
 def visible(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Return the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES (indices or UUIDs). Obeys
-    CUDA_VISIBLE_DEVICES of `environ` (default: this process's) as CUDA does. May take seconds."""
+    """Return the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES (indices or UUIDs). May take seconds."""
     environ = os.environ if environ is None else environ
     allowed = environ.get("CUDA_VISIBLE_DEVICES")
     if allowed is not None and allowed.strip() in ("", "-1"):  # the usual ways to allow none
@@ -37,7 +32,7 @@ def visible(environ: Mapping[str, str] | None = None) -> list[str]:
 
 def permitted(allowed: str, machine: Sequence[str]) -> list[str]:
     """Return the devices of a CUDA_VISIBLE_DEVICES; as in CUDA, the first invalid entry hides itself and all after it.
-    If no GPU was found, indices are not checked: ROCm uses the variable too, but has no nvidia-smi."""
+    Without a GPU, indices are not checked: ROCm uses the variable too."""
     devices: list[str] = []
     for entry in (part.strip() for part in allowed.split(",")):
         if re.fullmatch(r"(GPU|MIG)-[\w/.-]+", entry):
@@ -68,9 +63,8 @@ def installed(environ: Mapping[str, str]) -> list[str]:
 
 
 def parse_listing(listing: str) -> list[str]:
-    """Return the devices in the output of `nvidia-smi -L`. A GPU in MIG mode computes only by its slices, listed below
-    it, which have UUIDs but no index. Whole GPUs next to them are then named by UUID as well, because CUDA accepts no
-    mixture."""
+    """Return the devices in the output of `nvidia-smi -L`. A GPU in MIG mode computes only by its slices, which have
+    UUIDs but no index; whole GPUs next to them are named by UUID as well, because CUDA accepts no mixture."""
     gpus = re.findall(r"^GPU (\d+):.*?\(UUID: (GPU-[^)]+)\)((?:\n\s+MIG .*)*)", listing, re.MULTILINE)
     if not any(slices for _, _, slices in gpus):
         return [index for index, _, _ in gpus]

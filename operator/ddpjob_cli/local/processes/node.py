@@ -1,10 +1,6 @@
-"""The runner's side of a local node: start its supervisor, request its stop, read its reports.
-
-Everything here is called from the runner's one thread and never waits for a trainer: `output` and `report` are
-non-blocking descriptors for its selectors loop. The runner calls `become_subreaper` once before the first node, and
-`kill_orphans` whenever a supervisor is lost. It must never wait for any child (`os.waitpid(-1)`), otherwise
-the node would miss the end of its supervisor.
-"""
+"""The runner's side of a local node: start its supervisor, request its stop, read its reports. Nothing here waits for a
+trainer: `output` and `report` are non-blocking descriptors for the runner's selectors loop. The runner must never wait
+for any child (`os.waitpid(-1)`), otherwise the node would miss the end of its supervisor."""
 
 from __future__ import annotations
 
@@ -52,16 +48,12 @@ class End:
 
 
 class NodeProcess:
-    """One node of a job on this machine: a supervisor process and the trainer below it."""
-
     def __init__(
         self, number: int, argv: Sequence[str], env: Mapping[str, str], cwd: str, grace_seconds: float
     ) -> None:
-        """Spawn the supervisor and send it what to run; `handle_report` returns the result.
-
-        env: the trainer's whole environment, which finds `argv[0]` by its PATH. cwd: must exist. grace_seconds: between
-        SIGTERM and SIGKILL when the supervisor itself is terminated. Raises OSError if no process can be made.
-        """
+        """Spawn the supervisor and send it what to run. env: the trainer's whole environment, which finds `argv[0]` by
+        its PATH. cwd: must exist. grace_seconds: between SIGTERM and SIGKILL when the supervisor is terminated. Raises
+        OSError."""
         self.number = number
         self.trainer_pid: int | None = None
         self.end: End | None = None  # once known it never changes
@@ -88,17 +80,14 @@ class NodeProcess:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
-        self.pid = self._process.pid
-        """The supervisor's pid, for `kill_orphans`."""
+        self.pid = self._process.pid  # the supervisor's pid, for `kill_orphans`
         self.output = self._stdout.fileno()
-        """Non-blocking descriptor of all that the trainer prints, in order. It closes with the node: read to its
-        end."""
+        """Non-blocking descriptor of all that the trainer prints. It closes with the node: read to its end."""
         os.set_blocking(self.output, False)
         self._send({"argv": list(argv), "env": dict(env), "cwd": cwd, "grace_seconds": grace_seconds})
 
     def stop(self, grace_seconds: float) -> None:
-        """Send SIGTERM to the trainer's first process, and SIGKILL to all after `grace_seconds`; later calls can only
-        shorten."""
+        """Send SIGTERM to the trainer's first process, after the grace SIGKILL to all; later calls can shorten it."""
         self._send({"stop": grace_seconds})
 
     def handle_report(self) -> None:
@@ -141,9 +130,8 @@ class NodeProcess:
 
 
 def kill_orphans(known_pids: set[int], timeout_seconds: float = 10.0) -> None:
-    """Kill and reap every child of this process that is not in `known_pids`, with its descendants. For a subreaper
-    these are left by a supervisor that SIGKILL ended. `known_pids` must contain every child that the caller started and
-    wants to keep. Return after `timeout_seconds` even if one is stuck in the kernel."""
+    """Kill and reap every child that is not in `known_pids`, with its descendants: for a subreaper these are left by a
+    supervisor that SIGKILL ended. Return after `timeout_seconds` even if one is stuck in the kernel."""
     deadline, pause = time.monotonic() + timeout_seconds, 0.001
     while time.monotonic() < deadline:
         parent_of = processes.parents()

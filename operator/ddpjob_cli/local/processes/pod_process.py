@@ -83,18 +83,14 @@ class Slot:
     gpus: tuple[str, ...] | None = None
     """The GPUs of this node; None keeps the caller's CUDA_VISIBLE_DEVICES."""
     terminal: Terminal | None = None
-    """The terminal for a rank of any node."""
 
 
 @dataclass
 class ProcessSpec:
-    """The process to start for a node."""
-
     argv: list[str]
     env: dict[str, str]
     cwd: str
     folders: list[Path] = field(default_factory=list)
-    """Folders to create before it starts."""
 
 
 def process(pod: Body, slot: Slot) -> ProcessSpec:
@@ -193,8 +189,8 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
 
 
 def search_path(path: str) -> str:
-    """Return PATH with the folder of this interpreter: first if torch is installed in it, so that `torchrun` and
-    `python` mean that one, as in an activated environment; else last."""
+    """Return PATH with the folder of this interpreter: first if torch is in it, so that `torchrun` and `python` mean
+    that one, as in an activated environment; else last."""
     own = os.path.dirname(sys.executable)
     parts = [p for p in path.split(os.pathsep) if p != own]
     has_torch = os.access(os.path.join(own, "torchrun"), os.X_OK)
@@ -293,8 +289,7 @@ def _mounts(
 
 
 def _mounted(text: str, mounts: list[tuple[str, Path, bool]]) -> str:
-    """Return `text` with each mount's path replaced by its folder here, because nothing can be mounted without root.
-    All are replaced at once: a folder's path may contain another mount's path."""
+    """Return `text` with each mount's path replaced, all at once: a folder here may contain a mount's path."""
     if not mounts:
         return text
     folders = {path: str(folder) for path, folder, _ in mounts}

@@ -33,17 +33,12 @@ def started_among(pid: int) -> tuple[float, int]:
 def of_node(supervisor: int, parent_of: Mapping[int, int]) -> tuple[int, ...]:
     """Return the ranks of a node by rank; {} if they cannot be told from its other processes."""
     own = processes.descendants(supervisor, parent_of)
-    return _given(own, parent_of) or _forked(own, parent_of)
-
-
-def _given(own: set[int], parent_of: Mapping[int, int]) -> tuple[int, ...]:
-    """Return processes that have a rank's variables, without their parents and children: the launcher of a pod with one
-    process has a rank as well, and a loader's workers inherit that of their parent."""
+    # Those with a rank's variables, but no launchers above them and no loader's workers below.
     # Read each time: before exec a process still has its parent's variables.
     variables = {pid: _variables(pid) for pid in own}
     marked = {pid for pid in own if variables[pid] and variables[pid] != variables.get(parent_of[pid])}
     lowest = [pid for pid in marked if not processes.descendants(pid, parent_of) & marked]
-    return tuple(sorted(lowest, key=lambda pid: (int(variables[pid][0]), pid)))
+    return tuple(sorted(lowest, key=lambda pid: (int(variables[pid][0]), pid))) or _forked(own, parent_of)
 
 
 def _variables(pid: int) -> tuple[str, ...]:
@@ -54,8 +49,7 @@ def _variables(pid: int) -> tuple[str, ...]:
 
 def _forked(own: set[int], parent_of: Mapping[int, int]) -> tuple[int, ...]:
     """Return the ranks that a fork server of `ddprun` has started. They have its command line, its variables and its
-    parent, the agent. Each rank leads a session, and so does the first server. Ranks that wait for a restart, and the
-    server that replaces the first one, are in the session of the first server."""
+    parent, the agent. Each rank leads a session; ranks and servers that wait are in that of the first server."""
     found: dict[int, tuple[float, int]] = {}  # its start time and session
     for pid in own:
         with contextlib.suppress(psutil.Error, OSError):  # it may have ended

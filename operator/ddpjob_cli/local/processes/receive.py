@@ -1,6 +1,5 @@
-"""The receiver of progress on loopback, to which `ddpjob.progress()` in a local trainer posts, with the protocol of the
-operator's receiver. Other users of the machine can reach loopback too, so a report needs the job's token, and the
-number of connections is limited."""
+"""The receiver of progress on loopback, with the protocol of the operator's receiver. Other users of the machine can
+reach loopback too, so a report needs the job's token, and the number of connections is limited."""
 
 from __future__ import annotations
 
@@ -27,9 +26,8 @@ CONNECTIONS_MAX = 32  # one per reporting rank, and some of other users of the m
 
 
 class LocalReceiver(ThreadingTCPServer):
-    """Listens on a free port of 127.0.0.1; serves from `start` to `stop`. `on_report` gets the body of each
-    authenticated report, in a thread of the receiver, one call at a time; it returns None, or a sentence why it
-    refuses. `token_file` is written with mode 0600 and removed by `stop`."""
+    """Listens on a free port of 127.0.0.1. `on_report` gets the body of each authenticated report, in a thread, one
+    call at a time; it returns None, or why it refuses. `token_file` has mode 0600 and is removed by `stop`."""
 
     daemon_threads = False  # stop() waits for them, because the runner accepts no report after it
     request_queue_size = 128
@@ -41,8 +39,7 @@ class LocalReceiver(ThreadingTCPServer):
         self.token_file = token_file
         self.token = secrets.token_urlsafe(32)
         self.reporting = threading.Lock()
-        self._connections: dict[Any, None] = {}
-        """The oldest first."""
+        self._connections: dict[Any, None] = {}  # the oldest first
         self._serving = threading.Thread(target=self.serve_forever, daemon=True)
 
     def start(self) -> None:
@@ -65,8 +62,7 @@ class LocalReceiver(ThreadingTCPServer):
         self.token_file.unlink(missing_ok=True)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection in its own thread. If there are too many, the oldest is closed: a report takes a
-        millisecond, so this only affects clients that keep connections open."""
+        """Serve a connection in a thread. Beyond the limit the oldest is closed: somebody keeps it open."""
         if len(self._connections) >= CONNECTIONS_MAX:
             oldest = next(iter(list(self._connections)))
             self._connections.pop(oldest, None)
@@ -75,7 +71,6 @@ class LocalReceiver(ThreadingTCPServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Close a connection, in its own thread."""
         self._connections.pop(request, None)
         super().shutdown_request(request)
 
@@ -126,7 +121,6 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(HTTPStatus.NO_CONTENT if sentence is None else HTTPStatus.BAD_REQUEST, sentence)
 
     def answer(self, status: HTTPStatus, sentence: str | None = None) -> None:
-        """Send the status, with the sentence as {"error": …}."""
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.end_headers()

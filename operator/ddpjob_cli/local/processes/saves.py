@@ -1,14 +1,7 @@
-"""Detects saved source files, after which `ddpjob dev` restarts the ranks.
-
-The files are polled. inotify would need a watch per folder, does not work on network file systems, and would save about
-20 ms of a restart; the package watchfiles by default waits longer than that for more changes.
-
-A training writes files too, and must not restart itself:
-- A file counts if its text has changed, so copying a configuration into a folder restarts nothing.
-- A file that appears while ranks are running counts from their next start: it may be their own, such as copies of the
-  code that loggers make. Nothing imports it before another file changes.
-- Besides Python only the kinds of files below count, so not a metrics.json, and never files in hidden folders.
-"""
+"""Detects saved source files, after which `ddpjob dev` restarts the ranks. Files are polled: inotify would need a watch
+per folder and fails on network file systems, and watchfiles waits longer by default. A training writes files too, and
+must not restart itself: a file counts if its text has changed; one that appears while ranks run counts from their next
+start (loggers copy the code); besides Python only the kinds below count, and no hidden folders."""
 
 from __future__ import annotations
 
@@ -26,15 +19,12 @@ CONFIGURATIONS = (".yaml", ".yml", ".toml")
 NAMED = (PYTHON, *CONFIGURATIONS, ".json", ".cfg", ".ini")
 """Kinds of files that count if an argument of the script names them."""
 FOLDERS_MAX = 1000
-ENTRIES_MAX = 5000
-"""Most entries of one folder; a larger one holds data."""
+ENTRIES_MAX = 5000  # most entries of one folder; a larger one holds data
 DEEP_MAX = 12
-TEXT_BYTES_MAX = 1 << 20
-"""Larger files are not read: their size and time count."""
+TEXT_BYTES_MAX = 1 << 20  # larger files are not read: their size and time count
 QUIET_SECONDS = 0.04
 """Seconds without a further change: an editor writes a file in several steps, `git checkout` many files."""
-STORM_SECONDS = 1.0
-"""Seconds after the first of many changes, even if others follow."""
+STORM_SECONDS = 1.0  # seconds after the first of many changes, even if others follow
 _SKIPPED = frozenset("__pycache__ node_modules site-packages venv wandb mlruns lightning_logs".split())
 State = tuple[int, int, int, bytes]
 _GONE: State = (0, 0, 0, b"")
@@ -51,8 +41,7 @@ class SavedFiles:
         self._configurations: set[str] | None = None
         self._since: float | None = None  # when the first unreported change was seen
         self._moved_at = 0.0
-        self.is_cut = False
-        """True if there are more folders than can be watched."""
+        self.is_cut = False  # True if there are more folders than can be watched
         self.adopt()
         self._configurations = {path for path in self._seen if not path.endswith(PYTHON)}
 

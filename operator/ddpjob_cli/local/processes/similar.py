@@ -9,8 +9,7 @@ from ddpjob_operator.job.typos import suggestion
 
 
 def file(path: str, folder: str = ".") -> str:
-    """Return `; did you mean train.py?` from files in its folder with the same suffix, or `; it is in /project: run
-    from there` if a folder above has it, or ""."""
+    """Return `; did you mean train.py?`, or `; it is in /project: run from there` if a folder above has it, or ""."""
     head, name = os.path.split(path)
     for above in Path(os.path.abspath(folder)).parents:
         if not os.path.isabs(path) and os.path.isfile(above / path):

@@ -81,13 +81,11 @@ def of_run(run: runs.Run) -> list[str]:
 
 
 def _logs(run: runs.Run) -> list[Path]:
-    """Return the logs of the last attempt."""
     logs = run.logs()
     return [path for paths in logs.get(max(logs, default=0), {}).values() for path in paths]
 
 
 def _topmost(pids: set[int]) -> list[int]:
-    """Return the processes that have no ancestor in the list."""
     parent_of = processes.parents()
     below: set[int] = set().union(*(processes.descendants(pid, parent_of) for pid in pids))
     return sorted(pids - below)

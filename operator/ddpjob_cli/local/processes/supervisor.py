@@ -1,15 +1,9 @@
-"""The supervisor of one local node: like PID 1 of a pod, for a pod that consists of processes only.
-
-`node.py` runs it as a program, once per node. It imports little, and only from this project and the standard library,
-because a job waits for it. Before it reports the end of the node, it ends every descendant of its trainer, in any
-session.
-
-stdin is the control pipe with one JSON object per line: first the order {"argv", "env", "cwd", "grace_seconds"}, later
-{"stop": 10}, the seconds of grace. Its end means that the runner has died, and ends everything at once. PDEATHSIG alone
-would follow the thread that made the child, not the process. The descriptor in the first argument carries JSON lines
-back: {"started": PID}, and last {"ended": …} with the fields of `node.End`. stdout belongs to the trainer: its output
-goes straight to the runner.
-"""
+"""The supervisor of one local node, run as a program by `node.py`: like PID 1 of a pod. It imports little, because a
+job waits for it. Before it reports the end of the node, it ends every descendant of its trainer, in any session. stdin
+is the control pipe with a JSON object per line: first {"argv", "env", "cwd", "grace_seconds"}, later {"stop": 10}. Its
+end means that the runner has died, and ends everything; PDEATHSIG would follow a thread, not the process. The
+descriptor in the first argument carries {"started": PID}, and last {"ended": …} with the fields of `node.End`. stdout
+belongs to the trainer."""
 
 from __future__ import annotations
 
@@ -29,7 +23,6 @@ STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
 def main() -> None:
-    """Supervise one node, from the order on stdin to the last report."""
     report_fd = int(sys.argv[1])
     processes.close_to_children()  # above all the report pipe
     processes.become_subreaper()
@@ -77,7 +70,6 @@ class Supervisor:
             self.report({"ended": ended | {"ended_first": not self.stop_requested, "left": left[:LEFT_MAX]}})
 
     def over(self) -> bool:
-        """True if only the remaining processes are left to end."""
         if self.end_now or self.main_end is not None:
             return True
         return self.kill_at is not None and time.monotonic() >= self.kill_at
@@ -100,7 +92,6 @@ class Supervisor:
                 self.stop(command["stop"])
 
     def start(self, order: dict[str, Any]) -> None:
-        """Start the trainer and report it, or report why it cannot be started and end."""
         assert not self.main_pid, "one order for each supervisor"
         self.grace_seconds = order["grace_seconds"]
         self.main_pid, failure = start_trainer(order)
@@ -121,7 +112,6 @@ class Supervisor:
         self.kill_at = kill_at if self.kill_at is None else min(self.kill_at, kill_at)
 
     def reap(self) -> None:
-        """Reap every child that has ended, including adopted ones."""
         for pid, code in processes.reaped():
             if pid == self.main_pid and self.main_end is None:  # once reaped, its number may belong to another process
                 self.main_end = (code, time.time())

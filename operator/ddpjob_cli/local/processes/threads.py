@@ -14,8 +14,7 @@ _NAME = "OMP_NUM_THREADS"
 
 
 def set_threads(job: api.DDPJob, environ: Mapping[str, str]) -> api.DDPJob:
-    """Return the job with OMP_NUM_THREADS in its template. Unset for a single rank, as under torchrun. Local nodes
-    share the machine: two nodes with one rank each would both use all cores."""
+    """Return the job with OMP_NUM_THREADS, unless it has a single rank: local nodes share the machine."""
     spec = job.spec
     is_alone = topology.world_size(spec) == 1 or podspec.cpus(spec.template) is not None
     value = environ.get(_NAME) or ("" if is_alone or topology.nproc_per_node(spec) > 1 else "1")

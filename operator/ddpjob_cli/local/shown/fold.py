@@ -1,10 +1,6 @@
-"""Filters a node's output down to the script's own lines.
-
-The launcher's reports, torch's C++ frames and the tracebacks of ranks that only lost a peer are counted; the node's log
-has them. Stacks that ranks write at a stall are held back: `told.py` shows those of the rank that caused it. A
-traceback is held back until its failure is known: `told.py` shows the culprit's once. If the script handled the
-exception, so that nothing ended, the traceback is shown after all.
-"""
+"""Filters a node's output down to the script's own lines; the node's log has the rest. Stacks of a stall, and
+tracebacks until their failure is known, are held back: `told.py` shows the culprit's once. If the script handled the
+exception, its traceback is shown after all."""
 
 from __future__ import annotations
 
@@ -89,7 +85,6 @@ class Fold:
         self._after_cpp = False
 
     def take(self, lines: list[str], now: float) -> list[str]:
-        """Return the lines to show."""
         return [shown for line in lines for shown in self._take(line, now)]
 
     def due_in(self, now: float) -> float | None:
@@ -97,11 +92,9 @@ class Fold:
         return max(0.0, min(trace.due for trace in self.held) - now) if self.held else None
 
     def overdue(self, now: float) -> list[str]:
-        """Return the lines of tracebacks for which nothing has ended."""
         return self._release([trace for trace in self.held if now >= trace.due])
 
     def forget(self) -> list[Trace]:
-        """Return all held tracebacks and drop them."""
         held, self.held, self._open = self.held, [], {}
         return held
 

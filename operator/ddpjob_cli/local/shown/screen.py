@@ -1,5 +1,4 @@
-"""The screen of a local run: a live table on a terminal, plain lines elsewhere. The nodes' output goes to stdout and
-everything else to stderr, so that a pipe gets only what the training printed."""
+"""The screen of a local run. The nodes' output goes to stdout and everything else to stderr, for pipes."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ class OutputClosedError(Exception):
 
 
 class PlainScreen:
-    """Plain lines: the nodes' output with their prefix, events at once, progress from time to time. types: a debugger
-    has the terminal. Then there is no progress, and the nodes' output is in their logs only."""
+    """Plain lines: the nodes' output, events, progress. types: a debugger has the terminal, so no progress."""
 
     def __init__(self, job: api.DDPJob, *, types: bool = False) -> None:
         self.job = job
@@ -124,8 +122,8 @@ class PlainScreen:
 
 
 class LiveScreen(PlainScreen):
-    """A table at the bottom of the terminal, redrawn in place; the nodes' lines scroll above it. While another process
-    group has the terminal (`ddpjob run … &`), plain lines. groups: our own process groups."""
+    """A table at the bottom of the terminal; the nodes' lines scroll above it. While another process group has the
+    terminal (`ddpjob run … &`), plain lines. groups: our own process groups."""
 
     def __init__(self, job: api.DDPJob, groups: frozenset[int]) -> None:
         super().__init__(job)
@@ -193,7 +191,6 @@ class LiveScreen(PlainScreen):
         self._usages.close()
 
     def _leave(self) -> None:
-        """Remove the table and show the cursor, so that others can use the terminal."""
         with _whoever_reads():
             self._flush()
             if self._live is not None:
@@ -221,8 +218,8 @@ def has_terminal(groups: Collection[int]) -> bool:
 
 @contextlib.contextmanager
 def _whoever_reads() -> Iterator[None]:
-    """Ignore write errors (closed terminal, full disk, pipe without a reader): output is lost, but training continues.
-    Ctrl-C also ends the `tee` of `ddpjob run … 2>&1 | tee log`, and the nodes still need their time to save."""
+    """Ignore write errors: output is lost, but training continues. Ctrl-C also ends the `tee` of `ddpjob run … 2>&1 |
+    tee log`, and the nodes still need their time to save."""
     try:
         yield
     except OSError:
@@ -240,8 +237,8 @@ def _forget_unwritten() -> None:
 
 
 def screen(job: api.DDPJob, plain: bool, group: int | None = None, *, types: bool = False) -> PlainScreen:
-    """Return the table if stdout and stderr are terminals that can redraw lines, else plain lines. group: the process
-    group in which the command was started, if this process has its own. types: a debugger has the terminal."""
+    """Return the table if stdout and stderr are terminals that can redraw lines, else plain lines. group: in which the
+    command was started, if this process has its own. types: a debugger has the terminal."""
     terminal = sys.stdout.isatty() and sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     if plain or types or not terminal:
         return PlainScreen(job, types=types)

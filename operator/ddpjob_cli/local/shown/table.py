@@ -1,5 +1,4 @@
-"""The table at the bottom of the terminal during a local run: from a status and measurements to rich's Text. Pure: no
-clock, no terminal."""
+"""The table at the bottom of the terminal, from a status and measurements to rich's Text. Pure, without a clock."""
 
 from __future__ import annotations
 
@@ -34,8 +33,6 @@ TREND = 0.1
 
 @dataclass(frozen=True)
 class Usage:
-    """What a node's processes use."""
-
     cpu_percent: float
     """100 is one core."""
     memory_bytes: int
@@ -47,8 +44,6 @@ class Usage:
 
 @dataclass(frozen=True)
 class NodeRow:
-    """A node in the present attempt."""
-
     place: int
     ranks: str
     state: str
@@ -73,7 +68,6 @@ class RunMoment:
 
     @property
     def status(self) -> api.Status:
-        """The job's status."""
         return self.job.status
 
 
@@ -140,8 +134,7 @@ def summary(moment: RunMoment) -> str:
 
 
 def trend(series: Series, since: float = 0.0) -> tuple[float, float | None] | None:
-    """Return the recent seconds per step, and the change (0.12: 12 % longer); None if unknown. since: seconds since the
-    start of the run; earlier points belong to ranks that have ended."""
+    """Return the recent seconds per step, and the change (0.12: 12 % longer); None if unknown. since: its start."""
     points = [p for p in series.points if p.time > since]
     if not points:
         return None
@@ -233,8 +226,7 @@ def _nodes(nodes: Sequence[NodeRow], width: int, room: int) -> RenderableType:
 
 
 def _cells(node: NodeRow) -> list[str]:
-    """Return the cells by importance: node 1 | rank 1 | Running | step 312 | pid 4313 | CPU 98 % | 1.2 GB | GPU 87 % 12
-    GB"""
+    """Return node 1 | rank 1 | Running | step 312 | pid 4313 | CPU 98 % | 1.2 GB | GPU 87 % 12 GB, by importance."""
     pids = " ".join(map(str, node.pids[:2])) + (" …" if len(node.pids) > 2 else "")
     cells = [
         f"  node {node.place}",

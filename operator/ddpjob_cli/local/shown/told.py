@@ -1,5 +1,4 @@
-"""Reports failures of a local run: who, what, where and what happens next in one line; the culprit's traceback once;
-the number of hidden lines, and the log that has them."""
+"""Reports failures of a local run: who, what, where and what happens next in one line; the culprit's traceback once."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ _GOES_ON = {r.name for r in (reasons.RESTARTING, reasons.REPLACING, reasons.REST
 
 
 class Teller:
-    """Decides which lines and events are shown. note: shows a sentence; log: lines of a node; logs: the command that
-    prints the logs."""
+    """Decides which lines and events are shown. note: shows a sentence; log: a node's lines; logs: a command."""
 
     def __init__(
         self,
@@ -78,8 +76,8 @@ class Teller:
                 self._log(pod, late)
 
     def explain(self, failure: api.JobFailure | None, *, doubtful: bool = False) -> None:
-        """Show the culprit's traceback and the number of hidden lines. None: nothing failed. doubtful: the success is
-        suspicious, so the first held traceback matters after all."""
+        """Show the culprit's traceback and the number of hidden lines. doubtful: the success is suspicious, so the
+        first held traceback matters after all."""
         self._pending = None
         held = {name: fold.forget() for name, (_, fold) in self._folds.items()}
         everyone = [trace for traces in held.values() for trace in traces if trace.exception]
@@ -125,8 +123,7 @@ class Teller:
 
 
 def stopped(name: str, status: api.Status, took: float, ended: Iterable[Container] = ()) -> str:
-    """Return ■ digits stopped after 12s, saved at step 281; took: seconds, ended: the trainers that were told to
-    stop."""
+    """Return ■ digits stopped after 12s, saved at step 281. ended: the trainers that were told to stop."""
     progress, after = status.progress, f"■ {name} stopped after {wording.duration(took)}"
     if progress is not None and progress.saved_step == progress.step:
         return f"{after}, saved at step {progress.step}"

@@ -22,8 +22,6 @@ _QUERY = "--query-gpu=index,uuid,utilization.gpu,memory.used"
 
 @dataclass(frozen=True)
 class SeenUsage:
-    """A measurement of one node."""
-
     usage: Usage | None
     """None at the first one, because CPU use is a difference between two."""
     pids: tuple[int, ...]
@@ -34,7 +32,6 @@ class Usages:
     """Measures the nodes from time to time; `seen` has the last results, by the pid of a node's supervisor."""
 
     def __init__(self, seconds: float = SECONDS) -> None:
-        """seconds: between two measurements."""
         self._seconds = seconds
         self.seen: dict[int, SeenUsage] = {}
         self._at = -seconds
@@ -67,13 +64,11 @@ class Usages:
         self._cpu_seconds, self.seen, self._at = cpu_seconds, seen, now
 
     def close(self) -> None:
-        """Stop a running measurement of the GPUs."""
         self._gpus.close()
 
 
 class Gpus:
-    """Use and memory of the machine's GPUs, by index and by UUID. nvidia-smi runs in the background: nothing waits for
-    it."""
+    """Use and memory of the machine's GPUs, by index and by UUID. nvidia-smi runs in the background."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[float, int]] = {}
