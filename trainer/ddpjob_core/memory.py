@@ -210,7 +210,8 @@ class Left(NamedTuple):
 
 
 SAMPLE, OBJECTS, NAMED, MOVED, KNOWN = "sample", "objects", "named", "moved", "known"
-"""KNOWN: names of objects that are equal on all ranks by their nature."""
+"""NAMED: 0 as should_stop found it, 1 as keep() did, 2 as save() did. KNOWN: names of objects that are equal on all
+ranks by their nature."""
 
 
 def mixed_up(rows: Sequence[Left], step: int) -> str:
@@ -235,7 +236,7 @@ def mixed_up(rows: Sequence[Left], step: int) -> str:
 
 
 def _of_two_moments(present: Sequence[dict[str, Any]]) -> str:
-    """Return the first object that some ranks left as should_stop found it, and others as save() did."""
+    """Return the first object that some ranks left as should_stop or keep() found it, and others as save() did."""
     if len({one[NAMED] for one in present}) < 2:
         return ""
     names = sorted({name for one in present for name in one[MOVED]})
