@@ -856,9 +856,9 @@ def test_what_an_evaluation_changes_after_the_mark_is_not_lost(node: Node, marks
     assert (node.step == 8) is (evaluates == "not at all")
 
 
-@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("evaluates", ["not at all", "from a loader", "with gradients"])
 def test_the_seed_of_the_next_epochs_loader_is_drawn_again_and_that_of_an_evaluation_is_not(
-    node: Node, evaluates: bool
+    node: Node, evaluates: str
 ) -> None:
     """Each iter(DataLoader) draws one. After a restart the script begins the same epoch, and evaluates nothing."""
 
@@ -875,11 +875,13 @@ def test_the_seed_of_the_next_epochs_loader_is_drawn_again_and_that_of_an_evalua
                 step += 1
                 snapshot.keep(step, **objects, sampler=sampler.state_dict(epoch=epoch, batches=batches))
                 settle()
-            if evaluates and epoch == 1:
+            if evaluates == "from a loader" and epoch == 1:
                 list(torch.utils.data.DataLoader(range(4)))
+            if evaluates == "with gradients" and epoch == 1:
+                objects["model"](torch.ones(4, 4))
 
     node.run(0, train)
-    assert (node.step == 8) is not evaluates
+    assert (node.step == 8) is (evaluates == "not at all")
 
 
 @pytest.mark.parametrize("place", ["at the top", "after the mark"])

@@ -359,7 +359,9 @@ class Keeper:
         kept, places = self.kept, self.places
         if kept is None or not places.is_open or self._is_off:
             return False
-        if self._begun is None:
+        # a forward pass with gradients that a request follows, and no backward pass before it, was an evaluation
+        is_first = sampler is not None and self._repeated is None and not self.has_begun
+        if self._begun is None or is_first:
             try:
                 if sampler is None or sampler.is_placed or sampler in kept.samplers().values():
                     self._note_begin(kept, places, from_sampler=sampler is not None)
