@@ -672,7 +672,7 @@ class _Writer:
         if self.has("parameters", "thawed_group"):
             lines += [
                 "step = snapshot.load(model=model)",
-                "if step >= 15: optimizer.add_param_group({'params': [*net.late.parameters()], 'lr': 5e-3})",
+                "if step > 15: optimizer.add_param_group({'params': [*net.late.parameters()], 'lr': 5e-3})",
             ]
         if self.has("load", "in_parts"):
             lines += ["for name, value in objects().items():", "    step = snapshot.load(**{name: value})"]

@@ -232,6 +232,8 @@ def _had_own(names: Sequence[str], document: Mapping[str, Any]) -> str:
 def _with(whole: Any, part: Mapping[str, Any]) -> Any:
     if part["kind"] == WHOLE:
         return part["value"]
+    if part["kind"] == OPTIMIZER and "param_groups" not in whole:
+        return whole  # an optimizer with a format of its own
     if part["kind"] == OPTIMIZER:
         groups = [{**group, **own} for group, own in zip(whole["param_groups"], part["value"]["rates"], strict=True)]
         return {**whole, "state": {**whole["state"], **part["value"]["state"]}, "param_groups": groups}

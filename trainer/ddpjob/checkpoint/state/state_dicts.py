@@ -299,7 +299,11 @@ def described(tensor: torch.Tensor) -> str:
 def _restore_one(target: Any, saved: Any) -> None:
     if isinstance(target, torch.optim.Optimizer):
         own = set(getattr(target, "defaults", ())).intersection(*target.param_groups)
+        inner: Any = getattr(target, "optim", None)
+        shares = getattr(inner, "param_groups", None) is target.param_groups
         target.load_state_dict(_where_they_are({"param_groups": target.param_groups}, saved))
+        if shares:  # PostLocalSGDOptimizer keeps the list from before, where schedulers would set their rates
+            target.param_groups = inner.param_groups
         if lacked := own.difference(own.intersection(*target.param_groups)):  # of another kind: its step would fail
             raise ValueError(f"loaded state dict has no {', '.join(sorted(lacked))}")
     elif isinstance(target, torch.optim.lr_scheduler.LRScheduler):
