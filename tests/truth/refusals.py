@@ -80,11 +80,8 @@ def _evaluation(_: re.Match[str], recipe: Recipe) -> Iterator[Part]:
         yield from _torch(_, recipe)
 
 
-def _early(found: re.Match[str], recipe: Recipe) -> Iterator[Part]:
-    if "random" in found["what"]:
-        yield from (Part(rank, name) for rank in (0, 1) for name in GENERATORS)
-    if "buffers" in found["what"]:
-        yield from _model(recipe)
+def _all_generators(_: re.Match[str], __: Recipe) -> Iterator[Part]:
+    yield from (Part(rank, name) for rank in (0, 1) for name in GENERATORS)
 
 
 _SENTENCES = (
@@ -96,7 +93,10 @@ _SENTENCES = (
         _gradients,
         of_folder=True,
     ),
-    _Sentence(r".*: a rank that is killed between its backward pass and .* does not get its (?P<what>.*) back", _early),
+    _Sentence(
+        r".*: a rank that is killed between its backward pass and .* does not get its random nu", _all_generators
+    ),
+    _Sentence(r".*: a rank that is killed between its backward pass and .* does not get its .*buffers", _gradients),
     _Sentence(r"random numbers: changed between should_stop\(\) or keep\(\) and each .* such as an eval", _evaluation),
     _Sentence(r"\w+: step \d+ is saved at the last batch .* a restart goes on at the end", _stepped_again),
     _Sentence(

@@ -227,7 +227,9 @@ def mixed_up(rows: Sequence[Left], step: int) -> str:
         if len(set(samples.values())) > 1:
             return f"ranks {_listed(samples)} did not hold the same parameters at step {number}"
     present = [row.boundaries[step] for row in rows if row.own and step in row.boundaries]
-    if name := _of_two_moments(present):
+    # its node lives, but the rank was lost before it had marked this step
+    has_late = any(not row.own and row.boundaries for row in rows)
+    if name := _of_two_moments(present, has_late=has_late):
         return f"{name} changed between should_stop({step}) and save({step}), and not all ranks had come to that"
     for rank, row in enumerate(rows):
         if not row.own and (name := _unproved(rank, rows)):
@@ -235,9 +237,12 @@ def mixed_up(rows: Sequence[Left], step: int) -> str:
     return ""
 
 
-def _of_two_moments(present: Sequence[dict[str, Any]]) -> str:
-    """Return the first object that some ranks left as should_stop or keep() found it, and others as save() did."""
-    if len({one[NAMED] for one in present}) < 2:
+def _of_two_moments(present: Sequence[dict[str, Any]], *, has_late: bool) -> str:
+    """Return the first object that some ranks left as should_stop or keep() found it, and others as save() did.
+
+    has_late: a rank has left it from before should_stop.
+    """
+    if len({one[NAMED] for one in present}) < 2 and not has_late:
         return ""
     names = sorted({name for one in present for name in one[MOVED]})
     return next((name for name in names if _differs(name, present) or name not in present[0][OBJECTS]), "")

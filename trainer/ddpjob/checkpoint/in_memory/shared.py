@@ -306,7 +306,7 @@ class Shared:
 
     def has_left(self, version: Version) -> bool:
         """True if a slot is of the generation of this version."""
-        versions = map(self.slot_version, (*range(memory.EARLY + 1), *memory.COPY_SLOTS))
+        versions = map(self.slot_version, range(memory.SLOTS))
         return any(each is not None and each[:2] == version[:2] for each in versions)
 
     def write_mark(self, step: int, before: int) -> None:
