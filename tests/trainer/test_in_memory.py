@@ -884,6 +884,32 @@ def test_the_seed_of_the_next_epochs_loader_is_drawn_again_and_that_of_an_evalua
     assert (node.step == 8) is (evaluates == "not at all")
 
 
+@pytest.mark.parametrize("marks", ["should_stop", "keep"])
+def test_a_sampler_that_ends_an_epoch_before_its_save_is_trusted_in_the_next_epoch(node: Node, marks: str) -> None:
+    """It was taken for an object that changes before save(), so nothing was used after the first epoch."""
+
+    def train() -> None:
+        objects, sampler, step = parts(), ddpjob.GlobalBatchSampler(16, 4, 7), 0
+        snapshot = ddpjob.Snapshot("snapshots")
+        snapshot.load(**objects, sampler=sampler)
+        for epoch in range(3):
+            for _ in sampler.epoch(epoch):
+                if step == 10:
+                    rescue()
+                    return
+                make_step(**objects)
+                step += 1
+                if marks == "keep":
+                    snapshot.keep(step, **objects, sampler=sampler)
+                else:
+                    ddpjob.should_stop(step)
+                settle()
+            saved(snapshot, step, **objects, sampler=sampler)
+
+    node.run(0, train)
+    assert node.step == 10
+
+
 @pytest.mark.parametrize("place", ["at the top", "after the mark"])
 def test_a_rate_that_changes_before_the_next_batch_is_asked_for_is_not_set_again_by_a_restart(
     node: Node, place: str

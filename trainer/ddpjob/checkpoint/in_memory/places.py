@@ -32,6 +32,7 @@ class Places:
         self._within: set[str] = set()
         self._before_save: set[str] = set()
         self._after_save: set[str] = set()
+        self._samplers: set[str] = set()
         self._unknown: set[str] = set()  # seen to change after a boundary, and no save() has shown where
         self.doubted: set[str] = set()
         """Names that alone changed after the last boundary, for once."""
@@ -69,7 +70,7 @@ class Places:
         """save() or keep() names the state that was marked before. Return the names that are learned to be misplaced.
         also: what has changed besides."""
         found = moved(self.marked, values) | set(also)
-        misplaced = self._of_open(found)
+        misplaced = self._of_open(found - self._samplers)
         new = misplaced - self._before_save
         self._before_save |= misplaced
         self.marked, self.is_named, self.counts, self.moved = values, True, counts, found
@@ -110,8 +111,12 @@ class Places:
         return name in self._before_save | self._unknown
 
     def after_save(self, names: Iterable[str]) -> None:
-        """These are known to change at the top of the loop: a sampler that is iterated."""
-        self._after_save |= set(names)
+        """These are known to change at the top of the loop: samplers that are iterated.
+
+        At the end of an epoch they move on by themselves before save(), and would again.
+        """
+        self._samplers = set(names)
+        self._after_save |= self._samplers
 
     def unsettled(self, values: Mapping[str, Any]) -> list[str]:
         """Names for which the last boundary does not have what a folder would have."""
