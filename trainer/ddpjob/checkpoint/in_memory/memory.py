@@ -169,13 +169,14 @@ class Keeper:
             self._keep(kept)
 
     def _keep(self, kept: Kept) -> None:
+        if self.kept is None or not kept.has_parts_of(self.kept):  # not where the script passes values at each step
+            self._early.forget()
         with self.lock:  # what was noted so far belongs to other objects
             self.kept, self._outgrown, self._stepped = kept, None, True
             self._to("named")
             if not self._proofs_left:
                 self._to("proven")
             self.shared.cells[CLOCK] |= 1
-        self._early.forget()
         for hook in self._hooks:
             hook.remove()
         self._hooks = [
