@@ -6,7 +6,7 @@ import torch
 
 from ddpjob.checkpoint.in_memory.places import Places
 from ddpjob.checkpoint.state.alike import digest, same
-from ddpjob_core.memory import KNOWN, MOVED, NAMED, OBJECTS, SAMPLE, Left, mixed_up
+from ddpjob_core.memory import KNOWN, LATER, MOVED, NAMED, OBJECTS, SAMPLE, Left, mixed_up
 
 
 def test_a_change_between_should_stop_and_save_is_named_and_the_mark_alone_counts_no_more() -> None:
@@ -90,12 +90,16 @@ def test_a_scheduler_that_is_stepped_before_keep_or_that_a_save_shows_at_the_top
 def test_a_rank_that_was_lost_before_the_mark_does_not_go_on_with_what_others_changed_before_save() -> None:
     """An evaluation at the end of the epoch drew on all ranks: the lost one went on with numbers from before it."""
 
-    def left(*moved: str) -> dict[str, object]:
-        return {SAMPLE: 1, NAMED: 2, MOVED: list(moved), KNOWN: ["sampler"], OBJECTS: {"sampler": "2"}}
+    def left(*moved: str, later: tuple[str, ...] = ()) -> dict[str, object]:
+        found = {SAMPLE: 1, NAMED: 2, MOVED: list(moved), KNOWN: ["sampler"], OBJECTS: {"sampler": "2"}}
+        return found | {LATER: list(later)}
 
     before = {19: left()}
     assert mixed_up([Left(True, {20: left("sampler")}), Left(False, before)], 20) == ""
     why = mixed_up([Left(True, {20: left("sampler", "random numbers")}), Left(False, before)], 20)
     assert why.startswith("random numbers changed between should_stop(20) and save(20), and not all ranks")
+    known = Left(False, {19: left(later=("random numbers",))})  # it alone evaluates, after each fifth mark
+    why = mixed_up([Left(True, {20: left("sampler")}), known], 20)
+    assert why.startswith("random numbers may change after should_stop(20), and a rank was lost before")
     of_another_node = Left(False, {})
     assert mixed_up([Left(True, {20: left("sampler", "random numbers")}), of_another_node], 20) == ""

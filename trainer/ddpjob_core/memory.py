@@ -209,9 +209,9 @@ class Left(NamedTuple):
     """By step: hashes of its small objects and of a sample of parameters, and what `Places` knows of that moment."""
 
 
-SAMPLE, OBJECTS, NAMED, MOVED, KNOWN = "sample", "objects", "named", "moved", "known"
+SAMPLE, OBJECTS, NAMED, MOVED, KNOWN, LATER = "sample", "objects", "named", "moved", "known", "later"
 """NAMED: 0 as should_stop found it, 1 as keep() did, 2 as save() did. KNOWN: names of objects that are equal on all
-ranks by their nature."""
+ranks by their nature. LATER: of random numbers and buffers, those that the rank is known to change after a mark."""
 
 
 def mixed_up(rows: Sequence[Left], step: int) -> str:
@@ -228,8 +228,10 @@ def mixed_up(rows: Sequence[Left], step: int) -> str:
             return f"ranks {_listed(samples)} did not hold the same parameters at step {number}"
     present = [row.boundaries[step] for row in rows if row.own and step in row.boundaries]
     # its node lives, but the rank was lost before it had marked this step
-    has_late = any(not row.own and row.boundaries for row in rows)
-    if name := _of_two_moments(present, has_late=has_late):
+    late = [one for row in rows if not row.own for one in row.boundaries.values()]
+    if later := sorted({name for one in late for name in one[LATER]}):
+        return f"{later[0]} may change after should_stop({step}), and a rank was lost before it had come to that"
+    if name := _of_two_moments(present, has_late=bool(late)):
         return f"{name} changed between should_stop({step}) and save({step}), and not all ranks had come to that"
     for rank, row in enumerate(rows):
         if not row.own and (name := _unproved(rank, rows)):

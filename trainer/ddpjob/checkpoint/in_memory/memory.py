@@ -467,6 +467,7 @@ class Keeper:
         moved_ones = sorted(self.places.moved)
         moment = self.places.is_named + self.places.counts  # at should_stop(), keep() or save()
         place = {"named": moment, "moved": moved_ones, "sample": sample, LEARNED: self.places.learned}
+        place["later"] = [name for name in [RANDOM, *kept.buffered] if self.places.suspects(name)]
         place |= {"of_0": kept.broadcast, "own": sorted(kept.with_own_buffers), "models": kept.models}
         return {PLACE: place | {"known": kept.known}}
 

@@ -221,6 +221,7 @@ def _in_hashes(small: dict[str, Any]) -> dict[str, Any]:
         memory.NAMED: place["named"],
         memory.MOVED: place["moved"],
         memory.KNOWN: place["known"],
+        memory.LATER: place["later"],
         memory.OBJECTS: {
             name: digest(value)
             for name, value in small.items()
