@@ -94,12 +94,11 @@ def test_a_rank_that_was_lost_before_the_mark_does_not_go_on_with_what_others_ch
         found = {SAMPLE: 1, NAMED: 2, MOVED: list(moved), KNOWN: ["sampler"], OBJECTS: {"sampler": "2"}}
         return found | {LATER: list(later)}
 
-    before = {19: left()}
-    assert mixed_up([Left(True, {20: left("sampler")}), Left(False, before)], 20) == ""
-    why = mixed_up([Left(True, {20: left("sampler", "random numbers")}), Left(False, before)], 20)
-    assert why.startswith("random numbers changed between should_stop(20) and save(20), and not all ranks")
-    known = Left(False, {19: left(later=("random numbers",))})  # it alone evaluates, after each fifth mark
-    why = mixed_up([Left(True, {20: left("sampler")}), known], 20)
-    assert why.startswith("random numbers may change after should_stop(20), and a rank was lost before")
+    draws, said = ("random numbers",), "random numbers may change after should_stop(20), and a rank was lost before"
+    before, evaluated = Left(False, {19: left()}), Left(True, {20: left("best", *draws, later=draws)})
+    assert mixed_up([Left(True, {20: left("sampler", "best", later=draws)}), before], 20) == ""
+    assert mixed_up([evaluated, before], 20).startswith(said)
+    alone = Left(False, {19: left(later=draws)})  # it alone evaluates, after each fifth mark
+    assert mixed_up([Left(True, {20: left("sampler")}), alone], 20).startswith(said)
     of_another_node = Left(False, {})
-    assert mixed_up([Left(True, {20: left("sampler", "random numbers")}), of_another_node], 20) == ""
+    assert mixed_up([evaluated, of_another_node], 20) == ""

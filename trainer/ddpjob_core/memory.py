@@ -229,9 +229,10 @@ def mixed_up(rows: Sequence[Left], step: int) -> str:
     present = [row.boundaries[step] for row in rows if row.own and step in row.boundaries]
     # its node lives, but the rank was lost before it had marked this step
     late = [one for row in rows if not row.own for one in row.boundaries.values()]
-    if later := sorted({name for one in late for name in one[LATER]}):
-        return f"{later[0]} may change after should_stop({step}), and a rank was lost before it had come to that"
-    if name := _of_two_moments(present, has_late=bool(late)):
+    missed = {name for one in present for name in one[LATER] if late and name in one[MOVED]}
+    if missed := missed.union(*(one[LATER] for one in late)):
+        return f"{min(missed)} may change after should_stop({step}), and a rank was lost before it had come to that"
+    if name := _of_two_moments(present):
         return f"{name} changed between should_stop({step}) and save({step}), and not all ranks had come to that"
     for rank, row in enumerate(rows):
         if not row.own and (name := _unproved(rank, rows)):
@@ -239,12 +240,9 @@ def mixed_up(rows: Sequence[Left], step: int) -> str:
     return ""
 
 
-def _of_two_moments(present: Sequence[dict[str, Any]], *, has_late: bool) -> str:
-    """Return the first object that some ranks left as should_stop or keep() found it, and others as save() did.
-
-    has_late: a rank has left it from before should_stop.
-    """
-    if len({one[NAMED] for one in present}) < 2 and not has_late:
+def _of_two_moments(present: Sequence[dict[str, Any]]) -> str:
+    """Return the first object that some ranks left as should_stop or keep() found it, and others as save() did."""
+    if len({one[NAMED] for one in present}) < 2:
         return ""
     names = sorted({name for one in present for name in one[MOVED]})
     return next((name for name in names if _differs(name, present) or name not in present[0][OBJECTS]), "")
