@@ -1150,6 +1150,32 @@ def test_a_training_that_ends_after_it_went_on_from_memory_has_its_last_state_in
         assert node.run(2 + number, lambda: train(0), ranks=ranks) == (6 + more, total)
 
 
+def test_the_folder_gets_the_state_that_was_loaded_and_not_what_was_drawn_since(node: Node) -> None:
+    """wait() after a resume from memory writes what only memory had. A loader has drawn its seed by then, and taken
+    batches ahead: from such a file a restart would train other samples."""
+
+    def train(until: int) -> Any:
+        objects = {**parts(), "sampler": ddpjob.GlobalBatchSampler(40, global_batch=4, seed=1)}
+        snapshot = ddpjob.Snapshot("snapshots")
+        step = snapshot.load(**objects)
+        batches = iter(objects["sampler"])
+        drawn = next(batches), next(batches), torch.rand(1).item()
+        snapshot.wait()
+        for number in range(step + 1, until + 1):
+            make_step(objects["model"], objects["optimizer"])
+            snapshot.keep(number, **objects)
+            settle()
+        if step == 0:
+            rescue()
+        return step, drawn
+
+    assert node.run(0, lambda: train(6))[0] == 0
+    step, drawn = node.run(1, lambda: train(0))
+    assert step == 6
+    node.lose(0)
+    assert node.run(2, lambda: train(0)) == (6, drawn)
+
+
 def test_a_training_that_cannot_write_what_memory_alone_had_fails(node: Node, end_ranks: Any) -> None:
     def train(until: int) -> int:
         objects, _snapshot, step = begin()

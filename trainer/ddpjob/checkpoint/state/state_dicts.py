@@ -226,13 +226,17 @@ def _first_difference(error: Exception) -> str:
 def without_copies(objects: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
     """The state that these objects have been restored from, of what is large their own: what it was read into is no
     longer needed."""
-    large = (torch.nn.Module, torch.optim.Optimizer)
     own = {}
-    for name, target in objects.items():
-        if isinstance(target, large):
-            with contextlib.suppress(RuntimeError):  # ZeroRedundancyOptimizer's: no rank has all of its state now
-                own[name] = unwrapped(target).state_dict()
+    for name, target in large_of(objects).items():
+        with contextlib.suppress(RuntimeError):  # ZeroRedundancyOptimizer's: no rank has all of its state now
+            own[name] = unwrapped(target).state_dict()
     return {**state, **own}
+
+
+def large_of(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """The models and optimizers, which change at a step alone."""
+    large = (torch.nn.Module, torch.optim.Optimizer)
+    return {name: target for name, target in objects.items() if isinstance(target, large)}
 
 
 def misfit(objects: Mapping[str, Any], state: Mapping[str, Any]) -> str:
