@@ -107,6 +107,18 @@ def test_a_model_that_grows_goes_on_with_the_same_bits_from_the_folder_and_soon_
         assert "parameters changed" not in done[0].stderr, "DistributedDataParallel wrote them when it took the model"
 
 
+def test_a_script_that_does_not_give_load_what_it_trains_is_kept_from_its_first_save_on_and_the_log_says_so(
+    launcher: Launcher,
+) -> None:
+    """Each further failure went back to the last save, and nobody could see why."""
+    kill = {"0": [["backward", 11, 1]], "1": [["backward", 13, 1]]}
+    done = trained(launcher, "unnamed", kill)
+    assert began(done) == [0, 3, 3], done[0].stderr
+    said = "load() was not given all that is trained: until save() or keep() names it, nothing is kept in memory, and a"
+    assert said in done[0].stderr.partition("restart 1:")[2].partition("restart 2:")[0]
+    assert said not in done[0].stderr.partition("restart 1:")[0], "save() has named it at step 3"
+
+
 def test_a_script_that_begins_with_the_small_model_goes_on_from_the_folder_and_the_log_says_why(
     launcher: Launcher,
 ) -> None:

@@ -790,6 +790,152 @@ def test_parameters_that_change_after_the_boundary_are_not_taken_for_those_of_th
     assert node.run(1, lambda: train(6)) == 4
 
 
+def test_a_value_that_save_has_found_changed_is_not_taken_from_keep_alone(
+    node: Node, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An average that is updated at the end of an epoch came back without that update."""
+
+    def train() -> None:
+        objects, snapshot, step = begin()
+        for each in range(step + 1, 9):
+            make_step(**objects)
+            snapshot.keep(each, **objects, average=each)
+            settle()
+            if each == 4:
+                saved(snapshot, each, **objects, average=each + 0.5)
+        rescue()
+
+    node.run(0, train)
+    assert node.step != 8
+    assert "average: changed between should_stop(4) or keep(4, …) and save(4)" in capfd.readouterr().err
+
+
+def test_where_a_script_changes_its_state_is_known_after_a_restart_too(node: Node) -> None:
+    """Until its first save the second generation lost the learning rate of a step."""
+
+    def train(until: int) -> int:
+        objects, snapshot, step = begin()
+        for each in range(step + 1, until + 1):
+            make_step(**objects)
+            ddpjob.should_stop(each)
+            settle()
+            objects["optimizer"].param_groups[0]["lr"] *= 0.9
+            if each == 4:
+                saved(snapshot, each, **objects)
+        rescue()
+        return step
+
+    assert node.run(0, lambda: train(5)) == 0
+    assert node.run(1, lambda: train(9)) == 4
+    assert node.step != 9
+
+
+@pytest.mark.parametrize("marks", ["should_stop", "keep"])
+@pytest.mark.parametrize("evaluates", ["not at all", "by random numbers", "in training mode"])
+def test_what_an_evaluation_changes_after_the_mark_is_not_lost(node: Node, marks: str, evaluates: str) -> None:
+    """The run went on with other dropout masks, or with a BatchNorm that had not seen these batches."""
+
+    def train() -> None:
+        objects, snapshot, step = begin()
+        for each in range(step + 1, 9):
+            objects["model"](torch.arange(16.0).view(4, 4)).square().sum().backward()
+            objects["optimizer"].step()
+            if marks == "keep":
+                snapshot.keep(each, **objects)
+            else:
+                ddpjob.should_stop(each)
+            settle()
+        if evaluates == "by random numbers":
+            torch.rand(1)
+        if evaluates == "in training mode":
+            with torch.no_grad():
+                objects["model"](torch.ones(4, 4))
+        rescue()
+
+    node.run(0, train)
+    assert (node.step == 8) is (evaluates == "not at all")
+
+
+@pytest.mark.parametrize("evaluates", ["not at all", "from a loader", "with gradients"])
+def test_the_seed_of_the_next_epochs_loader_is_drawn_again_and_that_of_an_evaluation_is_not(
+    node: Node, evaluates: str
+) -> None:
+    """Each iter(DataLoader) draws one. After a restart the script begins the same epoch, and evaluates nothing."""
+
+    def train() -> None:
+        objects, snapshot, step = begin()
+        sampler = ddpjob.GlobalBatchSampler(16, 4, 7)
+        loader = torch.utils.data.DataLoader(range(16), batch_sampler=sampler)
+        for epoch in range(3):
+            for batches, _ in enumerate(loader, start=1):
+                if (epoch, batches) == (2, 1):
+                    rescue()
+                    return
+                make_step(**objects)
+                step += 1
+                snapshot.keep(step, **objects, sampler=sampler.state_dict(epoch=epoch, batches=batches))
+                settle()
+            if evaluates == "from a loader" and epoch == 1:
+                list(torch.utils.data.DataLoader(range(4)))
+            if evaluates == "with gradients" and epoch == 1:
+                objects["model"](torch.ones(4, 4))
+
+    node.run(0, train)
+    assert (node.step == 8) is (evaluates == "not at all")
+
+
+@pytest.mark.parametrize("marks", ["should_stop", "keep"])
+def test_a_sampler_that_ends_an_epoch_before_its_save_is_trusted_in_the_next_epoch(node: Node, marks: str) -> None:
+    """It was taken for an object that changes before save(), so nothing was used after the first epoch."""
+
+    def train() -> None:
+        objects, sampler, step = parts(), ddpjob.GlobalBatchSampler(16, 4, 7), 0
+        snapshot = ddpjob.Snapshot("snapshots")
+        snapshot.load(**objects, sampler=sampler)
+        for epoch in range(3):
+            for _ in sampler.epoch(epoch):
+                if step == 10:
+                    rescue()
+                    return
+                make_step(**objects)
+                step += 1
+                if marks == "keep":
+                    snapshot.keep(step, **objects, sampler=sampler)
+                else:
+                    ddpjob.should_stop(step)
+                settle()
+            saved(snapshot, step, **objects, sampler=sampler)
+
+    node.run(0, train)
+    assert node.step == 10
+
+
+@pytest.mark.parametrize("place", ["at the top", "after the mark"])
+def test_a_rate_that_changes_before_the_next_batch_is_asked_for_is_not_set_again_by_a_restart(
+    node: Node, place: str
+) -> None:
+    """It was taken for a rate that is set at the top of the loop, because it changed after each mark."""
+
+    def train() -> None:
+        objects, sampler = parts(), ddpjob.GlobalBatchSampler(64, 4, 7)
+        rate = objects["optimizer"].param_groups[0]
+        ddpjob.Snapshot("snapshots").load(**objects, sampler=sampler)
+        for step, _ in enumerate(sampler.epoch(0), start=1):
+            if place == "at the top":
+                rate["lr"] = 0.01 / step
+            if step == 8:
+                rescue()
+                break
+            make_step(**objects)
+            ddpjob.should_stop(step)
+            settle()
+            if place == "after the mark":
+                rate["lr"] *= 0.9
+
+    node.run(0, train)
+    assert (node.step == 7) is (place == "at the top")
+
+
 @pytest.mark.parametrize("how", ["copied into", "put in place"])
 def test_averaged_weights_that_are_swapped_in_to_evaluate_are_not_taken_for_those_of_the_step(
     node: Node, how: str
@@ -1002,6 +1148,32 @@ def test_a_training_that_ends_after_it_went_on_from_memory_has_its_last_state_in
     for number in range(2):
         node.lose(0)
         assert node.run(2 + number, lambda: train(0), ranks=ranks) == (6 + more, total)
+
+
+def test_the_folder_gets_the_state_that_was_loaded_and_not_what_was_drawn_since(node: Node) -> None:
+    """wait() after a resume from memory writes what only memory had. A loader has drawn its seed by then, and taken
+    batches ahead: from such a file a restart would train other samples."""
+
+    def train(until: int) -> Any:
+        objects = {**parts(), "sampler": ddpjob.GlobalBatchSampler(40, global_batch=4, seed=1)}
+        snapshot = ddpjob.Snapshot("snapshots")
+        step = snapshot.load(**objects)
+        batches = iter(objects["sampler"])
+        drawn = next(batches), next(batches), torch.rand(1).item()
+        snapshot.wait()
+        for number in range(step + 1, until + 1):
+            make_step(objects["model"], objects["optimizer"])
+            snapshot.keep(number, **objects)
+            settle()
+        if step == 0:
+            rescue()
+        return step, drawn
+
+    assert node.run(0, lambda: train(6))[0] == 0
+    step, drawn = node.run(1, lambda: train(0))
+    assert step == 6
+    node.lose(0)
+    assert node.run(2, lambda: train(0)) == (6, drawn)
 
 
 def test_a_training_that_cannot_write_what_memory_alone_had_fails(node: Node, end_ranks: Any) -> None:

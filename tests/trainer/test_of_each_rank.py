@@ -91,7 +91,8 @@ def test_what_is_the_same_on_all_ranks_is_kept_once(run_ranks: Any, tmp_path: Pa
     """A snapshot must not grow with the number of ranks, and must fit another number of them."""
 
     def save(world: Any, snapshot: ddpjob.Snapshot) -> None:
-        saved(snapshot, 1, reader=Reader(7), loss=float("nan"))
+        optimizer = torch.optim.Adam(torch.nn.Linear(1, 1).parameters())
+        saved(snapshot, 1, reader=Reader(7), optimizer=optimizer, loss=float("nan"))
 
     in_ranks(run_ranks, tmp_path, "a", 2, save)
     (file,) = (tmp_path / "s").glob("step-*.pt")
@@ -102,8 +103,8 @@ def test_what_is_the_same_on_all_ranks_is_kept_once(run_ranks: Any, tmp_path: Pa
 def test_buffers_and_parameters_that_ddp_leaves_to_each_rank_are_its_own(
     run_ranks: Any, tmp_path: Path, buffers: str
 ) -> None:
-    """A rank's adapter, with its momentum and in an average, must not become rank 0's. Nor its BatchNorm in
-    `with model.join()`, where DistributedDataParallel sends those of the last rank."""
+    """A rank's adapter, with its momentum, its learning rate and in an average, must not become rank 0's. Nor its
+    BatchNorm in `with model.join()`, where DistributedDataParallel sends those of the last rank."""
 
     def made() -> tuple[Any, Any, Any]:
         net = Centred()
@@ -122,6 +123,7 @@ def test_buffers_and_parameters_that_ddp_leaves_to_each_rank_are_its_own(
         with torch.no_grad():
             model.module.own.weight.fill_(world.rank)
         average.update_parameters(model.module)
+        optimizer.param_groups[0]["lr"] += world.rank  # a scheduler that each rank steps with its own loss
         with model.join(enable=buffers == "joined"):
             saved(snapshot, 1, model=model, optimizer=optimizer, average=average)
 
@@ -130,11 +132,12 @@ def test_buffers_and_parameters_that_ddp_leaves_to_each_rank_are_its_own(
         snapshot.load(model=model, optimizer=optimizer, average=average)
         net, averaged = model.module, average.module.own.weight
         momentum = optimizer.state[net.own.weight]["momentum_buffer"]
-        return [float(value.flatten()[0]) for value in (net.own.weight, averaged, momentum, net.centre)]
+        values = [float(value.flatten()[0]) for value in (net.own.weight, averaged, momentum, net.centre)]
+        return [optimizer.param_groups[0]["lr"], *values]
 
     in_ranks(run_ranks, tmp_path, "a", 2, save)
-    of_rank_1 = [1.0, 1.0, 1.0, float(buffers != "sent")]
-    assert in_ranks(run_ranks, tmp_path, "b", 2, load) == [[0.0] * 4, of_rank_1]
+    of_rank_1 = [1.1, 1.0, 1.0, 1.0, float(buffers != "sent")]
+    assert in_ranks(run_ranks, tmp_path, "b", 2, load) == [[0.1, 0.0, 0.0, 0.0, 0.0], of_rank_1]
 
 
 @pytest.mark.parametrize("keep", [1, 3])

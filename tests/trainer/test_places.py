@@ -6,6 +6,7 @@ import torch
 
 from ddpjob.checkpoint.in_memory.places import Places
 from ddpjob.checkpoint.state.alike import digest, same
+from ddpjob_core.memory import KNOWN, LATER, MOVED, NAMED, OBJECTS, SAMPLE, Left, mixed_up
 
 
 def test_a_change_between_should_stop_and_save_is_named_and_the_mark_alone_counts_no_more() -> None:
@@ -63,24 +64,41 @@ def test_a_learning_rate_that_changes_now_and_then_is_named_at_the_next_step() -
 def test_a_scheduler_that_is_stepped_after_keep_is_named_and_the_memory_alone_is_not_trusted() -> None:
     """The run went on with a learning rate one step behind, and the last line said that no step was repeated."""
     places = Places()
-    places.boundary({"scheduler": 1, "random": 1}, named=True, but=["scheduler"])
-    assert places.unsettled({"scheduler": 2, "random": 2}) == ["scheduler"]
-    assert places.step({"scheduler": 2, "random": 2}, ["random"]) == {"scheduler"}
-    places.boundary({"scheduler": 2, "random": 2}, named=True, but=["scheduler"])
-    assert not places.is_settled(["scheduler"])
-    assert places.step({"scheduler": 3, "random": 3}, ["random"]) == set()
+    places.boundary({"scheduler": 1}, named=True)
+    assert places.unsettled({"scheduler": 2}) == ["scheduler"]
+    assert places.step({"scheduler": 2}) == {"scheduler"}
+    places.boundary({"scheduler": 2}, named=True)
+    assert not places.is_settled([])
+    assert places.step({"scheduler": 3}) == set()
     assert places.loose == {"scheduler"}
 
 
 def test_a_scheduler_that_is_stepped_before_keep_or_that_a_save_shows_at_the_top_is_trusted() -> None:
     places = Places()
     for step in range(3):
-        places.boundary({"before": step, "top": step}, named=True, but=["before", "top"])
+        places.boundary({"before": step, "top": step}, named=True)
         if step == 1:
             assert places.named({"before": step, "top": step}) == set()
             places.step({"before": step, "top": step + 1})
         else:
             places.step({"before": step, "top": step + bool(step)})
-    places.boundary({"before": 3, "top": 3}, named=True, but=["before", "top"])
+    places.boundary({"before": 3, "top": 3}, named=True)
     assert places.is_settled(["before"])
     assert places.unsettled({"before": 3, "top": 4}) == []
+
+
+def test_a_rank_that_was_lost_before_the_mark_does_not_go_on_with_what_others_changed_before_save() -> None:
+    """An evaluation at the end of the epoch drew on all ranks: the lost one went on with numbers from before it."""
+
+    def left(*moved: str, later: tuple[str, ...] = ()) -> dict[str, object]:
+        found = {SAMPLE: 1, NAMED: 2, MOVED: list(moved), KNOWN: ["sampler"], OBJECTS: {"sampler": "2"}}
+        return found | {LATER: list(later)}
+
+    draws, said = ("random numbers",), "random numbers may change after should_stop(20), and a rank was lost before"
+    before, evaluated = Left(False, {19: left()}), Left(True, {20: left("best", *draws, later=draws)})
+    assert mixed_up([Left(True, {20: left("sampler", "best", later=draws)}), before], 20) == ""
+    assert mixed_up([evaluated, before], 20).startswith(said)
+    alone = Left(False, {19: left(later=draws)})  # it alone evaluates, after each fifth mark
+    assert mixed_up([Left(True, {20: left("sampler")}), alone], 20).startswith(said)
+    of_another_node = Left(False, {})
+    assert mixed_up([evaluated, of_another_node], 20) == ""

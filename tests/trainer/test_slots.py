@@ -162,7 +162,7 @@ def test_a_rank_that_lost_its_own_buffers_gets_those_of_no_other() -> None:
 def test_an_average_of_weights_that_counts_after_the_first_step_costs_no_random_states() -> None:
     """A killed rank got other random numbers in each script with torch's AveragedModel."""
     average = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(1, 1))
-    rank, early = Rank(average=average), Early()
+    rank, early = Rank(average=average), Early(0)
     for _ in range(2):
         early.write(rank.kept, rank.slots, rank.shared, in_backward=True)
         average.n_averaged.add_(1)
@@ -173,10 +173,50 @@ def test_an_average_of_weights_that_counts_after_the_first_step_costs_no_random_
 
 def test_numbers_drawn_before_the_first_save_names_other_objects_cost_no_random_states() -> None:
     """load() names the model alone, and ten steps later a save() has an average too."""
-    rank, early = Rank(), Early()
+    rank, early = Rank(), Early(0)
     early.write(rank.kept, rank.slots, rank.shared, in_backward=True)
     random.random()
     early.forget()
     early.boundary(rank.kept, random_states.compact(), rank.shared)
     early.write(rank.kept, rank.slots, rank.shared, in_backward=True)
     assert rank.shared.slot_version(EARLY) is not None
+
+
+def test_random_numbers_that_are_drawn_after_the_gradients_do_not_cost_a_killed_rank_its_buffers(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """All ranks went on with the buffers of another one, while the log named random numbers alone."""
+    rank, early = Rank(), Early(0)
+    for _ in range(3):
+        rank.model(torch.ones(2, 4))
+        early.write(rank.kept, rank.slots, rank.shared, in_backward=True)
+        random.random()
+        early.check_buffers(rank.kept, rank.shared)
+        early.boundary(rank.kept, random_states.compact(), rank.shared)
+    rank.model(torch.ones(2, 4))
+    early.write(rank.kept, rank.slots, rank.shared, in_backward=True)
+    found = rank.shared.read_slot(EARLY)
+    assert found["rng"] is None
+    assert described(found["small"]["model"]) == described(rank.kept.buffers()["model"])
+    assert capfd.readouterr().err.count("should_stop() does not get its random numbers back") == 1
+
+
+def test_buffers_that_change_after_the_gradients_do_not_cost_a_killed_rank_its_random_numbers(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    rank, early = Rank(), Early(0)
+    for _ in range(3):
+        rank.model(torch.ones(2, 4))
+        early.write(rank.kept, rank.slots, rank.shared, in_backward=True)
+        rank.model(torch.ones(2, 4))
+        early.check_buffers(rank.kept, rank.shared)
+        early.boundary(rank.kept, random_states.compact(), rank.shared)
+    random.random()
+    early.write(rank.kept, rank.slots, rank.shared, in_backward=True)
+    found = rank.shared.read_slot(EARLY)
+    assert described(random_states.expanded(found["rng"])) == described(random_states.current())
+    assert not found["small"]["model"]
+    assert capfd.readouterr().err.count("should_stop() does not get its buffers back") == 1
+    place = {"of_0": [], "own": ["model"], "models": ["model"]}
+    with pytest.raises(StateError, match="model: this rank was lost with buffers of its own"):
+        recall._small(None, found, {"small": {"model": {"centre": 1}, PLACE: place}}, None)

@@ -272,6 +272,19 @@ def optimizers() -> Iterator[type[torch.optim.Optimizer]]:
             yield kind
 
 
+def test_a_scheduler_reaches_an_optimizer_that_wraps_another_one_after_a_restart() -> None:
+    """PostLocalSGDOptimizer keeps the groups that the inner one has replaced: the rate stayed as it was loaded."""
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    averager = types.SimpleNamespace(step=0, average_parameters=lambda params: None)
+    inner = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1.0)
+    optimizer = PostLocalSGDOptimizer(inner, averager)  # type: ignore[arg-type,no-untyped-call]
+    state = optimizer.state_dict()  # type: ignore[no-untyped-call]
+    state_dicts.restore({"optimizer": optimizer}, {"optimizer": state}, "here")
+    optimizer.param_groups[0]["lr"] = 0.5
+    assert inner.param_groups[0]["lr"] == 0.5
+
+
 @pytest.mark.parametrize("kind", list(optimizers()), ids=lambda kind: kind.__name__)
 def test_every_optimizer_of_torch_goes_on_from_a_snapshot(tmp_path, kind):
     def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:

@@ -100,7 +100,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "draws": ("none", "torch", "python", "numpy"),
     "evaluation": ("none", "all_ranks", "rank_0"),
     "evaluation_at": ("stepped", "marked", "epoch_end"),
-    "evaluation_by": ("computed", "loader", "random"),
+    "evaluation_by": ("computed", "loader", "random", "training_mode"),
     "extra": (
         "none",
         "counter",
@@ -187,7 +187,9 @@ def _kill(chance: random.Random, recipe: Recipe, before: list[Kill], left: int) 
     place = chance.choice([place for place in PLACES if place != "reduced" or recipe["optimizer"] != "lbfgs"])
     ends = _epoch_ends(recipe)
     # Often at the boundary of two epochs.
-    steps = ends if place == "epoch_end" or chance.random() < 0.3 else list(range(5, TOTAL - 2))
+    steps = ends if place == "epoch_end" or chance.random() < 0.2 else list(range(5, TOTAL - 2))
+    if steps != ends and chance.random() < 0.3:  # what is done at every fifth step
+        steps = list(range(5, TOTAL - 2, 5))
     later = [step for step in steps if step > (before[-1].step + 1 if before else 0)]
     if not later:
         return []
@@ -234,7 +236,6 @@ RULES: tuple[tuple[tuple[str, str], dict[str, str]], ...] = (
     (("accumulation", "library"), {"ddp": "plain", "second": "none"}),
     (("second", "adversary"), {"ddp": "plain", "scaler": "none", "buffers": "none"}),
     (("scheduler", "none"), {"scheduler_at": "stepped"}),
-    (("scheduler", "by_hand"), {"scheduler_at": "top"}),
     (("surgery", "none"), {"surgery_at": "stepped"}),
     (("surgery", "momentum_corrected"), {"optimizer": "momentum"}),
     (("surgery", "state_cleared"), {"optimizer": "momentum"}),
@@ -275,7 +276,19 @@ def normal(recipe: Recipe) -> dict[str, str]:
             found["save"] = "in_loop"
         if found["average_at"] == "marked" and found["mark"] == "stop_top":
             found["average_at"] = "stepped"
+        found |= _plain_for_scheduler(found["scheduler"], found["scheduler_at"])
     return found
+
+
+def _plain_for_scheduler(scheduler: str, at: str) -> dict[str, str]:
+    """What is plain with it. Before the first step of a generation there is no loss."""
+    if scheduler == "by_hand":
+        return {"scheduler_at": "top"}
+    if not scheduler.startswith("plateau"):
+        return {}
+    return {"scheduler_at": "stepped" if at == "top" else at} | (
+        {"place_at_end": "next_epoch"} if at == "epoch_end" else {}
+    )
 
 
 def _plain_for(data: str, save: str) -> dict[str, str]:
@@ -659,7 +672,7 @@ class _Writer:
         if self.has("parameters", "thawed_group"):
             lines += [
                 "step = snapshot.load(model=model)",
-                "if step >= 15: optimizer.add_param_group({'params': [*net.late.parameters()], 'lr': 5e-3})",
+                "if step > 15: optimizer.add_param_group({'params': [*net.late.parameters()], 'lr': 5e-3})",
             ]
         if self.has("load", "in_parts"):
             lines += ["for name, value in objects().items():", "    step = snapshot.load(**{name: value})"]
@@ -898,10 +911,11 @@ class _Writer:
                 "for (some,) in torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x[:32]), 16): net(some)"
             ],
             "random": ["net(x[:64] + torch.rand(64, 1))"],
+            "training_mode": ["net(x[:64])" if self.has("evaluation", "rank_0") else "model(x[:64])"],
         }[self.r["evaluation_by"]]
         return [
             f"if {who}:",
-            "    net.eval()",
+            "    net.train()" if self.has("evaluation_by", "training_mode") else "    net.eval()",
             "    with torch.no_grad():",
             *[f"        {line}" for line in how],
             "    net.train()",

@@ -75,11 +75,29 @@ def _torch(_: re.Match[str], __: Recipe) -> Iterator[Part]:
     yield from (Part(rank, "torch") for rank in (0, 1))
 
 
+def _evaluation(_: re.Match[str], recipe: Recipe) -> Iterator[Part]:
+    if recipe["evaluation_at"] == "marked" and recipe["evaluation_by"] != "computed":
+        yield from _torch(_, recipe)
+
+
+def _all_generators(_: re.Match[str], __: Recipe) -> Iterator[Part]:
+    yield from (Part(rank, name) for rank in (0, 1) for name in GENERATORS)
+
+
 _SENTENCES = (
     _Sentence(r"a DataLoader draws its seed from torch's global generator: a restart within an epoch does not", _torch),
     _Sentence(r"a DataLoader with workers iterates this sampler: a restart does not continue random num", _augmented),
     _Sentence(r"(?P<model>\w+): its communication hook has a state \(.*a restart does not continue it", _gradients),
-    _Sentence(r"(?P<model>\w+): step \d+ is saved while gradients wait .*a restart does not continue", _gradients),
+    _Sentence(
+        r"(?P<model>\w+): step \d+ is saved while gradients wait .*a restart does not continue",
+        _gradients,
+        of_folder=True,
+    ),
+    _Sentence(
+        r".*: a rank that is killed between its backward pass and .* does not get its random nu", _all_generators
+    ),
+    _Sentence(r".*: a rank that is killed between its backward pass and .* does not get its .*buffers", _gradients),
+    _Sentence(r"random numbers: changed between should_stop\(\) or keep\(\) and each .* such as an eval", _evaluation),
     _Sentence(r"\w+: step \d+ is saved at the last batch .* a restart goes on at the end", _stepped_again),
     _Sentence(
         r"(?P<model>\w+): the ranks have different parameters of it: a restart does not give each",

@@ -158,6 +158,21 @@ WERE_WRONG = (
     {"buffers": "of_rank_0", "join": "yes"},
     {"average": "averaged_model", "draws": "python"},
     {
+        "model": "dropout",
+        "evaluation": "all_ranks",
+        "evaluation_by": "random",
+        "evaluation_at": "marked",
+        "mark": "keep",
+    },
+    {
+        "model": "batchnorm",
+        "evaluation": "all_ranks",
+        "evaluation_by": "training_mode",
+        "evaluation_at": "marked",
+    },
+    {"average": "deep_copy_by_value", "average_at": "epoch_end", "mark": "keep"},
+    {"parameters": "ignored_by_ddp", "average": "averaged_model", "average_at": "epoch_end"},
+    {
         "model": "batchnorm",
         "buffers": "of_each_rank",
         "evaluation": "all_ranks",

@@ -99,6 +99,8 @@ class GlobalBatchSampler:
         """True if a DataLoader iterates the sampler and may have taken batches that are not trained yet."""
         self.has_workers = False
         """True if this DataLoader may have workers, which read ahead."""
+        self.is_placed = False
+        """True if the script saves its place as a value."""
         self._has_drawn_for_all = False  # its workers persist, so it draws one seed for all epochs
         if drop_last and self.global_batch > self.n:
             raise ConfigurationError(
@@ -121,6 +123,7 @@ class GlobalBatchSampler:
         self._continue_random_numbers()
         order = _shuffled(self.n, self.seed, epoch)
         while self._samples_left(self._consumed) > 0:
+            self._tell_of_request()
             start, stop = self._consumed, min(self._consumed + self.global_batch, self.n)
             self._consumed = stop
             process.current.sampler = weakref.ref(self)
@@ -147,8 +150,7 @@ class GlobalBatchSampler:
         takes no batch from the training. `set_epoch` goes to the next epoch.
         """
         self._refuse_another_share(sys._getframe(1).f_locals)
-        if process.current.keeper is not None:
-            process.current.keeper.step_begins(self)  # before the loader draws its seed
+        self._tell_of_request()  # before the loader draws its seed
         self._consumed = self._first_of(self._epoch)
         # After a resume with another global batch the last one has another size.
         last = (self.n - self._consumed) % self.global_batch
@@ -191,7 +193,7 @@ class GlobalBatchSampler:
             raise ConfigurationError(f"epoch: {epoch}, batches: {batches}. Give both or neither.")
         if epoch is None or batches is None:
             return {"n": self.n, "seed": self.seed, "epoch": self._epoch, "consumed": self._consumed}
-        epoch, batches = _at_least(0, "epoch", epoch), _at_least(0, "batches", batches)
+        epoch, batches, self.is_placed = _at_least(0, "epoch", epoch), _at_least(0, "batches", batches), True
         consumed = min(self._first_of(epoch) + batches * self.global_batch, self.n)
         if not self._samples_left(consumed):
             consumed = self.n  # although drop_last skips samples: Snapshot recognizes the end of an epoch by n
@@ -209,6 +211,11 @@ class GlobalBatchSampler:
         if consumed > self.n:
             raise StateError(f"consumed: the saved state has {consumed}, an epoch has n: {self.n}. It is damaged.")
         self._epoch, self._consumed = self._began = (epoch, consumed)
+
+    def _tell_of_request(self) -> None:
+        """The script asks for a batch: a restart from here repeats what follows."""
+        if process.current.keeper is not None:
+            process.current.keeper.step_begins(self)
 
     def _note_begin(self) -> None:
         """Log once if an epoch begins again and again. One early end is a look at a batch, two are a mistake."""

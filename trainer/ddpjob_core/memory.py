@@ -209,8 +209,9 @@ class Left(NamedTuple):
     """By step: hashes of its small objects and of a sample of parameters, and what `Places` knows of that moment."""
 
 
-SAMPLE, OBJECTS, NAMED, MOVED, KNOWN = "sample", "objects", "named", "moved", "known"
-"""KNOWN: names of objects that are equal on all ranks by their nature."""
+SAMPLE, OBJECTS, NAMED, MOVED, KNOWN, LATER = "sample", "objects", "named", "moved", "known", "later"
+"""NAMED: 0 as should_stop found it, 1 as keep() did, 2 as save() did. KNOWN: names of objects that are equal on all
+ranks by their nature. LATER: of random numbers and buffers, those that the rank is known to change after a mark."""
 
 
 def mixed_up(rows: Sequence[Left], step: int) -> str:
@@ -226,6 +227,11 @@ def mixed_up(rows: Sequence[Left], step: int) -> str:
         if len(set(samples.values())) > 1:
             return f"ranks {_listed(samples)} did not hold the same parameters at step {number}"
     present = [row.boundaries[step] for row in rows if row.own and step in row.boundaries]
+    # its node lives, but the rank was lost before it had marked this step
+    late = [one for row in rows if not row.own for one in row.boundaries.values()]
+    missed = {name for one in present for name in one[LATER] if late and name in one[MOVED]}
+    if missed := missed.union(*(one[LATER] for one in late)):
+        return f"{min(missed)} may change after should_stop({step}), and a rank was lost before it had come to that"
     if name := _of_two_moments(present):
         return f"{name} changed between should_stop({step}) and save({step}), and not all ranks had come to that"
     for rank, row in enumerate(rows):
@@ -235,7 +241,7 @@ def mixed_up(rows: Sequence[Left], step: int) -> str:
 
 
 def _of_two_moments(present: Sequence[dict[str, Any]]) -> str:
-    """Return the first object that some ranks left as should_stop found it, and others as save() did."""
+    """Return the first object that some ranks left as should_stop or keep() found it, and others as save() did."""
     if len({one[NAMED] for one in present}) < 2:
         return ""
     names = sorted({name for one in present for name in one[MOVED]})

@@ -59,7 +59,7 @@ from ddpjob.checkpoint.in_memory.door import InMemory
 from ddpjob.checkpoint.in_memory.recall import Fetched
 from ddpjob.checkpoint.reasons import reason
 from ddpjob.checkpoint.state import half_done, of_each_rank, random_states
-from ddpjob.checkpoint.state.state_dicts import copied, refuse_sharded, restore, state_of, without_copies
+from ddpjob.checkpoint.state.state_dicts import copied, large_of, refuse_sharded, restore, state_of, without_copies
 from ddpjob.errors import ConfigurationError, SnapshotError, StateError, Stopped, Superseded
 from ddpjob.group import gather, stop
 from ddpjob.group.join import World, active, before_leaving, rank_in_group, store_of
@@ -219,10 +219,14 @@ class Snapshot:
         if self._owed is not None:
             self._owed.keep(step, state)
 
-    def _save(self, step: int, state: Mapping[str, Any], *, in_thread: bool = True) -> None:
+    def _save(
+        self, step: int, state: Mapping[str, Any], rng: dict[str, Any] | None = None, *, in_thread: bool = True
+    ) -> None:
+        """rng: random states, in place of the present ones."""
         self._owed = None
+        rng = random_states.current() if rng is None else rng
         if self.rank != 0:
-            self._offer(step, state)
+            self._offer(step, state, rng)
             return
         if not self._repeats:  # the other ranks have passed the save before
             self._others_pass_at = 0
@@ -239,7 +243,7 @@ class Snapshot:
             "format": FORMAT,
             "step": step,
             "world_size": self.world_size,
-            "rng": {0: random_states.current()},
+            "rng": {0: rng},
             "state": {name: copied(state_of(value), name) for name, value in state.items()},
         }
         unwritten = _Unwritten(document, self._repeats, self.world_size > 1, os.getpid())
@@ -310,7 +314,7 @@ class Snapshot:
         self._join()
         if (owed := self._owed) is not None and owed.pid == os.getpid() and (step := owed.step_now()) is not None:
             with pause("save"):
-                self._save(step, owed.state(), in_thread=False)
+                self._save(step, owed.state(), owed.random_states(), in_thread=False)
         self._finish()
 
     def _finish(self) -> None:
@@ -742,12 +746,12 @@ class Snapshot:
         """Store of the group; None if there is no group, or it was left."""
         return stop.store_of_group() if self._world is None else store_of(self._world)
 
-    def _offer(self, step: int, state: Mapping[str, Any]) -> None:
+    def _offer(self, step: int, state: Mapping[str, Any], rng: dict[str, Any]) -> None:
         """Send this rank's part to rank 0 by the store. In a collective a save on rank 0 alone would hang."""
         store = self._store()
         if store is None:
             return
-        handed = of_each_rank.Handed(random_states.current(), of_each_rank.own(state), of_each_rank.samples(state))
+        handed = of_each_rank.Handed(rng, of_each_rank.own(state), of_each_rank.samples(state))
         value = handed.as_bytes()
         self._offered.append(_offer_key(self._name, step, self._repeats, self.rank))
         # rank 0 serves the store and has died; the next collective reports that
@@ -834,7 +838,7 @@ class _Owed:
     ) -> None:
         self.version, self.objects, self.pid = version, objects, os.getpid()
         self._kept: tuple[int, Mapping[str, Any], int] | None = None  # arguments of the last keep(), and when
-        self._state = state
+        self._state, self._rng = state, random_states.current()
         self._knows_all = not by_value and objects.keys() == state.keys()
         self._began = process.current.optimizer_steps
         process.current.marked = None
@@ -857,11 +861,18 @@ class _Owed:
         return marked[0] if self._knows_all and marked is not None and marked[1] == now else None
 
     def state(self) -> Mapping[str, Any]:
-        """Current state, under the names given to `save`."""
+        """Current state, under the names given to `save`.
+
+        Before the first step it is what was loaded: a DataLoader may have taken batches from a sampler by now.
+        """
         if not self._has_stepped:
-            return {**self._state, **self.objects}
+            return {**self.objects, **self._state, **large_of(self.objects)}
         is_now = self._kept is not None and self._kept[2] == process.current.optimizer_steps
         return self._kept[1] if self._kept is not None and is_now else self.objects
+
+    def random_states(self) -> dict[str, Any] | None:
+        """The random states of that state; None: the present ones."""
+        return None if self._has_stepped else self._rng
 
     def is_lost(self) -> bool:
         """True if steps followed and the script named none of them, so their number is unknown."""

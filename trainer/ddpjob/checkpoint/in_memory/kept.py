@@ -64,7 +64,8 @@ class Kept:
     def __init__(self, objects: Mapping[str, Any]) -> None:
         """Raises StateError for objects that only a file can keep."""
         self._objects = {name: _held(unwrapped(value)) for name, value in objects.items()}
-        self._modules: dict[str, tuple[torch.nn.Module, list[tuple[str, torch.nn.Module, str]]]] = {}
+        # by name: the module, and of each buffer its key, and where its module has it under which name
+        self._modules: dict[str, tuple[torch.nn.Module, list[tuple[str, dict[str, Any], str]]]] = {}
         self._keys: dict[str, list[str]] = {}  # keys of each module's state_dict()
         self.optimizers: list[str] = []
         self._others: list[str] = []
@@ -95,10 +96,12 @@ class Kept:
         self._parts, self._counts = self._parts_now(), self._counts_now()
         own = {id(each) for optimizer in self._living() for group in optimizer.param_groups for each in group["params"]}
         self._untrained = {
-            name: [*module.parameters(), *module.buffers()][:SAMPLES]
+            name: [*module.parameters()][:SAMPLES]
             for name, (module, _) in self._modules.items()
             if self.optimizers and own.isdisjoint(map(id, module.parameters()))
         }
+        self.buffered = {f"buffers of {name}": places for name, (_, places) in self._modules.items() if places}
+        """The buffers of each module, under the names by which their changes are reported."""
         others = {name: unwrapped(objects[name]) for name in self._others}
         self.idle = [*self._untrained, *(name for name, value in others.items() if isinstance(value, LRScheduler))]
         """Names of objects that a script surely changes at some point of its loop: averages of weights, schedulers."""
@@ -157,9 +160,9 @@ class Kept:
             raise ReplacedError(f"{name}: the script has replaced what save() was given")
         return value
 
-    def samplers(self) -> list[str]:
-        """Names of GlobalBatchSamplers. They move on when the next batch is requested."""
-        return [name for name in self._others if hasattr(self._get(name), "reads_ahead")]
+    def samplers(self) -> dict[str, Any]:
+        """The GlobalBatchSamplers by name. They move on when the next batch is requested. Raises ReplacedError."""
+        return {name: value for name in self._others if hasattr(value := self._get(name), "reads_ahead")}
 
     def check_gone(self) -> None:
         """Raise ReplacedError if the script has dropped an optimizer."""
@@ -257,10 +260,16 @@ class Kept:
         """Version counters of modules that no optimizer trains, such as averages of weights."""
         return {name: list(map(_version_of, tensors)) for name, tensors in self._untrained.items()}
 
+    def buffer_versions(self) -> dict[str, Any]:
+        """Version counters of each module's buffers. A BatchNorm counts its batches in one of them."""
+        return {
+            name: [of_module[leaf]._version for _, of_module, leaf in places] for name, places in self.buffered.items()
+        }
+
     def buffers(self, leaves_out: Collection[tuple[str, str]] = ()) -> dict[str, Any]:
         """Live buffers of the modules. leaves_out: (module name, key) pairs to leave out."""
         return {
-            name: {key: getattr(module, leaf) for key, module, leaf in places if (name, key) not in leaves_out}
+            name: {key: of_module[leaf] for key, of_module, leaf in places if (name, key) not in leaves_out}
             for name, (_, places) in self._modules.items()
         }
 
@@ -294,9 +303,9 @@ class Kept:
         C++ that writes BatchNorm statistics does not move them.
         """
         return {
-            (name, key): _content(getattr(module, leaf))
+            (name, key): _content(of_module[leaf])
             for name, (_, places) in self._modules.items()
-            for key, module, leaf in places
+            for key, of_module, leaf in places
         }
 
     def count_step(self, optimizer: Any) -> None:
@@ -517,8 +526,9 @@ def _merged(large: Any, small: Any) -> Any:
     return state
 
 
-def _buffers(name: str, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:
-    """Yield the state_dict key, the module and the attribute name of each buffer. Raises StateError."""
+def _buffers(name: str, model: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield the state_dict key of each buffer, the dict of its module that has it, and its name there: by `getattr` it
+    takes ten times as long. Raises StateError."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for key, value in model.state_dict().items():
         if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
@@ -535,7 +545,7 @@ def _buffers(name: str, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.
             same = False
         if not same:
             raise StateError(f"{name}: {key} of its state_dict() is neither a parameter nor a buffer")
-        yield key, module, leaf
+        yield key, module._buffers if leaf in module._buffers else vars(module), leaf
 
 
 def _parts_of(value: Any) -> list[Any] | None:

@@ -41,7 +41,7 @@ from ddpjob.checkpoint.in_memory.kept import Kept, OutgrownError, ReplacedError
 from ddpjob.checkpoint.in_memory.mode import Event, Mode, after
 from ddpjob.checkpoint.in_memory.places import Places
 from ddpjob.checkpoint.in_memory.shared import Shared
-from ddpjob.checkpoint.in_memory.slots import PLACE, Early, Slots
+from ddpjob.checkpoint.in_memory.slots import FORWARDED, LEARNED, PLACE, RANDOM, Early, Slots
 from ddpjob.checkpoint.in_memory.steps import Makers, Numbers, Unmarked
 from ddpjob.checkpoint.in_memory.streams import Streams
 from ddpjob.checkpoint.in_memory.survivor import Survivor
@@ -52,15 +52,14 @@ from ddpjob_core import memory
 from ddpjob_core.memory import CLOCK, COPIES, EARLY, LOOSE, MISCOUNTED, PID, PROVEN, Held
 
 PROOF_STEPS = 3
-RANDOM = "random numbers"
-"""Name of the random states among the values that are compared between a boundary and the next step."""
 LOOSE_STEPS = 2  # in a row; a single one may be the end of an epoch
 
 
 def _forward_begins(module: torch.nn.Module, _: Any) -> None:
     """Forward pre-hook of trained models; at module level, because a pickle of the model refers to it."""
-    if not torch.compiler.is_compiling() and module.training and (keeper := process.current.keeper) is not None:
-        keeper.step_begins()
+    is_step = module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if is_step and (keeper := process.current.keeper) is not None:  # one without gradients is an evaluation
+        keeper.has_called |= keeper.step_begins()
 
 
 class Keeper:
@@ -94,12 +93,15 @@ class Keeper:
         self.dirty_since = self.dirty_seconds = 0.0
         self.names_each_step = False
         self.places, self.thread, self.pid = Places(), threading.get_ident(), os.getpid()
-        self._slots, self._early = Slots(shared, rank, world_size), Early()
+        self._slots, self._early = Slots(shared, rank, world_size), Early(rank)
+        if (learned := self._slots.learned()) is not None:
+            self.places.goes_on_from(learned)
         self._turn: int | None = None  # slot for the next boundary; None until the first one
         self._noted = 0  # step of the last boundary
         self._stepped = True  # True if an optimizer made a step since the last boundary
-        self.has_begun = False
-        self._begun: int | None = None  # mark of the random states when the next step began
+        self.has_begun = self.has_called = False
+        self._begun: Mapping[str, Any] | None = None  # random states and buffers when the next step began
+        self._repeated: set[str] | None = None  # what may have changed since then only; None if that is not known
         self._notices_begin = False  # True once the beginning of a step was noticed
         self._numbers, self._makers = Numbers(0), Makers()
         # One counts between boundaries of any kind, the other between those at which the script passes everything. They
@@ -112,6 +114,7 @@ class Keeper:
         self._sum: tuple[int, int] | None = None  # (step, sum) to compare before the next step
         self._room: threading.Thread | None = None
         self._has_told_of_saves = False
+        self._is_unnamed = True  # save() and keep() have named nothing, and that was not said
         self._hooks: list[Any] = []
         register_optimizer_step_pre_hook(self.before_step)
         self.survivor = Survivor(self)
@@ -152,7 +155,7 @@ class Keeper:
         """Keep these objects from now on. Plain values are captured only at the boundary at which they are passed."""
         if self._is_off:
             return
-        was_assumed, self.assumed = self.assumed, False
+        was_assumed, self.assumed, self._is_unnamed = self.assumed, False, False
         if self.kept is not None and self.kept.is_of(objects):
             return
         with self._guarded():
@@ -166,13 +169,14 @@ class Keeper:
             self._keep(kept)
 
     def _keep(self, kept: Kept) -> None:
+        if self.kept is None or not kept.has_parts_of(self.kept):  # not where the script passes values at each step
+            self._early.forget()
         with self.lock:  # what was noted so far belongs to other objects
             self.kept, self._outgrown, self._stepped = kept, None, True
             self._to("named")
             if not self._proofs_left:
                 self._to("proven")
             self.shared.cells[CLOCK] |= 1
-        self._early.forget()
         for hook in self._hooks:
             hook.remove()
         self._hooks = [
@@ -194,7 +198,7 @@ class Keeper:
         with contextlib.suppress(StateError):  # save() reports what is wrong with them
             if objects and Kept(objects).may_be_assumed():
                 self.register(objects)
-                self.assumed = True
+                self.assumed = self._is_unnamed = True
 
     def forget_assumed(self) -> None:
         """The assumed objects are not the trained ones: keep nothing until `save` names some."""
@@ -243,6 +247,7 @@ class Keeper:
         self._check_number(step, named)
         kept = self.kept
         if kept is None or self._is_off:
+            self._tell_unnamed(step)
             return
         must_copy = saved and self._must_copy(kept, step)
         # within an accumulation a new mark would repeat the micro-batches before it
@@ -255,7 +260,7 @@ class Keeper:
             self.forget_assumed()
             return
         try:  # not `_guarded`, here and in the hooks: it would cost a tenth of a boundary's time
-            self._take_in(kept, int(step), named=named, must_copy=must_copy, but=kept.idle if kept_alone else ())
+            self._take_in(kept, int(step), named=named, must_copy=must_copy, counts=named and not kept_alone)
         except Exception as error:
             self.give_up(error)
 
@@ -279,7 +284,7 @@ class Keeper:
         self._is_copied |= not self._has_other(step)
         return True
 
-    def _take_in(self, kept: Kept, step: int, *, named: bool, must_copy: bool, but: Collection[str]) -> None:
+    def _take_in(self, kept: Kept, step: int, *, named: bool, must_copy: bool, counts: bool) -> None:
         self.thread = threading.get_ident()
         kept.check_gone()
         if self._makers.boundary():
@@ -288,7 +293,9 @@ class Keeper:
                 "with LBFGS or a second optimizer: a rank that fails there leaves no whole state"
             )
         rng, settings = random_states.compact(), kept.settings()
-        self._learn(kept, step, self._watched_with(kept, random_states.mark(rng), settings), named=named, but=but)
+        values = self._watched_with(kept, kept.buffer_versions() | {RANDOM: random_states.mark(rng)}, settings)
+        # plain values too: those of keep() are compared with those of save() at the same step
+        self._learn(kept, step, values | settings if named else values, named=named, counts=counts)
         if not self._copies_instead and (self._stepped or named):
             self._note(kept, step, rng, settings)
         elif self._stepped:
@@ -301,12 +308,22 @@ class Keeper:
         if own is not None and (own.instead or self.mode is not Mode.PROVING or must_copy):
             self._copy(own, self.at(kept, step, named, must_copy))
         if must_copy and not self._is_off and not process.current.not_kept:
-            values = ", ".join(kept.by_value)
-            why = f"{values}: saved by value" if values else "there are steps that the script does not mark"
+            names = ", ".join(kept.by_value)
+            why = f"{names}: saved by value" if names else "there are steps that the script does not mark"
             self._tell_of_saves(
                 f"{why}, so what is saved is copied into memory, and a restart goes on from the last save(): to repeat "
-                f"no step call {'keep(step, …)' if values else 'should_stop(step)'} after each step"
+                f"no step call {'keep(step, …)' if names else 'should_stop(step)'} after each step"
             )
+
+    def _tell_unnamed(self, step: int) -> None:
+        """Log if it is the script that keeps the memory from being used: `load` was not given what `save` will name."""
+        if self._is_unnamed and not self._is_off and step > self._numbers.began + PROOF_STEPS:
+            self._is_unnamed = False
+            if self._rank == 0:
+                process.log(
+                    f"load() was not given all that is trained: until save() or keep() names it, nothing is kept in "
+                    f"memory, and {self._otherwise}"
+                )
 
     def _tell_of_saves(self, text: str) -> None:
         if not self._has_told_of_saves and self._rank == 0:
@@ -323,60 +340,75 @@ class Keeper:
     def watched(self, kept: Kept) -> dict[str, Any]:
         """Values that are compared between a boundary and the next step, by name.
 
-        Of the random states those when the next step began; the current ones if it has not begun.
+        Of random states and buffers those when the next step began; the current ones if it has not begun.
         """
-        mark = self.places.marked.get(RANDOM, 0) if self._begun is None else self._begun
+        begun = self._begun or self.places.marked
         if self._begun is None and self._notices_begin and not self.has_begun:
-            mark = random_states.mark(random_states.compact())
-        return self._watched_with(kept, mark, kept.settings())
+            begun = kept.buffer_versions() | {RANDOM: random_states.mark(random_states.compact())}
+        return self._watched_with(kept, begun, kept.settings())
 
-    def _watched_with(self, kept: Kept, mark: int, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def _watched_with(self, kept: Kept, begun: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
         named = {name: value for name, value in settings.items() if name not in kept.by_value}
-        return named | kept.untrained() | {RANDOM: mark}
+        return {**begun, **named, **kept.untrained()}
 
-    def step_begins(self, sampler: Any = None) -> None:
-        """The next step begins: random numbers drawn from here on belong to it.
+    def step_begins(self, sampler: Any = None) -> bool:
+        """The next step begins: random numbers drawn, and buffers changed, from here on belong to it. Return whether a
+        boundary is open.
 
-        sampler: the one that is iterated. It counts only if it is kept, because an evaluation may use another sampler.
+        sampler: the one that is asked for a batch. An evaluation may use another one than those whose places are kept.
         """
-        kept = self.kept
-        if kept is None or self._begun is not None or not self.places.is_open or self._is_off:
-            return
-        if sampler is not None and not any(kept.objects[name] is sampler for name in kept.samplers()):
-            return
-        marked, is_trusted = self.places.marked.get(RANDOM, 0), self.places.trusts(RANDOM)
-        # not read where it is known that a draw is no loss: it is a fifth of what the memory costs at a step
-        is_read = self.places.is_named or not is_trusted  # after a save() the place of the draws is learned
-        self._notices_begin, self._begun = True, random_states.mark(random_states.compact()) if is_read else marked
-        self.shared.cells[LOOSE] = 0 if is_trusted or self._begun == marked else self._noted
+        kept, places = self.kept, self.places
+        if kept is None or not places.is_open or self._is_off:
+            return False
+        # a forward pass with gradients that a request follows, and no backward pass before it, was an evaluation
+        is_first = sampler is not None and self._repeated is None and not self.has_begun
+        if self._begun is None or is_first:
+            try:
+                if sampler is None or sampler.is_placed or sampler in kept.samplers().values():
+                    self._note_begin(kept, places, from_sampler=sampler is not None)
+            except Exception as error:
+                self.give_up(error)
+        return True
 
-    def _learn(self, kept: Kept, step: int, values: Mapping[str, Any], *, named: bool, but: Collection[str]) -> None:
-        """Learn where in its loop the script changes small values, and which buffers its forward pass changes. but:
-        see `Places.boundary`."""
+    def _note_begin(self, kept: Kept, places: Places, *, from_sampler: bool) -> None:
+        begun = kept.buffer_versions() | {RANDOM: places.marked.get(RANDOM, 0)}
+        # not read where it is known that a draw is no loss: it is a fifth of what the memory costs at a step
+        if places.counts or not places.trusts(RANDOM):  # after a save() the place of the draws is learned
+            begun[RANDOM] = random_states.mark(random_states.compact())
+        self._notices_begin, self._begun = True, begun
+        if from_sampler:  # what has changed before the request is not made again after a restart
+            settings = kept.settings() if places.doubted else {}
+            self._repeated = set(kept.optimizers) - moved(places.marked, settings)
+        is_loose = any(not places.trusts(name) and value != places.marked.get(name) for name, value in begun.items())
+        self.shared.cells[LOOSE] = self._noted if is_loose else 0
+
+    def _learn(self, kept: Kept, step: int, values: Mapping[str, Any], *, named: bool, counts: bool) -> None:
+        """Learn where in its loop the script changes small values, and which buffers its forward pass changes.
+        counts: see `Places`."""
         places = self.places
         if places.is_open and not named:
             return
-        self._begun = None
+        self._begun, self._repeated, self.has_called = None, None, False
         if places.is_open:
-            if new := places.named(values, {kept.changed()} - {""}, but=but):
+            if new := places.named(values, {kept.changed()} - {""}, counts=counts):
                 self._tell_of_places(new, f"between should_stop({step}) or keep({step}, …) and save({step})")
-            self.shared.cells[LOOSE] = 0
-            return
-        places.after_save(kept.samplers())
-        self._check_samplers(kept, values)
-        places.boundary(values, named=named, but=but)
-        self.shared.cells[LOOSE] = 0 if named or not places.suspects(RANDOM) else step
-        if not self.on_device:
-            self._early.check_buffers(kept, self.shared)
+        else:
+            places.after_save(kept.samplers())
+            self._check_samplers(kept, values)
+            places.boundary(values, named=named, counts=counts)
+            if not self.on_device:
+                self._early.check_buffers(kept, self.shared)
+        suspects = not counts and any(map(places.suspects, [RANDOM, *kept.buffered]))
+        self.shared.cells[LOOSE] = step if suspects else 0
 
     def _check_samplers(self, kept: Kept, values: Mapping[str, Any]) -> None:
         """Check that a kept sampler provides the batches. Raises ReplacedError."""
         last = None if process.current.sampler is None else process.current.sampler()
-        names, process.current.sampler = kept.samplers(), None
-        if last is None or not names or any(kept.objects[name] is last for name in names):
+        own, process.current.sampler = kept.samplers(), None
+        if last is None or not own or last in own.values():
             return
-        if not moved({name: self.places.marked.get(name) for name in names}, {name: values[name] for name in names}):
-            raise ReplacedError(f"{', '.join(names)}: another sampler gives the batches than the one that save() has")
+        if not moved({name: self.places.marked.get(name) for name in own}, {name: values[name] for name in own}):
+            raise ReplacedError(f"{', '.join(own)}: another sampler gives the batches than the one that save() has")
 
     def _tell_of_places(self, names: Collection[str], where: str) -> None:
         """Log that objects change between a boundary and the next step. where: between which calls."""
@@ -390,8 +422,15 @@ class Keeper:
         """Compare the kept values with those at the boundary; called when an optimizer step begins."""
         if not self.places.is_open:
             return
-        mark = self.places.marked.get(RANDOM, 0) if self._begun is None else self._begun
-        new = self.places.step(self._watched_with(kept, mark, kept.settings()), [*kept.optimizers, RANDOM])
+        values = self._watched_with(kept, self._begun or self.places.marked, kept.settings())
+        repeated = {*kept.optimizers, RANDOM, *kept.buffered} if self._repeated is None else self._repeated
+        new = self.places.step(values, repeated)
+        if self.places.taken and self._rank == 0:
+            process.log(
+                f"{', '.join(sorted(self.places.taken))}: changed between should_stop() or keep() and each "
+                f"optimizer.step(). A restart repeats the beginning of a step, and nothing that belongs to the step "
+                f"before, such as an evaluation: call should_stop(step), or keep(step, …), after that"
+            )
         if self.places.loose and self.copies is not None:
             self.copies.give_up_last()
         self._loose_steps = self._loose_steps + 1 if self.places.loose else 0
@@ -426,7 +465,9 @@ class Keeper:
         """Describe this rank's moment in the step: the next generation compares those of all ranks."""
         sample = 0 if self.on_device else kept.sample()
         moved_ones = sorted(self.places.moved)
-        place = {"named": self.places.is_named, "moved": moved_ones, "sample": sample}
+        moment = self.places.is_named + self.places.counts  # at should_stop(), keep() or save()
+        place = {"named": moment, "moved": moved_ones, "sample": sample, LEARNED: self.places.learned}
+        place["later"] = [name for name in [RANDOM, *kept.buffered] if self.places.suspects(name)]
         place |= {"of_0": kept.broadcast, "own": sorted(kept.with_own_buffers), "models": kept.models}
         return {PLACE: place | {"known": kept.known}}
 
@@ -568,8 +609,10 @@ class Keeper:
         if self.copies is not None:
             with self._guarded():
                 self.copies.before_other_step()
-        if self._makers.again(optimizer):
-            self._early.give_up(self.shared)  # older than the first of these steps, and no backward pass rewrites it
+        if self.kept is not None and self._makers.again(optimizer):  # no backward pass rewrites it
+            self._early.give_up(
+                self.shared, "an optimizer makes several steps after one backward pass", RANDOM, FORWARDED
+            )
 
     def _count_step(self, optimizer: Any) -> None:
         """Count the step. Without frequent boundaries no slot would tell that steps followed the loaded state."""

@@ -108,7 +108,8 @@ def fetch(
     """
     version = found.held.version
     own, early, left = _slots(shared, version, rank, world_size)
-    rows = _exchanged([own is not None, early is not None], world_size)
+    rng = (own or early or {"rng": None})["rng"]
+    rows = _exchanged([own is not None, early is not None, rng is not None], world_size)
     trouble: list[str] = []
     if why := memory.mixed_up(_all_left(shared, left, rank, world_size, is_own=own is not None), version.step):
         trouble.append(why)
@@ -128,6 +129,8 @@ def fetch(
             "this step are gone"
         )
     else:
+        if shared is not None and rank in found.ranks and not (rng or shared.has_left(version)):
+            trouble.append("this rank had kept nothing when it was lost, so its random states of this step are gone")
         first = _tried(trouble, lambda: _from_rank(own, source, rank, world_size))
     of_0 = _tried(trouble, lambda: _from_rank(own or early, 0, rank, world_size)) if source and any(rows[0]) else None
     state = _tried(trouble, lambda: _checked(large, _small(own, early, first, of_0), found, objects))
@@ -138,11 +141,11 @@ def fetch(
         if rank == troubled[0]:
             process.log(f"step {version.step} in memory is not used: rank {rank}: {trouble[0]}")
         return None
-    if (left := own or early) is not None:
-        random_states.set_to(random_states.expanded(left["rng"]))
+    if rng is not None:
+        random_states.set_to(random_states.expanded(rng))
     else:
         random_states.seed(random_states.expanded(first["rng"]), version.step, rank)
-    return Fetched(state, first["by_value"], [number for number, row in enumerate(rows) if not any(row)])
+    return Fetched(state, first["by_value"], [number for number, row in enumerate(rows) if not row[2]])
 
 
 def _small(own: Any, early: Any, first: Any, of_0: Any) -> dict[str, Any]:
@@ -154,12 +157,12 @@ def _small(own: Any, early: Any, first: Any, of_0: Any) -> dict[str, Any]:
     small: dict[str, Any] = {**(first if own is None else own)["small"]}
     place = small.pop(PLACE, {"of_0": [], "own": [], "models": []})
     if own is None:
-        if early is None and (lost := [name for name in place["own"] if small.get(name)]):
+        left = {} if early is None else early["small"]
+        if lost := [name for name in place["own"] if small.get(name) and not left.get(name)]:
             raise StateError(
                 f"{', '.join(lost)}: this rank was lost with buffers of its own, before it had marked the step"
             )
-        for source, names in ((of_0, place["of_0"]), (early, place["models"])):
-            others = {} if source is None else source["small"]
+        for others, names in (({} if of_0 is None else of_0["small"], place["of_0"]), (left, place["models"])):
             small |= {name: {**small[name], **others[name]} for name in names if name in others}
     return small
 
@@ -218,6 +221,7 @@ def _in_hashes(small: dict[str, Any]) -> dict[str, Any]:
         memory.NAMED: place["named"],
         memory.MOVED: place["moved"],
         memory.KNOWN: place["known"],
+        memory.LATER: place["later"],
         memory.OBJECTS: {
             name: digest(value)
             for name, value in small.items()

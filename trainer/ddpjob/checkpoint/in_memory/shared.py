@@ -304,6 +304,11 @@ class Shared:
         generation = cells[memory.slot_cell(slot, memory.SLOT_GENERATION)]
         return Version(self.attempt, generation, step) if step > 0 else None
 
+    def has_left(self, version: Version) -> bool:
+        """True if a slot is of the generation of this version."""
+        versions = map(self.slot_version, range(memory.SLOTS))
+        return any(each is not None and each[:2] == version[:2] for each in versions)
+
     def write_mark(self, step: int, before: int) -> None:
         """The last boundaries of this rank, where it writes no slot at each."""
         values = {memory.MARK_STEP: step, memory.MARK_GENERATION: self.generation, memory.MARK_BEFORE: before}

@@ -39,7 +39,7 @@ class Numbers:
 
     def __init__(self, began: int) -> None:
         """began: the step that `load` returned."""
-        self._began = began
+        self.began = began
         self._last: tuple[int, bool] | None = None  # step of the last boundary, and True if save() or keep() made it
         self._marked: int | None = None  # step passed to should_stop since the last optimizer step
         self.has_worked = False
@@ -67,9 +67,9 @@ class Numbers:
         if last is not None:
             is_other = has_stepped and last[0] == step
             return f"an optimizer made a step between two boundaries that are both called {step}" if is_other else ""
-        if is_kept and step > self._began and not self.has_worked:
+        if is_kept and step > self.began and not self.has_worked:
             return f"should_stop({step}) is called before step {step} is made"
-        if step == self._began and has_stepped:
+        if step == self.began and has_stepped:
             return f"should_stop({step}) is called after the step that follows step {step}"
         return ""
 

@@ -22,7 +22,6 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from ddpjob import process, threads
 from ddpjob.checkpoint.in_memory.copies import Boundary, Copies
@@ -37,7 +36,7 @@ from ddpjob_core import memory
 from ddpjob_core.memory import ANSWER, CLOCK, COPIES, PID, SAVED, UNABLE, WROTE, Held, Version
 from ddpjob_core.rules import RESUMABLE_EXIT_CODE
 
-_FORWARD, _BACKWARD = DistributedDataParallel.forward.__code__, torch.autograd.backward.__code__
+_BACKWARD = torch.autograd.backward.__code__
 DIRTY_SECONDS = 0.05  # more than an optimizer step usually takes
 TRIES_LEAST = 50  # attempts to write; a rank that gets CPU time makes hundreds
 HELD_UP = 4  # wait at most this many times the usual duration if the main thread is runnable
@@ -66,6 +65,8 @@ class Keeps(Protocol):
     """The training thread."""
     has_begun: bool
     """A backward pass began since the last boundary."""
+    has_called: bool
+    """A forward pass that trains began since then."""
     pid: int
 
     def give_up(self, error: Exception) -> None:
@@ -191,6 +192,7 @@ class Survivor:
         places, why = self._keeper.places, ""
         try:
             if names := places.unsettled(self._keeper.watched(kept)):
+                kept.check()  # a model that is elsewhere has other buffers too
                 why = f"{', '.join(names)}: changed after should_stop() or keep()"
         except RuntimeError:  # the script is changing a dict while this thread reads it
             return None if self._has_time(began, 0.5) else UNABLE
@@ -203,15 +205,12 @@ class Survivor:
         return UNABLE if why else SAVED
 
     def _is_in_step(self) -> bool:
-        """True if the next step has begun: the training thread is in a forward or backward pass of the model."""
+        """True if the next step has begun: with a forward pass of the model, or a backward pass."""
         frame = sys._current_frames().get(self._keeper.thread)
-        while frame is not None and not self._keeper.has_begun:
-            if frame.f_code is _FORWARD and frame.f_locals["self"].module.training:
-                return True
-            if frame.f_code is _BACKWARD:
-                return True
-            frame = frame.f_back
-        return self._keeper.has_begun
+        has_begun = self._keeper.has_called or self._keeper.has_begun
+        while frame is not None and not has_begun:
+            has_begun, frame = frame.f_code is _BACKWARD, frame.f_back
+        return has_begun
 
     def _turn_to_write(self, clock: int, began: float) -> str:
         """Return `memory.turn`, but "write" after half of the time, or if the memory already has the furthest

@@ -2,7 +2,7 @@
 
 Rank 0 writes its own state. Every other rank hands it a copy of what may differ, together with its random state, and
 the file keeps the copies that do differ, under "ranks". Models and optimizers are replicas: of these only the parts
-that DistributedDataParallel leaves to each rank are compared.
+that DistributedDataParallel leaves to each rank are compared, and the numbers in an optimizer's settings.
 """
 
 import gc
@@ -22,7 +22,7 @@ from ddpjob.errors import StateError
 OWN_BYTES_MAX = 4 << 20  # of one object of one rank, which passes through the store of the group
 SAMPLES, SAMPLED_VALUES = 32, 8  # parameters of a model, and of each: replicas that are out of step differ everywhere
 
-WHOLE, KEYS, MOMENTS, LARGE = "whole", "keys", "moments", "large"
+WHOLE, KEYS, OPTIMIZER, LARGE = "whole", "keys", "optimizer", "large"
 _wrappers: "weakref.WeakKeyDictionary[torch.nn.Module, Any]" = weakref.WeakKeyDictionary()
 
 
@@ -43,7 +43,9 @@ def _own(name: str, value: Any, of_rank: set[int]) -> dict[str, Any]:
         # by the number that state_dict() gives to parameters
         numbered = enumerate(p for group in value.param_groups for p in group["params"]) if of_rank else ()
         moments = {n: value.state[p] for n, p in numbered if id(p) in of_rank and p in value.state}
-        return _bounded(name, MOMENTS, moments)
+        groups = value.param_groups
+        rates = [{key: v for key, v in each.items() if isinstance(v, float | torch.Tensor)} for each in groups]
+        return _bounded(name, OPTIMIZER, {"state": moments, "rates": rates})
     if isinstance(value, torch.nn.Module):
         keys = _keys(value)
         state = unwrapped(value).state_dict() if keys else {}
@@ -230,8 +232,11 @@ def _had_own(names: Sequence[str], document: Mapping[str, Any]) -> str:
 def _with(whole: Any, part: Mapping[str, Any]) -> Any:
     if part["kind"] == WHOLE:
         return part["value"]
-    if part["kind"] == MOMENTS:
-        return {**whole, "state": {**whole["state"], **part["value"]}}
+    if part["kind"] == OPTIMIZER and "param_groups" not in whole:
+        return whole  # an optimizer with a format of its own
+    if part["kind"] == OPTIMIZER:
+        groups = [{**group, **own} for group, own in zip(whole["param_groups"], part["value"]["rates"], strict=True)]
+        return {**whole, "state": {**whole["state"], **part["value"]["state"]}, "param_groups": groups}
     merged = type(whole)(whole)
     merged.update(part["value"])
     if hasattr(whole, "_metadata"):  # versions of the modules

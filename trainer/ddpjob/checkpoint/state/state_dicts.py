@@ -226,13 +226,17 @@ def _first_difference(error: Exception) -> str:
 def without_copies(objects: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
     """The state that these objects have been restored from, of what is large their own: what it was read into is no
     longer needed."""
-    large = (torch.nn.Module, torch.optim.Optimizer)
     own = {}
-    for name, target in objects.items():
-        if isinstance(target, large):
-            with contextlib.suppress(RuntimeError):  # ZeroRedundancyOptimizer's: no rank has all of its state now
-                own[name] = unwrapped(target).state_dict()
+    for name, target in large_of(objects).items():
+        with contextlib.suppress(RuntimeError):  # ZeroRedundancyOptimizer's: no rank has all of its state now
+            own[name] = unwrapped(target).state_dict()
     return {**state, **own}
+
+
+def large_of(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """The models and optimizers, which change at a step alone."""
+    large = (torch.nn.Module, torch.optim.Optimizer)
+    return {name: target for name, target in objects.items() if isinstance(target, large)}
 
 
 def misfit(objects: Mapping[str, Any], state: Mapping[str, Any]) -> str:
@@ -299,7 +303,11 @@ def described(tensor: torch.Tensor) -> str:
 def _restore_one(target: Any, saved: Any) -> None:
     if isinstance(target, torch.optim.Optimizer):
         own = set(getattr(target, "defaults", ())).intersection(*target.param_groups)
+        inner: Any = getattr(target, "optim", None)
+        shares = getattr(inner, "param_groups", None) is target.param_groups
         target.load_state_dict(_where_they_are({"param_groups": target.param_groups}, saved))
+        if shares:  # PostLocalSGDOptimizer keeps the list from before, where schedulers would set their rates
+            target.param_groups = inner.param_groups
         if lacked := own.difference(own.intersection(*target.param_groups)):  # of another kind: its step would fail
             raise ValueError(f"loaded state dict has no {', '.join(sorted(lacked))}")
     elif isinstance(target, torch.optim.lr_scheduler.LRScheduler):
