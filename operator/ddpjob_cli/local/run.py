@@ -427,7 +427,7 @@ class Runner:
             self._stop_reasons.append(found.stop)
 
     def _obey_keys(self) -> None:
-        # The agents print the stacks; we show only where they are.
+        # The agents print the stacks; the sentence names processes whose stacks they cannot print.
         if signal.SIGQUIT in self._keys and (sentence := stacks.ask(self.folder.uid).sentence()):
             self.screen.note(sentence)
         if signal.SIGTSTP in self._keys:
