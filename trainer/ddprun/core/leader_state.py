@@ -184,7 +184,7 @@ class LeaderState:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Restarts charged here, in total and in a row; they continue the operator's counts."""
+        """Restarts charged here, by class, and restarts in a row, which continue the operator's count."""
         return self._budget.report
 
     def is_outdated(self, node: int, replacement: int) -> bool:
