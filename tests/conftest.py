@@ -14,18 +14,18 @@ import this_tree
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
-# In the background of a shell SIGINT is ignored, and every program that the tests start would inherit it: Ctrl-C would
-# then end none of them.
+# In the background of a shell SIGINT is ignored. Every program that the tests start would inherit that, and Ctrl-C
+# would end none of them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 real_gpus.hide()
-# A proxy of the environment does not reach what tests serve on this machine.
+# Tests serve on this machine, and a proxy from the environment cannot reach that.
 for name in ("NO_PROXY", "no_proxy"):
     os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1", "localhost"]))
 
-# A busy machine, or a first run that has all sources to read, is no fault of what is tested.
-# 30 examples by day, others in each tree; 1,000 at night: --hypothesis-profile=night.
+# No deadline, because a busy machine, or a first run without caches, is not a fault of the code.
+# 30 examples for each property test, or 1,000 with --hypothesis-profile=night.
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=30)
 settings.register_profile("night", settings.get_profile("unhurried"), max_examples=1000)
 settings.load_profile("unhurried")
@@ -33,13 +33,15 @@ settings.load_profile("unhurried")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Examples of property tests are those of this tree; --hypothesis-seed and the night choose others."""
+    """Seed the property tests by the sources: the same sources always try the same examples. --hypothesis-seed and
+    --hypothesis-profile choose others."""
     if config.option.hypothesis_seed is None and config.option.hypothesis_profile is None:
         config.option.hypothesis_seed = this_tree.number()
 
 
-# Tests that share what takes long to make; each process would make it again. Marks cannot say it: with pytest 9.2 the
-# groups of xdist 3.8 have no effect, because a test's identifier is no longer taken from where xdist writes its group.
+# Tests that share an expensive fixture run in one process, because each process would make it again. Marks cannot do
+# that: with pytest 9.2 the groups of xdist 3.8 have no effect, because pytest does not read the identifier from where
+# xdist writes the group.
 TOGETHER = (
     "api/test_crd.py",  # a namespace, and a job that runs
     *(f"cluster/{file.name}" for file in Path(__file__).parent.glob("cluster/test_*.py")),  # jobs that run side by side
@@ -50,7 +52,7 @@ TOGETHER = (
 
 
 class Together(LoadScopeScheduling):
-    """Gives a process one test after the other, and tests that belong together at once, before all others."""
+    """Give each process one test at a time. Tests that belong together go to one process, before all others."""
 
     def _split_scope(self, nodeid: str) -> str:
         return next((name for name in TOGETHER if f"/{name}" in nodeid), nodeid)
@@ -67,7 +69,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
-    """Compare a text with the golden file of that name beside the test."""
+    """Compare a text with the golden file of that name, in the test's folder."""
 
     def compare(name: str, text: str) -> None:
         file = Path(request.path).parent / "golden" / name

@@ -1,4 +1,4 @@
-"""Which of the states in memory counts, for any nodes. tests/simulation/test_memory.py has whole jobs."""
+"""The choice among the states in memory, for any nodes. tests/simulation/test_memory.py has whole jobs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NODES = st.lists(st.none() | HELD, min_size=1, max_size=5)
 def test_what_is_found_is_whole_on_every_rank_that_is_named_and_nothing_older_generations_left_is_newer(
     nodes: list[Held | None], present: Version
 ) -> None:
-    """All ranks load it: a rank that loads another step than its peers trains a meaningless model."""
+    """All ranks load the found state: a rank that loads another step than its peers trains a meaningless model."""
     found = newest(nodes, present)
     if not isinstance(found, FoundState):
         return
@@ -66,7 +66,7 @@ def test_the_step_that_nobody_has_left_is_the_last_one_of_the_ranks_before(
 
 @given(st.lists(st.none() | st.builds(Proof, st.integers(0, 1), st.integers(1, 2), st.integers(0, 1)), max_size=5))
 def test_ranks_that_were_no_replicas_do_not_load_each_others_state(proofs: list[Proof | None]) -> None:
-    """A script may train different models on its ranks: a survivor's state is not the dead rank's."""
+    """A script may train different models on its ranks, so a survivor's state is not the dead rank's."""
     held = Held(Version(1, 0, 5), 0, 1, 1)
     differ = any(
         one is not None and other is not None and one[:2] == other[:2] and one.total != other.total
@@ -78,7 +78,7 @@ def test_ranks_that_were_no_replicas_do_not_load_each_others_state(proofs: list[
 
 @given(st.lists(st.none() | st.builds(Mark, st.integers(0, 1), st.integers(5, 9), st.integers(1, 4)), max_size=4))
 def test_ranks_that_count_their_steps_differently_go_on_from_the_folder(marks: list[Mark | None]) -> None:
-    """One counts micro-batches: its state would be taken for a step that no other rank has made."""
+    """If one rank counts micro-batches, its state would be taken for a step that no other rank has made."""
     held = Held(Version(1, 0, 5), 0, 1, 1)
     apart = any(
         mark is not None and mark.generation == 0 and mark.step - 5 > max(1, mark.step - mark.before) for mark in marks
@@ -118,7 +118,7 @@ def test_what_one_rank_has_saved_counts_and_not_what_another_assumes(step: int) 
 
 
 def test_a_state_after_which_steps_were_made_is_not_given_up() -> None:
-    """The state is not at fault if all ranks were lost at once after those steps."""
+    """If all ranks were lost at once after those steps, the state is not the cause."""
     held, present = Held(Version(1, 0, 5), LOADS_MAX, 1, 1), Version(1, 9, 0)
     assert isinstance(newest([held], present, (), [Mark(8, 7, 6)]), FoundState)
     assert isinstance(newest([held], present, (), [None, Mark(0, 6, 5)]), FoundState), "another rank has made it"
@@ -135,7 +135,7 @@ def test_the_folder_counts_only_where_it_is_of_a_later_generation_or_step(folder
 
 @given(VERSIONS, HELD)
 def test_what_was_saved_in_a_generation_counts_before_what_is_assumed_in_it(folder: Version, own: Held) -> None:
-    """Rank 0 may save alone, with values: another rank's state is then less than the script needs."""
+    """If only rank 0 saves, and passes values, the state that another rank assumes lacks these values."""
     own = own._replace(assumed=True)
     saved_in_it = (folder.attempt, folder.generation) >= (own.version.attempt, own.version.generation)
     assert memory.is_newer(folder, own) is saved_in_it
@@ -153,8 +153,8 @@ def test_the_rank_that_is_furthest_never_waits(own: int, others: list[int]) -> N
 def test_a_rank_goes_on_only_to_a_boundary_that_another_one_has_passed(
     own: int, living: list[int], gone: list[int]
 ) -> None:
-    """In its next step it may need a lost rank: with a closure, backward runs there. It would never leave that step,
-    and its state would be lost."""
+    """In its next step a rank may need a lost one, because an optimizer with a closure runs backward there. It would
+    never finish that step, and its state would be lost."""
     turn = memory.turn(own, living, gone)
     assert (turn == "wait") is any(2 * (clock // 2) > own for clock in (*living, *gone))
     assert turn != "stay" or any(clock > own for clock in living), "of those that are gone none comes to a boundary"
@@ -170,13 +170,13 @@ def test_each_area_has_cells_of_its_own() -> None:
 
 @given(st.integers(0, 1 << 40), st.none() | st.integers(0, 1 << 41), st.integers(0, 1 << 40))
 def test_what_fits_leaves_the_limit_alone(size: int, limit: int | None, used: int) -> None:
-    """The kernel kills a container over its limit: the memory would cause what it is there to prevent."""
+    """The kernel kills a container over its memory limit, so the copy would cause the failure that it is there for."""
     assert not memory.fits(size, limit, used, None) or limit is None or used + size <= limit
     assert memory.fits(size, None, used, None)
 
 
 def test_no_part_of_the_layout_overlaps_another() -> None:
-    """A slot that another rank writes into belongs to nobody."""
+    """Otherwise two ranks would overwrite each other's slots."""
     for ranks in (1, 2, 8):
         slots = [memory.slot_offset(rank, slot, ranks) for rank in range(ranks) for slot in range(memory.SLOTS)]
         ends = [(1 + ranks) * memory.PAGE_BYTES, *(offset + memory.SECTION_BYTES for offset in slots)]
@@ -189,7 +189,7 @@ def test_no_part_of_the_layout_overlaps_another() -> None:
     ("early", "boundaries", "version", "is_of_it"),
     [
         ((1, 9), [(1, 7), (1, 8)], (1, 9), True),
-        ((1, 9), [(1, 4), (1, 8)], (1, 12), True),  # micro-batches are counted
+        ((1, 9), [(1, 4), (1, 8)], (1, 12), True),  # the script counts micro-batches
         ((1, 9), [(1, 4), (1, 12)], (1, 16), False),  # nothing was written in the step after 12
         ((1, 9), [(1, 7), (1, 8)], (1, 8), False),
         ((0, 9), [(1, 8), (0, 8)], (1, 9), False),
@@ -202,7 +202,7 @@ def test_what_a_rank_wrote_within_its_step_is_of_the_boundary_that_the_others_ca
     version: tuple[int, int],
     is_of_it: bool,
 ) -> None:
-    """Otherwise random states of an older step are drawn a second time."""
+    """Otherwise a rank would get the random states of an older step, and draw the same numbers again."""
 
     def of(pair: tuple[int, int] | None) -> Version | None:
         return None if pair is None else Version(1, *pair)

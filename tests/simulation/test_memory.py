@@ -1,5 +1,5 @@
-"""Runs of jobs whose ranks keep their state in memory, after a failure or by copies, with or without a folder; and bugs
-made on purpose."""
+"""Simulate jobs whose ranks keep their state in memory, after a failure or by copies, with or without a folder. Bugs
+that are made on purpose must be found."""
 
 from __future__ import annotations
 
@@ -34,36 +34,36 @@ def check(seeds: range) -> None:
 
 
 def test_each_generation_begins_with_the_newest_state_that_is_whole_anywhere() -> None:
-    """A job that goes back too far repeats hours; one that mixes two states has nobody's result."""
+    """A job that goes back too far repeats hours; one that mixes two states has a result that no run would have."""
     check(range(BY_DAY))
 
 
-# Seeds that once broke a promise, with the reason.
+# Seeds that once broke a rule. Each comment says how, or why that matters.
 ONCE_WRONG = {
     # A state may contain the cause of the failure: the job would fail three more times.
     "after three loads of a state the folder counts and not a state a step before": 701221,
-    # The judge took a forgotten report for an uncounted one: its agent repeats it, unless it is killed.
+    # The judge took a forgotten report for an uncounted one: the agent repeats the report, unless the agent is killed.
     "what an operator heard before it lost its lease is not known to it afterwards": 106677,
-    # Their agents would get the whole budget again.
+    # The agents of such pods would get the whole restart budget again.
     "a new operator with an old list of jobs makes no pods of an attempt that is over": 210391,
-    # The report is confirmed, and the agent is killed before it repeats it.
+    # The operator confirmed the report, and the agent was killed before it could repeat the report.
     "what an agent says before an operator has reconciled its job is counted": 411378,
     # The next leader knew no generation, and its rank found a newer one in the folder.
     "a pod that was never seen to run is replaced and not made again once its ranks have started again": 1003942,
-    # Neither knew a generation, and the folder had a newer one.
+    # Neither pod knew a generation, and the folder had a newer one.
     "a pod that was made again unseen and a replacement do not begin together": 2008217,
     # The model had two operators of the same name, which shared one Lease; one wrote a report of the previous
     # generation.
     "an operator that crashes while it stops has one successor": 721310,
-    # Both are of generation 0, and nobody knows which of them has saved: the folder may have more.
+    # Both pods are of generation 0, so nobody knows which one has saved. The folder may have values that memory lacks.
     "a pod that is made again goes on from what the first one saved and not from what it assumes": 720003,
-    # lostSteps was 144, but 131 steps were repeated: whoever pays for the GPUs relies on that number.
+    # lostSteps was 144, but 131 steps were repeated. Users who pay for the GPUs rely on that number.
     "a failure whose clock is ahead of the next ranks first step counts no step twice": 721701,
-    # The pod's name was free while its container was running: the next attempt trained next to it into one folder.
+    # The pod's name was free while its container was running: two attempts trained at once, in the same folder.
     "a forced delete that is carried out when the node is back is refused": 701187,
     # The next attempt began at once, and the final reports of the last pods were lost.
     "what an agent has charged counts also where its job is resumed while its pods stop": 920684,
-    # They were deleted after the new ones had started.
+    # The old pods were deleted after the new ones had started.
     "a job that resumes without a lost node starts when the pods of that node are deleted": 1003759,
 }
 
@@ -117,12 +117,12 @@ def written_while_dirty() -> contextlib.AbstractContextManager[Any]:
 
 
 def memory_beats_the_folder() -> contextlib.AbstractContextManager[Any]:
-    """Memory counts, even if more was saved than it has."""
+    """Memory is used even if the folder has a newer state."""
     return mock.patch.object(memory, "is_newer", return_value=False)
 
 
 def assumed_beats_what_was_saved() -> contextlib.AbstractContextManager[Any]:
-    """What a rank assumes counts as what another one has saved."""
+    """A state that a rank only assumes counts as much as one that another rank has saved."""
     newest = memory.newest
 
     def all_alike(held: Sequence[Held | None], *more: Any) -> FoundState | str:
@@ -174,7 +174,7 @@ def copies_that_are_not_made() -> contextlib.AbstractContextManager[Any]:
 
 
 def saves_expected_at_the_pace_of_copies() -> contextlib.AbstractContextManager[Any]:
-    """A rank that is many steps behind a copy made by `save` is judged by another rule."""
+    """The rule for regular copies is applied to a copy made by `save`, although a rank may be many steps behind it."""
     return mock.patch.object(copies.CopyPlan, "next_within", property(lambda plan: plan.every))
 
 
@@ -225,6 +225,6 @@ def test_a_bug_made_on_purpose_is_found(mutant: Mutant) -> None:
             pytest.fail(f"not found in {MUTANT_SEEDS_MAX} seeds")
     if seed != SEEDS[mutant]:
         warnings.warn(f"{mutant.__name__} is now found by seed {seed}: change SEEDS", stacklevel=2)
-    # Without the bug the same faults do no harm: the bug was found.
+    # Without the bug the same faults do no harm, so it was the bug that was found.
     fixed = simulate(memory_scenario(seed), found.taken)
     assert not fixed.wrong, fixed.wrong

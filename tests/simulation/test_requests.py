@@ -52,8 +52,8 @@ def asked(scenario: Scenario) -> set[str]:
 
 @pytest.mark.parametrize("gang", ["auto", "none"])
 def test_where_no_gang_and_no_queue_is_switched_on_nothing_is_asked_of_their_apis(gang: str) -> None:
-    """Users without gangs and queues get neither requests nor log lines about missing rights, even for a job with a
-    queue's label."""
+    """Otherwise the log of an installation without gangs and queues would complain about missing rights, for each job
+    with a queue's label."""
     labels = {"kueue.x-k8s.io/queue-name": "main"}
     scenario = Scenario(spec={"nodes": 2, "gang": gang}, training_seconds=200, labels=labels, clusterwide=True)
     groups = asked(scenario)
@@ -70,7 +70,7 @@ def test_a_job_of_eight_pods_that_just_trains_costs_twelve_writes(training_secon
 
 
 def test_a_job_that_just_trains_costs_no_read() -> None:
-    """The operator only reads lists of everything that it watches, whose number does not depend on the jobs."""
+    """The operator only lists the collections that it watches; their number does not depend on the number of jobs."""
     simulation, reads = Simulation(Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=30)), set()
     request = simulation.api.request
 
@@ -91,7 +91,7 @@ def test_a_job_that_just_trains_costs_no_read() -> None:
 def test_the_end_of_a_long_job_is_an_event_more_and_with_all_events_each_job_has_two(
     training_seconds: int, events: str
 ) -> None:
-    """Users who keep Events in a log store find the end of a training of a week there."""
+    """Users who keep Events in a log store find there how a long training has ended."""
     scenario = Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=training_seconds, events=events)
     found = writes(scenario)
     assert found["event AllNodesCompleted"] == 1
@@ -109,12 +109,12 @@ def test_a_failure_has_its_events_all_the_same() -> None:
 
 
 def test_a_gang_costs_its_group_and_no_other_write_and_a_queue_one_status_and_one_event_more() -> None:
-    """A scheduler and a queue report each step of a group, which must not cost a write of the status each."""
+    """A scheduler or queue reports each step of a group, and not each report may cost a write of the status."""
     plain = Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=30)
     native = writes(replace(plain, gang=True))
     of_group = {"create podgroups": 1, "change podgroups": 1}  # created, and deleted at the end
     assert native == {"create services": 1, "create pods": 8, "change ddpjobs": 3} | of_group
     queued = writes(replace(plain, quota=8, labels={"kueue.x-k8s.io/queue-name": "main"}), Crowd)
     of_workload = {"create workloads": 1, "change workloads": 2, "event WaitingForAdmission": 1}
-    events = {"event AllNodesRun": 1, "event AllNodesCompleted": 1}  # of a job that had to wait
+    events = {"event AllNodesRun": 1, "event AllNodesCompleted": 1}  # both, because the job had to wait
     assert queued == {"create services": 1, "create pods": 8, "change ddpjobs": 4} | of_workload | events

@@ -1,5 +1,5 @@
-"""Every task of a running operator is ended, one after the other, with a model of an API server. kopf's tasks are
-included, so the operator is a process as in a cluster."""
+"""End every task of a running operator, one after the other, with a model of an API server. kopf's tasks are included,
+so the operator runs in a process of its own, as in a cluster."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from model_server import ModelServer
 END_SECONDS, STOP_SECONDS = 5.0, 10.0
 LATE_SECONDS = 5.0  # allows for other work of the machine
 QUICK_LEASE = {"DDPJOB_LEASE_SECONDS": "3", "DDPJOB_LEASE_RENEW_SECONDS": "2", "DDPJOB_LEASE_RETRY_SECONDS": "0.5"}
-# One of each kind: at night all tasks are ended.
+# One task of each kind; the long test ends all tasks.
 OURS = ("pods in b", "lease", "queue")
 KOPFS = ("watcher for ddpjobs", "multidimensional")
 
@@ -56,7 +56,7 @@ class World:
         self.server.__exit__()
 
     def running(self) -> Operator:
-        """Return an operator that acts."""
+        """Return the running operator; start a new one if it has ended."""
         if self.operator is None or self.operator.process.poll() is not None:
             if self.operator is not None:
                 self.operator.__exit__()
@@ -70,7 +70,7 @@ class World:
         return self.operator
 
     def acts(self) -> None:
-        """True if it creates the pods of a new job, and notices that the job is deleted."""
+        """Check that the operator creates the pods of a new job, then delete the job."""
         assert self.operator is not None
         self._jobs += 1
         name = f"job-{self._jobs}"
@@ -92,7 +92,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 def is_over(world: World, name: str) -> None:
-    """True if, after the end of a task, the operator has ended with a reason or acts as before."""
+    """Check that, after the end of a task, the operator ends with a reason or works as before."""
     operator = world.running()
     began = time.monotonic()
     assert name in task_ender.tasks(world.socket, end=name), name
@@ -120,9 +120,9 @@ def test_a_task_that_ends_is_followed_by_the_operators_end_with_a_reason(world: 
         assert f"{start} has ended, so the operator ends" in world.operator.log
 
 
-@pytest.mark.long  # a minute and a half; by day one task of each kind is ended
+@pytest.mark.long  # takes 90 s; the test above ends only one task of each kind
 def test_whichever_task_ends_the_operator_goes_on_or_ends_with_a_reason(world: World) -> None:
-    """This holds for all tasks, including those that nobody has thought of."""
+    """The rule holds for all tasks, including those that are missing in OURS and KOPFS."""
     chance = random.Random(35)
     world.running()
     left = task_ender.tasks(world.socket)
@@ -137,7 +137,7 @@ def test_whichever_task_ends_the_operator_goes_on_or_ends_with_a_reason(world: W
 
 @pytest.mark.parametrize("silent", [False, True])
 def test_sigterm_ends_the_operator_soon(world: World, silent: bool) -> None:
-    """The next leader waits for it. It returns the Lease first, which a silent API server never answers."""
+    """The next leader waits for the Lease. The operator returns it first, but a silent API server never answers."""
     operator = world.running()
     world.server.silent = silent
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""The operator in virtual time before an API server that is slow where a test says so. Nothing here is a kubelet."""
+"""Run the operator in virtual time against an API server whose delays the test chooses. There is no kubelet."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Raw = dict[str, Any]
 
 
 class SlowServer:
-    """The methods of kube.client.Client. `delay(verb, path)` is how long a request takes; above 30 s it times out."""
+    """The methods of kube.client.Client. `delay(verb, path)` returns a request's seconds; above 30 it times out."""
 
     def __init__(self, delay: Callable[[str, str], float]) -> None:
         self.limits = RequestLimits()
@@ -30,7 +30,7 @@ class SlowServer:
         self.version = 100
         self.under_way = 0
         self.done: list[tuple[float, str, str]] = []
-        """When each request was carried out, its verb and its path; of a create with the object's name."""
+        """Time, verb and path of each completed request; for a create the path ends with the object's name."""
         self.objects: dict[str, Raw] = {}
 
     async def get(self, path: str, params: Any = None) -> Raw:
@@ -102,7 +102,7 @@ class Town:
         self.operator.lead()
 
     def apply(self, namespace: str, name: str, nodes: int, status: Raw | None = None, **spec: Any) -> None:
-        """A job as the watch shows it; of the same name: its spec is edited."""
+        """Create a job, or edit the spec of the job with this name; the watch shows it at once."""
         at = f"/apis/training.ddpjob.io/v1alpha1/namespaces/{namespace}/ddpjobs/{name}"
         raw = manifest(name, nodes=nodes, **spec)
         old = self.server.objects.get(at) or {}
@@ -113,7 +113,7 @@ class Town:
         self.operator.caches.jobs.put(copy.deepcopy(raw))
 
     def run_pods(self, namespace: str) -> None:
-        """The trainers of all pods of a namespace run, as the watch shows it."""
+        """Let the trainers of all pending pods of a namespace run; the watch shows it at once."""
         for at, raw in self.server.objects.items():
             if at.startswith(f"/api/v1/namespaces/{namespace}/pods/") and raw["status"]["phase"] == "Pending":
                 trainer = {"name": "trainer", "ready": True, "state": {"running": {}}}
@@ -123,34 +123,35 @@ class Town:
                 self.operator.caches.pods.put(copy.deepcopy(raw))
 
     def lose_pod(self, namespace: str, name: str) -> None:
-        """A pod is gone, as the watch shows it."""
+        """Remove a pod; the watch shows it at once."""
         raw = self.server.objects.pop(f"/api/v1/namespaces/{namespace}/pods/{name}")
         self.operator.caches.pods.remove(namespace, name, raw["metadata"]["uid"])
 
     @property
     def seconds(self) -> float:
-        """The time."""
+        """The virtual time."""
         return asyncio.get_running_loop().time()
 
     def states(self, namespace: str) -> collections.Counter[str]:
-        """How many jobs of a namespace are in each state."""
+        """Count the jobs of a namespace by state."""
         start = f"/apis/training.ddpjob.io/v1alpha1/namespaces/{namespace}/ddpjobs/"
         jobs = (raw for at, raw in self.server.objects.items() if at.startswith(start))
         return collections.Counter(raw["status"].get("state", "") for raw in jobs)
 
     def pods(self, namespace: str, name: str = "") -> int:
-        """How many pods there are of a job, or of all in a namespace."""
+        """Count the pods of a job, or all pods of a namespace."""
         start = f"/api/v1/namespaces/{namespace}/pods/{name}"
         return sum(at.startswith(f"{start}-" if name else start) for at in self.server.objects)
 
     def why_unhealthy(self) -> str:
-        """Return the probe's answer, without watches, of which there are none here."""
+        """Return the probe's answer, as if all watches had just been tried, because there are none here."""
         for reflector in self.operator.watches():
             reflector.tried_at = asyncio.get_running_loop().time()
         return self.operator.unhealthy()
 
     async def until(self, true: Callable[[], bool], seconds: float) -> float:
-        """Wait at most so many seconds, with a healthy operator all the time; return the time it took."""
+        """Wait at most this many seconds, and check all the time that the operator is healthy. Return the seconds that
+        it took."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         while not true():
@@ -161,7 +162,7 @@ class Town:
 
 
 def play(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """A test in virtual time."""
+    """Run a test in virtual time."""
     loop = VirtualLoop()
     running = loop.create_task(story())
     try:

@@ -1,4 +1,4 @@
-"""What `Snapshot` keeps in the agent's memory, and returns in the next generation; each generation is a forked process.
+"""`Snapshot` keeps a state in the agent's memory and returns it in the next generation, which is a forked process here.
 No rank is killed here: `rescue()` is what a survivor does. `tests/agent/test_memory.py` has the kills."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def train_from_load(until: int, **others: Any) -> int:
 
 
 class Keeping(torch.nn.Linear):
-    """A layer that keeps the very tensor that it is given."""
+    """A layer that keeps the loaded tensor itself, not a copy."""
 
     seen: torch.Tensor
 
@@ -46,12 +46,12 @@ class Keeping(torch.nn.Linear):
 
 @pytest.mark.parametrize("who_keeps", ["a layer", "the model"])
 def test_what_was_loaded_stays_as_it_is_when_the_memory_is_written_again(node: Node, who_keeps: str) -> None:
-    """Tensors that are views of the memory would change within the training when the next state is written."""
+    """Tensors that are views of the memory would change during training, when the next state is written there."""
 
     def objects_of() -> dict[str, Any]:
         first = Keeping if who_keeps == "a layer" else torch.nn.Linear
         model = torch.nn.Sequential(first(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
-        if who_keeps == "the model":  # a script that saves memory
+        if who_keeps == "the model":  # some scripts do this to save memory
             model.load_state_dict = functools.partial(model.load_state_dict, assign=True)  # type: ignore[method-assign]
         return {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
 
@@ -80,7 +80,7 @@ def test_what_was_loaded_stays_as_it_is_when_the_memory_is_written_again(node: N
 
 
 def test_the_state_of_a_snapshot_needs_no_memory_for_what_the_objects_have(node: Node) -> None:
-    """A copy of the model and the optimizer's state would stay next to them to the end, on each rank of a node."""
+    """Otherwise each rank would hold a second copy of the model and the optimizer's state until the end."""
 
     def load() -> tuple[int, list[bool]]:
         objects = parts()
@@ -103,7 +103,7 @@ def test_the_state_of_a_snapshot_needs_no_memory_for_what_the_objects_have(node:
 
 
 def test_a_sampler_that_a_dataloader_reads_ahead_is_not_kept_before_save_names_its_place(node: Node) -> None:
-    """Its state counts batches as trained that are only in a queue: these samples would be left out."""
+    """Its state counts batches as trained that are still in a queue: a restart would skip these samples."""
 
     def train() -> int:
         sampler = ddpjob.GlobalBatchSampler(64, 4, 7)
@@ -119,7 +119,7 @@ def test_a_sampler_that_a_dataloader_reads_ahead_is_not_kept_before_save_names_i
 
 
 def test_an_optimizer_that_load_does_not_name_means_that_load_names_too_little(node: Node) -> None:
-    """A script that loads pretrained weights and saves more: its optimizer would start from zero in the middle."""
+    """A script may load pretrained weights and save more than that. Its optimizer would lose its state in a restart."""
 
     def train() -> None:
         objects = parts()
@@ -132,8 +132,8 @@ def test_an_optimizer_that_load_does_not_name_means_that_load_names_too_little(n
 
 
 def train_from_parts(*parts_of_load: tuple[str, ...]) -> tuple[int, ...]:
-    """Return what each call of load() reports. First the folder gets step 3, with one name more than step 9 in memory
-    has."""
+    """Return the steps that the calls of load() return. Before them the folder gets step 3, and memory step 9 with one
+    name less."""
     snapshot = ddpjob.Snapshot("snapshots")
     objects, best = parts(), {"best": torch.zeros(())}
     loaded = tuple(snapshot.load(**{name: (objects | best)[name] for name in names}) for names in parts_of_load)
@@ -150,14 +150,14 @@ def train_from_parts(*parts_of_load: tuple[str, ...]) -> tuple[int, ...]:
 def test_two_calls_of_load_take_the_same_step_however_often_it_was_loaded(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Parameters of one step and the optimizer of another are no state that ever existed."""
+    """Parameters of one step and an optimizer of another form a state that never existed."""
     found = [node.run(number, lambda: train_from_parts(("model",), ("optimizer",))) for number in range(5)]
     assert found == [(0, 0), (9, 9), (9, 9), (9, 9), (3, 3)]
     assert "step 9 was loaded before, and no step after it is known" in capfd.readouterr().err
 
 
 def test_a_second_call_of_load_takes_the_folder_where_the_first_one_did(node: Node) -> None:
-    """Otherwise the optimizer comes from a newer step, because only the first call needs what the memory lacks."""
+    """Otherwise the optimizer is of a newer step, because only the first call names an object that memory lacks."""
     found = [node.run(number, lambda: train_from_parts(("model", "best"), ("optimizer",))) for number in range(2)]
     assert found == [(0, 0), (3, 3)]
 
@@ -178,7 +178,7 @@ def test_a_second_call_of_load_that_the_memory_cannot_serve_is_refused_once(node
 
 
 def test_a_state_that_a_script_names_again_after_load_was_loaded_as_often(node: Node) -> None:
-    """A script that always fails in the next step would never go back to the folder."""
+    """Otherwise a script that always fails in the next step would never go back to the folder."""
 
     def train() -> int:
         snapshot, objects = ddpjob.Snapshot("snapshots"), parts()
@@ -280,8 +280,8 @@ def test_progress_is_no_boundary(node: Node) -> None:
 def test_a_rank_within_its_step_names_the_values_of_it_first_where_it_names_them_after_each_step(
     node: Node, each: int, left: int | None
 ) -> None:
-    """The others may have made that step, so that nobody has the one before it. A script that passes values only
-    sometimes would be waited for in vain."""
+    """The other ranks may have made that step, and then nobody has the one before it. A script that passes values only
+    now and then would not pass them soon, so its rank writes nothing."""
 
     def train() -> None:
         objects, snapshot, _ = begin()
@@ -495,9 +495,9 @@ def test_without_a_folder_the_state_is_in_memory_alone_and_the_log_says_so_once(
 
 
 def saving(until: int, *, every: int, values: bool, marks: str = "", dies: int | None = None) -> Any:
-    """Train to that step without a folder, and save every few steps; then a rank fails, and the others write what they
-    have. marks: further calls of the script after each step, or at the saved steps. dies: this rank, right after its
-    last save. Return the first step, and the end."""
+    """Train to this step without a folder, and save every few steps; then let a rank fail and the others write their
+    state. marks: the steps at which the script calls should_stop(). dies: rank that fails right after its last save.
+    Return the first step, its value, and a checksum of the model at the end."""
     objects, snapshot = parts(), ddpjob.Snapshot()
     step = began = snapshot.load(**objects)
     back = snapshot.state.get("best") if began else None
@@ -511,7 +511,7 @@ def saving(until: int, *, every: int, values: bool, marks: str = "", dies: int |
         if step % every == 0:
             snapshot.save(step, **objects, **({"best": step + 0.5} if values else {}))
         settle()
-    torch.distributed.barrier()  # all have come this far when one dies
+    torch.distributed.barrier()  # no rank dies before all are here
     if dies != int(os.environ["RANK"]):
         rescue()
     return began, back, packed.total(packed.tensors_of(objects["model"].state_dict()))
@@ -557,14 +557,14 @@ def test_what_was_saved_counts_also_where_a_rank_dies_before_the_next_step(
 
 
 def test_failures_between_two_saves_do_not_use_up_what_was_saved(node: Node) -> None:
-    """A state that is loaded repeatedly without a later step is given up; here there are unmarked steps. The fourth
-    failure would begin at step 0."""
+    """A state that is loaded repeatedly without a later step is given up. Here later steps are made, but not marked.
+    Otherwise the job would begin at step 0 after the fourth failure."""
     began = [node.run(number, lambda: saving(9, every=6, values=True), ranks=2)[0] for number in range(6)]
     assert began == [0, 6, 6, 6, 6, 6]
 
 
 def test_a_save_that_a_rank_has_not_come_to_is_no_reason_to_begin_at_step_0(node: Node) -> None:
-    """Its last save may be far back, for example if the script saves the best state."""
+    """The rank's last save may be far back, for example if the script saves only the best state."""
 
     def train(until: int) -> Any:
         objects, snapshot = parts(), ddpjob.Snapshot()
@@ -682,7 +682,7 @@ def test_what_was_saved_right_before_the_model_grows_is_there(node: Node) -> Non
 
 @pytest.mark.parametrize("marks", ["each step", "what it saves"])
 def test_a_script_that_marks_each_step_is_not_copied_where_it_saves(node: Node, marks: str) -> None:
-    """It repeats no step without copies, which take memory again, and time at each save."""
+    """Such a script repeats no step without copies, and copies take more memory, and time at each save."""
     for generation, until in enumerate((10, 15)):
         node.run(generation, lambda until=until: saving(until, every=4, values=False, marks=marks), ranks=2)  # type: ignore[misc]
         assert node.step == (until if marks == "each step" else until // 4 * 4)
@@ -701,7 +701,7 @@ def test_without_a_folder_and_without_an_agent_the_log_says_that_nothing_is_save
 
 
 def test_no_folder_and_no_memory_is_a_mistake() -> None:
-    """Its saves would do nothing."""
+    """Such a Snapshot would save nothing."""
     with pytest.raises(ddpjob.ConfigurationError, match="nothing would be saved"):
         ddpjob.Snapshot(memory=False)
 
@@ -766,7 +766,7 @@ def train(until: int, before_rescue: Callable[[dict[str, Any]], object] = lambda
 def test_a_model_that_has_grown_since_its_last_step_goes_on_from_the_folder_and_the_log_says_so(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It belongs to no step: the script has not trained it yet, and would let it grow again."""
+    """The grown model belongs to no step: the script has not trained it yet, and would let it grow again."""
 
     def grow(objects: dict[str, Any]) -> None:
         objects["model"].append(torch.nn.Linear(1, 100_000))
@@ -793,7 +793,7 @@ def test_parameters_that_change_after_the_boundary_are_not_taken_for_those_of_th
 def test_a_value_that_save_has_found_changed_is_not_taken_from_keep_alone(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """An average that is updated at the end of an epoch came back without that update."""
+    """Otherwise an average that is updated at the end of an epoch loses that update."""
 
     def train() -> None:
         objects, snapshot, step = begin()
@@ -811,7 +811,7 @@ def test_a_value_that_save_has_found_changed_is_not_taken_from_keep_alone(
 
 
 def test_where_a_script_changes_its_state_is_known_after_a_restart_too(node: Node) -> None:
-    """Until its first save the second generation lost the learning rate of a step."""
+    """Otherwise the second generation loses the learning rate of a step, if a rank fails before its first save."""
 
     def train(until: int) -> int:
         objects, snapshot, step = begin()
@@ -833,7 +833,7 @@ def test_where_a_script_changes_its_state_is_known_after_a_restart_too(node: Nod
 @pytest.mark.parametrize("marks", ["should_stop", "keep"])
 @pytest.mark.parametrize("evaluates", ["not at all", "by random numbers", "in training mode"])
 def test_what_an_evaluation_changes_after_the_mark_is_not_lost(node: Node, marks: str, evaluates: str) -> None:
-    """The run went on with other dropout masks, or with a BatchNorm that had not seen these batches."""
+    """Otherwise the run continues with other dropout masks, or with a BatchNorm that has not seen these batches."""
 
     def train() -> None:
         objects, snapshot, step = begin()
@@ -860,7 +860,8 @@ def test_what_an_evaluation_changes_after_the_mark_is_not_lost(node: Node, marks
 def test_the_seed_of_the_next_epochs_loader_is_drawn_again_and_that_of_an_evaluation_is_not(
     node: Node, evaluates: str
 ) -> None:
-    """Each iter(DataLoader) draws one. After a restart the script begins the same epoch, and evaluates nothing."""
+    """Each iter(DataLoader) draws a seed. After a restart the script begins the same epoch again, but does not repeat
+    the evaluation."""
 
     def train() -> None:
         objects, snapshot, step = begin()
@@ -886,7 +887,7 @@ def test_the_seed_of_the_next_epochs_loader_is_drawn_again_and_that_of_an_evalua
 
 @pytest.mark.parametrize("marks", ["should_stop", "keep"])
 def test_a_sampler_that_ends_an_epoch_before_its_save_is_trusted_in_the_next_epoch(node: Node, marks: str) -> None:
-    """It was taken for an object that changes before save(), so nothing was used after the first epoch."""
+    """Otherwise it is taken for an object that changes before save(), and memory is useless after the first epoch."""
 
     def train() -> None:
         objects, sampler, step = parts(), ddpjob.GlobalBatchSampler(16, 4, 7), 0
@@ -914,7 +915,7 @@ def test_a_sampler_that_ends_an_epoch_before_its_save_is_trusted_in_the_next_epo
 def test_a_rate_that_changes_before_the_next_batch_is_asked_for_is_not_set_again_by_a_restart(
     node: Node, place: str
 ) -> None:
-    """It was taken for a rate that is set at the top of the loop, because it changed after each mark."""
+    """Otherwise it is taken for a rate that is set at the top of the loop, because it changes after each mark."""
 
     def train() -> None:
         objects, sampler = parts(), ddpjob.GlobalBatchSampler(64, 4, 7)
@@ -983,8 +984,8 @@ def test_a_rank_of_a_generation_that_is_over_writes_nothing(node: Node) -> None:
 def test_ranks_that_train_models_of_their_own_do_not_get_each_others_and_the_log_says_so(
     node: Node, capfd: pytest.CaptureFixture[str], first: int
 ) -> None:
-    """One rank's state is not what the failed rank had. Nothing makes them step together: one may have proved that its
-    parameters change only in steps before the other begins."""
+    """A survivor's state is not the failed rank's. Nothing makes the ranks step together: one may have its proof, that
+    parameters change only in steps, before the other has begun."""
 
     def train_own() -> int:
         world, step = ddpjob.init(), 0
@@ -1010,7 +1011,7 @@ def test_ranks_that_train_models_of_their_own_do_not_get_each_others_and_the_log
 def test_why_a_restart_goes_on_from_the_folder_or_begins_anew_is_said_where_nobody_has_written_the_state(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """If all ranks were killed at once, or each that would write, users must not look for a mistake in their script."""
+    """If all ranks that could write the state were killed, users must not search for a mistake in their script."""
 
     def train(*, saves: bool) -> int:
         objects, snapshot, step = begin()
@@ -1056,7 +1057,7 @@ def test_a_state_of_which_a_bit_has_changed_in_memory_is_not_used_and_the_log_sa
 
 
 def test_an_optimizer_that_steps_within_backward_is_never_kept_in_the_middle_of_it(node: Node) -> None:
-    """Some parameters then belong to the next step."""
+    """In the middle of backward some parameters already belong to the next step."""
 
     def train_so(dies_within: bool) -> int:
         model = parts()["model"]
@@ -1086,7 +1087,7 @@ def test_an_optimizer_that_steps_within_backward_is_never_kept_in_the_middle_of_
 
 
 def test_a_grad_scaler_comes_back_with_the_step(node: Node) -> None:
-    """With its first scale again, the next steps would be skipped."""
+    """With the initial scale the next steps would be skipped."""
 
     def train_scaled(until: int) -> Any:
         objects, scaler = parts(), torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
@@ -1107,7 +1108,7 @@ def test_a_grad_scaler_comes_back_with_the_step(node: Node) -> None:
 
 
 def test_a_full_folder_ends_the_rank_and_the_memory_has_the_step(node: Node) -> None:
-    """This failure needs the memory most: the folder has nothing newer."""
+    """After this failure the memory matters most, because the folder has nothing newer."""
 
     def train_full(until: int) -> int:
         objects, snapshot, step = begin()
@@ -1306,7 +1307,7 @@ def test_ranks_of_a_node_that_was_lost_draw_new_numbers_the_same_at_each_resume_
         if not step:
             snapshot.keep(until, **objects)
         rescue()
-        if step:  # so the line at the end of the job has it
+        if step:  # the last line of the job's log contains `resumed_from`
             assert "random states of rank 1 were lost" in process.current.resumed_from
         return step, drawn
 
@@ -1352,8 +1353,8 @@ def test_a_rank_that_dies_within_its_step_has_its_random_states_however_steps_ar
 def test_a_rank_that_dies_again_and_again_while_it_loads_keeps_its_random_states_and_buffers(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The other rank was faster, and its state is of a newer generation: the same step, of which the dead rank has
-    written nothing."""
+    """The other rank loads faster, so its state is of a newer generation. It is the same step, but the dead rank has
+    written nothing in that generation."""
 
     def fail(*_: Any) -> None:
         raise InterruptedError
@@ -1361,7 +1362,7 @@ def test_a_rank_that_dies_again_and_again_while_it_loads_keeps_its_random_states
     def train() -> Any:
         world, generation = ddpjob.init(), int(os.environ["DDPJOB_GENERATION"])
         objects, snapshot = parts(), ddpjob.Snapshot("snapshots", world)
-        if generation in (1, 2) and world.rank == 0:  # its buffers are the model's
+        if generation in (1, 2) and world.rank == 0:  # rank 0's buffers are saved with the model
             objects["optimizer"].register_load_state_dict_pre_hook(fail)
         try:
             step = snapshot.load(**objects)

@@ -1,4 +1,4 @@
-"""A training that is told to stop stops on all ranks after the same step, or on none, and never looks completed."""
+"""A training that gets SIGTERM stops on all ranks after the same step, or on none, and never looks completed."""
 
 import itertools
 import json
@@ -30,7 +30,7 @@ def steps(tmp_path: Path) -> "Steps":
 
 
 class Steps:
-    """What the ranks leave for the test to read, and for each other to wait for."""
+    """Files that the ranks write for the test to read, and to wait for each other."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -72,7 +72,7 @@ def test_one_rank_of_three_is_told_at_any_moment_and_all_stop_after_the_same_ste
                     raise ddpjob.Stopped(step)
 
     outcomes = end_ranks(body, 3)
-    if at == 1:  # before its first call SIGTERM ends a process as ever
+    if at == 1:  # before the first should_stop() SIGTERM ends a process as usual
         assert outcomes[told].exit_code == -signal.SIGTERM
         return
     assert [outcome.exit_code for outcome in outcomes] == [RESUMABLE] * 3, (told, at, outcomes)
@@ -81,7 +81,7 @@ def test_one_rank_of_three_is_told_at_any_moment_and_all_stop_after_the_same_ste
 
 
 def test_ranks_that_do_not_wait_for_each_other_stop_after_the_same_step_too(end_ranks, steps, meeting_file):
-    """No collective holds them together, and the slowest one is told: it has to catch up with the fastest."""
+    """Without collectives the ranks drift apart. The slowest one gets SIGTERM, and must catch up with the fastest."""
 
     def body(rank: int) -> None:
         with ddpjob.init(init_method=meeting_file, rank=rank, world_size=3):
@@ -117,7 +117,8 @@ def test_all_ranks_told_at_once_and_again_stop_after_one_step(end_ranks, steps, 
 
 
 def test_a_rank_that_is_blocked_in_a_collective_hears_the_signal_and_answers(end_ranks, steps, meeting_file):
-    """Its Python handler runs only after the collective, which waits for a rank that waits for its answer."""
+    """Rank 0 joins the collective only after rank 1 has answered. A Python handler in rank 1 would run only after the
+    collective, so both would wait for ever."""
 
     def body(rank: int) -> None:
         with ddpjob.init(init_method=meeting_file, rank=rank, world_size=2):
@@ -203,7 +204,7 @@ def test_a_rank_that_waits_for_the_agreement_of_a_lost_one_gives_up_as_the_sympt
 
 
 def test_a_rank_that_has_stopped_stays_until_rank_0_has_written(end_ranks, steps, meeting_file, monkeypatch):
-    """torchrun gives the other processes of a node 30 s from the first that ends: too little for a large state."""
+    """torchrun kills the other processes of a node 30 s after the first one ends: too soon for a large state."""
     monkeypatch.setattr(join, "CLOSE_SECONDS", 0.0)
 
     def body(rank: int) -> None:
@@ -224,7 +225,7 @@ def test_a_rank_that_has_stopped_stays_until_rank_0_has_written(end_ranks, steps
 
 
 def test_a_rank_that_ends_by_sys_exit_75_waits_for_nobody(end_ranks, steps, meeting_file, monkeypatch):
-    """In `with init()` that is an exception, after which a rank is given 2 s to end: it ended with 1, as a failure."""
+    """After any other exception in `with init()` a rank that does not end within 2 s is ended with 1, as a failure."""
     monkeypatch.setattr(join, "END_SECONDS", 20.0)  # longer than this machine is ever held up
 
     def body(rank: int) -> None:
@@ -243,7 +244,7 @@ def test_a_rank_that_ends_by_sys_exit_75_waits_for_nobody(end_ranks, steps, meet
 
 def test_a_rank_that_has_stopped_and_waits_for_a_lost_one_ends_on_the_next_sigterm(end_ranks, meeting_file):
     def once_more() -> None:
-        wait_until(lambda: process.current.agreement is None)  # it leaves, and waits for the other rank
+        wait_until(lambda: process.current.agreement is None)  # the rank is leaving, and waits for the other one
         sigterm()
 
     def body(rank: int) -> None:
@@ -334,7 +335,7 @@ def test_a_handler_of_the_script_is_left_alone(start_script):
 
 
 def test_a_process_that_a_rank_forks_ends_on_sigterm_and_its_parent_hears_nothing(start_script):
-    """A DataLoader ends its workers so."""
+    """A DataLoader ends its workers with SIGTERM."""
     script = (
         "import os, signal, sys, time, ddpjob\n"
         "ddpjob.should_stop(1)\n"
@@ -347,7 +348,7 @@ def test_a_process_that_a_rank_forks_ends_on_sigterm_and_its_parent_hears_nothin
         "time.sleep(1)\n"
         "assert not ddpjob.should_stop(2)\n"
     )
-    # From 3.12 on Python itself warns of any fork in a process with threads, as every rank is.
+    # Python 3.12 and newer warns of a fork in a process with threads, which every rank has.
     process = start_script(script, PYTHONWARNINGS="ignore::DeprecationWarning")
     assert process.communicate(timeout=30)[1] == ""
     assert process.returncode == 0

@@ -1,4 +1,4 @@
-"""The termination message: how a rank failed can be read after its process and its pod are gone."""
+"""The termination message: users can read how a rank failed after its process and its pod are gone."""
 
 import contextlib
 import fcntl
@@ -140,7 +140,7 @@ def test_an_exit_code_inside_the_group_is_told_although_the_hook_never_sees_it(l
 
 def test_under_torchrun_the_worker_that_failed_first_is_told_and_not_the_one_that_lost_it(log, tmp_path, free_port):
     script, gone = tmp_path / "train.py", tmp_path / "gone"
-    # torchrun ends the other worker as soon as it sees the first failure: both must have written theirs by then.
+    # Neither worker exits before both have raised, because torchrun ends the other one as soon as one has failed.
     script.write_text(
         "import atexit, os, pathlib, sys, time, ddpjob\n"
         f"gone = pathlib.Path({str(gone)!r})\n"
@@ -241,7 +241,7 @@ def test_what_a_process_of_the_rank_has_raised_is_told_and_not_only_that_it_did(
 
 
 def test_what_a_worker_of_a_data_loader_has_caught_of_a_network_is_no_lost_peer(log):
-    """It is the script's own RuntimeError, raised from an object store that refused a request."""
+    """The RuntimeError is the script's own: an object store has refused a request."""
     said = (
         "ConnectionRefusedError: [Errno 111] Connection refused\n\nThe above exception was the direct cause of the "
         "following exception:\n\nTraceback (most recent call last):\n"
@@ -252,7 +252,7 @@ def test_what_a_worker_of_a_data_loader_has_caught_of_a_network_is_no_lost_peer(
 
 
 class GroupError(Exception):
-    """As in Python 3.11 and the package exceptiongroup."""
+    """Like ExceptionGroup of Python 3.11 and of the package exceptiongroup."""
 
     def __init__(self, text, exceptions):
         super().__init__(text)
@@ -443,7 +443,7 @@ def test_the_children_of_a_second_spawn_remove_the_failure_of_the_first(log, sta
 
 
 def test_a_parent_that_goes_on_by_itself_removes_the_failure_of_its_children(log, start_script):
-    """`except ProcessRaisedException: train_alone()` has handled it."""
+    """A parent with `except ProcessRaisedException: train_alone()` has handled the failure."""
     script = (
         "import multiprocessing, ddpjob\n"
         "def rank():\n"

@@ -1,4 +1,4 @@
-"""Goodput counts only seconds in which steps were made: whoever pays for the GPUs relies on it."""
+"""Goodput counts only seconds in which steps were made, because users who pay for the GPUs rely on it."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_from_the_last_step_to_the_first_after_a_restart_in_place_nothing_was_tr
 
 @pytest.mark.parametrize("deleted", [False, True], ids=["not ready", "its object is deleted"])
 def test_the_wait_for_a_lost_node_is_no_training(deleted: bool) -> None:
-    """The 40 s until a killed node is given up are no training."""
+    """Nothing is trained in the 40 s until Kubernetes gives up a killed node."""
     world = trains(digits().running(), *range(1, 11), seconds=5).after(4)
     (world.node_deleted(1) if deleted else world.node_lost(1)).settle()
     world.after(30).settle()
@@ -107,7 +107,7 @@ def test_the_wait_for_a_lost_node_is_no_training(deleted: bool) -> None:
 
 
 def test_a_node_that_is_only_not_heard_trains_until_its_last_step() -> None:
-    """Its kubelet has stopped, but its containers continue."""
+    """The node's kubelet has stopped, but its containers continue."""
     world = trains(digits().running(), *range(1, 11), seconds=5).node_lost(1).settle()
     trains(world, *range(11, 17), seconds=5).settle()
     assert world.status.reason == "NodeLost"
@@ -121,7 +121,7 @@ def test_a_long_step_that_a_lost_node_ends_was_training_until_the_node_can_have_
 
 
 def test_a_job_that_never_reports_a_step_has_no_ratio() -> None:
-    """It is running, but no report shows if it trains or hangs."""
+    """Without reports nobody knows if a running job trains or hangs."""
     world = digits().started().after(20).runs(0, 1).settle().after(80).exits(0).exits(1).settle()
     assert (spent(world).starting_seconds, spent(world).unreported_seconds) == (20, 80)
     assert (spent(world).productive_seconds, spent(world).ratio) == (0, None)
@@ -176,7 +176,7 @@ def test_a_script_that_reports_huge_numbers_as_steps_leaves_a_status_that_can_be
 
 @pytest.mark.parametrize("in_place", [True, False])
 def test_the_first_step_after_a_restart_is_written_at_once(in_place: bool) -> None:
-    """Users look at the columns just then: they were empty for 12 s while the job trained."""
+    """Right after a restart users check the columns of `kubectl get`, which were empty for 12 s of training."""
     world = trains(digits(container=DDPRUN).running(), 100, 110, seconds=11).after(1).reports_step(111).settle()
     if in_place:
         failure = Failure(rank=1, node_rank=1, failure_class="application", charged_to="application", step=111)

@@ -1,4 +1,4 @@
-"""What a rank reports of the collectives in which it waits: nothing uncertain."""
+"""A rank reports the collective that it waits in, and nothing that is uncertain."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ def entry(number: int, **known: Any) -> dict[str, Any]:
     ("entries", "count", "begun"),
     [
         ([], 0, 0),
-        ([], 3, -1),  # sends, or entries that the recorder has lost
+        ([], 3, -1),  # 3 sends, or collectives that the recorder has dropped
         ([entry(1), entry(2)], 2, 2),
-        ([entry(1), entry(2)], 3, -1),  # a send after it
-        ([entry(1), entry(2, op_id=5)], 5, 2),  # sends before it
+        ([entry(1), entry(2)], 3, -1),  # a send after collective 2
+        ([entry(1), entry(2, op_id=5)], 5, 2),  # sends before collective 2
         ([entry(1), entry(1, pg_id=4)], 1, -1),  # the group of that name was destroyed and created again
     ],
 )

@@ -26,14 +26,14 @@ from ddpjob.errors import ConfigurationError, StateError
 from ddpjob.group.join import rank_in_group
 
 EPOCH_BEGINS_MAX = 2
-"""A DataLoader may begin an epoch once more to look at a batch. A third time is a mistake."""
+"""A script may begin an epoch twice, for example to look at a batch first. A third time is a mistake."""
 
 
 class Batch(list[int]):
     """One rank's share of a global batch: indices into the data set, to be run `micro_batch` at a time.
 
     global_size  samples in the whole global batch, over all ranks.
-    stand_in     an index to run with weight zero if the share is empty, because every rank must take part in the
+    stand_in     index of a sample to run with weight zero if the share is empty. Every rank must take part in the
                  all-reduce, and many models reject an empty batch.
     """
 
@@ -45,7 +45,7 @@ class Batch(list[int]):
 
 
 class GlobalBatchSampler:
-    """The same global batches for any number of ranks: the same samples in the same order, from the seed alone.
+    """Yield the same global batches for any number of ranks: the same samples in the same order, from the seed alone.
 
         sampler = ddpjob.GlobalBatchSampler(len(x), global_batch=64, seed=7)
         for epoch in range(sampler.current_epoch, epochs):
@@ -101,7 +101,7 @@ class GlobalBatchSampler:
         """True if this DataLoader may have workers, which read ahead."""
         self.is_placed = False
         """True if the script saves its place as a value."""
-        self._has_drawn_for_all = False  # its workers persist, so it draws one seed for all epochs
+        self._has_drawn_for_all = False  # the DataLoader's workers persist, so it draws one seed for all epochs
         if drop_last and self.global_batch > self.n:
             raise ConfigurationError(
                 f"global_batch: {global_batch} is more than n: {n}, so no epoch has a full batch. "
@@ -110,7 +110,7 @@ class GlobalBatchSampler:
 
     @property
     def current_epoch(self) -> int:
-        """The epoch to continue with: 0 at first, after `load_state_dict` the interrupted one."""
+        """Epoch to continue with: 0 at first, after `load_state_dict` the interrupted one."""
         return self._epoch
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
@@ -136,7 +136,7 @@ class GlobalBatchSampler:
         self._epoch, self._consumed = epoch + 1, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch. For the interrupted epoch: stay at the place of the interruption."""
+        """Go to the beginning of an epoch; in the interrupted epoch, stay where it was interrupted."""
         epoch = _at_least(0, "epoch", epoch)
         if epoch != self._epoch:
             self._epoch, self._consumed = epoch, 0
@@ -152,7 +152,7 @@ class GlobalBatchSampler:
         self._refuse_another_share(sys._getframe(1).f_locals)
         self._tell_of_request()  # before the loader draws its seed
         self._consumed = self._first_of(self._epoch)
-        # After a resume with another global batch the last one has another size.
+        # Count from where this epoch continues: the global batch may have been another one before the resume.
         last = (self.n - self._consumed) % self.global_batch
         smallest = self.global_batch if self.drop_last or not last else last
         if smallest < self.world_size:
@@ -196,7 +196,7 @@ class GlobalBatchSampler:
         epoch, batches, self.is_placed = _at_least(0, "epoch", epoch), _at_least(0, "batches", batches), True
         consumed = min(self._first_of(epoch) + batches * self.global_batch, self.n)
         if not self._samples_left(consumed):
-            consumed = self.n  # although drop_last skips samples: Snapshot recognizes the end of an epoch by n
+            consumed = self.n  # even if drop_last skips samples, because Snapshot recognizes the end of an epoch by n
         return {"n": self.n, "seed": self.seed, "epoch": epoch, "consumed": consumed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -213,12 +213,13 @@ class GlobalBatchSampler:
         self._epoch, self._consumed = self._began = (epoch, consumed)
 
     def _tell_of_request(self) -> None:
-        """The script asks for a batch: a restart from here repeats what follows."""
+        """Report that the script takes a batch: a restart from here repeats what follows."""
         if process.current.keeper is not None:
             process.current.keeper.step_begins(self)
 
     def _note_begin(self) -> None:
-        """Log once if an epoch begins again and again. One early end is a look at a batch, two are a mistake."""
+        """Log once if an epoch begins again and again: the second time may be a look at a batch, the third is a
+        mistake."""
         epoch, times = self._begins
         times = times + 1 if epoch == self._epoch else 1
         self._begins = (self._epoch, times)
@@ -229,8 +230,8 @@ class GlobalBatchSampler:
             )
 
     def _refuse_another_share(self, caller: Mapping[str, Any]) -> None:
-        """Raise ConfigurationError if accelerate distributes these shares among the ranks once more, or lets rank 0
-        alone read them: part of the data would silently not be trained. caller: the variables of the calling frame."""
+        """Raise ConfigurationError if accelerate distributes these shares among the ranks again, or lets only rank 0
+        read them. Part of the data would silently not be trained. caller: the variables of the calling frame."""
         shard, loader = caller.get("self"), caller.get("loader")
         is_shard = getattr(shard, "batch_sampler", None) is self and getattr(shard, "num_processes", 1) > 1
         wrapper = shard if is_shard else loader
@@ -242,9 +243,11 @@ class GlobalBatchSampler:
             )
 
     def _continue_random_numbers(self) -> None:
-        """Restore the random numbers in an interrupted epoch, because iter(DataLoader) has drawn from them once more. A
-        state from the beginning of an epoch is older than that draw, unless the workers persist: those began with the
-        first epoch."""
+        """Restore the random numbers in an interrupted epoch, because iter(DataLoader) has drawn a seed again.
+
+        Not for a state from the beginning of an epoch, which was saved before that draw. With persistent workers it
+        was saved after it: they draw in the first epoch only.
+        """
         again = process.current.continue_random
         is_drawn = self._began[1] > 0 or self._has_drawn_for_all
         if again is not None and self._epoch == self._began[0] and is_drawn:
@@ -255,7 +258,7 @@ class GlobalBatchSampler:
         return self._began[1] if epoch == self._began[0] else 0
 
     def _samples_left(self, consumed: int) -> int:
-        """Return how many samples this epoch still trains. The global batch may have been another one before."""
+        """Return how many samples of this epoch are still to be trained. The global batch may have changed."""
         left = self.n - consumed
         return left - left % self.global_batch if self.drop_last else left
 
@@ -284,13 +287,13 @@ def accumulate(
                   that a DataLoader makes of a sample's fields looks like a list of samples: pass tuple(batch).
     global_batch  samples of this step over all ranks. A sampler's own batch knows its size, which is used instead:
                   with drop_last=False the last one of an epoch is smaller. A DataLoader's batch does not know it.
-    loss_fn       gets a piece of the batch and returns the loss **summed** over its samples (reduction="sum"), a
-                  scalar tensor. A rank without samples calls it with one index at weight zero.
+    loss_fn       takes a piece of the batch and returns the loss **summed** over its samples (reduction="sum"), a
+                  scalar tensor. On a rank without samples it gets one index, and its loss counts with weight zero.
     micro_batch   most samples of one forward pass; by default the sampler's, else the whole share.
     backward      the backward pass, e.g. lambda loss: scaler.scale(loss).backward(); by default loss.backward().
 
-    Return this rank's estimate of the mean loss (scalar tensor, detached), good enough to show; the average over all
-    ranks is the mean over the global batch. Gradients are accumulated, so call optimizer.zero_grad() first.
+    Return this rank's estimate of the mean loss (scalar tensor, detached), good enough for display; its average over
+    all ranks is the mean over the global batch. Gradients are accumulated, so call optimizer.zero_grad() first.
 
     DDP divides the summed gradients by the number of ranks, so the sum is scaled by world_size / global_batch
     (torch/nn/parallel/distributed.py, "averaged across processes"). Raise ConfigurationError for a model without DDP
@@ -328,7 +331,7 @@ def _data_parallel(model: torch.nn.Module) -> list[DistributedDataParallel]:
     found = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     ranks = 1 if (group := process.torch_group()) is None else group[1]
     if not found and ranks > 1:
-        # Each rank would train its own model, and FSDP would divide each gradient by the number of ranks once more.
+        # Without DDP each rank would train its own model. FSDP would divide each gradient by the number of ranks again.
         raise ConfigurationError(
             f"model: a {type(inner).__name__} is no DistributedDataParallel, so the gradients of {ranks} ranks "
             f"would not be averaged. Use world.wrap(model), also in the loss."
@@ -384,7 +387,7 @@ def _may_draw(dataset: Any) -> bool:
 
 
 def _samples_of(batch: Any) -> int:
-    """Return the samples of the longest field, because an empty field next to others does not make a share empty."""
+    """Return the number of samples in the longest field: an empty field next to others does not make a share empty."""
     fields = _fields(batch) if isinstance(batch, tuple | Mapping) else {0: batch}
     found = [len(v) for v in fields.values() if not _is_of_all(v) and hasattr(v, "__len__")]
     if not found:
@@ -459,7 +462,8 @@ class DataPartitioner:
     dataset    anything with len() and [index], or the number of samples (items are then indices).
     fractions  positive or zero, sum 1 (to 1e-6). Sizes are the fractions of n rounded by largest remainder, so that
                they add up to n.
-    seed       which sample is in which part, and the order of each epoch; no epoch moves a sample to another part.
+    seed       decides which sample is in which part, and the order in each epoch. No epoch moves a sample to another
+               part.
     """
 
     def __init__(self, dataset: Any, fractions: Sequence[float], seed: int) -> None:
@@ -496,7 +500,7 @@ def _whole(state: Mapping[str, Any], name: str) -> int:
 
 
 def part_sizes(n: int, fractions: Sequence[float]) -> list[int]:
-    """Return whole sizes nearest to the fractions of n that add up to n: the largest remainders are rounded up."""
+    """Return integer sizes that add up to n, nearest to the fractions of n: the largest remainders are rounded up."""
     if not fractions:
         raise ConfigurationError("fractions: [] has no part. Give at least one, e.g. [1.0].")
     for i, fraction in enumerate(fractions):
@@ -504,7 +508,7 @@ def part_sizes(n: int, fractions: Sequence[float]) -> list[int]:
             raise ConfigurationError(f"fractions[{i}]: {fraction} must be a number from 0 to 1.")
     if abs(math.fsum(fractions) - 1) > 1e-6:
         raise ConfigurationError(f"fractions: {list(fractions)} add up to {math.fsum(fractions):g}, must be 1.")
-    # Exact fractions of their sum: [0.3333333] * 3 of 50,000,000 are 49,999,995, and rounding cannot add the other 5.
+    # Divide by the exact sum: [0.3333333] * 3 of 50,000,000 would be 49,999,995, and rounding cannot add the other 5.
     whole = sum(map(Fraction, fractions))
     exact = [Fraction(fraction) * n / whole for fraction in fractions]
     sizes = [math.floor(size) for size in exact]
@@ -539,7 +543,7 @@ def _at_least(least: int, name: str, value: int) -> int:
 
 
 def _integer(name: str, value: Any) -> int:
-    """Return a whole number, also from numpy or a tensor. Raise ConfigurationError for 2.5, which would be cut off."""
+    """Return a whole number, also from numpy or a tensor. Raise ConfigurationError for 2.5, which int() would cut."""
     try:
         return operator.index(value)
     except TypeError:

@@ -1,4 +1,4 @@
-"""What can go wrong, as one tree, so that a caller can catch one level; and `Stopped`, which is not an error."""
+"""The errors as one tree, so that a caller can catch one level; and `Stopped`, which is not an error."""
 
 from collections.abc import Sequence
 
@@ -7,15 +7,15 @@ from ddpjob_core import rules
 
 
 class DDPJobError(Exception):
-    """Everything that this library raises on purpose."""
+    """Base of all errors that this library raises on purpose."""
 
 
 class ConfigurationError(DDPJobError, ValueError):
-    """An argument or a variable of the environment cannot be right; the message names it, its value and the fix."""
+    """An argument or environment variable is invalid; the message names it, its value and the fix."""
 
 
 class UnsupportedError(ConfigurationError):
-    """What was asked for is not in this PyTorch or on this machine."""
+    """This PyTorch or this machine lacks a requested feature."""
 
 
 class RendezvousError(DDPJobError, RuntimeError):
@@ -31,7 +31,7 @@ class ReplicasDifferError(DDPJobError, RuntimeError):
 
 
 class StateError(DDPJobError, ValueError):
-    """What was saved does not fit what is to be continued."""
+    """A state cannot be saved or kept, or a saved one does not fit the script's objects."""
 
 
 class SnapshotError(StateError):
@@ -43,7 +43,7 @@ class Superseded(SnapshotError):  # noqa: N818 - the field's word for it, not an
 
 
 class Stopped(SystemExit):
-    """Ends a training that has saved `step` because it was told to stop: exit code 75, to be resumed, no failure."""
+    """Ends a training that was requested to stop and has saved `step`: exit code 75, resumable, not a failure."""
 
     def __init__(self, step: int) -> None:
         super().__init__(rules.RESUMABLE_EXIT_CODE)

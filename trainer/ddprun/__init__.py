@@ -44,6 +44,6 @@ def main() -> None:
 
     code = run(options, os.environ)
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, AttributeError):  # closed when we began, it is None
+        with contextlib.suppress(OSError, AttributeError):  # a stream is None if it was closed at our start
             stream.flush()
-    os._exit(code)  # all is done, and an interpreter's end takes as long as its beginning
+    os._exit(code)  # nothing is left to do, and Python's shutdown takes as long as its start

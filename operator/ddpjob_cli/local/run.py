@@ -1,5 +1,5 @@
-"""`ddpjob run`: a job as processes on this machine, by the same plan as in a cluster. One thread: observe, plan, write
-the status, act, then wait for an event or for the next planned time."""
+"""`ddpjob run`: run a job as processes on this machine, by the same plan as in a cluster. One thread observes, plans,
+writes the status, acts, and then waits for an event or for the next planned time."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 SUCCEEDED, FAILED, INTERRUPTED = 0, 1, 130
 WAIT_SECONDS_MAX = 3600.0  # the kernel's limit is 24.8 days, but a deadline may be a month
 REPORT_SECONDS = 0.5  # on loopback a report costs nothing, and the table should be up to date
-# Only a signal suspends a local run, and ends it afterwards.
+# A local run is suspended only by a signal, which also ends it.
 SETTINGS = Settings(progress_write_seconds=REPORT_SECONDS, resume_hint="run it again to go on", keeps_files=True)
 _STOPS = (reasons.SUSPENDING.name, reasons.SUSPENDED.name)
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -69,7 +69,7 @@ class RunOptions:
     """Rewrites places in the script for users: lines of a notebook as its cells."""
     pdb: int | None = None
     defaults: str = ""
-    """The numbers in the title that nobody gave."""
+    """The numbers in the title that the user did not give."""
     session: DevSession | None = None
 
 
@@ -146,7 +146,7 @@ def assign_slots(document: Document, job: api.DDPJob) -> tuple[list[pod_process.
     cwd, environment = Path.cwd() if has_own else script.folder_of(document.source, job), dict(os.environ)
     if cwd != Path.cwd():
         notes.append(f"working folder: {cwd}, where the script is")
-    # The volumes are in the run's folder, which does not exist yet; any folder is good enough for the check.
+    # The run's folder, which will have the volumes, does not exist yet. For the check any folder will do.
     volumes = cwd / "volumes"
     return [pod_process.Slot(cwd, volumes, environment, share) for share in shares], notes
 
@@ -163,7 +163,8 @@ def on_cpu(job: api.DDPJob) -> api.DDPJob:
 
 
 def check(document: Document, job: api.DDPJob, slots: Sequence[pod_process.Slot], options: RunOptions) -> list[str]:
-    """Refuse what a local process cannot have, before anything starts; return notes for the user. Raise InputError."""
+    """Refuse fields that a local process cannot have, before anything starts. Return notes for the user. Raise
+    InputError."""
     pods = [build.pod(job, 1, place) for place in topology.members(job.spec)]
     # Check the user's own template: fields added by the builder are not the user's mistakes.
     template = {**pods[0], "spec": job.spec.template["spec"]}
@@ -216,8 +217,8 @@ class Runner:
         self._node_faults = [(self._started_at + fault.at_seconds, fault) for fault in nodes]
         self._repeated = [faults.Kills(f) for f in options.faults if isinstance(f, faults.RepeatedFault)]
         self._stop_reasons: list[str] = []
-        self._stopped: dict[str, Container] = {}  # by pod: the end of each trainer that was told to stop
-        self._keys: set[int] = set()  # which of SIGTSTP and SIGQUIT wait to be obeyed
+        self._stopped: dict[str, Container] = {}  # by pod: trainers that ended after the stop was requested
+        self._keys: set[int] = set()  # SIGTSTP and SIGQUIT, if received and not handled yet
         self._noted: set[str] = set()
         self._total_steps: int | None = None
         self._metrics: MetricsFile | None = None
@@ -239,7 +240,7 @@ class Runner:
 
     def __enter__(self) -> Runner:
         processes.become_subreaper()
-        # `nohup` makes a program ignore SIGHUP, so that it outlives its terminal: leave that as it is.
+        # Keep SIGHUP ignored under `nohup`, so that the run outlives its terminal.
         is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         stops = [number for number in STOP_SIGNALS if not (is_nohup and number == signal.SIGHUP)]
         heard = [*stops, signal.SIGQUIT, signal.SIGTSTP]
@@ -321,7 +322,7 @@ class Runner:
                 return None if todo.requeue_at is None else max(0.0, (todo.requeue_at - now).total_seconds())
 
     def _wait(self, seconds: float | None) -> None:
-        """Wait until a node prints, reports or ends, a rank reports progress, or a signal comes."""
+        """Wait until a node prints, reports or ends, a rank reports progress, or a signal arrives."""
         waits = (
             seconds,
             self.screen.due_in(self.job.status),
@@ -343,7 +344,7 @@ class Runner:
                 self.cluster.handle(key)
 
     def _is_watched(self) -> bool:
-        """True if this run looks for idle ranks. Under ddprun the agents do that, with more information."""
+        """True if this run checks for idle ranks. Under ddprun the agents do that, with more information."""
         return self.job.status.state == "Running" and not launcher.facts(self.job.spec).restarts_in_place
 
     def _record(self, status: api.Status) -> None:
@@ -354,7 +355,7 @@ class Runner:
                 self._metrics.changed(self.job.status, status, dt.datetime.now(dt.timezone.utc), agent)
         if status.attempt != self.job.status.attempt:
             self._settings = dataclasses.replace(SETTINGS, failed_before=status.last_failure)
-            self.cluster.agent = None  # its restarts in place are counted, and do not belong to the next attempt
+            self.cluster.agent = None  # its restarts in place are counted already, and belong to the old attempt
         self.job = replace(self.job, status=status)
         self._note_once(self.record.take(status, dt.datetime.now(dt.timezone.utc)))
         if self.options.status is not None:
@@ -363,7 +364,7 @@ class Runner:
 
     @contextlib.contextmanager
     def _whatever_disk(self, name: str, consequence: str = "the job goes on without it") -> Iterator[None]:
-        """Ignore a full disk: it costs the file, never the job."""
+        """Report an error of the disk and continue: it costs the file, never the job."""
         try:
             yield
         except OSError as error:
@@ -389,7 +390,7 @@ class Runner:
             self._stop_reasons.append("a closed output")
 
     def _on_report(self, body: bytes) -> str | None:
-        """Runs in the receiver's threads."""
+        """Take a report; return why it is refused. Called in the receiver's threads."""
         try:
             now = dt.datetime.now(dt.timezone.utc)
             named = self.options.names(body.decode(errors="surrogateescape")).encode(errors="surrogateescape")
@@ -405,7 +406,7 @@ class Runner:
         return None
 
     def _wake(self) -> None:
-        """Runs in other threads."""
+        """Wake the run's thread. Called in other threads."""
         with contextlib.suppress(BlockingIOError, OSError):
             os.write(self._wake_write, b"r")
 
@@ -426,12 +427,12 @@ class Runner:
             self._stop_reasons.append(found.stop)
 
     def _obey_keys(self) -> None:
-        # The agents print the stacks.
+        # The agents print the stacks; the sentence names processes whose stacks they cannot print.
         if signal.SIGQUIT in self._keys and (sentence := stacks.ask(self.folder.uid).sentence()):
             self.screen.note(sentence)
         if signal.SIGTSTP in self._keys:
             self.screen.pause()
-            # Send SIGTSTP again, not SIGSTOP: the kernel ignores it if no shell could continue the process.
+            # Send SIGTSTP again, not SIGSTOP: the kernel ignores SIGTSTP if no shell could continue the process.
             handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTSTP)
             signal.signal(signal.SIGTSTP, handler)
@@ -451,7 +452,7 @@ class Runner:
             self.screen.note(idle.sentence(found, self._idle.seconds, "", f"ddpjob stacks {self.job.metadata.name}"))
 
     def _on_signal(self, number: int, _frame: Any) -> None:
-        """Record the signal: the interpreter may be in the middle of a print. A second one kills at once."""
+        """Only record the signal, because the interpreter may be in a print. A second signal kills at once."""
         if number not in STOP_SIGNALS:
             self._keys.add(number)
             return
@@ -473,7 +474,7 @@ class Runner:
                 self._kill_rank(repeated, pods)
 
     def _kill_rank(self, repeated: faults.Kills, pods: list[LocalPod]) -> None:
-        """Kill the next rank, each in its turn."""
+        """Kill the next rank, one after the other."""
         parent_of = processes.parents()
         found = [(pod.place, pid) for pod in pods for pid in ranks.of_node(pod.node.pid, parent_of)]
         if not found:  # the ranks are still starting
@@ -486,7 +487,7 @@ class Runner:
     def _next_fault(self) -> float | None:
         now = time.monotonic()
         waits = [due - now for due, _ in self._node_faults]
-        # A due rank waits for its process, or for a step, which arrives as a report.
+        # A kill that is due waits for a running rank, or for a step, which a report brings.
         waits += [max(faults.LOOK_SECONDS, r.due - now) for r in self._repeated]
         return min((seconds for seconds in waits if seconds > 0), default=None)
 
@@ -518,7 +519,7 @@ class Runner:
         self.screen.note(self._where())  # the job's end should be the last line
         if status.state == "Succeeded":
             self.screen.note(ending.succeeded(name, status, took))
-            return FAILED if missed else SUCCEEDED  # the fault that was to be tested did not happen
+            return FAILED if missed else SUCCEEDED  # missed: a fault that was to be tested did not happen
         if status.state == "Suspended":
             self.screen.note(told.stopped(name, status, took, () if self.options.session else self._stopped.values()))
             return INTERRUPTED
@@ -545,7 +546,7 @@ class Runner:
 
 
 def dry_run(job: api.DDPJob, cpu: bool) -> Iterator[build.Body]:
-    """Return the Service and the pods that a cluster would get."""
+    """Yield the Service and the pods that a cluster would get."""
     job = on_cpu(job) if cpu else job
     job = replace(job, metadata=replace(job.metadata, uid=job.metadata.uid or "00000000-0000-0000-0000-000000000000"))
     yield build.service(job)

@@ -1,6 +1,5 @@
-"""The session of `ddpjob dev`: a save or Enter restarts the ranks of a run, and the run does not end with them. A
-thread polls files and keyboard, and wakes the run. Node 0's agent restarts the ranks at a signal, charged to
-nothing."""
+"""The session of `ddpjob dev`: a save or Enter restarts the ranks, and the run continues when they end. A thread polls
+files and keyboard, and wakes the run. A signal makes node 0's agent restart the ranks, without a charge."""
 
 from __future__ import annotations
 
@@ -94,7 +93,7 @@ class DevSession:
         return [line for line in lines if not line.startswith(_STANDS)]
 
     def look(self, steps: object, restart: Callable[[], None]) -> SessionNews:
-        """Restart the ranks if requested, and return events to report. steps: differ if the ranks have made some."""
+        """Restart the ranks if requested, and return events to report. steps: differ from the last if ranks trained."""
         found = SessionNews()
         if steps != self._steps:
             self._steps, self._active_at = steps, time.monotonic()
@@ -130,7 +129,7 @@ class DevSession:
             return None
         idle = time.monotonic() - self._active_at
         with contextlib.suppress(OSError):
-            if os.isatty(0):  # as `w` does; a user in a debugger types into the terminal itself
+            if os.isatty(0):  # its atime, as in `w`, shows what a user types into a debugger
                 idle = min(idle, max(0.0, time.time() - os.fstat(0).st_atime))
         return max(0.0, self._idle_seconds - idle)
 

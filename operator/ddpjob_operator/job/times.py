@@ -1,5 +1,5 @@
-"""Recorded times, read by a clock that may be behind the one that wrote them: clocks are set back, and leaders change.
-So no past event is later than now, and no wait ends later than if it began now."""
+"""Correct recorded times that are ahead of this clock, because clocks are set back and leaders change: no past event
+is later than now, and no wait ends later than if it began now."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ START_BACK_OFF_SECONDS = (60, 120, 240, 480, 960, 1800)
 
 
 def start_back_off_seconds(uid: str, retries: int) -> int:
-    """Return 1, 2, 4 ... 30 min, less up to a fifth by job: two that block each other must not retry together."""
+    """Return seconds: 1, 2, 4 ... 30 min, less up to a fifth that depends on the job, because two jobs that block each
+    other must not retry together."""
     base = START_BACK_OFF_SECONDS[min(retries, len(START_BACK_OFF_SECONDS)) - 1]
     share = int.from_bytes(hashlib.sha256(f"{uid}/{retries}".encode()).digest()[:2], "big") / 2**16
     return round(base * (1 - share / 5))
@@ -73,6 +74,6 @@ class Clock:
         self._latest: dt.datetime | None = None
 
     def set_back(self, now: dt.datetime) -> dt.timedelta:
-        """Return the change after the last call: zero or negative."""
+        """Return how far the clock was set back after the last call, as a negative difference; zero if it was not."""
         before, self._latest = self._latest, now
         return min(dt.timedelta(), now - before) if before is not None else dt.timedelta()

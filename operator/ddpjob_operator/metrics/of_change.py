@@ -1,4 +1,4 @@
-"""Metrics counted when a status changes: attempts, restarts, and how long a failure took.
+"""Metrics counted when a status changes: attempts, restarts, and how long recovery from a failure took.
 
 A failure is recorded, charged, and trained past in three statuses; `Restart` carries it from one to the next. A new
 leader that has not seen the first counts no time for it.
@@ -15,7 +15,7 @@ from ddpjob_operator.job.status import TERMINAL, is_restarted, present_progress,
 from ddpjob_operator.metrics import names
 from ddpjob_operator.observed.reports import AgentReport
 
-# Clocks of nodes may be minutes off; a time that is hours off says nothing.
+# Clocks of nodes may be minutes off; a time that is hours off is ignored.
 FAILED_AGO_SECONDS_MAX = 3600.0
 
 
@@ -38,7 +38,7 @@ class Restart(NamedTuple):
 
 
 class Change(NamedTuple):
-    """The counts of a change, and the `Restart` to keep until the next status."""
+    """The metrics of a status change, and the `Restart` to keep until the next one."""
 
     seen: list[SeenStatus]
     restart: Restart | None
@@ -47,7 +47,7 @@ class Change(NamedTuple):
 def of_change(
     old: api.Status, new: api.Status, now: dt.datetime, restart: Restart | None = None, agent: AgentReport | None = None
 ) -> Change:
-    """Return what a change counts. restart: from the last change. agent: report of node 0's agent."""
+    """Return the metrics of a status change. restart: kept from the previous one. agent: report of node 0's agent."""
     if restart is not None and max(restart.failed_at, restart.recorded_at) > now:
         restart = None  # the clock was set back: the time of the failure is unknown
     seen = [*_counts(old, new), *_start(old, new, now)]
@@ -103,7 +103,7 @@ def _charged(old: api.Status, new: api.Status) -> dict[tuple[str, str], int]:
 
 
 def _in_place(old: api.Status, new: api.Status, name: str) -> int:
-    """Return the number of new restarts of ranks alone."""
+    """Return the number of new restarts in place."""
     before, after = old.in_place, new.in_place
     if after is None or new.attempt != old.attempt:
         return 0

@@ -27,7 +27,7 @@ ASKED = "a place is asked for"
 
 
 def gang_chosen(view: View, status: api.Status) -> Decision | None:
-    """Choose who admits an attempt's pods before the first one is made. A waiting job may still leave its queue."""
+    """Choose who admits an attempt's pods before the first one is created. A waiting job may still leave its queue."""
     attempt, gang = _upcoming(status), status.gang
     is_chosen = gang is not None and gang.attempt == attempt and not unavailable(view, status)
     is_in_queue = gang is not None and _is_queue(view, gang.kind) and not _is_begun(status)
@@ -66,7 +66,7 @@ def evicted(view: View, status: api.Status) -> Decision | None:
     was_suspended, group = view.recorded.state == "Suspended", group_of(view, status)
     is_admitted = group is not None and _is_admitted(group)
     active = view.active_of_all_attempts
-    # A job that is admitted again while its pods stop goes on as one that is resumed: they stop first.
+    # A job that is admitted again while its pods are stopping continues as if resumed: its pods stop first.
     if is_admitted or (was_suspended and not active):
         return None
     why = "its group is gone" if group is None else group.admission.why
@@ -116,7 +116,7 @@ def adapter_of(view: View, status: api.Status) -> Adapter | None:
 
 
 def _queue_of(view: View, status: api.Status) -> Adapter | None:
-    """The adapter if it is a queue, which admits a job before its pods are made."""
+    """Return the adapter if it is a queue, which admits a job before its pods are created."""
     adapter = adapter_of(view, status)
     return adapter if adapter is not None and adapter.admits_first else None
 
@@ -137,7 +137,7 @@ def group_of(view: View, status: api.Status) -> ObservedGroup | None:
 
 
 def is_forgotten(view: View, status: api.Status) -> bool:
-    """True if the number of admitted pods is unknown: the queue's API was away since the operator started."""
+    """True if the number of admitted pods is unknown: the queue's API was never available to this operator."""
     queue = _queue_of(view, status)
     return queue is not None and _is_away(view, queue) and group_of(view, status) is None
 
@@ -163,8 +163,8 @@ def unavailable(view: View, status: api.Status) -> str:
 
 
 def unneeded(view: View) -> tuple[DeleteGroup, ...]:
-    """Return the groups of finished attempts, and of a job that has ended, is suspended or cannot start. The recorded
-    status counts, their pods must have ended, and their API must be available."""
+    """Return the groups of finished attempts, and of a job that has ended, is suspended or cannot start, by the
+    recorded status. Only groups whose pods have ended and whose API is available."""
     recorded = view.recorded
     is_held = view.spec.suspend and recorded.state == "Suspended"
     # Otherwise it would be admitted and hold quota that nobody can use until the spec is fixed.
@@ -190,7 +190,7 @@ def unneeded(view: View) -> tuple[DeleteGroup, ...]:
 
 
 def to_tell(view: View) -> tuple[TellGroup, ...]:
-    """Return news for the queue; quota only after the last pod that uses it, and if the recorded status says so."""
+    """Return news for the queue. Quota is returned only after the last pod has ended and the status records it."""
     recorded, adapter = view.recorded, _queue_of(view, view.recorded)
     group = group_of(view, recorded)
     if adapter is None or group is None or _is_away(view, adapter):
@@ -222,7 +222,7 @@ def retry_at(view: View) -> dt.datetime | None:
 
 
 def why_waiting(view: View, status: api.Status, unplaced: int, scheduler: str) -> str:
-    """Say why the scheduler places no pod of the gang, and which jobs hold the nodes. scheduler: its own text."""
+    """Explain why the scheduler places no pod of the gang, and which jobs hold the nodes. scheduler: its message."""
     group = group_of(view, status)
     of_group = group.admission.why if group is not None and view.spec.topology_key else ""
     why = "; ".join(dict.fromkeys(text for text in (of_group, scheduler) if text))
@@ -247,7 +247,7 @@ def _why_not_admitted(view: View, adapter: Adapter, group: ObservedGroup | None)
     if refused := _refused(view, adapter, name):
         return f"{adapter.kind} {name} was refused: {refused.message}", refused.retry_at
     if group is not None:
-        why = group.admission.why or ASKED  # same text as before the group existed: each change is a write
+        why = group.admission.why or ASKED  # like `text or ASKED` without a group: each change is a write
         return f"{_place(group.admission.place)}{why}", None
     taken = [c for c in view.conflicts if (c.kind, c.name) == (adapter.resource, name)]
     return (f"a {adapter.resource} named {name} is not this job's. Delete it" if taken else ""), None

@@ -145,11 +145,11 @@ class Snapshot:
         self._late: dict[int, str] = {}  # store keys of ranks that were missing at the save before
         # Part of the store keys. `load` sets rank 0's name on all ranks, because paths may differ by node.
         self._name = str(folder)
-        # Count of optimizer steps at which the other ranks have passed the last save, because gradients are summed over
-        # all ranks. Two steps after it: an optimizer with a closure (LBFGS) runs backward inside step().
+        # At this count of optimizer steps the other ranks have passed the last save too, because gradients are summed
+        # over all ranks. Two steps later, because an optimizer with a closure (LBFGS) runs backward inside step().
         self._others_pass_at = 0
         self._differ: set[str] = set()  # names of objects that differ between ranks
-        self._told: set[str] = set()  # what is logged once
+        self._told: set[str] = set()  # keys of messages that were logged, each once
         self._offered: list[str] = []
         self._last_step, self._repeats = 0, 0
         self.state: dict[str, Any] = {}
@@ -222,7 +222,7 @@ class Snapshot:
     def _save(
         self, step: int, state: Mapping[str, Any], rng: dict[str, Any] | None = None, *, in_thread: bool = True
     ) -> None:
-        """rng: random states, in place of the present ones."""
+        """Save the state. rng: random states, in place of the current ones."""
         self._owed = None
         rng = random_states.current() if rng is None else rng
         if self.rank != 0:
@@ -263,7 +263,7 @@ class Snapshot:
         self._thread.start()
 
     def _name_half_done(self, objects: Mapping[str, Any], step: int = 0) -> None:
-        """Log what a restart would not continue. step: that is saved; 0 if the objects are loaded."""
+        """Log which parts a restart would not continue. step: the one that is saved; 0 if the objects are loaded."""
         for name, kind in half_done.hooks_with_state(objects).items():
             self._log_once(
                 f"hook of {name}",
@@ -508,7 +508,7 @@ class Snapshot:
         return highest
 
     def _taken(self) -> set[int]:
-        """Writer numbers that this process has taken in the folder."""
+        """Return the writer numbers that this process has taken in the folder."""
         return process.current.writers.setdefault(os.path.realpath(self.folder), set())
 
     def _refuse_folder_of(self, claim: "_Claim", writer: int) -> None:
@@ -636,7 +636,7 @@ class Snapshot:
         return step
 
     def _log_origin(self, document: Mapping[str, Any], path: Path, before: str | None) -> None:
-        """before: UID of the job that saved this state, if it is another job."""
+        """Log where the state came from. before: UID of the job that saved it, if it is another job."""
         whose = ""
         if before is not None:
             whose = f", saved by {writers.named(before)}; to begin at step 0, give this job a folder of its own"
@@ -648,7 +648,7 @@ class Snapshot:
             )
 
     def _late_in(self, document: Mapping[str, Any]) -> list[int]:
-        """Ranks whose random states are missing in the document, because they did not save in time."""
+        """Return the ranks whose random states are missing in the document, because they did not save in time."""
         ranks = range(self.world_size) if document["world_size"] == self.world_size else range(0)
         return [rank for rank in ranks if rank not in document["rng"]]
 
@@ -672,7 +672,7 @@ class Snapshot:
         return None
 
     def _version(self, entry: "_Entry") -> Version | None:
-        """Version of this entry; None if another job wrote it, or its claim is missing."""
+        """Return the version of this entry; None if another job wrote it, or its claim is missing."""
         claim = _claim_of(self.folder, entry.writer)
         if claim is None or claim.job != self._own_claim.job:
             return None
@@ -743,7 +743,7 @@ class Snapshot:
     # ---- what the other ranks have ------------------------------------------------------------------
 
     def _store(self) -> Any:
-        """Store of the group; None if there is no group, or it was left."""
+        """Return the store of the group; None if there is no group, or it was left."""
         return stop.store_of_group() if self._world is None else store_of(self._world)
 
     def _offer(self, step: int, state: Mapping[str, Any], rng: dict[str, Any]) -> None:
@@ -754,7 +754,7 @@ class Snapshot:
         handed = of_each_rank.Handed(rng, of_each_rank.own(state), of_each_rank.samples(state))
         value = handed.as_bytes()
         self._offered.append(_offer_key(self._name, step, self._repeats, self.rank))
-        # rank 0 serves the store and has died; the next collective reports that
+        # if rank 0, which serves the store, has died, the next collective reports that
         with contextlib.suppress(RuntimeError):
             store.set(self._offered[-1], value)
             if len(self._offered) > OFFERS_MAX:  # rank 0 would have taken it by now
@@ -772,7 +772,7 @@ class Snapshot:
         if store is None:
             return found
         deadline = time.monotonic() + RNG_WAIT_SECONDS
-        # the group is being left: write the state without the others' random states
+        # if the group is being left, write the state without the others' random states
         with contextlib.suppress(RuntimeError):
             silent = {rank for rank, key in self._late.items() if not (store.check([key]) and store.delete_key(key))}
             while missing:
@@ -811,7 +811,7 @@ def _count_optimizer_steps() -> None:
 
 @dataclass
 class _Unwritten:
-    """A saved state until it is in the folder."""
+    """A saved state that is not in the folder yet."""
 
     document: dict[str, Any]
     """The value for torch.save."""
@@ -844,7 +844,7 @@ class _Owed:
         process.current.marked = None
 
     def keep(self, step: int, state: Mapping[str, Any]) -> None:
-        """The script has named its state."""
+        """Called when the script has named its state."""
         self._kept = step, state, process.current.optimizer_steps
 
     @property
@@ -852,7 +852,7 @@ class _Owed:
         return process.current.optimizer_steps > self._began
 
     def step_now(self) -> int | None:
-        """Step number of the current state; None if it is not known."""
+        """Return the step number of the current state; None if unknown."""
         now, marked = process.current.optimizer_steps, process.current.marked
         if not self._has_stepped:
             return self.version.step
@@ -861,9 +861,9 @@ class _Owed:
         return marked[0] if self._knows_all and marked is not None and marked[1] == now else None
 
     def state(self) -> Mapping[str, Any]:
-        """Current state, under the names given to `save`.
+        """Return the current state, under the names given to `save`.
 
-        Before the first step it is what was loaded: a DataLoader may have taken batches from a sampler by now.
+        Before the first step it is the loaded state, because a DataLoader may have taken batches from a sampler by now.
         """
         if not self._has_stepped:
             return {**self.objects, **self._state, **large_of(self.objects)}
@@ -871,7 +871,7 @@ class _Owed:
         return self._kept[1] if self._kept is not None and is_now else self.objects
 
     def random_states(self) -> dict[str, Any] | None:
-        """The random states of that state; None: the present ones."""
+        """Return the random states that belong to `state`; None for the current ones."""
         return None if self._has_stepped else self._rng
 
     def is_lost(self) -> bool:
@@ -903,12 +903,12 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _seeded(ranks: Sequence[int]) -> str:
-    """Suffix for the origin of a state in which these ranks' random states are missing."""
+    """Return a suffix for the origin of a state in which these ranks' random states are missing."""
     return f" (random states of {_ranks(ranks)} were lost, and are seeded the same way at each resume)" if ranks else ""
 
 
 def _want_names(call: str, unnamed: Sequence[object]) -> None:
-    """TypeError for objects without the name under which they are saved."""
+    """Raise TypeError for objects without the name under which they are saved."""
     if unnamed:
         kinds = ", ".join(type(value).__name__ for value in unnamed)
         raise TypeError(
@@ -942,7 +942,7 @@ class _Entry(NamedTuple):
 
 
 def _entries(folder: Path) -> list[_Entry]:
-    """States in the folder, newest first."""
+    """Return the states in the folder, newest first."""
     entries = []
     for name in os.listdir(folder):
         if match := _STATE_NAME.fullmatch(name):
@@ -988,7 +988,8 @@ class _HashingFile(io.BufferedWriter):
 
 
 def _highest_writer(folder: Path) -> int:
-    """Highest writer number of claims and states, 0 if there is none. States count in case the claims were deleted."""
+    """Return the highest writer number of claims and states, 0 if there is none. States count, too, because the claims
+    may have been deleted."""
     matches = [_WRITER_NAME.fullmatch(name) for name in os.listdir(folder)]
     states = [entry.writer for entry in _entries(folder)]
     return max([int(match[1]) for match in matches if match] + states, default=0)
@@ -1005,7 +1006,7 @@ class _Claim(NamedTuple):
         return f"attempt {self.attempt}" + (f", generation {self.generation}" if self.generation else "")
 
     def as_json(self) -> str:
-        """JSON of the claim, without a generation of 0: older versions of this library do not know the field."""
+        """Return the claim as JSON, without a generation of 0, because older versions do not know the field."""
         return json.dumps({name: value for name, value in self._asdict().items() if name != "generation" or value})
 
 

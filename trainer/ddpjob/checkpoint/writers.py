@@ -1,9 +1,9 @@
-"""Whether the process that writes into a snapshot folder still runs, as another job's process can see it there.
+"""Find out whether the process that writes into a snapshot folder is still running, also if it belongs to another job.
 
-writer-000003.alive, beside that writer's claim: {"process": "boot/namespace/pid/start"}, with "saves" once it has begun
-to save, touched every few seconds, and emptied when the process leaves in order. No clock is compared with another
-machine's: a heartbeat is a change of the file's time, and the age of the last one is measured with a file that is made
-in the same folder.
+writer-000003.alive, next to that writer's claim, has {"process": "boot/namespace/pid/start"}, and "saves" when the
+process has begun to save. It is touched every few seconds, and emptied when the process exits in order. Clocks of
+machines are never compared: a heartbeat is a change of the file's mtime, and its age is measured with a new file in the
+same folder.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ from ddpjob import own_files
 from ddpjob.process import at_exit_of_child, log
 
 HEARTBEAT_SECONDS = 10.0
-SILENT_SECONDS = 60.0  # so long without a heartbeat: that process is gone, or stopped with its machine
+SILENT_SECONDS = 60.0  # without a heartbeat for this long, the process is gone or its machine is stopped
 LOOK_SECONDS = 1.0
-_saving: set[Path] = set()  # the files of this process that say so
+_saving: set[Path] = set()  # alive files of this process that have "saves"
 
 
 def claim_path(folder: Path, writer: int) -> Path:
@@ -39,12 +39,12 @@ def begin(owner: object, path: Path, is_newest: Callable[[], bool]) -> None:
     _write(path)
     work = (path, stopped, is_newest)
     threading.Thread(target=_write_heartbeats, args=work, name="ddpjob-presence", daemon=True).start()
-    leave = weakref.finalize(owner, _leave, path, stopped, pid)  # at the exit too, after the last state is written
+    leave = weakref.finalize(owner, _leave, path, stopped, pid)  # also at exit, after the last state is written
     at_exit_of_child(leave, 5)
 
 
 def note_saving(folder: Path, writer: int) -> None:
-    """Say there that this process saves. Who has only loaded keeps nobody of the same attempt from saving."""
+    """Record that this process saves. A process that only loads does not keep others of its attempt from saving."""
     if (path := alive_path(folder, writer)) not in _saving:
         _saving.add(path)
         _write(path)
@@ -57,14 +57,14 @@ def _write(path: Path) -> None:
     with contextlib.suppress(OSError):
         try:
             write_new(tmp, body)
-            os.replace(tmp, path)  # never empty meanwhile (a process that has left), and what is planted there goes
+            os.replace(tmp, path)  # never empty, which would mean that we left; drops a planted link
         finally:
             tmp.unlink(missing_ok=True)
 
 
 def _write_heartbeats(path: Path, stopped: threading.Event, is_newest: Callable[[], bool]) -> None:
     while not stopped.wait(HEARTBEAT_SECONDS):
-        with contextlib.suppress(OSError):  # a folder that is away for a moment
+        with contextlib.suppress(OSError):  # the folder is unreachable for a moment
             if not is_newest():
                 return
             with _opened(path) as descriptor:
@@ -72,7 +72,7 @@ def _write_heartbeats(path: Path, stopped: threading.Event, is_newest: Callable[
 
 
 def _leave(path: Path, stopped: threading.Event, pid: int) -> None:
-    if pid == os.getpid():  # a fork has copied this and writes no heartbeats
+    if pid == os.getpid():  # a forked child has this finalizer too, but writes no heartbeats
         stopped.set()
         with contextlib.suppress(OSError), _opened(path) as descriptor:
             os.ftruncate(descriptor, 0)
@@ -80,7 +80,7 @@ def _leave(path: Path, stopped: threading.Event, pid: int) -> None:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """The file of this process's heartbeats. Raises OSError if it was replaced by a link or the like."""
+    """Open the alive file of this process. Raises OSError if it was replaced by a link or the like."""
     descriptor = own_files.open_file(path, os.O_WRONLY)
     try:
         yield descriptor
@@ -89,7 +89,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def tmp_path(folder: Path, writer: int) -> Path:
-    """Return a path for a temporary file of this writer. Nobody can guess its name, and plant a link there."""
+    """Return a path for a temporary file of this writer; nobody can guess its name to plant a link there."""
     return folder / f".tmp-{writer:06d}-{os.getpid()}-{int.from_bytes(os.urandom(8), 'big')}"
 
 
@@ -100,7 +100,7 @@ def write_new(path: Path, data: bytes) -> None:
 
 
 def is_running(folder: Path, writer: int, who: str) -> bool:
-    """Whether that writer still runs; waits for a heartbeat, SILENT_SECONDS after the last at most."""
+    """True if that writer is still running. Wait for a heartbeat, until SILENT_SECONDS after the last one."""
     process, last = _seen(folder, writer)
     if process == "":
         return False
@@ -119,30 +119,29 @@ def is_running(folder: Path, writer: int, who: str) -> bool:
 
 
 def running_here(folder: Path, writer: int) -> str:
-    """The number of the writer's process where that is another one, known to run on this machine, else ""; waits for
-    nothing."""
+    """Return the writer's pid if it is another process that is known to run on this machine, else "". Never wait."""
     process, _ = _seen(folder, writer)
     number = process.split("/")[-2] if process and _runs_on_this_machine(process) else ""
     return "" if number == str(os.getpid()) else number
 
 
 def saves(folder: Path, writer: int) -> bool:
-    """Whether the process of that writer has begun to save."""
+    """True if that writer's process has begun to save."""
     with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
         return json.loads(own_files.read_file(alive_path(folder, writer))).get("saves") is True
     return False
 
 
 def _seen(folder: Path, writer: int) -> tuple[str | None, int]:
-    """The process, "" where it has left in order, None where it is not known; and the time of its last heartbeat."""
+    """Return the process ("" if it exited in order, None if unknown), and the time of its last heartbeat in ns."""
     path = alive_path(folder, writer)
     for file in (path, claim_path(folder, writer)):  # a claim is made a moment before its first heartbeat
         with contextlib.suppress(OSError, ValueError):
-            # Opened before its time is read, so that NFS asks its server again.
+            # Open it before its time is read: only open() makes NFS fetch the time from its server.
             with open(own_files.open_file(file, os.O_RDONLY), encoding="utf-8") as opened:
                 modified, text = os.fstat(opened.fileno()).st_mtime_ns, opened.read(own_files.READ_BYTES_MAX)
             process = None
-            with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):  # something else is there
+            with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):  # not ours
                 process = json.loads(text)["process"] if text else ""
             return (process if file == path and isinstance(process, str) else None), modified
     return "", 0
@@ -161,7 +160,7 @@ def _age(folder: Path, modified: int) -> float:
 
 
 def _runs_on_this_machine(process: str) -> bool | None:
-    """Whether it runs, where this process can see it: same boot of the machine and same namespace of processes."""
+    """True if it is running; None if this process cannot see it: another boot or another PID namespace."""
     namespace, _, rest = process.rpartition("/")[0].rpartition("/")
     if not namespace or namespace != process_namespace():
         return None
@@ -169,7 +168,7 @@ def _runs_on_this_machine(process: str) -> bool | None:
 
 
 def process_namespace() -> str:
-    """ "" where there is no such thing: then no process can be identified."""
+    """Return boot and PID namespace; "" if the system has none, and no process can be identified."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
@@ -178,7 +177,7 @@ def process_namespace() -> str:
 
 
 def _started(pid: str) -> str:
-    """When that process began, in the kernel's ticks: a number is given again, but not with the same begin."""
+    """Return a process's start time in clock ticks: a pid is reused, but not with the same start time."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

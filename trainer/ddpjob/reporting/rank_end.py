@@ -1,12 +1,12 @@
-"""What a rank records for its agent: if it has formed a process group, and checksums of its DDP modules.
+"""Record for the agent if this rank has formed a process group, and checksums of its DDP modules.
 
-`ddprun/core/rank_ends.py` compares them between ranks. They are exchanged by a file and not by a collective, so a
+`ddprun/core/rank_ends.py` compares the records of all ranks. They are exchanged by a file and not by a collective, so a
 script that ends or hangs is not affected. A rank forked by the fork server records all of this. A rank in a new process
 (DDPJOB_END) records only checksums, of modules that it wraps after its first call of `ddpjob.init` or `progress`.
 
 A module's parameters are summed when the DDP object is released, or at the end of the process. In addition, the first
-32 KiB of each are summed at backward passes that become rarer: 1, 2, 3, 4, 6, 8, 12, 16, … Between those, one hook
-counts the passes and copies a few values of one parameter without waiting for the device.
+32 KiB of each parameter are summed at some backward passes, less and less often: 1, 2, 3, 4, 6, 8, 12, 16, … At the
+others, one hook counts the passes and copies a few values of one parameter without waiting for the device.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from ddpjob import own_files, process
 from ddpjob_core.members import Members
 
 MODULES_MAX = 64  # a hyperparameter search creates many models in one process
-RECENT = 32  # the last backward passes that are kept
+RECENT = 32  # number of last backward passes whose values are kept
 RECENT_VALUES = 64  # values per pass, spread over one parameter
 PREFIX_WORDS = 4096  # words of each parameter that are summed in a backward pass
-ROW = 1021  # words per row, summed without positions; a prime, so that no axis of a tensor is a multiple of it
-WORDS_WEIGHTED = 2048  # the most words that get a weight each
+ROW = 1021  # words that share a weight; a prime, so that no axis of a tensor is a multiple of it
+WORDS_WEIGHTED = 2048  # in larger tensors the words of a row share a weight
 # Backends or libraries whose ranks communicate without torch.distributed, or in an unknown way.
 OTHER_WAYS = ("horovod", "byteps", "mpi4py", "torch_xla", "torchft", "jax")
-# Communication hooks that leave all ranks with the same parameters before a backward pass. A script's own hook may do
-# anything, local SGD lets replicas differ for some steps, and ZeRO may still send parameters while the next pass
-# begins.
+# torch's communication hooks, except OUT_OF_STEP, leave all ranks with the same parameters before a backward pass. A
+# script's own hook may do anything, local SGD lets replicas differ for some steps, and ZeRO may still be sending
+# parameters when the next pass begins.
 HOOKS = "torch.distributed.algorithms."
 OUT_OF_STEP = ("post_localSGD_hook", "ddp_zero_hook")
 
@@ -118,7 +118,7 @@ def _write(end: RankEnd) -> None:
 
 
 class WatchedModule:
-    """A DDP module. It keeps no reference to it, so that the memory is freed when the script drops the module."""
+    """Watch a DDP module through weak references, so that its memory is freed when the script drops the module."""
 
     def __init__(self, ddp: Any, group: str, number: int) -> None:
         self.ended: dict[str, Any] | None = None
@@ -129,7 +129,7 @@ class WatchedModule:
         self._parameters = [weakref.ref(parameter) for _, parameter in named]
         shapes = json.dumps([(name, *parameter.shape) for name, parameter in named])
         self._digest = hashlib.sha256(shapes.encode()).hexdigest()[:16]
-        self._made, self._next = 0, 1  # backward passes so far, and the next one that is summed; 0: none
+        self._made, self._next = 0, 1  # backward passes so far, and the next one to sum; 0: none
         self._passes: list[tuple[int, int, str]] = []
         # Only matrices: the gradient of a last bias may not depend on the data.
         self._kept = [i for i, (_, p) in enumerate(named) if p.dim() > 1] or [*range(len(named))]
@@ -176,8 +176,8 @@ class WatchedModule:
         }
 
     def _reached(self, index: int, _gradient: Any) -> None:
-        """Count a backward pass at the parameter that the first pass reached first. No collective of the pass has begun
-        there, so the number of collectives identifies the pass."""
+        """Count a backward pass at the parameter that the first pass reached first. There, no collective of the pass
+        has begun yet, so the number of collectives identifies the pass."""
         with contextlib.suppress(Exception):
             if self._counted is None:
                 self._counted = index
@@ -199,7 +199,7 @@ class WatchedModule:
             after_this_pass(self._remove_hooks)
 
     def _keep_values(self) -> bool:
-        """Return False if no more passes are to be summed."""
+        """Copy a few values of a parameter at this pass. Return False if no more passes are to be recorded."""
         ddp, parameter = self._ddp(), self._parameters[self._kept[self._made % len(self._kept)]]()
         if ddp is None or parameter is None:
             return False
@@ -208,7 +208,7 @@ class WatchedModule:
         return True
 
     def _remove_hooks(self) -> None:
-        """Remove all hooks but the counting one, and the empty hook lists too, because calling them costs time."""
+        """Remove all hooks except the counting one, and empty hook lists, because they cost time at each pass."""
         for index, (hook, reference) in enumerate(zip(self._hooks, self._parameters, strict=True)):
             parameter = reference()
             if index != self._counted and parameter is not None:
@@ -217,7 +217,7 @@ class WatchedModule:
                     parameter._backward_hooks = None
 
     def _note_pass(self) -> bool:
-        """Return False if no more passes are to be summed."""
+        """Sum all parameters at this pass. Return False if no more passes are to be recorded."""
         torch: Any = sys.modules["torch"]
         ddp, parameters = self._ddp(), self._living()
         if ddp is None or not parameters:
@@ -241,7 +241,7 @@ class WatchedModule:
 
 
 class Recent:
-    """Values of one parameter at the start of the last backward passes. They stay on its device until the end, because
+    """Some parameter values at the start of the last backward passes. They stay on the device until the end, because
     reading them in a pass would wait for the GPU."""
 
     def __init__(self) -> None:
@@ -250,7 +250,7 @@ class Recent:
 
     def add(self, torch: Any, parameter: Any, made: int, collectives: int) -> None:
         """Store the values of this pass in place of the oldest."""
-        values = parameter.detach()  # look its memory up each time: holding it would keep it after training
+        values = parameter.detach()  # at each pass, because a stored reference would keep the memory after training
         if values.is_complex():
             return
         if self._values is None or self._values.device != values.device:
@@ -308,9 +308,12 @@ def collectives_begun(group: Any) -> int:
 
 
 def checksums(torch: Any, parameters: Sequence[Any], words_max: int | None = None) -> list[int]:
-    """Sum the bits of each parameter, modulo 2**64, so that NaN equals itself. words_max: sum only the first words.
-    Each word of a small tensor has its own weight, each row of words in a large one: swapped parts are found, but not
-    two swapped words of a row. Weights are odd, so that no bit is lost."""
+    """Return the weighted sum of each parameter's bits, modulo 2**64; bits, because NaN differs from itself. words_max:
+    sum only the first words.
+
+    Each word of a small tensor has its own weight. In a large tensor each row of words has one, so two swapped words of
+    a row are not found. Weights are odd, so that no bit is lost.
+    """
     by_device: dict[Any, list[int]] = {}
     for index, parameter in enumerate(parameters):
         by_device.setdefault(parameter.device, []).append(index)
@@ -349,7 +352,7 @@ def _parts(torch: Any, parameter: Any, words_max: int | None) -> list[Any]:
 
 
 def words_of(torch: Any, parameter: Any, words_max: int | None) -> tuple[Any, Any]:
-    """Return its memory as 64-bit words, and the remaining bytes."""
+    """Return the parameter's memory as 64-bit words, and the remaining bytes; None if none remain."""
     flat = parameter.detach()
     if flat.is_complex():
         flat = torch.view_as_real(flat.resolve_conj())
@@ -371,14 +374,14 @@ def hardware(torch: Any, parameter: Any) -> str:
         if parameter.device.type == "cuda":
             return str(torch.cuda.get_device_name(parameter.device))
         with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
-            start = file.read(4096)  # for many processors the kernel takes milliseconds to list all
+            start = file.read(4096)  # the kernel takes milliseconds to list all of many processors
         return next(line.partition(":")[2].strip() for line in start.splitlines() if line.startswith("model name"))
     return ""
 
 
 def has_trained_alone() -> bool:
-    """True if this process has trained and is one of several ranks that do not know each other. Call it at the end of a
-    process that never joined a group of several ranks."""
+    """True if this process has trained, and is one of several ranks that cannot exchange gradients. Call it at the end
+    of a process that never joined a group of several ranks."""
     torch = sys.modules.get("torch")
     expected = process.number("WORLD_SIZE", 1)
     return torch is not None and expected > 1 and not knows_others() and has_run_backward(torch)
@@ -391,7 +394,7 @@ def knows_others() -> bool:
 
 
 def has_run_backward(torch: Any) -> bool:
-    """True if autograd has run in this process: it numbers its runs from 0, and only a run can read its number."""
+    """True if autograd has run in this process. It numbers its runs from 0, and a run can read only its own number."""
     numbers: list[int] = []
     with torch.inference_mode(False), torch.enable_grad():
         leaf = torch.zeros((), device="cpu", requires_grad=True)

@@ -1,13 +1,13 @@
-"""Decisions of node 0's agent: start, stop and restart a generation, and end the job.
+"""Decide for node 0's agent when to start, stop and restart a generation, and when to end the job.
 
-Pure: events and times come in, orders go out, and `leader.py` carries them out. The leader's own node follows the same
-rules as any other.
+Pure: it takes events and times and returns orders, which `leader.py` carries out. The leader's own node follows the
+same rules as any other.
 
     gathering   until every node is connected and no rank of the last generation is running
     running     until a rank fails, a node is lost, or all nodes have finished
-    stopping    until the ranks of every connected node have ended. After the timeout of a rank that waited for another,
-                ranks first report their positions; after a mistake in the script, ranks of the other nodes get a
-                moment to make the same one
+    stopping    until the ranks of every connected node have ended. If a rank failed because it waited for another until
+                its timeout, ranks first report their positions. If the script has a mistake, ranks of the other
+                nodes get a moment to make the same one
     pausing     the back-off
     standing    in a session of `ddpjob dev`: all ranks have ended, and the next save starts them again
     over
@@ -62,7 +62,7 @@ class Stop(NamedTuple):
     nodes: Collection[int]
     generation: int
     patient: bool
-    """True if ranks may have something to save together: they were asked to stop and are still connected."""
+    """True if ranks may save a state together, because they were requested to stop and are still connected."""
 
 
 class Ask(NamedTuple):
@@ -70,13 +70,13 @@ class Ask(NamedTuple):
 
     generation: int
     timed_out: int | None = None
-    """The rank that ended by timeout while waiting for another one, if that is the reason."""
+    """The rank that waited for another one until its timeout, if that is the reason."""
     quiet: bool = False
-    """True: ranks only report what they wait for and print nothing, because possibly none hangs."""
+    """True if ranks only report what they wait for and print nothing, because perhaps none hangs."""
 
 
 class Over(NamedTuple):
-    """Tell all nodes that the ranks of one have ended with 0, so no rank waits for another any more."""
+    """Tell all nodes that the ranks of one node have ended with 0, so no rank may wait for another any more."""
 
     generation: int
 
@@ -91,7 +91,7 @@ class EndOrder(NamedTuple):
 
 
 class Stand(NamedTuple):
-    """To node 0 alone: no rank runs, and the next `rerun` starts them all again."""
+    """Tell node 0 alone that no rank is running, and that the next `rerun` starts all of them again."""
 
     why: str
     succeeded: bool
@@ -104,7 +104,7 @@ class Leave(NamedTuple):
 
 
 ALL_SUCCEEDED = "all ranks have ended with 0"
-STANDS = "stands: "  # begins what node 0 prints of a `Stand`; `ddpjob dev` reads it
+STANDS = "stands: "  # prefix of node 0's message for a `Stand`; `ddpjob dev` reads it
 REPEATS = "the same error would come again: not restarted"
 # A missing key means that a budget is spent.
 NOT_RESTARTED: dict[str, str] = {
@@ -123,15 +123,15 @@ Order = StartOrder | Stop | Ask | Over | EndOrder | Stand | Leave
 class Generation:
     """Events of the generation that is running or ran last. Each start replaces it."""
 
-    checking: bool = False  # it is a pre-flight
-    reruns: bool = False  # its ranks are stopped to be started again at once
+    checking: bool = False  # True for a pre-flight
+    reruns: bool = False  # True if its ranks are stopped only to be started again at once
     finished: set[int] = field(default_factory=set)
     ended: list[Ended] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)  # in order of arrival: clocks of nodes differ, and jump
     unable: set[int] = field(default_factory=set)  # nodes that lack the program
     raised: dict[str, set[int]] = field(default_factory=dict)  # by exception: nodes that raised it
-    awaited: str | None = None  # the exception that the other nodes get a moment to raise too
-    lost_pods: dict[int, int] = field(default_factory=dict)  # by node: which of its pods was lost first
+    awaited: str | None = None  # an exception; other nodes get a moment to raise it too
+    lost_pods: dict[int, int] = field(default_factory=dict)  # by node: the number of its first lost pod
     standstill: Standstill = field(default_factory=Standstill)
     search: DeadlockSearch = field(default_factory=DeadlockSearch)
     question: TimeoutQuestion = field(default_factory=TimeoutQuestion)
@@ -160,19 +160,19 @@ class LeaderState:
         self.orders: list[Order] = []
         self.furthest_step = furthest_step  # of all ranks, generations and earlier attempts
         self.charged: list[Failure] = []  # the last failures that cost a restart here, oldest first
-        self._furthest_before = furthest_step  # when the last failure was charged here
+        self._furthest_before = furthest_step  # its value when the last failure was charged here
         self._current = Generation()
         self.members, self._budget, self._policy = members, budget, policy
         self._has_operator = has_operator
         self._wants_preflight = preflight
         self._join_seconds = join_seconds
         self._here: set[int] = set()
-        self._has_trained = False  # made a step, or ran as long as only training does
+        self._has_trained = False  # made a step, or ran so long that it must have trained
         self._stopping: set[int] = set()  # nodes with ranks that have not ended yet
         self._terminations = Terminations(members.leader, has_operator)
-        self._replacements: dict[int, int] = {}  # by node: which of its pods connected last
-        self._uncharged: Failure | None = None  # a lost node; who is charged is known when it connects again
-        self.said = ""  # why the next ranks start: the last failure, and who is charged
+        self._replacements: dict[int, int] = {}  # by node: the number of its pod that connected last
+        self._uncharged: Failure | None = None  # a lost node; when it connects again we know what to charge
+        self.said = ""  # why the next ranks start: the last failure and its charge
         self._since = now  # start of this state
         self._ran_seconds = 0.0  # duration of the last generation
         self.deadline: float | None = now + join_seconds  # time at which `tick` has something to do
@@ -184,7 +184,7 @@ class LeaderState:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Restarts charged here, and in a row, counted from the operator's counts."""
+        """Restarts charged here, by class, and restarts in a row, which continue the operator's count."""
         return self._budget.report
 
     def is_outdated(self, node: int, replacement: int) -> bool:
@@ -236,7 +236,7 @@ class LeaderState:
             self._stop(failures, now, asks=True)
             return
         if not all(failure.waited_in or failure.symptom for failure in failures):
-            self._ask_no_more()  # it is the cause, and the node reports it again at the end
+            self._ask_no_more()  # one is the cause, and the node reports it again at the end
         self._note_raised(node, failures)
         self._await_no_more(unless_others_may_raise_it=True)
 
@@ -251,8 +251,8 @@ class LeaderState:
     ) -> None:
         """Take a node whose ranks have all ended.
 
-        ended: one that ended with 0 before it was stopped. lacks_program: the script is missing, even if no rank tried
-        it.
+        ended: a rank that ended with 0 before it was stopped. lacks_program: the script is missing, even if no rank
+        has tried to run it.
         """
         if self.state == "stopping" and node in self._stopping:
             self._stopping.discard(node)
@@ -286,7 +286,7 @@ class LeaderState:
             self._await_no_more()
 
     def rerun(self, now: float) -> None:
-        """Start all ranks again, for what their files hold now. Nothing is charged, and there is no back-off."""
+        """Start all ranks again, with the files as they are now. Nothing is charged, and there is no back-off."""
         if self._current.checking or self.state not in ("running", "stopping", "standing"):
             return  # the ranks have not started, and will read the files as they are then
         self._current.reruns = True
@@ -303,7 +303,7 @@ class LeaderState:
         self.furthest_step = max(self.furthest_step, step)
 
     def stood(self, node: int, report: StallReport, now: float) -> None:
-        """Take a stall report: the ranks of this node make progress, or are stalled."""
+        """Take a node's stall report: its ranks make progress, or are stalled."""
         if self.state == "running" and node in self._here:
             stalled = self._current.standstill.heard(node, report)
             self._current.search.heard(node, still=report.still)
@@ -329,7 +329,7 @@ class LeaderState:
             self._ask_no_more(answered=True)
 
     def termination_requested(self, node: int, now: float) -> None:
-        """Take a requested termination: the node leaves once its ranks have ended; without an operator the job ends."""
+        """Take a requested termination. The node leaves when its ranks have ended; without an operator the job ends."""
         self._terminations.request(node)
         if self.state in ("gathering", "pausing", "standing"):
             if self._terminations.include_leader:
@@ -344,7 +344,7 @@ class LeaderState:
             self._stop([self._lose(node)], now)  # the leader must leave, and the others have something to save
 
     def tick(self, now: float) -> None:
-        """Do what is due."""
+        """Do the work that is due."""
         if self.deadline is None or now < self.deadline:
             return
         if self.state == "pausing":
@@ -425,7 +425,7 @@ class LeaderState:
         self.orders.append(StartOrder(self.generation, self.members, self._current.checking))
 
     def _stop(self, failures: list[Failure], now: float, *, asks: bool = False) -> None:
-        """Enter "stopping". asks: a running rank may be the one that a failed rank waited for until its timeout."""
+        """Enter "stopping". asks: True if a running rank may be the one that a failed rank has waited for."""
         self._current.failures += failures
         self._ran_seconds = now - self._since
         self._has_trained |= self.furthest_step > 0 or self._ran_seconds >= TRAINED_SECONDS
@@ -447,9 +447,9 @@ class LeaderState:
             self.orders.append(Stop(frozenset(self._stopping), self.generation, patient))
 
     def _others_may_make(self, failure: Failure) -> bool:
-        """True if ranks of other nodes may be about to make this mistake of the script, before the first step.
+        """True if ranks of other nodes may soon make this mistake of the script too, before the first step.
 
-        Stopped too early they would hide that all make it, and such a mistake is not worth a restart.
+        A mistake that all nodes make is not worth a restart. If their ranks are stopped too early, we cannot see that.
         """
         return len(self.members) > 1 and not self._has_trained and _is_wrong(failure) and not failure.lacks_program
 
@@ -475,7 +475,7 @@ class LeaderState:
             self.orders.append(Stop(frozenset(self._stopping), self.generation, patient=False))
 
     def _settle_if_all_have_stopped(self, now: float) -> None:
-        # A leaving leader does not wait for other leaving nodes: they end by themselves.
+        # A leader that is leaving does not wait for other leaving nodes, which end by themselves.
         leaving, leader = self._terminations.leaving, self.members.leader
         if self._stopping - (leaving - {leader} if self._has_operator and leader in leaving else set()):
             return None
@@ -483,8 +483,8 @@ class LeaderState:
             self.said = "files were saved"
             return self._pause(0, now)
         assert self._current.failures, "a generation is stopped for a failure"
-        # Last: a rank that failed by itself is a better cause. If a rank ended with 0, it made fewer steps, which is
-        # the cause.
+        # The rank that others waited for comes last, because a rank that failed by itself is a better cause. It does
+        # not count if a rank ended with 0: that one made fewer steps, which is the cause.
         stalled = [self._current.waited_for] if self._current.waited_for is not None and not self._current.ended else []
         failure = explained(root_cause([*self._current.failures, *stalled]), self._current.ended)
         if self._terminations.explain(failure):
@@ -496,7 +496,8 @@ class LeaderState:
         return self._charge(failure, now)
 
     def _settle_check(self, failure: Failure, now: float) -> None:
-        """End the group if the pre-flight found a bad node, so that it restarts without. Otherwise start training."""
+        """End the group if the pre-flight found a bad node, so that it restarts without that node. Otherwise start
+        training."""
         bad = next((f for f in self._current.failures if f.preflight and f.bad_nodes), None)
         if bad is not None:
             return self._end(RESUMABLE, bad, bad.exception, now)
@@ -521,7 +522,7 @@ class LeaderState:
         return self._pause(verdict.wait_seconds, now)
 
     def _pause(self, seconds: float, now: float) -> None:
-        """Begin the next generation after that time, when every node is connected."""
+        """Begin the next generation after these seconds, when every node is connected."""
         if self._terminations.include_leader:
             return self._leave(now)
         self._here -= self._terminations.leaving
@@ -580,7 +581,7 @@ class LeaderState:
         code = failure.exit_code
         found = "infrastructure" if failure.symptom else rules.classify(failure)
         if failure.lacks_program and found in ("permanent", "application"):
-            # As the operator: permanent only if the job has never trained and no node has the program.
+            # The operator's rule, too: permanent only if the job has never trained and no node has the program.
             one_may_have_it = len(self._current.unable) < len(self.members) and self._has_operator
             found = "infrastructure" if one_may_have_it else "permanent"
             if self.furthest_step or self.generation > 0:
@@ -594,8 +595,8 @@ class LeaderState:
         return rules.with_policy(found, code, self._policy, from_outside=outside), is_elsewhere
 
     def _repeats(self, failure: Failure) -> bool:
-        """True for a mistake of the script made on all nodes before the first step, or twice in a row. The operator has
-        the same rule. Twice, because another rank may reach it too late. A missing script or module counts too.
+        """True for a mistake of the script, or a missing script or module, before the first step: on all nodes, or
+        twice in a row, because some ranks may be stopped before they make it. The operator has the same rule.
         """
         on_all_nodes = len(self._current.raised.get(_compared(failure), ())) == len(self.members)
         again = bool(self.charged) and _compared(self.charged[-1]) == _compared(failure)
@@ -616,7 +617,7 @@ class LeaderState:
 
 
 class Terminations:
-    """Nodes whose termination was requested from outside. Failures that follow from it are charged to nobody."""
+    """Nodes whose termination was requested from outside. Failures that follow from it are not charged."""
 
     def __init__(self, leader: int, has_operator: bool) -> None:
         self._leader, self._has_operator = leader, has_operator
@@ -626,7 +627,7 @@ class Terminations:
 
     @property
     def include_leader(self) -> bool:
-        """True if node 0's agent ends too: without an operator, all nodes end with one."""
+        """True if node 0's agent must end too. Without an operator all nodes end if one does."""
         return self._leader in self.leaving if self._has_operator else bool(self.leaving)
 
     def request(self, node: int) -> None:
@@ -652,8 +653,8 @@ class Terminations:
 
 
 def _merged(known: list[Failure], news: list[Failure]) -> list[Failure]:
-    """Merge failures that a node reports after its ranks have ended. Node 0's own findings (stalled, slow) stay,
-    because a stopped rank does not report them.
+    """Merge the known failures with those that a node reports when its ranks have ended, which replace them. Node 0's
+    own findings (stalled, pre-flight) stay, because a stopped rank does not report them.
     """
     by_rank = {failure.rank: failure for failure in news}
     ranks = {failure.rank for failure in known}
@@ -662,7 +663,7 @@ def _merged(known: list[Failure], news: list[Failure]) -> list[Failure]:
 
 
 def explained(failure: Failure, ended: Sequence[Ended]) -> Failure:
-    """Replace a rank's complaint by its cause if another rank ended with 0: that one made fewer steps."""
+    """Replace a rank's complaint by its cause if another rank ended with 0, because that one made fewer steps."""
     if not failure.symptom or failure.unstarted or not ended or failure.rank is None:
         return failure
     from ddpjob_core import rules
@@ -680,7 +681,7 @@ def _is_wrong(failure: Failure) -> bool:
 
 
 def _compared(failure: Failure) -> str:
-    """Return the part of the exception that another node's report can hold."""
+    """Return the exception, as short as the reports of other nodes have it."""
     return abridged(failure.exception, BRIEF_MAX)
 
 

@@ -39,13 +39,13 @@ class Position(NamedTuple):
     shape: str = ""
     """Shape of its contribution to its last collective: [4, 3] float32."""
     waits: deadlock.Waits | None = None
-    """What it waits in, if that was asked and is certain."""
+    """The call that it waits in; None if unknown or not certain."""
     ended_after: int = -1
     """For a process that ended with 0: operations begun in the default group; -1: see Standing."""
 
 
 class Question:
-    """The positions of ranks, once all nodes are asked for them."""
+    """A request to all nodes for the positions of their ranks, and the answers."""
 
     def __init__(self) -> None:
         self._positions: dict[int, Sequence[Position]] | None = None  # by node, of nodes that have answered
@@ -60,12 +60,12 @@ class Question:
         self._positions = {}
 
     def take(self, node: int, positions: Sequence[Position]) -> None:
-        """Take a node's answer; ignored if nothing was asked."""
+        """Take a node's answer; ignore it if there is no request."""
         if self._positions is not None:
             self._positions[node] = positions
 
     def is_answered(self, nodes: Collection[int]) -> bool:
-        """True if all of these nodes have answered."""
+        """True if all nodes in `nodes` have answered."""
         return self._positions is not None and set(nodes) <= set(self._positions)
 
 
@@ -88,7 +88,7 @@ class DeadlockSearch(Question):
     def __init__(self) -> None:
         super().__init__()
         self._still: dict[int, bool] = {}  # by node
-        self._is_known = False  # whether the waits are known; until a rank runs
+        self._is_known = False  # True from an answer until a rank runs
 
     def heard(self, node: int, *, still: bool) -> None:
         """Note that a node's ranks have not run for seconds, or that one has."""
@@ -105,7 +105,7 @@ class DeadlockSearch(Question):
         return not (self.asked or self._is_known) and bool(nodes) and all(self._still.get(node) for node in nodes)
 
     def settle(self, nodes: Collection[int]) -> Failure | None:
-        """Return the deadlock, if all of these nodes have answered and it is certain. nodes: where ranks run."""
+        """Return the deadlock, if it is certain and all nodes have answered. nodes: those with running ranks."""
         answers, self._positions, self._is_known = self._positions or {}, None, True
         if not set(nodes) <= set(answers) or not all(self._still.get(node) for node in nodes):
             return None
@@ -132,12 +132,13 @@ class Standstill(Question):
         return not self.asked and self.stalled
 
     def forget(self, node: int) -> float | None:
-        """Drop a node whose ranks have ended. Return how long the others may stay stalled from now on, if they are."""
+        """Drop a node whose ranks have ended. Return the seconds that the others may stay stalled from now on; None
+        if they are not stalled."""
         self._reports.pop(node, None)
         return max(report.seconds for report in self._counting) if self.stalled else None
 
     def answered(self, node: int, report: StallReport, positions: Sequence[Position], nodes: Collection[int]) -> bool:
-        """Take the positions of a node's ranks. True if all of these nodes have answered."""
+        """Take a node's report and the positions of its ranks. True if all nodes in `nodes` have answered."""
         if self.asked:
             self._reports[node] = report
         self.take(node, positions)
@@ -151,8 +152,8 @@ class Standstill(Question):
         self._reports = {node: report._replace(stalled=False) for node, report in self._reports.items()}
         if not stalled or not positions:
             return None
-        # Without the library a rank cannot report that it evaluates. A hang is proved only by a rank that waits in a
-        # collective, or that has none to come and does nothing.
+        # Without the library a rank cannot report that it is evaluating. Only a rank that waits in a collective, or
+        # that is idle and needs no other rank, proves a hang.
         in_none = all(position.done for position in positions)
         if counting[0].level == BY_COLLECTIVES and in_none and not all(position.idle for position in positions):
             return None
@@ -215,10 +216,11 @@ def _is_behind(culprit: Position, others: Sequence[Position]) -> bool:
 
 
 def furthest_behind(positions: Sequence[Position]) -> Position:
-    """Return the rank with the lowest collective, then the lowest step; within a collective, one that has left it.
+    """Return the rank with the lowest collective. Of several, prefer one that has left it, then one whose operation or
+    shape few others have, then the lowest step.
 
-    A rank that does not answer is blocked below Python, or has nobody to answer it: it is the cause if all others only
-    wait.
+    A rank that does not answer is blocked below Python, or has no thread that could answer. It is the cause if all
+    others only wait.
     """
     known = [position for position in positions if position.sequence]
     alike = Counter((position.sequence, position.op, position.shape) for position in known)

@@ -9,8 +9,8 @@ step, in the forward pass, so they are cloned first.
 
 A copy becomes valid when its bytes have arrived and the device has finished the backward pass after it. Then the
 gradients were summed over all ranks, so every rank has reached the boundary. The host checks this at its boundaries. It
-waits only for the work queued in the step after its previous look (`ddpjob_core/copies.py`). So no host is more than
-two looks ahead of another. All of them find the same plan, and no rank overwrites random states of a step that may
+waits only for the work queued in the step after its previous check (`ddpjob_core/copies.py`). So no host is more than
+two checks ahead of another. All of them find the same plan, and no rank overwrites random states of a step that may
 still become valid.
 
 Life cycle: `memory.Keeper` creates one DeviceCopies per process that trains on a GPU. Each `_Flight` is one copy, from
@@ -108,7 +108,7 @@ class _Flight:
 
     @property
     def seconds(self) -> float:
-        """What it has cost: of a try, at most."""
+        """Cost of the copy; an upper bound for a first copy that only measures it."""
         if self.ticket is None:
             return self.host_seconds
         return self.host_seconds + (self.ticket.held_seconds if self.counts else self.ticket.seconds)
@@ -129,21 +129,22 @@ class DeviceCopies(Copies):
         self._mapped: list[torch.Tensor] = []
         self._said_pinned = False
         self._flight: _Flight | None = None
-        self._left: _Flight | None = None  # one that will not count, and may still write
-        self._looked: StreamMark | None = None  # after the backward pass that followed the last look
-        self._has_looked = False  # and that pass has not come yet
-        self._in_torch = threading.Lock()  # held by a thread while it is in torch's C++, and from the exit on
+        self._left: _Flight | None = None  # dropped, but the device may still write to its area
+        self._looked: StreamMark | None = None  # after the backward pass that followed the last check
+        self._has_looked = False  # True from a check until that backward pass
+        self._in_torch = threading.Lock()  # held by a thread in torch's C++ code, and from the exit on
         self._pid = os.getpid()
 
     def stop(self) -> None:
-        """No copy becomes valid from now on. Any thread may call this."""
+        """Let no copy become valid from now on. Any thread may call this."""
         with self._lock:
             self._stopped = True
 
     def keep_out_of_torch(self) -> None:
-        """From now on: a thread that comes back from C++ when the interpreter has ended aborts the process."""
-        if os.getpid() == self._pid:  # a fork has the lock as it was, and no such thread
-            self._pid = 0  # multiprocessing calls it once more
+        """Let no thread enter torch's C++ code any more: one that returns from it after the interpreter has ended
+        would abort the process."""
+        if os.getpid() == self._pid:  # a forked child has no such thread, but perhaps a locked copy of the lock
+            self._pid = 0  # multiprocessing calls this again
             self.stop()
             self._in_torch.acquire()
 
@@ -171,7 +172,8 @@ class DeviceCopies(Copies):
             self._begin(flight, at, every)
         flight.host_seconds = time.perf_counter() - began
         self._flight = flight
-        # What changes parameters need not be an optimizer's step; and what was saved counts in any case.
+        # Wait at once if something other than an optimizer may change parameters, or if a saved state is copied, which
+        # must become valid.
         if (self.changes or at.must_be_copied) and flight.ticket is not None:
             flight.ticket.hold()
 
@@ -184,11 +186,12 @@ class DeviceCopies(Copies):
         return bool(self._costs)
 
     def _begin(self, flight: _Flight, at: Boundary, every: int) -> None:
-        """Give the device its copies; nothing, where the state has outgrown the areas. Raises StateError."""
+        """Queue the copies on the device; does nothing if the state no longer fits the areas. Raises StateError."""
         shared = self._shared
         value = self._value(at.kept)
         state = packed.pack(value)
-        large = len(state.tensors) - len(packed.tensors_of(value[BUFFERS]))  # these are summed: buffers differ by rank
+        # The buffers are the last tensors. They are not summed, because they differ by rank.
+        large = len(state.tensors) - len(packed.tensors_of(value[BUFFERS]))
         area = copies.area_for([shared.held_in(area) for area in range(memory.AREAS)])
         target = self._areas[area]
         if state.size > len(target):
@@ -260,7 +263,7 @@ class DeviceCopies(Copies):
     # ---- room ----------------------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        """Map and pin the areas. What was mapped before stays so: a copy may still be on its way there."""
+        """Map and pin the areas. Old mappings stay, because the device may still be writing to them."""
         try:
             for area in range(memory.AREAS):
                 if len(self._areas) > area and len(self._areas[area]) == self._shared.reserved(area):
@@ -284,7 +287,7 @@ def would_go_on(backend: str, world_size: int, environ: Mapping[str, str]) -> st
     (CleanUpOnly) abort, mode 3 (SkipCleanUp) does not: torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp:167-174, torch
     2.13.0.
     """
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # `ddpjob.init` makes 3 of ddprun's 1
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # `ddpjob.init` changes ddprun's 1 to 3
     how = environ.get(name) or environ.get(name.removeprefix("TORCH_")) or ""
     if world_size == 1 or backend != "nccl" or how not in ABORTS:
         return ""

@@ -1,4 +1,4 @@
-"""What a `Snapshot` does with the memory of its node: nothing, where there is no agent, or the script wants none."""
+"""Keep and restore the state of a `Snapshot` in its node's memory; does nothing without an agent, or if turned off."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -28,8 +28,8 @@ _NOTHING = (
 
 
 class Assumed(dict[str, Any]):
-    """`Snapshot.state` while nothing is known of what `save` will name: who asks for a name that is not there will save
-    more than what `load` was given."""
+    """`Snapshot.state` before the first `save`. A script that reads a name which `load` was not given will save more
+    than that: `missed` is called."""
 
     def __init__(self, state: Mapping[str, Any], missed: Callable[[str], None]) -> None:
         super().__init__(state)
@@ -45,13 +45,13 @@ class Assumed(dict[str, Any]):
         return super().__contains__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As of a dict."""
+        """Like `dict.get`."""
         return self[name] if name in self else default  # noqa: SIM401  # this is get()
 
 
 class InMemory:
-    """The memory as one Snapshot uses it: the one that loads. A script that loads from two of them goes on from their
-    folders, as without memory: one state from memory and one from a folder would be of two steps."""
+    """The memory as a Snapshot uses it. A script that loads from two Snapshots continues from their folders: a state
+    from memory and one from a folder could be of different steps."""
 
     def __init__(self, world: World | None, attempt: int, generation: int, *, wanted: bool, has_folder: bool) -> None:
         self._present = Version(attempt, generation, 0)
@@ -60,20 +60,20 @@ class InMemory:
         self._shared: Shared | None = None
         self._world = world
         self._loads = 0
-        self._named: set[str] = set()  # by the calls of load() that take one step
-        self._taken: FoundState | None = None  # what they take; None: what the folder has
+        self._named: set[str] = set()  # names in the calls of load() that restore one step
+        self._taken: FoundState | None = None  # the state that they restore; None: the folder's
         self._used = wanted and world is not None and "DDPJOB_MEMORY" in os.environ
-        if self._used and world is not None:  # it is what the agent has started, and not a process that the script has
+        if self._used and world is not None:  # only ranks that the agent started have cells there
             place = process.number("RANK", -1), process.number("WORLD_SIZE", -1)
             self._used = (world.rank, world.world_size) == place
 
     @property
     def _otherwise(self) -> str:
-        """What happens where nothing is kept in memory."""
+        """Describe where a restart continues if nothing is kept in memory."""
         return "a restart goes on from the last save" if self._has_folder else "a restart begins at step 0"
 
     def begin(self) -> None:
-        """`load` is called."""
+        """Called by each `load`."""
         current = process.current
         if current.loader is None:
             current.loader = self
@@ -114,13 +114,13 @@ class InMemory:
         process.current.at_boundary = self._keeper.boundary
 
     def find(self, objects: Mapping[str, Any]) -> FoundState | None:
-        """The newest state that is whole in the memory of any node; every rank calls it.
+        """Return the newest complete state in the memory of any node. Collective: every rank calls it.
 
-        Calls of `load` that name one part each take one step: what the first one took, the others take too. One that
-        names a part again goes back to the newest state.
+        If several calls of `load` name one part each, all of them restore the state that the first one took. A call
+        that repeats a name starts over with the newest state.
         """
         if not self._used or self._world is None or self._present.generation == 0:
-            return None  # what is in memory was left by an earlier generation
+            return None  # only an earlier generation can have left a state
         if not _names(objects).isdisjoint(self._named):
             self._named = set()
         if self._named:
@@ -128,8 +128,8 @@ class InMemory:
         return recall.find(self._shared, self._world.rank, self._world.world_size, self._present)
 
     def fetch(self, found: FoundState, objects: Mapping[str, Any]) -> recall.Fetched | None:
-        """That state, if it has these names and is as it was written; every rank calls it. Raises StateError where a
-        part of it was loaded before: the folder's would be of another step."""
+        """Return the found state; None if it lacks these names or has changed. Collective: every rank calls it. Raises
+        StateError if another part of it was loaded before, because the folder's part would be of another step."""
         assert self._world is not None, "it was found"
         rank, world_size = self._world.rank, self._world.world_size
         fetched = recall.fetch(self._shared, found, rank, world_size, objects)
@@ -149,11 +149,10 @@ class InMemory:
         self._named, self._taken = self._named | _names(objects), found
 
     def resumed(self, found: FoundState, objects: Mapping[str, Any], fetched: recall.Fetched) -> dict[str, Any]:
-        """The objects have the state that was found: it is kept again, also where this node had none. What
-        `Snapshot.state` is then.
+        """Called when the objects have the found state. Keep it, also on a node that had none. Return `Snapshot.state`.
 
-        Not where the script saves values, of which `load` knows no more than the objects that they are loaded into: the
-        place of a sampler that DataLoader workers read ahead is not what the sampler itself says.
+        Not kept if the script saves values, because `load` knows only the objects that take them. For example, a
+        sampler's own position is ahead of the samples that were trained, if DataLoader workers read ahead.
         """
         if self._keeper is not None:
             self._keeper.goes_on(found.held.version.step)
@@ -167,14 +166,14 @@ class InMemory:
         return Assumed(fetched.state, _refuse) if found.held.assumed else fetched.state
 
     def loaded(self, step: int, objects: Mapping[str, Any], state: dict[str, Any]) -> dict[str, Any]:
-        """`load` has named these objects, and this is what the folder has. What `Snapshot.state` is then."""
+        """Called when these objects were loaded from the folder, which has this state. Return `Snapshot.state`."""
         self._took(None, objects)
         self._loads += 1
         keeper = self._keeper
         if keeper is None:
             return state
         keeper.goes_on(step)
-        if self._loads > 1:  # each names a part
+        if self._loads > 1:  # each call names only a part of the state
             keeper.forget_assumed()
         elif not state or state.keys() == objects.keys():
             keeper.assume(objects)
@@ -182,7 +181,7 @@ class InMemory:
         return state
 
     def saved(self, step: int, objects: Mapping[str, Any], *, kept_alone: bool = False) -> None:
-        """The script has named them as the state of this step. kept_alone: by `keep`."""
+        """Called when the script has named the state of this step. kept_alone: True for `keep`, False for `save`."""
         if self._keeper is not None:
             self._keeper.register(objects)
             self._keeper.boundary(step, named=True, saved=not kept_alone, kept_alone=kept_alone)
@@ -197,7 +196,7 @@ def _refuse(name: str) -> None:
 
 
 def _names(objects: Mapping[str, Any]) -> set[str]:
-    """Of one call of load(): also of one that names nothing."""
+    """Return the names in one call of load(); {""} if it names nothing, so that such a call counts, too."""
     return set(objects) or {""}
 
 

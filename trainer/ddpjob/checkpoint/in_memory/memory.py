@@ -76,7 +76,7 @@ class Keeper:
         *,
         has_folder: bool = True,
     ) -> None:
-        """otherwise: for the log, what a restart does without memory. store: of the group. streams: of the rank's
+        """otherwise: log text, what a restart does without memory. store: the group's. streams: those of the rank's
         device, None for the CPU. has_folder: False if the states are in memory only.
         """
         own = Copies(shared, rank, world_size, store) if world_size == 1 else None
@@ -87,7 +87,7 @@ class Keeper:
         self._rank, self._world_size, self._otherwise, self._store = rank, world_size, otherwise, store
         self.mode = Mode.EMPTY
         self.kept: Kept | None = None
-        self._outgrown: Mapping[str, Any] | None = None  # their parameters changed; kept from the next boundary on
+        self._outgrown: Mapping[str, Any] | None = None  # objects with new parameters, kept from the next boundary on
         self.assumed = False
         self.lock = threading.Lock()
         self.dirty_since = self.dirty_seconds = 0.0
@@ -101,11 +101,11 @@ class Keeper:
         self._stepped = True  # True if an optimizer made a step since the last boundary
         self.has_begun = self.has_called = False
         self._begun: Mapping[str, Any] | None = None  # random states and buffers when the next step began
-        self._repeated: set[str] | None = None  # what may have changed since then only; None if that is not known
+        self._repeated: set[str] | None = None  # names that may have changed only after that; None if unknown
         self._notices_begin = False  # True once the beginning of a step was noticed
         self._numbers, self._makers = Numbers(0), Makers()
-        # One counts between boundaries of any kind, the other between those at which the script passes everything. They
-        # are only needed without a folder.
+        # The first counts steps between any boundaries, the second between boundaries at which the script passes
+        # everything. Only needed without a folder.
         self._unmarked = [] if has_folder else [Unmarked(), Unmarked()]
         self._is_copied = False  # the saved state is copied, and no optimizer has stepped since
         self._tensors = 0  # number of tensors in the optimizers' state at the last count
@@ -114,7 +114,7 @@ class Keeper:
         self._sum: tuple[int, int] | None = None  # (step, sum) to compare before the next step
         self._room: threading.Thread | None = None
         self._has_told_of_saves = False
-        self._is_unnamed = True  # save() and keep() have named nothing, and that was not said
+        self._is_unnamed = True  # save() and keep() have named nothing, and that is not logged yet
         self._hooks: list[Any] = []
         register_optimizer_step_pre_hook(self.before_step)
         self.survivor = Survivor(self)
@@ -130,11 +130,11 @@ class Keeper:
 
     @property
     def _is_off(self) -> bool:
-        """Also in a forked process: its objects are not part of this training."""
+        """True if nothing is kept any more, or in a forked process, whose objects are not part of this training."""
         return self.mode is Mode.OFF or os.getpid() != self.pid
 
     def _to(self, event: Event) -> None:
-        """Go on to the mode that follows, and tell the agent if it may wait for this rank to write the state."""
+        """Switch to the mode that follows, and tell the agent if it may wait for this rank to write the state."""
         before, self.mode = self.mode, after(self.mode, event)
         if before is not self.mode or event == "dropped":
             is_ready = self.mode is Mode.READY and not self.survivor.is_asked
@@ -169,9 +169,9 @@ class Keeper:
             self._keep(kept)
 
     def _keep(self, kept: Kept) -> None:
-        if self.kept is None or not kept.has_parts_of(self.kept):  # not where the script passes values at each step
+        if self.kept is None or not kept.has_parts_of(self.kept):  # not if the script only passes new values
             self._early.forget()
-        with self.lock:  # what was noted so far belongs to other objects
+        with self.lock:  # the notes so far belong to other objects
             self.kept, self._outgrown, self._stepped = kept, None, True
             self._to("named")
             if not self._proofs_left:
@@ -192,7 +192,7 @@ class Keeper:
             )
 
     def assume(self, objects: Mapping[str, Any]) -> None:
-        """Keep the objects passed to `load` until `save` names some, if nothing else is trained."""
+        """Keep the objects passed to `load` until the first `save` or `keep`, unless the script trains others."""
         if self._is_off or self.kept is not None or self.shared.node[MISCOUNTED]:
             return
         with contextlib.suppress(StateError):  # save() reports what is wrong with them
@@ -201,7 +201,7 @@ class Keeper:
                 self.assumed = self._is_unnamed = True
 
     def forget_assumed(self) -> None:
-        """The assumed objects are not the trained ones: keep nothing until `save` names some."""
+        """Drop the objects of `assume`, because others are trained: keep nothing until the first `save` or `keep`."""
         if self.assumed and not self._is_off:
             self.assumed = False
             self._forget_assumed()
@@ -233,7 +233,7 @@ class Keeper:
         self.shared.loaded, self._proofs_left = held._replace(loads=held.loads + 1), self._proofs_needed
 
     def boundary(self, step: int, *, named: bool = False, saved: bool = False, kept_alone: bool = False) -> None:
-        """Parameters and optimizer state are those of this step.
+        """Called when parameters and optimizer state are those of this step.
 
         named: the script passed everything that is kept, plain values too. saved: `save` made this boundary.
         kept_alone: `keep` made it.
@@ -294,7 +294,7 @@ class Keeper:
             )
         rng, settings = random_states.compact(), kept.settings()
         values = self._watched_with(kept, kept.buffer_versions() | {RANDOM: random_states.mark(rng)}, settings)
-        # plain values too: those of keep() are compared with those of save() at the same step
+        # plain values too, because those of keep() are compared with those of save() at the same step
         self._learn(kept, step, values | settings if named else values, named=named, counts=counts)
         if not self._copies_instead and (self._stepped or named):
             self._note(kept, step, rng, settings)
@@ -316,7 +316,7 @@ class Keeper:
             )
 
     def _tell_unnamed(self, step: int) -> None:
-        """Log if it is the script that keeps the memory from being used: `load` was not given what `save` will name."""
+        """Log once that nothing is kept, because `load` was not given all objects that `save` will name."""
         if self._is_unnamed and not self._is_off and step > self._numbers.began + PROOF_STEPS:
             self._is_unnamed = False
             if self._rank == 0:
@@ -340,7 +340,7 @@ class Keeper:
     def watched(self, kept: Kept) -> dict[str, Any]:
         """Values that are compared between a boundary and the next step, by name.
 
-        Of random states and buffers those when the next step began; the current ones if it has not begun.
+        Random states and buffers are those at the beginning of the next step, or the current ones if it has not begun.
         """
         begun = self._begun or self.places.marked
         if self._begun is None and self._notices_begin and not self.has_begun:
@@ -352,15 +352,15 @@ class Keeper:
         return {**begun, **named, **kept.untrained()}
 
     def step_begins(self, sampler: Any = None) -> bool:
-        """The next step begins: random numbers drawn, and buffers changed, from here on belong to it. Return whether a
-        boundary is open.
+        """Called when the next step begins: random numbers and buffer changes from here on belong to it. Return True if
+        a boundary is open.
 
-        sampler: the one that is asked for a batch. An evaluation may use another one than those whose places are kept.
+        sampler: the one that a batch is taken from. If its place is not kept, an evaluation may be using it.
         """
         kept, places = self.kept, self.places
         if kept is None or not places.is_open or self._is_off:
             return False
-        # a forward pass with gradients that a request follows, and no backward pass before it, was an evaluation
+        # a forward pass before the first batch, and without a backward pass, was an evaluation
         is_first = sampler is not None and self._repeated is None and not self.has_begun
         if self._begun is None or is_first:
             try:
@@ -372,11 +372,11 @@ class Keeper:
 
     def _note_begin(self, kept: Kept, places: Places, *, from_sampler: bool) -> None:
         begun = kept.buffer_versions() | {RANDOM: places.marked.get(RANDOM, 0)}
-        # not read where it is known that a draw is no loss: it is a fifth of what the memory costs at a step
-        if places.counts or not places.trusts(RANDOM):  # after a save() the place of the draws is learned
+        # not read if a draw is known to be no loss: reading is a fifth of the memory's cost per step
+        if places.counts or not places.trusts(RANDOM):  # after a save() we learn where draws happen
             begun[RANDOM] = random_states.mark(random_states.compact())
         self._notices_begin, self._begun = True, begun
-        if from_sampler:  # what has changed before the request is not made again after a restart
+        if from_sampler:  # a restart does not repeat changes made before a batch is taken
             settings = kept.settings() if places.doubted else {}
             self._repeated = set(kept.optimizers) - moved(places.marked, settings)
         is_loose = any(not places.trusts(name) and value != places.marked.get(name) for name, value in begun.items())
@@ -462,7 +462,7 @@ class Keeper:
         return Boundary(kept, step, named, small, self.assumed, must_copy)
 
     def _place(self, kept: Kept) -> dict[str, Any]:
-        """Describe this rank's moment in the step: the next generation compares those of all ranks."""
+        """Describe where in its step this rank is: the next generation compares all ranks."""
         sample = 0 if self.on_device else kept.sample()
         moved_ones = sorted(self.places.moved)
         moment = self.places.is_named + self.places.counts  # at should_stop(), keep() or save()
@@ -511,7 +511,7 @@ class Keeper:
             self._sum = step, kept.total()
 
     def _slot_to_write(self, step: int) -> int:
-        """Slot of the older boundary: two slots alternate. The same step goes to the same slot again."""
+        """Return the slot of the older boundary: two slots alternate. The same step goes to the same slot again."""
         if self._turn is not None and step == self._noted:
             return 1 - self._turn
         self._noted = step
@@ -522,7 +522,8 @@ class Keeper:
         return turn
 
     def _is_proven(self, kept: Kept, step: int) -> bool:
-        """True if it is proven that nothing large changes before the next step; else sum this boundary."""
+        """True if it is proven that nothing large changes before the next step; otherwise sum the state of this
+        boundary."""
         if self.shared.node[COPIES]:
             self._copy_because_of_changes(copies.CHANGES)
             return False
@@ -554,7 +555,7 @@ class Keeper:
         """Reserve room, in a thread: the kernel needs half a second for a large area."""
         with self._guarded():
             self.shared.take(memory.area_bytes(size), 1, later=0 if self.copies is None else memory.AREAS)
-            with self.lock:  # the objects may have changed, and the proof with them: then it is nothing
+            with self.lock:  # has no effect if the objects, and so the proof, have changed
                 self._to("reserved")
 
     # ---- the optimizer's step ------------------------------------------------------------------------------
@@ -605,7 +606,7 @@ class Keeper:
             self._early.write(kept, self._slots, self.shared)
 
     def _other_step(self, optimizer: Any) -> None:
-        """Handle a step without a boundary before it: of a second optimizer, or one that the script did not mark."""
+        """Handle a step without a boundary before it: by a second optimizer, or one that the script did not mark."""
         if self.copies is not None:
             with self._guarded():
                 self.copies.before_other_step()
@@ -615,7 +616,7 @@ class Keeper:
             )
 
     def _count_step(self, optimizer: Any) -> None:
-        """Count the step. Without frequent boundaries no slot would tell that steps followed the loaded state."""
+        """Count the step. If boundaries are rare, no slot shows that steps followed the loaded state."""
         if self._is_off:
             return
         kept = self.kept
@@ -670,8 +671,8 @@ class Keeper:
             self.give_up(error)
 
     def give_up(self, error: Exception) -> None:
-        """Keep nothing for good; until the next boundary if the objects have other parameters now, and until the next
-        save if the script trains other objects than it passed.
+        """Stop keeping the state: until the next boundary if the objects have other parameters now, until the next save
+        if the script trains other objects than it passed, otherwise for good.
         """
         if not isinstance(error, OutgrownError | ReplacedError):
             self.turn_off(str(error) if isinstance(error, StateError) else f"{type(error).__name__}: {error}")

@@ -35,19 +35,19 @@ from ddpjob_core.memory import (
 )
 
 AGAIN_SECONDS = 0.001
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE: give the process all pages at once; one by one that takes ten times as long
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE: map all pages at once; one by one takes ten times as long
 _OF_HELD = AREA_STEP, AREA_GENERATION, AREA_LOADS, AREA_BYTES, AREA_SUM, AREA_ASSUMED, AREA_EVERY
 
 
 class Shared:
     """One rank's view of its agent's memory.
 
-    Everything is written through mappings, after the kernel has reserved the memory: a process that writes to a mapping
-    for which there is no memory is killed.
+    Everything is written through mappings, after the kernel has reserved the memory. Otherwise the kernel would kill a
+    process that writes to a page for which there is no memory.
     """
 
     def __init__(self, where: str, attempt: int, generation: int) -> None:
-        """where: DDPJOB_MEMORY. Raises OSError, ValueError where the agent or its memory is not there."""
+        """where: DDPJOB_MEMORY. Raises OSError or ValueError if the agent or its memory is gone."""
         agent, file, pipe, ranks, local_rank = map(int, where.split(":"))
         self._path = f"/proc/{agent}/fd/{file}"
         self.attempt, self.generation, self.local_rank, self.ranks = attempt, generation, local_rank, ranks
@@ -58,16 +58,16 @@ class Shared:
         self._all = [cells[(1 + rank) * page :][: memory.RANK_CELLS] for rank in range(ranks)]
         self.cells = self._all[local_rank]
         self._slots: mmap.mmap | None = None  # of this rank
-        self._taken = [0] * memory.SLOTS  # bytes that this process has reserved of each
+        self._taken = [0] * memory.SLOTS  # bytes that this process has reserved for each slot
         self._areas: dict[int, mmap.mmap] = {}
         self.loaded: Held | None = None
         """The state that this generation has loaded from memory."""
         self.proven_elsewhere = 0
-        """PROVEN of the nodes that have the state which is loaded, where this one has not."""
+        """PROVEN of the nodes that have the loaded state, if this node does not have it."""
 
     @contextlib.contextmanager
     def _file(self) -> Iterator[int]:
-        """A descriptor of the memory for a moment: a script may close one that is kept. Raises OSError."""
+        """Open the memory for a moment: a script may close a descriptor that is kept open. Raises OSError."""
         descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         try:
             yield descriptor
@@ -76,7 +76,7 @@ class Shared:
                 os.close(descriptor)
 
     def _map(self, offset: int, size: int) -> mmap.mmap:
-        """Raises OSError, also where there is nothing to map."""
+        """Map a part of the memory. Raises OSError, also if there is nothing to map."""
         if size <= 0:
             raise OSError(5, "the memory is shorter than it was")
         with self._file() as descriptor:
@@ -84,26 +84,26 @@ class Shared:
 
     @property
     def is_current(self) -> bool:
-        """Whether the ranks that run on this node are of this generation."""
+        """True if the running ranks of this node are of this generation."""
         return bool(self.node[GENERATION] == self.generation)
 
     @property
     def has_agent(self) -> bool:
-        """Whether the memory outlives this process."""
+        """True if the agent, which owns the memory, is alive: the memory then outlives this process."""
         try:
             os.stat(self._path)
         except FileNotFoundError:
             return False
         except OSError:
-            pass  # who may not look there says so when it writes
+            pass  # no permission to check; a later write will report the error
         return True
 
     def others(self) -> set[int]:
-        """The other local ranks that live, take part, and have not answered yet."""
+        """Return the other local ranks that are alive, take part, and have not answered yet."""
         return {rank for rank in self._unanswered() if os.path.exists(f"/proc/{self._all[rank][memory.PID]}")}
 
     def clocks_of_others(self) -> tuple[list[int], list[int]]:
-        """Of those, and of the ranks that were killed, on other nodes too."""
+        """Return the clocks of those ranks; and the clocks of ranks that were killed, including other nodes' ranks."""
         living = self.others()
         gone = [self._all[rank][memory.CLOCK] for rank in self._unanswered() if rank not in living]
         return [self._all[rank][memory.CLOCK] for rank in living], [*gone, self.node[memory.FURTHEST]]
@@ -117,7 +117,7 @@ class Shared:
 
     @contextlib.contextmanager
     def locked(self, *, waits: bool = False) -> Iterator[bool]:
-        """Whether this process alone writes the areas now. Who dies gives the lock back."""
+        """Yield True if this process has the lock for writing the areas. The kernel releases it if the process dies."""
         with self._file() as descriptor:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
@@ -126,27 +126,27 @@ class Shared:
                 return
             try:
                 yield True
-            finally:  # explicitly, because a DataLoader's worker that was forked meanwhile has the descriptor too
+            finally:  # explicitly: a DataLoader worker that was forked meanwhile has the descriptor too
                 with contextlib.suppress(OSError):  # the script has closed it
                     fcntl.flock(descriptor, fcntl.LOCK_UN)
 
     # ---- the areas: under the lock -------------------------------------------------------------------------
 
     def reserve(self, size: int, area: int = 0) -> None:
-        """Take memory for so many bytes of an area. Raises OSError."""
+        """Reserve memory for this many bytes of an area. Raises OSError."""
         if (before := self.reserved(area)) < size:
             with self._file() as descriptor:
                 os.posix_fallocate(descriptor, self._place(area), size)
             self._areas[area] = mapped = self._map(self._place(area), size)
-            # A virtual machine may get its memory when that is first written to: a rescue of 1,500 MB then takes 4 s.
+            # A virtual machine may get its memory only at the first write: a rescue of 1,500 MB would then take 4 s.
             torch.frombuffer(mapped, dtype=torch.uint8)[before:].zero_()
             self.node[memory.area_cell(area, RESERVED)] = size
 
     def take(self, size: int, areas: int, *, later: int = 0) -> None:
         """Wait until no other rank writes, and reserve this many bytes for each of these areas.
 
-        later: number of areas that will be needed, for the limit that is named if there is no room. Raises StateError,
-        OSError.
+        later: number of areas that will be needed later; the memory limit in the error includes them. Raises
+        StateError, OSError.
         """
         while True:
             with self.locked() as alone:
@@ -163,12 +163,12 @@ class Shared:
             time.sleep(AGAIN_SECONDS)
 
     def reserved(self, area: int = 0) -> int:
-        """For how many bytes of an area memory is taken."""
+        """Return the number of reserved bytes of an area."""
         size: int = self.node[memory.area_cell(area, RESERVED)]
         return size
 
     def mapped(self, area: int) -> mmap.mmap:
-        """What is reserved of an area, as memory. Raises OSError."""
+        """Return the mapping of an area's reserved bytes. Raises OSError."""
         found = self._areas.get(area)
         if found is None or len(found) < self.reserved(area):
             found = self._areas[area] = self._map(self._place(area), self.reserved(area))
@@ -177,11 +177,11 @@ class Shared:
         return found
 
     def held(self) -> Held | None:
-        """The newest that an area has."""
+        """Return the newest state of all areas; None if there is none."""
         return self.held_in(self._newest_area)
 
     def held_in(self, area: int) -> Held | None:
-        """What this area has."""
+        """Return the state of this area; None if there is none."""
         step, generation, *others = (self.node[memory.area_cell(area, cell)] for cell in _OF_HELD)
         if step <= 0:
             return None
@@ -197,22 +197,25 @@ class Shared:
         return memory.layout(self.ranks)[1] + area * memory.OTHER_AREA_OFFSET
 
     def set_loads(self, version: Version, loads: int) -> None:
-        """How often this state was loaded; 0: a step was made after it, and no boundary tells of it. Not where a faster
-        rank has loaded it too, has failed, and has written it anew by now: the load is counted in that one."""
+        """Set how often this state was loaded; 0 if a step followed that no boundary has marked.
+
+        Does nothing if another state is there: a faster rank may have loaded it too, failed, and written a new one,
+        which includes the load.
+        """
         area = self._newest_area
         held = self.held_in(area)
         if held is not None and held.version == version:
             self.node[memory.area_cell(area, AREA_LOADS)] = loads
 
     def newest(self, size: int) -> torch.Tensor:
-        """The bytes of the newest value, where they are: they change when an area is written again. Raises OSError."""
+        """Return the newest state's bytes without a copy: they change when the area is written. Raises OSError."""
         mapped = self.mapped(self._newest_area)
         if not 0 < size <= len(mapped):
             raise OSError(5, "the memory is shorter than it was")
         return torch.frombuffer(mapped, dtype=torch.uint8)[:size]
 
     def write_copy(self, area: int, state: packed.Packed, held: Held, threads: int = 1) -> None:
-        """Write a state over what an area has; it counts from `count_copy` on. Raises OSError."""
+        """Write a state over an area's old one; it becomes valid with `count_copy`. Raises OSError."""
         self.forget_copy(area)
         packed.write(state, torch.frombuffer(self.mapped(area), dtype=torch.uint8), threads, self._report)
         self.describe_copy(area, held)
@@ -221,12 +224,12 @@ class Shared:
         self.node[memory.WROTE] += 1
 
     def describe_copy(self, area: int, held: Held) -> None:
-        """Whose state was written there."""
+        """Record which state was written to an area, without its step: the copy is not valid yet."""
         for cell, value in _described(area, held):
             self.node[cell] = value
 
     def count_copy(self, area: int, held: Held) -> bool:
-        """True if a copy is still there, which counts now: survivors may have written over it. Raises OSError."""
+        """Make a copy valid. False if it is gone: survivors may have written over it. Raises OSError."""
         with self.locked(waits=True):
             if any(self.node[cell] != value for cell, value in _described(area, held)):
                 return False
@@ -234,15 +237,15 @@ class Shared:
             return True
 
     def forget_copy(self, area: int | None = None) -> None:
-        """Nothing is there; by default in the newest."""
+        """Empty an area, by default the one with the newest state."""
         area = self._newest_area if area is None else area
-        for cell in (AREA_STEP, AREA_BYTES):  # a copy that does not count yet, too
+        for cell in (AREA_STEP, AREA_BYTES):  # bytes too, for a copy that is not valid yet
             self.node[memory.area_cell(area, cell)] = 0
 
     def write_rescued(self, state: packed.Packed, held: Held, threads: int) -> None:
-        """Write what a survivor holds, while it is alone. Raises OSError.
+        """Write a survivor's state; the caller has the lock. Raises OSError.
 
-        What is there is lost meanwhile, unless there is room for two: then the newest stays.
+        The old state is lost until the new one is complete, unless there is room for two: then the newest stays.
         """
         others = [self.held_in(area) for area in range(memory.AREAS)]
         older = [one if one is not None and one.version < held.version else None for one in others]
@@ -251,14 +254,14 @@ class Shared:
         self.node[memory.area_cell(area, AREA_STEP)] = held.version.step
 
     def all_have_copied(self, step: int) -> bool:
-        """Whether each rank of this node has written a slot with its copy of this step."""
+        """True if each rank of this node has written a slot with its copy of this step."""
         version = Version(self.attempt, self.generation, step)
         return all(version in (self.slot_version(slot, cells) for slot in memory.COPY_SLOTS) for cells in self._all)
 
     # ---- the slots of this rank ----------------------------------------------------------------------------
 
     def write_slot(self, slot: int, step: int, data: bytes) -> None:
-        """Replace what is there. Raises OSError, StateError."""
+        """Replace the value in a slot. Raises OSError, StateError."""
         first, size = memory.slot_cell(slot, 0), len(data)
         self.forget_slot(slot)
         if size > memory.SECTION_BYTES:
@@ -284,13 +287,13 @@ class Shared:
         return self._slots
 
     def forget_slot(self, slot: int) -> None:
-        """Nothing is there."""
+        """Empty a slot."""
         self.cells[memory.slot_cell(slot, memory.SLOT_STEP)] = 0
 
     def forget_slots(self, saved: Version | None = None) -> None:
-        """Nothing of this generation is there; what an older one has left belongs to the state in the area.
+        """Empty the slots of this generation; those of an older one belong to the state in the area.
 
-        saved: but for the slot with a copy of this one.
+        saved: the slot with a copy of this version stays.
         """
         for slot in range(memory.SLOTS):
             is_saved = saved is not None and slot in memory.COPY_SLOTS and self.slot_version(slot) == saved
@@ -298,24 +301,24 @@ class Shared:
                 self.forget_slot(slot)
 
     def slot_version(self, slot: int, cells: memoryview | None = None) -> Version | None:
-        """Of what a slot has. cells: of its rank, if it is another one."""
+        """Return the version of a slot's value; None if it is empty. cells: those of another rank."""
         cells = self.cells if cells is None else cells
         step = cells[memory.slot_cell(slot, memory.SLOT_STEP)]
         generation = cells[memory.slot_cell(slot, memory.SLOT_GENERATION)]
         return Version(self.attempt, generation, step) if step > 0 else None
 
     def has_left(self, version: Version) -> bool:
-        """True if a slot is of the generation of this version."""
+        """True if a slot has a value of this version's generation."""
         versions = map(self.slot_version, range(memory.SLOTS))
         return any(each is not None and each[:2] == version[:2] for each in versions)
 
     def write_mark(self, step: int, before: int) -> None:
-        """The last boundaries of this rank, where it writes no slot at each."""
+        """Record the last two boundaries of this rank, if it does not write a slot at each."""
         values = {memory.MARK_STEP: step, memory.MARK_GENERATION: self.generation, memory.MARK_BEFORE: before}
         write_record(self.cells, values)
 
     def mark(self) -> Mark | None:
-        """The last boundaries of this rank, or of the one that was in its place; None: there were fewer than two."""
+        """Return the last two boundaries of this rank or of its predecessor; None if there were fewer than two."""
         marks: list[Mark] = []
         generation, step, before = (self.cells[memory.MARK_GENERATION + number] for number in range(3))
         if before > 0 and step > 0:
@@ -326,24 +329,24 @@ class Shared:
         return max(marks, default=None)
 
     def read_slot(self, slot: int) -> Any:
-        """The value. Raises OSError, StateError."""
+        """Return the value in a slot. Raises OSError, StateError."""
         begin, size = slot * memory.SECTION_BYTES, self.cells[memory.slot_cell(slot, memory.SLOT_BYTES)]
         return packed.loads(self._mapped_slots()[begin : begin + size])
 
     # ---- the proof that ranks are replicas -----------------------------------------------------------------
 
     def write_proof(self, step: int, total: int) -> None:
-        """What this rank's parameters summed to at this step."""
+        """Record the sum of this rank's parameters at this step."""
         write_record(self.cells, {PROOF_STEP: step, PROOF_GENERATION: self.generation, PROOF_SUM: total})
 
     def proof(self) -> Proof | None:
-        """Of this rank, or of the one that was in its place."""
+        """Return the proof of this rank or of its predecessor; None if there is none."""
         step = self.cells[PROOF_STEP]
         return Proof(self.cells[PROOF_GENERATION], step, self.cells[PROOF_SUM]) if step > 0 else None
 
 
 def write_record(cells: memoryview, record: Mapping[int, int]) -> None:
-    """Write some cells; the first one makes them count, so it is 0 until the others are written."""
+    """Write some cells. The first one makes the record valid, so it is 0 until the others are written."""
     (first, value), *others = record.items()
     cells[first] = 0
     for cell, other in others:
@@ -352,7 +355,7 @@ def write_record(cells: memoryview, record: Mapping[int, int]) -> None:
 
 
 def _described(area: int, held: Held) -> Iterator[tuple[int, int]]:
-    """What the cells of an area say of a state, but for its step."""
+    """Yield the cells of an area that describe a state, except its step."""
     values = (held.version.generation, held.loads, held.size, held.total, int(held.assumed), held.every)
     for cell, value in zip(_OF_HELD[1:], values, strict=True):
         yield memory.area_cell(area, cell), value

@@ -30,7 +30,7 @@ import torch
 from ddpjob.checkpoint.state.state_dicts import NESTED_MAX, not_whole
 from ddpjob.errors import StateError
 
-_TENSOR = "\0ddpjob tensor"  # (this, its number) stands for a tensor
+_TENSOR = "\0ddpjob tensor"  # the tuple (_TENSOR, index) replaces a tensor
 _ALIGNED = 64
 SMALL_BYTES = 1 << 16
 PIECE_BYTES = 16 << 20
@@ -40,7 +40,7 @@ THREADS_MAX = 8
 WORTH_BYTES = 32 << 20
 """Below this, starting threads takes longer than the copy."""
 _LEAVES = frozenset({int, float, bool, str, bytes, type(None)})
-_HEAD = 16  # length of the pickle, length of everything
+_HEAD = 16  # two lengths: of the pickle, and of everything
 _HUGE_BYTES = 4 << 20
 _UNREADABLE = (
     pickle.UnpicklingError, EOFError, IndexError, TypeError, ValueError, AttributeError, RuntimeError, OSError
@@ -52,7 +52,7 @@ _PLAIN = {("collections", "OrderedDict"), ("collections", "Counter"), ("torch", 
 
 
 def dumps(value: Any) -> bytes:
-    """Return the bytes of a small value, with a copy of its tensors. Raises StateError for what has no plain bytes."""
+    """Return a small value and its tensors as bytes. Raises StateError if it has other than plain values."""
     buffer = io.BytesIO()
     try:
         _Pickler(buffer, protocol=5).dump(value)
@@ -70,10 +70,10 @@ def loads(data: Any) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Values, and tensors on the CPU as their bytes."""
+    """Pickle plain values, and tensors on the CPU as their bytes."""
 
     def reducer_override(self, value: Any) -> Any:
-        """Called for what is not a plain value of Python."""
+        """Called by pickle for everything except plain Python values."""
         if not isinstance(value, torch.Tensor):
             return NotImplemented
         tensor = _one_run(value)
@@ -90,7 +90,7 @@ def tensor_of(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], d
 
 
 class _Plain(pickle.Unpickler):
-    """Values, and the few types that `state_dicts.copied` lets through."""
+    """Unpickle plain values, and the few types that `state_dicts.copied` lets through."""
 
     def find_class(self, module: str, name: str) -> Any:
         found = getattr(torch, name, None) if module == "torch" else None
@@ -111,7 +111,7 @@ def _not_readable(error: Exception) -> StateError:
 
 
 class Layout(NamedTuple):
-    """Where a tensor's bytes are, after the pickle."""
+    """Position of a tensor's bytes after the pickle."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -121,17 +121,17 @@ class Layout(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A state that can be written: the tensors are the live ones."""
+    """A state to write: its tensors are the live ones, not copies."""
 
     head: bytes
     layouts: Sequence[Layout]
     tensors: Sequence[torch.Tensor]
     size: int
-    """Bytes, of everything."""
+    """Bytes of the head and all tensors."""
 
 
 def pack(value: Any) -> Packed:
-    """The value's bytes, without a copy of its tensors. Raises StateError for what has no plain bytes."""
+    """Describe a value without copying its tensors. Raises StateError if it has other than plain values."""
     tensors: list[torch.Tensor] = []
     numbers: dict[Any, int] = {}  # tied weights are one tensor
     skeleton = _skeleton(value, tensors, numbers, 0)
@@ -150,7 +150,7 @@ def pack(value: Any) -> Packed:
 
 
 def places(packed: Packed, memory: torch.Tensor) -> list[torch.Tensor]:
-    """Where the bytes of each tensor belong in this memory, which begins with the head."""
+    """Return the part of this memory for each tensor; the memory begins with the head."""
     start = len(packed.head)
     return [memory[start + layout.offset :][: layout.size] for layout in packed.layouts]
 
@@ -194,7 +194,7 @@ def in_place(memory: torch.Tensor) -> Any:
 
 
 def own(value: Any, threads: int = 1) -> Any:
-    """The same value with memory of its own, on the CPU as it is."""
+    """Return a copy of the value, on the CPU, that shares no memory with it."""
     tensors: list[torch.Tensor] = []
     skeleton = _skeleton(value, tensors, {}, 0)
     copies = [_empty(t.dtype, t.shape, t.stride()) for t in tensors]
@@ -210,7 +210,7 @@ def reserved(size: int) -> torch.Tensor:
 
 
 def _empty(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
-    """In huge pages where the kernel has them: to get a gigabyte in pages of 4 kB takes longer than to fill it."""
+    """Allocate in huge pages if the kernel has them: getting a gigabyte in 4 kB pages takes longer than filling it."""
     tensor = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
     begin, size = tensor.data_ptr(), tensor.untyped_storage().nbytes()
     if size >= _HUGE_BYTES:
@@ -225,11 +225,11 @@ def _libc() -> ctypes.CDLL:
 
 
 def total(tensors: Sequence[torch.Tensor], threads: int = 1) -> int:
-    """A sum of their bits, below 2^63: as 64-bit numbers, and of small tensors, of which there are many, a checksum."""
+    """Return a checksum below 2^63: the sum of large tensors as 64-bit numbers, plus a crc32 of all small tensors."""
     small, large = 0, []
     for tensor in tensors:
         if tensor.numel() * tensor.element_size() < SMALL_BYTES:
-            on_host = tensor.cpu()  # has a name because it must live as long as its memory is read
+            on_host = tensor.cpu()  # named, so that it lives while its memory is read
             small = zlib.crc32(_bytes_of(on_host), small)
         else:
             large.append(tensor)
@@ -239,7 +239,7 @@ def total(tensors: Sequence[torch.Tensor], threads: int = 1) -> int:
 
 
 def threads(processes: int, size: int) -> int:
-    """How many threads of this process work on so many bytes while so many processes of its machine do the same."""
+    """Return the threads to use for `size` bytes while `processes` processes of this machine do the same."""
     if size < WORTH_BYTES:
         return 1
     return max(1, min(THREADS_MAX, len(os.sched_getaffinity(0)) // max(1, processes)))
@@ -247,8 +247,8 @@ def threads(processes: int, size: int) -> int:
 
 @contextlib.contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Let torch use so many threads. Ranks mostly have one each (OMP_NUM_THREADS=1, as under torchrun); when a state is
-    written after a failure or loaded, the other processors of the node have nothing to do."""
+    """Let torch use this many threads. Most ranks have one (OMP_NUM_THREADS=1, as under torchrun), but the node's other
+    CPU cores are idle while a state is loaded, or written after a failure."""
     before = torch.get_num_threads()
     if count <= before:
         yield
@@ -261,14 +261,14 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """All tensors of the value; tied ones once."""
+    """Return all tensors of the value; tied ones once."""
     found: list[torch.Tensor] = []
     _skeleton(value, found, {}, 0)
     return found
 
 
 def _skeleton(value: Any, tensors: list[torch.Tensor], numbers: dict[Any, int], depth: int) -> Any:
-    """The value with marks in place of tensors."""
+    """Return the value with placeholders for its tensors, which are appended to `tensors`."""
     kind = type(value)
     if kind in _LEAVES:
         return value
@@ -308,7 +308,7 @@ def _number(tensor: torch.Tensor, tensors: list[torch.Tensor], numbers: dict[Any
 
 
 def _one_run(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values as one run of bytes: the tensor itself if it is one. Raises StateError."""
+    """Return the tensor if its bytes are one run, else a copy that is. Raises StateError."""
     if wrong := not_whole(tensor):
         raise StateError(f"{wrong} cannot be kept in memory")
     if tensor.device.type not in ("cpu", "cuda"):
@@ -321,7 +321,7 @@ def _one_run(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_one_run(tensor: torch.Tensor) -> bool:
-    """True if the bits of this tensor are one run of bytes in its storage, in whatever order (channels_last is)."""
+    """True if the tensor's bytes are one run in its storage, in any order (as in channels_last)."""
     if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
         return False
     if tensor.is_contiguous():
@@ -331,7 +331,7 @@ def is_one_run(tensor: torch.Tensor) -> bool:
 
 
 def _bytes_of(tensor: torch.Tensor) -> Any:
-    """Its memory, to read from; the tensor must outlive it. Raises StateError for one on a device."""
+    """Return the tensor's memory to read from; the tensor must outlive it. Raises StateError if it is on a device."""
     if tensor.device.type != "cpu":
         raise StateError(f"a tensor on {tensor.device} cannot be kept in memory by the processor alone")
     size = tensor.numel() * tensor.element_size()
@@ -339,15 +339,15 @@ def _bytes_of(tensor: torch.Tensor) -> Any:
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a dense tensor as they lie, on its device: the same memory."""
+    """Return a view of a dense tensor's bytes in the order of its memory, on its device."""
     return torch.as_strided(tensor, (tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _sum(flat: torch.Tensor) -> torch.Tensor:
-    """Of a dense tensor's bits."""
-    if flat.storage_offset() % 8:  # torch reads words only where they begin at a multiple of their size
+    """Sum a dense tensor's bytes as 64-bit numbers."""
+    if flat.storage_offset() % 8:  # torch views bytes as int64 only at a multiple of 8
         flat = flat.clone()
     rest = len(flat) % 8
-    if not rest:  # mostly; each call of torch takes the interpreter's lock once more from the thread that trains
+    if not rest:  # the usual case; each torch call takes the GIL from the training thread
         return flat.view(torch.int64).sum()
     return flat[:-rest].view(torch.int64).sum() + flat[-rest:].sum()
