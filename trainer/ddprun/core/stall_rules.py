@@ -1,7 +1,8 @@
-"""Decide whether the group is stalled, and which rank is the cause: node 0's part of the watchdog. Pure.
+"""Decide on node 0 if the group is stalled, and which rank is the cause. Pure.
 
-A group is stalled if every node with ranks that count reports it. All ranks then report their positions. The one
-furthest behind is named: by its last collective, because the others wait for it in the next one; otherwise by step.
+Nodes report stalls at a level. The nodes with the highest level count; the group is stalled if all of them report a
+stall. All ranks then report their positions. The cause is the rank furthest behind: the one with the lowest collective,
+because the others wait for it in the next one; otherwise the one with the lowest step.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ DOES_NOT = {"start": "made no step", "train": "made no step", "save": "saved", "
 
 
 class Position(NamedTuple):
-    """The position of a rank."""
+    """How far a rank is, and where it waits."""
 
     rank: int
     step: int = 0
@@ -26,12 +27,13 @@ class Position(NamedTuple):
     """Number of its last collective in the default group; 0 if unknown."""
     op: str = ""
     done: bool = True
+    """False while the rank is in that collective."""
     where: str = ""
-    """The innermost line of its own code: train.py:41 in load_batch."""
+    """The innermost line of the script: train.py:41 in load_batch."""
     answers: bool = True
-    """False if nothing in it could answer. Its step is known anyway."""
+    """False if no thread of the rank could answer. Its step is known anyway."""
     idle: bool = False
-    """True if it needs no other rank any more, and has used no CPU since it stalled."""
+    """True if it needs no other rank any more, and has used no CPU during the stall."""
     apart: bool = False
     """True if it waits in another group, or is exiting and does not answer: its last collective in the default group
     does not show what it waits for.
@@ -39,13 +41,13 @@ class Position(NamedTuple):
     shape: str = ""
     """Shape of its contribution to its last collective: [4, 3] float32."""
     waits: deadlock.Waits | None = None
-    """What it waits in, if that was asked and is certain."""
+    """The call it waits in, if the agent asked for it and it is certain."""
     ended_after: int = -1
-    """For a process that ended with 0: operations begun in the default group; -1: see Standing."""
+    """Operations begun in the default group by a process that ended with 0; -1: see deadlock.Standing."""
 
 
 class Question:
-    """The positions of ranks, once all nodes are asked for them."""
+    """A question to all nodes for the positions of their ranks, and the answers."""
 
     def __init__(self) -> None:
         self._positions: dict[int, Sequence[Position]] | None = None  # by node, of nodes that have answered
@@ -60,7 +62,7 @@ class Question:
         self._positions = {}
 
     def take(self, node: int, positions: Sequence[Position]) -> None:
-        """Take a node's answer; ignored if nothing was asked."""
+        """Take a node's answer; ignored if no question is open."""
         if self._positions is not None:
             self._positions[node] = positions
 
@@ -70,11 +72,12 @@ class Question:
 
 
 class TimeoutQuestion(Question):
-    """The positions of ranks after one of them waited for another until its timeout."""
+    """The question after a rank waited for another until its timeout."""
 
     def settle(self, failures: Sequence[Failure], nodes: Collection[int]) -> Failure | None:
-        """Return the rank that was waited for, if that is clear. failures: of ended ranks. nodes: those with running
-        ranks.
+        """Return the failure of the rank that the others waited for, if that is clear.
+
+        failures: of ended ranks. nodes: with running ranks.
         """
         answers, self._positions = self._positions or {}, None
         if not set(nodes) <= set(answers):
@@ -83,15 +86,15 @@ class TimeoutQuestion(Question):
 
 
 class DeadlockSearch(Question):
-    """Nodes whose ranks have not run for seconds, and what their ranks wait in."""
+    """The question while no rank uses CPU: the call that each rank waits in."""
 
     def __init__(self) -> None:
         super().__init__()
         self._still: dict[int, bool] = {}  # by node
-        self._is_known = False  # whether the waits are known; until a rank runs
+        self._is_known = False  # True if no rank has run after the waits were asked for
 
     def heard(self, node: int, *, still: bool) -> None:
-        """Note that a node's ranks have not run for seconds, or that one has."""
+        """Note if all ranks of a node have been still for seconds (still=True), or one has run."""
         self._is_known = self._is_known and still
         self._still[node] = still
 
@@ -101,11 +104,11 @@ class DeadlockSearch(Question):
         self._is_known = False
 
     def is_due(self, nodes: Collection[int]) -> bool:
-        """True if it is time to ask: no rank of these nodes has run, and their waits are not known yet."""
+        """True if it is time to ask: all ranks of these nodes are still, and their waits are not known yet."""
         return not (self.asked or self._is_known) and bool(nodes) and all(self._still.get(node) for node in nodes)
 
     def settle(self, nodes: Collection[int]) -> Failure | None:
-        """Return the deadlock, if all of these nodes have answered and it is certain. nodes: where ranks run."""
+        """Return the deadlock, if all of these nodes have answered and it is certain. nodes: with running ranks."""
         answers, self._positions, self._is_known = self._positions or {}, None, True
         if not set(nodes) <= set(answers) or not all(self._still.get(node) for node in nodes):
             return None
@@ -120,7 +123,7 @@ class DeadlockSearch(Question):
 
 
 class Standstill(Question):
-    """Stall reports and positions of the nodes in this generation."""
+    """The question after a stall, and the stall reports of the nodes in this generation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +135,9 @@ class Standstill(Question):
         return not self.asked and self.stalled
 
     def forget(self, node: int) -> float | None:
-        """Drop a node whose ranks have ended. Return how long the others may stay stalled from now on, if they are."""
+        """Drop a node whose ranks have ended. Return the seconds that the others may still stay stalled; None if they
+        are not.
+        """
         self._reports.pop(node, None)
         return max(report.seconds for report in self._counting) if self.stalled else None
 
@@ -144,15 +149,15 @@ class Standstill(Question):
         return self.is_answered(nodes)
 
     def settle(self) -> Failure | None:
-        """Return the finding if the group is still stalled. Later answers belong to another question."""
+        """Close the question. Return the failure if the group is still stalled and a hang is certain."""
         positions = [position for _, of_node in sorted((self._positions or {}).items()) for position in of_node]
         counting, stalled, self._positions = self._counting, self.stalled, None
         # Nodes restart their clocks after each question.
         self._reports = {node: report._replace(stalled=False) for node, report in self._reports.items()}
         if not stalled or not positions:
             return None
-        # Without the library a rank cannot report that it evaluates. A hang is proved only by a rank that waits in a
-        # collective, or that has none to come and does nothing.
+        # A script without the library cannot report that it evaluates. So a hang is certain only if a rank waits in a
+        # collective, or if all ranks are idle and have no collective left.
         in_none = all(position.done for position in positions)
         if counting[0].level == BY_COLLECTIVES and in_none and not all(position.idle for position in positions):
             return None
@@ -172,7 +177,7 @@ class Standstill(Question):
 
 
 def failure(positions: Sequence[Position], seconds: float, phase: str) -> Failure:
-    """Describe a stall: made no step for 300 s: rank 3 stands after collective 1041 (all_reduce), the others at 1042;
+    """Describe a stall: made no step for 300 s: rank 3 has ended collective 1041 (all_reduce), the others are at 1042;
     in train.py:41 …
     """
     culprit = furthest_behind(positions)
@@ -186,7 +191,7 @@ def _named(culprit: Position, positions: Sequence[Position], stood: str) -> Fail
 
 
 def only_waited(failures: Sequence[Failure]) -> bool:
-    """True if one of these ranks waited for another until its timeout, and none failed by itself."""
+    """True if a rank waited for another until its timeout, and all other failures follow from that."""
     return any(f.waited_in for f in failures) and all(f.waited_in or f.symptom for f in failures)
 
 
@@ -194,7 +199,8 @@ def kept_waiting(failures: Sequence[Failure], positions: Sequence[Position]) -> 
     """Describe a timeout: made no progress until rank 0 timed out: rank 3 has ended collective 1041 (all_reduce), the
     others are at 1042.
 
-    None if it is not clear that a single rank is the cause. failures: of ended ranks. positions: of running ranks.
+    Return None if it is not clear that a single rank is the cause. failures: of ended ranks. positions: of running
+    ranks.
     """
     timeouts = [failure for failure in failures if failure.waited_in and failure.rank is not None]
     ended = [Position(failure.rank or 0, failure.step, failure.waited_in, done=False) for failure in timeouts]
@@ -215,10 +221,11 @@ def _is_behind(culprit: Position, others: Sequence[Position]) -> bool:
 
 
 def furthest_behind(positions: Sequence[Position]) -> Position:
-    """Return the rank with the lowest collective, then the lowest step; within a collective, one that has left it.
+    """Return the rank that is furthest behind.
 
-    A rank that does not answer is blocked below Python, or has nobody to answer it: it is the cause if all others only
-    wait.
+    If all answering ranks wait in a collective, it is a rank that does not answer, because such a rank is blocked below
+    Python or has no thread to answer. Otherwise it is the rank with the lowest collective. Among equals, ranks that
+    have left that collective come first, then those whose operation or shape is rare, then those with the lowest step.
     """
     known = [position for position in positions if position.sequence]
     alike = Counter((position.sequence, position.op, position.shape) for position in known)
@@ -253,7 +260,7 @@ def _compared(culprit: Position, positions: Sequence[Position]) -> str:
 
 
 def _in_another(culprit: Position, others: Sequence[Position]) -> str:
-    """Describe another rank's collective with the same number if operation or shape differ."""
+    """Describe another rank's collective with the same number, if its operation or shape is different."""
     own = (culprit.op, culprit.shape)
     for other in others if culprit.sequence else ():
         if other.sequence == culprit.sequence and (other.op, other.shape) != own:
