@@ -1,12 +1,12 @@
-"""What a rank records for its agent: if it has formed a process group, and checksums of its DDP modules.
+"""The record that a rank leaves for its agent: if it has trained alone, and checksums of its DDP modules.
 
-`ddprun/core/rank_ends.py` compares them between ranks. They are exchanged by a file and not by a collective, so a
-script that ends or hangs is not affected. A rank forked by the fork server records all of this. A rank in a new process
-(DDPJOB_END) records only checksums, of modules that it wraps after its first call of `ddpjob.init` or `progress`.
+`ddprun/core/rank_ends.py` compares the records of all ranks. They are files; a collective would block in a script that
+ends or hangs. A rank forked by the fork server records everything. A rank in a new process (DDPJOB_END) records only
+checksums, of modules that it wraps after its first call of `ddpjob.init` or `progress`.
 
 A module's parameters are summed when the DDP object is released, or at the end of the process. In addition, the first
-32 KiB of each are summed at backward passes that become rarer: 1, 2, 3, 4, 6, 8, 12, 16, … Between those, one hook
-counts the passes and copies a few values of one parameter without waiting for the device.
+32 KiB of each parameter are summed at backward passes 1, 2, 3, 4, 6, 8, 12, 16, … In the other passes one hook counts
+and copies a few values of one parameter, without waiting for the device.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from ddpjob import own_files, process
 from ddpjob_core.members import Members
 
 MODULES_MAX = 64  # a hyperparameter search creates many models in one process
-RECENT = 32  # the last backward passes that are kept
+RECENT = 32  # number of last backward passes whose values are kept
 RECENT_VALUES = 64  # values per pass, spread over one parameter
 PREFIX_WORDS = 4096  # words of each parameter that are summed in a backward pass
-ROW = 1021  # words per row, summed without positions; a prime, so that no axis of a tensor is a multiple of it
-WORDS_WEIGHTED = 2048  # the most words that get a weight each
-# Backends or libraries whose ranks communicate without torch.distributed, or in an unknown way.
+ROW = 1021  # words that share a weight; a prime, so that no axis of a tensor is a multiple of it
+WORDS_WEIGHTED = 2048  # up to this many words get a weight each
+# Libraries whose ranks communicate without torch.distributed, or in an unknown way.
 OTHER_WAYS = ("horovod", "byteps", "mpi4py", "torch_xla", "torchft", "jax")
-# Communication hooks that leave all ranks with the same parameters before a backward pass. A script's own hook may do
-# anything, local SGD lets replicas differ for some steps, and ZeRO may still send parameters while the next pass
-# begins.
+# Module of torch's communication hooks. They keep the parameters of all ranks equal before each backward pass, except
+# OUT_OF_STEP: local SGD lets replicas differ for some steps, and ZeRO may still send parameters when the next pass
+# begins. A script's own hook may do anything.
 HOOKS = "torch.distributed.algorithms."
 OUT_OF_STEP = ("post_localSGD_hook", "ddp_zero_hook")
 
@@ -59,7 +59,7 @@ class RankEnd:
             self._modules.append(WatchedModule(ddp, group, number))
 
     def write(self) -> None:
-        """Write the record at the end of the process; nothing if the script has not imported torch."""
+        """Write the record at the end of the process, unless the script has not imported torch."""
         torch = sys.modules.get("torch")
         if torch is None:
             return
@@ -74,21 +74,21 @@ class RankEnd:
 def begin(path: str) -> RankEnd:
     """Start recording in a rank, before its script."""
     end = process.current.end = RankEnd(path)
-    atexit.register(_write, end)  # registered before the script's handlers, so that it runs after them
+    atexit.register(_write, end)  # registered before the script's handlers, so it runs after them
     return end
 
 
 def begin_in_new_process(path: str) -> None:
-    """Start recording in a rank that the fork server has not forked, at its first call of the library."""
+    """Start recording at the first call of the library, in a rank that the fork server has not forked."""
     torchs = sys.modules.get("torch.nn.parallel.distributed")
     if torchs is None or process.current.end is not None:
         return
-    begin(path).group_size = 2  # a group may have been formed earlier, so do not report a rank that trained alone
+    begin(path).group_size = 2  # a group may have been formed earlier, so never report that this rank trained alone
     watch_ddp(torchs.DistributedDataParallel)
 
 
 def watch_ddp(ddp: Any) -> None:
-    """Make this class report each module that it wraps. Called once in the fork server for all ranks."""
+    """Make this class report each module that it wraps. The fork server calls this once for all ranks."""
     wrap = ddp.__init__
     if hasattr(wrap, "watched"):
         return
@@ -112,13 +112,13 @@ def formed(group: Any) -> None:
 
 def _write(end: RankEnd) -> None:
     with contextlib.suppress(Exception):
-        # Neither in a fork of the rank nor after an exception, because then the others wait for the restart.
+        # Do not write in a fork of the rank, nor after an exception, because then the others wait for the restart.
         if process.current.end is end and getattr(sys, "last_value", None) is None:
             end.write()
 
 
 class WatchedModule:
-    """A DDP module. It keeps no reference to it, so that the memory is freed when the script drops the module."""
+    """Checksums of a DDP module. Holds only weak references, so that the memory is freed when the script drops it."""
 
     def __init__(self, ddp: Any, group: str, number: int) -> None:
         self.ended: dict[str, Any] | None = None
@@ -129,9 +129,9 @@ class WatchedModule:
         self._parameters = [weakref.ref(parameter) for _, parameter in named]
         shapes = json.dumps([(name, *parameter.shape) for name, parameter in named])
         self._digest = hashlib.sha256(shapes.encode()).hexdigest()[:16]
-        self._made, self._next = 0, 1  # backward passes so far, and the next one that is summed; 0: none
+        self._made, self._next = 0, 1  # backward passes so far; number of the next one to sum, 0: none
         self._passes: list[tuple[int, int, str]] = []
-        # Only matrices: the gradient of a last bias may not depend on the data.
+        # Only matrices, because the gradient of a last bias may not depend on the data.
         self._kept = [i for i, (_, p) in enumerate(named) if p.dim() > 1] or [*range(len(named))]
         self._recent = Recent()
         self._ddp = weakref.ref(ddp, self._released)
@@ -140,17 +140,17 @@ class WatchedModule:
 
     def _hook(self, index: int) -> Callable[[Any], None]:
         hook = functools.partial(self._reached, index)
-        hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # or torch warns when the model is sent away
+        hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # otherwise torch warns when the model is pickled
         return hook
 
     def end(self) -> None:
-        """Sum the parameters, unless that was done when the module was released."""
+        """Sum the parameters at the end of the process, unless the module was released before."""
         ddp = self._ddp()
         if ddp is not None:
             self._sum_all()
 
     def _released(self, _reference: Any) -> None:
-        """Sum the parameters before the DDP object is released."""
+        """Sum the parameters when the DDP object is released."""
         with contextlib.suppress(Exception):
             if not sys.is_finalizing() and process.current.end is not None:
                 self._sum_all()
@@ -176,8 +176,10 @@ class WatchedModule:
         }
 
     def _reached(self, index: int, _gradient: Any) -> None:
-        """Count a backward pass at the parameter that the first pass reached first. No collective of the pass has begun
-        there, so the number of collectives identifies the pass."""
+        """Count a backward pass, at the parameter that the first pass reached first.
+
+        No collective of the pass has begun at this point, so the number of collectives identifies the pass.
+        """
         with contextlib.suppress(Exception):
             if self._counted is None:
                 self._counted = index
@@ -208,7 +210,7 @@ class WatchedModule:
         return True
 
     def _remove_hooks(self) -> None:
-        """Remove all hooks but the counting one, and the empty hook lists too, because calling them costs time."""
+        """Remove all hooks but the counting one, and empty hook lists too, because torch would still call them."""
         for index, (hook, reference) in enumerate(zip(self._hooks, self._parameters, strict=True)):
             parameter = reference()
             if index != self._counted and parameter is not None:
@@ -235,14 +237,14 @@ class WatchedModule:
         return True
 
     def _living(self) -> list[Any]:
-        """Return the module's parameters; none if the script has replaced some."""
+        """Return the module's parameters; an empty list if the script has replaced any."""
         parameters = [parameter() for parameter in self._parameters]
         return [] if any(parameter is None for parameter in parameters) else parameters
 
 
 class Recent:
-    """Values of one parameter at the start of the last backward passes. They stay on its device until the end, because
-    reading them in a pass would wait for the GPU."""
+    """Values of one parameter at the start of each of the last backward passes. They stay on its device until the end,
+    because reading them earlier would wait for the GPU."""
 
     def __init__(self) -> None:
         self._values: Any = None
@@ -250,7 +252,7 @@ class Recent:
 
     def add(self, torch: Any, parameter: Any, made: int, collectives: int) -> None:
         """Store the values of this pass in place of the oldest."""
-        values = parameter.detach()  # look its memory up each time: holding it would keep it after training
+        values = parameter.detach()  # not kept, so that the memory is freed after training
         if values.is_complex():
             return
         if self._values is None or self._values.device != values.device:
@@ -277,17 +279,17 @@ def next_noted(made: int) -> int:
 
 
 def is_captured(torch: Any) -> bool:
-    """True while a CUDA graph is being recorded: operations would be repeated with each replay."""
+    """True while a CUDA graph is being captured. Operations of ours would become part of each replay."""
     return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 def after_this_pass(call: Callable[[], None]) -> None:
-    """Call the function when the running backward pass has ended, because a running hook must not be removed."""
+    """Call the function when this backward pass has ended, because a hook must not be removed while it is running."""
     sys.modules["torch"].autograd.Variable._execution_engine.queue_callback(call)
 
 
 def is_comparable(parameter: Any) -> bool:
-    """True for a trained parameter with its own values: not on meta, and no DTensor or other subclass."""
+    """True for a trained parameter with values of its own: not on the meta device, and no DTensor or other subclass."""
     torch: Any = sys.modules["torch"]
     is_plain = type(parameter) in (torch.nn.Parameter, torch.Tensor) and parameter.layout == torch.strided
     return is_plain and bool(parameter.requires_grad) and parameter.device.type != "meta"
@@ -300,7 +302,7 @@ def keeps_in_step(hook: Any) -> bool:
 
 
 def collectives_begun(group: Any) -> int:
-    """Return the collectives begun in this group; 0 if its backend does not count them."""
+    """Return the number of collectives begun in this group; 0 if its backend does not count them."""
     try:
         return int(group._get_sequence_number_for_group())
     except Exception:
@@ -308,9 +310,12 @@ def collectives_begun(group: Any) -> int:
 
 
 def checksums(torch: Any, parameters: Sequence[Any], words_max: int | None = None) -> list[int]:
-    """Sum the bits of each parameter, modulo 2**64, so that NaN equals itself. words_max: sum only the first words.
-    Each word of a small tensor has its own weight, each row of words in a large one: swapped parts are found, but not
-    two swapped words of a row. Weights are odd, so that no bit is lost."""
+    """Return a weighted sum of the bits of each parameter, modulo 2**64. As bits, NaN equals itself.
+
+    Each word of a small tensor has its own weight; in a large tensor each row of words has one. So swapped parts are
+    found, except swapped words of the same row. Weights are odd, so that no bit is lost. words_max: sum only so many
+    words of each parameter.
+    """
     by_device: dict[Any, list[int]] = {}
     for index, parameter in enumerate(parameters):
         by_device.setdefault(parameter.device, []).append(index)
@@ -322,7 +327,7 @@ def checksums(torch: Any, parameters: Sequence[Any], words_max: int | None = Non
 
 
 def _checksums(torch: Any, parameters: Sequence[Any], words_max: int | None) -> list[int]:
-    """Return the checksums on one device, with few operations per parameter and one copy from a GPU."""
+    """Return the checksums of parameters on one device, with few operations each and a single copy from a GPU."""
     parts: list[Any] = []
     ends: list[int] = []
     length = 0
@@ -349,7 +354,7 @@ def _parts(torch: Any, parameter: Any, words_max: int | None) -> list[Any]:
 
 
 def words_of(torch: Any, parameter: Any, words_max: int | None) -> tuple[Any, Any]:
-    """Return its memory as 64-bit words, and the remaining bytes."""
+    """Return the parameter's memory as 64-bit words, and the remaining bytes."""
     flat = parameter.detach()
     if flat.is_complex():
         flat = torch.view_as_real(flat.resolve_conj())
@@ -371,14 +376,16 @@ def hardware(torch: Any, parameter: Any) -> str:
         if parameter.device.type == "cuda":
             return str(torch.cuda.get_device_name(parameter.device))
         with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
-            start = file.read(4096)  # for many processors the kernel takes milliseconds to list all
+            start = file.read(4096)  # on large machines the kernel takes milliseconds to list all processors
         return next(line.partition(":")[2].strip() for line in start.splitlines() if line.startswith("model name"))
     return ""
 
 
 def has_trained_alone() -> bool:
-    """True if this process has trained and is one of several ranks that do not know each other. Call it at the end of a
-    process that never joined a group of several ranks."""
+    """True if this process has trained although it is one of several ranks without any connection to each other.
+
+    Call it at the end of a process that never joined a group of several ranks.
+    """
     torch = sys.modules.get("torch")
     expected = process.number("WORLD_SIZE", 1)
     return torch is not None and expected > 1 and not knows_others() and has_run_backward(torch)
@@ -391,7 +398,11 @@ def knows_others() -> bool:
 
 
 def has_run_backward(torch: Any) -> bool:
-    """True if autograd has run in this process: it numbers its runs from 0, and only a run can read its number."""
+    """True if a backward pass has run in this process.
+
+    autograd numbers passes from 0, and the number is readable only in a pass. So this runs one: it is number 0 if there
+    was none before.
+    """
     numbers: list[int] = []
     with torch.inference_mode(False), torch.enable_grad():
         leaf = torch.zeros((), device="cpu", requires_grad=True)

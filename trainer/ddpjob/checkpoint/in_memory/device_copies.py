@@ -1,23 +1,23 @@
-"""Copies of a state that is on a GPU, made while the host continues: like `copies.py`, but they become valid later.
+"""Copies of a state on a GPU, made while the host continues: like `copies.py`, but they become valid later.
 
-Why: the host queues work on the device and does not wait for it. After a failure nobody knows which step the device has
-reached, so the state is copied regularly for any number of ranks.
+Why: the host queues work on the device and does not wait for it. After a failure it is unknown which step the device
+has reached, so the state is copied regularly, with any number of ranks.
 
 Flow: at a boundary the writing rank queues the copies on a second stream, from the device into a pinned area of the
-agent's memory. The next optimizer.step() waits for them on the device, not on the host. Buffers change before that
-step, in the forward pass, so they are cloned first.
+agent's memory. The next optimizer.step() waits for them on the device, not on the host. Buffers are cloned first,
+because the forward pass changes them before that step.
 
-A copy becomes valid when its bytes have arrived and the device has finished the backward pass after it. Then the
-gradients were summed over all ranks, so every rank has reached the boundary. The host checks this at its boundaries. It
-waits only for the work queued in the step after its previous look (`ddpjob_core/copies.py`). So no host is more than
-two looks ahead of another. All of them find the same plan, and no rank overwrites random states of a step that may
-still become valid.
+A copy becomes valid when its bytes have arrived and the device has finished the next backward pass. The gradients were
+then summed over all ranks, so every rank has reached the boundary. The host checks this at some of its boundaries
+(`copies.looks` in `ddpjob_core/copies.py`). Each check waits only for work that was queued in the step after the
+previous check. So no host is more than two checks ahead of another: all hosts find the same plan, and no rank
+overwrites random states of a step that may still become valid.
 
 Life cycle: `memory.Keeper` creates one DeviceCopies per process that trains on a GPU. Each `_Flight` is one copy, from
 its boundary until it is valid or dropped.
 
-Drawbacks: a restart repeats the steps after the last valid copy. A CUDA graph that makes the optimizer steps is
-refused, because its steps are not seen.
+Drawbacks: a restart repeats the steps after the last valid copy. A CUDA graph that contains the optimizer's step is
+refused, because replays run no hook.
 """
 
 import os
@@ -40,22 +40,22 @@ from ddpjob_core.memory import Held, Version
 
 ON_DEVICE = "after a failure nobody knows which step a GPU has come to"
 SUMMED_AT_ONCE = 1 << 20  # bytes; below this, starting a thread takes as long as the sum
-ABORTS = ("1", "2")  # how NCCL's errors are handled: the group is aborted, and the device goes on without the others
+ABORTS = ("1", "2")  # NCCL's modes that abort the group: the device then continues without the others
 
 
 class _Flight:
     """A copy in progress: begun at one boundary, valid at a later one."""
 
     def __init__(self, at: Boundary, in_torch: threading.Lock) -> None:
-        """in_torch: held while a thread computes the sum."""
+        """in_torch: lock that a thread holds while it computes the sum."""
         self.step, self.versions = at.step, at.kept.counters()
         self._in_torch = in_torch
         self.counts = True
-        """False for a first copy that only measures the cost."""
+        """False for a trial copy, which only measures the cost."""
         self.is_saved = at.must_be_copied
         self.host_seconds = 0.0
         self.passed: StreamMark | None = None
-        """StreamMark on the device, after the copy and the backward pass of the next step."""
+        """Mark on the device after the copy and the backward pass of the next step; None before that pass."""
         self.held: Held | None = None
         """Description of the copy without its sum; None if this rank does not write the state."""
         self.area = 0
@@ -72,7 +72,7 @@ class _Flight:
         return not self._sums() and self.passed is not None and self.passed.is_done()
 
     def come_down(self) -> bool:
-        """Wait until the copy is complete; False if no optimizer step followed."""
+        """Wait until the copy is complete. Return False if no optimizer step has followed."""
         self.settle()
         if self.passed is None:
             return False
@@ -83,12 +83,13 @@ class _Flight:
         return True
 
     def settle(self) -> None:
-        """Wait until nothing writes to the area any more."""
+        """Wait until the device has stopped writing to the area."""
         if self.ticket is not None:
             self.ticket.wait()
 
     def _sums(self) -> bool:
-        """True while the sum is computed. Large ones use a thread, because they take longer than a step may."""
+        """True while the sum is being computed. A thread sums large states, because that may take longer than a
+        step."""
         if self.held is None or not self.counts or self.total is not None:
             return False
         if self.held.size < SUMMED_AT_ONCE:
@@ -108,7 +109,7 @@ class _Flight:
 
     @property
     def seconds(self) -> float:
-        """What it has cost: of a try, at most."""
+        """Seconds that the copy has cost; for a trial copy an upper bound."""
         if self.ticket is None:
             return self.host_seconds
         return self.host_seconds + (self.ticket.held_seconds if self.counts else self.ticket.seconds)
@@ -129,21 +130,22 @@ class DeviceCopies(Copies):
         self._mapped: list[torch.Tensor] = []
         self._said_pinned = False
         self._flight: _Flight | None = None
-        self._left: _Flight | None = None  # one that will not count, and may still write
-        self._looked: StreamMark | None = None  # after the backward pass that followed the last look
-        self._has_looked = False  # and that pass has not come yet
-        self._in_torch = threading.Lock()  # held by a thread while it is in torch's C++, and from the exit on
+        self._left: _Flight | None = None  # a copy that will not count, but may still be written
+        self._looked: StreamMark | None = None  # mark after the backward pass that followed the last look
+        self._has_looked = False  # True from a look until that mark is set
+        self._in_torch = threading.Lock()  # held while a thread is in torch's C++, and forever from the exit on
         self._pid = os.getpid()
 
     def stop(self) -> None:
-        """No copy becomes valid from now on. Any thread may call this."""
+        """Let no copy become valid from now on. Any thread may call this."""
         with self._lock:
             self._stopped = True
 
     def keep_out_of_torch(self) -> None:
-        """From now on: a thread that comes back from C++ when the interpreter has ended aborts the process."""
-        if os.getpid() == self._pid:  # a fork has the lock as it was, and no such thread
-            self._pid = 0  # multiprocessing calls it once more
+        """Let no thread enter torch from now on: one that returns from C++ after the interpreter has ended aborts the
+        process."""
+        if os.getpid() == self._pid:  # a fork has no such thread, and may have inherited a lock that is held
+            self._pid = 0  # multiprocessing calls this twice
             self.stop()
             self._in_torch.acquire()
 
@@ -171,7 +173,8 @@ class DeviceCopies(Copies):
             self._begin(flight, at, every)
         flight.host_seconds = time.perf_counter() - began
         self._flight = flight
-        # What changes parameters need not be an optimizer's step; and what was saved counts in any case.
+        # Without this, a change by something other than an optimizer's step would not wait for the copy. A saved state
+        # must count in any case.
         if (self.changes or at.must_be_copied) and flight.ticket is not None:
             flight.ticket.hold()
 
@@ -184,11 +187,11 @@ class DeviceCopies(Copies):
         return bool(self._costs)
 
     def _begin(self, flight: _Flight, at: Boundary, every: int) -> None:
-        """Give the device its copies; nothing, where the state has outgrown the areas. Raises StateError."""
+        """Queue the copies on the device, unless the state has outgrown the areas. Raises StateError."""
         shared = self._shared
         value = self._value(at.kept)
         state = packed.pack(value)
-        large = len(state.tensors) - len(packed.tensors_of(value[BUFFERS]))  # these are summed: buffers differ by rank
+        large = len(state.tensors) - len(packed.tensors_of(value[BUFFERS]))  # not buffers, which differ by rank: no sum
         area = copies.area_for([shared.held_in(area) for area in range(memory.AREAS)])
         target = self._areas[area]
         if state.size > len(target):
@@ -251,7 +254,7 @@ class DeviceCopies(Copies):
                 self._looked = mark
 
     def before_other_step(self) -> None:
-        """Wait for the copy on the device again: a second optimizer may use another stream."""
+        """Make the device wait for the copy again, because a second optimizer may use another stream."""
         if self._flight is not None and self._flight.is_saved:
             self._land()
         if self._flight is not None and self._flight.ticket is not None and self._flight.counts:
@@ -260,7 +263,7 @@ class DeviceCopies(Copies):
     # ---- room ----------------------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        """Map and pin the areas. What was mapped before stays so: a copy may still be on its way there."""
+        """Map and pin the areas. Old mappings stay, because a copy may still be written there."""
         try:
             for area in range(memory.AREAS):
                 if len(self._areas) > area and len(self._areas[area]) == self._shared.reserved(area):
@@ -278,13 +281,13 @@ class DeviceCopies(Copies):
 
 
 def would_go_on(backend: str, world_size: int, environ: Mapping[str, str]) -> str:
-    """Return why a device could make steps without the other ranks, or "".
+    """Return why a device could make steps without the other ranks; "" if it could not.
 
     An aborted collective completes like a successful one, with undefined buffers. Modes 1 (TearDown) and 2
     (CleanUpOnly) abort, mode 3 (SkipCleanUp) does not: torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp:167-174, torch
     2.13.0.
     """
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # `ddpjob.init` makes 3 of ddprun's 1
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # ddprun sets 1, `ddpjob.init` changes that to 3
     how = environ.get(name) or environ.get(name.removeprefix("TORCH_")) or ""
     if world_size == 1 or backend != "nccl" or how not in ABORTS:
         return ""
