@@ -1,11 +1,11 @@
-"""How long a job of another namespace takes to restart while a tenant attacks the operator, on a real cluster.
+"""Restart times of a job while a tenant of another namespace attacks the operator, on a real cluster.
 
     python bench/neighbours.py [--seconds 120] [--attacks none mounts unknown stored churn bodies]
 
-Wants KUBECONFIG and the chart installed in the namespace ddpjob-system. Jobs of two pods fail in a namespace of their
-own, one after the other; the first restart of each is counted from the end of its first container to the start of its
-last one, by the kubelets' clocks of whole seconds. Prints a JSON document for each attack: restarts, their mean and
-slowest in seconds, how often the Lease changed hands, and how often an operator was restarted.
+Needs KUBECONFIG, and the chart installed in the namespace ddpjob-system. Jobs of two pods fail one after the other in a
+namespace of their own. The first restart of each job is measured from the end of its first container to the start of
+the last new one, by the kubelets' clocks, which have whole seconds. Prints a JSON document for each attack: number of
+restarts, their mean and maximum in seconds, and how often the Lease changed hands and an operator was restarted.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Api:
         try:
             self.http.request(method, path, body, headers)
             return self.http.getresponse()
-        except http.client.RemoteDisconnected:  # it was idle for too long
+        except http.client.RemoteDisconnected:  # the server has closed the idle connection
             self.http.close()
             self.http.request(method, path, body, headers)
             return self.http.getresponse()
@@ -92,7 +92,7 @@ def word(letters: str, length: int) -> str:
 
 
 def mounts() -> Iterator[bytes]:
-    """Names of mounts that resemble the names of volumes: 900 of each, again and again."""
+    """Yield jobs with 900 volumes and 900 mounts, whose names resemble each other but do not match."""
     for number in range(100_000):
         volumes = [{"name": word("ab", 60)} for _ in range(900)]
         at = [{"name": word("ab", 60), "mountPath": f"/{i}"} for i in range(900)]
@@ -100,7 +100,7 @@ def mounts() -> Iterator[bytes]:
 
 
 def unknown() -> Iterator[bytes]:
-    """Suspended, each with 4,700 fields that Kubernetes does not know."""
+    """Yield suspended jobs with 4,700 fields each that Kubernetes does not know."""
     field = "activeDeadlineSecondshostnameOverride"
     pods = [{word(field, 26): 1 for _ in range(4_700)} | {"containers": [CONTAINER]} for _ in range(8)]
     for number in range(100_000):
@@ -108,7 +108,7 @@ def unknown() -> Iterator[bytes]:
 
 
 def stored() -> Iterator[bytes]:
-    """2,000 suspended jobs of 280 kB."""
+    """Yield 2,000 suspended jobs of 280 kB."""
     pods = [
         {"zz": {word(string.ascii_letters, 36): word(string.ascii_letters, 40) for _ in range(3_250)}} for _ in range(8)
     ]
@@ -117,7 +117,7 @@ def stored() -> Iterator[bytes]:
 
 
 def create(bodies: Callable[[], Iterator[bytes]], over: threading.Event) -> int:
-    """Create jobs one after the other, as fast as the API server takes them."""
+    """Create jobs one after the other, as fast as the API server accepts them. Return how many it accepted."""
     api, made = Api(), 0
     for body in bodies():
         if over.is_set():
@@ -127,7 +127,7 @@ def create(bodies: Callable[[], Iterator[bytes]], over: threading.Event) -> int:
 
 
 def churn(over: threading.Event) -> int:
-    """Create small suspended jobs and delete each at once."""
+    """Create small suspended jobs, and delete each at once. Return how many."""
     api, made = Api(), 0
     while not over.is_set():
         api.ask("POST", KIND.format(TENANT), job(f"c{made}", {"containers": [CONTAINER]}, suspend=True))
@@ -137,7 +137,10 @@ def churn(over: threading.Event) -> int:
 
 
 def bodies(over: threading.Event) -> int:
-    """Send bodies that expand to 120 MiB to the health and report ports of each operator, from where its pods can."""
+    """Send bodies that expand to 120 MiB to the health port of each operator. Return how many.
+
+    Run this where pod addresses are reachable.
+    """
     body = zlib.compress(bytes(BODY_BYTES), 9)
     addresses = [pod["status"]["podIP"] for pod in operators(Api())]
     sent = 0
@@ -188,7 +191,7 @@ def leads(api: Api) -> int:
 
 
 class Victim(threading.Thread):
-    """Makes jobs whose two pods fail, one after the other, and notes how long the first restart of each took."""
+    """Creates jobs of two failing pods one after the other, and records how long the first restart of each takes."""
 
     def __init__(self, image: str) -> None:
         super().__init__(daemon=True)
@@ -204,13 +207,16 @@ class Victim(threading.Thread):
             api.ask("POST", KIND.format(VICTIM), job(f"v{number}", self.pod, nodes=2, backoffLimit=1))
             ended = self._times(api, f"v{number}-1-", "terminated", "finishedAt", 1)
             started = self._times(api, f"v{number}-2-", "running", "startedAt", 2)
-            # A restart that has not come when the attack ends counts with what it has waited for.
+            # If the attack ends before the restart, count the time until now.
             if ended:
                 self.seconds.append(max(started, default=time.time()) - min(ended))
             api.ask("DELETE", f"{KIND.format(VICTIM)}/v{number}")
 
     def _times(self, api: Api, names: str, state: str, key: str, count: int) -> list[float]:
-        """Return when the containers of these pods reached a state, in whole seconds since the epoch, or nothing."""
+        """Wait until `count` containers have reached a state. Return the times, in whole seconds after the epoch.
+
+        `names` is a prefix of pod names. Return an empty list if the attack ends first.
+        """
         while not self.over.wait(0.2):
             pods = api.ask("GET", f"/api/v1/namespaces/{VICTIM}/pods")["items"]
             states = [

@@ -1,13 +1,13 @@
-"""What state in memory gives and costs: kill -9 of one rank, until every rank has made two more steps.
+"""Benefit and cost of state in memory: time from kill -9 of one rank until every rank has made two more steps.
 
     python bench/state_in_memory.py                       # states of 1 and 100 MB, two ranks of one node, 5 rounds
     python bench/state_in_memory.py --megabytes 1500 --ranks 4 --rounds 3
-    python bench/state_in_memory.py --step                # what a step pays, with 300 tensors and AdamW
+    python bench/state_in_memory.py --step                # cost per step, with 300 tensors and AdamW
 
-A state has parameters and AdamW's two moments; the folder is saved every 10 steps, and rank 1 is killed 7 steps after a
-save. "folder" is the same script with `Snapshot(memory=False)`, "torchrun" one with torch.save and torch.load under
-torchrun --standalone. Each round runs every variant once. --step compares the CPU time of a thread, which other load
-disturbs least; steps with and without the memory alternate in one run.
+A state has parameters and AdamW's two moments. The script saves to the folder every 10 steps, and rank 1 is killed 7
+steps after a save. "folder" is the same script with `Snapshot(memory=False)`; "torchrun" is a script with torch.save
+and torch.load under torchrun --standalone. Each round runs every variant once. --step compares the CPU time of a
+thread, because other load disturbs it least; batches of steps with and without the memory alternate.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ if ours:
 """
 WAYS = ["memory", "folder", "torchrun"]
 TORCHRUN = ["torch.distributed.run", "--standalone", "--max-restarts=1"]
-STEPS_AT_ONCE = 64  # of --step, before the other variant makes as many
+STEPS_AT_ONCE = 64  # --step: steps of one variant before it is the other's turn
 SECONDS_MAX = 120.0  # torchrun's static rendezvous hung in most restarts
 
 
 def end(pid: int) -> None:
-    """Kill a launcher and its ranks, which may be in sessions of their own."""
+    """Kill a launcher and its ranks, also those in other sessions."""
     launcher = psutil.Process(pid)
     for process in [launcher, *launcher.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -95,7 +95,10 @@ def end(pid: int) -> None:
 
 
 def restart(megabytes: int, ranks: int, how: str) -> tuple[int, float] | None:
-    """Return the steps repeated and the seconds from the kill until every rank has made two more; None if it failed."""
+    """Return the number of repeated steps, and the seconds from the kill until every rank has made two more steps.
+
+    None if the run failed.
+    """
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "train.py").write_text(TRAIN)
         module = TORCHRUN if how == "torchrun" else ["ddprun"]
@@ -117,7 +120,7 @@ def restart(megabytes: int, ranks: int, how: str) -> tuple[int, float] | None:
 
 
 def compare(sizes: list[int], ranks: int, rounds: int) -> None:
-    """Print a table: medians, the slowest, and the ratio to torchrun."""
+    """Print a table with median, slowest run, and ratio to torchrun."""
     print(f"| {ranks} ranks | steps repeated | kill until two more steps | slowest | ratio to torchrun |")
     print("|---|---|---|---|---|")
     for megabytes in sizes:
@@ -138,7 +141,8 @@ def compare(sizes: list[int], ranks: int, rounds: int) -> None:
 
 
 def train(turn: int, done: int, *, memory_is_on: bool) -> None:
-    """Make STEPS_AT_ONCE steps for each byte of `turn`, and write how long each took. For a process of its own."""
+    """Make STEPS_AT_ONCE steps for each byte of `turn`, and write their mean CPU seconds to `done`. Ends the
+    process."""
     import torch
 
     from ddpjob.checkpoint.in_memory.memory import Keeper
@@ -160,7 +164,7 @@ def train(turn: int, done: int, *, memory_is_on: bool) -> None:
         began = time.thread_time()
         for _ in range(STEPS_AT_ONCE):
             optimizer.zero_grad()
-            torch.rand(1)  # as dropout does: the random states differ at each step
+            torch.rand(1)  # change the random states at each step, as dropout does
             torch.cat([parameter.view(-1) for parameter in model.parameters()]).sum().backward()
             optimizer.step()
             scheduler.step()
@@ -175,7 +179,7 @@ def train(turn: int, done: int, *, memory_is_on: bool) -> None:
 
 
 def step_cost(rounds: int) -> None:
-    """Milliseconds of CPU time of a step with and without the memory, in turns."""
+    """Print the milliseconds of CPU time of a step with and without the memory."""
     import torch
 
     torch.set_num_threads(1)
@@ -196,7 +200,7 @@ def step_cost(rounds: int) -> None:
             os.write(give, b"x")
             pair.append(struct.unpack("d", os.read(report, 8))[0] * 1e3)
         if number == 0:
-            time.sleep(0.2)  # the area is reserved meanwhile
+            time.sleep(0.2)  # let a thread reserve the area
         else:
             pairs.append(pair)
     own, without = (statistics.median(column) for column in zip(*pairs, strict=True))

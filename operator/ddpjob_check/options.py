@@ -24,19 +24,19 @@ class Option:
     names: tuple[str, ...]
     """--launcher, -l"""
     default: Any
-    """UNKNOWN if it is not a literal."""
+    """Value of the literal default; UNKNOWN if it is not a literal."""
     kind: str = "str"
-    """The type of its value: int, float or str; values of other types are unknown."""
+    """Type of the value: int, float or str. Values of other types are UNKNOWN."""
     flags: Mapping[str, bool] = field(default_factory=dict)
-    """The value for each of its names; empty if a value follows the name."""
+    """Value that each name sets, for options without a value; otherwise empty."""
 
     @property
     def name(self) -> str:
-        """Its longest name, for a message."""
+        """Return the longest name, for messages."""
         return max(self.names, key=len)
 
     def given(self, words: Sequence[str]) -> Any:
-        """Return its value with these words, or its default; UNKNOWN if that is uncertain."""
+        """Return the option's value in these words, or its default; UNKNOWN if the value is uncertain."""
         meant = [(self._meant(word), word, after) for word, after in pairwise((*words, ""))]
         meant = [found for found in meant if found[0]]
         if not meant:
@@ -50,7 +50,7 @@ class Option:
             return UNKNOWN
 
     def _meant(self, word: str) -> str:
-        """Return the one of its names that a word is, or abbreviates; "" if it is another option."""
+        """Return the name of this option that a word spells or abbreviates; "" if the word is not this option."""
         name = word.partition("=")[0]
         is_long = len(name) > 3 and name.startswith("--")
         return name if name in self.names else next((n for n in self.names if is_long and n.startswith(name)), "")
@@ -66,18 +66,21 @@ def literal(node: ast.expr | None) -> Any:
 
 # ---------------------------------------------------------------- functions that click, typer or fire call
 
-# With these, an option may get its value elsewhere.
+# If a script uses one of these, an option may get its value from elsewhere.
 _OTHER_SOURCES_OF_CLICK = ("default_map", "auto_envvar_prefix")
 _OTHER_SOURCES = ("set_defaults", "add_subparsers", "fromfile_prefix_chars", "parents")
 _NOT_READ = {"callback", "count", "envvar", "flag_value", "multiple", "nargs", "prompt", "required"}
 
 
 def commands(script: Script, words: Sequence[str]) -> dict[Function, dict[str, Option]]:
-    """Return the options of each such function by parameter, if only the words decide their value."""
+    """Return the options of each function that click, typer or fire calls, by parameter.
+
+    Return nothing if anything but the words of the command may decide their values.
+    """
     if script.mentions(*_OTHER_SOURCES_OF_CLICK) or not script.mentions("click", "typer", "fire"):
         return {}
     called = [a for call in script.calls_to("typer.run") for a in call.args[:1]]
-    # fire may pass a word that is neither an option nor an option's value to any parameter.
+    # fire may pass a word to any parameter if it is neither an option nor an option's value.
     pairs = pairwise(("", *words))
     if not any(word[:1] != "-" and (before[:1] != "-" or "=" in before) for before, word in pairs):
         called += [a for call in script.calls_to("fire.Fire") for a in call.args[:1]]
@@ -92,7 +95,7 @@ def commands(script: Script, words: Sequence[str]) -> dict[Function, dict[str, O
 
 
 def _is_command_of_typer(script: Script, function: Function) -> bool:
-    """True below @app.command() and @app.callback()."""
+    """True for functions decorated with @app.command() or @app.callback() of a typer.Typer."""
     calls = [d.func for d in function.decorator_list if isinstance(d, ast.Call)]
     return script.mentions("Typer") and any(
         isinstance(called, ast.Attribute)
@@ -103,7 +106,7 @@ def _is_command_of_typer(script: Script, function: Function) -> bool:
 
 
 def _of_click(script: Script, function: Function) -> Iterator[tuple[str, Option]]:
-    """Yield options of @click.option("--launcher", default="none")."""
+    """Yield parameter and option for each @click.option("--launcher", default="none")."""
     for call in function.decorator_list:
         if isinstance(call, ast.Call) and script.full_name(call.func).endswith("click.option"):
             texts = [text for a in call.args if (text := text_in(a))]
@@ -116,8 +119,10 @@ def _of_click(script: Script, function: Function) -> Iterator[tuple[str, Option]
 
 
 def _of_parameters(script: Script, function: Function) -> Iterator[tuple[str, Option]]:
-    """Yield options of typer and fire: launcher: str = "none", = typer.Option("none", "-l"), Annotated[str,
-    typer.Option()]."""
+    """Yield parameter and option for typer and fire.
+
+    For example launcher: str = "none", = typer.Option("none", "-l"), Annotated[str, typer.Option()].
+    """
     listed = [*function.args.posonlyargs, *function.args.args]
     pairs = [(parameter, default_of(function, i)) for i, parameter in enumerate(listed)]
     for parameter, default in (*pairs, *zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)):
@@ -152,7 +157,7 @@ def _option(
     default: ast.expr | None = None,
     kind: str = "",
 ) -> Option | None:
-    """Return an option; None if not only its words may decide its value. names: "--ddp/--no-ddp" are two."""
+    """Return an option; None if anything but its words may decide its value. names: "--ddp/--no-ddp" counts as two."""
     declared = call if isinstance(call, ast.Call) else ast.Call(ast.Name("Option", ast.Load()), [], [])
     if any(keyword.arg is None or keyword.arg in _NOT_READ for keyword in declared.keywords):
         return None
@@ -166,7 +171,7 @@ def _option(
 
 
 def _kind(typed: ast.expr | None, value: Any) -> str:
-    """Return the type to which click converts: type=int, click.Choice(…), or that of the default."""
+    """Return the type to which click converts the value: from type=int or click.Choice(…), or the default's type."""
     if isinstance(typed, ast.Call):
         return "str" if name_of(typed.func) == "Choice" else ""
     if typed is not None:
@@ -183,7 +188,7 @@ _ABSL = {
 
 
 class ScriptOptions:
-    """The options of a script. words: its arguments in the command. An option that is not among them has its
+    """The options of a script. words: its arguments in the command; an option that is not among them has its
     default."""
 
     def __init__(self, script: Script, words: Sequence[str]) -> None:
@@ -191,7 +196,7 @@ class ScriptOptions:
 
     @cached_property
     def declared(self) -> dict[str, Option]:
-        """Return the options by their attribute in argparse or absl, if declared once and unconditionally."""
+        """Return the options of argparse and absl by attribute, if they are declared once and unconditionally."""
         calls: dict[str, list[ast.Call]] = {}
         if not self._script.mentions(*_OTHER_SOURCES):
             for call in self._script.methods_called("add_argument"):
@@ -236,8 +241,7 @@ class ScriptOptions:
         return commands(self._script, self._words)
 
     def option(self, node: ast.expr) -> Option | None:
-        """Return the declaration of the option that `args.NAME` reads, or a parameter of the function that click
-        calls."""
+        """Return the option that a node reads: `args.NAME`, or a parameter of a function that click calls."""
         if isinstance(node, ast.Name):
             scope = self._script.scope(node)
             is_plain = isinstance(scope, Function) and node.id in parameters_of(scope)
@@ -253,7 +257,7 @@ class ScriptOptions:
         return all(isinstance(o, ast.expr) and self._is_of_absl(o, "FLAGS") for o in self._script.origins(base))
 
     def declaration(self, node: ast.expr) -> Option | None:
-        """Return the option from which a name or attribute was made, followed through the names of the file."""
+        """Return the option from which a name or attribute gets its value, also through other names of the file."""
         found = [self.option(o) for o in (node, *self._script.origins(node)) if isinstance(o, ast.expr)]
         return next((option for option in found if option is not None), None)
 
@@ -277,14 +281,14 @@ class ScriptOptions:
         return self.value(origin, depth + 1) if is_other and isinstance(origin, ast.expr) else UNKNOWN
 
     def given(self, option: Option) -> Any:
-        """Return the value of an option, from the words of the command or from its default."""
+        """Return the value of an option in this job, or its default."""
         return option.given(self._words)
 
     def _is_parsed(self, base: ast.expr) -> bool:
         return all(isinstance(o, ast.expr) and self._gives_options(o) for o in self._script.origins(base))
 
     def _gives_options(self, value: ast.expr, depth: int = 0) -> bool:
-        """True for parser.parse_args(), parser.parse_known_args()[0], and functions of the file that return it."""
+        """True for parser.parse_args(), parser.parse_known_args()[0], and functions of the file that return either."""
         if isinstance(value, ast.Subscript):
             value = value.value
         if not isinstance(value, ast.Call) or depth > _DEPTH_MAX:
@@ -296,7 +300,7 @@ class ScriptOptions:
 
 
 def destination(call: ast.Call) -> str:
-    """Return the attribute for an option in argparse: launcher for add_argument("-l", "--launcher")."""
+    """Return argparse's attribute for an option: launcher for add_argument("-l", "--launcher")."""
     for keyword in call.keywords:
         if keyword.arg == "dest":
             return text_in(keyword.value)

@@ -1,4 +1,4 @@
-"""The decisions of node 0's agent, in virtual time: no process, no socket, no clock."""
+"""Decisions of node 0's agent in virtual time, without processes, sockets or a clock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ddpjob_core.members import Members
 from ddprun.core.leader_state import SAME_MISTAKE_SECONDS, EndOrder, LeaderState, Leave, StartOrder, Stop
 
 JOIN_SECONDS = 600.0
-T0 = 7.25  # odd, so that a real clock would show
+T0 = 7.25  # an unusual value, so that use of the real clock is noticed
 
 
 def lead(nodes: int, restarts: int = 3, **more: Any) -> LeaderState:
@@ -33,7 +33,7 @@ def running(nodes: int, restarts: int = 3, **more: Any) -> LeaderState:
 
 
 def stop(found: LeaderState, failures: list[Failure], at: float = T0) -> None:
-    """Let all nodes report that their ranks are gone."""
+    """Let all nodes report that their ranks have ended."""
     (order,) = taken(found)
     assert isinstance(order, Stop)
     for node in order.nodes:
@@ -41,15 +41,15 @@ def stop(found: LeaderState, failures: list[Failure], at: float = T0) -> None:
 
 
 def fail(found: LeaderState, failures: list[Failure], at: float = T0) -> None:
-    """Let ranks of node 0 fail, and all nodes stop."""
+    """Let ranks of node 0 fail and all nodes stop."""
     found.failed(0, failures, at)
     stop(found, failures, at)
 
 
 def fails(found: LeaderState, at: float, then: StartOrder | type[EndOrder]) -> None:
-    """Let a rank fail after a long time."""
+    """Let a rank fail, and check the order after the longest back-off."""
     fail(found, [failure(code=9)], at)
-    found.tick(at + 400)  # the longest back-off is 300
+    found.tick(at + 400)  # the longest back-off is 300 s
     (order,) = taken(found)
     assert order == then or type(order) is then
 
@@ -95,7 +95,7 @@ def test_a_failure_stops_every_node_once_and_starts_all_again_when_the_last_rank
 
 
 def test_a_node_that_has_finished_starts_again_with_the_others() -> None:
-    """The group has a fixed size: without its ranks nobody could meet."""
+    """The group has a fixed size, so the other ranks cannot meet without those of this node."""
     found = running(2)
     found.finished(0, T0)
     found.failed(1, [failure(rank=1)], T0)
@@ -139,7 +139,7 @@ def test_the_budget_is_spent_to_the_last_and_not_overrun(restarts: int) -> None:
     ids=["nothing is left", "one, and it knew of ours", "one, and it did not", "one, and it knew of another agent's"],
 )
 def test_what_the_operator_has_charged_meanwhile_comes_with_a_new_pod(grant: Grant, restarts: int) -> None:
-    """Otherwise a script whose pods sometimes run out of memory restarts more often than its user allowed."""
+    """Otherwise a job whose pods sometimes run out of memory restarts more often than its user allowed."""
     found = running(2, restarts=3, has_operator=True)
     fail(found, [failure()])
     assert taken(found) == [start(found, 1)]
@@ -209,7 +209,7 @@ def test_what_fails_on_all_nodes_before_the_first_step_is_not_tried_again(code: 
 
 
 def test_a_mistake_that_one_node_makes_twice_is_not_tried_a_third_time() -> None:
-    """The other node is stopped before it reaches the same line."""
+    """Only one node reports the mistake, because the other is stopped before it reaches the same line."""
     found = running(2)
     for then in (StartOrder, EndOrder):
         found.failed(0, [failure(exception=TYPO)], T0)
@@ -222,7 +222,8 @@ def test_a_mistake_that_one_node_makes_twice_is_not_tried_a_third_time() -> None
 
 
 def test_a_mistake_that_all_nodes_make_costs_no_restart() -> None:
-    """Otherwise the ranks of other nodes are killed before they raise it, so that it counts against backoffLimit."""
+    """Otherwise ranks of other nodes are killed before they raise the same error, and it counts against
+    backoffLimit."""
     found = running(3)
     for node in range(3):
         assert taken(found) == []
@@ -267,7 +268,7 @@ def test_what_is_no_mistake_of_the_script_stops_the_others_at_once(what: Failure
 
 
 def test_a_long_mistake_is_the_same_on_node_0_and_on_a_node_whose_report_cuts_it() -> None:
-    """DDP's message about an unused parameter has 500 characters and more."""
+    """DDP's message about an unused parameter has more than 500 characters."""
     long = f"RuntimeError: Expected to have finished reduction in the prior iteration {'x' * failures.EXCEPTION_MAX}"
     found, told = running(2), [failures.abridged(long, n) for n in (failures.EXCEPTION_MAX, failures.BRIEF_MAX)]
     for rank, then in enumerate((StartOrder, EndOrder)):
@@ -283,7 +284,7 @@ def test_a_long_mistake_is_the_same_on_node_0_and_on_a_node_whose_report_cuts_it
 
 @pytest.mark.parametrize(("step", "at"), [(1, T0), (0, T0 + 61)])
 def test_a_mistake_is_tried_again_once_the_job_has_trained(step: int, at: float) -> None:
-    """A rare batch may raise an error that the next try does not."""
+    """A rare batch may raise an error that does not occur again."""
     found = running(1)
     found.reached(step)
     fail(found, [failure(exception=TYPO)], at)
@@ -345,7 +346,8 @@ def test_a_node_that_is_lost_while_all_stop_is_not_waited_for_until_the_next_sta
 
 
 def test_a_new_leader_knows_how_far_the_job_had_come() -> None:
-    """A checkpoint that crashes every start makes no new step, also under an agent that has seen none."""
+    """If every start crashes on a checkpoint, no step is new. A new agent has seen no step and must not restart for
+    ever."""
     found = running(1, restarts=9, furthest_step=100)
     for number in (1, 2):
         fails(found, T0 + number * 1000, start(found, number))
@@ -353,7 +355,7 @@ def test_a_new_leader_knows_how_far_the_job_had_come() -> None:
 
 
 def test_steps_that_were_made_before_a_pod_was_lost_are_progress_all_the_same() -> None:
-    """Otherwise a job that trains for days between failures ends as one that makes no step."""
+    """Otherwise a job that trains for days between failures ends as if it made no progress."""
     found = running(2, restarts=9, has_operator=True)
     found.reached(5)
     fails(found, T0 + 1000, start(found, 1))
@@ -391,7 +393,7 @@ def test_late_news_of_a_node_that_is_gone_change_nothing() -> None:
 
 
 def test_ranks_that_save_together_are_given_the_time_for_it() -> None:
-    """After one rank got SIGTERM and all agreed on a step, ranks that are still writing must not be killed."""
+    """After one rank got SIGTERM, all agree on a step and save. Ranks that are still writing must not be killed."""
     found = running(2)
     found.failed(1, [failure(rank=1, code=75)], T0)
     assert taken(found)[0].patient
@@ -435,7 +437,7 @@ def test_the_guilty_rank_is_the_first_that_has_a_reason_of_its_own(failures: lis
 
 
 def test_complaints_about_lost_peers_alone_are_free_once_and_not_for_ever() -> None:
-    """A collective that only some ranks call ends like this every time: it would restart until the nodes are needed."""
+    """A collective that only some ranks call ends like this every time, so the job would restart for ever."""
     found = running(2, restarts=9)
     for at, charged in ((T0, "infrastructure"), (T0 + 4000, "application"), (T0 + 8000, "application")):
         fail(found, [failure(symptom=True)], at)
@@ -453,7 +455,7 @@ def test_the_operator_says_whether_complaints_were_free_already() -> None:
 
 
 def test_ranks_that_could_not_be_started_are_no_complaint_and_free_each_time() -> None:
-    """A machine without a free process is not a mistake of the script."""
+    """It is not the script's fault if the machine cannot create another process."""
     found = running(1, restarts=9)
     for at in (T0, T0 + 4000, T0 + 8000):
         fail(found, [failure(code=75, symptom=True, unstarted=True)], at)
@@ -464,7 +466,7 @@ def test_ranks_that_could_not_be_started_are_no_complaint_and_free_each_time() -
 
 @pytest.mark.parametrize("whole_node", [True, False], ids=["2x1", "1x2"])
 def test_a_rank_that_ended_well_while_its_peer_complains_is_the_cause(whole_node: bool) -> None:
-    """Uneven data is the most common mistake: it must not restart without a charge."""
+    """Uneven data is the most common mistake, so each restart for it must be charged."""
     found = running(2 if whole_node else 1)
     complaint = failure(1, symptom=True, step=20, exception="RuntimeError: Connection closed by peer")
     if whole_node:
@@ -491,7 +493,7 @@ def test_a_lost_node_explains_a_complaint_beside_a_rank_that_ended_well() -> Non
 
 
 def test_a_new_leader_goes_on_from_the_generation_that_the_others_have_seen() -> None:
-    """Otherwise processes of an old and the new generation have the same number, and the same log files."""
+    """Otherwise an old and the new generation have the same number, and write to the same log files."""
     found = lead(3)
     found.joined(0, T0)
     found.joined(1, T0, 4)
@@ -507,7 +509,7 @@ def with_operator(nodes: int, restarts: int = 3) -> LeaderState:
 
 
 def lose(found: LeaderState, *lost: int, at: float = T0) -> None:
-    """Lose these nodes, and stop all others."""
+    """Let the connection to these nodes be lost, and all others stop."""
     for node in lost:
         found.lost(node, at)
     orders = taken(found)
@@ -517,7 +519,7 @@ def lose(found: LeaderState, *lost: int, at: float = T0) -> None:
 
 
 def terminate(found: LeaderState, node: int, at: float = T0) -> None:
-    """Tell a node to end: its ranks do, all others stop with it, and its agent leaves."""
+    """Let a node get SIGTERM: its ranks end, all other ranks stop with them, and its agent leaves."""
     found.termination_requested(node, at)
     found.failed(node, [failure(node, 143)], at)
     (order,) = taken(found)
@@ -535,7 +537,7 @@ def terminate(found: LeaderState, node: int, at: float = T0) -> None:
     [(0, 1, "charged to infrastructure"), (1, 0, "a new pod is in its place"), (4, 0, "a new pod is in its place")],
 )
 def test_a_lost_node_is_charged_here_only_where_its_own_pod_comes_back(comes: int, charged: int, why: str) -> None:
-    """For a new pod the operator has already charged."""
+    """If a new pod replaces the node, the operator has charged the restart already."""
     found = with_operator(3)
     lose(found, 2)
     assert (taken(found), found.restarts) == ([], 0), "who is charged is not known yet"
@@ -610,7 +612,7 @@ def test_when_one_node_is_told_the_others_save_and_wait_for_its_replacement(node
 
 @pytest.mark.parametrize("has_operator", [True, False])
 def test_node_0_that_is_told_when_its_ranks_have_ended_lets_the_others_save_and_goes(has_operator: bool) -> None:
-    """Otherwise it stays until SIGKILL, and the others learn of it with no time left."""
+    """Otherwise node 0 stays until SIGKILL, and the others have no time left to save when they notice."""
     found = running(2, has_operator=has_operator)
     found.finished(0, T0)
     found.termination_requested(0, T0)
@@ -689,7 +691,7 @@ def test_node_0_that_is_told_while_no_rank_runs_leaves_at_once(waits_for: str) -
 def test_when_all_are_told_node_0_waits_for_none_of_them_whatever_the_order(
     order: tuple[int, ...], between: str
 ) -> None:
-    """Nodes that were told end by themselves; the others may still be saving."""
+    """Nodes that got SIGTERM end by themselves, so node 0 waits only for others, which may still be saving."""
     found = with_operator(3)
     if between == "told":
         for node in order:
@@ -718,7 +720,7 @@ def test_node_0_that_is_told_waits_for_ranks_elsewhere_that_are_still_saving(eve
     if event == "stopped":
         found.stopped(1, [failure(1, 75)], T0)
     elif event == "told":
-        found.termination_requested(1, T0)  # it ends its ranks itself now, in its own time
+        found.termination_requested(1, T0)  # this node now ends its ranks itself, within its own grace period
     else:
         found.lost(1, T0)
     assert isinstance(taken(found)[0], Leave)
@@ -760,7 +762,7 @@ def test_all_ranks_have_ended_well_is_not_forgotten_for_a_node_that_is_told() ->
     assert taken(found) == [EndOrder(0, None, "all ranks have ended")]
 
 
-# ---- the user's and the operator's word -----------------------------------------------------------------------
+# ---- the user's policy and the operator's counts --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -782,7 +784,7 @@ def test_the_users_failure_policy_decides_by_the_exit_code(code: int, order: typ
 
 
 def test_restarts_in_a_row_go_on_from_where_the_operators_stand() -> None:
-    """Otherwise each new pod begins without a back-off."""
+    """Otherwise each new pod begins without back-off."""
     found = LeaderState(
         Members(range(1)), Budget(9, 9, 9, 9, RestartHistory(in_a_row=4, charged_in_a_row=2)), JOIN_SECONDS, T0
     )
@@ -798,14 +800,14 @@ def test_the_last_five_failures_are_kept_with_their_class_and_budget() -> None:
     found, at = running(1, restarts=9), T0
     for code in range(1, 8):
         fail(found, [failure(code=code)], at)
-        at += 700  # long enough to forgive each
+        at += 700  # after this time a failure no longer counts as one in a row
         found.tick(at)
         taken(found)
     assert [one.exit_code for one in found.charged] == [3, 4, 5, 6, 7]
     assert {(one.failure_class, one.charged_to) for one in found.charged} == {("application", "application")}
 
 
-# ---- members that are not all places, in order ---------------------------------------------------------------
+# ---- groups without some of the places -----------------------------------------------------------------------
 
 
 def led(*places: int, restarts: int = 3, **more: Any) -> LeaderState:
@@ -853,7 +855,7 @@ def test_the_leader_is_the_first_member_and_need_not_be_at_place_0() -> None:
 
 
 def test_a_stop_whose_save_failed_does_not_end_as_one_that_saved() -> None:
-    """The ranks of the other nodes end with 75, but the job must not look "stopped and saved"."""
+    """Ranks of other nodes end with 75, but the job must not count as stopped and saved."""
     found = running(2)
     found.termination_requested(1, T0)
     stopped_well = failures.Failure(1, exit_code=RESUMABLE, resumable=True)

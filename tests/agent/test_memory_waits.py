@@ -1,4 +1,4 @@
-"""Which ranks the agent waits for, before it ends them, while they may write the state into its memory."""
+"""Ranks that the agent waits for before it ends them, because they may write the state into its memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LATE, TOO_LATE = 4 * LIMIT, memory.longest_seconds(0)
 
 
 class Node:
-    """An agent's memory, and what its ranks have written into their cells."""
+    """An agent's memory, and the cells of its ranks."""
 
     def __init__(self) -> None:
         self.agents = Memory(2)
@@ -32,7 +32,7 @@ class Node:
         os.close(descriptor)
 
     def rank(self, local_rank: int, *, step: int, is_dirty: bool = False) -> None:
-        """Let a rank take part, after that step."""
+        """Let a rank take part. step: its last boundary. is_dirty: it is within its next optimizer step."""
         page = (1 + local_rank) * memory.PAGE_BYTES // 8
         self.cells[page + memory.PID], self.cells[page + memory.CLOCK] = 1, 2 * step + is_dirty
 
@@ -44,7 +44,7 @@ class Node:
 
 @pytest.fixture
 def child() -> Iterator[Callable[[Callable[[], object]], int]]:
-    """Start a process that does this for ever."""
+    """Return a function that starts a process, which repeats some work for ever."""
     pids = []
 
     def start(work: Callable[[], object]) -> int:
@@ -61,7 +61,7 @@ def child() -> Iterator[Callable[[Callable[[], object]], int]]:
 
 
 def settled(pid: int, *, is_held_up: bool) -> int:
-    """Return its pid once the kernel reports this state."""
+    """Wait until the kernel reports this state of a process. Return its pid."""
     until = time.monotonic() + 60
     while threads.is_held_up(pid) is not is_held_up:
         assert time.monotonic() < until
@@ -72,8 +72,8 @@ def settled(pid: int, *, is_held_up: bool) -> int:
 def test_a_rank_that_is_stopped_or_asleep_has_its_time_and_no_more(
     child: Callable[[Callable[[], object]], int],
 ) -> None:
-    """For example SIGSTOP during a rescue, or a rank that waits for a lock: the job is worth more than the steps since
-    the last save."""
+    """A rank may be stopped by SIGSTOP or wait for a lock. Then the job must restart, even if it repeats the steps
+    since the last save."""
     for work in (lambda: os.kill(os.getpid(), signal.SIGSTOP), signal.pause):
         node = Node()
         node.rank(0, step=5)
@@ -84,8 +84,7 @@ def test_a_rank_that_is_stopped_or_asleep_has_its_time_and_no_more(
 
 
 def test_a_rank_that_gets_no_processor_has_ten_seconds_more(child: Callable[[Callable[[], object]], int]) -> None:
-    """On a crowded node half a second may pass before it has run at all, which must not cost the steps since the
-    save."""
+    """On a busy node the rank may get no CPU time for half a second. The steps since the last save must not be lost."""
     node = Node()
     node.rank(0, step=5)
     pid = settled(child(lambda: None), is_held_up=True)
@@ -95,7 +94,7 @@ def test_a_rank_that_gets_no_processor_has_ten_seconds_more(child: Callable[[Cal
 
 
 def test_the_time_begins_again_with_each_piece_that_is_written(child: Callable[[Callable[[], object]], int]) -> None:
-    """On a slow machine a large state would be cut off shortly before it is complete."""
+    """Otherwise the write of a large state on a slow machine would be cut off shortly before its end."""
     node = Node()
     node.rank(0, step=5)
     pid = settled(child(signal.pause), is_held_up=False)
@@ -118,7 +117,8 @@ def test_nobody_waits_for_a_rank_whose_step_is_there_already() -> None:
 
 @pytest.mark.parametrize("where", ["this node", "another node"])
 def test_a_rank_that_can_come_to_the_next_step_is_waited_for_although_its_last_one_is_there(where: str) -> None:
-    """It has the gradients of a rank that was ahead; a third rank had none, and has written the step before."""
+    """The rank has the gradients to reach the next step, because another rank has passed it. A third rank had no
+    gradients and has written the previous step."""
     node = Node()
     node.rank(0, step=5)
     node.whole(5)
@@ -134,7 +134,8 @@ def test_a_rank_that_can_come_to_the_next_step_is_waited_for_although_its_last_o
 
 
 def test_what_another_node_has_told_is_of_one_generation() -> None:
-    """The next generation counts from its start: with an older value each of its ranks would wait for a later step."""
+    """The next generation must start without FURTHEST. With the old value each of its ranks would wait for a step that
+    no rank has passed."""
     node = Node()
     node.agents.order(furthest=12)
     node.agents.begin(4)
@@ -146,7 +147,7 @@ def test_what_another_node_has_told_is_of_one_generation() -> None:
 def test_the_wait_for_any_rank_ends(
     clock: int, whole: int, seconds: float, still: float, size: int, is_held_up: bool
 ) -> None:
-    """A rank in an endless loop would keep the others from restarting."""
+    """Otherwise a rank in an endless loop would prevent the restart of the others."""
     waits = memory.is_waited_for(clock, whole, seconds, still, size, is_held_up)
     assert not waits or seconds < memory.longest_seconds(size)
     assert not waits or is_held_up or still < memory.limit_seconds(size)

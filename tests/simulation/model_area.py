@@ -1,4 +1,4 @@
-"""A model of an agent's memory: its areas, what its ranks have written into their slots, and the truth of both."""
+"""A model of an agent's memory: its areas, the slots of its ranks, and the truth about both."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ if TYPE_CHECKING:
     from model_agents import Life
 
 PARTS = 3
-"""Parts of an area; a writer may die between any two."""
+"""Number of parts of an area. A writer may die between any two."""
 
 
 class State(NamedTuple):
-    """What the ranks of a generation had at a step."""
+    """The state of the ranks of a generation at a step."""
 
     life: int
-    """Number of the generation; the next one has this state until it makes a step."""
+    """Number of the generation. The next generation has this state until it makes a step."""
     step: int
 
 
 NOTHING = State(0, 0)
 TORN = State(-1, -1)
-"""The state of a rank inside its optimizer's step, and of an unfinished write."""
+"""The state of a rank within its optimizer's step, and of an unfinished write."""
 
 
 class Whole(NamedTuple):
@@ -41,13 +41,13 @@ class Place:
 
     parts: list[State] = field(default_factory=lambda: [NOTHING] * PARTS)
     held: Held | None = None
-    """What its cells say."""
+    """Content of its cells."""
     writer: Life | None = None
-    """The truth: the generation that wrote all its parts; None if none did."""
+    """The truth: the generation that wrote all its parts; None if there is none."""
 
     @property
     def whole(self) -> Whole | None:
-        """None: it is incomplete."""
+        """Return the truth about its state; None if it is incomplete."""
         if self.writer is None or len(set(self.parts)) > 1:
             return None
         return Whole(self.writer, self.parts[0], self.held is not None and self.held.assumed)
@@ -65,26 +65,27 @@ class Area:
     written_marks: dict[int, Mark] = field(default_factory=dict)
     proven: bool = False
     changes: int = 0
-    """CHANGED, PLACED: what its ranks have learned about the script."""
+    """CHANGED or PLACED, once its ranks have learned that about the script."""
     excused: set[tuple[int, State]] = field(default_factory=set)
-    """The truth: copies for which a local rank could write nothing, for lack of room or because it does not save."""
+    """The truth: (local rank, state) of each copy in which the rank had no part, because it had no room or did not
+    save."""
     copied: Whole | None = None
     """The truth: the newest copy that has counted here. Only a newer complete state may overwrite it."""
 
     @property
     def newest(self) -> Place:
-        """As `Shared.held`."""
+        """Return the place that `Shared.held` would choose."""
         none = Version(0, 0, 0)
         return max(self.places, key=lambda place: place.held.version if place.held else none)
 
     @property
     def held(self) -> Held | None:
-        """What its cells say about the newest."""
+        """Return the cells of the newest state."""
         return self.newest.held
 
     @property
     def marks(self) -> list[Mark]:
-        """As `Shared.mark` of each of its ranks."""
+        """Return `Shared.mark` of each of its ranks."""
         marks = (self._mark(local) for local in sorted({*self.slots, *self.written_marks}))
         return [mark for mark in marks if mark is not None]
 
@@ -96,15 +97,15 @@ class Area:
         return max(found, default=None)
 
     def has_small(self, version: Version) -> bool:
-        """True if one of its ranks has written its random states."""
+        """True if any of its ranks has written its random states for this version."""
         return any(self.has_own(version, local) for local in {*self.slots, *self.copy_slots})
 
     def has_own(self, version: Version, local: int) -> bool:
-        """True if this rank has."""
+        """True if this rank has written its random states for this version."""
         return version in self.slots.get(local, ()) or version in self.copy_slots.get(local, ())
 
     def all_have_copied(self, version: Version, ranks: int) -> bool:
-        """As `Shared.all_have_copied`."""
+        """Return the result of `Shared.all_have_copied`."""
         return all(version in self.copy_slots.get(local, ()) for local in range(ranks))
 
     def note(self, version: Version, local: int = 0) -> None:
@@ -114,24 +115,24 @@ class Area:
             self.slots[local] = [*sorted(slots)[-1:], version]
 
     def begin(self, place: Place, held: Held) -> None:
-        """Begin writing after a failure; until the last part is written, nothing is there."""
+        """Begin to write after a failure. The place is empty until the last part is written."""
         if place.whole is not None and place.whole == self.copied:
-            self.copied = None  # a rescue overwrites it, as it does an earlier rescue
+            self.copied = None  # a write after a failure may overwrite the newest copy
         place.held = place.writer = None
 
     def end(self, place: Place, held: Held, life: Life) -> None:
-        """The last part was written."""
+        """End the write: the last part is written."""
         place.held, place.writer = held, life
 
     def count_load(self, version: Version) -> None:
-        """Count another load of the newest."""
+        """Count another load of the newest state."""
         place = self.newest
         assert place.held is not None, "it was found there"
         assert place.held.version == version, "it was found there"
         place.held = place.held._replace(loads=place.held.loads + 1)
 
     def forget(self, generation: int) -> None:
-        """Forget what this generation has noted and copied: it belongs to other objects."""
+        """Forget slots and copies of this generation, because they belong to other objects."""
         self.slots = {
             local: [slot for slot in slots if slot.generation != generation] for local, slots in self.slots.items()
         }

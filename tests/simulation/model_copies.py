@@ -1,7 +1,9 @@
-"""A model of periodic copies: what each rank does at its boundaries while nothing fails. The real rules
-(`ddpjob_core.copies`) decide when a copy is made, what it overwrites, and which plan is in force. Modelled as
-`in_memory/copies.py` does it are the store for rank 0's plans, the parts of a copy, between any two of which the job
-may end, and the cost of copies. The first rank of each node writes the state, each rank its own part."""
+"""A model of periodic copies: each rank's actions at its boundaries while nothing fails.
+
+The real rules (`ddpjob_core.copies`) decide when a copy is made, what it overwrites, and which plan applies. The model
+replaces `in_memory/copies.py`: the store for rank 0's plans, the cost of copies, and their parts, between any two of
+which the job may end. The first rank of each node writes the state, and each rank its own random states.
+"""
 
 from __future__ import annotations
 
@@ -24,23 +26,23 @@ WORK = ("note", "open", *["part"] * PARTS, "close")
 PACES_LEAST = 3
 STEP_SECONDS = 1.0
 COST_SECONDS = (-2.5, -0.4)
-"""Powers of ten of a copy's duration: from each step to each 32nd."""
+"""Exponents of ten of a copy's duration. They lead to plans with a copy at each step, and up to each 32nd step."""
 NO_ROOM_STEPS = (0, 0, 0, 1, 3)
 
 
 @dataclass
 class Store:
-    """Rank 0's plans of a generation, each with the step at which it was announced."""
+    """Rank 0's plans of a generation, each with the step at which rank 0 announced it."""
 
     plans: list[tuple[int, CopyPlan]] = field(default_factory=list)
 
 
 class At(NamedTuple):
-    """The position of a rank."""
+    """A boundary of a rank."""
 
     step: int
     named: bool
-    """True if the script passes the state: `save`, `keep`."""
+    """True if the script passes the state: at `save` and `keep`."""
 
 
 @dataclass(eq=False)
@@ -54,23 +56,23 @@ class Copying:
     life: Life
     store: Store
     stamp: Callable[[int, int], Held]
-    """Returns the cells for the state of a step, with the number of steps until the next copy."""
+    """Returns the cells for the state of a step. Second argument: number of steps until the next copy."""
     state: Callable[[int], State]
     """Returns the rank's state at a step."""
     chance: random.Random
     changes: bool
     """True if parameters change between a boundary and the next step, or the rank trains alone."""
     has_place: bool
-    """True if `should_stop` finds what `save` does."""
+    """True if `should_stop` finds the same state as `save`."""
     starts: int
-    """The first boundary that copies know of."""
+    """Step of the first boundary that may be copied."""
     loaded: Version | None
-    """What this generation has loaded from memory."""
+    """Version that this generation has loaded from memory."""
     plan: CopyPlan | None = None
     step: int = 0
-    """The last boundary."""
+    """Step of the last boundary."""
     todo: list[str] = field(default_factory=list)
-    """The remaining parts of its present copy."""
+    """Remaining actions of its present copy."""
     _next: CopyPlan | None = None
     _told: int = 0
     _before: int = 0
@@ -84,7 +86,7 @@ class Copying:
     _has_copied: bool = False
     _place: Place = field(default_factory=Place)
     _held: Held | None = None
-    """The cells of the copy that is being made, or waits for the next optimizer step."""
+    """Cells of the copy that is being made or waits for the next optimizer step."""
     _is_written: bool = False
 
     def __post_init__(self) -> None:
@@ -99,8 +101,10 @@ class Copying:
 
     @property
     def least(self) -> int:
-        """Return the step from which the plan allows to resume after a failure if this node survives; 0: there was no
-        copy yet, or only the script knows."""
+        """Return the earliest step from which the job may resume if it fails now and this node survives.
+
+        0: no copy is required yet, or the script decides when to copy.
+        """
         plan = self.plan
         if plan is None or plan.named or self.step <= plan.first + plan.every + 1:
             return 0
@@ -110,18 +114,18 @@ class Copying:
 
     @property
     def local(self) -> int:
-        """Its local rank."""
+        """Return the local rank."""
         return self.rank % self.per_node
 
     @property
     def is_writer(self) -> bool:
-        """True if it writes the state of its node."""
+        """True if this rank writes the state of its node."""
         return self.local == 0
 
     # ---- while all goes well -------------------------------------------------------------------------------
 
     def comes_to(self, at: At) -> None:
-        """Make the optimizer's step, and reach the boundary after it."""
+        """Make an optimizer step, and reach the boundary after it."""
         if at.step == self.step:
             return self._again(at)
         self.begins_a_step()
@@ -138,36 +142,36 @@ class Copying:
         return None
 
     def begins_a_step(self) -> None:
-        """All ranks have reached the boundary: copies made there count."""
+        """Begin the next step. All ranks have reached the last boundary now, so copies made there count."""
         self.work()
         if self._is_written:
             self.count()
 
     def count(self) -> None:
-        """Let the copy count."""
+        """Make the written copy count."""
         assert self._held is not None, "it was written"
         self._is_written = False
         self._place.held, self._place.writer = self._held, self.life
         self.area.copied = Whole(self.life, self.state(self._held.version.step), self._held.assumed)
 
     def work(self, most: int = len(WORK)) -> None:
-        """Write so many parts of the present copy."""
+        """Do up to `most` of the remaining actions of the present copy."""
         for _ in range(min(most, len(self.todo))):
             getattr(self, f"_{self.todo.pop(0)}")()
 
     @property
     def is_complete(self) -> bool:
-        """True if a copy is complete and waits for the next optimizer step, and no rank lacks its random states: all
-        are on this node and have written them."""
+        """True if a copy waits for the next optimizer step but is complete already: all ranks are on this node and have
+        written their random states."""
         is_all = self.ranks == self.per_node and self.area.all_have_copied(self._version, self.per_node)
         return self._is_written and is_all
 
     def drop(self) -> None:
-        """Drop the waiting copy: something newer is written."""
+        """Drop the waiting copy, because a newer state is written."""
         self.todo, self._is_written = [], False
 
     def forget(self, starts: int) -> None:
-        """Forget copies: the script has passed other objects."""
+        """Forget copies, because the script has passed other objects."""
         self.drop()
         self.starts = starts
 
@@ -183,7 +187,7 @@ class Copying:
     # ---- a boundary ----------------------------------------------------------------------------------------
 
     def _again(self, at: At) -> None:
-        """Handle `save` after `should_stop`."""
+        """Handle `save` at the same boundary as `should_stop`."""
         if not self.changes or not at.named or at.step < self.starts:
             return
         self._is_placed = self.has_place
@@ -201,7 +205,7 @@ class Copying:
 
     def _copy_if_due(self, at: At) -> None:
         if self.loaded is not None and at.step == self.loaded.step:
-            return  # it is in memory
+            return  # the loaded state is in memory already
         self._is_named |= at.named
         if self._room_at is None:
             self._room_at = at.step + self.chance.choice(NO_ROOM_STEPS if self.is_writer else (0,))
@@ -257,12 +261,12 @@ class Copying:
     # ---- the steps of a copy -------------------------------------------------------------------------------
 
     def _note(self) -> None:
-        """Write its random states."""
+        """Write this rank's random states."""
         held, slots = self.area.held, self.area.copy_slots.setdefault(self.local, [None] * len(COPY_SLOTS))
         slots[copies.slot_for(slots, held and held.version, self.loaded)] = self._version
 
     def _open(self) -> None:
-        """Invalidate the content of the area."""
+        """Invalidate the content of the area before it is overwritten."""
         self._place = self.area.places[copies.area_for([place.held for place in self.area.places])]
         self._place.held, self._place.writer, self._place.parts = None, None, [TORN] * PARTS
 

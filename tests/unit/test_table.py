@@ -1,4 +1,4 @@
-"""The table at the bottom of the terminal during a local run, line by line, at three widths."""
+"""Lines of the table at the bottom of the terminal during a local run, at three widths."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def text(what: RunMoment, width: int, height: int = 22, nodes: tuple[NodeRow, ..
 
 
 def trained(losses: int = 40, slow_from: int = 1000) -> tuple[api.Status, History]:
-    """Return a run that reports once a second, with a falling loss; from some step on its steps take twice as long."""
+    """Return a run with a falling loss that reports once a second; steps after slow_from take twice as long."""
     history, what, seconds = History(), status(), 2.0
     for step in range(1, losses + 1):
         seconds += 2 if step > slow_from else 1
@@ -81,7 +81,7 @@ def trained(losses: int = 40, slow_from: int = 1000) -> tuple[api.Status, Histor
 
 
 def test_at_120_columns_each_rank_has_its_step_process_and_use_of_cpu_and_gpu() -> None:
-    """Users want to know if it is fine, how long it takes, and which process to inspect."""
+    """Users want to know if the job is fine, how long it takes, and which process to inspect."""
     assert text(moment(status(progress=progress(312, 40)), 41), 120) == [
         "Running  step 312/1125  27 %  24s left  attempt 1  elapsed 41s",
         "5,210 samples/s  loss 0.484  learning_rate 1.22e-06",
@@ -92,7 +92,7 @@ def test_at_120_columns_each_rank_has_its_step_process_and_use_of_cpu_and_gpu() 
 
 
 def test_at_80_columns_the_figures_that_matter_least_are_left_out() -> None:
-    """Otherwise a line on the usual terminal is cut in the middle of a figure."""
+    """Otherwise a terminal of the usual width cuts a line in the middle of a number."""
     lines = text(moment(status(progress=progress(312, 40)), 41), 80)
     assert lines[0] == "Running  step 312/1125  27 %  24s left  attempt 1  elapsed 41s"
     assert lines[3] == "  node 0  rank 0  Running  step 312  pid 4312  CPU  98 %  1.2 GB"
@@ -124,7 +124,7 @@ def test_at_40_columns_lines_are_wrapped_and_processes_left_out() -> None:
 def test_while_nothing_trains_it_says_what_is_waited_for_and_since_when(
     what: api.Status, seconds: float, initialized: dt.datetime | None, head: str
 ) -> None:
-    """A line that does not change for 19 s makes users press Ctrl-C."""
+    """Users press Ctrl-C if a line does not change for 19 s."""
     assert text(moment(what, seconds, initialized=initialized), 120)[0] == head
 
 
@@ -134,7 +134,7 @@ def test_a_script_that_cannot_report_is_not_said_to_import() -> None:
 
 
 def test_a_script_without_steps_is_offered_the_line_that_reports_them_after_a_minute() -> None:
-    """ "no step reported, 2s" from the first second would make users of a plain script look for a fault."""
+    """ "no step reported, 2s" from the first second on would make users of a plain script search for a fault."""
     assert table.hint(moment(status(), 31, reports=False)) == ""
     assert "ddpjob.progress(step=i)" in table.hint(moment(status(), 71, reports=False))
     assert text(moment(status(), 71, reports=False), 120, nodes=())[-1] == table.NO_STEPS
@@ -143,7 +143,7 @@ def test_a_script_without_steps_is_offered_the_line_that_reports_them_after_a_mi
 
 
 def test_the_first_step_after_a_restart_has_no_pace_of_the_ranks_before() -> None:
-    """113 ms/step of dead ranks must not stand next to the first step of the new ones."""
+    """The pace of the dead ranks, such as 113 ms/step, must not appear with the first step of the new ranks."""
     _, history = trained()
     what = status(progress=progress(1, 50, attempt=2), **RESTARTED | {"attempt_time": at(45), "running_time": at(46)})
     history.take(what, START, at(50))
@@ -162,7 +162,7 @@ def test_in_plain_lines_a_wait_is_told_as_well() -> None:
 
 
 def test_after_a_restart_no_figure_of_the_attempt_before_is_shown() -> None:
-    """ "5s left" of dead ranks must not show while the new ones import torch."""
+    """ "5s left" of the dead ranks must not appear while the new ranks import torch."""
     before = status(progress=progress(200, 19), **RESTARTED)
     lines = text(moment(before, 28), 120)
     assert lines[0] == "Starting  attempt 2: importing, 6s  1 restart  elapsed 28s"
@@ -172,19 +172,19 @@ def test_after_a_restart_no_figure_of_the_attempt_before_is_shown() -> None:
 
 
 def test_after_a_restart_in_place_no_figure_of_the_generation_before_is_shown() -> None:
-    """Under ddprun the attempt stays the same, but figures of dead ranks must not."""
+    """Under ddprun the attempt number stays the same, but numbers of dead ranks must disappear."""
     what = status(progress=progress(200, 19), failures=[FAILURE], furthest_step=200)
     assert text(moment(what, 26), 120)[0] == "Starting  attempt 1: importing, 6s  elapsed 26s"
 
 
 def test_the_last_failure_stays() -> None:
-    """A failure of an hour ago has scrolled away, and "1 restart" has no reason without it."""
+    """The line of an earlier failure has scrolled away, so "1 restart" needs its reason next to it."""
     lines = text(moment(status(progress=progress(900, 90, attempt=2), **RESTARTED), 91), 60)
     assert lines[-2:] == ["✖ attempt 1: rank 1 (node 1) was killed by SIGKILL at step", "200"]
 
 
 def test_a_failure_is_shown_when_its_cause_is_settled() -> None:
-    """For a moment the red line named a rank that was only told to stop."""
+    """Otherwise the red line may briefly name a rank that was only stopped."""
     stopped = replace(FAILURE, attempt=2, message="rank 0 (node 0) stopped in order")
     first = api.JobFailure(attempt=2, node_rank=0, reason="Error", time=at(90))
     broken = RESTARTED | {"failures": [FAILURE, stopped], "last_failure": first}
@@ -197,7 +197,7 @@ def test_a_failure_is_shown_when_its_cause_is_settled() -> None:
 
 
 def test_a_narrow_terminal_shows_the_cause_of_a_failure_too() -> None:
-    """At 40 columns the red line must not end with `rank 1 (node 1) ended wi…`, without the cause."""
+    """At 40 columns the red line must not be cut after `rank 1 (node 1) ended wi…`, because the cause follows."""
     why = "rank 1 (node 1) ended with exit code 1 in train.py:41 (ValueError: no such shard: 7)"
     failed = RESTARTED | {"failures": [replace(FAILURE, message=why)]}
     lines = text(moment(status(progress=progress(900, 90, attempt=2), **failed), 91), 40)
@@ -209,7 +209,7 @@ def test_a_narrow_terminal_shows_the_cause_of_a_failure_too() -> None:
 
 
 def test_the_loss_has_a_curve_of_20_characters() -> None:
-    """Otherwise users need another tool to see if it learns."""
+    """Otherwise users need another tool to see if the model learns."""
     line = text(moment(*_shown(trained())), 120)[1]
     assert line.startswith("1 s/step  5,210 samples/s  loss 0.025 █")
     assert len(line.split()[-1]) == 20
@@ -217,7 +217,7 @@ def test_the_loss_has_a_curve_of_20_characters() -> None:
 
 
 def test_a_step_that_takes_longer_than_before_is_said_to() -> None:
-    """A job that slows down, because of a hot GPU or a full disk, must look different."""
+    """Users must see that a job slows down, for instance because of a hot GPU or a full disk."""
     line = text(moment(*_shown(trained(losses=60, slow_from=45))), 120)[1]
     assert re.match(r"2 s/step, \d\d % slower  ", line)
     assert "slower" not in text(moment(*_shown(trained(losses=60))), 120)[1]
@@ -228,7 +228,7 @@ def _shown(run: tuple[api.Status, History]) -> tuple[api.Status, float, History]
 
 
 def test_of_forty_nodes_as_many_are_shown_as_fit() -> None:
-    """Otherwise the head of the table leaves the screen, and with it the state."""
+    """Otherwise the first lines of the table, which show the state, leave the screen."""
     many = tuple(NodeRow(i, f"rank {i}", "Running") for i in range(40))
     lines = text(moment(status(progress=progress(312, 40)), 41), 80, 22, many)
     assert len(lines) == 3 + 17
@@ -243,7 +243,7 @@ WORDS = st.text(max_size=12)
 def test_no_line_is_wider_than_the_terminal_and_none_obeys_a_script(
     width: int, metrics: dict[str, str], message: str
 ) -> None:
-    """A metric's name or a message must not move the cursor or wrap a line, or the table climbs up the screen."""
+    """Otherwise a metric's name or a message moves the cursor or wraps a line, and the table climbs up the screen."""
     failure = replace(FAILURE, message=message)
     what = status(progress=progress(312, 40, metrics=metrics), failures=[failure])
     lines = text(moment(what, 41), width)
@@ -268,12 +268,12 @@ def test_no_line_is_wider_than_the_terminal_and_none_obeys_a_script(
     ],
 )
 def test_metrics_are_rounded_and_what_is_no_fraction_stays(raw: str, shown: str) -> None:
-    """Users need neither 17 digits of a loss, nor a hash that was read as a number."""
+    """Users do not need 17 digits of a loss. A hash must not be read as a number."""
     assert figures.metric(raw) == shown
 
 
 def test_sizes_and_step_times_have_a_unit() -> None:
-    """Otherwise users take milliseconds for seconds."""
+    """Otherwise users mistake milliseconds for seconds."""
     assert [figures.size(n) for n in (0, 999, 1500, 350e6, 1.23e9, 81e9)] == [
         "0 B",
         "999 B",

@@ -1,19 +1,19 @@
 """The memory that the ranks of a node share with their agent: `watchdog.py` writes it, `ddprun/heartbeats.py` reads it.
 
-One page for each rank. It begins with cells of 8 bytes, an answer to the agent's question follows:
+One page for each rank: cells of 8 bytes, then the answer to the agent's last question. The cells:
 
-    PID         of the process that writes here: the first of the rank that does; 0: none
-    PHASE       index in PHASES; "" where the script does not use the library
-    STEP        of the last call of `progress`, or the one that was loaded
-    COLLECTIVES begun in the default group; counted by the watchdog's thread while no step is reported
-    ASKED       how often the agent has asked; ANSWERED: which of its questions the answer is for
-    OVER        1: the default group was left, or the script has ended; what is left to do needs no other rank
-    SAVED       the step of the newest checkpoint that `Snapshot` has saved or loaded; 0: none
+    PID         of the process that writes here: the first process of the rank that reports; 0: none
+    PHASE       index in PHASES; "" if the script does not use the library
+    STEP        step of the last call of `progress`, or the step that was loaded
+    COLLECTIVES number begun in the default group; the watchdog's thread counts while no step is reported
+    ASKED       number of the agent's last question; ANSWERED: number of the question that was answered last
+    OVER        1: the rank has left the default group, or its script has ended, so it needs no other rank any more
+    SAVED       step of the newest checkpoint that `Snapshot` has saved or loaded; 0: none
     LENGTH      of the answer: {"step": 41, "where": "train.py:41 in load", "sequence": 7, "op": "…", "done": true}
-    COMPLETED   1: a collective of the default group has completed
-    KIND        of the question: LOUD: also writes its stacks to its stderr; QUIET: what it waits in; STACK: its stack
-    FAILED      1: the agent ends the ranks, because one of the group has failed; set before SIGTERM
-    WAITED_IN   the last collective of the default group, of a rank that ends by the timeout of one; 0: it does not
+    COMPLETED   1: at least one collective of the default group has completed
+    KIND        of the question. LOUD: position, and stacks on stderr; QUIET: the call it waits in; STACK: its stack
+    FAILED      1: a rank of the group has failed, so the agent ends all ranks; set before SIGTERM
+    WAITED_IN   number of the last collective of the default group, if the rank ends because it timed out; else 0
 """
 
 from typing import Literal
@@ -23,8 +23,9 @@ PID, PHASE, STEP, COLLECTIVES, ASKED, ANSWERED, LENGTH, OVER, SAVED, WAITED_IN, 
 LOUD, QUIET, STACK = range(3)
 CELLS_BYTES = 104
 PAGE_BYTES = 4096
-NOTICE = "=q"  # what a process writes into the notify pipe when it begins to train: its number
-# SIGRTMIN + 11: real-time, so that no script and no library has another use for it; sent only to who handles it.
+NOTICE = "=q"  # struct format of a PID: a process writes its own into the notify pipe when it begins to train
+# SIGRTMIN + 11: scripts and libraries hardly use real-time signals. Sent only to processes that handle it, because it
+# would end any other.
 STACKS_SIGNAL = 45
-# To node 0's agent in a session of `ddpjob dev`: start all ranks again.
+# Sent to node 0's agent in a session of `ddpjob dev` to start all ranks again.
 RERUN_SIGNAL = 46

@@ -1,17 +1,16 @@
-"""The memory in which the state of a training outlives its ranks: layout, and which of its contents count.
+"""The memory in which a training's state outlives its ranks: the layout, and the rules for which contents count.
 
 One anonymous file per agent (`ddprun/memory.py` owns it, `in_memory/memory.py` in the ranks writes it):
 
     page 0                  cells of 8 bytes for the node, NODE_CELLS
     page 1 + local rank     cells of that rank, RANK_CELLS
-    SECTION_BYTES a slot    of each rank, its small objects: at its last two boundaries, before the next step, at its
-                            last three copies
-    the area                the whole state, written after a failure by a surviving rank
-    the other area          only if the state is copied (`copies.py`): the two are written alternately, after a failure
-                            too, so that an interrupted write leaves the previous one
+    slots of each rank      SECTION_BYTES each, with its small objects: at its last two boundaries, before the next
+                            step, and at its last three copies
+    the area                the complete state; a surviving rank writes it after a failure
+    the other area          used only if the state is copied (`copies.py`). The areas are written alternately, also
+                            after a failure, so that an interrupted write leaves the previous state intact
 
-The cell that marks something as complete is written last, and is 0 while the rest is written. So partial data are
-ignored.
+The cell that marks data as complete is written last, and is 0 until then. So partial data are ignored.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,34 +24,35 @@ COPY_SLOTS = range(3, SLOTS)
 """Three, because a rank may reach the next copy before the writer reports that the last one is complete."""
 AREAS = 2
 OTHER_AREA_OFFSET = 1 << 46
-"""Distance of the areas. These are addresses: the file uses memory only where it is written."""
+"""Distance between the areas. It costs addresses only: the file uses memory only for pages that were written."""
 SECTION_BYTES = 64 << 20
-"""Reserved addresses, not memory; a slot uses what is written into it."""
+"""Reserved addresses, not memory: a slot uses memory only for pages that were written."""
 
 EVERY_MAX = 1 << 20
-"""Steps between two copies if the script names them, because nobody knows their number."""
+"""Stands for an unknown number of steps between two copies, if the script decides when to make one."""
 (GENERATION, PROVEN, COPIES, MISCOUNTED, FURTHEST, WROTE, FIRST_AREA) = range(7)
 RESERVED, AREA_STEP, AREA_GENERATION, AREA_LOADS, AREA_BYTES, AREA_SUM, AREA_ASSUMED, AREA_EVERY, AREA_CELLS = range(9)
 NODE_CELLS = FIRST_AREA + AREAS * AREA_CELLS
-"""Of the node.
+"""Cells of the node.
 
-GENERATION      of the ranks that run here: no others write
-PROVEN          the generation in which ranks have proved that nothing large changes between a boundary and the next
-                step, and one more; 0: none. Each rank of it proves that, because its sum shows that it holds the same
+GENERATION      of the ranks that are running here; only they write
+PROVEN          1 + the generation whose ranks have proved that nothing large changes between a boundary and the next
+                step; 0: none. One rank's proof is enough, because equal sums show that all ranks hold the same
 COPIES          CHANGED: a rank has seen that parameters change between a boundary and the next step, so the state is
-                copied; PLACED: and that `should_stop` finds the same as `save`
-MISCOUNTED      1: `should_stop` counts otherwise than `save`, so nothing is kept before `save` has named it
-FURTHEST        the CLOCK at the furthest boundary that was passed on the node of the rank that failed, as its agent
-                tells the others; 0: none was told
-WROTE           grows with each piece that a survivor writes: the agent waits while it does
+                copied; PLACED: in addition, `should_stop` finds the same state as `save`
+MISCOUNTED      1: `should_stop` and `save` count differently, so no state is kept until `save` has passed it
+FURTHEST        highest CLOCK at a boundary on the node of the rank that failed, sent by the agent there; 0: not known
+WROTE           grows with each piece that a survivor writes; the agent waits while it grows
 
-Of each area, from FIRST_AREA on (`area_cell`).
+Cells of each area, from FIRST_AREA on (`area_cell`).
 
 RESERVED        bytes of the area that are reserved
-AREA_STEP       of the state in the area, written last; 0: none
-AREA_GENERATION, AREA_LOADS, AREA_BYTES, AREA_SUM, AREA_ASSUMED  of that state: who wrote it, how often it was loaded
-                without a new step after it, its length, the sum of its bits, and whether it is assumed (Held)
-AREA_EVERY      how many steps later the next copy was due at most; 0: it was written after a failure
+AREA_STEP       step of the state in the area, written last; 0: there is none
+AREA_GENERATION generation that wrote the state
+AREA_LOADS      number of times that the state was loaded without a new step after it
+AREA_BYTES, AREA_SUM  length of the state, and the sum of its bits
+AREA_ASSUMED    1: the state is assumed (see Held)
+AREA_EVERY      maximum number of steps until the next copy; 0: the state was written after a failure
 """
 CHANGED, PLACED = 1, 2
 
@@ -63,37 +63,37 @@ LOADED_STEP, LOADED_FROM, LOADED_BY, LOOSE, RANK_CELLS = range(MARK_BEFORE + 1, 
 """Cells of a rank.
 
 PID             of the process that takes part; 0: none
-CLOCK           2 × step at a boundary, one more after the next optimizer.step(); it only grows in a generation
+CLOCK           2 × step at a boundary, 1 more after the next optimizer.step(); it only grows within a generation
 ANSWER          after a failure, one of the answers below
-PROOF_GENERATION, PROOF_STEP, PROOF_SUM  the sum of the bits of parameters and optimizer state at that boundary
-SLOT_STEP, SLOT_GENERATION, SLOT_BYTES  of each slot; SLOT_STEP is written last, 0: the slot is empty
-MARK_GENERATION, MARK_STEP, MARK_BEFORE  its last boundary and the one before, if it does not write a slot at each
-LOADED_STEP, LOADED_FROM, LOADED_BY  of a loaded step: the generation that wrote the state, and the last that loaded it.
-                A rank that died while loading has left the slots of the first one, of the same state
-LOOSE           step of its last boundary if the rank then draws random numbers that a folder would have; 0: it does not
+PROOF_GENERATION, PROOF_STEP, PROOF_SUM  of a boundary; the sum of the bits of parameters and optimizer state
+SLOT_STEP, SLOT_GENERATION, SLOT_BYTES  of each slot; SLOT_STEP is written last, and 0 if the slot is empty
+MARK_GENERATION, MARK_STEP, MARK_BEFORE  its last two boundaries, if the rank does not write a slot at each boundary
+LOADED_STEP, LOADED_FROM, LOADED_BY  a loaded step, the generation that wrote the state, and the last generation that
+                loaded it. A rank that dies while loading leaves the slots of LOADED_FROM, which are of the same state
+LOOSE           step of its last boundary, if the rank then draws random numbers that a folder would have; else 0
 """
 NONE, SAVED, UNABLE = range(3)
 
 LOADS_MAX = 3
-"""A state that was loaded so often without a step afterwards is not loaded again: it may contain the fault."""
+"""A state that was loaded this often without a new step is not loaded again, because it may contain the fault."""
 LOADS_ASSUMED_MAX = 1
-"""The same for an assumed state: the script may need more than it has, and then fails at once."""
+"""The same for an assumed state: it may lack an object that the script needs, and then the script fails at once."""
 SECONDS_LEAST, BYTES_A_SECOND = 0.5, 500e6
 SECONDS_MORE = 10.0
-"""Added for ranks that write, or would, but get no processor or wait for a disk."""
+"""Added for ranks that are held up while they write, because they get no processor or wait for a disk."""
 MARGIN = 1.1
 SLACK = 1.05
-"""Of an area: optimizers create a parameter's state when it first has a gradient."""
+"""Factor for the size of an area: optimizers create a parameter's state when it first has a gradient."""
 
 
 PROVE_EVERY, PROVE_BYTES = 128, 4 << 20
-"""Steps between two proofs that nothing large changes between a boundary and the next step, for a state of so many
-bytes. A proof reads the whole state twice, so larger states are proved more rarely.
+"""Steps between two proofs for a state of up to PROVE_BYTES. A proof shows that nothing large changes between a
+boundary and the next step. It reads the whole state twice, so larger states are proved less often.
 """
 
 
 class Version(NamedTuple):
-    """Identifies a state. Ordered: a later generation continued from what counted at its start."""
+    """Identifies a state. A larger version is newer: a later generation resumed from the newest state at its start."""
 
     attempt: int
     generation: int
@@ -110,7 +110,7 @@ class Held(NamedTuple):
     total: int
     """Sum of its bits, equal on all holders."""
     assumed: bool = False
-    """True if it contains what `load` was given, because `save` had named nothing yet."""
+    """True if it contains the objects passed to `load`, because the script has not called `save` yet."""
     every: int = 0
     """For a copy: the maximum number of steps until the next one; 0 if it was written after a failure."""
 
@@ -124,7 +124,7 @@ class Proof(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """The last boundary of a rank, and the one before in the same generation."""
+    """The last boundary of a rank, and the previous one in the same generation."""
 
     generation: int
     step: int
@@ -146,9 +146,9 @@ def newest(
 ) -> FoundState | str:
     """Return the newest complete state held by the ranks' nodes; otherwise the reason, or "" if nothing is held.
 
-    present: version of the generation that loads, with step 0; states that are not older are not from this job's past.
-    marks: last boundaries of each rank. Ranks step together, so they are at most one boundary apart; otherwise they
-    count differently, and nobody knows which step it is.
+    present: version of the generation that loads, with step 0; only older states are from this job's past. marks: last
+    boundaries of each rank. Ranks step together, so they are at most one boundary apart. Otherwise they count
+    differently, and the step of the state is unknown.
     """
     known = _that_count(held, present)
     if not any(known):
@@ -171,8 +171,8 @@ def newest(
 
 
 def _that_count(held: Sequence[Held | None], present: Version) -> list[Held | None]:
-    """Return the states that count, by rank. If a rank has saved, states that others of its generation assume do not
-    count: they may contain less.
+    """Return the states that count, by rank. Assumed states do not count if a rank of their generation has saved,
+    because they may contain less.
     """
     past = [one if one is not None and one.version < present else None for one in held]
     named = {one.version[:2] for one in past if one is not None and not one.assumed}
@@ -180,19 +180,21 @@ def _that_count(held: Sequence[Held | None], present: Version) -> list[Held | No
 
 
 def _is_apart(mark: Mark, held: Held) -> bool:
-    """True if a rank of that generation counts differently. After a copy it continues to the next, or to the one after
-    if the next is interrupted.
+    """True if a rank of the state's generation counts differently.
+
+    A rank may be up to two copies further: the next copy may have been interrupted.
     """
     if mark.generation != held.version.generation:
         return False
     ahead, stride = mark.step - held.version.step, max(1, mark.step - mark.before)
     if held.every >= EVERY_MAX and ahead < 0:
-        return False  # its last save may be any number of steps ago
+        return False  # the last save may be any number of steps ago
     return not -stride <= ahead <= stride + 2 * held.every
 
 
 def _not_replicas(proofs: Sequence[Proof | None]) -> int | None:
-    """Return a rank that differed from another at the same step of the same generation."""
+    """Return a rank whose sum differed from another's at the same step of the same generation; None if there is
+    none."""
     seen: dict[tuple[int, int], int] = {}
     for rank, proof in enumerate(proofs):
         if proof is not None and seen.setdefault((proof.generation, proof.step), proof.total) != proof.total:
@@ -201,24 +203,24 @@ def _not_replicas(proofs: Sequence[Proof | None]) -> int | None:
 
 
 class Left(NamedTuple):
-    """Hashes of what a rank has left of its last boundaries."""
+    """Hashes of the objects that a rank has left from its last boundaries."""
 
     own: bool
-    """True if it has its own small state of the loaded step; otherwise it takes that of others."""
+    """True if the rank has its own small state of the loaded step; otherwise it takes another rank's."""
     boundaries: dict[int, dict[str, Any]]
-    """By step: hashes of its small objects and of a sample of parameters, and what `Places` knows of that moment."""
+    """By step: hashes of its small objects and of a sample of parameters, and what `Places` knows of that step."""
 
 
 SAMPLE, OBJECTS, NAMED, MOVED, KNOWN, LATER = "sample", "objects", "named", "moved", "known", "later"
-"""NAMED: 0 as should_stop found it, 1 as keep() did, 2 as save() did. KNOWN: names of objects that are equal on all
-ranks by their nature. LATER: of random numbers and buffers, those that the rank is known to change after a mark."""
+"""NAMED: who recorded the objects: 0 should_stop(), 1 keep(), 2 save(). KNOWN: names of objects that are equal on all
+ranks by their nature. LATER: names of random states and buffers that the rank is known to change after a mark."""
 
 
 def mixed_up(rows: Sequence[Left], step: int) -> str:
     """Return why ranks cannot continue from what they have left; "" if they can.
 
-    A rank whose own state is lost takes another's, which must be proved equal, and no two ranks may have left different
-    moments of the step.
+    A rank whose own state is lost takes another's, which must be proved equal. All ranks must have left the same moment
+    of the step.
     """
     common = {number for row in rows for number in row.boundaries}
     for number in sorted(common):
@@ -227,7 +229,7 @@ def mixed_up(rows: Sequence[Left], step: int) -> str:
         if len(set(samples.values())) > 1:
             return f"ranks {_listed(samples)} did not hold the same parameters at step {number}"
     present = [row.boundaries[step] for row in rows if row.own and step in row.boundaries]
-    # its node lives, but the rank was lost before it had marked this step
+    # boundaries of ranks that were lost before they had marked this step, on nodes that survive
     late = [one for row in rows if not row.own for one in row.boundaries.values()]
     missed = {name for one in present for name in one[LATER] if late and name in one[MOVED]}
     if missed := missed.union(*(one[LATER] for one in late)):
@@ -241,7 +243,9 @@ def mixed_up(rows: Sequence[Left], step: int) -> str:
 
 
 def _of_two_moments(present: Sequence[dict[str, Any]]) -> str:
-    """Return the first object that some ranks left as should_stop or keep() found it, and others as save() did."""
+    """Return an object that changed between should_stop() or keep() and save(), if ranks have recorded it at different
+    ones of these calls; "" if there is none.
+    """
     if len({one[NAMED] for one in present}) < 2:
         return ""
     names = sorted({name for one in present for name in one[MOVED]})
@@ -253,7 +257,7 @@ def _differs(name: str, found: Sequence[dict[str, Any]]) -> bool:
 
 
 def _unproved(rank: int, rows: Sequence[Left]) -> str:
-    """Return the first object that is not known to be equal on this rank and others; "" if there is none."""
+    """Return an object that is not known to be equal on this rank and others; "" if there is none."""
     steps = {number for row in rows for number in row.boundaries}
     names: set[str] = {name for row in rows for one in row.boundaries.values() for name in one[OBJECTS]}
     known = {name for row in rows for one in row.boundaries.values() for name in one[KNOWN]}
@@ -280,10 +284,11 @@ def last_known(marks: Sequence[Mark | None], present: Version) -> int:
 
 
 def leads_to(early: Version | None, boundaries: Sequence[Version | None], version: Version) -> bool:
-    """True if what a rank wrote before its optimizer's step belongs to the step that made this version.
+    """True if the slot EARLY of a rank belongs to the step that made this version.
 
-    early: numbered after the rank's last boundary; the script decides how far the next boundary is. boundaries: those
-    of which the rank has left something. Others are at most one further.
+    early: version in that slot; its step is 1 more than the rank's last boundary, although the script decides how far
+    the next boundary is. boundaries: those of which the rank has left a slot. Other ranks are at most one boundary
+    further.
     """
     if early is None or early[:2] != version[:2] or early.step > version.step:
         return False
@@ -291,9 +296,10 @@ def leads_to(early: Version | None, boundaries: Sequence[Version | None], versio
 
 
 def is_newer(folder: Version | None, held: Held) -> bool:
-    """True if the folder's state counts, and not the one in memory. folder: None if it is of another or an unknown job.
+    """True if the folder's state counts, and not the one in memory.
 
-    If a rank has saved, what another one assumes is not needed, and may contain less.
+    If a rank has saved, an assumed state does not count, because it may contain less. folder: None if the folder is
+    another job's, or it is unknown whose it is.
     """
     if folder is None:
         return False
@@ -301,13 +307,13 @@ def is_newer(folder: Version | None, held: Held) -> bool:
 
 
 def proves_again(step: int, size: int) -> bool:
-    """True if ranks prove at this boundary that nothing large changes before the next step: all at the same steps."""
+    """True if all ranks prove at this boundary that nothing large changes before the next step. size: in bytes."""
     every = PROVE_EVERY << max(0, (size // PROVE_BYTES).bit_length())
     return step % every == 0
 
 
 def is_clean(clock: int) -> bool:
-    """True if nothing has changed parameters and optimizer state after the boundary."""
+    """True if the optimizer has not stepped after the boundary."""
     return clock > 0 and clock % 2 == 0
 
 
@@ -317,14 +323,15 @@ def step_of(clock: int) -> int:
 
 
 def turn(own: int, living: Sequence[int], gone: Sequence[int] = ()) -> Literal["write", "wait", "stay"]:
-    """Return whether a clean rank writes its state or waits for a newer one.
+    """Decide if a clean rank writes its state or waits for a newer one.
 
     stay: not decided yet. The rank does not begin its next step, and calls this again.
 
-    own, living: clocks of the ranks of its node that have not answered. gone: clocks of killed ranks, and FURTHEST. If
-    another rank has passed a boundary, this rank has what it needs to reach it too: gradients summed over all ranks. A
-    rank within its optimizer's step proves nothing: a closure runs backward there, or the script sums the loss over all
-    ranks before it marks the boundary. A living one may still reach it.
+    own: clock of this rank. living: clocks of ranks of its node that have not answered. gone: clocks of killed ranks,
+    and FURTHEST. If another rank has passed a boundary, this rank has the gradients to reach it too, because they were
+    summed over all ranks. A rank within its optimizer's step proves nothing: a closure runs backward there, or the
+    script sums the loss over all ranks before it marks the boundary. While such a rank lives, it may still reach the
+    boundary.
     """
     if any(passed(other) > own for other in (*living, *gone)):
         return "wait"
@@ -332,18 +339,20 @@ def turn(own: int, living: Sequence[int], gone: Sequence[int] = ()) -> Literal["
 
 
 def passed(clock: int) -> int:
-    """Return the clock at the last boundary."""
+    """Return the value of this clock at its last boundary."""
     return clock - clock % 2
 
 
 def next_boundary(clock: int) -> int:
-    """Return the step after which a rank has the next clean state, or has it now."""
+    """Return the step of the rank's clean state, or of its next one if it is within its optimizer's step."""
     return (clock + 1) // 2
 
 
 def is_there(held: Held | None, version: Version, *, assumed: bool) -> bool:
-    """True if a node already holds what a rank would write: something as new, or what a rank of its generation has
-    saved, which outranks an assumed state. assumed: the rank's own state is assumed.
+    """True if a node already holds a state as good as the one that a rank would write.
+
+    Within a generation a saved state outranks an assumed one; otherwise the newer one counts. assumed: of the rank's
+    own state.
     """
     if held is None or held.version[:2] != version[:2] or held.assumed == assumed:
         return held is not None and held.version >= version
@@ -351,65 +360,65 @@ def is_there(held: Held | None, version: Version, *, assumed: bool) -> bool:
 
 
 def limit_seconds(size: int) -> float:
-    """Return how long a rank may take to write a state of so many bytes, or a piece of it."""
+    """Return the seconds that a rank may take to write `size` bytes, or a piece of them."""
     return SECONDS_LEAST + max(0, size) / BYTES_A_SECOND
 
 
 def longest_seconds(size: int) -> float:
-    """Return how long ranks may take if they make slow progress."""
+    """Return the seconds that ranks may take if they make slow progress."""
     return 4 * limit_seconds(size) + SECONDS_MORE
 
 
 def is_waited_for(clock: int, whole: int, seconds: float, still: float, size: int, is_held_up: bool) -> bool:
     """True if the agent waits for a rank that has not answered, before it ends the ranks of its node.
 
-    clock: of the rank, or of a boundary that another one has passed, which this one may reach. whole: step of the
-    complete state of this generation; 0 if none. seconds: since ranks were asked to write. still: since the last piece
-    was written. size: of the state, in bytes. is_held_up: the rank has a thread that is running, or is waiting for a
-    processor or a disk.
+    clock: of the rank, or of a boundary that another rank has passed and that this one may reach. whole: step of the
+    complete state of this generation; 0 if there is none. seconds: after ranks were asked to write. still: seconds
+    after the last piece was written. size: of the state, in bytes. is_held_up: the rank has a thread that is running,
+    or is waiting for a processor or a disk.
     """
     if whole and clock <= 2 * whole:
-        return False  # its state is there already
+        return False  # its state is in memory already
     limit = limit_seconds(size)
     return seconds < longest_seconds(size) and (still < limit or is_held_up)
 
 
 def area_bytes(size: int) -> int:
-    """Return the bytes of an area for a state of so many bytes."""
+    """Return the bytes of an area for a state of `size` bytes."""
     return int(size * SLACK)
 
 
 def missing(size: int, reserved: Sequence[int], areas: int) -> int:
-    """Return the bytes that the areas need more: one area if survivors write the state, AREAS if it is copied."""
+    """Return the bytes that areas lack. areas: 1 if survivors write the state, AREAS if it is copied."""
     return sum(max(0, size - has) for has in reserved[:areas])
 
 
 def needed(size: int) -> int:
-    """Return the bytes that must be free for so many."""
+    """Return the bytes that must be free before `size` bytes are reserved."""
     return int(size * MARGIN)
 
 
 def fits(size: int, limit: int | None, used: int, free: int | None) -> bool:
-    """True if an area of that size fits; all in bytes. limit: of the container, free: of the machine; or None."""
+    """True if an area of this size fits; all in bytes. limit: of the container; free: on the machine; None: unknown."""
     return (limit is None or used + needed(size) <= limit) and (free is None or needed(size) <= free)
 
 
 def area_cell(area: int, cell: int) -> int:
-    """Index of RESERVED to AREA_EVERY of an area among the cells of the node."""
+    """Return the index of an area's cell, RESERVED to AREA_EVERY, among the cells of the node."""
     return FIRST_AREA + area * AREA_CELLS + cell
 
 
 def slot_cell(slot: int, cell: int) -> int:
-    """Index of SLOT_STEP, SLOT_GENERATION or SLOT_BYTES of a slot among the cells of its rank."""
+    """Return the index of SLOT_STEP, SLOT_GENERATION or SLOT_BYTES of a slot among the cells of its rank."""
     return FIRST_SLOT + 3 * slot + cell
 
 
 def slot_offset(local_rank: int, slot: int, ranks: int) -> int:
-    """Where a slot of a rank is, in bytes; ranks: of the node."""
+    """Return the offset of a rank's slot, in bytes. ranks: number of ranks of the node."""
     return layout(ranks)[0] + (local_rank * SLOTS + slot) * SECTION_BYTES
 
 
 def layout(ranks: int) -> tuple[int, int]:
-    """Where the slots begin, and where the area does, in bytes."""
+    """Return the offsets of the slots and of the area, in bytes. ranks: number of ranks of the node."""
     slots = (1 + ranks) * PAGE_BYTES
     return slots, slots + ranks * SLOTS * SECTION_BYTES

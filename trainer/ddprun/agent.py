@@ -1,8 +1,8 @@
-"""The agent: one loop over signals, sockets and time. It decides nothing that `core/` decides, and never blocks.
+"""The agent: one loop over signals, sockets and time that never blocks. `core/` makes the decisions.
 
-The leader's agent has the `LeaderState`, and the others follow it over one connection each. An agent that loses its
-leader, and a leader that loses an agent, ends its ranks at once: the ranks cannot continue without each other. An agent
-that reconnects therefore has no running ranks.
+The leader's agent has the `LeaderState`; every other agent has one connection to it. If the connection is lost, both
+sides end their ranks at once, because ranks cannot continue without each other. So an agent that reconnects has no
+running ranks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Group(Protocol):
 
     @property
     def deadline(self) -> float | None:
-        """Time at which `tick` has something to do."""
+        """Time of the next call of `tick`; None if none is due."""
 
     def begin(self, now: float, /) -> None: ...
     def tick(self, now: float, /) -> None: ...
@@ -63,7 +63,7 @@ class Watchdog(Protocol):
 
     @property
     def deadline(self) -> float | None:
-        """Time at which `tick` has something to do."""
+        """Time of the next call of `tick`; None if none is due."""
 
     def begin(self, beats: Heartbeats, /) -> None: ...
     def tick(self, now: float, /) -> None: ...
@@ -74,7 +74,7 @@ class Watchdog(Protocol):
 
 
 class Agent:
-    """One node of a job."""
+    """The agent of one node of a job."""
 
     group: Group
     watching: Watchdog
@@ -85,10 +85,10 @@ class Agent:
         self.options, self.environ, self.folder = options, environ, folder
         self.code: int | None = None
         self.termination_signal = 0  # 0: no termination was requested
-        is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # a closed terminal then stops nothing
+        is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # then closing the terminal must not end the job
         self._numbers = [getattr(signal, name) for name in options.signals if not (is_nohup and name == "SIGHUP")]
         self._fatal = _fatal() - set(self._numbers)
-        # A request for stacks needs a signal that ends nothing, also if the user lets SIGQUIT end the job.
+        # SIGQUIT asks for stacks, unless the user lets it end the job; STACKS_SIGNAL works in both cases.
         self._for_stacks = {signal.SIGQUIT, STACKS_SIGNAL} - set(self._numbers)
         leads = options.place == options.members.leader
         self._for_reruns = {RERUN_SIGNAL} if options.dev and leads else set()
@@ -98,10 +98,10 @@ class Agent:
         self._callbacks: dict[int, Callable[[], None]] = {}
         self._server = server
         self.node = LocalRanks(options, environ, folder, server)
-        self.members = options.members  # of the last generation
+        self.members = options.members  # nodes of the last generation
         self._failure_reported = False
-        self.settled = True  # whether no process of the last generation is left on this node
-        self._has_backlog = False  # whether ranks have written more than one turn copies
+        self.settled = True  # False until all ranks of the last generation have ended on this node
+        self._has_backlog = False  # True if ranks have written more output than one turn of the loop copies
 
     # ---- the loop ------------------------------------------------------------------------------------------
 
@@ -135,7 +135,7 @@ class Agent:
         self.node.advance()
         self.node.tick(now)
         if self.node.outlives_sigkill(now):
-            # Waiting for it would take forever, and silently. Without this agent the job goes on with another pod.
+            # Otherwise this agent would wait forever. If it ends, the job continues with another pod.
             say("a rank does not end, although it was killed: the kernel holds it; this node is given up")
             return self.group.abandon()
         if self.folder.tails:
@@ -145,7 +145,7 @@ class Agent:
         return self.group.tick(now)
 
     def _report(self, now: float) -> None:
-        """Report how the ranks end: the first failure at once, and the end of all."""
+        """Report the first failure at once, and the result when all ranks have ended."""
         if self.settled:
             return
         if self.node.failures and not self._failure_reported:
@@ -158,7 +158,7 @@ class Agent:
         failures = self.node.settle()
         if self.termination_signal and self.options.place != self.members.leader:
             if not failures and not self.node.stopped:
-                self.group.finished(now)  # this may have been the last node that the job waited for
+                self.group.finished(now)  # otherwise the job might wait for this node
             self.end(self.termination_code(), None)
         elif self.node.stopped or failures:
             self.group.stopped(failures, now)
@@ -184,13 +184,14 @@ class Agent:
             elif number in self._for_reruns:
                 self.group.rerun(time.monotonic())
             elif number in self._fatal:
-                # torchrun ends by it too, but the kernel alone would leave our folder behind.
+                # Like torchrun, end by this signal. It is handled only because our folder would otherwise be left
+                # behind.
                 handled = ",".join(self.options.signals)
                 say(f"ended by {signal.Signals(number).name}, which is not among --signals-to-handle: {handled}")
                 self.code = 128 + number
 
     def _terminate(self, number: int) -> None:
-        """Take a signal from outside, for instance the kubelet's: the ranks get it too, and the remaining time."""
+        """Forward a signal, for instance the kubelet's, to the ranks, which have shutdown_seconds to end."""
         first, self.termination_signal = not self.termination_signal, self.termination_signal or number
         now = time.monotonic()
         if not first:
@@ -237,13 +238,11 @@ class Agent:
             say(learned)
         if not life.preflight and self.node.beats is not None:
             self.watching.begin(self.node.beats)
-        # Imported after the ranks started, so that they need not wait for it, and before a failure needs it.
+        # Import it for the first failure now: earlier, the ranks would wait for the import.
         from ddpjob.reporting import termination  # noqa: F401
 
     def stop(self, now: float, *, patient: bool, furthest: int = 0) -> None:
-        """End the ranks; `group.stopped` follows, at once if none is running. furthest: clock of a rank on another
-        node.
-        """
+        """End the ranks, then call `group.stopped`. furthest: clock of a rank on another node."""
         self.watching.end()
         if self.node.running:
             options = self.options
@@ -266,7 +265,7 @@ class Agent:
         """End this agent: leave the termination message, and make `run` return.
 
         ended: True if the leader ends the whole group; False if only this agent ends and is replaced. account: restarts
-        that node 0 has led. findings: reasons to doubt an exit code of 0.
+        that node 0 has charged. findings: reasons to doubt an exit code of 0.
         """
         known = self.node.termination_message() if code != 0 else None
         if code != 0 and failure is not None and failure.rank is not None and self.is_mine(failure):
@@ -276,7 +275,7 @@ class Agent:
             group["findings"] = [finding.as_dict() for finding in findings]
         message = group if code != 0 or account or findings else {}
         if known is not None or (code != 0 and not self.termination_signal):
-            # A shell around us may still end with 0: `ddprun train.py | tee log`.
+            # Otherwise the failure is lost if a shell around us ends with 0: `ddprun train.py | tee log`.
             own = {"exitCode": code} if known is None else known.as_dict()
             message = own | group | {"failed": not self.termination_signal}
         if message:
@@ -284,11 +283,11 @@ class Agent:
         self.code = code
 
     def termination_code(self) -> int:
-        """Return the exit code of the ranks; that of the signal if none had started."""
+        """Return the exit code of the ranks, or 128 + the signal if no rank had started."""
         return 128 + self.termination_signal if self.node.exit_code is None else self.node.exit_code
 
     def own_code(self, order: EndOrder) -> int:
-        """Return this agent's exit code: on the culprit's node that of the rank, elsewhere 75."""
+        """Return this agent's exit code: the failed rank's code on its own node, 75 on other nodes."""
         if order.code == 0:
             return 0
         if self.termination_signal:
@@ -296,14 +295,14 @@ class Agent:
         return order.code if self.is_mine(order.failure) else RESUMABLE
 
     def is_mine(self, failure: Failure | None) -> bool:
-        """True if a rank of this node has this failure."""
+        """True if the failed rank belongs to this node."""
         if failure is None or failure.rank is None:
             return False
         return self.members.place_of_rank(failure.rank, self.options.nproc) == self.options.place
 
 
 def _fatal() -> set[int]:
-    """Return the signals that would end this process, without those that were ignored when it started."""
+    """Return the signals that would end this process, except those that were ignored when it started."""
     numbers = (getattr(signal, name) for name in _FATAL)
     return {number for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
 
@@ -323,7 +322,7 @@ def leave_message(path: str | None, message: dict[str, Any]) -> None:
 
 
 def forget_message(path: str | None) -> None:
-    """Remove the message of an earlier launcher in the container: `ddprun a.py || ddprun b.py`."""
+    """Remove the message that an earlier launcher has left in this container: `ddprun a.py || ddprun b.py`."""
     with contextlib.suppress(OSError):
         if path and os.path.getsize(path):
             with open(path, "r+b", opener=own_files.opener) as file:

@@ -1,4 +1,4 @@
-"""Node 0's side of the group: passes events of all nodes to `LeaderState`, and its orders to all nodes."""
+"""Node 0's side of the group: passes events of all nodes to `LeaderState`, and sends its orders to all nodes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ddprun.wire import Link
 
 HEARTBEAT_SECONDS = 5.0
-SILENT_SECONDS = 30.0  # agents only answer: one that misses six heartbeats is lost, or its node is
+SILENT_SECONDS = 30.0  # an agent that has missed six heartbeats is lost, or its node is
 GREETING_SECONDS = 5.0
 UNAUTHENTICATED_MAX = 64
 DRAIN_SECONDS = 2.0
@@ -53,12 +53,12 @@ class Leader:
         self._posting = Posting(agent)
         self._listener: socket.socket | None = None
         self._links: dict[int, Link] = {}  # by node
-        self._unauthenticated: dict[Link, float] = {}  # connections that have not authenticated yet, and their times
-        self._refused: set[str] = set()  # refusals already logged: a refused agent tries again every second
+        self._unauthenticated: dict[Link, float] = {}  # connections that must still authenticate, and their times
+        self._refused: set[str] = set()  # refusals already logged, because a refused agent tries again every second
         self._heard_at: dict[int, float] = {}
         self._heartbeat_at = 0.0
-        self._held: socket.socket | None = None  # the port of this generation
-        self._late_start: Life | None = None  # not yet sent to the other nodes
+        self._held: socket.socket | None = None  # keeps the port of this generation reserved
+        self._late_start: Life | None = None  # start order that was not sent to the other nodes yet
         self._step_in_memory = 0  # of the complete state that the stopped ranks left on a node; 0: none
         self._furthest = 0  # highest clock of a node with a failed rank, in this generation
         self._started_from = 0  # step in memory that the last generation was started with
@@ -111,7 +111,7 @@ class Leader:
         self._lead.rerun(now)
 
     def tick(self, now: float) -> None:
-        """Carry out the leader's orders, and what is due."""
+        """Carry out orders, and send due heartbeats and reports."""
         self._lead.tick(now)
         if self._links or self._unauthenticated:
             self._send_heartbeats(now)
@@ -162,16 +162,15 @@ class Leader:
     def _start_others(self) -> None:
         """Send the start order once this node's ranks can begin, or when there is another order.
 
-        While a new pod of node 0 imports torch, nobody serves rank 0's store. Ranks elsewhere would not find it, and
-        torch waits up to a second before it tries again: node 0 was ready after 3.2 s, but all ranks met only after 4.2
-        s.
+        Otherwise ranks on other nodes look for rank 0's store while node 0 still imports torch. torch then waits up to
+        a second before it tries again, so all ranks meet a second later than necessary.
         """
         if (life := self._late_start) is not None and (self._lead.orders or self._agent.node.can_start):
             self._late_start = None
             self._send(life.members, {"start": {**life._asdict(), "members": life.members.text}})
 
     def _from_where(self) -> str:
-        """Say where the ranks will resume, as far as the nodes know. The ranks choose later, and report that."""
+        """Return the expected resume step, as text for the log. The ranks choose later, and report their choice."""
         step, self._step_in_memory = self._step_in_memory, 0
         self._started_from = step
         saved = self._agent.node.saved_step
@@ -226,7 +225,7 @@ class Leader:
         self._posting.finish(self._post())
 
     def _account(self) -> dict[str, Any]:
-        """Restarts that this agent has charged."""
+        """Return the restarts that this agent has charged."""
         step = self._step_in_memory or self._started_from
         return {
             "replacement": self._options.replacement,
@@ -236,7 +235,7 @@ class Leader:
         }
 
     def _post(self) -> dict[str, Any] | None:
-        """The account for the status receiver, with the failures; None if nothing was charged."""
+        """Return the account for the status receiver, with the failures; None if nothing was charged."""
         if not self._lead.charged:
             return None
         self._lead.reached(self._agent.node.furthest_step)
@@ -244,11 +243,11 @@ class Leader:
         return {"step": self._lead.furthest_step, "agent": {**self._account(), "failures": failures}}
 
     def _new_port(self, generation: int) -> int:
-        # A job of one node has no other nodes to meet: its first ranks get the requested port, as with torchrun.
+        # On a single node the agent needs no port itself, so the first ranks get the requested one, as with torchrun.
         asked = self._options.port if self._options.nodes == 1 and generation == 0 else None
         if asked is not None:
             return asked
-        before, self._held = self._held, ports.hold()  # hold both: the kernel may otherwise give the same port again
+        before, self._held = self._held, ports.hold()  # hold both, or the kernel may return the same port
         if before is not None:
             before.close()
         return ports.number(self._held)
@@ -260,7 +259,7 @@ class Leader:
                 self._guard(link, lambda link=link: link.send(message))  # type: ignore[misc]
 
     def _drain(self) -> None:
-        """Wait until every agent has read the end: closing a socket with unread input discards what was sent."""
+        """Wait until every agent has read the end order: closing a socket with unread input discards sent data."""
         deadline = time.monotonic() + DRAIN_SECONDS
         for link in self._links.values():
             link.shut()
@@ -280,7 +279,7 @@ class Leader:
         except OSError:  # the client has closed the connection
             return
         if len(self._unauthenticated) >= UNAUTHENTICATED_MAX:
-            # Drop a random one, so that a client that takes all places cannot keep an agent of the job out.
+            # Drop a random connection. Otherwise a client that takes all places could keep the job's agents out.
             self._drop(list(self._unauthenticated)[os.urandom(1)[0] % UNAUTHENTICATED_MAX])
         try:
             link = Link(connection, job_key(self._options.run_id, self._agent.environ), node=None)
@@ -317,7 +316,7 @@ class Leader:
         del self._unauthenticated[link]
         if node in self._links:
             self._drop(self._links[node])
-        self._start_others()  # orders that are still pending are not for the node that joins now
+        self._start_others()  # pending orders are not for the node that joins now
         self._links[node], self._heard_at[node] = link, now
         link.send({"welcome": node, "generation": self._lead.generation})
         self._lead.joined(node, now, generation, replacement, preflight=message.get("preflight") is True, grant=grant)
@@ -326,7 +325,7 @@ class Leader:
         if "terminating" in message:
             self._lead.termination_requested(node, now)
         if message.get("generation") != self._lead.generation:
-            return  # a heartbeat, or a late event of an earlier generation
+            return  # a heartbeat, or a delayed event of an earlier generation
         failures = [of_rank(failure) for failure in message.get("failures", [])][: self._options.nproc]
         event = message.get("event")
         self._lead.reached(int(message.get("step", 0)))
@@ -349,7 +348,9 @@ class Leader:
             self._lead.answered(node, stall_report_of(message["word"]), positions, now)
 
     def _ended(self, node: int, message: dict[str, Any]) -> Ended | None:
-        """Read a rank that ended with 0, and its step. Raise TypeError or ValueError."""
+        """Parse the rank that ended with exit code 0, and its step; None if there is none. Raise TypeError or
+        ValueError.
+        """
         if message.get("ended") is None:
             return None
         rank, step = map(int, message["ended"])
@@ -395,21 +396,22 @@ class Leader:
 
 
 def reported(failure: Failure, nproc: int) -> dict[str, Any]:
-    """Convert a failure for a report; rank -1 is a node whose connection was lost."""
+    """Convert a failure for a report. Rank -1 stands for a node whose connection was lost."""
     node_rank = failure.node_rank if failure.rank is None else failure.rank // nproc
     return {"rank": -1, **failure.brief().as_dict(), "nodeRank": node_rank}
 
 
 def clock_of(message: dict[str, Any]) -> int:
-    """Return the sender's clock (the last boundary that a rank has passed), or 0 if it is invalid: the failure counts
-    anyway, and scripts may number their steps as they like.
+    """Return the sender's clock: the last boundary that a rank has passed.
+
+    Return 0 if it is invalid, because the failure counts anyway and scripts may number their steps as they like.
     """
     clock = message.get("clock")
     return clock if type(clock) is int and 0 <= clock < 1 << 53 else 0
 
 
 def of_rank(written: Any) -> Failure:
-    """Read the failure of a rank on another node. Raise ValueError."""
+    """Parse the failure of a rank on another node. Raise ValueError."""
     failure = Failure.from_dict(written)
     if failure.rank is None or failure.exit_code is None or failure.exit_code <= 0:
         raise ValueError("a failure has a rank and an exitCode")
@@ -417,13 +419,13 @@ def of_rank(written: Any) -> Failure:
 
 
 def stall_report_of(written: Any) -> StallReport:
-    """Read the stall report of another node. Raise TypeError or ValueError."""
+    """Parse the stall report of another node. Raise TypeError or ValueError."""
     level, stalled, seconds, phase, still = written
     return StallReport(int(level), stalled is True, float(seconds), str(phase)[:16], still is True)  # type: ignore[arg-type]  # shown, no more
 
 
 def position_of(said: Any) -> Position:
-    """Read the position of a rank on another node. Raise KeyError, TypeError or ValueError."""
+    """Parse the position of a rank on another node. Raise KeyError, TypeError or ValueError."""
     rank, step, sequence, op, done, where, answers, idle, apart, shape, waits, ended_after = said
     flags = (answers is True, idle is True, apart is True)
     waits_in = deadlock.waits_of(waits), int(ended_after)

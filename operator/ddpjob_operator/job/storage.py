@@ -1,8 +1,11 @@
-"""How much of the stored jobs the operator keeps in memory. A begun job is kept whole. Any other is kept whole while it
-is small and there is room; else `cut` keeps only the fields that show if there is anything to do, and the reconcile
-reads it again unless `rests_until` says that nothing is. A job that would begin needs a place in the Room of begun
-jobs; without one it waits (plan/lifecycle.py). Cut jobs have rooms as well; a job without a place there is seen at its
-next change and at each list (every 10 minutes)."""
+"""How much of the stored jobs the operator keeps in memory.
+
+A job that has begun is kept whole. Any other job is kept whole while it is small and there is room. Otherwise it is
+cut: `cut` keeps only the fields that show if there is work to do. The reconcile then reads the job again, unless
+`rests_until` finds that there is no work.
+
+A job needs a place in the Room of begun jobs before it begins; without a place it waits (plan/lifecycle.py). Cut jobs
+have rooms too. A cut job without a place is reconciled only when it changes and at each list (every 10 minutes)."""
 
 from __future__ import annotations
 
@@ -20,13 +23,14 @@ from ddpjob_operator.job.status import TERMINAL
 Key = tuple[str, str]
 Raw = Mapping[str, Any]
 
-CUT = "cut"  # field of a cut job that no API server has: the size of the whole
-# Memory per job besides its fields: its status, and what the operator remembers. A cut job needs no more.
+CUT = "cut"  # added to a cut job, never sent to the API server: size of the whole job
+# Bytes per job in addition to metadata and spec: its status and the operator's notes. This is also enough for a job of
+# which `cut` keeps only a few fields.
 OF_A_JOB = 4_096
-# Python memory per JSON character, per object or list, and per other value. Measured: the estimate is 0.7 to 1.1 of the
-# real size, and up to three times as much for empty lists.
+# Bytes of Python memory per JSON character, per object or list, and per other value. Measured: the estimate is 0.7 to
+# 1.1 times the real size, and up to three times the real size for empty lists.
 OF_A_BYTE, OF_A_BRACKET, OF_A_COMMA = 2, 120, 70
-# Two to four times the size of an ordinary job.
+# Bytes; two to four times the size of an ordinary job.
 SMALL = 65_536
 BEGUN = ("Pending", "Starting", "Running", "Restarting", "Failing")
 
@@ -40,7 +44,7 @@ KEPT_OF_METADATA = (
     "deletionTimestamp",
 )
 KEPT_OF_SPEC = ("suspend", "nodes", "managedBy", "ttlSecondsAfterFinished")
-# Fields that show how far the job is, and those that metrics show.
+# Fields that show how far the job is, and fields that metrics show.
 KEPT_OF_STATUS = (
     *("state", "reason", "stateTime", "observedGeneration", "attempt", "attemptTime", "runningTime", "firstStepTime"),
     *("startTime", "completionTime", "restarts", "nodes", "goodput"),
@@ -79,7 +83,7 @@ def would_begin(job: api.DDPJob) -> bool:
 
 
 def cut(raw: Raw, whole: int) -> dict[str, Any]:
-    """Return what is kept of a job that does nothing. whole: its size."""
+    """Return the few fields that are kept of a job without work to do. whole: size of the complete job."""
     metadata, spec, status = (_mapping(raw.get(part)) for part in ("metadata", "spec", "status"))
     return {
         "metadata": _kept(metadata, KEPT_OF_METADATA),
@@ -90,7 +94,9 @@ def cut(raw: Raw, whole: int) -> dict[str, Any]:
 
 
 def rests_until(raw: Raw, now: dt.datetime, *, has_objects: bool) -> dt.datetime | None:
-    """Return until when a cut job needs nothing, unless it changes; None: read it. has_objects: pods or others."""
+    """Return the time until which a cut job needs no reconcile unless it changes; None if it must be read now.
+
+    has_objects: pods or other objects of the job exist."""
     forever = bounds.TIME_LAST
     if _is_left_alone(raw):
         return forever
@@ -109,13 +115,13 @@ def rests_until(raw: Raw, now: dt.datetime, *, has_objects: bool) -> dt.datetime
 
 
 def rests(raw: Raw) -> bool:
-    """True if nothing is to be done for a job until it changes or there is room for it to begin."""
+    """True if a job needs no reconcile until it changes or there is room for it to begin."""
     until = rests_until(raw, bounds.TIME_FIRST, has_objects=False)
     return until == bounds.TIME_LAST or waits_for_room(raw)
 
 
 def waits_for_room(raw: Raw) -> bool:
-    """True if the status of a cut job says that it waits for room, and nothing has changed after that."""
+    """True if the status of a cut job says that it waits for room, and its spec has not changed after that."""
     metadata, status = _mapping(raw.get("metadata")), _mapping(raw.get("status"))
     is_told = status.get("reason") == reasons.WAITING_FOR_ROOM.name
     is_suspended = _mapping(raw.get("spec")).get("suspend") is True
@@ -125,15 +131,15 @@ def waits_for_room(raw: Raw) -> bool:
 @dataclass(frozen=True)
 class StoredLimits:
     memory: int
-    """Of the whole operator. The part without jobs is for itself, pods, reports, and objects being read."""
+    """Bytes for the whole operator, also for its own code, pods, reports, and objects being read."""
     begun: int
-    """Of all jobs that have begun."""
+    """Bytes for all jobs that have begun."""
     begun_in_namespace: int
     resting: int
-    """Of all jobs that have not begun and are kept whole, so that they need not be read again."""
+    """Bytes for all jobs that have not begun and are kept whole, so that they need not be read again."""
     resting_in_namespace: int
     cut: int = 1 << 25
-    """Of cut jobs that rest; the same amount again for cut jobs with something to do."""
+    """Bytes for cut jobs without work to do; as many again for cut jobs with work to do."""
     cut_in_namespace: int = 1 << 24
 
     @staticmethod
@@ -145,7 +151,7 @@ DEFAULT = StoredLimits.of(512 << 20)
 
 
 class Room:
-    """Places of jobs in a part of the memory, and the queue of jobs that wait for one."""
+    """A share of the memory: the jobs that have a place in it, and the queue of jobs that wait for a place."""
 
     def __init__(self, total: int, of_namespace: int) -> None:
         self._total, self._of_namespace = total, of_namespace
@@ -153,7 +159,7 @@ class Room:
         self._in_namespace: collections.Counter[str] = collections.Counter()
         self._sum = 0
         self._waiting: dict[str, dict[Key, int]] = {}
-        """By namespace, the one served last at the end; within one, the longest waiting first."""
+        """By namespace: the namespace served last is at the end, and its longest waiting job comes first."""
         self._has_more = False  # True if room was freed after the last call of `next`
 
     @property
@@ -164,7 +170,7 @@ class Room:
         return self._in_namespace[namespace]
 
     def take(self, key: Key, needs: int) -> bool:
-        """True if the job has a place. A job keeps its place unless it grows and there is no room for that."""
+        """Give the job a place if there is room; True if it has one. A job loses its place if it outgrows the room."""
         more = needs - self._sizes.get(key, 0)
         if more > 0 and self._fullness(key[0], more):
             self.leave(key)
@@ -177,7 +183,7 @@ class Room:
         return True
 
     def ask(self, key: Key, needs: int) -> str:
-        """Return why a job that would begin has no place and waits, for its user; "" if it has one."""
+        """Return "" if the job has a place; otherwise queue it and return the reason, as its user reads it."""
         if self.take(key, needs):
             return ""
         self._waiting.setdefault(key[0], {})[key] = needs
@@ -198,14 +204,14 @@ class Room:
             del self._waiting[key[0]]
 
     def next(self) -> list[Key]:
-        """Return the waiting jobs for which there is room now if all of them take it. Each is returned once."""
+        """Remove from the queue the waiting jobs that all fit now, and return them."""
         if not self._has_more:
             return []
         self._has_more, found, total = False, list[Key](), self._sum
         for namespace, those in list(self._waiting.items()):
             here = self._in_namespace[namespace]
             for key, needs in list(those.items()):
-                # A large job is not overtaken by smaller ones behind it.
+                # Smaller jobs do not overtake a large one, because it might then wait forever.
                 if here + needs > self._of_namespace or total + needs > self._total:
                     break
                 here, total = here + needs, total + needs
@@ -217,7 +223,7 @@ class Room:
         return found
 
     def _fullness(self, namespace: str, more: int) -> str:
-        """Return why there is no room for more; "" if there is."""
+        """Return why there is no room for `more` bytes; "" if there is."""
         if self._in_namespace[namespace] + more > self._of_namespace:
             return (
                 f"the jobs of namespace {namespace} that have begun fill what the operator keeps in memory for one "
@@ -241,7 +247,7 @@ def _is_left_alone(raw: Raw) -> bool:
 
 
 def _kept(given: Raw, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return the fields to keep, cut to a short length, because anybody may have written them."""
+    """Return the named fields that are short. Long ones are left out, because any user may have written them."""
     return {name: given[name] for name in names if name in given and _is_short(given[name])}
 
 

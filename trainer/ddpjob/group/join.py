@@ -42,20 +42,20 @@ from ddpjob_core.rank_info import RankInfo, on_node
 
 TIMEOUT_SECONDS_MAX = 10**9  # 31 years
 CLOSE_SECONDS = 10.0  # how long a finished rank waits for the others before it leaves without them
-END_SECONDS = 2.0  # seconds that a failed rank may take to end
+END_SECONDS = 2.0  # after a failure the process is ended after this many seconds, even if a destructor hangs
 NCCL_ERRORS, TORCHRUNS_OWN, PYTORCHS_OWN = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "1", "3"
 _LEFT = "left/{}"  # set when this rank has left in order
 
 
 @dataclass(frozen=True)
 class World:
-    """This process's place in the group. Made by `init`; use it as a context manager, or let the exit close it.
+    """This process's place in the group, returned by `init`. Use it as a context manager, or let the exit close it.
 
-    rank, world_size              of all processes; local_rank, local_world_size: of those on this node.
-    node_rank                     which node this is.
+    rank, world_size              among all processes; local_rank, local_world_size: among those on this node.
+    node_rank                     number of this node.
     device                        torch.device to train on: cuda:<n>, already the current one, or cpu.
     backend                       "nccl" or "gloo" (or "mpi" in a PyTorch that has it).
-    attempt                       which attempt of the job this is, from 1 (DDPJOB_ATTEMPT).
+    attempt                       number of the job's attempt, from 1 (DDPJOB_ATTEMPT).
     """
 
     rank: int
@@ -74,19 +74,20 @@ class World:
         return self.rank == 0
 
     def wrap(self, model: torch.nn.Module, **ddp_kwargs: Any) -> DistributedDataParallel:
-        """The model on this rank's device, in DistributedDataParallel; also for one rank, so that the code is the same.
+        """Return the model on this rank's device, in DistributedDataParallel; with one rank too, so the code is the
+        same.
 
-        ddp_kwargs go to DistributedDataParallel; device_ids is [device] on a GPU and absent on the CPU, where it
-        must be (torch/nn/parallel/distributed.py refuses it for CPU modules).
+        ddp_kwargs are passed to DistributedDataParallel. device_ids is [device] on a GPU and absent on the CPU, because
+        torch/nn/parallel/distributed.py refuses it for CPU modules.
         """
         if self.device.type == "cuda":
             ddp_kwargs.setdefault("device_ids", [self.device.index])
         return DistributedDataParallel(model.to(self.device), **ddp_kwargs)
 
     def started(self) -> None:
-        """The first step is made: from now on a collective may take timeout_step_seconds only.
+        """Limit collectives to timeout_step_seconds from now on, because the first step is complete.
 
-        `progress` and `accumulate` call it; without them call it after the first optimizer step. Once is enough.
+        `progress` and `accumulate` call this. A script without them calls it once after its first optimizer step.
         """
         if (group := _group_of(self)) is not None:
             group.use_step_timeout()
@@ -108,7 +109,7 @@ class World:
             _leave(group)
         else:
             group.log_time_out(error)
-            group.broken = True  # the peers are in a collective and will not come, so do not wait for them at the exit
+            group.broken = True  # do not wait for the peers at the exit: they are in a collective and will not leave it
             if isinstance(error, SystemExit):
                 termination.tell(error)  # at the exit the exception is no longer visible
 
@@ -126,21 +127,23 @@ def init(
 ) -> World:
     """Join the process group and return this process's World; a second call returns the same one.
 
-    backend      "nccl", "gloo" or "auto"; default DDPJOB_BACKEND, else auto: nccl where this process sees a CUDA
-                 device, else gloo. mpi only in a PyTorch that was built with it.
+    backend      "nccl", "gloo" or "auto"; default DDPJOB_BACKEND, else auto: nccl if this process sees a CUDA
+                 device, else gloo. "mpi" works only in a PyTorch that was built with MPI.
     init_method  "env://" (default), "tcp://host:port" (also under torchrun) or "file:///path/on/a/shared/folder".
-                 Without one and without RANK: alone, no network.
+                 Without init_method and without RANK this process is alone and uses no network.
     rank, world_size, local_rank  for processes that the script starts itself; default RANK, WORLD_SIZE, LOCAL_RANK.
-    device       "cpu" or "cuda"; default cuda where this process sees one. The index is local_rank modulo the number of
-                 visible devices; under nccl every rank needs one of its own.
-    timeout_start_seconds  limit for finding the others; until the first step is made a collective may take as long, or
-                 timeout_step_seconds if that is longer: imports, downloads and compilation differ between nodes.
-    timeout_step_seconds   limit for each collective after it (World.started). Default: an hour; under ddprun, or where
-                 an operator gets reports, 3 hours: they find a hang much sooner, and know of a declared `pause`.
-                 Never shorter than a pause on one rank may be, for the others wait for it in a collective.
+    device       "cpu" or "cuda"; default cuda if this process sees a CUDA device. Its index is local_rank modulo the
+                 number of visible devices; under nccl every rank needs its own.
+    timeout_start_seconds  limit for the rendezvous. Collectives before the end of the first step have the same limit,
+    or
+                 timeout_step_seconds if that is longer, because imports, downloads and compilation differ between
+                 nodes.
+    timeout_step_seconds   limit for each collective after the first step (World.started). Default: an hour; 3 hours
+                 under ddprun or with an operator, which find a hang much sooner and know of a declared `pause`. It must
+                 not be shorter than the longest pause of a rank, because the others wait for it in a collective.
 
-    Raises ConfigurationError (a variable or argument cannot be right), UnsupportedError (not in this PyTorch or on
-    this machine) or RendezvousError (the ranks did not find each other in time).
+    Raises ConfigurationError (a variable or argument is invalid), UnsupportedError (not possible with this PyTorch or
+    on this machine) or RendezvousError (the ranks did not find each other in time).
     """
     if (joined := active()) is not None:
         return joined
@@ -168,36 +171,39 @@ def init(
 
 
 def _time_limit(name: str, seconds: Any) -> timedelta:
-    """Check the limit: with 0 the first collective fails, and torch's message for infinity or text does not name the
-    argument."""
+    """Return a valid limit. Raise ConfigurationError for others: with 0 the first collective fails, and torch's message
+    for infinity or text does not name the argument."""
     if isinstance(seconds, (int, float)) and 0 < seconds <= TIMEOUT_SECONDS_MAX:
         return timedelta(seconds=seconds)
     raise ConfigurationError(f"{name}: {seconds!r} must be a number of seconds above 0, at most {TIMEOUT_SECONDS_MAX}.")
 
 
 def default_timeout_seconds(environ: Mapping[str, str]) -> float:
-    """Return the limit for a collective: as long as stall_limits.py allows for a declared pause."""
+    """Return the default limit for a collective: the longest pause that stall_limits.py allows."""
     if not (environ.get("DDPJOB_BEATS") or environ.get("DDPJOB_STATUS_URL")):
-        return 2 * stall_limits.PAUSE_SECONDS  # nobody else ends a hang
+        return 2 * stall_limits.PAUSE_SECONDS  # shorter, because only this limit ends a hang
     stall = environ.get("DDPJOB_STALL_TIMEOUT", "")
     pause_seconds = stall_limits.LONGEST * int(stall) if stall.isdecimal() else 0
     return max(stall_limits.UNSEEN_PAUSE_SECONDS, pause_seconds)
 
 
 def active() -> World | None:
-    """The World of this process, or None before `init`, after `close` and in a forked child."""
+    """Return the World of this process; None before `init`, after `close` and in a forked child."""
     return getattr(process.current.group, "world", None)
 
 
 def rank_in_group(otherwise: str) -> tuple[int, int]:
-    """Return rank and size of this process's group, also of one that the script made; 0 of 1 without one. otherwise:
-    the alternative to `init` that the ConfigurationError names for a rank without a group."""
+    """Return this process's rank and the size of its group, also if the script made the group; 0 and 1 if there is
+    none.
+
+    otherwise: the alternative to `init` that the ConfigurationError names for a rank without a group.
+    """
     if process.current.group is not None or process.torch_group() is not None:
         place = process.place()
         return place.rank, place.world_size
     for name in ("WORLD_SIZE", "DDPJOB_WORLD_SIZE"):
         if (size := process.number(name, 1)) > 1:
-            # As rank 0 of 1, each rank would train alone on all samples, end with 0, and nobody would notice.
+            # As rank 0 of 1, each rank would train alone on all samples and end with 0, so nobody would notice.
             raise ConfigurationError(
                 f"{name}: {size} and there is no process group, so this process cannot know its share. "
                 f"Call ddpjob.init() first, or {otherwise}."
@@ -206,7 +212,7 @@ def rank_in_group(otherwise: str) -> tuple[int, int]:
 
 
 def store_of(world: World | None) -> Store | None:
-    """Return the key-value store of that world's group until it is left."""
+    """Return the key-value store of that world's group; None after the group was left."""
     return getattr(_group_of(world), "store", None)
 
 
@@ -225,7 +231,7 @@ def find_place(
     world_size: int | None = None,
     local_rank: int | None = None,
 ) -> RankInfo:
-    """Return the place from the arguments, else from the URL's query, else from the environment; else alone."""
+    """Return the place from the arguments, the URL's query or the environment, in this order; otherwise rank 0 of 1."""
     if dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
     if rank is None and world_size is None:
@@ -241,7 +247,7 @@ def find_place(
 
 
 def _from_query(init_method: str | None) -> tuple[int, int] | None:
-    """tcp://host:port?rank=0&world_size=2, as torch.distributed.rendezvous reads it."""
+    """Parse tcp://host:port?rank=0&world_size=2 as torch.distributed.rendezvous does."""
     query = parse_qs(urlsplit(init_method or "").query)
     if "rank" not in query and "world_size" not in query:
         return None
@@ -255,7 +261,7 @@ def _from_environment(environ: Mapping[str, str]) -> tuple[int, int]:
     if environ.get("RANK") and environ.get("WORLD_SIZE"):
         return _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
     for there, missing in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK"), ("DDPJOB_WORLD_SIZE", "RANK")):
-        # If one of many ranks believed that it is alone, it would train alone and end with 0, and nobody would notice.
+        # Otherwise each rank would train alone and end with 0, so nobody would notice.
         if environ.get(there) and (there == "RANK" or _integer(environ, there) > 1):
             raise ConfigurationError(
                 f"{there}: {environ[there]} is set but {missing} is not: this process cannot know its place among the "
@@ -327,7 +333,10 @@ def _refuse_unavailable(source: str, backend: str, device: str | None, gpus: int
 def _join(
     init_method: str | None, place: RankInfo, backend: str, device: torch.device, timeout: timedelta, longest: timedelta
 ) -> Store:
-    """timeout: for the rendezvous. longest: for a collective, because gloo of torch 2.4 cannot change it later."""
+    """Form the group and return its store.
+
+    timeout: for the rendezvous. longest: for collectives, because gloo of torch 2.4 cannot change it later.
+    """
     where = init_method or _default_method(place)
     try:
         store = _rendezvous(where, place, timeout)
@@ -342,7 +351,7 @@ def _join(
         raise
     except (RuntimeError, ValueError, OSError) as error:
         problem = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        environ = os.environ  # with the address, because not each version of torch names the used port
+        environ = os.environ  # the message names the address, because some versions of torch do not
         address = f"{where}, {environ.get('MASTER_ADDR')}:{environ.get('MASTER_PORT')}" if where == "env://" else where
         raise RendezvousError(
             f"rank {place.rank} of {place.world_size} did not meet the others at {address} (backend {backend}, limit "
@@ -353,8 +362,10 @@ def _join(
 
 
 def end_without_abort(environ: MutableMapping[str, str]) -> None:
-    """Under ddprun let NCCL's errors end this process, as torchrun's setting does, but without aborting the group
-    first. After an abort the GPU continues with undefined buffers, and the state in memory could be made of them."""
+    """Under ddprun let NCCL's errors end this process, as under torchrun, but without aborting the group first.
+
+    After an abort the GPU continues with undefined buffers, which could then become part of the state in memory.
+    """
     if environ.get("DDPJOB_MEMORY") and environ.get(NCCL_ERRORS) == TORCHRUNS_OWN:
         environ[NCCL_ERRORS] = PYTORCHS_OWN
 
@@ -373,8 +384,8 @@ def _default_method(place: RankInfo) -> str:
 
 
 def _prefix() -> str:
-    """Prefix keys with the attempt, so that a surviving process of an earlier one cannot find the new group. Under
-    ddprun also with the generation; not with TORCHELASTIC_RESTART_COUNT, which torchrun counts per node."""
+    """Return a prefix with the attempt and ddprun's generation, so that a process left over from an earlier one cannot
+    join the new group. TORCHELASTIC_RESTART_COUNT cannot be part of it, because torchrun counts it per node."""
     environ = os.environ
     generation = environ.get("DDPJOB_GENERATION", "0")
     attempt = environ.get("DDPJOB_ATTEMPT", "1") + (f".{generation}" if generation != "0" else "")
@@ -382,7 +393,7 @@ def _prefix() -> str:
 
 
 def _rendezvous(where: str, place: RankInfo, timeout: timedelta) -> Store:
-    """Return the store with this group's keys."""
+    """Return a store in which keys of other groups are invisible."""
     if where == "alone":
         return HashStore()  # no port, so nothing can collide
     scheme = urlsplit(where).scheme
@@ -395,14 +406,16 @@ def _rendezvous(where: str, place: RankInfo, timeout: timedelta) -> Store:
         store = next(rendezvous(where, place.rank, place.world_size, timeout=timeout))[0]
     else:
         raise ConfigurationError(f"init_method: {where!r} is none of env://, tcp://host:port, file:///path.")
-    # The prefix also identifies the group, because the store of a closed one may still be running in this process.
+    # The prefix also has the number of the group, because the store of a closed group may still be running here.
     return PrefixStore(f"{_prefix()}/{process.current.groups_joined}", store)
 
 
 def _store_at_port(where: str, place: RankInfo, timeout: timedelta) -> Store:
-    """Return the store: rank 0 serves, the others connect. torch.distributed's own tcp:// makes every rank a client
-    under torchrun (TORCHELASTIC_USE_AGENT_STORE in torch/distributed/rendezvous.py), even at a port where no agent
-    listens, so all would wait for the time-out."""
+    """Return the store: rank 0 serves, the others connect.
+
+    torch.distributed's own tcp:// makes every rank a client under torchrun (TORCHELASTIC_USE_AGENT_STORE in
+    torch/distributed/rendezvous.py), even at a port where no agent listens. All ranks would then time out.
+    """
     url = urlsplit(where)
     if url.hostname is None or url.port is None:
         raise ConfigurationError(f"init_method: {where!r} needs a host and a port, e.g. tcp://10.0.0.1:23456.")
@@ -419,7 +432,7 @@ def _store_in_file(where: str, place: RankInfo, timeout: timedelta) -> Store:
         raise ConfigurationError(f"init_method: {where!r}: the folder {os.path.dirname(path)!r} does not exist.")
     store = FileStore(path, place.world_size)
     store.set_timeout(timeout)
-    # After a crash the file has addresses of ended processes, and the next run would wait for them until the time-out.
+    # After a crash the file has addresses of ended processes, and the next run would wait for them until it times out.
     # So each run has its own keys, and begins only if this rank left the previous run in order.
     own = PrefixStore(_prefix(), store)
     run = own.add(f"joined/{place.rank}", 1)
@@ -432,8 +445,8 @@ def _store_in_file(where: str, place: RankInfo, timeout: timedelta) -> Store:
 
 
 def _agree(store: Store, place: RankInfo, backend: str, device: torch.device) -> None:
-    """Check that all ranks use rank 0's backend and, under nccl, a GPU each; otherwise they wait for each other in
-    vain."""
+    """Check that all ranks use rank 0's backend and, under nccl, a GPU each. Otherwise they would wait for each other
+    until they time out."""
     if place.rank == 0:
         store.set("backend", backend)
     elif (of_rank_0 := store.get("backend").decode()) != backend:
@@ -450,11 +463,11 @@ def _agree(store: Store, place: RankInfo, backend: str, device: torch.device) ->
 
 
 def _wait_for_all(store: Store, place: RankInfo, timeout: timedelta) -> None:
-    """Wait for all ranks, because torch waits for a missing one as long as a collective may take."""
+    """Wait for all ranks. torch itself would wait for a missing one as long as a collective may take."""
     if store.add(f"rank {place.rank}", 1) > 1:
-        # With torch's own time-out for collectives, gloo would wait for the missing rank for hours.
+        # Otherwise gloo would wait for the missing rank for hours, as long as a collective may take.
         raise RuntimeError("another process has the same rank")
-    size = place.world_size  # in the keys: ranks that expect another world size must not count as present
+    size = place.world_size  # part of the keys: ranks that expect another world size must not count as present
     if store.add(f"met of {size}", 1) == size:
         store.set(f"all {size} met", "1")
     store.wait([f"all {size} met"], timeout)
@@ -465,7 +478,7 @@ def _wait_for_all(store: Store, place: RankInfo, timeout: timedelta) -> None:
 
 @dataclass
 class _Group:
-    """The process group of this process, and its changing state."""
+    """The process group of this process, and the state of it that changes."""
 
     world: World
     place: RankInfo
@@ -475,17 +488,16 @@ class _Group:
     time_out_logged: bool = False
 
     def use_step_timeout(self) -> None:
-        """Use the step's time-out for collectives that start from now on, under gloo and nccl."""
+        """Use timeout_step_seconds for collectives that start from now on, under gloo and nccl."""
         if not self.stepping:
             self.stepping = True
-            # The public function exists from torch 2.15 on, where the old one warns on every rank.
+            # torch 2.15 has a public function, and the old one warns there on every rank.
             change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
             with contextlib.suppress(Exception):
                 change(timedelta(seconds=self.world.timeout_step_seconds))
 
     def log_time_out(self, error: BaseException | None) -> None:
-        """Explain a time-out: torch's message has milliseconds and an operation, but neither the name of the limit nor
-        how to raise it."""
+        """Name the limit that was reached and how to raise it, because torch's message has only milliseconds."""
         if isinstance(error, SystemExit):  # sys.exit(1) in an except block
             error = error.__cause__ or error.__context__
         waited = _TIMED_OUT.search(str(error)) if isinstance(error, RuntimeError) else None
@@ -499,23 +511,23 @@ class _Group:
         )
 
 
-_TIMED_OUT = re.compile(r"Timed out waiting (\d+)ms")  # gloo's
+_TIMED_OUT = re.compile(r"Timed out waiting (\d+)ms")  # in gloo's messages
 
 
 def before_leaving(action: Callable[[], None]) -> None:
-    """Run the bound method when the group is left in order, while the store still answers (for a snapshot in
-    flight)."""
+    """Register a bound method, for instance of a snapshot in progress, to run when the group is left in order. The
+    store still answers then."""
     process.current.before_leaving.append(weakref.WeakMethod(action))
 
 
 def _leave_at_exit() -> None:
-    """Leave in order if the script never closes: the interpreter's exit may abort a gloo group."""
+    """Leave in order if the script never closes the group, because the interpreter's exit may abort a gloo group."""
     group: _Group | None = process.current.group
     if group is None:
         return
     error = termination.ending()
     failed = error is not None and not isinstance(error, Stopped) and termination.exit_code(error) != 0
-    if group.broken or failed:  # the peers are in a collective and will not come
+    if group.broken or failed:  # the peers are in a collective and will not leave it
         group.log_time_out(error)
         _end_soon()
         return
@@ -529,9 +541,11 @@ def _leave_at_exit() -> None:
 
 
 def _end_soon() -> None:
-    """After an exception, end with exit code 1 within 2 s, whatever a destructor still waits for. Until this process
-    has ended, no launcher knows that it failed. faulthandler's timer is a C thread, so it works even while a destructor
-    holds the interpreter lock."""
+    """End with exit code 1 within 2 s after an exception, even if a destructor hangs. Otherwise no launcher would know
+    of the failure.
+
+    faulthandler's timer is a C thread, so it works even while a destructor holds the interpreter lock.
+    """
     settle(failed=True)
     faulthandler.dump_traceback_later(END_SECONDS, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
 
@@ -551,13 +565,15 @@ def _leave(group: _Group) -> None:
 
 
 def wait_for_others(group: _Group, limit_seconds: float) -> None:
-    """Wait at most `seconds` until every rank is leaving. Use the store, not a barrier: under nccl a collective that a
-    lost peer never joins ends the process."""
+    """Wait at most `limit_seconds` until every rank is leaving.
+
+    This uses the store, because a barrier ends the process under nccl if a lost peer never joins it.
+    """
     store, world = group.store, group.world
     if store is None and process.current.stopped_at is not None:
-        store = stop.store_of_group()  # the script made the group and waits for nobody, but rank 0 may still be writing
+        store = stop.store_of_group()  # of the script's own group: rank 0 may still be writing a snapshot
     if store is None:
         return
-    with contextlib.suppress(RuntimeError):  # rank 0 serves the store and may be gone, after it has seen all of us
+    with contextlib.suppress(RuntimeError):  # rank 0 serves the store, and leaves when all ranks are leaving
         store.set(_LEFT.format(world.rank), "1")
         stop.wait_for_all(store, world.rank, world.world_size, limit_seconds)

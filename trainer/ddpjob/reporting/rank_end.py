@@ -59,7 +59,7 @@ class RankEnd:
             self._modules.append(WatchedModule(ddp, group, number))
 
     def write(self) -> None:
-        """Write the record at the end of the process; nothing if the script has not imported torch."""
+        """Write the record at the end of the process, unless the script has not imported torch."""
         torch = sys.modules.get("torch")
         if torch is None:
             return
@@ -74,21 +74,21 @@ class RankEnd:
 def begin(path: str) -> RankEnd:
     """Start recording in a rank, before its script."""
     end = process.current.end = RankEnd(path)
-    atexit.register(_write, end)  # registered before the script's handlers, so that it runs after them
+    atexit.register(_write, end)  # registered before the script's handlers, so it runs after them
     return end
 
 
 def begin_in_new_process(path: str) -> None:
-    """Start recording in a rank that the fork server has not forked, at its first call of the library."""
+    """Start recording at the first call of the library, in a rank that the fork server has not forked."""
     torchs = sys.modules.get("torch.nn.parallel.distributed")
     if torchs is None or process.current.end is not None:
         return
-    begin(path).group_size = 2  # a group may have been formed earlier, so do not report a rank that trained alone
+    begin(path).group_size = 2  # a group may have been formed earlier, so never report that this rank trained alone
     watch_ddp(torchs.DistributedDataParallel)
 
 
 def watch_ddp(ddp: Any) -> None:
-    """Make this class report each module that it wraps. Called once in the fork server for all ranks."""
+    """Make this class report each module that it wraps. The fork server calls this once for all ranks."""
     wrap = ddp.__init__
     if hasattr(wrap, "watched"):
         return
@@ -112,7 +112,7 @@ def formed(group: Any) -> None:
 
 def _write(end: RankEnd) -> None:
     with contextlib.suppress(Exception):
-        # Neither in a fork of the rank nor after an exception, because then the others wait for the restart.
+        # Do not write in a fork of the rank, nor after an exception, because then the others wait for the restart.
         if process.current.end is end and getattr(sys, "last_value", None) is None:
             end.write()
 
@@ -131,7 +131,7 @@ class WatchedModule:
         self._digest = hashlib.sha256(shapes.encode()).hexdigest()[:16]
         self._made, self._next = 0, 1  # backward passes so far, and the next one to sum; 0: none
         self._passes: list[tuple[int, int, str]] = []
-        # Only matrices: the gradient of a last bias may not depend on the data.
+        # Only matrices, because the gradient of a last bias may not depend on the data.
         self._kept = [i for i, (_, p) in enumerate(named) if p.dim() > 1] or [*range(len(named))]
         self._recent = Recent()
         self._ddp = weakref.ref(ddp, self._released)
@@ -140,17 +140,17 @@ class WatchedModule:
 
     def _hook(self, index: int) -> Callable[[Any], None]:
         hook = functools.partial(self._reached, index)
-        hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # or torch warns when the model is sent away
+        hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # otherwise torch warns when the model is pickled
         return hook
 
     def end(self) -> None:
-        """Sum the parameters, unless that was done when the module was released."""
+        """Sum the parameters at the end of the process, unless the module was released before."""
         ddp = self._ddp()
         if ddp is not None:
             self._sum_all()
 
     def _released(self, _reference: Any) -> None:
-        """Sum the parameters before the DDP object is released."""
+        """Sum the parameters when the DDP object is released."""
         with contextlib.suppress(Exception):
             if not sys.is_finalizing() and process.current.end is not None:
                 self._sum_all()
@@ -235,7 +235,7 @@ class WatchedModule:
         return True
 
     def _living(self) -> list[Any]:
-        """Return the module's parameters; none if the script has replaced some."""
+        """Return the module's parameters; an empty list if the script has replaced any."""
         parameters = [parameter() for parameter in self._parameters]
         return [] if any(parameter is None for parameter in parameters) else parameters
 
@@ -277,17 +277,17 @@ def next_noted(made: int) -> int:
 
 
 def is_captured(torch: Any) -> bool:
-    """True while a CUDA graph is being recorded: operations would be repeated with each replay."""
+    """True while a CUDA graph is being captured. Operations of ours would become part of each replay."""
     return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 def after_this_pass(call: Callable[[], None]) -> None:
-    """Call the function when the running backward pass has ended, because a running hook must not be removed."""
+    """Call the function when this backward pass has ended, because a hook must not be removed while it is running."""
     sys.modules["torch"].autograd.Variable._execution_engine.queue_callback(call)
 
 
 def is_comparable(parameter: Any) -> bool:
-    """True for a trained parameter with its own values: not on meta, and no DTensor or other subclass."""
+    """True for a trained parameter with values of its own: not on the meta device, and no DTensor or other subclass."""
     torch: Any = sys.modules["torch"]
     is_plain = type(parameter) in (torch.nn.Parameter, torch.Tensor) and parameter.layout == torch.strided
     return is_plain and bool(parameter.requires_grad) and parameter.device.type != "meta"
@@ -300,7 +300,7 @@ def keeps_in_step(hook: Any) -> bool:
 
 
 def collectives_begun(group: Any) -> int:
-    """Return the collectives begun in this group; 0 if its backend does not count them."""
+    """Return the number of collectives begun in this group; 0 if its backend does not count them."""
     try:
         return int(group._get_sequence_number_for_group())
     except Exception:
@@ -325,7 +325,7 @@ def checksums(torch: Any, parameters: Sequence[Any], words_max: int | None = Non
 
 
 def _checksums(torch: Any, parameters: Sequence[Any], words_max: int | None) -> list[int]:
-    """Return the checksums on one device, with few operations per parameter and one copy from a GPU."""
+    """Return the checksums of parameters on one device, with few operations each and a single copy from a GPU."""
     parts: list[Any] = []
     ends: list[int] = []
     length = 0

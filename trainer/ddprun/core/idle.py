@@ -1,4 +1,4 @@
-"""Detect that all ranks of a node are idle, for a line long before a stall is certain.
+"""Detect that all ranks of a node are idle, so that a line can say so long before a stall is certain.
 
 Pure. `ddprun/watch_ranks.py` reads the ranks under ddprun, `ddpjob run` under other launchers. Times are seconds of a
 monotonic clock.
@@ -10,13 +10,13 @@ from collections.abc import Hashable, Mapping
 
 IDLE_SECONDS = 60.0
 LOOK_SECONDS = 5.0
-CPU_SHARE_MAX = 0.02  # of a CPU: waiting threads of torch and of this library use a tenth of that
-CPU_SECONDS_MAX = 0.2  # at once, for instance to answer a question
+CPU_SHARE_MAX = 0.02  # of a CPU; ten times what waiting threads of torch and of this library use
+CPU_SECONDS_MAX = 0.2  # allowed in short bursts: an idle rank still answers the agent
 IDLE, NO_PROGRESS = "have been idle", "have made no step and ended no collective"
 
 
 class IdleClock:
-    """What the checks of the ranks have shown."""
+    """How long the ranks have used no CPU, and how long they have made no progress."""
 
     def __init__(self, seconds: float = IDLE_SECONDS) -> None:
         self.seconds = seconds
@@ -29,8 +29,8 @@ class IdleClock:
     def look(self, now: float, cpu: Mapping[int, float], mark: Hashable = None) -> str:
         """Return IDLE or NO_PROGRESS once per period without activity, else "".
 
-        cpu: the CPU seconds of each rank, empty if no rank runs or one has declared a pause. mark: how far the ranks
-        are; None if that is unknown.
+        cpu: the CPU seconds of each rank; empty if no rank is running or a rank has declared a pause. mark: any value
+        that changes when a rank makes progress; None if progress is unknown.
         """
         if self._is_busy(now, cpu):
             self._cpu, self._idle_since = dict(cpu), now if cpu else None

@@ -1,7 +1,8 @@
-"""Decide whether the group is stalled, and which rank is the cause: node 0's part of the watchdog. Pure.
+"""Decide on node 0 if the group is stalled, and which rank is the cause. Pure.
 
-A group is stalled if every node with ranks that count reports it. All ranks then report their positions. The one
-furthest behind is named: by its last collective, because the others wait for it in the next one; otherwise by step.
+Nodes report stalls at a level. The nodes with the highest level count; the group is stalled if all of them report a
+stall. All ranks then report their positions. The cause is the rank furthest behind: the one with the lowest collective,
+because the others wait for it in the next one; otherwise the one with the lowest step.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ DOES_NOT = {"start": "made no step", "train": "made no step", "save": "saved", "
 
 
 class Position(NamedTuple):
-    """The position of a rank."""
+    """How far a rank is, and where it waits."""
 
     rank: int
     step: int = 0
@@ -26,12 +27,13 @@ class Position(NamedTuple):
     """Number of its last collective in the default group; 0 if unknown."""
     op: str = ""
     done: bool = True
+    """False while the rank is in that collective."""
     where: str = ""
-    """The innermost line of its own code: train.py:41 in load_batch."""
+    """The innermost line of the script: train.py:41 in load_batch."""
     answers: bool = True
-    """False if nothing in it could answer. Its step is known anyway."""
+    """False if no thread of the rank could answer. Its step is known anyway."""
     idle: bool = False
-    """True if it needs no other rank any more, and has used no CPU since it stalled."""
+    """True if it needs no other rank any more, and has used no CPU during the stall."""
     apart: bool = False
     """True if it waits in another group, or is exiting and does not answer: its last collective in the default group
     does not show what it waits for.
@@ -41,7 +43,7 @@ class Position(NamedTuple):
     waits: deadlock.Waits | None = None
     """The call that it waits in; None if unknown or not certain."""
     ended_after: int = -1
-    """For a process that ended with 0: operations begun in the default group; -1: see Standing."""
+    """Operations begun in the default group by a process that ended with 0; -1: see deadlock.Standing."""
 
 
 class Question:
@@ -70,11 +72,12 @@ class Question:
 
 
 class TimeoutQuestion(Question):
-    """The positions of ranks after one of them waited for another until its timeout."""
+    """The question after a rank waited for another until its timeout."""
 
     def settle(self, failures: Sequence[Failure], nodes: Collection[int]) -> Failure | None:
-        """Return the rank that was waited for, if that is clear. failures: of ended ranks. nodes: those with running
-        ranks.
+        """Return the failure of the rank that the others waited for, if that is clear.
+
+        failures: of ended ranks. nodes: with running ranks.
         """
         answers, self._positions = self._positions or {}, None
         if not set(nodes) <= set(answers):
@@ -83,7 +86,7 @@ class TimeoutQuestion(Question):
 
 
 class DeadlockSearch(Question):
-    """Nodes whose ranks have not run for seconds, and what their ranks wait in."""
+    """The question while no rank uses CPU: the call that each rank waits in."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +94,7 @@ class DeadlockSearch(Question):
         self._is_known = False  # True from an answer until a rank runs
 
     def heard(self, node: int, *, still: bool) -> None:
-        """Note that a node's ranks have not run for seconds, or that one has."""
+        """Note if all ranks of a node have been still for seconds (still=True), or one has run."""
         self._is_known = self._is_known and still
         self._still[node] = still
 
@@ -101,7 +104,7 @@ class DeadlockSearch(Question):
         self._is_known = False
 
     def is_due(self, nodes: Collection[int]) -> bool:
-        """True if it is time to ask: no rank of these nodes has run, and their waits are not known yet."""
+        """True if it is time to ask: all ranks of these nodes are still, and their waits are not known yet."""
         return not (self.asked or self._is_known) and bool(nodes) and all(self._still.get(node) for node in nodes)
 
     def settle(self, nodes: Collection[int]) -> Failure | None:
@@ -120,7 +123,7 @@ class DeadlockSearch(Question):
 
 
 class Standstill(Question):
-    """Stall reports and positions of the nodes in this generation."""
+    """The question after a stall, and the stall reports of the nodes in this generation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +148,7 @@ class Standstill(Question):
         return self.is_answered(nodes)
 
     def settle(self) -> Failure | None:
-        """Return the finding if the group is still stalled. Later answers belong to another question."""
+        """Close the question. Return the failure if the group is still stalled and a hang is certain."""
         positions = [position for _, of_node in sorted((self._positions or {}).items()) for position in of_node]
         counting, stalled, self._positions = self._counting, self.stalled, None
         # Nodes restart their clocks after each question.
@@ -173,7 +176,7 @@ class Standstill(Question):
 
 
 def failure(positions: Sequence[Position], seconds: float, phase: str) -> Failure:
-    """Describe a stall: made no step for 300 s: rank 3 stands after collective 1041 (all_reduce), the others at 1042;
+    """Describe a stall: made no step for 300 s: rank 3 has ended collective 1041 (all_reduce), the others are at 1042;
     in train.py:41 …
     """
     culprit = furthest_behind(positions)
@@ -187,7 +190,7 @@ def _named(culprit: Position, positions: Sequence[Position], stood: str) -> Fail
 
 
 def only_waited(failures: Sequence[Failure]) -> bool:
-    """True if one of these ranks waited for another until its timeout, and none failed by itself."""
+    """True if a rank waited for another until its timeout, and all other failures follow from that."""
     return any(f.waited_in for f in failures) and all(f.waited_in or f.symptom for f in failures)
 
 
@@ -195,7 +198,8 @@ def kept_waiting(failures: Sequence[Failure], positions: Sequence[Position]) -> 
     """Describe a timeout: made no progress until rank 0 timed out: rank 3 has ended collective 1041 (all_reduce), the
     others are at 1042.
 
-    None if it is not clear that a single rank is the cause. failures: of ended ranks. positions: of running ranks.
+    Return None if it is not clear that a single rank is the cause. failures: of ended ranks. positions: of running
+    ranks.
     """
     timeouts = [failure for failure in failures if failure.waited_in and failure.rank is not None]
     ended = [Position(failure.rank or 0, failure.step, failure.waited_in, done=False) for failure in timeouts]
@@ -255,7 +259,7 @@ def _compared(culprit: Position, positions: Sequence[Position]) -> str:
 
 
 def _in_another(culprit: Position, others: Sequence[Position]) -> str:
-    """Describe another rank's collective with the same number if operation or shape differ."""
+    """Describe another rank's collective with the same number, if its operation or shape is different."""
     own = (culprit.op, culprit.shape)
     for other in others if culprit.sequence else ():
         if other.sequence == culprit.sequence and (other.op, other.shape) != own:

@@ -1,11 +1,11 @@
-"""Copies of a state that is on a GPU, made while the host continues: like `copies.py`, but they become valid later.
+"""Copies of a state on a GPU, made while the host continues: like `copies.py`, but they become valid later.
 
-Why: the host queues work on the device and does not wait for it. After a failure nobody knows which step the device has
-reached, so the state is copied regularly for any number of ranks.
+Why: the host queues work on the device and does not wait for it. After a failure it is unknown which step the device
+has reached, so the state is copied regularly, with any number of ranks.
 
 Flow: at a boundary the writing rank queues the copies on a second stream, from the device into a pinned area of the
-agent's memory. The next optimizer.step() waits for them on the device, not on the host. Buffers change before that
-step, in the forward pass, so they are cloned first.
+agent's memory. The next optimizer.step() waits for them on the device, not on the host. Buffers are cloned first,
+because the forward pass changes them before that step.
 
 A copy becomes valid when its bytes have arrived and the device has finished the backward pass after it. Then the
 gradients were summed over all ranks, so every rank has reached the boundary. The host checks this at its boundaries. It
@@ -16,8 +16,8 @@ still become valid.
 Life cycle: `memory.Keeper` creates one DeviceCopies per process that trains on a GPU. Each `_Flight` is one copy, from
 its boundary until it is valid or dropped.
 
-Drawbacks: a restart repeats the steps after the last valid copy. A CUDA graph that makes the optimizer steps is
-refused, because its steps are not seen.
+Drawbacks: a restart repeats the steps after the last valid copy. A CUDA graph that contains the optimizer's step is
+refused, because replays run no hook.
 """
 
 import os
@@ -40,22 +40,22 @@ from ddpjob_core.memory import Held, Version
 
 ON_DEVICE = "after a failure nobody knows which step a GPU has come to"
 SUMMED_AT_ONCE = 1 << 20  # bytes; below this, starting a thread takes as long as the sum
-ABORTS = ("1", "2")  # how NCCL's errors are handled: the group is aborted, and the device goes on without the others
+ABORTS = ("1", "2")  # NCCL's modes that abort the group: the device then continues without the others
 
 
 class _Flight:
     """A copy in progress: begun at one boundary, valid at a later one."""
 
     def __init__(self, at: Boundary, in_torch: threading.Lock) -> None:
-        """in_torch: held while a thread computes the sum."""
+        """in_torch: lock that a thread holds while it computes the sum."""
         self.step, self.versions = at.step, at.kept.counters()
         self._in_torch = in_torch
         self.counts = True
-        """False for a first copy that only measures the cost."""
+        """False for a trial copy, which only measures the cost."""
         self.is_saved = at.must_be_copied
         self.host_seconds = 0.0
         self.passed: StreamMark | None = None
-        """StreamMark on the device, after the copy and the backward pass of the next step."""
+        """Mark on the device after the copy and the backward pass of the next step; None before that pass."""
         self.held: Held | None = None
         """Description of the copy without its sum; None if this rank does not write the state."""
         self.area = 0
@@ -72,7 +72,7 @@ class _Flight:
         return not self._sums() and self.passed is not None and self.passed.is_done()
 
     def come_down(self) -> bool:
-        """Wait until the copy is complete; False if no optimizer step followed."""
+        """Wait until the copy is complete. Return False if no optimizer step has followed."""
         self.settle()
         if self.passed is None:
             return False
@@ -83,12 +83,13 @@ class _Flight:
         return True
 
     def settle(self) -> None:
-        """Wait until nothing writes to the area any more."""
+        """Wait until the device has stopped writing to the area."""
         if self.ticket is not None:
             self.ticket.wait()
 
     def _sums(self) -> bool:
-        """True while the sum is computed. Large ones use a thread, because they take longer than a step may."""
+        """True while the sum is being computed. A thread sums large states, because that may take longer than a
+        step."""
         if self.held is None or not self.counts or self.total is not None:
             return False
         if self.held.size < SUMMED_AT_ONCE:
@@ -254,7 +255,7 @@ class DeviceCopies(Copies):
                 self._looked = mark
 
     def before_other_step(self) -> None:
-        """Wait for the copy on the device again: a second optimizer may use another stream."""
+        """Make the device wait for the copy again, because a second optimizer may use another stream."""
         if self._flight is not None and self._flight.is_saved:
             self._land()
         if self._flight is not None and self._flight.ticket is not None and self._flight.counts:
@@ -281,7 +282,7 @@ class DeviceCopies(Copies):
 
 
 def would_go_on(backend: str, world_size: int, environ: Mapping[str, str]) -> str:
-    """Return why a device could make steps without the other ranks, or "".
+    """Return why a device could make steps without the other ranks; "" if it could not.
 
     An aborted collective completes like a successful one, with undefined buffers. Modes 1 (TearDown) and 2
     (CleanUpOnly) abort, mode 3 (SkipCleanUp) does not: torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp:167-174, torch
