@@ -8,6 +8,7 @@ correct script is worse than none.
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import re
@@ -161,7 +162,7 @@ def _launcher_exit(top: shell.Simple, node: shell.ShellNode, succeeding: _Script
 
     def is_replaced(state: ShellState) -> bool:
         """True if another launcher ran on this path only because this one failed: `torchrun a.py || torchrun b.py`."""
-        others = [walk.started[n] for n in state.after if (node, n) not in succeeding.followed]
+        others = [walk.started[n] for n in state.after if not any(node in ran for ran in succeeding.ran_before[n])]
         return any(other.launcher != "python" or other.files == own.files for other in others)
 
     alone = [state for state in ends if not is_replaced(state)]
@@ -190,8 +191,8 @@ class _ScriptWalk:
         self.failing = failing
         self._work = work
         self.started: dict[shell.ShellNode, command.Command] = {}
-        self.followed: set[tuple[shell.ShellNode, shell.ShellNode]] = set()
-        """Pairs of launchers: the second ran after the first on some path."""
+        self.ran_before: dict[shell.ShellNode, list[frozenset[shell.ShellNode]]] = collections.defaultdict(list)
+        """The launchers that ran before each launcher, by path."""
         self.shell_of: dict[shell.ShellNode, str] = {}
         self.withheld: dict[shell.ShellNode, withheld.Withheld] = {}
         self._pipes = 0  # the number of pipelines around the present command
@@ -459,7 +460,7 @@ class _ScriptWalk:
         self.shell_of[node] = state.program
         own = state.withheld.but([name for name, _ in node.assigned])
         self.withheld[node] = min(self.withheld.get(node, own), own, key=lambda one: len(one.names))
-        self.followed |= {(before, node) for before in state.ran}
+        self.ran_before[node].append(state.ran)
         ran = state.ran | {node}
         if node in self.failing:
             return replace(state, status=FAILED, failed=True, ran=ran, after=frozenset(), loss=("", ""))
