@@ -13,13 +13,13 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ddpjob_operator.job import command, programs, shell, withheld
-from ddpjob_operator.job.shell_state import FAILED, JOB, ShellState
+from ddpjob_operator.job.shell_state import FAILED, JOB, ShellState, replace
 
 PATHS_MAX = 64
-WORK_MAX = 200_000
+WORK_MAX = 150_000
 """The most characters that are parsed or created while one command is followed, in the operator's event loop."""
 STEP_WORK = 200
 _TESTS = frozenset("[ [[ (( test grep egrep fgrep zgrep cmp diff pgrep mountpoint expr let read".split())

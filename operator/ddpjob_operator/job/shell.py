@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 SCRIPT_MAX = 20_480  # the most characters of a script that are parsed, because the operator parses in its event loop
-WORK_MAX = 1_600
+WORK_MAX = 3_200
 """The most words, commands and lists that are parsed, up to 15 µs each: backquotes make one per character."""
 DEPTH_MAX = 40
 _BLANKS = " \t\r"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator as op
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ddpjob_operator.job import shell
@@ -32,6 +32,13 @@ _CALCULATES: dict[str, Callable[[int, int], int]] = {"+": op.add, "-": op.sub, "
 _JOINS = (({"-o", "||"}, "0", FAILED), ({"-a", "&&"}, FAILED, "0"))
 """Operators between tests, lowest precedence first: the status that decides alone, and the one that all must have."""
 INVERTED = {"0": FAILED, FAILED: "0", "": ""}
+
+
+def replace(state: ShellState, **changes: Any) -> ShellState:
+    """Do what `dataclasses.replace` does in a fifth of the time: following a script makes thousands of states."""
+    new = object.__new__(ShellState)
+    vars(new).update(vars(state), **changes)
+    return new
 
 
 @dataclass(frozen=True)
