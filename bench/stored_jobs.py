@@ -1,6 +1,7 @@
 """Memory of the operator with jobs that do nothing, on a model of an API server.
 
     python bench/stored_jobs.py 100 1000 2000
+    python bench/stored_jobs.py --listed --fields 0 400000     # small jobs, only listed
 
 Suspended jobs of 280 kB are created in one namespace while an operator runs; when each has its status, a second one is
 started, which lists them all, as a new leader does. Prints a JSON document for each number: resident memory of both at
@@ -37,23 +38,23 @@ SPECS = 8
 QUIET_SECONDS, SECONDS_MAX = 5.0, 900.0
 
 
-def spec_of(seed: int) -> bytes:
-    """Return the JSON of a spec just below the limits: 3,250 objects of 76 characters."""
+def spec_of(seed: int, fields: int) -> bytes:
+    """Return the JSON of a spec with so many fields of 76 characters. 3,250 are just below the limits."""
     draw = random.Random(seed)
 
     def word(length: int) -> str:
         return "".join(draw.choices(string.ascii_letters, k=length))
 
-    pod = {"zz": {word(36): word(40) for _ in range(3_250)}, "containers": [{"name": "t", "image": "i"}]}
+    pod = {"zz": {word(36): word(40) for _ in range(fields)}, "containers": [{"name": "t", "image": "i"}]}
     return orjson.dumps({"nodes": 1, "suspend": True, "template": {"spec": pod}})
 
 
 class StoredJobs(ModelServer):
     """Serves DDPJobs as bytes, in pages; the model serves all other kinds."""
 
-    def __init__(self) -> None:
+    def __init__(self, fields: int) -> None:
         super().__init__()
-        self._specs = [spec_of(seed) for seed in range(SPECS)]
+        self._specs = [spec_of(seed, fields) for seed in range(SPECS)]
         self._statuses: list[bytes] = []
         self._versions: list[int] = []
         self._log: list[int] = []
@@ -162,16 +163,19 @@ def found_of(operator: Any) -> dict[str, Any]:
     return {"memoryMiB": memory, "memoryMiBPeak": peak, "cpuSeconds": round(operator.cpu_seconds, 1)}
 
 
-def measure(jobs: int) -> dict[str, Any]:
+def measure(jobs: int, fields: int, *, listed_only: bool) -> dict[str, Any]:
     """Measure an operator that sees the jobs being created, and one that lists them."""
-    with StoredJobs() as server:
+    with StoredJobs(fields) as server:
         with Operator(server) as operator:  # type: ignore[arg-type]
             until(lambda: server.seen["WATCH pods"] > 0, "the operator watches", SECONDS_MAX, 0.5)
             time.sleep(2)
             idle = operator.memory_bytes >> 20
-            server.add(jobs)
-            until(lambda: server.told == jobs, "all jobs have a status", SECONDS_MAX, 0.5)
+            if not listed_only:
+                server.add(jobs)
+                until(lambda: server.told == jobs, "all jobs have a status", SECONDS_MAX, 0.5)
             created = found_of(operator)
+        if listed_only:
+            server.add(jobs)
         watches = server.seen["WATCH ddpjobs"]
         with Operator(server) as operator:  # type: ignore[arg-type]
             until(lambda: server.seen["WATCH ddpjobs"] > watches, "all jobs are listed", SECONDS_MAX, 0.5)
@@ -182,9 +186,12 @@ def measure(jobs: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("jobs", type=int, nargs="*", default=[100, 1_000, 2_000])
+    parser.add_argument("--fields", type=int, default=3_250, help="fields of a job")
+    parser.add_argument("--listed", action="store_true", help="create the jobs before an operator runs")
     options = parser.parse_args()
     for jobs in options.jobs:
-        print(json.dumps({"cores": os.cpu_count(), "load": os.getloadavg(), **measure(jobs)}), flush=True)
+        found = measure(jobs, options.fields, listed_only=options.listed)
+        print(json.dumps({"cores": os.cpu_count(), "load": os.getloadavg(), **found}), flush=True)
 
 
 if __name__ == "__main__":

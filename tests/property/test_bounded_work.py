@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import tracemalloc
 from collections.abc import AsyncIterator
 from functools import partial
 
@@ -12,7 +13,7 @@ import pytest
 from hostile_specs import PUTS, SHELL, STATUSES, calls, job, steps, warm
 from worlds import START, manifest
 
-from ddpjob_operator.job import command, ranges, validation
+from ddpjob_operator.job import command, ranges, storage, validation
 from ddpjob_operator.job.command import SCRIPT_READ_MAX
 from ddpjob_operator.kube.api.client import READ_AT_ONCE, Page, read_json
 from ddpjob_operator.kube.watch import listing
@@ -142,3 +143,29 @@ def test_others_go_on_while_the_objects_of_a_page_are_put() -> None:
     asyncio.run(both())
     assert len(jobs) == 40
     assert turns >= 40 // listing.PUT_AT_ONCE
+
+
+def test_a_list_takes_no_more_memory_however_many_jobs_do_not_fit() -> None:
+    """One user may create 200,000 small jobs. If each cost a kilobyte, every leader would exceed its memory limit."""
+    limits = storage.StoredLimits(0, 0, 0, 0, 0, cut=100 * storage.OF_A_JOB, cut_in_namespace=100 * storage.OF_A_JOB)
+
+    def peak_bytes(count: int) -> int:
+        jobs = Jobs(lambda _key: None, limits=limits)
+
+        async def pages() -> AsyncIterator[Page]:
+            for first in range(0, count, 200):
+                names = (f"j{number}" for number in range(first, first + 200))
+                items = [manifest(name) for name in names]
+                for raw in items:
+                    raw["metadata"] |= {"uid": raw["metadata"]["name"], "resourceVersion": "1"}
+                yield Page(items, "1")
+
+        tracemalloc.start()
+        try:
+            asyncio.run(listing.take(pages(), jobs, jobs.put))
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    peak_bytes(200)  # imports and caches
+    assert peak_bytes(10_000) < 1.2 * peak_bytes(1_000)

@@ -9,6 +9,7 @@ from ddpjob_operator.kube.watch.listing import place_of
 
 def taken(sink: Any, raws: list[Any], version: int, *scope: Any) -> None:
     """Put all objects of the list, and remove those that it does not contain. scope: what was listed."""
-    for raw in raws:
-        sink.put(raw)
-    sink.retain({place_of(raw) for raw in raws}, version, *scope)
+    with sink.one_observation(*scope) as unlisted:
+        for raw in raws:
+            sink.put(raw)
+    sink.drop(unlisted - {place_of(raw) for raw in raws}, version)

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+from lists import taken
 
 from ddpjob_operator.job import storage
 from ddpjob_operator.kube.kopf_workarounds.reflected_session import Feed
@@ -74,11 +75,9 @@ def test_a_list_goes_into_our_copy_and_what_it_lacks_is_gone() -> None:
     """A job that was deleted while no watch was open would be restarted for ever, and its pods refused."""
     jobs = Jobs(lambda _key: None)
     feed = Feed(jobs)
-    with feed.one_observation():
-        feed.put(job(4))
-    feed.retain({KEY}, 4)
+    taken(feed, [job(4)], 4)
     assert jobs.get(KEY) == job(4)
-    feed.retain(set(), 9)
+    taken(feed, [], 9)
     assert jobs.get(KEY) is None
     assert told(feed) == []
 
@@ -90,8 +89,6 @@ def test_a_list_is_no_news_of_a_job_of_which_a_part_is_kept() -> None:
     feed = Feed(jobs)
     ended = job(4) | {"spec": {"template": "x" * 5000}, "status": {"state": "Succeeded", "attempt": 1}}
     for _ in range(2):
-        with feed.one_observation():
-            feed.put(ended)
-        feed.retain({KEY}, 4)
+        taken(feed, [ended], 4)
     assert storage.is_cut(jobs.get(KEY) or {})
     assert changed == [KEY]

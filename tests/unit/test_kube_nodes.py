@@ -70,7 +70,7 @@ def test_who_is_told_of_nodes_is_told_once_where_many_are_judged_anew() -> None:
     nodes = NodeCache(lambda names: told.append(len(names)), lambda: NOW)
     for number in range(100):
         nodes.put(node(f"node-{number}"))
-    nodes.retain({("", f"node-{number}") for number in range(100)}, 1)
+    nodes.drop(set(), 1)
     for number in range(60):
         nodes.put(node(f"node-{number}", "Unknown"))
     assert nodes.disrupted

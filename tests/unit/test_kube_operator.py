@@ -210,7 +210,7 @@ def test_how_long_a_pod_is_in_a_state_is_counted_by_our_clock_also_where_nodes_c
         made = operator(Runtime(utc=lambda: START))
         made.caches.pods.put(pod(0, version=2, phase="Running", containerStatuses=beside))
         if reads_nodes:
-            made.caches.nodes.retain(set(), 1)
+            made.caches.nodes.drop(set(), 1)
         key, (job, _) = ("default", "digits"), validation.parse(manifest())
         seen = await made.reconciler._observe(key, job, made.states.of(key, UID))
         assert (seen.nodes is not None) == reads_nodes

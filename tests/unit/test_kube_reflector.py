@@ -60,8 +60,10 @@ class Copy:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.stored: set[str] = set()
 
     def put(self, raw: Any) -> None:
+        self.stored.add(raw["metadata"]["name"])
         self.calls.append(f"put {raw['metadata']['name']}")
 
     def remove(self, namespace: str, name: str, uid: str) -> None:
@@ -73,11 +75,11 @@ class Copy:
     def begin_anew(self, namespace: str) -> None:
         self.calls.append(f"begin anew in {namespace}")
 
-    def one_observation(self, namespace: str = "") -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    def one_observation(self, namespace: str = "") -> contextlib.AbstractContextManager[set[ObjectKey]]:
+        return contextlib.nullcontext({("default", name) for name in self.stored})
 
-    def retain(self, named: Set[ObjectKey], list_version: int, namespace: str = "") -> None:
-        self.calls.append(f"retain {sorted(name for _, name in named)}")
+    def drop(self, unlisted: Set[ObjectKey], list_version: int) -> None:
+        self.calls.append(f"drop {sorted(name for _, name in unlisted)}")
 
 
 def follow(lists: list[Any], watches: list[Any], woken: Sequence[bool] = ()) -> tuple[Server, Copy, list[float]]:
@@ -110,7 +112,7 @@ def test_it_lists_once_and_goes_on_from_the_last_event_when_a_watch_ends() -> No
     watch = [event("ADDED", "b", 11), event("DELETED", "a", 12), event("BOOKMARK", "", 20)]
     server, copy, _ = follow([(["a"], 10)], [watch])
     assert server.asked == ["list", "watch 10", "watch 20"]
-    assert copy.calls == ["put a", "retain ['a']", "put b", "remove a"]
+    assert copy.calls == ["put a", "drop []", "put b", "remove a"]
 
 
 def test_a_connection_that_breaks_costs_no_list() -> None:
@@ -131,7 +133,7 @@ def test_after_an_answer_from_which_a_watch_cannot_go_on_it_lists_again_within_s
     """The error may be the answer to the watch itself or an event in it; kopf gives up at the first for good."""
     server, copy, waits = follow([(["a"], 10), (["b"], 30)], [[error]])
     assert server.asked == ["list", "watch 10", "list", "watch 30"]
-    assert copy.calls == ["put a", "retain ['a']", "put b", "retain ['b']"]
+    assert copy.calls == ["put a", "drop []", "put b", "drop ['a']"]
     assert sum(waits) < 2
 
 
@@ -173,14 +175,14 @@ def test_a_watch_that_is_turned_away_waits_as_long_as_the_server_says_and_never_
 
 def test_a_list_older_than_what_was_seen_replaces_nothing() -> None:
     server, copy, _ = follow([(["a"], 100), ([], 90), (["a"], 110)], [[GONE]])
-    assert copy.calls == ["put a", "retain ['a']"] * 2
+    assert copy.calls == ["put a", "drop []"] * 2
     assert server.asked.count("list") == 3
 
 
 def test_a_cluster_restored_from_a_backup_is_believed_in_the_end_and_not_too_soon() -> None:
     """All its objects look older than the known ones: a present job must not wait a day to start."""
     server, copy, _ = follow([(["a"], 100), (["old"], 50)], [[GONE]])
-    assert copy.calls[-3:] == ["begin anew in team", "put old", "retain ['old']"]
+    assert copy.calls[-3:] == ["begin anew in team", "put old", "drop ['a']"]
     assert server.asked.count("list") == 1 + STALE_LISTS_MAX + 1
 
 

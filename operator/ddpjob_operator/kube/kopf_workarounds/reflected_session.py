@@ -93,17 +93,17 @@ class Feed:
         self._jobs.begin_anew(namespace)
 
     @contextmanager
-    def one_observation(self, namespace: str = "", key: Key | None = None) -> Iterator[None]:
+    def one_observation(self, namespace: str = "", key: Key | None = None) -> Iterator[set[ObjectKey]]:
         """While a list arrives, `put` sends no events to kopf."""
-        with self._jobs.one_observation(namespace, key):
+        with self._jobs.one_observation(namespace, key) as places:
             self._lists = True
             try:
-                yield
+                yield places
             finally:
                 self._lists = False
 
-    def retain(self, named: Set[ObjectKey], list_version: int, namespace: str = "") -> None:
-        self._jobs.retain(named, list_version, namespace)
+    def drop(self, unlisted: Set[ObjectKey], list_version: int) -> None:
+        self._jobs.drop(unlisted, list_version)
 
     async def lines(self) -> AsyncIterator[bytes]:
         """Yield the events for kopf as lines of JSON, forever."""

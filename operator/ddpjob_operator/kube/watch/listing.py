@@ -25,8 +25,11 @@ class Sink(Protocol):
     def remove(self, namespace: str, name: str, uid: str) -> None:
         """Remove the object with this UID."""
 
-    def one_observation(self, namespace: str = "", key: Key | None = None) -> AbstractContextManager[None]:
-        """Enter while the pages of a list arrive. namespace, key: what is listed ("" and None: all)."""
+    def one_observation(self, namespace: str = "", key: Key | None = None) -> AbstractContextManager[set[ObjectKey]]:
+        """Enter while the pages of a list arrive. namespace, key: what is listed ("" and None: all).
+
+        Return the names of all stored objects that the list should contain.
+        """
 
     def has(self, raw: Any) -> bool:
         """True if this version of an object, or a newer one, is known."""
@@ -34,8 +37,8 @@ class Sink(Protocol):
     def begin_anew(self, namespace: str) -> None:
         """Accept whatever comes next for a namespace ("": all): the cluster was restored from a backup."""
 
-    def retain(self, named: Set[ObjectKey], list_version: int, namespace: str = "") -> None:
-        """Remove what a complete list did not name, except objects that are newer than the list."""
+    def drop(self, unlisted: Set[ObjectKey], list_version: int) -> None:
+        """Remove the objects that a complete list did not contain, except those that are newer than the list."""
 
 
 class Careful:
@@ -85,21 +88,21 @@ async def take(
     check: Callable[[int], None] = lambda _: None,
     **listed: Any,
 ) -> str:
-    """Store a whole list and remove what it does not name. Return its resourceVersion.
+    """Store a whole list and remove what it does not contain. Return its resourceVersion.
 
-    check: called with the version before the objects of a page are stored. listed: as for `Sink.retain`.
+    check: called with the version before the objects of a page are stored. listed: as for `Sink.one_observation`. The
+    memory depends on the number of stored objects, not on the length of the list, which any user can extend.
     """
-    named: set[ObjectKey] = set()
     at = ""
-    with sink.one_observation(**listed):
+    with sink.one_observation(**listed) as unlisted:
         async for items, at in pages:
             check(number(at))
-            named |= {place for raw in items if (place := place_of(raw)) is not None}
+            unlisted.difference_update(place for raw in items if (place := place_of(raw)) is not None)
             for done in range(1, len(items) + 1):  # pop frees each raw object before the next is stored
                 put(items.pop())
                 if done % PUT_AT_ONCE == 0:
                     await asyncio.sleep(0)
-    sink.retain(named, number(at), **listed)
+    sink.drop(unlisted, number(at))
     return at
 
 

@@ -121,13 +121,15 @@ class NodeCache:
         if self._listed:
             self._gone[name] = True
 
-    def one_observation(self, namespace: str = "", key: Key | None = None) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    def one_observation(
+        self, namespace: str = "", key: Key | None = None
+    ) -> contextlib.AbstractContextManager[set[ObjectKey]]:
+        return contextlib.nullcontext({("", name) for name in self._names})
 
-    def retain(self, named: Set[ObjectKey], list_version: int, namespace: str = "") -> None:
+    def drop(self, unlisted: Set[ObjectKey], list_version: int) -> None:
         self._listed = True
-        for name in self._names.keys() - {name for _, name in named}:
-            self.remove("", name, "")
+        for place in unlisted:
+            self.remove(*place, "")
         self._judge()
 
     def begin_anew(self, namespace: str) -> None:

@@ -139,16 +139,20 @@ class Store(Generic[T]):
         self.put(raw)
 
     @contextlib.contextmanager
-    def one_observation(self, namespace: str = "", key: Key | None = None) -> Iterator[None]:
+    def one_observation(self, namespace: str = "", key: Key | None = None) -> Iterator[set[ObjectKey]]:
         """While a list arrives: all of its objects get one observation number, and all others numbers of their own."""
         scope = namespace if key is None else key
+        # A job is listed at each restart. Check only its own objects then, because there may be thousands of jobs.
+        places = set(self._entries) if key is None else {(key[0], name) for name in self._by_job.get(key, ())}
+        places |= {place for place, one in self._unreadable.items() if key in (None, one.key)}
+        places = {place for place in places if not namespace or place[0] == namespace}
         if scope in self._at_once:
-            yield
+            yield places
             return
         self._observation += 1
         self._at_once[scope] = self._observation
         try:
-            yield
+            yield places
         finally:
             del self._at_once[scope]
 
@@ -169,15 +173,11 @@ class Store(Generic[T]):
         if old is not None and old.uid == uid:
             self._set((namespace, name), old, None)
 
-    def retain(self, named: Set[ObjectKey], list_version: int, namespace: str = "", key: Key | None = None) -> None:
-        # A job is listed at each restart. Check only its own objects then, because there may be thousands of jobs.
-        those = self._entries if key is None else {(key[0], name): e for name, e in self._by_job.get(key, {}).items()}
-        for place, entry in list(those.items()):
-            listed = not namespace or place[0] == namespace
-            if listed and place not in named and entry.version <= list_version:
+    def drop(self, unlisted: Set[ObjectKey], list_version: int) -> None:
+        for place in unlisted:
+            if (entry := self._entries.get(place)) is not None and entry.version <= list_version:
                 self.remove(*place, entry.uid)
-        for place, one in list(self._unreadable.items()):
-            if (not namespace or place[0] == namespace) and key in (None, one.key) and place not in named:
+            if (one := self._unreadable.get(place)) is not None:
                 self.remove(*place, one.uid)
 
     def begin_anew(self, namespace: str) -> None:
