@@ -91,7 +91,7 @@ def test_a_traceback_for_which_nothing_ends_is_shown_in_time(lines: list[str], s
 
 
 def test_the_launchers_traceback_is_not_taken_for_a_part_of_the_scripts() -> None:
-    """Before the group is formed no prefix of torch tells them apart."""
+    """Before the process group exists no prefix of torch tells the two tracebacks apart."""
     fold = Fold()
     assert fold.take([*MISTAKE, *LAUNCHER], T0) == []
     assert [trace.lines for trace in fold.forget()] == [MISTAKE]
