@@ -17,7 +17,7 @@ SAID = f"the spec is invalid ({PROBLEM}); the job goes on as it was"
 
 
 def becomes(world: World, **spec: Any) -> World:
-    """Apply the user's edit, which an API server with an old CRD accepts. A stricter operator has the same effect."""
+    """Apply an edit that makes the spec invalid. An API server with an old CRD accepts such an edit."""
     given = {**manifest()["spec"], "nodes": world.job.spec.nodes, **spec}
     parsed, world.problems = validation.parse({**manifest(), "spec": given})
     assert world.problems
@@ -87,7 +87,7 @@ def test_that_the_spec_is_invalid_stands_in_the_message_the_condition_and_one_ev
 
 
 def test_the_remark_is_there_once_however_often_the_job_is_looked_at() -> None:
-    """A message that is kept between reconciles (a back-off's) would otherwise grow by a sentence each time."""
+    """Otherwise a message that is kept between reconciles, as in a back-off, grows by a sentence each time."""
     world = becomes(digits().running(), **WRONG).settle()
     world.exits(0, code=1).restarted().runs(0, 1).settle().exits(0, code=1).settle().stops_all().settle()
     assert world.status.state == "Restarting"
