@@ -1,5 +1,4 @@
-"""Folders to check, convert or submit may be a stranger's: nothing in them is executed, and nothing blocks the
-command."""
+"""Folders to check, convert or submit may be a stranger's: nothing in them is executed or blocks the command."""
 
 from __future__ import annotations
 
