@@ -90,7 +90,7 @@ def test_a_rescue_that_is_cut_short_leaves_what_was_saved_last(ranks: list[Share
 
 
 def test_each_state_that_survivors_write_leaves_the_one_before_until_it_is_whole(ranks: list[Shared]) -> None:
-    """A late rank needs the state of its own step, although another rank has begun to write a newer one."""
+    """A rank that writes a newer state may be killed. Then the state before it must still be complete."""
     for step in range(1, 6):
         assert not write(ranks[0], step, pieces=2)
         assert step == 1 or newest(ranks[1]) == (step - 1, step - 1.0)

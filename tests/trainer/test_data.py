@@ -582,7 +582,7 @@ def test_a_loss_function_without_a_scalar_tensor_is_told_what_to_return(returned
 
 
 def test_a_batch_larger_than_the_global_batch_is_refused():
-    """Otherwise gradients are too large, here eightfold, and training only seems to learn badly."""
+    """Otherwise gradients are eight times too large here, and users only see a model that learns badly."""
     model = torch.nn.Linear(2, 1)
     with pytest.raises(ddpjob.ConfigurationError, match="batch: it has 64 samples, and global_batch is 8"):
         ddpjob.accumulate(model, torch.zeros(64, 2), 8, lambda piece: model(piece).sum())

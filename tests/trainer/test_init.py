@@ -1,4 +1,4 @@
-"""init() meets the other ranks however they are started, or says why not. Every way to end the ranks ends."""
+"""init() meets the other ranks however they are started, or says why not. Every way to leave the group ends."""
 
 import contextlib
 import os
@@ -381,7 +381,7 @@ def test_tcp_works_under_torchrun_where_torch_itself_waits_for_ever(tmp_path, fr
 
 
 def test_ranks_that_finish_together_leave_nothing_on_stderr_that_looks_like_a_failure(end_ranks, capfd, free_port):
-    """rank 0 serves the store. If it leaves first, torch prints a trace of 20 lines on each other rank."""
+    """If rank 0, which serves the store, leaves first, torch prints a trace of 20 lines on each other rank."""
 
     def body(rank: int) -> None:
         if rank != 0:  # checks so seldom that the others are done long before

@@ -185,7 +185,7 @@ def _kill(chance: random.Random, recipe: Recipe, before: list[Kill], left: int) 
         how = "KILL"
     place = chance.choice([place for place in PLACES if place != "reduced" or recipe["optimizer"] != "lbfgs"])
     ends = _epoch_ends(recipe)
-    # A fifth of the kills are at the boundary of two epochs.
+    # At least a fifth of the kills are at the boundary of two epochs.
     steps = ends if place == "epoch_end" or chance.random() < 0.2 else list(range(5, TOTAL - 2))
     if steps != ends and chance.random() < 0.3:  # some options do something at every fifth step
         steps = list(range(5, TOTAL - 2, 5))

@@ -254,7 +254,7 @@ def test_what_the_server_says_of_a_pod_has_the_places_that_the_user_has_written(
 
 
 def test_the_log_of_an_init_container_is_kept_as_its_message_unless_the_template_says_otherwise() -> None:
-    """Its output alone says why the job did not start, and the pod disappears with the restart."""
+    """Only the init container's output shows why the job did not start, and the pod disappears with the restart."""
     own = {"name": "own", "image": "x", "terminationMessagePolicy": "File"}
     body = pod(with_pod(initContainers=[{"name": "init", "image": "x"}, own]))
     policies = [c["terminationMessagePolicy"] for c in body["spec"]["initContainers"]]

@@ -676,7 +676,7 @@ def test_a_variable_that_is_refused_is_not_warned_of_as_well(job_file) -> None:
 
 
 def test_what_a_job_has_events_of_is_said_before_it_runs_in_the_same_words(job_file) -> None:
-    """`ddpjob check` must find what `ddpjob run` warns about."""
+    """The warnings of `ddpjob check` must be those that a job later gets as Events."""
     env = {"env": [{"name": "MASTER_PORT", "value": "29500"}]}
     path = job_file("", "torchrun", "--max-restarts=3", "train.py", nodes=2, container=env)
     said = ran(path).stdout
@@ -806,7 +806,7 @@ dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=N)
 def test_a_world_size_that_is_not_the_jobs_is_found_where_both_are_known(
     number: str, nodes: int | None, nproc: int | None, launcher: str, found: bool
 ) -> None:
-    """The group waits for ranks that nobody starts, for torch's 30 minutes."""
+    """Otherwise the group waits for ranks that nobody starts, until torch's timeout of 30 minutes."""
     job = CheckedJob(nodes=nodes, nproc=nproc, launcher=launcher)
     findings = check.check("t.py", WORLD.replace("N)", f"{number})"), job)
     assert [(f.rule, f.severity) for f in findings] == ([("world-size-differs", "error")] if found else [])
@@ -1434,7 +1434,7 @@ ON_ONE_RANK = ["import torch.distributed as dist\n", "if dist.get_rank() == 0:\n
 
 
 def notebook(*cells: str | list[str]) -> str:
-    """Return a notebook with these code cells after a text."""
+    """Return a notebook that has a text cell and then these code cells."""
     code = [{"cell_type": "code", "source": cell, "outputs": []} for cell in cells]
     return json.dumps({"cells": [{"cell_type": "markdown", "source": "# rank"}, *code], "nbformat": 4})
 

@@ -119,7 +119,7 @@ def test_a_namespace_that_is_a_path_is_no_namespace(cluster: FakeCluster, ddpjob
 def test_a_server_that_is_not_there_or_hangs_up_is_told_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ddpjob: Ddpjob
 ) -> None:
-    """A server that shuts down, or a proxy before it, must not show as a Python tuple."""
+    """Users must read a sentence, not a Python tuple, when a server or a proxy closes the connection."""
     monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path, "http://127.0.0.1:9")))
     done = ddpjob("get", code=1, says=("does not answer", "refused"))
     assert done.err.count("\n") == 1
@@ -160,7 +160,7 @@ def test_a_broken_kubeconfig_is_one_line(
 
 
 def test_each_command_for_a_cluster_tells_its_exit_codes_and_an_example(ddpjob: Ddpjob) -> None:
-    """A script must tell a failed job from a wrong name, which only commands that wait for the end do."""
+    """Scripts tell a failed job from a wrong name by the exit code. Only submit and wait report a failed job."""
     for command in "submit get describe logs events top wait suspend resume restart scale delete".split():
         text = ddpjob(command, "--help").out
         failed = {"submit": "the job failed, or ", "wait": "a job failed, or "}.get(command, "")
@@ -213,7 +213,7 @@ def test_other_refusals_are_one_line(cluster: FakeCluster, ddpjob: Ddpjob, code:
 
 
 def test_what_needs_no_cluster_does_not_import_its_client() -> None:
-    """`ddpjob --help` and the local run start at once."""
+    """`ddpjob --help` and the local run must start without a delay."""
     slow = "{'kubernetes', 'urllib3', 'pathspec', 'torch', 'yaml', 'rich'}"
     look = f"import sys; print({slow} & set(sys.modules))"
     text = f"import ddpjob_cli.commands.main, ddpjob_cli.client.errors; {look}"
@@ -851,7 +851,7 @@ def test_a_log_keeps_its_bytes_whether_it_is_followed_or_not(cluster: FakeCluste
 def test_a_node_whose_log_cannot_be_read_does_not_hide_those_of_the_others(
     cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """If node 0 is lost, the other logs say when."""
+    """If node 0 is lost, the logs of the other nodes show when."""
     message = 'Get "https://10.0.0.5:10250/containerLogs": dial tcp 10.0.0.5:10250: i/o timeout'
     cluster.answers["get pods/log digits-1-0"] = 500, {"kind": "Status", "message": message}
     runs(cluster, *[["epoch 1"]] * 2)
@@ -963,7 +963,7 @@ def test_followed_logs_say_what_the_job_waits_for(
 def test_top_is_drawn_again_until_ctrl_c_and_once_on_a_terminal_that_cannot_be_drawn_on(
     cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, *, is_drawn: bool
 ) -> None:
-    """Ctrl-C ends it normally."""
+    """Ctrl-C is the normal way to end `ddpjob top`, so the exit code is 0."""
     monkeypatch.setenv("TERM", "xterm" if is_drawn else "dumb")
     job = cluster.add("ddpjobs", stored(display={"step": "312/1125"}))
     argv = ["-m", "ddpjob_cli", "top"]

@@ -1,4 +1,4 @@
-"""Elastic jobs: they train with minNodes to nodes, accept later nodes, and restart as a group."""
+"""Elastic jobs train with minNodes to nodes pods, accept pods that start later, and restart as a group."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_what_contradicts_an_elastic_job_is_refused_with_the_fix(command: list[s
 
 
 def test_one_node_may_be_elastic_because_a_job_may_be_scaled_down_to_one() -> None:
-    """`kubectl scale --replicas 1` of a job with minNodes: 1."""
+    """`kubectl scale --replicas 1` must work for a job with minNodes: 1."""
     assert problems(["torchrun", "x.py"], nodes=1, minNodes=1) == []
     assert variables(job(nodes=1, minNodes=1))["PET_NNODES"] == "1:1"
 
@@ -337,7 +337,7 @@ def test_suspend_and_resume_take_the_number_of_now() -> None:
 
 
 def test_a_static_job_keeps_its_number_of_nodes() -> None:
-    """The API server does not let spec.nodes change while it is running, so the status has no copy."""
+    """The API server does not let spec.nodes of a running static job change, so the status has no copy of it."""
     assert digits().running().status.attempt_nodes is None
 
 
@@ -359,7 +359,7 @@ def test_a_range_that_is_none_is_refused_by_the_option(tmp_path: Path) -> None:
 
 
 def test_node_0s_pod_is_created_before_the_others() -> None:
-    """With one free node for two pods the other one would get it, and wait for node 0 in vain."""
+    """If one node is free for two pods, another pod would get it, and wait for node 0 in vain."""
     world = elastic()
     made = [[a.place for a in world.step().actions if isinstance(a, CreatePod)] for _ in range(4)]
     assert [places for places in made if places] == [[0], [1, 2]]

@@ -1,4 +1,4 @@
-"""Facts once seen of a pod are kept: the kubelet's later reports about a deleted pod have less information."""
+"""Observed facts about a pod are kept, because the kubelet's later reports about a deleted pod contain less."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def stamp(seconds: float) -> str:
 
 
 def seen(*stories: tuple[Raw, Raw]) -> Pod:
-    """Return a pod after these (state and phase, metadata) were shown by a watch, through the operator's store."""
+    """Return the pod that the operator's store holds after a watch has shown these (status, metadata) in order."""
     store: Store[Pod] = Store(observe.pod, lambda _: ("team", "digits"), lambda *_: None, facts.merge)
     for version, (status, metadata) in enumerate(stories, start=1):
         status = dict(status)

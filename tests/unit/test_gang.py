@@ -269,8 +269,7 @@ def test_a_pod_group_is_what_kubernetes_documents_and_the_same_in_each_version(v
 
 
 def test_in_1_37_a_group_that_was_placed_once_says_so_for_ever_and_its_pods_say_what_became_of_them() -> None:
-    """A group that was preempted stays "scheduled" while its pods are evicted one by one. It must not read as
-    waiting."""
+    """A preempted group stays "scheduled" while its pods are evicted one by one. It must not look like waiting."""
     placed = {"type": "PodGroupInitiallyScheduled", "status": "True", "reason": "Scheduled"}
     preempted = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler", "message": "m"}
     assert native.read({"status": {"conditions": [preempted, placed]}}) == Admission("admitted")

@@ -503,7 +503,7 @@ def test_a_lost_node_beside_a_rank_that_has_completed_is_the_cause_still() -> No
 
 
 def test_a_node_that_is_known_to_be_lost_long_after_its_peers_complained_is_the_cause() -> None:
-    """The cluster takes a minute to notice a lost node: otherwise the second one is charged to the application."""
+    """The cluster takes a minute to notice a lost node. Otherwise a second such loss is charged to the application."""
     world = digits(nodes=3, backoffLimit=0).running()
     for lost in range(1, 4):
         world.runs(0, 1, 2).settle().exits(0, code=1, message=PEER_GONE).settle().after(40).node_lost(2).settle()
@@ -839,7 +839,7 @@ def test_a_pod_that_was_bound_to_a_node_that_is_not_ready_has_its_own_patience()
 
 
 def test_a_rank_that_is_gone_when_its_peers_have_completed_is_not_made_again_to_wait_for_them() -> None:
-    """It completed unobserved. A new pod would find no peers, and users would pay for a rank that "ended early"."""
+    """The rank completed unobserved. A new pod would find no peers, and its rank would be charged as "ended early"."""
     world = digits().started().settle()
     assert world.status.reason == "StartingTrainers"
     world.exits(0).vanishes(1).settle()
@@ -865,7 +865,7 @@ def test_a_rank_whose_pod_was_never_made_is_made_although_others_have_completed_
 
 @LAUNCHERS
 def test_a_rank_that_starts_after_a_peer_has_ended_does_not_prove_that_the_peer_ended_early(command: str) -> None:
-    """The peer's completion was not recorded, so its new pod waits in vain. A correct script must not be charged."""
+    """Rank 1 may have completed unobserved, so its pod is created again and waits in vain. That must not be charged."""
     world = digits(container={"command": [command, "train.py"]}, backoffLimit=0)
     world.step()
     world.vanishes(1).runs(0).after(30).exits(0).after(5).step()

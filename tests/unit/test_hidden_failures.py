@@ -65,7 +65,7 @@ def test_it_is_charged_to_the_backoff_limit_as_any_failure() -> None:
 
 
 def test_one_node_is_enough_while_the_other_still_runs() -> None:
-    """Its peers would wait for ever in a collective."""
+    """The peers of the failed rank would wait for ever in a collective."""
     world = digits(container=PIPE).running().exits(0, 0, message=by_agent()).settle()
     assert (world.status.state, world.status.completed_nodes) == ("Restarting", "")
 
@@ -132,7 +132,7 @@ def test_what_agents_find_makes_the_success_suspicious() -> None:
 
 
 def test_a_rank_that_reports_that_it_trained_alone_makes_the_success_suspicious_once() -> None:
-    """torchrun knows nothing about process groups and records no success: N models were trained."""
+    """torchrun cannot see that each rank trained a model of its own, and leaves no record of its success."""
     by_ddprun = told(findings=[trained_alone(2)._asdict()])
     for message in ("", by_ddprun):
         world = digits().running().reports_step(9, world_size=2, alone=True, final=True)

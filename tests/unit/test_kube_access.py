@@ -1,4 +1,4 @@
-"""Rights that the operator lacks, in its log at the start."""
+"""At its start the operator logs which rights it lacks."""
 
 from __future__ import annotations
 

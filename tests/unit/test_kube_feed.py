@@ -38,7 +38,7 @@ def told(feed: Feed) -> list[tuple[str, str]]:
 
 
 def test_kopf_is_told_of_jobs_that_begin_and_end_and_all_goes_into_our_copy() -> None:
-    """An edit that reaches neither would never be acted on; one that reaches both costs twice."""
+    """An edit that reaches neither our copy nor kopf is never acted on, and one that reaches both costs twice."""
     changed: list[tuple[str, str]] = []
     jobs = Jobs(changed.append)
     feed = Feed(jobs)

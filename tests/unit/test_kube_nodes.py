@@ -246,7 +246,7 @@ def pod_on_gpu_1(phase: str, version: str) -> dict[str, Any]:
 
 
 def gives_up_its_pod(server: Server, nodes: NodeCache, phase: str = "Running") -> None:
-    """True if the pod on gpu-1 is deleted with a grace period of 0."""
+    """Let the operator delete the pod on gpu-1 with a grace period of 0."""
     copies = caches(nodes=nodes)
     copies.pods.put(pod_on_gpu_1(phase, "7"))
     executor = reconciler(server, copies, Runtime()).executor

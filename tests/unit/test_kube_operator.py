@@ -297,7 +297,7 @@ def test_who_stands_by_queues_nothing_and_who_leads_reconciles_every_job() -> No
 
 
 def test_an_operator_that_loses_its_lease_ends_as_if_it_had_been_told_to(caplog: pytest.LogCaptureFixture) -> None:
-    """Kubernetes restarts it. Another exit code would mean a crash, and an alert in every cluster."""
+    """Kubernetes restarts the operator. Another exit code would mean a crash, and an alert in every cluster."""
 
     class Brief(Election):
         async def gained(self) -> str:

@@ -1,4 +1,4 @@
-"""A release for all namespaces leaves those alone that another release watches, and marks with a ConfigMap."""
+"""A release for all namespaces ignores each namespace that another release has marked with a ConfigMap."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ class Reconciles:
 
 
 def test_a_job_whose_reconcile_was_cancelled_alone_is_reconciled_again() -> None:
-    """Otherwise it counts as busy for ever, and no event of the job has any effect."""
+    """Otherwise the job counts as busy for ever, and no event of it has any effect."""
     tries: list[str] = []
 
     async def reconcile(key: str) -> None:

@@ -44,7 +44,7 @@ def test_a_watch_that_is_refused_while_others_are_answered_waits_its_full_time()
         assert not waiting.done()
         waiting.cancel()
         reach.failed()
-        await asyncio.wait_for(reach.wait(0.01), 5)  # nor does a wait last longer while the server stays away
+        await asyncio.wait_for(reach.wait(0.01), 5)  # the wait also ends if the server stays away
 
     asyncio.run(run())
 

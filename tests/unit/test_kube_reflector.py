@@ -128,7 +128,7 @@ NEEDS_A_LIST = {
 
 @pytest.mark.parametrize("error", NEEDS_A_LIST.values(), ids=NEEDS_A_LIST)
 def test_after_an_answer_from_which_a_watch_cannot_go_on_it_lists_again_within_seconds(error: ApiError) -> None:
-    """The error may be the answer to the watch request, or an event of the watch. kopf stops watching at the former."""
+    """The error may answer the watch request, or be an event of the watch. kopf gives up for good at the first."""
     server, copy, waits = follow([(["a"], 10), (["b"], 30)], [[error]])
     assert server.asked == ["list", "watch 10", "list", "watch 30"]
     assert copy.calls == ["put a", "retain ['a']", "put b", "retain ['b']"]

@@ -172,7 +172,7 @@ def job(version: int, uid: str = "u1", name: str = "digits") -> dict[str, Any]:
 
 
 def test_changes_of_a_job_that_we_have_are_taken_and_those_of_another_one_are_not() -> None:
-    """An edit that reaches neither would never be acted on; one that reaches both costs twice."""
+    """An edit that reaches neither our copy nor kopf is never acted on, and one that reaches both costs twice."""
     changed: list[Key] = []
     jobs = Jobs(changed.append)
     assert not jobs.take(job(4)), "kopf is told of it first"

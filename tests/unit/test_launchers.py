@@ -74,7 +74,7 @@ def test_a_module_is_read_as_a_script_is(cli: Cli) -> None:
     "script",
     [
         "import os\nos.environ['OMP_NUM_THREADS'] = '4'\n" + INIT,  # applied when the script imports torch
-        "import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '1'\n" + INIT,  # read after the start
+        "import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '1'\n" + INIT,  # torch reads it later
         INIT + "import os\nos.environ['KMP_AFFINITY'] = 'none'\n",  # too late under torchrun as well
         STORE + "TCPStore(host, port, 2, os.environ['RANK'] == '0')\n",
         STORE + "TCPStore(host, port, is_master=True)\nTCPStore(host, port)\n",

@@ -161,7 +161,7 @@ def test_pods_that_find_no_node_for_different_reasons_say_each_with_the_commones
 
 
 def test_a_reason_for_each_of_a_hundred_pods_makes_no_endless_message() -> None:
-    """For a missing volume each pod's sentence contains another name."""
+    """If a volume is missing for each pod, each pod's message names another volume."""
     world = digits(nodes=100).started()
     for place in range(100):
         world.unschedulable(place, f'persistentvolumeclaim "data-{place}" not found' + 500 * "." * (place == 1))

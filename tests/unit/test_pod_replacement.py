@@ -166,7 +166,7 @@ def test_steps_made_before_a_replacement_are_counted_as_lost() -> None:
 
 
 def test_a_clock_of_a_node_that_is_ahead_counts_no_step_twice() -> None:
-    """By this clock the failure is later than the first step of the next ranks, which made fewer steps."""
+    """By this clock the failure comes after the first step of the next ranks, whose lost steps would count twice."""
     world = trained().reports_step(100).settle().after(9).exits(1, code=137).after(-8).settle().runs(1).settle()
     world.after(2).reports_step(91, generation=1, resumed_step=90).settle()
     world.after(1).reports_step(91, generation=2, resumed_step=90).settle()

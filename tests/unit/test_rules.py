@@ -30,7 +30,7 @@ def fails(
     every: float = 60,
     history: RestartHistory = NOTHING,
 ) -> rules.Verdict:
-    """Return the verdict on the last of these failures, which follow each other by `every` seconds."""
+    """Return the verdict on the last of these failures, which are `every` seconds apart."""
     verdict = rules.Verdict(True, history, None)
     for number, one in enumerate(found):
         assert verdict.restart, f"failure {number} was the last: {verdict.stop}"

@@ -25,7 +25,7 @@ def is_lost(script: str) -> bool:
 
 @pytest.mark.parametrize("script", scripts("lose"))
 def test_a_script_that_hides_the_failure_of_its_launcher_gets_a_warning(script: str) -> None:
-    """The job would succeed although its ranks fail."""
+    """Otherwise the job succeeds although its ranks fail."""
     assert is_lost(script)
 
 
@@ -75,7 +75,7 @@ def test_the_fix_of_a_pipe_in_sh_is_bash_because_dash_has_no_pipefail() -> None:
     ],
 )
 def test_pipefail_in_sh_gets_a_warning(words: list[str], is_warned: bool) -> None:
-    """dash exits with 2 before anything has started."""
+    """sh may be dash, which exits with 2 before anything has started."""
     assert shells.pipefail_in_sh(words) is is_warned
 
 

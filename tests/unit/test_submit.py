@@ -232,7 +232,7 @@ def test_two_jobs_with_the_same_code_share_it_until_the_last_is_deleted(
 def test_code_of_the_same_name_with_another_content_is_refused(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """Somebody else created it: it would run as the user's own code."""
+    """Somebody else created that ConfigMap, and its code would run as the user's own."""
     ddpjob("submit", "train.py", "--name", "a")
     cluster.find("configmaps")["binaryData"]["code.tar.gz"] = "AAAA"
     ddpjob("submit", "train.py", "--name", "b", code=1, says="has not this code")
