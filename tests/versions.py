@@ -1,9 +1,9 @@
-"""The tests of what runs in a pod, with each Python from 3.10 on that is here, the oldest torch and the newest.
+"""Runs the tests of library and agent with each Python from 3.10 on that is installed, with the oldest and the newest
+torch.
 
-`make test-versions`; docs/versions.md says what was run with what. Each pair has a virtual environment of its own below
---folder, made once: torch from the package index is several gigabytes with CUDA. The operator is not among it: kopf
-wants Python 3.11, and its pods have one version.
-"""
+Use `make test-versions`; docs/versions.md has the results. Each pair has a virtual environment below --folder, which is
+made once, because torch is several gigabytes with CUDA. The operator is not tested here: its image has one version of
+Python."""
 
 import argparse
 import shutil
@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
-TORCHES = ("2.4", "newest")  # the oldest of pyproject.toml
+TORCHES = ("2.4", "newest")  # the oldest one that pyproject.toml allows, and the newest
 NEEDED = "numpy pytest pytest-timeout pytest-xdist hypothesis psutil pexpect pyte scikit-learn".split()
 TESTS = ("tests/trainer", "tests/agent")
 
@@ -50,13 +50,13 @@ def _interpreters(wanted: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _is(path: str, version: str) -> bool:
-    """pyenv leaves a command for each version that it knows of, also where that is not installed."""
+    """True if this command runs this Python. pyenv has commands even for versions that are not installed."""
     ask = "import sys; print('%d.%d' % sys.version_info[:2])"
     return subprocess.run([path, "-c", ask], text=True, capture_output=True).stdout.strip() == version
 
 
 def _tried(version: str, python: Path, torch: str, options: argparse.Namespace) -> tuple[bool, str]:
-    """Whether it went well, and a line about it."""
+    """Return whether the tests passed, and a line about them."""
     folder = options.folder / f"{version}-torch-{torch}"
     problem = _made(folder, python, torch)
     if problem:
@@ -65,7 +65,7 @@ def _tried(version: str, python: Path, torch: str, options: argparse.Namespace) 
 
 
 def _made(folder: Path, python: Path, torch: str) -> str:
-    """Make the environment unless it is there; what went wrong, in one line."""
+    """Make the virtual environment unless it exists. Return what went wrong in one line, or ""."""
     if (folder / "ready").exists():
         return ""
     subprocess.run([python, "-m", "venv", "--clear", folder], check=True)

@@ -1,4 +1,4 @@
-"""Ranks for tests, forked from one process that has torch imported, so that a group costs no import."""
+"""Fixtures that run functions in ranks, forked from this process because it has torch imported already."""
 
 import importlib
 import json
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch._dynamo  # DistributedDataParallel's first construction imports it: 1 to 5 s in every forked rank
+import torch._dynamo  # the first DistributedDataParallel imports it: 1 to 5 s in every rank
 from free_port import free_port
 from memory_node import Node
 
@@ -27,17 +27,17 @@ import ddpjob
 from ddpjob.process import replace as new_process_state
 
 progress_file = importlib.import_module("ddpjob.reporting.progress")
-LIMIT_SECONDS = 120.0  # on an idle machine none takes 15 s
+LIMIT_SECONDS = 120.0  # no test takes 15 s on an idle machine
 LAUNCHER_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "NNODES", "NPROC_PER_NODE",
     "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE",
 )  # fmt: skip
 
-torch.set_num_threads(1)  # a thread pool of the parent does not survive a fork
+torch.set_num_threads(1)  # threads of a pool do not survive a fork
 
 
 class Outcome(NamedTuple):
-    """The end of one rank: its function's result or the exception's text, and the process's exit code."""
+    """The end of a rank: the result of its function or the text of an exception, and the exit code of its process."""
 
     value: Any
     error: str
@@ -46,7 +46,7 @@ class Outcome(NamedTuple):
 
 def _rank_main(body: Callable[[int], Any], rank: int, answer: Any) -> None:
     try:
-        # Not send(), which would share tensors with a process that ends.
+        # send() would share tensors with this process, which ends.
         answer.send_bytes(pickle.dumps((body(rank), "")))
     except BaseException as error:
         answer.send_bytes(pickle.dumps((None, f"{type(error).__name__}: {error}")))
@@ -56,7 +56,7 @@ def _rank_main(body: Callable[[int], Any], rank: int, answer: Any) -> None:
 
 
 def outcomes_of(body: Callable[[int], Any], world_size: int, limit_seconds: float = LIMIT_SECONDS) -> list[Outcome]:
-    """Run the body once per rank in forked processes; exit code -9 means that it exceeded the limit."""
+    """Run the body in a forked process for each rank. Exit code -9 means that the rank exceeded the limit."""
     context = multiprocessing.get_context("fork")
     started = []
     for rank in range(world_size):
@@ -84,7 +84,7 @@ def _outcome(process: Any, pipe: Any, end: float) -> Outcome:
 
 
 def values_of(body: Callable[[int], Any], world_size: int) -> list[Any]:
-    """Return what each rank returned; fail the test if one did not end well."""
+    """Return the result of each rank. Fail the test if a rank did not end well."""
     outcomes = outcomes_of(body, world_size)
     bad = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome.error or outcome.exit_code}
     assert not bad, f"ranks that did not end well: {bad}"
@@ -118,7 +118,7 @@ Script = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start_script(tmp_path: Path) -> Iterator[Script]:
-    """Start a script in a new interpreter; one that does not import torch starts fast."""
+    """Return a function that starts a script in a new interpreter. A script that does not import torch starts fast."""
     started: list[subprocess.Popen[str]] = []
 
     def start(code: str, **environ: object) -> "subprocess.Popen[str]":
@@ -139,7 +139,7 @@ def start_script(tmp_path: Path) -> Iterator[Script]:
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide the variables of a launcher or a job that runs the tests."""
+    """Remove the variables of a launcher or a job in which the tests are running."""
     for name in [*LAUNCHER_VARIABLES, *(name for name in os.environ if name.startswith(("DDPJOB_", "PET_")))]:
         if name != "DDPJOB_TEST_TRACEBACK":
             monkeypatch.delenv(name, raising=False)
@@ -160,7 +160,7 @@ def same(values: Sequence[Any]) -> bool:
 
 
 class Receiver:
-    """A receiver on loopback that keeps reports; `answers` are the first statuses, then 200."""
+    """HTTP server on loopback that keeps reports. It answers with `answers`, then with 200."""
 
     def __init__(self) -> None:
         self.posts: queue.Queue[tuple[dict[str, Any], dict[str, str]]] = queue.Queue()

@@ -1,4 +1,4 @@
-"""The two areas of a node's memory: survivors of a failure write there, and so do ranks that copy saved states."""
+"""A node's memory has two areas, written by survivors of a failure and by ranks that copy saved states."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Shared]]:
 
 
 def copy(rank: Shared, step: int, area: int, *, counts: bool = True) -> Held:
-    """Copy what a script has saved."""
+    """Copy a state that the script has saved."""
     state = packed_state(step)
     held = Held(Version(1, 0, step), 0, state.size, packed.total(state.tensors))
     rank.write_copy(area, state, held)
@@ -49,7 +49,7 @@ def copy(rank: Shared, step: int, area: int, *, counts: bool = True) -> Held:
 
 
 def write(rank: Shared, step: int, *, pieces: int = 99, assumed: bool = False) -> bool:
-    """Write as a survivor that is killed after so many pieces."""
+    """Write a state as a survivor does that is killed after so many pieces; return if it is complete."""
     state, written, copy_piece = packed_state(step), [], packed.copy_piece
 
     def copy_some(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -72,7 +72,7 @@ def write(rank: Shared, step: int, *, pieces: int = 99, assumed: bool = False) -
 
 
 def newest(rank: Shared) -> tuple[int, float]:
-    """Return the step that counts, and its state."""
+    """Return the step that a restart would use, and a value of its state."""
     held = rank.held()
     assert held is not None
     return held.version.step, float(packed.in_place(rank.newest(held.size))["weight"][-1])
@@ -80,7 +80,7 @@ def newest(rank: Shared) -> tuple[int, float]:
 
 @pytest.mark.parametrize("area", range(memory.AREAS))
 def test_a_rescue_that_is_cut_short_leaves_what_was_saved_last(ranks: list[Shared], area: int) -> None:
-    """Without a folder this is the only copy: training would go back to an earlier save, or to step 0."""
+    """Without a folder no other state is complete: training would go back to an earlier save, or to step 0."""
     copy(ranks[0], 3, 1 - area)
     copy(ranks[0], 5, area)
     assert not write(ranks[0], 8, pieces=1)
@@ -90,7 +90,7 @@ def test_a_rescue_that_is_cut_short_leaves_what_was_saved_last(ranks: list[Share
 
 
 def test_each_state_that_survivors_write_leaves_the_one_before_until_it_is_whole(ranks: list[Shared]) -> None:
-    """A late rank makes its step after a third one has written the state before it."""
+    """A rank that writes a newer state may be killed. Then the state before it must still be complete."""
     for step in range(1, 6):
         assert not write(ranks[0], step, pieces=2)
         assert step == 1 or newest(ranks[1]) == (step - 1, step - 1.0)
@@ -99,7 +99,7 @@ def test_each_state_that_survivors_write_leaves_the_one_before_until_it_is_whole
 
 
 def test_what_is_saved_takes_the_place_of_what_was_assumed_of_the_same_step(ranks: list[Shared]) -> None:
-    """Otherwise there would be two states of that step, and nobody knew which one counts."""
+    """Otherwise there are two states of that step, and it is unclear which of them a restart uses."""
     assert write(ranks[0], 4, assumed=True)
     assert write(ranks[1], 4)
     held = [ranks[0].held_in(area) for area in range(memory.AREAS)]
@@ -107,7 +107,7 @@ def test_what_is_saved_takes_the_place_of_what_was_assumed_of_the_same_step(rank
 
 
 def test_a_copy_does_not_count_where_survivors_write_over_it(ranks: list[Shared]) -> None:
-    """Half of one state and half of another would be a state that no training had."""
+    """A mix of two states would be a state that no training had."""
     copy(ranks[0], 5, 0)
     copied = copy(ranks[0], 6, 1, counts=False)
     assert not write(ranks[1], 6, pieces=1)
@@ -118,7 +118,7 @@ def test_a_copy_does_not_count_where_survivors_write_over_it(ranks: list[Shared]
 
 
 def test_who_copies_waits_until_a_survivor_has_written(ranks: list[Shared]) -> None:
-    """Otherwise both write into the area without the newest state."""
+    """Otherwise both write at the same time into the area that does not hold the newest state."""
     began, done = threading.Event(), threading.Event()
 
     def copies() -> None:
@@ -136,7 +136,7 @@ def test_who_copies_waits_until_a_survivor_has_written(ranks: list[Shared]) -> N
 
 
 def test_one_rank_writes_at_a_time_and_one_that_dies_leaves_that_to_the_others(ranks: list[Shared]) -> None:
-    """Parts of two writers would be a state of no step."""
+    """Parts written by two ranks would be a state of no step."""
     (read, write_end), (release, hold) = os.pipe(), os.pipe()
     if (pid := os.fork()) == 0:
         with ranks[0].locked():
@@ -153,8 +153,8 @@ def test_one_rank_writes_at_a_time_and_one_that_dies_leaves_that_to_the_others(r
 
 
 def test_a_process_that_was_forked_meanwhile_does_not_keep_the_others_from_writing(ranks: list[Shared]) -> None:
-    """A DataLoader may start its workers while a thread reserves room: they must not block writing for as long as they
-    live."""
+    """A DataLoader may fork workers while a thread reserves memory. The workers must not hold its lock until they
+    end."""
     with ranks[0].locked() as has_lock:
         assert has_lock
         if (worker := os.fork()) == 0:

@@ -1,4 +1,4 @@
-"""A wrong launch reports why in a sentence and ends; none hangs, and none trains alone silently."""
+"""A wrong launch is reported in a sentence and ends. No rank hangs or silently trains alone."""
 
 import os
 import re
@@ -21,7 +21,7 @@ LIMIT_SECONDS = 40
 
 
 def become(rank: int, world_size: int, port: int, host: str = "127.0.0.1") -> None:
-    """Set variables as a launcher does."""
+    """Set the variables that a launcher sets for a rank."""
     place = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": host, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()})
 
@@ -65,7 +65,7 @@ def test_one_process_needs_no_group(monkeypatch, world_size):
 
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 2)])
 def test_ranks_that_expect_other_numbers_of_ranks_say_so_within_their_limit(end_ranks, meeting_file, sizes):
-    """Otherwise one rank may take two others for all, and they wait for half an hour."""
+    """Otherwise one rank takes two for the whole group, and the other waits half an hour for a third rank."""
 
     def body(rank: int) -> None:
         place = {"init_method": meeting_file, "rank": rank, "world_size": sizes[rank]}
@@ -92,7 +92,7 @@ def test_two_processes_of_one_number_both_end_and_say_who_they_are(end_ranks, fr
 
 
 def test_a_port_that_another_program_uses_is_named_at_once(end_ranks):
-    """Rank 0 ends, and with it the job: otherwise clients of the other program wait for its answer."""
+    """Rank 0 must end, and with it the job. Otherwise the other ranks wait for an answer of that program."""
     with socket.create_server(("", 0)) as other_program:
         port = other_program.getsockname()[1]
 
@@ -137,7 +137,7 @@ for rank in ranks: rank.join()
 
 @pytest.fixture
 def late_hosts(tmp_path: Path) -> Iterator[tuple[list[str], Path]]:
-    """Return how to start a program with its own /etc/hosts, and that file."""
+    """Return a command that starts a program with its own /etc/hosts, and the path of that file."""
     file = tmp_path / "hosts"
     shutil.copy("/etc/hosts", file)
     own = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"', str(file)]

@@ -1,4 +1,4 @@
-"""The building blocks keep their promises: each asserts them itself, on every rank."""
+"""Each building block in the notes asserts its own promises, and the test runs it on every rank."""
 
 import contextlib
 import os
@@ -16,14 +16,14 @@ WORLD_SIZE = 3
 def test_every_building_block_holds_its_claim_on_three_ranks(
     run_ranks: Callable[..., list[None]], tmp_path: Path, free_port: int
 ) -> None:
-    """As under torchrun, with its variables."""
+    """The ranks have the variables that torchrun sets."""
 
     def body(rank: int) -> None:
         where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD_SIZE, "LOCAL_WORLD_SIZE": WORLD_SIZE}
         os.environ |= {name: str(value) for name, value in where.items()}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port), "CUDA_VISIBLE_DEVICES": ""}
         tempfile.tempdir = str(tmp_path)
-        sys.path.insert(0, str(NOTES))  # as Python does for a script
+        sys.path.insert(0, str(NOTES))  # Python does this for a script
         with open(tmp_path / f"out-{rank}", "w") as out, contextlib.redirect_stdout(out):
             runpy.run_path(str(NOTES / "blocks_all.py"), run_name="__main__")
 

@@ -1,5 +1,5 @@
-"""Periodic copies of the state in memory, for cases where nobody could write it after a failure. `vanish()` is a kill:
-the rank leaves its memory, and does nothing more."""
+"""Periodic copies of the state in memory are used when no rank could write its state after a failure. A rank that is
+killed here ends without writing."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def node(node: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
 
 @pytest.fixture
 def nodes(nodes: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
-    """The same with two nodes."""
+    """Return two nodes where copies are free, so that each step is copied."""
     monkeypatch.setattr(copies, "COST_MAX", 1e9)
     return nodes
 
 
 def clip(model: Any) -> None:
-    """Change weights outside of the optimizer, as a script may."""
+    """Change weights outside of the optimizer, as some scripts do."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.clamp_(-0.05, 0.05)
@@ -42,8 +42,8 @@ def digest(model: Any) -> str:
 
 
 def clipped(until: int, place: str, *, ranks: int = 1, saves: tuple[int, ...] = (2,)) -> Any:
-    """Train with weights clipped at that place of a step, and saves at those steps. Return the first step and the final
-    bits."""
+    """Train with weights clipped at this place in each step, and save at these steps. Return the first step and a hash
+    of the parameters."""
     world = ddpjob.init()
     objects, snapshot = parts(), ddpjob.Snapshot("snapshots", world)
     step = began = snapshot.load(**objects)
@@ -67,7 +67,7 @@ def clipped(until: int, place: str, *, ranks: int = 1, saves: tuple[int, ...] = 
 def test_a_rank_that_trains_alone_and_is_killed_goes_on_from_the_last_copy(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """No rank survives it: otherwise all steps since the last save are lost."""
+    """No rank survives. Without a copy all steps since the last save would be lost."""
 
     def train(until: int) -> int:
         objects, _, step = begin()
@@ -83,7 +83,7 @@ def test_a_rank_that_trains_alone_and_is_killed_goes_on_from_the_last_copy(
 
 
 def test_a_rank_that_trains_alone_and_ends_by_an_exception_repeats_no_step(node: Node) -> None:
-    """It can still write its state, which is newer than the last copy."""
+    """A rank that raises can still write its state, which is newer than the last copy."""
 
     def train(until: int) -> int:
         objects, _, step = begin()
@@ -113,7 +113,7 @@ def test_weights_that_are_clipped_before_each_forward_are_copied_and_the_result_
 
 
 def test_weights_that_are_clipped_between_should_stop_and_save_are_copied_as_save_finds_them(node: Node) -> None:
-    """No step begins with the weights at should_stop: a restart from there would change the result."""
+    """A step begins with the clipped weights, so a restart with those at should_stop() would change the result."""
     _, undisturbed = node.run(0, lambda: clipped(24, "before save", saves=()))
     node.lose(0)
     Path("snapshots").rename("others")
@@ -124,14 +124,14 @@ def test_weights_that_are_clipped_between_should_stop_and_save_are_copied_as_sav
 def test_copies_at_the_steps_that_save_names_count_however_many_steps_come_after_them(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Saves are rare, so a copy made there is often many steps behind its ranks."""
+    """Copies at saves are rare, so they are often many steps behind the ranks."""
     assert node.run(0, lambda: clipped(30, "before save", saves=(2, 12)))[0] == 0
     assert node.run(1, lambda: clipped(32, "before save"))[0] == 12
     assert "resumed at step 12 from a copy in the memory on the node of rank 0" in capfd.readouterr().err
 
 
 def test_a_script_that_changes_its_weights_and_has_named_no_state_is_not_copied(node: Node) -> None:
-    """Nobody knows if a step begins with the weights before or after the change."""
+    """Without a save it is unknown if a step begins with the weights before or after the change."""
     assert node.run(0, lambda: clipped(16, "first", saves=()))[0] == 0
     assert node.step is None
 
@@ -139,7 +139,7 @@ def test_a_script_that_changes_its_weights_and_has_named_no_state_is_not_copied(
 def test_ranks_that_change_their_weights_copy_at_the_same_steps_and_all_have_their_random_states(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A rank without them would draw other numbers than before."""
+    """Otherwise a rank without its random state draws other numbers after the restart."""
     _, undisturbed = node.run(0, lambda: clipped(24, "first", ranks=2, saves=()), ranks=2)
     node.lose(0)
     Path("snapshots").rename("others")
@@ -153,13 +153,13 @@ def test_ranks_that_change_their_weights_copy_at_the_same_steps_and_all_have_the
 def test_what_the_survivor_of_one_node_finds_out_about_the_script_holds_for_the_ranks_of_all_nodes(
     nodes: Node,
 ) -> None:
-    """Rank 0 makes the plans. If it was killed, the others must not wait for a plan for ever."""
+    """Rank 0 plans the copies. After it was killed, the others must not wait for its plan for ever."""
 
     def train(until: int, saves: tuple[int, ...] = ()) -> int:
         world = ddpjob.init()
         objects, snapshot, began = begin()
         for step in range(began + 1, until + 1):
-            if step > 8:  # after everything has been proved
+            if step > 8:  # from here on the script does what it has not shown before
                 clip(objects["model"])
             steps(step - 1, step, **objects)
             if step in saves:
@@ -175,8 +175,8 @@ def test_what_the_survivor_of_one_node_finds_out_about_the_script_holds_for_the_
 
 
 def saved_otherwise(until: int, who_saves: str) -> int:
-    """Train with weights clipped at the beginning of each step, and saved at steps 2 and 40: at the second one save
-    finds other weights than should_stop. Return the first step."""
+    """Train with weights clipped at the start of each step, and save at steps 2 and 40. At step 40 save() finds other
+    weights than should_stop(). Return the first step."""
     world = ddpjob.init()
     objects, snapshot, began = begin()
     model = world.wrap(objects["model"])
@@ -194,7 +194,7 @@ def saved_otherwise(until: int, who_saves: str) -> int:
 def test_once_save_finds_other_weights_than_should_stop_nothing_is_copied_at_should_stop_any_more(
     nodes: Node, who_saves: str, until: int
 ) -> None:
-    """Otherwise a restart begins with weights with which no step begins."""
+    """Otherwise a restart uses weights with which no step begins."""
     assert nodes.run(0, lambda: saved_otherwise(18, who_saves), ranks=2) == 0
     assert nodes.run(1, lambda: saved_otherwise(until, who_saves), ranks=2) == 17, "copies at should_stop"
     assert nodes.run(2, lambda: saved_otherwise(until, who_saves), ranks=2) == 40
@@ -203,7 +203,7 @@ def test_once_save_finds_other_weights_than_should_stop_nothing_is_copied_at_sho
 def test_what_rank_0_has_found_about_save_holds_after_a_restart_too(
     nodes: Node,
 ) -> None:
-    """Otherwise the node that never saves makes all ranks copy at should_stop again."""
+    """Otherwise a node that never saves makes all ranks copy at should_stop() again."""
     assert nodes.run(0, lambda: saved_otherwise(18, "rank 0"), ranks=2) == 0
     assert nodes.run(1, lambda: saved_otherwise(41, "rank 0"), ranks=2) == 17
     assert nodes.run(2, lambda: saved_otherwise(70, "rank 0"), ranks=2) == 40
@@ -213,7 +213,7 @@ def test_what_rank_0_has_found_about_save_holds_after_a_restart_too(
 def test_copies_without_room_are_said_with_the_reason(
     node: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Two copies take twice the memory, and a container over its limit is killed."""
+    """Two copies take twice the memory of one state, and the kernel kills a container over its limit."""
     from ddpjob.checkpoint.in_memory import room
 
     monkeypatch.setattr(room, "shortage", lambda size, with_later: room.Shortage(f"{size} bytes are too many", size))
@@ -230,7 +230,7 @@ def test_copies_without_room_are_said_with_the_reason(
 def test_a_rank_alone_without_room_for_its_copies_says_so_in_the_status(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If only the log says so, readers of the job's status think that its steps are safe."""
+    """If only the log shows it, readers of the job's status believe that no step can be lost."""
     from ddpjob.checkpoint.in_memory import room
 
     with_copies: list[bool] = []

@@ -1,4 +1,4 @@
-"""Copies of a state on a real GPU; without one, the order of the calls of torch.cuda. Scripts run in new processes,
+"""Copies of a state on a real GPU, and without one the order of calls of torch.cuda. Scripts run in new processes,
 because a process that has used CUDA cannot fork ranks for other tests."""
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ with ddpjob.init(os.environ["BACKEND"]) as world:
     os.write(1, f"END {rank} {hashlib.sha256(bits).hexdigest()} {number}\\n".encode())  # whole lines: two ranks write
 """
 
-# Its steps replay a graph, which calls no hooks of the optimizer.
+# Steps of this script replay a CUDA graph, which calls no hooks of the optimizer.
 GRAPH = """
 import torch
 import ddpjob
@@ -168,7 +168,7 @@ with ddpjob.init() as world:
 
 @on_gpu
 def test_a_gpu_copies_what_was_there_at_the_boundary_while_the_host_goes_on(tmp_path: Path) -> None:
-    """Otherwise the copy is of half a step, or each copy costs the time of the steps that the host is ahead."""
+    """Otherwise the copy mixes two steps, or training waits for each copy."""
     script = tmp_path / "streams.py"
     script.write_text(STREAMS)
     env = {**os.environ, **real_gpus.shown()}
@@ -178,7 +178,7 @@ def test_a_gpu_copies_what_was_there_at_the_boundary_while_the_host_goes_on(tmp_
 
 
 def ends(folder: Path, nodes: int, **env: str) -> tuple[list[int], set[tuple[str, ...]], str]:
-    """Return where each generation began, how each rank ended, and the output."""
+    """Return the first step of each generation, the end of each rank, and the output."""
     folder.mkdir()
     launcher = Launcher(folder)
     options = ["--nproc", 2 // nodes if env["BACKEND"] == "gloo" else 1, "--max-restarts", 9, launcher.script(TRAIN)]
@@ -207,8 +207,8 @@ def ends(folder: Path, nodes: int, **env: str) -> tuple[list[int], set[tuple[str
 def test_a_training_on_a_gpu_that_is_killed_goes_on_from_a_copy_with_the_same_bits(
     tmp_path: Path, backend: str, nodes: int, how: str, kill: str
 ) -> None:
-    """Includes parameters, buffers, optimizer state and random states, some of them on the CPU; the host waits for
-    none."""
+    """The state has parameters, buffers, optimizer state and random states, partly on the CPU. The host waits for no
+    copy."""
     of = {"BACKEND": backend, "HOW": how}
     _, undisturbed, _ = ends(tmp_path / "one", nodes, **of)
     began, ended, said = ends(tmp_path / "other", nodes, **of, KILL=kill)
@@ -224,7 +224,7 @@ def test_a_training_on_a_gpu_that_is_killed_goes_on_from_a_copy_with_the_same_bi
 @pytest.mark.parametrize(("backend", "nodes"), [("nccl", 1), ("nccl", 2), ("gloo", 1)])
 @pytest.mark.parametrize("seed", ["1", "2"])
 def test_kills_at_any_moment_of_a_gpu_change_no_bit(tmp_path: Path, backend: str, nodes: int, seed: str) -> None:
-    """Also while 50 MB are being copied from the GPU, or read back."""
+    """Kills also happen while 50 MB are being copied from the GPU, or read back."""
     of = {"BACKEND": backend, "STEPS": "300", "WIDTH": "2048"}
     _, undisturbed, _ = ends(tmp_path / "one", nodes, **of)
     began, ended, said = ends(tmp_path / "other", nodes, **of, SEED=seed)
@@ -236,7 +236,7 @@ def test_kills_at_any_moment_of_a_gpu_change_no_bit(tmp_path: Path, backend: str
 
 @on_gpu
 def test_steps_that_a_graph_of_a_gpu_makes_are_not_kept_with_the_reason(tmp_path: Path) -> None:
-    """A replay is invisible, so a copy could be of another step than its number says."""
+    """A replay calls no hook, so a copy could belong to another step than its number says."""
     launcher = Launcher(tmp_path)
     done = launcher.done("--nproc", 1, launcher.script(GRAPH), **real_gpus.shown())
     assert (done.returncode, done.stdout.split()) == (0, ["END", "30"]), done.stderr
@@ -325,7 +325,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
 
 
 def test_the_copy_begins_after_what_the_device_was_given_and_the_next_step_after_the_copy(told: Told) -> None:
-    """In another order the copy has half of the last step, or of the next one; waiting on the host would cost time."""
+    """Otherwise the copy has parts of another step. The host must not wait, because that costs time."""
     streams = Streams(torch.device("cuda", 1))
     target, source = torch.zeros(4), torch.ones(4)
     ticket = streams.begin_copy([(target, source)])
@@ -346,14 +346,14 @@ def test_the_copy_begins_after_what_the_device_was_given_and_the_next_step_after
 
 @pytest.mark.parametrize(("answer", "says"), [(0, ""), (712, "cudaHostRegister answers 712")])
 def test_memory_is_pinned_for_the_rank_s_own_device(told: Told, answer: int, says: str) -> None:
-    """It happens in a thread, whose default device is the first one: each rank would use memory of GPU 0."""
+    """A thread's default device is GPU 0, where each rank would otherwise use memory."""
     told.answer = answer
     assert Streams(torch.device("cuda", 1)).pin(torch.zeros(64, dtype=torch.uint8)) == says
     assert told.calls == ["on cuda:1", "pinned 64 1"]
 
 
 def test_only_cuda_has_streams() -> None:
-    """On the CPU survivors write the state, which costs less; other accelerators are unknown."""
+    """On the CPU survivors write the state, which is cheaper. Other accelerators are not supported."""
     assert for_device(torch.device("cpu")) is None
     assert for_device(torch.device("xpu", 0)) is None
     assert isinstance(for_device(torch.device("cuda", 0)), Streams)

@@ -1,4 +1,4 @@
-"""Training data depends only on the seed."""
+"""The order of training data depends only on the seed, not on the number of ranks or on restarts."""
 
 import importlib
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ SAMPLES = 100
 
 
 def shares(n: int, global_batch: int, world_size: int, epoch: int = 0, **kwargs: Any) -> list[list[int]]:
-    """Return the global batches of an epoch, combined from the ranks' shares."""
+    """Return the global batches of an epoch, put together from the shares of all ranks."""
     samplers = [
         ddpjob.GlobalBatchSampler(n, global_batch, 7, rank=rank, world_size=world_size, **kwargs)
         for rank in range(world_size)
@@ -146,7 +146,7 @@ def test_a_resume_with_another_global_batch_trains_full_batches_only_and_no_samp
 
 @pytest.mark.parametrize("made", [0, 1, 2])
 def test_a_data_loader_that_is_resumed_twice_trains_every_sample_once(made):
-    """Batches must count from the epoch's first sample to train none twice."""
+    """After a resume the batches count from the start of the epoch. Otherwise a second resume trains samples twice."""
     trained: list[int] = []
     state = ddpjob.GlobalBatchSampler(96, 16, 7).state_dict()
     for global_batch in (16, 8, 24):
@@ -168,7 +168,7 @@ def test_a_data_loader_that_is_resumed_twice_trains_every_sample_once(made):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_look_at_one_batch_of_a_loader_takes_none_from_the_training(workers, capfd):
-    """The rest of the epoch must not lack what the workers fetched."""
+    """Otherwise the samples of the fetched batch, and those that workers read ahead, are not trained."""
     sampler = ddpjob.GlobalBatchSampler(32, 4, seed=7)
     sampler.load_state_dict({"n": 32, "seed": 7, "epoch": 1, "consumed": 8})
     loader = DataLoader(range(32), batch_sampler=sampler, num_workers=workers)
@@ -192,7 +192,7 @@ def test_an_epoch_of_a_loader_that_is_left_early_is_followed_by_the_next_one():
 
 
 class Augmented(torch.utils.data.Dataset):
-    """Draws a random number for each sample."""
+    """Dataset that draws a random number for each sample."""
 
     def __len__(self) -> int:
         return 8
@@ -204,7 +204,7 @@ class Augmented(torch.utils.data.Dataset):
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("plain", [True, False])
 def test_random_numbers_of_a_loaders_workers_are_said_not_to_continue(workers, plain, capfd):
-    """A worker's generator is not saved: after a resume within an epoch the augmentation differs."""
+    """A worker's generator is not saved, so a resume within an epoch changes the augmentation."""
     data = torch.utils.data.TensorDataset(torch.arange(8)) if plain else Augmented()
     data = torch.utils.data.Subset(data, range(8))
     sampler = ddpjob.GlobalBatchSampler(8, 2, seed=1)
@@ -217,8 +217,8 @@ def test_random_numbers_of_a_loaders_workers_are_said_not_to_continue(workers, p
 
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 1, "persistent_workers": True}], ids=["none", "persistent"])
 def test_a_resume_draws_no_seed_for_a_loader_once_more(tmp_path, workers):
-    """Each iter(DataLoader) draws one, with workers that persist only the first: later dropout masks would differ from
-    the undisturbed training."""
+    """iter(DataLoader) draws a seed: each time, or once if workers are persistent. An additional draw would change all
+    later dropout masks."""
 
     def train(until: int, folder: str) -> torch.Tensor:
         weights = torch.nn.Linear(1, 1)
@@ -243,7 +243,7 @@ def test_a_resume_draws_no_seed_for_a_loader_once_more(tmp_path, workers):
         raise AssertionError("it was to be left")
 
     whole = {step: train(step, f"whole-{step}") for step in (5, 6, 9, 11)}
-    for first, second in ((5, 6), (4, 5), (8, 9), (5, 11)):  # within an epoch, and at its beginning
+    for first, second in ((5, 6), (4, 5), (8, 9), (5, 11)):  # within an epoch, and at the start of one
         train(first, f"{first}-{second}")
         assert train(second, f"{first}-{second}") == whole[second]
 
@@ -261,7 +261,7 @@ class BatchSamplerShard:
 
 
 def test_shares_that_would_be_dealt_out_once_more_are_refused():
-    """Otherwise only 320 of 640 samples are trained, silently."""
+    """If accelerate distributes our shares once more, only 320 of 640 samples are trained."""
     sampler = ddpjob.GlobalBatchSampler(8, 2, seed=1, rank=0, world_size=2)
     with pytest.raises(
         ddpjob.ConfigurationError, match=r"BatchSamplerShard distributes batches .* Do not pass this DataLoader"
@@ -272,7 +272,7 @@ def test_shares_that_would_be_dealt_out_once_more_are_refused():
 
 
 def test_epochs_that_are_all_left_early_are_told_to_be_the_same_one(capfd):
-    """A loop with a fixed number of steps per epoch and no set_epoch would train the same samples each time."""
+    """Without set_epoch, a loop with a fixed number of steps per epoch trains the same samples each time."""
     sampler = ddpjob.GlobalBatchSampler(32, 4, seed=7)
     loader = DataLoader(range(32), batch_sampler=sampler)
     for _ in range(2):
@@ -300,7 +300,7 @@ def test_a_resume_that_would_leave_a_rank_without_samples_is_refused_where_a_dat
     [*((name, value) for name in ("epoch", "consumed") for value in (-5, 1.5, "3", None, True)), ("consumed", 21)],
 )
 def test_a_damaged_state_is_refused_and_never_an_epoch_without_samples(name, value):
-    """Training would go on as if it had seen all samples, or repeat some."""
+    """Otherwise training continues as if it had seen all samples, or repeats some."""
     sampler = ddpjob.GlobalBatchSampler(20, 10, 7)
     with pytest.raises(ddpjob.StateError, match=f"{name}: the saved state has"):
         sampler.load_state_dict({**sampler.state_dict(), name: value})
@@ -313,7 +313,7 @@ def test_a_damaged_state_is_refused_and_never_an_epoch_without_samples(name, val
 def trained(
     rank: int, world_size: int, url: str, steps: int, state: dict[str, Any] | None, made_of: Any = None, **kwargs: Any
 ) -> Any:
-    """Return the parameters after so many steps of a small network from that state. made_of: changes the DDP model."""
+    """Return the parameters of a small network after so many steps from that state. made_of: wraps the DDP model."""
     world = ddpjob.init(init_method=url, rank=rank, world_size=world_size)
     torch.manual_seed(1)
     x, y = torch.randn(SAMPLES, 6), torch.randint(0, 3, (SAMPLES,))
@@ -367,7 +367,7 @@ def test_parameters_are_the_same_for_1_2_3_and_4_processes(run_ranks, tmp_path):
 
 
 def test_a_compiled_model_learns_from_two_processes_what_it_learns_from_one(run_ranks, tmp_path):
-    """A compiled model is no DistributedDataParallel any more: gradients must not be divided by the number of ranks."""
+    """A compiled model is no DistributedDataParallel instance, but its gradients are averaged by DDP, too."""
 
     def of(world_size: int, **kwargs: Any) -> Any:
         url = f"file://{tmp_path}/{world_size}"
@@ -388,7 +388,7 @@ def test_parameters_are_the_same_when_4_processes_become_3_and_then_1_in_the_mid
 
 
 class Holder(torch.nn.Module):
-    """A module whose parts are DDP models, as in a GAN."""
+    """Module with parts that are DDP models, as in a GAN."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
@@ -399,7 +399,7 @@ class Holder(torch.nn.Module):
 
 
 def test_a_model_with_ddp_inside_learns_from_two_processes_what_it_learns_from_one(run_ranks, tmp_path):
-    """Gradients must not be divided by the number of ranks."""
+    """DDP inside the model averages already, so gradients must not be divided by the number of ranks again."""
 
     def of(world_size: int, **kwargs: Any) -> Any:
         url = f"file://{tmp_path}/{world_size}"
@@ -409,7 +409,7 @@ def test_a_model_with_ddp_inside_learns_from_two_processes_what_it_learns_from_o
 
 
 def test_a_model_that_nobody_averages_over_the_ranks_is_refused(end_ranks, tmp_path):
-    """A user who forgot world.wrap() would train a separate model on each rank."""
+    """Without world.wrap() each rank would train a model of its own."""
 
     def body(rank: int) -> None:
         trained(rank, 2, f"file://{tmp_path}/meet", 1, None, made_of=lambda model: model.module, global_batch=14)
@@ -442,7 +442,7 @@ def test_accumulate_takes_tensors_of_a_data_loader_and_runs_the_callers_backward
     loss = ddpjob.accumulate(model, (x, y), 10, loss_of, micro_batch=4, backward=backward)
     gradient = model.weight.grad.clone()
     model.zero_grad()
-    fields = {"x": x, "y": y}  # as for models of transformers
+    fields = {"x": x, "y": y}  # models of transformers take a dict
     ddpjob.accumulate(model, fields, 10, lambda piece: loss_of((piece["x"], piece["y"])), micro_batch=4)
     assert torch.equal(gradient, model.weight.grad)
     model.zero_grad()
@@ -456,7 +456,7 @@ def test_accumulate_takes_tensors_of_a_data_loader_and_runs_the_callers_backward
 @pytest.mark.parametrize("share", [0.5, torch.tensor(0.5), np.float32(0.5)], ids=["float", "tensor", "numpy"])
 @pytest.mark.parametrize("first", [True, False])
 def test_a_number_in_a_batch_is_the_same_in_each_micro_batch(share: Any, first: bool) -> None:
-    """Otherwise a TypeError: `object of type 'float' has no len()`."""
+    """A plain number cannot be split, and must not raise `object of type 'float' has no len()`."""
     x, model = torch.ones(10, 3), torch.nn.Linear(3, 1)
     whole = {"share": share, "name": "digits", "none": None}
     fields = whole | {"x": x} if first else {"x": x} | whole
@@ -490,7 +490,7 @@ def test_a_number_in_a_batch_is_the_same_in_each_micro_batch(share: Any, first: 
     ],
 )  # fmt: skip
 def test_a_batch_that_cannot_be_cut_is_refused_with_the_field_and_the_fix(batch: Any, said: str) -> None:
-    """`{}` must not be an IndexError, and three class weights next to ten samples must not be split."""
+    """An empty batch must not raise IndexError, and three class weights next to ten samples must not be split."""
     model = torch.nn.Linear(3, 1)
     with pytest.raises(ddpjob.ConfigurationError) as refused:
         ddpjob.accumulate(model, batch, 10, lambda piece: model(piece["x"]).sum(), micro_batch=4)
@@ -560,7 +560,7 @@ def test_an_epoch_reshuffles_within_a_part_so_that_validation_data_never_become_
 
 
 def test_the_order_does_not_depend_on_the_default_device_of_the_script() -> None:
-    """With `torch.set_default_device("cuda")` a CPU generator cannot draw on the default device."""
+    """After `torch.set_default_device("cuda")` a CPU generator cannot draw numbers on the default device."""
     before = shares(50, 10, 2)
     with torch.device("meta"):
         assert shares(50, 10, 2) == before
@@ -576,13 +576,13 @@ def test_the_order_does_not_depend_on_the_default_device_of_the_script() -> None
     ],
 )
 def test_a_loss_function_without_a_scalar_tensor_is_told_what_to_return(returned, said):
-    """For a forgotten `return` torch reports: unsupported operand type(s) for *: 'NoneType' and 'float'."""
+    """A forgotten `return` otherwise raises: unsupported operand type(s) for *: 'NoneType' and 'float'."""
     with pytest.raises(ddpjob.ConfigurationError, match=said + r'.*reduction="sum"'):
         ddpjob.accumulate(torch.nn.Linear(2, 1), torch.zeros(4, 2), 4, lambda piece: returned)
 
 
 def test_a_batch_larger_than_the_global_batch_is_refused():
-    """Otherwise gradients are eight times too large, and training seems to learn badly."""
+    """Otherwise gradients are eight times too large here, and users only see a model that learns badly."""
     model = torch.nn.Linear(2, 1)
     with pytest.raises(ddpjob.ConfigurationError, match="batch: it has 64 samples, and global_batch is 8"):
         ddpjob.accumulate(model, torch.zeros(64, 2), 8, lambda piece: model(piece).sum())

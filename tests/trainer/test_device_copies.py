@@ -1,5 +1,5 @@
-"""Copies of a state on a device, as scripts see them. The fake device copies as late as it may. Parameters are on the
-CPU and change with the optimizer's step; a copy that is not waited for finds them changed."""
+"""Copies of a state on a device, as scripts see them. The fake device makes each copy as late as it may. Parameters are
+on the CPU and the optimizer's step changes them, so a step that does not wait spoils the copy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def node(node: Node, monkeypatch: pytest.MonkeyPatch, device: LastMoment) -> Nod
 
 
 def train(until: int, *, ranks: int = 1, save_at: int = 0, clips: bool = False, fails: bool = False) -> Any:
-    """Return the first step, and the final bits."""
+    """Train to this step; return the first step, and the final values of the model."""
     world = ddpjob.init()
     objects, snapshot = parts(), ddpjob.Snapshot("snapshots", world)
     step = began = snapshot.load(**objects)
@@ -63,7 +63,7 @@ def train(until: int, *, ranks: int = 1, save_at: int = 0, clips: bool = False, 
 def test_a_state_on_a_device_comes_back_from_the_last_copy_with_the_same_bits(
     node: Node, ranks: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Buffers, the optimizer's state and random states must belong to that step too, or the bits would differ."""
+    """The restart must bring back buffers, optimizer state and random states of the same step."""
     _, undisturbed = node.run(0, lambda: train(60, ranks=ranks), ranks=ranks)
     node.lose(0)
     assert node.run(0, lambda: train(30, ranks=ranks, fails=True), ranks=ranks)[0] == 0
@@ -81,7 +81,7 @@ def test_a_state_on_a_device_comes_back_from_the_last_copy_with_the_same_bits(
 def test_without_a_folder_what_is_saved_is_copied_and_counts_some_steps_later(
     node: Node, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No boundary may follow for an hour, and a failure would cost the state saved before."""
+    """The next boundary may come an hour later. Until then a failure would cost the saved state."""
     monkeypatch.setattr(copies, "COST_MAX", 0.0)  # copy saved states whatever the cost
 
     def only_saves(until: int) -> Any:
@@ -107,7 +107,7 @@ def test_without_a_folder_what_is_saved_is_copied_and_counts_some_steps_later(
 
 
 def test_weights_that_are_clipped_before_each_forward_are_copied_as_they_were_at_the_boundary(node: Node) -> None:
-    """Clipping is no optimizer step, and must wait for the copy as well."""
+    """Clipping changes weights without an optimizer step, and must wait for the copy, too."""
     _, undisturbed = node.run(0, lambda: train(40, clips=True))
     node.lose(0)
     Path("snapshots").rename("others")
@@ -119,7 +119,7 @@ def test_weights_that_are_clipped_before_each_forward_are_copied_as_they_were_at
 def test_memory_that_cannot_be_pinned_is_said_and_used_nevertheless(
     node: Node, device: LastMoment, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The host then waits for each copy, and there are fewer of them."""
+    """The host must then wait for each copy, so copies are made less often."""
     device.cannot_pin = "cudaHostRegister answers 1"
     node.run(0, lambda: train(30))
     assert node.run(1, lambda: train(31))[0] in (20, 24)
@@ -130,7 +130,7 @@ def test_memory_that_cannot_be_pinned_is_said_and_used_nevertheless(
 def test_steps_that_a_cuda_graph_makes_are_not_kept_with_the_reason(
     node: Node, device: LastMoment, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A replayed graph calls no hook: it would change the state without waiting for the copy."""
+    """A replayed CUDA graph calls no hook, so it would change the state during the copy."""
     device.recording = True
 
     def recorded() -> str:
@@ -143,7 +143,7 @@ def test_steps_that_a_cuda_graph_makes_are_not_kept_with_the_reason(
 
 
 def test_a_state_that_has_grown_has_room_and_counts_again(node: Node) -> None:
-    """A copy may be on its way into the memory that is now too small."""
+    """A copy may be in flight into the memory that has become too small."""
 
     def grow() -> int:
         objects, _snapshot, step = begin()
@@ -177,7 +177,7 @@ def test_a_state_that_has_grown_has_room_and_counts_again(node: Node) -> None:
 def test_where_a_gpu_goes_on_after_an_abort_nothing_is_kept(
     backend: str, world_size: int, environ: Mapping[str, str], goes_on: bool
 ) -> None:
-    """The GPU makes steps with whatever is in the collective's buffers, and a copy of them looks like any other."""
+    """After an abort the GPU trains with invalid data from the collective's buffers. A copy would not show that."""
     assert bool(would_go_on(backend, world_size, environ)) is goes_on
 
 
@@ -190,13 +190,13 @@ def test_where_a_gpu_goes_on_after_an_abort_nothing_is_kept(
     ],
 )
 def test_under_ddprun_errors_of_nccl_end_a_rank_without_an_abort_before(environ: dict[str, str], then: str) -> None:
-    """ddprun gives its ranks torchrun's value; a value from the script stays."""
+    """ddprun gives its ranks torchrun's value, but a value that the script sets is kept."""
     end_without_abort(environ)
     assert environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == then
 
 
 def test_the_sum_of_bits_is_the_same_of_tensors_and_of_their_bytes_in_memory() -> None:
-    """A copy is summed in memory; the next generation sums the tensors that it reads."""
+    """A copy is summed as bytes in memory, and the next generation sums the tensors that it reads from there."""
     tensors = [torch.randn(3), torch.randn(200, 100).t(), torch.randn(70_001).bfloat16(), torch.zeros(0)]
     state = packed.pack(tensors)
     memory = torch.zeros(state.size, dtype=torch.uint8)
@@ -208,11 +208,10 @@ def test_the_sum_of_bits_is_the_same_of_tensors_and_of_their_bytes_in_memory() -
 def test_small_tensors_of_a_gpu_are_summed_from_a_copy_that_lives_as_long_as_it_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Otherwise the sum is of whatever memory the copy had, and training on a GPU seems to change its parameters
-    between two steps."""
+    """Otherwise the sum reads memory that was freed, and parameters on a GPU seem to change between two steps."""
     tensors = [torch.randn(size) for size in (3, 64, 512, 64)]
     total = packed.total(tensors)
-    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)  # as a tensor on a GPU does
+    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)  # a tensor on a GPU returns a copy
     assert packed.total(tensors) == total
 
 

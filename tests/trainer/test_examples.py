@@ -1,5 +1,5 @@
-"""The examples train what they promise, with any number of processes and interruptions. Ranks are forked from this
-process, because importing torch in a new one takes seconds. Several tests share one run."""
+"""The examples reach what they promise, with any number of processes and after interruptions. Ranks are forked from
+this process, because importing torch takes seconds. Several tests share one run."""
 
 import functools
 import importlib.util
@@ -27,7 +27,7 @@ import ddpjob
 from ddpjob_core.rules import RESUMABLE_EXIT_CODE
 
 REPOSITORY = Path(__file__).parents[2]
-TOLERANCE = 1e-5  # of the parameters' length; measured at full length: 1.2e-6 (digits), 1.7e-6 (byte_lm)
+TOLERANCE = 1e-5  # relative to the length of the parameters; whole trainings: 1.2e-6 (digits), 1.7e-6 (byte_lm)
 LIMIT_SECONDS = 120
 
 TEN = ("--epochs", "10")
@@ -51,7 +51,7 @@ SCRIPTS["byte_lm"].topics = dict(sorted(SCRIPTS["byte_lm"].topics.items())[:TINY
 
 
 class Run(NamedTuple):
-    """The results of a run."""
+    """The results of a training."""
 
     exit_codes: list[int]
     lines: list[list[str]]  # each rank's stdout
@@ -69,7 +69,7 @@ class Run(NamedTuple):
 
 
 class Signal(NamedTuple):
-    """A signal for a rank when it reports that step."""
+    """A signal that a rank gets when it reports this step."""
 
     rank: int
     step: int
@@ -79,11 +79,11 @@ class Signal(NamedTuple):
 def train(
     folder: Path, script: str, world_size: int, *options: str, hit: Signal | None = None, alone: bool = False
 ) -> Run:
-    """Run the script with so many ranks."""
+    """Run the script with so many ranks; return the results."""
     folder.mkdir()
     port = ports.free_port()
     options = (*options, "--save-model", str(folder / "model.pt"))
-    torch.set_num_threads(1)  # a fork loses a pool of threads
+    torch.set_num_threads(1)  # a thread pool does not survive a fork
     fork = multiprocessing.get_context("fork")
     ranks = []
     for rank in range(world_size):
@@ -133,7 +133,7 @@ def _recorder(file: Any, rank: int, hit: Signal | None) -> Callable[..., None]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
-    """Return train(), cached by its arguments."""
+    """Return train() with a cache, because several tests use the same runs."""
     folder = tmp_path_factory.mktemp("examples")
 
     @functools.cache
@@ -150,12 +150,12 @@ def distance(one: Run, other: Run) -> float:
 # ---- the same for any number of processes ----------------------------------------------------------------------------
 
 
-@pytest.mark.long  # 8 s of CPU; by day test_mnist.py reads as many, and digits trains for two epochs
+@pytest.mark.long  # 8 s of CPU; test_mnist.py and two epochs of digits are the fast tests
 def test_digits_reads_97_of_100_unseen_digits_after_ten_epochs(run):
     assert run("digits", 1, *TEN).done["accuracy"] >= 0.97
 
 
-# Each further rank costs the same again.
+# Three ranks suffice, because each further rank only adds CPU time.
 def test_digits_learns_the_same_on_any_number_of_processes(run):
     two, three = run("digits", 2, *SHORT["digits"]), run("digits", 3, *SHORT["digits"])
     assert three.done["accuracy"] == two.done["accuracy"]
@@ -186,7 +186,7 @@ def test_small_micro_batches_change_nothing(run):
     assert distance(whole, pieces) <= TOLERANCE
 
 
-# ---- equal bits, also after an interruption --------------------------------------------------------------------------
+# ---- the same bits, also after an interruption -----------------------------------------------------------------------
 
 
 def test_a_killed_run_goes_on_from_its_snapshot_to_the_bits_of_an_undisturbed_one(run, tmp_path):
@@ -222,7 +222,7 @@ def test_a_run_that_one_sigterm_stopped_goes_on_with_the_very_next_step_and_equa
 
 
 class Recorded:
-    """The digits example as a separate script that appends the loss of each step to a file."""
+    """The digits example as a script of its own that appends the loss of each step to a file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -234,7 +234,7 @@ class Recorded:
             "    if loss is not None:\n"
             "        file.write(json.dumps([step, float(loss)]) + '\\n')\n"
             "    told(step, loss=loss, **more)\n"
-            "    time.sleep(0.01)\n"  # so that a test that waits for a step sees it long before the end
+            "    time.sleep(0.01)\n"  # a test that waits for a step sees it long before the end
             "ddpjob.progress = progress\n"
             f"runpy.run_path({SCRIPTS['digits'].__file__!r}, run_name='__main__')\n"
         )
@@ -252,7 +252,7 @@ class Recorded:
 
 
 class Launchers(Recorded):
-    """Two nodes of a job, each with its torchrun."""
+    """Two nodes of a job, each with a torchrun."""
 
     def __init__(self, folder: Path, port: int, *options: str) -> None:
         super().__init__(folder)
@@ -286,9 +286,9 @@ class Launchers(Recorded):
                 node.communicate()
 
 
-@pytest.mark.long  # two launchers and two ranks with torch, 17 s of CPU; by day one SIGTERM stops forked ranks, above
+@pytest.mark.long  # 17 s of CPU for two launchers and two ranks with torch; the fast test above stops forked ranks
 def test_sigterm_to_the_launcher_of_one_node_stops_both_in_order_and_the_losses_go_on(run, tmp_path, free_port):
-    """As for a preempted pod: torchrun passes the signal on, and gives its workers time to save."""
+    """A preempted pod gets SIGTERM. torchrun passes it to its workers and waits while they save."""
     step = random.randrange(2, 30)
     options = (*SHORT["digits"], "--snapshot", str(tmp_path / "snapshots"), "--snapshot-every", "1000")
     job = Launchers(tmp_path, free_port, *options)
@@ -316,7 +316,7 @@ def test_a_run_started_again_after_its_end_says_the_same_and_trains_no_step(run,
     assert len(second.reported) == 1
 
 
-# ---- what one sees ---------------------------------------------------------------------------------------------------
+# ---- output for users ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("script", SHORT)
@@ -347,7 +347,7 @@ def test_digits_prints_its_accuracy_after_each_epoch(run):
 @pytest.mark.parametrize("script", SHORT)
 @pytest.mark.parametrize("words", [("--snapshot-every", "0"), ("--epochs", "-1"), ("--global-batch", "0")])
 def test_a_count_below_one_is_refused_before_anything_starts(script, words, capsys):
-    """--snapshot-every 0 must not end in a ZeroDivisionError, nor --epochs -1 with 0 and no step."""
+    """--snapshot-every 0 must not raise ZeroDivisionError, and --epochs -1 must not succeed without a step."""
     with pytest.raises(SystemExit) as ended:
         SCRIPTS[script].main(words)
     assert ended.value.code == 2

@@ -1,4 +1,4 @@
-"""A folder that cannot be written to: the training goes on, and does not end well without its last state."""
+"""If the folder cannot be written, training continues, but it does not end well without its last state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ddpjob_core.failures import Failure
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    """From the call on, each new file of torch.save ends with this error; 0: it is written."""
+    """Return a function that makes torch.save fail with this errno from now on; 0: torch.save works again."""
     number = [0]
 
     class Failing(io.FileIO):
@@ -60,7 +60,7 @@ def test_a_training_whose_saves_fail_goes_on_and_saves_again_when_it_can(tmp_pat
 
 
 def test_the_end_writes_what_the_last_save_could_not(tmp_path, disk):
-    """The disk has room again, and no other save comes."""
+    """The disk has room again after the last save() of the script failed."""
     snapshot = ddpjob.Snapshot(tmp_path)
     disk(errno.ENOSPC)
     snapshot.save(7, weights=torch.full((3,), 7.0))
@@ -75,7 +75,7 @@ def test_the_end_writes_what_the_last_save_could_not(tmp_path, disk):
 @pytest.mark.parametrize("way", ["returns", "exits", "stops", "closes"])
 @pytest.mark.parametrize("has_group", [False, True])
 def test_a_script_that_ends_without_its_last_state_fails(end_ranks, tmp_path, disk, way, has_group):
-    """It ended with 0, or with 75 after a stop, and nobody knew that its newest snapshot was an old one."""
+    """Otherwise it ends with 0, or with 75 after a stop, and nobody learns that the newest snapshot is an old one."""
 
     def body(_rank: int) -> None:
         world = ddpjob.init(init_method=f"file://{tmp_path}/meet", rank=0, world_size=1) if has_group else None
@@ -115,7 +115,7 @@ def test_a_script_that_fails_by_itself_keeps_its_own_error(end_ranks, tmp_path, 
 
 
 def test_a_claim_that_somebody_has_tidied_away_is_made_again(tmp_path):
-    """The next attempt would take the same number, and its states would count as ours."""
+    """Otherwise the next attempt takes the same writer number, and its states are mixed up with ours."""
     snapshot = ddpjob.Snapshot(tmp_path)
     saved(snapshot, 1)
     (tmp_path / "writer-000001.json").unlink()
@@ -145,7 +145,7 @@ def test_older_snapshots_that_cannot_be_removed_do_not_make_a_save_fail(tmp_path
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC])
 def test_a_folder_that_cannot_be_used_is_named_before_the_training_begins(tmp_path, monkeypatch, number):
-    """There is nothing to lose yet, and hours later there is. A full disk kept the file of each claim that failed."""
+    """Nothing is lost yet at the start, but hours later it would be. A failed claim must also leave no file behind."""
 
     def refuse(path: Path, _: bytes) -> None:
         path.touch()

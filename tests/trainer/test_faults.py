@@ -1,4 +1,4 @@
-"""Injected faults happen where and when they were ordered, and an unreadable order does no harm."""
+"""Injected faults happen exactly as DDPJOB_FAULTS says, and a value that cannot be read has no effect."""
 
 import json
 import signal
@@ -16,7 +16,7 @@ for step in range(1, 7, 2):
 
 @pytest.fixture
 def train(start_script) -> Callable[..., tuple[list[str], int, str]]:
-    """Return the steps, the exit code and stderr of a training that reports steps 1, 3 and 5."""
+    """Return a function that runs a training with steps 1, 3 and 5: it returns the steps, the exit code and stderr."""
 
     def run(faults: object, **environ: object) -> tuple[list[str], int, str]:
         text = faults if isinstance(faults, str) else json.dumps(faults)

@@ -1,4 +1,4 @@
-"""A finished rank ends with 0, whatever threads of torch and of the library are still busy."""
+"""A rank that has finished exits with 0, even while threads of torch or of the library are busy."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_thread_of_gloo_that_computes_is_waited_for_and_another_one_is_not() -
     def work(name: bytes, rounds: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_NAME, name, 0, 0, 0)
         begun.wait()
-        hashlib.pbkdf2_hmac("sha512", b"", b"", rounds)  # without the interpreter lock
+        hashlib.pbkdf2_hmac("sha512", b"", b"", rounds)  # this releases the interpreter lock
         ended.append(name)
 
     begun = threading.Barrier(3)
@@ -60,7 +60,7 @@ def test_a_thread_of_gloo_that_computes_is_waited_for_and_another_one_is_not() -
 
 
 def test_where_no_threads_can_be_listed_none_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On macOS training ends as it does without the library."""
+    """On macOS threads cannot be listed, and training ends as it does without the library."""
     monkeypatch.setattr(gloo_teardown.os, "listdir", missing)
     begun = time.monotonic()
     settle(wait_for_work=False)
@@ -101,11 +101,10 @@ def test_without_a_recorder_the_threads_are_all_that_is_looked_at(monkeypatch: p
 def test_what_never_ends_is_not_waited_for_longer_than_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gloo_teardown, "has_work", lambda: True)
     gloo_teardown.settle(failed=False, seconds_max=0.05)
-    gloo_teardown.settle(failed=True, seconds_max=30)  # returns
+    gloo_teardown.settle(failed=True, seconds_max=30)  # returns although there is work, because the rank has failed
 
 
-# Three ranks in turn, whose watchdogs are in C++ all the time: each call stays there for 20 ms without the interpreter
-# lock.
+# Three ranks, one after the other, whose watchdogs call C++ for 20 ms at a time without the interpreter lock.
 ENDS = """
 import datetime, os, torch.distributed as dist
 from ddpjob.reporting import watchdog
@@ -128,13 +127,13 @@ else:
 
 
 def test_the_watchdogs_thread_does_not_abort_a_rank_that_ends() -> None:
-    """It returns from C++ after the interpreter has ended. With calls of 5 µs four times a second that is one rank of
-    some thousands: SIGABRT after all its work."""
+    """The thread returns from C++ after the interpreter has ended. In practice (5 µs, four times a second) one rank in
+    some thousands would end with SIGABRT after all its work."""
     done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == f"{[0] * 3}\n", done.stderr
 
 
-# ---- what protects the end of a rank: without one of these, an abort or a hang in 6 to 40 % of all jobs ------------
+# ---- protection of a rank's end: without any one of these, 6 to 40 % of all jobs abort or hang ---------------------
 
 
 def as_ddprun_runs_a_script_without_the_library() -> None:
@@ -143,8 +142,8 @@ def as_ddprun_runs_a_script_without_the_library() -> None:
 
 
 def keep_gloo_busy(found: Path) -> None:
-    """Compute in a thread without the interpreter lock, as gloo's threads do, and then request it for a moment. The
-    file has what it finds then; nothing if the interpreter has ended."""
+    """Compute in a thread without the interpreter lock, as gloo's threads do, and then take the lock to write `found`.
+    The file stays absent if the interpreter has ended."""
 
     def work() -> None:
         ctypes.CDLL(None).prctl(PR_SET_NAME, b"pt_gloo_runloop", 0, 0, 0)
@@ -186,7 +185,7 @@ def without_the_library_after_an_error(found: Path) -> None:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait long enough for a busy machine."""
+    """Wait long enough for a slow machine."""
     monkeypatch.setattr(gloo_teardown, "SETTLE_SECONDS", 60.0)
     monkeypatch.setattr(gloo_teardown, "SETTLE_AFTER_ERROR_SECONDS", 60.0)
     monkeypatch.setattr(join, "END_SECONDS", 60.0)
@@ -206,8 +205,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rank_leaves_the_group_and_ends_only_when_gloos_threads_are_idle(
     patient: None, tmp_path: Path, script: Callable[[Path], None], code: int
 ) -> None:
-    """A thread that requests the interpreter lock after the interpreter's end aborts a finished rank; one that requests
-    it while the group is destroyed hangs it."""
+    """A thread that takes the interpreter lock after the interpreter's end aborts a finished rank. If it takes the lock
+    while the group is destroyed, the rank hangs."""
     found = tmp_path / "found"
     ended = finish(lambda _: script(found), 1)
     assert ended[0][0] == code
@@ -218,7 +217,7 @@ def test_a_rank_leaves_the_group_and_ends_only_when_gloos_threads_are_idle(
 def test_a_child_of_multiprocessing_that_leaves_all_to_its_exit_waits_for_gloos_threads_too(
     patient: None, run_ranks: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
-    """multiprocessing runs no atexit: its own list of finalizers makes the library leave."""
+    """A child of multiprocessing calls no atexit functions, so the library uses multiprocessing's finalizers."""
     found = tmp_path / "found"
     run_ranks(lambda _: left_to_the_exit(found), 1)
     assert found.exists(), "the rank has ended while a thread of gloo was at work"
@@ -255,7 +254,7 @@ def groups_without_the_library() -> None:
 def test_a_group_that_was_left_is_never_destroyed(
     run_ranks: Callable[..., list[Any]], make_and_leave: Callable[[], None], groups: int
 ) -> None:
-    """Its destructor joins gloo's threads, two for each group, while it holds the lock that they may request: one job
+    """The group's destructor holds the interpreter lock while it joins gloo's threads, which may need the lock. One job
     in eight would hang."""
 
     def body(_: int) -> int:

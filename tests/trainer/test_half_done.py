@@ -1,4 +1,4 @@
-"""Work that no state_dict() contains is named when it is saved, and not missed only after the restart."""
+"""Work that no state_dict() contains is reported when it is saved, instead of being lost at a restart."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOOK = "model: its communication hook has a state (PowerSGDState), which is in n
 
 @pytest.mark.parametrize("every", [1, 4])
 def test_a_save_within_an_accumulation_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str], every: int) -> None:
-    """Otherwise two of four micro-batches are silently lost at each restart."""
+    """Otherwise each restart silently loses two of four micro-batches."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     snapshot = ddpjob.Snapshot(tmp_path / "s")
@@ -30,7 +30,7 @@ def test_a_save_within_an_accumulation_is_named(tmp_path: Path, capfd: pytest.Ca
         step += 1
         if step % every == 0:
             optimizer.step()
-            if every > 1:  # with 1 the gradients stay until the next step, as in most scripts
+            if every > 1:  # with 1 the gradients stay until the next step
                 optimizer.zero_grad()
         if step == 4:
             snapshot.save(step, model=model, optimizer=optimizer)
@@ -46,7 +46,7 @@ def test_a_save_within_an_accumulation_is_named(tmp_path: Path, capfd: pytest.Ca
 @pytest.mark.parametrize("loads", ["in parts", "nothing"])
 @pytest.mark.parametrize("at", [2, 6])
 def test_the_first_save_is_named_too(tmp_path: Path, capfd: pytest.CaptureFixture[str], loads: str, at: int) -> None:
-    """A restart from the only file would lose two micro-batches; at step 2 no optimizer has stepped yet."""
+    """A restart from the only file would lose two micro-batches, even if no optimizer has stepped yet (step 2)."""
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     snapshot = ddpjob.Snapshot(tmp_path / "s")
@@ -63,7 +63,7 @@ def test_the_first_save_is_named_too(tmp_path: Path, capfd: pytest.CaptureFixtur
 
 
 def test_a_closure_and_a_second_model_leave_nothing_behind(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """LBFGS runs backward within its step. The generator's backward leaves gradients in the critic."""
+    """LBFGS runs backward in its step, and a generator's backward leaves gradients in the critic. Both are fine."""
     model, critic = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
     optimizer, other = torch.optim.LBFGS(model.parameters(), max_iter=2), torch.optim.SGD(critic.parameters(), lr=0.1)
     snapshot = ddpjob.Snapshot(tmp_path / "s")
@@ -89,7 +89,7 @@ def test_a_closure_and_a_second_model_leave_nothing_behind(tmp_path: Path, capfd
 def test_a_communication_hook_that_keeps_a_state_is_named_at_the_start(
     run_ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], keeps_state: bool
 ) -> None:
-    """Otherwise PowerSGD's error feedback restarts silently."""
+    """Otherwise PowerSGD's error feedback is silently lost at a restart."""
 
     def body(rank: int) -> int:
         with ddpjob.init(init_method=f"file://{tmp_path}/a", rank=rank, world_size=2) as world:
@@ -105,7 +105,7 @@ def test_a_communication_hook_that_keeps_a_state_is_named_at_the_start(
 
 
 def test_shards_that_are_older_than_the_last_step_are_refused(run_ranks: Any, tmp_path: Path) -> None:
-    """ZeroRedundancyOptimizer returns what it last consolidated: step 2 would be saved with the moments of step 1."""
+    """ZeroRedundancyOptimizer returns its last consolidated state: moments of step 1 would be saved at step 2."""
 
     def body(rank: int) -> int:
         with ddpjob.init(init_method=f"file://{tmp_path}/a", rank=rank, world_size=2) as world:
@@ -134,8 +134,8 @@ def test_shards_that_are_older_than_the_last_step_are_refused(run_ranks: Any, tm
 def test_a_place_at_the_end_of_an_epoch_whose_scheduler_has_stepped_is_named(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], scheduler: str, place: str, drop_last: bool
 ) -> None:
-    """The resumed epoch has no batch left, and the scheduler would step a second time: another learning rate from there
-    on."""
+    """The resumed epoch has no batch left, but its scheduler steps again: all later steps would have another learning
+    rate."""
     sampler = ddpjob.GlobalBatchSampler(18, 4, 7, rank=0, world_size=1, drop_last=drop_last)
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -169,7 +169,7 @@ SEEDED = "a DataLoader draws its seed from torch's global generator: a restart w
     [
         ({}, 0.5, True),
         ({"shuffle": True}, 0.5, True),
-        ({}, 0.0, False),  # nothing is drawn that could be another one
+        ({}, 0.0, False),  # no random number is drawn that could change
         ({"generator": torch.Generator()}, 0.5, False),
         ({"batch_sampler": ddpjob.GlobalBatchSampler(12, 2, seed=0)}, 0.5, False),
     ],
@@ -177,7 +177,7 @@ SEEDED = "a DataLoader draws its seed from torch's global generator: a restart w
 def test_a_loader_that_draws_a_seed_is_named(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], loader: dict[str, Any], dropout: float, is_named: bool, at: str
 ) -> None:
-    """After a restart within the epoch all dropout masks were others: the loader draws its seed once more there."""
+    """After a restart within the epoch the loader draws its seed again, so all dropout masks would change."""
     if "batch_sampler" not in loader:
         loader = loader | {"batch_size": 2}
     loading = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(12, 2)), **loader)

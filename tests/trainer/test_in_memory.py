@@ -1,5 +1,5 @@
-"""`Snapshot` keeps a state in the agent's memory and returns it in the next generation, which is a forked process here.
-No rank is killed here: `rescue()` is what a survivor does. `tests/agent/test_memory.py` has the kills."""
+"""`Snapshot` keeps a state in the agent's memory, and the next generation, here a forked process, loads it. No rank is
+killed: `rescue()` does what a survivor does. `tests/agent/test_memory.py` has the kills."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from ddpjob.checkpoint.state import packed
 from ddpjob.group import gather
 from ddpjob_core import memory
 
-# ---- from load on, before the first save -------------------------------------------------------------------
+# ---- from load() on, before the first save() ---------------------------------------------------------------
 
 
 def train_from_load(until: int, **others: Any) -> int:
-    """Train to this step, then let a rank fail. Return the first step."""
+    """Train to this step, then write the state as after another rank's failure. Return the first step."""
     objects = parts()
     step = ddpjob.Snapshot("snapshots").load(**objects, **others)
     steps(step, until, **objects)
@@ -46,12 +46,12 @@ class Keeping(torch.nn.Linear):
 
 @pytest.mark.parametrize("who_keeps", ["a layer", "the model"])
 def test_what_was_loaded_stays_as_it_is_when_the_memory_is_written_again(node: Node, who_keeps: str) -> None:
-    """Tensors that are views of the memory would change during training, when the next state is written there."""
+    """Tensors that are views of the memory would change in training when the next state is written there."""
 
     def objects_of() -> dict[str, Any]:
         first = Keeping if who_keeps == "a layer" else torch.nn.Linear
         model = torch.nn.Sequential(first(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
-        if who_keeps == "the model":  # some scripts do this to save memory
+        if who_keeps == "the model":  # some scripts set assign=True to save memory
             model.load_state_dict = functools.partial(model.load_state_dict, assign=True)  # type: ignore[method-assign]
         return {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
 
@@ -103,7 +103,7 @@ def test_the_state_of_a_snapshot_needs_no_memory_for_what_the_objects_have(node:
 
 
 def test_a_sampler_that_a_dataloader_reads_ahead_is_not_kept_before_save_names_its_place(node: Node) -> None:
-    """Its state counts batches as trained that are still in a queue: a restart would skip these samples."""
+    """The sampler counts batches that are still in a queue as trained, so a restart would skip these samples."""
 
     def train() -> int:
         sampler = ddpjob.GlobalBatchSampler(64, 4, 7)
@@ -119,7 +119,7 @@ def test_a_sampler_that_a_dataloader_reads_ahead_is_not_kept_before_save_names_i
 
 
 def test_an_optimizer_that_load_does_not_name_means_that_load_names_too_little(node: Node) -> None:
-    """A script may load pretrained weights and save more than that. Its optimizer would lose its state in a restart."""
+    """A script may load pretrained weights alone and save more. Its optimizer's state would be lost in a restart."""
 
     def train() -> None:
         objects = parts()
@@ -132,8 +132,8 @@ def test_an_optimizer_that_load_does_not_name_means_that_load_names_too_little(n
 
 
 def train_from_parts(*parts_of_load: tuple[str, ...]) -> tuple[int, ...]:
-    """Return the steps that the calls of load() return. Before them the folder gets step 3, and memory step 9 with one
-    name less."""
+    """Return the steps that the calls of load() return. If there is no state yet, leave step 3 in the folder, and step
+    9 without "best" in memory."""
     snapshot = ddpjob.Snapshot("snapshots")
     objects, best = parts(), {"best": torch.zeros(())}
     loaded = tuple(snapshot.load(**{name: (objects | best)[name] for name in names}) for names in parts_of_load)
@@ -150,20 +150,20 @@ def train_from_parts(*parts_of_load: tuple[str, ...]) -> tuple[int, ...]:
 def test_two_calls_of_load_take_the_same_step_however_often_it_was_loaded(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Parameters of one step and an optimizer of another form a state that never existed."""
+    """Parameters of one step and an optimizer of another would be a state that training never had."""
     found = [node.run(number, lambda: train_from_parts(("model",), ("optimizer",))) for number in range(5)]
     assert found == [(0, 0), (9, 9), (9, 9), (9, 9), (3, 3)]
     assert "step 9 was loaded before, and no step after it is known" in capfd.readouterr().err
 
 
 def test_a_second_call_of_load_takes_the_folder_where_the_first_one_did(node: Node) -> None:
-    """Otherwise the optimizer is of a newer step, because only the first call names an object that memory lacks."""
+    """Otherwise the second call loads the optimizer from memory, which is newer than the model in the folder."""
     found = [node.run(number, lambda: train_from_parts(("model", "best"), ("optimizer",))) for number in range(2)]
     assert found == [(0, 0), (3, 3)]
 
 
 def test_a_second_call_of_load_that_the_memory_cannot_serve_is_refused_once(node: Node) -> None:
-    """The folder has that name, but of a step before that of the parameters."""
+    """Only the folder has that object, but of an earlier step than the parameters."""
 
     def refused() -> None:
         with pytest.raises(ddpjob.StateError, match=r"^best: .* than 9, at which model, optimizer was loaded"):
@@ -178,7 +178,7 @@ def test_a_second_call_of_load_that_the_memory_cannot_serve_is_refused_once(node
 
 
 def test_a_state_that_a_script_names_again_after_load_was_loaded_as_often(node: Node) -> None:
-    """Otherwise a script that always fails in the next step would never go back to the folder."""
+    """Otherwise a script that always fails in its next step would load the same state again and again."""
 
     def train() -> int:
         snapshot, objects = ddpjob.Snapshot("snapshots"), parts()
@@ -202,7 +202,7 @@ def test_a_state_that_a_script_names_again_after_load_was_loaded_as_often(node: 
 def test_a_script_that_loads_again_after_steps_goes_back_to_the_newest_state(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Some scripts go back when the loss becomes infinite."""
+    """Some scripts load the last state again when the loss becomes infinite."""
 
     def train() -> tuple[int, ...]:
         objects, snapshot, step = begin()
@@ -219,7 +219,7 @@ def test_a_script_that_loads_again_after_steps_goes_back_to_the_newest_state(
 
 
 def test_a_script_that_asks_for_values_is_kept_from_the_first_save_on(node: Node) -> None:
-    """Otherwise it continues from step 6 with the best loss of step 0."""
+    """Otherwise the script continues from step 6 with the best loss of step 0."""
 
     def train() -> float:
         objects, snapshot, step = begin()
@@ -235,7 +235,7 @@ def test_a_script_that_asks_for_values_is_kept_from_the_first_save_on(node: Node
 def test_a_script_that_saves_a_value_has_in_memory_what_it_named_last_and_the_log_says_so_once(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The best loss belongs to the moment when it was passed, not to parameters of a later step."""
+    """The best loss belongs to the moment when it was passed, not to the parameters of a later step."""
 
     def train(until: int, *, steps_after: int = 0) -> Any:
         objects, snapshot, step = begin()
@@ -256,7 +256,7 @@ def test_a_script_that_saves_a_value_has_in_memory_what_it_named_last_and_the_lo
 
 
 def test_progress_is_no_boundary(node: Node) -> None:
-    """A script may call it with the number of the step that it is about to make."""
+    """A script may call progress() with the number of the step that it is about to make."""
 
     def train() -> int:
         objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
@@ -280,8 +280,8 @@ def test_progress_is_no_boundary(node: Node) -> None:
 def test_a_rank_within_its_step_names_the_values_of_it_first_where_it_names_them_after_each_step(
     node: Node, each: int, left: int | None
 ) -> None:
-    """The other ranks may have made that step, and then nobody has the one before it. A script that passes values only
-    now and then would not pass them soon, so its rank writes nothing."""
+    """The other ranks may have made that step, and then nobody has the step before it. If a script passes values only
+    now and then, the rank writes nothing, because the values would come too late."""
 
     def train() -> None:
         objects, snapshot, _ = begin()
@@ -303,8 +303,8 @@ def test_a_rank_within_its_step_names_the_values_of_it_first_where_it_names_them
 
 @pytest.mark.parametrize("makes_it", [True, False])
 def test_a_rank_makes_the_step_that_one_of_its_node_had_made_before_it_was_killed(node: Node, makes_it: bool) -> None:
-    """On a busy machine a rank may be late by milliseconds, and the step that all had made would be repeated. If the
-    wait is in vain, the rank writes its state."""
+    """On a busy machine this rank may be late by milliseconds, and a step that all ranks have made would be repeated.
+    If it waits in vain, it writes the state that it has."""
 
     def train() -> None:
         objects, asked, ask = parts(), threading.Event(), memory.turn
@@ -332,7 +332,7 @@ def test_a_rank_makes_the_step_that_one_of_its_node_had_made_before_it_was_kille
 
 
 def ended_process() -> int:
-    """Return the number of a process that has ended."""
+    """Return the PID of a process that has ended."""
     child = os.fork()
     if not child:
         os._exit(0)
@@ -343,7 +343,7 @@ def ended_process() -> int:
 def test_a_script_that_counts_otherwise_for_should_stop_than_for_save_goes_on_from_the_folder(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Most scripts count from 0. A step that memory calls 8 may come after 9 steps, so one would be made twice."""
+    """Many scripts count from 0. If step 8 of should_stop() is step 9 of save(), a restart would repeat a step."""
 
     def train(*, saves: bool) -> int:
         objects, snapshot, made = begin()
@@ -360,7 +360,7 @@ def test_a_script_that_counts_otherwise_for_should_stop_than_for_save_goes_on_fr
 
 
 def test_memory_false_keeps_nothing_and_a_restart_goes_on_from_the_folder(node: Node) -> None:
-    """Users turn it off to return to the save before a loss went wrong, or if they have no memory to spare."""
+    """Users turn memory off to return to the save before a loss went wrong, or if no memory is free."""
 
     def train() -> int:
         objects, snapshot = parts(), ddpjob.Snapshot("snapshots", memory=False)
@@ -377,7 +377,7 @@ def test_memory_false_keeps_nothing_and_a_restart_goes_on_from_the_folder(node: 
 def test_a_script_that_asks_for_values_only_after_a_resume_is_refused_once(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """At its first start nothing shows that it has values; a default in their place would change the result."""
+    """At the first start nothing shows that the script has values. A default in their place would change the result."""
 
     def train() -> int:
         objects, snapshot, step = begin()
@@ -396,7 +396,7 @@ def test_a_script_that_asks_for_values_only_after_a_resume_is_refused_once(
 def test_why_a_state_is_not_used_after_steps_that_nobody_has_written_is_said(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """If all ranks are lost at once after new steps, "no step after it is known" would send users to look for another
+    """All ranks were lost after new steps. The message "no step after it is known" would send users to another
     fault."""
 
     def train() -> int:
@@ -416,7 +416,7 @@ def test_why_a_state_is_not_used_after_steps_that_nobody_has_written_is_said(
 def test_nothing_is_kept_in_a_pod_that_follows_one_that_was_killed_for_its_memory_and_the_log_says_so(
     node: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Training may need the memory that the state would take, and would then be killed again."""
+    """Training may need the memory that the state would take, and would be killed again."""
     monkeypatch.setenv("DDPJOB_OUT_OF_MEMORY", "1")
     assert node.run(0, lambda: train_from_load(6)) == 0
     assert node.step is None
@@ -429,7 +429,7 @@ def test_nothing_is_kept_in_a_pod_that_follows_one_that_was_killed_for_its_memor
 
 
 def test_a_rank_that_has_saved_writes_over_what_another_one_of_its_pod_assumes(node: Node) -> None:
-    """Which one writes first after a failure is chance: the job must not go back to its last save."""
+    """Chance decides which rank writes first after a failure. The complete state of the rank that saves must win."""
 
     def train() -> Any:
         world = ddpjob.init()
@@ -452,7 +452,7 @@ def test_a_rank_that_has_saved_writes_over_what_another_one_of_its_pod_assumes(n
 
 
 def test_what_one_rank_has_saved_counts_before_what_another_assumes(node: Node) -> None:
-    """`if world.is_main: snapshot.save(…, best=best)`: the other ranks have no best loss."""
+    """In `if world.is_main: snapshot.save(…, best=best)` the other ranks have no best loss."""
 
     def train() -> Any:
         world = ddpjob.init()
@@ -470,13 +470,13 @@ def test_what_one_rank_has_saved_counts_before_what_another_assumes(node: Node) 
     assert node.run(1, train, ranks=2) == (5, 0.5)
 
 
-# ---- without a folder; two of them -------------------------------------------------------------------------
+# ---- no folder; two Snapshots ------------------------------------------------------------------------------
 
 
 def test_without_a_folder_the_state_is_in_memory_alone_and_the_log_says_so_once(
     node: Node, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A short training needs no volume, but users who forgot one must know what is lost when all ranks end."""
+    """A short training needs no volume, but users who forgot the folder must know what they can lose."""
 
     def train(until: int) -> int:
         objects, snapshot, step = begin(None)
@@ -495,9 +495,9 @@ def test_without_a_folder_the_state_is_in_memory_alone_and_the_log_says_so_once(
 
 
 def saving(until: int, *, every: int, values: bool, marks: str = "", dies: int | None = None) -> Any:
-    """Train to this step without a folder, and save every few steps; then let a rank fail and the others write their
-    state. marks: the steps at which the script calls should_stop(). dies: rank that fails right after its last save.
-    Return the first step, its value, and a checksum of the model at the end."""
+    """Train to this step without a folder, and save every few steps. Then one rank fails and the others write their
+    state. marks: steps at which the script calls should_stop(). dies: rank that fails right after its last save. Return
+    the first step, its value, and a checksum of the final model."""
     objects, snapshot = parts(), ddpjob.Snapshot()
     step = began = snapshot.load(**objects)
     back = snapshot.state.get("best") if began else None
@@ -511,7 +511,7 @@ def saving(until: int, *, every: int, values: bool, marks: str = "", dies: int |
         if step % every == 0:
             snapshot.save(step, **objects, **({"best": step + 0.5} if values else {}))
         settle()
-    torch.distributed.barrier()  # no rank dies before all are here
+    torch.distributed.barrier()  # no rank dies before all ranks are here
     if dies != int(os.environ["RANK"]):
         rescue()
     return began, back, packed.total(packed.tensors_of(objects["model"].state_dict()))
@@ -522,7 +522,7 @@ def saving(until: int, *, every: int, values: bool, marks: str = "", dies: int |
 def test_without_a_folder_what_was_saved_last_is_in_memory(
     node: Node, values: bool, ranks: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A script that saves once an epoch would otherwise begin at step 0 when a rank dies in between."""
+    """A script that saves once an epoch would otherwise restart at step 0 if a rank dies between two saves."""
 
     def run(generation: int, until: int) -> Any:
         return node.run(generation, lambda: saving(until, every=4, values=values), ranks=ranks)
@@ -547,8 +547,8 @@ def test_without_a_folder_what_was_saved_last_is_in_memory(
 def test_what_was_saved_counts_also_where_a_rank_dies_before_the_next_step(
     tmp_path: Path, run_ranks: Callable[[Callable[[int], Any], int], list[Any]], nodes: int, dies: int
 ) -> None:
-    """For example in a long evaluation after the save. If the rank that writes the copies dies, another one writes its
-    state, once it is proved that nothing changes it between a save and the next step."""
+    """The rank may die in a long evaluation after the save. If it writes the copies, another rank writes its state,
+    once it is proved that nothing changes it between a save and the next step."""
     node = Node(tmp_path, run_ranks, nodes=nodes)
     node.run(0, lambda: saving(20, every=4, values=True, dies=dies), ranks=2)
     if nodes == 2:
@@ -557,14 +557,14 @@ def test_what_was_saved_counts_also_where_a_rank_dies_before_the_next_step(
 
 
 def test_failures_between_two_saves_do_not_use_up_what_was_saved(node: Node) -> None:
-    """A state that is loaded repeatedly without a later step is given up. Here later steps are made, but not marked.
-    Otherwise the job would begin at step 0 after the fourth failure."""
+    """A state that is loaded repeatedly without a later step is given up. Here later steps are made but not marked, so
+    the job must not restart at step 0 after the fourth failure."""
     began = [node.run(number, lambda: saving(9, every=6, values=True), ranks=2)[0] for number in range(6)]
     assert began == [0, 6, 6, 6, 6, 6]
 
 
 def test_a_save_that_a_rank_has_not_come_to_is_no_reason_to_begin_at_step_0(node: Node) -> None:
-    """The rank's last save may be far back, for example if the script saves only the best state."""
+    """A rank may be far behind the last save of the others, for example if the script saves only the best state."""
 
     def train(until: int) -> Any:
         objects, snapshot = parts(), ddpjob.Snapshot()
@@ -586,8 +586,8 @@ def test_a_save_that_a_rank_has_not_come_to_is_no_reason_to_begin_at_step_0(node
 
 @pytest.mark.parametrize("folder", ["snapshots", None])
 def test_buffers_of_another_step_are_not_taken_for_those_of_a_lost_rank_0(node: Node, folder: str | None) -> None:
-    """A rank writes its buffers before its step, in case it dies in it. Buffers from before ten unmarked steps must not
-    be combined with the parameters after them."""
+    """A rank writes its buffers before each step, in case it dies in the step. Buffers from ten unmarked steps ago must
+    not be combined with newer parameters."""
 
     def train(until: int) -> Any:
         objects, snapshot = parts(), ddpjob.Snapshot(folder)
@@ -612,8 +612,8 @@ def test_buffers_of_another_step_are_not_taken_for_those_of_a_lost_rank_0(node: 
 
 @pytest.mark.parametrize("script", ["has an optimizer that seldom makes a step", "clips its weights after a save"])
 def test_what_was_saved_counts_whatever_else_the_script_does(node: Node, script: str) -> None:
-    """One script makes one step between two saves, as if each were marked; the other changes parameters between a save
-    and the next step, so that survivors hold no usable state."""
+    """One script makes a step between two saves, so each step seems to be marked. The other changes parameters between
+    a save and the next step, so survivors have no usable state."""
 
     def train(until: int) -> int:
         objects, snapshot = parts(), ddpjob.Snapshot()
@@ -639,8 +639,8 @@ def test_what_was_saved_counts_whatever_else_the_script_does(node: Node, script:
 
 
 def test_of_two_states_of_one_number_the_first_is_kept_whole(node: Node) -> None:
-    """Some scripts count epochs and save twice in one: values of one state must not be combined with parameters of the
-    other."""
+    """Some scripts count epochs and save twice in an epoch. Values of one state must not be combined with parameters of
+    the other."""
 
     def train(until: int) -> Any:
         objects, snapshot = parts(), ddpjob.Snapshot()
@@ -665,7 +665,7 @@ def test_of_two_states_of_one_number_the_first_is_kept_whole(node: Node) -> None
 
 
 def test_what_was_saved_right_before_the_model_grows_is_there(node: Node) -> None:
-    """At the end of an epoch a script saves, and then trains more layers: that save must count."""
+    """At the end of an epoch a script saves and then adds layers: that save must count."""
 
     def train() -> None:
         objects, snapshot, _ = begin(None)
@@ -682,7 +682,7 @@ def test_what_was_saved_right_before_the_model_grows_is_there(node: Node) -> Non
 
 @pytest.mark.parametrize("marks", ["each step", "what it saves"])
 def test_a_script_that_marks_each_step_is_not_copied_where_it_saves(node: Node, marks: str) -> None:
-    """Such a script repeats no step without copies, and copies take more memory, and time at each save."""
+    """Such a script repeats no step even without copies, which would take memory, and time at each save."""
     for generation, until in enumerate((10, 15)):
         node.run(generation, lambda until=until: saving(until, every=4, values=False, marks=marks), ranks=2)  # type: ignore[misc]
         assert node.step == (until if marks == "each step" else until // 4 * 4)
@@ -691,7 +691,7 @@ def test_a_script_that_marks_each_step_is_not_copied_where_it_saves(node: Node, 
 def test_without_a_folder_and_without_an_agent_the_log_says_that_nothing_is_saved(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Under torchrun no memory outlives the ranks: a script that relies on it would lose its work."""
+    """Under torchrun no memory outlives the ranks, so a script that relies on it would lose its work."""
     process.replace()
     objects, snapshot = parts(), ddpjob.Snapshot()
     assert snapshot.load(**objects) == 0
@@ -701,13 +701,13 @@ def test_without_a_folder_and_without_an_agent_the_log_says_that_nothing_is_save
 
 
 def test_no_folder_and_no_memory_is_a_mistake() -> None:
-    """Such a Snapshot would save nothing."""
+    """A Snapshot without a folder and without memory would save nothing."""
     with pytest.raises(ddpjob.ConfigurationError, match="nothing would be saved"):
         ddpjob.Snapshot(memory=False)
 
 
 def test_a_second_snapshot_that_is_only_written_leaves_the_memory_to_the_one_that_loads(node: Node) -> None:
-    """Many scripts save the best state in a separate folder."""
+    """Many scripts save the best state into a folder of its own."""
 
     def train(until: int) -> int:
         objects, best = parts(), ddpjob.Snapshot("best")
@@ -725,7 +725,7 @@ def test_a_second_snapshot_that_is_only_written_leaves_the_memory_to_the_one_tha
 def test_a_script_that_loads_from_two_snapshots_goes_on_from_their_folders(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Otherwise one state would be of the last step, and the other of the last save."""
+    """Otherwise one state would be that of the last step, and the other that of the last save."""
 
     def train() -> Any:
         one, other = parts(), parts()
@@ -745,11 +745,11 @@ def test_a_script_that_loads_from_two_snapshots_goes_on_from_their_folders(
     assert node.run(1, train) == (5, 4)
 
 
-# ---- bad luck and unusual scripts --------------------------------------------------------------------------
+# ---- rare events, unusual scripts --------------------------------------------------------------------------
 
 
 def train(until: int, before_rescue: Callable[[dict[str, Any]], object] = lambda _: None) -> int:
-    """Train to this step, with a save at step 4, then let a rank fail. Return the first step."""
+    """Train to this step with a save at step 4, then write the state as after a failure. Return the first step."""
     objects, snapshot, step = begin()
     if step == 0:
         steps(0, 4, **objects)
@@ -766,7 +766,7 @@ def train(until: int, before_rescue: Callable[[dict[str, Any]], object] = lambda
 def test_a_model_that_has_grown_since_its_last_step_goes_on_from_the_folder_and_the_log_says_so(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The grown model belongs to no step: the script has not trained it yet, and would let it grow again."""
+    """The grown model has not been trained yet. After a restart with it the script would let it grow again."""
 
     def grow(objects: dict[str, Any]) -> None:
         objects["model"].append(torch.nn.Linear(1, 100_000))
@@ -779,7 +779,7 @@ def test_a_model_that_has_grown_since_its_last_step_goes_on_from_the_folder_and_
 def test_parameters_that_change_after_the_boundary_are_not_taken_for_those_of_the_step(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A script may clip its weights every hundred steps, which the first three do not show."""
+    """A script may clip its weights every hundred steps, which the first three steps do not show."""
 
     def clip(objects: dict[str, Any]) -> None:
         with torch.no_grad():
@@ -811,7 +811,7 @@ def test_a_value_that_save_has_found_changed_is_not_taken_from_keep_alone(
 
 
 def test_where_a_script_changes_its_state_is_known_after_a_restart_too(node: Node) -> None:
-    """Otherwise the second generation loses the learning rate of a step, if a rank fails before its first save."""
+    """Otherwise the second generation loses a change of the learning rate if a rank fails before its first save."""
 
     def train(until: int) -> int:
         objects, snapshot, step = begin()
@@ -833,7 +833,7 @@ def test_where_a_script_changes_its_state_is_known_after_a_restart_too(node: Nod
 @pytest.mark.parametrize("marks", ["should_stop", "keep"])
 @pytest.mark.parametrize("evaluates", ["not at all", "by random numbers", "in training mode"])
 def test_what_an_evaluation_changes_after_the_mark_is_not_lost(node: Node, marks: str, evaluates: str) -> None:
-    """Otherwise the run continues with other dropout masks, or with a BatchNorm that has not seen these batches."""
+    """Otherwise training continues with other dropout masks, or BatchNorm lacks the batches of the evaluation."""
 
     def train() -> None:
         objects, snapshot, step = begin()
@@ -860,8 +860,7 @@ def test_what_an_evaluation_changes_after_the_mark_is_not_lost(node: Node, marks
 def test_the_seed_of_the_next_epochs_loader_is_drawn_again_and_that_of_an_evaluation_is_not(
     node: Node, evaluates: str
 ) -> None:
-    """Each iter(DataLoader) draws a seed. After a restart the script begins the same epoch again, but does not repeat
-    the evaluation."""
+    """Each iter(DataLoader) draws a seed. A restart begins the same epoch again, but does not repeat the evaluation."""
 
     def train() -> None:
         objects, snapshot, step = begin()
@@ -887,7 +886,7 @@ def test_the_seed_of_the_next_epochs_loader_is_drawn_again_and_that_of_an_evalua
 
 @pytest.mark.parametrize("marks", ["should_stop", "keep"])
 def test_a_sampler_that_ends_an_epoch_before_its_save_is_trusted_in_the_next_epoch(node: Node, marks: str) -> None:
-    """Otherwise it is taken for an object that changes before save(), and memory is useless after the first epoch."""
+    """Otherwise the sampler seems to change before each save(), and memory is not used after the first epoch."""
 
     def train() -> None:
         objects, sampler, step = parts(), ddpjob.GlobalBatchSampler(16, 4, 7), 0
@@ -915,7 +914,7 @@ def test_a_sampler_that_ends_an_epoch_before_its_save_is_trusted_in_the_next_epo
 def test_a_rate_that_changes_before_the_next_batch_is_asked_for_is_not_set_again_by_a_restart(
     node: Node, place: str
 ) -> None:
-    """Otherwise it is taken for a rate that is set at the top of the loop, because it changes after each mark."""
+    """Otherwise the rate seems to be set at the top of the loop, because it changes after each mark."""
 
     def train() -> None:
         objects, sampler = parts(), ddpjob.GlobalBatchSampler(64, 4, 7)
@@ -941,7 +940,7 @@ def test_a_rate_that_changes_before_the_next_batch_is_asked_for_is_not_set_again
 def test_averaged_weights_that_are_swapped_in_to_evaluate_are_not_taken_for_those_of_the_step(
     node: Node, how: str
 ) -> None:
-    """No version counter shows a swap through `.data`, as many scripts do it. If a rank fails within an evaluation, the
+    """Many scripts swap weights through `.data`, which no version counter shows. If a rank fails in an evaluation, the
     others must not continue from the averages."""
 
     def swap(objects: dict[str, Any]) -> None:
@@ -957,7 +956,7 @@ def test_averaged_weights_that_are_swapped_in_to_evaluate_are_not_taken_for_thos
 
 
 def test_what_another_job_has_saved_counts_less_than_what_is_in_memory(node: Node, tmp_path: Path) -> None:
-    """In a folder taken over from another job, its attempt 7 is not later than attempt 1 of this job."""
+    """The folder is from another job, so its attempt 7 is not later than attempt 1 of this job."""
     assert node.run(0, lambda: train(4)) == 0
     node.lose(0)
     (tmp_path / "snapshots" / "writer-000001.json").write_text('{"job": "uid-0", "attempt": 7}')
@@ -966,7 +965,7 @@ def test_what_another_job_has_saved_counts_less_than_what_is_in_memory(node: Nod
 
 
 def test_a_rank_of_a_generation_that_is_over_writes_nothing(node: Node) -> None:
-    """A process hidden from its agent would overwrite what the new ranks hold."""
+    """Such a process, hidden from its agent, would overwrite the state of the new ranks."""
 
     def live_on() -> None:
         objects, _, _ = begin()
@@ -984,8 +983,8 @@ def test_a_rank_of_a_generation_that_is_over_writes_nothing(node: Node) -> None:
 def test_ranks_that_train_models_of_their_own_do_not_get_each_others_and_the_log_says_so(
     node: Node, capfd: pytest.CaptureFixture[str], first: int
 ) -> None:
-    """A survivor's state is not the failed rank's. Nothing makes the ranks step together: one may have its proof, that
-    parameters change only in steps, before the other has begun."""
+    """Each rank trains its own model, so a survivor's state is not the failed rank's. One rank may already have proved
+    that its parameters change only in steps, and another one not."""
 
     def train_own() -> int:
         world, step = ddpjob.init(), 0
@@ -1038,8 +1037,7 @@ def test_why_a_restart_goes_on_from_the_folder_or_begins_anew_is_said_where_nobo
 def test_a_state_of_which_a_bit_has_changed_in_memory_is_not_used_and_the_log_says_so(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A script that writes where it must not, or a machine without ECC, would otherwise corrupt training and its
-    saves."""
+    """Otherwise a script's invalid write, or a machine without ECC, corrupts the training and its saves."""
 
     def flip(_: Any) -> None:
         rescue()
@@ -1057,7 +1055,7 @@ def test_a_state_of_which_a_bit_has_changed_in_memory_is_not_used_and_the_log_sa
 
 
 def test_an_optimizer_that_steps_within_backward_is_never_kept_in_the_middle_of_it(node: Node) -> None:
-    """In the middle of backward some parameters already belong to the next step."""
+    """In the middle of such a backward some parameters already belong to the next step."""
 
     def train_so(dies_within: bool) -> int:
         model = parts()["model"]
@@ -1087,7 +1085,7 @@ def test_an_optimizer_that_steps_within_backward_is_never_kept_in_the_middle_of_
 
 
 def test_a_grad_scaler_comes_back_with_the_step(node: Node) -> None:
-    """With the initial scale the next steps would be skipped."""
+    """With the initial scale, GradScaler would skip the next steps."""
 
     def train_scaled(until: int) -> Any:
         objects, scaler = parts(), torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
@@ -1108,7 +1106,7 @@ def test_a_grad_scaler_comes_back_with_the_step(node: Node) -> None:
 
 
 def test_a_full_folder_ends_the_rank_and_the_memory_has_the_step(node: Node) -> None:
-    """After this failure the memory matters most, because the folder has nothing newer."""
+    """The folder has nothing newer, so memory matters most after this failure."""
 
     def train_full(until: int) -> int:
         objects, snapshot, step = begin()
@@ -1132,8 +1130,8 @@ def test_a_full_folder_ends_the_rank_and_the_memory_has_the_step(node: Node) -> 
 def test_a_training_that_ends_after_it_went_on_from_memory_has_its_last_state_in_the_folder(
     node: Node, more: int, ranks: int
 ) -> None:
-    """If the save of the last step failed or was cut short, the next generation has nothing to do and ends well: the
-    folder must still get the last state."""
+    """If the save of the last step failed, the next generation has no step to make and ends well. The folder must still
+    get the last state."""
 
     def train(until: int) -> Any:
         objects, _snapshot, step = begin()
@@ -1152,8 +1150,8 @@ def test_a_training_that_ends_after_it_went_on_from_memory_has_its_last_state_in
 
 
 def test_the_folder_gets_the_state_that_was_loaded_and_not_what_was_drawn_since(node: Node) -> None:
-    """wait() after a resume from memory writes what only memory had. A loader has drawn its seed by then, and taken
-    batches ahead: from such a file a restart would train other samples."""
+    """After a resume from memory, wait() writes the state to the folder. Meanwhile a loader has drawn its seed and read
+    ahead: from such a state a restart would train other samples."""
 
     def train(until: int) -> Any:
         objects = {**parts(), "sampler": ddpjob.GlobalBatchSampler(40, global_batch=4, seed=1)}
@@ -1196,8 +1194,8 @@ def test_a_training_that_cannot_write_what_memory_alone_had_fails(node: Node, en
 def test_a_script_that_names_no_step_does_not_end_well_without_the_state_that_memory_alone_had(
     node: Node, end_ranks: Any, is_written: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The save of step 6 is cut short, and the next generation resumes from memory, makes two steps and saves nothing:
-    the job must not succeed with a snapshot older than its restart."""
+    """The save of step 6 fails, and the next generation resumes from memory, makes two steps and saves nothing. The job
+    must not succeed with a snapshot that is older than its restart."""
 
     def train() -> int:
         objects, snapshot, step = begin()
@@ -1244,7 +1242,7 @@ def test_a_script_that_names_its_steps_otherwise_ends_with_its_last_state_in_the
 
 @pytest.mark.parametrize("save_failed", ["", "the state of step 6 was not saved: disk full"])
 def test_a_stop_whose_save_failed_leaves_the_state_in_memory(node: Node, save_failed: str, end_ranks: Any) -> None:
-    """If a node is drained while the folder is full, the other pods stay, and have the step of the stop."""
+    """If a node is drained while the folder is full, the pods that stay have the step of the stop."""
 
     def train() -> None:
         objects, _snapshot, step = begin()
@@ -1259,7 +1257,7 @@ def test_a_stop_whose_save_failed_leaves_the_state_in_memory(node: Node, save_fa
 def test_a_folder_that_takes_no_claim_does_not_cost_what_memory_has(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """After a rank died on a full disk, the next generation cannot make its claim, but must not lose the training."""
+    """A full disk ended a rank. The next generation cannot write its claim, but must not lose the training."""
 
     def train(until: int) -> tuple[int, str]:
         objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
@@ -1292,8 +1290,8 @@ def _full(*_: object, **__: object) -> None:
 def test_ranks_of_a_node_that_was_lost_draw_new_numbers_the_same_at_each_resume_and_the_log_says_so(
     nodes: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Their old states were lost with the node: the result differs, and users who compare must know why. The new node
-    gets the state in pieces, the last of which is shorter."""
+    """Their states were lost with the node, so the result differs, and users who compare results must know why. The new
+    node gets the state in pieces, and the last one is shorter."""
     monkeypatch.setattr(gather, "PIECE_BYTES", 100)
 
     def train_both(until: int) -> Any:
@@ -1326,7 +1324,7 @@ def test_ranks_of_a_node_that_was_lost_draw_new_numbers_the_same_at_each_resume_
 def test_a_rank_that_dies_within_its_step_has_its_random_states_however_steps_are_counted(
     node: Node, each: int
 ) -> None:
-    """Many scripts count micro-batches or samples: dropout must be as without the failure."""
+    """Many scripts count micro-batches or samples. Dropout must be the same as without the failure."""
 
     def train() -> Any:
         world = ddpjob.init()
@@ -1353,8 +1351,8 @@ def test_a_rank_that_dies_within_its_step_has_its_random_states_however_steps_ar
 def test_a_rank_that_dies_again_and_again_while_it_loads_keeps_its_random_states_and_buffers(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The other rank loads faster, so its state is of a newer generation. It is the same step, but the dead rank has
-    written nothing in that generation."""
+    """The other rank loads faster, so its state belongs to a newer generation. It is the same step, but the dead rank
+    has written nothing in that generation."""
 
     def fail(*_: Any) -> None:
         raise InterruptedError
@@ -1387,7 +1385,7 @@ def test_a_rank_that_dies_again_and_again_while_it_loads_keeps_its_random_states
 
 
 def test_a_rank_that_dies_within_its_step_has_left_the_buffers_of_all_its_micro_batches(node: Node) -> None:
-    """BatchNorm's averages come from rank 0: a model must not be evaluated with those of the first micro-batch."""
+    """BatchNorm's averages come from rank 0. They must not lack all micro-batches after the first one."""
 
     def train() -> Any:
         world = ddpjob.init()
@@ -1412,8 +1410,8 @@ def test_a_rank_that_dies_within_its_step_has_left_the_buffers_of_all_its_micro_
 
 @pytest.mark.parametrize("steps_made", [0, 1])
 def test_a_new_node_keeps_the_state_as_soon_as_it_has_loaded_it(steps_made: int, nodes: Node) -> None:
-    """Nodes are often lost one after the other: within three steps of the restart, the second one may be the last that
-    has the state."""
+    """Nodes are often lost one after the other. Within three steps of the restart the other node may be lost, and with
+    it the only state."""
 
     def train(until: int, survivor: int) -> int:
         world = ddpjob.init()

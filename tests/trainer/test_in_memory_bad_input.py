@@ -1,4 +1,4 @@
-"""Unusual models and scripts, whose state is kept in memory; one forked process for each generation."""
+"""Unusual models and scripts whose state is kept in memory. Each generation is a forked process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ddpjob_core import memory
 
 
 class Graph(torch.nn.Module):
-    """A layer of a graph network: the neighbors of each node are a sparse buffer."""
+    """Layer of a graph network. The neighbors of each node are a sparse buffer."""
 
     neighbors: torch.Tensor
 
@@ -37,7 +37,7 @@ class Graph(torch.nn.Module):
 def test_a_model_with_sparse_tensors_or_without_shapes_yet_is_loaded_and_goes_on_after_a_restart(
     node: Node, kind: Callable[[], torch.nn.Module]
 ) -> None:
-    """Under ddprun `load` must not end with a RuntimeError of torch, at the start or at each restart."""
+    """Under ddprun torch's RuntimeError must not end `load`, neither at the start nor at a restart."""
 
     def train(until: int) -> int:
         model = kind()
@@ -59,7 +59,7 @@ def test_a_model_with_sparse_tensors_or_without_shapes_yet_is_loaded_and_goes_on
 def test_a_model_that_is_on_another_device_when_a_rank_fails_goes_on_from_the_folder_and_the_log_says_so(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A script may move it away to make room for an evaluation. The meta device stands for any other."""
+    """A script may move the model to make room for an evaluation. The meta device stands for the other device."""
 
     def train(until: int, *, moves: bool) -> int:
         objects, snapshot, step = begin()
@@ -81,7 +81,7 @@ def test_a_model_that_is_on_another_device_when_a_rank_fails_goes_on_from_the_fo
 def test_a_model_with_a_layer_on_another_device_trains_on_and_the_log_says_that_it_is_not_kept(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The library may not end a training that works without it."""
+    """The library must not end a training that works without it."""
 
     def train() -> int:
         objects = parts()
@@ -100,7 +100,7 @@ def test_a_model_with_a_layer_on_another_device_trains_on_and_the_log_says_that_
 def test_a_limit_that_is_a_byte_too_small_is_said_with_the_one_that_would_do(
     node: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], short: int
 ) -> None:
-    """Beyond its limit the kernel kills the container, and everything in memory with it."""
+    """Over its limit a container is killed by the kernel, and the state in memory is lost with it."""
 
     def size_of_state() -> int:
         objects = parts()
@@ -122,17 +122,17 @@ def test_a_limit_that_is_a_byte_too_small_is_said_with_the_one_that_would_do(
 
 
 class Averages:
-    """An object of the script with a state_dict(), which is copied at each step."""
+    """Object of a script with a state_dict(), which is copied at each step."""
 
     def __init__(self) -> None:
         self.values = torch.zeros(2 << 20)
 
     def state_dict(self) -> dict[str, Any]:
-        """As in many classes."""
+        """Return the state without a copy, as many classes do."""
         return {"values": self.values}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As in many classes."""
+        """Keep the tensors of `state` without a copy, as many classes do."""
         self.values = state["values"]
 
 
@@ -165,7 +165,7 @@ def test_a_script_with_too_much_to_write_at_each_step_trains_on_and_the_log_says
 
 
 def accumulated(until: int, *, fails_within: bool, saves_within: bool = True) -> Any:
-    """Two micro-batches per step, with dropout; a save in the middle of the seventh step, and then a rank fails."""
+    """Train with two micro-batches per step and dropout; save, and perhaps fail, in the middle of step 7."""
     objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
     step = began = snapshot.load(**objects)
     if not step:
@@ -190,7 +190,7 @@ def accumulated(until: int, *, fails_within: bool, saves_within: bool = True) ->
 def test_ranks_that_mark_other_steps_than_their_peers_go_on_from_the_folder_and_the_log_says_so(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """If a counter begins at another number on one rank, the step of the state is unclear. Nothing is guessed."""
+    """One rank's counter begins at another number, so the step of the state is not known, and memory is not used."""
 
     def train() -> int:
         rank = int(os.environ["RANK"])
@@ -212,7 +212,7 @@ def test_ranks_that_mark_other_steps_than_their_peers_go_on_from_the_folder_and_
 
 
 def test_a_save_in_the_middle_of_an_accumulation_brings_back_the_whole_step(node: Node, tmp_path: Path) -> None:
-    """With random numbers and running means of the middle, the first half would be trained twice."""
+    """If random numbers and running means were those of the middle, the first half would be trained twice."""
     _, undisturbed = node.run(0, lambda: accumulated(9, fails_within=False, saves_within=False))
     node.lose(0)
     assert node.run(1, lambda: accumulated(9, fails_within=True)) == (0, [])
@@ -226,8 +226,8 @@ def test_a_save_in_the_middle_of_an_accumulation_brings_back_the_whole_step(node
 def test_a_script_whose_step_needs_its_peers_learns_in_time_that_memory_has_not_each_step(
     node: Node, capfd: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    """A rank that fails within LBFGS's step, or in the second half of a GAN's, leaves no complete state. Users must
-    learn that before they lose steps."""
+    """A rank that fails within LBFGS's step, or in the second half of a GAN's step, leaves no complete state. Users
+    must know that before they lose steps."""
 
     def train() -> str:
         objects = parts()

@@ -1,4 +1,4 @@
-"""init(): every way to start finds the others or says why not, and every way to end ends."""
+"""init() meets the other ranks however they are started, or says why not. Every way to leave the group ends."""
 
 import contextlib
 import os
@@ -129,7 +129,7 @@ def test_more_processes_than_gpus_and_nccl_without_a_gpu_are_refused(monkeypatch
 
 
 def summed(**arguments: Any) -> tuple[float, int, int]:
-    """Join, sum the ranks, leave."""
+    """Join the group, sum the ranks' numbers, and leave it."""
     with ddpjob.init(**arguments) as world:
         assert ddpjob.init() is world, "a second call must not make a second group"
         ranks = torch.tensor([float(world.rank)])
@@ -139,7 +139,7 @@ def summed(**arguments: Any) -> tuple[float, int, int]:
 
 def test_alone_needs_no_variables_and_no_port(run_ranks):
     def body(rank: int) -> Any:
-        first, again = summed(), summed()  # the second after the first was closed
+        first, again = summed(), summed()  # the second call follows the end of the first group
         assert not dist.is_initialized()
         return first, again
 
@@ -153,7 +153,7 @@ def test_ranks_meet_by_variables_by_port_and_in_a_file(run_ranks, free_port, mee
     assert run_ranks(lambda rank: summed(rank=rank, world_size=2), 2) == expected
     assert run_ranks(lambda rank: summed(init_method=meeting_file, rank=rank, world_size=2), 2) == expected
     url = f"tcp://127.0.0.1:{free_port}"
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # torch's own tcp:// waits for ever with this
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # with this, torch's own tcp:// would wait for ever
     monkeypatch.setenv("MASTER_PORT", "1")
     assert run_ranks(lambda rank: summed(init_method=url, rank=rank, world_size=2), 2) == expected
 
@@ -212,7 +212,7 @@ def test_a_rank_that_waits_in_vain_says_for_whom_and_where(end_ranks, meeting_fi
     assert "0.5 s" in outcome.error
 
 
-# docs/versions.md has this promise.
+# docs/versions.md mentions this limit of torch 2.4.
 needs_a_timeout_that_changes = pytest.mark.skipif(
     torch.__version__.startswith("2.4."), reason="gloo of torch 2.4 keeps the time-out that its group was made with"
 )
@@ -239,7 +239,7 @@ def test_after_the_first_step_a_collective_fails_sooner(end_ranks, meeting_file)
 @pytest.mark.parametrize("watched", [{}, {"DDPJOB_BEATS": "1:2:3:0"}, {"DDPJOB_STATUS_URL": "http://x"}], ids=str)
 @pytest.mark.parametrize("stall", ["", "0", "300", "20000"])
 def test_no_collective_ends_sooner_than_a_declared_pause_may_take(watched, stall):
-    """Otherwise half an hour of evaluation on rank 0 ends the ranks that wait for it, again after each restart."""
+    """Otherwise half an hour of evaluation on rank 0 ends the ranks that wait for it, also after each restart."""
     allowed = join.default_timeout_seconds({**watched, "DDPJOB_STALL_TIMEOUT": stall})
     learned = stall_limits.Learned(step_seconds=(1.0,))
     limit = stall_limits.limit("evaluate", 41, learned, float(stall) if watched and stall else None)
@@ -250,7 +250,7 @@ def test_no_collective_ends_sooner_than_a_declared_pause_may_take(watched, stall
 def test_an_evaluation_on_rank_0_alone_ends_nobody_before_the_first_step_or_after_it(
     run_ranks, meeting_file, monkeypatch
 ):
-    """Here seconds stand for quarters of an hour; the evaluation takes longer than the ranks had to meet."""
+    """Seconds stand for quarters of an hour. The evaluation takes longer than the time that the ranks had to meet."""
     monkeypatch.setattr(stall_limits, "PAUSE_SECONDS", 4.0)
 
     def body(rank: int) -> float:
@@ -314,12 +314,12 @@ def train_a_little(rank: int, url: str, world_size: int) -> None:
     model = world.wrap(torch.nn.Linear(32, 8))
     for _ in range(3):
         model(torch.ones(4, 32)).sum().backward()
-    dist.all_reduce(torch.ones(1))  # gloo's thread releases its tensor, for which it needs the interpreter lock
+    dist.all_reduce(torch.ones(1))  # gloo's thread needs the interpreter lock to release this tensor
     sys.modules["__main__"].model = model  # type: ignore[attr-defined]  # as in a script: it dies in the very last moment
 
 
 def test_finished_jobs_never_abort_or_hang_although_the_script_closes_nothing(tmp_path):
-    """At the interpreter's exit gloo groups may abort (SIGABRT) or hang after all work is done."""
+    """At the interpreter's exit gloo's groups may abort (SIGABRT) or hang, after all work is done."""
     for job in range(5):
         ended = finish(lambda rank, job=job: train_a_little(rank, f"file://{tmp_path}/{job}", 2), 2)
         assert {code for code, _ in ended.values()} == {0}, f"job {job} of 5: {ended}"
@@ -335,7 +335,7 @@ def test_closing_never_hangs_on_a_thread_that_releases_the_last_tensor(run_ranks
 
 
 def test_a_rank_that_fails_in_the_middle_of_a_collective_ends_at_once_with_1(tmp_path):
-    """A launcher sees the failure only when the process has ended, which gloo could delay until the collective's
+    """A launcher sees the failure only when the process has ended. gloo could delay that until the collective's
     time-out."""
 
     def body(rank: int) -> None:
@@ -343,7 +343,7 @@ def test_a_rank_that_fails_in_the_middle_of_a_collective_ends_at_once_with_1(tmp
             pending = dist.all_reduce(torch.ones(1), async_op=True) if rank == 1 else None
             if pending is None:
                 with contextlib.suppress(RuntimeError):
-                    dist.recv(torch.ones(1), src=1)  # until rank 1 has ended
+                    dist.recv(torch.ones(1), src=1)  # returns when rank 1 has ended
                 os._exit(0)
             raise ValueError("rank 1 is broken")
 
@@ -381,15 +381,15 @@ def test_tcp_works_under_torchrun_where_torch_itself_waits_for_ever(tmp_path, fr
 
 
 def test_ranks_that_finish_together_leave_nothing_on_stderr_that_looks_like_a_failure(end_ranks, capfd, free_port):
-    """If rank 0, which serves the store, leaves first, torch prints a trace of 20 lines on each of the others."""
+    """If rank 0, which serves the store, leaves first, torch prints a trace of 20 lines on each other rank."""
 
     def body(rank: int) -> None:
-        if rank != 0:  # a rank that checks again late: the others have long been there
+        if rank != 0:  # checks so seldom that the others are done long before
             stop.COUNT_SECONDS = 0.3
         stop.LEAVE_LAST_SECONDS = 30.0  # longer than any delay on this machine
         world = ddpjob.init(init_method=f"tcp://127.0.0.1:{free_port}", rank=rank, world_size=3)
         world.close()
-        os._exit(0)  # as at the interpreter's end: the store disappears with its process
+        os._exit(0)  # as at the interpreter's exit, which also ends the store
 
     assert [outcome.exit_code for outcome in end_ranks(body, 3)] == [0, 0, 0]
     assert "recvValue" not in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""A rank that is faster than rank 0 connects as soon as it serves the store, not at torch's next retry."""
+"""A rank that starts before rank 0 connects as soon as rank 0 serves the store, not at torch's next retry."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def is_served(port: int) -> bool:
 
 @pytest.fixture
 def late() -> Iterator[int]:
-    """Return a port at which rank 0 begins to listen after a moment."""
+    """Return a port on which rank 0 begins to listen after 0.1 s."""
     with ports.hold() as held:
         opened = threading.Timer(0.1, held.listen)
         opened.start()
@@ -40,7 +40,7 @@ def late() -> Iterator[int]:
 
 @pytest.fixture
 def created(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Return torch's calls, and last if its first try would succeed."""
+    """Return the arguments of torch's calls. The last element is True if the store was served already."""
     asked: list[tuple[Any, ...]] = []
 
     def create(host: str, port: int, *more: Any) -> str:

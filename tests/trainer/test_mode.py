@@ -1,4 +1,4 @@
-"""How far the memory of a process has come, and what changes that: the table of `Mode`."""
+"""The table of `Mode`: what the memory of a process can be used for so far, and which events change that."""
 
 import typing
 
@@ -10,7 +10,7 @@ EVENTS: tuple[Event, ...] = typing.get_args(Event)
 
 
 def test_the_agent_waits_only_after_names_proof_and_room() -> None:
-    """Otherwise a job hangs at each failure, or resumes from an unproved state."""
+    """Otherwise the agent waits for a state that nobody writes, or a job resumes from an unproved state."""
     before: dict[Mode, set[Event]] = {}
     for mode in Mode:
         for event in EVENTS:
@@ -23,7 +23,7 @@ def test_the_agent_waits_only_after_names_proof_and_room() -> None:
 
 @pytest.mark.parametrize("mode", [Mode.EMPTY, Mode.PROVING, Mode.COPYING, Mode.OFF])
 def test_room_that_comes_late_promises_nothing(mode: Mode) -> None:
-    """The thread that reserves it does not know that the script has passed other objects meanwhile."""
+    """A thread reserves the room. It does not know that the script has passed other objects meanwhile."""
     assert after(mode, "reserved") is mode
 
 

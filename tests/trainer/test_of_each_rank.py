@@ -16,7 +16,7 @@ from ddpjob.group import gather
 
 
 class Reader:
-    """A reader like torchdata's StatefulDataLoader, a Hugging Face dataset, or any loader with its two methods."""
+    """Reader of data with two methods, like torchdata's StatefulDataLoader or a Hugging Face dataset."""
 
     def __init__(self, shard: int) -> None:
         self.state: dict[str, Any] = {"shard": shard, "place": 0}
@@ -29,7 +29,7 @@ class Reader:
 
 
 class Centred(torch.nn.Module):
-    """Has a buffer, and a part that each rank trains alone."""
+    """Model with a buffer, and with a part that each rank trains alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Centred(torch.nn.Module):
 
 
 def in_ranks(run_ranks: Any, folder: Path, meet: str, world_size: int, body: Callable[[Any, Any], Any]) -> list[Any]:
-    """Return what the body returns on each rank, given a world and a Snapshot."""
+    """Return what the body returns on each rank. It gets a world and a Snapshot."""
 
     def rank_main(rank: int) -> Any:
         with ddpjob.init(init_method=f"file://{folder}/{meet}", rank=rank, world_size=world_size) as world:
@@ -48,7 +48,7 @@ def in_ranks(run_ranks: Any, folder: Path, meet: str, world_size: int, body: Cal
 
 
 def save_readers(world: Any, snapshot: ddpjob.Snapshot) -> None:
-    """Let each rank save its own reader and generator, and common values."""
+    """Save a reader and a generator that differ by rank, and a value that does not."""
     reader = Reader(world.rank)
     reader.state["place"] = 10 * world.rank + 3
     generator = torch.Generator().manual_seed(world.rank)
@@ -56,8 +56,7 @@ def save_readers(world: Any, snapshot: ddpjob.Snapshot) -> None:
 
 
 def test_each_rank_gets_back_its_own_reader_and_its_own_values(run_ranks: Any, tmp_path: Path) -> None:
-    """With rank 0's reader on all, both would read the same samples, and those of the other shard would never be
-    seen."""
+    """Otherwise both ranks read rank 0's shard, and the samples of the other shard are never trained."""
 
     def load(world: Any, snapshot: ddpjob.Snapshot) -> Any:
         reader = Reader(9)
@@ -80,7 +79,7 @@ def test_at_another_number_of_ranks_it_is_refused_by_name(run_ranks: Any, tmp_pa
             ddpjob.StateError, match=r"reader: each rank had its own .* by 2 ranks, and there are 3 now"
         ):
             snapshot.load(reader=Reader(9))
-        snapshot.load()  # what is not passed is not needed
+        snapshot.load()  # objects that are not passed are not checked
         return str(snapshot.state["lr"])
 
     in_ranks(run_ranks, tmp_path, "a", 2, save_readers)
@@ -88,7 +87,7 @@ def test_at_another_number_of_ranks_it_is_refused_by_name(run_ranks: Any, tmp_pa
 
 
 def test_what_is_the_same_on_all_ranks_is_kept_once(run_ranks: Any, tmp_path: Path) -> None:
-    """A snapshot must not grow with the number of ranks, and must fit another number of them."""
+    """A snapshot must not grow with the number of ranks, and must be usable with another number."""
 
     def save(world: Any, snapshot: ddpjob.Snapshot) -> None:
         optimizer = torch.optim.Adam(torch.nn.Linear(1, 1).parameters())
@@ -103,8 +102,8 @@ def test_what_is_the_same_on_all_ranks_is_kept_once(run_ranks: Any, tmp_path: Pa
 def test_buffers_and_parameters_that_ddp_leaves_to_each_rank_are_its_own(
     run_ranks: Any, tmp_path: Path, buffers: str
 ) -> None:
-    """A rank's adapter, with its momentum, its learning rate and in an average, must not become rank 0's. Nor its
-    BatchNorm in `with model.join()`, where DistributedDataParallel sends those of the last rank."""
+    """A rank's own adapter, with its momentum, rate and average, must not become rank 0's. Nor its BatchNorm in `with
+    model.join()`, where DistributedDataParallel sends the last rank's to all."""
 
     def made() -> tuple[Any, Any, Any]:
         net = Centred()
@@ -123,7 +122,7 @@ def test_buffers_and_parameters_that_ddp_leaves_to_each_rank_are_its_own(
         with torch.no_grad():
             model.module.own.weight.fill_(world.rank)
         average.update_parameters(model.module)
-        optimizer.param_groups[0]["lr"] += world.rank  # a scheduler that each rank steps with its own loss
+        optimizer.param_groups[0]["lr"] += world.rank  # some scripts step a scheduler with each rank's own loss
         with model.join(enable=buffers == "joined"):
             saved(snapshot, 1, model=model, optimizer=optimizer, average=average)
 
@@ -144,7 +143,7 @@ def test_buffers_and_parameters_that_ddp_leaves_to_each_rank_are_its_own(
 def test_a_file_that_lacks_the_reader_of_a_late_rank_is_passed_over(
     run_ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], keep: int
 ) -> None:
-    """A rank is killed just before save(2): the others must not read rank 0's shard, and step 1 is complete."""
+    """A rank is killed just before save(2), so its reader is missing there. Step 1 is complete and used."""
 
     def rank_main(rank: int) -> int:
         with ddpjob.init(init_method=f"file://{tmp_path}/a", rank=rank, world_size=2) as world:
@@ -176,7 +175,7 @@ def test_a_file_that_lacks_the_reader_of_a_late_rank_is_passed_over(
 def test_replicas_that_are_out_of_step_are_named_at_a_save(
     run_ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], differs: bool
 ) -> None:
-    """Clipping by the norm of each rank's own part moves all ranks apart: a restart would give all of them rank 0's."""
+    """Clipping by each rank's own norm lets the ranks diverge. After a restart all would have rank 0's parameters."""
 
     def save(world: Any, snapshot: ddpjob.Snapshot) -> None:
         model = world.wrap(torch.nn.Linear(2, 2))
@@ -193,7 +192,7 @@ def test_replicas_that_are_out_of_step_are_named_at_a_save(
 
 
 def test_where_no_file_has_the_reader_of_a_late_rank_it_is_refused(run_ranks: Any, tmp_path: Path) -> None:
-    """Beginning at step 0 would be as wrong as another rank's reader."""
+    """A start at step 0 would be as wrong as another rank's reader."""
 
     def save(world: Any, snapshot: ddpjob.Snapshot) -> None:
         if world.rank < 2:
@@ -213,7 +212,7 @@ def test_where_no_file_has_the_reader_of_a_late_rank_it_is_refused(run_ranks: An
 def test_what_is_too_large_to_be_kept_of_each_rank_is_named_at_once(
     run_ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It passes through rank 0, which must not collect gigabytes."""
+    """The state passes through rank 0, which must not collect gigabytes."""
 
     def save(world: Any, snapshot: ddpjob.Snapshot) -> None:
         for step in (1, 2):

@@ -1,4 +1,4 @@
-"""A state as bytes in memory, and back, with equal bits."""
+"""A state is packed into bytes in memory and comes back with the same bits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def there_and_back(value: Any, threads: int = 1) -> Any:
 
 
 def test_tensors_of_any_shape_and_type_come_back_with_the_same_bits_and_strides() -> None:
-    """A channels_last momentum that comes back contiguous slows each step down; another bit changes the result."""
+    """A channels_last momentum that comes back contiguous slows down each step, and another bit changes the result."""
     values = {
         "scalar": torch.tensor(3.0),
         "empty": torch.zeros(0, 3),
@@ -50,7 +50,7 @@ def test_tensors_of_any_shape_and_type_come_back_with_the_same_bits_and_strides(
 
 
 def test_another_default_device_of_the_script_is_no_matter() -> None:
-    """With `torch.set_default_device("cuda")` data would be read to the GPU, and a copy written through an invalid
+    """With `torch.set_default_device("cuda")` data would otherwise be read to the GPU, and a copy written to an invalid
     address."""
     value = {"x": torch.arange(6.0), "large": torch.randn(300, 301)}
     with torch.device("meta"):
@@ -59,7 +59,7 @@ def test_another_default_device_of_the_script_is_no_matter() -> None:
 
 
 def test_plain_values_keep_their_types() -> None:
-    """A scheduler's milestones are a Counter; with a dict in its place load_state_dict fails."""
+    """A scheduler's milestones are a Counter, and load_state_dict fails with a dict instead."""
     value = {"a": [1, 2.5, None, "x", b"y", (True,)], "c": collections.Counter([3, 3]), "d": torch.float16}
     assert there_and_back(value) == value
     assert type(there_and_back(value)["c"]) is collections.Counter
@@ -82,7 +82,7 @@ def test_ten_thousand_tensors_come_back() -> None:
 def test_a_state_of_several_pieces_is_whole_whatever_the_number_of_threads(
     monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
-    """Otherwise nodes with other processors refuse each other's states; and torch must get its threads back."""
+    """Nodes with different numbers of CPUs must compute the same sum. Torch must get its number of threads back."""
     monkeypatch.setattr(packed, "PIECE_BYTES", 1 << 18)
     values, before = [torch.randn(300_001), torch.zeros(0), torch.randn(2, 3, 400, 500)], torch.get_num_threads()
     assert all(map(torch.equal, there_and_back(values, threads), values))
@@ -102,7 +102,7 @@ def test_a_small_state_is_left_to_one_thread(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("at", [0, 100, 4000])
 def test_a_changed_bit_changes_the_sum(at: int) -> None:
-    """By this sum ranks find that their states differ."""
+    """Ranks compare their states by this sum."""
     state = [torch.randn(40, 100), torch.randn(200_000)]
     before = packed.total(state)
     state[int(at == 4000)].view(-1).view(torch.int32)[at % 4000] ^= 1
@@ -110,7 +110,7 @@ def test_a_changed_bit_changes_the_sum(at: int) -> None:
 
 
 def test_what_is_no_state_is_refused_without_running_anything() -> None:
-    """A pickle can run any code, but data from a peer or broken memory must not."""
+    """A pickle can run any code. Data from a peer, or from broken memory, must not."""
     with pytest.raises(StateError):
         packed.in_place(memory_of(bytes(100)))
     body = pickle.dumps((print, []))
@@ -126,7 +126,7 @@ def test_what_is_no_state_is_refused_without_running_anything() -> None:
 
 @pytest.mark.parametrize("wrong", [torch.zeros(2, device="meta"), torch.nested.nested_tensor([torch.zeros(1)])])
 def test_a_tensor_without_plain_bytes_is_refused(wrong: torch.Tensor) -> None:
-    """Such a training resumes from its folder, and says why."""
+    """A training with such a tensor resumes from its folder, and the log says why."""
     for packs in (packed.pack, packed.dumps):
         with pytest.raises(StateError, match="kept in memory"):
             packs({"x": wrong})
@@ -141,7 +141,7 @@ def model_and_optimizer() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def test_large_and_small_together_are_what_the_state_dicts_are() -> None:
-    """A restart loads them with load_state_dict, as from the folder."""
+    """A restart loads the state from memory with load_state_dict, like one from the folder."""
     model, optimizer = model_and_optimizer()
     kept = Kept({"model": model, "optimizer": optimizer, "note": {"best": 0.5}})
     state = merged(there_and_back(kept.large()), there_and_back(kept.buffers() | kept.settings()))
@@ -154,7 +154,7 @@ def test_large_and_small_together_are_what_the_state_dicts_are() -> None:
 
 
 def test_what_is_small_is_as_it_was_at_the_boundary_also_where_the_module_has_gone_on() -> None:
-    """BatchNorm counts in each forward pass: the running mean after half a step more belongs to no step."""
+    """BatchNorm changes in each forward pass. The running mean of half a step later belongs to no step."""
     model, optimizer = model_and_optimizer()
     kept = Kept({"model": model, "optimizer": optimizer})
     small = there_and_back(kept.buffers() | kept.settings())
@@ -167,7 +167,7 @@ def test_what_is_small_is_as_it_was_at_the_boundary_also_where_the_module_has_go
 
 
 def test_a_parameter_that_is_changed_without_the_optimizer_is_noticed() -> None:
-    """The state would be half from before and half from after the change."""
+    """Otherwise a state could be half from before and half from after the change."""
     model, optimizer = model_and_optimizer()
     kept = Kept({"model": model, "optimizer": optimizer})
     before = kept.versions()
@@ -182,7 +182,7 @@ class OwnStateDict(torch.optim.SGD):
 
 
 def test_an_optimizer_with_a_state_dict_of_its_own_is_left_to_the_folder() -> None:
-    """ZeroRedundancyOptimizer returns what it last consolidated: parameters of one step and moments of another."""
+    """ZeroRedundancyOptimizer returns its last consolidated state, whose moments may be of an older step."""
     model, _ = model_and_optimizer()
     with pytest.raises(StateError, match="OwnStateDict has a state_dict"):
         Kept({"optimizer": OwnStateDict(model.parameters(), lr=0.1)})

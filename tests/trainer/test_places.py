@@ -1,4 +1,4 @@
-"""Where in its loop a script changes small states."""
+"""At which places of its loop a script changes small states, such as a learning rate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ddpjob_core.memory import KNOWN, LATER, MOVED, NAMED, OBJECTS, SAMPLE, Left
 
 
 def test_a_change_between_should_stop_and_save_is_named_and_the_mark_alone_counts_no_more() -> None:
-    """A scheduler that is stepped there would come back one epoch late."""
+    """The mark is should_stop(). A scheduler that steps after it would come back one epoch late."""
     places = Places()
     places.boundary({"scheduler": 1}, named=False)
     assert places.named({"scheduler": 2}) == {"scheduler"}
@@ -22,7 +22,7 @@ def test_a_change_between_should_stop_and_save_is_named_and_the_mark_alone_count
 
 
 def test_a_change_at_the_top_of_the_loop_is_trusted_once_a_save_has_shown_it() -> None:
-    """A learning rate that is set from the step must not disable memory for ever."""
+    """Otherwise a learning rate that is set from the step's number disables memory for ever."""
     places = Places()
     places.boundary({"optimizer": 1}, named=False)
     assert places.step({"optimizer": 2}) == {"optimizer"}
@@ -34,7 +34,7 @@ def test_a_change_at_the_top_of_the_loop_is_trusted_once_a_save_has_shown_it() -
 
 
 def test_values_are_compared_by_their_bits() -> None:
-    """NaN differs from itself, and a tensor has no truth value."""
+    """NaN does not equal itself, and `==` of tensors gives no bool."""
     one, other = {"a": float("nan"), "b": torch.zeros(3)}, {"a": float("nan"), "b": torch.zeros(3)}
     assert same(one, other)
     assert not same(one, {**other, "b": torch.ones(3)})
@@ -42,7 +42,7 @@ def test_values_are_compared_by_their_bits() -> None:
 
 
 def test_a_learning_rate_that_is_set_at_each_step_is_trusted_from_the_second_step_on() -> None:
-    """A restart sets it again, so such a script can have memory before its first save."""
+    """A restart sets the rate again, so such a script can use memory before its first save."""
     places = Places()
     for step in range(3):
         places.boundary({"optimizer": step}, named=False)
@@ -51,7 +51,7 @@ def test_a_learning_rate_that_is_set_at_each_step_is_trusted_from_the_second_ste
 
 
 def test_a_learning_rate_that_changes_now_and_then_is_named_at_the_next_step() -> None:
-    """It may be the end of an epoch, which a restart would not repeat."""
+    """The change may belong to the end of an epoch, which a restart would not repeat."""
     places = Places()
     places.boundary({"optimizer": 1}, named=False)
     assert places.step({"optimizer": 2}, ["optimizer"]) == set()
@@ -62,7 +62,7 @@ def test_a_learning_rate_that_changes_now_and_then_is_named_at_the_next_step() -
 
 
 def test_a_scheduler_that_is_stepped_after_keep_is_named_and_the_memory_alone_is_not_trusted() -> None:
-    """The run went on with a learning rate one step behind, and the last line said that no step was repeated."""
+    """Otherwise a restart has a learning rate one step behind, and reports that no step was repeated."""
     places = Places()
     places.boundary({"scheduler": 1}, named=True)
     assert places.unsettled({"scheduler": 2}) == ["scheduler"]
@@ -88,7 +88,7 @@ def test_a_scheduler_that_is_stepped_before_keep_or_that_a_save_shows_at_the_top
 
 
 def test_a_rank_that_was_lost_before_the_mark_does_not_go_on_with_what_others_changed_before_save() -> None:
-    """An evaluation at the end of the epoch drew on all ranks: the lost one went on with numbers from before it."""
+    """An evaluation drew random numbers on all ranks. The lost rank would continue with older ones."""
 
     def left(*moved: str, later: tuple[str, ...] = ()) -> dict[str, object]:
         found = {SAMPLE: 1, NAMED: 2, MOVED: list(moved), KNOWN: ["sampler"], OBJECTS: {"sampler": "2"}}
@@ -98,7 +98,7 @@ def test_a_rank_that_was_lost_before_the_mark_does_not_go_on_with_what_others_ch
     before, evaluated = Left(False, {19: left()}), Left(True, {20: left("best", *draws, later=draws)})
     assert mixed_up([Left(True, {20: left("sampler", "best", later=draws)}), before], 20) == ""
     assert mixed_up([evaluated, before], 20).startswith(said)
-    alone = Left(False, {19: left(later=draws)})  # it alone evaluates, after each fifth mark
+    alone = Left(False, {19: left(later=draws)})  # only this rank evaluates, after each fifth mark
     assert mixed_up([Left(True, {20: left("sampler")}), alone], 20).startswith(said)
     of_another_node = Left(False, {})
     assert mixed_up([evaluated, of_another_node], 20) == ""

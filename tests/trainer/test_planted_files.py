@@ -1,4 +1,4 @@
-"""A snapshot folder that others can write: planted files are neither followed nor waited for."""
+"""Other users may write to a snapshot folder. Files that they plant are neither followed nor waited for."""
 
 import gc
 import itertools
@@ -64,7 +64,7 @@ def train_one_step(folder: Path) -> None:
 @pytest.mark.parametrize("plant", PLANTS)
 @pytest.mark.parametrize("name", ["writer-000001.alive", "writer-000002.alive", "writer-000000.json"])
 def test_what_is_planted_under_a_name_that_a_snapshot_uses_harms_no_file_outside(folder, outside, plant, name):
-    """A link at writer-000001.alive could lead to a user's file, and empty it."""
+    """A link at writer-000001.alive could point to a user's file, which would be emptied."""
     plant(folder / name, outside)
     train_one_step(folder)
     assert outside.read_bytes() == PRECIOUS
@@ -76,7 +76,7 @@ def test_what_is_planted_under_a_name_that_a_snapshot_uses_harms_no_file_outside
 def test_a_link_that_appears_while_the_training_is_running_is_neither_touched_nor_emptied(
     folder, outside, plant, monkeypatch
 ):
-    """Heartbeats touch the file every few seconds, and the end of the process empties it."""
+    """Heartbeats touch this file every few seconds, and the end of the process empties it."""
     monkeypatch.setattr(writers, "HEARTBEAT_SECONDS", 0.01)
     checks = itertools.count()
 
@@ -116,7 +116,7 @@ class Waiter:
 
 @pytest.mark.parametrize("plant", [*PLANTS, lambda path, _: path.mkdir()])
 def test_a_state_that_is_no_regular_file_does_not_exist(folder, outside, plant):
-    """A pipe under the name of a newer state would block the resume for ever."""
+    """A pipe with the name of a newer state would block each resume for ever."""
     train_one_step(folder)
     name = "step-000000000009.writer-000001.0123456789abcdef.pt"
     plant(folder / name, outside)
@@ -125,7 +125,7 @@ def test_a_state_that_is_no_regular_file_does_not_exist(folder, outside, plant):
 
 @pytest.mark.parametrize("plant", [a_pipe, an_endless_device, a_link])
 def test_a_claim_that_is_no_regular_file_names_nobody(folder, outside, plant):
-    """A pipe in place of the newest claim would block each later start for ever."""
+    """A pipe instead of the newest claim would block each later start for ever."""
     plant(folder / "writer-000007.json", outside)
     train_one_step(folder)
     assert (folder / "writer-000008.json").exists()
@@ -133,7 +133,7 @@ def test_a_claim_that_is_no_regular_file_names_nobody(folder, outside, plant):
 
 
 def test_names_of_temporary_files_cannot_be_guessed(folder, outside, monkeypatch):
-    """A link at `.tmp-000001-PID-0`, a name that anybody can guess, could redirect the claim."""
+    """A link at `.tmp-000001-PID-0`, if the name could be guessed, would redirect the claim."""
     for number, last in itertools.product(range(3), range(20)):
         (folder / f".tmp-{number:06d}-{os.getpid()}-{last}").symlink_to(outside)
     assert snapshot_file.create_exclusively(folder, 1, "{}")
@@ -143,7 +143,7 @@ def test_names_of_temporary_files_cannot_be_guessed(folder, outside, monkeypatch
 
 
 def test_snapshots_are_readable_for_the_pods_of_the_job_that_run_as_other_users(folder):
-    """On a volume shared by fsGroup, the next attempt's user could not read files with mode 0600."""
+    """On a volume that is shared by fsGroup, the user of the next attempt cannot read files with mode 0600."""
     before = os.umask(0o022)
     try:
         train_one_step(folder)
@@ -177,7 +177,7 @@ def test_a_new_file_is_readable_for_its_user_alone(tmp_path):
 
 
 def test_a_folder_is_made_as_ours_or_refused(tmp_path, outside):
-    """Others may take names in /tmp before a program creates its folder there."""
+    """In /tmp others may create a folder or link with the name before the program does."""
     own_files.make_folder(tmp_path / "new")
     own_files.make_folder(tmp_path / "new")
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700

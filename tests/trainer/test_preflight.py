@@ -1,4 +1,4 @@
-"""Pre-flight: a slow node is named, one that only looks slow is not, and all ranks end alike."""
+"""The pre-flight names a slow node, and no node that only looks slow. All ranks end with the same result."""
 
 import importlib
 import json
@@ -20,8 +20,8 @@ GB_PER_SECOND, MS = 1e-9, 1e-3
 
 
 def job(nodes: int = 4, ranks: int = 1, **measured: Any) -> list[RankMeasures]:
-    """Return healthy nodes on separate machines: 10 GB/s, 0.1 ms, 100 GFLOP/s, 500 MB/s; `measured` is by node:
-    value."""
+    """Return measures of healthy nodes on separate machines: 10 GB/s, 0.1 ms, 100 GFLOP/s, 500 MB/s. `measured` has
+    other values by node."""
 
     def of(name: str, node: int, usual: Any) -> Any:
         return measured.get(name, {}).get(node, usual)
@@ -31,7 +31,7 @@ def job(nodes: int = 4, ranks: int = 1, **measured: Any) -> list[RankMeasures]:
         return Peer(b, GB_PER_SECOND / gb, max(of("ms", a, 0.1), of("ms", b, 0.1)) * MS)
 
     def report(node: int, local_rank: int) -> RankMeasures:
-        slow = of("gflops", node, 100.0) if local_rank == ranks - 1 else 100.0  # one process of it
+        slow = of("gflops", node, 100.0) if local_rank == ranks - 1 else 100.0  # one of its processes is slow
         mine = RankMeasures(node, node * ranks + local_rank, of("machine", node, f"m{node}"), 1e-9 / slow)
         return mine if local_rank else mine._replace(
             disk_seconds_per_byte=1e-6 / of("mb", node, 500.0),
@@ -46,7 +46,7 @@ def job(nodes: int = 4, ranks: int = 1, **measured: Any) -> list[RankMeasures]:
 
 
 def beside_each_other(reports: list[RankMeasures]) -> list[RankMeasures]:
-    """Return nodes of which the first three are pods of one machine: 90 GB/s between them."""
+    """Return the reports, changed as if the first three nodes were pods of one machine: 90 GB/s between them."""
 
     def near(a: int, peer: Peer) -> Peer:
         return peer._replace(seconds_per_byte=GB_PER_SECOND / 90) if a < 3 and peer.node < 3 else peer
@@ -151,7 +151,7 @@ Outcomes = Callable[..., list[Any]]
 
 @pytest.fixture
 def four_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, end_ranks: Outcomes, free_port: int) -> Outcomes:
-    """Run four processes of this machine, each a node, as the module on every rank; return how they end."""
+    """Return a function that runs four processes as ranks on four nodes, and returns how they end."""
 
     def start(of_rank: Callable[[int], None]) -> list[Any]:
         def body(rank: int) -> None:
@@ -192,13 +192,13 @@ def test_a_node_with_a_slow_link_is_named_and_all_ranks_end_to_be_resumed(four_n
     def run(rank: int) -> None:
         if rank == 2:
             preflight.swap = delayed(preflight.swap)
-        preflight.CONFIRMATIONS, preflight.PAYLOADS = 1, 2  # at this speed each takes a while
+        preflight.CONFIRMATIONS, preflight.PAYLOADS = 1, 2  # each exchange is slow here
         with ddpjob.init():
             preflight.run()
 
     def delayed(swap: Callable[..., None]) -> Callable[..., None]:
         def after_a_while(peer: int, out: Any, into: Any) -> None:
-            time.sleep(1e-6 * len(out))  # 1 MB/s; the peer has to wait for it
+            time.sleep(1e-6 * len(out))  # 1 MB/s, for which the peer has to wait
             swap(peer, out, into)
 
         return after_a_while

@@ -1,4 +1,4 @@
-"""progress(): what a receiver gets, and that training never notices if it is received."""
+"""What progress() sends to a receiver. Training must not notice if nobody receives it."""
 
 import contextlib
 import datetime
@@ -57,7 +57,7 @@ def test_a_post_says_who_how_far_and_how_fast(receiver, monkeypatch):
 
 
 def test_a_rank_says_that_it_lives_before_its_first_step_and_that_step_at_once(receiver, run_ranks, monkeypatch):
-    """The time before the first step is a separate phase: imports and a large snapshot are no stall."""
+    """The time before the first step is a phase of its own, so imports and a large snapshot do not count as a stall."""
     monkeypatch.setenv("DDPJOB_STATUS_INTERVAL", "3600")
 
     def body(rank: int) -> None:
@@ -139,8 +139,7 @@ def test_only_the_first_rank_of_a_node_posts(receiver, monkeypatch):
 def test_of_ranks_that_a_script_starts_in_one_pod_with_a_group_of_torch_alone_only_the_first_posts(
     receiver, run_ranks, monkeypatch, meeting_file
 ):
-    """They inherit the variables of the pod, which was started for one rank: each would believe that it is local rank
-    0."""
+    """The ranks inherit the variables of a pod with one rank, so each would believe that it is local rank 0."""
     for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
         monkeypatch.setenv(name, str(value))
 
@@ -181,8 +180,8 @@ def test_a_receiver_that_refuses_is_mentioned_once_and_asked_again_later(receive
 
 
 def test_a_line_of_the_library_is_one_write(monkeypatch):
-    """Under `python -u`, as ranks are started, print writes the end of a line separately, so lines of two ranks that
-    share a pipe would mix."""
+    """Ranks are started with `python -u`, where print writes the line end separately. Lines of ranks that share a pipe
+    would mix."""
 
     class Written(list):
         write = list.append
@@ -211,7 +210,7 @@ def certificate(tmp_path):
 
 
 def answer_and_close(server: socket.socket, context: ssl.SSLContext | None, closed: threading.Event) -> None:
-    """Answer each post on a new connection, which is closed although the answer allows to keep it."""
+    """Answer each post, and then close the connection, although the answer allows to keep it."""
     with contextlib.suppress(OSError):
         while True:
             connection = server.accept()[0]
@@ -225,7 +224,7 @@ def answer_and_close(server: socket.socket, context: ssl.SSLContext | None, clos
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
 def test_a_connection_that_the_receiver_has_closed_costs_no_report(certificate, scheme):
-    """Behind TLS the log must not say `progress is not reported`, nor the next report be late."""
+    """With TLS, too, the log must not say `progress is not reported`, and the next report must not be late."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH) if scheme == "https" else None
     if context is not None:
         context.load_cert_chain(certificate)
@@ -239,7 +238,7 @@ def test_a_connection_that_the_receiver_has_closed_costs_no_report(certificate, 
             assert closed.wait(20)
             closed.clear()
         sender.close()
-        server.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        server.shutdown(socket.SHUT_RDWR)  # this wakes the thread in accept()
 
 
 def test_pauses_double_up_to_a_minute():
@@ -300,7 +299,7 @@ def test_metrics_become_short_strings_and_what_cannot_be_said_is_left_out():
     ],
 )
 def test_what_is_not_shown_is_named(step, metrics, said):
-    """A user who passes a loss of three elements would wonder why the table shows none."""
+    """A user who passes a loss with three elements must learn why the table shows none."""
     assert progress_file.misuse(step, metrics) == said
 
 
@@ -312,7 +311,7 @@ def test_a_mistake_in_what_is_given_is_named_once_and_training_goes_on(receiver,
 
 
 def test_a_loss_with_a_gradient_is_a_metric_without_a_warning(recwarn):
-    """Frameworks pass the loss with its gradient, and torch 2.13 would print four lines of warning on each rank."""
+    """Frameworks pass a loss that requires a gradient. torch 2.13 would print four lines of warning on each rank."""
     loss = torch.tensor([2.5], requires_grad=True).sum()
     assert progress_file.as_text({"loss": loss}) == {"loss": "2.5"}
     assert list(recwarn) == []
@@ -327,7 +326,7 @@ def test_a_post_is_at_most_8_kibibytes_of_valid_json():
 
 @pytest.mark.parametrize("group", ["none", "one rank", "left"])
 def test_only_a_rank_that_was_in_no_group_reports_that_it_trained_alone(receiver, run_ranks, monkeypatch, group):
-    """Under torchrun nothing else shows that each rank trained a separate model."""
+    """Under torchrun nothing else shows that each rank trained a model of its own."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     dist, port = torch.distributed, free_port()
 

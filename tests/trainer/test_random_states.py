@@ -1,4 +1,4 @@
-"""The state of the random generators, as written at each step."""
+"""The states of random generators, as a rank writes them at each step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DRAWS: dict[str, Draw] = {
 
 
 def goes_on_the_same(state: Any) -> bool:
-    """True if numpy draws from this state what it draws now; its state is unchanged afterwards."""
+    """True if numpy draws from this state what it would draw now. numpy's own state is restored."""
     now = numpy.random.get_state()
     expected = [numpy.random.normal(), *numpy.random.random(3)]
     random_states.set_to(random_states.expanded(state))
@@ -36,7 +36,7 @@ def goes_on_the_same(state: Any) -> bool:
 
 @pytest.mark.parametrize("first", DRAWS)
 def test_the_state_that_is_written_is_that_of_the_moment_whatever_was_drawn_since_the_last(first: str) -> None:
-    """A rank that resumes from an older state sees the same augmentations twice."""
+    """A rank that resumes from an older state repeats augmentations."""
     numpy.random.seed(5)
     for second in DRAWS.values():
         for draw in (DRAWS[first], second, second):
@@ -57,7 +57,7 @@ PYTHON_DRAWS: dict[str, Draw] = {
 
 @pytest.mark.parametrize("first", PYTHON_DRAWS)
 def test_pythons_state_that_is_written_is_that_of_the_moment_too(first: str) -> None:
-    """Only the bytes of its state are compared: a draw that they did not show would be repeated."""
+    """A change of Python's state is found by comparing its bytes. A draw that they did not show would be repeated."""
     random.seed(5)
     for second in PYTHON_DRAWS.values():
         for draw in (PYTHON_DRAWS[first], second, second):
@@ -66,7 +66,7 @@ def test_pythons_state_that_is_written_is_that_of_the_moment_too(first: str) -> 
 
 
 def test_a_generator_of_the_scripts_own_in_pythons_place_is_read_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The place of its state is unknown."""
+    """The library cannot find the bytes of another generator's state."""
 
     class Own(random.Random):
         pass
@@ -79,7 +79,7 @@ def test_a_generator_of_the_scripts_own_in_pythons_place_is_read_each_time(monke
 
 
 def test_numpy_is_not_asked_while_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes as long as everything else that is written at a step."""
+    """numpy's get_state() takes as long as everything else that is written at a step."""
     numpy.random.seed(5)
     before = random_states.compact()
     monkeypatch.setattr(numpy.random, "get_state", None)
@@ -87,7 +87,7 @@ def test_numpy_is_not_asked_while_nothing_is_drawn(monkeypatch: pytest.MonkeyPat
 
 
 def test_another_generator_than_the_usual_one_is_read_each_time() -> None:
-    """A script may replace it by its own, whose parts only numpy knows."""
+    """A script may replace numpy's generator by another kind, whose state only numpy can read."""
     usual = numpy.random.get_bit_generator()
     numpy.random.set_bit_generator(numpy.random.MT19937(3))
     try:

@@ -1,4 +1,4 @@
-"""A rank's record of its DDP modules, and which hooks are left afterwards."""
+"""A rank's record of its DDP modules, and the hooks that stay on them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Ranks = Callable[[Callable[[int], Any], int], list[Any]]
 
 
 def left_by(run_ranks: Ranks, path: Path, training: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
-    """Return what a training returns, and what its rank records; alone in its group, in a new process."""
+    """Return the result of a training and the record of its rank, which is alone in its group and in a new process."""
 
     def body(_rank: int) -> Any:
         rank_end.begin(str(path))
@@ -45,7 +45,7 @@ def trained(passes: int) -> DistributedDataParallel:
 def test_one_hook_is_left_after_the_first_pass_and_none_when_the_module_is_released(
     run_ranks: Ranks, tmp_path: Path
 ) -> None:
-    """A step must cost what it costs without ddprun, except for one call."""
+    """A step must cost as much as without ddprun, plus one call."""
 
     def script() -> list[list[int]]:
         counts = [[len(p._backward_hooks or ()) for p in trained(passes).parameters()] for passes in (0, 1, 30)]
@@ -61,7 +61,7 @@ def test_one_hook_is_left_after_the_first_pass_and_none_when_the_module_is_relea
 
 
 def test_what_a_rank_leaves_of_a_long_training_grows_with_its_logarithm(run_ranks: Ranks, tmp_path: Path) -> None:
-    """The last passes are always known, and recorded ones become rare."""
+    """The last passes are always recorded, and earlier ones ever more rarely."""
     _, end = left_by(run_ranks, tmp_path / "end.json", lambda: bool(trained(400)))
     numbers = [passes for passes, *_ in end["modules"][0]["passes"]]
     noted = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384]
@@ -89,7 +89,7 @@ def test_a_hook_of_the_script_stays_and_does_not_count_twice(run_ranks: Ranks, t
 def test_a_model_can_be_copied_and_sent_to_another_process_while_passes_are_counted(
     run_ranks: Ranks, tmp_path: Path
 ) -> None:
-    """torch warns when a tensor with a hook is sent to another process."""
+    """torch warns if a tensor with a hook is sent to another process."""
 
     def script() -> int:
         model = trained(5)
@@ -103,7 +103,7 @@ def test_a_model_can_be_copied_and_sent_to_another_process_while_passes_are_coun
 
 
 def test_a_module_is_known_although_it_was_released_before_the_end(run_ranks: Ranks, tmp_path: Path) -> None:
-    """Most scripts train in a function: nothing of their model exists when the interpreter exits."""
+    """Most scripts train in a function, so their model is released before the interpreter exits."""
     kept: list[Any] = []
 
     def script() -> None:
@@ -135,7 +135,7 @@ def test_a_tensor_of_any_kind_has_a_checksum_and_its_copy_the_same(tensor: torch
 
 
 def test_another_value_another_sign_and_another_order_have_other_checksums() -> None:
-    """W and -W, or two swapped rows, are different networks."""
+    """W and -W, or a matrix with two rows swapped, are different networks."""
     values = torch.arange(1.0, 30_001.0).view(30, 1000)
     changed = values.clone()
     changed[29, 999] += 0.01

@@ -1,4 +1,4 @@
-"""check_replicas(): a different bit on one rank is named on all of them, wherever it is, and nothing hangs."""
+"""check_replicas() names a different bit of one rank on all ranks, wherever the bit is, and never hangs."""
 
 import importlib
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def flip(tensor: torch.Tensor, element: int = 0, bit: int = 0) -> None:
 
 
 def changed(who: int, how: Callable[[Any], None], made: Callable[[], Any] = net) -> Callable[[int], Any]:
-    """Return a model for each rank, changed on one of them."""
+    """Return a function of the rank that makes a model, changed on one rank."""
 
     def of(rank: int) -> Any:
         model = made()
@@ -38,7 +38,7 @@ def changed(who: int, how: Callable[[Any], None], made: Callable[[], Any] = net)
 
 
 def every_dtype() -> dict[str, torch.Tensor]:
-    """Yield tensors of all types, also without elements or dimensions, with gaps, in the middle of a word, or lazily
+    """Yield tensors of all dtypes: some without elements or dimensions, with gaps, at odd offsets, or lazily
     conjugated."""
     kinds = (torch.bool, torch.uint8, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.complex64)
     odd = {str(kind): torch.ones(5, dtype=kind) for kind in kinds}
@@ -144,7 +144,7 @@ def test_a_training_of_two_ranks_stays_equal_and_one_that_leaves_ddp_is_caught(r
                 ddpjob.check_replicas(model)
             except ddpjob.ReplicasDifferError as error:
                 said += [error.tensor, error.ranks, str(error)]
-            with pytest.raises(TypeError, match="not int"):  # equal on all ranks, so it is the caller's choice
+            with pytest.raises(TypeError, match="not int"):  # the same on all ranks, so all of them raise
                 ddpjob.check_replicas(3)
             return said
 
@@ -159,7 +159,7 @@ def test_alone_there_is_nothing_to_compare():
     assert ddpjob.check_replicas(net()) is None
 
 
-CHANGES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {  # (draw, words) -> other words
+CHANGES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {  # (draw, words) → changed words
     "signs": lambda draw, words: words ^ (some(draw, words) * torch.tensor(-(2**31), dtype=torch.int32)),
     "one bit in several words": lambda draw, words: words ^ (some(draw, words) << draw(st.integers(0, 30))),
     "several bits in several words": lambda draw, words: words ^ (some(draw, words) * draw(st.integers(1, 2**31 - 1))),
@@ -180,19 +180,19 @@ def dice(draw: Any) -> torch.Generator:
 
 
 def some(draw: Any, words: torch.Tensor) -> torch.Tensor:
-    """1 for a word to be changed: few of them, or half of all."""
+    """Return 1 for each word to change and 0 for the others: few, half or all of them."""
     chosen = torch.rand(len(words), generator=dice(draw)) < draw(st.sampled_from((0.01, 0.5, 1.0)))
     return chosen.int()
 
 
 def turned(words: torch.Tensor, columns: int) -> torch.Tensor:
-    """The rows of a matrix in reverse order."""
+    """Return the words with the rows of this matrix in reverse order."""
     whole = len(words) // columns * columns
     return torch.cat([words[:whole].view(-1, columns).flip(0).reshape(-1), words[whole:]])
 
 
 def rectangle(draw: Any, words: torch.Tensor) -> torch.Tensor:
-    """Two are larger and two are smaller by the same, in two rows and two columns, so that all their sums stay."""
+    """Change four words in two rows and two columns of the matrix, without a change of any sum."""
     columns = draw(st.sampled_from((2, 4, 32, 64, 1024)))
     if len(words) < 2 * columns:
         return words
@@ -212,7 +212,7 @@ def rectangle(draw: Any, words: torch.Tensor) -> torch.Tensor:
 @given(data=st.data())
 @settings(deadline=None)
 def test_any_change_of_one_or_several_words_is_noticed(change, data):
-    """Sums of rows and columns cannot tell W from -W, nor four signs in a rectangle: ranks that train apart."""
+    """Sums of rows and columns alone would miss W and -W, or four changes in a rectangle."""
     count = data.draw(st.one_of(st.integers(1, 200), st.sampled_from((1024, 4096, 65_536, 300_001))))
     kind = data.draw(st.sampled_from(("random", "equal", "positive")))
     words = torch.randint(-(2**31), 2**31 - 1, (count,), generator=dice(data.draw)).int()
@@ -285,7 +285,7 @@ def test_each_bit_of_each_element_is_noticed():
     ],
 )
 def test_what_is_told_to_the_others_is_where_their_backend_takes_it(monkeypatch, backends, wanted, device):
-    """All ranks decide alike, even if one has its model on the CPU."""
+    """All ranks must decide alike, even if one has its model on the CPU."""
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: backends)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     assert replicas.gather.device_for(None, torch.device(wanted)) == torch.device(device)

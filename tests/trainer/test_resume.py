@@ -1,4 +1,4 @@
-"""Which checkpoint a training resumes from: printed when it is loaded, and reported while it trains."""
+"""The checkpoint from which a training resumes is printed when it is loaded, and reported during the training."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import ddpjob
 
 
 def until(receiver: Any, **fields: Any) -> dict[str, Any]:
-    """Return the next report with these fields."""
+    """Return the next report that has these fields."""
     while (post := receiver.next()) is None or any(post.get(name) != value for name, value in fields.items()):
         pass
     return post  # type: ignore[no-any-return]
 
 
 def test_a_saved_step_is_reported_at_once(receiver: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that is killed a second later reports nothing more: the restart would name an earlier checkpoint."""
+    """If the rank is killed a second later, the line about the restart must name this checkpoint."""
     monkeypatch.setenv("DDPJOB_STATUS_INTERVAL", "3600")
     snapshot = ddpjob.Snapshot(tmp_path / "s")
     ddpjob.progress(1)
@@ -32,7 +32,7 @@ def test_a_saved_step_is_reported_at_once(receiver: Any, tmp_path: Path, monkeyp
 
 
 def test_a_resume_is_said_once_and_reported(receiver: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A second run of the same command ends in seconds, and must say why."""
+    """A second run of a complete training ends in seconds, and must say why."""
     first = ddpjob.Snapshot(tmp_path / "s")
     assert first.load() == 0
     assert "resumed" not in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""If a state fits into its container's memory, and the message if it does not."""
+"""Does a state fit into the memory of its container? If not, the message names the limit that is needed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 
 def container(folder: Path, limit: str, used: int, cache: int = 0) -> tuple[str, str]:
-    """Return a cgroup v2 with this limit, and its /proc/self/cgroup."""
+    """Make a cgroup v2 with this limit, and the file /proc/self/cgroup for it; return their paths."""
     pod = folder / "kubepods/pod1"
     pod.mkdir(parents=True)
     (pod / "memory.max").write_text(limit)
@@ -27,7 +27,7 @@ def container(folder: Path, limit: str, used: int, cache: int = 0) -> tuple[str,
 
 
 def test_a_limit_that_is_too_small_is_said_with_the_one_that_would_do(tmp_path: Path) -> None:
-    """A container over its limit is killed: the memory would cause what it is there to prevent."""
+    """A container over its limit is killed, so keeping the state would cause the failure that it protects from."""
     where = container(tmp_path, str(600 * MIB), used=590 * MIB)
     short = room.shortage(100 * MIB, *where)
     assert short is not None
@@ -38,8 +38,8 @@ def test_a_limit_that_is_too_small_is_said_with_the_one_that_would_do(tmp_path: 
 
 
 def test_the_limit_that_is_named_has_room_for_what_follows_too(tmp_path: Path) -> None:
-    """A rank alone needs a second area for its copies: otherwise users raise the limit twice, with a restart each
-    time."""
+    """A single rank needs a second area for its copies. Otherwise users raise the limit twice, each time with a
+    restart."""
     where = container(tmp_path, str(600 * MIB), used=590 * MIB)
     short = room.shortage(100 * MIB, *where, with_later=200 * MIB)
     assert short is not None
@@ -47,7 +47,7 @@ def test_the_limit_that_is_named_has_room_for_what_follows_too(tmp_path: Path) -
 
 
 def test_a_limit_of_a_node_with_cgroups_of_version_1_counts(tmp_path: Path) -> None:
-    """Kubernetes still has such nodes: without it the kernel would kill the container."""
+    """Some Kubernetes nodes still have cgroups v1, where the kernel enforces the limit, too."""
     pod = tmp_path / "memory/kubepods/pod1"
     pod.mkdir(parents=True)
     (pod / "memory.limit_in_bytes").write_text(str(600 * MIB))
@@ -60,13 +60,13 @@ def test_a_limit_of_a_node_with_cgroups_of_version_1_counts(tmp_path: Path) -> N
 
 
 def test_a_page_cache_that_can_be_reclaimed_is_room(tmp_path: Path) -> None:
-    """A training that reads its data fills the cache up to its limit, and would never have room."""
+    """A training that reads its data fills the page cache up to the limit, and would never get memory for a state."""
     where = container(tmp_path, str(600 * MIB), used=590 * MIB, cache=200 * MIB)
     assert room.shortage(100 * MIB, *where) is None
 
 
 def test_a_machine_without_room_has_no_limit_that_could_be_raised(tmp_path: Path) -> None:
-    """Otherwise users raise the limit of a pod on a full node."""
+    """On a full node, a higher limit of the pod would not help."""
     where = container(tmp_path, "max", used=0)
     short = room.shortage(1 << 60, *where)
     assert short is not None
@@ -75,8 +75,7 @@ def test_a_machine_without_room_has_no_limit_that_could_be_raised(tmp_path: Path
 
 
 def test_more_room_leaves_what_is_kept_as_it_is() -> None:
-    """All of it is written before it counts as room, and a state that survived an earlier failure is at its
-    beginning."""
+    """Reserving writes to all of the memory, but a state that survived an earlier failure must stay at its start."""
     agent = Memory(1)
     agent.begin(0)
     shared, kept = Shared(agent.where(0), 1, 0), {"weight": torch.arange(5000.0)}

@@ -1,4 +1,4 @@
-"""What a rank writes at each step, and reuses from the step before: the result is always correct."""
+"""The small state that a rank writes at each step is always correct, although parts of the last step's are reused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ddprun.memory import Memory
 
 
 class Rank:
-    """One rank with its agent's memory, a model with buffers, and other objects of a script."""
+    """A rank with its agent's memory, a model with buffers, and other objects of a script."""
 
     def __init__(self, **others: Any) -> None:
         self.agent = Memory(1)
@@ -38,7 +38,7 @@ class Rank:
         self.kept = Kept({"model": self.model, "optimizer": self.optimizer, **others})
 
     def writes_the_truth(self) -> bool:
-        """True if it writes the real values before the next step, and at its boundary."""
+        """Make a step, and write the state before it and at its boundary. True if what was written is correct."""
         self.step += 1
         for slot in (EARLY, self.step % 2):
             small = self.kept.buffers() | ({} if slot == EARLY else self.kept.settings())
@@ -51,7 +51,7 @@ class Rank:
 
 
 def described(value: Any) -> Any:
-    """Describe the exact type and bits of each value, in any order."""
+    """Return type, shape and values of everything in the value, for comparisons."""
     if isinstance(value, dict):
         return {key: described(item) for key, item in value.items()}
     if isinstance(value, torch.Tensor):
@@ -115,7 +115,7 @@ def test_what_is_read_is_what_there_was_whatever_has_changed_since_the_last_step
 
 
 def test_a_scheduler_and_values_that_grow_are_those_of_the_step() -> None:
-    """They need more room each time, which the kernel must provide."""
+    """These objects need more memory at each step, and the kernel provides it."""
     notes: dict[str, Any] = {}
     rank = Rank(notes=notes)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(rank.optimizer, 50)
@@ -128,7 +128,7 @@ def test_a_scheduler_and_values_that_grow_are_those_of_the_step() -> None:
 
 
 def test_another_process_finds_what_was_written() -> None:
-    """The rank is dead when it is read."""
+    """When the state is read, the rank that wrote it is dead."""
     rank = Rank()
     if (pid := os.fork()) == 0:
         rank.slots.write(0, 1, rank.kept, random_states.compact(), rank.kept.settings())
@@ -140,7 +140,7 @@ def test_another_process_finds_what_was_written() -> None:
 
 
 def test_a_script_that_closes_all_descriptors_keeps_its_state(rank: Rank) -> None:
-    """Programs that start a daemon do so. Another file may get the number of a kept descriptor."""
+    """Programs that start a daemon close all descriptors. Later another file may get the number of one of them."""
     if (pid := os.fork()) == 0:
         assert rank.writes_the_truth()
         os.closerange(3, 1000)
@@ -150,7 +150,7 @@ def test_a_script_that_closes_all_descriptors_keeps_its_state(rank: Rank) -> Non
 
 
 def test_a_rank_that_lost_its_own_buffers_gets_those_of_no_other() -> None:
-    """Where DistributedDataParallel sends no buffers, rank 0's would be taken for its own, and nobody would see it."""
+    """If DistributedDataParallel sends no buffers, a rank that gets rank 0's would silently have a wrong state."""
     place = {"of_0": [], "own": ["model"], "models": ["model"]}
     first = {"small": {"model": {"centre": 1}, PLACE: place}}
     with pytest.raises(StateError, match="model: this rank was lost with buffers of its own"):
@@ -160,7 +160,7 @@ def test_a_rank_that_lost_its_own_buffers_gets_those_of_no_other() -> None:
 
 
 def test_an_average_of_weights_that_counts_after_the_first_step_costs_no_random_states() -> None:
-    """A killed rank got other random numbers in each script with torch's AveragedModel."""
+    """Otherwise a killed rank gets other random numbers in each script that uses torch's AveragedModel."""
     average = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(1, 1))
     rank, early = Rank(average=average), Early(0)
     for _ in range(2):
@@ -172,7 +172,7 @@ def test_an_average_of_weights_that_counts_after_the_first_step_costs_no_random_
 
 
 def test_numbers_drawn_before_the_first_save_names_other_objects_cost_no_random_states() -> None:
-    """load() names the model alone, and ten steps later a save() has an average too."""
+    """load() is given the model alone, and ten steps later save() gets an average, too."""
     rank, early = Rank(), Early(0)
     early.write(rank.kept, rank.slots, rank.shared, in_backward=True)
     random.random()
@@ -185,7 +185,7 @@ def test_numbers_drawn_before_the_first_save_names_other_objects_cost_no_random_
 def test_random_numbers_that_are_drawn_after_the_gradients_do_not_cost_a_killed_rank_its_buffers(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """All ranks went on with the buffers of another one, while the log named random numbers alone."""
+    """Otherwise the rank gets another rank's buffers, although the log only mentions random numbers."""
     rank, early = Rank(), Early(0)
     for _ in range(3):
         rank.model(torch.ones(2, 4))

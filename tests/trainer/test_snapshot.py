@@ -1,4 +1,4 @@
-"""Snapshot: saved states are complete, come back equal, and never belong to two attempts."""
+"""The states that Snapshot saves are complete, come back equal, and never belong to two attempts."""
 
 import contextlib
 import errno
@@ -42,7 +42,7 @@ def steps(folder: Path) -> list[int]:
 
 @pytest.fixture
 def attempt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Return a Snapshot as the processes of that attempt of the job see it."""
+    """Return a function that makes a Snapshot as processes of this attempt of the job do."""
 
     def make(number: int, job: str = "uid-1", keep: int = 3, generation: int = 0) -> ddpjob.Snapshot:
         monkeypatch.setenv("DDPJOB_UID", job)
@@ -80,7 +80,7 @@ def test_model_optimizer_scheduler_sampler_and_plain_values_come_back_the_same(t
     train(*one)
     snapshot, seen = ddpjob.Snapshot(tmp_path), {"old": 1}
     assert snapshot.load(**dict(zip(keys, other, strict=True)), seen=seen) == 5
-    train(*other)  # with the same random numbers as the first time
+    train(*other)  # with the same random numbers as in the first training
     for mine, theirs in zip(one[0].state_dict().values(), other[0].state_dict().values(), strict=True):
         assert torch.equal(mine, theirs)
     assert one[2].state_dict() == other[2].state_dict()
@@ -119,13 +119,13 @@ def test_a_file_is_an_ordinary_torch_file(tmp_path):
 
 @pytest.mark.parametrize("step", [1.5, torch.tensor(1.5), "3", 0, -1, 10**12])
 def test_a_step_that_names_no_file_is_refused(tmp_path, step):
-    """A step of 13 digits would get a name that no resume looks for."""
+    """A step of 13 digits would get a file name that a resume does not find."""
     with pytest.raises(ddpjob.ConfigurationError, match="step: "):
         ddpjob.Snapshot(tmp_path).save(step)
 
 
 def test_objects_without_a_name_are_refused_and_the_call_with_a_name_is_shown(tmp_path):
-    """The habit of torch.save(model, …): Python's own message counts positional arguments, and names no fix."""
+    """Users of torch.save(model, …) pass objects without names. Python's own message only counts arguments."""
     snapshot, model = ddpjob.Snapshot(tmp_path), torch.nn.Linear(1, 1)
     for call in (lambda: snapshot.save(1, model), lambda: snapshot.keep(1, model), lambda: snapshot.load(model)):
         with pytest.raises(TypeError, match=r"needs a name for each object, .*model=model.* Linear"):
@@ -167,9 +167,9 @@ def test_a_damaged_file_is_named_and_the_one_before_it_is_used(tmp_path, capfd, 
 
 
 def test_a_large_file_is_never_in_memory_beside_the_state_that_it_becomes(tmp_path):
-    """Eight ranks of a node must not hold eight times the state as bytes when they load."""
+    """Otherwise eight ranks of a node hold the file's bytes eight times, in addition to the state."""
     saved(ddpjob.Snapshot(tmp_path), 1, weights=torch.ones(5_000_000))
-    tracemalloc.start()  # torch's own tensor memory is not counted
+    tracemalloc.start()  # torch's tensor memory does not count here
     try:
         assert ddpjob.Snapshot(tmp_path).load(weights=torch.zeros(5_000_000)) == 1
         assert tracemalloc.get_traced_memory()[1] < 10_000_000, "the file has 20 MB"
@@ -192,7 +192,7 @@ def test_the_newest_states_stay_and_what_crashes_left_is_removed(tmp_path):
 
 
 def test_what_a_killed_process_of_the_same_number_has_left_is_no_obstacle(tmp_path, monkeypatch):
-    """A restarted container gives its process the same number, and its first save must not fail."""
+    """A restarted container gives its process the same PID, so temporary files of the last one may have its names."""
     snapshot, sync, written = ddpjob.Snapshot(tmp_path), os.fsync, []
     monkeypatch.setattr(os, "fsync", lambda descriptor: [written.extend(tmp_path.glob(".tmp*")), sync(descriptor)])
     saved(snapshot, 1)
@@ -204,12 +204,12 @@ def test_what_a_killed_process_of_the_same_number_has_left_is_no_obstacle(tmp_pa
 
 @pytest.mark.parametrize("first", [1, 2])
 def test_two_snapshots_of_one_process_may_write_into_a_folder_at_once(tmp_path, monkeypatch, first):
-    """If each save creates a Snapshot, both may write a file of the same name at once."""
+    """If a script creates a Snapshot for each save, two of them may write a file with the same name at once."""
     sync, may_end = os.fsync, {step: threading.Event() for step in (1, 2)}
     begun: list[threading.Event] = []
 
     def slow_sync(descriptor: int) -> None:
-        if len(begun) < 2:  # one call for each file, in order
+        if len(begun) < 2:  # one call for each file, one after the other
             begun.append(may_end[len(begun) + 1])
             begun[-1].wait(20)
         sync(descriptor)
@@ -251,8 +251,7 @@ def test_a_write_that_fails_ends_no_training_and_is_raised_by_wait(tmp_path, mon
 
 
 def test_a_full_disk_is_named_as_such(tmp_path, monkeypatch):
-    """torch's message for a failed write is: `[enforce fail at inline_container.cc:672] . unexpected pos 8512 vs
-    8406`."""
+    """torch's own message is `[enforce fail at inline_container.cc:672] . unexpected pos 8512 vs 8406`."""
     write, room = io.FileIO.write, 20_000
 
     class Full(io.FileIO):
@@ -297,19 +296,19 @@ DAMAGED = [b"[]", b"5", b"\xff\xfe", b"[" * 100_000, b'{"process": 5}', b'{"job"
 @pytest.mark.parametrize("content", DAMAGED)
 @pytest.mark.parametrize("damaged", ["writer-000001.json", "writer-000001.alive"])
 def test_a_damaged_claim_or_beat_is_nobodys_and_the_folder_is_read(attempt, tmp_path, damaged, content):
-    """Rank 0 must not end with a traceback while the other ranks wait for its answer."""
+    """Otherwise rank 0 ends with a traceback while the other ranks wait for its answer."""
     folder = attempt(1).folder
     folder.mkdir(exist_ok=True)
     (folder / "writer-000001.json").write_text('{"job": "other", "attempt": 1}')
     (folder / damaged).write_bytes(content)
     for path in folder.iterdir():
-        os.utime(path, (1, 1))  # silent for long
+        os.utime(path, (1, 1))  # old enough to count as dead
     assert attempt(1).load() == 0
 
 
 @pytest.mark.parametrize("keep", [2.5, "3", None])
 def test_a_number_of_states_to_keep_that_is_none_is_refused_before_training(tmp_path, keep):
-    """2.5 must not be noticed only at a later save."""
+    """Otherwise keep=2.5 fails only at a later save."""
     with pytest.raises(ddpjob.ConfigurationError, match="keep: "):
         ddpjob.Snapshot(tmp_path / "s", keep=keep)
 
@@ -322,14 +321,14 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
 
 @pytest.mark.parametrize("folder", ["s3://bucket/run", Path("gs://bucket"), "file:///mnt/run"])
 def test_a_url_is_refused_because_it_would_be_a_folder_of_the_container(folder, tmp_path, monkeypatch):
-    """The states would be in ./s3:/bucket/run, and lost with the pod."""
+    """Otherwise the states are written to ./s3:/bucket/run, and lost with the pod."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ddpjob.ConfigurationError, match=rf"folder: {folder} is a URL.*Mount"):
         ddpjob.Snapshot(folder)
 
 
 def test_a_sampler_that_a_loader_reads_ahead_is_named_once(tmp_path, capfd):
-    """A resume leaves out the batches that the workers have fetched."""
+    """A resume would skip batches that workers have fetched but training has not used."""
     sampler = ddpjob.GlobalBatchSampler(32, 4, seed=7)
     loader = torch.utils.data.DataLoader(range(32), batch_sampler=sampler, num_workers=2)
     snapshot = ddpjob.Snapshot(tmp_path)
@@ -409,7 +408,7 @@ def test_what_an_old_attempt_publishes_in_the_last_instant_is_never_the_newest(a
         data = source.read_bytes()
         monkeypatch.setattr(os, "rename", rename)
         saved(attempt(2), 11)
-        target.write_bytes(data)  # the newer attempt has removed the source, as if the rename had come slightly earlier
+        target.write_bytes(data)  # as if the newer attempt had removed the source just after the rename
 
     monkeypatch.setattr(os, "rename", newer_attempt_comes_first)
     zombie.save(500)
@@ -421,8 +420,8 @@ def test_what_an_old_attempt_publishes_in_the_last_instant_is_never_the_newest(a
 
 @pytest.fixture
 def zombie(tmp_path: Path) -> Iterator[Callable[[str], int]]:
-    """Return a real process of attempt 1, frozen in the middle of writing or between two saves. It has saved steps 1
-    and 2. `thaw` continues it: it tries to save three higher steps, and exits with the number of refused ones."""
+    """Return a function that starts a process of attempt 1. It saves steps 1 and 2 and is frozen in a write or between
+    saves. `thaw` continues it: it tries three more saves, and exits with the number of refused ones."""
     (tmp_path / "s").mkdir()
     pids = []
 
@@ -465,7 +464,7 @@ def _freeze_in_next_sync() -> None:
 
     def freeze(descriptor: int) -> None:
         os.fsync = sync
-        # A signal to this thread: another thread may take one to the process, and this one would run on for a moment.
+        # The signal goes to this thread. If another thread took it, this one would continue for a moment.
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         sync(descriptor)
 
@@ -485,7 +484,7 @@ def test_a_save_that_blocks_the_training_is_a_declared_pause(tmp_path, monkeypat
     sync = os.fsync
 
     def slow(descriptor: int) -> None:
-        while process.current.paused is None:  # until training waits for this
+        while process.current.paused is None:  # until the training waits for this save
             pass
         phases.append(process.current.paused)
         sync(descriptor)
@@ -521,7 +520,7 @@ def test_an_old_generation_is_refused_like_an_old_attempt(attempt, tmp_path):
 
 
 def test_two_processes_cannot_take_the_same_number(tmp_path, monkeypatch):
-    """Even on a file system without hard links."""
+    """This also holds on a file system without hard links."""
     from ddpjob.checkpoint import snapshot as file
 
     def refuse(*_: object) -> None:
@@ -545,8 +544,8 @@ def in_a_process_of_its_own(body: Callable[[], object]) -> None:
 
 
 def test_a_training_that_begins_anew_in_the_folder_of_an_earlier_run_keeps_its_own_states(tmp_path):
-    """A script with a --resume option, run without it: its saves must not be removed because the states of the earlier
-    run have higher steps."""
+    """The script has a --resume option and was run without it. Its saves must not be removed because an earlier run's
+    states have higher steps."""
 
     def run(*steps: int) -> None:
         snapshot = ddpjob.Snapshot(tmp_path, keep=2)
@@ -561,7 +560,7 @@ def test_a_training_that_begins_anew_in_the_folder_of_an_earlier_run_keeps_its_o
 
 
 def test_a_run_that_falls_back_on_an_older_state_keeps_what_it_saves(tmp_path):
-    """With keep=1 the damaged file must not stay as the newest, and later ones be removed."""
+    """With keep=1 the damaged newest file must not stay while the new saves are removed."""
     in_a_process_of_its_own(lambda: [saved(ddpjob.Snapshot(tmp_path), step, weights=torch.ones(9)) for step in (1, 5)])
     (newest,) = tmp_path.glob("step-000000000005*")
     newest.write_bytes(newest.read_bytes()[:-1])
@@ -576,7 +575,7 @@ def test_a_run_that_falls_back_on_an_older_state_keeps_what_it_saves(tmp_path):
 
 
 def test_a_process_that_only_reads_does_not_disturb_the_training_that_saves(tmp_path):
-    """An evaluation next to a plain run must not remove the training's heartbeat when it ends."""
+    """A process that evaluates next to a run must not remove that run's heartbeat when it ends."""
     training = ddpjob.Snapshot(tmp_path)
     saved(training, 1)
     beats = (tmp_path / "writer-000001.alive").read_text()
@@ -587,7 +586,7 @@ def test_a_process_that_only_reads_does_not_disturb_the_training_that_saves(tmp_
 
 
 def test_a_second_run_in_one_folder_is_refused_while_the_first_one_is_running(tmp_path):
-    """Both would run without a job, and remove each other's saves."""
+    """Otherwise two runs without a job remove each other's saves."""
     training = ddpjob.Snapshot(tmp_path)
     saved(training, 7)
 
@@ -601,10 +600,10 @@ def test_a_second_run_in_one_folder_is_refused_while_the_first_one_is_running(tm
 
 
 def test_a_process_that_has_only_loaded_refuses_no_training(tmp_path):
-    """For example a notebook that shows the last state, or a script that reads the step before it spawns the ranks."""
+    """Such a process may be a notebook, or a script that reads the step before it spawns the ranks."""
 
     def training(folder: Path, step: int) -> None:
-        ddpjob.process.current.writers.clear()  # this process was forked from one that has some
+        ddpjob.process.current.writers.clear()  # the parent's list of writers
         saved(ddpjob.Snapshot(folder), step)
 
     in_a_process_of_its_own(lambda: training(tmp_path / "resumed", 7))
@@ -632,7 +631,7 @@ def test_a_folder_that_was_removed_is_named(tmp_path):
 
 @pytest.fixture
 def other_job(tmp_path: Path) -> Iterator[Callable[..., int]]:
-    """Return a process of job uid-other that has saved step 5 in the folder and lives until it is told to end."""
+    """Return a function that starts a process of job uid-other, which saves step 5 and lives until it gets SIGTERM."""
     started = []
 
     def start(elsewhere: bool = False) -> int:
@@ -649,7 +648,7 @@ def other_job(tmp_path: Path) -> Iterator[Callable[..., int]]:
                 os.write(saying, b".")
                 signal.pause()
             finally:
-                del snapshot  # in the order of an interpreter's exit
+                del snapshot  # objects are released before the interpreter exits
                 os._exit(0)
         os.close(saying)
         assert os.read(said, 1) == b"."
@@ -673,7 +672,7 @@ def ended(pid: int, how: int) -> None:
 def test_a_folder_of_another_job_that_is_running_is_refused_and_that_job_goes_on(
     other_job, attempt, tmp_path, monkeypatch, elsewhere
 ):
-    """Otherwise the second job trains on from the first one's weights, and then each ends the other."""
+    """Otherwise the second job continues from the first one's weights, and then each ends the other."""
     monkeypatch.setattr(writers, "HEARTBEAT_SECONDS", 0.2)
     pid = other_job(elsewhere)
     with pytest.raises(
@@ -729,7 +728,7 @@ def test_a_claim_that_was_made_a_moment_ago_and_has_no_beat_yet_is_waited_for(at
 
 
 def test_a_process_that_survives_its_deleted_job_cannot_end_the_next_job(attempt, tmp_path):
-    """Its first save may come late, and must not make it the newest writer."""
+    """The first save of that process may come late, and must not make the process the newest writer."""
     newer = attempt(1, job="uid-new")
     saved(newer, 1)
 
@@ -777,7 +776,7 @@ def world_of(rank: int, world_size: int, url: str) -> World:
 
 @pytest.fixture
 def patient(monkeypatch):
-    """Let the writer wait longer for a late rank's random numbers than any delay on this machine."""
+    """Let the writer wait for a late rank's random numbers for longer than any delay on this machine."""
     monkeypatch.setattr(importlib.import_module("ddpjob.checkpoint.snapshot"), "RNG_WAIT_SECONDS", 30.0)
 
 
@@ -802,8 +801,8 @@ def test_every_rank_goes_on_with_its_own_random_numbers(run_ranks, tmp_path, pat
 
 
 def test_a_step_that_is_saved_twice_keeps_every_ranks_random_numbers(run_ranks, tmp_path, patient):
-    """The script saves in the loop, and again at the end: the second file must not lose what the first writer has
-    taken."""
+    """The script saves this step in the loop and again at the end. The second file must have the states that the first
+    writer has taken from the store."""
 
     def save_twice(rank: int) -> None:
         with world_of(rank, 2, f"file://{tmp_path}/a"):
@@ -823,7 +822,7 @@ def rng_of(path: Path) -> list[int]:
 
 
 def test_a_rank_that_is_late_once_has_its_random_states_in_all_later_files(run_ranks, tmp_path, monkeypatch):
-    """Otherwise a later resume silently differs, and unread states fill rank 0's store."""
+    """Otherwise each later resume silently differs, and unread states fill rank 0's store."""
     snapshot_file = importlib.import_module("ddpjob.checkpoint.snapshot")
     monkeypatch.setattr(snapshot_file, "RNG_WAIT_SECONDS", 0.2)
     folder = tmp_path / "s"
@@ -832,7 +831,7 @@ def test_a_rank_that_is_late_once_has_its_random_states_in_all_later_files(run_r
         keys = []
         with world_of(rank, 2, f"tcp://127.0.0.1:{port}") as world:
             snapshot = ddpjob.Snapshot(folder, world, keep=100)
-            while rank == 1 and not list(folder.glob("step-*1.*.pt")):  # until it is too late
+            while rank == 1 and not list(folder.glob("step-*1.*.pt")):  # until rank 0 no longer waits
                 time.sleep(0.01)
             for step in range(1, 13):
                 saved(snapshot, step)
@@ -846,7 +845,7 @@ def test_a_rank_that_is_late_once_has_its_random_states_in_all_later_files(run_r
     kept = {step: rng_of(next(folder.glob(f"step-{step:012d}.*"))) for step in range(1, 13)}
     assert kept[1] == [0]
     assert all(kept[step] == [0, 1] for step in range(2, 13)), kept
-    # Rank 1 may be a save ahead when rank 0 counts.
+    # Rank 1 may be one save ahead when rank 0 counts.
     assert counts[-1] <= counts[2] + 2, "the store grows with each save"
 
 
@@ -866,8 +865,7 @@ def test_a_resume_without_a_ranks_random_states_says_so(run_ranks, tmp_path, cap
 
 
 def test_each_node_may_have_a_folder_of_its_own(run_ranks, tmp_path, patient):
-    """An emptyDir of the local run has another path on each node, but the random states of all nodes belong in the
-    snapshot."""
+    """In a local run an emptyDir has a path per node, but each snapshot needs the random states of all nodes."""
 
     def save(rank: int) -> float:
         with world_of(rank, 2, f"file://{tmp_path}/a") as world:
@@ -889,7 +887,7 @@ def test_each_node_may_have_a_folder_of_its_own(run_ranks, tmp_path, patient):
 
 
 def test_a_save_of_rank_0_alone_waits_for_no_other_rank_and_says_what_it_lacks(run_ranks, tmp_path, capfd, monkeypatch):
-    """It must not reach the disk two seconds later, nor delay a save within them."""
+    """The state must be on disk without a wait of two seconds for the others, and the next save must not be delayed."""
     monkeypatch.setattr(importlib.import_module("ddpjob.checkpoint.snapshot"), "RNG_WAIT_SECONDS", 1e6)
 
     def body(rank: int) -> int:
@@ -985,7 +983,7 @@ def test_a_group_that_the_script_has_made_is_used(run_ranks, tmp_path):
 
 
 def test_a_rank_that_has_left_its_group_reads_by_itself_and_rank_0_alone_saves(run_ranks, tmp_path):
-    """A script that exports its model after `with ddpjob.init()` must not fail."""
+    """A script that exports its model after `with ddpjob.init()` must still be able to load and save."""
 
     def body(rank: int) -> Any:
         os.environ["WORLD_SIZE"] = "2"
@@ -1011,7 +1009,7 @@ def test_a_rank_without_a_group_is_told_to_join_it_first(tmp_path, monkeypatch):
 
 
 def test_an_optimizer_whose_state_the_ranks_share_is_resumed_once_rank_0_has_all_of_it(run_ranks, tmp_path):
-    """Its state_dict() raises on all ranks after a load, and the load must not call it."""
+    """After a load, the state_dict() of such an optimizer raises on all ranks, so load() must not call it."""
 
     def body(rank: int) -> Any:
         world = ddpjob.init("gloo", init_method=f"file://{tmp_path}/meet", rank=rank, world_size=2)

@@ -1,4 +1,4 @@
-"""What a snapshot accepts comes back unchanged; anything else is refused by name when it is saved."""
+"""A snapshot returns unchanged whatever it accepts. Everything else is refused by name when it is saved."""
 
 import collections
 import enum
@@ -85,7 +85,7 @@ NOT_READ_BACK: dict[str, Any] = {
 @pytest.mark.parametrize("value", NOT_READ_BACK.values(), ids=NOT_READ_BACK)
 @pytest.mark.parametrize("wrap", [lambda v: v, lambda v: {"a": [1, (v,)]}], ids=["bare", "inside"])
 def test_what_would_not_come_back_as_it_was_is_refused_by_name_and_nothing_is_written(tmp_path, value, wrap):
-    """Otherwise it is noticed after the crash, when days are lost."""
+    """Otherwise the loss is noticed only after a crash, when days of training are lost."""
     with pytest.raises(ddpjob.StateError, match=r"extra.*cannot be saved"):
         ddpjob.Snapshot(tmp_path).save(1, extra={"rates": wrap(value)})
     assert not list(tmp_path.glob("*.pt"))
@@ -156,7 +156,7 @@ nested = st.recursive(
 
 
 def same(one: Any, other: Any) -> bool:
-    """True if equal in type, order, sign of zero, and bit by bit; a Parameter comes back as a Tensor."""
+    """True if both are equal in type, order, sign of zero and every bit. A Parameter comes back as a Tensor."""
     if isinstance(one, torch.Tensor):
         return type(other) is torch.Tensor and _same_tensors(one.detach(), other)
     if type(one) is not type(other):
@@ -212,12 +212,12 @@ def test_a_number_of_numpy_that_is_a_float_comes_back_as_a_float():
     assert type(state_dicts.copied(np.float64(0.5), "best")) is float
 
 
-# ---- what torch itself makes ---------------------------------------------------------------------------------
+# ---- objects of torch itself ---------------------------------------------------------------------------------
 
 
 def test_a_learning_rate_on_a_gpu_comes_back_onto_it() -> None:
-    """torch leaves it on the CPU, where it was saved, and the last bits of the next step differ (seen on an H100). The
-    device "meta" stands for a GPU."""
+    """torch leaves a rate that was saved from a GPU on the CPU, and the last bits of the next step differ (seen on an
+    H100). The device "meta" stands for a GPU."""
     on_device, on_host = (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=torch.tensor(0.1)) for _ in range(2))
     schedulers = [torch.optim.lr_scheduler.LambdaLR(each, lambda _: 0.5) for each in (on_device, on_host)]
     group = on_device.param_groups[0]
@@ -233,7 +233,7 @@ def test_a_learning_rate_on_a_gpu_comes_back_onto_it() -> None:
 
 
 def test_settings_on_a_gpu_that_lie_deeper_come_back_onto_it() -> None:
-    """For example betas that are tensors, and initial values of nested schedulers."""
+    """Examples are betas that are tensors, and initial values of nested schedulers."""
     of_torch = torch.optim.lr_scheduler
     optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=torch.tensor(0.1)) for _ in range(2)]
     on_device, on_host = [
@@ -260,7 +260,7 @@ class Lookahead(torch.optim.SGD):
 
 
 def test_an_optimizer_with_a_state_dict_of_its_own_shape_comes_back() -> None:
-    """It knows its own format; it must not be asked for param_groups."""
+    """Such an optimizer loads its own format, so the library must not expect param_groups in it."""
     one, other = (Lookahead([torch.nn.Parameter(torch.ones(1))], lr=lr) for lr in (0.1, 0.2))
     state_dicts.restore({"optimizer": one}, {"optimizer": other.state_dict()}, "here")
     assert one.param_groups[0]["lr"] == 0.2
@@ -273,7 +273,7 @@ def optimizers() -> Iterator[type[torch.optim.Optimizer]]:
 
 
 def test_a_scheduler_reaches_an_optimizer_that_wraps_another_one_after_a_restart() -> None:
-    """PostLocalSGDOptimizer keeps the groups that the inner one has replaced: the rate stayed as it was loaded."""
+    """PostLocalSGDOptimizer keeps param_groups that the inner optimizer has replaced, so rates had no effect."""
     from torch.distributed.optim import PostLocalSGDOptimizer
 
     averager = types.SimpleNamespace(step=0, average_parameters=lambda params: None)
@@ -338,7 +338,7 @@ def test_every_scheduler_of_torch_goes_on_from_a_snapshot(tmp_path, name):
 
     def step(scheduler: Any) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the optimizer makes no step here
+            warnings.simplefilter("ignore")  # the optimizer makes no step here, about which torch warns
             scheduler.step(*([0.5] if name == "ReduceLROnPlateau" else []))
 
     (optimizer, one), (fresh, other) = made(), made()
@@ -365,7 +365,7 @@ def test_every_scheduler_of_torch_goes_on_from_a_snapshot(tmp_path, name):
     ],
 )
 def test_a_value_that_does_not_fit_is_named_and_nothing_is_changed(tmp_path, value, target, said):
-    """copy_ silently repeats a single row, and truncates what a smaller type cannot hold."""
+    """copy_ would silently repeat a single row, and truncate values for a smaller type."""
     snapshot, first = ddpjob.Snapshot(tmp_path), torch.zeros(2)
     saved(snapshot, 1, first=torch.ones(2), second=value)
     with pytest.raises(ddpjob.StateError, match=f"second: {said}"):
@@ -374,7 +374,7 @@ def test_a_value_that_does_not_fit_is_named_and_nothing_is_changed(tmp_path, val
     assert target == {"old": 1} or not isinstance(target, dict)
 
 
-# ---- models that no rank has all of ------------------------------------------------------------------------------
+# ---- models of which each rank has a part ------------------------------------------------------------------------
 
 
 def sharded_model(rank: int) -> torch.nn.Module:
@@ -382,7 +382,7 @@ def sharded_model(rank: int) -> torch.nn.Module:
 
     try:
         from torch.distributed.tensor import Shard, distribute_tensor
-    except ImportError:  # before torch 2.5
+    except ImportError:  # torch before 2.5
         from torch.distributed._tensor import Shard, distribute_tensor
     mesh = init_device_mesh("cpu", (2,))
     model = torch.nn.Linear(8, 1, bias=False)
@@ -391,7 +391,7 @@ def sharded_model(rank: int) -> torch.nn.Module:
 
 
 def test_a_model_whose_ranks_hold_parts_is_refused_on_every_rank_at_once(end_ranks, tmp_path):
-    """If all ranks read rank 0's part, the model is silently destroyed."""
+    """If all ranks loaded rank 0's part, the model would be silently destroyed."""
     snapshot = ddpjob.Snapshot(tmp_path / "s")
     saved(snapshot, 1, model=torch.nn.Linear(8, 1, bias=False))
 
@@ -420,22 +420,22 @@ def test_a_model_whose_ranks_hold_parts_is_refused_on_every_rank_at_once(end_ran
 
 
 def test_fully_sharded_data_parallel_is_refused_before_it_waits_for_the_other_ranks(tmp_path):
-    """Its state_dict() is a collective, and rank 0 alone would call it."""
+    """The state_dict() of FSDP is a collective, which rank 0 alone would call."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     shell = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
-    torch.nn.Module.__init__(shell)  # its other steps need a group and a GPU
+    torch.nn.Module.__init__(shell)  # other steps of its constructor need a group and a GPU
     snapshot = ddpjob.Snapshot(tmp_path)
     for call in (snapshot.load, lambda model: snapshot.save(1, model=model)):
         with pytest.raises(ddpjob.StateError, match="model: a model in FullyShardedDataParallel"):
             call(model=torch.nn.Sequential(shell))
 
 
-# ---- whether a state fits, before anything is changed --------------------------------------------------------
+# ---- a state is checked before anything is changed -----------------------------------------------------------
 
 
 class Growing(torch.nn.Sequential):
-    """Makes as many layers as the state has."""
+    """Model that makes as many layers as the loaded state has."""
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         while len(self) < len({key.partition(".")[0] for key in state_dict}):
@@ -444,7 +444,7 @@ class Growing(torch.nn.Sequential):
 
 
 def test_a_state_that_does_not_fit_is_named_and_leaves_the_model_as_it_was() -> None:
-    """Otherwise load_state_dict() raises after it has changed what fits, and training begins with a partial state."""
+    """Otherwise load_state_dict() raises after it has changed some layers, and training begins with a mixed state."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 3))
     before = {key: value.clone() for key, value in model.state_dict().items()}
     other = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 4))
@@ -455,14 +455,14 @@ def test_a_state_that_does_not_fit_is_named_and_leaves_the_model_as_it_was() -> 
 
 
 def test_a_model_that_knows_how_to_take_another_state_is_given_it() -> None:
-    """Its own load_state_dict() was written for that."""
+    """The model's own load_state_dict() accepts that state, so a check of sizes must not refuse it."""
     model, other = (Growing(*[torch.nn.Linear(2, 2) for _ in range(count)]) for count in (1, 3))
     assert state_dicts.misfit({"model": model}, {"model": other.state_dict()}) == ""
     assert len(model) == 1, "it was tried in a copy"
 
 
 def test_an_optimizer_of_other_parameters_does_not_fit() -> None:
-    """load_state_dict() raises on all ranks at once, which ends a job for good."""
+    """load_state_dict() would raise on all ranks at once, and the job would fail for good."""
     one, other = (torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1) for _ in range(2))
     assert state_dicts.misfit({"optimizer": one}, {"optimizer": other.state_dict()}) == ""
     other.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
@@ -472,7 +472,7 @@ def test_an_optimizer_of_other_parameters_does_not_fit() -> None:
 
 
 def test_a_snapshot_of_another_model_is_said_to_be_one():
-    """A user who edits a model and restarts would read `size mismatch for weight`, without the folder."""
+    """A user who edits a model and restarts would only read `size mismatch for weight`, without the folder's name."""
     saved = {"model": torch.nn.Linear(2, 3).state_dict()}
     said = r"^/runs/step-300 holds another model: size mismatch for weight.*; give this run another folder\.$"
     with pytest.raises(ddpjob.StateError, match=said):
@@ -484,11 +484,11 @@ def test_a_snapshot_of_another_model_is_said_to_be_one():
 
 
 def test_the_state_of_another_kind_of_optimizer_is_said_to_be_one():
-    """torch takes it, and the first step ends with KeyError: 'betas'."""
+    """torch accepts the state, and the first step ends with KeyError: 'betas'."""
     sgd, adam = torch.optim.SGD([torch.zeros(1)], 0.1), torch.optim.Adam([torch.zeros(1)])
-    torch.optim.lr_scheduler.StepLR(adam, 3)  # adds a value of its own to the groups
+    torch.optim.lr_scheduler.StepLR(adam, 3)  # this adds initial_lr to the groups
     older = adam.state_dict()
-    for name in ("fused", "foreach", "initial_lr"):  # torch fills in what an older one did not have
+    for name in ("fused", "foreach", "initial_lr"):  # torch itself adds what an older optimizer lacked
         del older["param_groups"][0][name]
     state_dicts.restore({"optimizer": adam}, {"optimizer": older}, "/runs/step-300")
     said = (

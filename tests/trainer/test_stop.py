@@ -1,4 +1,4 @@
-"""A training that gets SIGTERM stops on all ranks after the same step, or on none, and never looks completed."""
+"""A training that gets SIGTERM stops on all ranks after the same step, or on none, and never counts as completed."""
 
 import itertools
 import json
@@ -30,7 +30,7 @@ def steps(tmp_path: Path) -> "Steps":
 
 
 class Steps:
-    """Files that the ranks write for the test to read, and to wait for each other."""
+    """Files with which ranks report to the test, and wait for each other."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -72,7 +72,7 @@ def test_one_rank_of_three_is_told_at_any_moment_and_all_stop_after_the_same_ste
                     raise ddpjob.Stopped(step)
 
     outcomes = end_ranks(body, 3)
-    if at == 1:  # before the first should_stop() SIGTERM ends a process as usual
+    if at == 1:  # before the first should_stop() SIGTERM kills the process
         assert outcomes[told].exit_code == -signal.SIGTERM
         return
     assert [outcome.exit_code for outcome in outcomes] == [RESUMABLE] * 3, (told, at, outcomes)
@@ -81,7 +81,7 @@ def test_one_rank_of_three_is_told_at_any_moment_and_all_stop_after_the_same_ste
 
 
 def test_ranks_that_do_not_wait_for_each_other_stop_after_the_same_step_too(end_ranks, steps, meeting_file):
-    """Without collectives the ranks drift apart. The slowest one gets SIGTERM, and must catch up with the fastest."""
+    """Without collectives the ranks drift apart. The slowest rank gets SIGTERM, and must catch up with the fastest."""
 
     def body(rank: int) -> None:
         with ddpjob.init(init_method=meeting_file, rank=rank, world_size=3):
@@ -128,7 +128,7 @@ def test_a_rank_that_is_blocked_in_a_collective_hears_the_signal_and_answers(end
                 dist.all_reduce(torch.ones(1))
             else:
                 sigterm(steps.wait_for("pid"))
-                wait_until(process.current.agreement.decided.is_set)  # rank 1 has answered from within its collective
+                wait_until(process.current.agreement.decided.is_set)  # rank 1 has answered during its collective
                 dist.all_reduce(torch.ones(1))
             assert ddpjob.should_stop(2)
             raise ddpjob.Stopped(2)
@@ -204,7 +204,7 @@ def test_a_rank_that_waits_for_the_agreement_of_a_lost_one_gives_up_as_the_sympt
 
 
 def test_a_rank_that_has_stopped_stays_until_rank_0_has_written(end_ranks, steps, meeting_file, monkeypatch):
-    """torchrun kills the other processes of a node 30 s after the first one ends: too soon for a large state."""
+    """torchrun kills a node's other processes 30 s after the first one ends: too soon for a large save."""
     monkeypatch.setattr(join, "CLOSE_SECONDS", 0.0)
 
     def body(rank: int) -> None:
@@ -225,8 +225,8 @@ def test_a_rank_that_has_stopped_stays_until_rank_0_has_written(end_ranks, steps
 
 
 def test_a_rank_that_ends_by_sys_exit_75_waits_for_nobody(end_ranks, steps, meeting_file, monkeypatch):
-    """After any other exception in `with init()` a rank that does not end within 2 s is ended with 1, as a failure."""
-    monkeypatch.setattr(join, "END_SECONDS", 20.0)  # longer than this machine is ever held up
+    """With any other exception in `with init()` a rank that does not end within 2 s would be ended as failed."""
+    monkeypatch.setattr(join, "END_SECONDS", 20.0)  # longer than any delay on this machine
 
     def body(rank: int) -> None:
         with ddpjob.init(init_method=meeting_file, rank=rank, world_size=2):
@@ -244,7 +244,7 @@ def test_a_rank_that_ends_by_sys_exit_75_waits_for_nobody(end_ranks, steps, meet
 
 def test_a_rank_that_has_stopped_and_waits_for_a_lost_one_ends_on_the_next_sigterm(end_ranks, meeting_file):
     def once_more() -> None:
-        wait_until(lambda: process.current.agreement is None)  # the rank is leaving, and waits for the other one
+        wait_until(lambda: process.current.agreement is None)  # the rank is leaving, and waits for the lost one
         sigterm()
 
     def body(rank: int) -> None:
@@ -335,7 +335,7 @@ def test_a_handler_of_the_script_is_left_alone(start_script):
 
 
 def test_a_process_that_a_rank_forks_ends_on_sigterm_and_its_parent_hears_nothing(start_script):
-    """A DataLoader ends its workers with SIGTERM."""
+    """A DataLoader ends its workers with SIGTERM, which must not stop the training."""
     script = (
         "import os, signal, sys, time, ddpjob\n"
         "ddpjob.should_stop(1)\n"
@@ -348,7 +348,7 @@ def test_a_process_that_a_rank_forks_ends_on_sigterm_and_its_parent_hears_nothin
         "time.sleep(1)\n"
         "assert not ddpjob.should_stop(2)\n"
     )
-    # Python 3.12 and newer warns of a fork in a process with threads, which every rank has.
+    # Python 3.12 and newer warns of a fork in a process with threads. Every rank has threads.
     process = start_script(script, PYTHONWARNINGS="ignore::DeprecationWarning")
     assert process.communicate(timeout=30)[1] == ""
     assert process.returncode == 0

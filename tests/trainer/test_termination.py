@@ -1,4 +1,4 @@
-"""The termination message: users can read how a rank failed after its process and its pod are gone."""
+"""A rank writes a termination message, so users can read how it failed after its process and pod are gone."""
 
 import contextlib
 import fcntl
@@ -40,7 +40,7 @@ def raised(error: BaseException) -> BaseException:
     return error
 
 
-# ---- how a process may end -----------------------------------------------------------------------------------------
+# ---- ways in which a process ends ----------------------------------------------------------------------------------
 
 
 def test_an_exception_is_told_with_rank_step_and_trace_and_nothing_else_changes(log, start_script):
@@ -68,7 +68,7 @@ def test_an_exception_is_told_with_rank_step_and_trace_and_nothing_else_changes(
 
 @pytest.mark.parametrize("step", ["'epoch 3'", "None", "float('nan')", "float('inf')", "[1]"])
 def test_a_step_that_is_no_number_costs_the_step_and_not_the_last_words(log, start_script, step):
-    """progress() accepts anything; the cause of the failure must be written all the same."""
+    """progress() accepts any step, and the cause of the failure must be written in any case."""
     process = start_script(
         f"import ddpjob\nddpjob.progress(step={step})\nraise ValueError('no shard')\n", DDPJOB_TERMINATION_LOG=log
     )
@@ -98,7 +98,7 @@ def test_a_thread_a_forked_helper_and_a_good_end_leave_no_message(log, start_scr
 
 
 def test_ctrl_c_is_told_as_the_signal_that_it_is(log, start_script):
-    # `make test &` ignores SIGINT, and so would its children.
+    # `make test &` ignores SIGINT, and its children would inherit that.
     handles = "import os, signal, ddpjob\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
     script = handles + "ddpjob.progress(1)\nos.kill(os.getpid(), 2)\n"
     start_script(script, DDPJOB_TERMINATION_LOG=log).communicate(timeout=30)
@@ -140,7 +140,7 @@ def test_an_exit_code_inside_the_group_is_told_although_the_hook_never_sees_it(l
 
 def test_under_torchrun_the_worker_that_failed_first_is_told_and_not_the_one_that_lost_it(log, tmp_path, free_port):
     script, gone = tmp_path / "train.py", tmp_path / "gone"
-    # Neither worker exits before both have raised, because torchrun ends the other one as soon as one has failed.
+    # Neither worker exits before both have raised, because torchrun ends the other one when the first has failed.
     script.write_text(
         "import atexit, os, pathlib, sys, time, ddpjob\n"
         f"gone = pathlib.Path({str(gone)!r})\n"
@@ -164,7 +164,7 @@ def test_under_torchrun_the_worker_that_failed_first_is_told_and_not_the_one_tha
     assert (message(log)["rank"], message(log)["exception"]) == (1, "ValueError: the reason")
 
 
-# ---- whose message stays -------------------------------------------------------------------------------------------
+# ---- which message stays -------------------------------------------------------------------------------------------
 
 
 FAILURE, SYMPTOM = ValueError("the reason"), RuntimeError(PEER_IS_GONE)
@@ -201,13 +201,13 @@ def test_the_earliest_failure_stays_and_a_lost_peer_gives_way(log, first, second
 
 @pytest.mark.parametrize("error", [SYMPTOM, WRAPPED])
 def test_a_rank_that_only_lost_a_peer_writes_nothing_so_that_torchruns_table_is_read(log, error):
-    """The kubelet takes the end of the log only if the file is empty, and a peer may have crashed silently."""
+    """The kubelet uses the log's end only if this file is empty. The peer may have crashed without a message."""
     termination.tell(raised(error))
     assert log.read_bytes() == b""
 
 
 def test_what_has_killed_a_worker_of_a_data_loader_is_told_and_not_only_that_it_is_gone(log):
-    """`exited unexpectedly` does not mention that memory was too small, for the worker or in /dev/shm."""
+    """`exited unexpectedly` does not say that memory was too small, for the worker or in /dev/shm."""
     error = RuntimeError("DataLoader worker (pid(s) 2032) exited unexpectedly")
     error.__cause__ = RuntimeError("DataLoader worker (pid 2032) is killed by signal: Killed. ")
     termination.tell(error)
@@ -241,7 +241,7 @@ def test_what_a_process_of_the_rank_has_raised_is_told_and_not_only_that_it_did(
 
 
 def test_what_a_worker_of_a_data_loader_has_caught_of_a_network_is_no_lost_peer(log):
-    """The RuntimeError is the script's own: an object store has refused a request."""
+    """The RuntimeError is the script's own, raised because an object store refused a request."""
     said = (
         "ConnectionRefusedError: [Errno 111] Connection refused\n\nThe above exception was the direct cause of the "
         "following exception:\n\nTraceback (most recent call last):\n"
@@ -252,7 +252,7 @@ def test_what_a_worker_of_a_data_loader_has_caught_of_a_network_is_no_lost_peer(
 
 
 class GroupError(Exception):
-    """Like ExceptionGroup of Python 3.11 and of the package exceptiongroup."""
+    """Exception like ExceptionGroup of Python 3.11 and of the package exceptiongroup."""
 
     def __init__(self, text, exceptions):
         super().__init__(text)
@@ -299,7 +299,7 @@ def test_ranks_that_fail_in_the_same_moment_leave_one_whole_message(log, end_ran
     assert message(log)["exception"].startswith(f"ValueError: rank {message(log)['rank']}")
 
 
-# ---- whatever comes ------------------------------------------------------------------------------------------------
+# ---- any input -----------------------------------------------------------------------------------------------------
 
 
 class Hostile(Exception):  # noqa: N818
@@ -392,7 +392,7 @@ def test_without_a_file_the_hook_of_the_script_is_never_touched(start_script):
     assert process.communicate(timeout=30) == ("", "")
 
 
-# ---- which launcher of a container counts --------------------------------------------------------------------------
+# ---- several launchers in one container ----------------------------------------------------------------------------
 
 FAILS = "import ddpjob\nddpjob.progress(1)\nraise ValueError('boom')\n"
 WORKS = "import ddpjob\nddpjob.progress(1)\n"
@@ -405,7 +405,7 @@ def ends(start_script: Any, script: str, **environ: Any) -> int:
 
 
 def test_a_rank_that_starts_later_removes_the_failure_of_an_earlier_launcher(log, start_script):
-    """Otherwise `torchrun a.py || torchrun b.py` fails although b has trained."""
+    """Otherwise `torchrun a.py || torchrun b.py` counts as failed although b has trained."""
     assert ends(start_script, FAILS, DDPJOB_TERMINATION_LOG=log, RANK=1, WORLD_SIZE=2) == 1
     assert message(log)["rank"] == 1
     assert ends(start_script, WORKS, DDPJOB_TERMINATION_LOG=log, RANK=0, WORLD_SIZE=2) == 0

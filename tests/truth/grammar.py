@@ -1,8 +1,8 @@
-"""Training scripts drawn from choices: a recipe names one option of each, and `script` writes the whole program.
+"""Training scripts drawn at random. A recipe names one option of each choice, and `script` writes the program for it.
 
-Each script resumes correctly from the folder: after a save everything that it does is repeated or is part of the state. So a
-killed run must end like an undisturbed one, unless the library has reported before the kill what it cannot restore.
-"""
+Each script resumes correctly from the folder: everything that it does after a save is repeated, or is part of the
+state. So a killed run must end like an undisturbed one, unless the library has reported before the kill what it cannot
+restore."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import textwrap
 from collections.abc import Mapping
 from typing import NamedTuple
 
-EPOCH = 10  # steps
+EPOCH = 10  # steps of an epoch
 TOTAL = 40
-KILLS_MAX = 6  # of one run
-PLAIN = (0.8, 0.6, 0.3)  # probabilities that a choice stays the plainest; each script draws one of them
+KILLS_MAX = 6  # in one run
+PLAIN = (0.8, 0.6, 0.3)  # probabilities for the first option of each choice; a script draws one of these
 
-# The first option of each is the plainest: shrinking goes there.
+# The first option of each choice is the plain one. A failing recipe is reduced towards the plain options.
 CHOICES: dict[str, tuple[str, ...]] = {
     "model": (
         "linear",
@@ -124,7 +124,7 @@ Recipe = Mapping[str, str]
 
 
 class Kill(NamedTuple):
-    """One failure: the place in the step, the step, the rank, the kind of failure, and the generation."""
+    """A failure: place in the step, step, rank, kind of failure, generation."""
 
     place: str
     step: int
@@ -138,7 +138,7 @@ HOWS = ("KILL", "KILL", "KILL", "raise", "TERM")
 
 
 class Draw(NamedTuple):
-    """A script and its failures."""
+    """A script and the failures of its run."""
 
     recipe: Recipe
     kills: tuple[Kill, ...]
@@ -147,23 +147,23 @@ class Draw(NamedTuple):
 
 
 def plain() -> dict[str, str]:
-    """Return the plainest script."""
+    """Return the recipe with the plain option of each choice."""
     return {name: options[0] for name, options in CHOICES.items()}
 
 
 def recipe(**parts: str) -> dict[str, str]:
-    """Return the plainest script with these parts changed."""
+    """Return the plain recipe with these options instead."""
     assert all(option in CHOICES[name] for name, option in parts.items()), parts
     return plain() | parts
 
 
 def parts_of(recipe: Recipe) -> dict[str, str]:
-    """Return the parts that are not plain."""
+    """Return the choices and options that are not plain."""
     return {name: option for name, option in recipe.items() if option != CHOICES[name][0]}
 
 
 def drawn(seed: int, number: int = 0) -> Draw:
-    """Return the script that this seed draws, and the kills of its run of this number."""
+    """Return the script for this seed, and the kills of its run with this number."""
     chance = random.Random(seed)
     plain = chance.choice(PLAIN)
     found = {
@@ -178,17 +178,16 @@ def drawn(seed: int, number: int = 0) -> Draw:
 
 
 def _kill(chance: random.Random, recipe: Recipe, before: list[Kill], left: int) -> list[Kill]:
-    """Return a kill after the given ones, early in the remaining steps if more kills follow; nothing if no step is
-    left."""
+    """Return one more kill, or nothing if no step is left. It comes early in the remaining steps if `left` is large."""
     how = chance.choice(HOWS)
     stops = recipe["mark"].startswith("stop") and recipe["save"] != "never" and not works_at_epoch_end(recipe)
-    if how == "TERM" and not stops:  # a script that stops within an epoch skips the work at its end
+    if how == "TERM" and not stops:  # otherwise the script stops in an epoch and skips the work at its end
         how = "KILL"
     place = chance.choice([place for place in PLACES if place != "reduced" or recipe["optimizer"] != "lbfgs"])
     ends = _epoch_ends(recipe)
-    # Often at the boundary of two epochs.
+    # At least a fifth of the kills are at the boundary of two epochs.
     steps = ends if place == "epoch_end" or chance.random() < 0.2 else list(range(5, TOTAL - 2))
-    if steps != ends and chance.random() < 0.3:  # what is done at every fifth step
+    if steps != ends and chance.random() < 0.3:  # some options do something at every fifth step
         steps = list(range(5, TOTAL - 2, 5))
     later = [step for step in steps if step > (before[-1].step + 1 if before else 0)]
     if not later:
@@ -197,15 +196,14 @@ def _kill(chance: random.Random, recipe: Recipe, before: list[Kill], left: int) 
 
 
 def _epoch_ends(recipe: Recipe) -> list[int]:
-    """Return the steps after which an epoch ends. The sampler that is replaced continues with batches of half the
-    size."""
+    """Return the steps after which an epoch ends. After its replacement the sampler has batches of half the size."""
     is_replaced = recipe["sampler"] == "replaced" and recipe["data"] == "sampler"
     return [10, 20, 23, 37] if is_replaced else [10, 20, 30]
 
 
-# ---- options that do not go together -----------------------------------------------------------------------------
+# ---- options that cannot be combined -----------------------------------------------------------------------------
 
-# If the first option is chosen, the second has this value. Applied in this order.
+# (choice, option) → the options that it requires. Applied in this order.
 RULES: tuple[tuple[tuple[str, str], dict[str, str]], ...] = (
     (("optimizer", "lbfgs"), {"accumulation": "none", "scaler": "none", "clip": "none", "second": "none"}),
     (("optimizer", "lbfgs"), {"model": "linear", "surgery": "none", "hook": "none"}),
@@ -261,7 +259,7 @@ RULES: tuple[tuple[tuple[str, str], dict[str, str]], ...] = (
 
 
 def normal(recipe: Recipe) -> dict[str, str]:
-    """Return the recipe with options that cannot be combined made plain."""
+    """Return the recipe with plain options in place of those that cannot be combined."""
     found = dict(recipe)
     for _ in range(3):
         for (name, option), others in RULES:
@@ -281,7 +279,7 @@ def normal(recipe: Recipe) -> dict[str, str]:
 
 
 def _plain_for_scheduler(scheduler: str, at: str) -> dict[str, str]:
-    """What is plain with it. Before the first step of a generation there is no loss."""
+    """Return the options that this scheduler requires. No generation has a loss before its first step."""
     if scheduler == "by_hand":
         return {"scheduler_at": "top"}
     if not scheduler.startswith("plateau"):
@@ -292,7 +290,7 @@ def _plain_for_scheduler(scheduler: str, at: str) -> dict[str, str]:
 
 
 def _plain_for(data: str, save: str) -> dict[str, str]:
-    """Return the parts that must be plain with these data."""
+    """Return the options that this kind of data requires."""
     plain = {} if data == "sampler" else {"sampler": "one"}
     plain |= {} if data in OUR_LOADERS else {"augmented": "no"}
     return plain | ({} if data in BY_WORKERS and save == "epoch_end" else {"place_at_end": "next_epoch"})
@@ -302,7 +300,7 @@ BY_WORKERS = ("workers", "persistent_workers")
 OUR_LOADERS = ("loader", *BY_WORKERS)
 OUR_SAMPLERS = ("sampler", *OUR_LOADERS)
 SKIPPED = ("distributed", "plain_loader", "weighted", "iterable")
-"""Return the loaders whose batches are skipped up to the place of a resume."""
+"""Kinds of data for which the script itself skips the batches before the place of a resume."""
 
 
 def works_at_epoch_end(recipe: Recipe) -> bool:
@@ -353,12 +351,12 @@ def saw(kind, step, value):
 
 
 def script(recipe: Recipe) -> str:
-    """Return the program of a recipe."""
+    """Return the program for a recipe."""
     return _Writer(normal(recipe)).text()
 
 
 def names_of(recipe: Recipe) -> set[str]:
-    """Return what the script saves, by name."""
+    """Return the names of all objects and values that the script saves."""
     writer = _Writer(normal(recipe))
     return {*writer.names(), *writer.values()}
 
@@ -368,7 +366,7 @@ def _block(text: str, indent: int) -> str:
 
 
 class _Writer:
-    """Writer of one script."""
+    """Writes the program for one recipe."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.r = recipe
@@ -473,7 +471,7 @@ class _Writer:
         options += ["find_unused_parameters=True"] if self.r["parameters"].startswith("thawed") else []
         if self.has(
             "parameters", "thawed", "thawed_group"
-        ):  # DDP registers parameters that require gradients when it is constructed
+        ):  # DDP only registers parameters that require gradients when it is constructed
             lines.append("net.late.requires_grad_(True)")
         lines.append(f"model = DDP(net, {', '.join(options)})" if options else "model = world.wrap(net)")
         lines += self._hook()
@@ -633,7 +631,7 @@ class _Writer:
         }[self.r["extra"]]
 
     def names(self) -> dict[str, str]:
-        """Return the names saved as objects."""
+        """Return the names of what the script saves as objects."""
         found = {"model": "model", "optimizer": "optimizer"}
         if not self.has("scheduler", "none", "by_hand"):
             found["scheduler"] = "scheduler"
@@ -654,7 +652,7 @@ class _Writer:
         return found
 
     def values(self) -> dict[str, str]:
-        """Return the names saved as values."""
+        """Return the names of what the script saves as values."""
         found = {}
         if self.has("data", *BY_WORKERS):
             found["sampler"] = "sampler.state_dict(epoch=epoch, batches=batches)"

@@ -1,9 +1,8 @@
-"""What the library reports that a restart cannot restore, and the results that may differ then.
+"""Refusals: what the library reports that a restart cannot restore, and the differences that this allows.
 
-A refusal allows differences in the parts of the final state that its sentence names, and in what depends on them in the
-script. It must be in the log before the failure, or if it is about a file, before a restart reads the file. No other
-difference is allowed: if the memory is not used, the folder has everything.
-"""
+A refusal allows differences in the parts of the final state that its sentence names, and in all that depends on them in
+the script. It must be in the log before the failure or, if it is about a file, before a restart reads the file. No
+other difference is allowed, because without the memory a restart uses the folder, which has everything."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ _RESUMED = re.compile(r"^ddpjob: (?:resumed at step \d+ from (?P<where>.*)|begin
 
 
 class Part(NamedTuple):
-    """One object in the final state of one rank. SAMPLES and LOSS stand for those of all its steps."""
+    """One object in a rank's final state. SAMPLES and LOSS stand for the samples and the losses of all its steps."""
 
     rank: int
     name: str
@@ -49,7 +48,7 @@ def _generators(found: re.Match[str], _: Recipe) -> Iterator[Part]:
 
 
 def _of_ranks(found: re.Match[str], recipe: Recipe) -> Iterator[Part]:
-    """Objects that differ on ranks that do not save."""
+    """Yield the parts that differ between ranks, for each rank that did not save."""
     for rank in map(int, re.findall(r"\d+", found["ranks"])):
         yield from (Part(rank, name) for name in GENERATORS)
         yield from (Part(rank, name) for name in _differ_by_rank(recipe))
@@ -65,8 +64,8 @@ def _augmented(_: re.Match[str], recipe: Recipe) -> Iterator[Part]:
 
 
 def _seeds_of_loaders(recipe: Recipe) -> Iterator[Part]:
-    """Return the generator from which a DataLoader draws a seed once more after a restart, if the training draws
-    nothing else from it."""
+    """Yield the generator of a DataLoader's seed, which a restart draws once more, unless training draws from it,
+    too."""
     if recipe["data"] == "plain_loader" and "torch" not in _drawn_from(recipe):
         yield from (Part(rank, "torch") for rank in (0, 1))
 
@@ -122,8 +121,8 @@ _SENTENCES = (
 
 
 def excused(log: str, recipe: Recipe, *, at_restart: bool = False, late: bool = False) -> tuple[set[Part], list[str]]:
-    """Return the parts that may differ and the log sentences that allow it. log: of the killed run. at_restart: include
-    sentences that are logged only at the restart. late: up to the last kill, not the first."""
+    """Return the parts that may differ, and the log's sentences that allow it. at_restart: include sentences that are
+    logged only at the restart. late: sentences before the last kill count, not only those before the first."""
     before, _, after = log.rpartition("STRUCK ") if late else log.partition("STRUCK ")
     resumed = list(_RESUMED.finditer(log if late else after))
     is_from_folder = any("the memory on" not in (one["where"] or "") for one in resumed)
@@ -155,7 +154,7 @@ def _with_what_follows(parts: set[Part], recipe: Recipe) -> set[Part]:
 
 
 def _depends_on(part: Part, recipe: Recipe) -> Iterator[Part]:
-    """Return the parts of the final state that depend on this one."""
+    """Yield the parts of the final state that depend on this part."""
     if part.name in GENERATORS and part.name in _drawn_from(recipe):
         yield from _model(recipe)
     if part.name == "extra" and recipe["extra"] == "criterion":
@@ -167,7 +166,7 @@ def _depends_on(part: Part, recipe: Recipe) -> Iterator[Part]:
 
 
 def _model(recipe: Recipe) -> Iterator[Part]:
-    """Return everything that training computes from gradients, on all ranks, because gradients are summed."""
+    """Yield all parts that depend on gradients, on both ranks, because gradients are averaged."""
     names = {LOSS, "model", "optimizer", "critic", "critic_optimizer", "head", "average", "scaler"}
     names |= {"scheduler"} if recipe["scheduler"].startswith("plateau") else set()
     names |= {"extra"} if recipe["extra"] in ("history_of_each_rank", "metric", "best_copy", "early_stop") else set()
@@ -175,7 +174,7 @@ def _model(recipe: Recipe) -> Iterator[Part]:
 
 
 def _drawn_from(recipe: Recipe) -> set[str]:
-    """Return the generators from which the training itself draws."""
+    """Return the random generators that the training draws from."""
     drawn = {recipe["draws"], recipe["augmented"]}
     return drawn | ({"torch"} if recipe["model"] == "dropout" else set())
 

@@ -1,4 +1,4 @@
-"""Runs a drawn script under ddprun, undisturbed and with its kills, and judges whether the results are the same."""
+"""Runs a drawn script under ddprun, undisturbed and with its kills, and judges if the results are the same."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import warm
 from grammar import Draw, Kill, names_of, script
 from refusals import LOSS, SAMPLES, Part
 
-SECONDS_MAX = 150  # on a busy machine
+SECONDS_MAX = 150  # enough for a busy machine
 RESUMABLE = 75
 FOREIGN = ("PET_", "DDPJOB_", "TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "OMP_NUM_THREADS")
 
@@ -39,8 +39,8 @@ class Outcome(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """SAME and REFUSED are correct. SEEDED: the restart itself names ranks that were late for the save. UNSTRUCK and
-    INVALID prove nothing: no kill struck, or the script fails without one."""
+    """The result of a comparison. SAME and REFUSED are correct, and so is SEEDED: the restart names ranks that were
+    late for the save. UNSTRUCK (no kill struck) and INVALID (the script fails without a kill) prove nothing."""
 
     kind: str
     why: str
@@ -54,7 +54,7 @@ class Verdict(NamedTuple):
 
     @property
     def counts(self) -> bool:
-        """True if the verdict proves anything."""
+        """True unless the verdict proves nothing."""
         return self.kind not in ("UNSTRUCK", "INVALID")
 
 
@@ -64,7 +64,7 @@ def undisturbed(draw: Draw) -> Outcome:
 
 
 def ran(draw: Draw) -> Outcome:
-    """Run the script under ddprun, and start it again if it stopped on request."""
+    """Run the script under ddprun, and start it again each time it has stopped after a SIGTERM."""
     folder = Path(tempfile.mkdtemp(prefix="ddpjob-truth-"))
     try:
         (folder / "train.py").write_text(script(draw.recipe))
@@ -108,8 +108,8 @@ def _agent(folder: Path, draw: Draw, life: int) -> tuple[int, str]:
 
 
 def _as_json(kill: Kill, kills: tuple[Kill, ...]) -> list[Any]:
-    """Return the kill with the label of its generation. A kill after a stop strikes in the first generation of the next
-    agent."""
+    """Return the kill with the label of its generation. A SIGTERM ends the agent, so later kills belong to generations
+    of the next agent."""
     stops = sum(1 for other in kills if other.how == "TERM" and other.generation < kill.generation)
     generation = kill.generation - stops
     return [kill.place, kill.step, kill.rank, kill.how, f"{stops}.{generation}"]
@@ -134,7 +134,7 @@ def _seen(folder: Path) -> dict[int, dict[tuple[str, int], list[Any]]]:
 
 
 def verdicts(draw: Draw, whole: Outcome | None = None) -> Iterator[tuple[Draw, Verdict]]:
-    """Return the verdict of all kills together, or if that is wrong, of each kill alone."""
+    """Yield the verdict on all kills together or, if it is wrong, on each kill alone."""
     whole = undisturbed(draw) if whole is None else whole
     if not whole.has_ended_well:
         yield draw, _without_a_kill(draw, whole)
@@ -147,7 +147,7 @@ def verdicts(draw: Draw, whole: Outcome | None = None) -> Iterator[tuple[Draw, V
     alone = [draw._replace(kills=(kill._replace(generation=0),)) for kill in draw.kills]
     found = [(one, compared(one, whole, ran(one))) for one in alone]
     yield from found
-    # A refusal logged between two kills may explain the later one, because the earlier one alone is correct.
+    # If each kill alone is correct, a refusal that was logged between two kills may explain the result.
     if not any(its.is_wrong for _, its in found) and (last := compared(draw, whole, killed, late=True)).is_wrong:
         yield draw, last
 
@@ -160,8 +160,8 @@ def _without_a_kill(draw: Draw, whole: Outcome) -> Verdict:
 
 
 def compared(draw: Draw, whole: Outcome, killed: Outcome, *, late: bool = False) -> Verdict:
-    """Judge whether the killed run ends like the undisturbed one, except for what the library refused by name before
-    the first kill. late: before the last kill."""
+    """Judge if the killed run ends like the undisturbed one, apart from what the library refused before the first kill.
+    late: before the last kill."""
     log, kills = killed.log, killed.log.count("STRUCK ")
     if not kills:
         return Verdict("UNSTRUCK", "no kill has struck", log)
@@ -178,8 +178,8 @@ def compared(draw: Draw, whole: Outcome, killed: Outcome, *, late: bool = False)
 
 
 def difference(whole: Outcome, killed: Outcome) -> set[Part]:
-    """Return the differences from the undisturbed run. Repeated steps count, even if a later restart has undone them:
-    each must have the samples and the loss of its step."""
+    """Return the parts that differ from the undisturbed run. Each time a step was made, also if a restart undid it, it
+    must have had the same samples and loss."""
     found = {
         Part(rank, name)
         for rank, result in whole.results.items()
@@ -190,7 +190,7 @@ def difference(whole: Outcome, killed: Outcome) -> set[Part]:
 
 
 def _others(rank: int, whole: Outcome, killed: Outcome) -> list[tuple[str, int]]:
-    """Return the kinds and steps with other records on a rank. A rank that dies within a step has no loss for it."""
+    """Return (kind, step) of records that differ on a rank. A rank that dies within a step records no loss."""
     its, others = whole.seen[rank], killed.seen[rank]
     missing = [key for key in its.keys() - others.keys() if key[0] == SAMPLES]
     return missing + [key for key, values in others.items() if any([value] != its.get(key) for value in values)]

@@ -36,7 +36,7 @@ WORKERS = 2
 
 
 class Found(NamedTuple):
-    """A draw with a wrong result, and the smallest recipe that shows it."""
+    """A draw with a wrong result, reduced to the smallest recipe that is still wrong."""
 
     seed: int
     draw: Draw
@@ -54,7 +54,7 @@ class Found(NamedTuple):
 
 
 def shrunk(draw: Draw, is_wrong: Callable[[Draw], bool]) -> Draw:
-    """Return the smallest recipe that is still wrong: make one part after another plain until none can be."""
+    """Return the smallest draw that is still wrong, by removing one part after another."""
     best, changed = draw, True
     while changed:
         changed = False
@@ -66,7 +66,7 @@ def shrunk(draw: Draw, is_wrong: Callable[[Draw], bool]) -> Draw:
 
 
 def _smaller(draw: Draw) -> Iterator[Draw]:
-    """Yield the draw without one of its parts, the most influential parts first."""
+    """Yield draws with one kill or one part less, those that change most first."""
     for number in range(len(draw.kills) - 1, -1, -1):
         if len(draw.kills) > 1 and all(kill.how != "TERM" for kill in draw.kills):
             kills = [kill for place, kill in enumerate(draw.kills) if place != number]
@@ -81,7 +81,7 @@ def _smaller(draw: Draw) -> Iterator[Draw]:
 
 
 def searched(seeds: Iterable[int], runs: int) -> Iterator[tuple[int, Draw, Verdict]]:
-    """Yield the verdicts of each draw."""
+    """Yield the verdicts on the draws of these seeds, each with so many runs."""
     for seed in seeds:
         whole = undisturbed(drawn(seed))
         for number in range(runs if whole.has_ended_well else 1):
@@ -93,7 +93,7 @@ def is_wrong(draw: Draw) -> bool:
 
 
 def known_as(draw: Draw, known: list[Draw]) -> Draw | None:
-    """Return the known smaller failure that this draw contains, if any."""
+    """Return the known failure whose parts are all in this draw, or None."""
     for other in known:
         if parts_of(other.recipe).items() <= parts_of(draw.recipe).items():
             return other
@@ -101,7 +101,7 @@ def known_as(draw: Draw, known: list[Draw]) -> Draw | None:
 
 
 def smallest(seed: int, draw: Draw, verdict: Verdict) -> Found | None:
-    """Return the failure, made small; None if it does not occur again."""
+    """Return the failure with the smallest recipe, or None if it does not occur again."""
     if not is_wrong(draw):
         return None
     small = shrunk(draw, is_wrong)
@@ -111,7 +111,7 @@ def smallest(seed: int, draw: Draw, verdict: Verdict) -> Found | None:
 
 def _work(place: int, options: argparse.Namespace, out: multiprocessing.SimpleQueue[object]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.setpgid(0, 0)  # its agents end with it
+    os.setpgid(0, 0)  # the worker's agents are killed with its process group
     for found in searched(itertools.count(options.seed + place, options.workers), options.runs):
         out.put(found)
 
@@ -138,7 +138,7 @@ def main() -> int:
     for name in ("Snapshot", "GlobalBatchSampler", "accumulate", "should_stop"):
         getattr(ddpjob, name)
     torch.set_num_threads(1)
-    torch.manual_seed(0)  # reads source lines for its tracebacks, 15 ms
+    torch.manual_seed(0)  # the first call reads source lines for tracebacks: 15 ms
     if options.one is not None:
         return _one(options.one, options.runs)
     return _search(options)
@@ -151,7 +151,7 @@ def _one(seed: int, runs: int) -> int:
 
 
 class _Tally:
-    """The draws by kind of verdict."""
+    """Counts of kills and seeds by kind of verdict."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -174,7 +174,7 @@ class _Tally:
 
     def text(self) -> str:
         seconds = time.monotonic() - self._began
-        cpu = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])  # of workers that have ended
+        cpu = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])  # only of workers that have ended
         scripts = len({seed for seeds in self.seeds.values() for seed in seeds})
         counts = ", ".join(f"{kills} {kind}" for kind, kills in sorted(self.kills.items()) if kills)
         drawn = max(self.drawn, 1)
@@ -220,9 +220,9 @@ def _search(options: argparse.Namespace) -> int:
 
 
 def _end(workers: Sequence[Any]) -> None:
-    """Stop the workers and the agents of their runs."""
+    """Kill the workers, the agents of their runs, and remove their files."""
     for worker in (worker for worker in workers if worker.is_alive()):
-        with contextlib.suppress(ProcessLookupError):  # not started yet
+        with contextlib.suppress(ProcessLookupError):  # the worker has not started yet
             os.killpg(worker.pid, signal.SIGKILL)
         worker.kill()
         worker.join()
@@ -232,7 +232,7 @@ def _end(workers: Sequence[Any]) -> None:
 def _record(
     options: argparse.Namespace, seed: int, draw: Draw, verdict: Verdict, tally: _Tally, found: list[Found]
 ) -> None:
-    """Record a draw with a wrong result, made small, unless its kind is known."""
+    """Reduce and record a draw with a wrong result, unless its kind is known already."""
     if (known := known_as(draw, [one.draw for one in found])) is not None:
         tally.known[" ".join(parts_of(known.recipe))] += 1
         return
@@ -245,7 +245,7 @@ def _record(
 
 
 def _written(folder: Path, found: Found) -> None:
-    """Write the script, its kills and its log into a file."""
+    """Write the script to a file, with its kills and its log as comments."""
     folder.mkdir(parents=True, exist_ok=True)
     name = "-".join(parts_of(found.draw.recipe).values())[:80] or "plain"
     lines = [f"# {line}" for line in found.text().splitlines()]

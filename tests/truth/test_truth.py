@@ -10,7 +10,7 @@ from search import searched, shrunk
 
 TOP = Kill("top", 22, 1, "KILL")
 AFTER_SAVE = Kill("top", 20, 1, "KILL")
-# Typical scripts of users, as draws of the grammar: one for each promise.
+# Typical scripts of users. Each tests one promise of the library.
 SCRIPTS = {
     "the plainest": Draw(plain(), (TOP,)),
     "dropout, and the loader of docs/library.md": Draw(recipe(model="dropout", data="loader"), (TOP,)),
@@ -43,7 +43,7 @@ def test_every_option_is_drawn_by_some_seed() -> None:
 
 
 def test_a_failing_draw_is_reduced_to_the_parts_that_matter() -> None:
-    """Twelve parts would hide the two that matter."""
+    """Otherwise the two parts that matter are hidden among twelve."""
     wrong = {"model": "dropout", "data": "loader"}
     large = Draw(normal({**recipe(**wrong), "clip": "norm", "extra": "counter", "every": "4"}), (TOP, TOP))
     small = shrunk(large, lambda draw: wrong.items() <= draw.recipe.items())
@@ -73,7 +73,7 @@ def names_excused(*lines: str, **parts: str) -> set[str]:
 
 
 def test_a_refusal_allows_differences_in_what_it_names_and_what_depends_on_it() -> None:
-    """Otherwise a lost sampler would pass in every script with a communication hook."""
+    """Otherwise a script with a communication hook could lose its sampler unnoticed."""
     excuses = names_excused(HOOK, STRUCK, FROM_FOLDER)
     assert {"model", "optimizer"} <= excuses
     assert excuses.isdisjoint({SAMPLES, "reader", "scheduler", "torch"})
@@ -81,7 +81,7 @@ def test_a_refusal_allows_differences_in_what_it_names_and_what_depends_on_it() 
 
 
 def test_lost_random_numbers_allow_another_model_only_if_training_draws_them() -> None:
-    """Without dropout, different weights have another cause."""
+    """If training draws no random numbers, different weights have another cause."""
     assert "model" not in names_excused(LATE, STRUCK, FROM_FOLDER)
     assert "model" not in names_excused(LATE, STRUCK, FROM_FOLDER, draws="none", evaluation="all_ranks")
     assert "model" in names_excused(LATE, STRUCK, FROM_FOLDER, model="dropout")
@@ -90,14 +90,14 @@ def test_lost_random_numbers_allow_another_model_only_if_training_draws_them() -
 
 
 def test_an_incomplete_file_allows_no_difference_after_a_restart_from_memory() -> None:
-    """Otherwise one late save would hide every error of the memory."""
+    """Otherwise one late save would hide each error of the memory."""
     assert names_excused(LATE, STRUCK, FROM_MEMORY, model="dropout") == set()
-    assert names_excused(STRUCK, LATE, FROM_FOLDER, model="dropout") != set()  # before the file is read
+    assert names_excused(STRUCK, LATE, FROM_FOLDER, model="dropout") != set()  # logged before the file is read
     assert names_excused(STRUCK, FROM_FOLDER, LATE, model="dropout") == set()
 
 
 def test_a_rank_that_was_late_for_a_save_may_differ_in_random_numbers_if_the_restart_reports_it() -> None:
-    """It may be killed on its way to the save, which was unknown before."""
+    """The rank may be killed on its way to the save, so nothing could be reported before."""
     report = "ddpjob: /ckpt/step-20.pt has no random state of rank 1, which did not save in time: seeded from rank 0's"
     log = "\n".join([STRUCK, FROM_FOLDER, report])
     assert excused(log, recipe(model="dropout"))[0] == set()
@@ -107,13 +107,13 @@ def test_a_rank_that_was_late_for_a_save_may_differ_in_random_numbers_if_the_res
 
 
 def test_a_refusal_after_the_failure_or_in_favor_of_the_folder_allows_no_difference() -> None:
-    """A restart from the folder must be correct, whatever the memory cannot do."""
+    """PLACES is about memory only: a restart from the folder must be correct."""
     assert names_excused(STRUCK, HOOK, FROM_FOLDER) == set()
     assert names_excused(PLACES, STRUCK, FROM_FOLDER, scheduler="step") == set()
 
 
 def test_a_refusal_between_two_kills_allows_differences_after_the_later_one() -> None:
-    """Otherwise each of five kills would need its own run, which takes five times as long."""
+    """Otherwise each kill needs a run of its own, which takes five times as long."""
     log = "\n".join([STRUCK, FROM_FOLDER, HOOK, STRUCK, FROM_FOLDER])
     assert excused(log, recipe())[0] == set()
     assert {"model", "optimizer"} <= {part.name for part in excused(log, recipe(), late=True)[0]}
@@ -134,11 +134,11 @@ def test_a_step_that_only_one_of_two_runs_makes_is_a_difference() -> None:
         assert difference(whole, whole._replace(seen=whole.seen | {0: seen})) == {Part(0, SAMPLES)}, name
     other_loss = whole.seen | {0: {step: [[4]], its_loss: ["0x2", "0x1"]}}
     assert difference(whole, whole._replace(seen=other_loss)) == {Part(0, LOSS)}
-    made_again = whole.seen | {0: {step: [[4], [4]]}}  # and killed before its loss
+    made_again = whole.seen | {0: {step: [[4], [4]]}}  # made again, because the rank was killed before its loss
     assert difference(whole, whole._replace(seen=made_again)) == set()
 
 
-# Each had a wrong result without a report once.
+# Each of these once had a wrong result without a report.
 WERE_WRONG = (
     {"average": "averaged_model"},
     {"buffers": "of_each_rank"},
@@ -191,24 +191,24 @@ FIVE = (
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_killed_script_ends_like_an_undisturbed_one_or_is_refused(name: str) -> None:
-    """Otherwise it would train something else while its last line reports that no step was repeated."""
+    """Otherwise it trains something else while its last line reports that no step was repeated."""
     for _, verdict in verdicts(SCRIPTS[name]):
         assert verdict.kind in ("SAME", "REFUSED"), f"{verdict.why}\n{verdict.log}"
 
 
-@pytest.mark.long  # SCRIPTS has a case for each promise, tests/trainer one for each rule
+@pytest.mark.long  # slow; SCRIPTS has a case for each promise, and tests/trainer one for each rule
 @pytest.mark.parametrize("parts", WERE_WRONG, ids=lambda parts: "-".join(parts.values()))
 def test_a_kind_of_script_that_once_had_wrong_results_is_correct_or_refused(parts: dict[str, str]) -> None:
-    """A known kind of failure would get lost among thousands of draws."""
+    """A failure of a known kind would rarely occur among thousands of random draws."""
     for _, verdict in verdicts(Draw(normal(recipe(**parts)), FIVE)):
         assert verdict.kind in ("SAME", "REFUSED"), f"{verdict.why}\n{verdict.log}"
 
 
-@pytest.mark.long  # SCRIPTS has a case for each promise
+@pytest.mark.long  # slow; SCRIPTS has a case for each promise
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(0, 400, 100))
 def test_no_draw_is_silently_wrong(seed: int) -> None:
-    """`make truth N=5000` draws more."""
+    """More draws: `make truth N=5000`."""
     wrong = [
         (found, verdict.why) for found, _, verdict in searched(list(range(seed, seed + 100)), 2) if verdict.is_wrong
     ]

@@ -16,7 +16,7 @@ from ddpjob_cli.commands.main import main
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCluster]:
-    """Return a server that is asked ten times as often as a real one."""
+    """Return a fake API server. The client's polling intervals are a tenth of the real ones, so that tests are fast."""
     for module, name in ((logs, "RETRY_SECONDS"), (stacks, "POLL_SECONDS"), (watch, "LOOK_SECONDS")):
         monkeypatch.setattr(module, name, getattr(module, name) / 10)
     with fake_cluster(tmp_path) as (made, config):

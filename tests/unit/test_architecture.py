@@ -37,7 +37,7 @@ def test_every_file_that_the_page_names_is_there(named: str) -> None:
 
 
 def test_each_workaround_for_kopf_is_listed_and_says_which_kopf_needs_it_and_when_it_can_go() -> None:
-    """Otherwise nobody dares to remove one after an upgrade of kopf."""
+    """Otherwise nobody dares to remove a workaround after an upgrade of kopf."""
     (folder,) = kopf_workarounds.__path__
     texts = {path.stem: path.read_text().split('"""')[1] for path in Path(folder).glob("[!_]*.py")}
     assert set(re.findall(r"^(\w+)   ", kopf_workarounds.__doc__ or "", re.MULTILINE)) == set(texts)

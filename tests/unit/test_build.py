@@ -59,7 +59,7 @@ def test_the_service_selects_no_pod_whose_name_nobody_needs(spec: dict[str, Any]
     ("given", "found"),
     [
         pytest.param({"restartPolicy": "Always"}, {"restartPolicy": "Never"}, id="the kubelet restarts no trainer"),
-        # The API server forgets a pod without grace before its kubelet has ended it.
+        # With a grace period of 0 the API server removes the pod object before the kubelet has stopped the container.
         ({"terminationGracePeriodSeconds": 0}, {"terminationGracePeriodSeconds": 1}),
         ({}, {"enableServiceLinks": False}),
         ({"enableServiceLinks": True}, {"enableServiceLinks": True}),
@@ -84,8 +84,8 @@ def test_everything_is_owned_by_the_job_so_that_deletion_needs_no_finalizer() ->
 
 
 def test_a_restart_policy_of_the_trainer_itself_does_not_start_it_beside_the_next_attempt() -> None:
-    """Kubernetes 1.34 accepts it whatever the pod's own policy is. A rank that has ended would be restarted while the
-    next attempt trains into the same checkpoint."""
+    """Kubernetes 1.34 accepts a container's restartPolicy whatever the pod's own policy is. It would restart a rank
+    that has ended while the next attempt writes the same checkpoint."""
     rules = [{"action": "RestartAllContainers", "exitCodes": {"operator": "In", "values": [1]}}]
     other = {"name": "proxy", "image": "p", "restartPolicy": "Always", "restartPolicyRules": rules}
     what = job(container={"restartPolicy": "Always", "restartPolicyRules": [{"action": "Restart"}]})
@@ -121,14 +121,14 @@ def test_autoscalers_are_told_not_to_move_a_training_unless_the_user_says_otherw
     what = job()
     what.spec.template["metadata"] = {"annotations": {"karpenter.sh/do-not-disrupt": "false"}}
     assert pod(what)["metadata"]["annotations"]["karpenter.sh/do-not-disrupt"] == "false"
-    # An administrator with short, cheap jobs may want to consolidate nodes.
+    # An administrator with short, cheap jobs may want the autoscaler to consolidate nodes.
     given = build.pod(what, 1, 0, keep_from_autoscalers=False)["metadata"]["annotations"]
     assert given == {"karpenter.sh/do-not-disrupt": "false"}
     assert build.pod(job(), 1, 0, keep_from_autoscalers=False)["metadata"]["annotations"] == {}
 
 
 def test_no_pod_has_an_api_token_where_the_cluster_says_so_unless_its_template_asks_for_one() -> None:
-    """Code of a job could act as its service account, although training needs no rights in the cluster."""
+    """With a token, code of a job could act as its service account. Training needs no rights in the cluster."""
     what = job()
     assert "automountServiceAccountToken" not in build.pod(what, 1, 0)["spec"], "as for all pods"
     assert build.pod(what, 1, 0, mount_api_token=False)["spec"]["automountServiceAccountToken"] is False
@@ -241,7 +241,7 @@ OWN_ENV = [{"name": "A", "value": "b"}, {"name": "NNODES", "value": "2"}, {"name
 def test_what_the_server_says_of_a_pod_has_the_places_that_the_user_has_written(
     said: str, shown: str, trainer_first: bool
 ) -> None:
-    """`env[32]` for a template with three variables sends users looking for what they never wrote."""
+    """`env[32]` for a template with three variables sends users to search for an entry that they did not write."""
     what = job(container={"env": OWN_ENV})
     listed = what.spec.template["spec"]["containers"]
     listed.insert(1 if trainer_first else 0, SIDECAR)
@@ -254,7 +254,7 @@ def test_what_the_server_says_of_a_pod_has_the_places_that_the_user_has_written(
 
 
 def test_the_log_of_an_init_container_is_kept_as_its_message_unless_the_template_says_otherwise() -> None:
-    """Its output alone says why the job did not start, and the pod disappears with the restart."""
+    """Only the init container's output shows why the job did not start, and the pod disappears with the restart."""
     own = {"name": "own", "image": "x", "terminationMessagePolicy": "File"}
     body = pod(with_pod(initContainers=[{"name": "init", "image": "x"}, own]))
     policies = [c["terminationMessagePolicy"] for c in body["spec"]["initContainers"]]

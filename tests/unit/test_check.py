@@ -50,7 +50,7 @@ def rules_in(text: str, job: CheckedJob | None = None) -> set[str]:
 
 
 def context_of(text: str) -> CheckedJob:
-    """Return the job for a fixture: `# job: nodes=2 launcher=torchrun` in its first line."""
+    """Return the job that the first line of a fixture describes, for example `# job: nodes=2 launcher=torchrun`."""
     words = text.splitlines()[0].removeprefix("# job:").split() if text.startswith("# job:") else []
     given = {name: int(value) if value.isdecimal() else value for name, value in (word.split("=") for word in words)}
     if given.get("variables") == "none":
@@ -81,7 +81,7 @@ def test_a_finding_says_file_line_rule_and_what_to_write_instead() -> None:
     )
 
 
-# A sound script of the same kind, one change, and its consequence.
+# Each case: a correct script from fixtures, a text in it and its replacement, and the rules that report the change.
 CHANGES = [
     ("multigpu", "self.gpu_id == 0 and ", "", {"save-on-every-rank"}),
     ("multigpu", "self.train_data.sampler.set_epoch(epoch)", "pass", {"set-epoch-missing"}),
@@ -148,7 +148,7 @@ def test_what_needs_several_nodes_to_hurt_is_an_error_only_where_there_are_some(
 def test_a_global_rank_as_a_device_is_an_error_where_a_node_has_fewer_gpus_than_the_job_ranks(
     gpus: int | None, nproc: int, severity: str
 ) -> None:
-    """Two nodes of eight GPUs with one process each work."""
+    """With one process on each of two nodes, only ranks 0 and 1 are used as devices, and both nodes have those."""
     text = (FIXTURES / "mistakes/device-is-global-rank.py").read_text()
     found = [f for f in check.check("t.py", text, CheckedJob(nodes=2, nproc=nproc, gpus=gpus)) if "device-is" in f.rule]
     assert {f.severity for f in found} == {severity}
@@ -267,7 +267,7 @@ def test_what_is_certain_is_said_and_what_is_not_is_not(lines: str, rules: set[s
 def test_a_training_that_nothing_calls_and_one_whose_failure_nobody_sees_are_named_in_a_job(
     lines: str, rules: set[str]
 ) -> None:
-    """They end with 0. A file that is checked without its job may be imported by others."""
+    """Such a job exits with 0 although nothing was trained. A file checked without a job may be a module for others."""
     text = f"{HEAD}def train(): dist.init_process_group('gloo')\ndef upload(): print('done')\n{lines}"
     ours = {"nothing-runs", "process-failure-ignored"}
     assert rules_in(text, CheckedJob(known=True)) & ours == rules
@@ -297,7 +297,7 @@ def test_a_meeting_file_is_wrong_where_the_nodes_share_no_such_folder(mounts: di
 def test_a_meeting_file_whose_folder_is_not_known_may_lie_on_the_volume_that_is_shared(
     method: str, wrong: bool
 ) -> None:
-    """An error would refuse a correct job."""
+    """An error would refuse a correct job, because the unknown folder may be on the shared volume."""
     text = (FIXTURES / "mistakes/file-not-shared.py").read_text()
     text = text.replace("dist.init_process_group(", f"where = {method}\ndist.init_process_group(")
     text = text.replace('init_method="file:///tmp/meet",  # <- here', "init_method=where,")
@@ -377,7 +377,7 @@ ALONE = (
 @pytest.mark.parametrize("alone", ALONE)
 @pytest.mark.parametrize("lines", OTHERWISE.split("===\n"))
 def test_what_a_script_does_without_a_launcher_is_no_mistake_in_a_job(lines: str, alone: str) -> None:
-    """ArcFace of insightface has tcp:// in `except KeyError`, for one GPU: an error would refuse its run and submit."""
+    """An error would refuse insightface's ArcFace, which uses tcp:// in `except KeyError`, for one GPU alone."""
     job = CheckedJob(nodes=2, nproc=2, gpus=2, launcher="torchrun", known=True)
     assert rules_in(HEAD + lines.replace("INIT", alone), job) <= {"set-device-missing"}
     assert rules_in(HEAD + alone, job)
@@ -550,8 +550,8 @@ if int(os.environ.get("WORLD_SIZE", 1)) > 1:
 def test_ranks_that_all_use_the_first_gpu_of_their_node_are_found(
     job_file, script: str, command: list[str], gpus: int, found: bool
 ) -> None:
-    """In scripts of apex, timm and maskrcnn-benchmark NCCL ends the job only after the image was pulled on all
-    nodes."""
+    """Otherwise scripts like those of apex, timm and maskrcnn-benchmark fail in NCCL, after all nodes have pulled the
+    image."""
     start = ["exec python train.py --local_rank=$LOCAL_RANK"] if "sh" in command else ["train.py"]
     container = {"resources": {"limits": {"nvidia.com/gpu": gpus}}}
     result = ran(job_file(script, *command, *start, nodes=2, container=container))
@@ -576,7 +576,7 @@ def test_one_process_that_uses_all_gpus_of_its_node_is_left_alone(job_file, comm
     ],
 )
 def test_the_command_that_needs_no_edit_of_the_script_is_named(job_file, names: str, command: str) -> None:
-    """The command is in docs/launching.md, where nobody looks who is told to use LOCAL_RANK."""
+    """Users who are only told to use LOCAL_RANK edit the script, and never find the command in docs/launching.md."""
     assert command in (ROOT / "docs/launching.md").read_text().replace("`[", "`command: [")
     assert (
         f"without an edit: {command};" in ran(job_file(ALONE.replace('"--local_rank"', names), nprocPerNode=2)).stdout
@@ -653,7 +653,7 @@ BY_RANKS = "torchrun --nnodes=$WORLD_SIZE --node_rank=$RANK train.py"
 def test_options_of_the_launcher_from_variables_that_it_sets_itself_are_an_error(
     job_file, script: str, nproc: int, said: int
 ) -> None:
-    """torchrun gets `--nnodes=` and ends."""
+    """These variables are empty when the shell expands them, so torchrun gets `--nnodes=` and exits."""
     stdout = ran(job_file("", "bash", "-c", script, nodes=2, nprocPerNode=nproc)).stdout
     assert stdout.count("error[variable-of-ranks]") == said, stdout
     assert ("WORLD_SIZE is a variable of the ranks" in stdout and "; use NNODES" in stdout) == bool(said)
@@ -676,7 +676,7 @@ def test_a_variable_that_is_refused_is_not_warned_of_as_well(job_file) -> None:
 
 
 def test_what_a_job_has_events_of_is_said_before_it_runs_in_the_same_words(job_file) -> None:
-    """`ddpjob check` must find what `ddpjob run` warns about."""
+    """The warnings of `ddpjob check` must be those that a job later gets as Events."""
     env = {"env": [{"name": "MASTER_PORT", "value": "29500"}]}
     path = job_file("", "torchrun", "--max-restarts=3", "train.py", nodes=2, container=env)
     said = ran(path).stdout
@@ -806,7 +806,7 @@ dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=N)
 def test_a_world_size_that_is_not_the_jobs_is_found_where_both_are_known(
     number: str, nodes: int | None, nproc: int | None, launcher: str, found: bool
 ) -> None:
-    """The group waits for ranks that nobody starts, for torch's 30 minutes."""
+    """Otherwise the group waits for ranks that nobody starts, until torch's timeout of 30 minutes."""
     job = CheckedJob(nodes=nodes, nproc=nproc, launcher=launcher)
     findings = check.check("t.py", WORLD.replace("N)", f"{number})"), job)
     assert [(f.rule, f.severity) for f in findings] == ([("world-size-differs", "error")] if found else [])
@@ -983,13 +983,13 @@ def test_of_thirty_healthy_scripts_at_most_one_is_warned_for_nothing() -> None:
 def test_our_own_examples_are_left_alone_and_survive_a_changing_number_of_ranks(path: Path) -> None:
     jobs = (
         (CheckedJob(), ELASTIC) if path.parent.name == "examples" else (CheckedJob(),)
-    )  # those in clean/ show ways of starting
+    )  # the scripts in clean/ only show ways to start, so they need not be elastic
     assert [str(f) for job in jobs for f in check.check(path.name, path.read_text(), job)] == []
 
 
 @pytest.mark.parametrize("path", JOBS, ids=lambda p: p.stem)
 def test_our_own_jobs_have_no_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The notes show some old ways on purpose, with warnings."""
+    """Example jobs may have warnings, because some show old ways to start on purpose."""
     monkeypatch.chdir(ROOT)
     report = check_files.check_all([str(path)], {str(path): sources.load(sources.Source(str(path)))})
     assert [str(f) for f in report.findings if f.severity == "error"] == []
@@ -1141,7 +1141,7 @@ def test_no_python_ends_with_2_and_its_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"# coding: rot13\n", b"# coding: hex\n", b"# coding: no-such\n"])
 def test_bytes_that_are_no_text_end_with_2(tmp_path: Path, content: bytes) -> None:
-    """Otherwise users see a traceback."""
+    """Otherwise users see a traceback instead of one sentence."""
     (tmp_path / "train.py").write_bytes(content)
     assert ran(tmp_path / "train.py").return_value == 2
 
@@ -1341,7 +1341,7 @@ def test_a_launchers_program_that_starts_no_ranks_is_not_the_training(before: st
     ],
 )
 def test_all_readers_see_the_same_launcher(words: list[str], options: dict[str, str] | None) -> None:
-    """`which torchrun; python t.py` must not get torchrun's variables, and those after debugpy must be checked."""
+    """Otherwise `which torchrun; python t.py` gets torchrun's variables, or options after debugpy are unchecked."""
     found = by_torchrun(words)
     assert (found and found.options) == options
     assert found is None or found.script == "t.py"
@@ -1434,7 +1434,7 @@ ON_ONE_RANK = ["import torch.distributed as dist\n", "if dist.get_rank() == 0:\n
 
 
 def notebook(*cells: str | list[str]) -> str:
-    """Return a notebook with these code cells after a text."""
+    """Return a notebook that has a text cell and then these code cells."""
     code = [{"cell_type": "code", "source": cell, "outputs": []} for cell in cells]
     return json.dumps({"cells": [{"cell_type": "markdown", "source": "# rank"}, *code], "nbformat": 4})
 
@@ -1618,7 +1618,7 @@ def test_a_script_that_is_not_here_is_said_with_the_line_of_the_command(job_file
 
 
 def test_two_jobs_of_one_name_in_a_file_cannot_be_chosen_from(job_file) -> None:
-    """ "Choose one by its name" would be no help."""
+    """Both jobs have the same name, so the advice "choose one by its name" would not help."""
     path = job_file("")
     Path(path).write_text("---\n".join([Path(path).read_text()] * 2))
     assert "Two have the same name; names must differ" in str(ran(path).exception)

@@ -1,4 +1,4 @@
-"""`ddpjob check` names parts of a job's command that do something else than they seem to, and no others."""
+"""`ddpjob check` reports parts of a job's command that do not do what they seem to do, and nothing else."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_an_address_of_one_machine_is_no_error_before_a_run_on_one_machine() -> 
     ],
 )
 def test_a_shell_that_reads_the_rank_before_there_are_ranks_is_named(text: str) -> None:
-    """Otherwise all nodes write their logs into one file of the shared volume."""
+    """Otherwise $RANK is empty in the shell, and all nodes write their logs into one file of the shared volume."""
     ((rule, sentence),) = said(shell(text))
     assert rule == "variable-of-ranks-unset"
     assert sentence.endswith("not set before the launcher has started the ranks; NODE_RANK is the node's")
@@ -144,7 +144,7 @@ def test_a_pod_with_one_rank_has_its_variables_and_env_may_set_them() -> None:
 
 
 def test_a_variable_of_the_ranks_that_kubernetes_is_to_replace_is_named() -> None:
-    """The script gets the text $(RANK): Kubernetes knows only variables in env."""
+    """Kubernetes expands only variables of the pod's env, so the script gets the text $(RANK)."""
     for what in (job("torchrun", "t.py", "--rank=$(RANK)"), job("torchrun", "t.py", env={"LOG": "log_$(RANK)"})):
         ((rule, text),) = said(what)
         assert (rule, text.partition(":")[0]) == ("variable-of-ranks-unset", "$(RANK)")
@@ -153,7 +153,7 @@ def test_a_variable_of_the_ranks_that_kubernetes_is_to_replace_is_named() -> Non
 
 
 def test_options_of_the_launcher_from_variables_of_slurm_are_an_error_and_others_a_warning() -> None:
-    """They are empty here. torchrun fails with its usage, but a log's name without the job's number is harmless."""
+    """Slurm's variables are empty in a pod. torchrun fails with its usage; a log's name merely lacks the number."""
     text = "torchrun --nnodes=$SLURM_NNODES --node_rank ${SLURM_NODEID} t.py --id $SLURM_JOB_ID --job $LSB_JOBID"
     assert [(rule, sentence.partition(":")[0]) for rule, sentence in said(shell(text))] == [
         ("variable-of-other-launcher", "$SLURM_NNODES"),
@@ -273,7 +273,7 @@ def test_a_value_of_env_that_only_a_shell_would_expand_is_named_at_its_entry() -
     ],
 )
 def test_an_argument_that_abbreviates_options_of_torchrun_is_named(words: list[str]) -> None:
-    """torchrun ends with its usage and `ambiguous option`, although the word follows the script."""
+    """torchrun's parser also reads the script's arguments. It exits with its usage and `ambiguous option`."""
     ((rule, text),) = said(job(*words))
     assert rule == "argument-taken-by-launcher"
     assert text.startswith("--log: torchrun takes it for an abbreviation (--log-dir, --logs-specs)")

@@ -50,7 +50,7 @@ def test_a_job_is_elastic_by_minNodes_or_by_its_command(spec: dict[str, Any], is
     assert known(job(**spec)).is_elastic == is_elastic
 
 
-# A sound elastic script, one change, and its consequence.
+# Each case: a sound elastic script, a text in it, the replacement, and the rules that report the change.
 CHANGES = [
     (SOUND, "nn.SyncBatchNorm.convert_sync_batchnorm(resnet50())", "resnet50()", {"elastic-batch-norm"}),
     (SOUND, "nn.SyncBatchNorm.convert_sync_batchnorm(resnet50())", "resnet50(norm_layer=groups)", set()),

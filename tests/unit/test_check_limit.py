@@ -46,7 +46,7 @@ def test_work_that_takes_too_long_is_given_up() -> None:
 
 
 def test_an_error_that_a_destructor_swallows_is_raised_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python prints `Exception ignored in`, and the work would go on for ever."""
+    """Python drops exceptions of a destructor (`Exception ignored in`), so the check would never end."""
     swallowed: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", swallowed.append)
 
@@ -95,7 +95,7 @@ def test_a_script_that_takes_too_long_as_a_whole_is_one_warning() -> None:
 
 
 LARGE = {
-    # name: a line with its number and the next, what stands before all lines, and behind them
+    # name: a line with its number and the next one, the text before all lines, and the text after them
     "barriers under conditions": ("if rank == {}: dist.barrier()\n", "", ""),
     "returns before each": (" if rank == {}: return\n dist.barrier()\n", "def main():\n", "main()\n"),
     "functions that call each other": ("def f{0}(rank): f(rank); f{0}(rank); dist.barrier()\n", "", ""),
@@ -139,7 +139,7 @@ def test_a_script_is_checked_or_what_was_left_out_is_named(name: str) -> None:
     assert {finding.rule for finding in findings} <= rules
 
 
-@pytest.mark.long  # the rules and the limit have their own tests by day
+@pytest.mark.long  # the rules and the time limit have fast tests of their own
 @pytest.mark.parametrize("name", LARGE)
 @pytest.mark.parametrize("words", [["check"], ["init"], ["submit", "--dry-run", "--no-code"]], ids=" ".join)
 def test_a_megabyte_of_python_ends(tmp_path: Path, name: str, words: list[str]) -> None:
@@ -161,7 +161,7 @@ def test_two_thousand_cells_of_a_notebook_end(tmp_path: Path) -> None:
 
 
 def test_cells_that_are_no_python_are_parsed_so_often_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A megabyte of `cd a` was parsed once for each line, which is outside of the limit of processor time: a minute."""
+    """The CPU time limit does not cover parsing. A megabyte of `cd a`, parsed once per line, would take a minute."""
     parsed, parse = 0, ast.parse
 
     def counted(text: str) -> ast.AST:
@@ -181,7 +181,7 @@ def test_cells_that_are_no_python_are_parsed_so_often_in_all(monkeypatch: pytest
     ids=["blank lines", "a kind far away", "spaces"],
 )  # fmt: skip
 def test_a_folder_with_a_long_yaml_is_searched_in_linear_time(tmp_path: Path, name: str, text: str) -> None:
-    """4 MB of blank lines could take hours: each was searched to the end of the file."""
+    """4 MB of blank lines would take hours if each were searched to the end of the file."""
     (tmp_path / name).write_text(text)
     (tmp_path / "train.py").write_text(WRONG)
     result = CliRunner().invoke(main.cli, ["check", str(tmp_path)], standalone_mode=False)
@@ -190,7 +190,7 @@ def test_a_folder_with_a_long_yaml_is_searched_in_linear_time(tmp_path: Path, na
 
 @pytest.mark.parametrize("piece", ["{rank}", "a{rank!r:>{w}}"])
 def test_an_f_string_that_would_hold_the_parser_is_not_parsed(tmp_path: Path, piece: str) -> None:
-    """Python 3.11 searches it from its begin for each value, and no signal interrupts that: 1 MB takes minutes."""
+    """Python 3.11 reads an f-string again for each value in it, and no signal interrupts this: 1 MB takes minutes."""
     text = f"x = f'{piece * 30_000}'\n"
     (finding,) = check.check("train.py", text)
     assert (finding.rule, finding.severity) == ("left-out", "warning")
@@ -210,7 +210,7 @@ def test_braces_elsewhere_cost_the_parser_nothing(text: str) -> None:
 
 
 def test_imports_without_end_are_not_all_searched(tmp_path: Path) -> None:
-    """`submit train.py --lr 1` looked for 500,000 files of 130,000 imported names: 20 s."""
+    """Looking for 500,000 files of 130,000 imported names would delay `submit train.py --lr 1` by 20 s."""
     names = ", ".join(f"a{number}" for number in range(130_000))
     (tmp_path / "train.py").write_text(f"import {names}\nfrom {'.' * 100_000}a import b\n")
     found = declared_options.of([str(tmp_path / "train.py")])
@@ -218,7 +218,7 @@ def test_imports_without_end_are_not_all_searched(tmp_path: Path) -> None:
 
 
 def test_a_long_line_in_a_cell_is_searched_in_linear_time() -> None:
-    """A megabyte of spaces could take 20 minutes."""
+    """A megabyte of spaces would take 20 minutes in quadratic time."""
     for line in (" " * 200_000 + "%", "a," * 100_000, "a=" * 100_000, "?" * 200_000, "ls" + " " * 200_000 + "("):
         notebook.parts(json.dumps({"cells": [{"cell_type": "code", "source": f"{line}\n!ls"}]}))
 
@@ -238,8 +238,8 @@ def test_what_is_read_besides_scripts_has_the_same_limit(
 def test_many_jobs_with_one_script_are_read_once_and_share_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file was parsed for each of its jobs: 200 took 7 s, and 900 minutes. So did a script that is hard to
-    follow."""
+    """If 900 jobs each parsed the file again, or each had the time limit for a script that is hard to follow, the check
+    would take minutes."""
     jobs = [
         {**manifest(container={"command": ["torchrun", "train.py"]}), "metadata": {"name": f"j{i}"}} for i in range(99)
     ]
@@ -257,7 +257,7 @@ def test_many_jobs_with_one_script_are_read_once_and_share_its_time(
 def test_a_notebook_of_which_the_rest_is_left_out_says_so_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """30,000 cells with `%%writefile` gave 23,000 warnings."""
+    """Otherwise 30,000 cells with `%%writefile` give 23,000 warnings."""
     cells = [{"cell_type": "code", "source": f"%%writefile a{i}.py\nx = 1\n"} for i in range(3)]
     (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells}))
     monkeypatch.setattr(check, "check", lambda path, *_: [check.unchecked(path)])
@@ -278,7 +278,7 @@ def test_a_notebook_with_characters_that_no_script_has_is_refused_in_one_line(tm
 def test_convert_ends_for_a_command_that_takes_too_long_to_follow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """18 kB of shell could take minutes: each of 450 names was searched after each of 2,500 `read`."""
+    """Searching 450 names after each of 2,500 `read` would take minutes for 18 kB of shell."""
     monkeypatch.setattr(cpu_limit, "CpuLimit", lambda: CpuLimit(0.2))
     script = f"echo '{'read ' * 2500}'; {''.join(f'a $SLURM_{i};' for i in range(450))} torchrun x.py"
     container = {"name": "pytorch", "image": "i", "command": ["sh", "-c", script]}

@@ -34,7 +34,7 @@ def stored(name: str = "digits", state: str | None = "Running", **status: Any) -
 
 
 def runs(cluster: FakeCluster, *logs: list[str], exit_code: int | None = None, **status: Any) -> dict[str, Any]:
-    """Return a cluster with a job that has a pod for each log."""
+    """Return a server with one job, and with a pod for each log."""
     for place, lines in enumerate(logs):
         cluster.add("pods", pod("digits", 1, place, exit_code=exit_code))
         cluster.logs[f"digits-1-{place}"] = lines
@@ -103,14 +103,14 @@ def test_a_server_that_does_not_answer_costs_no_more_than_the_request_timeout(
 
 @pytest.mark.parametrize("time_", ["0", "0s", "999999999999"])
 def test_a_request_may_take_any_time(cluster: FakeCluster, ddpjob: Ddpjob, time_: str) -> None:
-    """0 means that in kubectl, too."""
+    """0 means no limit, as in kubectl."""
     cluster.add("ddpjobs", stored())
     assert "digits" in ddpjob("get", "--request-timeout", time_).out
 
 
 @pytest.mark.parametrize("namespace", ["a/b", "..", "team a", "Team"])
 def test_a_namespace_that_is_a_path_is_no_namespace(cluster: FakeCluster, ddpjob: Ddpjob, namespace: str) -> None:
-    """It must not become another path of the API."""
+    """The value becomes part of a URL, so it must not lead to another path of the API."""
     done = ddpjob("delete", "digits", "-n", namespace)
     assert (done.code, cluster.requests) == (2, [])
     assert f"{namespace!r} is not the name of a namespace" in done.err
@@ -119,7 +119,7 @@ def test_a_namespace_that_is_a_path_is_no_namespace(cluster: FakeCluster, ddpjob
 def test_a_server_that_is_not_there_or_hangs_up_is_told_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ddpjob: Ddpjob
 ) -> None:
-    """A server that shuts down, or a proxy before it, must not show as a Python tuple."""
+    """Users must read a sentence, not a Python tuple, when a server or a proxy closes the connection."""
     monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path, "http://127.0.0.1:9")))
     done = ddpjob("get", code=1, says=("does not answer", "refused"))
     assert done.err.count("\n") == 1
@@ -160,7 +160,7 @@ def test_a_broken_kubeconfig_is_one_line(
 
 
 def test_each_command_for_a_cluster_tells_its_exit_codes_and_an_example(ddpjob: Ddpjob) -> None:
-    """A script must tell a failed job from a wrong name, which only commands that wait for the end do."""
+    """Scripts tell a failed job from a wrong name by the exit code. Only submit and wait report a failed job."""
     for command in "submit get describe logs events top wait suspend resume restart scale delete".split():
         text = ddpjob(command, "--help").out
         failed = {"submit": "the job failed, or ", "wait": "a job failed, or "}.get(command, "")
@@ -213,7 +213,7 @@ def test_other_refusals_are_one_line(cluster: FakeCluster, ddpjob: Ddpjob, code:
 
 
 def test_what_needs_no_cluster_does_not_import_its_client() -> None:
-    """`ddpjob --help` and the local run start at once."""
+    """`ddpjob --help` and the local run must start without a delay."""
     slow = "{'kubernetes', 'urllib3', 'pathspec', 'torch', 'yaml', 'rich'}"
     look = f"import sys; print({slow} & set(sys.modules))"
     text = f"import ddpjob_cli.commands.main, ddpjob_cli.client.errors; {look}"
@@ -251,7 +251,7 @@ def test_a_job_that_is_not_there_is_answered_with_the_closest_name(cluster: Fake
 
 
 def test_a_job_may_be_named_as_get_prints_its_name(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """For `ddpjob get -o name | xargs ddpjob delete`."""
+    """`ddpjob get -o name | xargs ddpjob delete` passes names with their resource, as kubectl prints them."""
     for name in ("digits", "other"):
         cluster.add("ddpjobs", stored(name))
     names = ddpjob("get", "-o", "name").out.split()
@@ -284,7 +284,7 @@ def test_jobs_are_chosen_by_name_or_by_label(cluster: FakeCluster, ddpjob: Ddpjo
 
 
 def test_the_shell_completes_the_names_of_jobs(cluster: FakeCluster) -> None:
-    """As kubectl does; without a cluster it offers none and stays silent."""
+    """kubectl completes names, too. Without a cluster, completion offers nothing and prints no error."""
     for name in ("digits", "dinosaurs", "bert"):
         cluster.add("ddpjobs", stored(name))
     cluster.add("ddpjobs", stored("other"), namespace="team-b")
@@ -304,7 +304,7 @@ def test_the_shell_completes_the_names_of_jobs(cluster: FakeCluster) -> None:
 
 
 def test_a_name_that_is_a_path_is_no_name(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """`../../` would be another object of the API."""
+    """`../../` in the URL would address another object of the API."""
     for name in ("../pods/x", "a/b", "A", "a?dryRun=All"):
         assert ddpjob("delete", name).code == 2
     assert cluster.requests == []
@@ -365,7 +365,7 @@ RAISED = ["[rank1]: Traceback (most recent call last):", '[rank1]:   File "/app/
 def test_a_success_whose_log_shows_a_failed_rank_is_doubted(
     cluster: FakeCluster, ddpjob: Ddpjob, command: list[str], is_doubted: bool
 ) -> None:
-    """A pipe ends with tee's 0. The operator reads no logs, so nobody else would report it."""
+    """A pipe ends with tee's exit code 0, and the operator reads no logs: only the command line can notice this."""
     body = stored(state="Succeeded", attempt=2)
     body["spec"]["template"]["spec"]["containers"][0]["command"] = command
     cluster.add("ddpjobs", body)
@@ -712,7 +712,7 @@ def test_describe_tells_a_failure_once(cluster: FakeCluster, ddpjob: Ddpjob) -> 
 
 
 def test_describe_has_no_time_left_of_a_rank_that_is_silent(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """As in kubectl, whose ETA is empty then."""
+    """kubectl's ETA column is empty for a silent rank, too."""
     progress = {"step": 812, "totalSteps": 6000, "etaSeconds": 312, "attempt": 1, "updated": "2026-01-01T00:00:00Z"}
     job = cluster.add("ddpjobs", stored(progress=progress, display={"step": "812/6000", "eta": "5m12s"}))
     assert "5m12s left" in ddpjob("describe", "digits").out
@@ -727,7 +727,7 @@ def test_followed_logs_go_on_with_the_next_attempt(cluster: FakeCluster, ddpjob:
 
     def restarts() -> None:
         pod_ends(first, 1)
-        cluster.wait_for("get pods")  # asks if it has ended, after its log is read
+        cluster.wait_for("get pods")  # the command asks if the pod has ended, after it has read the log
         second = cluster.add("pods", pod("digits", 2, 0))
         cluster.logs["digits-2-0"] = ["after"]
         job["status"]["attempt"] = 2
@@ -744,7 +744,7 @@ def test_followed_logs_go_on_with_the_next_attempt(cluster: FakeCluster, ddpjob:
 def test_the_lines_in_which_a_functions_result_comes_back_are_not_shown(
     cluster: FakeCluster, ddpjob: Ddpjob, options: list[str]
 ) -> None:
-    """A result of 1 MB is 450 lines of base64 between what the ranks have printed."""
+    """Results of functions are printed as base64: 1 MB would be 450 lines between the ranks' own output."""
     answer = "ddpjob-answer-0123456789abcdef:value:0:0/2:" + "a/+" * 1000
     shown = ["epoch 1", "", "bar 100%", "ddpjob-answer-me: what is this?", "epoch 2"]
     runs(
@@ -775,7 +775,7 @@ def test_the_last_minutes_of_a_log_are_shown_with_their_times(
 
 
 def test_of_pods_that_come_later_a_followed_tail_shows_all(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """`--tail 0 -f` means from now on, so all output of the next attempt belongs to it."""
+    """`--tail 0 -f` means output from now on, which includes all output of the next attempt."""
     job = cluster.add("ddpjobs", stored(nodes={"total": 1, "ready": 1}))
     first = cluster.add("pods", pod("digits", 1, 0))
     cluster.logs |= {"digits-1-0": ["before"], "digits-2-0": ["ValueError: no such shard"]}
@@ -802,7 +802,7 @@ def test_the_log_of_a_node_that_the_job_has_no_more_is_shown(cluster: FakeCluste
 def test_a_followed_log_goes_on_where_its_connection_broke_in_any_time_zone_of_the_node(
     cluster: FakeCluster, ddpjob: Ddpjob, hours: int
 ) -> None:
-    """An upgraded API server cuts a line, whose rest must come. The node's time zone must not shift the resume time."""
+    """A restarted API server cuts a line: its rest must follow. The node's time zone must not shift the resume time."""
     cluster.zone = dt.timezone(dt.timedelta(hours=hours))
     cluster.broken = ["cut"]
     job = cluster.add("ddpjobs", stored())
@@ -851,7 +851,7 @@ def test_a_log_keeps_its_bytes_whether_it_is_followed_or_not(cluster: FakeCluste
 def test_a_node_whose_log_cannot_be_read_does_not_hide_those_of_the_others(
     cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """If node 0 is lost, the other logs say when."""
+    """If node 0 is lost, the logs of the other nodes show when."""
     message = 'Get "https://10.0.0.5:10250/containerLogs": dial tcp 10.0.0.5:10250: i/o timeout'
     cluster.answers["get pods/log digits-1-0"] = 500, {"kind": "Status", "message": message}
     runs(cluster, *[["epoch 1"]] * 2)
@@ -963,7 +963,7 @@ def test_followed_logs_say_what_the_job_waits_for(
 def test_top_is_drawn_again_until_ctrl_c_and_once_on_a_terminal_that_cannot_be_drawn_on(
     cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, *, is_drawn: bool
 ) -> None:
-    """Ctrl-C ends it normally."""
+    """Ctrl-C is the normal way to end `ddpjob top`, so the exit code is 0."""
     monkeypatch.setenv("TERM", "xterm" if is_drawn else "dumb")
     job = cluster.add("ddpjobs", stored(display={"step": "312/1125"}))
     argv = ["-m", "ddpjob_cli", "top"]
@@ -987,7 +987,7 @@ def test_ctrl_c_ends_the_command_and_not_the_job(cluster: FakeCluster) -> None:
         cluster.wait_for("get ddpjobs.training.ddpjob.io", 2)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=20)
-    # A shell says 130 for both: Python ends by the signal itself if that came while it imported a module.
+    # Both are 130 for a shell. Python is ended by the signal itself if the signal arrives during an import.
     assert process.returncode in (130, -signal.SIGINT), err
     assert "Traceback" not in err
     assert cluster.find("ddpjobs", "digits") is not None

@@ -48,7 +48,7 @@ def text(rank: int, function: str) -> list[str]:
 def answered_by(
     cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, code: int = 0, error: str = ""
 ) -> list[list[str]]:
-    """Return a fake kubectl that does what the agents do."""
+    """Return the list of calls of a fake kubectl, which writes to the logs what the agents would write."""
     called: list[list[str]] = []
 
     def run(words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
@@ -122,7 +122,7 @@ def test_a_job_that_has_nothing_to_show_is_one_sentence(
 
 
 def test_what_is_run_in_a_pod_signals_agents_and_no_other_process(tmp_path: Path) -> None:
-    """The signal would end a shell, or a rank without a handler for it, and PID 1 ends the pod."""
+    """The signal would kill a shell, or a rank without a handler for it. If PID 1 is killed, the pod ends."""
     script = tmp_path / "train.py"
     script.write_text("import time; print('up', flush=True); time.sleep(600)")
     agent = subprocess.Popen(

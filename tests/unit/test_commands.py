@@ -82,7 +82,7 @@ def test_a_shell_that_loads_the_script_is_offered_the_commands_and_options() -> 
 
 @pytest.mark.parametrize("command", ["logs", "stacks", "report"])
 def test_a_shell_is_offered_the_runs_of_this_machine(command: str, tmp_path: Path) -> None:
-    """Names of runs are long, and `ddpjob list` for each of them is a detour."""
+    """Otherwise users run `ddpjob list` first and copy a long name."""
     for name in ("digits-long", "digits", "other"):
         RunFolder(name, tmp_path).close()
     typed = ["ddpjob", command, "--dir", str(tmp_path), "dig"]

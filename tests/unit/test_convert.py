@@ -154,7 +154,7 @@ RUN_POLICY = [
     ],
 )
 def test_a_field_of_run_policy_becomes_the_field_with_its_meaning(spec: Any, made: dict[str, Any]) -> None:
-    """The first operator had these fields in spec, where `kubectl get -o yaml` of an old cluster prints them."""
+    """Kubeflow's first operator had these fields in spec, and old clusters still print them there."""
     result = converted(**spec)
     assert {k: v for k, v in result.spec.items() if k not in ("nodes", "nprocPerNode", "template")} == made
     assert not [text for text in remarks(result).values() if "has no such field" in text]
@@ -184,7 +184,7 @@ def said(body: dict[str, Any]) -> str:
 
 
 def test_the_launcher_in_a_shell_of_a_pytorchjob_gets_the_jobs_own_variables() -> None:
-    """Kubeflow sets WORLD_SIZE and RANK per pod. A DDPJob with several processes does not: torchrun got empty texts."""
+    """Kubeflow sets WORLD_SIZE and RANK per pod. With several processes a DDPJob does not: they would be empty."""
     for count in ("$WORLD_SIZE", "$((WORLD_SIZE))", '"${WORLD_SIZE}"', "$(($WORLD_SIZE / 2))"):
         script = f'cd /app\ntorchrun --nnodes={count} --node_rank "${{RANK}}" --nproc_per_node=4 \\\n  train.py --lr 1'
         result = converted(pytorchReplicaSpecs=replicas(command=["bash", "-c"], args=[script]))
@@ -244,7 +244,7 @@ def test_what_refers_to_the_container_by_its_name_still_finds_it() -> None:
 
 
 def test_a_job_whose_name_the_server_makes_gets_one() -> None:
-    """A generated name cannot be in the file, so it must not be required."""
+    """A file with generateName has no name, so a name is made from it instead of refusing the file."""
     result = checked(room.convert(pytorchjob() | {"metadata": {"generateName": "mnist-", "namespace": "a"}}, []))
     assert result.metadata == {"name": "mnist", "namespace": "a"}
     assert "change it for each job" in remarks(result)["metadata.generateName"]
@@ -358,7 +358,7 @@ def test_a_trainjob_with_a_range_is_elastic(runtime: str, command: str, made: An
     ],
 )
 def test_a_trainjob_without_gpus_has_a_process_for_each_cpu(resources: Any, command: str, made: int | None) -> None:
-    """Kubeflow Trainer counts so (pkg/runtime/framework/plugins/torch): otherwise half of the ranks are missing."""
+    """Kubeflow Trainer does this (pkg/runtime/framework/plugins/torch). Otherwise ranks would be missing."""
     result = trainjob(trainer={"image": "i", "command": command.split(), "resourcesPerNode": resources})
     assert result.spec.get("nprocPerNode") == made
 
@@ -475,7 +475,7 @@ def test_the_masters_name_in_a_word_or_a_shells_script_is_the_variable_of_the_jo
 
 
 def test_a_variable_that_the_job_sets_is_left_out_and_one_with_the_masters_name_refers_to_it() -> None:
-    """The template's value overrides the job's: WORLD_SIZE "9" would wait for ranks that never come."""
+    """A value in the template overrides the job's: with WORLD_SIZE "9" rank 0 would wait for ranks that never come."""
     given = {"MASTER_ADDR": "mnist-master-0", "MASTER_PORT": "23456", "WORLD_SIZE": "9", "RANK": "0", "LR": "1"}
     env = [{"name": name, "value": value} for name, value in given.items()]
     url = {"name": "URL", "value": "tcp://mnist-master-0:23456"}
@@ -551,7 +551,7 @@ def _patched(pod: dict[str, Any], name: str = "node") -> Iterator[dict[str, Any]
 
 
 def test_what_a_patch_says_of_more_than_the_pods_is_named() -> None:
-    """Kubeflow's example sets labels and annotations of the JobSet there."""
+    """Kubeflow's example sets labels and annotations of the JobSet in such a patch."""
     job = {"name": "node", "template": {"metadata": {"labels": {"a": "b"}}, "spec": {}}}
     template = {"metadata": {"labels": {"team": "ml"}}, "spec": {"replicatedJobs": [job]}}
     told = remarks(trainjob(runtimePatches=[{"manager": "me", "trainingRuntimeSpec": {"template": template}}]))
@@ -561,7 +561,7 @@ def test_what_a_patch_says_of_more_than_the_pods_is_named() -> None:
 
 
 def test_what_a_runtime_says_around_its_pods_is_named() -> None:
-    """For example billing labels, a Job that others wait for, and a number of restarts."""
+    """Examples are billing labels, a Job that others wait for, and a number of restarts."""
     own = yaml.safe_load(
         ELASTIC_RUNTIME.replace("torch: {elasticPolicy: {", "torch: {elasticPolicy: {maxRestarts: 5, ")
     )
@@ -756,7 +756,7 @@ def test_a_script_of_a_shell_that_reads_the_jobs_variables_stays_as_it_is(script
 
 
 def test_variables_of_another_launcher_are_named() -> None:
-    """They are empty in a pod: rank 0 of each node would be rank 0 of the job."""
+    """Such variables are empty in a pod, so rank 0 of each node would take itself for rank 0 of the job."""
     script = "torchrun --nnodes=3 t.py --local_id=$SLURM_LOCALID; echo $VC_TASK_INDEX"
     stderr = run("--image", "i", "--", "bash", "-c", script).stderr
     assert "SLURM_LOCALID: no Slurm and no MPI starts the job" in stderr
@@ -859,7 +859,7 @@ def test_a_script_of_several_lines_stays_in_lines() -> None:
 
 
 def test_a_command_that_is_not_utf_8_is_refused() -> None:
-    """No file name contains the replacement character."""
+    """Undecodable bytes are shown as the replacement character, so the job would name a file that does not exist."""
     result = CliRunner().invoke(cli, ["convert", "--", "torchrun", "\udcff.py"])
     assert result.stdout == ""
     assert "not UTF-8" in str(result.exception)
@@ -1049,7 +1049,7 @@ FIX = "ddpjob convert --image r/x:1 -- python train.py --lr 1"
          "{mpiReplicaSpecs: {Launcher: {template: " + IN_A_POD.replace("[python", "[mpirun, -np, '4', -x, A=b, python")
          + "}}}", FIX),
         ("batch/v1", "Job", "{template: {spec: {containers: [{command: [sh, -xc, \"torchrun t.py\\n\"]}]}}}",
-         "ddpjob convert -- sh -xc 'torchrun t.py'"),  # YAML's `- |` ends with a line end
+         "ddpjob convert -- sh -xc 'torchrun t.py'"),  # a YAML block that begins with `- |` ends with a newline
         ("batch/v1", "Job", "{template: 3}", "ddpjob convert -- COMMAND"),
         ("ray.io/v1", "RayJob", "{entrypoint: python x.py}", "ddpjob convert -- COMMAND"),
     ],

@@ -1,4 +1,4 @@
-"""Where a process killed by a signal was."""
+"""The report of the code in which a process was killed by a signal."""
 
 from ddprun.core.crash import calls
 
@@ -57,7 +57,7 @@ def test_the_calls_of_c_that_python_3_14_adds_are_not_pythons() -> None:
 
 
 def test_of_a_hundred_threads_and_more_the_main_one_is_not_known() -> None:
-    """faulthandler writes at most 100 threads, and the last one it writes is arbitrary."""
+    """faulthandler writes at most 100 threads, so the last one that it writes need not be the main thread."""
     assert calls(OF_C + "...\n") == []
     assert calls(SEGFAULT + "...\n") == calls(SEGFAULT)
 

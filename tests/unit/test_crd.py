@@ -20,7 +20,7 @@ SPEC, STATUS = ROOT["properties"]["spec"], ROOT["properties"]["status"]
 
 
 def nodes_of(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Return each schema in the schema, with its path."""
+    """Yield each part of the schema that is a schema itself, with its path."""
     yield path, schema
     for name, inner in schema.get("properties", {}).items():
         yield from nodes_of(inner, f"{path}.{name}")
@@ -214,7 +214,7 @@ def test_each_column_shows_a_field_that_exists(path: str) -> None:
 
 @pytest.mark.parametrize("selectable", VERSION["selectableFields"], ids=str)
 def test_what_a_field_selector_may_name_is_a_text_of_the_schema(selectable: dict[str, str]) -> None:
-    """Without it, failed jobs among thousands cannot be listed: `field label not supported`."""
+    """Other fields give `field label not supported`, so nobody could list the failed ones of thousands of jobs."""
     schema = ROOT
     for name in selectable["jsonPath"].split(".")[1:]:
         schema = schema["properties"][name]

@@ -93,7 +93,7 @@ def test_a_kubelet_that_never_reports_that_end_costs_a_minute_and_not_the_job() 
 
 
 def test_the_end_of_its_log_is_kept_also_where_the_pod_goes() -> None:
-    """A watch shows that a pod ends before it shows that it is gone."""
+    """The watch shows the pod's end, with which its log is read, before it shows that the pod is gone."""
     world, _ = stalled()
     ended(world.settle()).stops(1)
     world.deleted_pods.append(world.pods.pop("digits-1-0"))
@@ -161,7 +161,7 @@ def test_where_the_server_does_not_let_it_end_so_it_is_deleted(code: int, caplog
 
 
 def test_a_clock_that_is_set_back_does_not_keep_a_pod_that_hears_nothing() -> None:
-    """Otherwise its GPUs, and those of its peers, wait for as long as the clock was wrong."""
+    """Otherwise the job's GPUs are idle for as long as the clock was set back."""
     world, _ = stalled()
     world.settle().stops(1).after(-3600).settle()
     again = world.plan().requeue_at

@@ -34,7 +34,7 @@ CODES = st.dictionaries(PATHS, FILES | st.just("elsewhere"), max_size=4).filter(
 
 
 class Pods:
-    """The pods of a job of two nodes: a folder each. kubectl runs the program there."""
+    """Two pods, each of them a folder. A fake kubectl runs the given program in that folder."""
 
     def __init__(self, folder: Path, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.cluster = folder, cluster
@@ -143,7 +143,7 @@ def test_a_folder_with_the_changes_is_the_new_folder(before: Code, now: Code) ->
 
 
 def test_only_an_agent_that_handles_the_signal_gets_it() -> None:
-    """The signal ends any other process."""
+    """The signal would end a process that has no handler for it."""
     catches = f"import signal, time; signal.signal({RERUN_SIGNAL}, print); print('up', flush=True); time.sleep(60)"
     plain = "import time; print('up', flush=True); time.sleep(60)"
     started = [

@@ -56,7 +56,7 @@ def test_every_page_is_in_the_navigation_of_the_site() -> None:
     entries = [
         page for part in site["nav"] for page in ([part] if isinstance(part, str) else next(iter(part.values())))
     ]
-    entries += [page for page in site["not_in_nav"].split() if page.endswith(".md")]  # they redirect old links
+    entries += [page for page in site["not_in_nav"].split() if page.endswith(".md")]  # pages that redirect old links
     assert sorted(entries) == sorted(page.name for page in documents.PAGES if page.parent == documents.ROOT / "docs")
 
 

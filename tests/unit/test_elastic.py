@@ -1,4 +1,4 @@
-"""Elastic jobs: they train with minNodes to nodes, accept later nodes, and restart as a group."""
+"""Elastic jobs train with minNodes to nodes pods, accept pods that start later, and restart as a group."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def problems(command: list[str], **spec: Any) -> list[str]:
 
 
 def test_torchrun_is_told_the_range_and_where_the_nodes_meet() -> None:
-    """Without is_host each torchrun compares host names, so that two may hold a store, or none."""
+    """Without is_host each torchrun compares host names, and then two of them may open the store, or none."""
     what = job(nodes=3, minNodes=2)
     first, second = variables(what), variables(what, 1)
     assert first["PET_NNODES"] == "2:3"
@@ -70,7 +70,7 @@ def test_what_contradicts_an_elastic_job_is_refused_with_the_fix(command: list[s
 
 
 def test_one_node_may_be_elastic_because_a_job_may_be_scaled_down_to_one() -> None:
-    """`kubectl scale --replicas 1` of a job with minNodes: 1."""
+    """`kubectl scale --replicas 1` must work for a job with minNodes: 1."""
     assert problems(["torchrun", "x.py"], nodes=1, minNodes=1) == []
     assert variables(job(nodes=1, minNodes=1))["PET_NNODES"] == "1:1"
 
@@ -93,7 +93,7 @@ def test_the_group_trains_with_minNodes_and_says_what_the_others_wait_for() -> N
 
 
 def test_pods_that_start_within_torchruns_last_call_are_waited_for() -> None:
-    """Else each start has an event of one node too few, and another of all."""
+    """Otherwise each start has two Events: one with a node too few, and one with all nodes."""
     world = elastic().started().runs(0, 1).after(29).settle()
     assert (world.status.state, world.status.message) == ("Starting", "waiting for node 2")
     assert world.after(1).settle().status.state == "Running"
@@ -115,7 +115,7 @@ def test_a_node_that_comes_later_joins_without_a_restart() -> None:
 
 
 def test_a_lost_pod_restarts_the_group_which_starts_with_those_that_are_there() -> None:
-    """A new pod in a running rendezvous hung, or failed, in 6 of 12 trials."""
+    """A new pod that joined a running rendezvous hung or failed in 6 of 12 trials."""
     world = elastic().running().exits(1, code=137).restarted()
     assert world.status.attempt == 2
     assert world.runs(0, 2).settle().status.state == "Restarting"
@@ -147,7 +147,7 @@ def test_it_succeeds_when_those_that_trained_have_completed() -> None:
 
 
 def test_a_node_that_starts_when_the_training_has_ended_fails_nothing() -> None:
-    """It finds no store, and ends with 1 while the last of the others completes."""
+    """The late node finds no store, and exits with 1 while the last of the others completes."""
     world = (
         elastic().started().runs(0, 1).after(31).settle().exits(0).settle().runs(2).settle().exits(2, code=1).settle()
     )
@@ -165,7 +165,7 @@ OWN = "Traceback (most recent call last):\nValueError: no such shard: 7\n"
 
 
 def ended_beside_a_node_that_came(seconds_before: float, *, reported: bool = False, **spec: Any) -> World:
-    """Return a world where nodes 0 and 1 trained and completed, and node 2 started so long before that."""
+    """Return a world where nodes 0 and 1 trained and completed, and node 2 started `seconds_before` that."""
     world = elastic(**spec).started().runs(0, 1).after(31).settle().after(3600).settle()
     world.runs(2).settle()
     if reported:
@@ -228,7 +228,7 @@ def test_a_node_that_began_with_the_others_is_needed(message: str) -> None:
 
 
 def test_a_node_that_failed_before_the_others_completed_is_needed() -> None:
-    """Its failure is recorded as what broke the attempt: the others may have stopped for it."""
+    """The others may have stopped because of this failure, which is recorded as the cause."""
     world = elastic().started().runs(0, 1).after(31).settle().after(3600).runs(2).settle().after(5)
     world.exits(2, 1, message=CLOSED).step()
     world.exits(0).exits(1).settle()
@@ -309,7 +309,7 @@ def test_a_scale_of_a_job_of_which_nodes_have_completed_does_not_train_it_again(
 
 
 def test_a_scale_within_a_start_back_off_does_not_end_it() -> None:
-    """Otherwise each `kubectl scale` of an autoscaler recreates all pods at once, which found no nodes before."""
+    """Otherwise each `kubectl scale` of an autoscaler recreates all pods at once, although there were no nodes."""
     world = elastic(startDeadlineSeconds=60).started().after(61).settle().stops_all().settle()
     again = world.status.attempt_time
     assert (world.status.reason, world.names()) == ("StartBackOff", [])
@@ -337,7 +337,7 @@ def test_suspend_and_resume_take_the_number_of_now() -> None:
 
 
 def test_a_static_job_keeps_its_number_of_nodes() -> None:
-    """The API server does not let spec.nodes change while it is running, so the status has no copy."""
+    """The API server does not let spec.nodes of a running static job change, so the status has no copy of it."""
     assert digits().running().status.attempt_nodes is None
 
 
@@ -359,7 +359,7 @@ def test_a_range_that_is_none_is_refused_by_the_option(tmp_path: Path) -> None:
 
 
 def test_node_0s_pod_is_created_before_the_others() -> None:
-    """With one free node for two pods the other one would get it, and wait for node 0 in vain."""
+    """If one node is free for two pods, another pod would get it, and wait for node 0 in vain."""
     world = elastic()
     made = [[a.place for a in world.step().actions if isinstance(a, CreatePod)] for _ in range(4)]
     assert [places for places in made if places] == [[0], [1, 2]]

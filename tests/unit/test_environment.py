@@ -36,7 +36,7 @@ def test_every_node_finds_the_whole_environment(shape: str, golden: Callable[[st
 
 
 def test_rank_and_world_size_are_set_only_where_a_node_has_one_process() -> None:
-    """With more, they mislead scripts that start processes and multiply WORLD_SIZE."""
+    """With several processes per node they mislead scripts that start processes and multiply WORLD_SIZE."""
     script = {"command": ["python", "train.py"]}
     one = environment.environment(job(container=script), 1, 1, naming.Endpoint("h", 1))
     many = environment.environment(job(nprocPerNode=4, container=script), 1, 1, naming.Endpoint("h", 1))
@@ -52,7 +52,7 @@ def test_rank_and_world_size_are_set_only_where_a_node_has_one_process() -> None
 
 
 def test_an_attempt_never_meets_the_one_before() -> None:
-    """A process that survives on a lost node resolves the same name: port and run id must differ."""
+    """A process that survives on a lost node resolves the same name, so each attempt has another port and run id."""
     what = job()
     first, second = (environment.environment(what, a, 0, naming.endpoint(what, a)) for a in (1, 2))
     assert first["PET_MASTER_ADDR"] == second["PET_MASTER_ADDR"]
@@ -101,7 +101,7 @@ BY_LAUNCHER = {"PET_NNODES", "PET_RDZV_ID"}
     ],
 )
 def test_what_the_program_does_not_read_is_left_out(container: dict[str, Any], found: set[str]) -> None:
-    """A job of 8 pods would cost its cluster more for variables than for its status. A missing one fails the ranks."""
+    """Unused variables of a job of 8 pods would take more space than its status. A missing one fails the ranks."""
     env = environment.environment(job(container=container), 1, 0, naming.Endpoint("h", 1))
     assert ANY & set(env) == found
 

@@ -18,7 +18,7 @@ def test_the_page_that_is_checked_in_is_the_one_that_the_code_gives() -> None:
 
 
 def test_a_variable_without_a_meaning_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new variable would be known only to its author."""
+    """Otherwise only the author of a new variable knows its meaning."""
     monkeypatch.delitem(environment_page.MEANINGS, "DDPJOB_UID")
     with pytest.raises(SystemExit, match="no meaning of DDPJOB_UID"):
         environment_page.to_markdown()

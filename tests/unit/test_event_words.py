@@ -57,7 +57,7 @@ def test_what_an_attempt_has_trained_counts_also_when_nothing_of_it_is_left(repo
 
 
 def test_failures_in_a_row_are_those_that_count() -> None:
-    """Two preemptions and three failures are not "5 failures in a row": the rule is about three."""
+    """Two preemptions and three failures are not "5 failures in a row", because preemptions do not count."""
     world = digits(nodes=1, backoffLimit=9).running().reports_step(5).settle()
     world.exits(0, code=1).settle()
     for code in (143, 143, 1, 1, 1):

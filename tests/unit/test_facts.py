@@ -1,4 +1,4 @@
-"""Facts once seen of a pod are kept: the kubelet's later reports about a deleted pod have less information."""
+"""Observed facts about a pod are kept, because the kubelet's later reports about a deleted pod contain less."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def stamp(seconds: float) -> str:
 
 
 def seen(*stories: tuple[Raw, Raw]) -> Pod:
-    """Return a pod after these (state and phase, metadata) were shown by a watch, through the operator's store."""
+    """Return the pod that the operator's store holds after a watch has shown these (status, metadata) in order."""
     store: Store[Pod] = Store(observe.pod, lambda _: ("team", "digits"), lambda *_: None, facts.merge)
     for version, (status, metadata) in enumerate(stories, start=1):
         status = dict(status)
@@ -48,7 +48,7 @@ LAST = {"deletionTimestamp": stamp(14), "deletionGracePeriodSeconds": 0}
 
 @pytest.mark.parametrize("clock", [-10, 0, 10])
 def test_the_kubelets_last_delete_does_not_change_when_a_pod_was_told_to_stop(clock: int) -> None:
-    """A peer stopped by us would count as ended by somebody else, and pay for a script that always fails."""
+    """Otherwise somebody else seems to have ended a peer that we stopped, and a failing script restarts for free."""
     ended = exited(143, 13 + clock, phase="Running")
     pod = seen((RUNNING, {}), (RUNNING, ASKED), (ended, ASKED), (ended, LAST))
     assert pod.deleted_first
@@ -104,7 +104,7 @@ def test_exit_0_is_believed_when_the_phase_says_so_and_not_before() -> None:
 
 
 def test_that_a_node_did_not_report_for_a_while_is_remembered_of_its_pods() -> None:
-    """When its ranks complain, long after, their node is healthy again, and only the script could be blamed."""
+    """Ranks may report a lost peer long after their node is healthy again: the script would be blamed."""
 
     def conditions(ready: str, **reason: str) -> Raw:
         listed = [{"type": "Ready", "status": ready, **reason}, {"type": "ContainersReady", "status": "True"}]
@@ -119,7 +119,7 @@ def test_that_a_node_did_not_report_for_a_while_is_remembered_of_its_pods() -> N
 
 
 def test_a_failure_beside_the_trainer_does_not_undo_its_success() -> None:
-    """An ordinary sidecar that fails sets the phase to Failed, without a reason: the trainer has completed."""
+    """If an ordinary sidecar fails, the phase is Failed without a reason, although the trainer has completed."""
     assert seen((RUNNING, {}), (exited(0, 12, phase="Failed"), {})).has_completed
 
 
@@ -153,7 +153,7 @@ def never_configured(world: World) -> World:
 
 
 def forgotten(world: World, rank: int, phase: str) -> None:
-    """Return what the real kubelet writes when such a pod is deleted."""
+    """Change a pod as a real kubelet does if it no longer finds the container of a deleted pod."""
     text = "The container could not be located when the pod was terminated"
     unknown = Container("ended", "ContainerStatusUnknown", text, exit_code=137, ran=False)
     world._change(rank, phase=phase, trainer=unknown)

@@ -1,4 +1,4 @@
-"""One Failure for ranks, agents and operator: one writes it, another reads it, within bounds."""
+"""Ranks, agents and operator write and read the same Failure, whose size is bounded."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_a_traceback_that_the_script_has_handled_is_shown_before_its_next_line()
 
 @pytest.mark.parametrize(("lines", "seconds"), [(MISTAKE, UNSURE_SECONDS), (of_rank(3, MISTAKE), HELD_SECONDS)])
 def test_a_traceback_for_which_nothing_ends_is_shown_in_time(lines: list[str], seconds: float) -> None:
-    """An exception of a thread, and a rank that hangs at its end, must not be kept from the user."""
+    """A thread may raise, or a rank may raise and then hang. Users must see the traceback although nothing ends."""
     fold = Fold()
     assert fold.take(lines, T0) == []
     assert fold.due_in(T0 + 1) == seconds - 1
@@ -91,7 +91,7 @@ def test_a_traceback_for_which_nothing_ends_is_shown_in_time(lines: list[str], s
 
 
 def test_the_launchers_traceback_is_not_taken_for_a_part_of_the_scripts() -> None:
-    """Before the group is formed no prefix of torch tells them apart."""
+    """Before the process group exists no prefix of torch tells the two tracebacks apart."""
     fold = Fold()
     assert fold.take([*MISTAKE, *LAUNCHER], T0) == []
     assert [trace.lines for trace in fold.forget()] == [MISTAKE]

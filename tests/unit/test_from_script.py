@@ -212,7 +212,7 @@ AWKWARD = (
 
 
 def test_arguments_are_those_that_were_typed() -> None:
-    """YAML has words for true, null and numbers."""
+    """Unquoted, YAML would read some arguments as true, null or a number."""
     job = job_of(from_script.job_yaml(Source("train.py", arguments=AWKWARD), ""))
     assert command_of(job.spec.template) == ["torchrun", "train.py", *AWKWARD]
 
@@ -385,7 +385,7 @@ def test_a_yaml_that_would_start_a_notebook_is_not_written(tmp_path: Path) -> No
 
 
 def test_a_variable_without_a_value_is_taken_over(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in docker run -e and kubectl."""
+    """`docker run -e NAME` and kubectl do the same."""
     monkeypatch.setenv("TAKEN", "over")
     document, _ = sources.load(Source(str(mine), variables=("TAKEN",)))
     assert document.data["spec"]["template"]["spec"]["containers"][0]["env"] == [{"name": "TAKEN", "value": "over"}]

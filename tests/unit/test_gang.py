@@ -57,7 +57,7 @@ def test_auto_takes_what_the_api_server_serves_and_says_why(
 
 
 def test_a_long_sentence_of_the_api_server_is_cut_and_not_the_end_of_the_job() -> None:
-    """RBAC names each missing role: beyond the status' bounds, the operator could not read its own status."""
+    """An RBAC error lists each missing role. Beyond the status' bounds it would make the status unreadable."""
     why = f"the operator may not list podgroups: {'; '.join(f'clusterrole {n} not found' for n in range(40))}"
     world = digits()
     world.gang_apis = {"native": GangApi(why_not=why)}
@@ -92,7 +92,7 @@ def test_a_job_that_wants_a_gang_makes_no_pod_where_there_is_none() -> None:
 
 
 def test_a_job_that_began_without_a_gang_goes_on_so_and_the_next_attempt_has_one() -> None:
-    """An upgraded operator, or one in which the gang was enabled, meets running jobs."""
+    """An operator that was upgraded, or for which gangs were switched on, finds jobs that are already running."""
     world = digits().running().serves().settle()
     assert world.groups == {}
     world.exits(0, code=1).restarted()
@@ -196,7 +196,7 @@ def test_the_pods_of_a_gang_say_what_keeps_each_from_its_node() -> None:
 
 
 def test_what_group_and_pods_say_alike_is_said_once() -> None:
-    """The scheduler of 1.36 answers so for a topology that no node has."""
+    """The scheduler of Kubernetes 1.36 writes the same text on both for a topology that no node has."""
     no, world = "no feasible placements found", gang(topologyKey="rack").started()
     world.unschedulable(0, no).unschedulable(1, no).admits("waiting", no).settle()
     assert world.status.message == f"Unschedulable: 2 of 2 pods wait to be placed together: {no}"
@@ -269,7 +269,7 @@ def test_a_pod_group_is_what_kubernetes_documents_and_the_same_in_each_version(v
 
 
 def test_in_1_37_a_group_that_was_placed_once_says_so_for_ever_and_its_pods_say_what_became_of_them() -> None:
-    """DisruptionTarget of a preempted group must not read as waiting: its pods are evicted one by one."""
+    """A preempted group stays "scheduled" while its pods are evicted one by one. It must not look like waiting."""
     placed = {"type": "PodGroupInitiallyScheduled", "status": "True", "reason": "Scheduled"}
     preempted = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler", "message": "m"}
     assert native.read({"status": {"conditions": [preempted, placed]}}) == Admission("admitted")
@@ -313,7 +313,7 @@ def test_a_job_in_a_queue_has_one_group_for_its_life_and_no_pod_before_it_is_adm
 
 @pytest.fixture
 def volcano() -> Adapter:
-    """Return the table as it is printed."""
+    """Return the adapter for Volcano from the code block of the page."""
     (block,) = (b for b in documents.blocks("python") if b.page.name == "gang-adapters.md")
     names: dict[str, Any] = {}
     exec(block.text, names)

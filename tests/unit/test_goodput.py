@@ -79,7 +79,7 @@ def test_a_pause_that_ends_by_itself_is_idle_and_the_steps_after_it_count_again(
 
 
 def test_a_step_that_takes_as_long_as_the_others_is_not_idle() -> None:
-    """A job with steps of four minutes makes none in most reconciles, and is healthy."""
+    """Steps of four minutes leave most reconciles without a new step, although the job is healthy."""
     world = trains(digits().running(), *range(1, 21), seconds=240).exits(0).exits(1).settle()
     assert (spent(world).productive_seconds, spent(world).idle_seconds, spent(world).ratio) == (4800, 0, 1.0)
 
@@ -107,7 +107,7 @@ def test_the_wait_for_a_lost_node_is_no_training(deleted: bool) -> None:
 
 
 def test_a_node_that_is_only_not_heard_trains_until_its_last_step() -> None:
-    """The node's kubelet has stopped, but its containers continue."""
+    """If a node's kubelet has stopped, its containers still run."""
     world = trains(digits().running(), *range(1, 11), seconds=5).node_lost(1).settle()
     trains(world, *range(11, 17), seconds=5).settle()
     assert world.status.reason == "NodeLost"
@@ -176,7 +176,7 @@ def test_a_script_that_reports_huge_numbers_as_steps_leaves_a_status_that_can_be
 
 @pytest.mark.parametrize("in_place", [True, False])
 def test_the_first_step_after_a_restart_is_written_at_once(in_place: bool) -> None:
-    """Right after a restart users check the columns of `kubectl get`, which were empty for 12 s of training."""
+    """Right after a restart users check the columns of `kubectl get`, which must not be empty for 12 s."""
     world = trains(digits(container=DDPRUN).running(), 100, 110, seconds=11).after(1).reports_step(111).settle()
     if in_place:
         failure = Failure(rank=1, node_rank=1, failure_class="application", charged_to="application", step=111)

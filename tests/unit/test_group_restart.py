@@ -124,7 +124,7 @@ def test_a_whole_restart_is_told_in_three_events() -> None:
 
 
 def test_a_pod_whose_only_container_has_ended_is_not_deleted_while_its_phase_lags_behind() -> None:
-    """Otherwise `kubectl logs` of the culprit's pod finds nothing."""
+    """Otherwise `kubectl logs` finds no pod of the rank that failed."""
     world = digits().running().exits(1, code=3)
     world.pods["digits-1-1"] = replace(world.pods["digits-1-1"], phase="Running")
     world.settle()
@@ -147,14 +147,14 @@ def test_a_rank_that_completed_trains_again_with_its_group() -> None:
 
 @pytest.mark.parametrize(("given", "grace"), [(0, 1), (3, 3), (60, 60)])
 def test_restart_grace_seconds_is_the_users_to_choose_down_to_one(given: int, grace: int) -> None:
-    """With 0 the API server forgets the pod before its kubelet has ended it: two attempts would run at once."""
+    """With 0 the API server removes the pod object before the process has ended: two attempts would run at once."""
     world = digits(restartGraceSeconds=given).running().exits(1, code=1)
     world.step()
     assert deleted(world.step()) == [("digits-1-0", grace)]
 
 
 def test_a_rank_whose_whole_life_passed_between_two_looks_is_not_made_again_under_its_name() -> None:
-    """Its first process may still be running unobserved."""
+    """The pod's process may still be running unobserved, so a new pod with its name could be a second rank 1."""
     world = digits().started().runs(0, 1)
     world.deleted_pods.append(world.pods.pop("digits-1-1"))
     world.restarted()
@@ -188,7 +188,7 @@ def test_a_failure_that_came_before_a_suspension_is_charged(resumed: str) -> Non
 
 
 def test_a_job_without_a_restart_left_that_is_suspended_after_a_failure_fails() -> None:
-    """As a batch/v1 Job does."""
+    """A batch/v1 Job fails in this case, too."""
     world = digits(backoffLimit=0).running().exits(1, code=1).settle().change(suspend=True).settle()
     world.stops_all().settle()
     assert (world.status.state, world.status.reason) == ("Failed", "BackoffLimitExceeded")
@@ -200,7 +200,7 @@ def test_the_deadline_also_ends_a_job_that_restarts() -> None:
 
 
 def test_no_deadline_ends_a_job_that_is_to_be_suspended_once_its_failure_is_settled() -> None:
-    """As for a suspended batch/v1 Job: its pods may take a minute to stop for the failure."""
+    """The pods may take a minute to stop for the failure. A suspended batch/v1 Job has no deadline, either."""
     world = digits(activeDeadlineSeconds=60).running().exits(1, code=1).settle().change(suspend=True).settle()
     world.after(60).settle().stops_all().settle()
     assert (world.status.state, world.status.restarts and world.status.restarts.application) == ("Suspended", 1)
@@ -387,7 +387,7 @@ def test_a_config_map_that_is_there_in_between_is_waited_for_anew() -> None:
 
 
 def test_a_config_map_that_is_missing_for_a_moment_after_a_long_pull_fails_no_job() -> None:
-    """The kubelet reports the same while its copy of the ConfigMap is late, for example after a pull of 11 minutes."""
+    """The kubelet reports the same error while its copy of the ConfigMap is late, as after a long image pull."""
     world = digits().started().waits(0, "ContainerCreating").settle().after(660).settle()
     world.waits(0, "CreateContainerConfigError", "failed to sync configmap cache: timed out")
     assert world.settle().status.reason == "CannotStart"
@@ -408,7 +408,7 @@ def test_the_cause_is_the_rank_that_failed_and_not_the_peer_that_noticed_first()
 
 
 def test_an_attempt_with_nothing_but_complaints_about_peers_is_free_once_and_not_for_ever() -> None:
-    """The first time, the network may have failed unseen; the second time it is the script, which restarts for ever."""
+    """A network failure that nobody saw may explain the first time. The second time the script is charged."""
     world = digits(backoffLimit=1).running().exits(0, code=1, message=PEER_GONE).restarted()
     assert charges(world) == (0, 1, 0)
     world.runs(0, 1).settle().after(3600).exits(0, code=1, message=PEER_GONE).restarted()
@@ -443,7 +443,7 @@ def test_complaints_alone_cost_nothing_where_a_node_of_the_attempt_did_not_repor
 
 
 def test_a_node_that_did_not_report_explains_complaints_although_its_pod_is_gone_when_the_cause_is_settled() -> None:
-    """A restarted operator knows only the pods as they are now, and the recorded failure."""
+    """After its restart the operator knows only the present pods and the recorded failure."""
     world = digits(backoffLimit=0, nodes=3).running().exits(0, code=1, message=PEER_GONE).restarted().running()
     cut_off_for_a_while(world, 1).exits(0, code=1, message=PEER_GONE).settle()
     world.pods["digits-2-1"] = replace(world.pods["digits-2-1"], was_silent=False)
@@ -458,7 +458,7 @@ def test_a_node_that_did_not_report_excuses_no_error_of_the_script() -> None:
 
 
 def test_a_rank_that_ends_well_while_its_peer_still_waits_for_it_is_the_cause_and_charged() -> None:
-    """Uneven data is the most common mistake. Otherwise it restarts for hours, and nobody is blamed."""
+    """Uneven data is the most common mistake. Uncharged, such a job would restart for hours without naming a rank."""
     world = digits(backoffLimit=0).running().reports_step(20, rank=0).settle()
     world.reports_step(20, rank=1, node_rank=1).exits(0).settle()
     world.after(2).exits(1, code=1, message=PEER_GONE).settle()
@@ -489,8 +489,8 @@ def test_without_reports_the_rank_that_ended_well_is_named_all_the_same(nodes: i
 def test_a_sigkill_proves_an_early_end_only_of_a_torchrun_that_has_got_the_sigterm(
     command: list[str], reason: str
 ) -> None:
-    """A torchrun whose ranks ended with 0 does not answer SIGTERM, but neither does a shell: that would cost users a
-    restart for each network failure between others."""
+    """A torchrun whose ranks ended with 0 does not answer SIGTERM, but a shell does not either. Charging both would
+    cost a restart for each network failure."""
     world = digits(container={"command": command}).running().exits(1, code=1, message=PEER_GONE).settle()
     world.after(30).exits(0, code=137).settle()
     assert cause(world).reason == reason
@@ -503,7 +503,7 @@ def test_a_lost_node_beside_a_rank_that_has_completed_is_the_cause_still() -> No
 
 
 def test_a_node_that_is_known_to_be_lost_long_after_its_peers_complained_is_the_cause() -> None:
-    """The cluster takes a minute to notice a lost node: otherwise the second one is charged to the application."""
+    """The cluster takes a minute to notice a lost node. Otherwise a second such loss is charged to the application."""
     world = digits(nodes=3, backoffLimit=0).running()
     for lost in range(1, 4):
         world.runs(0, 1, 2).settle().exits(0, code=1, message=PEER_GONE).settle().after(40).node_lost(2).settle()
@@ -520,7 +520,7 @@ def test_a_node_that_is_lost_while_a_failed_group_stops_is_not_the_cause_of_the_
 
 
 def test_an_address_in_use_that_was_not_given_is_the_scripts_own_failure_and_says_which() -> None:
-    """A port that the script chose itself would cause endless restarts, charged to the nodes."""
+    """Another pod can take a port that the operator chose, but not cause a failure for a port that the script chose."""
     sentence = (
         "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. "
     )
@@ -549,7 +549,7 @@ def test_the_cause_outlives_its_pod() -> None:
 
 
 def test_what_a_pod_says_while_it_is_being_stopped_is_the_cause_although_its_object_is_gone_at_the_end() -> None:
-    """Its launcher often waits for other ranks while a peer has long complained, and then dies by our SIGTERM."""
+    """A launcher often waits for other ranks after a peer's complaint, and ends only by our SIGTERM."""
     world = digits(nodes=3).running().exits(0, code=1, message=PEER_GONE).settle()
     assert cause(world).reason == "PeerLost"
     world.exits(1, code=1, message="ValueError: no such shard").settle()
@@ -702,7 +702,7 @@ def test_pods_that_find_no_other_node_are_asked_for_anew_when_the_node_is_no_lon
 
 
 def twice_lost(world: World) -> World:
-    """Return a job that avoids node-1, which is back."""
+    """Return a world that has lost node-1 twice: the node is ready again, but the job avoids it."""
     world.running()
     for _ in range(2):
         world.runs(0, 1).settle().node_lost(1).after(30).restarted()
@@ -715,7 +715,7 @@ NO_NODE = "0/2 nodes are available: 1 node(s) didn't match Pod's node affinity/s
 
 
 def test_a_node_is_avoided_only_while_the_pods_fit_elsewhere() -> None:
-    """Two reboots of a healthy node must not keep a job off its only free node for an hour."""
+    """Otherwise two reboots of a healthy node keep a job off its only free node for an hour."""
     world = twice_lost(digits()).runs(0).unschedulable(1, NO_NODE).settle()
     attempt = world.status.attempt
     world.after(59).settle()
@@ -729,7 +729,7 @@ def test_a_node_is_avoided_only_while_the_pods_fit_elsewhere() -> None:
 
 
 def test_the_message_names_the_node_that_the_job_itself_forbids_until_when_and_why() -> None:
-    """The scheduler mentions a node affinity that is in no template."""
+    """The scheduler's message mentions a node affinity that is in no template."""
     world = twice_lost(digits()).runs(0).unschedulable(1, NO_NODE).settle()
     until = world.status.avoided_nodes[0].until
     said = f"node node-1 is avoided until {until:%H:%M:%S} UTC (2 failures of this job)"
@@ -755,7 +755,7 @@ def test_a_ban_is_lifted_also_where_the_start_gives_up_sooner() -> None:
 
 
 def test_the_minute_is_counted_from_when_the_pod_found_no_node_whoever_leads() -> None:
-    """Quota or a queue may hold the pods back for longer, and a new operator has seen nothing."""
+    """A quota or a queue may hold the pod back before that, and a new leader has not observed the pod yet."""
     world = twice_lost(digits()).after(300).runs(0).unschedulable(1, NO_NODE).settle()
     attempt = world.status.attempt
     world.after(30).settle()
@@ -830,7 +830,7 @@ def test_a_lost_node_says_since_when_and_the_times_survive_the_operator() -> Non
 
 
 def test_a_pod_that_was_bound_to_a_node_that_is_not_ready_has_its_own_patience() -> None:
-    """After an outage the scheduler may bind a pod to a node that is not ready yet: users lost attempts on it."""
+    """After an outage the scheduler may bind a pod to a node that is not ready yet. That must not cost an attempt."""
     world = digits().started()
     world.nodes = {"node-1": Node(ready=False, since=world.now)}
     world.after(25).runs(0, 1)
@@ -839,7 +839,7 @@ def test_a_pod_that_was_bound_to_a_node_that_is_not_ready_has_its_own_patience()
 
 
 def test_a_rank_that_is_gone_when_its_peers_have_completed_is_not_made_again_to_wait_for_them() -> None:
-    """It completed unobserved. A new pod would find no peers, and users would pay for a rank that "ended early"."""
+    """The rank completed unobserved. A new pod would find no peers, and its rank would be charged as "ended early"."""
     world = digits().started().settle()
     assert world.status.reason == "StartingTrainers"
     world.exits(0).vanishes(1).settle()
@@ -865,7 +865,7 @@ def test_a_rank_whose_pod_was_never_made_is_made_although_others_have_completed_
 
 @LAUNCHERS
 def test_a_rank_that_starts_after_a_peer_has_ended_does_not_prove_that_the_peer_ended_early(command: str) -> None:
-    """Its first pod completed unrecorded, so it is created again and waits in vain: no restart for a correct script."""
+    """Rank 1 may have completed unobserved, so its pod is created again and waits in vain. That must not be charged."""
     world = digits(container={"command": [command, "train.py"]}, backoffLimit=0)
     world.step()
     world.vanishes(1).runs(0).after(30).exits(0).after(5).step()
@@ -875,7 +875,7 @@ def test_a_rank_that_starts_after_a_peer_has_ended_does_not_prove_that_the_peer_
 
 
 def test_a_pod_that_is_slow_to_stop_does_not_explain_what_was_wrong_before() -> None:
-    """Its deletion was requested because a rank ended early: that rank must still be named and charged."""
+    """The pod was deleted because another rank ended early: that rank must still be named and charged."""
     world = digits(nodes=3).running().reports_step(5)
     world.nodes = None
     world.exits(1).exits(
@@ -887,8 +887,8 @@ def test_a_pod_that_is_slow_to_stop_does_not_explain_what_was_wrong_before() -> 
 
 @pytest.mark.parametrize(("word", "code"), [("seccomp killed", 159), ("Signaled", 139), ("Exited", 3)])
 def test_a_container_runtimes_own_word_for_an_exit_code_is_no_disruption(word: str, code: int) -> None:
-    """CRI-O reports `seccomp killed`. A script that makes a forbidden call must not restart a hundred times for
-    free."""
+    """CRI-O reports `seccomp killed`. A script that makes a forbidden call must not restart for free a hundred
+    times."""
     world = digits(backoffLimit=0).running().exits(0, code, reason=word).restarted()
     assert (world.status.state, world.status.reason) == ("Failed", "BackoffLimitExceeded")
     assert f"({word})" in world.status.message
@@ -906,7 +906,7 @@ def waits_in_vain(world: World, seconds: float) -> World:
 
 @pytest.mark.parametrize("min_nodes", [None, 2])
 def test_a_rank_that_waited_in_vain_for_a_node_without_a_gpu_costs_nothing(min_nodes: int | None) -> None:
-    """torch gives up after ten minutes: three hours in a full cluster must not end in TooManyInfrastructureFailures."""
+    """torch gives up after ten minutes. Three hours in a full cluster must not end as TooManyInfrastructureFailures."""
     elastic = {} if min_nodes is None else {"minNodes": min_nodes}
     world = digits(backoffLimit=1, **elastic).started()
     for attempt in range(2, 40):
@@ -949,7 +949,7 @@ def test_a_rank_that_waited_in_vain_for_an_image_costs_nothing_and_the_slow_pod_
 
 
 def test_the_start_deadline_counts_from_the_first_of_the_attempts_that_found_no_nodes() -> None:
-    """If each attempt counted anew, two jobs that each hold half of a cluster would wait for ever."""
+    """If each attempt restarted the deadline, two jobs that each hold half of a cluster would wait for ever."""
     world = waits_in_vain(digits(startDeadlineSeconds=1500).started(), 600)
     waits_in_vain(world, 600)
     world.runs(0).unschedulable(1, NO_GPU).settle().after(299).settle()
@@ -969,7 +969,7 @@ def test_a_script_that_fails_by_itself_beside_an_unschedulable_pod_has_failed(se
     assert world.status.restarts is not None
 
 
-# ---------------------------------------------------------------- the same mistake twice, on the machine of its author
+# ---------------------------------------------------------------- the same exception twice in a local run
 
 TRACEBACK = (
     'Traceback (most recent call last):\n  File "/a/train.py", line {line}, in main\n    go()\nOSError: {text}\n'
@@ -977,7 +977,7 @@ TRACEBACK = (
 
 
 def _again(world: World, line: int, text: str = "no such shard") -> World:
-    """Let rank 1 raise and the group stop; return if the next attempt begins."""
+    """Let rank 1 raise and the group stop, then start the next attempt unless the job fails."""
     before = world.status.last_failure
     world.settings = dataclasses.replace(world.settings, failed_before=before)
     world.running().exits(1, code=1, message=TRACEBACK.format(line=line, text=text))

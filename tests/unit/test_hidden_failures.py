@@ -25,12 +25,12 @@ def told(**values: Any) -> str:
 
 
 def by_agent(**values: Any) -> str:
-    """Return the message as ddprun writes it."""
+    """Return a termination message of ddprun about a failed rank, changed by `values`."""
     return told(**{"rank": 0, "exitCode": 1, "exception": BOOM, "where": "train.py:3", "failed": True} | values)
 
 
 def ended(message: str, other: str = "", **container: Any) -> World:
-    """Return a job both of whose pods ended with 0."""
+    """Return a job both of whose pods ended with 0 and these termination messages."""
     world = digits(container=PIPE | container, backoffLimit=1).running()
     return world.exits(0, 0, message=message).exits(1, 0, message=other).settle()
 
@@ -65,7 +65,7 @@ def test_it_is_charged_to_the_backoff_limit_as_any_failure() -> None:
 
 
 def test_one_node_is_enough_while_the_other_still_runs() -> None:
-    """Its peers would wait for ever in a collective."""
+    """The peers of the failed rank would wait for ever in a collective."""
     world = digits(container=PIPE).running().exits(0, 0, message=by_agent()).settle()
     assert (world.status.state, world.status.completed_nodes) == ("Restarting", "")
 
@@ -73,9 +73,9 @@ def test_one_node_is_enough_while_the_other_still_runs() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        told(rank=1, exitCode=1, exception=BOOM),  # from the library
+        told(rank=1, exitCode=1, exception=BOOM),  # the library writes this
         told(rank=1, exitCode=139, signal="SIGSEGV", exception=""),
-        told(exitCode=75, failed=True),  # from an agent whose connection is lost
+        told(exitCode=75, failed=True),  # an agent that lost its connection
         told(exitCode=75, resumable=True, preflight=True, badNodes=[1], exception="node 1 is slow"),
     ],
 )
@@ -87,7 +87,7 @@ def test_what_was_recorded_in_the_attempt_counts_whoever_has_written_it(message:
     "message",
     [
         told(exitCode=75, resumable=True, step=41),  # timeout 1h torchrun train.py || true
-        told(exitCode=143, signal="SIGTERM", failed=False),  # from a ddprun that was ended by a signal
+        told(exitCode=143, signal="SIGTERM", failed=False),  # a ddprun that was ended by a signal
         told(exitCode=130, signal="SIGINT", exception="KeyboardInterrupt"),
         told(agent={"restarts": {"application": 1}}, ended=True),  # recovered
         told(exitCode=0),
@@ -104,7 +104,7 @@ def test_a_rank_that_was_asked_to_stop_and_what_is_no_failure_fail_nothing(messa
 
 
 def test_a_launcher_that_may_have_run_since_decides_by_its_exit_code() -> None:
-    """torchrun records no success: `ddprun train.py || torchrun train.py`."""
+    """In `ddprun train.py || torchrun train.py` torchrun leaves no message, so ddprun's message may be outdated."""
     assert ended(by_agent(), **FALLBACK).status.state == "Succeeded"
 
 
@@ -132,7 +132,7 @@ def test_what_agents_find_makes_the_success_suspicious() -> None:
 
 
 def test_a_rank_that_reports_that_it_trained_alone_makes_the_success_suspicious_once() -> None:
-    """torchrun knows nothing about process groups and records no success: N models were trained."""
+    """torchrun cannot see that each rank trained a model of its own, and leaves no record of its success."""
     by_ddprun = told(findings=[trained_alone(2)._asdict()])
     for message in ("", by_ddprun):
         world = digits().running().reports_step(9, world_size=2, alone=True, final=True)
@@ -142,8 +142,8 @@ def test_a_rank_that_reports_that_it_trained_alone_makes_the_success_suspicious_
 
 
 def test_nodes_that_each_formed_a_group_make_the_success_suspicious() -> None:
-    """`torchrun --standalone` in a script of the image: two models were trained."""
-    for size, reasons in ((4, []), (2, ["NoProcessGroup"]), (1, [])):  # 1: a metric of the parent of spawned ranks
+    """With `torchrun --standalone` in a script of the image each node trains a model of its own."""
+    for size, reasons in ((4, []), (2, ["NoProcessGroup"]), (1, [])):  # 1: a report by the parent of spawned ranks
         world = digits(nprocPerNode=2).running().reports_step(9, world_size=size)
         world.exits(0, 0).exits(1, 0).settle()
         assert [found.reason for found in world.status.findings] == reasons
@@ -152,7 +152,7 @@ def test_nodes_that_each_formed_a_group_make_the_success_suspicious() -> None:
 def test_a_launcher_without_the_jobs_variables_makes_the_success_suspicious() -> None:
     sudo = {"command": ["sudo", "torchrun", "train.py"]}
     assert condition(ended("", **sudo)) == ("True", "LauncherOption")
-    world = digits(container=sudo).running().reports_step(9, world_size=2)  # sudo is configured to keep them
+    world = digits(container=sudo).running().reports_step(9, world_size=2)  # sudo can keep the variables
     assert condition(world.exits(0, 0).exits(1, 0).settle()) is None
 
 

@@ -1,4 +1,4 @@
-"""Checked, converted or submitted folders are a stranger's: they are read, and never executed, obeyed or waited for."""
+"""Folders to check, convert or submit may be a stranger's: nothing in them is executed or blocks the command."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a check that fails if a program with one of these names was called."""
+    """Put fake programs on PATH, and return the file that they write their names to if something calls them."""
     ran, programs = tmp_path / "ran", tmp_path / "bin"
     programs.mkdir()
     for name in ("git", "less", "sh", "bash", "python", "python3", "ssh", "tar", "nvidia-smi", "kubectl"):
@@ -54,7 +54,7 @@ def no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def configured_to_run(folder: Path, ran: Path) -> None:
-    """Return a repository whose configuration names programs wherever git allows it."""
+    """Make a repository whose configuration names a program wherever git allows one."""
     git = folder / ".git"
     for below in ("objects", "refs/heads", "hooks"):
         (git / below).mkdir(parents=True)
@@ -75,7 +75,7 @@ def configured_to_run(folder: Path, ran: Path) -> None:
 
 
 def bare(folder: Path, ran: Path) -> None:
-    """Return the files of a bare repository next to the scripts, as an ordinary clone can carry them."""
+    """Put the files of a bare repository next to the scripts. An ordinary clone can contain such files."""
     configured_to_run(folder, ran)
     for path in (folder / ".git").iterdir():
         path.rename(folder / path.name)
@@ -124,11 +124,11 @@ def test_modules_of_the_folder_are_not_imported(folder) -> None:
     assert "rank-is-local-rank" in done.stdout
 
 
-# ---------------------------------------------------------------- what is not a file
+# ---------------------------------------------------------------- files that are not regular
 
 
 def plant(folder: Path) -> list[str]:
-    """Create what a folder may hold under names that are read."""
+    """Create pipes, links and devices under the names of files that commands read."""
     outside = folder.parent / "outside"
     outside.mkdir()
     (outside / "secret.py").write_text(WRONG)
@@ -198,7 +198,7 @@ def test_a_named_pipe_is_refused_and_not_waited_for(folder, words, name) -> None
 
 
 def test_a_gitignore_that_is_no_file_is_one_sentence(folder) -> None:
-    """The files it names may be secret, so the error is not ignored."""
+    """.gitignore may list secret files, so an unreadable one must stop the submit."""
     os.mkfifo(folder / ".gitignore")
     for words in (["check", "."], ["submit", "train.py", "--dry-run", "--no-check"]):
         assert str(ran(*words).exception).count("\n") == 0
@@ -233,7 +233,7 @@ def test_a_folder_that_is_too_deep_is_left_out_and_named(folder) -> None:
     ids=lambda line: line[:6],
 )
 def test_no_pattern_holds_submit_or_check(folder, line) -> None:
-    """`*a*a*a…` could block `submit --code` for half a minute, for a single file."""
+    """A pattern like `*a*a*a…` could block `submit --code` for half a minute for a single file."""
     deep = "/".join(["a"] * 99)
     (folder / deep).mkdir(parents=True)
     for name in ("a" * 250, f"{deep}/{'a' * 200}", "ab" * 120):
@@ -251,7 +251,7 @@ def test_so_many_patterns_for_so_many_files_are_refused_in_one_sentence(folder) 
     with pytest.raises(InputError, match=r"too many patterns for the files in this folder .*; name a smaller folder"):
         pack.pack(folder)
     for line in ("x", "*a" * 40):
-        (folder / ".gitignore").write_text(f"{line}\n" * 100)  # to compile them takes time before any path is compared
+        (folder / ".gitignore").write_text(f"{line}\n" * 100)  # compiling these takes time before any path is compared
         with pytest.raises(InputError, match="too many patterns"):
             gitignore.Ignored(folder, left=5_000).enter("")
     (folder / ".gitignore").write_text("a\n" * 600_000)

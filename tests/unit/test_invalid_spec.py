@@ -1,4 +1,4 @@
-"""A spec that becomes invalid while its job runs: the job goes on to its end, and its message names the mistake."""
+"""A spec may become invalid while its job is running: the job continues, and its message names the mistake."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SAID = f"the spec is invalid ({PROBLEM}); the job goes on as it was"
 
 
 def becomes(world: World, **spec: Any) -> World:
-    """Apply the user's edit, which an API server with an old CRD accepts. A stricter operator has the same effect."""
+    """Apply an edit that makes the spec invalid. An API server with an old CRD accepts such an edit."""
     given = {**manifest()["spec"], "nodes": world.job.spec.nodes, **spec}
     parsed, world.problems = validation.parse({**manifest(), "spec": given})
     assert world.problems
@@ -87,7 +87,7 @@ def test_that_the_spec_is_invalid_stands_in_the_message_the_condition_and_one_ev
 
 
 def test_the_remark_is_there_once_however_often_the_job_is_looked_at() -> None:
-    """A message that is kept between reconciles (a back-off's) would otherwise grow by a sentence each time."""
+    """Otherwise a message that is kept between reconciles, as in a back-off, grows by a sentence each time."""
     world = becomes(digits().running(), **WRONG).settle()
     world.exits(0, code=1).restarted().runs(0, 1).settle().exits(0, code=1).settle().stops_all().settle()
     assert world.status.state == "Restarting"
@@ -118,7 +118,7 @@ def test_a_number_that_a_newer_operator_no_longer_allows_is_read_as_the_nearest(
 
 @pytest.mark.parametrize("nodes", ["two", None, 0, 10**9, {}])
 def test_a_number_of_nodes_that_cannot_be_read_is_that_of_the_status(nodes: object) -> None:
-    """With the default of 1 a job of two nodes would be complete when its first one is."""
+    """With the default of 1, a job of two nodes would be complete when node 0 has completed."""
     world = digits().running()
     parsed, _ = validation.parse({**manifest(), "spec": {**manifest()["spec"], "nodes": nodes}})
     world.job = replace(world.job, spec=parsed.spec)
@@ -152,7 +152,7 @@ NO_POD = {"template": {"spec": True}}
     [{"spec": manifest()["spec"] | wrong} for wrong in (TOO_LARGE, NO_POD)] + [{"spec": None}, {"spec": []}, {}],
 )
 def test_a_spec_of_which_nothing_can_be_read_does_not_make_one_node_of_two(spec: dict[str, Any]) -> None:
-    """Otherwise the job has Succeeded when rank 0 has, and rank 1 is stopped in the middle of its training."""
+    """Otherwise the job is Succeeded when rank 0 ends, and rank 1 is stopped in the middle of its training."""
     world = digits().running()
     without = {name: value for name, value in manifest().items() if name != "spec"}
     parsed, world.problems = validation.parse({**without, **spec})

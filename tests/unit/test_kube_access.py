@@ -1,4 +1,4 @@
-"""Rights that the operator lacks, in its log at the start."""
+"""At its start the operator logs which rights it lacks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ALL = [{"verbs": list(r.verbs), "apiGroups": [r.group], "resources": [r.resource
 
 
 class Server:
-    """Lists `rules`, and answers for a single verb if it is in `allows`."""
+    """API server that grants `rules`, and also each (verb, resource) in `allows` if it is asked for that one alone."""
 
     def __init__(self, rules: list[dict[str, Any]], *allows: tuple[str, str]) -> None:
         self.rules, self.allows = rules, allows
@@ -78,7 +78,7 @@ def test_for_all_namespaces_every_verb_is_asked_for_because_rules_are_listed_for
 
 
 def test_the_rights_of_a_gang_are_asked_for_only_where_it_is_switched_on() -> None:
-    """An administrator would spend an hour on a warning about a right that nobody needs."""
+    """A warning about a right that is not needed would cost an administrator an hour."""
     assert missing(Server(ALL)) == []
     lines = asyncio.run(missing_rights(cast(Client, Server(ALL)), "team", ["native"]))
     assert len(lines) == sum(len(right.verbs) for right in GANG_RIGHTS["native"])

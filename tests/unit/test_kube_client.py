@@ -1,4 +1,4 @@
-"""The client when an API server rejects it, is silent, or no longer knows it."""
+"""The client of the API server: refused and unanswered requests, expired credentials, and large lists."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def talk(
     may_write: Callable[[str], bool] = lambda: True,
     limits: RequestLimits = PATIENT,
 ) -> Any:
-    """Return what `use` gets from a server with these answers."""
+    """Return the result of `use` with a client of a server that answers each request with `answer`."""
 
     async def run() -> Any:
         async def handle(request: web.Request) -> web.StreamResponse:
@@ -59,7 +59,7 @@ def talk(
 
 
 class Script:
-    """Answers in order; the last answer repeats."""
+    """Server that gives its answers in order, and then repeats the last one."""
 
     def __init__(self, *answers: Callable[[], web.StreamResponse]) -> None:
         self.answers = list(answers)
@@ -157,7 +157,7 @@ def test_a_long_list_is_read_page_by_page() -> None:
 
 
 def test_a_list_of_large_objects_is_asked_for_in_pages_that_fit() -> None:
-    """Writing and sending an abandoned page is wasted: a list of 560 MB would take half as long again."""
+    """Otherwise the server writes pages that the client gives up: a list of 560 MB would take half as long again."""
     listed, asked = [{"n": n, "spec": "x" * 50_000} for n in range(30)], 0
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -175,7 +175,7 @@ def test_a_list_of_large_objects_is_asked_for_in_pages_that_fit() -> None:
 
 @pytest.mark.parametrize("path", [ISSUER_PATH, KEYS_PATH, "/apis/scheduling.k8s.io", "/apis/apps/v1", "/version"])
 def test_what_the_api_server_says_of_itself_is_no_list_of_objects(path: str) -> None:
-    """The path of its token keys looks like a collection's. If it were read as a list, each report would get 503."""
+    """The path of the server's token keys resembles a collection's: if read as a list, each report would get 503."""
     said = {"keys": [{"kid": "a"}]}
 
     async def answer(_: web.Request) -> web.StreamResponse:
@@ -185,8 +185,8 @@ def test_what_the_api_server_says_of_itself_is_no_list_of_objects(path: str) -> 
 
 
 def test_a_mark_of_a_megabyte_is_one_mark() -> None:
-    """A tenant may create a ConfigMap of 600 kB with the mark's name. Otherwise no starting operator could read the
-    marks."""
+    """A tenant may create a ConfigMap of 600 kB with the name of a release's mark. It must not keep operators from
+    starting."""
     large = {"metadata": {"namespace": "team", "name": MARK}, "data": {"release": "a", "more": "x" * 1_000_000}}
     small = {"metadata": {"namespace": "other", "name": MARK}, "data": {"release": "b/c"}}
     script = Script(lambda: web.json_response({"items": [large, small], "metadata": {"resourceVersion": "7"}}))
@@ -204,7 +204,7 @@ def test_a_mark_of_a_megabyte_is_one_mark() -> None:
 
 
 def test_what_the_api_server_notes_of_who_wrote_which_field_is_never_kept() -> None:
-    """managedFields are as long as the rest of an object: they would double the memory for ten thousand pods."""
+    """managedFields are as long as the rest of an object: kept, they would double the memory for 10,000 pods."""
     pod = {"metadata": {"name": "a", "managedFields": [{"manager": "kubelet"}]}, "spec": {}}
     listed = {"items": [pod], "metadata": {"resourceVersion": "7"}}
     kept = {"metadata": {"name": "a"}, "spec": {}}
@@ -213,7 +213,7 @@ def test_what_the_api_server_notes_of_who_wrote_which_field_is_never_kept() -> N
 
 
 def test_a_create_is_answered_with_metadata_alone_and_the_rest_is_as_it_was_sent() -> None:
-    """The answer would be three times as long as the pod that was sent, for each pod of each job."""
+    """The full answer would be three times as long as the pod in the request, for each pod of each job."""
     metadata = {"name": "a-1-0", "uid": "u", "resourceVersion": "7", "labels": {"a": "b"}}
     more = {"managedFields": [{"manager": "ddpjob-operator"}], "creationTimestamp": "2026-01-01T00:00:00Z"}
     script = Script(lambda: web.json_response({"kind": "PartialObjectMetadata", "metadata": metadata | more}))

@@ -1,4 +1,4 @@
-"""The operator's log, read by an administrator a day later: decisions about a job, and their reasons."""
+"""The operator's log names each decision about a job and its reason, for administrators who read it a day later."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ddpjob_operator.plan.actions import Plan
 
 
 def plans(world: World) -> list[tuple[api.DDPJob, Plan]]:
-    """Plan and act until there is nothing to do."""
+    """Plan and act until nothing changes; return each job with its plan."""
     made: list[tuple[api.DDPJob, Plan]] = []
     while not made or made[-1][1].status is not None or made[-1][1].actions:
         assert len(made) < 10, made
@@ -30,12 +30,12 @@ def plans(world: World) -> list[tuple[api.DDPJob, Plan]]:
 
 
 def told(world: World) -> list[str]:
-    """Return the log lines."""
+    """Return the log lines of all decisions until nothing changes."""
     return [line.text for job, todo in plans(world) for line in decisions.lines(job, todo)]
 
 
 def test_a_job_that_starts_and_runs_has_two_lines() -> None:
-    """Otherwise the log of 45 jobs has no line about a job."""
+    """Otherwise an administrator finds no trace of a job in the log."""
     world = digits()
     assert told(world) == ["default/digits attempt 1: Pending, CreatingPods: attempt 1: creating 2 of 2 pods"]
     assert told(world.runs(0, 1)) == [
@@ -124,7 +124,7 @@ def test_every_setting_that_an_administrator_may_change_is_in_the_first_line() -
 
 
 def decided(world: World) -> list[decisions.Line]:
-    """Return the lines at DEBUG."""
+    """Return the lines that are logged at DEBUG."""
     return [line for job, todo in plans(world) if (line := decisions.decision(job, todo)) is not None]
 
 
@@ -146,7 +146,7 @@ def test_a_plan_for_two_thousand_pods_is_one_line_of_bounded_length() -> None:
 
 
 def test_as_json_each_decision_is_an_object_with_job_attempt_and_pod() -> None:
-    """A log store finds the history of a job, or of a pod, by a field and not by a pattern."""
+    """With fields, a log store finds the lines about a job or a pod without a regular expression."""
     ((job, todo), *_) = plans(digits().running().exits(1, 3, message="password=hunter2\nnext"))
     (line, *_) = decisions.lines(job, todo)
     record = logging.LogRecord("ddpjob_operator", logging.INFO, "", 0, "%s", (line.text,), None)
@@ -165,7 +165,7 @@ def test_as_json_each_decision_is_an_object_with_job_attempt_and_pod() -> None:
 def test_a_reconcile_that_fails_is_a_line_with_job_attempt_and_pod(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A query for attempt 3 of a job must show why nothing happened in it."""
+    """A search for attempt 3 of a job must find the error that stopped it."""
 
     async def story() -> None:
         def delay(verb: str, _path: str) -> float:

@@ -1,4 +1,4 @@
-"""Events are sent once, delay nothing, and never flood."""
+"""Each Event is sent once, delays no pod, and cannot flood the API server."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Server:
 def play(
     *steps: tuple[float, Event | None], error: ApiError | None = None, busy: bool = False, level: str = "All"
 ) -> list[str]:
-    """Return the reasons that arrive when these events are sent after these seconds."""
+    """Return the reasons of the Events that arrive. steps: seconds to wait, then an Event to send, or None."""
 
     async def run() -> list[str]:
         server = Server()
@@ -115,7 +115,7 @@ DONE = Event("Normal", "AllNodesCompleted", "all 2 nodes completed", is_routine=
 
 
 def test_a_job_that_just_trains_has_no_events_and_one_that_had_any_has_them_all() -> None:
-    """Otherwise the last Event of a job that started slowly and then completed would be that it starts."""
+    """Otherwise the last Event of a job that started slowly and completed would still be CreatingPods."""
     assert play((0, CREATING), (1, ROUTINE), (30, DONE), level="Brief") == []
     started_late = play((0, CREATING), (PASSING_SECONDS, None), (1, ROUTINE), (30, DONE), level="Brief")
     assert started_late == ["CreatingPods", "AllNodesRun", "AllNodesCompleted"]
@@ -130,7 +130,7 @@ def test_an_administrator_has_all_events_or_warnings_alone(level: str, arrive: l
 
 
 def test_what_went_well_makes_way_for_pods_that_are_being_created_but_not_for_ever() -> None:
-    """In a burst of jobs each event delays other jobs' pods, and many events are out of date at its end."""
+    """In a burst of jobs each Event would delay other jobs' pods, and most are out of date before they are sent."""
     assert play((0, RUN), (LATER_SECONDS - 1, None), busy=True) == []
     assert play((0, RUN), (LATER_SECONDS, None), busy=True) == ["AllNodesRun"]
     assert play((0, CREATING), (PASSING_SECONDS + 5, RUN), busy=True) == []
@@ -146,7 +146,7 @@ def test_a_server_that_takes_no_events_stops_nothing() -> None:
 
 
 def test_what_waits_is_bounded_and_no_job_takes_all_the_room() -> None:
-    """Events of thousands of restarts in one namespace must leave room for a Warning of another's job."""
+    """Thousands of Events about restarts in one namespace must leave room for Warnings in others."""
     events = Events(Server(), SYSTEM)  # type: ignore[arg-type]
     for number in range(QUEUE_MAX // QUEUE_OF_JOB_MAX + 5):
         job = api.Metadata(name=f"loud-{number}", namespace="loud", uid=f"loud-{number}")
@@ -159,7 +159,7 @@ def test_what_waits_is_bounded_and_no_job_takes_all_the_room() -> None:
 
 
 def test_events_that_hang_in_one_namespace_hold_up_no_other() -> None:
-    """A webhook of 10 s in one namespace must not delay every job's Warnings for hours."""
+    """A webhook that takes 10 s in one namespace must not delay all other Warnings for hours."""
 
     class Hanging(Server):
         async def create(self, path: str, body: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""/metrics over HTTP: a scraper gets its answer whatever other clients do."""
+"""A scraper of /metrics always gets its answer, even if other clients misbehave."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def served(
     count: int = 1,
     meter: Meter | None = None,
 ) -> None:
-    """Run a story with a server of so many jobs; return how often it was asked for a snapshot."""
+    """Run a story with a server of metrics for `count` jobs. The story's list grows with each snapshot taken."""
 
     async def run() -> None:
         asked: list[int] = []
@@ -69,15 +69,15 @@ def test_prometheus_gets_openmetrics_and_others_the_older_text() -> None:
 
 
 class Large(Meter):
-    """An answer for thousands of jobs: more than the kernel buffers for a client that does not read."""
+    """Meter whose answer is larger than the kernel buffers for a client that does not read."""
 
     def text(self, moment: Moment, *, openmetrics: bool) -> tuple[bytes, str]:
         return b"#" * (16 << 20), "text/plain"
 
 
 def test_an_answer_is_held_once_however_many_do_not_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """60 connections that do not read the 16 MB of 8,000 jobs would need 450 MB; the operator's limit is 512."""
-    # Otherwise it is cut off before it can be seen waiting.
+    """60 clients that do not read would need 450 MB for the metrics of 8,000 jobs. The operator's limit is 512 MB."""
+    # A shorter limit would close the connection before the test sees that it is waiting.
     monkeypatch.setattr(bounded_server, "REQUEST_SECONDS", 60.0)
 
     async def story(server: Exposition, _: list[int]) -> None:
@@ -102,7 +102,7 @@ def test_an_answer_is_held_once_however_many_do_not_read_it(monkeypatch: pytest.
 
 
 def test_many_who_ask_at_once_get_one_answer() -> None:
-    """Writing an answer costs CPU, which a client in a loop must not exhaust."""
+    """Writing an answer costs CPU, which a client that asks in a loop must not exhaust."""
 
     async def story(server: Exposition, asked: list[int]) -> None:
         began = time.monotonic()
@@ -114,7 +114,7 @@ def test_many_who_ask_at_once_get_one_answer() -> None:
 
 
 def test_reconciles_go_on_while_a_large_answer_is_written() -> None:
-    """A thread writes it: the loop waits no longer than Python's switch between threads."""
+    """The answer is written in a thread, so the event loop waits at most for Python's switch of threads."""
 
     async def story(server: Exposition, _: list[int]) -> None:
         loop, waits = asyncio.get_running_loop(), []

@@ -1,4 +1,4 @@
-"""No job waits for somebody else's slow job, and an overloaded API server is not made worse. All in virtual time."""
+"""A slow job delays no other job, and an overloaded API server is not made worse. All tests are in virtual time."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from ddpjob_operator.kube.work.job_state import JobState
 from ddpjob_operator.observed.reports import Report
 from ddpjob_operator.plan.actions import Plan
 
-# The time of one round trip; a small job needs four in sequence.
+# Seconds of one round trip. A small job needs four in sequence before it is running.
 QUICK = 0.01
 
 
 def in_namespace(name: str, slow: dict[str, float]) -> SlowServer:
-    """Let requests with these verbs take so long in this namespace, and no time elsewhere."""
+    """Return a server where these verbs take so many seconds in this namespace, and all others QUICK."""
     return SlowServer(lambda verb, path: slow.get(verb, QUICK) if f"/namespaces/{name}/" in path else QUICK)
 
 
 def of_the_big_job(slow: dict[str, float]) -> SlowServer:
-    """True for requests for the pods of the job `big`."""
+    """Return a server where these verbs take so many seconds for pods of the job `big`, and all others QUICK."""
     return SlowServer(lambda verb, path: slow.get(verb, QUICK) if "/pods/big-" in path else QUICK)
 
 
 async def small_jobs_start(town: Town, *namespaces: str) -> float:
-    """Return when the last of ten jobs has its two pods."""
+    """Apply ten jobs of two nodes; return the seconds until the last of them has its pods."""
     for number in range(10):
         town.apply(namespaces[number % len(namespaces)], f"small-{number}", 2)
     places = [(namespaces[number % len(namespaces)], f"small-{number}") for number in range(10)]
@@ -89,7 +89,7 @@ def test_a_namespace_with_a_slow_webhook_slows_nobody_else_and_the_operator_is_n
     play(story)
 
 
-# On a real API server a status costs twice as much as a pod (bench/results).
+# On a real API server a write of the status takes twice as long as a create of a pod (bench/results).
 STORM = {"create": 0.08, "delete": 0.08, "get": 0.08, "list": 0.08, "replace": 0.16}
 
 
@@ -106,7 +106,7 @@ def test_a_job_of_one_pod_has_it_within_a_second_where_five_hundred_are_applied_
 
 
 def test_a_job_that_restarts_does_not_wait_behind_a_flood_of_new_ones() -> None:
-    """All of its ranks are idle meanwhile."""
+    """All ranks of the restarting job are idle until its pods are created."""
 
     async def story(others: int) -> None:
         town = Town(SlowServer(lambda verb, _path: STORM[verb]))
@@ -142,7 +142,7 @@ def test_a_job_that_waits_until_it_may_go_on_stops_as_soon_as_it_is_suspended() 
 
 
 def test_to_tell_that_jobs_run_does_not_hold_up_the_pods_of_the_others() -> None:
-    """A write of the status costs the API server as much as two pods."""
+    """Reporting that a job is running costs a write of its status, which the API server charges like two pods."""
     took: list[float] = []
 
     async def story(*, pods_run: bool) -> None:
@@ -167,7 +167,7 @@ def test_to_tell_that_jobs_run_does_not_hold_up_the_pods_of_the_others() -> None
 
 @pytest.mark.parametrize("nodes", [8, 100])
 def test_a_new_job_gets_its_pods_in_batches_and_a_restart_all_at_once(nodes: int) -> None:
-    """Pods created at once delay other jobs; but restarted ranks are idle until the last pod is there."""
+    """Pods of a new job are created in batches, to let others in. At a restart, ranks are idle until the last pod."""
 
     async def story() -> None:
         town = Town(SlowServer(lambda _verb, _path: QUICK))
@@ -198,7 +198,7 @@ def test_a_new_job_gets_its_pods_in_batches_and_a_restart_all_at_once(nodes: int
 
 
 def test_where_the_first_pod_is_refused_no_other_is_tried_and_the_next_reconcile_begins_with_one() -> None:
-    """Without quota, a job of 1,000 pods would send 1,000 requests each time."""
+    """If the quota is used up, a job of 1,000 pods would otherwise send 1,000 refused requests each time."""
 
     async def story() -> None:
         tried: list[int] = []
@@ -225,7 +225,7 @@ def test_that_a_job_runs_is_told_in_time_where_pods_of_others_are_always_being_m
         town.apply("team", "small", 1)
         await town.until(lambda: town.pods("team") == 1, 2)
         town.apply("team", "big", 1000)
-        await asyncio.sleep(7)  # until the consequences of creating its pod are over
+        await asyncio.sleep(7)  # the writes that follow the first pod are done by then
         town.run_pods("team")
         took = await town.until(lambda: town.states("team")["Running"] == 1, 60)
         assert took < 1, "it has its turn between two batches of the others"
@@ -235,7 +235,7 @@ def test_that_a_job_runs_is_told_in_time_where_pods_of_others_are_always_being_m
 
 
 def test_that_a_job_runs_is_told_at_once_beside_creates_that_hang_in_a_webhook() -> None:
-    """A hanging request is not waited for, and does not affect other namespaces."""
+    """Writes of a status neither wait for a create that hangs, nor stop in other namespaces."""
 
     async def story() -> None:
         town = Town(of_the_big_job({"create": 25.0}))
@@ -269,7 +269,7 @@ def test_the_slow_deletes_of_one_job_hold_up_no_other() -> None:
 
 
 def test_a_job_that_is_suspended_while_its_pods_are_created_slowly_stops_soon() -> None:
-    """Otherwise a reconcile runs as long as there are pods to create: ten minutes and more with a slow webhook."""
+    """Otherwise the reconcile continues until all pods are created: ten minutes and more with a slow webhook."""
 
     async def story() -> None:
         town = Town(in_namespace("slow", {"create": 10.0}))
@@ -284,7 +284,7 @@ def test_a_job_that_is_suspended_while_its_pods_are_created_slowly_stops_soon() 
 
 
 def test_progress_of_many_jobs_is_written_ten_times_a_second_and_nothing_waits_behind_it() -> None:
-    """30 writes per second of 300 jobs would delay a job that starts, and any failure."""
+    """The API server would be busy with 30 writes of progress per second, and starts and failures would wait."""
 
     async def story() -> None:
         server = SlowServer(lambda _verb, _path: QUICK)
@@ -303,7 +303,7 @@ def test_progress_of_many_jobs_is_written_ten_times_a_second_and_nothing_waits_b
                 sender = Sender("team", f"job-{number}", node_rank=0, attempt=1)
                 town.operator.report(sender, Report(step=step, attempt=1, received_at=now))
 
-        all_report(2)  # an attempt's first report is not only progress: it shows the start-up time
+        all_report(2)  # an attempt's first report is written at once, because it shows the start-up time
         await asyncio.sleep(60)
         before = len(server.done)
         all_report(3)
@@ -324,7 +324,7 @@ def test_progress_of_many_jobs_is_written_ten_times_a_second_and_nothing_waits_b
 def test_limits_in_flight_hold_and_everybody_has_a_place_also_where_some_give_up(
     calls: list[tuple[str, float]], cancelled: list[int]
 ) -> None:
-    """A lost place would be missing until the operator restarts."""
+    """Otherwise each lost place reduces the limit until the operator restarts."""
     served: list[int] = []
 
     async def story() -> None:
@@ -339,7 +339,7 @@ def test_limits_in_flight_hold_and_everybody_has_a_place_also_where_some_give_up
                 assert len(quick) <= 6
                 try:
                     await asyncio.sleep(min(seconds, 0.99))
-                    quick.remove(number)  # from now on it is slow, or done
+                    quick.remove(number)  # a call counts as slow from now on, or has ended
                     await asyncio.sleep(max(0.0, seconds - 0.99))
                 finally:
                     quick.discard(number)
@@ -366,7 +366,7 @@ AFTER_SECONDS = 5.0
 
 
 def test_while_every_write_is_turned_away_each_job_asks_as_seldom_as_the_server_wants_and_starts_after_it() -> None:
-    """Twenty jobs that retry at once could keep an API server down that sheds load for a minute."""
+    """If twenty jobs retried at once, an overloaded API server could never recover."""
 
     async def story() -> None:
         turned_away: dict[str, list[float]] = collections.defaultdict(list)

@@ -1,4 +1,4 @@
-"""Which events of DDPJobs kopf gets, and which go straight into our copy."""
+"""The feed decides which events of DDPJobs kopf gets, and which go directly into our copy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def job(version: int, uid: str = "u1") -> dict[str, Any]:
 
 
 def told(feed: Feed) -> list[tuple[str, str]]:
-    """Return the events that kopf has not read yet: their type, and the uid."""
+    """Return (change, uid) of the events that kopf has not read yet."""
 
     async def read() -> list[tuple[str, str]]:
         found: list[tuple[str, str]] = []
@@ -39,12 +39,12 @@ def told(feed: Feed) -> list[tuple[str, str]]:
 
 
 def test_kopf_is_told_of_jobs_that_begin_and_end_and_all_goes_into_our_copy() -> None:
-    """An edit that reaches neither would never be acted on; one that reaches both costs twice."""
+    """An edit that reaches neither our copy nor kopf is never acted on, and one that reaches both costs twice."""
     changed: list[tuple[str, str]] = []
     jobs = Jobs(changed.append)
     feed = Feed(jobs)
     feed.put(job(4))
-    assert changed == []  # kopf's handler puts it into our copy
+    assert changed == []  # kopf's handler adds the job to our copy
     feed.put(job(5))
     assert (jobs.get(KEY), changed) == (job(5), [KEY])
     feed.remove(*KEY, "u1")
@@ -60,8 +60,8 @@ def nested(levels: int) -> Any:
 
 @pytest.mark.parametrize("template", ["x" * 100_000, nested(900)], ids=["large", "deep"])
 def test_kopf_is_told_no_more_of_a_job_than_its_name(template: Any) -> None:
-    """Its queue has no limit: 2,000 jobs of 280 kB created at once would fill the operator's memory. And it reads
-    events with Python's JSON, which fails at 1,000 levels and would end the operator."""
+    """kopf's queue has no limit: 2,000 new jobs of 280 kB would fill the operator's memory. And kopf parses events with
+    Python's json, which fails at 1,000 levels and would end the operator."""
     feed = Feed(Jobs(lambda _key: None))
     feed.put(job(4) | {"spec": {"template": template}})
 
@@ -72,7 +72,7 @@ def test_kopf_is_told_no_more_of_a_job_than_its_name(template: Any) -> None:
 
 
 def test_a_list_goes_into_our_copy_and_what_it_lacks_is_gone() -> None:
-    """A job that was deleted while no watch was open would be restarted for ever, and its pods refused."""
+    """If a deletion was missed while no watch was open, the job would be restarted for ever."""
     jobs = Jobs(lambda _key: None)
     feed = Feed(jobs)
     taken(feed, [job(4)], 4)

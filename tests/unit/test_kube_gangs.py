@@ -1,4 +1,4 @@
-"""The served version of a gang scheduler's API, requests for it, and the copy of its objects."""
+"""The gang watch finds the API version that the server has, requests it, and keeps a copy of its objects."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ADMITTED = {
 
 
 class Server:
-    """An API server that serves some versions of PodGroups; `answers` are errors by path."""
+    """API server that serves some versions of PodGroups. `answers` maps paths to errors."""
 
     def __init__(self, *versions: str) -> None:
         self.served = versions
@@ -82,7 +82,7 @@ def gang_of(
 
 
 def found(server: Server, *namespaces: str, adapter: Adapter = native.ADAPTER) -> GangWatch:
-    """Return what is known about the API after it was asked."""
+    """Return the API that is found on this server."""
     told: list[str] = []
     gang = gang_of(server, *namespaces, found=lambda: told.append("found"), adapter=adapter)
     runs(gang, lambda: told and gang.is_ready(""))
@@ -90,7 +90,7 @@ def found(server: Server, *namespaces: str, adapter: Adapter = native.ADAPTER) -
 
 
 def runs(gang: GangWatch, true: Callable[[], object]) -> None:
-    """Let it run until this is true."""
+    """Run the gang watch until `true()` holds."""
 
     async def run() -> None:
         async with running(gang.run()):
@@ -100,8 +100,7 @@ def runs(gang: GangWatch, true: Callable[[], object]) -> None:
 
 
 def test_a_gangs_part_ends_with_the_first_of_its_watches() -> None:
-    """The operator ends with this task, and would not notice that a watch below it ended: its jobs would wait for
-    ever."""
+    """Otherwise the operator does not notice that a watch has ended, and its jobs wait for ever."""
 
     async def run() -> None:
         told: list[str] = []
@@ -128,14 +127,14 @@ def test_a_gangs_part_ends_with_the_first_of_its_watches() -> None:
     ],
 )
 def test_the_best_version_that_is_served_is_taken(adapter: Adapter, served: tuple[str, ...], taken: str) -> None:
-    """An upgrade of the cluster removes old ones. Of Kueue, the version that was run is the best."""
+    """An upgrade of the cluster removes old versions. For Kueue the version that was tested is preferred."""
     gang = found(Server(*served), adapter=adapter)
     assert gang.api.api_version == f"{adapter.group}/{taken}"
     assert gang.path("team") == f"/apis/{adapter.group}/{taken}/namespaces/team/{adapter.plural}"
 
 
 def test_where_namespaces_are_named_nothing_is_listed_outside_of_them() -> None:
-    """A Role allows no more."""
+    """A Role grants nothing outside its namespace."""
     server = Server("v1alpha2")
     found(server, "team-a", "team-b")
     asked = [path for path in server.asked if path.endswith("podgroups")]
@@ -177,7 +176,7 @@ def test_an_api_server_that_is_away_is_asked_again_and_not_taken_for_one_without
 def test_a_namespace_in_which_nothing_may_be_listed_keeps_the_queue_from_no_other(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """If the first watched namespace is deleted with its Role, jobs of all others must not wait for ever."""
+    """If the first watched namespace is deleted with its Role, jobs of all other namespaces must not wait for ever."""
     server, workloads = Server("v1beta1"), "/apis/kueue.x-k8s.io/v1beta1/namespaces/gone/workloads"
     server.errors[workloads] = ApiError(403, "Forbidden", "cannot list workloads in gone")
     waits = list[float]()
@@ -214,7 +213,7 @@ WORKLOADS = "/apis/kueue.x-k8s.io/v1beta1/workloads"
 def test_the_api_of_a_queue_that_answers_with_errors_counts_as_away_until_it_works_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Kueue's conversion webhook may be down while the operator starts: other jobs must be reconciled, and the log must
+    """Kueue's conversion webhook may be down while the operator starts. Other jobs must be reconciled, and the log must
     name the cause."""
     server, waits = Server("v1beta1"), list[float]()
     server.errors[WORKLOADS] = CONVERSION

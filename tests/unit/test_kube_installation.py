@@ -32,7 +32,7 @@ def lease(seconds_ago: float = 1.0, holder: str = "ddpjob-operator-x2lqk_5f0c") 
 
 
 def published(**status: Any) -> dict[str, Any]:
-    """Return the schema of the kind as the API server publishes it, with these fields of the status instead of ours."""
+    """Return the CRD as the API server publishes it, with other fields in the schema of its status."""
     schema = crd.crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     if status:
         schema["properties"]["status"]["properties"] = status
@@ -95,7 +95,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_does_not_work_is_named_with_the_command_that_shows_why(
     answers: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`helm test` says only that a pod has failed, so its log must contain the rest."""
+    """`helm test` prints only that a pod has failed, so its log must contain the reason and a command."""
     assert run(answers) == 1
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAIL")]
     assert said in line

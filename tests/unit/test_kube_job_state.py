@@ -1,4 +1,4 @@
-"""What the operator remembers of a job besides the watches."""
+"""The operator's memory of a job: the times at which it first observed something."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def pod(uid: str = "a", **fields: dt.datetime) -> Pod:
 
 
 def test_whether_a_node_is_lost_is_counted_from_when_we_saw_it_whatever_the_api_servers_clock_says() -> None:
-    """Otherwise an operator whose clock is ahead gives up a healthy node, and starts the next attempt next to the
-    last."""
+    """Otherwise an operator whose clock is ahead gives up a healthy node and starts the next attempt while the last one
+    is still running."""
     memory, later = JobState("uid"), START + dt.timedelta(seconds=20)
     asked = START + AHEAD
     stopping = pod(deletion_requested_at=asked, deletion_deadline=asked + dt.timedelta(seconds=10), silent_since=asked)
@@ -29,7 +29,7 @@ def test_whether_a_node_is_lost_is_counted_from_when_we_saw_it_whatever_the_api_
 
 
 def test_a_pod_that_the_api_servers_clock_binds_in_the_future_was_bound_when_we_saw_it() -> None:
-    """Otherwise a node that died soon after it got its pod counts as lost only when our clock reaches that time."""
+    """Otherwise a node that failed soon after the binding counts as lost only when our clock reaches that time."""
     memory, bound = JobState("uid"), pod(scheduled_at=START + AHEAD)
     for seconds in (0, 20, 40, 24 * 60):
         assert memory.by_own_clock([bound], START + dt.timedelta(seconds=seconds))[0].bound_since == START
@@ -38,8 +38,8 @@ def test_a_pod_that_the_api_servers_clock_binds_in_the_future_was_bound_when_we_
 
 
 def test_times_of_pods_that_are_compared_with_each_other_stay_by_one_clock() -> None:
-    """After a jump of our clock, one pod would have our time and its peer the cluster's: the peer would count as
-    created after it had ended, and the rank that left first would not be blamed."""
+    """After a jump of our clock, one pod would have our time and its peer the API server's. The peer would seem to be
+    created after its end, and the rank that left first would not be charged."""
     memory = JobState("uid")
     (first,) = memory.by_own_clock([pod(scheduled_at=START + AHEAD)], START)
     later, peer = START + 2 * AHEAD, pod("b", scheduled_at=START + AHEAD)
@@ -48,8 +48,8 @@ def test_times_of_pods_that_are_compared_with_each_other_stay_by_one_clock() -> 
 
 
 def test_a_kubelet_that_is_back_has_the_grace_of_a_pod_before_it_that_pod_is_given_up() -> None:
-    """The pod was to stop while its node was cut off. If it were given up as its kubelet returns, the next group would
-    start next to it (seed 3441 of the simulation with memory)."""
+    """The pod's node was cut off when the pod was to stop. If the pod were given up just as its kubelet returns, two
+    groups would run at once (seed 3441 of the simulation with memory)."""
     memory, back_at = JobState("uid"), START + dt.timedelta(seconds=29)
     stopping = pod(deletion_requested_at=START, deletion_deadline=START + dt.timedelta(seconds=1))
     silent = replace(stopping, silent_since=START)
@@ -66,7 +66,7 @@ def test_the_wait_for_a_pod_that_is_heard_again_starts_from_zero() -> None:
 
 
 def test_how_long_a_sidecar_has_run_on_is_counted_from_when_we_saw_it_whatever_the_nodes_clock_says() -> None:
-    """With a node whose clock is ahead the job would wait, and with one that is behind an eviction would be a
+    """If the node's clock is ahead, the job would wait too long. If it is behind, an eviction would count as
     success."""
     memory, done = JobState("uid"), Container("ended", "Completed", exit_code=0, ended_at=START + AHEAD)
     beside = replace(pod(), trainer=done, sidecars_run=True)

@@ -1,4 +1,4 @@
-"""The label by which reports find the leader moves with the Lease, also off the pod of a leader that hangs."""
+"""The leader's pod has a label by which reports find it. It follows the Lease, even if the former leader hangs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ddpjob_operator.kube.leader_label import FORBIDDEN_SECONDS, LABEL, LeaderLa
 
 
 class Pods:
-    """An API server; `errors` are raised one after the other."""
+    """Pods of an API server. `errors` are raised one after the other."""
 
     def __init__(self, *errors: ApiError, **labels: str) -> None:
         self.errors = list(errors)
@@ -51,7 +51,7 @@ def lives(pods: Pods, pod: str, story: Callable[[LeaderLabel], Any], seconds: fl
 
 
 def test_who_leads_has_the_label_and_who_led_before_has_it_no_more() -> None:
-    """A leader that hangs cannot remove it, and half of all reports would go to it."""
+    """A leader that hangs cannot remove its label, and half of all reports would go to its pod."""
     pods = Pods(a="true")
     lives(pods, "b", lambda label: label.take_from("a"))
     assert pods.labels == {"a": None, "b": "true"}
@@ -65,7 +65,7 @@ def test_who_leads_has_the_label_whoever_led_before(former: str) -> None:
 
 
 def test_a_container_that_was_restarted_takes_the_label_off_its_pod_until_it_leads() -> None:
-    """A pod keeps its labels when its container ends: reports would go to a standby operator."""
+    """A pod keeps its labels when its container restarts, so reports would go to a standby operator."""
     pods = Pods(a="true")
     lives(pods, "a", lambda _: None)
     assert pods.labels == {"a": None}
@@ -79,7 +79,7 @@ def test_a_label_that_the_server_does_not_take_is_tried_again() -> None:
 
 
 def test_a_right_that_is_missing_is_said_once_and_asked_for_seldom(caplog: pytest.LogCaptureFixture) -> None:
-    """With the roles of an older chart everything except reports works, and the log says why they do not arrive."""
+    """With the role of an older chart only reports fail to arrive, and the log must name the reason."""
     pods = Pods(*[ApiError(403, "Forbidden", "cannot patch pods")] * 1000)
     lives(pods, "a", lambda label: label.take_from(""), seconds=10 * FORBIDDEN_SECONDS)
     assert pods.asked <= 11

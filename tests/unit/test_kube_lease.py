@@ -1,5 +1,5 @@
-"""The Lease: never two operators act at the same time, whatever happens to requests and clocks, and soon one acts
-again."""
+"""Two operators never act at the same time, whatever happens to requests and clocks. After a failure one of them acts
+again soon."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.lease import Candidate, Durations, Election, Lease
 from ddpjob_operator.kube.settings import OperatorSettings
 
-START = 70_000.25  # an odd start value of the clock
-DURATIONS = Durations()  # 15 s, 10 s, 2 s
+START = 70_000.25  # an arbitrary start value of the clock
+DURATIONS = Durations()  # lease 15 s, renewal deadline 10 s, retry period 2 s
 OURS, THEIRS = "a", "b"
 
 
-# ------------------------------------------------------------------------------------------------ what may be done
+# ------------------------------------------------------------------------------------------------ one operator
 
 
 def candidate() -> Candidate:
@@ -70,7 +70,7 @@ def test_a_lease_is_taken_when_it_has_not_changed_for_its_whole_duration_and_not
 
 
 def test_an_absent_lease_that_was_not_looked_at_for_a_while_may_have_been_made_and_deleted_meanwhile() -> None:
-    """An operator that was cut off meanwhile would act next to the one that created the Lease."""
+    """Otherwise an operator that was cut off would act next to the one that has created the Lease since then."""
     one, other = candidate(), Candidate(THEIRS, DURATIONS)
     one.saw(None, START)
     other.took(lease(1), START + 50, START + 51)
@@ -125,7 +125,7 @@ def test_durations_are_client_gos_unless_said_otherwise() -> None:
 
 @dataclass
 class Server:
-    """Keeps a Lease as the API server does: a write must name the version it is based on."""
+    """Server of a Lease. As on a real one, a write is refused unless it names the current version."""
 
     lease: dict[str, Any] | None = None
     version: int = 100
@@ -180,7 +180,7 @@ class Way(Wire):
 
 
 class Process:
-    """An operator: its Leader, with its own clock."""
+    """Operator with its Leader and its own clock."""
 
     def __init__(self, way: Way, name: str, *, offset: float = 0.0, rate: float = 1.0) -> None:
         loop = asyncio.get_running_loop()
@@ -193,13 +193,13 @@ class Process:
         """End the operator as SIGKILL does."""
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
-        # A dead process holds nothing.
+        # A dead process holds no Lease.
         self.leader._candidate.held_until = float("-inf")
 
 
 @contextlib.asynccontextmanager
 async def two() -> Any:
-    """Return two operators, of which `a` leads."""
+    """Return two operators. `a` is the leader."""
     server = Server()
     ways = Way(server), Way(server)
     a = Process(ways[0], "a", offset=START)
@@ -252,7 +252,7 @@ def test_after_a_release_the_other_leads_within_two_retries() -> None:
 
 
 def test_a_lease_is_released_though_a_renewal_arrives_meanwhile() -> None:
-    """The request of a cancelled task is still in flight, and changes the version that is replaced."""
+    """The request of a cancelled renewal may still change the version that the release names."""
 
     async def story() -> None:
         async with two() as (server, _, a, b):
@@ -351,9 +351,9 @@ fates = st.one_of(
         lost=st.booleans(),
     ),
 )
-# Trouble lasts: one lost request is nothing, and nobody loses a Lease by it.
+# Each fault lasts for seconds, because a single lost request never costs the Lease.
 weather = st.lists(st.tuples(st.floats(0.5, 15.0), fates), min_size=10, max_size=16)
-# A clock that runs by 15 % too fast or too slow is broken; DURATIONS stand 15 : 10.
+# Clocks run up to 15 % too fast or too slow. DURATIONS allow for that: 15 s against 10 s.
 operators = st.fixed_dictionaries(
     {
         "starts": st.floats(0, 30),
@@ -380,7 +380,7 @@ def test_at_no_time_two_operators_hold_it_and_when_the_trouble_ends_one_does(
         if deleted_at is not None:
             asyncio.get_running_loop().call_later(deleted_at, lambda: setattr(server, "lease", None))
         await asyncio.sleep(TROUBLE_SECONDS)
-        # A request in flight may arrive once more, and then the trouble ends.
+        # A delayed request may still arrive 40 s later. After that there are no more faults.
         await asyncio.sleep(40 + QUIET_SECONDS)
         for task in tasks:
             assert not task.done() or task.exception() is None, task.exception()
@@ -420,7 +420,7 @@ async def _live(server: Server, alive: dict[str, Process], name: str, life: dict
 
 
 async def _watch(alive: dict[str, Process], name: str) -> None:
-    """Check whenever it starts to hold the Lease that nobody else does."""
+    """Fail if this operator begins to hold the Lease while another one holds it."""
     while True:
         await alive[name].leader.gained()
         holders = [other for other, process in alive.items() if process.leader.holds()]

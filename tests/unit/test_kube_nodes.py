@@ -64,8 +64,8 @@ def timed(clock: Clock) -> NodeCache:
 
 
 def test_who_is_told_of_nodes_is_told_once_where_many_are_judged_anew() -> None:
-    """The listener looks at every pod. With 5,000 nodes and 10,000 pods, repeated calls would block the operator for 6
-    s and delay its Lease, just when most nodes are cut off."""
+    """The listener checks every pod. Called for each of 5,000 nodes, it would block the operator for 6 s with 10,000
+    pods, just when most nodes are cut off, and delay its Lease."""
     told: list[int] = []
     nodes = NodeCache(lambda names: told.append(len(names)), lambda: NOW)
     for number in range(100):
@@ -102,7 +102,7 @@ def test_since_when_is_counted_by_our_own_clock_for_the_clusters_may_be_minutes_
 
 
 def test_a_deleted_node_counts_as_not_ready_since_its_object_went(timed: NodeCache, clock: Clock) -> None:
-    """A cloud deletes the Node of a lost spot VM: otherwise the job looks for a minute as if all its nodes trained."""
+    """A cloud deletes the Node of a lost spot VM. Otherwise the job seems to train on all nodes for a minute."""
     taken(timed, [node("a"), node("b")], 1)
     clock.pass_(seconds=7)
     timed.remove("", "b", "b")
@@ -110,7 +110,7 @@ def test_a_deleted_node_counts_as_not_ready_since_its_object_went(timed: NodeCac
 
 
 def test_a_node_that_is_not_ready_and_then_deleted_keeps_its_countdown(timed: NodeCache, clock: Clock) -> None:
-    """Otherwise the cloud's deletion makes recovery slower."""
+    """Otherwise the deletion of the Node restarts the countdown, and the job recovers later."""
     taken(timed, [node("a"), node("b")], 1)
     timed.put(node("b", "Unknown"))
     since = clock.now
@@ -122,7 +122,7 @@ def test_a_node_that_is_not_ready_and_then_deleted_keeps_its_countdown(timed: No
 
 
 def test_a_node_that_is_deleted_while_most_are_not_heard_is_lost_from_then_on(timed: NodeCache, clock: Clock) -> None:
-    """The time before proves nothing: the control plane received no heartbeats."""
+    """The time before proves nothing, because the control plane received no heartbeats from most nodes then."""
     taken(timed, [node(n) for n in "abcde"], 1)
     for name in "abcd":
         timed.put(node(name, "Unknown"))
@@ -134,7 +134,7 @@ def test_a_node_that_is_deleted_while_most_are_not_heard_is_lost_from_then_on(ti
 
 @pytest.mark.parametrize("uid", ["b", "another"])
 def test_a_node_that_comes_back_under_its_name_is_ready_again(timed: NodeCache, clock: Clock, uid: str) -> None:
-    """A restarted machine has a new Node object, and its kubelet reports on its pods."""
+    """A restarted machine has a new Node object, and its kubelet reports the pods that are on it."""
     taken(timed, [node("a"), node("b")], 1)
     timed.remove("", "b", "b")
     gone_since = clock.now
@@ -171,7 +171,7 @@ def test_nodes_that_an_autoscaler_removes_are_no_outage_of_the_others(nodes: Nod
 
 
 def test_the_api_server_is_asked_once_for_each_node_that_is_missing(nodes: NodeCache) -> None:
-    """Otherwise a pod on a new node is given up while the watch of nodes is late."""
+    """While the watch of nodes is late, a pod on a new node must not count as lost."""
     assert nodes.unknown({"a"}) == [], "before the first list nothing is known"
     taken(nodes, [node("a"), node("b")], 1)
     nodes.remove("", "b", "b")
@@ -187,7 +187,7 @@ def test_the_api_server_is_asked_once_for_each_node_that_is_missing(nodes: NodeC
 def test_when_most_nodes_are_not_heard_at_once_none_counts_as_lost(
     nodes: NodeCache, changes: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Then the control plane is at fault, and all jobs of the cluster would be killed for nothing."""
+    """If most nodes are silent, the control plane is at fault, and healthy jobs must not be killed."""
     taken(nodes, [node(n) for n in "abcde"], 1)
     nodes.put(node("a", "Unknown"))
     nodes.put(node("b", "Unknown"))
@@ -219,7 +219,7 @@ def test_in_a_cluster_of_two_one_node_can_be_lost_and_both(nodes: NodeCache) -> 
 
 
 class Server:
-    """An API server with these nodes, and a pod with this version on the first of them."""
+    """API server with these nodes, and a pod with this resourceVersion on the node gpu-1."""
 
     def __init__(self, *nodes: dict[str, Any], version: str = "7") -> None:
         self.nodes, self.deleted, self.version = nodes, 0, version
@@ -246,7 +246,7 @@ def pod_on_gpu_1(phase: str, version: str) -> dict[str, Any]:
 
 
 def gives_up_its_pod(server: Server, nodes: NodeCache, phase: str = "Running") -> None:
-    """True if the pod on gpu-1 is deleted with a grace period of 0."""
+    """Let the operator delete the pod on gpu-1 with a grace period of 0."""
     copies = caches(nodes=nodes)
     copies.pods.put(pod_on_gpu_1(phase, "7"))
     executor = reconciler(server, copies, Runtime()).executor
@@ -255,9 +255,9 @@ def gives_up_its_pod(server: Server, nodes: NodeCache, phase: str = "Running") -
 
 @pytest.mark.parametrize(("ready", "version"), [("True", "7"), ("Unknown", "8")], ids=["node", "pod"])
 def test_a_pod_whose_kubelet_is_back_before_a_watch_says_so_is_kept(nodes: NodeCache, ready: str, version: str) -> None:
-    """The object would disappear at once and the container live on for its grace: two groups would train into one
-    folder. The API server may execute the delete 19 s later; if the kubelet is back by then, it has updated the pod
-    (seed 701187 of the simulation with memory)."""
+    """A deletion without grace removes the object while the container is still running: two groups would train into one
+    folder. The API server may execute it 19 s later; a kubelet that is back by then has updated the pod (seed 701187 of
+    the simulation with memory)."""
     taken(nodes, [node("gpu-1", "Unknown")], 1)
     server = Server(node("gpu-1", ready), version=version)
     with pytest.raises(ConflictError):
@@ -269,7 +269,7 @@ def test_a_pod_whose_kubelet_is_back_before_a_watch_says_so_is_kept(nodes: NodeC
 
 @pytest.mark.parametrize("there", [(), (node("gpu-1", "Unknown"),)], ids=["gone", "not ready"])
 def test_a_pod_of_a_node_that_is_still_lost_is_given_up(nodes: NodeCache, there: tuple[dict[str, Any], ...]) -> None:
-    """Nobody else ever deletes it, and its name is needed."""
+    """Nobody else deletes such a pod, and the next attempt needs its name."""
     taken(nodes, [node("gpu-1", "Unknown")], 1)
     server = Server(*there)
     gives_up_its_pod(server, nodes)
@@ -278,8 +278,7 @@ def test_a_pod_of_a_node_that_is_still_lost_is_given_up(nodes: NodeCache, there:
 
 @pytest.mark.parametrize("phase", ["Failed", "Succeeded"])
 def test_a_pod_that_ended_long_ago_goes_from_a_node_that_is_ready(nodes: NodeCache, phase: str) -> None:
-    """Otherwise a job has old pods to delete from its fourth attempt on, and creates no new ones while that is
-    refused."""
+    """Otherwise a refused deletion of an old pod stops the job from creating pods, from the fourth attempt on."""
     taken(nodes, [], 1)
     server = Server(node("gpu-1"))
     gives_up_its_pod(server, nodes, phase)
@@ -287,7 +286,7 @@ def test_a_pod_that_ended_long_ago_goes_from_a_node_that_is_ready(nodes: NodeCac
 
 
 def test_an_operator_that_may_not_read_nodes_asks_for_none(nodes: NodeCache) -> None:
-    """It uses the node controller's treatment of pods, and a refused read would keep the job waiting for ever."""
+    """It relies on the node controller. A refused read of a node would keep the job waiting for ever."""
     server = Server(node("gpu-1"))
     gives_up_its_pod(server, nodes)
     assert server.deleted == 1

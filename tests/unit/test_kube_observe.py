@@ -1,4 +1,4 @@
-"""What decisions read of a pod and a Service, in the shapes that API servers and kubelets produce."""
+"""What the operator reads of pods and Services, in the forms that API servers and kubelets produce."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings, whom the receiver trusts, and how long a refused create waits."""
+"""The operator's settings, the pods whose reports it accepts, and the wait after a refused create."""
 
 from __future__ import annotations
 
@@ -124,13 +124,13 @@ def test_only_a_pod_of_the_present_job_is_believed() -> None:
         assert made.locate(BoundPod("other", "digits-1-1", "uid-digits-1-1")) is None
         made.caches.pods.put(pod(1, owner="the uid of a deleted job", version=2))
         assert made.locate(BoundPod("default", "digits-1-1", "uid-digits-1-1")) is None
-        made.report(found, Report(step=1))  # a job that was not reconciled yet: ignored
+        made.report(found, Report(step=1))  # this job was not reconciled yet, so the report is ignored
 
     asyncio.run(run())
 
 
 def test_hundreds_of_jobs_that_are_deleted_at_once_leave_nothing_and_cost_no_request() -> None:
-    """When a namespace is emptied, leftovers of each job would add up until the operator runs out of memory."""
+    """When a namespace is emptied, leftovers of each job would fill the operator's memory."""
 
     def refused() -> kopf.ConnectionInfo:
         raise LoginError("nothing is asked for")
@@ -159,7 +159,7 @@ def test_hundreds_of_jobs_that_are_deleted_at_once_leave_nothing_and_cost_no_req
 
 
 def test_a_failure_is_reconciled_at_once_and_one_of_several_good_news_after_a_while() -> None:
-    """The rules are tested in test_kube_triggers.py."""
+    """This test checks that the operator applies the rules that test_kube_triggers.py tests."""
 
     def due_in() -> float:
         at = made.queue.schedule.next_at()
@@ -181,7 +181,7 @@ def test_a_failure_is_reconciled_at_once_and_one_of_several_good_news_after_a_wh
 
 
 def made_quiet(made: Operator) -> None:
-    """Let everything happen that is due, now or later."""
+    """Reconcile until nothing is due, now or later."""
     schedule = made.queue.schedule
     while (at := schedule.next_at()) is not None:
         key = schedule.pop(at)
@@ -201,8 +201,8 @@ def test_only_a_404_that_names_the_object_means_that_it_is_gone() -> None:
 
 @pytest.mark.parametrize("reads_nodes", [False, True])
 def test_how_long_a_pod_is_in_a_state_is_counted_by_our_clock_also_where_nodes_can_be_read(reads_nodes: bool) -> None:
-    """By a node's clock that is a minute behind, a trainer that an eviction ended next to its sidecar would count as
-    completed."""
+    """If a node's clock were used that is a minute behind, a trainer that was evicted next to its sidecar would count
+    as completed."""
     done = {"exitCode": 0, "reason": "Completed", "finishedAt": f"{START - dt.timedelta(minutes=1):%Y-%m-%dT%H:%M:%SZ}"}
     beside = [_state(terminated=done), {"name": "proxy", "state": {"running": {}}}]
 
@@ -243,13 +243,13 @@ def test_the_probe_names_a_watch_that_does_nothing_and_a_part_that_has_ended() -
 
 
 def test_an_operator_that_is_told_to_end_does_so_in_time_and_for_one_reason() -> None:
-    """kopf may wait for ever for the end of a dead task."""
+    """kopf may wait for ever for a task that has ended, so the operator limits the time for its own end."""
     limits: list[float] = []
 
     async def run() -> Operator:
         made = Operator(OperatorSettings(), Client(), end_within=limits.append)
         tasks = [made.run("first", asyncio.sleep(0)), made.run("second", asyncio.sleep(0))]
-        await asyncio.gather(*tasks)  # it learns of both ends first: its callbacks were added before those of gather
+        await asyncio.gather(*tasks)  # the operator's callbacks run before those of gather
         made.end()
         return made
 
@@ -259,8 +259,8 @@ def test_an_operator_that_is_told_to_end_does_so_in_time_and_for_one_reason() ->
 
 
 def test_who_stands_by_knows_the_pods_of_a_job_that_was_made_again_and_forgets_one_that_is_gone() -> None:
-    """Otherwise it refuses reports of nodes that an earlier job of the same name did not have, and keeps the specs of
-    deleted jobs."""
+    """Otherwise a standby operator refuses reports for nodes that an earlier job of the same name did not have, and
+    keeps the specs of deleted jobs."""
 
     async def run() -> None:
         made = Operator(OperatorSettings(), Client(), Election(Client(), "ops", "op", "a", Durations()))
@@ -297,7 +297,7 @@ def test_who_stands_by_queues_nothing_and_who_leads_reconciles_every_job() -> No
 
 
 def test_an_operator_that_loses_its_lease_ends_as_if_it_had_been_told_to(caplog: pytest.LogCaptureFixture) -> None:
-    """Kubernetes restarts it. Another exit code would mean a crash, and an alert in every cluster."""
+    """Kubernetes restarts the operator. Another exit code would mean a crash, and an alert in every cluster."""
 
     class Brief(Election):
         async def gained(self) -> str:
@@ -330,7 +330,7 @@ print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 
 @pytest.mark.parametrize(("count", "found"), [(512, "512 1024"), (16_384, "1024 1024"), (100, "256 1024")])
 def test_the_operator_may_have_as_many_connections_open_as_its_container_allows(count: int, found: str) -> None:
-    """containerd 2 gives a container 1,024 open files at first, too few for a thousand reporting trainers."""
+    """containerd 2 starts containers with 1,024 open files (soft limit): too few for a thousand trainers."""
     done = subprocess.run(
         [sys.executable, "-c", LOWERED.format(count=count)], capture_output=True, text=True, timeout=60, check=True
     )

@@ -1,4 +1,4 @@
-"""A release for all namespaces leaves those that another release watches alone, and takes them over when it goes."""
+"""A release for all namespaces ignores each namespace that another release has marked with a ConfigMap."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEY = ("team", "digits")
 
 
 class Marks:
-    """An API server with the marks of releases."""
+    """API server with one mark for each given namespace and release."""
 
     def __init__(self, **releases: str) -> None:
         self.releases, self.error = releases, ApiError(0, "NoAnswer", "away")
@@ -33,7 +33,7 @@ class Marks:
 
 
 class World:
-    """An operator for all namespaces, and the marks that it sees."""
+    """Operator for all namespaces that reads these marks."""
 
     def __init__(self, marks: Marks) -> None:
         self.marks = marks
@@ -44,11 +44,11 @@ class World:
         self.changes: list[Set[str]] = []
 
     def begins(self) -> None:
-        """Let it read the marks from now on."""
+        """Start the task that reads the marks regularly."""
         self.running = asyncio.create_task(self.others.run(self.changes.append))
 
     async def reads(self) -> float | None:
-        """Return when a job of the namespace is reconciled, once the marks were read."""
+        """Wait for the next read of the marks, then reconcile the job; return the seconds until its next reconcile."""
         await asyncio.sleep(READ_SECONDS + 1)
         return await self.operator.reconciler.reconcile(KEY)
 
@@ -82,7 +82,7 @@ def test_a_namespace_with_a_release_of_its_own_is_left_alone_until_that_one_goes
 
 
 def test_a_release_that_may_not_read_the_marks_acts_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    """With the role of an older chart, jobs for which nobody acts would be worse."""
+    """The role of an older chart forbids the read. Jobs that no release acts for would be worse."""
     marks = Marks(team="team/theirs")
     marks.fails, marks.error = True, ApiError(403, "Forbidden", "cannot list configmaps")
 
@@ -98,7 +98,7 @@ def test_a_release_that_may_not_read_the_marks_acts_and_says_so(caplog: pytest.L
 
 
 def test_a_mark_of_a_tenant_concerns_the_jobs_of_its_own_namespace_alone(caplog: pytest.LogCaptureFixture) -> None:
-    """Otherwise a mark that changes every ten seconds makes all jobs of the cluster reconcile each time."""
+    """Otherwise a tenant's mark that changes every ten seconds makes all jobs of the cluster reconcile each time."""
     marks = Marks(team="a")
 
     async def story() -> None:

@@ -1,4 +1,4 @@
-"""Deleted pods that stay, and pods that a watch reports as gone although they exist."""
+"""Pods that still exist after their deletion, and pods that a watch reports as gone although they exist."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ENDED = {
 
 
 class Cluster:
-    """An API server with one job and its pods, and an operator that observes it."""
+    """API server with one job and its pods, and a reconciler that observes them."""
 
     def __init__(self, attempt: int, nodes: int = 2, **status: Any) -> None:
         self.version, self.now = 100, START
@@ -65,7 +65,7 @@ class Cluster:
             self.states.pod_deleted(key, old)
 
     def has(self, attempt: int, place: int, status: Raw, **metadata: Any) -> Raw:
-        """True if there is a pod of the job."""
+        """Add a pod of the job to the API server, and return it."""
         raw = build.pod(self.job, attempt, place)
         raw["spec"]["nodeName"] = f"node-{place}"
         raw["status"] = status
@@ -81,7 +81,7 @@ class Cluster:
         return raw
 
     def reconciles(self, times: int = 1, seconds: float = 1.0) -> list[str]:
-        """Reconcile; return the requests meanwhile."""
+        """Reconcile so many times; return the requests that were sent."""
         self.requests.clear()
         for _ in range(times):
             self.again_in = asyncio.run(self.reconciler.reconcile(KEY))
@@ -148,7 +148,7 @@ class Cluster:
 
 
 def test_a_pod_of_long_ago_that_nobody_lets_go_holds_up_no_attempt(caplog: pytest.LogCaptureFixture) -> None:
-    """A webhook that protects pods must not block every attempt from the fourth on."""
+    """A webhook may refuse to delete pods. From the fourth attempt on this would otherwise block the job."""
     cluster = Cluster(4, state="Restarting", reason="Restarting")
     cluster.has(1, 0, ENDED)
     cluster.refuses_deletes = True
@@ -160,7 +160,7 @@ def test_a_pod_of_long_ago_that_nobody_lets_go_holds_up_no_attempt(caplog: pytes
 
 @pytest.mark.parametrize("refused", [True, False], ids=["refused", "held by a finalizer"])
 def test_a_pod_that_stays_is_deleted_once_a_minute(refused: bool) -> None:
-    """Otherwise each such pod costs six requests per second for as long as the job lives."""
+    """Otherwise each such pod costs six requests per second until the job is deleted."""
     cluster = Cluster(4, state="Running", reason="AllNodesRun", startedNodes="0-1")
     cluster.has(1, 0, ENDED, finalizers=["example.com/hold"])
     for place in range(2):
@@ -171,8 +171,8 @@ def test_a_pod_that_stays_is_deleted_once_a_minute(refused: bool) -> None:
 
 
 def test_a_pod_that_has_lost_the_jobs_label_gets_it_back_and_the_training_goes_on() -> None:
-    """A user may remove a pod's label to inspect it. Otherwise its group restarts, and the pod trains on next to the
-    next attempt, into the same checkpoint."""
+    """A user may remove a pod's label to inspect the pod. Otherwise its group restarts, and the pod trains on into the
+    checkpoint of the next attempt."""
     cluster = Cluster(1, state="Running", reason="AllNodesRun", startedNodes="0-1")
     aside, _ = (cluster.has(1, place, RUNNING) for place in range(2))
     cluster.reconciles()
@@ -185,7 +185,7 @@ def test_a_pod_that_has_lost_the_jobs_label_gets_it_back_and_the_training_goes_o
 
 
 def test_thousands_of_pods_that_have_lost_the_jobs_label_get_it_back_in_several_reconciles() -> None:
-    """A job of 1,000 nodes must not block its worker for 2,000 requests."""
+    """A job of 1,000 nodes must not keep a worker busy with 2,000 requests."""
     nodes = 40
     cluster = Cluster(1, nodes, state="Running", reason="AllNodesRun", startedNodes=f"0-{nodes - 1}")
     pods = [cluster.has(1, place, RUNNING) for place in range(nodes)]
@@ -220,7 +220,7 @@ def test_of_many_pods_that_are_gone_only_some_are_asked_for() -> None:
 
 
 def test_a_pod_that_is_gone_is_asked_for_once_and_restarts_the_group() -> None:
-    """A deleted pod is the ordinary case."""
+    """A deleted pod is the common case, so it must cost only one request."""
     cluster = Cluster(1, state="Running", reason="AllNodesRun", startedNodes="0-1")
     gone, _ = (cluster.has(1, place, RUNNING) for place in range(2))
     cluster.reconciles()
@@ -230,7 +230,7 @@ def test_a_pod_that_is_gone_is_asked_for_once_and_restarts_the_group() -> None:
 
 
 def test_pods_that_a_job_deleted_with_cascade_orphan_has_left_are_in_the_way_until_they_have_ended() -> None:
-    """The message must name the pods as well as the Service. Otherwise, after the Service is deleted, two groups train
+    """The message must name these pods and the Service. Otherwise users delete the Service alone, and two groups train
     into one checkpoint."""
     world: World = digits()
     orphan = Pod(
@@ -246,7 +246,7 @@ def test_pods_that_a_job_deleted_with_cascade_orphan_has_left_are_in_the_way_unt
 
 
 def test_labels_of_ours_in_a_template_that_was_copied_from_a_pod_change_nothing() -> None:
-    """A job with another pod's replacement label would stop, and one with another trainer's would wait for ever."""
+    """The copied label of a replacement would stop the job, and that of a trainer would make it wait for ever."""
     raw = manifest()
     ours = {naming.LABEL_REPLACEMENT: "1", naming.LABEL_TRAINER: "other", naming.LABEL_ATTEMPT: "7", "team": "vision"}
     raw["spec"]["template"]["metadata"] = {"labels": ours}
@@ -265,7 +265,7 @@ def test_a_volume_of_our_name_in_a_template_that_was_copied_from_a_pod_is_there_
 
 
 def test_a_pod_that_is_gone_when_it_is_deleted_is_forgotten() -> None:
-    """Otherwise it counts as one that stays, and costs a request per minute."""
+    """Otherwise the pod counts as not yet deleted, and costs a request per minute."""
     cluster = Cluster(4, state="Running", reason="AllNodesRun", startedNodes="0-1")
     cluster.has(1, 0, ENDED)
     for place in range(2):

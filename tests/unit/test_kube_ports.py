@@ -1,6 +1,6 @@
-"""The three ports of an operator under every corner case of HTTP/1.1. Every pod of the cluster can reach them, and
-without limits one pod without any rights could end both operators of a cluster, by their memory or their liveness. The
-ports run on uvloop, as in the operator."""
+"""The three ports of an operator under every corner case of HTTP/1.1. Any pod of the cluster can reach them. Without
+limits, a pod could exhaust both operators' memory or block their liveness probe. The ports run on uvloop, as in the
+operator."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def health() -> BoundedServer:
 
 
 class Large(Meter):
-    """Metrics of thousands of jobs: more than the kernel buffers."""
+    """Metrics of thousands of jobs: larger than the kernel's buffers."""
 
     def text(self, moment: Moment, *, openmetrics: bool) -> tuple[bytes, str]:
         return b"#" * (1 << 20), "text/plain"
@@ -49,7 +49,7 @@ def progress() -> BoundedServer:
     return Receiver(verify, lambda pod: Sender("default", "digits", 0, 1), lambda sender, report: None)
 
 
-# By port: its factory, the request line without its version, and the answer.
+# Port → its factory, the request line without the version, and the status of a good answer.
 PORTS: dict[str, tuple[Callable[[], BoundedServer], bytes, int]] = {
     "health": (health, b"GET /healthz", 200),
     "metrics": (metrics, b"GET /metrics", 200),
@@ -58,7 +58,7 @@ PORTS: dict[str, tuple[Callable[[], BoundedServer], bytes, int]] = {
 
 
 class Port(Served):
-    """A port, and requests for it."""
+    """One of the ports, and requests to it."""
 
     def __init__(self, name: str) -> None:
         make, self.line, self.good = PORTS[name]
@@ -66,7 +66,7 @@ class Port(Served):
         self.name, self.pods = name, 0
 
     def head(self, *lines: bytes, line: bytes | None = None) -> bytes:
-        """Return the head of a request, each time of another pod, because one pod may report only so often."""
+        """Return the head of a request. Each is from another pod, because reports of a pod are limited in rate."""
         self.pods += 1
         token = b"Authorization: Bearer %d" % self.pods
         return b"\r\n".join([line or self.line + b" HTTP/1.1", b"Host: x", token, *lines, b"", b""])
@@ -77,12 +77,12 @@ class Port(Served):
         return self.head(b"Content-Length: %d" % len(REPORT), *lines) + REPORT
 
     def ask(self, request: bytes) -> tuple[list[int], bytes]:
-        """Return the statuses of all answers until the port closes, and everything that it sent."""
+        """Return the statuses of all answers until the port closes the connection, and all bytes that it sent."""
         answer = self.raw(request)
         return [int(status) for status in re.findall(rb"(?:^|[\n#])HTTP/1\.[01] (\d{3}) ", answer)], answer
 
     def serves(self) -> bool:
-        """True if it answers requests of the kubelet, a scraper or a trainer."""
+        """True if the port still answers a good request."""
         return self.ask(self.good_request(b"Connection: close"))[0] == [self.good]
 
 
@@ -125,7 +125,7 @@ def raw(what: bytes) -> Callable[[Port], bytes]:
 GOOD, BAD = -1, 400
 NOT_SERVED = -2  # 404 or 405
 BOMB = zlib.compress(b"\0" * (8 << 20), 9)
-# Request → statuses that are allowed; None allows no answer. A GET may have a body, which nobody reads.
+# Request → statuses that are allowed. None allows no answer. A GET may have a body, which the port ignores.
 CORNERS: dict[str, tuple[Callable[[Port], bytes], set[int | None]]] = {
     **{
         f"a body of 8 MB in {encoding}": (sized(BOMB, b"Content-Encoding: " + encoding.encode()), {GOOD, BAD})
@@ -170,7 +170,7 @@ CORNERS: dict[str, tuple[Callable[[Port], bytes], set[int | None]]] = {
 }
 
 
-# The ports share their parser and their bounds. This one also reads bodies.
+# All ports share the parser and the limits. Only this one also reads bodies.
 @pytest.mark.parametrize("corner", CORNERS)
 def test_each_corner_of_http_is_answered_once_or_cut_and_the_port_goes_on(
     progress_port: Port, corner: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -210,7 +210,7 @@ def test_head_has_the_headers_of_get_and_no_body(port: Port, method: bytes) -> N
 
 
 def test_a_sender_that_expects_100_continue_gets_it_or_the_answer_at_once(port: Port) -> None:
-    """curl and Go's client send the body only after it; others wait for ever."""
+    """curl and Go's client send the body only after 100 Continue, and some clients wait for it for ever."""
     with closing(port.connect()) as connection:
         connection.sendall(port.head(b"Expect: 100-continue", b"Content-Length: %d" % len(REPORT)))
         if port.name == "progress":
@@ -220,14 +220,13 @@ def test_a_sender_that_expects_100_continue_gets_it_or_the_answer_at_once(port: 
 
 
 def test_requests_on_one_connection_are_answered_one_after_the_other(port: Port) -> None:
-    """Some proxies pipeline."""
+    """Some proxies send further requests before the first answer (pipelining)."""
     both = port.good_request() + port.good_request(b"Connection: close")
     assert port.ask(both)[0] == [port.good, port.good]
 
 
 def test_pipelined_requests_take_no_more_memory_than_one(port: Port) -> None:
-    """Otherwise 30 connections of one pod take 1.3 GB of the metrics port: 32 requests with 128 headers of 8 kB
-    each."""
+    """Otherwise 30 connections of one pod take 1.3 GB: each sends 32 requests with 128 headers of 8 kB."""
     large = port.head(*[b"X-%d: %s" % (number, b"a" * 8000) for number in range(100)]) * 10
     with ExitStack() as stack:
         before = resident_bytes()
@@ -261,11 +260,11 @@ def test_who_is_slow_is_cut(port: Port, slow: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("attacker", ["127.0.0.1", "127.0.0.9"])
 def test_who_opens_connections_without_end_keeps_out_nobody(port: Port, attacker: str) -> None:
-    """The kubelet has its node's address, and so do pods with hostNetwork: a refused kubelet restarts the operator."""
+    """Pods with hostNetwork have the kubelet's address, too. If the kubelet is refused, it restarts the operator."""
     with ExitStack() as stack:
         for number in range(400):
             connection = stack.enter_context(closing(port.connect(attacker)))
-            with suppress(ConnectionError):  # closed for a newer one
+            with suppress(ConnectionError):  # the port closes this one for a newer one
                 connection.sendall([b"", b"GET", port.head()[:-2]][number % 3])
             if number % 100 == 99:
                 assert port.serves()
@@ -287,7 +286,7 @@ def test_all_addresses_together_have_a_bound_and_the_probe_gets_through(
 def test_a_peer_that_vanishes_in_the_middle_leaves_nothing(port: Port, caplog: pytest.LogCaptureFixture) -> None:
     for sent in (b"", b"GET", port.head(b"Content-Length: 11") + b"{", port.good_request()):
         with closing(port.connect()) as connection:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # closed by a reset
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # closing sends a reset
             connection.sendall(sent)
     port.run(port.few())
     assert port.serves()

@@ -1,4 +1,4 @@
-"""When a job is reconciled: one reconcile at a time, the earliest request wins, and the wait grows with each
+"""The schedule of reconciles: one at a time for a job, the earliest request counts, and the wait grows with each
 failure."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ddpjob_operator.kube.work.queue import (
     Schedule,
 )
 
-START = 10_000.25  # an odd start value of the clock
+START = 10_000.25  # an arbitrary start value of the clock
 
 
 def schedule(*requests: tuple[str, float]) -> Schedule[str]:
@@ -89,7 +89,7 @@ def test_failures_wait_twice_as_long_each_time_and_never_longer_than_the_bound()
 def test_a_failing_job_waits_as_long_as_an_answer_asks_for_within_the_bound_though_events_come(
     asked: float, waits: float
 ) -> None:
-    """A proxy in maintenance may answer 503 with Retry-After: 3600, but the job must not be ignored for an hour."""
+    """A proxy in maintenance may answer 503 with Retry-After: 3600, which must not stop the job for an hour."""
     jobs = schedule(("a", 0))
     jobs.pop(START)
     assert jobs.failed("a", START, at_least=asked) == waits
@@ -139,7 +139,7 @@ def test_namespaces_take_turns_however_many_jobs_are_due_in_one() -> None:
 
 
 def test_in_a_namespace_kinds_of_jobs_take_turns_and_those_of_one_wait_behind_each_other() -> None:
-    """Otherwise a restart and a job of one pod wait behind hundreds of new jobs of eight."""
+    """Otherwise a restart, or a job of one pod, waits for hundreds of new jobs of eight pods in its namespace."""
     jobs: Schedule[tuple[str, str]] = Schedule(kind=lambda key: {"restarts": 0, "small": 1}.get(key[1], 4))
     for number in range(500):
         jobs.add(("team", str(number)), START)
@@ -150,7 +150,7 @@ def test_in_a_namespace_kinds_of_jobs_take_turns_and_those_of_one_wait_behind_ea
 
 
 def test_further_pods_wait_behind_events_and_news_behind_both_and_each_has_a_turn_in_eight() -> None:
-    """Otherwise a steady stream of new jobs would keep a large job from ever becoming whole."""
+    """Without a guaranteed share, a steady stream of new jobs would stop the creation of a large job's further pods."""
     jobs: Schedule[tuple[str, str]] = Schedule()
     for number in range(100):
         for priority in Priority:
@@ -171,7 +171,7 @@ def test_a_failure_does_not_wait_behind_the_news_that_the_job_had_before(first: 
 
 
 def test_what_a_reconcile_has_seen_itself_makes_no_other_one() -> None:
-    """Otherwise each restart writes the status once more, because its old pods disappear during the reconcile."""
+    """Otherwise each restart writes its status twice, because the old pods disappear during the reconcile."""
     jobs = schedule(("a", 0))
     assert jobs.pop(START) == "a"
     jobs.add("a", START + 1)
@@ -185,7 +185,7 @@ def test_what_a_reconcile_has_seen_itself_makes_no_other_one() -> None:
 
 
 def test_a_request_during_a_reconcile_is_not_put_off_by_a_later_one() -> None:
-    """A failure during a reconcile must not wait for 3 s because news of another pod may."""
+    """A failure during a reconcile is due at once, even if a later event of another pod may wait for 3 s."""
     jobs = schedule(("a", 0))
     assert jobs.pop(START) == "a"
     jobs.add("a", START)
@@ -209,7 +209,7 @@ def test_a_namespace_has_so_many_reconciles_at_a_time_and_its_others_wait_for_on
 
 
 class Reconciles:
-    """Reconciles that wait until the test ends them."""
+    """Reconciles that are running until the test ends them."""
 
     def __init__(self) -> None:
         self.now = START
@@ -231,7 +231,7 @@ class Reconciles:
 
 
 def test_a_job_whose_reconcile_was_cancelled_alone_is_reconciled_again() -> None:
-    """Otherwise it counts as busy for ever, and no event of the job has any effect."""
+    """Otherwise the job counts as busy for ever, and no event of it has any effect."""
     tries: list[str] = []
 
     async def reconcile(key: str) -> None:
@@ -259,7 +259,7 @@ def test_at_most_so_many_reconciles_are_under_way() -> None:
         for i in range(10):
             queue.add(f"job-{i}")
         async with running(queue.run(reconciles)):
-            await turns(100)  # by now every reconcile that may begin has begun
+            await turns(100)  # every reconcile that may start has started by now
             reconciles.go.set()
             await until(lambda: len(reconciles.seen) == 10)
         return reconciles

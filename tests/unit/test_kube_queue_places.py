@@ -1,5 +1,5 @@
-"""The place of a job in its queue: which requests it needs, how often, and the text that users read. The answers follow
-Kueue's documentation of visibility.kueue.x-k8s.io."""
+"""The position of a job in its queue: the requests it needs, how often they are sent, and the text that users read. The
+answers follow Kueue's documentation of visibility.kueue.x-k8s.io."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAIN = f"{API}/v1beta1/namespaces/team/localqueues/main/pendingworkloads"
 
 
 def item(name: str, before: int, before_in_local_queue: int = 0) -> dict[str, Any]:
-    """Return a PendingWorkload."""
+    """Return a PendingWorkload of Kueue."""
     return {
         "metadata": {"name": name, "namespace": "team", "creationTimestamp": "2031-03-05T07:11:13Z"},
         "priority": 0,
@@ -38,7 +38,7 @@ def item(name: str, before: int, before_in_local_queue: int = 0) -> dict[str, An
 
 
 class Kueue:
-    """Answers under visibility.kueue.x-k8s.io; `jobs` wait in the queues."""
+    """API server with answers under visibility.kueue.x-k8s.io, for queues in which `jobs` wait."""
 
     def __init__(self, *versions: str) -> None:
         served = [{"groupVersion": f"visibility.kueue.x-k8s.io/{v}", "version": v} for v in versions]
@@ -70,7 +70,7 @@ class Kueue:
 
 
 def test_a_job_learns_how_many_are_before_it_in_the_cluster_queue() -> None:
-    """Jobs of other LocalQueues wait for the same quota: its place in its own queue would promise too much."""
+    """Jobs of other LocalQueues wait for the same quota: a position in the LocalQueue would be too low."""
     queue = Kueue("v1beta1")
     queue.answers[MAIN] = {"items": [item("first", 0), item("digits", 4, 1)]}
     queue.look()
@@ -78,7 +78,7 @@ def test_a_job_learns_how_many_are_before_it_in_the_cluster_queue() -> None:
 
 
 def test_a_queue_is_asked_once_a_minute_however_many_wait_there_and_however_often_we_look() -> None:
-    """A request for each of a thousand jobs would be useless load."""
+    """A request for each of a thousand waiting jobs would load the API server for nothing."""
     queue = Kueue("v1beta1")
     queue.jobs = [(("team", f"job-{number}"), "main") for number in range(1000)]
     queue.answers[MAIN] = {"items": [item(f"job-{number}", number) for number in range(1000)]}
@@ -106,7 +106,7 @@ def test_each_queue_is_asked_and_a_new_one_at_once() -> None:
 
 
 def test_a_place_that_has_changed_is_told_to_its_job_alone_and_a_job_that_waits_no_more_has_none() -> None:
-    """Otherwise it shows an old place after a later eviction."""
+    """Otherwise a job that is evicted later shows its old position."""
     queue = Kueue("v1beta1")
     queue.jobs.append((("team", "second"), "main"))
     queue.answers[MAIN] = {"items": [item("digits", 0), item("second", 2)]}
@@ -128,11 +128,11 @@ def test_a_cluster_that_does_not_serve_it_is_asked_for_it_once_a_minute_and_noth
 
 
 def test_the_version_that_was_run_is_taken_and_the_newer_one_where_that_is_gone() -> None:
-    """Kueue 0.15 serves both."""
+    """Kueue 0.15 serves both versions; v1beta1 is the one that was tested."""
     both, newer = Kueue("v1beta2", "v1beta1"), Kueue("v1beta2")
     assert both.look().asked == [API, MAIN]
     assert newer.look().asked == [API, MAIN.replace("v1beta1", "v1beta2")]
-    both.look(after=ASK_SECONDS)  # 404: the queue or the version is gone
+    both.look(after=ASK_SECONDS)  # 404 means that the queue is gone, or that version
     both.answers |= newer.answers
     assert both.look(after=ASK_SECONDS).asked[-1] == MAIN.replace("v1beta1", "v1beta2")
 
@@ -163,7 +163,7 @@ def test_an_answer_without_a_place_is_said_once_and_the_job_waits_on(
 
 
 def test_the_message_of_a_job_that_waits_has_its_place_and_far_from_the_front_about_that() -> None:
-    """A job that reaches the front moves all others, and each new text is a write of a status."""
+    """When the first job starts, the positions of all others change. Each new text would be a write of a status."""
     plain = job(gang="kueue")
     world = World(plain).serves("kueue", "kueue.x-k8s.io/v1beta1").settle()
     texts = []
@@ -178,7 +178,7 @@ def test_the_message_of_a_job_that_waits_has_its_place_and_far_from_the_front_ab
 
 
 def test_an_operator_that_is_to_ask_shows_the_place_of_a_waiting_job_and_another_asks_nothing() -> None:
-    """It knows from its list of Workloads who waits and where."""
+    """The operator knows from its list of Workloads which jobs wait, and in which queue."""
     settings = OperatorSettings(health_port=0, gangs=("kueue",))
     places, asked = [], []
 

@@ -1,4 +1,4 @@
-"""Several watches of one API server: when one learns that it is back, all do."""
+"""All watches of an API server learn together that it answers again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LONG = 3600.0
 
 
 def test_who_waits_for_a_server_that_is_away_is_woken_by_the_first_answer_that_anyone_gets() -> None:
-    """An operator that holds its Lease again but waits 30 s for its watches would lead blindly."""
+    """An operator that has its Lease again, but waits 30 s for its watches, would decide on outdated objects."""
 
     async def run() -> None:
         reach = Reach()
@@ -31,7 +31,7 @@ def test_who_waits_for_a_server_that_is_away_is_woken_by_the_first_answer_that_a
 
 
 def test_a_watch_that_is_refused_while_others_are_answered_waits_its_full_time() -> None:
-    """A proxy that cuts every watch must not get a new one at each renewal of the Lease."""
+    """A proxy that cuts every watch must not get a new watch at each renewal of the Lease."""
 
     async def run() -> None:
         reach = Reach()
@@ -44,13 +44,13 @@ def test_a_watch_that_is_refused_while_others_are_answered_waits_its_full_time()
         assert not waiting.done()
         waiting.cancel()
         reach.failed()
-        await asyncio.wait_for(reach.wait(0.01), 5)  # nor longer, if the server stays away
+        await asyncio.wait_for(reach.wait(0.01), 5)  # the wait also ends if the server stays away
 
     asyncio.run(run())
 
 
 def test_an_outage_is_one_line_of_the_log_and_its_end_another(caplog: pytest.LogCaptureFixture) -> None:
-    """Otherwise half a minute fills each pod's log with a dozen lines, one per watch and error."""
+    """Otherwise half a minute fills each operator's log with a dozen lines, one for each watch and error."""
     now = [100.0]
 
     async def run() -> None:
@@ -73,7 +73,7 @@ def test_an_outage_is_one_line_of_the_log_and_its_end_another(caplog: pytest.Log
 
 
 def test_the_client_tells_of_an_outage_and_of_its_end() -> None:
-    """The clients of the Lease and of the watches share this state."""
+    """The Lease and the watches have different clients, which share this state."""
 
     async def run() -> None:
         reach, port = Reach(), free_port()

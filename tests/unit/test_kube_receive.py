@@ -34,7 +34,7 @@ BOUNDS = [(Receiver, "connections_max"), (bounded_server, "CONNECTIONS_PER_ADDRE
 
 
 class World(Served):
-    """A receiver, the reports that it passed on, and clients of it."""
+    """A receiver of reports with its clients, and the reports that it accepted."""
 
     def __init__(self) -> None:
         self.reports: list[tuple[Sender, Report]] = []
@@ -142,8 +142,8 @@ def test_the_librarys_reports_share_a_connection_and_one_that_was_closed_costs_n
 def test_a_connection_beyond_those_that_are_kept_is_closed_with_its_answer(
     world: World, monkeypatch: pytest.MonkeyPatch, bound: tuple[object, str]
 ) -> None:
-    """Otherwise a sender could find its connection closed in favor of another."""
-    monkeypatch.setattr(*bound, 2)  # one is three quarters of it
+    """Otherwise the receiver may close a kept connection at any time, to accept another one."""
+    monkeypatch.setattr(*bound, 2)  # one connection is kept: three quarters of the limit
     with closing(world.client()) as first, closing(world.client()) as second:
         assert [world.post_on(client, {"step": 1})[0] for client in (first, second)] == [204, 204]
         assert (first.sock is None, second.sock is None) == (False, True)
@@ -277,7 +277,7 @@ def test_a_connection_that_waits_for_its_next_report_gives_way_to_one_that_has_a
 
 
 async def proven(world: World, connections: int) -> None:
-    """Wait until so many have shown a token."""
+    """Wait until so many connections have sent a valid token."""
     while sum(c.proven for c in world.receiver.connections) < connections:
         await asyncio.sleep(0)
 

@@ -1,4 +1,4 @@
-"""How a copy of a collection survives what API servers do to watches. All in virtual time."""
+"""A reflector's copy stays correct whatever API servers do to watches. All tests are in virtual time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def event(kind: str, name: str, version: int) -> dict[str, Any]:
 
 
 class Server:
-    """Lists and watches in order, each an answer or an error; at the end it holds the watch open for ever."""
+    """API server with prepared answers or errors for lists and watches. The last watch stays open for ever."""
 
     def __init__(self, lists: list[Any], watches: list[Any]) -> None:
         self.lists, self.watches = lists, watches
@@ -56,7 +56,7 @@ class Server:
 
 
 class Copy:
-    """Records what the reflector reports."""
+    """Store that records each call of the reflector."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -83,8 +83,8 @@ class Copy:
 
 
 def follow(lists: list[Any], watches: list[Any], woken: Sequence[bool] = ()) -> tuple[Server, Copy, list[float]]:
-    """Run until all prepared answers were given; return the waits in between. woken: waits that the end of an outage
-    cuts short."""
+    """Run until all prepared answers were given; return the waits between them. woken[i]: the end of an outage cuts
+    wait i short."""
     waits: list[float] = []
 
     async def run() -> tuple[Server, Copy]:
@@ -130,7 +130,7 @@ NEEDS_A_LIST = {
 
 @pytest.mark.parametrize("error", NEEDS_A_LIST.values(), ids=NEEDS_A_LIST)
 def test_after_an_answer_from_which_a_watch_cannot_go_on_it_lists_again_within_seconds(error: ApiError) -> None:
-    """The error may be the answer to the watch itself or an event in it; kopf gives up at the first for good."""
+    """The error may answer the watch request, or be an event of the watch. kopf gives up for good at the first."""
     server, copy, waits = follow([(["a"], 10), (["b"], 30)], [[error]])
     assert server.asked == ["list", "watch 10", "list", "watch 30"]
     assert copy.calls == ["put a", "drop []", "put b", "drop ['a']"]
@@ -138,8 +138,8 @@ def test_after_an_answer_from_which_a_watch_cannot_go_on_it_lists_again_within_s
 
 
 def test_after_an_outage_a_server_that_refuses_while_it_starts_is_asked_again_within_seconds() -> None:
-    """It answers 429 and 403 for some seconds. With the waits of the outage the operator would lead blindly for 40
-    s."""
+    """A starting server answers 429 and 403 for some seconds. With the long waits of an outage the operator would
+    decide on outdated objects for 40 s."""
     starting = ApiError(429, "TooManyRequests", "storage is (re)initializing")
     woken = [False] * 7 + [True] + [False] * 9
     _, _, waits = follow([*[AWAY] * 8, starting, starting, ([], 10)], [], woken)
@@ -150,7 +150,7 @@ def test_after_an_outage_a_server_that_refuses_while_it_starts_is_asked_again_wi
 def test_a_watch_that_fails_for_some_seconds_is_logged_and_a_right_that_is_missing_at_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A dozen lines about each short outage would hide the one about a watch that stays refused."""
+    """Otherwise a dozen lines about each short outage hide the line about a watch that stays refused."""
     busy, forbidden = ApiError(429, "TooManyRequests", "busy"), ApiError(403, "Forbidden", "no right")
     follow([([], 10)], [[busy], [busy]])
     assert caplog.messages == []
@@ -180,18 +180,18 @@ def test_a_list_older_than_what_was_seen_replaces_nothing() -> None:
 
 
 def test_a_cluster_restored_from_a_backup_is_believed_in_the_end_and_not_too_soon() -> None:
-    """All its objects look older than the known ones: a present job must not wait a day to start."""
+    """All restored objects have older versions than the known ones, but a job must not wait a day to start."""
     server, copy, _ = follow([(["a"], 100), (["old"], 50)], [[GONE]])
     assert copy.calls[-3:] == ["begin anew in team", "put old", "drop ['a']"]
     assert server.asked.count("list") == 1 + STALE_LISTS_MAX + 1
 
 
 class Held(dict[str, Any]):
-    """An object that can tell if somebody still holds it."""
+    """Dict that a weak reference can point to, to find out if it is still referenced."""
 
 
 def test_an_object_of_a_list_is_held_no_longer_than_it_takes_to_put_it() -> None:
-    """Ten thousand pods at once need more memory than the operator has: it would end at each start."""
+    """Ten thousand pods at once need more memory than the operator has, so it would be killed at each start."""
     listed: list[weakref.ref[Held]] = []
     held: list[int] = []
 
@@ -212,7 +212,7 @@ def test_an_object_of_a_list_is_held_no_longer_than_it_takes_to_put_it() -> None
 
 
 class Lossy:
-    """An API server whose watches last five minutes and show only bookmarks."""
+    """API server whose watches last five minutes and deliver only bookmarks, so each change is lost."""
 
     def __init__(self) -> None:
         self.reach = Reach()
@@ -237,7 +237,7 @@ class Lossy:
 
 
 class Neglected:
-    """Our copy of a Lossy server after so long; the events that it reported."""
+    """A copy of a Lossy server, and the changes that it reported."""
 
     def __init__(self) -> None:
         self.server, self.meter = Lossy(), Meter()
@@ -247,7 +247,7 @@ class Neglected:
         )
 
     def runs(self, lose: Any, seconds: float = 900) -> None:
-        """Run the copy. lose: called once the first list is there."""
+        """Follow the server for so long. lose: called after the first list, to change objects unseen."""
 
         async def story() -> None:
             loop = asyncio.get_running_loop()
@@ -293,13 +293,13 @@ def test_a_change_that_the_watch_has_not_shown_is_found_named_and_counted(
 
 
 def test_a_deletion_that_the_watch_has_not_shown_is_found(neglected: Neglected) -> None:
-    """A pod that is gone would count as running, and a job that is gone would get pods."""
+    """Otherwise a deleted pod counts as running, and a deleted job gets pods."""
     neglected.runs(lambda: neglected.server.there.pop("b"))
     assert len(neglected.copy) == 1
 
 
 def test_what_has_happened_between_a_watch_and_the_list_is_not_called_missed(neglected: Neglected) -> None:
-    """An alert about missed events would fire in every busy cluster."""
+    """Otherwise the alert about missed events would fire in every busy cluster."""
     neglected.runs(lambda: neglected.server.meanwhile.update(new=20))
     assert neglected.names() == ["a", "b", "new"]
     assert neglected.missed() == 0
@@ -313,7 +313,7 @@ def test_a_list_of_what_is_known_is_no_news(neglected: Neglected) -> None:
 
 
 def test_a_list_that_is_refused_does_not_end_the_watch(neglected: Neglected) -> None:
-    """A busy server would be asked for all pods again and again, and nothing be seen meanwhile."""
+    """Otherwise a busy server is asked for all pods again and again, and changes are not seen meanwhile."""
 
     def lose() -> None:
         neglected.server.error = ApiError(429, "TooManyRequests", "busy")
@@ -324,7 +324,7 @@ def test_a_list_that_is_refused_does_not_end_the_watch(neglected: Neglected) -> 
 
 
 class SlowToList(Lossy):
-    """Needs two minutes for a list. Ten seconds after a watch has begun, an object is created."""
+    """A list takes two minutes, and ten seconds after a watch has begun an object is created."""
 
     watches = 0
 
@@ -343,7 +343,7 @@ class SlowToList(Lossy):
 
 
 def test_a_change_is_seen_while_a_long_list_arrives(neglected: Neglected) -> None:
-    """Thousands of large jobs of one tenant would hide the new jobs of all others for minutes, at each list."""
+    """Otherwise thousands of large jobs of one tenant hide new jobs of all others for minutes, at each list."""
     neglected.server = SlowToList()
     neglected.server.there = {"a": 7}
     neglected.runs(lambda: None, seconds=315)

@@ -1,4 +1,4 @@
-"""What the operator does with reports: when it reconciles a job, if it is stalled, and if reports arrive at all."""
+"""The operator's reaction to reports: when it reconciles a job, if the job is stalled, and if reports arrive at all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FIVE_MINUTES = api.Stall(timeout_seconds=300)
 
 
 class Desk:
-    """A reconciler, its clock, and jobs that were reconciled once."""
+    """The part of an operator that takes reports, its clock, and jobs that were reconciled once."""
 
     def __init__(self, *names: str) -> None:
         self.now = START
@@ -68,7 +68,7 @@ class Desk:
         return self.states.of(("default", name), UID)
 
     def found(self, name: str = "digits") -> stall.StallFinding | None:
-        """Return what the next reconcile finds."""
+        """Return the stall that the next reconcile finds, or None."""
         key: Key = ("default", name)
         job, _ = validation.parse(self.jobs.get(key) or {})
         trackers = {r: t for r, t in self.state(name).trackers.items() if t.attempt == job.status.attempt}
@@ -102,12 +102,12 @@ def test_a_phase_that_nobody_knows_is_refused_with_the_name_of_its_field_and_non
         read_report(b'{"step": 1, "phase": "lunch"}', START)
 
 
-# ---------------------------------------------------------------- when a reconcile is worth it
+# ---------------------------------------------------------------- when a report causes a reconcile
 
 
 def test_while_the_progress_of_a_job_waits_for_its_turn_its_reports_are_worth_a_reconcile_a_minute() -> None:
-    """With 2,000 jobs the turn comes every 200 s: planning each job every 10 s in vain would cost a tenth of a
-    processor."""
+    """With 2,000 jobs each one's progress is written every 200 s. Planning each job every 10 s would waste a tenth of a
+    CPU."""
     desk = Desk()
     for number in range(300):
         desk.reports.wait_for_write(JobState(f"other-{number}"))
@@ -138,7 +138,7 @@ def test_hundreds_of_ranks_that_say_the_same_again_cost_no_reconcile_and_no_writ
 
 
 def test_what_an_agent_says_before_the_first_reconcile_of_its_job_is_kept() -> None:
-    """It is confirmed, and an agent that is killed meanwhile does not repeat it: its restarts would be free."""
+    """The agent does not repeat an acknowledged report. If it were dropped, restarts would be free."""
     desk = Desk()
     desk.states.forget([("default", "digits")])
     agent = AgentReport(restarts=AgentCounts(application=1))
@@ -201,7 +201,7 @@ def test_the_queue_gets_one_reconcile_for_all_that_is_reported_in_ten_seconds() 
     asyncio.run(run())
 
 
-# ---------------------------------------------------------------- standing still
+# ---------------------------------------------------------------- stalls
 
 
 def test_an_operator_that_was_away_for_longer_than_the_limit_restarts_nothing() -> None:
@@ -237,7 +237,7 @@ def test_a_sender_that_reports_only_new_steps_is_shown_and_never_stalls() -> Non
     assert desk.found() is None
 
 
-# ---------------------------------------------------------------- hearing
+# ---------------------------------------------------------------- missing reports
 
 
 def test_when_most_jobs_go_silent_together_nothing_is_restarted_and_the_log_says_so_once(
@@ -246,12 +246,12 @@ def test_when_most_jobs_go_silent_together_nothing_is_restarted_and_the_log_says
     caplog.set_level(logging.INFO)
     names = ("a", "b", "c")
     desk = Desk(*names)
-    for _ in range(40):  # all hang
+    for _ in range(40):  # all three jobs hang
         desk.after(5)
         for name in names:
             desk.hears(41, name)
         desk.reports.check_silence()
-    for _ in range(40):  # one still reports
+    for _ in range(40):  # one of them still reports
         desk.after(5).hears(41, "c")
         desk.reports.check_silence()
         assert desk.found("c") is None, "its 5 minutes end while most are silent"
@@ -279,7 +279,7 @@ def test_jobs_that_have_ended_or_that_the_operator_stops_may_be_silent(caplog: p
 
 
 def test_a_pod_speaks_for_its_own_ranks_alone_and_cannot_fill_the_memory_with_others() -> None:
-    """Otherwise one pod can report 100,000 ranks: 468 MB of the operator's 512."""
+    """Otherwise one pod can report 100,000 ranks, which take 468 MB of the operator's 512 MB."""
     desk = Desk()
     desk.after(5).running(nproc=4)
     for rank in range(8, 12):
@@ -293,7 +293,7 @@ def test_a_pod_speaks_for_its_own_ranks_alone_and_cannot_fill_the_memory_with_ot
 
 
 def test_where_ranks_follow_no_node_a_pod_speaks_for_as_many_as_it_has() -> None:
-    """torchrun with a c10d rendezvous numbers the nodes by arrival, and again at each of its restarts."""
+    """torchrun with a c10d rendezvous numbers the nodes in the order of arrival, at each of its restarts."""
     desk = Desk()
     desk.after(5).running(nproc=2, command=["torchrun", "--rdzv-backend=c10d", "train.py"])
     for rank in range(1000):

@@ -17,7 +17,7 @@ LOG = logging.getLogger("test.served_crd")
 
 
 def served(*without: str) -> dict[str, Any]:
-    """Return what the API server publishes for our CRD, without some fields."""
+    """Return the schema that the API server publishes for our CRD, without these fields."""
     schema = copy.deepcopy(crd.crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"])
     for path in without:
         *parents, name = path.split(".")

@@ -51,8 +51,8 @@ def test_what_is_not_newer_changes_nothing(store: Store[str], version: int) -> N
 
 
 def test_what_an_admission_webhook_has_added_to_a_new_object_comes_with_the_watch(store: Store[str]) -> None:
-    """The answer to a create has our own body. Otherwise nobody learns that Kueue holds a pod back, and the job's
-    message does not mention the label that helps."""
+    """The answer to our create lacks what webhooks added. If it replaced the watched object, the job's message would
+    not say that Kueue holds the pod back."""
     store.put(raw(shown="as it was sent"), is_whole=False)
     store.put(raw(shown="with a gate"))
     assert store.of(KEY) == ["with a gate"]
@@ -61,8 +61,8 @@ def test_what_an_admission_webhook_has_added_to_a_new_object_comes_with_the_watc
 
 
 def test_what_a_list_shows_was_seen_at_once_and_what_comes_of_other_jobs_meanwhile_one_after_the_other() -> None:
-    """While the pods of one job are listed, the order of failures of other jobs must be kept; otherwise a later failure
-    looks like the cause."""
+    """All pods of one list count as seen at the same time. Pods of other jobs keep the order of their events: otherwise
+    a later failure looks like the cause."""
     seen: dict[str, int] = {}
 
     def noted(_: str | None, name: str, number: int) -> str:
@@ -100,7 +100,7 @@ def test_what_a_list_shows_was_seen_at_once_and_what_comes_of_other_jobs_meanwhi
 def test_a_job_goes_on_when_its_object_can_be_read_again_though_it_is_as_it_was(
     store: Store[str], changes: list[Any]
 ) -> None:
-    """If a user adds a word to a label and removes it again, the job must be reconciled again."""
+    """A user may break an object and undo the edit. The job is then as before, but must be reconciled again."""
     store.put(raw(version=5))
     unreadable, store._cut = store._cut, refuses
     store.put(raw(version=6))
@@ -172,7 +172,7 @@ def job(version: int, uid: str = "u1", name: str = "digits") -> dict[str, Any]:
 
 
 def test_changes_of_a_job_that_we_have_are_taken_and_those_of_another_one_are_not() -> None:
-    """An edit that reaches neither would never be acted on; one that reaches both costs twice."""
+    """An edit that reaches neither our copy nor kopf is never acted on, and one that reaches both costs twice."""
     changed: list[Key] = []
     jobs = Jobs(changed.append)
     assert not jobs.take(job(4)), "kopf is told of it first"
@@ -197,7 +197,7 @@ def test_the_answer_to_our_own_write_is_no_news() -> None:
 
 
 def test_the_event_of_our_own_write_is_no_news_also_where_it_comes_before_the_answer() -> None:
-    """Otherwise each write of a status costs a reconcile, which may find something to write."""
+    """Otherwise each write of a status causes another reconcile, which may write again."""
     changed: list[Key] = []
     jobs = Jobs(changed.append)
     jobs.put(job(5) | {"spec": {"nodes": 2}})

@@ -1,4 +1,4 @@
-"""The owner of a token: what is believed, which message a refusal has, and when the cluster's keys are read."""
+"""The check of a pod's token: which tokens are accepted, how a refusal reads, and when the cluster's keys are read."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def published(key: Any, key_id: str, algorithm: str) -> dict[str, Any]:
 
 
 def claims(**changes: Any) -> dict[str, Any]:
-    """Return claims as the API server writes them into the token of a pod; a change to None leaves a claim out."""
+    """Return the claims of a pod's token as the API server writes them. None removes a claim."""
     now = int(time.time())
     told = {
         "aud": ["training.ddpjob.io"],
@@ -55,7 +55,7 @@ def token(key: Any = RSA_KEY, key_id: str = "one", algorithm: str = "RS256", **c
 
 
 class Cluster:
-    """The two documents that an API server publishes, and how often they were read."""
+    """The two documents about token keys that an API server publishes, and the number of reads of them."""
 
     def __init__(self, proven_max: int = tokens.PROVEN_MAX) -> None:
         self.issuer = ISSUER
@@ -118,7 +118,7 @@ REFUSED: dict[str, tuple[Callable[[], str], str]] = {
     "its pod's uid is not a text": (lambda: token(**{"kubernetes.io": {"pod": {"uid": 7}}}), "bound to no pod"),
     "its claims are of another shape": (lambda: token(**{"kubernetes.io": "pod"}), "bound to no pod"),
     "it is garbage": (lambda: "garbage", "no JSON Web Token"),
-    # Otherwise any pod of the cluster could leave a traceback in the log.
+    # If these raised an exception, any pod of the cluster could write tracebacks into the log.
     **{
         f"it is {text!a}": (partial(str, text), "no JSON Web Token")
         for text in ("é.ü.ß", "\udcff.a.b", "a.b.c", "..", "\0")
@@ -128,8 +128,8 @@ REFUSED: dict[str, tuple[Callable[[], str], str]] = {
 
 
 def forged_with_the_public_key() -> str:
-    """Return a classic forgery: HS256 with the published key as the secret. PyJWT refuses to sign so, but a forger
-    can."""
+    """Return a classic forgery: HS256 with the public key as the secret. PyJWT refuses to sign like this, but an
+    attacker can do it."""
     parts = [{"alg": "HS256", "typ": "JWT", "kid": "one"}, claims()]
     return ".".join([*(base64.urlsafe_b64encode(json.dumps(p).encode()).rstrip(b"=").decode() for p in parts), "c2ln"])
 
@@ -202,7 +202,7 @@ def test_a_key_that_the_cluster_withdrew_is_believed_for_an_hour_at_most() -> No
 
 
 def test_a_token_is_verified_once_until_it_expires_or_the_keys_are_read_again() -> None:
-    """A pod sends one token with each report for an hour; verifying it each time costs a fifth of a report."""
+    """A pod sends one token for an hour. Verifying it with each report takes a fifth of the report's time."""
     cluster, text = Cluster(), token()
     for _ in range(3):
         assert cluster.whose(text) == POD

@@ -43,7 +43,7 @@ def pod(rank: int = 0, trainer: Container = RUNNING, *, attempt: int = 1, replac
 
 STOPPING = msgspec.structs.replace(pod(), deletion_requested_at=START)
 CASES = {
-    # old, new, the other pods: seconds
+    # (old pod, new pod, the other pods, seconds until the reconcile; None: no reconcile)
     "a pod that is gone": (pod(), None, [], 0.0),
     "a trainer that failed": (pod(), pod(trainer=FAILED), [pod(1)], 0.0),
     "a pod that is to stop": (pod(), STOPPING, [pod(1)], 0.0),
@@ -73,13 +73,13 @@ CASES = {
 def test_failures_and_deletions_are_reconciled_at_once_and_good_news_is_gathered(
     old: Pod | None, new: Pod | None, others: list[Pod], seconds: float | None
 ) -> None:
-    """Each reconcile may write the status; a failure that waits for others costs GPU time."""
+    """A reconcile may write the status, so good news is collected. A failure that waits costs GPU time."""
     pods = others if new is None else [new, *others]
     assert pod_changed(old, new, pods, nodes=2) == seconds
 
 
 def test_only_what_says_that_all_goes_well_waits_until_the_pods_of_others_are_made() -> None:
-    """A job that waits for the place of an ended job, or for a node, must not wait until a burst is over."""
+    """An ended job frees a place that another job waits for, so this must not wait until a burst is over."""
     assert is_good_news(pod(), ALL_RUN_SECONDS)
     assert is_good_news(pod(trainer=WAITING), SOME_CHANGED_SECONDS)
     assert not is_good_news(STOPPING, 0.0)
@@ -95,7 +95,7 @@ def test_a_node_concerns_the_jobs_that_have_a_live_pod_on_it() -> None:
 
 
 def test_an_admission_is_news_at_once_and_what_a_scheduler_says_step_by_step_is_gathered() -> None:
-    """Each step would be a write of the status; but pods wait for a group that somebody deleted."""
+    """Each message of a scheduler would be a write of the status. But pods wait for a deleted group."""
     group = ObservedGroup("native", "digits-1", "u", "o", attempt=1, admission=Admission("waiting", "no room"))
     assert group_changed(True, group) == 0.0
     assert group_changed(False, group) == SOME_CHANGED_SECONDS

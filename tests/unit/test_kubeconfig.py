@@ -1,4 +1,4 @@
-"""What kubectl reads of a kubeconfig: CAs, certificates, plugins, several files, proxies, a pod's account."""
+"""The client reads a kubeconfig as kubectl does: CAs, certificates, plugins, several files, proxies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ V1 = "client.authentication.k8s.io/v1"
 
 
 class Authority:
-    """A CA as clusters have it: without the fields that Python 3.13 requires by default."""
+    """CA as clusters have it, without the extensions that Python 3.13 requires by default."""
 
     def __init__(self) -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
@@ -55,7 +55,7 @@ class Authority:
 
 
 class Server:
-    """An API server over TLS that records its users."""
+    """API server over TLS that records the user of each request."""
 
     def __init__(self, authority: Authority, folder: Path) -> None:
         self.users: list[str] = []
@@ -116,7 +116,7 @@ def write(path: Path, cluster: dict[str, Any], user: dict[str, Any], context: st
 
 
 def plugin(path: Path, status: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """Return a user whose plugin prints this status; `{info}` in it is replaced by the plugin's input."""
+    """Return a kubeconfig user with a plugin that prints this status. `{info}` in it becomes the plugin's input."""
     answer = json.dumps({"apiVersion": V1, "kind": "ExecCredential", "status": status})
     path.write_text(
         f"#!{sys.executable}\nimport base64, json, os\n"
@@ -136,7 +136,7 @@ def ask(config: str, context: str | None = None) -> None:
 def test_who_asks_is_shown_by_all_that_a_kubeconfig_can_hold(
     server: Server, cluster: dict[str, Any], authority: Authority, tmp_path: Path
 ) -> None:
-    """kubeadm uses certificates, in the file or next to it; managed clusters use plugins."""
+    """kubeadm uses certificates, inside the file or next to it. Managed clusters use plugins."""
     pem, key = authority.sign("jane")
     for name, content in (("jane.crt", pem), ("jane.key", key), ("token", b"from-file\n"), ("ca.crt", authority.pem)):
         (tmp_path / name).write_bytes(content)
@@ -164,7 +164,7 @@ def test_who_asks_is_shown_by_all_that_a_kubeconfig_can_hold(
 def test_a_server_that_the_authority_has_not_signed_gets_no_request(
     server: Server, cluster: dict[str, Any], tmp_path: Path
 ) -> None:
-    """It would get the user's token, unless `insecure-skip-tls-verify` allows it."""
+    """Otherwise a stranger's server gets the user's token. `insecure-skip-tls-verify` allows that."""
     wrong = base64.b64encode(Authority().pem).decode()
     for other in (
         {"server": server.url},
@@ -181,7 +181,7 @@ def test_a_server_that_the_authority_has_not_signed_gets_no_request(
 def test_a_token_of_a_plugin_is_asked_for_again_when_it_has_expired_and_not_before(
     server: Server, cluster: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Logs are followed for days, and tokens last for minutes."""
+    """Tokens are valid for minutes, and logs are followed for days."""
     for expires, calls in (("2999-01-01T00:00:00Z", "x"), ("2020-01-01T00:00:00Z", "xxxx")):
         status = {"token": "fresh", "expirationTimestamp": expires}
         (tmp_path / "login.calls").unlink(missing_ok=True)
@@ -204,7 +204,7 @@ def test_a_plugin_is_told_about_the_cluster_where_it_asks_for_it(
 def test_several_files_are_one_kubeconfig_in_which_the_first_word_counts(
     server: Server, cluster: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`KUBECONFIG=a:b`: users with many clusters keep a file for each."""
+    """Users with many clusters keep a file for each of them, as in `KUBECONFIG=a:b`."""
     first = write(tmp_path / "a", cluster, {"token": "a"}, "one")
     other = write(tmp_path / "b", cluster, {"token": "b"}, "two")
     again = write(tmp_path / "c", cluster, {"token": "c"}, "one")
@@ -217,7 +217,7 @@ def test_several_files_are_one_kubeconfig_in_which_the_first_word_counts(
 def test_a_pod_asks_as_its_service_account(
     authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A notebook in the cluster submits jobs; its token is replaced each hour."""
+    """A notebook in the cluster submits jobs. Kubernetes replaces its token each hour."""
     (tmp_path / "ca.crt").write_bytes(authority.pem)
     (tmp_path / "namespace").write_text("team-a\n")
     (tmp_path / "token").write_text("first")

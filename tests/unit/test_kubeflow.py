@@ -1,4 +1,4 @@
-"""Kubeflow's progress protocol, as Hugging Face's Trainer and Kubeflow's SDK write it, becomes one of our reports."""
+"""Reports in Kubeflow's progress protocol are accepted as ours. Hugging Face's Trainer and Kubeflow's SDK send them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOW = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
 
 
 def body(metrics: dict[str, object] | None = None, **status: Any) -> bytes:
-    """Return what both clients send: metrics as a list, names and values as text."""
+    """Return a report as both clients send it: metrics as a list of names and values, all of them texts."""
     if metrics:
         status["metrics"] = [{"name": name, "value": str(value)} for name, value in metrics.items()]
     return json.dumps({"trainerStatus": {"lastUpdatedTime": "2026-01-01T00:00:00+00:00"} | status}).encode()

@@ -40,7 +40,7 @@ ALL_OF_A_TEMPLATE = {
 
 @pytest.fixture(autouse=True, scope="module")
 def read_once(module_patch: pytest.MonkeyPatch) -> None:
-    """Cached, because a schema takes 20 ms to read and each test needs several."""
+    """Read each schema once: a schema takes 20 ms, and each test needs several."""
     module_patch.setattr(utils, "schema_contents", functools.cache(utils.schema_contents))
 
 
@@ -66,7 +66,7 @@ def pods() -> dict[str, dict[str, Any]]:
 
 
 def gangs(version: str) -> dict[str, dict[str, Any]]:
-    """Return a gang's PodGroup and one of its pods, in each API version that this Kubernetes and the adapter have."""
+    """Return a gang's PodGroup and one of its pods, for each API version that both Kubernetes and the adapter have."""
     served = {"1.36": {"v1alpha2"}, "1.37": {"v1beta1", "v1alpha3"}}.get(version, set())
     assert served <= set(native.ADAPTER.versions)
     placed = job(nodes=4, topologyKey="topology.kubernetes.io/rack")
@@ -102,14 +102,14 @@ def refusal(body: dict[str, Any], version: str) -> str:
 
 @pytest.mark.parametrize("version", SUPPORTED)
 def test_what_the_operator_and_the_client_write_fits_the_schemas_of_kubernetes(version: str) -> None:
-    """A version drops a field that it does not know with a warning, or refuses the whole object."""
+    """A Kubernetes version drops an unknown field with a warning, or refuses the whole object."""
     bodies = pods() | others() | gangs(version)
     refused = {name: why for name, body in bodies.items() if (why := refusal(body, version))}
     assert refused == {}
 
 
 def test_the_schemas_refuse_a_field_that_is_not_there() -> None:
-    """Otherwise the test above could not fail."""
+    """Otherwise the test above could never fail."""
     body = build.service(job())
     body["spec"]["headless"] = True
     assert "headless" in refusal(body, SUPPORTED[0])

@@ -1,4 +1,4 @@
-"""Jobs in a queue of Kueue: its Workload as Kueue has it, and what the job does when it is admitted, evicted, over."""
+"""Jobs in a Kueue queue: the Workload that the operator writes, and the job's reaction to admission and eviction."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ CONTAINER = {
 
 
 def labelled(what: api.DDPJob, **labels: str) -> api.DDPJob:
-    """The job with labels of Kueue: queue_name="main"."""
+    """Return the job with Kueue's labels, for example queue_name="main"."""
     found = {f"kueue.x-k8s.io/{name.replace('_', '-')}": value for name, value in labels.items()}
     return replace(what, metadata=replace(what.metadata, labels=found))
 
 
 def queued(**spec: Any) -> World:
-    """A job of two nodes with the label of a queue."""
+    """Return a job of two nodes with the label of a queue."""
     return World(labelled(job(**spec), queue_name="main")).serves("kueue", V1BETA1)
 
 
 def admitted(**spec: Any) -> World:
-    """The same, whose pods run."""
+    """Return an admitted job of two nodes whose pods are running."""
     return queued(**spec).settle().admits().running()
 
 
@@ -67,7 +67,7 @@ def admitted(**spec: Any) -> World:
 def test_the_label_of_a_queue_means_kueue_where_the_operator_has_it(
     labels: dict[str, str], spec: dict[str, Any], apis: dict[str, GangApi], kind: str
 ) -> None:
-    """A job that is to wait in a queue must not take nodes past it."""
+    """A job with a queue's label must not take nodes without the queue's admission."""
     assert choice.choose(labelled(job(**spec), **labels), apis)[0] == kind
 
 
@@ -85,7 +85,7 @@ def test_the_label_of_a_queue_means_kueue_where_the_operator_has_it(
 def test_a_queue_that_the_operator_does_not_serve_is_warned_of_when_the_job_starts(
     labels: dict[str, str], spec: dict[str, Any], apis: dict[str, GangApi], is_warned: bool
 ) -> None:
-    """With the chart's defaults such a job took GPUs outside every quota, and nothing said so."""
+    """With the chart's defaults nothing manages the queue: such a job would silently take GPUs outside every quota."""
     world = World(labelled(job(**spec), **labels))
     world.gang_apis = dict(apis)
     sent = [event for event in world.settle().events if event.reason == "QueueNotServed"]
@@ -99,7 +99,7 @@ def test_spec_gang_kueue_is_valid_and_means_the_queue_default() -> None:
 
 
 def test_a_job_that_another_cluster_runs_is_left_alone() -> None:
-    """MultiKueue copies it to a worker cluster and writes its status: two operators would train it twice."""
+    """MultiKueue copies the job to a worker cluster and writes its status back. Otherwise both clusters train it."""
     world = queued(managedBy="kueue.x-k8s.io/multikueue")
     assert world.plan().actions == ()
     assert world.plan().status is None
@@ -153,7 +153,7 @@ WORKLOAD = {
 
 
 def test_a_workload_is_what_kueue_documents_and_has_no_commands_and_no_variables() -> None:
-    """Who administrates a queue reads Workloads, and needs to see what pods ask for, not what they run."""
+    """Administrators of a queue read Workloads. They need the requested resources, not the commands."""
     full = labelled(job(container=CONTAINER), queue_name="main", priority_class="high")
     body = kueue.body(full, 0, V1BETA1)
     assert kueue.reads_for_group(full, V1BETA1) == ("/apis/kueue.x-k8s.io/v1beta1/workloadpriorityclasses/high",)
@@ -187,7 +187,7 @@ def test_in_v1beta2_a_workload_differs_in_nothing_else() -> None:
 
 @pytest.mark.parametrize("version", ["v1beta1", "v1beta2"])
 def test_a_workload_has_a_priority_also_where_the_job_names_none(version: str) -> None:
-    """Kueue writes 0 for its own kinds; without it its visibility API (0.14.8) answers for nobody in the queue."""
+    """Kueue writes 0 for its own kinds. Without a priority its visibility API (0.14.8) shows nobody in the queue."""
     assert kueue.body(job(), 0, f"kueue.x-k8s.io/{version}")["spec"]["priority"] == 0
 
 
@@ -211,7 +211,7 @@ def test_an_elastic_job_may_be_admitted_in_part() -> None:
 def test_a_topology_is_asked_for_by_the_jobs_field_or_by_kueues_annotations(
     key: str | None, annotations: dict[str, str], wanted: dict[str, Any]
 ) -> None:
-    """Who moves a batch/v1 Job here keeps its template: annotations mean what they mean for Kueue's own kinds."""
+    """Users who replace a batch/v1 Job keep its template, so annotations mean the same as for Kueue's own kinds."""
     named = {f"kueue.x-k8s.io/podset-{name}-topology": value for name, value in annotations.items()}
     template = {"metadata": {"annotations": named}, "spec": {"containers": [{"name": "trainer", "image": "i"}]}}
     (podset,) = kueue.body(job(topologyKey=key, template=template), 0, V1BETA1)["spec"]["podSets"]
@@ -219,7 +219,7 @@ def test_a_topology_is_asked_for_by_the_jobs_field_or_by_kueues_annotations(
     assert podset.get("topologyRequest", {}) == wanted | rank
 
 
-# ---------------------------------------------------------------- what Kueue says
+# ---------------------------------------------------------------- what Kueue reports
 
 
 def condition(kind: str, status: str, **more: str) -> dict[str, str]:
@@ -233,7 +233,7 @@ NO_ROOM = condition("QuotaReserved", "False", reason="Pending", message="insuffi
 
 
 def workload(*conditions: dict[str, str], active: bool = True, **status: Any) -> dict[str, Any]:
-    """As the API server has it."""
+    """Return a Workload as the API server has it."""
     found: dict[str, Any] = copy.deepcopy(WORKLOAD)
     found["metadata"] |= {"uid": "u", "generation": 3, "resourceVersion": "7"}
     found["spec"] |= {} if active else {"active": False}
@@ -320,7 +320,7 @@ def test_a_workload_is_read_with_what_was_decided_and_what_it_was_told() -> None
 
 
 def test_a_pod_consumes_what_a_provisioning_request_has_provisioned() -> None:
-    """Without these annotations the autoscaler makes machines for the pods a second time."""
+    """Without these annotations the autoscaler provisions machines for the pods a second time."""
     consume = {
         "autoscaling.x-k8s.io/consume-provisioning-request": "digits-provisioning-1",
         "autoscaling.x-k8s.io/provisioning-class-name": "queued-provisioning.gke.io",
@@ -335,7 +335,7 @@ def test_a_pod_consumes_what_a_provisioning_request_has_provisioned() -> None:
 
 
 def test_a_pod_runs_where_its_quota_is() -> None:
-    """Elsewhere it would use what the queue has promised to others."""
+    """On other nodes the pod would use what the queue has promised to other jobs."""
     taint = {"key": "spot", "operator": "Exists"}
     flavor = {"spec": {"nodeLabels": {"pool": "spot"}, "tolerations": [taint]}}
     update = {"name": "node", "nodeSelector": {"made-for": "digits"}, "annotations": {"capacity": "request-1"}}
@@ -360,7 +360,7 @@ V1BETA2_TOPOLOGY = {
 
 @pytest.mark.parametrize("topology", [V1BETA1_TOPOLOGY, V1BETA2_TOPOLOGY], ids=["v1beta1", "v1beta2"])
 def test_where_kueue_chooses_the_nodes_of_each_pod_the_pod_waits_for_it(topology: dict[str, Any]) -> None:
-    """v1beta2 writes the nodes in another form; which they are is read by Kueue alone."""
+    """v1beta2 writes the nodes in another form, so the operator leaves the assignment of pods to Kueue."""
     assigned = copy.deepcopy(ASSIGNED)
     assigned["podSetAssignments"][0]["topologyAssignment"] = topology  # type: ignore[index]
     group = observe.group(kueue.ADAPTER)(workload(RESERVED, ADMITTED, admission=assigned))
@@ -386,7 +386,7 @@ def test_kueue_names_nodes_where_the_lowest_level_of_its_topology_is_the_node(le
 def test_a_pod_stays_away_from_a_bad_node_only_where_kueue_has_not_named_that_node_for_it(
     names_nodes: bool, avoided: tuple[str, ...]
 ) -> None:
-    """It would fit nowhere, and the job hold its quota and wait for the hour for which a node is avoided."""
+    """Otherwise the pod fits nowhere, and the job holds its quota until the avoidance is over, after an hour."""
     world = admitted()
     placement = Placement(by_topology=True, names_nodes=names_nodes)
     world.groups = {n: replaced(g, placement=placement) for n, g in world.groups.items()}
@@ -400,13 +400,13 @@ def test_a_pod_stays_away_from_a_bad_node_only_where_kueue_has_not_named_that_no
 
 
 def seen(body: dict[str, Any]) -> Pod:
-    """As the operator reads it from the API server: only the fields that reading.py names."""
+    """Return the Workload as the operator keeps it: only the fields that reading.py names."""
     (raw,) = reading.page(json.dumps({"metadata": {"resourceVersion": "1"}, "items": [body]}).encode(), "pods").items
     return observe.pod(raw)
 
 
 def test_a_pod_that_kueue_queues_by_itself_says_what_helps() -> None:
-    """kubectl says only that scheduling is blocked by gates, and half of the job may hold its GPUs for ever."""
+    """kubectl only shows that gates block the scheduling, while the job's other pods may hold their GPUs for ever."""
     body = build.pod(job(), 1, 1)
     body["metadata"]["uid"] = "u"
     why = "Scheduling is blocked due to non-empty scheduling gates"
@@ -432,7 +432,7 @@ def told(raw: dict[str, Any], what: Any) -> dict[str, dict[str, Any]] | None:
 
 
 def test_quota_is_given_back_with_the_admission_and_the_job_queues_again() -> None:
-    """Kueue leaves the quota of an evicted Workload of another owner with it for ever."""
+    """Kueue never frees the quota of an evicted Workload if another controller owns it."""
     ready = condition("PodsReady", "True", reason="Started")
     raw = workload(RESERVED, ADMITTED, PREEMPTED, ready, admission=ASSIGNED)
     status = kueue.tell(raw, "quota returned", "waiting in the queue", LATER)
@@ -465,8 +465,8 @@ def test_quota_is_given_back_with_the_admission_and_the_job_queues_again() -> No
     "reason", ["PodsReadyTimeout", "AdmissionCheck", "Deactivated", "DeactivatedDueToRequeuingLimitExceeded"]
 )
 def test_where_kueue_itself_says_when_a_job_queues_again_it_is_left_to_it(reason: str) -> None:
-    """Kueue finds these Workloads by the exact reason. With a longer one the job would be admitted again at once, and
-    one that is active again would wait for ever."""
+    """Kueue finds these Workloads by the exact reason. With a longer reason the job would be admitted again at once,
+    and a reactivated one would wait for ever."""
     conditions = told(workload(RESERVED, ADMITTED, {**PREEMPTED, "reason": reason}), "quota returned")
     assert conditions is not None
     assert (conditions["Requeued"]["status"], conditions["Requeued"]["reason"]) == (
@@ -481,7 +481,7 @@ def test_an_admission_that_came_meanwhile_is_not_taken_away() -> None:
 
 
 def test_pods_ready_says_that_all_nodes_run_and_after_a_restart_that_they_do_again() -> None:
-    """waitForPodsReady evicts a job that does not say so in time."""
+    """Kueue's waitForPodsReady evicts a job whose PodsReady condition is not true in time."""
     raw = workload(RESERVED, ADMITTED)
     seen = []
     for what in ("ready", "unready", "ready"):
@@ -503,11 +503,11 @@ def test_the_end_of_a_job_is_told_once() -> None:
     assert told(workload(RESERVED, condition("Finished", "True")), "failed") is None
 
 
-# ---------------------------------------------------------------- the life of a job in a queue
+# ---------------------------------------------------------------- from admission to the end
 
 
 def test_a_job_holds_its_quota_over_restarts_and_replacements_and_tells_when_it_runs() -> None:
-    """Others would take the nodes between two attempts, and the job would lose its place."""
+    """Otherwise other jobs take the nodes between two attempts, and the job queues again."""
     world = admitted()
     assert world.told == ["ready"]
     world.exits(0, code=1).restarted().running()
@@ -531,7 +531,7 @@ def test_at_its_end_a_job_gives_its_quota_back_when_the_last_pod_has_ended(end: 
 
 
 def test_a_preemption_ends_in_one_stop_with_full_grace_and_gives_the_quota_back_only_then() -> None:
-    """A kill would cost the steps since the last snapshot; quota that is given back early gives the nodes to two."""
+    """A kill would lose the steps since the last snapshot. Quota that is free too early gives nodes to two jobs."""
     world = admitted().admits("evicted", "preempted by resnet", holds_quota=True)
     world.step()
     assert (world.status.state, world.status.reason) == ("Suspended", "Evicted")
@@ -560,7 +560,7 @@ def test_a_job_that_is_admitted_again_while_its_pods_stop_stops_them_all_and_sta
 
 
 def test_a_preempted_job_whose_nodes_had_all_completed_has_succeeded_and_queues_no_more() -> None:
-    """It would wait for quota to train what it has trained."""
+    """Otherwise the job waits for quota to repeat a training that is complete."""
     world = admitted().admits("evicted", "preempted by resnet", holds_quota=True)
     world.step()
     assert world.status.reason == "Evicted"
@@ -569,7 +569,7 @@ def test_a_preempted_job_whose_nodes_had_all_completed_has_succeeded_and_queues_
 
 
 def test_a_failure_that_came_before_an_eviction_is_charged_and_a_job_without_restarts_fails() -> None:
-    """A script that always fails would take the nodes again and again in a queue that is often preempted."""
+    """Otherwise a script that always fails takes the nodes again and again, if its queue is often preempted."""
     world = admitted(backoffLimit=0).exits(1, 1)
     world.step()
     world.admits("evicted", "preempted by resnet", holds_quota=True).settle().stops_all().settle()
@@ -578,7 +578,7 @@ def test_a_failure_that_came_before_an_eviction_is_charged_and_a_job_without_res
 
 
 def test_a_failure_that_came_before_an_eviction_leaves_a_restart_less_and_the_job_queues_again() -> None:
-    """No pod of the attempt that would follow is made: its quota is promised to others."""
+    """The next attempt gets no pods yet, because its quota is promised to others."""
     world = admitted(backoffLimit=3).exits(1, 1)
     world.step()
     world.admits("evicted", "preempted by resnet", holds_quota=True).settle()
@@ -593,7 +593,7 @@ def test_a_failure_that_came_before_an_eviction_leaves_a_restart_less_and_the_jo
 
 
 def test_an_eviction_stops_the_nodes_that_wait_for_a_pod_which_takes_long_to_end() -> None:
-    """Under ddprun they waited for a replacement that was not to come, and kept what the queue had promised others."""
+    """Under ddprun they wait for a replacement, which an evicted job never gets, and keep others' quota."""
     world = admitted(container={"command": ["ddprun", "train.py"]}).deleted_first(1).settle()
     world.admits("evicted", "preempted by resnet", holds_quota=True).settle()
     assert all(pod.deletion_requested_at is not None for pod in world.pods.values())
@@ -615,7 +615,7 @@ def test_an_eviction_before_the_first_pod_gives_the_quota_back_at_once() -> None
 
 
 def test_pods_of_an_evicted_job_that_are_found_later_are_stopped_too() -> None:
-    """The answer to their creation was lost: they would use quota that others have by now."""
+    """If the answer to their creation was lost, these pods would use quota that other jobs have by now."""
     world = admitted().admits("evicted", "preempted", holds_quota=True).settle()
     late = replace(next(iter(world.pods.values())), deletion_requested_at=None, deletion_deadline=None)
     world.stops_all().settle()
@@ -633,7 +633,7 @@ def test_a_suspended_job_gives_its_quota_back_when_its_pods_have_ended_and_queue
 
 
 def test_a_job_that_is_resumed_while_its_pods_stop_keeps_its_quota() -> None:
-    """It would wait at the end of the queue, for what its own pods have only just left."""
+    """Otherwise the job queues at the end, for the quota that its own pods have just released."""
     world = admitted().change(suspend=True).settle().change(suspend=False).settle()
     assert world.status.message == "resumes when 2 pods have ended"
     world.stops_all().settle()
@@ -651,7 +651,7 @@ def test_a_job_that_is_evicted_while_it_waits_to_resume_gives_its_quota_back_whe
 
 
 def test_a_workload_that_was_deleted_by_hand_is_an_eviction() -> None:
-    """Its quota is with others at once; the pods must not stay."""
+    """Other jobs get the quota of a deleted Workload at once, so the pods must stop."""
     world = admitted()
     world.groups.clear()
     world.settle()
@@ -672,7 +672,7 @@ def test_a_job_runs_on_while_the_api_of_its_queue_is_away_and_waits_with_a_resta
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_job_that_waits_leaves_its_queue_while_its_spec_is_invalid(begun: bool) -> None:
-    """It was admitted, and held its quota for ever without a pod."""
+    """An invalid job makes no pods, so an admission would hold its quota for ever."""
     world = queued().settle()
     if begun:
         world.admits().running().admits("evicted", "preempted", holds_quota=True).settle()
@@ -687,14 +687,14 @@ def test_a_job_that_waits_leaves_its_queue_while_its_spec_is_invalid(begun: bool
 
 
 def test_a_job_that_runs_keeps_its_quota_when_its_spec_becomes_invalid() -> None:
-    """It goes on as it was."""
+    """The running pods still use the quota."""
     world = admitted()
     world.problems = [validation.Problem(("spec", "template"), "bad")]
     assert (world.settle().status.state, list(world.groups)) == ("Running", ["digits"])
 
 
 def test_a_job_that_waits_starts_no_pod_while_the_api_of_its_queue_is_away() -> None:
-    """Outside its queue it would take what others were promised; its admission may have been taken back meanwhile."""
+    """Without the API the operator cannot see if the admission was withdrawn, so the pods could take others' quota."""
     for world in (queued(), queued().settle().admits("waiting", "busy").settle(), queued().settle().admits()):
         world.gang_apis["kueue"] = GangApi(why_not="the API server cannot tell")
         known = list(world.groups)
@@ -725,7 +725,7 @@ def test_what_kueue_refuses_is_said_and_tried_again() -> None:
 
 
 def test_a_service_that_is_refused_keeps_no_quota() -> None:
-    """The Service has the name of the Workload: the quota of an evicted job was given back minutes later."""
+    """The Service has the Workload's name: its back-off must not delay the return of an evicted job's quota."""
     world = queued().settle().admits()
     world.refusals = [Refusal("Service", "digits", "exceeded quota: services", world.now + dt.timedelta(seconds=300))]
     assert world.settle().status.message == "digits was refused: exceeded quota: services"
@@ -734,15 +734,14 @@ def test_a_service_that_is_refused_keeps_no_quota() -> None:
 
 
 def admitted_in_part() -> World:
-    """A job of up to four nodes, whose three pods run."""
+    """Return a world with a job of up to four nodes that was admitted with three, which are running."""
     world = queued(nodes=4, minNodes=2).settle().admits()
     world.groups = {n: replaced(g, placement=Placement(count=3)) for n, g in world.groups.items()}
     return world.settle().runs(0, 1, 2).settle()
 
 
 def test_an_elastic_job_runs_and_restarts_with_as_many_nodes_as_were_admitted() -> None:
-    """More would use others' quota, fewer leave paid nodes idle. After a failure it made no pod: none had that
-    number."""
+    """More pods would use others' quota, and fewer leave paid nodes idle. This holds after a failure, too."""
     world = admitted_in_part()
     assert world.names() == ["digits-1-0", "digits-1-1", "digits-1-2"]
     assert (world.status.state, world.status.attempt) == ("Running", 1)
@@ -754,7 +753,7 @@ def test_an_elastic_job_runs_and_restarts_with_as_many_nodes_as_were_admitted() 
 
 
 def test_a_job_that_was_admitted_in_part_runs_on_where_a_new_operator_cannot_ask_its_queue() -> None:
-    """Its pods were stopped to become as many as spec.nodes, and then none was made, for nobody admits them."""
+    """Otherwise its pods are stopped to grow to spec.nodes, and then nobody can admit new ones."""
     world = admitted_in_part()
     known, world.groups = world.groups, {}
     world.gang_apis["kueue"] = GangApi(why_not="the API server does not serve workloads")
@@ -771,7 +770,7 @@ def test_a_workload_that_asks_for_other_pods_than_the_job_has_is_replaced_while_
 
 
 def relabelled(world: World, **labels: str) -> World:
-    """The user changes the labels of the job."""
+    """Let the user change the labels of the job."""
     world.job = labelled(world.job, **labels)
     return world
 
@@ -787,13 +786,13 @@ def relabelled(world: World, **labels: str) -> World:
 def test_a_job_that_waits_follows_what_it_now_asks_for(
     labels: dict[str, str], topology: str | None, asked: tuple[str, str, str]
 ) -> None:
-    """Both may change at any time; the Workload asked for the old ones as long as the job waited."""
+    """Users may change labels and topology at any time. The Workload of a waiting job must not keep the old ones."""
     world = relabelled(queued(topologyKey="rak").settle(), **labels).change(topology_key=topology).settle()
     assert world.groups["digits"].asked == asked
 
 
 def test_a_job_whose_queue_does_not_exist_waits_in_the_right_one_once_its_label_is_mended() -> None:
-    """Labels change at any time: it waited for a queue that nobody would ever make, until it was suspended."""
+    """Otherwise a job with a typo in the label waits until it is suspended, for a queue that nobody will create."""
     world = queued().settle().admits("waiting", "LocalQueue main doesn't exist").settle()
     wrong = world.groups["digits"]
     assert relabelled(world, queue_name="research").plan().actions == (DeleteGroup("kueue", "digits", wrong.uid),)
@@ -804,7 +803,7 @@ def test_a_job_whose_queue_does_not_exist_waits_in_the_right_one_once_its_label_
 
 @pytest.mark.parametrize("version", [V1BETA1, "kueue.x-k8s.io/v1beta2"])
 def test_what_a_workload_is_written_with_is_what_it_is_compared_with(version: str) -> None:
-    """Else it would be deleted and made again for ever, each time at the end of the queue."""
+    """If the two differ, the Workload is deleted and created again for ever, each time at the end of the queue."""
     pod = {"containers": [{"name": "trainer", "image": "i"}]}
     annotations = {"kueue.x-k8s.io/podset-required-topology": "block", "kueue.x-k8s.io/podset-preferred-topology": "a"}
     jobs = [
@@ -821,7 +820,7 @@ def test_what_a_workload_is_written_with_is_what_it_is_compared_with(version: st
 
 
 def test_a_job_that_is_admitted_keeps_its_place_whatever_its_labels_become_and_then_queues_as_they_say() -> None:
-    """Its pods run on the quota of the queue that admitted it."""
+    """The job's pods use the quota of the queue that admitted it."""
     world = relabelled(admitted(), queue_name="research").settle()
     assert (world.status.state, world.groups["digits"].asked) == ("Running", ("main", "", ""))
     world.admits("evicted", "preempted", holds_quota=True).settle().stops_all().settle()
@@ -830,7 +829,7 @@ def test_a_job_that_is_admitted_keeps_its_place_whatever_its_labels_become_and_t
 
 
 def test_a_job_that_is_stopped_in_its_queue_stays_so_whatever_its_labels_become() -> None:
-    """Its owner undid by a label what the administrator of the queue had done."""
+    """Otherwise the job's owner can undo, with a label, what the administrator of the queue decided."""
     stopped = kueue.read({"spec": {"active": False}})
     world = admitted().admits("evicted", "deactivated", holds_quota=True).settle().stops_all().settle()
     uid = world.admits("waiting", stopped.why, stopped=True).settle().groups["digits"].uid
@@ -842,7 +841,7 @@ def test_a_job_that_is_stopped_in_its_queue_stays_so_whatever_its_labels_become(
 
 @pytest.mark.parametrize("how", ["label", "field"])
 def test_a_restart_keeps_the_quota_also_where_the_job_is_to_leave_its_queue(how: str) -> None:
-    """The job trained on outside of its queue, on what others were promised, from its next failure on."""
+    """Otherwise, after its next failure, the job trains outside its queue on resources that were promised to others."""
     world = admitted()
     world = (relabelled(world) if how == "label" else world.change(gang="none")).settle()
     world.exits(1, code=1).restarted().running()
@@ -853,7 +852,7 @@ def test_a_restart_keeps_the_quota_also_where_the_job_is_to_leave_its_queue(how:
 
 
 def test_a_job_that_runs_enters_a_queue_when_it_is_resumed_and_not_at_a_failure() -> None:
-    """A failure that a restart mends took its nodes away, for as long as the queue was full."""
+    """Otherwise a failure takes the job's nodes away for as long as the queue is full."""
     world = relabelled(World(job()).serves("kueue", V1BETA1).running(), queue_name="main").settle()
     world.exits(1, code=1).restarted().running()
     assert (world.status.state, world.status.attempt, world.groups) == ("Running", 2, {})
@@ -863,7 +862,7 @@ def test_a_job_that_runs_enters_a_queue_when_it_is_resumed_and_not_at_a_failure(
 
 
 def test_a_job_whose_queue_was_switched_off_restarts_without_it() -> None:
-    """It would wait for ever: nobody here can ask its queue."""
+    """Nobody can ask for an admission if the queue is switched off, so the job would wait for ever."""
     world = admitted()
     world.gang_apis.clear()
     world.groups.clear()
@@ -873,7 +872,7 @@ def test_a_job_whose_queue_was_switched_off_restarts_without_it() -> None:
 
 @pytest.mark.parametrize("how", ["label", "field"])
 def test_a_job_that_waits_leaves_its_queue_when_the_user_says_so(how: str) -> None:
-    """Without the label it waited in the queue `default`, which may not be there; only a new job got out of it."""
+    """Otherwise only a new job could leave the queue `default`, which is used without a label and may not exist."""
     world = queued().settle().admits("waiting", "insufficient unused quota").settle()
     world = relabelled(world) if how == "label" else world.change(gang="none")
     world.running()
@@ -882,7 +881,7 @@ def test_a_job_that_waits_leaves_its_queue_when_the_user_says_so(how: str) -> No
 
 
 def test_pods_that_stop_after_an_eviction_have_their_full_grace_also_where_the_job_leaves_its_queue() -> None:
-    """Else the steps since the last snapshot are lost."""
+    """Otherwise the steps since the last snapshot are lost."""
     world = admitted().admits("evicted", "preempted", holds_quota=True)
     world.step()
     world = relabelled(world)
@@ -893,7 +892,7 @@ def test_pods_that_stop_after_an_eviction_have_their_full_grace_also_where_the_j
 
 
 def test_a_workload_that_somebody_marks_as_finished_is_replaced_when_the_pods_have_ended() -> None:
-    """Its quota is gone, and Kueue never admits it again."""
+    """Its quota is free then, and Kueue never admits a finished Workload again."""
     world = admitted()
     before = world.groups["digits"]
     world.groups["digits"] = replaced(before, is_over=True, admission=Admission("evicted", "finished"))

@@ -1,4 +1,4 @@
-"""The launcher of a script: ddprun, unless something needs torchrun; and the one line that says so."""
+"""The launcher of a script is ddprun unless something needs torchrun. Then one line names the reason."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(cli: Cli, script: str, *options: str, name: str = "train.py") -> tuple[l
 
 
 def test_ddprun_starts_a_script_without_a_word_about_it(cli: Cli) -> None:
-    """The launcher that reports hangs and restarts fast must not need a YAML file."""
+    """Users must get the fast restarts and the reports of hangs without a YAML file."""
     assert run(cli, INIT) == (["ddprun", "train.py"], "")
     assert run(cli, INIT, "--launcher", "torchrun") == (["torchrun", "train.py"], "")
     assert run(cli, INIT, "-m", "train") == (["ddprun", "-m", "train"], "")
@@ -57,7 +57,7 @@ def test_ddprun_starts_a_script_without_a_word_about_it(cli: Cli) -> None:
 def test_torchrun_starts_what_ddprun_cannot_and_one_line_says_why(
     cli: Cli, script: str, options: list[str], why: str
 ) -> None:
-    """Otherwise the script would hang or lose its setting under a launcher that nobody asked for."""
+    """Otherwise the script would hang, or lose the setting, under a launcher that the user did not choose."""
     command, said = run(cli, script, *options)
     assert command[0] == "torchrun"
     assert said.startswith(f"torchrun starts the ranks: {why}")
@@ -74,7 +74,7 @@ def test_a_module_is_read_as_a_script_is(cli: Cli) -> None:
     "script",
     [
         "import os\nos.environ['OMP_NUM_THREADS'] = '4'\n" + INIT,  # applied when the script imports torch
-        "import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '1'\n" + INIT,  # read later
+        "import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '1'\n" + INIT,  # torch reads it later
         INIT + "import os\nos.environ['KMP_AFFINITY'] = 'none'\n",  # too late under torchrun as well
         STORE + "TCPStore(host, port, 2, os.environ['RANK'] == '0')\n",
         STORE + "TCPStore(host, port, is_master=True)\nTCPStore(host, port)\n",
@@ -89,7 +89,7 @@ def test_what_works_in_a_fork_is_left_to_ddprun(cli: Cli, script: str) -> None:
 
 
 def test_ddprun_passes_a_local_rank_that_the_script_takes_as_an_option(cli: Cli) -> None:
-    """Under torchrun this needs a shell."""
+    """torchrun can do this only through a shell."""
     command, _ = run(cli, LOCAL_RANK)
     assert command == ["ddprun", "train.py", "--", "--local_rank=${local_rank}"]
     assert run(cli, LOCAL_RANK, "--launcher", "torchrun")[0][:2] == ["torchrun", "--no-python"]
@@ -135,7 +135,7 @@ def test_ddprun_starts_ranks_only_with_the_python_that_torchrun_would_take(tmp_p
 def test_submit_writes_ddprun_only_for_an_image_that_is_known_to_have_it(
     cli: Cli, options: list[str], command: str
 ) -> None:
-    """A pod whose image lacks it would never start."""
+    """A pod without ddprun in its image would never start."""
     (cli.folder / "train.py").write_text(INIT)
     done = cli.here("submit", "--dry-run", *options, "train.py")
     job: Any = next(body for body in yaml.safe_load_all(done.stdout) if body["kind"] == "DDPJob")

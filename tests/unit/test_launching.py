@@ -1,4 +1,4 @@
-"""docs/launching.md: every command in it is accepted as written, and what it calls refused is refused."""
+"""Every command in docs/launching.md is accepted as written, and what the page calls refused is refused."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_every_example_of_a_launch_is_a_valid_job(path: Path) -> None:
 
 
 def test_a_command_with_a_long_script_in_it_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script of 10 kB in the command must not cost the operator 18 ms for each report of each node."""
+    """Otherwise a script of 10 kB in the command costs the operator 18 ms for each report of each node."""
     read = 0
 
     def counted(words: list[str]) -> command.Command:

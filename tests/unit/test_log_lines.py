@@ -1,4 +1,4 @@
-"""A script that refuses its options, or says why it gives up, is quoted: a bare exit code sends users to the logs."""
+"""The message quotes a script that refuses its options or says why it stops. An exit code alone explains nothing."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_what_is_left_of_torchruns_own_report_is_nobodys_last_words(name: str, k
 
 @pytest.mark.parametrize("prefix", ["[rank0]: ", "[default0]:[rank0]: "])
 def test_what_another_rank_raised_last_is_not_what_this_one_said(prefix: str) -> None:
-    """sys.exit("no data") of rank 1 must not be shown with rank 0's complaint that rank 1 is gone."""
+    """Rank 1's sys.exit("no data") must not be shown with rank 0's complaint that rank 1 is gone."""
     log = f"data folder is empty\n{prefix}RuntimeError: Connection closed by peer [127.0.0.1]:56017\n"
     assert log_lines.of(log, 1, rank=1) == "last line: data folder is empty"
     assert log_lines.of(log, 1, rank=0) == "last line: RuntimeError: Connection closed by peer [127.0.0.1]:56017"
@@ -107,7 +107,7 @@ def test_the_job_says_what_a_script_gave_to_sys_exit() -> None:
 
 
 def test_a_last_line_proves_nothing_against_an_exception_of_another_rank() -> None:
-    """A rank that prints and ends with 1 because its peer is gone would be blamed for the peer's exception."""
+    """Rank 0 only ended because its peer was gone, so it must not be named for the peer's exception."""
     world = (
         digits()
         .running()

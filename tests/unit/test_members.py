@@ -6,7 +6,7 @@ import pytest
 
 from ddpjob_core.members import Members
 
-LATER = Members((0, 2, 5))  # two pods were left out
+LATER = Members((0, 2, 5))  # two nodes were left out
 REORDERED = Members((3, 1))
 
 
@@ -43,7 +43,7 @@ def test_who_is_no_member_has_no_node_rank_and_no_ranks() -> None:
 
 @pytest.mark.parametrize("number", [-1, 3, None])
 def test_a_node_rank_that_nobody_has_is_at_no_place(number: int | None) -> None:
-    """Otherwise -1, which reports use for "no rank", would be the last member."""
+    """Reports use -1 for "no rank". As an index -1 would be the last member."""
     assert LATER.place(number) is None
     assert LATER.place_of_rank(6 if number is None else 2 * number, 2) is None
 

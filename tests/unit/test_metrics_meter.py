@@ -74,7 +74,7 @@ def test_jobs_are_counted_by_namespace_and_state_and_a_state_that_no_job_has_is_
 
 
 def test_both_formats_have_the_same_series() -> None:
-    """One is Prometheus', the other node-exporter's: dashboards must work with both."""
+    """Prometheus reads OpenMetrics, other scrapers the older text format, and dashboards must work with both."""
     progress = api.Progress(step=5, total_steps=9, saved_step=4, samples_per_second=2.5, updated=NOW)
     now = moment(job(state="Running", state_time=NOW, progress=progress))
     assert scraped(Meter(), now) == scraped(Meter(), now, openmetrics_text=False)
@@ -102,7 +102,7 @@ def test_every_name_that_is_documented_is_served_and_no_other() -> None:
 
 
 def test_the_dashboard_that_kubebuilder_makes_has_data_in_each_panel() -> None:
-    """Administrators already have it for all controllers based on controller-runtime."""
+    """Administrators already use kubebuilder's dashboard for all controllers based on controller-runtime."""
     asked = {
         *("controller_runtime_active_workers", "controller_runtime_reconcile_total"),
         *("controller_runtime_reconcile_errors_total", "workqueue_depth", "workqueue_queue_duration_seconds"),
@@ -113,7 +113,7 @@ def test_the_dashboard_that_kubebuilder_makes_has_data_in_each_panel() -> None:
 
 
 def test_the_time_of_the_state_that_holds_is_counted_while_it_holds() -> None:
-    """The week of a running job must count while it runs, and not only at its end."""
+    """A job that has been running for a week must count now, and not only at its end."""
     running = job(state="Running", state_time=NOW, first_step_time=NOW, goodput=api.Goodput(starting_seconds=30))
     found = scraped(Meter(), moment(running, seconds=100))
     assert found['ddpjob_job_seconds_total{job_name="digits",namespace="team",spent="productive"}'] == 100
@@ -121,7 +121,7 @@ def test_the_time_of_the_state_that_holds_is_counted_while_it_holds() -> None:
 
 
 def test_the_seconds_of_all_jobs_only_grow_when_jobs_are_deleted() -> None:
-    """Prometheus takes a falling counter for one that was reset, and adds all of it once more."""
+    """Prometheus takes a falling counter for a reset, and adds its whole value again."""
     meter, name = Meter(), 'ddpjob_seconds_total{spent="productive"}'
     one = job(state="Running", state_time=NOW, first_step_time=NOW)
     two = job("b", created=15, state="Running", state_time=at(20), first_step_time=at(20))
@@ -135,7 +135,7 @@ SPENT = 'ddpjob_seconds_total{spent="productive"}'
 
 
 def trained(seconds: float, created: float = 5, *, name: str = "digits", over: bool = False) -> MeteredJob:
-    """Return a job that was created after NOW and trained from `created` on; over: until `seconds`."""
+    """Return a job created at NOW + `created` that trains since then. over: it ended at NOW + `seconds`."""
     goodput = api.Goodput(productive_seconds=int(seconds - created)) if over else None
     state: Any = "Succeeded" if over else "Running"
     since, first = at(seconds if over else created), at(created)
@@ -156,7 +156,7 @@ def test_a_job_that_begins_and_ends_between_two_scrapes_is_counted() -> None:
 
 
 def test_a_leader_counts_from_when_it_leads_and_not_from_its_first_scrape() -> None:
-    """Otherwise twelve minutes of thirty jobs are missing."""
+    """Otherwise the time between the election and the first scrape is missing for each running job."""
     meter = Meter()
     meter.leads(at(100))
     running = job(state="Running", state_time=NOW, first_step_time=NOW)
@@ -179,7 +179,7 @@ def test_a_leader_counts_from_when_it_leads_and_not_from_its_first_scrape() -> N
     ],
 )
 def test_the_seconds_of_a_job_never_fall(later: MeteredJob) -> None:
-    """increase() over a falling counter adds the whole counter again: a week that nobody trained."""
+    """For a falling counter increase() adds the whole value again: a week in which nobody trained."""
     meter, mine = Meter(), 'ddpjob_job_seconds_total{job_name="digits",namespace="team",spent="productive"}'
     running = job(state="Running", state_time=NOW, first_step_time=NOW)
     assert scraped(meter, moment(running, seconds=100))[mine] == 100
@@ -191,7 +191,7 @@ def test_the_seconds_of_a_job_never_fall(later: MeteredJob) -> None:
 
 
 def test_a_job_whose_status_cannot_be_read_for_a_while_is_not_counted_twice() -> None:
-    """If somebody edits a status and reverts it, the fleet has not trained for another week."""
+    """If a status is broken and then repaired by hand, the job's past week must not count again."""
     meter, name = Meter(), SPENT
     running = job(state="Running", state_time=NOW, first_step_time=NOW)
     scraped(meter, moment(running, seconds=1000))
@@ -222,7 +222,7 @@ def test_an_operator_that_has_just_started_does_not_count_what_the_one_before_ha
 
 
 def test_what_a_job_spends_while_another_release_acts_for_it_is_that_ones_to_count() -> None:
-    """Otherwise a week under another release counts twice."""
+    """Otherwise both releases count the same week."""
     meter = Meter()
     scraped(meter, moment(TRAINS))
     assert scraped(meter, moment(TRAINS, seconds=30))[SPENT] == 30
@@ -233,7 +233,7 @@ def test_what_a_job_spends_while_another_release_acts_for_it_is_that_ones_to_cou
 
 
 def test_all_that_a_new_job_spends_is_counted() -> None:
-    """Otherwise its first minute is missing, and of a short job everything."""
+    """Otherwise the first minute of each job is missing, and short jobs are missing completely."""
     meter = Meter()
     scraped(meter, moment())
     new = job(created=5, state="Running", state_time=at(10), first_step_time=at(10))
@@ -257,7 +257,7 @@ def test_a_thousand_jobs_that_come_and_go_leave_no_series_and_no_memory() -> Non
 
 
 def test_every_end_that_a_job_may_have_is_zero_before_the_first() -> None:
-    """A counter that begins at 1 has not increased: the dashboard would miss the first failed job."""
+    """A counter that appears with value 1 shows no increase, so the dashboard would miss the first failed job."""
     found = scraped(Meter(), moment())
     ends = {name for name, value in found.items() if name.startswith("ddpjob_jobs_finished_total") and value == 0}
     why = ["AllNodesCompleted", "DeadlineExceeded", *filter(None, typing.get_args(budget.Stop))]
@@ -317,7 +317,7 @@ def test_a_status_that_somebody_has_edited_takes_the_metrics_of_no_other_job(sta
 
 
 def test_no_label_holds_a_uid() -> None:
-    """Each recreated pod and job would be a series for ever."""
+    """Otherwise each recreated pod and job is a new series, which Prometheus keeps."""
     assert not {label for metric in names.ALL for label in metric.labels} & {"uid", "pod", "node", "message"}
 
 
@@ -339,7 +339,7 @@ def test_the_operator_shows_the_jobs_that_it_has_seen_its_queue_and_its_copies()
 
 
 def test_the_jobs_of_another_release_are_known_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If they counted as gone, their past would be counted again."""
+    """If jobs of another release counted as deleted, their past would be counted again later."""
 
     async def story() -> None:
         town = Town(SlowServer(lambda _verb, _path: 0.01))
@@ -355,7 +355,7 @@ def test_the_jobs_of_another_release_are_known_to_be_there(monkeypatch: pytest.M
 
 
 def test_what_the_operator_asks_of_a_queue_or_a_gang_scheduler_is_counted_by_its_name() -> None:
-    """As "other" it would be in no alert, and nobody would see that Kueue's webhook refuses every Workload."""
+    """Under the name "other" no alert would show that Kueue's webhook refuses every Workload."""
     rights = [*access.RIGHTS, *itertools.chain(*access.GANG_RIGHTS.values()), access.PLACES_RIGHT]
     assert {right.resource for right in rights} <= set(names.RESOURCES)
     assert {adapter.plural for adapter in ADAPTERS.values()} <= set(names.CACHES)
@@ -393,7 +393,7 @@ def test_an_api_server_that_refuses_every_write_shows_as_reconcile_errors() -> N
         town.apply("team", "digits", 2)
         name = 'controller_runtime_reconcile_errors_total{controller="ddpjob"}'
         for _ in range(10):
-            await asyncio.sleep(10)  # in virtual time; parsing each scrape takes milliseconds
+            await asyncio.sleep(10)  # virtual time; parsing each scrape takes real milliseconds
             if scraped(town.operator.meter, read(town.operator.snapshot()))[name] >= 1:
                 return
         pytest.fail("no error is counted within 100 s")

@@ -1,4 +1,4 @@
-"""Counters of a job's life: each restart once, by what was restarted, and its duration."""
+"""Counters of a job's history: each restart counts once, by what was restarted, with its duration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DDPRUN = {"container": {"command": ["ddprun", "train.py"]}}
 
 
 class Counted:
-    """A world whose statuses are counted as the shells count them."""
+    """A world that counts each written status as the operator and the local run do."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -27,7 +27,7 @@ class Counted:
         self._restart: Restart | None = None
 
     def settle(self) -> Counted:
-        """Plan, act and count until there is nothing to do."""
+        """Plan, act and count until nothing changes."""
         for _ in range(10):
             old = self.world.status
             todo = self.world.step()
@@ -48,7 +48,7 @@ class Counted:
                 self.observed.setdefault(name, []).append(seen.value)
 
     def runs(self, seconds: float = 5) -> Counted:
-        """All trainers are running after so long, and rank 0 makes a step a second later."""
+        """Let all trainers be running after so many seconds."""
         self.settle().world.after(seconds).runs(*range(self.world.job.spec.nodes))
         return self.settle()
 
@@ -59,7 +59,7 @@ class Counted:
 
 
 def test_a_job_that_starts_trains_and_ends_is_counted_once() -> None:
-    """Its status may be written many times in between."""
+    """Its status may be written many times in between, which must not count again."""
     counted = Counted(digits()).runs(5).steps(1, 2).steps(40, 30)
     counted.world.exits(0, 0).exits(1, 0)
     counted.settle().settle()
@@ -89,7 +89,7 @@ def test_a_second_failure_before_the_job_has_trained_again_is_timed_by_itself() 
     for _ in range(2):
         counted.world.exits(1, 3).after(2)
         counted.settle().world.stops_all()
-        counted.settle().world.after(30)  # the second restart has a back-off
+        counted.settle().world.after(30)  # the second restart waits for its back-off
         counted.runs(10)
     counted.steps(11, 1)
     assert counted.counts["ddpjob_restarts application group"] == 2
@@ -112,7 +112,7 @@ def test_a_pod_that_is_replaced_alone_is_a_restart_of_a_pod() -> None:
 
 @pytest.mark.parametrize("kind", ["application", "infrastructure", "stall"])
 def test_ranks_that_an_agent_starts_again_are_timed_from_when_it_saw_them_fail(kind: str) -> None:
-    """The operator learns of it later, when they may already train again."""
+    """The operator learns of the restart later, when the new ranks may already train."""
     counted = Counted(digits(**DDPRUN)).runs().steps(10)
     world = counted.world
     failed_at = world.now.timestamp()
@@ -148,7 +148,7 @@ def test_a_node_whose_clock_is_off_makes_no_time_negative_and_none_a_day(ahead: 
 
 
 def test_a_restart_during_which_the_clock_is_set_back_is_not_timed_and_the_next_one_is() -> None:
-    """A duration of 0 s would be wrong; and no step would come later than the failure until that hour is over."""
+    """A duration of 0 s would be wrong. The next restart must be timed, although recorded times lie ahead."""
     counted = Counted(digits()).runs().steps(10)
     counted.world.exits(1, 3).after(2)
     counted.settle().world.after(3).stops_all()

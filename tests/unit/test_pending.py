@@ -1,4 +1,4 @@
-"""A waiting job's message says for what, for how long, and how to see why; after ten minutes comes a Warning."""
+"""A waiting job's message says for what, for how long, and how to find out why. A Warning follows after ten minutes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MONTH = 30 * 86400.0
 
 
 def lives_on(world: World, seconds: float) -> World:
-    """Let time pass, with a plan whenever it is due."""
+    """Let time pass, and plan whenever a plan is due."""
     end = world.now + dt.timedelta(seconds=seconds)
     while world.now < end:
         again = world.settle().plan().requeue_at
@@ -51,7 +51,7 @@ def test_a_container_that_is_not_created_for_ten_minutes_is_one_warning_whenever
 
 @pytest.mark.parametrize("why", ["4 Insufficient nvidia.com/gpu", "4 node(s) didn't match pod anti-affinity rules"])
 def test_one_pod_per_node_is_named_only_if_it_keeps_the_pods_apart(why: str) -> None:
-    """A job that wants 8 GPUs on nodes of 4 must not send users to another field."""
+    """If nodes have 4 GPUs and the job wants 8, onePodPerNode is not the reason."""
     world = digits(onePodPerNode=True).started().unschedulable(0, f"0/4 nodes are available: {why}").settle()
     lives_on(world, 70)
     apart = "; onePodPerNode keeps them apart" if "anti-affinity" in why else ""
@@ -152,7 +152,7 @@ VOLUME = "0/9 nodes are available: 9 node(s) had volume node affinity conflict"
 
 
 def test_pods_that_find_no_node_for_different_reasons_say_each_with_the_commonest_first() -> None:
-    """With only the first pod's reason, a user who fixes that finds the job still pending."""
+    """A user who fixes the first pod's reason would otherwise find the job still pending for another one."""
     world = digits(nodes=4).started().unschedulable(0, VOLUME)
     world.unschedulable(1, CPU).unschedulable(3, CPU).runs(2).settle()
     assert world.status.message == f"Unschedulable: 3 of 4 pods: {CPU} (2 pods); {VOLUME} (digits-1-0)"
@@ -161,7 +161,7 @@ def test_pods_that_find_no_node_for_different_reasons_say_each_with_the_commones
 
 
 def test_a_reason_for_each_of_a_hundred_pods_makes_no_endless_message() -> None:
-    """A volume that is missing for each pod has another name in each sentence."""
+    """If a volume is missing for each pod, each pod's message names another volume."""
     world = digits(nodes=100).started()
     for place in range(100):
         world.unschedulable(place, f'persistentvolumeclaim "data-{place}" not found' + 500 * "." * (place == 1))

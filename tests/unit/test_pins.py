@@ -18,7 +18,7 @@ CONSTRAINTS = {
 
 
 def pins(name: str) -> dict[str, str]:
-    """Return the version of each package of a file; all have a hash."""
+    """Return the version of each package in a requirements file, and check that each has a hash."""
     text = (ROOT / "pins" / f"{name}.txt").read_text().replace(" \\\n", "")
     found = {}
     for line in text.splitlines():
@@ -36,7 +36,7 @@ def test_an_image_installs_the_versions_that_are_tested_by_their_hashes(name: st
 
 
 def test_the_hashes_cover_all_that_the_project_asks_for() -> None:
-    """pip installs them without resolving dependencies: a missing one would be missing in the image."""
+    """pip installs these files without resolving dependencies, so a missing package is missing in the image."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     trainer = [one for one in extras["trainer"] if not one.startswith("torch")]
@@ -64,7 +64,7 @@ def test_every_action_is_pinned_to_a_commit() -> None:
 
 
 def test_a_release_takes_the_base_image_by_its_digest() -> None:
-    """A tag leads to another image with each patch release of Python."""
+    """Each patch release of Python moves the tag to another image."""
     image = (ROOT / "pins/python-image.txt").read_text().strip()
     tag, _, digest = image.partition("@sha256:")
     assert re.fullmatch(r"[0-9a-f]{64}", digest)

@@ -1,4 +1,4 @@
-"""What the plan promises to users, situation by situation."""
+"""What the plan promises to users: one test for each situation of a job."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_job_runs_once_all_trainers_run_and_not_before() -> None:
 
 
 def test_a_node_that_completed_is_not_missing_from_the_nodes_column() -> None:
-    """A script that sees `Running 0/2` just before `Succeeded 2/2` takes it for a loss."""
+    """`Running 0/2` just before `Succeeded 2/2` looks like a loss of both nodes."""
     world = digits(nodes=3).running()
     for place, ready in ((0, 2), (2, 1)):
         world.exits(place).settle()
@@ -123,8 +123,8 @@ def test_a_sidecar_neither_holds_the_job_open_for_longer_than_its_grace_nor_surv
 def test_a_trainer_that_saves_and_ends_with_0_when_its_pod_is_evicted_has_not_completed_beside_a_sidecar(
     ends: str,
 ) -> None:
-    """The kubelet signals all containers at once, and the sidecar uses its grace: the job would Succeed in
-    mid-training."""
+    """The kubelet signals all containers at once, and only the sidecar uses its grace period. The job must not Succeed
+    in mid-training."""
     world = digits(nodes=1).running().exits(0, phase="Running").settle().after(29).settle()
     assert (world.status.state, world.status.completed_nodes) == ("Running", "")
     world.evicted(0, ends).settle()
@@ -151,7 +151,7 @@ def test_suspend_is_recorded_first_and_then_stops_the_pods_with_their_full_grace
 
 
 def test_the_condition_suspended_waits_for_the_last_pod() -> None:
-    """A user who waits for it then takes the GPUs or the volume, to which a rank may still be writing."""
+    """A user who waits for this condition then uses the GPUs or the volume, to which a rank may still be writing."""
     world = digits().running().change(suspend=True).settle()
     assert (world.status.state, world.status.reason) == ("Suspended", "Suspending")
     shown = find_condition(world.status, "Suspended")
@@ -190,7 +190,7 @@ def test_a_new_attempt_starts_only_when_all_pods_of_the_old_one_have_ended() -> 
 
 
 def test_a_job_resumed_before_its_pods_were_told_to_stop_stops_them_all_the_same() -> None:
-    """Some may have got an unanswered request to stop: the others would wait for them in a collective."""
+    """Some pods may have got the request although its answer was lost: the others would wait for them."""
     world = digits().running().change(suspend=True)
     world.step()
     assert world.status.state == "Suspended"
@@ -200,7 +200,7 @@ def test_a_job_resumed_before_its_pods_were_told_to_stop_stops_them_all_the_same
 
 
 def test_the_clocks_of_a_resumed_job_start_when_the_pods_of_its_last_attempt_have_ended() -> None:
-    """Otherwise an hour of saving can use up the deadline before the job has begun."""
+    """Otherwise ranks of the old attempt that save for an hour use up the new attempt's deadline."""
     world = digits(activeDeadlineSeconds=100, startDeadlineSeconds=20).running().change(suspend=True).settle()
     world.change(suspend=False).settle().after(3000).settle().stops_all().settle()
     assert world.status.attempt == 2
@@ -208,7 +208,7 @@ def test_the_clocks_of_a_resumed_job_start_when_the_pods_of_its_last_attempt_hav
 
 
 def test_a_resumed_job_does_not_wait_for_a_pod_on_a_lost_node_and_says_until_when_it_does() -> None:
-    """Its kubelet never reports that the pod has ended."""
+    """The kubelet of a lost node never reports that the pod has ended."""
     world = digits().running().node_lost(1).change(suspend=True).settle().change(suspend=False).settle().stops(0)
     world.after(1).settle()
     assert world.status.message == (
@@ -220,7 +220,7 @@ def test_a_resumed_job_does_not_wait_for_a_pod_on_a_lost_node_and_says_until_whe
 
 
 def test_a_pod_on_a_lost_node_goes_before_the_pods_of_a_resumed_job_are_made() -> None:
-    """Otherwise it keeps its name for a while, and may train on next to them, into the same folder (seed 1003759)."""
+    """Otherwise the pod may train on into the same folder, next to the new pods (seed 1003759)."""
     world = digits().running().node_lost(1).change(suspend=True).settle().change(suspend=False).settle().stops(0)
     world.after(31)
     todo = world.step()
@@ -229,7 +229,7 @@ def test_a_pod_on_a_lost_node_goes_before_the_pods_of_a_resumed_job_are_made() -
 
 
 def test_a_resumed_job_whose_pods_do_not_end_says_so_with_one_warning() -> None:
-    """A finalizer that nobody removes would silently keep it from starting."""
+    """Otherwise a finalizer that nobody removes silently keeps the job from starting."""
     world = digits().running().change(suspend=True).settle().change(suspend=False).settle().after(600).settle()
     assert (world.status.state, world.status.reason) == ("Suspended", "WaitsLong")
     assert world.status.message == "resumes when 2 pods have ended"
@@ -248,7 +248,7 @@ def test_a_job_that_is_suspended_again_before_its_pods_have_ended_stays_so() -> 
 
 
 def test_a_job_whose_nodes_all_completed_before_they_were_told_to_stop_has_succeeded() -> None:
-    """Training is complete: after a resume it would all run again."""
+    """The training is complete, and a resume must not repeat it."""
     world = digits().running().change(suspend=True)
     world.step()
     assert (world.status.state, world.status.reason) == ("Suspended", "Suspending")
@@ -265,7 +265,7 @@ def test_a_job_one_node_of_which_was_told_to_stop_has_not_succeeded() -> None:
 
 
 def test_nodes_changed_while_suspended_take_effect_on_resume_and_a_node_that_had_completed_trains_again() -> None:
-    """Its peers need it."""
+    """The other nodes need it for the rendezvous."""
     world = digits().running().exits(0).settle().change(suspend=True).settle().stops_all().settle()
     world.change(nodes=1).settle()
     assert world.status.state == "Suspended", "fewer nodes make no success of it"
@@ -386,7 +386,7 @@ def test_the_active_deadline_also_ends_a_job_that_waits_for_its_next_start() -> 
     ("policy", "left"), [("None", ["digits-1-0", "digits-1-1"]), ("Running", ["digits-1-1"]), ("All", [])]
 )
 def test_clean_pod_policy_says_which_pods_are_left_once_the_job_has_finished(policy: str, left: list[str]) -> None:
-    """digits-1-0 has a sidecar that is still running."""
+    """The pod digits-1-0 still has a running sidecar."""
     world = (
         digits(cleanPodPolicy=policy)
         .running()
@@ -402,7 +402,7 @@ def test_clean_pod_policy_says_which_pods_are_left_once_the_job_has_finished(pol
 
 
 def test_clean_pod_policy_all_leaves_no_pod_of_an_earlier_attempt_either() -> None:
-    """The failed pod of attempt 1 would keep its name, an IP and a local volume."""
+    """Otherwise the failed pod of attempt 1 keeps its name, an IP and a local volume."""
     world = digits(cleanPodPolicy="All").running().exits(1, code=3).settle().stops_all().settle().after(5).settle()
     assert "digits-1-1" in world.names(), "while the job goes on it stays for its log"
     world.running().exits(0).exits(1).settle()
@@ -416,7 +416,7 @@ def test_ttl_deletes_the_job_that_long_after_it_finished_and_not_before() -> Non
     assert world.after(1).plan().actions == (DeleteJob(world.job.metadata.uid),)
 
 
-# ---------------------------------------------------------------- what is not ours
+# ---------------------------------------------------------------- objects of others
 
 
 def test_a_foreign_pod_of_that_name_is_a_clear_condition_and_never_a_takeover() -> None:
@@ -568,7 +568,7 @@ def test_a_new_operator_has_missed_nothing_before_it_began_to_listen() -> None:
 
 
 def test_after_a_restart_the_figures_of_the_attempt_before_are_not_shown() -> None:
-    """They would look as if the new ranks were already training."""
+    """Numbers of the old attempt would look as if the new ranks were already training."""
     world = digits().running().reports_step(541, total_steps=2000, eta_seconds=365).settle()
     world.exits(1, code=1).settle()
     assert shown(world) == ("541/2000", "27%", ""), "how far it had come, and no promise"
@@ -580,7 +580,7 @@ def test_after_a_restart_the_figures_of_the_attempt_before_are_not_shown() -> No
 
 
 def shown(world: World) -> tuple[str, str, str]:
-    """Return STEP, PROGRESS and ETA."""
+    """Return the columns STEP, PROGRESS and ETA."""
     return (world.status.display.step, world.status.display.progress, world.status.display.eta)
 
 
@@ -604,7 +604,7 @@ def test_a_whole_life_tells_itself_in_a_few_events() -> None:
 
 
 def routine(world: World) -> list[str]:
-    """Return the Events that a job which simply trains does not have."""
+    """Return the reasons of routine Events, which a job that simply trains does not have at the level Brief."""
     return [e.reason for e in world.events if e.is_routine]
 
 
@@ -678,7 +678,7 @@ def test_the_status_leaves_out_what_is_empty_and_keeps_the_restarts_by_class() -
 
 
 def test_wide_columns_show_what_the_restarts_were_charged_to() -> None:
-    """Three restarts for drained nodes need no action; three of the script's own need a look at its log."""
+    """Restarts for drained nodes need no action, but restarts for the script's own failures do."""
     world = digits()
     assert world.started().status.display.restarts == ""
     world.running().exits(0, code=1).restarted()
@@ -700,7 +700,7 @@ def test_one_condition_repeats_the_message_and_no_more(limit: int, kind: str) ->
 
 @pytest.mark.parametrize("end", ["succeeds", "fails", "is too late"])
 def test_a_job_that_is_over_has_a_completion_time_however_it_ended(end: str) -> None:
-    """`kubectl wait --for=jsonpath='{.status.completionTime}'` waits for either end, which no condition does."""
+    """`kubectl wait --for=jsonpath='{.status.completionTime}'` waits for either end, as no condition does."""
     world = digits(backoffLimit=0, activeDeadlineSeconds=100).running()
     assert world.status.completion_time is None
     if end == "succeeds":

@@ -1,4 +1,4 @@
-"""Under ddprun a lost pod is replaced alone: the others stay, with torch imported, and wait for it."""
+"""Under ddprun only a lost pod is replaced. The other pods stay, with torch imported, and wait for the new one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def words(world: World) -> list[str]:
 
 
 def ended(**more: object) -> str:
-    """Return what an agent leaves when the agents have ended the group themselves."""
+    """Return the termination message of an agent after the agents have ended the group."""
     return json.dumps({"ddpjob": 1, "ended": True, **more})
 
 
@@ -68,7 +68,7 @@ def test_when_the_last_of_the_first_pods_is_lost_all_start_anew() -> None:
 
 
 def test_all_start_anew_where_those_that_wait_have_never_been_seen_to_run() -> None:
-    """Both agents would begin with generation 0, and ranks find a folder that later ones have written to."""
+    """Both agents would begin with generation 0, in a folder that ranks of later generations have used."""
     world = digits(container=DDPRUN, nodes=2).settle().runs(1).settle().exits(1, code=137).restarted()
     assert (world.status.attempt, world.status.replacements) == (2, {})
     world = digits(container=DDPRUN, nodes=3).settle().runs(1, 2).settle().exits(1, code=137).settle()
@@ -166,7 +166,7 @@ def test_steps_made_before_a_replacement_are_counted_as_lost() -> None:
 
 
 def test_a_clock_of_a_node_that_is_ahead_counts_no_step_twice() -> None:
-    """The failure then seems later than the first step of the next ranks, which have not come so far."""
+    """By this clock the failure comes after the first step of the next ranks, whose lost steps would count twice."""
     world = trained().reports_step(100).settle().after(9).exits(1, code=137).after(-8).settle().runs(1).settle()
     world.after(2).reports_step(91, generation=1, resumed_step=90).settle()
     world.after(1).reports_step(91, generation=2, resumed_step=90).settle()
@@ -175,7 +175,7 @@ def test_a_clock_of_a_node_that_is_ahead_counts_no_step_twice() -> None:
 
 @pytest.mark.parametrize("microseconds", [0, 400_000])
 def test_a_report_of_the_second_in_which_a_pod_is_replaced_is_of_the_ranks_before_it(microseconds: int) -> None:
-    """Times in a status are whole seconds: otherwise a step of the old ranks counts as the first of the new ones."""
+    """Times in a status are whole seconds, so a step of the old ranks could count as the first of the new ranks."""
     world = trained().reports_step(100, resumed_step=90, resumed_from="/ckpt")
     at = world.now + dt.timedelta(microseconds=microseconds)
     world.reports[0] = replace(world.reports[0], received_at=at)
@@ -193,7 +193,7 @@ def test_a_suspended_job_stops_all_pods_and_begins_with_fresh_names() -> None:
     assert {"digits-2-0", "digits-2-1", "digits-2-2"} <= set(world.names())
 
 
-# ---------------------------------------------------------------- what agents restart in place
+# ---------------------------------------------------------------- restarts in place
 
 
 def charged(application: int = 0, *, infrastructure: int = 0, replacement: int = 0, in_a_row: int = 1) -> AgentReport:
@@ -234,7 +234,7 @@ def test_a_restart_in_place_is_counted_told_and_named_while_the_job_runs_on() ->
 
 
 def test_a_restart_in_place_that_is_reported_late_is_charged_to_the_attempt_before_the_resume() -> None:
-    """Its report arrives together with the resume: if it were lost, backoffLimit would allow one restart too many."""
+    """The report arrives together with the resume. If it were lost, backoffLimit would allow one restart too many."""
     world = trained().change(suspend=True).settle().stops_all().settle()
     world.agent = charged(1)
     world.change(suspend=False).settle()
@@ -243,7 +243,7 @@ def test_a_restart_in_place_that_is_reported_late_is_charged_to_the_attempt_befo
 
 @pytest.mark.parametrize("how", ["report", "last word"])
 def test_what_is_charged_while_the_pods_of_a_resumed_job_still_stop_counts(how: str) -> None:
-    """Otherwise a job could restart in place as often as it is resumed."""
+    """Otherwise a job gets new restarts in place with each resume."""
     world = trained().change(suspend=True).settle().change(suspend=False).settle()
     if how == "report":
         world.agent = charged(1)
@@ -301,7 +301,7 @@ TAKEN = "torch.distributed.DistNetworkError: The server socket has failed to lis
 def test_what_an_agent_knows_of_a_failure_names_it_and_not_the_words_of_its_exception(
     known: dict[str, Any], reason: str
 ) -> None:
-    """Messages differ by backend and release of torch: users would debug the rank that only lost its peer."""
+    """Messages differ by backend and torch release, so users would debug the rank that only lost its peer."""
     world = trained()
     agent = charged(infrastructure=1)
     failure = agent.failures[0]._replace(**{"exit_code": 1, "signal": "", "failure_class": "infrastructure", **known})
@@ -316,7 +316,7 @@ def test_what_is_said_again_costs_nothing_and_only_more_than_was_known_counts() 
         world.agent = agent
         world.settle()
         assert counted(world) == (expected, 0)
-    world.agent = None  # a new operator has received nothing yet
+    world.agent = None  # a new operator that has received no report yet
     world.settle()
     assert counted(world) == (3, 0)
 
@@ -338,17 +338,17 @@ def test_the_agent_that_replaces_node_0_counts_from_nothing() -> None:
 
 @pytest.mark.parametrize("place", [0, 2], ids=["node 0, which leads", "another"])
 def test_a_pod_whose_ranks_have_started_again_is_not_made_again_under_its_name(place: int) -> None:
-    """Its agent would begin with generation 0 in a folder that later ones have written to: a needless, charged
-    restart."""
+    """A new agent would begin with generation 0, in a folder that later generations have written to. That costs a
+    needless, charged restart."""
     world = digits(container=DDPRUN, nodes=3).started()
-    world.agent = charged(1)  # the watch of pods is late
+    world.agent = charged(1)  # the watch has not shown the pods as running yet
     world.settle().vanishes(place).settle().after(2).settle()
     assert f"digits-1-{place}" not in world.names()
     assert f"digits-1-{place}-r1" in world.names()
 
 
 def test_a_restart_that_is_reported_late_says_nothing_of_the_pod_that_replaces_one() -> None:
-    """It may not exist yet, and would be lost before it has begun."""
+    """The new pod may not exist yet. If it counted as started, its absence would count as a loss."""
     world = trained().exits(2, code=137).settle()
     assert "2" in world.status.replacements
     world.agent = charged(1)
@@ -443,7 +443,7 @@ def test_a_restart_grace_that_the_user_has_set_is_told_to_the_agents() -> None:
 
 
 def test_steps_that_agents_have_had_for_their_verdict_are_no_progress_for_the_operators() -> None:
-    """Otherwise a checkpoint that crashes every start is tried backoffLimit times instead of three."""
+    """Otherwise a checkpoint that crashes every start is tried backoffLimit times instead of three times."""
     world = trained(backoffLimit=9).reports_step(100).settle()
     world.agent = charged(3, in_a_row=3)
     world.settle()
@@ -503,7 +503,7 @@ def test_a_node_that_the_pre_flight_finds_bad_is_avoided_at_once_and_nobody_pays
 
 
 def test_a_ban_of_the_pre_flight_is_lifted_too_and_it_does_not_run_again_meanwhile() -> None:
-    """Without another node the pre-flight would find the same node bad each time, and the job would never train."""
+    """If there is no other node, the pre-flight would reject the same node each time, and the job would never train."""
     world = trained()
     world.exits(0, code=75, message=ended(exitCode=75, exception="slow", resumable=True, badNodes=[2], preflight=True))
     world.exits(1, code=75, message=ended()).exits(2, code=75, message=ended()).settle().settle()
@@ -518,7 +518,7 @@ def test_a_ban_of_the_pre_flight_is_lifted_too_and_it_does_not_run_again_meanwhi
 
 
 def test_a_pod_alone_is_made_again_without_a_ban_while_the_agents_of_the_others_wait() -> None:
-    """Their nodes have the state in memory: a new attempt would resume from the last save."""
+    """The waiting agents' nodes have the state in memory. A new attempt would resume from the last save."""
     world = trained()
     for _ in range(2):
         world.node_lost(1).after(30).settle().settle()
@@ -550,7 +550,7 @@ def test_after_two_infrastructure_failures_the_new_pods_check_themselves_first()
 
 
 def test_pods_after_one_that_was_killed_for_its_memory_keep_no_state_in_it_until_the_job_is_resumed() -> None:
-    """The state counts against the pod's limit: a training that just fits would be killed until its last restart."""
+    """The state counts against the pod's limit: a training that just fits would be killed until it fails."""
     world = digits(container=DDPRUN, nodes=2).running()
     assert "DDPJOB_OUT_OF_MEMORY" not in variables(world)
     world.exits(1, code=137, reason="OOMKilled").settle().after(10).settle().runs(0, 1).settle()
@@ -563,7 +563,7 @@ def test_pods_after_one_that_was_killed_for_its_memory_keep_no_state_in_it_until
 
 
 def test_a_pod_that_was_killed_for_its_memory_on_a_node_whose_clock_is_behind_was_killed_since_the_start_too() -> None:
-    """By that clock it ended before the job started."""
+    """By its node's clock the pod was killed before the job started."""
     world = digits(container=DDPRUN, nodes=2).running()
     world.after(-600).exits(1, code=137, reason="OOMKilled").after(600)
     world.settle().after(10).settle().runs(0, 1).settle()
@@ -573,7 +573,7 @@ def test_a_pod_that_was_killed_for_its_memory_on_a_node_whose_clock_is_behind_wa
 
 
 def test_a_suspension_stops_the_nodes_that_wait_for_a_pod_which_takes_long_to_end() -> None:
-    """A drained pod may save for an hour: the others must not hold their GPUs for a needless replacement."""
+    """A drained pod may save for an hour. The others' GPUs must not wait for a replacement that is not needed."""
     world = trained().deleted_first(2).settle().change(suspend=True).settle()
     assert all(pod.deletion_requested_at is not None for pod in world.pods.values())
     world.stops_all().settle()

@@ -1,4 +1,4 @@
-"""When the nodes of a job are measured before training."""
+"""The pre-flight measures the nodes of a job before training. These tests check when it runs."""
 
 import datetime as dt
 
@@ -26,7 +26,7 @@ def after(*classes: str) -> api.Status:
         ("OnRestart", 2, ["infrastructure", "infrastructure"], True),
         ("OnRestart", 2, ["infrastructure", "infrastructure", "application"], False),
         ("OnRestart", 2, ["application", "infrastructure", "infrastructure"], True),
-        ("OnRestart", 1, ["infrastructure", "infrastructure"], False),  # nothing to compare it with
+        ("OnRestart", 1, ["infrastructure", "infrastructure"], False),  # a single node has no other to be compared with
     ],
 )
 def test_on_restart_means_after_two_infrastructure_failures_in_a_row(preflight, nodes, failures, wanted):

@@ -1,4 +1,4 @@
-"""A success is suspicious if ranks trained alone, or if their replicas differed all the time."""
+"""A success is suspicious if ranks trained alone, or if their replicas differed during the whole training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAMES = ["net.0.weight", "net.0.bias"]
 
 
 def module(sums: str = "aaaaaaaabbbbbbbb", passes: str = "xyz", **fields: Any) -> dict[str, Any]:
-    """Return a rank's record of a module: the letters of `passes` are its parameters before each pass."""
+    """Return a rank's record of a module. Each letter of `passes` is a hash of the parameters before a forward pass."""
     noted = [[number, 10 * number, letter] for number, letter in enumerate(passes, start=1)]
     about = {"group": "0-1", "number": 0, "digest": "d", "dtypes": ["float32"], "hardware": "EPYC", "names": NAMES}
     return {**about, "sums": sums, "passes": noted, **fields}
@@ -25,7 +25,7 @@ def rank(*modules: Any, alone: bool = False) -> dict[str, Any]:
 
 
 def found(*ranks: Any) -> list[tuple[str, str]]:
-    """Return the findings for ranks on one node, and check that ranks on separate nodes give the same."""
+    """Return the findings for ranks on one node, which must be the same for ranks on separate nodes."""
     one_node = findings([node_end(dict(enumerate(ranks)))], len(ranks))
     sent = [json.loads(json.dumps(as_message(node_end({number: one})))) for number, one in enumerate(ranks)]
     assert findings([of_message(message) for message in sent], len(ranks)) == one_node
@@ -61,18 +61,18 @@ def test_many_ranks_are_named_in_one_sentence() -> None:
     "other",
     [
         module(),
-        module("aaaaaaaacccccccc", "xyz"),  # averaged weights, the best checkpoint or pruned ones, after training
-        module(passes="xqz"),  # replicas that were synchronized again, as in local SGD
+        module("aaaaaaaacccccccc", "xyz"),  # weights averaged, pruned or reloaded after training
+        module(passes="xqz"),  # replicas that differed for a while, as in local SGD
         module("aaaaaaaacccccccc", ""),
         module("aaaaaaaacccccccc", "xqr", group="1"),
         module("aaaaaaaacccccccc", "xqr", number=1),
-        module("aaaaaaaacccccccc", "xqr", digest="e"),  # the other network of a GAN
-        # The second pass differs: one rank has searched for its learning rate alone.
+        module("aaaaaaaacccccccc", "xqr", digest="e"),  # another network, as in a GAN
+        # Only the second pass differs, because one rank has searched for its learning rate alone.
         module("aaaaaaaacccccccc", passes="") | {"passes": [[1, 10, "x"], [2, 10, "q"]]},
     ],
 )
 def test_what_may_be_right_is_not_reported(other: dict[str, Any]) -> None:
-    """Users ignore warnings after a single false one."""
+    """One false warning makes users ignore all later ones."""
     assert found(rank(module()), rank(other)) == []
 
 
@@ -90,7 +90,7 @@ def test_another_processor_and_another_dtype_are_named_with_the_difference() -> 
 
 
 def test_ranks_that_have_all_trained_alone_are_reported() -> None:
-    """The script needs an option to form its group, so N models are trained."""
+    """The script needs an option to form its group. Without it each rank trains its own model."""
     [(reason, message)] = found(rank(alone=True), rank(alone=True))
     assert reason == NO_PROCESS_GROUP
     assert message.startswith("2 ranks ran and none has formed a process group with another: each has trained alone")
@@ -127,13 +127,13 @@ def test_a_node_without_news_is_not_alone() -> None:
     ],
 )
 def test_what_is_malformed_is_unknown(written: Any) -> None:
-    """Another node's agent, or a script that found the file, must not end a successful job."""
+    """Another node's agent, or a script that writes this file, must not fail a successful job."""
     assert of_message(written) == NodeEnd()
     assert findings([node_end({0: rank(module()), 1: written})], 2) == []
 
 
 def test_a_large_model_fits_into_one_line_between_agents() -> None:
-    """A longer line would end the connection, and with it the job."""
+    """A line beyond the agents' limit would end their connection, and with it the job."""
     names = [f"model.layers.{number}.self_attention.query_key_value.weight" for number in range(5000)]
     large = {"names": names, "sums": "0" * 8 * len(names)}
     end = node_end({0: rank(module(**large), *[module(**large, number=number) for number in range(1, 9)])})

@@ -30,7 +30,7 @@ LATER = dt.timedelta(seconds=10)
 
 
 def taken_over(commit: str, moment: str) -> World:
-    """Return the job as an upgraded operator finds it."""
+    """Return the recorded job and its pods as an upgraded operator finds them."""
     recorded = FOUND[commit][moment]
     raw: dict[str, Any] = reading.job(reading.stored_job(json.dumps(recorded["job"]).encode()))
     job, problems = validation.parse(raw, hints=False)
@@ -45,14 +45,14 @@ def taken_over(commit: str, moment: str) -> World:
 
 @functools.cache
 def schema() -> dict[str, Any]:
-    """Return the CRD's schema. Reading its YAML takes half a second."""
+    """Return the CRD's schema, read once because its YAML takes half a second."""
     (path,) = (ROOT / "charts" / "ddpjob-operator" / "crds").glob("*.yaml")
     (version,) = yaml.safe_load(path.read_text())["spec"]["versions"]
     return _closed({"properties": version["schema"]["openAPIV3Schema"]["properties"]})
 
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema so that it refuses what the API server would drop silently."""
+    """Return the schema, changed to refuse the fields that the API server would drop silently."""
     if fields := schema.get("properties"):
         keeps = schema.get("x-kubernetes-preserve-unknown-fields", False)
         return schema | {"properties": {k: _closed(v) for k, v in fields.items()}, "additionalProperties": keeps}

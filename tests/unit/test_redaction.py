@@ -1,4 +1,4 @@
-"""What looks like a credential never reaches a status; everything else stays unchanged."""
+"""Texts that look like credentials never reach a status, and all other text stays unchanged."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl"
             "-----BEGIN RSA PRIVATE KEY-----***-----END RSA PRIVATE KEY-----\nafter",
         ),
         ("-----BEGIN PRIVATE KEY-----\nMIIE cut off", "-----BEGIN PRIVATE KEY-----***"),
-        # Named after what they are.
+        # The name before the value shows that it is a credential.
         (
             "AccountName=a;AccountKey=abcdEFGH0123/+xyz==;EndpointSuffix=x",
             "AccountName=a;AccountKey=***;EndpointSuffix=x",
@@ -64,7 +64,7 @@ JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl"
         ("mysql --password hunter2 -h db", "mysql --password *** -h db"),
         ("machine db login me password hunter2", "machine db login me password ***"),
         ("machine db\n      login me\n      password a1", "machine db\n      login me\n      password ***"),
-        # As subprocess.CalledProcessError and shlex print a command.
+        # Commands, as subprocess.CalledProcessError and shlex print them.
         ("['train.py', '--wandb_key', '0123456789abcdef'] returned", "['train.py', '--wandb_key', '***'] returned"),
         ('["--db-password", "a b", "--lr"]', '["--db-password", "***", "--lr"]'),
         ("['--password', 'hunter2']", "['--password', '***']"),
@@ -97,11 +97,11 @@ JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl"
         ("curl --user=me:hunter2 https://x", "curl --user=me:*** https://x"),
         ("Authorization: OAuth abc", "Authorization: OAuth ***"),
         ("LTAI5tAbCdEfGhIjKlMnOpQr", "***"),
-        # Logins, up to the last @.
+        # Logins in URLs. A password may contain an @.
         ("postgresql://user:p@ss:w0rd@h/db", "postgresql://user:***@h/db"),
         ("redis://:p/ss@h:6379/0", "redis://:***@h:6379/0"),
         ("amqp://u:a@h1,amqp://u:b@h2", "amqp://u:***@h1,amqp://u:***@h2"),
-        # Recognized by their form.
+        # Credentials that are recognized by their form.
         ("post https://hooks.slack.com/services/T0/B0/abc now", "post https://hooks.slack.com/services/*** now"),
         ("https://discord.com/api/webhooks/1/abc", "https://discord.com/api/webhooks/***"),
         ("npm_abcdefghijklmnopqrstuvwxyz0123456789", "***"),
@@ -153,7 +153,7 @@ def test_what_looks_like_a_credential_is_masked_and_its_name_stays(text: str, ma
         "auth: enabled; author: somebody1234; key: model.layers.0.weight",
         "ssh login1 -p 2222 on the login node: srun -p gpu-a100",
         "kernel 6.1.0-18-amd64, torch 2.13.0+cu128, nccl 2.27.3",
-        # Names of jobs, options and folders that begin like a known token.
+        # Names of jobs, options and folders that begin like a known kind of token.
         "rank 0 (pod global-llm-pretrain-1-0, node gpu-1) and pod sk-llama-finetune-run-1-0, xapp-anomaly-detector-1-0",
         "train.py: error: unrecognized arguments: --global-batch-size-per-device 8",
         "--use-auth-token --gradient-accumulation-steps 4 and ['--ask-password', '--host', 'db']",
@@ -179,7 +179,7 @@ def test_the_time_grows_with_the_length_alone(unit: str) -> None:
 
 
 def cpu_seconds(text: str) -> float:
-    """Return the best of three."""
+    """Return CPU seconds for masking this text, the minimum of three runs."""
     times = []
     for _ in range(3):
         begun = time.process_time()
@@ -260,7 +260,7 @@ def test_whatever_the_text_what_is_shown_is_clean_and_showing_it_again_changes_n
     ],
 )
 def test_a_metric_that_is_named_like_a_credential_is_masked(name: str, value: str) -> None:
-    """If name and value are checked one by one, everybody who may read the job can read the password."""
+    """Neither the name nor the value alone looks like a credential, so both must be checked together."""
     assert shown_pair(name, value, 64) == (name, MASK)
     reported = api.Status(progress=api.Progress(step=1, updated=NOW, metrics={name: value, "loss": "0.25"}))
     kept = redacted.status(reported, api.Status()).progress
@@ -296,6 +296,6 @@ def test_a_metric_that_is_none_stays_readable(name: str, value: str) -> None:
 
 @given(st.text(max_size=80), st.text(max_size=80))
 def test_a_metric_that_was_masked_stays_as_it_is(name: str, value: str) -> None:
-    """Otherwise each write of a status changes it again."""
+    """Otherwise each write of the status changes it again."""
     masked = shown_pair(name, value, 64)
     assert shown_pair(*masked, 64) == masked

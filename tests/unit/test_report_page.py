@@ -1,4 +1,4 @@
-"""The report of a run: one file, for any run and any output of its script."""
+"""The HTML report of a run is one file, for any run and for any output of its script."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def report(folder: Path, message: str = "rank 1 failed", log: str = "the end of the log") -> tuple[Run, History]:
-    """Return a run of 100 steps that failed once at step 40 and resumed at step 31."""
+    """Return a run of 100 steps and its history: it failed once at step 40 and resumed at step 31."""
     history = History()
     for step in range(1, 41):
         history.take(status(10 + step, step, 1), START, at(10 + step))
@@ -77,7 +77,7 @@ def shown(folder: Path, message: str = "rank 1 failed", log: str = "the end of t
 
 
 class Parsed(HTMLParser):
-    """Every element with its attributes, all text outside of the style, and if elements are closed in order."""
+    """The elements of a page with their attributes, and its text. Fails if elements are not closed in order."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Parsed(HTMLParser):
 
 
 def test_it_has_the_curves_the_time_the_attempts_the_failures_and_the_logs(folder: Path) -> None:
-    """Otherwise users who get the file still have to ask for the logs."""
+    """Otherwise a colleague who gets the file must ask for the logs."""
     parsed = Parsed(shown(folder))
     for said in (
         "digits: Succeeded",
@@ -128,7 +128,7 @@ def test_it_has_the_curves_the_time_the_attempts_the_failures_and_the_logs(folde
 
 
 def test_its_drawings_are_well_formed_and_each_says_in_words_what_it_shows(folder: Path) -> None:
-    """Otherwise a screen reader says "image", and a strict viewer shows nothing."""
+    """Otherwise a screen reader only reads "image", and a strict viewer shows nothing."""
     for drawing in re.findall(r"<svg.*?</svg>", shown(folder), re.S):
         root = ET.fromstring(drawing)
         assert root.get("role") == "img"
@@ -137,7 +137,7 @@ def test_its_drawings_are_well_formed_and_each_says_in_words_what_it_shows(folde
 
 
 def test_it_loads_nothing_and_runs_nothing(folder: Path) -> None:
-    """A report that is sent to a colleague must not call home, or run what a script has printed."""
+    """A report that a colleague opens must not load anything, nor run what a script has printed."""
     parsed = Parsed(shown(folder, HOSTILE, HOSTILE))
     assert not {"script", "img", "link", "iframe", "object"} & {tag for tag, _ in parsed.elements}
     addresses = [a[name] for _, a in parsed.elements for name in ("src", "href", "xlink:href") if name in a]
@@ -203,7 +203,7 @@ def chromium() -> str:
 
 
 def test_a_real_browser_draws_it_without_a_complaint(chromium: str, folder: Path, tmp_path: Path) -> None:
-    """A page that parses may still be blank: a policy that forbids its own style, a drawing without a size."""
+    """A page that can be parsed may still be blank, for example because its policy forbids its own style."""
     (tmp_path / "run.html").write_text(shown(folder, HOSTILE))
     command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0"]
     command += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", (tmp_path / "run.html").as_uri()]

@@ -1,4 +1,4 @@
-"""The token with which a trainer reports: what a pod gets for it, and that the user's own settings win."""
+"""A pod gets a token with which its trainer reports. The user's own settings have precedence."""
 
 from __future__ import annotations
 

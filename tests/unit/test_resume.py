@@ -1,4 +1,4 @@
-"""The step from which a training resumes: in the line of a restart, and where a run ends or is described."""
+"""The step from which a training resumes is shown in the line about a restart, at the end of a run, and in describe."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ CLAIM: dict[str, Any] = {"persistentVolumeClaim": {"claimName": "ckpt"}}
 
 
 def trains(volume: dict[str, Any] | None = None, command: str = "torchrun", *, own_tmp: bool = False) -> World:
-    """Return a job that saved step 500 in `volume`, None: its container, and made step 520. own_tmp: with an emptyDir
-    at /tmp."""
+    """Return a job that saved step 500 and made step 520. volume: where it saved, None: in its container. own_tmp: /tmp
+    is an emptyDir."""
     mounts = [] if volume is None else [{"name": "ckpt", "mountPath": "/ckpt"}]
     mounts += [{"name": "tmp", "mountPath": "/tmp"}] if own_tmp else []
     trainer = {"name": "trainer", "image": "x", "command": [command, "train.py"], "volumeMounts": mounts}
@@ -44,7 +44,7 @@ def fails(world: World, place: int = 1) -> World:
 
 
 def test_a_restart_says_from_which_step_it_goes_on() -> None:
-    """The line about a failure must say what it cost."""
+    """The line about a failure must show the steps that it cost."""
     world = trains(CLAIM)
     assert world.status.progress.saved_step == 500
     assert fails(world).status.message.endswith("restarting all 2 nodes: attempt 2, restart 1 of 3, from step 500")
@@ -65,8 +65,8 @@ def test_a_restart_says_from_which_step_it_goes_on() -> None:
 def test_a_checkpoint_that_may_go_with_its_pod_is_not_promised(
     volume: dict[str, Any] | None, local: bool, where: str, own_tmp: bool
 ) -> None:
-    """A training in an emptyDir restarts at step 0. Pods with a read-only root have one at /tmp, in which nothing is
-    saved."""
+    """An emptyDir is lost with its pod, so training restarts at step 0. A pod with a read-only root has an emptyDir at
+    /tmp only for temporary files."""
     world = trains(volume, own_tmp=own_tmp)
     world.settings = Settings(keeps_files=local)
     assert fails(world).status.message.endswith(f"restart 1 of 3, {where}")
@@ -107,7 +107,7 @@ def test_a_restart_in_place_goes_on_from_the_checkpoint() -> None:
 
 
 def test_a_job_that_resumed_says_so_where_it_is_described_and_when_it_has_ended() -> None:
-    """A second run of a complete training ends after seconds, and must say why."""
+    """The second run of a complete training ends after seconds, and must say why."""
     world = digits().running().reports_step(1125, phase="start", resumed_step=1125, final=True).settle()
     assert "Progress:   resumed at step 1125" in describe(world.job, None, world.now)
     world.exits(0).exits(1).settle()
@@ -120,7 +120,7 @@ MEMORY = "the memory on the nodes of ranks 0, 1"
 
 
 def in_place(step: int, *, in_memory: int = 0) -> AgentReport:
-    """Return the account of node 0's agent: a rank at this step was killed, and all were restarted."""
+    """Return the report of node 0's agent after a rank was killed at this step and all were restarted."""
     failure = Failure(
         rank=1, node_rank=1, exit_code=137, step=step, failure_class="application", charged_to="application"
     )
@@ -129,7 +129,7 @@ def in_place(step: int, *, in_memory: int = 0) -> AgentReport:
 
 
 def test_a_restart_from_memory_repeats_no_step_and_every_line_says_so() -> None:
-    """Whoever pays for the GPUs must see what a restart cost, and whoever debugs a result, where it resumed."""
+    """Users who pay for the GPUs need the cost of a restart, and users who debug a result need the step."""
     world = trains(command="ddprun").after(3)
     world.agent = in_place(534, in_memory=534)
     world.settle()
@@ -145,7 +145,7 @@ def test_a_restart_from_memory_repeats_no_step_and_every_line_says_so() -> None:
 
 @pytest.mark.parametrize("where", ["/ckpt", "a copy in the memory on the node of rank 0"])
 def test_after_a_restart_from_an_older_state_nobody_claims_that_no_step_was_repeated(where: str) -> None:
-    """A script that calls progress() every 20 steps may have made 14 more than it reported."""
+    """A script that calls progress() every 20 steps may have made 14 more steps than it reported."""
     world = trains(command="ddprun").after(3)
     world.agent = in_place(534)
     world.settle()
@@ -158,7 +158,7 @@ def test_after_a_restart_from_an_older_state_nobody_claims_that_no_step_was_repe
 
 @pytest.mark.parametrize("first", [501, 560], ids=["its first step is heard of", "a step after the last one is"])
 def test_a_restart_from_the_folder_repeats_all_that_was_made_since_also_what_was_never_reported(first: int) -> None:
-    """Steps are reported every few seconds: 14 steps after the last report are repeated as well."""
+    """Steps are reported every few seconds, so the 14 steps after the last report are repeated, too."""
     world = trains(command="ddprun").after(3)
     world.agent = in_place(534)
     world.settle()
@@ -170,7 +170,7 @@ def test_a_restart_from_the_folder_repeats_all_that_was_made_since_also_what_was
 
 
 def test_a_failure_that_is_heard_of_after_the_next_ranks_have_begun_counts_its_steps_once() -> None:
-    """Its agent repeats it until it is confirmed: the same steps must not count twice."""
+    """The agent repeats the failure until it is confirmed, but its lost steps must count once."""
     world = trains(command="ddprun").after(3)
     resumed: dict[str, Any] = {"resumed_step": 500, "resumed_from": "/ckpt", "saved_step": 500}
     world.reports_step(501, generation=1, **resumed).settle()
@@ -181,7 +181,7 @@ def test_a_failure_that_is_heard_of_after_the_next_ranks_have_begun_counts_its_s
 
 
 def test_a_state_that_was_loaded_to_begin_with_counts_no_step_as_kept() -> None:
-    """A script may load the model of another training, at step 50,000, and begin at 0."""
+    """A script may load another training's model, saved at step 50,000, and begin at step 0."""
     loaded: dict[str, Any] = {"resumed_step": 50_000, "resumed_from": "/pretrained"}
     world = digits(container={"command": ["ddprun", "train.py"]}).running().reports_step(20, **loaded).settle().after(3)
     world.agent = in_place(20)
@@ -190,7 +190,7 @@ def test_a_state_that_was_loaded_to_begin_with_counts_no_step_as_kept() -> None:
 
 
 def test_ranks_that_begin_anew_in_their_pods_do_not_say_where_those_before_resumed() -> None:
-    """All were lost at once, and nothing was saved: the end must not say that they resumed at step 534."""
+    """All ranks were lost and nothing was saved, so the end must not claim that they resumed at step 534."""
     world = trains(command="ddprun").after(3)
     resumed: dict[str, Any] = {"resumed_step": 534, "resumed_from": MEMORY, "generation": 1}
     world.reports_step(535, **resumed).settle().after(3).reports_step(540, **resumed).settle()
@@ -201,7 +201,7 @@ def test_ranks_that_begin_anew_in_their_pods_do_not_say_where_those_before_resum
 
 
 def test_the_next_attempt_does_not_say_where_the_last_one_resumed() -> None:
-    """Its ranks have loaded nothing yet."""
+    """Ranks of the next attempt have loaded nothing yet."""
     world = trains(CLAIM).reports_step(530, resumed_step=500, resumed_from="/ckpt", not_kept="no room").settle()
     assert (world.status.resumed_from, world.status.not_kept) == ("/ckpt", "in pod digits-1-0: no room")
     fails(world)
@@ -209,7 +209,7 @@ def test_the_next_attempt_does_not_say_where_the_last_one_resumed() -> None:
 
 
 def test_a_memory_limit_that_is_too_small_is_named_with_the_field_and_the_size() -> None:
-    """Otherwise the job silently goes back to its last save, and nobody knows that 100 MiB would help."""
+    """Otherwise the job silently restarts from its last save, and nobody learns that 100 MiB more would help."""
     world = trains(command="ddprun")
     why = "the container's memory limit is 600 MiB, 590 MiB are in use, and 110 MiB are needed"
     world.reports_step(523, not_kept=why, limit_needed=734_003_201).settle()
@@ -228,7 +228,7 @@ FULL = "the state of step 550 was not saved: disk full: No space left on device 
 
 
 def test_a_save_that_fails_is_a_warning_a_condition_and_a_line_until_a_later_one_is_in_the_folder() -> None:
-    """A job may continue from memory and succeed, while its newest snapshot is that of step 100."""
+    """A job may continue from memory and succeed, although its newest snapshot is that of step 100."""
     world = trains(CLAIM).reports_step(552, saved_step=500, save_failed=FULL).settle()
     status = world.status
     assert (status.state, status.save_failed, status.progress and status.progress.saved_step) == ("Running", FULL, 500)
@@ -246,7 +246,7 @@ def test_a_save_that_fails_is_a_warning_a_condition_and_a_line_until_a_later_one
 
 @pytest.mark.parametrize("last", ["", FULL])
 def test_a_success_whose_last_save_failed_is_suspicious(last: str) -> None:
-    """`os._exit(0)` skips what writes the last state, or fails: the job ended well with a snapshot of step 500."""
+    """`os._exit(0)` skips the last save. A job with a snapshot of step 500 would then look complete at step 602."""
     world = trains(CLAIM).reports_step(552, saved_step=500, save_failed=FULL).settle()
     world.reports_step(602, saved_step=500, save_failed=last).settle().exits(0, 0).exits(1, 0).settle()
     assert world.status.state == "Succeeded"
@@ -274,7 +274,7 @@ def test_a_pod_without_room_is_named_also_where_it_is_not_that_of_rank_0() -> No
 
 
 def test_what_ranks_of_before_a_restart_have_said_of_their_memory_is_over() -> None:
-    """Otherwise a pod that now has enough room is named for ever."""
+    """Otherwise a pod that has enough room after the restart is named for ever."""
     world = trains(command="ddprun").reports_step(523, rank=1, node_rank=1, not_kept="no room")
     world.reports_step(524, generation=1, resumed_step=523, resumed_from="the memory").settle()
     assert world.status.not_kept == ""

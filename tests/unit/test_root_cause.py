@@ -31,7 +31,7 @@ CONTEXT = root_cause.Context(1, Members(range(9)), int, at(60))
 
 
 def pod(rank: int, code: int | None = 1, said: str = "", seconds: float = 10, **more: Any) -> Pod:
-    """Return a pod that ended; the kubelet's clock has whole seconds."""
+    """Return a pod that ended at this second. The kubelet's times are whole seconds."""
     word = more.pop("word", "Completed" if code == 0 else "Error")
     ended = Container("ended", word, said, False, code, at(seconds).replace(microsecond=0))
     about = {"job": "bert", "node": f"gpu-0{rank}", "phase": "Failed"}
@@ -243,14 +243,14 @@ def test_the_cause_stays_what_it_is_when_its_pods_have_gone(case: Case) -> None:
 def test_without_evidence_the_reason_decides_and_one_that_nobody_knows_is_not_free(
     reason: str, found: rules.Class, evidence: api.Evidence | None
 ) -> None:
-    """An older operator's status can be read, but an unknown reason must not make each restart free."""
+    """The status may come from an older operator. If an unknown reason were free, each restart would be."""
     failure = recorded(1, reason, exit_code=3, evidence=evidence)
     assert settled(first=failure)[1] == found
     assert root_cause.from_outside(failure) == (found == "infrastructure")
 
 
 def test_the_evidence_is_read_back_and_not_rebuilt_from_the_reason() -> None:
-    """CRI-O, or a script, may use a reason that has another meaning in Kubernetes."""
+    """A reason of CRI-O, or of a script, may have another meaning in Kubernetes."""
     evidence = api.Evidence(precedence="OWN", raised=True, container_reason="Error")
     failure = recorded(1, "Evicted", exit_code=3, exception="ValueError: x", evidence=evidence)
     read = msgspec.json.decode(msgspec.json.encode(failure), type=api.JobFailure)
@@ -275,8 +275,8 @@ def test_what_was_recorded_first_is_told_with_how_its_pod_ended() -> None:
 def test_what_the_agents_agreed_on_is_the_cause_also_where_node_0_ends_last(
     said: dict[str, Any], found: rules.Class, reason: str
 ) -> None:
-    """Node 1's pod may end half a second before node 0's, which the operator then stops: the job must not restart for
-    ever without a charge."""
+    """Node 1's pod may end half a second before node 0's, which the operator then stops. The restart must still be
+    charged."""
     leader = pod(0, 1 if found == "application" else 75, library(rank=0, ended=True, **said), seconds=11)
     peer = pod(1, 75, library(ended=True))
     cause, its_class = settled(told(leader, 10.5), peer, first=first_sign(peer))
@@ -284,8 +284,8 @@ def test_what_the_agents_agreed_on_is_the_cause_also_where_node_0_ends_last(
 
 
 def test_a_kill_that_the_agents_agreed_on_is_the_cause_also_where_node_0_ends_first() -> None:
-    """The culprit's pod is stopped at the moment it ends: its SIGKILL must not pass for the kubelet's, so that the job
-    exceeds its budget."""
+    """The operator stops this pod just as it ends. If its SIGKILL counted as the kubelet's, the job would restart
+    beyond its budget."""
     first = pod(0, 75, library(ended=True))
     agreed = library(rank=1, exitCode=137, signal="SIGKILL", ended=True, **{"class": "application"})
     cause, its_class = settled(first, told(pod(1, 137, agreed, seconds=11), 10.5), first=first_sign(first), nodes=2)
@@ -353,7 +353,7 @@ def test_options_that_the_launcher_refuses_are_not_tried_again_although_one_node
 
 
 def test_a_mistake_counts_for_a_node_that_was_stopped_right_after_it() -> None:
-    """The operator stops the other pods at once, so their exit code is that of the SIGTERM."""
+    """The operator stops the other pods at once, so their exit code shows only its SIGTERM."""
     stopped = told(pod(1, 143, said=MISTAKE + "SignalException: Process 7 got signal: 15\n", seconds=11), 10.5)
     failed = pod(0, said=MISTAKE)
     assert settled(failed, stopped, first=first_sign(failed), nodes=2, untried=True)[1] == "permanent"
@@ -381,8 +381,8 @@ SAVED = library(rank=1, exitCode=75, exception="ddpjob.Stopped: saved at step 20
     ],
 )
 def test_a_torchrun_that_only_waited_for_the_other_nodes_had_a_rank_that_ended_early(code: int, said: str) -> None:
-    """torchrun waits five minutes after its ranks ended with 0, so no pod completes next to the complaint. If node 0's
-    torchrun, which serves the store, ends meanwhile, it ends with 0, and loses a SIGTERM while it logs that."""
+    """torchrun waits five minutes after its ranks ended with 0, so its pod is still running when the peer complains. If
+    node 0's torchrun, which serves the store, ends meanwhile, this torchrun ends with 0, even if it gets a SIGTERM."""
     complaint = pod(0, said=PEER)
     failure, found = settled(told(pod(1, code, said=said), 11), complaint, first=first_sign(complaint), **UNEVEN)
     assert (failure.rank, failure.exit_code, found) == (1, 0, "application")
@@ -399,7 +399,7 @@ def test_a_torchrun_that_only_waited_for_the_other_nodes_had_a_rank_that_ended_e
     ],
 )
 def test_what_the_operator_has_stopped_is_no_early_end(code: int, said: str) -> None:
-    """The peers had lost each other. The user must not pay for that, and not look for uneven data."""
+    """The peers had only lost each other: the user must not be charged, nor search for uneven data."""
     complaint, leader = pod(2, said=PEER), told(pod(0, 137, said="Received 15 death signal"), 11)
     stopped = told(pod(1, code, said=said), 11)
     failure, found = settled(leader, stopped, complaint, first=first_sign(complaint), **UNEVEN)
@@ -407,8 +407,8 @@ def test_what_the_operator_has_stopped_is_no_early_end(code: int, said: str) -> 
 
 
 def test_a_pod_that_ended_with_0_is_not_blamed_before_its_kubelet_has_said_why() -> None:
-    """An evicted trainer ends with 0 at its SIGTERM, and its phase comes later. A verdict before that, "the ranks make
-    different numbers of steps", would charge the script for its node's full disk."""
+    """An evicted trainer ends with 0 at its SIGTERM, and the pod's phase follows later. A verdict before that would
+    charge the script ("the ranks make different numbers of steps") for its node's full disk."""
     complaint, ended = pod(1, said=PEER), told(pod(0, 0), 11)
     waits = msgspec.structs.replace(ended, phase="Running")
     known: dict[str, Any] = {"steps": {0: 20, 1: 20}, "torchrun": True}
@@ -604,8 +604,8 @@ def test_the_trainings_own_lines_are_told_from_torchruns() -> None:
 def test_torchruns_report_begins_at_the_same_line_for_what_is_shown_and_for_the_last_line(
     before: str, report: str
 ) -> None:
-    """Otherwise describe shows the report of an old torch that the message does not mention; with LOGLEVEL=INFO the
-    message would have no last line."""
+    """Otherwise describe shows an old torch's report that the message leaves out, and with LOGLEVEL=INFO the message
+    has no last line."""
     log = f"{before}no data\n{report}\n"
     assert log_lines.of_training(log)[-1] == "no data"
     assert log_lines.of(log, 1) == "last line: no data"

@@ -1,4 +1,4 @@
-"""A failure's class, its charge, and when another try is useless: equal in the operator and in the pods."""
+"""A failure's class, its charge, and when a restart is useless: the same rules in the operator and in the agents."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fails(
     every: float = 60,
     history: RestartHistory = NOTHING,
 ) -> rules.Verdict:
-    """Return the verdict on the last of these failures, each `every` seconds after the one before."""
+    """Return the verdict on the last of these failures, which are `every` seconds apart."""
     verdict = rules.Verdict(True, history, None)
     for number, one in enumerate(found):
         assert verdict.restart, f"failure {number} was the last: {verdict.stop}"
@@ -165,7 +165,7 @@ def test_the_class_follows_from_what_kubernetes_and_the_process_say(failure: Fai
     "raised",
     [
         "torch.AcceleratorError: ",
-        "RuntimeError: ",  # before torch 2.9
+        "RuntimeError: ",  # torch before 2.9
         "c10::AcceleratorError: ",
         "c10::DistBackendError: [PG ID 0 PG GUID 0(default_pg) Rank 0] Process group watchdog thread terminated with "
         "exception: ",
@@ -203,7 +203,7 @@ def test_an_error_of_cuda_has_one_class_whatever_it_is_raised_as_and_is_tried_ag
     ],
 )
 def test_a_mistake_that_names_a_gpu_is_one_and_an_error_of_the_gpu_is_none(exception: str, mistake: bool) -> None:
-    """Tensors on two devices, the most common mistake with a GPU, must not be retried as often as a broken GPU."""
+    """Tensors on two devices, the most common mistake with a GPU, must not be retried like a broken GPU."""
     assert rules.is_mistake(exception, 1) == mistake
 
 
@@ -214,7 +214,7 @@ def test_a_mistake_that_names_a_gpu_is_one_and_an_error_of_the_gpu_is_none(excep
         ("SystemExit: the data server does not answer: connection refused", 1, False),
         ("SystemExit: no CUDA device", 1, False),
         ("SystemExit: 1", 1, False),
-        ("AssertionError: empty shard", 1, False),  # an assert may test what passes
+        ("AssertionError: empty shard", 1, False),  # an assert may check something that can change
     ],
 )
 def test_a_script_that_ends_itself_with_a_sentence_means_it(exception: str, code: int, mistake: bool) -> None:
@@ -252,8 +252,8 @@ def test_a_rank_that_has_waited_too_long_has_not_lost_its_peer(exception: str, t
     ],
 )
 def test_a_disk_that_is_full_is_no_mistake_of_the_script(exception: str) -> None:
-    """torch.save reports only this (2.13, writing to /dev/full): a job that has trained for less than a minute must not
-    be given up."""
+    """This is all that torch.save reports (2.13, writing to /dev/full). A job that has trained for less than a minute
+    must not fail for good."""
     assert not rules.is_mistake(exception, 1)
 
 
@@ -269,7 +269,7 @@ def test_a_disk_that_is_full_is_no_mistake_of_the_script(exception: str) -> None
         "torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError",
         "torch.distributed.DistNetworkError: failed to recv, got 0 bytes. Connection was likely closed.",
         "c10::DistBackendError: [Rank 1] Watchdog caught collective operation timeout",
-        # A node without power or network; a peer that never came.
+        # A node without power or network, and a peer that never started.
         "RuntimeError: [../gloo/transport/tcp/pair.cc:535] Read error [10.1.3.122]:42916: No route to host",
         "RuntimeError: [../gloo/transport/tcp/pair.cc:535] Read error [10.1.3.122]:42916: Connection timed out",
         "torch.distributed.DistBackendError: [1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] "
@@ -408,7 +408,7 @@ def test_an_address_in_use_says_which_port(exception: str, port: int | None) -> 
 
 
 def test_complaints_about_peers_alone_are_free_once_until_the_next_new_step() -> None:
-    """Uneven data ends like this every time: the job would restart for ever without a charge."""
+    """Uneven data always ends like this, so the job would restart for ever without a charge."""
     torn = SILENT._replace(only_complaints=True, ran_seconds=3600)
     after = rules.judge("infrastructure", NOTHING, torn, ALLOWED, NOW).history
     assert rules.of_complaints("infrastructure", NOTHING, torn) == "infrastructure"

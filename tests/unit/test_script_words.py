@@ -1,4 +1,4 @@
-"""Which words of `ddpjob run`, `submit` and `init` are ours and which are the script's, as in torchrun."""
+"""`ddpjob run`, `submit` and `init` separate their own words from those of the script as torchrun does."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def made(cli: Cli, words: str) -> dict[str, Any]:
     ],
 )
 def test_from_the_first_word_that_is_not_ours_all_words_are_the_scripts(cli: Cli, typed: str, command: str) -> None:
-    """`ddpjob run train.py --lr 0.1` must not answer `No such option '--lr'. (Did you mean one of: '--fail' …)`."""
+    """Otherwise `ddpjob run train.py --lr 0.1` fails: `No such option '--lr'. (Did you mean one of: '--fail' …)`."""
     spec = made(cli, typed)
     assert spec["template"]["spec"]["containers"][0]["command"] == command.split()
     assert spec["nodes"] == 1, "as torchrun: one node unless more are given"
@@ -102,7 +102,7 @@ def test_torchruns_spellings_of_our_options_are_understood_before_and_directly_b
 def test_an_option_that_the_script_has_too_starts_nothing_and_both_spellings_are_shown(
     cli: Cli, typed: str, ours: str, theirs: str
 ) -> None:
-    """The script's own --env, --report and --logs must not be taken silently."""
+    """Otherwise a script that has --env, --report or --logs itself silently does not get it."""
     done = cli.here("run", *typed.split())
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
@@ -121,7 +121,7 @@ def test_an_option_before_the_script_is_ours_whatever_the_script_declares(cli: C
 
 
 def test_an_option_of_ours_that_comes_too_late_is_named_if_the_script_does_not_declare_it(cli: Cli) -> None:
-    """The script's own error would come from each rank, and not say that the order is wrong."""
+    """Otherwise each rank prints the script's own error, which does not say that the order is wrong."""
     done = cli.here("init", "train.py", "--lr", "1", "--nodes", "2")
     assert done.returncode == 0
     assert "--nodes goes to train.py, which declares no such option" in done.stderr

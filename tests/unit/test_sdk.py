@@ -1,4 +1,4 @@
-"""`ddpjob.submit`, and how functions and results are sent, as a user's program sees it."""
+"""`ddpjob.submit` from a user's program: functions are sent to a job, and results come back."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_main(code: str) -> Any:
-    """Return `work` as a program or a notebook defines it in `__main__` with this code."""
+    """Return the function `work` of this code, defined in `__main__` as in a program or a notebook."""
     scope: dict[str, Any] = {"__name__": "__main__"}
     exec(code, scope)
     return scope["work"]
@@ -38,13 +38,13 @@ def in_main(code: str) -> Any:
 
 def called(folder: Path, rank: int = 0) -> subprocess.CompletedProcess[str]:
     """Run a rank that calls the function whose files are in a folder."""
-    words = [sys.executable, "-S", str(folder / function.SCRIPT)]  # without site-packages, as in a minimal image
+    words = [sys.executable, "-S", str(folder / function.SCRIPT)]  # -S: no site-packages, as in a minimal image
     environ = {"PATH": os.environ["PATH"], "RANK": str(rank)}
     return subprocess.run(words, env=environ, capture_output=True, text=True, check=False, timeout=60)
 
 
 def unpacked(cluster: FakeCluster, folder: Path) -> Path:
-    """Return the code of the only job, where its pods have it."""
+    """Unpack the code of the only job into `folder`, as its pods do, and return the folder."""
     data = base64.b64decode(cluster.find("configmaps")["binaryData"]["code.tar.gz"])
     with tarfile.open(fileobj=io.BytesIO(data)) as tar:
         for member in tar:
@@ -55,7 +55,7 @@ def unpacked(cluster: FakeCluster, folder: Path) -> Path:
 
 
 def ends(cluster: FakeCluster, folder: Path, name: str = "work") -> None:
-    """Let the only job run to its end: a pod calls the function."""
+    """Run the function of the only job as a pod would, and let the job end."""
     done = called(unpacked(cluster, folder / "code"))
     cluster.add("pods", pod(name, exit_code=done.returncode))
     cluster.logs[f"{name}-1-0"] = (done.stdout + done.stderr).splitlines()
@@ -103,7 +103,7 @@ def test_an_object_of_a_class_of_the_program_comes_back_as_one_of_this_class(
 
 
 def test_the_exception_of_the_failed_rank_is_the_cause(cluster: FakeCluster, tmp_path: Path) -> None:
-    """A program can catch it by its type."""
+    """A program can catch the exception by its type."""
     job = ddpjob.submit(in_main("def work(): raise FileNotFoundError(2, 'no such shard')"))
     ends(cluster, tmp_path)
     with pytest.raises(ddpjob.JobFailedError, match="work is Failed") as raised:
@@ -144,7 +144,7 @@ def test_the_words_of_submit_reach_the_job(cluster: FakeCluster) -> None:
 def test_a_function_of_a_module_of_the_users_own_goes_along_with_its_module(
     cluster: FakeCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No image contains it, and its name may equal the job's."""
+    """The image does not contain the user's module, whose name may equal the job's."""
     (tmp_path / "work.py").write_text("FACTOR = 3\ndef helper(x): return x * FACTOR\ndef work(x): return helper(x)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     module = __import__("work")
@@ -163,11 +163,11 @@ def test_a_function_finds_its_other_modules_in_the_folder_that_goes_along(
     assert job.result(timeout=20) == 4
 
 
-# ---------------------------------------------------------------- what cannot be sent, or come back
+# ---------------------------------------------------------------- what cannot be sent or returned
 
 
 class Huge:
-    """An object like a model of 2 GB: its weights are created only while it is pickled."""
+    """An object like a model of 2 GB, whose weights are created while it is pickled."""
 
     parts = 0
 
@@ -214,7 +214,7 @@ def test_what_cannot_be_pickled_is_named(tmp_path: Path) -> None:
 def test_what_cannot_come_back_is_said_and_the_job_has_succeeded(
     cluster: FakeCluster, tmp_path: Path, code: str, why: str
 ) -> None:
-    """A long training must not be lost for it."""
+    """A long training must not count as failed only because its result cannot be sent."""
     job = ddpjob.submit(in_main(code))
     ends(cluster, tmp_path)
     assert job.wait(timeout=20).state == "Succeeded"
@@ -260,7 +260,7 @@ def test_a_module_that_the_image_lacks_is_named(tmp_path: Path) -> None:
 
 
 def test_lines_that_only_look_like_an_answer_are_none() -> None:
-    """A data set may print anything, and answers are unpickled."""
+    """A data set may print such lines. Unpickling them would run a stranger's code."""
     word = "ddpjob-answer-1234"
     lines = [f"{word}:value:0:0/2:YWJj", "noise", f"[0:0] {word}:value:0:1/2:ZGVm", "ddpjob-answer-99:value:1:0/1:eA=="]
     lines += [f"{word}:value", f"{word}:value:0:1/2:eA=="]
@@ -316,7 +316,7 @@ def test_a_job_shows_itself_in_a_notebook_without_obeying_what_it_says(cluster: 
 
 
 def test_the_library_loads_the_command_line_only_when_it_is_asked_for() -> None:
-    """A trainer image may lack it, and a script must not wait for its import."""
+    """A trainer image may lack the command line, and a script must not wait for its import."""
     code = (
         "import sys, ddpjob; assert not {'ddpjob_cli', 'yaml', 'torch'} & set(sys.modules)\n"
         "ddpjob.submit; assert not {'torch', 'cloudpickle', 'kopf'} & set(sys.modules)\n"

@@ -25,7 +25,7 @@ def is_lost(script: str) -> bool:
 
 @pytest.mark.parametrize("script", scripts("lose"))
 def test_a_script_that_hides_the_failure_of_its_launcher_gets_a_warning(script: str) -> None:
-    """The job would succeed although its ranks fail."""
+    """Otherwise the job succeeds although its ranks fail."""
     assert is_lost(script)
 
 
@@ -75,7 +75,7 @@ def test_the_fix_of_a_pipe_in_sh_is_bash_because_dash_has_no_pipefail() -> None:
     ],
 )
 def test_pipefail_in_sh_gets_a_warning(words: list[str], is_warned: bool) -> None:
-    """dash exits with 2 before anything has started."""
+    """sh may be dash, which exits with 2 before anything has started."""
     assert shells.pipefail_in_sh(words) is is_warned
 
 
@@ -87,11 +87,11 @@ def test_pipefail_in_sh_gets_a_warning(words: list[str], is_warned: bool) -> Non
         (["timeout", "1h", "bash", "-c", "torchrun t.py | tee log"], True),
         (["script", "-c", "torchrun t.py", "log"], True),
         (["torchrun", "t.py"], False),
-        (["setsid", "torchrun", "t.py"], True),  # the first process of a container leads a group, so it forks
-        (["torchrun", "t.py", "|", "tee", "log"], False),  # words of the script
+        (["setsid", "torchrun", "t.py"], True),  # it forks, as the first process of a container leads a group
+        (["torchrun", "t.py", "|", "tee", "log"], False),  # the script gets these words
         (["bash", "run.sh"], False),
-        (["bash", "-c", "torchrun 't.py | tee"], False),  # cannot be read
-        (["(("], False),  # words of a list, which no shell reads
+        (["bash", "-c", "torchrun 't.py | tee"], False),  # a quote is missing
+        (["(("], False),  # a list of words needs no shell
         ([], False),
     ],
 )
@@ -137,7 +137,7 @@ def test_a_command_without_a_shell_loses_no_exit_code_unless_it_starts_one(words
     ],
 )
 def test_a_launcher_that_its_shell_waits_for_gets_no_sigterm(script: str) -> None:
-    """A drained pod would save nothing."""
+    """A drained pod would save nothing, because the ranks get no SIGTERM."""
     assert shells.without_sigterm(["bash", "-c", script]) == "torchrun"
 
 
@@ -200,7 +200,7 @@ def test_dash_is_replaced_by_its_last_command_only_with_exec(script: str, is_war
     ],
 )
 def test_a_shell_that_exits_right_after_its_trap_gets_a_warning(trap: str, waits: str, is_warned: bool) -> None:
-    """The container ends with its first process, so the ranks are killed while they save."""
+    """The container ends with its first process, so ranks that are saving are killed."""
     warning = shells.sigterm_warning(["bash", "-c", f"trap '{trap}' TERM; torchrun t.py & pid=$!; {waits}"])
     assert ("`wait` in the trap as well" in warning) is is_warned
 
@@ -238,7 +238,7 @@ def test_a_script_that_cannot_be_parsed_raises_only_shell_syntax_error(text: str
 @pytest.mark.parametrize("program", ["xargs", "docker", "env", "sudo"])
 @pytest.mark.parametrize("word", ["a", "env", "sudo"])
 def test_a_command_of_thousands_of_words_is_read_at_once(program: str, word: str) -> None:
-    """The operator reads it in its event loop: `xargs a a a …` of 20 kB took a minute, in which no job was served."""
+    """The operator reads commands in its event loop. `xargs a a a …` of 20 kB must not block all jobs for a minute."""
     began = time.process_time()
     exit_codes.launcher_exits([program, *[word] * 5000])
     assert time.process_time() - began < 1

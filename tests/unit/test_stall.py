@@ -1,4 +1,4 @@
-"""When a job has stalled: what its reports prove, and what they cannot."""
+"""A job has stalled if its reports prove it. These tests show what reports prove, and what they cannot prove."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NEVER = api.Stall(timeout_seconds=0)
 
 
 class Trainers:
-    """The ranks of a job, each of which reports every five seconds."""
+    """Ranks of a job that report every five seconds."""
 
     def __init__(self, **settings: Any) -> None:
         self.setting = api.Stall(**settings) if settings else None
@@ -28,12 +28,12 @@ class Trainers:
         self.receiving_since: dt.datetime | None = None
 
     def makes(self, step: int, phase: Phase | None = "train", *, rank: int = 0, attempt: int = 1) -> Trainers:
-        """Use this step and phase in the rank's reports from now on."""
+        """Set step and phase of the rank's reports from now on."""
         self.saying[rank] = Report(step=step, rank=rank, node_rank=rank // 8, attempt=attempt, phase=phase)
         return self
 
     def report(self, seconds: float = 5.0) -> Trainers:
-        """Let time pass, then let all report."""
+        """Let so many seconds pass, then let all ranks report."""
         self.now += dt.timedelta(seconds=seconds)
         for rank, report in self.saying.items():
             pace = stall.update(self.trackers.get(rank), report, self.now, self.receiving_since)
@@ -42,13 +42,13 @@ class Trainers:
         return self
 
     def stay(self, seconds: float) -> Trainers:
-        """Report without making a step."""
+        """Report for so many seconds without a new step."""
         for _ in range(round(seconds / 5)):
             self.report()
         return self
 
     def train(self, steps: int, seconds: float = 5.0, *, ranks: tuple[int, ...] = (0,)) -> Trainers:
-        """Make so many steps of this duration."""
+        """Let these ranks make so many steps, each of so many seconds."""
         for _ in range(steps):
             self.stay(seconds - 5)
             for rank in ranks:
@@ -58,13 +58,13 @@ class Trainers:
         return self
 
     def silent(self, seconds: float) -> Trainers:
-        """Let time pass without a report."""
+        """Let so many seconds pass without a report."""
         self.now += dt.timedelta(seconds=seconds)
         return self
 
     @property
     def found(self) -> str:
-        """Return stall, warning or nothing."""
+        """Return "stall", "warning" or ""."""
         finding = stall.find(self.trackers, self.setting, self.now)
         return "" if finding is None else finding.kind
 
@@ -111,7 +111,7 @@ def test_who_reports_no_more_is_said_and_is_not_who_stands_still() -> None:
 
 @pytest.mark.parametrize("phase", ["start", "train"])
 def test_a_hang_that_agents_have_ended_was_not_survived(phase: Phase) -> None:
-    """Otherwise the next hang, which only the operator may find, is found three times later."""
+    """Otherwise the time-out learns from this hang, and the next one is found three times later."""
     trainers = Trainers().train(30).stay(20 * MINUTE)
     before = trainers.trackers[0].learned
     trainers.makes(0 if phase == "start" else 4, phase).report()
@@ -205,7 +205,7 @@ def test_steps_between_two_reports_share_the_time() -> None:
 def test_imports_and_declared_pauses_have_their_own_time_and_more_where_a_step_has_more(
     timeout: int, step: int, phase: Phase, hours: float, said: str
 ) -> None:
-    """Compilation comes before the first step. A limit of an hour per step allows pauses of three."""
+    """Compilation comes before the first step. If a step may take an hour, a save or an evaluation may take three."""
     job = Trainers(timeout_seconds=timeout).train(step).makes(step, phase).report()
     assert job.stay(hours * HOUR).found == ""
     assert job.report().found == "stall"
@@ -256,7 +256,7 @@ def test_the_begin_and_the_end_of_a_pause_are_signs_of_life() -> None:
         assert job.makes(20, phase).report().stay(50).found == ""
 
 
-# ---------------------------------------------------------------- the group
+# ---------------------------------------------------------------- several ranks
 
 
 def test_as_long_as_one_rank_steps_the_group_does() -> None:
@@ -329,7 +329,7 @@ def test_a_rank_past_its_time_waits_for_the_others_without_haste() -> None:
     assert at == job.now + dt.timedelta(seconds=stall.SILENT_SECONDS), "rank 0 may fall silent, no earlier"
 
 
-# ---------------------------------------------------------------- all jobs at once
+# ---------------------------------------------------------------- many jobs silent at once
 
 
 def test_when_most_jobs_go_silent_together_it_is_we_who_hear_nothing() -> None:

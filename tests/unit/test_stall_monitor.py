@@ -1,4 +1,4 @@
-"""ddprun's watchdog: what the ranks' heartbeats prove, and which rank of a stalled group is named."""
+"""ddprun's watchdog: what the heartbeats of ranks prove, and which rank is named when a group has stalled."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Ranks:
     def say(
         self, rank: int = 0, phase: Any = "train", step: int = 0, collectives: int = 0, *, completed: bool = False
     ) -> Ranks:
-        """Set this rank's heartbeat from now on."""
+        """Set the heartbeat of this rank from now on."""
         self.beats[rank] = Heartbeat(4711, phase, step, collectives, completed=completed)
         return self
 
     def look(self, seconds: int = 1) -> StallReport:
-        """Check so many times; return what the last check proves."""
+        """Check once a second for so many seconds; return the last report."""
         for _ in range(seconds):
             self.now += 1.0
             folded = {
@@ -52,7 +52,7 @@ class Ranks:
         return stall_monitor.stall_report(self.trackers, self.timeout, self.now)
 
     def train(self, steps: int, seconds: int = 1) -> Ranks:
-        """Let rank 0 make so many steps of so many seconds."""
+        """Let rank 0 make so many steps, each of so many seconds."""
         for _ in range(steps):
             before = self.beats.get(0, Heartbeat(1, "train", 0, 0))
             self.say(step=before.step + 1)
@@ -214,7 +214,7 @@ def test_without_the_library_only_who_waits_for_another_rank_proves_a_hang() -> 
 
 @pytest.mark.parametrize(("idle", "found"), [([True, True], True), ([True, False], False), ([False, False], False)])
 def test_without_the_library_who_waits_for_nobody_proves_a_hang_by_doing_nothing(idle: list[bool], found: bool) -> None:
-    """A rank that hangs in its last save would keep its nodes for ever; one that evaluates must not be ended."""
+    """A rank that hangs in its last save would keep its nodes for ever. A rank that is evaluating must not be ended."""
     stalled = StallReport(BY_COLLECTIVES, True, 300.0, "train")
     group = Standstill()
     group.heard(0, stalled)
@@ -229,7 +229,7 @@ def test_without_the_library_who_waits_for_nobody_proves_a_hang_by_doing_nothing
 
 
 def test_when_the_others_have_ended_a_short_training_was_one() -> None:
-    """A script of some seconds that hangs at its end must not get the half hour of a start."""
+    """A short script that hangs at its end must not get the half hour that a start may take."""
     ranks = Ranks(10.0).say(phase="", collectives=3)
     assert ranks.look(100).stalled is False
     ranks.beats[0] = ranks.beats[0]._replace(over=True)
@@ -357,7 +357,7 @@ def test_nobody_is_named_where_it_is_not_clear_whom_they_waited_for(
     assert kept_waiting(failures, positions) is None
 
 
-# ---- what a rank answers -----------------------------------------------------------------------------------
+# ---- the position of a rank --------------------------------------------------------------------------------
 
 
 def entry(sequence: int, group: str = "0", **more: Any) -> dict[str, Any]:
@@ -382,7 +382,7 @@ def test_a_rank_waited_in_its_last_collective_where_it_has_begun_nothing_after_i
 
 
 def test_a_rank_that_may_wait_outside_the_default_group_says_so() -> None:
-    """It looks like a rank that has ended its last collective and does not reach the next."""
+    """Such a rank looks like one that has left its last collective and does not reach the next one."""
     assert not waits_apart([entry(7), entry(1, group="1"), entry(8, retired=False)], 8)
     assert not waits_apart([entry(7), entry(8)], None), "the group is left"
     assert not waits_apart([], None)

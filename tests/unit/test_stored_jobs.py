@@ -1,4 +1,4 @@
-"""What is kept of idle jobs, when it is read again, and which jobs wait for room."""
+"""What the operator keeps of idle jobs, when it reads them again, and which jobs wait for memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LARGE = 120_000
 
 
 def stored(name: str = "digits", namespace: str = "default", text: int = LARGE, **spec: Any) -> Raw:
-    """Return a job as a user has just created it."""
+    """Return a new job, as the API server has it."""
     raw = manifest(**spec)
     env = [{"name": f"V{number}", "value": "x" * 1_000} for number in range(text // 1_020)]
     raw["spec"]["template"]["spec"]["containers"][0]["env"] = env
@@ -34,7 +34,7 @@ def stored(name: str = "digits", namespace: str = "default", text: int = LARGE, 
 
 
 class Cluster:
-    """An API server with DDPJobs, and an operator that leads. Pods are created, but nothing runs in them."""
+    """API server with DDPJobs, and the leading operator. Pods are created but not run."""
 
     def __init__(self, limits: storage.StoredLimits = storage.DEFAULT) -> None:
         self.stored: dict[Key, Raw] = {}
@@ -49,7 +49,7 @@ class Cluster:
         self.pods, self.states = copies.pods, self.reconciler.states
 
     def user_puts(self, raw: Raw) -> Key:
-        """Let a user create or change a job, and the watch show it."""
+        """Let a user create or change a job, and the watch report it."""
         key = (raw["metadata"]["namespace"], raw["metadata"]["name"])
         self._store(key, copy.deepcopy(raw))
         self.jobs.put(reading.stored_job(orjson.dumps(self.stored[key])))
@@ -72,7 +72,7 @@ class Cluster:
         self.jobs.remove(*key, raw["metadata"]["uid"])
 
     def reconciles(self, key: Key) -> list[str]:
-        """Reconcile; return the requests meanwhile."""
+        """Reconcile the job; return the requests that were sent."""
         self.requests.clear()
         self.changed.clear()
         self.again_in = asyncio.run(self._until_done(key))
@@ -80,7 +80,7 @@ class Cluster:
 
     async def _until_done(self, key: Key) -> float | None:
         while (again_in := await self.reconciler.reconcile(key)) == 0.0:
-            """It has more to do, as the queue sees it: further pods."""
+            """The queue would reconcile the job again at once, to create further pods."""
         return again_in
 
     def status(self, key: Key) -> Raw:
@@ -130,12 +130,12 @@ def _job_of(raw: Any) -> Key:
 
 
 def kept(cluster: Cluster, key: Key) -> int:
-    """Return the length of what is kept of a job."""
+    """Return the bytes that the operator keeps of a job."""
     return len(orjson.dumps(cluster.jobs.get(key)))
 
 
 def test_of_a_large_job_that_is_suspended_a_thousandth_is_kept() -> None:
-    """600 jobs of 280 kB would otherwise fill the operator's memory, and stop everybody's jobs."""
+    """Otherwise 600 jobs of 280 kB fill the operator's memory, and no job of the cluster is served."""
     cluster = Cluster()
     key = cluster.user_puts(stored(suspend=True))
     cluster.reconciles(key)
@@ -145,7 +145,7 @@ def test_of_a_large_job_that_is_suspended_a_thousandth_is_kept() -> None:
 
 
 def test_a_new_leader_asks_nothing_for_large_jobs_that_are_suspended() -> None:
-    """Otherwise 2,000 of them, 560 MB, are read at each start of an operator."""
+    """Otherwise each start of an operator reads 2,000 suspended jobs, which are 560 MB."""
     before = Cluster()
     key = before.user_puts(stored(suspend=True))
     before.reconciles(key)
@@ -202,7 +202,7 @@ def test_a_large_job_that_cannot_be_read_now_is_tried_again() -> None:
 
 
 def test_small_jobs_are_kept_whole_as_long_as_there_is_room() -> None:
-    """Reading an ordinary job again for each of its events would cost the API server a fifth more."""
+    """Reading a small job again for each of its events would add a fifth to the API server's load."""
     cluster = Cluster()
     key = cluster.user_puts(stored(text=0, suspend=True))
     assert "GET digits" not in cluster.reconciles(key)
@@ -213,7 +213,7 @@ def test_small_jobs_are_kept_whole_as_long_as_there_is_room() -> None:
 
 
 def room_for(count: float) -> storage.StoredLimits:
-    """Return limits for one namespace; all together get twice as much."""
+    """Return limits with room for `count` jobs in a namespace, and for twice as many in all namespaces."""
     need = storage.size(reading.job(stored())) + 1
     return storage.StoredLimits(0, int(2 * count * need), int(count * need), 0, 0)
 
@@ -253,7 +253,7 @@ def test_a_job_that_waits_begins_by_itself_when_there_is_room(how: str) -> None:
 
 
 def test_a_job_that_has_begun_is_never_given_up_for_a_budget() -> None:
-    """A new leader may have less room than the one before, and anybody may write a status."""
+    """A new leader may have less room than the one before it. A running job must not be dropped for that."""
     before = Cluster()
     keys = [before.user_puts(stored(f"j{n}")) for n in range(5)]
     for key in keys:
@@ -299,7 +299,7 @@ def test_what_is_kept_is_short_whoever_has_written_it() -> None:
 
 
 def crowded(of: str, count: int = 6) -> tuple[Cluster, list[Key]]:
-    """Return a namespace with room for two cut jobs that rest, and two that do not."""
+    """Return `count` suspended large jobs in a namespace that has room for parts of a few of them."""
     room = 2 * storage.OF_A_JOB
     cluster = Cluster(storage.StoredLimits(0, 1 << 27, 1 << 26, 0, 0, 4 * room, room))
     keys = [cluster.user_puts(stored(f"{of}{number}", suspend=True)) for number in range(count)]
@@ -310,7 +310,7 @@ def crowded(of: str, count: int = 6) -> tuple[Cluster, list[Key]]:
 
 
 def test_jobs_that_find_no_place_at_all_are_served_by_later_lists() -> None:
-    """An operator that was away for an hour finds more new jobs than it has room for."""
+    """After an hour without an operator there may be more new jobs than it has room for."""
     cluster, _ = crowded("old", 2)
     keys = [cluster.user_puts(stored(f"new{number}")) for number in range(5)]
     for _ in range(5):
@@ -321,7 +321,7 @@ def test_jobs_that_find_no_place_at_all_are_served_by_later_lists() -> None:
 
 
 def test_a_job_that_was_left_out_and_has_pods_is_read_for_its_reconcile() -> None:
-    """Otherwise its pods run on after its end, because nobody knows the job."""
+    """Otherwise nobody stops the job's pods after its end, because the operator does not keep the job."""
     cluster, keys = crowded("j")
     (left_out,) = [key for key in keys if cluster.jobs.get(key) is None][:1]
     assert cluster.reconciles(left_out) == []

@@ -86,7 +86,7 @@ def test_a_folder_is_packed_with_its_names_programs_and_links(folder: Path) -> N
 
 
 def test_the_same_files_are_the_same_archive(folder: Path) -> None:
-    """Its name follows from its content: times, owners and the order of the file system must not count."""
+    """The archive's name is a hash of its content, so times, owners and the order of files must not count."""
     before = pack.pack(folder).digest
     os.utime(folder / "train.py", (1, 1))
     assert pack.pack(folder).digest == before
@@ -95,7 +95,7 @@ def test_the_same_files_are_the_same_archive(folder: Path) -> None:
 
 
 def test_what_git_ignores_and_what_is_no_program_stays_here(folder: Path) -> None:
-    """Many folders contain an environment of 5 GB."""
+    """A Python environment of 5 GB in the folder must not be sent."""
     (folder / ".gitignore").write_text("data/\n*.log\n/only-here\n!keep.log\n")
     for path in ("data/x.bin", "a.log", "keep.log", "only-here", "lib/only-here", ".git/config", "__pycache__/a.pyc"):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +109,7 @@ def test_what_git_ignores_and_what_is_no_program_stays_here(folder: Path) -> Non
 
 
 def test_gitignore_means_what_it_means_to_git(folder: Path) -> None:
-    """Compared with git itself."""
+    """git itself is the reference."""
     unreadable = "!\n[z-a]\nend\\\n"
     (folder / ".gitignore").write_text(
         f"*.tmp\nbuild/\n!important.tmp\ndocs/**/gen\n# no\n\\#yes\nspace\\ \n{unreadable}"
@@ -128,7 +128,7 @@ def test_gitignore_means_what_it_means_to_git(folder: Path) -> None:
 
 
 def test_credentials_stay_here_and_are_named(folder: Path) -> None:
-    """Anybody who may read ConfigMaps could read them."""
+    """Everybody who may read ConfigMaps of the namespace could read the credentials."""
     (folder / "deploy").write_text("-----BEGIN OPENSSH PRIVATE KEY-----\nabc\n")
     (folder / "keys").mkdir()
     for name in (".env", "prod.env", "keys/id_rsa", "tls.pem", ".netrc"):
@@ -164,7 +164,7 @@ def test_links_that_lead_out_in_a_circle_or_nowhere_are_left_out_and_named(folde
 
 
 def test_a_folder_of_2_gb_is_refused_at_once_with_what_is_large_in_it(folder: Path) -> None:
-    """Nothing of it is read: the file is sparse, and reading it would take minutes."""
+    """The refusal must not read the file, which would take minutes for real data. Here it is sparse."""
     (folder / "data").mkdir()
     with (folder / "data/train.bin").open("wb") as file:
         file.truncate(2 << 30)
@@ -232,7 +232,7 @@ def test_two_jobs_with_the_same_code_share_it_until_the_last_is_deleted(
 def test_code_of_the_same_name_with_another_content_is_refused(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """Somebody else created it: it would run as the user's own code."""
+    """Somebody else created that ConfigMap, and its code would run as the user's own."""
     ddpjob("submit", "train.py", "--name", "a")
     cluster.find("configmaps")["binaryData"]["code.tar.gz"] = "AAAA"
     ddpjob("submit", "train.py", "--name", "b", code=1, says="has not this code")
@@ -248,7 +248,7 @@ def test_what_the_cluster_refuses_leaves_nothing_behind(folder: Path, cluster: F
 def test_a_job_of_which_nobody_knows_whether_it_was_created_is_said_to_be_so(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """Without its code it would wait for ever, and a second try would find its name taken."""
+    """Without its code the job would wait for ever, and a second submit would find its name taken."""
     status = {"kind": "Status", "message": "timeout"}
     cluster.answers["create ddpjobs.training.ddpjob.io for real"] = 504, status
     ddpjob("submit", "train.py", code=1, says="Whether train was created is not known: ddpjob get train tells")
@@ -301,7 +301,7 @@ def test_a_script_that_saves_where_a_pod_loses_it_is_told_so(folder: Path, ddpjo
 
 @pytest.mark.parametrize("command", ["submit", "run"])
 def test_a_dry_run_says_each_word_as_kubectl_reads_it(folder: Path, ddpjob: Ddpjob, command: str) -> None:
-    """kubectl reads 1e-3 as a number and y as true, and refuses both in a command."""
+    """Unquoted, kubectl reads 1e-3 as a number and y as true, and refuses both in a command."""
     words = ["1e-3", "y", "on", "08", "1.5"]
     done = ddpjob(command, "train.py", "--dry-run", "--", *words, code=0)
     bodies = [document.data for document in yamlfile.parse("x", done.out.encode())]
@@ -336,7 +336,7 @@ JOB = (
 def test_a_job_of_the_cluster_is_submitted_again_under_another_name(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """`ddpjob get mine -o yaml` contains fields that the API server wrote, and refuses in a new job with 500."""
+    """`ddpjob get mine -o yaml` has fields that only the API server may set. In a new job it answers them with 500."""
     (folder / "job.yaml").write_text(JOB)
     assert ddpjob("submit", "job.yaml").code == 0
     first = cluster.find("ddpjobs", "mine")
@@ -354,7 +354,7 @@ def test_a_job_of_the_cluster_is_submitted_again_under_another_name(
 
 
 def test_a_job_with_generate_name_gets_a_new_name_each_time(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """As `kubectl create` does, for one YAML that is submitted repeatedly."""
+    """`kubectl create` does the same for a YAML file that is submitted repeatedly."""
     (folder / "job.yaml").write_text(JOB.replace("{name: mine}", "{generateName: sweep-}"))
     for _ in range(2):
         assert re.match(r"sweep-[a-z0-9]{5} is submitted", ddpjob("submit", "job.yaml").err)
@@ -367,7 +367,7 @@ def test_a_job_with_generate_name_gets_a_new_name_each_time(folder: Path, cluste
 def test_yaml_comes_from_stdin_too_and_arguments_replace_those_of_the_file(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in ddpjob run."""
+    """`ddpjob run` does the same."""
     (folder / "job.yaml").write_text(JOB)
     assert ddpjob("submit", "job.yaml", "--", "--epochs", "9").code == 0
     assert trainer_of(cluster.find("ddpjobs", "mine"))["command"] == ["torchrun", "train.py", "--epochs", "9"]
@@ -393,7 +393,7 @@ def notebook(*cells: str) -> str:
 def test_a_notebook_goes_as_the_script_of_its_cells_with_the_folder_it_is_in(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """As in ddpjob run; submit must not read its JSON as a DDPJob."""
+    """`ddpjob run` does the same. submit must not read a notebook's JSON as a DDPJob."""
     (folder / "try it.ipynb").write_text(notebook("%pip list\nimport train", "print(train)"))
     ddpjob("submit", "try it.ipynb", "--", "--epochs", "5", code=0)
     job = cluster.find("ddpjobs", "try-it")
@@ -457,7 +457,7 @@ def test_a_script_from_stdin_goes_alone_or_into_the_folder_that_is_named(
 def test_a_script_in_a_folder_of_code_elsewhere_is_checked(
     folder: Path, tmp_path: Path, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It must not be searched for under its path in the pod."""
+    """The script must not be looked up here by its path in the pod."""
     (folder / "src").mkdir()
     (folder / "src/train.py").write_text(f"import torch.distributed as d\n{LOCAL_RANK}")
     monkeypatch.chdir(tmp_path)
@@ -538,7 +538,7 @@ def _operator(cluster: FakeCluster, state: str, lines: list[str], by: str = " {p
         cluster.logs[f"train-1-{place}"] = [line + by.format(place=place) for line in lines]
     cluster.wait_for("get pods/log", 2)
     look = "get ddpjobs.training.ddpjob.io"
-    cluster.wait_for(look, cluster.requests.count(look) + 2)  # it has been seen running
+    cluster.wait_for(look, cluster.requests.count(look) + 2)  # submit has seen the job running
     for one in pods:
         one["status"]["containerStatuses"][0]["state"] = {"terminated": {"exitCode": 0}}
     times = {"startTime": "2026-01-01T00:00:00Z", "completionTime": "2026-01-01T00:00:38Z"}
@@ -567,7 +567,7 @@ def test_follow_shows_the_logs_of_all_nodes_and_ends_with_the_job(
 def test_follow_doubts_a_success_behind_which_a_traceback_is_the_last_word(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """`except Exception: traceback.print_exc()` around the training ends with 0, in a cluster as on this machine."""
+    """`except Exception: traceback.print_exc()` around the training ends with 0, in a cluster as in a local run."""
     lines = ["Traceback (most recent call last):", '  File "train.py", line 7, in <module>', "ValueError: bad shard"]
     done = _followed(cluster, ddpjob, "Succeeded", lines, "")
     doubt = "a rank has failed in train.py:7, although the exit code is 0: ValueError: bad shard"
@@ -581,7 +581,7 @@ def test_follow_doubts_a_success_behind_which_a_traceback_is_the_last_word(
 def test_a_job_that_is_deleted_while_it_is_followed_is_said(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob, words: list[str], says: str
 ) -> None:
-    """With a TTL of 0 the job is gone before anybody has seen its end."""
+    """With ttlSecondsAfterFinished 0 a job is gone before submit has seen its end."""
     cluster.after("get ddpjobs.training.ddpjob.io", cluster.objects.clear)
     ddpjob("submit", "train.py", *words, "--follow", code=1, says=says)
 

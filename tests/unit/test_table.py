@@ -70,7 +70,7 @@ def text(what: RunMoment, width: int, height: int = 22, nodes: tuple[NodeRow, ..
 
 
 def trained(losses: int = 40, slow_from: int = 1000) -> tuple[api.Status, History]:
-    """Return a run with a falling loss that reports once a second; steps after slow_from take twice as long."""
+    """Return a run with a falling loss and a step per second. Steps after slow_from take two seconds."""
     history, what, seconds = History(), status(), 2.0
     for step in range(1, losses + 1):
         seconds += 2 if step > slow_from else 1
@@ -178,7 +178,7 @@ def test_after_a_restart_in_place_no_figure_of_the_generation_before_is_shown() 
 
 
 def test_the_last_failure_stays() -> None:
-    """The line of an earlier failure has scrolled away, so "1 restart" needs its reason next to it."""
+    """The line about an earlier failure has scrolled away, so "1 restart" needs a reason next to it."""
     lines = text(moment(status(progress=progress(900, 90, attempt=2), **RESTARTED), 91), 60)
     assert lines[-2:] == ["✖ attempt 1: rank 1 (node 1) was killed by SIGKILL at step", "200"]
 

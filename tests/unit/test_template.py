@@ -1,4 +1,4 @@
-"""Mistakes in a pod template that only an API server would find, named with their field before a job is sent or run."""
+"""Mistakes in a pod template that otherwise only an API server finds, named with their field before a job is sent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRAINER = "spec.template.spec.containers[0]"
 
 
 def refused(**container: Any) -> list[str]:
-    """Return what every API server refuses, and so the operator as well."""
+    """Return the problems that the operator reports, because every API server refuses them."""
     return [str(p).removeprefix(f"{TRAINER}.") for p in validation.parse(manifest(container=container))[1]]
 
 
@@ -67,7 +67,7 @@ def test_what_an_api_server_accepts_is_accepted(container: dict[str, Any]) -> No
 
 @pytest.fixture
 def loaded(tmp_path: Path):
-    """Return what the command line reports about a job in a file."""
+    """Return a function that reports what the command line finds in a job's file."""
 
     def load(pod: dict[str, Any] | None = None, **container: Any) -> list[str]:
         body = manifest(container=container)
@@ -85,7 +85,7 @@ def loaded(tmp_path: Path):
 
 
 def _with_its_line(text: str, lines: list[str]) -> str:
-    """Return `the line of the file | the sentence`, without the long path before it."""
+    """Return `the line of the file | the sentence` for a report, without the path."""
     _, number, rest = text.split(":", 2)
     return f"{lines[int(number) - 1].strip(' -')} | {rest.split('[0].')[-1].split('template.spec.')[-1].strip()}"
 
@@ -123,7 +123,7 @@ def test_the_operator_refuses_no_field_that_it_does_not_know() -> None:
 
 
 def test_a_wrong_value_in_the_template_does_not_keep_the_pods_of_a_running_job_from_being_made() -> None:
-    """The job was accepted by a less strict operator, so its pods must be, too."""
+    """A less strict operator accepted the job, so its missing pods must still be created."""
     (problem,) = validation.parse(manifest(container={"stdin": "yes"}))[1]
     assert not problem.unreadable
 
@@ -145,7 +145,7 @@ def test_any_template_is_compared_without_a_traceback(body: dict[str, Any]) -> N
 
 
 def test_the_types_are_those_of_the_api_s_own_description() -> None:
-    """An older list would call a new field a typo."""
+    """With an older list of types, a new field would be reported as a typo."""
     written = Path(pod_types.__file__).read_text(encoding="utf-8")
     assert written == tool.to_python(), "run `make generate`"
     assert len(written) < 100_000

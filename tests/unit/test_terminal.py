@@ -1,4 +1,4 @@
-"""Output of scripts: a terminal gets text and colors only; a pipe gets everything unchanged."""
+"""Scripts print anything: a terminal gets only text and colors, and a pipe gets everything unchanged."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OBEYED = {
 
 @pytest.mark.parametrize("name", OBEYED)
 def test_a_terminal_obeys_nothing_that_a_script_prints(name: str) -> None:
-    """Otherwise a title stays after the run, and a clear hides the lines above it."""
+    """Otherwise a window title stays after the run, and a clear-screen hides the lines above it."""
     assert for_terminal(f"before{OBEYED[name]}after") == "beforeafter"
 
 
@@ -52,7 +52,7 @@ def test_colors_progress_bars_and_texts_stay(text: str) -> None:
 
 
 def test_a_title_without_an_end_takes_its_own_line_alone() -> None:
-    """Otherwise everything after it is missing."""
+    """Otherwise all later output is missing."""
     assert for_terminal("a\x1b]0;title\nloss 0.1\n") == "a\nloss 0.1\n"
 
 
@@ -107,7 +107,7 @@ def test_what_waits_for_its_end_is_limited() -> None:
 
 
 def test_other_bytes_than_utf_8_are_no_controls() -> None:
-    """0x9b alone is a CSI for an 8-bit terminal."""
+    """0x9b alone begins a control sequence (CSI) on an 8-bit terminal."""
     assert TerminalPieces().feed(b"a\x9b2J", last=True) == "a\ufffd2J"
 
 
@@ -147,7 +147,7 @@ spec:
 
 @pytest.mark.parametrize("words", ["run --dry-run", "submit --dry-run", "check", "check --format json", "convert"])
 def test_a_terminal_obeys_nothing_that_a_job_holds(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Titles, clears and moves in a command or an unknown field went to the terminal with the warning about them."""
+    """Escape sequences in a command, or in an unknown field, must not reach the terminal with a warning about them."""
     job = tmp_path / "job.yaml"
     job.write_text(HOSTILE_JOB)
     monkeypatch.setattr(output, "_is_terminal", lambda: True)
@@ -161,7 +161,7 @@ def test_a_terminal_obeys_nothing_that_a_job_holds(words: str, tmp_path: Path, m
 def test_an_answer_is_unchanged_in_a_pipe_alone(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`ddpjob list -o json` shows a status that somebody else wrote; JSON escapes no C1 characters."""
+    """`ddpjob list -o json` shows a status that somebody else wrote, and JSON does not escape C1 controls."""
     text = "größe\x9b2J\x1b]0;owned\x07\n"
     output.answer(text)
     monkeypatch.setattr(output, "_is_terminal", lambda: True)
@@ -177,7 +177,7 @@ def test_every_line_on_stderr_is_printed_by_the_function_that_cleans_it() -> Non
 
 @pytest.mark.parametrize("end", ["\n", "\r", "\u2028", "\x85", "\n---\n"])
 def test_a_name_in_a_script_adds_no_line_to_the_yaml_of_init(end: str) -> None:
-    """The name of an option is a comment there, and its second line would be YAML."""
+    """init writes the name of an option as a YAML comment, so a name with a line break could add YAML."""
     name = f"--a{end}spec: {{nodes: 99}}"
     text = f"import argparse\np = argparse.ArgumentParser()\np.add_argument({name!r}, default='x')\np.parse_args()\n"
     made = from_script.job_yaml(sources.Source("train.py"), text)

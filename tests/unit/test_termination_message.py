@@ -1,7 +1,7 @@
-"""A container's end, read from what torch 2.13 really prints, cut as the kubelet cuts it. data/logs has the last 2 kB
-of torchrun's output for scripts of a few lines: raise, sys.exit(3), SIGSEGV and SIGKILL to oneself, raise under
-@record, two ranks that exit at different times, two ranks on gloo of which rank 1 raises (in one pod, and in two pods:
-peer-gone is the other one's), and SIGTERM to torchrun itself."""
+"""The end of a container, read from output of torch 2.13 that is cut as the kubelet cuts it. data/logs has the last 2
+kB of torchrun's output for short scripts: raise, sys.exit(3), SIGSEGV and SIGKILL to oneself, raise under @record, two
+ranks that exit at different times, two ranks on gloo of which rank 1 raises (in one pod, and in two pods: peer-gone is
+the other pod's), and SIGTERM to torchrun itself."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def chained(first: str, second: str) -> str:
 
 
 def of_rank(rank: int, log: str) -> str:
-    """Return the exceptions of a rank as torch prints them."""
+    """Return the log with the prefix that torch prints for this rank."""
     return "\n".join(f"[rank{rank}]: {line}" if line else "" for line in log.splitlines()) + "\n"
 
 
@@ -142,7 +142,7 @@ EXITED = "torch.multiprocessing.spawn.ProcessExitedException: process 1 terminat
 
 
 def test_what_a_process_of_spawn_printed_says_more_than_that_it_has_ended() -> None:
-    """Without `if __name__ == "__main__"` each process raises before it can send the first one its reason."""
+    """Without `if __name__ == "__main__"` each process raises before it can report to the first process."""
     guard = "RuntimeError: \n        An attempt has been made to start a new process before the\n"
     failure = read(f"{FRAME}{guard}{FRAME}{EXITED}\n")
     assert failure.exception == "RuntimeError: An attempt has been made to start a new process before the"
@@ -158,7 +158,7 @@ STOPS = "W1126 15:07:58.508000 1794 torch/distributed/elastic/multiprocessing/ap
     ("code", "said"), [(-6, ""), (1, of_rank(0, FRAME + PEER))], ids=["an abort without a word", "a complaint"]
 )
 def test_a_rank_that_raised_and_was_stopped_while_it_ended_is_the_cause(code: int, said: str) -> None:
-    """Ending Python with torch takes a second, in which a peer that lost it may end first: rank 0 must not be named."""
+    """Python with torch takes a second to exit. A peer that loses it may exit first, but is not the cause."""
     table = (DATA / "two-in-one-second.log").read_text()
     table = table.replace("exitcode  : 4", f"exitcode  : {code}").replace("exitcode  : 5", "exitcode  : -15")
     raised = of_rank(1, FRAME + SHARD)
@@ -262,7 +262,7 @@ def test_what_is_no_message_of_the_library_is_a_log(text: str) -> None:
 
 # ---------------------------------------------------------------- exceptions
 
-# What Python 3.11 and 3.14 print for an error in a `__del__`, and logging for a line that it cannot write.
+# What Python 3.11 and 3.14 print for an error in `__del__`, and logging for a record that it cannot write.
 DELETED = "Exception ignored in: <function _MultiProcessingDataLoaderIter.__del__ at 0x7f1>\n"
 DEALLOCATED = (
     "Exception ignored while calling deallocator <function _MultiProcessingDataLoaderIter.__del__ at 0x7f1>:\n"
@@ -296,12 +296,12 @@ UNWRITTEN = (
             PEER,
             True,
         ),
-        # output of others in between
+        # tracebacks that are not a chain
         (FRAME + SHARD + "\n" + FRAME + PEER, SHARD, False),
         (FRAME + PEER + "\n" + FRAME + SHARD, SHARD, False),
         (FRAME + PEER, PEER, True),
         (REFUSED, REFUSED, False),
-        # lines that end no program
+        # tracebacks that do not end the program
         (f"{FRAME}{SHARD}\n{DELETED}{FRAME}{CHILD}\n", SHARD, False),
         (f"{FRAME}{PEER}\n{DELETED}{FRAME}{CHILD}\n", PEER, True),
         (f"{FRAME}{PEER}\n{DEALLOCATED}{chained(SHARD, CHILD)}", PEER, True),
@@ -330,7 +330,7 @@ UNWRITTEN = (
             True,
         ),
         (f"{FRAME}{NCCL}\nncclSystemError: System call failed", f"{NCCL} ncclSystemError: System call failed", True),
-        (f"{FRAME}{SHARD}\nnccl_train.py FAILED", SHARD, False),  # a script of that name in torchrun's table
+        (f"{FRAME}{SHARD}\nnccl_train.py FAILED", SHARD, False),  # the script's name in torchrun's table
     ],
 )  # fmt: skip
 def test_the_exception_is_the_last_that_is_no_symptom(log: str, exception: str, symptom: bool) -> None:
@@ -339,7 +339,7 @@ def test_the_exception_is_the_last_that_is_no_symptom(log: str, exception: str, 
 
 
 def test_nccls_error_keeps_the_line_of_the_script_that_raised_it() -> None:
-    """It has a second line, whose place is the first line's."""
+    """NCCL's message has a second line, which must not hide the place of the first."""
     failure = read(
         f"{FRAME}{NCCL}\nncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
     )
@@ -348,7 +348,7 @@ def test_nccls_error_keeps_the_line_of_the_script_that_raised_it() -> None:
 
 
 def test_nccls_error_says_what_it_found_in_a_log_and_in_an_exception_alike() -> None:
-    """The explanation of its kind names neither the ranks nor the GPU (NCCL 2.28.9 on an H100)."""
+    """NCCL's explanation of the error class names neither the ranks nor the GPU (NCCL 2.28.9 on an H100)."""
     kind = "ncclInvalidUsage: This usually reflects invalid usage of NCCL library."
     found = "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 60"
     said = f"{NCCL}\n{kind}\nLast error:\n{found}"
@@ -360,7 +360,7 @@ def test_nccls_error_says_what_it_found_in_a_log_and_in_an_exception_alike() -> 
 
 @pytest.mark.parametrize("kind", ["torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError"])
 def test_a_gpu_out_of_memory_is_told_with_what_this_process_holds_in_a_log_and_in_an_exception_alike(kind: str) -> None:
-    """The line must not be cut within the list of the other processes on the GPU (torch 2.11 on an H100)."""
+    """The line must not be cut within the list of other processes on the GPU (torch 2.11 on an H100)."""
     said = (
         "CUDA out of memory. Tried to allocate 8.00 GiB. GPU 0 has a total capacity of 79.18 GiB of which 3.27 GiB is "
         "free. Process 610 has 1.15 GiB memory in use. Including non-PyTorch memory, this process has 73.15 GiB memory "
@@ -389,7 +389,7 @@ def test_what_torch_says_of_memory_without_other_processes_stays() -> None:
 
 
 def test_a_watchdog_of_nccl_that_ends_its_process_is_a_symptom_with_what_it_has_waited_for() -> None:
-    """Another rank is late. The text is PyTorch 2.11's on a GPU."""
+    """The watchdog's error is a symptom, because another rank is late. The text is that of PyTorch 2.11 on a GPU."""
     what = (
         "[PG ID 0 PG GUID 0(default_pg) Rank 0] Process group watchdog thread terminated with exception: [Rank 0] "
         "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=11, OpType=ALLREDUCE, NumelIn=4160, "
@@ -414,7 +414,7 @@ frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x9d (0x7e6f0f9d
 
 
 def test_what_has_killed_a_worker_of_a_data_loader_has_the_line_of_the_script_that_asked_for_a_batch() -> None:
-    """torch raises it in a signal handler, so that all frames of its own traceback are torch's."""
+    """torch raises this error in a signal handler, so all frames of its own traceback are torch's."""
     within = FRAME.replace("t.py", "/v/site-packages/torch/utils/data/dataloader.py")
     log = chained(KILLED, GONE).replace(FRAME, within, 1)
     assert (read(log).exception, read(log).where) == (KILLED, "t.py:3")

@@ -1,4 +1,4 @@
-"""A clock that jumps, the operator's or another leader's, makes no job wait longer."""
+"""If the clock of the operator, or of another leader, jumps, no job waits longer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UID = job().metadata.uid
 @pytest.mark.parametrize("seconds", JUMPS)
 @pytest.mark.parametrize("failures", [1, 2, 4])
 def test_a_restart_waits_no_longer_than_its_back_off_when_the_clock_is_set_back(seconds: float, failures: int) -> None:
-    """An hour of a group's GPUs would be lost to a clock that was wrong for a while."""
+    """Otherwise a clock that was wrong for a while costs an hour of all GPUs."""
     world = digits(backoffLimit=9).running()
     for _ in range(failures):
         world.exits(0, 3).settle().stops_all().settle()
@@ -49,7 +49,7 @@ def test_a_start_that_is_tried_again_waits_no_longer_than_its_back_off(seconds: 
 
 @pytest.mark.parametrize("seconds", JUMPS)
 def test_no_time_that_has_been_recorded_is_ahead_of_the_clock_for_more_than_one_look(seconds: float) -> None:
-    """Deadlines, the time to live, charges within backoffWindowSeconds and avoided nodes would all last longer."""
+    """Otherwise deadlines, ttlSecondsAfterFinished, charges in backoffWindowSeconds and avoided nodes last too long."""
     world = digits(activeDeadlineSeconds=100, backoffWindowSeconds=60, ttlSecondsAfterFinished=5).running()
     world.exits(0, 3).settle().stops_all().settle().runs(0, 1).settle()
     avoided = api.AvoidedNode(node="gpu-7", until=world.now + dt.timedelta(hours=1))
@@ -65,7 +65,7 @@ def test_no_time_that_has_been_recorded_is_ahead_of_the_clock_for_more_than_one_
 
 @pytest.mark.parametrize("seconds", JUMPS)
 def test_steps_that_are_made_again_are_counted_once_after_the_clock_was_set_back(seconds: float) -> None:
-    """Otherwise records of earlier ranks seem newer, and each reconcile writes the status, with more repeated steps."""
+    """Otherwise records of earlier ranks seem newer, and each reconcile counts the repeated steps again."""
     world = digits().running().reports_step(100).settle().after(seconds)
     world.reports_step(91, resumed_step=90, generation=1).settle()
     for _ in range(3):

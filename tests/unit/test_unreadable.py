@@ -1,4 +1,4 @@
-"""An unreadable status is not an empty one: nothing is done for the job, and its condition says why."""
+"""An unreadable status does not count as empty: the job is left alone, and a condition says why."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ FINISHED: dict[str, Any] = {
 
 
 def broken(**status: Any) -> dict[str, Any]:
-    """Return a stored job that has finished, with other fields in its status."""
+    """Return a stored job that has finished, with these fields changed in its status."""
     return {**manifest(), "status": {**copy.deepcopy(FINISHED), **status}}
 
 
 class Cluster:
-    """An API server with one job, and an operator that observes it."""
+    """API server with one job, and an operator that observes it."""
 
     def __init__(self, raw: dict[str, Any], refuses: ApiError | None = None) -> None:
         self.requests: list[str] = []
@@ -121,7 +121,7 @@ def test_a_finished_job_whose_status_cannot_be_read_is_never_started_again(statu
 
 
 def test_a_status_that_is_fixed_is_acted_upon_again() -> None:
-    """A fixed job must not wait for a restart of the operator."""
+    """A repaired job must not wait for a restart of the operator."""
     cluster = Cluster(broken(furthestStep="12k"))
     cluster.reconciles()
     status = {k: v for k, v in cluster.job["status"].items() if k != "furthestStep"}
@@ -177,7 +177,7 @@ Root Cause (first observed failure):
 
 @pytest.mark.parametrize("rank", ["-1", "-7", "-999999999"])
 def test_a_rank_that_is_none_in_a_log_makes_no_status_that_cannot_be_read(rank: str) -> None:
-    """Otherwise each failure drops all earlier ones, and a job with backoffLimit 0 restarts for ever."""
+    """Otherwise the status becomes unreadable, and a job with backoffLimit 0 restarts for ever."""
     world = digits(nodes=1, backoffLimit=0).running().exits(0, code=1, message=TABLE.format(rank=rank)).settle()
     assert world.status.last_failure.rank in (None, 0)
     assert validation.stored_status({"status": msgspec.to_builtins(world.status)}) == world.status
@@ -187,7 +187,7 @@ def test_a_rank_that_is_none_in_a_log_makes_no_status_that_cannot_be_read(rank: 
 def test_a_condition_that_the_server_refuses_is_tried_again_after_growing_pauses_and_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Otherwise each event of a pod sends a request, and writes a line into the operator's log."""
+    """Otherwise each event of a pod causes a request and a line in the operator's log."""
     cluster = Cluster(broken(attempt=-1), ApiError(422, "Invalid", "status.x: Invalid value"))
     pauses = []
     for _ in range(9):

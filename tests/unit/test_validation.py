@@ -1,4 +1,4 @@
-"""A mistake is named before it costs a minute: field, value and fix."""
+"""A mistake in a job is named before it costs time: with its field, value and fix."""
 
 from __future__ import annotations
 
@@ -221,10 +221,10 @@ def test_a_command_that_contradicts_the_job_would_hang_and_is_refused(words: lis
         (["torchrun", "--nnodes=2:2", "x.py"], 2),
         (["torchrun", "--rdzv-backend=c10d", "--rdzv-endpoint=$(MASTER_ADDR):$(MASTER_PORT)", "x.py"], 2),
         (["torchrun", "--master-addr=digits-0.digits", "x.py"], 2),
-        (["torchrun", "--rdzv-id=$RANDOM", "x.py"], 2),  # without a shell these are plain letters, equal on all nodes
+        (["torchrun", "--rdzv-id=$RANDOM", "x.py"], 2),  # no shell expands this, so all nodes have the same text
         (["sh", "-c", "torchrun --rdzv-id=$DDPJOB_UID x.py"], 2),
         (["sh", "-c", "torchrun --rdzv-id=$RANDOM x.py"], 1),
-        (["sh", "-c", "torchrun --rdzv-id=${HOSTNAME%-*} x.py"], 2),  # a pod's name without its number
+        (["sh", "-c", "torchrun --rdzv-id=${HOSTNAME%-*} x.py"], 2),  # the pod's name without its number
         (["sh", "-c", "torchrun --rdzv-id=$(hostname | sed 's/-[0-9]*$//') x.py"], 2),
         (["sh", "-c", "torchrun --rdzv-id=$RANDOM_SEED x.py"], 2),
         (["sh", "-c", "echo 'unclosed && torchrun --standalone x.py"], 2),
@@ -294,7 +294,7 @@ def test_the_script_is_known_only_where_it_is_plain_to_see(words: str, expected:
 
 
 def test_a_dynamic_rendezvous_numbers_the_nodes_itself_and_no_rank_is_claimed() -> None:
-    """torchrun says that it ignores the node rank: naming rank 1 for node 1 would blame the wrong one."""
+    """torchrun ignores the node rank here, so naming rank 1 for node 1 could blame the wrong rank."""
     spec = job(container={"command": ["torchrun", "--rdzv_backend=c10d", "--rdzv_endpoint=a:1", "x.py"]}).spec
     assert topology.rank_of_place(spec, 1) is None
     assert topology.rank_of_place(job().spec, 1) == 1
@@ -317,7 +317,7 @@ def test_a_dynamic_rendezvous_numbers_the_nodes_itself_and_no_rank_is_claimed() 
     ],
 )
 def test_a_launcher_that_knows_of_no_other_node_trains_alone_on_each_and_is_named(words: list[str], named: str) -> None:
-    """Otherwise users pay for eight nodes that each train the same, and the job succeeds."""
+    """Otherwise users pay for eight nodes that each train the same model, and the job succeeds."""
     said = launcher.warnings(job(container={"command": words}).spec)
     assert bool(named) == any(f"{named} starts ranks on its own node, so each of the 2 nodes" in note for note in said)
     assert launcher.warnings(job(container={"command": words}, nodes=1).spec) == []
@@ -399,7 +399,7 @@ def test_a_launcher_that_is_told_of_the_nodes_by_a_variable_is_not_said_to_train
 
 @pytest.mark.parametrize("path", ["/job", "/job/", "/job/hostfile"])
 def test_deepspeeds_own_hostfile_may_be_in_a_volume(path: str) -> None:
-    """DeepSpeed reads /job/hostfile without an option; an image that contains the file cannot be known here."""
+    """DeepSpeed reads /job/hostfile without an option. It may be in the image, which is not known here."""
     said = {}
     for program in ("deepspeed", "mpirun"):
         trainer = {"name": "trainer", "image": "i", "command": [program, "x.py"]}
@@ -503,7 +503,7 @@ def test_env_replaces_a_variable_of_the_trainer(write) -> None:
 
 
 def test_env_leaves_a_variable_where_others_refer_to_it(write) -> None:
-    """Kubernetes replaces $(ROOT) only by a variable that comes before it."""
+    """Kubernetes replaces $(ROOT) only by an earlier entry, so the entry must keep its position."""
     env = "env: [{name: ROOT, value: /a}, {name: DATA, value: $(ROOT)/data}, {name: ROOT, value: /b}]"
     document = yamlfile.read_job(write(GOOD.replace("command: [x]", env)))
     override.set_variable(document, "ROOT=/c")
@@ -512,14 +512,14 @@ def test_env_leaves_a_variable_where_others_refer_to_it(write) -> None:
 
 
 def test_the_operator_compares_no_names() -> None:
-    """A tenant may write thousands of names; the API server refuses an unknown field of a pod with a message."""
+    """A tenant may write thousands of names. The API server itself refuses unknown fields of a pod with a message."""
     body = manifest(node=2, container={"comand": ["torchrun"]})
     found = [str(problem) for problem in validation.parse(body, hints=False)[1]]
     assert found == ["spec.node: unknown field"]
 
 
 def test_a_template_of_more_items_than_any_pod_has_is_refused_before_its_pods_are_sent() -> None:
-    """An API server takes quadratic time: 17 jobs with 900 misnamed mounts would cost the operator its Lease."""
+    """The API server needs quadratic time: 17 jobs with 900 misnamed mounts would cost the operator its Lease."""
     raw = manifest()
     container = raw["spec"]["template"]["spec"]["containers"][0]
     container["volumeMounts"] = [{"name": f"v{i}", "mountPath": f"/{i}"} for i in range(600)]
@@ -529,7 +529,7 @@ def test_a_template_of_more_items_than_any_pod_has_is_refused_before_its_pods_ar
 
 
 def test_of_thousands_of_wrong_values_the_first_are_named() -> None:
-    """Naming 5,000 would keep the operator from other jobs for 90 ms; nobody reads more than the first page."""
+    """Naming 5,000 mistakes would block the operator for 90 ms, and users read only the first page."""
     limits = {f"x{number}": "1e3Ki" for number in range(4_000)}
     found = validation.parse(manifest(container={"resources": {"limits": limits}}), hints=False)[1]
     assert len(found) == validation.PROBLEMS_MAX

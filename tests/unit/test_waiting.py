@@ -36,7 +36,7 @@ C10D = "/x/site-packages/torch/distributed/distributed_c10d.py"
 def test_only_a_line_that_waits_for_a_collective_and_for_nothing_else_is_taken_for_one(
     file: str, source: str, how: str
 ) -> None:
-    """A rank that computes, sends or waits for something else may continue by itself."""
+    """A rank that computes, sends, or waits for something else may go on by itself."""
     seen: list[str] = []
     function = source.partition("(")[0].removeprefix("def ")
 
@@ -85,11 +85,11 @@ def entry(number: int, **known: Any) -> dict[str, Any]:
     ("entries", "count", "begun"),
     [
         ([], 0, 0),
-        ([], 3, -1),  # 3 sends, or collectives that the recorder has dropped
+        ([], 3, -1),  # three sends, or collectives that the recorder has dropped
         ([entry(1), entry(2)], 2, 2),
         ([entry(1), entry(2)], 3, -1),  # a send after collective 2
         ([entry(1), entry(2, op_id=5)], 5, 2),  # sends before collective 2
-        ([entry(1), entry(1, pg_id=4)], 1, -1),  # the group of that name was destroyed and created again
+        ([entry(1), entry(1, pg_id=4)], 1, -1),  # the group was destroyed and created again with its name
     ],
 )
 def test_the_newest_collective_of_a_group_is_known_only_if_it_is_the_last_that_was_begun(

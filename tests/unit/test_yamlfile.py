@@ -1,4 +1,4 @@
-"""For any file, its reader ends within a second, and names the mistake and its line in a sentence."""
+"""The reader of YAML files ends within a second for any file, and names a mistake with its line."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_keys_and_dates_are_texts_as_kubectl_reads_them(tmp_path: Path) -> None:
 
 
 def test_plain_words_and_numbers_are_what_kubectl_makes_of_them(tmp_path: Path) -> None:
-    """`args: [--lr, 1e-4]` is refused by the cluster, and `--time 1:30:00` is a text there: both must be so here."""
+    """The cluster refuses `args: [--lr, 1e-4]`, and reads `--time 1:30:00` as text. Both must be the same here."""
     path = tmp_path / "any.yaml"
     rows: dict[str, Any] = {}
     rows |= {"1e-4": 0.0001, "1e3": 1000, "2.0": 2, "+12e03": 12000, ".5": 0.5, "1.": 1, "08": 8, "-1.5": -1.5}
@@ -246,7 +246,7 @@ def rows(value: Any) -> int:
 @settings(max_examples=100, deadline=None)
 @given(st.recursive(st.just("x"), lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text("ab"), inner)))
 def test_the_count_is_that_of_what_is_built(value: Any) -> None:
-    """A bound that counts something else lets a bomb in, or keeps a job out."""
+    """A bound that counts other nodes admits a YAML bomb, or refuses a sound job."""
     import yaml
 
     reader = yamlbounds._BoundedReader()
@@ -256,7 +256,7 @@ def test_the_count_is_that_of_what_is_built(value: Any) -> None:
 
 
 def test_the_jobs_of_a_list_are_read_as_those_of_a_file(tmp_path: Path) -> None:
-    """`kubectl get ddpjobs -o yaml | ddpjob check -` must read a List."""
+    """`kubectl get ddpjobs -o yaml | ddpjob check -` passes a List."""
     item = "".join(f"  {line}\n" for line in GOOD.splitlines()).replace("  api", "- api", 1)
     path = tmp_path / "job.yaml"
     path.write_text(f"kind: List\napiVersion: v1\nitems:\n{item}{item.replace('digits', 'other')}")
