@@ -88,7 +88,7 @@ def test_a_child_that_crashes_is_not_the_rank(launcher: Launcher) -> None:
 
 
 def test_a_crash_writes_into_no_file_of_a_script_that_has_closed_all_descriptors(launcher: Launcher) -> None:
-    """Daemons do that; a checkpoint that is opened afterwards gets a freed number."""
+    """Daemons close all descriptors. A checkpoint opened afterwards reuses the number of the closed crash file."""
     script = launcher.script(
         """
         import os, signal

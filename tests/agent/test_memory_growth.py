@@ -1,4 +1,4 @@
-"""A model that grows, or gets another optimizer, in the middle of training: its ranks are killed around that."""
+"""Ranks are killed around the step at which the model grows or gets another optimizer."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def trained(launcher: Launcher, folder: str, kill: dict[str, Any], **how: Any) -
 def test_a_model_that_grows_goes_on_with_the_same_bits_from_the_folder_and_soon_from_memory_again(
     launcher: Launcher,
 ) -> None:
-    """Otherwise its ranks continue with running means of another step, or keep nothing for the rest of the training.
-    The grown model needs more room than the ranks had."""
+    """Otherwise the ranks continue with running means of another step, or keep no state for the rest of the
+    training. The grown model needs more room than the ranks had reserved."""
     ends = sorted(words(trained(launcher, "undisturbed", {}), "END"))
     for step, first, said in [
         (11, 3, "the state is not written: "),
@@ -110,7 +110,7 @@ def test_a_model_that_grows_goes_on_with_the_same_bits_from_the_folder_and_soon_
 def test_a_script_that_does_not_give_load_what_it_trains_is_kept_from_its_first_save_on_and_the_log_says_so(
     launcher: Launcher,
 ) -> None:
-    """Each further failure went back to the last save, and nobody could see why."""
+    """Otherwise each later failure goes back to the last save, and nobody can see why."""
     kill = {"0": [["backward", 11, 1]], "1": [["backward", 13, 1]]}
     done = trained(launcher, "unnamed", kill)
     assert began(done) == [0, 3, 3], done[0].stderr
@@ -122,7 +122,7 @@ def test_a_script_that_does_not_give_load_what_it_trains_is_kept_from_its_first_
 def test_a_script_that_begins_with_the_small_model_goes_on_from_the_folder_and_the_log_says_why(
     launcher: Launcher,
 ) -> None:
-    """load_state_dict() must not fail on all ranks at once, which ends the job for good."""
+    """Otherwise load_state_dict() fails on all ranks at once, which ends the job permanently."""
     ends = sorted(words(trained(launcher, "undisturbed", {}, BUILDS_SMALL="1"), "END"))
     done = trained(launcher, "killed", {"0": [["backward", 16, 1]]}, BUILDS_SMALL="1")
     assert began(done) == [0, 3], done[0].stderr
