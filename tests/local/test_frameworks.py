@@ -108,8 +108,7 @@ trainer.train()
 
 
 def test_hugging_faces_trainer_ends_right_after_the_checkpoint_and_leaves_it(tmp_path: Path) -> None:
-    """Otherwise the Trainer evaluates for too long, saves into the same folder, and removes all but the best
-    checkpoint."""
+    """Otherwise the Trainer evaluates for too long, saves into the same folder, and removes older checkpoints."""
     pytest.importorskip("transformers", reason=WHY)
     (tmp_path / "train.py").write_text(STOPS_IN_AN_EPOCH)
     told = subprocess.run(
