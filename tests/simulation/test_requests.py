@@ -1,4 +1,4 @@
-"""A job's requests to the API server: each write is visible to users, or an object that the job needs."""
+"""A job's requests to the API server: each write shows something to users or creates an object for the job."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def asked(scenario: Scenario) -> set[str]:
 
 @pytest.mark.parametrize("gang", ["auto", "none"])
 def test_where_no_gang_and_no_queue_is_switched_on_nothing_is_asked_of_their_apis(gang: str) -> None:
-    """Otherwise the log of an installation without gangs and queues would complain about missing rights, for each job
-    with a queue's label."""
+    """Otherwise the log of an installation without gangs and queues complains about missing rights, for each job with a
+    queue's label."""
     labels = {"kueue.x-k8s.io/queue-name": "main"}
     scenario = Scenario(spec={"nodes": 2, "gang": gang}, training_seconds=200, labels=labels, clusterwide=True)
     groups = asked(scenario)
@@ -70,7 +70,7 @@ def test_a_job_of_eight_pods_that_just_trains_costs_twelve_writes(training_secon
 
 
 def test_a_job_that_just_trains_costs_no_read() -> None:
-    """The operator only lists the collections that it watches; their number does not depend on the number of jobs."""
+    """The operator lists only the collections that it watches. Their number does not depend on the jobs."""
     simulation, reads = Simulation(Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=30)), set()
     request = simulation.api.request
 
@@ -82,7 +82,7 @@ def test_a_job_that_just_trains_costs_no_read() -> None:
     with mock.patch.object(simulation.api, "request", seen):
         outcome = simulation.run()
     assert (outcome.wrong, outcome.end) == ([], "Succeeded")
-    once = {"v1alpha1"}  # the published schema, at the operator's start
+    once = {"v1alpha1"}  # read once at the operator's start: the published schema
     assert {what for what, _ in reads} == {"ddpjobs", "pods", "services", "nodes"} | once
     assert {selector for _, selector in reads} <= {"", "training.ddpjob.io/job"}, "of no single job"
 
@@ -91,7 +91,7 @@ def test_a_job_that_just_trains_costs_no_read() -> None:
 def test_the_end_of_a_long_job_is_an_event_more_and_with_all_events_each_job_has_two(
     training_seconds: int, events: str
 ) -> None:
-    """Users who keep Events in a log store find there how a long training has ended."""
+    """Users who keep Events in a log store can see there how a long training has ended."""
     scenario = Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=training_seconds, events=events)
     found = writes(scenario)
     assert found["event AllNodesCompleted"] == 1
@@ -99,7 +99,7 @@ def test_the_end_of_a_long_job_is_an_event_more_and_with_all_events_each_job_has
 
 
 def test_a_failure_has_its_events_all_the_same() -> None:
-    """Otherwise a namespace's Events do not show that a job has restarted."""
+    """Otherwise the Events of a namespace do not show that a job has restarted."""
     plain = Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=30)
     fails = replace(plain, failures={1: Failure(rank=3, after_seconds=5, code=1)})
     warnings = {"event RankFailed"}
@@ -109,10 +109,10 @@ def test_a_failure_has_its_events_all_the_same() -> None:
 
 
 def test_a_gang_costs_its_group_and_no_other_write_and_a_queue_one_status_and_one_event_more() -> None:
-    """A scheduler or queue reports each step of a group, and not each report may cost a write of the status."""
+    """A scheduler or queue reports each step of a group, but not each report may cause a write of the status."""
     plain = Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=30)
     native = writes(replace(plain, gang=True))
-    of_group = {"create podgroups": 1, "change podgroups": 1}  # created, and deleted at the end
+    of_group = {"create podgroups": 1, "change podgroups": 1}  # created, and changed to be deleted at the end
     assert native == {"create services": 1, "create pods": 8, "change ddpjobs": 3} | of_group
     queued = writes(replace(plain, quota=8, labels={"kueue.x-k8s.io/queue-name": "main"}), Crowd)
     of_workload = {"create workloads": 1, "change workloads": 2, "event WaitingForAdmission": 1}
