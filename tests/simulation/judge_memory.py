@@ -36,7 +36,7 @@ class MemoryJudge:
         self._newest_loaded: dict[str, Version] = {}
         """By job uid, the newest version loaded from memory."""
 
-    # ---- the state at the begin of a generation
+    # ---------------------------------------------------------------- the state at the begin of a generation
 
     def begins(self, life: Life, loaded: Loaded, saved: Saved | None) -> None:
         """Check the state with which a generation begins. saved: the newest state in its folder."""
@@ -144,7 +144,7 @@ class MemoryJudge:
             return False
         return not any(mark.step > state.step and mark.generation >= lives[-1].generation for mark in marks)
 
-    # ---- the status
+    # ---------------------------------------------------------------- the status
 
     def check_status(self, uid: str, status: Raw) -> None:
         """Check each new status of a job."""

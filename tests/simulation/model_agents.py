@@ -174,7 +174,7 @@ class Agents:
         """By job uid, the generations that may still train."""
         self._numbers: dict[str, int] = {}
 
-    # ---- events from outside
+    # ---------------------------------------------------------------- events from outside
 
     def begin(self, process: Process) -> None:
         """Start an agent, because its container has started."""

@@ -144,7 +144,7 @@ class ModelApi:
             if kind.api_version.startswith(f"{group}/"):
                 self.kinds[plural] = replace(kind, api_version=api_version)
 
-    # ---- for other parts of the model, without faults
+    # ---------------------------------------------------------------- for other parts of the model, without faults
 
     def find(self, plural: str, name: str, namespace: str = "default") -> Raw | None:
         """Return the present object, or None."""

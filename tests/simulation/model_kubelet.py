@@ -77,7 +77,7 @@ class Cluster:
             self._api.request("POST", "/api/v1/nodes", None, {"metadata": {"name": name}}, "kubelet")
             self._say_node(name, "True")
 
-    # ---- the true state
+    # ---------------------------------------------------------------- the true state
 
     def processes(self) -> Iterator[Process]:
         """All running containers on all nodes."""
@@ -110,7 +110,7 @@ class Cluster:
         raw = self._api.find("pods", self._names.get(uid, ""))
         return raw if raw is not None and raw["metadata"]["uid"] == uid else None
 
-    # ---- faults and users
+    # ---------------------------------------------------------------- faults and users
 
     def cut(self, name: str, side: str = "") -> None:
         """Cut the node off, with the others of its side; its containers continue."""
@@ -182,7 +182,7 @@ class Cluster:
         path = f"/api/v1/namespaces/default/pods/{pod['metadata']['name']}"
         self._api.request("DELETE", path, None, options, actor)
 
-    # ---- changes of objects
+    # ---------------------------------------------------------------- changes of objects
 
     def _hear(self, kind: Kind, change: Change) -> None:
         if kind.plural == types.PLURAL and change.new is None:

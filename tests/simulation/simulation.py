@@ -335,7 +335,7 @@ class Simulation:
         stack = "".join(traceback.format_exception(error)) if error is not None else ""
         self.judge.wrong.append(f"a callback has failed: {context['message']} {stack}")
 
-    # ---- the end of the run
+    # ---------------------------------------------------------------- the end of the run
 
     def _is_at_rest(self) -> bool:
         """True if nothing has changed for a while, and nothing will change."""
@@ -397,7 +397,7 @@ class Simulation:
         limit = self.jobs[name].spec.get("backoffLimit", 3)
         return failed > limit or failed >= 3 or "clock jumps" in self.done
 
-    # ---- events
+    # ---------------------------------------------------------------- events
 
     def tell(self, who: str, *what: object) -> None:
         """Add a line to the story."""

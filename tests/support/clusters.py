@@ -220,7 +220,7 @@ class Namespace:
             pytest.fail(f"{name} is not {state} {reason} after {seconds:g} s, but: {status}")
         return str(status.get("message", ""))
 
-    # ---- acting as a kubelet or a user
+    # ---------------------------------------------------------------- acting as a kubelet or a user
 
     def set_pod(self, name: str, phase: str, state: dict[str, Any]) -> None:
         container = {"name": "trainer", "image": "busybox", "imageID": "", "restartCount": 0}
