@@ -18,7 +18,7 @@ from shell import eventually, lives
 
 STARTS = pytest.mark.parametrize("start", ["--no-preload", "--preload=json"])
 
-# Rank 1 of the first generation fails after rank 0 has run the tested code; the second generation ends well.
+# In the first generation rank 1 fails after rank 0 has run the tested code; the second generation succeeds.
 FAILS_ONCE = """
 import os, signal, subprocess, sys, time
 life, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
@@ -201,7 +201,7 @@ wait_for("enough")
 
 
 def test_a_progress_bar_without_the_end_of_a_line_is_shown_and_costs_no_memory(launcher: Launcher) -> None:
-    """Some programs write only carriage returns, or no line end at all, for days."""
+    """Some programs write only carriage returns, or no line end at all, for days. Memory must not grow."""
     script = launcher.script(
         """
         import os, sys, time
@@ -297,7 +297,7 @@ def hold_all_places(port: int, full: threading.Event, enough: threading.Event) -
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """True if the other end closed it."""
+    """True if the other end has closed this connection."""
     try:
         return not connection.recv(4096)
     except BlockingIOError:

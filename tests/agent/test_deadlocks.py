@@ -49,7 +49,7 @@ DEADLOCKS = {
     "name", ["another operation", *(pytest.param(name, marks=pytest.mark.long) for name in list(DEADLOCKS)[1:])]
 )
 def test_a_deadlock_that_is_certain_is_named_whatever_the_limit(launcher: Launcher, name: str) -> None:
-    """Otherwise it holds the machine until the limit of a start, half an hour, and is reported `as the others do`."""
+    """Otherwise a deadlock holds the machine for half an hour, the limit of a start, and no mistake is named."""
     lines, told = DEADLOCKS[name]
     script = launcher.script(SCRIPT.format(steps=f"if again: pass\n{lines}"))
     done = finish(launcher.warm("--nproc", 2, script, DDPJOB_STALL_TIMEOUT="900", OMP_NUM_THREADS="1"), 150)

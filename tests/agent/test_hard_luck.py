@@ -37,7 +37,7 @@ def is_up(launcher: Launcher, rank: int, life: int = 0) -> bool:
 
 
 def forget_killed(launcher: Launcher) -> None:
-    """Ignore the folder that a killed agent could not remove."""
+    """Remove the folders that killed agents have left, because the fixture checks that none is left."""
     for folder in (launcher.folder / "tmp").iterdir():
         subprocess.run(["rm", "-r", folder], check=True)
 
@@ -263,7 +263,7 @@ def folder_with_tail(tmp_path: Path, printed: int, *log_dir: str) -> tuple[logs.
 def test_a_console_that_reads_slowly_gets_the_last_of_the_output_too(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The last lines say why a rank has failed."""
+    """The last lines explain why a rank has failed."""
     monkeypatch.setattr(logs, "LAST_LINES_SECONDS", 0.3)
     folder, console = folder_with_tail(tmp_path, 1 << 20, "--log-dir", str(tmp_path / "logs"))
     seen = bytearray()
@@ -448,7 +448,7 @@ def test_without_streams_a_job_ends_with_its_own_code(launcher: Launcher, start:
 
 
 def test_numbers_that_are_none_in_a_ranks_own_message_end_no_leader(launcher: Launcher) -> None:
-    """A rank writes its termination message itself, with any content."""
+    """A rank writes its termination message itself, so the leader must survive any content."""
     script = """
     import json, os
     if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":

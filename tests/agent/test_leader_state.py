@@ -222,7 +222,7 @@ def test_a_mistake_that_one_node_makes_twice_is_not_tried_a_third_time() -> None
 
 
 def test_a_mistake_that_all_nodes_make_costs_no_restart() -> None:
-    """Otherwise ranks of other nodes are killed before they raise the same error, and it counts against
+    """Otherwise ranks of other nodes are killed before they raise the same error, and the failure counts against
     backoffLimit."""
     found = running(3)
     for node in range(3):
@@ -268,7 +268,7 @@ def test_what_is_no_mistake_of_the_script_stops_the_others_at_once(what: Failure
 
 
 def test_a_long_mistake_is_the_same_on_node_0_and_on_a_node_whose_report_cuts_it() -> None:
-    """DDP's message about an unused parameter has more than 500 characters."""
+    """DDP's message about an unused parameter has more than 500 characters, so a node's report cuts it."""
     long = f"RuntimeError: Expected to have finished reduction in the prior iteration {'x' * failures.EXCEPTION_MAX}"
     found, told = running(2), [failures.abridged(long, n) for n in (failures.EXCEPTION_MAX, failures.BRIEF_MAX)]
     for rank, then in enumerate((StartOrder, EndOrder)):
@@ -284,7 +284,7 @@ def test_a_long_mistake_is_the_same_on_node_0_and_on_a_node_whose_report_cuts_it
 
 @pytest.mark.parametrize(("step", "at"), [(1, T0), (0, T0 + 61)])
 def test_a_mistake_is_tried_again_once_the_job_has_trained(step: int, at: float) -> None:
-    """A rare batch may raise an error that does not occur again."""
+    """An error that a rare batch raises may not occur again."""
     found = running(1)
     found.reached(step)
     fail(found, [failure(exception=TYPO)], at)
@@ -346,8 +346,8 @@ def test_a_node_that_is_lost_while_all_stop_is_not_waited_for_until_the_next_sta
 
 
 def test_a_new_leader_knows_how_far_the_job_had_come() -> None:
-    """If every start crashes on a checkpoint, no step is new. A new agent has seen no step and must not restart for
-    ever."""
+    """If every start crashes on a checkpoint, no step is new. A new agent has seen no step, but must not restart
+    forever."""
     found = running(1, restarts=9, furthest_step=100)
     for number in (1, 2):
         fails(found, T0 + number * 1000, start(found, number))

@@ -85,7 +85,7 @@ with ddpjob.init() as world:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
-    """Return the end of a training without failures: for each rank the bits of its model and its next random
+    """Return the last lines of an undisturbed training: for each rank the bits of its model and its next random
     numbers."""
     return sorted(words(trained(Launcher(tmp_path_factory.mktemp("undisturbed")), TRAIN, {}), "END"))
 

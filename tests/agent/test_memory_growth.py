@@ -8,8 +8,8 @@ import killed_training
 from agents import Launcher
 from killed_training import began, words
 
-# At step 10 a layer with a BatchNorm is added, with equal weights on all ranks. The size of the model depends on the
-# step, which the script reads before it builds the model: `load` without objects, then `state`.
+# At step 10 a layer with a BatchNorm is added, with equal weights on all ranks. The script reads the step before it
+# builds the model, because the size depends on the step: `load` without objects, then `state`.
 TRAIN = """
 import hashlib, json, os, signal
 import torch
@@ -132,7 +132,7 @@ def test_a_script_that_begins_with_the_small_model_goes_on_from_the_folder_and_t
 
 
 def test_a_new_optimizer_that_save_was_not_given_is_no_state_to_go_on_from(launcher: Launcher) -> None:
-    """Otherwise the old optimizer's moments are loaded."""
+    """Otherwise a restart loads the old optimizer's moments into the new optimizer."""
     ends = sorted(words(trained(launcher, "undisturbed", {}, HOW="optimizer"), "END"))
     kill = {"0": [["backward", 15, 1]], "1": [["backward", 21, 0]]}
     done = trained(launcher, "killed", kill, HOW="optimizer")

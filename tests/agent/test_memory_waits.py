@@ -94,7 +94,7 @@ def test_a_rank_that_gets_no_processor_has_ten_seconds_more(child: Callable[[Cal
 
 
 def test_the_time_begins_again_with_each_piece_that_is_written(child: Callable[[Callable[[], object]], int]) -> None:
-    """Otherwise the write of a large state on a slow machine would be cut off shortly before its end."""
+    """Otherwise the write of a large state on a slow machine is cut off shortly before its end."""
     node = Node()
     node.rank(0, step=5)
     pid = settled(child(signal.pause), is_held_up=False)
@@ -147,7 +147,7 @@ def test_what_another_node_has_told_is_of_one_generation() -> None:
 def test_the_wait_for_any_rank_ends(
     clock: int, whole: int, seconds: float, still: float, size: int, is_held_up: bool
 ) -> None:
-    """Otherwise a rank in an endless loop would prevent the restart of the others."""
+    """Otherwise a rank in an endless loop prevents the restart of the other ranks."""
     waits = memory.is_waited_for(clock, whole, seconds, still, size, is_held_up)
     assert not waits or seconds < memory.longest_seconds(size)
     assert not waits or is_held_up or still < memory.limit_seconds(size)

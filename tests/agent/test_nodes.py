@@ -355,6 +355,6 @@ def can_connect(port: int) -> bool:
 
 
 def forget_killed(launcher: Launcher) -> None:
-    """Ignore the folder that a killed agent could not remove."""
+    """Remove the folders that killed agents have left, because the fixture checks that none is left."""
     for folder in (launcher.folder / "tmp").iterdir():
         subprocess.run(["rm", "-r", folder], check=True)

@@ -152,7 +152,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 def test_a_complaint_about_a_peer_is_one_in_nccls_second_line_and_below_the_scripts_own(
     launcher: Launcher, line: str
 ) -> None:
-    """Otherwise the rank that complained is charged, as for its own exception."""
+    """Otherwise the rank that only complained about a peer is charged, as for an error of its own."""
     done = launcher.done("--preload=json", launcher.script(COMPLAINTS + line))
     assert done.returncode == 0
     assert "ncclSystemError: System call); charged to infrastructure" in done.stderr
@@ -165,7 +165,7 @@ def test_a_good_end_by_exit_is_none_that_is_told(launcher: Launcher, line: str) 
 
 
 def test_a_job_of_one_node_that_is_told_to_stop_speaks_of_no_other_nodes(launcher: Launcher) -> None:
-    """Otherwise users look for nodes that the job never had."""
+    """Otherwise users search for nodes that the job never had."""
     script = launcher.script("import time; open('ready', 'w').close(); time.sleep(1000)")
     left = json.dumps({"application": 3, "infrastructure": 100, "stall": 10})
     run = launcher.ddprun("--no-preload", script, DDPJOB_RESTARTS_LEFT=left)
@@ -293,7 +293,7 @@ def test_what_another_interpreter_has_is_not_known_before_it_is_started(launcher
 
 
 def test_a_module_that_only_python_finds_missing_is_not_tried_again(launcher: Launcher) -> None:
-    """For a package only an import shows it; Python's message begins like that of a SystemExit."""
+    """Only an import shows that a package is missing, and Python's message then begins like that of a SystemExit."""
     launcher.script("print(__name__)")
     done = launcher.done("--preload=json", "-m", "json.nowhere")
     assert (done.returncode, done.stderr.count("restart ")) == (1, 0), done.stderr
@@ -537,7 +537,7 @@ PRINTS = "import time\nwhile True:\n    print('line')\n    time.sleep(0.01)"
 def test_output_that_nobody_reads_is_no_reason_for_a_restart(
     launcher: Launcher, start: str, redirected: str, library: str
 ) -> None:
-    """`ddprun train.py | head` must not restart the ranks three times, each with a BrokenPipeError."""
+    """`ddprun train.py | head` must not restart the ranks three times, each time with a BrokenPipeError."""
     words = shlex.join([sys.executable, "-m", "ddprun", start, str(launcher.script(library + PRINTS))])
     shell = ["bash", "-c", f"{words} {redirected} | head -1; exit ${{PIPESTATUS[0]}}"]
     done = subprocess.run(shell, cwd=launcher.folder, env=launcher.env, capture_output=True, text=True, check=False)

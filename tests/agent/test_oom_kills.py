@@ -57,7 +57,7 @@ def test_without_a_count_nothing_is_said_to_be_out_of_memory(tmp_path: Path, tex
         ("0::/\n", ["memory.events"], "memory.events"),  # a container of cgroup v2 with its own namespace
         ("0::/kubepods/pod1\n", ["kubepods/pod1/memory.events", "memory.events"], "kubepods/pod1/memory.events"),
         ("0::/of/the/host\n", ["memory.events"], "memory.events"),
-        ("5:memory:/\n0::/\n", ["memory/memory.oom_control"], "memory/memory.oom_control"),  # v1
+        ("5:memory:/\n0::/\n", ["memory/memory.oom_control"], "memory/memory.oom_control"),  # cgroup v1
         ("5:cpu,memory:/a\n", ["memory/a/memory.oom_control"], "memory/a/memory.oom_control"),
         ("0::/\n", [], ""),
     ],

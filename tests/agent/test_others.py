@@ -71,7 +71,7 @@ def beside(launcher: Launcher) -> Iterator[Beside]:
 
 
 def forget_what_kill_9_leaves(launcher: Launcher) -> None:
-    """Ignore the folder, because the killed agent could not remove it."""
+    """Remove the folders that killed agents have left, because the fixture checks that none is left."""
     for folder in (launcher.folder / "tmp").glob("ddprun_*"):
         shutil.rmtree(folder)
 

@@ -284,7 +284,7 @@ with ddpjob.init(backend="gloo") as world:
 
 
 def test_ranks_that_no_fork_server_has_forked_are_compared_where_they_use_the_library(launcher: Launcher) -> None:
-    """A shell around Python must not silently skip the comparison."""
+    """With a shell around Python there is no fork server, but the comparison must not be skipped silently."""
     words = ["--no-python", "sh", "-c", f"{sys.executable} {launcher.script(WITH_LIBRARY)}; exit $?"]
     done = finish(launcher.ddprun("--nproc-per-node", 2, *words))
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
@@ -314,7 +314,7 @@ elif os.environ["RANK"] == "1" or os.environ["TORCHELASTIC_RESTART_COUNT"] == "0
 
 @pytest.mark.parametrize("way", ["no group", "groups of one"])
 def test_ranks_that_trained_alone_are_reported_though_they_ended_with_0(launcher: Launcher, way: str) -> None:
-    """Without `--launcher pytorch` each rank trains on all data, and nobody notices."""
+    """Without `--launcher pytorch` each rank trains on all data, which nobody notices."""
     script = launcher.script(ALONE.replace("WAY", repr(way)))
     done = finish(launcher.warm("--nproc-per-node", 2, script))
     text = "ddprun: 2 ranks ran and none has formed a process group with another: each has trained alone"
@@ -326,7 +326,7 @@ def test_ranks_that_trained_alone_are_reported_though_they_ended_with_0(launcher
 
 @pytest.mark.parametrize("way", ["a forward pass only", "by another library", "an end that nobody sees"])
 def test_ranks_that_may_have_had_a_reason_not_to_form_a_group_are_not_reported(launcher: Launcher, way: str) -> None:
-    """Data that each rank prepares for itself, a batch of predictions, or Horovod need no group."""
+    """No group is needed for data that each rank prepares for itself, for a batch of predictions, or with Horovod."""
     script = launcher.script(ALONE.replace("WAY", repr(way)))
     # A forked process might inherit autograd threads that another test has started here.
     start = launcher.ddprun if way == "a forward pass only" else launcher.warm

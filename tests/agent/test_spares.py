@@ -238,7 +238,7 @@ def test_a_fork_that_meets_an_error_is_no_second_server(monkeypatch: pytest.Monk
         assert (run, os.waitstatus_to_exitcode(os.waitpid(said["pid"], 0)[1])) == (None, 1)
 
 
-# ---- room ------------------------------------------------------------------------------------------------------
+# ---- memory and processes for spares ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

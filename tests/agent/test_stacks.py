@@ -62,7 +62,7 @@ class Waiting:
         return self.errors.read_text(errors="replace")
 
     def asked(self, number: int = signal.SIGQUIT, times: int = 1) -> str:
-        """Return the text that follows the signal."""
+        """Send the signal, and return the text that follows it."""
         before = self.text().count(folded_stacks.END)
         for _ in range(times):
             self.process.send_signal(number)
@@ -177,7 +177,7 @@ def test_a_nonsensical_answer_is_shown_without_an_error(answer: dict[str, object
 def test_an_agent_mentions_its_idle_ranks_in_one_line(
     capsys: pytest.CaptureFixture[str], beat: Heartbeat, lines: int, nodes: int, name: str, how: str
 ) -> None:
-    """Otherwise a script without the library hangs silently for hours."""
+    """Without the line, a script that does not use the library hangs silently for hours."""
     agent: Any = types.SimpleNamespace(
         options=parse([f"--nnodes={nodes}", "--node-rank=0", "train.py"], {}),
         node=types.SimpleNamespace(running_ranks={0}, pid=lambda _: -1),

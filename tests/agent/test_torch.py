@@ -1,4 +1,4 @@
-"""Comparison with the real torchrun, and torch in the ranks. Most processes here import torch: keep these tests few."""
+"""Comparison with the real torchrun, and torch in the ranks. Most processes here import torch: keep the tests few."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ dist.destroy_process_group()
 
 
 def test_the_default_preload_has_all_that_the_first_step_of_ddp_imports(launcher: Launcher) -> None:
-    launcher.env.pop("TORCHINDUCTOR_CACHE_DIR", None)  # an earlier test may have imported it here
+    launcher.env.pop("TORCHINDUCTOR_CACHE_DIR", None)  # an earlier import of torch._inductor here sets it
     assert finish(launcher.ddprun("--nproc", 2, "--no-preload", launcher.script(PRINT_ENVIRON))).returncode == 0
     new, _ = environs(launcher, 2)
     script = launcher.script(PRINT_ENVIRON + FIRST_STEP)

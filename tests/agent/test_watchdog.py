@@ -1,4 +1,4 @@
-"""A stalled group is found, each rank reports where it is, the culprit is named, and all restart."""
+"""A stalled group is detected, each rank reports where it is, the culprit is named, and all ranks restart."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_limit_of_0_is_none(launcher: Launcher) -> None:
 
 
 def test_an_agent_that_was_held_itself_finds_no_stall(launcher: Launcher) -> None:
-    """On a suspended machine or in a frozen container, ranks and agent stop and continue together."""
+    """On a suspended machine or in a frozen container, ranks and agent stop together, which is no stall."""
     script = launcher.script(
         """
         import os, time, ddpjob
@@ -302,7 +302,7 @@ def test_a_rank_that_hangs_after_its_last_collective_is_found_without_the_librar
 
 
 def test_a_rank_that_works_alone_after_its_last_collective_is_left_alone(launcher: Launcher) -> None:
-    """Rank 0 may evaluate for longer than a step may take."""
+    """Rank 0 may evaluate alone for longer than the limit of a step."""
     script = launcher.script(ENDS.format(hang=WORKS, leave="dist.destroy_process_group()"))
     done = finish(launcher.warm("--nproc", 2, script, **END_LIMIT), 150)
     assert (done.returncode, "restart" in done.stderr) == (0, False), done.stderr

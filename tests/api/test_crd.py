@@ -28,7 +28,7 @@ STOP_FIRST = "changes only while the job is suspended and stopped. Set spec.susp
 
 
 class Cluster:
-    """kubectl in a namespace."""
+    """Runs kubectl in one namespace."""
 
     def __init__(self, namespace: str) -> None:
         self.namespace = namespace
@@ -415,7 +415,7 @@ def test_no_controller_takes_over_a_job_that_is_there(cluster: Cluster, before: 
 
 @pytest.mark.alone
 def test_a_job_with_a_field_that_an_older_crd_took_can_still_be_suspended(cluster: Cluster) -> None:
-    """Otherwise an upgrade of the CRD leaves the owner no way to stop the job."""
+    """Otherwise an upgrade of the CRD would leave a job's owner no way to stop the job."""
     old = json.loads(cluster("get", "crd", "ddpjobs.training.ddpjob.io", "-o", "json"))
     old["metadata"] = {"name": old["metadata"]["name"]}
     fields = old["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]

@@ -41,7 +41,7 @@ RUNNING = {"running": {"startedAt": "2031-03-05T07:11:13Z"}}
 
 @dataclass
 class Ordinary:
-    """Twenty small jobs, from their creation to their end."""
+    """Twenty small jobs, which the test plays from their creation to their end."""
 
     namespace: Namespace
     prefix: str
@@ -78,7 +78,7 @@ class Ordinary:
         return states == ["Succeeded"] * ORDINARY
 
     def _reports(self, pod: str) -> bool:
-        """True if a report of this pod is accepted; like the library, it tries three times."""
+        """True if a report of this pod is accepted. Like the library, try three times."""
         return any(self._report(token_of(self.namespace, pod)) for _ in range(3))
 
     def _report(self, token: str) -> bool:

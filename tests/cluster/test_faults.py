@@ -359,7 +359,7 @@ def test_drain_moves_the_job_without_a_charge(jobs: Space, nodes: list[str], ope
     # Drain the other node: a successor of the leading operator would find the pod gone, without the reason.
     node = other(nodes[:2], leader(operator)[1])
     try:
-        # Without --force: drain evicts only pods that a controller recreates.
+        # No --force: without it, drain evicts only pods that a controller recreates.
         kubectl("drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=150s")
         status = jobs.ends("drained")
         jobs.keeps("drained", "drained-2-0", "drained-2-1")

@@ -1,4 +1,4 @@
-"""The operator is replaced by another image, with other content, while jobs are running."""
+"""The operator is upgraded to another image or other settings while jobs are running."""
 
 from __future__ import annotations
 

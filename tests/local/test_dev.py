@@ -27,7 +27,7 @@ time.sleep(600)
 
 
 class Session:
-    """`ddpjob dev` on two nodes, with all output in one file."""
+    """`ddpjob dev` on two nodes, with all its output in one file."""
 
     def __init__(self, cli: Cli, *words: str, command: tuple[str, ...] = ("train.py",), name: str = "printed") -> None:
         self.path = cli.folder / "train.py"

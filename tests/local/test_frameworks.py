@@ -41,7 +41,7 @@ def output(process: subprocess.Popen[str]) -> str:
 def test_a_rank_that_gets_sigterm_stops_all_after_one_step_and_the_next_start_goes_on(
     package: str, script: str, tmp_path: Path
 ) -> None:
-    """Otherwise a drained node costs all steps since the last periodic checkpoint."""
+    """Otherwise a drained node loses all steps since the last periodic checkpoint."""
     pytest.importorskip(package, reason=WHY)
     first = start(script, tmp_path, DDPJOB_FAULTS=SIGTERM_TO_RANK_1)
     said = output(first)

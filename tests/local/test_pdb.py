@@ -80,7 +80,7 @@ def test_a_rank_that_is_not_there_and_a_pipe_are_refused_before_anything_starts(
 
 
 def test_a_command_that_starts_its_ranks_in_another_way_is_refused(cli: Cli) -> None:
-    """Otherwise no rank gets the terminal, and the debugger reads nothing."""
+    """Otherwise no rank gets the terminal, and the debugger has no input."""
     job = cli.file("pass", nprocPerNode=2)
     code, shown = on_a_terminal(cli, job, "--pdb", 1)
     assert code == 2

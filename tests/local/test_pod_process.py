@@ -193,7 +193,7 @@ def test_an_empty_kind_does_not_hide_a_volume_that_is_not_here() -> None:
 def test_each_node_has_its_own_folder_where_the_path_comes_from_a_variable(
     slot: pod_process.Slot, tmp_path: Path
 ) -> None:
-    """Otherwise all nodes write into one folder, over each other."""
+    """Otherwise all nodes write into the same folder and overwrite each other's files."""
     container = {
         "command": ["x", "/out/log", "file:///out/init", "s3:///out"],
         "env": [{"name": "POD", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}],

@@ -99,7 +99,7 @@ def shape(line: str) -> str:
 
 
 def typed(folder: Path, command: str, code: int = 0) -> str:
-    """Return a command's output."""
+    """Run a command, and return its output."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     own = {"PATH": path, "HOME": str(folder), "XDG_STATE_HOME": str(folder / "state"), "KUBECONFIG": ""}
     done = subprocess.run(

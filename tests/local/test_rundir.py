@@ -102,7 +102,7 @@ def test_what_a_user_puts_into_the_folder_of_a_run_stays_when_its_logs_go(tmp_pa
 
 
 def test_old_runs_go_and_a_run_that_was_killed_leaves_no_volume(tmp_path: Path) -> None:
-    """Otherwise the disk fills with logs and volumes of all runs."""
+    """Otherwise logs and volumes of all runs fill the disk."""
     first = RunFolder("job", tmp_path)
     (first.path / "volumes" / "job-1-0").mkdir(parents=True)
     (first.path / "job-1-0.log").write_text("log")

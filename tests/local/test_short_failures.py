@@ -22,7 +22,7 @@ LINES_MAX = 15
 
 
 def test_a_killed_rank_under_torchrun_costs_at_most_15_lines_beside_the_scripts_own(cli: Cli) -> None:
-    """Otherwise one kill prints 75 lines of torchrun: three screens of 80x24."""
+    """Otherwise one kill prints 75 lines of torchrun's report: three screens of 80x24."""
     job = cli.file(COMPLAINS, container={"command": ["torchrun", "train.py"]}, backoffLimit=0)
     done = cli.run("run", job)
     lines = (done.stdout + done.stderr).splitlines()

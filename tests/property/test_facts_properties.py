@@ -85,7 +85,7 @@ class Story:
 
     def create(self, action: CreatePod) -> None:
         if action.place in self.pods:
-            return  # AlreadyExists
+            return  # the API server answers AlreadyExists
         name = naming.pod_name(self.job, action.attempt, action.place)
         labels = {naming.LABEL_JOB: "digits", naming.LABEL_ATTEMPT: "1", naming.LABEL_RANK: str(action.place)}
         owner = {"kind": "DDPJob", "name": "digits", "uid": self.job.metadata.uid, "controller": True}

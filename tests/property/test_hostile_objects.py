@@ -114,7 +114,7 @@ def test_any_json_is_a_pod_a_service_and_a_node_or_an_error_that_says_so(raw: An
 @example({"containerStatuses": [{"name": "trainer", "state": {"terminated": {"exitCode": 2**31 - 1}}}]}, {})
 @example({}, {"deletionTimestamp": "9999-12-31T23:59:59Z", "deletionGracePeriodSeconds": 30})
 def test_a_job_is_planned_whatever_its_pod_says(status: Any, metadata: Any) -> None:
-    """The worst that a pod can do is to fail its own job."""
+    """The worst effect of a pod must be that its own job fails."""
     known = {"name": "digits-1-0", "namespace": "default", "uid": "u", "labels": {naming.LABEL_ATTEMPT: "1"}}
     known["labels"] |= {naming.LABEL_RANK: "0", naming.LABEL_JOB: "digits"}
     known["ownerReferences"] = [{"uid": UID, "kind": "DDPJob", "controller": True}]

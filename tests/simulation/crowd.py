@@ -119,7 +119,7 @@ class Crowd(Simulation):
         self.cluster.told = self._is_told
 
     def run(self) -> Outcome:
-        """See Simulation.run."""
+        """Run like Simulation.run, and count events of several jobs."""
         outcome = super().run()
         outcome.counted = {
             "preemptions": self.preemptions,
@@ -306,5 +306,5 @@ class Crowd(Simulation):
 
 
 def simulate_crowd(what: Scenario, only: Mapping[str, str] | None = None) -> Outcome:
-    """See Simulation.run."""
+    """Run a scenario with several jobs. See Simulation.run."""
     return Crowd(what, only).run()

@@ -270,7 +270,7 @@ class Judge:
         return not (is_recorded or is_seen or is_there)
 
     def shown(self, operator: str, raw: Raw) -> None:
-        """Record that a list or a watch showed an object to an operator."""
+        """Record that an operator received an object in a list or a watch."""
         ends = [c["state"].get("terminated") for c in raw.get("status", {}).get("containerStatuses", ())]
         if any(ends):
             self.ends_seen.setdefault(operator, set()).add((owner_uid(raw), _attempt(raw), _rank(raw)))
@@ -279,7 +279,7 @@ class Judge:
             self.silence_seen.setdefault(operator, set()).add((owner_uid(raw), _attempt(raw)))
 
     def forget(self, operator: str) -> None:
-        """Record the restart of an operator."""
+        """Forget what an operator knew, because it restarts."""
         self.words.pop(operator, None)
         self.ends_seen.pop(operator, None)
         self.silence_seen.pop(operator, None)
@@ -314,7 +314,7 @@ class Judge:
         return bool(old.get("attempt", 0) != new.get("attempt", 0))
 
     def _unknown_before(self, uid: str, status: Raw, budgets: tuple[str, ...] = BUDGETS) -> int:
-        """Return uncounted charges of the last agent of node 0 in this attempt."""
+        """Return the restarts that node 0's last agent of this attempt has charged and the status does not count."""
         known = status.get("inPlace") or {}
         key = (uid, status.get("attempt", 0), _replacement_of(status, 0))
         true = self._training.agents.charged.get(key, {})

@@ -96,7 +96,7 @@ class Area:
         return max(found, default=None)
 
     def has_small(self, version: Version) -> bool:
-        """True if any of its ranks has written its random states for this version."""
+        """True if any rank of the agent has written its random states for this version."""
         return any(self.has_own(version, local) for local in {*self.slots, *self.copy_slots})
 
     def has_own(self, version: Version, local: int) -> bool:
@@ -104,11 +104,11 @@ class Area:
         return version in self.slots.get(local, ()) or version in self.copy_slots.get(local, ())
 
     def all_have_copied(self, version: Version, ranks: int) -> bool:
-        """Return the result of `Shared.all_have_copied`."""
+        """Return what `Shared.all_have_copied` would return."""
         return all(version in self.copy_slots.get(local, ()) for local in range(ranks))
 
     def note(self, version: Version, local: int = 0) -> None:
-        """Write small states into the older of the two slots of a local rank."""
+        """Write a local rank's random states into the older of its two slots."""
         slots = self.slots.get(local, [])
         if version not in slots:
             self.slots[local] = [*sorted(slots)[-1:], version]

@@ -31,7 +31,7 @@ NO_ROOM_STEPS = (0, 0, 0, 1, 3)
 
 @dataclass
 class Store:
-    """Rank 0's plans of a generation, each with the step at which rank 0 announced it."""
+    """Rank 0's plans in a generation, each with the step at which rank 0 announced it."""
 
     plans: list[tuple[int, CopyPlan]] = field(default_factory=list)
 
@@ -186,7 +186,7 @@ class Copying:
     # ---- a boundary ----------------------------------------------------------------------------------------
 
     def _again(self, at: At) -> None:
-        """Handle `save` at the same boundary as `should_stop`."""
+        """Handle a `save` after `should_stop` at the same boundary."""
         if not self.changes or not at.named or at.step < self.starts:
             return
         self._is_placed = self.has_place

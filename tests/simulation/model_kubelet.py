@@ -85,7 +85,7 @@ class Cluster:
             yield from (p for p in node.processes.values() if p.alive)
 
     def reachable(self, process: Process) -> bool:
-        """True if the cluster reaches the node of a process."""
+        """True if the API server reaches the node of a process."""
         return self.nodes[process.node].reachable
 
     def pods(self) -> list[Raw]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 SYMPTOM = "RuntimeError: [/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.7]:31234"
 NOBODY_CAME = "torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 1/2 clients joined."
-# A sent request cannot be taken back. Such a rank finds no group, and Snapshot's attempt number keeps it harmless.
+# Why a process is excused: a sent request cannot be taken back. The rank finds no group, and writes nothing.
 LATE = "the request for it has outlived its sender"
 FORCED = "the user has forced it"
 # The message with which torch 2.13 ends a rank that waits too long, from a separate thread.
@@ -198,7 +198,7 @@ class Training:
         return True
 
     def application_failed(self, process: Process) -> None:
-        """Record a real failure of the application, in a pod that may continue."""
+        """Record a real failure of the application in a pod that may go on."""
         self.failed.add((process.job_uid, -len(self.failed) - 1))
 
     def joins(self, process: Process) -> None:

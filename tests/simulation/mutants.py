@@ -52,10 +52,10 @@ def writes_unread() -> contextlib.AbstractContextManager[Any]:
             return getattr(self._store, name)
 
         def put(self, raw: Any) -> None:
-            """Ignore it."""
+            """Ignore the object."""
 
         def remove(self, *_: Any) -> None:
-            """Ignore it."""
+            """Ignore the object."""
 
     def executor(client: Any, caches: Any, _: Any, events: Any, runtime: Any, *others: Any, **named: Any) -> Any:
         pods, services = Deaf(caches.pods), Deaf(caches.services)
@@ -187,7 +187,7 @@ def replaced_at_once() -> contextlib.AbstractContextManager[Any]:
 
 
 def all_replaced_in_turn() -> contextlib.AbstractContextManager[Any]:
-    """Bug: a job whose nodes are lost one after the other keeps its attempt, even if no waiting pod has trained."""
+    """Bug: lost pods are replaced one by one, even if no other pod is left that was in the newest generation."""
     return mock.patch.object(pod_replacement, "_one_was_in_the_last_group", lambda *seen: bool(seen[-1]))
 
 

@@ -404,7 +404,7 @@ class Simulation:
         self.story.append(f"t+{self.loop.time():7.1f}  {who:12} {' '.join(map(str, what))}")
 
     def event(self, body: Raw) -> None:
-        """Take an Event that the operator sent."""
+        """Record an Event that the operator has sent."""
         self.tell("event", body["type"], body["reason"])
         self.on_event(body)
 
@@ -718,5 +718,5 @@ def _job_of(raw: Raw) -> str:
 
 
 def simulate(scenario: Scenario, only: Mapping[str, str] | None = None) -> Outcome:
-    """See Simulation.run."""
+    """Run a scenario. See Simulation.run."""
     return Simulation(scenario, only).run()

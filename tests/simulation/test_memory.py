@@ -44,7 +44,7 @@ ONCE_WRONG = {
     "after three loads of a state the folder counts and not a state a step before": 701221,
     # The judge counted a forgotten report as lost, but the agent repeats its report unless the agent is killed.
     "what an operator heard before it lost its lease is not known to it afterwards": 106677,
-    # The agents of such pods would get the whole restart budget again.
+    # The agents of such pods would get the complete restart budget again.
     "a new operator with an old list of jobs makes no pods of an attempt that is over": 210391,
     # The operator confirmed the report, and the agent was killed before it could repeat the report.
     "what an agent says before an operator has reconciled its job is counted": 411378,
@@ -63,7 +63,7 @@ ONCE_WRONG = {
     "a forced delete that is carried out when the node is back is refused": 701187,
     # The next attempt began at once, and the final reports of the last pods were lost.
     "what an agent has charged counts also where its job is resumed while its pods stop": 920684,
-    # The old pods were deleted after the new ones had started.
+    # A new group started before the old pods were deleted.
     "a job that resumes without a lost node starts when the pods of that node are deleted": 1003759,
 }
 

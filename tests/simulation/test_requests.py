@@ -35,7 +35,7 @@ def writes(scenario: Scenario, kind_of_run: type[Simulation] = Simulation) -> di
 
 
 def asked(scenario: Scenario) -> set[str]:
-    """Return the API groups that a run without faults uses, in a cluster that has everything."""
+    """Return the API groups to which a run without faults sends requests, in a cluster that serves all groups."""
     simulation, paths = Crowd(scenario), set()
     simulation.api.served |= {"scheduling.k8s.io/v1alpha2", "kueue.x-k8s.io/v1beta1"}
     request = simulation.api.request
@@ -63,7 +63,7 @@ def test_where_no_gang_and_no_queue_is_switched_on_nothing_is_asked_of_their_api
 
 @pytest.mark.parametrize("training_seconds", [30, 500])
 def test_a_job_of_eight_pods_that_just_trains_costs_twelve_writes(training_seconds: int) -> None:
-    """Each write delays every start in a burst of jobs; docs/scaling.md has this number."""
+    """Each write delays every start when many jobs start together; docs/scaling.md has this number."""
     found = writes(Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=training_seconds))
     assert found == {"create services": 1, "create pods": 8, "change ddpjobs": 3}
     assert sum(found.values()) == 12
@@ -116,5 +116,5 @@ def test_a_gang_costs_its_group_and_no_other_write_and_a_queue_one_status_and_on
     assert native == {"create services": 1, "create pods": 8, "change ddpjobs": 3} | of_group
     queued = writes(replace(plain, quota=8, labels={"kueue.x-k8s.io/queue-name": "main"}), Crowd)
     of_workload = {"create workloads": 1, "change workloads": 2, "event WaitingForAdmission": 1}
-    events = {"event AllNodesRun": 1, "event AllNodesCompleted": 1}  # both, because the job had to wait
+    events = {"event AllNodesRun": 1, "event AllNodesCompleted": 1}  # sent because the job had to wait
     assert queued == {"create services": 1, "create pods": 8, "change ddpjobs": 4} | of_workload | events

@@ -146,7 +146,7 @@ class Namespace:
 
     def make(self, **labels: str) -> Namespace:
         self.api.call("POST", "/api/v1/namespaces", {"metadata": {"name": self.name, "labels": labels}})
-        # Pods are refused until the controller has created the ServiceAccount.
+        # The API server refuses pods until a controller has created the ServiceAccount.
         path = f"/api/v1/namespaces/{self.name}/serviceaccounts/default"
         until(lambda: self.api.find(path), "the namespace has its default service account")
         return self
@@ -279,7 +279,7 @@ class Namespace:
 
 
 class Operator:
-    """The operator as a process that connects through the proxy."""
+    """An operator process that connects through the proxy."""
 
     def __init__(
         self,

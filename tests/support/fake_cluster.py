@@ -73,7 +73,7 @@ class FakeCluster:
             time.sleep(0.02)
 
     def after(self, request: str, do: Callable[[], None]) -> None:
-        """Call a function when the next request of a kind arrives."""
+        """Call a function as soon as another request of this kind has arrived."""
         times = self.requests.count(request) + 1
 
         def wait() -> None:

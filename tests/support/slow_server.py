@@ -89,7 +89,7 @@ class SlowServer:
 
 
 class Town:
-    """A leading operator, and its jobs."""
+    """A leading operator in virtual time, and its jobs."""
 
     def __init__(self, server: SlowServer) -> None:
         self.server = server
