@@ -18,7 +18,7 @@ FORKED = "--from-one-process --at-once=2"
 @pytest.mark.parametrize(
     "words",
     [
-        f"{FORKED} --jobs=4 --torch-alone",  # without keeping groups: a hang in 2 of 16, an abort in 2 of 40
+        f"{FORKED} --jobs=4 --torch-alone",  # unless ranks keep their groups, 2 of 16 hang and 2 of 40 abort
         *(
             pytest.param(words, marks=pytest.mark.long)
             for words in (

@@ -1,4 +1,4 @@
-"""Variables that a script sets before its `import torch` work under ddprun as under python, or a line names them."""
+"""Variables that a script sets before its `import torch` work as under python; a message names those that do not."""
 
 from __future__ import annotations
 

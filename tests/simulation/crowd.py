@@ -48,7 +48,7 @@ def crowd_scenario(seed: int) -> Scenario:
     deeds = tuple(Deed(at, rng.choice(kinds), rng.randrange(6), 10 ** rng.uniform(0, 2)) for at in times)
     return replace(
         jobs[0],
-        # In a queue a job may avoid a node after two failures and wait for another one, so there is one more node.
+        # In a queue, one more node: a job that avoids a node after two failures may otherwise find no place.
         cluster_nodes=all_nodes + 1 if in_queue else min(most + 1, all_nodes),
         slots=1,
         clusterwide=rng.random() < 0.5,

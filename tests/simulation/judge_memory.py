@@ -36,7 +36,7 @@ class MemoryJudge:
         self._newest_loaded: dict[str, Version] = {}
         """By job uid, the newest version loaded from memory."""
 
-    # ---------------------------------------------------------------- the state at the begin of a generation
+    # ---- the state from which a generation begins
 
     def begins(self, life: Life, loaded: Loaded, saved: Saved | None) -> None:
         """Check the state with which a generation begins. saved: the newest state in its folder."""

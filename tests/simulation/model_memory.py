@@ -164,7 +164,7 @@ class Memories:
         return {kept: agent for agent in life.ranks.values() for kept in agent.kepts if kept.life is life}
 
     def save(self, life: Life, step: int) -> bool:
-        """Let ranks call `save`. Return True if the folder still accepts their writes. At the begin they only claim the
+        """Let ranks call `save`. Return True if the folder still accepts their writes. At the start they only claim the
         folder."""
         first = life.ranks[0].process
         is_begin = life.loaded is None or step <= life.loaded.state.step

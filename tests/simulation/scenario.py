@@ -229,7 +229,7 @@ def _that_copies(rng: random.Random, found: Scenario) -> Scenario:
 
 
 def _soon(rng: random.Random, failure: Failure) -> Failure:
-    """Move a failure before the first step, so that the same state is loaded again, or into the training."""
+    """Move some failures: before the first step, so that the same state is loaded again, or into the training."""
     if failure.code == HANGS or rng.random() < 0.4:
         return failure
     return replace(failure, after_seconds=rng.choice((0.5, rng.uniform(1, 30))))

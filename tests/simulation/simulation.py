@@ -705,7 +705,7 @@ class Simulation:
 
 
 def _begin(step: int, life: Life) -> dict[str, Any]:
-    """Return what a rank reports about the begin of its generation."""
+    """Return what a rank reports about the start of its generation."""
     assert life.loaded is not None, "it has loaded"
     resumed = life.loaded.state.step if life.loaded.origin else None
     phase = "start" if step <= (resumed or 0) else "train"

@@ -34,8 +34,8 @@ _ends_early = False
 def start(
     module: str, words: Sequence[str], *, cwd: Path, env: Mapping[str, str], ends_early: bool = False
 ) -> subprocess.Popen[str]:
-    """Run `python -m MODULE WORDS` in a fork of this process with torch. ends_early: processes skip the destruction of
-    the interpreter after threads and exit handlers. That takes a fifth of a short run."""
+    """Run `python -m MODULE WORDS` in a fork of this process with torch. ends_early: its processes run threads and exit
+    handlers to their end, but do not destroy the interpreter, which takes a fifth of a short run."""
     global _ends_early
     import torch
     import torch._dynamo  # imports everything that a fork server imports
