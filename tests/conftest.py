@@ -1,4 +1,4 @@
-"""Options of the whole test suite."""
+"""Options and shared fixtures of the whole test suite."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import this_tree
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
-# In the background of a shell SIGINT is ignored. Every program that the tests start would inherit that, and Ctrl-C
-# would end none of them.
+# SIGINT is ignored in a shell's background. Every program that the tests start would inherit this, so Ctrl-C would end
+# none of them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 real_gpus.hide()
-# Tests serve on this machine, and a proxy from the environment cannot reach that.
+# Tests start servers on this machine. A proxy from the environment could not reach them.
 for name in ("NO_PROXY", "no_proxy"):
     os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1", "localhost"]))
 
-# No deadline, because a busy machine, or a first run without caches, is not a fault of the code.
-# 30 examples for each property test, or 1,000 with --hypothesis-profile=night.
+# There is no deadline, because a busy machine or a first run without caches is not a fault of the code. A property test
+# has 30 examples, or 1,000 with --hypothesis-profile=night.
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=30)
 settings.register_profile("night", settings.get_profile("unhurried"), max_examples=1000)
 settings.load_profile("unhurried")
@@ -33,26 +33,25 @@ settings.load_profile("unhurried")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Seed the property tests by the sources: the same sources always try the same examples. --hypothesis-seed and
-    --hypothesis-profile choose others."""
+    """Seed the property tests by the sources, so that the same sources always try the same examples. --hypothesis-seed
+    and --hypothesis-profile override this."""
     if config.option.hypothesis_seed is None and config.option.hypothesis_profile is None:
         config.option.hypothesis_seed = this_tree.number()
 
 
-# Tests that share an expensive fixture run in one process, because each process would make it again. Marks cannot do
-# that: with pytest 9.2 the groups of xdist 3.8 have no effect, because pytest does not read the identifier from where
-# xdist writes the group.
+# Tests that share an expensive fixture run in one process, because each process would create it again. The mark
+# xdist_group cannot do this: pytest 9.2 does not see the group that xdist 3.8 appends to a test's identifier.
 TOGETHER = (
-    "api/test_crd.py",  # a namespace, and a job that runs
-    *(f"cluster/{file.name}" for file in Path(__file__).parent.glob("cluster/test_*.py")),  # jobs that run side by side
-    "test_examples.py",  # the trainings that `run` keeps
-    "test_memory.py",  # the training that nothing disturbs
-    "test_scrape.py",  # the operator that Prometheus has scraped
+    "api/test_crd.py",  # a namespace, and a running job
+    *(f"cluster/{file.name}" for file in Path(__file__).parent.glob("cluster/test_*.py")),  # jobs that run together
+    "test_examples.py",  # the trainings that the fixture `run` keeps
+    "test_memory.py",  # the undisturbed training
+    "test_scrape.py",  # the operator that Prometheus scrapes
 )
 
 
 class Together(LoadScopeScheduling):
-    """Give each process one test at a time. Tests that belong together go to one process, before all others."""
+    """Give each process one test at a time. Tests that belong together go to one process, before all other tests."""
 
     def _split_scope(self, nodeid: str) -> str:
         return next((name for name in TOGETHER if f"/{name}" in nodeid), nodeid)
@@ -69,7 +68,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
-    """Compare a text with the golden file of that name, in the test's folder."""
+    """Return a function that compares a text with a golden file in the test's folder."""
 
     def compare(name: str, text: str) -> None:
         file = Path(request.path).parent / "golden" / name

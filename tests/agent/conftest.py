@@ -1,4 +1,4 @@
-"""What the tests of ddprun share."""
+"""Fixtures that the tests of ddprun share."""
 
 from __future__ import annotations
 

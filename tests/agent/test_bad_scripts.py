@@ -1,4 +1,4 @@
-"""Whatever a script, a stranger or a clock does to an agent, the next generation starts, and alone."""
+"""The next generation starts and no old rank survives, whatever a script, a foreign process or a clock does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shell import eventually, lives
 
 STARTS = pytest.mark.parametrize("start", ["--no-preload", "--preload=json"])
 
-# Rank 1 of the first generation fails after rank 0 has run the tested code; the second generation ends well.
+# In the first generation rank 1 fails after rank 0 has run the tested code; the second generation succeeds.
 FAILS_ONCE = """
 import os, signal, subprocess, sys, time
 life, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
@@ -69,7 +69,7 @@ if __name__ == "__main__":
 
 
 def test_a_pipe_in_place_of_what_a_rank_writes_does_not_hold_its_agent(launcher: Launcher) -> None:
-    """Opening it would wait for ever for somebody who writes, and the job would neither restart nor fail."""
+    """Opening a FIFO blocks until somebody writes to it, so the job would neither restart nor fail."""
     script = launcher.script("""
 import glob, os, sys
 path = os.environ["TORCHELASTIC_ERROR_FILE"]
@@ -107,7 +107,7 @@ os.write(1, f"{blocked} {handler is signal.SIG_DFL}\\n".encode())   # the next o
 def test_ranks_get_the_grace_that_the_job_sets_when_another_one_fails(
     launcher: Launcher, start: str, grace: str, saved: bool
 ) -> None:
-    """A rank that saves in its SIGTERM handler, as under torchrun, needs that time."""
+    """A rank that saves in its SIGTERM handler, as under torchrun, needs the whole grace period."""
     script = launcher.script(
         """
 import os, pathlib, signal, sys, time
@@ -148,7 +148,7 @@ os.write(1, f"{'torch' in sys.modules}\\n".encode())
 
 @pytest.mark.parametrize("way", ["--log-dir", "TMPDIR"])
 def test_where_no_file_can_be_written_the_mend_is_named(launcher: Launcher, way: str) -> None:
-    """With a read-only root and no emptyDir, a traceback of ours would be blamed on the script."""
+    """Otherwise a read-only root without an emptyDir ends in a traceback of ddprun, which users blame on the script."""
     script, nowhere = launcher.script("print('runs')"), "/proc/nowhere"
     words, env = (["--log-dir", nowhere], {}) if way == "--log-dir" else ([], {"TMPDIR": nowhere})
     done = launcher.done("--no-preload", *words, script, **env)
@@ -201,7 +201,7 @@ wait_for("enough")
 
 
 def test_a_progress_bar_without_the_end_of_a_line_is_shown_and_costs_no_memory(launcher: Launcher) -> None:
-    """Some programs write only carriage returns, or no line end at all, for days."""
+    """Some programs write only carriage returns, or no line end at all, for days. Memory must not grow."""
     script = launcher.script(
         """
         import os, sys, time
@@ -228,7 +228,7 @@ def test_a_progress_bar_without_the_end_of_a_line_is_shown_and_costs_no_memory(l
 
 @contextlib.contextmanager
 def console_of(agent: subprocess.Popen[str], path: Path) -> Iterator[Path]:
-    """Return the console's file, into which its pipe is read all the time, as by a kubelet."""
+    """Yield the console's file. `cat` copies the agent's output into the file continuously, like a kubelet."""
     with path.open("wb") as file:
         reader = subprocess.Popen(["cat"], stdin=agent.stdout, stdout=file)
     try:
@@ -246,7 +246,7 @@ def peak_mib(pid: int) -> float:
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) / 1024
 
 
-# ---- strangers ---------------------------------------------------------------------------------------------
+# ---- foreign connections -----------------------------------------------------------------------------------
 
 TRAIN = (
     FAILS_ONCE
@@ -289,7 +289,7 @@ def hold_all_places(port: int, full: threading.Event, enough: threading.Event) -
         while len(held) < 100:
             try:
                 held.append(socket.create_connection(("127.0.0.1", port), timeout=1))
-            except OSError:  # not listening yet, or no more
+            except OSError:  # not listening yet, or already closed
                 break
             held[-1].setblocking(False)
     for old in held:
@@ -297,7 +297,7 @@ def hold_all_places(port: int, full: threading.Event, enough: threading.Event) -
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """True if the other end closed it."""
+    """True if the other end has closed this connection."""
     try:
         return not connection.recv(4096)
     except BlockingIOError:
@@ -307,7 +307,7 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 def group(launcher: Launcher, script: Path, run_id: str, port: int = 0) -> Iterator[list[object]]:
-    """Return the output of the agents of two nodes."""
+    """Return ddprun's arguments for each of two nodes."""
     port = port or free_port()
     for node in range(2):
         meet = ["--nnodes", 2, "--master-port", port, "--rdzv-id", run_id, "--node-rank", node]
@@ -327,7 +327,7 @@ main()
 
 @pytest.mark.parametrize("jumps", [[0], [0, 1]])
 def test_clocks_that_jump_neither_delay_nor_lose_anything(launcher: Launcher, jumps: list[int]) -> None:
-    """Waiting, silence and order use the monotonic clock; another node's clock is never read."""
+    """Back-off, silence of nodes and the order of failures use the monotonic clock, never another node's clock."""
     launcher.script(JUMPING, "jumping.py")
     words = list(group(launcher, launcher.script(TRAIN), launcher.mark))
     modules = ["jumping" if node in jumps else "ddprun" for node in range(2)]
@@ -342,7 +342,7 @@ def test_clocks_that_jump_neither_delay_nor_lose_anything(launcher: Launcher, ju
 
 
 def test_agents_that_were_suspended_with_a_rank_that_died_meanwhile_start_all_again(launcher: Launcher) -> None:
-    """On a suspended machine all clocks except the monotonic one jump, and the other node seems to."""
+    """After a suspend all clocks but the monotonic one have jumped, and the other node seems to have been silent."""
     words = list(group(launcher, launcher.script(TRAIN.replace('("0", "1", "2")', '("0",)')), launcher.mark))
     agents = [launcher.ddprun(*its) for its in words]
     eventually((launcher.folder / "up-0").exists)

@@ -1,4 +1,4 @@
-"""A rank killed by its own signal: the job reports the line."""
+"""If a rank is killed by its own signal, the job reports the line of the script."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from agents import Launcher
 
-# C++ that aborts from a separate thread, as gloo's and NCCL's does: Python does not know that thread.
+# C++ that aborts in a thread of its own, like gloo and NCCL do. Python does not know such a thread.
 ABORTS_IN_C = """
 import ctypes, time
 libc = ctypes.CDLL(None)
@@ -32,7 +32,7 @@ def message(launcher: Launcher) -> dict[str, object]:
 
 
 def test_a_segmentation_fault_is_told_with_its_line_and_its_calls(launcher: Launcher) -> None:
-    """A pod has no core file, and torchrun only says `Signal 11 (SIGSEGV) received by PID 42`."""
+    """A pod has no core file, and torchrun reports only `Signal 11 (SIGSEGV) received by PID 42`."""
     script = launcher.script(SEGFAULTS)
     done = launcher.done("--preload=json", "--nproc=2", "--max-restarts=0", script)
     assert "ddprun: rank 1 was killed by SIGSEGV in train.py:4; no restarts left (--max-restarts 0)\n" in done.stderr
@@ -88,7 +88,7 @@ def test_a_child_that_crashes_is_not_the_rank(launcher: Launcher) -> None:
 
 
 def test_a_crash_writes_into_no_file_of_a_script_that_has_closed_all_descriptors(launcher: Launcher) -> None:
-    """Daemons do that; a checkpoint that is opened afterwards gets a freed number."""
+    """Daemons close all descriptors. A checkpoint opened afterwards reuses the number of the closed crash file."""
     script = launcher.script(
         """
         import os, signal

@@ -1,4 +1,4 @@
-"""Ranks in collectives that can never meet are named within seconds, whatever the limits; others are not."""
+"""Ranks in collectives that can never meet are named within seconds, whatever the limits; other hangs are not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shell import eventually
 
 from ddpjob.threads import times_run
 
-# In the first generation each rank makes another mistake; in the second all do the same.
+# In the first generation the ranks call mismatched collectives, as DEADLOCKS defines; in the second they agree.
 SCRIPT = """
 import os, threading, time
 import torch, torch.distributed as dist
@@ -24,7 +24,7 @@ dist.all_reduce(x)
 {steps}
 print("done")
 """
-# Lines after `if again: pass`, by rank.
+# Lines of the script after `if again: pass`, and the message about them.
 DEADLOCKS = {
     "another operation": (
         "elif rank == 0: dist.all_reduce(x)\nelse: dist.barrier()",
@@ -49,7 +49,7 @@ DEADLOCKS = {
     "name", ["another operation", *(pytest.param(name, marks=pytest.mark.long) for name in list(DEADLOCKS)[1:])]
 )
 def test_a_deadlock_that_is_certain_is_named_whatever_the_limit(launcher: Launcher, name: str) -> None:
-    """Otherwise it holds the machine until the limit of a start, half an hour, and is reported `as the others do`."""
+    """Otherwise a deadlock holds the machine for half an hour, the limit of a start, and no mistake is named."""
     lines, told = DEADLOCKS[name]
     script = launcher.script(SCRIPT.format(steps=f"if again: pass\n{lines}"))
     done = finish(launcher.warm("--nproc", 2, script, DDPJOB_STALL_TIMEOUT="900", OMP_NUM_THREADS="1"), 150)
@@ -60,7 +60,7 @@ def test_a_deadlock_that_is_certain_is_named_whatever_the_limit(launcher: Launch
 
 
 def test_a_process_that_is_stopped_does_not_sleep_and_one_that_is_continued_has_run() -> None:
-    """A rank held by a debugger would count as one that waits."""
+    """Otherwise a rank that a debugger has stopped counts as a rank that waits in a collective."""
     with subprocess.Popen(["sleep", "1000"]) as process:
         try:
             eventually(lambda: times_run(process.pid) != "")

@@ -1,7 +1,6 @@
-"""Jobs that end well do so every time: bench/finishes.py, as often as a test run can afford. Under ddprun the agents
-are forked from a process that has torch: 1.2 to 2 s of CPU each. By day four jobs; at night over a hundred, and a few
-that start as in a pod and under torchrun. The bench runs thousands (bench/results). tests/trainer/test_gloo_teardown.py
-tests each known fault separately."""
+"""Jobs that end well always end cleanly: bench/finishes.py with few jobs. Under ddprun the agents are forked from a
+process that has imported torch: 1.2 to 2 s of CPU each. By day four jobs run, at night over a hundred, a few of them
+as in a pod and under torchrun. tests/trainer/test_gloo_teardown.py tests each known fault separately."""
 
 from __future__ import annotations
 
@@ -15,11 +14,11 @@ BENCH = Path(__file__).parents[2] / "bench/finishes.py"
 FORKED = "--from-one-process --at-once=2"
 
 
-@pytest.mark.timeout(900)  # a minute and a half of one core at most, which other tests may need
+@pytest.mark.timeout(900)  # takes up to 90 s on one core, which other tests may be using
 @pytest.mark.parametrize(
     "words",
     [
-        f"{FORKED} --jobs=4 --torch-alone",  # before ranks kept their groups: a hang in 2 of 16, an abort in 2 of 40
+        f"{FORKED} --jobs=4 --torch-alone",  # unless ranks keep their groups, 2 of 16 hang and 2 of 40 abort
         *(
             pytest.param(words, marks=pytest.mark.long)
             for words in (

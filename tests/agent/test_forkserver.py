@@ -1,4 +1,4 @@
-"""A forked rank finds what a new process finds. Each fact is compared between both."""
+"""A forked rank has the same environment as a new process. Each fact is compared between both."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_everything_that_a_script_can_see_is_as_in_a_new_process(launcher: Launc
 
 
 def test_a_broken_connection_is_an_error_that_a_rank_of_a_warm_agent_lives_through(launcher: Launcher) -> None:
-    """With the default action of SIGPIPE, a survivor that writes to its dead peer is killed, and saves nothing."""
+    """Ranks ignore SIGPIPE. Its default action would kill a survivor that writes to its dead peer, before it saves."""
     script = launcher.script("import signal; print(signal.getsignal(signal.SIGPIPE), signal.getsignal(signal.SIGXFSZ))")
     ignored = f"{signal.SIG_IGN} {signal.SIG_IGN}\n"
     assert launcher.done(script).stdout == ignored
@@ -53,8 +53,8 @@ def test_the_imports_are_done_once_and_not_by_each_rank(launcher: Launcher) -> N
 
 
 def test_the_garbage_collector_leaves_alone_what_was_imported(launcher: Launcher) -> None:
-    """Collecting takes a quarter of the import time, which delays a replacement pod; and in a rank it would write to
-    every object, so that each rank gets its own copy of torch."""
+    """Collecting takes a quarter of the import time, which delays a replacement pod. In a rank the collector would
+    also write to every object, so each rank would get its own copy of torch."""
     launcher.script("import gc\nlooked_at = [gc.get_stats()[2]['collections']]\nkept = list(range(9))\n", "many.py")
     names = "import many, gc; print(many.looked_at, gc.get_stats()[2]['collections'], gc.get_freeze_count() > 1000)"
     done = launcher.done("--preload=decimal,many", launcher.script(names))
@@ -162,7 +162,7 @@ def test_a_module_that_starts_a_thread_is_refused_and_the_ranks_start_without_it
 
 
 def test_openblas_may_have_its_threads(launcher: Launcher) -> None:
-    """It ends its threads before a fork and restarts them by itself: products are correct, and use all threads."""
+    """OpenBLAS ends its threads before a fork and restarts them: products are correct and use all threads."""
     script = launcher.script(
         """
         import os, sys
@@ -216,7 +216,7 @@ def test_a_zip_is_run_as_python_runs_it(launcher: Launcher) -> None:
 
 
 def test_a_failure_that_only_the_search_path_of_another_process_explains_is_ruled_out() -> None:
-    """The server is started as a file: modules next to it must not shadow the standard library."""
+    """The fork server is started as a file: modules next to it must not shadow the standard library."""
     import ddprun
 
     names = {name.partition(".")[0] for name in os.listdir(os.path.dirname(ddprun.__file__))}
@@ -238,16 +238,16 @@ os.write(1, f"left: {left}\\n".encode())  # a whole line: others write at the sa
 
 
 def test_nothing_is_left_of_the_processes_between_the_server_and_the_ranks(launcher: Launcher) -> None:
-    """Waiting for them takes as long as forking a rank, but zombies would fill a pod's process limit over many
-    restarts."""
+    """Waiting for these processes would take as long as forking a rank, but zombies would fill a pod's process limit
+    over many restarts."""
     script = launcher.script(LEFT)
     done = launcher.done("--preload=decimal", "--nproc-per-node=3", script)
     assert done.stdout.count("left: []") == 3, done.stdout
 
 
 def test_a_rank_that_is_killed_as_soon_as_it_was_forked_is_seen_to_have_ended(launcher: Launcher) -> None:
-    """Its parent ignores its children and may still be alive on a busy machine: otherwise the agent waits for a rank
-    that nobody can reap, and gives the node up after a minute."""
+    """The rank's parent ignores its children and may still be alive on a busy machine. Otherwise the agent waits for
+    a rank that nobody can reap, and gives the node up after a minute."""
     launcher.script(
         """
         import os, signal, time

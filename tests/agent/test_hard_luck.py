@@ -1,5 +1,5 @@
-"""What a machine may do to an agent: no free process, a full disk, a rank that cannot be ended. The job continues, or
-ends with the real reason; no failure of ours is charged to the script."""
+"""Failures of the machine under an agent: no free process, a full disk, a rank that SIGKILL cannot end. The job
+continues or ends with the real reason, and the script is not charged."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def is_up(launcher: Launcher, rank: int, life: int = 0) -> bool:
 
 
 def forget_killed(launcher: Launcher) -> None:
-    """Ignore the folder that a killed agent could not remove."""
+    """Remove the folders that killed agents have left, because the fixture checks that none is left."""
     for folder in (launcher.folder / "tmp").iterdir():
         subprocess.run(["rm", "-r", folder], check=True)
 
@@ -53,19 +53,19 @@ class Pair:
         eventually(lambda: is_up(launcher, 0) and is_up(launcher, 1))
 
     def start(self, node: int, replacement: int = 0, **env: str) -> subprocess.Popen[str]:
-        """Start a pod."""
+        """Start a pod of the node."""
         own = {"DDPJOB_REPLACEMENT": str(replacement), "DDPJOB_RESTARTS_LEFT": LEFT, "NODE": str(node)}
         own["DDPJOB_TERMINATION_LOG"] = str(self.launcher.folder / f"termination-{node}")
         return self.launcher.ddprun(*self._group, "--node-rank", node, *self._words, **own, **env)
 
     def message(self, node: int) -> Any:
-        """Return the termination message of its pod."""
+        """Return the termination message of the node's pod."""
         with contextlib.suppress(FileNotFoundError):
             return json.loads((self.launcher.folder / f"termination-{node}").read_text())
         return None
 
 
-# ---- what our own stop does --------------------------------------------------------------------------------
+# ---- failures that stopping the ranks causes ---------------------------------------------------------------
 
 RAISES_WHEN_TOLD = f"""
 import os, signal, time
@@ -79,7 +79,7 @@ termination.install()
 
 
 def test_what_a_rank_says_because_it_was_stopped_is_not_why_the_group_has_failed(launcher: Launcher) -> None:
-    """Otherwise every lost pod is charged to the user, and three preempted nodes end the job."""
+    """Otherwise every lost pod is charged to the user's script, and three preempted nodes end the job."""
     pair = Pair(launcher, RAISES_WHEN_TOLD)
     pair.agents[1].kill()
     pair.agents[1].communicate()
@@ -106,7 +106,7 @@ def test_sigterm_in_the_moment_of_a_stop_does_not_make_our_kill_the_cause(launch
     pair.agents[1].kill()
     pair.agents[1].communicate()
     eventually((launcher.folder / "told").exists)
-    pair.agents[0].terminate()  # within the tenth of a second before SIGKILL
+    pair.agents[0].terminate()  # within the 0.1 s between SIGTERM and SIGKILL to the ranks
     done = finish(pair.agents[0])
     assert "charged to application" not in done.stderr
     assert "agent" not in (pair.message(0) or {}), "it has charged nothing"
@@ -116,7 +116,7 @@ def test_sigterm_in_the_moment_of_a_stop_does_not_make_our_kill_the_cause(launch
 def test_a_failure_that_was_overcome_is_not_what_a_pod_says_that_is_told_later(launcher: Launcher) -> None:
     """A group that is told to stop must not be blamed for a failure from which it recovered."""
     script = launcher.script(f"import os\n{UP}\nraise SystemExit(3)")
-    often = LEFT.replace("}", ', "inARow": 7}')  # so the next one waits a minute
+    often = LEFT.replace("}", ', "inARow": 7}')  # so the next restart waits a minute
     agent = launcher.ddprun("--no-preload", script, DDPJOB_RESTARTS_LEFT=often)
     eventually(lambda: is_up(launcher, 0) and not psutil.Process(agent.pid).children())
     agent.terminate()
@@ -151,13 +151,13 @@ atexit.register(lambda: termination.tell(OSError("the last snapshot was not writ
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_rank_that_tells_of_an_error_and_ends_with_0_has_ended_well(launcher: Launcher, nodes: int) -> None:
-    """Otherwise the agent waits for ever, deaf to SIGTERM: it had failed for itself, but not for node 0."""
+    """Otherwise the agent, which counts the rank as failed while node 0 does not, waits forever and ignores SIGTERM."""
     script = launcher.script(TELLS_AT_EXIT)
     agents = launcher.nodes(nodes, "--no-preload", script)
     assert [finish(agent, 20).returncode for agent in agents] == [0] * nodes
 
 
-# ---- what nothing ends -------------------------------------------------------------------------------------
+# ---- ranks that cannot be ended ----------------------------------------------------------------------------
 
 # The ranks of node 1 cannot be ended, as in uninterruptible sleep.
 HELD = """
@@ -178,7 +178,7 @@ while os.environ["RANK"] == "0" and os.environ["TORCHELASTIC_RESTART_COUNT"] == 
 
 
 def test_a_rank_that_sigkill_does_not_end_costs_its_pod_and_not_the_job(launcher: Launcher) -> None:
-    """A dead NFS or a GPU driver may hold it; the group must not wait for ever, nor silently."""
+    """A dead NFS server or a GPU driver may hold the rank; the group must neither wait forever nor wait silently."""
     launcher.script(HELD, "held.py")
     pair = Pair(launcher, FAILS_ON_NODE_0, module="held")
     done = finish(pair.agents[1], 20)
@@ -205,7 +205,7 @@ def test_the_minute_after_sigkill_does_not_run_while_agent_and_rank_are_suspende
         os.waitpid(rank, 0)
 
 
-# ---- what is used up ---------------------------------------------------------------------------------------
+# ---- exhausted resources -----------------------------------------------------------------------------------
 
 # The n-th fork fails, as if a cgroup allowed no more processes.
 NO_FORK = """
@@ -231,7 +231,7 @@ def refuse(*_: object) -> Any:
 def test_heartbeats_and_tails_that_cannot_all_be_opened_leave_no_descriptor_open(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str], files: int
 ) -> None:
-    """Each retry would otherwise leak descriptors until it fails for ever. With filters each tail has two files."""
+    """Otherwise each retry leaks descriptors until every retry fails. With filters each tail has two files."""
     folder = logs.LogFolder(parse(["--nproc=3", "--tee=3", *words, "--log-dir", str(tmp_path), "train.py"], {}))
     before, opened, really_open = os.listdir("/proc/self/fd"), [], os.open
 
@@ -252,7 +252,7 @@ def test_heartbeats_and_tails_that_cannot_all_be_opened_leave_no_descriptor_open
 
 
 def folder_with_tail(tmp_path: Path, printed: int, *log_dir: str) -> tuple[logs.LogFolder, int]:
-    """Return the folder of a rank that has printed so many bytes, and the pipe from which its console reads."""
+    """Return the log folder of a rank that has printed this many bytes, and the pipe from which its console reads."""
     (tmp_path / "printed").write_bytes(b"x" * 99 + b"\n" + b"x" * (printed - 100))
     folder = logs.LogFolder(parse(["--tee=3", *log_dir, "train.py"], {}))
     console, write_end = os.pipe()
@@ -263,7 +263,7 @@ def folder_with_tail(tmp_path: Path, printed: int, *log_dir: str) -> tuple[logs.
 def test_a_console_that_reads_slowly_gets_the_last_of_the_output_too(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The last lines say why a rank has failed."""
+    """The last lines explain why a rank has failed."""
     monkeypatch.setattr(logs, "LAST_LINES_SECONDS", 0.3)
     folder, console = folder_with_tail(tmp_path, 1 << 20, "--log-dir", str(tmp_path / "logs"))
     seen = bytearray()
@@ -284,7 +284,7 @@ def test_a_console_that_reads_slowly_gets_the_last_of_the_output_too(
 def test_a_console_that_nobody_reads_is_not_waited_for_and_the_rest_is_where_it_is_said_to_be(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, log_dir: str
 ) -> None:
-    """With --log-dir /dev/null the named folder must not be removed a moment later."""
+    """If a message names a folder with the rest of the output, that folder must not be removed afterwards."""
     monkeypatch.setattr(logs, "LAST_LINES_SECONDS", 0.3)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -310,7 +310,7 @@ def test_a_rank_that_cannot_be_forked_is_started_later_and_nobody_is_charged(lau
 
 
 def test_a_report_for_which_no_process_is_left_does_not_end_the_training(launcher: Launcher) -> None:
-    """The forks are: the rank, the rank again, the report."""
+    """Fork 1 starts the rank. Forks 2 to 4, for its restart and for the report, fail."""
     launcher.script(NO_FORK, "nofork.py")
     script = launcher.script(
         'import os, sys, time\nif os.environ["TORCHELASTIC_RESTART_COUNT"] == "0": sys.exit(3)\ntime.sleep(1)'
@@ -373,7 +373,7 @@ def test_without_a_port_node_0_gives_up_and_charges_nobody(launcher: Launcher) -
 
 
 def test_a_folder_that_somebody_has_emptied_is_made_again(launcher: Launcher) -> None:
-    """/tmp may be cleaned within a week."""
+    """Cleaners of /tmp may remove the folder during a long training."""
     script = launcher.script(
         """
         import os, shutil
@@ -415,7 +415,7 @@ def test_a_flood_of_lines_is_copied_in_parts_between_which_signals_are_heard(tmp
     assert turns == [None, True], "not all, all"
 
 
-# ---- what surrounds it -------------------------------------------------------------------------------------
+# ---- time limits, streams and messages ---------------------------------------------------------------------
 
 
 def test_times_of_more_than_a_month_are_waited_for_in_parts(launcher: Launcher) -> None:
@@ -441,14 +441,14 @@ def test_an_empty_tmpdir_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 @pytest.mark.parametrize("start", ["--no-preload", "--preload=json"])
 @pytest.mark.parametrize("closed", [">&- 2>&-", "<&- >&- 2>&-"])
 def test_without_streams_a_job_ends_with_its_own_code(launcher: Launcher, start: str, closed: str) -> None:
-    """For a daemon that closes all three: its fork server must not use a socket as stdout."""
+    """A daemon may have closed all three: the fork server must not use a socket as stdout."""
     command = [sys.executable, "-m", "ddprun", start, str(launcher.script("print('trains', flush=True)"))]
     command = ["sh", "-c", f'exec "$@" {closed}', "sh", *command]
     assert subprocess.run(command, cwd=launcher.folder, env=launcher.env, check=False, timeout=60).returncode == 0
 
 
 def test_numbers_that_are_none_in_a_ranks_own_message_end_no_leader(launcher: Launcher) -> None:
-    """A rank writes its termination message itself, with any content."""
+    """A rank writes its termination message itself, so the leader must survive any content."""
     script = """
     import json, os
     if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":

@@ -1,4 +1,4 @@
-"""What a script sets before its `import torch` works under ddprun as under python, or a line says that it does not."""
+"""Variables that a script sets before its `import torch` work as under python; a message names those that do not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agents import Launcher, finish
 
 from ddprun import late_environment
 
-# Of two ranks: under --no-preload each rank imports torch, which takes seconds.
+# Settings of two ranks. There are only two because under --no-preload each rank takes seconds to import torch.
 SETTINGS = [
     {
         "OMP_NUM_THREADS": "2,1",
@@ -52,7 +52,7 @@ def seen(launcher: Launcher, *start: str) -> tuple[list[Any], str]:
 
 
 def test_threads_logs_and_debugging_are_what_the_script_has_asked_for(launcher: Launcher) -> None:
-    """Results differ by the number of threads, and requested logs would be missing."""
+    """Otherwise results differ by the number of threads, and requested logs are missing."""
     forked, err = seen(launcher)
     fresh, _ = seen(launcher, "--no-preload")
     assert forked == fresh
@@ -60,7 +60,7 @@ def test_threads_logs_and_debugging_are_what_the_script_has_asked_for(launcher: 
 
 
 def test_what_cannot_hold_is_said_in_one_line(launcher: Launcher) -> None:
-    """Otherwise users measure a setting for a day that had no effect."""
+    """Otherwise users spend a day measuring a setting that has no effect."""
     script = launcher.script(
         """
         import os
@@ -80,8 +80,8 @@ def test_what_cannot_hold_is_said_in_one_line(launcher: Launcher) -> None:
 
 
 def test_a_library_that_only_looks_whether_torch_is_there_does_not_make_it_load_twice(launcher: Launcher) -> None:
-    """transformers, datasets and lightning check before they import it: each such script would print `bad call
-    flags`."""
+    """transformers, datasets and lightning check for torch before they import it. Otherwise each such script prints
+    `bad call flags`."""
     script = launcher.script(
         """
         import importlib.util, os, sys

@@ -33,7 +33,7 @@ def running(nodes: int, restarts: int = 3, **more: Any) -> LeaderState:
 
 
 def stop(found: LeaderState, failures: list[Failure], at: float = T0) -> None:
-    """Let all nodes report that their ranks have ended."""
+    """Let all nodes report that their ranks have ended, node 0 with these failures."""
     (order,) = taken(found)
     assert isinstance(order, Stop)
     for node in order.nodes:
@@ -47,7 +47,7 @@ def fail(found: LeaderState, failures: list[Failure], at: float = T0) -> None:
 
 
 def fails(found: LeaderState, at: float, then: StartOrder | type[EndOrder]) -> None:
-    """Let a rank fail, and check the order after the longest back-off."""
+    """Let a rank fail, and check the order that follows after the longest back-off."""
     fail(found, [failure(code=9)], at)
     found.tick(at + 400)  # the longest back-off is 300 s
     (order,) = taken(found)
@@ -139,7 +139,7 @@ def test_the_budget_is_spent_to_the_last_and_not_overrun(restarts: int) -> None:
     ids=["nothing is left", "one, and it knew of ours", "one, and it did not", "one, and it knew of another agent's"],
 )
 def test_what_the_operator_has_charged_meanwhile_comes_with_a_new_pod(grant: Grant, restarts: int) -> None:
-    """Otherwise a job whose pods sometimes run out of memory restarts more often than its user allowed."""
+    """Otherwise a job whose pods sometimes run out of memory restarts more often than its backoffLimit allows."""
     found = running(2, restarts=3, has_operator=True)
     fail(found, [failure()])
     assert taken(found) == [start(found, 1)]
@@ -198,7 +198,7 @@ TYPO = "NameError: name 'modle' is not defined"
     ],
 )
 def test_what_fails_on_all_nodes_before_the_first_step_is_not_tried_again(code: int, exception: str) -> None:
-    """`ddprun trian.py` must not be tried four times, nor `--lrr` print the usage of all ranks each time."""
+    """`ddprun trian.py` must not be tried four times, nor may `--lrr` print the usage of all ranks each time."""
     found = running(2, has_operator=True)
     found.failed(0, [failure(code=code, exception=exception)], T0)
     taken(found)
@@ -222,7 +222,7 @@ def test_a_mistake_that_one_node_makes_twice_is_not_tried_a_third_time() -> None
 
 
 def test_a_mistake_that_all_nodes_make_costs_no_restart() -> None:
-    """Otherwise ranks of other nodes are killed before they raise the same error, and it counts against
+    """Otherwise ranks of other nodes are killed before they raise the same error, and the failure counts against
     backoffLimit."""
     found = running(3)
     for node in range(3):
@@ -268,7 +268,7 @@ def test_what_is_no_mistake_of_the_script_stops_the_others_at_once(what: Failure
 
 
 def test_a_long_mistake_is_the_same_on_node_0_and_on_a_node_whose_report_cuts_it() -> None:
-    """DDP's message about an unused parameter has more than 500 characters."""
+    """DDP's message about an unused parameter has more than 500 characters, so a node's report cuts it."""
     long = f"RuntimeError: Expected to have finished reduction in the prior iteration {'x' * failures.EXCEPTION_MAX}"
     found, told = running(2), [failures.abridged(long, n) for n in (failures.EXCEPTION_MAX, failures.BRIEF_MAX)]
     for rank, then in enumerate((StartOrder, EndOrder)):
@@ -284,7 +284,7 @@ def test_a_long_mistake_is_the_same_on_node_0_and_on_a_node_whose_report_cuts_it
 
 @pytest.mark.parametrize(("step", "at"), [(1, T0), (0, T0 + 61)])
 def test_a_mistake_is_tried_again_once_the_job_has_trained(step: int, at: float) -> None:
-    """A rare batch may raise an error that does not occur again."""
+    """An error that a rare batch raises may not occur again."""
     found = running(1)
     found.reached(step)
     fail(found, [failure(exception=TYPO)], at)
@@ -296,7 +296,7 @@ NO_SCRIPT = "ddprun: there is no file train.py in /data"
 
 @pytest.mark.parametrize(("code", "exception"), [(127, ""), (2, NO_SCRIPT)], ids=["program", "script"])
 def test_what_one_node_does_not_have_is_looked_for_on_another(code: int, exception: str) -> None:
-    """One node without its volume must not fail the job for good."""
+    """A volume that is missing on one node must not fail the job permanently."""
     found = running(2, has_operator=True)
     fail(found, [failure(code=code, exception=exception)])
     (order,) = taken(found)
@@ -346,8 +346,8 @@ def test_a_node_that_is_lost_while_all_stop_is_not_waited_for_until_the_next_sta
 
 
 def test_a_new_leader_knows_how_far_the_job_had_come() -> None:
-    """If every start crashes on a checkpoint, no step is new. A new agent has seen no step and must not restart for
-    ever."""
+    """If every start crashes on a checkpoint, no step is new. A new agent has seen no step, but must not restart
+    forever."""
     found = running(1, restarts=9, furthest_step=100)
     for number in (1, 2):
         fails(found, T0 + number * 1000, start(found, number))
@@ -355,7 +355,7 @@ def test_a_new_leader_knows_how_far_the_job_had_come() -> None:
 
 
 def test_steps_that_were_made_before_a_pod_was_lost_are_progress_all_the_same() -> None:
-    """Otherwise a job that trains for days between failures ends as if it made no progress."""
+    """Otherwise a job that trains for days between failures is failed as if it made no progress."""
     found = running(2, restarts=9, has_operator=True)
     found.reached(5)
     fails(found, T0 + 1000, start(found, 1))
@@ -393,7 +393,7 @@ def test_late_news_of_a_node_that_is_gone_change_nothing() -> None:
 
 
 def test_ranks_that_save_together_are_given_the_time_for_it() -> None:
-    """After one rank got SIGTERM, all agree on a step and save. Ranks that are still writing must not be killed."""
+    """After one rank gets SIGTERM, all ranks agree on a step and save. Ranks that still write must not be killed."""
     found = running(2)
     found.failed(1, [failure(rank=1, code=75)], T0)
     assert taken(found)[0].patient
@@ -437,7 +437,7 @@ def test_the_guilty_rank_is_the_first_that_has_a_reason_of_its_own(failures: lis
 
 
 def test_complaints_about_lost_peers_alone_are_free_once_and_not_for_ever() -> None:
-    """A collective that only some ranks call ends like this every time, so the job would restart for ever."""
+    """If only some ranks call a collective, every start ends like this; without a charge it would restart forever."""
     found = running(2, restarts=9)
     for at, charged in ((T0, "infrastructure"), (T0 + 4000, "application"), (T0 + 8000, "application")):
         fail(found, [failure(symptom=True)], at)
@@ -466,7 +466,7 @@ def test_ranks_that_could_not_be_started_are_no_complaint_and_free_each_time() -
 
 @pytest.mark.parametrize("whole_node", [True, False], ids=["2x1", "1x2"])
 def test_a_rank_that_ended_well_while_its_peer_complains_is_the_cause(whole_node: bool) -> None:
-    """Uneven data is the most common mistake, so each restart for it must be charged."""
+    """Ranks with different amounts of data are the most common mistake, so each restart for it must be charged."""
     found = running(2 if whole_node else 1)
     complaint = failure(1, symptom=True, step=20, exception="RuntimeError: Connection closed by peer")
     if whole_node:
@@ -537,7 +537,7 @@ def terminate(found: LeaderState, node: int, at: float = T0) -> None:
     [(0, 1, "charged to infrastructure"), (1, 0, "a new pod is in its place"), (4, 0, "a new pod is in its place")],
 )
 def test_a_lost_node_is_charged_here_only_where_its_own_pod_comes_back(comes: int, charged: int, why: str) -> None:
-    """If a new pod replaces the node, the operator has charged the restart already."""
+    """If a new pod replaces the node, the operator has already charged the restart."""
     found = with_operator(3)
     lose(found, 2)
     assert (taken(found), found.restarts) == ([], 0), "who is charged is not known yet"
@@ -612,7 +612,7 @@ def test_when_one_node_is_told_the_others_save_and_wait_for_its_replacement(node
 
 @pytest.mark.parametrize("has_operator", [True, False])
 def test_node_0_that_is_told_when_its_ranks_have_ended_lets_the_others_save_and_goes(has_operator: bool) -> None:
-    """Otherwise node 0 stays until SIGKILL, and the others have no time left to save when they notice."""
+    """Otherwise node 0 stays until SIGKILL. The others notice only then, and have no time left to save."""
     found = running(2, has_operator=has_operator)
     found.finished(0, T0)
     found.termination_requested(0, T0)
@@ -807,7 +807,7 @@ def test_the_last_five_failures_are_kept_with_their_class_and_budget() -> None:
     assert {(one.failure_class, one.charged_to) for one in found.charged} == {("application", "application")}
 
 
-# ---- groups without some of the places -----------------------------------------------------------------------
+# ---- groups in which some places are empty -------------------------------------------------------------------
 
 
 def led(*places: int, restarts: int = 3, **more: Any) -> LeaderState:
@@ -855,7 +855,7 @@ def test_the_leader_is_the_first_member_and_need_not_be_at_place_0() -> None:
 
 
 def test_a_stop_whose_save_failed_does_not_end_as_one_that_saved() -> None:
-    """Ranks of other nodes end with 75, but the job must not count as stopped and saved."""
+    """Ranks of other nodes end with 75, but the job must not end as one that was stopped and saved."""
     found = running(2)
     found.termination_requested(1, T0)
     stopped_well = failures.Failure(1, exit_code=RESUMABLE, resumable=True)

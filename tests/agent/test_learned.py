@@ -1,4 +1,4 @@
-"""Modules that the ranks imported are imported in the background, so that the next generation need not."""
+"""Modules that the ranks imported are imported in the background, so that the next generation finds them imported."""
 
 from __future__ import annotations
 
@@ -42,9 +42,8 @@ def test_a_restart_imports_nothing_again_but_the_users_own_code_and_what_differs
     launcher: Launcher, tmp_path: Path
 ) -> None:
     """Otherwise each kill costs 1.4 s, mostly for importing sklearn in every rank. A module that reads a rank's
-    variable during its import (here wsgiref.handlers, which copies them all) must not be shared. torchmetrics, which
-    Lightning imports, keeps the rank in an attribute that is set again.
-    """
+    variable during its import must not be shared, for example wsgiref.handlers, which copies all variables.
+    torchmetrics, which Lightning imports, may be shared: it keeps the rank in an attribute that is set again."""
     installed = Path(sysconfig.get_path("purelib", "posix_user", {"userbase": str(tmp_path)}))
     (installed / "torchmetrics/utilities").mkdir(parents=True)
     (installed / "torchmetrics/utilities/prints.py").write_text(KEEPS_RANK)

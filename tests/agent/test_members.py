@@ -1,4 +1,4 @@
-"""An agent takes its ranks from the members of the generation; here some places are left out."""
+"""An agent takes the numbers of its ranks from the members of a generation. Here some places have no member."""
 
 from __future__ import annotations
 

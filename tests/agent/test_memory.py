@@ -1,6 +1,6 @@
-"""A rank is killed, and the survivors write the state into their agent's memory: no step is repeated. Each test trains
-with torch: keep them few, and let one training check much. The agents are copies of this process, where torch is
-imported: warm.py."""
+"""A rank is killed, and the survivors write the state into their agent's memory: no step is repeated. Each test
+trains with torch: keep the tests few, and let one training check much. The agents are forked from this process,
+which has imported torch (tests/support/warm.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from killed_training import began, trained, words
 
 from ddpjob_core import memory
 
-# Dropout draws random numbers, BatchNorm has buffers, AdamW and the scheduler have a state.
+# Dropout draws random numbers, BatchNorm has buffers, AdamW and the scheduler have state.
 TRAIN = """
 import hashlib, json, os, random, signal, sys, threading, time
 import torch
@@ -85,7 +85,7 @@ with ddpjob.init() as world:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
-    """Return the end of a training without failures: for each rank the bits of its model and its next random
+    """Return the last lines of an undisturbed training: for each rank the bits of its model and its next random
     numbers."""
     return sorted(words(trained(Launcher(tmp_path_factory.mktemp("undisturbed")), TRAIN, {}), "END"))
 
@@ -93,13 +93,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
 def test_a_rank_that_is_killed_anywhere_in_a_step_repeats_none_and_the_result_is_the_same_bit_for_bit(
     launcher: Launcher, undisturbed: list[list[str]]
 ) -> None:
-    """Otherwise every kill costs the training since the last save, for a large model an hour of all its GPUs."""
+    """Otherwise every kill loses the training since the last save: for a large model an hour of all its GPUs."""
     kill = {
         "0": [["forward", 9, 1]],  # nothing is saved until here
         "1": [["all-reduce", 12, 0]],
         "2": [["boundary", 17, 1]],
-        # Within the optimizer's step the other rank is a step ahead of the last write of the one that dies. After the
-        # restart that one must drop out the same neurons.
+        # The survivor has finished the optimizer's step, so it is a step ahead of the last state that the killed rank
+        # wrote. After the restart the killed rank must drop out the same neurons.
         "3": [["optimizer", 20, 1]],
         "4": [["optimizer", 21, 0]],
         "5": [["forward", 23, 0]],
@@ -115,7 +115,7 @@ def test_a_rank_that_is_killed_anywhere_in_a_step_repeats_none_and_the_result_is
 def test_a_node_without_survivors_gets_the_state_from_another_nodes_memory(
     launcher: Launcher, undisturbed: list[list[str]]
 ) -> None:
-    """With one GPU per pod, no survivor could write into the pod's own memory."""
+    """With one GPU per pod, the pod of the killed rank has no survivor that could write into its memory."""
     done = trained(launcher, TRAIN, {"0": [["forward", 9, 1]], "1": [["all-reduce", 13, 0]]}, nodes=2, nproc=1)
     assert began(done) == [0, 8, 12], done[0].stderr
     assert sorted(words(done, "END")) == undisturbed, done[0].stderr
@@ -124,7 +124,7 @@ def test_a_node_without_survivors_gets_the_state_from_another_nodes_memory(
 
 
 def test_a_place_in_the_data_that_the_script_names_itself_is_that_of_the_step(launcher: Launcher) -> None:
-    """DataLoader workers read ahead: the sampler's own position is further, and samples would be left out."""
+    """DataLoader workers read ahead, so the sampler's own position is too far: samples would be left out."""
     by_value = TRAIN.replace("snapshot.save(step, **objects)", "snapshot.save(step, **now())").replace(
         "ddpjob.should_stop(step)", "ddpjob.should_stop(step); snapshot.keep(step, **now())"
     )
@@ -137,7 +137,7 @@ def test_a_place_in_the_data_that_the_script_names_itself_is_that_of_the_step(la
     assert began(done) == [0, 8, 8, 13], done[0].stderr
 
 
-# Many pieces, and two ranks that cannot finish theirs: one dies, one is stopped.
+# The state has many pieces. Two ranks cannot finish their pieces: one dies, the other is stopped.
 IN_PIECES = """
 import hashlib, json, os, signal, time
 import torch
@@ -185,8 +185,8 @@ with ddpjob.init() as world:
 def test_another_survivor_writes_the_state_of_one_that_dies_and_one_that_stands_still_costs_its_time(
     launcher: Launcher,
 ) -> None:
-    """Another failure at that moment must not cost the steps. A rank that is stopped while writing blocks the others
-    until its agent ends it: then the folder counts, and the restart still happens."""
+    """A second failure during the writing must not lose steps. A rank that is stopped while writing blocks the
+    others until its agent ends it. Then the ranks restart from the folder."""
     done = trained(launcher, IN_PIECES, {}, nproc=4)
     assert words(done, "BEGIN")[1][:2] == words(done, "KILL")[0][:2], done[0].stderr
     assert began(done)[:2] == [0, 8], done[0].stderr
@@ -212,7 +212,7 @@ sys.exit(1)
 
 
 def test_a_rank_that_does_not_write_the_state_holds_up_the_restart_no_longer_than_its_time(launcher: Launcher) -> None:
-    """It may be stopped, or wait for a disk: the job is worth more than the steps since the last save."""
+    """The rank may be stopped or wait for a disk. A delayed restart costs more than the steps since the last save."""
     began = time.monotonic()
     done = launcher.done("--nproc", 2, "--no-preload", launcher.script(SILENT))
     assert done.returncode == 0, done.stderr

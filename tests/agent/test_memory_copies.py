@@ -1,4 +1,4 @@
-"""Ranks whose state nobody could write after a failure are killed: they resume from a copy, with the same bits."""
+"""If a rank dies and no survivor can write its state, the job resumes from a copy, with the same bits."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def trained(folder: Path, kill: dict[str, Any], *, nproc: int = 1, **how: Any) -
 
 
 def test_weights_that_the_script_changes_itself_come_back_from_a_copy_with_the_same_bits(tmp_path: Path) -> None:
-    """What a survivor holds between two steps may belong to neither. The last rank is killed, then the one that writes,
-    in the middle of a copy, then all at once."""
+    """Here a survivor's state between two steps may belong to neither step. The last rank is killed, then the rank
+    that writes, in the middle of a copy, then all ranks at once."""
     how: dict[str, Any] = {"nodes": 2, "CLIPS": "1"}
     undisturbed = sorted(words(trained(tmp_path / "one", {}, **how), "END"))
     kill = {

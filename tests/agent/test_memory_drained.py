@@ -1,4 +1,4 @@
-"""A pod is told to stop while the others stay: all ranks end after one step, and their state must not be lost."""
+"""One pod is told to stop and the others stay: all ranks end after the same step, and must not lose their state."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ with ddpjob.init() as world:
 
 
 def test_a_job_without_a_folder_goes_on_where_it_stopped_when_one_pod_is_told_to_go(launcher: Launcher) -> None:
-    """When a node is drained, a job without a folder must not lose its training; the same pod killed on the spot costs
-    no step."""
+    """When a node is drained, a job without a folder must not lose its training. A pod that is killed immediately
+    loses no step either."""
     group = ["--nnodes", 2, "--master-port", free_port(), "--rdzv-id", launcher.mark]
 
     def start(node: int, replacement: int = 0) -> subprocess.Popen[str]:

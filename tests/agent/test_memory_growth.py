@@ -1,4 +1,4 @@
-"""A model that grows, or gets another optimizer, in the middle of training: its ranks are killed around that."""
+"""Ranks are killed around the step at which the model grows or gets another optimizer."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import killed_training
 from agents import Launcher
 from killed_training import began, words
 
-# At step 10 a layer with a BatchNorm is added, with equal weights on all ranks. The size of the model depends on the
-# step, which the script reads before it builds the model: `load` without objects, then `state`.
+# At step 10 a layer with a BatchNorm is added, with equal weights on all ranks. The script reads the step before it
+# builds the model, because the size depends on the step: `load` without objects, then `state`.
 TRAIN = """
 import hashlib, json, os, signal
 import torch
@@ -92,8 +92,8 @@ def trained(launcher: Launcher, folder: str, kill: dict[str, Any], **how: Any) -
 def test_a_model_that_grows_goes_on_with_the_same_bits_from_the_folder_and_soon_from_memory_again(
     launcher: Launcher,
 ) -> None:
-    """Otherwise its ranks continue with running means of another step, or keep nothing for the rest of the training.
-    The grown model needs more room than the ranks had."""
+    """Otherwise the ranks continue with running means of another step, or keep no state for the rest of the
+    training. The grown model needs more room than the ranks had reserved."""
     ends = sorted(words(trained(launcher, "undisturbed", {}), "END"))
     for step, first, said in [
         (11, 3, "the state is not written: "),
@@ -110,7 +110,7 @@ def test_a_model_that_grows_goes_on_with_the_same_bits_from_the_folder_and_soon_
 def test_a_script_that_does_not_give_load_what_it_trains_is_kept_from_its_first_save_on_and_the_log_says_so(
     launcher: Launcher,
 ) -> None:
-    """Each further failure went back to the last save, and nobody could see why."""
+    """Otherwise each later failure goes back to the last save, and nobody can see why."""
     kill = {"0": [["backward", 11, 1]], "1": [["backward", 13, 1]]}
     done = trained(launcher, "unnamed", kill)
     assert began(done) == [0, 3, 3], done[0].stderr
@@ -122,7 +122,7 @@ def test_a_script_that_does_not_give_load_what_it_trains_is_kept_from_its_first_
 def test_a_script_that_begins_with_the_small_model_goes_on_from_the_folder_and_the_log_says_why(
     launcher: Launcher,
 ) -> None:
-    """load_state_dict() must not fail on all ranks at once, which ends the job for good."""
+    """Otherwise load_state_dict() fails on all ranks at once, which ends the job permanently."""
     ends = sorted(words(trained(launcher, "undisturbed", {}, BUILDS_SMALL="1"), "END"))
     done = trained(launcher, "killed", {"0": [["backward", 16, 1]]}, BUILDS_SMALL="1")
     assert began(done) == [0, 3], done[0].stderr
@@ -132,7 +132,7 @@ def test_a_script_that_begins_with_the_small_model_goes_on_from_the_folder_and_t
 
 
 def test_a_new_optimizer_that_save_was_not_given_is_no_state_to_go_on_from(launcher: Launcher) -> None:
-    """Otherwise the old optimizer's moments are loaded."""
+    """Otherwise a restart loads the old optimizer's moments into the new optimizer."""
     ends = sorted(words(trained(launcher, "undisturbed", {}, HOW="optimizer"), "END"))
     kill = {"0": [["backward", 15, 1]], "1": [["backward", 21, 0]]}
     done = trained(launcher, "killed", kill, HOW="optimizer")

@@ -1,4 +1,4 @@
-"""The kernel refuses a file in memory, or a flag of it."""
+"""The kernel refuses memfd_create() or one of its flags."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ddprun import memory as agent_memory
 def test_the_memory_is_there_with_memfd_noexec_2_and_on_a_kernel_that_knows_no_such_flag(
     monkeypatch: pytest.MonkeyPatch, refused: str
 ) -> None:
-    """vm.memfd_noexec=2 refuses executable files; a kernel before 6.3 refuses the flag against that."""
+    """vm.memfd_noexec=2 refuses executable files; before Linux 6.3 the flag for non-executable files is refused."""
     create = os.memfd_create
 
     def strict(name: str, flags: int = os.MFD_CLOEXEC) -> int:
@@ -29,7 +29,7 @@ def test_the_memory_is_there_with_memfd_noexec_2_and_on_a_kernel_that_knows_no_s
 
 
 def test_a_kernel_that_gives_no_memory_at_all_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A restart then resumes from the folder, as without memory."""
+    """The job then restarts from its folder."""
 
     def none(*_: object) -> int:
         raise OSError(errno.ENOMEM, "none")
@@ -66,8 +66,8 @@ with ddpjob.init() as world:
 
 
 def restarted(launcher: Launcher, monkeypatch: pytest.MonkeyPatch, create: Callable[..., int]) -> tuple[list[str], str]:
-    """Return from which steps it began, and its output, on a kernel with these answers. The agent is a copy of this
-    process."""
+    """Return the steps at which the ranks began, and stderr, with this memfd_create(). The agent is forked from this
+    process, so it has the replacement."""
     monkeypatch.setattr(os, "memfd_create", create)
     done = finish(launcher.warm("--nproc", 2, launcher.script(TRAIN), OMP_NUM_THREADS="1"), 150)
     assert done.returncode == 0, done.stderr
@@ -77,7 +77,7 @@ def restarted(launcher: Launcher, monkeypatch: pytest.MonkeyPatch, create: Calla
 def test_a_job_starts_and_keeps_its_state_where_files_in_memory_may_not_be_executed(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With vm.memfd_noexec=2 and a Linux before 6.6 the heartbeats' file needs the flag, or no rank starts."""
+    """With vm.memfd_noexec=2 before Linux 6.6, the file of the heartbeats needs the flag; otherwise no rank starts."""
     create = os.memfd_create
 
     def strict(name: str, flags: int = os.MFD_CLOEXEC) -> int:
@@ -92,7 +92,7 @@ def test_a_job_starts_and_keeps_its_state_where_files_in_memory_may_not_be_execu
 def test_a_job_whose_agent_gets_no_memory_goes_on_from_the_folder_and_the_log_says_why(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """seccomp may refuse it, which must neither keep ranks from starting nor go unnoticed."""
+    """seccomp may refuse memfd_create(). Ranks must start all the same, and the log must report it."""
 
     def refused(*_: object) -> int:
         raise OSError(errno.EPERM, "refused")

@@ -1,4 +1,4 @@
-"""A rank dies, and the survivors do not write the state at once: one is killed meanwhile, or is late."""
+"""A rank dies, and the survivors do not write the state immediately: one is killed meanwhile, or is late."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from agents import Launcher, finish
 
 from ddprun.leader import clock_of
 
-# One parameter: with several, DistributedDataParallel arranges its bucket anew after the first step of each start, and
-# gradients of more than two ranks are then added in another order.
+# The model has one parameter. With several, DistributedDataParallel rearranges its buckets after the first step of each
+# start, and the gradients of more than two ranks are then added in another order.
 TRAIN = """
 import hashlib, os, signal, time
 import torch
@@ -54,7 +54,7 @@ with ddpjob.init() as world:
 
 
 def trained(launcher: Launcher, **env: str) -> tuple[list[str], list[str], str]:
-    """Return from which steps it began, how its ranks ended, and its output."""
+    """Return the steps at which the ranks began, how the ranks ended, and stderr."""
     words = ["--nproc", 3, "--max-restarts", 3, launcher.script(TRAIN)]
     done = finish(launcher.warm(*words, OMP_NUM_THREADS="1", **env), 150)
     assert done.returncode == 0, done.stderr
@@ -65,8 +65,8 @@ def trained(launcher: Launcher, **env: str) -> tuple[list[str], list[str], str]:
 def test_a_survivor_that_is_killed_while_it_writes_costs_no_step_as_long_as_a_third_rank_lives(
     launcher: Launcher,
 ) -> None:
-    """The cause of one failure (a bad node, a kernel short of memory) often hits a second rank a moment later: the
-    steps must not be lost, and half a state is worse than none."""
+    """The cause of a failure (a bad node, too little memory) often hits a second rank a moment later. The steps must
+    not be lost, and a partial state must not be used."""
     _, undisturbed, _ = trained(launcher, UNDISTURBED="yes")
     began, ended, said = trained(launcher)
     assert began == ["BEGIN 0", "BEGIN 8"], said
@@ -77,7 +77,7 @@ def test_a_survivor_that_is_killed_while_it_writes_costs_no_step_as_long_as_a_th
     assert counts[1] > counts[0], "the third one has written all"
 
 
-# Rank 0 ends with its step, when rank 1 only has the gradients of that step.
+# Rank 0 dies after finishing its step, when rank 1 has only the gradients of that step.
 LATE = """
 import os, signal, time
 import torch
@@ -108,7 +108,7 @@ with ddpjob.init() as world:
 
 
 def test_a_survivor_that_is_late_on_another_node_still_makes_the_step_of_the_one_that_died(launcher: Launcher) -> None:
-    """With one GPU per node nobody else has that step: its loss is printed, and then it would be repeated."""
+    """With one GPU per node, only the late survivor can finish this step, whose loss is already printed."""
     agents = launcher.nodes(2, "--max-restarts", 3, launcher.script(LATE), is_warm=True, OMP_NUM_THREADS="1")
     done = [finish(agent, 120) for agent in agents]
     assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
@@ -118,13 +118,13 @@ def test_a_survivor_that_is_late_on_another_node_still_makes_the_step_of_the_one
 
 @pytest.mark.parametrize("clock", [-2, 1 << 53, True, 7.5, "9", None, [1]])
 def test_a_clock_that_is_none_loses_no_failure(clock: object) -> None:
-    """A script may count its steps from a negative number: its exception must not look like a lost node."""
+    """A script may count its steps from a negative number. Its exception must not look like a lost node."""
     assert clock_of({"event": "failed", "clock": clock}) == 0
     assert clock_of({"event": "failed"}) == 0
     assert clock_of({"event": "failed", "clock": 16}) == 16
 
 
-# Backward runs within optimizer.step(), as with LBFGS. Rank 0 dies there, and rank 1 gets its data later.
+# Backward runs inside optimizer.step(), as with LBFGS. Rank 0 dies there, while rank 1 is still waiting for its data.
 CLOSURE = """
 import mmap, os, signal, time
 import torch
@@ -166,7 +166,7 @@ with ddpjob.init() as world:
 def test_a_rank_does_not_go_into_a_step_that_needs_the_one_that_died(
     launcher: Launcher, nodes: int, ranks: int
 ) -> None:
-    """It would never leave that step, and its state would be lost with it."""
+    """The survivor could never leave that step, and its state would be lost."""
     words = ["--nproc", ranks, "--max-restarts", 3, launcher.script(CLOSURE)]
     agents = launcher.nodes(nodes, *words, is_warm=True, OMP_NUM_THREADS="1")
     done = [finish(agent, 120) for agent in agents]

@@ -1,5 +1,5 @@
-"""Scripts as users write them are killed and resume from memory: the examples, and one whose DataLoader has workers.
-Each test trains with torch: keep them few. The agents are copies of this process, where torch is imported: warm.py."""
+"""Examples, and a script whose DataLoader has workers, are killed and resume from memory. Each test trains with
+torch: keep the tests few. The agents are forked from this process, which has imported torch (tests/support/warm.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agents import Launcher, finish
 
 EXAMPLES = Path(__file__).parents[2] / "trainer" / "examples"
 
-# An example with a kill right after a step, before should_stop. Rank 0's line about each step is kept.
+# Runs an example and kills a rank right after a step, before should_stop. Rank 0 records each step.
 EXAMPLE = """
 import json, os, runpy, signal
 import ddpjob
@@ -35,20 +35,20 @@ runpy.run_path(os.environ["EXAMPLE"], run_name="__main__")
 
 
 def trained(launcher: Launcher, text: str, kill: dict[str, Any], *words: str, **env: str) -> Any:
-    """Return the training of two ranks to its end, with these kills."""
+    """Train two ranks to the end, with these kills, and return the finished agent."""
     env = {"OMP_NUM_THREADS": "1", "KILL": json.dumps(kill)} | env
     script = launcher.script(text)
     done = finish(
         launcher.warm("--nproc", 2, "--max-restarts", 99, script, *words, **env), 150
-    )  # before pytest ends the test
+    )  # shorter than pytest's own limit
     assert done.returncode == 0, done.stderr
-    for folder in (launcher.folder / "tmp").glob("pymp-*"):  # multiprocessing's, which a killed process cannot remove
+    for folder in (launcher.folder / "tmp").glob("pymp-*"):  # of multiprocessing: a killed process cannot remove them
         shutil.rmtree(folder)
     return done
 
 
 def result(done: Any) -> dict[str, Any]:
-    """Return the last line of an example."""
+    """Return the results that an example prints in its last line."""
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -56,7 +56,7 @@ def result(done: Any) -> dict[str, Any]:
 def test_an_example_that_is_killed_repeats_no_step_and_ends_with_the_bits_of_one_that_is_not(
     launcher: Launcher, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Users begin with them."""
+    """Users begin with the examples."""
     words = ("--epochs", "1", "--global-batch", "64", "--snapshot", "snapshots", "--snapshot-every", "1000")
     env = {"EXAMPLE": str(EXAMPLES / "digits.py")}
     whole = trained(Launcher(tmp_path_factory.mktemp("whole")), EXAMPLE, {}, *words, **env)
@@ -68,7 +68,7 @@ def test_an_example_that_is_killed_repeats_no_step_and_ends_with_the_bits_of_one
         assert f"resumed at step {step} from the memory on the nodes of ranks 0, 1" in killed.stderr
 
 
-# Two processes per rank read ahead. Adam, a scheduler, gradients summed over micro-batches.
+# Two worker processes per rank read ahead. The script uses Adam, a scheduler and accumulated gradients.
 LOADER = """
 import hashlib, json, os, signal
 import torch
@@ -113,11 +113,11 @@ with ddpjob.init() as world:
 def test_no_sample_is_skipped_or_seen_twice_where_the_workers_of_a_dataloader_read_ahead(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Batches that workers have read and nobody has trained would be left out of the epoch, which no metric shows."""
+    """Otherwise the epoch misses batches that workers have read but no rank has trained on. No metric shows this."""
     whole = trained(Launcher(tmp_path_factory.mktemp("whole")), LOADER, {})
-    # In the middle of an epoch, between two steps, and right after its last batch.
+    # Kills: in the middle of an epoch, between two steps, and right after the last batch.
     kill = {"0": ["forward", 1, 7], "1": ["boundary", 0, 10], "2": ["boundary", 1, 12]}
-    # A short name: workers send tensors by a socket in it, whose path has at most 107 characters.
+    # A short name, because workers send tensors through a socket in this folder, and its path has at most 107 bytes.
     launcher = Launcher(tmp_path_factory.mktemp("killed"))
     killed = trained(launcher, LOADER, kill)
     assert not launcher.marked(), "an agent leaves no process behind"

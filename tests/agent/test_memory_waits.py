@@ -1,4 +1,4 @@
-"""Ranks that the agent waits for before it ends them, because they may write the state into its memory."""
+"""An agent waits for ranks that may still write the state into its memory, before it ends them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LATE, TOO_LATE = 4 * LIMIT, memory.longest_seconds(0)
 
 
 class Node:
-    """An agent's memory, and the cells of its ranks."""
+    """An agent's memory, and the cells in it that its ranks write."""
 
     def __init__(self) -> None:
         self.agents = Memory(2)
@@ -32,19 +32,19 @@ class Node:
         os.close(descriptor)
 
     def rank(self, local_rank: int, *, step: int, is_dirty: bool = False) -> None:
-        """Let a rank take part. step: its last boundary. is_dirty: it is within its next optimizer step."""
+        """Let a rank register. step: its last boundary. is_dirty: it is inside its next optimizer step."""
         page = (1 + local_rank) * memory.PAGE_BYTES // 8
         self.cells[page + memory.PID], self.cells[page + memory.CLOCK] = 1, 2 * step + is_dirty
 
     def whole(self, step: int, generation: int = 3) -> None:
-        """Write a complete state of that step."""
+        """Write a complete state of this step."""
         for cell, value in ((memory.AREA_GENERATION, generation), (memory.AREA_STEP, step)):
             self.cells[memory.area_cell(0, cell)] = value
 
 
 @pytest.fixture
 def child() -> Iterator[Callable[[Callable[[], object]], int]]:
-    """Return a function that starts a process, which repeats some work for ever."""
+    """Return a function that forks a process which repeats some work forever, and returns its pid."""
     pids = []
 
     def start(work: Callable[[], object]) -> int:
@@ -61,7 +61,7 @@ def child() -> Iterator[Callable[[Callable[[], object]], int]]:
 
 
 def settled(pid: int, *, is_held_up: bool) -> int:
-    """Wait until the kernel reports this state of a process. Return its pid."""
+    """Wait until the kernel reports that a process is held up, or is not. Return its pid."""
     until = time.monotonic() + 60
     while threads.is_held_up(pid) is not is_held_up:
         assert time.monotonic() < until
@@ -72,8 +72,8 @@ def settled(pid: int, *, is_held_up: bool) -> int:
 def test_a_rank_that_is_stopped_or_asleep_has_its_time_and_no_more(
     child: Callable[[Callable[[], object]], int],
 ) -> None:
-    """A rank may be stopped by SIGSTOP or wait for a lock. Then the job must restart, even if it repeats the steps
-    since the last save."""
+    """A rank may be stopped by SIGSTOP or wait for a lock. After the limit the job must restart, even if it repeats
+    the steps since the last save."""
     for work in (lambda: os.kill(os.getpid(), signal.SIGSTOP), signal.pause):
         node = Node()
         node.rank(0, step=5)
@@ -94,7 +94,7 @@ def test_a_rank_that_gets_no_processor_has_ten_seconds_more(child: Callable[[Cal
 
 
 def test_the_time_begins_again_with_each_piece_that_is_written(child: Callable[[Callable[[], object]], int]) -> None:
-    """Otherwise the write of a large state on a slow machine would be cut off shortly before its end."""
+    """Otherwise the write of a large state on a slow machine is cut off shortly before its end."""
     node = Node()
     node.rank(0, step=5)
     pid = settled(child(signal.pause), is_held_up=False)
@@ -106,7 +106,7 @@ def test_the_time_begins_again_with_each_piece_that_is_written(child: Callable[[
 
 
 def test_nobody_waits_for_a_rank_whose_step_is_there_already() -> None:
-    """Otherwise a stopped survivor delays the restart of a small state by half a second."""
+    """Otherwise a stopped survivor delays the restart by half a second, even for a small state."""
     node = Node()
     node.rank(0, step=5)
     node.whole(5, generation=2)
@@ -117,8 +117,8 @@ def test_nobody_waits_for_a_rank_whose_step_is_there_already() -> None:
 
 @pytest.mark.parametrize("where", ["this node", "another node"])
 def test_a_rank_that_can_come_to_the_next_step_is_waited_for_although_its_last_one_is_there(where: str) -> None:
-    """The rank has the gradients to reach the next step, because another rank has passed it. A third rank had no
-    gradients and has written the previous step."""
+    """Rank 0 has the gradients for the next step, because another rank has passed that step. The complete state in
+    memory is of the step before, written by a rank without gradients."""
     node = Node()
     node.rank(0, step=5)
     node.whole(5)
@@ -134,8 +134,8 @@ def test_a_rank_that_can_come_to_the_next_step_is_waited_for_although_its_last_o
 
 
 def test_what_another_node_has_told_is_of_one_generation() -> None:
-    """The next generation must start without FURTHEST. With the old value each of its ranks would wait for a step that
-    no rank has passed."""
+    """The next generation must start without FURTHEST. Otherwise each of its ranks waits for a step that no rank has
+    passed."""
     node = Node()
     node.agents.order(furthest=12)
     node.agents.begin(4)
@@ -147,7 +147,7 @@ def test_what_another_node_has_told_is_of_one_generation() -> None:
 def test_the_wait_for_any_rank_ends(
     clock: int, whole: int, seconds: float, still: float, size: int, is_held_up: bool
 ) -> None:
-    """Otherwise a rank in an endless loop would prevent the restart of the others."""
+    """Otherwise a rank in an endless loop prevents the restart of the other ranks."""
     waits = memory.is_waited_for(clock, whole, seconds, still, size, is_held_up)
     assert not waits or seconds < memory.longest_seconds(size)
     assert not waits or is_held_up or still < memory.limit_seconds(size)

@@ -1,4 +1,4 @@
-"""How an agent reports a missing script or module of a rank that could not start."""
+"""How an agent reports a script or module that does not exist, so that a rank could not start."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_what_is_there_or_cannot_be_known_explains_nothing(
 
 
 def test_a_folder_that_may_not_be_read_does_not_end_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No similar name can be searched for in that folder."""
+    """Then the agent cannot suggest a similar name, which is no error."""
 
     def refused(_: str) -> list[str]:
         raise PermissionError(13, "Permission denied")

@@ -1,4 +1,4 @@
-"""Several nodes on loopback, scripts without torch: they start together, fail together, and wait for each other."""
+"""Several nodes on loopback start together, fail together, and wait for each other. The scripts do not use torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ddprun.core.leader_state import REPEATS
 from ddprun.wire import Link, job_key
 
 LEFT = '{"application": 3, "infrastructure": 99, "stall": 10}'  # as set by an operator
-# Records each start; a rank that is to fail waits until all of its generation have started.
+# Each rank records its start and waits until all ranks of its generation have started.
 TRAIN = """
 import os, signal, sys, time
 life, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], int(os.environ["RANK"])
@@ -31,7 +31,7 @@ while len(here()) < int(os.environ["WORLD_SIZE"]): time.sleep(0.01)
 
 
 def starts(launcher: Launcher) -> dict[str, list[tuple[int, int, int]]]:
-    """Return by generation: rank, port and process of each started rank."""
+    """Return (rank, port, pid) of each started rank, by generation."""
     found: dict[str, list[tuple[int, int, int]]] = {}
     for name in sorted(p.name for p in launcher.folder.glob("up-*")):
         _, life, rank, port, pid = name.split("-")
@@ -40,7 +40,7 @@ def starts(launcher: Launcher) -> dict[str, list[tuple[int, int, int]]]:
 
 
 def up(launcher: Launcher, life: str, ranks: int) -> list[tuple[int, int, int]]:
-    """Return the ranks of a generation, once all have started."""
+    """Return the ranks of a generation as soon as all have started."""
     return eventually(lambda: (its := starts(launcher).get(life, [])) and len(its) == ranks and its)
 
 
@@ -78,8 +78,8 @@ def test_all_ranks_start_together_and_the_job_ends_when_all_have(launcher: Launc
 def test_a_script_that_is_missing_on_all_nodes_is_told_and_not_tried_again(
     launcher: Launcher, words: list[str], said: str
 ) -> None:
-    """A typo must not cost all restarts with their back-off: only the console has Python's message, and `ended with
-    exit code 2` may mean anything."""
+    """A typo must not cost all restarts with their back-off. Only the console has Python's message, and `ended with
+    exit code 2` is ambiguous."""
     launcher.script("print('imported')")
     done = [finish(agent) for agent in launcher.nodes(2, "--max-restarts", 3, *words, DDPJOB_RESTARTS_LEFT=LEFT)]
     assert min(d.returncode for d in done) in (1, 2)
@@ -94,7 +94,7 @@ def test_a_script_that_is_missing_on_all_nodes_is_told_and_not_tried_again(
 def test_a_module_that_one_node_lacks_is_left_to_the_operator_which_takes_another_node(
     launcher: Launcher, start: str
 ) -> None:
-    """Its volume is not mounted there, so retries in the same pods are useless."""
+    """The volume of the module is not mounted there, so retries in the same pods are useless."""
     launcher.script("import time\ntime.sleep(100)")
     (launcher.folder / "empty").mkdir()
     words = list(group(launcher, 2, start, "-m", "train"))
@@ -127,7 +127,7 @@ if life < "2":
 
 
 def test_when_the_budget_is_spent_only_the_guilty_node_has_the_code_and_the_message(launcher: Launcher) -> None:
-    """The others end as resumable: the operator takes their end for a consequence."""
+    """The other agents end with 75, so the operator takes their end for a consequence."""
     script = launcher.script(TRAIN + "if rank == 2: sys.exit(9)\ntime.sleep(1000)")
     agents = [
         launcher.ddprun(*words, DDPJOB_TERMINATION_LOG=str(launcher.folder / f"termination-{node}.json"))
@@ -144,14 +144,14 @@ def test_node_0_may_come_last(launcher: Launcher) -> None:
     first, second = group(launcher, 2, "--no-preload", script)
     follower = launcher.ddprun(*second)
     eventually(lambda: hears(follower.pid))
-    time.sleep(0.5)  # it has asked, and was refused
+    time.sleep(0.5)  # time to connect and be refused
     leader = launcher.ddprun(*first)
     done = [finish(leader), finish(follower)]
     assert [d.returncode for d in done] == [0, 0]
     assert done[1].stderr == "", "a pod that is a little earlier says nothing"
 
 
-# A slow import on node 0, whose pod is new; the other node started long ago.
+# Node 0, whose pod is new, imports slowly; the other node has already imported.
 IMPORTS = """
 import os, time
 if os.environ["NODE"] != "0":
@@ -165,7 +165,7 @@ else:
 
 
 def test_no_rank_looks_for_rank_0_while_its_node_still_imports_torch(launcher: Launcher) -> None:
-    """torch retries only up to a second later, so node 0's new pod would cost a second more."""
+    """torch retries a refused connection only after up to a second, so a new pod of node 0 would cost a second more."""
     launcher.script(IMPORTS.replace("HUNDREDTHS", "70"), "slow.py")
     script = launcher.script(
         "import time; began = time.monotonic()\n" + TRAIN + "open(f'began-{rank}', 'w').write(str(began))"
@@ -177,7 +177,7 @@ def test_no_rank_looks_for_rank_0_while_its_node_still_imports_torch(launcher: L
 
 
 class Met:
-    """A node played by this test: node 0 has accepted its connection, and waits for its greeting."""
+    """Node 1, played by this test: node 0 has accepted its connection and waits for its greeting."""
 
     def __init__(self, launcher: Launcher, port: int, replacement: int) -> None:
         connection = eventually(lambda: connected(port))
@@ -211,14 +211,14 @@ def connected(port: int) -> socket.socket | None:
 def test_a_pod_that_comes_while_node_0_imports_is_not_told_to_start_what_has_been_stopped(
     launcher: Launcher, closes: str
 ) -> None:
-    """Its ranks would begin in a generation that nobody else is in."""
+    """Its ranks would start in a generation that no other node runs."""
     launcher.script(IMPORTS.replace("HUNDREDTHS", "0"), "slow.py")
     first, _ = group(launcher, 2, "--preload=slow", launcher.script(TRAIN))
     leader = launcher.ddprun(*first, NODE="0")
     lost, new = (Met(launcher, int(first[3]), replacement) for replacement in (0, 1))
     lost.greets()
     lost.hears("welcome")
-    leader.send_signal(signal.SIGSTOP)  # it will receive both at once, as on a busy machine
+    leader.send_signal(signal.SIGSTOP)  # node 0 then receives both at once, as on a busy machine
     os.waitid(os.P_PID, leader.pid, os.WSTOPPED | os.WNOWAIT)
     if closes == "at the same moment":
         lost.close()
@@ -238,7 +238,7 @@ def test_a_name_that_does_not_resolve_yet_is_waited_for_and_sigterm_is_heard_mea
     words = ["--nnodes", 2, "--node-rank", 1, "--master-addr", "no-such-name.invalid", "--no-preload", script]
     agent = launcher.ddprun(*words)
     eventually(lambda: hears(agent.pid))
-    time.sleep(0.5)  # it has asked
+    time.sleep(0.5)  # time to connect
     agent.terminate()
     assert finish(agent, 25).returncode == 143
 
@@ -274,7 +274,7 @@ def test_when_an_agent_is_lost_the_others_stop_and_go_on_with_its_replacement(la
 
 
 def test_when_one_node_is_told_to_stop_the_ranks_of_all_may_save(launcher: Launcher) -> None:
-    """As with the library: all agree on a step, and those that were not told end with 75."""
+    """As with the library, all ranks agree on a step. Ranks whose node got no signal end with 75."""
     script = launcher.script(
         TRAIN
         + """
@@ -320,7 +320,7 @@ def test_strangers_and_agents_of_other_jobs_do_not_disturb(launcher: Launcher) -
 def test_nodes_of_different_sizes_are_told_so(launcher: Launcher) -> None:
     first, second = group(launcher, 2, "--rdzv-conf", "timeout=5", "--no-preload", "--nproc", 1, launcher.script(TRAIN))
     agents = [launcher.ddprun(*first), launcher.ddprun(*second, PET_NPROC_PER_NODE="2")]
-    assert codes(agents) == [0, 0]  # the option wins: both have 1
+    assert codes(agents) == [0, 0]  # the option takes precedence over the variable: both nodes have 1 rank
     wrong = [word if word != 1 or i != len(second) - 2 else 2 for i, word in enumerate(second)]
     leader, follower = launcher.ddprun(*first), launcher.ddprun(*wrong)
     done = finish(leader)
@@ -340,7 +340,7 @@ def test_a_port_that_is_taken_leaves_the_job_to_the_operator_which_takes_another
 
 
 def group(launcher: Launcher, count: int, *words: object) -> Any:
-    """Return the output of each node's agent."""
+    """Return ddprun's arguments for each node."""
     port = free_port()
     for k in range(count):
         yield ["--nnodes", count, "--master-port", port, "--rdzv-id", launcher.mark, "--node-rank", k, *words]
@@ -355,6 +355,6 @@ def can_connect(port: int) -> bool:
 
 
 def forget_killed(launcher: Launcher) -> None:
-    """Ignore the folder that a killed agent could not remove."""
+    """Remove the folders that killed agents have left, because the fixture checks that none is left."""
     for folder in (launcher.folder / "tmp").iterdir():
         subprocess.run(["rm", "-r", folder], check=True)

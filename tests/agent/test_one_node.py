@@ -1,4 +1,4 @@
-"""One node, scripts without torch: what users of torchrun expect, and what PID 1 of a pod must do."""
+"""One node and scripts without torch: what users of torchrun expect, and what PID 1 of a pod must do."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shell import eventually, lives
 from ddprun.core.leader_state import REPEATS
 from ddprun.forkserver import CRASH_DESCRIPTOR
 
-# Both ways of starting a rank keep the same promises.
+# Both ways of starting a rank must pass the same tests.
 STARTS = pytest.mark.parametrize("start", ["--no-preload", "--preload=json"])
 
 
@@ -75,7 +75,7 @@ def test_the_exit_code_is_the_users(launcher: Launcher, start: str, line: str, c
         ("try: int('a')\nexcept ValueError: sys.exit(4)", "ValueError: invalid literal", "int('a')"),
         ("raise KeyError('k')", "KeyError: 'k'", "raise KeyError('k')"),
         ("sys.exit(3)", "", ""),
-        ("sys.exit(256)", "", ""),  # sys.exit(os.system("false")): its exit status is 0
+        ("sys.exit(256)", "", ""),  # sys.exit(os.system("false")) exits with 0, because exit codes are modulo 256
         *(
             (
                 f"import os; sys.excepthook = lambda *_: {ends}(0)\nraise KeyError('k')",
@@ -89,7 +89,7 @@ def test_the_exit_code_is_the_users(launcher: Launcher, start: str, line: str, c
 def test_what_a_rank_has_said_when_it_ended_is_in_the_message(
     launcher: Launcher, line: str, exception: str, trace: str
 ) -> None:
-    """`ended with exit code 2` sends users to the log of a pod that is gone."""
+    """`ended with exit code 2` alone sends users to the log of a pod that is already deleted."""
     script = launcher.script(f"import sys\n{line}")
     done = launcher.done("--preload=json", "--max-restarts", 0, script)
     said = message(launcher)
@@ -102,7 +102,7 @@ def test_what_a_rank_has_said_when_it_ended_is_in_the_message(
 
 @pytest.mark.parametrize(("goes_on", "code"), [("print('done')", 1), ("ddpjob.progress(1)", 0)])
 def test_a_failed_child_that_its_rank_ignores_is_a_failure(launcher: Launcher, goes_on: str, code: int) -> None:
-    """join() says nothing of it, and the job succeeded; a rank that goes on training has handled it."""
+    """join() raises nothing, so the job would succeed. If the rank reports another step, it has handled the failure."""
     script = launcher.script(
         "import multiprocessing, ddpjob\n"
         "def train():\n"
@@ -118,7 +118,7 @@ def test_a_failed_child_that_its_rank_ignores_is_a_failure(launcher: Launcher, g
 
 
 def test_a_backend_that_torch_does_not_have_is_not_tried_again(launcher: Launcher) -> None:
-    """A typo must not cost four starts, and the back-off between them."""
+    """A typo must not cost four starts and the back-off between them."""
     script = launcher.script("open('starts', 'a').write('x')\nassert False, 'Unknown backend type gluu'")
     done = launcher.done("--preload=json", script)
     assert done.returncode == 1
@@ -152,7 +152,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 def test_a_complaint_about_a_peer_is_one_in_nccls_second_line_and_below_the_scripts_own(
     launcher: Launcher, line: str
 ) -> None:
-    """Otherwise the rank that complained is charged, as for its own exception."""
+    """Otherwise the rank that only complained about a peer is charged, as for an error of its own."""
     done = launcher.done("--preload=json", launcher.script(COMPLAINTS + line))
     assert done.returncode == 0
     assert "ncclSystemError: System call); charged to infrastructure" in done.stderr
@@ -165,7 +165,7 @@ def test_a_good_end_by_exit_is_none_that_is_told(launcher: Launcher, line: str) 
 
 
 def test_a_job_of_one_node_that_is_told_to_stop_speaks_of_no_other_nodes(launcher: Launcher) -> None:
-    """Otherwise users look for nodes that the job never had."""
+    """Otherwise users search for nodes that the job never had."""
     script = launcher.script("import time; open('ready', 'w').close(); time.sleep(1000)")
     left = json.dumps({"application": 3, "infrastructure": 100, "stall": 10})
     run = launcher.ddprun("--no-preload", script, DDPJOB_RESTARTS_LEFT=left)
@@ -243,7 +243,7 @@ def test_a_program_that_cannot_be_started_is_not_tried_again(launcher: Launcher)
 def test_a_script_that_is_missing_is_one_line_with_the_one_that_may_be_meant(
     launcher: Launcher, tmp_path: Path
 ) -> None:
-    """A typo must not cost three restarts with their back-off."""
+    """A typo must not cost three restarts and their back-off."""
     (tmp_path / "train.py").write_text("")
     done = launcher.done(tmp_path / "trian.py")
     assert done.returncode == 2
@@ -293,13 +293,13 @@ def test_what_another_interpreter_has_is_not_known_before_it_is_started(launcher
 
 
 def test_a_module_that_only_python_finds_missing_is_not_tried_again(launcher: Launcher) -> None:
-    """For a package only an import shows it; Python's message begins like that of a SystemExit."""
+    """Only an import shows that a package is missing, and Python's message then begins like that of a SystemExit."""
     launcher.script("print(__name__)")
     done = launcher.done("--preload=json", "-m", "json.nowhere")
     assert (done.returncode, done.stderr.count("restart ")) == (1, 0), done.stderr
 
 
-# ---- told to stop ------------------------------------------------------------------------------------------
+# ---- stopped by a signal -----------------------------------------------------------------------------------
 
 
 @STARTS
@@ -340,8 +340,8 @@ def test_ranks_that_ignore_sigterm_are_killed_when_their_time_is_over(launcher: 
 def test_a_signal_that_is_not_to_be_handled_ends_the_agent_as_torchrun_and_leaves_nothing(
     launcher: Launcher, number: signal.Signals
 ) -> None:
-    """Otherwise the kernel ends the agent, and its folder in /tmp stays."""
-    script = launcher.script("import sys, time\nsys.stdout.write('up\\n')\ntime.sleep(100)")  # in one write
+    """Otherwise the kernel ends the agent by the signal, and its folder in /tmp stays."""
+    script = launcher.script("import sys, time\nsys.stdout.write('up\\n')\ntime.sleep(100)")  # in a single write
     job = launcher.ddprun("--no-preload", "--nproc", 2, script)
     assert job.stdout is not None
     assert [job.stdout.readline() for _ in range(2)] == ["up\n"] * 2
@@ -379,7 +379,7 @@ def test_sigterm_while_torch_is_still_imported_ends_the_agent(launcher: Launcher
     assert (done.returncode, done.stdout) == (143, "")
 
 
-# ---- nothing left ------------------------------------------------------------------------------------------
+# ---- cleaning up -------------------------------------------------------------------------------------------
 
 LEAVES_CHILDREN = """
 import os, subprocess, sys, time
@@ -396,7 +396,7 @@ print("ready", flush=True)
 @STARTS
 @pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), 9)"])
 def test_what_a_rank_leaves_behind_in_other_sessions_is_ended(launcher: Launcher, start: str, end: str) -> None:
-    """The fixture looks for survivors."""
+    """The fixture `launcher` fails the test if a process survives."""
     done = launcher.done(start, "--max-restarts", 1, launcher.script(LEAVES_CHILDREN + end))
     assert done.stdout == ("ready\n" if not end else "ready\nready\n")
 
@@ -439,7 +439,7 @@ def test_an_orphan_is_reaped_and_does_not_stay_a_zombie(launcher: Launcher) -> N
 
 @STARTS
 def test_a_rank_is_given_no_descriptor_but_its_streams(launcher: Launcher, start: str) -> None:
-    """The fork server has another one, for the file to which a crash is written."""
+    """With the fork server a rank has one more descriptor: the file to which a crash is written."""
     script = launcher.script(
         """
         import os
@@ -486,7 +486,7 @@ def test_tee_shows_whole_lines_with_their_rank_and_keeps_them(launcher: Launcher
 
 
 def test_tee_shows_a_long_line_as_one(launcher: Launcher) -> None:
-    """In a long JSON line the name of its rank must not appear every 64 KiB."""
+    """The prefix with the rank must not appear every 64 KiB within a long line of JSON."""
     script = launcher.script("import sys; sys.stdout.write('x' * 300_000 + '\\nshort\\n' + 'y' * 100_000)")
     done = launcher.done("--no-preload", "--tee", "1", script)
     assert done.stdout == f"[default0]:{'x' * 300_000}\n[default0]:short\n[default0]:{'y' * 100_000}"
@@ -496,7 +496,7 @@ def test_tee_shows_a_long_line_as_one(launcher: Launcher) -> None:
 def test_without_log_dir_what_no_console_shows_is_kept_and_its_folder_is_named(
     launcher: Launcher, words: list[str]
 ) -> None:
-    """As under torchrun: a night's output must not be removed."""
+    """As under torchrun, a night's output must not be removed."""
     script = launcher.script("print('out')")
     done = launcher.done("--no-preload", "--nproc", 2, *words, script, TMPDIR=str(launcher.folder / "kept"))
     (run,) = (launcher.folder / "kept").iterdir()
@@ -506,7 +506,7 @@ def test_without_log_dir_what_no_console_shows_is_kept_and_its_folder_is_named(
 
 @pytest.mark.parametrize("words", [["--log-dir", "logs"], ["-r", "2", "--log-dir", "logs"], []])
 def test_a_script_that_changes_its_folder_is_still_heard(launcher: Launcher, words: list[str]) -> None:
-    """Hydra changes the folder, but the cause of a failure must still be found."""
+    """Hydra changes the working directory, but the cause of a failure must still be found."""
     (launcher.folder / "tmp" / "its").mkdir()
     script = launcher.script("import os; os.mkdir('other'); os.chdir('other'); raise ValueError('no shard 7')")
     path = launcher.folder / "termination.json"
@@ -537,7 +537,7 @@ PRINTS = "import time\nwhile True:\n    print('line')\n    time.sleep(0.01)"
 def test_output_that_nobody_reads_is_no_reason_for_a_restart(
     launcher: Launcher, start: str, redirected: str, library: str
 ) -> None:
-    """`ddprun train.py | head` must not restart the ranks three times, each with a BrokenPipeError."""
+    """`ddprun train.py | head` must not restart the ranks three times, each time with a BrokenPipeError."""
     words = shlex.join([sys.executable, "-m", "ddprun", start, str(launcher.script(library + PRINTS))])
     shell = ["bash", "-c", f"{words} {redirected} | head -1; exit ${{PIPESTATUS[0]}}"]
     done = subprocess.run(shell, cwd=launcher.folder, env=launcher.env, capture_output=True, text=True, check=False)
@@ -574,7 +574,7 @@ def test_a_folder_named_as_torchs_files_are_not_kept(launcher: Launcher, tmp_pat
 
 
 def test_a_restart_names_the_checkpoint_that_it_goes_on_from(launcher: Launcher) -> None:
-    """Otherwise nobody knows how many steps a failure has cost."""
+    """Otherwise users cannot see how many steps a failure has cost."""
     script = launcher.script(
         """
         import os, ddpjob

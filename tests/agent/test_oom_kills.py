@@ -1,4 +1,4 @@
-"""A rank that the kernel killed for its memory is reported as such, not as killed by somebody."""
+"""A rank that the kernel killed because memory ran out is reported as such, not as killed by a person."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ddpjob_core.failures import KILLED_BY_KERNEL, Failure
 from ddprun.oom_kills import OomKills, counting_file
 
 EVENTS = "low 0\nhigh 0\nmax 31\noom 4\noom_kill {}\noom_group_kill 0\n"
-# As PID 1 of a container sees its cgroup; the file belongs to the test.
+# Paths as PID 1 of a container sees its cgroup. The counter file belongs to the test.
 AGENT = """
 import os, sys
 from ddprun import main, oom_kills
 oom_kills.counting_file = lambda: os.environ["MEMORY_EVENTS"]
 main()
 """
-# The kernel counts first, then kills.
+# The kernel counts the kill before it sends SIGKILL.
 KILLED_FOR_MEMORY = """
 import os, signal, sys
 if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) in TIMES:
@@ -57,7 +57,7 @@ def test_without_a_count_nothing_is_said_to_be_out_of_memory(tmp_path: Path, tex
         ("0::/\n", ["memory.events"], "memory.events"),  # a container of cgroup v2 with its own namespace
         ("0::/kubepods/pod1\n", ["kubepods/pod1/memory.events", "memory.events"], "kubepods/pod1/memory.events"),
         ("0::/of/the/host\n", ["memory.events"], "memory.events"),
-        ("5:memory:/\n0::/\n", ["memory/memory.oom_control"], "memory/memory.oom_control"),  # v1
+        ("5:memory:/\n0::/\n", ["memory/memory.oom_control"], "memory/memory.oom_control"),  # cgroup v1
         ("5:cpu,memory:/a\n", ["memory/a/memory.oom_control"], "memory/a/memory.oom_control"),
         ("0::/\n", [], ""),
     ],
@@ -98,7 +98,7 @@ def test_a_rank_that_was_killed_for_its_memory_is_out_of_memory_in_the_log_and_i
 
 
 def test_a_rank_that_somebody_killed_is_not(launcher: Launcher) -> None:
-    """Even if a rank of the previous generation was out of memory."""
+    """Also if a rank of the previous generation was out of memory."""
     said, message = ended(launcher, "(0,)")
     assert KILLED_BY_KERNEL in said
     assert (message["signal"], message["exception"]) == ("SIGKILL", "")

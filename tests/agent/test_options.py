@@ -1,4 +1,4 @@
-"""The command line equals torchrun's; what ddprun does not do is refused by name."""
+"""The command line equals torchrun's; an option that ddprun does not support is refused by name."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def test_a_damaged_word_of_the_operator_is_refused_with_what_it_should_be(
 
 
 def test_a_wrong_option_is_answered_in_two_lines(capsys: Any) -> None:
-    """Seventeen lines of usage would hide the one that names the wrong option."""
+    """Otherwise seventeen lines of usage hide the line that names the wrong option."""
     first, second = refusal(capsys, "--nprocs-per-node 2 train.py").splitlines()
     assert "--nprocs-per-node" in first or "training_script" in first
     assert second == "(ddprun --help has all options)"

@@ -1,4 +1,4 @@
-"""ddprun ends everything that its ranks have started, and nothing else: not processes that were there when it began."""
+"""ddprun ends everything that its ranks have started, and no process that was running before it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STARTS = pytest.mark.parametrize("start", ["--no-preload", "--preload=json"])
 
 
 class Beside:
-    """A user's entry point: `something & exec ddprun …`. Processes whose pid it records are siblings."""
+    """A user's entry point `something & exec ddprun …`. A process whose pid it records is a sibling of ddprun."""
 
     def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
@@ -71,7 +71,7 @@ def beside(launcher: Launcher) -> Iterator[Beside]:
 
 
 def forget_what_kill_9_leaves(launcher: Launcher) -> None:
-    """Ignore the folder: nobody is left who could remove it."""
+    """Remove the folders that killed agents have left, because the fixture checks that none is left."""
     for folder in (launcher.folder / "tmp").glob("ddprun_*"):
         shutil.rmtree(folder)
 
@@ -103,7 +103,7 @@ def test_a_process_that_was_there_before_outlives_a_restart_and_the_end(
 def test_what_such_a_process_starts_later_lives_too_also_where_it_becomes_an_orphan(
     beside: Beside, launcher: Launcher, start: str
 ) -> None:
-    """Otherwise users lose the data server that a tensorboard starts, or a logger that became a daemon."""
+    """Otherwise users lose the data server that tensorboard starts, or a logger that has become a daemon."""
     sibling = """
         (until test -e go; do sleep 0.02; done
          sleep 1000 & echo $! > child.pid
@@ -126,7 +126,7 @@ def test_what_such_a_process_starts_later_lives_too_also_where_it_becomes_an_orp
 def test_under_nohup_a_closed_terminal_stops_nothing(
     beside: Beside, launcher: Launcher, start: str, siblings: str
 ) -> None:
-    """With `nohup ddprun … &` a training continues after logout."""
+    """A training started with `nohup ddprun … &` must continue after logout."""
     script = launcher.script(
         """
         import os, time
@@ -181,9 +181,9 @@ def test_the_process_that_was_started_passes_signals_on_and_ends_with_the_code(
 def test_it_ends_with_its_ranks_where_who_started_it_wants_to_hear_of_no_child(
     beside: Beside, launcher: Launcher, siblings: str
 ) -> None:
-    """An ignored SIGCHLD is inherited, and then the kernel reports no ended children: ddprun would wait for ever."""
+    """An ignored SIGCHLD is inherited, and then the kernel reports no ended children: ddprun would wait forever."""
     script = launcher.script("open('trained', 'w')")
-    # sh restores it, so `trap '' CHLD` has no effect.
+    # Python ignores SIGCHLD here, because sh restores it: `trap '' CHLD` has no effect.
     ignores = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN)"
     python = f"{sys.executable} -c '{ignores}; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])'"
     started = beside.start(siblings, "--no-preload", script, python=python)
@@ -192,7 +192,7 @@ def test_it_ends_with_its_ranks_where_who_started_it_wants_to_hear_of_no_child(
 
 
 def test_one_ctrl_c_at_a_terminal_is_one(beside: Beside, launcher: Launcher) -> None:
-    """Ctrl-C goes to a whole foreground group: received twice, it would interrupt the save."""
+    """Ctrl-C goes to the whole foreground process group. A rank that gets it twice would be interrupted as it saves."""
     script = launcher.script(
         """
         import signal, sys, time
@@ -209,7 +209,7 @@ def test_one_ctrl_c_at_a_terminal_is_one(beside: Beside, launcher: Launcher) -> 
 
 
 def test_kill_9_of_the_process_that_was_started_ends_the_ranks(beside: Beside, launcher: Launcher) -> None:
-    """A killed job must not train on unseen."""
+    """Otherwise a killed job trains on unnoticed."""
     script = launcher.script("import os, time; open('rank.txt', 'w').write(f'{os.getpid()}\\n'); time.sleep(1000)")
     run = beside.start("sleep 1000 &\necho $! > sibling.pid", "--no-preload", script)
     rank = beside.pid("rank.txt")
@@ -221,7 +221,7 @@ def test_kill_9_of_the_process_that_was_started_ends_the_ranks(beside: Beside, l
 
 
 def test_an_agent_that_is_killed_is_told_by_its_signal(beside: Beside, launcher: Launcher) -> None:
-    """Otherwise a pod whose agent was killed for memory counts as completed."""
+    """Otherwise a pod whose agent was killed for its memory counts as completed."""
     script = launcher.script("import time; open('ready', 'w').close(); time.sleep(1000)")
     run = beside.start("sleep 1000 &\necho $! > sibling.pid", "--no-preload", script)
     eventually((launcher.folder / "ready").exists)
@@ -233,8 +233,8 @@ def test_an_agent_that_is_killed_is_told_by_its_signal(beside: Beside, launcher:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may make a PID namespace everywhere")
 def test_pid_1_of_a_container_spares_what_an_exec_has_started_there(beside: Beside, launcher: Launcher) -> None:
-    """Otherwise the next restart ends `kubectl exec pod -- sh -c 'py-spy record … &'`, whose orphan is PID 1's
-    child."""
+    """Otherwise the next restart ends `kubectl exec pod -- sh -c 'py-spy record … &'`, because that process becomes
+    a child of PID 1."""
     namespace = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
     script = launcher.script(
         FAILS_ONCE.format(
@@ -254,7 +254,7 @@ def test_pid_1_of_a_container_spares_what_an_exec_has_started_there(beside: Besi
 
 
 def test_what_is_started_without_others_stays_one_process(launcher: Launcher) -> None:
-    """Another process in every pod would cost its memory, and change the effect of `kill`."""
+    """A second process in every pod would cost memory and change the effect of `kill`."""
     script = launcher.script("import time; open('ready', 'w').close(); time.sleep(1000)")
     run = launcher.ddprun("--no-preload", script)
     eventually((launcher.folder / "ready").exists)

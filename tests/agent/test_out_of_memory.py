@@ -1,4 +1,4 @@
-"""A rank exceeds its container's memory, and the kernel kills it: from which state does training resume?"""
+"""A rank exceeds its container's memory limit, and the kernel kills it: from which state does training resume?"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from limited import Limited, limited
 from ddpjob_core.failures import KILLED_BY_KERNEL
 
 MIB = 1 << 20
-# As the process of a container: everything that it starts is in its cgroup.
+# Runs the agent as in a container: all processes that it starts are in its cgroup.
 AGENT = """
 import os
 with open(os.environ["CGROUP_PROCS"], "w") as procs:
@@ -81,7 +81,7 @@ with ddpjob.init() as world:
 
 
 def trained(launcher: Launcher, place: Limited, ranks: int, **env: str) -> tuple[list[str], list[str], str]:
-    """Return from which steps it began, how its ranks ended, and its output."""
+    """Return the steps at which the ranks began, how the ranks ended, and stderr."""
     launcher.script(AGENT, "in_a_container.py")
     where = {"CGROUP_PROCS": str(place.procs), "CGROUP_USED": str(place.used), "CGROUP_LIMIT": str(place.limit)}
     words: list[Any] = ["--nproc", ranks, "--max-restarts", 1, launcher.script(TRAIN)]
@@ -92,8 +92,8 @@ def trained(launcher: Launcher, place: Limited, ranks: int, **env: str) -> tuple
 
 
 def test_a_rank_that_the_kernel_kills_for_its_memory_costs_no_step(launcher: Launcher) -> None:
-    """A batch that is too long takes a rank over the limit: the others have the state, and reserved room in the first
-    steps. Otherwise all steps since the last save are repeated, up to the same batch."""
+    """A batch that is too long takes a rank over the limit. The other ranks have the state, and reserved memory for
+    it in the first steps. Otherwise all steps since the last save are repeated, up to the same batch."""
     with limited(2048 * MIB) as place:
         began, ended, said = trained(launcher, place, 2, WIDTH="256", LAYERS="1")
     assert began == ["BEGIN 0", "BEGIN 8"], said
@@ -105,8 +105,8 @@ def test_a_rank_that_the_kernel_kills_for_its_memory_costs_no_step(launcher: Lau
 def test_a_rank_alone_in_a_container_without_room_goes_on_from_the_folder_and_the_log_has_said_why(
     launcher: Launcher,
 ) -> None:
-    """The limit leaves 100 MiB, and the state takes 221: users who want to lose no step must learn that in time. The
-    layers are small, because a step of AdamW briefly needs twice the largest one."""
+    """The limit leaves 100 MiB, and the state takes 221 MiB. Users who want to lose no step must learn that in time.
+    The layers are small, because a step of AdamW briefly needs twice the size of the largest layer."""
     with limited(1536 * MIB) as place:
         began, _, said = trained(launcher, place, 1, WIDTH="1024", LAYERS="16", ROOM=str(100 * MIB))
     assert began == ["BEGIN 0", "BEGIN 5"], said

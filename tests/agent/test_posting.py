@@ -1,5 +1,4 @@
-"""What node 0's agent reports to the status receiver about restarts in place: all of them, repeatedly, and no
-secret."""
+"""Node 0's agent reports all restarts in place to the status receiver, repeats the reports, and sends no secret."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from shell import eventually
 from ddpjob.reporting import termination
 from ddprun import posting
 
-# Fails so many times; then it waits until it may end.
+# Fails in the first two generations; in the third it waits until it may end.
 FAILS = """
 import os, time
 life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -26,7 +25,7 @@ open(f"up-{life}", "w").close()
 if life < 2: raise SystemExit(7)
 while not os.path.exists("enough"): time.sleep(0.01)
 """
-# The second time it waits until it may end.
+# Fails twice. The second failure waits until the file `enough` exists.
 FAILS_TWICE = """
 import os, time
 while os.environ["TORCHELASTIC_RESTART_COUNT"] == "1" and not os.path.exists("enough"): time.sleep(0.01)
@@ -35,7 +34,7 @@ raise SystemExit(7)
 
 
 class Receiver:
-    """A status receiver that records reports, and may be away, or refuse."""
+    """A status receiver that records reports, and can be unreachable or refuse them."""
 
     def __init__(self, port: int = 0) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -76,7 +75,7 @@ def application(body: dict[str, Any]) -> int:
 def test_steps_of_ranks_that_have_ended_are_progress_also_where_they_were_reported(
     launcher: Launcher, receiver: Receiver
 ) -> None:
-    """Otherwise its final report makes the agent forget them, and the fourth failure in a week ends the job."""
+    """Otherwise the agent forgets the steps after its final report, and the fourth failure in a week ends the job."""
     script = launcher.script(
         """
         import os, ddpjob
@@ -168,7 +167,7 @@ def test_a_receiver_that_never_answers_delays_the_end_by_no_more_than_two_second
 
 
 def test_a_token_that_cannot_be_sent_is_not_quoted(launcher: Launcher, receiver: Receiver) -> None:
-    """http.client's own error repeats the header's value."""
+    """http.client's error message contains the header's value."""
     token = launcher.folder / "token"
     token.write_text("a-secret\nof-two-lines")
     where = {"DDPJOB_STATUS_URL": receiver.url, "DDPJOB_STATUS_TOKEN_FILE": str(token)}
@@ -196,7 +195,7 @@ def test_a_post_always_fits(character: str) -> None:
 @pytest.mark.parametrize("character", ["x", "é", "\x01", "\U0001f600", "\ud800"])
 @pytest.mark.parametrize("name", ["exception", "traceback", "its own"])
 def test_a_termination_message_always_fits_and_keeps_what_the_operator_needs(character: str, name: str) -> None:
-    """A script's own message may have any content and length."""
+    """A script's own termination message may have any content and length."""
     needed = {"rank": 3, "exitCode": 1, "ended": True, "agent": {"replacement": 0, "restarts": {"application": 3}}}
     body = termination.encode({**needed, name: character * 60_000, "list": ["x"] * 5_000})
     assert len(body) <= termination.BYTES_MAX

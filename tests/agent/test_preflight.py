@@ -1,4 +1,4 @@
-"""The nodes measure each other before the first ranks start, if requested: what follows from the result."""
+"""If requested, nodes measure each other before the first ranks start: tests of what follows from the result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ddprun.core.leader_state import PREFLIGHT_SECONDS, LeaderState, Stop
 JOIN_SECONDS, T0 = 600.0, 7.25
 ASKED = {"DDPJOB_PREFLIGHT": "1"}
 TRAIN = "import os; open(f'trained-{os.environ[\"RANK\"]}-{os.environ[\"TORCHELASTIC_RESTART_COUNT\"]}', 'w').close()"
-# In place of ddpjob/preflight, which needs torch.
+# Replaces ddpjob/preflight, which needs torch.
 STUB = """
 import os, sys, time
 from ddpjob.reporting import termination
@@ -99,7 +99,7 @@ def test_a_node_that_is_lost_meanwhile_is_waited_for_and_all_measure_again() -> 
 
 @pytest.mark.parametrize("works", [True, False])
 def test_a_preflight_after_a_lost_pod_hides_nothing_of_why_the_ranks_start_again(works: bool) -> None:
-    """Node 0's log must not blame its own pod, which was never replaced, for the loss of node 1's."""
+    """Node 0's log must not blame its own pod, which was never replaced, when node 1's was lost."""
     found = LeaderState(Members(range(2)), Budget(3, 3, 3, 3), JOIN_SECONDS, T0, has_operator=True)
     for node in range(2):
         found.joined(node, T0)
@@ -143,7 +143,7 @@ def test_a_new_pod_that_was_asked_to_makes_all_measure() -> None:
 
 @pytest.fixture
 def stubbed(launcher: Launcher) -> Launcher:
-    """Return agents whose pre-flight is the stub."""
+    """Return a launcher whose agents run the stub as pre-flight."""
     stub = launcher.folder / "stub"
     (stub / "preflight").mkdir(parents=True)
     (stub / "preflight/__init__.py").touch()
@@ -176,7 +176,7 @@ def test_a_bad_node_ends_the_pods_with_75_before_anything_trains(stubbed: Launch
 
 
 def test_the_real_one_in_the_fork_server_tells_its_table(launcher: Launcher) -> None:
-    # With as many threads each, two "nodes" on the same processors would wait for each other in every product.
+    # With more threads, two "nodes" on the same CPUs would wait for each other in every matrix product.
     asked = ASKED | {"OMP_NUM_THREADS": "1"}
     done = [finish(a, 120) for a in launcher.nodes(2, launcher.script(TRAIN), is_warm=True, **asked)]
     assert [d.returncode for d in done] == [0, 0], [d.stderr for d in done]

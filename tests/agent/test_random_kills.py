@@ -1,4 +1,4 @@
-"""Any process is killed at any moment: the job ends with the result that it would have had."""
+"""Any process may be killed at any moment: the job ends with the same result as without kills."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from agents import Launcher
 from free_port import free_port
 
-# Rank 0 sums what all ranks send at each step, as a group would; a rank that loses a peer fails, as in a collective.
+# At each step rank 0 sums what all ranks send, like an all_reduce. A rank that loses a peer fails.
 TRAIN = """
 import os, socket, struct, sys, time
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -56,7 +56,7 @@ LEFT = '{"application": 100, "infrastructure": 100, "stall": 100}'
 
 
 class Pod:
-    """An agent, replaced when it has ended; with an operator each pod of a node has a number."""
+    """An agent that is replaced after it has ended. With an operator each pod of a node has its own number."""
 
     def __init__(self, launcher: Launcher, words: list[object], *, operator: bool) -> None:
         self._launcher, self._words, self._operator = launcher, words, operator
@@ -72,11 +72,11 @@ class Pod:
 
     @property
     def succeeded(self) -> bool:
-        """True if it knows that all ranks ended well; one that was told to stop may have left before."""
+        """True if the agent ended with 0 because all ranks did; an agent that was told to stop may have left before."""
         return self.agent.poll() == 0 and not self.told
 
     def tell(self) -> None:
-        """Tell it to stop, as a drained node does."""
+        """Send SIGTERM to the agent, as when its node is drained."""
         self.told = True
         self.agent.terminate()
 
@@ -91,8 +91,8 @@ def test_whatever_is_killed_the_job_ends_with_its_result(launcher: Launcher, see
     story: list[str] = []
     kills, began, next_kill = 4, time.monotonic(), time.monotonic() + chance.uniform(0, 1)
     try:
-        # An agent that ends with 0 knows that all ranks have: the other may be killed after that, and needs no
-        # successor.
+        # If one agent ends with 0, all ranks have succeeded. The other agent may be killed after that and needs no
+        # replacement.
         while not any(pod.succeeded for pod in pods):
             assert time.monotonic() < began + SECONDS_MAX, f"seed {seed}: it hangs after {story}"
             for k, pod in enumerate(pods):
@@ -114,7 +114,7 @@ def test_whatever_is_killed_the_job_ends_with_its_result(launcher: Launcher, see
 
 
 def strike(chance: random.Random, told: list[Pod], alive: list[psutil.Process]) -> str:
-    """Kill any process, or tell one of these agents; return what was done."""
+    """Kill a random process, or stop one of these pods' agents; return a description."""
     if told and chance.random() < 0.25:
         k = chance.randrange(len(told))
         told[k].tell()

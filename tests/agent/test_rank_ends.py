@@ -1,4 +1,4 @@
-"""What a job that ended with 0 reports about unequal replicas, and ranks that trained alone."""
+"""Reports about jobs that ended with 0, but whose replicas differ or whose ranks trained alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from agents import Launcher, finish
 
-# Each function is a training; what it does with its model is tested.
+# Each function is one training; the tests check what the report says about its model.
 TRAININGS = """
 import contextlib, copy, os, sys
 import torch, torch.distributed as dist
@@ -213,8 +213,7 @@ sys.exit(0)
 
 
 def trained(launcher: Launcher, *names: str) -> list[str]:
-    """Return the report of two nodes on these trainings, one after the other; only node 0 has it, and nothing else is
-    reported."""
+    """Return the findings of two nodes that run these trainings one after the other. Only node 0 reports."""
     script = launcher.script(TRAININGS.replace("in TRAININGS", f"in [{', '.join(names)}]"))
     ran = [finish(node) for node in launcher.nodes(2, script, is_warm=True)]
     assert [node.returncode for node in ran] == [0, 0], [node.stderr for node in ran]
@@ -229,7 +228,7 @@ def trained(launcher: Launcher, *names: str) -> list[str]:
 
 
 def test_replicas_that_are_not_kept_in_step_are_named_at_the_end(launcher: Launcher) -> None:
-    """Otherwise each rank trains its own model, one of them is saved, and the exit code is 0."""
+    """Otherwise each rank trains its own model, one model is saved, and the exit code is 0."""
     found = trained(
         launcher,
         "every_backward_in_no_sync",
@@ -255,14 +254,14 @@ def test_replicas_that_are_not_kept_in_step_are_named_at_the_end(launcher: Launc
 
 
 def test_replicas_that_part_late_are_named_as_well(launcher: Launcher) -> None:
-    """The last phase of a training, or an epoch of fine-tuning after it, may be wrong."""
+    """The last phase of a training may be wrong, or an epoch of fine-tuning after it."""
     found = trained(launcher, "no_sync_after_a_thousand_passes", "no_sync_in_the_last_two_passes")
     who = "rank 1 ended with other parameters than rank 0: 0.weight is the first that differs; "
     assert found == [f"{who}the replicas were not kept in step, e.g. every backward ran in no_sync()"] * 2
 
 
 def test_what_a_script_does_to_its_model_after_the_training_is_its_own_affair(launcher: Launcher) -> None:
-    """A warning at the end of a sound job would teach users to ignore all of them."""
+    """A warning at the end of a correct job would teach users to ignore all warnings."""
     right = TRAININGS.partition("# ---- right")[2].partition("def done(")[0]
     names = [line.split()[1].partition("(")[0] for line in right.splitlines() if line.startswith("def ")]
     assert len(names) == 16
@@ -285,7 +284,7 @@ with ddpjob.init(backend="gloo") as world:
 
 
 def test_ranks_that_no_fork_server_has_forked_are_compared_where_they_use_the_library(launcher: Launcher) -> None:
-    """A shell around Python must not silently skip the comparison."""
+    """With a shell around Python there is no fork server, but the comparison must not be skipped silently."""
     words = ["--no-python", "sh", "-c", f"{sys.executable} {launcher.script(WITH_LIBRARY)}; exit $?"]
     done = finish(launcher.ddprun("--nproc-per-node", 2, *words))
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
@@ -315,7 +314,7 @@ elif os.environ["RANK"] == "1" or os.environ["TORCHELASTIC_RESTART_COUNT"] == "0
 
 @pytest.mark.parametrize("way", ["no group", "groups of one"])
 def test_ranks_that_trained_alone_are_reported_though_they_ended_with_0(launcher: Launcher, way: str) -> None:
-    """Without `--launcher pytorch` each rank trains on all data, and nobody notices."""
+    """Without `--launcher pytorch` each rank trains on all data, which nobody notices."""
     script = launcher.script(ALONE.replace("WAY", repr(way)))
     done = finish(launcher.warm("--nproc-per-node", 2, script))
     text = "ddprun: 2 ranks ran and none has formed a process group with another: each has trained alone"
@@ -327,9 +326,9 @@ def test_ranks_that_trained_alone_are_reported_though_they_ended_with_0(launcher
 
 @pytest.mark.parametrize("way", ["a forward pass only", "by another library", "an end that nobody sees"])
 def test_ranks_that_may_have_had_a_reason_not_to_form_a_group_are_not_reported(launcher: Launcher, way: str) -> None:
-    """Data that each rank prepares for itself, a batch of predictions, or Horovod need no group."""
+    """No group is needed for data that each rank prepares for itself, for a batch of predictions, or with Horovod."""
     script = launcher.script(ALONE.replace("WAY", repr(way)))
-    # In a copy of this process autograd may have run for another test.
+    # A forked process might inherit autograd threads that another test has started here.
     start = launcher.ddprun if way == "a forward pass only" else launcher.warm
     done = finish(start("--nproc-per-node", 2, script))
     assert done.returncode == 0

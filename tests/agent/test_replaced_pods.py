@@ -1,4 +1,4 @@
-"""Several nodes on loopback with an operator: a pod that is lost, or told to go, is replaced alone."""
+"""Several nodes on loopback with an operator: only the pod that is lost or told to stop is replaced."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from shell import eventually, lives
 
 LEFT = json.dumps({"application": 3, "infrastructure": 100, "stall": 10, "inARow": 0, "chargedInARow": 0})
 
-# Every rank records its start, reports when it listens, and runs until it may end. After SIGTERM to one all save: they
-# check for a common file, as the library's ranks agree on a step.
+# Every rank records its start and runs until it may end. After SIGTERM to one rank all ranks save: each checks for a
+# common file, which stands for the step on which the library's ranks agree.
 TRAIN = """
 import os, signal, sys, time
 life, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
@@ -33,7 +33,7 @@ while not os.path.exists("enough"):
 
 
 class Job:
-    """The agents of a job, each with its pod's number."""
+    """The agents of a job, each with the replacement number of its pod."""
 
     def __init__(self, launcher: Launcher, nodes: int, *words: object) -> None:
         self.launcher, self.nodes = launcher, nodes
@@ -42,7 +42,7 @@ class Job:
         self.agents = [self.start(node) for node in range(nodes)]
 
     def start(self, node: int, replacement: int = 0, left: str = LEFT) -> subprocess.Popen[str]:
-        """Start a pod of this node; left: remaining budgets, as an operator sets them."""
+        """Start a pod of this node; left: the remaining budgets, as an operator passes them."""
         words = [*self._group, "--node-rank", node, *self._words]
         own = {"DDPJOB_REPLACEMENT": str(replacement), "DDPJOB_TERMINATION_LOG": str(self._log(node, replacement))}
         return self.launcher.ddprun(*words, DDPJOB_RESTARTS_LEFT=left, **own)
@@ -57,11 +57,11 @@ class Job:
         eventually(lambda: len(list(self.launcher.folder.glob(f"up-{life}-*"))) == self.nodes)
 
     def lives(self) -> list[int]:
-        """Return the generations that existed."""
+        """Return the numbers of the generations that have started."""
         return sorted({int(path.name.split("-")[1]) for path in self.launcher.folder.glob("up-*")})
 
     def processes(self, node: int) -> set[int]:
-        """Return the agent of a node and its fork server, while no rank is running."""
+        """Return the agent and the fork server of a node, while no rank is running."""
         agent = psutil.Process(self.agents[node].pid)
         return {agent.pid, *(p.pid for p in agent.children() if lives(p))}
 
@@ -72,7 +72,7 @@ class Job:
         assert all(self.agents[node].poll() is None for node in others)
 
     def done(self) -> list[subprocess.CompletedProcess[str]]:
-        """Let the ranks end; return how all agents did."""
+        """Let the ranks end; return how each agent ended."""
         (self.launcher.folder / "enough").touch()
         return [finish(agent) for agent in self.agents]
 
@@ -88,14 +88,14 @@ def job(launcher: Launcher) -> Job:
 
 
 def forget_killed(launcher: Launcher) -> None:
-    """Ignore the folder that a killed agent could not remove."""
+    """Remove the folders that killed agents have left, because the fixture checks that none is left."""
     for folder in (launcher.folder / "tmp").iterdir():
         subprocess.run(["rm", "-r", folder], check=True)
 
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_new_pod_for_one_that_was_lost_is_all_that_is_needed(job: Job, lost: int) -> None:
-    """Agents and fork servers of the others stay; nothing is charged here, because the operator does."""
+    """Agents and fork servers of the other pods stay. The agents charge nothing, because the operator does."""
     running = {node: job.processes(node) for node in range(3)}
     job.agents[lost].kill()
     job.agents[lost].communicate()
@@ -143,7 +143,7 @@ def test_a_pod_that_has_been_replaced_cannot_disturb_the_new_one(launcher: Launc
 
 
 def test_a_newer_pod_takes_the_place_of_one_that_has_not_gone_yet(launcher: Launcher) -> None:
-    """Its node may be cut off, and its end not known yet."""
+    """The node of the old pod may be cut off, so the end of that pod is not known yet."""
     job = Job(launcher, 2, "--no-preload", launcher.script(TRAIN))
     job.up(0)
     old, job.agents[1] = job.agents[1], job.start(1, 1)

@@ -1,4 +1,4 @@
-"""Node 0's decisions in a session of `ddpjob dev`: a save restarts all ranks, and no failure does."""
+"""Node 0's decisions in a session of `ddpjob dev`: saving a file restarts all ranks, and a failure does not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STOP = Stop(frozenset({0, 1}), 0, patient=False)
 
 
 def running(**more: Any) -> LeaderState:
-    """Return two nodes whose ranks run for the first time."""
+    """Return the state of two nodes whose first generation is running."""
     found = LeaderState(Members(range(2)), Budget(3, 3, 3, 3), 60.0, T0, has_operator=True, dev=True, **more)
     for node in range(2):
         found.joined(node, T0)
@@ -33,7 +33,7 @@ def test_ranks_that_run_are_stopped_and_start_at_once_and_nothing_is_charged() -
     found = running()
     for generation in range(1, 9):
         found.rerun(T0)
-        found.rerun(T0)  # a second save
+        found.rerun(T0)  # a second save of a file
         assert taken(found) == [STOP._replace(generation=generation - 1)]
         stop_all(found)
         assert taken(found) == [start(found, generation)]

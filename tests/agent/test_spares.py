@@ -1,4 +1,4 @@
-"""Ranks of the next generation are forked while the present one trains, so that a restart waits for no fork."""
+"""Spares are ranks of the next generation, forked while the present one trains, so that a restart needs no fork."""
 
 from __future__ import annotations
 
@@ -150,11 +150,11 @@ def test_those_that_wait_end_with_the_fork_server(launcher: Launcher) -> None:
     assert done.stdout == "left: set()\nleft: set()\n", "they would wait for as long as the job runs"
 
 
-# ---- the agent's end of it -------------------------------------------------------------------------------------
+# ---- the agent's side ------------------------------------------------------------------------------------------
 
 
 class Played:
-    """A fork server played by this test, and the agent's end of it."""
+    """A fork server played by this test, connected to a real agent's ForkServer."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self.socket: socket.socket
@@ -170,7 +170,7 @@ class Played:
         self.agent.hear()
 
     def asked(self) -> list[Any]:
-        """Return what the agent has sent meanwhile."""
+        """Return what the agent has sent until now."""
         lines = b""
         while processes.readable(self.socket.fileno(), 0):
             lines += self.socket.recv(1 << 16)
@@ -208,7 +208,7 @@ def test_they_are_forked_one_after_the_other_and_no_more_than_are_needed(played:
 
 
 def test_one_that_is_killed_is_not_replaced_in_the_same_generation(played: Played) -> None:
-    """Otherwise whoever kills them causes endless forks, each of which costs the server a descriptor."""
+    """Otherwise a program that kills spares causes endless forks, each of which costs the server a descriptor."""
     played.agent.fork_spares(2)
     for _ in range(2):
         assert played.asked() == [SPARE]
@@ -219,7 +219,7 @@ def test_one_that_is_killed_is_not_replaced_in_the_same_generation(played: Playe
 
 
 def test_a_fork_that_meets_an_error_is_no_second_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would continue to read the agent's orders, and the agent would not notice that its server has ended."""
+    """Otherwise the fork reads the agent's orders, and the agent does not notice that its server has ended."""
     me = os.getpid()
     agent, its = socket.socketpair()
     with agent, its:
@@ -238,7 +238,7 @@ def test_a_fork_that_meets_an_error_is_no_second_server(monkeypatch: pytest.Monk
         assert (run, os.waitstatus_to_exitcode(os.waitpid(said["pid"], 0)[1])) == (None, 1)
 
 
-# ---- room ------------------------------------------------------------------------------------------------------
+# ---- memory and processes for spares ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_they_do_not_take_its_last_memory_either(tmp_path: Path) -> None:
 
 
 def test_a_restart_while_one_is_forked_takes_the_answers_in_their_order(played: Played) -> None:
-    """If the spare's pid were taken for the rank's, the agent would wait for the wrong process."""
+    """If the agent took the spare's pid for the rank's, it would wait for the wrong process."""
     played.agent.fork_spares(2)
     played.says(pid=LIVES)
     played.says(pid=12)
@@ -276,7 +276,7 @@ def test_a_restart_while_one_is_forked_takes_the_answers_in_their_order(played: 
 
 
 def test_one_that_cannot_be_forked_is_done_without(played: Played) -> None:
-    """Reaching a process limit is no reason to give up the server, which a restart needs."""
+    """A process limit is no reason to give up the server, which the next restart needs."""
     played.agent.fork_spares(2)
     played.says(error="BlockingIOError: [Errno 11] Resource temporarily unavailable")
     played.agent.hear()

@@ -1,4 +1,4 @@
-"""SIGQUIT to ddprun shows where the ranks are, in one text, and ends nothing; idle ranks are mentioned once."""
+"""SIGQUIT to ddprun prints where the ranks are, in one text, and ends nothing; idle ranks are mentioned once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ load_batch() if rank == 1 else wait_for_others()
 
 
 class Waiting:
-    """A `ddprun` whose ranks wait for the file `go`, and its stderr."""
+    """A `ddprun` whose ranks wait for the file `go`, and the stderr of this `ddprun`."""
 
     def __init__(self, launcher: Launcher, text: str, *words: object, ranks: int, **env: str) -> None:
         self.folder, self.ranks = launcher.folder, ranks
@@ -62,7 +62,7 @@ class Waiting:
         return self.errors.read_text(errors="replace")
 
     def asked(self, number: int = signal.SIGQUIT, times: int = 1) -> str:
-        """Return the text that follows the signal."""
+        """Send the signal, and return the text that follows it."""
         before = self.text().count(folded_stacks.END)
         for _ in range(times):
             self.process.send_signal(number)
@@ -75,7 +75,7 @@ class Waiting:
 
 
 def test_sigquit_prints_each_distinct_stack_with_the_ranks_that_share_it_and_ends_nothing(launcher: Launcher) -> None:
-    r"""Otherwise a hang without a timeout shows nothing until the limit, and Ctrl-\ would end the training."""
+    r"""Otherwise users see nothing of a hang until a limit is reached, and Ctrl-\ would end the training."""
     run = Waiting(launcher, TRAIN, ranks=4)
     printed = run.asked(times=3)
     assert printed.startswith("ranks 0-3, innermost call first:"), printed
@@ -90,7 +90,7 @@ def test_sigquit_prints_each_distinct_stack_with_the_ranks_that_share_it_and_end
 
 
 def test_a_stopped_rank_and_one_in_c_code_are_named_with_what_they_are_doing(launcher: Launcher) -> None:
-    """They cannot answer; without a reason users would not know where to look next."""
+    """Such ranks cannot answer; without the reason users would not know where to look next."""
     held = TRAIN.replace("load_batch() if", "re.match('(a+)+b', 'a' * 40) if rank == 2 else load_batch() if")
     run = Waiting(launcher, held, ranks=3)
     os.kill(run.pid(0), signal.SIGSTOP)
@@ -107,7 +107,7 @@ def test_a_stopped_rank_and_one_in_c_code_are_named_with_what_they_are_doing(lau
 
 
 def test_py_spy_shows_a_rank_that_cannot_answer_where_it_is_installed(launcher: Launcher, tmp_path: Path) -> None:
-    """A rank without a process group and the library contains nothing that could answer."""
+    """A rank without the library and without a process group has nothing that could answer, so py-spy reads it."""
     program = tmp_path / "bin" / "py-spy"
     program.parent.mkdir()
     program.write_text('#!/bin/sh\necho "Thread of $4"\necho "    silent (train.py:3)"\n')
@@ -124,7 +124,7 @@ def test_py_spy_shows_a_rank_that_cannot_answer_where_it_is_installed(launcher: 
 def test_whoever_lets_sigquit_end_the_job_is_obeyed_and_still_gets_stacks_by_the_other_signal(
     launcher: Launcher,
 ) -> None:
-    """`ddpjob stacks` uses the other signal, so it never ends a job."""
+    """Then SIGQUIT ends the job. `ddpjob stacks` uses another signal, so it never ends a job."""
     run = Waiting(launcher, TRAIN, "--signals-to-handle=SIGTERM,SIGQUIT", ranks=1)
     assert "rank 0: step 3" in run.asked(45)
     run.process.send_signal(signal.SIGQUIT)
@@ -144,7 +144,7 @@ def test_without_a_running_rank_one_sentence_says_so(launcher: Launcher) -> None
 
 
 def test_64_ranks_in_two_places_are_two_stacks() -> None:
-    """Sixty-four stacks would push the important one off the screen."""
+    """Sixty-four stacks would push the important ones off the screen."""
     here = {"stack": ["train.py:9 in backward"], "sequence": 25, "op": "all_reduce", "done": False}
     there = {"stack": ["train.py:4 in load"], "sequence": 24, "op": "all_reduce", "done": True}
     ranks = [RankStack(rank, 1000 + rank, 7, there if rank == 40 else here) for rank in range(64)]
@@ -159,7 +159,7 @@ def test_64_ranks_in_two_places_are_two_stacks() -> None:
 
 @pytest.mark.parametrize("answer", [{}, {"stack": 3}, {"stack": [1], "sequence": "x"}, {"sequence": -1, "op": None}])
 def test_a_nonsensical_answer_is_shown_without_an_error(answer: dict[str, object]) -> None:
-    """Scripts can write into that memory, but must not end the agent."""
+    """Scripts can write into the memory of the answers, but must not be able to end the agent."""
     assert "rank 0" in folded_stacks.text([RankStack(0, 1, 0, answer)])
 
 
@@ -177,7 +177,7 @@ def test_a_nonsensical_answer_is_shown_without_an_error(answer: dict[str, object
 def test_an_agent_mentions_its_idle_ranks_in_one_line(
     capsys: pytest.CaptureFixture[str], beat: Heartbeat, lines: int, nodes: int, name: str, how: str
 ) -> None:
-    """Otherwise a script without the library hangs silently for hours."""
+    """Without the line, a script that does not use the library hangs silently for hours."""
     agent: Any = types.SimpleNamespace(
         options=parse([f"--nnodes={nodes}", "--node-rank=0", "train.py"], {}),
         node=types.SimpleNamespace(running_ranks={0}, pid=lambda _: -1),
@@ -196,7 +196,7 @@ def test_an_agent_mentions_its_idle_ranks_in_one_line(
 
 
 def looks(clock: idle.IdleClock, times: range, cpu: float = 0.0, mark: object = None) -> list[str]:
-    """Return what the clock shows for two ranks with this share of a CPU."""
+    """Return the messages of the clock for two ranks, of which rank 0 uses this share of a CPU."""
     said = (clock.look(float(now), {0: cpu * now, 1: 0.001 * now}, mark) for now in times)  # type: ignore[arg-type]
     return [text for text in said if text]
 
@@ -214,7 +214,7 @@ def test_one_rank_that_computes_is_no_idle_group() -> None:
 
 
 def test_ranks_that_spin_in_one_collective_are_mentioned_though_they_use_the_cpu() -> None:
-    """NCCL waits with a busy processor."""
+    """NCCL waits by polling, so a waiting rank uses a whole CPU."""
     assert looks(idle.IdleClock(60), range(0, 600, 5), cpu=1.0, mark=((7, 7), (7, 7))) == [idle.NO_PROGRESS]
     moving = idle.IdleClock(60)
     assert not any(moving.look(float(now), {0: float(now)}, now // 30) for now in range(0, 600, 5))

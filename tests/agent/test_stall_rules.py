@@ -1,4 +1,4 @@
-"""Node 0's decisions when ranks make no step, and what steps mean for a restart: no process, no clock."""
+"""Node 0's decisions when ranks make no step, and how steps change a restart, without processes or a clock."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def running(nodes: int, stalls: int = 10, application: int = 9) -> LeaderState:
 
 
 def stand(found: LeaderState, at: float) -> None:
-    """Let all nodes report that they are stalled, and where."""
+    """Let all nodes report that they are stalled, and the positions of their ranks."""
     found.stood(1, GETS_ON, T0)
     found.stood(0, STANDS, at)
     found.stood(1, STANDS, at)
@@ -98,7 +98,7 @@ def test_who_gets_on_after_all_ends_the_matter() -> None:
 
 
 def test_all_nodes_hear_that_the_ranks_of_one_have_ended_well() -> None:
-    """A rank that hangs after its last collective waits for nobody, and its node knows only this way."""
+    """Nobody waits for a rank that hangs after its last collective. Only this message makes its node check for it."""
     found = running(3)
     taken(found)
     found.finished(1, T0)
@@ -175,7 +175,7 @@ AT = T0 + 100
 
 
 def times_out(nodes: int = 3, **more: int) -> LeaderState:
-    """Let rank 0, one per node, end by its timeout of waiting for another; nobody has answered."""
+    """Let rank 0, one per node, end by its timeout of waiting for another rank; no node has answered yet."""
     found = running(nodes, **more)
     found.failed(0, [TIMED_OUT], AT)
     found.stopped(0, [TIMED_OUT], AT)
@@ -185,7 +185,7 @@ def times_out(nodes: int = 3, **more: int) -> LeaderState:
 
 
 def settled(found: LeaderState, nodes: set[int], at: float = AT + 1) -> str:
-    """Return the result when the ranks of these nodes are stopped, after the others' have ended."""
+    """Stop the ranks of these nodes, which are still running, and return the leader's conclusion."""
     assert taken(found) == [Stop(frozenset(nodes), 0, patient=False)]
     assert found.deadline is None
     for node in nodes:
@@ -241,7 +241,7 @@ def test_ranks_that_all_end_by_themselves_are_not_stopped() -> None:
 
 @pytest.mark.parametrize("event", ["lost", "told", "finished", "crashed"])
 def test_whatever_else_happens_ends_the_question(event: str) -> None:
-    """For example a better cause, or a silent node; and a rank that is to save is told at once."""
+    """A better cause or a silent node ends the wait for answers; a rank that is to save gets its signal immediately."""
     found = times_out()
     found.answered(1, STANDS, [HANGS], AT + 0.1)
     if event == "lost":
@@ -313,7 +313,7 @@ def waits(rank: int, op: str) -> Position:
 
 
 def asked(found: LeaderState) -> None:
-    """No rank has run for seconds."""
+    """Let both nodes report ranks that have not run for seconds; the leader then requests their positions."""
     found.stood(0, STILL, T0 + 7)
     assert taken(found) == []
     found.stood(1, STILL, T0 + 7)
@@ -338,7 +338,7 @@ def test_a_deadlock_that_is_certain_is_a_stall_before_any_limit() -> None:
     [
         [(0, STILL, waits(0, "all_reduce")), (1, STILL, waits(1, "all_reduce"))],
         [(0, STILL, waits(0, "all_reduce")), (1, STILL, Position(1))],
-        [(0, STILL, waits(0, "all_reduce")), (1, NOTHING, waits(1, "barrier"))],  # it has run meanwhile
+        [(0, STILL, waits(0, "all_reduce")), (1, NOTHING, waits(1, "barrier"))],  # it has run in the meantime
         [(0, STILL, waits(0, "all_reduce"))],
     ],
 )

@@ -1,4 +1,4 @@
-"""A stop reaches training processes first and their children only afterwards: otherwise nothing is saved."""
+"""A stop reaches training processes first and their children afterwards. Otherwise nothing is saved."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agents import Launcher, finish
 
 STARTS = pytest.mark.parametrize("start", ["--no-preload", "--preload=json"])
 
-# Acts like a DataLoader's worker at a stop: the rank fails if it ends first.
+# The helper behaves like a DataLoader worker at a stop: the rank fails if the helper ends first.
 RANK_WITH_A_HELPER = """
 import os, signal, subprocess, sys, time
 HELPER = '''
@@ -47,7 +47,7 @@ def test_each_rank_of_a_node_is_signalled_without_its_helpers(launcher: Launcher
 
 
 def test_helpers_of_a_rank_that_a_failure_of_another_one_stops_end_after_it(launcher: Launcher) -> None:
-    """A rank may save by itself when its group is broken, if the job gives it the time."""
+    """A rank may save when its group is broken, if the job's grace period is long enough."""
     script = launcher.script(
         "import os, time\n"
         "if os.environ['RANK'] == '1':\n"
@@ -73,7 +73,7 @@ while True: time.sleep(0.05)
 def test_a_helper_that_outlives_its_rank_is_killed_when_the_time_is_over(
     launcher: Launcher, session: list[str]
 ) -> None:
-    """One that uploads what was saved gets the rest of the time; one that never ends must not hold the pod."""
+    """A helper that uploads saved files gets the rest of the time; a helper that never ends must not hold the pod."""
     agent = launcher.ddprun("--no-preload", launcher.script(LEAVES_A_HELPER), *session, PET_SHUTDOWN_TIMEOUT="3")
     wait_for(agent, "ready")
     began = time.monotonic()
@@ -107,8 +107,8 @@ while True: time.sleep(0.05)
 
 @pytest.mark.parametrize("words", ["{0}; true", "({0}; true) | cat", "sh -c '{0}; true' & wait", "exec {0}"])
 def test_the_python_below_a_shell_gets_the_signal_at_once_and_its_time(launcher: Launcher, words: str) -> None:
-    """The shell ends by the signal; its children must not be killed at once, and the reader of its output must live
-    on."""
+    """The shell ends by the signal. Its children must not be killed immediately, and the reader of its output must
+    live on."""
     launcher.script(TRAINS)
     agent = launcher.ddprun("--no-python", "sh", "-c", words.format(f"{sys.executable} -u train.py"))
     done = told_to_stop(agent)
@@ -143,8 +143,8 @@ if __name__ == "__main__":
 def test_training_processes_that_a_rank_has_started_get_the_signal_at_once_and_it_waits_for_them(
     launcher: Launcher,
 ) -> None:
-    """For torch.multiprocessing.spawn in a rank: otherwise its parent ends by the signal, and takes the others with
-    it."""
+    """Otherwise, with torch.multiprocessing.spawn in a rank, the parent ends by the signal and takes its children
+    with it."""
     done = told_to_stop(launcher.ddprun("--no-preload", launcher.script(SPAWNS)), ready=2)
     assert (done.stdout, done.returncode) == ("saved\nsaved\nparent ends\n", 0)
 
@@ -152,7 +152,7 @@ def test_training_processes_that_a_rank_has_started_get_the_signal_at_once_and_i
 def told_to_stop(
     agent: subprocess.Popen[str], *, ready: int = 1, seconds: float = 60
 ) -> subprocess.CompletedProcess[str]:
-    """Stop it once so many processes are ready; return its later output."""
+    """Stop the agent as soon as this many processes are ready; return its later output."""
     for _ in range(ready):
         wait_for(agent, "ready")
     agent.terminate()

@@ -1,4 +1,4 @@
-"""Comparison with the real torchrun, and torch in the ranks. Most processes here import torch: keep these tests few."""
+"""Comparison with the real torchrun, and torch in the ranks. Most processes here import torch: keep the tests few."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PRINT_ENVIRON = """
 import json, os
 json.dump(dict(os.environ), open(f"environ-{os.environ['RANK']}.json", "w"))
 """
-# Intended differences: ddprun has no own store, restarts by itself, and gives each rank a file for its failure.
+# Intended differences: ddprun has no store of its own, restarts by itself, and gives each rank a file for its failure.
 OWN = {"TORCHELASTIC_USE_AGENT_STORE": ("False", "True"), "TORCHELASTIC_MAX_RESTARTS": ("3", "0")}
 ADDED = {"DDPJOB_TERMINATION_LOG", "DDPJOB_BEATS", "DDPJOB_GENERATION", "DDPJOB_MEMORY", "DDPJOB_END"}
 EACH_RUN = {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "MASTER_ADDR"}
@@ -23,7 +23,7 @@ def environs(launcher: Launcher, count: int) -> list[dict[str, str]]:
 
 
 def test_a_rank_finds_the_environment_that_torchrun_gives_it(launcher: Launcher) -> None:
-    """Lightning, Accelerate and others decide by it how they start."""
+    """Lightning, Accelerate and others choose by these variables how they start."""
     del launcher.env["DDPJOB_TERMINATION_LOG"]
     words = ["--nproc-per-node", 2, launcher.script(PRINT_ENVIRON)]
     assert finish(launcher.ddprun("--no-preload", *words)).returncode == 0
@@ -91,7 +91,7 @@ dist.destroy_process_group()
 
 
 def test_the_default_preload_has_all_that_the_first_step_of_ddp_imports(launcher: Launcher) -> None:
-    launcher.env.pop("TORCHINDUCTOR_CACHE_DIR", None)  # an earlier test may have imported it here
+    launcher.env.pop("TORCHINDUCTOR_CACHE_DIR", None)  # an earlier import of torch._inductor here sets it
     assert finish(launcher.ddprun("--nproc", 2, "--no-preload", launcher.script(PRINT_ENVIRON))).returncode == 0
     new, _ = environs(launcher, 2)
     script = launcher.script(PRINT_ENVIRON + FIRST_STEP)

@@ -1,4 +1,4 @@
-"""A stalled group is found, each rank reports where it is, the culprit is named, and all restart."""
+"""A stalled group is detected, each rank reports where it is, the culprit is named, and all ranks restart."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddprun.heartbeats import Heartbeats
 from ddprun.options import parse
 from ddprun.watch_ranks import ANSWER_SECONDS, Watching
 
-# Trains five steps; in the first generation the tested failure happens.
+# Trains five steps; the tested failure happens in the first generation.
 TRAIN = """
 import os, re, sys, time
 import ddpjob
@@ -39,14 +39,14 @@ LIMIT = {"DDPJOB_STALL_TIMEOUT": "2"}
 
 
 def found(text: str) -> tuple[int, str, str]:
-    """Return the sentence about the restart: for how long, what, and its charge."""
+    """Return (seconds without a step, explanation, budget) of the message about the restart."""
     match = re.search(r"restart 1: the group made no step for (\d+) s: (.*); charged to (\w+), waiting 0 s", text)
     assert match, text
     return int(match[1]), match[2], match[3]
 
 
 def told(text: str, rank: int) -> str:
-    """Return what the rank wrote when it was asked."""
+    """Return the answer of the rank: its stacks."""
     return text.partition(f"ddpjob: rank {rank} (process ")[2].partition("\ndd")[0]
 
 
@@ -74,7 +74,7 @@ def test_a_rank_whose_interpreter_is_held_cannot_answer_and_is_named_for_it(laun
 
 
 def test_a_rank_that_never_says_anything_is_not_named_where_another_one_stands_still(launcher: Launcher) -> None:
-    """It is no suspect, because it has nothing with which it could answer."""
+    """A rank that uses neither the library nor a process group is no suspect, because nothing in it can answer."""
     script = launcher.script(
         """
         import os, time
@@ -106,7 +106,7 @@ def test_a_pause_that_is_declared_has_a_limit_of_its_own(launcher: Launcher) -> 
 
 
 def test_a_rank_that_hangs_on_its_way_out_still_says_where_it_is(launcher: Launcher) -> None:
-    """There it waits for the others to leave the group, and saves; it is asked as before."""
+    """On its way out a rank saves and waits for the others to leave the group, so it must still be able to answer."""
     script = launcher.script(
         """
         import atexit, os, time
@@ -130,7 +130,7 @@ def test_a_limit_of_0_is_none(launcher: Launcher) -> None:
 
 
 def test_an_agent_that_was_held_itself_finds_no_stall(launcher: Launcher) -> None:
-    """On a suspended machine or in a frozen container, ranks and agent stop and continue together."""
+    """On a suspended machine or in a frozen container, ranks and agent stop together, which is no stall."""
     script = launcher.script(
         """
         import os, time, ddpjob
@@ -166,7 +166,7 @@ def test_a_stall_on_another_node_is_found_and_all_nodes_start_again(launcher: La
 
 
 def test_a_program_that_trained_and_has_ended_is_none_that_hangs(launcher: Launcher) -> None:
-    """A rank may be a shell script: first a training that reports, then something that does not."""
+    """A rank may be a shell script: first a training that reports its steps, then a program that does not."""
     launcher.script("import ddpjob; ddpjob.progress(1)")
     launcher.script("#!/bin/sh\npython train.py && sleep 4\n", "all.sh").chmod(0o755)
     path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
@@ -185,7 +185,7 @@ class Loses:
         self.words: list[object] = []
 
     def watch(self, *_: object) -> None:
-        """No notifications are used here."""
+        """Do nothing: no notifications are used here."""
 
     unwatch = watch
 
@@ -257,8 +257,8 @@ dist.destroy_process_group()
 
 
 def test_the_rank_that_another_one_waited_for_until_torchs_timeout_is_named_as_in_a_stall(launcher: Launcher) -> None:
-    """The rank that timed out did nothing wrong. Not in a copy of this process: torch's flight recorder is off
-    in a copy of one that has had a group."""
+    """The rank that timed out did nothing wrong. The agents are not forked from this process: torch's flight
+    recorder is off in a fork of a process that has had a group."""
     started = launcher.nodes(2, "--preload=torch", launcher.script(TIMES_OUT), OMP_NUM_THREADS="1")
     done = [finish(agent, 150) for agent in started]
     assert [d.returncode for d in done] == [0, 0], done[0].stderr
@@ -291,7 +291,7 @@ END_LIMIT = {"DDPJOB_STALL_TIMEOUT": "3", "OMP_NUM_THREADS": "1"}
 def test_a_rank_that_hangs_after_its_last_collective_is_found_without_the_library(
     launcher: Launcher, nodes: int, leave: str
 ) -> None:
-    """All others have ended, nobody waits for it, and the job would run for ever."""
+    """The other ranks have ended and nobody waits for this one, so the job would run forever."""
     script = launcher.script(ENDS.format(hang=HANGS, leave=leave))
     started = launcher.nodes(nodes, "--nproc", 2 // nodes, script, is_warm=True, **END_LIMIT)
     done = [finish(agent, 150) for agent in started]
@@ -302,16 +302,16 @@ def test_a_rank_that_hangs_after_its_last_collective_is_found_without_the_librar
 
 
 def test_a_rank_that_works_alone_after_its_last_collective_is_left_alone(launcher: Launcher) -> None:
-    """Rank 0 may evaluate for longer than a step may take."""
+    """Rank 0 may evaluate alone for longer than the limit of a step."""
     script = launcher.script(ENDS.format(hang=WORKS, leave="dist.destroy_process_group()"))
     done = finish(launcher.warm("--nproc", 2, script, **END_LIMIT), 150)
     assert (done.returncode, "restart" in done.stderr) == (0, False), done.stderr
 
 
 def test_a_process_that_hangs_after_its_script_has_ended_is_found(launcher: Launcher) -> None:
-    """For example in torch's destructors, while they hold the interpreter lock: nothing in it can answer."""
+    """For example in torch's destructors, which hold the GIL, so the process cannot answer."""
     hang = "import atexit; torch.kept = Held()"
-    # PyDLL holds the interpreter lock. A signal ends a sleep.
+    # PyDLL holds the GIL during the call. The loop is needed because a signal ends a sleep.
     held = "class Held:\n    def __del__(self):\n        while True: ctypes.PyDLL(None).sleep(1000)"
     script = launcher.script("import ctypes\n" + held + ENDS.format(hang=hang, leave=""))
     done = finish(launcher.warm("--nproc", 2, script, **END_LIMIT), 150)

@@ -1,4 +1,4 @@
-"""The protocol between agents: strangers get nowhere, whatever they send."""
+"""The protocol between agents rejects foreign processes, whatever they send."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_an_agent_with_another_key_is_refused(pair: Any, other: bytes) -> None:
 
 
 def test_a_leader_with_another_key_is_not_obeyed(pair: Any) -> None:
-    """It cannot prove its identity: whoever listens at node 0's old address starts nothing here."""
+    """A process that listens at node 0's old address cannot prove its identity, so it starts nothing here."""
     leader, node = met(pair, job_key("uid-2", {}))
     leader._session = b"guessed"
     leader.send({"start": {"generation": 1, "port": 1}})

@@ -1,4 +1,4 @@
-"""What the tests against an API server share. test_crd.py stands alone."""
+"""Fixtures that the tests against an API server share. test_crd.py does not use them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def _cluster() -> Iterator[None]:
 
 @pytest.fixture
 def api(_cluster: None) -> Iterator[FaultyApi]:
-    """Return a proxy to the API server that can break."""
+    """Yield a proxy to the API server that can inject faults."""
     with FaultyApi() as proxy:
         yield proxy
 
 
 @pytest.fixture
 def namespace(api: FaultyApi) -> Iterator[Namespace]:
-    """A namespace, removed afterwards."""
+    """Yield a namespace, and remove it afterwards."""
     made = Namespace(api)
     try:
         yield made.make()
@@ -39,7 +39,7 @@ def namespace(api: FaultyApi) -> Iterator[Namespace]:
 
 @pytest.fixture
 def operators(api: FaultyApi, request: pytest.FixtureRequest) -> Iterator[Callable[..., Operator]]:
-    """Return a function that starts operators, stopped at the end. None may have logged a bug."""
+    """Yield a function that starts operators, and stop them at the end. None of them may have logged a traceback."""
     started: list[Operator] = []
 
     def start(*namespaces: str, **options: object) -> Operator:
@@ -60,13 +60,13 @@ def operators(api: FaultyApi, request: pytest.FixtureRequest) -> Iterator[Callab
 
 @pytest.fixture
 def operator(operators: Callable[..., Operator], namespace: Namespace) -> Operator:
-    """An operator that watches the namespace."""
+    """Return an operator that watches the namespace."""
     return operators(namespace.name).watches()
 
 
 @pytest.fixture(scope="module")
 def kueue_api() -> str:
-    """The path of the version in which Workloads are served."""
+    """Return the API path of the version in which Kueue's Workloads are served."""
     with FaultyApi() as api:
         for version in ADAPTER.versions:
             listed = (api.find(f"/apis/{ADAPTER.group}/{version}") or {}).get("resources") or ()
@@ -77,7 +77,7 @@ def kueue_api() -> str:
 
 @pytest.fixture
 def unwatched(kueue_api: str, namespace: Namespace) -> Iterator[Queue]:
-    """A queue in a namespace without an operator."""
+    """Yield a queue in a namespace without an operator."""
     made = Queue(namespace, kueue_api)
     try:
         made.make()
@@ -89,6 +89,6 @@ def unwatched(kueue_api: str, namespace: Namespace) -> Iterator[Queue]:
 
 @pytest.fixture
 def queue(unwatched: Queue, operators: Callable[..., Operator]) -> Queue:
-    """A queue in a namespace with an operator."""
+    """Return a queue in a namespace with an operator."""
     operators(unwatched.namespace.name, DDPJOB_GANGS="kueue").watches()
     return unwatched

@@ -1,6 +1,6 @@
-"""The CRD on a real API server: which jobs it accepts, and which it refuses with what message. Needs kubectl and
-KUBECONFIG; any cluster will do, without nodes and without the operator. Creates a namespace and removes it, and the CRD
-too if it was not there before."""
+"""The CRD on a real API server: which jobs it accepts, which it refuses, and with what message. Needs kubectl and
+KUBECONFIG of any cluster, which needs no nodes and no operator. Creates a namespace and removes it, and removes the CRD
+if it was not there before."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ STOP_FIRST = "changes only while the job is suspended and stopped. Set spec.susp
 
 
 class Cluster:
-    """kubectl in a namespace."""
+    """Runs kubectl in one namespace."""
 
     def __init__(self, namespace: str) -> None:
         self.namespace = namespace
 
     def try_(self, *arguments: str, stdin: object = None) -> tuple[int, str]:
-        """The exit code, and stdout and stderr together."""
+        """Return the exit code, and stdout and stderr as one text."""
         done = subprocess.run(
             ["kubectl", f"--namespace={self.namespace}", "--request-timeout=20s", *arguments],
             input=None if stdin is None else json.dumps(stdin),
@@ -58,16 +58,16 @@ class Cluster:
         return name
 
     def spec(self, name: str) -> dict[str, Any]:
-        """The spec as it is stored."""
+        """Return the spec as it is stored."""
         return json.loads(self("get", "ddp", name, "-o", "json"))["spec"]
 
     def patch(self, name: str, *operations: tuple[str, str, object]) -> tuple[int, str]:
-        """A JSON patch: (op, path, value)."""
+        """Send a JSON patch of (op, path, value)."""
         body = [{"op": op, "path": path, "value": value} for op, path, value in operations]
         return self.try_("patch", "ddp", name, "--type=json", "-p", json.dumps(body))
 
     def set_status(self, name: str, **status: object) -> None:
-        """What the operator would write."""
+        """Write a status as the operator would."""
         self("patch", "ddp", name, "--subresource=status", "--type=merge", "-p", json.dumps({"status": status}))
 
 
@@ -80,13 +80,13 @@ def cluster() -> Iterator[Cluster]:
             kubectl("create", "namespace", kubectl.namespace)
             yield kubectl
         finally:
-            # Jobs first: without the CRD the namespace's own clean-up would wait for what it cannot list.
+            # Delete jobs first: without the CRD, the deletion of the namespace waits for objects that it cannot list.
             kubectl.try_("delete", "ddp", "--all", "--wait=false")
             kubectl.try_("delete", "namespace", kubectl.namespace, "--wait=false", "--ignore-not-found")
 
 
 def job(name: str = "digits", **spec: object) -> dict[str, Any]:
-    """The plain job with other fields in its spec."""
+    """Return the plain job with other fields in its spec."""
     body = copy.deepcopy(JOB)
     body["metadata"] = {"name": name}
     merged = {**JOB["spec"], **spec}  # type: ignore[dict-item]
@@ -95,7 +95,7 @@ def job(name: str = "digits", **spec: object) -> dict[str, Any]:
 
 
 def with_container(**fields: object) -> dict[str, Any]:
-    """The plain job with other fields in its container."""
+    """Return the plain job with other fields in its container."""
     return job(template={"spec": {"containers": [{**CONTAINER, **fields}]}})
 
 
@@ -303,7 +303,7 @@ CHANGES: dict[str, tuple[tuple[str, str, object], ...]] = {
 
 
 def changeable(**spec: object) -> dict[str, Any]:
-    """A job with something of everything in its template."""
+    """Return a job whose template has fields of every kind: labels, tolerations, an unknown field and nulls."""
     body = with_container(resources={"limits": {"cpu": "1"}}, futureField=1, volumeMounts=None)
     body["spec"]["template"]["metadata"] = {"labels": {"team": "vision"}}
     body["spec"]["template"]["spec"] |= {"tolerations": [{"operator": "Exists"}], "volumes": None}
@@ -324,8 +324,8 @@ def test_what_runs_does_not_change(cluster: Cluster, running: str, change: tuple
 
 
 def test_what_runs_does_not_change_with_a_status_that_is_written_along(cluster: Cluster) -> None:
-    """The template is not compared if the status differs. A status that a user sends along must not count for that, or
-    the pods of a running job would differ from each other."""
+    """The rule for the template is skipped if the status differs, as in the operator's writes. A status that a user
+    sends with a spec must not cause this. Otherwise the pods of a running job could differ from each other."""
     name = cluster.create(changeable())
     image, states = ("replace", f"{TRAINER}/image", "busybox:2"), ({"message": "m"}, {"progress": {"step": 1}}, {})
     code, output = cluster.patch(name, ("add", "/status", {"message": "m"}), image)
@@ -343,7 +343,7 @@ def test_what_runs_does_not_change_with_a_status_that_is_written_along(cluster: 
 
 
 def test_an_elastic_job_is_scaled_while_it_runs_and_not_below_its_least(cluster: Cluster) -> None:
-    """By kubectl or an autoscaler, which know the scale subresource alone."""
+    """kubectl scale and autoscalers use only the scale subresource."""
     name = cluster.create(changeable(minNodes=1))
     cluster.set_status(name, state="Running", startTime="2030-01-01T00:00:00Z")
     cluster("scale", "ddp", name, "--replicas", "3")
@@ -415,7 +415,7 @@ def test_no_controller_takes_over_a_job_that_is_there(cluster: Cluster, before: 
 
 @pytest.mark.alone
 def test_a_job_with_a_field_that_an_older_crd_took_can_still_be_suspended(cluster: Cluster) -> None:
-    """Otherwise an upgrade of the CRD leaves the owner no way to stop the job."""
+    """Otherwise an upgrade of the CRD would leave a job's owner no way to stop the job."""
     old = json.loads(cluster("get", "crd", "ddpjobs.training.ddpjob.io", "-o", "json"))
     old["metadata"] = {"name": old["metadata"]["name"]}
     fields = old["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
@@ -439,7 +439,7 @@ def _refuses(cluster: Cluster, body: dict[str, Any]) -> None:
 
 
 def until(what: Callable[[], Any]) -> Any:
-    """Retry until it does not fail: an API server uses a new CRD only after seconds."""
+    """Retry until it succeeds: an API server uses a new CRD only after seconds."""
     end = time.monotonic() + 60
     while time.monotonic() < end:
         with contextlib.suppress(AssertionError):
@@ -506,7 +506,7 @@ def test_get_shows_a_job_that_nobody_has_looked_at_yet(cluster: Cluster) -> None
 
 
 def test_jobs_can_be_listed_by_state_and_reason(cluster: Cluster) -> None:
-    """Otherwise failed jobs among thousands cannot be listed: `field label not supported`."""
+    """Otherwise failed jobs among thousands cannot be listed: the API server answers `field label not supported`."""
     server = json.loads(cluster("version", "-o", "json"))["serverVersion"]
     if int(server["minor"].rstrip("+")) < 31:
         pytest.skip("the API server selects by fields of a CRD from Kubernetes 1.31 on")
@@ -534,7 +534,7 @@ def test_wait_for_complete_works_as_for_a_job(cluster: Cluster) -> None:
 
 
 def test_wait_for_the_completion_time_ends_for_a_job_that_failed_too(cluster: Cluster) -> None:
-    """Waiting for Complete lasts until the timeout when the job fails."""
+    """If a job fails, a wait for the condition Complete lasts until its timeout."""
     name = cluster.create(job())
     until_over = ("wait", "--for=jsonpath={.status.completionTime}", "ddp", name)
     assert "timed out" in cluster.try_(*until_over, "--timeout=1s")[1]

@@ -1,8 +1,7 @@
-"""Gangs on the scheduler of Kubernetes: only it can tell whether all pods of a job get nodes, or none.
+"""Gangs on the scheduler of Kubernetes: only a real scheduler shows whether all pods of a job get nodes, or none.
 
 Needs PodGroups (Kubernetes 1.36 with the feature gates GenericWorkload and GangScheduling) and at least four nodes with
-the label type=kwok, whose pods run without a kubelet.
-"""
+the label type=kwok, which simulate pods without a kubelet."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from ddpjob_operator.gangs.native import ADAPTER
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(400)]
 NODES = 4
-# More than half of a node, so that each pod takes one.
+# More than half of a node's CPU, so that each pod takes a whole node.
 WHOLE_NODE = {"requests": {"cpu": "100"}}
 ROUNDS = 20
 ENDS_WITHIN_SECONDS = 240.0
@@ -27,7 +26,7 @@ ENDS_WITHIN_SECONDS = 240.0
 
 @pytest.fixture(scope="module")
 def version() -> str:
-    """The version in which PodGroups are served."""
+    """Return the API version in which PodGroups are served."""
     with FaultyApi() as api:
         kinds = {v: (api.find(f"/apis/{ADAPTER.group}/{v}") or {}).get("resources") or () for v in ADAPTER.versions}
         served = [v for v, listed in kinds.items() if any(kind["name"] == ADAPTER.plural for kind in listed)]
@@ -46,31 +45,31 @@ def gangs(version: str, operators: Callable[..., Operator], namespace: Namespace
 
 
 class Gangs:
-    """The namespace, with its groups."""
+    """A test's namespace, with the PodGroups of its jobs."""
 
     def __init__(self, namespace: Namespace, version: str) -> None:
         self.namespace, self.version = namespace, version
         self.path = f"/apis/{version}/namespaces/{namespace.name}/podgroups"
 
     def names(self) -> list[str]:
-        """Without the digits of the job's uid."""
+        """Return the names of the groups without the digits of the job's uid."""
         found = self.namespace.api.call("GET", self.path)["items"]
         return sorted(group["metadata"]["name"].rpartition("-")[0] for group in found)
 
     def name(self, job: str) -> str:
-        """Return the name of the group of its first attempt."""
+        """Return the name of the group of the job's first attempt."""
         uid = self.namespace.api.call("GET", f"{self.namespace.jobs_path}/{job}")["metadata"]["uid"]
         return f"{job}-1-{uid[-5:]}"
 
     def spec(self, job: str) -> dict[str, Any]:
-        """Return the spec of the group of its first attempt."""
+        """Return the spec of the group of the job's first attempt."""
         found: dict[str, Any] = self.namespace.api.call("GET", f"{self.path}/{self.name(job)}")["spec"]
         return found
 
     def submit(
         self, name: str, nodes: int, run_for: str = "", command: Sequence[str] = ("torchrun", "train.py"), **spec: Any
     ) -> None:
-        """A job each of whose pods takes a whole node."""
+        """Submit a job each of whose pods takes a whole node."""
         body = job(name, container={"resources": WHOLE_NODE, "command": [*command]}, nodes=nodes, **spec)
         template = body["spec"]["template"]
         template["spec"]["nodeSelector"] = {"type": "kwok"}
@@ -90,7 +89,7 @@ def all_nodes(namespace: Namespace) -> int:
 
 
 def test_of_two_jobs_for_all_nodes_one_runs_and_the_other_waits_with_no_pod_bound(gangs: Gangs, all_nodes: int) -> None:
-    """Half of each would block both for ever."""
+    """If each job had half of the nodes, both would wait forever."""
     gangs.submit("first", all_nodes)
     gangs.namespace.reaches("Running", name="first", seconds=60)
     gangs.submit("second", all_nodes)
@@ -133,7 +132,7 @@ def test_restart_suspend_resume_and_the_end_leave_no_group_behind(gangs: Gangs, 
 
 
 def test_a_replaced_pod_joins_its_gang(gangs: Gangs, all_nodes: int) -> None:
-    """Outside of the gang it could be placed where another job waits."""
+    """Outside its gang, the pod could be placed on a node for which another job is waiting."""
     gangs.submit("replaced", all_nodes, command=["ddprun", "train.py"])
     gangs.namespace.reaches("Running", name="replaced", seconds=60)
     gangs.namespace.kubectl("delete", "pod", "replaced-1-1", "--wait=false")
@@ -160,7 +159,7 @@ def test_the_start_deadline_releases_a_gang(gangs: Gangs, all_nodes: int) -> Non
 
 @pytest.fixture
 def racks(all_nodes: int) -> Iterator[str]:
-    """A node label with which half of the nodes are in one rack, and half in the other."""
+    """Label half of the nodes as one rack and half as another; yield the key of the label."""
     names = kubectl("get", "nodes", "-l", "type=kwok", "-o", "name").split()
     for number, name in enumerate(names):
         kubectl("label", "--overwrite", name, f"ddpjob.test/rack={number * 2 // all_nodes}")
@@ -200,7 +199,7 @@ def test_a_topology_that_no_node_has_binds_no_pod_and_says_so(gangs: Gangs) -> N
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, ROUNDS))])
 def test_a_mix_of_jobs_never_blocks_itself(gangs: Gangs, all_nodes: int, seed: int) -> None:
-    """Each takes some of the nodes for a short time; all of them end. By day one mix, at night twenty."""
+    """Each job takes some of the nodes for a short time, and all jobs end. By day one mix runs, at night twenty."""
     sizes = random.Random(seed)
     names = [f"job-{number}" for number in range(sizes.randrange(3, 7))]
     for name in names:

@@ -1,9 +1,8 @@
-"""Forty objects and seventeen peers that mean harm, on a real API server: the operator goes on, and so do all others.
+"""Forty hostile objects and seventeen hostile peers against a real API server: the operator and all other jobs go on.
 
-Needs kubectl and KUBECONFIG; any cluster will do. Pods find no node; the test writes their status as a kubelet would,
-and as nobody but an attacker would. What a user would lose: every job of the cluster, for each new operator meets the
-same objects again. With -s it prints the figures of bench/results.
-"""
+Needs kubectl and KUBECONFIG of any cluster. Pods find no node; the test writes their status, both as a kubelet would
+and as only an attacker would. Otherwise users would lose every job of the cluster, because each new operator meets the
+same objects again. With -s the test prints the figures of bench/results."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ RUNNING = {"running": {"startedAt": "2031-03-05T07:11:13Z"}}
 
 @dataclass
 class Ordinary:
-    """Twenty small jobs, from their creation to their end."""
+    """Twenty small jobs, which the test plays from their creation to their end."""
 
     namespace: Namespace
     prefix: str
@@ -79,7 +78,7 @@ class Ordinary:
         return states == ["Succeeded"] * ORDINARY
 
     def _reports(self, pod: str) -> bool:
-        """True if a report of this pod is accepted; like the library, it tries three times."""
+        """True if a report of this pod is accepted. Like the library, try three times."""
         return any(self._report(token_of(self.namespace, pod)) for _ in range(3))
 
     def _report(self, token: str) -> bool:
@@ -105,7 +104,7 @@ def token_of(namespace: Namespace, pod: str) -> str:
 
 
 class Hostile:
-    """Creates objects, and counts those that the API server accepted and refused."""
+    """Creates hostile objects, and counts how many the API server has accepted and refused."""
 
     def __init__(self, namespace: Namespace) -> None:
         self.namespace = namespace
@@ -127,13 +126,13 @@ class Hostile:
         return self.try_to(f"job {name}", "POST", self.namespace.jobs_path, body)
 
     def status(self, name: str, status: dict[str, Any]) -> None:
-        """A job with a status that the operator never writes."""
+        """Create a job with a status that the operator never writes."""
         self.job(name, job(name, nodes=1))
         until(lambda: self.namespace.status(name), f"{name} has a status")
         self.try_to(f"status {name}", "PATCH", f"{self.namespace.jobs_path}/{name}/status", {"status": status}, MERGE)
 
     def pod(self, name: str, *, status: dict[str, Any] | None = None, **metadata: Any) -> None:
-        """Create a pod with the label of an ordinary job, or with it as its owner."""
+        """Create a pod with the labels of an ordinary job; metadata may name that job as its owner."""
         labels = {naming.LABEL_JOB: "victim", naming.LABEL_ATTEMPT: "1", naming.LABEL_RANK: "0"}
         body = {
             "metadata": {"name": name, "labels": labels} | metadata,
@@ -150,7 +149,7 @@ class Hostile:
 
 
 def nested(depth: int) -> str:
-    """Return JSON that Python would not write."""
+    """Return nested JSON. json.dumps would fail at this depth with a RecursionError."""
     return '{"a":' * depth + "1" + "}" * depth
 
 
@@ -240,7 +239,7 @@ def odd_pods(hostile: Hostile, owner: dict[str, Any]) -> None:
 
 
 def liar(hostile: Hostile) -> None:
-    """Create a job whose pods report 60,000,000 restarts, with 89 bytes each."""
+    """Create a job whose pod claims 60,000,000 restarts in a message of 89 bytes."""
     ddprun = {"command": ["ddprun", "x"]}
     hostile.job("liar", job("liar", nodes=1, backoffLimit=3, backoffWindowSeconds=60, container=ddprun))
     hostile.namespace.has_pods("liar-1-0")
@@ -253,7 +252,7 @@ def liar(hostile: Hostile) -> None:
 
 @contextlib.contextmanager
 def hostile_peers(port: int) -> Iterator[None]:
-    """Run peers that open connections, send half a request, and reconnect when they are cut off."""
+    """Run peers that open connections, send half a request, and reconnect when the operator closes the connection."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
     over = threading.Event()
@@ -296,7 +295,7 @@ def _annoy(port: int, address: str, over: threading.Event) -> None:
 
 @pytest.fixture
 def theirs(namespace: Namespace) -> Iterator[Namespace]:
-    """Another namespace, that of an attacker."""
+    """Yield the namespace of an attacker."""
     made = Namespace(namespace.api)
     try:
         yield made.make()
@@ -311,7 +310,7 @@ def mib(count: int) -> str:
 
 
 def peak_bytes(operator: Operator) -> int:
-    """The largest resident set so far."""
+    """Return the largest resident set so far."""
     text = Path(f"/proc/{operator.process.pid}/status").read_text()
     line = next(line for line in text.splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
@@ -349,7 +348,7 @@ def test_forty_hostile_objects_and_seventeen_hostile_peers_cost_nobody_anything(
     assert beside.seconds < 2 * without.seconds + 10
     told_right(theirs)
 
-    # Each new operator, and each standby, gets the same objects in its first lists.
+    # Each new operator and each standby gets the same objects in its first lists.
     other = operators(namespace.name, theirs.name, anew=True).watches(2)
     time.sleep(5)
     print(f"memory of a new operator, MiB: {mib(other.memory_bytes)}, peak {mib(peak_bytes(other))}")
@@ -358,7 +357,7 @@ def test_forty_hostile_objects_and_seventeen_hostile_peers_cost_nobody_anything(
 
 
 def told_right(theirs: Namespace) -> None:
-    """Check that the fault is reported to its author, and that none of its text reaches a terminal."""
+    """Check that the author of each fault sees it, and that no control characters or credentials are shown."""
     for name, why in {"deep-5000": "is nested deeper than 64 levels", "wide-objects": "spec: h"}.items():
         until(lambda name=name, why=why: why in theirs.shown(".status.message", name), f"{name} is told: {why}")
     assert theirs.status("liar").get("restarts", {}).get("application", 0) <= 4

@@ -1,4 +1,4 @@
-"""The model of the simulation against a real API server: the same requests get the same codes, reasons and effects."""
+"""The simulation's model of an API server and a real one: the same requests get the same codes and effects."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ddpjob_operator.job import api as types
 
 Answer = tuple[int, dict[str, Any]]
 Ask = Callable[..., Answer]
-# No scheduler handles these pods, as in the model: its write that they fit nowhere could come before a DELETE, which an
-# API server then answers with 409.
+# No scheduler handles these pods, as in the model. The default scheduler would write that they fit on no node. If this
+# write came right before a DELETE, the API server would answer with 409.
 POD = {"containers": [{"name": "trainer", "image": "busybox"}], "schedulerName": "nobody"}
 
 
 class Server:
-    """One of the two. `ask(method, path, body)`: {} in the path is a namespace of the test."""
+    """The model or the real server. `ask(method, path, body)` replaces {} in the path by a namespace of the test."""
 
     def __init__(self, request: Ask, namespace: str) -> None:
         self._request, self._namespace = request, namespace
@@ -57,7 +57,7 @@ def modelled() -> Server:
     def request(method: str, path: str, body: Any) -> Answer:
         path, _, query = path.partition("?")
         answer = model.request(method, path, dict([query.split("=", 1)]) if query else {}, body)
-        return copy.deepcopy(answer)  # as sent through a socket
+        return copy.deepcopy(answer)  # the answer must be a copy, as if it came through a socket
 
     loop.close()
     return Server(request, "default")
@@ -77,7 +77,7 @@ def lease(holder: str, **metadata: Any) -> dict[str, Any]:
 
 
 def said(answer: Answer) -> tuple[int, str]:
-    """Return code and reason, on which decisions depend."""
+    """Return code and reason of an answer, because decisions depend on these."""
     return answer[0], str(answer[1].get("reason", "")) if answer[0] >= 400 else ""
 
 
@@ -119,7 +119,7 @@ def delete_a_pod_with_a_finalizer(s: Server) -> Any:
     code, answer = s.ask("DELETE", f"{PODS}/one", {"gracePeriodSeconds": 30})
     asked = "deletionTimestamp" in answer["metadata"]
     released: Any = (409, "Conflict")
-    for _ in range(5):  # the real server's scheduler writes the pod at the same time
+    for _ in range(5):  # the real server's scheduler may write the pod at the same time
         _, there = s.ask("GET", f"{PODS}/one")
         there["metadata"]["finalizers"] = []
         released = said(s.ask("PUT", f"{PODS}/one", there))
@@ -129,7 +129,7 @@ def delete_a_pod_with_a_finalizer(s: Server) -> Any:
 
 
 def the_status_is_apart(s: Server) -> Any:
-    """A create drops it, the main PUT leaves it alone, and the status PUT takes nothing else."""
+    """A create drops the status, a PUT of the job does not change it, and a PUT of the status changes nothing else."""
     made = s.make(JOBS, {**manifest(), "status": {"state": "Failed"}})
     first = made.get("status")
     code, with_status = s.ask("PUT", f"{JOBS}/digits/status", {**made, "spec": {**made["spec"], "suspend": True},

@@ -16,7 +16,7 @@ from ddpjob_operator.kube.api.access import RIGHTS
 from ddpjob_operator.kube.watch.reflector import HEALTHY_SECONDS
 
 PODS = ["digits-1-0", "digits-1-1"]
-# Upper limits for each kind of request in a test; a loop without a wait would make hundreds.
+# Upper limits for each kind of request in a test. A loop without a wait would send hundreds.
 REQUESTS_MAX = 80
 REQUESTS_A_SECOND_MAX = 1.5
 
@@ -32,13 +32,13 @@ def _no_hot_loop(api: FaultyApi) -> Iterator[None]:
 
 
 def passes(seconds: float) -> None:
-    """Wait, because nothing may happen in this time."""
+    """Wait this many seconds, in which nothing may happen."""
     end = time.monotonic() + seconds
     until(lambda: time.monotonic() > end, "time passes", seconds + 5)
 
 
 def runs_to_its_end(namespace: Namespace) -> None:
-    """Let the job run to its end, and check that no more than two pods are created."""
+    """Let the job run to its end, and check that its two pods stay the same."""
     namespace.has_pods(*PODS, seconds=60)
     uids = namespace.uids()
     namespace.runs(*PODS)
@@ -102,7 +102,7 @@ def test_a_job_that_others_change_all_the_time_still_runs_to_its_end(namespace: 
             kubectl("patch", "ddp", "digits", "-n", namespace.name, "--type=merge", f"-p={label}".replace("'", '"'))
         return False
 
-    # The proxy calls `change` between the operator's read and its write.
+    # The proxy calls `change` between the operator's read and its write; the write itself passes.
     namespace.api.break_("update ddpjobs/status", 500, where=change)
     namespace.apply(job())
     runs_to_its_end(namespace)
@@ -162,7 +162,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
 def test_a_list_or_watch_that_is_answered_wrongly_is_tried_again_within_seconds(
     namespace: Namespace, operator: Operator, answer: dict[str, Any]
 ) -> None:
-    """Otherwise the operator is running but does nothing: no job starts, none is restarted."""
+    """Otherwise the operator is running but does nothing: no job starts or restarts."""
     namespace.start()
     for verb in ("watch", "list"):
         for resource in ("ddpjobs", "pods", "services"):
@@ -170,7 +170,7 @@ def test_a_list_or_watch_that_is_answered_wrongly_is_tried_again_within_seconds(
     began = time.monotonic()
     namespace.api.close_watches()
     wanted = ("watch ddpjobs", "watch pods", "watch services")
-    # Two watches each: the first is answered with the fault. Only after a 410 a second list is needed as well.
+    # Two watches each, because the first gets the faulty answer. After a 410 the operator also needs a second list.
     until(lambda: all(namespace.api.requests(since=began)[what] > 1 for what in wanted), "all is watched again", 20)
     print(f"{answer}: watched again after {time.monotonic() - began:.1f} s")
     namespace.api.mend()
@@ -183,7 +183,7 @@ def test_a_list_or_watch_that_is_answered_wrongly_is_tried_again_within_seconds(
 
 
 def test_a_proxy_that_breaks_every_third_request_fails_no_job(namespace: Namespace, operator: Operator) -> None:
-    """With any wrong answer the operator must neither exit nor stop acting."""
+    """After a wrong answer the operator must neither exit nor stop acting."""
     count, answers = 0, itertools.cycle(ANSWERS.values())
 
     def third(_: Seen) -> bool:
@@ -213,7 +213,7 @@ def test_a_proxy_that_breaks_every_third_request_fails_no_job(namespace: Namespa
 def test_a_pod_that_completed_before_its_peers_were_made_is_not_run_again(
     namespace: Namespace, operators: Callable[..., Operator]
 ) -> None:
-    """If the operator is killed while it creates the pods of a short job, finished pods must not run again."""
+    """The operator is killed while it creates the pods of a short job: pods that have finished must not run again."""
     first = operators(namespace.name).watches()
     names: list[str] = []
 
@@ -267,7 +267,7 @@ LOST = {
 def test_an_event_that_never_comes_is_found_and_the_job_ends(
     namespace: Namespace, operators: Callable[..., Operator], resource: str, kind: str, where: Callable[..., bool]
 ) -> None:
-    """Otherwise a job keeps its GPUs until somebody checks, because a proxy has lost one line of a watch."""
+    """A proxy may lose one line of a watch. Otherwise the job would keep its GPUs until somebody checks."""
     namespace.api.watch_seconds = HEALTHY_SECONDS + 1
     operators(namespace.name, constants={"LIST_AGAIN_SECONDS": 1.0}).watches()
     lost = namespace.api.lose_event(resource, kind, where)
@@ -299,7 +299,7 @@ def test_an_old_list_makes_no_pod_look_vanished(
     old = api.call("GET", f"/api/v1/namespaces/{namespace.name}/pods?labelSelector=training.ddpjob.io/job")
     assert old["items"] == []
     uids = namespace.start()
-    # The server answers with an old list: first to a running operator that must list again, then to one that starts.
+    # The server answers with an old list: first to a running operator that must list again, then to a new operator.
     fault = api.break_("list pods", body=old, times=1)
     api.close_watches("pods", gone=True)
     until(lambda: fault.happened, "it lists")
@@ -323,7 +323,7 @@ def test_a_token_that_was_rotated_is_read_anew(namespace: Namespace, operators: 
     account(namespace, "operator")
     first, second = (namespace.kubectl("create", "token", "operator", "--duration=1h").strip() for _ in range(2))
     operator = operators(namespace.name, token=first).watches()
-    # The new token is in the file before the old one expires, as the kubelet does it.
+    # As with a kubelet, the new token is in the file before the old one expires.
     operator.log_in_as(second)
     every = ("create", "update", "list", "watch", "get")
     for what in [f"{verb} {kind}" for verb in every for kind in ("pods", "services", "ddpjobs", "ddpjobs/status")]:
@@ -466,13 +466,13 @@ def test_fifty_running_jobs_at_rest_cost_no_write(namespace: Namespace, operator
     for name in names:
         namespace.reaches("Running", name=name)
     namespace.api.close_watches()
-    passes(8)  # until the last events of the start, and until the watches are open again
+    passes(8)  # until the last events of the start are written and the watches are open again
     began, cpu = time.monotonic(), operator.cpu_seconds
     passes(30)
     assert namespace.api.writes(since=began) == []
     assert sum(namespace.api.requests(since=began).values()) <= 10
     assert operator.cpu_seconds - cpu < 0.5
-    namespace.api.seen.clear()  # or the 50 creates of the start would count as a hot loop
+    namespace.api.seen.clear()  # otherwise the 50 creates of the start would count as a hot loop
     path = f"{namespace.jobs_path}/job-0"
     namespace.api.call("PATCH", path, {"metadata": {"labels": {"a": "b"}}}, MERGE)
     passes(2)

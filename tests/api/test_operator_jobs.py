@@ -1,7 +1,6 @@
-"""What users of a cluster see, through kubectl, from `apply` to the end and when something is wrong.
+"""What users of a cluster see through kubectl, from `apply` to the end of a job, and when something is wrong.
 
-Needs kubectl and KUBECONFIG; any cluster will do. Each test has a namespace and an operator process of its own.
-"""
+Needs kubectl and KUBECONFIG of any cluster. Each test has a namespace and an operator process of its own."""
 
 from __future__ import annotations
 
@@ -77,7 +76,7 @@ def test_a_spec_that_is_mended_starts(namespace: Namespace, operator: Operator) 
     wrong = {"container": {"stdin": "yes"}}
     namespace.apply(job(**wrong))
     namespace.reaches("Pending", "InvalidSpec")
-    namespace.apply(job(**wrong, suspend=True))  # a template changes only while the job is suspended
+    namespace.apply(job(**wrong, suspend=True))  # the CRD allows changes of a template only while the job is suspended
     namespace.apply(job())
     namespace.has_pods("digits-1-0", "digits-1-1")
     conditions = {c["type"]: c["status"] for c in namespace.status()["conditions"]}
@@ -87,7 +86,7 @@ def test_a_spec_that_is_mended_starts(namespace: Namespace, operator: Operator) 
 def test_a_status_that_cannot_be_read_stops_everything_but_nothing_is_lost_of_it(
     namespace: Namespace, operator: Operator
 ) -> None:
-    """A job that has succeeded must not train again because somebody, or a newer operator, wrote one odd field."""
+    """A job that has succeeded must not train again because a user or a newer operator wrote one unknown field."""
     namespace.start()
     namespace.exits("digits-1-0")
     namespace.exits("digits-1-1")
@@ -114,7 +113,7 @@ def test_a_status_that_cannot_be_read_stops_everything_but_nothing_is_lost_of_it
 def test_the_nodes_of_a_suspended_job_change_when_its_last_pod_has_ended(
     namespace: Namespace, operator: Operator
 ) -> None:
-    """Until then old ranks with another world size are still training, and hold the volume."""
+    """Until then old ranks with another world size are still running, and hold the volume."""
     namespace.start()
     namespace.bind("digits-1-0", "digits-1-1")
     namespace.hold("digits-1-0", "digits-1-1")
@@ -130,7 +129,7 @@ def test_the_nodes_of_a_suspended_job_change_when_its_last_pod_has_ended(
 def test_a_pod_that_somebody_takes_the_label_from_gets_it_back_and_the_group_trains_on(
     namespace: Namespace, operator: Operator
 ) -> None:
-    """A watch by label reports it as gone, but its group must not restart next to it."""
+    """A watch with a label selector reports the pod as deleted, but a new group must not start next to it."""
     uids = namespace.start()
     namespace.kubectl("label", "pod", "digits-1-0", "training.ddpjob.io/job-")
 
@@ -147,7 +146,7 @@ def test_a_pod_that_somebody_takes_the_label_from_gets_it_back_and_the_group_tra
 def test_pods_that_cascade_orphan_has_left_are_in_the_way_of_the_next_job_of_that_name(
     namespace: Namespace, operator: Operator
 ) -> None:
-    """The message must name the pods. Otherwise, after the Service is deleted, two groups train into one checkpoint."""
+    """The message must name the pods. Otherwise users delete only the Service, and two groups use one checkpoint."""
     namespace.start()
     namespace.kubectl("delete", "ddp", "digits", "--cascade=orphan")
     namespace.kubectl("delete", "service", "digits")
@@ -214,7 +213,7 @@ def test_delete_and_apply_at_once_waits_for_the_old_pods_and_says_so(namespace: 
     namespace.kubectl("delete", "ddp", "digits", "--wait=false")
     namespace.apply(job())
     namespace.reaches("Pending", "WaitingForDeletedJob")
-    why = "pod digits-1-0 of the deleted job of this name"  # and, until they are collected, of what else is left
+    why = "pod digits-1-0 of the deleted job of this name"  # the message also names the other objects that are left
     until(lambda: why in namespace.status().get("message", ""), "it names the pod that stays")
     namespace.release("digits-1-0")
     namespace.has_pods("digits-1-0", "digits-1-1")

@@ -1,6 +1,6 @@
-"""Two operators with a real API server: one acts, and when it ends, hangs or is cut off the other takes over. Needs
-kubectl and KUBECONFIG; any cluster will do. Each operator has its own proxy, which records its writes and breaks what a
-test orders. The Lease is short here, to keep the test short."""
+"""Two operators with a real API server: one acts, and when it ends, hangs or is cut off, the other takes over. Needs
+kubectl and KUBECONFIG of any cluster. Each operator has its own proxy, which records its writes and injects the faults
+that a test requests. The Lease is short, to keep the tests short."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ddpjob_operator.kube.ports.receive import PATH
 from ddpjob_operator.pods.report_token import AUDIENCE
 
 LEASE_SECONDS, RENEW_SECONDS, RETRY_SECONDS = 4, 2.5, 0.4
-# Seconds that a check of the Lease may take on a busy machine.
+# Longest time that a check of the Lease may take on a busy machine.
 SLACK_SECONDS = 5.0
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/{}/leases"
 PODS = ["digits-1-0", "digits-1-1"]
@@ -32,7 +32,7 @@ PODS = ["digits-1-0", "digits-1-1"]
 
 @dataclass
 class Replica:
-    """One of several operators, with its own way to the API server."""
+    """One of several operators, with its own proxy to the API server."""
 
     name: str
     api: FaultyApi
@@ -40,13 +40,13 @@ class Replica:
     port: int
 
     def writes(self, *, since: float = 0.0) -> list[Seen]:
-        """Return what it has written, or tried to write, for jobs."""
+        """Return the writes for jobs that it has sent, also those that failed."""
         own = ("leases", "selfsubjectaccessreviews", "selfsubjectrulesreviews")
         written = [seen for seen in list(self.api.seen) if seen.writes and seen.at >= since]
         return [seen for seen in written if seen.resource not in own and seen.name not in ("a", "b")]
 
     def renewals(self) -> list[float]:
-        """Return when it wrote the Lease by which it leads."""
+        """Return the times at which it renewed the Lease."""
         seen = [s for s in list(self.api.seen) if str(s) == "update leases" and s.name == "ddpjob-operator"]
         return [s.at for s in seen]
 
@@ -57,7 +57,7 @@ class Replica:
 
 @pytest.fixture
 def replicas(namespace: Namespace) -> Iterator[Callable[[str], Replica]]:
-    """Return a function that starts operators of one namespace with a common Lease. None may have logged a bug."""
+    """Yield a function that starts operators of one namespace with one Lease. None may have logged a traceback."""
     with contextlib.ExitStack() as ends:
         started: list[Replica] = []
 
@@ -114,7 +114,7 @@ def leads(namespace: Namespace, name: str, seconds: float = 30.0) -> float:
 
 
 def jobs_come(namespace: Namespace, until_true: Callable[[], bool], seconds: float = 60.0) -> list[str]:
-    """Create new jobs all the time, so that the operator always has something to write. Return their names."""
+    """Create jobs continuously, so that the operator always has something to write. Return their names."""
     names: list[str] = []
 
     def one_more() -> bool:
@@ -157,8 +157,8 @@ def test_when_the_leader_is_told_to_end_the_other_acts_within_two_retries_and_li
     released = leader.renewals()[-1]
     waited = standby.renewals()[0] - released
     print(f"the other leads {waited:.2f} s after the release, which came {released - told:.2f} s after the signal")
-    # Two retries take 1 s here, plus the delay of a busy machine; without the release it would wait until the Lease
-    # expires.
+    # Two retries take 1 s here, plus the delay of a busy machine. Without the release, the standby would wait until the
+    # Lease expires.
     assert waited < LEASE_SECONDS - 1.2 * RETRY_SECONDS
     ends_well(namespace, uids)
     assert standby.lists() == lists
@@ -171,7 +171,7 @@ def test_when_the_leader_is_killed_the_other_acts_once_the_lease_has_run_out(
     leader, standby = two
     uids = namespace.start()
     leader.operator.kill()
-    # It ends while nobody acts, and must not be lost.
+    # This pod ends while no operator is acting. Its end must not be lost.
     namespace.exits(PODS[0])
     leads(namespace, "b")
     renewed = leader.renewals()[-1]
@@ -190,7 +190,7 @@ def test_a_leader_that_cannot_renew_stops_before_the_other_starts_though_it_coul
 
     def the_other_writes() -> bool:
         nonlocal refused
-        if leader.writes() and not refused:  # it is in the middle of its work
+        if leader.writes() and not refused:  # while it is creating objects
             refused = True
             for verb in ("get", "update", "create"):
                 leader.api.break_(f"{verb} leases", 503, times=float("inf"))
@@ -214,7 +214,7 @@ def test_a_leader_that_was_frozen_writes_nothing_when_it_wakes_up(
 ) -> None:
     leader, standby = two
     names = jobs_come(namespace, lambda: len(leader.writes()) > 20)
-    leader.operator.process.send_signal(signal.SIGSTOP)  # in the middle of its work
+    leader.operator.process.send_signal(signal.SIGSTOP)  # while it is creating objects
     names = [f"job-{i}" for i in range(len(names))]
     leads(namespace, "b")
     namespace.has_pods(*(f"{name}-1-0" for name in names))
@@ -238,7 +238,7 @@ def test_a_lease_that_is_not_there_is_made_after_a_wait(
 
 
 def labelled(namespace: Namespace) -> list[str]:
-    """The pods that the Service of the progress port selects."""
+    """Return the pods that the Service of the progress port selects."""
     found = namespace.api.call("GET", f"/api/v1/namespaces/{namespace.name}/pods?labelSelector={LABEL}%3Dtrue")
     return sorted(pod["metadata"]["name"] for pod in found["items"])
 
@@ -246,8 +246,8 @@ def labelled(namespace: Namespace) -> list[str]:
 def test_only_the_leader_has_the_label_and_takes_reports_also_after_one_that_hangs(
     namespace: Namespace, replicas: Callable[[str], Replica]
 ) -> None:
-    """If a leader hangs, another must take its label, or half of the reports are lost."""
-    for name in "ab":  # the operators' own pods, as far as the API server knows
+    """If the leader hangs, the new leader must take its label. Otherwise half of the reports are lost."""
+    for name in "ab":  # pods that represent the two operators in the API server
         spec = {"containers": [{"name": "operator", "image": "none"}]}
         body = {"metadata": {"name": name, "labels": {LABEL: "true"}}, "spec": spec}
         namespace.api.call("POST", f"/api/v1/namespaces/{namespace.name}/pods", body)
@@ -279,7 +279,7 @@ def test_only_the_leader_has_the_label_and_takes_reports_also_after_one_that_han
 
 
 def post(replica: Replica, token: str, report: dict[str, object]) -> int:
-    """The status code of the answer."""
+    """Post a report, and return the HTTP status code."""
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
     request = urllib.request.Request(
         f"http://127.0.0.1:{replica.port}{PATH}", json.dumps(report).encode(), headers, method="POST"

@@ -1,5 +1,5 @@
-"""Jobs next to a slow one, and releases next to each other, with a real API server. Needs kubectl and KUBECONFIG; any
-cluster will do, but no other operator may run there. The Leases are short here, to keep the tests short."""
+"""Jobs next to a slow one, and releases next to each other, with a real API server. Needs kubectl and KUBECONFIG of any
+cluster in which no other operator runs. The Leases are short, to keep the tests short."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEASE_SECONDS, RENEW_SECONDS, RETRY_SECONDS = 4, 2.5, 0.4
 def test_ten_small_jobs_start_at_once_beside_a_job_of_a_thousand_pods(
     namespace: Namespace, operators: Callable[..., Operator], api: FaultyApi
 ) -> None:
-    """Otherwise their pods wait half a minute for somebody else's thousand."""
+    """Otherwise the small jobs wait half a minute for the thousand pods of another user."""
     operators(namespace.name).watches()
     api.break_("create pods", seconds=0.5, times=float("inf"))
     namespace.apply(job("big", nodes=1000))
@@ -39,7 +39,7 @@ def test_ten_small_jobs_start_at_once_beside_a_job_of_a_thousand_pods(
 
 
 class Release:
-    """An operator of its own release, with its own way to the API server."""
+    """An operator of its own release, with its own proxy to the API server."""
 
     def __init__(self, ends: contextlib.ExitStack, home: Namespace, name: str, *watched: str) -> None:
         self.name, self.api, self.health_port = name, ends.enter_context(FaultyApi()), free_port()
@@ -72,7 +72,7 @@ class Release:
 
 @pytest.fixture
 def releases(namespace: Namespace) -> Iterator[Callable[..., Release]]:
-    """Starts releases that are stopped at the end. None may have told a bug of its own."""
+    """Yield a function that starts releases, and stop them at the end. None of them may have logged a traceback."""
     with contextlib.ExitStack() as ends:
         started: list[Release] = []
 
@@ -92,7 +92,7 @@ def releases(namespace: Namespace) -> Iterator[Callable[..., Release]]:
 def test_a_release_for_all_namespaces_leaves_one_to_the_release_that_watches_it(
     namespace: Namespace, releases: Callable[..., Release]
 ) -> None:
-    """Otherwise both restart the same jobs and delete each other's pods, silently."""
+    """Otherwise both releases silently restart the same jobs and delete each other's pods."""
     everywhere = releases("everywhere").leads()
     namespace.apply(job("one", nodes=1))
     namespace.has_pods("one-1-0")
@@ -116,7 +116,7 @@ def test_a_release_for_all_namespaces_leaves_one_to_the_release_that_watches_it(
 
 @pytest.fixture
 def another(api: FaultyApi) -> Iterator[Namespace]:
-    """A second namespace, removed afterwards."""
+    """Yield a second namespace, and remove it afterwards."""
     made = Namespace(api)
     try:
         yield made.make()
@@ -127,8 +127,8 @@ def another(api: FaultyApi) -> Iterator[Namespace]:
 def test_two_releases_with_namespaces_of_their_own_share_the_work_and_not_the_fate(
     namespace: Namespace, another: Namespace, releases: Callable[..., Release]
 ) -> None:
-    """This is what docs/scaling.md calls sharding: an outage, or the version, of one team's release does not affect
-    another team."""
+    """docs/scaling.md calls this sharding: an outage or an upgrade of one team's release does not affect another
+    team."""
     ours, theirs = releases("ours", namespace.name).leads(), releases("theirs", another.name).leads()
     for space in (namespace, another):
         space.apply(job("one", nodes=2))

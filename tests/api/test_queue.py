@@ -1,12 +1,12 @@
-"""Jobs in the queues of Kueue: only it can tell when it admits, evicts, and what it takes as quota given back.
+"""Jobs in the queues of Kueue: only a real Kueue shows when it admits, evicts, and counts quota as given back.
 
 Needs Kueue with `DDPJob.v1alpha1.training.ddpjob.io` under integrations.externalFrameworks, and no node that runs the
-pods: the tests say when a pod runs and ends. Its integration of pods is for the namespaces with the label
-kueue=managed. Some tests need more, and skip without it: DDPJOB_TEST_KUEUE, a command that takes Kueue away and back
-when `stop` or `start` is added to it; DDPJOB_TEST_KUEUE_WAITS, the seconds after which Kueue is set to evict a job that
-does not run (waitForPodsReady); DDPJOB_TEST_KUEUE_MANAGES_ALL=1, which says that it has manageJobsWithoutQueueName; and
-its visibility API.
-"""
+pods: the tests set when a pod is running and ends. Kueue's integration of pods must be on for namespaces with the label
+kueue=managed.
+
+Some tests are skipped without these: DDPJOB_TEST_KUEUE, a command that stops or starts Kueue when `stop` or `start` is
+appended; DDPJOB_TEST_KUEUE_WAITS, the seconds after which Kueue evicts a job that is not running (waitForPodsReady);
+DDPJOB_TEST_KUEUE_MANAGES_ALL=1 for manageJobsWithoutQueueName; Kueue's visibility API."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from clusters import Operator, job, until
 from queues import GPUS, QUEUE_LABEL, TAINT, Queue
 
 pytestmark = pytest.mark.alone
-WORKLOAD = "workloads.kueue.x-k8s.io/digits"  # Kubernetes has Workloads of its own where GenericWorkload is on
+WORKLOAD = "workloads.kueue.x-k8s.io/digits"  # Kubernetes has its own kind Workload if GenericWorkload is on
 
 
 @pytest.fixture
 def kueue() -> Iterator[Callable[[str], None]]:
-    """Takes Kueue away (stop) and back (start)."""
+    """Yield a function that stops Kueue ("stop") and starts it again ("start")."""
     command = shlex.split(os.environ.get("DDPJOB_TEST_KUEUE", ""))
     if not command:
         pytest.skip("DDPJOB_TEST_KUEUE names no command that stops and starts Kueue")
@@ -63,7 +63,7 @@ def test_spec_gang_kueue_without_a_label_means_the_queue_default(queue: Queue) -
 
 
 def test_quota_is_held_over_a_restart_while_another_job_waits_for_it(queue: Queue) -> None:
-    """The other job would take the nodes between two attempts."""
+    """Otherwise the other job takes the nodes between two attempts."""
     queue.submit(gpus=4)
     queue.runs()
     queue.submit("other", gpus=4)
@@ -99,7 +99,7 @@ def test_a_suspended_job_gives_its_quota_back_when_its_pods_have_ended(queue: Qu
 
 
 def test_a_preemption_stops_the_job_once_and_it_resumes_when_there_is_room(queue: Queue) -> None:
-    """A kill would cost the steps since the last snapshot."""
+    """The ranks get their full grace period, because a kill would lose the steps since the last snapshot."""
     queue.submit(gpus=4, priority="low")
     queue.runs()
     queue.namespace.bind("digits-1-0", "digits-1-1")
@@ -111,7 +111,7 @@ def test_a_preemption_stops_the_job_once_and_it_resumes_when_there_is_room(queue
         lambda: [p for p in queue.namespace.pods() if p["metadata"].get("deletionTimestamp")], "its pods are stopped"
     )
     assert {p["metadata"]["deletionGracePeriodSeconds"] for p in pods} <= {0, 30}, "never less than the pod's own"
-    time.sleep(2)  # an early return would show by then: Kueue admits within a second or two
+    time.sleep(2)  # Kueue admits within a second or two, so quota that is given back too early would show by then
     assert not any(name.startswith("urgent-") for name in queue.namespace.pod_names())
     queue.namespace.release("digits-1-0", "digits-1-1")
     queue.runs("urgent")
@@ -131,7 +131,7 @@ def test_a_queue_that_does_not_exist_is_named(queue: Queue) -> None:
 
 
 def test_a_job_in_a_queue_that_does_not_exist_runs_once_its_label_names_one_that_does(queue: Queue) -> None:
-    """Nobody should have to delete a job in order to correct a label."""
+    """Users must not have to delete a job in order to correct a label."""
     queue.submit(queue="mian")
     until(lambda: "LocalQueue mian doesn't exist" in queue.namespace.status().get("message", ""), "Kueue's sentence")
     queue.namespace.kubectl("label", "--overwrite", "ddp", "digits", f"{QUEUE_LABEL}=main")
@@ -146,7 +146,7 @@ def test_a_job_larger_than_its_queue_is_told_so(queue: Queue) -> None:
 
 
 def test_a_workload_that_is_deleted_by_hand_is_an_eviction(queue: Queue) -> None:
-    """Others have its quota at once, so that its pods must not stay."""
+    """Kueue gives the quota to other jobs immediately, so the pods must not stay."""
     queue.submit()
     queue.runs()
     uid = queue.workload()["metadata"]["uid"]
@@ -167,7 +167,7 @@ def test_a_workload_that_is_deactivated_stops_the_job_until_it_is_active_again(q
 
 
 def test_an_admission_that_is_withdrawn_during_the_start_gives_the_quota_back_and_charges_nothing(queue: Queue) -> None:
-    """Pods that are still being created use what the queue gives to others."""
+    """Otherwise pods that are still being created use quota that Kueue has given to other jobs."""
     queue.submit(gpus=4)
     queue.namespace.has_pods("digits-1-0", "digits-1-1")
     queue.namespace.kubectl("patch", WORKLOAD, "--type=merge", "-p", '{"spec": {"active": false}}')
@@ -204,7 +204,7 @@ def test_a_topology_that_no_node_has_is_said_and_no_pod_is_made(queue: Queue) ->
 
 
 def test_where_kueue_manages_all_pods_of_a_namespace_it_leaves_those_of_a_job_in_a_queue_alone(queue: Queue) -> None:
-    """With its integration of pods it holds back each pod whose owner is in no queue: ours would need quota twice."""
+    """Kueue's integration of pods holds back every pod whose owner is in no queue. Ours would need quota twice."""
     queue.namespace.kubectl("label", "namespace", queue.namespace.name, "kueue=managed")
     queue.submit()
     queue.runs()
@@ -213,7 +213,7 @@ def test_where_kueue_manages_all_pods_of_a_namespace_it_leaves_those_of_a_job_in
 
 
 def test_a_job_without_the_label_says_what_helps_where_kueue_queues_each_pod_by_itself(queue: Queue) -> None:
-    """Half of it may hold its GPUs for ever, and kubectl says only that scheduling is blocked by gates."""
+    """Otherwise half of the job's pods hold GPUs forever, and kubectl reports only that gates block the scheduling."""
     if os.environ.get("DDPJOB_TEST_KUEUE_MANAGES_ALL"):
         pytest.skip("DDPJOB_TEST_KUEUE_MANAGES_ALL is set: this Kueue leaves the pods of a DDPJob alone")
     queue.namespace.kubectl("label", "namespace", queue.namespace.name, "kueue=managed")
@@ -227,8 +227,8 @@ def test_a_job_without_the_label_says_what_helps_where_kueue_queues_each_pod_by_
 def test_where_kueue_manages_jobs_without_a_queue_a_job_without_the_label_runs_outside_of_all_quota(
     queue: Queue,
 ) -> None:
-    """manageJobsWithoutQueueName holds a job of Kueue's own kinds back until it names a queue. A DDPJob is not of them,
-    and its pods are not queued one by one either."""
+    """manageJobsWithoutQueueName holds back jobs of Kueue's own kinds until they name a queue. This does not include a
+    DDPJob, and its pods are not queued one by one either."""
     if not os.environ.get("DDPJOB_TEST_KUEUE_MANAGES_ALL"):
         pytest.skip("DDPJOB_TEST_KUEUE_MANAGES_ALL is not set: this Kueue has no manageJobsWithoutQueueName")
     queue.namespace.kubectl("label", "namespace", queue.namespace.name, "kueue=managed")
@@ -241,7 +241,7 @@ def test_where_kueue_manages_jobs_without_a_queue_a_job_without_the_label_runs_o
 def test_kueue_that_is_down_keeps_new_jobs_waiting_and_disturbs_none_that_runs(
     queue: Queue, kueue: Callable[[str], None]
 ) -> None:
-    """Its webhook refuses what we write, and a restart, a new job and an end must all outlive that."""
+    """While Kueue is down, its webhook refuses our writes. A restart, a new job and a finished job must recover."""
     queue.submit(gpus=4)
     queue.runs()
     assert queue.has("PodsReady") == "Started"
@@ -264,7 +264,7 @@ def test_kueue_that_is_down_keeps_new_jobs_waiting_and_disturbs_none_that_runs(
 
 
 def test_a_job_that_does_not_run_in_time_is_evicted_and_queues_again(queue: Queue) -> None:
-    """waitForPodsReady: a job whose pods cannot start must not keep its quota from those that can."""
+    """With waitForPodsReady, a job whose pods cannot start must not keep its quota from other jobs."""
     seconds = float(os.environ.get("DDPJOB_TEST_KUEUE_WAITS", "0"))
     if not seconds:
         pytest.skip("DDPJOB_TEST_KUEUE_WAITS is not set: this Kueue does not wait for pods to be ready")
@@ -273,17 +273,17 @@ def test_a_job_that_does_not_run_in_time_is_evicted_and_queues_again(queue: Queu
     queue.namespace.runs("digits-1-0")
     message = queue.namespace.reaches("Suspended", seconds=seconds + 60)
     assert "PodsReady" in message or queue.namespace.events().count("Evicted") == 1
-    # Kueue lets it queue again after a minute (requeuingStrategy.backoffBaseSeconds).
+    # Kueue queues it again after a minute (requeuingStrategy.backoffBaseSeconds).
     queue.namespace.has_pods("digits-2-0", "digits-2-1", seconds=120)
     queue.runs(attempt=2)
     assert queue.has("PodsReady") in ("Started", "Recovered")
     assert queue.namespace.status()["restarts"]["total"] == 0
-    time.sleep(seconds + 2)  # a PodsReady that Kueue does not believe would show by then
+    time.sleep(seconds + 2)  # by then Kueue would evict again if it did not accept PodsReady
     assert queue.namespace.status()["state"] == "Running"
 
 
 def test_jobs_that_wait_say_their_place_in_the_queue(unwatched: Queue, operators: Callable[..., Operator]) -> None:
-    """By Kueue's visibility API, which is an API server of its own."""
+    """The place comes from Kueue's visibility API, which is a separate API server."""
     if unwatched.namespace.api.find("/apis/visibility.kueue.x-k8s.io") is None:
         pytest.skip("this API server serves no visibility.kueue.x-k8s.io: Kueue tells no places")
     operators(unwatched.namespace.name, DDPJOB_GANGS="kueue", DDPJOB_QUEUE_PLACES="true").watches()
@@ -293,7 +293,7 @@ def test_jobs_that_wait_say_their_place_in_the_queue(unwatched: Queue, operators
     for name in places:
         unwatched.submit(name, gpus=4)
         unwatched.namespace.reaches("Pending", "WaitingForAdmission", name=name)
-    # The queue may have been asked when one of them waited, and is asked again after a minute.
+    # The operator may have requested the places when only one job was waiting; it requests them again after a minute.
     for name, place in places.items():
         until(lambda: place in unwatched.namespace.status(name)["message"], f"the place of {name}", 100)  # noqa: B023
     assert "insufficient unused quota" in unwatched.namespace.status("second")["message"]
@@ -302,7 +302,7 @@ def test_jobs_that_wait_say_their_place_in_the_queue(unwatched: Queue, operators
 def test_of_two_operators_one_asks_for_a_place_and_when_it_dies_the_other_keeps_it(
     unwatched: Queue, operators: Callable[..., Operator]
 ) -> None:
-    """Two Workloads of one job would hold its quota twice, and a new one would put it at the end of the queue."""
+    """Two Workloads of one job would hold its quota twice; a new one would move the job to the end of the queue."""
     name, started = unwatched.namespace.name, []
     for number in range(2):
         lease = {"DDPJOB_LEASE_SECONDS": "4", "DDPJOB_LEASE_RENEW_SECONDS": "2.5", "DDPJOB_LEASE_RETRY_SECONDS": "0.4"}

@@ -1,7 +1,6 @@
-"""Kueue chooses the node of each pod (topology aware scheduling): only it and the scheduler can tell whether that fits.
+"""Kueue chooses the node of each pod (topology aware scheduling): only Kueue and the scheduler show whether that fits.
 
-Needs what test_queue.py needs, and at least four nodes with the label type=kwok, whose pods run without a kubelet.
-"""
+Needs what test_queue.py needs, and at least four nodes with the label type=kwok, which simulate pods."""
 
 from __future__ import annotations
 
@@ -15,19 +14,19 @@ from queues import QUEUE_LABEL, Queue
 pytestmark = pytest.mark.alone
 RACK = "ddpjob.test/tas-rack"
 NODES = 4
-# More than half of a node, so that each pod takes one.
+# More than half of a node's CPU, so that each pod takes a whole node.
 WHOLE_NODE = {"requests": {"cpu": "100"}}
 BAD_GPU = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
 
 
 class Racks:
-    """A queue whose nodes are in two racks; it names the node of each pod."""
+    """A queue whose nodes are in two racks. Kueue chooses the node of each pod."""
 
     def __init__(self, queue: Queue, racks: Mapping[str, str]) -> None:
         self.queue, self.racks = queue, racks
         self.namespace = queue.namespace
         self.of_one = len(racks) // 2
-        """How many nodes a rack has."""
+        """Nodes per rack."""
 
     def submit(self, nodes: int, annotations: Mapping[str, str] | None = None, **spec: Any) -> None:
         """Submit a job each of whose pods takes a whole node."""
@@ -40,14 +39,14 @@ class Racks:
         self.namespace.apply(body)
 
     def runs_on(self, attempt: int = 1) -> dict[str, str]:
-        """Wait until an attempt runs; return the node of each of its pods."""
+        """Wait until an attempt is running; return the node of each of its pods."""
         self.namespace.reaches("Running", seconds=60)
         own = [p for p in self.namespace.pods() if p["metadata"]["name"].startswith(f"digits-{attempt}-")]
         assert not any(pod["spec"].get("schedulingGates") for pod in own)
         return {pod["metadata"]["name"]: pod["spec"]["nodeName"] for pod in own}
 
     def fails(self, attempt: int, message: str = "a bug") -> None:
-        """Node 1 fails, and the next attempt begins."""
+        """Let the pod of rank 1 fail, and wait for the next attempt."""
         self.namespace.exits(f"digits-{attempt}-1", 1, message)
         until(lambda: self.namespace.status().get("attempt") == attempt + 1, "the next attempt begins", 60)
 
@@ -91,8 +90,8 @@ def test_all_pods_of_a_job_are_on_nodes_of_one_rack_and_a_restart_keeps_them_the
 
 
 def test_a_node_that_has_failed_the_job_twice_is_used_again_where_the_queue_names_it(racks: Racks) -> None:
-    """Kueue knows nothing of nodes that the job avoids: a pod that stays away from the one node that is named for it
-    fits nowhere, and the job would hold its quota and wait for the hour for which a node is avoided."""
+    """Kueue does not know which nodes a job avoids. If the pod avoided the node that Kueue has named, it would fit
+    nowhere, and the job would hold its quota for the hour for which a node is avoided."""
     racks.submit(racks.of_one, topologyKey=RACK)
     first = racks.runs_on()
     racks.fails(1, BAD_GPU)
@@ -122,7 +121,7 @@ def test_a_pod_that_is_replaced_alone_is_in_the_rack_of_its_peers(racks: Racks) 
 
 
 def test_ranks_that_follow_each_other_share_a_rack_where_none_has_room_for_all(racks: Racks) -> None:
-    """Then a ring of all ranks crosses between the racks twice, and not at each step."""
+    """Then a ring of all ranks crosses between the racks only twice."""
     racks.submit(2 * racks.of_one, {"kueue.x-k8s.io/podset-preferred-topology": RACK})
     used = racks.used(racks.runs_on())
     assert sorted(used) in (used, used[::-1])

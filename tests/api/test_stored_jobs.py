@@ -1,5 +1,5 @@
-"""Many large jobs of one namespace, with a real API server: what is kept of them, and that other jobs continue. Needs
-kubectl and KUBECONFIG; any cluster will do. tests/unit/test_stored_jobs.py has the cases."""
+"""Many large jobs of one namespace, with a real API server: how much memory they take, and that other jobs continue.
+Needs kubectl and KUBECONFIG of any cluster. tests/unit/test_stored_jobs.py tests the single cases."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from clusters import MERGE, Namespace, Operator, job, until
 from faulty_api import FaultyApi
 
 JOBS = 40
-# A whole one takes 2 MiB and more.
+# A whole job in memory takes 2 MiB or more.
 GROWTH_MIB_MAX = 40
 MEMORY_MIB = 64
-"""An eighth of it is for begun jobs of one namespace: 15 of these jobs."""
+"""An eighth of this is for jobs of one namespace that have begun: 15 of these jobs."""
 
 
 @pytest.fixture
 def other(api: FaultyApi) -> Iterator[Namespace]:
-    """The namespace of another user."""
+    """Yield the namespace of another user."""
     made = Namespace(api)
     try:
         yield made.make()
@@ -29,13 +29,13 @@ def other(api: FaultyApi) -> Iterator[Namespace]:
 
 
 def large(number: int) -> dict[str, Any]:
-    """A suspended job of 250 kB."""
+    """Return a suspended job of 250 kB."""
     env = [{"name": f"V{one}", "value": "x" * 1_000} for one in range(240)]
     return job(f"large-{number}", nodes=1, suspend=True, container={"env": env})
 
 
 def peak_mib(operator: Operator) -> int:
-    """Return its peak memory."""
+    """Return the peak memory of the operator."""
     lines = Path(f"/proc/{operator.process.pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) >> 10
 
@@ -47,7 +47,7 @@ def reasons(namespace: Namespace) -> list[str]:
 def test_forty_large_jobs_fill_neither_the_operator_nor_the_room_of_others(
     namespace: Namespace, other: Namespace, operators: Callable[..., Operator]
 ) -> None:
-    """Otherwise 600 stored jobs of one user end the operator for everybody, at each start."""
+    """Otherwise 600 stored jobs of one user end the operator for all users, each time it starts."""
     operator = operators(namespace.name, other.name, DDPJOB_MEMORY_MIB=str(MEMORY_MIB)).watches(2)
     for number in range(JOBS):
         namespace.api.call("POST", namespace.jobs_path, large(number))

@@ -1,4 +1,4 @@
-"""The Helm chart, as `helm template` renders it: what it requires of a cluster, and which mistakes it refuses."""
+"""The Helm chart as `helm template` renders it: what it requires of a cluster, and which mistakes it refuses."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 Golden = Callable[[str, str], None]
 OLDEST = "1.29.0"
-# Only in the operator's own namespace, get and update of its one Lease. Not checked at the start: the task that keeps
-# the Lease logs what is missing.
+# These rights hold only in the operator's own namespace, and get and update only for its one Lease. The start does not
+# check them, because the task that renews the Lease logs what is missing.
 LEASE_RIGHT = Right("coordination.k8s.io", "leases", ("get", "create", "update"), "to elect the operator that acts")
 LABEL_RIGHT = Right("", "pods", ("patch",), "to label its own pod that leads")
 MARKS_RIGHT = Right("", "configmaps", ("list",), "to see releases that watch one namespace alone")
@@ -54,7 +54,7 @@ def template(*settings: str, kube_version: str = OLDEST) -> subprocess.Completed
 
 @functools.cache
 def objects(*settings: str) -> list[dict[str, Any]]:
-    """What is applied with these values."""
+    """Return the objects that are applied with these values."""
     done = template(*settings)
     assert done.returncode == 0, done.stderr
     return [document for document in yaml.safe_load_all(done.stdout) if document]
@@ -83,7 +83,7 @@ def ports(*settings: str) -> dict[str, int]:
 
 
 def verbs(rules: list[dict[str, Any]]) -> set[tuple[str, str, str]]:
-    """Every (group, resource, verb) that the rules allow."""
+    """Return every (group, resource, verb) that the rules allow."""
     assert all(rule.keys() == {"apiGroups", "resources", "verbs"} for rule in rules), "no names, no URLs"
     return {
         (group, resource, verb)
@@ -95,12 +95,12 @@ def verbs(rules: list[dict[str, Any]]) -> set[tuple[str, str, str]]:
 
 
 def job_roles(*settings: str) -> list[dict[str, Any]]:
-    """What the operator may do to jobs, in each namespace."""
+    """Return the roles with the operator's rights on jobs, one for each namespace."""
     return [role for role in of_kind("Role", *settings) if not role["metadata"]["name"].endswith("-lease")]
 
 
 def cluster_role(*settings: str) -> dict[str, Any]:
-    """What the operator may do to jobs, in all namespaces."""
+    """Return the role with the operator's rights on jobs in all namespaces."""
     names = ("ddpjob-edit", "ddpjob-view")
     roles = [role for role in of_kind("ClusterRole", *settings) if role["metadata"]["name"] not in names]
     (found,) = [role for role in roles if not role["metadata"]["name"].endswith("-marks")]
@@ -108,7 +108,7 @@ def cluster_role(*settings: str) -> dict[str, Any]:
 
 
 def granted_everywhere(*settings: str) -> set[tuple[str, str, str]]:
-    """What the operator may do in all namespaces."""
+    """Return the (group, resource, verb) that the operator may use in all namespaces."""
     account = of_kind("ServiceAccount", *settings)[0]["metadata"]["name"]
     bound = {
         binding["roleRef"]["name"]
@@ -145,7 +145,7 @@ def test_the_operator_may_do_what_it_asks_for_at_its_start_and_nothing_else() ->
 
 @pytest.mark.parametrize("where", [(), (NAMESPACED,)], ids=["everywhere", "in namespaces"])
 def test_a_gang_scheduler_that_is_switched_on_brings_its_rights_and_no_other(where: tuple[str, ...]) -> None:
-    """Otherwise the operator cannot create its objects; and if the scheduler is off, it needs no further rights."""
+    """Otherwise the operator cannot create the scheduler's objects. If the scheduler is off, no rights may be added."""
     for name, rights in GANG_RIGHTS.items():
         on = (*where, f"gang.{name}.enabled=true")
         assert OperatorSettings.read(variables(*on)).gangs == (name,)
@@ -161,7 +161,7 @@ def test_a_gang_scheduler_that_is_switched_on_brings_its_rights_and_no_other(whe
 
 @pytest.mark.parametrize("where", [(), (NAMESPACED,)], ids=["everywhere", "in namespaces"])
 def test_the_places_of_queues_are_asked_for_where_the_chart_is_told_so(where: tuple[str, ...]) -> None:
-    """Otherwise it gives rights on an API that the cluster may not have."""
+    """Otherwise the chart grants rights on an API that the cluster may not have."""
     kueue = (*where, "gang.kueue.enabled=true")
     on = (*kueue, "gang.kueue.places.enabled=true")
     assert OperatorSettings.read(variables(*on)).queue_places
@@ -239,7 +239,7 @@ def test_the_pod_fits_the_pod_security_profile_restricted() -> None:
 
 
 def test_a_cluster_that_gives_each_namespace_a_uid_of_its_own_may_give_one_to_the_operator() -> None:
-    """OpenShift's restricted-v2 refuses a pod that names a uid outside the range of its namespace."""
+    """OpenShift's restricted-v2 refuses a pod with a uid outside the range of its namespace."""
     left = ("podSecurityContext.runAsUser=null", "podSecurityContext.runAsGroup=null")
     shown = helm("template", "ops", str(CHART), "--kube-version", OLDEST, *(w for s in left for w in ("--set", s)))
     pods = [d for d in yaml.safe_load_all(shown.stdout) if d and d["kind"] in ("Deployment", "Pod")]
@@ -306,8 +306,8 @@ def test_the_operator_may_use_its_own_lease_and_no_other(settings: tuple[str, ..
     [
         ((), f"all.{MARK}", ["kube-system"]),
         (("claimNamespace=ops",), f"all.{MARK}", ["ops"]),
-        (("claimNamespace=null",), f"all.{MARK}", ["kube-system"]),  # as --reuse-values leaves it after an upgrade
-        (("watchNamespaces=null",), f"all.{MARK}", ["kube-system"]),  # as `watchNamespaces:` with nothing below it
+        (("claimNamespace=null",), f"all.{MARK}", ["kube-system"]),  # --reuse-values leaves this after an upgrade
+        (("watchNamespaces=null",), f"all.{MARK}", ["kube-system"]),  # from `watchNamespaces:` with an empty value
         ((NAMESPACED,), MARK, ["team-a", "team-b"]),
     ],
     ids=["all namespaces", "another place", "values of the chart before", "an empty list", "two namespaces"],
@@ -315,7 +315,7 @@ def test_the_operator_may_use_its_own_lease_and_no_other(settings: tuple[str, ..
 def test_each_release_marks_what_it_watches_by_the_same_names(
     settings: tuple[str, ...], name: str, places: list[str]
 ) -> None:
-    """Two releases would act on the same jobs. Helm refuses an object that another release owns."""
+    """Helm refuses an object that another release owns. Otherwise two releases would act on the same jobs."""
     marks = of_kind("ConfigMap", *settings)
     assert [(mark["metadata"]["name"], mark["metadata"]["namespace"]) for mark in marks] == [(name, p) for p in places]
     assert all(mark["data"] == {"release": "ddpjob/ops"} for mark in marks)
@@ -417,7 +417,7 @@ def test_only_who_is_named_reads_metrics_through_a_network_policy() -> None:
 
 
 def test_nothing_for_prometheus_or_grafana_is_created_unless_it_is_asked_for() -> None:
-    """A cluster without the Prometheus operator has no ServiceMonitor, and `helm install` would fail."""
+    """A cluster without the Prometheus operator has no kind ServiceMonitor, so `helm install` would fail."""
     kinds = {document["kind"] for document in objects()}
     assert not kinds & {"ServiceMonitor", "PrometheusRule"}
     assert [one["metadata"]["name"] for one in of_kind("ConfigMap")] == [f"all.{MARK}"]
@@ -428,7 +428,7 @@ def test_nothing_for_prometheus_or_grafana_is_created_unless_it_is_asked_for() -
 
 
 def test_a_service_monitor_finds_the_metrics_port_of_every_operator_and_keeps_the_jobs_namespace() -> None:
-    """Without honorLabels all jobs would seem to be in the operator's namespace."""
+    """Without honorLabels, all jobs would appear in the operator's namespace."""
     settings = ("metrics.serviceMonitor.enabled=true", "metrics.serviceMonitor.labels.release=prometheus")
     (monitor,) = of_kind("ServiceMonitor", *settings)
     status, metrics = sorted(of_kind("Service", *settings), key=lambda s: "-metrics" in s["metadata"]["name"])
@@ -523,7 +523,7 @@ def test_the_notes_say_what_is_different_from_the_default(tmp_path: Path) -> Non
 
 
 def test_the_notes_warn_of_a_scraper_that_the_network_policy_keeps_out(tmp_path: Path) -> None:
-    """Otherwise its targets are down, and the alert that no operator leads fires."""
+    """Otherwise Prometheus reports the targets as down, and the alert that no operator leads fires."""
     on = ("--set", "networkPolicy.enabled=true,metrics.serviceMonitor.enabled=true")
     named = ("--set", "networkPolicy.metricsFrom[0].podSelector.matchLabels.app=prometheus")
     assert "networkPolicy.metricsFrom" in notes(tmp_path, *on)
@@ -557,7 +557,7 @@ def test_names_stay_within_a_dns_label_whatever_the_release_is_called() -> None:
 
 
 def test_the_service_for_metrics_has_room_for_its_suffix_too() -> None:
-    """With a release name of 40 characters, or a longer fullnameOverride, 64 characters would be refused."""
+    """With a release name of 40 characters, or a longer fullnameOverride, a name of 64 characters would be refused."""
     monitored = ("--set", "metrics.serviceMonitor.enabled=true")
     for name in (("r" * 53,), ("ops", "--set", f"fullnameOverride={'n' * 55}")):
         done = helm("template", *name[:1], str(CHART), "--kube-version", OLDEST, *monitored, *name[1:])
@@ -578,7 +578,7 @@ SWITCHED_ON = (
 
 
 def names_in(value: Any, key: str = "") -> list[object]:
-    """All values of the fields in which there are names."""
+    """Return the values of all fields that contain names."""
     if isinstance(value, dict):
         return [found for name, one in value.items() for found in names_in(one, name)]
     if isinstance(value, list):
@@ -589,7 +589,7 @@ def names_in(value: Any, key: str = "") -> list[object]:
 
 @pytest.mark.parametrize("watched", ["watchNamespaces={2024,0x1f}", "claimNamespace=1e3"])
 def test_names_that_yaml_takes_for_numbers_stay_names(watched: str) -> None:
-    """A namespace may be called 2024, and a release 1e3."""
+    """A namespace may be called 2024, and a release 1e3, which YAML reads as numbers."""
     sets = [word for one in SWITCHED_ON for word in ("--set", one)]
     sets += [word for one in (*NAMED_LIKE_NUMBERS, watched) for word in ("--set-string", one)]
     done = helm("template", "1e3", str(CHART), "--namespace", "2024", "--kube-version", OLDEST, *sets)
@@ -612,7 +612,7 @@ def test_names_that_yaml_takes_for_numbers_stay_names(watched: str) -> None:
 def test_all_objects_have_one_name_and_who_installs_may_choose_it(
     release: str, settings: tuple[str, ...], name: str
 ) -> None:
-    """A release with a dot in its name would be installed without its Service, and no job would show progress."""
+    """If the release name contained a dot, the Service would be refused, and no job would show progress."""
     sets = [word for setting in settings for word in ("--set", setting)]
     done = helm("template", release, str(CHART), "--kube-version", OLDEST, *sets)
     assert done.returncode == 0, done.stderr
@@ -634,7 +634,7 @@ def test_a_name_that_no_service_may_have_is_refused_with_the_way_out() -> None:
 
 
 def test_every_document_installs_under_one_name() -> None:
-    """Otherwise `helm upgrade` finds no release that another page installed."""
+    """Otherwise `helm upgrade` of one page does not find the release that another page has installed."""
     pages = [ROOT / "README.md", CHART / "README.md", *(ROOT / "docs").glob("*.md")]
     text = "\n".join(page.read_text() for page in pages)
     named = re.findall(r"helm (?:install|upgrade|template|uninstall|test|status|get values) ([\w-]+)", text)
@@ -643,7 +643,7 @@ def test_every_document_installs_under_one_name() -> None:
 
 
 def test_values_from_before_a_setting_was_there_give_the_same_objects() -> None:
-    """`helm upgrade --reuse-values` has none of the settings that are new in a chart."""
+    """`helm upgrade --reuse-values` lacks all values that a newer chart has added."""
     new = (
         "nameOverride",
         "fullnameOverride",
@@ -665,7 +665,7 @@ def test_values_from_before_a_setting_was_there_give_the_same_objects() -> None:
 
 
 def test_a_service_account_of_ones_own_gets_the_roles_and_is_not_created() -> None:
-    """Helm refuses to import an existing account, such as one for a workload identity."""
+    """Helm refuses to adopt an existing account, for example one that has a workload identity."""
     own = ("serviceAccount.create=false", "serviceAccount.name=training")
     assert of_kind("ServiceAccount", *own) == []
     assert pod(*own)["spec"]["serviceAccountName"] == "training"
@@ -674,7 +674,7 @@ def test_a_service_account_of_ones_own_gets_the_roles_and_is_not_created() -> No
 
 
 def test_the_roles_can_be_left_to_an_administrator_who_renders_them_alone() -> None:
-    """Administrators of namespaces may not grant rights that they do not have, such as ddpjobs/status."""
+    """Administrators of a namespace cannot grant rights that they do not have, such as ddpjobs/status."""
     roles = {"Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"}
     for settings in ((), ("watchNamespaces={a,b}",), ("watchNamespaces={a,b}", "gang.kueue.enabled=true")):
         with_them = objects(*settings, "userRoles=false")
@@ -691,7 +691,7 @@ def test_the_roles_can_be_left_to_an_administrator_who_renders_them_alone() -> N
 
 
 def test_variables_of_ones_own_reach_the_operator() -> None:
-    """The documents name variables for the Lease's durations."""
+    """The documentation names variables that set the Lease's durations."""
     own = ("extraEnv[0].name=DDPJOB_LEASE_SECONDS", "extraEnv[0].value=60.0", "extraEnv[1].name=A")
     assert container(*own)["env"][-2:] == [{"name": "DDPJOB_LEASE_SECONDS", "value": "60.0"}, {"name": "A"}]
 
@@ -708,14 +708,14 @@ def test_no_variable_of_the_chart_can_be_set_a_second_time() -> None:
     [("DDPJOB_LEASE_SECONDS", "abc"), ("DDPJOB_LEASE_RENEW_SECONDS", "0.0"), ("DDPJOB_LEASE_RETRY_SECONDS", "86400.0")],
 )
 def test_a_duration_that_is_none_is_refused_before_a_pod_fails_with_it(name: str, value: str) -> None:
-    """Otherwise its pods restart repeatedly, with the reason only in their logs."""
+    """Otherwise pods restart repeatedly, and only their logs show the reason."""
     done = template(f"extraEnv[0].name={name}", f"extraEnv[0].value={value}")
     assert done.returncode != 0
     assert f'extraEnv: {name} must be seconds above 0 and below a day, is "{value}"' in done.stderr
 
 
 def test_an_autoscaler_may_remove_a_node_with_an_operator_unless_the_values_say_otherwise() -> None:
-    """A volume of the pod's own, which /tmp is, keeps the cluster autoscaler from it by default."""
+    """By default the cluster autoscaler removes no node with a pod that has a local volume, such as our /tmp."""
     key = "cluster-autoscaler.kubernetes.io/safe-to-evict"
     assert pod()["metadata"]["annotations"] == {key: "true"}
     escaped = key.replace(".", r"\.")
@@ -723,7 +723,7 @@ def test_an_autoscaler_may_remove_a_node_with_an_operator_unless_the_values_say_
 
 
 def hooks(*settings: str) -> dict[str, dict[str, Any]]:
-    """What `helm test` creates, by kind."""
+    """Return the objects that `helm test` creates, by kind."""
     sets = [word for setting in settings for word in ("--set", setting)]
     shown = ("-s", "templates/tests/installation.yaml")
     done = helm("template", "ops", str(CHART), "--namespace", "ddpjob", "--kube-version", OLDEST, *shown, *sets)
@@ -732,7 +732,7 @@ def hooks(*settings: str) -> dict[str, dict[str, Any]]:
 
 
 def test_the_pod_of_helm_test_is_its_only_hook_and_has_the_rights_of_the_operator() -> None:
-    """Otherwise `helm test --logs` prints the log once per hook with the pod's name."""
+    """Otherwise `helm test --logs` prints the log of the pod once for each hook."""
     made = hooks()
     assert made.keys() == {"Pod"}
     assert made["Pod"]["metadata"]["annotations"]["helm.sh/hook"] == "test"
@@ -753,7 +753,7 @@ def test_the_pod_of_helm_test_is_taken_for_no_operator() -> None:
 
 
 def test_the_pod_of_helm_test_has_the_resources_of_the_operator() -> None:
-    """A quota that demands a CPU limit must admit `helm test` as well as the operator's pods."""
+    """If a quota requires a CPU limit, it must admit the pod of `helm test` like the operator's pods."""
     (test,) = hooks("resources.limits.cpu=1")["Pod"]["spec"]["containers"]
     assert test["resources"] == container("resources.limits.cpu=1")["resources"]
     assert test["resources"]["limits"]["cpu"] == 1
@@ -766,12 +766,12 @@ def test_helm_test_asks_for_no_report_where_none_would_arrive(closed: str) -> No
 
 
 def test_the_objects_of_a_release_as_a_whole(golden: Golden) -> None:
-    """Read the diff: it is what an upgrade changes in a cluster."""
+    """A golden file: its diff shows what an upgrade changes in a cluster."""
     golden("as-it-comes.yaml", yaml.safe_dump_all([*objects(), *hooks().values()], sort_keys=False))
 
 
 def test_what_a_cluster_asks_of_every_pod_can_be_set() -> None:
-    """Clusters with their own registry, tainted nodes or billing labels accept no other pod."""
+    """Clusters with their own registry, tainted nodes or billing labels accept no pod without these settings."""
     found = pod(
         *("priorityClassName=system-cluster-critical", "podLabels.team=infra", "podAnnotations.note=x"),
         *("nodeSelector.pool=system", "tolerations[0].operator=Exists", "imagePullSecrets[0].name=registry"),
@@ -789,12 +789,12 @@ def test_what_a_cluster_asks_of_every_pod_can_be_set() -> None:
 
 @pytest.mark.parametrize("version", [f"1.{minor}.0" for minor in range(29, 38)])
 def test_every_object_of_a_release_fits_the_schemas_of_kubernetes(version: str) -> None:
-    """A field that a version does not know refuses the whole installation, on that version alone."""
+    """If a Kubernetes version does not know a field of one object, the whole installation fails on that version."""
     sets = ("gang.native.enabled=true", "gang.kueue.enabled=true", "networkPolicy.enabled=true")
     done = template("metrics.dashboards.enabled=true", *sets, kube_version=version)
     assert done.returncode == 0, done.stderr
     (crd,) = (yaml.safe_load(path.read_text()) for path in (CHART / "crds").glob("*.yaml"))
-    if version == "1.29.0":  # it drops this field of a CRD; docs/versions.md says how to apply it
+    if version == "1.29.0":  # 1.29 drops this field of a CRD; docs/versions.md shows how to apply it
         assert crd["spec"]["versions"][0].pop("selectableFields")
     for document in (crd, *filter(None, yaml.safe_load_all(done.stdout))):
         kubernetes_validate.validate(document, version, strict=True)
@@ -878,7 +878,7 @@ def test_the_schema_knows_every_value_and_the_values_have_every_setting() -> Non
             "resources",
             "affinity",
             "podSecurityContext",
-        ):  # Kubernetes' own fields; nothing is set where nothing is meant
+        ):  # fields of Kubernetes itself, which the values leave empty
             assert values.keys() == known.keys() - {"global"}, where
             for name, value in values.items():
                 same(value, known[name], name)
@@ -890,7 +890,7 @@ def test_every_value_is_explained_where_it_stands() -> None:
     ours = (CHART / "values.yaml").read_text().split("# Below:")[0].splitlines()
     settings = [n for n, line in enumerate(ours) if re.match(r"^ *[a-zA-Z]+: *\S|^[a-zA-Z]+:", line)]
     open_ones = [ours[n] for n in settings if n == 0 or not ours[n - 1].lstrip().startswith("#")]
-    # A heading's settings are explained one by one; these speak for themselves.
+    # The settings below these headings have comments of their own, so the headings need none.
     headings = {
         "image:",
         "serviceAccount:",

@@ -4,14 +4,13 @@ Any cluster with two nodes will do. It must have the images, or be able to pull 
 
     DDPJOB_OPERATOR_IMAGE   default ddpjob-operator:0.1.0
     DDPJOB_TRAINER_IMAGE    default ddpjob-trainer
-    DDPJOB_NEXT_OPERATOR_IMAGE    what the operator is upgraded to; default the same image with other settings
+    DDPJOB_NEXT_OPERATOR_IMAGE    to upgrade the operator; default the same image with other settings
 
-Some break the cluster on purpose, by commands that only its owner knows; without them they are skipped:
+Some tests break the cluster on purpose. They need commands for this cluster, and are skipped without them:
 
-    DDPJOB_TEST_API_STOP, DDPJOB_TEST_API_START    take the API server away, give it back
-    DDPJOB_TEST_NODE        is called with `kill|stop|start|cut|join NODE`: power loss, a kubelet that halts, the way
-                            back from both, the network cable out and in
-"""
+    DDPJOB_TEST_API_STOP, DDPJOB_TEST_API_START    stop and start the API server
+    DDPJOB_TEST_NODE    gets `kill|stop|start|cut|join NODE`: power loss, a kubelet that halts, the repair of both,
+                        the network cable out and in"""
 
 from __future__ import annotations
 
@@ -29,15 +28,15 @@ from clusters import CRD, kubectl, skip_without_cluster, until
 from pods import OPERATOR_IMAGE, RELEASE, ROOT, Space, helm
 from shared import made_once, one_at_a_time
 
-# Long enough for a kubelet of a busy machine to be late, and to report again after the API server was away: it may
-# return 35 s later, so that its node is not ready for 15 s.
+# Long enough for a late kubelet on a busy machine, and for a kubelet after an outage of the API server: it may return
+# 35 s later, so that its node is not ready for 15 s.
 LOST_NODE_SECONDS = 25
 _MENDED_BY = {"kill": "start", "stop": "start", "cut": "join"}
 
 
 @pytest.fixture(scope="session")
 def nodes() -> list[str]:
-    """Return the nodes that can run pods: not fake ones, nor a control plane of kind."""
+    """Return the nodes that can run pods: no simulated nodes, and no control plane of kind."""
     skip_without_cluster()
     if not shutil.which("helm"):
         pytest.skip("helm is not on the PATH")
@@ -55,7 +54,7 @@ def nodes() -> list[str]:
 
 @pytest.fixture(scope="session")
 def operator(nodes: list[str]) -> Iterator[str]:
-    """The operator, installed by Helm; its namespace."""
+    """Install the operator by Helm, and yield its namespace."""
 
     def install() -> dict[str, Any]:
         had_crd = "NotFound" not in kubectl("get", "-f", str(CRD), check=False)
@@ -85,7 +84,7 @@ def operator(nodes: list[str]) -> Iterator[str]:
 
 @pytest.fixture
 def space(operator: str) -> Iterator[Space]:
-    """A namespace for the jobs of a test, removed afterwards."""
+    """Yield a namespace for the jobs of one test, and remove it afterwards."""
     made = Space("ddpjob-jobs")
     try:
         yield made
@@ -96,7 +95,7 @@ def space(operator: str) -> Iterator[Space]:
 
 @pytest.fixture(scope="module")
 def jobs(operator: str) -> Iterator[Space]:
-    """A namespace for jobs that run side by side and serve several tests; at the end nothing of them may be left."""
+    """Yield a namespace for jobs that run side by side for several tests. At the end no object may be left."""
     made = Space("ddpjob-jobs")
     try:
         yield made
@@ -107,30 +106,30 @@ def jobs(operator: str) -> Iterator[Space]:
 
 @pytest.fixture
 def with_torch() -> Iterator[None]:
-    """For a test whose pods import torch: two at a time take longer than one after the other, because each uses all
-    processors of a small machine."""
+    """Let only one test at a time import torch in pods. Two at a time take longer than one after the other, because
+    each uses all CPUs of a small machine."""
     with one_at_a_time("torch"):
         yield
 
 
 @pytest.fixture(scope="module")
 def all_with_torch() -> Iterator[None]:
-    """As `with_torch`, from the first test that uses it to the end of its file."""
+    """Like `with_torch`, from the first test that uses it to the end of its file."""
     with one_at_a_time("torch"):
         yield
 
 
 @pytest.fixture
 def take_api_server_away(nodes: list[str]) -> Iterator[Callable[[float], None]]:
-    """`take_api_server_away(20)` for so many seconds. It then waits for the nodes: kubelets and the scheduler return up
-    to a minute after the API server, and pods bound to a node that is not ready yet may be lost."""
+    """Yield a function: `take_api_server_away(20)` stops the API server for 20 s. At the end wait for the nodes,
+    because pods bound to a node that is not ready may be lost. Kubelets return up to a minute after the API server."""
     stop, start = (os.environ.get(f"DDPJOB_TEST_API_{what}", "") for what in ("STOP", "START"))
     if not stop or not start:
         pytest.skip("DDPJOB_TEST_API_STOP and DDPJOB_TEST_API_START do not say how to take the API server away")
 
     def away(seconds: float) -> None:
         subprocess.run(shlex.split(stop), check=True, capture_output=True)
-        time.sleep(seconds)  # an outage of this length is what is tested
+        time.sleep(seconds)  # the tested length of the outage
         subprocess.run(shlex.split(start), check=True, capture_output=True)
         until(lambda: kubectl("get", "--raw", "/readyz", check=False).strip() == "ok", "the API server is back", 120)
 
@@ -139,8 +138,8 @@ def take_api_server_away(nodes: list[str]) -> Iterator[Callable[[float], None]]:
 
 
 def all_take_pods(nodes: list[str]) -> None:
-    """Wait until all nodes take pods: a node that is ready again keeps its taints for a moment, and the next test's
-    pods would all go to the other one."""
+    """Wait until all nodes accept pods. A node that is ready again keeps its taints for a moment, so all pods of the
+    next test would go to the other node."""
 
     def they_do() -> bool:
         found = json.loads(kubectl("get", "nodes", *nodes, "-o", "json"))["items"]
@@ -152,7 +151,7 @@ def all_take_pods(nodes: list[str]) -> None:
 
 @pytest.fixture
 def break_node(nodes: list[str]) -> Iterator[Callable[[str, str], None]]:
-    """`break_node("cut", node)`; `break_node("join", node)` repairs it, as does the end of the test."""
+    """Yield a function: `("cut", node)` cuts a node off, `("join", node)` repairs it, as does the end of the test."""
     command = os.environ.get("DDPJOB_TEST_NODE", "")
     if not command:
         pytest.skip("DDPJOB_TEST_NODE does not say how to break a node")

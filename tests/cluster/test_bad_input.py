@@ -1,11 +1,11 @@
-"""Jobs that cannot work, on real kubelets: the status names the reason and the fix."""
+"""Jobs that cannot work, on real kubelets: the status names the reason and how to fix it."""
 
 from __future__ import annotations
 
 from pods import Space, job, trainer
 
-# The library writes the exception where no other output can reach it. Without it only the end of the log is known, and
-# a container runtime may read the traceback's stream before the other one.
+# The library writes the exception to the termination message, which no other output can reach. Without the message only
+# the end of the log is known, in which a container runtime may put stdout after the traceback.
 NOISE = rb"""
 import os, sys
 import ddpjob
@@ -38,7 +38,7 @@ def test_a_command_that_does_not_exist_fails_the_job_by_its_name(space: Space) -
 
 
 def test_a_rank_that_fails_after_much_noise_is_still_told_by_its_exception(space: Space) -> None:
-    """20,000 lines at once, a line of 10 MB, and bytes that are not UTF-8."""
+    """The script prints 20,000 lines at once, a line of 10 MB, and bytes that are not UTF-8."""
     space.kubectl("apply", "-f", "-", stdin=job("noisy", NOISE, backoffLimit=0))
     status = space.reaches("noisy", "Failed")
     assert "rank 1 (pod noisy-1-1" in status["message"]

@@ -1,4 +1,4 @@
-"""`ddpjob submit` and what follows it, on real pods: a script with its folder becomes a job, without an image."""
+"""`ddpjob submit` and related commands on real pods: a script with its folder becomes a job, without an image build."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ print("rank", os.environ["RANK"], helper.WORD, *sys.argv[1:], flush=True)
 end = time.monotonic() + float(os.environ.get("SECONDS", "0"))
 while time.monotonic() < end: time.sleep(0.1)
 """
-# Small, because all pods run on one machine in most test clusters.
+# Requests are small, because in most test clusters all pods run on one machine.
 SMALL = ("--set", "spec.template.spec.containers[0].resources={requests: {cpu: 50m, memory: 64Mi}}")
 
 
 class Client:
-    """`ddpjob …` in a folder with a script, for one namespace."""
+    """Runs `ddpjob …` in a folder with a script, for one namespace."""
 
     def __init__(self, space: Space, folder: Path) -> None:
         self.space, self.folder = space, folder
@@ -50,7 +50,7 @@ class Client:
 
     @contextlib.contextmanager
     def followed(self, *words: object, **options: Any) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-        """Return the output of a command that runs until its job is gone, or until an action meanwhile has failed."""
+        """Yield a command that runs until its job is deleted, and the file with its output; kill it at the end."""
         printed = self.folder / "printed"
         with printed.open("w") as file, self.start(*words, stdout=file, **options) as process:
             try:
@@ -59,7 +59,7 @@ class Client:
                 process.kill()
 
     def has_begun(self, name: str, *, attempt: int, nodes: int) -> None:
-        """Wait for output: a job is running when its containers are, which is before Python prints its first line."""
+        """Wait for output: the state Running comes when containers run, which is before Python prints a line."""
         self.space.waits(
             name, lambda s: s.get("state") == "Running" and s["attempt"] == attempt, f"attempt {attempt} runs", 90
         )
@@ -71,7 +71,7 @@ class Client:
 
     def submit(self, name: str, *words: object) -> subprocess.CompletedProcess[str]:
         own = ("--name", name, "--nodes", 2, "--image", TRAINER_IMAGE, *SMALL)
-        # python and not torchrun, because importing torch takes longer than everything else
+        # python instead of torchrun, because importing torch would take most of the test's time
         python = ("--set", 'spec.template.spec.containers[0].command=["python", "-u", "train.py", "a b"]')
         return self.run("submit", "train.py", *own, *python, *words)
 
@@ -83,7 +83,7 @@ def client(space: Space, tmp_path: Path) -> Client:
 
 @pytest.mark.timeout(400)
 def test_a_script_is_submitted_followed_and_deleted_with_its_code(client: Client) -> None:
-    """The whole way of a new user: no image, no YAML, and nothing is left behind."""
+    """All commands that a new user needs: no image, no YAML, and nothing is left behind."""
     done = client.submit("first", "--follow")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[0:0] rank 0 grüße a b", "[1:1] rank 1 grüße a b"]
@@ -106,7 +106,7 @@ def test_a_script_is_submitted_followed_and_deleted_with_its_code(client: Client
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("with_torch")
 def test_a_training_with_torchrun_needs_no_image_of_its_own(client: Client) -> None:
-    """The stock image, with a user's script and arguments as for ddpjob run."""
+    """The stock image runs a user's script with its arguments, as `ddpjob run` does."""
     (client.folder / "train.py").write_text((ROOT / "trainer/examples/digits.py").read_text())
     done = client.run("submit", "train.py", "--nodes", 2, "--image", TRAINER_IMAGE, "--follow", "--", "--epochs", 2)
     assert done.returncode == 0, done.stderr
@@ -117,7 +117,7 @@ def test_a_training_with_torchrun_needs_no_image_of_its_own(client: Client) -> N
 
 @pytest.mark.timeout(600)
 def test_a_job_is_suspended_resumed_restarted_and_scaled(client: Client) -> None:
-    """Each gives the ranks time to save; followed logs go on through all attempts."""
+    """Each command gives the ranks time to save; `logs -f` goes on through all attempts."""
     assert client.submit("long", "--env", "SECONDS=1000").returncode == 0
     assert client.run("wait", "long", "--for", "Running", "--timeout", "2m").returncode == 0
     client.has_begun("long", attempt=1, nodes=2)
@@ -132,7 +132,7 @@ def test_a_job_is_suspended_resumed_restarted_and_scaled(client: Client) -> None
         scaled = client.run("scale", "long", "--nodes", 3)
         assert scaled.returncode == 0, scaled.stderr
         client.has_begun("long", attempt=4, nodes=3)
-        # What its pods have said is gone with the job.
+        # The output of the pods is deleted with the job.
         until(lambda: printed.read_text().count("rank 0 grüße") == 4, "the line of each attempt was followed", 60)
         assert client.run("delete", "long").returncode == 0
         _, err = following.communicate(timeout=60)
@@ -155,7 +155,7 @@ def test_a_failed_job_says_the_same_in_describe_as_in_its_last_line(client: Clie
 
 
 def test_rights_are_those_of_the_user(client: Client, tmp_path: Path) -> None:
-    """A user who may only look is told which right is missing, and nothing is created."""
+    """A user who may only view is told which right is missing, and nothing is created."""
     space = client.space
     space.kubectl("create", "serviceaccount", "looker")
     space.kubectl("create", "rolebinding", "look", "--clusterrole=view", f"--serviceaccount={space.name}:looker")
@@ -187,7 +187,7 @@ def test_rights_are_those_of_the_user(client: Client, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(400)
 def test_a_saved_file_runs_on_all_pods_and_the_end_gives_the_nodes_back(client: Client) -> None:
-    """`ddpjob dev --cluster`; a pod that is deleted comes back with the code that was saved last."""
+    """`ddpjob dev --cluster`: a pod that is deleted comes back with the code that was saved last."""
     script = client.folder / "code" / "train.py"
     script.parent.mkdir()
     text = "import os, time\nprint('v1 of rank', os.environ['RANK'], flush=True)\ntime.sleep(600)\n"

@@ -1,5 +1,5 @@
-"""An elastic job on real pods: one node comes late, its pod is deleted, its node is cut off, and the result is as if
-nothing had happened."""
+"""An elastic job on real pods: one node comes late, its pod is deleted, its node is cut off. The result is the same as
+without these events."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from elastic_training import SCRIPT, alone, result
 from pods import Space, charged, job, trainer
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]
-STARTS_WITHIN = 150  # torch takes its time to import
-LAST_CALL_SECONDS = 5  # how long torchrun waits for more nodes once it has one; 30 by default
+STARTS_WITHIN = 150  # importing torch takes long
+LAST_CALL_SECONDS = 5  # how long torchrun waits for more nodes after the minimum has joined; 30 by default
 
 
 @pytest.fixture
 def schedulable(nodes: list[str]) -> Iterator[list[str]]:
-    """Return the nodes, all of which accept pods again at the end."""
+    """Return the nodes, and let all of them accept pods again at the end."""
     yield nodes
     for node in nodes:
         kubectl("uncordon", node, check=False)
@@ -38,7 +38,7 @@ def elastic(name: str, folder: str) -> dict[str, Any]:
     return made
 
 
-# That all restart when a pod is deleted is told by day without torch: test_faults.py.
+# By day test_faults.py checks without torch that all ranks restart when a pod is deleted.
 @pytest.mark.parametrize("deletes_a_pod", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_it_trains_on_with_those_that_are_there_and_ends_as_if_nothing_had_happened(
     space: Space,
@@ -50,7 +50,7 @@ def test_it_trains_on_with_those_that_are_there_and_ends_as_if_nothing_had_happe
     kubectl("label", "namespace", space.name, "--overwrite", "pod-security.kubernetes.io/enforce=privileged")
     name, late = "elastic", schedulable[1]
 
-    # One node is there, and is enough. The other one comes, and joins without a new attempt.
+    # One node has room, which is enough. The second node joins later, without a new attempt.
     kubectl("cordon", late)
     space.apply(elastic(name, f"/var/tmp/ddpjob-{space.name}"))
     status = trains(space, name, "1/2")
@@ -60,12 +60,12 @@ def test_it_trains_on_with_those_that_are_there_and_ends_as_if_nothing_had_happe
     assert trains(space, name, "2/2")["attempt"] == 1
 
     attempt = 1
-    if deletes_a_pod:  # all restart, and none is charged
+    if deletes_a_pod:  # all ranks restart, and no restart is charged
         space.kubectl("delete", "pod", f"{name}-1-1", "--wait=false")
         attempt = 2
         assert trains(space, name, "2/2", attempt)["attempt"] == 2
 
-    # A node is cut off: the job goes on without it, and takes it in again.
+    # A node is cut off: the job goes on without it, and accepts it again later.
     cut = space.node_of(f"{name}-{attempt}-1")
     break_node("cut", cut)
     attempt += 1
@@ -82,7 +82,7 @@ def test_it_trains_on_with_those_that_are_there_and_ends_as_if_nothing_had_happe
 
 
 def trains(space: Space, name: str, nodes: str, attempt: int = 1, *, or_ended: bool = False) -> dict[str, Any]:
-    """Return the status when so many train and have made a step after that."""
+    """Wait until this many nodes train and have made a step since; return the status."""
 
     def so_many(status: dict[str, Any]) -> bool:
         if or_ended and status.get("state") == "Succeeded":

@@ -1,5 +1,5 @@
 """Real faults on real pods: the right end, cause and charge, and nothing is left over. kubectl checks what users see.
-The ranks of these jobs meet as torch's do: rank 0 listens on MASTER_ADDR:MASTER_PORT."""
+The ranks of these jobs meet like torch's: rank 0 listens on MASTER_ADDR:MASTER_PORT."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import yaml
 from clusters import kubectl, until
 from pods import MEET, RELEASE, ROOT, Space, charged, helm, job, result, says, spread, trainer, uids
 
-pytestmark = pytest.mark.timeout(300)  # jobs of several tests run side by side, on whatever machine
+pytestmark = pytest.mark.timeout(300)  # jobs of several tests run at the same time, possibly on a slow machine
 BreakNode = Callable[[str, str], None]
 Status = dict[str, Any]
 
@@ -30,7 +30,7 @@ GOES_ON_IN_ATTEMPT_2 = f"{TRAINS}\nif attempt > 1: print('goes on', flush=True)\
 
 
 def breaks(how: str, others: str = "time.sleep(1000)", *, once: bool = True) -> str:
-    """Let rank 1 fail when the group has met, in the first attempt or in all; the next attempt succeeds."""
+    """Return a script in which rank 1 fails after the group has met: in attempt 1 if once, otherwise in all."""
     condition = "if attempt > 1: sys.exit(0)" if once else ""
     return f"{TRAINS}\n{condition}\nif rank == 1:\n    {how}\n{others}"
 
@@ -46,13 +46,13 @@ for step in range(1, 4 - rank):
 
 @dataclass(frozen=True)
 class Case:
-    """Rank 1's failure in the first attempt, and its consequences."""
+    """A failure of rank 1 in the first attempt, and its consequences."""
 
     script: str
     failure: dict[str, Any]
-    """Fields of `lastFailure`; None: unset."""
+    """Expected fields of `lastFailure`; None: unset."""
     restarts: tuple[int, int, int]
-    """Charged to application, infrastructure, stall."""
+    """Restarts charged to application, infrastructure, stall."""
     says: str
     """Text in `status.failures`, or in the status if the job fails."""
     end: str = "AllNodesCompleted"
@@ -68,7 +68,7 @@ class Case:
         made["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] = self.grace_seconds
         trainer(made)["env"] = [{"name": k, "value": v} for k, v in self.env.items()]
         if self.command:
-            # torchrun imports torch, the ranks that it starts do not.
+            # torchrun imports torch, but its ranks do not.
             trainer(made)["command"] = [*self.command, self.script]
             trainer(made)["resources"] = {"requests": {"cpu": "50m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}}
         return made
@@ -208,7 +208,7 @@ def test_a_rank_that_ended_by_itself_stays_for_its_log_and_the_others_do_not(bro
 
 
 def test_a_rank_that_stood_still_stays_for_its_log_which_is_in_the_status_too(broken: Space) -> None:
-    """Its log is the only explanation of the hang, so its pod must not be deleted."""
+    """The log is the only explanation of the hang, so the rank's pod must not be deleted."""
     status = broken.ends("a-hang")
     broken.keeps("a-hang", "a-hang-1-1", "a-hang-2-0", "a-hang-2-1")
     assert broken.get("pod", "a-hang-1-1")["status"]["reason"] == "DeadlineExceeded"
@@ -281,14 +281,14 @@ def test_a_node_without_power_costs_no_budget_and_the_job_ends_on_the_other(
     status = jobs.ends("powerless")
     assert status["state"] == "Succeeded"
     lost_with(status, dead, rank)
-    jobs.keeps("powerless", "powerless-2-0", "powerless-2-1")  # the lost pod is deleted by force
+    jobs.keeps("powerless", "powerless-2-0", "powerless-2-1")  # the lost pod is force-deleted
     assert {p["spec"]["nodeName"] for p in jobs.pods("powerless").values()} == {survivor}
     assert uids(jobs, "aside") == aside
     assert jobs.status("aside")["attempt"] == 1, "a job that has no pod there goes on"
 
 
 def of_attempt_2_alone(jobs: Space, name: str) -> dict[str, str]:
-    """Return the pods once only attempt 2 is left, while the node is still away."""
+    """Wait until only the pods of attempt 2 are left, while the node is still away; return their uids."""
     jobs.keeps(name, f"{name}-2-0", f"{name}-2-1")
     return uids(jobs, name)
 
@@ -297,7 +297,7 @@ def of_attempt_2_alone(jobs: Space, name: str) -> dict[str, str]:
 def test_a_node_that_comes_back_with_its_pods_still_running_changes_nothing(
     jobs: Space, nodes: list[str], operator: str, break_node: BreakNode
 ) -> None:
-    """The acting operator is on the node that is cut off, so the other one takes over."""
+    """The leading operator is on the node that is cut off, so the other operator takes over."""
     away = leader(operator)[1]
     jobs.apply(spread(job("returning", GOES_ON_IN_ATTEMPT_2)))
     rank = starts_on_both(jobs, "returning")[away]
@@ -319,7 +319,7 @@ def test_a_node_that_comes_back_with_its_pods_still_running_changes_nothing(
 def test_a_kubelet_that_halts_leaves_processes_that_never_come_back_into_the_job(
     jobs: Space, nodes: list[str], operator: str, break_node: BreakNode
 ) -> None:
-    """They continue to live with their network, and resolve the same DNS names as the new attempt."""
+    """The processes continue to run, have a network, and resolve the same DNS names as the new attempt."""
     halted = other(nodes[:2], leader(operator)[1])
     jobs.apply(spread(job("halting", GOES_ON_IN_ATTEMPT_2)))
     rank = starts_on_both(jobs, "halting")[halted]
@@ -336,7 +336,7 @@ def test_a_kubelet_that_halts_leaves_processes_that_never_come_back_into_the_job
 
 
 def test_a_node_that_failed_a_job_twice_is_avoided_by_it_for_an_hour(jobs: Space, nodes: list[str]) -> None:
-    """The pod prefers that node, as one whose image or data is there would."""
+    """The job prefers this node, like a job whose image or data is on the node."""
     sick = "RuntimeError('CUDA error: uncorrectable ECC error encountered')"
     body = job("choosing", f"import os\nif os.environ['NODE'] == {nodes[0]!r}: raise {sick}", nodes=1)
     trainer(body)["env"] = [{"name": "NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}]
@@ -356,10 +356,10 @@ def test_a_node_that_failed_a_job_twice_is_avoided_by_it_for_an_hour(jobs: Space
 def test_drain_moves_the_job_without_a_charge(jobs: Space, nodes: list[str], operator: str) -> None:
     jobs.apply(spread(job("drained", ENDS_IN_ATTEMPT_2)))
     ranks = starts_on_both(jobs, "drained")
-    # With the operator that acts the reason would go too: the one that takes over finds the pod gone.
+    # Drain the other node: a successor of the leading operator would find the pod gone, without the reason.
     node = other(nodes[:2], leader(operator)[1])
     try:
-        # Without --force: drain evicts only pods that a controller recreates.
+        # No --force: without it, drain evicts only pods that a controller recreates.
         kubectl("drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=150s")
         status = jobs.ends("drained")
         jobs.keeps("drained", "drained-2-0", "drained-2-1")
@@ -426,7 +426,7 @@ def test_an_api_server_that_is_away_for_20_seconds_delays_a_restart_and_disturbs
     jobs.reaches("lonely", "Running")
     before = uids(jobs, "lonely")
     jobs.reaches("cut-off", "Restarting")
-    take_api_server_away(20)  # the restart grace ends in it
+    take_api_server_away(20)  # the restart grace period ends during the outage
     is_restarted_once(jobs.ends("cut-off"))
     assert jobs.ends("lonely")["state"] == "Succeeded"
     assert uids(jobs, "lonely") == before
@@ -440,7 +440,7 @@ def digits(name: str) -> dict[str, Any]:
     body["metadata"]["name"] = name
     command = trainer(body)["command"]
     command[0] = "torchrun"
-    # On a fast machine 360 steps were made before a rank could be killed.
+    # With fewer epochs, a fast machine would finish before a rank could be killed.
     command[command.index("--epochs") + 1] = "20"
     trainer(body)["env"] = [{"name": "DDPJOB_STATUS_INTERVAL", "value": "1"}]
     return body
@@ -448,7 +448,7 @@ def digits(name: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def trainings(jobs: Space, all_with_torch: None) -> Space:
-    """Run three trainings of digits side by side, because importing torch takes time; one is undisturbed."""
+    """Run three trainings of digits at the same time, because importing torch takes long; one is not disturbed."""
     jobs.apply(*(digits(name) for name in ("calm", "struck", "moved")))
     to_break: dict[str, Callable[[], object]] = {
         "struck": lambda: jobs.kill("struck-1-1"),
@@ -457,14 +457,14 @@ def trainings(jobs: Space, all_with_torch: None) -> Space:
 
     def all_are_broken() -> bool:
         for name in [name for name in to_break if jobs.status(name).get("progress", {}).get("step", 0) > 0]:
-            to_break.pop(name)()  # at once: while one waits for the other's first step it would end
+            to_break.pop(name)()  # do not wait for the other job's first step: this job could end meanwhile
         return not to_break
 
     until(all_are_broken, "both make a step", 300)
     return jobs
 
 
-@pytest.mark.timeout(900)  # torch takes its time to import, six times at once
+@pytest.mark.timeout(900)  # six imports of torch at once take long
 def test_training_that_was_killed_ends_with_exactly_the_result_of_an_undisturbed_run(trainings: Space) -> None:
     status = trainings.ends("struck", 400)
     assert (status["state"], status["attempt"], charged(status)) == ("Succeeded", 2, CHARGED), status
@@ -509,7 +509,7 @@ def on_node(body: dict[str, Any], node: str) -> dict[str, Any]:
 
 
 def starts_on_both(space: Space, name: str) -> dict[str, int]:
-    """Start a job on both nodes; return its rank on each."""
+    """Start a job with a pod on each of the two nodes; return the rank of each node's pod."""
     space.reaches(name, "Running")
     ranks = {p["spec"]["nodeName"]: int(n.rsplit("-", 1)[1]) for n, p in space.pods(name).items()}
     assert len(ranks) == 2, f"the scheduler has put both pods on one node: {ranks}"
@@ -517,7 +517,7 @@ def starts_on_both(space: Space, name: str) -> dict[str, int]:
 
 
 def lost_with(status: Status, node: str, rank: int) -> None:
-    """Check that the job was restarted once, charged to the node alone."""
+    """Check that the job was restarted once, and that only the node was charged."""
     failure = status["lastFailure"]
     assert (failure["reason"], failure["node"], failure["rank"]) == ("NodeLost", node, rank), failure
     assert failure["class"] == "infrastructure"
@@ -527,13 +527,13 @@ def lost_with(status: Status, node: str, rank: int) -> None:
 
 
 def running_on(node: str, space: Space) -> set[str]:
-    """Return pods of a namespace that really run on a node, even if the API server does not know them any more."""
+    """Return pods of a namespace that are really running on a node, even if the API server has already deleted them."""
     found = json.loads(kubectl("get", "--raw", f"/api/v1/nodes/{node}/proxy/runningpods/"))["items"] or []
     return {p["metadata"]["name"] for p in found if p["metadata"]["namespace"] == space.name}
 
 
 def leader(operator: str) -> tuple[str, str]:
-    """Return the acting operator's pod, and its node."""
+    """Return the leading operator's pod, and its node."""
 
     def holder() -> tuple[str, str] | None:
         (lease,) = json.loads(kubectl("-n", operator, "get", "leases", "-o", "json"))["items"]

@@ -11,33 +11,33 @@ import yaml
 from clusters import until
 from pods import MEET, ROOT, Space, charged, job, result, says, spread, trainer, uids
 
-pytestmark = pytest.mark.timeout(300)  # jobs of several tests run side by side, on whatever machine
+pytestmark = pytest.mark.timeout(300)  # jobs of several tests run at the same time, possibly on a slow machine
 Status = dict[str, Any]
 
-# Ranks without torch, in generations: they meet as torch's do, and fail or end in the given one.
+# Ranks without torch, which know their generation. They meet like torch's ranks, and then fail or end.
 TRAINS = f"""
 import os, signal, socket, sys, time
 rank, life = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 {MEET}print("generation", life, "trains", flush=True)
 """
-# The reason for a restart is posted, for which an ending pod has two seconds.
+# Time to post the reason for the restart; a pod that is ending has only two seconds for this.
 TOLD = "time.sleep(5)"
 ENDS_AFTER_A_RESTART = f"{TRAINS}\nif life == 0: time.sleep(1000)"
 
 
 def ddprun(name: str, script: str, **spec: Any) -> dict[str, Any]:
-    """A job of two nodes whose ranks are plain Python processes below an agent."""
+    """Return a job of two nodes whose ranks are plain Python processes under ddprun."""
     body = job(name, script, **spec)
     trainer(body)["command"] = ["ddprun", "--no-python", "python", "-u", "-c", script]
     return body
 
 
 def breaks(how: str) -> str:
-    """Let rank 1 fail when the group has met for the first time."""
+    """Return a script in which rank 1 fails after the group has met for the first time."""
     return f"{TRAINS}\nif life == 0:\n    if rank == 1: {how}\n    time.sleep(1000)\n{TOLD}"
 
 
-# Rank 1 makes one step less than rank 0.
+# Rank 1 makes one step fewer than rank 0.
 HANGS = """
 import ddpjob
 for step in range(1, 4 - rank):
@@ -60,7 +60,7 @@ JOBS = {
 
 @pytest.fixture(scope="module")
 def broken(jobs: Space) -> Space:
-    """Run all of them side by side; two pods are deleted, one of them by force like a lost node's."""
+    """Run all jobs at the same time. Two pods are deleted, one of them by force as if its node were lost."""
     jobs.apply(*JOBS.values())
     for name in ("deleted", "led"):
         for rank in (0, 1):
@@ -118,7 +118,7 @@ def test_the_pod_that_leads_is_replaced_like_any_other(broken: Space) -> None:
 
 
 def test_a_pod_beyond_its_memory_is_replaced_and_the_application_pays(broken: Space) -> None:
-    """The kubelet makes the kernel kill whole containers: the agent dies with its ranks."""
+    """The kubelet lets the kernel kill all processes of the container: the agent dies with its ranks."""
     status = broken.ends("starved")
     assert (status["state"], status["attempt"], charged(status)) == ("Succeeded", 1, (1, 0, 0)), status
     assert status["lastFailure"]["class"] == "outOfMemory"
@@ -177,7 +177,7 @@ def digits(name: str, *faults: dict[str, Any]) -> dict[str, Any]:
     return body
 
 
-@pytest.mark.timeout(900)  # torch takes its time to import, four times at once
+@pytest.mark.timeout(900)  # four imports of torch at once take long
 @pytest.mark.usefixtures("with_torch")
 def test_training_that_restarts_in_place_ends_with_exactly_the_result_of_an_undisturbed_run(jobs: Space) -> None:
     jobs.apply(digits("calm"), digits("struck", {"rank": 1, "step": 150, "signal": "KILL"}))
@@ -193,7 +193,7 @@ def test_training_that_restarts_in_place_ends_with_exactly_the_result_of_an_undi
     assert told == ["RestartedInPlace"], "one failure is one warning"
 
 
-# Its rank uses as much memory as a batch that is too long, at the first step after a while.
+# At step 30 rank 1 takes more memory than the limit, like a batch that is too long.
 TAKES_TOO_MUCH = """
 import os, time
 import torch
@@ -219,11 +219,11 @@ with ddpjob.init() as world:
 """
 
 
-@pytest.mark.timeout(900)  # torch takes its time to import
+@pytest.mark.timeout(900)  # importing torch takes long
 @pytest.mark.usefixtures("with_torch")
 def test_a_pod_beyond_its_memory_costs_no_step_because_the_other_pod_has_the_state(jobs: Space) -> None:
-    """With cgroups v2 the kernel kills the agent too, and with it that pod's memory: the new pod gets the state from
-    its peer. The folder is in the pod and empty: otherwise all 30 steps are repeated."""
+    """With cgroups v2 the kernel kills the agent too, and the pod's memory is lost: the new pod gets the state from its
+    peer. The folder of snapshots is inside the pod and empty, so otherwise all 30 steps would be repeated."""
     body = ddprun("hungry", TAKES_TOO_MUCH)
     resources = {"requests": {"cpu": "50m", "memory": "512Mi"}, "limits": {"memory": "1Gi"}}
     trainer(body)["resources"] = resources
@@ -233,7 +233,7 @@ def test_a_pod_beyond_its_memory_costs_no_step_because_the_other_pod_has_the_sta
     assert (status["state"], status["attempt"], charged(status)) == ("Succeeded", 1, (1, 0, 0)), status
     failure = status["lastFailure"]
     assert (failure["exitCode"], failure["class"]) == (137, "outOfMemory"), failure
-    # The kernel may kill only the rank; then its agent lives, and has its random state.
+    # The kernel may kill only the rank. Then the agent survives with the rank's random state.
     is_replaced = failure["reason"] == "OOMKilled"
     lost = " (random states of rank 1 were lost, and are seeded the same way at each resume)" if is_replaced else ""
     assert (status["resumedStep"], status["resumedFrom"]) == (30, f"the memory on the node of rank 0{lost}"), status

@@ -1,4 +1,4 @@
-"""Ten of the ways to launch, on real pods: the same file as locally, and the same parameters."""
+"""Ten ways to launch, on real pods: the same files as in local runs, and the same parameters at the end."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import yaml
 from pods import ROOT, TRAINER_IMAGE, Space
 
-SECONDS_MAX = 150  # torch takes its time to import, and here are six processes
+SECONDS_MAX = 150  # six processes import torch
 ONE_PROCESS_PER_NODE = "plain"
-# What pods can change: who starts the ranks, and over which name and port they meet. ddprun is in test_in_place.py.
+# By day only what pods can change: who starts the ranks, and where they meet. test_in_place.py has ddprun.
 BY_DAY = "torchrun", "spawn-nodes", "init-tcp"
 AT_NIGHT = (
     "torchrun-c10d",
@@ -26,11 +26,11 @@ AT_NIGHT = (
 
 @pytest.fixture(scope="module")
 def params(jobs: Space, all_with_torch: None) -> str:
-    """Return the parameters with which all must end."""
+    """Return the parameters with which all ways must end."""
     return trained(jobs, ONE_PROCESS_PER_NODE).removesuffix(" world 2")
 
 
-@pytest.mark.timeout(6 * SECONDS_MAX)  # others that import torch may come first
+@pytest.mark.timeout(6 * SECONDS_MAX)  # other tests that import torch may run first
 @pytest.mark.parametrize("name", [*BY_DAY, *(pytest.param(name, marks=pytest.mark.long) for name in AT_NIGHT)])
 def test_a_note_trains_in_one_world_on_pods_and_ends_with_the_same_parameters(
     jobs: Space, params: str, name: str
@@ -40,7 +40,7 @@ def test_a_note_trains_in_one_world_on_pods_and_ends_with_the_same_parameters(
 
 
 def trained(jobs: Space, name: str) -> str:
-    """Return what rank 0 printed about its parameters."""
+    """Return what rank 0 has printed about its parameters."""
     jobs.kubectl("apply", "-f", "-", stdin=restricted(note(name)))
     status = jobs.ends(name, SECONDS_MAX)
     assert status["state"] == "Succeeded", status
@@ -55,7 +55,7 @@ def note(name: str) -> dict[str, Any]:
 
 
 def restricted(body: dict[str, Any]) -> dict[str, Any]:
-    """Add what a namespace under PodSecurity "restricted" requires; the notes leave it out."""
+    """Add the fields that PodSecurity "restricted" requires; the example files omit them."""
     pod = body["spec"]["template"]["spec"]
     pod["securityContext"] = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
     for container in pod["containers"]:

@@ -1,4 +1,4 @@
-"""What users are promised in a cluster, on real pods. kubectl checks what users see."""
+"""What the documentation promises for a cluster, on real pods. kubectl checks what users see."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def phase(space: Space, pod: str) -> str:
 
 
 def done_line(log: str) -> dict[str, Any]:
-    """The last line of an example."""
+    """Return the last line of an example."""
     line = next(line for line in log.splitlines() if '"event": "done"' in line)
     return json.loads(line[line.index("{") :])
 
@@ -43,7 +43,7 @@ def done_line(log: str) -> dict[str, Any]:
 def test_digits_trains_on_two_nodes_and_ends_exactly_as_it_does_locally(
     space: Space, tmp_path: Path, nodes: list[str]
 ) -> None:
-    """One job serves many assertions: torch takes its time to import."""
+    """One job serves many assertions, because importing torch takes long."""
     body = yaml.safe_load((ROOT / "examples/digits.yaml").read_text())
     body["spec"]["onePodPerNode"] = True
     space.kubectl("apply", "-f", "-", stdin=body)
@@ -54,10 +54,10 @@ def test_digits_trains_on_two_nodes_and_ends_exactly_as_it_does_locally(
         return space.status("digits").get("state") in ("Succeeded", "Failed")
 
     until(complete, "digits ends", 420, every=1)
-    # There may be a row between the last read and the end.
+    # The row may have changed between the last read and the end.
     rows.add(space.kubectl("get", "ddp", "digits", "--no-headers"))
     assert "condition met" in space.kubectl("wait", "--for=condition=Complete", "ddp/digits", "--timeout=5s")
-    # On a fast machine all steps are made between two writes of the status, and between two reads of it.
+    # Fails if a machine is so fast that all steps fall between two writes of the status, or two reads.
     assert any(re.search(r"\d+/1125", row) for row in rows), f"kubectl get shows no steps: {rows}"
     assert not all(re.search(r"\d+/1125", row) for row in rows), f"the columns of kubectl get do not move: {rows}"
     pods = space.pods("digits")
@@ -91,7 +91,7 @@ def test_a_trainer_finds_the_same_variables_here_and_in_a_local_run(space: Space
     here = set(re.search(r"\[1:1\] NAMES (.*) END", local.stdout)[1].split())
 
     def contract(names: set[str]) -> set[str]:
-        # Without OMP_NUM_THREADS: the ranks of a local run share the cores of one machine.
+        # OMP_NUM_THREADS is not set, because the ranks of a local run share the cores of one machine.
         own = re.compile(r"(PET_|DDPJOB_|KUBEFLOW_|MASTER_|.*RANK$|.*WORLD_SIZE$|NNODES|NPROC_|TORCH_FR|PYTHONUNB)")
         return {name for name in names if own.match(name)}
 
@@ -136,7 +136,7 @@ def test_an_invalid_job_says_why_and_starts_nothing(space: Space) -> None:
 
 def test_helm_test_says_that_the_installation_works(operator: str) -> None:
     done = helm("test", RELEASE, "--namespace", operator, "--logs", "--timeout", "120s")
-    # helm prints the log once for each of the test's objects, because they have one name.
+    # helm prints the log once for each object of the test, because all have the same name.
     assert len({line for line in done.splitlines() if line.startswith("ok    ")}) == 4, done
 
 
@@ -181,7 +181,7 @@ def test_a_succeeded_pod_that_is_deleted_while_its_peers_run_does_no_harm(space:
 
 @pytest.mark.alone
 def test_a_job_in_a_namespace_that_is_not_watched_stays_untouched(space: Space, operator: str) -> None:
-    """The release is narrowed to one namespace, and widened again."""
+    """The test restricts the release to one namespace, and then lets it watch all namespaces again."""
     chart = str(ROOT / "charts/ddpjob-operator")
     upgrade = ["helm", "upgrade", RELEASE, chart, "-n", operator, "--reuse-values", "--wait", "--timeout", "120s"]
     other = Space("ddpjob-other")

@@ -1,4 +1,4 @@
-"""Progress as pods send it: through the Service, with the kubelet's token, and with obstacles."""
+"""Progress reports from pods: through the Service, with the kubelet's token, and with obstacles."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 from pods import Space, job, trainer
 
-# No torch: only the library's reporter.
+# No torch, only the library's reporter.
 TRAINS = """
 import time
 from ddpjob import progress
@@ -51,7 +51,7 @@ print("posted", flush=True)
 def test_where_progress_is_blocked_there_is_none_and_the_job_succeeds_all_the_same(space: Space) -> None:
     blocked = {
         "unresolved": ("DDPJOB_STATUS_URL", "http://no-such-service.invalid:8081/", ""),
-        "unreachable": ("DDPJOB_STATUS_URL", "http://192.0.2.1:8081/", ""),  # an address that nobody can have
+        "unreachable": ("DDPJOB_STATUS_URL", "http://192.0.2.1:8081/", ""),  # a reserved address
         "closed": ("DDPJOB_STATUS_URL", "http://127.0.0.1:9/", "Connection refused"),
         "unbelieved": (
             "DDPJOB_STATUS_TOKEN_FILE",

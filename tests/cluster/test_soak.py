@@ -1,4 +1,4 @@
-"""Half an hour of jobs that train, fail and pause while operators die, nodes are cut off and the API is away."""
+"""For half an hour jobs train, fail and pause while operators die, nodes are cut off and the API server goes away."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pods import MEET, Space, job, trainer
 
 SECONDS = float(os.environ.get("DDPJOB_TEST_SOAK_SECONDS", "1800"))
 pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(2 * SECONDS + 1200)]
-# By day the tests of test_faults.py cover the same faults one by one; here they come in any order.
+# By day test_faults.py tests the same faults one by one. Here they come in random order.
 AT_ONCE = 6
 FAULT_EVERY_SECONDS = 20, 45
 ENDS_WITHIN_SECONDS = 400.0  # after the last fault
@@ -63,19 +63,19 @@ KINDS = (trains, fails_once, fails_always, fails_once_in_place, is_paused)
 
 @dataclass
 class Soak:
-    """The events so far."""
+    """What has happened so far."""
 
     space: Space
     operator: str
     rng: random.Random
     ended: dict[str, str] = field(default_factory=dict)
-    """By job: its state and reason."""
+    """State and reason of each job that has ended."""
     made: int = 0
     memory: dict[str, list[int]] = field(default_factory=dict)
     """Resident bytes of each operator pod, over time."""
     tracebacks: list[str] = field(default_factory=list)
     done: list[str] = field(default_factory=list)
-    """The faults."""
+    """Names of the faults that were injected."""
 
     def turn(self) -> None:
         """Check everything once; keep the number of jobs constant."""
@@ -120,7 +120,7 @@ class Soak:
             self.space.kubectl("delete", self.rng.choice(pods), "--wait=false", check=False)
 
     def goes_on(self, seconds: float) -> None:
-        """Run for so long."""
+        """Run for this many seconds."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self.turn()
@@ -157,7 +157,7 @@ def test_half_an_hour_of_faults_in_any_order_loses_no_job_and_leaves_nothing(
     last = soak.made
 
     def all_have_ended() -> bool:
-        soak.made = last  # no new ones
+        soak.made = last  # create no more jobs
         for found in space.get("ddp")["items"]:
             status = found.get("status") or {}
             if status.get("state") in ("Succeeded", "Failed"):
@@ -177,7 +177,7 @@ def test_half_an_hour_of_faults_in_any_order_loses_no_job_and_leaves_nothing(
     print(f"{SECONDS:g} s, {soak.made} jobs, faults {[(f.__name__, soak.done.count(f.__name__)) for f in faults]}")
     print(f"operators' memory at the peak, MiB: {[peak >> 20 for peak in peaks.values()]}")
     assert max(peaks.values()) < MEMORY_MAX
-    # For a pod with many samples: at its end it uses as much as when it was warm.
+    # Check for a leak in the pod with most samples: it uses no more memory in its second half than in its first.
     longest = max(soak.memory.values(), key=len)
     half = len(longest) // 2
     assert max(longest[half:]) < max(longest[:half]) * 1.1 + (4 << 20), [seen >> 20 for seen in longest]

@@ -1,4 +1,4 @@
-"""The operator is replaced by another image, with other content, while jobs are running."""
+"""The operator is upgraded to another image or other settings while jobs are running."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from clusters import kubectl, until
 from pods import OPERATOR_IMAGE, RELEASE, ROOT, Space, helm, job
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]  # two releases, one after the other
-# The name of another image if there is one; otherwise the same one serves, and only its pods' content differs.
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]  # includes two upgrades
+# Another image if one is named. Otherwise the same image is used with other settings.
 NEXT_IMAGE = os.environ.get("DDPJOB_NEXT_OPERATOR_IMAGE", OPERATOR_IMAGE)
 WAITS = """
 import pathlib, time
@@ -24,7 +24,7 @@ def variables(pod: dict[str, Any]) -> dict[str, str]:
 
 
 def operators(namespace: str) -> set[str]:
-    """The pods of the operator."""
+    """Return the names of the operator's pods."""
     return set(
         kubectl("-n", namespace, "get", "pods", "-l", "app.kubernetes.io/name=ddpjob-operator", "-o", "name").split()
     )
@@ -37,7 +37,7 @@ def test_a_newer_operator_leaves_running_pods_alone_though_it_would_build_others
     uids = {name: pod["metadata"]["uid"] for name, pod in before.items()}
     old = operators(operator)
     repository, _, tag = NEXT_IMAGE.rpartition(":")
-    # A certain difference: new pods get another address for reports.
+    # A difference that new pods show: another address for reports.
     url = "http://reports.invalid/other"
     chart = [RELEASE, str(ROOT / "charts/ddpjob-operator"), "--namespace", operator, "--reuse-values", "--wait"]
     image = ["--set", f"image.repository={repository}", "--set-string", f"image.tag={tag}"]
@@ -45,7 +45,7 @@ def test_a_newer_operator_leaves_running_pods_alone_though_it_would_build_others
         helm("upgrade", *chart, "--timeout", "120s", *image, "--set", f"progress.url={url}")
         deployments = json.loads(kubectl("-n", operator, "get", "deployments", "-o", "json"))["items"]
         assert {d["spec"]["template"]["spec"]["containers"][0]["image"] for d in deployments} == {NEXT_IMAGE}
-        # Helm waits for the new ones; the last old one, which may lead, is stopped only then.
+        # Helm waits only for the new pods. The last old pod, which may lead, is stopped afterwards.
         until(lambda: not old & operators(operator), "the old operators are gone", 60)
         space.kubectl("apply", "-f", "-", stdin=job("later", "pass", nodes=1))
         space.reaches("later", "Succeeded")

@@ -1,4 +1,4 @@
-"""What the tests of the local shell share."""
+"""Fixtures that the tests of the local run share."""
 
 from __future__ import annotations
 

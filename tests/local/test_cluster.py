@@ -1,4 +1,4 @@
-"""What the local run keeps of pods, and what it releases."""
+"""Resources of pods that the local run keeps, and those that it releases."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run_and_delete(world: LocalCluster, what: api.DDPJob, attempt: int) -> Local
 
 
 def test_an_empty_dir_goes_with_its_pod(world: LocalCluster) -> None:
-    """Otherwise a cache of 20 GB in it exists once per attempt, until the run ends or the disk is full."""
+    """Otherwise a cache of 20 GB in an emptyDir exists once per attempt, until the run ends or the disk is full."""
     trainer = {
         "name": "trainer",
         "image": "i",
@@ -53,9 +53,9 @@ def test_an_empty_dir_goes_with_its_pod(world: LocalCluster) -> None:
 
 
 def test_a_pod_that_is_gone_holds_no_descriptor_and_no_process(world: LocalCluster) -> None:
-    """Otherwise a run with many restarts, or 64 nodes and a few, ends in `Too many open files`."""
+    """Otherwise a run with many restarts, or with 64 nodes and a few restarts, fails with `Too many open files`."""
     what = job(nodes=1, container={"command": ["true"]})
-    kept = []  # the screen keeps them until their output was shown
+    kept = []  # like the screen, which keeps pods until their output was shown
 
     def attempt(number: int) -> int:
         kept.append(run_and_delete(world, what, number))

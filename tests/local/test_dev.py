@@ -1,4 +1,4 @@
-"""`ddpjob dev`: a save restarts the ranks. No torch: the fork server of these sessions has imported json."""
+"""`ddpjob dev`: saving a file restarts the ranks. No torch: the fork server of these sessions imports only json."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ time.sleep(600)
 
 
 class Session:
-    """`ddpjob dev` on two nodes, with all output in one file."""
+    """`ddpjob dev` on two nodes, with all its output in one file."""
 
     def __init__(self, cli: Cli, *words: str, command: tuple[str, ...] = ("train.py",), name: str = "printed") -> None:
         self.path = cli.folder / "train.py"
@@ -45,12 +45,12 @@ class Session:
         return self._printed.read_text(errors="replace")
 
     def prints(self, what: str, times: int = 1) -> None:
-        """Wait until it has printed this text."""
+        """Wait until the session has printed this text so many times."""
         eventually(lambda: self.text.count(what) >= times or self.process.poll() is not None, SECONDS_MAX)
         assert self.text.count(what) >= times, self.text
 
     def save(self, text: str, path: Path | None = None) -> None:
-        """Save as vim does: the new file gets the old one's name."""
+        """Save like vim: write a new file and rename it to the old name."""
         path = path or self.path
         (path.parent / "4913").touch()
         (path.parent / "4913").unlink()
@@ -72,7 +72,7 @@ def session(cli: Cli) -> Iterator[Session]:
 
 
 def test_all_ranks_run_what_was_saved_and_nothing_is_charged(cli: Cli, session: Session) -> None:
-    """A charged restart waits for its back-off, and the fourth ends the job."""
+    """Otherwise each save would wait for a back-off, and the fourth save would end the job."""
     for version in range(1, 7):
         session.prints(f"hello v{version} from 0 0")
         session.prints(f"hello v{version} from 1 0")
@@ -85,7 +85,7 @@ def test_all_ranks_run_what_was_saved_and_nothing_is_charged(cli: Cli, session: 
 
 
 def test_an_error_and_the_end_of_the_script_leave_the_nodes_standing_until_the_next_save(session: Session) -> None:
-    """Otherwise each costs the imports of torch, and a failed import a new session."""
+    """Otherwise each restart imports torch again, and a failed import needs a new session."""
     session.prints("hello v1", 2)
     session.save("def f(:\n")
     session.prints("SyntaxError: invalid syntax (train.py, line 1)); save a file to start them again")
@@ -140,7 +140,7 @@ def test_a_module_of_a_package_is_started_again_for_what_it_imports(cli: Cli) ->
     (package / "train.py").write_text("from .part import NAME; print('has', NAME); import time; time.sleep(600)")
     session = Session(cli, "-m", "pkg.train", command=("-m", "pkg.train"))
     session.prints("has part 1", 2)
-    (package / "part.py").write_text("NAME = 'part two'")  # of another size: Python compares whole seconds and sizes
+    (package / "part.py").write_text("NAME = 'part two'")  # another size, because Python compares seconds and sizes
     session.prints("has part two", 2)
     assert session.end() == 130
 
@@ -182,7 +182,7 @@ print("rank", os.environ["RANK"], "went on with", answer)
 
 
 def test_a_debugger_in_one_rank_begins_again_after_a_save(cli: Cli) -> None:
-    """A debugger that is killed while reading leaves a terminal without echo."""
+    """If a debugger is killed while it reads, the terminal stays without echo."""
     script = cli.folder / "train.py"
     script.write_text(DEBUGGED.format(answer=41))
     child = at_a_terminal(cli, "--nodes", "2", "--pdb", "1")
@@ -202,7 +202,7 @@ def test_a_debugger_in_one_rank_begins_again_after_a_save(cli: Cli) -> None:
 
 
 def test_a_change_of_a_module_that_was_imported_before_the_ranks_is_run_too(cli: Cli) -> None:
-    """Otherwise the ranks run the old one, whatever is saved."""
+    """Otherwise the ranks run the old module, whatever is saved."""
     (cli.folder / "train.py").write_text("import part; print('has', part.NAME); import time; time.sleep(600)")
     (cli.folder / "part.py").write_text("NAME = 'part 1'")
     session = Session(cli, "train.py", command=("--preload=part", "train.py"))
@@ -246,7 +246,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def changed(files: SavedFiles, **how: Any) -> set[str]:
-    """Return the changes found by polls that are far apart."""
+    """Return the names of files that two polls, 9 seconds apart, report as changed."""
     now = time.monotonic()
     return {Path(path).name for at in (now, now + 9) for path in files.poll(at, **how)}
 
@@ -302,7 +302,7 @@ def test_a_file_of_200_mb_is_not_read_and_a_folder_of_data_not_searched(folder: 
 
 
 def test_changes_count_when_they_have_settled_and_at_the_latest_after_a_second(folder: Path) -> None:
-    """An editor truncates the file that it writes, or replaces it."""
+    """An editor truncates a file before it writes the text, or replaces the file."""
     files, script = SavedFiles([str(folder)]), folder / "train.py"
     now = 100.0
     for text in ("", "2", "22"):

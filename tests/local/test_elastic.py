@@ -1,4 +1,4 @@
-"""Elastic jobs as local processes: the same YAML, torchrun's own variables, a node that is lost."""
+"""Elastic jobs as local processes: the same YAML, torchrun's own variables, and a lost node."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shell import Cli, status_of
 
 pytestmark = pytest.mark.timeout(300)
 
-# The output of a script of PyTorch's elastic examples, from ranks that import no torch.
+# Records the variables that a script of PyTorch's elastic examples prints, without importing torch.
 PRINTS = """
 import json, os, time
 names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
@@ -25,12 +25,12 @@ open(f"said-{said['RANK']}.json", "w").write(json.dumps(said))
 
 @pytest.fixture
 def job(cli: Cli) -> Path:
-    """Return a static job: the range comes from the command line."""
+    """Return a job of fixed size; the tests pass the range on the command line."""
     return cli.file(PRINTS, container={"command": ["torchrun", "--no-python", "python", "train.py"]})
 
 
 def test_a_lost_node_starts_the_group_again_and_torchruns_variables_are_all_there(cli: Cli, job: Path) -> None:
-    """Scripts of PyTorch's tutorials read them; the second attempt needs its own rendezvous."""
+    """Scripts of PyTorch's tutorials read these variables. The second attempt needs a rendezvous of its own."""
     cli.run("run", job, "--nodes", "1:2", "--fail", "node=1,at=4s", "--status", "status.json", "--no-check", code=0)
     status = status_of(cli.folder / "status.json")
     assert (status["state"], status["attempt"], status["attemptNodes"]) == ("Succeeded", 2, 2)

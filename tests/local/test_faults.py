@@ -1,4 +1,4 @@
-"""`ddpjob run --fail`: a job that is broken on purpose recovers, and reports what happened. No torch is needed."""
+"""`ddpjob run --fail` breaks a job on purpose: the job recovers and reports what happened. No torch is needed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shell import Cli, status_of
 
 from ddpjob_cli.local.processes import faults
 
-# Counts to 60 in saved steps, as a training does; resumes at the last attempt's save.
+# Counts to 50 and saves every ten steps, like a training. A restart resumes at the last save.
 COUNTS = """
     import os, pathlib, time
     import ddpjob
@@ -25,7 +25,7 @@ COUNTS = """
         ddpjob.progress(step=step, total=50)
     print("done after", 50 - first, "steps in attempt", os.environ["DDPJOB_ATTEMPT"])
 """
-# The same with no rank a step ahead of the other, as under DDP: a waiting rank continues to report.
+# The same, but no rank is more than one step ahead of the other, as under DDP. A waiting rank continues to report.
 COUNTS_TOGETHER = COUNTS.replace(
     "time.sleep(0.05)",
     """pathlib.Path(f"at-{rank}").write_text(str(step))
@@ -44,7 +44,7 @@ def run(cli: Cli, *words: object, script: str = COUNTS, **spec: Any) -> tuple[An
 @pytest.mark.parametrize(
     ("how", "words", "code"),
     [
-        # The step is the group's as last reported; rank 0 waits for nobody.
+        # The message names the last reported step of the group, and rank 0 waits for nobody. So any number matches.
         ("signal=KILL", r"was killed by SIGKILL at step \d+", 137),
         ("exit=3", r"ended with exit code 3 at step \d+", 3),
     ],
@@ -64,7 +64,7 @@ def test_a_rank_that_breaks_at_a_step_restarts_the_group_which_goes_on_from_what
 
 
 def test_a_rank_that_hangs_is_found_named_and_restarted(cli: Cli) -> None:
-    grace = "spec.template.spec.terminationGracePeriodSeconds=1"  # it does not end by itself: otherwise 30 s
+    grace = "spec.template.spec.terminationGracePeriodSeconds=1"  # the hanging rank does not end by itself
     done, status, told = run(
         cli, "--fail", "rank=0,step=25,hang", "--set", grace, script=COUNTS_TOGETHER, stall={"timeoutSeconds": 3}
     )
@@ -112,7 +112,7 @@ def test_kills_at_an_interval_say_how_many_restarts_there_are_and_if_none_happen
 
 @pytest.mark.parametrize("command", ["python", "ddprun"])
 def test_every_fault_happens_once_in_whichever_attempt_or_generation_reaches_its_step(cli: Cli, command: str) -> None:
-    """Otherwise, under ddprun, all but the first are ignored, and the run ends as if everything had been tested."""
+    """Otherwise, under ddprun, all faults but the first are ignored, and the run ends as if all had been tested."""
     given = (
         "rank=0,step=12,exit=7",
         "rank=1,step=35,signal=SEGV",
@@ -130,7 +130,7 @@ def test_every_fault_happens_once_in_whichever_attempt_or_generation_reaches_its
 
 
 def test_a_fault_that_did_not_happen_is_named_and_one_that_did_is_not(cli: Cli) -> None:
-    """The attempt in which it should have happened failed for another reason."""
+    """Otherwise users believe that they have tested a fault which never happened."""
     late, early = "rank=1,step=5000", "rank=0,step=12,exit=7"
     done, _, told = run(cli, "--fail", early, "--fail", late, "--fail", "node=1,at=10m")
     assert done.returncode == 1
@@ -140,7 +140,7 @@ def test_a_fault_that_did_not_happen_is_named_and_one_that_did_is_not(cli: Cli) 
 
 
 def test_a_mistake_that_all_ranks_make_is_not_tried_again_and_shown_once(cli: Cli) -> None:
-    """A typo must not cost four attempts, 36 s and 334 lines."""
+    """A typo must not cost four attempts, 36 s and 334 lines of output."""
     done, status, told = run(cli, script="def main():\n    [].apend(1)\nmain()", nodes=1)
     assert (done.returncode, status["reason"], status["attempt"]) == (1, "PermanentFailure", 1)
     assert "in train.py:2 (AttributeError: " in told.splitlines()[-1]
@@ -187,7 +187,7 @@ time.sleep(1000)
 
 
 def test_the_same_exception_at_the_same_line_twice_in_a_row_ends_the_job(cli: Cli) -> None:
-    """A bug in one rank must not cost 59 seconds, and four tracebacks."""
+    """A bug in one rank must not cost 59 seconds and four tracebacks."""
     script = ONE_RANK.format(exception="OSError(f'no such shard in attempt {attempt}')")
     done, status, told = run(cli, script=script)
     assert done.returncode == 1

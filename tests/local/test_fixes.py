@@ -1,4 +1,4 @@
-"""A typing error is answered with a suggestion."""
+"""A typing error in an option, a name or a field is answered with a suggestion."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""docs/frameworks.md and tracking.md: each framework ends in order when it is stopped, and resumes from there. They
-need packages that `make test` does not install, because these take more time and room than all its tests: `make
-test-frameworks` does."""
+"""The scripts of docs/frameworks.md and tracking.md: each framework saves when it is stopped, and resumes from there.
+`make test-frameworks` installs the packages that they need. `make test` does not, because these take more time and
+space than all other tests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def output(process: subprocess.Popen[str]) -> str:
 def test_a_rank_that_gets_sigterm_stops_all_after_one_step_and_the_next_start_goes_on(
     package: str, script: str, tmp_path: Path
 ) -> None:
-    """Otherwise a drained node costs all steps since the last periodic checkpoint."""
+    """Otherwise a drained node loses all steps since the last periodic checkpoint."""
     pytest.importorskip(package, reason=WHY)
     first = start(script, tmp_path, DDPJOB_FAULTS=SIGTERM_TO_RANK_1)
     said = output(first)
@@ -54,7 +54,7 @@ def test_a_rank_that_gets_sigterm_stops_all_after_one_step_and_the_next_start_go
 
 
 def test_hugging_faces_trainer_saves_at_one_step_of_all_ranks_and_goes_on_there(tmp_path: Path) -> None:
-    """If only one rank got the signal, the others would wait in a collective until its time-out."""
+    """If only one rank stopped, the others would wait in a collective until its time-out."""
     pytest.importorskip("transformers", reason=WHY)
     first = start("hf_trainer.py", tmp_path)
     deadline = time.monotonic() + 120
@@ -108,7 +108,7 @@ trainer.train()
 
 
 def test_hugging_faces_trainer_ends_right_after_the_checkpoint_and_leaves_it(tmp_path: Path) -> None:
-    """At the end of an epoch it evaluates for too long, saves into the same folder, and removes all but the best."""
+    """Otherwise the Trainer evaluates for too long, saves into the same folder, and removes older checkpoints."""
     pytest.importorskip("transformers", reason=WHY)
     (tmp_path / "train.py").write_text(STOPS_IN_AN_EPOCH)
     told = subprocess.run(
@@ -153,8 +153,8 @@ for steps in (10, 400):  # as where a part of a model is trained first
 
 
 def test_lightnings_second_fit_saves_when_it_is_told_to_stop_and_validations_are_declared(tmp_path: Path) -> None:
-    """Lightning restores SIGTERM at the end of each fit: in the next one it would kill the rank, and nothing be saved.
-    A validation longer than a step's limit must be no stall."""
+    """Lightning restores the handler of SIGTERM at the end of each fit, so in the second fit SIGTERM would kill the
+    rank before it saves. A validation longer than a step's limit must not count as a stall."""
     pytest.importorskip("lightning", reason=WHY)
     (tmp_path / "train.py").write_text(FITS_TWICE)
     told = subprocess.run(
@@ -192,7 +192,7 @@ with ddpjob.init() as world:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("launcher", ["ddprun", "torchrun"])
 def test_a_curve_has_each_step_once_though_a_rank_was_killed(launcher: str, rank: int, tmp_path: Path) -> None:
-    """Otherwise repeated steps are drawn over each other, and unwritten ones leave a gap."""
+    """Otherwise repeated steps are drawn over each other, and lost steps leave a gap."""
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason=WHY)
     (tmp_path / "train.py").write_text(DRAWS_A_CURVE)
     words = ["run", "--nproc-per-node=2", "--launcher", launcher, "--fail", f"rank={rank},step=35,signal=KILL"]

@@ -1,4 +1,4 @@
-"""Each node of a local job gets its own GPUs, and only those that the user allows."""
+"""Each node of a local job gets its own GPUs, and only GPUs that the user allows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Machine:
-    """A folder as the whole PATH, with a fake nvidia-smi."""
+    """A PATH whose only folder contains a fake nvidia-smi."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""A local run whose command ends with 0 although its ranks failed: the shell, or the script, has hidden it."""
+"""Local runs whose command ends with 0 although the ranks failed, because the shell or the script hides the failure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_failure_that_ddprun_reports_fails_the_job_although_the_shell_ends_wit
 
 
 def test_a_traceback_at_the_end_of_a_success_is_shown_and_makes_it_suspicious(cli: Cli) -> None:
-    """Otherwise it is hidden, and the run ends as a bare Succeeded."""
+    """Otherwise nobody sees the traceback, and the run ends as Succeeded without a warning."""
     script = "import traceback\ntry:\n    raise RuntimeError('boom')\nexcept RuntimeError:\n    traceback.print_exc()"
     code, text, status = ran(cli, script, "python train.py")
     assert (code, status["state"], status["findings"][0]["reason"]) == (0, "Succeeded", "FailureInLog")
@@ -39,7 +39,7 @@ def test_a_traceback_at_the_end_of_a_success_is_shown_and_makes_it_suspicious(cl
     [(f"{DDPRUN} train.py & until [ -e begun ]; do sleep 0.05; done", True), (f"sleep 99 & {DDPRUN} done.py", False)],
 )
 def test_a_launcher_that_nothing_waited_for_makes_a_success_suspicious(cli: Cli, shell: str, left: bool) -> None:
-    """It was killed with its container, and the run ended as a bare Succeeded."""
+    """The launcher is killed with its container. Otherwise the run ends as Succeeded without a warning."""
     (cli.folder / "done.py").write_text("")
     code, text, status = ran(cli, "import time\nopen('begun', 'w').close()\ntime.sleep(99)", shell)
     found = [one["reason"] for one in status.get("findings", ())]
@@ -47,10 +47,10 @@ def test_a_launcher_that_nothing_waited_for_makes_a_success_suspicious(cli: Cli,
     assert ("while `ddprun train.py` was running" in text.splitlines()[-1]) is left
 
 
-@pytest.mark.long  # the looks at ranks are 5 s apart; by day tests/unit/test_hidden_failures.py tells the promise
+@pytest.mark.long  # ranks are observed every 5 s; by day tests/unit/test_hidden_failures.py covers this behaviour
 @pytest.mark.parametrize("size", [1, 2])
 def test_ranks_that_know_only_those_of_their_own_node_make_a_success_suspicious(cli: Cli, size: int) -> None:
-    """A program of the user's around torchrun gave it another environment."""
+    """A user's wrapper around torchrun may change the environment, so that ranks see only those of their node."""
     rank = "{'PATH': os.environ['PATH'], 'RANK': '0', 'WORLD_SIZE': '%s'}" % size  # noqa: UP031
     script = f"import os, subprocess\nsubprocess.run(['sleep', '11'], env={rank})"
     done = cli.run("run", cli.file(script, container={"command": ["python", "train.py"]}, nodes=2))
@@ -59,7 +59,7 @@ def test_ranks_that_know_only_those_of_their_own_node_make_a_success_suspicious(
 
 @pytest.mark.parametrize(("shell", "is_kept"), [("{0}; true", True), ("exec {0}", False)])
 def test_a_stop_that_a_shell_keeps_from_its_launcher_says_so(cli: Cli, shell: str, is_kept: bool) -> None:
-    """The shell ends at once and the ranks are killed unsaved; the run ended with "stopped" and no reason."""
+    """The shell ends at once and the ranks are killed before they save; "stopped" alone would not tell users why."""
     script = "import time\nprint('trains', flush=True)\ntime.sleep(99)"
     command = ["bash", "-c", shell.format(f"{DDPRUN} train.py")]
     process = cli.start("run", cli.file(script, container={"command": command}, nodes=1))

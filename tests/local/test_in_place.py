@@ -1,4 +1,4 @@
-"""`ddpjob run` of a job under ddprun: ranks restart in place, and a node that dies is replaced alone. No torch."""
+"""`ddpjob run` of a job under ddprun: ranks restart in place, and only a node that dies is replaced."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from shell import Cli, status_of
 
 DDPRUN = {"command": [str(Path(sys.executable).parent / "ddprun"), "--preload", "json", "train.py"]}
-# Counts to 60 in saved steps, as a training does; resumes at its rank's last save.
+# Counts to 60 and saves every ten steps, like a training. A restart resumes at the rank's last save.
 COUNTS = """
     import os, pathlib, time
     import ddpjob
@@ -58,7 +58,7 @@ def test_a_rank_that_is_killed_starts_again_with_the_others_and_is_named(cli: Cl
 def test_the_last_words_of_a_rank_are_in_the_failure_and_in_the_end_of_its_log(
     cli: Cli, line: str, exception: str, tail: str
 ) -> None:
-    """`ended with exit code 2` does not say why."""
+    """The message `ended with exit code 2` alone does not say why the rank failed."""
     done, status, told = run(cli, script=line, backoffLimit=0)
     assert done.returncode == 1
     assert status["lastFailure"]["exception"].startswith(exception), status["lastFailure"]
@@ -82,7 +82,7 @@ def test_a_node_that_dies_is_replaced_alone(cli: Cli, node: int, tmp_path: Path)
     assert not list(temporary.glob("ddprun_*")), "each pod that dies would leave a folder in /tmp"
 
 
-# Saves step 10 and keeps every one in memory.
+# Saves step 10 to the folder and keeps every step in memory.
 KEEPS = """
     import time
     import ddpjob, torch
@@ -107,10 +107,10 @@ KEEPS = """
 
 
 def test_a_restart_from_memory_repeats_no_step_and_the_end_says_where_it_went_on(cli: Cli) -> None:
-    """The last line must show what the kill has cost, and where the result comes from."""
+    """The last line must show how many steps the kill has cost, and from where the run resumed."""
     file = cli.file(KEEPS, container={"command": [DDPRUN["command"][0], "train.py"]}, nodes=1, nprocPerNode=2)
     with cli.start("run", file, "--status", "status.json", "--fail", "rank=1,step=30,signal=KILL") as process:
-        _, told = process.communicate(timeout=150)  # importing torch takes a minute on a busy machine
+        _, told = process.communicate(timeout=150)  # importing torch can take a minute on a busy machine
     assert process.returncode == 0, told
     status = status_of(cli.folder / "status.json")
     where = "the memory on the nodes of ranks 0, 1"

@@ -1,10 +1,9 @@
-"""Every common way to launch runs as a DDPJob and trains the same; what cannot work is refused, with the reason.
+"""Every common way to launch works as a DDPJob and trains the same. What cannot work is refused with the reason.
 
-The hash that each way prints is of exact numbers (trainer/examples/notes/common.py): equal means the same samples in
-the same steps. Each process that imports torch costs 2 s of CPU, and 2 s more for its first DDP. So by day the ways
-that a script can go one after the other share a run, and a script without torch tells the ranks' places under the two
-other parsers of torch's launcher. At night each note trains.
-"""
+Each way prints a hash of exact numbers (trainer/examples/notes/common.py): equal hashes mean the same samples in the
+same steps. Each process that imports torch costs 2 s of CPU, and 2 s more for its first DDP. So by day the ways that
+one script can use share a run, and a script without torch checks the places of ranks under the two other parsers of
+torch's launcher. At night each example in examples/notes trains."""
 
 from __future__ import annotations
 
@@ -22,9 +21,9 @@ from shell import Cli
 
 ROOT = Path(__file__).parents[2]
 NOTES = sorted(path.stem for path in (ROOT / "examples/notes").glob("*.yaml"))
-# torch.distributed.launch, and another way in which torchrun's agents meet.
+# torch.distributed.launch, and torchrun with the c10d rendezvous.
 LAUNCHED_OTHERWISE = "launch-underscore", "torchrun-c10d"
-# Replaced by a note's script.
+# Replaces the script of an example, and prints the rank's place.
 PLACE = """
 import os, sys
 names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"
@@ -33,9 +32,9 @@ assert given in ([], [os.environ["LOCAL_RANK"]]), sys.argv
 assert os.environ["MASTER_ADDR"] and int(os.environ["MASTER_PORT"])
 os.write(1, ("PLACE " + " ".join(os.environ[name] for name in names) + "\\n").encode())
 """
-SECONDS_MAX = 250  # starting a torch process takes seconds, and there are six; after a restart again
+SECONDS_MAX = 250  # six processes import torch, which takes seconds, and again after a restart
 
-# Each rendezvous in turn, in processes that the script itself has started.
+# Uses each rendezvous, one after the other, in processes that the script itself starts.
 EVERY_METHOD = """
 import os, sys
 sys.path.insert(0, "trainer/examples/notes")
@@ -65,7 +64,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def alone() -> str:
-    """Return the hash of one process without a job."""
+    """Return the hash of a process that trains alone, without a job."""
     environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     words = [sys.executable, str(ROOT / "trainer/examples/notes/plain.py")]
     done = subprocess.run(words, env=os.environ | environment, capture_output=True, text=True, timeout=SECONDS_MAX)
@@ -76,7 +75,7 @@ def alone() -> str:
 
 @pytest.mark.parametrize("name", LAUNCHED_OTHERWISE)
 def test_each_way_to_start_torchs_launcher_gives_each_rank_its_place(cli: Cli, name: str) -> None:
-    """A job's variable that contradicts an option ends the launcher, or gives two ranks the same number."""
+    """If a variable of the job contradicts an option, the launcher ends, or two ranks get the same number."""
     text = (ROOT / f"examples/notes/{name}.yaml").read_text()
     script = cli.folder / "place.py"
     script.write_text(PLACE)
@@ -94,12 +93,12 @@ def test_each_note_trains_in_one_world_and_ends_with_the_same_parameters(cli: Cl
     spec = yaml.safe_load(text)["spec"]
     (cli.folder / "job.yaml").write_text(text)
     world_size = spec["nodes"] * spec.get("nprocPerNode", 1)
-    # A world of another size, even one per rank, would train the same.
+    # Check the world size too, because a world of another size, even one world per rank, gives the same hash.
     assert trained(cli, "job.yaml", "--cpu") == {f"PARAMS {alone} world {world_size}"}
 
 
-# torchrun's ranks meet by env:// in test_torchrun.py and by tcp:// in tests/trainer/test_init.py, ranks without a
-# launcher by env:// in test_uneven_ranks.py, and those of ddprun in test_in_place.py.
+# Elsewhere: torchrun by env:// in test_torchrun.py and by tcp:// in tests/trainer/test_init.py, ranks without a
+# launcher by env:// in test_uneven_ranks.py, ddprun in test_in_place.py.
 def test_ranks_that_the_script_spawns_meet_by_env_tcp_and_file(cli: Cli, alone: str) -> None:
     command = ["python", "train.py", str(cli.folder), str(free_port()), str(free_port())]
     job = cli.file(EVERY_METHOD, container={"command": command}, nodes=1, nprocPerNode=2)
@@ -130,7 +129,7 @@ def test_a_way_that_cannot_work_is_refused_before_anything_starts(
 
 def test_what_only_the_script_can_know_it_refuses_before_anyone_waits(cli: Cli) -> None:
     trainer = {
-        "command": ["python", "backend.py", "--backend=nccl"],  # not in this PyTorch, or no CUDA device
+        "command": ["python", "backend.py", "--backend=nccl"],  # this PyTorch lacks nccl, or there is no CUDA device
         "workingDir": str(ROOT / "trainer/examples/notes"),
         "env": [{"name": "CUDA_VISIBLE_DEVICES", "value": ""}],
     }
@@ -145,7 +144,7 @@ def trained(cli: Cli, job: Path | str, *options: str) -> set[str]:
 
 
 def lines_of(cli: Cli, job: Path | str, word: str, *options: str) -> set[str]:
-    """Return the lines of the job's ranks that begin with the word, after the job has succeeded."""
+    """Return the lines of the ranks that begin with this word, after the job has succeeded."""
     with cli.start("run", job, *options) as process:
         out, err = process.communicate(timeout=SECONDS_MAX)
     assert process.returncode == 0, f"{err}\n{out}"

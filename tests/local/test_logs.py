@@ -1,4 +1,4 @@
-"""Whatever a training prints, the screen stays readable and nothing is lost."""
+"""The screen stays readable and no output is lost, whatever a training prints."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def test_a_full_disk_costs_the_file_and_never_the_training(tmp_path: Path, monke
 
 
 def test_of_a_progress_bar_of_many_kb_the_last_state_is_shown_too(log: Log) -> None:
-    """tqdm writes 100 bytes ten times a second: the state after a minute must be shown, not that after four seconds."""
+    """tqdm writes 100 bytes ten times a second: after a minute the current state must be shown, not an old one."""
     bar = b"".join(b"\r%3d%%|%s| %d/100" % (i, b"#" * i + b" " * (100 - i), i) for i in range(101))
     assert fed(log, *(bar[i : i + 700] for i in range(0, len(bar), 700)), b"\n") == [f"100%|{'#' * 100}| 100/100"]
     assert fed(log, b"x" * 5000, b"\rshort\n") == ["short"]
 
 
 def test_the_state_of_a_bar_is_known_before_its_line_ends(log: Log) -> None:
-    """The line of a bar ends only when it is complete, so a CI log would show nothing for hours."""
+    """The line of a progress bar ends only when the bar is complete, so a CI log would show nothing for hours."""
     assert fed(log, b"epoch 1") == []
     assert log.bar == "", "an unfinished line of text is not a bar"
     assert fed(log, b"\n\r0/600", b"\r12/600") == ["epoch 1"]

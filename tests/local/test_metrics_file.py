@@ -1,4 +1,4 @@
-"""`ddpjob run --metrics-file`: what node-exporter's textfile collector reads of a local run."""
+"""`ddpjob run --metrics-file` writes metrics of a local run for node-exporter's textfile collector."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if os.environ["RANK"] == "1" and not mark.exists():
 
 
 def test_a_run_that_restarted_has_its_restart_in_the_file_by_the_operators_names(cli: Cli) -> None:
-    """A dashboard for the cluster also works for a workstation."""
+    """Metrics have the operator's names, so a dashboard for the cluster also works for a workstation."""
     cli.run("run", cli.file(FAILS_ONCE), "--metrics-file", "run.prom", code=0)
     families = list(text_string_to_metric_families((cli.folder / "run.prom").read_text()))
     values = {(s.name, *sorted(s.labels.values())): s.value for family in families for s in family.samples}

@@ -1,4 +1,4 @@
-"""`ddpjob run --pdb RANK`: a debugger works in one rank, on the run's terminal. No torch is needed."""
+"""`ddpjob run --pdb RANK` starts a debugger in one rank, on the run's terminal. No torch is needed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if rank == "1":
 
 
 def on_a_terminal(cli: Cli, *words: object, typed: str = "") -> tuple[int, str]:
-    """Return exit code and text of a run on a terminal, with these lines typed into its debugger."""
+    """Return exit code and output of a run on a terminal, after these lines were typed into its debugger."""
     argv = ["-m", "ddpjob_cli", "run", *map(str, words)]
     child = pexpect.spawn(
         sys.executable, argv, cwd=cli.folder, env=cli.env, timeout=SECONDS_MAX, encoding="utf-8", dimensions=(50, 400)
@@ -45,7 +45,7 @@ GO_ON = "answer = 42\nc\n"
 def test_a_debugger_in_one_rank_reads_from_the_terminal_and_the_others_print_into_their_logs(
     cli: Cli, launcher: str | None
 ) -> None:
-    """Otherwise `breakpoint()` in a rank reads from /dev/null, and ends training with BdbQuit."""
+    """Otherwise `breakpoint()` in a rank reads from /dev/null, and BdbQuit ends the training."""
     container = {"command": [launcher, "train.py"]} if launcher else None
     code, shown = on_a_terminal(cli, cli.file(DEBUGGED.format(end=""), container=container), "--pdb", 1, typed=GO_ON)
     assert code == 0, shown
@@ -80,7 +80,7 @@ def test_a_rank_that_is_not_there_and_a_pipe_are_refused_before_anything_starts(
 
 
 def test_a_command_that_starts_its_ranks_in_another_way_is_refused(cli: Cli) -> None:
-    """Otherwise no rank gets the terminal, and the debugger reads nothing."""
+    """Otherwise no rank gets the terminal, and the debugger has no input."""
     job = cli.file("pass", nprocPerNode=2)
     code, shown = on_a_terminal(cli, job, "--pdb", 1)
     assert code == 2

@@ -1,4 +1,4 @@
-"""Fields of a pod that a local process has, those that are refused, and those that are mentioned."""
+"""Fields of a pod that a local process honors, that are refused, and that are reported as without effect."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_what_could_not_start_is_named_before_anything_starts(
 
 
 def test_a_script_of_the_folder_above_is_found(slot: pod_process.Slot, tmp_path: Path) -> None:
-    """A job in a folder of jobs is started there: the message names the folder to start it from."""
+    """The message names the folder from which to start a job that is in a folder of jobs."""
     (tmp_path / "jobs").mkdir()
     (tmp_path / "train.py").touch()
     (problem,) = pod_process.start_problems(
@@ -176,7 +176,7 @@ def test_a_script_of_the_folder_above_is_found(slot: pod_process.Slot, tmp_path:
 
 @pytest.mark.parametrize("volume", [{"name": "v"}, {"name": "v", "emptyDir": None}, {"name": "v", "hostPath": None}])
 def test_a_volume_without_a_kind_is_an_empty_folder_as_in_the_cluster(slot: pod_process.Slot, volume: dict) -> None:
-    """`volumes: [{name: cache}]` works on a cluster."""
+    """`volumes: [{name: cache}]` is an emptyDir in a cluster."""
     body = pod({"command": ["ls", "/d/x"], "volumeMounts": [{"name": "v", "mountPath": "/d"}]}, volumes=[volume])
     process = pod_process.process(body, slot)
     assert (process.argv[1], process.folders) == (f"{slot.volumes}/v/x", [slot.volumes / "v"])
@@ -193,7 +193,7 @@ def test_an_empty_kind_does_not_hide_a_volume_that_is_not_here() -> None:
 def test_each_node_has_its_own_folder_where_the_path_comes_from_a_variable(
     slot: pod_process.Slot, tmp_path: Path
 ) -> None:
-    """Otherwise all nodes write into one folder, over each other."""
+    """Otherwise all nodes write into the same folder and overwrite each other's files."""
     container = {
         "command": ["x", "/out/log", "file:///out/init", "s3:///out"],
         "env": [{"name": "POD", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}],
@@ -219,7 +219,7 @@ def test_each_node_has_its_own_folder_where_the_path_comes_from_a_variable(
 def test_a_volume_that_leads_out_of_the_jobs_folders_is_refused(
     slot: pod_process.Slot, mount: dict, name: str, part: str
 ) -> None:
-    """The API server refuses the pod; here files would be written into the user's own folders."""
+    """The API server refuses such a pod. Here its files would be written into the user's own folders."""
     mounts = [{"name": name, "mountPath": "/d", **mount}]
     container = {"command": ["sh"], "env": [{"name": "UP", "value": ".."}], "volumeMounts": mounts}
     (problem,) = pod_process.start_problems(pod(container, volumes=[{"name": name, "emptyDir": {}}]), slot)
@@ -234,7 +234,7 @@ def test_a_source_that_is_empty_is_none(slot: pod_process.Slot) -> None:
 def test_torchrun_beside_this_interpreter_is_found_first_only_where_torch_is(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """An environment with only the command line must not hide the one with torch."""
+    """Without torch next to this interpreter, its folder must not hide the torchrun of another environment."""
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     assert pod_process.search_path("/bin") == f"/bin:{tmp_path}"
     (tmp_path / "torchrun").touch(mode=0o755)

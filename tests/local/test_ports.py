@@ -1,4 +1,4 @@
-"""A port that is held for rank 0's store goes to nobody else, and torch can still bind it."""
+"""A port that is reserved for rank 0's store goes to no other process, and torch can still bind it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from ddprun import ports
 
-# Reports its port, and keeps it until it dies.
+# Prints its port, and holds it until it ends.
 JOB = """
 import sys
 from ddprun import ports
@@ -37,7 +37,7 @@ def jobs() -> Iterator[list[subprocess.Popen[str]]]:
 
 
 def server(number: int, address: str, *, reuse: bool) -> socket.socket:
-    """Return a server that listens on the port. Raise OSError if somebody else has it."""
+    """Return a server that listens on the port. Raise OSError if the port is in use."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)

@@ -1,4 +1,4 @@
-"""The commands of README and docs/ for this machine, in the order of their page, as a reader types them."""
+"""The local commands of README and docs/, in the order of each page, as a reader types them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 HERE = tuple(f"ddpjob {name} " for name in ("run", "init", "check", "list", "logs", "report"))
-# What a page needs before its first command.
+# Commands that each page needs before its first command.
 BEFORE = {
     "README.md": [],
     "tutorial.md": [],
@@ -33,7 +33,7 @@ BEFORE = {
 }
 
 
-# The two lines that the tutorial adds for its `ddpjob check`, after this one.
+# The tutorial inserts the two lines of MISTAKE after this line for its `ddpjob check`.
 AFTER = "            step += 1\n"
 MISTAKE = "            if world.is_main:\n                torch.distributed.all_reduce(loss)\n"
 
@@ -54,7 +54,7 @@ def test_the_commands_of_a_page_work_as_they_are_printed(folder: Path, page: str
         typed(folder, words)
     for command, printed in commands(page):
         if "--fail" in command:
-            # A run that has ended has no step left at which to fail.
+            # Otherwise the run resumes at the end, and has no step left at which to fail.
             shutil.rmtree(folder / "snapshots", ignore_errors=True)
         is_wrong = command.startswith("ddpjob check")
         with changed(folder / "train.py", MISTAKE if is_wrong else ""):
@@ -65,7 +65,7 @@ def test_the_commands_of_a_page_work_as_they_are_printed(folder: Path, page: str
 
 @contextlib.contextmanager
 def changed(script: Path, lines: str) -> Iterator[None]:
-    """Return a context in which the script has more lines."""
+    """Insert lines into the script, and remove them at the end of the context."""
     text = script.read_text()
     assert AFTER in text
     script.write_text(text.replace(AFTER, AFTER + lines))
@@ -74,7 +74,7 @@ def changed(script: Path, lines: str) -> Iterator[None]:
 
 
 def commands(page: str) -> list[tuple[str, list[str]]]:
-    """Yield each command for this machine with the lines printed below it."""
+    """Yield each local command of a page, with the lines that are printed below it."""
     found: list[tuple[str, list[str]]] = []
     for block in documents.blocks("console"):
         if block.page.name != page:
@@ -92,14 +92,14 @@ def commands(page: str) -> list[tuple[str, list[str]]]:
 
 
 def shape(line: str) -> str:
-    """Return a printed line as an expression in which numbers, names of runs and … may differ."""
+    """Return a regular expression for a printed line in which numbers, names of runs and … may differ."""
     words = re.split(r"\s+", line.partition("…")[0].strip())
     free = r"\d|[0-9a-f]{8}-|^~/|^(Succeeded|AGE)$"
     return r"\s+".join(r"\S+" if re.search(free, word) else re.escape(word) for word in words if word)
 
 
 def typed(folder: Path, command: str, code: int = 0) -> str:
-    """Return a command's output."""
+    """Run a command, and return its output."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     own = {"PATH": path, "HOME": str(folder), "XDG_STATE_HOME": str(folder / "state"), "KUBECONFIG": ""}
     done = subprocess.run(

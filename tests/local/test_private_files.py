@@ -1,4 +1,4 @@
-"""Files of a local run are readable only for its user, and not written through files that others planted."""
+"""Only their user can read the files of a local run, and a run does not write through planted files."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_files_of_a_run_are_0600_and_its_folders_0700(cli: Cli, open_umask: obje
 
 
 def test_nobody_else_can_take_names_in_the_folder_of_a_job(tmp_path: Path, open_umask: object) -> None:
-    """In a folder that others can write a run could be replaced by a link while it is going on."""
+    """If others could write into this folder, they could replace a run by a link while it is active."""
     RunFolder("job", tmp_path / "base").close()
     assert stat.S_IMODE((tmp_path / "base/job").stat().st_mode) == 0o700
 
@@ -89,7 +89,7 @@ def test_a_record_that_is_a_pipe_does_not_hold_the_list_of_runs(tmp_path: Path) 
 
 
 def marked(folder: Path, job: str) -> Path:
-    """Return a folder marked as a run marks its own."""
+    """Create a folder with the mark of a run, and return it."""
     folder.mkdir(parents=True)
     mark = {"job": job, "run": folder.name, "inode": folder.stat().st_ino}
     (folder / MARK).write_text(json.dumps(mark))
@@ -97,7 +97,7 @@ def marked(folder: Path, job: str) -> Path:
 
 
 def test_a_folder_whose_name_is_a_pattern_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise somebody who can write into --logs can make the folders of all the user's agents be removed."""
+    """Otherwise a user who can write into --logs could cause the removal of the folders of all agents."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     others = tmp_path / "tmp" / f"ddprun_{uuid.uuid4()}_1"
     others.mkdir(parents=True)
@@ -110,7 +110,7 @@ def test_a_folder_whose_name_is_a_pattern_is_no_run(tmp_path: Path, monkeypatch:
 def test_a_run_that_becomes_a_link_while_old_runs_are_removed_leads_nowhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the check of a folder and its removal, a link in its place could lead to the user's own `volumes`."""
+    """Between the check of a run's folder and its removal, somebody may replace it by a link to a user's folder."""
     outside = tmp_path / "outside"
     (outside / "volumes").mkdir(parents=True)
     (outside / "volumes/precious").write_text("precious")

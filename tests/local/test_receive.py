@@ -1,4 +1,4 @@
-"""Progress arrives from the job's own trainers, and nobody else on the machine can forge it or exhaust the receiver."""
+"""Progress reports arrive from the job's own trainers, and no other user of the machine can forge or block them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def serving(receiver: LocalReceiver) -> Iterator[LocalReceiver]:
 
 
 class World:
-    """A receiver, the reports that it passed on, and clients of it."""
+    """A receiver of reports, the reports that it has accepted, and its clients."""
 
     def __init__(self, folder: Path) -> None:
         self.reports: list[bytes] = []
@@ -59,7 +59,7 @@ class World:
             return answer.status, answer.read().decode()
 
     def raw(self, request: bytes) -> bytes:
-        """Return everything that is answered to these bytes until the receiver closes."""
+        """Send these bytes, and return everything that the receiver answers before it closes."""
         with closing(self.socket()) as connection:
             connection.sendall(request)
             return until_closed(connection)
@@ -90,7 +90,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use shorter limits, which a report that is sent at once must not meet, however busy the machine is."""
+    """Use a shorter limit, which a report that is sent at once does not reach, however busy the machine is."""
     monkeypatch.setattr(receive.Handler, "timeout", 0.5)
 
 
@@ -113,7 +113,7 @@ def test_reports_are_handed_over_one_at_a_time(world: World) -> None:
     def says(body: bytes) -> None:
         inside[0] += 1
         together[0] = max(together[0], inside[0])
-        time.sleep(0.01)  # long enough for the others to come in, if they could
+        time.sleep(0.01)  # long enough for a second report to arrive, if it could
         inside[0] -= 1
 
     world.says = says
@@ -214,14 +214,14 @@ def test_a_hundred_strangers_do_not_cost_a_hundred_threads(world: World, hasty: 
         for stranger in strangers:
             assert until_closed(stranger) in (b"", b"(reset)")
     deadline = time.monotonic() + BOUND_SECONDS
-    while threading.active_count() > before:  # they notice the end at their own time
+    while threading.active_count() > before:  # each thread notices the end of its connection at its own time
         assert time.monotonic() < deadline, "a thread stays with a stranger that is gone"
         time.sleep(0.01)
     assert world.post(b"room again")[0] == 204
 
 
 def test_strangers_that_hold_all_connections_cost_no_report(world: World) -> None:
-    """Otherwise another user of the machine can keep a job's reports away for as long as he likes."""
+    """Otherwise another user of the machine can block a job's reports for as long as he likes."""
     with ExitStack() as stack:
         for _ in range(3 * CONNECTIONS_MAX):
             stack.enter_context(closing(world.socket()))

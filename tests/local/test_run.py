@@ -149,10 +149,10 @@ def test_after_kill_9_of_anything_no_process_survives(cli: Cli, victim: str) -> 
     launcher = next(p for p in everyone if p.ppid() == supervisor.pid)
     worker = next(p for p in everyone if p.ppid() == launcher.pid)
     {"ddpjob run": runner, "supervisor": supervisor, "launcher": launcher, "worker": worker}[victim].kill()
-    if victim == "supervisor":  # a lost node: the job continues without a charge
+    if victim == "supervisor":  # counts as a lost node: the job continues without a charge
         assert process.stderr is not None
         eventually(lambda: "2 of 2 nodes are running, attempt 2" in process.stderr.readline())
-    if victim in ("supervisor", "worker"):  # this launcher does not watch its workers: the job continues
+    if victim in ("supervisor", "worker"):  # the job continues, because this launcher does not watch its workers
         process.send_signal(signal.SIGINT)
     process.communicate(timeout=SECONDS_MAX)
     assert process.returncode == {"ddpjob run": -9, "launcher": 1}.get(victim, 130)
@@ -270,7 +270,7 @@ def test_an_error_that_check_knows_stops_a_run_before_anything_starts(cli: Cli) 
 
 
 def test_no_check_starts_it_all_the_same(cli: Cli) -> None:
-    """A rule may be wrong, and must then not be in the way."""
+    """A rule of the check may be wrong, and must then not block the user."""
     done = cli.run("run", cli.file(NCCL.replace("import torch.distributed as dist", ""), backoffLimit=0), "--no-check")
     assert done.returncode == 1
     assert "started" in done.stdout
@@ -284,7 +284,7 @@ def test_a_warning_is_shown_and_the_job_runs(cli: Cli) -> None:
 
 
 def test_a_script_that_reports_no_steps_gets_no_limit_for_hangs_and_no_fault_at_a_step(cli: Cli) -> None:
-    """Otherwise the limit has no effect and the fault never happens, silently."""
+    """Otherwise the limit has no effect and the fault never happens, without a message."""
     job = cli.file("print('started')")
     done = cli.run("run", job, "--set", "spec.stall.timeoutSeconds=8")
     assert done.returncode == 0
@@ -409,7 +409,7 @@ def test_a_process_that_was_there_before_outlives_the_run(cli: Cli) -> None:
     """Otherwise users lose the tensorboard of `tensorboard & exec ddpjob run job.yaml`."""
     job = cli.file("pass")
     entry = f"sleep 1000 & echo $! > sibling.pid; exec {sys.executable} -m ddpjob_cli run {job}"
-    with (cli.folder / "err").open("w") as err:  # no pipe: the sibling holds it open beyond the end
+    with (cli.folder / "err").open("w") as err:  # a file, because the sibling would hold a pipe open after the end
         done = subprocess.run(
             ["sh", "-c", entry], cwd=cli.folder, env=cli.env, stdout=err, stderr=err, timeout=SECONDS_MAX
         )
@@ -423,7 +423,7 @@ def test_a_process_that_was_there_before_outlives_the_run(cli: Cli) -> None:
 
 
 def test_a_local_run_needs_no_gang_and_says_that_it_has_none(cli: Cli) -> None:
-    """All processes start here; waiting for a scheduler would never end."""
+    """All processes start on this machine, and there is no scheduler to wait for."""
     job = cli.file("print('trained')", gang="native", topologyKey="rack")
     done = cli.run("run", job)
     assert done.stdout.count("trained") == 2
@@ -451,7 +451,7 @@ def saved(cli: Cli) -> list[str]:
 
 
 def test_a_closed_terminal_leaves_the_nodes_their_time_to_save(cli: Cli) -> None:
-    """If a connection drops at night, the ranks must still get their time to save."""
+    """If a connection is lost at night, the ranks must still get their time to save."""
     ours, theirs = os.openpty()
     cli.env |= {"TERM": "xterm-256color"}
     process = cli.start(
@@ -478,7 +478,7 @@ def test_a_full_disk_behind_stderr_costs_the_sentences_and_never_the_training(cl
 
 
 def test_under_nohup_a_closed_terminal_stops_nothing(cli: Cli) -> None:
-    """With `nohup ddpjob run … &` a training continues after logout."""
+    """A training started with `nohup ddpjob run … &` must continue after logout."""
     script = f"{SAVES.rpartition('time.sleep')[0]}while not os.path.exists('go'): time.sleep(0.05)"
     process = cli.start("run", cli.file(script), preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     eventually(lambda: trains(cli))
@@ -490,7 +490,7 @@ def test_under_nohup_a_closed_terminal_stops_nothing(cli: Cli) -> None:
 
 
 def test_a_disk_without_room_for_the_logs_is_named(cli: Cli) -> None:
-    """`None: No space left on device` does not say which disk it is."""
+    """`None: No space left on device` would not say which disk is full."""
     full = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))}
     done = cli.run("run", cli.file("pass"), "--logs", "logs", **full)
     assert (done.returncode, done.stderr) == (
@@ -499,7 +499,7 @@ def test_a_disk_without_room_for_the_logs_is_named(cli: Cli) -> None:
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(cli: Cli) -> None:
-    """Only root may create the cluster's `/mnt/snapshots` here."""
+    """For example `/mnt/snapshots` of the cluster, which only root may create on this machine."""
     (cli.folder / "file").touch()
     volume = {"name": "v", "hostPath": {"path": f"{cli.folder}/file/snapshots", "type": "DirectoryOrCreate"}}
     job = cli.file("pass", container={"volumeMounts": [{"name": "v", "mountPath": "/snapshots"}]})
@@ -512,7 +512,7 @@ def test_a_folder_that_cannot_be_made_is_one_line(cli: Cli) -> None:
 
 
 def test_a_locale_without_a_character_costs_that_character(cli: Cli) -> None:
-    """Universities' clusters use ISO-8859-1: the first € of a rank must not end the run."""
+    """University clusters use ISO-8859-1: the first € that a rank prints must not end the run."""
     cli.env["PYTHONIOENCODING"] = "latin-1"
     done = cli.run("run", cli.file("import os; os.write(1, 'costs 5 €\\n'.encode())"), "--logs", "logs", code=0)
     assert r"[0:0] costs 5 \u20ac" in done.stdout
@@ -522,7 +522,7 @@ def test_a_locale_without_a_character_costs_that_character(cli: Cli) -> None:
 
 @pytest.mark.parametrize("to_file", [False, True])
 def test_a_status_on_stdout_stands_beside_what_else_is_printed(cli: Cli, to_file: bool) -> None:
-    """`ddpjob run … --status /dev/stdout` must write into a pipe or a file, without replacing other output."""
+    """`ddpjob run … --status /dev/stdout` must work with a pipe or a file, and must not replace other output."""
     with (cli.folder / "printed").open("w") as printed:
         out = {"stdout": printed} if to_file else {}
         done = cli.run("run", cli.file("print('from a rank')"), "--status", "/dev/stdout", **out)

@@ -1,4 +1,4 @@
-"""The folder of a run is in a folder of the user's: nothing there is touched except what a run has made."""
+"""The folder of a run is inside a folder of the user. Nothing there is removed except what a run has created."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def fill(folder: Path) -> None:
 
 
 def runs_of(job: Path) -> list[Path]:
-    """Return the folders of its runs, without the link to the latest."""
+    """Return the folders of the job's runs, without the link to the latest run."""
     return [path for path in job.iterdir() if path.name != LATEST]
 
 
@@ -44,7 +44,7 @@ def run_often(base: Path, times: int = RUNS) -> None:
 
 
 def test_nothing_outside_is_removed_through_a_link(tmp_path: Path) -> None:
-    """Otherwise users lose what a link in a run's folder points to."""
+    """Otherwise users lose the files to which a link in a run's folder points."""
     outside = tmp_path / "outside"
     fill(outside)
     before = files_below(outside)
@@ -61,7 +61,7 @@ def test_nothing_outside_is_removed_through_a_link(tmp_path: Path) -> None:
 
 
 def test_a_marked_folder_that_is_only_linked_to_is_not_removed(tmp_path: Path) -> None:
-    """A user may have moved a run away and left a link."""
+    """A user may have moved a run to another place and left a link."""
     run_often(tmp_path, 1)
     (run,) = runs_of(tmp_path / "job")
     (run / "job-1-0.log").write_text("the one that mattered")
@@ -89,7 +89,7 @@ def test_a_copy_of_a_run_is_the_users(tmp_path: Path) -> None:
 
 
 def test_what_a_user_puts_into_the_folder_of_a_run_stays_when_its_logs_go(tmp_path: Path) -> None:
-    """Otherwise users lose notes and checkpoints next to the logs."""
+    """Otherwise users lose notes and checkpoints that they put next to the logs."""
     run_often(tmp_path, 1)
     (run,) = runs_of(tmp_path / "job")
     (run / "job-1-0.log").write_text("log")
@@ -102,11 +102,11 @@ def test_what_a_user_puts_into_the_folder_of_a_run_stays_when_its_logs_go(tmp_pa
 
 
 def test_old_runs_go_and_a_run_that_was_killed_leaves_no_volume(tmp_path: Path) -> None:
-    """Otherwise the disk fills with logs and volumes of all runs."""
+    """Otherwise logs and volumes of all runs fill the disk."""
     first = RunFolder("job", tmp_path)
     (first.path / "volumes" / "job-1-0").mkdir(parents=True)
     (first.path / "job-1-0.log").write_text("log")
-    os.close(first.lock)  # as SIGKILL leaves it
+    os.close(first.lock)  # SIGKILL releases the lock like this
     run_often(tmp_path, 1)
     assert not (first.path / "volumes").exists()
     assert (first.path / "job-1-0.log").exists()
@@ -118,7 +118,7 @@ def test_old_runs_go_and_a_run_that_was_killed_leaves_no_volume(tmp_path: Path) 
 def test_what_the_agents_of_a_run_that_was_killed_left_goes_with_the_next_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """`kill -9` of `ddpjob run` leaves a folder of each ddprun in /tmp."""
+    """`kill -9` of `ddpjob run` leaves a folder in /tmp for each ddprun."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     killed, running = RunFolder("job", tmp_path), RunFolder("job", tmp_path)
     of_killed, of_running, others = (
@@ -127,7 +127,7 @@ def test_what_the_agents_of_a_run_that_was_killed_left_goes_with_the_next_one(
     )
     for folder in (of_killed, of_running, others):
         (folder / "attempt_0").mkdir(parents=True)
-    os.close(killed.lock)  # as SIGKILL leaves it
+    os.close(killed.lock)  # SIGKILL releases the lock like this
     run_often(tmp_path, 1)
     assert [folder.exists() for folder in (of_killed, of_running, others)] == [False, True, True]
     running.close()
@@ -151,7 +151,7 @@ def test_a_user_without_a_home_is_asked_for_one(cli: Cli, monkeypatch: pytest.Mo
 
 
 def test_a_run_that_runs_is_not_cleared(tmp_path: Path) -> None:
-    """Otherwise a second run of a job takes the volumes of the first."""
+    """Otherwise a second run of a job removes the volumes of the first run."""
     running = RunFolder("job", tmp_path)
     (running.path / "volumes" / "job-1-0").mkdir(parents=True)
     run_often(tmp_path)
@@ -161,9 +161,9 @@ def test_a_run_that_runs_is_not_cleared(tmp_path: Path) -> None:
 
 
 def test_two_who_look_at_a_run_that_was_killed_both_see_that_it_has_ended(tmp_path: Path) -> None:
-    """`ddpjob list` must not say Running because `ddpjob logs -f` checks at the same moment."""
+    """`ddpjob list` must not show Running because `ddpjob logs -f` checks the same run at the same moment."""
     killed = RunFolder("job", tmp_path)
-    os.close(killed.lock)  # as SIGKILL leaves it
+    os.close(killed.lock)  # SIGKILL releases the lock like this
     answers: list[bool] = []
     threads = [
         threading.Thread(target=lambda: answers.extend(is_running(killed.path) for _ in range(2000))) for _ in range(4)
@@ -176,7 +176,7 @@ def test_two_who_look_at_a_run_that_was_killed_both_see_that_it_has_ended(tmp_pa
 
 
 def test_latest_points_to_the_newest_run_and_what_a_user_has_called_so_stays(tmp_path: Path) -> None:
-    """Users should not search for a log among random names, nor lose a file with the link's name."""
+    """Users must not have to search among random names for the newest log, nor lose a file named like the link."""
     for _ in range(2):
         newest = RunFolder("job", tmp_path)
         newest.close()
@@ -197,7 +197,7 @@ def test_latest_points_to_the_newest_run_and_what_a_user_has_called_so_stays(tmp
 
 @pytest.mark.parametrize("kind", ["file", "dangling", "link to a file"])
 def test_a_file_in_the_place_of_the_folder_is_refused_and_kept(cli: Cli, kind: str) -> None:
-    """Users must see neither a traceback nor lose the file."""
+    """Users must neither see a traceback nor lose the file."""
     (cli.folder / "data").write_text("precious")
     if kind == "file":
         (cli.folder / "job").write_text("precious")
@@ -213,7 +213,7 @@ def test_a_file_in_the_place_of_the_folder_is_refused_and_kept(cli: Cli, kind: s
     "mark", ["", "{}", "null", "[" * 4000, '{"job": "job"}', '{"job":"job","run":"x","inode":1}', "\udcff", "\0" * 10]
 )
 def test_a_mark_that_is_not_of_this_very_folder_is_none(tmp_path: Path, mark: str) -> None:
-    """A file with that name, by chance or copied, must not cost users the folder."""
+    """A file with the mark's name, by chance or copied, must not cause the removal of a user's folder."""
     for i in range(RUNS):
         theirs = tmp_path / "job" / f"x{i}"
         fill(theirs)
@@ -235,7 +235,7 @@ NAMES = st.one_of(
 def test_whatever_a_user_has_there_is_there_after_any_number_of_runs(
     tmp_path_factory: pytest.TempPathFactory, paths: list[list[str]]
 ) -> None:
-    """This covers all of the above: no run removes what no run has made."""
+    """Summary of all tests above: no run removes a file that no run has created."""
     base = tmp_path_factory.mktemp("base")
     (base / "job").mkdir()
     for parts in paths:

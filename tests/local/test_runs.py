@@ -1,4 +1,4 @@
-"""Finding a run again: `ddpjob list`, and `ddpjob logs` with the options that kubectl users know."""
+"""Finding earlier runs: `ddpjob list`, and `ddpjob logs` with the options that users know from kubectl."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def listed(cli: Cli, *words: str) -> list[dict[str, object]]:
 
 
 def test_list_shows_what_became_of_each_run_the_newest_first(cli: Cli) -> None:
-    """A user who returns after lunch must see which run is which, and how it ended."""
+    """A user who comes back after lunch must see which run is which, and how each has ended."""
     cli.run("run", cli.file("print(1)", "first"))
     cli.run("run", cli.file(FAILS_ONCE, "second", backoffLimit=2))
     text = cli.run("list").stdout.splitlines()
@@ -42,7 +42,7 @@ def test_list_shows_what_became_of_each_run_the_newest_first(cli: Cli) -> None:
 
 
 def test_a_run_whose_process_was_killed_is_not_listed_as_running(cli: Cli) -> None:
-    """Otherwise users wait for a training that nothing runs any more."""
+    """Otherwise users wait for a training whose processes have ended."""
     ready = cli.folder / "ready"
     with cli.start("run", cli.file(f"open({str(ready)!r}, 'w'); import time; time.sleep(1000)")) as process:
         eventually(lambda: ready.exists() and listed(cli)[0]["state"] == "Running")
@@ -70,7 +70,7 @@ def test_logs_shows_the_last_run_by_attempt_and_by_rank(cli: Cli) -> None:
 
 
 def test_a_wish_that_no_log_fulfils_is_refused_with_what_there_is(cli: Cli) -> None:
-    """Otherwise users take an empty answer for an empty log."""
+    """Otherwise users mistake a wrong option for an empty log."""
     cli.run("run", cli.file("print(1)"))
     for words, why in (
         (["other"], "there are runs of: job"),
@@ -88,7 +88,7 @@ def test_a_wish_that_no_log_fulfils_is_refused_with_what_there_is(cli: Cli) -> N
 
 
 def test_follow_goes_on_through_a_restart_until_the_job_ends(cli: Cli) -> None:
-    """A plain tail -f stays at the log of a pod that is gone."""
+    """A plain tail -f stays at the log of a pod that has ended."""
     script = FAILS_ONCE.replace("sys.exit(", "while not os.path.exists('go'): time.sleep(0.02)\n    sys.exit(")
     with cli.start("run", cli.file(script, backoffLimit=2)) as run:
         eventually(lambda: listed(cli) and "attempt 1" in cli.run("logs", "--node", 0).stdout)
@@ -115,7 +115,7 @@ def test_a_reader_that_has_enough_ends_logs_quietly(cli: Cli) -> None:
 
 
 def test_a_report_is_written_at_the_end_and_printed_again_later(cli: Cli) -> None:
-    """Users show a colleague what a run did after their terminal has scrolled away."""
+    """Users show a colleague what a run did after it has scrolled off their terminal."""
     cli.run("run", cli.file(FAILS_ONCE, backoffLimit=2), "--report", "run.html", code=0)
     written = (cli.folder / "run.html").read_text()
     for said in ("<title>job: Succeeded</title>", "attempt 2", "exit code 3", "job-1-1.log", "job-2-0.log"):

@@ -1,4 +1,4 @@
-"""What a person sees on a real terminal."""
+"""What a user sees on a real terminal."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def job(tmp_path: Path) -> Path:
 
 
 class Terminal:
-    """`ddpjob run` on a terminal of a given width; `text` is its present content."""
+    """`ddpjob run` on a terminal of a given width. `text` is what the terminal shows now."""
 
     def __init__(self, job: Path, columns: int, shell: bool = False, **environment: str) -> None:
         self.screen = pyte.Screen(columns, 24)
@@ -69,16 +69,16 @@ class Terminal:
         return "\n".join(line.rstrip() for line in self.screen.display).rstrip()
 
     def type(self, text: str, end: str = "\n") -> None:
-        """Type at the keyboard."""
+        """Type on the keyboard."""
         self.child.send(text + end)
 
     def resize(self, columns: int) -> None:
-        """Change the width; pyte cuts existing lines, as xterm does."""
+        """Change the width. pyte cuts existing lines, as xterm does."""
         self.screen.resize(24, columns)
         self.child.setwinsize(24, columns)
 
     def until(self, shown: Callable[[str], object], seconds: float = 30) -> str:
-        """Read until the screen shows something; return its text."""
+        """Read until `shown` accepts the text of the screen; return the text."""
         end = time.monotonic() + seconds
         while not shown(self.text):
             assert time.monotonic() < end, f"never shown; the screen is\n{self.text}"
@@ -122,7 +122,7 @@ def test_a_terminal_of_40_columns_shows_the_same_cut_and_never_wrapped(job: Path
 
 
 def test_a_terminal_that_shrinks_to_20_columns_and_grows_again_keeps_one_table(job: Path) -> None:
-    """A user who tiles windows must not see halves of old tables."""
+    """A user who tiles windows must not see parts of old tables."""
     terminal = Terminal(job, columns=100)
     terminal.until(lambda t: "Running  step 312" in t and "node 1" in t)
     for columns in (20, 100):
@@ -136,7 +136,7 @@ def test_a_terminal_that_shrinks_to_20_columns_and_grows_again_keeps_one_table(j
 
 
 def test_in_the_background_there_are_plain_lines_and_the_table_comes_with_fg(job: Path) -> None:
-    """The table of `ddpjob run … &`, or after Ctrl-Z and bg, must not overwrite the prompt."""
+    """The table of `ddpjob run … &`, or after Ctrl-Z and bg, must not overwrite the shell's prompt."""
     shell = Terminal(job, columns=100, shell=True)
     shell.type(f"{sys.executable} -m ddpjob_cli run {job.name}")
     shell.until(lambda t: "Running  step 312" in t and "━" in t and "node 1" in t)

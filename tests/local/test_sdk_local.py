@@ -1,4 +1,4 @@
-"""`ddpjob.run`: functions and scripts as processes of this machine, started from a program."""
+"""`ddpjob.run` starts functions and scripts as processes of this machine, from a Python program."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_script_that_is_not_there_is_refused_at_once() -> None:
 
 
 def test_a_job_is_stopped_goes_on_and_is_deleted(tmp_path: Path) -> None:
-    """wait() learns of the stop, and the second run finds what the first has saved."""
+    """wait() ends when the job is suspended, and after resume() the script finds what it has saved."""
     script = (
         "import pathlib, signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
@@ -111,7 +111,7 @@ def test_a_deleted_run_is_no_success(tmp_path: Path) -> None:
 
 
 def test_a_program_waits_at_its_end_for_what_it_runs(tmp_path: Path) -> None:
-    """As for processes of multiprocessing, a program may only start a training."""
+    """Like multiprocessing, a program that only starts a training must not end before the training does."""
     job = plain(tmp_path, "import pathlib, time\ntime.sleep(0.5)\npathlib.Path('done').touch()\n")
     subprocess.run([sys.executable, "-c", f"import ddpjob; ddpjob.run({str(job)!r})"], check=True, timeout=60)
     assert (tmp_path / "done").exists()

@@ -1,4 +1,4 @@
-"""A failure fits on the screen: what is wrong in the script, without torchrun's report."""
+"""A failure fits on one screen: it shows the error in the script, without torchrun's report."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 from shell import Cli, status_of
 
-# Ends as torch's gloo does, without torch, whose import is most of a rank's cost here.
+# Fails like torch's gloo, but without importing torch, which would take most of the time here.
 COMPLAINS = """
 import os, pathlib, signal, time
 if os.environ["RANK"] == "1":
@@ -22,7 +22,7 @@ LINES_MAX = 15
 
 
 def test_a_killed_rank_under_torchrun_costs_at_most_15_lines_beside_the_scripts_own(cli: Cli) -> None:
-    """Otherwise one kill prints 75 lines of torchrun: three screens of 80x24."""
+    """Otherwise one kill prints 75 lines of torchrun's report: three screens of 80x24."""
     job = cli.file(COMPLAINS, container={"command": ["torchrun", "train.py"]}, backoffLimit=0)
     done = cli.run("run", job)
     lines = (done.stdout + done.stderr).splitlines()
@@ -33,7 +33,7 @@ def test_a_killed_rank_under_torchrun_costs_at_most_15_lines_beside_the_scripts_
 
 
 def test_an_error_in_a_notebook_is_named_by_its_cell(cli: Cli) -> None:
-    """A script in /tmp that no longer exists would help nobody."""
+    """The path of a temporary script, which no longer exists, would not help users."""
     cells = ["import os", "def load(path):\n    raise ValueError(f'no such shard: {path}')", "\nload(7)"]
     document = {"cells": [{"cell_type": "code", "source": cell} for cell in cells]}
     (cli.folder / "try.ipynb").write_text(json.dumps(document))
@@ -46,7 +46,7 @@ def test_an_error_in_a_notebook_is_named_by_its_cell(cli: Cli) -> None:
 
 
 def test_what_torch_logs_at_the_end_of_a_success_is_not_mentioned(cli: Cli) -> None:
-    """In one run of ten, `… 23 lines of torchrun in …` above ✔ would make users look for a fault."""
+    """Otherwise, in one run of ten, `… 23 lines of torchrun in …` above ✔ makes users search for a fault."""
     noise = "[W1122 16:20:01.1 TCPStore.cpp:138] [c10d] recvValueWithTimeout failed\\nframe #0: c10::Error\\n"
     done = cli.run("run", cli.file(f'print("{noise}<omitting python frames>\\nlast")'), code=0)
     assert done.stdout == "[0:0] last\n[1:1] last\n" or done.stdout == "[1:1] last\n[0:0] last\n"

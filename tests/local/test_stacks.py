@@ -1,4 +1,4 @@
-r"""Ctrl-\ in `ddpjob run`, and `ddpjob stacks`: where the ranks of a run on this machine are. No torch."""
+r"""Ctrl-\ in `ddpjob run`, and `ddpjob stacks`, show where the ranks of a local run are. No torch is needed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from shell import Cli, eventually
 
 DDPRUN = {"command": [str(Path(sys.executable).parent / "ddprun"), "--no-preload", "train.py"]}
-# Two nodes of two ranks; rank 1 hangs in load_batch until a file exists.
+# Two nodes with two ranks each; rank 1 hangs in load_batch until a file exists.
 HANGS = """
 import os, signal, sys, time
 import ddpjob
@@ -60,7 +60,7 @@ def run(cli: Cli) -> Iterator[Run]:
 
 
 def test_stacks_shows_each_place_once_with_its_ranks_and_a_rank_alone(run: Run) -> None:
-    """The first question in a hang is where; the answer must not need a second terminal with py-spy."""
+    """Users must see where a hang is without a second terminal and py-spy."""
     done = run.cli.run("stacks", "job")
     assert done.returncode == 0, done.stderr
     assert "stacks of ranks 0-1, innermost call first:\n  rank 0: step 1\n    train.py:6 in until_go\n" in done.stdout
@@ -93,10 +93,10 @@ def test_a_run_that_has_ended_or_never_was_is_one_sentence(cli: Cli) -> None:
 
 @pytest.mark.parametrize("handles", [False, True])
 def test_ranks_of_another_launcher_are_never_ended_by_the_question(cli: Cli, handles: bool) -> None:
-    """SIGQUIT ends a Python process without a handler for it; torchrun would end the whole job."""
+    """SIGQUIT ends a Python process that has no handler for it, and torchrun would then end the whole job."""
     handler = "signal.signal(signal.SIGQUIT, lambda *_: open('asked', 'w').close())\n" if handles else ""
     script = HANGS.replace("rank = int", f"{handler}rank = int")
-    starter = 'TORCHELASTIC_RUN_ID=1 "$0" -u train.py; exit $?'  # as torchrun starts it
+    starter = 'TORCHELASTIC_RUN_ID=1 "$0" -u train.py; exit $?'  # sets the same variable as torchrun
     file = cli.file(script, container={"command": ["sh", "-c", starter, sys.executable]}, nodes=1)
     started = Run(cli, file, ranks=1)
     rank = psutil.Process(started.pid(0))

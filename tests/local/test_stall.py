@@ -1,4 +1,4 @@
-"""How the local run passes reports to the rule that finds stalls."""
+"""How the local run passes reports to the rule that detects stalls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ddpjob_operator.pods import build
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[LocalCluster]:
-    """Return a local run whose second attempt exists, without any process."""
+    """Return a local run in its second attempt, without any process."""
     made = LocalCluster(tmp_path, [], build.Reporting("http://127.0.0.1:1"), lambda _pod, _lines: None)
     made.body(job(), CreatePod(2, 0))
     yield made

@@ -1,5 +1,5 @@
-"""A local node ends with everything that it started, and reports exactly how. Survivors are found in /proc by a unique
-value in their environment: tests trust no pid that the tested code reports."""
+"""The supervisor of a local node ends everything that the node started, and reports exactly how it ended. Tests find
+survivors in /proc by a unique value in their environment, and trust no pid that the tested code reports."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from ddprun.processes import become_subreaper
 PYTHON = [sys.executable, "-I", "-S", "-c"]
 OPERATOR = str(Path(node_module.__file__).parents[2])
 TAG = "DDPJOB_TEST_TREE"
-BOUND_SECONDS = 15.0  # on an idle machine nothing here takes a second; tests must not fail on a busy one
+BOUND_SECONDS = 15.0  # on an idle machine each test takes less than a second
 
-# Worse than torchrun: two workers in sessions of their own, orphaned by a second fork, deaf to SIGTERM; it exits 1 when
-# one of them is gone.
+# A launcher worse than torchrun: two workers in sessions of their own, orphaned by a second fork, ignore SIGTERM. The
+# launcher exits with 1 when one of them has ended.
 LAUNCHER = """
 import os, select, signal
 def worker(number):
@@ -50,7 +50,7 @@ raise SystemExit(1)
 
 
 def alive(tag: str) -> set[int]:
-    """Return processes with `tag` in their environment; a zombie has none left."""
+    """Return processes with `tag` in their environment; a zombie has no environment."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
@@ -60,7 +60,7 @@ def alive(tag: str) -> set[int]:
 
 
 def until(condition: Callable[[], bool], loss: str) -> None:
-    """Wait for an event without a notification; `loss` says what a user would lose without it."""
+    """Poll for an event that sends no notification; `loss` says what a user would lose without the event."""
     deadline = time.monotonic() + BOUND_SECONDS
     while not condition():
         assert time.monotonic() < deadline, loss
@@ -77,7 +77,7 @@ def tag() -> Iterator[str]:
 
 
 class Watch:
-    """A node followed to its end: its output and its supervisor's reports."""
+    """Follows a node to its end: collects its output and its supervisor's reports."""
 
     def __init__(self, node: NodeProcess) -> None:
         self.node, self.printed = node, b""
@@ -324,7 +324,7 @@ def test_the_trainer_starts_with_default_signals_even_when_the_runner_blocks_or_
         signal.signal(signal.SIGHUP, hup)
     watch.until_end()
     signals = [line.split()[1] for line in watch.printed.decode().splitlines() if line[:6] in ("SigBlk", "SigIgn")]
-    # 32 and 33 belong to the C library, and nobody can set them: they stay as whoever started us left them.
+    # Signals 32 and 33 belong to the C library and cannot be set: they keep the value that the test process inherited.
     others = [int(value, 16) & ~(1 << 31 | 1 << 32) for value in signals]
     assert others == [0, 0], "blocked or ignored: the trainer would be deaf to its stop"
 
@@ -363,7 +363,7 @@ def test_the_supervisor_sleeps_while_the_trainer_works(started: Start) -> None:
 
 
 def switches(pid: int) -> int:
-    """Return how often a process has gone to sleep."""
+    """Return how often a process has gone to sleep (voluntary context switches)."""
     line = next(x for x in Path(f"/proc/{pid}/status").read_text().splitlines() if x.startswith("voluntary_ctxt"))
     return int(line.split()[1])
 

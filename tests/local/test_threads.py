@@ -1,4 +1,4 @@
-"""The number of threads of a local run: the job's value, the caller's, or torchrun's."""
+"""The number of threads in a local run: the job's value, the user's OMP_NUM_THREADS, or torchrun's default."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def of_pod(what: Any) -> str:
 @pytest.mark.parametrize(
     ("nodes", "nproc", "cpu", "caller", "made"),
     [
-        (1, 1, None, "", "unset"),  # all cores, as `python train.py` and torchrun
+        (1, 1, None, "", "unset"),  # all cores, like `python train.py` and torchrun
         (2, 1, None, "", "1"),  # two ranks on this machine
         (1, 2, None, "", "1"),
         (1, 1, 4, "", "4"),
@@ -33,7 +33,7 @@ def of_pod(what: Any) -> str:
 def test_the_callers_threads_count_and_without_them_those_of_torchrun(
     nodes: int, nproc: int, cpu: int | None, caller: str, made: str
 ) -> None:
-    """OMP_NUM_THREADS=3 must not silently become 1, because all other variables of the caller are kept."""
+    """OMP_NUM_THREADS=3 must not silently become 1, because all other variables of the user are kept."""
     limits = {"resources": {"limits": {"cpu": cpu}}} if cpu else None
     given = job(nodes=nodes, nprocPerNode=nproc, container=limits)
     environ = {"OMP_NUM_THREADS": caller} if caller else {}

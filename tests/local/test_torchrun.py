@@ -1,4 +1,4 @@
-"""The whole path with a real launcher and a real training. Each process here imports torch: keep these tests few."""
+"""A whole local run with the real torchrun. Each process here imports torch: keep these tests few."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def test_the_example_trains_on_two_nodes_under_torchrun_and_reports(cli: Cli) ->
 
 
 def test_under_torchrun_the_guilty_rank_and_its_exit_code_are_named_and_not_the_launcher(cli: Cli) -> None:
-    """torchrun itself ends with 1, whatever its workers did."""
+    """torchrun itself ends with 1, whatever the exit codes of its workers are."""
     job = cli.file(
         "import os, sys, time\nif os.environ['RANK'] == '3': sys.exit(7)\ntime.sleep(1000)",
         container={"command": ["torchrun", "train.py"]},
         nprocPerNode=2,
-        backoffLimit=0,  # each further attempt imports torch twice
+        backoffLimit=0,  # each further attempt would import torch twice
     )
     done = cli.run("run", job, "--status", "status.json", code=1)
     failure = status_of(cli.folder / "status.json")["lastFailure"]

@@ -1,4 +1,4 @@
-"""A rank that ends well, but early, under each launcher: it may cost one restart too many at most."""
+"""A rank that ends successfully but too early, under each launcher: this may cost at most one restart."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shell import Cli, status_of
 
 pytestmark = pytest.mark.timeout(300)
 
-# Rank 0 has ended when the others continue: if one is stopped while it ends, only its peer's message shows that.
+# Rank 0 has ended before the others go on: if it were stopped while ending, only its peer's message would tell.
 MEETS_RANK_0 = """
 import os, pathlib, time
 pid_file = pathlib.Path("rank-0", os.environ["DDPJOB_ATTEMPT"], os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -33,7 +33,7 @@ for step in range(20 if rank == 0 else 30):
     dist.all_reduce(torch.ones(1))
 dist.destroy_process_group()
 """
-# Ends as torch's gloo does, without torch, whose import is most of a rank's cost here.
+# Fails like torch's gloo, but without importing torch, which would take most of the time here.
 COMPLAINS = f"""
 {MEETS_RANK_0}
 if os.environ["RANK"] == "0":
@@ -43,19 +43,19 @@ raise RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer 
 """
 
 
-SECONDS_MAX = 240  # two attempts of four processes that import torch, on a machine that may be busy
+SECONDS_MAX = 240  # two attempts of four processes that import torch, possibly on a busy machine
 
 
 @pytest.mark.parametrize(
     ("command", "script"),
     [
-        (["python", "train.py"], UNEVEN),  # checks that gloo's message is still that of COMPLAINS
+        (["python", "train.py"], UNEVEN),  # checks that gloo's message is still the one in COMPLAINS
         (["ddprun", "--preload=json", "train.py"], COMPLAINS),
     ],
     ids=["python, torch", "ddprun"],
 )
 def test_a_rank_that_ends_early_is_named_and_charged(cli: Cli, command: list[str], script: str) -> None:
-    """Uneven data, or a `break` on one rank: with backoffLimit 0 the job must not restart without a charge."""
+    """For example by uneven data or a `break`. With backoffLimit 0 the job must not restart without a charge."""
     job = cli.file(script, container={"command": command}, nodes=2, nprocPerNode=1, backoffLimit=0)
     with cli.start("run", job, "--no-check", "--status", "status.json") as process:
         out, said = process.communicate(timeout=SECONDS_MAX)

@@ -1,4 +1,4 @@
-"""What the nodes of a local run use, and which of their processes are ranks: read from real processes."""
+"""CPU and memory that the nodes of a local run use, and which of their processes are ranks, from real processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Node = Callable[..., int]
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Node]:
-    """Start a stand-in for a node's supervisor that runs a script; return its pid."""
+    """Yield a function that starts a script below a process which stands for a supervisor, and returns its pid."""
     started = []
 
     def start(script: str, **variables: str) -> int:
@@ -49,13 +49,13 @@ def seen(usages: Usages, pid: int, shown: Callable[[SeenUsage], object]) -> Seen
 
 
 def test_the_cpu_and_the_memory_are_those_of_all_processes_of_the_node(node: Node) -> None:
-    """Otherwise users see a launcher that sleeps, and not the training below it."""
+    """Otherwise users see the values of a sleeping launcher instead of the training below it."""
     busy = node("held = bytearray(300_000_000)\nwhile True: pass")
     idle = node(SLEEP)
     usages = Usages(seconds=0.3)
     found = seen(usages, busy, lambda s: s.usage is not None and s.usage.memory_bytes > 300_000_000)
     assert found.usage is not None
-    time_used = seen(usages, busy, lambda s: s.usage is not None and s.usage.cpu_percent > 3)  # of a launcher: 0
+    time_used = seen(usages, busy, lambda s: s.usage is not None and s.usage.cpu_percent > 3)  # 0 for a launcher
     assert time_used.usage is not None
     assert time_used.usage.cpu_percent < 250
     quiet = seen(usages, idle, lambda s: s.usage is not None)
@@ -108,7 +108,7 @@ def test_of_a_fork_server_only_the_ranks_count(node: Node, tmp_path: Path, has_f
 
 
 def test_a_look_costs_little_and_is_not_repeated_at_once(node: Node) -> None:
-    """A table that is drawn twice a second must not take CPU from training."""
+    """A table that is drawn twice a second must not take CPU time from the training."""
     usages, pid = Usages(seconds=1000), node(SLEEP)
     usages.look({pid: ()})
     first = usages.seen[pid]
@@ -120,6 +120,6 @@ def test_a_look_costs_little_and_is_not_repeated_at_once(node: Node) -> None:
 
 
 def test_what_nvidia_smi_says_is_read_by_index_and_by_uuid_and_a_gpu_that_says_nothing_is_left_out() -> None:
-    """A MIG slice, or a driver in trouble, must not end the run with a traceback."""
+    """An unreadable answer, for a MIG slice or by a failing driver, must not end the run with a traceback."""
     listing = "0, GPU-aa, 87, 12000\n1, GPU-bb, [N/A], [N/A]\nan error\n\n"
     assert parse(listing) == {"0": (87.0, 12000 << 20), "GPU-aa": (87.0, 12000 << 20)}

@@ -1,5 +1,5 @@
-"""Each alert fires on its fault, and no other one does: hours of an operator's and a job's life in virtual time,
-scraped every 30 s, and judged by Prometheus' own rule engine (`promtool test rules`)."""
+"""Each alert fires on its fault, and no other alert does. An operator and its jobs live for hours in virtual time, are
+scraped every 30 s, and Prometheus' own rule engine judges (`promtool test rules`)."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ ALERTS = {rule["alert"] for group in yaml.safe_load(RULES.read_text())["groups"]
 QUERIES = {name: query for file in DASHBOARDS for name, query in queries(file).items()}
 USED = set(re.findall(r"(?:ddpjob|controller|workqueue|rest)_\w+", "".join([RULES.read_text(), *QUERIES.values()])))
 SECONDS = 30
-"""Between two scrapes, as the chart's ServiceMonitor asks."""
+"""Seconds between two scrapes, as in the chart's ServiceMonitor."""
 
 pytestmark = [needs_prometheus, pytest.mark.timeout(900)]  # CPU bound: a busy machine needs longer
 
 
 class History:
-    """The scrapes, in order."""
+    """All scrapes of a target, in order."""
 
     def __init__(self) -> None:
         self.scrapes = 0
         self._values: dict[str, dict[int, float]] = {}
 
     def take(self, text: bytes) -> None:
-        """The next scrape."""
+        """Add the metrics of one scrape."""
         for line in text.decode().splitlines():
             series, _, value = line.rpartition(" ")
             if not line.startswith("#") and (name := series.partition("{")[0]) in USED:
-                # promtool's time begins at 0.
+                # promtool's clock starts at 0, so timestamps are shifted.
                 shift = START.timestamp() if name.endswith("_timestamp_seconds") else 0.0
                 self._values.setdefault(series, {})[self.scrapes] = float(value) - shift
         self.scrapes += 1
@@ -64,7 +64,7 @@ class History:
         return set(re.findall(r'alertname="(\w+)"', self.result(folder, asked)))
 
     def _written(self, values: dict[int, float]) -> list[str]:
-        """A series that a scrape lacks is stale from then on, as Prometheus marks it."""
+        """Return a series in promtool's notation, stale from the first scrape that lacks it, as in Prometheus."""
         texts, before = [], False
         for number in range(self.scrapes):
             texts.append(repr(values[number]) if number in values else "stale" if before else "_")
@@ -72,7 +72,7 @@ class History:
         return texts
 
     def result(self, folder: Path, query: str) -> str:
-        """Return a query's result at the end, as promtool writes it; "nil" is nothing."""
+        """Return a query's result at the end, as promtool prints it: "nil" for no result."""
         series = [{"series": name, "values": " ".join(self._written(v))} for name, v in self._values.items()]
         wish = {
             "expr": query,
@@ -87,7 +87,7 @@ class History:
         file = folder / "test.yaml"
         file.write_text(yaml.safe_dump(test))
         done = subprocess.run(["promtool", "test", "rules", file], capture_output=True, text=True, timeout=120)
-        # The expectation cannot hold, so that promtool prints the real result.
+        # The expectation is wrong on purpose, because only then promtool prints the real result.
         got = re.search(r"got:(.*)", done.stdout + done.stderr, re.S)
         assert got, done.stdout + done.stderr
         return got[1].strip()
@@ -97,7 +97,7 @@ class History:
 
 
 class Watched:
-    """A job's life, with its status scraped all the time."""
+    """A job whose status is scraped regularly."""
 
     def __init__(self, world: World, name: str = "digits") -> None:
         self.world = world
@@ -110,7 +110,7 @@ class Watched:
 
     @property
     def step(self) -> int:
-        """The last that was reported."""
+        """The last step that was reported."""
         progress = self.world.status.progress
         return 0 if progress is None else progress.step
 
@@ -138,7 +138,7 @@ class Watched:
         return self
 
     def trains(self, minutes: float) -> Watched:
-        """A step every scrape."""
+        """Report steps at every scrape."""
         for _ in range(round(minutes * 60 / SECONDS)):
             self.world.after(SECONDS).reports_step(
                 self.step + 10, total_steps=9000, samples_per_second=5.0, saved_step=1
@@ -151,7 +151,7 @@ class Watched:
         return self.settle()
 
     def fails(self, minutes_down: float = 0.5, code: int = 3, reason: str = "") -> Watched:
-        """Rank 1 fails, and the group is back after so long."""
+        """Let rank 1 fail, and start the group again after so many minutes."""
         if reason:
             self.world.evicted(1, reason)
         else:
@@ -186,7 +186,7 @@ def restarts_often() -> Watched:
 
 
 def stands_still() -> Watched:
-    """Let its ranks report without making a step."""
+    """Let the ranks report the same step for 20 minutes, with the detection of stalls turned off."""
     watched = Watched(digits(stall={"timeoutSeconds": 0})).wait(1).starts().trains(60)
     for _ in range(40):
         watched.world.after(SECONDS).reports_step(watched.step)
@@ -226,7 +226,7 @@ OF_JOBS: dict[Callable[[], Watched], set[str]] = {
 
 @pytest.mark.parametrize("life", OF_JOBS, ids=lambda life: life.__name__)
 def test_an_alert_on_a_job_fires_on_its_fault_and_no_other_does(life: Callable[[], Watched], tmp_path: Path) -> None:
-    """An administrator who is woken for nothing switches the alert off."""
+    """Administrators who are woken by a false alert turn the alert off."""
     assert life().history.fired(tmp_path) == OF_JOBS[life]
 
 
@@ -235,7 +235,7 @@ def trained_again() -> Watched:
 
 
 def test_every_query_of_a_dashboard_on_what_trainings_report_gives_data(tmp_path: Path) -> None:
-    """test_scrape.py has the others, with an operator's process."""
+    """test_scrape.py tests the other queries, with a real operator process."""
     history = trained_again().history
     asked = {name: query for name, query in QUERIES.items() if OF_REPORTS.search(query)}
     assert len(asked) > 5
@@ -246,7 +246,7 @@ def test_every_query_of_a_dashboard_on_what_trainings_report_gives_data(tmp_path
 
 
 class Counting(SlowServer):
-    """A slow server whose answers are counted as the client counts them. `refuses`: asked with the verb and path."""
+    """A slow server that reports its answers to the operator's metrics. `refuses(verb, path)` asks for a 500."""
 
     def __init__(self, delay: Callable[[str, str], float]) -> None:
         super().__init__(delay)
@@ -267,7 +267,7 @@ class Counting(SlowServer):
 
 
 class Operated:
-    """An operator in virtual time that is scraped."""
+    """A scraped operator in virtual time."""
 
     def __init__(self) -> None:
         self.server = Counting(lambda _verb, _path: 0.05)
@@ -277,7 +277,7 @@ class Operated:
         self.history = History()
 
     async def wait(self, minutes: float, *, answers: bool = True) -> None:
-        """Scrape all the time; edit a job, so that there is something to do."""
+        """Scrape regularly, and edit a job before each scrape so that the operator has work."""
         for number in range(round(minutes * 60 / SECONDS)):
             self.town.apply("team", "busy", 1, suspend=True, backoffLimit=number)
             await asyncio.sleep(SECONDS)
@@ -298,7 +298,7 @@ async def is_gone(operated: Operated) -> None:
 
 
 async def stands_by(operated: Operated) -> None:
-    """Its Lease is lost and nobody takes it."""
+    """The operator loses its Lease, and no other operator takes it."""
     await operated.wait(10)
     operated.town.operator.leads = False
     await operated.wait(10)
@@ -312,7 +312,7 @@ async def cannot_write(operated: Operated) -> None:
 
 
 async def hangs(operated: Operated) -> None:
-    """Let a webhook not answer, with a much too long time limit."""
+    """A webhook does not answer, and the request has a time limit that is much too long."""
     await operated.wait(10)
     operated.server.limits = RequestLimits(request_seconds=1200.0)
     operated.server.delay = lambda verb, path: 1200.0 if "/stuck/" in path and verb == "create" else 0.05
@@ -321,7 +321,7 @@ async def hangs(operated: Operated) -> None:
 
 
 async def is_overrun(operated: Operated) -> None:
-    """240 jobs of one namespace, for whose requests the API server takes 40 s each: most have no state for minutes."""
+    """240 jobs of one namespace start, and the API server takes 40 s per request: most have no state for minutes."""
     await operated.wait(10)
     operated.server.limits = RequestLimits(request_seconds=45.0)
     operated.server.delay = lambda verb, path: 40.0 if "/full/" in path else 0.05
@@ -331,7 +331,7 @@ async def is_overrun(operated: Operated) -> None:
 
 
 class Closing:
-    """An API server, or a proxy before it, that ends every watch at once."""
+    """An API server, or a proxy in front of it, that ends every watch after some seconds."""
 
     def __init__(self, after: float) -> None:
         self._after, self.reach = after, Reach()
@@ -362,7 +362,7 @@ async def loses_its_watch(operated: Operated) -> None:
 
 
 async def renews_its_watch(operated: Operated) -> None:
-    """The server's time-out, every few minutes, is no fault."""
+    """The API server ends a watch every few minutes, which is no fault."""
     await _watches(operated, after=240)
 
 
@@ -392,7 +392,7 @@ def test_an_alert_on_the_operator_fires_on_its_fault_and_no_other_does(life: Any
 
 
 def test_a_release_without_a_leader_is_an_alert_also_beside_one_that_has_one(tmp_path: Path) -> None:
-    """The job of a ServiceMonitor is the name of the release's Service: one Prometheus may scrape several releases."""
+    """One Prometheus may scrape several releases; each has the name of its Service as the label job."""
     history = History()
     for _ in range(20):
         history.take(b'ddpjob_operator_leads{job="a-metrics"} 1.0\nddpjob_operator_leads{job="b-metrics"} 0.0\n')
@@ -400,5 +400,5 @@ def test_a_release_without_a_leader_is_an_alert_also_beside_one_that_has_one(tmp
 
 
 def test_every_alert_was_made_to_fire() -> None:
-    """A new alert needs its story here."""
+    """A new alert needs a scenario above."""
     assert set().union(*OF_JOBS.values(), *OF_THE_OPERATOR.values()) == ALERTS

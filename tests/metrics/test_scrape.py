@@ -1,5 +1,5 @@
-"""A real Prometheus scrapes the operator's process, which has a model of an API server, to find mistakes in queries.
-The operator lives through a start, a restart and an end, so that each histogram has data."""
+"""A real Prometheus scrapes an operator process that uses a model of an API server, to find mistakes in queries. The
+jobs start, restart and end, so that each histogram has data."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = needs_prometheus
 
 @pytest.fixture(scope="module")
 def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """A Prometheus that has scraped an operator through the life of jobs."""
+    """Yield a Prometheus that has scraped an operator while jobs started, failed and ended."""
     folder, port = tmp_path_factory.mktemp("prometheus"), free_port()
     settings = {"DDPJOB_METRICS_PORT": str(port), "DDPJOB_LOG_LEVEL": "DEBUG", "DDPJOB_LOG_FORMAT": "json"}
     target = f"127.0.0.1:{port}"
@@ -45,7 +45,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
 
 
 def live(server: ModelServer, prometheus: Prometheus) -> None:
-    """A job that fails once and trains again, one that ends, one that is deleted."""
+    """Run three jobs: one fails once and trains again, one ends, and one is deleted."""
     for name in ("digits", "ends", "deleted"):
         server.apply(manifest(name))
         until(lambda name=name: {f"{name}-1-0", f"{name}-1-1"} <= set(server.pods()), f"{name}: pods")

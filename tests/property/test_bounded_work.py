@@ -1,4 +1,4 @@
-"""Whatever a tenant writes into a DDPJob, each uninterrupted step of the operator costs a bounded number of calls."""
+"""Each uninterrupted step of the operator takes a bounded number of calls, whatever a tenant writes into a DDPJob."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from ddpjob_operator.kube.watch.store import Jobs
 from ddpjob_operator.observed.cluster import Observed
 from ddpjob_operator.plan.plan import plan
 
-LONG = pytest.mark.long  # more draws of the same
-SCRIPT_CALLS_MAX = 250_000  # about 35 ms: a script of 1,000 lines is read
+LONG = pytest.mark.long  # more examples of the same test
+SCRIPT_CALLS_MAX = 250_000  # about 35 ms for a script of 1,000 lines
 CALLS_MAX = 150_000
-"""About 20 ms; a job of 900 volumes once took 400 million."""
+"""Calls in about 20 ms. Without bounds, a job of 900 volumes takes 400 million."""
 
 
 @pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=LONG) for seed in range(8, 80))])
 def test_no_job_that_an_api_server_accepts_keeps_the_operator_from_others(seed: int) -> None:
-    """Otherwise one job of 205 kB in one namespace ends both operators of a cluster, until it is deleted."""
+    """Otherwise one job of 205 kB in one namespace stops both operators of a cluster, until the job is deleted."""
     what, raw = job(random.Random(seed))
     with warm():
         for name, work in steps(raw):
@@ -39,7 +39,7 @@ def test_no_job_that_an_api_server_accepts_keeps_the_operator_from_others(seed: 
 @pytest.mark.parametrize("name", sorted(PUTS))
 @pytest.mark.parametrize("count", [500, pytest.param(2_400, marks=LONG), pytest.param(9_000, marks=LONG)])
 def test_a_long_list_of_one_kind_is_read_in_linear_time(name: str, count: int) -> None:
-    """Comparing two lists of a user takes the square of their length."""
+    """Comparing every item of one list with every item of another list would take quadratic time."""
     raw = manifest()
     PUTS[name](raw, count, random.Random(count))
     with warm():
@@ -49,7 +49,7 @@ def test_a_long_list_of_one_kind_is_read_in_linear_time(name: str, count: int) -
 
 @pytest.mark.parametrize("piece", SHELL)
 def test_a_script_of_one_piece_costs_no_more(piece: str) -> None:
-    """20 kB of backquotes were 10,000 commands, and a script that cannot be read was read five times: 130 ms."""
+    """20 kB of backquotes must not be read as 10,000 commands, nor an unreadable script be read five times: 130 ms."""
     script = (piece * 20_000)[:SCRIPT_READ_MAX]
     with warm():
         for step, work in steps(manifest(container={"command": ["bash", "-c", script]})):
@@ -82,7 +82,7 @@ def test_a_plan_takes_time_that_is_linear_in_the_nodes_of_the_job() -> None:
 
 
 def test_the_command_of_a_job_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """9,000 words after torchrun must not block the event loop for 250 ms."""
+    """Reading a command with 9,000 words several times would block the event loop for 250 ms."""
     read = 0
     search = command.of_container
 
@@ -98,13 +98,13 @@ def test_the_command_of_a_job_is_searched_once(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_launchers_that_start_each_other_are_not_followed_without_end() -> None:
-    """300 of them before 2,500 words were searched in 300 copies of the words: 50 ms, in which nothing counts calls."""
+    """300 launchers before 2,500 words would be searched in 300 copies of the words: 50 ms without a call to count."""
     assert command.read(["srun", "mpirun", "python", "train.py"]).script == "train.py"
     assert command.read([*["mpirun"] * 300, "python", "train.py"]) == command.Command()
 
 
 def test_long_json_is_read_beside_the_event_loop() -> None:
-    """Cutting what is nested too deep from 1.5 MB takes 0.3 s."""
+    """Removing the levels that are nested too deep from 1.5 MB takes 0.3 s, so it runs in a thread."""
     threads: list[int] = []
 
     def read(content: bytes) -> int:
@@ -120,7 +120,7 @@ def test_long_json_is_read_beside_the_event_loop() -> None:
 
 
 def test_others_go_on_while_the_objects_of_a_page_are_put() -> None:
-    """A page has 200 objects, each of which may take 10 ms."""
+    """A page has up to 200 objects, each of which may take 10 ms to store. Other tasks must run in between."""
     turns, jobs = 0, Jobs(lambda _key: None)
 
     async def pages() -> AsyncIterator[Page]:

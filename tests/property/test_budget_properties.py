@@ -1,5 +1,5 @@
-"""The restart counts, played from both sides: reports are lost, repeated, late and out of order, pods are replaced, the
-operator crashes before it writes. Otherwise a job fails too early, or restarts for ever."""
+"""The counts of restarts, seen from operator and agents: reports are lost, repeated, late and out of order, pods are
+replaced, the operator crashes before it writes. If a count is wrong, a job fails too early or restarts forever."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from ddpjob_core import budget, rules
 from ddpjob_core.budget import STALLS_MAX, Attempt, Budget, Grant, Known, Limits, RestartHistory, Spent
 
 NOW = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
-# No step is reported, so that a restart is refused only for budgets, and never for lack of progress.
+# No step is reported, so that a restart is refused only because of budgets, and never because of missing progress.
 SILENT = Attempt(made_a_new_step=False, reports_steps=False, ran_seconds=30)
 Turn = tuple[int, int]
-"""Attempt, and number of node 0's pod in it."""
+"""Number of the attempt, and replacement number of node 0's pod in it."""
 
 
 class Report(NamedTuple):
@@ -34,8 +34,8 @@ class Report(NamedTuple):
 
 
 class Pod(NamedTuple):
-    """A pod's grant, and what its creator really knew: the operator's own restarts, and those reported by each
-    agent."""
+    """A pod's grant, and what the operator really knew when it created the pod: its own restarts, and those that each
+    agent had reported."""
 
     grant: Grant
     own: Spent
@@ -43,7 +43,7 @@ class Pod(NamedTuple):
 
 
 class Agent:
-    """Node 0's agent, as `LeaderState` uses the budget."""
+    """Node 0's agent, which uses the budget as `LeaderState` does."""
 
     def __init__(self, turn: Turn, pod: Pod, max_restarts: int | None) -> None:
         self.turn, self.pod = turn, pod
@@ -72,7 +72,8 @@ def added(*parts: Spent) -> Spent:
 
 
 class Ledger(RuleBasedStateMachine):
-    """`history`, `known`, `attempt` and `replacements` are the status; `own`, `heard` and the agents are the truth."""
+    """`history`, `known`, `attempt`, `replacements` are what the status has; `own`, `heard` and the agents are the
+    truth."""
 
     @initialize(limit=st.integers(0, 4), max_restarts=st.none() | st.integers(0, 6))
     def submitted(self, limit: int, max_restarts: int | None) -> None:
@@ -91,7 +92,7 @@ class Ledger(RuleBasedStateMachine):
         is_heard=st.booleans(),
     )
     def restart_in_place(self, which: int, to: Any, is_heard: bool) -> None:
-        """Also by an agent whose pod is replaced: its node may be lost without its knowledge."""
+        """An agent whose pod was already replaced may restart too: its node may be lost without its knowledge."""
         agent = self._one_of(list(self.agents.values())[::-1], which)
         if agent is None:
             return
@@ -116,7 +117,7 @@ class Ledger(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 100), is_written=st.booleans())
     def a_report_arrives(self, which: int, is_written: bool) -> None:
-        """Deliver any report ever sent, again or for the first time. Not written: the operator crashed before."""
+        """Deliver any report that was ever sent, again or for the first time, or crash before it is written."""
         report = self._one_of(self.reports, which)
         if report is not None and report.turn[0] == self.attempt and is_written:
             self._hear(report)
@@ -128,8 +129,8 @@ class Ledger(RuleBasedStateMachine):
         joins=st.booleans(),
     )
     def a_pod_is_replaced(self, to: Any, node: int, leaves_a_message: bool, joins: bool) -> None:
-        """The operator charges it. A pod of node 0 that ends reports everything that its agent has spent; a lost one
-        does not."""
+        """Replace a pod, and charge it. A pod of node 0 that ends in order reports all that its agent has spent; a pod
+        that is lost does not."""
         if node == 0 and leaves_a_message:
             self.the_last_report_arrives()
         if self._charge(to):
@@ -156,7 +157,7 @@ class Ledger(RuleBasedStateMachine):
             self._hear(Report(turn, self.agents[turn].spent))
             assert self.heard.get(turn, Spent()) == self.agents[turn].spent, "nothing of this agent is forgotten"
 
-    # ---- what holds
+    # ---- what must always hold
 
     @invariant()
     def counts_are_what_was_spent_and_reported_each_once(self) -> None:
@@ -166,7 +167,7 @@ class Ledger(RuleBasedStateMachine):
         most = {"application": self.limits.backoff_limit + 1, "stall": STALLS_MAX + 1}
         assert self.history.spent == Spent(**{k: min(n, most.get(k, n)) for k, n in spent._asdict().items()})
 
-    # ---- how it is done
+    # ---- helpers
 
     def make_pod(self) -> None:
         """Create node 0's pod."""
@@ -174,7 +175,7 @@ class Ledger(RuleBasedStateMachine):
         self.agents[turn] = Agent(turn, self._pod(), self.max_restarts)
 
     def _pod(self) -> Pod:
-        """Its environment is text."""
+        """Return a pod. Its grant passes through text, as in an environment variable."""
         grant = Grant.of(self.history, self.limits, NOW, step=0, replaced=sum(self.replacements), known=self.known)
         return Pod(Grant.read(grant.text()), self.own, dict(self.heard))
 
@@ -220,7 +221,7 @@ def test_each_restart_is_counted_once_and_both_sides_together_stay_within_the_li
 
 
 def story() -> None:
-    """Return one order of events in which each of the bugs below shows."""
+    """Play one order of events in which each of the bugs below shows."""
     ledger = Ledger()
     ledger.submitted(limit=4, max_restarts=None)
     ledger.restart_in_place(which=0, to="application", is_heard=True)
@@ -278,7 +279,7 @@ def _goes_by_any_grant() -> Any:
 def test_a_ledger_with_a_bug_on_purpose_is_found(
     monkeypatch: pytest.MonkeyPatch, where: Any, name: str, mutant: Any
 ) -> None:
-    """Otherwise the tests above could not fail."""
+    """Each of these bugs must be found. Otherwise the tests above prove nothing."""
     monkeypatch.setattr(where, name, mutant)
     with pytest.raises(AssertionError):
         story()

@@ -1,5 +1,5 @@
-"""When the state is copied, and what a copy overwrites, for any plans. simulation/test_memory.py has kills between any
-two actions."""
+"""When the state is copied and which copy is overwritten, for any plans. tests/simulation/test_memory.py kills ranks
+between any two actions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SECONDS = st.floats(1e-6, 1e3)
 
 @given(SECONDS, SECONDS)
 def test_copies_take_no_more_than_their_share_and_are_no_rarer_than_that_needs(copy: float, step: float) -> None:
-    """Too many copies slow training down, too few lose more steps at each failure."""
+    """Copies that are too frequent slow the training down; copies that are too rare lose more steps at each failure."""
     every = copies.every(copy, step)
     assert every & (every - 1) == 0
     assert copy <= copies.COST_MAX * every * step or every == copies.EVERY_MAX
@@ -25,7 +25,7 @@ def test_copies_take_no_more_than_their_share_and_are_no_rarer_than_that_needs(c
 
 @given(st.integers(0, 20), st.integers(0, 20), st.floats(0, 1))
 def test_copies_that_have_taken_too_much_become_rarer_and_others_not(wanted: int, present: int, share: float) -> None:
-    """On a busy machine single measurements are too low, and training would be slower than announced."""
+    """On a busy machine a single measurement may be too low. Training would then be slower than announced."""
     every = copies.corrected(1 << wanted, 1 << present, share)
     assert every >= 1 << wanted
     assert every > 1 << present or share <= copies.COST_MAX or every == copies.EVERY_MAX
@@ -34,7 +34,7 @@ def test_copies_that_have_taken_too_much_become_rarer_and_others_not(wanted: int
 
 @given(st.data(), st.integers(1, 7))
 def test_all_ranks_copy_at_the_same_steps_whatever_plans_rank_0_makes(data: st.DataObject, gap: int) -> None:
-    """A rank that does not copy with the others has no random states of that step."""
+    """A rank that does not copy together with the others has no random states for that step."""
     present, told, own_next, due = None, [], None, []
     steps = range(gap, 60 * gap, gap)
     for step in steps:
@@ -47,7 +47,7 @@ def test_all_ranks_copy_at_the_same_steps_whatever_plans_rank_0_makes(data: st.D
             own_next = CopyPlan(first, data.draw(st.sampled_from([1, 2, 8, 32])))
             told.append((step, own_next))
         due.append(present is not None and copies.is_due(present, step, step - gap))
-    delay = data.draw(st.booleans())  # True if the plan is seen only at the boundary after the one at which it is made
+    delay = data.draw(st.booleans())  # True if ranks see the plan only one boundary after the plan was made
     plan, waiting, seen, others = None, None, 0, []
     for step in steps:
         if waiting is None and copies.looks(step, step - gap, 1 if plan is None else plan.every):
@@ -62,7 +62,7 @@ def test_all_ranks_copy_at_the_same_steps_whatever_plans_rank_0_makes(data: st.D
 
 @given(st.tuples(*[st.none() | st.builds(Held, VERSIONS, st.just(0), st.just(1), st.just(1))] * memory.AREAS))
 def test_a_copy_is_never_written_over_the_newest_state(held: tuple[Held | None, ...]) -> None:
-    """If the copy is cut short, nothing would be left."""
+    """If the new copy is cut off, no complete state would be left."""
     area = copies.area_for(held)
     whole = [one.version for one in held if one is not None]
     assert held[area] is None or whole.count(held[area].version) > 1 or held[area].version != max(whole)  # type: ignore[union-attr]
@@ -72,7 +72,7 @@ def test_a_copy_is_never_written_over_the_newest_state(held: tuple[Held | None, 
 def test_random_states_of_the_newest_state_are_never_written_over(
     versions: list[Version | None], held: Version | None, loaded: Version | None
 ) -> None:
-    """The rank would draw other numbers after a restart."""
+    """Otherwise the rank draws other random numbers after a restart."""
     slot = copies.slot_for(versions, held, loaded)
     newest = max((version for version in (held, loaded) if version is not None), default=None)
     assert versions[slot] is None or versions[slot] != newest or set(versions) == {newest}
@@ -81,12 +81,12 @@ def test_random_states_of_the_newest_state_are_never_written_over(
 
 @given(st.builds(CopyPlan, st.integers(0, 10**9), st.integers(1, 1 << 20), st.booleans(), st.booleans()))
 def test_a_plan_is_what_the_other_ranks_read(plan: CopyPlan) -> None:
-    """Otherwise they copy at other steps."""
+    """Otherwise the other ranks copy at other steps."""
     assert copies.plan_of(plan.as_text()) == plan
 
 
 @given(st.integers(0, 5), st.integers(0, 400), st.integers(1, 9))
 def test_ranks_may_be_far_beyond_a_copy_but_not_beyond_the_next_two(power: int, ahead: int, gap: int) -> None:
-    """All ranks may be lost at once at any step between two copies; and one that counts micro-batches is detected."""
+    """All ranks may be lost at any step between two copies. A rank further ahead counts micro-batches as steps."""
     held, mark = Held(Version(1, 0, 500), 0, 1, 1, every=1 << power), Mark(0, 500 + ahead, 500 + ahead - gap)
     assert isinstance(newest([held], Version(1, 1, 0), (), [mark]), FoundState) is (ahead <= gap + 2 * (1 << power))

@@ -1,4 +1,4 @@
-"""A deadlock is only named if it is certain: never in a program that can complete, always in one that cannot."""
+"""A deadlock is reported only if it is certain: never in a program that can complete, always in one that cannot."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GROUPS = {
 
 
 class Op(NamedTuple):
-    """A line of a rank's program. how: sync, async (a later line waits for it), backward (two of them), or pause."""
+    """A line of a rank's program. how: sync, async (a pause waits for it), backward (two collectives) or pause."""
 
     how: str
     group: str = "0"
@@ -60,7 +60,7 @@ class Rank:
         if op.how in ("sync", "backward"):
             self.waits_for = calls
         elif op.how == "pause":
-            self.waits_for = [call for calls in self.begun.values() for call in calls]  # handle.wait() of all
+            self.waits_for = [call for calls in self.begun.values() for call in calls]  # as handle.wait() of all calls
 
     def _begin(self, op: Op) -> Begun:
         calls = self.begun.setdefault(op.group, [])
@@ -69,7 +69,7 @@ class Rank:
 
 
 class World:
-    """Ranks, and collectives that end at the earliest moment that any backend allows."""
+    """Ranks, and collectives that complete at the earliest moment that any backend allows."""
 
     def __init__(self, programs: list[list[Op]]) -> None:
         self.ranks = [Rank(program) for program in programs]
@@ -80,7 +80,7 @@ class World:
         brought = [self._brings(other, call) for other in others]
         if call.op.op == "reduce" or (call.op.op in ROOTED and rank == call.op.root):
             return any(brought) or not others
-        if call.op.op in ROOTED:  # for a gather only the root must be there
+        if call.op.op in ROOTED:  # for a broadcast or scatter only the root must be there
             return self._brings(call.op.root, call)
         return all(brought)
 
@@ -152,7 +152,7 @@ def worlds(
     sizes: tuple[int, ...] = (16, 64),
     default_only: bool = False,
 ) -> World:
-    """Generate equal lines on all ranks of a group, and then some mistakes."""
+    """Generate the same lines for all ranks of a group, and then add some mistakes."""
     size = draw(st.integers(2, 4))
     names = ("0",) if default_only else tuple(GROUPS[size])
     lines = draw(st.lists(ops(hows, names, kinds, sizes), min_size=1, max_size=8))
@@ -176,7 +176,7 @@ def worlds(
 
 
 def completes(world: World) -> bool:
-    """True if the program completes, which does not depend on the order of events: what can end stays able to."""
+    """True if the program can complete. The order of events is irrelevant: a call that can end stays able to end."""
     copy, chance = World([rank.program for rank in world.ranks]), random.Random(0)
     while copy.step(chance):
         pass
@@ -189,7 +189,7 @@ ALL = ("all_reduce", "barrier", "all_gather")
 @settings(max_examples=EXAMPLES)
 @given(worlds(hows=("sync", "sync", "async", "backward", "pause"), kinds=(*ALL, *ROOTED)), st.integers(0, 2**32))
 def test_a_program_that_can_complete_is_never_called_deadlocked(world: World, seed: int) -> None:
-    """Such a job would be restarted although nothing is wrong with it."""
+    """Otherwise a job is restarted although nothing is wrong with it."""
     if not completes(world):
         return
     chance = random.Random(seed)
@@ -202,7 +202,7 @@ def test_a_program_that_can_complete_is_never_called_deadlocked(world: World, se
 @settings(max_examples=EXAMPLES)
 @given(worlds(hows=("sync", "sync", "async", "backward", "pause"), kinds=(*ALL, *ROOTED)), st.integers(0, 2**32))
 def test_who_is_called_deadlocked_never_gets_on(world: World, seed: int) -> None:
-    """Even in a program that cannot complete, the named collective must really block, and not be named too early."""
+    """Even if a program cannot complete, the reported collective must really block, and not be reported early."""
     chance = random.Random(seed)
     while world.step(chance):
         found = conflict(world.standings())
@@ -221,7 +221,7 @@ def sure(*, default_only: bool) -> st.SearchStrategy[World]:
 @settings(max_examples=EXAMPLES)
 @given(st.booleans().flatmap(lambda alone: sure(default_only=alone)), st.integers(0, 2**32))
 def test_a_program_that_cannot_complete_is_called_deadlocked_once_nothing_moves(world: World, seed: int) -> None:
-    """Such a job would hold its GPUs until a limit of half an hour."""
+    """Otherwise the job holds its GPUs until a limit of half an hour."""
     chance = random.Random(seed)
     while world.step(chance):
         pass

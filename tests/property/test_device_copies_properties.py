@@ -1,4 +1,4 @@
-"""Copies of states on devices, made by the library's code: hosts run ahead, devices work later, and ranks are killed
+"""Copies of states on devices, made by the library's code. Hosts run ahead, devices work later, and ranks are killed
 between any two of their actions."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ddpjob_core.memory import AREAS, COPY_SLOTS, FoundState, Held, Version, new
 from ddprun.memory import Memory
 
 PER_NODE, NODES = 2, 2
-BUFFER = 0.5  # difference between a step's buffer and its number
+BUFFER = 0.5  # the buffer's value is the step plus this
 Mistake = Literal[
     "",
     "the optimizer's step does not wait",
@@ -36,7 +36,7 @@ MISTAKES: tuple[Mistake, ...] = Mistake.__args__[1:]  # type: ignore[attr-define
 
 
 class Model(torch.nn.Module):
-    """Each value of its parameters is the step's number; each value of its buffer is half a step more."""
+    """A model that shows its step: each parameter is the number of the step, each buffer is half a step more."""
 
     def __init__(self, step: int, device: LateDevice) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Model(torch.nn.Module):
 
 
 class Store:
-    """The group's store, for rank 0's plans."""
+    """A model of the group's TCPStore, in which rank 0 writes its plans."""
 
     def __init__(self) -> None:
         self._texts: dict[str, str] = {}
@@ -68,7 +68,7 @@ class Store:
 
 
 class Node:
-    """An agent's memory, reused by many walks."""
+    """An agent's memory, which many walks reuse."""
 
     def __init__(self) -> None:
         self._memory = Memory(PER_NODE)
@@ -76,7 +76,7 @@ class Node:
         self.shared = [Shared(self._memory.where(rank), 1, 0) for rank in range(PER_NODE)]
 
     def empty(self) -> None:
-        """Reset it."""
+        """Reset all cells."""
         for cells in (self.shared[0].node, *(shared.cells for shared in self.shared)):
             for cell in range(len(cells)):
                 cells[cell] = 0
@@ -84,7 +84,7 @@ class Node:
 
 class HeldWithout(Ticket):
     def hold(self) -> None:
-        """A bug: the step does not wait."""
+        """Do nothing, as a bug: the optimizer's step does not wait for the copy."""
 
 
 class DoneAtOnce(Ticket):
@@ -92,7 +92,7 @@ class DoneAtOnce(Ticket):
         return True
 
     def wait(self) -> None:
-        """A bug: nothing is waited for."""
+        """Do nothing, as a bug: the host does not wait for the copy."""
 
 
 class PassedAtOnce(Mark):
@@ -107,7 +107,7 @@ class Rank:
     model: Model
     host: Host | None = None
     summed: int = 0
-    """The last step of which this device has reached the sum of gradients."""
+    """The last step for which this device has reached the sum of gradients."""
     alive: bool = True
 
     @property
@@ -116,7 +116,7 @@ class Rank:
 
 
 class Walk:
-    """Some generations of one job on devices."""
+    """Some generations of one job on devices, in random order."""
 
     def __init__(self, seed: int, nodes: list[Node], mistake: Mistake = "") -> None:
         self.chance, self.mistake = random.Random(seed), mistake
@@ -125,7 +125,7 @@ class Walk:
         self.best: list[Version | None] = [None] * len(self.nodes)
         self.stories = {"copies": 0, "begin": 0, "counted": 0}
         self.gap = self.chance.choice([1, 1, 2])
-        self.speed = self.chance.choice([0.3, 0.6, 0.9])  # of devices relative to hosts
+        self.speed = self.chance.choice([0.3, 0.6, 0.9])  # of devices compared with hosts
         for node in self.nodes:
             node.empty()
 
@@ -176,7 +176,7 @@ class Walk:
         return made
 
     def train(self, rank: Rank, store: Store) -> None:
-        """Act as a host: give the device steps, and never wait for them directly."""
+        """Act as a host: queue steps on the device, and never wait for them directly."""
         assert rank.host is not None, "it runs"
         model, device = rank.model, rank.device
         kept = Kept({"model": model})
@@ -201,12 +201,12 @@ class Walk:
                         thread.join()
 
     def sums(self, rank: Rank, step: int) -> bool:
-        """Sum gradients: no device leaves before all have arrived."""
+        """Sum gradients: no device continues before all have arrived."""
         rank.summed = step
         return all(other.summed >= step for other in self.ranks)
 
     def advance(self) -> None:
-        """Execute one action of one host or one stream."""
+        """Execute one action of a random host or stream."""
         rank = self.chance.choice(self.ranks)
         assert rank.host is not None, "it runs"
         if rank.alive and rank.device.ready and self.chance.random() < self.speed:
@@ -220,7 +220,7 @@ class Walk:
     # ---- what must be true ---------------------------------------------------------------------------------
 
     def judge(self, node: Node) -> None:
-        """Check that what counts on a node is complete, of one step, and that all ranks have reached it."""
+        """Check that the state that counts on a node is complete, of one step, and that all ranks have reached it."""
         number, held = self.nodes.index(node), node.shared[0].held()
         if held is None or held.version == self.best[number]:
             assert held is not None or self.best[number] is None, "nothing is left of what counted"
@@ -237,7 +237,7 @@ class Walk:
         return any(rank.shared.read_slot(slot)["rng"] == version.step for slot in slots)
 
     def read(self, node: Node) -> None:
-        """Return the state that counts there, bit by bit."""
+        """Check the node's newest state: its checksum, and each value."""
         shared = node.shared[0]
         held = shared.held()
         assert held is not None, "it was looked at"
@@ -252,7 +252,7 @@ class Walk:
         assert bool((seen == step + BUFFER).all()), f"the buffer of step {step} is {seen.tolist()}"
 
     def fail(self) -> None:
-        """Kill a rank, several, all, or a node; the others continue for a while."""
+        """Kill one rank, several ranks, all ranks or a node; the others continue for a while."""
         lost = self.chance.randrange(len(self.nodes)) if self.chance.random() < 0.2 and len(self.nodes) > 1 else None
         count = self.chance.choice([1, self.chance.randrange(1, len(self.ranks) + 1), len(self.ranks)])
         gone = [r for r in self.ranks if r.node is self.nodes[lost]] if lost is not None else self.ranks[-count:]
@@ -299,7 +299,7 @@ def nodes() -> list[Node]:
 
 
 class Cadence:
-    """Rank 0's choices of the number of steps between two copies."""
+    """Replaces copies.every() by random numbers of steps between two copies."""
 
     chance = random.Random(0)
 
@@ -310,14 +310,14 @@ class Cadence:
 
 @pytest.fixture(autouse=True)
 def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allow copies as often as possible, whatever they cost here."""
+    """Allow copies as often as possible, whatever they cost on this machine."""
     monkeypatch.setattr(copies, "COST_MAX", 1e9)
     monkeypatch.setattr(copies, "every", Cadence.every)
     monkeypatch.setattr(process, "log", lambda _: None)
 
 
 def walks(count: int, nodes: list[Node], first: int = 0, mistake: Mistake = "") -> dict[str, int]:
-    """Return the events of so many walks; raise with the seed if one was wrong."""
+    """Return how often each event happened in so many walks. Raise an error with the seed if a walk was wrong."""
     sums: dict[str, int] = {}
     for seed in range(first, first + count):
         walk, Cadence.chance = Walk(seed, nodes, mistake), random.Random(seed)
@@ -334,7 +334,7 @@ def walks(count: int, nodes: list[Node], first: int = 0, mistake: Mistake = "") 
 
 
 def test_no_copy_of_a_device_counts_before_it_is_whole_and_a_kill_leaves_the_one_before_it(nodes: list[Node]) -> None:
-    """Otherwise a restart resumes from half of one step and half of another."""
+    """Otherwise a restart resumes from a mixture of two steps."""
     seen = walks(8, nodes)
     assert seen["counted"] > 5, seen
     assert min(seen["copies"], seen["begin"]) > 3, seen
@@ -342,7 +342,7 @@ def test_no_copy_of_a_device_counts_before_it_is_whole_and_a_kill_leaves_the_one
 
 @pytest.mark.long
 def test_no_copy_of_a_device_counts_before_it_is_whole_in_thousands_of_walks(nodes: list[Node]) -> None:
-    """The important orders are rare."""
+    """Only thousands of walks reach the rare orders that matter."""
     walks(1_000, nodes, first=1_000_000)
 
 
@@ -350,7 +350,7 @@ def test_no_copy_of_a_device_counts_before_it_is_whole_in_thousands_of_walks(nod
 def test_a_seeded_mistake_of_copies_of_a_device_is_found(
     nodes: list[Node], mistake: Mistake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the test proves nothing."""
+    """Each of these bugs must be found. Otherwise the tests above prove nothing."""
     if mistake == "the newest is written over":
         monkeypatch.setattr(copies, "area_for", lambda held: AREAS - 1)
     with pytest.raises(AssertionError, match="seed"):

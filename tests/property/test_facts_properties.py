@@ -1,9 +1,8 @@
-"""Whoever ends a pod, in whatever order its story is told, and whoever reads it: who was to blame is the same.
+"""The same rank is blamed whoever ends a pod, in whatever order events arrive, and whichever operator reads them.
 
-The story is told by raw objects as an API server and kubelets make them: a delete by us or by others, the end of a
-container by the clock of its node, the phase in the same write or in a later one, and the kubelet's last delete (grace
-0), which sets deletionTimestamp anew. The operator hears it late, and may start anew between any two events.
-"""
+Events are raw objects, as an API server and kubelets make them. Examples: a delete by the operator or by somebody else;
+the end of a container by the clock of its node; the phase in the same write or a later one. The kubelet's last delete
+(grace 0) sets deletionTimestamp again. The operator receives events late, and may restart between any two of them."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ def ended(code: int, reason: str = "", message: str = "") -> Raw:
 
 
 class Story:
-    """An attempt with running pods, until the next one, or the job's end, is recorded."""
+    """An attempt with running pods, until the operator records the next attempt or the job's end."""
 
     def __init__(self, nodes: int, skews: list[int], chance: random.Random) -> None:
         self.job = job(nodes=nodes, backoffLimit=1, restartGraceSeconds=GRACE_SECONDS)
@@ -52,17 +51,17 @@ class Story:
         self.heard = self.looked = 0
         self.version = 100
         self.kubelets: list[Callable[[], None]] = []
-        """What the kubelets do next, each at its own time."""
+        """The next actions of the kubelets, each at its own time."""
         self.on_told: Callable[[int], None] = lambda rank: self.stops(rank, ended(143))
         self.deleted_pods: list[Pod] = []
         self.store: Store[Pod]
         self.missed: set[int] = set()
-        """Ranks whose pods disappeared while no operator was running: nobody can know how they ended."""
+        """Ranks whose pods disappeared while no operator was running, so that nobody can know how they ended."""
         self._begin()
 
     def _begin(self) -> None:
-        """Start a new operator: what the last one remembered, or received without recording it, is gone; it sees only a
-        list."""
+        """Start a new operator. It has only a list of the pods: what its predecessor remembered or received without
+        recording it is lost."""
         self.deleted_pods = []
         self.missed |= {
             contract_rank(raw["metadata"]["name"]) for kind, raw in self.log[self.looked :] if kind == "DELETED"
@@ -86,7 +85,7 @@ class Story:
 
     def create(self, action: CreatePod) -> None:
         if action.place in self.pods:
-            return  # AlreadyExists
+            return  # the API server answers AlreadyExists
         name = naming.pod_name(self.job, action.attempt, action.place)
         labels = {naming.LABEL_JOB: "digits", naming.LABEL_ATTEMPT: "1", naming.LABEL_RANK: str(action.place)}
         owner = {"kind": "DDPJob", "name": "digits", "uid": self.job.metadata.uid, "controller": True}
@@ -98,7 +97,7 @@ class Story:
         self.log.append(("ADDED", self.pods[action.place]))
 
     def delete(self, rank: int, grace_seconds: int) -> None:
-        """Delete it for anybody. A pod in its final phase disappears at once."""
+        """Delete a pod, for any client. A pod in a final phase disappears immediately."""
         if rank not in self.pods:
             return
         if self.pods[rank]["status"]["phase"] in ("Succeeded", "Failed") or grace_seconds == 0:
@@ -123,7 +122,7 @@ class Story:
         self.state(rank, {"running": {"startedAt": stamp(self.now)}}, "Running")
 
     def ends(self, rank: int, how: Raw, then: Callable[[], None] = lambda: None, **more: Any) -> None:
-        """End a container, unless it has ended; the phase follows at once, or later."""
+        """End a container that has not ended yet; the phase follows immediately or later."""
         if rank not in self.pods or not self.is_running(rank):
             return then()
         at = stamp(self.now + dt.timedelta(seconds=self.skews[rank]))
@@ -132,12 +131,12 @@ class Story:
 
         def verdict() -> None:
             if more and "deletionTimestamp" in self.pods.get(rank, {}).get("metadata", {}):
-                self.missed.add(rank)  # we told it to stop before its kubelet reported that it had ended it
+                self.missed.add(rank)  # deleted by us before its kubelet reported the end
             self.state(rank, {"terminated": how}, phase, **more)
             self.kubelets.append(then)
 
-        # A kubelet that ends a pod itself reports everything at once, unless it was restarted meanwhile. Then only a
-        # success matters here: nobody may believe it before the phase.
+        # A kubelet that ends a pod itself reports everything at once, unless the kubelet was restarted in between. In
+        # that case only an exit code 0 matters: the operator must not believe it before the phase is written.
         at_once = bool(more) and (how["exitCode"] != 0 or "deletionTimestamp" in self.pods[rank]["metadata"])
         if at_once or self.chance.random() < 0.5:
             return verdict()
@@ -148,7 +147,7 @@ class Story:
         self.ends(rank, how, lambda: self.confirm(rank))
 
     def confirm(self, rank: int) -> None:
-        """Send the last delete, with grace 0."""
+        """Send the kubelet's last delete, with grace 0."""
         if rank not in self.pods or "deletionTimestamp" not in self.pods[rank]["metadata"]:
             return
         self.put(rank, deletionTimestamp=stamp(self.now), deletionGracePeriodSeconds=0)
@@ -186,7 +185,7 @@ class Story:
                 self.read_answer(action.place)
 
     def read_answer(self, rank: int) -> None:
-        """The answer of a write goes into the copy as well, before the watch shows earlier changes."""
+        """Put the answer of a write into the cache too, before the watch shows earlier changes."""
         if rank in self.pods:
             self.store.put(self.pods[rank])
 
@@ -204,7 +203,7 @@ class Story:
         return self
 
     def calms_down(self) -> None:
-        """Receive and do everything, until nothing happens any more."""
+        """Receive every event and execute every action, until nothing happens any more."""
         for _ in range(1000):
             if not self.step("hear kubelet look".split()) and self._is_idle():
                 return
@@ -216,7 +215,7 @@ class Story:
         return self.job.status == before and self.heard == len(self.log) and not self.kubelets
 
     def step(self, kinds: list[str]) -> bool:
-        """Let one thing happen; return False if there was none."""
+        """Let one event of a random kind happen; return False if there is none."""
         self.now += dt.timedelta(seconds=self.chance.choice((0, 0, 1, 3)))
         kind = self.chance.choice(kinds)
         if kind == "hear" and self.heard < len(self.log):
@@ -232,7 +231,7 @@ class Story:
         return True
 
     def goes_on(self) -> Story:
-        """Let anything happen next, until the cause is settled."""
+        """Let random events happen, until the cause is settled."""
         for _ in range(3000):
             if self.is_over():
                 return self
@@ -250,7 +249,7 @@ def contract_rank(name: str) -> int:
 
 
 def complain(story: Story, but: int) -> None:
-    """Let the others report a lost peer, each at its own time; some end only when they are told."""
+    """Let some other ranks report a lost peer, each at its own time. The rest end only when they are stopped."""
     for rank in range(story.job.spec.nodes):
         if rank != but and story.chance.random() < 0.5:
             story.kubelets.append(lambda rank=rank: story.ends(rank, ended(1, message=PEER)))  # type: ignore[misc]
@@ -264,7 +263,7 @@ def fails(how: Raw) -> Callable[[Story, int], None]:
 
 
 def is_deleted(code: int) -> Callable[[Story, int], None]:
-    """Delete it by hand, or by a drain; that takes time, and its peers lose it."""
+    """Delete the pod by hand or by a drain. Its end takes time, and its peers lose their connection to it."""
 
     def begin(story: Story, rank: int) -> None:
         told = story.on_told
@@ -289,11 +288,11 @@ def is_ended_by_its_kubelet(reason: str, code: int) -> Callable[[Story, int], No
     return begin
 
 
-# How one pod ends, and the required cause and charge, whatever its peers do when they are stopped.
+# How one pod ends, and the expected class and budget, whatever its peers do when they are stopped.
 ENDS: dict[str, tuple[Callable[[Story, int], None], str, str]] = {
     "exit code 1 without a word": (fails(ended(1)), "application", "application"),
     "exit code 3": (fails(ended(3)), "application", "application"),
-    # On a single node a ValueError before the first step would be permanent: all nodes made it.
+    # OSError, because a ValueError before the first step is permanent on a single node: all nodes have raised it.
     "an exception": (fails(ended(1, message="OSError: no such shard")), "application", "application"),
     "a segmentation fault": (fails(ended(139)), "application", "application"),
     "out of memory": (fails(ended(137, "OOMKilled")), "outOfMemory", "application"),
@@ -313,8 +312,8 @@ seeds = st.integers(0, 2**32)
 def test_who_is_to_blame_and_what_it_costs_depends_on_no_clock_no_order_and_no_restart(
     name: str, seed: int, nodes: int, data: st.DataObject
 ) -> None:
-    """Otherwise a script that always fails restarts for ever for free, blamed on a peer that we stopped; and a drained
-    node costs the user a restart."""
+    """Otherwise a script that always fails may restart forever without a charge, because a peer that we stopped is
+    blamed. A drained node may cost the user a restart."""
     skews = data.draw(st.lists(st.integers(-10, 10), min_size=nodes, max_size=nodes))
     rank = data.draw(st.integers(0, nodes - 1))
     code = data.draw(st.sampled_from([143, 0, 137, 75, 1]))
@@ -363,7 +362,7 @@ def told(story: list[Pod]) -> Pod:
 
 @given(st.lists(pods, min_size=1, max_size=6), st.lists(pods, max_size=4))
 def test_what_was_seen_of_a_pod_is_never_unseen(before: list[Pod], after: list[Pod]) -> None:
-    """Otherwise a later report of the kubelet with less information hides why a pod ended, and somebody else pays."""
+    """Otherwise a later report of the kubelet with less information hides why a pod ended, and the charge is wrong."""
     known, more = told(before), told([*before, *after])
     assert known.deletion_requested_at is None or (more.deletion_requested_at or START) <= known.deletion_requested_at
     assert more.ended or not known.ended

@@ -1,5 +1,5 @@
-"""Counts reported by a pod are bounded by what it was granted: 89 bytes are not worth a gigabyte. A message stays in
-its pod's status, so each new leader reads it again."""
+"""Counts that a pod reports are limited to its grant, because a message of 89 bytes could otherwise fill a gigabyte.
+The message stays in the pod's status, so each new leader reads it again."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_an_agent_is_believed_up_to_one_restart_beyond_its_budget(
     world = running(**spec)
     for counts in said:
         world.agent = AgentReport(restarts=counts)
-        world.settle()  # reports it once, and not at each reconcile
+        world.settle()  # so that the counts are reported only once
         restarts = world.job.status.restarts or api.Restarts()
         limit = world.job.spec.backoff_limit
         assert restarts.application <= limit + 1

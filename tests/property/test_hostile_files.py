@@ -1,4 +1,4 @@
-"""Files, lines and answers of any shape give their content or the documented error, in bounded time and memory."""
+"""Files, lines and answers of any form yield their content or the documented error, in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_whatever_comes_on_the_line_between_agents_is_refused_and_nothing_else(d
 
 @pytest.mark.parametrize("depth", [10, 20, 30])
 def test_aliases_that_multiply_are_refused_in_no_time(tmp_path: Path, depth: int) -> None:
-    """Nine lines that stand for 10^9 values."""
+    """A few lines stand for 10^9 values and more."""
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, depth)]
     file = tmp_path / "bomb.yaml"

@@ -1,6 +1,6 @@
-"""Whatever the API server stores, the operator reads it, or reports which object it cannot read; it never ends because
-of it. Otherwise anybody who may create a pod or a DDPJob in one watched namespace could end the operator, and each one
-started after it."""
+"""The operator reads any object that the API server stores, or reports which object it cannot read; it never exits.
+Otherwise anybody who may create a pod or a DDPJob in one watched namespace could end the operator, and each one started
+after it."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def read_or_refused(raw: Any) -> object:
 @example({"metadata": None, "spec": {"containers": None}, "status": {}})
 @example({"metadata": {"name": "a", "uid": "u"}, "spec": {"containers": [{"name": 1}, None]}})
 def test_a_pod_of_which_only_what_is_read_is_decoded_is_the_same_pod(raw: Any) -> None:
-    """Otherwise a rank seems lost."""
+    """Otherwise the rank of such a pod seems lost."""
     if not isinstance(raw, dict):
         return
     try:
@@ -114,7 +114,7 @@ def test_any_json_is_a_pod_a_service_and_a_node_or_an_error_that_says_so(raw: An
 @example({"containerStatuses": [{"name": "trainer", "state": {"terminated": {"exitCode": 2**31 - 1}}}]}, {})
 @example({}, {"deletionTimestamp": "9999-12-31T23:59:59Z", "deletionGracePeriodSeconds": 30})
 def test_a_job_is_planned_whatever_its_pod_says(status: Any, metadata: Any) -> None:
-    """The worst that a pod can do is to fail its own job."""
+    """The worst effect of a pod must be that its own job fails."""
     known = {"name": "digits-1-0", "namespace": "default", "uid": "u", "labels": {naming.LABEL_ATTEMPT: "1"}}
     known["labels"] |= {naming.LABEL_RANK: "0", naming.LABEL_JOB: "digits"}
     known["ownerReferences"] = [{"uid": UID, "kind": "DDPJob", "controller": True}]
@@ -164,7 +164,7 @@ def nested(depth: int, around: str = '{"a":', end: str = "}") -> bytes:
 def test_a_job_that_is_nested_too_deep_is_refused_by_itself_and_the_others_of_its_list_are_read(
     depth: int, around: str, end: str
 ) -> None:
-    """kopf and Python give up at about 1,000 levels, but the API server stores 9,900."""
+    """kopf and Python's json fail at about 1,000 levels, but the API server stores 9,900."""
     other = b'{"metadata": {"name": "other", "namespace": "team", "uid": "v", "resourceVersion": "6"}}'
     content = b'{"metadata": {"resourceVersion": "9"}, "items": [' + nested(depth, around, end) + b", " + other + b"]}"
     deep, fine = map(reading.job, reading.page(content).items)
@@ -188,7 +188,7 @@ def test_a_job_of_a_megabyte_is_refused_by_itself_and_never_becomes_a_million_ob
 
 
 def levels(depth: int) -> Any:
-    """Return lists in lists."""
+    """Return lists nested to this depth."""
     value: Any = "x"
     for _ in range(depth):
         value = [value]
@@ -208,7 +208,7 @@ BORDERS = [
 
 @pytest.mark.parametrize("number", range(len(BORDERS)))
 def test_a_job_at_the_border_of_what_is_kept_is_judged_as_by_a_walk(number: int) -> None:
-    """Most jobs are judged by the length of their JSON alone: none may pass that a walk would refuse."""
+    """Most jobs are accepted by the length of their JSON alone, which must not accept what a full check refuses."""
     value = BORDERS[number]
     why = bounds.refused(value)
     read = reading.job({"spec": value, "status": value})
@@ -231,7 +231,7 @@ def test_a_date_is_looked_at_wherever_it_is_in_a_status(date: str) -> None:
 
 @pytest.mark.parametrize("sign", ["x", r"\"", "[", r"\\"])
 def test_cutting_what_is_too_deep_costs_no_more_than_a_copy(sign: str) -> None:
-    """A list with one deep job and some long texts must not take 20 times its size."""
+    """A list with one deep job and some long texts must not need 20 times its size."""
     long = ",".join(f'"{sign * 200_000}"' for _ in range(4))
     content = ('{"items": [' + '{"a":' * 2000 + "1" + "}" * 2000 + f", [{long}]]}}").encode()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -262,7 +262,7 @@ def pod(name: str, version: int, **metadata: Any) -> dict[str, Any]:
 
 
 class Odd:
-    """An API server whose second pod cannot be read, in its list and in its watch."""
+    """An API server that returns an unreadable second pod, both in its list and in its watch."""
 
     def __init__(self) -> None:
         self.idle, self.reach = asyncio.Event(), Reach()
@@ -305,7 +305,7 @@ def test_a_pod_that_cannot_be_read_ends_no_watch_and_is_told_once(caplog: pytest
 
 
 def test_a_job_whose_pod_cannot_be_read_is_told_so_and_its_other_pods_are_left_alone() -> None:
-    """Without that pod its rank seems lost, and a second pod would be created next to it."""
+    """Without the unreadable pod its rank seems lost, and a second pod would be created next to it."""
     operator = Operator(OperatorSettings(), Client(log_in=lambda: None))  # type: ignore[arg-type,return-value]
     body = manifest() | {"status": {"state": "Running", "attempt": 1, "startedNodes": "0-1"}}
     body["metadata"]["resourceVersion"] = "5"
@@ -324,7 +324,7 @@ def test_a_job_whose_pod_cannot_be_read_is_told_so_and_its_other_pods_are_left_a
 
 
 def test_a_list_of_ten_thousand_pods_is_never_held_as_raw_objects(caplog: pytest.LogCaptureFixture) -> None:
-    """10,000 pods of 5 kB would be 317 MB: more than the chart gives the operator."""
+    """10,000 pods of 5 kB would take 317 MB as raw objects: more than the chart gives the operator."""
 
     class Raw(dict[str, Any]):
         live = most = 0

@@ -25,7 +25,7 @@ GROWING = {
 
 
 def calls(script: str) -> int:
-    """Return the function calls that following a script takes; unlike seconds they do not depend on the machine."""
+    """Return the function calls needed to follow a script; unlike seconds, they do not depend on the machine."""
     shell.read.cache_clear()
     profile = cProfile.Profile()
     profile.runcall(exit_codes.launcher_exits, ["sh", "-c", script])
@@ -40,7 +40,7 @@ def test_a_script_of_many_commands_is_followed_up_to_a_bound(piece: str) -> None
 
 @pytest.mark.parametrize("script", GROWING.values(), ids=GROWING)
 def test_a_script_that_doubles_its_text_with_each_step_is_not_followed(script: str) -> None:
-    """20 characters, `f(){ f $@ $@; }; f a`, must not exhaust the operator's memory."""
+    """`f(){ f $@ $@; }; f a` has 20 characters and must not exhaust the operator's memory."""
     assert calls(script) < CALLS_MAX
     assert exit_codes.launcher_exits(["sh", "-c", script]) == ()
 

@@ -1,4 +1,4 @@
-"""A template with any value in any place is refused with the field, or made into a pod."""
+"""A template with any value at any place is either refused with the name of the field, or made into a pod."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ PLACES = list(places(whole()["spec"]["template"], ("spec", "template")))
 
 @pytest.mark.parametrize("path", PLACES, ids=validation.dotted)
 def test_any_value_in_any_place_of_a_template_is_refused_by_its_field_or_made_into_a_pod(path: Path) -> None:
-    """A value that is neither refused nor accepted would cause a traceback in the operator's log at each reconcile: no
-    pod is made (sometimes only after days of training), and the job does not say why."""
+    """Otherwise the operator's log has a traceback at each reconcile. The job gets no pod, sometimes only after days of
+    training, and does not say why."""
     for value in VALUES:
         job, problems = validation.parse(with_value(path, value))
         if problems:
@@ -88,7 +88,7 @@ def test_any_value_in_any_place_of_a_template_is_refused_by_its_field_or_made_in
 
 
 def _calls(run: Callable[[], object]) -> int:
-    """Return the number of calls meanwhile, which does not depend on the machine's load."""
+    """Return the number of function calls, which does not depend on the machine's load."""
     profile = cProfile.Profile()
     profile.runcall(run)
     return sum(entry.callcount for entry in profile.getstats())

@@ -1,5 +1,5 @@
-r"""Text of programs, kubelets and strangers reaches a status, an Event or a terminal clean and without credentials.
-Otherwise a job could clear a reader's screen with `\u001b[2J` in a termination message and write its own "State:
+r"""Text from programs, kubelets and attackers reaches a status, an Event or a terminal without control characters and
+credentials. Otherwise a termination message with `\u001b[2J` could clear a reader's screen and write its own "State:
 Succeeded", and a status could show passwords."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PIECES = st.lists(
 
 
 def texts(value: Any) -> Iterator[str]:
-    """Yield all text in a document."""
+    """Yield all strings in a document."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -57,7 +57,7 @@ def is_clean(world: World) -> None:
 
 
 def ways(text: str) -> Iterator[World]:
-    """Return statuses for every way by which outside text gets into one."""
+    """Yield a world for every way in which outside text gets into a status."""
     yield digits().running().exits(0, 1, message=text)
     yield digits().running().exits(0, 1, message=json.dumps({"ddpjob": 1, "rank": 0, "exitCode": 1, "exception": text}))
     yield digits().running().exits(0, 1, message=json.dumps({"ddpjob": 1, "traceback": text}) + "\n" + text)
@@ -108,14 +108,14 @@ def test_an_escape_that_json_has_made_is_cleaned_after_it() -> None:
 
 
 def test_a_status_that_is_shown_is_stable() -> None:
-    """Otherwise each reconcile writes it again."""
+    """Otherwise the operator writes the status again at each reconcile."""
     world = digits().running().exits(0, 1, message=f"ValueError: {EVIL}")
     world.settle()
     assert world.plan().status is None
 
 
 def test_names_that_machines_read_stay_as_they_are() -> None:
-    """A job may be named like a credential."""
+    """A job's name may look like a credential."""
     world = World(job("sk-abcdefghijklmnopqrstuvwxyz")).running().exits(0, 1, message="x")
     world.settle()
     status = world.job.status

@@ -1,4 +1,4 @@
-"""The choice among the states in memory, for any nodes. tests/simulation/test_memory.py has whole jobs."""
+"""Which of the states in memory is chosen, for any nodes. tests/simulation/test_memory.py plays whole jobs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NODES = st.lists(st.none() | HELD, min_size=1, max_size=5)
 def test_what_is_found_is_whole_on_every_rank_that_is_named_and_nothing_older_generations_left_is_newer(
     nodes: list[Held | None], present: Version
 ) -> None:
-    """All ranks load the found state: a rank that loads another step than its peers trains a meaningless model."""
+    """All ranks load the state that is found: with different steps on its ranks a model would be meaningless."""
     found = newest(nodes, present)
     if not isinstance(found, FoundState):
         return
@@ -36,7 +36,7 @@ def test_what_is_found_is_whole_on_every_rank_that_is_named_and_nothing_older_ge
 
 @given(NODES, PRESENT)
 def test_nothing_of_this_generation_or_a_later_one_is_loaded(nodes: list[Held | None], present: Version) -> None:
-    """Such a state comes from processes that should not exist any more: two jobs in one memory, or two leaders."""
+    """Such a state comes from processes that should have ended: two jobs in one memory, or two leaders."""
     late = [None if held is None or held.version < present else held for held in nodes]
     assert newest(late, present) == ""
 
@@ -57,7 +57,7 @@ def test_holders_that_do_not_agree_are_not_believed(held: Held, ranks: int, data
 def test_the_step_that_nobody_has_left_is_the_last_one_of_the_ranks_before(
     marks: list[Mark | None], generation: int
 ) -> None:
-    """If a script loads again, the steps of its own generation are not lost."""
+    """Only earlier generations count. If a script loads again, the steps of its own generation are not lost."""
     last = memory.last_known(marks, Version(1, generation, 0))
     before = [mark for mark in marks if mark is not None and mark.generation < generation]
     newest_of_them = max((mark.generation for mark in before), default=0)
@@ -66,7 +66,7 @@ def test_the_step_that_nobody_has_left_is_the_last_one_of_the_ranks_before(
 
 @given(st.lists(st.none() | st.builds(Proof, st.integers(0, 1), st.integers(1, 2), st.integers(0, 1)), max_size=5))
 def test_ranks_that_were_no_replicas_do_not_load_each_others_state(proofs: list[Proof | None]) -> None:
-    """A script may train different models on its ranks, so a survivor's state is not the dead rank's."""
+    """A script may train a different model on each rank, so a survivor's state is not the dead rank's."""
     held = Held(Version(1, 0, 5), 0, 1, 1)
     differ = any(
         one is not None and other is not None and one[:2] == other[:2] and one.total != other.total
@@ -78,7 +78,7 @@ def test_ranks_that_were_no_replicas_do_not_load_each_others_state(proofs: list[
 
 @given(st.lists(st.none() | st.builds(Mark, st.integers(0, 1), st.integers(5, 9), st.integers(1, 4)), max_size=4))
 def test_ranks_that_count_their_steps_differently_go_on_from_the_folder(marks: list[Mark | None]) -> None:
-    """If one rank counts micro-batches, its state would be taken for a step that no other rank has made."""
+    """If one rank counts micro-batches as steps, its state would be taken for a step that no other rank has made."""
     held = Held(Version(1, 0, 5), 0, 1, 1)
     apart = any(
         mark is not None and mark.generation == 0 and mark.step - 5 > max(1, mark.step - mark.before) for mark in marks
@@ -88,14 +88,14 @@ def test_ranks_that_count_their_steps_differently_go_on_from_the_folder(marks: l
 
 @given(st.integers(1, 50), st.integers(1, 9), st.sampled_from([-1, 0, 1]))
 def test_ranks_that_are_one_boundary_apart_are_together(every: int, boundary: int, behind: int) -> None:
-    """A rank may die before the boundary that the others have reached, even if that is ten steps further."""
+    """A rank may die before a boundary that the others have reached, even if boundaries are ten steps apart."""
     step, own = every * (boundary + 1), every * (boundary + 1 + behind)
     mark = Mark(0, own, own - every)
     assert isinstance(newest([Held(Version(1, 0, step), 0, 1, 1)], Version(1, 1, 0), (), [mark]), FoundState)
 
 
 def test_a_state_that_leads_to_no_step_is_given_up() -> None:
-    """Otherwise a state that makes every generation fail stays in memory for ever, and the folder is never used."""
+    """Otherwise a state with which every generation fails stays in memory forever, and the folder is never used."""
     held = Held(Version(1, 0, 5), LOADS_MAX, 1, 1)
     assert isinstance(newest([held], Version(1, 9, 0)), str)
     assert isinstance(newest([held._replace(loads=LOADS_MAX - 1)], Version(1, 9, 0)), FoundState)
@@ -106,8 +106,8 @@ def test_a_state_that_leads_to_no_step_is_given_up() -> None:
 
 @pytest.mark.parametrize("step", [9, 10], ids=["at the same step", "a step further"])
 def test_what_one_rank_has_saved_counts_and_not_what_another_assumes(step: int) -> None:
-    """If only rank 0 calls `save(step, …, epoch=epoch)`, other nodes hold less of the same generation: the memory must
-    still count."""
+    """If only rank 0 calls `save(step, …, epoch=epoch)`, the nodes of other ranks hold less of the same generation. The
+    memory must still count."""
     named = Held(Version(1, 0, 9), 0, 301, 7)
     assumed = Held(Version(1, 0, step), 0, 300, 8, assumed=True)
     assert newest([assumed, named], Version(1, 1, 0)) == FoundState(named, (1,))
@@ -118,7 +118,7 @@ def test_what_one_rank_has_saved_counts_and_not_what_another_assumes(step: int) 
 
 
 def test_a_state_after_which_steps_were_made_is_not_given_up() -> None:
-    """If all ranks were lost at once after those steps, the state is not the cause."""
+    """If all ranks are lost at once after such steps, the state is not the cause."""
     held, present = Held(Version(1, 0, 5), LOADS_MAX, 1, 1), Version(1, 9, 0)
     assert isinstance(newest([held], present, (), [Mark(8, 7, 6)]), FoundState)
     assert isinstance(newest([held], present, (), [None, Mark(0, 6, 5)]), FoundState), "another rank has made it"
@@ -128,14 +128,14 @@ def test_a_state_after_which_steps_were_made_is_not_given_up() -> None:
 
 @given(st.none() | VERSIONS, HELD)
 def test_the_folder_counts_only_where_it_is_of_a_later_generation_or_step(folder: Version | None, own: Held) -> None:
-    """A later generation that resumed from an older step has the true history."""
+    """A later generation counts even if it resumed from an older step, because it continued the training."""
     own = own._replace(assumed=False)
     assert memory.is_newer(folder, own) is (folder is not None and folder > own.version)
 
 
 @given(VERSIONS, HELD)
 def test_what_was_saved_in_a_generation_counts_before_what_is_assumed_in_it(folder: Version, own: Held) -> None:
-    """If only rank 0 saves, and passes values, the state that another rank assumes lacks these values."""
+    """If only rank 0 saves values such as an epoch, the state that another rank assumes lacks these values."""
     own = own._replace(assumed=True)
     saved_in_it = (folder.attempt, folder.generation) >= (own.version.attempt, own.version.generation)
     assert memory.is_newer(folder, own) is saved_in_it
@@ -143,7 +143,7 @@ def test_what_was_saved_in_a_generation_counts_before_what_is_assumed_in_it(fold
 
 @given(st.integers(0, 20), st.lists(st.integers(0, 20), max_size=4))
 def test_the_rank_that_is_furthest_never_waits(own: int, others: list[int]) -> None:
-    """Two ranks that wait for each other would reach the time-out, and nothing would be written."""
+    """Otherwise two ranks wait for each other until the time-out, and nothing is written."""
     clocks = [own, *others]
     waiting = [memory.turn(clock, clocks[:i] + clocks[i + 1 :]) for i, clock in enumerate(clocks)]
     assert waiting[clocks.index(max(clocks))] == "write"
@@ -153,15 +153,15 @@ def test_the_rank_that_is_furthest_never_waits(own: int, others: list[int]) -> N
 def test_a_rank_goes_on_only_to_a_boundary_that_another_one_has_passed(
     own: int, living: list[int], gone: list[int]
 ) -> None:
-    """In its next step a rank may need a lost one, because an optimizer with a closure runs backward there. It would
-    never finish that step, and its state would be lost."""
+    """An optimizer with a closure runs backward inside its step, for which it needs all ranks. If one rank is lost, the
+    step would never end, and its state would be lost."""
     turn = memory.turn(own, living, gone)
     assert (turn == "wait") is any(2 * (clock // 2) > own for clock in (*living, *gone))
     assert turn != "stay" or any(clock > own for clock in living), "of those that are gone none comes to a boundary"
 
 
 def test_each_area_has_cells_of_its_own() -> None:
-    """Otherwise a copy is described by another state's cells."""
+    """Otherwise a copy is described by the cells of another state."""
     cells = [memory.area_cell(area, cell) for area in range(memory.AREAS) for cell in range(memory.AREA_CELLS)]
     assert len(set(cells)) == len(cells)
     assert min(cells) > memory.WROTE
@@ -170,7 +170,7 @@ def test_each_area_has_cells_of_its_own() -> None:
 
 @given(st.integers(0, 1 << 40), st.none() | st.integers(0, 1 << 41), st.integers(0, 1 << 40))
 def test_what_fits_leaves_the_limit_alone(size: int, limit: int | None, used: int) -> None:
-    """The kernel kills a container over its memory limit, so the copy would cause the failure that it is there for."""
+    """The kernel kills a container above its memory limit, so the copy would cause a failure instead of helping."""
     assert not memory.fits(size, limit, used, None) or limit is None or used + size <= limit
     assert memory.fits(size, None, used, None)
 
@@ -202,7 +202,7 @@ def test_what_a_rank_wrote_within_its_step_is_of_the_boundary_that_the_others_ca
     version: tuple[int, int],
     is_of_it: bool,
 ) -> None:
-    """Otherwise a rank would get the random states of an older step, and draw the same numbers again."""
+    """Otherwise a rank gets the random states of an older step, and draws the same numbers again."""
 
     def of(pair: tuple[int, int] | None) -> Version | None:
         return None if pair is None else Version(1, *pair)

@@ -1,4 +1,4 @@
-"""What holds in every world, including those nobody thought of."""
+"""Properties of the plan that hold for any generated job and cluster state."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ containers = st.one_of(
                 "ValueError: x",
                 "RuntimeError: Connection closed by peer",
                 '{"ddpjob": 1, "ended": true}',
-                # As in a log: nobody has checked these numbers.
+                # These ranks come from a log, so nobody has checked the numbers.
                 "Root Cause (first observed failure):\n[0]:\n  rank      : -1 (local_rank: 0)\n  exitcode  : 1",
                 "[rank999999999]: ValueError: x\n[rank-2]: ValueError: y",
             ]
@@ -99,7 +99,7 @@ node_ranges = st.sets(st.integers(0, NODES_MAX)).map(ranges.text) | st.sampled_f
 
 @st.composite
 def jobs(draw: st.DrawFn) -> api.DDPJob:
-    """Generate a valid job with any status."""
+    """Generate a valid job with a random status."""
     status = api.Status(
         state=draw(states),
         reason=draw(st.sampled_from(["RankFailed", "Disrupted", "DeadlineExceeded", "Suspended", "StartBackOff"])),
@@ -148,7 +148,7 @@ def test_the_order_in_which_things_are_seen_does_not_matter(
 def test_nothing_that_belongs_to_someone_else_is_ever_deleted(
     what: api.DDPJob, seen: Observed, now: dt.datetime
 ) -> None:
-    # Pods that a deleted job of the same name left on a lost node belong to nobody.
+    # Pods without a living owner: a deleted job of the same name has left them on a lost node.
     leaked = {(p.name, p.uid) for p in seen.pods if p.job == "digits" and p.owner_uid and p.deletion_requested_at}
     of_this_name = leaked | {(p.name, p.uid) for p in seen.pods if p.owner_uid == UID}
     for action in plan(what, seen, now).actions:
@@ -162,7 +162,7 @@ def test_nothing_that_belongs_to_someone_else_is_ever_deleted(
 def test_a_pod_is_deleted_only_for_what_the_status_already_records(
     what: api.DDPJob, seen: Observed, now: dt.datetime
 ) -> None:
-    """Otherwise a failure, its charge or a completed rank is lost with the pod that proved it."""
+    """Otherwise the pod that proves a failure, a charge or a completed rank is deleted before this is recorded."""
     recorded = what.status
     for action in plan(what, seen, now).actions:
         if isinstance(action, DeletePod):
@@ -178,7 +178,7 @@ def test_a_pod_is_deleted_only_for_what_the_status_already_records(
 def test_no_pod_is_created_beside_a_live_one_of_the_same_rank(
     what: api.DDPJob, seen: Observed, now: dt.datetime
 ) -> None:
-    """Two live pods of a rank would be two writers of one checkpoint."""
+    """Two live pods of one rank would write the same checkpoint."""
     todo = plan(what, seen, now)
     given_up = {a.uid for a in todo.actions if isinstance(a, DeletePod) and a.grace_seconds == 0}
     live = {p.place for p in seen.pods if p.owner_uid == UID and p.live and p.uid not in given_up}
@@ -213,7 +213,7 @@ def test_when_a_plan_is_carried_out_and_nothing_else_happens_there_is_soon_nothi
 ) -> None:
     world = World(what)
     world.now, world.service, world.conflicts = now, seen.service, list(seen.conflicts)
-    # The API server has one pod per name, and a pod of ours has the name that its identity determines.
+    # The API server has only one pod per name, and attempt, place and replacement determine the name of our pods.
     own = {naming.pod_name(what, p.attempt, p.place, p.replacement): p for p in seen.pods if p.owner_uid == UID}
     world.pods = {name: replace(p, name=name) for name, p in own.items()}
     world.conflicting_pods = [p for p in seen.pods if p.owner_uid != UID and p.name not in own]
@@ -223,7 +223,7 @@ def test_when_a_plan_is_carried_out_and_nothing_else_happens_there_is_soon_nothi
 
 @st.composite
 def runs(draw: st.DrawFn) -> tuple[api.DDPJob, Observed]:
-    """Generate a job whose trainers run or have completed, with rare exceptions, and any status and reports."""
+    """Generate a job in which most trainers are running or have completed, with a random status and reports."""
     what, seen = draw(jobs()), draw(observed)
     attempt = max(1, what.status.attempt)
     fine = st.sampled_from([Container("running"), Container("running", ready=True), Container("ended", exit_code=0)])
@@ -251,9 +251,9 @@ def runs(draw: st.DrawFn) -> tuple[api.DDPJob, Observed]:
 def test_after_progress_alone_is_written_there_is_nothing_left_to_do(
     world: tuple[api.DDPJob, Observed], now: dt.datetime, seconds: int
 ) -> None:
-    """The operator does not reconcile after it: anything left would wait for the next change."""
+    """The operator does not reconcile after such a write, so any action left would wait for the next change."""
     what, seen = world
-    for _ in range(4):  # until its status is that of a job that has run for a while
+    for _ in range(4):  # until the status is that of a job that has run for a while
         before = plan(what, seen, now)
         what = replace(what, status=before.status or what.status)
     if before.status is not None or before.actions:
@@ -275,7 +275,7 @@ def test_after_progress_alone_is_written_there_is_nothing_left_to_do(
 
 @given(jobs(), observed, times)
 def test_what_a_plan_writes_is_read_as_it_was_written(what: api.DDPJob, seen: Observed, now: dt.datetime) -> None:
-    """If the operator cannot read its own status, the job stops until somebody fixes it."""
+    """If the operator cannot read its own status, the job stands still until somebody repairs the status."""
     status = plan(what, seen, now).status
     if status is not None:
         stored = msgspec.json.decode(msgspec.json.encode(msgspec.to_builtins(status)))
@@ -358,7 +358,7 @@ WRONG_SPECS = st.dictionaries(
 def test_whatever_a_spec_becomes_while_its_job_runs_there_is_a_plan(
     what: api.DDPJob, given_spec: dict[str, Any], seen: Observed, now: dt.datetime
 ) -> None:
-    """An edit that an old CRD accepts must not leave the job without a plan."""
+    """If an old CRD accepts an edit, the job must still get a plan."""
     metadata = {"name": "digits", "namespace": "default", "uid": UID}
     raw = {"apiVersion": api.API_VERSION, "kind": api.KIND, "metadata": metadata, "spec": given_spec}
     parsed, problems = validation.parse(raw)

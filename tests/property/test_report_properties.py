@@ -1,4 +1,4 @@
-"""The receiver answers any request with a report or a sentence."""
+"""The receiver of progress reports answers any request with a report or an error sentence."""
 
 from __future__ import annotations
 

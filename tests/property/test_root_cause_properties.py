@@ -1,4 +1,4 @@
-"""Whatever a pod reports at its end, there is one bounded cause, independent of the order of observation."""
+"""There is one root cause of bounded size, whatever pods report at their end and in whatever order."""
 
 from __future__ import annotations
 

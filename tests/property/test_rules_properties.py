@@ -1,4 +1,4 @@
-"""No sequence of failures exceeds a budget, and none is charged to the wrong party."""
+"""No sequence of failures exceeds a budget, and no failure is charged to the wrong party."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ NOW = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
 classes = st.sampled_from(get_args(rules.Class))
 attempts = st.builds(budget.Attempt, st.booleans(), st.booleans(), st.floats(0, 1e6))
 limits = st.builds(budget.Limits, st.integers(0, 5), st.none() | st.integers(1, 4000))
-# Clocks jump, backwards too.
+# Clocks jump, also backwards.
 failures = st.lists(st.tuples(classes, attempts, st.integers(-100, 4000)), max_size=40)
 Failures = list[tuple[rules.Class, budget.Attempt, int]]
 Step = tuple[rules.Class, budget.RestartHistory, rules.Verdict, dt.datetime]
 
 
 def life(of: Failures, allowed: budget.Limits) -> list[Step]:
-    """Yield each failure with the history before it, until the job ends."""
+    """Return each failure with the history before it, the verdict and the time, until the job ends."""
     history, now, steps = budget.RestartHistory(), NOW, []
     for found, attempt, later in of:
         now += dt.timedelta(seconds=later)
@@ -82,7 +82,7 @@ def test_a_job_that_makes_steps_ends_only_by_its_own_budgets(of: Failures) -> No
 def test_no_policy_charges_the_application_for_what_was_not_its_doing(
     found: rules.Class, code: int | None, listed: list[PolicyRule]
 ) -> None:
-    """Otherwise `FailJob` for 143 fails the job with the first drained node."""
+    """Otherwise a policy `FailJob` for 143 fails the job with the first drained node."""
     assert rules.with_policy(found, code, listed, from_outside=True) == found
     assert rules.with_policy("stall", code, listed) == "stall"
     assert rules.with_policy(found, code, listed) in get_args(rules.Class)
@@ -90,7 +90,7 @@ def test_no_policy_charges_the_application_for_what_was_not_its_doing(
 
 @given(classes.filter(lambda found: found != "stall"), st.integers(1, 255))
 def test_an_explicit_rule_always_counts_for_what_a_process_did(found: rules.Class, code: int) -> None:
-    """Otherwise no policy could stop a job that always ends with 75 or 143."""
+    """Otherwise no policy can stop a job that always ends with 75 or 143."""
     for action, want in (("FailJob", "permanent"), ("Count", "application"), ("Ignore", "infrastructure")):
         rule = PolicyRule(action, frozenset({code}))  # type: ignore[arg-type]
         assert rules.with_policy(found, code, [rule]) == want
@@ -104,7 +104,7 @@ def test_an_explicit_rule_always_counts_for_what_a_process_did(found: rules.Clas
 def test_every_class_has_a_bound_however_long_its_attempts_run(
     found: rules.Class, attempt: budget.Attempt, limit: int
 ) -> None:
-    """A job without step reports must not restart every eleven minutes for ever."""
+    """A job without step reports must not restart forever, for example every eleven minutes."""
     bounds = {"infrastructure": budget.INFRASTRUCTURE_IN_A_ROW_MAX, "stall": budget.STALLS_MAX}
     history, now, allowed = budget.RestartHistory(), NOW, budget.Limits(limit)
     for _ in range(1000):

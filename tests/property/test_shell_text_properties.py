@@ -1,4 +1,4 @@
-"""The variables that a shell reads in any script: the reader never fails, and quotes hide what they should."""
+"""Variables that a shell reads, found in any script: the reader never fails and respects quotes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCRIPTS = st.lists(st.sampled_from(PIECES), max_size=40).map("".join) | st.text(
 
 @given(SCRIPTS)
 def test_a_shell_reads_nothing_in_single_quotes_and_all_of_a_nested_shells_script(text: str) -> None:
-    """A rank's variable must be named only where it is read."""
+    """A rank's variable must be reported only if the shell really reads it."""
     script = text.replace("'", "")
     assert references(f"echo '{script}'") == ()
     assert references(f"sh -c {shlex.quote(script + ' ')}") == references(script + " ")

@@ -1,4 +1,4 @@
-"""For any reports at any time, no healthy job is restarted, and no hang is missed."""
+"""For any reports at any time, no healthy job is restarted and no hang is missed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from ddpjob_operator.observed.reports import Phase, Report
 
 RANKS = 4
 phases: st.SearchStrategy[Phase | None] = st.sampled_from(["start", "train", "save", "evaluate", None])
-# The time of an example depends more on the machine than on the code.
 timeouts = st.none() | st.integers(1, 7200)
 
 
 @dataclass(frozen=True)
 class Sent:
-    """A report of a rank, some seconds after the previous one."""
+    """A report of a rank, sent some seconds after the previous report."""
 
     after: float
     rank: int
@@ -76,7 +75,7 @@ def only(trackers: dict[int, stall.StepTracker], attempt: int) -> dict[int, stal
 
 @given(words, timeouts, st.floats(stall.SILENT_SECONDS + 0.001, 1e8))
 def test_silence_never_gives_a_finding(reports: list[Sent], timeout: int | None, silent: float) -> None:
-    """A lost trainer, or lost reports, do not mean a hang."""
+    """Neither a lost trainer nor lost reports mean a hang."""
     trackers, now = received_all(reports)
     later = max([now, *(tracker.heard_at for tracker in trackers.values())]) + dt.timedelta(seconds=silent)
     assert stall.find(trackers, spec(timeout), later) is None
@@ -142,8 +141,8 @@ def test_a_group_that_is_alive_and_makes_no_step_is_found_within_its_limit_and_o
     for rank in range(RANKS):
         trackers = received(trackers, Report(step=step, rank=rank, attempt=3, phase=phase), start)
     allowed = max(stall.limit(tracker, timeout).allowed for tracker in trackers.values())
-    # At the latest one report after the limit. Reports in between only changed the time of receipt, and folding all of
-    # them would take minutes.
+    # The stall is found at the latest one report after the limit. Earlier reports only change the time of receipt, and
+    # processing all of them would take minutes.
     last = start + dt.timedelta(milliseconds=every_ms * (int(allowed * 1000) // every_ms + 1))
     trackers = {rank: replace(tracker, heard_at=last) for rank, tracker in trackers.items()}
     found = stall.find(trackers, spec(timeout), last)
@@ -175,6 +174,6 @@ def test_an_operator_that_was_away_never_causes_a_finding_by_itself(
         trackers = received(trackers, Report(step=step, rank=rank, attempt=9), now)
         assert stall.find(only(trackers, 9), spec(timeout), now) is None
     known = received_all(reports)[0]
-    for rank, tracker in list(known.items()):  # and in the attempt that it knew
+    for rank, tracker in list(known.items()):  # also in the attempt that the operator already knew
         known = received(known, Report(step=tracker.step, rank=rank, attempt=tracker.attempt, phase=tracker.phase), now)
     assert stall.find(known, spec(timeout), now) is None

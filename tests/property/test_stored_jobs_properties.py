@@ -1,4 +1,4 @@
-"""What is kept of any jobs: never more than there is room for, and enough to know when to read again."""
+"""The memory for stored jobs never exceeds its room, and the operator always knows when to read a job again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ steps = st.tuples(st.sampled_from(["ask", "ask", "leave", "forget"]), st.integer
 
 
 class Jobs:
-    """Jobs that request room, and what is known of them."""
+    """Jobs that request room, and the sizes that the test expects."""
 
     def __init__(self) -> None:
         self.room = storage.Room(TOTAL, OF_NAMESPACE)
@@ -44,7 +44,7 @@ class Jobs:
         self.waiting.pop(key, None)
 
     def hear(self) -> list[storage.Key]:
-        """Let jobs that are offered room take it."""
+        """Let waiting jobs take the room that they are offered."""
         told = self.room.next()
         assert all(self.ask(key, self.waiting[key]) for key in told), "who is told has room"
         return told
@@ -58,7 +58,7 @@ class Jobs:
 
 @given(st.lists(steps, max_size=80))
 def test_no_room_is_given_twice_and_whoever_waits_is_told_when_there_is_some(walk: list[tuple[str, int, int]]) -> None:
-    """Otherwise one namespace fills the operator's memory, or a job that could begin waits for ever."""
+    """Otherwise one namespace fills the operator's memory, or a job that could begin waits forever."""
     jobs = Jobs()
     for what, number, needs in walk:
         getattr(jobs, what)((f"team-{number % 3}", f"job-{number}"), needs)
@@ -73,7 +73,7 @@ def test_no_room_is_given_twice_and_whoever_waits_is_told_when_there_is_some(wal
 
 
 def lives(chance: random.Random) -> World:
-    """Generate a settled job for which nothing is left to do."""
+    """Generate a job that is settled: the operator has nothing left to do."""
     ttl = chance.choice([None, 0, 50])
     more: dict[str, Any] = {} if ttl is None else {"ttlSecondsAfterFinished": ttl}
     world = digits(nodes=1, suspend=chance.random() < 0.3, **more)
@@ -91,7 +91,7 @@ def lives(chance: random.Random) -> World:
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 10**6), st.integers(0, 200))
 def test_where_nothing_is_read_there_is_nothing_to_do(seed: int, seconds: int) -> None:
-    """Otherwise a job that was resumed, or is to be deleted, is ignored for ever."""
+    """Otherwise a job that was resumed or must be deleted is ignored forever."""
     world = lives(random.Random(seed))
     metadata = msgspec.to_builtins(world.job.metadata)
     raw: dict[str, Any] = {"metadata": metadata, "spec": msgspec.to_builtins(world.job.spec)}
@@ -121,7 +121,7 @@ def test_of_what_is_cut_no_more_than_a_kilobyte_a_field_is_left(
 
 
 def test_a_job_that_grows_beyond_its_room_loses_its_place_and_gets_it_again() -> None:
-    """Annotations of a running job may grow to 256 kB, for thousands of jobs to more than there is memory."""
+    """A running job's annotations may grow to 256 kB. With thousands of jobs this exceeds the memory."""
     room = storage.Room(TOTAL, OF_NAMESPACE)
     key, other = ("team", "a"), ("team", "b")
     assert room.take(key, 30)
@@ -151,7 +151,7 @@ def of_size(version: int, state: str, number: int, text: int) -> dict[str, Any]:
 
 
 def kept_of(kept: store.Jobs, namespace: str) -> int:
-    """Return the memory used by a namespace; "": all."""
+    """Return the bytes kept for a namespace, or for all if it is ""."""
     raws = [kept.get(key) or {} for key in kept if namespace in ("", key[0])]
     return sum(storage.OF_A_JOB if storage.is_cut(raw) else storage.size(raw) for raw in raws)
 
@@ -160,7 +160,7 @@ def kept_of(kept: store.Jobs, namespace: str) -> int:
 def test_what_is_kept_of_all_jobs_is_bounded_by_namespace_and_in_sum(
     walk: list[tuple[str, tuple[str, int, int]]],
 ) -> None:
-    """A tenant may store a million suspended jobs; at 2 kB each 200,000 of them would end every operator."""
+    """A tenant may store a million suspended jobs. At 2 kB each, 200,000 would end every operator."""
     kept = store.Jobs(lambda _key: None, limits=LIMITS)
     for version, (what, given_job) in enumerate(walk, 1):
         raw = of_size(version, *given_job)
@@ -188,7 +188,7 @@ def test_what_is_kept_of_all_jobs_is_bounded_by_namespace_and_in_sum(
 
 @given(jobs)
 def test_a_job_that_rests_needs_nothing_at_any_time(given_job: tuple[str, int, int]) -> None:
-    """Otherwise a job that is soon to be deleted stays for ever."""
+    """Otherwise a job that is soon to be deleted is kept forever."""
     raw = of_size(1, *given_job)
     for seconds in (None, 0, 100):
         timed = raw | {"spec": raw["spec"] | ({} if seconds is None else {"ttlSecondsAfterFinished": seconds})}

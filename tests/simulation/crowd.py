@@ -1,8 +1,7 @@
-"""Several jobs in one cluster: gangs where there is room for one of them, or a queue that has quota for one.
+"""Several jobs in one cluster: gangs if there is room for one of them, or a queue with quota for one.
 
-What must hold beside what holds of each job alone: the queue's quota is never used twice, comes back only when the pods
-that used it have ended, is kept over every restart, and is nobody's at the end; a job that is preempted saves once.
-"""
+More must hold than for each job alone. The queue's quota is never used twice. It is given back only when the pods that
+used it have ended, kept over every restart, and free at the end. A job that is preempted saves once."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from simulation import Outcome, Simulation
 from ddpjob_operator.gangs import kueue
 from ddpjob_operator.job import api
 
-# Nothing that keeps a job from its end for good.
+# Faults and deeds that keep no job from its end for good.
 CALM = (
     *("crash", "restart", "api server away", "operator cut off"),
     *("pod deleted", "drained", "evicted", "node cut", "touch"),
@@ -35,7 +34,7 @@ EVERY_SO_MANY_NEWEST = 8
 
 
 def crowd_scenario(seed: int) -> Scenario:
-    """Two or three jobs: for odd seeds in a queue of Kueue, else gangs."""
+    """Return two or three jobs: in a queue of Kueue if the seed is odd, otherwise as gangs."""
     rng = random.Random(f"{seed} crowd")
     jobs = [_member(rng, seed, number) for number in range(rng.choice((2, 2, 3)))]
     most = max(one.spec["nodes"] for one in jobs)
@@ -49,7 +48,7 @@ def crowd_scenario(seed: int) -> Scenario:
     deeds = tuple(Deed(at, rng.choice(kinds), rng.randrange(6), 10 ** rng.uniform(0, 2)) for at in times)
     return replace(
         jobs[0],
-        # A node that a job avoids after two failures is of no use to it while it may wait for another one.
+        # In a queue, one more node: a job that avoids a node after two failures may otherwise find no place.
         cluster_nodes=all_nodes + 1 if in_queue else min(most + 1, all_nodes),
         slots=1,
         clusterwide=rng.random() < 0.5,
@@ -64,12 +63,12 @@ def crowd_scenario(seed: int) -> Scenario:
 
 
 def _member(rng: random.Random, seed: int, number: int) -> Scenario:
-    """A job as a life of its own has it."""
+    """Return a job of the crowd, derived from the single job of another seed."""
     found = scenario(seed + 10_000_019 * number)
     spec = {**found.spec, "nodes": rng.choice((2, 2, 3, 4))}
     for name in ("ttlSecondsAfterFinished", "stall"):
         spec.pop(name, None)
-    # Who comes later is mostly the more important one, and preempts.
+    # Later jobs mostly have a higher priority, so they preempt.
     priority = "high" if rng.random() < (0.7 if number else 0.2) else "low"
     failures = {
         life: failure
@@ -101,11 +100,11 @@ class Crowd(Simulation):
         """How often the job of this uid has saved because it was told to stop, since its last eviction."""
         self.preemptions = 0
         self._to_save: dict[str, tuple[int, int]] = {}
-        """Evicted jobs that trained undisturbed, by uid, with the attempt, and how often they had failed until then:
-        each is to save once."""
+        """Evicted jobs that trained undisturbed and must save once. By uid: the attempt, and the job's failures until
+        then."""
         self._told: set[tuple[int, int]] = set()
         self._without_workload: set[str] = set()
-        """Jobs whose Workload somebody has deleted: the queue gives their quota to others at once."""
+        """Jobs whose Workload somebody has deleted: the queue gives their quota to others immediately."""
         self.queue = Kueue(self.loop, self.api, what.seed, what.quota, what.kueue) if what.quota else None
         if self.queue is not None:
             self.queue.evicted = self._is_evicted
@@ -120,7 +119,7 @@ class Crowd(Simulation):
         self.cluster.told = self._is_told
 
     def run(self) -> Outcome:
-        """See Simulation.run."""
+        """Run like Simulation.run, and count events of several jobs."""
         outcome = super().run()
         outcome.counted = {
             "preemptions": self.preemptions,
@@ -131,7 +130,7 @@ class Crowd(Simulation):
     # ---------------------------------------------------------------- quota
 
     def _users(self) -> dict[str, Raw]:
-        """The Workloads' jobs in whose pods something runs that nothing excuses, by uid."""
+        """Return the jobs with running processes, by uid, without excused processes."""
         uids = {p.job_uid for p in self.cluster.processes() if not p.excused and self.cluster.nodes[p.node].powered}
         return {uid: job for uid, job in self._jobs().items() if uid in uids}
 
@@ -216,12 +215,12 @@ class Crowd(Simulation):
         whole = next((g for g in self.training.groups.values() if self._trains(g, uid)), None)
         elastic = next((g for g in self.training.elastic.groups.values() if self._trains_elastically(g, uid)), None)
         training = whole.present if whole else elastic.training if elastic else []
-        # Ranks that stop already, for the start deadline or a suspension, have saved for that.
+        # Ranks that are already stopping, for the start deadline or a suspension, have saved for that.
         if training and not any(process.told for process in training):
             self._to_save[uid] = training[0].attempt, self._failures(uid)
 
     def _failures(self, uid: str) -> int:
-        """How often the application of a job has failed by itself."""
+        """Return how often the application of a job has failed by itself."""
         return sum(of == uid for of, _ in self.training.failed)
 
     def _trains(self, group: Group, uid: str) -> bool:
@@ -234,7 +233,7 @@ class Crowd(Simulation):
         return bool(ranks) and ranks[0].job_uid == uid and not group.closed and all(p.alive for p in ranks)
 
     def _is_told(self, process: Process, grace_seconds: int) -> None:
-        """The ranks agree on a step, save, and end: where one is told to stop while all train."""
+        """Stop a process. If all ranks train, they agree on a step, save and end."""
         if process.is_elastic:
             return self._is_told_elastically(process, grace_seconds)
         group = self.training.groups.get(process.run)
@@ -244,13 +243,13 @@ class Crowd(Simulation):
             return None
         self._told.add((id(group), 0))
         if grace_seconds < full:
-            return None  # killed before they have agreed
+            return None  # ranks are killed before they have agreed
         if self.training.saves(group.present[0], self.training._step(group)):
             self.saves[process.job_uid] += 1
         return None
 
     def _is_told_elastically(self, process: Process, grace_seconds: int) -> None:
-        """The same; those that wait to join have nothing to save."""
+        """Stop a process of an elastic job. Nodes that wait to join have nothing to save."""
         group = self.training.elastic.groups.get(process.run)
         full = int(process.pod["spec"]["terminationGracePeriodSeconds"])
         if group is None or process not in group.training or not self._trains_elastically(group, process.job_uid):
@@ -307,5 +306,5 @@ class Crowd(Simulation):
 
 
 def simulate_crowd(what: Scenario, only: Mapping[str, str] | None = None) -> Outcome:
-    """See Simulation.run."""
+    """Run a scenario with several jobs. See Simulation.run."""
     return Crowd(what, only).run()

@@ -1,6 +1,6 @@
-"""Which faults happen where. Each can be left out alone, which is how a failing seed shrinks. A *point* is a place that
-the program passes repeatedly ("write", "watch.pods"); its n-th pass is "write#n". What happens there depends only on
-the seed, the point and n, so that leaving one fault out does not move the others."""
+"""Which faults happen at which points. Each fault can be left out alone, which is how a failing seed shrinks. A *point*
+is a place that the program passes repeatedly ("write", "watch.pods"); its n-th pass is "write#n". A fault depends only
+on the seed, the point and n, so leaving out one fault does not move the others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import collections
 import random
 from collections.abc import Iterable, Mapping
 
-# The faults of each point. crash: the operator's process dies, and restarts a while later.
+# The possible faults of each point. crash: the operator's process dies and restarts later.
 POINTS: dict[str, tuple[str, ...]] = {
     "write": ("crash before", "crash after", "lost answer", "not carried out", "error", "throttled", "touched", "slow",
               "slow answer"),
@@ -31,9 +31,9 @@ POINTS: dict[str, tuple[str, ...]] = {
     "watchdog": ("blind",),
     "rescue": ("dies", "slow"),
 }  # fmt: skip
-# Points that are passed a few times per pod; the others are passed with every message between two machines.
+# Points that are passed a few times per pod. The others are passed with every message between two machines.
 SELDOM = frozenset(("kubelet", "exit", "sigterm", "scheduler", "collector", "peers", "post", "watchdog", "rescue"))
-# Points of jobs under ddprun, of those with a gang, of those in a queue, and of ranks that write their state.
+# Points that only these pass: jobs under ddprun, gangs, jobs in a queue, and ranks that write their state.
 AGENTS = ("post", "watchdog")
 GANGS = ("watch.podgroups",)
 QUEUES = ("watch.workloads",)
@@ -42,7 +42,7 @@ Rates = Mapping[str, Mapping[str, float]]
 
 
 class Faults:
-    """The faults of one run. `only`: only these, in the form of another run's `taken`."""
+    """The faults of one run. `only`: no faults but these, in the form of another run's `taken`."""
 
     def __init__(self, seed: int, rates: Rates, only: Mapping[str, str] | None = None) -> None:
         self.seed = seed
@@ -71,7 +71,7 @@ class Faults:
         return found
 
     def happens(self, key: str, what: str) -> bool:
-        """True if a planned fault happens, which it does unless shrinking has left it out."""
+        """Return False only if shrinking has left out this planned fault."""
         if self._only is not None and key not in self._only:
             return False
         self.taken[key] = what
@@ -82,32 +82,32 @@ class Faults:
         return self._count[point]
 
     def number(self, point: str, low: float, high: float) -> float:
-        """Return a number that belongs to the latest pass of a point."""
+        """Return a random number for the latest pass of a point."""
         return random.Random(f"{self.seed} {point}#{self._count[point]}").uniform(low, high)
 
 
 def swarm(rng: random.Random) -> dict[str, dict[str, float]]:
-    """Return a random subset of all faults at random rates: few kinds often find what all kinds seldom never do."""
+    """Return a random subset of all faults at random rates. A few frequent kinds find what many rare ones miss."""
     return _some(rng, [point for point in POINTS if point not in (*AGENTS, *GANGS, *QUEUES, *MEMORY)])
 
 
 def swarm_of_agents(rng: random.Random) -> dict[str, dict[str, float]]:
-    """Return the same for faults that only agents meet."""
+    """Return faults like swarm(), for points that only agents pass."""
     return _some(rng, AGENTS)
 
 
 def swarm_of_gangs(rng: random.Random) -> dict[str, dict[str, float]]:
-    """Return the same for groups."""
+    """Return faults like swarm(), for PodGroups."""
     return _some(rng, GANGS)
 
 
 def swarm_of_queues(rng: random.Random) -> dict[str, dict[str, float]]:
-    """Return the same for Workloads."""
+    """Return faults like swarm(), for Workloads."""
     return _some(rng, QUEUES)
 
 
 def swarm_of_memory(rng: random.Random) -> dict[str, dict[str, float]]:
-    """Return the same for writing a state into memory."""
+    """Return faults like swarm(), for writing a state into memory."""
     return _some(rng, MEMORY)
 
 

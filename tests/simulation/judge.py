@@ -1,4 +1,4 @@
-"""What must hold at every moment, whatever goes wrong. Checked at every change and every start."""
+"""What must hold at every moment, whatever goes wrong. It is checked at every change of an object and every start."""
 
 from __future__ import annotations
 
@@ -31,14 +31,13 @@ class Judge:
         """The newest status of every job, deleted ones included, by uid."""
         self.live_at_once = 0
         self.words: dict[str, dict[tuple[str, int, int], tuple[int, float, object]]] = {}
-        """Reports of agents that each operator received, by job uid, attempt and replacement; with the time and the
+        """Reports of agents that each operator received, by job uid, attempt and replacement, with time and
         leadership."""
         self.leadership: Callable[[str], object] = lambda _: None
-        """Returns the leadership of an operator. It has forgotten reports of an earlier one, which the agents
+        """Returns the leadership of an operator, because a new leadership begins without reports, which agents
         repeat."""
         self.disturbed: set[tuple[str, int]] = set()
-        """(job uid, attempt) whose pods or nodes were touched from outside, so that the first failure depends on
-        timing."""
+        """(job uid, attempt) of attempts touched from outside, whose first failure therefore depends on timing."""
         self.ends_seen: dict[str, set[tuple[str, int, int]]] = {}
         """By operator, (job uid, attempt, rank) of pods that it saw after their end."""
         self.silence_seen: dict[str, set[tuple[str, int]]] = {}
@@ -46,9 +45,9 @@ class Judge:
         self.placed: set[tuple[str, int, int]] = set()
         """(job uid, attempt, place) of pods that have got a node."""
         self.also: list[Callable[[str, Raw], None]] = []
-        """Called with the uid and each new status of a job."""
+        """Further checks, called with the uid and each new status of a job."""
         self._spent_twice: Counter[str] = Counter()
-        """By job uid, charges to the application that an operator did not know when it made its own."""
+        """By job uid, charges to the application that an operator did not know of when it made its own."""
         self.unseen_cuts: Counter[str] = Counter()
         """By job uid, how often the application paid for a network cut that nothing showed."""
         self._cluster, self._training, self._jobs = cluster, training, jobs
@@ -132,7 +131,7 @@ class Judge:
         self._check_budget(raw, status)
 
     def _check_budget(self, raw: Raw, status: Raw) -> None:
-        """Check that an agent may spend no more than is left; otherwise a script that always fails never ends."""
+        """Check that an agent may spend no more than is left. Otherwise a script that always fails never ends."""
         env = {e["name"]: e.get("value", "") for e in raw["spec"]["containers"][0].get("env", ())}
         job = next((j for j in self._jobs() if j["metadata"]["uid"] == owner_uid(raw)), None)
         if job is None or "DDPJOB_RESTARTS_LEFT" not in env or status.get("attempt", 0) != _attempt(raw):
@@ -148,7 +147,7 @@ class Judge:
     def _deleted(self, raw: Raw, status: Raw, change: Change) -> None:
         attempt, name = _attempt(raw), raw["metadata"]["name"]
         if owner_uid(raw) not in {job["metadata"]["uid"] for job in self._jobs()}:
-            return  # of a deleted job: it goes in any case
+            return  # pods of a deleted job may be deleted in any state
         asked_now = change.old is not None and "deletionTimestamp" not in change.old["metadata"]
         if status.get("attempt", 0) == attempt and status.get("state") not in STOPS:
             self.wrong.append(
@@ -162,7 +161,7 @@ class Judge:
 
     def _evidence(self, raw: Raw, status: Raw) -> None:
         """Check that the reason is recorded before a pod that failed by itself is deleted. (A completed rank does not
-        matter once its attempt is broken or suspended and no other is stopped.)"""
+        matter if its attempt is broken or suspended.)"""
         if status.get("attempt") != _attempt(raw) or status.get("state") == "Suspended":
             return
         if raw["status"]["phase"] == "Failed" and not status.get("lastFailure"):
@@ -198,7 +197,7 @@ class Judge:
                 lost = ranges.parse(old.get(name, "")) - ranges.parse(new.get(name, ""))
                 lost -= {rank for rank in lost if _replacement_of(new, rank) > _replacement_of(old, rank)}
                 if name == "startedNodes" and new.get("attemptNodes") and len(completed) >= self._min_nodes(uid):
-                    lost &= completed  # other nodes may not belong to an elastic group that has ended
+                    lost &= completed  # an elastic group that has ended may not include the other nodes
                 if lost:
                     self.wrong.append(f"status.{name} has lost rank {sorted(lost)} in attempt {attempt}")
         untrue = [r for r in sorted(completed) if (uid, attempt, r) not in self._training.completed]
@@ -206,7 +205,7 @@ class Judge:
             self.wrong.append(f"rank {untrue} of attempt {attempt} is said to have completed, and has not")
         if new.get("state") == "Succeeded" and old.get("state") != "Succeeded":
             nodes = (new.get("nodes") or {}).get("total", 0)
-            if new.get("attemptNodes"):  # elastic: those that trained
+            if new.get("attemptNodes"):  # for an elastic job: the nodes that trained
                 nodes = max(len(ranges.parse(new.get("startedNodes", ""))), self._min_nodes(uid))
             if len(completed) < nodes:
                 self.wrong.append(f"the job Succeeded with {len(completed)} of {nodes} nodes completed")
@@ -221,7 +220,7 @@ class Judge:
             if before.get(name, 0) > after.get(name, 0):
                 self.wrong.append(f"status.restarts.{name} went back from {before[name]} to {after.get(name, 0)}")
         application, limit = after.get("application", 0), spec.get("backoffLimit", BACKOFF_LIMIT)
-        # Charges of an agent that nobody has received yet, when the operator spends from the same budget.
+        # The operator may spend from the same budget before it receives an agent's charges.
         if _own_charges(old, new)["application"] > 0:
             self._spent_twice[uid] += self._unknown_before(uid, old, ("application",))
         if application > limit + self._spent_twice[uid]:
@@ -234,8 +233,8 @@ class Judge:
             self.wrong.append(f"{after['stall']} restarts are charged to stalls, and it hung {hung} times")
 
     def _is_for_an_unseen_cut(self, uid: str, old: Raw, new: Raw, operator: str) -> bool:
-        """True if the application pays because ranks complained about lost peers and the real reason was hidden from
-        the operator; a wrong script looks the same (docs/dev/decisions.md)."""
+        """True if the application pays although the network was cut: the operator saw only ranks that complained about
+        lost peers. A wrong script looks the same (docs/dev/decisions.md)."""
         failure = new.get("lastFailure") or {}
         place = (uid, failure.get("attempt", 0))
         ends = new.get("state") == "Failed" != old.get("state") and failure.get("class") == "application"
@@ -245,7 +244,7 @@ class Judge:
         return is_charged and is_hidden and not is_first
 
     def _check_cause(self, uid: str, old: Raw, new: Raw, operator: str) -> None:
-        """Check that a rank that failed by itself is the cause and pays, if nobody touched anything."""
+        """Check that a rank that failed by itself is blamed and charged, if nobody has disturbed the attempt."""
         failure = new.get("lastFailure") or {}
         place = (uid, failure.get("attempt", 0))
         culprit = self._training.culprits.get(place)
@@ -253,7 +252,7 @@ class Judge:
         if not settled or culprit is None or place in self.disturbed or place in self._training.hung:
             return
         if place in self._training.early and culprit not in ranges.parse(old.get("completedNodes", "")):
-            return  # it was stopped before its end was known, so exit 0 proves nothing
+            return  # the rank was stopped before its end was known, so exit code 0 proves nothing
         if self._is_unknown(place, culprit, old.get("lastFailure") or {}, operator):
             return
         if failure["nodeRank"] != culprit or failure["class"] not in ("application", "outOfMemory"):
@@ -263,15 +262,15 @@ class Judge:
             )
 
     def _is_unknown(self, place: tuple[str, int], rank: int, recorded: Raw, operator: str) -> bool:
-        """True if its pod ended and disappeared while no operator could record it: it was stopped because a peer
-        complained first."""
+        """True if no operator could record the end of the rank's pod: the pod was stopped because a peer complained
+        first, and has disappeared."""
         is_recorded = (recorded.get("attempt"), recorded.get("nodeRank")) == (place[1], rank)
         is_seen = (*place, rank) in self.ends_seen.get(operator, ())
         is_there = any((owner_uid(p), _attempt(p), _rank(p)) == (*place, rank) for p in self._cluster.pods())
         return not (is_recorded or is_seen or is_there)
 
     def shown(self, operator: str, raw: Raw) -> None:
-        """Record that a list or a watch showed an object to an operator."""
+        """Record that an operator received an object in a list or a watch."""
         ends = [c["state"].get("terminated") for c in raw.get("status", {}).get("containerStatuses", ())]
         if any(ends):
             self.ends_seen.setdefault(operator, set()).add((owner_uid(raw), _attempt(raw), _rank(raw)))
@@ -280,13 +279,13 @@ class Judge:
             self.silence_seen.setdefault(operator, set()).add((owner_uid(raw), _attempt(raw)))
 
     def forget(self, operator: str) -> None:
-        """Record the restart of an operator."""
+        """Forget what an operator knew, because it restarts."""
         self.words.pop(operator, None)
         self.ends_seen.pop(operator, None)
         self.silence_seen.pop(operator, None)
 
     def _check_in_place(self, uid: str, old: Raw, new: Raw) -> None:
-        """Check that each restart counts once: those in place as their agent charges them, and one per new pod or
+        """Check that each restart counts once: those in place as the agent charged them, and one per new pod or
         attempt."""
         agent = new.get("inPlace")
         if agent is not None:
@@ -300,7 +299,7 @@ class Judge:
         restarted = again or old.get("replacements", {}) != new.get("replacements", {})
         if min(own.values()) < 0 or sum(own.values()) > (1 if restarted else 0) + hidden:
             self.wrong.append(f"{own} restarts are charged at once, beside those in place: {summary(new)}")
-        # A node that waits for the start in vain may not know that all is over.
+        # A node that waits for the start in vain may not know that the job has ended.
         heard = again and new.get("reason") != "StartBackOff" and self._has_said_all(uid, old)
         if heard and sum(own.values()) < hidden:
             self.wrong.append(
@@ -315,7 +314,7 @@ class Judge:
         return bool(old.get("attempt", 0) != new.get("attempt", 0))
 
     def _unknown_before(self, uid: str, status: Raw, budgets: tuple[str, ...] = BUDGETS) -> int:
-        """Return uncounted charges of the last agent of node 0 in this attempt."""
+        """Return the restarts that node 0's last agent of this attempt has charged and the status does not count."""
         known = status.get("inPlace") or {}
         key = (uid, status.get("attempt", 0), _replacement_of(status, 0))
         true = self._training.agents.charged.get(key, {})
@@ -323,7 +322,7 @@ class Judge:
         return sum(max(0, true.get(name, 0) - counted.get(name, 0)) for name in budgets)
 
     def _has_said_all(self, uid: str, status: Raw) -> bool:
-        """True if the last agent of node 0 left its final report where the operator cannot have missed it."""
+        """True if the last agent of node 0 left its final report in a pod that the operator must have seen."""
         for raw in self._cluster.pods():
             place = (owner_uid(raw), _attempt(raw), _rank(raw), _replacement(raw))
             if place == (uid, status.get("attempt", 0), 0, _replacement_of(status, 0)):
@@ -332,7 +331,7 @@ class Judge:
         return False
 
     def _is_on_lost_node(self, raw: Raw) -> bool:
-        """True if its node was ever lost, and may have been given up."""
+        """True if the pod's node was ever lost, so that the operator may have given it up."""
         node = self._cluster.nodes.get(raw["spec"].get("nodeName", ""))
         return node is None or node.losses > 0
 
@@ -352,7 +351,7 @@ class Judge:
 
 
 def _own_charges(old: Raw, new: Raw) -> dict[str, int]:
-    """Return what a change of the status charges besides an agent's charges."""
+    """Return the restarts that a change of the status charges, without those of an agent."""
     before, after = old.get("restarts") or {}, new.get("restarts") or {}
     known, told = old.get("inPlace") or {}, new.get("inPlace") or {}
     same = old.get("attempt", 0) == new.get("attempt", 0) and known.get("replacement", 0) == told.get("replacement", 0)
@@ -379,7 +378,7 @@ def _attempt(raw: Raw) -> int:
 
 
 def summary(status: Raw) -> str:
-    """Return a status as one line of a story."""
+    """Return a status as one line of a run's story."""
     words: list[Any] = [status.get("state"), status.get("reason"), f"attempt {status.get('attempt', 0)}"]
     if status.get("completedNodes"):
         words.append(f"completed {status['completedNodes']}")

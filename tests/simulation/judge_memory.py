@@ -1,4 +1,4 @@
-"""What must hold of the state with which each generation begins, and of what the status says about it."""
+"""What must hold for the state with which each generation begins, and for what the status reports about it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 Raw = dict[str, Any]
 Age = tuple[int, int, int]
-"""Attempt, number of the generation, and step: the truth, where a `Version` is what agents and ranks report."""
+"""Attempt, number of the generation, and step. The model knows the truth; agents and ranks report a `Version`."""
 HONEST = ("was loaded before", "are gone")
-"""Reasons why a state in memory may not count. All ranks of the model count alike, and hold the same."""
+"""Legitimate reasons why a state in memory may not count. The model's ranks give no other reason to refuse one."""
 
 
 class MemoryJudge:
-    """Knows the truth of all generations. Each sentence says what a user would lose."""
+    """Knows the true history of all generations. Each sentence says what a user would lose."""
 
     def __init__(self, wrong: list[str]) -> None:
         self.repeated: Counter[str] = Counter()
-        """By job uid, steps that were repeated, or will be."""
+        """By job uid, the steps that were repeated or will be."""
         self.seen: Counter[str] = Counter()
-        """How often a generation began with memory, the folder, or nothing; and how often there was a choice."""
+        """How often a generation began from memory, from the folder or without a state, and had a choice."""
         self._wrong = wrong
         self._lives: dict[str, list[Life]] = defaultdict(list)
         """By job uid, the generations that have loaded."""
@@ -36,10 +36,10 @@ class MemoryJudge:
         self._newest_loaded: dict[str, Version] = {}
         """By job uid, the newest version loaded from memory."""
 
-    # ---------------------------------------------------------------- what a life begins with
+    # ---- the state from which a generation begins
 
     def begins(self, life: Life, loaded: Loaded, saved: Saved | None) -> None:
-        """Check the state with which a generation begins; saved: what its folder has."""
+        """Check the state with which a generation begins. saved: the newest state in its folder."""
         uid = life.leader.process.job_uid
         agents = [life.ranks[node] for node in sorted(life.ranks)]
         self.seen["memory" if loaded.ranks else "folder" if loaded.origin else "nothing"] += 1
@@ -71,7 +71,7 @@ class MemoryJudge:
         others.append(life)
 
     def _check_pace(self, life: Life, loaded: Loaded, saved: Saved | None, agents: list[Agent]) -> None:
-        """Check that no more is repeated than the plan allows, if a node with the last saved state is alive."""
+        """Check that no more steps are repeated than the plan of copies allows, if a node of the last ranks lives."""
         others = self._lives[life.leader.process.job_uid]
         for kept in (agent.kept for agent in agents):
             if others and kept is not None and kept.life is others[-1] and kept.copying is not None:
@@ -85,11 +85,11 @@ class MemoryJudge:
                 self.seen["paced"] += kept.copying.least > 0
 
     def _check_random_states(self, life: Life, agents: list[Agent], area: Area) -> None:
-        """Check that a rank whose node is alive has the random states of the common copy. If the only node with a newer
-        copy was lost, an older one counts again, and ranks may have overwritten theirs."""
+        """Check that a rank whose node is alive has its random states for the common copy. If the only node with a
+        newer copy was lost, an older copy counts again, whose random states other ranks may have overwritten."""
         held, writer, uid = area.held, area.newest.writer, life.leader.process.job_uid
         if held is None or writer is None:
-            return  # the violation is reported already
+            return  # this violation is already reported
         is_newer = held.version >= self._newest_loaded.get(uid, held.version)
         self._newest_loaded[uid] = max(held.version, self._newest_loaded.get(uid, held.version))
         self.seen["copy"] += held.every > 0
@@ -114,12 +114,12 @@ class MemoryJudge:
                 self._wrong.append(f"{life} begins with what was assumed, and by then more was saved: {saved.version}")
 
     def _whole(self, life: Life, agents: list[Agent], saved: Saved | None) -> list[Age]:
-        """Return what is complete and may be loaded: in memory with its random states, or in the folder."""
+        """Return what is complete and may be loaded: states in memory with their random states, and the folder."""
         known = [place.whole for agent in agents for place in agent.area.places] + [a.area.copied for a in agents]
         whole: set[Whole] = {one for one in known if one is not None and one.state != TORN}
         named = {one.writer.generation for one in whole if not one.assumed}
         if saved is not None and saved.version.attempt == life.leader.process.attempt:
-            # The version as ranks know it: a recreated pod begins with generation 0.
+            # As ranks know the version: a recreated pod begins with generation 0.
             named.add(saved.version.generation)
         uid, attempt = life.leader.process.job_uid, life.leader.process.attempt
         found: list[Age] = []
@@ -130,13 +130,13 @@ class MemoryJudge:
             if not one.assumed or one.writer.generation not in named:
                 bad = not has_small or self._is_hopeless(uid, one.state, one.assumed, agents)
                 (useless if bad else found).append((attempt, one.writer.number, one.state.step))
-        # A state one step earlier may contain the cause of the failure as well, so the folder counts instead. The same
-        # holds if the random states of the newest were overwritten (docs/memory.md).
+        # The folder counts before a state one step earlier, which may also contain the cause of the failure. The same
+        # holds if the random states of the newest state were overwritten (docs/memory.md).
         found = [age for age in found if age > max(useless, default=(0, 0, 0))]
         return found if saved is None else [*found, _age_of(saved)]
 
     def _is_hopeless(self, uid: str, state: State, is_assumed: bool, agents: list[Agent]) -> bool:
-        """True if it was loaded so often that it may be the cause: no node knows a later step."""
+        """True if the state was loaded so often that it may be the cause, because no node knows a later step."""
         lives = self._tried.get((uid, state), [])
         marks = [mark for agent in agents for mark in agent.area.marks]
         most = LOADS_ASSUMED_MAX if is_assumed else LOADS_MAX
@@ -144,7 +144,7 @@ class MemoryJudge:
             return False
         return not any(mark.step > state.step and mark.generation >= lives[-1].generation for mark in marks)
 
-    # ---------------------------------------------------------------- what the status says
+    # ---------------------------------------------------------------- the status
 
     def check_status(self, uid: str, status: Raw) -> None:
         """Check each new status of a job."""
@@ -180,5 +180,5 @@ def _age_of(saved: Saved) -> Age:
 
 
 def _furthest(life: Life) -> int:
-    """Return the step that its ranks have reached."""
+    """Return the furthest step of a generation's ranks."""
     return max(int(life.step), life.ended_at or 0)

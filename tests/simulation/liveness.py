@@ -1,5 +1,5 @@
-"""Jobs that cannot succeed, each in its own way, must all end or report what they wait for. The faults of `scenario.py`
-stop after a while, and the job must then succeed. Here the fault stays."""
+"""Jobs that cannot succeed, each for another reason, must all end or report what they wait for. The faults of
+`scenario.py` stop after a while, and the job must then succeed. Here the fault stays."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ HOURS = 30
 LONG_SECONDS = 600.0
 ALWAYS = range(1, 400)
 EARLY = -3
-"""Exit code of a rank that ends with 0, while its peers wait for it in the next collective."""
+"""Exit code of a rank that ends with 0 while its peers wait for it in the next collective."""
 Start = Callable[[Cluster, Node, Raw, bool], None]
 
 
 def always(rank: int, after_seconds: float, code: int, message: str = "") -> dict[int, Failure]:
-    """Return a script that fails this way in every attempt."""
+    """Return a failure of this rank in every attempt."""
     return {attempt: Failure(rank, after_seconds, code, message=message) for attempt in ALWAYS}
 
 
@@ -43,10 +43,10 @@ SCRIPTS: dict[str, dict[int, Failure]] = {
 
 
 class Doomed(Simulation):
-    """A job whose fault never ends, run to its end or for more than a day."""
+    """A job with a fault that never ends. It runs to its end, or for more than a day."""
 
     def __init__(self, what: Scenario, *, peers_complain: bool = True) -> None:
-        """peers_complain: True if ranks that wait for one that ended with 0 ever notice."""
+        """peers_complain: True if ranks that wait for a rank which ended with 0 ever notice its end."""
         super().__init__(what)
         self._peers_complain = peers_complain
         self._fails = self.training._fail
@@ -55,7 +55,7 @@ class Doomed(Simulation):
     def _fail(self, process: Process, failure: Failure) -> None:
         if failure.code != EARLY:
             self._fails(process, failure)
-            self.training.culprits.clear()  # uncharged failures need no culprit here
+            self.training.culprits.clear()  # failures without a charge need no culprit here
             return
         group = self.training.groups[process.run]
         if process.alive:
@@ -76,7 +76,7 @@ class Doomed(Simulation):
             self._check_that_it_says_why()
 
     def _floods(self) -> bool:
-        return False  # a hundred restarts write more than a healthy job
+        return False  # a hundred restarts need more writes than a healthy job
 
     @property
     def status(self) -> Raw:
@@ -94,7 +94,7 @@ class Doomed(Simulation):
 
     def _check_that_it_says_why(self) -> None:
         if self._changed_at + LONG_SECONDS > self.loop.time():
-            return  # it keeps trying
+            return  # the operator retries
         if not self.warnings:
             self.judge.wrong.append(f"it waits for hours, and no Warning says so: {summary(self.status)}")
         if not any(word in self.status.get("message", "") for word in ("kubectl", "stopping", "not ready since")):
@@ -103,18 +103,18 @@ class Doomed(Simulation):
 
 @contextlib.contextmanager
 def kubelets(start: Start) -> Iterator[None]:
-    """Make containers on these nodes start in this way."""
+    """Let the kubelets start containers with this function."""
     with mock.patch.object(Cluster, "_start", start):
         yield
 
 
 def never_mounts(cluster: Cluster, node: Node, raw: Raw, sure: bool = False) -> None:
-    """Return a volume that nobody provides: ContainerCreating for ever."""
+    """Model a volume that nobody provides: the container stays in ContainerCreating forever."""
     cluster._status(node, raw, "Pending", {"waiting": {"reason": "ContainerCreating"}})
 
 
 def broken(name: str) -> Start:
-    """Return one node whose GPU has no driver."""
+    """Model a GPU without a driver on this node."""
     start = Cluster._start
 
     def _start(cluster: Cluster, node: Node, raw: Raw, sure: bool = False) -> None:
@@ -128,7 +128,7 @@ def broken(name: str) -> Start:
 
 
 def live(what: Scenario, *, peers_complain: bool = True) -> Doomed:
-    """Run a job whose fault stays."""
+    """Run a job with a fault that never ends."""
     found = Doomed(what, peers_complain=peers_complain)
     found.run()
     return found

@@ -1,6 +1,6 @@
-"""A model of `ddprun` in the pods: an agent over the rank of each node, which on node 0 leads the others. The real
-`LeaderState` makes node 0's decisions, with the budgets of its pod's environment, and its posts and termination message
-are real as well. Ranks, connections and time are modelled."""
+"""A model of `ddprun` in the pods: each node's agent starts its rank, and node 0's agent leads the others. The real
+`LeaderState` makes node 0's decisions, with the budgets from its pod's environment; its posts and termination message
+are real too. Ranks, connections and time are modelled."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ if TYPE_CHECKING:
     from model_training import Training
 
 RETRY_SECONDS = (0.3, 3.0)
-# A gap that a TCP connection survives: ranks of a node that is cut off for less continue.
+# A gap that a TCP connection survives: ranks continue if their node is cut off for less.
 HELD_UP_SECONDS = 5.0
 SUPERSEDED = "ddpjob.Superseded: a newer generation has written"
 
 
 @dataclass(eq=False)
 class Life:
-    """The ranks that meet at one port: a generation, under one leader."""
+    """A generation: the ranks that meet at one port, under one leader."""
 
     leader: Agent
     generation: int
     number: int
-    """Among all generations that the job's agents ever started."""
+    """Number among all generations that the job's agents have ever started."""
     ranks: dict[int, Agent] = field(default_factory=dict)
     started_at: float | None = None
     loaded: Loaded | None = None
-    """The state with which it began."""
+    """The state with which the generation began."""
     step: float = 0.0
-    """The furthest step that it made."""
+    """The furthest step that was made."""
     held_up: float = 0.0
     stuck_at: float | None = None
     broken: bool = False
     ended_at: int | None = None
-    """The furthest step of any of its ranks, once no more follows."""
+    """The furthest step of any rank, set when no more steps follow."""
 
     def __str__(self) -> str:
         return f"generation {self.generation} of {self.leader.process}"
@@ -58,16 +58,16 @@ class Life:
 
 @dataclass(eq=False)
 class Link:
-    """A connection between node 0's agent and another. Each end notices separately that the other is gone."""
+    """A connection between node 0's agent and another agent. Each end notices separately that the other is gone."""
 
     leader: Agent
     follower: Agent
     open: set[Agent] = field(default_factory=set)
     lines: dict[Agent, list[Callable[[], None]]] = field(default_factory=dict)
-    """Messages in flight to it, in order."""
+    """Messages in flight to each agent, in order."""
 
     def other(self, agent: Agent) -> Agent:
-        """Return the other end."""
+        """Return the agent at the other end."""
         return self.follower if agent is self.leader else self.leader
 
 
@@ -77,11 +77,11 @@ class Agent:
     budget: Budget
     policy: tuple[PolicyRule, ...]
     grant: Grant | None
-    """What the operator has given its pod."""
+    """The budgets that the operator has granted to the pod."""
     lead: LeaderState | None = None
-    """Only on node 0."""
+    """Set only on node 0."""
     links: dict[int, Link] = field(default_factory=dict)
-    """By node."""
+    """By node of the other end."""
     life: Life | None = None
     runs: bool = False
     """True if its rank is running."""
@@ -99,24 +99,24 @@ class Agent:
     alone_since: float = 0.0
     over: bool = False
     known: Any = None
-    """What the receiver last confirmed."""
+    """What the receiver has last confirmed."""
     back_off: float = 0.0
     posts: int = 0
     posting: bool = False
     due: float | None = None
-    """When it is checked next."""
+    """When its leader state must be checked next."""
     area: Area = field(default_factory=Area)
     """Its memory."""
     kepts: list[Kept] = field(default_factory=list)
     """What each of its ranks keeps there."""
     then: Callable[[], None] | None = None
-    """What it does when they have written the state, or their time is over."""
+    """What the agent does when its ranks have written the state or their time is over."""
     asked_at: float = 0.0
-    """When it asked them to."""
+    """When it requested that."""
 
     @staticmethod
     def of(process: Process) -> Agent:
-        """Return what `ddprun` reads of its pod's environment."""
+        """Return the agent of a process, with the settings from its pod's environment."""
         environ = process.environ
         return Agent(
             process=process,
@@ -127,7 +127,7 @@ class Agent:
 
     @property
     def kept(self) -> Kept | None:
-        """What its first rank keeps."""
+        """What the agent's first rank keeps."""
         return self.kepts[0] if self.kepts else None
 
     @property
@@ -148,7 +148,7 @@ class Agent:
 
     @property
     def broken_grace_seconds(self) -> float:
-        """The grace of its ranks after another one has failed."""
+        """Grace period of the ranks after another rank has failed."""
         said = self.process.environ.get("DDPJOB_RESTART_GRACE")
         return float(said) if said else options.BROKEN_GRACE_SECONDS
 
@@ -158,11 +158,11 @@ class Agent:
 
 
 class Agents:
-    """All agents."""
+    """All agents of a simulation."""
 
     def __init__(self, training: Training, connected: Callable[[Process, Process], bool], memories: Memories) -> None:
         self.heard: Callable[[Process, bytes], bool] = lambda *_: False
-        """Takes a post of node 0's agent; returns True if a receiver confirmed it."""
+        """Receives a post of node 0's agent; returns True if a receiver confirmed it."""
         self.has_name: Callable[[Process], bool] = lambda _: True
         """Returns True if the DNS name of its rank resolves to it."""
         self.charged: dict[tuple[str, int, int], dict[str, int]] = {}
@@ -171,18 +171,18 @@ class Agents:
         self._loop, self._faults, self._random = training.loop, training.faults, training.random
         self._all: dict[str, Agent] = {}
         self._lives: dict[str, list[Life]] = {}
-        """By job, the generations that may train."""
+        """By job uid, the generations that may still train."""
         self._numbers: dict[str, int] = {}
 
-    # ---------------------------------------------------------------- what happens to them
+    # ---------------------------------------------------------------- events from outside
 
     def begin(self, process: Process) -> None:
-        """Start: its container has started."""
+        """Start an agent, because its container has started."""
         agent = self._all[process.uid] = Agent.of(process)
         self._later(0.05, 0.8, self._ready, agent)
 
     def told(self, process: Process, fault: str) -> None:
-        """Send SIGTERM to a container."""
+        """Send SIGTERM to the container of an agent."""
         agent = self._all[process.uid]
         if agent.over or agent.told:
             return None
@@ -197,7 +197,7 @@ class Agents:
         return None if agent.runs else self._end(agent, agent.code_when_told)
 
     def left(self, process: Process) -> None:
-        """The container has ended with everything in it."""
+        """End an agent, because its container has ended with all its processes."""
         agent = self._all[process.uid]
         agent.over = True
         self._breaks(agent)
@@ -211,7 +211,7 @@ class Agents:
             self._training.ends(process, 137, reason, "")
 
     def disconnected(self, node: str) -> None:
-        """Cut a node off: peers give up a node that is silent for too long."""
+        """Let peers give up the agents of a node that is cut off for too long."""
         for agent in list(self._all.values()):
             if agent.process.node == node and not agent.over:
                 for link in list(agent.links.values()):
@@ -243,7 +243,7 @@ class Agents:
         return self._turn(agent)
 
     def _look(self, agent: Agent) -> None:
-        """Search for node 0, wherever its name leads."""
+        """Search for node 0 by its DNS name, which may lead to an old agent."""
         if agent.over or agent.links or agent.runs:
             return None
         if agent.told:
@@ -279,7 +279,7 @@ class Agents:
         self._turn(leader)
 
     def _end(self, agent: Agent, code: int, failure: RankFailure | None = None, *, ended: bool = False) -> None:
-        """End it, with its final report."""
+        """End the agent, with its final report."""
         if agent.over:
             return
         agent.over = True
@@ -337,7 +337,7 @@ class Agents:
             for link in followers:
                 self._tell(link, lambda agent: self._end(agent, _own_code(agent, order), order.failure, ended=True))
             self._end(leader, _own_code(leader, order), order.failure, ended=True)
-        elif not isinstance(order, Over):  # real processes test hangs after the end
+        elif not isinstance(order, Over):  # tests with real processes cover hangs after the end
             assert isinstance(order, Leave), order
             self._end(leader, leader.code_when_told)
 
@@ -349,7 +349,7 @@ class Agents:
     # ---------------------------------------------------------------- posts
 
     def _post(self, leader: Agent, *, last: bool = False) -> None:
-        """Post what was charged until it is confirmed, and again every minute."""
+        """Post all charges until they are confirmed, and repeat this every minute."""
         lead = leader.lead
         assert lead is not None, "only node 0 leads"
         if not lead.charged or (leader.over and not last):
@@ -363,7 +363,7 @@ class Agents:
         if fault != "lost":
             seconds = self._faults.number("post", 5, 25) if fault == "late" else self._random.uniform(0.02, 0.5)
             self._loop.call_later(seconds, self._arrives, leader, account, body, fault == "lost answer", leader.posts)
-        # Whatever happens to the request, it has failed within half a minute.
+        # Every request has failed after half a minute at the latest.
         self._loop.call_later(posting.CHILD_SECONDS_MAX, self._failed, leader, leader.posts)
 
     def _arrives(self, leader: Agent, account: Any, body: bytes, is_unheard: bool, number: int) -> None:
@@ -413,12 +413,12 @@ class Agents:
         if agent.generation != order.generation or not agent.runs:
             return self._has_stopped(agent)
         if agent.stopped and agent.failures:
-            return None  # it is about to end processes that a rank has left
+            return None  # the agent is already ending processes that a rank has left behind
         agent.stopped = True
         return self._end_rank(agent, patient=order.patient)
 
     def _end_rank(self, agent: Agent, *, patient: bool) -> None:
-        """Signal its rank; one that is not asked to save first writes the state into memory."""
+        """Signal the agent's rank. Without a request to save, the rank first writes its state into memory."""
         life = agent.life
         if patient or agent.told or life is None or life.loaded is None:
             return self._signal(agent, patient=patient)
@@ -430,16 +430,16 @@ class Agents:
             self._signal(agent, patient=False)
 
     def _stands(self, life: Life) -> None:
-        """Let it make no more steps."""
+        """Stop all steps of a generation."""
         if life.loaded is not None and life.ended_at is None:
             self._memories.stop(life, int(min(self._step(life), self._training.seconds)))
 
     def rank_killed(self, agent: Agent, life: Life, kept: Kept) -> None:
-        """Send SIGKILL to a rank alone."""
+        """Send SIGKILL to one rank alone."""
         self._one_ends(agent, life, 137, kept=kept)
 
     def _signal(self, agent: Agent, *, patient: bool) -> None:
-        """Send SIGTERM to its rank, and SIGKILL after the grace."""
+        """Send SIGTERM to the agent's rank, and SIGKILL after the grace period."""
         life, seconds = agent.life, agent.shutdown_seconds if patient else agent.broken_grace_seconds
         if not agent.deaf:
             code = agent.told_how if agent.told else RESUMABLE if patient else 143
@@ -457,7 +457,7 @@ class Agents:
         return self._one_ends(agent, life, failure.code, failure.message.rpartition("\n")[2])
 
     def _one_ends(self, agent: Agent, life: Life, code: int, exception: str = "", kept: Kept | None = None) -> None:
-        """Let one of its ranks end, this or any. Other ranks write the state before they are ended."""
+        """Let one of the agent's ranks end: `kept`, or any. The others write the state before they are ended."""
         if agent.life is not life or not agent.runs or agent.over:
             return
         if life.loaded is not None:
@@ -473,7 +473,7 @@ class Agents:
             self._end_rank(agent, patient=False)
 
     def _rank_ends(self, agent: Agent, life: Life, code: int, exception: str = "") -> None:
-        """Let all of its ranks end."""
+        """Let all ranks of an agent end."""
         if agent.life is not life or not agent.runs or agent.over:
             return
         if code:
@@ -487,7 +487,7 @@ class Agents:
             agent.failures = [_failure(agent.node, code, exception, self._loop.time())]
             failures = agent.failures
             self._say(agent, lambda lead, now: lead.failed(agent.node, failures, now))
-        if agent.over:  # its failure was the last
+        if agent.over:  # this failure has ended the job
             return
         if agent.told and agent.node:
             if not agent.failures and not agent.stopped:
@@ -506,7 +506,7 @@ class Agents:
             self._look(agent)
 
     def _breaks(self, agent: Agent) -> None:
-        """Its rank is gone, and its peers lose it."""
+        """Remove an agent's rank, and let its peers notice."""
         agent.runs = False
         if agent.life is not None:
             self._break(agent.life)
@@ -523,7 +523,7 @@ class Agents:
     # ---------------------------------------------------------------- training
 
     def trains(self, life: Life) -> bool:
-        """True if it makes steps: all its ranks are alive and reach each other."""
+        """True if a generation makes steps: all its ranks are alive and reach each other."""
         if life.started_at is None or life.broken:
             return False
         ranks = list(life.ranks.values())
@@ -565,7 +565,7 @@ class Agents:
         self._advance(life)
 
     def _advance(self, life: Life) -> None:
-        """Save from time to time, and finish. Do nothing while its ranks do not reach each other."""
+        """Save periodically, and complete the training. Do nothing while ranks do not reach each other."""
         has_ended = life.broken or life.stuck_at is not None or life.ended_at is not None
         if has_ended or not all(a.runs and not a.over for a in life.ranks.values()):
             return
@@ -584,7 +584,7 @@ class Agents:
             self._loop.call_later(max(0.1, min(SAVE_SECONDS, left)), self._advance, life)
 
     def _check_alone(self, life: Life) -> None:
-        """Check that it trains alone: within an attempt nothing in the checkpoints distinguishes groups."""
+        """Check that no other generation trains: within an attempt, nothing in a checkpoint distinguishes groups."""
         uid, attempt = life.leader.process.job_uid, life.leader.process.attempt
         alive = self._lives[uid] = [
             other for other in self._lives[uid] if not other.broken and not other.leader.process.terminated
@@ -597,7 +597,7 @@ class Agents:
                 )
 
     def _step(self, life: Life) -> float:
-        """Make one step per second."""
+        """Return the current step; one second is one step."""
         assert life.started_at is not None, "it trains"
         assert life.loaded is not None, "it has loaded"
         if life.ended_at is None:
@@ -621,7 +621,7 @@ class Agents:
         first = life.ranks[0].process
         self._training.hung.add((first.job_uid, -1000 - life.number))
         limit = first.environ.get("DDPJOB_STALL_TIMEOUT")
-        if limit and self._faults.at("watchdog") != "blind":  # then the operator finds it, a while later
+        if limit and self._faults.at("watchdog") != "blind":  # if blind, the operator detects the hang a while later
             self._loop.call_later(float(limit), self._found_hanging, life)
 
     def _found_hanging(self, life: Life) -> None:
@@ -634,7 +634,7 @@ class Agents:
     # ---------------------------------------------------------------- connections
 
     def _say(self, agent: Agent, what: Callable[[LeaderState, float], None], *, of_now: bool = True) -> None:
-        """Send to the leader, which may be itself. of_now: ignored in a later generation."""
+        """Send a message to the leader, which may be the agent itself. of_now: ignore it in a later generation."""
         if agent.lead is not None:
             what(agent.lead, self._loop.time())
             return self._turn(agent)
@@ -672,7 +672,7 @@ class Agents:
             self._later(0.002, 0.05, self._deliver, link, to)
 
     def _hang_up(self, link: Link, agent: Agent) -> None:
-        """Close this end; the other one notices after all earlier messages, or by silence."""
+        """Close this end of a connection. The other end notices after all earlier messages, or by the silence."""
         link.open.discard(agent)
         if agent.links.get(link.other(agent).node) is link:
             del agent.links[link.other(agent).node]
@@ -688,7 +688,7 @@ class Agents:
         leader.lead.lost(link.follower.node, self._loop.time())
 
     def _lost(self, link: Link, agent: Agent) -> None:
-        """This end notices that the other is gone."""
+        """Let this end of a connection notice that the other is gone."""
         if agent.over or agent not in link.open:
             return None
         if agent is link.leader:

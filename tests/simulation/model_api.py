@@ -1,8 +1,8 @@
-"""A model of the API server: what its clients can tell apart, and no more. tests/api/test_model.py checks it.
+"""A model of the API server: only what its clients can distinguish. tests/api/test_model.py compares it with a real
+one.
 
-Objects are raw dicts that nobody changes in place: each write makes a new one, so that a watch, a cache and a stale
-list can share them.
-"""
+Objects are raw dicts that nobody changes in place. Each write makes a new dict, so that a watch, a cache and a stale
+list can share them."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Kind:
     kind: str
     api_version: str
     status_apart: bool = False
-    """Whether it has a status subresource that the main PUT leaves alone, and the other way round."""
+    """True if the status is a subresource: a PUT of the object does not change it, and a PUT of the status only it."""
     generation: bool = False
 
     def named(self, name: str) -> str:
-        """As error messages name an object."""
+        """Return an object's name as in error messages."""
         group = self.api_version.rpartition("/")[0]
         return f'{self.plural}.{group} "{name}"' if group else f'{self.plural} "{name}"'
 
@@ -54,13 +54,13 @@ KINDS = {
     )
 }
 
-# Served only where something has installed them.
+# API groups that are served only if something has installed them.
 ADDED_GROUPS = ("scheduling.k8s.io", "kueue.x-k8s.io")
 
 
 @dataclass(frozen=True)
 class Change:
-    """One entry of the log that watches read."""
+    """An entry of the log from which watches read."""
 
     version: int
     at: float
@@ -70,12 +70,12 @@ class Change:
 
     @property
     def object(self) -> Raw:
-        """The object as it was last."""
+        """The object after the change, or before it if it was deleted."""
         return self.new or self.old or {}
 
 
 class ModelApi:
-    """All objects, and the log of their changes. `clock` in seconds for the log, `now` for timestamps."""
+    """All objects, and the log of their changes. `clock`: seconds for the log. `now`: time for timestamps."""
 
     def __init__(self, clock: Callable[[], float], now: Callable[[], dt.datetime]) -> None:
         self._clock, self._now = clock, now
@@ -84,18 +84,18 @@ class ModelApi:
         self.objects: dict[str, dict[ObjectKey, Raw]] = {plural: {} for plural in KINDS}
         self.log: dict[str, list[Change]] = {plural: [] for plural in KINDS}
         self.listeners: list[Callable[[Kind, Change], None]] = []
-        """Called after each change, before its answer."""
+        """Called after each change, before the request is answered."""
         self.late: set[str] = set()
-        """uids of what was made by a request that had outlived its sender."""
+        """uids of objects that a request created after its sender had died."""
         self.waiting: dict[str, list[asyncio.Future[bool]]] = {plural: [] for plural in KINDS}
-        """Who waits for the next change of a kind."""
+        """By resource, the clients that wait for its next change."""
         self.served: set[str] = set()
         """The apiVersions of PodGroups and Workloads."""
         self.kinds = dict(KINDS)
         self.webhooks_down: set[str] = set()
-        """The kinds whose webhook does not answer: nothing of them is created or changed."""
+        """Resources whose webhook does not answer, so that none of them is created or changed."""
         self.refuses: Callable[[str, Raw], str] = lambda plural, body: ""
-        """Admission: why an object may not be created; empty: it may."""
+        """Returns why admission refuses to create an object; "" if it is accepted."""
 
     @property
     def version(self) -> int:
@@ -105,7 +105,7 @@ class ModelApi:
     def request(
         self, method: str, path: str, params: Mapping[str, str] | None = None, body: Raw | None = None, actor: str = ""
     ) -> Answer:
-        """Code and body of the answer; `actor` is who the log names."""
+        """Return code and body of the answer. `actor`: the sender's name in the log."""
         if path.endswith("/selfsubjectaccessreviews"):
             return 201, {**(body or {}), "status": {"allowed": True}}
         if path.endswith("/selfsubjectrulesreviews"):
@@ -132,30 +132,30 @@ class ModelApi:
         return self._delete(kind, (namespace, name), body or {}, actor)
 
     def serves(self, plural: str) -> bool:
-        """Whether there is such a resource now."""
+        """True if this resource is served now."""
         kind = self.kinds.get(plural)
         return kind is not None and (not kind.api_version.startswith(ADDED_GROUPS) or kind.api_version in self.served)
 
     def serve(self, api_version: str) -> None:
-        """Serve the kinds of this API group in this version alone."""
+        """Serve the kinds of this API group, only in this version."""
         group = api_version.partition("/")[0]
         self.served = {one for one in self.served if not one.startswith(f"{group}/")} | {api_version}
         for plural, kind in self.kinds.items():
             if kind.api_version.startswith(f"{group}/"):
                 self.kinds[plural] = replace(kind, api_version=api_version)
 
-    # ---------------------------------------------------------------- for the rest of the model, which sees no faults
+    # ---------------------------------------------------------------- for other parts of the model, without faults
 
     def find(self, plural: str, name: str, namespace: str = "default") -> Raw | None:
-        """The object as it is now."""
+        """Return the present object, or None."""
         return self.objects[plural].get((namespace, name))
 
     def all(self, plural: str) -> list[Raw]:
-        """The objects as they are now."""
+        """Return all present objects."""
         return list(self.objects[plural].values())
 
     def change(self, plural: str, raw: Raw, actor: str, **fields: Any) -> Raw | None:
-        """The same object with other top-level fields, if it is still there; metadata is merged."""
+        """Change top-level fields of an object that still exists, and return it. `metadata` is merged."""
         place = _place(raw)
         old = self.objects[plural].get(place)
         if old is None or old["metadata"]["uid"] != raw["metadata"]["uid"]:
@@ -164,14 +164,14 @@ class ModelApi:
         return self._store(self.kinds[plural], place, old, {**old, **fields, "metadata": metadata}, actor)
 
     def remove(self, plural: str, raw: Raw, actor: str) -> None:
-        """The object goes at once, whatever its grace and finalizers."""
+        """Remove the object immediately, whatever its grace period and finalizers."""
         place = _place(raw)
         old = self.objects[plural].get(place)
         if old is not None and old["metadata"]["uid"] == raw["metadata"]["uid"]:
             self._drop(self.kinds[plural], place, old, actor)
 
     def at_version(self, plural: str, version: int) -> list[Raw]:
-        """The objects as they were: what a server that lags would list."""
+        """Return the objects at an earlier version, as a server that lags behind would list them."""
         then: dict[ObjectKey, Raw] = {}
         for change in self.log[plural]:
             if change.version > version:
@@ -183,7 +183,7 @@ class ModelApi:
         return list(then.values())
 
     def after(self, plural: str, version: int) -> Change | None:
-        """The first change after a version."""
+        """Return the first change after a version."""
         log = self.log[plural]
         index = bisect.bisect_right(log, version, key=lambda change: change.version)
         return log[index] if index < len(log) else None
@@ -240,12 +240,12 @@ class ModelApi:
         else:
             new = self._with_spec(kind, old, body)
         if new == old:
-            return 200, old  # etcd is not written, and the version stays
+            return 200, old  # as with etcd, nothing is written and the version stays
         stored = self._store(kind, place, old, new, actor)
         return 200, self._drop_if_released(kind, place, stored, actor)
 
     def _patch(self, kind: Kind, place: ObjectKey, body: Raw, actor: str) -> Answer:
-        """activeDeadlineSeconds of a pod: nothing else is ever patched."""
+        """Change activeDeadlineSeconds of a pod, the only field that is ever patched."""
         old = self.objects[kind.plural].get(place)
         if old is None:
             return _not_found(kind, place[1])
@@ -335,7 +335,7 @@ _SERVERS_OWN = frozenset(
 
 
 def parse(path: str) -> tuple[str, str, str, str]:
-    """Plural, namespace, name and subresource of a request."""
+    """Return plural, namespace, name and subresource of a request."""
     parts = path.strip("/").split("/")
     parts = parts[2:] if parts[0] == "api" else parts[3:]
     namespace = ""
@@ -346,7 +346,7 @@ def parse(path: str) -> tuple[str, str, str, str]:
 
 
 def matching(labels: str, namespace: str) -> Callable[[Raw], bool]:
-    """Whether an object is in the namespace ("": any) and has the labels: `key`, `key=value`, with commas."""
+    """Return a predicate: the object is in the namespace ("": any) and has these labels: `key` or `key=value`."""
     wanted = [pair.partition("=") for pair in labels.split(",") if pair]
 
     def matches(raw: Raw) -> bool:
@@ -360,7 +360,7 @@ def matching(labels: str, namespace: str) -> Callable[[Raw], bool]:
 
 
 def event_of(change: Change, matches: Callable[[Raw], bool]) -> Raw | None:
-    """The watch event for whoever watches what `matches`; None: nothing that they see."""
+    """Return the event for a watch that sees what `matches`; None if this watch sees no change."""
     was = change.old is not None and matches(change.old)
     if change.new is None or not matches(change.new):
         return {"type": "DELETED", "object": change.object} if was else None
@@ -368,19 +368,19 @@ def event_of(change: Change, matches: Callable[[Raw], bool]) -> Raw | None:
 
 
 def list_of(kind: Kind, items: list[Raw], version: int) -> Raw:
-    """A List object."""
+    """Return a List object."""
     metadata = {"resourceVersion": str(version)}
     return {"kind": f"{kind.kind}List", "apiVersion": kind.api_version, "metadata": metadata, "items": items}
 
 
 def owner_uid(raw: Raw) -> str:
-    """uid of the controller."""
+    """Return the uid of the controller, or ""."""
     owners = raw["metadata"].get("ownerReferences") or ()
     return next((str(o["uid"]) for o in owners if o.get("controller")), "")
 
 
 def stamp(at: dt.datetime) -> str:
-    """A time as the API server writes it."""
+    """Return a time as the API server writes it."""
     return at.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -389,7 +389,7 @@ def _place(raw: Raw) -> ObjectKey:
 
 
 def _grace_seconds(pod: Raw, asked: int | None) -> int:
-    """As podStrategy.CheckGracefulDelete: a pod that has ended or has no node needs no grace."""
+    """Return the grace period. A pod that has ended or has no node needs none (podStrategy.CheckGracefulDelete)."""
     if not pod["spec"].get("nodeName") or pod["status"].get("phase") in ("Succeeded", "Failed"):
         return 0
     return int(pod["spec"]["terminationGracePeriodSeconds"]) if asked is None else asked

@@ -1,4 +1,4 @@
-"""A model of an agent's memory: its areas, the slots of its ranks, and the truth about both."""
+"""A model of an agent's memory: its areas, the slots of its ranks, and the truth about their content."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from model_agents import Life
 
 PARTS = 3
-"""Number of parts of an area. A writer may die between any two."""
+"""Number of parts of an area. A writer may die between any two parts."""
 
 
 class State(NamedTuple):
-    """The state of the ranks of a generation at a step."""
+    """A state of a job: that of all ranks of a generation at a step."""
 
     life: int
     """Number of the generation. The next generation has this state until it makes a step."""
@@ -28,7 +28,7 @@ TORN = State(-1, -1)
 
 
 class Whole(NamedTuple):
-    """The truth about a state in memory: the generation that wrote all its parts."""
+    """A complete state in memory, with the generation that really wrote all its parts."""
 
     writer: Life
     state: State
@@ -41,13 +41,13 @@ class Place:
 
     parts: list[State] = field(default_factory=lambda: [NOTHING] * PARTS)
     held: Held | None = None
-    """Content of its cells."""
+    """What the cells say about the content."""
     writer: Life | None = None
-    """The truth: the generation that wrote all its parts; None if there is none."""
+    """The truth: the generation that wrote all parts; None if nothing complete is there."""
 
     @property
     def whole(self) -> Whole | None:
-        """Return the truth about its state; None if it is incomplete."""
+        """The truth about the state in this area; None if it is incomplete."""
         if self.writer is None or len(set(self.parts)) > 1:
             return None
         return Whole(self.writer, self.parts[0], self.held is not None and self.held.assumed)
@@ -65,27 +65,26 @@ class Area:
     written_marks: dict[int, Mark] = field(default_factory=dict)
     proven: bool = False
     changes: int = 0
-    """CHANGED or PLACED, once its ranks have learned that about the script."""
+    """CHANGED or PLACED, as soon as ranks have detected this behaviour of the script."""
     excused: set[tuple[int, State]] = field(default_factory=set)
-    """The truth: (local rank, state) of each copy in which the rank had no part, because it had no room or did not
-    save."""
+    """The truth: (local rank, state) of each copy without this rank, because it had no room or did not save."""
     copied: Whole | None = None
     """The truth: the newest copy that has counted here. Only a newer complete state may overwrite it."""
 
     @property
     def newest(self) -> Place:
-        """Return the place that `Shared.held` would choose."""
+        """The area that `Shared.held` would choose."""
         none = Version(0, 0, 0)
         return max(self.places, key=lambda place: place.held.version if place.held else none)
 
     @property
     def held(self) -> Held | None:
-        """Return the cells of the newest state."""
+        """The cells of the newest state."""
         return self.newest.held
 
     @property
     def marks(self) -> list[Mark]:
-        """Return `Shared.mark` of each of its ranks."""
+        """`Shared.mark` of each rank."""
         marks = (self._mark(local) for local in sorted({*self.slots, *self.written_marks}))
         return [mark for mark in marks if mark is not None]
 
@@ -97,7 +96,7 @@ class Area:
         return max(found, default=None)
 
     def has_small(self, version: Version) -> bool:
-        """True if any of its ranks has written its random states for this version."""
+        """True if any rank of the agent has written its random states for this version."""
         return any(self.has_own(version, local) for local in {*self.slots, *self.copy_slots})
 
     def has_own(self, version: Version, local: int) -> bool:
@@ -105,23 +104,23 @@ class Area:
         return version in self.slots.get(local, ()) or version in self.copy_slots.get(local, ())
 
     def all_have_copied(self, version: Version, ranks: int) -> bool:
-        """Return the result of `Shared.all_have_copied`."""
+        """Return what `Shared.all_have_copied` would return."""
         return all(version in self.copy_slots.get(local, ()) for local in range(ranks))
 
     def note(self, version: Version, local: int = 0) -> None:
-        """Write small states into the older of the two slots of a local rank."""
+        """Write a local rank's random states into the older of its two slots."""
         slots = self.slots.get(local, [])
         if version not in slots:
             self.slots[local] = [*sorted(slots)[-1:], version]
 
     def begin(self, place: Place, held: Held) -> None:
-        """Begin to write after a failure. The place is empty until the last part is written."""
+        """Begin to write after a failure. Nothing counts in this area until its last part is written."""
         if place.whole is not None and place.whole == self.copied:
             self.copied = None  # a write after a failure may overwrite the newest copy
         place.held = place.writer = None
 
     def end(self, place: Place, held: Held, life: Life) -> None:
-        """End the write: the last part is written."""
+        """Make the state count, after its last part was written."""
         place.held, place.writer = held, life
 
     def count_load(self, version: Version) -> None:
@@ -132,7 +131,7 @@ class Area:
         place.held = place.held._replace(loads=place.held.loads + 1)
 
     def forget(self, generation: int) -> None:
-        """Forget slots and copies of this generation, because they belong to other objects."""
+        """Forget slots and copies of this generation, because the script has passed other objects since."""
         self.slots = {
             local: [slot for slot in slots if slot.generation != generation] for local, slots in self.slots.items()
         }

@@ -24,7 +24,7 @@ STALE_VERSIONS_MAX = 25
 
 
 class ModelClient:
-    """One process's connection. `crash` kills that process; answers that it waits for never come."""
+    """The connection of one operator process. `crash` kills that process, which then never gets a pending answer."""
 
     def __init__(self, api: ModelApi, loop: VirtualLoop, faults: Faults, actor: str, crash: Callable[[], None]) -> None:
         self.limits = RequestLimits()
@@ -32,7 +32,7 @@ class ModelClient:
         self.actor = actor
         self.dead = False
         self.stale_by = 0
-        """How many changes a stale list is behind; 0: it depends on the seed."""
+        """How many changes a stale list is behind; 0: a number from the seed."""
         self.away = False
         """True if this process cannot reach the API server."""
         self.requests = 0
@@ -68,7 +68,7 @@ class ModelClient:
 
     async def list(self, path: str, selector: str = "") -> tuple[list[Raw], str]:
         answer = await self._request("GET", path, {"labelSelector": selector} if selector else {})
-        # Only a reflector's list may be stale; a read of one job always gets the newest.
+        # Only the list of a reflector may be stale; a list for one job is always current.
         items, version = answer["items"], answer["metadata"]["resourceVersion"]
         if "=" not in selector and self._faults.at("list") == "stale":
             plural, namespace, _, _ = parse(path)
@@ -78,7 +78,7 @@ class ModelClient:
         return items, version
 
     def _stale(self, plural: str, matches: Callable[[Raw], bool]) -> tuple[list[Raw], str]:
-        """Return what a stale server would list."""
+        """Return the list of a stale server, and its version."""
         log = self._api.log[plural]
         behind = self.stale_by or int(self._faults.number("list", 1, STALE_VERSIONS_MAX))
         version = log[-behind - 1].version if behind < len(log) else self._api.first_version
@@ -179,7 +179,7 @@ class ModelClient:
                 self._api.change(types.PLURAL, raw, "user", metadata=touched)
 
     async def _later(self, seconds: float, *request: Any) -> tuple[int, Raw]:
-        """Execute later, even if the sending process dies meanwhile."""
+        """Execute a request later, even if the sending process dies in between."""
         answer = self._loop.create_future()
 
         def carry_out() -> None:

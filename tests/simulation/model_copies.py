@@ -1,9 +1,8 @@
 """A model of periodic copies: each rank's actions at its boundaries while nothing fails.
 
 The real rules (`ddpjob_core.copies`) decide when a copy is made, what it overwrites, and which plan applies. The model
-replaces `in_memory/copies.py`: the store for rank 0's plans, the cost of copies, and their parts, between any two of
-which the job may end. The first rank of each node writes the state, and each rank its own random states.
-"""
+replaces `in_memory/copies.py`: the store for rank 0's plans, the cost of copies, and their parts. The job may end
+between any two parts. The first rank of each node writes the state, and each rank its own random states."""
 
 from __future__ import annotations
 
@@ -26,19 +25,19 @@ WORK = ("note", "open", *["part"] * PARTS, "close")
 PACES_LEAST = 3
 STEP_SECONDS = 1.0
 COST_SECONDS = (-2.5, -0.4)
-"""Exponents of ten of a copy's duration. They lead to plans with a copy at each step, and up to each 32nd step."""
+"""Exponents of ten of a copy's duration. They lead to plans between a copy at each step and at every 32nd step."""
 NO_ROOM_STEPS = (0, 0, 0, 1, 3)
 
 
 @dataclass
 class Store:
-    """Rank 0's plans of a generation, each with the step at which rank 0 announced it."""
+    """Rank 0's plans in a generation, each with the step at which rank 0 announced it."""
 
     plans: list[tuple[int, CopyPlan]] = field(default_factory=list)
 
 
 class At(NamedTuple):
-    """A boundary of a rank."""
+    """A boundary of a rank, where it may copy."""
 
     step: int
     named: bool
@@ -72,7 +71,7 @@ class Copying:
     step: int = 0
     """Step of the last boundary."""
     todo: list[str] = field(default_factory=list)
-    """Remaining actions of its present copy."""
+    """Remaining actions of the current copy."""
     _next: CopyPlan | None = None
     _told: int = 0
     _before: int = 0
@@ -96,12 +95,12 @@ class Copying:
 
     @property
     def every(self) -> int:
-        """Return the number of steps between two copies."""
+        """Number of steps between two copies."""
         return 1 if self.plan is None else self.plan.every
 
     @property
     def least(self) -> int:
-        """Return the earliest step from which the job may resume if it fails now and this node survives.
+        """The earliest step from which the job may resume if it fails now and this node survives.
 
         0: no copy is required yet, or the script decides when to copy.
         """
@@ -114,7 +113,7 @@ class Copying:
 
     @property
     def local(self) -> int:
-        """Return the local rank."""
+        """The local rank."""
         return self.rank % self.per_node
 
     @property
@@ -122,7 +121,7 @@ class Copying:
         """True if this rank writes the state of its node."""
         return self.local == 0
 
-    # ---- while all goes well -------------------------------------------------------------------------------
+    # ---- without a failure ---------------------------------------------------------------------------------
 
     def comes_to(self, at: At) -> None:
         """Make an optimizer step, and reach the boundary after it."""
@@ -142,7 +141,7 @@ class Copying:
         return None
 
     def begins_a_step(self) -> None:
-        """Begin the next step. All ranks have reached the last boundary now, so copies made there count."""
+        """Begin the next step. By now all ranks have reached the last boundary, so copies made there count."""
         self.work()
         if self._is_written:
             self.count()
@@ -155,19 +154,19 @@ class Copying:
         self.area.copied = Whole(self.life, self.state(self._held.version.step), self._held.assumed)
 
     def work(self, most: int = len(WORK)) -> None:
-        """Do up to `most` of the remaining actions of the present copy."""
+        """Do up to `most` of the remaining actions of the current copy."""
         for _ in range(min(most, len(self.todo))):
             getattr(self, f"_{self.todo.pop(0)}")()
 
     @property
     def is_complete(self) -> bool:
-        """True if a copy waits for the next optimizer step but is complete already: all ranks are on this node and have
-        written their random states."""
+        """True if a copy waits for the next optimizer step, but is already complete: all ranks are on this node and
+        have written their random states."""
         is_all = self.ranks == self.per_node and self.area.all_have_copied(self._version, self.per_node)
         return self._is_written and is_all
 
     def drop(self) -> None:
-        """Drop the waiting copy, because a newer state is written."""
+        """Drop the waiting copy, because a newer state is being written."""
         self.todo, self._is_written = [], False
 
     def forget(self, starts: int) -> None:
@@ -187,7 +186,7 @@ class Copying:
     # ---- a boundary ----------------------------------------------------------------------------------------
 
     def _again(self, at: At) -> None:
-        """Handle `save` at the same boundary as `should_stop`."""
+        """Handle a `save` after `should_stop` at the same boundary."""
         if not self.changes or not at.named or at.step < self.starts:
             return
         self._is_placed = self.has_place
@@ -205,7 +204,7 @@ class Copying:
 
     def _copy_if_due(self, at: At) -> None:
         if self.loaded is not None and at.step == self.loaded.step:
-            return  # the loaded state is in memory already
+            return  # the loaded state is already in memory
         self._is_named |= at.named
         if self._room_at is None:
             self._room_at = at.step + self.chance.choice(NO_ROOM_STEPS if self.is_writer else (0,))

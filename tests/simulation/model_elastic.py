@@ -1,4 +1,4 @@
-"""A model of torchrun's elastic jobs (c10d): nodes that meet at node 0's store, and restarts in place."""
+"""A model of torchrun's elastic jobs (c10d): nodes that meet at node 0's store, and restarts in their pods."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Rendezvous:
     least: int
     most: int
     there: dict[int, Process] = field(default_factory=dict)
-    """By place: nodes whose torchrun is running, training or waiting."""
+    """By place, the nodes whose torchrun is running, whether they train or wait."""
     training: tuple[Process, ...] = ()
     generation: int = 0
     started_at: float = 0.0
@@ -34,7 +34,7 @@ class Rendezvous:
     closed: bool = False
     """Training has ended, or node 0 is gone: nobody can join."""
     left: dict[int, int] = field(default_factory=dict)
-    """By place: how often its torchrun may still restart its ranks."""
+    """By place, how often its torchrun may still restart its ranks."""
 
     def living(self) -> list[Process]:
         return [p for p in self.there.values() if p.alive]
@@ -48,15 +48,15 @@ class Elastic:
         self._random = random.Random(f"{training.faults.seed} elastic")
         self.groups: dict[tuple[str, str], Rendezvous] = {}
         self.torn: Counter[str] = Counter()
-        """By job uid, how often the network alone cost its torchruns a restart: all count alike."""
+        """By job uid, how often a cut network alone has cost each torchrun a restart."""
         self.shrunk = self.joined = 0
-        """How often training began with fewer nodes than all, and with more than before."""
+        """How often training began with fewer nodes than the maximum, and how often more nodes joined later."""
 
     def joins(self, process: Process) -> None:
-        """A torchrun has started."""
+        """Start a torchrun."""
         least, most = map(int, process.environ["PET_NNODES"].split(":"))
         group = self.groups.get(process.run)
-        if group is None or (process.rank == 0 and group.closed):  # the store is in node 0's pod, which is new
+        if group is None or (process.rank == 0 and group.closed):  # the store is lost with node 0's old pod
             group = self.groups[process.run] = Rendezvous(least, most)
         other = group.there.get(process.rank)
         if other is not None and other.alive and not other.excused:
@@ -70,7 +70,7 @@ class Elastic:
             self._meets(group)
 
     def left(self, process: Process, code: int) -> None:
-        """A torchrun has ended."""
+        """End a torchrun."""
         group = self.groups[process.run]
         if group.there.get(process.rank) is not process:
             return
@@ -91,7 +91,7 @@ class Elastic:
             self._loop.call_later(LAST_CALL_SECONDS, self._start, group, group.generation)
 
     def _again(self, group: Rendezvous) -> None:
-        """Restart all ranks in their pods, together with waiting nodes."""
+        """Restart all ranks in their pods, together with nodes that are waiting."""
         group.training = ()
         self._meets(group)
 
@@ -117,7 +117,7 @@ class Elastic:
             self._later(group, 0.2, lambda: self._report(group))
 
     def _later(self, group: Rendezvous, seconds: float, work: Callable[[], None]) -> None:
-        """Call later, if this generation is still alive and connected."""
+        """Do the work later, if this generation is still alive and connected."""
         generation = group.generation
 
         def if_it_still_trains() -> None:
@@ -129,7 +129,7 @@ class Elastic:
         self._loop.call_later(seconds, if_it_still_trains)
 
     def _save(self, group: Rendezvous) -> None:
-        # torchrun's generations follow each other in one store, so the attempt alone shows which is newer.
+        # All generations of torchrun share the attempt's number, so only an older attempt is refused.
         if not self._training.saves(group.training[0], self._step(group)):
             self._end(group.training[0], 1, "Error", "ddpjob.SupersededError: a newer attempt has written")
             return
@@ -150,7 +150,7 @@ class Elastic:
             self._loop.call_later(self._random.uniform(0, 0.5), self._end, process, 0, "Completed", "")
 
     def _fail(self, group: Rendezvous, process: Process, failure: Failure) -> None:
-        """Let a rank fail: torchrun restarts it as often as allowed, and then ends with 1, unless the kernel ends the
+        """Let a rank fail. torchrun restarts it as often as allowed, and then ends with 1, unless the kernel ends the
         container."""
         training = self._training
         training.application_failed(process)
@@ -171,7 +171,7 @@ class Elastic:
         self._loses_a_peer(group, cut_off)
 
     def _loses_a_peer(self, group: Rendezvous, lost: Process) -> None:
-        """Ranks of the others fail too, and each torchrun counts that for itself."""
+        """Let the ranks of the other nodes fail too. Each torchrun counts this as a restart of its own."""
         if lost.alive:
             self._loop.call_later(self._random.uniform(1, 10), self._rejoins, group, lost)
         for peer in group.training:

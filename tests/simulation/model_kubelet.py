@@ -1,5 +1,5 @@
-"""A model of what runs a cluster besides the API server: scheduler, kubelets, node controller, garbage collector.
-Containers are real here: they continue when their node is cut off, and when their pod's object is gone."""
+"""A model of what runs a cluster besides the API server: scheduler, kubelets, node controller, garbage collector. As in
+reality, containers continue when their node is cut off, and when their pod's object is deleted."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ NOT_READY_SECONDS = 40.0
 EVICTION_SECONDS = 300.0
 ORPHAN_SECONDS = 40.0
 CLOCKS_OFF_SECONDS = 10
-# Exit codes of a trainer after SIGTERM: many save, and end with 0.
+# Possible exit codes of a trainer after SIGTERM. Many scripts save and end with 0.
 ENDED_BY_KUBELET = (0, 137, 143)
-# torchrun prints its line about SIGTERM at once, however long its ranks then take (torch 2.13,
+# torchrun prints its line about SIGTERM immediately, however long its ranks then take (torch 2.13,
 # elastic/agent/server/api.py).
 DEATH_SIGNAL = "W1121 16:00:00.000 torch/distributed/elastic/agent/server/api.py] Received 15 death signal"
-# Kinds that are deleted with the job that owns them.
+# Kinds that are deleted together with the job that owns them.
 OWNED = ("pods", "services", "podgroups", "workloads")
-# Durations of stopping: ranks save, at different speeds.
+# Longest durations of a stop; ranks save at different speeds.
 STOPS_WITHIN_SECONDS = (3, 3, 9)
 
 
@@ -36,11 +36,11 @@ class Node:
     def __init__(self, name: str, slots: int) -> None:
         self.name, self.slots = name, slots
         self.neighbours = 0
-        """How many neighbours have taken all of it."""
+        """How many neighbours have taken a whole node here."""
         self.reachable = True
         """True if the API server hears its kubelet."""
         self.side = ""
-        """The group of nodes with which it was cut off, which reach each other."""
+        """Name of the group of nodes with which it was cut off; these reach each other."""
         self.powered = True
         self.silent_since: float | None = None
         self.losses = 0
@@ -51,12 +51,12 @@ class Node:
 
 
 class Cluster:
-    """The whole cluster. Changes of objects drive it; delays are timers."""
+    """The whole cluster. Changes of objects drive it, and timers model delays."""
 
     def __init__(
         self, loop: VirtualLoop, api: ModelApi, faults: Faults, training: Training, nodes: int, slots: int = 2
     ) -> None:
-        """slots: how many pods fit on a node."""
+        """slots: how many pods fit on each node."""
         self.nodes = {f"node-{i}": Node(f"node-{i}", slots) for i in range(nodes)}
         self.started: Callable[[Process], None] = lambda _: None
         """Called when a container has started."""
@@ -77,7 +77,7 @@ class Cluster:
             self._api.request("POST", "/api/v1/nodes", None, {"metadata": {"name": name}}, "kubelet")
             self._say_node(name, "True")
 
-    # ---------------------------------------------------------------- what is true
+    # ---------------------------------------------------------------- the true state
 
     def processes(self) -> Iterator[Process]:
         """All running containers on all nodes."""
@@ -85,14 +85,14 @@ class Cluster:
             yield from (p for p in node.processes.values() if p.alive)
 
     def reachable(self, process: Process) -> bool:
-        """True if the cluster reaches the node of a process."""
+        """True if the API server reaches the node of a process."""
         return self.nodes[process.node].reachable
 
     def pods(self) -> list[Raw]:
         return self._api.all("pods")
 
     def time(self) -> float:
-        """Return seconds since the start."""
+        """Return the seconds since the start."""
         return self._loop.time()
 
     def connected(self, one: Process, other: Process) -> bool:
@@ -101,7 +101,7 @@ class Cluster:
         return here is there or (here.reachable and there.reachable) or (here.side == there.side != "")
 
     def has_name(self, process: Process) -> bool:
-        """True if the DNS name of its rank resolves to it: while its pod's object exists and has not ended."""
+        """True if the DNS name of the rank resolves to this process: its pod exists and has not ended."""
         raw = self.pod_of(process.uid)
         return raw is not None and not _has_ended(raw)
 
@@ -110,7 +110,7 @@ class Cluster:
         raw = self._api.find("pods", self._names.get(uid, ""))
         return raw if raw is not None and raw["metadata"]["uid"] == uid else None
 
-    # ---------------------------------------------------------------- what is done to it
+    # ---------------------------------------------------------------- faults and users
 
     def cut(self, name: str, side: str = "") -> None:
         """Cut the node off, with the others of its side; its containers continue."""
@@ -145,8 +145,8 @@ class Cluster:
             self._later(0.5, 3, self._sync, node, uid)
 
     def remove_node(self, name: str, *, lives_on: bool = False) -> None:
-        """Let the cloud remove the machine: power and object. lives_on: only the object is deleted; the kubelet
-        continues, and registers again when it is restarted (`back`)."""
+        """Let the cloud remove a node: the machine and its object. lives_on: only the object is deleted; the kubelet
+        goes on, and registers again when it is restarted (`back`)."""
         if lives_on:
             self.nodes[name].silent_since = self._loop.time()
         else:
@@ -157,13 +157,13 @@ class Cluster:
             self._loop.call_later(ORPHAN_SECONDS, self._collect_orphans, name)
 
     def disrupt(self, pod: Raw, reason: str) -> None:
-        """Evict through the API, preempt or drain: a condition, then a delete with the pod's own grace."""
+        """Evict through the API, preempt or drain: set a condition, then delete with the pod's own grace period."""
         self._condition(pod, "DisruptionTarget", "True", reason)
         self.delete_pod(pod, "cluster")
 
     def under_pressure(self, pod: Raw, reason: str) -> None:
-        """Let the kubelet evict a pod (Evicted), shut down (Terminated), or find the pod's own activeDeadlineSeconds
-        over (DeadlineExceeded): the pod fails, whatever its trainer ends with, and its object stays."""
+        """Let a kubelet fail a pod: eviction (Evicted), shutdown (Terminated), or the pod's own activeDeadlineSeconds
+        (DeadlineExceeded). The pod fails whatever its trainer's exit code, and its object stays."""
         node = self.nodes[pod["spec"]["nodeName"]]
         process = node.processes.get(pod["metadata"]["uid"])
         if process is None or not process.alive or not node.reachable:
@@ -182,7 +182,7 @@ class Cluster:
         path = f"/api/v1/namespaces/default/pods/{pod['metadata']['name']}"
         self._api.request("DELETE", path, None, options, actor)
 
-    # ---------------------------------------------------------------- hearing of changes
+    # ---------------------------------------------------------------- changes of objects
 
     def _hear(self, kind: Kind, change: Change) -> None:
         if kind.plural == types.PLURAL and change.new is None:
@@ -211,7 +211,7 @@ class Cluster:
             self._later(0.02, 0.5, self._sync, node, uid)
 
     def _excuse(self, node: Node, change: Change) -> None:
-        """Excuse a process whose pod is gone, or reported as failed, while it is alive."""
+        """Excuse a living process whose pod is gone or failed because its node was lost or a user forced it."""
         process = node.processes.get(change.object["metadata"]["uid"])
         if process is None or not process.alive:
             return
@@ -244,7 +244,7 @@ class Cluster:
             self._bind(member, node)
 
     def _places(self, raw: Raw) -> dict[str, Node]:
-        """Return where a pod goes, and with it the waiting pods of its gang: all that are needed, or none. By uid."""
+        """Return nodes by pod uid, for this pod and its gang: for all pods that are needed, or for none."""
         group = (raw["spec"].get("schedulingGroup") or {}).get("podGroupName")
         if group is None:
             fitting = [n for n in self.nodes.values() if self._fits(raw, n)]
@@ -342,7 +342,7 @@ class Cluster:
         self._later(0.05, 0.8, self._report, node, process)
 
     def _never_made(self, node: Node, raw: Raw) -> None:
-        """Return what a kubelet writes for a container that was missing when its pod was deleted."""
+        """Report a container that was missing when its pod was deleted, as a kubelet does."""
         text = "The container could not be located when the pod was terminated"
         unknown = {"exitCode": 137, "reason": "ContainerStatusUnknown", "message": text, "startedAt": None}
         self._status(node, raw, "Failed", {"terminated": {**unknown, "finishedAt": None}})
@@ -355,7 +355,7 @@ class Cluster:
             self._start(node, raw, sure=True)
 
     def _stop(self, node: Node, process: Process, grace_seconds: int) -> None:
-        """Send SIGTERM, and SIGKILL when the grace is over."""
+        """Send SIGTERM, and SIGKILL when the grace period is over."""
         self._loop.call_later(grace_seconds, self._kill, process)
         if process.told:
             return
@@ -373,7 +373,7 @@ class Cluster:
         self.ends(process, 137, "Error", "" if process.is_agent else DEATH_SIGNAL)
 
     def ends(self, process: Process, code: int, reason: str, message: str, phase_reason: str = "") -> None:
-        """A process ends, in any way."""
+        """End a process, for any reason."""
         if not process.alive:
             return
         process.alive = False
@@ -382,7 +382,7 @@ class Cluster:
         process.terminated = terminated(code, reason, message, at, process.started)
         process.phase_reason = phase_reason or process.phase_reason
         self._training.left(process, code)
-        # The kubelet reports at once what it ended itself, except a success, whose phase may come later.
+        # A kubelet that ends a pod itself reports everything at once, except a success, whose phase may come later.
         at_once = phase_reason and code != 0
         if self._faults.at("exit") == "phase later" and not at_once:
             self._later(0.05, 0.5, self._report, node, process, True)
@@ -402,7 +402,7 @@ class Cluster:
         why = "" if phase_later else process.phase_reason
         state = {"terminated": process.terminated}
         if why == "DeadlineExceeded" and raw["status"]["phase"] == "Running":
-            # With container statuses from before their end (syncPod in pkg/kubelet, mergePodStatus).
+            # The container statuses are from before the end (syncPod in pkg/kubelet, mergePodStatus).
             self._status(node, raw, phase, {"running": {}}, reason=why)
             self._loop.call_later(0.5, self._report, node, process, False, True)
             return
@@ -424,14 +424,14 @@ class Cluster:
         if reason:
             status["reason"] = reason
         if reason and reason != "DeadlineExceeded":
-            # Not before the phase (mergePodStatus in pkg/kubelet/status).
+            # The kubelet sets this condition only together with the phase (mergePodStatus in pkg/kubelet/status).
             target = {"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet"}
             status["conditions"] = [*status["conditions"], target]
         if status != raw["status"]:
             self._api.change("pods", raw, node.name, status=status)
 
     def _let_go(self, node: Node, raw: Raw, process: Process | None) -> None:
-        """Let the kubelet confirm that nothing of a deleted pod is running."""
+        """Let the kubelet confirm that no process of a deleted pod is running."""
         if not node.reachable:
             return
         found = self.pod_of(raw["metadata"]["uid"])
@@ -440,7 +440,7 @@ class Cluster:
         if process is not None and not _has_ended(found):
             self._report(node, process)
             return
-        # Its last delete has a grace of 0: the API server sets the time again, and then drops the object.
+        # The kubelet's last delete has a grace of 0: the API server updates the time, and then drops the object.
         last = {"deletionTimestamp": stamp(self._loop.now()), "deletionGracePeriodSeconds": 0}
         self._api.change("pods", found, node.name, metadata=last)
         self._api.remove("pods", found, node.name)
@@ -463,7 +463,7 @@ class Cluster:
         if self._api.find("nodes", name, "") is not None:
             self._say_node(name, "Unknown")
         for raw in self._on(name):
-            # As the node controller: no reason, and the containers' statuses stay.
+            # Like the node controller: without a reason, and the containers' statuses stay.
             self._condition(raw, "Ready", "False", "")
         self._loop.call_later(EVICTION_SECONDS, self._evict_all, name, loss)
 
@@ -524,7 +524,7 @@ class Cluster:
 
 
 def _told_of(node: Node, uid: str) -> Process | None:
-    """Return its container, which its kubelet reports now."""
+    """Return a container, and note that its kubelet reports it now."""
     process = node.processes.get(uid)
     if process is not None:
         process.told_after = node.losses

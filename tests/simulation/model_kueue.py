@@ -1,13 +1,12 @@
-"""A model of Kueue: one queue with quota for so many nodes, which admits Workloads by priority and preempts lower ones.
+"""A model of Kueue: one queue with quota for some nodes, which admits Workloads by priority and preempts lower ones.
 
-What it does was seen of Kueue 0.14.8 (docs/gangs.md), which serves v1beta1: an evicted Workload keeps its quota until
-its owner has removed the admission from the status; one that is finished or gone has none. One with minCount is
-admitted in part if neither free quota nor preemption is enough for all of it.
+v1beta1 behaves as observed with Kueue 0.14.8 (docs/gangs.md). An evicted Workload keeps its quota until its owner has
+removed the admission from the status. A Workload that is finished or deleted has no quota. One with minCount is
+admitted in part if neither free quota nor preemption is enough for all its pods.
 
-v1beta2 follows the types, the webhook and the workload controller of Kueue 0.19.2: the same life of a Workload, with
-other names for a priority class. A Workload whose condition Requeued is False is not considered, and Kueue sets it to
-True again only for the exact reasons of REQUEUED.
-"""
+v1beta2 follows the types, the webhook and the workload controller of Kueue 0.19.2. It differs only in the names for a
+priority class. A Workload whose condition Requeued is False is not considered. Kueue sets the condition to True again
+only for the exact reasons of REQUEUED."""
 
 from __future__ import annotations
 
@@ -30,13 +29,13 @@ LOOKS_WITHIN_SECONDS = (0.05, 0.5)
 
 
 class Kueue:
-    """The manager of Kueue. `evicted` is called with each Workload that it evicts."""
+    """Kueue's controller and webhook. `evicted` is called with each Workload that it evicts."""
 
     def __init__(self, loop: VirtualLoop, api: ModelApi, seed: int, quota: int, version: str) -> None:
         self.quota, self.version = quota, version
         self.is_down = self.is_stopped = False
         self.partly = 0
-        """How often it has admitted fewer pods than a Workload asks for."""
+        """How often it has admitted fewer pods than a Workload requests."""
         self.evicted: Callable[[Raw], None] = lambda workload: None
         self._loop, self._api = loop, api
         self._random = random.Random(f"{seed} kueue")
@@ -51,12 +50,12 @@ class Kueue:
         api.listeners.append(self._hear)
 
     def goes(self) -> None:
-        """It is down: its webhook refuses what is written, and nothing is admitted."""
+        """Stop Kueue: its webhook refuses all writes, and it admits nothing."""
         self.is_down = True
         self._api.webhooks_down.add("workloads")
 
     def comes_back(self) -> None:
-        """It works again, and knows all that it knew."""
+        """Start Kueue again, without loss of knowledge."""
         self.is_down = False
         self._api.webhooks_down.clear()
         self._look_soon()
@@ -67,7 +66,7 @@ class Kueue:
         self._look_soon()
 
     def _refusal(self, plural: str, workload: Raw) -> str:
-        """Why the schema or the webhook refuses a new Workload; "" if they accept it."""
+        """Return why the schema or the webhook refuses a new Workload; "" if they accept it."""
         if plural != "workloads":
             return ""
         spec, of_class = workload["spec"], CLASS_FIELDS[self.version]
@@ -78,7 +77,7 @@ class Kueue:
         return "" if is_complete else "priority should not be nil when a priority class is set"
 
     def holders(self) -> list[Raw]:
-        """The Workloads that have quota."""
+        """Return the Workloads that have quota."""
         return [w for w in self._api.all("workloads") if holds_quota(w)]
 
     def _hear(self, kind: Kind, change: Change) -> None:
@@ -100,8 +99,8 @@ class Kueue:
         for workload in sorted(workloads, key=lambda w: (-_priority(w), int(w["metadata"]["uid"][-12:]))):
             waits = not holds_quota(workload) and not is_true(workload, "Finished") and _asks(workload)
             if waits and not self.is_stopped and self._consider(workload):
-                # Who preempts stays at the head of its queue (RequeueReasonPendingPreemption): what comes back is not
-                # given to those behind it.
+                # A Workload that preempts stays at the head of its queue (RequeueReasonPendingPreemption). Quota that
+                # is given back does not go to Workloads behind it.
                 return
 
     def _deactivate_or_requeue(self, workload: Raw) -> None:
@@ -118,7 +117,7 @@ class Kueue:
             self._look_soon()
 
     def _consider(self, workload: Raw) -> bool:
-        """Whether it waits for quota that others are to give back to it."""
+        """Admit a Workload or preempt others. Return True if it waits for quota that others must give back."""
         if (queue := workload["spec"]["queueName"]) != QUEUE:
             self._say(workload, QuotaReserved=("False", "Inadmissible", f"LocalQueue {queue} doesn't exist"))
             return False
@@ -162,7 +161,7 @@ class Kueue:
         self.evicted(workload)
 
     def _say(self, workload: Raw, admission: Raw | None = None, **news: tuple[str, str, str]) -> None:
-        """Writes conditions: status, reason, message."""
+        """Write conditions: (status, reason, message) by type."""
         now = self._api.find("workloads", workload["metadata"]["name"])
         if now is None or now["metadata"]["uid"] != workload["metadata"]["uid"]:
             return
@@ -179,34 +178,34 @@ class Kueue:
 
 
 def count(workload: Raw) -> int:
-    """Return the number of pods that it requests."""
+    """Return the number of pods that a Workload requests."""
     return int(workload["spec"]["podSets"][0]["count"])
 
 
 def least(workload: Raw) -> int:
-    """With how many pods it may be admitted."""
+    """Return the smallest number of pods with which a Workload may be admitted."""
     podset = workload["spec"]["podSets"][0]
     return int(podset.get("minCount", podset["count"]))
 
 
 def held(workload: Raw) -> int:
-    """For how many pods it has quota."""
+    """Return the number of pods for which a Workload has quota."""
     admission = (workload.get("status") or {}).get("admission")
     return int(admission["podSetAssignments"][0]["count"]) if admission else count(workload)
 
 
 def holds_quota(workload: Raw) -> bool:
-    """Whether the queue counts it."""
+    """True if the queue counts the Workload's quota."""
     return is_true(workload, "QuotaReserved") and not is_true(workload, "Finished")
 
 
 def is_true(workload: Raw, kind: str) -> bool:
-    """Whether it has this condition."""
+    """True if the Workload has this condition."""
     return _condition(workload, kind).get("status") == "True"
 
 
 def _asks(workload: Raw) -> bool:
-    """True if it is considered for admission."""
+    """True if the Workload is considered for admission."""
     return workload["spec"].get("active") is not False and _condition(workload, "Requeued").get("status") != "False"
 
 

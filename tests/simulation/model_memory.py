@@ -1,7 +1,7 @@
-"""A model of the memory in which a state outlives its ranks: what each agent holds, and what a generation begins with
-(model_rescue.py models what survivors write). The real rule (`ddpjob_core.memory`) decides which state counts. Modelled
-are ranks at a boundary or within the optimizer's step, areas that are written in parts, and lost agents. Unlike the
-ranks, the model knows which generation made each part."""
+"""A model of the memory in which a state outlives its ranks: what each agent holds, and with what a generation begins.
+model_rescue.py models what survivors write. The real rules (`ddpjob_core.memory`) decide which state counts. The model
+has ranks at a boundary or inside the optimizer's step, areas that are written in parts, and lost agents. It knows which
+generation really wrote each part, which ranks do not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from model_training import Training
 
 SUMMED = 0.3
-"""How often a group ends after the gradients have reached all its ranks, so that each may still make the step alone."""
+"""Probability that a group ends after all its ranks have the gradients, so that each can still make the step alone."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class Script:
     all_save: bool = True
     """False: only rank 0 saves."""
     names_more: bool = False
-    """True if `save` has more objects than `load`, which the script needs to continue."""
+    """True if the script saves more than it gave `load`, and cannot continue without it."""
     ranks: int = 1
-    """Per node."""
+    """Ranks per node."""
     changes: str = ""
-    """If it changes parameters between two steps, where the next step's state is complete: at `should_stop`, or only
-    before `save`. "seldom": like the first, but a survivor detects it."""
+    """Where the state for the next step is complete if the script changes parameters between steps: at `should_stop`,
+    or only before `save`. "seldom": at `should_stop`, and a survivor detects the change. "": no changes."""
 
 
 class Saved(NamedTuple):
@@ -55,27 +55,27 @@ class Loaded(NamedTuple):
 
     state: State
     origin: str
-    """Its source; "" for none."""
+    """Where it comes from; "" if there is none."""
     ranks: tuple[int, ...] = ()
-    """The ranks on whose nodes it was, if in memory."""
+    """If from memory, the ranks on whose nodes it was."""
     assumed: bool = False
     why: str = ""
-    """Why nothing in memory counts although there is something."""
+    """Why no state in memory counts although there are some."""
 
 
 class Memories:
-    """The memories of all agents of a simulation, and the folders of their jobs."""
+    """The memories of all agents of a simulation, and the folders of the jobs."""
 
     def __init__(
         self, training: Training, script: Script, checked: Callable[[Life, Loaded, Saved | None], None]
     ) -> None:
-        """checked: called with the state with which a generation is about to begin, before anything is counted."""
+        """checked: called with the state from which a generation begins, before the load is counted."""
         self.script, self._checked, self._training = script, checked, training
         self._loop, self._faults = training.loop, training.faults
         self._random = random.Random(f"{training.faults.seed} memory")
         self.rescues = Rescues(training, script, self._random)
         self.saved: dict[str, Saved] = {}
-        """By job uid, the content of its folder."""
+        """By job uid, the newest state in its folder."""
 
     # ---------------------------------------------------------------- load and save
 
@@ -109,7 +109,7 @@ class Memories:
         return loaded
 
     def _found(self, agents: list[Agent], present: Version) -> FoundState | str:
-        """In memory: the area of one rank, and of any rank what is small; else why not."""
+        """Return the newest state in memory if any rank has its random states; otherwise why none counts."""
         if not self.script.memory:
             return ""
         marks = [mark for agent in agents for mark in agent.area.marks]
@@ -119,13 +119,13 @@ class Memories:
         return "the random states of this step are gone"
 
     def _kept(self, life: Life, loaded: Loaded, first: int, loads: int, local: int) -> Kept:
-        """Return what is kept. If more was saved than `load` has, nothing is kept until it is saved again."""
+        """Return what a rank keeps. If the script saves more than it gave `load`, keep nothing until the next save."""
         knows_all = not self.script.names_more or loaded.assumed or not loaded.origin
         assumed = loaded.assumed or not loads
         return Kept(life, first, local, self.script.memory and knows_all, assumed, loads)
 
     def _copying(self, agent: Agent, kept: Kept, store: Store, loaded: Version | None) -> Copying | None:
-        """Return the copies, if nobody can write the state after a failure."""
+        """Return the copies of a rank if no rank could write the state after a failure; otherwise None."""
         life, changes = kept.life, bool(self.script.changes and (self.script.changes != "seldom" or agent.area.changes))
         if not self.script.memory or not (changes or len(life.ranks) * self.script.ranks == 1):
             return None
@@ -148,7 +148,7 @@ class Memories:
         )
 
     def _comes_to(self, life: Life, lasts: dict[Kept, int], named: Collection[Kept] = ()) -> None:
-        """Let ranks make steps up to these, and copy. named: the ranks that save the last one."""
+        """Let ranks make steps up to these, and copy. named: the ranks that call `save` at their last step."""
         copying = [(kept, one) for kept in lasts if (one := kept.copying) is not None]
         begun = min((one.step for _, one in copying if one.step), default=0)
         first = max(begun, life.loaded.state.step if life.loaded is not None else 0)
@@ -160,12 +160,12 @@ class Memories:
                         one.comes_to(At(step, is_named))
 
     def _of(self, life: Life) -> dict[Kept, Agent]:
-        """Yield what its ranks keep, and on whose node."""
+        """Return what the ranks of a generation keep, each with its agent."""
         return {kept: agent for agent in life.ranks.values() for kept in agent.kepts if kept.life is life}
 
     def save(self, life: Life, step: int) -> bool:
-        """Let ranks call `save`; return True if the folder still accepts their writes. At the start it is only
-        claimed."""
+        """Let ranks call `save`. Return True if the folder still accepts their writes. At the start they only claim the
+        folder."""
         first = life.ranks[0].process
         is_begin = life.loaded is None or step <= life.loaded.state.step
         if self.script.folder and not self._training.saves(first, 0.0 if is_begin else float(step), life.generation):
@@ -182,11 +182,11 @@ class Memories:
         return True
 
     def _names(self, agent: Agent, kept: Kept, step: int) -> None:
-        """`save` passes everything that the script has."""
+        """Note that `save` has passed everything that the script has."""
         if not self.script.memory:
             return
         if self.script.names_more and (kept.assumed or not kept.is_on):
-            if kept.is_on:  # earlier notes and proofs cover less
+            if kept.is_on:  # earlier notes and proofs are about fewer objects
                 generation = kept.life.generation
                 agent.area.forget(generation)
                 agent.area.proven = False
@@ -198,7 +198,7 @@ class Memories:
     # ---------------------------------------------------------------- a group that ends
 
     def stop(self, life: Life, step: int) -> None:
-        """Stop all steps: a rank has ended, or agents have asked for the state. Each rank stays where it is."""
+        """Stop all steps, because a rank has ended or agents have requested the state. Each rank stays where it is."""
         if life.loaded is None or life.ended_at is not None:
             return
         life.ended_at = step
@@ -212,7 +212,7 @@ class Memories:
         self._stop_copies(life)
 
     def _stop_copies(self, life: Life) -> None:
-        """If others have continued, all had reached the boundary; otherwise a copy may be cut short anywhere."""
+        """Stop all copies. Ranks that others have overtaken finish their copy; another copy may be cut off anywhere."""
         ranks = self._of(life)
         self._comes_to(life, {kept: kept.clock // 2 for kept in ranks})
         furthest, order = max((kept.clock for kept in ranks), default=0), list(ranks)

@@ -1,6 +1,6 @@
 """A model of what survivors do after a failure: one rank of a node writes its state, part by part. The real rules
-(`ddpjob_core.memory`) decide who waits for whom, and what is there already. If a rank is killed, the others on its node
-continue to write; the agent ends them when all have answered, or their time is over."""
+(`ddpjob_core.memory`) decide who waits for whom, and whether the state is already there. If a rank is killed, the
+others on its node continue to write. The agent ends them when all have answered or their time is over."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 PART_SECONDS = (0.01, 0.1)
 BOUNDARY_SECONDS = (0.001, 0.04)
-"""From inside the optimizer's step to the next boundary."""
+"""Seconds from inside the optimizer's step to the next boundary."""
 LIMIT_SECONDS = memory.limit_seconds(0)
 SLOW_SECONDS = (0.3, 1.5)
-"""Per part, on a node whose processor is busy."""
+"""Seconds per part on a node with a busy CPU."""
 PROOF_STEPS = 3
-"""A node's ranks must prove for so many steps that nothing large changes outside of them, before anything is kept."""
+"""Steps in which a node's ranks must prove that large values change only in the optimizer, before any is kept."""
 BYTES, BYTES_MORE = 300, 301
-"""Of what `load` passes, and of what `save` passes if that is more."""
+"""Size of the state that `load` passes, and of the one that `save` passes if the script saves more."""
 
 
 @dataclass(eq=False)
@@ -38,36 +38,36 @@ class Kept:
 
     life: Life
     first: int
-    """The first boundary at which it is noted."""
+    """The first boundary that the rank records."""
     local: int = 0
     """Its local rank."""
     is_on: bool = True
     assumed: bool = False
     loads: int = 0
-    """How often the state that it began with was loaded from memory."""
+    """How often the state with which the rank began was loaded from memory."""
     alive: bool = True
-    clock: int = 0  # once its group has stopped
+    clock: int = 0  # set when its group has stopped
     written: int = -1
-    """Number of parts; -1: it has not begun."""
+    """Number of written parts; -1 before it begins."""
     answer: int = memory.NONE
-    copying: Copying | None = None  # if it makes periodic copies
-    place: Place | None = None  # where it writes after a failure
+    copying: Copying | None = None  # set if it makes periodic copies
+    place: Place | None = None  # the area into which it writes after a failure
 
     @property
     def copies_instead(self) -> bool:
-        """True if it writes nothing after a failure, because nobody knows if its state is complete."""
+        """True if the rank writes nothing after a failure, because nobody knows whether its state is complete."""
         return self.copying is not None and self.copying.changes
 
 
 class Rescues:
-    """The rescues of all nodes of a simulation."""
+    """Writes the states of all nodes of a simulation after failures."""
 
     def __init__(self, training: Training, script: Script, chance: random.Random) -> None:
         self.script, self._training, self._random = script, training, chance
         self._loop, self._faults = training.loop, training.faults
 
     def note(self, agent: Agent, kept: Kept) -> None:
-        """Record its last boundaries."""
+        """Record a rank's last boundaries."""
         last = kept.clock // 2
         for step in range(max(kept.first, last - 1), last + 1):
             agent.area.note(Version(agent.process.attempt, kept.life.generation, step), kept.local)
@@ -75,7 +75,7 @@ class Rescues:
             agent.area.proven = True
 
     def lose(self, agent: Agent, life: Life, lost: Kept | None, *, raises: bool) -> bool:
-        """Lose one of its ranks, that one or any; return True if others with a state are alive."""
+        """Lose one rank of an agent: `lost`, or any. Return True if other ranks with a state are alive."""
         alive = [kept for kept in agent.kepts if kept.alive and kept.life is life]
         if len(alive) < 2:
             return False
@@ -87,7 +87,7 @@ class Rescues:
         return True
 
     def order(self, agent: Agent, then: Callable[[], None]) -> None:
-        """Let its agent have the ranks write the state, and continue when they have answered, or after a while."""
+        """Let an agent's ranks write the state. Call `then` when all have answered, or their time is over."""
         writers = [kept for kept in agent.kepts if self._may_write(agent, kept)]
         if not writers:
             return then()
@@ -99,11 +99,11 @@ class Rescues:
                 self._finish(agent, kept, fault)
             else:
                 self._try(agent, kept, fault)
-            fault = ""  # of the first one
+            fault = ""  # only the first rank has the fault
         return None
 
     def raises(self, agent: Agent) -> None:
-        """Let its ranks end by an exception; they write the state first, if no step is under way."""
+        """Let an agent's ranks end by an exception. They write the state first, unless a step is in progress."""
         for kept in agent.kepts:
             if self._may_write(agent, kept):
                 self._raises(agent, kept)
@@ -122,7 +122,7 @@ class Rescues:
     # ---------------------------------------------------------------- one rank
 
     def _may_write(self, agent: Agent, kept: Kept) -> bool:
-        """True if its agent waits for it; otherwise it has promised nothing, has answered, or is gone."""
+        """True if the agent waits for this rank: the rank is alive, keeps a state, and has not answered."""
         if kept.life is not agent.life or not (kept.alive and kept.is_on) or kept.answer != memory.NONE:
             return False
         if kept.copies_instead:
@@ -131,8 +131,7 @@ class Rescues:
         return kept.life.ended_at is not None and kept.clock // 2 >= needed
 
     def _finish(self, agent: Agent, kept: Kept, fault: str) -> None:
-        """Let its rank, which is alive, finish its present copy. It counts if no other rank can lack its random
-        states."""
+        """Let a living rank finish its current copy. The copy counts if no rank can lack its random states."""
         copying = kept.copying
         if copying is None or not self._runs(agent, kept) or kept.answer != memory.NONE:
             return None
@@ -143,7 +142,7 @@ class Rescues:
         if fault == "dies" and len(copying.todo) < PARTS:
             self._training.agents.rank_killed(agent, kept.life, kept)
             return None
-        if not copying.is_writer:  # it answers at once, without its main thread
+        if not copying.is_writer:  # another thread answers at once
             copying.work(self._random.randrange(2))
             return self._answers(agent, kept, memory.UNABLE)
         copying.work(1)
@@ -152,10 +151,10 @@ class Rescues:
         return None
 
     def _try(self, agent: Agent, kept: Kept, fault: str) -> None:
-        """One turn of the writing thread."""
+        """Do the next action of the thread that writes."""
         if not self._runs(agent, kept) or kept.answer != memory.NONE:
             return None
-        if self.script.changes and agent.area.changes:  # another rank of its node has detected it
+        if self.script.changes and agent.area.changes:  # another rank of the node has detected changes
             return self._answers(agent, kept, memory.UNABLE)
         if not memory.is_clean(kept.clock):
             if kept.clock % 2 == 0:
@@ -189,11 +188,11 @@ class Rescues:
             self._try(agent, kept, fault)
 
     def _begin(self, agent: Agent, kept: Kept) -> bool:
-        """Return True if what is there is as new."""
+        """Begin to write. Return True if the state in memory is not older than this rank's."""
         held = self.stamp(agent, kept)
         if self.script.changes == "seldom" and held.version.step > kept.first and self._random.random() < 0.5:
             agent.area.changes = CHANGED
-            return True  # parameters have changed meanwhile, so it writes nothing
+            return True  # the rank detects that parameters have changed, so it writes nothing
         if memory.is_there(agent.area.held, held.version, assumed=held.assumed):
             return True
         kept.written = 0
@@ -203,8 +202,8 @@ class Rescues:
         return False
 
     def _write(self, agent: Agent, kept: Kept) -> bool:
-        """Write the next part, unless another rank writes; after the last part, make it count. Return True if it wrote
-        one."""
+        """Write the next part, unless another rank writes. After the last part, make it count. Return True if a part
+        was written."""
         held, places = self.stamp(agent, kept), agent.area.places
         if kept.written == 0:
             if not self._is_alone(agent, kept):
@@ -225,7 +224,7 @@ class Rescues:
         return True
 
     def _is_alone(self, agent: Agent, kept: Kept) -> bool:
-        """True if it gets the writers' lock."""
+        """True if the rank gets the writers' lock."""
         return all(one.written <= 0 for one in self._others(agent, kept))
 
     def _dies_within_a_part(self, agent: Agent, kept: Kept) -> None:
@@ -234,11 +233,11 @@ class Rescues:
         self._training.agents.rank_killed(agent, kept.life, kept)
 
     def _others(self, agent: Agent, kept: Kept) -> list[Kept]:
-        """Return the other ranks of its node that are alive, take part, and have not answered yet."""
+        """Return the other ranks of the node for which the agent waits."""
         return [one for one in agent.kepts if one is not kept and self._may_write(agent, one)]
 
     def stamp(self, agent: Agent, kept: Kept, step: int = -1, every: int = 0) -> Held:
-        """Return the cells for a step, or for its last boundary."""
+        """Return the cells for this step, or for the rank's last boundary."""
         step = memory.step_of(kept.clock) if step < 0 else step
         state = state_at(kept.life, step)
         size = BYTES_MORE if self.script.names_more and not kept.assumed else BYTES
@@ -253,7 +252,7 @@ class Rescues:
         self._look(agent)
 
     def _look(self, agent: Agent) -> None:
-        """Its agent continues when it waits for none."""
+        """Let the agent continue if it waits for no rank."""
         if agent.life is not None and not any(self._may_write(agent, kept) for kept in agent.kepts):
             self._goes_on(agent, agent.life)
 
@@ -268,6 +267,6 @@ class Rescues:
 
 
 def state_at(life: Life, step: int) -> State:
-    """Return what its ranks have at a step."""
+    """Return the state of a generation at a step."""
     assert life.loaded is not None, "it has loaded"
     return life.loaded.state if step == life.loaded.state.step else State(life.number, step)

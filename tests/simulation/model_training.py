@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 SYMPTOM = "RuntimeError: [/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.7]:31234"
 NOBODY_CAME = "torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 1/2 clients joined."
-# No client can take back a sent request. Such a rank finds no group, and Snapshot's attempt number keeps it harmless.
+# Why a process is excused: a sent request cannot be taken back. The rank finds no group, and writes nothing.
 LATE = "the request for it has outlived its sender"
 FORCED = "the user has forced it"
-# As torch 2.13 ends a rank that waits too long, from a separate thread.
+# The message with which torch 2.13 ends a rank that waits too long, from a separate thread.
 WATCHDOG = (
     "[rank1]:[E1121 16:00:00.000000 ProcessGroupNCCL.cpp:685] [Rank 1] Watchdog caught collective operation timeout: "
     "WorkNCCL(SeqNum=12, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600012 milliseconds before timing out.\n"
@@ -32,7 +32,7 @@ WATCHDOG = (
 HANGS = -1
 """Exit code of a trainer that stops making steps and does not end."""
 ENDS_EARLY = 0
-"""Exit code of a trainer that makes fewer steps than its peers and ends with 0: they wait for it in vain."""
+"""Exit code of a trainer that makes fewer steps than its peers and ends with 0, so that they wait in vain."""
 COMPLAINS = -2
 """Exit code of a trainer whose ranks only ever report lost peers."""
 SAVE_SECONDS = 15.0
@@ -43,7 +43,7 @@ RESUMABLE = 75
 
 @dataclass(eq=False)
 class Process:
-    """The trainer of one pod as it really is, whatever the API server knows."""
+    """The trainer of one pod as it really is, whatever the API server knows about it."""
 
     pod: Raw
     name: str
@@ -54,25 +54,25 @@ class Process:
     rank: int
     nodes: int
     run: tuple[str, str]
-    """Where it meets the others: run id and port."""
+    """Where it meets the other ranks: run id and port."""
     node: str
     environ: dict[str, str]
     started: str = ""
-    """By the clock of its node."""
+    """Start time, by the clock of its node."""
     alive: bool = True
     told: bool = False
     """True if it was told to stop before it ended."""
     excused: str = ""
-    """Why it may live next to a newer attempt: the cluster lost its node, or the user forced it."""
+    """Why it may run next to a newer attempt: the cluster lost its node, or the user forced it."""
     told_after: int = 0
-    """How often its node had been lost when its kubelet last reported it."""
+    """How often its node had been lost when the kubelet last reported this process."""
     terminated: Raw = field(default_factory=dict)
     phase_reason: str = ""
-    """The pod's own reason, if the kubelet has one: Evicted."""
+    """The pod's own reason, if the kubelet gives one: Evicted."""
 
     @staticmethod
     def of(pod: Raw, node: str) -> Process:
-        """What the kubelet starts."""
+        """Return the process that a kubelet starts for a pod."""
         metadata = pod["metadata"]
         env = {e["name"]: e.get("value", "") for e in pod["spec"]["containers"][0].get("env", ())}
         return Process(
@@ -91,17 +91,17 @@ class Process:
 
     @property
     def is_agent(self) -> bool:
-        """True if it is a `ddprun` with its rank."""
+        """True if the process is a `ddprun` with its rank."""
         return bool(self.pod["spec"]["containers"][0]["command"][0] == "ddprun")
 
     @property
     def is_elastic(self) -> bool:
-        """True if it is a torchrun that trains with a changing number of nodes."""
+        """True if the process is a torchrun that trains with a changing number of nodes."""
         return ":" in self.environ["PET_NNODES"]
 
     @property
     def replacement(self) -> int:
-        """Its number among the pods of its rank in its attempt."""
+        """Number of the pod among those of the same rank in the same attempt."""
         return int(self.environ.get("DDPJOB_REPLACEMENT", 0))
 
     def __str__(self) -> str:
@@ -120,13 +120,13 @@ class Failure:
 
     @property
     def blames(self) -> bool:
-        """True if it clearly shows that the application is to blame."""
+        """True if the failure clearly shows that the application is to blame."""
         return self.message not in (SYMPTOM, WATCHDOG) and self.code not in (RESUMABLE, 126, 127, 143)
 
 
 @dataclass
 class Folder:
-    """The checkpoints of a job. As in Snapshot, a newer attempt or generation that has written excludes older ones."""
+    """The checkpoints of a job. As with Snapshot, a write by a newer attempt or generation locks older ones out."""
 
     step: float = 0.0
     life: tuple[int, int] = (0, 0)
@@ -136,7 +136,7 @@ class Folder:
 
 @dataclass
 class Group:
-    """The ranks that have met."""
+    """Ranks that have met, under torchrun or plain Python."""
 
     ranks: dict[int, Process] = field(default_factory=dict)
     started_at: float | None = None
@@ -145,7 +145,7 @@ class Group:
     stuck_at: float | None = None
     """When steps stopped although all ranks are alive."""
     present: list[Process] = field(default_factory=list)
-    """Those present when training started."""
+    """The ranks that were present when training started."""
 
 
 class Training:
@@ -164,32 +164,32 @@ class Training:
         self.elastic: Elastic
         self.connected: Callable[[Process, Process], bool] = lambda one, other: True
         self.reports: Callable[..., None] | None = None
-        """Gets a rank's process and step, and its `Life` under an agent, every REPORT_SECONDS; None: ranks do not
-        report."""
+        """Called with a rank's process and step every REPORT_SECONDS, under ddprun also with its `Life`. None: no
+        reports."""
         self.wrong: list[str] = []
         """Violations."""
         self.folders: dict[str, Folder] = {}
         self.groups: dict[tuple[str, str], Group] = {}
         self.completed: set[tuple[str, int, int]] = set()
-        """(job uid, attempt, rank) of those that really ended with 0 by themselves."""
+        """(job uid, attempt, rank) of ranks that really ended with 0 by themselves."""
         self.failed: set[tuple[str, int]] = set()
         """(job uid, attempt) in which the application really failed by itself."""
         self.culprits: dict[tuple[str, int], int] = {}
         """By (job uid, attempt), the rank whose application really failed first."""
         self.early: set[tuple[str, int]] = set()
-        """Those of them in which it ended with 0 while its peers waited for it."""
+        """(job uid, attempt) in which the culprit ended with 0 while its peers waited for it."""
         self.hung: set[tuple[str, int]] = set()
-        """(job uid, attempt) in which it really hung."""
+        """(job uid, attempt) that really hung."""
         self.loop, self.faults, self.seconds = loop, faults, seconds
         self.fails, self._reachable = fails, reachable
         self.random = random.Random(f"{faults.seed} training")
 
     def step(self, job_uid: str) -> float:
-        """Return the newest checkpoint."""
+        """Return the step of the newest checkpoint."""
         return self.folders.setdefault(job_uid, Folder()).step
 
     def saves(self, first: Process, step: float, generation: int = 0) -> bool:
-        """Let rank 0 write a checkpoint, unless a newer attempt or generation has."""
+        """Let rank 0 write a checkpoint; return False if a newer attempt or generation has already written."""
         folder, life = self.folders.setdefault(first.job_uid, Folder()), (first.attempt, generation)
         if folder.life > life:
             folder.refused += 1
@@ -198,11 +198,11 @@ class Training:
         return True
 
     def application_failed(self, process: Process) -> None:
-        """Record a real failure of the application, in a pod that may continue."""
+        """Record a real failure of the application in a pod that may go on."""
         self.failed.add((process.job_uid, -len(self.failed) - 1))
 
     def joins(self, process: Process) -> None:
-        """A process starts and looks for its peers."""
+        """Start a process, which looks for its peers."""
         if process.is_agent:
             return self.agents.begin(process)
         if process.is_elastic:
@@ -225,7 +225,7 @@ class Training:
         return None
 
     def left(self, process: Process, code: int) -> None:
-        """A process has ended; its peers see a closed connection, or hang in a collective."""
+        """End a process. Its peers see a closed connection, or hang in a collective."""
         if code == 0 and not process.told:
             self.completed.add((process.job_uid, process.attempt, process.rank))
         if process.is_agent:
@@ -275,13 +275,13 @@ class Training:
         self.loop.call_later(SAVE_SECONDS, self._save, group)
 
     def _step(self, group: Group) -> float:
-        """Make one step per second."""
+        """Return the current step; one second is one step."""
         assert group.started_at is not None
         until = self.loop.time() if group.stuck_at is None else group.stuck_at
         return group.step + until - group.started_at
 
     def _report(self, group: Group, reports: Callable[..., None]) -> None:
-        """Report, even without a new step: alive, step 41."""
+        """Report each rank's step, also if it is not new."""
         alive = [p for p in group.present if p.alive]
         for process in alive:
             reports(process, int(self._step(group)))
@@ -296,7 +296,7 @@ class Training:
 
     def _whole(self, group: Group) -> bool:
         ranks = group.ranks.values()
-        # A cut node may still reach the folder and its own neighbours, but not the other nodes.
+        # A node that is cut off may still reach the folder and its own neighbours, but not the other nodes.
         together = len({p.node for p in ranks}) == 1 or all(self._reachable(p) for p in ranks)
         if not together:
             for peer in ranks:
@@ -320,8 +320,8 @@ class Training:
         self._end(process, failure.code, failure.reason, failure.message)
 
     def _leaves(self, group: Group, process: Process, complains: bool) -> bool:
-        """End the group. All its ranks (complains), or all but this one, report only lost peers. Return True if this
-        one ends in its own way."""
+        """End the group. If `complains`, all ranks report only lost peers; otherwise all but this rank, which ends in
+        its own way. Return True if this rank must still be ended."""
         if group.started_at is None or not self._whole(group):
             return False
         group.broken = True
@@ -339,5 +339,5 @@ class Training:
 
 
 def terminated(code: int, reason: str, message: str, at: Any, started: Any = None) -> Raw:
-    """Return the kubelet's state of an ended container; one that never ran starts and ends at the same time."""
+    """Return the kubelet's state for an ended container; one that never ran starts and ends at the same time."""
     return {"exitCode": code, "reason": reason, "message": message, "startedAt": started or at, "finishedAt": at}

@@ -1,4 +1,4 @@
-"""Bugs made on purpose, to show that the simulation would find them. None changes a source file."""
+"""Bugs made on purpose, to show that the simulation would find them. No bug changes a source file."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ Mutant = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 def no_fence() -> contextlib.AbstractContextManager[Any]:
-    """A new attempt does not wait for the pods of the previous one."""
+    """Bug: a new attempt does not wait for the pods of the previous attempt."""
     rules = tuple(rule for rule in decide.RULES if rule.__name__ != "attempt_still_ending")
     return mock.patch.object(decide, "RULES", rules)
 
 
 def random_names() -> contextlib.AbstractContextManager[Any]:
-    """Each pod gets a random name, as by generateName."""
+    """Bug: each pod gets a random name, as with generateName."""
     number, name = itertools.count(), naming.pod_name
     return mock.patch.object(naming, "pod_name", lambda *which: f"{name(*which)}-{next(number)}")
 
 
 def writes_unread() -> contextlib.AbstractContextManager[Any]:
-    """Answers to our own writes do not go into the copy, which waits for the watch."""
+    """Bug: the cache ignores the answers to our own writes and waits for the watch."""
 
     class Deaf:
         def __init__(self, store: Any) -> None:
@@ -52,10 +52,10 @@ def writes_unread() -> contextlib.AbstractContextManager[Any]:
             return getattr(self._store, name)
 
         def put(self, raw: Any) -> None:
-            """Ignore it."""
+            """Ignore the object."""
 
         def remove(self, *_: Any) -> None:
-            """Ignore it."""
+            """Ignore the object."""
 
     def executor(client: Any, caches: Any, _: Any, events: Any, runtime: Any, *others: Any, **named: Any) -> Any:
         pods, services = Deaf(caches.pods), Deaf(caches.services)
@@ -67,7 +67,7 @@ def writes_unread() -> contextlib.AbstractContextManager[Any]:
 
 
 def delete_without_uid() -> contextlib.AbstractContextManager[Any]:
-    """A delete without the uid hits whatever has the name by then."""
+    """Bug: a delete without the uid deletes whatever object has the name by then."""
     delete = ModelClient.delete
 
     async def blind(self: ModelClient, path: str, options: Any) -> Any:
@@ -77,16 +77,16 @@ def delete_without_uid() -> contextlib.AbstractContextManager[Any]:
 
 
 def copy_believed() -> contextlib.AbstractContextManager[Any]:
-    """The API server is never asked what exists, even by an operator that has just started."""
+    """Bug: the operator trusts its cache and never asks the API server what exists, not even after its start."""
 
     async def not_asked(*_: Any) -> None:
-        """Trust the copy."""
+        """Trust the cache."""
 
     return mock.patch.object(lookup.Lookup, "list_pods", not_asked)
 
 
 def act_before_record() -> contextlib.AbstractContextManager[Any]:
-    """Pods are created and deleted first, and the status is written afterwards."""
+    """Bug: pods are created and deleted before the status is written."""
 
     async def execute_(self: execute.Executor, job: Any, todo: Plan, memory: Any) -> None:
         for action in todo.actions:
@@ -100,13 +100,13 @@ def act_before_record() -> contextlib.AbstractContextManager[Any]:
 
 
 def exit_zero_is_success() -> contextlib.AbstractContextManager[Any]:
-    """A rank that was told to stop and ended with 0 counts as completed."""
+    """Bug: a rank that was told to stop and ended with 0 counts as completed."""
     return mock.patch.object(cluster.Pod, "deleted_first", False)
 
 
 @contextlib.contextmanager
 def last_word_believed() -> Iterator[None]:
-    """Only the last observation of a pod counts, and clocks decide who was told to stop before it ended."""
+    """Bug: only the last observation of a pod counts, and clocks decide whether it was stopped before it ended."""
 
     def deleted_first(pod: cluster.Pod) -> bool:
         ended = pod.trainer.ended_at
@@ -120,7 +120,7 @@ def last_word_believed() -> Iterator[None]:
 
 
 def kubelets_end_is_success() -> contextlib.AbstractContextManager[Any]:
-    """A rank that its kubelet ended (an eviction, a node shutdown) and that ends with 0 counts as completed."""
+    """Bug: a rank that its kubelet ended (an eviction, a node shutdown) counts as completed if its exit code is 0."""
 
     def has_completed(pod: cluster.Pod) -> bool:
         return pod.completed or (pod.trainer.state == "ended" and pod.trainer.exit_code == 0 and not pod.deleted_first)
@@ -129,23 +129,23 @@ def kubelets_end_is_success() -> contextlib.AbstractContextManager[Any]:
 
 
 def early_end_unseen() -> contextlib.AbstractContextManager[Any]:
-    """A rank that ended with 0 while its peers wait for it is no evidence."""
+    """Bug: a rank that ended with 0 while its peers wait for it is not blamed."""
     return mock.patch.object(settlement, "_completed_early", return_value=None)
 
 
 def complaints_free() -> contextlib.AbstractContextManager[Any]:
-    """Attempts in which ranks only complain about lost peers are never charged."""
+    """Bug: attempts in which ranks only complain about lost peers are never charged."""
     return mock.patch.object(rules, "of_complaints", lambda found, *_: found)
 
 
 def silence_forgotten() -> contextlib.AbstractContextManager[Any]:
-    """A silent node explains nothing once it reports again."""
+    """Bug: a silent node explains no failure after it reports again."""
     return mock.patch.object(settlement, "_with_silent_node", lambda _, failure, first: failure)
 
 
 @contextlib.contextmanager
 def a_pod_may_say_anything() -> Iterator[None]:
-    """Numbers and times of a pod are used unchecked, and one bad object ends the watch of all."""
+    """Bug: numbers and times of a pod are used unchecked, and one bad object ends the watch of all pods."""
     careful = listing.Careful
     with (
         mock.patch.object(observe, "pod", getattr(observe.pod, "__wrapped__", observe.pod)),
@@ -156,7 +156,7 @@ def a_pod_may_say_anything() -> Iterator[None]:
 
 
 def old_run_id() -> contextlib.AbstractContextManager[Any]:
-    """All attempts meet at the same run id and port."""
+    """Bug: all attempts meet at the same run id and port."""
     environment = pod_environment.environment
 
     def same(job: Any, attempt: int, rank: int, meet: Any) -> dict[str, str]:
@@ -168,7 +168,7 @@ def old_run_id() -> contextlib.AbstractContextManager[Any]:
 
 
 def replaced_at_once() -> contextlib.AbstractContextManager[Any]:
-    """A replacement pod does not wait until the pod before it has ended."""
+    """Bug: a replacement pod is created before the old pod has ended."""
 
     def at_once(view: View, status: api.Status) -> Decision | None:
         first = unsettled_failure(view.recorded)
@@ -187,12 +187,12 @@ def replaced_at_once() -> contextlib.AbstractContextManager[Any]:
 
 
 def all_replaced_in_turn() -> contextlib.AbstractContextManager[Any]:
-    """A job whose nodes are lost one after the other keeps its attempt, even if no waiting pod has trained."""
+    """Bug: lost pods are replaced one by one, even if no other pod is left that was in the newest generation."""
     return mock.patch.object(pod_replacement, "_one_was_in_the_last_group", lambda *seen: bool(seen[-1]))
 
 
 def words_added_up() -> contextlib.AbstractContextManager[Any]:
-    """An agent's total charges are added at each report."""
+    """Bug: an agent's total charges are added again at each report."""
     with_agent = agent_restarts.with_agent
     return mock.patch.object(
         agent_restarts, "with_agent", lambda s, *rest: with_agent(replace(s, in_place=None), *rest)
@@ -200,12 +200,12 @@ def words_added_up() -> contextlib.AbstractContextManager[Any]:
 
 
 def words_dropped() -> contextlib.AbstractContextManager[Any]:
-    """Restarts in place by agents are not counted."""
+    """Bug: restarts in place by agents are not counted."""
     return mock.patch.object(agent_restarts, "with_agent", lambda status, *_: status)
 
 
 def unreadable_is_empty() -> contextlib.AbstractContextManager[Any]:
-    """An unreadable status counts as none."""
+    """Bug: an unreadable status counts as empty."""
     read = validation.stored_status
 
     def lenient(raw: Any) -> api.Status:
@@ -218,7 +218,7 @@ def unreadable_is_empty() -> contextlib.AbstractContextManager[Any]:
 
 
 def invalid_spec_first() -> contextlib.AbstractContextManager[Any]:
-    """A job whose spec has become invalid may be suspended, and nothing else is done for it."""
+    """Bug: a job whose spec has become invalid can be suspended, but nothing else is done for it."""
 
     def invalid(view: View, status: api.Status) -> Decision | None:
         if view.problems and status.attempt:
@@ -228,7 +228,7 @@ def invalid_spec_first() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(decide, "RULES", tuple(invalid if r is lifecycle.invalid else r for r in decide.RULES))
 
 
-# Mutants that random seeds find soon. The others need one order of events, which test_exhaustive.py has.
+# Bugs that random seeds find soon. The others need a certain order of events, which test_exhaustive.py has.
 ALL: tuple[Mutant, ...] = (
     no_fence,
     random_names,

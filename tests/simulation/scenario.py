@@ -1,4 +1,4 @@
-"""What happens in one run of the simulation: a job, a cluster, and all that goes wrong. A seed gives all of it."""
+"""What happens in one run of the simulation: a job, a cluster, and all faults. Everything follows from a seed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from model_training import COMPLAINS, ENDS_EARLY, HANGS, Failure
 from ddpjob_operator.job import api, validation
 
 FAULTS_SECONDS = 400.0
-"""After this time nothing goes wrong any more, and the job must come to its end."""
+"""Seconds after which no fault happens any more. The job must then come to its end."""
 
 
 @dataclass(frozen=True)
 class Deed:
-    """Something that a user, a machine or a clock does at a moment of its own."""
+    """An action of a user, a machine or a clock at a given moment."""
 
     at: float
     what: str
@@ -31,7 +31,7 @@ class Deed:
 
 @dataclass(frozen=True)
 class Scenario:
-    """See the module. `spec` is that of the DDPJob without its template."""
+    """A job, a cluster and all faults of a run. `spec` is that of the DDPJob without its template."""
 
     seed: int = 0
     spec: dict[str, Any] = field(default_factory=lambda: {"nodes": 2})
@@ -43,17 +43,17 @@ class Scenario:
     launcher: str = "torchrun"
     operators: int = 1
     stale_by: int = 0
-    """How many changes of its kind a stale list is behind; 0: it differs."""
+    """How many changes of its kind a stale list is behind; 0: a random number."""
     rates: Rates = field(default_factory=dict)
     failures: dict[int, Failure] = field(default_factory=dict)
-    """By attempt; under ddprun by how often the agents have started the ranks."""
+    """By attempt; under ddprun by the number of the generation."""
     deeds: tuple[Deed, ...] = ()
     gang: bool = False
-    """Whether the API server serves PodGroups, and the operator has them switched on."""
+    """True if the API server serves PodGroups and the operator has them switched on."""
     script: Script = field(default_factory=Script)
-    """How it keeps its state, under ddprun."""
+    """How the script keeps its state, under ddprun."""
     slots: int = 2
-    """How many pods a cluster node has room for."""
+    """How many pods fit on a cluster node."""
     name: str = "digits"
     labels: dict[str, str] = field(default_factory=dict)
     starts_at: float = 0.0
@@ -63,19 +63,19 @@ class Scenario:
     kueue: str = "v1beta1"
     """The version of its API that Kueue serves."""
     more: tuple[Scenario, ...] = ()
-    """Further jobs in the same cluster: of each its own spec, launcher, grace, failures, name, labels and start."""
+    """Further jobs in the same cluster. Only their spec, launcher, grace, failures, name, labels and start count."""
     events: str = "Brief"
     """DDPJOB_EVENTS of the operator."""
     has_room: bool = True
-    """Whether the operator keeps all of a job that has not begun; else it reads the job again for each reconcile."""
+    """True if the operator keeps all of a job that has not begun; otherwise each reconcile reads the job again."""
 
     @property
     def gangs(self) -> tuple[str, ...]:
-        """What the operator has switched on."""
+        """Names of the gang features that the operator has switched on."""
         return (*(["native"] if self.gang else []), *(["kueue"] if self.quota else []))
 
     def manifest(self) -> dict[str, Any]:
-        """The DDPJob."""
+        """Return the DDPJob."""
         container = {"name": "trainer", "image": "ddpjob-trainer", "command": [self.launcher, "train.py"]}
         pod = {"containers": [container], "terminationGracePeriodSeconds": self.grace_seconds}
         return {
@@ -87,39 +87,39 @@ class Scenario:
 
 
 def accepts(**spec: Any) -> bool:
-    """Whether this code runs such a job."""
+    """True if the validation accepts such a job."""
     manifest = Scenario(spec={"nodes": 2, **spec}).manifest()
     return not validation.parse(manifest)[1]
 
 
 RESTARTS = accepts(backoffLimit=1)
-"""Whether failed groups are restarted."""
+"""True if failed groups are restarted."""
 
 USERS = ("suspend", "suspend", "delete and apply", "delete", "touch")
 OPERATORS = ("crash", "restart", "clock jumps", "api server away", "operator cut off")
 CREATES = ("quota", "conflicting pod", "conflicting service")
 PODS = ("pod deleted", "pod deleted", "drained", "evicted", "node shuts down", "pod forced", "pod's deadline")
 NODES = ("node cut", "node cut", "node killed", "node removed", "node dies")
-# What breaks one pod of a job whose others wait for its replacement, in any order and often.
+# Faults that break one pod of a job whose other pods wait for its replacement, in any order and repeatedly.
 ONE_BY_ONE = (*PODS, *NODES, "agent killed", "agent killed", "agent killed", "pod forced", "nodes cut", "nodes cut")
-# What happens to a gang: pods of others take nodes, somebody deletes its group.
+# Faults of a gang: pods of others take nodes, or somebody deletes its group.
 NEIGHBOURS = ("neighbour", "neighbour", "neighbour", "group deleted")
-# What an attacker may write.
+# Objects that an attacker may write.
 HOSTILE = ("hostile pod",)
 DDPRUN_SHARE = 0.25
-# Of the jobs with memory those whose ranks copy their state by cadence, beside the ones of one node.
+# Share of jobs with memory whose ranks copy their state regularly, in addition to jobs of one rank.
 COPIES_SHARE = 0.4
-# More than any budget allows.
+# More failures than any budget allows restarts.
 ATTEMPTS_MAX = 300
-# What leaves the operator with a part of the job that it cannot read, or may not start from.
+# Edits that leave the operator with a status or spec that it cannot read or must not start from.
 EDITS = ("status edited", "spec made invalid")
 EDITS_SHARE = 0.15
 
-# What happens in this order, or in any.
+# Faults that happen in this order or in any order.
 NARROW: tuple[tuple[dict[str, tuple[str, ...]], tuple[str, ...]], ...] = (
-    # Answers that are lost while the watch brings nothing either.
+    # Answers are lost while the watch is late too.
     ({"write": ("lost answer", "not carried out"), "watch.pods": ("late",)}, ("suspend", "crash", "pod deleted")),
-    # Requests that outlive their sender.
+    # Requests are carried out after their sender has died.
     ({"write": ("slow",)}, ("suspend", "crash", "delete and apply")),
     ({"watch.pods": ("late", "gone", "broken")}, ("suspend", "pod deleted", "drained", "delete and apply")),
     ({"watch.pods": ("late",), "sigterm": ("ignored",)}, ("suspend", "crash")),
@@ -129,14 +129,14 @@ NARROW: tuple[tuple[dict[str, tuple[str, ...]], tuple[str, ...]], ...] = (
 
 
 def scenario(seed: int) -> Scenario:
-    """The scenario of a seed."""
+    """Return the scenario of a seed."""
     found, rng = _under_torchrun(seed), random.Random(f"{seed} launcher")
     found = _under_ddprun(rng, found) if rng.random() < DDPRUN_SHARE else found
     return _with_edits(random.Random(f"{seed} edits"), found)
 
 
 def elastic_scenario(seed: int) -> Scenario:
-    """A job that trains with minNodes to nodes, in a cluster that may have fewer, and is scaled now and then."""
+    """Return a job that trains with minNodes to nodes, is sometimes scaled, and whose cluster may have fewer nodes."""
     found, rng = _under_torchrun(seed), random.Random(f"{seed} elastic")
     nodes = max(2, found.spec["nodes"])
     least = rng.randrange(1, nodes + 1)
@@ -159,7 +159,7 @@ def elastic_scenario(seed: int) -> Scenario:
 
 
 def gang_scenario(seed: int) -> Scenario:
-    """A job whose pods are placed together, elastic now and then, beside neighbours that take the nodes."""
+    """Return a job whose pods are placed together. It is sometimes elastic, and neighbours take nodes."""
     rng = random.Random(f"{seed} gang")
     found = elastic_scenario(seed) if rng.random() < 0.25 else scenario(seed)
     deeds = [
@@ -177,14 +177,14 @@ def gang_scenario(seed: int) -> Scenario:
 
 
 def memory_scenario(seed: int) -> Scenario:
-    """A job under ddprun whose ranks fail in any order and again and again, and say where they go on from."""
+    """Return a job under ddprun whose ranks fail repeatedly in any order, and report where they resume."""
     rng = random.Random(f"{seed} memory")
     found = _under_ddprun(rng, _under_torchrun(seed))
     nodes, hangs = found.spec["nodes"], "stall" in found.spec
     failures = {life: _soon(rng, _failure(rng, nodes, hangs)) for life in range(1, 30) if rng.random() < 0.6}
     shares = {"memory": 0.95, "folder": 0.8, "all_save": 0.6, "names_more": 0.3}
     script = Script(**{name: rng.random() < share for name, share in shares.items()})
-    if rng.random() < 0.7:  # else the budget is spent before much has happened
+    if rng.random() < 0.7:  # otherwise the budget is spent too early
         found = replace(found, spec={**found.spec, "backoffLimit": 20})
     found = replace(
         found,
@@ -201,9 +201,9 @@ def memory_scenario(seed: int) -> Scenario:
 
 
 def _with_ranks(rng: random.Random, found: Scenario) -> Scenario:
-    """Several on each node, of a script that changes parameters. Half of them on one node, where a copy that is under
-    way counts after a failure if all ranks have written what is theirs. Few failures come within a copy, so there are
-    many."""
+    """Add ranks to each node if the script changes parameters. In half of the cases all are on one node: there a copy
+    in progress counts after a failure if all ranks have written their part. Few failures hit a copy, so there are many
+    failures."""
     ranks = rng.choice((1, 1, 2, 3))
     if ranks == 1 or not found.script.changes:
         return found
@@ -216,7 +216,7 @@ def _with_ranks(rng: random.Random, found: Scenario) -> Scenario:
 
 
 def _that_copies(rng: random.Random, found: Scenario) -> Scenario:
-    """Where no survivor can write the state: one rank alone, or a script that changes parameters between two steps."""
+    """Make survivors unable to write the state: one rank alone, or a script that changes parameters between steps."""
     script = replace(found.script, memory=True, names_more=False)
     failures = {life: _late(rng, failure) for life, failure in found.failures.items()}
     found = replace(found, training_seconds=rng.choice((60.0, 150.0)), failures=failures)
@@ -229,14 +229,14 @@ def _that_copies(rng: random.Random, found: Scenario) -> Scenario:
 
 
 def _soon(rng: random.Random, failure: Failure) -> Failure:
-    """Before the first step, so that the same state is loaded again, or within the steps that a training has."""
+    """Move some failures: before the first step, so that the same state is loaded again, or into the training."""
     if failure.code == HANGS or rng.random() < 0.4:
         return failure
     return replace(failure, after_seconds=rng.choice((0.5, rng.uniform(1, 30))))
 
 
 def _late(rng: random.Random, failure: Failure) -> Failure:
-    """When there are copies, and by a signal: an exception lets a lone rank write the state."""
+    """Move a failure to a time with copies, mostly by a signal: with an exception a lone rank could write its state."""
     if failure.code == HANGS or failure.reason == "OOMKilled" or rng.random() < 0.3:
         return failure
     return replace(failure, code=rng.choice((139, 134, 1)), after_seconds=rng.choice((12.0, 18.0, rng.uniform(5, 40))))
@@ -253,7 +253,7 @@ def _with_edits(rng: random.Random, found: Scenario) -> Scenario:
 
 
 def _under_ddprun(rng: random.Random, found: Scenario) -> Scenario:
-    """Another launcher, and what it may meet: ranks that fail again and again, pods that are lost one by one."""
+    """Use ddprun, with its own faults: ranks that fail repeatedly, and pods that are lost one by one."""
     nodes, hangs = found.spec["nodes"], "stall" in found.spec
     share = rng.choice((0.0, 0.3, 0.8, 1.0))
     failures = {life: _failure(rng, nodes, hangs) for life in range(1, 30) if rng.random() < share}
@@ -281,7 +281,7 @@ def _under_torchrun(seed: int) -> Scenario:
     _maybe(rng, spec, "onePodPerNode", (True,))
     if RESTARTS:
         _maybe(rng, spec, "backoffLimit", (0, 1, 2, 6))
-    # Without reports a hang cannot be seen; without a time-out it takes hours.
+    # Without reports a hang cannot be detected; without a time-out this takes hours.
     reports = rng.random() < 0.3
     hangs = reports and rng.random() < 0.5
     if hangs:
@@ -301,7 +301,7 @@ def _under_torchrun(seed: int) -> Scenario:
 
 
 def _narrow(rng: random.Random) -> dict[str, Any]:
-    """A few kinds of faults, often, within a short time: for what needs three of them at once."""
+    """Return few kinds of faults, frequent and within a short time, for bugs that need three faults at once."""
     faults, kinds = rng.choice(NARROW)
     start, within = rng.choice((0.0, rng.uniform(0, 60))), rng.choice((2.0, 12.0))
     if rng.random() < 0.5:
@@ -320,7 +320,7 @@ def _maybe(rng: random.Random, spec: dict[str, Any], name: str, values: tuple[An
 
 
 def _failures(rng: random.Random, nodes: int, hangs: bool) -> dict[int, Failure]:
-    # A script that is wrong, and not unlucky: it ends like this in every attempt.
+    # The script is wrong, not unlucky: it ends like this in every attempt.
     if nodes > 1 and rng.random() < 0.08:
         always = Failure(rng.randrange(nodes), rng.uniform(1, 3), rng.choice((ENDS_EARLY, COMPLAINS)))
         return dict.fromkeys(range(1, ATTEMPTS_MAX), replace(always, reason="Completed", message=""))

@@ -1,4 +1,4 @@
-"""Many seeds, or one: `make simulate SEEDS=100000`, `python tests/simulation/simulate.py --seed 7141`."""
+"""Run many seeds or one: `make simulate SEEDS=100000`, `python tests/simulation/simulate.py --seed 7141`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(what: Scenario, only: Mapping[str, str] | None = None) -> Outcome:
 
 
 def shrink(outcome: Outcome, life: Life = scenario) -> Outcome:
-    """Return the same seed with as few of its faults as still show a violation."""
+    """Return a run of the same seed with as few faults as possible that still shows a violation."""
     best, runs = outcome, 0
     size = max(1, len(best.taken) // 2)
     while size and runs < SHRINK_RUNS_MAX:
@@ -43,7 +43,7 @@ def shrink(outcome: Outcome, life: Life = scenario) -> Outcome:
 
 
 def report(outcome: Outcome) -> str:
-    """Return the report of a failing seed, for people."""
+    """Return a readable report of a failing seed."""
     faults = [f"  {key}: {what}" for key, what in outcome.taken.items()]
     return "\n".join(
         [*outcome.story, "", f"seed {outcome.seed}: {outcome.wrong[0]}", "with these faults:", *faults, repeat(outcome)]
@@ -51,18 +51,18 @@ def report(outcome: Outcome) -> str:
 
 
 def repeat(outcome: Outcome) -> str:
-    """Return the command that repeats it."""
+    """Return the command that repeats a run."""
     how = "an elastic job: --elastic, with a gang: --gang, with state in memory: --memory, several jobs: --crowd"
     return f"repeat: python tests/simulation/simulate.py --seed {outcome.seed} ({how})"
 
 
 def failing(seeds: Sequence[int], life: Life = scenario) -> list[Outcome]:
-    """Return the seeds that show a violation."""
+    """Return the runs of these seeds that show a violation."""
     return lives(seeds, life)[0]
 
 
 def lives(seeds: Sequence[int], life: Life = scenario) -> tuple[list[Outcome], Counter[str]]:
-    """Return the same, and the events of all runs."""
+    """Return the runs that show a violation, and how often each event has happened in all runs."""
     bad: list[Outcome] = []
     counted: Counter[str] = Counter()
     for seed in seeds:
@@ -93,7 +93,7 @@ def _many(first: int, count: int, life: Life, processes: int | None) -> int:
             if sys.stderr.isatty():
                 print(f"\r{done * BLOCK} of {count} seeds", end="", file=sys.stderr)
         pool.close()
-        pool.join()  # only then is the CPU time of its processes known
+        pool.join()  # otherwise the CPU time of its processes is not known
     seconds, cpu = time.monotonic() - started, os.times().children_user + os.times().children_system
     seen = "".join(f", {number} {what}" for what, number in counted.items())
     print(

@@ -1,7 +1,6 @@
 """One run: the real operator (wiring, queue, stores, reflectors, plan) in a model of everything around it.
 
-The clock is virtual, there is one thread, and all random numbers depend on the seed: runs are exactly repeatable.
-"""
+The clock is virtual, there is one thread, and all random numbers depend on the seed, so runs are exactly repeatable."""
 
 from __future__ import annotations
 
@@ -40,15 +39,15 @@ from ddpjob_operator.observed.reports import Report, read_report
 from ddpjob_operator.pods import naming
 
 JOBS = f"/apis/{api.GROUP}/{api.VERSION}/namespaces/default/{api.PLURAL}"
-# Retries of a start wait up to half an hour, and the queue a minute.
+# Retries of a start wait up to half an hour, and the queue up to a minute.
 ENDS_WITHIN_SECONDS = 3 * 3600.0
-# A job is at rest when nothing has changed for so long.
+# A job is at rest when nothing has changed for this time.
 REST_SECONDS = 120.0
 # An attempt of eight nodes takes 60 writes: pods are created, bound, started, stopped, deleted. Ten attempts are
 # allowed.
 WRITES_MAX_BY_NODE = 150
 WRITES_MAX_AT_LEAST = 600
-# Effects of a node's absence go on after its return: its kubelet ends pods that are not wanted any more.
+# The effects of a node's absence go on after its return: its kubelet ends pods that are no longer wanted.
 NODES_HEAL_SECONDS = 120.0
 KUBELETS_WORD = {"evicted": "Evicted", "node shuts down": "Terminated", "pod's deadline": "DeadlineExceeded"}
 BREAKS_A_POD = frozenset((*PODS, *NODES, *ONE_BY_ONE))
@@ -62,7 +61,7 @@ class Outcome:
     wrong: list[str]
     end: str
     taken: dict[str, str]
-    """The faults that happened, as `Faults(only=…)` takes them."""
+    """The faults that have happened, as input for `Faults(only=…)`."""
     story: list[str]
     seconds: float
     """In virtual time."""
@@ -71,7 +70,7 @@ class Outcome:
     attempts: int = 0
     writes: int = 0
     counted: dict[str, int] = field(default_factory=dict)
-    """Events that only runs of several jobs have (crowd.py)."""
+    """Events that only happen in runs of several jobs (crowd.py)."""
 
 
 class ErrorsAreWrong(logging.Handler):
@@ -82,12 +81,12 @@ class ErrorsAreWrong(logging.Handler):
         self._judge = judge
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Called by logging."""
+        """Called by logging for each record."""
         self._judge.wrong.append(f"the operator logs: {self.format(record)}")
 
 
 class OperatorProcess:
-    """A process of the operator, until it is killed."""
+    """A process of the operator, from its start until it ends or is killed."""
 
     def __init__(self, simulation: Simulation, name: str) -> None:
         self.name = name
@@ -115,7 +114,7 @@ class OperatorProcess:
         self.operator = Operator(settings, client, leader, runtime=runtime, end_within=self._ends_by_itself)
 
     def now(self) -> dt.datetime:
-        """Return the time by this process's clock."""
+        """Return the time by the wall clock of this process."""
         return self.simulation.loop.now() + self.skew
 
     def start(self) -> None:
@@ -123,7 +122,7 @@ class OperatorProcess:
         self._tasks = [self._task(self._start()), self._task(self._watch_jobs())]
 
     def crash(self) -> None:
-        """Act as kill -9: its memory is lost; requests that it has sent may still be carried out."""
+        """Act like kill -9: the memory is lost, but requests that were sent may still be carried out."""
         if self.client.dead:
             return
         self.simulation.tell(self.name, "crashes")
@@ -132,17 +131,17 @@ class OperatorProcess:
         self.simulation.start_operator_soon(self)
 
     async def stop(self) -> None:
-        """Act as SIGTERM."""
+        """Act like SIGTERM."""
         self.simulation.tell(self.name, "stops")
         for task in self._tasks:
             task.cancel()
         await self.operator.stop()
-        if not self.client.dead:  # otherwise it has crashed meanwhile, and another one is starting
+        if not self.client.dead:  # otherwise it has crashed, and a successor is starting
             self.client.dead = self.lease_client.dead = True
             self.simulation.start_operator_soon(self)
 
     def end(self) -> None:
-        """End everything that it does."""
+        """End all tasks of the process."""
         operator = self.operator
         operator.end()
         for task in (*self._tasks, *operator._tasks, operator._first_lists):
@@ -150,11 +149,11 @@ class OperatorProcess:
                 task.cancel()
 
     def clock_jumps(self, seconds: float) -> None:
-        """Change its wall clock, not the monotonic one."""
+        """Change the wall clock, but not the monotonic clock."""
         self.skew += dt.timedelta(seconds=int(seconds))
 
     def _ends_by_itself(self, _seconds: float) -> None:
-        """Restart, as the kubelet restarts its container."""
+        """Restart, as a kubelet restarts the operator's container."""
         if not self.client.dead:
             self.simulation.loop.create_task(self.stop())
 
@@ -162,7 +161,7 @@ class OperatorProcess:
         await self.operator.start()
 
     async def _watch_jobs(self) -> None:
-        """Act as kopf: list, then watch from there; list again if the version is too old."""
+        """Act like kopf: list, then watch from that version; list again if the version is too old."""
         version = ""
         while True:
             version = await self._watch_jobs_from(version)
@@ -197,7 +196,7 @@ class OperatorProcess:
 
 
 class Simulation:
-    """Everything in one run."""
+    """The operator, the cluster, the training and the judge of one run."""
 
     def __init__(self, scenario: Scenario, only: Mapping[str, str] | None = None) -> None:
         self.scenario = scenario
@@ -227,11 +226,11 @@ class Simulation:
             self.training.reports = self._report
         self.operators: list[OperatorProcess] = []
         self.done: set[str] = set()
-        """The deeds that were done."""
+        """The kinds of deeds that were done."""
         self.uids: list[str] = []
         """uids of the applied jobs, in order."""
         self.newest: dict[str, str] = {}
-        """By name of the job: the uid that was applied last."""
+        """By job name, the uid that was applied last."""
         self.jobs = {one.name: one for one in (scenario, *scenario.more)}
         """The jobs of the cluster, by name."""
         self.on_event: Callable[[Raw], None] = lambda body: None
@@ -248,7 +247,7 @@ class Simulation:
     # ---------------------------------------------------------------- the run
 
     def run(self) -> Outcome:
-        """Run from the moment when the user applies the job to its end, or to the first error."""
+        """Run from the moment when the user applies the job until the job ends, or until the first error."""
         try:
             self.loop.run_until_complete(self._run())
             self._end()
@@ -285,7 +284,7 @@ class Simulation:
             self._check_end()
 
     async def _until(self, end: float, is_true: Any) -> bool:
-        """Return True when it becomes true or something is wrong; False at the end of time."""
+        """Return True as soon as is_true() or something is wrong; False if neither happens by `end`."""
         while self.loop.time() < end:
             if self.judge.wrong or self._floods():
                 return True
@@ -305,14 +304,14 @@ class Simulation:
         return written > most
 
     def _stop_faults(self) -> None:
-        """Stop all faults."""
+        """Stop all faults, and repair the cluster."""
         self.tell("", "no faults from now on")
         self.faults.stopped = True
         self._quota = False
         for operator in self.operators:
             operator.client.away = operator.lease_client.away = False
         for name, node in self.cluster.nodes.items():
-            # A dead node need not come back: the job continues elsewhere.
+            # A dead node does not come back, because the job can continue elsewhere.
             if node.powered:
                 self.cluster.back(name)
         for plural in ("pods", "services", "podgroups"):
@@ -336,18 +335,18 @@ class Simulation:
         stack = "".join(traceback.format_exception(error)) if error is not None else ""
         self.judge.wrong.append(f"a callback has failed: {context['message']} {stack}")
 
-    # ---------------------------------------------------------------- its end
+    # ---------------------------------------------------------------- the end of the run
 
     def _is_at_rest(self) -> bool:
-        """True if nothing has changed for a while, and nothing will."""
+        """True if nothing has changed for a while, and nothing will change."""
         if self.loop.time() - self._changed_at < REST_SECONDS or self._ours("podgroups"):
-            return False  # groups must be deleted by then
+            return False  # by then all groups must be deleted
         return all(self._rests(name) for name in self.jobs)
 
     def _rests(self, name: str) -> bool:
         job = self.api.find(api.PLURAL, name)
         if job is None:
-            # A deleted job's pod on a dead node stays until somebody removes the node, as in any cluster.
+            # A deleted job's pod on a dead node stays until somebody removes the node, as in a real cluster.
             return all(self._is_on_dead_node(pod) for pod in self._ours("pods") if _job_of(pod) == name)
         status = job.get("status") or {}
         ends = status.get("state") in TERMINAL or (job["spec"].get("suspend") and status.get("state") == "Suspended")
@@ -376,7 +375,7 @@ class Simulation:
         return "Gone" if job is None else str((job.get("status") or {}).get("state", ""))
 
     def _check_end(self) -> None:
-        """Check that the end is that of a run without faults, unless the application or the user caused another."""
+        """Check that the job ends as without faults, unless the application or the user has caused another end."""
         for name in self.jobs:
             is_gone = self.api.find(api.PLURAL, name) is None
             if is_gone and any(_job_of(service) == name for service in self._ours("services")):
@@ -386,7 +385,7 @@ class Simulation:
                 self.judge.wrong.append(f"the job failed, and nothing that happened is its fault: {summary(status)}")
 
     def _last_status(self, name: str) -> Raw:
-        """Return the last status of a job, deleted or not."""
+        """Return the last status of a job, which may be deleted."""
         return self.judge.statuses.get(self.newest.get(name, ""), {})
 
     def _may_fail(self, name: str) -> bool:
@@ -398,19 +397,19 @@ class Simulation:
         limit = self.jobs[name].spec.get("backoffLimit", 3)
         return failed > limit or failed >= 3 or "clock jumps" in self.done
 
-    # ---------------------------------------------------------------- what happens
+    # ---------------------------------------------------------------- events
 
     def tell(self, who: str, *what: object) -> None:
         """Add a line to the story."""
         self.story.append(f"t+{self.loop.time():7.1f}  {who:12} {' '.join(map(str, what))}")
 
     def event(self, body: Raw) -> None:
-        """Take an Event that the operator sent."""
+        """Record an Event that the operator has sent."""
         self.tell("event", body["type"], body["reason"])
         self.on_event(body)
 
     def start_operator_soon(self, dead: OperatorProcess) -> None:
-        """Restart an operator, as the kubelet of its pod does."""
+        """Restart an operator after some seconds, as the kubelet of its pod does."""
         self.loop.call_later(self._random.uniform(1, 20), self._start_operator, dead.name, dead)
 
     def _start_operator(self, name: str, dead: OperatorProcess | None = None) -> None:
@@ -435,9 +434,9 @@ class Simulation:
         return failure if self.faults.happens(key, str(failure)) else None
 
     def _report(self, process: Process, step: int, life: Life | None = None) -> None:
-        """Send a rank's report to the leading operator, if it can be reached."""
+        """Send a rank's report to the leading operator if the rank reaches it."""
         for one, sender in self._receivers(process):
-            # The receiver takes the node from the token.
+            # The receiver reads the node from the token.
             place = {"rank": process.rank, "node_rank": sender.node_rank, "replacement": sender.replacement}
             saved = int(self.training.step(process.job_uid)) or None
             begin = {} if life is None else _begin(step, life)
@@ -447,7 +446,7 @@ class Simulation:
             one.operator.report(sender, report)
 
     def _hear_agent(self, process: Process, body: bytes) -> bool:
-        """Send an agent's report. True if it was received."""
+        """Send an agent's report. Return True if it was received."""
         heard = False
         for one, sender in self._receivers(process):
             report = replace(read_report(body, one.now()), attempt=sender.attempt)
@@ -458,11 +457,11 @@ class Simulation:
         return heard
 
     def _leadership(self, name: str) -> object:
-        """Return an object that changes whenever an operator loses its Lease, even if it gets it back."""
+        """Return an object that changes whenever an operator loses its Lease, even if it gets the Lease back."""
         return next((one.operator.states for one in self.operators if one.name == name), None)
 
     def _receivers(self, process: Process) -> Iterator[tuple[OperatorProcess, Sender]]:
-        """Yield the operators that accept its report, each with the sender's node."""
+        """Yield the operators that accept a report of this process, each with the sender's node."""
         for one in self.operators if self._reachable(process) else ():
             if one.operator.leads and not one.client.away and not one.client.dead:
                 sender = one.operator.locate(BoundPod("default", process.name, process.uid))
@@ -508,7 +507,7 @@ class Simulation:
         if self.faults.stopped or not self.faults.happens(key, str(deed)):
             return
         self.tell("", "DEED", deed)
-        if deed.what != "suspend":  # a suspension is told when the user writes it
+        if deed.what != "suspend":  # the story mentions a suspension when it is written
             self.on_deed(f"fault: {deed.what}")
         self.done.add(deed.what)
         if deed.what in BREAKS_A_POD or deed.what in ("suspend", "delete", "delete and apply"):
@@ -529,7 +528,7 @@ class Simulation:
             self._user(deed)
 
     def _disturb(self, seconds: float) -> None:
-        """Mark attempts as disturbed: objects of the job are changed from outside, so the first cause is undefined."""
+        """Mark the attempts as disturbed: objects changed from outside, so the first failure depends on timing."""
         for uid in self.uids:
             attempt = self.judge.statuses.get(uid, {}).get("attempt", 0)
             self.judge.disturbed |= {(uid, attempt), (uid, attempt + 1)}
@@ -537,7 +536,7 @@ class Simulation:
             self.loop.call_later(5, self._disturb, seconds - 5)
 
     def _aim(self, deed: Deed) -> str:
-        """Return the job that a deed is about."""
+        """Return the job to which a deed applies."""
         return list(self.jobs)[deed.number % len(self.jobs)]
 
     def _user(self, deed: Deed) -> None:
@@ -572,7 +571,7 @@ class Simulation:
         self.api.request("PUT", path, None, {**job, "spec": {**job["spec"], **spec}}, "user")
 
     def _edit_status(self, name: str, deed: Deed) -> None:
-        """Write a status that no operator can read, and repair it after a while."""
+        """Write a status that no operator can read, and repair it later."""
         self._set_lost_steps(name, -1 - deed.number)
         self.loop.call_later(deed.seconds, self._set_lost_steps, name, 0)
 
@@ -584,9 +583,8 @@ class Simulation:
             self.api.change(api.PLURAL, job, "user", status={**status, "goodput": goodput})
 
     def _make_invalid(self, job: Raw) -> None:
-        """Make the spec invalid in a job under way, as an old CRD would allow: the job must still end. A user who
-        resumes a job repairs its spec.
-        """
+        """Make the spec of a started job invalid, as an old CRD would allow. The job must still end. A user who resumes
+        a job repairs its spec."""
         status = job.get("status") or {}
         if status.get("attempt") and status.get("state") != "Suspended" and not job["spec"].get("suspend"):
             self._put(job, preflight="sometimes")
@@ -633,7 +631,7 @@ class Simulation:
             self.loop.call_later(deed.seconds, self.api.remove, plural, answer, "user")
 
     def _hostile_pod(self, deed: Deed) -> None:
-        """Create a pod that a user labelled as ours, with a grace that ends after the last possible date."""
+        """Create a pod with our labels whose grace period ends after the last date that Python can represent."""
         labels = {naming.LABEL_JOB: self._aim(deed), naming.LABEL_ATTEMPT: "1", naming.LABEL_RANK: "9" * 30}
         metadata = {"name": f"hostile-{deed.at:.0f}", "labels": labels, "annotations": {"conflict": "yes"}}
         body = {"metadata": metadata, "spec": {"containers": [{"name": "other"}], "nodeName": "elsewhere"}}
@@ -687,7 +685,7 @@ class Simulation:
         if deed.what == "nodes cut":
             self._cut_several(names, deed)
             return
-        # If several nodes died, the job might have no place left.
+        # Only one node dies, because otherwise the job might have no place left.
         name = names[0 if deed.what == "node dies" else deed.number % len(names)]
         if deed.what == "node cut":
             self.cluster.cut(name)
@@ -699,7 +697,7 @@ class Simulation:
             self.loop.call_later(deed.seconds, self.cluster.back, name)
 
     def _cut_several(self, names: list[str], deed: Deed) -> None:
-        """Cut a part of the cluster off as a network of its own, one node after the other."""
+        """Cut off a part of the cluster, one node after the other. Its nodes still reach each other."""
         for number in range(2):
             name = names[(deed.number + number) % len(names)]
             self.loop.call_later(number * deed.number, self.cluster.cut, name, f"side {deed.at}")
@@ -707,7 +705,7 @@ class Simulation:
 
 
 def _begin(step: int, life: Life) -> dict[str, Any]:
-    """Return what a rank reports about its generation."""
+    """Return what a rank reports about the start of its generation."""
     assert life.loaded is not None, "it has loaded"
     resumed = life.loaded.state.step if life.loaded.origin else None
     phase = "start" if step <= (resumed or 0) else "train"
@@ -715,10 +713,10 @@ def _begin(step: int, life: Life) -> dict[str, Any]:
 
 
 def _job_of(raw: Raw) -> str:
-    """Return the job in an object's label."""
+    """Return the name of the job from an object's label."""
     return str((raw["metadata"].get("labels") or {}).get(naming.LABEL_JOB, ""))
 
 
 def simulate(scenario: Scenario, only: Mapping[str, str] | None = None) -> Outcome:
-    """See Simulation.run."""
+    """Run a scenario. See Simulation.run."""
     return Simulation(scenario, only).run()

@@ -1,4 +1,4 @@
-"""A run as a log for people: decisions of the operator, its writes, its Events, and what happens to its pods."""
+"""A run as a readable log: decisions of the operator, its writes and Events, and what happens to its pods."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ddpjob_operator.job import api
 
 
 def tell(simulation: Simulation) -> list[str]:
-    """Return the lines of a run to its end."""
+    """Run the simulation to its end; return the lines of its story."""
     story = _Story(simulation)
     outcome = simulation.run()
     assert not outcome.wrong, "\n".join([*story.lines, *outcome.wrong])
@@ -80,7 +80,7 @@ def _pod_state(raw: Raw) -> str:
 
 
 def _decisions(job: Raw, old: Raw, new: Raw) -> list[str]:
-    """Return what a new status has decided, by its counters."""
+    """Return a line for each decision that a new status shows in its counters."""
     before, after = old.get("attempt", 0), new.get("attempt", 0)
     lines = []
     if after > before and (charged := _restarts(new) - _restarts(old)):

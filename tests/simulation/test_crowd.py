@@ -1,4 +1,4 @@
-"""Lives of several jobs in one cluster, with gangs or in a queue; and bugs made on purpose that one job cannot show."""
+"""Runs of several jobs in one cluster, with gangs or in a queue; and bugs made on purpose that one job cannot show."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ BLOCK = 125
 LONG = range(0, 5000, BLOCK)
 MUTANT_SEEDS_MAX = 300
 Mutant = Callable[[], contextlib.AbstractContextManager[Any]]
-# Seeds in which the model was once wrong, or the operator.
+# Seeds in which the model or the operator was once wrong.
 ONCE_FAILED = (227, 874, 3269, 4711)
 
 
 def check(seeds: Sequence[int]) -> Counter[str]:
-    """What has happened in these lives, none of which shows a fault."""
+    """Return how often each event happened in these runs. No run may show a violation."""
     bad, counted = lives(seeds, crowd_scenario)
     assert not bad, report(shrink(min(bad, key=lambda outcome: len(outcome.taken)), crowd_scenario))
     return counted
 
 
 def test_jobs_that_do_not_fit_together_all_end_and_no_quota_is_used_twice_or_lost() -> None:
-    """Two half-placed jobs block each other for ever; quota that nobody gives back blocks all who come later."""
+    """Two half-placed jobs block each other forever; quota that is not given back blocks all later jobs."""
     counted = check((*BY_DAY, *ONCE_FAILED))
     assert counted["preemptions"] > 0, "lives without a preemption tell little"
     assert counted["admissions in part"] > 0, "nor do those in which all elastic jobs have all nodes they asked for"
@@ -49,7 +49,7 @@ def test_jobs_that_do_not_fit_together_all_end_and_no_quota_is_used_twice_or_los
 @pytest.mark.parametrize("version", ["v1beta1", "v1beta2"])
 @pytest.mark.parametrize("deed", ["workload inactive", "queue stopped"])
 def test_a_job_that_its_queue_stopped_trains_on_when_the_queue_lets_it(version: str, deed: str) -> None:
-    """An administrator reactivates a Workload that Kueue had deactivated, and the job waited for ever."""
+    """If an administrator reactivates a Workload that Kueue had deactivated, the job must not wait forever."""
     labels = {kueue.QUEUE_LABEL: "main", kueue.PRIORITY_LABEL: "high"}
     deeds = (Deed(100, deed, 0, 60),)
     life = Scenario(cluster_nodes=2, training_seconds=200, quota=2, labels=labels, kueue=version, deeds=deeds)
@@ -65,7 +65,7 @@ def test_the_same_in_thousands_of_lives(first: int) -> None:
 
 
 def test_a_job_of_another_manager_is_left_alone_beside_one_that_runs() -> None:
-    """MultiKueue runs such a job in another cluster, and writes its status here: what is made here runs it twice."""
+    """MultiKueue runs such a job in another cluster and writes its status here. With pods here it would run twice."""
     plain = Scenario(cluster_nodes=4, training_seconds=20, quota=4, labels={"kueue.x-k8s.io/queue-name": "main"})
     spec = {**plain.spec, "managedBy": "kueue.x-k8s.io/multikueue"}
     crowd = Crowd(replace(plain, more=(replace(plain, name="theirs", spec=spec),)))
@@ -73,7 +73,7 @@ def test_a_job_of_another_manager_is_left_alone_beside_one_that_runs() -> None:
     crowd.api.listeners.append(
         lambda kind, change: theirs.append(f"{change.actor} {kind.plural} {change.object['metadata']['name']}")
     )
-    # It never ends here, so nobody waits for it.
+    # The job never ends in this cluster, so the run must not wait for it.
     crowd._rests = lambda name: name == "theirs" or Crowd._rests(crowd, name)  # type: ignore[method-assign]
     outcome = crowd.run()
     assert outcome.end == "Succeeded "
@@ -95,7 +95,7 @@ def test_a_job_of_another_manager_is_left_alone_beside_one_that_runs() -> None:
 def test_a_job_whose_label_names_what_is_not_there_says_so_and_is_trained_once_that_is_mended(
     wrong: dict[str, str], says: str, asked: list[str]
 ) -> None:
-    """Nobody should have to delete a job in order to correct a label; and never are there two Workloads."""
+    """Users must not have to delete a job in order to correct a label, and a job must never have two Workloads."""
     right = {kueue.QUEUE_LABEL: "main", kueue.PRIORITY_LABEL: "high"}
     crowd = Crowd(Scenario(cluster_nodes=2, training_seconds=20, quota=4, labels=right | wrong))
     said: set[str] = set()
@@ -118,7 +118,7 @@ def test_a_job_whose_label_names_what_is_not_there_says_so_and_is_trained_once_t
 
 
 def test_an_operator_that_may_not_read_where_the_quota_is_says_so_and_makes_no_pod_elsewhere() -> None:
-    """Flavors have no namespace: with a Role alone they cannot be read, and pods would run on the nodes of others."""
+    """Flavors are cluster-scoped, so a Role cannot allow reading them. Pods must not run on other users' nodes."""
     crowd = Crowd(Scenario(cluster_nodes=2, training_seconds=20, quota=4, labels={kueue.QUEUE_LABEL: "main"}))
     request, no = crowd.api.request, {"kind": "Status", "code": 403, "reason": "Forbidden", "message": "cannot get"}
     said: set[str] = set()
@@ -141,7 +141,7 @@ def test_an_operator_that_may_not_read_where_the_quota_is_says_so_and_makes_no_p
 
 
 def quota_returned_early() -> contextlib.AbstractContextManager[Any]:
-    """The quota is given back as soon as the eviction is recorded: the next job starts beside pods that still stop."""
+    """Bug: the quota is given back as soon as the eviction is recorded, while the job's pods are still stopping."""
     to_tell = gang.to_tell
 
     def early(view: View) -> tuple[TellGroup, ...]:
@@ -154,7 +154,7 @@ def quota_returned_early() -> contextlib.AbstractContextManager[Any]:
 
 
 def quota_never_returned() -> contextlib.AbstractContextManager[Any]:
-    """It is left to the queue, as for that one's own kinds: who preempts waits for ever."""
+    """Bug: giving the quota back is left to the queue, as for Kueue's own kinds. The preempting job waits forever."""
     to_tell = gang.to_tell
 
     def never(view: View) -> tuple[TellGroup, ...]:
@@ -164,7 +164,7 @@ def quota_never_returned() -> contextlib.AbstractContextManager[Any]:
 
 
 def end_untold() -> contextlib.AbstractContextManager[Any]:
-    """The queue is not told that a job is over: who comes later waits for ever."""
+    """Bug: the queue is not told that a job has ended. Later jobs wait forever."""
     to_tell = gang.to_tell
 
     def never(view: View) -> tuple[TellGroup, ...]:
@@ -174,12 +174,12 @@ def end_untold() -> contextlib.AbstractContextManager[Any]:
 
 
 def more_pods_than_admitted() -> contextlib.AbstractContextManager[Any]:
-    """An elastic job that was admitted in part makes all its pods: they run on what the queue gives to others."""
+    """Bug: an elastic job that was admitted in part creates all its pods, on nodes that the queue gives to others."""
     return mock.patch.object(kueue, "placement", return_value=Placement())
 
 
 def quota_counted_by_nobody() -> contextlib.AbstractContextManager[Any]:
-    """The queue forgets what an evicted job still uses: a model that lets this pass would judge nothing."""
+    """Bug in the model: the queue forgets the quota that an evicted job still uses. The judge must notice."""
     holders = Kueue.holders
 
     def forgets(queue: Kueue) -> list[Any]:
@@ -188,7 +188,7 @@ def quota_counted_by_nobody() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(Kueue, "holders", forgets)
 
 
-# The first seed that finds the bug; when a change of the code makes it another one, the test searches.
+# The first seed that finds each bug. If a change of the code moves it to another seed, the test searches.
 SEEDS: dict[Mutant, int] = {
     quota_returned_early: 7,
     quota_never_returned: 1,
@@ -200,7 +200,7 @@ SEEDS: dict[Mutant, int] = {
 
 @pytest.mark.parametrize("mutant", SEEDS, ids=lambda mutant: mutant.__name__)
 def test_two_jobs_show_a_bug_made_on_purpose(mutant: Mutant) -> None:
-    """Lives that find nothing prove nothing."""
+    """Each of these bugs must be found. Otherwise the tests above prove nothing."""
     with mutant():
         seeds = (SEEDS[mutant], *range(MUTANT_SEEDS_MAX))
         found = next((o for seed in seeds if (o := simulate_crowd(crowd_scenario(seed))).wrong), None)

@@ -29,14 +29,14 @@ LIVES = {
         launcher="ddprun", training_seconds=9, failures={1: Failure(1, 1.0, 1)}, deeds=(Deed(6, "agent killed"),)
     ),
 }
-# Other tests cover parts of the rest: one attempt, two attempts, a deletion (below, with slow requests).
+# Other tests cover the remaining runs in part: one attempt, two attempts, a deletion (below, with slow requests).
 BY_DAY = (
     "two nodes, a rank fails once",
     "two nodes, suspended and resumed",
     "a node is cut off and comes back",
     "under ddprun a rank fails, then node 0's agent",
 )
-# By day a sixth of the points is tested, with another offset in each commit. At night every point of every run.
+# By day a sixth of the points is tested, with another offset in each commit; at night all points of all runs.
 EACH_LIFE = [
     *((name, 6) for name in BY_DAY),
     *(pytest.param(name, 1, marks=pytest.mark.long) for name in LIVES),
@@ -48,12 +48,12 @@ STUBBORN = {"sigterm#0": "ignored", "sigterm#1": "ignored"}
 
 
 def planned(outcome: Outcome) -> dict[str, str]:
-    """Return the events of a run without faults."""
+    """Return the deeds and failures that belong to the run itself."""
     return dict(outcome.taken)
 
 
 def part(places: Iterable[T], one_of: int) -> Iterator[T]:
-    """Return every n-th point."""
+    """Yield every n-th point."""
     return itertools.islice(places, this_tree.number() % one_of, None, one_of)
 
 
@@ -87,7 +87,7 @@ def test_any_single_fault_at_any_place_leaves_a_job_that_ends_as_without_it(name
     "name", [*BY_DAY, *(pytest.param(name, marks=pytest.mark.long) for name in LIVES if name not in BY_DAY)]
 )
 def test_any_single_watch_event_that_never_comes_leaves_a_job_that_ends(name: str) -> None:
-    """If the last event of a job is lost, it must not hold its GPUs until somebody restarts the operator."""
+    """If the last event of a job is lost, the job must not hold its GPUs until somebody restarts the operator."""
     undisturbed = simulate(LIVES[name])
     events = [(point, number) for point in WATCHES for number in range(undisturbed.passed.get(point, 0))]
     for point, number in events:
@@ -96,8 +96,7 @@ def test_any_single_watch_event_that_never_comes_leaves_a_job_that_ends(name: st
 
 
 def old_states(name: str) -> Iterator[tuple[Scenario, dict[str, str]]]:
-    """The operator dies after each write; the next one is shown an old state, and its watch of pods brings nothing
-    new."""
+    """Let the operator die after each write. Its successor gets an old state, and a watch of pods without news."""
     undisturbed = simulate(LIVES[name])
     first = undisturbed.passed["list"]
     stale = {f"list#{n}": "stale" for n in range(first, first + 4)}
@@ -123,7 +122,7 @@ def test_an_operator_that_believed_its_copy_after_a_start_would_be_found_out() -
 
 
 def requests_that_outlive_their_sender(seeds: range) -> Iterator[tuple[Scenario, dict[str, str]]]:
-    """Each write in turn is slow. Meanwhile its sender dies, and the user deletes the job and applies it again."""
+    """Make one write after the other slow. Meanwhile its sender dies, and the user deletes and reapplies the job."""
     deeds = (Deed(5, "suspend", seconds=60), Deed(5.3, "crash"), Deed(6, "delete and apply"))
     for seed in seeds:
         life = Scenario(seed=seed, spec={"nodes": 1}, training_seconds=30, deeds=deeds)
@@ -144,7 +143,7 @@ def test_a_delete_that_names_no_uid_would_be_found_out() -> None:
 
 
 def parts_cut_off() -> Iterator[Scenario]:
-    """The nodes of a job under ddprun lose the cluster but not each other, and are missed one after the other."""
+    """Cut the nodes of a job under ddprun off from the cluster, but not from each other, one node after the other."""
     spec = {"nodes": 2, "onePodPerNode": True}
     deeds = [Deed(20, "nodes cut", number, 400) for number in range(1, 5)]
     for seed, deed, clusterwide in itertools.product(range(4), deeds, (True, False)):
@@ -172,8 +171,8 @@ def test_a_job_whose_pods_are_all_replaced_in_one_attempt_would_be_found_out() -
 
 
 def networks_that_fail_again_and_again() -> Iterator[Scenario]:
-    """A node is cut off when training would end, each time long enough to be called not ready, and returns before it is
-    given up."""
+    """Cut a node off when training would end, several times. Each time it is long enough to be called not ready, and
+    returns before the operator gives it up."""
     spec = {"nodes": 2, "onePodPerNode": True, "backoffLimit": 1}
     deeds = tuple(Deed(at, "node cut", 1, 46) for at in (30, 84, 140))
     for seed, clusterwide in itertools.product(range(6), (True, False)):

@@ -1,4 +1,4 @@
-"""Runs of jobs whose pods are placed all at once, next to neighbours that take the nodes; and bugs made on purpose."""
+"""Runs of jobs whose pods are placed all at once, while neighbours take nodes; and bugs made on purpose."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ Mutant = Callable[[], contextlib.AbstractContextManager[Any]]
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.long) for first in LONG)])
 def test_no_part_of_a_gang_starts_and_no_group_outlives_its_attempt(first: int) -> None:
-    """Two half-placed jobs block each other for ever; a leftover group holds what no pod uses."""
+    """Two half-placed jobs block each other forever; a leftover group reserves nodes that no pod uses."""
     bad = failing(range(first, first + BLOCK), gang_scenario)
     assert not bad, report(shrink(min(bad, key=lambda outcome: len(outcome.taken)), gang_scenario))
 
 
 def pod_outside_of_its_group() -> contextlib.AbstractContextManager[Any]:
-    """The pods of node 1 do not name their group."""
+    """Bug: the pods of node 1 do not name their group."""
 
     def join(body: Any, job: Any, attempt: int) -> None:
         if not body["metadata"]["name"].endswith("-1"):
@@ -44,12 +44,12 @@ def pod_outside_of_its_group() -> contextlib.AbstractContextManager[Any]:
 
 
 def group_outlives_its_attempt() -> contextlib.AbstractContextManager[Any]:
-    """Nobody deletes a group while its job exists."""
+    """Bug: nobody deletes a group while its job exists."""
     return mock.patch.object(gang, "unneeded", return_value=())
 
 
 def group_goes_with_its_job_alone() -> contextlib.AbstractContextManager[Any]:
-    """Only the groups of a job at its end are deleted: those of older attempts stay."""
+    """Bug: only the group of a job's last attempt is deleted; those of older attempts stay."""
     unneeded = gang.unneeded
 
     def of_the_last(view: Any) -> Any:
@@ -59,7 +59,7 @@ def group_goes_with_its_job_alone() -> contextlib.AbstractContextManager[Any]:
 
 
 def group_goes_before_its_pods() -> contextlib.AbstractContextManager[Any]:
-    """The group of a suspended job is deleted while its pods are still stopping."""
+    """Bug: the group of a suspended job is deleted while its pods are still stopping."""
     unneeded = gang.unneeded
 
     def at_once(view: Any) -> Any:
@@ -71,7 +71,7 @@ def group_goes_before_its_pods() -> contextlib.AbstractContextManager[Any]:
 
 
 def group_of_the_first_attempt_forever() -> contextlib.AbstractContextManager[Any]:
-    """All attempts name the group of the first, which is gone."""
+    """Bug: all attempts name the group of the first attempt, which is deleted."""
 
     def join(body: Any, job: Any, _: int) -> None:
         native.pod(body, job, 1)
@@ -80,9 +80,9 @@ def group_of_the_first_attempt_forever() -> contextlib.AbstractContextManager[An
 
 
 def test_seeds_that_have_failed_once_stay_fixed() -> None:
-    """700430: node 0 of an elastic job, whose pod was deleted by force after all had ended, found the old store.
-    710130: an operator that started with an old list saw no pod, and deleted the group of living ones. 801808, 809053:
-    a pod of a deleted job counted for the group of the next job of that name."""
+    """700430: node 0 of an elastic job, whose pod was force-deleted after all nodes had ended, found the old store.
+    710130: an operator that started with an old list saw no pods, and deleted the group of living pods. 801808, 809053:
+    a pod of a deleted job counted for the group of the next job with the same name."""
     for seed in (700430, 710130, 801808, 809053):
         outcome = simulate(gang_scenario(seed))
         assert not outcome.wrong, outcome.wrong
@@ -92,8 +92,8 @@ def test_seeds_that_have_failed_once_stay_fixed() -> None:
 def test_a_kind_that_vanishes_while_a_job_runs_costs_it_nothing_and_its_restart_no_more_than_its_gang(
     wants: str, second: str
 ) -> None:
-    """An upgrade of the cluster removes v1alpha2. Jobs with `auto` continue without a gang; others wait until it is
-    back."""
+    """For example when an upgrade of the cluster removes v1alpha2. Jobs with `auto` continue without a gang; others
+    wait until the API is back."""
     fails = {1: Failure(rank=1, after_seconds=1500, code=1)}
     life = Simulation(Scenario(spec={"nodes": 2, "gang": wants}, gang=True, training_seconds=2500, failures=fails))
     seen: dict[int, tuple[str, str]] = {}
@@ -114,7 +114,7 @@ def test_a_kind_that_vanishes_while_a_job_runs_costs_it_nothing_and_its_restart_
     assert ("GangUnavailable" in reasons) == (wants == "native")
 
 
-# The first seed that finds the bug. If a change of the code makes it another one, the test searches.
+# The first seed that finds each bug. If a change of the code moves it to another seed, the test searches.
 SEEDS: dict[Mutant, int] = {
     pod_outside_of_its_group: 0,
     group_outlives_its_attempt: 0,

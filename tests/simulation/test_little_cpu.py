@@ -1,4 +1,4 @@
-"""The operator as a process that gets a fifth of a CPU, with a model of an API server."""
+"""An operator process that gets a fifth of a CPU, with a model of an API server."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ SHARE, PERIOD_SECONDS = 0.2, 0.1
 
 @contextlib.contextmanager
 def throttled(pid: int) -> Iterator[None]:
-    """Throttle as the kernel does for a container with cpu: 200m: after 20 ms of CPU time it stops until the tenth of a
-    second is over. By wall clock it would get little on a busy machine."""
-    over, cpu = threading.Event(), (~pid << 3) | 2  # as in clock_getcpuclockid()
+    """Throttle a process like the kernel does with `cpu: 200m`: after 20 ms of CPU time it stops until the 100 ms
+    period is over. CPU time is used because a limit by wall clock would leave it too little on a busy machine."""
+    over, cpu = threading.Event(), (~pid << 3) | 2  # clock id of another process, as clock_getcpuclockid() returns it
 
     def run() -> None:
         while not over.is_set():
@@ -52,7 +52,7 @@ def manifest(name: str) -> dict[str, Any]:
 
 
 def test_with_a_fifth_of_a_cpu_jobs_of_eight_pods_start_and_their_jobs_end() -> None:
-    """With little CPU the operator must become slow, but neither lose a job nor write more."""
+    """With little CPU the operator may become slow, but must neither lose a job nor write more."""
     with ModelServer() as server, Operator(server) as operator:  # type: ignore[arg-type]
         server.apply(manifest("first"))
         until(lambda: len(server.pods()) == NODES, f"the operator acts: {operator.log}")

@@ -24,7 +24,7 @@ def check(run: Doomed) -> Doomed:
     ("nodes", "seed"), [(2, 1), *(pytest.param(*case, marks=pytest.mark.long) for case in ((2, 2), (4, 1), (4, 2)))]
 )
 def test_a_script_that_can_never_succeed_fails_its_job(failures: dict[int, object], nodes: int, seed: int) -> None:
-    """Otherwise it restarts for ever, without a charge, on GPUs that others need."""
+    """Otherwise the job restarts forever without a charge, on GPUs that other jobs need."""
     run = check(live(scenario(nodes, seed=seed, failures=failures)))
     assert run.state == "Failed", run.status["message"]
     free = run.status["restarts"]["infrastructure"]
@@ -47,7 +47,7 @@ def test_a_broken_node_is_left_for_another_one() -> None:
 
 
 def test_a_job_goes_back_to_the_only_other_node_though_it_has_failed_twice() -> None:
-    """Otherwise it waits for an hour although that node is healthy again."""
+    """Otherwise the job waits for an hour although the other node is healthy again."""
     deeds = (Deed(20, "node cut", 1, seconds=75), Deed(140, "node cut", 1, seconds=75))
     run = check(live(scenario(spec={"onePodPerNode": True}, cluster_nodes=2, training_seconds=250, deeds=deeds)))
     assert run.state == "Succeeded", run.status["message"]

@@ -1,4 +1,4 @@
-"""Simulate jobs whose ranks keep their state in memory, after a failure or by copies, with or without a folder. Bugs
+"""Runs of jobs whose ranks keep their state in memory, after a failure or by copies, with or without a folder. Bugs
 that are made on purpose must be found."""
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ def check(seeds: range) -> None:
 
 
 def test_each_generation_begins_with_the_newest_state_that_is_whole_anywhere() -> None:
-    """A job that goes back too far repeats hours; one that mixes two states has a result that no run would have."""
+    """A job that resumes too early repeats hours of training. A mixture of two states gives a wrong result."""
     check(range(BY_DAY))
 
 
-# Seeds that once broke a rule. Each comment says how, or why that matters.
+# Seeds that have once broken a rule. Each comment says how, or why this matters to users.
 ONCE_WRONG = {
-    # A state may contain the cause of the failure: the job would fail three more times.
+    # A state may contain the cause of the failure. The job would fail three more times.
     "after three loads of a state the folder counts and not a state a step before": 701221,
-    # The judge took a forgotten report for an uncounted one: the agent repeats the report, unless the agent is killed.
+    # The judge counted a forgotten report as lost, but the agent repeats its report unless the agent is killed.
     "what an operator heard before it lost its lease is not known to it afterwards": 106677,
-    # The agents of such pods would get the whole restart budget again.
+    # The agents of such pods would get the complete restart budget again.
     "a new operator with an old list of jobs makes no pods of an attempt that is over": 210391,
     # The operator confirmed the report, and the agent was killed before it could repeat the report.
     "what an agent says before an operator has reconciled its job is counted": 411378,
-    # The next leader knew no generation, and its rank found a newer one in the folder.
+    # The next leader knew no generation, but its rank found a newer generation in the folder.
     "a pod that was never seen to run is replaced and not made again once its ranks have started again": 1003942,
-    # Neither pod knew a generation, and the folder had a newer one.
+    # Neither pod knew a generation, but the folder had a newer one.
     "a pod that was made again unseen and a replacement do not begin together": 2008217,
-    # The model had two operators of the same name, which shared one Lease; one wrote a report of the previous
+    # The model had two operators with the same name, which shared one Lease. One of them wrote a report of the previous
     # generation.
     "an operator that crashes while it stops has one successor": 721310,
-    # Both pods are of generation 0, so nobody knows which one has saved. The folder may have values that memory lacks.
+    # Both pods begin with generation 0, so nobody knows which one has saved. Memory may lack values of the folder.
     "a pod that is made again goes on from what the first one saved and not from what it assumes": 720003,
     # lostSteps was 144, but 131 steps were repeated. Users who pay for the GPUs rely on that number.
     "a failure whose clock is ahead of the next ranks first step counts no step twice": 721701,
@@ -63,7 +63,7 @@ ONCE_WRONG = {
     "a forced delete that is carried out when the node is back is refused": 701187,
     # The next attempt began at once, and the final reports of the last pods were lost.
     "what an agent has charged counts also where its job is resumed while its pods stop": 920684,
-    # The old pods were deleted after the new ones had started.
+    # A new group started before the old pods were deleted.
     "a job that resumes without a lost node starts when the pods of that node are deleted": 1003759,
 }
 
@@ -81,7 +81,7 @@ def test_so_do_those_of_a_thousand_more(first: int) -> None:
 
 
 def a_part_is_missing() -> contextlib.AbstractContextManager[Any]:
-    """The cells call a state complete before its first part is written."""
+    """Bug: the cells call a state complete before its first part is written."""
 
     def begin(_: Area, place: Place, held: Held) -> None:
         place.held = held
@@ -91,7 +91,7 @@ def a_part_is_missing() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def old_memory_accepted() -> Iterator[None]:
-    """The generation of a state is ignored: the highest step counts."""
+    """Bug: the generation of a state is ignored, and the highest step counts."""
     newest, is_newer = memory.newest, memory.is_newer
 
     def of_any(held: Sequence[Held | None], present: Version, *more: Any) -> FoundState | str:
@@ -112,17 +112,17 @@ def old_memory_accepted() -> Iterator[None]:
 
 
 def written_while_dirty() -> contextlib.AbstractContextManager[Any]:
-    """A rank inside its optimizer's step writes its state."""
+    """Bug: a rank inside its optimizer's step writes its state."""
     return mock.patch.object(memory, "is_clean", lambda clock: clock > 0)
 
 
 def memory_beats_the_folder() -> contextlib.AbstractContextManager[Any]:
-    """Memory is used even if the folder has a newer state."""
+    """Bug: memory is used even if the folder has a newer state."""
     return mock.patch.object(memory, "is_newer", return_value=False)
 
 
 def assumed_beats_what_was_saved() -> contextlib.AbstractContextManager[Any]:
-    """A state that a rank only assumes counts as much as one that another rank has saved."""
+    """Bug: a state that a rank only assumes counts as much as a state that another rank has saved."""
     newest = memory.newest
 
     def all_alike(held: Sequence[Held | None], *more: Any) -> FoundState | str:
@@ -132,7 +132,7 @@ def assumed_beats_what_was_saved() -> contextlib.AbstractContextManager[Any]:
 
 
 def lost_steps_from_the_last_save() -> contextlib.AbstractContextManager[Any]:
-    """Ranks always count as repeating everything since the last save."""
+    """Bug: ranks always count as repeating everything since the last save."""
     with_lost = transitions._with_lost_steps
 
     def from_the_folder(status: Any, report: Any) -> Any:
@@ -142,7 +142,7 @@ def lost_steps_from_the_last_save() -> contextlib.AbstractContextManager[Any]:
 
 
 def a_copy_that_counts_before_its_step() -> contextlib.AbstractContextManager[Any]:
-    """A copy counts once written, although another rank may not have reached that boundary."""
+    """Bug: a copy counts as soon as it is written, although another rank may not have reached that boundary."""
     close = Copying._close
 
     def at_once(copying: Copying) -> None:
@@ -153,48 +153,48 @@ def a_copy_that_counts_before_its_step() -> contextlib.AbstractContextManager[An
 
 
 def a_copy_over_the_newer_area() -> contextlib.AbstractContextManager[Any]:
-    """A copy overwrites the newer area: if it is cut short, only an older one is left."""
+    """Bug: a copy overwrites the newer area. If the copy is cut off, only an older state is left."""
     area_for = copies.area_for
     return mock.patch.object(copies, "area_for", lambda held: memory.AREAS - 1 - area_for(held))
 
 
 def the_folder_beats_a_newer_copy() -> contextlib.AbstractContextManager[Any]:
-    """A save always counts more than memory."""
+    """Bug: a save always counts more than memory."""
     return mock.patch.object(memory, "is_newer", lambda folder, held: folder is not None)
 
 
 def a_copy_over_its_random_states() -> contextlib.AbstractContextManager[Any]:
-    """A rank overwrites the small states of the previous copy, which is the newest until the next one counts."""
+    """Bug: a rank overwrites its random states of the previous copy, which is the newest until the next copy counts."""
     return mock.patch.object(copies, "slot_for", return_value=0)
 
 
 def copies_that_are_not_made() -> contextlib.AbstractContextManager[Any]:
-    """The second copy is never due."""
+    """Bug: the second copy is never due."""
     return mock.patch.object(copies, "is_due", lambda plan, step, before: before < plan.first <= step)
 
 
 def saves_expected_at_the_pace_of_copies() -> contextlib.AbstractContextManager[Any]:
-    """The rule for regular copies is applied to a copy made by `save`, although a rank may be many steps behind it."""
+    """Bug: the limit for regular copies applies to copies by `save`, which ranks may have passed by many steps."""
     return mock.patch.object(copies.CopyPlan, "next_within", property(lambda plan: plan.every))
 
 
 def two_ranks_that_write_at_once() -> contextlib.AbstractContextManager[Any]:
-    """There is no lock: parts come from two ranks, one of which may have a newer step."""
+    """Bug: there is no lock, so the parts of a state come from two ranks, one of which may have a newer step."""
     return mock.patch.object(Rescues, "_is_alone", return_value=True)
 
 
 def a_copy_that_counts_without_the_other_ranks() -> contextlib.AbstractContextManager[Any]:
-    """After a failure a copy counts although ranks have not written their random states."""
+    """Bug: after a failure a copy counts although some ranks have not written their random states."""
     return mock.patch.object(Area, "all_have_copied", return_value=True)
 
 
 def two_slots_for_copies() -> contextlib.AbstractContextManager[Any]:
-    """A rank at the next copy overwrites its state before the writer has declared the last one complete."""
+    """Bug: a rank at the next copy overwrites its random states before the writer has completed the last copy."""
     slot_for = copies.slot_for
     return mock.patch.object(copies, "slot_for", lambda versions, *known: slot_for(versions[:2], *known))
 
 
-# The first seed that finds each, as in test_mutants.py.
+# The first seed that finds each bug, as in test_mutants.py.
 SEEDS: dict[Mutant, int] = {
     a_part_is_missing: 0,
     old_memory_accepted: 26,
@@ -225,6 +225,6 @@ def test_a_bug_made_on_purpose_is_found(mutant: Mutant) -> None:
             pytest.fail(f"not found in {MUTANT_SEEDS_MAX} seeds")
     if seed != SEEDS[mutant]:
         warnings.warn(f"{mutant.__name__} is now found by seed {seed}: change SEEDS", stacklevel=2)
-    # Without the bug the same faults do no harm, so it was the bug that was found.
+    # Without the bug the same faults do no harm, so the test has found the bug.
     fixed = simulate(memory_scenario(seed), found.taken)
     assert not fixed.wrong, fixed.wrong

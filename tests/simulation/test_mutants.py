@@ -1,4 +1,4 @@
-"""The simulation finds each of these bugs made on purpose; otherwise its silence would prove nothing."""
+"""The simulation finds each of these bugs made on purpose. Otherwise its silence would prove nothing."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from simulation import Outcome, simulate
 
 pytestmark = pytest.mark.timeout(900)  # CPU bound: a busy machine needs longer
 SEEDS_MAX = 2000
-# The first seed that finds the bug, because a search runs hundreds. If a change of the code makes it another one, the
-# test searches, passes, and warns with the new seed.
+# The first seed that finds each bug, because a search runs hundreds. If a change of the code moves the bug to another
+# seed, the test searches, passes, and warns with the new seed.
 SEEDS: dict[mutants.Mutant, int] = {
     mutants.no_fence: 71,
     mutants.random_names: 79,
@@ -36,7 +36,7 @@ SHRUNK_BY_DAY = mutants.no_fence
 
 
 def found_by(mutant: mutants.Mutant) -> Outcome:
-    """Return what the mutant's own seed shows, else the first of all seeds that shows anything."""
+    """Return the failing run of the bug's own seed, or of the first seed that finds it."""
     for seed in (SEEDS[mutant], *range(SEEDS_MAX)):
         outcome = simulate(scenario(seed))
         if outcome.wrong:
@@ -54,7 +54,7 @@ def test_each_mutant_has_a_seed() -> None:
 def test_the_simulation_finds_a_bug_made_on_purpose(mutant: mutants.Mutant) -> None:
     with mutant():
         found = found_by(mutant)
-    # Without the bug the same faults do no harm: the bug was found.
+    # Without the bug the same faults do no harm, so the test has found the bug.
     fixed = simulate(scenario(found.seed), found.taken)
     assert not fixed.wrong, fixed.wrong
 

@@ -1,4 +1,4 @@
-"""The operator's cost of progress reports (bench/reports.py), at a size that a test can afford."""
+"""Cost of progress reports for the operator (bench/reports.py), at a size that a test can afford."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BENCH = Path(__file__).parents[2] / "bench/reports.py"
 
 
 def test_reports_of_many_jobs_are_taken_and_write_few_statuses() -> None:
-    """Each report has its own connection and signature; a status write for each would delay restarts."""
+    """Each report has its own connection and signature. A write of a status for each report would delay restarts."""
     command = [sys.executable, str(BENCH), "--jobs", "40", "--seconds", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""A job's requests to the API server: each write is visible to users, or an object that the job needs."""
+"""A job's requests to the API server: each write shows something to users or creates an object for the job."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def writes(scenario: Scenario, kind_of_run: type[Simulation] = Simulation) -> di
 
 
 def asked(scenario: Scenario) -> set[str]:
-    """Return the API groups that a run without faults uses, in a cluster that has everything."""
+    """Return the API groups to which a run without faults sends requests, in a cluster that serves all groups."""
     simulation, paths = Crowd(scenario), set()
     simulation.api.served |= {"scheduling.k8s.io/v1alpha2", "kueue.x-k8s.io/v1beta1"}
     request = simulation.api.request
@@ -52,8 +52,8 @@ def asked(scenario: Scenario) -> set[str]:
 
 @pytest.mark.parametrize("gang", ["auto", "none"])
 def test_where_no_gang_and_no_queue_is_switched_on_nothing_is_asked_of_their_apis(gang: str) -> None:
-    """Otherwise the log of an installation without gangs and queues would complain about missing rights, for each job
-    with a queue's label."""
+    """Otherwise the log of an installation without gangs and queues complains about missing rights, for each job with a
+    queue's label."""
     labels = {"kueue.x-k8s.io/queue-name": "main"}
     scenario = Scenario(spec={"nodes": 2, "gang": gang}, training_seconds=200, labels=labels, clusterwide=True)
     groups = asked(scenario)
@@ -63,14 +63,14 @@ def test_where_no_gang_and_no_queue_is_switched_on_nothing_is_asked_of_their_api
 
 @pytest.mark.parametrize("training_seconds", [30, 500])
 def test_a_job_of_eight_pods_that_just_trains_costs_twelve_writes(training_seconds: int) -> None:
-    """Each write delays every start in a burst of jobs; docs/scaling.md has this number."""
+    """Each write delays every start when many jobs start together; docs/scaling.md has this number."""
     found = writes(Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=training_seconds))
     assert found == {"create services": 1, "create pods": 8, "change ddpjobs": 3}
     assert sum(found.values()) == 12
 
 
 def test_a_job_that_just_trains_costs_no_read() -> None:
-    """The operator only lists the collections that it watches; their number does not depend on the number of jobs."""
+    """The operator lists only the collections that it watches. Their number does not depend on the jobs."""
     simulation, reads = Simulation(Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=30)), set()
     request = simulation.api.request
 
@@ -82,7 +82,7 @@ def test_a_job_that_just_trains_costs_no_read() -> None:
     with mock.patch.object(simulation.api, "request", seen):
         outcome = simulation.run()
     assert (outcome.wrong, outcome.end) == ([], "Succeeded")
-    once = {"v1alpha1"}  # the published schema, at the operator's start
+    once = {"v1alpha1"}  # read once at the operator's start: the published schema
     assert {what for what, _ in reads} == {"ddpjobs", "pods", "services", "nodes"} | once
     assert {selector for _, selector in reads} <= {"", "training.ddpjob.io/job"}, "of no single job"
 
@@ -91,7 +91,7 @@ def test_a_job_that_just_trains_costs_no_read() -> None:
 def test_the_end_of_a_long_job_is_an_event_more_and_with_all_events_each_job_has_two(
     training_seconds: int, events: str
 ) -> None:
-    """Users who keep Events in a log store find there how a long training has ended."""
+    """Users who keep Events in a log store can see there how a long training has ended."""
     scenario = Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=training_seconds, events=events)
     found = writes(scenario)
     assert found["event AllNodesCompleted"] == 1
@@ -99,7 +99,7 @@ def test_the_end_of_a_long_job_is_an_event_more_and_with_all_events_each_job_has
 
 
 def test_a_failure_has_its_events_all_the_same() -> None:
-    """Otherwise a namespace's Events do not show that a job has restarted."""
+    """Otherwise the Events of a namespace do not show that a job has restarted."""
     plain = Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=30)
     fails = replace(plain, failures={1: Failure(rank=3, after_seconds=5, code=1)})
     warnings = {"event RankFailed"}
@@ -109,12 +109,12 @@ def test_a_failure_has_its_events_all_the_same() -> None:
 
 
 def test_a_gang_costs_its_group_and_no_other_write_and_a_queue_one_status_and_one_event_more() -> None:
-    """A scheduler or queue reports each step of a group, and not each report may cost a write of the status."""
+    """A scheduler or queue reports each step of a group, but not each report may cause a write of the status."""
     plain = Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=30)
     native = writes(replace(plain, gang=True))
-    of_group = {"create podgroups": 1, "change podgroups": 1}  # created, and deleted at the end
+    of_group = {"create podgroups": 1, "change podgroups": 1}  # created, and changed to be deleted at the end
     assert native == {"create services": 1, "create pods": 8, "change ddpjobs": 3} | of_group
     queued = writes(replace(plain, quota=8, labels={"kueue.x-k8s.io/queue-name": "main"}), Crowd)
     of_workload = {"create workloads": 1, "change workloads": 2, "event WaitingForAdmission": 1}
-    events = {"event AllNodesRun": 1, "event AllNodesCompleted": 1}  # both, because the job had to wait
+    events = {"event AllNodesRun": 1, "event AllNodesCompleted": 1}  # sent because the job had to wait
     assert queued == {"create services": 1, "create pods": 8, "change ddpjobs": 4} | of_workload | events

@@ -15,12 +15,12 @@ pytestmark = pytest.mark.timeout(900)  # CPU bound: a busy machine needs longer
 BLOCK = 50
 OF_THIS_TREE = range(0, 1000, BLOCK)
 LONG = range(BLOCK, 2000, BLOCK)
-# Seeds that once showed a bug. With changed code a seed is another run, but these cost little.
+# Seeds that once showed a bug. After a change of the code a seed is another run, but these cost little.
 ONCE_FAILED = (
     *(22, 42, 63, 69, 91, 150, 191, 233, 335, 534, 812),
     *(11287, 12110, 12128, 12139, 14037, 15831, 16161, 16498, 16636),
     *(453, 6825, 8338, 4767),  # under ddprun
-    20459,  # ten attempts of eight nodes, each within its limits: no endless writes
+    20459,  # ten attempts of eight nodes need many writes, which are no endless loop
     *(5000170, 2307567595, 2496038223),
 )
 
@@ -41,25 +41,25 @@ def test_whatever_goes_wrong_no_two_groups_train_and_the_job_ends_as_it_should(f
     "first", [OF_THIS_TREE[0], *(pytest.param(first, marks=pytest.mark.long) for first in OF_THIS_TREE[1:])]
 )
 def test_seeds_that_only_these_sources_walk_show_nothing_wrong_either(first: int) -> None:
-    """Their findings are added to ONCE_FAILED together with the fix."""
+    """Seeds that fail here are added to ONCE_FAILED together with the fix."""
     first += 1_000_000 + this_tree.number()
     check(range(first, first + BLOCK))
 
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.long) for first in LONG)])
 def test_elastic_jobs_train_with_those_that_are_there_and_end_as_they_should(first: int) -> None:
-    """Nodes come late, leave, or never come, and the number of nodes changes meanwhile."""
+    """Nodes come late, leave or never come, and users change the number of nodes."""
     check(range(first, first + BLOCK), elastic_scenario)
 
 
 def without_room(seed: int) -> Scenario:
-    """Make the operator read jobs that have not begun again, some of them with gangs, queues and elastic groups."""
+    """Return a job of which the operator keeps little before it begins, so that it must read the job again."""
     life = (scenario, elastic_scenario, gang_scenario)[seed % 3](seed)
     return dataclasses.replace(life, has_room=False)
 
 
 def test_jobs_end_as_they_should_also_where_little_is_kept_of_them() -> None:
-    """Whatever was cut is read again in time: on resume, at the end, by a new leader, after a lost answer."""
+    """What the operator did not keep is read again in time: on resume, at the end, by a new leader, after a fault."""
     check(range(BLOCK), without_room)
 
 

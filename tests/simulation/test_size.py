@@ -1,4 +1,4 @@
-"""The operator's memory by the size of the cluster, and the time that a new leader needs (bench/size.py)."""
+"""The operator's memory for a large cluster, and the time that a new leader needs (bench/size.py)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BENCH = Path(__file__).parents[2] / "bench/size.py"
 
 
 def measured(jobs: int) -> dict[str, Any]:
-    """Measure in a new process, whose memory nothing else has used."""
+    """Measure in a new process, whose memory no other test has used."""
     command = [sys.executable, str(BENCH), "--jobs", str(jobs)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=True)
     found: dict[str, Any] = json.loads(done.stdout)
@@ -22,7 +22,7 @@ def measured(jobs: int) -> dict[str, Any]:
 
 
 def test_a_thousand_pods_cost_a_few_megabytes() -> None:
-    """The chart's limit is a promise: an operator that is killed for its memory restarts into the same lists."""
+    """The chart sets a memory limit. An operator that is killed for its memory restarts and reads the same lists."""
     found = measured(125)
     assert found["pods"] == 1_000
     assert found["memoryMiBPeak"] - found["memoryMiBEmpty"] <= 15
@@ -30,7 +30,7 @@ def test_a_thousand_pods_cost_a_few_megabytes() -> None:
 
 @pytest.mark.long
 def test_with_ten_thousand_pods_it_stays_small_and_a_new_leader_acts_within_two_seconds() -> None:
-    """CPU time, because the wall clock of a busy machine says nothing about the operator."""
+    """CPU time is measured, because the wall clock of a busy machine says nothing about the operator."""
     found = measured(1_250)
     assert found["pods"] == 10_000
     assert found["memoryMiBPeak"] <= 150

@@ -1,10 +1,9 @@
 """Golden stories: what the operator does in the cases that users ask about, line by line, in stories/*.txt.
 
 The simulation runs the real operator in virtual time, so each story is the same on every machine. A change of the code
-that changes a story shows up as a diff of its file: read it, and if the new one is what users should get, write it with
+that changes a story shows up as a diff of its file. Read the diff, and if users should get the new story, write it with
 
-    pytest -n 0 tests/simulation/test_stories.py --refresh-goldens
-"""
+    pytest -n 0 tests/simulation/test_stories.py --refresh-goldens"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""End every task of a running operator, one after the other, with a model of an API server. kopf's tasks are included,
-so the operator runs in a process of its own, as in a cluster."""
+"""Every task of a running operator is ended, one after the other, with a model of an API server. kopf's tasks are
+included, so the operator runs in a process of its own, as in a cluster."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from free_port import free_port
 from model_server import ModelServer
 
 END_SECONDS, STOP_SECONDS = 5.0, 10.0
-LATE_SECONDS = 5.0  # allows for other work of the machine
+LATE_SECONDS = 5.0  # allows for a busy machine
 QUICK_LEASE = {"DDPJOB_LEASE_SECONDS": "3", "DDPJOB_LEASE_RENEW_SECONDS": "2", "DDPJOB_LEASE_RETRY_SECONDS": "0.5"}
-# One task of each kind; the long test ends all tasks.
+# One task of each kind. The long test ends all tasks.
 OURS = ("pods in b", "lease", "queue")
 KOPFS = ("watcher for ddpjobs", "multidimensional")
 
@@ -37,7 +37,7 @@ def manifest(name: str, namespace: str) -> dict[str, Any]:
 
 
 class World:
-    """An operator of two namespaces with a Lease, restarted when it has ended."""
+    """An operator for two namespaces with a Lease. It is restarted after it has ended."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -80,7 +80,7 @@ class World:
         self.server.delete_job(name)
 
     def healthy(self) -> bool:
-        """Return the answer to the kubelet's probe."""
+        """True if the operator answers the kubelet's probe with ok."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/healthz", timeout=5) as answer:
             return bool(answer.status == 200)
 
@@ -92,7 +92,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 def is_over(world: World, name: str) -> None:
-    """Check that, after the end of a task, the operator ends with a reason or works as before."""
+    """End a task, and check that the operator ends with a reason or works as before."""
     operator = world.running()
     began = time.monotonic()
     assert name in task_ender.tasks(world.socket, end=name), name
@@ -110,7 +110,7 @@ def is_over(world: World, name: str) -> None:
 
 @pytest.mark.parametrize("start", [*OURS, *KOPFS])
 def test_a_task_that_ends_is_followed_by_the_operators_end_with_a_reason(world: World, start: str) -> None:
-    """An operator that runs without working must not hold up all jobs while its probe answers ok."""
+    """An operator whose probe answers ok but which does not work must not hold up all jobs."""
     world.running()
     name = next(name for name in task_ender.tasks(world.socket) if name.startswith(start))
     is_over(world, name)
@@ -137,7 +137,7 @@ def test_whichever_task_ends_the_operator_goes_on_or_ends_with_a_reason(world: W
 
 @pytest.mark.parametrize("silent", [False, True])
 def test_sigterm_ends_the_operator_soon(world: World, silent: bool) -> None:
-    """The next leader waits for the Lease. The operator returns it first, but a silent API server never answers."""
+    """The next leader waits for the Lease, which the operator gives back. A silent API server never answers."""
     operator = world.running()
     world.server.silent = silent
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""An asyncio loop in which waiting costs nothing: when everybody waits, the clock jumps to the next timer. The same
+"""An asyncio loop in which waiting costs nothing: when all tasks wait, the clock jumps to the next timer. The same
 program with the same seed does the same things in the same order, however slow the machine is."""
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ import datetime as dt
 from collections.abc import Callable
 from typing import Any
 
-# An odd start, which reveals code that reads the real clock.
+# An odd start time, which reveals code that reads the real clock.
 START = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
 
 ROUND_SECONDS = 1e-7
 
 
 class NothingToWaitForError(Exception):
-    """All tasks wait for something that can never come."""
+    """Raised if all tasks wait for something that can never come."""
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
@@ -32,11 +32,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self._seconds
 
     def now(self) -> dt.datetime:
-        """Return whole seconds, as Kubernetes writes times."""
+        """Return the time in whole seconds, as Kubernetes writes times."""
         return START + dt.timedelta(seconds=int(self._seconds))
 
     def run_in_executor(self, _executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
-        """Run at once: work in threads takes no virtual time."""
+        """Run the function immediately: work in threads takes no virtual time."""
         done: asyncio.Future[Any] = self.create_future()
         try:
             done.set_result(func(*args))
@@ -45,15 +45,15 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return done
 
     def select(self, timeout: float | None) -> list[object]:
-        """BaseEventLoop calls this when no callback is ready."""
+        """Jump to the next timer. BaseEventLoop calls this when no callback is ready."""
         if timeout is None:
             raise NothingToWaitForError
-        # Each round takes a moment, so that sleeping for less than a float can represent ends.
+        # Each round takes a moment, so that a sleep that is too short for the precision of a float also ends.
         self._seconds += max(ROUND_SECONDS, timeout)
         return []
 
     def _process_events(self, events: list[object]) -> None:
-        """There are no events."""
+        """Do nothing, because there are no events."""
 
     def _write_to_self(self) -> None:
-        """No other thread calls this."""
+        """Do nothing, because no other thread calls this."""

@@ -1,4 +1,4 @@
-"""`ddprun` as a user or a pod starts it: one process for each node, in a folder of its own."""
+"""`ddprun` as a user or a pod starts it: one process for each node, in a folder of the test."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from free_port import free_port
 from shell import Cli
 
 SECONDS_MAX = 150  # importing torch takes more than a minute on a busy machine
-# Variables of a pod or a launcher around the tests must not reach ours.
+# Prefixes of variables that are removed, because a pod or a launcher around the tests may have set them.
 FOREIGN = ("PET_", "DDPJOB_", "TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "OMP_NUM_THREADS")
 
 
 class Launcher(Cli):
-    """Starts agents, and marks all their processes to find survivors."""
+    """Starts agents, and marks all their processes so that the test finds survivors."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -28,7 +28,7 @@ class Launcher(Cli):
         self.env |= {"TMPDIR": str(folder / "tmp"), "DDPJOB_TERMINATION_LOG": str(folder / "termination.json")}
 
     def script(self, text: str, name: str = "train.py") -> Path:
-        """Write a script of the user into the folder."""
+        """Write a user's script into the folder."""
         path = self.folder / name
         path.write_text(textwrap.dedent(text))
         return path
@@ -50,13 +50,13 @@ class Launcher(Cli):
         return finish(self.ddprun(*words, **env))
 
     def warm(self, *words: object, **env: str) -> subprocess.Popen[str]:
-        """Run `ddprun …` in the background, in a copy of this process: its fork server has torch from the start."""
+        """Run `ddprun …` in the background, forked from this process, so that it has imported torch already."""
         return warm.start("ddprun", [*map(str, words)], cwd=self.folder, env=self.env | env)
 
     def nodes(
         self, count: int, *words: object, port: int = 0, is_warm: bool = False, **env: str
     ) -> list[subprocess.Popen[str]]:
-        """Start an agent for each node; they meet on loopback, each with its own termination log, as in pods."""
+        """Start an agent for each node. They meet on loopback, and each has its own termination log, as in pods."""
         start = self.warm if is_warm else self.ddprun
         port = port or free_port()
         group = ["--nnodes", count, "--master-port", port, "--rdzv-id", self.mark]
@@ -65,19 +65,19 @@ class Launcher(Cli):
 
 
 def finish(process: subprocess.Popen[Any], seconds: float = SECONDS_MAX) -> subprocess.CompletedProcess[str]:
-    """Wait for the end of an agent; return its output."""
+    """Wait for the end of an agent; return its output. A traceback of ddprun itself fails the test."""
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=10)
         raise AssertionError(f"it did not end\n{out}\n{err}") from None
-    # The stacks of a stopped rank also name the fork server.
-    assert "Traceback" not in err or "ddprun/" not in err, err  # a traceback of the agent
+    # The fork server's path alone is no error: it is also in the stacks of a stopped rank.
+    assert "Traceback" not in err or "ddprun/" not in err, err  # the agent has a traceback
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def forget_torchs_own(launcher: Launcher) -> None:
-    """Remove the log folder that torchrun leaves, and the cache folder that torch._dynamo leaves."""
+    """Remove the log folder of torchrun and the cache folder of torch._dynamo, which they leave behind."""
     for folder in (launcher.folder / "tmp").glob("torch*"):
         subprocess.run(["rm", "-r", folder], check=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 @contextlib.asynccontextmanager
 async def running(work: Coroutine[Any, Any, Any]) -> AsyncIterator[asyncio.Task[Any]]:
-    """Let `work` run during the body."""
+    """Run `work` as a task during the body, and cancel it at the end."""
     task = asyncio.create_task(work)
     try:
         yield task
@@ -20,20 +20,20 @@ async def running(work: Coroutine[Any, Any, Any]) -> AsyncIterator[asyncio.Task[
 
 
 async def turns(count: int) -> None:
-    """Give all tasks so many turns."""
+    """Let the event loop run this many iterations."""
     for _ in range(count):
         await asyncio.sleep(0)
 
 
 async def until(true: Callable[[], object], seconds: float = 10.0) -> None:
-    """Wait at most so many seconds, at every turn of the loop."""
+    """Wait at most this many seconds until the condition is true. Check it in every iteration of the loop."""
     async with asyncio.timeout(seconds):
         while not true():
             await asyncio.sleep(0)
 
 
 async def ends_although(work: Coroutine[Any, Any, None], comes: Callable[[], object]) -> None:
-    """Cancel `work` in the iteration of the event loop in which `comes` completes its wait; it must end."""
+    """Cancel `work` in the same iteration of the event loop in which `comes` completes its wait. It must end."""
     running = asyncio.create_task(work)
     await turns(10)  # `work` is waiting now
     comes()

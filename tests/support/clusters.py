@@ -1,8 +1,7 @@
 """A namespace in a real cluster, an operator process that watches it, and kubectl to see what users see.
 
 Any cluster will do. The pods of these tests never get a node, because they request one that does not exist. The test
-writes their status, as a kubelet would.
-"""
+writes their status as a kubelet would."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ from ddpjob_operator.kube.api.client import login
 
 CRD = Path(__file__).parents[2] / "charts/ddpjob-operator/crds/ddpjobs.training.ddpjob.io.yaml"
 JOBS = f"/apis/{types.GROUP}/{types.VERSION}/namespaces/{{}}/{types.PLURAL}"
-# More than the 30 s after which the cluster's garbage collector learns of a CRD that was just installed.
+# Longer than the 30 s within which the cluster's garbage collector detects a CRD that was just installed.
 WAIT_SECONDS = 60.0
 ANSWERS_WITHIN_SECONDS = 30.0
 MERGE = "application/merge-patch+json"
@@ -45,7 +44,7 @@ T = TypeVar("T")
 
 
 def until(look: Callable[[], T | None], what: str, seconds: float = WAIT_SECONDS, every: float = 0.05) -> T:
-    """Return what `look` gives once it is true. Fail with `what` after `seconds`. every: seconds between two calls."""
+    """Return what `look` returns once it is true. Fail with `what` after `seconds`. every: seconds between calls."""
     end = time.monotonic() + seconds
     while True:
         found = look()
@@ -57,7 +56,7 @@ def until(look: Callable[[], T | None], what: str, seconds: float = WAIT_SECONDS
 
 
 def kubectl(*arguments: str, stdin: object = None, check: bool = True) -> str:
-    """Return stdout and stderr together. Assert that kubectl succeeds."""
+    """Return stdout and stderr as one text. If `check`, assert that kubectl succeeds."""
     done = subprocess.run(
         ["kubectl", "--request-timeout=20s", *arguments],
         input=None if stdin is None else json.dumps(stdin),
@@ -73,8 +72,8 @@ def kubectl(*arguments: str, stdin: object = None, check: bool = True) -> str:
 
 
 def read(path: str) -> bytes | None:
-    """Return the object at a path of the API server; None if there is none. For frequent reads, because kubectl takes a
-    fifth of a second of CPU, which the pods of these tests need."""
+    """Return the object at a path of the API server; None if there is none. Use this for frequent reads: kubectl takes
+    0.2 s of CPU, which the pods of these tests need."""
     server, headers, context = _access(os.environ["KUBECONFIG"])
     try:
         return answered(urllib.request.Request(server + path, headers=headers), 20, context)
@@ -91,8 +90,8 @@ def _access(_kubeconfig: str) -> tuple[str, dict[str, str], Any]:
 
 
 def skip_without_cluster() -> None:
-    """Skip the test unless KUBECONFIG names a cluster. Wait for a named cluster; otherwise hundreds of tests would be
-    skipped silently while it is away."""
+    """Skip the test if KUBECONFIG is not set. If it is set, wait for the cluster; otherwise hundreds of tests would be
+    skipped silently while the cluster is away."""
     if not os.environ.get("KUBECONFIG"):
         pytest.skip("KUBECONFIG is not set; these tests never use a cluster that was not named for them")
     if not shutil.which("kubectl"):
@@ -112,7 +111,7 @@ def installed_crd() -> Iterator[None]:
     def install() -> dict[str, object]:
         was_there = "NotFound" not in kubectl("get", "-f", str(CRD), check=False)
         kubectl("apply", "-f", str(CRD))
-        # Not `kubectl wait`: it ends with an error if the CRD has no conditions yet.
+        # `kubectl wait` would end with an error if the CRD has no conditions yet.
         shown = ["get", "-f", str(CRD), "-o", "jsonpath={.status.conditions[?(@.type=='Established')].status}"]
         until(lambda: kubectl(*shown) == "True", "the CRD is established", 20)
         return {"was there": was_there}
@@ -138,7 +137,7 @@ def job(name: str = "digits", *, container: dict[str, Any] | None = None, **spec
 
 
 class Namespace:
-    """A namespace of the test."""
+    """A namespace for one test."""
 
     def __init__(self, api: FaultyApi, name: str = "") -> None:
         self.api = api
@@ -147,13 +146,13 @@ class Namespace:
 
     def make(self, **labels: str) -> Namespace:
         self.api.call("POST", "/api/v1/namespaces", {"metadata": {"name": self.name, "labels": labels}})
-        # Pods are refused until the controller has created the ServiceAccount.
+        # The API server refuses pods until a controller has created the ServiceAccount.
         path = f"/api/v1/namespaces/{self.name}/serviceaccounts/default"
         until(lambda: self.api.find(path), "the namespace has its default service account")
         return self
 
     def remove(self) -> None:
-        """Remove the namespace, after the finalizers that a test has put on pods."""
+        """Remove the namespace. Release pods first that a test holds by finalizers."""
         with contextlib.suppress(Exception):
             for pod in self.pods():
                 if pod["metadata"].get("finalizers"):
@@ -165,12 +164,12 @@ class Namespace:
         return kubectl(f"--namespace={self.name}", *arguments, stdin=stdin, check=check)
 
     def apply(self, body: dict[str, Any]) -> None:
-        """Apply a job as `kubectl apply --server-side` does; starting kubectl takes a fifth of a second of CPU."""
+        """Apply a job like `kubectl apply --server-side`, without the 0.2 s of CPU for starting kubectl."""
         path = f"{self.jobs_path}/{body['metadata']['name']}?fieldManager=test&force=true&fieldValidation=Strict"
         self.api.call("PATCH", path, body, APPLY)
 
     def create(self, kind: str, body: dict[str, Any]) -> Any:
-        """Create a core object: pods, services, resourcequotas."""
+        """Create a core object; kind: pods, services or resourcequotas."""
         return self.api.call("POST", f"/api/v1/namespaces/{self.name}/{kind}", body)
 
     # ---------------------------------------------------------------- reading
@@ -197,7 +196,7 @@ class Namespace:
         return found
 
     def shown(self, path: str, name: str = "digits") -> str:
-        """Return what kubectl shows for a JSONPath of the job."""
+        """Return what kubectl shows for a JSONPath in the job."""
         return self.kubectl("get", "ddp", name, "-o", f"jsonpath={{{path}}}")
 
     def events(self, name: str = "digits") -> list[str]:
@@ -207,7 +206,7 @@ class Namespace:
         return [e["reason"] for e in sorted(ours, key=lambda e: int(e["metadata"]["resourceVersion"]))]
 
     def reaches(self, state: str, reason: str = "", name: str = "digits", seconds: float = WAIT_SECONDS) -> str:
-        """Wait for a state (and reason); return the message."""
+        """Wait for a state, and for a reason if one is given; return the message."""
         status: dict[str, Any] = {}
 
         def there() -> bool:
@@ -221,7 +220,7 @@ class Namespace:
             pytest.fail(f"{name} is not {state} {reason} after {seconds:g} s, but: {status}")
         return str(status.get("message", ""))
 
-    # ---------------------------------------------------------------- acting as kubelet and user
+    # ---------------------------------------------------------------- acting as a kubelet or a user
 
     def set_pod(self, name: str, phase: str, state: dict[str, Any]) -> None:
         container = {"name": "trainer", "image": "busybox", "imageID": "", "restartCount": 0}
@@ -241,19 +240,19 @@ class Namespace:
         self.set_pod(name, "Failed" if code else "Succeeded", {"terminated": ended})
 
     def hold(self, *names: str) -> None:
-        """Keep these pods after their deletion until they are released, as if they stopped slowly."""
+        """Keep these pods after their deletion, as if they stopped slowly, until release()."""
         for name in names:
             self._finalizers(name, ["ddpjob.test/hold"])
 
     def bind(self, *names: str) -> None:
-        """Give these pods a node: the garbage collector marks deleted pods without one as failed every 20 s."""
+        """Give these pods a node: every 20 s the garbage collector marks deleted pods without a node as failed."""
         for name in names:
             target = {"kind": "Node", "name": "ddpjob-test"}
             body = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": name}, "target": target}
             self.api.call("POST", f"/api/v1/namespaces/{self.name}/pods/{name}/binding", body)
 
     def release(self, *names: str) -> None:
-        """Let these pods stop. For a pod with a node the kubelet reports that by a delete without grace period."""
+        """Let these pods end. A kubelet reports this for a pod with a node by a delete without grace period."""
         for name in names:
             self._finalizers(name, [])
             path = f"/api/v1/namespaces/{self.name}/pods/{name}"
@@ -280,7 +279,7 @@ class Namespace:
 
 
 class Operator:
-    """The operator as a process that connects through the proxy."""
+    """An operator process that connects through the proxy."""
 
     def __init__(
         self,
@@ -292,8 +291,8 @@ class Operator:
         anew: bool = False,
         **variables: str,
     ) -> None:
-        """constants: of reflector.py, whose period is too long for a test. anew: start a new Python instead of a copy
-        of this process, which is a second faster but has the memory of pytest. variables: the environment."""
+        """constants: values for reflector.py, whose period is too long for a test. anew: start a new Python instead of
+        a fork of this process, which would be a second faster but has pytest's memory. variables: the environment."""
         self._api = api
         self._folder = tempfile.TemporaryDirectory()
         self.log_file = Path(self._folder.name, "operator.log")
@@ -317,7 +316,7 @@ class Operator:
                 self.process = warm.start_operator(environment, log)
 
     def log_in_as(self, token: str) -> None:
-        """Write the kubeconfig, as a token rotation does."""
+        """Write this token into the kubeconfig, as a token rotation does."""
         config = {
             "apiVersion": "v1",
             "kind": "Config",
@@ -334,7 +333,7 @@ class Operator:
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU time of the operator so far."""
+        """Seconds of CPU that the operator has used."""
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -344,7 +343,7 @@ class Operator:
         return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def watches(self, jobs: int = 1) -> Operator:
-        """Wait until the operator watches pods, services and jobs (in so many namespaces)."""
+        """Wait until the operator watches pods, services and jobs, in this many namespaces."""
 
         def there() -> bool:
             assert self.process.poll() is None, f"the operator has ended: {self.log}"

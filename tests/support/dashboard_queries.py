@@ -11,7 +11,7 @@ DASHBOARDS = sorted((FILES / "dashboards").glob("*.json"))
 
 
 def queries(dashboard: Path) -> dict[str, str]:
-    """By panel and legend, with Grafana's variables filled in."""
+    """Return the queries by panel and legend, with Grafana's variables filled in."""
     panels = json.loads(dashboard.read_text())["panels"]
     found = {f"{p['title']}: {t['legendFormat']}": t["expr"] for p in panels for t in p["targets"]}
     filled = {"$__rate_interval": "1m", "$namespace": "default", "$job_name": "digits"}
@@ -24,7 +24,7 @@ def _filled(query: str, values: dict[str, str]) -> str:
     return query
 
 
-# Only a training that reports has these; tests/unit/test_metrics_meter.py has them served.
+# Only trainings that report have these series. tests/unit/test_metrics_meter.py tests them.
 OF_REPORTS = re.compile(
     "ddpjob_job_(step|steps_wanted|saved_step|samples_per_second|progress_timestamp_seconds)\\b"
     '|ddpjob_restart_seconds_bucket{until="first_step"}'

@@ -1,4 +1,4 @@
-"""The code blocks and links of README and docs/."""
+"""Code blocks and links of README and docs/."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NOT_RUN = re.compile(r"<!-- not run: (.+) -->")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its language, its text, and why it cannot run ("" if it can)."""
+    """A fenced block: its language, its text, and why it cannot be run ("" if it can)."""
 
     page: Path
     line: int
@@ -50,7 +50,7 @@ def prose(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors of a page's headings, as GitHub and MkDocs make them."""
+    """Return the anchors of a page's headings, as GitHub and MkDocs generate them."""
     text = re.sub(r"```.*?\n```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     found = re.findall(r"^#+ +(.+?) *$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}

@@ -1,4 +1,4 @@
-"""A training with the same result for any number of nodes, and an undisturbed run of it."""
+"""A training whose result is the same for any number of nodes, and an undisturbed run of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-# A linear model that learns in small batches, slowly enough for the faults.
+# A linear model with small batches. It learns slowly, so that there is time for the faults.
 SCRIPT = """
 import json, os, sys, time, torch, ddpjob
 folder, seconds, total = sys.argv[1], float(sys.argv[2]), 600
@@ -47,7 +47,7 @@ with ddpjob.init("gloo") as world:
 
 
 def alone(folder: Path) -> list[float]:
-    """Return what one undisturbed process learns."""
+    """Return the result of one undisturbed process."""
     (folder / "alone.py").write_text(SCRIPT)
     words = [sys.executable, "alone.py", str(folder / "snapshots"), "0"]
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("DDPJOB", "KUBE"))}

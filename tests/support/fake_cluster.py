@@ -23,34 +23,34 @@ KINDS = {"ddpjobs": ("training.ddpjob.io", "ddpjobs.training.ddpjob.io"), "confi
 
 
 class FakeCluster:
-    """A test may read and change `objects` at any time; the next request sees the change."""
+    """An API server whose `objects` a test may change at any time; the next request sees the change."""
 
     def __init__(self) -> None:
         self.objects: dict[str, Raw] = {}
         self.logs: dict[str, list[str]] = {}
         """The lines of a pod's log, by its name; a followed log ends when the pod does."""
         self.requests: list[str] = []
-        """Verb and resource of each request, with (dry run)."""
+        """Verb and resource of each request, followed by (dry run) for a dry run."""
         self.tokens: set[str] = set()
-        """What clients have authenticated with."""
+        """Tokens of all clients."""
         self.agents: set[str] = set()
-        """The names of the clients."""
+        """User agents of all clients."""
         self.forbidden: set[str] = set()
-        """`create configmaps`"""
+        """Requests to refuse, for example `create configmaps`."""
         self.answers: dict[str, tuple[int, Raw]] = {}
-        """Answers to `create ddpjobs.training.ddpjob.io` (or that `for real`, not for dry runs) instead of executing
-        it; `get pods/log NAME` is for one object."""
+        """Answers by request, for example `create ddpjobs.training.ddpjob.io`. Such a request is not executed. With `…
+        for real` only requests without dry run get the answer; `get pods/log NAME` is for one object."""
         self.broken: list[str] = []
-        """Faults of the next requests for logs after the first line: `cut` within the second one, `silent`, or `no
-        watch`, as from a kubelet without inotify watches."""
+        """Faults of the next requests for logs, after the first line. `cut`: in the second line. `silent`: after a
+        pause. `no watch`: as from a kubelet without inotify watches."""
         self.zone = dt.timezone.utc
-        """The nodes' time zone, in which a kubelet writes the times of lines."""
+        """Time zone of the nodes, in which a kubelet writes the times of lines."""
         self.line_seconds = 0.0
-        """Pause before each line of a log."""
+        """Seconds before each line of a log."""
         self.seconds = 0.0
         self.crd = True
         self.on_patch: Callable[[Raw], None] = lambda _: None
-        """Called with a job that was patched: what an operator would do."""
+        """Called with each patched job; a test acts here as the operator."""
 
     def add(self, plural: str, body: Raw, namespace: str = "default") -> Raw:
         """Add an object with a uid and a creation time."""
@@ -61,19 +61,19 @@ class FakeCluster:
         return self.objects[path]
 
     def find(self, plural: str, name: str = "", namespace: str = "default") -> Any:
-        """Return an object by name, or the only one; None if it does not exist."""
+        """Return the object of this name, or the first object if there is no name; None if there is none."""
         found = [raw for path, raw in self.objects.items() if f"/{namespace}/{plural}/{name}" in path]
         return found[0] if found else None
 
     def wait_for(self, request: str, times: int = 1, seconds: float = 30) -> None:
-        """Wait for so many requests of a kind."""
+        """Wait until this many requests of a kind have arrived."""
         end = time.monotonic() + seconds
         while self.requests.count(request) < times:
             assert time.monotonic() < end, f"no {request} came: {self.requests}"
             time.sleep(0.02)
 
     def after(self, request: str, do: Callable[[], None]) -> None:
-        """Call a function when the next request of a kind arrives."""
+        """Call a function as soon as another request of this kind has arrived."""
         times = self.requests.count(request) + 1
 
         def wait() -> None:
@@ -85,7 +85,7 @@ class FakeCluster:
     # ------------------------------------------------------------------ requests
 
     def handle(self, method: str, raw_path: str, body: Any) -> tuple[int, Any]:
-        """Answer a request. It is counted on arrival, so that later changes by the test do not affect it."""
+        """Answer a request, then count it, so that a test which has waited for it cannot change the answer."""
         answer = self._answer(method, raw_path, body)
         asked = read(method, urllib.parse.urlsplit(raw_path).path)
         self.requests.append(f"{asked.verb} {asked.resource}{' (dry run)' if 'dryRun' in raw_path else ''}")
@@ -150,7 +150,7 @@ class FakeCluster:
         return found
 
     def changes(self, path: str, query: dict[str, str]) -> Iterator[Raw]:
-        """Send the events of a watch of pods for ten seconds."""
+        """Yield the events of a watch of pods for ten seconds."""
         sent: dict[str, str] = {}
         end = time.monotonic() + 10
         while time.monotonic() < end:
@@ -169,16 +169,16 @@ class FakeCluster:
                 del self.objects[at]
 
     def shows_log(self, path: str) -> bool:
-        """True if a path is that of a log, which this server does not refuse."""
+        """True if this is a request for a log that the server does not refuse."""
         refused = "get pods/log" in self.forbidden or f"get pods/log {path.split('/')[-2]}" in self.answers
         return path.endswith("/log") and not refused
 
     def shows_changes(self, query: dict[str, str]) -> bool:
-        """True if a request is a watch, which is never refused."""
+        """True if this is a watch of pods that the server does not refuse."""
         return "watch" in query and "watch pods" not in self.forbidden
 
     def log_lines(self, name: str, *, follow: bool) -> Iterator[str]:
-        """Send the log of a pod; with `follow` until the pod has ended."""
+        """Yield the lines of a pod's log; with `follow` until the pod has ended."""
         sent = 0
         while True:
             pod = self.find("pods", name)
@@ -214,7 +214,7 @@ class _Server(ThreadingHTTPServer):
 
 @contextmanager
 def fake_cluster(folder: Path, namespace: str = "") -> Iterator[tuple[FakeCluster, Path]]:
-    """Serve on loopback, with a kubeconfig that has one context `test`."""
+    """Serve a FakeCluster on loopback; yield it and a kubeconfig."""
     cluster = FakeCluster()
 
     class Handler(BaseHTTPRequestHandler):
@@ -280,7 +280,7 @@ def fake_cluster(folder: Path, namespace: str = "") -> Iterator[tuple[FakeCluste
 
 
 def kubeconfig(folder: Path, url: str, namespace: str = "") -> Path:
-    """Write a kubeconfig with one context `test`."""
+    """Write a kubeconfig with one context `test`, and return its path."""
     context = {"cluster": "test", "user": USER} | ({"namespace": namespace} if namespace else {})
     config = {
         "apiVersion": "v1",
@@ -296,10 +296,10 @@ def kubeconfig(folder: Path, url: str, namespace: str = "") -> Path:
 
 
 def _printed(cluster: FakeCluster, name: str, query: dict[str, str]) -> Iterator[bytes]:
-    """Yield the lines of a log that a request asks for, counting it when the first one was sent. Raise
+    """Yield the lines of a log that a request selects. The request is counted after its first line. Raise
     ConnectionAbortedError for a fault."""
     printed = len(cluster.logs.get(name, ()))
-    # Timestamps as if one line had been printed each second until now.
+    # Select by time as if one line was printed each second until now.
     skipped = max(0, *(printed - int(query.get(part, printed)) for part in ("tailLines", "sinceSeconds")))
     if skipped == printed:
         cluster.requests.append("get pods/log")
@@ -324,7 +324,7 @@ def _printed(cluster: FakeCluster, name: str, query: dict[str, str]) -> Iterator
 
 
 def _time(number: int, zone: dt.timezone) -> str:
-    """Return a time with nanoseconds, as the kubelet writes it."""
+    """Return the time of a line with nanoseconds, as a kubelet writes it."""
     text = START.astimezone(zone).isoformat()
     return f"{text[:19]}.{number:09d}{text[19:].replace('+00:00', 'Z')}"
 

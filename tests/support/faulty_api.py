@@ -52,7 +52,7 @@ class Seen:
 @dataclass
 class Fault:
     """A fault for the next `times` requests with `str(seen) == what`; an empty `what` matches any request. `status`,
-    `body` and `headers` answer without the server. `text` is sent unchanged, such as the HTML of a proxy. `lost`: the
+    `body`, `headers`: answer without the server. `text`: send this unchanged, such as a proxy's HTML. `lost`: the
     server executes the request, but the answer never arrives. `cut`: part of the answer arrives. `seconds`: delay
     before the request is passed on."""
 
@@ -73,16 +73,16 @@ class Fault:
 
 @dataclass
 class LostEvent:
-    """A watch event that is dropped, while all later ones arrive."""
+    """A watch event that is dropped. All later events arrive."""
 
     resource: str
     kind: str
     where: Callable[[Any], bool]
-    """The name of the event's object."""
+    """True for the object of the event to drop."""
     happened: int = 0
 
     def takes(self, resource: str, line: bytes) -> bool:
-        """True if this event is meant."""
+        """True if this line is the event to drop."""
         if self.happened or resource != self.resource or not line.strip():
             return False
         event = json.loads(line)
@@ -93,7 +93,7 @@ class LostEvent:
 
 
 class FaultyApi:
-    """A context manager; its methods may be called from the thread of the test."""
+    """A proxy, used as a context manager. The test may call its methods from its own thread."""
 
     def __init__(self) -> None:
         self.seen: list[Seen] = []
@@ -101,7 +101,7 @@ class FaultyApi:
         self.lost: list[LostEvent] = []
         self.url = ""
         self.watch_seconds: float | None = None
-        """How long a watch lasts; None: as long as the API server says."""
+        """Seconds after which a watch ends; None: when the API server ends it."""
         self._watches: dict[web.StreamResponse, tuple[Seen, asyncio.Event]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -131,16 +131,16 @@ class FaultyApi:
         return lost
 
     def mend(self) -> None:
-        """Remove all faults."""
+        """Remove all faults and lost events."""
         self.faults.clear()
         self.lost.clear()
 
     def close_watches(self, resource: str = "", *, gone: bool = False) -> int:
-        """End the watches of a resource, or all; gone: with an ERROR event of 410. Return how many there were."""
+        """End the watches of a resource, or all; gone: with an ERROR event of 410. Return how many were ended."""
         return self._run(self._close_watches(resource, gone))
 
     def requests(self, *, since: float = 0.0) -> collections.Counter[str]:
-        """Return how often each verb was requested on each resource."""
+        """Count the requests by verb and resource."""
         return collections.Counter(str(s) for s in self.seen if s.at >= since)
 
     def writes(self, *, since: float = 0.0) -> list[str]:
@@ -158,8 +158,8 @@ class FaultyApi:
         *,
         accept: str = "application/json",
     ) -> Any:
-        """Send a request with the identity of KUBECONFIG, uncounted. Raise HTTPError. body: bytes are sent unchanged,
-        and the answer is not parsed."""
+        """Send a request with the identity of KUBECONFIG. It is not counted. Raise HTTPError. body: bytes are sent
+        unchanged, and their answer is not parsed."""
         headers = {"Authorization": f"Bearer {OWN_TOKEN}", NOT_COUNTED: "1", "Content-Type": kind, "Accept": accept}
         data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, headers, method=method)
@@ -167,7 +167,7 @@ class FaultyApi:
         return None if isinstance(body, bytes) else json.loads(answer)
 
     def find(self, path: str) -> Any:
-        """Return an object; None if it does not exist."""
+        """Return an object, or None if it does not exist."""
         try:
             return self.call("GET", path)
         except urllib.error.HTTPError as error:
@@ -292,7 +292,7 @@ class FaultyApi:
 
 
 def read(method: str, path: str, query: dict[str, str], token: str = "") -> Seen:
-    """Return verb, resource, namespace and name of a request."""
+    """Return verb, resource, namespace and name of a request, as a Seen."""
     parts = [p for p in path.split("/") if p]
     parts = parts[2:] if parts[:1] == ["api"] else parts[3:] if parts[:1] == ["apis"] else []
     namespace = ""

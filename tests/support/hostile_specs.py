@@ -1,4 +1,4 @@
-"""DDPJobs that an API server accepts and that cause as much work as possible, and the operator's work with one."""
+"""DDPJobs that an API server accepts and that cause as much work as possible, and the operator's work on them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ddpjob_operator.plan import unreadable
 from ddpjob_operator.plan.plan import plan
 from ddpjob_operator.pods import build
 
-BYTES_MAX = 1_500_000  # of an object in etcd
+BYTES_MAX = 1_500_000  # limit of etcd for one object
 Raw = dict[str, Any]
 Put = Callable[[Raw, int, random.Random], None]
 
@@ -57,7 +57,7 @@ def _trainer(raw: Raw) -> Raw:
 
 
 def _list(path: str, item: Callable[[str, int], Any]) -> Put:
-    """Fill a list of the pod's spec, or of its trainer's container."""
+    """Return a function that fills a list in the pod's spec or in its trainer's container."""
 
     def put(raw: Raw, count: int, draw: random.Random) -> None:
         *parents, last = path.split(".")
@@ -137,7 +137,7 @@ STATUSES: dict[str, Callable[[int], Any]] = {
 
 
 def job(draw: random.Random) -> tuple[str, Raw]:
-    """Return a job of up to 1.5 MB and a description of it."""
+    """Return a random job of up to 1.5 MB, with a description."""
     raw, put = manifest(), []
     for name in draw.sample(sorted(PUTS), draw.choice((1, 1, 2, 3))):
         before, count = json.dumps(raw), int(10 ** draw.uniform(1, 4.5))
@@ -153,7 +153,7 @@ def job(draw: random.Random) -> tuple[str, Raw]:
 
 
 def steps(raw: Raw) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Return the steps that the operator does with the job without a pause, in order, as functions."""
+    """Return the steps that the operator does without interruption for this job, in order, as functions."""
     content = orjson.dumps(raw)
     read = reading.obj(content)  # longer JSON is read in a thread
     jobs = Jobs(lambda _key: None, reading.job)
@@ -171,7 +171,7 @@ def steps(raw: Raw) -> Iterator[tuple[str, Callable[[], object]]]:
         yield "unreadable", lambda: unreadable.with_condition(stored, "x" * 300, START)
         return
     ((read_job, problems),) = parsed
-    if read_job.spec.nodes > 256:  # planned in a thread
+    if read_job.spec.nodes > 256:  # larger jobs are planned in a thread
         return
     yield from _planned(read_job, problems)
 
@@ -194,7 +194,7 @@ def _planned(job: api.DDPJob, problems: list[validation.Problem]) -> Iterator[tu
 
 
 def calls(work: Callable[[], object]) -> int:
-    """Return the number of function calls, including those of C. Unlike time it does not depend on the load."""
+    """Return the number of function calls, including C functions. It does not depend on the machine's load."""
     counted = 0
 
     def count(_frame: FrameType, event: str, _argument: object) -> None:
@@ -212,7 +212,7 @@ def calls(work: Callable[[], object]) -> int:
 
 @contextlib.contextmanager
 def warm() -> Iterator[None]:
-    """Run the block with caches filled that each process fills only once."""
+    """Run the block with full caches, because each process fills them only once."""
     for _, work in steps(manifest()):
         work()
     yield

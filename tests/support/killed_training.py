@@ -1,4 +1,4 @@
-"""A training whose ranks are killed while it runs, under agents that are copies of this process (warm.py)."""
+"""A training whose ranks are killed while it runs, under agents that are forked from this process (warm.py)."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def trained(
 
 
 def words(done: list[subprocess.CompletedProcess[str]], first: str) -> list[list[str]]:
-    """Return the ranks' lines that begin with this prefix, without it."""
+    """Return the ranks' lines with this prefix, split into words without the prefix."""
     return [line.split()[1:] for d in done for line in d.stdout.splitlines() if line.startswith(first)]
 
 
 def began(done: list[subprocess.CompletedProcess[str]]) -> list[int]:
-    """Return the steps at which the generations began, as printed by the ranks."""
+    """Return the steps at which the generations began, as the ranks printed them."""
     return [int(step) for step, *_ in words(done, "BEGIN")]

@@ -1,7 +1,5 @@
-"""A device that copies as late as allowed: when the next optimizer step begins, or long after it if that does not wait.
-
-It copies tensors of the CPU, which a script changes like those of a device.
-"""
+"""A device that copies as late as allowed: when the next optimizer step begins, or long afterwards if that step does
+not wait. It copies CPU tensors, which a script changes like those of a device."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import torch
 
 
 class Mark:
-    """An event that is reported as complete only at the third query."""
+    """An event that reports completion only after several queries."""
 
     def __init__(self) -> None:
         self._asked = 0
@@ -32,7 +30,7 @@ class Ticket(Mark):
         self._pairs = pairs
 
     def hold(self) -> None:
-        """Copy now if the host waits for the event, else much later."""
+        """Copy now, because the optimizer step waits for this event."""
         for target, source in self._pairs:
             target.copy_(source)
         self._pairs = []

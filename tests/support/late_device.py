@@ -1,8 +1,7 @@
-"""A device that executes its work late, in any order that its streams allow, and ranks that use it.
+"""A device that executes its work late, in any order that its streams allow, and hosts that use it.
 
-Only the work of a device changes its tensors. Hosts are threads, of which one runs at a time. A host that waits for its
-device lets the test choose what runs next.
-"""
+Only the device's work changes its tensors. Hosts are threads, of which only one runs at a time. A host that waits for
+its device lets the test choose what runs next."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 Work = Callable[[], bool]
-"""Do one piece of work, or return False to wait for another stream or device."""
+"""Does one piece of work. Returns False if it must wait for another stream or device."""
 
 
 class Killed(BaseException):
@@ -21,7 +20,7 @@ class Killed(BaseException):
 
 
 class Host:
-    """A thread that runs only while `go_on` lets it."""
+    """A rank's program, in a thread that runs only during `go_on`."""
 
     def __init__(self, body: Callable[[Host], None]) -> None:
         self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
@@ -44,7 +43,7 @@ class Host:
         self._back.release()
 
     def pause(self, until: Callable[[], bool] = lambda: True) -> None:
-        """Let others run until the condition holds. Called by the body."""
+        """Let others run until the condition is true. Called by the thread itself."""
         self._waits = until
         self._back.release()
         self._turn.acquire()
@@ -71,7 +70,7 @@ class Host:
 
 
 class Mark:
-    """An event of the streams that the library uses."""
+    """An event of a stream, with the methods that the library uses."""
 
     def __init__(self, device: LateDevice) -> None:
         self._device, self.reached = device, False
@@ -96,7 +95,7 @@ class Ticket(Mark):
 
 
 class LateDevice:
-    """The device of one rank."""
+    """The device of one rank, with a main stream and a side stream."""
 
     device = torch.device("cpu")
 
@@ -107,7 +106,7 @@ class LateDevice:
         self._owned: list[torch.Tensor] = []
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Keep a tensor that only the device's work changes from now on."""
+        """Note a tensor that from now on only the device's work changes."""
         self._owned.append(tensor)
         return tensor
 
@@ -116,7 +115,7 @@ class LateDevice:
         return any(own.untyped_storage().data_ptr() == place for own in self._owned)
 
     def give(self, work: Callable[[], object]) -> None:
-        """Add work to the main stream without waiting for it."""
+        """Add work to the main stream, and do not wait for it."""
         self.main.append(lambda: (work(), True)[1])
 
     @property
@@ -124,7 +123,7 @@ class LateDevice:
         return [stream for stream in (self.main, self.side) if stream]
 
     def work(self, stream: collections.deque[Work]) -> bool:
-        """Do the next piece of work of a stream, unless it must wait."""
+        """Do the next piece of work of a stream, unless it must wait. Return True if it was done."""
         if not stream[0]():
             return False
         stream.popleft()

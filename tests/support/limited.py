@@ -1,4 +1,4 @@
-"""A memory cgroup with a limit, below that of this process, as a container has."""
+"""A memory cgroup with a limit, as a container has, below the cgroup of this process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Limited(NamedTuple):
 
 @contextlib.contextmanager
 def limited(size: int) -> Iterator[Limited]:
-    """Return a cgroup with this limit; skip the test if none can be made."""
+    """Yield a cgroup with this limit in bytes; skip the test if none can be created."""
     folder, limit, used = _place()
     own = folder / f"ddpjob-test-{os.getpid()}"
     try:
@@ -43,7 +43,7 @@ def limited(size: int) -> Iterator[Limited]:
 
 
 def _place() -> tuple[Path, str, str]:
-    """Return the parent cgroup, and the names of its files."""
+    """Return the parent cgroup, and the names of its files for limit and usage."""
     groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     version_1 = next((path for _, controllers, path in groups if "memory" in controllers.split(",")), None)
     if version_1 is not None:
@@ -53,7 +53,7 @@ def _place() -> tuple[Path, str, str]:
 
 
 def _remove(own: Path) -> None:
-    """Remove the cgroup. The kernel releases it shortly after its last process has ended."""
+    """Remove the cgroup. The kernel allows this only shortly after its last process has ended."""
     end = time.monotonic() + SECONDS_MAX
     while own.exists():
         with contextlib.suppress(OSError):

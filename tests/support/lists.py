@@ -1,4 +1,4 @@
-"""Put a list of an API server into a cache, as the operator does."""
+"""Puts a list from an API server into a cache, as the operator does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ddpjob_operator.kube.watch.listing import place_of
 
 
 def taken(sink: Any, raws: list[Any], version: int, *scope: Any) -> None:
-    """Put all objects of the list, and remove those that it does not contain. scope: what was listed."""
+    """Put all objects of the list, and remove others from the cache. scope: what was listed."""
     with sink.one_observation(*scope) as unlisted:
         for raw in raws:
             sink.put(raw)

@@ -1,4 +1,4 @@
-"""The agents' memories of a node, and a small training that keeps its state there; each generation is forked."""
+"""The memories of a node's agents, and a small training that keeps its state there. Each generation is forked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RANKS = 2
 
 
 class Node:
-    """The agents' memories of a node, or of several, and the generations of their ranks."""
+    """The memory of the agent on each of the nodes, and the ranks that use it."""
 
     def __init__(
         self, folder: Path, run_ranks: Callable[[Callable[[int], Any], int], list[Any]], *, nodes: int = 1
@@ -27,16 +27,16 @@ class Node:
         self._memories = [Memory(RANKS) for _ in range(nodes)]
 
     def lose(self, node: int) -> None:
-        """Replace it by a new node."""
+        """Replace a node by a new one with empty memory."""
         self._memories[node] = Memory(RANKS)
 
     def run(self, generation: int, body: Callable[[], Any], *, ranks: int = 1, ends: bool = False) -> Any:
-        """What the body returns on rank 0."""
+        """Return what the body returns on rank 0."""
         return self.run_all(generation, body, ranks=ranks, ends=ends)[0]
 
     def run_all(self, generation: int, body: Callable[[], Any], *, ranks: int, ends: bool = False) -> list[Any]:
-        """Return what the body returns on each rank; ranks are spread over the nodes. ends: training ends with it.
-        Otherwise the ranks are killed then, and write nothing more into the folder."""
+        """Run the body on each rank, and return all results. Ranks are spread over the nodes. ends: the training ends
+        with the body. Otherwise the ranks are killed afterwards, and write nothing more into the folder."""
         for memory in self._memories:
             memory.begin(generation)
 
@@ -57,19 +57,19 @@ class Node:
 
     @property
     def step(self) -> int | None:
-        """Return the step of the state in memory."""
+        """The step of the state in memory."""
         whole = self._memories[0].whole
         return None if whole is None else whole.step
 
 
 def rescue() -> None:
-    """Act as a rank after another one has failed."""
+    """Write the state as a survivor does after a failure."""
     if process.current.keeper is not None:
         process.current.keeper.survivor.save()
 
 
 def settle() -> None:
-    """Wait until a thread has reserved room for the state."""
+    """Wait until the background thread has reserved room for the state."""
     for thread in threading.enumerate():
         if thread.name == "ddpjob-memory-room":
             thread.join()
@@ -82,20 +82,20 @@ def parts() -> dict[str, Any]:
 
 
 def begin(folder: str | None = "snapshots") -> tuple[dict[str, Any], ddpjob.Snapshot, int]:
-    """The parts, a Snapshot, and the step that it has loaded into them."""
+    """Return model and optimizer, a Snapshot, and the step that it has loaded into them."""
     objects, snapshot = parts(), ddpjob.Snapshot(folder)
     return objects, snapshot, snapshot.load(**objects)
 
 
 def make_step(model: Any, optimizer: Any) -> None:
-    """Make a step of which the library sees only the optimizer's."""
+    """Make a step without telling the library, which sees only the optimizer's step."""
     optimizer.zero_grad()
     model(torch.randn(4, 4)).square().sum().backward()
     optimizer.step()
 
 
 def saved(snapshot: ddpjob.Snapshot, step: int, **state: Any) -> None:
-    """Save, and wait until the folder has it."""
+    """Save, and wait until the folder has the state."""
     snapshot.save(step, **state)
     snapshot.wait()
 
@@ -103,7 +103,7 @@ def saved(snapshot: ddpjob.Snapshot, step: int, **state: Any) -> None:
 def steps(
     first: int, last: int, model: Any, optimizer: Any, before_boundary: Callable[[], object] = lambda: None
 ) -> None:
-    """Train the steps from the one after `first` to `last`."""
+    """Train the steps `first` + 1 to `last`."""
     for step in range(first + 1, last + 1):
         optimizer.zero_grad()
         model(torch.full((4, 4), float(step)) + torch.randn(4, 4)).square().sum().backward()

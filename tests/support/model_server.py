@@ -23,18 +23,18 @@ DDPJOBS = f"/apis/{api.GROUP}/{api.VERSION}"
 
 
 class ModelServer:
-    """Use as a context manager; all methods may be called from the test's thread."""
+    """An API server on loopback, used as a context manager. All methods may be called from the test's thread."""
 
     def __init__(self) -> None:
         self.url = ""
         self.refused: Callable[[str, str], int] = lambda _method, _path: 0
-        """Return the code for a request that is refused; 0: it is executed."""
+        """Returns the HTTP code with which a request is refused; 0 if it is executed."""
         self.silent = False
-        """No request is answered."""
+        """True if no request is answered."""
         self.seen: collections.Counter[str] = collections.Counter()
-        """Requests by method and resource, `WATCH` for watches."""
+        """Number of requests by method and resource, with `WATCH` for watches."""
         self.managed_fields: list[Raw] = []
-        """What each pod that is created gets as metadata.managedFields: its length is that of the watch's events."""
+        """metadata.managedFields of each new pod, to give the watch's events a certain length."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._api = ModelApi(time.monotonic, lambda: dt.datetime.now(dt.timezone.utc))
@@ -63,27 +63,27 @@ class ModelServer:
         return dict((self._call(self._api.find, api.PLURAL, name) or {}).get("status") or {})
 
     def pods(self) -> list[str]:
-        """Return the names of pods that are not being deleted."""
+        """Return the names of all pods."""
         return [raw["metadata"]["name"] for raw in self._call(self._api.all, "pods")]
 
     def runs(self, *names: str) -> None:
-        """These pods' trainers run."""
+        """Let the trainers of these pods run."""
         self._set(names, "Running", {"running": {"startedAt": _now()}})
 
     def exits(self, *names: str, code: int) -> None:
-        """These pods' trainers end by themselves."""
+        """Let the trainers of these pods end by themselves."""
         ended = {"exitCode": code, "reason": "Error" if code else "Completed", "finishedAt": _now()}
         self._set(names, "Failed" if code else "Succeeded", {"terminated": ended})
 
     def delete_job(self, name: str) -> None:
-        """Its pods go with it, as by the garbage collector."""
+        """Delete a job together with its pods and Service, as the garbage collector does."""
         for plural, mine in ((api.PLURAL, name), ("services", name), ("pods", f"{name}-")):
             for raw in self._call(self._api.all, plural):
                 if raw["metadata"]["name"].startswith(mine):
                     self._call(self._api.remove, plural, raw, "user")
 
     def states(self) -> collections.Counter[str]:
-        """How many jobs are in each state."""
+        """Count the jobs by state."""
         jobs = self._call(self._api.all, api.PLURAL)
         return collections.Counter((raw.get("status") or {}).get("state", "") for raw in jobs)
 
@@ -120,7 +120,7 @@ class ModelServer:
         await self._runner.cleanup()
 
     async def _kubelets_stop_pods(self) -> None:
-        """What is asked to stop is gone a moment later."""
+        """Remove pods a moment after their deletion was requested."""
         while True:
             for raw in self._api.all("pods"):
                 if "deletionTimestamp" in raw["metadata"]:
@@ -182,7 +182,7 @@ _VERSION = {"groupVersion": f"{api.GROUP}/{api.VERSION}", "version": api.VERSION
 _VERBS = ["get", "list", "watch", "create", "update", "patch", "delete"]
 _RESOURCE = {"name": api.PLURAL, "singularName": "ddpjob", "kind": api.KIND, "namespaced": True, "verbs": _VERBS}
 _NAMESPACES = {"name": "namespaces", "singularName": "", "kind": "Namespace", "namespaced": False, "verbs": _VERBS}
-# kopf reads this before it watches.
+# Answers that kopf needs before it watches.
 _DISCOVERY: dict[str, Raw] = {
     "/api": {"kind": "APIVersions", "versions": ["v1"]},
     "/api/v1": {"kind": "APIResourceList", "groupVersion": "v1", "resources": [_NAMESPACES]},

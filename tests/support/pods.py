@@ -24,7 +24,7 @@ LABEL_JOB = "training.ddpjob.io/job"
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 
 
-# All processes that have a rank, except the one that searches.
+# Kills all processes that have a rank, except the one that runs this script.
 _KILL = """
 import glob, os
 for path in glob.glob("/proc/[0-9]*/environ"):
@@ -38,7 +38,7 @@ for path in glob.glob("/proc/[0-9]*/environ"):
 """
 
 
-# How ranks without torch meet, like torch's. Needs `os`, `socket`, `time` and `rank`.
+# Ranks without torch meet like torch's ranks. The script needs `os`, `socket`, `time` and `rank`.
 MEET = """
 where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
@@ -68,7 +68,7 @@ class Space:
         self.name = f"{prefix}-{uuid.uuid4().hex[:6]}"
         labels = {"metadata": {"name": self.name, "labels": RESTRICTED}}
         kubectl("create", "-f", "-", stdin={"apiVersion": "v1", "kind": "Namespace", **labels})
-        # Pods are refused until the controller has created it, and then created with a delay.
+        # Pods are refused until the controller has created the service account, and are then created late.
         until(lambda: self.kubectl("get", "serviceaccount", "default", "--ignore-not-found"), "a service account")
 
     def kubectl(self, *arguments: str, stdin: object = None, check: bool = True) -> str:
@@ -85,11 +85,11 @@ class Space:
         return self.waits(name, lambda s: s.get("state") == state, f"{name} is {state}", seconds)
 
     def ends(self, name: str, seconds: float = 240) -> dict[str, Any]:
-        """Return the status of a job that has ended, in any way."""
+        """Return the status of a job when it has ended, successfully or not."""
         return self.waits(name, lambda s: s.get("state") in ("Succeeded", "Failed"), f"{name} ends", seconds)
 
     def waits(self, name: str, true: Callable[[dict[str, Any]], bool], what: str, seconds: float) -> dict[str, Any]:
-        """Return the status of a job once the predicate is true. Fail with its last status."""
+        """Return the status of a job as soon as the predicate is true. On a time-out fail with the last status."""
         end = time.monotonic() + seconds
         while not true(status := self.status(name)):
             if time.monotonic() > end:
@@ -101,7 +101,7 @@ class Space:
         self.kubectl("apply", "-f", "-", stdin={"apiVersion": "v1", "kind": "List", "items": [*bodies]})
 
     def events(self, name: str) -> list[tuple[str, str, str]]:
-        """(type, reason, message) of each event of a job, in order."""
+        """Return (type, reason, message) of each event of a job, in order."""
         found = self.get("events", f"--field-selector=involvedObject.name={name}")["items"]
         ordered = sorted(found, key=lambda e: int(e["metadata"]["resourceVersion"]))
         return [(e["type"], e["reason"], e["message"]) for e in ordered]
@@ -113,24 +113,24 @@ class Space:
         return {pod["metadata"]["name"]: pod for pod in found}
 
     def node_of(self, pod: str) -> str:
-        """The node that a pod got."""
+        """Return the node of a pod, or ""."""
         return str(self.get("pod", pod)["spec"].get("nodeName", ""))
 
     def keeps(self, name: str, *pods: str) -> None:
-        """Wait until a job has exactly these pods: the next attempt begins when the containers of the previous one have
-        ended, and a kubelet needs a moment more to release their pods."""
+        """Wait until a job has exactly these pods. The next attempt begins when the previous containers have ended, but
+        a kubelet needs a moment more to release their pods."""
         until(lambda: sorted(self.pods(name)) == sorted(pods), f"{', '.join(pods)} are the pods of {name}", 60)
 
     def kill(self, pod: str) -> None:
-        """kill -9 of the rank's process. The kernel protects the first process of a pod from that, so it must be
-        another one: below torchrun, or below the pod's pause with shareProcessNamespace."""
-        # Its output may be lost: the runtime may end it with the container that it has killed.
+        """Send SIGKILL to the processes of a rank. The kernel protects the first process of a pod, so the rank must be
+        below torchrun, or below the pod's pause container with shareProcessNamespace."""
+        # The output may be lost, because the runtime may end this process together with the killed container.
         said = self.kubectl("exec", pod, "--", "python", "-c", _KILL, check=False)
         assert "Error from server" not in said, said
 
     @contextlib.contextmanager
     def following(self, pod: str) -> Iterator[Callable[[], str]]:
-        """Return what a pod prints until its end, for pods that do not stay for their logs."""
+        """Yield a function that returns what a pod printed until its end, for pods that are deleted at once."""
         command = ["kubectl", "-n", self.name, "logs", "--follow", pod]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
             try:
@@ -139,7 +139,7 @@ class Space:
                 process.kill()
 
     def leaves_nothing(self) -> None:
-        """Check that nothing stays when the jobs are deleted."""
+        """Delete the jobs, and check that no object stays."""
         self.kubectl("delete", "ddp", "--all", "--wait=false", check=False)
         left = "pods,services,ddpjobs"
         until(lambda: "No resources found" in self.kubectl("get", left), f"{self.name} is empty", 90)
@@ -149,13 +149,13 @@ class Space:
 
 
 def trainer(body: dict[str, Any]) -> dict[str, Any]:
-    """The trainer's container in a job."""
+    """Return the trainer's container of a job."""
     found: dict[str, Any] = body["spec"]["template"]["spec"]["containers"][0]
     return found
 
 
 def job(name: str, script: str = "", *, resources: dict[str, Any] | None = None, **spec: Any) -> dict[str, Any]:
-    """A job of two nodes whose trainer runs a Python script that need not import torch."""
+    """Return a job of two nodes whose trainer runs a Python script that need not import torch."""
     trainer = {
         "name": "trainer",
         "image": TRAINER_IMAGE,
@@ -178,7 +178,7 @@ def job(name: str, script: str = "", *, resources: dict[str, Any] | None = None,
 
 
 def result(space: Space, pod: str) -> dict[str, Any]:
-    """The last line of the example: accuracy and the hash of all parameters."""
+    """Return the last line of an example: its accuracy and the hash of all parameters."""
     log = space.kubectl("logs", pod)
     line = next(line for line in log.splitlines() if '"event": "done"' in line)
     found: dict[str, Any] = json.loads(line[line.index("{") :])
@@ -186,30 +186,30 @@ def result(space: Space, pod: str) -> dict[str, Any]:
 
 
 def charged(status: dict[str, Any]) -> tuple[int, int, int]:
-    """Restarts charged to application, infrastructure and stall."""
+    """Return the restarts charged to application, infrastructure and stall."""
     restarts = status["restarts"]
     return (restarts["application"], restarts["infrastructure"], restarts["stall"])
 
 
 def says(space: Space, pod: str, word: str) -> None:
-    """True once its log contains the text."""
+    """Wait until the log of a pod contains this text."""
 
     def said() -> bool:
         try:
             return word.encode() in (read(f"/api/v1/namespaces/{space.name}/pods/{pod}/log") or b"")
         except urllib.error.HTTPError:
-            return False  # its container is not there yet
+            return False  # the container does not exist yet
 
     until(said, f"{pod} says {word}", 60, every=0.2)
 
 
 def uids(space: Space, name: str) -> dict[str, str]:
-    """The pods of a job."""
+    """Return the uids of a job's pods, by name."""
     return {n: p["metadata"]["uid"] for n, p in space.pods(name).items()}
 
 
 def spread(body: dict[str, Any]) -> dict[str, Any]:
-    """A job whose pods are on different nodes as long as there are two."""
+    """Put the pods of a job on different nodes, if there are at least two."""
     body["spec"]["template"]["spec"]["topologySpreadConstraints"] = [
         {
             "maxSkew": 1,

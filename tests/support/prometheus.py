@@ -1,4 +1,4 @@
-"""A real Prometheus for a test: Debian's package `prometheus`, never its service."""
+"""A real Prometheus process for a test, from Debian's package `prometheus`. Its service is never used."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ needs_prometheus = pytest.mark.skipif(
 
 
 class Prometheus:
-    """Scrapes one target every second. Use as a context manager."""
+    """A Prometheus that scrapes one target every second. Use it as a context manager."""
 
     def __init__(self, folder: Path, target: str, rules: Path) -> None:
         self.url = f"http://127.0.0.1:{(port := free_port())}"
@@ -54,18 +54,18 @@ class Prometheus:
         self._log.close()
 
     def get(self, path: str, **query: str) -> Any:
-        """The data of an answer of its API."""
+        """Return the data of an answer of Prometheus' API."""
         with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(query)}", timeout=10) as answer:
             return json.loads(answer.read())["data"]
 
     def query(self, expression: str) -> list[Any]:
-        """The result of an instant query; numbers that are none (NaN) are left out."""
+        """Return the result of an instant query without NaN values."""
         result = self.get("query", query=expression)["result"]
         return [series for series in result if series["value"][1] != "NaN"]
 
 
 def until(is_true: Callable[[], Any], what: str, seconds: float = 60) -> None:
-    """Waits for a condition; errors of the connection count as not yet."""
+    """Wait for a condition. A connection error counts as false."""
     end = time.monotonic() + seconds
     while True:
         try:

@@ -15,7 +15,7 @@ SPOT = {"nodeLabels": {"pool": "spot"}, "tolerations": [TAINT]}
 
 
 class Queue:
-    """A queue for the namespace: eight GPUs, on nodes with a label and a taint, unless a test asks for another."""
+    """A queue for the namespace. By default it has eight GPUs, on nodes with a label and a taint."""
 
     def __init__(self, namespace: Namespace, group: str) -> None:
         self.namespace, self.group = namespace, group
@@ -43,7 +43,7 @@ class Queue:
             self.namespace.api.call("POST", f"{self.group}/workloadpriorityclasses", body)
 
     def create(self, plural: str, kind: str, spec: Mapping[str, Any]) -> None:
-        """An object of the cluster, named like the namespace."""
+        """Create a cluster-scoped object with the name of the namespace."""
         body = {"apiVersion": self.version, "kind": kind, "metadata": {"name": self.namespace.name}, "spec": spec}
         self.namespace.api.call("POST", f"{self.group}/{plural}", body)
 
@@ -55,7 +55,7 @@ class Queue:
         self.namespace.kubectl("delete", "--wait=false", "--ignore-not-found", *kinds, check=False)
 
     def submit(self, name: str = "digits", gpus: int = 2, priority: str = "", queue: str = "main", **spec: Any) -> None:
-        """A job of two nodes, each with so many GPUs."""
+        """Submit a job of two nodes with this many GPUs each."""
         body = job(name, container={"resources": {"limits": {"nvidia.com/gpu": gpus}}}, **spec)
         body["metadata"]["labels"] = {QUEUE_LABEL: queue} if queue else {}
         if priority:
@@ -76,7 +76,7 @@ class Queue:
         return found
 
     def has(self, kind: str, status: str = "True", name: str = "digits") -> str:
-        """Waits for a condition of a Workload; gives its reason."""
+        """Wait for a condition of a Workload; return its reason."""
 
         def there() -> dict[str, Any] | None:
             found = (self.workload(name).get("status") or {}).get("conditions") or ()
@@ -85,11 +85,11 @@ class Queue:
         return str(until(there, f"the Workload of {name} is {kind}={status}")["reason"])
 
     def used(self) -> int:
-        """GPUs that the queue has given away."""
+        """Return the number of GPUs that the queue has given to jobs."""
         found = self.namespace.api.call("GET", f"{self.group}/clusterqueues/{self.namespace.name}")
         flavors = (found.get("status") or {}).get("flavorsReservation") or ()
         return sum(int(r["total"]) for flavor in flavors for r in flavor["resources"])
 
     def counts(self, gpus: int) -> None:
-        """Wait, because Kueue updates its counts a moment later."""
+        """Wait until the queue counts this many GPUs, because Kueue updates its counts a moment later."""
         until(lambda: self.used() == gpus, f"the queue counts {gpus} GPUs")

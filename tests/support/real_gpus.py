@@ -1,5 +1,5 @@
-"""The GPUs of this machine. Tests see none unless they request them: where a process sees one, `init` chooses nccl,
-which needs a GPU per rank, but tests have as many ranks as they need."""
+"""The GPUs of this machine, which tests see only on request. If a process saw one, `init` would choose nccl, which
+needs a GPU per rank, but tests have as many ranks as they need."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import os
 
 import pytest
 
-_SEEN = "TESTS_CUDA_VISIBLE_DEVICES"  # the caller's value, for pytest's worker processes
+_SEEN = "TESTS_CUDA_VISIBLE_DEVICES"  # keeps the value from before pytest, for its worker processes
 _ALL = "all"
 
 
 def hide() -> None:
-    """Hide them from this process and its children."""
+    """Hide the GPUs from this process and its children."""
     os.environ.setdefault(_SEEN, os.environ.get("CUDA_VISIBLE_DEVICES", _ALL))
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -22,7 +22,7 @@ def _seen() -> str:
 
 
 def count() -> int:
-    """Return how many tests may use, according to NVML, so that this process can still fork."""
+    """Return how many GPUs tests may use. NVML counts them, so that this process can still fork."""
     import torch
 
     with pytest.MonkeyPatch.context() as patch:
@@ -34,6 +34,6 @@ def count() -> int:
 
 
 def shown() -> dict[str, str]:
-    """The environment of a process that sees them."""
+    """Return the environment of a process that sees the GPUs."""
     seen = _seen()
     return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count()))) if seen == _ALL else seen}

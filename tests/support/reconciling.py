@@ -1,4 +1,4 @@
-"""A Reconciler on a model of the API server, without queue and watches."""
+"""A Reconciler with a model of the API server, without queue and watches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ddpjob_operator.plan.actions import Settings
 
 
 def caches(jobs: Jobs | None = None, nodes: NodeCache | None = None) -> Caches:
-    """Return empty copies of a cluster."""
+    """Return caches without objects of a cluster."""
     return Caches(
         jobs if jobs is not None else Jobs(lambda _: None),
         Store(observe.pod, _job_of, lambda *_: None, facts.merge),
@@ -31,7 +31,7 @@ def caches(jobs: Jobs | None = None, nodes: NodeCache | None = None) -> Caches:
 
 
 def reconciler(client: Any, caches: Caches, runtime: Runtime) -> Reconciler:
-    """Return a Reconciler. client: the API server; its `send` gets the Events."""
+    """Return a Reconciler. client: the API server, whose `send` receives the Events."""
     states, lookup = JobStates(caches.jobs), Lookup(client, caches, runtime)
     reports = Reports(caches.jobs, states, runtime, 10.0)
     executor = Executor(client, caches, lookup, client, runtime)

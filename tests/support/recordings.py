@@ -1,6 +1,6 @@
-"""What an operator leaves in a cluster at moments of a job's life: the stored DDPJob, and its pods.
-`PYTHONPATH=tests/support python tests/support/recordings.py` prints it for this tree; tests/unit/data/recordings has
-that of earlier operators."""
+"""What an operator leaves in a cluster at certain moments of a job: the stored DDPJob, and its pods.
+`PYTHONPATH=tests/support python tests/support/recordings.py` prints this for the present sources.
+tests/unit/data/recordings contains the output of earlier operators."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MOMENTS: dict[str, Callable[[], World]] = {
 
 
 def with_defaults(value: Any, schema: dict[str, Any]) -> Any:
-    """A copy as the API server stores it: with the defaults of the CRD."""
+    """Return a copy with the defaults of the CRD, as the API server stores it."""
     if not isinstance(value, dict):
         return value
     fields: dict[str, Any] = schema.get("properties", {})
@@ -55,7 +55,7 @@ def with_defaults(value: Any, schema: dict[str, Any]) -> Any:
 
 
 def record() -> dict[str, Any]:
-    """By moment: {"job": …, "pods": […]}, in the JSON of the API server."""
+    """Return {"job": …, "pods": […]} by moment, in the JSON of the API server."""
     (crd,) = (ROOT / "charts" / "ddpjob-operator" / "crds").glob("*.yaml")
     schema = yaml.safe_load(crd.read_text())["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     recorded = {}

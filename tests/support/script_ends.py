@@ -1,4 +1,4 @@
-"""Processes that end as a script does, with the interpreter's whole exit. Forked, because torch is imported already."""
+"""Forked processes that end like a script, including the exit of the interpreter. A fork need not import torch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from collections.abc import Callable
 
 
 def finish(script: Callable[[int], None], world_size: int) -> dict[int, tuple[int, float]]:
-    """Return (exit code, seconds until then) by rank, of processes that run the script and then the interpreter's whole
-    exit. Forked, because torch is imported here; ended like a script: the exception is kept for atexit, atexit runs,
-    the objects are destroyed."""
+    """Run the script in forked processes, which then exit like a new Python: atexit gets the exception and runs, and
+    all objects are destroyed. Return (exit code, seconds until the exit) by rank."""
     begin, ranks, ended = time.monotonic(), {}, {}
-    # Otherwise each rank's exit collects everything that this process has imported, which takes a second. ddprun's fork
-    # server freezes it, too.
+    # Otherwise each rank collects at its exit everything that this process has imported, which takes a second. ddprun's
+    # fork server freezes these objects too.
     gc.freeze()
     for rank in range(world_size):
         pid = os.fork()
@@ -41,7 +40,7 @@ def finish(script: Callable[[int], None], world_size: int) -> dict[int, tuple[in
 
 def _run_as_a_script(script: Callable[[int], None], rank: int) -> None:
     code = 0
-    atexit._clear()  # pytest's handlers do not belong to this script
+    atexit._clear()  # pytest's handlers must not run in this script
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     try:
         script(rank)

@@ -1,4 +1,4 @@
-"""A script that records everything it can see, to $FACTS, to compare ways of starting a rank."""
+"""A script that writes everything it can observe to $FACTS, to compare ways of starting a rank."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ if __name__ == "__main__":
 
 
 def differences(forked: dict[str, Any], fresh: dict[str, Any]) -> dict[str, Any]:
-    """Return what differs in a rank of the fork server, without intended differences: lines are written whole, and a
-    crash is recorded."""
+    """Return how a forked rank differs from a new process, without the intended differences: lines are written in one
+    piece, and a crash is recorded."""
     meant = {**fresh, "streams": [_of_lines(stream) for stream in fresh["streams"]]}
     meant["descriptors"] = [*fresh["descriptors"], str(CRASH_DESCRIPTOR)]
     caught = int(fresh["signals"]["SigCgt"], 16) | sum(1 << number - 1 for number in crash.SIGNALS)

@@ -1,4 +1,4 @@
-"""A port of the operator in a thread of its own, and clients of it."""
+"""A port of the operator, served in a thread of its own, and clients of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BOUND_SECONDS = 20.0
 
 
 class Served:
-    """On uvloop, as in the operator."""
+    """Serves a BoundedServer on uvloop, as in the operator."""
 
     def __init__(self, server: BoundedServer) -> None:
         self.server = server
@@ -44,14 +44,14 @@ class Served:
         return socket.create_connection(place, timeout=BOUND_SECONDS, source_address=(address, 0))
 
     def raw(self, request: bytes) -> bytes:
-        """Return everything that is answered to these bytes until the port closes."""
+        """Send these bytes, and return everything that the port answers before it closes."""
         with closing(self.connect()) as connection:
             with suppress(ConnectionError):
                 connection.sendall(request)
             return until_closed(connection)
 
     async def few(self, connections: int = 0) -> bool:
-        """Wait until so few are open: the loop learns of a close a moment later."""
+        """Wait until at most this many connections are open, because the loop notices a close a moment later."""
         while len(self.server.connections) > connections:
             await asyncio.sleep(0.001)
         return True

@@ -1,5 +1,5 @@
-"""Resources that all processes of a test run share on a cluster: the first one creates them, and the last one removes
-them; and work that only one process does at a time."""
+"""Cluster resources that all processes of a test run share: the first process creates them, and the last one removes
+them. Also work that only one process may do at a time."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ T = TypeVar("T", bound=dict[str, object])
 
 @contextlib.contextmanager
 def made_once(what: str, make: Callable[[], T], remove: Callable[[T], None]) -> Iterator[T]:
-    """Return what `make` has made here or in another process of this run. what: its name; make returns a JSON value.
-    Processes wait while one makes or removes it."""
+    """Yield what `make` has returned, here or in another process of this run. what: a name for the resource. make:
+    returns a JSON value. While one process makes or removes the resource, the others wait."""
     with _locked(what) as file:
         users, made = json.loads(file.read_text() or "[0, null]")
         made = make() if made is None else made
@@ -42,14 +42,14 @@ def one_at_a_time(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked(what: str) -> Iterator[Path]:
-    """Lock the file that counts the users. The last one removes it."""
+    """Lock the file that counts the users of a resource. The last user removes the file."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID") or str(os.getpid())
     file = Path(tempfile.gettempdir(), f"ddpjob-tests-{run}-{what}")
     while True:
         with file.open("a") as opened:
             fcntl.flock(opened, fcntl.LOCK_EX)
             if not file.exists() or not os.path.samestat(os.fstat(opened.fileno()), file.stat()):
-                continue  # its last user removed it while this process waited
+                continue  # the last user has removed the file while this process waited
             try:
                 yield file
             finally:

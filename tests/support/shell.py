@@ -24,7 +24,7 @@ from ddpjob_cli.commands.main import main
 
 
 class Done(NamedTuple):
-    """The end of a command in this process."""
+    """Result of a command that ran in this process."""
 
     code: int
     out: str
@@ -36,18 +36,18 @@ SECONDS_MAX = 150  # two attempts that import torch, on a slow machine
 
 
 class Cli:
-    """Runs `ddpjob` with a folder of its own, and marks all its processes so that survivors are found."""
+    """Runs `ddpjob` in a folder of the test, and marks all its processes so that the test finds survivors."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.mark = f"mark-{uuid.uuid4()}"
-        # A home without a kubeconfig: these tests must not depend on a cluster.
+        # The home has no kubeconfig, because these tests must not depend on a cluster.
         own = {"XDG_STATE_HOME": str(folder / "state"), "HOME": str(folder), "KUBECONFIG": ""}
         self.env = {**os.environ, **own, "DDPTEST_MARK": self.mark}
-        self.env.pop("PYTHONUNBUFFERED", None)  # data left in a stdout buffer is written again when Python exits
+        self.env.pop("PYTHONUNBUFFERED", None)  # otherwise Python writes data of a full stdout buffer again at its exit
 
     def file(self, script: str, name: str = "job", *, container: dict[str, Any] | None = None, **spec: Any) -> Path:
-        """A job file whose trainer runs a Python script."""
+        """Write a job file whose trainer runs a Python script; return its path."""
         (self.folder / "train.py").write_text(textwrap.dedent(script))
         command = [sys.executable, "-u", "train.py"]
         trainer = {"name": "trainer", "image": "none", "command": command} | (container or {})
@@ -62,7 +62,7 @@ class Cli:
         return path
 
     def start(self, *words: object, **options: Any) -> subprocess.Popen[str]:
-        """`ddpjob …` in the background."""
+        """Start `ddpjob …` in the background."""
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "replace"} | options
         argv = [sys.executable, "-m", "ddpjob_cli", *map(str, words)]
         return subprocess.Popen(argv, cwd=self.folder, env=self.env, **options)
@@ -70,7 +70,7 @@ class Cli:
     def run(
         self, *words: object, code: int | None = None, says: str | tuple[str, ...] = (), **options: Any
     ) -> subprocess.CompletedProcess[str]:
-        """`ddpjob …` to its end. code, says: its exit code, and texts on stderr."""
+        """Run `ddpjob …` to its end. code: the expected exit code. says: texts expected on stderr."""
         with self.start(*words, **options) as process:
             out, err = process.communicate(timeout=SECONDS_MAX)
         assert "Traceback" not in err, err
@@ -79,7 +79,7 @@ class Cli:
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def here(self, *words: object) -> subprocess.CompletedProcess[str]:
-        """Run `ddpjob …` in this process, if it answers before anything starts: a new Python takes 0.4 s."""
+        """Run `ddpjob …` in this process, if it ends before it starts anything: a new Python takes 0.4 s."""
         argv, out, err = [*map(str, words)], io.StringIO(), io.StringIO()
         place, environ, given = os.getcwd(), dict(os.environ), sys.argv
         os.chdir(self.folder)
@@ -98,21 +98,21 @@ class Cli:
         raise AssertionError("it ends with an exit code")
 
     def marked(self) -> list[psutil.Process]:
-        """All processes that carry our mark."""
+        """Return all living processes that carry the mark of this test."""
         return [p for p in psutil.process_iter() if self._has_mark(p)]
 
     def _has_mark(self, process: psutil.Process) -> bool:
         try:
             if process.status() == psutil.STATUS_ZOMBIE:
                 return False
-            # A copy of this process (warm.py) shows the variables that this one was started with.
+            # A process forked by warm.py shows the variables of pytest, so its folder is checked too.
             return process.environ().get("DDPTEST_MARK") == self.mark or process.cwd() == str(self.folder)
         except (psutil.Error, OSError):
             return False
 
 
 def eventually(what: Callable[[], Any], seconds: float = 30) -> Any:
-    """Wait for a condition; its value."""
+    """Wait until a condition is true; return its value."""
     end = time.monotonic() + seconds
     while not (value := what()):
         assert time.monotonic() < end, "it never came true"
@@ -121,7 +121,7 @@ def eventually(what: Callable[[], Any], seconds: float = 30) -> Any:
 
 
 def lives(process: psutil.Process) -> bool:
-    """True if it exists and is no zombie: it may have ended after it was listed."""
+    """True if the process exists and is no zombie. It may have ended after it was listed."""
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -129,7 +129,7 @@ def lives(process: psutil.Process) -> bool:
 
 
 def hears(pid: int, number: int = signal.SIGTERM) -> bool:
-    """True if a process has its own handler for this signal."""
+    """True if a process has a handler of its own for this signal."""
     caught = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
 

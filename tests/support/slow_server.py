@@ -1,4 +1,4 @@
-"""Run the operator in virtual time against an API server whose delays the test chooses. There is no kubelet."""
+"""Runs the operator in virtual time with an API server whose delays the test chooses. There is no kubelet."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Raw = dict[str, Any]
 
 
 class SlowServer:
-    """The methods of kube.client.Client. `delay(verb, path)` returns a request's seconds; above 30 it times out."""
+    """The methods of kube.client.Client. `delay(verb, path)`: seconds of a request; above 30 it times out."""
 
     def __init__(self, delay: Callable[[str, str], float]) -> None:
         self.limits = RequestLimits()
@@ -30,7 +30,7 @@ class SlowServer:
         self.version = 100
         self.under_way = 0
         self.done: list[tuple[float, str, str]] = []
-        """Time, verb and path of each completed request; for a create the path ends with the object's name."""
+        """Time, verb and path of each completed request. For a create the path ends with the name of the new object."""
         self.objects: dict[str, Raw] = {}
 
     async def get(self, path: str, params: Any = None) -> Raw:
@@ -66,7 +66,7 @@ class SlowServer:
         return {"kind": "Status"}
 
     async def versions(self, path: str, selector: str = "") -> AsyncIterator[Page]:
-        """Return no versions: there are no watches here that could miss anything."""
+        """Return no versions: there are no watches here that could miss a change."""
         yield Page([], "0")
 
     async def close(self) -> None:
@@ -89,7 +89,7 @@ class SlowServer:
 
 
 class Town:
-    """A leading operator, and its jobs."""
+    """A leading operator in virtual time, and its jobs."""
 
     def __init__(self, server: SlowServer) -> None:
         self.server = server
@@ -102,7 +102,7 @@ class Town:
         self.operator.lead()
 
     def apply(self, namespace: str, name: str, nodes: int, status: Raw | None = None, **spec: Any) -> None:
-        """Create a job, or edit the spec of the job with this name; the watch shows it at once."""
+        """Create a job, or edit the spec of an existing job. The watch shows it immediately."""
         at = f"/apis/training.ddpjob.io/v1alpha1/namespaces/{namespace}/ddpjobs/{name}"
         raw = manifest(name, nodes=nodes, **spec)
         old = self.server.objects.get(at) or {}
@@ -113,7 +113,7 @@ class Town:
         self.operator.caches.jobs.put(copy.deepcopy(raw))
 
     def run_pods(self, namespace: str) -> None:
-        """Let the trainers of all pending pods of a namespace run; the watch shows it at once."""
+        """Let the trainers of all pending pods of a namespace run. The watch shows it immediately."""
         for at, raw in self.server.objects.items():
             if at.startswith(f"/api/v1/namespaces/{namespace}/pods/") and raw["status"]["phase"] == "Pending":
                 trainer = {"name": "trainer", "ready": True, "state": {"running": {}}}
@@ -123,13 +123,13 @@ class Town:
                 self.operator.caches.pods.put(copy.deepcopy(raw))
 
     def lose_pod(self, namespace: str, name: str) -> None:
-        """Remove a pod; the watch shows it at once."""
+        """Remove a pod. The watch shows it immediately."""
         raw = self.server.objects.pop(f"/api/v1/namespaces/{namespace}/pods/{name}")
         self.operator.caches.pods.remove(namespace, name, raw["metadata"]["uid"])
 
     @property
     def seconds(self) -> float:
-        """The virtual time."""
+        """Virtual time in seconds."""
         return asyncio.get_running_loop().time()
 
     def states(self, namespace: str) -> collections.Counter[str]:
@@ -144,14 +144,14 @@ class Town:
         return sum(at.startswith(f"{start}-" if name else start) for at in self.server.objects)
 
     def why_unhealthy(self) -> str:
-        """Return the probe's answer, as if all watches had just been tried, because there are none here."""
+        """Return the answer of the health probe. All watches count as just tried, because there are none here."""
         for reflector in self.operator.watches():
             reflector.tried_at = asyncio.get_running_loop().time()
         return self.operator.unhealthy()
 
     async def until(self, true: Callable[[], bool], seconds: float) -> float:
-        """Wait at most this many seconds, and check all the time that the operator is healthy. Return the seconds that
-        it took."""
+        """Wait at most this many seconds, and check continuously that the operator is healthy. Return the seconds
+        waited."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         while not true():
@@ -162,7 +162,7 @@ class Town:
 
 
 def play(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run a test in virtual time."""
+    """Run this coroutine in virtual time."""
     loop = VirtualLoop()
     running = loop.create_task(story())
     try:

@@ -1,7 +1,6 @@
-"""Ends single tasks of an operator that runs as a process of its own, from the test's process.
+"""Ends single tasks of an operator that runs as a process of its own, on request of the test's process.
 
-`installed` stands for uvloop.run in the pytest process; an operator that is forked from it takes orders on a socket.
-"""
+In the pytest process `installed` replaces uvloop.run. An operator that is forked from it then listens on a socket."""
 
 from __future__ import annotations
 
@@ -22,14 +21,14 @@ _run = uvloop.run
 
 
 def _named() -> dict[str, asyncio.Task[Any]]:
-    """Return tasks by name and code, which are equal in each run, without those of this file."""
+    """Return all tasks by name and code, which are the same in each run. The tasks of this file are left out."""
     named: dict[str, asyncio.Task[Any]] = {}
     for task in asyncio.all_tasks():
         code = getattr(task.get_coro(), "cr_code", None)
         if code is None or (code.co_filename == __file__ and code.co_name != "_with_orders"):
             continue
         label = task.get_name() if not task.get_name().startswith("Task-") else ""
-        label = label.partition(" of <")[0]  # the address of an object
+        label = label.partition(" of <")[0]  # without the address of an object
         named.setdefault(f"{label} {code.co_qualname}".strip(), task)
     return named
 
@@ -55,14 +54,14 @@ def _run_with_orders(main: Coroutine[Any, Any, int]) -> int:
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Make operators that are started meanwhile with the variable SOCKET take orders."""
+    """Make operators listen that start in this block with the variable SOCKET."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(uvloop, "run", _run_with_orders)
         yield
 
 
 def tasks(path: Path, end: str = "") -> list[str]:
-    """Return the names of existing tasks; `end` is cancelled if it is one of them."""
+    """Return the names of all tasks. If `end` is one of them, this task is cancelled."""
     with socket.socket(socket.AF_UNIX) as talk:
         talk.settimeout(10)
         talk.connect(str(path))

@@ -1,5 +1,5 @@
-"""A number that changes with the sources. Random choices of tests depend on it: the same sources always use the same
-seeds and examples, and each change of them uses new ones. A fault found this way may be older than the change."""
+"""A number that changes with the sources. Tests make random choices with it: the same sources always use the same seeds
+and examples, and each change of the sources uses others. A fault found this way may be older than the change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 @functools.cache
 def number() -> int:
-    """Return 32 bits."""
+    """Return 32 bits of a hash of the sources."""
     digest = hashlib.sha256()
     for path in sorted(path for room in ("operator", "trainer/ddpjob") for path in (ROOT / room).rglob("*.py")):
         digest.update(path.read_bytes())

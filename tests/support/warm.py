@@ -1,9 +1,8 @@
-"""An agent that begins in a copy of this process, in which torch is imported already: 0.1 s of CPU in place of 5.
+"""An agent that starts as a fork of this process, which has imported torch: 0.1 s of CPU instead of 5 s.
 
-The fork server that the agent starts begins in a copy of the agent. All else is as in an agent that a pod starts: its
-arguments, environment, folder, signals and streams, and the ranks that it forks. What is imported when, and which
-variables torch reads in its import, only an agent shows that begins as a new Python: `Launcher.ddprun`.
-"""
+The agent's fork server is a fork of the agent. All else is as for an agent in a pod: arguments, environment, folder,
+signals, streams, and the ranks that it forks. Only `Launcher.ddprun`, which starts a new Python, tests when modules are
+imported and which variables torch reads during its import."""
 
 from __future__ import annotations
 
@@ -35,31 +34,31 @@ _ends_early = False
 def start(
     module: str, words: Sequence[str], *, cwd: Path, env: Mapping[str, str], ends_early: bool = False
 ) -> subprocess.Popen[str]:
-    """Run `python -m MODULE WORDS` in a copy of this process with torch. ends_early: its processes end after their
-    threads and exit handlers without taking the interpreter down, which takes a fifth of a short run."""
+    """Run `python -m MODULE WORDS` in a fork of this process with torch. ends_early: its processes run threads and exit
+    handlers to their end, but do not destroy the interpreter, which takes a fifth of a short run."""
     global _ends_early
     import torch
-    import torch._dynamo  # and with it everything that a fork server imports
+    import torch._dynamo  # imports everything that a fork server imports
 
-    torch.set_num_threads(1)  # a thread pool of this process does not live in a forked one
-    _ends_early = ends_early  # of the copy
+    torch.set_num_threads(1)  # threads of a pool do not exist in a forked process
+    _ends_early = ends_early  # for the fork
     return _copy(module, words, env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def start_operator(env: Mapping[str, str], log: BinaryIO) -> subprocess.Popen[bytes]:
-    """`python -m ddpjob_operator` in a copy of this process, which prints to the log."""
+    """Run `python -m ddpjob_operator` in a fork of this process, with its output in the log."""
     import ddpjob_operator.kube.main  # noqa: F401 - what the operator imports to start
 
     return _copy("ddpjob_operator", [], env, stdout=log, stderr=log)
 
 
 def _copy(module: str, words: Sequence[str], env: Mapping[str, str], **options: Any) -> subprocess.Popen[Any]:
-    gc.freeze()  # otherwise the copies collect pytest's objects when they end
+    gc.freeze()  # otherwise each fork collects pytest's objects when it ends
     try:
         return subprocess.Popen(
             [sys.executable, "-m", module, *words],
             stdin=subprocess.DEVNULL,
-            preexec_fn=lambda: _begin(module, words, env),  # does not return: nothing is executed
+            preexec_fn=lambda: _begin(module, words, env),  # never returns, so no program is executed
             **options,
         )
     finally:
@@ -77,7 +76,7 @@ def _begin(module: str, words: Sequence[str], env: Mapping[str, str]) -> NoRetur
 
 
 def _fork_server(kept: set[int], file: str, argv: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Stands for os.execvpe: a fork server begins in this process, any other program is executed."""
+    """Replace os.execvpe: run a fork server in this process, and execute any other program."""
     if list(argv[1:3]) != ["-u", preload.PROGRAM]:
         return os.execve(file, argv, environ)
     _as_a_new_program(environ, argv[2:], kept)
@@ -88,13 +87,13 @@ def _fork_server(kept: set[int], file: str, argv: Sequence[str], environ: Mappin
     sys.stdout.flush()
     if _ends_early:
         os._exit(code)
-    ctypes.pythonapi.Py_Exit(code)  # the whole end of an interpreter, as a rank's
+    ctypes.pythonapi.Py_Exit(code)  # the complete exit of an interpreter, as in a rank
     raise AssertionError("it has ended")
 
 
 def _let_go_of_pytests_files() -> set[int]:
-    """Close pytest's files but keep their numbers in use: an object that holds one closes it when the copy ends, and it
-    could be a socket of gloo's."""
+    """Close pytest's files, but keep their numbers in use. An object that holds such a number closes it when the fork
+    ends; by then the number could belong to one of gloo's sockets."""
     nothing = os.open(os.devnull, os.O_RDWR)
     numbers = {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, nothing}
     for number in numbers:
@@ -103,12 +102,12 @@ def _let_go_of_pytests_files() -> set[int]:
 
 
 def _as_a_new_program(environ: Mapping[str, str], argv: Sequence[str], kept: set[int]) -> None:
-    """Close what an exec closes, and set streams, variables and arguments as a new program has them."""
+    """Close what an exec would close, and set streams, variables and arguments as for a new program."""
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the descriptor that listed the folder is closed by now
+        with contextlib.suppress(OSError):  # the descriptor that listed the folder is already closed
             if int(name) > 2 and int(name) not in kept and not os.get_inheritable(int(name)):
                 os.close(int(name))
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # a new Python ignores them, whatever Popen has restored
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # a new Python ignores them, but Popen may have restored them
         signal.signal(number, signal.SIG_IGN)
     os.environ.clear()
     os.environ.update(environ)
@@ -119,7 +118,7 @@ def _as_a_new_program(environ: Mapping[str, str], argv: Sequence[str], kept: set
 
 
 def _unbuffered(descriptor: int) -> Any:
-    """A stream as under `python -u`."""
+    """Return a stream as under `python -u`."""
     errors = "backslashreplace" if descriptor == 2 else None
     stream: Any = open(descriptor, "w", closefd=False, errors=errors)  # noqa: SIM115 - as long as it runs
     stream.reconfigure(write_through=True)
@@ -135,7 +134,7 @@ def _forget_pytest() -> None:
     atexit._clear()
     for one in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         found = one.peek()
-        one.atexit = bool(found and str(found[1].__module__).startswith("torch"))  # ours remove pytest's folders
+        one.atexit = bool(found and str(found[1].__module__).startswith("torch"))  # others remove pytest's folders
     atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
     sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
     logging.getLogger().handlers.clear()
@@ -153,7 +152,7 @@ def _run(work: Any) -> int:
     except BaseException as error:
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename != preload.PROGRAM:
-            trace = trace.tb_next  # a new Python would have none of these frames
+            trace = trace.tb_next  # a new Python would not have these frames
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace or error.__traceback__
         sys.excepthook(type(error), error, trace or error.__traceback__)
         return 1

@@ -16,24 +16,24 @@ class Fate:
     """What happens to one request."""
 
     there: float = 0.01
-    """Seconds until it is carried out."""
+    """Seconds until the request is carried out."""
     back: float = 0.01
     lost: bool = False
-    """The answer never arrives."""
+    """True if the answer never arrives."""
 
 
 GOOD = Fate()
 
 
 class Wire:
-    """The connection of one process to the server. A request in flight arrives, even if nobody waits for its answer."""
+    """Connection of a process to the server. A request in flight arrives, even if its sender has given up."""
 
     def __init__(self, fates: Callable[[], Fate] = lambda: GOOD) -> None:
         self.fates = fates
         self._under_way: set[asyncio.Task[Any]] = set()
 
     async def send(self, work: Callable[[], Any]) -> Any:
-        """work: what the server then does. Raise its ApiError."""
+        """Send a request, and return the answer. work: what the server does. Raise the server's ApiError."""
         fate = self.fates()
         task = asyncio.ensure_future(self._arrive(work, fate.there))
         self._under_way.add(task)

@@ -1,8 +1,7 @@
 """Situations of a job, as sentences: `digits().running()`, `.exits(rank=1, code=3)`.
 
-A World plays the API server and the kubelets in the simplest way: it applies a plan and lets pods do what a test wants.
-Time is virtual and starts at an odd moment, so that whoever reads the real clock is found out.
-"""
+A World plays the API server and the kubelets in the simplest way: it carries out a plan and lets pods do what a test
+wants. Time is virtual and starts at an odd moment, to detect code that reads the real clock."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ UID = "7d0c6f1e-0000-4000-8000-000000000001"
 
 
 def manifest(name: str = "digits", *, container: dict[str, Any] | None = None, **spec: Any) -> dict[str, Any]:
-    """A DDPJob as YAML gives it."""
+    """Return a DDPJob as it is read from YAML."""
     trainer = {"name": "trainer", "image": "ddpjob-trainer", "command": ["torchrun", "train.py"]} | (container or {})
     return {
         "apiVersion": api.API_VERSION,
@@ -51,14 +50,14 @@ def manifest(name: str = "digits", *, container: dict[str, Any] | None = None, *
 
 
 def job(name: str = "digits", *, container: dict[str, Any] | None = None, **spec: Any) -> api.DDPJob:
-    """A valid DDPJob."""
+    """Return a valid DDPJob."""
     parsed, problems = validation.parse(manifest(name, container=container, **spec))
     assert not problems, problems
     return parsed
 
 
 class World:
-    """A job, its pods and a clock."""
+    """A job, its pods and a virtual clock."""
 
     def __init__(self, what: api.DDPJob) -> None:
         self.job = what
@@ -89,7 +88,7 @@ class World:
 
     @property
     def seen(self) -> Observed:
-        """What plan() sees."""
+        """What plan() observes."""
         return Observed(
             service=self.service,
             pods=(*self.conflicting_pods, *self.pods.values()),
@@ -108,15 +107,15 @@ class World:
         )
 
     def plan(self) -> Plan:
-        """What to do now, without doing it."""
+        """Return what plan() decides now, without carrying it out."""
         return plan(self.job, self.seen, self.now, problems=self.problems, settings=self.settings)
 
     def step(self) -> Plan:
-        """Plan once, and do it: the status first, then deletes and creates."""
+        """Plan once and carry it out: the status first, then the actions."""
         todo = self.plan()
         if todo.status is not None:
             if todo.status.attempt != self.job.status.attempt:
-                self.agent = None  # as in the shells: its reports belong to its attempt
+                self.agent = None  # as in the real operator: an agent's reports belong to one attempt
             self.job = replace(self.job, status=todo.status)
         for action in todo.actions:
             self.act(action)
@@ -124,7 +123,7 @@ class World:
         return todo
 
     def settle(self, limit: int = 10) -> World:
-        """Plan until there is nothing to do."""
+        """Plan and carry out until there is nothing left to do."""
         for _ in range(limit):
             todo = self.step()
             if todo.status is None and not todo.actions:
@@ -132,7 +131,7 @@ class World:
         raise AssertionError(f"still busy after {limit} plans: {todo}")
 
     def act(self, action: Action) -> None:
-        """Do one action, as the API server does."""
+        """Carry out one action, as the API server does."""
         if isinstance(action, CreateService):
             assert not self.service, "the Service is there already"
             self.service = True
@@ -188,28 +187,28 @@ class World:
 
     @property
     def status(self) -> api.Status:
-        """The status as the user sees it."""
+        """The status that a user sees."""
         return self.job.status
 
     def is_true(self, kind: str) -> bool:
-        """Whether a condition is True."""
+        """True if this condition is True."""
         return any(c.type == kind and c.status == "True" for c in self.status.conditions)
 
     def names(self) -> list[str]:
-        """The pods that are there."""
+        """Return the names of all existing pods."""
         return sorted(self.pods)
 
     def started(self) -> World:
-        """All pods are created."""
+        """Let all pods be created."""
         return self.settle()
 
     def running(self) -> World:
-        """All trainers run."""
+        """Let all trainers run."""
         self.settle()
         return self.runs(*range(self.job.spec.nodes)).settle()
 
     def runs(self, *places: int) -> World:
-        """These trainers start."""
+        """Let these trainers start."""
         for place in places:
             running = Container("running", ready=True)
             self._change(
@@ -223,35 +222,35 @@ class World:
         return self
 
     def waits(self, place: int, reason: str, message: str = "") -> World:
-        """The kubelet cannot start a trainer."""
+        """Report that a kubelet cannot start a trainer."""
         waiting = Container("waiting", reason, message)
         return self._change(place, node=f"node-{place}", scheduled_at=self.now, accepted_at=self.now, trainer=waiting)
 
     def unschedulable(self, place: int, why: str) -> World:
-        """The scheduler finds no node."""
+        """Report that the scheduler finds no node for a pod."""
         since = self._pod(place).unschedulable_since or self.now
         return self._change(place, unschedulable=why, unschedulable_since=since)
 
     def exits(self, place: int, code: int = 0, *, message: str = "", reason: str = "", phase: str = "") -> World:
-        """A trainer ends by itself."""
+        """Let a trainer end by itself."""
         ended = Container("ended", reason or ("Completed" if code == 0 else "Error"), message, False, code, self.now)
         if phase == "Running":  # a sidecar continues
             return self._change(place, phase=phase, trainer=ended, sidecars_run=True)
         return self._change(place, phase=phase or ("Succeeded" if code == 0 else "Failed"), trainer=ended)
 
     def evicted(self, place: int, reason: str) -> World:
-        """The kubelet evicts a pod."""
+        """Let a kubelet evict a pod."""
         return self._change(place, phase="Failed", reason=reason)
 
     def stops(self, place: int, code: int = 143) -> World:
-        """A pod whose deletion was requested ends, and its object goes."""
+        """End a pod whose deletion was requested, and remove its object."""
         pod = self._pod(place)
         assert pod.deletion_requested_at is not None, "nobody requested its deletion"
         del self.pods[pod.name]
         return self
 
     def stops_all(self) -> World:
-        """All pods whose deletion was requested end, and go; those that have a deadline end, and stay."""
+        """End all pods whose deletion was requested, and remove them. Pods with a deadline end but stay."""
         self.pods = {n: p for n, p in self.pods.items() if p.deletion_requested_at is None}
         for name, pod in self.pods.items():
             if pod.deadline_set and pod.live:
@@ -260,17 +259,17 @@ class World:
         return self
 
     def restarted(self) -> World:
-        """Let everything stop that is to stop, until the next attempt exists."""
+        """Let all pods end that must end, until the next attempt exists."""
         return self.settle().stops_all().settle()
 
     def node_lost(self, place: int) -> World:
-        """Let the cluster no longer hear the node of a pod."""
+        """Mark the node of a pod as not ready."""
         assert self.nodes is not None, "this world cannot read nodes"
         self.nodes[self._pod(place).node] = Node(ready=False, since=self.now)
         return self
 
     def node_deleted(self, place: int) -> World:
-        """The object of a pod's node is deleted, as the shell sees it: a node that was not ready before stays so."""
+        """Delete the object of a pod's node. As in the operator, the node counts as not ready since it was lost."""
         assert self.nodes is not None, "this world cannot read nodes"
         name = self._pod(place).node
         known = self.nodes.get(name)
@@ -278,30 +277,30 @@ class World:
         return self
 
     def vanishes(self, place: int) -> World:
-        """Remove a pod's object; nothing about its end is known."""
+        """Remove a pod's object, so that nothing is known about its end."""
         del self.pods[self._pod(place).name]
         return self
 
     def deleted_first(self, place: int) -> World:
-        """Someone deletes a pod from outside."""
+        """Let somebody else delete a pod."""
         return self._change(
             place, deletion_requested_at=self.now, deletion_deadline=self.now + dt.timedelta(seconds=30)
         )
 
     def after(self, seconds: float) -> World:
-        """Time passes."""
+        """Let time pass."""
         self.now += dt.timedelta(seconds=seconds)
         return self
 
     def change(self, **spec: Any) -> World:
-        """The user edits the spec."""
+        """Edit the spec as a user does."""
         generation = (self.job.metadata.generation or 0) + 1
         metadata = replace(self.job.metadata, generation=generation)
         self.job = replace(self.job, spec=replace(self.job.spec, **spec), metadata=metadata)
         return self
 
     def reports_step(self, step: int, **more: Any) -> World:
-        """A rank reports progress, rank 0 where no other is named."""
+        """Report a rank's progress; without `rank` that of rank 0."""
         attempt, rank = self.job.status.attempt, more.get("rank", 0)
         self.reports[rank] = Report(step=step, attempt=attempt, received_at=self.now, **more)
         pace = update(self.trackers.get(rank), self.reports[rank], self.now)
@@ -310,25 +309,25 @@ class World:
         return self
 
     def serves(self, adapter: str = "native", api_version: str = "scheduling.k8s.io/v1alpha2") -> World:
-        """An API for groups is switched on, and served."""
+        """Switch an API for groups on, and serve it."""
         self.gang_apis[adapter] = GangApi(api_version)
         return self
 
     def admits(
         self, state: Literal["admitted", "waiting", "evicted"] = "admitted", why: str = "", **more: Any
     ) -> World:
-        """Let the scheduler or the queue admit all groups."""
+        """Let the scheduler or the queue decide about all groups; by default they are admitted."""
         admission = Admission(state, why, **more)
         self.groups = {name: replaced(group, admission=admission) for name, group in self.groups.items()}
         return self
 
     def conflicting_pod(self, name: str, *, label: str = "", owner: str = "") -> World:
-        """Return a pod of another owner."""
+        """Add a pod of another owner."""
         self.conflicting_pods.append(Pod(name=name, uid=f"uid-{name}", owner_uid=owner, attempt=1, place=0, job=label))
         return self
 
     def _hears(self, action: TellGroup) -> None:
-        """Read the job as a queue does."""
+        """React like a queue that reads the job."""
         self.told.append(action.what)
         group = self.groups[action.name]
         if action.what == "quota returned":
@@ -352,11 +351,11 @@ class World:
         return self
 
     def _see(self, pod: Pod) -> None:
-        """Add what is seen now to what was seen before, as the shells do."""
+        """Merge a new observation with the earlier ones, as the operator does."""
         self._observations += 1
         self.pods[pod.name] = facts.merge(self.pods.get(pod.name), pod, self._observations)
 
 
 def digits(**spec: Any) -> World:
-    """A job of two nodes."""
+    """Return the World of a job of two nodes."""
     return World(job(**spec))
