@@ -71,7 +71,7 @@ class Copies:
     """One rank's part of the copies: each rank writes small values, the first rank of each node the large state."""
 
     _least = 1  # steps between two copies, at least
-    _later = 0  # number of looks that other ranks may be ahead
+    _later = 0  # number of checks for a new plan that other ranks may be ahead
     _because = ALONE
     _on_device = False
 
@@ -298,7 +298,7 @@ class Copies:
         """Make the copy for save() valid: all ranks have reached its boundary, or a rank has failed. False if there is
         none. Raises OSError.
 
-        After a failure ranks that had not reached the save have no random states in it, as if survivors had written it.
+        After a failure the copy lacks random states of ranks that had not reached the save, like a survivor's state.
         """
         with self._lock:
             written = self._written
@@ -335,9 +335,8 @@ class Copies:
             return SAVED if self._shared.count_copy(written.area, written.held) else UNABLE
 
     def _versions_of(self, kept: Kept) -> list[Any]:
-        """Values that show if parameters have changed. Not samples of them on a device: the host would see those of any
-        moment, and wait for them.
-        """
+        """Return values that change when the parameters change. On a device these are only version counters, because
+        the host would have to wait for samples."""
         return kept.counters() if self._on_device else kept.versions()
 
     def _is_as_it_was(self, kept: Kept, versions: list[Any]) -> bool:
@@ -400,7 +399,7 @@ class Copies:
             first = copies.first_of_next(self._step, self._before, self._every, self._later)
             self._next = CopyPlan(first, every, named, self.changes)
             self._store.set(self._key, self._next.as_text())
-            self._store.get(self._key)  # makes sure that the other ranks find it from now on
+            self._store.get(self._key)  # blocks until the store has it, so the other ranks find it from now on
         self._told += 1
         before, present = self._said, (named, self.changes, every)
         if before is not None and before[:2] == present[:2] and not copies.is_much_rarer(every, before[2]):

@@ -172,7 +172,7 @@ class Shared:
         found = self._areas.get(area)
         if found is None or len(found) < self.reserved(area):
             found = self._areas[area] = self._map(self._place(area), self.reserved(area))
-            with contextlib.suppress(OSError):  # before Linux 5.14
+            with contextlib.suppress(OSError):  # not supported before Linux 5.14
                 found.madvise(_POPULATE_WRITE)
         return found
 
