@@ -305,7 +305,7 @@ _OWN = tuple(f"{_ROOT}/{name}/" for name in ("ddpjob", "ddpjob_core", "ddprun"))
 
 
 def _is_library(path: str) -> bool:
-    """Installed, of Python itself, of no file, or of this library, where it is not installed."""
+    """True for installed packages, Python's own files, code without a file, and this library in a clone."""
     if path.startswith(_OWN):
         return True
     return "-packages/" in path or "/lib/python" in path or path.startswith("<") or path.endswith("/bin/torchrun")
