@@ -1,5 +1,5 @@
-"""The backends: gloo works everywhere, also for tensors on a GPU. nccl needs a GPU for each process. mpi needs a PyTorch
-built with MPI, and no published one is. ddpjob.init() reports a missing GPU or MPI before a rank waits for others.
+"""The backends: gloo works everywhere, also for tensors on a GPU. nccl needs a GPU for each process. mpi needs PyTorch
+built with MPI, and no published build is. ddpjob.init() reports a missing GPU or MPI before a rank waits for others.
 """
 
 import argparse
