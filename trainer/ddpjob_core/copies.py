@@ -12,9 +12,9 @@ from typing import NamedTuple
 from ddpjob_core.memory import AREAS, EVERY_MAX, Held, Version
 
 COST_MAX = 0.02
-"""Share of the time of all steps."""
+"""Maximum share of the time of all steps that copies may take."""
 EVERY_LEAST_ON_DEVICE = 4
-"""The host then waits at a copy for work that is steps old, so the device is never idle."""
+"""Minimum number of steps between two copies: the host then waits only for old work, so the device is never idle."""
 LATER_ON_DEVICE = 1
 """Number of checks for a plan that ranks may be apart. At each check the host waits for its device's previous check."""
 AHEAD_ON_DEVICE = 3
@@ -22,7 +22,7 @@ AHEAD_ON_DEVICE = 3
 LOOK_STEPS = 4
 """Minimum number of steps between two checks for a plan, because a check waits for the store."""
 LESS = 4
-"""A plan with more frequent copies must allow at least this factor: measurements of a busy machine vary."""
+"""A plan with more frequent copies must copy this many times more often, because measurements of busy machines vary."""
 
 
 class CopyPlan(NamedTuple):

@@ -479,7 +479,7 @@ class Keeper:
             own.boundary(at)
 
     def _copy_because_of_changes(self, why: str) -> None:
-        """Copy the state from now on: parameters change between a boundary and the next step. why: for the log."""
+        """Copy the state from now on, because parameters change after boundaries. why: for the log."""
         if self._store is None and self._world_size > 1:
             raise StateError(why)
         if self.copies is None:
@@ -541,7 +541,7 @@ class Keeper:
         return False
 
     def _arm(self, kept: Kept, step: int) -> None:
-        """Offer the state to the agent as soon as there are room and proof; start a thread that reserves the room."""
+        """Offer the state to the agent if it is proven and has room. Without room, start a thread that reserves it."""
         if not self._is_proven(kept, step):
             return
         size = packed.pack(kept.large()).size

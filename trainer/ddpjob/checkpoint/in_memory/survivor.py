@@ -79,7 +79,7 @@ class Keeps(Protocol):
 
 
 class Survivor:
-    """What a rank does when another one has failed, and at its own end."""
+    """Writes this rank's state when another rank has failed, and at its own end."""
 
     def __init__(self, keeper: Keeps) -> None:
         self._keeper = keeper
@@ -142,7 +142,7 @@ class Survivor:
             cells[ANSWER] = answer or UNABLE
 
     def _has_time(self, began: float, part: float = 1.0) -> bool:
-        """True if `part` of the time is left, or of the attempts: a rank without CPU time had no chance yet."""
+        """True until this part of the time limit is over. A rank with few attempts (no CPU time) gets more time."""
         size, now, wrote = self._keeper.shared.reserved(), time.monotonic(), self._keeper.shared.node[WROTE]
         if wrote != self._wrote[0]:  # another rank is writing
             self._wrote = wrote, now
