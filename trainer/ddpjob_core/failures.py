@@ -232,8 +232,7 @@ def abridged(text: str, length: int) -> str:
     """Return at most `length` characters: the beginning and, if it is short, the last sentence, with an ellipsis
     between.
 
-    The end starts with a whole sentence, so that it cannot hold the end of a secret without the name by which it is
-    masked.
+    The end starts with a whole sentence: the end of a secret without its name could not be recognized and masked.
     """
     if len(text) <= length:
         return text

@@ -230,7 +230,7 @@ def mixed_up(rows: Sequence[Left], step: int) -> str:
         if len(set(samples.values())) > 1:
             return f"ranks {_listed(samples)} did not hold the same parameters at step {number}"
     present = [row.boundaries[step] for row in rows if row.own and step in row.boundaries]
-    # boundaries of ranks that were lost before they had marked this step, on nodes that survive
+    # boundaries left on surviving nodes by ranks that were lost before they marked this step
     late = [one for row in rows if not row.own for one in row.boundaries.values()]
     missed = {name for one in present for name in one[LATER] if late and name in one[MOVED]}
     if missed := missed.union(*(one[LATER] for one in late)):

@@ -747,7 +747,7 @@ class Snapshot:
         return stop.store_of_group() if self._world is None else store_of(self._world)
 
     def _offer(self, step: int, state: Mapping[str, Any], rng: dict[str, Any]) -> None:
-        """Send this rank's part to rank 0 by the store. In a collective a save on rank 0 alone would hang."""
+        """Send this rank's part to rank 0 by the store, because a collective would hang if only rank 0 saves."""
         store = self._store()
         if store is None:
             return

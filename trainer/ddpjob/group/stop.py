@@ -285,7 +285,7 @@ def _end_as_resumable() -> None:
     # does.
     agreement, state.agreement = state.agreement, None
     ends_well = error is None or termination.exit_code(error) in (0, rules.RESUMABLE_EXIT_CODE)
-    if agreement is not None and state.group is None and ends_well:  # a group that was not left has 2 s to end
+    if agreement is not None and state.group is None and ends_well:  # a process that has not left must end within 2 s
         agreement.wait_for_others()
     if not state.stopped_raised and (error is None or termination.exit_code(error) == 0):
         process.log(

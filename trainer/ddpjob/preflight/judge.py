@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 MIB = 1024**2
 LATENCY_SECONDS = 1e-3  # a smaller difference from the median is another rack or zone, not a fault
-DISK_SECONDS_PER_BYTE = 1 / 100e6  # a faster disk delays no snapshot; healthy ones differ by a factor of over two
+DISK_SECONDS_PER_BYTE = 1 / 100e6  # faster disks delay no snapshot; healthy disks may differ by more than a factor of 2
 SKEW_SECONDS = 2.0
 RESOLVE_SECONDS = 1.0
-SHM_BYTES = 64 * MIB  # the default of a container
+SHM_BYTES = 64 * MIB  # default size of /dev/shm in a container
 
 
 class Peer(NamedTuple):

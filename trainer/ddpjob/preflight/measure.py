@@ -137,14 +137,14 @@ def measure_link(peer: int, device: torch.device) -> tuple[float, float]:
     probe = min(_exchange(peer, PROBE_BYTES, on_device) for _ in range(PROBES))
     both = torch.empty(1, dtype=torch.float64, device=on_device)
     swap(peer, torch.tensor([probe], dtype=torch.float64, device=on_device), both)
-    fitting = int(PROBE_BYTES * PAYLOAD_SECONDS / max(probe, both.item()))  # equal on both sides
+    fitting = int(PROBE_BYTES * PAYLOAD_SECONDS / max(probe, both.item()))  # both sides must get the same number
     size = min(PAYLOAD_BYTES_MAX, max(PAYLOAD_BYTES_MIN, fitting))
     fastest = min(_exchange(peer, size, on_device) for _ in range(PAYLOADS))
     return min(fastest / size, probe / PROBE_BYTES), latency
 
 
 def _exchange(peer: int, size: int, device: torch.device) -> float:
-    """Return the seconds of an exchange that both begin together: each has just received a byte from the other."""
+    """Return the seconds of an exchange. Both sides begin together, after each has received a byte from the other."""
     out, into = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     swap(peer, out[:1], into[:1])
     began = time.perf_counter()

@@ -33,7 +33,7 @@ from ddpjob_core.failures import BAD_NODES_MAX, EXCEPTION_MAX, Failure, abridged
 BYTES_MAX = 4096  # the kubelet reads no more; an exception of EXCEPTION_MAX characters, 6 bytes each in JSON, fits
 FRAMES_MAX = 40
 _BEGINS = b'{"ddpjob"'
-LOCK_SECONDS = 0.5  # the other ranks of this pod write 4 kB each
+LOCK_SECONDS = 0.5  # limit for the file's lock, which the pod's other ranks hold while they write 4 kB each
 
 
 def install() -> None:

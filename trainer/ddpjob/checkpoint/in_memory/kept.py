@@ -34,8 +34,8 @@ from ddpjob.errors import StateError
 
 SMALL_BYTES_MAX = 4 << 20  # of one object, because it is copied at each step
 SAMPLES = 32  # parameters; few are enough, because swapped-in averages or ranks out of sync differ in all of them
-SAMPLED_BYTES = 8192  # of all samples together
-COMPARED_BYTES = 1 << 16  # of a buffer
+SAMPLED_BYTES = 8192  # total size of all samples
+COMPARED_BYTES = 1 << 16  # bytes of a buffer that are compared
 RECORD_STEPS = 64  # boundaries between two full reads of the version counters, which are the slowest part of a boundary
 READ_AT_EACH = 8  # version counters of an optimizer's tensors that are read at each boundary
 _DENSE = (torch.Tensor, torch.nn.Parameter)
@@ -462,7 +462,7 @@ class _Counters:
 
 
 def _none() -> None:
-    """Stands for the optimizer of parameters that no optimizer has."""
+    """Replaces the weak reference to an optimizer, for parameters that no optimizer has."""
 
 
 def _after(counters: list[int], moves: list[int], steps: int) -> list[int]:

@@ -527,7 +527,7 @@ class Keeper:
         if self.shared.node[COPIES]:
             self._copy_because_of_changes(copies.CHANGES)
             return False
-        if self.mode is Mode.PROVING:  # also if another rank has the proof: the sums show that ranks are replicas
+        if self.mode is Mode.PROVING:  # on all ranks, because equal sums show that they are replicas
             self._sum = step, kept.total()
         return self.mode is not Mode.PROVING
 

@@ -114,7 +114,7 @@ class Makers:
         self._seen.add(optimizer)
 
     def is_unknown(self, kept: Kept, optimizer: Any) -> bool:
-        """True the first time that this optimizer steps, if the script has not named it and it trains what is kept."""
+        """True at the first step of an optimizer that trains kept parameters, but was not passed by the script."""
         if optimizer is None or kept.has(optimizer) or optimizer in self._seen:
             return False
         self._seen.add(optimizer)

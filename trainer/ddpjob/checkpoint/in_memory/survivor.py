@@ -38,7 +38,7 @@ from ddpjob_core.rules import RESUMABLE_EXIT_CODE
 _BACKWARD = torch.autograd.backward.__code__
 DIRTY_SECONDS = 0.05  # more than an optimizer step usually takes
 TRIES_LEAST = 50  # attempts to write; a rank that gets CPU time makes hundreds
-HELD_UP = 4  # wait at most this many times the usual duration if the main thread is runnable
+HELD_UP = 4  # wait at most this many times the usual duration of a step if the main thread is runnable
 
 
 class Keeps(Protocol):
