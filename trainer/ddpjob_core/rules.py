@@ -207,8 +207,8 @@ def has_timed_out(exception: str) -> bool:
 
 
 def is_mistake(exception: str, exit_code: int | None) -> bool:
-    """True if the same command would end in the same way anywhere: by its exception, or because its options were
-    refused. A program that ends with another exit code has chosen it.
+    """True if the same command would fail in the same way on any node: its exception is a mistake in the script, or its
+    options were refused. Other exit codes than 1 and 2 are chosen by the script, and are no evidence.
     """
     if exit_code == 2:
         return _OPTIONS_REFUSED.match(exception) is not None

@@ -138,7 +138,7 @@ def _post_save() -> None:
 
 def flush(timeout_seconds: float = FINAL_FLUSH_SECONDS) -> None:
     """Send the last values as final; then neither post nor write heartbeats until `progress` is called again. Wait at
-    most `timeout`."""
+    most `timeout_seconds`."""
     state = process.current
     reporter, state.reporter, state.checks_each_step, state.begun = state.reporter, None, True, False
     if not state.stepping:

@@ -108,7 +108,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def exception_line(error: BaseException) -> str:
-    """Return the line, such as `ValueError: no such shard: 7`."""
+    """Return the exception's line, such as `ValueError: no such shard: 7`."""
     kind = type(error)
     module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
     text = _text(error).strip()
