@@ -1,10 +1,10 @@
-"""How long `ddpjob dev` takes from a save to the first new step of all ranks.
+"""How long `ddpjob dev` takes from a save of the script to the first new step of all ranks.
 
     python bench/dev_saves.py                 # 20 saves of a script with DDP over gloo, on two nodes with a rank each
     python bench/dev_saves.py --cluster       # the same in the cluster of KUBECONFIG
 
-Saves are --after so many seconds apart: ddprun forks the ranks of the next generation 5 s after those of the present
-one, so with `--after 1` a restart waits for forks.
+--after is the number of seconds between two saves. ddprun forks the next ranks 5 s after the present ones have started,
+so with `--after 1` each restart also waits for the forks.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def measured(folder: Path, saves: int, nodes: int, after: float, words: list[str]) -> list[float]:
-    """Seconds from each save until the last rank has printed at its first step."""
+    """Return the seconds from each save until every rank has printed the new version at its first step."""
     script, printed = folder / "code/train.py", folder / "printed"
     argv = [sys.executable, "-m", "ddpjob_cli", "dev", *words, "--nodes", str(nodes), "code/train.py"]
     script.parent.mkdir()

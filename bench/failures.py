@@ -1,9 +1,9 @@
-"""What stands on the screen after a failure: `ddpjob run` beside torchrun, four ranks on one node.
+"""What is on the screen after a failure: `ddpjob run` compared with torchrun, four ranks on one node.
 
     python bench/failures.py [NAME ...]        # all take about ten minutes on two idle CPUs
 
-Prints a CSV: lines on the screen, seconds until the prompt is back (hangs are ended after --patience), and which of the
-lines names cause and rank in one line: 1 is the last line, empty: none does (torchrun's table has them in several).
+Prints a CSV: number of lines on the screen, seconds until the prompt is back (hangs are ended after --patience), and
+position from the end of the line that names cause and rank; empty if no single line does, as in torchrun's table.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ for step in {steps}:
     optimizer.step()
 dist.destroy_process_group()
 """
-# Name → parts of the script, and the words that name the cause.
+# Name → parts of the script, and a pattern for the line that names the cause.
 CASES: dict[str, tuple[dict[str, str], str]] = {
     "ValueError in one rank": ({"fault": "if rank == 1: raise ValueError('odd batch')"}, "rank 1.*odd batch"),
     "the same in all ranks": ({"fault": "raise ValueError('odd batch')"}, "odd batch"),
@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def measured(name: str, program: str, patience: float) -> tuple[int, str, str]:
-    """Lines, seconds, and the line from the end that names the cause."""
+    """Return the number of lines, the seconds, and the position from the end of the line that names the cause."""
     parts, words = CASES[name]
     with tempfile.TemporaryDirectory() as folder, socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))

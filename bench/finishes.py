@@ -1,17 +1,17 @@
-"""Jobs that end well, a thousand times: does each end with 0, and without a word on stderr?
+"""Run a thousand jobs without failures: check that each ends with 0 and prints nothing to stderr.
 
     python bench/finishes.py                                    # 1,000 jobs of 4 processes under ddprun
     python bench/finishes.py --torchrun --jobs 50
     python bench/finishes.py --from-one-process --jobs 3000     # torch imported once for all: a quarter of the time
     python bench/finishes.py --from-one-process --torch-alone   # without the library
 
-Each job is an agent, its fork server and four ranks that meet over gloo, train or only add, and leave as the library
-makes them leave: one third at the end of `with`, one third with all left to the interpreter's exit, one third with a
-collective that nobody waited for. A trace that torch prints at the end of a training that went well (DistNetworkError,
-"recvValue failed") counts like an abort: nobody could tell it from a failure. Ends with 1 if one job of all was bad.
+Each job has an agent, its fork server and four ranks that join over gloo, and train or only sum. They leave in three
+ways, a third of the jobs each: at the end of `with`, at the interpreter's exit, or with a collective that nobody waited
+for. A traceback that torch prints at the end of a successful training (DistNetworkError, "recvValue failed") counts as
+bad, because users could not tell it from a failure. Ends with 1 if any job was bad.
 
---from-one-process: the agents are forked from this process, and where an agent would start a new Python as its fork
-server, that one begins here, with the imports made. All else is as in the other jobs.
+--from-one-process: agents are forked from this process. An agent normally starts a new Python as its fork server; here
+the server continues in the agent's process, with the imports done. Nothing else differs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ddprun import ports
 
 RANKS = 4
 LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-SECONDS_MAX = 120  # a job takes 1 to 20, on a busy machine
+SECONDS_MAX = 120  # a job takes 1 to 20 s on a busy machine
 TRAIN = """
 import os, sys
 import torch, torch.distributed as dist, ddpjob
@@ -73,7 +73,7 @@ EXPECTED = [f"rank {rank} has ended" for rank in range(RANKS)]
 
 
 class Job:
-    """One of many; what it says is in its log."""
+    """One job; its output is in a log file."""
 
     def __init__(self, folder: Path, number: int, asked: argparse.Namespace) -> None:
         self.number, self.log = number, folder / f"log-{number}"
@@ -87,7 +87,7 @@ class Job:
         self._codes: list[int] = []
 
     def bad(self) -> str | None:
-        """None while it runs; then what was wrong with its end, "" where nothing was."""
+        """Return None while the job is running; then what was wrong with its end, "" if nothing."""
         late = time.monotonic() > self._until
         for agent in list(self._running):
             if late:
@@ -108,14 +108,14 @@ class Job:
 
 
 def start_launcher(argv: list[str], log: Path) -> int:
-    """A new Python, as a pod starts it."""
+    """Start the launcher in a new Python, like a pod. Return its pid."""
     actions = [(os.POSIX_SPAWN_OPEN, 1, str(log), LOG_FLAGS, 0o600), (os.POSIX_SPAWN_DUP2, 1, 2)]
     words = [sys.executable, "-m", *argv]
     return os.posix_spawn(sys.executable, words, environment(), file_actions=actions, setpgroup=0)
 
 
 def fork_agent(argv: list[str], log: Path) -> int:
-    """An agent with all that is imported here."""
+    """Fork an agent that has all imports of this process. Return its pid."""
     pid = os.fork()
     if pid:
         return pid
@@ -138,7 +138,7 @@ def fork_agent(argv: list[str], log: Path) -> int:
 
 
 def begin_here(_file: str, argv: list[str], environ: dict[str, str]) -> NoReturn:
-    """Stands for os.execvpe: the program begins in this process, and what an exec closes is closed."""
+    """Replace os.execvpe: start the program in this process, and close the descriptors that an exec would close."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if not os.get_inheritable(int(name)):
@@ -156,18 +156,18 @@ def begin_here(_file: str, argv: list[str], environ: dict[str, str]) -> NoReturn
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
         else:
             sys.excepthook(*sys.exc_info())
-    ctypes.pythonapi.Py_Exit(code)  # the whole end of an interpreter, which is what is tried here
+    ctypes.pythonapi.Py_Exit(code)  # runs the complete exit of the interpreter, because this benchmark tests it
     raise AssertionError("it has ended")
 
 
 def environment() -> dict[str, str]:
-    """Without what a launcher around us has set; torchrun says nothing of threads that were chosen."""
+    """Return this environment without a launcher's variables. OMP_NUM_THREADS is set, or torchrun prints a note."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PET_", "DDPJOB_", "TORCHELASTIC_", "MASTER_"))}
     return kept | {"OMP_NUM_THREADS": "1"}
 
 
 def words_of(asked: argparse.Namespace) -> list[str]:
-    """The launcher, as `python -m` is given it."""
+    """Return the launcher's module and options, for `python -m`."""
     ranks = f"--nproc-per-node={RANKS // asked.nodes}"
     if asked.torchrun:
         return ["torch.distributed.run", ranks]
@@ -175,7 +175,7 @@ def words_of(asked: argparse.Namespace) -> list[str]:
 
 
 def run(asked: argparse.Namespace, folder: Path) -> int:
-    """Start them all, `at_once` beside each other; how many were bad."""
+    """Run all jobs, `at_once` at a time. Return how many were bad."""
     (folder / "train.py").write_text(TRAIN + (LEAVES_NOTHING if asked.torch_alone else LEAVES))
     waiting, bad = list(range(asked.jobs)), 0
     running: list[Job] = []
@@ -194,7 +194,7 @@ def run(asked: argparse.Namespace, folder: Path) -> int:
 
 
 def import_all(preload: str) -> None:
-    """What a fork server would."""
+    """Import what a fork server would import."""
     for name in (preload or "torch,torch._dynamo").split(","):
         __import__(name)
     import ddprun.options

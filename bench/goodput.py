@@ -1,12 +1,12 @@
-"""Which part of the time a training makes new steps while a rank is killed again and again, under ddprun and torchrun.
+"""Share of the time in which training makes new steps while a rank is killed repeatedly, under ddprun and torchrun.
 
     python bench/goodput.py                                     # 120 s of examples/digits.yaml, a kill every 10 s
     python bench/goodput.py --seconds 1000 --every 60
     python bench/goodput.py --script train.py --launchers ddprun
 
-A local run (`ddpjob run --fail every=…`) on two nodes. A kill costs the time from the last new step before it to the
-first one after it, less the median time of a step: detection, restart, imports, load and steps that are made again.
-Goodput is what is left of the time from the first step to the last.
+A local run (`ddpjob run --fail every=…`) on two nodes. A kill costs the time from the last new step before the kill to
+the first new step after it, minus the median time of a step: detection, restart, imports, load and repeated steps.
+Goodput is the rest of the time from the first step to the last, as a share.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import machine
 ROOT = Path(__file__).parents[1]
 DIGITS = [str(ROOT / "trainer/examples/digits.py"), "--epochs", "10000", "--snapshot", "snapshots"]
 BIN = Path(sys.executable).parent
-# Runs another script, and writes down when rank 0 reports a step.
+# Wrapper script: runs the training script and records when rank 0 reports a step.
 NOTES_STEPS = """
 import os, runpy, sys, time
 import ddpjob
@@ -43,7 +43,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def steps_of(folder: Path) -> list[tuple[int, float, int]]:
-    """(step, when, pid) of rank 0, of all generations."""
+    """Return (step, time, pid) of each step that rank 0 has reported, in all generations."""
     path = folder / "steps"
     words = (line.split() for line in path.read_text().splitlines()) if path.exists() else ()
     return [(int(w[0]), float(w[1]), int(w[2])) for w in words if len(w) == 3]

@@ -2,8 +2,8 @@
 
     python bench/hostile_specs.py --draws 500 --seed 1
 
-Draws jobs of up to 1.5 MB that cost as much work as possible (tests/support/hostile_specs.py), and measures each step
-that the operator does without a pause for other jobs. Prints the most expensive job of each step, the worst first.
+Draws random jobs of up to 1.5 MB that cost as much work as possible (tests/support/hostile_specs.py), and measures each
+step that the operator does without yielding to other jobs. Prints the most expensive job of each step, the worst first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
 
 import hostile_specs
 
-TIMES = 2  # the faster one counts, because other processes only make it slower
+TIMES = 2  # measurements of each step; the faster one counts, because other processes can only slow it down
 
 
 def cpu_ms(raw: dict[str, Any]) -> dict[str, float]:

@@ -1,8 +1,8 @@
-"""What `ddpjob run` costs: start of the command line, time to the first step beside plain torchrun, CPU at work.
+"""Cost of `ddpjob run`: start of the command line, time to the first step compared with torchrun, CPU while running.
 
     python bench/local_run.py [--rounds 3]
 
-Ratios of runs in turn (A B A B …) in one go; on a busy machine the seconds move, the ratios less.
+Runs alternate (A B A B …), because on a busy machine their ratio varies less than the seconds.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ BIN = Path(sys.executable).parent
 
 
 def job(script: str, command: list[str]) -> Path:
-    """A job file of two nodes in a folder of its own."""
+    """Write a job file for two nodes to a new folder. Return the folder."""
     folder = Path(tempfile.mkdtemp(prefix="ddpjob-bench-"))
     (folder / "train.py").write_text(textwrap.dedent(script))
     trainer = {"name": "trainer", "image": "none", "command": command}
@@ -55,7 +55,7 @@ def job(script: str, command: list[str]) -> Path:
 
 
 def first_step_of_ddpjob() -> float:
-    """Seconds from `ddpjob run` until both ranks have made a step."""
+    """Return the seconds from `ddpjob run` until both ranks have made a step."""
     folder = job(TRAIN, ["torchrun", "train.py"])
     began = time.time()
     subprocess.run([BIN / "ddpjob", "run", "job.yaml"], cwd=folder, check=True, capture_output=True)
@@ -63,9 +63,9 @@ def first_step_of_ddpjob() -> float:
 
 
 def first_step_of_torchrun() -> float:
-    """The same with torchrun started by hand on both nodes at once."""
+    """Return the same seconds with torchrun, started by hand for both nodes at once."""
     folder = job(TRAIN, [])
-    # DDP jobs have one intra-op thread a rank; torchrun sets the same where it is not set.
+    # One intra-op thread per rank, as in DDPJobs; torchrun would set the same and print a note.
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     static = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", "--master-port=29401"]
     began = time.time()
@@ -78,7 +78,7 @@ def first_step_of_torchrun() -> float:
 
 
 def cpu_of_the_shell(script: str) -> float:
-    """CPU of `ddpjob run` itself, without its trainers, as a share of one core over 20 s."""
+    """Return the share of one core that `ddpjob run` itself, without its trainers, uses during 10 s."""
     folder = job(script, [sys.executable, "train.py"])
     with subprocess.Popen([BIN / "ddpjob", "run", "job.yaml"], cwd=folder, stdout=-3, stderr=-3) as process:
         time.sleep(5)
@@ -88,13 +88,13 @@ def cpu_of_the_shell(script: str) -> float:
 
 
 def own_cpu_seconds(pid: int) -> float:
-    """User and system seconds of a process, without its children."""
+    """Return the user and system seconds of a process, without its children."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def seconds_of(*argv: object) -> float:
-    """Wall time of a command."""
+    """Return the wall time of a command in seconds."""
     began = time.perf_counter()
     subprocess.run([str(a) for a in argv], check=True, capture_output=True)
     return time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""One line about where numbers come from, to print above them."""
+"""One line about the machine, to print above measured numbers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ import platform
 
 
 def line() -> str:
-    """CPUs, load and versions of this machine now."""
+    """Return CPUs, present load and versions of this machine."""
     load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
     return f"{os.cpu_count()} CPUs, load {load}, Linux {platform.release()}, Python {platform.python_version()}"

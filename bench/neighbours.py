@@ -4,8 +4,8 @@
 
 Needs KUBECONFIG, and the chart installed in the namespace ddpjob-system. Jobs of two pods fail one after the other in a
 namespace of their own. The first restart of each job is measured from the end of its first container to the start of
-the last new one, by the kubelets' clocks, which have whole seconds. Prints a JSON document for each attack: number of
-restarts, their mean and maximum in seconds, and how often the Lease changed hands and an operator was restarted.
+the last new container, in whole seconds of the kubelets' clocks. Prints a JSON document for each attack: number of
+restarts, their mean and maximum in seconds, and how often the leader changed and an operator was restarted.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def word(letters: str, length: int) -> str:
 
 
 def mounts() -> Iterator[bytes]:
-    """Yield jobs with 900 volumes and 900 mounts, whose names resemble each other but do not match."""
+    """Yield jobs with 900 volumes and 900 mounts whose names are similar but do not match."""
     for number in range(100_000):
         volumes = [{"name": word("ab", 60)} for _ in range(900)]
         at = [{"name": word("ab", 60), "mountPath": f"/{i}"} for i in range(900)]

@@ -1,12 +1,12 @@
-"""What the operator costs: CPU time per pod, and how long until all pods are there.
+"""Cost of the operator: CPU time per pod, and time until all pods exist.
 
     KUBECONFIG=… python bench/operator_api.py --jobs 100 --nodes 8 --ends-by KEY=30s
 
-Needs a cluster that plays its nodes (kwok) with a stage that ends pods by an annotation, which --ends-by names. Beside
-the operator, before and after it, a bare loop creates as many equal pods, with the same client and as many requests in
-flight. Both times end when a watch of whole pods, in this process, has shown the last of them: it competes for the same
-CPUs, so it runs beside the bare loop too, and the CPU of the bare loop has its part. In the midst of the operator's
-jobs one of a single pod is applied. Prints one JSON document on stdout.
+Needs a cluster with simulated nodes (kwok) and a stage that ends pods by the annotation that --ends-by names. A bare
+loop, before and after the operator, creates the same number of equal pods, with the same client and as many requests in
+flight. Both times end when a watch of full pods in this process has seen the last pod. The watch uses the same CPUs, so
+it is also part of the bare loop and of its CPU time. While the operator creates its jobs, a job of one pod is applied
+and timed too. Prints one JSON document on stdout.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PROBE = "probe"
 
 
 def job(name: str, namespace: str, nodes: int, run_for: str) -> dict[str, Any]:
-    """A job whose pods run as soon as they have a node, and end by the annotation `run_for` (KEY=VALUE), if any."""
+    """Return a job whose pods are running as soon as they have a node. run_for: annotation KEY=VALUE that ends them."""
     container = {"name": "trainer", "image": "trainer", "command": ["torchrun", "train.py"]}
     annotations = dict([run_for.split("=", 1)]) if run_for else {}
     return {
@@ -53,7 +53,7 @@ def job(name: str, namespace: str, nodes: int, run_for: str) -> dict[str, Any]:
 
 
 async def bounded(calls: Iterable[Awaitable[Any]]) -> None:
-    """At most as many at a time as the operator has for one job."""
+    """Await the calls, at most as many at a time as the operator does for one job."""
     slots = asyncio.Semaphore(OF_JOB_MAX)
 
     async def one(call: Awaitable[Any]) -> None:
@@ -70,8 +70,8 @@ async def client() -> AsyncIterator[Client]:
 
 
 async def bare_loop(namespace: str, pods: int) -> tuple[float, float]:
-    """Seconds from the first create until a watch has shown all of so many pods as the operator makes them, and the
-    seconds of CPU of this process, the watch included. Nothing else is made."""
+    """Create this many pods like the operator's, and nothing else. Return the seconds from the first request until a
+    watch has seen them all, and the CPU seconds of this process, including the watch."""
     raw = job("bare", namespace, pods, "")
     raw["metadata"]["uid"] = "00000000-0000-0000-0000-000000000000"
     parsed, problems = validation.parse(raw)
@@ -88,8 +88,8 @@ async def bare_loop(namespace: str, pods: int) -> tuple[float, float]:
 
 
 async def create_jobs(namespace: str, count: int, nodes: int, run_for: str, *, probed: bool = False) -> float:
-    """`count` jobs. probed: and, after half of them, one of a single pod; when (perf_counter) the answer to its create
-    came."""
+    """Create `count` jobs. probed: after half of them also create a job of one pod; return the time (perf_counter) when
+    that request was answered."""
     path, at = collection("ddpjobs", namespace), 0.0
     async with client() as api:
 
@@ -108,11 +108,11 @@ async def create_jobs(namespace: str, count: int, nodes: int, run_for: str, *, p
 
 
 async def all_pods_there(namespace: str, count: int) -> dict[str, float]:
-    """When (perf_counter) each was seen, by a watch: counting with lists would load the server that is measured."""
+    """Return the time (perf_counter) when a watch has seen each pod; repeated lists would load the measured server."""
     path = f"/api/v1/namespaces/{namespace}/pods"
     seen: dict[str, float] = {}
     async with client() as api:
-        while len(seen) < count:  # again: the server ends the watch of a client that is too slow for it
+        while len(seen) < count:  # list and watch again: the server ends the watch of a client that is too slow
             version = ""
             async for page in api.pages(path):
                 version = page.version
@@ -131,8 +131,8 @@ async def all_pods_there(namespace: str, count: int) -> dict[str, float]:
 async def jobs_until_pods(
     namespace: str, count: int, nodes: int, run_for: str, *, probed: bool = False
 ) -> tuple[float, float]:
-    """Seconds from the first create of a job to the last pod, and from the answer to the create of a job of one pod in
-    the midst of them to that pod (0: not probed)."""
+    """Return the seconds from the first create of a job to the last pod, and those from the answered create of the job
+    of one pod to its pod (0 if not probed)."""
     began = time.perf_counter()
     watching = asyncio.ensure_future(all_pods_there(namespace, count * nodes + probed))
     applied = await create_jobs(namespace, count, nodes, run_for, probed=probed)
@@ -145,7 +145,7 @@ def finished(space: Namespace, count: int) -> bool:
 
 
 def loops(api: FaultyApi, pods: int) -> tuple[float, float]:
-    """The bare loop in a namespace of its own, which is empty again afterwards."""
+    """Run the bare loop in a new namespace, and remove the namespace afterwards."""
     space = Namespace(api).make()
     try:
         return asyncio.run(bare_loop(space.name, pods))
@@ -157,7 +157,7 @@ def loops(api: FaultyApi, pods: int) -> tuple[float, float]:
 
 
 def timed(api: FaultyApi, options: argparse.Namespace) -> dict[str, Any]:
-    """Times and CPU, with the operator connected to the API server itself, between two bare loops."""
+    """Measure the operator, connected directly to the API server, between two bare loops."""
     ours = Namespace(api).make()
     pods = options.jobs * options.nodes
     key = options.run_for.partition("=")[0]

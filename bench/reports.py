@@ -2,10 +2,10 @@
 
     python bench/reports.py --jobs 2000 --seconds 60
 
-All jobs run, and the first rank of each of their nodes reports a step every 5 s as the library does: over a connection
-that it keeps, with a token whose signature the operator verifies. Operator and trainers are processes of their own, and
-the API server is a model (tests/support/model_server.py). The first reports of all jobs, of which each is a status, are
-over before the clock starts. Prints one JSON document.
+All jobs are running, and the first rank of each node reports a step every 5 s as the library does: over one connection
+that stays open, with a token whose signature the operator verifies. Operator and trainers are separate processes, and
+the API server is a model (tests/support/model_server.py). The clock starts after each job's first report, because that
+one always causes a status write. Prints one JSON document.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ WAIT_SECONDS = 900.0
 
 
 class Publishing(ModelServer):
-    """Publishes the keys of the tokens, and records when statuses were written."""
+    """An API server that publishes the keys of the tokens and records when statuses are written."""
 
     def __init__(self, key: rsa.RSAPrivateKey) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Trainers:
         self.slowest = 0.0
 
     async def run(self) -> None:
-        """Until stdin ends."""
+        """Post reports until stdin ends."""
         posting = [asyncio.create_task(self._train(number)) for number in range(len(self._texts))]
         await asyncio.to_thread(sys.stdin.read)
         for task in posting:

@@ -4,9 +4,9 @@
     python bench/restart_in_place.py --nodes 2            # a rank on each of two nodes of this machine; or --nodes 4
 
 A step is a backward pass of DistributedDataParallel over gloo and one of the optimizer. Nothing is saved, so only the
-launcher is measured. Each round runs every variant once, so that load affects all alike, and kills another rank after 7
-seconds of training, because ddprun forks the next ranks 5 s after the present ones. A start or restart that takes more
-than a minute counts as hung; after three, the variant is left out. The same runs measure a cold start.
+launcher is measured. Each round runs every variant once, so that load affects all in the same way. A different rank is
+killed in each round, after 7 s of training, because ddprun forks the next ranks 5 s after the present ones. A start or
+restart of more than a minute counts as hung; after three, the variant is left out. The runs also measure a cold start.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     KUBECONFIG=… python bench/restart_times.py                       a rank killed and a pod deleted, each launcher
     KUBECONFIG=… python bench/restart_times.py --faults kill --launchers ddprun --runs 10
 
-Two nodes with a rank each, gloo, in a cluster that runs the operator. Under ddprun a killed rank starts again in its
-pod, under torchrun both pods are made anew. The pods' logs are the witness, so the clocks of all must be of one
-machine, or well set. Prints one JSON document.
+Two nodes with a rank each, gloo, in a cluster with the operator. Under ddprun a killed rank starts again in its pod;
+under torchrun both pods are replaced. Times are from the pods' logs, so all clocks must be of one machine, or
+synchronized. Prints one JSON document.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ with ddpjob.init():
 VOLUME = {"name": "script", "configMap": {"name": "script"}}
 SECONDS_MAX = 180.0
 Line = tuple[int, float, float]
-"""What a rank says at its second step: its pid, when its script began, and when the step was made."""
+"""What a rank prints at its second step: its pid, the start time of its script, and the time of the step."""
 
 
 def body(name: str, launcher: str) -> dict[str, Any]:
-    """The script is a file, as with users: only then ddprun forks it from a process that has torch."""
+    """Return a job whose script is a file, as users have it: ddprun forks only files from a process that has torch."""
     made = spread(job(name))
     made["spec"]["template"]["spec"]["volumes"] = [VOLUME]
     trainer(made).update(
@@ -58,7 +58,7 @@ def body(name: str, launcher: str) -> dict[str, Any]:
 
 
 def second_steps(space: Space, name: str, after: float = 0.0) -> list[Line]:
-    """Of ranks 0 and 1, in processes that began after that moment; waits for them."""
+    """Wait for the second steps of ranks 0 and 1 in processes that started later than `after`; return their lines."""
     found: list[Line] = []
 
     def are_made() -> bool:
@@ -72,7 +72,7 @@ def second_steps(space: Space, name: str, after: float = 0.0) -> list[Line]:
 
 
 def restart(space: Space, name: str, launcher: str, fault: str) -> dict[str, float]:
-    """Seconds of one restart."""
+    """Run one job with this fault, and return the seconds of its restart by part."""
     space.apply(body(name, launcher))
     (_, _, _), (pid, _, _) = second_steps(space, name)
     victim = f"{name}-1-1"

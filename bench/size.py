@@ -1,9 +1,9 @@
-"""What a large cluster costs the operator in memory, and a new leader in time: without a cluster and without a request.
+"""Memory of the operator in a large cluster, and CPU time of a new leader; without a cluster and without requests.
 
     python bench/size.py --jobs 1250 --nodes 8
 
-Fills the operator's own copies as its first lists do, page by page from JSON as long as that of a real API server, and
-then reconciles every job once, as a leader does that takes over from another one. Prints one JSON document.
+Fills the operator's caches as its first lists do, page by page from JSON as long as a real API server's. Then it
+reconciles every job once, like a new leader. Prints one JSON document.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from ddpjob_operator.pods import build
 Raw = dict[str, Any]
 PAGE = RequestLimits().page
 CLUSTER_NODES = 2_000
-# A pod on Kubernetes 1.36 that kubelet, scheduler and operator have written has 2.4 kB of it.
+# As long as those of a pod on Kubernetes 1.36 that kubelet, scheduler and operator have written: 2.4 kB.
 MANAGED_FIELDS = [{"manager": "ddpjob-operator", "operation": "Update", "fieldsV1": {"f:spec": "x" * 2_300}}]
-# Kubernetes' own fields of a pod: its token, tolerations and conditions; a pod that runs has 4.7 kB with managedFields.
+# Kubernetes' own fields of a pod: token, tolerations and conditions. A running pod has 4.7 kB with managedFields.
 CONDITIONS = [
     {"type": kind, "status": "True", "lastProbeTime": None, "lastTransitionTime": "2026-11-23T00:00:00Z"}
     for kind in ("PodReadyToStartContainers", "Initialized", "Ready", "ContainersReady", "PodScheduled")
@@ -57,7 +57,7 @@ RUNNING = {
 
 
 def manifest(name: str, nodes: int) -> dict[str, Any]:
-    """A job with an image and a command, as most have."""
+    """Return a typical job, with an image and a command."""
     container = {"name": "trainer", "image": "trainer", "command": ["torchrun", "train.py"]}
     return {
         "apiVersion": api.API_VERSION,
@@ -72,7 +72,7 @@ def _no_login() -> Any:
 
 
 def job_of(number: int, nodes: int) -> Raw:
-    """As the API server has it."""
+    """Return a job as the API server stores it."""
     raw = manifest(f"job-{number:05}", nodes)
     uid = f"00000000-0000-4000-8000-{number:012}"
     raw["metadata"] |= {
@@ -85,7 +85,7 @@ def job_of(number: int, nodes: int) -> Raw:
 
 
 def pods_of(raw: Raw, number: int, nodes: int) -> list[Raw]:
-    """Its pods, which run."""
+    """Return the job's pods, all running."""
     parsed, problems = validation.parse(raw)
     assert not problems, problems
     pods = []
@@ -103,7 +103,7 @@ def pods_of(raw: Raw, number: int, nodes: int) -> list[Raw]:
 
 
 def node_of(number: int) -> Raw:
-    """A cluster node that is ready."""
+    """Return a cluster node that is ready."""
     ready = {"conditions": [{"type": "Ready", "status": "True"}]}
     return {"metadata": {"name": f"node-{number:04}", "uid": f"n{number}", "resourceVersion": "1"}, "status": ready}
 
@@ -115,18 +115,18 @@ def service_of(raw: Raw, number: int) -> Raw:
 
 
 def put_list(plural: str, objects: list[Raw], sink: Any) -> None:
-    """A page of a list, from its JSON."""
+    """Put a page of a list into a cache, parsed from its JSON as from the API server."""
     text = orjson.dumps({"metadata": {"resourceVersion": "3000000"}, "items": objects})
     for one in reading.page(text, plural).items:
         sink.put(one)
 
 
 def settled(operator: Operator, raw: Raw) -> Raw:
-    """With the status that an operator has written of it."""
+    """Return the job with the status that an operator would have written."""
     key = (raw["metadata"]["namespace"], raw["metadata"]["name"])
     job, problems = validation.parse(raw)
     running = Observed(service=True, pods=tuple(operator.caches.pods.of(key)), nodes={})
-    for seen in (Observed(service=False, pods=()), *[running] * 3):  # the attempt is recorded before it has pods
+    for seen in (Observed(service=False, pods=()), *[running] * 3):  # the attempt is recorded before pods exist
         todo = plan(job, seen, SYSTEM.now(), problems=problems)
         job = msgspec.structs.replace(job, status=todo.status or job.status)
     assert job.status.state == "Running", job.status
@@ -134,13 +134,13 @@ def settled(operator: Operator, raw: Raw) -> Raw:
 
 
 def resident_mib(field: str) -> int:
-    """VmRSS or VmHWM (the most so far) of this process."""
+    """Return VmRSS or VmHWM (the peak so far) of this process in MiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) >> 10
 
 
 async def measure(jobs: int, nodes: int) -> Raw:
-    """Memory of the copies, and CPU of the first pass over all jobs."""
+    """Return the memory of the caches, and the CPU seconds of the first pass over all jobs."""
     operator = Operator(OperatorSettings(), Client(_no_login))
     empty = resident_mib("VmRSS")
     began = time.process_time()

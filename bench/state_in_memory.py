@@ -82,7 +82,7 @@ if ours:
 """
 WAYS = ["memory", "folder", "torchrun"]
 TORCHRUN = ["torch.distributed.run", "--standalone", "--max-restarts=1"]
-STEPS_AT_ONCE = 64  # --step: steps of one variant before it is the other's turn
+STEPS_AT_ONCE = 64  # --step: steps of one variant before the variants alternate
 SECONDS_MAX = 120.0  # torchrun's static rendezvous hung in most restarts
 
 

@@ -3,9 +3,9 @@
     python bench/stored_jobs.py 100 1000 2000
     python bench/stored_jobs.py --listed --fields 0 400000     # small jobs, only listed
 
-Suspended jobs of 280 kB are created in one namespace while an operator runs; when each has its status, a second one is
-started, which lists them all, as a new leader does. Prints a JSON document for each number: resident memory of both at
-their peak and at the end, in MiB; the chart's limit is 512.
+Suspended jobs of 280 kB are created in one namespace while an operator is running. When each job has its status, a
+second operator is started, which lists them all, like a new leader. Prints a JSON document for each number: resident
+memory of both operators at their peak and at the end, in MiB; the chart's limit is 512.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class StoredJobs(ModelServer):
         self._more = asyncio.Condition()
 
     def add(self, count: int) -> None:
-        """Create so many jobs, as fast as an operator reads them."""
+        """Create `count` jobs, as fast as an operator reads them."""
 
         async def add() -> None:
             for _ in range(count):
@@ -74,7 +74,7 @@ class StoredJobs(ModelServer):
 
     @property
     def told(self) -> int:
-        """The number of jobs that have a status."""
+        """Number of jobs that have a status."""
         return sum(status != b"null" for status in self._statuses)
 
     async def _changed(self, number: int) -> None:

@@ -1,10 +1,10 @@
-"""What the trainer library costs in a training loop: progress() on its fast path, should_stop() and the
-sampler, per step; check_replicas() per million parameters.
+"""Cost of the trainer library in a training loop: progress() on its fast path, should_stop() and the sampler per step;
+check_replicas() per million parameters.
 
     python bench/trainer_overhead.py            # PYTHONPATH=trainer, or with the package installed
 
-Each figure is the best of 300 short rounds, because other work on the machine only ever adds; a receiver on loopback
-answers while progress() is measured, so that the posting thread is at work too.
+Each figure is the best of 300 short rounds, because other work on the machine can only add time. A receiver on loopback
+answers while progress() is measured, so that the posting thread is active too.
 """
 
 import multiprocessing
@@ -28,11 +28,11 @@ class Receiver(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *args: Any) -> None:
-        """Says nothing."""
+        """Suppress the server's log lines."""
 
 
 def best_seconds(work: Callable[[], int]) -> float:
-    """Seconds of one unit: work() returns how many it did."""
+    """Return the least seconds of one unit of work; work() returns the number of units that it did."""
     rounds = []
     for _ in range(ROUNDS):
         begin = time.perf_counter()
@@ -71,7 +71,7 @@ def sampler_steps(n: int, global_batch: int) -> Callable[[], int]:
 
 
 def check_replicas_seconds(world_size: int = 2, layers: int = 160, width: int = 256) -> tuple[float, int]:
-    """Of the slowest rank, on a model of many tensors, as a ResNet is one; and its number of parameters."""
+    """Return the slowest rank's seconds on a model of many tensors, like a ResNet, and the number of parameters."""
     context = multiprocessing.get_context("fork")
     answers = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
@@ -105,7 +105,7 @@ def check_replicas_seconds(world_size: int = 2, layers: int = 160, width: int = 
 def main() -> None:
     machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
     print(f"{machine}, load {os.getloadavg()[0]:.1f}")
-    seconds, parameters = check_replicas_seconds()  # first: it forks
+    seconds, parameters = check_replicas_seconds()  # first, because it forks
     rows = [("progress(), no receiver", best_seconds(progress_calls))]
     server = HTTPServer(("127.0.0.1", 0), Receiver)
     threading.Thread(target=server.serve_forever, daemon=True).start()

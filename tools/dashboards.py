@@ -1,6 +1,6 @@
 """Writes a Grafana dashboard of the chart: `python tools/dashboards.py ddpjob-fleet`.
 
-A panel is a line or two here, because in Grafana's JSON it is forty that differ in three.
+A panel is one or two lines here. In Grafana's JSON it is forty lines, of which only three differ between panels.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
 class Panel(NamedTuple):
-    """One graph. queries: the query by its legend."""
+    """One graph. queries: maps legends to queries."""
 
     title: str
     queries: dict[str, str]
@@ -194,7 +194,7 @@ DASHBOARDS = {"ddpjob-fleet": ("DDPJobs", FLEET), "ddpjob-job": ("DDPJob", JOB)}
 
 
 def dashboard(uid: str) -> dict[str, Any]:
-    """As Grafana imports it."""
+    """Return the dashboard in the format that Grafana imports."""
     title, panels = DASHBOARDS[uid]
     return {
         "uid": uid,

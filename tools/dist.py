@@ -1,7 +1,7 @@
-"""`make dist`: wheel, sdist, the chart as an archive, and a list of what each image holds (CycloneDX), into a folder.
+"""`make dist`: write wheel, sdist, the chart's archive, and an SBOM of each image (CycloneDX) to a folder.
 
-Two builds of one commit are equal byte for byte (tests/unit/test_dist.py): times are those of the commit, and hatchling
-sorts what it packs. `helm package` writes the time of the build, so the chart is packed here, as it would pack it.
+Two builds of one commit are equal byte for byte (tests/unit/test_dist.py): timestamps are the commit's, and hatchling
+sorts files. `helm package` would write the build time, so the chart is packed here, in the same format.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ IMAGES = ("operator", "trainer")
 
 
 def commit_time() -> int:
-    """Seconds since 1970 of the commit; SOURCE_DATE_EPOCH where the sources are no repository."""
+    """Return the commit's time in seconds since 1970; SOURCE_DATE_EPOCH if the sources are no Git repository."""
     given = os.environ.get("SOURCE_DATE_EPOCH")
     told = given or subprocess.check_output(["git", "log", "-1", "--format=%ct"], cwd=ROOT, text=True)
     return int(told)
 
 
 def pack_chart(folder: Path, time: int) -> Path:
-    """The chart's archive, named as `helm package` names it."""
+    """Write the chart's archive, with the name that `helm package` gives it."""
     about = (CHART / "Chart.yaml").read_text().splitlines()
     (version,) = (line.split()[1] for line in about if line.startswith("version:"))
     listed = subprocess.check_output(["git", "ls-files", "-z", "."], cwd=CHART, text=True).split("\0")
@@ -47,7 +47,7 @@ def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     time = commit_time()
     env = os.environ | {"SOURCE_DATE_EPOCH": str(time)}
-    # The environment has hatchling as it is pinned: a build of its own would take the newest.
+    # Build with this environment's pinned hatchling: an isolated build would install the newest one.
     build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
     subprocess.run(build, check=True, env=env, stdout=subprocess.DEVNULL)
     pack_chart(folder, time)

@@ -1,4 +1,4 @@
-"""Writes docs/environment.md: variables by running the code that sets them, and meanings, which must not be missing."""
+"""Writes docs/environment.md: runs the code that sets the variables, and fails if the meaning of one is missing."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ MEANINGS = {
 }
 """Each variable that a job sets or a trainer reads, and what it means."""
 
-# A shell may read any variable.
+# Through a shell, so that all variables are set, because a shell may use any of them.
 _SHELL = ["sh", "-c", "torchrun train.py"]
 SHAPES = {
     "always": {"command": _SHELL, "nprocPerNode": 2},
@@ -138,7 +138,7 @@ SHAPES = {
 
 
 def to_markdown() -> str:
-    """docs/environment.md."""
+    """Return docs/environment.md."""
     head = ("Variable", "Value", "Set", "Meaning")
     own = ("Variable", "Meaning")
     ranks = ("DDPJOB_GENERATION", "DDPJOB_BEATS", "DDPJOB_END", "DDPJOB_MEMORY")
@@ -170,7 +170,7 @@ def _rows(names: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def _of_trainers() -> Iterator[tuple[str, ...]]:
-    """A row for each variable: its value in the first shape that has it, and which shapes have it."""
+    """Yield a row for each variable: its value in the first kind of job that has it, and when it is set."""
     found = {when: _environment(shape) for when, shape in SHAPES.items()}
     always = set.intersection(*(set(variables) for variables in found.values()))
     for name in MEANINGS:
@@ -226,7 +226,7 @@ def _job(shape: Mapping[str, object]) -> api.DDPJob:
 
 
 def _of_operator() -> dict[str, str]:
-    """By variable, what the fields of its settings say of it."""
+    """Return the meaning of each variable of the operator, from the docstrings of its settings."""
     found = {}
     for module in (settings, lease):
         for text in re.findall(r'"""(.*?)"""', inspect.getsource(module), re.DOTALL):
@@ -236,7 +236,7 @@ def _of_operator() -> dict[str, str]:
 
 
 def _in_the_source() -> set[str]:
-    """Every variable of ours that the code names."""
+    """Return every DDPJOB_ variable that the code names."""
     sources = [path for part in ("operator", "trainer") for path in (ROOT / part).rglob("*.py")]
     text = "".join(path.read_text(encoding="utf-8") for path in sources)
     return {name for name in re.findall(r"\bDDPJOB_[A-Z][A-Z_]*[A-Z]\b", text) if "_TEST_" not in name}

@@ -34,7 +34,7 @@ By symptom, and by the words of an error: [failures.md](failures.md).
 
 
 def to_markdown() -> str:
-    """docs/messages.md."""
+    """Return docs/messages.md."""
     head = ("Reason", "Event", "When", "What to do")
     return "\n".join((INTRO, table(head, (_row(reason) for reason in reasons.ALL.values())), LINKS))
 

@@ -81,7 +81,7 @@ SECTIONS = (
 
 
 def to_markdown() -> str:
-    """The page."""
+    """Return docs/metrics.md."""
     return "\n".join([INTRO, *(line for section in SECTIONS for line in _section(*section)), *_alerts()])
 
 
@@ -105,7 +105,7 @@ def _alerts() -> Iterator[str]:
 
 
 def _escaped(text: str) -> str:
-    """In a cell; what an alert fills in is shown as NAMESPACE."""
+    """Escape text for a table's cell. Label placeholders of alerts become capital words, such as NAMESPACE."""
     text = re.sub(r"\{\{ \$labels\.(\w+) \}\}", lambda found: found[1].upper(), text)
     return text.replace("|", "\\|").replace("<", "&lt;")
 

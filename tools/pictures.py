@@ -1,7 +1,7 @@
 """Take the pictures of docs/pictures from a real run: `make pictures`. Needs tmux, which draws the terminal.
 
 One run of examples/digits.yaml with a rank killed in the middle: the live table before the kill, and the restart.
-`--check` draws nothing, and fails if a picture has other lines than the run, numbers apart.
+`--check` draws nothing, and fails if a picture's lines differ from the run's in more than numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NORMAL = [(72, 79, 88), (255, 123, 114), (63, 185, 80), (210, 153, 34), (88, 16
 _NORMAL += [(57, 197, 207), (177, 186, 196)]
 _BRIGHT = [(110, 118, 129), (255, 161, 152), (86, 211, 100), (227, 179, 65), (121, 192, 255), (210, 168, 255)]
 _BRIGHT += [(86, 212, 221), (255, 255, 255)]
-# A dark window, readable on a light page and on a dark one. Fonts that the reader has: nothing is loaded.
+# A dark window, which is readable on light and dark pages. Only the reader's own fonts are used: no web fonts.
 THEME = TerminalTheme(
     (13, 17, 23),
     (230, 237, 243),
@@ -40,13 +40,13 @@ THEME = TerminalTheme(
 
 
 def tmux(*words: str) -> str:
-    """What a tmux command of a server of our own prints."""
+    """Run a tmux command on a separate server and return its output."""
     done = subprocess.run(["tmux", "-L", "ddpjob-pictures", *words], capture_output=True, text=True, check=True)
     return done.stdout
 
 
 def wait_for(wanted: Callable[[str], bool]) -> str:
-    """The screen, with its colors, as soon as it shows what is wanted. Exits where it never does."""
+    """Wait until the screen's text is `wanted`, and return the screen with its colors. Exits after LIMIT_SECONDS."""
     end = time.monotonic() + LIMIT_SECONDS
     while time.monotonic() < end:
         if wanted(tmux("capture-pane", "-p")):
@@ -56,13 +56,13 @@ def wait_for(wanted: Callable[[str], bool]) -> str:
 
 
 def step_of(screen: str) -> int:
-    """The step of the table, 0 while there is none."""
+    """Return the step in the table; 0 if there is none."""
     found = re.search(r"^Running +step (\d+)/", screen, re.MULTILINE)
     return int(found[1]) if found else 0
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines of a screen without what differs from run to run: numbers, bars, the curve, the trend of the pace."""
+    """Return the screen's lines without parts that differ between runs: numbers, bars, the curve, the pace's trend."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", text)
     text = re.sub(r"\d[\d.,]*", "#", text)
     text = re.sub(r", # % (slower|faster)|(#h)?(#m)?(#s)? left|elapsed \S+|pids? #( #)*|# [MG]B", "", text)
@@ -71,7 +71,7 @@ def lines_of(text: str) -> list[str]:
 
 
 def text_of(picture: str) -> str:
-    """The screen that a picture shows."""
+    """Return the text of the screen in a picture."""
     rows: dict[float, str] = {}
     for y, text in re.findall(r'<text class="\S+-r\d+" x="[\d.]+" y="([\d.]+)"[^>]*>(.*?)</text>', picture):
         rows[float(y)] = rows.get(float(y), "") + html.unescape(text).replace("\xa0", " ")
@@ -79,7 +79,7 @@ def text_of(picture: str) -> str:
 
 
 def compare(name: str, screen: str) -> None:
-    """Exit with the lines that are on one side alone. A picture has long lines in two."""
+    """Exit with the lines that differ between picture and screen. Pictures wrap long lines, so compare by substring."""
     old, new = lines_of(text_of((PICTURES / name).read_text(encoding="utf-8"))), lines_of(screen)
     gone = [f"- {line}" for line in old if line not in " ".join(new)]
     added = [f"+ {line}" for line in new if line not in " ".join(old)]

@@ -1,7 +1,7 @@
-"""Write pins/*.txt: what the images install, with the hashes of the wheels for x86_64 and aarch64 (`make pins`).
+"""Write pins/*.txt: the packages of each image, with the hashes of the wheels for x86_64 and aarch64 (`make pins`).
 
-pip itself chooses the wheels, as it would in the image; nothing is installed. The versions are those of
-constraints.txt. torch has no hash here: TORCH_INDEX chooses among wheels for several platforms (Dockerfile).
+pip itself chooses the wheels, as it would in the image; nothing is installed. Versions are from constraints.txt. torch
+has no hash, because TORCH_INDEX selects among wheels for several platforms (Dockerfile).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ ROOT = Path(__file__).parents[1]
 ARCHITECTURES = ("x86_64", "aarch64")
 PYTHON = "3.11"  # of the base image
 GLIBC = ("2014", "_2_17", "_2_26", "_2_27", "_2_28")  # manylinux tags that Debian bookworm has
-# What torch needs besides the CUDA libraries that its own wheel names.
+# Dependencies of torch, except CUDA libraries.
 OF_TORCH = ("filelock", "fsspec", "jinja2", "networkx", "setuptools", "sympy", "typing-extensions")
 BUILD = ("hatchling==1.33.0",)
 
 
 def wanted() -> dict[str, list[str]]:
-    """The requirements of each image, by the name of its file."""
+    """Return the requirements of each image, by the name of its file in pins/."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     base, extras = project["dependencies"], project["optional-dependencies"]
     trainer = [one for one in extras["trainer"] if not one.startswith("torch")]
@@ -38,7 +38,7 @@ def wanted() -> dict[str, list[str]]:
 
 
 def chosen(requirements: Iterable[str], architecture: str) -> dict[str, str]:
-    """Sha256 of the wheel that pip takes for each package, by name==version."""
+    """Return the SHA-256 of the wheel that pip chooses for each package, by name==version."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
         platforms = [word for tag in GLIBC for word in ("--platform", f"manylinux{tag}_{architecture}")]
@@ -56,7 +56,7 @@ def _hashed(one: dict[str, Any]) -> tuple[str, str]:
 
 
 def text(of_architectures: Iterable[dict[str, str]]) -> str:
-    """A requirements file with the hashes of all architectures."""
+    """Return a requirements file with the hashes of all architectures."""
     hashes: dict[str, set[str]] = {}
     for wheels in of_architectures:
         for name, sha256 in wheels.items():

@@ -1,6 +1,6 @@
-"""Writes operator/ddpjob_operator/job/pod_types.py: the fields of a pod template, from the API's own description.
+"""Writes operator/ddpjob_operator/job/pod_types.py: the fields of a pod template, from the Kubernetes API's schema.
 
-The description is the OpenAPI document from which the models of the `kubernetes` package are made.
+It reads the models of the `kubernetes` package, which are generated from the API's OpenAPI document.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from kubernetes.client import models
 
 _ROOT = "V1PodTemplateSpec"
-# In the API's own description these have the type Quantity; in the models they are texts.
+# In the API's schema these have the type Quantity; in the models they are strings.
 _QUANTITIES = {"limits", "requests", "overhead", "sizeLimit", "divisor"}
 _HEAD = '''\
 """The fields of a pod template and their types. Written by `python tools/pod_types.py` from the API's description.
@@ -29,7 +29,7 @@ TYPES = """\\
 
 
 def to_python() -> str:
-    """The module."""
+    """Return the text of pod_types.py."""
     lines: list[str] = []
     for name, fields in sorted(_types().items()):
         text = " ".join((name, *(f"{field}={kind}" for field, kind in fields.items())))
@@ -38,14 +38,14 @@ def to_python() -> str:
 
 
 def _version() -> str:
-    """1.37: of the API that the models describe."""
+    """Return the version of the API that the models describe, such as 1.37."""
     found = re.search(r"release-([\d.]+)", sys.modules[models.V1Pod.__module__].__doc__ or "")
     assert found is not None, "the models no longer say which API they describe"
     return found[1]
 
 
 def _types() -> dict[str, dict[str, str]]:
-    """Type → field → its type, of all that a pod template may hold."""
+    """Return type → field → type of the field, for all types in a pod template."""
     found: dict[str, dict[str, str]] = {}
     todo: list[type] = [getattr(models, _ROOT)]
     while todo:
@@ -84,7 +84,7 @@ def _type(wire: str, annotation: typing.Any, todo: list[type]) -> str:
 
 
 def _name(model: type) -> str:
-    """Container for V1Container and CoreV1Container."""
+    """Return the type's name without its API version: Container for V1Container and CoreV1Container."""
     return re.sub(r"^(Core)?V\d+", "", model.__name__)
 
 

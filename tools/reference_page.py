@@ -34,7 +34,7 @@ REASONS = """\
 
 
 def to_markdown() -> str:
-    """docs/reference.md."""
+    """Return docs/reference.md."""
     spec = table(("Field", "Type", "Default", "Meaning"), _fields(api.Spec, "", with_default=True))
     status = table(("Field", "Type", "Meaning"), _fields(api.Status, "", with_default=False))
     rules = "".join(wrapped(f"- {line}", "  ") for line in _rules())
@@ -42,7 +42,7 @@ def to_markdown() -> str:
 
 
 def _fields(owner: type[msgspec.Struct], prefix: str, *, with_default: bool) -> Iterator[tuple[str, ...]]:
-    """A row for each field, and below it the rows of the fields inside."""
+    """Yield a row for each field, followed by the rows of the fields in it."""
     for name, field in crd.fields(owner).items():
         kind = _without_none(field.type)
         path = f"{prefix}{name}"
@@ -68,7 +68,7 @@ def _without_none(kind: types.Type) -> types.Type:
 
 
 def _say(kind: types.Type) -> str:
-    """A type in words."""
+    """Describe a type in words."""
     if isinstance(kind, types.UnionType):
         words_first = sorted(kind.types, key=lambda t: not isinstance(t, types.LiteralType))
         return ", ".join(_say(t) for t in words_first)
@@ -100,7 +100,7 @@ def _between(low: Any, high: Any) -> str:
 
 
 def _rules() -> Iterator[str]:
-    """What must hold beyond the types: the sentences that the API server answers with."""
+    """Yield the rules beyond types, in the words of the API server's errors."""
     for _, message in crd.NAME_RULES:
         yield f"`metadata.name` {escaped(message)}"
     for rule in validation.RULES:
@@ -116,18 +116,18 @@ def _columns() -> str:
 
 
 def wrapped(text: str, indent: str = "") -> str:
-    """A paragraph of at most 120 columns; the lines after the first begin with the indent."""
+    """Wrap a paragraph at 120 columns; the lines after the first begin with the indent."""
     return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
 def table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
-    """A table in Markdown."""
+    """Return a Markdown table."""
     lines = [head, tuple("---" for _ in head), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def escaped(text: str) -> str:
-    """A cell ends at a bar, and a browser takes `<job>` for a tag."""
+    """Escape text for a cell: a bar would end the cell, and browsers would read `<job>` as a tag."""
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 

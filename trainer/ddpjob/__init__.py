@@ -1,10 +1,10 @@
 """DDPJob's trainer library: what runs inside the training process. It needs torch and nothing else.
 
 Start a group with `init`, share the data with `GlobalBatchSampler` and `accumulate`, keep the state with `Snapshot`,
-report how far training is with `progress`, stop in order with `should_stop`, and see with `check_replicas` that all
-ranks are equal. `run`, `submit` and `Job` start jobs from Python; they are the command line's (docs/python.md), which a
-trainer image need not have. All names are loaded on first use: `import ddpjob` itself imports no torch, because the
-command line is installed without it.
+report how far training is with `progress`, stop all ranks after the same step with `should_stop`, and check with
+`check_replicas` that all ranks are equal. `run`, `submit` and `Job` start jobs from Python; they need the command line
+(docs/python.md), which a trainer image may lack. All names are loaded on first use: `import ddpjob` imports no torch,
+because the command line is installed without it.
 """
 
 import importlib

@@ -100,7 +100,7 @@ class GlobalBatchSampler:
         self.has_workers = False
         """True if this DataLoader may have workers, which read ahead."""
         self.is_placed = False
-        """True if the script saves its place as a value."""
+        """True if the script saves the sampler's position as a value, with `state_dict`."""
         self._has_drawn_for_all = False  # the DataLoader's workers persist, so it draws one seed for all epochs
         if drop_last and self.global_batch > self.n:
             raise ConfigurationError(
@@ -152,7 +152,7 @@ class GlobalBatchSampler:
         self._refuse_another_share(sys._getframe(1).f_locals)
         self._tell_of_request()  # before the loader draws its seed
         self._consumed = self._first_of(self._epoch)
-        # Count from where this epoch continues: the global batch may have been another one before the resume.
+        # Count from where this epoch continues: the global batch size may have changed at the resume.
         last = (self.n - self._consumed) % self.global_batch
         smallest = self.global_batch if self.drop_last or not last else last
         if smallest < self.world_size:
@@ -218,8 +218,8 @@ class GlobalBatchSampler:
             process.current.keeper.step_begins(self)
 
     def _note_begin(self) -> None:
-        """Log once if an epoch begins again and again: the second time may be a look at a batch, the third is a
-        mistake."""
+        """Log once if an epoch begins again and again. The second time may be `next(iter(loader))` to look at a batch;
+        the third is a mistake."""
         epoch, times = self._begins
         times = times + 1 if epoch == self._epoch else 1
         self._begins = (self._epoch, times)
@@ -245,8 +245,8 @@ class GlobalBatchSampler:
     def _continue_random_numbers(self) -> None:
         """Restore the random numbers in an interrupted epoch, because iter(DataLoader) has drawn a seed again.
 
-        Not for a state from the beginning of an epoch, which was saved before that draw. With persistent workers it
-        was saved after it: they draw in the first epoch only.
+        Does nothing for a state from the beginning of an epoch, because it was saved before that draw. With persistent
+        workers it was saved after the draw, because they draw in the first epoch only.
         """
         again = process.current.continue_random
         is_drawn = self._began[1] > 0 or self._has_drawn_for_all

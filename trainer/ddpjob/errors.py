@@ -1,4 +1,4 @@
-"""The errors as one tree, so that a caller can catch one level; and `Stopped`, which is not an error."""
+"""The errors, with one base class so that a caller can catch all of them; and `Stopped`, which is not an error."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ class RendezvousError(DDPJobError, RuntimeError):
 
 
 class ReplicasDifferError(DDPJobError, RuntimeError):
-    """Ranks do not hold the same bits: `tensor` is the first that differs, `ranks` are those that do."""
+    """Ranks do not hold the same bits. `tensor` names the first tensor that differs, `ranks` the ranks that differ."""
 
     def __init__(self, message: str, tensor: str = "", ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -39,7 +39,7 @@ class SnapshotError(StateError):
 
 
 class Superseded(SnapshotError):  # noqa: N818 - the field's word for it, not an error of this process
-    """A newer attempt of the job owns the folder: this process must end, and has changed nothing there."""
+    """A newer attempt of the job owns the folder. This process must end; it has changed nothing there."""
 
 
 class Stopped(SystemExit):

@@ -5,7 +5,7 @@
     trainer = Trainer(model, arguments, train_dataset=data, callbacks=[StopTogether()])
     trainer.train(resume_from_checkpoint=get_last_checkpoint(arguments.output_dir))
 
-Progress needs nothing: transformers reports it to the job by itself. Needs transformers, which this package does not
+Progress needs no callback, because transformers reports it to the job. Needs transformers, which this package does not
 install.
 """
 
@@ -28,24 +28,24 @@ class StopTogether(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self._stopped = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:  # noqa: ARG002 - transformers' names
-        """Asks after each optimizer step."""
+        """Ask `should_stop` after each optimizer step."""
         if should_stop(state.global_step):
             self._stopped = control.should_save = control.should_training_stop = True
-            control.should_evaluate = False  # it would come before the checkpoint, and with `best` decide on it
+            control.should_evaluate = False  # it would run first, and with `best` decide about the save
         return control
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:  # noqa: ARG002
-        """After the checkpoint: nothing else of what the trainer does at the end of an epoch and of a training.
+        """Skip the trainer's other work at the end of an epoch and of the training, after the checkpoint.
 
-        It would evaluate, for longer than there is time, save into the same folder again, load the best model, and with
+        The trainer would evaluate for too long, save to the same folder again, load the best model, and with
         save_total_limit=1 remove all other checkpoints.
         """
         if self._stopped:
             control.should_evaluate = control.should_save = False
-            state.best_model_checkpoint = None  # the checkpoint has it
+            state.best_model_checkpoint = None  # it is saved in the checkpoint
         return control
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-        """Raises Stopped, so that what follows `train()` is not done for half a training."""
+        """Raise Stopped, so that code after `train()` does not run for an unfinished training."""
         if self._stopped:
             raise Stopped(state.global_step)

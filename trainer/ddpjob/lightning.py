@@ -1,4 +1,4 @@
-"""For Lightning: progress of the job, and an end after one agreed step when the job is told to stop.
+"""For Lightning: report the job's progress; all ranks stop after one agreed step when the job is told to stop.
 
     from ddpjob.lightning import JobCallback
 
@@ -24,9 +24,9 @@ from ddpjob.reporting.progress import pause, progress
 
 
 class JobCallback(Callback):  # type: ignore[misc]  # lightning is not there where types are checked
-    """Reports each optimizer step with its loss; saves to `checkpoint` and ends with exit code 75 when told to stop.
+    """Report each optimizer step with its loss. When told to stop, save to `checkpoint` and end with exit code 75.
 
-    checkpoint  path of the checkpoint that is written before the end; None: none. On a volume that outlives the pod.
+    checkpoint  path on a volume that outlives the pod; None to write no checkpoint before the end.
     """
 
     def __init__(self, checkpoint: str | None = None) -> None:
@@ -34,23 +34,23 @@ class JobCallback(Callback):  # type: ignore[misc]  # lightning is not there whe
         self._validation = contextlib.ExitStack()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002 - Lightning's names
-        """Lightning's SIGTERM handler broadcasts, in the middle of whatever collective this rank is in. Ours waits for
-        the end of the step."""
+        """Replace Lightning's SIGTERM handler, which broadcasts even if this rank is within another collective. Ours
+        waits for the end of the step."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         should_stop(trainer.global_step)
         if process.current.sigterm is not None:
-            process.current.sigterm.handle()  # again: at the end of an earlier fit() Lightning has given SIGTERM back
+            process.current.sigterm.handle()  # again, because an earlier fit() restored the default action at its end
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """No step is made until its end."""
+        """Declare a pause, because no step is made during the validation."""
         self._validation.enter_context(pause("evaluate"))
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Steps go on."""
+        """End the pause."""
         self._validation.close()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
-        """After each batch; raises Stopped after the agreed step, when the checkpoint is written."""
+        """Report the step. After the agreed step, write the checkpoint and raise Stopped."""
         step, total = trainer.global_step, trainer.estimated_stepping_batches
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         progress(step=step, total=int(total) if 0 < total < float("inf") else None, loss=loss)

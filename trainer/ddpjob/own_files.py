@@ -1,10 +1,10 @@
-"""Open files in folders that others can write: as our own regular file, or not at all. Standard library only.
+"""Open files safely in folders that other users can write to. Standard library only.
 
-`open_named` is for a file that the user has named, and that a stranger may have made. It follows links.
+A name in such a folder may be a link to another file, a hard link to it, a pipe that blocks its reader, or a device.
+`open_file` refuses all of them before it changes anything. The owner is not compared: volumes such as SMB and object
+stores report one user for all files, and the pods of a job may run as different users.
 
-A name in such a folder may be a link to a file elsewhere, a hard link to it, a pipe that blocks its reader, or a
-device. `open_file` refuses all of them before it changes anything. The owner is not compared: volumes such as SMB and
-object stores report one user for all files, and the pods of a job may run as different users.
+`open_named` opens a file that the user has named. It follows links.
 """
 
 import errno
@@ -16,8 +16,8 @@ _NAMES = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK,
 
 
 def open_file(path: str | os.PathLike[str], flags: int, mode: int = 0o600, *, dir_fd: int | None = None) -> int:
-    """Return a descriptor of a regular file that has no other name if it is written. The arguments are those of
-    `os.open`. Raises OSError that says what the name is instead."""
+    """Return a descriptor of a regular file; to write to it, it must have no other hard link. The arguments are those
+    of `os.open`. Raises an OSError that names what was found instead."""
     # O_NONBLOCK: opening a pipe would wait for its other end. O_TRUNC comes after the checks: a hard link to another
     # file would be emptied by the call that opens it.
     safe = (flags & ~os.O_TRUNC) | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -40,19 +40,19 @@ def open_file(path: str | os.PathLike[str], flags: int, mode: int = 0o600, *, di
 
 
 def opener(path: str, flags: int) -> int:
-    """For `open(path, "w", opener=opener)`."""
+    """Open a file as `open(path, "w", opener=opener)` needs it."""
     return open_file(path, flags)
 
 
 def read_file(path: str | os.PathLike[str], bytes_max: int = READ_BYTES_MAX) -> bytes:
-    """Return the content, cut at `bytes_max`. Raises OSError, also for what is not a regular file."""
+    """Return the content, cut at `bytes_max`. Raises OSError, also if the path is not a regular file."""
     with open(open_file(path, os.O_RDONLY), "rb") as file:
         return file.read(bytes_max)
 
 
 def open_named(path: str | os.PathLike[str]) -> int:
-    """Return a descriptor to read a file that the user has named. A shell's `<(command)` and /dev/stdin are accepted;
-    a named pipe, which nobody may ever write to, is not. Raises OSError."""
+    """Return a descriptor to read a file that the user has named. A shell's `<(command)` and /dev/stdin are accepted. A
+    named pipe is refused, because there may never be a writer. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
@@ -70,7 +70,7 @@ def open_named(path: str | os.PathLike[str]) -> int:
 
 
 def make_folder(path: str | os.PathLike[str]) -> None:
-    """Make a folder that only this user can read, or accept one that is like that already. Raises OSError."""
+    """Create a folder that only this user can read, or accept an existing one of that kind. Raises OSError."""
     try:
         os.mkdir(path, 0o700)
     except FileExistsError:

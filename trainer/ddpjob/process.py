@@ -1,8 +1,7 @@
-"""What belongs to this process alone: its state, its place among the ranks, its SIGTERM. Standard library only.
+"""The state of this process, its place among the ranks, and its SIGTERM handling. Standard library only.
 
-`current` is the state. A forked child gets a new one: it is not a rank until it calls `init`, `progress` or
-`should_stop` itself, its parent's threads are not there, and SIGTERM ends it. This is the library's only hook at a
-fork.
+`current` is the state. A forked child gets a new one, because it has none of its parent's threads. It is not a rank
+until it calls `init`, `progress` or `should_stop`, and SIGTERM ends it. This module has the library's only fork hook.
 """
 
 import atexit
@@ -20,17 +19,17 @@ from ddpjob_core.rank_info import RankInfo, on_node
 
 
 class Process:
-    """The state of one process. What is `Any` has its type in the file that the comment names."""
+    """The state of one process. Each comment names the file that sets the attributes below it and has their types."""
 
     def __init__(self, parent: "Process | None" = None) -> None:
-        # The parent's state is never dropped: the destructor of its store joins a thread that the fork does not have.
+        # Keeps the parent's state alive: the destructor of its store would join a thread that a fork does not have.
         self.parent = parent
 
         # group/join.py
         self.group: Any = None
         self.groups_joined: int = parent.groups_joined if parent else 0
         self.left: RankInfo | None = None
-        """Its place in the group that it has left."""
+        """Place of this process in the group that it has left."""
         self.before_leaving: list[Any] = [*parent.before_leaving] if parent else []
         self.leaves_at_exit = False
 
@@ -38,20 +37,20 @@ class Process:
         self.agreement: Any = None
         self.sigterm: Sigterm | None = None
         self.stopped_at: int | None = None
-        """The step at which `should_stop` has returned True."""
+        """Step at which `should_stop` has returned True."""
         self.stopped_raised = False
         self.marked: tuple[int, int] | None = None
-        """The step that `should_stop` was called with last, and `optimizer_steps` then."""
+        """Step of the last call of `should_stop`, and `optimizer_steps` at that call."""
         self.fails_at_exit = False
-        """Whether the last state could not be saved, which is known too late to be raised."""
+        """True if saving the last state failed at the exit, when an exception would reach nobody."""
 
         # reporting/progress.py
         self.latest: tuple[int, int | None, int | None, dict[str, Any], float] | None = None
-        """(step, total, samples, metrics, when) of the last call; assigned as one, so that its reader needs no lock."""
+        """(step, total, samples, metrics, time) of the last call; one tuple, so that readers need no lock."""
         self.checks_each_step = True
-        """The first call starts what there is to start; later ones only check where faults were ordered."""
+        """True before the first call of `progress`, and later only if faults are injected."""
         self.begun = False
-        """What the first call starts is there."""
+        """True after the first call of `progress` has started the thread and the hooks."""
         self.stepping = False
         self.paused: str | None = None
         self.reporter: Any = None
@@ -63,39 +62,39 @@ class Process:
 
         # checkpoint/snapshot.py
         self.loader: Any = None
-        """What the first Snapshot that has loaded keeps in memory."""
+        """The `InMemory` of the first Snapshot that has loaded."""
         self.keeper: Any = None
         self.at_boundary: Callable[[int], None] | None = None
         """Called by `should_stop` with the steps made so far."""
         self.writers: dict[str, set[int]] = {}
-        """The writer numbers that it has taken in each folder."""
+        """Writer numbers that this process has taken, by folder."""
         self.saved_step: int | None = None
-        """Of the newest checkpoint that this process has saved or loaded."""
+        """Step of the newest checkpoint that this process has saved or loaded."""
         self.unsaved: set[Any] = set()
-        """The Snapshots whose last state is not in their folder: a script may forget them before its end."""
+        """Snapshots whose last state is not in their folder. Keeps them alive if the script drops them."""
         self.save_failed = ""
-        """Why the last save has failed."""
+        """Why the last save failed; "" if it did not."""
         self.continue_random: Callable[[], None] | None = None
-        """Sets the random states once more to those that `load` has restored, until the next optimizer step."""
+        """Restores the random states of `load` again; has no effect after the next optimizer step."""
         self.optimizer_steps = 0
-        """That this process has begun since it has made a Snapshot, of any optimizer."""
+        """Steps that any optimizer of this process has begun, counted from its first Snapshot."""
         self.resumed_step: int | None = None
-        """Of the state that it has loaded."""
+        """Step of the loaded state."""
         self.resumed_from = ""
-        """Where that state was: a folder, or the memory of which nodes."""
+        """Origin of the loaded state: a folder, or the memory of some nodes."""
         self.not_kept = ""
-        """Why the state is not kept in memory, where it was to be; `ddpjob/checkpoint/in_memory/memory.py` knows it."""
+        """Why the state is not kept in memory although that was requested; set by `checkpoint/in_memory`."""
         self.limit_needed: int | None = None
-        """Bytes that the container's memory limit must be for that, where it is the limit that is too small."""
+        """Memory limit in bytes that the container would need to keep the state; None if the limit is not the cause."""
 
         # reporting/watchdog.py
-        self.cells = memoryview(bytearray(CELLS_BYTES)).cast("q")  # nobody reads these, until `watchdog.begin`
+        self.cells = memoryview(bytearray(CELLS_BYTES)).cast("q")  # private; `watchdog.begin` replaces them
         self.watched = False
-        self.in_torch = threading.Lock()  # held by the thread while it is in torch's C++, and from the exit on
+        self.in_torch = threading.Lock()  # held by the thread while it is in torch's C++ code, and from the exit on
 
         # reporting/rank_end.py
         self.end: Any = None
-        """What the agent is given at the end of this process."""
+        """The `RankEnd` that is written for the agent at the end of this process."""
 
         # reporting/termination.py
         self.reports_failure = False
@@ -103,10 +102,10 @@ class Process:
 
 
 class Sigterm:
-    """SIGTERM as a byte in a pipe, for a thread that waits for it.
+    """Passes SIGTERM to a waiting thread, as a byte in a pipe.
 
-    A rank that is blocked in a collective never runs its Python handler; the interpreter's own handler, in C, writes to
-    the wakeup descriptor at once.
+    A rank that is blocked in a collective runs no Python handler. The interpreter's handler in C still writes to the
+    wakeup descriptor at once.
     """
 
     def __init__(self) -> None:
@@ -118,17 +117,17 @@ class Sigterm:
         self.received = False
 
     def handle(self) -> None:
-        """From now on SIGTERM does not end this process. A handler of the script is left alone."""
+        """Let SIGTERM no longer end this process. Does nothing if the script has a handler."""
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             self._handled = True
             signal.signal(signal.SIGTERM, self._note)
-            signal.siginterrupt(signal.SIGTERM, False)  # system calls of libraries that know no EINTR go on
+            signal.siginterrupt(signal.SIGTERM, False)  # some libraries cannot handle EINTR
             before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
-            if before != -1:  # an event loop's: _note is enough, a little later
+            if before != -1:  # an event loop needs it; the Python handler _note writes the byte too, a little later
                 signal.set_wakeup_fd(before)
 
     def restore(self) -> None:
-        """From now on SIGTERM ends this process again."""
+        """Let SIGTERM end this process again."""
         if self._handled and threading.current_thread() is threading.main_thread():
             self._handled = False
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -136,7 +135,7 @@ class Sigterm:
                 signal.set_wakeup_fd(descriptor)
 
     def wait(self, seconds: float | None) -> bool:
-        """Wait at most that long for SIGTERM or `wake`: whether it was SIGTERM."""
+        """Wait at most this long for SIGTERM or `wake`. Return True for SIGTERM."""
         poller = select.poll()
         poller.register(self._read_end, select.POLLIN)
         if not poller.poll(None if seconds is None else seconds * 1000):
@@ -147,7 +146,7 @@ class Sigterm:
         self._write(0)
 
     def block(self) -> None:
-        """While the process forks: a signal for the child must not arrive through the parent's pipe."""
+        """Block SIGTERM during a fork: a signal for the child must not be written to the parent's pipe."""
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}) if self._handled else None
 
     def unblock(self) -> None:
@@ -159,7 +158,7 @@ class Sigterm:
         self._write(number)
 
     def _write(self, number: int) -> None:
-        with contextlib.suppress(BlockingIOError):  # a full pipe wakes the reader as well
+        with contextlib.suppress(BlockingIOError):  # the pipe is full, so the reader wakes up anyway
             os.write(self._write_end, bytes([number]))
 
 
@@ -167,7 +166,7 @@ current = Process()
 
 
 def replace() -> None:
-    """Begin a state of its own, as in a forked child."""
+    """Give this process a new state, as in a forked child."""
     global current
     current = Process(current)
 
@@ -194,17 +193,17 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, 
 
 
 def at_exit(action: Callable[[], object], priority: int) -> None:
-    """Run it once at the end of this process, also of a child of multiprocessing."""
-    atexit.unregister(action)  # a fork has inherited it
+    """Run the action once at the end of this process, also if it is a child of multiprocessing."""
+    atexit.unregister(action)  # a forked child has inherited the registration
     atexit.register(action)
     at_exit_of_child(action, priority)
 
 
 def at_exit_of_child(action: Callable[[], object], priority: int) -> None:
-    """Run it at the end of a child of multiprocessing, which runs no atexit.
+    """Run the action at the end of a child of multiprocessing, which does not use atexit.
 
-    From the highest priority on: the termination message (30), the last post (20), leaving the group (10), and what
-    needs the group to be left: exit code 75, the end of a snapshot's heartbeat (5).
+    Higher priorities run first: the termination message (30), the last report of progress (20), leaving the group (10),
+    and after that the exit code 75 and the end of a snapshot's heartbeat (5).
     """
     util = sys.modules.get("multiprocessing.util")
     if util is not None:
@@ -212,7 +211,7 @@ def at_exit_of_child(action: Callable[[], object], priority: int) -> None:
 
 
 def place() -> RankInfo:
-    """Where this process is: by its group, else by the environment, else alone. Never raises."""
+    """Return this process's rank and node from its group, else from the environment, else rank 0 of 1. Never raises."""
     if current.group is not None:
         return current.group.place  # type: ignore[no-any-return]
     rank, world_size = torch_group() or (number("RANK", 0), number("WORLD_SIZE", 1))
@@ -220,7 +219,8 @@ def place() -> RankInfo:
 
 
 def torch_group() -> tuple[int, int] | None:
-    """Rank and size of torch's default group, also of one that the script made; torch is not imported for it."""
+    """Return rank and size of torch's default group, also if the script created it; None without one. Does not import
+    torch."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return None
@@ -228,17 +228,15 @@ def torch_group() -> tuple[int, int] | None:
 
 
 def has_had_torch_group() -> bool:
-    """True if torch's default group exists, or existed once: a script may have destroyed it.
-
-    torch keeps the address of the rendezvous, unless the script has passed a store.
-    """
+    """True if torch's default group exists or has existed: torch keeps the address of the rendezvous after the script
+    has destroyed the group, unless the script passed a store."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     group = torch_group()
     return (group is not None and group[1] > 1) or getattr(c10d, "_default_pg_init_method", None) is not None
 
 
 def number(name: str, default: int) -> int:
-    """A variable of the environment as a number; the default where it is none."""
+    """Return an environment variable as an integer; the default if it is missing or no integer."""
     try:
         return int(os.environ[name])
     except (KeyError, ValueError):
@@ -246,21 +244,21 @@ def number(name: str, default: int) -> int:
 
 
 def step_made() -> None:
-    """The first step ends the long time-out of the group; `progress` and `accumulate` call it."""
+    """Switch the group to its shorter time-out after the first step. `progress` and `accumulate` call this."""
     if current.group is not None:
         current.group.use_step_timeout()
 
 
 def latest_step() -> int:
-    """The last step that was reported; 0 before, and where it is not a number: the termination message names it too."""
+    """Return the last reported step; 0 if there is none or it is no number, because scripts may pass anything."""
     try:
         return 0 if current.latest is None else int(current.latest[0])
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # a text, nan, infinity; a tensor of several
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # text, nan, infinity, a tensor of several values
         return 0
 
 
 def log(text: str) -> None:
-    """A line on stderr, in one write: ranks share it. Never raises: a closed stderr must not end a training."""
+    """Write a line to stderr in one call, because ranks share it. Never raises, also if stderr is closed."""
     with contextlib.suppress(Exception):
         sys.stderr.write(f"ddpjob: {text}\n")
         sys.stderr.flush()

@@ -1,13 +1,13 @@
-"""What the kernel says of threads. Standard library only: the agent and its ranks ask it."""
+"""Read the state of threads from /proc. Standard library only, because the agent uses it too."""
 
 import contextlib
 import os
 
 
 def is_held_up(pid: int) -> bool:
-    """Whether a thread of this process runs, would run if it had a processor, or waits for a disk.
+    """True if a thread of this process is running, is waiting for a processor, or is waiting for a disk.
 
-    Not one that was stopped (SIGSTOP), that waits for something else, or has ended.
+    False for threads that are stopped (SIGSTOP), wait for anything else, or have ended.
     """
     with contextlib.suppress(OSError):
         return any(would_run(pid, int(thread)) for thread in os.listdir(f"/proc/{pid}/task"))
@@ -15,18 +15,18 @@ def is_held_up(pid: int) -> bool:
 
 
 def would_run(pid: int, thread: int) -> bool:
-    """The same of one thread."""
+    """Like `is_held_up`, for one thread."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/stat", "rb") as stat:
-        after_name = stat.read().rpartition(b")")[2]  # which may hold spaces
+        after_name = stat.read().rpartition(b")")[2]  # the name may contain spaces
         return after_name.split()[0] in (b"R", b"D")
     return False
 
 
 def times_run(pid: int) -> str:
-    """Return how often the kernel has run the main thread of this process, if it sleeps now; "" otherwise.
+    """Return the pid and context switch counts of a process whose main thread is sleeping; "" if it is not sleeping.
 
-    The same answer twice: it has not run in between. A stopped process (SIGSTOP), or one that waits for a disk, does
-    not sleep.
+    If two answers are equal, the thread has not run in between. A thread that is stopped (SIGSTOP) or waits for a disk
+    does not count as sleeping.
     """
     with (
         contextlib.suppress(OSError),

@@ -1,4 +1,4 @@
-"""What operator, local run, agents and library share: rules and formats, computed from their arguments alone.
+"""Rules and formats that operator, local run, agents and library share. Results depend on the arguments alone.
 
 In:   numbers, texts and records of one job: budgets, beats, reports, members.
 Out:  decisions (is this failure charged, is that rank stalled, which state counts) and records of fixed layout.
@@ -8,6 +8,6 @@ Out:  decisions (is this failure charged, is that rank stalled, which state coun
     heartbeat, stall_limits, findings         the layout of a heartbeat; how long silence may last; what is suspicious
     memory, copies                            which state in memory counts, who writes it, when it is copied
 
-Called by: `ddpjob_operator`, `ddpjob_check`, `ddpjob_cli`, `ddprun`, `ddpjob`. A rule that two need is here once.
-Must not know: anything but the standard library; no I/O, no clock, no processes, no torch.
+Called by: `ddpjob_operator`, `ddpjob_check`, `ddpjob_cli`, `ddprun`, `ddpjob`. Rules that two of them need are here.
+Must not use: anything but the standard library; no I/O, no clock, no processes, no torch.
 """

@@ -1,27 +1,27 @@
-"""The ledger of restarts: both sides of what a job's restarts cost, the operator's and that of the agents in its pods.
+"""The ledger of restarts: how many of a job's restarts the operator and the agents in its pods have used.
 
-Two parties restart: the operator makes new pods, and the agent of node 0 starts the ranks again in the pods that are
-there. They do not ask each other before, because a restart in place must not wait for a network. So each keeps its own
-counts, and what the other side has spent is known from three things that only grow:
+Both restart: the operator creates new pods, and the agent of node 0 starts the ranks again in the existing pods. They
+do not ask each other first, because a restart in place must not wait for the network. So each keeps its own counts, and
+learns the other's counts from three records that only grow:
 
-    Spent   what one agent has spent in its life. Repeated in each report and in its last message.
-    Known   what of that the operator has counted. It is recorded in the status in the same write as the counts.
-    Grant   in the environment of each new pod: what is left by the operator's counts, and its Known. An agent brings
-            its own to node 0, whose agent goes by the one that was made last.
+    Spent   restarts that one agent has used so far. It is in each of its reports and in its last message.
+    Known   the part of Spent that the operator has counted. It is written to the status together with the counts.
+    Grant   in the environment of each new pod: what is left by the operator's counts, and its Known. Agents send their
+            grants to the agent of node 0, which uses the latest one.
 
-The invariant, for each budget that only grows (application without a window, stall):
+Invariants for each budget that only grows (application without a window, stall):
 
-    Nothing twice: the counts in the status are what the operator itself has charged + all that it was ever known of
-    agents. A report adds only what exceeds Known, so one that is repeated, late or out of order adds nothing.
+    Nothing is counted twice. The counts in the status are the operator's own charges plus all Known restarts of agents.
+    A report adds only what exceeds Known, so a report that is repeated, late or out of order adds nothing.
 
-    Nothing forgotten: an agent reports all that it has spent, so the last of its reports is worth all of them. Lost is
-    only what the agent in a pod of node 0 had not yet reported when the agent in the next pod of node 0 was counted.
+    Nothing is forgotten, because each report has the agent's total. The only loss: restarts that an agent of node 0 has
+    not reported before the operator counts a report of the agent in the next pod of node 0.
 
-    Together at most what the user gave: left + known = the limit - what the operator itself has charged - what earlier
-    agents had spent. So an agent that goes by a grant stays within the limit however much of its own spending was
-    heard of. Beyond it is at most what crossed: what one side had spent unknown to the other when that one spent.
+    The limit holds: left + Known = limit - the operator's own charges - restarts of earlier agents. So an agent with a
+    grant stays within the limit, however many of its restarts are Known. The excess is at most what one side has spent
+    before the other side learned of it.
 
-What an agent reports is not trusted: it is counted up to one restart beyond the limit, which ends the job, no further.
+Reports are not trusted: the operator counts at most one restart beyond the limit, which ends the job.
 
 Standard library only, no I/O, no clock; imported by `ddprun` before its ranks start, so nothing slow (dataclasses, re).
 """
@@ -45,8 +45,8 @@ INFRASTRUCTURE_IN_A_ROW_MAX = 100
 STALLS_MAX = 10
 NO_PROGRESS_MAX = 3
 BACK_OFF_SECONDS_MAX = 300
-# As the kubelet resets its crash back-off: a job without step reports shows success only by time. Only the wait is
-# reset, not the number of free restarts.
+# Time after which the back-off is reset for a job without step reports, as in the kubelet: only time shows its success.
+# The number of free restarts is not reset.
 RESET_AFTER_SECONDS = 600
 # A job without step reports counts as trained after this time: mistakes that prevent a start show within seconds, slow
 # imports within a minute.
@@ -62,20 +62,20 @@ class Limits(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    """What the attempt that failed had done."""
+    """What a failed attempt has achieved."""
 
     made_a_new_step: bool
-    """Whether it went beyond the furthest step of all attempts before."""
+    """True if it went beyond the furthest step of all earlier attempts."""
     reports_steps: bool
-    """Whether any attempt of the job ever reported a step."""
+    """True if any attempt of the job has reported a step."""
     ran_seconds: float
-    """How long all its ranks ran together."""
+    """Seconds during which all its ranks were running."""
     only_complaints: bool = False
-    """Whether its ranks complained of lost peers, and nothing else was seen of a node, a pod or a connection."""
+    """True if ranks reported lost peers, and no lost node, pod or connection was seen."""
 
 
 class Spent(NamedTuple):
-    """Restarts, by what they are charged to."""
+    """Number of restarts, by the budget that they are charged to."""
 
     application: int = 0
     infrastructure: int = 0
@@ -107,13 +107,13 @@ class RestartHistory(NamedTuple):
     in_a_row: int = 0
     """Restarts without a new step since the last one; the back-off depends on it."""
     charged_in_a_row: int = 0
-    """Those of them that were charged to application or stall."""
+    """Those among `in_a_row` that were charged to application or stall."""
     charged_at: tuple[dt.datetime, ...] = ()
-    """When the application was charged, as far back as backoff_limit needs."""
+    """Times of charges to the application, as far back as backoff_limit needs."""
     uncharged_in_a_row: int = 0
-    """Restarts for lost nodes since the last new step: the limit for free restarts, however long attempts run."""
+    """Restarts for lost nodes since the last new step. They are limited, however long the attempts were running."""
     peers_lost: int = 0
-    """Those of them with only complaints about lost peers."""
+    """Those among `uncharged_in_a_row` with only reports of lost peers."""
 
     @property
     def spent(self) -> Spent:
@@ -134,7 +134,7 @@ class Grant(NamedTuple):
     """Restarts so far without a new step: the back-off continues from there."""
     charged_in_a_row: int = 0
     peers_lost: int = 0
-    """Those of them with only complaints about lost peers."""
+    """Restarts with only reports of lost peers since the last new step."""
     step: int = 0
     """The furthest step of the job."""
     replaced: int = 0
@@ -190,11 +190,11 @@ class Budget(NamedTuple):
     stall: int
     total: int
     history: RestartHistory = RestartHistory()
-    """Its own restarts; counts in a row continue from the operator's."""
+    """The agent's own restarts; counts in a row continue from the operator's."""
     max_restarts: int | None = None
     """--max-restarts, if it was set."""
     replaced: int = 0
-    """As in its grant."""
+    """`replaced` of the grant that applies."""
 
     @staticmethod
     def of(grant: Grant, max_restarts: int | None) -> Budget:
@@ -211,12 +211,12 @@ class Budget(NamedTuple):
 
     @property
     def report(self) -> dict[str, int]:
-        """What the agent reports about its restarts."""
+        """Return what the agent reports about its restarts."""
         h = self.history
         return {**h.spent._asdict(), "inARow": h.in_a_row, "chargedInARow": h.charged_in_a_row}
 
     def _by(self, grant: Grant, known: Spent) -> Budget:
-        """known: what the operator had counted of this agent. The grant excludes it, as it is spent."""
+        """Apply a grant. known: restarts of this agent that the operator had counted, so the grant excludes them."""
         in_life = [left + own for left, own in zip(grant[:3], known, strict=True)]
         most = sum(in_life) if self.max_restarts is None else self.max_restarts
         application, infrastructure, stall = (min(most, number) for number in in_life)
@@ -238,10 +238,10 @@ class Budget(NamedTuple):
 def newly_spent(
     known: Known, replacement: int, reported: Spent, history: RestartHistory, limits: Limits, now: dt.datetime
 ) -> Spent:
-    """Return what an agent reports beyond what was counted of it, as far as it is believed.
+    """Return the reported restarts that were not counted before, at most one beyond the limit.
 
-    An honest agent stops at its budget, so one restart beyond the limit is enough to end the job. Infrastructure is
-    limited only in a row.
+    A correct agent stops at its budget, so one restart beyond the limit is enough to end the job. Infrastructure
+    restarts have no total limit, only one in a row.
     """
     if replacement < known.replacement:
         return Spent()
@@ -261,9 +261,9 @@ def with_newly_spent(
     peers_lost: int,
     made_a_new_step: bool,
 ) -> RestartHistory:
-    """Add it to the operator's history, as `charge` adds one failure.
+    """Add an agent's new restarts to the operator's history, as `charge` adds one failure.
 
-    in_a_row, charged_in_a_row: as the agent reports; no more than those before plus the new ones is believed.
+    in_a_row, charged_in_a_row: as reported by the agent; limited to the earlier count plus the new restarts.
     """
     after = _with(history, new, limits, now, peers_lost, made_a_new_step=made_a_new_step)
     return after._replace(
@@ -299,7 +299,7 @@ def charge(
 
 
 def exhausted(to: ChargedTo, after: RestartHistory, attempt: Attempt, limits: Limits, now: dt.datetime) -> Stop:
-    """Return why no restart follows the last failure of this history; "" if one does."""
+    """Return why no restart is left after the last failure of this history; "" if one is left."""
     if to == "application" and counted(after, limits, now) > limits.backoff_limit:
         return "BackoffLimitExceeded"
     if to == "stall" and after.stall > STALLS_MAX:
@@ -352,7 +352,7 @@ def _charged(spent: Spent) -> int:
 def _with(
     history: RestartHistory, new: Spent, limits: Limits, now: dt.datetime, peers_lost: int, *, made_a_new_step: bool
 ) -> RestartHistory:
-    """Add to all counts except those in a row, because the back-off may be reset when free restarts are not."""
+    """Add to all counts except in_a_row and charged_in_a_row: they may be reset while free restarts are not."""
     uncharged, lost_before = (0, 0) if made_a_new_step else (history.uncharged_in_a_row, history.peers_lost)
     return history._replace(
         **{name: getattr(history, name) + getattr(new, name) for name in Spent._fields},
@@ -363,7 +363,7 @@ def _with(
 
 
 def _times(history: RestartHistory, new: int, limits: Limits, now: dt.datetime) -> tuple[dt.datetime, ...]:
-    """Return the times that a window needs, as far back as its limit."""
+    """Return the times of the last charges, as many as a window needs."""
     if limits.window_seconds is None:
         return ()
     kept = limits.backoff_limit + 1

@@ -1,7 +1,7 @@
 """Plan when the state is copied into memory at a boundary, for trainings in which no survivor can write it later.
 
-All ranks copy at the same steps. Rank 0 knows the cost of a copy relative to a step, and writes the plan to the store,
-where all ranks look at boundaries that all of them know. One rank of each node writes the bytes of a copy; each rank
+All ranks copy at the same steps. Rank 0 measures the cost of a copy relative to a step, and writes the plan to the
+store. All ranks check the store at the same boundaries. One rank of each node writes the bytes of a copy; each rank
 writes its random states and other small objects. A copy counts from the next optimizer step on: by then every rank has
 reached the boundary, so none lacks its random states.
 """
@@ -12,18 +12,17 @@ from typing import NamedTuple
 from ddpjob_core.memory import AREAS, EVERY_MAX, Held, Version
 
 COST_MAX = 0.02
-"""Share of the time of all steps."""
+"""Maximum share of the time of all steps that copies may take."""
 EVERY_LEAST_ON_DEVICE = 4
-"""The host then waits at a copy for work that is steps old, so the device is never idle."""
+"""Minimum number of steps between two copies: the host then waits only for old work, so the device is never idle."""
 LATER_ON_DEVICE = 1
-"""In looks: at each, a rank's host waits for what its device did at the previous one, so all ranks have reached that.
-"""
+"""Number of checks for a plan that ranks may be apart. At each check the host waits for its device's previous check."""
 AHEAD_ON_DEVICE = 3
-"""Copies that a rank's host may be ahead of what counts: two as without a device, and one because of the looks."""
+"""Copies that a rank's host may be ahead of the last valid one: two as without a device, and one for the checks."""
 LOOK_STEPS = 4
-"""Steps between two looks for a plan, at least: a look waits for an answer of the store."""
+"""Minimum number of steps between two checks for a plan, because a check waits for the store."""
 LESS = 4
-"""A plan with more frequent copies must allow at least this factor: measurements of a busy machine vary."""
+"""A plan with more frequent copies must copy this many times more often, because measurements of busy machines vary."""
 
 
 class CopyPlan(NamedTuple):
@@ -38,13 +37,12 @@ class CopyPlan(NamedTuple):
 
     @property
     def next_within(self) -> int:
-        """Return the maximum number of steps until the next copy. Nobody knows when a script names its state again:
-        usually saves are rarer than `every`.
-        """
+        """Return the maximum number of steps until the next copy: unknown if the script decides, because it may save
+        more rarely than `every`."""
         return EVERY_MAX if self.named else self.every
 
     def as_text(self) -> str:
-        """Convert it for the other ranks."""
+        """Convert the plan to text for the store."""
         return " ".join(str(int(value)) for value in self)
 
 
@@ -84,16 +82,16 @@ def is_much_rarer(every: int, said: int) -> bool:
 
 
 def first_of_next(step: int, before: int, present: int, later: int = 0) -> int:
-    """Return the first step of a plan that rank 0 makes at the boundary of `step`, the one after `before`: every rank
-    looks for a plan before it. present: steps between two copies so far. later: looks that other ranks may be ahead of
-    rank 0.
+    """Return the first step of a plan that rank 0 makes at the boundary of `step`, the one after `before`. Every rank
+    checks for a plan before that step. present: steps between two copies so far. later: number of checks that other
+    ranks may be ahead of rank 0.
     """
     period = max(present, LOOK_STEPS)
     return (step + max(1, step - before)) // period * period + (1 + later) * period
 
 
 def looks(step: int, before: int, present: int) -> bool:
-    """True if a rank looks for a new plan at the boundary of `step`, the one after `before`."""
+    """True if a rank checks the store for a new plan at the boundary of `step`, the one after `before`."""
     period = max(present, LOOK_STEPS)
     return step // period > before // period
 

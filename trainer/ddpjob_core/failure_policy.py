@@ -1,4 +1,4 @@
-"""The user's rules for exit codes: apart from `rules.py`, because `ddprun` imports this before its ranks start."""
+"""The user's rules for exit codes. Not in `rules.py`, because `ddprun` imports this module before its ranks start."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class PolicyRule(NamedTuple):
     action: Action
     codes: frozenset[int]
     inverted: bool = False
-    """Whether it is for all codes but these (NotIn)."""
+    """True if the rule applies to all codes except these (NotIn)."""
 
     def matches(self, exit_code: int | None) -> bool:
-        """As in a Job's podFailurePolicy: 0 is never a failure's code."""
+        """True if the rule applies; never to 0, as in a Job's podFailurePolicy."""
         return bool(exit_code) and (exit_code in self.codes) != self.inverted

@@ -232,8 +232,7 @@ def abridged(text: str, length: int) -> str:
     """Return at most `length` characters: the beginning and, if it is short, the last sentence, with an ellipsis
     between.
 
-    The end starts with a whole sentence, so that it cannot hold the end of a secret without the name by which it is
-    masked.
+    The end starts with a whole sentence: the end of a secret without its name could not be recognized and masked.
     """
     if len(text) <= length:
         return text
@@ -305,7 +304,7 @@ _OWN = tuple(f"{_ROOT}/{name}/" for name in ("ddpjob", "ddpjob_core", "ddprun"))
 
 
 def _is_library(path: str) -> bool:
-    """Installed, of Python itself, of no file, or of this library, where it is not installed."""
+    """True for installed packages, Python's own files, code without a file, and this library in a clone."""
     if path.startswith(_OWN):
         return True
     return "-packages/" in path or "/lib/python" in path or path.startswith("<") or path.endswith("/bin/torchrun")

@@ -1,7 +1,7 @@
-"""Findings: facts about a run that ended as its exit code says, and that make the success suspicious.
+"""Findings: facts that make a successful exit code suspicious.
 
-An agent writes them under "findings" of the container's termination message, and rank 0 reports with its last progress
-that it has trained alone; the operator and the local run read both.
+Agents write them under "findings" of the container's termination message. Rank 0 also reports with its last progress if
+it has trained alone. The operator and the local run read both.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from ddpjob_core.failures import BRIEF_MAX
 
 FINDINGS_MAX = 8
 NO_PROCESS_GROUP = "NoProcessGroup"
-"""Several ranks were expected, and no rank has formed a process group: each has trained alone."""
+"""Several ranks were expected, but none has formed a process group, so each has trained alone."""
 REPLICAS_DIFFER = "ReplicasDiffer"
 """The parameters of a DDP-wrapped module were not the same on all ranks at the end."""
 FAILURE_IN_LOG = "FailureInLog"
-"""The log shows the failure of a rank, and the exit code is 0. No agent writes it."""
+"""The log shows the failure of a rank, but the exit code is 0. Agents do not write this finding."""
 
 
 class NamedFinding(NamedTuple):

@@ -1,14 +1,14 @@
-"""The members of a generation: which pods take part in it, and which ranks each of them has.
+"""The members of a generation: the pods that take part in it, and the ranks of each pod.
 
-The number of a pod is its *place*: it is in the pod's name, and a new pod in its place has the same one. Rank and node
-rank count the members of one generation from 0 without gaps. They are taken from here, because a place follows from
-them, or they from a place, only as long as all places take part in order.
+A pod's number is its *place*. It is in the pod's name, and a replacement pod has the same place. Node ranks and ranks
+number the members of one generation from 0 without gaps. Convert them with `Members`, because place and node rank are
+equal only if all places take part in order.
 """
 
 from __future__ import annotations
 
 NPROC_MAX = 1024
-"""Ranks of one node: no machine has more GPUs or is worth more processes."""
+"""Maximum number of ranks of one node; no machine needs more."""
 
 
 class Members(tuple[int, ...]):
@@ -18,13 +18,13 @@ class Members(tuple[int, ...]):
 
     @classmethod
     def read(cls, text: str) -> Members:
-        """What `text` has written. Raises ValueError."""
+        """Parse the result of `text`. Raises ValueError."""
         runs = (run.partition("-") for run in text.split(","))
         return cls(place for first, _, last in runs for place in range(int(first), int(last or first) + 1))
 
     @property
     def text(self) -> str:
-        """0-3,7: as ranges, so that the places of 99,999 pods fit into one line between agents."""
+        """Return the places as ranges, such as 0-3,7, so that 99,999 pods fit into one line between agents."""
         runs: list[list[int]] = []
         for place in self:
             if runs and place == runs[-1][-1] + 1:
@@ -35,29 +35,29 @@ class Members(tuple[int, ...]):
 
     @property
     def leader(self) -> int:
-        """The place of node rank 0: rank 0 runs there, and the agent that leads the others."""
+        """Place of node rank 0, where rank 0 and the leading agent run."""
         return self[0]
 
     def node_rank(self, place: int) -> int:
-        """The node rank of a place. Raises ValueError where it is not a member."""
-        # If all places take part in order, nothing needs to be searched.
+        """Return the node rank of a place. Raises ValueError if it is not a member."""
+        # Fast path: all places take part in order.
         if 0 <= place < len(self) and self[place] == place:
             return place
         return self.index(place)
 
     def place(self, node_rank: int | None) -> int | None:
-        """The place of a node rank; None where there is none."""
+        """Return the place of a node rank; None if there is no such node rank."""
         return self[node_rank] if node_rank is not None and 0 <= node_rank < len(self) else None
 
     def ranks(self, place: int, nproc: int) -> range:
-        """The ranks of a place. Raises ValueError where it is not a member."""
+        """Return the ranks of a place. Raises ValueError if it is not a member."""
         first = self.node_rank(place) * nproc
         return range(first, first + nproc)
 
     def place_of_rank(self, rank: int, nproc: int) -> int | None:
-        """The place where a rank runs; None where there is no such rank."""
+        """Return the place where a rank runs; None if there is no such rank."""
         return self.place(rank // nproc)
 
     def world_size(self, nproc: int) -> int:
-        """Ranks of the whole generation."""
+        """Return the number of ranks of the generation."""
         return len(self) * nproc

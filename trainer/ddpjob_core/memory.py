@@ -10,7 +10,8 @@ One anonymous file per agent (`ddprun/memory.py` owns it, `in_memory/memory.py` 
     the other area          used only if the state is copied (`copies.py`). The areas are written alternately, also
                             after a failure, so that an interrupted write leaves the previous state intact
 
-The cell that marks data as complete is written last, and is 0 until then. So partial data are ignored.
+The cell that marks data as complete is written last, and is 0 until then. So partial data are ignored. A boundary is a
+call of `should_stop(step)`, `keep` or `save` in the script: there the state of that step is complete.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +22,7 @@ SLOTS = 6
 EARLY = 2
 """The third slot: random states and buffers before the optimizer's step."""
 COPY_SLOTS = range(3, SLOTS)
-"""Three, because a rank may reach the next copy before the writer reports that the last one is complete."""
+"""Three slots, because a rank may reach the next copy before the writer reports that the last one is complete."""
 AREAS = 2
 OTHER_AREA_OFFSET = 1 << 46
 """Distance between the areas. It costs addresses only: the file uses memory only for pages that were written."""
@@ -75,9 +76,9 @@ LOOSE           step of its last boundary, if the rank then draws random numbers
 NONE, SAVED, UNABLE = range(3)
 
 LOADS_MAX = 3
-"""A state that was loaded this often without a new step is not loaded again, because it may contain the fault."""
+"""A state that was loaded this often without a new step is not loaded again, because it may cause the failures."""
 LOADS_ASSUMED_MAX = 1
-"""The same for an assumed state: it may lack an object that the script needs, and then the script fails at once."""
+"""LOADS_MAX for an assumed state: if it lacks an object that the script needs, the script fails at once."""
 SECONDS_LEAST, BYTES_A_SECOND = 0.5, 500e6
 SECONDS_MORE = 10.0
 """Added for ranks that are held up while they write, because they get no processor or wait for a disk."""
@@ -229,7 +230,7 @@ def mixed_up(rows: Sequence[Left], step: int) -> str:
         if len(set(samples.values())) > 1:
             return f"ranks {_listed(samples)} did not hold the same parameters at step {number}"
     present = [row.boundaries[step] for row in rows if row.own and step in row.boundaries]
-    # boundaries of ranks that were lost before they had marked this step, on nodes that survive
+    # boundaries left on surviving nodes by ranks that were lost before they marked this step
     late = [one for row in rows if not row.own for one in row.boundaries.values()]
     missed = {name for one in present for name in one[LATER] if late and name in one[MOVED]}
     if missed := missed.union(*(one[LATER] for one in late)):

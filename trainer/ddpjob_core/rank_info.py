@@ -1,11 +1,11 @@
-"""Where a process is among the ranks of a job, and among those of its node."""
+"""The place of a process among the ranks of its job and of its node."""
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 
 class RankInfo(NamedTuple):
-    """Where a process is in its group and on its node."""
+    """The place of a process in its group and on its node."""
 
     rank: int
     world_size: int
@@ -15,12 +15,12 @@ class RankInfo(NamedTuple):
 
 
 def on_node(rank: int, world_size: int, number: Callable[[str, int], int], local_rank: int | None = None) -> RankInfo:
-    """The place of that rank: launchers name its node; of a process that a script starts itself the rank tells it.
+    """Return the place of this rank: from the launcher's variables, or from the rank if the script starts it itself.
 
-    number: the variable of the environment as a number, else the default.
+    number: returns an environment variable as an integer, else the default.
     """
-    # A process that a script starts inherits the variables of its node, but those of a rank hold for one rank only:
-    # otherwise all ranks that start in a pod with nprocPerNode 1 would be its local rank 0.
+    # A process that a script starts inherits the node's variables. Those of a rank count only if RANK is this rank:
+    # otherwise all ranks that a script starts in a pod with nprocPerNode 1 would be local rank 0.
     of_this_rank = number("RANK", -1) == rank
     spawned_per_node = max(1, world_size // max(1, number("NNODES", 1)))
     per_node = (number("LOCAL_WORLD_SIZE", 0) if of_this_rank else 0) or spawned_per_node

@@ -41,14 +41,14 @@ SYMPTOMS = re.compile(
     r"|NCCL communicator was aborted|ncclRemoteError|ncclSystemError",
     re.IGNORECASE,
 )
-# Symptoms of a rank that has waited: what it waited for may exist, and hang.
+# Symptoms of a rank whose wait timed out: the rank that it waited for may still exist, and hang.
 _TIMED_OUT = re.compile(
     r"Timed out (?:waiting \d+ms for|after \d+ seconds waiting)|wait timeout after \d+ms|Socket Timeout"
     # gloo's errors of the rank's other collectives, whose connections the timeout has closed.
     r"|Application timeout caused pair closure|monitoredBarrier|Watchdog caught collective operation timeout",
     re.IGNORECASE,
 )
-# Only torch's errors are about peers: a database that refuses a connection raises ConnectionRefusedError.
+# Symptoms count only in torch's errors: a database that refuses a connection raises ConnectionRefusedError.
 FROM_TORCH = re.compile(r"(?:\w+(?:\.|::))*(?:RuntimeError|Dist\w*Error|Rendezvous\w*Error)\b|gloo::|c10d?::")
 # Errors of torch, of CUDA (a GPU filled by others), NCCL (its own buffers), Python, numpy and C++, and the agent's for
 # a SIGKILL by the kernel (ddprun/oom_kills.py).
@@ -135,13 +135,13 @@ class Verdict:
 
     restart: bool
     history: RestartHistory
-    """restart: includes this failure. Otherwise unchanged, because it counts restarts."""
+    """With a restart: includes this failure. Without: unchanged, because it counts restarts."""
     charged_to: ChargedTo | None
     """None if no budget is charged: the failure is permanent."""
     wait_seconds: int = 0
-    """restart: before the next attempt starts."""
+    """Seconds before the next attempt starts."""
     stop: Stop = ""
-    """no restart: the reason."""
+    """Why there is no restart; "" if there is one."""
 
 
 def classify(failure: Failure) -> Class:
@@ -207,8 +207,8 @@ def has_timed_out(exception: str) -> bool:
 
 
 def is_mistake(exception: str, exit_code: int | None) -> bool:
-    """True if the same command would end in the same way anywhere: by its exception, or because its options were
-    refused. A program that ends with another exit code has chosen it.
+    """True if the same command would fail in the same way on any node: its exception is a mistake in the script, or its
+    options were refused. Other exit codes than 1 and 2 are chosen by the script, and are no evidence.
     """
     if exit_code == 2:
         return _OPTIONS_REFUSED.match(exception) is not None
@@ -255,9 +255,9 @@ def with_policy(
 
 
 def of_complaints(failure_class: Class, history: RestartHistory, attempt: Attempt) -> Class:
-    """Return the class of an attempt after earlier ones. Complaints about lost peers alone are free once, until the job
-    makes a new step: the most frequent mistakes (uneven data, a collective that only some ranks call) end so every
-    time.
+    """Return the class of a failed attempt, given earlier ones. An attempt with only reports of lost peers is free once
+    until the job makes a new step: the most frequent mistakes in scripts (uneven data, a collective that only some
+    ranks call) end in this way every time.
     """
     before = 0 if attempt.made_a_new_step else history.peers_lost
     if failure_class == "infrastructure" and attempt.only_complaints and before >= PEERS_LOST_FREE:

@@ -1,7 +1,7 @@
-"""How long a rank may make no step: learned from the job's own steps, or set.
+"""How long a rank may make no step: learned from the job's own steps, or set by the user.
 
 Shared by the operator, which gets reports (`observed.stall`), and the agent, which reads heartbeats
-(`ddprun/core/stall_monitor.py`): standard library only, no clock. Seconds are differences of either clock.
+(`ddprun/core/stall_monitor.py`). Standard library only, no clock: the callers pass differences in seconds.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 Phase = Literal["start", "train", "save", "evaluate"]
 
-# Before the first step and in a declared pause little is known: a script may count epochs as steps.
+# Long, because before the first step and in a declared pause little is known: a script may count epochs as steps.
 START_SECONDS = PAUSE_SECONDS = 1800.0
 TRAIN_SECONDS = 300.0
 MEDIANS, LONGEST = 10, 3  # a step may take 10 median steps, or 3 times the longest step so far

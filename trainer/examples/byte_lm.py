@@ -8,7 +8,7 @@ The defaults are for two CPU cores. To load a GPU, use for example:
     --layers 6 --width 384 --heads 6 --context 256 --global-batch 64 --epochs 12 --lr 1e-3
 
 The result depends on the seed and the options, not on the number of processes: every rank starts from the same
-weights, a step always takes the same global batch however many ranks share it, and nothing draws random numbers
+weights, a step takes the same global batch for any number of ranks, and nothing draws random numbers
 (no dropout). Only the order of float additions differs.
 """
 
@@ -27,12 +27,12 @@ from torch import Tensor, nn
 
 import ddpjob
 
-BYTES = 256  # the vocabulary: no tokenizer is needed
+BYTES = 256  # size of the vocabulary: one token per byte value, so no tokenizer is needed
 WARMUP_STEPS = 50
 
 
 def count(text: str) -> int:
-    """An option that is a number of at least 1."""
+    """Parse an option's integer. Refuse values below 1."""
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{number} is less than 1")
     return number
@@ -57,15 +57,15 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 class Block(nn.Module):
-    """Causal self-attention, then two layers for each position by itself."""
+    """Causal self-attention, then an MLP of two layers at each position."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
         self.norm_attention, self.norm_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
-        # No bias, because the keys' bias has no effect: its gradient is rounding noise, which Adam scales to full
-        # steps. With it, 1 and 3 processes differed by 1.6e-4 of the parameters' length after 204 steps, without
-        # it by 3e-7.
+        # No bias: the keys' bias has no effect on the result, and its gradient is rounding noise, which Adam scales to
+        # full steps. After 204 steps the parameters of 1 and 3 processes differed by 1.6e-4 (relative to their norm)
+        # with a bias, and by 3e-7 without.
         self.query_key_value = nn.Linear(width, 3 * width, bias=False)
         self.project = nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
@@ -96,7 +96,7 @@ class ByteGPT(nn.Module):
 
 
 def load_windows(context: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The text as windows of context + 1 bytes (the last is only predicted): 90 % to train on, the end to test."""
+    """Return the text as windows of context + 1 bytes, the last one as target only: 90 % to train, the end to test."""
     text = "\n".join(topics[name] for name in sorted(topics)).encode()
     windows = torch.frombuffer(bytearray(text), dtype=torch.uint8).unfold(0, context + 1, context).to(device).long()
     train = len(windows) * 9 // 10
@@ -104,12 +104,12 @@ def load_windows(context: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def learning_rate(highest: float, step: int, total: int) -> float:
-    """Rises over the first steps, then falls along a cosine; a function of the step, so a snapshot need not hold it."""
+    """Rise over the first steps, then fall along a cosine. Depends only on the step, so snapshots do not contain it."""
     return highest * min(1.0, (step + 1) / WARMUP_STEPS) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / total)))
 
 
 def loss_of(model: nn.Module, text: Tensor, bf16: bool) -> Tensor:
-    """Of each window the mean over its bytes, summed over the windows."""
+    """Return the mean loss over the bytes of a window, summed over all windows."""
     with torch.autocast(text.device.type, dtype=torch.bfloat16, enabled=bf16):
         logits = model(text[:, :-1])
     return F.cross_entropy(logits.float().transpose(1, 2), text[:, 1:], reduction="sum") / (text.shape[1] - 1)
@@ -122,7 +122,7 @@ def held_out_loss(model: nn.Module, windows: Tensor, batch: int, bf16: bool) -> 
 
 
 def tell_the_end(model: nn.Module, steps: int, loss: float, world_size: int) -> None:
-    """The hash is of the weights' bits, so that two equal trainings have the same one."""
+    """Report and print the result, with a hash of the weights' bits that is equal if two trainings are equal."""
     weights = b"".join(parameter.detach().cpu().numpy().tobytes() for parameter in model.parameters())
     sha256 = hashlib.sha256(weights).hexdigest()
     ddpjob.progress(step=steps, total=steps, loss=loss, params=sha256[:12])
@@ -170,17 +170,17 @@ def main(argv: Sequence[str] | None = None) -> None:  # noqa: C901 - one story, 
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 step += 1
-                metrics["loss"] = loss  # of this rank's samples, about the mean over all ranks
+                metrics["loss"] = loss  # for this rank's samples; close to the mean over all ranks
                 ddpjob.progress(step=step, total=total, samples=args.global_batch, **metrics)
-                stop = snapshot and step < total and ddpjob.should_stop(step)  # on SIGTERM: all ranks at one step
+                stop = snapshot and step < total and ddpjob.should_stop(step)  # on SIGTERM: all ranks at the same step
                 if snapshot and (stop or step % args.snapshot_every == 0 or step == total):
                     snapshot.save(step, model=model, optimizer=optimizer, sampler=sampler)
                 if stop:
                     raise ddpjob.Stopped(step)
             if world.is_main and step > began_at:
-                float(metrics["loss"])  # a GPU runs asynchronously: wait for the last step before the clock is read
+                float(metrics["loss"])  # waits for the last step, because a GPU runs asynchronously
                 speed = (step - began_at) * args.global_batch * args.context / (perf_counter() - began)
-                with ddpjob.pause("evaluate"):  # no step for a while, which is not a stall
+                with ddpjob.pause("evaluate"):  # otherwise a long evaluation would count as a stall
                     metrics["held_out_loss"] = held_out_loss(net, held_out, args.global_batch, bf16)
                 print(f"epoch {epoch + 1} loss {metrics['held_out_loss']:.3f}, {speed:,.0f} tokens/s", flush=True)
 

@@ -1,11 +1,11 @@
-"""A small CNN learns scikit-learn's 1,797 handwritten digits with DistributedDataParallel: 0.99 of the test set right.
+"""A small CNN learns scikit-learn's 1,797 handwritten digits with DistributedDataParallel; test accuracy 0.99.
 
     python trainer/examples/digits.py                            # one process
     torchrun --nproc-per-node 2 trainer/examples/digits.py       # two processes
     ddpjob run examples/digits.yaml                              # two nodes, as local processes
 
 The result depends on the seed and the options, not on the number of processes: every rank starts from the same
-weights, a step always takes the same global batch however many ranks share it, and no layer mixes the samples of one
+weights, a step takes the same global batch for any number of ranks, and no layer mixes the samples of one
 rank (no BatchNorm) or draws random numbers (no dropout). Only the order of float additions differs.
 """
 
@@ -27,7 +27,7 @@ WARMUP_STEPS = 20
 
 
 def count(text: str) -> int:
-    """An option that is a number of at least 1."""
+    """Parse an option's integer. Refuse values below 1."""
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{number} is less than 1")
     return number
@@ -62,7 +62,7 @@ class DigitsNet(nn.Module):
 
 
 def load_data(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """1,440 images to train on, 357 to test with; the split is the same for every seed, so that results compare."""
+    """Return 1,440 images for training and 357 for testing; the same ones for every seed, so results are comparable."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32, device=device).unsqueeze(1) / 8 - 1  # -1 to 1
     labels = torch.tensor(digits.target, device=device)
@@ -72,7 +72,7 @@ def load_data(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def learning_rate(highest: float, step: int, total: int) -> float:
-    """Rises over the first steps, then falls along a cosine; a function of the step, so a snapshot need not hold it."""
+    """Rise over the first steps, then fall along a cosine. Depends only on the step, so snapshots do not contain it."""
     return highest * min(1.0, (step + 1) / WARMUP_STEPS) * 0.5 * (1 + math.cos(math.pi * step / total))
 
 
@@ -83,7 +83,7 @@ def accuracy_of(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def tell_the_end(model: nn.Module, steps: int, accuracy: float, world_size: int) -> None:
-    """The hash is of the weights' bits, so that two equal trainings have the same one."""
+    """Report and print the result, with a hash of the weights' bits that is equal if two trainings are equal."""
     weights = b"".join(parameter.detach().cpu().numpy().tobytes() for parameter in model.parameters())
     sha256 = hashlib.sha256(weights).hexdigest()
     ddpjob.progress(step=steps, total=steps, accuracy=accuracy, params=sha256[:12])
@@ -123,9 +123,9 @@ def main(argv: Sequence[str] | None = None) -> None:  # noqa: C901 - one story, 
                 loss = ddpjob.accumulate(model, batch, sampler.global_batch, summed_loss)
                 optimizer.step()
                 step += 1
-                metrics["loss"] = loss  # of this rank's samples, about the mean over all ranks
+                metrics["loss"] = loss  # for this rank's samples; close to the mean over all ranks
                 ddpjob.progress(step=step, total=total, samples=args.global_batch, **metrics)
-                stop = snapshot and step < total and ddpjob.should_stop(step)  # on SIGTERM: all ranks at one step
+                stop = snapshot and step < total and ddpjob.should_stop(step)  # on SIGTERM: all ranks at the same step
                 if snapshot and (stop or step % args.snapshot_every == 0 or step == total):
                     snapshot.save(step, model=model, optimizer=optimizer, sampler=sampler)
                 if stop:

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 import ddpjob
 
 WARMUP_STEPS = 20
-MEAN, DEVIATION = 0.1307, 0.3081  # of MNIST's pixels, from 0 to 1
-IMAGES, LABELS = 0x0803, 0x0801  # IDX: 0, 0, type (8: bytes), number of dimensions
+MEAN, DEVIATION = 0.1307, 0.3081  # of MNIST's pixels, scaled to 0 … 1
+IMAGES, LABELS = 0x0803, 0x0801  # first four bytes of an IDX file: 0, 0, type (8: bytes), number of dimensions
 # Bytes and MD5 of the files as Yann LeCun published them.
 KNOWN = {
     "train-images-idx3-ubyte": (9_912_422, "f68b3c2dcbeaaa9fbdd348bbdeb94873"),
@@ -39,14 +39,14 @@ KNOWN = {
 
 
 class DataError(Exception):
-    """A file is missing or damaged. The message has its name, the error, and the fix."""
+    """A file is missing or damaged. The message has its name, the problem, and the fix."""
 
 
 # ---- the data ----------------------------------------------------------------------------------------------
 
 
 def load_data(folder: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images (uint8, n × 28 × 28) and labels (int64) to train on, and those to test with. Raises DataError."""
+    """Return images (uint8, n × 28 × 28) and labels (int64), first for training, then for testing. Raises DataError."""
     return *load_set(folder, "train"), *load_set(folder, "t10k")
 
 
@@ -75,7 +75,7 @@ def find(folder: str, name: str) -> Path:
 
 
 def read_idx(path: Path, magic: int) -> Tensor:
-    """The bytes of an IDX file, plain or gzip, in its shape."""
+    """Return the bytes of an IDX file, plain or gzip, in the shape that it names."""
     content = path.read_bytes()
     check_sum(path, content)
     if content[:2] == b"\x1f\x8b":  # gzip, whatever the file's name
@@ -105,7 +105,7 @@ def read_idx(path: Path, magic: int) -> Tensor:
 
 
 def check_sum(path: Path, content: bytes) -> None:
-    """A file of the published length must be the published file; others (such as Fashion-MNIST) are accepted."""
+    """Raise DataError if a file has the published length but another checksum. Other lengths may be Fashion-MNIST."""
     size, md5 = KNOWN[path.name.removesuffix(".gz")]
     if len(content) == size and (found := hashlib.md5(content, usedforsecurity=False).hexdigest()) != md5:
         raise DataError(f"{path}: as long as MNIST's file, but its MD5 is {found}, not {md5}. Copy it again.")
@@ -115,7 +115,7 @@ def check_sum(path: Path, content: bytes) -> None:
 
 
 def count(text: str) -> int:
-    """An option that is a number of at least 1."""
+    """Parse an option's integer. Refuse values below 1."""
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{number} is less than 1")
     return number
@@ -150,7 +150,7 @@ class Net(nn.Module):
 
 
 def learning_rate(highest: float, step: int, total: int) -> float:
-    """Rises over the first steps, then falls along a cosine; a function of the step, so a snapshot need not hold it."""
+    """Rise over the first steps, then fall along a cosine. Depends only on the step, so snapshots do not contain it."""
     return highest * min(1.0, (step + 1) / WARMUP_STEPS) * 0.5 * (1 + math.cos(math.pi * step / total))
 
 
@@ -162,7 +162,7 @@ def accuracy_of(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def tell_the_end(model: nn.Module, steps: int, accuracy: float, world_size: int) -> None:
-    """The hash is of the weights' bits, so that two equal trainings have the same one."""
+    """Report and print the result, with a hash of the weights' bits that is equal if two trainings are equal."""
     weights = b"".join(parameter.detach().cpu().numpy().tobytes() for parameter in model.parameters())
     sha256 = hashlib.sha256(weights).hexdigest()
     ddpjob.progress(step=steps, total=steps, accuracy=accuracy, params=sha256[:12])
@@ -205,15 +205,15 @@ def main(argv: Sequence[str] | None = None) -> None:  # noqa: C901 - one story, 
                 loss = ddpjob.accumulate(model, batch, sampler.global_batch, summed_loss)
                 optimizer.step()
                 step += 1
-                metrics["loss"] = loss  # of this rank's samples, about the mean over all ranks
+                metrics["loss"] = loss  # for this rank's samples; close to the mean over all ranks
                 ddpjob.progress(step=step, total=total, samples=args.global_batch, **metrics)
-                stop = snapshot and step < total and ddpjob.should_stop(step)  # on SIGTERM: all ranks at one step
+                stop = snapshot and step < total and ddpjob.should_stop(step)  # on SIGTERM: all ranks at the same step
                 if snapshot and (stop or step % args.snapshot_every == 0 or step == total):
                     snapshot.save(step, model=model, optimizer=optimizer, sampler=sampler)
                 if stop:
                     raise ddpjob.Stopped(step)
             if world.is_main:
-                with ddpjob.pause("evaluate"):  # no step for a while, which is not a stall
+                with ddpjob.pause("evaluate"):  # otherwise a long evaluation would count as a stall
                     metrics["accuracy"] = accuracy_of(net, test_images, test_labels)
                 print(f"epoch {epoch + 1} accuracy {metrics['accuracy']:.4f}", flush=True)
 

@@ -1,1 +1,1 @@
-"""State that outlives the process: snapshots, and whether all ranks hold the same."""
+"""State that outlives the process: snapshots, and a check that all ranks hold the same state."""

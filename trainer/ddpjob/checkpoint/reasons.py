@@ -1,4 +1,4 @@
-"""Why a file could not be written or read, in words."""
+"""Describe why a file could not be written or read."""
 
 import errno
 
@@ -6,7 +6,8 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def reason(error: BaseException) -> str:
-    """disk full: No space left on device (errno 28); the number tells if a restart can help (ddpjob_core/rules.py)"""
+    """Return for example "disk full: No space left on device (errno 28)". `ddpjob_core/rules.py` reads the number to
+    decide if a restart can help."""
     if isinstance(error, OSError) and error.strerror:
         full = "disk full: " if error.errno in _DISK_FULL else ""
         return f"{full}{error.strerror} (errno {error.errno})"

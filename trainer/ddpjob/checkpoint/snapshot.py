@@ -130,7 +130,7 @@ class Snapshot:
         if self._world is not None:
             self.rank, self.world_size = self._world.rank, self._world.world_size
         elif process.current.left is not None and process.torch_group() is None:
-            self.rank, self.world_size = process.current.left.rank, 1  # no group is left that could be asked
+            self.rank, self.world_size = process.current.left.rank, 1  # torch's group is gone
             self._ranks = process.current.left.world_size
         else:
             self.rank, self.world_size = rank_in_group("pass world=")
@@ -491,7 +491,7 @@ class Snapshot:
             highest = _highest_writer(self.folder)
             claim = _claim_of(self.folder, highest)
             is_shared = claim == self._own_claim and highest not in self._taken()
-            # or another Snapshot of this process has taken it
+            # Use this claim of our attempt, unless an earlier process has taken it and we need one to save.
             if claim == self._own_claim and not (is_shared and to_save):
                 break
             if claim is not None:
@@ -661,7 +661,7 @@ class Snapshot:
             if found is None:
                 made = "" if self.folder.is_dir() else " cannot be made"
                 raise SnapshotError(f"folder: {self.folder}{made}: {reason(error)}.") from error
-            # a failure now would lose it
+            # report it, because a failure now would lose that state
             self._report_failed(f"the state of step {found.held.version.step} is in memory alone", error)
             return None
         for entry in entries:
@@ -747,7 +747,7 @@ class Snapshot:
         return stop.store_of_group() if self._world is None else store_of(self._world)
 
     def _offer(self, step: int, state: Mapping[str, Any], rng: dict[str, Any]) -> None:
-        """Send this rank's part to rank 0 by the store. In a collective a save on rank 0 alone would hang."""
+        """Send this rank's part to rank 0 by the store, because a collective would hang if only rank 0 saves."""
         store = self._store()
         if store is None:
             return
@@ -837,7 +837,7 @@ class _Owed:
         self, version: Version, objects: Mapping[str, Any], state: Mapping[str, Any], *, by_value: bool
     ) -> None:
         self.version, self.objects, self.pid = version, objects, os.getpid()
-        self._kept: tuple[int, Mapping[str, Any], int] | None = None  # arguments of the last keep(), and when
+        self._kept: tuple[int, Mapping[str, Any], int] | None = None  # last keep(): step, state, optimizer_steps
         self._state, self._rng = state, random_states.current()
         self._knows_all = not by_value and objects.keys() == state.keys()
         self._began = process.current.optimizer_steps

@@ -1,4 +1,4 @@
-"""Find out whether the process that writes into a snapshot folder is still running, also if it belongs to another job.
+"""Check if the process that writes to a snapshot folder is still running, also if it belongs to another job.
 
 writer-000003.alive, next to that writer's claim, has {"process": "boot/namespace/pid/start"}, and "saves" when the
 process has begun to save. It is touched every few seconds, and emptied when the process exits in order. Clocks of
@@ -57,14 +57,14 @@ def _write(path: Path) -> None:
     with contextlib.suppress(OSError):
         try:
             write_new(tmp, body)
-            os.replace(tmp, path)  # never empty, which would mean that we left; drops a planted link
+            os.replace(tmp, path)  # the file is never empty, which means "exited"; replaces a link planted there
         finally:
             tmp.unlink(missing_ok=True)
 
 
 def _write_heartbeats(path: Path, stopped: threading.Event, is_newest: Callable[[], bool]) -> None:
     while not stopped.wait(HEARTBEAT_SECONDS):
-        with contextlib.suppress(OSError):  # the folder is unreachable for a moment
+        with contextlib.suppress(OSError):  # the folder may be unreachable for a moment
             if not is_newest():
                 return
             with _opened(path) as descriptor:
@@ -141,7 +141,7 @@ def _seen(folder: Path, writer: int) -> tuple[str | None, int]:
             with open(own_files.open_file(file, os.O_RDONLY), encoding="utf-8") as opened:
                 modified, text = os.fstat(opened.fileno()).st_mtime_ns, opened.read(own_files.READ_BYTES_MAX)
             process = None
-            with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):  # not ours
+            with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):  # another file
                 process = json.loads(text)["process"] if text else ""
             return (process if file == path and isinstance(process, str) else None), modified
     return "", 0
@@ -160,7 +160,7 @@ def _age(folder: Path, modified: int) -> float:
 
 
 def _runs_on_this_machine(process: str) -> bool | None:
-    """True if it is running; None if this process cannot see it: another boot or another PID namespace."""
+    """True if the process is running; None if unknown, because it has another boot id or PID namespace."""
     namespace, _, rest = process.rpartition("/")[0].rpartition("/")
     if not namespace or namespace != process_namespace():
         return None

@@ -1,1 +1,1 @@
-"""The process group: find the place, join, stop together, leave."""
+"""The process group: join it, stop together, and leave it."""

@@ -10,7 +10,7 @@ PIECE_BYTES = 64 << 20
 
 
 def device_for(group: dist.ProcessGroup | None, wanted: torch.device | None = None) -> torch.device:
-    """Return the device for tensors in this group's collectives: the CPU if possible, which all ranks decide alike.
+    """Return the device for tensors in this group's collectives: the CPU if possible. All ranks get the same kind.
 
     A group with nccl only takes GPU tensors: the wanted GPU, else this process's current one.
     """
@@ -40,7 +40,7 @@ def texts(own: str, group: dist.ProcessGroup | None = None) -> list[str]:
 def broadcast(memory: torch.Tensor, source: int, *, is_written: bool) -> None:
     """Send the bytes of rank `source` to all ranks, in pieces: a large state needs no second copy on the device.
 
-    is_written: True if this rank takes them into `memory`; it may have them already.
+    is_written: True if this rank stores the bytes in `memory`; False if it has them already.
     """
     for piece in torch.split(memory, PIECE_BYTES):
         sent = piece if is_written or dist.get_rank() == source else torch.empty_like(piece)

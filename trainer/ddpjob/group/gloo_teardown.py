@@ -1,4 +1,4 @@
-"""Leave gloo's groups without a hang or an abort of a rank that has done its work.
+"""Leave gloo's groups without a hang or an abort after a successful training.
 
 Groups are kept forever. The destructor of one joins gloo's threads while it holds the GIL, and a thread that has just
 finished a collective needs the GIL to release the tensor (ProcessGroupGloo::runLoop -> decref_pyobject). The process
@@ -26,14 +26,14 @@ from typing import Any
 from ddpjob.reporting.watchdog import is_done, recorder
 
 SETTLE_SECONDS = 2.0  # for collectives that nobody waited for; they take milliseconds
-SETTLE_AFTER_ERROR_SECONDS = 0.2  # such collectives may never end, and peers in them shall notice soon
+SETTLE_AFTER_ERROR_SECONDS = 0.2  # pending collectives may never end, and their peers should see the failure soon
 POLL_SECONDS = 0.01
-IDLE_POLLS = 2  # a thread may sleep for a moment between two locks
+IDLE_POLLS = 2  # in a row, because a busy thread may sleep for a moment between two locks
 _THREADS = "pt_gloo"  # torch's name for threads that run collectives
 
 
 def never_destroy(group: Any) -> None:
-    """Keep one reference forever."""
+    """Keep a reference to the group forever, so that its destructor never runs."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 

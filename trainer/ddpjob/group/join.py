@@ -463,9 +463,8 @@ def _agree(store: Store, place: RankInfo, backend: str, device: torch.device) ->
 
 
 def _wait_for_all(store: Store, place: RankInfo, timeout: timedelta) -> None:
-    """Wait for all ranks. torch itself would wait for a missing one as long as a collective may take."""
+    """Wait for all ranks. torch itself would wait for a missing one as long as a collective may take, maybe hours."""
     if store.add(f"rank {place.rank}", 1) > 1:
-        # Otherwise gloo would wait for the missing rank for hours, as long as a collective may take.
         raise RuntimeError("another process has the same rank")
     size = place.world_size  # part of the keys: ranks that expect another world size must not count as present
     if store.add(f"met of {size}", 1) == size:

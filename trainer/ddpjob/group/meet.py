@@ -16,7 +16,7 @@ import sys
 import time
 from typing import Any
 
-PAUSE_SECONDS, PAUSE_SECONDS_MAX = 0.002, 0.25  # a thousand ranks may wait for a rank 0 whose node is still starting
+PAUSE_SECONDS, PAUSE_SECONDS_MAX = 0.002, 0.25  # grows, because a thousand ranks may wait until rank 0's node starts
 PAUSE_PART = 0.1  # of the elapsed time, so that no wait gets more than a tenth longer
 CONNECT_SECONDS = 2.0  # per connection attempt
 WAIT_PART, WAIT_SECONDS_MAX = 0.1, 30.0  # of the time limit; then torch retries itself, and reports its error
@@ -48,7 +48,7 @@ def have_torch_wait_for_rank_0() -> None:
 
     @functools.wraps(create)
     def wait_and_create(hostname: str, port: int, rank: int, world_size: int, timeout: Any, *more: Any) -> Any:
-        # If it is True, the launcher serves the store, and has done so before it started this process.
+        # If the variable is True, the launcher serves the store, and did so before it started this process.
         if rank > 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             wait_until_served(hostname, port, timeout.total_seconds())
         return create(hostname, port, rank, world_size, timeout, *more)

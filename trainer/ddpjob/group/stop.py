@@ -8,13 +8,13 @@ In the training loop, after each step and on every rank:
     if stop:
         raise ddpjob.Stopped(step)
 
-How they agree, through the group's store. The rank that gets SIGTERM sets a key there. As soon as a rank sees it, it
-promises not to pass its next call of `should_stop` before the decision, and writes which step that is; the rank that
-promises last writes the decision, the highest of these steps. No rank can have passed it, and every rank can still
-reach it: the promise is given by a thread of its own, also while the training waits in a collective for a rank that has
-promised. A rank that has left the group in order promises never to stop, and then the others finish as well.
+The ranks agree through the group's store. A rank that gets SIGTERM sets a key there. Each rank that sees the key
+promises to wait for a decision at its next call of `should_stop`, and writes the step of that call. The last rank to
+promise decides on the highest of these steps. No rank has passed that step, and every rank can still reach it, because
+a thread makes the promise, even while training waits in a collective. A rank that has left the group in order promises
+never to stop; then the others finish as well.
 
-Nothing of this costs a collective: a step pays for a lock, and the thread polls the store twice a second.
+This needs no collective: each step only takes a lock, and the thread polls the store twice a second.
 """
 
 import atexit
@@ -48,18 +48,18 @@ _REQUESTED, _PROMISES, _DECISION, _STEP = "stop/asked", "stop/here", "stop/at", 
 
 
 def should_stop(step: int) -> bool:
-    """Whether to save and end after this step: True on every rank after the same step, once any rank got SIGTERM.
+    """Return True if the script must save and end: on every rank after the same step, once any rank got SIGTERM.
 
     step  steps made so far, counted as for `progress`. Call it on every rank after the same steps, from the main
           thread, and end by `raise Stopped(step)` when it returns True.
 
-    From the first call on SIGTERM no longer ends this process at once, unless the script has a handler of its own: that
-    one is left alone, and this rank only follows the others. Raises RendezvousError where a rank got SIGTERM and
-    the others did not agree within the time-out of a step.
+    After the first call SIGTERM no longer ends this process at once. If the script has its own handler, the handler is
+    kept, and this rank only follows the others. Raises RendezvousError if a rank got SIGTERM and the others did not
+    agree within the time-out of a step.
     """
-    state, step = process.current, int(step)  # a float for samples / batch
+    state, step = process.current, int(step)  # scripts may compute a float: samples / batch
     state.marked = step, state.optimizer_steps
-    if not state.stepping:  # the script does not call `progress`: the agent charges a restart by its steps
+    if not state.stepping:  # without calls of `progress`, the agent learns the steps from here to charge restarts
         state.cells[heartbeat.STEP] = step
     if state.at_boundary is not None:
         state.at_boundary(step)
@@ -107,7 +107,7 @@ def leave() -> None:
 
 
 def wait_for_all(store: Any, rank: int, world_size: int, limit_seconds: float) -> None:
-    """Wait at most `seconds` until every rank has called this. Raise RuntimeError if the store is gone."""
+    """Wait at most `limit_seconds` until every rank has called this. Raise RuntimeError if the store is gone."""
     if _all_counted(store, "leaving", world_size, limit_seconds):
         # Rank 0 may serve the store, so it leaves after the others have read from it for the last time. Otherwise torch
         # prints 20 lines of "recvValue failed" on each of them at the end of a successful training.
@@ -115,7 +115,7 @@ def wait_for_all(store: Any, rank: int, world_size: int, limit_seconds: float) -
 
 
 def _all_counted(store: Any, key: str, wanted: int, limit_seconds: float) -> bool:
-    """Count this rank, and wait at most `seconds` until so many are counted."""
+    """Count this rank, and wait at most `limit_seconds` until `wanted` ranks are counted. Return True if they are."""
     deadline = time.monotonic() + limit_seconds
     pause = COUNT_SECONDS
     count: int = store.add(key, 1)
@@ -130,7 +130,7 @@ class Agreement:
     """One group's agreement on a step. The training calls `reached`; the rest happens in a thread."""
 
     def __init__(self, store: Any, sigterm: process.Sigterm, rank: int, world_size: int, limit_seconds: float) -> None:
-        self._store = store  # None: alone
+        self._store = store  # None if this rank trains alone
         self._sigterm = sigterm
         self._rank, self._world_size = rank, world_size
         self._limit_seconds = limit_seconds
@@ -179,14 +179,14 @@ class Agreement:
         except RuntimeError:  # rank 0 is gone, and the store with it
             self._decide(NEVER)
             while not self._closing:
-                if self._sigterm_at is not None:  # perhaps the same one that found the store gone
+                if self._sigterm_at is not None:  # also set if the store was found gone while handling SIGTERM
                     self._give_up()
                 self._wait(None)
 
     def _wait(self, seconds: float | None) -> None:
         if self._sigterm.wait(seconds) and self._sigterm_at is None:
             if process.current.cells[heartbeat.FAILED] and not os.environ.get("DDPJOB_RESTART_GRACE"):
-                # There is nobody to agree with, and a restart would wait for SIGKILL.
+                # A rank has failed, so no agreement is possible. A restart would have to wait for SIGKILL.
                 os._exit(128 + signal.SIGTERM)
             self._sigterm_at = time.monotonic()
             if self._store is not None and not self.decided.is_set():  # otherwise the group is gone or already knows
@@ -239,7 +239,7 @@ def _begin() -> Agreement:
     if place.world_size == 1 or store is not None:
         state.sigterm.handle()
     process.at_exit_of_child(end_as_it_must, 5)
-    # Other ranks may be in a pause.
+    # Long enough for other ranks that are in a `pause`.
     limit_seconds = state.group.world.timeout_step_seconds if state.group else 2 * stall_limits.PAUSE_SECONDS
     return Agreement(store, state.sigterm, place.rank, place.world_size, limit_seconds)
 
@@ -285,7 +285,7 @@ def _end_as_resumable() -> None:
     # does.
     agreement, state.agreement = state.agreement, None
     ends_well = error is None or termination.exit_code(error) in (0, rules.RESUMABLE_EXIT_CODE)
-    if agreement is not None and state.group is None and ends_well:  # a group that was not left has 2 s to end
+    if agreement is not None and state.group is None and ends_well:  # a process that has not left must end within 2 s
         agreement.wait_for_others()
     if not state.stopped_raised and (error is None or termination.exit_code(error) == 0):
         process.log(

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 MIB = 1024**2
 LATENCY_SECONDS = 1e-3  # a smaller difference from the median is another rack or zone, not a fault
-DISK_SECONDS_PER_BYTE = 1 / 100e6  # a faster disk delays no snapshot; healthy ones differ by a factor of over two
+DISK_SECONDS_PER_BYTE = 1 / 100e6  # faster disks delay no snapshot; healthy disks may differ by more than a factor of 2
 SKEW_SECONDS = 2.0
 RESOLVE_SECONDS = 1.0
-SHM_BYTES = 64 * MIB  # the default of a container
+SHM_BYTES = 64 * MIB  # default size of /dev/shm in a container
 
 
 class Peer(NamedTuple):
@@ -67,7 +67,7 @@ class NodeResult(NamedTuple):
 
     @property
     def message(self) -> str:
-        """Return pre-flight: node 3 is slow: 1.1 GB/s to its peers where the median is 9.8 GB/s"""
+        """Return for example "pre-flight: node 3 is slow: 1.1 GB/s to its peers where the median is 9.8 GB/s"."""
         return "pre-flight: " + "; ".join(slow.text for slow in self.bad) if self.bad else ""
 
 
@@ -87,8 +87,8 @@ class Criterion(NamedTuple):
     """The field of NodeMeasures."""
     factor: float
     factor_of_two: float
-    """The factor with only two nodes, where the other defines what is usual; 0: with two nobody can say which is at
-    fault."""
+    """The factor if there are only two nodes, so that each defines what is usual for the other; 0 if two nodes cannot
+    show which one is at fault."""
     text: Callable[[float], str]
     what: str
     matters: Callable[[float, float], bool] = lambda _seconds, _usual: True
@@ -185,7 +185,7 @@ def _warnings(measures: Sequence[RankMeasures]) -> Iterator[str]:
 
 
 def rate(seconds: float, unit: str) -> str:
-    """Return 9.8 GB/s for seconds per B and "B/s"."""
+    """Return for example "9.8 GB/s". seconds: per byte if the unit is "B/s"."""
     if seconds <= 0:
         return "-"
     per_second = float(f"{1 / seconds:.3g}")
@@ -194,7 +194,7 @@ def rate(seconds: float, unit: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return 0.05 ms."""
+    """Return for example "0.05 ms"."""
     return f"{seconds * 1e3:.2g} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 

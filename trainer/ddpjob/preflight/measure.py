@@ -1,11 +1,11 @@
-"""`python -m ddpjob.preflight`, as every rank of a job: is a node too slow to train with the others?
+"""`python -m ddpjob.preflight`, run as every rank of a job: check if a node is too slow to train with the others.
 
     survey    every process multiplies matrices; one of each node writes a file, resolves a name, compares clocks and
               exchanges bytes with its peers, in pairs that share no node
     judge     judge.py: which nodes are slow, by how much, and what else is worth a warning
-    report    a table in rank 0's log; where a node is bad its termination message names it, and all ranks end with 75
+    report    a table in rank 0's log; if a node is bad, its termination message names it, and all ranks end with 75
 
-`ddprun` runs it where the job asks for it (docs/ddprun.md); a script under another launcher may call `run()`.
+`ddprun` runs it if the job requests it (docs/ddprun.md); a script under another launcher may call `run()`.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from ddpjob.preflight.judge import MIB, NodeResult, Peer, RankMeasures
 from ddpjob.process import latest_step
 from ddpjob.reporting import termination
 
-JOIN_SECONDS = 60.0  # also for a collective: a node that is slower than this is lost
+JOIN_SECONDS = 60.0  # limit for the rendezvous and for each collective; a slower node is treated as lost
 ROUNDS_MAX = 16  # rounds of exchanges: with more than 17 nodes each has 16 peers
 CONFIRMATIONS = 2  # further measurements of a suspect before it is bad
 PINGS, CLOCK_TRIALS = 20, 4
@@ -42,10 +42,10 @@ ROWS_MAX = 32
 
 
 def run(folder: str = "") -> NodeResult:
-    """Check the nodes of this job, on every rank: the result. Where a node is bad, all ranks end with exit code 75.
+    """Check the nodes of this job and return the result. Call it on every rank. If a node is bad, all exit with 75.
 
-    folder  where the speed of the disk is measured: at most 16 MiB are written, and removed. Default: the working
-            folder, or that for temporary files where this process may not write there.
+    folder  on the disk to measure: at most 16 MiB are written, and removed. Default: the working folder, or the one for
+            temporary files if the working folder is not writable.
     """
     began = time.monotonic()
     world = active() or init(timeout_start_seconds=JOIN_SECONDS)
@@ -118,8 +118,8 @@ def _measure_links(world: World, first_ranks: dict[int, int]) -> Iterator[Peer]:
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Yield the rounds of a tournament: the first node keeps its seat, the others rotate; with an odd number one is
-    left out per round."""
+    """Return the pairs of each round, as in a tournament: the first node keeps its seat, and the others rotate. If the
+    number of nodes is odd, each round leaves one out."""
     seats: list[int | None] = [*range(count), *([None] if count % 2 else [])]
     played = []
     for _ in range(min(len(seats) - 1, ROUNDS_MAX)):
@@ -137,14 +137,14 @@ def measure_link(peer: int, device: torch.device) -> tuple[float, float]:
     probe = min(_exchange(peer, PROBE_BYTES, on_device) for _ in range(PROBES))
     both = torch.empty(1, dtype=torch.float64, device=on_device)
     swap(peer, torch.tensor([probe], dtype=torch.float64, device=on_device), both)
-    fitting = int(PROBE_BYTES * PAYLOAD_SECONDS / max(probe, both.item()))  # equal on both sides
+    fitting = int(PROBE_BYTES * PAYLOAD_SECONDS / max(probe, both.item()))  # both sides must get the same number
     size = min(PAYLOAD_BYTES_MAX, max(PAYLOAD_BYTES_MIN, fitting))
     fastest = min(_exchange(peer, size, on_device) for _ in range(PAYLOADS))
     return min(fastest / size, probe / PROBE_BYTES), latency
 
 
 def _exchange(peer: int, size: int, device: torch.device) -> float:
-    """Return the seconds of an exchange that both begin together: each has just received a byte from the other."""
+    """Return the seconds of an exchange. Both sides begin together, after each has received a byte from the other."""
     out, into = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     swap(peer, out[:1], into[:1])
     began = time.perf_counter()
@@ -172,8 +172,8 @@ def skew_seconds(world: World, first_ranks: dict[int, int]) -> float:
 
 
 def _clock_less_that_of(peer: int, device: torch.device) -> float:
-    """Return our clock minus the peer's, as NTP does: the least late message waited least, and both directions take
-    equally long."""
+    """Return our clock minus the peer's, computed like NTP: from the fastest message in each direction, because it
+    waited least, and assuming that both directions take equally long."""
     on_device = gather.device_for(None, device)
     theirs = torch.empty(1, dtype=torch.float64, device=on_device)
 

@@ -11,15 +11,15 @@ Body of a post (JSON, at most 8 KiB; unknown fields are absent):
      "resumedStep": 100, "resumedFrom": "/ckpt/snapshots", "generation": 1, "replacement": 1, "notKept": "…",
      "limitNeeded": 734003200, "saveFailed": "…", "alone": true, "final": true}
 Rank 0's post is the job's progress; the first rank of each other node posts too, so that its node is known to run.
-A post repeats an unchanged step: a process that makes no step is not one that is gone.
+An unchanged step is posted again, to show that the process is still alive.
 phase: "start" before the first step (step is then the one that was loaded, or 0), "save" or "evaluate" in a `pause`;
 absent while training.
-savedStep: of the newest checkpoint that `Snapshot` has saved or loaded; it is posted at once, at most once a second.
-resumedStep, resumedFrom: of the state that it has loaded, and where that was: a folder, or the memory of which nodes.
+savedStep: step of the newest checkpoint that `Snapshot` has saved or loaded; posted at once, at most once a second.
+resumedStep, resumedFrom: step and origin of the loaded state: a folder, or the memory of certain nodes.
 generation: how often ddprun had restarted the ranks when this one was started.
-replacement: which pod of its node it runs in; absent in the one with which the attempt began.
-notKept: why the state is not kept in memory; limitNeeded: bytes of the container's memory limit that would do.
-saveFailed: why the last save of `Snapshot` has failed; absent once a later one is in the folder.
+replacement: number of the node's pod within the attempt; absent for the first pod.
+notKept: why the state is not kept in memory; limitNeeded: memory limit in bytes that the container would need for it.
+saveFailed: why the last save of `Snapshot` failed; absent after a later one has succeeded.
 alone: in the final post of one of several ranks that has run a backward pass and was in no process group.
 """
 
@@ -60,7 +60,7 @@ def progress(step: int, total: int | None = None, samples: int | None = None, **
     metrics  at most 16; numbers, or strings of at most 64 characters. A tensor of one element is read when it is
              posted, in another thread.
 
-    Never raises for what it is given, never blocks: what cannot be sent is left out, and named once on stderr.
+    Never raises for its arguments, and never blocks. A value that cannot be sent is left out and named once on stderr.
     """
     state = process.current
     state.latest = (step, total, samples, metrics, monotonic())
@@ -94,7 +94,7 @@ def pause(phase: Literal["save", "evaluate"]) -> Iterator[None]:
 
 
 def report_start(step: int = 0, **metrics: Any) -> None:
-    """Report that this rank runs and has made no step yet: `init` does, and `Snapshot.load` with the step it found."""
+    """Report that this rank is running and has made no step. Called by `init`, and by `Snapshot.load` with its step."""
     state = process.current
     if not state.stepping:
         state.latest = (step, None, None, metrics, monotonic())
@@ -107,7 +107,7 @@ def report_start(step: int = 0, **metrics: Any) -> None:
 def report_resumed(step: int, origin: str, *, saved: bool = True, **metrics: Any) -> None:
     """Report that the state of this step was loaded, before the first step that follows on it.
 
-    origin: where it was, as `resumed at step 312 from …` says it. saved: from a checkpoint, and not from memory.
+    origin: as in the log line `resumed at step 312 from …`. saved: True for a checkpoint, False for state in memory.
     """
     state = process.current
     state.resumed_step, state.resumed_from = step, origin
@@ -138,7 +138,7 @@ def _post_save() -> None:
 
 def flush(timeout_seconds: float = FINAL_FLUSH_SECONDS) -> None:
     """Send the last values as final; then neither post nor write heartbeats until `progress` is called again. Wait at
-    most `timeout`."""
+    most `timeout_seconds`."""
     state = process.current
     reporter, state.reporter, state.checks_each_step, state.begun = state.reporter, None, True, False
     if not state.stepping:

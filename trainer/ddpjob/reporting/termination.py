@@ -1,17 +1,17 @@
 """The termination message of a rank that fails, in the file that DDPJOB_TERMINATION_LOG names.
 
-In a pod that is the container's termination message: the operator reads it in the pod's status when the pod is gone.
+In a pod this is the container's termination message; the operator reads it from the pod's status after the pod's end.
 
     {"ddpjob": 1, "rank": 3, "exitCode": 1, "signal": "", "exception": "ValueError: no such shard: 7", "step": 41,
      "time": 1796000000.123, "resumable": false, "parent": 77, "traceback": "the last lines, as many as fit"}
 
-All ranks of a pod share the file. The earliest failure stays; a rank that stopped in order gives way to it, and one
-that only says that a peer is gone writes nothing. `init` and the first `progress` install it. A process that is
-killed, or crashes in C code, writes nothing: the kubelet and torchrun report that.
+All ranks of a pod share the file. The earliest failure stays, and it replaces the message of a rank that stopped in
+order. A rank that only reports a lost peer writes nothing. `init` and the first `progress` install the hook. A process
+that is killed, or crashes in C code, writes nothing: the kubelet and torchrun report that.
 
-A failure that a process finds there from before its own start is of an earlier launcher, or of ranks that have been
-started again: it removes that. What is left when the container ends with 0 is a failure that a shell, or a program
-around the ranks, has hidden (observed/hidden_failure.py of the operator).
+Each process removes a failure that is older than its own start, because the ranks have been started again since. If a
+failure is left when the container ends with 0, a shell or a program around the ranks has hidden it
+(observed/hidden_failure.py of the operator).
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from ddpjob_core.failures import BAD_NODES_MAX, EXCEPTION_MAX, Failure, abridged
 BYTES_MAX = 4096  # the kubelet reads no more; an exception of EXCEPTION_MAX characters, 6 bytes each in JSON, fits
 FRAMES_MAX = 40
 _BEGINS = b'{"ddpjob"'
-LOCK_SECONDS = 0.5  # the other ranks of this pod write 4 kB each
+LOCK_SECONDS = 0.5  # limit for the file's lock, which the pod's other ranks hold while they write 4 kB each
 
 
 def install() -> None:
@@ -108,7 +108,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def exception_line(error: BaseException) -> str:
-    """Return the line, such as `ValueError: no such shard: 7`."""
+    """Return the exception's line, such as `ValueError: no such shard: 7`."""
     kind = type(error)
     module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
     text = _text(error).strip()
@@ -116,8 +116,8 @@ def exception_line(error: BaseException) -> str:
 
 
 def cause_line(error: BaseException) -> str:
-    """Return the line of the exception's cause if it says more: that a peer is gone, or what killed a data loader's
-    worker. Otherwise its own line, or for a group that of one exception in it."""
+    """Return the line of the exception's cause if it reports a lost peer or a killed data loader worker. Otherwise
+    return its own line; for an exception group, the line of one of its members."""
     killed = (link for link in _chain(error) if rules.WORKER_KILLED.match(_whole(link)))
     return exception_line(_complaint(error) or next(killed, _one_of_group(error)))
 

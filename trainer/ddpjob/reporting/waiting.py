@@ -1,7 +1,8 @@
-"""The collective in which this rank waits, as evidence for a deadlock (`ddprun/core/deadlock.py`). Uncertain answers
-are left out: if another thread may begin collectives, a GPU may work for the rank, or torch's flight recorder does not
-show every collective of a group. It is read only after the rank has not run for seconds, because a full recorder takes
-0.1 to 0.5 s."""
+"""Find the collective in which this rank waits, as evidence for a deadlock (`ddprun/core/deadlock.py`).
+
+No answer is given if it could be wrong: another thread may begin collectives, a GPU may work for the rank, or torch's
+flight recorder does not show all collectives of a group. The recorder is read only after the rank has not run for
+seconds, because reading a full one takes 0.1 to 0.5 s."""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 def how(frame: FrameType | None) -> str:
-    """Return how the main thread waits: SYNC in a collective, BACKWARD in C++ for what it has begun there; "" if it may
-    do something else."""
+    """Return how the main thread waits: SYNC in a collective, BACKWARD in autograd for collectives begun there; "" if
+    it may do something else."""
     if frame is None:
         return ""
     file, names = frame.f_code.co_filename, names_of_line(frame.f_code, frame.f_lineno)
@@ -87,7 +88,7 @@ def _is_harmless(frame: FrameType) -> bool:
 
 
 def answer(frames: Mapping[int, FrameType], own: int, recorded: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what this rank waits in; "" if that is uncertain. own: the calling thread."""
+    """Return what this rank waits in; empty if that is uncertain. own: the calling thread."""
     main = threading.main_thread().ident or 0
     waits = how(frames.get(main))
     if not waits or not recorded or not is_known(main, recorded) or may_begin_others(frames, {main, own}):
@@ -101,8 +102,8 @@ def answer(frames: Mapping[int, FrameType], own: int, recorded: list[dict[str, A
 
 
 def is_known(main: int, recorded: list[dict[str, Any]]) -> bool:
-    """True if the newest collective is one of gloo's that the main thread has begun and that is not done. A GPU's work
-    and other backends cannot be seen."""
+    """True if the newest collective is gloo's, was begun by the main thread and is not done. False if CUDA or another
+    backend is used, because their work cannot be seen."""
     newest = recorded[-1]
     cuda = sys.modules.get("torch.cuda")
     of_main = {entry.get("thread_id") for entry in recorded} == {str(main)}
@@ -112,7 +113,7 @@ def is_known(main: int, recorded: list[dict[str, Any]]) -> bool:
 
 
 def world_size() -> int | None:
-    """Return the number of ranks, if the default group consists of all of them under their own numbers."""
+    """Return the number of ranks; None unless the default group has all ranks of the job with the same numbers."""
     c10d = sys.modules["torch.distributed.distributed_c10d"]
     ranks = c10d._world.pg_group_ranks[c10d._world.default_pg]
     size, rank = len(ranks), process.place().rank

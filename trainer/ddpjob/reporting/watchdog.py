@@ -74,7 +74,8 @@ def left() -> None:
 
 
 def _share(where: str) -> None:
-    """where: the agent's process, its descriptors of the memory and the notify pipe, and the page."""
+    """Share the heartbeat and start the thread. where: the agent's pid, its descriptors of the memory and the notify
+    pipe, and the number of this rank's page."""
     agent, memory, notify, page_number = map(int, where.split(":"))
     with open(f"/proc/{agent}/fd/{memory}", "r+b", buffering=0) as file:
         page = memoryview(mmap.mmap(file.fileno(), 0))[page_number * PAGE_BYTES :][:PAGE_BYTES]
@@ -168,7 +169,7 @@ def _waited_in() -> int:
 atexit.register(_keep_out_of_torch)
 
 
-# Daemon threads always wait, and come before the thread that a reader looks for.
+# The library's threads always wait. They are left out of stacks, because a reader looks for the thread that hangs.
 NEVER_THE_CAUSE = ("ddpjob-progress", "ddpjob-stop", "ddpjob-presence")
 
 
@@ -285,7 +286,7 @@ def _recorded() -> list[dict[str, Any]]:
 
 
 def recorder(name: str) -> list[dict[str, Any]]:
-    """Return the recorder that this torch function has; empty if torch does not have the function."""
+    """Return the entries that this torch function dumps; empty if torch does not have the function."""
     dump = getattr(sys.modules.get("torch._C._distributed_c10d"), name, None)
     return list(json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries") or []) if dump else []
 

@@ -1,4 +1,4 @@
-"""A loop with Accelerate: `Accelerator()` finds the group of torchrun; two calls of ddpjob report and stop."""
+"""A loop with Accelerate: `Accelerator()` joins torchrun's group; two calls of ddpjob report progress and stop."""
 
 import os
 
@@ -9,7 +9,7 @@ from accelerate.utils import DataLoaderConfiguration
 import ddpjob
 
 STEPS = 200
-# With a seed for each epoch, so that a start in the middle of one has the same order.
+# The order of an epoch must depend on a seed, so that a restart in its middle continues with the same order.
 seeded = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=7)
 accelerator = Accelerator(cpu=not torch.cuda.is_available(), dataloader_config=seeded)
 x = torch.linspace(0, 1, 640).unsqueeze(1)
@@ -34,7 +34,7 @@ def save(at):
             file.write(str(at))
 
 
-# Accelerate saves no place within an epoch: the batches that were trained before the stop are left out.
+# Accelerate does not save the position within an epoch, so skip the batches that were trained before the stop.
 left_out = step % len(loader)
 for epoch in range(step // len(loader), -(-STEPS // len(loader))):
     loader.set_epoch(epoch)
@@ -54,4 +54,4 @@ for epoch in range(step // len(loader), -(-STEPS // len(loader))):
             break
     left_out = 0
 accelerator.print(f"done: {step} steps")
-accelerator.end_training()  # leaves the group in order: without it gloo's threads may abort a rank that is done
+accelerator.end_training()  # leave the group in order, otherwise gloo's threads may abort a finished rank

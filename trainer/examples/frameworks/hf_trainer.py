@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: shows its progress without a line for it, and goes on from its last checkpoint."""
+"""Hugging Face's Trainer: reports progress without extra code, and continues from its last checkpoint."""
 
 import os
 
@@ -10,7 +10,7 @@ from ddpjob.huggingface import StopTogether
 
 
 class Data(torch.utils.data.Dataset):
-    """y = 3x + 1, 640 times."""
+    """640 points of y = 3x + 1."""
 
     def __len__(self):
         return 640
@@ -40,4 +40,4 @@ last = get_last_checkpoint(folder) if os.path.isdir(folder) else None
 print(f"resumes from {last}" if last else "begins", flush=True)
 trainer.train(resume_from_checkpoint=last)
 print(f"done: {trainer.state.global_step} steps", flush=True)
-trainer.accelerator.end_training()  # leaves the group in order: without it gloo's threads may abort a rank that is done
+trainer.accelerator.end_training()  # leave the group in order, otherwise gloo's threads may abort a finished rank

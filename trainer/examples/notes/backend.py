@@ -1,5 +1,5 @@
-"""The backends: gloo works everywhere, also for tensors on a GPU; nccl needs a GPU for each process; mpi needs
-a PyTorch that was built with it, which no published one is. ddpjob.init() reports both before a rank waits for another.
+"""The backends: gloo works everywhere, also for tensors on a GPU. nccl needs a GPU for each process. mpi needs PyTorch
+built with MPI, and no published build is. ddpjob.init() reports a missing GPU or MPI before a rank waits for others.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""What DDP does, by hand: sum the gradients of all ranks, divide by their number, step. Both end with one result.
+"""What DDP does, by hand: sum the gradients of all ranks, divide by their number, step. Both give the same result.
 
-DDP does it while the backward pass still runs, in buckets; by hand it comes after.
+DDP sums in buckets while the backward pass is still running; by hand this comes after the pass.
 
     torchrun --nproc-per-node 2 trainer/examples/notes/blocks_averaging.py
 """
@@ -34,7 +34,7 @@ def main() -> None:
             optimizer.step()
     one, other = (nn.utils.parameters_to_vector(model.parameters()).detach() for model in (by_hand, by_ddp))
     distance = float((one - other).abs().max())
-    # By hand the sum is divided, in DDP each part: for 3 ranks the last bits differ.
+    # By hand the sum is divided; DDP divides each rank's part. With 3 ranks the last bits differ.
     assert distance < 1e-12, f"by hand and DDP differ by {distance}"
     if rank == 0:
         print(f"by hand and DDP after {STEPS} steps: the parameters differ by at most {distance:g}", flush=True)

@@ -58,6 +58,6 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # by default barrier() waits half an hour
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # the default is 30 minutes
     main()
     dist.destroy_process_group()

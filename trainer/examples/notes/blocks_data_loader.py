@@ -1,4 +1,4 @@
-"""DataLoader with workers and DistributedSampler: every rank reads its own share, in another order each epoch.
+"""DataLoader with workers and DistributedSampler: every rank reads its own share, in a different order each epoch.
 
 torchrun --nproc-per-node 2 trainer/examples/notes/blocks_data_loader.py
 """
@@ -14,7 +14,7 @@ SAMPLES = 24
 def main() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     data = TensorDataset(torch.arange(SAMPLES))
-    # shuffle= belongs to the sampler; with shuffle=True DataLoader would refuse it.
+    # shuffle= belongs to the sampler: DataLoader refuses a sampler together with shuffle=True.
     sampler = DistributedSampler(data, num_replicas=world_size, rank=rank, shuffle=True, seed=7)
     loader = DataLoader(data, batch_size=2, sampler=sampler, num_workers=2)
 
@@ -28,7 +28,7 @@ def main() -> None:
     shares = [torch.empty_like(seen[2]) for _ in range(world_size)]
     dist.all_gather(shares, seen[2])
     together = sorted(torch.cat(shares).tolist())
-    # 24 samples divide by 2, 3 and 4 ranks. Otherwise the sampler repeats some, or drops some with drop_last=True.
+    # 24 is divisible by 2, 3 and 4 ranks. Otherwise the sampler repeats samples, or drops some with drop_last=True.
     assert together == list(range(SAMPLES)), "the shares of all ranks are the whole data set, each sample once"
     print(f"rank {rank}: epoch 0 {seen[0].tolist()}, epoch 1 {seen[2].tolist()}", flush=True)
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class TwoHeads(nn.Module):
-    """One of the two is not used, like an auxiliary head of a real model, or a layer that is skipped."""
+    """A model that does not use one of its two heads, like a skipped layer or an auxiliary head of a real model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,9 +22,9 @@ class TwoHeads(nn.Module):
 
 
 def devices() -> None:
-    """A model on a GPU gets that GPU as device_ids, by the local rank; a model on the CPU must get none."""
+    """A model on a GPU gets this GPU's index, the local rank, as device_ids; a model on the CPU must get none."""
     if torch.cuda.is_available():
-        local = dist.get_rank() % torch.cuda.device_count()  # on one node; on several it is LOCAL_RANK
+        local = dist.get_rank() % torch.cuda.device_count()  # valid on one node; on several use LOCAL_RANK
         on_gpu = DistributedDataParallel(nn.Linear(2, 2).to(local), device_ids=[local], output_device=local)
         assert on_gpu(torch.ones(1, 2)).device.index == local, "device_ids moves the inputs, too"
         say(f"device_ids=[{local}]: {on_gpu.device}")
@@ -38,12 +38,12 @@ def devices() -> None:
 
 
 def unused_parameters() -> None:
-    """DDP waits for the gradient of every parameter, so it needs this option for a parameter without one."""
+    """DDP waits for the gradient of every parameter, so a parameter without one needs find_unused_parameters."""
     x = torch.ones(4, 16)
     ignorant = DistributedDataParallel(TwoHeads())
     ignorant(x).sum().backward()
     try:
-        ignorant(x)  # the first step's reduction never ended
+        ignorant(x)  # raises, because the reduction of the first step never ended
     except RuntimeError as error:
         say(f"a parameter without gradient: {str(error).splitlines()[0][:72]}…")
     else:
@@ -56,7 +56,7 @@ def unused_parameters() -> None:
 
 
 def no_sync() -> None:
-    """Several backward passes, one all-reduce: in no_sync() the gradients only add up here."""
+    """Several backward passes with one all-reduce: in no_sync() gradients are only added up on this rank."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     inputs, targets = common.tiny_data().tensors
     pieces = [slice(rank, 16, world_size), slice(16 + rank, 32, world_size)]
@@ -67,7 +67,7 @@ def no_sync() -> None:
     everyone = [torch.empty_like(alone) for _ in range(world_size)]
     dist.all_gather(everyone, alone)
     assert not torch.equal(everyone[0], everyone[1]), "in no_sync() each rank has its own gradient"
-    loss(accumulated, inputs[pieces[1]], targets[pieces[1]]).backward()  # outside: the sum of both is averaged
+    loss(accumulated, inputs[pieces[1]], targets[pieces[1]]).backward()  # outside no_sync(): averages the sum of both
     loss(at_once, inputs[rank::world_size], targets[rank::world_size]).backward()
     distance = float((accumulated.module.weight.grad - at_once.module.weight.grad).abs().max())
     assert distance < 1e-12, f"accumulated and at once differ by {distance}"

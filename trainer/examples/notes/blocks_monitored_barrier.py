@@ -1,6 +1,6 @@
-"""monitored_barrier(timeout): rank 0 names the rank that is missing, while barrier() waits for half an hour.
+"""monitored_barrier(timeout): rank 0 names the missing rank, while barrier() only waits for half an hour.
 
-It is gloo's. In a job on nccl make a gloo group for it, as here.
+Only gloo has it. In a job with nccl create a gloo group for it, as here.
 
     torchrun --nproc-per-node 2 trainer/examples/notes/blocks_monitored_barrier.py
 """
@@ -15,7 +15,7 @@ SECONDS = 1
 def main() -> None:
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     group = dist.new_group(backend="gloo")
-    dist.monitored_barrier(group, timeout=timedelta(seconds=30))  # all ranks have arrived: it returns
+    dist.monitored_barrier(group, timeout=timedelta(seconds=30))  # returns, because all ranks call it
     if rank != last:
         try:
             dist.monitored_barrier(group, timeout=timedelta(seconds=SECONDS))
@@ -26,10 +26,10 @@ def main() -> None:
                 print(f"monitored_barrier without rank {last}: {first}", flush=True)
         else:
             raise AssertionError(f"rank {last} did not come")
-    dist.barrier()  # of the other group, which is not affected
+    dist.barrier()  # the default group is not affected
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # by default barrier() waits half an hour
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # the default is 30 minutes
     main()
     dist.destroy_process_group()

@@ -24,7 +24,7 @@ def by_partition(rank: int, ranks: int) -> Iterator[list[int]]:
     mine = ddpjob.DataPartitioner(SAMPLES, [1 / ranks] * ranks, SEED).use(rank)
     size = GLOBAL_BATCH // ranks
     for epoch in range(EPOCHS):
-        mine.set_epoch(epoch)  # another order; the samples stay
+        mine.set_epoch(epoch)  # another order of the same samples
         yield from (mine[start : start + size] for start in range(0, len(mine) - size + 1, size))
 
 
@@ -35,7 +35,7 @@ def by_global_batch(rank: int, ranks: int) -> Iterator[list[int]]:
 
 
 def trained(shares: Shares, group: dist.ProcessGroup, rank: int) -> tuple[float, torch.Tensor]:
-    """Loss on all samples (1: as good as their mean, 0: all learnt), and the parameters."""
+    """Return the loss on all samples, relative to their variance (1: like predicting the mean), and the parameters."""
     torch.manual_seed(SEED)
     inputs = torch.randn(SAMPLES, 6)
     targets = torch.sin(inputs[:, :1] + inputs[:, 1:2])
@@ -56,7 +56,7 @@ def trained(shares: Shares, group: dist.ProcessGroup, rank: int) -> tuple[float,
 
 
 def fractions() -> None:
-    """Sizes by largest remainder, every sample in one part, the same on all ranks."""
+    """Show that sizes are rounded by largest remainder, and that parts are disjoint and the same on all ranks."""
     parts = ddpjob.DataPartitioner(10, [0.5, 0.25, 0.25], seed=SEED)
     members = [parts.use(i).indices for i in range(3)]
     assert sorted(map(len, members)) == [2, 3, 5], "sizes are rounded, and add up"
@@ -94,6 +94,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # by default barrier() waits half an hour
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # the default is 30 minutes
     main()
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Every rank holds the same parameters: DDP copies rank 0's at the start, and each step changes all equally.
+"""Every rank holds the same parameters: DDP copies rank 0's at the start, and each step changes all in the same way.
 
 torchrun --nproc-per-node 2 trainer/examples/notes/blocks_same_parameters.py
 """
@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def everyones(model: nn.Module) -> list[torch.Tensor]:
-    """Each rank's parameters, as one vector."""
+    """Return the parameters of each rank, as one vector per rank."""
     mine = nn.utils.parameters_to_vector(model.parameters()).detach()
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, mine)

@@ -1,4 +1,4 @@
-"""Rank 0 saves, all load: a state dict with map_location, and a whole module with the options that it needs.
+"""Rank 0 saves and all ranks load: a state dict with map_location, and a whole module with the options that it needs.
 
 torchrun --nproc-per-node 2 trainer/examples/notes/blocks_save_load.py
 """
@@ -23,7 +23,7 @@ def main() -> None:
     torch.manual_seed(rank)
     model = nn.Linear(16, 8).to(device)
     saved = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-    if rank == 0:  # one writer: several at one path damage the file
+    if rank == 0:  # only one rank writes: several writers would damage the file
         torch.save(model.state_dict(), state)
         torch.save(model, whole)  # ddpjob: ignore[save-whole-module]
     dist.barrier()  # no rank reads before it is written
@@ -35,8 +35,8 @@ def main() -> None:
     assert torch.equal(loaded, of_rank_0), "after loading, all ranks hold what rank 0 saved"
     assert rank == 0 or not torch.equal(loaded, saved), "and not what they had before"
 
-    # A whole module is a pickle of its class: since 2.6 torch.load refuses it, unless the class is named as safe,
-    # or weights_only=False, with which the file may run code here.
+    # A whole module is a pickle of its class. torch.load from 2.6 on refuses it, unless its classes are declared safe,
+    # or with weights_only=False, which allows the file to run any code.
     try:
         torch.load(whole, map_location=device)
     except pickle.UnpicklingError as error:
@@ -48,7 +48,7 @@ def main() -> None:
     trusted = torch.load(whole, map_location=device, weights_only=False)
     for copy in (named, trusted):
         assert torch.equal(nn.utils.parameters_to_vector(copy.parameters()).detach(), of_rank_0)
-    dist.barrier()  # all have read
+    dist.barrier()  # all ranks have read the files
     if rank == 0:
         print(f"state dict: {os.path.getsize(state)} bytes, loaded equal on {dist.get_world_size()} ranks", flush=True)
         print(f"whole module, weights_only=True: {refused[:90]}…", flush=True)
@@ -58,6 +58,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # by default barrier() waits half an hour
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # the default is 30 minutes
     main()
     dist.destroy_process_group()

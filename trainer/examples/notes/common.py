@@ -1,7 +1,7 @@
-"""What all notes share: a tiny model, its data, and four steps of DDP. Each script starts the processes in its own way.
+"""Shared by all notes: a tiny model, its data, and four steps of DDP. Each script starts the processes in its own way.
 
-Every number is a binary fraction with few digits, so that each sum is exact in whatever order it is made: on 1, 2 or 4
-processes, on a CPU or a GPU, the parameters are equal to the bit. In a real training the last bits differ.
+Every number is a binary fraction with few digits, so each sum is exact in any order. On 1, 2 or 4 processes, and on CPU
+or GPU, the parameters are equal to the last bit. In a real training the last bits differ.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ SEED, SAMPLES, GLOBAL_BATCH, EPOCHS = 7, 32, 16, 2
 
 
 def tiny_model() -> nn.Module:
-    """136 parameters, multiples of 1/64."""
+    """Return a model with 136 parameters that are multiples of 1/64."""
     torch.manual_seed(SEED)
     model = nn.Linear(16, 8, dtype=torch.float64)
     with torch.no_grad():
@@ -28,7 +28,7 @@ def tiny_model() -> nn.Module:
 
 
 def tiny_data() -> TensorDataset:
-    """Small whole numbers."""
+    """Return inputs and targets that are small integers."""
     generator = torch.Generator().manual_seed(SEED)
     inputs = torch.randint(-2, 3, (SAMPLES, 16), generator=generator)
     targets = torch.randint(-4, 5, (SAMPLES, 8), generator=generator)
@@ -43,7 +43,7 @@ def train(device: torch.device | str = "cpu") -> None:
     sampler = DistributedSampler(data, seed=SEED)
     loader = DataLoader(data, batch_size=GLOBAL_BATCH // dist.get_world_size(), sampler=sampler)
     for epoch in range(EPOCHS):
-        sampler.set_epoch(epoch)  # without it every epoch has the same order
+        sampler.set_epoch(epoch)  # otherwise every epoch would have the same order
         for inputs, targets in loader:
             optimizer.zero_grad()
             nn.functional.mse_loss(model(inputs.to(device)), targets.to(device)).backward()
@@ -51,11 +51,11 @@ def train(device: torch.device | str = "cpu") -> None:
     if dist.get_rank() == 0:
         print(f"PARAMS {params_sha256(model)} world {dist.get_world_size()}", flush=True)
     # A process that ends right after the last all-reduce of a gloo group may abort or hang (2.13; docs/dev/upstream.md,
-    # Groups), because gloo's threads still work on it. A real training evaluates and saves meanwhile; ddpjob.init()
-    # waits for these threads itself.
+    # Groups), because gloo's threads are still working on it. A real training evaluates and saves meanwhile;
+    # ddpjob.init() makes the exit wait for these threads.
     time.sleep(0.1)
 
 
 def params_sha256(model: nn.Module) -> str:
-    """The hash of the parameters' bits."""
+    """Return a hash of the parameters' bits."""
     return hashlib.sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())).hexdigest()

@@ -1,7 +1,7 @@
 """init_method="file:///folder/file": the rendezvous uses a file in a folder that all ranks share.
 
-torch never cleans the file after a crash, and the next run through it would wait for the dead: a new name for each run
-(the job's DDPJOB_UID and DDPJOB_ATTEMPT) makes that impossible.
+torch does not remove the file after a crash, and the next run with this file would wait for processes that have ended.
+So each run needs a new name, here from the job's DDPJOB_UID and DDPJOB_ATTEMPT.
 """
 
 import argparse

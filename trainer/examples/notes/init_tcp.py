@@ -1,7 +1,7 @@
 """init_method="tcp://host:port" under torchrun, through ddpjob.init().
 
-torch's own init_process_group hangs here (2.13): under torchrun every rank takes itself for a client, and at another
-port than torchrun's nobody serves. ddpjob.init() lets rank 0 serve.
+torch's own init_process_group hangs here (2.13): under torchrun every rank connects as a client, but no process serves
+the store at a port other than torchrun's. With ddpjob.init() rank 0 serves it.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""A script for PyTorch 1 and 2: it takes --local_rank and --local-rank, and LOCAL_RANK where a launcher gives neither.
+"""A script for PyTorch 1 and 2: it accepts --local_rank and --local-rank, and reads LOCAL_RANK if neither is passed.
 
-So it runs under torch.distributed.launch with and without --use-env, and under torchrun.
+So it works under torch.distributed.launch with and without --use-env, and under torchrun.
 """
 
 import argparse

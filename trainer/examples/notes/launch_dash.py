@@ -1,6 +1,6 @@
 """python -m torch.distributed.launch passes each process --local-rank=N, with a dash since PyTorch 2.0.
 
-The launcher is deprecated: it is torchrun with this option. With --use-env it hands over nothing (launch_use_env.py).
+The launcher is deprecated; it is torchrun with this option. With --use-env it passes no option (launch_use_env.py).
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""A script that takes the number of processes on its node, --local_world_size, as PyTorch's own DDP example did.
+"""A script with an option for the number of processes on its node, --local_world_size, as in PyTorch's old DDP example.
 
-It cuts the node's GPUs into equal shares with it. The job knows the number: --local_world_size=$(NPROC_PER_NODE).
+It divides the node's GPUs among them. The job provides the number: --local_world_size=$(NPROC_PER_NODE).
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """A script from before PyTorch 2.0 that accepts only --local_rank.
 
-torch.distributed.launch now says --local-rank, which argparse does not take for it: "unrecognized arguments", or "the
-following arguments are required". Unchanged, the script still runs: torchrun --no-python starts a shell for each
-process, which spells the option.
+torch.distributed.launch now passes --local-rank, which argparse refuses: "unrecognized arguments", or "the following
+arguments are required". The script still works unchanged: torchrun --no-python starts a shell for each process, and the
+shell passes the option with the old spelling.
 """
 
 import argparse

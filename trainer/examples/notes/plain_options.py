@@ -1,6 +1,6 @@
-"""A script that takes everything as options: --world_size, --node_rank, --master_addr, --master_port.
+"""A script that gets everything as options: --world_size, --node_rank, --master_addr, --master_port.
 
-The command takes them from the job: --world_size=$(NNODES) --node_rank=$(NODE_RANK) ….
+The command fills them from the job's variables: --world_size=$(NNODES) --node_rank=$(NODE_RANK) ….
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """multiprocessing.Process: start a list of processes, then join them.
 
-join() never raises: without a look at the exit codes a crash of a rank would end as success. (mp.spawn looks itself.)
+join() never raises: without a check of the exit codes a crashed rank would end as success. (mp.spawn checks them.)
 """
 
 import os
@@ -17,7 +17,7 @@ def worker(rank: int, world_size: int) -> None:
 
 
 def main() -> None:
-    mp.set_start_method("spawn")  # a forked child cannot use CUDA once the parent has
+    mp.set_start_method("spawn")  # a forked child cannot use CUDA if the parent has used it
     nodes, node_rank, nproc = (int(os.environ[name]) for name in ("NNODES", "NODE_RANK", "NPROC_PER_NODE"))
     first = node_rank * nproc
     processes = [mp.Process(target=worker, args=(rank, nodes * nproc)) for rank in range(first, first + nproc)]

@@ -1,6 +1,6 @@
-"""A script for srun, which starts one process for each task and tells it its number by SLURM_PROCID.
+"""A script for srun, which starts one process for each task and passes the task's number in SLURM_PROCID.
 
-Unchanged, it runs where the job gives its own variables these names.
+It runs unchanged in a job that sets Slurm's variables from its own.
 """
 
 import os

@@ -1,6 +1,6 @@
 """torch.multiprocessing.spawn on one node: the script starts its own processes; each gets its number as first argument.
 
-Rank and world size are arguments. Address and port are this machine's: with spec.nodes: 1 any free port does. On
+Rank and world size are arguments. The address is this machine's, and with spec.nodes: 1 any free port will do. For
 several nodes see spawn_nodes.py.
 """
 

@@ -1,6 +1,6 @@
 """The options of PyTorch's imagenet example: --world-size counts nodes, --rank is the node rank, --dist-url an address.
 
-The script multiplies both by the processes per node, and spawns them.
+The script multiplies both by the number of processes per node, and spawns the processes.
 """
 
 import argparse

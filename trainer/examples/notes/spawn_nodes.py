@@ -1,6 +1,6 @@
 """torch.multiprocessing.spawn on several nodes: rank = node rank × processes per node + number on this node.
 
-The job runs this script once on each node, and says in NNODES, NODE_RANK and NPROC_PER_NODE what to multiply.
+The job runs this script once on each node, and provides the factors in NNODES, NODE_RANK and NPROC_PER_NODE.
 """
 
 import os

@@ -1,1 +1,1 @@
-"""State that outlives its rank: kept at each step, copied, written by a survivor, found again. door.py: the way in."""
+"""State that outlives its rank: it is kept at each step, copied, or written by a survivor. Entry point: door.py."""

@@ -1,5 +1,6 @@
-"""Copies of the state in the agent's memory, made at boundaries during normal training (rules:
-`ddpjob_core/copies.py`).
+"""Copies of the state in the agent's memory, made during normal training (rules: `ddpjob_core/copies.py`).
+
+A boundary is a call of `should_stop(step)`, `keep` or `save`: there the state of that step is complete.
 
 When: no survivor could write the state after a failure. This is so for a rank that trains alone, and for a script that
 changes parameters between a boundary and the next optimizer step. Without a folder, a state that the script saves
@@ -71,7 +72,7 @@ class Copies:
     """One rank's part of the copies: each rank writes small values, the first rank of each node the large state."""
 
     _least = 1  # steps between two copies, at least
-    _later = 0  # number of looks that other ranks may be ahead
+    _later = 0  # number of checks for a new plan that other ranks may be ahead
     _because = ALONE
     _on_device = False
 
@@ -85,7 +86,7 @@ class Copies:
         self._plan: CopyPlan | None = None
         self._next: CopyPlan | None = None  # published, not in force yet
         self._told = 0  # number of plans that rank 0 has published, or this rank has read
-        self._step = self._before = self._counted = 0  # this boundary, the one before, the last that counted
+        self._step = self._before = self._counted = 0  # steps of this boundary, the one before, the last that counted
         self._noted: tuple[list[Any], bool] | None = None  # the parameters' versions at this boundary, and its `named`
         self._copied = 0  # step of the last copy
         self._is_named = False  # True if the script has named a state
@@ -113,7 +114,7 @@ class Copies:
         return self.instead or self._world_size == 1
 
     def begin_with_changes(self, why: str) -> None:
-        """Copy from now on: parameters change between a boundary and the next step. why: for the log."""
+        """Copy from now on, because parameters change between a boundary and the next step. why: for the log."""
         if self.changes:
             return
         is_placed = self._shared.node[COPIES] == PLACED
@@ -129,7 +130,7 @@ class Copies:
         self.give_up_last()
 
     def give_up_last(self) -> None:
-        """Discard the copy that is not valid yet: it has other objects."""
+        """Discard the copy that is not valid yet, because it must not be used any more."""
         with self._lock:
             self._written = None
 
@@ -298,7 +299,7 @@ class Copies:
         """Make the copy for save() valid: all ranks have reached its boundary, or a rank has failed. False if there is
         none. Raises OSError.
 
-        After a failure ranks that had not reached the save have no random states in it, as if survivors had written it.
+        After a failure the copy lacks random states of ranks that had not reached the save, like a survivor's state.
         """
         with self._lock:
             written = self._written
@@ -321,7 +322,7 @@ class Copies:
         self.begin_with_changes(f"parameters changed after step {step}, and by no optimizer.step()")
 
     def finish(self, kept: Kept) -> int:
-        """Return the answer for the agent: the last copy counts after a failure if every rank has written its slot."""
+        """Make the last copy valid after a failure, if every rank has written its slot. Return the agent's answer."""
         if self.count_saved():
             return SAVED
         with self._lock:
@@ -335,9 +336,8 @@ class Copies:
             return SAVED if self._shared.count_copy(written.area, written.held) else UNABLE
 
     def _versions_of(self, kept: Kept) -> list[Any]:
-        """Values that show if parameters have changed. Not samples of them on a device: the host would see those of any
-        moment, and wait for them.
-        """
+        """Return values that change when the parameters change. On a device these are only version counters, because
+        the host would have to wait for samples."""
         return kept.counters() if self._on_device else kept.versions()
 
     def _is_as_it_was(self, kept: Kept, versions: list[Any]) -> bool:
@@ -400,7 +400,7 @@ class Copies:
             first = copies.first_of_next(self._step, self._before, self._every, self._later)
             self._next = CopyPlan(first, every, named, self.changes)
             self._store.set(self._key, self._next.as_text())
-            self._store.get(self._key)  # makes sure that the other ranks find it from now on
+            self._store.get(self._key)  # blocks until the store has it, so the other ranks find it from now on
         self._told += 1
         before, present = self._said, (named, self.changes, every)
         if before is not None and before[:2] == present[:2] and not copies.is_much_rarer(every, before[2]):

@@ -109,7 +109,7 @@ class _Flight:
 
     @property
     def seconds(self) -> float:
-        """Cost of the copy; an upper bound for a first copy that only measures it."""
+        """Seconds that training waited for the copy; for a trial copy its whole duration, which is an upper bound."""
         if self.ticket is None:
             return self.host_seconds
         return self.host_seconds + (self.ticket.held_seconds if self.counts else self.ticket.seconds)

@@ -28,8 +28,8 @@ _NOTHING = (
 
 
 class Assumed(dict[str, Any]):
-    """`Snapshot.state` before the first `save`. A script that reads a name which `load` was not given will save more
-    than that: `missed` is called."""
+    """`Snapshot.state` before the first `save`. Calls `missed` if the script reads a name that `load` was not given,
+    because the script will then save more than `load` knows of."""
 
     def __init__(self, state: Mapping[str, Any], missed: Callable[[str], None]) -> None:
         super().__init__(state)
@@ -151,8 +151,8 @@ class InMemory:
     def resumed(self, found: FoundState, objects: Mapping[str, Any], fetched: recall.Fetched) -> dict[str, Any]:
         """Called when the objects have the found state. Keep it, also on a node that had none. Return `Snapshot.state`.
 
-        Not kept if the script saves values, because `load` knows only the objects that take them. For example, a
-        sampler's own position is ahead of the samples that were trained, if DataLoader workers read ahead.
+        It is not kept if the script saves plain values such as `sampler.state_dict(step)`: `load` knows only the
+        sampler, whose own position is ahead of the trained samples if DataLoader workers read ahead.
         """
         if self._keeper is not None:
             self._keeper.goes_on(found.held.version.step)

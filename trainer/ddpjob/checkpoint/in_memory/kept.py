@@ -33,9 +33,9 @@ from ddpjob.checkpoint.state.state_dicts import copied, sharded, state_of, unwra
 from ddpjob.errors import StateError
 
 SMALL_BYTES_MAX = 4 << 20  # of one object, because it is copied at each step
-SAMPLES = 32  # parameters; swapped-in averages differ in all of them, and so do replicas that are not averaged
-SAMPLED_BYTES = 8192  # of all samples together
-COMPARED_BYTES = 1 << 16  # of a buffer
+SAMPLES = 32  # parameters; few are enough, because swapped-in averages or ranks out of sync differ in all of them
+SAMPLED_BYTES = 8192  # total size of all samples
+COMPARED_BYTES = 1 << 16  # bytes of a buffer that are compared
 RECORD_STEPS = 64  # boundaries between two full reads of the version counters, which are the slowest part of a boundary
 READ_AT_EACH = 8  # version counters of an optimizer's tensors that are read at each boundary
 _DENSE = (torch.Tensor, torch.nn.Parameter)
@@ -64,7 +64,7 @@ class Kept:
     def __init__(self, objects: Mapping[str, Any]) -> None:
         """Raises StateError for objects that only a file can keep."""
         self._objects = {name: _held(unwrapped(value)) for name, value in objects.items()}
-        # by name: the module, and of each buffer its key, and where its module has it under which name
+        # by name: the module, and for each buffer its state_dict key, the dict that holds it, and its name there
         self._modules: dict[str, tuple[torch.nn.Module, list[tuple[str, dict[str, Any], str]]]] = {}
         self._keys: dict[str, list[str]] = {}  # keys of each module's state_dict()
         self.optimizers: list[str] = []
@@ -122,7 +122,7 @@ class Kept:
 
     @property
     def with_own_buffers(self) -> set[str]:
-        """Names of wrapped models of which each rank may have other buffers."""
+        """Names of wrapped models whose buffers may differ between ranks."""
         return self.wrapped - set(self.broadcast)
 
     def _owned(self, parameters: Mapping[int, Any]) -> Iterator[tuple[Any, list[Any]]]:
@@ -245,8 +245,7 @@ class Kept:
     def settings(self) -> dict[str, Any]:
         """Small values of optimizers and of objects that are no modules.
 
-        A value is not copied again while its object consists of the very same parts, if those never become another
-        value.
+        A value is copied again only if a part of its object was replaced, or if one can change in place.
         """
         for name in (*self.optimizers, *self._others):
             value = self._get(name)
@@ -374,7 +373,7 @@ class Kept:
 
 
 class _Held:
-    """Stands for a weak reference to an object that has none, and keeps it alive."""
+    """Replaces a weak reference to an object that cannot have one, and keeps the object alive."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -463,7 +462,7 @@ class _Counters:
 
 
 def _none() -> None:
-    """Stands for the optimizer of parameters that no optimizer has."""
+    """Replaces the weak reference to an optimizer, for parameters that no optimizer has."""
 
 
 def _after(counters: list[int], moves: list[int], steps: int) -> list[int]:
@@ -527,8 +526,8 @@ def _merged(large: Any, small: Any) -> Any:
 
 
 def _buffers(name: str, model: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield the state_dict key of each buffer, the dict of its module that has it, and its name there: by `getattr` it
-    takes ten times as long. Raises StateError."""
+    """Yield for each buffer its state_dict key, the dict that holds it and its name there, because `getattr` takes ten
+    times as long. Raises StateError."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for key, value in model.state_dict().items():
         if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
@@ -573,7 +572,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def _setting(value: Any, name: str, *, is_constant: bool = False) -> Any:
-    """A copy of the value: of an optimizer the settings of its groups, such as learning rates."""
+    """Return a copy of the value; for an optimizer the settings of its groups, such as learning rates."""
     if isinstance(value, torch.optim.Optimizer):
         return [
             {key: item if _is_plain(item) else copied(item, key) for key, item in group.items() if key != "params"}

@@ -10,8 +10,8 @@ exception. It writes nothing large between an `optimizer.step()` and the next bo
 updated. Before the step it also writes the slot EARLY: the random states and buffers that a rank needs if it is killed
 before the next boundary.
 
-Trust: that nothing large changes in between is checked. On the first PROOF_STEPS steps all bits are summed at both
-ends. Later the version counters of the parameters and some of their values are compared.
+Proof: the Keeper checks that nothing large changes between a boundary and the next step. On the first PROOF_STEPS steps
+it compares sums of all bits, later the version counters of the parameters and some of their values.
 
 Life cycle: `door.py` creates one Keeper per process, for one `Snapshot`. The agent owns the memory and outlives the
 Keeper. The Keeper has three hooks into torch: before every optimizer step, in the backward pass and before the forward
@@ -52,13 +52,13 @@ from ddpjob_core import memory
 from ddpjob_core.memory import CLOCK, COPIES, EARLY, LOOSE, MISCOUNTED, PID, PROVEN, Held
 
 PROOF_STEPS = 3
-LOOSE_STEPS = 2  # in a row; a single one may be the end of an epoch
+LOOSE_STEPS = 2  # changes at a single step are not reported, because it may be the end of an epoch
 
 
 def _forward_begins(module: torch.nn.Module, _: Any) -> None:
     """Forward pre-hook of trained models; at module level, because a pickle of the model refers to it."""
     is_step = module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    if is_step and (keeper := process.current.keeper) is not None:  # one without gradients is an evaluation
+    if is_step and (keeper := process.current.keeper) is not None:  # a pass without gradients is an evaluation
         keeper.has_called |= keeper.step_begins()
 
 
@@ -101,7 +101,7 @@ class Keeper:
         self._stepped = True  # True if an optimizer made a step since the last boundary
         self.has_begun = self.has_called = False
         self._begun: Mapping[str, Any] | None = None  # random states and buffers when the next step began
-        self._repeated: set[str] | None = None  # names that may have changed only after that; None if unknown
+        self._repeated: set[str] | None = None  # names unchanged until then; a restart repeats later changes
         self._notices_begin = False  # True once the beginning of a step was noticed
         self._numbers, self._makers = Numbers(0), Makers()
         # The first counts steps between any boundaries, the second between boundaries at which the script passes
@@ -161,7 +161,7 @@ class Keeper:
         with self._guarded():
             kept = Kept(objects)
             if was_assumed:
-                self._forget_assumed()  # also forgets the proof: a copy with averaged weights needs its own
+                self._forget_assumed()  # also forgets the proof: save() may name more, such as averaged weights
             elif self.kept is not None and not kept.has_parts_of(self.kept):
                 self._prove_again()
             elif self.kept is not None:
@@ -250,7 +250,7 @@ class Keeper:
             self._tell_unnamed(step)
             return
         must_copy = saved and self._must_copy(kept, step)
-        # within an accumulation a new mark would repeat the micro-batches before it
+        # no new mark within an accumulation: a restart would repeat its first micro-batches with later random states
         is_renamed = named and not self.has_begun
         if not (self._stepped or self._copies_instead or must_copy or is_renamed) or (kept.by_value and not named):
             return  # nothing is new, or plain values belong to another step
@@ -372,7 +372,7 @@ class Keeper:
 
     def _note_begin(self, kept: Kept, places: Places, *, from_sampler: bool) -> None:
         begun = kept.buffer_versions() | {RANDOM: places.marked.get(RANDOM, 0)}
-        # not read if a draw is known to be no loss: reading is a fifth of the memory's cost per step
+        # random states are read only if a draw may be a loss: reading is a fifth of the memory's cost per step
         if places.counts or not places.trusts(RANDOM):  # after a save() we learn where draws happen
             begun[RANDOM] = random_states.mark(random_states.compact())
         self._notices_begin, self._begun = True, begun
@@ -479,7 +479,7 @@ class Keeper:
             own.boundary(at)
 
     def _copy_because_of_changes(self, why: str) -> None:
-        """Copy the state from now on: parameters change between a boundary and the next step. why: for the log."""
+        """Copy the state from now on, because parameters change after boundaries. why: for the log."""
         if self._store is None and self._world_size > 1:
             raise StateError(why)
         if self.copies is None:
@@ -527,7 +527,7 @@ class Keeper:
         if self.shared.node[COPIES]:
             self._copy_because_of_changes(copies.CHANGES)
             return False
-        if self.mode is Mode.PROVING:  # also if another rank has the proof: the sums show that ranks are replicas
+        if self.mode is Mode.PROVING:  # on all ranks, because equal sums show that they are replicas
             self._sum = step, kept.total()
         return self.mode is not Mode.PROVING
 
@@ -541,7 +541,7 @@ class Keeper:
         return False
 
     def _arm(self, kept: Kept, step: int) -> None:
-        """Offer the state to the agent as soon as there are room and proof; start a thread that reserves the room."""
+        """Offer the state to the agent if it is proven and has room. Without room, start a thread that reserves it."""
         if not self._is_proven(kept, step):
             return
         size = packed.pack(kept.large()).size
@@ -610,13 +610,13 @@ class Keeper:
         if self.copies is not None:
             with self._guarded():
                 self.copies.before_other_step()
-        if self.kept is not None and self._makers.again(optimizer):  # no backward pass rewrites it
+        if self.kept is not None and self._makers.again(optimizer):  # no backward pass will rewrite EARLY
             self._early.give_up(
                 self.shared, "an optimizer makes several steps after one backward pass", RANDOM, FORWARDED
             )
 
     def _count_step(self, optimizer: Any) -> None:
-        """Count the step. If boundaries are rare, no slot shows that steps followed the loaded state."""
+        """Count the step, and reset the load count of the loaded state: no slot shows this step if marks are rare."""
         if self._is_off:
             return
         kept = self.kept

@@ -1,31 +1,31 @@
-"""How far the memory of a process has come, and what changes that: one table, which `memory.Keeper` goes through.
+"""State machine of `memory.Keeper`: what a restart can rely on, and the events that change it.
 
-The boundary that a rank is at is another matter: its clock (`ddpjob_core/memory.py`).
+The mode does not say at which boundary a rank is. That is its CLOCK (`ddpjob_core/memory.py`).
 """
 
 import enum
 from typing import Literal
 
 Event = Literal["named", "dropped", "proven", "reserved", "grown", "changes", "refused"]
-"""The script names objects; it trains others; nothing large changes between a boundary and the next step; there is
-room; no longer; something large does change there; this state cannot be kept."""
+"""named: the script passes objects. dropped: it trains others. proven: nothing large changes between a boundary and the
+next step. changes: something does. reserved: there is room. grown: no longer. refused: the state cannot be kept."""
 
 
 class Mode(enum.Enum):
     """What a restart can rely on."""
 
     EMPTY = enum.auto()
-    """No objects are named: the folder."""
+    """The folder, because the script has passed no objects."""
     PROVING = enum.auto()
-    """All bits are summed at both ends of the first steps: the folder until then."""
+    """The folder, until sums of all bits have shown at a few steps that nothing large changes before the step."""
     PROVEN = enum.auto()
-    """Memory is being reserved."""
+    """The folder, because memory is still being reserved."""
     READY = enum.auto()
-    """A survivor writes the state, and the agent waits for it."""
+    """The state that a survivor writes; the agent waits for it."""
     COPYING = enum.auto()
-    """The last copy (`copies.py`): what a survivor has may be wrong."""
+    """The last copy (`copies.py`), because the state of a survivor may be wrong."""
     OFF = enum.auto()
-    """The folder, for good."""
+    """The folder, until this process ends."""
 
 
 _NEXT: dict[Event, dict[Mode, Mode]] = {
@@ -40,5 +40,5 @@ _NEXT: dict[Event, dict[Mode, Mode]] = {
 
 
 def after(mode: Mode, event: Event) -> Mode:
-    """The mode that follows: the same where the table has none, as when room comes for objects that were dropped."""
+    """Return the next mode: the same one if the table has none, for example if room comes for dropped objects."""
     return _NEXT[event].get(mode, mode)

@@ -60,7 +60,7 @@ class Places:
         self._within, self._before_save, self._after_save, self._unknown = map(set, learned)
 
     def boundary(self, values: Mapping[str, Any], *, named: bool, counts: bool = False) -> None:
-        """Called at the first boundary after a step. named, counts: see `is_named` and the attribute."""
+        """Called at the first boundary after a step. named, counts: see the attributes `is_named` and `counts`."""
         if self._started is not None:
             known = self._within
             self._within |= moved(self._started, {name: each for name, each in values.items() if name not in known})

@@ -58,11 +58,11 @@ class _Row(NamedTuple):
 
 
 def find(shared: Shared | None, rank: int, world_size: int, present: Version) -> FoundState | None:
-    """The newest whole state in memory, the same answer on all ranks. shared: None where this node has no memory.
+    """Return the newest complete state in memory; all ranks get the same answer. shared: None if this node has none.
 
-    What the ranks of one node have found out about the script is told to all nodes, because all copy at the same steps;
-    first what those of rank 0's have, because it may be the only one that calls save. A node that has not what is found
-    takes what was proved from those that have it: it shall keep the state before it is the last one that could.
+    Nodes also exchange what their ranks have learned about the script, because all ranks copy at the same steps. Rank
+    0's node has priority, because rank 0 may be the only one that calls save. A node without the state takes over the
+    proof of the nodes that have it. Otherwise it would keep no state during its first steps.
     """
     own = _Row()
     if shared is not None:
@@ -89,12 +89,12 @@ def find(shared: Shared | None, rank: int, world_size: int, present: Version) ->
 
 
 class Fetched(NamedTuple):
-    """A state of memory."""
+    """A state that was loaded from memory."""
 
     state: dict[str, Any]
     """Values under the names given to `save`."""
     by_value: bool
-    """Whether the script had named values, which no object knows."""
+    """True if the script saved plain values, which belong to no object."""
     seeded: list[int]
     """Ranks whose random states are missing, so they are seeded."""
 
@@ -102,10 +102,8 @@ class Fetched(NamedTuple):
 def fetch(
     shared: Shared | None, found: FoundState, rank: int, world_size: int, objects: Mapping[str, Any]
 ) -> Fetched | None:
-    """The state of all ranks; None on all of them where it cannot be used.
-
-    This rank's random states are set to what they were; seeded if they are lost.
-    """
+    """Return the found state; None on all ranks if one of them cannot use it. Restores this rank's random states, or
+    seeds them if they are lost."""
     version = found.held.version
     own, early, left = _slots(shared, version, rank, world_size)
     rng = (own or early or {"rng": None})["rng"]
@@ -118,7 +116,7 @@ def fetch(
             f"random numbers were drawn after should_stop({version.step}), or may have been, that a save() would have"
         )
     large = _tried(trouble, lambda: _large(shared, found, rank, world_size))
-    on_device = {} if large is None else large.pop(BUFFERS, {})  # a copy of what is on a device has them there
+    on_device = {} if large is None else large.pop(BUFFERS, {})  # copies from a GPU have the buffers in the large part
     if own is not None:
         own["small"] |= on_device
     source = next((number for number, row in enumerate(rows) if row[0]), None)
@@ -149,10 +147,10 @@ def fetch(
 
 
 def _small(own: Any, early: Any, first: Any, of_0: Any) -> dict[str, Any]:
-    """What is small: this rank's own, or if that is lost what the first rank has that has its own. Buffers are then
-    those of rank 0, as DistributedDataParallel sends them, but for those that this rank's forward pass has changed.
+    """Return this rank's small values. If its own are lost, take those of the first rank that still has its own.
 
-    Raise StateError if the rank had buffers of its own, and all that it wrote is lost.
+    Buffers then come from rank 0, like DistributedDataParallel's broadcast, except those that this rank's forward pass
+    has changed. Raise StateError if the rank had other buffers than rank 0, and they are lost.
     """
     small: dict[str, Any] = {**(first if own is None else own)["small"]}
     place = small.pop(PLACE, {"of_0": [], "own": [], "models": []})
@@ -168,7 +166,7 @@ def _small(own: Any, early: Any, first: Any, of_0: Any) -> dict[str, Any]:
 
 
 def _tried(trouble: list[str], work: Callable[[], Any]) -> Any:
-    """Return work(), or note its error in `trouble`: all ranks must know before one raises."""
+    """Return work(); None after an error, which is added to `trouble`: all ranks must learn of it before one raises."""
     if trouble:
         with contextlib.suppress(StateError, OSError, KeyError, TypeError):
             work()
@@ -198,7 +196,7 @@ def _checked(large: Any, small: Any, found: FoundState, objects: Mapping[str, An
 def _all_left(
     shared: Shared | None, version: Version, rank: int, world_size: int, *, is_own: bool
 ) -> list[memory.Left]:
-    """What each rank has left of the generation whose state is loaded."""
+    """Return the boundaries that each rank has left from the generation that wrote the state, by rank."""
     boundaries: dict[int, Any] = {}
     for slot in (*range(EARLY), *COPY_SLOTS):
         if shared is None:
@@ -213,7 +211,8 @@ def _all_left(
 
 
 def _in_hashes(small: dict[str, Any]) -> dict[str, Any]:
-    """Of what is small, but for the buffers of models, and numbers such as the last loss, which any rank may give."""
+    """Hash the small values of a boundary, to compare ranks. Left out: buffers of models, and numbers such as the last
+    loss, which may differ between ranks."""
     place = small.pop(PLACE)
     of_models = place["models"]
     return {
@@ -231,8 +230,8 @@ def _in_hashes(small: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_copied_from(target: Any) -> bool:
-    """True if this object copies the tensors of a state that it loads, as modules of torch do
-    (torch/nn/modules/module.py:2495). Then they need no copy first.
+    """True if this object copies the tensors of a state that it loads, like torch's modules
+    (torch/nn/modules/module.py:2495). Then the caller need not copy them first.
 
     An optimizer on a CPU keeps the given tensors (torch/optim/optimizer.py:801: `.to()` returns the same tensor), and
     they would change when the next state is written. Seen with torch 2.13.0.
@@ -251,8 +250,10 @@ def _is_copied_from(target: Any) -> bool:
 
 
 def _slots(shared: Shared | None, version: Version, rank: int, world_size: int) -> tuple[Any, Any, Version]:
-    """What this rank wrote at the boundary of that step, or with its copy; and before the optimizer's step that led to
-    it, or at that step in the generation whose state was loaded and has not changed since; and that version."""
+    """Return this rank's slot of that version, its slot EARLY before that step, and the version that they belong to.
+
+    If the rank died before it wrote a slot, and an earlier generation loaded the same state, its slot is used as EARLY.
+    """
     if shared is None:
         return None, None, version
     found = _left(shared, version, rank, world_size)
@@ -270,7 +271,8 @@ def _slots(shared: Shared | None, version: Version, rank: int, world_size: int) 
 
 
 def _left(shared: Shared, version: Version, rank: int, world_size: int) -> tuple[Any, Any]:
-    """What this rank has left of that version: at the boundary, and before the optimizer's step."""
+    """Return this rank's slot written at the boundary of that version, and its slot EARLY written before that step;
+    None for each that is missing."""
     boundaries = [shared.slot_version(slot) for slot in range(EARLY)]
     own = [slot for slot in (*range(EARLY), *COPY_SLOTS) if shared.slot_version(slot) == version]
     early = [EARLY] if memory.leads_to(shared.slot_version(EARLY), boundaries, version) else []
@@ -285,13 +287,14 @@ def _left(shared: Shared, version: Version, rank: int, world_size: int) -> tuple
 
 
 def _exchanged(own: Any, world_size: int) -> list[Any]:
-    """The JSON values of all ranks, by rank."""
+    """Exchange a JSON value; return those of all ranks, by rank."""
     text = json.dumps(own)
     return [json.loads(row) for row in (gather.texts(text) if world_size > 1 else [text])]
 
 
 def _large(shared: Shared | None, found: FoundState, rank: int, world_size: int) -> Any:
-    """Seen where it is, else from the first rank that has it; all ranks, because each calls the same collectives."""
+    """Return the large values without a copy, or broadcast them from the first rank that has them if any rank does not.
+    Collective: every rank calls it. Raises StateError."""
     size, source = found.held.size, found.ranks[0]
     own: torch.Tensor | None = None
     if rank in found.ranks:
@@ -300,7 +303,7 @@ def _large(shared: Shared | None, found: FoundState, rank: int, world_size: int)
             own = shared.newest(size)
     if len(found.ranks) < world_size:
         if rank == source and own is None:
-            own = torch.zeros(size, dtype=torch.uint8, device="cpu")  # is no state, and every rank finds that
+            own = torch.zeros(size, dtype=torch.uint8, device="cpu")  # every rank will find that zeros are no state
         memory = packed.reserved(size) if own is None else own
         gather.broadcast(memory, source, is_written=own is None)
         return packed.in_place(memory)

@@ -1,4 +1,4 @@
-"""How much memory this container may still take."""
+"""How much more memory this container may use."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,15 +11,15 @@ MIB = 1 << 20
 
 
 class Shortage(NamedTuple):
-    """Why something has no room."""
+    """Why there is not enough memory."""
 
     why: str
     limit_needed: int | None = None
-    """Bytes that the container's memory limit must be; None where it is the machine that has too little."""
+    """Memory limit in bytes that the container would need; None if the machine has too little memory."""
 
 
 class _Files(NamedTuple):
-    """Where a cgroup says what it may take, what it has, and what of that can be reclaimed."""
+    """File names of a cgroup's memory limit and usage, and the key in memory.stat of what can be reclaimed."""
 
     limit: str
     used: str
@@ -33,8 +33,8 @@ _VERSION_2 = _Files("memory.max", "memory.current", "inactive_file ")
 def shortage(
     size: int, root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup", *, with_later: int = 0
 ) -> Shortage | None:
-    """Why so many bytes have no room; None where they have. with_later: these, and what is to follow: the limit that is
-    named has room for all."""
+    """Return why `size` bytes have no room; None if they have. with_later: `size` plus the bytes that will be needed
+    later; the memory limit that the user is asked to set has room for all of them."""
     needed = memory.needed(size)
     for limit, used in _limits(root, own):
         if not memory.fits(size, limit, used, None):
@@ -54,9 +54,9 @@ def shortage(
 def cgroups(
     controller: str, root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup"
 ) -> Iterator[tuple[Path, int]]:
-    """The folder of each cgroup of this process that may bound it, and its version, 1 or 2.
+    """Yield the folder and version (1 or 2) of each cgroup that may limit this process: its own and all parents.
 
-    Of this one and those that it is in. In a container without a namespace for them the root is the container's.
+    If a container has no cgroup namespace, `root` is the container's own cgroup.
     """
     with contextlib.suppress(OSError, ValueError):
         for line in Path(own).read_text().splitlines():
@@ -72,7 +72,7 @@ def cgroups(
 
 
 def _limits(root: str, own: str) -> Iterator[tuple[int, int]]:
-    """(limit, in use) of each cgroup of this process that has a limit; what can be reclaimed is not in use."""
+    """Yield (limit, bytes in use) of each cgroup of this process that has a limit. Reclaimable bytes count as free."""
     for folder, version in cgroups("memory", root, own):
         files = _VERSION_1 if version == 1 else _VERSION_2
         with contextlib.suppress(OSError, ValueError, StopIteration):

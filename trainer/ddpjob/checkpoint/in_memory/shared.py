@@ -103,7 +103,7 @@ class Shared:
         return {rank for rank in self._unanswered() if os.path.exists(f"/proc/{self._all[rank][memory.PID]}")}
 
     def clocks_of_others(self) -> tuple[list[int], list[int]]:
-        """Return the clocks of those ranks; and the clocks of ranks that were killed, including other nodes' ranks."""
+        """Return the clocks of the ranks in `others`, and the clocks of killed ranks, also of other nodes."""
         living = self.others()
         gone = [self._all[rank][memory.CLOCK] for rank in self._unanswered() if rank not in living]
         return [self._all[rank][memory.CLOCK] for rank in living], [*gone, self.node[memory.FURTHEST]]
@@ -172,7 +172,7 @@ class Shared:
         found = self._areas.get(area)
         if found is None or len(found) < self.reserved(area):
             found = self._areas[area] = self._map(self._place(area), self.reserved(area))
-            with contextlib.suppress(OSError):  # before Linux 5.14
+            with contextlib.suppress(OSError):  # not supported before Linux 5.14
                 found.madvise(_POPULATE_WRITE)
         return found
 

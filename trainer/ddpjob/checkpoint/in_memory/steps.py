@@ -1,4 +1,4 @@
-"""What `Keeper` notes of the steps: their numbers, how often they are marked, and which optimizers make them."""
+"""Records of `Keeper` about steps: their numbers, how often they are marked, and which optimizers make them."""
 
 import weakref
 from typing import Any
@@ -27,7 +27,7 @@ class Unmarked:
         return made
 
     def boundary(self, *, saved: bool) -> None:
-        """saved: `save` made this boundary."""
+        """Evaluate and restart the count. saved: `save` made this boundary."""
         if self._made:
             self.are_unmarked = max(self._made.values()) > 1 or (self._is_first and saved)
             self._made.clear()
@@ -75,20 +75,20 @@ class Numbers:
 
 
 class Makers:
-    """Which optimizers make the steps between two boundaries."""
+    """Records which optimizers make the steps between two boundaries."""
 
     def __init__(self) -> None:
         self._made: set[int] = set()  # ids of kept optimizers that have stepped since the last boundary
-        self._is_once = True  # none of them twice
-        self._others_make = False  # another one has stepped since then
-        self._has_made = False  # a kept one has ever stepped
+        self._is_once = True  # none of them has stepped twice
+        self._others_make = False  # an optimizer that is not kept has stepped since the last boundary
+        self._has_made = False  # a kept optimizer has ever stepped
         self._has_mixed = False  # a backward pass followed a step of a kept optimizer
-        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # others that have stepped
-        self._first: int | None = None  # id of the one that made the first step
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that are not kept and have stepped
+        self._first: int | None = None  # id of the optimizer that made the first step after the last boundary
         self._has_hooked = False  # a backward pass was seen since the last step
 
     def step(self, kept: Kept | None, optimizer: Any) -> None:
-        """An optimizer makes a step."""
+        """Record a step of this optimizer."""
         if kept is not None and not kept.has(optimizer):
             self._others_make = True
             return
@@ -97,7 +97,7 @@ class Makers:
         self._has_made = kept is not None
 
     def backward(self, *, has_stepped: bool) -> None:
-        """A backward pass has begun. has_stepped: after a step, and before the next boundary."""
+        """Record that a backward pass has begun. has_stepped: after a step, and before the next boundary."""
         self._has_hooked = True
         self._has_mixed |= has_stepped and bool(self._made)
 
@@ -110,22 +110,22 @@ class Makers:
         return is_mixed and bool(made)
 
     def saw(self, optimizer: Any) -> None:
-        """It steps while nothing is kept."""
+        """Record an optimizer that steps while nothing is kept."""
         self._seen.add(optimizer)
 
     def is_unknown(self, kept: Kept, optimizer: Any) -> bool:
-        """True the first time that this optimizer steps, if the script has not named it and it trains what is kept."""
+        """True at the first step of an optimizer that trains kept parameters, but was not passed by the script."""
         if optimizer is None or kept.has(optimizer) or optimizer in self._seen:
             return False
         self._seen.add(optimizer)
         return kept.trains_with(optimizer)
 
     def first(self, optimizer: Any) -> None:
-        """It makes the first step after a boundary."""
+        """Record the optimizer that makes the first step after a boundary."""
         self._first, self._has_hooked = id(optimizer), False
 
     def again(self, optimizer: Any) -> bool:
-        """True if it is the one of the first step, and no backward pass has come since."""
+        """True if this optimizer also made the first step, and no backward pass has followed."""
         is_again = self._first == id(optimizer) and not self._has_hooked
         self._first, self._has_hooked = None if is_again else self._first, False
         return is_again

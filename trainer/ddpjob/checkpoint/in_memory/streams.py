@@ -1,7 +1,7 @@
-"""Copies from a device into memory while its host goes on: the calls of torch.cuda that they need, in three classes.
+"""The torch.cuda calls that copy from a GPU into host memory while the host continues, in three classes.
 
-Run on an H100 (docs/measured.md, on a GPU). What uses it is tested besides with a device that does its work later, in
-any order that its streams allow (tests/support/late_device.py).
+Tested on an H100 (docs/measured.md, on a GPU). The callers are also tested with a fake device that does queued work
+late, in any order that its streams allow (tests/support/late_device.py).
 """
 
 from collections.abc import Sequence
@@ -13,34 +13,34 @@ PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts of the process
 
 
 class StreamMark:
-    """A point in what a device does."""
+    """A point in a device's stream; done when the device has finished all work queued before it."""
 
     def __init__(self, device: torch.device) -> None:
-        """Done when the device has done what its current stream was given so far."""
+        """Record the mark on the current stream."""
         self._device, self._event = device, _event()
         self._event.record(torch.cuda.current_stream(device))
 
     def is_done(self) -> bool:
-        """Whether the device has come to it. Waits for nothing."""
+        """True if the device has reached the mark. Does not wait."""
         return bool(self._event.query())
 
     def wait(self) -> None:
-        """Until it has."""
+        """Block the host until the device has reached the mark."""
         self._event.synchronize()
 
 
 class Ticket(StreamMark):
-    """A copy that is on its way; done when all its bytes are there."""
+    """A copy in progress; done when all its bytes have arrived."""
 
     def __init__(
         self, device: torch.device, began: Any, ended: Any, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
     ) -> None:
         self._device, self._began, self._event = device, began, ended
-        self._pairs = pairs  # until it is done nobody else is given their memory: the other stream is not known to it
+        self._pairs = pairs  # keeps the tensors: torch's allocator ignores the side stream and would reuse their memory
         self._held: tuple[Any, Any] | None = None
 
     def hold(self) -> None:
-        """What the current stream is given from now on begins after the copy; the host does not wait."""
+        """Make all later work on the current stream start after the copy. The host does not wait."""
         before = StreamMark(self._device)
         torch.cuda.current_stream(self._device).wait_event(self._event)
         if self._held is None:
@@ -48,40 +48,40 @@ class Ticket(StreamMark):
 
     @property
     def seconds(self) -> float:
-        """How long the device has copied, once it is done."""
+        """Seconds that the device has copied. The copy must be done."""
         return float(self._began.elapsed_time(self._event)) / 1000
 
     @property
     def held_seconds(self) -> float:
-        """How long the current stream stood still for it; once a mark after `hold` is done."""
-        if self._held is None or not self._held[1].query():  # of a stream that nothing has waited for
+        """Seconds that the current stream waited for the copy; 0 before `hold`, or if that wait is not over."""
+        if self._held is None or not self._held[1].query():
             return 0.0
         return float(self._held[0].elapsed_time(self._held[1])) / 1000
 
 
 class Streams:
-    """A CUDA device and the host's memory, with one stream for all copies: they are made one after the other."""
+    """Copies from a CUDA device to the host's memory, one after the other on a stream of their own."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._side: Any = None
 
     def pin(self, memory: torch.Tensor) -> str:
-        """Let the device write there by itself; "" or why it cannot: then the host waits for each copy.
+        """Pin `memory`, so that the device can write to it asynchronously. Return "" or why that failed.
 
-        As PyTorch pins shared memory itself (torch.distributed's state dicts).
+        PyTorch pins shared memory in the same way for torch.distributed's state dicts.
         """
-        with torch.cuda.device(self.device):  # of a thread it would be the first one
+        with torch.cuda.device(self.device):  # a new thread would use device 0
             cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             error = int(cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), PORTABLE))
         return f"cudaHostRegister answers {error}" if error else ""
 
     def clone(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the device, made in the order of what it is given."""
+        """Queue a copy on the device, in the order of the current stream."""
         return tensor.detach().clone()
 
     def begin_copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Ticket:
-        """Copy to each first from each second one, as it is when the device has done what it was given so far."""
+        """Queue a copy for each (target, source) pair. The copies start after all work queued so far."""
         if self._side is None:
             self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._side.wait_stream(torch.cuda.current_stream(self.device))
@@ -94,19 +94,19 @@ class Streams:
         return Ticket(self.device, began, ended, pairs)
 
     def mark(self) -> StreamMark:
-        """Done when the device has done what the current stream was given so far."""
+        """Mark the current end of the current stream."""
         return StreamMark(self.device)
 
     def is_recording(self) -> bool:
-        """Whether what is given to the current stream is recorded for a CUDA graph, and not done now."""
+        """True if the current stream is being captured into a CUDA graph, so that queued work is not done now."""
         return torch.cuda.is_current_stream_capturing()
 
 
 def for_device(device: torch.device) -> Streams | None:
-    """None: there is no way for this kind."""
+    """Return the streams of a CUDA device; None for any other kind, whose state cannot be copied."""
     return Streams(device) if device.type == "cuda" else None
 
 
 def _event() -> Any:
-    """One that a host waits for without turning its processor."""
+    """Return an event for which the host waits by sleeping, without using its processor."""
     return torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]

@@ -5,8 +5,7 @@ checks that the state is clean, writes it to the agent's memory and sets ANSWER 
 an exception does the same at exit. So does a rank that is told to stop if there is no folder, or the last save failed.
 
 Life cycle: `memory.Keeper` creates one Survivor per process. Its thread is a daemon and runs until the process exits.
-`Keeps` is all that it sees of the Keeper; `shared.py` writes the areas that ranks of a node
-share.
+It sees only the `Keeps` part of the Keeper. `shared.py` writes the areas that the ranks of a node share.
 
 Drawbacks: the thread races with the training thread. A lock and the clock in the agent's memory protect only against
 optimizer steps. Changes that the script makes by other means are found by comparing version counters before and after
@@ -39,11 +38,11 @@ from ddpjob_core.rules import RESUMABLE_EXIT_CODE
 _BACKWARD = torch.autograd.backward.__code__
 DIRTY_SECONDS = 0.05  # more than an optimizer step usually takes
 TRIES_LEAST = 50  # attempts to write; a rank that gets CPU time makes hundreds
-HELD_UP = 4  # wait at most this many times the usual duration if the main thread is runnable
+HELD_UP = 4  # wait at most this many times the usual duration of a step if the main thread is runnable
 
 
 class Keeps(Protocol):
-    """What a survivor sees of what is kept: its thread reads, and the training thread writes."""
+    """The part of `Keeper` that a survivor uses: its thread reads, and the training thread writes."""
 
     shared: Shared
     copies: Copies | None
@@ -70,7 +69,7 @@ class Keeps(Protocol):
     pid: int
 
     def give_up(self, error: Exception) -> None:
-        """What is kept cannot be written."""
+        """Stop keeping the state, because it cannot be written."""
 
     def watched(self, kept: Kept) -> Mapping[str, Any]:
         """Values that are compared between a boundary and the next step, by name."""
@@ -80,7 +79,7 @@ class Keeps(Protocol):
 
 
 class Survivor:
-    """What a rank does when another one has failed, and at its own end."""
+    """Writes this rank's state when another rank has failed, and at its own end."""
 
     def __init__(self, keeper: Keeps) -> None:
         self._keeper = keeper
@@ -143,7 +142,7 @@ class Survivor:
             cells[ANSWER] = answer or UNABLE
 
     def _has_time(self, began: float, part: float = 1.0) -> bool:
-        """True if `part` of the time is left, or of the attempts: a rank without CPU time had no chance yet."""
+        """True until this part of the time limit is over. A rank with few attempts (no CPU time) gets more time."""
         size, now, wrote = self._keeper.shared.reserved(), time.monotonic(), self._keeper.shared.node[WROTE]
         if wrote != self._wrote[0]:  # another rank is writing
             self._wrote = wrote, now
@@ -192,7 +191,7 @@ class Survivor:
         places, why = self._keeper.places, ""
         try:
             if names := places.unsettled(self._keeper.watched(kept)):
-                kept.check()  # a model that is elsewhere has other buffers too
+                kept.check()  # raises if the model was moved to another device, because then its buffers differ too
                 why = f"{', '.join(names)}: changed after should_stop() or keep()"
         except RuntimeError:  # the script is changing a dict while this thread reads it
             return None if self._has_time(began, 0.5) else UNABLE

@@ -1,1 +1,1 @@
-"""What a state is: taken from objects and given back, as bytes, compared, per rank, and what it does not hold."""
+"""The state of a training: how it is copied from objects and restored, stored as bytes, and compared between ranks."""

@@ -1,4 +1,4 @@
-"""Compare small states: those of one object at two moments, and those of one name on several ranks."""
+"""Compare small states: of one object at two moments, or of one name on several ranks."""
 
 import hashlib
 from collections.abc import Mapping
@@ -8,17 +8,17 @@ import torch
 
 
 def same(one: Any, other: Any) -> bool:
-    """True if both are the same value, bit by bit in their tensors."""
+    """True if both are the same value; tensors are compared bit by bit."""
     try:
         if bool(one == other):
             return True
-    except (RuntimeError, ValueError, TypeError):  # a tensor in it has several values
+    except (RuntimeError, ValueError, TypeError):  # == of tensors with several values has no truth value
         pass
     return digest(one) == digest(other)  # NaN is not equal to itself
 
 
 def moved(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
-    """Names of both whose values differ."""
+    """Return the names that are in both and have different values."""
     return {
         name
         for name, value in now.items()

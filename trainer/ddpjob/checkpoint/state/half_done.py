@@ -1,8 +1,8 @@
-"""What a state does not hold of work that is half done, named before a restart needs it.
+"""Find unfinished work that no state_dict() contains, so that it is logged before a restart loses or repeats it.
 
-Gradients that wait for an optimizer's step, the state of a communication hook, and what ZeroRedundancyOptimizer has
-consolidated before its last step are in no state_dict(). Nor is what a script has done at the end of an epoch, and at
-the beginning of one: a DataLoader draws a seed there.
+Examples: gradients that wait for an optimizer's step, the state of a communication hook, and shards that
+ZeroRedundancyOptimizer consolidated before its last step. Also work at the end of an epoch that is done already, and
+the seed that a DataLoader draws at the beginning of one.
 """
 
 import gc
@@ -22,40 +22,40 @@ from ddpjob import process
 from ddpjob.checkpoint.state import random_states
 from ddpjob.errors import StateError
 
-COMPARED_STEPS = 3  # the first ones: between them training shows if it draws random numbers
-SCANS = 3  # for such a loader, at the first saves
-WATCHED_MAX = 8  # parameters of a model: what follows each optimizer step must cost nothing
+COMPARED_STEPS = 3  # first steps, between which random states are compared to see if training draws numbers
+SCANS = 3  # searches for a DataLoader that draws a seed, at the first saves
+WATCHED_MAX = 8  # parameters of each optimizer that have a hook; a hook on all of them would cost time at each step
 
 
 def hooks_with_state(objects: Mapping[str, Any]) -> dict[str, str]:
-    """By name of a model in DDP: the type of the state that its communication hook keeps."""
+    """Return the type of the state that a DDP model's communication hook keeps, by name of the model."""
     found = {}
     for name, value in objects.items():
         for _, state in getattr(value, "_comm_hooks", ()) if isinstance(value, DistributedDataParallel) else ():
-            if state is not None and not isinstance(state, dist.ProcessGroup):  # stateless hooks are given the group
+            if state is not None and not isinstance(state, dist.ProcessGroup):  # stateless hooks get the group as state
                 found[name] = type(state).__name__
     return found
 
 
 def stepped_at_end_of_epoch(step: int, objects: Mapping[str, Any]) -> tuple[str, str]:
-    """Names of a sampler's state that leaves no batch of its epoch, and of a scheduler that has stepped for this epoch
-    already: the resume has no batch, and the script steps the scheduler again. Two empty strings if there are none."""
+    """Return the names of a sampler's state at the end of its epoch and of a scheduler that has stepped for this epoch
+    already; two empty strings if there are none. A resume has no batch left, but steps the scheduler again."""
     schedulers = {name: value for name, value in objects.items() if isinstance(value, LRScheduler)}
     for place, state in objects.items():
         if not isinstance(state, dict) or {"n", "seed", "epoch", "consumed"} != state.keys():
             continue
         for name, scheduler in schedulers.items():
-            # one that steps with each batch has stepped as often as the optimizer
+            # last_epoch == step for a scheduler that steps with each batch
             if state["consumed"] == state["n"] and state["epoch"] + 1 == scheduler.last_epoch < step:
                 return place, name
     return "", ""
 
 
 def draws_within_epoch() -> bool:
-    """True if a DataLoader is iterated that has drawn its seed from torch's global generator, so that a resume within
-    the epoch draws it once more. A GlobalBatchSampler sets the generator back. Looks at all objects: some 50 ms."""
+    """True if a DataLoader that draws its seed from torch's global generator is being iterated. A resume within the
+    epoch draws the seed again. A GlobalBatchSampler restores the generator. Takes about 50 ms: it reads all objects."""
     objects = gc.get_objects()
-    # By getattr: another thread may be creating one, and a subclass of a stranger may not call __init__.
+    # Attributes may be missing: another thread may be creating an object, or a subclass does not call __init__.
     iterations = [each for each in objects if issubclass(type(each), _BaseDataLoaderIter)]
     iterated = {id(sampler) for each in iterations if (sampler := getattr(each, "_index_sampler", None)) is not None}
     loaders = [each for each in objects if issubclass(type(each), DataLoader)] if iterated else []
@@ -68,20 +68,20 @@ def draws_within_epoch() -> bool:
 
 
 class SinceLastStep:
-    """What has happened since the last optimizer step: gradients that wait for the next one, and shards that are older.
+    """Find gradients that wait for the next optimizer step, and consolidated shards that are older than the last one.
 
-    Gradients usually stay after a step. So a hook of some parameters notes when they get another one.
+    Parameters usually keep their gradients after a step. So hooks on some parameters record when new ones arrive.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._watched: weakref.WeakKeyDictionary[Any, list[torch.Tensor]] = weakref.WeakKeyDictionary()
-        self._settled: set[int] = set()  # parameters whose gradients the last step has used
+        self._settled: set[int] = set()  # ids of parameters whose gradients the last step has used
         self._shards: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._all: set[int] = set()
-        self._steps = self._random = 0  # the random states after the first step
+        self._steps = self._random = 0  # _random: hash of the random states after the first step
         self._scans_left = SCANS
-        self._draws = False  # True if training draws between its first steps: dropout, augmentation
+        self._draws = False  # True if training draws random numbers between its first steps, as with dropout
         itself = weakref.ref(self)
 
         def after_step(optimizer: Any, *_: Any) -> None:
@@ -100,9 +100,9 @@ class SinceLastStep:
             return
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         parameters = [each for each in parameters if each.requires_grad and each.is_leaf]
-        count = min(len(parameters), WATCHED_MAX)  # from the first to the last
+        count = min(len(parameters), WATCHED_MAX)  # evenly spread from the first to the last
         self._watched[optimizer] = [parameters[(len(parameters) - 1) * i // max(1, count - 1)] for i in range(count)]
-        settled = self._settled  # not self, which a parameter would keep
+        settled = self._settled  # a hook that refers to self would keep this object alive
         for parameter in self._watched[optimizer]:
             self._all.add(id(parameter))
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
@@ -114,11 +114,11 @@ class SinceLastStep:
         self._random = self._random if self._steps else mark
         self._steps += 1
         self._draws |= mark != self._random
-        if self._steps == COMPARED_STEPS and process.current.keeper is not None:  # else only a save can lead to it
+        if self._steps == COMPARED_STEPS and process.current.keeper is not None:  # without memory, save() calls it
             self.name_loader()
 
     def name_loader(self) -> None:
-        """Log on rank 0 if a restart from here, within an epoch, continues random numbers with another one."""
+        """Log on rank 0 if a restart within this epoch would continue with other random numbers."""
         if not (self._draws and self._scans_left and self._rank == 0):
             return
         self._scans_left -= 1
@@ -131,8 +131,8 @@ class SinceLastStep:
             )
 
     def refuse_stale_shards(self, objects: Mapping[str, Any]) -> None:
-        """StateError for a ZeroRedundancyOptimizer that has stepped after consolidate_state_dict(), which makes a new
-        list each time: it would give the older shards of other ranks under the newer step. Called on rank 0."""
+        """Raise StateError if a ZeroRedundancyOptimizer has stepped after consolidate_state_dict(), which makes a new
+        list at each call. The save would mix older shards of other ranks with the newer step. Called on rank 0."""
         for name, value in objects.items():
             shards = getattr(value, "_all_state_dicts", None) if isinstance(value, torch.optim.Optimizer) else None
             if shards and self._shards.get(value) is shards:
@@ -142,10 +142,10 @@ class SinceLastStep:
                 )
 
     def pending(self, objects: Mapping[str, Any]) -> str:
-        """The name of an object whose gradients wait; "" if none does."""
+        """Return the name of a model with gradients that wait for an optimizer step; "" if there is none."""
         for value in objects.values():
             if isinstance(value, torch.optim.Optimizer):
-                self._watch(value)  # which may have made no step yet
+                self._watch(value)  # it may not have stepped yet
         for parameter in (each for its in self._watched.values() for each in its):
             waits = id(parameter) not in self._settled and parameter.grad is not None and _waits(parameter.grad)
             for name, value in objects.items() if waits else ():
@@ -155,6 +155,6 @@ class SinceLastStep:
 
 
 def _waits(gradient: torch.Tensor) -> bool:
-    """Whether it has a value. GradScaler leaves out the step of one that is not finite."""
+    """True if the gradient is finite and not all zero. GradScaler skips the step for gradients that are not finite."""
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     return bool(values.any()) and bool(values.isfinite().all())

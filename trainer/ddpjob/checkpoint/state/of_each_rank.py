@@ -1,8 +1,8 @@
-"""State that differs between ranks, in the snapshot's one file: readers, generators, buffers that DDP does not send.
+"""State that differs between ranks, in one snapshot file: data readers, generators, buffers that DDP does not send.
 
-Rank 0 writes its own state. Every other rank hands it a copy of what may differ, together with its random state, and
-the file keeps the copies that do differ, under "ranks". Models and optimizers are replicas: of these only the parts
-that DistributedDataParallel leaves to each rank are compared, and the numbers in an optimizer's settings.
+Rank 0 writes its own state. Every other rank sends it a copy of values that may differ, and its random state. The file
+keeps the copies that do differ under "ranks". Models and optimizers are replicas, so only two parts are compared: what
+DistributedDataParallel does not synchronize, and the numbers in an optimizer's settings.
 """
 
 import gc
@@ -19,19 +19,19 @@ from ddpjob.checkpoint.state.alike import digest
 from ddpjob.checkpoint.state.state_dicts import copied, state_of, unwrapped
 from ddpjob.errors import StateError
 
-OWN_BYTES_MAX = 4 << 20  # of one object of one rank, which passes through the store of the group
-SAMPLES, SAMPLED_VALUES = 32, 8  # parameters of a model, and of each: replicas that are out of step differ everywhere
+OWN_BYTES_MAX = 4 << 20  # of one object of one rank, because it is sent through the store of the group
+SAMPLES, SAMPLED_VALUES = 32, 8  # parameters of a model, values of each: ranks that are out of step differ everywhere
 
 WHOLE, KEYS, OPTIMIZER, LARGE = "whole", "keys", "optimizer", "large"
 _wrappers: "weakref.WeakKeyDictionary[torch.nn.Module, Any]" = weakref.WeakKeyDictionary()
 
 
 class LateError(StateError):
-    """A file lacks what a rank had of its own, because that rank was too late for it."""
+    """The file lacks a rank's own values, because that rank did not save in time."""
 
 
 def own(objects: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What may differ between ranks of what save() is given, by name; a copy, or of a large one a sum of its bits."""
+    """Return, by name, a copy of the values given to save() that may differ between ranks; a checksum of large ones."""
     models = [unwrapped(value) for value in objects.values() if isinstance(value, torch.nn.Module)]
     of_rank = {id(model.get_parameter(name)) for model in models for name in ignored(model)}
     found = {name: _own(name, value, of_rank) for name, value in objects.items()}
@@ -40,7 +40,7 @@ def own(objects: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def _own(name: str, value: Any, of_rank: set[int]) -> dict[str, Any]:
     if isinstance(value, torch.optim.Optimizer):
-        # by the number that state_dict() gives to parameters
+        # keys are the parameter numbers of state_dict()
         numbered = enumerate(p for group in value.param_groups for p in group["params"]) if of_rank else ()
         moments = {n: value.state[p] for n, p in numbered if id(p) in of_rank and p in value.state}
         groups = value.param_groups
@@ -54,7 +54,7 @@ def _own(name: str, value: Any, of_rank: set[int]) -> dict[str, Any]:
 
 
 def samples(objects: Mapping[str, Any]) -> dict[str, list[str]]:
-    """By name of a model: the first values of some parameters that all ranks are to have the same."""
+    """Return the first values of some synchronized parameters, by name of the model; equal on ranks in step."""
     models = {name: unwrapped(value) for name, value in objects.items() if isinstance(value, torch.nn.Module)}
     found = {}
     for name, model in models.items():
@@ -70,30 +70,31 @@ def _first_values(tensor: torch.Tensor) -> str:
 
 
 def out_of_step(of_0: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Names of models of which a rank has other parameters than rank 0."""
+    """Return the names of models whose parameters on some rank differ from rank 0's."""
     return sorted({name for other in others for name in of_0 if other.get(name, of_0[name]) != of_0[name]})
 
 
 def senders(value: torch.nn.Module) -> list[DistributedDataParallel]:
-    """The wrappers that send this model's buffers to all ranks before each forward pass; none if one does not."""
+    """Return the DDP wrappers that broadcast this model's buffers before each forward pass; none if one of them does
+    not broadcast them all."""
     inside = [each for each in value.modules() if isinstance(each, DistributedDataParallel)]
     wrappers = inside or [each for each in [_wrapper_of(_uncompiled(value))] if each is not None]
     return wrappers if all(each.broadcast_buffers and not _ignores_a_buffer(each) for each in wrappers) else []
 
 
 def _ignores_a_buffer(wrapper: DistributedDataParallel) -> bool:
-    """True if it is told to leave a buffer to each rank."""
+    """True if DDP was told to ignore a buffer, so that each rank has its own."""
     return any(name in wrapper.parameters_to_ignore for name, _ in wrapper.module.named_buffers())
 
 
 def send_those_of_0(wrappers: Collection[DistributedDataParallel]) -> bool:
-    """True if rank 0's buffers are sent. Inside of `with model.join()` it is those of the highest rank that still has
-    data (DistributedDataParallel._sync_buffers, torch/nn/parallel/distributed.py, torch 2.13)."""
+    """True if rank 0's buffers are broadcast. Inside `with model.join()` DDP sends those of the highest rank that still
+    has data (DistributedDataParallel._sync_buffers, torch/nn/parallel/distributed.py, torch 2.13)."""
     return bool(wrappers) and not any(each._join_config.enable for each in wrappers)
 
 
 def outermost(value: torch.nn.Module) -> torch.nn.Module:
-    """The wrapper of a model that is in DistributedDataParallel, else the model."""
+    """Return the DistributedDataParallel wrapper of a model if it has one, else the model."""
     if isinstance(value, DistributedDataParallel):
         return value
     wrapper: torch.nn.Module | None = _wrapper_of(_uncompiled(value))
@@ -101,9 +102,9 @@ def outermost(value: torch.nn.Module) -> torch.nn.Module:
 
 
 def _wrapper_of(module: torch.nn.Module) -> Any:
-    """The wrapper of a model that a script saves without it; None if there is none."""
+    """Return the DDP wrapper of a model that the script saves without its wrapper; None if there is none."""
     found = _wrappers.get(module)
-    if found is None or (found is not _none and found() is None):  # the search takes a tenth of a second
+    if found is None or (found is not _none and found() is None):  # remembered, because the search takes 0.1 s
         wrappers = (each for each in gc.get_objects() if type(each) is DistributedDataParallel)
         wrapper = next((each for each in wrappers if _uncompiled(each.module) is module), None)
         found = _wrappers[module] = _none if wrapper is None else weakref.ref(wrapper)
@@ -111,17 +112,17 @@ def _wrapper_of(module: torch.nn.Module) -> Any:
 
 
 def _none() -> None:
-    """A model that nobody has wrapped."""
+    """Replaces a weak reference for a model without a wrapper."""
 
 
 def _uncompiled(module: Any) -> Any:
-    """The module that torch.compile has made another one of."""
+    """Return the original of a module that torch.compile returned; any other module itself."""
     return getattr(module, "_orig_mod", module)
 
 
 def ignored(module: torch.nn.Module) -> list[str]:
-    """Names of parameters that DistributedDataParallel is told to ignore, and that are trained; also in a copy of the
-    model, as an average of its weights has it within."""
+    """Return the names of trained parameters that DDP was told to ignore, also in copies of the model inside another
+    module, such as an average of its weights."""
     names = {
         f"{place}.{name}" if place else name
         for place, inside in module.named_modules()
@@ -131,7 +132,7 @@ def ignored(module: torch.nn.Module) -> list[str]:
 
 
 def _keys(model: torch.nn.Module) -> set[str]:
-    """Names in the model's state that DistributedDataParallel does not make the same on all ranks."""
+    """Return the keys of the model's state that DistributedDataParallel does not synchronize."""
     module = unwrapped(model)
     buffers = set() if send_those_of_0(senders(model)) else {name for name, _ in module.named_buffers()}
     return buffers.union(ignored(module))
@@ -148,7 +149,7 @@ def _bounded(name: str, kind: str, value: Any) -> dict[str, Any]:
 
 
 class Handed(NamedTuple):
-    """What a rank hands to rank 0."""
+    """The values that a rank sends to rank 0 for a save."""
 
     rng: Any
     own: Any
@@ -161,15 +162,15 @@ class Handed(NamedTuple):
 
 
 def from_bytes(data: bytes) -> Handed:
-    """What a rank has handed over."""
+    """Parse `Handed.as_bytes`."""
     return Handed(**torch.load(io.BytesIO(data), weights_only=True))
 
 
 def differing(
     of_0: Mapping[str, Any], others: Mapping[int, Mapping[str, Any]], known: Collection[str] = ()
 ) -> dict[int, dict[str, Any]]:
-    """By rank: its parts of each name of which not all ranks have the same. known: names that differ whatever these
-    have, because a rank is missing."""
+    """Return, for each rank, the values that are not equal on all ranks, by name. known: names that are treated as
+    different in any case, because a rank is missing."""
     names = {name for parts in others.values() for name in of_0 if digest(of_0[name]) != digest(parts.get(name))}
     names |= of_0.keys() & set(known)
     ranks = {0: of_0, **others} if names else {}
@@ -177,12 +178,12 @@ def differing(
 
 
 def names_in(ranks: Mapping[int, Mapping[str, Any]]) -> set[str]:
-    """Names of which each rank has its own."""
+    """Return the names for which each rank has a value of its own."""
     return {name for parts in ranks.values() for name in parts}
 
 
 def too_large(ranks: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """Names of which each rank has its own, and it is too large to be kept."""
+    """Return the names for which each rank has a value of its own that is too large for the file."""
     return sorted({name for parts in ranks.values() for name, part in parts.items() if part["kind"] == LARGE})
 
 
@@ -190,10 +191,10 @@ def too_large(ranks: Mapping[int, Mapping[str, Any]]) -> list[str]:
 
 
 def state_for(document: Mapping[str, Any], rank: int, world_size: int, named: Sequence[str]) -> dict[str, Any]:
-    """The document's state with this rank's own parts. named: what is to be restored into objects.
+    """Return the document's state with this rank's own parts. named: names that will be restored into objects.
 
-    Raises StateError where a rank's own part of these is not in the document, LateError if the rank did not save in
-    time; of others rank 0's is given.
+    Raises StateError if a rank's own part of one of them is not in the document, LateError if the rank did not save in
+    time. For other names rank 0's part is used instead.
     """
     state: dict[str, Any] = dict(document["state"])
     ranks: Mapping[int, Mapping[str, Any]] = document.get("ranks", {})
@@ -214,7 +215,7 @@ def state_for(document: Mapping[str, Any], rank: int, world_size: int, named: Se
 
 
 def _lost(names: Sequence[str], document: Mapping[str, Any], world_size: int) -> str:
-    """Why not each rank can be given its own, the same on all ranks; "" where it can."""
+    """Return why ranks cannot get their own parts back, the same text on all ranks; "" if they can."""
     if names and world_size != document["world_size"]:
         return (
             f"{_had_own(names, document)}, by {document['world_size']} ranks, and there are {world_size} now. Start as "
@@ -239,6 +240,6 @@ def _with(whole: Any, part: Mapping[str, Any]) -> Any:
         return {**whole, "state": {**whole["state"], **part["value"]["state"]}, "param_groups": groups}
     merged = type(whole)(whole)
     merged.update(part["value"])
-    if hasattr(whole, "_metadata"):  # versions of the modules
+    if hasattr(whole, "_metadata"):  # versions of the modules, which load_state_dict() reads
         merged._metadata = whole._metadata
     return merged

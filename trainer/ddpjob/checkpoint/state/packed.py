@@ -1,8 +1,7 @@
 """A state as bytes: small values as a pickle, the large state as tensors that lie one after the other in shared memory.
 
-Why not torch.save: it takes a millisecond for the smallest state, and a checksum and a copy for a large one. It is
-meant for files that are kept. These bytes are read by the same versions, in the same pod or by a peer of the same
-group.
+Why not torch.save: it takes at least a millisecond, and it copies and sums a large state. It is meant for files that
+are kept. These bytes are only read by the same versions of the code, in the same pod or by a peer of the same group.
 
 Flow: `pack` describes a value without copying its tensors, `write` copies them to a memory area, `in_place` reads them
 there without a copy, and `own` gives them memory of their own. `total` is the checksum.
@@ -40,7 +39,7 @@ THREADS_MAX = 8
 WORTH_BYTES = 32 << 20
 """Below this, starting threads takes longer than the copy."""
 _LEAVES = frozenset({int, float, bool, str, bytes, type(None)})
-_HEAD = 16  # two lengths: of the pickle, and of everything
+_HEAD = 16  # bytes of two lengths: of the pickle, and of the whole state
 _HUGE_BYTES = 4 << 20
 _UNREADABLE = (
     pickle.UnpicklingError, EOFError, IndexError, TypeError, ValueError, AttributeError, RuntimeError, OSError

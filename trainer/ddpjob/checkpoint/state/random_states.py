@@ -1,4 +1,4 @@
-"""The random generators of a process, as a value that is saved, and back. `Snapshot` and the memory use it."""
+"""Read and restore the random generators of a process. `Snapshot` and the state in memory use it."""
 
 import array
 import ctypes
@@ -12,17 +12,17 @@ import torch
 
 from ddpjob import process
 
-_WORDS, _WORD_BYTES = 624, 4  # of the Mersenne Twister, before its position
+_WORDS, _WORD_BYTES = 624, 4  # state of the Mersenne Twister; its position follows in memory
 _Bytes = ctypes.c_char * ((_WORDS + 1) * _WORD_BYTES)
 
 
 class _Seen(NamedTuple):
-    """A generator as it was when it was asked last."""
+    """numpy's generator at the last call."""
 
-    generator: Any  # its memory is read while it is here
+    generator: Any  # the reference keeps the memory valid
     memory: Any
     raw: bytes
-    """What lay there; b"" where that has not proved to be the state."""
+    """Content of the memory; b"" if it was not what get_state() returned."""
     state: Any
 
 
@@ -32,14 +32,14 @@ _numpy = _Seen(None, None, b"", None)
 
 
 def current() -> dict[str, Any]:
-    """Of Python, numpy where it is imported, torch and this rank's CUDA device, as values that can be saved."""
+    """Return the states of Python, numpy if it is imported, torch and this rank's CUDA device, as values for a file."""
     return expanded(compact())
 
 
 def compact() -> dict[str, Any]:
-    """The same as bytes, in a tenth of the time, for what is written at each step.
+    """Return the states as bytes, in a tenth of the time of `current`, because they are written at each step.
 
-    Each is the very object that it was while nothing was drawn, and so is compared and hashed at no cost.
+    A generator that was not used gives the same object again, so comparing and hashing it costs nothing.
     """
     global _torch
     now = torch.default_generator.get_state()
@@ -48,7 +48,7 @@ def compact() -> dict[str, Any]:
         _torch = raw
     state: dict[str, Any] = {"python": _compact_python(), "torch": _torch}
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = bytes(torch.cuda.get_rng_state().tolist())  # 16 bytes that the host has
+        state["cuda"] = bytes(torch.cuda.get_rng_state().tolist())  # 16 bytes in host memory: no wait for the GPU
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         state["numpy"] = _compact_numpy(numpy.random)
@@ -56,8 +56,8 @@ def compact() -> dict[str, Any]:
 
 
 def _compact_python() -> Any:
-    """Of Python's global generator. To compare all of its 624 words takes as long as to read them: each draw moves the
-    position, and eight words are others once the generator has gone through all of them."""
+    """Return the state of Python's generator. Only the position, which each draw changes, and the first eight words are
+    compared. These words change when the position starts again. Comparing all 624 takes as long as reading them."""
     global _python
     version, words, gauss = random.getstate()
     mark = version, words[:8], words[-1], gauss
@@ -67,11 +67,10 @@ def _compact_python() -> Any:
 
 
 def _compact_numpy(generator: Any) -> Any:
-    """Of numpy's global generator. Its get_state takes as long as all else together, and few scripts draw from it: it
-    is not called while the generator's bytes are as they were.
+    """Return the state of numpy's global generator.
 
-    A second value of the normal distribution that was drawn with the first is not among these bytes, and it is only
-    there after they have changed.
+    get_state() takes as long as everything else here, and few scripts draw from numpy. So it is not called while the
+    generator's bytes are unchanged, unless a second normal value is cached: the cache is not among these bytes.
     """
     global _numpy
     seen, memory, raw = _numpy, None, b""
@@ -84,7 +83,7 @@ def _compact_numpy(generator: Any) -> Any:
         if raw == seen.raw and not seen.state[3]:
             return seen.state
     elif type(bits).__name__ == "MT19937":
-        memory = _Bytes.from_address(bits.ctypes.state_address)  # which numpy gives to C programs
+        memory = _Bytes.from_address(bits.ctypes.state_address)  # numpy's documented address for C programs
         raw = memory.raw
     name, keys, position, has_gauss, cached = generator.get_state()
     state = (name, keys.tobytes(), int(position), int(has_gauss), float(cached))
@@ -94,12 +93,12 @@ def _compact_numpy(generator: Any) -> Any:
 
 
 def mark(state: Mapping[str, Any]) -> int:
-    """A number of what `compact` returns, another one for another state."""
+    """Return a hash of the result of `compact`."""
     return hash(tuple(state.values()))
 
 
 def expanded(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What `current` would have returned where `compact` did; from a slot, torch's is a tensor already."""
+    """Convert the result of `compact` to that of `current`. In a state from a slot, torch's is already a tensor."""
     version, words, gauss = state["python"]
     full: dict[str, Any] = {
         "python": (version, tuple(array.array("I", words)), gauss),
@@ -118,7 +117,7 @@ def _as_tensor(state: Any) -> torch.Tensor:
 
 
 def restore(document: Mapping[str, Any], rank: int, world_size: int) -> None:
-    """This rank's own, where the document has it and there are as many ranks, else seeded from rank 0's."""
+    """Restore this rank's states if the document has them and the number of ranks is the same; else seed them."""
     own = document["rng"].get(rank) if document["world_size"] == world_size else None
     if own is None:
         seed(document["rng"][0], document["step"], rank)
@@ -127,7 +126,7 @@ def restore(document: Mapping[str, Any], rank: int, world_size: int) -> None:
 
 
 def set_to(own: Mapping[str, Any]) -> None:
-    """All generators to what `current` has returned."""
+    """Set all generators to a result of `current`."""
     random.setstate(own["python"])
     torch.set_rng_state(own["torch"])
     if "cuda" in own and torch.cuda.is_available():
@@ -138,10 +137,10 @@ def set_to(own: Mapping[str, Any]) -> None:
 
 
 def continue_from_here() -> None:
-    """Let a sampler that resumes within an epoch set the generators to their present states at its first batch.
+    """Let a sampler that resumes within an epoch reset the generators to their present states at its first batch.
 
-    Each iter(DataLoader) draws a seed for its workers, also without any. The undisturbed training drew that at the
-    beginning of the epoch, and not once more here. From the next optimizer step on the sampler changes nothing.
+    iter(DataLoader) draws a seed, even without workers. A training without a restart draws it only at the beginning of
+    the epoch. The reset has no effect after the next optimizer step.
     """
     state, now = current(), process.current.optimizer_steps
 
@@ -153,12 +152,12 @@ def continue_from_here() -> None:
 
 
 def seed(of_rank_0: Mapping[str, Any], step: int, rank: int) -> None:
-    """The seed differs between ranks and steps, and is the same for every resume from the same file."""
+    """Seed all generators. Every resume from the same file gives the same seed; ranks and steps have different ones."""
     sha256 = hashlib.sha256(of_rank_0["torch"].numpy().tobytes())
     sha256.update(f"{step}/{rank}".encode())
-    number = int.from_bytes(sha256.digest()[:4], "big")  # numpy takes 32 bits
+    number = int.from_bytes(sha256.digest()[:4], "big")  # numpy accepts at most 32 bits
     random.seed(number)
-    torch.manual_seed(number)  # CUDA too
+    torch.manual_seed(number)  # also seeds CUDA
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(number)

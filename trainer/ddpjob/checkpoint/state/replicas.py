@@ -1,7 +1,7 @@
-"""`check_replicas(model)`: do all ranks still hold the same bits? DDP promises it, and nothing in PyTorch looks.
+"""`check_replicas(model)`: check that all ranks hold the same bits. DDP relies on it, but PyTorch does not check it.
 
-Every rank sums the bits of each tensor, and only the sums travel: 8 bytes a tensor. What is found is the same on all
-ranks, so all raise the same error, and none is left waiting in a collective.
+Every rank sums the bits of each tensor, and only the sums are sent: 8 bytes per tensor. All ranks get the same result,
+so all raise the same error, and none is left waiting in a collective.
 """
 
 import functools
@@ -19,7 +19,7 @@ from ddpjob.checkpoint.state.state_dicts import described, not_whole, sharded, u
 from ddpjob.errors import ReplicasDifferError, StateError
 from ddpjob.group import gather
 
-WORDS_AT_ONCE = 1 << 18  # with their weights they stay in a processor's cache
+WORDS_AT_ONCE = 1 << 18  # words and weights fit into a processor's cache
 _RANKS_NAMED_MAX = 8
 _REMEDY = (
     "Common causes: weights or a seed that depend on the rank, a change outside of DDP's backward pass, faulty memory. "
@@ -36,7 +36,7 @@ class _Tensor(NamedTuple):
     tensor: torch.Tensor
 
     def describe(self) -> str:
-        """parameter fc.weight (float32 [10, 64])"""
+        """Return for example "parameter fc.weight (float32 [10, 64])"."""
         return f"{self.kind} {self.name} ({described(self.tensor)})"
 
 
@@ -46,13 +46,13 @@ def check_replicas(model: Any, *, buffers: bool = True) -> None:
 
     model    a module, in DistributedDataParallel or not; or an optimizer, or what a state_dict() gives (its tensors
              are compared, its plain numbers are not).
-    buffers  whether a module's buffers count. BatchNorm's running statistics differ between ranks after each step, by
-             DDP's design: rank 0's are sent to all before the next one.
+    buffers  also compare a module's buffers. BatchNorm's running statistics differ between ranks after each step, by
+             DDP's design: it broadcasts rank 0's before the next forward pass.
 
-    The error names the first tensor that differs, parameters first, and the ranks that differ from what most ranks
-    hold. Where no value has most ranks (with two ranks always), rank 0 is what the others are compared with.
-    Alone, or without a group, it does nothing. A model whose ranks hold parts of it (FSDP, DTensor), and a tensor whose
-    bits are not plain (a subclass, quantized, on the meta device) is a StateError on every rank.
+    The error names the first tensor that differs, parameters first, and the ranks that differ from the majority. If no
+    value has a majority, as always with two ranks, rank 0 is the reference. Without a group, or alone in one, it does
+    nothing. Raises StateError on every rank if each rank holds a part of the model (FSDP, DTensor), or if a tensor has
+    no plain bits (a subclass, quantized, on the meta device).
     """
     group = model.process_group if isinstance(model, DistributedDataParallel) else None
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
@@ -63,14 +63,15 @@ def check_replicas(model: Any, *, buffers: bool = True) -> None:
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
     if len(set(gather.numbers(torch.tensor([digest], device="cpu"), group).flatten().tolist())) > 1:
         _compare_layouts([json.loads(other) for other in gather.texts(text, group)], ranks)
-    if error is not None:  # the same on all ranks, or it would have been a layout of its own
+    if error is not None:  # all ranks have it: otherwise _compare_layouts would have found different texts
         raise error
     if layout:
         _compare_sums(layout, gather.numbers(sums, group).view(len(ranks), len(layout)), ranks)
 
 
 def _read(model: Any, buffers: bool) -> tuple[list[str], torch.Tensor, Exception | None]:
-    """What this rank holds; or that it cannot be read, because the other ranks would wait for this one in vain."""
+    """Return descriptions and sums of this rank's tensors, and the error if they cannot be read. An error is not raised
+    here, because the other ranks would wait for this one in the collective."""
     try:
         found = list(_tensors(model, buffers))
         _refuse(model, found)
@@ -87,7 +88,8 @@ def _read(model: Any, buffers: bool) -> tuple[list[str], torch.Tensor, Exception
 
 
 def _refuse(model: Any, found: Sequence[_Tensor]) -> None:
-    """Before any of them is touched: an operation on a DTensor waits for the other ranks."""
+    """Raise StateError for tensors that cannot be compared, before any of them is used: an operation on a DTensor waits
+    for the other ranks."""
     if problem := sharded(model):
         raise StateError(f"check_replicas: {problem}")
     for each in found:
@@ -122,10 +124,10 @@ def _in_containers(path: str, value: Any) -> Iterator[_Tensor]:
 
 
 def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """A number that changes with any change of the bits: of one word for certain, else but for one in 2^32.
+    """Return a weighted sum of the bits. It always changes if one word changes, else with probability 1 - 2^-32.
 
-    Each 32-bit word has a random odd weight, and the sum is modulo 2^64. Sums of rows and columns alone cost less and
-    miss every change that adds up to nothing in each row and column, as signs and four words in a rectangle do.
+    Each 32-bit word has a random odd weight, and the sum is modulo 2^64. Plain sums of rows and columns cost less, but
+    miss changes that cancel out in each row and column.
     """
     words = _words(tensor)
     columns, rows = _weights(0, tensor.device), _weights(1, tensor.device)
@@ -136,18 +138,18 @@ def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits of any tensor as 32-bit words, filled up with zeros."""
+    """Return the bits of any tensor as 32-bit words, padded with zeros."""
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    if len(plain) % 4 or plain.storage_offset() % 4:  # torch reads words only where they begin at a multiple of 4 bytes
+    if len(plain) % 4 or plain.storage_offset() % 4:  # torch views bytes as words only at a multiple of 4
         plain = torch.nn.functional.pad(plain, (0, -len(plain) % 4)).clone()
     return plain.view(torch.int32)
 
 
 @functools.cache
 def _weights(seed: int, device: torch.device) -> torch.Tensor:
-    """Random odd numbers, the same on every rank: odd, so that no single word that changed is lost."""
+    """Return random weights, the same on every rank; odd, so that a change of a single word always changes the sum."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.randint(-(2**62), 2**62, (WORDS_AT_ONCE,), generator=generator, device="cpu") * 2 + 1).to(device)
 
@@ -156,7 +158,7 @@ def _weights(seed: int, device: torch.device) -> torch.Tensor:
 
 
 def _compare_layouts(layouts: list[list[str]], ranks: Sequence[int]) -> None:
-    """Raise for the first place where ranks do not have the same kind of tensor."""
+    """Raise ReplicasDifferError for the first position at which ranks have tensors of different name or shape."""
     for place in range(max(map(len, layouts))):
         kinds = [rank[place] if place < len(rank) else "no further tensor" for rank in layouts]
         right, alike, different = _vote(kinds)
@@ -171,7 +173,7 @@ def _compare_layouts(layouts: list[list[str]], ranks: Sequence[int]) -> None:
 
 
 def _compare_sums(layout: list[str], sums: torch.Tensor, ranks: Sequence[int]) -> None:
-    """Raise for the first tensor whose bits differ."""
+    """Raise ReplicasDifferError for the first tensor whose bits differ."""
     bad = [i for i in range(len(layout)) if bool((sums[:, i] != sums[0, i]).any())]
     if not bad:
         return
@@ -190,7 +192,7 @@ def _compare_sums(layout: list[str], sums: torch.Tensor, ranks: Sequence[int]) -
 
 
 def _vote(values: Sequence[Hashable]) -> tuple[Any, list[int], list[int]]:
-    """What more than half hold, else what the first holds; who does, and who does not."""
+    """Return the value of more than half, else the first one; and the indices that have it, and that do not."""
     value, count = Counter(values).most_common(1)[0]
     right = value if 2 * count > len(values) else values[0]
     alike = [i for i, value in enumerate(values) if value == right]
@@ -198,7 +200,7 @@ def _vote(values: Sequence[Hashable]) -> tuple[Any, list[int], list[int]]:
 
 
 def _names(ranks: Sequence[int], some: list[int], does: str = "", do: str = "") -> str:
-    """rank 3 differs; ranks 0, 1, 2 differ"""
+    """Return for example "rank 3 differs" or "ranks 0, 1, 2 differ"."""
     verb = does if len(some) == 1 else do
     named = ", ".join(str(ranks[i]) for i in some[:_RANKS_NAMED_MAX])
     more = f" and {len(some) - _RANKS_NAMED_MAX} more" if len(some) > _RANKS_NAMED_MAX else ""
@@ -206,6 +208,6 @@ def _names(ranks: Sequence[int], some: list[int], does: str = "", do: str = "") 
 
 
 def _name(described: str) -> str:
-    """fc.weight, of "parameter fc.weight (float32 [10, 64])"; nothing of what is not a tensor."""
+    """Return fc.weight for "parameter fc.weight (float32 [10, 64])"; "" if the text describes no tensor."""
     kind, _, rest = described.partition(" ")
     return rest.rpartition(" (")[0] if kind in ("parameter", "buffer", "tensor") else ""

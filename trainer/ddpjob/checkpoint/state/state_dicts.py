@@ -1,8 +1,8 @@
-"""What `Snapshot` can save and give back: a copy of a state on the CPU, and the way back into the objects.
+"""Copy the values that `Snapshot` can save to the CPU, and restore them into the objects.
 
-Accepted by exact type, because what is written but not read back is found out after the crash. Which dtypes torch.load
-reads with weights_only=True differs by its version (bytes and torch.uint16 are not read by 2.4), so it is tried.
-`replicas` uses the test of whether a tensor has all its values on this rank.
+Values are accepted by exact type: otherwise a value that cannot be read back would be noticed only after a crash. Which
+dtypes torch.load reads with weights_only=True depends on its version (2.4 reads neither bytes nor torch.uint16), so it
+is tried. `replicas` also uses `not_whole` and `sharded`.
 """
 
 import collections
@@ -20,8 +20,8 @@ from torch.nn.parameter import is_lazy
 
 from ddpjob.errors import StateError
 
-NESTED_MAX = 100  # a list in a list in a list; what contains itself ends here too
-INTEGER_BITS_MAX = 2039  # torch.load(weights_only=True) knows no longer ones: pickle's LONG4
+NESTED_MAX = 100  # levels of lists in lists; also ends the copy of a list that contains itself
+INTEGER_BITS_MAX = 2039  # torch.load(weights_only=True) cannot read longer integers: pickle's LONG4
 
 _WHOLE_TYPES = (torch.Tensor, torch.nn.Parameter)
 _WHOLE_LAYOUTS = [
@@ -35,13 +35,13 @@ _REMEDY = (
 
 
 def state_of(value: Any) -> Any:
-    """What `value` is saved as."""
+    """Return the value's state_dict(), without a DDP wrapper; the value itself if it has none."""
     value = unwrapped(value)
     return value.state_dict() if hasattr(value, "state_dict") else value
 
 
 def unwrapped(value: Any) -> Any:
-    """A DDP model's names begin with "module."; saved without it, the state also fits the plain model."""
+    """Return the model without its DDP wrapper, which adds "module." to all keys: the state then fits either."""
     return value.module if isinstance(value, DistributedDataParallel) else value
 
 
@@ -49,7 +49,7 @@ def unwrapped(value: Any) -> Any:
 
 
 def not_whole(tensor: torch.Tensor) -> str:
-    """What is wrong with a tensor whose values are not all on this rank, as plain numbers; "" for an ordinary one."""
+    """Return what kind of tensor this is if its values are not all on this rank as plain numbers; else ""."""
     if type(tensor) not in _WHOLE_TYPES:
         return f"a {_type_name(tensor)}"
     if tensor.is_meta:
@@ -62,10 +62,9 @@ def not_whole(tensor: torch.Tensor) -> str:
 
 
 def sharded(value: Any) -> str:
-    """Why a model or an optimizer is not whole on any rank, the same on all of them; "" where it is.
+    """Return why no rank has the whole model or optimizer, the same text on all ranks; "" if each rank has it.
 
-    Checked on every rank and before anything else: the state_dict() of such a model waits for all ranks, or gives each
-    rank its part.
+    Every rank checks this first, because state_dict() of such a model waits for all ranks, or returns only a part.
     """
     value = unwrapped(value)
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
@@ -88,7 +87,7 @@ def _trained(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def refuse_sharded(objects: Mapping[str, Any]) -> None:
-    """StateError for what no rank has all of, on every rank alike."""
+    """Raise StateError, on every rank, for objects of which each rank holds only a part."""
     for name, value in objects.items():
         if problem := sharded(value):
             raise StateError(f"{name}: {problem}")
@@ -102,7 +101,7 @@ def _type_name(value: Any) -> str:
 
 
 def copied(value: Any, where: str, depth: int = 0) -> Any:
-    """A deep copy on the CPU of what is read back as it is; StateError names anything else."""
+    """Return a deep copy on the CPU. Raise StateError for a value that would not be read back as the same type."""
     if depth > NESTED_MAX:
         raise StateError(f"{where[:60]}…: is nested deeper than {NESTED_MAX}, or contains itself, and cannot be saved.")
     if isinstance(value, torch.Tensor):
@@ -112,7 +111,7 @@ def copied(value: Any, where: str, depth: int = 0) -> Any:
         return _copied_mapping(value, where, depth)
     if kind in (list, tuple, torch.Size):
         return kind(copied(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value))
-    if kind.__module__ == "numpy" and isinstance(value, float):  # numpy.float64 is what schedulers compute with
+    if kind.__module__ == "numpy" and isinstance(value, float):  # schedulers compute with numpy.float64
         return float(value)
     if not _is_plain(value):
         raise StateError(f"{where}: a {_type_name(value)} cannot be saved: {_REMEDY}")
@@ -120,12 +119,12 @@ def copied(value: Any, where: str, depth: int = 0) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value without parts is read back."""
+    """True if a value that contains no other values is read back."""
     kind = type(value)
     if kind is int:
         return bool(value.bit_length() <= INTEGER_BITS_MAX)
     if kind is bytes:
-        return value != b"" and is_read(b"a")  # pickle writes b"" as a call of the type
+        return value != b"" and is_read(b"a")  # pickle writes b"" as a call of bytes(), which weights_only refuses
     if kind is torch.dtype:
         return is_read(value)
     return value is None or kind in (bool, float, str, torch.device)
@@ -141,7 +140,7 @@ def _copied_tensor(tensor: torch.Tensor, where: str) -> torch.Tensor:
 
 
 def _is_distributed(tensor: Any) -> bool:
-    """DTensor and ShardedTensor have moved between torch's versions, and are not imported where nobody uses them."""
+    """True for DTensor and ShardedTensor. Their modules differ by torch version, and are not imported if unused."""
     return type(tensor).__module__.startswith("torch.distributed")
 
 
@@ -156,7 +155,7 @@ def _copied_mapping(value: dict[Any, Any], where: str, depth: int) -> Any:
 
 
 def _key(key: Any, where: str, depth: int) -> Any:
-    """A tensor is found by its identity, which no copy has."""
+    """Return a copy of a dict's key. Raise StateError for a tensor, because a copy of it is another key."""
     if isinstance(key, torch.Tensor):
         raise StateError(f"{where} key: a {_type_name(key)} cannot be saved as a key: {_REMEDY}")
     if type(key) is tuple:
@@ -171,7 +170,7 @@ def _key(key: Any, where: str, depth: int) -> Any:
 def tensor_is_read(dtype: torch.dtype) -> bool:
     try:
         return is_read(torch.zeros(16, dtype=torch.uint8, device="cpu").view(dtype).to("cpu", copy=True))
-    except (RuntimeError, TypeError):  # a dtype of less than a byte: torch cannot copy it
+    except (RuntimeError, TypeError):  # torch cannot copy dtypes of less than a byte
         return False
 
 
@@ -192,7 +191,7 @@ def is_read(value: torch.dtype | bytes | torch.Tensor) -> bool:
 def restore(objects: Mapping[str, Any], state: Mapping[str, Any], where: str) -> None:
     """Write a state into the objects. where: the file or memory that it comes from, for errors.
 
-    Raises StateError; what can be checked is checked before anything is changed.
+    Raises StateError. Most errors are found before anything is changed.
     """
     missing = sorted(set(objects) - set(state))
     if missing:
@@ -218,32 +217,32 @@ def _restore_named(name: str, target: Any, saved: Any, where: str) -> None:
 
 
 def _first_difference(error: Exception) -> str:
-    """The first line below the heading of load_state_dict()'s error."""
+    """Return the first line below the heading of load_state_dict()'s error."""
     lines = str(error).strip().splitlines()
     return lines[min(1, len(lines) - 1)].strip()[:200].rstrip(".") if lines else type(error).__name__
 
 
 def without_copies(objects: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state that these objects have been restored from, of what is large their own: what it was read into is no
-    longer needed."""
+    """Return the state with the objects' own tensors for models and optimizers, so that the memory that the state was
+    read into can be freed."""
     own = {}
     for name, target in large_of(objects).items():
-        with contextlib.suppress(RuntimeError):  # ZeroRedundancyOptimizer's: no rank has all of its state now
+        with contextlib.suppress(RuntimeError):  # raised by ZeroRedundancyOptimizer: no rank has its whole state now
             own[name] = unwrapped(target).state_dict()
     return {**state, **own}
 
 
 def large_of(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """The models and optimizers, which change at a step alone."""
+    """Return the models and optimizers."""
     large = (torch.nn.Module, torch.optim.Optimizer)
     return {name: target for name, target in objects.items() if isinstance(target, large)}
 
 
 def misfit(objects: Mapping[str, Any], state: Mapping[str, Any]) -> str:
-    """Why a model or an optimizer would not take its state, "" where all do; nothing is changed.
+    """Return why a model or an optimizer would refuse its state, "" if none would; nothing is changed.
 
-    load_state_dict() of a model raises after it has changed what fits: who then goes on from another state, or from
-    none, would have a part of this one.
+    Without this check a model's load_state_dict() would raise after it has loaded the keys that fit. A script that then
+    continues from another state would have a part of this one.
     """
     for name, target in objects.items():
         if problem := _would_refuse(unwrapped(target), state[name]):
@@ -260,7 +259,7 @@ def _would_refuse(target: Any, saved: Any) -> str:
     if _shapes(target.state_dict()) == _shapes(saved):
         return ""
     try:
-        copy.deepcopy(target).load_state_dict(saved)  # a model may know how to take another one's state
+        copy.deepcopy(target).load_state_dict(saved)  # some models convert states of other shapes
     except Exception as error:
         return _first_difference(error)
     return ""
@@ -279,13 +278,13 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _does_not_fit(target: Any, saved: Any) -> str:
     if hasattr(target, "load_state_dict"):
-        return ""  # it checks for itself
+        return ""  # load_state_dict() checks
     if isinstance(target, torch.Tensor):
         if not isinstance(saved, torch.Tensor):
             return f"a {type(saved).__name__} was saved, and cannot be copied into a tensor."
         if (saved.shape, saved.dtype) == (target.shape, target.dtype):
             return ""
-        # copy_ would repeat a row, or cut what a smaller type cannot hold, without an error.
+        # copy_ would silently broadcast rows, or cut values that do not fit into a smaller type.
         return f"saved was {described(saved)}, to be restored is {described(target)}."
     if isinstance(target, dict):
         return "" if isinstance(saved, dict) else f"a {type(saved).__name__} was saved, and cannot fill a dict."
@@ -296,7 +295,7 @@ def _does_not_fit(target: Any, saved: Any) -> str:
 
 
 def described(tensor: torch.Tensor) -> str:
-    """float32 [10, 64]"""
+    """Return for example "float32 [10, 64]"."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
@@ -306,9 +305,9 @@ def _restore_one(target: Any, saved: Any) -> None:
         inner: Any = getattr(target, "optim", None)
         shares = getattr(inner, "param_groups", None) is target.param_groups
         target.load_state_dict(_where_they_are({"param_groups": target.param_groups}, saved))
-        if shares:  # PostLocalSGDOptimizer keeps the list from before, where schedulers would set their rates
+        if shares:  # PostLocalSGDOptimizer still has the old list: schedulers would set learning rates there
             target.param_groups = inner.param_groups
-        if lacked := own.difference(own.intersection(*target.param_groups)):  # of another kind: its step would fail
+        if lacked := own.difference(own.intersection(*target.param_groups)):  # another optimizer's: step() would fail
             raise ValueError(f"loaded state dict has no {', '.join(sorted(lacked))}")
     elif isinstance(target, torch.optim.lr_scheduler.LRScheduler):
         target.load_state_dict(_where_they_are(target, saved))
@@ -323,14 +322,14 @@ def _restore_one(target: Any, saved: Any) -> None:
 
 
 def _where_they_are(own: Any, saved: Any) -> Any:
-    """What was saved, its tensors on the devices of the present ones.
+    """Return the saved value with its tensors moved to the devices of the present ones.
 
-    torch moves the state of a parameter to its device, but no learning rate: a step with one on the CPU and a step with
-    one on the GPU differ in their last bits.
+    torch moves the state of a parameter to its device, but not a learning rate. A step with a learning rate on the CPU
+    and one on the GPU differ in their last bits.
     """
     if isinstance(own, torch.Tensor) and isinstance(saved, torch.Tensor):
         return saved.to(own.device)
-    if isinstance(own, torch.optim.lr_scheduler.LRScheduler):  # one of SequentialLR's is among its attributes
+    if isinstance(own, torch.optim.lr_scheduler.LRScheduler):  # SequentialLR has schedulers among its attributes
         own = vars(own)
     if type(own) is type(saved) is dict:
         return {key: _where_they_are(own.get(key), value) for key, value in saved.items()}
