@@ -24,7 +24,7 @@ WAIT_SECONDS = 3.0
 
 
 class BrokenError(Exception):
-    """Says what does not work and what to do."""
+    """A check failed. The message names the problem and the next step."""
 
 
 async def crd(client: Client) -> str:

@@ -1,6 +1,7 @@
 """The program `ddpjob-operator`.
 
-kopf and uvloop are imported only when the operator starts: a missing extra is then one line, and `--help` is fast.
+kopf and uvloop are imported only when the operator starts. So `--help` is fast, and a missing extra is one line of
+output instead of a traceback.
 """
 
 from __future__ import annotations

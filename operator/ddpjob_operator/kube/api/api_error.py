@@ -1,4 +1,4 @@
-"""Errors of requests, in the API server's own sentences."""
+"""Errors of requests to the API server. Their messages are the server's own text."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class ApiError(Exception):
 
     @property
     def needs_list(self) -> bool:
-        """True if a watch needs a list first: its version was refused, events were lost, or the answer is not an event.
-        After a broken connection, an expired login or a busy server it goes on.
+        """True if a watch must list first: its version was refused, events were lost, or the answer is not an event.
+        False after a broken connection, an expired login or a busy server: the watch then continues at its version.
         """
         return self.reason == BAD_ANSWER or (self.status >= 400 and self.status not in (401, 429))
 

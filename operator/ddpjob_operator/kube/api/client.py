@@ -1,6 +1,6 @@
 """Requests to the API server: one aiohttp session, raw dicts, bounded waits.
 
-Dicts, because typed models drop or reject fields of a newer Kubernetes, and cost ten times as much.
+Objects are dicts, because typed models drop or reject fields of a newer Kubernetes, and cost ten times as much.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _JSON = {
     "Accept": "application/json, application/jwk-set+json",
     "User-Agent": "ddpjob-operator",
 }
-# The answer to a create repeats the whole object. A server that cannot send the metadata alone sends all of it.
+# Requests only the metadata, because the answer to a create repeats the whole object. A server that cannot send the
+# metadata alone sends the object.
 _METADATA_ALONE: Headers = {"Accept": "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1, application/json"}
 READ_AT_ONCE = 65_536
 """Longer JSON is parsed in a thread, off the event loop."""
@@ -85,7 +86,7 @@ def _path(group: str, plural: str, namespace: str) -> str:
 
 
 def _is_of_resources(path: str, asked: requests.ApiRequest) -> bool:
-    """False for what the API server says of itself: its keys for tokens, its versions, its schema."""
+    """True for API objects; False for the API server's own data, such as its token keys, versions or schema."""
     return path.startswith(("/api/", "/apis/")) and bool(asked.plural)
 
 
@@ -113,7 +114,7 @@ class RequestLimits:
     tries: int = 3
     """For requests that the server certainly did not carry out: 429, and 503 with Retry-After."""
     retry_after_seconds_max: float = 10.0
-    """The caller handles longer waits, and holds no slot meanwhile."""
+    """The caller handles longer waits, because a wait in the client would occupy a place of InFlight."""
     silence_seconds: float = 90.0
     """A watch that is silent for longer is dead: the server sends a bookmark about every 60 s."""
     renew_seconds: float = 300.0
@@ -214,7 +215,8 @@ class Client:
                 listed = await read_json(partial(reading.page, plural=_plural(path)), content)
             except reading.BadJsonError as error:
                 raise bad_answer("GET", path, error) from None
-            # Set by the size of this page: doubling would fetch every fourth page in vain if objects are large.
+            # The size of this page sets the next limit. Doubling the limit instead would make every fourth page of
+            # large objects exceed page_bytes, and be fetched in vain.
             of_each = len(content) // max(1, len(listed.items)) + 1
             limit = min(self.limits.page, max(1, self.limits.page_bytes // 2 // of_each))
             del content
@@ -381,7 +383,7 @@ def _headers(method: str, path: str) -> Headers:
 
 
 def _endpoint(info: kopf.ConnectionInfo) -> kopf.ConnectionInfo:
-    """Return the parts of the connection that need a new session. The others go into headers."""
+    """Return the parts of the connection that need a new session if they change. The others go into headers."""
     return dataclasses.replace(info, token=None, username=None, password=None, scheme=None, expiration=None)
 
 

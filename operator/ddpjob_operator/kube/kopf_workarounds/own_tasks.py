@@ -1,4 +1,4 @@
-"""Finds the tasks of kopf that must run as long as the operator does. The operator ends with the first of them.
+"""Finds the tasks of kopf that must run as long as the operator does. The operator ends when the first of them ends.
 
 kopf 1.45 (seen with 1.45.2) does not replace some of its tasks when they end:
 

@@ -41,8 +41,8 @@ _NO_LOG.disabled = True
 class BoundedServer(abc.ABC):
     """Listens from `start` to `stop`.
 
-    If there is no room for a new connection, the oldest without a token is closed, from the address with the most of
-    these. So a client that opens many connections closes its own, and the kubelet's probe gets through. A connection
+    If there is no room for a new connection, one without a token is closed: the oldest of the address that has the
+    most. So a client that opens many connections closes its own, and the kubelet's probe gets through. A connection
     that has shown a token is closed only while it waits for its next request.
     """
 
@@ -131,7 +131,7 @@ class BoundedServer(abc.ABC):
         return True
 
     def prove(self, request: web.BaseRequest) -> None:
-        """Mark the connection of a request whose token was verified. It is not closed for connections without one."""
+        """Mark the connection of a request whose token was verified. It can then only be closed while it is idle."""
         cast(Connection, request.protocol).proven = True
 
     def forget(self, connection: Connection) -> None:

@@ -71,7 +71,7 @@ class GangWatch:
         )
 
     def api_in(self, namespace: str) -> GangApi:
-        """Return the API as far as the jobs of a namespace can use it."""
+        """Return the API for the jobs of a namespace; without a version if its objects may not be listed there."""
         return self._refused.get(namespace, self.api)
 
     def is_ready(self, namespace: str) -> bool:
@@ -209,7 +209,7 @@ class GangWatch:
         if self.adapter.admits_first:
             self.api, self._refused = GangApi(why_not=why), {}
             return True
-        # Jobs wait for a scheduler's API: with spec.gang auto they would otherwise start in parts.
+        # Jobs wait for a gang scheduler's API. Otherwise, with spec.gang auto, some of their pods could start alone.
         if not self._is_known:
             self._runtime.log.warning("spec.gang: jobs that may need %s wait: %s", self.adapter.name, why)
         return False

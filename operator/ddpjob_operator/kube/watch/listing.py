@@ -39,7 +39,7 @@ class Sink(Protocol):
 
 
 class Careful:
-    """Stores objects in a sink. One on which the sink fails is logged once; the others go on."""
+    """Stores objects in a sink. An object that makes the sink fail is logged once, and the others are still stored."""
 
     def __init__(self, sink: Sink, what: str, log: logging.Logger) -> None:
         self._sink = sink
@@ -48,7 +48,7 @@ class Careful:
         self._logged: Newest[str, None] = Newest(UIDS_MAX)
 
     def put(self, raw: Any, told: int = 0) -> bool:
-        """Store an object. told: version of the last watch event. True if the watch missed this object."""
+        """Store an object. Return True if the watch missed it. told: version of the last watch event."""
         try:
             lacked = 0 < version(raw["metadata"]) <= told and not self._sink.has(raw)
             self._sink.put(raw)

@@ -1,4 +1,4 @@
-"""Reduce raw objects of the API server to what decisions read: pure functions, called for every event."""
+"""Reduces raw objects of the API server to the fields that decisions read. Pure functions, called for every event."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ddpjob_operator.pods import naming
 
 Raw = Mapping[str, Any]
 T = TypeVar("T")
-# The smallest value allowed. We set it on pods that shall end but not be deleted.
+# The smallest activeDeadlineSeconds allowed. We set it on pods that must end but not be deleted, to keep their log.
 END_NOW_SECONDS = 1
 # A container that waits for one of these reasons is starting normally.
 _IN_TURN = ("", "PodInitializing", "ContainerCreating")
@@ -80,7 +80,7 @@ def pod(raw: Raw) -> Pod:
         accepted_at=time(status.get("startTime")),
         silent_since=_silent_since(raw, trainer_state),
         unschedulable=(kueue.queued_alone(raw) or why) if why else "",
-        # Not for a pod with scheduling gates (reason SchedulingGated): the scheduler has not tried it yet.
+        # None for a pod with scheduling gates (reason SchedulingGated), because the scheduler has not tried it yet.
         unschedulable_since=tried and time(unscheduled.get("lastTransitionTime")),
         deletion_requested_at=deletion_requested_at(metadata),
         deletion_deadline=time(metadata.get("deletionTimestamp")),
@@ -229,9 +229,9 @@ def condition(raw: Raw, kind: str, holds: str | None = None) -> Raw:
 
 
 def _silent_since(raw: Raw, trainer_state: Container) -> dt.datetime | None:
-    """Since when the pod's node has been silent.
+    """Return the time since which the pod's node has been silent; None if it is not.
 
-    The node controller then marks its pods not ready without a reason, and leaves the rest of their status
+    The node controller marks the pods of a silent node not ready without a reason, and leaves the rest of their status
     (pkg/controller/nodelifecycle). A kubelet gives a reason, or marks the containers not ready too.
     """
     unready = condition(raw, "Ready", "False")

@@ -80,7 +80,7 @@ class QueuePlaces:
         except ApiError as error:
             if error.status != 404:
                 self._log_once(f"no places are told by {path}: {error}")
-            # Usually the queue does not exist, which the job's message says; or the version is not served any more.
+            # Usually the queue does not exist, which the job's message reports. Or the version is not served any more.
             self._api_version = "" if error.status == 404 else self._api_version
         except (AttributeError, LookupError, TypeError) as error:
             self._log_once(f"the places that {path} tells cannot be read: {error!r}")

@@ -7,8 +7,8 @@ difference, which enqueues the job. Everything runs on the event loop, so there 
 Answers and events arrive in any order. Three rules keep an older one from undoing a newer one: the higher
 resourceVersion wins, a UID that is gone stays gone (`_tombstones`), and a list removes nothing newer than itself.
 
-Worse than client-go's informer cache: objects are cut on arrival, so a rule that needs another field needs a change of
-the cut, too. The design depends on numeric resourceVersions (see `version`).
+The price, compared to client-go's informer cache: objects are cut on arrival, so a rule that needs another field needs
+a change of `cut`, too. The design depends on numeric resourceVersions (see `version`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Unreadable(NamedTuple):
 
 
 def newest(_: T | None, later: T, __: int) -> T:
-    """The default merge keeps no history."""
+    """Return the later value: the default merge, which keeps no history."""
     return later
 
 
@@ -111,7 +111,7 @@ class Store(Generic[T]):
         """Store an object. One that is older than the stored one changes nothing.
 
         is_whole: False for the answer to a create, which repeats our own body; the watch then shows the same version
-        with the changes of admission webhooks. Of an object that cannot be read the last readable state stays.
+        with the changes of admission webhooks. If an object cannot be read, its last readable state stays.
         """
         metadata = raw["metadata"]
         uid, at = metadata["uid"], version(metadata)
@@ -221,9 +221,9 @@ class Store(Generic[T]):
 
 
 class Jobs(Store[Raw]):
-    """The DDPJobs, raw except for what `cut` removes. Each is kept whole only if there is room (job/storage.py); if
-    there is none for its remainder either, the store behaves as if the job did not exist, until its next change or
-    list.
+    """The DDPJobs, raw except for what `cut` removes. A job is kept whole if there is room (job/storage.py), and only
+    in part otherwise. If there is no room for the part either, the store behaves as if the job did not exist, until its
+    next change or list.
 
     `changed(key)` is called when a job is new, changed or gone, and when there is room for one that waited. `seen(old,
     new)` is also called for the answer to our own write.
@@ -349,8 +349,8 @@ class Jobs(Store[Raw]):
         return True
 
     def put_quietly(self, raw: Raw) -> None:
-        """Store the answer to our own status write or read without a call of `changed`: the caller goes on with it. A
-        status write cannot hide an edit: the API server refuses it if the job has changed.
+        """Store the answer to our own status write or read without a call of `changed`, because the caller continues
+        with it. A status write cannot hide an edit: the API server refuses it if the job has changed.
         """
         self._is_quiet = True
         try:
@@ -378,7 +378,7 @@ def _place_of(raw: Raw) -> ObjectKey:
 
 
 def version(metadata: Raw) -> int:
-    """Return the resourceVersion as a number, comparable within one kind; 0, which always counts as new, if it is none.
+    """Return the resourceVersion as a number, comparable within one kind. 0 if it is no number: that counts as new.
 
     Kubernetes guarantees the order from 1.35 on (KEP-5504). Older API servers pass on etcd's revision, a number too.
     """
