@@ -1,6 +1,6 @@
 """The CustomResourceDefinition, generated from the types in `api.py`. Pure. msgspec's own JSON Schema uses `$ref` and
-`anyOf: null`, which the API server refuses. What the comments say about the API server was seen on Kubernetes 1.36;
-tests/api/test_crd.py checks it."""
+`anyOf: null`, which the API server refuses. The comments describe the API server of Kubernetes 1.36;
+tests/api/test_crd.py checks them."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ NAME_RULES = (
 )
 
 # True if the job is stopped: its suspension is recorded (without a startTime, as a batch/v1 Job), or it never started.
-# If spec.suspend alone counted, old pods of a job that is suspended, changed and resumed within a second would meet new
-# ones with another NNODES. The old object counts: an update that suspends and changes would also change running pods.
+# spec.suspend alone is not enough: if a job is suspended, changed and resumed within a second, its old pods would meet
+# new ones with another NNODES. The rule reads oldSelf, because one update may suspend and change a running job.
 STOPPED = "has(oldSelf.spec.suspend) && oldSelf.spec.suspend && !(has(oldSelf.status) && has(oldSelf.status.startTime))"
 STOP_FIRST = (
     "changes only while the job is suspended and stopped. Set spec.suspend to true, wait for the condition Suspended "
@@ -114,13 +114,13 @@ UNCHANGED = {
 }
 
 
-# What resource.Quantity reads. It has no type, because pods accept the number in `cpu: 0.5` as well as a string.
+# Schema of a resource.Quantity. It has no type, because pods accept the number in `cpu: 0.5` as well as a string.
 QUANTITY: Schema = {
     "nullable": True,
     "x-kubernetes-preserve-unknown-fields": True,
     "pattern": template.QUANTITY,
 }
-# Printable ASCII except =, as in Kubernetes 1.34; an older version names what it refuses.
+# Printable ASCII except =, as in Kubernetes 1.34. An older API server refuses some of them, with its own message.
 ENV_NAME = "^[ -<>-~]+$"
 ONE_OF_EACH_NAME = {
     "rule": "self.all(a, self.exists_one(b, b.name == a.name))",
@@ -129,7 +129,7 @@ ONE_OF_EACH_NAME = {
 
 
 def to_yaml() -> str:
-    """The CRD as it is checked in and applied: the same bytes for the same types."""
+    """Return the CRD as it is checked in and applied: the same bytes for the same types."""
     return HEADER + yaml.dump(crd(), Dumper=_CrdDumper, sort_keys=False, width=120, allow_unicode=True)
 
 
@@ -230,8 +230,8 @@ def _info(kind: type[msgspec.Struct]) -> types.StructType:
 
 
 def _struct(info: types.StructType, *, checked: bool) -> Schema:
-    """Return an object with its fields. checked: also check the values. Those of a status are not, because Helm never
-    updates a CRD: an old one that refused a new state would keep a newer operator from writing any status."""
+    """Return the schema of an object. checked: also limit its values. A status is not checked, because Helm never
+    updates a CRD. An old CRD that refused a new state would keep a newer operator from writing any status."""
     schema: Schema = {"description": summary(info.cls), "type": "object"}
     required = [f.encode_name for f in info.fields if checked and is_required(info.cls, f)]
     if required:
@@ -315,7 +315,7 @@ def _template() -> Schema:
     listed = {
         "containers": _containers(_known(template.fields("Container"))) | {"minItems": 1},
         "initContainers": _containers({}) | {"nullable": True},
-        # Without a bound, deletionTimestamp would be beyond the year 9999.
+        # Without a maximum, deletionTimestamp could be beyond the year 9999.
         "terminationGracePeriodSeconds": {
             "type": "integer",
             "format": "int64",
@@ -364,7 +364,7 @@ def _open(properties: dict[str, Schema]) -> Schema:
 
 
 def _known(names: Iterable[str]) -> dict[str, Schema]:
-    """Return fields with known names alone. nullable: Helm's templates contain `resources: null`, as if unset."""
+    """Return schemas that declare only names. nullable, because Helm's templates write `resources: null` for unset."""
     return {name: {"nullable": True, "x-kubernetes-preserve-unknown-fields": True} for name in names}
 
 
@@ -385,7 +385,7 @@ def default(field: types.Field) -> object:
 
 
 def describe(owner: type, field: types.Field) -> str:
-    """Return the docstring of a field, with its default: `kubectl explain` does not show it elsewhere."""
+    """Return the docstring of a field, with its default, which `kubectl explain` does not show otherwise."""
     text = meaning(owner, field)
     value = default(field)
     if owner is not api.Spec or value is None:

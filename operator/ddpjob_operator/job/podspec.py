@@ -13,7 +13,7 @@ TRAINER = "trainer"
 # system is mounted there.
 _OWN_VOLUMES = {"emptyDir", "ephemeral", "configMap", "secret", "projected", "downwardAPI", "image"}
 _FOR_SCRATCH = ("/dev/shm", "/tmp")  # noqa: S108 - of pods
-_EMPTIED = {"emptyDir", "ephemeral"}  # the trainer writes to these
+_EMPTIED = {"emptyDir", "ephemeral"}  # writable, and deleted with the pod
 
 _SUFFIXES = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 _SUFFIXES |= {f"{letter}i": 1024.0**power for power, letter in enumerate("KMGTPE", start=1)}
@@ -26,7 +26,7 @@ def containers(template: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def trainer_container(template: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The container named `trainer`, else the first."""
+    """Return the container named `trainer`, else the first; None if there is none."""
     listed = containers(template)
     for container in listed:  # a loop, because each plan calls this dozens of times
         if container.get("name") == TRAINER:
@@ -102,7 +102,7 @@ def gpus(template: Mapping[str, Any]) -> int:
 
 
 def claims_devices(template: Mapping[str, Any]) -> bool:
-    """True if the trainer gets devices by a ResourceClaim: only the claim says how many, and of what kind."""
+    """True if the trainer gets devices by a ResourceClaim. Only the claim has their number and kind."""
     return bool(mappings(mapping(trainer_container(template) or {}, "resources"), "claims"))
 
 

@@ -101,7 +101,7 @@ async def check(
 
 
 async def _tried(one: Callable[[], Awaitable[str]], tries: int) -> int:
-    """Try again, because an operator that has just started may not lead yet."""
+    """Run a check and return its exit code. Repeat it, because an operator that has just started may not lead yet."""
     for left in reversed(range(tries)):
         try:
             print(f"ok    {await one()}")

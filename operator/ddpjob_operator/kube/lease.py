@@ -77,7 +77,7 @@ class Candidate:
         """When that answer arrived."""
 
     def saw(self, lease: Lease | None, now: float, asked_at: float = NEVER) -> None:
-        """Take in the answer to a read: the Lease, or None if it does not exist.
+        """Record the answer to a read: the Lease, or None if it does not exist.
 
         now: when the answer arrived. asked_at: when the read was sent, which was after the previous answer.
         """
@@ -96,7 +96,7 @@ class Candidate:
         self._asked_at, self._saw_at = asked_at, now
 
     def took(self, lease: Lease, asked_at: float, now: float) -> None:
-        """Take in our own successful write, sent at `asked_at` and answered by `now`."""
+        """Record our own successful write, sent at `asked_at` and answered by `now`."""
         self._lease, self._changed_at = lease, asked_at
         self._hold(asked_at)
         self._asked_at, self._saw_at = asked_at, now

@@ -48,9 +48,9 @@ from ddpjob_operator.observed.reports import Report
 from ddpjob_operator.pods import build, naming
 
 UNSYNCED_SECONDS = 0.2
-# Longer than any bounded request can take, its retries included.
+# A reconcile or watch without an answer for this long hangs. No bounded request takes so long, even with its retries.
 STUCK_SECONDS = 600.0
-# Longer than a watch waits before its next try.
+# A watch in back-off that has not tried again for this long hangs, because the back-off is shorter.
 IDLE_SECONDS = 60.0
 # The process is killed this many seconds after a signal, or after a failure, whatever is still running.
 END_SECONDS, BROKEN_END_SECONDS = 8.0, 4.0
@@ -277,7 +277,7 @@ class Operator:
         return [*self._all_reflectors, *(r for gang in self.caches.gangs.values() for r in gang.reflectors)]
 
     def standing_by(self) -> str:
-        """Name the namespaces that other releases manage. Not a reason to restart."""
+        """Return a remark for /healthz: the namespaces that other releases manage. It is no reason to restart."""
         return "; ".join(self._others.sentences())
 
     def snapshot(self) -> exposition.Scrape:
@@ -370,7 +370,7 @@ class Operator:
             self._enqueue(key)
 
     def _ready_in(self, key: Key) -> float | None:
-        """Seconds until the job may be reconciled, 0 for now; None if another release manages it."""
+        """Return the seconds until the job may be reconciled, 0 for now; None if another release manages it."""
         if self._others.of(key[0]):
             return None
         if not self._others.are_known:

@@ -41,7 +41,7 @@ class TooLargeError(ApiError):
 
 
 def of_answer(status: int, content: bytes, headers: Mapping[str, str]) -> ApiError:
-    """Convert an answer with a code of 400 or more. headers: case-insensitive, as aiohttp gives them."""
+    """Return the error for an answer with status 400 or more. headers: case-insensitive, as aiohttp gives them."""
     try:
         body = orjson.loads(content)
     except orjson.JSONDecodeError:
@@ -52,7 +52,7 @@ def of_answer(status: int, content: bytes, headers: Mapping[str, str]) -> ApiErr
 
 
 def of_status(status: Raw, retry_after: str | None = None) -> ApiError:
-    """Convert a metav1.Status."""
+    """Return the error that a metav1.Status describes."""
     code = status.get("code")
     details = status.get("details")
     after = retry_after or (details.get("retryAfterSeconds") if isinstance(details, dict) else None)
@@ -65,11 +65,11 @@ def of_status(status: Raw, retry_after: str | None = None) -> ApiError:
 
 
 def no_answer(method: str, path: str, error: Exception) -> ApiError:
-    """Convert the exception of a request that got no answer."""
+    """Return the error for a request that got no answer."""
     what = "the API server did not answer in time" if isinstance(error, asyncio.TimeoutError) else str(error)
     return ApiError(NO_ANSWER, "NoAnswer", f"{method} {path}: {what or type(error).__name__}")
 
 
 def bad_answer(method: str, path: str, error: Exception) -> ApiError:
-    """Convert an answer that is not what was requested, for example from a proxy."""
+    """Return the error for an answer that is not what was requested, for example from a proxy."""
     return ApiError(NO_ANSWER, BAD_ANSWER, f"{method} {path}: {error}")

@@ -91,7 +91,7 @@ def _is_of_resources(path: str, asked: requests.ApiRequest) -> bool:
 
 
 class _Request(NamedTuple):
-    """bytes_max: a longer answer is not read."""
+    """One request. An answer longer than bytes_max is not read."""
 
     method: str
     path: str
@@ -195,7 +195,7 @@ class Client:
         return await self._request(_Request("DELETE", path, body))
 
     async def pages(self, path: str, selector: str = "", field_selector: str = "") -> AsyncIterator[Page]:
-        """Yield the objects of a collection, page by page. Drop a page before you request the next one.
+        """Yield the objects of a collection, page by page. Drop each page before the next one, to bound the memory.
 
         An empty list has one empty page. Raise ApiError; 410 means: start again.
         """
@@ -275,7 +275,7 @@ class Client:
         try:
             answer = await read_json(read, content)
             is_object = _is_of_resources(path, asked) and asked.verb not in ("list", "delete")
-            # Otherwise a proxy's JSON would look like an object without a state.
+            # Require metadata, because JSON from a proxy would otherwise look like an object without a state.
             if is_object and asked.group != _REVIEWS and not isinstance(answer.get("metadata"), dict):
                 raise reading.BadJsonError("the answer has no metadata")
         except reading.BadJsonError as error:

@@ -11,8 +11,8 @@ kopf 1.45 (seen with 1.45.2; files in kopf/_cogs) has these limits:
 - Retries end after 54 s (`error_backoffs`, configs/configuration.py, line 546).
 - After a broken watch it does not report which objects are missing from the new list.
 
-Users would see an operator that is running and does nothing (seen with 410), or one that restarts whenever the API
-server is away.
+Without this session, users would see an operator that is running and does nothing (seen with 410), or one that restarts
+whenever the API server is away.
 
 The price: `_Session` and `_Answer` imitate the parts of aiohttp that kopf uses, so a new kopf may need more of them.
 
@@ -86,7 +86,7 @@ class Feed:
         self._events.put_nowait({"type": "DELETED", "object": body})
 
     def has(self, raw: Raw) -> bool:
-        """True also if there may have been no room for the job."""
+        """True if the job is known, or may have been left out because there was no room."""
         return self._jobs.has(raw) or self._jobs.leaves_out(raw["metadata"].get("namespace", ""))
 
     def begin_anew(self, namespace: str) -> None:
@@ -135,7 +135,7 @@ class _Session:
         return _Answer(_DISCOVERY[path])
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, because no connection is open."""
 
 
 class _Answer:
@@ -151,7 +151,7 @@ class _Answer:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Nothing is open."""
+        """Do nothing, because no connection is open."""
 
     async def json(self) -> Raw:
         return self._body
@@ -166,4 +166,4 @@ class _Answer:
         return self._feed.lines()
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, because no connection is open."""

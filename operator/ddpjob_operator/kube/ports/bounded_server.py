@@ -28,7 +28,7 @@ REQUEST_SECONDS = 10.0  # from the headers to the end of the answer; Prometheus'
 IDLE_SECONDS = 75.0  # between two requests: Prometheus scrapes every minute or more often, trainers report every 5 s
 REQUEST_BYTES_MAX = 24 << 10  # a token of 8 kB, a report of 8 kB, and the rest of the headers
 CONNECTIONS_PER_ADDRESS_MAX = 64  # hostNetwork pods share the address of their node, and so does the kubelet
-PIECE_BYTES = 1 << 16  # of an answer, written at a time
+PIECE_BYTES = 1 << 16  # answers are written in pieces of this size
 # Kernel socket buffers count towards the container's memory limit, and can grow to 10 MB if their size is not set.
 RECEIVE_BUFFER_BYTES, SEND_BUFFER_BYTES = 8 << 10, 64 << 10
 BACKLOG = 1024
@@ -218,7 +218,7 @@ class Connection(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Admit the connection, or abort it before aiohttp starts a task for it.
 
-        If it were aborted later, connection_lost could come before that task runs, whose `assert manager is not None`
+        After a later abort, connection_lost could come before that task runs. The task's `assert manager is not None`
         (aiohttp 3.14.5, web_protocol.py, RequestHandler.start) would then fail unseen.
         """
         self.address = str((transport.get_extra_info("peername") or ("",))[0])

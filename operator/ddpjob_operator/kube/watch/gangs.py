@@ -80,7 +80,7 @@ class GangWatch:
         return self._is_known and all(synced)
 
     def of(self, job: api.DDPJob) -> ObservedGroup | None:
-        """Return the object of a job that is for all of its attempts, if there is one."""
+        """Return the job's object that is kept for all of its attempts, if there is one."""
         found = self.store.of((job.metadata.namespace, job.metadata.name))
         return next((group for group in found if group.owner_uid == job.metadata.uid), None)
 

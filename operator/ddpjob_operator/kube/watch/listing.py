@@ -26,16 +26,16 @@ class Sink(Protocol):
         """Remove the object with this UID."""
 
     def one_observation(self, namespace: str = "", key: Key | None = None) -> AbstractContextManager[None]:
-        """Enter while the pages of a list arrive. namespace, key: what is listed ("" and None: all)."""
+        """Return a context for the time in which a list arrives. namespace, key: what is listed ("" and None: all)."""
 
     def has(self, raw: Any) -> bool:
         """True if this version of an object, or a newer one, is known."""
 
     def begin_anew(self, namespace: str) -> None:
-        """Accept whatever comes next for a namespace ("": all): the cluster was restored from a backup."""
+        """Accept any version from now on, in a namespace ("": all), because the cluster was restored from a backup."""
 
     def retain(self, named: Set[ObjectKey], list_version: int, namespace: str = "") -> None:
-        """Remove what a complete list did not name, except objects that are newer than the list."""
+        """Remove the objects that a complete list lacks, except those that are newer than the list."""
 
 
 class Careful:
@@ -85,7 +85,7 @@ async def take(
     check: Callable[[int], None] = lambda _: None,
     **listed: Any,
 ) -> str:
-    """Store a whole list and remove what it does not name. Return its resourceVersion.
+    """Store a whole list and remove the objects that it lacks. Return its resourceVersion.
 
     check: called with the version before the objects of a page are stored. listed: as for `Sink.retain`.
     """

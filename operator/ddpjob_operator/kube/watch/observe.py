@@ -241,7 +241,7 @@ def _silent_since(raw: Raw, trainer_state: Container) -> dt.datetime | None:
 
 
 def _word(metadata: Raw, name: str) -> str:
-    """Read a field that every object has."""
+    """Return a text that the metadata of every object has. Raise ValueError or LookupError if it is missing."""
     if not isinstance(metadata[name], str) or not metadata[name]:
         raise ValueError(f"metadata.{name} is not a text")
     return str(metadata[name])

@@ -106,7 +106,7 @@ class Reflector:
             except ApiError as error:
                 self._handle(error)
             except Exception:
-                # The end of this task would end the operator. The next operator would fail at the same object.
+                # Do not raise: the end of this task would end the operator, and the next would fail at the same object.
                 self._runtime.log.exception("%s: the watch failed, and starts again with a list", self.what)
                 self._version = ""
             self.tried_at, self.waits = self._runtime.clock(), True
@@ -176,7 +176,7 @@ class Reflector:
             self.tried_at = self._runtime.clock()
             self._begin_anew()
             if self._logged[0]:
-                # Not after a list: without the right to watch, each list would log this.
+                # Log this after an event, not after a list: without the right to watch, each list would log it.
                 self._runtime.log.info("%s are watched again", self.what)
                 self._logged = ("", 0.0)
             raw = event["object"]

@@ -31,7 +31,7 @@ Key = tuple[str, str]
 ObjectKey = tuple[str, str]
 """Namespace and name of an object."""
 
-# Bounds memory; far fewer requests than this are ever in flight.
+# Limits the memory for deleted UIDs. The number is safe, because far fewer requests are in flight.
 UIDS_MAX = 10_000
 _LOGGER = logging.getLogger(__name__)
 
@@ -181,7 +181,7 @@ class Store(Generic[T]):
                 self.remove(*place, one.uid)
 
     def begin_anew(self, namespace: str) -> None:
-        """As for a Sink. Deleted objects may exist again with the same UIDs."""
+        """Accept any version from now on, as in `Sink`. Deleted objects may exist again with the same UIDs."""
         self._tombstones.clear()
         for place, entry in self._entries.items():
             if not namespace or place[0] == namespace:
@@ -378,7 +378,7 @@ def _place_of(raw: Raw) -> ObjectKey:
 
 
 def version(metadata: Raw) -> int:
-    """Return the resourceVersion as a number, comparable within one kind. 0 if it is no number: that counts as new.
+    """Return the resourceVersion as a number, comparable within one kind. If it is no number: 0, which counts as new.
 
     Kubernetes guarantees the order from 1.35 on (KEP-5504). Older API servers pass on etcd's revision, a number too.
     """

@@ -60,8 +60,8 @@ RECONCILE_SECONDS = 5.0
 GONE_MAX = 8
 # Requests of one job at a time: eight nodes start in one round trip, and half of the namespace's places stay free.
 OF_JOB_MAX = 8
-# Pods that the second reconcile of a new job creates; each further one creates twice as many. With 2, most jobs of a
-# storm would have some of their pods and few would have all (docs/dev/decisions.md, slow start).
+# Pods that the second reconcile of a new job creates; each further one creates twice as many. With 2, if many jobs
+# start at once, most would have some of their pods and few would have all (docs/dev/decisions.md, slow start).
 SECOND_BATCH = 8
 
 
@@ -275,7 +275,7 @@ class Executor:
                 gang.store.remove(namespace, action.name, action.uid)
             elif is_refusal(error):
                 state.refuse(gang.adapter.resource, action.name, error.message, self.runtime.now())
-            elif error.status != 409:  # 409: it has changed; the next round reads it again
+            elif error.status != 409:  # 409: the group has changed; the next round reads it again
                 raise
             return
         if (gang.adapter.resource, action.name) in state.refusals:

@@ -83,7 +83,7 @@ class Reconciler:
     """Limits how many cut jobs are held whole in memory at the same time, each of up to 4 MiB."""
 
     async def reconcile(self, key: Key) -> Requeue:
-        """Return when the job is reconciled again. Raise RetryError."""
+        """Reconcile the job. Return the seconds until the next reconcile. Raise RetryError."""
         try:
             return await self._reconcile(key)
         except ApiError as error:
@@ -119,7 +119,7 @@ class Reconciler:
             self.caches.jobs.begun.waits_no_more(key)
             self.states.forget([key])
         elif not has_objects and storage.waits_for_room(raw) and self.caches.jobs.begun.ask(key, storage.size(raw)):
-            return bounds.TIME_LAST  # until it has a place
+            return bounds.TIME_LAST  # until there is room for it
         return until
 
     def _has_objects(self, key: Key) -> bool:
@@ -260,7 +260,7 @@ class Reconciler:
             if s not in own
         )
         pods = state.by_own_clock(self.caches.pods.of(key), self.runtime.now())
-        # A pod whose node is gone counts as lost, but the watch of nodes may lag.
+        # A pod whose node is gone counts as lost. Read the node first, because the watch of nodes may lag.
         for name in self.caches.nodes.unknown({pod.node for pod in pods if pod.live and pod.node}):
             await self.lookup.read_node(name)
         return Observed(

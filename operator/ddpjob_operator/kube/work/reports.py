@@ -81,8 +81,8 @@ class Reports:
         return max(self._progress_write_seconds, min(turn, WAITING_SECONDS_MAX))
 
     def wait_for_write(self, state: JobState) -> float:
-        """Return the seconds until the progress of a job may be written, in order of request. A job that does not come
-        back leaves its slot unused.
+        """Return the seconds until the progress of a job may be written. Jobs get slots in the order of their calls; a
+        job that does not call again leaves its slot unused.
         """
         now = self._runtime.clock()
         if state.progress_at is None:
@@ -108,12 +108,12 @@ class Reports:
             try:
                 self.check_silence()
             except Exception:
-                # The end of this task would end the operator.
+                # Do not raise: the end of this task would end the operator.
                 self._runtime.log.exception("whether reports reach this operator was not checked")
 
     def check_silence(self) -> None:
-        """Detect that most jobs went silent together: then the path to this operator is broken, not the jobs. Jobs that
-        still report get their full time again before they count as stalled.
+        """Detect that most jobs went silent together: the path to this operator is then broken, not the jobs. Jobs that
+        report again get their full time before they count as stalled.
         """
         heard = []
         for key, state in self._states:
