@@ -18,9 +18,9 @@ COUNT_MAX = 2**53 - 1
 NODES_MAX = 10_000
 # Ranks of one pod.
 NPROC_MAX = members.NPROC_MAX
-# Attempts and replacements, as in labels: one restart per second for 30 years is fewer.
+# Largest number of an attempt or a replacement, also in labels: more than one restart per second for 30 years.
 TURNS_MAX = 10**9
-# Restarts in place of one agent: each takes longer than a second.
+# Restarts in place that one agent may report: each takes longer than a second.
 IN_PLACE_MAX = 10**6
 # A kubelet keeps 4 kB of a termination message, but anybody with access can write a longer one into a status.
 TEXT_MAX = 16_384
@@ -32,7 +32,7 @@ CONDITION_MAX = 32_768
 RANGES_LENGTH_MAX = 65_536
 # Items of a list in a status: the operator keeps at most 100.
 STATUS_ITEMS_MAX = 128
-# A sentence of a report, alone and with the advice after it.
+# Characters of a sentence in a report, without and with the advice after it.
 SENTENCE_MAX = 300
 ADVICE_MAX = 600
 FINDINGS_MAX = findings.FINDINGS_MAX

@@ -53,7 +53,7 @@ _MODULES = {
 }
 # Modules that start the program after them and change nothing about it.
 _MODULE_WRAPPERS = set("cProfile coverage debugpy memory_profiler pdb profile scalene trace viztracer".split())
-# Options that print or look something up and start nothing.
+# Programs that print or look something up, and start nothing.
 _PRINTERS = {"echo", "printf", "type", "which"}
 _STARTS_OTHERS = {"exec", "env", "command", "nohup"}
 _INSTALLERS = {"ensurepip", "pip", "uv", "venv", "virtualenv"}

@@ -1,4 +1,4 @@
-"""Requests to an API server in RBAC's words, for metrics and for the message when one is refused."""
+"""Requests to an API server as RBAC names them (verb, resource), for metrics and for messages about refusals."""
 
 from __future__ import annotations
 

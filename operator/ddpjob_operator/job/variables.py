@@ -1,5 +1,5 @@
-"""Rendezvous variables that the user's template sets, and so overrides. Only `ddpjob check` reports contradictions,
-because each variable matters only to the programs that read it; those of options are refused (launcher.py)."""
+"""Rendezvous variables that the user's template sets, and so overrides. Contradictions are only reported by `ddpjob
+check`, because a variable matters only to programs that read it. Wrong options are refused (launcher.py)."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def by_words(words: Sequence[str]) -> Withheld:
         if "=" in word:
             found = found.but([word.partition("=")[0]])
         elif word.startswith(("$", "`")) and not _VALUE_FOLLOWS.fullmatch(before) and found.by != "ssh":
-            return NOTHING  # it may name any variable
+            return NOTHING  # the expansion may set any variable
         before = word
     return found
 
@@ -91,7 +91,7 @@ def _begins_training(word: str) -> bool:
 
 
 def _options(words: Sequence[str]) -> list[str]:
-    """Return the words up to the next program that starts others; `docker exec` is one."""
+    """Return the words up to the next wrapper. `exec` is no wrapper here, because it may belong to `docker exec`."""
     others = programs.WRAPPERS - {"exec"}
     end = next((i for i, word in enumerate(words) if programs.name(word) in others), len(words))
     return [*words[:end]]

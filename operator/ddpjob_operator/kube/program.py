@@ -1,7 +1,6 @@
 """The program `ddpjob-operator`.
 
-kopf and uvloop are imported only when the operator starts. So `--help` is fast, and a missing extra is one line of
-output instead of a traceback.
+kopf and uvloop are imported only at a start, so that `--help` is fast and a missing extra is one line, no traceback.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def completed(view: View, status: api.Status) -> Decision | None:
 
 def _doubts(view: View, status: api.Status) -> Iterator[tuple[Reason, str]]:
     """Yield what makes this success suspicious."""
-    if status.save_failed:  # the script ended by os._exit, or the last state would have been written or have failed it
+    if status.save_failed:  # the script skipped its last save by os._exit; otherwise the save would succeed or fail it
         yield reasons.SAVE_FAILED, status.save_failed
     spec, progress, group = view.spec, status.progress, view.seen.group_size
     if progress is not None and progress.attempt == status.attempt:
@@ -165,7 +165,7 @@ def past_deadline(view: View, status: api.Status) -> Decision | None:
 
 
 def running(view: View, status: api.Status, missing: str = "") -> Decision:
-    """All trainers run or have completed. missing: why other nodes of an elastic job do not run."""
+    """All trainers are running or have completed. missing: why other nodes of an elastic job are not running."""
     last_report = pending.last_report_at(status, view.seen)
     reason, text = reasons.ALL_NODES_RUN, _how_many_run(view, status)
     if missing:

@@ -56,7 +56,7 @@ def with_new_ranks(status: api.Status, at: dt.datetime) -> api.Status:
 
 
 def goodput(status: api.Status, now: dt.datetime) -> api.Goodput:
-    """Return where the time went, including the state that ends now."""
+    """Return the goodput (where the time went), including the state that ends now."""
     before = status.goodput or api.Goodput()
     after = replace(before, idle_since=None, counted_until=None)
     since = max((t for t in (status.state_time, before.counted_until) if t is not None), default=now)
@@ -140,7 +140,7 @@ def _with_steps_of_new_ranks(status: api.Status, report: Report, at: dt.datetime
 def _is_of_these_ranks(report: Report, received_at: dt.datetime, status: api.Status) -> bool:
     if not status.attempt or report.attempt not in (0, status.attempt):
         return False
-    # Otherwise the report comes from ranks that ran before a pod was replaced.
+    # An earlier report comes from ranks that ran before a pod was replaced.
     if status.attempt_time is not None and received_at < status.attempt_time:
         return False
     known = status.progress
@@ -171,7 +171,7 @@ def _progress(report: Report, attempt: int, received_at: dt.datetime) -> api.Pro
 
 
 def _with_lost_steps(status: api.Status, report: Report) -> api.Status:
-    """Count the steps made twice: from where the ranks resumed, or the step before the first, to the furthest."""
+    """Count the steps made twice: from where the ranks resumed (else the step before their first) to the furthest."""
     before, failure = status.progress, status.last_failure
     if before is None:
         return status
@@ -185,9 +185,9 @@ def _with_lost_steps(status: api.Status, report: Report) -> api.Status:
 
 
 def _step_of(failure: api.JobFailure | None, progress: api.Progress) -> int:
-    """Return the step that the ranks of this progress had reached when they failed; 0 if unknown. Time alone cannot
-    tell them from earlier ranks, whose steps are counted: it comes from a node's clock, or from when the agent was
-    heard."""
+    """Return the step that the ranks of this progress had reached when they failed; 0 if unknown. The generation
+    excludes failures of earlier ranks, whose steps are already counted. The time of a failure is not enough: it comes
+    from a node's clock, or is the time of the agent's report."""
     if failure is None or failure.attempt != progress.attempt or failure.time < progress.updated:
         return 0
     is_earlier = failure.generation is not None and failure.generation < progress.generation

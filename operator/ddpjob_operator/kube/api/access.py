@@ -65,8 +65,7 @@ GANG_RIGHTS = {
         Right("scheduling.k8s.io", "priorityclasses", ("get",), "the priority in the queue", cluster_wide=True),
     ),
 }
-# Not checked at the start: without this right only the queue position is missing from messages, and queue_places.py
-# logs that.
+# Not checked at the start: without this right messages only lack the queue position, and queue_places.py logs that.
 PLACES_RIGHT = Right(
     "visibility.kueue.x-k8s.io",
     "localqueues/pendingworkloads",

@@ -119,8 +119,7 @@ class BadJsonError(ValueError):
 def page(content: bytes, plural: str = "") -> ListPage:
     """Parse a page of a list, object by object, so that a bad object does not affect the others. Raise BadJsonError.
 
-    plural: the kind. For pods, Services and nodes only the fields that observe.py reads are kept; for DDPJobs see
-    `stored_job`.
+    plural: the kind. Pods, Services and nodes keep only the fields that observe.py reads; DDPJobs: see `stored_job`.
     """
     listed = _decode(content, _List)
     if not listed.metadata.resource_version:

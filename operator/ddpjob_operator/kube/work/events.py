@@ -108,9 +108,7 @@ class Events:
         await self.queue.run(self._send_next)
 
     def _has_room(self, job: api.Metadata) -> bool:
-        """True if the event may be queued. If the queue is full, drop an event of the namespace that has the most,
-        unless that is the job's own namespace.
-        """
+        """True if the event may be queued. If the queue is full, drop an event of the fullest namespace, if another."""
         if len(self._waiting.get(job.uid, ())) >= QUEUE_OF_JOB_MAX:
             return False
         if self._count < QUEUE_MAX:

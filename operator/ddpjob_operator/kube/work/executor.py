@@ -129,8 +129,7 @@ class Executor:
     async def take_back(self, job: api.DDPJob, names: Set[str], state: JobState) -> bool:
         """Read pods by name that no list shows, and restore the job's label on those that exist.
 
-        Return False if the time of the reconcile ended before all were read. Pods that do not exist go into
-        `state.confirmed_gone`.
+        Return False if the time of the reconcile ended too early. `state.confirmed_gone` gets pods that do not exist.
         """
         back, gone = set[str](), set[str]()
 

@@ -159,9 +159,7 @@ class Reconciler:
         return await self._execute(job, todo, state, ends)
 
     async def _plan(self, job: api.DDPJob, seen: Observed, problems: list[validation.Problem]) -> Plan:
-        """Plan the job; a large one in a thread. That takes up to a second, and a blocked event loop could lose the
-        Lease.
-        """
+        """Plan the job; in a thread if it is large, because a blocked event loop could lose the Lease."""
         now = self.runtime.now()
         if max(job.spec.nodes, len(seen.pods)) <= PLANNED_AT_ONCE:
             return plan(job, seen, now, problems=problems, settings=self.settings)
