@@ -1,4 +1,4 @@
-"""Read a container's termination message: the trainer library's, torchrun's table, a traceback, or nothing.
+"""Reads a container's termination message: the trainer library's, torchrun's table, a traceback, or nothing.
 
 The kubelet keeps the termination message, or the last 2 kB of the log. The text may be cut anywhere, mix lines of
 several ranks, or be garbage; it then counts as a log.
@@ -139,8 +139,8 @@ def read(text: str) -> ContainerReport:
 def findings(text: str, *, trusted: bool) -> Iterator[NamedFinding]:
     """Yield reasons to doubt the success of a container that ended with 0.
 
-    trusted: the exit code is that of its last launcher. A rank's failure in the log or the message was then overcome. A
-    traceback with nothing after it always counts: the script printed it and ended.
+    trusted: True if the exit code is that of the last launcher, so a rank's failure in log or message was overcome. A
+    traceback with nothing after it always counts, because the script printed it and ended.
     """
     message, log = _message(text)
     if message is not None:
@@ -163,10 +163,11 @@ def _although(failure: Failure) -> str:
 def _failure_in_log(log: str, *, trusted: bool) -> Failure | None:
     """Return the failure of a rank in the log of a success.
 
-    Without torch's prefix or torchrun's report, only the last traceback counts: a script that goes on has handled it.
-    Nothing has handled what ends a thread. Threads of libraries (pin_memory) may fail at the end of a good run.
+    Without torch's prefix or torchrun's report, only a traceback at the end counts, because a script that continued has
+    handled its exception. An exception that ended a thread was not handled. Threads of libraries do not count, because
+    pin_memory, for example, may fail at the end of a good run.
     """
-    # A callback at the exit saves, or uploads: nothing else reports that it failed.
+    # An atexit callback may save or upload, and nothing else reports its failure.
     log = log.replace("Exception ignored in atexit callback", "At the exit")
     exceptions = raised(log)
     if not trusted and (REPORTS_FAILURE in log or any(f.rank is not None for f in exceptions)):
@@ -300,12 +301,12 @@ class _Stream:
 
 
 def _of_chain(chain: list[Failure]) -> Failure:
-    """Return the failure of a chain: if it began with the loss of a peer it is a symptom, but not what came before."""
+    """Return the failure of a chain of exceptions: the first if it reports a lost peer, else the last that does not."""
     if chain[0].symptom:
         return chain[0]
     own = [r for r in reversed(chain) if not r.symptom]
     killed = next((r for r in own if rules.WORKER_KILLED.match(r.exception)), own[0])
-    return killed._replace(where=killed.where or own[0].where)  # its own traceback is only torch's
+    return killed._replace(where=killed.where or own[0].where)  # the traceback of a killed worker shows only torch
 
 
 def _read_log(log: str) -> ContainerReport:

@@ -1,5 +1,5 @@
 """Adapters: tables that describe how a scheduler or queue admits all pods of a job, or none. Pure. The rules in
-plan/gang.py drive all adapters alike; the shell creates, watches and deletes the objects. How to write one:
+plan/gang.py treat all adapters alike; kube/ creates, watches and deletes the objects. How to write an adapter:
 docs/dev/gang-adapters.md.
 """
 

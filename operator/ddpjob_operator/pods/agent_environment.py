@@ -23,7 +23,7 @@ def environment(job: api.DDPJob, replacement: int) -> dict[str, str]:
         "DDPJOB_RESTARTS_LEFT": _grant(job).text(),
         "DDPJOB_FAILURE_POLICY": json.dumps(rules) if rules else None,
         "DDPJOB_STALL_TIMEOUT": spec.stall.timeout_seconds if spec.stall else None,
-        # Only if set: a broken group has nothing to save in place, and would lose every second.
+        # Only if set: by default ranks are stopped at once, because a broken group has nothing to save in place.
         "DDPJOB_RESTART_GRACE": spec.restart_grace_seconds,
         "DDPJOB_PREFLIGHT": 1 if wants_preflight(spec, job.status) else None,
         "DDPJOB_OUT_OF_MEMORY": 1 if was_out_of_memory(job.status) else None,
