@@ -97,7 +97,7 @@ def of_training(log: str) -> list[str]:
 
 def tail(log: str) -> str:
     """Return the last 2 kB of a log, masked, without an incomplete first line: it may be part of a credential."""
-    # Mask before cutting, because a password without its name is not recognized. The kubelet may cut a character.
+    # Mask before cutting: a password without its name is not recognized. The kubelet may have cut within a character.
     raw = mask("".join(line for line in log.splitlines(keepends=True) if ANSWER not in line)).strip("\n").encode()
     if len(raw) <= TAIL_MAX and len(log.encode()) < TAIL_MAX - 3:
         return raw.decode()

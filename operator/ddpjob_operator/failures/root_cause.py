@@ -26,7 +26,7 @@ EXCEPTION_MAX, WORD_MAX = 300, 128
 CLOCKS_DIFFER = dt.timedelta(seconds=2)
 # Clocks of nodes differ by up to ten seconds. Used if observations do not show the order.
 NODE_CLOCKS_DIFFER = dt.timedelta(seconds=12)
-# A rank may fail this long before its container ends, because torchrun waits for the others, or it for a debugger.
+# A rank may fail this long before its container ends: torchrun waits for other ranks, or a debugger is attached.
 REPORTED_BEFORE_MAX = dt.timedelta(hours=1)
 
 PEER_LOST, RESUMABLE, STOPPED, GONE, STALLED = "PeerLost", "Resumable", "StoppedFromOutside", "PodGone", "Stalled"
@@ -106,7 +106,7 @@ class PodEnd:
     raised: frozenset[str] = frozenset()
     """All exceptions in its log, also those of a rank that was stopped later, and argparse's message."""
     done: bool = False
-    """True if its ranks had all ended with 0 before it was stopped. Exit code 0 proves this only without the store."""
+    """True if its ranks had all ended with 0 before it was stopped. Exit code 0 proves it only if the store is gone."""
     seen: int = 0
     """The observation in which its end was first seen; 0: the first of the pod."""
     deletion_seen: int = 0
@@ -156,7 +156,7 @@ def settle(
 
     first: the result of root_cause(); its pod may be deleted. failed: the attempt's pods that did not complete; apart
     from `first`, only the operator has deleted any in time to matter. stepped: the attempt made a step. trained: an
-    earlier one did. untried: the script has trained nowhere. nodes: of the job; None: as many as `failed`. lost: pods
+    earlier one did. untried: the script has never trained. nodes: of the job; None: as many as `failed`. lost: pods
     given up with their nodes. early: a node that has completed. steps: by rank, as reported.
     """
     if first.reason == STALLED:
@@ -460,7 +460,7 @@ def _first(ends: Sequence[PodEnd], recorded: str = "") -> PodEnd:
 
 
 def _recorded(first: api.JobFailure, ends: Sequence[PodEnd]) -> list[PodEnd]:
-    """Return the first failure as an end of its own, if its pod is gone or shows less than was recorded."""
+    """Return the first failure as a separate PodEnd, if its pod is gone or shows less than was recorded."""
     now = next((e for e in ends if e.failure.pod == first.pod), None)
     if now is None:
         return [PodEnd(first)]

@@ -1,4 +1,4 @@
-"""Describe a failure in a sentence, or in a few words."""
+"""Describes a failure in a sentence, or in a few words."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ _OF_TRACEBACK = " \t>\u2502\u2570"
 _GROUP = re.compile(r"\(\d+ sub-exceptions?\)$")
 _TERMINATE = re.compile(r"^terminate called after throwing an instance of '(.+)'")
 _WHAT = re.compile(r"^\s+what\(\):\s+(.*)$")
-# torch.multiprocessing.spawn reports how the process ended that made it stop.
+# torch.multiprocessing.spawn reports the exit of the process that made it stop.
 _SPAWNED = re.compile(r"ProcessExitedException: process \d+ terminated with (?:exit code (\d{1,3})|signal (\w+))")
 _INTERPRETER = re.compile(r"python|^exec |exec user process")
 # The second line of NCCL's error: ncclSystemError: System call … But `nccl_train.py FAILED` is torchrun's.
@@ -70,7 +70,7 @@ _OF_NCCL = re.compile(r"nccl[A-Z]\w*\b")
 _TORCHS_OWN = re.compile(r"gloo|c10d|nccl|Dist\w*Error|Rendezvous", re.IGNORECASE)
 # The place where torchrun waits for other nodes after its own ranks have ended with 0 (elastic/agent/server/api.py).
 _TORCHRUN_WAITED = "in _exit_barrier\n"
-# Printed when it stops its other ranks: Sending process 2000 closing signal SIGTERM.
+# torchrun prints this when it stops its other ranks: Sending process 2000 closing signal SIGTERM.
 _STOPS = " closing signal SIG"
 _ABORTED, _TERMINATED = 134, 143
 _TORCHRUN_SIGNALLED = re.compile(r"SignalException: Process \d+ got signal: (\d{1,2})$")
@@ -283,7 +283,7 @@ class _Stream:
     def _unindented(self, line: str, chains: list[list[Failure]]) -> None:
         ends = _EXCEPTION.match(line) or (self.inside and _TRACEBACK_END.match(line))
         self.inside = False
-        # torchrun's own error is not the cause, and a group stands for its members.
+        # torchrun's own error is not the cause, and of an ExceptionGroup its members count.
         if ends and "ChildFailedError" not in line and not _GROUP.search(line):
             self._add(line, chains)
         self.passed_over = False

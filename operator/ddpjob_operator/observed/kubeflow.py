@@ -25,14 +25,14 @@ Seconds = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 
 
 class TrainerMetric(msgspec.Struct, frozen=True):
-    """Name and value are text."""
+    """A metric. Name and value are text."""
 
     name: str
     value: str
 
 
 class TrainerStatus(msgspec.Struct, rename="camel", frozen=True):
-    """Without lastUpdatedTime: the sender's clock is not trusted."""
+    """A status. lastUpdatedTime is left out, because the sender's clock is not trusted."""
 
     progress_percentage: Percent | None = None
     estimated_remaining_seconds: Seconds | None = None

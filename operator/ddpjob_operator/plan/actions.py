@@ -130,7 +130,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Plan:
-    """status: None if nothing is to be written. requeue_at: when the plan may change without any event."""
+    """The result of plan(). status: None if nothing is to be written. requeue_at: when to plan again if nothing happens."""
 
     actions: tuple[Action, ...] = ()
     status: api.Status | None = None

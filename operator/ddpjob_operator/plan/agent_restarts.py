@@ -28,7 +28,7 @@ def newest(view: View) -> AgentReport | None:
 
 
 def latest(known: Report | None, new: Report) -> Report | None:
-    """Return the newer report: each has all restarts so far. Ignore other agents than node 0's, which charges them."""
+    """Return the newer report of node 0's agent, which has all restarts so far. Ignore reports of other agents."""
     return known if new.node_rank != 0 or (known is not None and _age(new) < _age(known)) else new
 
 

@@ -170,7 +170,7 @@ def _of_state(view: View, old: api.Status, new: api.Status, message: str) -> Ite
 
 
 def _is_routine(view: View, old: api.Status, new: api.Status) -> bool:
-    """True if the job only started or completed normally. False with a TTL: after it only the last Event is left."""
+    """True if the job only started or completed normally. False with a TTL, after which only Events show the end."""
     if new.attempt != 1 or new.restarts not in (None, api.Restarts()):
         return False
     if new.reason == reasons.ALL_NODES_RUN.name:

@@ -41,7 +41,7 @@ def late(view: View, status: api.Status) -> Set[int]:
 
 
 def _is_late(view: View, status: api.Status, pod: Pod, others: Sequence[Pod]) -> bool:
-    """others: the completed pods. Assumes that node clocks differ by less than LAST_CALL_SECONDS."""
+    """True if a pod started too late. others: the completed pods; clocks differ by less than LAST_CALL_SECONDS."""
     starts = [_started_at(other) for other in others]
     ends = [other.trainer.ended_at for other in others if other.trainer.ended_at is not None]
     begun = max((start for start in starts if start is not None), default=None)

@@ -67,8 +67,8 @@ def completed(view: View, status: api.Status) -> Decision | None:
 
 
 def _doubts(view: View, status: api.Status) -> Iterator[tuple[Reason, str]]:
-    """Yield what makes this success suspicious."""
-    if status.save_failed:  # the script skipped its last save by os._exit; otherwise the save would succeed or fail it
+    """Yield reasons to doubt this success."""
+    if status.save_failed:  # the script ended by os._exit; any other exit saves again, or fails
         yield reasons.SAVE_FAILED, status.save_failed
     spec, progress, group = view.spec, status.progress, view.seen.group_size
     if progress is not None and progress.attempt == status.attempt:

@@ -29,14 +29,14 @@ MISSED_SECONDS = 60.0
 
 
 def with_long_wait(view: View, status: api.Status) -> tuple[api.Status, dt.datetime | None]:
-    """Return the status, as WaitsLong if it has waited long without a warning, or the time at which it will have."""
+    """Return the status, with reason WaitsLong after a long wait without a warning, and when that will be, if later."""
     now = view.now
     reason = reasons.ALL.get(status.reason)
     if reason is None or reason.warning or not (status.state in _WAITS or reason is reasons.WAITING_FOR_OLD_PODS):
         return status, None
     waiting = [pod for pod in view.pods.values() if pod.trainer.state == "waiting"]
     if reason is reasons.STARTING_TRAINERS and _slowest(status, waiting) is not None:
-        return status, None  # it becomes CannotStart within a second: one fact, one Warning
+        return status, None  # the reason becomes CannotStart within a second, and one Warning is enough
     # Each attempt's wait counts from its own time; an attempt in the future does not wait yet.
     begun = max(at for at in (status.state_time or now, status.attempt_time or status.state_time or now))
     long = begun + dt.timedelta(seconds=LONG_SECONDS)

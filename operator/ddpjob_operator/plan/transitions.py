@@ -1,4 +1,4 @@
-"""From one status to the next. Every function is idempotent: nothing that is recorded is counted twice."""
+"""Functions that return the next status. They are idempotent: nothing that is recorded is counted twice."""
 
 from __future__ import annotations
 
@@ -105,10 +105,10 @@ def with_idle(status: api.Status, since: dt.datetime | None) -> api.Status:
 
 
 def with_progress(status: api.Status, report: Report | None, not_kept: str = "") -> api.Status:
-    """Return the status with rank 0's report of this attempt. not_kept: why memory lacks its state."""
+    """Return the status with rank 0's report of this attempt. not_kept: why the state is not kept in memory."""
     if report is None or report.received_at is None or not _is_of_these_ranks(report, report.received_at, status):
         return status
-    # The phase "start" only says that the library is initialized; earlier steps still count.
+    # The phase "start" only means that the library is initialized; earlier steps still count.
     is_start = report.phase == "start"
     if not (is_start and report.resumed_step is None):
         status = replace(status, resumed_step=report.resumed_step, resumed_from=report.resumed_from)
@@ -117,7 +117,7 @@ def with_progress(status: api.Status, report: Report | None, not_kept: str = "")
     status = replace(status, not_kept=not_kept, save_failed=report.save_failed)
     before, progress = status.progress, _progress(report, status.attempt, report.received_at)
     is_idle = status.goodput is not None and status.goodput.idle_since is not None
-    if is_idle and before is not None and before.step != report.step:  # a step came after a time without any
+    if is_idle and before is not None and before.step != report.step:  # the first step after an idle time
         counted = replace(goodput(status, report.received_at), counted_until=report.received_at)
         status = replace(status, goodput=counted)
     status = _with_steps_of_new_ranks(status, report, report.received_at)

@@ -84,7 +84,7 @@ class View:
 
     @cached_property
     def recorded(self) -> api.Status:
-        """The status as the API server has it, with times in this clock. A pod is deleted only for a reason in it."""
+        """The API server's status, with times corrected to this clock. A pod is deleted only for a reason in it."""
         return self.job.status
 
     @cached_property
@@ -123,7 +123,7 @@ class View:
         return self.facts.min_nodes is not None
 
     def is_enough(self, places: Set[int]) -> bool:
-        """True if the group can train with these places: all, or an elastic job's minimum with node 0 (the store)."""
+        """True if the group can train with these places: all, or an elastic job's minimum with the store of node 0."""
         least, present = self.facts.min_nodes, places & set(self.members)
         is_all = len(present) == len(self.members)
         return is_all if least is None else len(present) >= least and self.members.leader in present
@@ -308,7 +308,7 @@ def outlived_at(pod: Pod, spec: api.Spec) -> dt.datetime | None:
 
 
 def next_loss(view: View) -> dt.datetime | None:
-    """Return when the next node will be lost, or a rank next to its sidecar completed, if nothing changes."""
+    """Return when, if nothing changes, the next node counts as lost, or a rank with a running sidecar as completed."""
     job, seen = view.job, view.seen
     pods = (p for p in seen.pods if p.live and (is_own(p, job) or is_of_deleted_job(p, job)))
     lost = (lost_at(p, seen.nodes, view.settings) for p in pods)

@@ -9,7 +9,7 @@ import json
 from ddpjob_core.budget import Grant
 from ddpjob_operator.job import api, budgets, launcher
 
-PREFLIGHT_FAILURES = 2  # a single lost node is bad luck
+PREFLIGHT_FAILURES = 2  # a single lost node may be chance
 
 
 def environment(job: api.DDPJob, replacement: int) -> dict[str, str]:

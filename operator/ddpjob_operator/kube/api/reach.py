@@ -52,7 +52,7 @@ class Reach:
             self._runtime.log.warning("the API server has not answered for %.0f s, trying again", now - self._lost_at)
 
     async def wait(self, seconds: float) -> bool:
-        """Wait for `seconds`. If an outage ends meanwhile, return True at once.
+        """Wait for `seconds`. If an outage ends meanwhile, return True early.
 
         Without an outage wait the full time: the server refuses a watch, but answers other requests.
         """

@@ -1,4 +1,4 @@
-"""Take reports of ranks and agents, and detect that reports do not reach this operator."""
+"""Takes reports of ranks and agents, and detects if reports do not reach this operator."""
 
 from __future__ import annotations
 
