@@ -130,7 +130,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Plan:
-    """The result of plan(). status: None if nothing is to be written. requeue_at: when to plan again if nothing happens."""
+    """The result of plan(). status: None if nothing is to be written. requeue_at: when to plan again at the latest."""
 
     actions: tuple[Action, ...] = ()
     status: api.Status | None = None
