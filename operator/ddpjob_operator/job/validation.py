@@ -28,7 +28,7 @@ class Problem:
     path: Path
     message: str
     unreadable: bool = False
-    """True if no pod can be made, because the template does not have the shape of one."""
+    """True if no pod can be created, because the template is malformed."""
 
     def __str__(self) -> str:
         return f"{dotted(self.path)}: {self.message}" if self.path else self.message

@@ -93,7 +93,7 @@ class Meter:
         self._elsewhere: set[str] = set()
         """Jobs (uid) that are counted only from now on: others may have counted their earlier time."""
         self._since: dt.datetime | None = None
-        """From then on everything that jobs spend is counted here; None if this operator does not lead."""
+        """Time from which all that jobs spend is counted here; None if this operator does not lead."""
         for metric in (*names.OF_OPERATOR, *names.OF_ALL_JOBS):
             self._register(metric)
 

@@ -82,11 +82,11 @@ class Pod(msgspec.Struct, frozen=True):
     bound_since: dt.datetime | None = None
     """The same by our clock, comparable with now; not later than when we first saw it bound."""
     accepted_at: dt.datetime | None = None
-    """When its kubelet accepted it (status.startTime), by the clock of its node, as the times of its trainer."""
+    """When its kubelet accepted it (status.startTime), by the clock of its node, like the times of its trainer."""
     silent_since: dt.datetime | None = None
     """When the node controller marked it not ready because the kubelet does not report."""
     was_silent: bool = False
-    """True if that was ever seen, even if the node works again."""
+    """True if the pod was ever seen silent, even if its node works again."""
     unschedulable: str = ""
     """The scheduler's sentence while it finds no node."""
     unschedulable_since: dt.datetime | None = None
@@ -194,7 +194,7 @@ class Node:
     since: dt.datetime | None = None
     """Since when it has been ready or not."""
     with_most: bool = False
-    """Not ready: True if most nodes became so together, so the control plane does not get their heartbeats."""
+    """Not ready: True if most nodes became so together, so the control plane probably misses their heartbeats."""
     gone: bool = False
     """Not ready: True if its object was deleted, as clouds do when a machine is removed."""
 

@@ -68,9 +68,9 @@ class ObservedGroup:
     asked: tuple[str, ...] = ()
     """Requested queue, priority and topology, as its adapter writes them; empty if it is in no queue."""
     is_ready: bool = False
-    """True if the queue was told that all pods are running."""
+    """True if the operator has reported to the queue that all pods are running."""
     is_over: bool = False
-    """True if the queue was told that the job is over."""
+    """True if the operator has reported to the queue that the job is over."""
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class View:
     now: dt.datetime
     settings: Settings
     pods: dict[int, Pod]
-    """Pods of the present attempt by place; the newest one where a pod was replaced."""
+    """Pods of the present attempt by place; if a pod was replaced, the newest."""
     deleted_pods: dict[int, Pod]
     """Pods of the present attempt that are gone, by place, as they were last seen."""
     older: tuple[Pod, ...]

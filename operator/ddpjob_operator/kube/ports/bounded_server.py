@@ -203,7 +203,7 @@ class Connection(web.RequestHandler):
         self._deadline: asyncio.TimerHandle | None = None
         self._room = REQUEST_BYTES_MAX
         self._socket: asyncio.Transport | None = None
-        """None before opening and after closing. aiohttp's own becomes None while an answer is still buffered."""
+        """None before opening and after closing. aiohttp's own field is None already while an answer is buffered."""
         self.address = ""
         self.proven = False
         """True after a valid token."""

@@ -62,12 +62,12 @@ class JobState:
     agent: Report | None = None
     """Last report of node 0's agent."""
     reports: dict[int, Report] = field(default_factory=dict)
-    """By rank. Of equal reports the first is kept: its time shows since when nothing changed."""
+    """Last report by rank. Of equal reports the first is kept, because its time shows since when nothing changed."""
     trackers: dict[int, StepTracker] = field(default_factory=dict)
     last_report_at: dt.datetime | None = None
     """Time of the last report of any rank; None before the first report and after a final one."""
     deleted_pods: dict[str, Pod] = field(default_factory=dict)
-    """Their last state: a pod may start and end between two reconciles."""
+    """Last state by name, because a pod may start and end between two reconciles."""
     first_seen: dict[tuple[str, str], dt.datetime] = field(default_factory=dict)
     """When a pod (by uid) was first seen silent, stopping, done, or bound at a future time."""
     undeletable: dict[str, dt.datetime] = field(default_factory=dict)
