@@ -48,7 +48,7 @@ _PROCESS = re.compile(r"^Process \S+:$")
 _IN_THREAD = re.compile(r"^(?:\[[^]\n]{1,40}\]:\s?)*Exception in thread .*$", re.MULTILINE)
 # Part of torchrun's report of a failure.
 REPORTS_FAILURE = "ChildFailedError"
-# Exceptions of a program that was asked to end.
+# Exceptions with which a program ends after a request to stop.
 _NO_FAILURE = ("KeyboardInterrupt", "SystemExit", "BrokenPipeError")
 # Text before an exception that ends no program: in a `__del__` (such as a DataLoader's at exit), or in a log line.
 _ENDS_NOTHING = re.compile(r"^(?:Exception ignored |--- Logging error ---)")
@@ -93,7 +93,7 @@ class ContainerReport(NamedTuple):
     permanent: bool = False
     """True if the agents agree that a retry cannot help on any node."""
     agreed: bool = False
-    """True if the agents agreed on this failure before any was asked to stop."""
+    """True if the agents agreed on this failure before any of them was requested to stop."""
 
 
 class Message(NamedTuple):

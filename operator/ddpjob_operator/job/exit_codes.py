@@ -195,7 +195,7 @@ class _ScriptWalk:
         """The launchers that ran before each launcher, by path."""
         self.shell_of: dict[shell.ShellNode, str] = {}
         self.withheld: dict[shell.ShellNode, withheld.Withheld] = {}
-        self._pipes = 0  # the number of pipelines around the present command
+        self._pipes = 0  # the number of pipelines around the current command
         self._by_type: dict[type, Callable[..., _States]] = {
             shell.ShellScript: self._script, shell.AndOr: self._and_or, shell.Pipeline: self._pipeline,
             shell.Background: self._background, shell.GroupNode: self._group, shell.If: self._if,

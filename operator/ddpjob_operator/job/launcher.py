@@ -1,4 +1,4 @@
-"""The launcher's options in the trainer's command, and where they contradict the job. With a contradiction the launcher
+"""The launcher's options in the trainer's command, and how they contradict the job. With a contradiction the launcher
 waits for nodes that never come (docs/dev/upstream.md), so the job is refused before anything starts."""
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ WRAPPERS = set(
 )
 # Options of wrappers whose next word is a name and not a program: `conda run -n ray`.
 _NAME_FOLLOWS = {"-n", "--name", "-p", "--prefix", "--with", "--extra", "--group", "--package", "-u", "--user"}
-# Programs whose `-n` takes no value: `sudo -n` asks for no password, `uv run -n` uses no cache.
+# Programs whose `-n` takes no value: `sudo -n` never prompts, `uv run -n` uses no cache.
 _FLAGS = {
     "coverage": {"-p"}, "pdm": {"-n"}, "poetry": {"-n"}, "py-spy": {"-n"}, "strace": {"-n"}, "sudo": {"-n"},
     "time": {"-p"}, "timeout": {"-p"}, "uv": {"-n"}, "viztracer": {"-u"},

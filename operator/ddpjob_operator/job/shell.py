@@ -549,7 +549,7 @@ class _ShellParser:
         raise ShellSyntaxError(f"{opens} is not closed")
 
     def _closing(self, quote: str) -> int:
-        """Return the index of the quote that closes the quote at the present index."""
+        """Return the index of the quote that closes the quote at the current index."""
         end = self.text.find(quote, self.at + 1)
         if end < 0:
             raise ShellSyntaxError(f"{quote} is not closed")

@@ -21,7 +21,7 @@ def duration(seconds: float) -> str:
 
 
 def clock(time: dt.datetime) -> str:
-    """Return 08:04:28 UTC, for a time of the present day."""
+    """Return 08:04:28 UTC, for a time of today."""
     return f"{time.astimezone(dt.timezone.utc):%H:%M:%S} UTC"
 
 

@@ -24,7 +24,7 @@ def state(status: api.Status) -> str:
 
 
 def spent(status: api.Status, now: dt.datetime) -> dict[str, int]:
-    """Return seconds by use, including those of the present state, which the status only adds at its end."""
+    """Return seconds by use, including those of the current state, which the status only adds at its end."""
     until_now = transitions.goodput(status, now)
     return {name: getattr(until_now, f"{name}_seconds") for name in names.SPENT}
 

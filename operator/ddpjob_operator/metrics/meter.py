@@ -44,7 +44,7 @@ class MeteredJob(NamedTuple):
 
 
 class QueueWaits(NamedTuple):
-    """The present state of a work queue. name: one of names.QUEUES."""
+    """The current state of a work queue. name: one of names.QUEUES."""
 
     name: str
     depth: int = 0

@@ -240,13 +240,13 @@ class Observed:
     reports: dict[int, Report] = field(default_factory=dict)
     """Last report of each rank."""
     trackers: dict[int, StepTracker] = field(default_factory=dict)
-    """Steps of each rank that reports in the present attempt."""
+    """Steps of each rank that reports in the current attempt."""
     undeletable: Set[str] = frozenset()
     """uids of pods that still exist some time after a deletion without grace."""
     listening_since: dt.datetime | None = None
     """When the caller began to receive reports; None if it always has."""
     agent: AgentReport | None = None
-    """Last report of node 0's agent in the present attempt; None without ddprun."""
+    """Last report of node 0's agent in the current attempt; None without ddprun."""
     group_size: int | None = None
     """WORLD_SIZE of the ranks, if the caller sees it and it is the same on all nodes."""
     nodes: dict[str, Node] | None = None

@@ -58,7 +58,7 @@ class StepTracker:
         return (self.heard_at - self.advanced_at).total_seconds()
 
     def is_heard(self, now: dt.datetime) -> bool:
-        """True if it is reporting at present."""
+        """True if its reports arrive now."""
         return abs((now - self.heard_at).total_seconds()) <= SILENT_SECONDS
 
 
@@ -140,7 +140,7 @@ def update(
 def find(trackers: Mapping[int, StepTracker], stall: api.Stall | None, now: dt.datetime) -> StallFinding | None:
     """Return a finding if none of the reporting ranks has made a step for too long.
 
-    trackers: of the present attempt, by rank. stall: as in the spec.
+    trackers: of the current attempt, by rank. stall: as in the spec.
     """
     timeout = None if stall is None else stall.timeout_seconds
     ranks = {} if timeout == 0 else _counted(trackers, now)

@@ -191,7 +191,7 @@ def unneeded(view: View) -> tuple[DeleteGroup, ...]:
 
 
 def to_tell(view: View) -> tuple[TellGroup, ...]:
-    """Return news for the queue. Quota is returned only after the last pod has ended and the status records it."""
+    """Return a report to the queue. Quota is returned only after the last pod has ended and the status records it."""
     recorded, adapter = view.recorded, _queue_of(view, view.recorded)
     group = group_of(view, recorded)
     if adapter is None or group is None or _is_away(view, adapter):

@@ -178,7 +178,7 @@ def _gone(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFailu
 
 
 def _needed(view: View, status: api.Status) -> list[Pod]:
-    """Return the active pods without which the attempt cannot go on."""
+    """Return the active pods without which the attempt cannot continue."""
     only = view.participants(status) if view.trains_with_fewer(status) else set(view.members)
     return [p for p in view.active if p.place in only]
 

@@ -73,7 +73,7 @@ def goodput(status: api.Status, now: dt.datetime) -> api.Goodput:
 def _running(before: api.Goodput, status: api.Status, since: dt.datetime, elapsed: int) -> tuple[api.Goodput, int]:
     """Return the goodput with the seconds in which all nodes ran, and how many of them passed before the first step."""
     if status.first_step_time is None:
-        # Imports, rendezvous and loading are not training; without reported steps they cannot be told apart from it.
+        # Imports, rendezvous and loading are not training; without reported steps they cannot be distinguished from it.
         unreported = elapsed if status.furthest_step is None else 0
         return replace(before, unreported_seconds=before.unreported_seconds + unreported), elapsed - unreported
     idle_since = status.goodput.idle_since if status.goodput is not None else None

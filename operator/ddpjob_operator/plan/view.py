@@ -24,7 +24,7 @@ OUTLIVED_SECONDS = 10
 # Used in namespaced mode, where node status cannot be read: seconds that a pod may outlive its grace before its node
 # counts as lost.
 HELD_SECONDS = 600
-# The number of attempts, including the present one, whose pods stay for `kubectl logs`.
+# The number of attempts, including the current one, whose pods stay for `kubectl logs`.
 ATTEMPTS_KEPT = 3
 
 
@@ -52,9 +52,9 @@ class View:
     now: dt.datetime
     settings: Settings
     pods: dict[int, Pod]
-    """Pods of the present attempt by place; if a pod was replaced, the newest."""
+    """Pods of the current attempt by place; if a pod was replaced, the newest."""
     deleted_pods: dict[int, Pod]
-    """Pods of the present attempt that are gone, by place, as they were last seen."""
+    """Pods of the current attempt that are gone, by place, as they were last seen."""
     older: tuple[Pod, ...]
     """Active pods of earlier attempts, and replaced ones, without those on lost nodes."""
     garbage: tuple[Pod, ...]
@@ -89,7 +89,7 @@ class View:
 
     @cached_property
     def known_pods(self) -> dict[int, Pod]:
-        """The pods of the present attempt by place, including those that are gone."""
+        """The pods of the current attempt by place, including those that are gone."""
         return {**self.deleted_pods, **self.pods}
 
     def known_pod(self, node_rank: int) -> Pod | None:
@@ -184,7 +184,7 @@ def _wanted_nodes(job: api.DDPJob, seen: Observed) -> int:
 
 
 def in_attempt(view: View, status: api.Status) -> View:
-    """Return the same facts for the attempt that begins with `status`: all present pods are of older ones."""
+    """Return the same facts for the attempt that begins with `status`: all existing pods are of older ones."""
     job = replace(view.job, spec=launcher.with_nodes(view.spec, view.wanted_nodes))
     return _sorted(status, job, view.stored, view.seen, view.now, view.problems, view.settings)
 

@@ -54,7 +54,7 @@ def pod_name(job: api.DDPJob, attempt: int, place: int, replacement: int = 0) ->
 
 
 def replacement(status: api.Status, place: int) -> int:
-    """Return how often the pod of a place was replaced alone in the present attempt."""
+    """Return how often the pod of a place was replaced alone in the current attempt."""
     return status.replacements.get(str(place), 0) if status.replacements else 0
 
 

@@ -199,7 +199,7 @@ class GangWatch:
         return GangApi(why_not=f"the operator may not list {self._what}: {error.message}")
 
     def _failed(self, error: ApiError) -> bool:
-        """Count a server error. True if the API now counts as unavailable: running jobs go on, the others wait."""
+        """Count a server error. True if the API now counts as unavailable: running jobs continue, the others wait."""
         if error.status < 500:
             return False
         self._errors += 1

@@ -130,7 +130,7 @@ class Store(Generic[T]):
         held_up = self._unreadable.pop(place, None)
         known = old.value if old is not None and old.uid == uid else None
         self._set(place, old, Entry(key, uid, at, self._merge(known, seen, self._observed(key)), is_whole))
-        if held_up is not None:  # its job was put off, and has to go on even if the object itself has not changed
+        if held_up is not None:  # its job was put off, and must continue even if the object has not changed
             self._changed(held_up.key, None, None)
 
     def put_again(self, raw: Raw) -> None:

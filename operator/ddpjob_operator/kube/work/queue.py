@@ -250,7 +250,7 @@ def back_off(times: int) -> float:
 
 
 class RetryError(Exception):
-    """Asks for another reconcile after a back-off. The message is logged if it is not the key's last one."""
+    """Requests another reconcile after a back-off. The message is logged if it is not the key's last one."""
 
     def __init__(self, message: str, at_least_seconds: float = 0.0) -> None:
         super().__init__(message)
@@ -296,7 +296,7 @@ class Queue(Generic[K]):
         return self.schedule.stuck_seconds(self._clock())
 
     def measured(self) -> QueueWaits:
-        """Return the present state."""
+        """Return the current state."""
         now = self._clock()
         depth, oldest = self.schedule.due(now)
         stuck, unfinished = self.schedule.stuck_seconds(now), self.schedule.unfinished_seconds(now)

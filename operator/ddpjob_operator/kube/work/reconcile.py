@@ -237,7 +237,7 @@ class Reconciler:
         return pause
 
     async def _report_unreadable(self, raw: Mapping[str, Any], why: str) -> str:
-        """Write a condition that says why the job cannot be read. Return why the server refused it, "" if written."""
+        """Write a condition with the reason why the job cannot be read. Return why the server refused it, else ""."""
         status = unreadable.with_condition(raw, why, self.runtime.now())
         if status is None and unreadable.is_reported(raw):
             return ""
