@@ -1,8 +1,8 @@
 """Finds the failure of an attempt that explains the others, and its class.
 
-Reports of kernel, kubelet and node controller come first, because a process that is ended from outside may print
-anything; then what a process did itself; then time. Time alone proves little: the kubelet reports whole seconds, and
-clocks of nodes differ.
+Reports of kernel, kubelet and node controller count most, because a process that is ended from outside may print
+anything. Next come the actions of a process itself, then time. Time alone proves little: the kubelet reports whole
+seconds, and clocks of nodes differ.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ class Adapter:
         return f"{self.kind}.{self.group}"
 
     def group_name(self, job: api.DDPJob, attempt: int) -> str:
-        """Return the object's name. If each attempt has its own, it is used once, so that no pod of an old attempt, or
-        of a deleted job of the same name (the last five digits of the uid), counts for the new one.
+        """Return the object's name. If each attempt has a group, the name has the attempt and the last five digits of
+        the uid. So pods of an old attempt, or of a deleted job of the same name, do not count for the new group.
         """
         name = job.metadata.name
         return f"{name}-{attempt}-{job.metadata.uid[-UID_DIGITS:]}" if self.per_attempt else name

@@ -1,7 +1,7 @@
 """Queues of Kueue: one kueue.x-k8s.io Workload for all attempts of a job, which the operator writes itself.
 
 Kueue only needs `DDPJob.v1alpha1.training.ddpjob.io` under `integrations.externalFrameworks`. The operator does what
-Kueue does for its own kinds: an evicted Workload keeps its quota until the pods have ended and its owner removes the
+Kueue does for its own kinds. An evicted Workload keeps its quota until the pods have ended and its owner removes the
 admission from the status. `reclaimablePods` is not used: it cannot shrink while quota is held, so a restart would lack
 quota. Kueue 0.14 serves v1beta1; v1beta2, from 0.15 on, names a priority class differently.
 """

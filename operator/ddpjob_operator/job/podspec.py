@@ -76,8 +76,8 @@ def mappings(source: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def restarts_of_the_kubelet(template: Mapping[str, Any]) -> list[tuple[dict[str, Any], str]]:
-    """Return the fields by which the kubelet would restart the trainer in its pod, whatever restartPolicy is: the
-    container's own policy, and any rule that restarts all containers (Kubernetes 1.34, KEP-5307 and KEP-5532)."""
+    """Return the fields by which the kubelet would restart the trainer in its pod in spite of restartPolicy. These are
+    the container's own policy and rules that restart all containers (Kubernetes 1.34, KEP-5307 and KEP-5532)."""
     pod, own = template.get("spec") or {}, trainer_container(template) or {}
     others = mappings(pod, "initContainers") if isinstance(pod, Mapping) else []
     of_all = (

@@ -155,8 +155,8 @@ class Pod(msgspec.Struct, frozen=True):
     def _awaits_its_phase(self) -> bool:
         """True if the trainer ended with 0 and the phase is still to come.
 
-        The kubelet reports the end of a container before phase Failed, reason and DisruptionTarget of a pod that it
-        ended itself, which follow when all containers have ended (mergePodStatus). A sidecar that keeps running is not
+        The kubelet first reports the end of a container. If it ended the pod itself, it reports phase Failed, reason
+        and DisruptionTarget only when all containers have ended (mergePodStatus). A sidecar that keeps running is not
         waited for.
         """
         done = self.trainer.state == "ended" and self.trainer.exit_code == 0
@@ -165,7 +165,7 @@ class Pod(msgspec.Struct, frozen=True):
     @property
     def _awaits_its_log(self) -> bool:
         """True if the pod was ended by the deadline that keeps its log, but the end of its container is not reported
-        yet: a kubelet may report the phase with a status of the containers from before it stopped them.
+        yet. A kubelet may report the phase with a status of the containers from before it stopped them.
         """
         return self.deadline_set and self.reason == "DeadlineExceeded" and self.trainer.exit_code is None
 
@@ -178,7 +178,7 @@ class Pod(msgspec.Struct, frozen=True):
     def live(self) -> bool:
         """True if something of it may still be running.
 
-        The phase alone is not enough: the kubelet often reports the end of the only container while the phase is
+        The phase alone is not enough. The kubelet often reports the end of the only container while the phase is
         Running, and deleting a pod that ended by itself would lose its log.
         """
         if self.phase in ("Succeeded", "Failed"):

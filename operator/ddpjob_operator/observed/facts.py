@@ -82,7 +82,7 @@ def _evidence(seen: Container) -> int:
 
 
 def _deleted_after_its_end(earlier: Pod | None, later: Pod) -> bool:
-    """True if the deletion was first seen when the object was removed, with its last phase: the API server gives no
+    """True if the deletion was first seen when the object was removed, with its last phase. The API server gives no
     grace to a pod that has ended (CheckGracefulDelete). False for exit 0, which may be a wrong result.
     """
     if earlier is None or earlier.deletion_requested_at is not None or later.trainer.exit_code == 0:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Tell = Literal["ready", "unready", "quota returned", "succeeded", "failed"]
-"""States of the job that are reported to a queue: all nodes are running, or not any more; the pods have ended after an
-eviction, so that others may have the quota; the job is over.
+"""States of the job that are reported to a queue. ready, unready: all nodes are running, or not any more. quota
+returned: the pods have ended after an eviction, so that others may have the quota. succeeded, failed: the job is over.
 """
 
 

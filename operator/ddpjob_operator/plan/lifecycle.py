@@ -131,7 +131,7 @@ def waiting_for_room(view: View, status: api.Status) -> Decision | None:
 
 
 def resuming(view: View, status: api.Status) -> Decision | None:
-    """Begin a new attempt when the last pod of the previous one has ended: its agents report some charges only then,
+    """Begin a new attempt when the last pod of the previous one has ended. Its agents report some charges only then,
     and reports count only for the recorded attempt."""
     if status.state != "Suspended" or not status.attempt:
         return None

@@ -19,7 +19,7 @@ LABEL_TRAINER = f"{api.GROUP}/trainer"
 LABELS = frozenset((LABEL_JOB, LABEL_ATTEMPT, LABEL_RANK, LABEL_REPLACEMENT, LABEL_TRAINER))
 
 # Outside the ephemeral range (32768-60999) and the NodePort range (30000-32767), so that the kernel never uses the port
-# for an outgoing connection; below ports that scripts often hard-code (29400, 29500).
+# for an outgoing connection. Below ports that scripts often hard-code (29400, 29500).
 PORT_FIRST, PORT_LAST = 20000, 29399
 PORTS_AVOIDED = frozenset({23456, 25000})  # also hard-coded by scripts
 
@@ -70,7 +70,7 @@ def hostname(job: api.DDPJob, place: int) -> str:
 def endpoint(job: api.DDPJob, attempt: int) -> Endpoint:
     """Return the address of rank 0 in a cluster.
 
-    The port depends on uid and attempt even if each pod has its own network: a process that survives on a lost node
+    The port depends on uid and attempt even if each pod has its own network. A process that survives on a lost node
     still resolves the stable DNS name, and must not reach the store of a newer attempt.
     """
     name = job.metadata.name

@@ -1,7 +1,7 @@
 """Receives the reports that `ddpjob.progress()` posts from pods, on a port of its own.
 
-The protocol is that of the local run's receiver and of Kubeflow Trainer. Every pod of the cluster can reach the port:
-nothing is accepted without a token that proves the pod, and slow, large or frequent senders are cut off. Losing a
+The protocol is that of the local run's receiver and of Kubeflow Trainer. Every pod of the cluster can reach the port.
+So nothing is accepted without a token that proves the pod, and slow, large or frequent senders are cut off. Losing a
 report never harms a job.
 """
 
@@ -22,8 +22,8 @@ from ddpjob_operator.observed.reports import BadReportError, Report
 
 PATH = "/v1/progress"
 BODY_BYTES_MAX = 8192  # a report with 16 metrics has less than 1 kB
-# Per pod. By default a rank reports every 5 s. The burst allows a restart in place within a second: the last reports of
-# the old ranks and the agent, and start, load, first step and save of the new ones.
+# Per pod. By default a rank reports every 5 s. The burst allows a restart in place within a second. It causes the last
+# reports of the old ranks and the agent, and start, load, first step and save of the new ranks.
 REPORTS_PER_SECOND, REPORTS_BURST = 1.0, 10.0
 PODS_REMEMBERED = 10_000
 

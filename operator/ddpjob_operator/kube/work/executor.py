@@ -306,7 +306,7 @@ class Executor:
         """Create the Service, the group, and pods by slow start. Return False if there are more pods to create.
 
         After a refused pod the others are not tried, because the server would usually refuse them, too; that counts as
-        complete. A new job gets 1, 8, 16, 32 … pods, each batch in a reconcile of its own, so that a large job does not
+        complete. A new job gets 1, 8, 16, 32 … pods. Each batch has a separate reconcile, so that a large job does not
         delay the others. Kubernetes does the same (slowStartBatch, pkg/controller/job/job_controller.go). A restart
         gets all of its pods at once: its ranks wait for the last one, and the server has accepted such pods before.
         """
@@ -434,7 +434,7 @@ class Executor:
 
 
 def is_refusal(error: ApiError) -> bool:
-    """True if the server refuses the create until the user changes something or a quota gets free. Quota, PodSecurity
-    and admission answer 403, a bad field 400 or 422, a webhook that is down 500.
+    """True if the server refuses the create until the user changes something, or waits. Quota, PodSecurity and
+    admission answer 403, a bad field 400 or 422, a webhook that is down 500.
     """
     return error.status in (400, 403, 404, 405, 413, 422) or (error.status == 500 and "webhook" in error.message)

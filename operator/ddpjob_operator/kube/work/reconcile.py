@@ -5,9 +5,9 @@ Out: requests of the Executor, and the seconds until the next reconcile. All dec
 module only decides whether our copy is recent enough to act on. The queue never runs two reconciles of a job at once,
 so a JobState needs no lock.
 
-Our copy may be behind: after a change of leader, or while a watch hangs. So before a step that cannot be undone (fail a
-job for a missing pod, start an attempt, free a group's place) we read the API server and plan the job again. This costs
-one list or read per attempt, and more code than a controller that trusts its informers.
+Our copy may be behind: after a change of leader, or while a watch hangs. So we read the API server and plan the job
+again before a step that cannot be undone: fail a job for a missing pod, start an attempt, free a group's place. This
+costs one list or read per attempt, and more code than a controller that trusts its informers.
 
 A job that was cut to save memory (job/storage.py) is read for each reconcile and cut again at its end.
 """
