@@ -31,7 +31,7 @@ REPORTED_BEFORE_MAX = dt.timedelta(hours=1)
 
 PEER_LOST, RESUMABLE, STOPPED, GONE, STALLED = "PeerLost", "Resumable", "StoppedFromOutside", "PodGone", "Stalled"
 NODE_LOST, DEADLINE = "NodeLost", "JobDeadlineExceeded"
-# The process does not show why it did not end, but its log may.
+# For these failures the pod's object is kept: the process did not end by itself, and only its log may show why.
 KEEPS_ITS_LOG = (STALLED, DEADLINE)
 ENDED_EARLY = "EndedEarly"
 CONNECTION_LOST = "ConnectionLost"
@@ -371,7 +371,7 @@ def _text(pod: Pod, report: ContainerReport, code: int | None) -> str:
 
 
 def _evidence(pod: Pod, own: Failure, precedence: Precedence, reason: str) -> api.Evidence:
-    """Return the evidence besides the failure's own fields. For an action of the kernel, only the container counts."""
+    """Return the evidence besides the failure's own fields; for an action of the kernel, without the pod's reasons."""
     starts = pod.trainer.reason in rules.START_REASONS
     evidence = api.Evidence(
         precedence=precedence.name,
@@ -431,8 +431,8 @@ def _precedence(pod: Pod, own: Failure, code: int | None, *, outside: bool) -> P
 
 
 def _failed_before_its_deletion(own: Failure, code: int | None) -> bool:
-    """True if a rank failed before the deletion: the pod may live for half a minute while torchrun waits for other
-    ranks.
+    """True if a rank failed before the pod's deletion. Such a pod may run for another half minute, because torchrun
+    waits for other ranks.
     """
     if own.stalled or own.early:
         return True  # the agents agreed on this before the deletion: no agent writes it after a SIGTERM

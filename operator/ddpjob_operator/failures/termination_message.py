@@ -192,7 +192,7 @@ def _ends_with_traceback(log: str) -> bool:
 
 
 def raised(log: str) -> list[Failure]:
-    """Return the exceptions in a log in order of their ends; a chain counts as one.
+    """Return the exceptions in a log in order of their ends. A chain of exceptions counts as one.
 
     The rank is that of the line's prefix. A symptom reports a lost peer, or was raised because of such a report.
     """

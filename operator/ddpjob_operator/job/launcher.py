@@ -113,7 +113,7 @@ class JobFacts:
 
     @cached_property
     def min_nodes(self) -> int | None:
-        """The least nodes of an elastic job: minNodes, or MIN of --nnodes=MIN:MAX; None if it needs all."""
+        """The fewest nodes of an elastic job: minNodes, or MIN of --nnodes=MIN:MAX; None if the job needs all nodes."""
         if self._min_nodes is not None or self.launcher is None or self.restarts_in_place:
             return self._min_nodes
         least, most = _range(self.launcher)

@@ -19,7 +19,7 @@ class ApiRequest:
 
     @property
     def resource(self) -> str:
-        """pods, pods/log, ddpjobs.training.ddpjob.io"""
+        """The resource as RBAC names it: pods, pods/log, ddpjobs.training.ddpjob.io."""
         full = f"{self.plural}.{self.group}" if self.group else self.plural
         return f"{full}/{self.subresource}" if self.subresource else full
 

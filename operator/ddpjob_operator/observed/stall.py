@@ -30,7 +30,7 @@ from ddpjob_operator.job.wording import duration
 from ddpjob_operator.observed.reports import Phase, Report
 
 REPORT_SECONDS = 5.0  # between two reports of a rank (build.Reporting)
-# One report may get lost: with its timeout and the sender's back-off the next comes 20 s after the one before.
+# A report may get lost. With its timeout and the sender's back-off, the next one comes 20 s after the previous one.
 SILENT_SECONDS = 30.0
 RANKS_NAMED = 8
 RECENT_SECONDS = 300.0

@@ -22,7 +22,7 @@ from ddpjob_operator.plan.view import View
 from ddpjob_operator.pods import naming
 
 # The condition that is True in each state. Complete, Failed, Suspended and FailureTarget mean what they mean in
-# batch/v1 Job, so that `kubectl wait --for=condition=Complete` works; they appear once they have been true.
+# batch/v1 Job, so that `kubectl wait --for=condition=Complete` works. They are listed after they were true once.
 _CONDITION_OF = {
     "Running": {"Running"},
     "Suspended": {"Suspended"},

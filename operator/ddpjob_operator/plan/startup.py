@@ -247,7 +247,7 @@ def _to_create(view: View, status: api.Status) -> tuple[Action, ...]:
 
 
 def _avoids(view: View, status: api.Status) -> str:
-    """Name the avoided nodes, because the scheduler's text does not name them."""
+    """Return the avoided nodes as text, because the scheduler's message does not name them."""
     if gang.names_nodes(view, status):
         return ""
     banned = "".join(f"; {sentences.avoided(a)}" for a in _in_force(status, view.now))

@@ -61,7 +61,7 @@ def wants_preflight(spec: api.Spec, status: api.Status) -> bool:
     """
     begun = status.attempt_time
     if any(node.lifted and (begun is None or node.until > begun) for node in status.avoided_nodes):
-        return False  # a bad node could not be replaced, and the job would never train
+        return False  # pods fit on no other node: a bad node could not be replaced, and the job would never train
     if spec.preflight != "OnRestart":
         return spec.preflight == "Always"
     last = [failure.failure_class for failure in status.failures[-PREFLIGHT_FAILURES:]]

@@ -178,7 +178,7 @@ class NodeCache:
                 first += 1
             while last < len(times) and times[last] <= at + TOGETHER_SECONDS:
                 last += 1
-            # Nodes before `first` were not ready already.
+            # Nodes before `first` had become not ready earlier, so they do not count.
             if last - first >= max(DISRUPTED_NODES, DISRUPTED_SHARE * (len(self._names) - first)):
                 together.add(name)
         return together

@@ -62,7 +62,7 @@ def newest(_: T | None, later: T, __: int) -> T:
 class Store(Generic[T]):
     """Objects of one kind. `changed(key, old, new)` is called for each difference between two cut values.
 
-    `merge(earlier, later, observation)` combines two sightings of a UID. Observation numbers increase; all objects of
+    `merge(earlier, later, number)` combines two observations of a UID. Numbers of observations increase; all objects of
     one list share a number, because a list does not show in which order they changed.
     """
 

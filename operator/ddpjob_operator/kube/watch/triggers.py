@@ -76,7 +76,7 @@ def _all_changed(new: Pod, pods: Iterable[Pod], nodes: int) -> bool:
     for pod in pods:
         if pod.attempt != new.attempt:
             continue
-        if pod.trainer.state == "waiting":  # it is the newest of its place: only ended pods are replaced
+        if pod.trainer.state == "waiting":  # this pod is the newest of its place, because only ended pods are replaced
             return False
         known = newest.get(pod.place)
         if known is None or known.replacement <= pod.replacement:

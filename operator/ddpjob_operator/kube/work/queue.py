@@ -250,7 +250,7 @@ def back_off(times: int) -> float:
 
 
 class RetryError(Exception):
-    """Requests another reconcile after a back-off. The message is logged if it is not the key's last one."""
+    """Requests another reconcile after a back-off. The message is logged if it differs from the key's last one."""
 
     def __init__(self, message: str, at_least_seconds: float = 0.0) -> None:
         super().__init__(message)
