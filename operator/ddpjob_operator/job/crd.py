@@ -206,7 +206,7 @@ def _rule(cel: str, message: str, field: str) -> dict[str, str]:
 
 
 class _CrdDumper(yaml.SafeDumper):
-    """Writes small mappings of single words on one line, which saves a third of the lines, and no anchors."""
+    """Writes no anchors, and small mappings of single words on one line, which saves a third of the lines."""
 
     def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None) -> yaml.MappingNode:
         small = all(isinstance(v, (str, bool, int)) and " " not in str(v) for v in mapping.values())

@@ -101,7 +101,7 @@ def launchers(words: tuple[str, ...]) -> Mapping[shell.ShellNode, str]:
 
 
 def may_be_replaced(words: list[str]) -> bool:
-    """True if, after one fails, a launcher may run that leaves no proof: `ddprun a.py || torchrun a.py`."""
+    """True if, after one launcher fails, another may run that leaves no proof: `ddprun a.py || torchrun a.py`."""
     return any(found.replaced for found in launcher_exits(words))
 
 

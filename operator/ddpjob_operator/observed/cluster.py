@@ -143,7 +143,7 @@ class Pod(msgspec.Struct, frozen=True):
 
     @property
     def has_failed(self) -> bool:
-        """True if it ended in any other way."""
+        """True if it ended and did not complete, and its phase is known."""
         return self.ended and not self.has_completed and not self._is_undecided
 
     @property

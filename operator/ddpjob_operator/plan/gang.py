@@ -255,7 +255,7 @@ def _why_not_admitted(view: View, adapter: Adapter, group: ObservedGroup | None)
 
 
 def _place(place: int | None) -> str:
-    """Return the position as text. Large ones are rounded, otherwise each admission would write all jobs behind it."""
+    """Return the position, rounded if large. Otherwise each admission would write the status of all later jobs."""
     if place is None:
         return ""
     step = 10 ** (len(str(place)) - 1)
