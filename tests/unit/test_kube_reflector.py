@@ -60,10 +60,10 @@ class Copy:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.stored: set[str] = set()
+        self.stored: set[ObjectKey] = set()
 
     def put(self, raw: Any) -> None:
-        self.stored.add(raw["metadata"]["name"])
+        self.stored.add((raw["metadata"]["namespace"], raw["metadata"]["name"]))
         self.calls.append(f"put {raw['metadata']['name']}")
 
     def remove(self, namespace: str, name: str, uid: str) -> None:
@@ -76,7 +76,7 @@ class Copy:
         self.calls.append(f"begin anew in {namespace}")
 
     def one_observation(self, namespace: str = "") -> contextlib.AbstractContextManager[set[ObjectKey]]:
-        return contextlib.nullcontext({("default", name) for name in self.stored})
+        return contextlib.nullcontext(set(self.stored))
 
     def drop(self, unlisted: Set[ObjectKey], list_version: int) -> None:
         self.calls.append(f"drop {sorted(name for _, name in unlisted)}")

@@ -1,1 +1,1 @@
-"""What a failure was: reads termination messages and logs, finds the root cause, and says it in a sentence."""
+"""Reads termination messages and logs, finds the root cause of a failure, and describes it in a sentence."""

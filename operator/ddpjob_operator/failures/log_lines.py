@@ -1,5 +1,5 @@
-"""The end of a log, and in it the last line of a program that raised nothing: an error of argparse or click, or the
-text of `sys.exit("text")`. That line is only shown: any line may be the last, also that of a stopped rank.
+"""The end of a log, and the last line of a program that ended without an exception: an error of argparse or click, or
+the text of `sys.exit("text")`. The line decides nothing, because it may also be the last line of a stopped rank.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from ddpjob_operator.failures.redaction import mask
 TAIL_MAX = 2048
 """Bytes of the log's end in the status."""
 ANSWER = "ddpjob-answer-"
-"""Begins the lines in which the result of a function comes back: base64 for programs (docs/python.md)."""
+"""Prefix of the lines that return the result of a function, in base64 for programs (docs/python.md)."""
 LAST_LINE = "last line: "
 """Prefix of a last line that may not be the reason."""
-# Codes of sys.exit("text"), of argparse and click, and of shells that cannot start a program. For another code, which
-# the program chose itself, the last line says nothing.
+# Codes of sys.exit("text"), of argparse and click, and of shells that cannot start a program. Another code was chosen
+# by the program, and the last line does not explain it.
 _CODES = (1, 2, 126, 127)
 LINE_MAX = 2000
 # `[rank1]: ` comes from torch, `[default0]:` (with the local rank) from torchrun --tee.
@@ -80,7 +80,7 @@ def _refused(lines: list[str]) -> str:
 
 
 def report_begins(lines: Sequence[str]) -> int | None:
-    """Return the first line of torchrun's report about a failed rank; None if there is none."""
+    """Return the index of the first line of torchrun's report about a failed rank; None if there is none."""
     return next((i for i, line in enumerate(lines) if _REPORT.match(line)), None)
 
 
@@ -97,7 +97,7 @@ def of_training(log: str) -> list[str]:
 
 def tail(log: str) -> str:
     """Return the last 2 kB of a log, masked, without an incomplete first line: it may be part of a credential."""
-    # Masked before it is cut: without its name a password is not recognized. The kubelet may cut within a character.
+    # Mask before cutting: a password without its name is not recognized. The kubelet may have cut within a character.
     raw = mask("".join(line for line in log.splitlines(keepends=True) if ANSWER not in line)).strip("\n").encode()
     if len(raw) <= TAIL_MAX and len(log.encode()) < TAIL_MAX - 3:
         return raw.decode()

@@ -1,4 +1,4 @@
-"""Clean texts of programs and clients before they reach a status, an Event or a terminal, and mask credentials.
+"""Cleans texts of programs and clients before they reach a status, an Event or a terminal, and masks credentials.
 
 `shown` handles every text for people (plan/redacted.py, the local run's screen), after all decoding: JSON turns
 `\\u001b` into an escape character long after a log was cleaned. More people can read a status than a log. Names,
@@ -30,7 +30,7 @@ _CONTROL = re.compile(
     r"\U000e0000-\U000e007f]"
 )
 
-# With these endings a name is not that of a secret: secretName, token_file, token_count.
+# A name with one of these endings does not name a secret: secretName, token_file, token_count.
 _NOT = (
     r"(?![_-]?(?:names?|refs?|key_?refs?|types?|counts?|ids?|files?|paths?|dirs?|ur[li]|len(?:gth)?|limits?|size"
     r"|embeddings?|classification)"
@@ -134,7 +134,7 @@ _PASSES_MAX = 20
 
 
 def clean(text: str) -> str:
-    """Remove what a terminal would obey, what reorders or hides text, and what is not Unicode."""
+    """Remove terminal sequences, characters that reorder or hide text, and invalid Unicode."""
     text = _LINE_ENDS.sub("\n", _ESCAPES.sub("", text))
     return _CONTROL.sub("", text).encode("utf-8", "replace").decode()
 

@@ -1,8 +1,8 @@
-"""Find the failure of an attempt that explains the others, and its class.
+"""Finds the failure of an attempt that explains the others, and its class.
 
-Reports of kernel, kubelet and node controller come first, because a process that is ended from outside may print
-anything; then what a process did itself; then time. Time alone proves little: the kubelet reports whole seconds, and
-clocks of nodes differ.
+Reports of kernel, kubelet and node controller count most, because a process that is ended from outside may print
+anything. Next come the actions of a process itself, then time. Time alone proves little: the kubelet reports whole
+seconds, and clocks of nodes differ.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ EXCEPTION_MAX, WORD_MAX = 300, 128
 CLOCKS_DIFFER = dt.timedelta(seconds=2)
 # Clocks of nodes differ by up to ten seconds. Used if observations do not show the order.
 NODE_CLOCKS_DIFFER = dt.timedelta(seconds=12)
-# A rank may fail so long before its container ends: torchrun waits for the others, or a rank for its debugger.
+# A rank may fail this long before its container ends: torchrun waits for other ranks, or a debugger is attached.
 REPORTED_BEFORE_MAX = dt.timedelta(hours=1)
 
 PEER_LOST, RESUMABLE, STOPPED, GONE, STALLED = "PeerLost", "Resumable", "StoppedFromOutside", "PodGone", "Stalled"
 NODE_LOST, DEADLINE = "NodeLost", "JobDeadlineExceeded"
-# The process does not show why it did not end, but its log may.
+# For these failures the pod's object is kept: the process did not end by itself, and only its log may show why.
 KEEPS_ITS_LOG = (STALLED, DEADLINE)
 ENDED_EARLY = "EndedEarly"
 CONNECTION_LOST = "ConnectionLost"
@@ -46,8 +46,8 @@ DISRUPTIONS = {
     "DeletionByPodGC": "was deleted because its node is gone",
     "TerminationByKubelet": "was ended by the kubelet, which is short of a resource or shuts its node down",
 }
-# Done by the kubelet, or by the node controller in its place, and reported only afterwards: it may have begun before
-# the operator stopped the pod.
+# Disruptions by the kubelet, or by the node controller for it. They are reported only afterwards, so they may have
+# begun before the operator stopped the pod.
 _BY_KUBELET = frozenset(("TerminationByKubelet", "DeletionByPodGC"))
 _BY_REASON: dict[str, api.Evidence] = {
     **dict.fromkeys((NODE_LOST, GONE), api.Evidence(precedence="NODE", vanished=True)),
@@ -63,7 +63,7 @@ _BY_REASON: dict[str, api.Evidence] = {
     DEADLINE: api.Evidence(precedence="STOPPED"),
     RESUMABLE: api.Evidence(precedence="RESUMABLE", raised=True),
     PEER_LOST: api.Evidence(precedence="SYMPTOM", raised=True),
-    # It follows from complaints of peers, which a lost node may explain too.
+    # This reason is concluded from complaints of peers, which a lost node may explain too.
     ENDED_EARLY: api.Evidence(precedence="SYMPTOM"),
 }
 _NODES_OWN = rules.LOST_CONTAINER | frozenset(
@@ -72,7 +72,7 @@ _NODES_OWN = rules.LOST_CONTAINER | frozenset(
 # Reasons that Kubernetes itself sets. Those of runtimes (CRI-O: "seccomp killed") only describe an exit code.
 _CONTAINERS_OWN = frozenset(("", "Error", "Completed", "OOMKilled")) | rules.START_REASONS | rules.LOST_CONTAINER
 _KILLED, _ABORTED, _TERMINATED, _INTERRUPTED = 137, 134, 143, 130
-# Pods that were deleted, or lost with their node, before or after the first failure.
+# Precedences of pods that were deleted, or lost with their node, before or after the first failure.
 _ENDED_WITHOUT_ITSELF = (Precedence.NODE, Precedence.DELETED, Precedence.NODE_LATE, Precedence.LATE, Precedence.STOPPED)
 # Peers complain within a second; the node controller takes a minute to mark the node not ready.
 _MAY_FOLLOW_A_LOST_NODE = (Precedence.UNKNOWN, Precedence.RESUMABLE, Precedence.SYMPTOM, Precedence.STOPPED)
@@ -102,7 +102,7 @@ class PodEnd:
     deleted_at: dt.datetime | None = None
     """When its deletion was requested; None for a lost node or an eviction."""
     everywhere: bool = False
-    """True if it is true of all nodes."""
+    """True if the agents agree that the failure would happen on every node."""
     raised: frozenset[str] = frozenset()
     """All exceptions in its log, also those of a rank that was stopped later, and argparse's message."""
     done: bool = False
@@ -129,8 +129,8 @@ class PodEnd:
 def root_cause(context: Context, failed: Sequence[Pod]) -> api.JobFailure:
     """Return the cause as known before the operator stops anything.
 
-    failed: at least one failed pod of the attempt, and those that others have deleted. Ties go to the lower rank, so
-    that the order of pods does not matter.
+    failed: at least one failed pod of the attempt, and pods that were deleted from outside. Ties go to the lower rank,
+    so that the order of pods does not matter.
     """
     ends = [_end(context, pod, outside=True) for pod in failed]
     own = [e for e in ends if e.precedence in (Precedence.OWN, Precedence.UNKNOWN)]
@@ -156,14 +156,14 @@ def settle(
 
     first: the result of root_cause(); its pod may be deleted. failed: the attempt's pods that did not complete; apart
     from `first`, only the operator has deleted any in time to matter. stepped: the attempt made a step. trained: an
-    earlier one did. untried: the script has trained nowhere. nodes: of the job; None: as many as `failed`. lost: pods
+    earlier one did. untried: the script has never trained. nodes: of the job; None: as many as `failed`. lost: pods
     given up with their nodes. early: a node that has completed. steps: by rank, as reported.
     """
     if first.reason == STALLED:
         return first, "stall"
     outside = _ended_from_outside(first)
     # A pod recorded with its exit code had ended before the operator deleted it, even if an operator sees both at once.
-    # For ENDED_EARLY its ranks are recorded, not the launcher's exit code.
+    # For ENDED_EARLY the recorded code is that of its ranks, not of the launcher.
     recorded_code = first.exit_code is not None and first.reason != ENDED_EARLY
     had_ended = recorded_code and precedence_of(first) not in _ENDED_WITHOUT_ITSELF
     seen = [
@@ -190,7 +190,7 @@ def settle(
         found = rules.classify(_with_evidence(cause.failure))
         repeats = found == "application" and untried and _repeats(cause, all_ends, number)
         return cause.failure, "permanent" if repeats else found
-    # Else the node may be the reason. Agents that end by agreement have compared their nodes.
+    # Otherwise the node may be the reason. Agents that end by agreement have compared their nodes.
     unable = {end.failure.node_rank for end in all_ends if rules.cannot_start(_with_evidence(end.failure))}
     everywhere = any(end.everywhere for end in all_ends) or len(unable) >= number
     return cause.failure, _of_no_start(cause.failure, stepped=stepped, trained=trained, everywhere=everywhere)
@@ -249,7 +249,7 @@ def precedence_of(failure: api.JobFailure) -> Precedence:
 
 
 def _with_evidence(failure: api.JobFailure) -> Failure:
-    """Convert a failure to what the rules classify."""
+    """Return the failure as the type that the rules classify."""
     fields = msgspec.structs.asdict(evidence_of(failure))
     del fields["precedence"], fields["silent_node"], fields["hidden"]
     exception = failure.exception if fields.pop("raised") else ""
@@ -284,7 +284,7 @@ def tail_of(pod: Pod) -> str:
 
 def _of_no_start(cause: api.JobFailure, *, stepped: bool, trained: bool, everywhere: bool) -> rules.Class:
     """Return permanent only if neither the node nor the moment can be the reason: the job has never trained, and fails
-    in this way on every node. A ConfigMap is missing for all of them.
+    in this way on every node. A missing ConfigMap is missing on all of them.
     """
     if cause.reason not in rules.START_REASONS and stepped:
         return "application"  # the program existed when this attempt began
@@ -319,7 +319,7 @@ def _end(context: Context, pod: Pod, *, outside: bool) -> PodEnd:
     code = 0 if own.early else code
     precedence = _precedence(pod, own, code, outside=outside)
     if precedence == Precedence.STOPPED and report.agreed:
-        precedence = Precedence.LATE  # also of a SIGKILL, which would otherwise be the kubelet's
+        precedence = Precedence.LATE  # also with SIGKILL, which would otherwise count as the kubelet's
     reason = _reason(pod, own, precedence)
     failure = api.JobFailure(
         attempt=context.attempt,
@@ -340,7 +340,7 @@ def _end(context: Context, pod: Pod, *, outside: bool) -> PodEnd:
     )
     said = (*(one.exception for one in termination_message.raised(report.log)), log_lines.refused(report.log))
     ended_by_node = precedence == Precedence.NODE and not pod.disruption
-    # While the pod's phase is to come, an eviction may have ended it: what is recorded then would stay.
+    # While the pod's phase is unknown, an eviction may have ended it, and a wrong record would stay.
     is_stopped = precedence == Precedence.STOPPED and not pod.live
     # After its ranks have ended with 0, torchrun waits for other nodes in C++ code for up to five minutes, and no
     # SIGTERM reaches it there. At any other time it answers at once, with a line and 1. If its store is lost
@@ -371,7 +371,7 @@ def _text(pod: Pod, report: ContainerReport, code: int | None) -> str:
 
 
 def _evidence(pod: Pod, own: Failure, precedence: Precedence, reason: str) -> api.Evidence:
-    """Return the evidence besides the failure's own fields. What the kernel did in the pod has no cause outside."""
+    """Return the evidence besides the failure's own fields; for an action of the kernel, without the pod's reasons."""
     starts = pod.trainer.reason in rules.START_REASONS
     evidence = api.Evidence(
         precedence=precedence.name,
@@ -405,8 +405,8 @@ def _read(pod: Pod, port: int | None = None) -> ContainerReport:
         # Another process took the port that the operator chose; the next attempt gets another one.
         own = own._replace(symptom=True)
     code = pod.trainer.exit_code
-    # A rank complained, and then a signal killed the container that no lost peer explains: with NCCL, aborts follow a
-    # lost peer.
+    # A rank complained, and then a signal killed the container. A lost peer does not explain that, except after SIGABRT
+    # (NCCL aborts after a lost peer), SIGTERM and SIGINT.
     if own.symptom and signal_name(code) and code not in (_ABORTED, _TERMINATED, _INTERRUPTED):
         own = own._replace(symptom=False, exit_code=code, rank=None, exception="")
     return report._replace(failure=own)
@@ -431,11 +431,11 @@ def _precedence(pod: Pod, own: Failure, code: int | None, *, outside: bool) -> P
 
 
 def _failed_before_its_deletion(own: Failure, code: int | None) -> bool:
-    """True if a rank failed before the deletion: the pod may live for half a minute while torchrun waits for other
-    ranks.
+    """True if a rank failed before the pod's deletion. Such a pod may run for another half minute, because torchrun
+    waits for other ranks.
     """
     if own.stalled or own.early:
-        return True  # agreed by the agents; node 0's may end last, and none writes this after a SIGTERM
+        return True  # the agents agreed on this before the deletion: no agent writes it after a SIGTERM
     if own.symptom or own.resumable or own.exception.startswith(("KeyboardInterrupt", "SystemExit")):
         return False
     if code in (0, rules.RESUMABLE_EXIT_CODE, _INTERRUPTED, _KILLED, _TERMINATED):
@@ -445,7 +445,7 @@ def _failed_before_its_deletion(own: Failure, code: int | None) -> bool:
 
 
 def _ended_from_outside(first: api.JobFailure) -> bool:
-    """True if it is recorded as deleted by others, or lost with its node."""
+    """True if the pod is recorded as deleted from outside, or lost with its node."""
     return precedence_of(first) in (Precedence.NODE, Precedence.DELETED)
 
 
@@ -460,7 +460,7 @@ def _first(ends: Sequence[PodEnd], recorded: str = "") -> PodEnd:
 
 
 def _recorded(first: api.JobFailure, ends: Sequence[PodEnd]) -> list[PodEnd]:
-    """Return the first failure as an end of its own, if its pod is gone or shows less than was recorded."""
+    """Return the first failure as a separate PodEnd, if its pod is gone or shows less than was recorded."""
     now = next((e for e in ends if e.failure.pod == first.pod), None)
     if now is None:
         return [PodEnd(first)]

@@ -1,4 +1,4 @@
-"""Describe a failure in a sentence, or in a few words."""
+"""Describes a failure in a sentence, or in a few words."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def avoided(node: api.AvoidedNode) -> str:
 
 
 def _what(failure: api.JobFailure) -> str:
-    """Describe what happened, by the reason if that says more than the exit code."""
+    """Describe what happened, by the reason if it explains more than the exit code."""
     at, why = _at(failure), _why(failure)
     if failure.reason == root_cause.ENDED_EARLY:
         return failure.exception

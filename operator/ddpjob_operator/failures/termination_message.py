@@ -1,4 +1,4 @@
-"""Read a container's termination message: the trainer library's, torchrun's table, a traceback, or nothing.
+"""Reads a container's termination message: the trainer library's, torchrun's table, a traceback, or nothing.
 
 The kubelet keeps the termination message, or the last 2 kB of the log. The text may be cut anywhere, mix lines of
 several ranks, or be garbage; it then counts as a log.
@@ -48,7 +48,7 @@ _PROCESS = re.compile(r"^Process \S+:$")
 _IN_THREAD = re.compile(r"^(?:\[[^]\n]{1,40}\]:\s?)*Exception in thread .*$", re.MULTILINE)
 # Part of torchrun's report of a failure.
 REPORTS_FAILURE = "ChildFailedError"
-# Exceptions of a program that was asked to end.
+# Exceptions with which a program ends after a request to stop.
 _NO_FAILURE = ("KeyboardInterrupt", "SystemExit", "BrokenPipeError")
 # Text before an exception that ends no program: in a `__del__` (such as a DataLoader's at exit), or in a log line.
 _ENDS_NOTHING = re.compile(r"^(?:Exception ignored |--- Logging error ---)")
@@ -62,7 +62,7 @@ _OF_TRACEBACK = " \t>\u2502\u2570"
 _GROUP = re.compile(r"\(\d+ sub-exceptions?\)$")
 _TERMINATE = re.compile(r"^terminate called after throwing an instance of '(.+)'")
 _WHAT = re.compile(r"^\s+what\(\):\s+(.*)$")
-# torch.multiprocessing.spawn reports how the process ended that made it stop.
+# torch.multiprocessing.spawn reports the exit of the process that made it stop.
 _SPAWNED = re.compile(r"ProcessExitedException: process \d+ terminated with (?:exit code (\d{1,3})|signal (\w+))")
 _INTERPRETER = re.compile(r"python|^exec |exec user process")
 # The second line of NCCL's error: ncclSystemError: System call … But `nccl_train.py FAILED` is torchrun's.
@@ -70,7 +70,7 @@ _OF_NCCL = re.compile(r"nccl[A-Z]\w*\b")
 _TORCHS_OWN = re.compile(r"gloo|c10d|nccl|Dist\w*Error|Rendezvous", re.IGNORECASE)
 # The place where torchrun waits for other nodes after its own ranks have ended with 0 (elastic/agent/server/api.py).
 _TORCHRUN_WAITED = "in _exit_barrier\n"
-# Printed when it stops its other ranks: Sending process 2000 closing signal SIGTERM.
+# torchrun prints this when it stops its other ranks: Sending process 2000 closing signal SIGTERM.
 _STOPS = " closing signal SIG"
 _ABORTED, _TERMINATED = 134, 143
 _TORCHRUN_SIGNALLED = re.compile(r"SignalException: Process \d+ got signal: (\d{1,2})$")
@@ -93,7 +93,7 @@ class ContainerReport(NamedTuple):
     permanent: bool = False
     """True if the agents agree that a retry cannot help on any node."""
     agreed: bool = False
-    """True if the agents agreed on this failure before any was asked to stop."""
+    """True if the agents agreed on this failure before any of them was requested to stop."""
 
 
 class Message(NamedTuple):
@@ -139,8 +139,8 @@ def read(text: str) -> ContainerReport:
 def findings(text: str, *, trusted: bool) -> Iterator[NamedFinding]:
     """Yield reasons to doubt the success of a container that ended with 0.
 
-    trusted: the exit code is that of its last launcher. A rank's failure in the log or the message was then overcome. A
-    traceback with nothing after it always counts: the script printed it and ended.
+    trusted: True if the exit code is that of the last launcher, so a rank's failure in log or message was overcome. A
+    traceback with nothing after it always counts, because the script printed it and ended.
     """
     message, log = _message(text)
     if message is not None:
@@ -163,10 +163,11 @@ def _although(failure: Failure) -> str:
 def _failure_in_log(log: str, *, trusted: bool) -> Failure | None:
     """Return the failure of a rank in the log of a success.
 
-    Without torch's prefix or torchrun's report, only the last traceback counts: a script that goes on has handled it.
-    Nothing has handled what ends a thread. Threads of libraries (pin_memory) may fail at the end of a good run.
+    Without torch's prefix or torchrun's report, only a traceback at the end counts, because a script that continued has
+    handled its exception. An exception that ended a thread was not handled. Threads of libraries do not count, because
+    pin_memory, for example, may fail at the end of a good run.
     """
-    # A callback at the exit saves, or uploads: nothing else reports that it failed.
+    # An atexit callback may save or upload, and nothing else reports its failure.
     log = log.replace("Exception ignored in atexit callback", "At the exit")
     exceptions = raised(log)
     if not trusted and (REPORTS_FAILURE in log or any(f.rank is not None for f in exceptions)):
@@ -191,7 +192,7 @@ def _ends_with_traceback(log: str) -> bool:
 
 
 def raised(log: str) -> list[Failure]:
-    """Return the exceptions in a log in order of their ends; a chain counts as one.
+    """Return the exceptions in a log in order of their ends. A chain of exceptions counts as one.
 
     The rank is that of the line's prefix. A symptom reports a lost peer, or was raised because of such a report.
     """
@@ -282,7 +283,7 @@ class _Stream:
     def _unindented(self, line: str, chains: list[list[Failure]]) -> None:
         ends = _EXCEPTION.match(line) or (self.inside and _TRACEBACK_END.match(line))
         self.inside = False
-        # torchrun's own error is not the cause, and a group stands for its members.
+        # torchrun's own error is not the cause, and of an ExceptionGroup its members count.
         if ends and "ChildFailedError" not in line and not _GROUP.search(line):
             self._add(line, chains)
         self.passed_over = False
@@ -300,12 +301,12 @@ class _Stream:
 
 
 def _of_chain(chain: list[Failure]) -> Failure:
-    """Return the failure of a chain: if it began with the loss of a peer it is a symptom, but not what came before."""
+    """Return the failure of a chain of exceptions: the first if it reports a lost peer, else the last that does not."""
     if chain[0].symptom:
         return chain[0]
     own = [r for r in reversed(chain) if not r.symptom]
     killed = next((r for r in own if rules.WORKER_KILLED.match(r.exception)), own[0])
-    return killed._replace(where=killed.where or own[0].where)  # its own traceback is only torch's
+    return killed._replace(where=killed.where or own[0].where)  # the traceback of a killed worker shows only torch
 
 
 def _read_log(log: str) -> ContainerReport:

@@ -1,4 +1,4 @@
-"""Gang schedulers and queues: an adapter each, a pure table. plan/gang.py has the rules that drive them."""
+"""Gang schedulers and queues. Each has an adapter, which is a pure table; plan/gang.py has the rules that use it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Adapters: tables that describe how a scheduler or queue admits all pods of a job, or none. Pure. The rules in
-plan/gang.py drive all adapters alike; the shell creates, watches and deletes the objects. How to write one:
+plan/gang.py treat all adapters alike; kube/ creates, watches and deletes the objects. How to write an adapter:
 docs/dev/gang-adapters.md.
 """
 
@@ -44,12 +44,12 @@ class Adapter:
 
     @property
     def resource(self) -> str:
-        """Kind and group, as kubectl names it: others have PodGroups as well."""
+        """Kind and group, as kubectl names it, because other API groups have PodGroups, too."""
         return f"{self.kind}.{self.group}"
 
     def group_name(self, job: api.DDPJob, attempt: int) -> str:
-        """Return the object's name. If each attempt has its own, it is used once, so that no pod of an old attempt, or
-        of a deleted job of the same name (the last five digits of the uid), counts for the new one.
+        """Return the object's name. If each attempt has a group, the name has the attempt and the last five digits of
+        the uid. So pods of an old attempt, or of a deleted job of the same name, do not count for the new group.
         """
         name = job.metadata.name
         return f"{name}-{attempt}-{job.metadata.uid[-UID_DIGITS:]}" if self.per_attempt else name

@@ -1,4 +1,4 @@
-"""Choose the scheduler or queue that admits the pods of a job, by its spec, its labels and the served APIs."""
+"""Chooses the scheduler or queue that admits the pods of a job, by its spec, its labels and the served APIs."""
 
 from __future__ import annotations
 

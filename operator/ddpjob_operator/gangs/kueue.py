@@ -1,10 +1,9 @@
 """Queues of Kueue: one kueue.x-k8s.io Workload for all attempts of a job, which the operator writes itself.
 
-Kueue only needs `DDPJob.v1alpha1.training.ddpjob.io` under `integrations.externalFrameworks`. What it does for its own
-kinds is done here: an evicted Workload keeps its quota until the pods have ended and its owner removes the admission
-from the status. `reclaimablePods` is not used: it cannot shrink while quota is held, so a restart would lack quota.
-
-0.14 serves v1beta1; v1beta2, from 0.15 on, names a priority class differently.
+Kueue only needs `DDPJob.v1alpha1.training.ddpjob.io` under `integrations.externalFrameworks`. The operator does what
+Kueue does for its own kinds. An evicted Workload keeps its quota until the pods have ended and its owner removes the
+admission from the status. `reclaimablePods` is not used: it cannot shrink while quota is held, so a restart would lack
+quota. Kueue 0.14 serves v1beta1; v1beta2, from 0.15 on, names a priority class differently.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ _TOPOLOGY_GATE = "kueue.x-k8s.io/topology"
 # The lowest level of a Topology, if it has one.
 _HOST = "kubernetes.io/hostname"
 _POD_GATE = "kueue.x-k8s.io/admission"
-# For evictions with these reasons Kueue itself decides when the Workload may queue again: after a back-off, or when it
-# active again. Kueue (0.14 to 0.19) looks for these words alone, and evicts for DeactivatedDueToRequeuingLimitExceeded.
+# After evictions with these reasons Kueue decides when the Workload may queue again: after a back-off, or when it is
+# active again. Kueue (0.14 to 0.19) compares these words, but evicts for DeactivatedDueToRequeuingLimitExceeded.
 _REQUEUED_BY_KUEUE = ("PodsReadyTimeout", "AdmissionCheck", "Deactivated")
 _NAMES_MAX = 16
 
@@ -98,7 +97,7 @@ def _priority(job: api.DDPJob) -> tuple[str, str, str]:
 
 
 def reads_for_group(job: api.DDPJob, api_version: str) -> tuple[str, ...]:
-    """Path of the priority class: Kueue requires its value next to its name."""
+    """Return the path of the priority class, because Kueue requires its value next to its name."""
     group, _, name = _priority(job)
     version = api_version if group == GROUP else f"{group}/v1"
     plural = "workloadpriorityclasses" if group == GROUP else "priorityclasses"
@@ -189,12 +188,12 @@ def _asked(raw: Raw) -> tuple[str, str]:
 
 
 def pending_path(api_version: str, namespace: str, queue: str) -> str:
-    """Path of the first thousand jobs that wait in a LocalQueue."""
+    """Return the path of the first thousand jobs that wait in a LocalQueue."""
     return f"/apis/{api_version}/namespaces/{namespace}/localqueues/{quote(queue, safe='')}/pendingworkloads"
 
 
 def read_places(raw: Raw) -> dict[str, int]:
-    """Read positions in the ClusterQueue, which other LocalQueues share: jobs are admitted in this order."""
+    """Return positions in the ClusterQueue, which other LocalQueues share, because jobs are admitted in this order."""
     found = {}
     for item in raw.get("items") or ():
         before = bounds.integer(item.get("positionInClusterQueue"), 0, bounds.TURNS_MAX)
@@ -204,7 +203,7 @@ def read_places(raw: Raw) -> dict[str, int]:
 
 
 def reads_for_pods(placed: Placement, api_version: str) -> tuple[str, ...]:
-    """Paths of the flavors that an admission names; they hold the node labels."""
+    """Return the paths of the flavors that an admission names. Flavors have the node labels."""
     return tuple(f"/apis/{api_version}/resourceflavors/{name}" for name in placed.flavors)
 
 

@@ -1,9 +1,9 @@
 """The Kubernetes scheduler: a scheduling.k8s.io PodGroup, and `schedulingGroup` in each of its pods.
 
-1.36 serves v1alpha2 (gates GenericWorkload and GangScheduling; topologies need TopologyAwareWorkloadScheduling), 1.37
-serves v1beta1 and v1alpha3 (gate GenericWorkload). The fields used here are equal in all. The condition differs:
-PodGroupScheduled in 1.36; PodGroupInitiallyScheduled from 1.37 on, which then stays True. minCount is immutable in
-1.36, so each attempt has its own group. No Workload is needed.
+Kubernetes 1.36 serves v1alpha2 (gates GenericWorkload and GangScheduling; TopologyAwareWorkloadScheduling for
+topologies), 1.37 serves v1beta1 and v1alpha3 (gate GenericWorkload). The fields used here are equal in all. The
+condition differs: PodGroupScheduled in 1.36; PodGroupInitiallyScheduled from 1.37 on, which then stays True. minCount
+is immutable in 1.36, so each attempt has its own group. No Workload is needed.
 
 A pod waits if its PodGroup is missing, a replacement joins it, and pods already placed count. In 1.37 a deleted
 PodGroup stays until its last pod has ended.

@@ -35,10 +35,10 @@ SECONDS_MAX = bounds.SECONDS_MAX
 Seconds = Annotated[int, Meta(ge=1, le=SECONDS_MAX)]
 SecondsOrZero = Annotated[int, Meta(ge=0, le=SECONDS_MAX)]
 Count = Annotated[int, Meta(ge=0, le=bounds.COUNT_MAX)]
-# Without a zone it could not be compared with any other.
+# A time without a zone could not be compared with other times.
 Time = Annotated[dt.datetime, Meta(tz=True)]
 
-# What a status holds is bounded: somebody may write it by hand, and each plan reads all of it.
+# Texts of a status are bounded, because somebody may write one by hand, and each plan reads all of them.
 Text = Annotated[str, Meta(max_length=bounds.STATUS_TEXT_MAX)]
 Ranges = Annotated[str, Meta(max_length=bounds.RANGES_LENGTH_MAX)]
 
@@ -239,8 +239,8 @@ class Gang(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True
 class Restarts(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
     """Restarts so far, by what they are charged to."""
 
-    # A factory's value is written also where it is 0: people and printer columns read these four. The counters below
-    # them are the operator's own, and left out while they are 0.
+    # With default_factory, msgspec also writes a value of 0: people and printer columns read these four. The counters
+    # below are only for the operator, and left out while they are 0.
 
     application: Count = field(default_factory=int)
     """Charged to backoffLimit."""

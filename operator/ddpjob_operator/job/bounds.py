@@ -18,9 +18,9 @@ COUNT_MAX = 2**53 - 1
 NODES_MAX = 10_000
 # Ranks of one pod.
 NPROC_MAX = members.NPROC_MAX
-# Attempts and replacements, as in labels: one restart per second for 30 years is fewer.
+# Largest number of an attempt or a replacement, also in labels: more than one restart per second for 30 years.
 TURNS_MAX = 10**9
-# Restarts in place of one agent: each takes longer than a second.
+# Restarts in place that one agent may report: each takes longer than a second.
 IN_PLACE_MAX = 10**6
 # A kubelet keeps 4 kB of a termination message, but anybody with access can write a longer one into a status.
 TEXT_MAX = 16_384
@@ -32,7 +32,7 @@ CONDITION_MAX = 32_768
 RANGES_LENGTH_MAX = 65_536
 # Items of a list in a status: the operator keeps at most 100.
 STATUS_ITEMS_MAX = 128
-# A sentence of a report, alone and with the advice after it.
+# Characters of a sentence in a report, without and with the advice after it.
 SENTENCE_MAX = 300
 ADVICE_MAX = 600
 FINDINGS_MAX = findings.FINDINGS_MAX
@@ -43,10 +43,10 @@ SPEC_VALUES_MAX = 10_000
 SPEC_TEXT_MAX = 262_144
 DEPTH_MAX = 64
 # An API server (seen with 1.36) needs time that grows with the square of a pod's mistakes: 1.6 s of CPU for 1,500
-# tolerations with two each. The operator sends pods under its own name, so they delay the requests for its Lease.
+# tolerations with two each. The operator creates the pods as the same user, so they delay the requests for its Lease.
 ITEMS_MAX = 512
 
-# Ten years before the first and after the last of these are still dates.
+# Times are limited to this range, so that SECONDS_MAX can be added or subtracted.
 TIME_FIRST = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
 TIME_LAST = dt.datetime(9000, 1, 1, tzinfo=dt.timezone.utc)
 _BEYOND_DATES = re.compile(r"\d{5,20}-")
@@ -75,7 +75,7 @@ def seconds(value: object) -> int:
 
 
 def time(text: object) -> dt.datetime | None:
-    """Return a time as the API server writes it; None if it is none or too far away to compute with."""
+    """Return the time in a text as the API server writes it, within TIME_FIRST and TIME_LAST; None if it is none."""
     if not isinstance(text, str):
         return None
     if _BEYOND_DATES.match(text):
@@ -132,7 +132,7 @@ def refused(value: object) -> str:
 def _inside(value: object) -> list[object]:
     if isinstance(value, str):
         return []
-    if isinstance(value, (dict, Mapping)):  # dict first: Mapping alone costs as much as all the rest
+    if isinstance(value, (dict, Mapping)):  # dict first, because the check of Mapping doubles the time
         return [*value, *value.values()] if len(value) <= SPEC_VALUES_MAX else [None] * (SPEC_VALUES_MAX + 1)
     return value[: SPEC_VALUES_MAX + 1] if isinstance(value, list) else []
 

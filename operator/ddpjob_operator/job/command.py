@@ -39,8 +39,8 @@ WORDS_READ_MAX = 5_000
 _SHELL_DEPTH_MAX = 10
 
 PYTHON = re.compile(r"(?:python|pypy)[\d.]*$")
-# Several words in one: `train.py --lr 0.1`, `--nnodes 2`, `-u train.py`. A value such as `-W "ignore …"` may contain a
-# space.
+# A word that should be several: `train.py --lr 0.1`, `--nnodes 2`, `-u train.py`. A value such as `-W "ignore …"` may
+# contain a space.
 _JOINED = re.compile(r"\S+\.py\s+\S|--[\w-]+\s+\S|-[^\W\dWXc]\s+\S")
 _MODULES = {
     "accelerate": "accelerate",
@@ -53,7 +53,7 @@ _MODULES = {
 }
 # Modules that start the program after them and change nothing about it.
 _MODULE_WRAPPERS = set("cProfile coverage debugpy memory_profiler pdb profile scalene trace viztracer".split())
-# Options that print or look something up and start nothing.
+# Programs that print or look something up, and start nothing.
 _PRINTERS = {"echo", "printf", "type", "which"}
 _STARTS_OTHERS = {"exec", "env", "command", "nohup"}
 _INSTALLERS = {"ensurepip", "pip", "uv", "venv", "virtualenv"}
@@ -101,7 +101,7 @@ def read(words: list[str]) -> Command:
 
 
 def _names_few(words: list[str]) -> bool:
-    """False for launchers that start each other without end: each would be searched for in all words after it."""
+    """False if a command names very many launchers, because for each of them all words after it are searched."""
     names = map(programs.name, words)
     return sum(name in programs.FRAMEWORKS or name in LAUNCHERS for name in names) <= _LAUNCHERS_MAX
 
@@ -127,14 +127,14 @@ def by_torchrun(words: list[str]) -> Command | None:
 
 
 def script_of(words: list[str]) -> str | None:
-    """The Python file that a command starts, if no shell and no other program before it may change the folder."""
+    """Return the Python file that a command starts; None if a shell or a program before it may change the folder."""
     is_plain = bool(words) and not is_shell(words) and programs.name(words[0]) not in programs.WRAPPERS
     script = read(words).script if is_plain else None
     return script if script is not None and script.endswith(".py") else None
 
 
 def starts_nothing(words: list[str]) -> bool:
-    """True if a command is a launcher that is given no script. Of a shell's own script this is not known."""
+    """True if a command is a launcher without a script. False for a shell, whose script may start anything."""
     begin = None if is_shell(words) else options_begin(words)
     if begin is None:
         return False
@@ -147,7 +147,7 @@ def is_shell(words: list[str]) -> bool:
 
 
 def joined(words: list[str]) -> str:
-    """Return a word that is several in one, such as `torchrun train.py`, before the script's arguments; else ""."""
+    """Return a word that should be several, such as `torchrun train.py`, before the script's arguments; else ""."""
     if words and _is_joined_program(words[0]):
         return words[0]
     begin = None if is_shell(words) else options_begin(words)
@@ -246,7 +246,7 @@ def _of_framework(program: str, words: list[str]) -> Command:
 
 
 def _behind(name: str, words: list[str]) -> Command:
-    """Return what a launcher with unknown options starts. Without its name: a command behind a wrapper."""
+    """Return what a launcher with unknown options starts. If its name is "", `words` begin with a wrapper."""
     places = range(len(words)) if name else itertools.islice(programs.places(words), 1, None)
     for i in places:
         word, program = words[i], programs.name(words[i])
@@ -262,7 +262,7 @@ def _behind(name: str, words: list[str]) -> Command:
 
 
 def options_begin(words: list[str]) -> int | None:
-    """Return the index of the word after torchrun or ddprun; None without one, or if it is asked for its help."""
+    """Return the index of the word after torchrun or ddprun; None if there is none, or it only prints its help."""
     for i, (word, following) in enumerate(itertools.pairwise([*words, ""])):
         begin = 0
         if _is_program(word):
@@ -346,22 +346,22 @@ def _value(name: str, group: list[str]) -> str:
 
 
 def _full_name(name: str) -> str:
-    """Return the option of which this is an unambiguous prefix, as argparse does: --nnodes for --nnode."""
+    """Return the option's full name for an unambiguous prefix, as argparse does: nnodes for nnode."""
     name = name.replace("-", "_")
     matches = [o for o in OPTIONS if o.startswith(name)]
     return name if name in OPTIONS or len(matches) != 1 else matches[0]
 
 
 def arguments_behind_script(arguments: Sequence[str]) -> list[str]:
-    """Return the words after the script, with `--` first if needed: argparse matches every word that begins with --
-    with the options, and one that abbreviates several ends torchrun with `ambiguous option`, except in a new Python
-    (3.12.8, 3.13.1: gh-58573). An abbreviation of one option gets `--` as well: another torch may have a second one."""
+    """Return the words after the script, with `--` first if a word could be an option. argparse also checks the words
+    after the script: an abbreviation of several options ends torchrun with `ambiguous option`, except in a new Python
+    (3.12.8, 3.13.1: gh-58573). An abbreviation of one option gets `--` too: another torch may have a second option."""
     is_taken = list(arguments[:1]) == ["--"] or any(_matches(word, "torchrun") for word in _before_dashes(arguments))
     return [*(["--"] if is_taken else []), *arguments]
 
 
 def abbreviations(arguments: Sequence[str], by: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield (argument, options) for each that abbreviates several options of the launcher `by`, which is an error."""
+    """Yield (argument, options) for each argument that abbreviates several options of the launcher `by`: an error."""
     for word in _before_dashes(arguments):
         matches = _matches(word, by)
         if len(matches) > 1:

@@ -1,9 +1,9 @@
 """Follow the exit code of a launcher through a shell script: `torchrun … | tee log`, `|| true`, traps, `set -e`.
 
-The script is walked without running it. In one walk all commands succeed; then there is one walk for each launcher, in
-which it alone fails. If the script ends with 0 on every path of that walk, the launcher's exit code is lost. A test
-with an unknown result is taken both ways. A script that cannot be followed gives no answer, because a warning about a
-correct script is worse than none.
+The script is walked without running it. In one walk all commands succeed. Then there is one walk for each launcher, in
+which only this launcher fails. If the script ends with 0 on every path of that walk, the launcher's exit code is lost.
+A test with an unknown result is taken both ways. A script that cannot be followed gives no answer, because a warning
+about a correct script is worse than none.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class LauncherExit:
     """The text that loses it: `| tee log`."""
     shell: str = ""
     replaced: bool = False
-    """True if another launcher may run after its failure, and leaves no proof of its own success (ddprun does)."""
+    """True if, after its failure, another launcher may run that leaves no proof of its success (ddprun leaves one)."""
     certain: bool = False
     """True if the script fails on every path on which no other launcher replaces this one."""
     started: command.Command = field(default_factory=command.Command)
     withheld: withheld.Withheld = withheld.NOTHING
-    """Variables of the job that it does not have, on any path."""
+    """Variables of the job that the launcher does not have on any path."""
 
 
 class _TooMuchError(Exception):
@@ -77,7 +77,7 @@ class _Work:
             raise _TooMuchError
 
     def parse(self, text: str) -> shell.ShellScript:
-        """Parse a script; repetitions are free."""
+        """Parse a script. A text that was parsed before costs no work."""
         if text not in self._parsed:
             self.take(len(text))
             self._parsed.add(text)
@@ -101,7 +101,7 @@ def launchers(words: tuple[str, ...]) -> Mapping[shell.ShellNode, str]:
 
 
 def may_be_replaced(words: list[str]) -> bool:
-    """True if, after one fails, a launcher may run that leaves no proof: `ddprun a.py || torchrun a.py`."""
+    """True if, after one launcher fails, another may run that leaves no proof: `ddprun a.py || torchrun a.py`."""
     return any(found.replaced for found in launcher_exits(words))
 
 
@@ -153,7 +153,7 @@ def _launcher_exits(words: tuple[str, ...]) -> tuple[LauncherExit, ...]:
 def _launcher_exit(top: shell.Simple, node: shell.ShellNode, succeeding: _ScriptWalk, work: _Work) -> LauncherExit:
     walk = _ScriptWalk(frozenset({node}), work)
     ends = [state for state in walk.ends(top) if state.failed]
-    if not ends:  # it runs only after the failure of those before it
+    if not ends:  # this launcher runs only if those before it fail
         walk = _ScriptWalk(frozenset(succeeding.started), work)
         ends = [state for state in walk.ends(top) if state.failed]
     for other, started in walk.started.items():
@@ -195,7 +195,7 @@ class _ScriptWalk:
         """The launchers that ran before each launcher, by path."""
         self.shell_of: dict[shell.ShellNode, str] = {}
         self.withheld: dict[shell.ShellNode, withheld.Withheld] = {}
-        self._pipes = 0  # the number of pipelines around the present command
+        self._pipes = 0  # the number of pipelines around the current command
         self._by_type: dict[type, Callable[..., _States]] = {
             shell.ShellScript: self._script, shell.AndOr: self._and_or, shell.Pipeline: self._pipeline,
             shell.Background: self._background, shell.GroupNode: self._group, shell.If: self._if,
@@ -219,7 +219,7 @@ class _ScriptWalk:
     def _script(self, node: shell.ShellScript, state: ShellState, tested: bool) -> _States:
         now = [state]
         for part in node.parts:
-            if shell.values(part) or not isinstance(part, shell.Simple):  # not `rc=$?`
+            if shell.values(part) or not isinstance(part, shell.Simple):  # not `rc=$?`, which keeps the exit code
                 now = [before if before.leaving else before.ignoring("next", part.text) for before in now]
             now = _distinct(_then(now, functools.partial(self.run, part, tested=tested)))
         return now
@@ -323,7 +323,7 @@ class _ScriptWalk:
         return ends
 
     def _loop(self, node: shell.Loop, state: ShellState, tested: bool) -> _States:
-        """Run a loop up to twice. The status of a loop is that of its last body, 0 without any."""
+        """Run a loop up to twice. The status of a loop is that of its last body, 0 if the body never ran."""
         ends: _States = []
         now = [(before, "0") for before in self._substitutions(node, state)]
         may_run_once = node.condition is None and len(node.over) < 2
@@ -411,7 +411,7 @@ class _ScriptWalk:
         while words[0] in _BECOMES_NEXT and len(words) > 1:
             if words[1].startswith("-"):
                 if words[0] == "command":
-                    return state.ended("")  # command -v torchrun
+                    return state.ended("")  # as in `command -v torchrun`, which starts nothing
                 break
             words = [*itertools.dropwhile(lambda word: re.match(r"[A-Za-z_]\w*=", word), words[1:])]
             if not words:
@@ -548,7 +548,7 @@ def _trap(words: list[str], _node: shell.Simple, state: ShellState, _tested: boo
 
 
 def _wait(words: list[str], _node: shell.Simple, state: ShellState, _tested: bool) -> _States:
-    """Wait for background jobs: without a process the status is 0, an unknown process may be any job."""
+    """Wait for background jobs. `wait` without a process returns 0; an unknown process may be any job."""
     named = [word for word in words[1:] if word != "-f"]
     if not named:
         state = state.losing("wait", "wait", again=True) if FAILED in state.jobs else state
@@ -583,7 +583,7 @@ def _with_zero(ends: _States, how: str, at: str) -> _States:
 
 
 def _then(states: _States, following: Callable[[ShellState], _States]) -> _States:
-    """Continue each state that is not leaving."""
+    """Continue each state that is not leaving (`exit`, `return`, `break`, `continue`)."""
     return [end for state in states for end in ([state] if state.leaving else following(state))]
 
 
@@ -612,7 +612,7 @@ def _file(name: str) -> str:
 
 
 def _command_in(words: list[str]) -> int:
-    """Return where the command begins that a program with unknown options starts; 0 if it starts none."""
+    """Return the index of the command that a program with unknown options starts; 0 if it starts none."""
     for i, word in enumerate(words[: withheld.WORDS_MAX]):
         name = programs.name(word)
         if i and (name in command.SHELLS or command.starts_ranks(word) or _SCRIPT.search(word)):

@@ -1,4 +1,4 @@
-"""The launcher's options in the trainer's command, and where they contradict the job. With a contradiction the launcher
+"""The launcher's options in the trainer's command, and how they contradict the job. With a contradiction the launcher
 waits for nodes that never come (docs/dev/upstream.md), so the job is refused before anything starts."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _INIT_METHOD_OPTION = re.compile(r"^--(?:dist|init)[-_](?:url|method)(?:=|$)")
 _REFERENCE = (
     r"\$(?:\(\(\s*(?:\$\{?)?|[({])?"  # $NAME, ${NAME}, Kubernetes' $(NAME), a shell's $((NAME)) and $(($NAME - 1))
 )
-# Kubeflow's WORLD_SIZE and RANK count pods. A DDPJob sets them, one process per node, for scripts without a launcher.
+# Kubeflow's WORLD_SIZE and RANK count pods. In a DDPJob a launcher's options need NNODES and NODE_RANK instead.
 _OF_PODS = (
     (re.compile(rf"((?:--nnodes[=\s]+|\bNNODES=)[\"']?{_REFERENCE})WORLD_SIZE\b"), "WORLD_SIZE", "NNODES"),
     (re.compile(rf"((?:--node[-_]rank[=\s]+|\bNODE_RANK=)[\"']?{_REFERENCE})RANK\b"), "RANK", "NODE_RANK"),
@@ -113,7 +113,7 @@ class JobFacts:
 
     @cached_property
     def min_nodes(self) -> int | None:
-        """The least nodes of an elastic job: minNodes, or MIN of --nnodes=MIN:MAX; None if it needs all."""
+        """The fewest nodes of an elastic job: minNodes, or MIN of --nnodes=MIN:MAX; None if the job needs all nodes."""
         if self._min_nodes is not None or self.launcher is None or self.restarts_in_place:
             return self._min_nodes
         least, most = _range(self.launcher)
@@ -150,9 +150,9 @@ def with_nodes(spec: api.Spec, nodes: int) -> api.Spec:
 
 
 def warnings(spec: api.Spec) -> list[str]:
-    """Yield a warning for each launcher or option that is allowed but has a drawback."""
+    """Return a warning for each launcher or option that is allowed but has a drawback."""
     launcher, notes = facts(spec).launcher, apart(spec)
-    if launcher is not None and launcher.launcher == "ddprun":  # ddprun obeys all of these
+    if launcher is not None and launcher.launcher == "ddprun":  # ddprun supports all of these options
         return notes
     options = launcher.options if launcher else {}
     if spec.preflight == "Always":
@@ -216,8 +216,8 @@ def _alone(spec: api.Spec) -> list[str]:
 
 
 def of_ranks(spec: api.Spec) -> Iterator[tuple[str, str]]:
-    """Yield (WORLD_SIZE, NNODES), (RANK, NODE_RANK): a rank's variable in an option of the launcher, which only sets it
-    later, and the variable that is meant."""
+    """Yield (WORLD_SIZE, NNODES) or (RANK, NODE_RANK) if an option of the launcher uses the first variable and means
+    the second. The launcher itself sets the first one later, for its ranks."""
     own, text = facts(spec).env, facts(spec).text
     for pattern, name, meant in _OF_PODS if facts(spec).launcher else ():
         is_set = name in own or re.search(rf"\b{name}=", text)
@@ -227,7 +227,7 @@ def of_ranks(spec: api.Spec) -> Iterator[tuple[str, str]]:
 
 
 def contradictions(spec: api.Spec) -> Found:
-    """Yield the path and a sentence with the fix for each contradiction. The template must have the shape of one."""
+    """Yield the path and a sentence with the fix for each contradiction. The template must be well-formed."""
     path = command_path(spec.template)
     yield from ((path, sentence) for sentence in _rendezvous_file(spec))
     launcher = facts(spec).launcher

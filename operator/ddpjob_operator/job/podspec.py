@@ -13,7 +13,7 @@ TRAINER = "trainer"
 # system is mounted there.
 _OWN_VOLUMES = {"emptyDir", "ephemeral", "configMap", "secret", "projected", "downwardAPI", "image"}
 _FOR_SCRATCH = ("/dev/shm", "/tmp")  # noqa: S108 - of pods
-_EMPTIED = {"emptyDir", "ephemeral"}  # the trainer writes to these
+_EMPTIED = {"emptyDir", "ephemeral"}  # writable, and deleted with the pod
 
 _SUFFIXES = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 _SUFFIXES |= {f"{letter}i": 1024.0**power for power, letter in enumerate("KMGTPE", start=1)}
@@ -26,7 +26,7 @@ def containers(template: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def trainer_container(template: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The container named `trainer`, else the first."""
+    """Return the container named `trainer`, else the first; None if there is none."""
     listed = containers(template)
     for container in listed:  # a loop, because each plan calls this dozens of times
         if container.get("name") == TRAINER:
@@ -76,8 +76,8 @@ def mappings(source: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def restarts_of_the_kubelet(template: Mapping[str, Any]) -> list[tuple[dict[str, Any], str]]:
-    """Return the fields by which the kubelet would restart the trainer in its pod, whatever restartPolicy is: the
-    container's own policy, and any rule that restarts all containers (Kubernetes 1.34, KEP-5307 and KEP-5532)."""
+    """Return the fields by which the kubelet would restart the trainer in its pod in spite of restartPolicy. These are
+    the container's own policy and rules that restart all containers (Kubernetes 1.34, KEP-5307 and KEP-5532)."""
     pod, own = template.get("spec") or {}, trainer_container(template) or {}
     others = mappings(pod, "initContainers") if isinstance(pod, Mapping) else []
     of_all = (
@@ -102,7 +102,7 @@ def gpus(template: Mapping[str, Any]) -> int:
 
 
 def claims_devices(template: Mapping[str, Any]) -> bool:
-    """True if the trainer gets devices by a ResourceClaim: only the claim says how many, and of what kind."""
+    """True if the trainer gets devices by a ResourceClaim. Only the claim has their number and kind."""
     return bool(mappings(mapping(trainer_container(template) or {}, "resources"), "claims"))
 
 

@@ -11,20 +11,20 @@ WRAPPERS = set(
     "numactl pdm pipenv poetry py-spy rye setsid stdbuf strace su-exec sudo taskset time timeout tini unbuffer uv "
     "viztracer xvfb-run".split()
 )
-# Options of these whose next word is a name and not a program: `conda run -n ray`.
+# Options of wrappers whose next word is a name and not a program: `conda run -n ray`.
 _NAME_FOLLOWS = {"-n", "--name", "-p", "--prefix", "--with", "--extra", "--group", "--package", "-u", "--user"}
-# Programs whose `-n` takes no value: `sudo -n` asks for no password, `uv run -n` uses no cache.
+# Programs whose `-n` takes no value: `sudo -n` never prompts, `uv run -n` uses no cache.
 _FLAGS = {
     "coverage": {"-p"}, "pdm": {"-n"}, "poetry": {"-n"}, "py-spy": {"-n"}, "strace": {"-n"}, "sudo": {"-n"},
     "time": {"-p"}, "timeout": {"-p"}, "uv": {"-n"}, "viztracer": {"-u"},
 }  # fmt: skip
-# Launcher → the words between it and its options.
+# Launcher → its subcommands that start ranks, which come before its options.
 FRAMEWORKS: dict[str, tuple[str, ...]] = {
     "accelerate": ("launch",), "colossalai": ("run",), "composer": (), "deepspeed": (), "fabric": ("run", "model"),
     "horovodrun": (), "lightning": ("run", "model"), "mpiexec": (), "mpirun": (), "orterun": (),
     "ray": ("job", "submit"), "srun": (), "tune": ("run",),
 }  # fmt: skip
-# Other names of launchers that have such words.
+# Other subcommands of these launchers. They start no ranks.
 _NO_LAUNCH = set(
     "check config cp download env estimate-memory list logs ls memory merge-weights start status stop test "
     "validate".split()
@@ -37,7 +37,7 @@ def name(word: str) -> str:
 
 
 def places(words: Sequence[str]) -> Iterator[int]:
-    """Return where a program may be: the first word, and after a wrapper all words but names in its options."""
+    """Yield the indexes of words that may be a program: the first, and after a wrapper all but names in its options."""
     wrapper = ""
     for i, word in enumerate(words):
         if i and not wrapper:
@@ -49,12 +49,12 @@ def places(words: Sequence[str]) -> Iterator[int]:
 
 
 def tells_of_itself(options: Sequence[str]) -> bool:
-    """True if a launcher is asked for its help or version and starts nothing. A shell's `;` may end the word."""
+    """True if a launcher only prints its help or version. A shell's `;` may end the word."""
     return any(word.rstrip(";") in _ABOUT_ITSELF for word in options[:1])
 
 
 def launch_options(words: Sequence[str]) -> list[str] | None:
-    """Return the words after a framework's launcher, the first word; None if it starts no ranks: `ray stop`."""
+    """Return the options and the command of a framework's launcher; None if it starts no ranks, as `ray stop`."""
     first = FRAMEWORKS[name(words[0])]
     rest = list(dropwhile(lambda word: word in first, words[1:]))
     if tells_of_itself(rest) or (first and _NO_LAUNCH.intersection(rest[:1])):

@@ -21,7 +21,7 @@ def text(numbers: Iterable[int]) -> str:
 
 
 def parse(written: str) -> frozenset[int]:
-    """Return the set of `text`. Damaged parts, and those after more numbers than there are nodes, are skipped."""
+    """Return the numbers of a text. Invalid parts are skipped, and parts after NODES_MAX + 1 numbers, too."""
     return _of_short(written) if len(written) <= _KEPT_LENGTH_MAX else _of_long(written)
 
 

@@ -1,4 +1,4 @@
-"""Requests to an API server in RBAC's words, for metrics and for the message when one is refused."""
+"""Requests to an API server as RBAC names them (verb, resource), for metrics and for messages about refusals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ApiRequest:
 
     @property
     def resource(self) -> str:
-        """pods, pods/log, ddpjobs.training.ddpjob.io"""
+        """The resource as RBAC names it: pods, pods/log, ddpjobs.training.ddpjob.io."""
         full = f"{self.plural}.{self.group}" if self.group else self.plural
         return f"{full}/{self.subresource}" if self.subresource else full
 

@@ -1,5 +1,5 @@
 """Parser for shell scripts: POSIX grammar, and the bash extensions `[[ ]]`, `(( ))`, `|&`, `&>`, `<( )` and `function`.
-It expands nothing, and raises ShellSyntaxError for a script that it cannot read; callers then say nothing about it.
+It expands nothing, and raises ShellSyntaxError for a script that it cannot read; callers then give no warning about it.
 https://pubs.opengroup.org/onlinepubs/9799919799/utilities/V3_chap02.html#tag_19_10"""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 SCRIPT_MAX = 20_480  # the most characters of a script that are parsed, because the operator parses in its event loop
 WORK_MAX = 3_200
-"""The most words, commands and lists that are parsed, up to 15 µs each: backquotes make one per character."""
+"""The most words, commands and lists that are parsed, up to 15 µs each. Backquotes can make one per character."""
 DEPTH_MAX = 40
 _BLANKS = " \t\r"
 _ENDS_WORD = set(" \t\r\n;&|()<>")
@@ -63,7 +63,7 @@ class Simple(ShellNode):
     document: list[str] = field(default_factory=list)
     """Its here-documents and <<< words. The last one is its standard input."""
     expanded: list[str] = field(default_factory=list)
-    """Those in which the shell expands variables."""
+    """The here-documents and <<< words in which the shell expands variables."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +149,7 @@ def parse(script: str) -> ShellScript:
 
 @functools.lru_cache(maxsize=256)
 def read(script: str) -> ShellScript | str:
-    """Return the tree of a script, or why it cannot be parsed: an exception would not be cached."""
+    """Return the tree of a script, or the reason why it cannot be parsed: lru_cache does not cache exceptions."""
     if len(script) > SCRIPT_MAX:
         return "too long"
     parser = _ShellParser(script)
@@ -549,7 +549,7 @@ class _ShellParser:
         raise ShellSyntaxError(f"{opens} is not closed")
 
     def _closing(self, quote: str) -> int:
-        """Return the index of the quote that closes the one here."""
+        """Return the index of the quote that closes the quote at the current index."""
         end = self.text.find(quote, self.at + 1)
         if end < 0:
             raise ShellSyntaxError(f"{quote} is not closed")
@@ -583,7 +583,7 @@ class _ShellParser:
         return self.text.startswith(operators, self._skip())
 
     def _operator(self, *operators: str) -> str:
-        """Skip the first of these operators that is here and return it; "" if none is."""
+        """Skip the first of these operators that comes next and return it; "" if none does."""
         self._skip()
         found = next((operator for operator in operators if self.text.startswith(operator, self.at)), "")
         self.at += len(found)
@@ -594,7 +594,7 @@ class _ShellParser:
             raise ShellSyntaxError(f"no {operator}")
 
     def _reserved(self) -> str:
-        """Return the reserved word that is here; "" if there is none."""
+        """Return the next word if it is a reserved word; else ""."""
         found = _NAME.match(self.text, self._skip())
         if found is None or found[0] not in _RESERVED:
             return ""

@@ -30,12 +30,12 @@ _COMPARED: dict[str, Callable[[Any, Any], bool]] = {
 }  # fmt: skip
 _CALCULATES: dict[str, Callable[[int, int], int]] = {"+": op.add, "-": op.sub, "*": op.mul}
 _JOINS = (({"-o", "||"}, "0", FAILED), ({"-a", "&&"}, FAILED, "0"))
-"""Operators between tests, lowest precedence first: the status that decides alone, and the one that all must have."""
+"""Operators between tests, lowest precedence first: the status that one operand decides, and the one that needs all."""
 INVERTED = {"0": FAILED, FAILED: "0", "": ""}
 
 
 def replace(state: ShellState, **changes: Any) -> ShellState:
-    """Do what `dataclasses.replace` does in a fifth of the time: following a script makes thousands of states."""
+    """Do what `dataclasses.replace` does, in a fifth of the time, because a script may have thousands of states."""
     new = object.__new__(ShellState)
     vars(new).update(vars(state), **changes)
     return new
@@ -69,7 +69,7 @@ class ShellState:
     trapped: str = ""
     """The status with which the shell began its EXIT trap. A plain `exit` in the trap keeps it."""
     withheld: Withheld = NOTHING
-    """Variables of the job that its commands do not have."""
+    """Variables of the job that the shell's commands do not have."""
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -83,7 +83,7 @@ class ShellState:
         return sum(map(len, parts))
 
     def ended(self, status: str = "0", **changes: Any) -> list[ShellState]:
-        """Return the one state after a command with this status."""
+        """Return a list of one: the state after a command with this status."""
         return [replace(self, status=status, **changes)]
 
     def losing(self, how: str, at: str, *, again: bool = False) -> ShellState:
@@ -95,11 +95,11 @@ class ShellState:
         return self.losing(how, at) if self.status == FAILED else self
 
     def inverted(self) -> list[ShellState]:
-        """Return the one state after `!`."""
+        """Return a list of one: the state after `!`."""
         return self.ignoring("not", "!").ended(INVERTED[self.status])
 
     def assigned(self, named: Iterable[tuple[str, str]], status: str = "0", text: str = "") -> list[ShellState]:
-        """Return the one state after NAME=value and ARRAY+=(value). text: the whole command."""
+        """Return a list of one: the state after NAME=value and ARRAY+=(value). text: the whole command."""
         variables = dict(self.variables)
         named = [*named]
         for name, word in named:

@@ -1,4 +1,4 @@
-"""Find the variables that a pod's own shell reads in a script of `sh -c`: quotes, here-documents, nested shells.
+"""Finds the variables that a pod's shell reads in a script of `sh -c`, also in quotes, here-documents and inner shells.
 
 A shell that a launcher starts runs in each rank, with the variables of the ranks, so its script is not read here.
 """

@@ -125,7 +125,7 @@ def _signals(words: list[str], *, sh_is_dash: bool) -> _Signals | None:
 
 
 def cut_short(words: list[str]) -> str:
-    """The launcher or interpreter that a shell starts alone, as in `sh -c torchrun train.py`; "" if there is none."""
+    """Return the launcher or interpreter that a shell starts without arguments: `sh -c torchrun train.py`; else ""."""
     _, text, _ = exit_codes.shell_call(words) if command.is_shell(words) else ((), None, ())
     if not text or text == words[-1]:
         return ""
@@ -192,19 +192,19 @@ class _Signals:
         return [text for text in texts if stops.intersection(name.upper() for name in _KILLS.findall(text))]
 
     def _unreached_job(self, node: shell.ShellNode) -> str:
-        """Return the launcher that does not get a signal sent to a job: the job may be a shell around it."""
+        """Return the launcher that does not get a signal sent to a background job, which may be a shell around it."""
         words = shell.values(node)
         if words and words[0] in self._functions:
             return self._unreached(self._functions[words[0]].body, is_last=False)
         if isinstance(node, shell.GroupNode) and (node.subshell or self._is_dash):
             body = shell.ShellScript((node.body,))
             subshell = _Signals(body, self._started, self._program, sh_is_dash=self._sh_is_dash)  # inherits no traps
-            subshell._execs_last = True  # in dash as well
+            subshell._execs_last = True  # dash does so in a subshell, too
             return subshell._unreached(body, is_last=True)
         return self._unreached_by_exec(words, self._below(node)) if words else self._unreached(node, is_last=False)
 
     def _unreached(self, node: shell.ShellNode, *, is_last: bool) -> str:
-        """Return the launcher below this command that the shell waits for. is_last: it does nothing afterwards."""
+        """Return the launcher below this command that the shell waits for. is_last: the script ends after it."""
         if isinstance(node, shell.Simple):
             return self._unreached_simple(node, is_last=is_last)
         items = [*shell.children(node)]
@@ -221,7 +221,7 @@ class _Signals:
         if inside := _first(map(self._below, shell.children(node))):
             return inside
         if node.document and words[execs:] and programs.name(words[execs]) in command.SHELLS:
-            read = shell.parse(node.document[-1])  # a shell that reads its script from a file execs no last command
+            read = shell.parse(node.document[-1])  # a shell that reads a file does not exec the last command
             return self._unreached(read, is_last=False) if execs else self._below(read)
         if words[:1] == ["eval"]:
             return self._unreached(shell.parse(" ".join(words[1:])), is_last=False)

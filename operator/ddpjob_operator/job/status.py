@@ -12,13 +12,13 @@ TERMINAL = ("Succeeded", "Failed")
 
 
 def is_restarted(status: api.Status) -> bool:
-    """True if a failure started the present attempt, or a pod in it is being replaced because of one."""
+    """True if a failure started the current attempt, or a pod in it is being replaced because of one."""
     failure = status.last_failure
     return failure is not None and (failure.attempt == status.attempt - 1 or bool(status.replacements))
 
 
 def unsettled_failure(status: api.Status) -> api.JobFailure | None:
-    """Return the failure that broke the present attempt, while its pods (or the one to replace) are being stopped."""
+    """Return the failure that broke the current attempt, while its pods (or the one to replace) are being stopped."""
     failure = status.last_failure
     if status.state != "Restarting" or failure is None or failure.attempt != status.attempt:
         return None

@@ -23,14 +23,13 @@ from ddpjob_operator.job.status import TERMINAL
 Key = tuple[str, str]
 Raw = Mapping[str, Any]
 
-CUT = "cut"  # added to a cut job, never sent to the API server: size of the whole job
-# Bytes per job in addition to metadata and spec: its status and the operator's notes. This is also enough for a job of
-# which `cut` keeps only a few fields.
+CUT = "cut"  # this field marks a cut job and has the size of the whole job; it is never sent to the API server
+# Bytes per job in addition to metadata and spec: its status and its JobState. A cut job as a whole needs no more.
 OF_A_JOB = 4_096
 # Bytes of Python memory per JSON character, per object or list, and per other value. Measured: the estimate is 0.7 to
 # 1.1 times the real size, and up to three times the real size for empty lists.
 OF_A_BYTE, OF_A_BRACKET, OF_A_COMMA = 2, 120, 70
-# Bytes; two to four times the size of an ordinary job.
+# A job of at most this many bytes is kept whole if there is room. An ordinary job needs a quarter to a half of that.
 SMALL = 65_536
 BEGUN = ("Pending", "Starting", "Running", "Restarting", "Failing")
 
@@ -76,14 +75,14 @@ def has_begun(raw: Raw) -> bool:
 
 
 def would_begin(job: api.DDPJob) -> bool:
-    """True if a job that has not begun is allowed to."""
+    """True if a job has not begun and may begin: it is not finished, suspended, deleted or managed by others."""
     state, attempt = job.status.state, job.status.attempt
     has = state in BEGUN and attempt > 0
     return not (has or state in TERMINAL or job.spec.suspend or job.spec.managed_by or job.metadata.deletion_timestamp)
 
 
 def cut(raw: Raw, whole: int) -> dict[str, Any]:
-    """Return the few fields that are kept of a job without work to do. whole: size of the complete job."""
+    """Return the few fields that are kept of a job that is not kept whole. whole: size of the complete job."""
     metadata, spec, status = (_mapping(raw.get(part)) for part in ("metadata", "spec", "status"))
     return {
         "metadata": _kept(metadata, KEPT_OF_METADATA),
@@ -121,7 +120,7 @@ def rests(raw: Raw) -> bool:
 
 
 def waits_for_room(raw: Raw) -> bool:
-    """True if the status of a cut job says that it waits for room, and its spec has not changed after that."""
+    """True if a cut job waits for room according to its status, and its spec has not changed after that."""
     metadata, status = _mapping(raw.get("metadata")), _mapping(raw.get("status"))
     is_told = status.get("reason") == reasons.WAITING_FOR_ROOM.name
     is_suspended = _mapping(raw.get("spec")).get("suspend") is True

@@ -1,6 +1,6 @@
-"""Compares a pod template with the API's own description (pod_types.py): wrong values, typos, unknown fields. Any API
-server refuses `wrong`. What only the described version refuses is `misspelled` if it resembles a known field, else
-`unknown`."""
+"""Compares a pod template with the API's own description (pod_types.py): wrong values, typos, unknown fields. Every API
+server refuses deviations of the kind `wrong`. Only the described version is sure to refuse the others: `misspelled` if
+they resemble a known field, else `unknown`."""
 
 from __future__ import annotations
 

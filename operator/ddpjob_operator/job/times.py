@@ -1,5 +1,5 @@
-"""Correct recorded times that are ahead of this clock, because clocks are set back and leaders change: no past event
-is later than now, and no wait ends later than if it began now."""
+"""Corrects recorded times that are ahead of this clock, because clocks are set back and leaders change. Afterwards no
+past event is later than now, and no wait ends later than if it began now."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ REPORT_SECONDS_MAX = 60.0
 def not_ahead(
     status: api.Status, now: dt.datetime, *, start_back_off_seconds: float, avoid_seconds: float
 ) -> api.Status:
-    """Return the status without times after `now`; the seconds say how far ahead its waits may end."""
+    """Return the status without times after `now`. Only its waits may end later; the arguments limit by how much."""
     restarts, progress = status.restarts, status.progress
     in_a_row = 0 if restarts is None else restarts.in_a_row
     wait = max(budget.back_off_seconds(in_a_row), start_back_off_seconds)
     until = now + dt.timedelta(seconds=avoid_seconds)
-    # Earlier than any report that comes now; otherwise no report would count for an hour.
+    # Earlier than the next report. Otherwise, if the clock was set back by an hour, no report would count for an hour.
     reported_at = now - dt.timedelta(seconds=REPORT_SECONDS_MAX)
     return replace(
         status,

@@ -21,14 +21,14 @@ def world_size(spec: api.Spec) -> int:
 
 
 def members(spec: api.Spec) -> Members:
-    """Return the places of the job, in order. This is the only translation between places (pods, startedNodes,
-    completedNodes, replacements of a status) and node ranks (reports, failures)."""
+    """Return the places of the job (the numbers in its pods' names), in order. Only this translates between places
+    (pods, startedNodes, completedNodes and replacements in a status) and node ranks (reports, failures)."""
     return _of(spec.nodes)
 
 
 @functools.lru_cache(maxsize=16)
 def _of(nodes: int) -> Members:
-    # Cached: a plan asks once for each node, so computing it each time would be quadratic.
+    # Cached, because a plan calls this once for each node, which would take quadratic time.
     return Members(range(nodes))
 
 
@@ -41,8 +41,8 @@ def ranks_follow_nodes(spec: api.Spec) -> bool:
 
 
 def all_have_dns_names(spec: api.Spec) -> bool:
-    """True if not only node 0 has a DNS name: under a dynamic rendezvous torchrun may give all ranks the name of any
-    node (torch 2.13, elastic/rendezvous/api.py)."""
+    """True if every node has a DNS name, not only node 0. With a dynamic rendezvous, torchrun may give all ranks the
+    name of any node as MASTER_ADDR (torch 2.13, elastic/rendezvous/api.py)."""
     return not ranks_follow_nodes(spec) if spec.dns == "auto" else spec.dns == "all"
 
 

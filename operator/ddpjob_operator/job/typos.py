@@ -1,4 +1,4 @@
-"""Find the name of which another is a typo, with a bounded number of comparisons: each costs up to a millisecond."""
+"""Finds the known name that a typo resembles. Comparisons are limited, because each takes up to a millisecond."""
 
 from __future__ import annotations
 

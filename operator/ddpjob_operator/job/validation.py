@@ -28,7 +28,7 @@ class Problem:
     path: Path
     message: str
     unreadable: bool = False
-    """True if no pod can be made, because the template does not have the shape of one."""
+    """True if no pod can be created, because the template is malformed."""
 
     def __str__(self) -> str:
         return f"{dotted(self.path)}: {self.message}" if self.path else self.message
@@ -181,7 +181,7 @@ def _name(raw: Mapping[Any, Any]) -> Iterator[Problem]:
 
 
 def strict(spec: api.Spec) -> Iterator[Problem]:
-    """Yield what else the API server of the described version refuses in a template; a newer one may accept it."""
+    """Yield further problems that the API server of the described version refuses, and a newer one may accept."""
     found = template.deviations(spec.template)
     yield from (Problem(("spec", "template", *d.path), d.message) for d in found if d.kind == "misspelled")
 
@@ -257,7 +257,7 @@ def _stored(raw: Mapping[str, Any], name: str, kind: type[Struct]) -> Struct:
         return msgspec.convert({} if given is None else given, kind, strict=False)
     except (*NOT_READABLE, OverflowError) as error:
         what, _, where = str(error).partition(" - at `$")
-        # A key may have any length.
+        # Cut the texts, because a key may have any length.
         raise UnreadableJobError(f"{name}{where.rstrip('`')[:200]}: {what[:200]}") from None
 
 
@@ -314,7 +314,7 @@ def _field(raw: object, hint: Any, kind: inspect.Type, path: Path, problems: _Fo
         kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
         wanted = " or ".join(filter(None, (_wanted(one, raw) for one in kinds)))
         problems.append(Problem(path, f"must be {wanted}, is {say(raw)}"))
-        # A job accepted under wider bounds nearly keeps its number; anything else is unset.
+        # Another version with wider bounds may have accepted a number, so use the nearest one. Anything else is unset.
         whole = next((t for t in kinds if isinstance(t, inspect.IntType)), None)
         if whole is None or not isinstance(raw, int) or isinstance(raw, bool):
             return msgspec.UNSET

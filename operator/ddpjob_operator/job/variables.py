@@ -1,5 +1,5 @@
-"""Rendezvous variables that the user's template sets, and so overrides. Only `ddpjob check` reports contradictions,
-because each variable matters only to the programs that read it; those of options are refused (launcher.py)."""
+"""Rendezvous variables that the user's template sets, and so overrides. Contradictions are only reported by `ddpjob
+check`, because a variable matters only to programs that read it. Wrong options are refused (launcher.py)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def overridden(template: Mapping[str, Any]) -> list[str]:
 
 
 def remark(template: Mapping[str, Any]) -> str:
-    """Return a sentence about them; "" if there are none."""
+    """Return a sentence about the overridden variables; "" if there are none."""
     names = ", ".join(overridden(template))
     return f"{names}: your value and not the job's; the ranks meet only if it is right on every node" if names else ""
 
@@ -79,7 +79,7 @@ def _wrong(name: str, value: str, spec: api.Spec) -> Iterator[str]:
 
 
 def _is_number_of_nodes(value: str, spec: api.Spec) -> bool:
-    """True also for a range that contains it, and for text that is not a number: $(NNODES)."""
+    """True for the number, for a range that contains it, and for a text that is no number, such as $(NNODES)."""
     first, _, last = value.partition(":")
     least, most = (bounds.number(text, bounds.COUNT_MAX) for text in (first, last or first))
     return min(least, most) < 0 or least <= spec.nodes <= most

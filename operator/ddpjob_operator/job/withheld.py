@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from ddpjob_operator.job import command, programs
 
-# Without one of these torchrun and ddprun do not find the other nodes, unless one of the options is given. All nodes
-# have the same default of the port.
+# Variables without which torchrun and ddprun do not find the other nodes, and the options that replace each. The port
+# is not among them, because its default is the same on all nodes.
 _OF_NODES = {
     "PET_NNODES": {"nnodes"}, "PET_NODE_RANK": {"node_rank", "rdzv_backend"},
     "PET_MASTER_ADDR": {"master_addr", "rdzv_endpoint"},
@@ -27,7 +27,7 @@ _OUTSIDE = {
     **dict.fromkeys(("docker", "podman", "nerdctl"), re.compile(r"-e\b|--env")),
     "kubectl": None,
 }
-# Programs that start it in a session of their own, and the options with which they exit at once.
+# Programs that start a command in a separate session, and the options with which they exit at once.
 _DETACHES = {
     "screen": re.compile(r"-[A-Za-z]*d"), "tmux": re.compile(r"-[A-Za-z]*d"),
     **dict.fromkeys(("docker", "podman", "nerdctl"), re.compile(r"-[a-z]*d[a-z]*$|--detach$")),
@@ -42,7 +42,7 @@ WORDS_MAX = 60
 
 
 class Withheld(NamedTuple):
-    """Variables of the job that the commands after a program do not have."""
+    """Variables of the job that a program does not pass on to its command."""
 
     names: frozenset[str] = frozenset()
     by: str = ""
@@ -51,11 +51,11 @@ class Withheld(NamedTuple):
 
     @property
     def is_all(self) -> bool:
-        """True if they have none of the job's variables."""
+        """True if none of the job's variables is passed on."""
         return self.names == ALL
 
     def but(self, names: Sequence[str]) -> Withheld:
-        """Return it after variables were set."""
+        """Return what is still withheld after these variables were set."""
         left = self.names.difference(names)
         return self._replace(names=left) if left else NOTHING
 
@@ -80,7 +80,7 @@ def by_words(words: Sequence[str]) -> Withheld:
         if "=" in word:
             found = found.but([word.partition("=")[0]])
         elif word.startswith(("$", "`")) and not _VALUE_FOLLOWS.fullmatch(before) and found.by != "ssh":
-            return NOTHING  # it may name any variable
+            return NOTHING  # the expansion may set any variable
         before = word
     return found
 
@@ -91,7 +91,7 @@ def _begins_training(word: str) -> bool:
 
 
 def _options(words: Sequence[str]) -> list[str]:
-    """Return the words up to the next program that starts others; `docker exec` is one."""
+    """Return the words up to the next wrapper. `exec` is no wrapper here, because it may belong to `docker exec`."""
     others = programs.WRAPPERS - {"exec"}
     end = next((i for i, word in enumerate(words) if programs.name(word) in others), len(words))
     return [*words[:end]]

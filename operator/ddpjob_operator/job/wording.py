@@ -21,7 +21,7 @@ def duration(seconds: float) -> str:
 
 
 def clock(time: dt.datetime) -> str:
-    """Return 08:04:28 UTC, for a time of today that readers need not count from."""
+    """Return 08:04:28 UTC, for a time of today."""
     return f"{time.astimezone(dt.timezone.utc):%H:%M:%S} UTC"
 
 
@@ -36,7 +36,7 @@ def running(ready: int, total: int) -> str:
 
 
 def quoted(value: object) -> str:
-    """Suffix for a value that should be text: what to do where YAML has read a word as something else."""
+    """Return the advice to quote a value if it should be text, but YAML has read a boolean or a number; else ""."""
     if isinstance(value, bool):
         words = "y, yes, on and true" if value else "n, no, off and false"
         return f". Put it into quotes: YAML reads {words} as {say(value)}."

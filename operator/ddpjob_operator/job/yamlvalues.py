@@ -57,10 +57,10 @@ def boolean(text: str) -> bool:
 
 
 def _bool(text: str) -> bool | None:
-    """Return yes, Yes and YES; not yEs."""
+    """Return the value of yes, Yes or YES; None for yEs."""
     return _BOOLS.get(text.lower()) if text in (text.lower(), text.upper(), text.capitalize()) else None
 
 
 def _digits(text: str) -> str:
-    """Return the digits: 1_000 is 1000; _1 is a text."""
+    """Remove underscores from a number: 1_000 becomes 1000, but _1 stays a text."""
     return text.replace("_", "") if text[:1].isdigit() or text[:1] in ("+", "-") else text

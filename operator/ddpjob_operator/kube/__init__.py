@@ -1,1 +1,1 @@
-"""The operator in a cluster: it hands the plan what the API server shows, and carries out what the plan decides."""
+"""The operator in a cluster: it passes the objects of the API server to plan(), and carries out the plan."""

@@ -45,7 +45,7 @@ def handlers(operator: Operator) -> kopf.OperatorRegistry:
 
     @kopf.on.cleanup(registry=registry)
     async def stop(**_: Any) -> None:
-        operator.stop_flag.set()  # otherwise kopf waits 5 s for its task that waits for it (kopf_workarounds)
+        operator.stop_flag.set()  # otherwise kopf waits 5 s for its own task that waits for this flag
         await operator.stop()
 
     opened: set[str] = set()

@@ -1,16 +1,16 @@
 """Leader election: of several operators, only the one that holds a Lease acts.
 
-In: what the API server answers about one Lease. Out: `holds()`, which the client checks right before each try of a
-write, and `gained` / `lost`, on which the Operator starts its queue and ends. `Candidate` decides and takes times as
-arguments; `Election` sends the requests and has the clock. The chart creates the Lease; we create it only if somebody
-has deleted it, and never delete it.
+In: the API server's answers about one Lease. Out: `holds()`, which the client checks right before each try of a write.
+After `gained` the Operator starts its queue, after `lost` it ends. `Candidate` decides and takes times as arguments;
+`Election` sends the requests and has the clock. The chart creates the Lease; we create it only if somebody has deleted
+it, and never delete it.
 
 The algorithm is that of client-go (tools/leaderelection/leaderelection.go), with the same defaults. No wall clock is
 trusted. A candidate takes the Lease only when it has not changed for its whole duration, by the candidate's monotonic
 clock. The holder has stopped before that, by its own monotonic clock, because renew_seconds is less than lease_seconds.
 
-Different from client-go: the time to act counts from when a request was sent, not from its answer; a deleted Lease is
-waited for as if it were held; and a write whose answer was lost counts once the next read shows it.
+Different from client-go: the time to act counts from when a request was sent, not from its answer. A candidate treats a
+deleted Lease as if it were still held. A write whose answer was lost counts once the next read shows it.
 
 As in client-go there is no fencing: a write sent just before the Lease expires may arrive after another operator leads.
 Preconditions (uid, resourceVersion) and fixed names of pods protect against that, not the Lease.
@@ -72,12 +72,12 @@ class Candidate:
         self._lease: Lease | None = None
         self._changed_at: float | None = None
         self._asked_at = NEVER
-        """When the request was sent whose answer was seen last."""
+        """When the last answered request was sent."""
         self._saw_at = NEVER
         """When that answer arrived."""
 
     def saw(self, lease: Lease | None, now: float, asked_at: float = NEVER) -> None:
-        """Take in the answer to a read: the Lease, or None if it does not exist.
+        """Record the answer to a read: the Lease, or None if it does not exist.
 
         now: when the answer arrived. asked_at: when the read was sent, which was after the previous answer.
         """
@@ -90,13 +90,13 @@ class Candidate:
         if lease is None or lease.holder != self.identity:
             self.held_until = NEVER
         elif changed:
-            # Changed in our name: by our own write whose answer was lost, or by another process with our identity. The
-            # change came after the previous read was sent, so counting from that moment is safe.
+            # The Lease names us and has changed: by our own write whose answer was lost, or by another process with our
+            # identity. The change came after the previous read was sent, so counting from that moment is safe.
             self._hold(self._asked_at)
         self._asked_at, self._saw_at = asked_at, now
 
     def took(self, lease: Lease, asked_at: float, now: float) -> None:
-        """Take in our own successful write, sent at `asked_at` and answered by `now`."""
+        """Record our own successful write, sent at `asked_at` and answered by `now`."""
         self._lease, self._changed_at = lease, asked_at
         self._hold(asked_at)
         self._asked_at, self._saw_at = asked_at, now
@@ -144,7 +144,7 @@ class Election:
         self._durations, self._runtime, self._clock = durations, runtime, runtime.clock
         self._candidate = Candidate(identity, durations)
         self._seen: Raw | None = None
-        """None if it did not exist."""
+        """The Lease as last read or written; None if it did not exist."""
         self._former = ""
         """Holder from whom we took it."""
         self._renewed = asyncio.Event()
@@ -231,7 +231,7 @@ class Election:
             await asyncio.sleep(max(0.0, began + self._durations.retry_seconds * spread - self._clock()))
 
     async def release(self) -> None:
-        """Let another operator take the Lease at once. `run` must have ended, and nothing write any more."""
+        """Let another operator take the Lease at once. `run` must have ended, and nothing may write afterwards."""
         self._candidate.held_until = NEVER
         try:
             async with at_most(self._durations.try_seconds):
@@ -270,7 +270,7 @@ def read(raw: Raw) -> Lease:
 
 
 def claim(raw: Raw | None, name: str, identity: str, durations: Durations, now: dt.datetime) -> Raw:
-    """Return the seen Lease with our identity. Of two writers, its resourceVersion lets only one win."""
+    """Return the seen Lease with our identity. If two operators write, its resourceVersion lets only one succeed."""
     spec = {} if raw is None else raw.get("spec") or {}
     ours = spec.get("holderIdentity") == identity
     return _lease(

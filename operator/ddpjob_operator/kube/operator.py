@@ -48,9 +48,9 @@ from ddpjob_operator.observed.reports import Report
 from ddpjob_operator.pods import build, naming
 
 UNSYNCED_SECONDS = 0.2
-# Longer than any bounded request can take, its retries included.
+# A reconcile or watch without an answer for this long hangs. No bounded request takes so long, even with its retries.
 STUCK_SECONDS = 600.0
-# Longer than a watch waits before its next try.
+# A watch in back-off that has not tried again for this long hangs, because the back-off is shorter.
 IDLE_SECONDS = 60.0
 # The process is killed this many seconds after a signal, or after a failure, whatever is still running.
 END_SECONDS, BROKEN_END_SECONDS = 8.0, 4.0
@@ -194,7 +194,7 @@ class Operator:
         await access.report_missing_rights(self._client, self.settings.watched, self._runtime.log, self.settings.gangs)
         await served_crd.report_old_crd(self._client, self._runtime.log)
         if self._leader is not None:
-            # Not earlier: an operator that may not see the jobs would keep the Lease from one that may.
+            # Not earlier: an operator without the right to list jobs would take the Lease from one that has the right.
             if not self._others.are_known:
                 self.run("other releases", self._others.run(self._others_changed))
             self.run("lease", self._leader.run())
@@ -232,7 +232,7 @@ class Operator:
         await self._client.close()
 
     def job_told(self, kind: str | None, metadata: Mapping[str, Any]) -> None:
-        """Take kopf's notice that a DDPJob was deleted, or that our copy has a new one."""
+        """Handle kopf's event: a DDPJob was deleted, or our copy has a new one."""
         key = (metadata["namespace"], metadata["name"])
         if kind == "DELETED":
             self.caches.jobs.remove(*key, metadata["uid"])
@@ -277,7 +277,7 @@ class Operator:
         return [*self._all_reflectors, *(r for gang in self.caches.gangs.values() for r in gang.reflectors)]
 
     def standing_by(self) -> str:
-        """Name the namespaces that other releases manage. Not a reason to restart."""
+        """Return a remark for /healthz: the namespaces that other releases manage. It is no reason to restart."""
         return "; ".join(self._others.sentences())
 
     def snapshot(self) -> exposition.Scrape:
@@ -319,9 +319,7 @@ class Operator:
         return task
 
     def needs(self, task: asyncio.Task[Any]) -> None:
-        """End the operator with this task: without it, jobs would be neglected silently. Kubernetes restarts the
-        process.
-        """
+        """End the operator when this task ends, because jobs would silently be neglected. Kubernetes restarts it."""
         task.add_done_callback(self._task_ended)
 
     def _task_ended(self, task: asyncio.Task[Any]) -> None:
@@ -347,11 +345,11 @@ class Operator:
         self._runtime.freeze_heap()
 
     def _enqueue(self, key: Key, in_seconds: float = 0.0, priority: Priority = Priority.EVENT) -> None:
-        # A follower's queue would only grow: nothing takes jobs out of it.
+        # A follower does not enqueue, because nothing takes jobs out of its queue.
         if self.leads:
             self.queue.add(key, in_seconds, priority)
         elif (raw := self.caches.jobs.get(key)) is None or storage.is_cut(raw):
-            self.states.forget([key])  # followers also keep reports, to pass them on
+            self.states.forget([key])  # a follower keeps parsed specs, too (`locate`)
 
     def _count_job(self, old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> None:
         raw = new or old
@@ -372,7 +370,7 @@ class Operator:
             self._enqueue(key)
 
     def _ready_in(self, key: Key) -> float | None:
-        """Seconds until the job may be reconciled, 0 for now; None if another release manages it."""
+        """Return the seconds until the job may be reconciled, 0 for now; None if another release manages it."""
         if self._others.of(key[0]):
             return None
         if not self._others.are_known:
@@ -410,7 +408,7 @@ class Operator:
     def _service_changed(self, key: Key, old: observe.Service | None, new: observe.Service | None) -> None:
         job = self.caches.jobs.get(key)
         if old is not None or new is None or job is None or new.owner_uid != job["metadata"]["uid"]:
-            self._enqueue(key)  # no rule waits for the Service that the job has just made
+            self._enqueue(key)  # not for a Service that the job has just created, because no rule waits for it
 
     def _nodes_changed(self, names: Set[str]) -> None:
         for key in self.caches.pods.jobs():

@@ -8,8 +8,8 @@ Helm does not refuse a release for all namespaces next to one for a single names
 marks and leaves the marked namespaces alone. Until it sees a new mark, both act, which is harmless: the API server
 refuses the second of two conflicting writes (docs/dev/decisions.md).
 
-Anyone who can create ConfigMaps in a namespace can write its mark, so a mark concerns the jobs of its own namespace
-alone: it may be a megabyte, hold anything as its release, and change every second.
+Anyone who can create ConfigMaps in a namespace can write its mark. So a mark affects only the jobs of its own
+namespace, and is not trusted: it may be a megabyte, hold anything as its release, and change every second.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class OtherReleases:
     """The marks of other releases, read every READ_SECONDS."""
 
     def __init__(self, client: Client, *, are_known: bool = False) -> None:
-        """are_known: True if there are none."""
+        """are_known: True if there are no other releases; `run` is then not needed."""
         self._client, self.are_known = client, are_known
         self._releases: dict[str, str] = {}
         self._logged: set[str] = set()

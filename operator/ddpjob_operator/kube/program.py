@@ -1,6 +1,6 @@
 """The program `ddpjob-operator`.
 
-kopf and uvloop are imported only when the operator starts: a missing extra is then one line, and `--help` is fast.
+kopf and uvloop are imported only at a start, so that `--help` is fast and a missing extra is one line, no traceback.
 """
 
 from __future__ import annotations

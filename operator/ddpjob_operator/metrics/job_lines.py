@@ -1,6 +1,6 @@
 """Series of one job, computed from its status alone: they survive a restart of the operator, and end with the job.
 
-There are 28 lines per job: for 1,000 jobs prometheus-client's encoder takes a second, and this a tenth of it.
+There are 28 lines per job. For 1,000 jobs prometheus-client's encoder takes a second, and this module a tenth of it.
 tests/unit/test_metrics_meter.py reads the lines with prometheus-client's parsers.
 """
 
@@ -24,13 +24,13 @@ def state(status: api.Status) -> str:
 
 
 def spent(status: api.Status, now: dt.datetime) -> dict[str, int]:
-    """Return seconds until now, by use. The status adds a state's time at its end; this includes the present state."""
+    """Return seconds by use, including those of the current state, which the status only adds at its end."""
     until_now = transitions.goodput(status, now)
     return {name: getattr(until_now, f"{name}_seconds") for name in names.SPENT}
 
 
 def values(status: api.Status, spent: Mapping[str, int]) -> Iterator[tuple[names.Metric, float | None, str]]:
-    """Yield metric, value, and the value of its own label. spent: as `spent` returns it; none of them ever falls."""
+    """Yield metric, value, and the value of its own label. spent: as from `spent`, but never less than before."""
     restarts, nodes = status.restarts or api.Restarts(), status.nodes or api.Nodes()
     yield names.JOB_STATE, 1.0, state(status)
     yield names.JOB_STATE_TIME, None if status.state_time is None else status.state_time.timestamp(), ""

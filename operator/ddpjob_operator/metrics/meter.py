@@ -22,14 +22,14 @@ from ddpjob_operator.metrics import job_lines, names
 from ddpjob_operator.metrics.of_change import Restart, of_change
 from ddpjob_operator.observed.reports import AgentReport
 
-# Otherwise each series adds one with its creation time, which nothing here reads.
+# Otherwise each series gets a second one with its creation time, which nobody reads.
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 _OPENMETRICS = "application/openmetrics-text;version=1.0.0"
 
 
-# Jobs that began or ended after the last scrape. An operator without a scraper would keep the uid of each job.
+# Limit of jobs kept because they began or ended after the last scrape: an operator may have no scraper.
 CHANGED_MAX = 10_000
 
 
@@ -44,7 +44,7 @@ class MeteredJob(NamedTuple):
 
 
 class QueueWaits(NamedTuple):
-    """The present state of a work queue. name: one of names.QUEUES."""
+    """The current state of a work queue. name: one of names.QUEUES."""
 
     name: str
     depth: int = 0
@@ -93,7 +93,7 @@ class Meter:
         self._elsewhere: set[str] = set()
         """Jobs (uid) that are counted only from now on: others may have counted their earlier time."""
         self._since: dt.datetime | None = None
-        """From then on everything that jobs spend is counted here; None if this operator does not lead."""
+        """Time from which all that jobs spend is counted here; None if this operator does not lead."""
         for metric in (*names.OF_OPERATOR, *names.OF_ALL_JOBS):
             self._register(metric)
 
@@ -141,7 +141,7 @@ class Meter:
         self._since = now
 
     def spends(self, job: MeteredJob, now: dt.datetime) -> None:
-        """Count a job that changed: most jobs of a sweep begin and end between two scrapes."""
+        """Count the time of a job that changed, because short jobs begin and end between two scrapes."""
         self._newly[job.uid] = None
         self._add(job, now)
 
@@ -168,7 +168,7 @@ class Meter:
 
         The format is OpenMetrics, or Prometheus' older text, which node-exporter's textfile collector reads.
         """
-        # Not the client's Accept header: prometheus-client would copy a part of it into the content type.
+        # Do not pass the client's Accept header: prometheus-client would copy a part of it into the content type.
         encode, content_type = exposition.choose_encoder(_OPENMETRICS if openmetrics else "")
         families: Any = SimpleNamespace(collect=partial(self._at, moment))  # all that the encoders use of a registry
         head, end, of_each = encode(families), b"# EOF\n" if openmetrics else b"", b""
@@ -263,7 +263,7 @@ def verb_and_resource(method: str, path: str, *, watch: bool = False) -> tuple[s
     return verb, resource if resource in names.RESOURCES else names.OTHER
 
 
-# A series that starts with its first event shows no increase, so an alert on the first event would never fire.
+# Labels of series that exist from the start. Otherwise the first event would be no increase, and no alert would fire.
 _FROM_THE_START: dict[str, list[tuple[str, ...]]] = {
     names.RECONCILES.name: [("ddpjob", result) for result in names.RESULTS],
     names.RECONCILE_ERRORS.name: [("ddpjob",)],

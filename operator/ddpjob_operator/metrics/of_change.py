@@ -1,7 +1,7 @@
 """Metrics counted when a status changes: attempts, restarts, and how long recovery from a failure took.
 
-A failure is recorded, charged, and trained past in three statuses; `Restart` carries it from one to the next. A new
-leader that has not seen the first counts no time for it.
+A failure is recorded in one status, charged in a second, and overcome in a third; `Restart` carries it from one to the
+next. A new leader that has not seen the first status counts no time for the failure.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SeenStatus(NamedTuple):
 
 
 class Restart(NamedTuple):
-    """A failure that the job has not trained past yet."""
+    """A failure from which the job has not recovered yet."""
 
     failed_at: dt.datetime
     recorded_at: dt.datetime

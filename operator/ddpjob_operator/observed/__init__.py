@@ -1,1 +1,1 @@
-"""Observations: pods, nodes and reports as each shell sees them, merged into facts."""
+"""Pods, nodes and reports, as the operator or the local run observes them, merged into facts."""

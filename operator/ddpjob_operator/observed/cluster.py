@@ -1,4 +1,4 @@
-"""The observations that plan() reads. Each shell fills them, from the API server or from processes."""
+"""The observations that plan() reads: of the operator from the API server, of the local run from processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # stall.py imports reports
 
 
 class Container(msgspec.Struct, frozen=True):
-    """The trainer container of a pod. msgspec, as for Pod: each event of a pod creates or changes one, in a tenth of
+    """The trainer container of a pod. A msgspec.Struct, as Pod, because each event of a pod creates one, in a tenth of
     the time of a dataclass.
     """
 
@@ -82,11 +82,11 @@ class Pod(msgspec.Struct, frozen=True):
     bound_since: dt.datetime | None = None
     """The same by our clock, comparable with now; not later than when we first saw it bound."""
     accepted_at: dt.datetime | None = None
-    """When its kubelet accepted it (status.startTime), by the clock of its node, as the times of its trainer."""
+    """When its kubelet accepted it (status.startTime), by the clock of its node, like the times of its trainer."""
     silent_since: dt.datetime | None = None
     """When the node controller marked it not ready because the kubelet does not report."""
     was_silent: bool = False
-    """True if that was ever seen, even if the node works again."""
+    """True if the pod was ever seen silent, even if its node works again."""
     unschedulable: str = ""
     """The scheduler's sentence while it finds no node."""
     unschedulable_since: dt.datetime | None = None
@@ -101,7 +101,7 @@ class Pod(msgspec.Struct, frozen=True):
     sidecars_run: bool = False
     """True if a container other than the trainer has not ended."""
     done_since: dt.datetime | None = None
-    """When the trainer was seen ended with 0 while a sidecar was running, by the shell's clock."""
+    """When the trainer was seen ended with 0 while a sidecar was running, by the caller's clock."""
     outlived: bool = False
     """True if a sidecar has outlived the trainer for longer than an eviction or deletion would have allowed."""
     overcome: bool = False
@@ -124,8 +124,8 @@ class Pod(msgspec.Struct, frozen=True):
 
     @property
     def deleted_first(self) -> bool:
-        """True if it ended (or will end) after its deletion was requested, or if both were first seen together: a
-        success too few costs a restart, one too many a wrong result.
+        """True if it ended (or will end) after its deletion was requested, or if both were first seen together. A
+        missed success only costs a restart; a false one would be a wrong result.
         """
         return self.deletion_requested_at is not None and not self.ended_first
 
@@ -143,7 +143,7 @@ class Pod(msgspec.Struct, frozen=True):
 
     @property
     def has_failed(self) -> bool:
-        """True if it ended in any other way."""
+        """True if it ended and did not complete, and its phase is known."""
         return self.ended and not self.has_completed and not self._is_undecided
 
     @property
@@ -155,17 +155,17 @@ class Pod(msgspec.Struct, frozen=True):
     def _awaits_its_phase(self) -> bool:
         """True if the trainer ended with 0 and the phase is still to come.
 
-        The kubelet reports the end of a container before phase Failed, reason and DisruptionTarget of a pod that it
-        ended itself, which follow when all containers have ended (mergePodStatus). Do not wait for a sidecar that goes
-        on.
+        The kubelet first reports the end of a container. If it ended the pod itself, it reports phase Failed, reason
+        and DisruptionTarget only when all containers have ended (mergePodStatus). A sidecar that keeps running is not
+        waited for.
         """
         done = self.trainer.state == "ended" and self.trainer.exit_code == 0
         return done and self.phase not in ("Succeeded", "Failed") and not (self.sidecars_run and self.outlived)
 
     @property
     def _awaits_its_log(self) -> bool:
-        """True if the deadline that was set to keep its log ended it, and the end of its container is still to come: a
-        kubelet may report the phase with a status of the containers from before it stopped them.
+        """True if the pod was ended by the deadline that keeps its log, but the end of its container is not reported
+        yet. A kubelet may report the phase with a status of the containers from before it stopped them.
         """
         return self.deadline_set and self.reason == "DeadlineExceeded" and self.trainer.exit_code is None
 
@@ -178,8 +178,8 @@ class Pod(msgspec.Struct, frozen=True):
     def live(self) -> bool:
         """True if something of it may still be running.
 
-        Not by phase alone: the kubelet often reports the end of the only container while the phase is Running, and
-        deleting a pod that ended by itself would lose its log.
+        The phase alone is not enough. The kubelet often reports the end of the only container while the phase is
+        Running, and deleting a pod that ended by itself would lose its log.
         """
         if self.phase in ("Succeeded", "Failed"):
             return self._awaits_its_log
@@ -194,7 +194,7 @@ class Node:
     since: dt.datetime | None = None
     """Since when it has been ready or not."""
     with_most: bool = False
-    """Not ready: True if most nodes became so together, so the control plane does not get their heartbeats."""
+    """Not ready: True if most nodes became so together, so the control plane probably misses their heartbeats."""
     gone: bool = False
     """Not ready: True if its object was deleted, as clouds do when a machine is removed."""
 
@@ -220,7 +220,7 @@ class Refusal:
     message: str
     """The API server's own sentence."""
     retry_at: dt.datetime
-    """When to retry; the shell doubles the wait with each refusal in a row."""
+    """When to retry; the caller doubles the wait with each refusal in a row."""
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ class Observed:
     pods: tuple[Pod, ...] = ()
     """Pods with the job's label or with a name that the job needs, of any owner, in any order."""
     deleted_pods: tuple[Pod, ...] = ()
-    """Deleted pods of the job as last seen; the shell may have kept none."""
+    """Deleted pods of the job as last seen; the caller may have kept none."""
     conflicts: tuple[ConflictingObject, ...] = ()
     """Other objects (a Service) with a name that the job needs."""
     refusals: tuple[Refusal, ...] = ()
@@ -240,15 +240,15 @@ class Observed:
     reports: dict[int, Report] = field(default_factory=dict)
     """Last report of each rank."""
     trackers: dict[int, StepTracker] = field(default_factory=dict)
-    """Steps of each rank that reports in the present attempt."""
+    """Steps of each rank that reports in the current attempt."""
     undeletable: Set[str] = frozenset()
     """uids of pods that still exist some time after a deletion without grace."""
     listening_since: dt.datetime | None = None
-    """When the shell began to receive reports; None if it always has."""
+    """When the caller began to receive reports; None if it always has."""
     agent: AgentReport | None = None
-    """Last report of node 0's agent in the present attempt; None without ddprun."""
+    """Last report of node 0's agent in the current attempt; None without ddprun."""
     group_size: int | None = None
-    """WORLD_SIZE of the ranks, if the shell sees it and it is the same on all nodes."""
+    """WORLD_SIZE of the ranks, if the caller sees it and it is the same on all nodes."""
     nodes: dict[str, Node] | None = None
     """Nodes that are not ready or deleted, by name; None if nodes may not be read."""
     gang_apis: Mapping[str, GangApi] = field(default_factory=dict)
@@ -261,4 +261,4 @@ class Observed:
     """Other jobs of the namespace whose pods have nodes, with their number; filled if this job's pods wait for nodes.
     """
     master_addr: str | None = None
-    """host:port of the rendezvous if the shell does not use the cluster's DNS; "" while unknown."""
+    """host:port of the rendezvous if the caller does not use the cluster's DNS; "" while unknown."""

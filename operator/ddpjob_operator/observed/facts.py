@@ -1,9 +1,9 @@
 """Merges all observations of a pod: a later one adds facts, and removes none.
 
-Later is not better. The kubelet's last delete (grace 0) sets deletionTimestamp again, after the container's finishedAt.
-For a container that it never created or cannot find, the kubelet writes ContainerStatusUnknown with exit code 137 when
-the pod is deleted (pkg/kubelet/status/status_manager.go, TerminatePod). finishedAt is by the node's clock and
-deletionTimestamp by the API server's, so only the order of observations tells which came first.
+A later observation may show less. The kubelet's last delete (grace 0) sets deletionTimestamp again, after the
+container's finishedAt. For a container that it never created or cannot find, the kubelet writes ContainerStatusUnknown
+with exit code 137 when the pod is deleted (pkg/kubelet/status/status_manager.go, TerminatePod). finishedAt is by the
+node's clock and deletionTimestamp by the API server's, so only the order of observations shows which came first.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ddpjob_operator.observed.cluster import Container, Pod
 
 
 def merge(earlier: Pod | None, later: Pod, number: int = 0) -> Pod:
-    """Return what is known after `later` followed `earlier`, of one uid. number: of this observation, growing. Changes
-    get this number; what the first observation shows gets 0.
+    """Return the merged facts of two observations of one uid. number: of this observation, increasing. Changes get this
+    number; facts of the first observation get 0.
     """
     changes = {} if earlier is None else _added(earlier, later)
     known = _changed(later, changes)
@@ -68,7 +68,7 @@ def _added(earlier: Pod, later: Pod) -> dict[str, Any]:
 
 
 def container(earlier: Container, later: Container) -> Container:
-    """Return the observation with more evidence; of two equal ones of an end, the first."""
+    """Return the observation with more evidence. If both show an end with equal evidence, return the first."""
     if _evidence(earlier) > _evidence(later) or (earlier.state == "ended" and _evidence(earlier) == _evidence(later)):
         return earlier if earlier.state == "ended" else replace(earlier, ready=False)
     return later if earlier.state == "waiting" else replace(later, ran=True)
@@ -82,7 +82,7 @@ def _evidence(seen: Container) -> int:
 
 
 def _deleted_after_its_end(earlier: Pod | None, later: Pod) -> bool:
-    """True if the deletion was first seen when the object was removed, with its last phase: the API server gives no
+    """True if the deletion was first seen when the object was removed, with its last phase. The API server gives no
     grace to a pod that has ended (CheckGracefulDelete). False for exit 0, which may be a wrong result.
     """
     if earlier is None or earlier.deletion_requested_at is not None or later.trainer.exit_code == 0:

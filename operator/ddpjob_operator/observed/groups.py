@@ -1,4 +1,4 @@
-"""Gang groups as plan() reads them: is the job admitted, and if not, why."""
+"""Groups at gang schedulers and queues, as plan() reads them: is the job admitted, and if not, why."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Tell = Literal["ready", "unready", "quota returned", "succeeded", "failed"]
-"""States of the job that a queue is told: all nodes are running, or not any more; the pods have ended after an
-eviction, so that others may have the quota; the job is over.
+"""States of the job that are reported to a queue. ready, unready: all nodes are running, or not any more. quota
+returned: the pods have ended after an eviction, so that others may have the quota. succeeded, failed: the job is over.
 """
 
 
@@ -60,7 +60,7 @@ class ObservedGroup:
     admission: Admission = Admission("waiting")
     deletion_requested: bool = False
     placement: Placement = Placement()
-    """admitted: how."""
+    """admitted: number of pods, and their nodes."""
     nodes: int | None = None
     """Number of pods that it requests; None if it is never admitted in parts."""
     queue: str = ""
@@ -68,9 +68,9 @@ class ObservedGroup:
     asked: tuple[str, ...] = ()
     """Requested queue, priority and topology, as its adapter writes them; empty if it is in no queue."""
     is_ready: bool = False
-    """True if the queue was told that all pods are running."""
+    """True if the operator has reported to the queue that all pods are running."""
     is_over: bool = False
-    """True if the queue was told that the job is over."""
+    """True if the operator has reported to the queue that the job is over."""
 
 
 @dataclass(frozen=True)

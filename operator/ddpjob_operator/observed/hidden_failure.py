@@ -21,7 +21,7 @@ _INTERRUPTED = "SIGINT"
 def is_recorded(message: str) -> bool:
     """True if a termination message proves that the training failed, whatever the exit code is.
 
-    A rank that was asked to stop and saved has not failed: `timeout 1h torchrun train.py || true`.
+    A rank that saved and ended after a request to stop has not failed: `timeout 1h torchrun train.py || true`.
     """
     if not message.startswith(_BEGINS):
         return False

@@ -25,14 +25,14 @@ Seconds = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 
 
 class TrainerMetric(msgspec.Struct, frozen=True):
-    """Name and value are text."""
+    """A metric. Name and value are text."""
 
     name: str
     value: str
 
 
 class TrainerStatus(msgspec.Struct, rename="camel", frozen=True):
-    """Without lastUpdatedTime: the sender's clock is not trusted."""
+    """A status. lastUpdatedTime is left out, because the sender's clock is not trusted."""
 
     progress_percentage: Percent | None = None
     estimated_remaining_seconds: Seconds | None = None
@@ -74,7 +74,7 @@ def read_body(
         # The Trainer's last report is 100 % without a step. A loop without steps counts percents: step 42 of 100.
         total = total or 100
         step = status.progress_percentage * total // 100
-    # The first 16, shortened: the protocol allows 256, and too many are no reason to refuse the step.
+    # Keep only the first 16, shortened. The protocol allows 256, so a report with more must not be refused.
     others = list(values.items())[:METRICS_MAX]
     report = Report(
         step=step,

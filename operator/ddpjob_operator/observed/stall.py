@@ -1,7 +1,7 @@
 """Detects a stalled job: its ranks report, and make no step.
 
-The shells update the `StepTracker` of a rank with each of its reports; `find` returns what the trackers of a job prove.
-Three rules protect a healthy job:
+The operator and the local run update the `StepTracker` of a rank with each of its reports; `find` returns a finding if
+the trackers of a job prove one. Three rules protect a healthy job:
 
 - **Silence proves nothing.** Idle time is counted from report to report ("phase train, step 41"), and restarts after
   any gap in receiving. So an operator that was away, a network that was cut and a clock that jumped can only delay a
@@ -30,7 +30,7 @@ from ddpjob_operator.job.wording import duration
 from ddpjob_operator.observed.reports import Phase, Report
 
 REPORT_SECONDS = 5.0  # between two reports of a rank (build.Reporting)
-# One report may get lost: with its timeout and the sender's back-off the next comes 20 s after the one before.
+# A report may get lost. With its timeout and the sender's back-off, the next one comes 20 s after the previous one.
 SILENT_SECONDS = 30.0
 RANKS_NAMED = 8
 RECENT_SECONDS = 300.0
@@ -58,13 +58,13 @@ class StepTracker:
         return (self.heard_at - self.advanced_at).total_seconds()
 
     def is_heard(self, now: dt.datetime) -> bool:
-        """True if it is reporting at present."""
+        """True if its reports arrive now."""
         return abs((now - self.heard_at).total_seconds()) <= SILENT_SECONDS
 
 
 @dataclass(frozen=True)
 class StallFinding:
-    """A warning is one event and costs nothing; a stall restarts the group."""
+    """A suspected or proven stall. A warning only sends an Event; a stall restarts the group."""
 
     kind: Literal["warning", "stall"]
     rank: int
@@ -83,7 +83,7 @@ class StallFinding:
     """Ranks in `steps` that have stopped reporting."""
 
     def sentence(self) -> str:
-        """Say who, since when, and the limit. The text of a warning stays the same while it lasts."""
+        """Return who, since when, and the limit. The text of a warning stays the same while it lasts."""
         return f"rank {self.rank} (node {self.node_rank}) {self.what()}"
 
     def what(self) -> str:
@@ -116,7 +116,7 @@ def update(
 ) -> StepTracker | None:
     """Return the tracker of a rank after a report; None while no report could be tracked.
 
-    receiving_since: from then on the shell surely receives everything; earlier reports do not count.
+    receiving_since: the time from which all reports certainly arrive; earlier reports do not count.
     """
     if report.phase is None or (tracker is not None and 0 < report.attempt < tracker.attempt):
         return tracker
@@ -126,10 +126,10 @@ def update(
     if tracker is None or report.attempt > tracker.attempt:
         return new
     heard = tracker.is_heard(now) and (receiving_since is None or tracker.heard_at >= receiving_since)
-    # A lower step counts too: it is from a process that was restarted in its pod.
+    # A lower step is a change, too: it comes from a process that was restarted in its pod.
     if heard and (tracker.step, tracker.phase) == (report.step, report.phase):
         return dataclasses.replace(tracker, heard_at=now)
-    # Restarted ranks teach nothing: the time before may have been a hang that the agents ended.
+    # Do not learn from restarted ranks: the time before may have been a hang that the agents ended.
     made, learned = report.step - tracker.step, tracker.learned
     if heard and not is_first and made >= 0:
         seconds = max(0.0, (now - tracker.advanced_at).total_seconds())
@@ -140,7 +140,7 @@ def update(
 def find(trackers: Mapping[int, StepTracker], stall: api.Stall | None, now: dt.datetime) -> StallFinding | None:
     """Return a finding if none of the reporting ranks has made a step for too long.
 
-    trackers: of the present attempt, by rank. stall: as in the spec.
+    trackers: of the current attempt, by rank. stall: as in the spec.
     """
     timeout = None if stall is None else stall.timeout_seconds
     ranks = {} if timeout == 0 else _counted(trackers, now)
@@ -221,6 +221,6 @@ def silence(heard: Iterable[dt.datetime], now: dt.datetime) -> Silence | None:
 
 
 def _counted(trackers: Mapping[int, StepTracker], now: dt.datetime) -> dict[int, StepTracker]:
-    """Return the ranks that are reporting. Those that have never reported a step count only if all are so."""
+    """Return the ranks that are reporting. Ranks that have never reported a step count only if no rank has."""
     heard = {rank: tracker for rank, tracker in trackers.items() if tracker.is_heard(now)}
     return {rank: tracker for rank, tracker in heard.items() if tracker.step} or heard

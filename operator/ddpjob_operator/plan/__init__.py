@@ -1,1 +1,1 @@
-"""What to do next: sort what is there, record what became true, decide, finish."""
+"""The next actions of a job, in four phases: sort what is observed, record what became true, decide, finish."""

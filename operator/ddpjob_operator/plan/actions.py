@@ -19,7 +19,7 @@ class CreateService:
 
 @dataclass(frozen=True)
 class CreatePod:
-    """Create the pod of a place. Its body follows from the job alone; pods are matched by identity."""
+    """Create the pod of a place (the number in its name). Its body follows from the job and these fields."""
 
     attempt: int
     place: int
@@ -85,7 +85,7 @@ Action = CreateService | CreateGroup | CreatePod | DeletePod | EndPod | DeleteGr
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of the caller (operator, local run or simulation); no user sets them."""
+    """Settings of the caller (operator, local run or simulation). They are the same for all jobs."""
 
     progress_write_seconds: float = 10.0
     """Minimum seconds between writes of progress alone; more with many jobs (kube/work/reports.py)."""
@@ -101,7 +101,7 @@ class Settings:
     keeps_files: bool = False
     """True if files that a pod writes outside its volumes outlive it. In a local run a pod is a process."""
     failed_before: api.JobFailure | None = None
-    """The previous failure, if a repetition ends the job: only in a local run, where the author is watching."""
+    """The previous failure, if its repetition ends the job. Only set in a local run, where the author is watching."""
     keep_log_tail: bool = True
     adapters: Mapping[str, Adapter] = field(default_factory=lambda: ADAPTERS)
 
@@ -130,7 +130,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Plan:
-    """status: None if nothing is to be written. requeue_at: when the plan may change without any event."""
+    """The result of plan(). status: None if nothing is to be written. requeue_at: when to plan again at the latest."""
 
     actions: tuple[Action, ...] = ()
     status: api.Status | None = None

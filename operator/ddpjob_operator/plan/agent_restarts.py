@@ -1,4 +1,4 @@
-"""Restarts in place: add what the leader's agent reports to the status, by the counts of `ddpjob_core.budget`."""
+"""Adds restarts in place that node 0's agent (ddprun) reports to the status, as `ddpjob_core.budget` counts them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from ddpjob_operator.pods import naming
 
 
 def newest(view: View) -> AgentReport | None:
-    """Return the newest account of the leader's agent: its report, or its termination message."""
+    """Return the newest information from node 0's agent: its last report, or its termination message."""
     leader = view.known_pods.get(view.members.leader)
     message = termination_message.read_message(leader.trainer.message) if leader is not None and leader.ended else None
     agents = [agent for agent in (view.seen.agent, message.agent if message is not None else None) if agent is not None]
-    # With equal counts `max` returns the first, the report: it also carries the failures.
+    # With equal counts `max` returns the first, which is the report: only the report has the failures.
     return max(agents, key=lambda a: (a.replacement, a.restarts.total), default=None)
 
 
 def latest(known: Report | None, new: Report) -> Report | None:
-    """Return the report to count. Each holds all restarts so far, and only node rank 0 charges them."""
+    """Return the newer report of node 0's agent, which has all restarts so far. Ignore reports of other agents."""
     return known if new.node_rank != 0 or (known is not None and _age(new) < _age(known)) else new
 
 
@@ -52,7 +52,7 @@ def with_agent(status: api.Status, view: View) -> api.Status:
     if agent.replacement == naming.replacement(status, leader):
         ran.add(leader)
     status = replace(status, started_nodes=ranges.text(status.started | ran))
-    # The agent has judged these restarts by the steps so far, so the next verdict must not count them as progress.
+    # The agent has judged these restarts by the steps so far. The next verdict must not count these steps as progress.
     status = replace(status, furthest_step=budgets.furthest(status))
     if is_broken(status):
         return status  # lastFailure stays the failure that is being settled
@@ -125,5 +125,5 @@ def _reason(failure: Failure) -> str:
 
 
 def _only_complains(failure: Failure) -> bool:
-    """True if the rank only reports a lost peer. The agent decides: texts differ by backend and torch."""
+    """True if the rank only reports a lost peer. The agent decides, because texts differ by backend and torch."""
     return failure.symptom and not failure.unstarted

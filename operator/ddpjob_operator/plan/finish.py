@@ -1,4 +1,4 @@
-"""Turn a decision into what is written and sent: conditions, columns, redacted texts, events, throttled progress."""
+"""Turns a decision into a status and events: conditions, printer columns, redacted texts, throttled progress."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ddpjob_operator.plan.view import View
 from ddpjob_operator.pods import naming
 
 # The condition that is True in each state. Complete, Failed, Suspended and FailureTarget mean what they mean in
-# batch/v1 Job, so that `kubectl wait --for=condition=Complete` works; they appear once they have been true.
+# batch/v1 Job, so that `kubectl wait --for=condition=Complete` works. They are listed after they were true once.
 _CONDITION_OF = {
     "Running": {"Running"},
     "Suspended": {"Suspended"},
@@ -41,7 +41,7 @@ _ON_THE_WAY = (reasons.CREATING_PODS.name, reasons.STARTING_TRAINERS.name, reaso
 _STILL_STOPPING = tuple(
     r.name for r in (reasons.SUSPENDING, reasons.EVICTED, reasons.WAITING_FOR_OLD_PODS, reasons.WAITS_LONG)
 )
-# A longer job always gets an Event at its end. For shorter ones two extra requests each would matter.
+# A longer job always gets an Event at its end. Many short jobs with two more requests each would load the API server.
 SHORT_JOB = dt.timedelta(minutes=10)
 
 
@@ -89,7 +89,7 @@ def _document(view: View, old: api.Status, status: api.Status) -> api.Status:
 
 
 def _display(status: api.Status, *, silent: bool) -> api.Display:
-    """Return the printer columns. silent: rank 0's ETA is out of date. Completed nodes count as ready: none is lost."""
+    """Return the printer columns. silent: rank 0's ETA is out of date. Completed nodes count as ready, not as lost."""
     nodes, progress, over = status.nodes or api.Nodes(), status.progress, status.state in TERMINAL
     counts_down = status.state == "Running" and not silent
     completed = len(status.completed) if over or status.state == "Running" else 0
@@ -141,7 +141,7 @@ def _condition(
 
 
 def _events(view: View, old: api.Status, new: api.Status, message: str) -> Iterator[Event]:
-    """One Event per change of state or reason, and for facts that no state shows. message: without the spec remark."""
+    """Yield Events for changes of state or reason, and facts that no state shows. message: without the spec remark."""
     yield from _of_state(view, old, new, message)
     yield from _of_acceptance(view, old, new)
     yield from _of_agent_restarts(view, old, new)
@@ -170,7 +170,7 @@ def _of_state(view: View, old: api.Status, new: api.Status, message: str) -> Ite
 
 
 def _is_routine(view: View, old: api.Status, new: api.Status) -> bool:
-    """True if the job only started or completed normally, and stays: with a TTL, only the Event of its end is left."""
+    """True if the job only started or completed normally. False with a TTL, after which only Events show the end."""
     if new.attempt != 1 or new.restarts not in (None, api.Restarts()):
         return False
     if new.reason == reasons.ALL_NODES_RUN.name:
@@ -212,7 +212,7 @@ def _of_agent_restarts(view: View, old: api.Status, new: api.Status) -> Iterator
 
 
 def _advisories(job: api.DDPJob) -> Iterator[Event]:
-    """Warn about fields that the job overrides, and what may keep ranks apart. Sent once, with the first attempt."""
+    """Yield warnings about fields that the job overrides, and options that may keep ranks apart, for attempt 1."""
     policy = job.spec.template["spec"].get("restartPolicy", "Never")
     if policy != "Never":
         yield _event(reasons.RESTART_POLICY_CHANGED, f"restartPolicy: {policy} becomes Never: {_BREAKS_THE_GROUP}")

@@ -46,7 +46,8 @@ def gang_chosen(view: View, status: api.Status) -> Decision | None:
 
 
 def _chosen(view: View, status: api.Status) -> tuple[choice.Kind, str]:
-    """A restart keeps its queue while that is available: leaving loses its quota, and entering loses its nodes."""
+    """Return the gang and why. A restart neither leaves nor enters a queue that is available: leaving would lose the
+    quota, and entering would lose the nodes."""
     kind, why = choice.choose(view.job, view.seen.gang_apis)
     had = status.gang.kind if status.gang is not None else "none"
     if not _is_begun(status) or kind == had:
@@ -60,7 +61,7 @@ def _chosen(view: View, status: api.Status) -> tuple[choice.Kind, str]:
 
 
 def evicted(view: View, status: api.Status) -> Decision | None:
-    """Stop all pods, as for a suspension, if the queue revoked admission. Without the queue's API that is unknown."""
+    """Stop all pods, as for a suspension, if the queue revoked its admission; not if the queue's API is unavailable."""
     if not _decides(view, status):
         return None
     was_suspended, group = view.recorded.state == "Suspended", group_of(view, status)
@@ -167,7 +168,7 @@ def unneeded(view: View) -> tuple[DeleteGroup, ...]:
     recorded status. Only groups whose pods have ended and whose API is available."""
     recorded = view.recorded
     is_held = view.spec.suspend and recorded.state == "Suspended"
-    # Otherwise it would be admitted and hold quota that nobody can use until the spec is fixed.
+    # Otherwise the group would be admitted and hold quota that nobody can use until the spec is fixed.
     is_held |= bool(view.problems) and not _is_begun(recorded)
     over = recorded.state in TERMINAL or is_held
     gang = recorded.gang or api.Gang(kind="none")
@@ -190,7 +191,7 @@ def unneeded(view: View) -> tuple[DeleteGroup, ...]:
 
 
 def to_tell(view: View) -> tuple[TellGroup, ...]:
-    """Return news for the queue. Quota is returned only after the last pod has ended and the status records it."""
+    """Return a report to the queue. Quota is returned only after the last pod has ended and the status records it."""
     recorded, adapter = view.recorded, _queue_of(view, view.recorded)
     group = group_of(view, recorded)
     if adapter is None or group is None or _is_away(view, adapter):
@@ -207,7 +208,7 @@ def _news(view: View, group: ObservedGroup) -> Tell | None:
         ended = not view.active_of_all_attempts and not group.is_over
         return ("succeeded" if recorded.state == "Succeeded" else "failed") if ended else None
     if group.admission.holds_quota:
-        # A job is recorded as suspended only after pods from unanswered create requests were found.
+        # The quota is unused: a job is recorded as suspended only after pods of unanswered create requests were found.
         is_stopped = recorded.state == "Suspended" or not recorded.attempt
         return "quota returned" if is_stopped and not view.active_of_all_attempts else None
     if group.admission.state != "admitted" or (recorded.state == "Running") == group.is_ready:
@@ -247,14 +248,14 @@ def _why_not_admitted(view: View, adapter: Adapter, group: ObservedGroup | None)
     if refused := _refused(view, adapter, name):
         return f"{adapter.kind} {name} was refused: {refused.message}", refused.retry_at
     if group is not None:
-        why = group.admission.why or ASKED  # like `text or ASKED` without a group: each change is a write
+        why = group.admission.why or ASKED  # the same text as before the group exists, because each change is a write
         return f"{_place(group.admission.place)}{why}", None
     taken = [c for c in view.conflicts if (c.kind, c.name) == (adapter.resource, name)]
     return (f"a {adapter.resource} named {name} is not this job's. Delete it" if taken else ""), None
 
 
 def _place(place: int | None) -> str:
-    """Round places far from the front: otherwise each admission would write the status of all jobs behind it."""
+    """Return the position, rounded if large. Otherwise each admission would write the status of all later jobs."""
     if place is None:
         return ""
     step = 10 ** (len(str(place)) - 1)

@@ -34,7 +34,7 @@ from ddpjob_operator.plan.view import View, name_pods
 AGENT_FIRST = dt.timedelta(seconds=60)
 # A failed node is marked not ready, or its object deleted, within this time.
 UNHEARD = dt.timedelta(seconds=60)
-# Earlier connection errors count as failures; otherwise a script that fails at once would be restarted for free.
+# Earlier connection errors are failures. Otherwise a script that fails at once would be restarted without a charge.
 GIVES_UP_AFTER_SECONDS = 60
 _WHY_IT_STOPS: dict[budget.Stop, tuple[Reason, str]] = {
     "BackoffLimitExceeded": (reasons.BACKOFF_LIMIT_EXCEEDED, "{gave_up}"),
@@ -143,7 +143,7 @@ def _next_attempt(view: View, status: api.Status, settled: Settled) -> Decision:
 
 
 def _triggers(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFailure]]:
-    """Yield what shows that this attempt is broken, strongest evidence first. The cause may turn out to be another."""
+    """Yield (reason, failure) for each sign that the attempt is broken, strongest first. `settle` finds the cause."""
     ended = (*_failed(view, status), *_gone(view, status))
     yield from sorted(ended, key=lambda trigger: root_cause.precedence_of(trigger[1]))
     for pod in _needed(view, status):
@@ -178,7 +178,7 @@ def _gone(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFailu
 
 
 def _needed(view: View, status: api.Status) -> list[Pod]:
-    """The active pods without which the attempt cannot go on."""
+    """Return the active pods without which the attempt cannot continue."""
     only = view.participants(status) if view.trains_with_fewer(status) else set(view.members)
     return [p for p in view.active if p.place in only]
 

@@ -50,7 +50,7 @@ def stop(
 
 
 def with_deadline(view: View, status: api.Status) -> api.Status:
-    """Name the rank furthest behind at the deadline, unless none runs or a failure, which says more, is settled."""
+    """Record the rank furthest behind at the deadline. If a failure is being settled, keep it: it explains more."""
     running = {p.place: p for p in view.active if p.trainer.state == "running"}
     if not running or is_broken(view.recorded):
         return status
@@ -61,7 +61,7 @@ def with_deadline(view: View, status: api.Status) -> api.Status:
 
 
 def with_end_at_deadline(view: View, status: api.Status) -> api.Status:
-    """Add the end of the log to that failure, once its pod has ended."""
+    """Add the end of the log to the failure that `with_deadline` recorded, once its pod has ended."""
     failure = view.recorded.last_failure
     if failure is None or failure.reason != root_cause.DEADLINE or failure.failure_class:
         return status

@@ -1,6 +1,6 @@
-"""Nodes of an elastic job that started just before training ended and joined no group: their failure is ignored. A
-false success is worse than a needless restart. So a late node reports a lost peer or nothing, and started after the
-others' last call and shortly before they completed."""
+"""Ignores the failure of a node of an elastic job that started just before training ended and joined no group. A false
+success is worse than a needless restart, so the conditions are strict: the node reports a lost peer or nothing, and it
+started after the others' last call and shortly before they completed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ IMPORT_SECONDS = 60
 
 
 def late(view: View, status: api.Status) -> Set[int]:
-    """Return the places that failed without having joined a group. status: with what is known so far."""
+    """Return the places that failed without having joined a group. status: with the nodes recorded so far."""
     completed, started = status.completed, status.started
     # A node that failed before the others completed may have been in their group.
     if not view.is_elastic or not view.is_enough(status.completed) or is_broken(view.recorded):
@@ -32,7 +32,7 @@ def late(view: View, status: api.Status) -> Set[int]:
     if not completed <= set(view.known_pods):
         return set()
     others = [view.known_pods[place] for place in sorted(completed)]
-    # A node of which a rank has reported had joined.
+    # If one of its ranks has reported, a node had joined a group.
     reported = {r.node_rank for r in view.seen.reports.values() if r.attempt in (0, status.attempt)}
     reported |= {tracker.node_rank for tracker in view.trackers.values()}
     failed = (p for place, p in view.known_pods.items() if place in started - completed and p.has_failed)
@@ -41,7 +41,7 @@ def late(view: View, status: api.Status) -> Set[int]:
 
 
 def _is_late(view: View, status: api.Status, pod: Pod, others: Sequence[Pod]) -> bool:
-    """others: the completed pods. Assumes that node clocks differ by less than LAST_CALL_SECONDS."""
+    """True if a pod started too late. others: the completed pods; clocks differ by less than LAST_CALL_SECONDS."""
     starts = [_started_at(other) for other in others]
     ends = [other.trainer.ended_at for other in others if other.trainer.ended_at is not None]
     begun = max((start for start in starts if start is not None), default=None)

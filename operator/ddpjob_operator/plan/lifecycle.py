@@ -67,8 +67,8 @@ def completed(view: View, status: api.Status) -> Decision | None:
 
 
 def _doubts(view: View, status: api.Status) -> Iterator[tuple[Reason, str]]:
-    """Yield what makes this success suspicious."""
-    if status.save_failed:  # the script ended by os._exit, or the last state would have been written or have failed it
+    """Yield reasons to doubt this success."""
+    if status.save_failed:  # the script ended by os._exit; any other exit saves again, or fails
         yield reasons.SAVE_FAILED, status.save_failed
     spec, progress, group = view.spec, status.progress, view.seen.group_size
     if progress is not None and progress.attempt == status.attempt:
@@ -131,7 +131,7 @@ def waiting_for_room(view: View, status: api.Status) -> Decision | None:
 
 
 def resuming(view: View, status: api.Status) -> Decision | None:
-    """Begin a new attempt when the last pod of the previous one has ended: its agents report some charges only then,
+    """Begin a new attempt when the last pod of the previous one has ended. Its agents report some charges only then,
     and reports count only for the recorded attempt."""
     if status.state != "Suspended" or not status.attempt:
         return None
@@ -165,7 +165,7 @@ def past_deadline(view: View, status: api.Status) -> Decision | None:
 
 
 def running(view: View, status: api.Status, missing: str = "") -> Decision:
-    """All trainers run or have completed. missing: why other nodes of an elastic job do not run."""
+    """All trainers are running or have completed. missing: why other nodes of an elastic job are not running."""
     last_report = pending.last_report_at(status, view.seen)
     reason, text = reasons.ALL_NODES_RUN, _how_many_run(view, status)
     if missing:

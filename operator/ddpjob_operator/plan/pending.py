@@ -1,4 +1,4 @@
-"""What a job waits for, how long, and how to see why. Each change of its message writes the status."""
+"""Messages of a job that waits: for what, how long, and how to find out why. Each change of one writes the status."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ddpjob_operator.plan.view import Unreachable, View
 from ddpjob_operator.pods import naming
 
 LONG_SECONDS = 600.0
-# Seconds of waiting after which the message names the duration; the first is not unusual.
+# Durations (seconds) that the message names once they are reached. A wait shorter than the first is not unusual.
 NAMED_AT_SECONDS = (60.0, 120.0, 300.0, LONG_SECONDS, 1200.0, 1800.0, 3600.0, 7200.0, 21600.0, 86400.0, 604800.0)
 # The kubelet's reasons while it prepares images, volumes and the network: this may end by itself, or never.
 _BEING_CREATED = ("", "ContainerCreating", "PodInitializing")
@@ -29,14 +29,14 @@ MISSED_SECONDS = 60.0
 
 
 def with_long_wait(view: View, status: api.Status) -> tuple[api.Status, dt.datetime | None]:
-    """Return the status with a Warning as its reason if it has waited long without one; else when that will be so."""
+    """Return the status, with reason WaitsLong after a long wait without a warning, and when that will be, if later."""
     now = view.now
     reason = reasons.ALL.get(status.reason)
     if reason is None or reason.warning or not (status.state in _WAITS or reason is reasons.WAITING_FOR_OLD_PODS):
         return status, None
     waiting = [pod for pod in view.pods.values() if pod.trainer.state == "waiting"]
     if reason is reasons.STARTING_TRAINERS and _slowest(status, waiting) is not None:
-        return status, None  # it becomes CannotStart within a second: one fact, one Warning
+        return status, None  # the reason becomes CannotStart within a second, and one Warning is enough
     # Each attempt's wait counts from its own time; an attempt in the future does not wait yet.
     begun = max(at for at in (status.state_time or now, status.attempt_time or status.state_time or now))
     long = begun + dt.timedelta(seconds=LONG_SECONDS)
@@ -52,14 +52,14 @@ def waited(since: dt.datetime | None, now: dt.datetime) -> tuple[str, dt.datetim
 
 
 def waited_for_nodes(view: View, status: api.Status) -> tuple[str, dt.datetime | None]:
-    """Return the same for pods without a node, over all attempts; "" if the job trains with fewer nodes."""
+    """Return the same as `waited` for pods without a node, over all attempts; "" if the job trains with fewer nodes."""
     if view.trains_with_fewer(status):
         return "", None
     return waited(status.starting_since or status.attempt_time, view.now)
 
 
 def why_unschedulable(pods: Sequence[Pod]) -> str:
-    """Return what the scheduler says, the most frequent text first. pods: in order; each new text is a write."""
+    """Return the scheduler's messages, the most frequent first. pods: in a fixed order, as each new text is a write."""
     about: defaultdict[str, list[Pod]] = defaultdict(list)
     for pod in pods:
         about[pod.unschedulable].append(pod)
@@ -93,8 +93,8 @@ def next_creating_text_at(view: View, status: api.Status, pods: Sequence[Pod]) -
 
 
 def completed_long_ago(view: View, status: api.Status) -> tuple[str, dt.datetime | None]:
-    """Return a message if some nodes completed long ago while others run, or when that will be so. Without reports
-    nobody can tell if the others hang or only have more to do."""
+    """Return a message if some nodes completed long ago while others are running, else the time when to check again.
+    Without reports nobody can tell if the others hang or only have more to do."""
     done, running_time = status.completed, status.running_time
     pods = view.known_pods
     ended = [pods[place].trainer.ended_at or running_time for place in done if place in pods]

@@ -57,10 +57,10 @@ def lost_alone(view: View, status: api.Status, first: api.JobFailure) -> list[in
 
 def _one_was_in_the_last_group(view: View, status: api.Status, waiting: set[int], lost: list[int]) -> bool:
     """True if a waiting pod was in the newest generation of ranks: a first pod of the attempt, or a replacement whose
-    ranks have reported. It knows that generation's number, by which Snapshot tells the newer checkpoint. It also proves
-    that no older group still writes: in a partition, nodes may be given up one by one while their ranks go on. A pod
-    that has not run, next to a lost pod that has, may be no first pod: an unseen lost pod is created again under the
-    same name."""
+    ranks have reported. Its agent knows the number of that generation, by which Snapshot finds the newer checkpoint. It
+    also proves that no older group still writes: in a partition, nodes may be given up one by one while their ranks
+    train. If a lost pod has run, a waiting pod that has not run is not taken for a first pod. It may replace another
+    lost pod, which was never seen, under the same name."""
     started = {
         (view.members.place(report.node_rank), report.replacement)
         for report in view.seen.reports.values()

@@ -60,8 +60,8 @@ def _reported(view: View, status: api.Status) -> Iterator[NamedFinding]:
 
 
 def _unconfigured_since(view: View, status: api.Status) -> dt.datetime | None:
-    """Return when the operator first saw that a pod lacks a ConfigMap or a Secret. When the pod got its node would be
-    too early (pulling an image may take longer than the limit); it is in the status because leaders change."""
+    """Return when the operator first saw that a pod lacks a ConfigMap or Secret. The time when the pod got its node is
+    too early, because pulling an image may take longer than the limit. In the status, because leaders change."""
     if any(root_cause.lacks_configuration(pod) for pod in view.active):
         return status.unconfigured_since or view.now
     is_started_again = status.start_retries > 0 and all(p.trainer.state == "waiting" for p in view.pods.values())
@@ -69,7 +69,7 @@ def _unconfigured_since(view: View, status: api.Status) -> dt.datetime | None:
 
 
 def _with_nodes(view: View, status: api.Status) -> api.Status:
-    # A pod name is used once: a pod that had a node may have run, and may still be running unobserved.
+    # A pod that had a node counts as started: it may be running unobserved, so its name must not be used again.
     ran = {p.place for p in view.pods.values() if p.trainer.state != "waiting" and not p.trainer.init}
     started = ran | {p.place for p in view.deleted_pods.values() if p.node}
     completed = {p.place for p in view.known_pods.values() if p.has_completed}

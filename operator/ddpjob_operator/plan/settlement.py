@@ -150,8 +150,8 @@ def _avoided(
 
 
 def _completed_early(view: View, status: api.Status) -> api.JobFailure | None:
-    """Return the first node that completed early, as the explanation for its peers' complaints. It explains none of a
-    pod that was created afterwards: the two were never in one group."""
+    """Return the first node that completed early, as the explanation for its peers' complaints. It does not explain
+    those of a pod that was created afterwards, because the two were never in one group."""
     if view.is_elastic and view.is_enough(status.completed):
         return None  # an elastic group may have completed its training without a lost node
     pods, completed = view.known_pods, status.completed.intersection(view.members)
@@ -169,8 +169,8 @@ def _completed_early(view: View, status: api.Status) -> api.JobFailure | None:
 
 
 def _was_made_after(pod: Pod, ended: Pod) -> bool:
-    """True if a pod was created after another had ended, by the order in which the operator saw them, else by times of
-    one clock each: clocks of nodes differ by more than a short run takes."""
+    """True if a pod was created after another had ended, by the order in which the operator saw them. Otherwise compare
+    durations on one clock each, because clocks of nodes may differ by more than the length of a short run."""
     if (ended.ended_seen or ended.first_seen) < pod.first_seen:
         return True
     at, before, accepted, over = pod.scheduled_at, ended.scheduled_at, ended.accepted_at, ended.trainer.ended_at
@@ -192,8 +192,8 @@ def _has_trained_before(status: api.Status) -> bool:
 def _attempt(view: View, status: api.Status, failure: api.JobFailure) -> budget.Attempt:
     progress = status.progress
     step = progress.step if progress is not None and progress.attempt == status.attempt else 0
-    # The cause was a node that did not report for a while, or too few nodes that ever ran: a rank waited in vain for
-    # one that has no GPU yet.
+    # The complaints are explained if a node did not report for a while, or if too few nodes ever ran. A rank then
+    # waited in vain for a node that has no GPU yet.
     is_explained = root_cause.evidence_of(failure).silent_node or not view.is_enough(status.started)
     return budget.Attempt(
         made_a_new_step=step > (status.furthest_step or 0),
@@ -210,7 +210,7 @@ def _ran_seconds(view: View, status: api.Status) -> float:
 
 def with_limit(view: View, failure: api.JobFailure) -> api.JobFailure:
     if failure.init_container:
-        return failure  # this limit is not the trainer's
+        return failure  # the trainer's limit does not apply to it
     limit = podspec.limits(view.spec.template).get("memory")
     if failure.reason != "OOMKilled" or limit is None or failure.exception.startswith(root_cause.MEMORY):
         return failure
@@ -252,6 +252,6 @@ def context(view: View, status: api.Status) -> root_cause.Context:
         now=view.now,
         keep_log_tail=view.settings.keep_log_tail,
         port=int(port) if port.isdecimal() else None,
-        # Unless all nodes ran together, none completed its training: SIGKILL then only means that stopping took long.
+        # If the nodes never ran together, none completed its training: SIGKILL only means that stopping took long.
         torchrun=facts.is_launcher_alone and not facts.restarts_in_place and status.running_time is not None,
     )

@@ -61,7 +61,7 @@ def rescaled(view: View, status: api.Status) -> Decision | None:
 
 
 def start_overdue(view: View, status: api.Status) -> Decision | None:
-    """Not all nodes ran in time: release them all, because two half-placed jobs would block each other for ever."""
+    """Release all pods if not all nodes ran in time, because two half-placed jobs would block each other for ever."""
     if not is_past(view.start_deadline(status), view.now):
         return None
     retries = status.start_retries + 1
@@ -71,7 +71,7 @@ def start_overdue(view: View, status: api.Status) -> Decision | None:
         f"{count} of {view.spec.nodes} nodes ran within startDeadlineSeconds: {view.spec.start_deadline_seconds}; "
         f"all are released, next try at {wording.clock(again)}"
     )
-    # With a shorter deadline no other node would ever be found.
+    # Allow avoided nodes again: with a deadline shorter than the usual wait for this, no node would ever be found.
     later = _lifted(status, view.now) if _unschedulable(view) else status
     later = replace(new_attempt(later, again), start_retries=retries, unconfigured_since=status.unconfigured_since)
     return Decision(enter(later, "Pending", reasons.START_BACK_OFF, text, view.now))
@@ -84,7 +84,7 @@ def backing_off(view: View, status: api.Status) -> Decision | None:
 
 
 def no_pod_can_be_made(view: View, status: api.Status) -> Decision | None:
-    """The fields that pods are made from cannot be read: running pods continue, and none is added."""
+    """Wait if the fields that pods are made from cannot be read. Running pods continue, and none is added."""
     if not invalid_spec.keeps_pods_from_being_made(view.problems) or not _to_create(view, status):
         return None
     text = f"no pod can be made while the spec is invalid: {invalid_spec.sentence(view.problems)}"
@@ -92,7 +92,7 @@ def no_pod_can_be_made(view: View, status: api.Status) -> Decision | None:
 
 
 def gang_unavailable(view: View, status: api.Status) -> Decision | None:
-    """The job asks for a gang, and nobody here would place one: some of its pods could hold nodes for ever."""
+    """Wait if nothing here can place the job's gang. Otherwise some of its pods could hold nodes for ever."""
     why = gang.unavailable(view, status)
     if not why or not _to_create(view, status):
         return None
@@ -217,7 +217,7 @@ def _waiting(
     actions: tuple[Action, ...] = (),
     again_at: dt.datetime | None = None,
 ) -> Decision:
-    """Return the state while not all nodes run; after a failure it is Restarting, and the message names that."""
+    """Return the decision while not all nodes run. After a failure it is Restarting, and the message names it."""
     last_call_at = after(status.attempt_time, LAST_CALL_SECONDS) if view.trains_with_fewer(status) else None
     comes_soon = reason in (reasons.CREATING_PODS, reasons.STARTING_TRAINERS)
     if last_call_at is not None and (not comes_soon or status.running_time or view.now >= last_call_at):
@@ -239,7 +239,7 @@ def _to_create(view: View, status: api.Status) -> tuple[Action, ...]:
     avoid = () if gang.names_nodes(view, status) else tuple(sorted(a.node for a in _in_force(status, view.now)))
     missing = [place for place in view.members if place not in known]
     if view.is_elastic and view.members.leader in missing:
-        missing = [view.members.leader]  # first in the scheduler's queue: no group trains without it
+        missing = [view.members.leader]  # first in the scheduler's queue, because no group trains without node 0
     pods = [CreatePod(status.attempt, place, avoid, naming.replacement(status, place)) for place in missing]
     unplaced = any(p.live and not p.node for p in view.pods.values())
     groups = gang.to_create(view, status) if pods or unplaced else ()
@@ -247,7 +247,7 @@ def _to_create(view: View, status: api.Status) -> tuple[Action, ...]:
 
 
 def _avoids(view: View, status: api.Status) -> str:
-    """Name the avoided nodes, because the scheduler's text does not say who excluded them."""
+    """Return the avoided nodes as text, because the scheduler's message does not name them."""
     if gang.names_nodes(view, status):
         return ""
     banned = "".join(f"; {sentences.avoided(a)}" for a in _in_force(status, view.now))
@@ -266,7 +266,7 @@ def _why_waiting(view: View, status: api.Status, pods: Sequence[Pod]) -> tuple[a
         return "Pending", reasons.UNSCHEDULABLE, f"Unschedulable: {text}{_avoids(view, status)}"
     if unschedulable:
         why, (waited, _) = pending.why_unschedulable(unschedulable), pending.waited_for_nodes(view, status)
-        # The scheduler's text if a pod of this job, or of another one, keeps this one away.
+        # The scheduler reports this if a pod of this job, or of another job, keeps the pod away.
         apart = build.wants_one_pod_per_node(view.spec) and "anti-affinity" in why
         where = "; onePodPerNode keeps them apart" if total > 1 and apart else ""
         text = f"Unschedulable: {len(unschedulable)} of {total} pods: {why}{waited}{where}{_avoids(view, status)}"

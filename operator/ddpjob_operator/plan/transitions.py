@@ -1,4 +1,4 @@
-"""From one status to the next. Every function is idempotent: nothing that is recorded is counted twice."""
+"""Functions that return the next status. They are idempotent: nothing that is recorded is counted twice."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def with_new_ranks(status: api.Status, at: dt.datetime) -> api.Status:
 
 
 def goodput(status: api.Status, now: dt.datetime) -> api.Goodput:
-    """Return where the time went, including the state that ends now."""
+    """Return the goodput (where the time went), including the state that ends now."""
     before = status.goodput or api.Goodput()
     after = replace(before, idle_since=None, counted_until=None)
     since = max((t for t in (status.state_time, before.counted_until) if t is not None), default=now)
@@ -73,7 +73,7 @@ def goodput(status: api.Status, now: dt.datetime) -> api.Goodput:
 def _running(before: api.Goodput, status: api.Status, since: dt.datetime, elapsed: int) -> tuple[api.Goodput, int]:
     """Return the goodput with the seconds in which all nodes ran, and how many of them passed before the first step."""
     if status.first_step_time is None:
-        # Imports, rendezvous and loading are not training; without reported steps they cannot be told apart from it.
+        # Imports, rendezvous and loading are not training; without reported steps they cannot be distinguished from it.
         unreported = elapsed if status.furthest_step is None else 0
         return replace(before, unreported_seconds=before.unreported_seconds + unreported), elapsed - unreported
     idle_since = status.goodput.idle_since if status.goodput is not None else None
@@ -105,10 +105,10 @@ def with_idle(status: api.Status, since: dt.datetime | None) -> api.Status:
 
 
 def with_progress(status: api.Status, report: Report | None, not_kept: str = "") -> api.Status:
-    """Return the status with rank 0's report of this attempt. not_kept: why memory lacks its state."""
+    """Return the status with rank 0's report of this attempt. not_kept: why the state is not kept in memory."""
     if report is None or report.received_at is None or not _is_of_these_ranks(report, report.received_at, status):
         return status
-    # The phase "start" only says that the library is initialized; earlier steps still count.
+    # The phase "start" only means that the library is initialized; earlier steps still count.
     is_start = report.phase == "start"
     if not (is_start and report.resumed_step is None):
         status = replace(status, resumed_step=report.resumed_step, resumed_from=report.resumed_from)
@@ -117,7 +117,7 @@ def with_progress(status: api.Status, report: Report | None, not_kept: str = "")
     status = replace(status, not_kept=not_kept, save_failed=report.save_failed)
     before, progress = status.progress, _progress(report, status.attempt, report.received_at)
     is_idle = status.goodput is not None and status.goodput.idle_since is not None
-    if is_idle and before is not None and before.step != report.step:  # a step came after a time without any
+    if is_idle and before is not None and before.step != report.step:  # the first step after an idle time
         counted = replace(goodput(status, report.received_at), counted_until=report.received_at)
         status = replace(status, goodput=counted)
     status = _with_steps_of_new_ranks(status, report, report.received_at)
@@ -140,13 +140,13 @@ def _with_steps_of_new_ranks(status: api.Status, report: Report, at: dt.datetime
 def _is_of_these_ranks(report: Report, received_at: dt.datetime, status: api.Status) -> bool:
     if not status.attempt or report.attempt not in (0, status.attempt):
         return False
-    # Otherwise the report comes from ranks that ran before a pod was replaced.
+    # An earlier report comes from ranks that ran before a pod was replaced.
     if status.attempt_time is not None and received_at < status.attempt_time:
         return False
     known = status.progress
     if known is None or known.attempt != status.attempt or not known.step or status.first_step_time is not None:
         return True
-    # After a pod was replaced, earlier ranks have another generation and may live for a while. Not all senders know
+    # After a pod was replaced, earlier ranks have another generation and may run for a while. Not all senders know
     # their generation.
     if report.generation == known.generation and report.resumed_step is None:
         return report.step != known.step
@@ -171,7 +171,7 @@ def _progress(report: Report, attempt: int, received_at: dt.datetime) -> api.Pro
 
 
 def _with_lost_steps(status: api.Status, report: Report) -> api.Status:
-    """Count the steps made twice: from where the ranks resumed, or the step before the first, to the furthest."""
+    """Count the steps made twice: from where the ranks resumed (else the step before their first) to the furthest."""
     before, failure = status.progress, status.last_failure
     if before is None:
         return status
@@ -185,9 +185,9 @@ def _with_lost_steps(status: api.Status, report: Report) -> api.Status:
 
 
 def _step_of(failure: api.JobFailure | None, progress: api.Progress) -> int:
-    """Return the step that the ranks of this progress had reached when they failed; 0 if unknown. Time alone cannot
-    tell them from earlier ranks, whose steps are counted: it comes from a node's clock, or from when the agent was
-    heard."""
+    """Return the step that the ranks of this progress had reached when they failed; 0 if unknown. The generation
+    excludes failures of earlier ranks, whose steps are already counted. The time of a failure is not enough: it comes
+    from a node's clock, or is the time of the agent's report."""
     if failure is None or failure.attempt != progress.attempt or failure.time < progress.updated:
         return 0
     is_earlier = failure.generation is not None and failure.generation < progress.generation

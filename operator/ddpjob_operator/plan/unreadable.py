@@ -1,5 +1,5 @@
-"""Jobs whose stored status cannot be read: a condition reports that, and nothing else is done, because a plan without
-the status would train a finished job again. Editing the status, or the version that wrote it, fixes it."""
+"""Jobs whose stored status cannot be read. Only a condition reports that, because a plan without the status would train
+a finished job again. To fix it, edit the status, or run the version of the operator that wrote it."""
 
 from __future__ import annotations
 

@@ -19,12 +19,12 @@ from ddpjob_operator.plan import invalid_spec
 from ddpjob_operator.plan.actions import DeletePod, Settings
 from ddpjob_operator.pods import naming
 
-# Added to a pod's grace, for the kubelet to end the rest and report it.
+# Added to a pod's grace: time for the kubelet to end the other containers and to report that.
 OUTLIVED_SECONDS = 10
 # Used in namespaced mode, where node status cannot be read: seconds that a pod may outlive its grace before its node
 # counts as lost.
 HELD_SECONDS = 600
-# The number of attempts, including the present one, whose pods stay for `kubectl logs`.
+# The number of attempts, including the current one, whose pods stay for `kubectl logs`.
 ATTEMPTS_KEPT = 3
 
 
@@ -52,9 +52,9 @@ class View:
     now: dt.datetime
     settings: Settings
     pods: dict[int, Pod]
-    """Pods of the present attempt by place; the newest one where a pod was replaced."""
+    """Pods of the current attempt by place; if a pod was replaced, the newest."""
     deleted_pods: dict[int, Pod]
-    """Pods of the present attempt that are gone, by place, as they were last seen."""
+    """Pods of the current attempt that are gone, by place, as they were last seen."""
     older: tuple[Pod, ...]
     """Active pods of earlier attempts, and replaced ones, without those on lost nodes."""
     garbage: tuple[Pod, ...]
@@ -63,7 +63,7 @@ class View:
     """Pods of a deleted job of this name that are terminating on lost nodes: nobody else would ever delete them."""
     lost: frozenset[str]
     lost_by_node: frozenset[str]
-    """The part of `lost` whose node the cluster calls not ready; the rest only outlived its grace."""
+    """The part of `lost` whose node the cluster reports as not ready; the rest only outlived its grace."""
     conflicts: tuple[ConflictingObject, ...]
     trackers: Mapping[int, stall.StepTracker]
     """The steps of each rank that reports in this attempt."""
@@ -84,12 +84,12 @@ class View:
 
     @cached_property
     def recorded(self) -> api.Status:
-        """The status as the API server has it, with times in this clock. A pod is deleted only for a reason in it."""
+        """The API server's status, with times corrected to this clock. A pod is deleted only for a reason in it."""
         return self.job.status
 
     @cached_property
     def known_pods(self) -> dict[int, Pod]:
-        """The pods of the present attempt by place, including those that are gone."""
+        """The pods of the current attempt by place, including those that are gone."""
         return {**self.deleted_pods, **self.pods}
 
     def known_pod(self, node_rank: int) -> Pod | None:
@@ -109,7 +109,7 @@ class View:
         return stall.find(self.trackers, self.spec.stall, self.now)
 
     def failed(self, status: api.Status) -> list[Pod]:
-        """The pods that ended but did not complete, also if gone; a node recorded as completed stays so."""
+        """Return the pods, also deleted ones, that ended but did not complete, unless recorded as completed before."""
         completed = status.completed
         failed = [p for p in self.known_pods.values() if p.has_failed and p.place not in completed]
         return [p for p in failed if not self.comes_too_late(status, p.place)]
@@ -123,7 +123,7 @@ class View:
         return self.facts.min_nodes is not None
 
     def is_enough(self, places: Set[int]) -> bool:
-        """True if the group can train with these places: all, or an elastic job's minimum with node 0's store."""
+        """True if the group can train with these places: all, or an elastic job's minimum with the store of node 0."""
         least, present = self.facts.min_nodes, places & set(self.members)
         is_all = len(present) == len(self.members)
         return is_all if least is None else len(present) >= least and self.members.leader in present
@@ -137,7 +137,7 @@ class View:
         return status.started.intersection(self.members) if self.is_elastic else set(self.members)
 
     def comes_too_late(self, status: api.Status, place: int) -> bool:
-        """True if an elastic job had completed its training before the node started, which finds no group to join."""
+        """True if an elastic job completed its training before this node started, so it finds no group to join."""
         has_started = place in status.started
         return self.is_elastic and bool(status.completed_nodes) and not has_started
 
@@ -184,7 +184,7 @@ def _wanted_nodes(job: api.DDPJob, seen: Observed) -> int:
 
 
 def in_attempt(view: View, status: api.Status) -> View:
-    """Return the same facts for the attempt that begins with `status`: all present pods are of older ones."""
+    """Return the same facts for the attempt that begins with `status`: all existing pods are of older ones."""
     job = replace(view.job, spec=launcher.with_nodes(view.spec, view.wanted_nodes))
     return _sorted(status, job, view.stored, view.seen, view.now, view.problems, view.settings)
 
@@ -199,7 +199,7 @@ def _sorted(
     settings: Settings,
 ) -> View:
     wanted_nodes = _wanted_nodes(job, seen)
-    # An elastic job has the nodes that its attempt's pods were made for or, before the first pod, may have now.
+    # An elastic job has as many nodes as its attempt's pods were made for or, before the first pod, as it may have now.
     job = replace(job, spec=launcher.with_nodes(job.spec, status.attempt_nodes or wanted_nodes))
     own = [_as_it_counts(p, job.spec, now) for p in owned(job, seen)]
     on_lost_nodes = [p for p in seen.pods if p.live and is_past(lost_at(p, seen.nodes, settings), now)]
@@ -275,12 +275,12 @@ def lost_at(pod: Pod, nodes: Mapping[str, Node] | None, settings: Settings) -> d
         if node is None or node.ready or node.since is None:
             return None
         if not node.with_most:
-            # After an outage of the API server the scheduler may send the next pod to the same node.
+            # Not before the pod was bound: after an outage of the API server a new pod may be sent to the same node.
             return max(node.since, pod.bound_since or pod.scheduled_at or node.since) + patience
         return None if pod.deletion_deadline is None else max(node.since, pod.deletion_deadline) + patience
     if not pod.node:
         return None
-    # The kernel may hold a process (NFS, a GPU's driver) of a node that works.
+    # The kernel may hold a process (NFS, a GPU's driver) although the node works.
     held = dt.timedelta(seconds=HELD_SECONDS) if pod.trainer.state == "running" else dt.timedelta()
     by_silence = None if pod.silent_since is None else pod.silent_since + patience
     by_grace = None if pod.deletion_deadline is None else pod.deletion_deadline + max(patience, held)
@@ -299,7 +299,7 @@ def _unreachable(
 
 
 def outlived_at(pod: Pod, spec: api.Spec) -> dt.datetime | None:
-    """Return when a sidecar that still runs proves that nobody stops the pod; None without one. An eviction signals all
+    """Return when a running sidecar proves that the pod is not being stopped; None without one. An eviction signals all
     containers at once, so a trainer that saves and ends with 0 looks completed until its sidecar ends."""
     since = pod.done_since or pod.trainer.ended_at
     if since is None or not pod.done_beside_sidecars:
@@ -308,7 +308,7 @@ def outlived_at(pod: Pod, spec: api.Spec) -> dt.datetime | None:
 
 
 def next_loss(view: View) -> dt.datetime | None:
-    """Return when the next node will be lost, or a rank next to its sidecar completed, if nothing changes."""
+    """Return when, if nothing changes, the next node counts as lost, or a rank with a running sidecar as completed."""
     job, seen = view.job, view.seen
     pods = (p for p in seen.pods if p.live and (is_own(p, job) or is_of_deleted_job(p, job)))
     lost = (lost_at(p, seen.nodes, view.settings) for p in pods)
@@ -317,7 +317,7 @@ def next_loss(view: View) -> dt.datetime | None:
 
 
 def is_stale(job: api.DDPJob, seen: Observed) -> bool:
-    """True if there are pods of a newer attempt than in the status, which is old; an empty status is lost."""
+    """True if pods are of a newer attempt than the status, so it is out of date. False for an empty, lost status."""
     status = job.status
     return status.state is not None and any(_number(p) > _present_number(status, p.place) for p in owned(job, seen))
 

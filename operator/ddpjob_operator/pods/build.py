@@ -1,4 +1,4 @@
-"""Build the objects that the operator creates. A local run starts the same pods as processes."""
+"""Builds the objects that the operator creates. A local run starts the same pods as processes."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Reporting:
 
 
 def service(job: api.DDPJob) -> Body:
-    """Build the headless Service that gives node 0 a DNS name, or every pod (spec.dns): each change of a selected pod
-    rewrites an EndpointSlice with all of them.
+    """Build the headless Service that gives node 0 a DNS name, or every pod if spec.dns needs that. Node 0 alone is
+    cheaper, because each change of a selected pod rewrites an EndpointSlice with all of them.
     """
     leader = {} if all_have_dns_names(job.spec) else {naming.LABEL_RANK: str(members(job.spec).leader)}
     return {
@@ -56,7 +56,7 @@ def service(job: api.DDPJob) -> Body:
         "metadata": owned_metadata(job, job.metadata.name, naming.labels(job)),
         "spec": {
             "clusterIP": "None",
-            # Peers must resolve before they are ready: they become ready by the rendezvous.
+            # Names must resolve before the pods are ready, because readiness may depend on the rendezvous.
             "publishNotReadyAddresses": True,
             "selector": naming.labels(job) | leader,
         },
@@ -142,7 +142,7 @@ def in_users_words(message: str, body: Body, job: api.DDPJob) -> str:
 
 
 def wants_one_pod_per_node(spec: api.Spec) -> bool:
-    """auto: True for jobs with GPUs."""
+    """True if no two pods of the job may share a node; auto: if the job has GPUs."""
     return facts(spec).gpus > 0 if spec.one_pod_per_node == "auto" else spec.one_pod_per_node
 
 
@@ -173,7 +173,7 @@ def _trainer(own: dict[str, str], spec: Body) -> None:
     assert trainer is not None, "validation refuses a template without a container"
     users = contract.user_environment(trainer)
     names = {entry["name"] for entry in users}
-    # The operator's come first, so that the user's values can refer to them: WORLD_SIZE: $(NNODES).
+    # The operator's variables come first, so that the user's values can refer to them: WORLD_SIZE: $(NNODES).
     trainer["env"] = [{"name": name, "value": value} for name, value in own.items() if name not in names] + users
     # The kubelet keeps the end of the log as the message: the cause survives the pod, and needs no right to read logs.
     trainer.setdefault("terminationMessagePolicy", _LOG_AS_MESSAGE)

@@ -1,4 +1,4 @@
-"""Labels, addresses and variables that a trainer gets, equal in cluster and local run."""
+"""Environment variables of a trainer, equal in the cluster and in a local run."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def environment(job: api.DDPJob, attempt: int, place: int, rendezvous: Endpoint)
     """Return the variables of a place's pod; the user's own outrank them. rendezvous: address of rank 0."""
     nproc, node_rank = nproc_per_node(job.spec), members(job.spec).node_rank(place)
     least = launcher.facts(job.spec).min_nodes
-    # For scripts without a launcher, only if a node has one process. With more they would mislead scripts that start
-    # processes themselves: the imagenet example multiplies WORLD_SIZE by its GPUs.
+    # For scripts without a launcher, only if a node has one process. With several, they would mislead scripts that
+    # start processes themselves: the imagenet example multiplies WORLD_SIZE by its GPUs.
     size = str(job.spec.nodes)
     single_process = {"RANK": str(node_rank), "WORLD_SIZE": size, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     every = {
@@ -80,7 +80,7 @@ def _rendezvous(job: api.DDPJob, node_rank: int, nproc: int, rendezvous: Endpoin
 
 
 def _torchrun(job: api.DDPJob, attempt: int, node_rank: int | None, nproc: int, rendezvous: Endpoint) -> dict[str, str]:
-    """node_rank: None if torchrun numbers the nodes itself; it warns of a given number."""
+    """Return torchrun's options. node_rank: None if torchrun numbers the nodes itself, because it warns of a number."""
     return {
         "PET_NNODES": str(job.spec.nodes),
         "PET_NPROC_PER_NODE": str(nproc),
@@ -95,7 +95,7 @@ def _torchrun(job: api.DDPJob, attempt: int, node_rank: int | None, nproc: int, 
 
 
 def _elastic(job: api.DDPJob, least: int, node_rank: int, rendezvous: Endpoint) -> dict[str, str]:
-    """Settings for torchrun to start with fewer nodes than all, and to admit later ones."""
+    """Return the settings with which torchrun starts with fewer nodes than all, and admits later ones."""
     return {
         "PET_NNODES": f"{least}:{job.spec.nodes}",
         "PET_RDZV_BACKEND": "c10d",
@@ -106,6 +106,6 @@ def _elastic(job: api.DDPJob, least: int, node_rank: int, rendezvous: Endpoint) 
         # A joining node makes torchrun restart all ranks in their pods. With gloo in torch 2.13 they would read
         # addresses of former ranks from the shared store (docs/dev/upstream.md, launchers).
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        # Ranks that a join ends may look failed to a torchrun that has not noticed the join yet.
+        # A join ends ranks, which look failed to a torchrun that has not noticed it yet. It needs restarts for that.
         "PET_MAX_RESTARTS": str(budgets.application_left(job.spec, job.status)),
     }

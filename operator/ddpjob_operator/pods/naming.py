@@ -19,7 +19,7 @@ LABEL_TRAINER = f"{api.GROUP}/trainer"
 LABELS = frozenset((LABEL_JOB, LABEL_ATTEMPT, LABEL_RANK, LABEL_REPLACEMENT, LABEL_TRAINER))
 
 # Outside the ephemeral range (32768-60999) and the NodePort range (30000-32767), so that the kernel never uses the port
-# for an outgoing connection; below ports that scripts often hard-code (29400, 29500).
+# for an outgoing connection. Below ports that scripts often hard-code (29400, 29500).
 PORT_FIRST, PORT_LAST = 20000, 29399
 PORTS_AVOIDED = frozenset({23456, 25000})  # also hard-coded by scripts
 
@@ -36,7 +36,7 @@ class Endpoint:
 
 
 def labels(job: api.DDPJob) -> dict[str, str]:
-    """Labels that select the objects of a job."""
+    """Return the labels that select the objects of a job."""
     return {LABEL_JOB: job.metadata.name}
 
 
@@ -45,7 +45,7 @@ def selector(job: api.DDPJob) -> str:
 
 
 def pod_name(job: api.DDPJob, attempt: int, place: int, replacement: int = 0) -> str:
-    """Name of a pod. It holds the attempt, so that no pod of an old attempt is taken for a new one.
+    """Return the name of a pod. It has the attempt, so that a pod of an old attempt is never taken for a new one.
 
     digits-1-3-r2 is the second replacement of digits-1-3. The r distinguishes it from pods of a job named digits-1.
     """
@@ -54,7 +54,7 @@ def pod_name(job: api.DDPJob, attempt: int, place: int, replacement: int = 0) ->
 
 
 def replacement(status: api.Status, place: int) -> int:
-    """Number of single replacements at a place in the present attempt."""
+    """Return how often the pod of a place was replaced alone in the current attempt."""
     return status.replacements.get(str(place), 0) if status.replacements else 0
 
 
@@ -63,14 +63,14 @@ def present_pod_name(job: api.DDPJob, status: api.Status, place: int) -> str:
 
 
 def hostname(job: api.DDPJob, place: int) -> str:
-    """DNS name of a place, equal in every attempt."""
+    """Return the host name of a place, equal in every attempt."""
     return f"{job.metadata.name}-{place}"
 
 
 def endpoint(job: api.DDPJob, attempt: int) -> Endpoint:
-    """Address of rank 0 in a cluster.
+    """Return the address of rank 0 in a cluster.
 
-    The port depends on uid and attempt even if each pod has its own network: a process that survives on a lost node
+    The port depends on uid and attempt even if each pod has its own network. A process that survives on a lost node
     still resolves the stable DNS name, and must not reach the store of a newer attempt.
     """
     name = job.metadata.name

@@ -31,7 +31,7 @@ def add_token(spec: dict[str, Any], trainer: dict[str, Any]) -> None:
 
 
 def environment(url: str, token_file: str = TOKEN_FILE) -> dict[str, str]:
-    """Variables with which the trainer library, and Hugging Face's Trainer by itself, find the receiver.
+    """Return the variables with which the trainer library and Hugging Face's Trainer find the receiver.
 
     KUBEFLOW_TRAINER_SERVER_CA_CERT is not set: the receiver speaks plain HTTP.
     """

@@ -42,7 +42,7 @@ RIGHTS = (
 )
 
 _KUEUE = "kueue.x-k8s.io"
-# Checked only if the adapter is enabled.
+# By gang adapter (gangs/); checked only if the adapter is enabled.
 GANG_RIGHTS = {
     "native": (
         Right(
@@ -65,7 +65,7 @@ GANG_RIGHTS = {
         Right("scheduling.k8s.io", "priorityclasses", ("get",), "the priority in the queue", cluster_wide=True),
     ),
 }
-# Not checked at the start: without it only the position is missing from messages, and queue_places.py logs that.
+# Not checked at the start: without this right messages only lack the queue position, and queue_places.py logs that.
 PLACES_RIGHT = Right(
     "visibility.kueue.x-k8s.io",
     "localqueues/pendingworkloads",

@@ -1,4 +1,4 @@
-"""Errors of requests, in the API server's own sentences."""
+"""Errors of requests to the API server. Their messages are the server's own text."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class ApiError(Exception):
 
     @property
     def needs_list(self) -> bool:
-        """True if a watch needs a list first: its version was refused, events were lost, or the answer is not an event.
-        After a broken connection, an expired login or a busy server it goes on.
+        """True if a watch must list first: its version was refused, events were lost, or the answer is not an event.
+        False after a broken connection, an expired login or a busy server: the watch then continues at its version.
         """
         return self.reason == BAD_ANSWER or (self.status >= 400 and self.status not in (401, 429))
 
@@ -41,7 +41,7 @@ class TooLargeError(ApiError):
 
 
 def of_answer(status: int, content: bytes, headers: Mapping[str, str]) -> ApiError:
-    """Convert an answer with a code of 400 or more. headers: case-insensitive, as aiohttp gives them."""
+    """Return the error for an answer with status 400 or more. headers: case-insensitive, as aiohttp gives them."""
     try:
         body = orjson.loads(content)
     except orjson.JSONDecodeError:
@@ -52,7 +52,7 @@ def of_answer(status: int, content: bytes, headers: Mapping[str, str]) -> ApiErr
 
 
 def of_status(status: Raw, retry_after: str | None = None) -> ApiError:
-    """Convert a metav1.Status."""
+    """Return the error that a metav1.Status describes."""
     code = status.get("code")
     details = status.get("details")
     after = retry_after or (details.get("retryAfterSeconds") if isinstance(details, dict) else None)
@@ -65,11 +65,11 @@ def of_status(status: Raw, retry_after: str | None = None) -> ApiError:
 
 
 def no_answer(method: str, path: str, error: Exception) -> ApiError:
-    """Convert the exception of a request that got no answer."""
+    """Return the error for a request that got no answer."""
     what = "the API server did not answer in time" if isinstance(error, asyncio.TimeoutError) else str(error)
     return ApiError(NO_ANSWER, "NoAnswer", f"{method} {path}: {what or type(error).__name__}")
 
 
 def bad_answer(method: str, path: str, error: Exception) -> ApiError:
-    """Convert an answer that is not what was requested, for example from a proxy."""
+    """Return the error for an answer that is not what was requested, for example from a proxy."""
     return ApiError(NO_ANSWER, BAD_ANSWER, f"{method} {path}: {error}")

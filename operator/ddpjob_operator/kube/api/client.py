@@ -1,6 +1,6 @@
 """Requests to the API server: one aiohttp session, raw dicts, bounded waits.
 
-Dicts, because typed models drop or reject fields of a newer Kubernetes, and cost ten times as much.
+Objects are dicts, because typed models drop or reject fields of a newer Kubernetes, and cost ten times as much.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _JSON = {
     "Accept": "application/json, application/jwk-set+json",
     "User-Agent": "ddpjob-operator",
 }
-# The answer to a create repeats the whole object. A server that cannot send the metadata alone sends all of it.
+# Requests the metadata alone, because the answer to a create repeats the whole object. Some servers send it anyway.
 _METADATA_ALONE: Headers = {"Accept": "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1, application/json"}
 READ_AT_ONCE = 65_536
 """Longer JSON is parsed in a thread, off the event loop."""
@@ -85,12 +85,12 @@ def _path(group: str, plural: str, namespace: str) -> str:
 
 
 def _is_of_resources(path: str, asked: requests.ApiRequest) -> bool:
-    """False for what the API server says of itself: its keys for tokens, its versions, its schema."""
+    """True for API objects; False for the API server's own data, such as its token keys, versions or schema."""
     return path.startswith(("/api/", "/apis/")) and bool(asked.plural)
 
 
 class _Request(NamedTuple):
-    """bytes_max: a longer answer is not read."""
+    """One request. An answer longer than bytes_max is not read."""
 
     method: str
     path: str
@@ -113,7 +113,7 @@ class RequestLimits:
     tries: int = 3
     """For requests that the server certainly did not carry out: 429, and 503 with Retry-After."""
     retry_after_seconds_max: float = 10.0
-    """The caller handles longer waits, and holds no slot meanwhile."""
+    """The caller handles longer waits, because a wait in the client would occupy a place of InFlight."""
     silence_seconds: float = 90.0
     """A watch that is silent for longer is dead: the server sends a bookmark about every 60 s."""
     renew_seconds: float = 300.0
@@ -194,7 +194,7 @@ class Client:
         return await self._request(_Request("DELETE", path, body))
 
     async def pages(self, path: str, selector: str = "", field_selector: str = "") -> AsyncIterator[Page]:
-        """Yield the objects of a collection, page by page. Drop a page before you request the next one.
+        """Yield the objects of a collection, page by page. Drop each page before the next one, to bound the memory.
 
         An empty list has one empty page. Raise ApiError; 410 means: start again.
         """
@@ -214,7 +214,7 @@ class Client:
                 listed = await read_json(partial(reading.page, plural=_plural(path)), content)
             except reading.BadJsonError as error:
                 raise bad_answer("GET", path, error) from None
-            # Set by the size of this page: doubling would fetch every fourth page in vain if objects are large.
+            # Set by the size of this page: doubling would make every fourth page of large objects too large.
             of_each = len(content) // max(1, len(listed.items)) + 1
             limit = min(self.limits.page, max(1, self.limits.page_bytes // 2 // of_each))
             del content
@@ -273,7 +273,7 @@ class Client:
         try:
             answer = await read_json(read, content)
             is_object = _is_of_resources(path, asked) and asked.verb not in ("list", "delete")
-            # Otherwise a proxy's JSON would look like an object without a state.
+            # Require metadata, because JSON from a proxy would otherwise look like an object without a state.
             if is_object and asked.group != _REVIEWS and not isinstance(answer.get("metadata"), dict):
                 raise reading.BadJsonError("the answer has no metadata")
         except reading.BadJsonError as error:
@@ -359,7 +359,7 @@ class Client:
                 aiohttp.ClientSession(
                     connector=aiohttp.TCPConnector(limit=0, ssl=info.as_ssl_context()),
                     timeout=timeout,
-                    cookie_jar=aiohttp.DummyCookieJar(),  # a jar is searched per request
+                    cookie_jar=aiohttp.DummyCookieJar(),  # a real jar would be searched for each request
                     proxy=info.proxy_url,
                 )
             )
@@ -381,7 +381,7 @@ def _headers(method: str, path: str) -> Headers:
 
 
 def _endpoint(info: kopf.ConnectionInfo) -> kopf.ConnectionInfo:
-    """Return the parts of the connection that need a new session. The others go into headers."""
+    """Return the parts of the connection that need a new session if they change. The others go into headers."""
     return dataclasses.replace(info, token=None, username=None, password=None, scheme=None, expiration=None)
 
 

@@ -1,7 +1,7 @@
 """Limits the requests in flight, in total and per namespace.
 
-A slow webhook usually delays all requests of a namespace. These keep their places of the namespace, but give back those
-of the total after a second, so that other namespaces are not delayed.
+A slow webhook usually delays all requests of a namespace. After a second, a request gives back its place in the total,
+so that other namespaces are not delayed. It keeps its place in the namespace's limit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class InFlight:
 
     def __init__(self, total: int = 32, of_namespace: int = 16, quick_seconds: float = 1.0) -> None:
         """total: 32 is within the share that an API server gives one service account by default. quick_seconds: a
-        slower request waits for a webhook and no longer counts in `total`.
+        slower request no longer counts in `total`, because it probably waits for a webhook.
         """
         self._total = asyncio.Semaphore(total)
         self._of_namespace = of_namespace
@@ -43,8 +43,8 @@ class InFlight:
     async def place(self, namespace: str, *, further: bool = False) -> AsyncIterator[None]:
         """Run the body when there is room.
 
-        further: for a further pod of a job. These wait in a line of their own first, so that at most `of_namespace` of
-        them are ahead of a first pod or a restart.
+        further: True for a pod of a new job that already has pods. Such requests wait in a separate queue first, so
+        that at most `of_namespace` of them are ahead of a job's first pod or a restart.
         """
         async with contextlib.AsyncExitStack() as places:
             if further:

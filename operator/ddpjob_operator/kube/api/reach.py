@@ -1,7 +1,7 @@
 """Tracks whether the API server answers. The first answer after an outage ends the back-offs of all watches.
 
-Otherwise each watch would finish its own back-off of up to 30 s: the Lease was ours 2 s after an outage of 20 s, but
-pods and nodes were watched only after 40 s. In between the operator led without seeing changes.
+Otherwise each watch would finish its own back-off of up to 30 s. After an outage of 20 s, the operator led again within
+2 s, but watched pods and nodes only after 40 s. In between it did not see changes.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Reach:
             self._runtime.log.warning("the API server has not answered for %.0f s, trying again", now - self._lost_at)
 
     async def wait(self, seconds: float) -> bool:
-        """Wait for `seconds`. Return True if an outage ended earlier, and the wait with it.
+        """Wait for `seconds`. If an outage ends meanwhile, return True early.
 
-        Without an outage, such as for a watch that is refused while other requests are answered, wait all of it.
+        Without an outage wait the full time: the server refuses a watch, but answers other requests.
         """
         if self._lost_at is None:
             await asyncio.sleep(seconds)

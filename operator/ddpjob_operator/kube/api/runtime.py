@@ -13,7 +13,7 @@ from random import Random
 
 
 def _freeze_heap() -> None:
-    """Exempt the objects of the first lists from garbage collection: they stay, and there are thousands."""
+    """Exempt the objects of the first lists from garbage collection, because there are thousands and they stay."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
@@ -28,7 +28,7 @@ def allow_open_files(count: int) -> None:
 
 
 class LogOnce:
-    """Logs a text unless it was the last one. An empty text is not logged: what was wrong is right again."""
+    """Logs a text unless it was the last one. An empty text means that the problem is over, and is not logged."""
 
     def __init__(self, log: Callable[..., None]) -> None:
         self._log, self._last = log, ""

@@ -1,10 +1,10 @@
 """Detects a CRD in the cluster that is older than this operator.
 
-Helm never upgrades CRDs. The API server then silently drops unknown status fields, so the operator loses them:
-`startingSince`, from which startDeadlineSeconds counts, or the place of a state in memory.
+Helm never upgrades CRDs. The API server then silently drops unknown status fields, so the operator loses them, for
+example `startingSince`, from which startDeadlineSeconds counts.
 
-It compares with the published schemas, which every service account may read (ClusterRole system:discovery). Reading the
-CRD itself would need a right on all CRDs.
+The operator compares its fields with the published schemas, which every service account may read (ClusterRole
+system:discovery). Reading the CRD itself would need a right on all CRDs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ async def report_old_crd(client: Client, log: logging.Logger, *, seconds: float 
 
 
 def older(fields: list[str]) -> str:
-    """Say what happens to these fields and what to do."""
+    """Return a line for the log: what happens to these fields, and how to upgrade."""
     more = len(fields) - _NAMED
     named = ", ".join(fields[:_NAMED]) + (f" and {more} more field{'s' if more > 1 else ''}" if more > 0 else "")
     return (
@@ -60,7 +60,7 @@ async def dropped_fields(client: Client) -> list[str]:
 
 
 def _missing(known: Mapping[str, Any], served: Mapping[str, Any], path: str) -> Iterator[str]:
-    # Unknown fields are preserved here.
+    # The served schema keeps unknown fields here, so none is missing.
     if served.get("x-kubernetes-preserve-unknown-fields"):
         return
     for inner in ("items", "additionalProperties"):

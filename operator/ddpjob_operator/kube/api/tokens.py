@@ -1,8 +1,8 @@
-"""Verifies a trainer's projected service-account token with the public keys of the cluster, and tells whose pod it is.
+"""Verifies a trainer's projected service-account token with the public keys of the cluster, and finds its pod.
 
-The API server is asked for its keys, not about each token: a TokenReview would be a write per report, and a right over
-every token of the cluster. Trusted are a signature by a fixed set of algorithms, the issuer, our audience, the expiry,
-and the pod that the token is bound to. Tokens are never logged.
+The operator fetches the keys and verifies tokens itself. A TokenReview would be a write per report, and would need a
+right over every token of the cluster. A token is accepted if its signature, issuer, audience and expiry are right, and
+it is bound to a pod. Tokens are never logged.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ddpjob_operator.job.newest import Newest
 from ddpjob_operator.kube.api.client import ApiError
 from ddpjob_operator.pods import report_token
 
-# kube-apiserver signs with RSA or ECDSA keys, also through an external signer. The token must not choose.
+# kube-apiserver signs with RSA or ECDSA keys, also through an external signer. The token must not choose the algorithm.
 ALGORITHMS = ("RS256", "ES256", "ES384", "ES512")
 ISSUER_PATH, KEYS_PATH = "/.well-known/openid-configuration", "/openid/v1/jwks"
 TOKEN_LENGTH_MAX = 4096  # a projected token has about 1,200 characters
-LEEWAY_SECONDS = 30.0  # clocks differ, and a token that was just issued must not come from the future
+LEEWAY_SECONDS = 30.0  # clocks differ: otherwise a new token might count as not valid yet
 KEYS_AGE_SECONDS = 3600.0  # until then a withdrawn key is still trusted
 RETRY_SECONDS = 10.0  # between two fetches, however many tokens with unknown keys arrive
 PROVEN_MAX = 10_000  # of 200 bytes each; only pods of the cluster can add one
@@ -144,7 +144,7 @@ class Verifier:
         return pod
 
     async def _renewed(self, known: Keys | None) -> Keys:
-        """Fetch the keys, unless another task has just done so or it is too soon. Return the present ones."""
+        """Return the current keys. Fetch them first, unless another task has just done so or it is too soon."""
         async with self._fetching:
             if self._keys is known and self._clock() >= self._fetch_not_before:
                 await self._renew()
@@ -187,7 +187,7 @@ def _read_keys(issuer: dict[str, Any], published: dict[str, Any]) -> Keys:
         try:
             key = jwt.PyJWK(entry)
         except (jwt.PyJWTError, AttributeError, TypeError):
-            continue  # an unknown kind of key; only its own tokens are refused
+            continue  # an unknown kind of key: only tokens signed with it are refused
         # A published symmetric key would let everybody sign.
         if key.algorithm_name in ALGORITHMS and key.key_id:
             by_id[key.key_id] = key
@@ -195,7 +195,7 @@ def _read_keys(issuer: dict[str, Any], published: dict[str, Any]) -> Keys:
 
 
 def _pod(claims: dict[str, Any]) -> BoundPod:
-    """Read the claim kubernetes.io of a token that a kubelet has requested for a pod."""
+    """Return the pod in the claim kubernetes.io, which the API server adds for a pod's projected token."""
     match claims.get("kubernetes.io"):
         case {"namespace": str(namespace), "pod": {"name": str(name), "uid": str(uid)}} if uid:
             return BoundPod(namespace, name, uid)

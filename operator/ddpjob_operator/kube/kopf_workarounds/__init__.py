@@ -1,5 +1,5 @@
-"""Workarounds for kopf (seen with 1.45.2), one per file. Each says what kopf does, what users would see otherwise, and
-when the workaround can go.
+"""Workarounds for kopf (seen with 1.45.2), one per file. Each describes what kopf does, what users would see, and when
+the workaround can be removed.
 
 reflected_session    keeps the watch of DDPJobs going after any answer of the API server
 own_tasks            ends the operator when a task of kopf ends

@@ -11,12 +11,12 @@ kopf 1.45 (seen with 1.45.2; files in kopf/_cogs) has these limits:
 - Retries end after 54 s (`error_backoffs`, configs/configuration.py, line 546).
 - After a broken watch it does not report which objects are missing from the new list.
 
-Users would see an operator that is running and does nothing (seen with 410), or one that restarts whenever the API
-server is away.
+Without this session, users would see an operator that is running and does nothing (seen with 410), or one that restarts
+whenever the API server is away.
 
-Worse: `_Session` and `_Answer` imitate the parts of aiohttp that kopf uses, so a new kopf may need more of them.
+The price: `_Session` and `_Answer` imitate the parts of aiohttp that kopf uses, so a new kopf may need more of them.
 
-Can go when kopf lists and watches again after any answer, and reports what a new list lacks.
+This can go when kopf lists and watches again after any answer, and reports the objects that a new list lacks.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ _DISCOVERY: dict[str, Raw] = {
 class Feed:
     """The sink of a reflector of DDPJobs. Jobs go into our copy; kopf gets an event when a job begins or ends.
 
-    An event costs kopf as much CPU as five pods cost us, so it gets none for a change of a known job. An event has only
-    the name, because kopf's queue has no limit. Its type is DELETED also for a new job, because kopf keeps a kilobyte
-    of each object until that event (kopf/_core/reactor/processing.py, line 62).
+    An event costs kopf as much CPU as five pods cost us, so a change of a known job sends kopf no event. An event has
+    only the name, because kopf's queue has no limit. Its type is DELETED also for a new job, because kopf keeps a
+    kilobyte of each object until that event (kopf/_core/reactor/processing.py, line 62).
     """
 
     def __init__(self, jobs: Jobs) -> None:
@@ -67,7 +67,7 @@ class Feed:
 
     def put(self, raw: Raw) -> None:
         if self._lists:
-            if not self._jobs.has(raw):  # otherwise each list would enqueue every job of which only a part is kept
+            if not self._jobs.has(raw):  # otherwise each list would enqueue every cut job (job/storage.py)
                 self._jobs.put(raw)
         elif not self._jobs.take(raw):
             self._jobs.put_quietly(raw)  # kopf's handler enqueues the job
@@ -86,7 +86,7 @@ class Feed:
         self._events.put_nowait({"type": "DELETED", "object": body})
 
     def has(self, raw: Raw) -> bool:
-        """True also if there may have been no room for the job."""
+        """True if the job is known, or may have been left out because there was no room."""
         return self._jobs.has(raw) or self._jobs.leaves_out(raw["metadata"].get("namespace", ""))
 
     def begin_anew(self, namespace: str) -> None:
@@ -135,7 +135,7 @@ class _Session:
         return _Answer(_DISCOVERY[path])
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, because no connection is open."""
 
 
 class _Answer:
@@ -151,7 +151,7 @@ class _Answer:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Nothing is open."""
+        """Do nothing, because no connection is open."""
 
     async def json(self) -> Raw:
         return self._body
@@ -166,4 +166,4 @@ class _Answer:
         return self._feed.lines()
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, because no connection is open."""

@@ -1,1 +1,1 @@
-"""What the operator listens on: one bounded server for reports, health and metrics."""
+"""HTTP servers of the operator, for reports, health and metrics. All of them limit connections, bytes and time."""

@@ -28,7 +28,7 @@ REQUEST_SECONDS = 10.0  # from the headers to the end of the answer; Prometheus'
 IDLE_SECONDS = 75.0  # between two requests: Prometheus scrapes every minute or more often, trainers report every 5 s
 REQUEST_BYTES_MAX = 24 << 10  # a token of 8 kB, a report of 8 kB, and the rest of the headers
 CONNECTIONS_PER_ADDRESS_MAX = 64  # hostNetwork pods share the address of their node, and so does the kubelet
-PIECE_BYTES = 1 << 16  # of an answer, written at a time
+PIECE_BYTES = 1 << 16  # answers are written in pieces of this size
 # Kernel socket buffers count towards the container's memory limit, and can grow to 10 MB if their size is not set.
 RECEIVE_BUFFER_BYTES, SEND_BUFFER_BYTES = 8 << 10, 64 << 10
 BACKLOG = 1024
@@ -41,8 +41,8 @@ _NO_LOG.disabled = True
 class BoundedServer(abc.ABC):
     """Listens from `start` to `stop`.
 
-    If there is no room for a new connection, the oldest without a token is closed, from the address with the most of
-    these. So a client that opens many connections closes its own, and the kubelet's probe gets through. A connection
+    If there is no room for a new connection, one without a token is closed: the oldest of the address that has the
+    most. So a client that opens many connections closes its own, and the kubelet's probe gets through. A connection
     that has shown a token is closed only while it waits for its next request.
     """
 
@@ -131,7 +131,7 @@ class BoundedServer(abc.ABC):
         return True
 
     def prove(self, request: web.BaseRequest) -> None:
-        """Mark the connection of a request whose token was verified. It is not closed for connections without one."""
+        """Mark the connection of a request whose token was verified. It can then only be closed while it is idle."""
         cast(Connection, request.protocol).proven = True
 
     def forget(self, connection: Connection) -> None:
@@ -203,7 +203,7 @@ class Connection(web.RequestHandler):
         self._deadline: asyncio.TimerHandle | None = None
         self._room = REQUEST_BYTES_MAX
         self._socket: asyncio.Transport | None = None
-        """None before opening and after closing. aiohttp's own becomes None while an answer is still buffered."""
+        """None before opening and after closing. aiohttp's own field is None already while an answer is buffered."""
         self.address = ""
         self.proven = False
         """True after a valid token."""
@@ -218,7 +218,7 @@ class Connection(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Admit the connection, or abort it before aiohttp starts a task for it.
 
-        If it were aborted later, connection_lost could come before that task runs, whose `assert manager is not None`
+        After a later abort, connection_lost could come before that task runs. The task's `assert manager is not None`
         (aiohttp 3.14.5, web_protocol.py, RequestHandler.start) would then fail unseen.
         """
         self.address = str((transport.get_extra_info("peername") or ("",))[0])

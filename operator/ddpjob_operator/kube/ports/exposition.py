@@ -1,4 +1,4 @@
-"""Serves /metrics on a port of its own: it names jobs and namespaces, so a NetworkPolicy can restrict it to a scraper.
+"""Serves /metrics, which name jobs and namespaces. A NetworkPolicy can restrict this separate port to a scraper.
 
 The answer is built in a thread, one at a time, and reused for a second, so that frequent requests cost little.
 """
@@ -34,7 +34,7 @@ def read(snapshot: Scrape) -> Moment:
 
 
 def job(raw: Mapping[str, Any]) -> meters.MeteredJob:
-    """Convert a stored job to what is counted."""
+    """Return what the metrics read of a stored job."""
     metadata = raw["metadata"]
     try:
         status = validation.stored_status(raw)

@@ -1,7 +1,7 @@
 """Receives the reports that `ddpjob.progress()` posts from pods, on a port of its own.
 
-The protocol is that of the local run's receiver and of Kubeflow Trainer. Every pod of the cluster can reach the port:
-nothing is accepted without a token that proves the pod, and slow, large or frequent senders are cut off. Losing a
+The protocol is that of the local run's receiver and of Kubeflow Trainer. Every pod of the cluster can reach the port.
+So nothing is accepted without a token that proves the pod, and slow, large or frequent senders are cut off. Losing a
 report never harms a job.
 """
 
@@ -22,8 +22,8 @@ from ddpjob_operator.observed.reports import BadReportError, Report
 
 PATH = "/v1/progress"
 BODY_BYTES_MAX = 8192  # a report with 16 metrics has less than 1 kB
-# Per pod. By default a rank reports every 5 s. The burst allows a restart in place within a second: the last reports of
-# the old ranks and the agent, and start, load, first step and save of the new ones.
+# Per pod. By default a rank reports every 5 s. The burst allows a restart in place within a second. It causes the last
+# reports of the old ranks and the agent, and start, load, first step and save of the new ranks.
 REPORTS_PER_SECOND, REPORTS_BURST = 1.0, 10.0
 PODS_REMEMBERED = 10_000
 
@@ -54,7 +54,7 @@ class Receiver(BoundedServer):
     - verify: returns the pod that a token is bound to (`tokens.Verifier.pod`). Raises BadTokenError or NoKeysError.
     - locate: returns the job and node of a pod; None for other pods.
     - on_report: takes a report whose node and attempt were proven. Raises BadReportError for a rank of another pod.
-    - leads: False: a report on an old connection is refused, and the next one goes to the leader.
+    - leads: if it returns False, a report on an old connection is refused, and the sender's next one finds the leader.
     """
 
     connections_max = 4000
@@ -108,7 +108,7 @@ class Receiver(BoundedServer):
                 self._on_report(sender, msgspec.structs.replace(report, attempt=attempt, **proven))
             except BadReportError as error:
                 raise _RefusedError(403, str(error)) from None
-        # Kubeflow's SDK warns unless it is 200.
+        # Kubeflow's SDK logs a warning if the status is not 200.
         return web.json_response({}) if kubeflow.speaks(body) else web.Response(status=204)
 
     async def _prove(self, request: web.BaseRequest) -> BoundPod:
@@ -142,7 +142,7 @@ class Receiver(BoundedServer):
 
 
 class _RefusedError(Exception):
-    """A report is refused. Closes the connection, so that the rest is never read as another request."""
+    """A report is refused. The connection is closed, so that the rest of it is never read as another request."""
 
     def __init__(self, status: int, sentence: str, retry_seconds: int | None = None) -> None:
         super().__init__(sentence)

@@ -1,1 +1,1 @@
-"""What the API server shows: lists and watches, and the store of all that is kept of them."""
+"""Lists and watches of the API server's objects, and the store that keeps the needed parts of them."""

@@ -35,14 +35,14 @@ class Sink(Protocol):
         """True if this version of an object, or a newer one, is known."""
 
     def begin_anew(self, namespace: str) -> None:
-        """Accept whatever comes next for a namespace ("": all): the cluster was restored from a backup."""
+        """Accept any version from now on, in a namespace ("": all), because the cluster was restored from a backup."""
 
     def drop(self, unlisted: Set[ObjectKey], list_version: int) -> None:
         """Remove the objects that a complete list did not contain, except those that are newer than the list."""
 
 
 class Careful:
-    """Stores objects in a sink. One on which the sink fails is logged once; the others go on."""
+    """Stores objects in a sink. An object that makes the sink fail is logged once, and the others are still stored."""
 
     def __init__(self, sink: Sink, what: str, log: logging.Logger) -> None:
         self._sink = sink
@@ -51,7 +51,7 @@ class Careful:
         self._logged: Newest[str, None] = Newest(UIDS_MAX)
 
     def put(self, raw: Any, told: int = 0) -> bool:
-        """Store an object. told: version of the last watch event. True if the watch missed this object."""
+        """Store an object. Return True if the watch missed it. told: version of the last watch event."""
         try:
             lacked = 0 < version(raw["metadata"]) <= told and not self._sink.has(raw)
             self._sink.put(raw)

@@ -16,11 +16,11 @@ from ddpjob_operator.observed.cluster import Node
 
 _LOGGER = logging.getLogger(__name__)
 READY = Node(ready=True)
-# If so many nodes are silent, the control plane is cut off and the trainers are still running. The node controller does
-# the same: it stops evicting at its unhealthy-zone-threshold, 0.55, with at least three nodes.
+# If this share of the nodes is silent, the control plane is probably cut off and the trainers are still running. The
+# node controller assumes the same: it stops evicting at its unhealthy-zone-threshold, 0.55, with at least three nodes.
 DISRUPTED_SHARE, DISRUPTED_NODES = 0.55, 3
-# Nodes that lose contact together are marked not ready within a minute. Longer apart, they have separate causes: nodes
-# that were powered off for weeks say nothing about one that dies today.
+# Nodes that lose contact together are marked not ready within a minute. A longer interval means separate causes: nodes
+# that were powered off weeks ago are no evidence about a node that dies today.
 TOGETHER_SECONDS = 300.0
 # More than the nodes of the largest cluster (5,000). An autoscaler removes nodes daily; most are never needed again.
 GONE_MAX = 10_000
@@ -29,9 +29,9 @@ GONE_MAX = 10_000
 class NodeCache:
     """Keeps the nodes that are not ready; there are few.
 
-    `changed(names)` is called once for all nodes that become ready or not ready, or are judged differently, because the
-    receiver may go through all pods. Times are our own, from when we first saw a node not ready: clocks of other
-    machines may be minutes off.
+    `changed(names)` is called when nodes become ready or not ready, or start or stop to count as cut off with most
+    others. It is called once for all of them, because it may go through all pods. Times are our own, from when we first
+    saw a node not ready, because clocks of other machines may be minutes off.
     """
 
     def __init__(self, changed: Callable[[Set[str]], None], now: Callable[[], dt.datetime]) -> None:
@@ -81,13 +81,13 @@ class NodeCache:
             since = bounds.time(observe.condition(raw, "Ready").get("lastTransitionTime"))
             at = self._now() if known else min(since or self._now(), self._now())
             self._turned[name] = at.timestamp()
-        # A new node is not ready at first. If it replaces a deleted one, its pods were silent meanwhile: their time
-        # counts.
+        # A new node is not ready at first. If it replaces a deleted node of this name, its pods have been silent since
+        # that node was, so keep the old time.
         since = self._not_ready[name].since if self._gone.pop(name, None) is not None else self._now()
         return self._set(name, Node(ready=False, since=since))
 
     def remove(self, namespace: str, name: str, uid: str) -> None:
-        """Treat the pods as on a node that is not ready, because nothing reports on them any more.
+        """Treat the deleted node as one that is not ready, because nothing reports on its pods any more.
 
         uid: of the deleted object, "" if unknown: a new object of this name may exist already.
         """
@@ -100,7 +100,7 @@ class NodeCache:
         if name in self._gone:
             return None
         known = self._not_ready.get(name)
-        # While most nodes are silent none counts as lost, so the time until now says nothing about this node.
+        # While most nodes are silent, no node counts as lost. So the time until now does not count for this node.
         since = self._now() if known is None or known.with_most else known.since
         self._gone[name] = False
         while len(self._gone) > GONE_MAX:
@@ -110,13 +110,13 @@ class NodeCache:
         return self._set(name, Node(ready=False, since=since, gone=True))
 
     def unknown(self, names: Set[str]) -> list[str]:
-        """Return the names that are no known node and that the API server has not confirmed as gone."""
+        """Return the names of nodes that are neither known nor confirmed as gone by the API server."""
         if not self._listed:
             return []
         return sorted(name for name in names if name not in self._names and not self._gone.get(name))
 
     def is_gone(self, name: str) -> None:
-        """Take the API server's answer that there is no node of this name."""
+        """Record the API server's answer that there is no node of this name."""
         self.remove("", name, "")
         if self._listed:
             self._gone[name] = True
@@ -133,7 +133,7 @@ class NodeCache:
         self._judge()
 
     def begin_anew(self, namespace: str) -> None:
-        """Nothing to do: no order is kept."""
+        """Do nothing, because `put` does not compare versions."""
 
     def has(self, raw: Raw) -> bool:
         return self._names.get(raw["metadata"]["name"], (-1, ""))[0] >= version(raw["metadata"])
@@ -142,7 +142,7 @@ class NodeCache:
         before = self._not_ready.get(name, READY)
         if (node.ready, node.gone) == (before.ready, before.gone):
             return
-        # Copied, because a plan may still be reading the old one.
+        # Make a new dict, because a plan may be reading the old one in a thread.
         others = {n: known for n, known in self._not_ready.items() if n != name}
         if node.ready:
             self._turned.pop(name, None)
@@ -180,7 +180,7 @@ class NodeCache:
                 first += 1
             while last < len(times) and times[last] <= at + TOGETHER_SECONDS:
                 last += 1
-            # Nodes before `first` were not ready already.
+            # Nodes before `first` had become not ready earlier, so they do not count.
             if last - first >= max(DISRUPTED_NODES, DISRUPTED_SHARE * (len(self._names) - first)):
                 together.add(name)
         return together

@@ -1,4 +1,4 @@
-"""Reduce raw objects of the API server to what decisions read: pure functions, called for every event."""
+"""Reduces raw objects of the API server to the fields that decisions read. Pure functions, called for every event."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ddpjob_operator.pods import naming
 
 Raw = Mapping[str, Any]
 T = TypeVar("T")
-# The smallest value allowed. We set it on pods that shall end but not be deleted.
+# The smallest activeDeadlineSeconds allowed. We set it on pods that must end but not be deleted, to keep their log.
 END_NOW_SECONDS = 1
 # A container that waits for one of these reasons is starting normally.
 _IN_TURN = ("", "PodInitializing", "ContainerCreating")
@@ -80,7 +80,7 @@ def pod(raw: Raw) -> Pod:
         accepted_at=time(status.get("startTime")),
         silent_since=_silent_since(raw, trainer_state),
         unschedulable=(kueue.queued_alone(raw) or why) if why else "",
-        # Not for a pod with scheduling gates (reason SchedulingGated): the scheduler has not tried it yet.
+        # None for a pod with scheduling gates (reason SchedulingGated), because the scheduler has not tried it yet.
         unschedulable_since=tried and time(unscheduled.get("lastTransitionTime")),
         deletion_requested_at=deletion_requested_at(metadata),
         deletion_deadline=time(metadata.get("deletionTimestamp")),
@@ -165,7 +165,7 @@ def trainer(raw: Raw, phase: str) -> Container:
     if phase == "Succeeded" and seen.state == "waiting":
         return Container("ended", "Completed", exit_code=0)
     if seen.state == "waiting" and seen.reason in _IN_TURN:
-        # An init container that cannot start: the trainer's own status only says PodInitializing.
+        # An init container that cannot start: the trainer's own status only shows PodInitializing.
         for init_name, init in _init_containers(status):
             if init.state == "waiting" and init.reason not in _IN_TURN:
                 return Container("waiting", init.reason, f"init container {init_name}: {init.message}")
@@ -229,9 +229,9 @@ def condition(raw: Raw, kind: str, holds: str | None = None) -> Raw:
 
 
 def _silent_since(raw: Raw, trainer_state: Container) -> dt.datetime | None:
-    """Since when the pod's node has been silent.
+    """Return the time since which the pod's node has been silent; None if it is not.
 
-    The node controller then marks its pods not ready without a reason, and leaves the rest of their status
+    The node controller marks the pods of a silent node not ready without a reason, and leaves the rest of their status
     (pkg/controller/nodelifecycle). A kubelet gives a reason, or marks the containers not ready too.
     """
     unready = condition(raw, "Ready", "False")
@@ -241,7 +241,7 @@ def _silent_since(raw: Raw, trainer_state: Container) -> dt.datetime | None:
 
 
 def _word(metadata: Raw, name: str) -> str:
-    """Read a field that every object has."""
+    """Return a text that the metadata of every object has. Raise ValueError or LookupError if it is missing."""
     if not isinstance(metadata[name], str) or not metadata[name]:
         raise ValueError(f"metadata.{name} is not a text")
     return str(metadata[name])

@@ -15,7 +15,7 @@ from ddpjob_operator.kube.api.runtime import LogOnce, Runtime
 from ddpjob_operator.kube.watch.store import Key
 
 ASK_SECONDS = 60.0
-# The first position of a job is shown within this time.
+# Interval of the check for jobs that have begun to wait. Their first position is shown within this time.
 LOOK_SECONDS = 5.0
 
 
@@ -48,7 +48,7 @@ class QueuePlaces:
             try:
                 await self.look()
             except Exception:
-                # The end of this task would end the operator.
+                # Do not raise: the end of this task would end the operator.
                 self._runtime.log.exception("the places of jobs in their queues were not read")
             await asyncio.sleep(LOOK_SECONDS)
 
@@ -80,7 +80,7 @@ class QueuePlaces:
         except ApiError as error:
             if error.status != 404:
                 self._log_once(f"no places are told by {path}: {error}")
-            # Usually the queue does not exist, which the job's message says; or the version is not served any more.
+            # Usually the queue does not exist, which the job's message reports. Or the version is not served any more.
             self._api_version = "" if error.status == 404 else self._api_version
         except (AttributeError, LookupError, TypeError) as error:
             self._log_once(f"the places that {path} tells cannot be read: {error!r}")

@@ -1,12 +1,12 @@
 """Keeps a copy of one collection up to date with LIST and then WATCH, like client-go's Reflector.
 
-In: pages and watch events from the client. Out: calls of a Sink (watch/listing.py), usually a Store. Each runs in one
-task that ends only when it is cancelled. kopf's watch costs 25 times as much CPU per pod and stops for good after some
-answers (kopf_workarounds/reflected_session.py).
+In: pages and watch events from the client. Out: calls of a Sink (watch/listing.py), usually a Store. Each Reflector
+runs in one task that ends only when it is cancelled. kopf's watch costs 25 times as much CPU per pod and stops for good
+after some answers (kopf_workarounds/reflected_session.py).
 
 A watch can lose events: a proxy drops a line, or an API server restored from a backup starts from an older version. So
-the collection is listed again about every 10 minutes, while the watch goes on, and the list wins. client-go does not
-pay for that.
+the collection is listed again about every 10 minutes, while the watch goes on, and the list wins. client-go lists again
+only after an error, which costs less.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ LOG_AGAIN_SECONDS = 300.0
 QUIET_SECONDS = 5.0
 # A watch that was open for this long has worked: its end is the server's time-out and causes no back-off.
 HEALTHY_SECONDS = 10.0
-# A list that is older than what we have seen comes from an API server that lags, and catches up in seconds. After this
-# many, the cluster was restored from a backup, and the list is believed.
+# A list that is older than what we have seen usually comes from an API server that lags, and catches up in seconds.
+# After this many old lists in a row, the cluster was probably restored from a backup, so the list is accepted.
 STALE_LISTS_MAX = 5
 # A list follows the first watch that ends this long after the last list. Watches end after a random 4 to 8 minutes
 # (client.py), so collections and operators do not list at the same time.
@@ -99,14 +99,14 @@ class Reflector:
                 if not self._version:
                     await self._list()
                 elif started >= self._list_at and (self._listing is None or self._listing.done()):
-                    # Not before the watch: a list takes minutes if objects are many or large.
+                    # List during the watch, not before it: many or large objects take minutes.
                     self._listing = asyncio.create_task(self._list_quietly())
                 await self._watch()
                 cause = "end"
             except ApiError as error:
                 self._handle(error)
             except Exception:
-                # The end of this task would end the operator. The next operator would fail at the same object.
+                # Do not raise: the end of this task would end the operator, and the next would fail at the same object.
                 self._runtime.log.exception("%s: the watch failed, and starts again with a list", self.what)
                 self._version = ""
             self.tried_at, self.waits = self._runtime.clock(), True
@@ -119,8 +119,8 @@ class Reflector:
             self._failures += 1
             wait = min(BACK_OFF_SECONDS_MAX, BACK_OFF_SECONDS_FIRST * 2.0 ** min(self._failures - 1, 10))
             if await self._client.reach.wait(max(wait * self._runtime.random.uniform(0.8, 1.2), self._asked_for)):
-                # The server is back after an outage. It refuses watches for some seconds while it starts; the back-off
-                # of the outage would leave us blind for up to 30 s.
+                # The server is back after an outage, and refuses watches for some seconds while it starts. With the
+                # back-off from the outage, we would see no changes for up to 30 s.
                 self._begin_anew()
 
     async def _list_quietly(self) -> None:
@@ -137,7 +137,7 @@ class Reflector:
         self._failures, self._failing_since = 0, None
 
     async def _list(self) -> None:
-        # Set before the list: if a busy server refuses it, the watch goes on and the list is not repeated at once.
+        # Set before the list, so that the list is not repeated at once if a busy server refuses it.
         self._list_at = self._runtime.clock() + LIST_AGAIN_SECONDS
         missed: list[str] = []
 
@@ -155,7 +155,7 @@ class Reflector:
             self._runtime.log.warning(text, self.what, len(missed), missed[0])
         self._stale_lists = 0
         if number(at) >= number(self._newest):
-            self._version = self._newest = at  # else the watch has gone on meanwhile
+            self._version = self._newest = at  # otherwise the watch is already ahead of the list
         self.synced.set()
 
     def _check(self, seen: int, version: int) -> None:
@@ -176,7 +176,7 @@ class Reflector:
             self.tried_at = self._runtime.clock()
             self._begin_anew()
             if self._logged[0]:
-                # Not after a list: without the right to watch, each list would log this.
+                # Log this after an event, not after a list: without the right to watch, each list would log it.
                 self._runtime.log.info("%s are watched again", self.what)
                 self._logged = ("", 0.0)
             raw = event["object"]

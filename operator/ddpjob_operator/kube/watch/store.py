@@ -7,8 +7,8 @@ difference, which enqueues the job. Everything runs on the event loop, so there 
 Answers and events arrive in any order. Three rules keep an older one from undoing a newer one: the higher
 resourceVersion wins, a UID that is gone stays gone (`_tombstones`), and a list removes nothing newer than itself.
 
-Worse than client-go's informer cache: objects are cut on arrival, so a rule that needs another field needs a change of
-the cut, too. The design depends on numeric resourceVersions (see `version`).
+The price, compared to client-go's informer cache: objects are cut on arrival, so a rule that needs another field needs
+a change of `cut`, too. The design depends on numeric resourceVersions (see `version`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Key = tuple[str, str]
 ObjectKey = tuple[str, str]
 """Namespace and name of an object."""
 
-# Bounds memory; far fewer requests than this are ever in flight.
+# Limits the memory for deleted UIDs. The number is safe, because far fewer requests are in flight.
 UIDS_MAX = 10_000
 _LOGGER = logging.getLogger(__name__)
 
@@ -55,14 +55,14 @@ class Unreadable(NamedTuple):
 
 
 def newest(_: T | None, later: T, __: int) -> T:
-    """The default merge keeps no history."""
+    """Return the later value: the default merge, which keeps no history."""
     return later
 
 
 class Store(Generic[T]):
     """Objects of one kind. `changed(key, old, new)` is called for each difference between two cut values.
 
-    `merge(earlier, later, observation)` combines two sightings of a UID. Observation numbers increase; all objects of
+    `merge(earlier, later, number)` combines two observations of a UID. Numbers of observations increase; all objects of
     one list share a number, because a list does not show in which order they changed.
     """
 
@@ -111,7 +111,7 @@ class Store(Generic[T]):
         """Store an object. One that is older than the stored one changes nothing.
 
         is_whole: False for the answer to a create, which repeats our own body; the watch then shows the same version
-        with the changes of admission webhooks. Of an object that cannot be read the last readable state stays.
+        with the changes of admission webhooks. If an object cannot be read, its last readable state stays.
         """
         metadata = raw["metadata"]
         uid, at = metadata["uid"], version(metadata)
@@ -130,7 +130,7 @@ class Store(Generic[T]):
         held_up = self._unreadable.pop(place, None)
         known = old.value if old is not None and old.uid == uid else None
         self._set(place, old, Entry(key, uid, at, self._merge(known, seen, self._observed(key)), is_whole))
-        if held_up is not None:  # its job was put off, and has to go on even if the object itself has not changed
+        if held_up is not None:  # its job was put off, and must continue even if the object has not changed
             self._changed(held_up.key, None, None)
 
     def put_again(self, raw: Raw) -> None:
@@ -181,7 +181,7 @@ class Store(Generic[T]):
                 self.remove(*place, one.uid)
 
     def begin_anew(self, namespace: str) -> None:
-        """As for a Sink. Deleted objects may exist again with the same UIDs."""
+        """Accept any version from now on, as in `Sink`. Deleted objects may exist again with the same UIDs."""
         self._tombstones.clear()
         for place, entry in self._entries.items():
             if not namespace or place[0] == namespace:
@@ -221,9 +221,9 @@ class Store(Generic[T]):
 
 
 class Jobs(Store[Raw]):
-    """The DDPJobs, raw except for what `cut` removes. Each is kept whole only if there is room (job/storage.py); if
-    there is none for its remainder either, the store behaves as if the job did not exist, until its next change or
-    list.
+    """The DDPJobs, raw except for what `cut` removes. A job is kept whole if there is room (job/storage.py), and only
+    in part otherwise. If there is no room for the part either, the store behaves as if the job did not exist, until its
+    next change or list.
 
     `changed(key)` is called when a job is new, changed or gone, and when there is room for one that waited. `seen(old,
     new)` is also called for the answer to our own write.
@@ -349,8 +349,8 @@ class Jobs(Store[Raw]):
         return True
 
     def put_quietly(self, raw: Raw) -> None:
-        """Store the answer to our own status write or read without a call of `changed`: the caller goes on with it. A
-        status write cannot hide an edit: the API server refuses it if the job has changed.
+        """Store the answer to our own status write or read without a call of `changed`, because the caller continues
+        with it. A status write cannot hide an edit: the API server refuses it if the job has changed.
         """
         self._is_quiet = True
         try:
@@ -378,7 +378,7 @@ def _place_of(raw: Raw) -> ObjectKey:
 
 
 def version(metadata: Raw) -> int:
-    """Return the resourceVersion as a number, comparable within one kind; 0, which always counts as new, if it is none.
+    """Return the resourceVersion as a number, comparable within one kind. If it is no number: 0, which counts as new.
 
     Kubernetes guarantees the order from 1.35 on (KEP-5504). Older API servers pass on etcd's revision, a number too.
     """

@@ -11,8 +11,8 @@ from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.observed.groups import ObservedGroup
 
 # Pods of one job change in bursts, and each reconcile may write the status: 8 pods would cause 16 writes
-# (bench/operator_api.py). So a start or success waits for those of the other pods; failures and deletions do not. The
-# wait is longer once the last trainer has ended, because the phases of the pods change after that.
+# (bench/operator_api.py). So the reconcile for a pod that starts or succeeds waits for the other pods; failures and
+# deletions do not wait. The wait is longer once the last trainer has ended, because the pods' phases change after that.
 ALL_RUN_SECONDS = 0.02
 ALL_ENDED_SECONDS = 0.1
 SOME_CHANGED_SECONDS = 3.0
@@ -34,8 +34,8 @@ def pod_changed(old: Pod | None, new: Pod | None, pods: Iterable[Pod], nodes: in
 
 
 def is_good_news(new: Pod, in_seconds: float) -> bool:
-    """True if the reconcile would only write that pods exist or are running, which nobody waits for. The queue waits
-    for a job's end, and the user for a pod that cannot be scheduled.
+    """True if the reconcile would only write that pods exist or are running, which is not urgent. The end of a job is
+    urgent for its queue, and a pod that cannot be scheduled is urgent for the user.
     """
     return in_seconds > 0 and not new.ended and not new.unschedulable
 
@@ -76,7 +76,7 @@ def _all_changed(new: Pod, pods: Iterable[Pod], nodes: int) -> bool:
     for pod in pods:
         if pod.attempt != new.attempt:
             continue
-        if pod.trainer.state == "waiting":  # it is the newest of its place: only ended pods are replaced
+        if pod.trainer.state == "waiting":  # this pod is the newest of its place, because only ended pods are replaced
             return False
         known = newest.get(pod.place)
         if known is None or known.replacement <= pod.replacement:

@@ -1,1 +1,1 @@
-"""The work on a job: it is queued, looked up, planned, and the plan is carried out and told."""
+"""Work on a job: queue it, read what no watch shows, plan, carry out the plan, log it and send Events."""

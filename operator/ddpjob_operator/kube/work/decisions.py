@@ -16,7 +16,7 @@ from ddpjob_operator.pods import naming
 
 MESSAGE_MAX = 500
 PODS_MAX = 8
-# States between two others that have lines: the pods are created, or a restart has begun.
+# Reasons without a line, because the states before and after them have one. The second set counts in Restarting only.
 _PASSING = frozenset({reasons.STARTING_TRAINERS.name})
 _AFTER_RESTART = frozenset({reasons.CREATING_PODS.name, reasons.WAITING_FOR_OLD_PODS.name})
 
@@ -29,7 +29,7 @@ class Line(NamedTuple):
     """namespace/name."""
     attempt: int
     pod: str = ""
-    """The pod that failed, or the only one that is created or stopped; "" if it is about all."""
+    """The pod that failed, or the only one that is created or stopped; "" if the line is about no single pod."""
 
     def fields(self) -> dict[str, object]:
         """Fields for JSON logs; always the same keys."""
@@ -37,7 +37,7 @@ class Line(NamedTuple):
 
 
 def of_pod(job: api.Metadata, attempt: int, pod: str) -> Line:
-    """Return a line about one pod, without text."""
+    """Return a line without text, for the fields of a log record about one pod."""
     return Line("", _where(job), attempt, pod)
 
 

@@ -18,16 +18,17 @@ from ddpjob_operator.metrics.meter import Meter
 from ddpjob_operator.plan.actions import Event
 
 QUEUE_MAX = 1_000
-# Per job: one that restarts all the time must leave room for others.
+# Per job, because a job that restarts all the time must leave room for others.
 QUEUE_OF_JOB_MAX = 50
 REPEAT_SECONDS = 300.0
 REMEMBERED_MAX = 5_000
 MESSAGE_MAX = 1_024  # the API server refuses longer messages
-# Shorter states get no Event.
+# PASSING states that are over sooner get no Event.
 PASSING_SECONDS = 3.0
-# Events other than warnings wait at most so much longer while creates of pods are waiting in their namespace.
+# While creates of pods wait in a namespace, its Events wait too, unless they are warnings: at most LATER_SECONDS
+# longer, with a check every AGAIN_SECONDS.
 LATER_SECONDS, AGAIN_SECONDS = 10.0, 1.0
-# The same for a state that usually ends with the creates.
+# The same for PASSING states, which usually end when the pods are created.
 PASSING_LATER_SECONDS = 60.0
 PASSING = frozenset({reasons.CREATING_PODS.name, reasons.STARTING_TRAINERS.name})
 
@@ -95,8 +96,8 @@ class Events:
             self._remove(waiting)
 
     def _is_wanted(self, job: api.Metadata, event: Event) -> bool:
-        """Filter by level. A job that has had an Event also gets routine ones; otherwise its last would say that it
-        starts.
+        """True if the level allows the event. A job that has had an Event also gets routine ones. Otherwise its last
+        Event would report that the job is starting.
         """
         if self._level == "Warning":
             return event.type == "Warning"
@@ -107,7 +108,7 @@ class Events:
         await self.queue.run(self._send_next)
 
     def _has_room(self, job: api.Metadata) -> bool:
-        """Make room, if full, by dropping an event of the fullest namespace, unless that is the job's own."""
+        """True if there is room. A full queue drops an event of the fullest namespace, unless that is the job's own."""
         if len(self._waiting.get(job.uid, ())) >= QUEUE_OF_JOB_MAX:
             return False
         if self._count < QUEUE_MAX:
@@ -130,7 +131,7 @@ class Events:
             del self._waiting[uid]
 
     async def _send_next(self, key: Key) -> float | None:
-        """Send the first due event of a job. Return the seconds until its next."""
+        """Send the first due event of a job. Return the seconds until its next event."""
         _, uid = key
         ready = next((w for w in self._waiting.get(uid, ()) if w.due <= self._clock()), None)
         if ready is not None and self._makes_way(ready):
@@ -168,7 +169,7 @@ class Events:
             if error.status != 404:
                 self._log(f"an event was not sent: {error}")
         except Exception:
-            self._runtime.log.exception("an event was not sent")  # the end of this task would end the operator
+            self._runtime.log.exception("an event was not sent")  # raising would end this task, and so the operator
 
 
 def body(job: api.Metadata, event: Event, at: dt.datetime, instance: str, suffix: str) -> Raw:

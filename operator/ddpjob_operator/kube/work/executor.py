@@ -1,13 +1,12 @@
 """Carries out a plan: the status and its Events first, then deletes, then creates, then groups, then the job itself.
 
-In: a Plan of the Reconciler. Out: requests to the API server, and the answer of each in our copy. A create that the
-server refuses is stored in the JobState, and the next plan reports it to the user.
+In: a Plan of the Reconciler. Out: requests to the API server; each answer goes into our copy of the cluster. A create
+that the server refuses is stored in the JobState, and the next plan reports it to the user.
 
-The status is written with the resourceVersion that was planned for. The write fails if the job has changed, and a crash
-after it loses no decision: the next operator plans from the recorded status.
+The status is written with the resourceVersion for which it was planned, so the write fails if the job has changed. A
+crash after the write loses no decision, because the next operator plans from the recorded status.
 
-Worse than one pass over all actions: a large job takes many reconciles (slow start), because no reconcile starts a
-request after RECONCILE_SECONDS.
+A large job takes many reconciles (slow start), because no reconcile starts a request after RECONCILE_SECONDS.
 """
 
 from __future__ import annotations
@@ -61,8 +60,8 @@ RECONCILE_SECONDS = 5.0
 GONE_MAX = 8
 # Requests of one job at a time: eight nodes start in one round trip, and half of the namespace's places stay free.
 OF_JOB_MAX = 8
-# Pods that the second reconcile of a new job creates; each further one creates twice as many. With 2, most jobs of a
-# storm would have some of their pods and few would have all (docs/dev/decisions.md, slow start).
+# Pods that the second reconcile of a new job creates; each further one creates twice as many. With 2, if many jobs
+# start at once, most would have some of their pods and few would have all (docs/dev/decisions.md, slow start).
 SECOND_BATCH = 8
 
 
@@ -96,7 +95,7 @@ class Executor:
         before = job
         if todo.status is not None:
             await self._replace_status(job.metadata, msgspec.to_builtins(todo.status))
-            # Pods get the remaining restart budgets from the status, and this one may count another restart in place.
+            # Pods get the remaining restart budgets from the status, and the new one may count more restarts in place.
             job = msgspec.structs.replace(job, status=todo.status)
         self._report(before, todo, state)
         # Events report what the status records. They come before the other requests, which may fail.
@@ -130,7 +129,7 @@ class Executor:
     async def take_back(self, job: api.DDPJob, names: Set[str], state: JobState) -> bool:
         """Read pods by name that no list shows, and restore the job's label on those that exist.
 
-        Return False if the time of the reconcile ended before all were read. `state.confirmed_gone` gets the others.
+        Return False if the time of the reconcile ended too early. `state.confirmed_gone` gets pods that do not exist.
         """
         back, gone = set[str](), set[str]()
 
@@ -224,13 +223,13 @@ class Executor:
         return None
 
     async def _delete_options(self, job: api.DDPJob, action: DeletePod) -> Raw:
-        """Return the DeleteOptions. Raise ConflictError if the container could go on next to its successor."""
+        """Return the DeleteOptions. Raise ConflictError if the container could keep running next to its successor."""
         namespace = job.metadata.namespace
         # The uid, because a new pod may have the same name by now.
         preconditions = {"uid": action.uid}
         if action.grace_seconds == 0:
-            # Also the version from before the node is read. The server may carry out the delete much later; if the
-            # kubelet is back by then, it has updated the pod, and the delete fails.
+            # Require the version that was known before the node is read. If the kubelet comes back before the server
+            # carries out the delete, it updates the pod, and the delete fails.
             known = self.caches.pods.entry(namespace, action.name)
             preconditions |= {"resourceVersion": str(known.version)} if known is not None and known.version else {}
             if await self.lookup.may_run_on_ready_node(namespace, action.name):
@@ -241,7 +240,7 @@ class Executor:
         return options
 
     def _not_deleted(self, job: api.DDPJob, action: DeletePod, state: JobState, why: str) -> None:
-        """Log that a pod which the job no longer needs stays. The job goes on."""
+        """Log that a pod which the job no longer needs was not deleted. The job continues."""
         state.undeletable[action.uid] = self.runtime.now() + dt.timedelta(seconds=UNDELETABLE_SECONDS)
         about = decisions.of_pod(job.metadata, job.status.attempt, action.name)
         text = "%s: the pod %s, which the job no longer needs, is not deleted: %s"
@@ -275,7 +274,7 @@ class Executor:
                 gang.store.remove(namespace, action.name, action.uid)
             elif is_refusal(error):
                 state.refuse(gang.adapter.resource, action.name, error.message, self.runtime.now())
-            elif error.status != 409:  # 409: it has changed; the next round reads it again
+            elif error.status != 409:  # 409: the group has changed; the next round reads it again
                 raise
             return
         if (gang.adapter.resource, action.name) in state.refusals:
@@ -307,7 +306,7 @@ class Executor:
         """Create the Service, the group, and pods by slow start. Return False if there are more pods to create.
 
         After a refused pod the others are not tried, because the server would usually refuse them, too; that counts as
-        complete. A new job gets 1, 8, 16, 32 … pods, each batch in a reconcile of its own, so that a large job does not
+        complete. A new job gets 1, 8, 16, 32 … pods. Each batch has a separate reconcile, so that a large job does not
         delay the others. Kubernetes does the same (slowStartBatch, pkg/controller/job/job_controller.go). A restart
         gets all of its pods at once: its ranks wait for the last one, and the server has accepted such pods before.
         """
@@ -358,7 +357,7 @@ class Executor:
         left = collections.deque(calls)
 
         async def work() -> None:
-            # The time is not checked again after the wait for a place. Otherwise the line would never get shorter.
+            # The time is not checked again after the wait for a place. Otherwise waiting calls would never be made.
             while left and self.runtime.clock() < ends and not given_up():
                 call = left.popleft()
                 async with place():
@@ -368,7 +367,7 @@ class Executor:
                 self.progressed(key)
 
         workers = (work() for _ in range(min(len(calls), OF_JOB_MAX)))
-        # Wait for all workers before raising, so that none goes on sending after the reconcile has failed.
+        # Wait for all workers before raising, so that no worker sends requests after the reconcile has failed.
         for error in await asyncio.gather(*workers, return_exceptions=True):
             if error is not None:
                 raise error
@@ -395,7 +394,7 @@ class Executor:
         return await self._create(gang.adapter.resource, body, job, state)
 
     async def _read_flavors(self, job: api.DDPJob, first: CreatePod, state: JobState) -> bool:
-        """Read where a queue wants the pods to run. Return False if it cannot be read."""
+        """Read the queue's resource flavors, which name the nodes for the pods. Return False if one cannot be read."""
         gang = self.caches.gangs.get(job.status.gang.kind) if job.status.gang is not None else None
         group = gang.of(job) if gang is not None else None
         if gang is None or not gang.adapter.admits_first or group is None:
@@ -435,7 +434,7 @@ class Executor:
 
 
 def is_refusal(error: ApiError) -> bool:
-    """True if the server refuses the create, and the user has to change something or wait: quota, PodSecurity and
+    """True if the server refuses the create until the user changes something, or waits. Quota, PodSecurity and
     admission answer 403, a bad field 400 or 422, a webhook that is down 500.
     """
     return error.status in (400, 403, 404, 405, 413, 422) or (error.status == 500 and "webhook" in error.message)

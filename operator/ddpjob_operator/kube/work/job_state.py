@@ -19,7 +19,7 @@ from ddpjob_operator.observed.reports import Report
 from ddpjob_operator.observed.stall import StepTracker
 
 REFUSED_SECONDS = (1, 2, 4, 8, 15, 30, 60, 120, 300)
-# More than any job has ranks; each entry needs some hundred bytes.
+# More reports than any job has ranks. Each needs some hundred bytes.
 REPORTERS_MAX = 100_000
 CONFLICT_SECONDS = (2, 5, 10, 20, 30)
 UNDELETABLE_SECONDS = 60
@@ -62,12 +62,12 @@ class JobState:
     agent: Report | None = None
     """Last report of node 0's agent."""
     reports: dict[int, Report] = field(default_factory=dict)
-    """By rank. Of equal reports the first is kept: its time shows since when nothing changed."""
+    """Last report by rank. Of equal reports the first is kept, because its time shows since when nothing changed."""
     trackers: dict[int, StepTracker] = field(default_factory=dict)
     last_report_at: dt.datetime | None = None
     """Time of the last report of any rank; None before the first report and after a final one."""
     deleted_pods: dict[str, Pod] = field(default_factory=dict)
-    """Their last state: a pod may start and end between two reconciles."""
+    """Last state by name, because a pod may start and end between two reconciles."""
     first_seen: dict[tuple[str, str], dt.datetime] = field(default_factory=dict)
     """When a pod (by uid) was first seen silent, stopping, done, or bound at a future time."""
     undeletable: dict[str, dt.datetime] = field(default_factory=dict)
@@ -78,14 +78,14 @@ class JobState:
     """The queue's resource flavors for the pods that are created now."""
     restart: Restart | None = None
     listed_for: tuple[int, int] = (1, 0)
-    """Newest attempt and replacement before whose first pod the pods were listed."""
+    """Newest (attempt, replacement) for which the pods were listed before its first pod was created."""
     is_read: bool = False
     """True if this operator has written the status, or read it from the API server."""
     written_at: float = float("-inf")
     """When (monotonic clock) the status was last written."""
     put_off: PutOff | None = None
     listed_to_free: set[tuple[str, int]] = field(default_factory=set)
-    """Groups (uid, recorded attempt) before whose release the pods were listed."""
+    """Groups (uid, recorded attempt) for which the pods were listed before the group gave up its place."""
 
     def adjust_clock(self, now: dt.datetime) -> None:
         """Move all times if our wall clock was set back; otherwise waits would get longer."""
@@ -99,8 +99,8 @@ class JobState:
             conflict.check_at += by
 
     def make_room(self, report: Report, nproc: int | None) -> None:
-        """Drop reports so that there are no more than ranks. nproc: ranks per pod if ranks do not follow nodes; each
-        pod then keeps its last `nproc` reports.
+        """Drop reports so that, with this one, there are not more reports than ranks. nproc: ranks per pod if rank
+        numbers do not follow node numbers; each pod then keeps its last `nproc` reports.
         """
         if report.rank in self.reports:
             return
@@ -116,16 +116,16 @@ class JobState:
         self.trackers.pop(rank, None)
 
     def by_own_clock(self, pods: Sequence[Pod], now: dt.datetime) -> list[Pod]:
-        """Replace the times that reveal lost nodes by our own: the API server's clock may be minutes off, and healthy
-        nodes would be given up at once.
+        """Replace the times that decide whether a node is lost by times of our own clock. The API server's clock may be
+        minutes off, and healthy nodes would then count as lost at once.
         """
         seen = {(p.uid, "silent") for p in pods if p.silent_since}
         seen |= {(p.uid, "stopping") for p in pods if p.deletion_deadline}
         seen |= {(p.uid, "done") for p in pods if p.done_beside_sidecars}
-        # Keep the time after our clock has passed it; otherwise the patience for a lost node would start again.
+        # Keep the time after our clock has passed it. Otherwise the wait for a lost node would start again.
         ahead = {(p.uid, "bound") for p in pods if p.scheduled_at and p.scheduled_at > now}
         seen |= ahead | {(p.uid, "bound") for p in pods if (p.uid, "bound") in self.first_seen}
-        # The kubelet is back and did not know before that the pod shall stop: its grace starts now.
+        # The kubelet is back and learns only now that the pod must stop, so the grace period starts now.
         back = {(uid, "stopping") for uid, what in self.first_seen.keys() - seen if what == "silent"}
         self.first_seen = {key: now if key in back else self.first_seen.get(key, now) for key in seen}
         return [self._by_own_clock(p) for p in pods]
@@ -147,7 +147,7 @@ class JobState:
         )
 
     def refuse(self, kind: str, name: str, message: str, now: dt.datetime) -> None:
-        """Note that a create was refused. All refusals of one reconcile are retried at the same time."""
+        """Record that a create was refused. All refusals of one reconcile are retried at the same time."""
         retry_at = max((r.retry_at for r in self.refusals.values()), default=now)
         if retry_at <= now:
             self.refused_in_a_row += 1
@@ -156,7 +156,7 @@ class JobState:
         self.refusals[kind, name] = Refusal(kind, name, message, retry_at)
 
     def created(self, kind: str, name: str) -> None:
-        """Note a create: the next refusal waits for the shortest time again."""
+        """Record a create that succeeded. The next refusal waits for the shortest time again."""
         self.refusals.pop((kind, name), None)
         self.refused_in_a_row = 0
 
@@ -201,7 +201,7 @@ class JobStates:
             state.deleted_pods[pod.name] = pod
 
     def spec(self, key: Key) -> api.Spec | None:
-        """Return the spec, parsed once per generation: reports come far more often than changes, on followers too.
+        """Return the spec. It is parsed once per generation, because reports come far more often than changes.
 
         None if it was never readable, was too large to keep (job/storage.py), or there is no job. A spec that has
         become unreadable stays as last parsed.

@@ -60,7 +60,7 @@ class Lookup:
     async def read_job(self, key: Key, *, quietly: bool = False) -> None:
         """Read and store a whole job, or remove it from our copy.
 
-        quietly: do not enqueue the job, because the caller goes on with the answer.
+        quietly: do not enqueue the job, because the caller continues with the answer.
         """
         jobs, known = self.caches.jobs, self.caches.jobs.entry(*key)
         raw = await self._got(f"{collection(api.PLURAL, key[0])}/{key[1]}", key[1])
@@ -107,7 +107,7 @@ class Lookup:
     async def take_back(self, job: api.Metadata, name: str) -> bool:
         """Read a pod that no list shows. If it is the job's, restore its label and return True.
 
-        Somebody removed the label, for example to debug the pod. Its processes go on training, and the next attempt
+        Somebody removed the label, for example to debug the pod. Its processes keep training, and the next attempt
         would write into the same checkpoint.
         """
         raw = await self._find("Pod", job.namespace, name)

@@ -36,8 +36,8 @@ from ddpjob_operator.metrics.meter import Meter, QueueWaits
 
 K = TypeVar("K", bound=Hashable)
 BACK_OFF_SECONDS_FIRST, BACK_OFF_SECONDS_MAX = 0.5, 60.0
-# Reconciles of a namespace at a time: twice the creates in flight (api/in_flight.py), because others write a status
-# meanwhile. With more, an event would wait behind too many.
+# Reconciles of a namespace at a time: twice the creates in flight (api/in_flight.py), because some reconciles only
+# write a status. With more, an event would wait behind too many.
 OF_NAMESPACE_MAX = 32
 # A reconcile that takes longer is waiting for a request, and gives its place back.
 QUICK_SECONDS = 0.1
@@ -68,7 +68,7 @@ class _Due(Generic[K]):
 
     def __init__(self) -> None:
         self.kinds: dict[int, list[_Request[K]]] = {}
-        """One heap per kind, the kind served last at the end. FURTHER_PODS and NEWS have their negative number."""
+        """One heap per kind, the kind served last at the end. The kind of FURTHER_PODS and NEWS is -priority."""
         self._turns = 0
 
     def push(self, kind: int, request: _Request[K]) -> None:
@@ -162,7 +162,7 @@ class Schedule(Generic[K]):
         return None
 
     def progressed(self, key: K, now: float) -> None:
-        """Note that the reconcile got an answer: it is not stuck, however long it takes."""
+        """Record that the reconcile got an answer, so it is not stuck, however long it takes."""
         if key in self._busy:
             self._busy[key] = now
 
@@ -209,7 +209,7 @@ class Schedule(Generic[K]):
         return sum(now - since for since in self._busy.values())
 
     def due(self, now: float) -> tuple[int, float]:
-        """Return the number of due keys, and since how many seconds the oldest has been due."""
+        """Return the number of due keys, and the seconds that the oldest has been due."""
         times = {key: at for requests in self._requests.values() for key, at in requests.items() if at <= now}
         return len(times), max((now - at for at in times.values()), default=0.0)
 
@@ -250,7 +250,7 @@ def back_off(times: int) -> float:
 
 
 class RetryError(Exception):
-    """Asks for another reconcile after a back-off. The message is logged if it is not the key's last one."""
+    """Requests another reconcile after a back-off. The message is logged if it differs from the key's last one."""
 
     def __init__(self, message: str, at_least_seconds: float = 0.0) -> None:
         super().__init__(message)
@@ -296,7 +296,7 @@ class Queue(Generic[K]):
         return self.schedule.stuck_seconds(self._clock())
 
     def measured(self) -> QueueWaits:
-        """Return the present state."""
+        """Return the current state."""
         now = self._clock()
         depth, oldest = self.schedule.due(now)
         stuck, unfinished = self.schedule.stuck_seconds(now), self.schedule.unfinished_seconds(now)

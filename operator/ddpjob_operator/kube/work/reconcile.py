@@ -1,12 +1,12 @@
 """Reconciles one job: observe, plan, execute, and repeat until there is nothing to do.
 
-In: a key from the queue, our copy of the cluster (`Caches`), and what only the operator remembers of the job
-(`JobState`). Out: requests of the Executor, and the seconds until the next reconcile. All decisions are in plan/, which
-is pure; this module only decides whether our copy is good enough to act on. The queue never runs two reconciles of a
-job at once, so a JobState needs no lock.
+In: a key from the queue, our copy of the cluster (`Caches`), and the operator's own memory of the job (`JobState`).
+Out: requests of the Executor, and the seconds until the next reconcile. All decisions are in plan/, which is pure. This
+module only decides whether our copy is recent enough to act on. The queue never runs two reconciles of a job at once,
+so a JobState needs no lock.
 
-Our copy may be behind: after a change of leader, or while a watch hangs. So before a step that cannot be undone (fail a
-job for a missing pod, start an attempt, free a group's place) the API server is read and the job is planned again. This
+Our copy may be behind: after a change of leader, or while a watch hangs. So we read the API server and plan the job
+again before a step that cannot be undone: fail a job for a missing pod, start an attempt, free a group's place. This
 costs one list or read per attempt, and more code than a controller that trusts its informers.
 
 A job that was cut to save memory (job/storage.py) is read for each reconcile and cut again at its end.
@@ -80,10 +80,10 @@ class Reconciler:
     observed: Callable[[Key], None] = lambda _key: None
     """Called before the state of a job is read: this reconcile covers the requests made until then."""
     reads: InFlight = field(default_factory=lambda: InFlight(total=16, of_namespace=4, quick_seconds=600.0))
-    """Limits how many cut jobs are in memory whole at a time, each of up to 4 MiB."""
+    """Limits how many cut jobs are held whole in memory at the same time, each of up to 4 MiB."""
 
     async def reconcile(self, key: Key) -> Requeue:
-        """Return when the job is reconciled again. Raise RetryError."""
+        """Reconcile the job. Return the seconds until the next reconcile. Raise RetryError."""
         try:
             return await self._reconcile(key)
         except ApiError as error:
@@ -112,14 +112,14 @@ class Reconciler:
                 return await self._rounds(key) if (wait := self.ready_in(key)) == 0.0 else wait
 
     def _rests_until(self, key: Key, raw: Mapping[str, Any]) -> dt.datetime | None:
-        """Return until when a cut job needs nothing; None if it must be read from the API server."""
+        """Return the time until which a cut job needs no reconcile; None if it must be read from the API server."""
         has_objects = self._has_objects(key)
         until = storage.rests_until(raw, self.runtime.now(), has_objects=has_objects)
         if until is not None:
             self.caches.jobs.begun.waits_no_more(key)
             self.states.forget([key])
         elif not has_objects and storage.waits_for_room(raw) and self.caches.jobs.begun.ask(key, storage.size(raw)):
-            return bounds.TIME_LAST  # until it has a place
+            return bounds.TIME_LAST  # until there is room for it
         return until
 
     def _has_objects(self, key: Key) -> bool:
@@ -159,7 +159,7 @@ class Reconciler:
         return await self._execute(job, todo, state, ends)
 
     async def _plan(self, job: api.DDPJob, seen: Observed, problems: list[validation.Problem]) -> Plan:
-        """Plan, in a thread if the job is large: it takes up to a second, which could cost us the Lease."""
+        """Plan the job; in a thread if it is large, because a blocked event loop could lose the Lease."""
         now = self.runtime.now()
         if max(job.spec.nodes, len(seen.pods)) <= PLANNED_AT_ONCE:
             return plan(job, seen, now, problems=problems, settings=self.settings)
@@ -176,8 +176,8 @@ class Reconciler:
             state.is_read, state.written_at = True, self.runtime.clock()
         only_creates = all(isinstance(action, (CreateService, CreateGroup, CreatePod)) for action in todo.actions)
         if is_complete and todo.actions and only_creates and not state.refusals and not state.conflicts:
-            # No other round: the status describes the new pods, and their events enqueue the job. Checked before the
-            # time: otherwise each job of a storm would write one more status, in which the newest pods do not run yet.
+            # No other round: the status describes the new pods, and their events enqueue the job. Check this before the
+            # time. Otherwise, if many jobs start at once, each would write another status while its pods are starting.
             return min(CREATED_SECONDS, self._requeue_in(todo, state) or CREATED_SECONDS)
         if not is_complete or self.runtime.clock() > ends:
             return 0.0  # to the back of the queue, behind the other jobs that are due
@@ -237,7 +237,7 @@ class Reconciler:
         return pause
 
     async def _report_unreadable(self, raw: Mapping[str, Any], why: str) -> str:
-        """Write a condition that says why the job cannot be read. Return why the server refused it, "" if written."""
+        """Write a condition with the reason why the job cannot be read. Return why the server refused it, else ""."""
         status = unreadable.with_condition(raw, why, self.runtime.now())
         if status is None and unreadable.is_reported(raw):
             return ""
@@ -258,7 +258,7 @@ class Reconciler:
             if s not in own
         )
         pods = state.by_own_clock(self.caches.pods.of(key), self.runtime.now())
-        # A pod whose node is gone counts as lost, but the watch of nodes may lag.
+        # A pod whose node is gone counts as lost. Read the node first, because the watch of nodes may lag.
         for name in self.caches.nodes.unknown({pod.node for pod in pods if pod.live and pod.node}):
             await self.lookup.read_node(name)
         return Observed(
@@ -288,7 +288,7 @@ class Reconciler:
         return ""
 
     def _neighbours(self, key: Key, pods: Sequence[Pod]) -> dict[str, int]:
-        """If a pod of the job cannot be scheduled: the nodes that other jobs of the namespace use, by job."""
+        """Return how many nodes each other job of the namespace uses; {} unless a pod of this job is unschedulable."""
         if not any(pod.unschedulable and not pod.node for pod in pods):
             return {}
         others = (other for other in self.caches.pods.jobs() if other[0] == key[0] and other != key and other[1])
@@ -344,7 +344,7 @@ class Reconciler:
         return True
 
     def _wait_for_turn(self, job: api.DDPJob, todo: Plan, state: JobState) -> float:
-        """Return the seconds that a write of progress alone waits for those of other jobs."""
+        """Return the seconds until progress alone may be written, because the writes of all jobs share a rate limit."""
         only_progress = job.status.progress is not None and _is_only_progress(job.status, todo)
         if only_progress and (wait := self.reports.wait_for_write(state)) > 0:
             return wait
@@ -359,7 +359,7 @@ class Reconciler:
 
 
 def _frees(action: Action) -> TypeGuard[DeleteGroup | TellGroup]:
-    """True if the action lets other jobs take the place of this job's pods."""
+    """True if the action lets other jobs use the resources of this job's pods."""
     return isinstance(action, DeleteGroup) or (
         isinstance(action, TellGroup) and action.what not in ("ready", "unready")
     )

@@ -1,4 +1,4 @@
-"""Take reports of ranks and agents, and detect that reports do not reach this operator."""
+"""Takes reports of ranks and agents, and detects if reports do not reach this operator."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ddpjob_operator.plan import agent_restarts
 
 SILENCE_CHECK_SECONDS = 10.0
 FIRST_REPORT_SECONDS = 0.1
-# While its write of progress waits, a job is planned this often for the rest of its reports. Otherwise thousands of
+# A job whose write of progress waits is planned this often for other changes in its reports. Otherwise thousands of
 # jobs would be planned every ten seconds in vain.
 WAITING_SECONDS_MAX = 60.0
-# All jobs together. Otherwise step numbers of thousands of jobs would take all of the API server's time.
+# Limit for all jobs together. Otherwise step numbers of thousands of jobs would take all of the API server's time.
 PROGRESS_WRITES_PER_SECOND = 10
 
 
@@ -47,7 +47,7 @@ class Reports:
         raw, spec = self._jobs.get(key), self._states.spec(key)
         if raw is None or spec is None:
             return None
-        # Also before the first reconcile: a confirmed report is not sent again.
+        # Keep the report even before the job's first reconcile, because a confirmed report is not sent again.
         state = self._states.of(key, raw["metadata"]["uid"])
         if report.agent is not None:
             known, state.agent = state.agent, agent_restarts.latest(state.agent, report)
@@ -81,8 +81,8 @@ class Reports:
         return max(self._progress_write_seconds, min(turn, WAITING_SECONDS_MAX))
 
     def wait_for_write(self, state: JobState) -> float:
-        """Return the seconds until the progress of a job may be written, in order of request. A job that does not come
-        back leaves its slot unused.
+        """Return the seconds until the progress of a job may be written. Jobs get slots in the order of their calls; a
+        job that does not call again leaves its slot unused.
         """
         now = self._runtime.clock()
         if state.progress_at is None:
@@ -91,7 +91,7 @@ class Reports:
         return max(0.0, state.progress_at - now)
 
     def _track(self, state: JobState, report: Report) -> bool:
-        """Update the rank's step tracker. True if its time until it counts as stalled starts again."""
+        """Update the rank's step tracker. Return True if the rank advanced, so that its stall timeout starts again."""
         now = report.received_at or self._runtime.now()
         before = state.trackers.get(report.rank)
         tracker = stall.update(before, report, now, self._receiving_since)
@@ -108,12 +108,12 @@ class Reports:
             try:
                 self.check_silence()
             except Exception:
-                # The end of this task would end the operator.
+                # Do not raise: the end of this task would end the operator.
                 self._runtime.log.exception("whether reports reach this operator was not checked")
 
     def check_silence(self) -> None:
-        """Detect that most jobs went silent together: then the path to this operator is broken, not the jobs. Jobs that
-        still report get their full time again before they count as stalled.
+        """Detect that most jobs went silent together: the path to this operator is then broken, not the jobs. Jobs that
+        report again get their full time before they count as stalled.
         """
         heard = []
         for key, state in self._states:
@@ -122,7 +122,7 @@ class Reports:
                 heard.append(state.last_report_at)
         silence = stall.silence(heard, self._runtime.now())
         if silence is not None:
-            self._receiving_since = self._runtime.now() + dt.timedelta(seconds=1)  # reports have whole seconds
+            self._receiving_since = self._runtime.now() + dt.timedelta(seconds=1)  # times of reports are whole seconds
         if silence is not None and self._silence is None:
             self._runtime.log.warning("%s", silence.sentence())
         elif silence is None and self._silence is not None:
