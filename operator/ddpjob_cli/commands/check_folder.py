@@ -39,7 +39,7 @@ class Targets:
 
 
 def targets(paths: Sequence[str], job: str | None, load: Load) -> Targets:
-    """Return the scripts and jobs in files and folders. Raise InputError. job: name of the job in a file with several."""
+    """Return the scripts and jobs in files and folders. Raise InputError. job: which one of a file with several."""
     left_out: list[str] = []
     files = [name for path in paths for name in (_inside(path, left_out) if os.path.isdir(path) else [path])]
     scripts = [file for file in dict.fromkeys(files) if not is_job(file)]
