@@ -34,7 +34,7 @@ _PARSED_MAX = 2_000_000  # characters that are parsed for this in all cells toge
 
 @dataclass
 class NotebookPart:
-    """One script of a notebook: its lines, and for each line the cell (from 1, code cells only) and line in the cell."""
+    """One script of a notebook. places: for each line the cell (from 1, code cells only) and the line in the cell."""
 
     lines: list[str] = field(default_factory=list)
     places: list[tuple[int, int]] = field(default_factory=list)

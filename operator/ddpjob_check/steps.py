@@ -281,7 +281,7 @@ class LocalValues:
         return sent
 
     def _sources(self) -> set[str]:
-        """Return names of losses (which backward() is called on), of the wrapped model's results, and of clock times."""
+        """Return names of losses (that have backward() called), of the wrapped model's results, and of clock times."""
         losses = {
             dotted(n.func.value)
             for n in self._nodes
