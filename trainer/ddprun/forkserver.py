@@ -432,8 +432,8 @@ def become(order: dict[str, Any], run: dict[str, Any], prepared: Prepared) -> Ca
 
 
 def write_whole_lines() -> None:
-    """Let stdout and stderr write whole lines. Under -u each print makes two writes, so ranks that print at the same
-    time, for example after a collective, would mix their lines: `rank 0rank 1`.
+    """Let stdout and stderr write whole lines. Under -u each print makes two writes. So ranks that print at the same
+    time, as after a collective, would mix their lines: `rank 0rank 1`.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a preloaded module may have replaced it

@@ -1,8 +1,7 @@
 """torchrun's options as ddprun understands them: the same names, abbreviations, PET_ variables and defaults.
 
-An option that ddprun does not have is refused by its name, with the reason, because a user who relies on it would find
-out too late. Those that only concern how torchrun itself works (--monitor-interval, --start-method, --local-addr) are
-accepted and change nothing.
+An option that ddprun does not have is refused with the reason, because a user who relies on it would find out too late.
+Options about how torchrun itself works (--monitor-interval, --start-method, --local-addr) are accepted without effect.
 """
 
 from __future__ import annotations

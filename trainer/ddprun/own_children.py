@@ -1,8 +1,8 @@
 """Ensure that `ddprun` and `ddpjob run` have started all their descendants, because they kill all of them.
 
-An entry point like `tensorboard & exec ddprun train.py` makes tensorboard a child of ddprun, and a container's PID 1
-adopts all orphans, also of `kubectl exec`. Neither environment nor session proves who started a process: both can be
-changed. So a process that has other children, or may get some, forks: the child does the work and has only its own
+An entry point like `tensorboard & exec ddprun train.py` makes tensorboard a child of ddprun. A container's PID 1 also
+adopts all orphans, even those of `kubectl exec`. Neither environment nor session proves who started a process: both can
+be changed. So a process that has other children, or may get some, forks: the child does the work and has only its own
 children; the parent keeps the others and waits.
 """
 

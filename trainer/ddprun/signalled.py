@@ -1,8 +1,8 @@
 """Decide which processes of a rank get a signal at once: those that train. Helpers get it after the rank has ended.
 
-A DataLoader raises an exception in the rank when a worker ends, so a signal to the workers would spoil the save that
-the rank makes on the signal. Processes are classified from outside: by executable, parent, sockets, and what they have
-announced to the agent (`reporting/watchdog.py`).
+A DataLoader raises an exception in the rank when a worker ends. So a signal to the workers would interrupt the save
+that the rank makes on the signal. Processes are classified from outside: by executable, parent, sockets, and what they
+have announced to the agent (`reporting/watchdog.py`).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     node:    <mac> {"node": 3, "nonce": "…"}      and then both:      <mac> {…}
 
 A mac is HMAC-SHA256 over direction, line number and text. Its key is derived from the job's key, both nonces and the
-node, so lines from another job, connection or position, and repeated ones, are refused. The job's key is known to its
+node. So repeated lines, and lines from another job, connection or position, are refused. The job's key is known to its
 pods: DDPJOB_AGENT_KEY, else the run id, which contains the job's uid. It keeps out other machines and agents of other
 jobs, but nobody who may read the job's pods through the API. Nothing is encrypted. An intruder can start and stop
 ranks; no line contains a command or a path.

@@ -136,8 +136,8 @@ def _differ(one: ModuleEnd, other: ModuleEnd) -> bool:
 def _first_pass_apart(one: ModuleEnd, other: ModuleEnd) -> int | None:
     """Return the first backward pass that both recorded with different parameters; None if there is none.
 
-    The last common pass is ignored if one rank made more passes. A rank that makes a pass alone, for example to
-    evaluate averaged weights, records it with the same key as the others record their next pass.
+    The last common pass is ignored if one rank made more passes. A rank may make a pass alone, for example to evaluate
+    averaged weights, and record it with the key of the others' next pass.
     """
     both = one.passes.keys() & other.passes.keys()
     if both and not max(both) == max(one.passes) == max(other.passes):
