@@ -220,8 +220,8 @@ _WINDOWS = ("win32", "nt", "Windows")
 
 
 def is_otherwise(script: Script, node: ast.AST, seen: frozenset[Function] = frozenset()) -> bool:
-    """True if a node is code that a job never runs, by a condition around it or around all calls of its function, or
-    because it handles an exception, such as `except KeyError` if RANK is unset."""
+    """True if a job never runs this node: a condition is around it or around all calls of its function, or it handles
+    an exception, such as `except KeyError` if RANK is unset."""
     if any(_says_otherwise(script, parent, child) for child, parent in script.above(node)):
         return True
     function = script.function(node)

@@ -1,5 +1,5 @@
 """Replace texts of another tool that identify a machine: options and variables of one machine, and the name of rank 0's
-pod, which does not exist here, so that ranks would wait for it in vain."""
+pod. A DDPJob has no pod with this name, so ranks would wait for it in vain."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class Heartbeats:
         return self._asked
 
     def begun_by(self, local_rank: int) -> int:
-        """Return the operations that a rank had begun in the default group when it left; -1 if it has not left."""
+        """Return the number of operations that a rank had begun in the default group when it left; -1 if it has not."""
         cells = self._cells[local_rank]
         return cells[COLLECTIVES] if cells[OVER] == 1 else -1
 

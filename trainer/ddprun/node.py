@@ -523,7 +523,7 @@ class LocalRanks:
                 self.failures[i] = failure._replace(exception=abridged(text, EXCEPTION_MAX))
 
     def _add_termination_message(self) -> None:
-        """Add what a rank wrote about its own failure, also of a rank that was stopped meanwhile.
+        """Add what a rank wrote about its own failure, even if the rank was then stopped.
 
         Messages written after the stop are ignored: they are effects of our signal, such as a dead DataLoader worker or
         an exception in the script's handler.

@@ -1,5 +1,5 @@
 """Clean the output of scripts for a terminal. Colors and carriage returns are kept. Sequences for titles, cursor moves,
-links and the clipboard (OSC 52) are removed, because a line of a log could hide or replace lines above it."""
+links and the clipboard (OSC 52) are removed. Otherwise a line of a log could hide or replace lines above it."""
 
 from __future__ import annotations
 

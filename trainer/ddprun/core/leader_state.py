@@ -184,7 +184,7 @@ class LeaderState:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Restarts charged here, by class, and restarts in a row, which continue the operator's count."""
+        """Restarts charged here, by class, and consecutive restarts, including those that the operator has counted."""
         return self._budget.report
 
     def is_outdated(self, node: int, replacement: int) -> bool:
