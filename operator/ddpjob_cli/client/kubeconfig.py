@@ -34,7 +34,7 @@ Raw = dict[str, Any]
 
 IN_POD = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _FILES = ("certificate-authority", "client-certificate", "client-key", "tokenFile")
-_CONNECTIONS_MAX = 1000  # kept open: each followed log has one
+_CONNECTIONS_MAX = 1000  # kept open, because each followed log has its own connection
 _TO_PLUGINS = ("server", "tls-server-name", "insecure-skip-tls-verify", "proxy-url")
 
 

@@ -69,8 +69,8 @@ def to_yaml(source: Source) -> str:
 
 
 def with_launcher(source: Source, asked: str | None, missing: Callable[[], str]) -> tuple[Source, str]:
-    """Return the source with its launcher, and why ddprun was not chosen; "" if it was, if the user chose, or if none is
-    needed. asked: value of --launcher. missing: returns why ddprun is missing there, or "". Raise InputError."""
+    """Return the source with its launcher, and why ddprun was not chosen; "" if it was, if the user chose, or if there
+    is none. asked: value of --launcher. missing: returns why ddprun is missing there, or "". Raise InputError."""
     made = source.module is not None or (source.text is None and kinds.of(source.file or "") != "job")
     found = _found(source) if made else from_script.FoundScript()
     if not made or found.spawns:

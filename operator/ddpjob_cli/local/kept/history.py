@@ -18,7 +18,7 @@ from ddpjob_operator.plan import agent_restarts
 CHANGES_MAX = 400
 NAMES_MAX = 24
 PROGRESS_SECONDS = 5.0  # between writes if only progress changed, because a long history is up to a megabyte
-SAMPLES, STEP_SECONDS = "samples/s", "s/step"  # names of our series, next to the job's metrics
+SAMPLES, STEP_SECONDS = "samples/s", "s/step"  # names of the series for the pace, in addition to the job's metrics
 
 
 class Facts(msgspec.Struct, rename="camel", frozen=True, kw_only=True):

@@ -73,7 +73,7 @@ def state_home() -> Path:
         return Path(given)
     try:
         return Path.home() / ".local" / "state"
-    except RuntimeError:  # a container's arbitrary user id, without HOME
+    except RuntimeError:  # a container may run with an arbitrary user id and without HOME
         raise InputError("this user has no home folder for the logs of runs; set HOME or XDG_STATE_HOME") from None
 
 
