@@ -1,13 +1,13 @@
-"""`ddpjob check`: reads a training script, without running it, for the classic mistakes of DDP.
+"""`ddpjob check`: find the classic mistakes of DDP in a training script, without running it.
 
-In:   the text of a script or notebook, and what is known of its job (job.py).
+In:   the text of a script or notebook, and facts about its job (job.py).
 Out:  findings, each with its line, what happens, and what to write instead.
 
 A script is parsed once (script.py), and each rule is a function of it and of its job (rule.py has the list). A rule
 that is not sure reports nothing, because a false finding costs more trust than a missed one; an error is certain.
 
 Called by: `ddpjob check`, and by `run`, `submit` and `init` before they start anything.
-Must not know: files, processes, the clock. Commands are read by `ddpjob_operator.job`.
+Must not use: files, processes, the clock. Commands are parsed by `ddpjob_operator.job`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = ["RULES", "CheckedJob", "Finding", "Found", "Rule", "check", "kept", "
 
 _IGNORE = re.compile(r"#\s*ddpjob:\s*ignore\[([\w\s,-]*)\]")
 _NOTHING_KNOWN = CheckedJob()
-LEFT_OUT_MAX = 5  # rules to name
+LEFT_OUT_MAX = 5  # number of rules to name in the finding
 _MODULES = (
     ranks, collectives, wrapping, steps, gradients, data, checkpoints, groups, starting,
     local_rank, alone, schedulers, elastic, hidden,
@@ -54,8 +54,8 @@ RULES = tuple(r for module in _MODULES for r in vars(module).values() if isinsta
 
 
 def check(file: str, text: str, job: CheckedJob = _NOTHING_KNOWN, limited: Limited = unlimited) -> list[Finding]:
-    """Return all findings in a script, in line order. A script that does not parse is itself a finding. limited: runs
-    one part of the work. A finding names the rules that took too long."""
+    """Return all findings in a script, in line order. A script that does not parse is itself a finding. limited: calls
+    a function, with a time limit for it. A finding names the rules that took too long."""
     try:
         script = limited(lambda: Script(text))
         findings = list(_findings(file, script, job if job.script else replace(job, script=(file,)), limited))
@@ -81,7 +81,7 @@ _NEWER = re.compile(r"\s*(?:(?:async\s+)?def|class)\s+\w+\s*\[|\s*type\s+\w+\s*(
 
 
 def _of_syntax(file: str, text: str, error: SyntaxError) -> Finding:
-    """Return an error; a warning if the script's Python may be newer than this one."""
+    """Return the finding for a syntax error. It is a warning if the script may be for a newer Python."""
     number, lines = error.lineno or 1, text.splitlines()
     line = lines[number - 1] if number <= len(lines) else ""
     newer = sys.version_info < (3, 12) and (_NEWER.match(line) or "f-string" in error.msg)

@@ -1,4 +1,4 @@
-"""Scripts that form no group in this job, so that each rank trains alone."""
+"""Rules about scripts that form no group in this job, so that each rank trains alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def group_needs_option(script: Script, job: CheckedJob) -> Iterator[Found]:
     options, seen = ScriptOptions(script, job.words), list[tuple[str, Any]]()
 
     def value(node: ast.expr) -> Any:
-        """Return the value that the options give it; `seen` records the options that were used."""
+        """Return the value that the options give to this node. `seen` records the options used."""
         value = options.value(node)
         if value is not UNKNOWN and not isinstance(node, ast.Constant) and (found := options.declaration(node)):
             seen.append((found.name, value))
@@ -46,7 +46,7 @@ def group_needs_option(script: Script, job: CheckedJob) -> Iterator[Found]:
             f"formed, and each rank trains alone; give the script another {name}",
         )
     option = None if forming else options.declared.get("launcher")
-    # OpenMMLab's scripts form the group in another file.
+    # OpenMMLab's scripts have an option --launcher, and form the group in another file.
     is_theirs = option is not None and any(text_in(n) == "pytorch" for n in ast.walk(option.node))
     if option is not None and is_theirs and options.given(option) in _ALONE:
         yield at(
@@ -84,7 +84,7 @@ def _has_several(job: CheckedJob) -> bool:
 
 
 def _forming(script: Script) -> Iterator[ast.Call]:
-    """Return calls that form the group: torch's, and functions of other files that may: init_dist(…), setup_ddp(…)."""
+    """Yield calls that form the group: torch's, and functions of other files that may, such as init_dist(…)."""
     yield from script.inits
     for call in script.calls:
         name = name_of(call.func)

@@ -46,7 +46,7 @@ def folder_on_every_rank(script: Script, job: CheckedJob) -> Iterator[Found]:
 
 
 def _made(script: Script, call: ast.Call) -> ast.expr | None:
-    """Return the folder that a call creates and that must not exist yet."""
+    """Return the folder that a call creates; None if the folder may exist already."""
     name = script.called(call)
     if name in ("os.makedirs", "os.mkdir"):
         path = script.argument(call, "name" if name == "os.makedirs" else "path", 0)
@@ -60,7 +60,7 @@ def _made(script: Script, call: ast.Call) -> ast.expr | None:
 
 
 def _is_path(script: Script, node: ast.expr) -> bool:
-    """True for Path("a"), Path("a") / "b", and names for these."""
+    """True for Path("a"), Path("a") / "b", and names that have such a value."""
     while isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
         node = node.left
     for origin in script.origins(node):
@@ -82,7 +82,7 @@ def _is_own(script: Script, path: ast.expr) -> bool:
 
 
 def _expects_it(script: Script, call: ast.Call) -> bool:
-    """True if an error is handled, or the ranks take turns: try, suppress(…), FileLock(…)."""
+    """True if the error is handled (try, suppress), or if ranks take turns (FileLock)."""
     for child, parent in script.above(call):
         if isinstance(parent, ast.Try) and parent.handlers and child in parent.body:
             return True
@@ -138,7 +138,7 @@ def save_whole_module(script: Script, job: CheckedJob) -> Iterator[Found]:
 
 
 def is_module(script: Script, value: ast.expr) -> bool:
-    """True if a value is certainly an nn.Module: an instance of a class of torch or of this file, perhaps moved."""
+    """True if a value is certainly an nn.Module: an instance of a class of torch or of this file, also after .to()."""
     todo, seen = [value], set[object]()
     while todo:
         for origin in script.origins(todo.pop()):
@@ -211,14 +211,14 @@ _ASKS = {"ddp", "distributed", "gpus", "hasattr", "isinstance", "module", "multi
 
 
 class _Place(NamedTuple):
-    """The place of a state: a file, and the key in its dict; "": the state is the whole file."""
+    """The place of a state: a file, and the key in the file's dict; "" if the state is the whole file."""
 
     path: ast.expr
     key: str
 
 
 def _states_saved(script: Script, save: ast.Call) -> Iterator[tuple[ast.Call, _Place]]:
-    """Yield the calls of state_dict() whose result is passed to torch.save, directly or in a dict."""
+    """Yield calls of state_dict() whose result this torch.save gets, directly or in a dict, and their places."""
     what, path = script.argument(save, "obj", 0), script.argument(save, "f", 1)
     for origin in script.origins(what) if path is not None else ():
         if isinstance(origin, ast.Call) and is_method(origin, "state_dict") and path:
@@ -231,7 +231,7 @@ def _states_saved(script: Script, save: ast.Call) -> Iterator[tuple[ast.Call, _P
 
 
 def _loaded(script: Script, value: ast.expr | None) -> _Place | None:
-    """Return the place from which torch.load reads a value."""
+    """Return the place that torch.load reads a value from; None if the value is not loaded."""
     for origin in script.origins(value):
         key, inner = "", origin
         if isinstance(origin, ast.Subscript):
@@ -258,7 +258,7 @@ _GOES_ON = {"resume", "resumed", "latest"}
 
 
 def _level(script: Script, model: ast.expr | None, place: ast.AST, depth: int = 0) -> str:
-    """Return what a model is at this line, wrapped or plain; "" if that is uncertain."""
+    """Return "wrapped" (in DDP) or "plain", the level of a model at this line; "" if it is uncertain."""
     if isinstance(model, ast.Attribute) and model.attr == "module":
         return "plain"
     if not isinstance(model, ast.Name | ast.Attribute) or depth > _DEPTH_MAX:
@@ -280,7 +280,7 @@ _PARTS_MAX = 200
 
 
 def _level_after(script: Script, text: str, before: list[ast.Assign], here: list[ast.Assign]) -> str:
-    """Return the level after the last earlier line that sets the name; here: all such lines in this function."""
+    """Return the level after the last assignment. before: earlier assignments. here: all in this function."""
     last = max(before, key=lambda n: n.lineno, default=None)
     if last is None:
         return ""
@@ -295,7 +295,7 @@ def _level_after(script: Script, text: str, before: list[ast.Assign], here: list
 
 
 def _level_given(script: Script, function: Function, name: str, depth: int) -> str:
-    """Return the level that all callers pass for a parameter."""
+    """Return the level of a parameter, if all callers pass the same; else ""."""
     names = [p.arg for p in (*function.args.posonlyargs, *function.args.args)]
     levels = set()
     for caller in script.callers(function):
@@ -309,8 +309,8 @@ def _level_given(script: Script, function: Function, name: str, depth: int) -> s
 def _level_elsewhere(
     script: Script, model: ast.expr, function: Function | None, sets: list[ast.Assign], depth: int
 ) -> str:
-    """Return the level after the one function that sets self.model, or the module: at the call of this function if it
-    calls it, else at its end."""
+    """Return the level of a model that another function, or the module, sets: if that calls this function, the level
+    at the call, else the level at its end."""
     setting = {script.function(n) for n in sets}
     if len(setting) != 1 or function is None:
         return "wrapped" if all(script.called(o) == DDP for o in script.origins(model)) else ""
@@ -350,11 +350,11 @@ def load_without_map_location(script: Script, job: CheckedJob) -> Iterator[Found
 
 
 def _speaks_of_device(test: ast.expr) -> bool:
-    """True for `if args.gpu is None: load(path)`: another branch loads the same with a device."""
+    """True for `if args.gpu is None: load(path)`, because another branch probably loads with a device."""
     return any(word in name_of(n).lower() for n in ast.walk(test) for word in _DEVICE_WORDS)
 
 
 def _is_buffer(script: Script, path: ast.expr) -> bool:
-    """True for memory, or a file of this process alone."""
+    """True for a buffer in memory, or a temporary file that only this process has."""
     own = {"io.BytesIO", "tempfile.NamedTemporaryFile", "tempfile.TemporaryFile", "tempfile.mkstemp"}
     return any(script.called(o) in own for o in script.origins(path))

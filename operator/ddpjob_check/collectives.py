@@ -1,4 +1,4 @@
-"""Rules about collectives that only some ranks call, directly or by a function of the file."""
+"""The rule about collectives that only some ranks call, directly or in a function of the file."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _of_forward(script: Script, call: ast.Call, guarding: Guard, model: str) -> 
 
 
 def _waits(script: Script, call: ast.Call) -> bool:
-    """True for a call that ends only when all ranks have made it."""
+    """True for a call that returns only after all ranks have made it."""
     name = script.called(call)
     if name == DDP:
         return script.argument(call, "process_group") is None
@@ -79,7 +79,7 @@ def _waits(script: Script, call: ast.Call) -> bool:
 
 
 def _itself(script: Script, call: ast.Call) -> ast.Call | None:
-    """The collective that a call is, also by the name of a lambda."""
+    """Return the call if it is a collective, or the collective in the lambda that it calls; else None."""
     if _waits(script, call):
         return call
     only = origins[0] if len(origins := script.origins(call.func)) == 1 else None
@@ -108,7 +108,7 @@ _CONDITIONS = (ast.IfExp, ast.BoolOp, ast.ExceptHandler, ast.match_case, ast.Lam
 
 
 def _is_changed(script: Script, function: Function) -> bool:
-    """True if a call does not simply run the body: a generator, or an unknown decorator."""
+    """True if calling the function may not run its body: a generator, or an unknown decorator."""
     names = {name_of(d.func if isinstance(d, ast.Call) else d) for d in function.decorator_list}
     own = (n for n in ast.walk(function) if isinstance(n, ast.Yield | ast.YieldFrom))
     return not names <= _TRANSPARENT or any(script.function(n) is function for n in own)
@@ -128,7 +128,7 @@ def _may_be_left_out(script: Script, call: ast.Call) -> bool:
 
 
 def _means_alone(script: Script, test: ast.expr, *, holds: bool) -> bool:
-    """True if a condition selects a single process. A parameter has the value from the caller: evaluate(ddp=False)."""
+    """True if a condition means a single process. A parameter proves nothing: a caller may pass evaluate(ddp=False)."""
     function = script.function(test)
     given = parameters_of(function) if function is not None else set()
     return means_one_process(test, holds=holds) and not any(
@@ -138,7 +138,7 @@ def _means_alone(script: Script, test: ast.expr, *, holds: bool) -> bool:
 
 
 def _leaves(script: Script, statement: ast.stmt) -> bool:
-    """True for a return in an earlier statement, unless it is for a single process: `if world_size == 1: return`."""
+    """True if an earlier statement may return, except for a single process: `if world_size == 1: return`."""
     if isinstance(statement, ast.If) and _means_alone(script, statement.test, holds=True):
         return False
     branches = [n for n in ast.walk(statement) if isinstance(n, ast.If) and leaves(n.body)]
@@ -149,7 +149,7 @@ def _leaves(script: Script, statement: ast.stmt) -> bool:
 
 
 def _forward(script: Script, call: ast.Call) -> str | None:
-    """Return the DDP model, named as in the caller, that a call runs with a broadcast of its buffers."""
+    """Return the DDP model that a call runs, and whose buffers DDP broadcasts, as the caller names it; else None."""
     if _broadcasts(script, call.func):
         return script.text_of(call.func)
     for function in script.functions_called(call):
@@ -161,7 +161,7 @@ def _forward(script: Script, call: ast.Call) -> str | None:
 
 
 def _given(script: Script, call: ast.Call, function: Function, name: ast.expr) -> ast.expr | None:
-    """Return the argument of this call for a parameter of a function."""
+    """Return the argument that this call passes for a parameter; None if `name` is not one of the function's."""
     names = [p.arg for p in (*function.args.posonlyargs, *function.args.args)]
     if not isinstance(name, ast.Name) or name.id not in names:
         return None
@@ -202,12 +202,12 @@ def _is_shown(script: Script, origin: object) -> bool:
 
 
 def _others_join(script: Script, call: ast.Call, guarding: Guard, waits: ast.Call) -> bool:
-    """True if the other ranks may make the call elsewhere: `if rank: barrier(); load(); if not rank: …`."""
+    """True if the other ranks may make the same call elsewhere: `if rank: barrier(); load(); if not rank: …`."""
     name = script.called(waits)
     if _has_counterpart(script, call, guarding, lambda other: _leads_to(script, other, name)):
         return True
     others = [c for statement in guarding.others for c in ast.walk(statement) if isinstance(c, ast.Call)]
-    if not guarding.ours:  # before a return, the others log and clean up
+    if not guarding.ours:  # the other ranks return early, and may log and clean up before that
         others = [c for c in others if script.functions_called(c) or not words_of(name_of(c.func)).isdisjoint(_JOINS)]
     return any(_may_call(script, c, name) for c in others)
 
@@ -226,7 +226,7 @@ def _has_counterpart(script: Script, call: ast.Call, guarding: Guard, meets: Cal
 
 
 def _others_run(script: Script, call: ast.Call, guarding: Guard) -> bool:
-    """True if the other ranks run the same model or function."""
+    """True if the other ranks call the same model or function elsewhere."""
     what = ast.dump(call.func)
     return _has_counterpart(script, call, guarding, lambda other: ast.dump(other.func) == what)
 
@@ -238,7 +238,7 @@ def _leads_to(script: Script, call: ast.Call, name: str) -> bool:
 
 
 def _may_call(script: Script, call: ast.Call, name: str) -> bool:
-    """True if a call may run that collective: directly, by a function of the file, or by an unknown one."""
+    """True if a call may run that collective: directly, in a function of the file, or in an unknown function."""
     if script.called(call) == name:
         return True
     functions = script.functions_called(call)

@@ -60,7 +60,7 @@ def _is_for_training(script: Script, call: ast.Call) -> bool:
 
 
 def _iterated(script: Script, loop: ast.For) -> ast.expr:
-    """Return the loader in `enumerate(loader)` and `tqdm(loader)`."""
+    """Return what a loop iterates over: the loader in `enumerate(loader)` and `tqdm(loader)`."""
     inner = loop.iter
     while isinstance(inner, ast.Call) and inner.args and name_of(inner.func) in ("enumerate", "tqdm"):
         inner = inner.args[0]
@@ -68,7 +68,7 @@ def _iterated(script: Script, loop: ast.For) -> ast.expr:
 
 
 def _is_chosen(script: Script, call: ast.Call) -> bool:
-    """True for `if distributed: loader with a sampler, else: this one`."""
+    """True if a condition such as `if distributed:` chooses between this loader and one with a sampler."""
     hints = {"distributed", "ddp", "world", "parallel", "sampler", "initialized", "single", "multi", "nproc"}
     return any(words_in(test) & hints for test in script.enclosing_tests(call))
 
@@ -145,7 +145,7 @@ def sampler_unused(script: Script, job: CheckedJob) -> Iterator[Found]:
 
 
 def _unused(script: Script) -> Iterator[ast.Call]:
-    """Yield samplers that have a name and are certainly used at most for set_epoch()."""
+    """Yield samplers that are assigned to a name, and then certainly used for set_epoch() at most."""
     for call in script.calls_to(SAMPLER):
         place = script.parent(call)
         if isinstance(place, ast.Assign) and len(place.targets) == 1 and isinstance(place.targets[0], ast.Name):
@@ -227,7 +227,7 @@ def batch_size_not_divided(script: Script, job: CheckedJob) -> Iterator[Found]:
 
 
 def _total_name(script: Script, size: ast.expr) -> str:
-    """Return the name of a total that is used here undivided."""
+    """Return the name of a total batch size that is not divided by the number of ranks; "" if it is none."""
     for node in (size, *script.origins(size)):
         if isinstance(node, ast.Name | ast.Attribute):
             words = words_of(name_of(node))
@@ -257,7 +257,7 @@ def partitioner_unseeded(script: Script, job: CheckedJob) -> Iterator[Found]:
 
 
 def _is_in_partitioner(script: Script, call: ast.Call) -> bool:
-    """True in a class or function named like a partitioner, or if a rank then selects a part."""
+    """True if the class or function is named like a partitioner, or if a rank then selects its part."""
     function = script.function(call)
     scopes = [function, script.scope(function)] if function else []
     if any(isinstance(s, Function | ast.ClassDef) and "partition" in s.name.lower() for s in scopes):
@@ -269,7 +269,7 @@ def _is_picked_by_rank(script: Script, call: ast.Call) -> bool:
     """True if a rank indexes the shuffled values: indices[rank::size]."""
     function = script.function(call)
     picked = [n for n in script.nodes if isinstance(n, ast.Subscript) and _has_rank(script, n.slice)]
-    if name_of(call.func) == "shuffle" and call.args:  # in place: the argument is what was shuffled
+    if name_of(call.func) == "shuffle" and call.args:  # shuffle() works in place on its argument
         shuffled = name_of(call.args[0])
         return any(shuffled and name_of(n.value) == shuffled and script.function(n) is function for n in picked)
     return any(call in script.origins(n.value) for n in picked)
@@ -306,14 +306,14 @@ def _draws_unseeded(script: Script, call: ast.Call) -> bool:
 
 
 def _may_seed(script: Script, call: ast.Call) -> bool:
-    """True if a function may seed all generators: set_seed(1), utils.fix_random_seeds(1), `with numpy_seed(1):`."""
+    """True if a call may seed all generators: set_seed(1), utils.fix_random_seeds(1), `with numpy_seed(1):`."""
     words = words_of(name_of(call.func))
     own = is_method(call, "seed") or "manual" in words or "get" in words or "initial" in words
     return bool(words & {"seed", "seeds"}) and not own
 
 
 def _is_the_same(script: Script, call: ast.Call) -> bool:
-    """True if all ranks may receive what one of them has drawn."""
+    """True if one rank may broadcast what it has drawn to all ranks."""
     function = script.function(call)
     sent = script.calls_to(*(f"torch.distributed.{name}" for name in ("broadcast", "broadcast_object_list")))
     return any(script.function(c) is function for c in sent)
@@ -363,7 +363,7 @@ def download_on_every_rank(script: Script, job: CheckedJob) -> Iterator[Found]:
 
 
 def _comes_first_on_one(script: Script, call: ast.Call) -> bool:
-    """True for an earlier `if local_rank != 0: barrier()`: the others begin when the first one has ended."""
+    """True after `if local_rank != 0: barrier()`, which lets local rank 0 download first."""
     waiting = (
         sibling
         for child, parent in script.above(call)
@@ -377,7 +377,7 @@ def _is_none(node: object) -> bool:
     return node is Marker.UNKNOWN or (isinstance(node, ast.Constant) and node.value is None)
 
 
-# ---------------------------------------------------------------- workers when the training is told to stop
+# ---------------------------------------------------------------- DataLoader workers when the training is stopped
 
 _SAVES_AT_A_STOP = (
     "ddpjob.should_stop",
@@ -418,7 +418,7 @@ def workers_get_sigterm(script: Script, job: CheckedJob) -> Iterator[Found]:
 
 
 def _saves_at_a_stop(script: Script) -> bool:
-    """True if the script saves at a stop, by the library or by its own handler."""
+    """True if the script saves when it is stopped, by the library or in its own SIGTERM handler."""
     for call in script.calls_to("signal.signal"):
         number, handler = script.argument(call, "signalnum", 0), script.argument(call, "handler", 1)
         is_sigterm = number is not None and name_of(number) == "SIGTERM"
@@ -436,7 +436,7 @@ def _is_some(script: Script, workers: ast.expr) -> bool:
 
 
 def _lets_workers_end(script: Script, call: ast.Call) -> bool:
-    """True if none of its workers' functions can ignore the signal: there is none, or it does something else."""
+    """True if the loader's workers certainly do not ignore SIGTERM: worker_init_fn is missing or does other things."""
     if has_hidden_arguments(call):
         return False
     given = script.argument(call, "worker_init_fn", 10)

@@ -47,7 +47,7 @@ def elastic_batch_norm(script: Script, job: CheckedJob) -> Iterator[Found]:
 
 
 def _counts_ranks(script: Script, node: ast.AST) -> bool:
-    """True if a value is certainly the number of all ranks, not of those of a group."""
+    """True if a value is certainly the number of all ranks, not the size of a subgroup."""
     if isinstance(node, ast.Call) and name_of(node.func) == "get_world_size":
         return not node.args and not node.keywords
     if isinstance(node, ast.Name | ast.Attribute) and name_of(node).lower() in ("world_size", "worldsize"):
@@ -69,7 +69,7 @@ def elastic_fixed_world(script: Script, job: CheckedJob) -> Iterator[Found]:
 
 
 def _fixed_worlds(script: Script) -> Iterator[tuple[ast.AST, str, str]]:
-    """Yield (node, fixed number, fix)."""
+    """Yield each number of ranks that is fixed in the script: node, text, and fix."""
     for call in script.inits:
         size = script.argument(call, "world_size", 3 if script.called(call) == INIT else None)
         if size is not None and all(map(_is_fixed, script.origins(size))):
@@ -113,5 +113,5 @@ def _compares_ranks(script: Script, test: ast.Compare) -> bool:
 
 
 def _is_fixed(origin: object) -> bool:
-    """True for a number above 1; 1 is for a script without a group."""
+    """True for a literal number above 1. A script uses 1 if it forms no group."""
     return isinstance(origin, ast.Constant) and type(origin.value) is int and origin.value > 1

@@ -63,7 +63,7 @@ def _has_collective(script: Script, body: list[ast.stmt]) -> bool:
 
 
 def _is(script: Script, test: ast.expr, *, always: bool) -> bool:
-    """True if a test holds for all parameters, or for none."""
+    """True if a test certainly holds for all parameters (always=True), or for none (always=False)."""
     if isinstance(test, ast.BoolOp):
         decides = isinstance(test.op, ast.Or if always else ast.And)
         return decides and any(_is(script, value, always=always) for value in test.values)
@@ -85,7 +85,7 @@ def _compares_type(script: Script, test: ast.expr, operators: object) -> bool:
 
 
 def _typed(script: Script, node: ast.expr) -> ast.Name | None:
-    """Return p for type(p), p.__class__ and type(p).__name__."""
+    """Return the name p for type(p), p.__class__ and type(p).__name__; else None."""
     value = next(iter(script.origins(node)), None)
     if isinstance(value, ast.Attribute) and value.attr in ("__name__", "__qualname__"):
         value = value.value
@@ -118,7 +118,7 @@ def _is_parameter(script: Script, name: ast.Name) -> bool:
 
 
 def _binds(target: ast.expr, name: str) -> bool:
-    """True for the variable itself, or the last of `name, param` and `i, param`."""
+    """True if the loop's target is this name, or ends with it: `name, param`."""
     last = target.elts[-1] if isinstance(target, ast.Tuple | ast.List) and target.elts else target
     return name_of(last) == name
 
@@ -156,7 +156,7 @@ def no_sync_always(script: Script, job: CheckedJob) -> Iterator[Found]:
     backwards = script.methods_called("backward")
     contexts = [_no_sync(script, call) for call in backwards]
     first = contexts[0] if contexts else None
-    # DDP decides in the forward pass, so the wrapped model must be called within no_sync() too.
+    # DDP decides in the forward pass if it averages, so the model must be called within no_sync() too.
     forwards = [c for c in script.calls if isinstance(c.func, ast.Name | ast.Attribute) and script.is_wrapped(c.func)]
     is_inside = any(_no_sync(script, c) is not None for c in forwards)
     if first is not None and None not in contexts and is_inside:
@@ -180,7 +180,7 @@ _SWITCH = "require_backward_grad_sync"
 
 
 def _switched_off(script: Script) -> Iterator[Found]:
-    """`model.require_backward_grad_sync = False` that nothing sets back, before all that is trained."""
+    """Yield a finding for `model.require_backward_grad_sync = False` if nothing sets it back before training."""
     uses = [n for n in script.nodes if isinstance(n, ast.Attribute) and n.attr == _SWITCH]
     sets = [n for n in script.nodes if isinstance(n, ast.Assign) and any(t in uses for t in n.targets)]
     backwards = script.methods_called("backward")
@@ -200,13 +200,13 @@ def _switched_off(script: Script) -> Iterator[Found]:
 
 
 def _context(script: Script, entered: ast.expr) -> ast.expr | None:
-    """model.no_sync() for what is certainly that: itself, or `context = model.no_sync()`."""
+    """Return model.no_sync() if an expression certainly is this call, or a name for its result; else None."""
     only = origins[0] if len(origins := script.origins(entered)) == 1 else None
     return only if isinstance(only, ast.Call) and is_method(only, "no_sync") else None
 
 
 def _no_sync(script: Script, call: ast.Call, seen: frozenset[Function] = frozenset()) -> ast.expr | None:
-    """Return the no_sync() that certainly encloses a call, or all calls of its function."""
+    """Return the no_sync() that certainly encloses a call, or all calls of its function; else None."""
     for child, parent in script.above(call):
         entered = [entered for statement in before(parent, child) if (entered := _entered(statement)) is not None]
         if isinstance(parent, ast.With):
@@ -220,14 +220,14 @@ def _no_sync(script: Script, call: ast.Call, seen: frozenset[Function] = frozens
 
 
 def _entered(statement: ast.AST) -> ast.expr | None:
-    """Return model.no_sync() of `stack.enter_context(model.no_sync())`."""
+    """Return the argument of `stack.enter_context(model.no_sync())`; None for any other statement."""
     call = statement.value if isinstance(statement, ast.Expr) else None
     is_entered = isinstance(call, ast.Call) and is_method(call, "enter_context") and len(call.args) == 1
     return call.args[0] if isinstance(call, ast.Call) and is_entered and is_method(call.args[0], "no_sync") else None
 
 
 def exchanges(script: Script, call: ast.Call) -> bool:
-    """True if a call may send something other than a metric, such as the loss for a log."""
+    """True if a call may exchange gradients or parameters between ranks, not only a metric such as the loss."""
     name = script.called(call)
     if not name.startswith("torch.distributed.") or name in _NO_AVERAGE:
         return False

@@ -33,7 +33,7 @@ def master_overwritten(script: Script, job: CheckedJob) -> Iterator[Found]:
         texts = fixed_texts(script, value, node)
         if name == "MASTER_ADDR" and several and texts and all(map(NO_RENDEZVOUS_HOST.match, texts)):
             severity, where = several
-            if job.local or not is_used or not all(map(_ONLY_HERE.match, texts)):  # it may be the address of a node
+            if job.local or not is_used or not all(map(_ONLY_HERE.match, texts)):  # the text may be a node's address
                 severity = "warning"
             message = (
                 f'os.environ["MASTER_ADDR"] = "{texts[0]}": {where} each node looks for rank 0 at a wrong address; '
@@ -64,8 +64,8 @@ _OF_RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
 
 
 def _rank_hurts(script: Script, job: CheckedJob, name: str, text: str) -> tuple[Severity, str] | None:
-    """Return severity and consequence of a variable that is equal in all processes; None if it is correct."""
-    # Variables form the group if no rank is given, or a rank that is read from them.
+    """Return severity and consequence if a variable has this value in all processes; None if the value is correct."""
+    # The variable is used if no rank is passed, or a rank that is read from such a variable.
     ranks = [script.argument(call, "rank", 4 if script.called(call) == INIT else None) for call in script.inits]
     read = [r is None or any(script.variable_read(o) in _OF_RANKS for o in _within(script, r)) for r in ranks]
     world, is_used = job.world_size, any(read) and _meets_by_environment(script)
@@ -84,7 +84,7 @@ def _rank_hurts(script: Script, job: CheckedJob, name: str, text: str) -> tuple[
 
 
 def _meets_by_environment(script: Script) -> bool:
-    """False if a call forms the group by a URL other than env://, so that no variable is read."""
+    """True if MASTER_ADDR and the others are read: no call forms the group by a URL other than env://."""
     methods = [script.argument(c, "init_method", 1) for c in script.calls_to(INIT)]
     return not any(texts and texts != ["env://"] for texts in map(script.texts, methods))
 
@@ -94,7 +94,7 @@ def _within(script: Script, value: ast.expr) -> Iterator[ast.AST]:
 
 
 def _comes_too_late(script: Script, node: ast.AST) -> bool:
-    """True if this comes after the group was formed in the same function."""
+    """True if this line comes after the call that forms the group, in the same function."""
     function, line = script.function(node), getattr(node, "lineno", 0)
     return any(script.function(call) is function and call.lineno < line for call in script.inits)
 
@@ -147,8 +147,7 @@ def _port_hurts(job: CheckedJob) -> bool:
 
 
 def fixed_texts(script: Script, value: ast.expr, node: ast.AST) -> list[str]:
-    """Return the literal value of a variable that is set unconditionally; none if a condition or an argument
-    decides."""
+    """Return the literal values that a variable certainly gets; [] if a condition or an argument decides."""
     if any(not is_main_guard(test) for test in script.enclosing_tests(node)) or is_otherwise(script, node):
         return []
     if script.called(value) == "str" and isinstance(value, ast.Call) and len(value.args) == 1:
@@ -210,7 +209,7 @@ def file_not_shared(script: Script, job: CheckedJob) -> Iterator[Found]:
 
 
 def _mount_of(url: ast.AST, mounts: Mapping[str, bool]) -> tuple[str, bool]:
-    """Return the folder mounted at this file's path, or "", and True if nodes share it, as far as names tell."""
+    """Return the mount that has this file, or "", and True if all nodes may share it."""
     path = _prefix(url).removeprefix("file://")
     mount = max((m for m in mounts if path.startswith(m.rstrip("/") + "/")), key=len, default="")
     if mount and mounts[mount]:
@@ -220,7 +219,7 @@ def _mount_of(url: ast.AST, mounts: Mapping[str, bool]) -> tuple[str, bool]:
 
 
 def _methods(script: Script, scheme: str) -> Iterator[tuple[ast.Call, ast.expr]]:
-    """Yield the init_method of torch's init_process_group if all its possible values have this scheme."""
+    """Yield calls of init_process_group, with init_method, if all its possible values have this scheme."""
     for call in script.calls_to(INIT):
         method = script.argument(call, "init_method", 1)
         origins = script.origins(method)
@@ -230,7 +229,7 @@ def _methods(script: Script, scheme: str) -> Iterator[tuple[ast.Call, ast.expr]]
 
 
 def _prefix(node: ast.AST) -> str:
-    """Return the text with which a value certainly begins."""
+    """Return the text that a value certainly begins with."""
     if isinstance(node, ast.JoinedStr) and node.values:
         return _prefix(node.values[0])
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mod):
@@ -244,7 +243,7 @@ def _prefix(node: ast.AST) -> str:
 
 
 def backends(script: Script, job: CheckedJob) -> set[str]:
-    """Return backends of which the group certainly has one; empty if unknown."""
+    """Return the possible backends of the group; empty if they are unknown."""
     known: set[str] = set()
     for call in () if _other_backend_is_asked_for(job) else script.inits:
         given = script.argument(call, "backend", 0)
@@ -296,12 +295,12 @@ def nccl_without_gpu(script: Script, job: CheckedJob) -> Iterator[Found]:
             )
 
 
-# --backend=gloo, --dist_backend gloo, and overrides of configurations: backend=gloo, +trainer.backend=gloo.
+# Matches --backend=gloo, --dist_backend gloo, and overrides of configurations: backend=gloo, +trainer.backend=gloo.
 _BACKEND_OPTION = re.compile(r"^[-+~]{0,2}(?:[\w.-]*[._-])?backend(?:[=:](.*))?$", re.IGNORECASE)
 
 
 def _other_backend_is_asked_for(job: CheckedJob) -> bool:
-    """True if the command gives the script a backend other than nccl; how the script uses it is not checked."""
+    """True if the command passes a backend other than nccl to the script, whatever the script does with it."""
     for word, following in pairwise((*job.words, "")):
         option = _BACKEND_OPTION.match(word)
         if option and (option[1] if option[1] is not None else following).strip("'\"").lower() != "nccl":
@@ -326,7 +325,7 @@ def barrier_without_timeout(script: Script, job: CheckedJob) -> Iterator[Found]:
     if backends(script, job) != {"gloo"} or (job.nodes is None and script.is_for_one_node):
         return
     inits = script.calls_to(INIT)
-    if not inits or len(inits) != len(script.inits):  # ddpjob.init has its own time-outs
+    if not inits or len(inits) != len(script.inits):  # ddpjob.init has its own timeouts
         return
     if any(script.argument(c, "timeout", 2) is not None or has_hidden_arguments(c) for c in inits):
         return
@@ -343,7 +342,7 @@ def barrier_without_timeout(script: Script, job: CheckedJob) -> Iterator[Found]:
 
 
 def _long_work_before(script: Script, barrier: ast.Call) -> ast.Call | None:
-    """Return what one rank alone does just before a barrier, if it may take longer than the timeout."""
+    """Return a call before a barrier that only some ranks make, and that may take longer than the timeout."""
     for child, parent in script.above(barrier):
         for sibling in before(parent, child):
             if isinstance(sibling, ast.If) and script.depends_on_rank(sibling.test):
@@ -381,8 +380,8 @@ def monitored_barrier_on_nccl(script: Script, job: CheckedJob) -> Iterator[Found
 def destroy_missing(script: Script, job: CheckedJob) -> Iterator[Found]:
     """A script that has a function to destroy the group, and never calls it, exits with the group open, and nccl warns
     at each exit. A script without such a function is not reported."""
-    # Ending without destroy_process_group is not a mistake by itself: collectives, even one that is not waited for, end
-    # well with the process (docs/dev/upstream.md, groups).
+    # A script that ends without destroy_process_group makes no mistake: pending collectives end well with the process,
+    # even if nothing waits for them (docs/dev/upstream.md, groups).
     if script.uses_a_framework or not any(script.on_every_rank(call) for call in script.inits):
         return
     functions = [script.function(call) for call in script.calls_to("torch.distributed.destroy_process_group")]
@@ -396,7 +395,7 @@ def destroy_missing(script: Script, job: CheckedJob) -> Iterator[Found]:
 
 
 def _is_forgotten(script: Script, function: Function) -> bool:
-    """True if a function of this file is certainly never called: not by its name, nor by a class or decorator."""
+    """True if a function of this file is certainly never called: not by name, by its base class, or by a decorator."""
     inherits = isinstance(owner := script.scope(function), ast.ClassDef) and bool(owner.bases)
     special = function.name.startswith("__") or bool(function.decorator_list)
     return not (inherits or special or script.mentions(function.name))
@@ -416,8 +415,7 @@ def isend_without_wait(script: Script, job: CheckedJob) -> Iterator[Found]:
 
 
 def other_node(text: str, job: str) -> str:
-    """Return the first DNS name in a text of a node of this job other than 0, with a number or a variable; "" if
-    none."""
+    """Return the first DNS name in a text that may mean a node of this job other than node 0; "" if there is none."""
     name = f"(?:{re.escape(job)}|{_ITS_NAME})"
     found = re.search(rf"(?<![\w.-]){name}-{_NUMBER}\.{name}(?![\w-])", text)
     return found[0] if found else ""
@@ -436,7 +434,7 @@ def other_node_named(script: Script, job: CheckedJob) -> Iterator[Found]:
 
 
 def _text(node: ast.AST) -> str:
-    """Return a text of the script, with {} for computed parts; "" for anything else."""
+    """Return the text of a string or f-string, with {} for computed parts; "" for any other node."""
     if isinstance(node, ast.JoinedStr):
         return "".join(_text(part) or "{}" for part in node.values)
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""

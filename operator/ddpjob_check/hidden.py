@@ -45,7 +45,7 @@ def _is_misspelt(node: ast.If) -> bool:
 
 
 def _is_plain(script: Script, node: ast.stmt) -> bool:
-    """True for a line that certainly runs no function of this file: a text, or a value without them."""
+    """True for a statement that certainly runs no function of this file: a docstring, or a plain assignment."""
     if not isinstance(node, ast.Assign | ast.AnnAssign | ast.Expr):
         return False
     calls = [part for part in ast.walk(node) if isinstance(part, ast.Call)]
@@ -83,7 +83,7 @@ def failure_exits_with_0(script: Script, job: CheckedJob) -> Iterator[Found]:
 
 
 def _end_of(script: Script, body: list[ast.stmt], how: str) -> ast.stmt | None:
-    """Return the statement with which a block hides an exception; None if it may not."""
+    """Return the statement by which a block certainly hides an exception; None if it may not hide it."""
     for statement in body:
         if isinstance(statement, ast.Return) and how == "finally":
             return statement
@@ -134,12 +134,12 @@ def process_failure_ignored(script: Script, job: CheckedJob) -> Iterator[Found]:
 
 
 def _training(script: Script) -> list[ast.Call]:
-    """Return calls of a script that forms a group or trains."""
+    """Return the script's calls that form a group or train."""
     return [*script.inits, *script.calls_to(DDP), *script.methods_called("backward")]
 
 
 def _trains(script: Script, nodes: Iterable[ast.AST]) -> bool:
-    """True if one of these statements or functions forms a group or trains, also in functions that it calls."""
+    """True if one of these statements or functions forms a group or trains, directly or in functions that it calls."""
     training, todo, seen = set(_training(script)), [*nodes], set[ast.AST]()
     while todo:
         for call in (n for n in ast.walk(todo.pop()) if isinstance(n, ast.Call)):

@@ -1,5 +1,5 @@
-"""Rules about commands that do something else than they seem to: variables that are unset or never expanded, and script
-arguments that the launcher takes for its own options."""
+"""Rules about commands that do not do what they seem to: variables that are unset or never expanded, and arguments of
+the script that the launcher takes for its own options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddpjob_check.schedulers import COUNTERPARTS
 from ddpjob_operator.job import api, command, launcher, programs, shell_text, topology, variables
 from ddpjob_operator.job.podspec import mappings
 
-# Set in each rank; in the pod only if it has one rank.
+# Variables that each rank has, but the pod only if it has one rank; and what to use in the pod.
 _OF_RANKS = {
     "RANK": "NODE_RANK is the node's",
     "WORLD_SIZE": "NNODES are the nodes, DDPJOB_WORLD_SIZE all ranks",
@@ -34,7 +34,7 @@ _FILTERS = set("awk cat cut grep head less sed sort tail tee tr ts uniq wc xargs
 _EXPANDS_PATTERNS = ("glob", "braceexpand", "load_dataset", "WebDataset")
 _REDIRECTION = re.compile(r"(?:[12]|&)>{1,2}(?:&[12]|[\w./-]+)|>{1,2}[\w.-]*/[\w./-]+")
 _OPTIONS_SHOWN = 3
-# Options of a launcher that may not be empty; others only name something: --rdzv_id, --log_dir.
+# Options of a launcher that must not be empty. Other options, such as --rdzv_id and --log_dir, only name something.
 _NEEDED = {"nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port", "rdzv_endpoint", "max_restarts"}
 _NO_SHELL = "no shell reads the command, so the program gets this text"
 _BY_SHELL = "start it with a shell: [sh, -c, …]"
@@ -60,8 +60,8 @@ def taken_arguments(job: api.DDPJob) -> Iterator[str]:
 
 
 def unset_variables(job: api.DDPJob, given: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield (rule, sentence) for each variable that the command reads and nothing sets. given: variables from outside
-    the job, such as the caller's in a local run."""
+    """Yield (rule, sentence) for each variable that the command reads but nothing sets. given: names of variables from
+    outside the job, such as the caller's in a local run."""
     facts = launcher.facts(job.spec)
     if facts.trainer.get("envFrom"):
         return
@@ -89,7 +89,7 @@ def _of_other_launchers(facts: launcher.JobFacts, own: set[Any], scripts: list[s
 
 
 def _ends_the_start(name: str, started: command.Command, scripts: list[str]) -> bool:
-    """True if the launcher or the script needs the variable as a number or an address, and fails if it is empty."""
+    """True if the launcher or the script certainly fails if the variable is empty: it needs a number or an address."""
     options = " ".join(value for option, value in started.options.items() if option in _NEEDED)
     through = [other for text in scripts for other in re.findall(rf"\b(\w+)=\S*\$\{{?{name}\b", text)]
     if any(re.search(rf"\$\{{?{one}\b(?!:?[-=+])", options) for one in (name, *through)):
@@ -107,8 +107,8 @@ def _counterpart(name: str) -> str:
 
 
 def _how_read(name: str, words: list[str], scripts: list[str], *, default_counts: bool) -> str:
-    """Return the reference as written; "" if the command does not read the variable, sets it, or tests it first.
-    default_counts: the default in ${NAME:-0} may be correct."""
+    """Return the reference to a variable as written; "" if the command does not read it, sets it, or tests it first.
+    default_counts: True if the default in ${NAME:-0} may be correct."""
     if any(name == found for word in words for found in _KUBERNETES_NAME.findall(word)):
         return f"$({name})"
     for text in scripts:
@@ -123,8 +123,8 @@ def _how_read(name: str, words: list[str], scripts: list[str], *, default_counts
 
 
 def unexpanded(job: api.DDPJob, script: str) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Yield (path in the trainer, sentence) for each word that only a shell would expand, if no shell reads it. script:
-    the text of the job's script, which may expand $NAME, ~ and * itself."""
+    """Yield (path in the trainer, sentence) for each word that needs a shell, if no shell reads it. script: the text of
+    the job's script, which may expand $NAME, ~ and * itself."""
     yield from _in_env(job, script)
     words, env = launcher.facts(job.spec).command, set(launcher.facts(job.spec).env)
     by_shell = {place for place, _ in shell_text.scripts(words)}
@@ -145,7 +145,7 @@ def unexpanded(job: api.DDPJob, script: str) -> Iterator[tuple[tuple[str | int, 
 
 
 def _in_env(job: api.DDPJob, script: str) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Yield values such as PATH: /opt/bin:$PATH. A value may be a password, so only known variables count."""
+    """Yield the same for values in env such as PATH: /opt/bin:$PATH. Only known names count: $ may be in a password."""
     entries = mappings(launcher.facts(job.spec).trainer, "env")
     known = {*_ALWAYS_SET, *variables.BREAKS_RENDEZVOUS, *(str(entry.get("name")) for entry in entries)}
     for number, entry in enumerate(entries):
@@ -173,7 +173,7 @@ def _variable(word: str, env: set[str]) -> str:
 
 
 def _looks_like_a_variable(word: str, found: re.Match[str]) -> bool:
-    """True if a name that the job does not set is not part of a pattern, a formula or another tool's ${name}."""
+    """True if a name that the job does not set is probably a variable, not part of a pattern or a formula."""
     name = found["braced"] or found["plain"]
     if not name.isupper() or len(name) < 2:
         return False
@@ -182,13 +182,13 @@ def _looks_like_a_variable(word: str, found: re.Match[str]) -> bool:
 
 
 def _is_glob(word: str, before: str) -> bool:
-    """True for a pattern of paths. Without a folder it may be the value of an option: --include *.py."""
+    """True for a path pattern. Without a folder, after an option, it may be for the program: --include *.py."""
     is_pattern = _GLOB.fullmatch(word) is not None and ("/" in word or re.search(r"\*\.\w+$", word) is not None)
     return is_pattern and "://" not in word and ("/" in word or not before.startswith("-"))
 
 
 def _is_substitution(word: str, env: set[str]) -> bool:
-    """True for the output of a command: $(hostname), `date`. Kubernetes replaces only $(NAME) of a variable in env."""
+    """True for $(hostname) and `date`, which need a shell. Kubernetes replaces only $(NAME) of a variable in env."""
     found = _SUBSTITUTION.fullmatch(word)
     return found is not None and (found["name"] or "")[2:] not in env
 

@@ -1,4 +1,4 @@
-"""The facts in a DDPJob about its script, and mistakes in the YAML itself."""
+"""Extract from a DDPJob the facts about its script, and find mistakes in the YAML itself."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ CLUSTER_ONLY = frozenset(rule.name for rule in YAML_RULES if rule.severity == "w
 
 
 def known(job: api.DDPJob) -> CheckedJob:
-    """Return the facts with which the job's script is checked."""
+    """Return the facts about a job that the rules for its script need."""
     template = job.spec.template
     started = launcher.facts(job.spec).started
     return CheckedJob(
@@ -225,7 +225,7 @@ def mistakes(
 
 
 def _of_launch(job: api.DDPJob, local: bool) -> Iterator[tuple[FieldPath, str, str]]:
-    """Yield mistakes that keep the nodes apart, and those for which the job has Events."""
+    """Yield mistakes in the launch: nodes that cannot meet, missing scripts, lost exit codes."""
     template = job.spec.template
     words = launcher.facts(job.spec).command
     if "command" in launcher.facts(job.spec).trainer and command.starts_nothing(words):
@@ -241,7 +241,7 @@ def _of_launch(job: api.DDPJob, local: bool) -> Iterator[tuple[FieldPath, str, s
     env = (*trainer_path(template), "env")
     wrong = list(variables.contradictions(job.spec, by_python=by_python, local=local))
     yield from (((*env, number), "variable-keeps-nodes-apart", text) for number, _, text in wrong)
-    # With one process per node the operator sets them in the pod, for scripts without a launcher.
+    # With one process per node the operator sets the ranks' variables in the pod, for scripts without a launcher.
     if topology.nproc_per_node(job.spec) > 1 or launcher.facts(job.spec).min_nodes is not None:
         for name, meant in launcher.of_ranks(job.spec):
             said = f"{name} is a variable of the ranks, not set before the launcher has started them; use {meant}"
@@ -253,7 +253,7 @@ def _of_launch(job: api.DDPJob, local: bool) -> Iterator[tuple[FieldPath, str, s
 
 
 def _apart(word: str) -> str:
-    """Return the list of words that was probably meant, as YAML."""
+    """Return the command that was probably meant by this single word, as YAML."""
     try:
         words = shlex.split(word)
     except ValueError:  # an open quote
@@ -263,7 +263,7 @@ def _apart(word: str) -> str:
 
 
 def _of_shell(words: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield (rule, message) for exit codes and signals that the shell around the launcher loses."""
+    """Yield (rule, message) if the shell around the launcher loses its exit code, or does not pass on signals."""
     yield from (("exit-code-lost", text) for text in shells.lost_exit_codes(words))
     if shells.pipefail_in_sh(words):
         yield "pipefail-in-sh", shells.PIPEFAIL_IN_SH
@@ -272,7 +272,7 @@ def _of_shell(words: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _texts(template: Mapping[str, Any]) -> Iterator[tuple[FieldPath, str]]:
-    """Yield the texts of the trainer's command, arguments and variables."""
+    """Yield (field, text) for the trainer's command, arguments and variables."""
     trainer, path = trainer_container(template) or {}, trainer_path(template)
     for field in ("command", "args"):
         for number, word in enumerate(listed if isinstance(listed := trainer.get(field), list) else ()):
@@ -282,14 +282,14 @@ def _texts(template: Mapping[str, Any]) -> Iterator[tuple[FieldPath, str]]:
 
 
 def _gpus(template: Mapping[str, Any]) -> int | None:
-    """Return the GPUs of a pod; None if resource claims may add some."""
+    """Return the number of GPUs of a pod; None if resource claims may add some."""
     resources = (trainer_container(template) or {}).get("resources")
     claimed = isinstance(resources, Mapping) and resources.get("claims")
     return None if claimed else gpus(template)
 
 
 def _of_command(job: api.DDPJob, script: str, given: Collection[str]) -> Iterator[tuple[FieldPath, str, str]]:
-    """Yield words of the command that do something else than they seem to."""
+    """Yield mistakes in the words of the command (in_command.py)."""
     path = command_path(job.spec.template)
     yield from ((path, "argument-taken-by-launcher", text) for text in in_command.taken_arguments(job))
     for place, text in in_command.unexpanded(job, script):

@@ -1,4 +1,4 @@
-"""Rules about --local_rank, an option that only torch.distributed.launch passes to scripts."""
+"""Rules about --local_rank, which only torch.distributed.launch passes to scripts."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _OLD, _NEW = "--local_rank", "--local-rank"
 
 
 def command_that_passes(script: Sequence[str], option: ast.Call, arguments: Sequence[str] = ()) -> list[str]:
-    """Return the command that starts a script, or -m and a module, with its local rank as this option.
-    torch.distributed.launch passes only --local-rank since torch 2.0, so a shell writes the old spelling."""
+    """Return the command that starts a script, or -m and a module, and passes the local rank as this option. A shell
+    passes the old spelling, because torch.distributed.launch passes only --local-rank since torch 2.0."""
     if _NEW in _names(option):
         return ["python", "-m", _LAUNCH, *script, *arguments_behind_script(arguments)]
     words = [*map(shlex.quote, script), f"{_OLD}=$LOCAL_RANK", *map(shlex.quote, arguments)]
@@ -30,12 +30,12 @@ def command_that_passes(script: Sequence[str], option: ast.Call, arguments: Sequ
 
 
 def word_that_passes(option: ast.Call) -> str:
-    """Return the argument by which ddprun passes the rank: torchrun's macro, which it replaces for each rank."""
+    """Return the argument that passes the local rank under ddprun, which replaces torchrun's macro ${local_rank}."""
     return f"{_NEW if _NEW in _names(option) else _OLD}=${{local_rank}}"
 
 
 def _recipe(job: CheckedJob, option: ast.Call) -> str:
-    """Return that command as docs/launching.md writes it."""
+    """Return the line `command: […]` that starts the script and passes the option."""
     return command_line(command_that_passes(job.script, option, job.words))
 
 
@@ -58,7 +58,7 @@ def local_rank_one_spelling(script: Script, job: CheckedJob) -> Iterator[Found]:
 
 
 def _refuses_what_is_passed(script: Script, job: CheckedJob) -> Iterator[Found]:
-    """True if torch.distributed.launch starts it and its parser ends with an error."""
+    """Yield findings if the parser would refuse the --local-rank that torch.distributed.launch passes."""
     if not script.methods_called("parse_known_args") and not script.mentions("ignore_unknown_options"):
         options = list(_options(script))
         yield from (_one_spelling(c, _recipe(job, c), "error") for c in filter(_has_only_the_old_name, options))
@@ -76,7 +76,7 @@ def _refuses_what_is_passed(script: Script, job: CheckedJob) -> Iterator[Found]:
 
 
 def _requires_what_is_not_passed(script: Script, job: CheckedJob) -> Iterator[Found]:
-    """True for required=True if torchrun passes nothing."""
+    """Yield findings for a required option, because the launcher does not pass it."""
     for call in () if _is_given(job) else _required(script):
         yield at(
             call,
@@ -93,8 +93,8 @@ def _required(script: Script) -> Iterator[ast.Call]:
 
 
 def must_be_passed(script: Script) -> ast.Call | None:
-    """Return the option for the local rank if it is required or nothing else gives the script this rank. With its
-    default each rank trains alone, all ranks of a node use one GPU, or set_device(None) raises an error."""
+    """Return the option for the local rank if it is required, or if the script gets the local rank in no other way.
+    With its default each rank trains alone, all ranks of a node use one GPU, or set_device(None) raises an error."""
     return next(_required(script), None) or _option_that_alone_says_it(script)
 
 
@@ -108,8 +108,7 @@ def _one_spelling(call: ast.Call, recipe: str, severity: Severity | None = None)
 
 
 def _options(script: Script) -> Iterator[ast.Call]:
-    """Yield argparse's add_argument(…) and click's option(…). Those under a condition may be for another torch
-    version."""
+    """Yield calls of add_argument(…) and click's option(…), except conditional ones: they may be for another torch."""
     calls = [*script.methods_called("add_argument"), *script.calls_to("click.option", "typer.Option")]
     yield from (c for c in calls if all(is_main_guard(test) for test in script.enclosing_tests(c)))
 
@@ -141,7 +140,7 @@ def _knows_all_options(script: Script, call: ast.Call) -> bool:
     return made_here and not (inherits or given_away or takes_the_rest)
 
 
-# ---------------------------------------------------------------- a script that takes the default for a single process
+# ---------------------------------------------------------------- scripts in which the default means a single process
 
 
 @rule(
@@ -154,7 +153,7 @@ def local_rank_not_passed(script: Script, job: CheckedJob) -> Iterator[Found]:
     None, as a single process then forms no group: each rank trains its own model, and the job succeeds. If the option
     selects the GPU, the defaults 0 and -1 put all ranks of a node on the first, which NCCL refuses (Duplicate GPU
     detected), and torch.cuda.set_device(None) raises an error."""
-    # Without a launcher a single process may use all GPUs of its node, so it is a mistake only on several nodes.
+    # Without a launcher one process may use all GPUs of its node, so this is a mistake only with several nodes.
     starts_ranks = job.by_torchrun or job.launcher == "ddprun" or (job.launcher == "python" and (job.nodes or 1) > 1)
     if not starts_ranks or job.has_one_rank or _is_given(job):
         return
@@ -184,7 +183,7 @@ def local_rank_not_passed(script: Script, job: CheckedJob) -> Iterator[Found]:
 
 
 def default_means_alone(script: Script) -> ast.Call | None:
-    """Return the option for the local rank without which the script certainly forms no group but still trains."""
+    """Return the option for the local rank if the script, without it, certainly forms no group but still trains."""
     option = _option_that_alone_says_it(script)
     default = None if option is None else _default(script, option)
     if default not in (None, -1):
@@ -194,7 +193,7 @@ def default_means_alone(script: Script) -> ast.Call | None:
 
 
 def _sets_its_device(script: Script) -> bool:
-    """True if the option's local rank is certainly the device."""
+    """True if the script certainly uses the option's value as its GPU."""
     calls = script.calls_to("torch.cuda.set_device")
     chosen = [script.argument(call, "device", 0) for call in calls]
     is_its_own = [device is not None and _is_local_rank(script, device) for device in chosen]
@@ -202,9 +201,9 @@ def _sets_its_device(script: Script) -> bool:
 
 
 def _option_that_alone_says_it(script: Script) -> ast.Call | None:
-    """Return the only option for the local rank, if nothing else tells it and the script forms the group itself."""
+    """Return the option for the local rank, if it is the only source of this rank and the script forms the group."""
     options = [call for call in _options(script) if {_OLD, _NEW} & set(_names(call))]
-    # An option may be declared once for each spelling.
+    # The option may be declared twice, once for each spelling.
     if (
         not (len(options) == 1 or (len(options) == 2 and {_OLD, _NEW} == {n for o in options for n in _names(o)}))
         or not script.calls_to(INIT)
@@ -227,7 +226,7 @@ def _is_local_rank(script: Script, node: ast.expr) -> bool:
     return all(isinstance(o, ast.expr) and name_of(o) == "local_rank" for o in script.origins(node))
 
 
-# A script may take its models from these and still form the group itself.
+# Frameworks that a script may take its models from, and still form the group itself.
 _TRAIN_BY_HAND = {"transformers"}
 
 
@@ -240,7 +239,7 @@ def _launch_passes_it(job: CheckedJob) -> bool:
 
 
 def _is_set(script: Script) -> bool:
-    """True if the script may get its local rank elsewhere: from the environment, or a function."""
+    """True if the script may get its local rank from elsewhere: the environment, or a function."""
     named = [node for node in script.nodes if text_in(node) in ("LOCAL_RANK", "local_rank")]
     if any(getattr(script.parent(node), "arg", "") not in ("dest", "help") for node in named):
         return True

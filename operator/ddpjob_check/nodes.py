@@ -1,4 +1,4 @@
-"""Facts about single nodes of a Python tree, without the rest of the file."""
+"""Facts about single nodes of a syntax tree, without the rest of the file."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _RANK_WORDS = {"rank", "rank0", "main", "master", "chief", "primary", "leader", 
 
 
 class Marker(enum.Enum):
-    """A value that is not an expression of the file."""
+    """Stands for a value that is not an expression in the file."""
 
     UNKNOWN = enum.auto()
     BROUGHT = enum.auto()
-    """The attribute's value before this file set it, if it had one: from argparse, for example."""
+    """A value that an attribute may have had before this file set it, for example from argparse."""
     COUNT = enum.auto()
     """The variable of `for … in range(n)`."""
     INDEX = enum.auto()
@@ -42,7 +42,7 @@ def leaves(body: list[ast.stmt]) -> bool:
 
 
 def ends_the_run(body: list[ast.stmt]) -> bool:
-    """True if a block ends by an error or sys.exit(), so that nobody waits for this rank."""
+    """True if a block ends by an error or sys.exit(), so that the job ends and no rank waits for this one."""
     return leaves(body) and not isinstance(body[-1], ast.Return | ast.Continue | ast.Break)
 
 
@@ -52,12 +52,12 @@ def is_main_guard(test: ast.expr) -> bool:
 
 
 def means_one_process(test: ast.expr, *, holds: bool, forming: bool = False) -> bool:
-    """True if a condition, when it holds (or does not), says that there is no group: `not args.distributed`,
-    `world_size == 1`, or a false `dist.is_initialized()`. forming: about code that forms the group, where `not
-    dist.is_initialized()` only means that it does not exist yet."""
+    """True if a condition means that there is no group: `not args.distributed`, `world_size == 1`, or a false
+    `dist.is_initialized()`. holds: False if the condition is false. forming: the code forms the group, so `not
+    dist.is_initialized()` only means that the group does not exist yet."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return means_one_process(test.operand, holds=not holds, forming=forming)
-    if isinstance(test, ast.BoolOp):  # if `a and b` holds both do; if not, either may not
+    if isinstance(test, ast.BoolOp):  # `a and b`: if true, both are; if false, either may be
         said = [means_one_process(value, holds=holds, forming=forming) for value in test.values]
         return any(said) if isinstance(test.op, ast.And) == holds else all(said)
     if isinstance(test, ast.Compare):
@@ -68,11 +68,11 @@ def means_one_process(test: ast.expr, *, holds: bool, forming: bool = False) -> 
     if forming and "initialized" in words:
         return False
     of_group = available or words & _GROUP_WORDS or words - {"is", "use"} == {"dist"}
-    return bool(of_group) and holds != words.isdisjoint(_NO_WORDS)  # args.no_ddp means one process when it holds
+    return bool(of_group) and holds != words.isdisjoint(_NO_WORDS)  # a true args.no_ddp means one process
 
 
 def _is_count_of_one(test: ast.Compare, holds: bool) -> bool:
-    """True for world_size == 1, or a world_size > 1 that does not hold."""
+    """True for a true `world_size == 1`, or a false `world_size > 1`."""
     number = test.comparators[0].value if isinstance(test.comparators[0], ast.Constant) else None
     names = (word for n in ast.walk(test.left) for word in words_of(name_of(n) or text_in(n)))
     if len(test.ops) != 1 or "world" not in names:
@@ -102,7 +102,7 @@ def is_named_like_a_rank(name: str) -> bool:
 
 
 def parts_of(expression: ast.AST, *, with_arguments: bool) -> Iterator[ast.AST]:
-    """Yield all nodes below, without arguments of calls other than int(…), bool(…) and similar."""
+    """Yield the expression and all nodes in it. Without with_arguments, skip arguments of calls, except int(…), …"""
     todo = [expression]
     while todo:
         node = todo.pop()
@@ -123,7 +123,7 @@ def words_in(node: ast.AST) -> set[str]:
 
 
 def unmoved(maker: object) -> object:
-    """Return `Net()` for `Net().to(rank)`: on another device it is the same model."""
+    """Return `Net()` for `Net().to(rank)`, which is the same model on another device."""
     while isinstance(maker, ast.Call) and isinstance(maker.func, ast.Attribute) and maker.func.attr in ("to", "cuda"):
         maker = maker.func.value
     return maker
@@ -142,7 +142,7 @@ def parameters_of(function: Function | ast.Lambda) -> set[str]:
 
 
 def imports_in(nodes: Iterable[ast.AST]) -> dict[str, str]:
-    """Return name in the file → full name. Of several (try … except ImportError) torch's own counts."""
+    """Return imports by their name in the file, as full names. If a name has several, one of torch's wins."""
     imported: dict[str, str] = {}
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -158,7 +158,7 @@ def imports_in(nodes: Iterable[ast.AST]) -> dict[str, str]:
 
 
 def aliases_in(nodes: Sequence[ast.AST], imported: Mapping[str, str]) -> dict[str, str]:
-    """Return name → full name for names of torch's functions that are bound only once: reduce = dist.all_reduce."""
+    """Return the full name by alias for aliases of torch's functions that are bound once: reduce = dist.all_reduce."""
     bound = Counter(n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
     bound.update(n.arg for n in nodes if isinstance(n, ast.arg))
     aliases: dict[str, str] = {}
@@ -187,12 +187,12 @@ def bindings_in(node: ast.AST) -> Iterator[tuple[ast.AST, Origin]]:
 
 
 def targets_in(statement: ast.stmt) -> Iterator[ast.AST]:
-    """Yield all targets in a statement and those below it."""
+    """Yield all targets of assignments in a statement, also of nested ones."""
     return (target for node in ast.walk(statement) for target, _ in bindings_in(node))
 
 
 def fields_declared(owner: ast.ClassDef, name: str) -> list[Origin]:
-    """Yield fields of a dataclass without a default: their values come from the call."""
+    """Return [UNKNOWN] if the name is a dataclass field without a default, because the call gives its value."""
     fields = (s for s in owner.body if isinstance(s, ast.AnnAssign) and s.value is None)
     return [Marker.UNKNOWN for f in fields if name_of(f.target) == name]
 
@@ -207,7 +207,7 @@ def _counts_from_zero(iterated: ast.expr) -> bool:
 
 
 def default_of(function: Function, position: int) -> ast.expr | None:
-    """Return the default of a positional parameter."""
+    """Return the default of the parameter at this position; None if it has none."""
     count = len(function.args.posonlyargs) + len(function.args.args)
     from_end = position - count
     defaults = function.args.defaults

@@ -1,4 +1,4 @@
-"""The Python in a Jupyter notebook: its code cells as one script, and each `%%writefile NAME.py` as another."""
+"""Extract the Python of a Jupyter notebook: its code cells as one script, and each `%%writefile NAME.py` as another."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import PurePath
 from ddpjob_check.parsing import parse
 
 _WRITES = re.compile(r"%%(?:writefile|file)\s+(?:-a\s+|--append\s+)?(\S+\.py)\s*$")
-# Cell magics whose cell is still plain Python.
+# Cell magics that are followed by plain Python.
 _PYTHON = re.compile(r"%%(?:time|timeit|capture|prun)\b")
 _MAGIC = re.compile(r"(\s*)(?:%{1,2}[A-Za-z]|[!?])|(\s*)%?[\w.*]+\?{1,2}\s*$")
 _ASSIGNED = re.compile(r"([\w\s,.\[\]'\"]+=\s*)[%!]")
-# Magics that run the statement that follows them.
+# Magics that run the statement after them.
 _RUNS = re.compile(r"%?(?:time|timeit|prun)\s+(?:-\S+\s+(?:\d+\s+)?)*(\S.*)")
-# Lines that IPython accepts without `%` although they are no Python: names of line magics and aliases, and calls
-# without parentheses, `/print a` and `,print a b`.
+# Lines that are not Python but that IPython accepts without `%`: line magics, aliases, and calls without parentheses,
+# such as `/print a` and `,print a b`.
 _AUTOMAGIC = re.compile(
     r"(\s*)(?:(?:alias|autoreload|bookmark|cat|cd|clear|colors|conda|config|cp|debug|dhist|dirs|ed|edit|env|gui|hist|"
     r"history|ldir|less|lf|lk|ll|load|load_ext|logstart|logstop|ls|lsmagic|lx|macro|magic|mamba|man|matplotlib|"
@@ -28,13 +28,13 @@ _AUTOMAGIC = re.compile(
     r"(?:\s+[^=(\s].*|\s*)$|[/,;][A-Za-z_].*)"
 )
 _PROMPT = re.compile(r"(?:>>> ?|\.\.\. ?|In \[\d+\]: ?)")
-_AUTOMAGIC_MAX = 200  # lines: the cell is parsed once for each
-_PARSED_MAX = 2_000_000  # characters of all cells that are parsed to find them
+_AUTOMAGIC_MAX = 200  # such lines per cell, because the cell is parsed again for each
+_PARSED_MAX = 2_000_000  # characters that are parsed for this in all cells together
 
 
 @dataclass
 class NotebookPart:
-    """One script of a notebook: its text, and for each line the cell (from 1, only code cells) and the line in it."""
+    """One script of a notebook. places: for each line the cell (from 1, code cells only) and the line in the cell."""
 
     lines: list[str] = field(default_factory=list)
     places: list[tuple[int, int]] = field(default_factory=list)
@@ -44,12 +44,12 @@ class NotebookPart:
         return "".join(f"{line}\n" for line in self.lines)
 
     def place(self, line: int) -> tuple[int, int]:
-        """Return (cell, line in it) of a line of the script."""
+        """Return the cell and the line in the cell for a line of the script."""
         return self.places[min(max(line, 1), len(self.places)) - 1] if self.places else (1, 1)
 
 
 def parts(text: str) -> list[NotebookPart]:
-    """Return the scripts of a notebook. Raise ValueError if the text is not a notebook."""
+    """Return the scripts of a notebook, its own cells first. Raise ValueError if the text is not a notebook."""
     document = json.loads(text)
     cells = document.get("cells") if isinstance(document, dict) else None
     if not isinstance(cells, list):
@@ -69,7 +69,7 @@ def parts(text: str) -> list[NotebookPart]:
 
 def by_cell(own: NotebookPart, path: str) -> Callable[[str], str]:
     """Return a function that rewrites places in a text as cells: nb.py:6 becomes nb.ipynb:cell 3:2. own: the script
-    made from the notebook at this path, with its stem."""
+    made from the notebook at this path, which has the same stem."""
     name, script = PurePath(path).name, re.escape(f"{PurePath(path).stem}.py")
     in_trace = re.compile(rf'(File \\?")[^"\n]*?{script}(\\?", line )(\d{{1,9}})')
     in_sentence = re.compile(rf"(?<![\w./-]){script}:(\d{{1,9}})(?!\d)")
@@ -86,7 +86,7 @@ def by_cell(own: NotebookPart, path: str) -> Callable[[str], str]:
 
 
 def _lines(source: object) -> list[str]:
-    """Return the lines; nbformat allows a text or a list of lines."""
+    """Return the lines of a cell's source, which nbformat stores as a text or as a list of texts."""
     if isinstance(source, list):
         source = "".join(s for s in source if isinstance(s, str))
     return source.splitlines() if isinstance(source, str) else []
@@ -98,8 +98,8 @@ def _begin(lines: list[str]) -> tuple[int, str]:
 
 
 def _error_in(lines: list[str]) -> int | None:
-    """Return the line (from 1) at which a cell is no Python; 0: unknown. None: it is valid and stays unchanged, because
-    a line of a wrapped expression may begin with `%`."""
+    """Return the line (from 1) with a syntax error; 0 if unknown. Return None for a valid cell, which stays unchanged,
+    because a line of a wrapped expression may begin with `%`."""
     try:
         parse("\n".join(lines))
     except SyntaxError as error:
@@ -110,12 +110,12 @@ def _error_in(lines: list[str]) -> int | None:
 
 
 def _without_automagic(lines: list[str], left: list[int]) -> list[str]:
-    """Leave out lines that are no Python and that IPython takes for magic."""
-    size = 50 + sum(map(len, lines))  # the shortest cell takes as long as 50 characters
+    """Replace lines that are not valid Python but that IPython accepts as magic."""
+    size = 50 + sum(map(len, lines))  # parsing an empty cell costs as much as 50 characters
     for _ in range(min(_AUTOMAGIC_MAX, 1 + max(left[0], 0) // size)):
         left[0] -= size
         wrong = _error_in(lines)
-        # Python may report the error on the line after the incomplete one: `cd data/`.
+        # After an incomplete line such as `cd data/`, Python may report the error on the next line.
         found = [
             (i, m)
             for i in ((wrong or 0) - 1, (wrong or 0) - 2)
@@ -129,10 +129,10 @@ def _without_automagic(lines: list[str], left: list[int]) -> list[str]:
 
 
 def _without_magic(lines: list[str]) -> Iterator[str]:
-    """Remove magic as IPython does: the first line's indent is removed from all, and a backslash continues a line of
-    magic."""
+    """Yield the lines with magic replaced. As in IPython, the first line's indent is removed from all lines, and a
+    backslash continues a line of magic."""
     _, first = _begin(lines)
-    if _PROMPT.match(first):  # copied from a terminal
+    if _PROMPT.match(first):  # the cell was copied from a terminal
         lines = [_PROMPT.sub("", line, count=1) for line in lines]
     indent = first[: len(first) - len(first.lstrip())]
     goes_on = False
@@ -151,6 +151,6 @@ def _plain(line: str) -> str:
 
 
 def _replaced(line: str, before: str, nothing: str) -> str:
-    """Return what stands before a magic, and the statement that it runs, or `nothing`."""
+    """Return the text before a magic, followed by the statement that the magic runs, or by `nothing`."""
     runs = _RUNS.match(line, len(before))
     return before + (runs[1] if runs else nothing)

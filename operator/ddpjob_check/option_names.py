@@ -1,4 +1,4 @@
-"""The options that a script declares, as they are typed: --lr, -e."""
+"""Find the options that a script declares, as a user types them: --lr, -e."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ddpjob_check.nodes import name_of, text_in
 
-# argparse, optparse, click, typer
+# Functions that declare an option, in this order: argparse, optparse, click, typer.
 _DECLARE = ("add_argument", "add_option", "option", "Option")
 # These parsers turn each field of a dataclass into an option.
 _OF_FIELDS = ("HfArgumentParser", "simple_parsing", "tyro", "jsonargparse", "draccus")
@@ -35,7 +35,7 @@ def _of(node: ast.AST) -> Iterator[str]:
 
 
 def _options(text: str) -> Iterator[str]:
-    """Yield the options in a declaration; click writes both of a flag as one: --shuffle/--no-shuffle."""
+    """Yield the options in a declaration; click declares a pair of flags as one text: --shuffle/--no-shuffle."""
     yield from (part.strip() for part in text.split("/") if part.strip().startswith("-") and part.strip("- "))
 
 

@@ -1,4 +1,4 @@
-"""The options that a script reads with argparse, absl, click, typer or fire, and their values in a job."""
+"""Find the options that a script reads with argparse, absl, click, typer or fire, and their values in a job."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Option:
 
     node: ast.AST
     names: tuple[str, ...]
-    """--launcher, -l"""
+    """For example --launcher and -l."""
     default: Any
     """Value of the literal default; UNKNOWN if it is not a literal."""
     kind: str = "str"
@@ -36,7 +36,7 @@ class Option:
         return max(self.names, key=len)
 
     def given(self, words: Sequence[str]) -> Any:
-        """Return the option's value in these words, or its default; UNKNOWN if the value is uncertain."""
+        """Return the value that these words give the option, or its default; UNKNOWN if it is uncertain."""
         meant = [(self._meant(word), word, after) for word, after in pairwise((*words, ""))]
         meant = [found for found in meant if found[0]]
         if not meant:
@@ -50,14 +50,14 @@ class Option:
             return UNKNOWN
 
     def _meant(self, word: str) -> str:
-        """Return the name of this option that a word spells or abbreviates; "" if the word is not this option."""
+        """Return the option's name that a word spells or abbreviates; "" if the word is not this option."""
         name = word.partition("=")[0]
         is_long = len(name) > 3 and name.startswith("--")
         return name if name in self.names else next((n for n in self.names if is_long and n.startswith(name)), "")
 
 
 def literal(node: ast.expr | None) -> Any:
-    """Return the value of a literal, None for None, and UNKNOWN for any other expression."""
+    """Return the value of a literal, None if there is no expression, and UNKNOWN for any other expression."""
     try:
         return ast.literal_eval(node or ast.Constant(None))
     except (ValueError, TypeError):
@@ -66,16 +66,16 @@ def literal(node: ast.expr | None) -> Any:
 
 # ---------------------------------------------------------------- functions that click, typer or fire call
 
-# If a script uses one of these, an option may get its value from elsewhere.
+# If a script uses one of these, an option's value may come from elsewhere than the command line.
 _OTHER_SOURCES_OF_CLICK = ("default_map", "auto_envvar_prefix")
 _OTHER_SOURCES = ("set_defaults", "add_subparsers", "fromfile_prefix_chars", "parents")
 _NOT_READ = {"callback", "count", "envvar", "flag_value", "multiple", "nargs", "prompt", "required"}
 
 
 def commands(script: Script, words: Sequence[str]) -> dict[Function, dict[str, Option]]:
-    """Return the options of each function that click, typer or fire calls, by parameter.
+    """Return by function, for functions that click, typer or fire calls, the options by parameter.
 
-    Return nothing if anything but the words of the command may decide their values.
+    Return {} if anything except the words of the command may decide their values.
     """
     if script.mentions(*_OTHER_SOURCES_OF_CLICK) or not script.mentions("click", "typer", "fire"):
         return {}
@@ -106,7 +106,7 @@ def _is_command_of_typer(script: Script, function: Function) -> bool:
 
 
 def _of_click(script: Script, function: Function) -> Iterator[tuple[str, Option]]:
-    """Yield parameter and option for each @click.option("--launcher", default="none")."""
+    """Yield (parameter, option) for each @click.option("--launcher", default="none")."""
     for call in function.decorator_list:
         if isinstance(call, ast.Call) and script.full_name(call.func).endswith("click.option"):
             texts = [text for a in call.args if (text := text_in(a))]
@@ -119,7 +119,7 @@ def _of_click(script: Script, function: Function) -> Iterator[tuple[str, Option]
 
 
 def _of_parameters(script: Script, function: Function) -> Iterator[tuple[str, Option]]:
-    """Yield parameter and option for typer and fire.
+    """Yield (parameter, option) for the parameters of a function that typer or fire calls.
 
     For example launcher: str = "none", = typer.Option("none", "-l"), Annotated[str, typer.Option()].
     """
@@ -138,7 +138,7 @@ def _of_parameters(script: Script, function: Function) -> Iterator[tuple[str, Op
         names = names or [f"--{text}" for text in {parameter.arg.replace("_", "-"), parameter.arg}]
         if name_of(kind or ast.Pass()) == "bool" or isinstance(literal(default), bool):
             names = [n if "/" in n or n[:2] != "--" else f"{n}/--no-{n[2:]}" for n in names]
-            names += [f"/--no{n[2:].partition('/')[0]}" for n in names if n[:2] == "--"]  # fire's form
+            names += [f"/--no{n[2:].partition('/')[0]}" for n in names if n[:2] == "--"]  # fire also accepts --noNAME
         option = _option(script, parameter, call, names, default, name_of(kind or ast.Pass()))
         if option is not None and name_of(getattr(call, "func", ast.Pass())) != "Argument":
             yield parameter.arg, option
@@ -157,7 +157,7 @@ def _option(
     default: ast.expr | None = None,
     kind: str = "",
 ) -> Option | None:
-    """Return an option; None if anything but its words may decide its value. names: "--ddp/--no-ddp" counts as two."""
+    """Return an option; None if anything except words of the command may decide its value. names: may be --a/--no-a."""
     declared = call if isinstance(call, ast.Call) else ast.Call(ast.Name("Option", ast.Load()), [], [])
     if any(keyword.arg is None or keyword.arg in _NOT_READ for keyword in declared.keywords):
         return None
@@ -188,8 +188,7 @@ _ABSL = {
 
 
 class ScriptOptions:
-    """The options of a script. words: its arguments in the command; an option that is not among them has its
-    default."""
+    """The options of a script, and their values. words: its arguments in the command; other options have defaults."""
 
     def __init__(self, script: Script, words: Sequence[str]) -> None:
         self._script, self._words = script, tuple(words)
@@ -241,7 +240,7 @@ class ScriptOptions:
         return commands(self._script, self._words)
 
     def option(self, node: ast.expr) -> Option | None:
-        """Return the option that a node reads: `args.NAME`, or a parameter of a function that click calls."""
+        """Return the option that a node reads: `args.NAME`, or a parameter of a function called by click; else None."""
         if isinstance(node, ast.Name):
             scope = self._script.scope(node)
             is_plain = isinstance(scope, Function) and node.id in parameters_of(scope)
@@ -257,7 +256,7 @@ class ScriptOptions:
         return all(isinstance(o, ast.expr) and self._is_of_absl(o, "FLAGS") for o in self._script.origins(base))
 
     def declaration(self, node: ast.expr) -> Option | None:
-        """Return the option from which a name or attribute gets its value, also through other names of the file."""
+        """Return the option that a name or attribute gets its value from, also through other names; else None."""
         found = [self.option(o) for o in (node, *self._script.origins(node)) if isinstance(o, ast.expr)]
         return next((option for option in found if option is not None), None)
 

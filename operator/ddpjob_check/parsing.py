@@ -1,4 +1,4 @@
-"""Parses a stranger's Python. No signal interrupts the parser, so what would take it too long is refused before."""
+"""Parse a stranger's Python. Texts that take too long are refused before, because no signal interrupts the parser."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 import re
 import warnings
 
-# Before 3.12 Python searches an f-string from its begin for each `{`, which takes 0.2 to 0.5 ns per character.
+# Before 3.12 Python searches an f-string from its start for each `{`, which takes 0.2 to 0.5 ns per character.
 _SEARCHED_MAX = 1_000_000_000
 _COMMENT_OR_TEXT = re.compile(
     r"#[^\n]*|(?P<prefix>[bfru]{0,2})(?:"
@@ -17,14 +17,14 @@ _COMMENT_OR_TEXT = re.compile(
 
 
 class TooLongError(Exception):
-    """The work took too long and was given up."""
+    """The work took too long and was stopped."""
 
 
 def parse(text: str) -> ast.Module:
-    """Return the tree. Raise TooLongError, and SyntaxError, ValueError, RecursionError, MemoryError as Python does."""
+    """Return the tree. Raise TooLongError, or Python's SyntaxError, ValueError, RecursionError or MemoryError."""
     formatted = (found[0] for found in _COMMENT_OR_TEXT.finditer(text) if "f" in (found["prefix"] or "").lower())
     if sum(len(one) * one.count("{") for one in formatted) > _SEARCHED_MAX:
         raise TooLongError
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "\d" in a text is no DDP mistake
+        warnings.simplefilter("ignore")  # such as "\d" in a text, which is no DDP mistake
         return ast.parse(text)

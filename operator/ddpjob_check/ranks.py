@@ -1,4 +1,4 @@
-"""Rules about ranks and their GPUs, and conditions that select ranks."""
+"""Rules about ranks and their GPUs, and functions that find conditions on ranks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from ddpjob_check.reached import is_otherwise
 from ddpjob_check.rule import CheckedJob, Found, Severity, rule
 from ddpjob_check.script import DDP, INIT, Kind, Script
 
-# Every rank of the group must call these; otherwise the callers wait for ever. isend, send and recv need only two
-# ranks.
+# Every rank of the group must call these, otherwise the callers wait. isend, send and recv need only two ranks.
 COLLECTIVES = {
     f"torch.distributed.{name}"
     for name in (
@@ -41,7 +40,7 @@ def rank_is_local_rank(script: Script, job: CheckedJob) -> Iterator[Found]:
     for call in script.inits if several else ():
         rank = script.argument(call, "rank", 4 if script.called(call) == INIT else None)
         kinds = script.kinds(rank)
-        # A script that starts its processes itself may be meant for one node only, unless the job has several.
+        # A script that starts its processes itself is perhaps for one node only, unless the job has several nodes.
         certain = kinds == {Kind.LOCAL} or (kinds <= {Kind.LOCAL, Kind.INDEX} and job.nodes)
         if several and rank and certain and not is_otherwise(script, call):
             severity, where = several
@@ -67,7 +66,7 @@ def device_is_global_rank(script: Script, job: CheckedJob) -> Iterator[Found]:
         return
     severity, where = several
     if job.gpus is None or (job.world_size or 0) <= job.gpus:
-        severity = "warning"  # a GPU of that number may exist
+        severity = "warning"  # a GPU with that number may exist
     for call, device in _devices(script):
         if script.kinds(device) == {Kind.GLOBAL}:
             yield at(
@@ -79,7 +78,7 @@ def device_is_global_rank(script: Script, job: CheckedJob) -> Iterator[Found]:
 
 
 def _devices(script: Script) -> Iterator[tuple[ast.Call, ast.expr]]:
-    """Yield expressions that are used as the index of a GPU."""
+    """Yield (call, expression) for each expression that is used as the index of a GPU."""
     for call in script.calls_to(DDP):
         listed = script.argument(call, "device_ids", 1)
         if isinstance(listed, ast.List | ast.Tuple):
@@ -98,7 +97,7 @@ def _devices(script: Script) -> Iterator[tuple[ast.Call, ast.expr]]:
 
 
 def _index(device: ast.expr) -> ast.expr:
-    """Return the number in f"cuda:{rank}", "cuda:%d" % rank and "cuda:{}".format(rank), else the expression itself."""
+    """Return rank for f"cuda:{rank}", "cuda:%d" % rank and "cuda:{}".format(rank), else the expression itself."""
     if isinstance(device, ast.JoinedStr) and len(device.values) == 2:
         value = device.values[1]
         return value.value if isinstance(value, ast.FormattedValue) and _is_cuda(device.values[0]) else device
@@ -147,7 +146,7 @@ def _is_bare_cuda(script: Script, call: ast.Call) -> bool:
 
 
 def has_group(script: Script, call: ast.Call) -> bool:
-    """True if the script has a group, so that a collective may be called by some of its ranks only."""
+    """True if the call may be for a subgroup, so that not all ranks need to call it."""
     group = script.argument(call, "group", _GROUP_POSITION.get(short_name(script, call), 3))
     return group is not None or has_hidden_arguments(call)
 
@@ -160,11 +159,11 @@ class Guard:
     holds: bool
     """True if ranks reach the line when the condition holds."""
     ours: Sequence[ast.AST] = ()
-    """The branch of these ranks; empty if the others have left earlier."""
+    """The branch of these ranks; empty if the other ranks have left the function earlier."""
     others: Sequence[ast.AST] = ()
     """The branch of the other ranks."""
     is_certain: bool = True
-    """False for `if rank == 0 and not found: return`: perhaps all ranks reach the line."""
+    """False if perhaps all ranks reach the line, as after `if rank == 0 and not found: return`."""
 
     def to_text(self, script: Script) -> str:
         """Return `only if `rank == 0`` or `only if not `rank != 0``, for a message."""
@@ -172,7 +171,7 @@ class Guard:
 
 
 def guard(script: Script, call: ast.Call) -> Guard | None:
-    """Return the innermost guard of a call. A rank that raises or exits ends the job: nobody waits for it."""
+    """Return the innermost guard of a call. Branches that raise or exit are no guards, because they end the job."""
     for child, parent in script.above(call):
         for possible in (
             *_around(parent, child), *_returned_before(parent, child), *_by_decorator(script, parent, child)
@@ -218,7 +217,7 @@ def _of_case(match: ast.Match, case: ast.match_case) -> ast.expr | None:
 
 
 def _by_decorator(script: Script, parent: ast.AST, child: ast.AST) -> Iterator[Guard]:
-    """The guard within a decorator of this file, around the call of what it decorates."""
+    """Yield the guard in a decorator of this file, if it surrounds the call of the decorated function."""
     for decorator in parent.decorator_list if isinstance(parent, Function) and child in parent.body else ():
         wrapper = script.definition(decorator.func if isinstance(decorator, ast.Call) else decorator)
         if isinstance(decorator, ast.Call) and isinstance(wrapper, Function):
@@ -239,8 +238,8 @@ def _returned_before(parent: ast.AST, child: ast.AST) -> Iterator[Guard]:
 
 
 def is_for_some(script: Script, test: ast.expr, *, holds: bool = True) -> bool:
-    """True for rank == 0, rank != 0, not rank, is_main: true only on some ranks. With `or` it may be true on all.
-    holds: False asks about ranks for which the condition does not hold."""
+    """True for a condition that is true only on some ranks: rank == 0, rank != 0, not rank, is_main. With `or` it may
+    be true on all. holds=False: True if the condition is false only on some ranks."""
     if isinstance(test, ast.BoolOp):
         splits = [is_for_some(script, value, holds=holds) for value in test.values]
         if isinstance(test.op, ast.And) == holds:
@@ -256,7 +255,7 @@ def is_for_some(script: Script, test: ast.expr, *, holds: bool = True) -> bool:
 
 
 def _is_false_in_a_group(test: ast.expr, holds: bool) -> bool:
-    """True for `not distributed` or `local_rank == -1`, as in `local_rank == -1 or rank == 0`."""
+    """True for a condition that is false if there is a group: `not distributed`, `local_rank == -1`."""
     alone = isinstance(test, ast.Compare) and len(test.ops) == 1 and ast.unparse(test.comparators[0]) == "-1"
     if alone and isinstance(test, ast.Compare) and name_of(test.left).endswith("rank"):
         return isinstance(test.ops[0], ast.Eq if holds else ast.NotEq)
@@ -264,8 +263,8 @@ def _is_false_in_a_group(test: ast.expr, holds: bool) -> bool:
 
 
 def _splits_the_ranks(test: ast.Compare) -> bool:
-    """True for `rank == 0`. False for `rank >= 0`, which holds on all ranks, and `local_rank != -1`, which asks if
-    there is a group."""
+    """True for `rank == 0`. False for `rank >= 0`, which is true on all ranks, and for `local_rank != -1`, which means
+    that there is a group."""
     operator, other = test.ops[0], test.comparators[0]
     if len(test.ops) != 1:
         return False
@@ -283,7 +282,7 @@ _FIRST = ("0", "-1, 0", "0, -1")
 
 
 def is_rank(script: Script, node: ast.expr) -> bool:
-    """True if a number is a rank, or named like one."""
+    """True if an expression is certainly a rank, or is named like one."""
     kinds = script.kinds(node)
     if Kind.UNKNOWN not in kinds:
         return True
@@ -291,7 +290,7 @@ def is_rank(script: Script, node: ast.expr) -> bool:
 
 
 def is_local(script: Script, test: ast.expr) -> bool:
-    """True if a condition tests the local rank: with one process per node it is 0 everywhere."""
+    """True if a condition tests the local rank, which is 0 everywhere with one process per node."""
     numbers = [n for n in ast.walk(test) if isinstance(n, ast.expr) and is_rank(script, n)]
     return all(name_of(n) == "local_rank" or script.kinds(n) == {Kind.LOCAL} for n in numbers) and bool(numbers)
 

@@ -1,5 +1,5 @@
-"""Which lines a run reaches, as far as its options decide. An error of `check` refuses a run, so it must concern a line
-that the run certainly executes."""
+"""Find the lines that a run reaches, as far as the script's options decide. An error of `check` refuses a run, so it
+must concern a line that the run certainly executes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _COMPARISONS: dict[type, Callable[[Any, Any], Any]] = {
 
 
 class Paths:
-    """Lines that may run, given some values: those for which `value` does not return UNKNOWN."""
+    """The lines that may run. value: returns the value of an expression, or UNKNOWN."""
 
     def __init__(self, script: Script, value: Callable[[ast.expr], Any]) -> None:
         self._script, self._value = script, value
@@ -54,7 +54,7 @@ class Paths:
         return not callers or any(self.reaches(c.call, seen | {function}) for c in callers if function)
 
     def _ends_before(self, node: ast.AST) -> bool:
-        """True for `if args.launcher == "none": raise …` before a node: the run ends there."""
+        """True if the run ends before this node, as by `if args.launcher == "none": raise …`."""
         return any(
             isinstance(earlier, ast.If) and ends_the_run(earlier.body) and self.holds(earlier.test) is True
             for child, parent in self._script.above(node)
@@ -62,7 +62,7 @@ class Paths:
         )
 
     def holds(self, test: ast.expr, depth: int = 0) -> bool | None:
-        """True if a condition is true; None if the known values do not decide it."""
+        """Return the value of a condition; None if the known values do not decide it."""
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             inner = self.holds(test.operand, depth)
             return None if inner is None else not inner
@@ -92,7 +92,7 @@ class Paths:
 
 
 class Certainty:
-    """Lines that some rank of the job certainly executes, unless another error ends it earlier."""
+    """The lines that some rank of the job certainly executes, unless another error ends it earlier."""
 
     def __init__(self, script: Script, job: CheckedJob) -> None:
         self._script, self._job = script, job
@@ -106,7 +106,7 @@ class Certainty:
         return self._options.value(node)
 
     def runs(self, node: ast.AST) -> bool:
-        """True if this node certainly runs: it depends on no condition that the job may not meet."""
+        """True if this node certainly runs: the job meets all conditions that it depends on."""
         todo, seen = [node], set[Function]()
         while todo:
             place = todo.pop()
@@ -121,12 +121,12 @@ class Certainty:
         return False
 
     def _places_of(self, function: Function) -> Iterator[ast.AST]:
-        """Yield places that call a function of the file, or pass it: fire.Fire(main), Process(target=train)."""
+        """Yield places that call a function of the file, or pass it on: fire.Fire(main), Process(target=train)."""
         yield from (c.call for c in self._script.callers(function))
         owner = self._script.scope(function)
         names = {function.name}
         if isinstance(owner, ast.ClassDef) and (function.name.startswith("__") or owner.bases):
-            names.add(owner.name)  # an instance calls it
+            names.add(owner.name)  # making an instance may call it
         yield from (n for name in names for n in self._uses.get(name, ()))
 
     @cached_property
@@ -134,7 +134,7 @@ class Certainty:
         uses: dict[str, list[ast.AST]] = {}
         for node in self._script.nodes:
             if isinstance(self._script.parent(node), ast.ClassDef):
-                continue  # subclassing runs nothing
+                continue  # a base class runs nothing
             if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
                 uses.setdefault(name_of(node), []).append(node)
         return uses
@@ -163,13 +163,13 @@ class Certainty:
         return any(self._may_leave(statement) for statement in before(parent, child))
 
     def _may_leave(self, statement: ast.stmt) -> bool:
-        """True for `if args.evaluate: return` before a line. An error in its place ends the run as well."""
+        """True for a statement such as `if args.evaluate: return`. A raise does not count: it ends the run as well."""
         if not isinstance(statement, ast.If) or not leaves(statement.body):
             return False
         return not isinstance(statement.body[-1], ast.Raise) and not self._is_met(statement.test, False)
 
     def _is_met(self, test: ast.expr, wanted: bool) -> bool:
-        """True if a condition certainly is `wanted`, on some rank and in some step at least."""
+        """True if a condition certainly has this value on at least one rank and in at least one step."""
         known = self._paths.holds(test)
         if known is not None:
             return known == wanted
@@ -183,7 +183,7 @@ class Certainty:
         if means_one_process(test, holds=not wanted) or means_otherwise(self._script, test, not wanted):
             return True
         if self._script.called(test) == "torch.cuda.is_available":
-            return wanted  # a mistake there concerns GPUs
+            return wanted  # code for GPUs is meant for jobs with GPUs
         return self._script.depends_on_rank(test) or self._counts(test)
 
     def _counts(self, test: ast.expr) -> bool:
@@ -214,14 +214,14 @@ def goes_on(handler: ast.ExceptHandler) -> bool:
     return not ends_the_run(handler.body) and (handler.type is None or name_of(handler.type) != "KeyboardInterrupt")
 
 
-# Branches for another start than in the job: without a launcher, as one process, or on Windows.
+# For code that a job never runs: without a launcher, as a single process, or on Windows.
 _SET_BY_THE_JOB = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"}
 _WINDOWS = ("win32", "nt", "Windows")
 
 
 def is_otherwise(script: Script, node: ast.AST, seen: frozenset[Function] = frozenset()) -> bool:
-    """True if a node runs only there: by a condition around it or around all calls of its function, or after an
-    exception, such as `except KeyError` where RANK is read."""
+    """True if a job never runs this node: a condition is around it or around all calls of its function, or it handles
+    an exception, such as `except KeyError` if RANK is unset."""
     if any(_says_otherwise(script, parent, child) for child, parent in script.above(node)):
         return True
     function = script.function(node)
@@ -235,13 +235,13 @@ def _says_otherwise(script: Script, parent: ast.AST, child: ast.AST) -> bool:
     if not isinstance(parent, ast.If) or child is parent.test:
         return False
     holds = child in parent.body
-    is_the_only_one = len(script.inits) < 2  # of two, the second is for runs that skipped the first
+    is_the_only_one = len(script.inits) < 2  # if there are two, the second is for runs that skip the first
     one_process = means_one_process(parent.test, holds=holds, forming=is_the_only_one)
     return one_process or means_otherwise(script, parent.test, holds)
 
 
 def means_otherwise(script: Script, test: ast.expr, holds: bool) -> bool:
-    """True if a condition, when it holds (or does not), means that there is no launcher, or that this is Windows."""
+    """True if a condition with this value means that there is no launcher, or that this is Windows."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return means_otherwise(script, test.operand, not holds)
     if isinstance(test, ast.BoolOp):
@@ -258,8 +258,7 @@ def means_otherwise(script: Script, test: ast.expr, holds: bool) -> bool:
 
 
 def _compares(script: Script, test: ast.Compare, holds: bool) -> bool:
-    """True for `"RANK" not in os.environ`, `os.environ.get("RANK") is None`, `int(os.environ.get("RANK", -1)) ==
-    -1`."""
+    """True for `"RANK" not in os.environ`, `os.environ.get("RANK") is None`, `os.environ.get("RANK", -1) == -1`."""
     operator, other = test.ops[0], test.comparators[0]
     if isinstance(operator, ast.In | ast.NotIn):
         asked = text_in(test.left) in _SET_BY_THE_JOB and script.full_name(other) == "os.environ"

@@ -1,4 +1,4 @@
-"""Lines by which a file may change values invisibly: exec, globals(), a star import, setattr. After them the former
+"""Find lines that may change values invisibly: exec, globals(), a star import, setattr. After such a line an earlier
 value is uncertain, so no rule may rely on it."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from ddpjob_check.nodes import Function, dotted, name_of
 
 EVERYWHERE = 10**9
-"""The line for code in a function, which may run at any time."""
+"""Line number for code in a function, because it may run at any time."""
 _NAMESPACES = ("globals", "vars", "locals")
 # Functions that only read a namespace.
 _READERS = {"dict", "list", "sorted", "set", "tuple", "len", "print", "str", "repr", "bool", "any", "all"}
@@ -19,17 +19,17 @@ _MERGES = ("update", "merge", "load", "from_", "parse", "read", "override")
 
 
 def rebound_until(nodes: Iterable[ast.AST], parent: Callable[[ast.AST], ast.AST | None]) -> int:
-    """Return the last line that may change any name of the file; 0: there is none."""
+    """Return the last line that may change any name of the file; 0 if there is none."""
     return max((_line(n, parent) for n in nodes if _rebinds(n, parent)), default=0)
 
 
 def changed_objects(nodes: Iterable[ast.AST]) -> set[str]:
-    """Return names, as written, of objects whose attributes may be set by other means than `name.attribute = …`."""
+    """Return names, as written, of objects whose attributes may be set without `name.attribute = …`."""
     return {name for n in nodes for name in _changed(n) if name}
 
 
 def changed_containers(nodes: Iterable[ast.AST]) -> set[str]:
-    """Return names of dicts and lists that are changed by items or methods after they were made."""
+    """Return names of dicts and lists that are changed after they were made: items are set, or methods change them."""
     items = (n.value for n in nodes if isinstance(n, ast.Subscript) and not isinstance(n.ctx, ast.Load))
     calls = (n.func for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute))
     changed = (f.value for f in calls if isinstance(f, ast.Attribute) and f.attr in _CHANGING)
@@ -55,14 +55,14 @@ def _rebinds(node: ast.AST, parent: Callable[[ast.AST], ast.AST | None]) -> bool
 
 def _executes(call: ast.Call) -> bool:
     name = dotted(call.func).removeprefix("builtins.")
-    if name == "eval":  # an evaluated expression binds nothing
+    if name == "eval":  # an expression sets no name
         return bool(call.args) and isinstance(call.args[0], ast.Call)
     own_names = len(call.args) > 1 and isinstance(call.args[1], ast.Dict)
     return name in ("exec", "execfile") and not own_names
 
 
 def _gives_away_names(call: ast.Call, parent: Callable[[ast.AST], ast.AST | None]) -> bool:
-    """True for globals() unless it is only read. locals() and vars() of a function are copies."""
+    """True for globals() unless it is only read. In a function locals() and vars() do not count: they are copies."""
     name = name_of(call.func)
     if name not in _NAMESPACES or call.args or isinstance(call.func, ast.Attribute):
         return False
@@ -83,7 +83,7 @@ def _is_read(call: ast.Call, above: ast.AST | None) -> bool:
 
 
 def _changed(node: ast.AST) -> Iterator[str]:
-    """Yield args for setattr(args, …), vars(args).update(…), args.__dict__[…] = … and parse_args(namespace=args)."""
+    """Yield `args` for setattr(args, …), vars(args).update(…), args.__dict__[…] = … and parse_args(namespace=args)."""
     if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
         yield _object_of(node.value)
     elif isinstance(node, ast.Call):
@@ -101,7 +101,7 @@ def _changed(node: ast.AST) -> Iterator[str]:
 
 
 def _object_of(namespace: ast.AST) -> str:
-    """Return args for vars(args) and args.__dict__."""
+    """Return `args` for vars(args) and args.__dict__; "" for any other expression."""
     if isinstance(namespace, ast.Call) and name_of(namespace.func) == "vars" and namespace.args:
         return dotted(namespace.args[0])
     if isinstance(namespace, ast.Attribute) and namespace.attr == "__dict__":

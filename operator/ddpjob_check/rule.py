@@ -1,4 +1,4 @@
-"""The types of the rules: a script and facts about its job in, findings out."""
+"""The types of rules. A rule is a function of a script and facts about its job, and returns findings."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Severity = Literal["error", "warning"]
 
 SYNTAX = "syntax"
 LEFT_OUT = "left-out"
-"""Name of the finding that lists rules that took too long and so found nothing."""
+"""Name of the finding that lists the rules that were stopped because they took too long."""
 T = TypeVar("T")
 
 
 Limited: TypeAlias = Callable[[Callable[[], Any]], Any]
-"""Does some work and returns its result. Raises TooLongError."""
+"""Calls a function within a time limit and returns its result. Raises TooLongError."""
 
 
 def unlimited(work: Callable[[], T]) -> T:
-    """Do the work without a limit."""
+    """Return the result of the work, without a time limit."""
     return work()
 
 
@@ -45,7 +45,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Found:
-    """One result of a rule. severity: if it differs from the rule's own."""
+    """One result of a rule. severity: None for the rule's own."""
 
     line: int
     message: str
@@ -57,11 +57,11 @@ class Found:
 
 @dataclass(frozen=True)
 class CheckedJob:
-    """Facts about the job that will run a script; None, and "" for the launcher: unknown."""
+    """Facts about the job that will run a script. None means unknown; for the launcher "" does."""
 
     nodes: int | None = None
     min_nodes: int | None = None
-    """The least nodes of an elastic job; `nodes` are the most."""
+    """Minimum number of nodes of an elastic job; `nodes` is the maximum."""
     nproc: int | None = None
     gpus: int | None = None
     backend: str | None = None
@@ -71,11 +71,11 @@ class CheckedJob:
     words: tuple[str, ...] = ()
     """The script's arguments in the command."""
     script: tuple[str, ...] = ()
-    """The script as the command names it, or -m and a module. Empty: the name of its file."""
+    """The script as the command names it, or -m and a module. If empty, `check` uses the file's name."""
     variables: frozenset[str] | None = None
-    """Variables set by template and command, besides the job's own; None: unknown."""
+    """Names of variables set by template and command, besides those that the job sets; None: unknown."""
     mounts: dict[str, bool] = field(default_factory=dict)
-    """mountPath → True if all nodes may see the same files there."""
+    """By mountPath: True if all nodes may see the same files there."""
     name: str = ""
     only_leader_has_name: bool = False
     """True if the Service gives a DNS name only to node 0."""
@@ -91,7 +91,7 @@ class CheckedJob:
 
     @property
     def world_size(self) -> int | None:
-        """The number of ranks; None if it is unknown or may change."""
+        """Return the number of ranks; None if it is unknown or may change."""
         return None if self.is_elastic or self.nodes is None or self.nproc is None else self.nodes * self.nproc
 
     @property
@@ -100,8 +100,8 @@ class CheckedJob:
         return self.min_nodes is not None
 
     def several_nodes(self, script: Script) -> tuple[Severity, str] | None:
-        """Return severity and wording of a mistake that matters only on several nodes; None if there is one node."""
-        # Without a job, a script whose rendezvous is this machine's own address is for one node.
+        """Return severity and wording for a mistake that matters only on several nodes; None if there is one node."""
+        # If the job is unknown, a script whose rendezvous is this machine's own address is for one node.
         nodes = 1 if self.nodes is None and script.is_for_one_node else self.nodes
         if nodes is None:
             return "warning", "with more than one node"
@@ -109,16 +109,16 @@ class CheckedJob:
 
     @property
     def by_torchrun(self) -> bool:
-        """True if torchrun's agent serves the store of the rendezvous."""
+        """True if the launcher is torchrun, whose agent serves the store of the rendezvous."""
         return self.launcher == "torchrun" or self.launcher.startswith("torch.distributed") or self.launcher in _FILES
 
 
-# Text that YAML would read differently in a list.
+# Text that needs quotes in a YAML list.
 _QUOTED = re.compile(r"""[\s,\[\]{}#:'"&*!|>%@`]|^[-+.\d]*$""")
 
 
 def command_line(words: Iterable[str]) -> str:
-    """Return a command as a DDPJob writes it."""
+    """Return a command as a line of a DDPJob: command: [torchrun, train.py]."""
     listed = (json.dumps(word, ensure_ascii=False) if _QUOTED.search(word) else word for word in words)
     return f"command: [{', '.join(listed)}]"
 
@@ -129,7 +129,7 @@ Find: TypeAlias = Callable[[Script, CheckedJob], Iterator[Found]]
 
 @dataclass(frozen=True)
 class Rule:
-    """One kind of mistake: its finder, its severity, and wrong and right lines for docs/check.md."""
+    """One kind of mistake: the function that finds it, its severity, and a wrong and a right example for the docs."""
 
     find: Find
     severity: Severity
@@ -138,15 +138,15 @@ class Rule:
 
     @property
     def name(self) -> str:
-        """set-epoch-missing for the function set_epoch_missing."""
+        """Return set-epoch-missing for the function set_epoch_missing."""
         return self.find.__name__.replace("_", "-")
 
     @property
     def why(self) -> str:
-        """The docstring of the function, as one line."""
+        """Return the docstring of the function, as one line, for the docs."""
         return " ".join((self.find.__doc__ or "").split())
 
 
 def rule(severity: Severity, *, wrong: str, right: str) -> Callable[[Find], Rule]:
-    """Make a rule of the function that finds a mistake; its docstring says why it is one."""
+    """Return a decorator that makes a rule of a function that finds a mistake. The docstring explains the mistake."""
     return lambda find: Rule(find, severity, wrong, right)

@@ -1,4 +1,4 @@
-"""Rules about variables of Slurm and MPI, which start no DDPJob."""
+"""The rule about variables of Slurm and MPI, which are unset in a DDPJob."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ddpjob_check.rule import CheckedJob, Found, command_line, rule
 from ddpjob_check.script import Script
 from ddpjob_check.starting import is_conditional
 
-# The DDPJob variable for each. All are set in a rank, and in a pod with one process.
+# By variable, the corresponding one of a DDPJob, which is set in a rank, and in a pod with one process.
 COUNTERPARTS = {
     "SLURM_PROCID": "RANK", "SLURM_NTASKS": "WORLD_SIZE", "SLURM_NPROCS": "WORLD_SIZE", "SLURM_LOCALID": "LOCAL_RANK",
     "SLURM_NODEID": "NODE_RANK", "SLURM_NNODES": "NNODES", "SLURM_JOB_NUM_NODES": "NNODES",
@@ -44,7 +44,7 @@ def variable_of_other_launcher(script: Script, job: CheckedJob) -> Iterator[Foun
 
 
 def _is_only_read(script: Script, name: str) -> bool:
-    """True if its value is never needed: `"SLURM_PROCID" in os.environ`, os.environ.setdefault("SLURM_PROCID", …)."""
+    """True if the name is only read. A script that also tests it (`"SLURM_PROCID" in os.environ`) may work without."""
     reads = sum(script.variable_read(n) == name for n in script.nodes)
     return reads == sum(isinstance(n, ast.Constant) and n.value == name for n in script.nodes)
 
@@ -57,7 +57,8 @@ def _is_number(script: Script, node: ast.AST) -> bool:
 
 
 def _recipe(script: Script, job: CheckedJob) -> str:
-    """Return the fix as docs/launching.md writes it. A launcher sets the ranks' variables after the pod's were made."""
+    """Return the YAML that passes the job's values under these names. Under a launcher a shell in each rank must do it,
+    because the ranks' variables do not exist in the pod."""
     read = {script.variable_read(node) for node in script.nodes}
     names = [name for name in COUNTERPARTS if name in read]
     if job.launcher == "python" and job.nproc == 1 and not job.is_elastic:

@@ -1,5 +1,5 @@
-"""A training script as the rules see it: its kind, which numbers are ranks, and which ranks run which lines. Anything
-uncertain is UNKNOWN, and no rule reports anything about it."""
+"""Facts about a training script for the rules: its kind, which numbers are ranks, and which ranks run which lines.
+Anything uncertain is UNKNOWN, and no rule reports anything about it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ddpjob_check.values import Values
 
 INIT = "torch.distributed.init_process_group"
 DDP = "torch.nn.parallel.DistributedDataParallel"
-# Frameworks that start, wrap, sample and save themselves, so that a script need not.
+# Frameworks that start processes, wrap models, sample and save themselves, so that a script need not.
 _FRAMEWORKS = {
     "accelerate", "colossalai", "composer", "deepspeed", "determined", "fairscale", "fastai", "horovod", "ignite",
     "lightning", "lightning_fabric", "megatron", "mmengine", "nemo", "pytorch_lightning", "ray",
@@ -37,11 +37,11 @@ _FRAMEWORKS = {
 }  # fmt: skip
 _LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "NNODES"}
 _LOOPBACK = re.compile(r"^(localhost|127\.\d+\.\d+\.\d+|::1|\[::1\])$")
-# A value that is reached by more names than this is unknown: names may refer to each other in a circle.
+# A value that is reached through more names is unknown, because names may refer to each other in a cycle.
 _DEPTH_MAX = 12
-# Functions that return another's result. Each may have several results, so their number multiplies.
+# Limit for functions that return another one's result, because their numbers of results multiply.
 _CALLS_MAX = 3
-_PARTS_MAX = 1000  # nodes of an expression, with everything that its names lead to
+_PARTS_MAX = 1000  # nodes of an expression, including everything that its names refer to
 
 
 def _has_arguments(node: ast.expr) -> TypeGuard[ast.Call]:
@@ -49,7 +49,7 @@ def _has_arguments(node: ast.expr) -> TypeGuard[ast.Call]:
 
 
 class Kind(enum.Enum):
-    """What a number counts."""
+    """The kind of rank that a number is."""
 
     GLOBAL = "global rank"
     LOCAL = "local rank"
@@ -58,7 +58,7 @@ class Kind(enum.Enum):
 
 
 class Script(Values):
-    """A script, parsed once. Raise as Values does if it does not parse."""
+    """A parsed script. Raise the errors of Values if it does not parse."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -94,12 +94,12 @@ class Script(Values):
 
     @cached_property
     def starts(self) -> list[ast.Call]:
-        """Calls by which the script starts processes itself: mp.spawn(…), Process(target=…)."""
+        """Return the calls that start processes: mp.spawn(…), Process(target=…)."""
         return [c for c in self.calls if self.started(c) is not None]
 
     @cached_property
     def reads_launcher(self) -> bool:
-        """True if it reads its rank from a launcher's variables."""
+        """True if the script reads a launcher's variable, such as RANK."""
         return any(self.variable_read(n) in _LAUNCHER_VARIABLES for n in self.nodes)
 
     @cached_property
@@ -114,8 +114,8 @@ class Script(Values):
         )
 
     def variable_read(self, node: ast.AST) -> str:
-        """Return RANK for os.environ["RANK"], os.environ.get("RANK", …), os.getenv("RANK"), also from a copy; else
-        ""."""
+        """Return RANK for os.environ["RANK"], os.environ.get("RANK", …) and os.getenv("RANK"), also for a copy of
+        os.environ; else ""."""
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
             return text_in(node.slice) if self._is_environment(node.value) else ""
         if not isinstance(node, ast.Call) or not node.args:
@@ -128,7 +128,7 @@ class Script(Values):
         return text_in(node.args[0]) if reads else ""
 
     def _is_environment(self, node: ast.expr) -> bool:
-        """True for os.environ, or what is certainly a copy of it, or of some of its variables by their own names."""
+        """True for os.environ, or a value that is certainly a copy of it or of some of its variables."""
         if self.full_name(node) == "os.environ":
             return True
         if not self._is_complete or not isinstance(node, ast.Name | ast.Attribute | ast.Call | ast.DictComp | ast.Dict):
@@ -158,7 +158,7 @@ class Script(Values):
 
     @cached_property
     def variables_set(self) -> list[tuple[str, ast.expr, ast.AST]]:
-        """Yield (name, value, node) of os.environ[…] = …, os.environ.update and os.putenv; not of setdefault."""
+        """Return (name, value, node) for os.environ[…] = …, os.environ.update and os.putenv, but not for setdefault."""
         variables: list[tuple[str, ast.expr, ast.AST]] = []
         for node in self.nodes:
             if isinstance(node, ast.Assign):
@@ -175,7 +175,7 @@ class Script(Values):
         return variables
 
     def _named_by(self, key: ast.expr, node: ast.Assign) -> list[tuple[str, ast.expr, ast.AST]]:
-        """Yield the same for each item of `for k, v in {"RANK": "0"}.items(): os.environ[k] = v`."""
+        """Return the same for os.environ[key] = …, with each item of `for k, v in {…}.items(): os.environ[k] = v`."""
         loop = next((parent for _, parent in self.above(node) if isinstance(parent, ast.For)), None)
         items = loop.iter.func.value if loop is not None and is_method(loop.iter, "items") else None  # type: ignore[attr-defined]
         names = [name_of(n) for n in loop.target.elts] if loop and isinstance(loop.target, ast.Tuple) else []
@@ -184,7 +184,7 @@ class Script(Values):
         return [(text_in(key), node.value, node)]
 
     def kinds(self, expression: ast.expr | None, depth: int = 0) -> set[Kind]:
-        """Return which rank, if any, a number is."""
+        """Return the kinds of rank that a number may be; {UNKNOWN} if it is none."""
         if expression is None or depth > _DEPTH_MAX:
             return {Kind.UNKNOWN}
         if expression not in self._kinds:
@@ -193,9 +193,9 @@ class Script(Values):
         return self._kinds[expression]
 
     def depends_on_rank(self, expression: ast.AST | None, *, by_arguments: bool = False) -> bool:
-        """True if a rank, or a name like one, is part of an expression. by_arguments: also if a call computed a name in
-        it from a rank: parts.use(rank). That does not count for a condition: the loss of a model on GPU `rank` is no
-        rank."""
+        """True if an expression contains a rank, or a name like one. by_arguments: also if a name in it was computed by
+        a call with a rank, as in parts.use(rank). Conditions are checked without this, because the loss of a model on
+        GPU `rank` is no rank."""
         todo = [] if expression is None else [(expression, True)]
         seen: set[ast.AST] = set()
         while todo:
@@ -211,11 +211,11 @@ class Script(Values):
                 seen.update(new)
                 todo += [(o, False) for o in new]
             if len(seen) > _PARTS_MAX:
-                return True  # it may, so no rule can be certain
+                return True  # it may depend on a rank, so no rule can be certain
         return False
 
     def on_every_rank(self, node: ast.AST) -> bool:
-        """True if all processes of the group certainly run this: no `if rank …` comes before it."""
+        """True if all processes of the group certainly run this node: no `if rank …` is around or before it."""
         todo, seen, forming = [(node, False)], set(), node in self.inits
         while todo:
             place, started = todo.pop()
@@ -232,7 +232,7 @@ class Script(Values):
         return False
 
     def enclosing_tests(self, node: ast.AST) -> Iterator[ast.expr]:
-        """Return the conditions under which a node runs, within its function."""
+        """Yield the conditions that surround a node in its function."""
         for child, parent in self.above(node):
             if isinstance(parent, ast.If | ast.IfExp | ast.While) and child is not parent.test:
                 yield parent.test
@@ -285,8 +285,7 @@ class Script(Values):
         return set().union(*(self.kinds(r, depth) for r in results)) if results else {Kind.UNKNOWN}
 
     def _items(self, container: Origin, key: ast.expr, calls: int = 0) -> list[ast.expr | None]:
-        """Return the item with a constant key of a dict, tuple or list that is written out, or that a function
-        returns."""
+        """Return the item with this constant key of a literal dict, tuple or list, also if a function returns it."""
         results = self.results(container) if isinstance(container, ast.Call) and calls < _CALLS_MAX else []
         if results:
             return [e for r in results for o in self.origins(r) for e in self._items(o, key, calls + 1)]
@@ -302,7 +301,7 @@ class Script(Values):
         return [None]
 
     def _field(self, instance: Origin, name: str) -> ast.expr | None:
-        """Return the value of a field when an instance was made: of a dataclass, a NamedTuple, a SimpleNamespace."""
+        """Return the value that a new instance of a dataclass, NamedTuple or SimpleNamespace gets for this field."""
         if not isinstance(instance, ast.Call) or has_hidden_arguments(instance):
             return None
         defined = self.definition(instance.func)
@@ -317,7 +316,7 @@ class Script(Values):
         return self.argument(instance, name, position) or fields[position].value
 
     def _kind_of_sum(self, sum_: ast.BinOp, depth: int) -> Kind:
-        """Return the kind of a sum: rank % gpus is local again; node_rank * nproc + local_rank is global."""
+        """Return the kind of an arithmetic result: rank % gpus is local; node_rank * nproc + local_rank is global."""
         own = {Kind.LOCAL, Kind.INDEX}
         if isinstance(sum_.op, ast.Mod):
             return Kind.LOCAL if self.kinds(sum_.left, depth) <= own | {Kind.GLOBAL} else Kind.UNKNOWN
@@ -361,7 +360,7 @@ class Script(Values):
         return False
 
     def _leaves_some(self, statement: ast.stmt, forming: bool) -> bool:
-        """True for `if rank != 0: return`: the rest is not for all ranks."""
+        """True for `if rank != 0: return`, after which not all ranks run the rest."""
         if not isinstance(statement, ast.If) or not leaves(statement.body):
             return False
         return self.depends_on_rank(statement.test) or means_one_process(statement.test, holds=False, forming=forming)

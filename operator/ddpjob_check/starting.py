@@ -37,7 +37,7 @@ def spawn_without_main_guard(script: Script, job: CheckedJob) -> Iterator[Found]
 
 
 def _starts_spawned(script: Script, call: ast.Call) -> bool:
-    """True for the Process(…) and Pool(…) of get_context("spawn"), or of set_start_method("spawn")."""
+    """True for Process(…) and Pool(…) with the start method spawn, by get_context or set_start_method."""
     if name_of(call.func) not in ("Process", "Pool") or not script.mentions("start", "map", "starmap", "apply"):
         return False
     if script.called(call).startswith(("torch.multiprocessing.", "multiprocessing.")):
@@ -47,13 +47,13 @@ def _starts_spawned(script: Script, call: ast.Call) -> bool:
 
 
 def _forks(script: Script, call: ast.Call) -> bool:
-    """True if a start method other than spawn may be given: mp.start_processes(…, start_method="fork")."""
+    """True if the start method may be another one than spawn: mp.start_processes(…, start_method="fork")."""
     method = script.argument(call, "start_method", 5)
     return method is not None and script.texts(method) not in (["spawn"], ["forkserver"])
 
 
 def _spawned_workers(script: Script, job: CheckedJob) -> Iterator[Found]:
-    """Yield DataLoaders with spawned workers that are read when the file is imported."""
+    """Yield findings for DataLoaders with spawned workers that are iterated when the file is imported."""
     by_default = _spawns_by_default(script)
     options = ScriptOptions(script, job.words)
     for call in script.calls_to(LOADER):
@@ -89,7 +89,7 @@ def _is_spawn(script: Script, context: ast.expr) -> bool:
 
 
 def _reads(script: Script, loader: ast.Call) -> Iterator[ast.AST]:
-    """Yield places that read batches: for … in loader, enumerate(loader), iter(loader)."""
+    """Yield places that iterate over a loader: for … in loader, enumerate(loader), iter(loader)."""
     for node in script.nodes:
         if isinstance(node, ast.For | ast.comprehension):
             read = node.iter
@@ -114,7 +114,7 @@ def _at_import(script: Script, node: ast.AST, seen: frozenset[Function] = frozen
 
 
 def _functions_that_spawn(script: Script) -> list[object]:
-    """Return functions that certainly start processes when called, directly or by others."""
+    """Return functions that certainly start processes, directly or through other functions."""
     spawning: list[object] = []
     todo = [script.function(c) for c in script.calls_to(*STARTERS) if not _forks(script, c)]
     while todo:
@@ -185,8 +185,8 @@ def spawn_without_gpu(script: Script, job: CheckedJob) -> Iterator[Found]:
 
 
 def is_conditional(script: Script, node: ast.AST, seen: frozenset[Function] = frozenset()) -> bool:
-    """True if a condition around a node, before it or on the way to it may skip it, or a handler takes its
-    exception."""
+    """True if a node may be skipped by a condition, also in the functions that lead to it, or if its exception may be
+    handled."""
     if any(not is_main_guard(test) for test in script.enclosing_tests(node)):
         return True
     if any(isinstance(parent, ast.Try) for _, parent in script.above(node)):
@@ -200,7 +200,7 @@ def is_conditional(script: Script, node: ast.AST, seen: frozenset[Function] = fr
 
 
 def _positional_max(function: Function) -> int | None:
-    """Return the most positional arguments of a function; None: any number, or unknown because of a decorator."""
+    """Return how many positional arguments a function takes at most; None: any number, or unknown (a decorator)."""
     if function.args.vararg or function.decorator_list:
         return None
     return len(function.args.posonlyargs) + len(function.args.args)
@@ -226,7 +226,7 @@ def launcher_missing(script: Script, job: CheckedJob) -> Iterator[Found]:
                 call,
                 f"{script.text_of(call.func)}(…): the job has {job.nproc} processes per node, and its command starts "
                 f"one, without RANK; start it with torchrun: {command_line(('torchrun', *job.script, *job.words))}",
-                "warning" if job.known and job.variables is None else "error",  # a shell may set it
+                "warning" if job.known and job.variables is None else "error",  # a shell may set RANK
             )
             return
 
@@ -292,7 +292,7 @@ DEPRECATED = (
 
 
 def _starts_launch(script: Script, node: ast.AST) -> bool:
-    """True if a text is a command with it that a call starts, and not help or a message."""
+    """True if a text with torch.distributed.launch is a command that a call runs, and not a help text."""
     text = text_in(node)
     calls = [p for child, p in script.above(node) if isinstance(p, ast.Call) and child is not p.func]
     return (text == _LAUNCH or f"-m {_LAUNCH} " in text) and any(name_of(c.func) in _RUNNERS for c in calls)

@@ -1,4 +1,4 @@
-"""Rules about loops whose collectives all ranks must call equally often."""
+"""The rule about loops with collectives, which all ranks must call equally often."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ddpjob_check.script import DDP, Kind, Script
 Loop: TypeAlias = ast.For | ast.AsyncFor | ast.While
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _RANKS = {Kind.GLOBAL, Kind.LOCAL, Kind.INDEX}
-# Join allows different numbers of steps per rank, and no_sync() skips some.
+# torch's Join allows different numbers of steps per rank, and no_sync() skips collectives.
 _ALLOWS_UNEVEN = ("join", "Join", "no_sync", "monitored_barrier")
 
 
@@ -50,7 +50,7 @@ def uneven_steps(script: Script, job: CheckedJob) -> Iterator[Found]:
 
 
 def _steps(script: Script, loop: Loop) -> list[ast.Call]:
-    """Yield calls in a loop that wait for all ranks: collectives, DDP's backward(), functions of the file with them."""
+    """Return calls in a loop that wait for all ranks: collectives, DDP's backward(), and functions that call these."""
     calls = [n for s in loop.body for n in ast.walk(s) if isinstance(n, ast.Call)]
     function = script.function(loop)
     waiting = [c for c in calls if script.function(c) is function and _waits_for_all(script, c)]
@@ -71,7 +71,7 @@ def _is_collective(script: Script, call: ast.Call) -> bool:
 
 
 def _count(loop: Loop) -> ast.expr | None:
-    """Return the expression for the number of turns: the call of range(), or the condition."""
+    """Return the expression that decides the number of iterations: the call of range(), or the condition."""
     if isinstance(loop, ast.While):
         return loop.test if isinstance(loop.test, ast.Compare) else None
     counted: ast.expr = loop.iter
@@ -90,7 +90,7 @@ def _range_varies(script: Script, count: ast.expr) -> bool:
         compares = not isinstance(count.ops[0], ast.In | ast.NotIn | ast.Is | ast.IsNot)
         return compares and sum(_varies(script, s) for s in count.comparators) == 1
     if not isinstance(count, ast.Call) or not 1 <= len(count.args) <= 2:
-        return False  # range(rank, n, world_size) is about equal for all ranks
+        return False  # range(rank, n, world_size) gives about the same number on all ranks
     return sum(_varies(script, a) for a in count.args) == 1
 
 
@@ -131,7 +131,7 @@ def _name_varies(script: Script, name: ast.Name | ast.Attribute, depth: int) -> 
 
 
 def _is_sent(script: Script, name: ast.expr) -> bool:
-    """True if a collective gets or may return the number, so that all ranks may agree on it."""
+    """True if a collective is called with the number or may return it, so that ranks may have agreed on it."""
     text = dotted(name)
     given = (a for c in script.calls if script.called(c) in COLLECTIVES for a in c.args)
     may_agree = any(
@@ -142,13 +142,13 @@ def _is_sent(script: Script, name: ast.expr) -> bool:
 
 
 def _is_counted(script: Script, name: ast.expr) -> bool:
-    """True for `for rank in range(world_size)`: each rank loops over all of them."""
+    """True for `for rank in range(world_size)`, in which each rank counts all ranks."""
     loops = [n.target for n in script.nodes if isinstance(n, ast.For | ast.AsyncFor | ast.comprehension)]
     return any(name_of(n) == name_of(name) for target in loops for n in ast.walk(target))
 
 
 def _picks_by_rank(script: Script, value: ast.Subscript, depth: int) -> bool:
-    """True for [20, 30][rank]."""
+    """True for [20, 30][rank], whose value differs by rank."""
     if not _varies(script, value.slice, depth + 1):
         return False
     for container in script.origins(value.value):
@@ -159,7 +159,7 @@ def _picks_by_rank(script: Script, value: ast.Subscript, depth: int) -> bool:
 
 
 def _others_join(script: Script, loop: Loop, steps: list[ast.Call]) -> bool:
-    """True for `for _ in range(rank): barrier()` with the rest after it: range(world_size - rank)."""
+    """True if a second loop makes up the difference: range(rank) and then range(world_size - rank)."""
     names = {ast.dump(s.func) for s in steps}
     others = [n for n in script.nodes if isinstance(n, _LOOPS) and n is not loop]
     return any(
@@ -172,7 +172,7 @@ def _others_join(script: Script, loop: Loop, steps: list[ast.Call]) -> bool:
 
 
 def _leaves_on_some(script: Script, loop: Loop, steps: list[ast.Call]) -> Iterator[ast.If]:
-    """Yield ifs directly in a loop by which some ranks leave it and others do not."""
+    """Yield `if` statements directly in a loop by which only some ranks leave the loop."""
     for i, statement in enumerate(loop.body):
         if not isinstance(statement, ast.If) or statement.orelse or not is_for_some(script, statement.test):
             continue
@@ -184,7 +184,7 @@ def _leaves_on_some(script: Script, loop: Loop, steps: list[ast.Call]) -> Iterat
 
 
 def _leaves_by_itself(script: Script, loop: Loop, steps: list[ast.Call]) -> Iterator[Found]:
-    """Yield loops that a rank leaves by its own value: the loss of its batch, its clock."""
+    """Yield findings for loops that a rank leaves because of its own value, such as its loss or its clock."""
     values = LocalValues(script, script.function(loop))
     waits = f"the others wait for it in {script.text_of(steps[0].func)}(…)"
     fix = "average or broadcast it first, so that all ranks do the same"
@@ -206,7 +206,7 @@ def _leaves_by_itself(script: Script, loop: Loop, steps: list[ast.Call]) -> Iter
 
 
 def _joined_inside(script: Script, statement: ast.If, steps: list[ast.Call]) -> bool:
-    """True if the steps themselves are in the branch: that is another mistake, or none."""
+    """True if some of these steps are in the branch itself, which is a different mistake, or none."""
     inside = {id(n) for n in ast.walk(statement)}
     return any(id(s) in inside for s in steps)
 
@@ -234,7 +234,7 @@ def names_of(node: ast.AST) -> set[str]:
 
 
 class LocalValues:
-    """The names in a function whose values certainly differ by rank: the loss of its batch, and values made from it."""
+    """The names in a function whose values certainly differ by rank: the loss, the clock, and values made from them."""
 
     def __init__(self, script: Script, function: Function | None) -> None:
         self._script = script
@@ -248,13 +248,13 @@ class LocalValues:
             self.names = grown
 
     def decide(self, test: ast.AST) -> bool:
-        """True if an expression depends on such a value and on nothing that ranks may have agreed on."""
+        """True if an expression depends on such a value, and no call in it may make the ranks agree."""
         if any(isinstance(n, ast.Call) and self._may_agree(n) for n in ast.walk(test)):
             return False
         return bool(self._names_in(test) & self.names) or self._reads_a_clock(test)
 
     def _names_in(self, value: ast.AST) -> set[str]:
-        """Yield names, including those that attributes depend on: stopper.early_stop of stopper."""
+        """Return names and attributes, and the objects of the attributes: stopper for stopper.early_stop."""
         names = names_of(value)
         return names | {name.rpartition(".")[0] for name in names if "." in name and not name.startswith("self.")}
 
@@ -272,7 +272,7 @@ class LocalValues:
         )
 
     def _sent(self) -> set[str]:
-        """Return names passed to a collective, or to a function that may contain one: ranks may agree on them."""
+        """Return names passed to a collective, or to a function that may call one, because ranks may agree on them."""
         sent: set[str] = set()
         for node in self._nodes:
             if isinstance(node, ast.Call) and self._may_agree(node):
@@ -281,7 +281,7 @@ class LocalValues:
         return sent
 
     def _sources(self) -> set[str]:
-        """Yield the losses on which backward() is called, and results of the wrapped model."""
+        """Return names of losses (that have backward() called), of the wrapped model's results, and of clock times."""
         losses = {
             dotted(n.func.value)
             for n in self._nodes
@@ -297,8 +297,7 @@ class LocalValues:
         return (losses | made) - {""}
 
     def _runs_the_model(self, call: ast.expr) -> bool:
-        """True for a call of the wrapped model, or of a function of the file that runs it on this rank's samples and
-        sends nothing."""
+        """True for a call of the wrapped model, or of a function of the file that gets it and calls no collective."""
         if not isinstance(call, ast.Call) or self._script.is_wrapped(call.func):
             return isinstance(call, ast.Call)
         gets_model = any(self._script.is_wrapped(a) for a in call.args if isinstance(a, ast.Name | ast.Attribute))
@@ -307,7 +306,7 @@ class LocalValues:
         return gets_model and bool(functions) and parts and not self._may_agree(call)
 
     def _made_of(self) -> set[str]:
-        """Return names that get a value from such names, or under a condition with one, or that store one."""
+        """Return names that get such a value, are set under a condition on one, or are objects that store one."""
         made: set[str] = set()
         for node in self._nodes:
             for target, value in bindings_in(node):
@@ -328,7 +327,7 @@ class LocalValues:
 
 
 def leavings(loop: ast.For | ast.AsyncFor | ast.While) -> Iterator[ast.If]:
-    """Yield ifs of a loop, not of an inner loop, whose branch leaves it or skips the rest of a turn."""
+    """Yield `if` statements of a loop, but not of inner loops, that end with break, return or continue."""
     todo: list[ast.stmt] = list(loop.body)
     while todo:
         statement = todo.pop(0)

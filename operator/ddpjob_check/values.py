@@ -1,5 +1,5 @@
-"""Names, calls and values of a Python file: the origins of a value, and which function calls which. What cannot be
-known is Marker.UNKNOWN, never guessed. Nothing is imported or run."""
+"""Resolve names, calls and values of a Python file: the origins of a value, and which function calls which. If a value
+is uncertain, the result is Marker.UNKNOWN, never a guess. Nothing is imported or run."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from ddpjob_check.nodes import (
 from ddpjob_check.parsing import parse
 from ddpjob_check.rebinding import changed_containers, changed_objects, rebound_until
 
-# The parser uses one shared object for each of these, so they are not separate nodes.
+# The parser uses a single object for each of these types, so they have no single parent and are left out.
 _SHARED = ast.expr_context | ast.operator | ast.boolop | ast.unaryop | ast.cmpop
-_VALUES_MAX = 100  # values of one name; with more it may be anything
+_VALUES_MAX = 100  # values of one name; with more the result is UNKNOWN
 _STEPS_MAX = 1000  # steps from a value to its origin
 
 STARTERS = {"torch.multiprocessing.spawn", "torch.multiprocessing.start_processes"}
@@ -48,7 +48,7 @@ _ALIASES = {
 }
 
 
-# Decorators that pass a function exactly its caller's arguments.
+# Decorators that do not change the arguments that the function gets.
 _KEEP_ARGUMENTS = {
     "record", "no_grad", "inference_mode", "enable_grad", "autocast", "compile", "property", "staticmethod",
     "classmethod", "cache", "lru_cache", "contextmanager", "wraps", "setter", "abstractmethod", "override",
@@ -57,24 +57,24 @@ _KEEP_ARGUMENTS = {
 
 @dataclass(frozen=True)
 class Caller:
-    """One call of a function of the file: the values of its positional and named parameters."""
+    """One call of a function of the file, with the values of positional and named parameters."""
 
     call: ast.Call
     positional: tuple[Origin, ...]
     named: dict[str, ast.expr] = field(default_factory=dict)
     starts_process: bool = False
     all_known: bool = True
-    """False if there is a * or **, so that a parameter without a value may have any."""
+    """False if the call has * or **, so that other parameters may have any value."""
 
 
 class Values:
-    """A file that parses. Raise SyntaxError (with the line), ValueError, RecursionError or TooLongError if not."""
+    """A parsed file. Raise SyntaxError (with the line), ValueError, RecursionError or TooLongError."""
 
     def __init__(self, text: str) -> None:
         self.tree = parse(text)
         self._parent: dict[ast.AST, ast.AST] = {}
         self.nodes: list[ast.AST] = [self.tree]
-        for node in self.nodes:  # the list grows meanwhile
+        for node in self.nodes:  # the list grows during the loop
             children = [child for child in ast.iter_child_nodes(node) if not isinstance(child, _SHARED)]
             self.nodes += children
             self._parent.update(dict.fromkeys(children, node))
@@ -89,7 +89,7 @@ class Values:
         self._rebound_until = rebound_until(self.nodes, self.parent)
         self._changed = changed_objects(self.nodes)
         self.containers_changed = self._changed | changed_containers(self.nodes)
-        """Names of objects, dicts and lists that may differ from what they were made with."""
+        """Names of objects, dicts and lists that may be changed after they were made."""
         self._origins: dict[ast.expr | None, list[Origin]] = {}
         self._is_complete = False
         self._note_definitions()
@@ -112,7 +112,7 @@ class Values:
             node = parent
 
     def scope(self, node: ast.AST) -> Scope:
-        """Return the function, class or module whose names this node sees first."""
+        """Return the innermost function, class or module in which this node's names are looked up."""
         child, parent = node, self._parent.get(node)
         while parent is not None:
             if isinstance(parent, Function | ast.Lambda | ast.ClassDef) and not is_outside_the_body(parent, child):
@@ -121,7 +121,7 @@ class Values:
         return self.tree
 
     def function(self, node: ast.AST) -> Function | None:
-        """Return the function that contains this node; None: it runs with the file."""
+        """Return the function that contains this node; None for code of the module itself."""
         scope: ast.AST | None = self.scope(node)
         while scope is not None and not isinstance(scope, Function):
             scope = None if isinstance(scope, ast.Module | ast.ClassDef) else self.scope(scope)
@@ -146,7 +146,7 @@ class Values:
 
     @cached_property
     def calls(self) -> list[ast.Call]:
-        """All calls in the order of the file."""
+        """Return all calls, in the order of the file."""
         return sorted((n for n in self.nodes if isinstance(n, ast.Call)), key=lambda n: (n.lineno, n.col_offset))
 
     @cached_property
@@ -167,7 +167,7 @@ class Values:
         return [c for c in self.calls if is_method(c, name)]
 
     def calls_in(self, function: Function | None) -> list[ast.Call]:
-        """Return the calls in a function's own body; None: those of the file outside all functions."""
+        """Return the calls in a function's own body. function: None for calls outside all functions."""
         return self._calls_by_function[function]
 
     @cached_property
@@ -188,7 +188,7 @@ class Values:
         return next((d for s in self._scopes(node) if (d := self._defs.get((s, node.id))) is not None), None)
 
     def functions_meant(self, node: ast.AST) -> list[Function]:
-        """Return functions of this file that an expression may be, also through a parameter: `fn(rank, size)`."""
+        """Return functions of this file that an expression may refer to, also through a parameter: `fn(rank, size)`."""
         origins = self.origins(node) if isinstance(node, ast.expr) else []
         return [d for o in origins if isinstance(o, ast.Name) and isinstance(d := self.definition(o), Function)]
 
@@ -208,7 +208,7 @@ class Values:
         return self._callers.get(function, [])
 
     def mentions(self, *identifiers: str) -> bool:
-        """True if one of these is used anywhere, as a name, an attribute or an argument; importing it is no use."""
+        """True if one of these is used anywhere as a name, an attribute or a keyword. A mere import does not count."""
         return not self.identifiers.isdisjoint(identifiers)
 
     @cached_property
@@ -226,7 +226,7 @@ class Values:
     # ---------------------------------------------------------------- values
 
     def argument(self, call: ast.Call, name: str, position: int | None = None) -> ast.expr | None:
-        """Return an argument by its name or position."""
+        """Return an argument of a call, found by name or position; None if it is not given."""
         for keyword in call.keywords:
             if keyword.arg == name:
                 return keyword.value
@@ -237,7 +237,7 @@ class Values:
         return call.args[position] if position < len(call.args) else None
 
     def _item(self, mapping: ast.expr, name: str) -> ast.expr | None:
-        """Return the item of `**mapping` with a name, if the file writes that dict out once and never changes it."""
+        """Return the item with this name in `**mapping`, if the dict is a literal that is never changed."""
         if not self._is_complete or dotted(mapping) in self.containers_changed:
             return None
         origins = self.origins(mapping)
@@ -250,8 +250,8 @@ class Values:
         return None
 
     def origins(self, expression: ast.expr | None) -> list[Origin]:
-        """Return everything that an expression may be, followed through names, attributes and parameters of this file.
-        An unresolved name is its own origin. Never empty."""
+        """Return all values that an expression may have, followed through names, attributes and parameters of this
+        file. An unresolved name is its own origin. Never empty."""
         if not self._is_complete:
             return self._find_origins(expression)
         if expression not in self._origins:
@@ -289,7 +289,7 @@ class Values:
             return []
         own = [n for n in ast.walk(function) if self.function(n) is function]
         returns = [n.value for n in own if isinstance(n, ast.Return)]
-        # A function that may run off its end also returns None.
+        # A function without a final `return` may also return None.
         if any(isinstance(n, ast.Yield | ast.YieldFrom) for n in own) or not isinstance(function.body[-1], ast.Return):
             return []
         return [r for r in returns if r is not None] if None not in returns else []
@@ -306,7 +306,7 @@ class Values:
                 yield scope
 
     def _values(self, origin: Origin) -> list[Origin] | None:
-        """Return the next step towards a value's origin; None: this is it."""
+        """Return the next step towards a value's origin; None if it is the origin."""
         if isinstance(origin, ast.Name):
             return self._values_of_name(origin)
         if isinstance(origin, ast.Attribute):
@@ -336,12 +336,12 @@ class Values:
         return None
 
     def _values_of_parameter(self, scope: Scope, name: str) -> list[Origin]:
-        """Return what all callers of this file pass."""
+        """Return the values that all callers in this file pass for a parameter."""
         if not isinstance(scope, Function) or not 0 < len(self._callers.get(scope, ())) <= _VALUES_MAX:
             return [Marker.UNKNOWN]
         names = [name_of(d.func if isinstance(d, ast.Call) else d) for d in scope.decorator_list]
         if not _KEEP_ARGUMENTS.issuperset(names):
-            return [Marker.UNKNOWN]  # click, typer and hydra call it with command-line values
+            return [Marker.UNKNOWN]  # for example, click, typer and hydra pass values of the command line
         positions = {p.arg: i for i, p in enumerate((*scope.args.posonlyargs, *scope.args.args))}
         if name not in positions:
             return [Marker.UNKNOWN]
@@ -375,13 +375,13 @@ class Values:
             return None
         if len(values) > _VALUES_MAX:
             return [Marker.UNKNOWN]
-        # The class itself or a base class may have set it.
+        # The class body or a base class may have set the attribute too.
         named = [*self._names.get((owner, node.attr), ()), *(fields_declared(owner, node.attr))]
         foreign = [b for b in owner.bases if not self.full_name(b).startswith("torch.") and name_of(b) != "object"]
         return [*values, *named, *may_change, *([Marker.UNKNOWN] if foreign else [])]
 
     def _is_set_in_any_case(self, text: str, value: Origin) -> bool:
-        """True if every branch sets an attribute. Otherwise the object may have its own, as argparse's result has."""
+        """True if every branch sets the attribute. Otherwise the object's own value may remain, as with argparse."""
         if isinstance(value, Marker):
             return False
         for child, parent in self.above(value):
@@ -392,7 +392,7 @@ class Values:
         return True
 
     def _rebound(self, values: list[Origin]) -> list[Origin]:
-        """Yield what else a name may be if a line changes all names after the module gave it a value."""
+        """Return [UNKNOWN] if a later line, such as exec, may change all names of the module."""
         first = min((v.lineno for v in values if isinstance(v, ast.expr)), default=self._rebound_until)
         return [Marker.UNKNOWN] if first < self._rebound_until else []
 
@@ -428,8 +428,8 @@ class Values:
             self._attributes[owner, text].append(self._placed(value, node))
 
     def _placed(self, value: Origin, node: ast.AST) -> Origin:
-        """Give created nodes the place of their statement: `x /= 2` is stored as `x / 2`, and `a, b = f()` as `a =
-        f()[0]`, which are not in the file."""
+        """Give a parent to nodes that are not in the file: `x /= 2` is stored as `x / 2`, and `a, b = f()` as
+        `a = f()[0]`."""
         if isinstance(value, ast.Subscript) and value not in self._parent:
             self._parent[value] = node
         if isinstance(node, ast.AugAssign) and isinstance(value, ast.BinOp):
@@ -443,8 +443,8 @@ class Values:
         for call in self.calls:
             for function, skip in self._called_here(call):
                 self._callers[function].append(_caller(call, skip))
-        # Each pass knows more about what a parameter may be: def start(demo): mp.spawn(demo, …), and then def
-        # init_process(rank, size, fn): fn(rank, size).
+        # The order matters, because each loop resolves parameters for the next one: first def start(demo):
+        # mp.spawn(demo, …), then def init_process(rank, size, fn): fn(rank, size).
         for target, caller in filter(None, map(self.started, self.calls)):
             for function in self.functions_meant(target):
                 self._callers[function].append(caller)
@@ -454,7 +454,7 @@ class Values:
                     self._callers[function].append(_caller(call, 0))
 
     def _called_here(self, call: ast.Call) -> Iterator[tuple[Function, int]]:
-        """Return functions of this file that a call refers to by name, and how many parameters it omits."""
+        """Yield functions of this file that a call names, and the number of implicit parameters: 1 for self."""
         defined = self.definition(call.func)
         if isinstance(defined, Function):
             yield defined, 0
@@ -470,7 +470,7 @@ class Values:
                     yield method, 0 if static else 1
 
     def _classes_of(self, node: ast.expr) -> list[ast.AST]:
-        """Return classes of this file of which a value is certainly an instance."""
+        """Return classes of this file that a value may be an instance of."""
         if isinstance(node, ast.Name) and node.id == "self":
             return [c] if (c := self._class_of(node)) else []
         origins = self.origins(node)
@@ -490,13 +490,13 @@ class Values:
         values = given.elts if isinstance(given, ast.Tuple | ast.List) else []
         first: tuple[Origin, ...] = (Marker.INDEX,) if spawns else ()
         known = plain and self.argument(call, "kwargs") is None
-        # for rank in range(n): Process(target=run, args=(rank, n))
+        # In `for rank in range(n): Process(target=run, args=(rank, n))` the counter is the process's number.
         numbers = (Marker.INDEX if self.origins(v) == [Marker.COUNT] else v for v in values)
         return target, Caller(call, (*first, *numbers), starts_process=True, all_known=known)
 
 
 def _item(value: ast.expr, number: int, target: ast.Tuple | ast.List) -> Origin:
-    """Return the value of the name at this position of `a, b = value`."""
+    """Return value[number], which `a, b = value` assigns to the name at this position."""
     if any(isinstance(e, ast.Starred) for e in target.elts):
         return Marker.UNKNOWN
     return ast.copy_location(ast.Subscript(value, ast.Constant(number), ast.Load()), value)

@@ -1,9 +1,9 @@
-"""Converts jobs of other tools into DDPJobs.
+"""Convert jobs of other tools into DDPJobs.
 
-In: parsed documents: a PyTorchJob, or a TrainJob with the runtime that it names. Out: a DDPJob, and remarks. Nothing is
-dropped silently: a field that is read says what it became, and any other gets a remark (`fields.py`). Called by:
-`ddpjob convert` (ddpjob_cli/commands/convert.py), which reads the files and prints. Must not know: files, clusters, the
-clock. `ddpjob_operator.job` defines what a DDPJob is.
+In: parsed documents: a PyTorchJob, or a TrainJob with the runtime that it names. Out: a DDPJob, and remarks. No field
+is dropped silently: a converted field may have a comment, and any other field gets a remark (`fields.py`). Called by:
+`ddpjob convert` (ddpjob_cli/commands/convert.py), which reads the files and prints. Must not use: files, clusters, the
+clock. `ddpjob_operator.job` defines DDPJobs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ddpjob_operator.job.wording import say
 
 KINDS = ("PyTorchJob", "TrainJob")
 RUNTIMES = ("ClusterTrainingRuntime", "TrainingRuntime")
-# Kinds whose pods start a command that may become a DDPJob; two groups of the API call their kind Job.
+# Kinds whose pods start a command that may become a DDPJob, and their API groups. Two groups have a kind Job.
 _GROUPS = {"Job": ("batch", "batch.volcano.sh"), "MPIJob": ("kubeflow.org",), "JobSet": ("jobset.x-k8s.io",)}
 _GROUPS |= {"RayJob": ("ray.io",)}
 _PYTHON = re.compile(r"(?:.*/)?python[\d.]*")
@@ -56,7 +56,7 @@ def left_out(document: object) -> str:
 
 
 def advice(document: Mapping[str, Any]) -> str:
-    """Return the command that makes a DDPJob of what the pods of such a job start; "" for any other document."""
+    """Return advice with the `ddpjob convert` command for a job of _GROUPS; "" for any other document."""
     kind, version = document.get("kind"), document.get("apiVersion")
     if not isinstance(kind, str) or not isinstance(version, str) or version.split("/")[0] not in _GROUPS.get(kind, ()):
         return ""
@@ -64,7 +64,7 @@ def advice(document: Mapping[str, Any]) -> str:
     container = next((found for part in parts for found in podspec.mappings(part, "containers")), {})
     given = [container.get(part) for part in ("command", "args")]
     words = [word for part in given if isinstance(part, list) for word in part if isinstance(word, str)]
-    if words and programs.name(words[0]) in programs.FRAMEWORKS:  # in the launcher's pod: `mpirun -np 4 python …`
+    if words and programs.name(words[0]) in programs.FRAMEWORKS:  # such as `mpirun -np 4 python …`
         words = words[next((i for i, word in enumerate(words) if _PYTHON.fullmatch(word)), len(words)) :]
     line = shlex.join(word.rstrip("\n") for word in words)
     if not words or len(line) > _LENGTH_MAX or "\n" in line:

@@ -1,5 +1,5 @@
-"""Machine-specific texts of another tool: the name of rank 0's pod, for which ranks would wait until they give up, and
-options and variables of one machine."""
+"""Replace texts of another tool that identify a machine: options and variables of one machine, and the name of rank 0's
+pod. A DDPJob has no pod with this name, so ranks would wait for it in vain."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ddpjob_convert.result import Converted, Path
 from ddpjob_operator.job.command import shell_script
 from ddpjob_operator.job.podspec import mappings, trainer_path
 
-# The job sets these for each node or rank; a value in the template would override it.
+# The job sets these for each node or rank, but a value in the template would have priority.
 VARIABLES = frozenset(
     "MASTER_ADDR MASTER_PORT WORLD_SIZE RANK NNODES NODE_RANK PET_NNODES PET_NODE_RANK PET_MASTER_ADDR PET_MASTER_PORT "
     "PET_RDZV_ID PET_RDZV_BACKEND PET_RDZV_ENDPOINT PET_RDZV_CONF PET_STANDALONE".split()
 )
-# A launcher's options in a shell's script, with the job's values.
+# Options of a launcher in a shell script, and the values that the job has for them.
 _OF_THE_JOB = {
     "nnodes": "$NNODES",
     "node_rank": "$NODE_RANK",
@@ -35,7 +35,7 @@ _OPTION = re.compile(
 )
 _OWN = re.compile(r"\$[({]?(?:PET_)?(?:NNODES|NODE_RANK|MASTER_ADDR|MASTER_PORT|RDZV_ID|RDZV_ENDPOINT)\b")
 _ASSIGNED = re.compile(rf"(?<![-\w$])({'|'.join(sorted(VARIABLES))})=({_VALUE})?")
-# Names in scripts for values that differ by machine.
+# Names of scripts' options for values that differ by machine.
 _RANKS = {"rank", "node_rank", "machine_rank"}
 _COUNTS = {"world_size", "nnodes", "num_nodes", "num_machines"}
 _ADDRESSES = {"dist_url", "init_method", "dist_init_method", "master_addr", "master_ip"}
@@ -43,21 +43,21 @@ _HERE = re.compile(r"(?:tcp://)?(?:localhost|127\.|0\.0\.0\.0|\[?::1?\]?(?::|/|$
 
 
 def move(template: dict[str, Any], first: str, any_of: str, path: Path, result: Converted) -> None:
-    """Remove from the trainer's `env` what the job sets, and replace rank 0's address by $(MASTER_ADDR). first: the
-    name of rank 0's pod; any_of: a pattern for all pods; path: the template's."""
+    """Remove variables that the job sets from the trainer's `env`, and replace rank 0's address by $(MASTER_ADDR).
+    first: the name of rank 0's pod. any_of: a pattern for the names of all pods. path: of the template."""
     own = trainer_path(template)[2:]
-    # Copied, because a YAML alias may share the list with a container that does not get the job's variables.
+    # Copy it, because a YAML alias may share a list with a container that does not get the job's variables.
     trainer = template["spec"]["containers"][own[-1]] = copy.deepcopy(template["spec"]["containers"][own[-1]])
     path_of_trainer = (*path, *own)
     _by_job(trainer, path_of_trainer, result)
     namespace = re.escape(str(result.metadata.get("namespace", ""))) or r"[a-z0-9-]+(?=\.svc\b)"
-    # Not a folder or a file of that name.
+    # The pattern does not match folders or files with the pod's name.
     rank0 = re.compile(
         rf"(?<![\w.-])(?<!(?<!/)/){re.escape(first)}(?:\.{namespace})?(?:\.svc(?:\.cluster\.local)?)?(?![\w-]|\.\w)"
     )
 
     def moved(text: Any, *place: str | int) -> Any:
-        # Kubernetes replaces $(NAME) before any program reads it, even in a shell's quotes.
+        # $(NAME) works everywhere, because Kubernetes replaces it before a program reads it, even in a shell's quotes.
         found = rank0.search(text) if isinstance(text, str) else None
         if found is None:
             return text
@@ -85,7 +85,7 @@ def move(template: dict[str, Any], first: str, any_of: str, path: Path, result: 
                 f"nodes are {job}-0.{job}, {job}-1.{job}, ...",
             )
     env = trainer.get("env")
-    # Last, because paths contain list indexes.
+    # Remove cleared entries last, because the remarks' paths contain list indexes.
     trainer |= {"env": [entry for entry in env if entry]} if isinstance(env, list) else {}
     if trainer.get("env") == []:
         del trainer["env"]
@@ -99,8 +99,8 @@ def _by_job(trainer: dict[str, Any], path: Path, result: Converted) -> None:
 
 
 def by_job(script: str, path: Path, result: Converted) -> str:
-    """Return a shell's script with the job's values for options that identify the machine: `$VK_TASK_INDEX` means
-    nothing in a DDPJob, and $RANDOM gives each node another rendezvous."""
+    """Return a shell script with the job's values in options that identify the machine. In a DDPJob `$VK_TASK_INDEX` is
+    unset, and $RANDOM would give each node another rendezvous."""
     changed = []
 
     def value(found: re.Match[str]) -> str:
@@ -121,8 +121,8 @@ def by_job(script: str, path: Path, result: Converted) -> str:
 
 
 def of_one_machine(words: Sequence[str]) -> str:
-    """Return a sentence about options for one of several machines; "" if there are none. A count alone may be of
-    processes on a single machine, and a rank alone may be LoRA's."""
+    """Return a sentence about options that are meant for one of several machines; "" if there are none. A count alone
+    proves nothing, because it may count processes on one machine. Nor does a rank alone, which may be LoRA's."""
     given = list(_given(words))
     values = {name: value for name, _, value in given}
     is_remote = any(name in _ADDRESSES and not _HERE.match(value) for name, value in values.items())
@@ -136,7 +136,7 @@ def of_one_machine(words: Sequence[str]) -> str:
 
 
 def _given(words: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield (name, option with its value, value) for literal values; -1 means unset in such scripts."""
+    """Yield (name, option with its value, value) for literal values, except -1, which often means unset."""
     for word, following in pairwise([*words, ""]):
         option, has_value, own = word.partition("=")
         name, value = option.lstrip("-").replace("-", "_"), (own if has_value else following).rstrip(";")

@@ -1,4 +1,4 @@
-"""Converts a command line of torchrun, torch.distributed.launch, ddprun or accelerate into a DDPJob."""
+"""Convert a command line of torchrun, torch.distributed.launch, ddprun or accelerate into a DDPJob."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _PROGRAMS = re.compile(r"(.*/)?(torchrun|ddprun|accelerate|python[\d.]*)")
 
 _ACCELERATE_FLAGS = {"module", "no_python", "multi_gpu", "cpu", "use_cpu", "quiet", "debug"}
-# Variables that accelerate's launcher sets for its ranks: `Accelerator()` reads them under any launcher.
+# By option, the variable that accelerate's launcher sets for its ranks. `Accelerator()` reads it under any launcher.
 _ACCELERATE_VARIABLES = {
     "mixed_precision": "ACCELERATE_MIXED_PRECISION",
     "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
@@ -63,7 +63,7 @@ def is_command(word: str) -> bool:
 
 
 def convert(words: Sequence[str], name: str | None = None, image: str | None = None) -> Converted:
-    """Return the DDPJob that runs a command on all nodes. Raise ConvertError. A remark's path is ("command",)."""
+    """Return a DDPJob that runs this command on all nodes. Remarks have the path ("command",). Raise ConvertError."""
     given = list(itertools.takewhile(_ASSIGNMENT.fullmatch, words))
     variables, command = dict(word.split("=", 1) for word in given), list(words[len(given) :])
     result = Converted("Converted from a command line by `ddpjob convert`.", {"name": "train"})
@@ -98,7 +98,7 @@ def convert(words: Sequence[str], name: str | None = None, image: str | None = N
 
 
 def _of_the_job(wrapper: list[str], variables: dict[str, str], result: Converted) -> list[str]:
-    """Remove variables that the job sets, before the program and from the words of `env`; return the words."""
+    """Remove variables that the job sets: from `variables`, and from the words before the program. Return the words."""
     dropped = [f"{name}={variables.pop(name)}" for name in list(variables) if name in VARIABLES]
     own = [word for word in wrapper if (match := _ASSIGNMENT.fullmatch(word)) and match[1] in VARIABLES]
     _say_dropped(iter([*dropped, *own]), result)
@@ -108,7 +108,7 @@ def _of_the_job(wrapper: list[str], variables: dict[str, str], result: Converted
 
 
 def _without_shell(words: list[str]) -> list[str]:
-    """Return the command of `bash -c` if it is one that needs no shell, so that options can be removed."""
+    """Return the words of a `bash -c` script that needs no shell, so that options can be removed; else the command."""
     script = shell_script(words)
     if script is None or words[-1] != script or _MORE_THAN_WORDS.search(script):
         return words
@@ -134,7 +134,7 @@ def _program(words: list[str]) -> int:
 
 
 def _other_launcher(words: list[str]) -> str:
-    """Return the program that starts the ranks of all nodes; "" if there is none. Later words are the program's own."""
+    """Return the launcher if it starts the ranks of all nodes from one machine; else ""."""
     for i in programs.places(words):
         if programs.name(words[i]) in _OTHER_LAUNCHERS:
             return "" if programs.launch_options(words[i:]) is None else words[i]
@@ -169,7 +169,7 @@ def _shell_file(words: list[str]) -> str:
 
 
 def _of_shell(words: list[str], result: Converted) -> list[str]:
-    """Return the words of a shell that starts a launcher, with the launcher's nodes and nprocPerNode."""
+    """Return the words of a shell command that starts a launcher, and set the launcher's nodes and nprocPerNode."""
     text = shell_script(words) or ""
     inner = _words_of(text)
     if other := next((one for one in shell_commands(text) if _other_launcher(one)), None):
@@ -185,7 +185,7 @@ def _of_shell(words: list[str], result: Converted) -> list[str]:
 
 
 def _torchrun(words: list[str], result: Converted) -> list[str]:
-    # A launcher that is asked for its help has no script either.
+    # Take `torchrun --help` for a launcher too, so that its missing script is reported.
     begin = options_begin(words) or (1 if programs.name(words[0]) in LAUNCHERS else None)
     if begin is None:
         result.set("nodes", 1, "no launcher says how many")
@@ -237,7 +237,7 @@ def _nodes(text: str, words: list[str], result: Converted) -> None:
 
 
 def _accelerate(words: list[str], result: Converted) -> tuple[list[str], dict[str, str]]:
-    """Return torchrun for `accelerate launch`: `Accelerator()` reads the same variables under both."""
+    """Return a torchrun command for `accelerate launch`, and variables for its options: `Accelerator()` reads both."""
     if words[1:2] != ["launch"]:
         raise ConvertError(("command",), "accelerate: only `accelerate launch` starts a training")
     groups, rest = _accelerate_options(words[2:])
@@ -260,8 +260,8 @@ def _accelerate(words: list[str], result: Converted) -> tuple[list[str], dict[st
 
 
 def _accelerate_options(words: list[str]) -> tuple[list[tuple[str, list[str]]], list[str]]:
-    """Return each option with its words, and the script with its own. An unknown option has a value if the next word is
-    neither an option nor a Python file."""
+    """Split words into options, each with its words, and the script with its arguments. An unknown option has a value
+    if the next word is neither an option nor a Python file."""
     groups: list[tuple[str, list[str]]] = []
     rest = list(words)
     while rest and rest[0].startswith("-"):

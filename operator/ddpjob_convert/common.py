@@ -1,4 +1,4 @@
-"""Shared parts of the converters: metadata, the trainer's container, processes per node, names."""
+"""Shared parts of the converters: metadata, the trainer's container, processes per node, elastic jobs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _QUEUE = "kueue.x-k8s.io/queue-name"
 
 _KEPT = ("name", "namespace", "labels", "annotations")
 _OF_THE_SERVER = "kubectl.kubernetes.io/last-applied-configuration"
-# Options of torchrun that identify the machine: the job sets them for each node.
+# Options of torchrun that identify the machine. They are removed, because the job sets them for each node.
 IDENTITY = {
     "nnodes", "node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf",
     "standalone", "local_addr",
@@ -29,7 +29,7 @@ IDENTITY = {
 
 
 def begin(document: Mapping[str, Any]) -> tuple[Converted, Fields]:
-    """Return an empty DDPJob with the source's metadata, and the source's spec."""
+    """Return a DDPJob that has only the source's metadata, and the source's spec."""
     source = Fields(document, ())
     of_object = source.fields("metadata")
     given = of_object.given
@@ -54,7 +54,7 @@ def begin(document: Mapping[str, Any]) -> tuple[Converted, Fields]:
 
 
 def set_own(fields: Fields, controller: str, result: Converted) -> None:
-    """Set fields that mean the same in a DDPJob. A queue sets suspend itself, and managedBy names the controller."""
+    """Set fields that mean the same in a DDPJob. Leave out suspend in a queue, which sets it, and our own managedBy."""
     suspend, manager = fields.take("suspend"), fields.text("managedBy")
     if suspend is True and _QUEUE in mapping(result.metadata, "labels"):
         result.remark((*fields.path, "suspend"), SUSPENDED_BY_KUEUE)
@@ -68,28 +68,28 @@ def set_own(fields: Fields, controller: str, result: Converted) -> None:
 
 
 def name_trainer(template: dict[str, Any], usual: str, path: Path) -> dict[str, Any]:
-    """Return the trainer's container, renamed from its name in the source. Raise ConvertError if there is none."""
+    """Rename and return the trainer's container. usual: its name in the source. Raise ConvertError if there is none."""
     listed = containers(template)
     if not listed:
         raise ConvertError((*path, "spec", "containers"), "is missing: the trainer's container")
     trainer = next((c for c in listed if c.get("name") in (usual, TRAINER)), listed[0])
     pod = template["spec"]
     of_pods = mapping(template, "metadata")
-    if of_pods.pop("creationTimestamp", "") is None and not of_pods:  # the API server writes this into each template
+    if of_pods.pop("creationTimestamp", "") is None and not of_pods:  # the API server writes null into each template
         del template["metadata"]
-    # A reference to the container (resourceFieldRef) would keep the pod from starting under its old name.
+    # Rename references too (resourceFieldRef), because with the old name the pod would not start.
     for _, value in walk(pod):
         if isinstance(value, dict) and value.get("containerName") == str(trainer.get("name")):
             value["containerName"] = TRAINER
     trainer["name"] = TRAINER
     if pod.get("restartPolicy") is not None:
-        pod.pop("restartPolicy")  # a DDPJob sets Never; the remark is at the source's own restartPolicy
+        pod.pop("restartPolicy")  # a DDPJob sets Never; converters remark on the source's own restartPolicy
     return trainer
 
 
 def strip_launcher(trainer: dict[str, Any], path: Path, result: Converted) -> str:
-    """Remove torchrun's options that identify the machine from a list of words; they may continue in `args`. Return the
-    command's --nnodes, "" if there is none."""
+    """Remove torchrun's options that identify the machine from the trainer's command and args. Return the command's
+    --nnodes; "" if there is none."""
     command, args = (trainer.get(part) or [] for part in ("command", "args"))
     if not all(isinstance(words, list) and all(isinstance(w, str) for w in words) for words in (command, args)):
         return ""
@@ -109,11 +109,11 @@ def strip_launcher(trainer: dict[str, Any], path: Path, result: Converted) -> st
 def set_processes(
     value: Any, path: Path, template: dict[str, Any], result: Converted, on_cpus: int | None = None
 ) -> None:
-    """Set nprocPerNode from auto, cpu, gpu or a number. on_cpus: auto without a GPU; None: all CPUs of the node."""
+    """Set nprocPerNode from auto, cpu, gpu or a number. on_cpus: auto without GPUs; None: all CPUs of the node."""
     command = command_of(template)
     found = by_torchrun(command)
     if value in (None, "auto"):
-        # If nothing starts several processes, the source means one process, which sees all GPUs of its pod.
+        # Without a launcher the source starts one process, which sees all GPUs of its pod.
         if command and found is None and gpus(template) > 1:
             result.set("nprocPerNode", 1, "no launcher starts more: RANK and WORLD_SIZE count nodes, as before")
         elif found and not gpus(template) and "nproc_per_node" not in found.options:
@@ -133,7 +133,7 @@ def set_processes(
 def set_elastic(
     elastic: Fields, names: tuple[str, str], nnodes: str, command: list[str], where: Path, result: Converted
 ) -> None:
-    """Set nodes and minNodes from an elasticPolicy (`names`: its fields) or, before it, torchrun's --nnodes."""
+    """Set nodes and minNodes from torchrun's --nnodes, or else from an elasticPolicy. names: its two fields."""
     least, most = (elastic.number(name, 1) for name in names)
     path = (*elastic.path, names[0] if least is not None else names[1])
     if (least is not None or most is not None) and bounds.number(nnodes, bounds.COUNT_MAX) > 0:
@@ -147,7 +147,7 @@ def set_elastic(
 
 
 def set_range(least: int | None, most: int | None, path: Path, command: list[str], result: Converted) -> None:
-    """Set nodes and minNodes from a range with one or two ends, if torchrun starts the ranks; otherwise remark."""
+    """Set nodes and minNodes from a range, which may have only one end, if torchrun starts the ranks; else remark."""
     found, nodes = by_torchrun(command), result.spec["nodes"]
     if found is None or found.launcher == "ddprun":
         result.remark(path, NO_ELASTIC)

@@ -1,4 +1,4 @@
-"""Reads a mapping field by field; `rest` remarks on the fields that no converter took."""
+"""Read a mapping field by field. `rest` then adds remarks on the fields that no converter has read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GANG = (
     "the API server have PodGroups, and startDeadlineSeconds releases the pods if not all of them start"
 )
 SET_IT = "set it in metadata of the job, or of its template"
-# Reasons for fields without a counterpart, by field name, which is unambiguous in these documents.
+# By field name, which is unambiguous in these documents: why a field has no counterpart in a DDPJob.
 _REASONS = {
     # metadata
     **dict.fromkeys(
@@ -39,7 +39,7 @@ _REASONS = {
     "labels": "set them in metadata.labels of the template",
     "annotations": "set them in metadata.annotations of the template",
     "metadata": f"is not that of the pods: {SET_IT}",
-    # its runtime
+    # a TrainJob's runtime
     **dict.fromkeys(("parallelism", "completions", "replicas"), "the number of nodes is spec.nodes"),
     "backoffLimit": "restarts pods one by one; a DDPJob restarts all nodes: set spec.backoffLimit",
     "activeDeadlineSeconds": "is for one attempt there; spec.activeDeadlineSeconds is for all of them together",
@@ -56,7 +56,7 @@ def walk(part: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 class ConvertError(Exception):
-    """A part that cannot be converted; `path` is its field in the source, or, after `runtime`, in that document."""
+    """A part cannot be converted. path: of the field in the source, or, after "runtime", in the runtime's document."""
 
     def __init__(self, path: Path, text: str, runtime: Mapping[str, Any] | None = None) -> None:
         super().__init__(text)
@@ -88,7 +88,7 @@ class Fields:
         return value
 
     def text(self, name: str) -> str:
-        """Return a text, "" if unset."""
+        """Return a text; "" if unset."""
         value = self.take(name)
         if value is None:
             return ""
@@ -105,7 +105,7 @@ class Fields:
         yield from (Fields(item, (*self.path, name, i)) for i, item in enumerate(value))
 
     def rest(self, result: Converted) -> None:
-        """Remark on each field that was not taken."""
+        """Add a remark for each field that was not read."""
         for name, value in self.given.items():
             if name not in self._taken and value not in (None, {}, [], ""):
                 result.remark((*self.path, name), _REASONS.get(name, "a DDPJob has no such field"))

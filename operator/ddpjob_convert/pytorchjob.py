@@ -1,4 +1,4 @@
-"""Converts a PyTorchJob (kubeflow.org/v1, Kubeflow Training Operator v1). Fields of runPolicy are also read from spec,
+"""Convert a PyTorchJob (kubeflow.org/v1, Kubeflow Training Operator v1). Fields of runPolicy are also read from spec,
 where the first pytorch-operator had them."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ddpjob_convert.fields import ConvertError, Fields
 from ddpjob_convert.result import Converted, Path
 from ddpjob_operator.job.podspec import TRAINER, command_of, containers, mappings
 
-RESUMABLE = 75  # exit code of a rank that has saved: it is not a failure, so no rule covers it
+RESUMABLE = 75  # exit code of a rank that was stopped and has saved, so no rule for failures may cover it
 _CONTAINER = "pytorch"
 _PORT = "pytorchjob-port"
 _DIFFERENCES_MAX = 10
@@ -27,7 +27,7 @@ _RUN_POLICY = (
 
 
 def convert(document: Mapping[str, Any]) -> Converted:
-    """Return the DDPJob. Raise ConvertError."""
+    """Convert a PyTorchJob. Raise ConvertError."""
     result, spec = common.begin(document)
     groups = _groups(spec)
     counts = [1 if (count := group.number("replicas")) is None else count for _, group in groups]
@@ -55,7 +55,7 @@ def convert(document: Mapping[str, Any]) -> Converted:
 
 
 def _groups(spec: Fields) -> list[tuple[str, Fields]]:
-    """Return the groups of replicas by kind, the Master first. Raise ConvertError."""
+    """Return (kind, replica group) for each kind, the Master first. Raise ConvertError."""
     replicas = spec.fields("pytorchReplicaSpecs")
     found: dict[str, Fields] = {}
     for name in replicas.given:
@@ -97,7 +97,7 @@ def _template(groups: list[tuple[str, Fields]], result: Converted) -> tuple[dict
 
 
 def _remove_port(groups: list[Fields], templates: list[dict[str, Any]], result: Converted) -> None:
-    """Remove the port of the Master's Service from all templates: a DDPJob's port changes with each attempt."""
+    """Remove the port of the Master's Service from all templates, because a DDPJob has another port in each attempt."""
     found = []
     for group, template in zip(groups, templates, strict=True):
         for i, container in enumerate(containers(template)):
@@ -112,7 +112,7 @@ def _remove_port(groups: list[Fields], templates: list[dict[str, Any]], result: 
 
 
 def _differences(first: Any, other: Any, path: Path) -> Iterator[Path]:
-    """Yield differences of two templates: the deepest mappings and lists of equal shape are compared one by one."""
+    """Yield the differences of two templates, as deep as possible: mappings by key, lists of equal length by item."""
     if isinstance(first, dict) and isinstance(other, dict):
         for name in dict.fromkeys((*first, *other)):
             yield from _differences(first.get(name), other.get(name), (*path, name))

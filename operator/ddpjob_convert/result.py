@@ -22,7 +22,7 @@ class Remark:
 
 @dataclass
 class Converted:
-    """A DDPJob in the making. A remark's path that begins with `runtime` is in that document."""
+    """The DDPJob so far, and remarks. A remark's path that begins with "runtime" is in the runtime's document."""
 
     title: str
     metadata: dict[str, Any]
@@ -61,7 +61,7 @@ class Converted:
 
 
 class _JobDumper(yaml.SafeDumper):
-    """Writes lists of words and numbers on one line, as commands are written; no anchors."""
+    """Writes lists of words and numbers on one line, as people write commands, and no anchors."""
 
     def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> yaml.SequenceNode:
         items = list(sequence)
@@ -73,7 +73,7 @@ class _JobDumper(yaml.SafeDumper):
 
 
 def _text(dumper: Any, text: str) -> Any:
-    """Write a script of several lines as lines, because one quoted line can hardly be edited."""
+    """Write a script of several lines as a block, because one long quoted line is hard to edit."""
     if "\n" in text and text.strip() and not re.search(r"[ \t]\n|[^\n\t\x20-\x7e\xa0-\ud7ff\ue000-\ufffd]", text):
         return dumper.represent_scalar(f"{yamlvalues.TAG}str", text, style="|")
     return yamlvalues.represent(dumper, text)
@@ -83,6 +83,6 @@ _JobDumper.add_representer(str, _text)
 
 
 def _dumped(data: dict[str, Any]) -> list[str]:
-    # Not libyaml: the text is short, and this dumper can be customized for lists.
+    # PyYAML's own dumper, not libyaml's, because it can be customized for lists, and the text is short.
     text = yaml.dump(data, Dumper=_JobDumper, sort_keys=False, allow_unicode=True, width=110)
     return text.removesuffix("\n").split("\n")

@@ -1,4 +1,4 @@
-"""Converts a TrainJob (trainer.kubeflow.org/v1alpha1, Kubeflow Trainer v2) with its runtime."""
+"""Convert a TrainJob (trainer.kubeflow.org/v1alpha1, Kubeflow Trainer v2) with its runtime."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ddpjob_operator.job.wording import count, say
 _STEP = "trainer.kubeflow.org/trainjob-ancestor-step"
 _CONTAINER = "node"
 _OWN_CONTROLLER = "trainer.kubeflow.org/trainjob-controller"
-# Keys by which Kubernetes merges list items.
+# By list: the key that Kubernetes merges its items by.
 _MERGE_KEYS = dict.fromkeys(
     ("containers", "initContainers", "volumes", "env", "imagePullSecrets", "schedulingGates"), "name"
 )
@@ -26,7 +26,7 @@ _MERGE_KEYS["volumeMounts"] = "mountPath"
 
 
 def convert(document: Mapping[str, Any], runtimes: Sequence[Mapping[str, Any]]) -> Converted:
-    """Return the DDPJob. Raise ConvertError. A path that begins with `runtime` is in the runtime."""
+    """Convert a TrainJob. Paths that begin with "runtime" are in the runtime's document. Raise ConvertError."""
     result, spec = common.begin(document)
     runtime = result.runtime = _runtime(spec, runtimes, result)
     try:
@@ -48,7 +48,7 @@ def _convert(spec: Fields, runtime: Mapping[str, Any], result: Converted) -> Con
     of_runtime = torch.take("numProcPerNode")
     if nproc is None:
         nproc, path = of_runtime, (*torch.path, "numProcPerNode")
-    # Kubeflow Trainer counts processes by the CPUs of a pod: the request, else the limit, rounded up.
+    # Without GPUs, Kubeflow Trainer starts a process per CPU of the pod: the request, else the limit, rounded up.
     resources = podspec.mapping(podspec.trainer_container(template) or {}, "resources")
     requested, limit = (podspec.mapping(resources, name).get("cpu") for name in ("requests", "limits"))
     cpus = math.ceil(podspec.quantity(requested) or podspec.quantity(limit))
@@ -85,7 +85,7 @@ def _runtime(spec: Fields, runtimes: Sequence[Mapping[str, Any]], result: Conver
 
 
 def _template(own: Fields, spec: Fields, trainer: Fields, result: Converted) -> tuple[dict[str, Any], str]:
-    """Return the pod template of the runtime's trainer with the TrainJob's own values, and its command's --nnodes."""
+    """Return the pod template of the runtime's trainer with the TrainJob's values, and its command's --nnodes."""
     of_job_set = own.fields("template")
     job_set = of_job_set.fields("spec")
     job = _trainer_job(job_set, result)
@@ -123,7 +123,7 @@ def _template(own: Fields, spec: Fields, trainer: Fields, result: Converted) -> 
 
 
 def _address(template: dict[str, Any], trainer: Fields, job: str, path: Path, result: Converted) -> None:
-    """Replace the address: the JobSet calls the first pod gpt-node-0-0.gpt. path: the runtime's template."""
+    """Replace node 0's address, which a JobSet names gpt-node-0-0.gpt. path: of the runtime's template."""
     name = str(result.metadata.get("name", ""))
     any_of = rf"{re.escape(name)}-{re.escape(job)}-0-\d+(?:\.{re.escape(name)})?"
     before = len(result.remarks)
@@ -145,7 +145,7 @@ def _say_around(of_job_set: Fields, job: Fields, of_job: Fields, result: Convert
         metadata.rest(result)
         fields.rest(result)
     for name in ("name", "groupName", *(("replicas",) if job.given.get("replicas") == 1 else ())):
-        job.take(name)  # the API server writes the last two into each runtime
+        job.take(name)  # the API server writes groupName and replicas into each runtime
     job.rest(result)
 
 
@@ -168,7 +168,7 @@ def _trainer_job(job_set: Fields, result: Converted) -> Fields:
 
 
 def _patches(spec: Fields, job: str, result: Converted) -> Iterator[Mapping[str, Any]]:
-    """Yield the TrainJob's changes to the runtime's pod template, from any version of the field."""
+    """Yield the TrainJob's changes to the runtime's pod template, from the field of any Kubeflow version."""
     for patch in spec.mappings("runtimePatches"):
         own = patch.fields("trainingRuntimeSpec")
         template = own.fields("template")
@@ -186,14 +186,14 @@ def _patches(spec: Fields, job: str, result: Converted) -> Iterator[Mapping[str,
         for override in spec.mappings(name):
             if job in [target.text("name") for target in override.mappings("targetJobs")]:
                 given = {k: v for k, v in override.given.items() if k != "targetJobs"}
-                # podSpecOverrides has the pod's fields next to targetJobs, without a spec around them.
+                # podSpecOverrides has the pod's fields directly, next to targetJobs, not in a spec.
                 yield given if name == "podTemplateOverrides" else {"spec": given}
             else:
                 result.remark(override.path, f"is for another Job than {job}")
 
 
 def merge(base: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with a patch, merged as Kubernetes does: mappings by key, lists by name, all else replaced."""
+    """Merge a patch into `base` as Kubernetes does: mappings by key, lists by name; other values are replaced."""
     merged = dict(base)
     for name, new in patch.items():
         old, key = base.get(name), _MERGE_KEYS.get(name, "")

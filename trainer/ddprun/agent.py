@@ -184,8 +184,7 @@ class Agent:
             elif number in self._for_reruns:
                 self.group.rerun(time.monotonic())
             elif number in self._fatal:
-                # Like torchrun, end by this signal. It is handled only because our folder would otherwise be left
-                # behind.
+                # Like torchrun, end on this signal. We handle it only to remove our folder.
                 handled = ",".join(self.options.signals)
                 say(f"ended by {signal.Signals(number).name}, which is not among --signals-to-handle: {handled}")
                 self.code = 128 + number
@@ -219,7 +218,7 @@ class Agent:
         self._server.failed = {}
 
     def _receive_learned(self) -> None:
-        """Replace the fork server by its child, if the child can serve."""
+        """Replace the fork server by its child that has learned the ranks' imports, if the child can serve."""
         assert self._server is not None, "only a server is heard"
         before, later = self._server.fileno(), self._server.later.fileno()
         self.unwatch(later)
@@ -238,11 +237,11 @@ class Agent:
             say(learned)
         if not life.preflight and self.node.beats is not None:
             self.watching.begin(self.node.beats)
-        # Import it for the first failure now: earlier, the ranks would wait for the import.
+        # Imported now, for the first failure. An earlier import would delay the start of the ranks.
         from ddpjob.reporting import termination  # noqa: F401
 
     def stop(self, now: float, *, patient: bool, furthest: int = 0) -> None:
-        """End the ranks, then call `group.stopped`. furthest: clock of a rank on another node."""
+        """End the ranks, then call `group.stopped`. furthest: highest CLOCK (ddpjob_core/memory.py) of other nodes."""
         self.watching.end()
         if self.node.running:
             options = self.options
@@ -322,7 +321,7 @@ def leave_message(path: str | None, message: dict[str, Any]) -> None:
 
 
 def forget_message(path: str | None) -> None:
-    """Remove the message that an earlier launcher has left in this container: `ddprun a.py || ddprun b.py`."""
+    """Remove the message that an earlier launcher left in this container, as in `ddprun a.py || ddprun b.py`."""
     with contextlib.suppress(OSError):
         if path and os.path.getsize(path):
             with open(path, "r+b", opener=own_files.opener) as file:

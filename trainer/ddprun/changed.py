@@ -1,6 +1,6 @@
-"""Files of modules that have changed since the fork server imported them: a rank that is forked has the old ones.
+"""Detect that a module's file has changed since the fork server imported it: forked ranks would run the old code.
 
-In a session of `ddpjob dev` alone. 2,000 files take 5 ms.
+Used only under `ddpjob dev`. Checking 2,000 files takes 5 ms.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ SHOWN_MAX = 3
 
 
 class ImportedFiles:
-    """The files of the modules that this process has imported, as they were then."""
+    """Modification time and size of the files of the imported modules, as they were at the import."""
 
     def __init__(self) -> None:
         self._looks: dict[str, tuple[int, int] | None] = {}
 
     def add(self, modules: Iterable[Any]) -> None:
-        """Note those that are not known yet."""
+        """Remember the files of these modules, except known ones."""
         for module in modules:
             path = getattr(module, "__file__", None)
             if isinstance(path, str) and path not in self._looks:
                 self._looks[path] = _looks(path)
 
     def changed(self) -> list[str]:
-        """Return the first files that look different now."""
+        """Return up to SHOWN_MAX files that have another modification time or size now."""
         found = (path for path, looks in self._looks.items() if _looks(path) != looks)
         return [path for path, _ in zip(found, range(SHOWN_MAX), strict=False)]
 

@@ -1,4 +1,4 @@
-"""What a rank is started with: torchrun's variables, name by name, and its command line."""
+"""Build the environment variables of a rank, which are torchrun's, and its command line."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class Life(NamedTuple):
     """Number of restarts before it."""
     members: Members
     port: int
-    """Port of rank 0's store; each generation has another, so that nothing old can join."""
+    """Port of rank 0's store; each generation has another, so that no old process can join."""
     preflight: bool = False
-    """True if the nodes only measure each other, under the number of the previous generation."""
+    """True if the nodes only measure each other. A pre-flight has the number of the previous generation."""
 
     @property
     def name(self) -> str:
-        """Name of its folder. Pre-flights may repeat under one number, but with different ports."""
+        """Name of its log folder. Several pre-flights may have the same number, but their ports differ."""
         return f"preflight_{self.port}" if self.preflight else str(self.generation)
 
 
 def prepare(options: Options, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of all processes started here, changed as torchrun does for all ranks."""
+    """Return the environment for all child processes: `environ` with the changes that torchrun makes for all ranks."""
     # torchrun's default includes SIGQUIT, which only shows stacks here.
     signals = options.signals if options.signals != SIGNALS else (*SIGNALS, "SIGQUIT")
     changed = {**environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signals)}
@@ -44,8 +44,8 @@ def prepare(options: Options, environ: Mapping[str, str]) -> dict[str, str]:
 def of_rank(options: Options, life: Life, local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that only this rank gets.
 
-    TORCHELASTIC_USE_AGENT_STORE is False: rank 0 itself serves the store at MASTER_PORT, also for scripts that meet by
-    tcp:// (docs/ddprun.md).
+    TORCHELASTIC_USE_AGENT_STORE is False: rank 0 itself serves the store at MASTER_PORT, also for scripts with
+    init_method="tcp://…" (docs/ddprun.md).
     """
     members = life.members
     rank, world_size = members.ranks(options.place, options.nproc)[local_rank], members.world_size(options.nproc)
@@ -61,7 +61,7 @@ def of_rank(options: Options, life: Life, local_rank: int, environ: Mapping[str,
         "ROLE_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": options.host,
         "MASTER_PORT": str(life.port),
-        # A start by a save is not a restart: a script that resumes after one would find another model's state.
+        # Under `ddpjob dev` a saved file starts the ranks again. Resuming then could load another model's state.
         "TORCHELASTIC_RESTART_COUNT": "0" if options.dev else str(life.generation),
         "TORCHELASTIC_MAX_RESTARTS": str(options.budget.application),
         "TORCHELASTIC_RUN_ID": options.run_id,
@@ -72,7 +72,7 @@ def of_rank(options: Options, life: Life, local_rank: int, environ: Mapping[str,
 
 
 def give_terminal(own: dict[str, str], environ: Mapping[str, str]) -> str:
-    """The terminal for a rank that is debugged, else "". own: its variables; all other ranks skip `breakpoint()`."""
+    """Return the terminal if this rank is debugged, else "". own: its variables; other ranks skip `breakpoint()`."""
     rank, _, device = environ.get("DDPJOB_TERMINAL", "").partition(" ")
     if rank:
         own["PYTHONBREAKPOINT"] = environ.get("PYTHONBREAKPOINT", "") if own["RANK"] == rank else "0"

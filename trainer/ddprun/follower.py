@@ -1,4 +1,4 @@
-"""The side of every other node in the group: keeps a connection to node 0, and carries out its orders."""
+"""The agent of every node except node 0: keeps a connection to node 0, and carries out its orders."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from ddprun.core.stall_rules import Position
 
 POSITIONS_MAX = 64
-WAITS_BYTES_MAX = 1 << 15  # half a line; without the waits of ranks no deadlock is certain
+WAITS_BYTES_MAX = 1 << 15  # half a line; a longer answer is sent without waits, so no deadlock can be proved
 FAILURES_MAX = 24
 RETRY_SECONDS, RETRY_SECONDS_MAX = 0.05, 1.0
 CONNECT_SECONDS = 10.0
-LOG_WAIT_AFTER_SECONDS = 30.0  # pods start within seconds of each other, which needs no line
+LOG_WAIT_AFTER_SECONDS = 30.0  # pods start within seconds of each other, so shorter waits are normal
 
 
 class Follower:
@@ -54,7 +54,7 @@ class Follower:
 
     @property
     def deadline(self) -> float | None:
-        """When `tick` has something to do."""
+        """Time at which `tick` has something to do."""
         if self._link is not None:
             return min(self._heartbeat_at, self._heard_at + SILENT_SECONDS)
         give_up = self._disconnected_since + self._options.join_seconds
@@ -93,13 +93,13 @@ class Follower:
         self._send({**self._event("answered"), "word": report, "positions": lines})
 
     def termination_requested(self, _now: float) -> None:
-        """Take a requested termination: this node ends after its ranks."""
+        """Report a requested termination to node 0. This agent ends after its ranks."""
         self._send({"terminating": self._agent.termination_signal})
         if self._agent.settled:
             self._agent.end(self._agent.termination_code(), None)
 
     def rerun(self, _now: float) -> None:
-        """Node 0 alone is asked for it."""
+        """Do nothing: only the agent of node 0 gets this signal."""
 
     def tick(self, now: float) -> None:
         if self._link is None:
@@ -126,7 +126,7 @@ class Follower:
     def _handle(self, message: dict[str, Any], now: float) -> None:
         if "welcome" in message:
             self._welcome, self._wait_logged, self._pause = True, False, RETRY_SECONDS
-            # A new pod must tell the next leader, if this one is lost before it starts anything here.
+            # If this leader is lost before it starts ranks here, we must report its generation to the next leader.
             self._generation = max(self._generation, int(message["generation"]))
             if self._agent.termination_signal:
                 self._send({"terminating": self._agent.termination_signal})
@@ -170,7 +170,7 @@ class Follower:
         return {"event": name, "generation": self._generation, "step": self._agent.node.furthest_step}
 
     def _send(self, message: dict[str, Any]) -> None:
-        if self._link is not None and self._welcome:  # until then the leader has not authenticated
+        if self._link is not None and self._welcome:  # before the welcome the leader is not authenticated
             try:
                 self._link.send(message)
             except Refused as error:
@@ -197,7 +197,7 @@ class Follower:
             where = f"{self._options.host}:{self._options.port}"
             say(f"node 0 was not reached at {where} for {self._options.join_seconds:g} s")
             self._agent.node.end()
-            # `ended`, because the others give up too; pods replaced one by one would find no peers.
+            # ended=True, because the others give up too: a replacement of this pod alone would find no peers.
             return self._agent.end(0 if self._done else RESUMABLE, None, ended=True)
         if not self._wait_logged and now >= self._disconnected_since + LOG_WAIT_AFTER_SECONDS:
             self._wait_logged = True
@@ -210,7 +210,7 @@ class Follower:
         return None
 
     def _look_up(self, now: float) -> None:
-        """Resolve the name in a child: that may take half a minute, and SIGTERM must not wait."""
+        """Resolve the name in a child process, because it may take half a minute and SIGTERM must not wait."""
         host, port = self._options.host, self._options.port
 
         def addresses() -> bytes:
@@ -219,7 +219,7 @@ class Follower:
 
         try:
             _, self._lookup = processes.call_in_child(addresses)
-        except OSError:  # no process is available now
+        except OSError:  # no process can be created now
             return self._retry(now)
         self._connect_until = now + 6 * CONNECT_SECONDS
         return self._agent.watch(self._lookup, self._resolved)

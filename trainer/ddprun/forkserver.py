@@ -14,15 +14,15 @@ with one JSON object per line:
     server: {"changed": ["/app/model.py"]}
     agent:  {"learn": "/tmp/…/imports_0.json"}
 
-After the last one, a child imports what the ranks have imported (`learned.py`) and answers on FD2:
+After `learn`, a child imports what the ranks have imported (`learned.py`) and answers on FD2:
 
     child:  {"ready": true, "pid": 4713, "imports": ["sklearn"], "left": {"x.y": "starts a thread"}, "bytes": 61000000}
 
 Then the agent closes the first socket, which ends the server, and the child serves on FD2.
 
 A rank is forked twice: its parent exits at once, so that the rank becomes a child of the agent, which reaps it.
-`become` gives it what `python -u train.py` would find. A spare is forked in the same way before it is needed, and
-becomes the next rank.
+`become` gives it the state that `python -u train.py` starts with. A spare is forked in the same way before it is
+needed, and becomes a rank of the next generation.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ if TYPE_CHECKING:  # typing is not imported at run time, because it would be in 
     from typing import Any
 
 PR_SET_PDEATHSIG = 1
-CRASH_DESCRIPTOR = 512  # or the next free one; `ulimit -n` is 1024 or more
-PIPE_BYTES = 4096  # PIPE_BUF: so many bytes are written to a pipe in one piece
+CRASH_DESCRIPTOR = 512  # or the next free number; `ulimit -n` is usually 1024 or more
+PIPE_BYTES = 4096  # PIPE_BUF: a write of up to this size is atomic
 CALLSTACK_CHARACTERS_MAX = 8192  # a termination message has 4096 bytes
 
 
 def main() -> Callable[[], None] | None:
-    """Import, report whether forks are safe, and fork until the agent has ended."""
+    """Import the modules, report whether forks are safe, and call `served`."""
     agent, later = (socket.socket(fileno=int(word)) for word in sys.argv[1:])
     agent.set_inheritable(False)
     later.set_inheritable(False)
@@ -82,9 +82,9 @@ def served(
     prepared: Prepared,
     later: socket.socket | None,
 ) -> Callable[[], None] | None:
-    """Fork until the agent has ended. In a rank, return what runs it. later: socket of a child that has learned
-    imports.
-    """
+    """Fork ranks until the agent has ended. Return None then; in a rank, return the function that runs the script.
+
+    later: socket for a child that learns imports."""
     spares = Spares(prepared.wait)
     for line in lines:
         asked = json.loads(line)
@@ -152,10 +152,10 @@ def preload(order: dict[str, Any]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def not_collected() -> Iterator[None]:
-    """Exempt the objects made within from garbage collection, for good.
+    """Exempt all objects created in this context from garbage collection, permanently.
 
-    Otherwise the collector would traverse all imports repeatedly, which takes a quarter of the import time, and again
-    in each rank, where its writes copy the pages. The price is 6 MB of torch's garbage, shared by all ranks.
+    Otherwise the collector would traverse all imports repeatedly, which takes a quarter of the import time. It would do
+    so in each rank too, where its writes copy memory pages. The cost is 6 MB of torch's garbage, shared by all ranks.
     """
     before = gc.get_threshold()
     gc.set_threshold(0)  # not gc.disable(): modules may call that too
@@ -169,7 +169,7 @@ def not_collected() -> Iterator[None]:
 
 @contextlib.contextmanager
 def reads_recorded() -> Iterator[set[str]]:
-    """Record the variables that Python code reads during imports: a script that sets them later is too late."""
+    """Record the variables that Python code reads during imports, because a script would set them too late."""
     names: set[str] = set()
     kind: Any = type(os.environ)
     read = kind.__getitem__
@@ -208,7 +208,9 @@ def thread_name(task: str) -> str:
 
 
 class Prepared:
-    """Work that all ranks need, done once: in a rank each changed page is copied, 6 ms for torch's modules alone."""
+    """Work that all ranks need, done once before the forks.
+
+    In a rank each write copies a memory page, which takes 6 ms for torch's modules alone."""
 
     def __init__(self, read: set[str]) -> None:
         """read: variables that were read while torch was imported."""
@@ -217,13 +219,13 @@ class Prepared:
         self._read: set[str] = set()
         prepare_groups()
         write_whole_lines()
-        self.imported: Any = None  # in a session of `ddpjob dev`
+        self.imported: Any = None  # used only under `ddpjob dev`
         self.hide_torch(read)
-        # The kernel reaps ended children: waiting for one takes as long as forking it.
+        # The kernel then reaps ended children. Waiting for one would take as long as forking it.
         self._ended = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
     def hide_torch(self, read: set[str]) -> None:
-        """Hide torch's modules. read: variables that imports have read since the last call."""
+        """Hide torch until a script imports it (late_environment.py). read: variables read since the last call."""
         self._read |= read
         if "DDPJOB_DEV" in os.environ:
             from ddprun.changed import ImportedFiles
@@ -243,7 +245,7 @@ class Prepared:
             import torch  # noqa: F401 - its finder restores all of torch
 
     def wait(self) -> None:
-        """Called in a waiting spare: copy the pages that its script's `import torch` will write to."""
+        """Copy the memory pages that the script's `import torch` will write to. Called in a waiting spare."""
         if self.hidden is not None:
             self.hidden.touch()
 
@@ -252,7 +254,7 @@ class Prepared:
         return set() if self.hidden is None else self.hidden.names
 
     def begin(self) -> None:
-        """Called in a rank that has its environment."""
+        """Finish the preparation in a rank, after its environment is set."""
         signal.signal(signal.SIGCHLD, self._ended)
         reseed(self.torch)
         if (learned := sys.modules.get("ddprun.learned")) is not None:
@@ -262,17 +264,15 @@ class Prepared:
 
 
 class Spares:
-    """Ranks that are forked in advance. After torch's imports two forks take 12 to 30 ms on two CPUs per rank, and a
-    restart would wait for them.
-    """
+    """Ranks forked in advance, because a restart would wait for the forks: 12 to 30 ms per rank on two CPUs."""
 
     def __init__(self, begin: Callable[[], None]) -> None:
         """begin: called in a spare before it waits."""
         self._begin = begin
-        self._waiting: list[tuple[int, int]] = []  # pid of each, and the pipe to which its run is written
+        self._waiting: list[tuple[int, int]] = []  # by spare: its pid, and the pipe for its run
 
     def add(self, agent_pid: int) -> tuple[int, Callable[[], dict[str, Any]] | None]:
-        """Fork a spare. Return its pid; in it, return 0 and a function that waits for its run. Raise OSError."""
+        """Fork a spare. Return its pid; in the spare, return 0 and a function that waits for its run. Raise OSError."""
         read_end, write_end = os.pipe()
         try:
             pid = fork_rank(agent_pid, (read_end, write_end))
@@ -293,14 +293,14 @@ class Spares:
         """Give the run to a spare and return its pid; 0 if none is left."""
         while self._waiting:
             pid, pipe = self._waiting.pop(0)
-            with contextlib.suppress(OSError), open(pipe, "w", encoding="utf-8") as file:  # it was killed
+            with contextlib.suppress(OSError), open(pipe, "w", encoding="utf-8") as file:  # the spare was killed
                 file.write(json.dumps(run) + "\n")
                 file.flush()
                 return pid
         return 0
 
     def close(self) -> None:
-        """Called in a rank: open pipes would keep the spares waiting after the server has ended."""
+        """Close the pipes in a rank: otherwise the spares would wait even after the server has ended."""
         for _, pipe in self._waiting:
             os.close(pipe)
         self._waiting.clear()
@@ -319,7 +319,7 @@ def awaited(pipe: int) -> dict[str, Any]:
 def serve(
     agent: socket.socket, agent_pid: int, asked: dict[str, Any], spares: Spares
 ) -> Callable[[], dict[str, Any]] | None:
-    """Fork a rank, or let a spare be one. Return None in the server; in the rank, a function that returns its run."""
+    """Fork a rank or use a spare. Return None in the server; in the rank, return a function that returns its run."""
     told, server = None, os.getpid()
     try:
         if "spare" in asked:
@@ -339,9 +339,9 @@ def serve(
 
 
 def fork_rank(agent_pid: int, of_rank: tuple[int, ...] = ()) -> int:
-    """Fork twice. Returns the pid in the server, and 0 in the rank, whose parent is the agent. Raises OSError.
+    """Fork twice. Return the pid in the server, and 0 in the rank, whose parent is the agent. Raise OSError.
 
-    of_rank: descriptors that the process between them closes.
+    of_rank: descriptors for the rank only, which the process between server and rank closes.
     """
     read_end, write_end = os.pipe()
     try:
@@ -355,7 +355,7 @@ def fork_rank(agent_pid: int, of_rank: tuple[int, ...] = ()) -> int:
         fork_again(agent_pid, write_end, of_rank)
         return 0
     os.close(write_end)
-    answer = os.read(read_end, PIPE_BYTES).decode()  # written in one piece before it exits
+    answer = os.read(read_end, PIPE_BYTES).decode()  # the process between writes it atomically before it exits
     os.close(read_end)
     if not answer.isdecimal():
         raise OSError(answer or "it was killed while it forked")
@@ -363,16 +363,16 @@ def fork_rank(agent_pid: int, of_rank: tuple[int, ...] = ()) -> int:
 
 
 def fork_again(agent_pid: int, answer: int, of_rank: tuple[int, ...]) -> None:
-    """Return only in the rank, when the agent is its parent: from then on each notices the other's end."""
+    """Fork the rank and exit. Return in the rank, once the agent is its parent and each notices the other's end."""
     between = os.getpid()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a rank that is killed before then stays for the agent to reap
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # otherwise the kernel reaps a rank that is killed before that
     try:
         pid = fork()
     except OSError as error:
         os.write(answer, f"{type(error).__name__}: {error}".encode()[:PIPE_BYTES])
         os._exit(1)
     if pid:
-        for descriptor in of_rank:  # first: an open pipe would look as if the rank could still get its run
+        for descriptor in of_rank:  # before the answer: while it is open, writing a run to a killed spare succeeds
             os.close(descriptor)
         os.write(answer, str(pid).encode())
         os._exit(0)
@@ -380,7 +380,7 @@ def fork_again(agent_pid: int, answer: int, of_rank: tuple[int, ...]) -> None:
     while os.getppid() == between:
         time.sleep(0.0002)
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != agent_pid:  # it ended before the line above, so no signal comes
+    if os.getppid() != agent_pid:  # the agent ended before prctl, so no signal will come
         os._exit(1)
 
 
@@ -393,10 +393,10 @@ def fork() -> int:
 
 
 def become(order: dict[str, Any], run: dict[str, Any], prepared: Prepared) -> Callable[[], None]:
-    """Become what `python -u SCRIPT` is before the script's first line. Return what runs it, to be called last.
+    """Bring this process into the state of `python -u SCRIPT` before the script's first line.
 
-    Python's stream objects stay: they hold at most the present line, whatever file they write to.
-    """
+    Return the function that runs the script, to be called last. Python's stream objects are kept, because they buffer
+    at most the current line."""
     os.setsid()
     for path, descriptor in ((run["stdout"], 1), (run["stderr"], 2)):
         if path:
@@ -432,8 +432,8 @@ def become(order: dict[str, Any], run: dict[str, Any], prepared: Prepared) -> Ca
 
 
 def write_whole_lines() -> None:
-    """Write whole lines, as stderr does in a new Python. Under -u a print makes two writes, so that ranks that print at
-    once, as after a collective, mix their lines: `rank 0rank 1`.
+    """Let stdout and stderr write whole lines. Under -u each print makes two writes. So ranks that print at the same
+    time, as after a collective, would mix their lines: `rank 0rank 1`.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a preloaded module may have replaced it
@@ -443,8 +443,8 @@ def write_whole_lines() -> None:
 def write_down_crashes(path: str) -> None:
     """Record the stack when a signal kills this process; otherwise only the signal is known.
 
-    Not if the user has set PYTHONFAULTHANDLER. The descriptor has a high number: a script that closes all descriptors
-    opens its files with the lowest free ones, and must not get these lines in them.
+    Do nothing if the user has set PYTHONFAULTHANDLER. The descriptor has a high number because a script may close all
+    descriptors: its next files get the lowest numbers, and these lines must not be written into them.
     """
     if faulthandler.is_enabled():
         return
@@ -462,11 +462,11 @@ def reseed(torch: Any) -> None:
     if numpy_random is not None:
         numpy_random.seed()
     if torch is not None:
-        torch.default_generator.seed()  # of the CPU; those of GPUs are created with CUDA, in the rank
+        torch.default_generator.seed()  # the CPU's; GPU generators are created with CUDA, in the rank
 
 
 def prepare_groups() -> None:
-    """Prepare groups of scripts that do not use the library: torch waits for rank 0 (meet.py), gloo groups are kept
+    """Prepare process groups of scripts without the library: torch waits for rank 0 (meet.py), gloo groups are kept
     (gloo_teardown.py), and the watchdog starts with the first group.
     """
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
@@ -482,7 +482,7 @@ def prepare_groups() -> None:
 
 
 def watch_group(c10d: Any) -> None:
-    """Start ddprun's watchdog with the first process group. It is a thread, and until then a script may fork freely.
+    """Start ddprun's watchdog with the first process group, not earlier: it is a thread, and scripts may fork before.
 
     torch has no public hook for a new group, so this replaces `_update_default_pg`
     (torch/distributed/distributed_c10d.py:1445 in torch 2.13.0). If a torch version renames it, only scripts that call
@@ -515,12 +515,12 @@ def watch_group(c10d: Any) -> None:
 
 
 def show_torch() -> None:
-    """Restore torch for a script whose learned imports were the only ones to import it."""
+    """Restore the hidden torch, because a script whose imports were all learned never imports it itself."""
     import torch  # noqa: F401
 
 
 class Imports:
-    """The imports of a rank, which notes them when it forms its first group."""
+    """The imports of a rank, written to a file when it forms its first group."""
 
     path = ""
     """The file; "" if the imports are not needed."""
@@ -531,7 +531,7 @@ class Imports:
 
     @classmethod
     def note(cls) -> None:
-        """Note the imports once, and never in a child of the rank."""
+        """Write the imports to the file, once, and never in a child of the rank."""
         path, cls.path = cls.path, ""
         if path and os.environ.get("DDPJOB_BEATS"):
             from ddprun import learned
@@ -605,7 +605,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def print_without_our_frames() -> None:
-    """Start tracebacks at the script, as without us, and record the exception for the agent."""
+    """Print tracebacks without the fork server's frames, and record the exception for the agent."""
     users, rank = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
@@ -613,8 +613,8 @@ def print_without_our_frames() -> None:
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
         error.__traceback__ = sys.last_traceback = trace
-        # Not in a child that the rank has forked. Not for a KeyboardInterrupt: Python ends by SIGINT then, but not if
-        # the hook has executed source text, as importing dataclasses does.
+        # A forked child records nothing. Neither does a KeyboardInterrupt: Python then ends by SIGINT, but not if this
+        # hook has called exec(), as importing dataclasses does.
         if os.getpid() == rank and isinstance(error, Exception):
             with contextlib.suppress(Exception):
                 import traceback
@@ -632,7 +632,7 @@ def print_without_our_frames() -> None:
 
 @contextlib.contextmanager
 def never_exit_with_0() -> Iterator[None]:
-    """Let a script's own excepthook end this process with 1 if it would with 0: nothing has handled the exception."""
+    """Exit with 1 if a script's own excepthook exits with 0, because the exception was not handled."""
     leave: Any = os._exit
     os._exit = lambda status: leave(status or 1)
     try:
@@ -644,7 +644,7 @@ def never_exit_with_0() -> Iterator[None]:
 def record_exit(error: SystemExit) -> None:
     """Record a SystemExit with a text, such as `sys.exit("no data")` or argparse's: no excepthook is called for it."""
     if isinstance(error.code, int) and error.code and not error.code & 0xFF:
-        error.code = 1  # sys.exit(256), of os.system(): the kernel keeps 8 bits, so that the failure would be a 0
+        error.code = 1  # sys.exit(os.system(…)) may be 256: the kernel keeps 8 bits, so the code would be 0
     with contextlib.suppress(Exception):
         from ddpjob.reporting.termination import exit_words
 
@@ -654,7 +654,7 @@ def record_exit(error: SystemExit) -> None:
 
 
 def record(line: str, printed: str) -> None:
-    """Write what torch's `@record` writes, also for scripts without it: an exit code names no cause."""
+    """Write what torch's `@record` writes, also for scripts without it, because an exit code shows no cause."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or os.path.exists(path):
         return

@@ -1,8 +1,8 @@
-"""The memory of the heartbeats of one generation's ranks; `watchdog.py` is the ranks' side.
+"""Shared memory for the heartbeats of one generation's ranks; `ddpjob/reporting/watchdog.py` is the ranks' side.
 
-A file without a name, which ranks open through our descriptor of it: nothing is left behind, and nothing is on a disk
-that may be slow. A number in the notify pipe, that of a process, reports that it has begun to train: until then there
-is no heartbeat to read. A rank may have several such processes; one of them has its page.
+It is an anonymous file, which ranks open through the agent's descriptor. So no file is left behind, and no slow disk is
+used. A process that begins to train writes its pid to the notify pipe; before that there is no heartbeat to read. A
+rank may have several such processes; one of them owns its page.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ddpjob_core.stall_limits import Phase
 from ddprun.core.stall_monitor import Heartbeat
 from ddprun.memory import create
 
-READ_BYTES = 4096  # whole notices; each is written in one piece
+READ_BYTES = 4096  # a multiple of a notice's size; each notice is written atomically
 REFUSED = (errno.EACCES, errno.EPERM, errno.ENOSYS)
 
 
@@ -73,7 +73,7 @@ class Heartbeats:
 
     @property
     def furthest_step(self) -> int:
-        """Highest step that a rank has made, without loaded steps."""
+        """Highest step that a rank has made; loaded steps do not count."""
         beats = map(self.of, range(len(self._cells)))
         return max((beat.step for beat in beats if beat.phase != "start"), default=0)
 
@@ -113,7 +113,7 @@ class Heartbeats:
         return self._asked
 
     def begun_by(self, local_rank: int) -> int:
-        """Return the operations that a rank had begun in the default group when it left; -1 if it has not left."""
+        """Return the number of operations that a rank had begun in the default group when it left; -1 if it has not."""
         cells = self._cells[local_rank]
         return cells[COLLECTIVES] if cells[OVER] == 1 else -1
 
@@ -130,7 +130,7 @@ class Heartbeats:
         return read if isinstance(read, dict) else None
 
     def close(self) -> None:
-        """Free the pages; no rank of this generation is running."""
+        """Free the pages. Call it when no rank of this generation is running."""
         self._cells, self._pages = [], []  # drops the last references to the memory
         for descriptor in (self._descriptor, self.notify_read, self._notify_write):
             os.close(descriptor)

@@ -35,7 +35,7 @@ HARMLESS = frozenset("HOME USER LOGNAME LNAME USERNAME CI CXX PYTHONUSERBASE TOR
 
 
 def is_read_at_import(name: str) -> bool:
-    """True if the name shows that a script in a forked rank sets this variable too late, before its `import torch`."""
+    """True if this variable is read at import: a forked rank's script sets it too late, even before `import torch`."""
     is_read = name in IN_C or name.startswith((*LIBRARIES, *READ_IN_PYTHON))
     return is_read and name not in HARMLESS and not any(name in names for names, _ in APPLIED)
 
@@ -51,7 +51,7 @@ def hide_torch(read: set[str]) -> Hidden:
 
 
 class Hidden:
-    """The finder of torch until the script imports it, and then its loader, which loads nothing."""
+    """Import hook for torch. When the script imports torch, it restores the hidden modules and loads nothing."""
 
     def __init__(self, modules: dict[str, ModuleType], read: set[str]) -> None:
         self._modules, self._read, self._before = modules, read, dict(os.environ)
@@ -63,7 +63,7 @@ class Hidden:
         return set(self._modules)
 
     def touch(self) -> None:
-        """Take a reference to each module, as an import will: their memory pages are copied now, not later."""
+        """Take a reference to each module, as an import will, so that their memory pages are copied now."""
         self._touched = dict(self._modules)
 
     def begin(self) -> None:
@@ -84,11 +84,11 @@ class Hidden:
 
     def exec_module(self, module: ModuleType) -> None:
         """Restore torch's submodules, which would otherwise be loaded again."""
-        with contextlib.suppress(ValueError):  # who got this loader earlier may load again
+        with contextlib.suppress(ValueError):  # already removed: code that kept this loader may call it again
             sys.meta_path.remove(self)
         module.__spec__ = self._spec
         sys.modules.update(self._modules)
-        with contextlib.suppress(Exception):  # with other internals of torch only the line is missing
+        with contextlib.suppress(Exception):  # if torch's internals are different, only the warning is missing
             apply_late(changes(self._before), self._read)
 
 
@@ -99,7 +99,7 @@ def changes(before: dict[str, str]) -> set[str]:
 
 
 def apply_late(changed: set[str], read: set[str]) -> None:
-    """Apply what can be applied late, and name the rest, on rank 0 only because all ranks are equal."""
+    """Apply the changes that can be applied late. Name the rest on stderr, on rank 0 only because ranks are alike."""
     lost = {n for n in changed if n in read or n in IN_C or n.startswith(LIBRARIES)} - HARMLESS
     for names, apply in APPLIED:
         if names & changed:
@@ -148,7 +148,7 @@ def of_openblas(verb: str) -> Iterator[Any]:
 
 
 def openblas_threads() -> int:
-    """Threads of OpenBLAS, which ends them before a fork and starts them again."""
+    """Return the number of OpenBLAS threads, which OpenBLAS ends before a fork and starts again after it."""
     return sum(max(0, int(size()) - 1) for size in of_openblas("get"))
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ddprun.wire import Link
 
 HEARTBEAT_SECONDS = 5.0
-SILENT_SECONDS = 30.0  # an agent that has missed six heartbeats is lost, or its node is
+SILENT_SECONDS = 30.0  # after six missed heartbeats an agent counts as lost
 GREETING_SECONDS = 5.0
 UNAUTHENTICATED_MAX = 64
 DRAIN_SECONDS = 2.0
@@ -60,7 +60,7 @@ class Leader:
         self._held: socket.socket | None = None  # keeps the port of this generation reserved
         self._late_start: Life | None = None  # start order that was not sent to the other nodes yet
         self._step_in_memory = 0  # of the complete state that the stopped ranks left on a node; 0: none
-        self._furthest = 0  # highest clock of a node with a failed rank, in this generation
+        self._furthest = 0  # highest CLOCK (ddpjob_core/memory.py) of nodes with a failed rank, in this generation
         self._started_from = 0  # step in memory that the last generation was started with
         self._left: dict[int, NodeEnd] = {}  # by node: results of nodes whose ranks have all ended with 0
 
@@ -160,7 +160,7 @@ class Leader:
         return self._agent.start(life)
 
     def _start_others(self) -> None:
-        """Send the start order once this node's ranks can begin, or when there is another order.
+        """Send the start order once this node's ranks can begin, or before any later order.
 
         Otherwise ranks on other nodes look for rank 0's store while node 0 still imports torch. torch then waits up to
         a second before it tries again, so all ranks meet a second later than necessary.
@@ -402,9 +402,9 @@ def reported(failure: Failure, nproc: int) -> dict[str, Any]:
 
 
 def clock_of(message: dict[str, Any]) -> int:
-    """Return the sender's clock: the last boundary that a rank has passed.
+    """Return the highest CLOCK (ddpjob_core/memory.py) of the sender's ranks.
 
-    Return 0 if it is invalid, because the failure counts anyway and scripts may number their steps as they like.
+    Return 0 if it is invalid, because scripts choose their step numbers and the failure must count anyway.
     """
     clock = message.get("clock")
     return clock if type(clock) is int and 0 <= clock < 1 << 53 else 0

@@ -1,9 +1,9 @@
 """Let the fork server learn the ranks' imports, so that the next generation imports nothing again.
 
-The first rank of a node that forms its group writes down its imports (`note`). A child of the fork server then imports
-them in the background, pausing after each for as long as its CPU time, and replaces the fork server (`forkserver.py`).
-This is safe only if an import leaves nothing that belongs to one process. So each import is watched (`_Watch`); one
-with such effects is left out, and another child starts without it.
+The first rank of a node that forms its group writes down its imports (`note`). A child of the fork server imports them
+in the background, and pauses after each for as long as its CPU time. Then it replaces the server (`forkserver.py`).
+This is safe only if an import creates nothing that belongs to one process. So each import is watched (`_Watch`). If one
+has such effects, it is left out, and another child starts without it.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ COARSE_AFTER = 3  # from this round on whole packages are left out
 MODULES_MAX = 20_000
 MIB = 1 << 20
 BYTES_MAX = 512 * MIB  # more than the fork server had before
-BYTES_EXPECTED = 128 * MIB  # room that must be there at the beginning
+BYTES_EXPECTED = 128 * MIB  # free memory required at the beginning
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# What these draw or read on import does not harm a fork: numpy's generators are seeded again in each rank, tempfile
-# names differ by process, link numbers in a terminal and the session id of downloads may repeat, scipy's generators
-# are only defaults, and fsspec looks for FSSPEC_* alone.
+# Modules whose random numbers or variables at import do no harm in a fork. numpy's generators are seeded again in each
+# rank. tempfile names differ by process. rich's link numbers and the session id of downloads may repeat. scipy's
+# generators are only defaults. fsspec only reads FSSPEC_* variables.
 _HARMLESS = (
     "numpy.random numpy.random._pickle joblib._multiprocessing_helpers rich.style scipy.stats._new_distributions"
     " transformers.utils.hub fsspec.config"
 ).split()
-# The variable that each keeps as `rank_zero_only.rank`; `set_ranks` corrects it.
+# Modules that keep this variable as `rank_zero_only.rank` when they are imported; `set_ranks` corrects it.
 _KEEPS_RANK = {
     "torchmetrics.utilities.prints": "LOCAL_RANK",
     "lightning.fabric.utilities.rank_zero": "RANK",
@@ -66,7 +66,7 @@ def note(path: str, known: set[str], variables: dict[str, str | None]) -> None:
 
 
 def set_ranks() -> None:
-    """Give modules that have kept the fork server's rank that of this process."""
+    """Set this process's rank in modules that kept the fork server's rank at their import."""
     for name, variable in _KEEPS_RANK.items():
         if (module := sys.modules.get(name)) is not None:
             module.rank_zero_only.rank = int(os.environ[variable])
@@ -90,7 +90,7 @@ def _is_installed(name: str, module: Any, folders: tuple[str, ...]) -> bool:
 
 
 class LearnedLimits(NamedTuple):
-    """The imports of a child."""
+    """The modules that a child of the fork server has imported."""
 
     modules: list[str]
     left: dict[str, str]
@@ -98,7 +98,7 @@ class LearnedLimits(NamedTuple):
     read: set[str]
     """Variables that the imports read."""
     size: int
-    """Bytes that the child has more than the fork server."""
+    """Additional resident memory of the child, in bytes."""
 
 
 def fork(path: str, agent_pid: int, later: socket.socket, unhide: Callable[[], None]) -> LearnedLimits | None:
@@ -119,7 +119,7 @@ def fork(path: str, agent_pid: int, later: socket.socket, unhide: Callable[[], N
 
 
 def _rounds(path: str, agent_pid: int, unhide: Callable[[], None]) -> LearnedLimits:
-    """Fork until a child's imports had no effects. Return in that child; the others exit."""
+    """Fork children until the imports of one have no side effects. Return in that child; all others exit."""
     with open(path, encoding="utf-8", opener=own_files.opener) as file:
         order = json.load(file)
     if shortage := room.shortage(BYTES_EXPECTED):
@@ -191,10 +191,10 @@ def _resident() -> int:
 
 
 class _Watch:
-    """Watch imports one by one for effects that a fork would not share with a process that imports the module."""
+    """Watch imports one by one for side effects that make a fork differ from a process that imports the module."""
 
     def __init__(self, variables: dict[str, str | None]) -> None:
-        """variables: those that the rank has and the fork server has not."""
+        """variables: those that differ between the rank and the fork server, with the rank's values."""
         self._read_now: set[str] = set()
         self.read: set[str] = set()
         self.resident = _resident()

@@ -1,12 +1,12 @@
-"""Where the ranks' output goes: torchrun's files, and its console.
+"""Write the ranks' output to the same files as torchrun, and to the console.
 
     <log_dir>/<run id>_<random>/attempt_<restarts>/<local rank>/{stdout.log,stderr.log,error.json}
     <log_dir>/<run id>_<random>/attempt_<restarts>/filtered_{stdout,stderr}.log
 
-Without --log-dir it is a temporary folder, which stays if it has what the console has not shown.
+Without --log-dir the folder is temporary. It is kept if it has output that the console has not shown.
 
-A stream that is neither redirected nor tee'd is the agent's own: the rank writes to it directly. With `--tee` the rank
-writes into a file, and the agent copies whole lines from there, so that a console that does not read blocks no rank.
+A stream that is neither redirected nor tee'd is inherited from the agent, and the rank writes to it directly. With
+`--tee` the rank writes into a file, and the agent copies whole lines from it, so a blocked console blocks no rank.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ddprun.options import Options
 
 TAIL_SECONDS = 0.1
 LAST_LINES_SECONDS = 5.0  # for a console that accepts nothing
-LAST_LINES_SECONDS_MAX = 20.0  # less than the 30 s after which node 0 gives up this agent, which is blocked meanwhile
+LAST_LINES_SECONDS_MAX = 20.0  # blocks this agent, which node 0 gives up after 30 s of silence
 CHUNK = 1 << 16
 CHUNKS_MAX = 16  # of a file per turn of the loop: signals and peers wait meanwhile
 RUN_BYTES_MAX = 200  # of the run id in the folder's name; file systems allow 255 bytes
-WRITE_MAX = select.PIPE_BUF  # a pipe that is ready accepts so much without blocking
+WRITE_MAX = select.PIPE_BUF  # a pipe that is ready accepts this much without blocking
 STREAMS = (("stdout", 1), ("stderr", 2))
 OWN = ("crash_{}.txt", "end_{}.json", "imports_{}.json")  # files of each rank for this agent only
 
@@ -41,7 +41,7 @@ class Files(NamedTuple):
     crash: str
     """Stack written by faulthandler if a signal kills the rank."""
     end: str
-    """Written by the rank at its end."""
+    """Result that the rank writes at its end (core/rank_ends.py)."""
     imports: str = ""
     """Imports that the rank notes when it forms its group."""
 
@@ -59,7 +59,7 @@ class LogFolder:
         run = os.fsencode(options.run_id.replace("/", "_"))[:RUN_BYTES_MAX].decode(errors="ignore")
         name = f"{run}_{os.urandom(4).hex()}"
         self.has_unseen = not options.log_dir and _has_unseen(options)
-        # A local run of a DDPJob removes folders that begin with ddprun_ and its id.
+        # `ddpjob run` removes folders that begin with ddprun_ and its id, so output to be kept needs another name.
         kind = "" if self._kept else "ddprun-output_" if self.has_unseen else "ddprun_"
         self.path = os.path.join(base, f"{kind}{name}")
         os.mkdir(self.path, 0o700)
@@ -73,7 +73,7 @@ class LogFolder:
         """Create the folders of these ranks, and return their files by local rank."""
         options, attempt = self._options, self._attempt(life)
         own_files.make_folder(self.path)  # somebody may have emptied /tmp and taken the name
-        os.mkdir(attempt, 0o700)  # generations only grow, also under a new leader
+        os.mkdir(attempt, 0o700)  # cannot exist: generation numbers only grow, also under a new leader
         files = []
         for rank in range(len(ranks)):
             folder = os.path.join(attempt, str(rank))
@@ -83,7 +83,7 @@ class LogFolder:
             out, err = (os.path.join(folder, f"{name}.log") if to_file & bit else hidden for name, bit in STREAMS)
             own = [os.path.join(attempt, name.format(rank)) for name in OWN]
             files.append(Files(out, err, os.path.join(folder, "error.json"), *own))
-        # One by one: if one fails, the earlier ones are closed with these.
+        # `extend` adds them one by one, so if one cannot be opened, `copy_last` still closes the earlier ones.
         self.tails.extend(self._make_tails(attempt, files, ranks))
         return files
 
@@ -94,7 +94,7 @@ class LogFolder:
     def copy_last(self) -> bool:
         """Copy the rest of a generation, also an incomplete last line. True if the console took everything.
 
-        A slow console gets time while it takes something, at most `LAST_LINES_SECONDS_MAX`.
+        A slow console gets more time as long as it takes data, at most `LAST_LINES_SECONDS_MAX`.
         """
         left, taken, began = self.tails, 0, time.monotonic()
         give_up = began + LAST_LINES_SECONDS
@@ -113,7 +113,7 @@ class LogFolder:
 
     @property
     def rest(self) -> str:
-        """Say where the output is that the console has not taken."""
+        """Describe where the output is that the console has not taken."""
         return f"only in {self.path}" if self._kept or self.has_unseen else f"lost, because --log-dir is {os.devnull}"
 
     def remove(self) -> None:
@@ -142,7 +142,7 @@ class LogFolder:
 
 
 def takes(console: int, seconds: float = 0.0) -> bool:
-    """True if the console takes something within that time."""
+    """True if the console accepts data within this time."""
     poller = select.poll()
     poller.register(console, select.POLLOUT)
     return bool(poller.poll(seconds * 1000))
@@ -180,7 +180,7 @@ def _unlink_own(attempt: str, nproc: int) -> None:
 
 
 class _Tail:
-    """A growing file, and where its lines go."""
+    """Copies the lines of a growing file to the console, and chosen ones to the filtered file."""
 
     def __init__(self, path: str, header: bytes, console: int, filtered: str, words: list[bytes]) -> None:
         self._header, self.console, self._words = header, console, words
@@ -190,13 +190,13 @@ class _Tail:
         except OSError:
             os.close(self._file)
             raise
-        self._part = b""  # of a line
+        self._part = b""  # incomplete last line
         self._goes_on = False  # whether part of a long line was shown
         self._waiting = b""  # data for the console
         self.taken = 0  # bytes that the console has taken
 
     def copy(self, *, last: bool = False, chunks: int | None = None) -> bool | None:
-        """Copy as long as the console takes data. True if that was all; None after `chunks` chunks."""
+        """Copy new data. Return True if all is copied, False if the console is full, None after `chunks` chunks."""
         while self._write():
             if chunks == 0:
                 return None
@@ -238,7 +238,7 @@ class _Tail:
         while self._waiting:
             if not takes(self.console):
                 return False
-            # Up to the end of a line: other ranks write to this console too.
+            # Write whole lines, because other ranks write to this console too.
             end = self._waiting.rfind(b"\n", 0, WRITE_MAX) + 1 or WRITE_MAX
             try:
                 written = os.write(self.console, self._waiting[:end])

@@ -1,11 +1,11 @@
-"""The memory of this node in which the state outlives the ranks (`ddpjob_core/memory.py` has its layout and its rules).
+"""This node's memory in which the training state outlives the ranks (layout and rules: `ddpjob_core/memory.py`).
 
 The agent creates a memfd; ranks open it through the agent's descriptor. Only written pages use memory. The memfd ends
 with the agent, so it never holds the state of another job or attempt.
 
-After a failure the agent closes the pipe of the generation, before any rank gets a signal. A thread in each rank waits
-for that, and a rank that has the newest step writes it. The agent waits a limited time for ranks that may write a newer
-step than the complete one.
+After a failure the agent closes the pipe of the generation before any rank gets a signal. A thread in each rank waits
+for this; a rank with the state of the newest step writes it. The agent waits a limited time for ranks that may write a
+newer step than the complete one.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class Memory:
 
     @property
     def clock(self) -> int:
-        """Clock of the last boundary that a rank has passed."""
+        """Highest CLOCK of the ranks at a boundary (ddpjob_core/memory.py)."""
         return max(memory.passed(cells[memory.CLOCK]) for cells in self._cells)
 
     def order(self, furthest: int = 0) -> None:
-        """Make the ranks of this generation write the state. furthest: clock that another node's agent reported."""
+        """Make the ranks of this generation write the state. furthest: CLOCK that another node's agent reported."""
         self._node[memory.FURTHEST] = max(self._node[memory.FURTHEST], furthest)
         if self._write >= 0:
             os.close(self._write)
@@ -73,7 +73,7 @@ class Memory:
         whole = self.whole
         step = whole.step if whole is not None and whole.generation == self._node[memory.GENERATION] else 0
         if self._node[memory.area_cell(self._newest_area, memory.AREA_ASSUMED)]:
-            step = 0  # a rank that has saved overwrites it
+            step = 0  # assumed to be complete; a rank that has saved overwrites it
         size, still = self._size, self._still(seconds)
         late = still >= memory.limit_seconds(size)  # checking is expensive, and useless before
         furthest = max(self.clock, self._node[memory.FURTHEST])
@@ -87,7 +87,7 @@ class Memory:
         )
 
     def _still(self, seconds: float) -> float:
-        """Seconds without a written piece."""
+        """Return the seconds since a rank last wrote a piece of the state."""
         wrote = self._node[memory.WROTE]
         if wrote != self._wrote[0] or seconds < self._wrote[1]:
             self._wrote = wrote, seconds

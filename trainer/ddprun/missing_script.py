@@ -16,7 +16,7 @@ _EXIT_CODES = {"script": 2, "module": 1}
 
 
 def missing(options: Options, environ: Mapping[str, str]) -> str:
-    """Say what is missing; "" if nothing is known to be."""
+    """Return a sentence that names what is missing; "" if nothing is known to be missing."""
     try:
         if options.kind == "module":
             return _missing_module(options.script, environ)
@@ -35,8 +35,8 @@ def told(sentence: str) -> str:
 def explains(code: int, recorded: str, options: Options, environ: Mapping[str, str]) -> str:
     """Return why a rank ended with this code, as `told`; "" if nothing is missing.
 
-    recorded: the rank's exception. Python reports what is missing on the console only, which is not read here; in a
-    rank of the fork server, runpy raises it.
+    recorded: the rank's exception. It is empty in a new process, because Python only prints what is missing. In a rank
+    of the fork server runpy raises it.
     """
     if recorded and not _OF_RUNPY.match(recorded):
         return ""

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ddprun.core.rank_ends import NodeEnd
 
 LINGERING_SECONDS = 5.0  # SIGKILL takes milliseconds; after this long the kernel holds the process
-HELD_SECONDS = 60.0  # freeing GPU memory or a large dataset takes a driver some of them
+HELD_SECONDS = 60.0  # freeing GPU memory or a large dataset may take tens of seconds
 KILL_AGAIN_SECONDS = 0.05
 NOTE_SECONDS = 0.5  # between checks whether a rank has noted its imports
 SPARES_AFTER_SECONDS = 5.0  # not earlier: starting ranks need the processors
@@ -59,7 +59,7 @@ class LocalRanks:
         self._options, self._environ, self._folder, self._server = options, environ, folder, server
         self._life: Life | None = None
         self._ranks: Sequence[int] = ()  # by local rank, in this generation
-        self._waiting = False  # for the fork server
+        self._waiting = False  # whether the ranks wait for the fork server
         self._spares_at: float | None = None  # when spare processes for the next generation are forked
         self._learn_at: float | None = None  # when to check whether a rank has noted its imports
         self._has_told = False  # whether the learned imports were announced
@@ -68,13 +68,13 @@ class LocalRanks:
         self._files: list[Files] = []
         self._kills = OomKills()
         self.beats: Heartbeats | None = None  # of this generation
-        self._saved_before = 0  # of earlier generations
-        self.memory = None if options.dev else created(options.nproc)  # the next ranks may run other code
+        self._saved_before = 0  # `saved_step` of earlier generations
+        self.memory = None if options.dev else created(options.nproc)  # dev: the next ranks may run other code
         self._asked_at: float | None = None  # when ranks were asked to write their state, which precedes the signal
         self._then: tuple[int, float] = (0, 0.0)  # that signal and its grace
         self.failures: list[Failure] = []  # of this generation, in order; without ranks that were stopped
         self.stopped = False  # whether the ranks were ended because of another rank
-        self._stopped_at = 0.0  # when, by the clock of termination messages
+        self._stopped_at = 0.0  # time.time(), the clock of termination messages
         self.kill_at: float | None = None
         self._killed_at: float | None = None  # when SIGKILL was first sent
         self.helpers: set[int] = set()  # children of the agent that belong to no rank and outlive a generation
@@ -97,11 +97,11 @@ class LocalRanks:
         return set(self._pids)
 
     def pid(self, local_rank: int) -> int:
-        """Process of a local rank; 0 if it has ended."""
+        """Return the pid of a local rank; 0 if it has ended."""
         return self._pids.get(local_rank, 0)
 
     def rank(self, local_rank: int) -> int:
-        """Global rank of a local rank in this generation."""
+        """Return the global rank of a local rank in this generation."""
         return self._ranks[local_rank]
 
     @property
@@ -129,7 +129,7 @@ class LocalRanks:
     def exit_code(self) -> int | None:
         """Exit code of all ranks together; None if none has trained.
 
-        0 if all ended with 0; 75 if one has stopped, unless another reports that nothing was saved.
+        0 if all ended with 0; 75 if one ended with 75, unless another reports that its state was not saved.
         """
         if not self._codes or (self._life is not None and self._life.preflight):
             return None
@@ -199,8 +199,8 @@ class LocalRanks:
             self._add_hidden_failure()
 
     def _add_hidden_failure(self) -> None:
-        """Add the failure that a child of a rank has recorded, such as a Process whose exitcode nobody reads. A parent
-        that goes on by itself, and a child that tries again, remove it (`reporting/termination.py`).
+        """Add the failure that a child process of a rank has recorded, such as a Process whose exitcode nobody reads.
+        The record is removed if the parent goes on by itself or the child tries again (`reporting/termination.py`).
         """
         message = self.termination_message()
         if message is None or message.rank is None or not message.exit_code or self._life is None:
@@ -210,11 +210,10 @@ class LocalRanks:
             self.failures.append(message)
 
     def stop(self, number: int, grace_seconds: float, now: float, *, rescue: bool = False, furthest: int = 0) -> None:
-        """Stop all ranks because of another rank: a signal to them, then to their descendants, and SIGKILL after the
-        grace.
+        """Stop all ranks because of another rank: signal them, then their descendants; SIGKILL after the grace period.
 
-        rescue: ranks that can write their state into this node's memory get a moment for it first. furthest: clock of a
-        rank on another node that is ahead.
+        rescue: first give ranks that can write their state into this node's memory a moment to do so. furthest: highest
+        CLOCK (ddpjob_core/memory.py) of the other nodes.
         """
         if not self.stopped:
             self.stopped, self._stopped_at = True, time.time()
@@ -239,19 +238,19 @@ class LocalRanks:
         return self.memory is not None and self.memory.waits_for(self._pids, since)
 
     def tell(self, number: int, grace_seconds: float, now: float) -> None:
-        """As `stop`, but the ranks may have something to save, so their exit codes count."""
+        """Send a requested termination to the ranks. Unlike after `stop`, their exit codes count: they may save."""
         if self._waiting:  # no rank has started
             self.failures.append(self._failure(0, -number))
         self._signal(number, grace_seconds, now)
 
     def kill_now(self, now: float) -> None:
-        """End the grace now."""
+        """End the grace period now."""
         if self.running:
             self.kill_at = now
 
     def _signal(self, number: int, grace_seconds: float, now: float) -> None:
-        """Send the signal once. Later calls can only shorten the grace: a rank that has saved and is exiting has
-        removed its handlers, so a second SIGTERM would turn its 75 into 143.
+        """Send the signal once. Later calls can only shorten the grace period: a rank that has saved and is exiting has
+        removed its handlers, so a second SIGTERM would turn its exit code 75 into 143.
         """
         self._waiting, self._asked_at = False, None
         self._fork_no_spares()
@@ -294,9 +293,9 @@ class LocalRanks:
                 say(remark)
         elif self._pids:
             processes.kill(self._pids.values())
-            self._killed_at = self._killed_at or now  # not `kill_at`: this agent may have been suspended too
+            self._killed_at = self._killed_at or now  # not `kill_at`, which is too early if this agent was suspended
         else:
-            self._signalled.left = set()  # `settle` kills it
+            self._signalled.left = set()  # `settle` kills them
 
     @property
     def _can_learn(self) -> bool:
@@ -409,7 +408,7 @@ class LocalRanks:
             self._has_not_started(local_rank, error)
 
     def _has_not_started(self, local_rank: int, error: OSError) -> None:
-        # Neither the application's failure nor a complaint about a peer.
+        # The application has not failed, and `unstarted` shows that this symptom has no cause in another rank.
         failure = self._failure(local_rank, RESUMABLE)
         text = f"not started: {error}"
         self.failures.append(failure._replace(exception=text, resumable=False, symptom=True, unstarted=True))
@@ -420,7 +419,7 @@ class LocalRanks:
         files = self._files[local_rank]
         own = environment.of_rank(self._options, self._life, local_rank, self._environ) | {
             "TORCHELASTIC_ERROR_FILE": files.error if self._options.log_dir != os.devnull else "",
-            # Not the pod's own file: messages of an earlier generation are obsolete.
+            # One file per generation, not the pod's own, because messages of earlier generations are obsolete.
             "DDPJOB_TERMINATION_LOG": self._folder.termination(self._life.name),
             "DDPJOB_BEATS": self.beats.where(local_rank),
             # Counts the restarts of the job; torchrun's TORCHELASTIC_RESTART_COUNT is per node.
@@ -474,7 +473,7 @@ class LocalRanks:
         )
 
     def _crash(self, local_rank: int, number: int) -> str:
-        """Return the calls of a rank that crashed by a signal, and print them where the rank wrote its stderr."""
+        """Return the call stack of a rank that a signal killed, and print it to the rank's stderr."""
         if number not in crash.SIGNALS:
             return ""
         files = self._files[local_rank]
@@ -491,14 +490,14 @@ class LocalRanks:
         return text
 
     def _found_no_reader(self, local_rank: int, code: int, exception: str) -> bool:
-        """True if the rank failed because the console that it writes to is closed. With an operator it is the operator
-        that replaces a pod whose output is not read any more.
+        """True if the rank failed because the console that it writes to is closed. Always False with an operator, which
+        replaces a pod whose output is not read.
         """
         if self._options.has_operator or code not in (1, _UNFLUSHED, -signal.SIGPIPE):
             return False
         files = self._files[local_rank]
         consoles = [console for path, console in ((files.stdout, 1), (files.stderr, STDERR)) if not path]
-        of_pipe = not exception or exception.startswith(_OF_PIPE)  # a process started by the rank may record nothing
+        of_pipe = not exception or exception.startswith(_OF_PIPE)  # a child process of the rank may record nothing
         return of_pipe and not all(is_read(console) for console in consoles)
 
     def _step(self, local_rank: int) -> int:
@@ -524,7 +523,7 @@ class LocalRanks:
                 self.failures[i] = failure._replace(exception=abridged(text, EXCEPTION_MAX))
 
     def _add_termination_message(self) -> None:
-        """Add what a rank wrote about its own failure, also of a rank that was stopped meanwhile.
+        """Add what a rank wrote about its own failure, even if the rank was then stopped.
 
         Messages written after the stop are ignored: they are effects of our signal, such as a dead DataLoader worker or
         an exception in the script's handler.
@@ -540,7 +539,7 @@ class LocalRanks:
             return
         from ddpjob_core import rules
 
-        # Not an effect of the signal: the state was not saved, while the other ranks end with 75.
+        # "State not saved" counts even after the stop, because the other ranks end with 75.
         is_late = self.stopped and message.time > self._stopped_at and not rules.is_unsaved(message.exception)
         if message.preflight or not (message.symptom or message.resumable or is_late):
             self.failures.append(message)
@@ -584,7 +583,7 @@ def _recorded(path: str) -> tuple[str, str]:
 
 
 def _with_message(failure: Failure, message: Failure) -> Failure:
-    """Combine how the process ended (seen here) and why (written by the rank, which cannot know whose pipe broke)."""
+    """Combine how the process ended with what the rank wrote. Only the agent knows if a broken pipe was the console."""
     is_known = failure.exception == OUTPUT_UNREAD and message.exception.startswith(_OF_PIPE)
     return message._replace(
         exit_code=failure.exit_code,
@@ -597,7 +596,7 @@ def _with_message(failure: Failure, message: Failure) -> Failure:
 
 
 def _text(path: str) -> str:
-    """Read the text of a process; only the end if it is long."""
+    """Read a text file that a rank wrote; only its end if it is long."""
     with contextlib.suppress(OSError), open(path, "rb", opener=own_files.opener) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - FILE_BYTES_MAX))
         return file.read(FILE_BYTES_MAX).decode(errors="replace")

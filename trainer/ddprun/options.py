@@ -1,8 +1,7 @@
 """torchrun's options as ddprun understands them: the same names, abbreviations, PET_ variables and defaults.
 
-An option that ddprun does not have is refused by its name, with the reason, because a user who relies on it would find
-out too late. Those that only concern how torchrun itself works (--monitor-interval, --start-method, --local-addr) are
-accepted and change nothing.
+An option that ddprun does not have is refused with the reason, because a user who relies on it would find out too late.
+Options about how torchrun itself works (--monitor-interval, --start-method, --local-addr) are accepted without effect.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ SHUTDOWN_SECONDS = 30.0
 # A broken group cannot save together; this is enough for a last line of output.
 BROKEN_GRACE_SECONDS = 0.1
 JOIN_SECONDS = 600.0  # torchrun's default for static rendezvous
-# Imports of the first DistributedDataParallel besides torch (docs/dev/ddprun-internals.md).
+# torch, and what the first DistributedDataParallel imports (docs/dev/ddprun-internals.md).
 PRELOAD = ("torch", "torch._dynamo")
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")
 _SIGNALS_NOT_TAKEN = ("SIGKILL", "SIGSTOP", "SIGCHLD", "SIGCLD")  # cannot be handled; SIGCHLD reports the end of a rank
@@ -92,13 +91,13 @@ examples:
 
 class _Parser(argparse.ArgumentParser):
     ambiguous: dict[str, str]
-    """Abbreviations of several options, and these options."""
+    """By ambiguous abbreviation: the options that it could mean."""
 
     def _get_option_tuples(self, option_string: str) -> Any:
         """Do not treat two spellings of one option as ambiguous, as argparse before 3.12.3 does.
 
         argparse also calls this for the script's arguments, and before 3.12.8 it exits if one is ambiguous. So an
-        abbreviation of several options is returned as unknown, and `error` explains it if it stands before the script.
+        ambiguous abbreviation is returned as unknown, and `error` explains it if it is before the script.
         """
         found = super()._get_option_tuples(option_string)
         options = list({match[0].dest: match for match in reversed(found)}.values())[::-1]
@@ -142,7 +141,7 @@ class _OptionGroup:
     def flag(self, name: str, about: str, *short: str) -> None:
         """Add an option without a value."""
         text = self._environ.get(_variable(name)) or "0"
-        if text not in ("0", "1"):  # as in torchrun; "false" would be true as any text
+        if text not in ("0", "1"):  # as in torchrun; otherwise "false" would count as true
             self._parser.error(f"{_variable(name)}: {text[:100]!r} is neither 0 nor 1.")
         fallback = text == "1"
         self._group.add_argument(*short, f"--{name}", action="store_true", default=fallback, help=about)
@@ -171,7 +170,7 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     _add_nodes(_OptionGroup(parser, "nodes and ranks", environ))
     _add_script(_OptionGroup(parser, "the script", environ))
     _add_restarts(_OptionGroup(parser, "restarts and signals", environ))
-    parser.set_defaults(max_restarts=None)  # PET_MAX_RESTARTS ranks below DDPJOB_RESTARTS_LEFT
+    parser.set_defaults(max_restarts=None)  # DDPJOB_RESTARTS_LEFT has priority over PET_MAX_RESTARTS
     _add_logs(_OptionGroup(parser, "output", environ))
     _add_others(_OptionGroup(parser, "accepted without effect, or refused", environ))
     what = parser.add_argument_group("what to run")
@@ -359,7 +358,7 @@ def _host_and_port(endpoint: str) -> tuple[str, str]:
 
 
 def _run_id(read: argparse.Namespace, port: int | None) -> str:
-    """As torchrun: a run without a fixed port gets its own name."""
+    """Return the run id. As in torchrun, a run without a fixed port gets a random one."""
     if port is not None or (read.rdzv_id != "none" and not read.standalone):
         return str(read.rdzv_id)
     digits = os.urandom(16).hex()
@@ -442,7 +441,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _pairs(text: str) -> dict[str, str]:
-    """As torchrun: a key needs a value."""
+    """Parse K=V,…; as in torchrun, a key needs a value. Raise ValueError."""
     pairs = {}
     for part in filter(str.strip, text.split(",")):
         key, value = (side.strip() for side in part.partition("=")[::2])

@@ -1,8 +1,8 @@
-"""Give `ddprun` and `ddpjob run` a process that has started all of its descendants, because they kill all of theirs.
+"""Ensure that `ddprun` and `ddpjob run` have started all their descendants, because they kill all of them.
 
-An entry point like `tensorboard & exec ddprun train.py` makes tensorboard a child of ddprun, and a container's PID 1
-adopts all orphans, also of `kubectl exec`. Neither environment nor session proves who started a process: both can be
-changed. So a process that has other children, or may get some, forks: the child does the work and has only its own
+An entry point like `tensorboard & exec ddprun train.py` makes tensorboard a child of ddprun. A container's PID 1 also
+adopts all orphans, even those of `kubectl exec`. Neither environment nor session proves who started a process: both can
+be changed. So a process that has other children, or may get some, forks: the child does the work and has only its own
 children; the parent keeps the others and waits.
 """
 
@@ -36,7 +36,7 @@ def stand_apart() -> None:
     if child:
         _wait_and_end(child)
     processes.end_with(parent)
-    # An own group, so that Ctrl-C reaches only the parent, which passes it on: a second SIGINT means "at once".
+    # An own process group: Ctrl-C then reaches only the parent, which passes it on. A second SIGINT means "at once".
     os.setpgid(0, 0)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # otherwise a terminal set to `tostop` stops it when it prints
     signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,4 +1,4 @@
-"""Ports: one where agents meet, and for ranks another one in each generation, and in each attempt of a local run."""
+"""Reserve ports: one for the agents' rendezvous, and a new one for the ranks of each generation or local attempt."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def listen(port: int) -> socket.socket:
 def hold() -> socket.socket:
     """Reserve a port for rank 0's store: bound, not listening. Close the socket to release it.
 
-    Seconds of imports pass between choosing a free port and torch's bind. The bound socket keeps it from outgoing
-    connections and from other searches for a free port; torch sets SO_REUSEADDR too, and may still bind it and listen.
+    Ranks import for seconds before torch binds the port. Until then the bound socket keeps outgoing connections and
+    other searches for a free port from taking it. torch can still bind and listen, because both set SO_REUSEADDR.
     """
     return _bound(0)
 

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from ddprun.agent import Agent
 
 BODY_BYTES_MAX = 8192  # limit of the receiver
-REPEAT_SECONDS = 60.0  # another operator may have taken over and knows nothing
+REPEAT_SECONDS = 60.0  # a new operator pod does not know the counts
 BACK_OFF_SECONDS, BACK_OFF_SECONDS_MAX = 1.0, 60.0
-CHILD_SECONDS_MAX = 30.0  # for name resolution; the rest has time-outs in progress.py
+CHILD_SECONDS_MAX = 30.0  # limits name resolution; the request has a time-out in ddpjob/reporting/sender.py
 LAST_POST_SECONDS = 2.0
 _CONFIRMED = b"ok"
 
 
 class Posting:
-    """Sends the account, one post at a time."""
+    """Sends the account of charged restarts, one post at a time."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -121,7 +121,7 @@ def encode(document: Mapping[str, Any]) -> bytes:
 
 
 def _post_in_child(url: str, body: bytes, environ: Mapping[str, str]) -> bytes:
-    """In the child: return the confirmation, or the problem. Texts of exceptions could quote the token's header."""
+    """Return the confirmation, or the problem without the exception's text, which could quote the token's header."""
     try:
         from ddpjob.reporting.sender import ReportSender
 

@@ -108,7 +108,7 @@ class ForkServer:
         return int(answer["pid"])
 
     def look_for_changes(self) -> str:
-        """Give up if a module that it has imported has changed, and return why: ranks would run the old one."""
+        """Give up if the file of an imported module has changed, and return why: ranks would run the old code."""
         if not self.ready:
             return ""
         try:
@@ -116,7 +116,7 @@ class ForkServer:
             if self._forks_spare:
                 self._add_spare(self._answer())
             changed = self._answer().get("changed")
-        except OSError:  # `start` says why
+        except OSError:  # `start` will report it
             return ""
         if not changed:
             return ""
@@ -125,12 +125,12 @@ class ForkServer:
         return why
 
     def fork_spares(self, number: int) -> None:
-        """Fork so many spares for the next generation, one by one; 0: fork no more. `hear` reads their pids."""
+        """Fork this many spares for the next generation, one by one; 0: stop forking. `hear` reads their pids."""
         self._spares_left = number - len(self.spares)
         self._fork_spare()
 
     def _fork_spare(self) -> None:
-        # By number, not by the spares that are alive: if something kills them, forking would never end.
+        # Count the requests, not the living spares: if something kills spares, forking would never end.
         if self.ready and not self._forks_spare and self._spares_left > 0:
             self._spares_left -= 1
             self._forks_spare = True

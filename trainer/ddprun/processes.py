@@ -41,9 +41,9 @@ def prctl(option: int, value: int) -> None:
 
 
 def end_with(parent: int) -> None:
-    """Make the end of this parent kill this process."""
+    """Let the kernel kill this process when this parent ends."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the line above, so the signal will never come
+    if os.getppid() != parent:  # the parent ended before prctl, so the signal will never come
         os._exit(128 + signal.SIGKILL)
 
 
@@ -77,7 +77,7 @@ def close_to_children() -> None:
 def start(
     argv: Sequence[str], environ: Mapping[str, str], *, stdout: str = "", stderr: str = "", keep: Iterable[int] = ()
 ) -> int:
-    """Start a program in its own session, and return its pid. It dies with us.
+    """Start a program in its own session, and return its pid. It is killed when this process ends.
 
     stdout, stderr: files for its streams. If the program cannot be started, the child exits as in a shell: with 127 or
     126 and a sentence on stderr.
@@ -98,7 +98,7 @@ def start(
 
 
 def fork(work: Callable[[], None]) -> int:
-    """Run `work` in a child, in its own session and with default signals. Return its pid. The child dies with us."""
+    """Run `work` in a child, in its own session and with default signals. Return its pid. It is killed when we end."""
     parent = os.getpid()
 
     def child() -> None:
@@ -127,7 +127,7 @@ def execute(argv: Sequence[str], environ: Mapping[str, str]) -> None:
     try:
         os.execvpe(argv[0], list(argv), environ)  # noqa: S606 - no shell is meant
     except OSError as error:
-        error.filename = argv[0]  # the last folder of PATH that was tried tells the user nothing
+        error.filename = argv[0]  # Python names the last folder of PATH that it tried, which does not help
         raise
 
 

@@ -20,7 +20,7 @@ USAGE = 2  # exit code of argparse
 def run(options: Options, environ: Mapping[str, str]) -> int:
     """Run what the options request. Return the exit code."""
     forget_message(environ.get("DDPJOB_TERMINATION_LOG"))
-    # With several nodes the other agents would wait for one that has ended; node.py then reports the missing script.
+    # With several nodes the others would wait for this agent if it ended, so there node.py reports the missing script.
     if options.nodes == 1 and (missing := missing_script.missing(options, environ)):
         say(missing)
         found = Failure(exit_code=USAGE, exception=missing_script.told(missing))

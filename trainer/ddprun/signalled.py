@@ -1,8 +1,8 @@
 """Decide which processes of a rank get a signal at once: those that train. Helpers get it after the rank has ended.
 
-A DataLoader raises an exception in the rank when a worker ends, so a signal to the workers would spoil the save that
-the rank makes on the signal. Processes are classified from outside: by executable, parent, sockets, and what they have
-announced to the agent (`reporting/watchdog.py`).
+A DataLoader raises an exception in the rank when a worker ends. So a signal to the workers would interrupt the save
+that the rank makes on the signal. Processes are classified from outside: by executable, parent, sockets, and what they
+have announced to the agent (`reporting/watchdog.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ddprun import processes
 LOOK_SECONDS = 0.1
 REMARK_SECONDS = 2.0  # most helpers end within milliseconds of their rank
 WAITED_SECONDS = (
-    2.0  # once training processes below a rank have ended: a rank may wait for them, a pipe hold their output
+    2.0  # after the training processes below a rank have ended: it may still wait for them or read their output
 )
 NAMES_MAX = 4
 _DATA_LOADER = "pt_data_worker"  # process name of a worker in torch 2.6 and later
@@ -35,7 +35,7 @@ class Signalled:
         """Descendants that are still running after the ranks have ended."""
         self._trainers: set[int] = set()  # descendants that train and have got the signals as well
         self._held: dict[int, int] = {}  # ranks that get their signal after the processes that they wait for
-        self._trainers_until: float | None = None  # until when others are left alone, after all of these have ended
+        self._trainers_until: float | None = None  # when held ranks and helpers get their signal
         self._helpers_since: float | None = None  # when helpers got their signal
         self._has_remarked = False
 
@@ -55,7 +55,7 @@ class Signalled:
             processes.send(below, number)
 
     def look(self, *, has_ranks: bool, others: Callable[[], set[int]]) -> None:
-        """Continue after the signal. has_ranks: ranks are running. others: returns the agent's own processes."""
+        """Send the signals that are due. has_ranks: ranks are running. others: returns the agent's own processes."""
         now = time.monotonic()
         if any(processes.is_running(pid) for pid in self._trainers):
             is_over = False

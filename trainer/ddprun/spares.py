@@ -6,7 +6,7 @@ import contextlib
 
 from ddpjob.checkpoint.in_memory import room
 
-# Threads of torch, gloo or NCCL and DataLoader workers with theirs all count.
+# pids.max also limits threads: of torch, of gloo or NCCL, and of DataLoader workers.
 PROCESSES_FOR_EACH_RANK = 50
 BYTES_OF_EACH = 16 << 20  # 6 to 10 MiB with torch for CPUs
 

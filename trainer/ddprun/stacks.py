@@ -33,7 +33,7 @@ UNWATCHED = "cannot be asked: it has formed no process group and reported no ste
 
 
 class StacksQuestion:
-    """One question at a time; signals meanwhile are ignored."""
+    """Asks the ranks for their stacks and prints them. A signal during a question is ignored."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -63,7 +63,7 @@ class StacksQuestion:
             say(f"{folded_stacks.NONE}the ranks are ending")
 
     def tick(self, now: float, *, is_free: bool) -> None:
-        """Continue. is_free: the ranks have no other question to answer."""
+        """Take the next step if it is due. is_free: the ranks have no other question to answer."""
         if self.deadline is None or now < self.deadline or self._beats is None:
             return
         if self._pipe >= 0:
@@ -152,7 +152,7 @@ def _py_spy(program: str, pids: list[int]) -> bytes:
 
 
 def state_of(pid: int) -> str:
-    """Return the letter of its state in /proc; "" if it has ended."""
+    """Return the letter of a process's state in /proc; "" if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0].decode()
@@ -161,9 +161,7 @@ def state_of(pid: int) -> str:
 
 
 def write_stacks(pid: int) -> bool:
-    """Let faulthandler print the stacks in the process itself. True if it was signalled: without faulthandler the
-    signal would kill it.
-    """
+    """Let faulthandler print the stacks in the process itself. False if it has no handler: the signal would kill it."""
     if pid > 0 and processes.catches(pid, STACKS_SIGNAL):
         processes.send([pid], STACKS_SIGNAL)
         return True

@@ -24,9 +24,9 @@ from ddprun.stacks import StacksQuestion, write_stacks
 if TYPE_CHECKING:
     from ddprun.agent import Agent
 
-SIGNAL_SECONDS = 0.6  # a rank without an answer by then gets a signal: it works in a blocked interpreter too
+SIGNAL_SECONDS = 0.6  # a rank that has not answered gets a signal, which works in a blocked interpreter too
 ANSWER_SECONDS = 1.0
-QUIET_SECONDS = 1.5  # a full recorder takes up to 0.5 s of it
+QUIET_SECONDS = 1.5  # reading a full flight recorder of torch takes up to 0.5 s
 IDLE_MAX = 0.01  # of a CPU: the watchdog's own thread uses a tenth of that
 SIGNAL_PAUSE_SECONDS = 0.02  # between two ranks, whose stacks go to one console
 
@@ -68,7 +68,7 @@ class Watching:
         self._agent.watch(beats.notify_read, self._read_notification)
 
     def end(self) -> None:
-        """Stop: the ranks have ended, or shall end."""
+        """Stop watching, because the ranks have ended or will be ended."""
         if self._beats is not None:
             self._agent.unwatch(self._beats.notify_read)
         self._stacks.end()
@@ -143,9 +143,9 @@ class Watching:
         over = self._over or self._agent.node.ended_well is not None
         found = {rank: self._beats.of(rank) for rank in self._agent.node.running_ranks}
         beats = {rank: beat._replace(over=beat.over or over) for rank, beat in found.items()}
-        # A rank that is a shell script outlives the training in it.
+        # If a rank is a shell script, it outlives its training process.
         seen = {rank: beat for rank, beat in beats.items() if beat.pid > 0 and os.path.exists(f"/proc/{beat.pid}")}
-        # Also after a rank has ended: it made progress, and the others may now wait for something else.
+        # Also after a rank has ended: this was progress, and the others may now wait for something else.
         if now - self._looked_at > stall_monitor.GAP_SECONDS or self._paces.keys() - seen.keys():
             self._paces = stall_monitor.restart_clocks(self._paces, now)
             self._still = {}

@@ -1,13 +1,13 @@
-"""The line between two agents: one JSON object per line, with proof that an agent of this job sent it.
+"""The protocol between two agents: one JSON object per line, with proof that an agent of this job sent it.
 
     leader:  {"ddprun": 1, "nonce": "…"}
     node:    <mac> {"node": 3, "nonce": "…"}      and then both:      <mac> {…}
 
 A mac is HMAC-SHA256 over direction, line number and text. Its key is derived from the job's key, both nonces and the
-node, so lines from another job, connection or position, and repeated ones, are refused. The job's key is known to its
+node. So repeated lines, and lines from another job, connection or position, are refused. The job's key is known to its
 pods: DDPJOB_AGENT_KEY, else the run id, which contains the job's uid. It keeps out other machines and agents of other
-jobs, but not those who may read the job's pods through the API, and nothing is encrypted. An intruder can start and
-stop ranks; no line contains a command or a path.
+jobs, but nobody who may read the job's pods through the API. Nothing is encrypted. An intruder can start and stop
+ranks; no line contains a command or a path.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Link:
     def __init__(
         self, connection: socket.socket, key: bytes, *, node: int | None, about: Mapping[str, Any] | None = None
     ) -> None:
-        """node: of this end, unless it is the leader. about: sent with its greeting."""
+        """node: number of this node; None on the leader. about: sent with the greeting."""
         connection.setblocking(False)
         with contextlib.suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -89,7 +89,7 @@ class Link:
         return messages
 
     def _queue(self, line: bytes) -> None:
-        """Send as much as possible of what waits. Raise Refused if the other end has closed."""
+        """Add a line to the unsent data, and send as much as possible. Raise Refused if the other end has closed."""
         self._unsent += line + b"\n"
         try:
             while self._unsent:

@@ -1,4 +1,4 @@
-"""Jobs in a cluster, for the command line: by the user's kubeconfig and rights alone.
+"""Jobs in a cluster, for the command line, with nothing but the user's kubeconfig and rights.
 
-kubeconfig.py finds the API server and the credentials, connection.py sends requests by urllib3.
+kubeconfig.py finds the API server and the credentials, connection.py sends requests with urllib3.
 """

@@ -1,4 +1,4 @@
-"""What users do to a job: suspend, resume, restart, scale, delete, wait."""
+"""The commands that change or await a job: suspend, resume, restart, scale, delete, wait."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def resume(cluster: Cluster, name: str, say: Say) -> None:
 
 
 def restart(cluster: Cluster, name: str, seconds: float, say: Say) -> None:
-    """Suspend, wait until all pods have ended, resume. Only a failure before that is charged to backoffLimit."""
+    """Suspend, wait until all pods have ended, resume. Only an earlier failure is charged to backoffLimit."""
     _stop(cluster, _unfinished(cluster, name, "restarted"), "restarted", seconds, say)
     jobs.patch(cluster, name, {"suspend": False})
     say(f"{name} starts again")
@@ -101,8 +101,8 @@ def _until_gone(cluster: Cluster, stored: jobs.Stored, end: float, seconds: floa
 
 
 def wait(cluster: Cluster, names: Sequence[str], wanted: str, seconds: float | None, say: Say) -> bool:
-    """Wait until jobs have a state, a condition, `ended` or `deleted`. Return False as soon as one no longer can. Raise
-    InputError for any other word, and the errors of several.refuse: TooLateError is a ClusterError."""
+    """Wait until all jobs reach `wanted`: a state, a condition, `ended` or `deleted`. Return False as soon as one no
+    longer can. Raise InputError for any other word, and ClusterError, also after `seconds`."""
     goal = _Goal(wanted, _condition(wanted), seconds)
     is_one = len(set(names)) == 1
     going, wrong = several.of_each(names, lambda name: _Waiting(cluster, name, goal, say, is_named=not is_one))
@@ -119,12 +119,12 @@ def wait(cluster: Cluster, names: Sequence[str], wanted: str, seconds: float | N
 class _Goal:
     def __init__(self, wanted: str, true: Callable[[jobs.Stored], bool], seconds: float | None) -> None:
         self.wanted, self.true, self.seconds = wanted, true, seconds
-        self.is_end = true is not _never  # True if the end of a job answers the question; for `deleted` it does not
+        self.is_end = true is not _never  # False for `deleted`: an ended job must still be waited for
         self.end = None if seconds is None else time.monotonic() + seconds
 
 
 class _Waiting:
-    """A job that is waited for. is_named: its messages begin with its name, because there are several jobs."""
+    """The state of waiting for one job. is_named: messages begin with its name, because there are several jobs."""
 
     def __init__(self, cluster: Cluster, name: str, goal: _Goal, say: Say, *, is_named: bool) -> None:
         self._cluster, self._name, self._goal, self._say = cluster, name, goal, say
@@ -180,7 +180,7 @@ def _condition(wanted: str) -> Callable[[jobs.Stored], bool]:
         return _never
 
     def holds(stored: jobs.Stored) -> bool:
-        # Check the condition first: in the state Suspended, pods may still be saving, and hold their resources.
+        # Check the condition first: in the state Suspended, pods may still be saving, but the condition waits for them.
         condition = find_condition(stored.job.status, word)
         return stored.job.status.state == word if condition is None else condition.status == "True"
 
@@ -192,7 +192,7 @@ def _never(_: jobs.Stored) -> bool:
 
 
 def _stop(cluster: Cluster, stored: jobs.Stored, what: str, seconds: float, say: Say) -> None:
-    """Suspend a job until all its pods have ended, as they cannot be changed. Raise InputError if it ends meanwhile."""
+    """Suspend a job and wait until all its pods have ended. Raise InputError if the job ends meanwhile."""
     name = stored.job.metadata.name
     if not stored.job.spec.suspend:
         stored = jobs.patch(cluster, name, {"suspend": True})

@@ -1,5 +1,5 @@
-"""Adds code to a job: a ConfigMap with an archive, which an init container unpacks, because a ConfigMap's files are
-flat and read-only, and a program may write next to its scripts. Pure."""
+"""Add code to a job, without I/O: a ConfigMap with an archive, which an init container unpacks. A mounted ConfigMap has
+no subfolders and is read-only, but a program may write files next to its scripts."""
 
 from __future__ import annotations
 
@@ -23,18 +23,17 @@ PLACEHOLDER = "my-image"  # written by `ddpjob init`, to be replaced
 
 
 def for_cluster(job: Raw, script: str, below: str) -> None:
-    """Fit a job that was made for a script for clusters that enforce PodSecurity "restricted"; set fields stay."""
+    """Adapt a job made for a script to clusters that enforce PodSecurity "restricted". Fields that are set stay."""
     pod, trainer = job["spec"]["template"]["spec"], _trainer(job)
     if trainer.get("image") == PLACEHOLDER:
         trainer["image"] = IMAGE
-    # Without a tag the default is Always, which fails for an image that was loaded onto the nodes and is in no
-    # registry.
+    # For an image without a tag the default is Always, which fails if it was loaded onto the nodes without a registry.
     trainer.setdefault("imagePullPolicy", "IfNotPresent")
     trainer["command"] = [below if word == script else word for word in trainer.get("command") or ()]
     pod.setdefault("securityContext", {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}})
     trainer.setdefault("securityContext", _RESTRICTED)
     if all(mount.get("mountPath") != "/tmp" for mount in mappings(trainer, "volumeMounts")):  # noqa: S108
-        # The root is read-only, and torchrun keeps its logs there.
+        # The root file system is read-only, and torchrun writes its logs to /tmp.
         _mount(pod, trainer, "/tmp", {"name": "tmp", "emptyDir": {}})  # noqa: S108
 
 
@@ -50,7 +49,7 @@ def config_map(archive: Archive) -> Raw:
 
 
 def into(job: Raw, archive: Archive) -> Raw:
-    """Return a copy of a job whose trainer works in a folder with the code. Raise InputError if that is mounted."""
+    """Return a copy of a job whose trainer works in a folder with the code. Raise InputError if a volume is there."""
     job = copy.deepcopy(job)
     pod, trainer = job["spec"]["template"]["spec"], _trainer(job)
     folder = trainer["workingDir"] = trainer.get("workingDir") or FOLDER
@@ -84,7 +83,7 @@ def _mount(pod: Raw, container: Raw, path: str, volume: Raw) -> None:
 
 
 def _unpacker(trainer: Raw, folder: str) -> Raw:
-    """Return an init container with the trainer's image, which the node pulls anyway, and its limits except GPUs."""
+    """Return the init container: the trainer's image, which the node pulls anyway, and its limits except GPUs."""
     resources = {
         kind: {name: value for name, value in given.items() if "/" not in name}
         for kind, given in (trainer.get("resources") or {}).items()

@@ -55,7 +55,7 @@ class Cluster:
         return self._json("DELETE", path, params)
 
     def pieces(self, path: str, **params: str) -> Iterator[bytes]:
-        """Yield an answer of any length that is not JSON, such as a log, as it arrives."""
+        """Yield an answer that is not JSON, such as a log, piece by piece as it arrives."""
         answer = self._send("GET", path, params, stream=True)
         try:
             yield from answer.stream(2**16, decode_content=True)
@@ -65,7 +65,7 @@ class Cluster:
             answer.close()
 
     def lines(self, path: str, **params: str) -> Iterator[str]:
-        """Yield the lines of an endless answer. One that is cut by the end of the connection is left out: the next
+        """Yield the lines of an endless answer. A line that a broken connection cuts is left out, because the next
         request gets it whole. Bytes that are not UTF-8 are kept (surrogateescape)."""
         rest = b""
         for piece in self.pieces(path, **params):
@@ -94,11 +94,11 @@ class Cluster:
         *,
         stream: bool = False,
     ) -> Any:
-        # The API server records this name as the manager of written fields.
+        # The API server records the User-Agent as the manager of written fields.
         headers = {"Accept": "application/json, */*", "User-Agent": USER_AGENT}
         if body is not None:
             headers["Content-Type"] = kind or "application/json"
-        # Before the request's time limit starts: it may ask the user.
+        # Before the request's time limit starts, because a credential plugin may ask the user.
         if authorization := self._access.credentials.header():
             headers["Authorization"] = authorization
         query = f"?{urllib.parse.urlencode(params)}" if params else ""
@@ -113,7 +113,7 @@ class Cluster:
             )  # fmt: skip
 
         try:
-            # Socket timeouts limit neither DNS nor an answer that arrives slowly.
+            # A thread, because socket timeouts limit neither DNS nor an answer that arrives slowly.
             answer = in_background(send).result(self._seconds)
         except (*_OF_NETWORK, futures.TimeoutError) as error:
             raise NoAnswerError(f"{self.context} does not answer{_why(error, self._seconds)}") from None
@@ -129,8 +129,8 @@ def connect(
     file: str | None = None,
     silent: float = SILENT_SECONDS,
 ) -> Cluster:
-    """Return the cluster that options and kubeconfig name, or that of the pod. Raise InputError, ClusterError. silent:
-    seconds without a byte after which an endless answer counts as dead."""
+    """Return the cluster that options and kubeconfig name, or without these the one of the pod that this runs in. Raise
+    InputError, ClusterError. silent: seconds without a byte after which an endless answer counts as dead."""
     if context is None and file is None and not has_kubeconfig():
         access = kubeconfig.of_pod()
     else:
@@ -149,7 +149,7 @@ def has_kubeconfig() -> bool:
 
 
 def in_background(do: Callable[[], T]) -> futures.Future[T]:
-    """Return the result of `do`, or raise its error, in a thread that does not delay the program's exit."""
+    """Call `do` in a thread that does not delay the program's exit. Return a future with its result or error."""
     answer: futures.Future[T] = futures.Future()
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""The pods of `ddpjob dev --cluster`: the code that each has, and the way to a new one, by kubectl exec."""
+"""Send changed code to the pods of `ddpjob dev --cluster`, by kubectl exec."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from ddpjob_operator.job import launcher
 EXEC_SECONDS = 30.0
 TOGETHER_MAX = 16
 _PROGRAM = Path(in_pod.__file__).read_text(encoding="utf-8")
-_PROGRAM = _PROGRAM[_PROGRAM.index("from __future__") :]  # its arguments are part of a URL
+_PROGRAM = _PROGRAM[_PROGRAM.index("from __future__") :]  # without its docstring: exec sends the text in a URL
 
 Code = dict[str, tuple[bytes, bool] | str]  # path → data and whether it is executable, or the target of a link
 
 
 def read_code(root: Path) -> Code:
-    """Return what `ddpjob submit` would send of a folder. Raise InputError."""
+    """Return the files and links of a folder that `ddpjob submit` would send. Raise InputError."""
     folder, contents = read(root)
     return {**contents, **folder.links}
 
 
 def changes(before: Code, now: Code) -> Raw:
-    """Return what in_pod.py needs to make one of the other."""
+    """Return the input of in_pod.py that turns the code `before` into `now`."""
     new = {path: value for path, value in now.items() if before.get(path) != value}
     files: Contents = {path: value for path, value in new.items() if not isinstance(value, str)}
     coded = {path: [base64.b64encode(data).decode(), 0o755 if runs else 0o644] for path, (data, runs) in files.items()}
@@ -59,7 +59,7 @@ class DevPods:
         self._cluster, self._stored, self._root, self._say = cluster, stored, root, say
         self._submitted = self._now = submitted
         self._has: dict[str, Code] = {}  # the code of each pod, by its uid
-        self._is_due = False  # True if ranks have older code than the folder had at the last save
+        self._is_due = False  # True until the ranks have started with the code of the last save
 
     def save(self) -> None:
         """Send the folder as it is now, and start the ranks again."""
@@ -72,7 +72,7 @@ class DevPods:
         self.look()
 
     def look(self) -> None:
-        """Send the code to pods that have an older one, such as the replacement of a lost pod."""
+        """Send the code to pods that have older code, such as the replacement of a lost pod."""
         pods = jobs.running(self._cluster, self._stored)
         for pod in pods:
             self._has.setdefault(pod["metadata"]["uid"], self._submitted)
@@ -97,7 +97,7 @@ class DevPods:
             done = subprocess.run(words, input=text, capture_output=True, text=True, timeout=EXEC_SECONDS, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise ClusterError(f"pod {name} did not get the files: kubectl exec: {error}") from None
-        # Without an agent the container is starting, and its ranks read what was written.
+        # NO_AGENT is no error: the container is still starting, and its ranks will read the new files.
         if done.returncode not in (0, in_pod.NO_AGENT):
             why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             raise ClusterError(f"pod {name} did not get the files: kubectl exec: {why}")

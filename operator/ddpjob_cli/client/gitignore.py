@@ -1,6 +1,6 @@
-"""What a .gitignore excludes, as in gitignore(5). Git is never called in a stranger's folder: its configuration there
-may name programs (core.fsmonitor, filters). Each pattern becomes a regular expression without backtracking into a `*`:
-the leftmost match is right, and a lookahead with a backreference keeps it."""
+"""Find the files that a .gitignore excludes, as in gitignore(5). Git itself is not called, because a stranger's folder
+may configure programs that git starts (core.fsmonitor, filters). Each pattern becomes a regular expression that never
+backtracks into a `*`: the leftmost match is always right, and a lookahead with a backreference fixes it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ NAME = ".gitignore"
 BYTES_MAX = 1 << 20
 PATTERN_MAX = 4096  # no path is longer
 NAME_MAX = 255  # the longest part of a path
-COMPARISONS_MAX = 5_000_000  # paths times patterns: takes some seconds
-COMPILE_COST = 100  # comparisons in the time to compile the shortest pattern
+COMPARISONS_MAX = 5_000_000  # paths times patterns; these take some seconds
+COMPILE_COST = 100  # compiling the shortest pattern takes as long as so many comparisons
 _POSIX = {
     "alpha": "a-zA-Z", "digit": "0-9", "alnum": "a-zA-Z0-9", "upper": "A-Z", "lower": "a-z", "blank": " \\t",
     "space": "\\s", "xdigit": "0-9a-fA-F", "punct": "!-/:-@\\[-`{-~", "cntrl": "\\x00-\\x1f\\x7f",
@@ -27,7 +27,7 @@ _POSIX = {
 }  # fmt: skip
 _STAR, _SLASH = "*", "/"
 _NEVER = "(?!)"
-# Stars, a class, an escaped character, any other; a `[` or a backslash alone is not closed.
+# Stars, a class, an escaped character, or any other character. A lone `[` or backslash has no end.
 _TOKEN = re.compile(
     r"\*+|\[(?P<negated>[!^]?)(?P<members>\]?(?:\[:[a-z]+:\]|\\.|\[(?!:[a-z]+:\])|[^]\\[])*)\]|\\.|.", re.DOTALL
 )
@@ -59,7 +59,7 @@ class Ignored:
             data = own_files.read_file(path, BYTES_MAX + 1)
         except FileNotFoundError:
             return
-        except OSError as error:  # the files it names may be secret, so do not ignore the error
+        except OSError as error:  # do not ignore it, because the excluded files may be secret
             raise InputError(f"{path}: {error.strerror}") from None
         if len(data) > BYTES_MAX:
             raise InputError(f"{path}: larger than {BYTES_MAX >> 20} MiB")
@@ -89,12 +89,12 @@ class Ignored:
 
 
 def patterns(text: str) -> Iterator[Pattern]:
-    """Return the patterns of a .gitignore in order, without those that match nothing in git."""
+    """Yield the patterns of a .gitignore in order, except patterns that match nothing in git."""
     for given in text.removeprefix("\ufeff").split("\n"):
         line = given.removesuffix("\r")
         end = len(line.rstrip(" "))
         backslashes = end - len(line[:end].rstrip("\\"))
-        line = line[: end + backslashes % 2]  # a backslash protects one space at the end
+        line = line[: end + backslashes % 2]  # a backslash keeps one space at the end
         if not line or line.startswith("#") or len(line) > PATTERN_MAX:
             continue
         pattern = _pattern(line)
@@ -142,7 +142,7 @@ def _tokens(text: str) -> list[str]:
 
 
 def _class(negated: str, members: str) -> str:
-    """Return an expression for `[...]`; a reversed range is its first letter."""
+    """Return an expression for `[...]`; a reversed range such as z-a matches its first letter."""
     inside = ""
     for found in _MEMBER.finditer(members):
         if found["posix"]:
@@ -179,7 +179,7 @@ def _of_path(tokens: list[str]) -> str:
 
 
 def _of_part(tokens: list[str], numbers: Iterator[int]) -> str:
-    """Return an expression for the part between two slashes."""
+    """Return an expression for a part between two slashes."""
     chunks = [""]
     for token in tokens:
         if token[0] == _STAR:
@@ -193,6 +193,6 @@ def _of_part(tokens: list[str], numbers: Iterator[int]) -> str:
 
 
 def _kept(expression: str, numbers: Iterator[int]) -> str:
-    """Return an expression that keeps its first match: an atomic group, which Python's `re` has only since 3.11."""
+    """Return an expression that keeps its first match, like an atomic group, which Python 3.10's `re` lacks."""
     name = f"kept{next(numbers)}"
     return f"(?=(?P<{name}>{expression}))(?P={name})"

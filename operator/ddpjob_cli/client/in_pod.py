@@ -1,5 +1,5 @@
-"""A program that `ddpjob dev --cluster` runs in a pod, with the pod's own Python (3.8 or newer): it writes changed
-files, and tells node 0's agent to start the ranks again. Its text is sent with it, so it imports nothing of ours.
+"""A program that `ddpjob dev --cluster` runs in a pod, with the pod's own Python (3.8 or newer). It writes changed
+files, and signals node 0's agent to start the ranks again. kubectl sends its source, so it imports nothing of ours.
 
     python3 -I -S -c TEXT FOLDER [SIGNAL] < changes.json
 
@@ -20,7 +20,7 @@ NEW = ".ddpjob-new"
 
 
 def write(changes: dict[str, Any]) -> None:
-    """Replace each file at once: a rank that starts meanwhile reads the old or the new text, never a part."""
+    """Write the changes. Each file is replaced atomically, so a starting rank reads the old or the new text."""
     for path in changes["gone"]:
         if os.path.lexists(path):
             os.remove(path)
@@ -37,7 +37,7 @@ def write(changes: dict[str, Any]) -> None:
 
 
 def _make_room(path: str) -> None:
-    """Make the folder of a file, and remove a folder that has its name, with what Python has compiled there."""
+    """Make the folder of a file. Remove a folder that has the file's name, which may contain only __pycache__."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     if os.path.isdir(path) and not os.path.islink(path):
         shutil.rmtree(path)
@@ -46,7 +46,7 @@ def _make_room(path: str) -> None:
 
 
 def agents(number: int) -> Iterator[int]:
-    """Yield the processes of ddprun that handle a signal; one that does not is still starting, and has no ranks."""
+    """Yield the ddprun processes that handle this signal. An agent without a handler is starting, and has no ranks."""
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{pid}/cmdline", "rb") as file:
@@ -60,7 +60,7 @@ def agents(number: int) -> Iterator[int]:
 
 
 def main() -> int:
-    """Return the exit code."""
+    """Write the changes and signal the agents. Return the exit code."""
     os.chdir(sys.argv[1])
     write(json.load(sys.stdin))
     if len(sys.argv) < 3:

@@ -1,4 +1,4 @@
-"""DDPJobs of a namespace: found by name, listed, changed."""
+"""Find, list and change the DDPJobs of a namespace."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class NoJobError(InputError):
 
 
 class JobGoneError(ClusterError):
-    """The job existed, and is gone."""
+    """The job existed before, and was deleted."""
 
 
 def of_raw(raw: Raw) -> Stored:
@@ -50,7 +50,7 @@ def path_of(cluster: Cluster, name: str = "") -> str:
 
 
 def items(cluster: Cluster, *, all_namespaces: bool = False, selector: str | None = None) -> list[Raw]:
-    """Return all jobs, or those with some labels, by namespace and name."""
+    """Return all jobs, or those that match a label selector, sorted by namespace and name."""
     params = {"labelSelector": selector} if selector else {}
     found = cluster.get(ALL if all_namespaces else path_of(cluster), **params).get("items") or []
     return sorted(found, key=lambda raw: (raw["metadata"].get("namespace", ""), raw["metadata"]["name"]))
@@ -71,7 +71,7 @@ def _named(cluster: Cluster, name: str, ask: Callable[[str], Raw]) -> Stored:
 
 
 def again(cluster: Cluster, before: Stored) -> Stored:
-    """Return the same job now. Raise JobGoneError if it was deleted or replaced by another of its name."""
+    """Read a job again. Raise JobGoneError if it was deleted, or if another job has its name now."""
     name = before.job.metadata.name
     try:
         now = of_raw(cluster.get(path_of(cluster, name)))
@@ -116,7 +116,7 @@ def events(cluster: Cluster, job: Stored, *, of_pods: bool = False) -> list[Raw]
 
 
 def state_of(pod: Raw, trainer: str) -> str:
-    """Return Running, Pending (ErrImagePull), Failed (exit code 1), Failed (OOMKilled, exit code 137)."""
+    """Return for example Running, Pending (ErrImagePull), Failed (exit code 1), Failed (OOMKilled, exit code 137)."""
     status = pod.get("status") or {}
     phase = "Terminating" if pod["metadata"].get("deletionTimestamp") else status.get("phase") or "Unknown"
     for container in [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]:

@@ -1,4 +1,4 @@
-"""The address of an API server and the user's credentials, from kubeconfig files as kubectl reads them, or a pod."""
+"""Read an API server's address and the user's credentials: from kubeconfig files, as kubectl does, or from a pod."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ Raw = dict[str, Any]
 
 IN_POD = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _FILES = ("certificate-authority", "client-certificate", "client-key", "tokenFile")
-_CONNECTIONS_MAX = 1000  # kept open: each followed log has one
+_CONNECTIONS_MAX = 1000  # kept open, because each followed log has its own connection
 _TO_PLUGINS = ("server", "tls-server-name", "insecure-skip-tls-verify", "proxy-url")
 
 
 class CredentialsError(ClusterError):
-    """A plugin or a file that gives no credentials."""
+    """A plugin or a file did not give credentials."""
 
 
 @dataclass(frozen=True)
 class Access:
-    """How to reach an API server: its address, connections to it, and the user's credentials."""
+    """Access to an API server: its address, connections to it, and the user's credentials."""
 
     context: str
     namespace: str
@@ -66,12 +66,12 @@ class Credentials:
             self._ask(user["exec"])
 
     def header(self) -> str | None:
-        """Return the value of Authorization; an expired token's plugin may ask the user. Raise CredentialsError."""
+        """Return the value of Authorization. For a new token a plugin may ask the user. Raise CredentialsError."""
         with self._lock:
             if self._until is not None and dt.datetime.now(dt.timezone.utc) >= self._until:
                 self._ask(self._user["exec"])
         token = self._token
-        if path := self._user.get("tokenFile"):  # its token is replaced from time to time
+        if path := self._user.get("tokenFile"):  # read each time, because the token is replaced from time to time
             try:
                 token = Path(path).read_text().strip()
             except OSError as error:
@@ -125,12 +125,12 @@ def of_pod() -> Access:
 
 
 def of_files(named: str, wanted: str | None) -> Access:
-    """Return the cluster of a context, None: the current one. named: files separated by colons. Raise InputError."""
+    """Return the access of a context; of the current context if `wanted` is None. named: files separated by colons."""
     try:
         return _of_files(named, wanted)
     except InputError:
         raise
-    except Exception as error:  # a file may contain anything, and so raise anything
+    except Exception as error:  # a file may contain anything, so any error is possible
         raise InputError(f"{named}: the kubeconfig cannot be used: {short(error)}") from None
 
 
@@ -156,7 +156,7 @@ def _of_files(named: str, wanted: str | None) -> Access:
 
 
 def _merged(named: str) -> tuple[dict[str, dict[str, Raw]], str]:
-    """Return the entries of all files by kind and name, and the current context; the first of equal names counts."""
+    """Return the entries of all files by kind and name, and the current context. The first entry of a name counts."""
     merged: dict[str, dict[str, Raw]] = {"contexts": {}, "clusters": {}, "users": {}}
     current = ""
     for path in (Path(one).expanduser().absolute() for one in named.split(os.pathsep) if one):
@@ -190,15 +190,15 @@ def _access(context: str, namespace: str, cluster: Raw, user: Raw) -> Access:
 
 def _pool(server: str, cluster: Raw, certificate: list[bytes]) -> urllib3.PoolManager:
     is_checked = ssl.CERT_NONE if cluster.get("insecure-skip-tls-verify") else ssl.CERT_REQUIRED
-    warnings.filterwarnings("ignore", message=".*Unverified HTTPS request.*")  # the kubeconfig asks for no verification
+    warnings.filterwarnings("ignore", message=".*Unverified HTTPS request.*")  # the kubeconfig disables verification
     tls = create_urllib3_context(cert_reqs=is_checked)
-    tls.verify_flags &= ~ssl.VERIFY_X509_STRICT  # Python 3.13 requires fields that the CAs of many clusters lack
+    tls.verify_flags &= ~ssl.VERIFY_X509_STRICT  # set by Python 3.13, but the CAs of many clusters lack the fields
     if authority := _bytes(cluster, "certificate-authority"):
         tls.load_verify_locations(cadata=authority.decode())
     else:
         tls.load_default_certs()
     if certificate:
-        with tempfile.NamedTemporaryFile() as file:  # ssl loads it only from a file
+        with tempfile.NamedTemporaryFile() as file:  # ssl can load it only from a file
             file.write(b"\n".join(certificate))
             file.flush()
             tls.load_cert_chain(file.name)
@@ -218,7 +218,7 @@ def _proxy_of_environment(server: str) -> str | None:
     host = url.hostname or ""
     if urllib.request.proxy_bypass_environment(host, proxies):  # type: ignore[attr-defined]
         return None
-    with contextlib.suppress(ValueError):  # a host name is in no network
+    with contextlib.suppress(ValueError):  # ValueError: a host name, which is in no network
         address = ipaddress.ip_address(host)
         networks = [one for one in re.split("[, ]+", proxies.get("no", "")) if "/" in one]  # as kubectl reads them
         if any(address in ipaddress.ip_network(network, strict=False) for network in networks):
@@ -242,6 +242,6 @@ def _bytes(entry: Raw, key: str) -> bytes | None:
 
 
 def short(error: BaseException) -> str:
-    """Return the end of an exception's text: urllib3 puts its objects before the reason."""
+    """Return the reason in an exception's text, without the repr of objects that urllib3 puts before it."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text.rsplit(">: ", 1)[-1].rsplit("): ", 1)[-1][:200] if "object at 0x" in text else text[:200]

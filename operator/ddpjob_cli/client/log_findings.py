@@ -1,4 +1,4 @@
-"""Findings in the logs of a succeeded job that cast doubt on the success: the operator may not read logs, users may."""
+"""Search the logs of a succeeded job for signs of a failure, in the client because the operator may not read logs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LINES_MAX = 200
 
 
 def with_findings(cluster: Cluster, stored: jobs.Stored) -> jobs.Stored:
-    """Return the job with findings from the ends of its logs; unchanged if no log can be read."""
+    """Return the job with findings from the last lines of its logs; unchanged if no log can be read."""
     status = stored.job.status
     if status.state != "Succeeded":
         return stored

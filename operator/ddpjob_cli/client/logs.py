@@ -18,11 +18,11 @@ from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_operator.failures.log_lines import ANSWER
 from ddpjob_operator.job import api, launcher, topology
 
-DRAIN_SECONDS = 10.0  # after the job's end, between two lines of a log
+DRAIN_SECONDS = 10.0  # after the job's end, a log without a new line for so long is given up
 RETRY_SECONDS = 1.0
 _QUEUE_MAX = 10_000  # lines, if stdout is read more slowly than the job writes
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT")
-# Lines in which a function's result comes back (sdk/in_rank.py), perhaps behind a time or text without an end of line.
+# Lines with the result of a function (sdk/in_rank.py), perhaps after a time or after text without an end of line.
 _OF_ANSWER = rf"{ANSWER}[0-9a-f]{{16}}:\w+:\d+:\d+/\d+:[\w+/=]*".encode()
 _ANSWERS = re.compile(rb"^(?:\d{4}-\S+ )?" + _OF_ANSWER + rb"\n|" + _OF_ANSWER, re.MULTILINE)
 _ANSWER_BYTES_MAX = 4096
@@ -35,7 +35,7 @@ class LogPart:
     timestamps: bool = False
     """Prefix each line with the container runtime's time."""
     answers: bool = False
-    """With the lines in which the result of a function comes back; people do not want them."""
+    """Include the lines with the result of a function, which are not for people."""
 
     def params(self) -> dict[str, str]:
         wanted = {
@@ -104,7 +104,7 @@ class ClusterLogs:
         return f"[{node}] " if rank is None else f"[{node}:{rank}] "
 
     def read(self, attempt: int, nodes: Collection[int]) -> Iterator[tuple[int, bytes]]:
-        """Yield (node, piece) of what is printed. Raise ClusterError at the end: a lost node must not hide others."""
+        """Yield (node, piece) of the logs. Raise ClusterError only at the end, so that all readable logs are shown."""
         of_attempt = [pod for pod in self._pods if jobs.attempt_of(pod) == attempt]
         wrong: list[several.Wrong] = []
         failure = self._kept()
@@ -121,7 +121,7 @@ class ClusterLogs:
         several.refuse(wrong)
 
     def _log_of(self, pod: Raw) -> Iterator[bytes]:
-        """Yield the log of a pod as it is now, with an end for its last line."""
+        """Yield the log of a pod as it is now, with a line end added to an unfinished last line."""
         end = b"\n"
         try:
             pieces = self.cluster.pieces(jobs.log_path(pod), container=self.stored.trainer, **self._part.params())
@@ -147,7 +147,7 @@ class ClusterLogs:
 
         try:
             while True:
-                with contextlib.suppress(NoAnswerError):  # the check of the job reports that
+                with contextlib.suppress(NoAnswerError):  # `seen.look` reports it
                     for pod in jobs.pods(self.cluster, self.name):
                         add(pod)
                 over = watch.ended(seen.now) or (not later and seen.now.job.status.attempt > attempt)
@@ -164,7 +164,7 @@ class ClusterLogs:
             streams.close()
 
     def _of_gone_pods(self, attempt: int, nodes: Collection[int] | None) -> Iterator[tuple[int, bytes]]:
-        """Return what the status keeps of a job without pods, or the reason why there is nothing."""
+        """Yield the end of the failed pod's log from the job's status; if there is none, report why."""
         failure = self._kept()
         if failure and failure.attempt == attempt and (nodes is None or failure.node_rank in nodes):
             yield failure.node_rank or 0, self._end_of(failure)
@@ -182,7 +182,7 @@ class ClusterLogs:
 
 
 def without_answers(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Remove the lines in which the result of a function comes back; a line that has no end yet is held back."""
+    """Remove the lines with the result of a function. A line without an end is held back until its end arrives."""
     held = b""
     for piece in pieces:
         held += piece
@@ -196,7 +196,7 @@ class _Streams:
     """One thread per pod, which reads its log to the end and reconnects when the connection breaks."""
 
     def __init__(self, cluster: Cluster, container: str, part: LogPart, begun: Collection[str], say: Say) -> None:
-        """begun: uids of pods whose output was shown in part; later pods are shown whole."""
+        """begun: uids of pods to which the options of `part` apply, such as tail; later pods are shown in full."""
         self._cluster, self._container, self._part, self._begun, self._say = cluster, container, part, begun, say
         self._lines: queue.Queue[tuple[int, bytes]] = queue.Queue(_QUEUE_MAX)
         self._threads: dict[str, threading.Thread] = {}
@@ -224,7 +224,7 @@ class _Streams:
                 yield self._lines.get(timeout=left)
 
     def rest(self) -> Iterator[tuple[int, bytes]]:
-        """Yield all lines until every pod has ended; a log that is silent for some seconds is given up."""
+        """Yield all lines until every log has ended, or until no line has come for DRAIN_SECONDS."""
         end = time.monotonic() + DRAIN_SECONDS
         while time.monotonic() < end and any(thread.is_alive() for thread in list(self._threads.values())):
             for line in self.until(0.1):
@@ -234,7 +234,7 @@ class _Streams:
             yield self._lines.get()
 
     def close(self) -> None:
-        """Stop reading; the threads end with their connections or the program."""
+        """Stop reading. The threads end when their connections or the program end."""
         self._closed.set()
 
     def _read(self, pod: Raw) -> None:
@@ -247,7 +247,7 @@ class _Streams:
                 if now["metadata"]["uid"] != pod["metadata"]["uid"] or not _runs(now, self._container):
                     return
             except CutOffError:
-                self._unread.pop(uid, None)  # read again even if the pod has ended: its last lines have the reason
+                self._unread.pop(uid, None)  # read again even if the pod has ended, because its last lines show why
             except NoAnswerError as error:
                 self._unread[uid] = self._unread.get(uid, 0) + 1
                 self._why[uid] = _not_shown(pod, error)
@@ -264,7 +264,7 @@ class _Streams:
         begin = self._part.params() if uid in self._begun and not before else {}
         params = {"container": self._container, "follow": "true", **begin, "timestamps": "true"}
         if before:
-            # In whole seconds, so some lines are read twice. With its zone, which is the node's and not always UTC.
+            # sinceTime has whole seconds, so some lines are read twice. Keep the time zone, which is the node's.
             params["sinceTime"] = re.sub(r"\.\d+", "", before)
         for line in self._cluster.lines(jobs.log_path(pod), **params):
             at, _, text = line.partition(" ")
@@ -279,11 +279,11 @@ class _Streams:
                     self._put(place, shown)
 
     def tell_unread(self, *, api_answers: bool) -> None:
-        """Report once which logs cannot be read although the API server answers: those of a lost node."""
+        """Report once which logs cannot be read although the API server answers, for example after a node is lost."""
         if not api_answers:
             self._unread.clear()
             return
-        # The API server may have failed to answer a moment ago.
+        # One failure is not reported, because the API server itself may have been away for a moment.
         new = [uid for uid, times in self._unread.copy().items() if times > 1 and uid not in self._told]
         if new:
             self._told.update(new)
@@ -291,7 +291,7 @@ class _Streams:
             self._say(f"{self._why[new[0]]}{more}; still trying")
 
     def _tell(self, text: str) -> None:
-        """Report once what a kubelet writes into a log: `failed to create fsnotify watcher: too many open files`."""
+        """Report once a kubelet's message in a log: `failed to create fsnotify watcher: too many open files`."""
         if text not in self._told:
             self._told.add(text)
             self._say(text)

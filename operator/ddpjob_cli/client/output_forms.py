@@ -1,4 +1,4 @@
-"""The output forms of jobs: a table, names, JSON, YAML, in full."""
+"""Print jobs as a table, names, JSON or YAML, or in full for `ddpjob describe`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ddpjob_operator.job import api
 
 
 def of_jobs(found: Sequence[Raw], form: str, *, one: bool, namespaces: bool) -> str:
-    """Return jobs in a form of `-o`, without managedFields, which are longer than the rest. one: no list around it."""
+    """Return jobs in a form of `-o`, without managedFields, because they are long. one: a single job, not a list."""
     if form == "name":
         return "".join(f"{api.KIND.lower()}.{api.GROUP}/{raw['metadata']['name']}\n" for raw in found)
     if form in ("json", "yaml"):
@@ -29,7 +29,7 @@ def of_jobs(found: Sequence[Raw], form: str, *, one: bool, namespaces: bool) -> 
 
 
 def in_full(cluster: Cluster, stored: jobs.Stored, say: Say) -> str:
-    """Return the text of describe. Without the right to read pods or Events, it says so and leaves them out."""
+    """Return the text of `ddpjob describe`. Without the right to read pods or Events, report it and leave them out."""
     now, name = _now(), stored.job.metadata.name
     stored = log_findings.with_findings(cluster, stored)
     lines = describe.describe(stored.job, stored.created, now)

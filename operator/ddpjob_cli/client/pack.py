@@ -1,4 +1,4 @@
-"""Packs a folder of code for a ConfigMap: equal files give equal bytes, and sizes are checked before reading."""
+"""Pack a folder of code for a ConfigMap. Equal files give equal bytes, and sizes are checked before reading."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ddpjob_operator.job import wording
 
 PACKED_BYTES_MAX = 900_000  # a ConfigMap holds 1 MiB
 FIT = "at most 900 kB packed fit into a ConfigMap"
-READ_BYTES_MAX = 20 << 20  # source text packs to a fifth; larger files are data
+READ_BYTES_MAX = 20 << 20  # more cannot fit, because source text packs to a fifth
 FILES_MAX = 5000
 FOLDERS_DEEP_MAX = 100
 HELP = "docs/your-code.md has three other ways: an image of your own, a volume (PVC), git"
@@ -32,14 +32,14 @@ _IGNORED_FOLDERS = frozenset(
     ".idea .vscode .eggs".split()
 )
 _IGNORED_FILES = ("*.pyc", "*.pyo", ".DS_Store", "*.swp")
-# Anybody who may read ConfigMaps of the namespace could read these.
+# Left out, because anybody who may read ConfigMaps of the namespace could read them.
 _SECRET_FOLDERS = frozenset([".ssh", ".aws", ".kube", ".gnupg", ".azure", ".docker"])
 _SECRET_FILES = (
     ".env .env.* *.env *.pem *.key *.p12 *.pfx *.jks *.keytab *.kubeconfig kubeconfig kubeconfig.* id_rsa id_rsa.* "
     "id_dsa id_ecdsa id_ed25519 .netrc .pypirc .npmrc .git-credentials .htpasswd credentials.json client_secret*.json "
     "service-account*.json service_account*.json secrets.yaml secrets.yml secrets.json secrets.toml"
 ).split()
-# Snapshot's files: a job that found them would resume this machine's training.
+# A file of `ddpjob.Snapshot`. Its folder is left out, because the job would resume this machine's training.
 _SNAPSHOT_FILE = "writer-*.json"
 _KEY_BEGINS = (b"-----BEGIN ", b"PRIVATE KEY")
 Contents = dict[str, tuple[bytes, bool]]  # path → data, and whether it is executable
@@ -55,7 +55,7 @@ class Folder:
     """Symbolic links within the folder: path and target, both relative."""
     secrets: list[str] = field(default_factory=list)
     outside: list[str] = field(default_factory=list)
-    """Symbolic links that lead out of the folder, in a circle or nowhere."""
+    """Symbolic links that are not sent: they lead out of the folder, form a cycle, or are broken."""
     snapshots: list[str] = field(default_factory=list)
 
     @property
@@ -78,7 +78,7 @@ class Archive:
 
 
 def pack(root: Path, made: Mapping[str, str] | None = None, without: str = "") -> Archive:
-    """Return the archive of a folder. Raise InputError. made: additional files. without: a path to leave out."""
+    """Return the archive of a folder. Raise InputError. made: texts of more files. without: a path to leave out."""
     folder, contents = read(root, without)
     contents |= _of_texts(made or {})
     if not contents and not folder.links:
@@ -101,7 +101,7 @@ def read(root: Path, without: str = "") -> tuple[Folder, Contents]:
 
 
 def pack_texts(made: Mapping[str, str]) -> Archive:
-    """Return an archive of texts that are in no folder. Raise InputError if it does not fit."""
+    """Return an archive of generated texts, by path. Raise InputError if it is too large."""
     data = _tar(_of_texts(made), Folder(Path()))
     if len(data) > PACKED_BYTES_MAX:
         raise InputError(f"{', '.join(made)}: {_size(len(data))} packed, and {FIT}; {HELP}")
@@ -109,7 +109,7 @@ def pack_texts(made: Mapping[str, str]) -> Archive:
 
 
 def scan(root: Path) -> Folder:
-    """Find the files of the program, by .gitignore and by name; no other file is read. Raise InputError."""
+    """Find the files of the program by name and .gitignore. Only .gitignore files are read. Raise InputError."""
     folder = Folder(root)
     if not root.is_dir():
         raise InputError(f"{root}: no such folder")
@@ -120,7 +120,7 @@ def scan(root: Path) -> Folder:
 
 
 def _scan(folder: Folder, below: str, ignored: Ignored) -> list[str]:
-    """Scan one folder; return the subfolders to scan. below: its path in the root, with a slash at its end, or ""."""
+    """Scan one folder; return the subfolders to scan. below: its path in the root with a final slash, or ""."""
     if below.count("/") > FOLDERS_DEEP_MAX:
         raise InputError(f"{folder.root / below}: more than {FOLDERS_DEEP_MAX} folders deep, so it is not a program")
     ignored.enter(below)
@@ -163,7 +163,7 @@ def _add_link(folder: Folder, path: str) -> None:
     link, root = folder.root / path, folder.root.resolve()
     try:
         target = link.resolve(strict=True)
-    except (OSError, RuntimeError):  # a circle is a RuntimeError before Python 3.13
+    except (OSError, RuntimeError):  # a cycle raises RuntimeError before Python 3.13
         folder.outside.append(path)
         return
     if target == root or root in target.parents:
@@ -173,7 +173,7 @@ def _add_link(folder: Folder, path: str) -> None:
 
 
 def _largest(folder: Folder) -> str:
-    """Return the largest parts, and what to do about them."""
+    """Return a sentence with the largest entries of the folder, and what to do about them."""
     parts: dict[str, int] = {}
     for path, size in folder.files.items():
         top = path.split("/", 1)[0] + ("/" if "/" in path else "")
@@ -184,7 +184,7 @@ def _largest(folder: Folder) -> str:
 
 
 def _contents(folder: Folder) -> Iterator[tuple[str, tuple[bytes, bool]]]:
-    """Yield path, content and True for a program, without private keys."""
+    """Yield the path of each file, with its content and True if it is executable. Private keys are left out."""
     for path in list(folder.files):
         try:
             with open(_opened(folder.root, path), "rb") as file:
@@ -199,7 +199,7 @@ def _contents(folder: Folder) -> Iterator[tuple[str, tuple[bytes, bool]]]:
 
 
 def _opened(root: Path, path: str) -> int:
-    """Open a file below the root through no link, because somebody may replace a scanned folder by one."""
+    """Open a file below the root without following links, because a scanned folder may be replaced by a link."""
     *folders, name = path.split("/")
     at = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -216,7 +216,7 @@ def _of_texts(made: Mapping[str, str]) -> Contents:
 
 
 def _tar(contents: Contents, folder: Folder) -> bytes:
-    """Return a tar without times and owners, so that equal code has an equal name."""
+    """Return a packed tar without times and owners, so that equal code gives an equal ConfigMap name."""
     packed = io.BytesIO()
     zipped = gzip.GzipFile(fileobj=packed, mode="wb", mtime=0, filename="")
     with zipped, tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as tar:

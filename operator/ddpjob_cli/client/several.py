@@ -14,7 +14,7 @@ Wrong = InputError | ClusterError
 
 
 def of_each(wanted: Iterable[S], act: Callable[[S], T]) -> tuple[list[T], list[Wrong]]:
-    """Return the result of `act` for each, in order and once, and the errors of those that failed."""
+    """Call `act` once for each distinct item, in order. Return the results, and the errors of failed calls."""
     done: list[T] = []
     wrong: list[Wrong] = []
     for one in dict.fromkeys(wanted):
@@ -26,7 +26,7 @@ def of_each(wanted: Iterable[S], act: Callable[[S], T]) -> tuple[list[T], list[W
 
 
 def refuse(wrong: Sequence[Wrong]) -> None:
-    """Raise ClusterError if a request failed, InputError if only names were wrong. Call it after the last request."""
+    """Raise the collected errors as one: a ClusterError if any of them is one, else an InputError."""
     if wrong:
         kind = ClusterError if any(isinstance(error, ClusterError) for error in wrong) else InputError
         raise kind("\n".join(dict.fromkeys(map(str, wrong))))

@@ -23,7 +23,7 @@ POLL_SECONDS = 0.5
 BEFORE_SECONDS = 5
 TOGETHER_MAX = 8
 NO_AGENT = 3
-# Signal only agents that handle the signal: ranks handle it as well.
+# A shell script that signals the agents, if they handle the signal, but not their fork servers.
 ASK = f"""\
 asked={NO_AGENT}
 for folder in /proc/[0-9]*; do
@@ -37,7 +37,7 @@ exit $asked
 
 
 def of_job(cluster: Cluster, stored: jobs.Stored, node: int | None = None) -> list[str]:
-    """Return the texts that the agents of a job print. Raises InputError or ClusterError if nothing can be shown."""
+    """Return the stacks of a job's ranks, as its agents print them. Raise InputError or ClusterError without any."""
     name = stored.job.metadata.name
     if watch.ended(stored):
         raise InputError(f"{name}: has ended ({stored.job.status.state}), so it has no stacks")

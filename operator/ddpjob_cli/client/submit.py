@@ -16,8 +16,8 @@ _TRIES = 5
 
 
 def submit(cluster: Cluster, document: Raw, archive: Archive | None) -> jobs.Stored:
-    """Create a job, and the ConfigMap with its code, which is deleted with it. Both are sent as a dry run first, so
-    that a refusal leaves nothing behind. Raise InputError, ClusterError."""
+    """Create a job and the ConfigMap with its code, which the job owns. Both are sent as a dry run first, so that a
+    refusal leaves nothing behind. Raise InputError, ClusterError."""
     name = document["metadata"]["name"]
     body = code.into(document, archive) if archive else document
     try:
@@ -42,7 +42,7 @@ def submit(cluster: Cluster, document: Raw, archive: Archive | None) -> jobs.Sto
 
 
 def as_new(document: Raw) -> None:
-    """Remove fields that an API server writes and refuses in a new job, or that are bound to an existing one."""
+    """Remove fields that belong to an existing object, because the API server refuses them in a new job."""
     document.pop("status", None)
     metadata = document["metadata"]
     of_object = ("ownerReferences", "finalizers") if "uid" in metadata else ()
@@ -51,13 +51,12 @@ def as_new(document: Raw) -> None:
 
 
 def objects(document: Raw, archive: Archive | None) -> list[Raw]:
-    """Return what submit creates, as documents for `kubectl apply --server-side`."""
+    """Return the objects that `submit` would create, as documents for `kubectl apply --server-side`."""
     return [code.config_map(archive), code.into(document, archive)] if archive else [document]
 
 
 def _give(cluster: Cluster, wanted: Raw, owner: Raw) -> None:
-    """Create the ConfigMap, or make the job one more owner of it; again if it is removed with its last job
-    meanwhile."""
+    """Create the ConfigMap, or add the job to the owners of an existing one. Retry if it is deleted in between."""
     name, reference = wanted["metadata"]["name"], code.reference(owner)
     owned = {**wanted, "metadata": {**wanted["metadata"], "ownerReferences": [reference]}}
     for _ in range(_TRIES):
@@ -79,7 +78,7 @@ def _give(cluster: Cluster, wanted: Raw, owner: Raw) -> None:
 
 
 def _remove(cluster: Cluster, name: str) -> None:
-    """Delete a job whose code could not be stored: its pods would wait for ever."""
+    """Delete a job whose code could not be stored, because its pods would wait forever."""
     try:
         cluster.delete(jobs.path_of(cluster, name))
     except ClusterError as error:

@@ -1,4 +1,4 @@
-"""`ddpjob top`: the state and progress of all jobs, redrawn repeatedly."""
+"""Lines of `ddpjob top`: the state and progress of all jobs."""
 
 from __future__ import annotations
 

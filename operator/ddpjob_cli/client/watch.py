@@ -1,4 +1,4 @@
-"""Checks a job repeatedly, by `get`, because not every user may watch."""
+"""Check a job repeatedly with `get`, because not every user has the right to watch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddpjob_operator.job import wording
 from ddpjob_operator.job.status import TERMINAL, find_condition
 
 LOOK_SECONDS = 1.0
-PATIENCE_SECONDS = 600.0  # upgrading an API server takes less, and the job does not need it meanwhile
+PATIENCE_SECONDS = 600.0  # an upgrade of the API server takes less, and the job continues without it
 
 Say = Callable[[str], None]
 
@@ -42,7 +42,7 @@ def too_late(stored: jobs.Stored, what: str, seconds: float | None) -> TooLateEr
 
 
 class Watch:
-    """Reads a job at most once a second. Waits for an API server that does not answer for a while."""
+    """Reads a job once a second. An API server that does not answer is tried again for PATIENCE_SECONDS."""
 
     def __init__(self, cluster: Cluster, stored: jobs.Stored, say: Say) -> None:
         self.now = stored
@@ -90,7 +90,7 @@ class Watch:
 
 
 class StateLines:
-    """Reports changes of state, and progress from time to time. running: also that it runs, and its progress."""
+    """Reports changes of state. running: also report that the job is running, and its progress from time to time."""
 
     PROGRESS_SECONDS = 10.0
     UNSEEN_SECONDS = 5.0  # a working operator gives a new job its state within a second

@@ -28,8 +28,8 @@ from ddpjob_operator.job.podspec import command_path
 from ddpjob_operator.job.wording import count
 
 _NOTHING_KNOWN = CheckedJob()
-USES_MAX = 5  # jobs of a file, or with a script, that have the time of a file each; more share that
-WARNINGS_SHOWN = 3  # before a run, whose own lines matter more
+USES_MAX = 5  # a file gets CPU time for each of its jobs, for at most this many
+WARNINGS_SHOWN = 3  # before a run, because its own output matters more
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class CheckResult:
 
     @property
     def exit_code(self) -> int:
-        """2 for a file that is not valid Python, 1 for errors, 0 for warnings or nothing."""
+        """Return 2 if a file is not valid Python, 1 for other errors, 0 for warnings or nothing."""
         broken = any(f.rule == SYNTAX and f.severity == "error" for f in self.findings)
         return 2 if broken else int(self.errors > 0)
 
     def to_text(self) -> str:
-        """Return a line per finding, without control characters, because file names may be a stranger's."""
+        """Return a line per finding, without control characters, because a stranger may have named the files."""
         return "".join(f"{clean(str(finding))}\n" for finding in self.findings)
 
     def to_json(self) -> str:
@@ -90,9 +90,9 @@ def check_all(
     parameters: int = 0,
 ) -> CheckResult:
     """Check scripts, and jobs with their scripts. Raise InputError for a file that cannot be read. A script given
-    together with one job is checked as that job's. apart: the files were found in a folder, so a script belongs to a
-    job only if the job's command names it. alone: the context of scripts without a job. parameters: of the model; 0:
-    unknown."""
+    together with one job is checked as that job's script. alone: the context of scripts without a job. apart: the files
+    were found in a folder, so a script belongs to a job only if the job's command names it. parameters: of the model; 0
+    is unknown."""
     sources = {document.source for document, _ in jobs.values()}
     scripts = [path for path in paths if path not in sources]
     if scripts and len(jobs) > 1 and not apart:
@@ -131,8 +131,8 @@ def before_run(
     read_instead: str | None = None,
     given: Collection[str] = (),
 ) -> tuple[list[str], bool]:
-    """Return the lines to show before a run, and True if an error forbids it. cpu: no GPU is used. read_instead: the
-    notebook from which the script was made. given: the trainer's variables from outside the job."""
+    """Return the lines to show before a run, and True if an error prevents it. cpu: no GPU is used. read_instead: the
+    notebook from which the script was made. given: variables that the trainer gets from outside the job."""
     context = replace(known(job), local=local)
     context = replace(context, gpus=0) if cpu else context
     own = _script_of(document.source, job) if read_instead is None else [read_instead]
@@ -151,7 +151,7 @@ def before_run(
 
 
 def _of_script(path: str, context: CheckedJob, limit: CpuLimit | None = None) -> list[Finding]:
-    """Return the findings of a script. A file that is not text is a finding, like one that is not valid Python."""
+    """Return the findings of a script. If the file is not text or not valid Python, that is the only finding."""
     try:
         raw = read_script(path)
     except OSError as error:
@@ -160,7 +160,7 @@ def _of_script(path: str, context: CheckedJob, limit: CpuLimit | None = None) ->
         raise InputError(f"{path}: {error.strerror}") from None
     try:
         text = text_of_script(raw)
-    except (ValueError, SyntaxError, LookupError) as error:  # "coding: rot13" is known, but decodes no text
+    except (ValueError, SyntaxError, LookupError) as error:  # "coding: rot13" is known, but is no text encoding
         return [Finding(path, 1, 1, SYNTAX, "error", f"not valid Python: {error}")]
     limit = limit or CpuLimit()
     if path.endswith(kinds.NOTEBOOK):
@@ -173,7 +173,7 @@ def for_a_cluster(document: Document, job: api.DDPJob) -> list[str]:
 
 
 def _of_notebook(path: str, text: str, context: CheckedJob, limit: CpuLimit) -> list[Finding]:
-    """Return findings of a notebook: the file is `PATH:cell N`, and the line is that in the cell."""
+    """Return the findings of a notebook, with `PATH:cell N` as the file and the line within the cell."""
     try:
         parts = limit(lambda: notebook.parts(text))
     except (ValueError, RecursionError) as error:
@@ -186,7 +186,7 @@ def _of_notebook(path: str, text: str, context: CheckedJob, limit: CpuLimit) -> 
         for found in of_part:
             cell, line = part.place(found.line)
             findings.append(replace(found, file=f"{path}:cell {cell}", line=line))
-        if of_part == [check.unchecked(path)]:  # one line, also if thousands of cells follow
+        if of_part == [check.unchecked(path)]:  # report it once, even if thousands of cells follow
             why = "the notebook takes too long to follow, so nothing is checked from this cell on"
             findings[-1] = replace(findings[-1], message=why)
             break
@@ -214,7 +214,7 @@ def _of_job(
 
 
 def _text_of(path: str) -> str:
-    """Return the text of a job; "" if it comes from no file, or from a pipe, which can be read only once."""
+    """Return the text of a job's file; "" if there is no file, or for a pipe, which can be read only once."""
     try:
         return read_script(path).decode()
     except (OSError, ValueError):
@@ -229,13 +229,13 @@ def _script_text(path: str, job: api.DDPJob) -> str:
 
 
 def _script_of(path: str, job: api.DDPJob) -> list[str]:
-    """Return the script that the job's command names, as `ddpjob run` finds it; None if it is not here."""
+    """Return the script that the job's command names, as `ddpjob run` finds it; [] if it is not on this machine."""
     found = find(path, job)
     return [] if found is None else [os.path.relpath(found) if found.is_relative_to(Path.cwd()) else str(found)]
 
 
 def _not_read(document: Document, job: api.DDPJob) -> str:
-    """Return why no script was read, because "nothing found" then refers to the YAML alone."""
+    """Return why no script was read. Without this sentence, "nothing found" would seem to include the script."""
     started = launcher.facts(job.spec).started
     by = f"starts {started.launcher}, and " if started.launcher not in ("", "python") else ""
     why = f"the command {by}names no script that is plain to see"

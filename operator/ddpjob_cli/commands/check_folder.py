@@ -1,5 +1,5 @@
-"""`ddpjob check FOLDER`: its own scripts, notebooks and DDPJobs. The folder may be a stranger's, so no program is
-called in it and no file outside is read."""
+"""Find what `ddpjob check FOLDER` checks: scripts, notebooks and DDPJobs. The folder may be a stranger's, so no program
+is called in it, and no file outside is read."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Targets:
     left_out: list[str] = field(default_factory=list)
     """Sentences about entries of a folder that are not read: links that lead out of it, pipes, devices."""
     apart: bool = False
-    """True if a folder is among them, so that scripts do not all belong to the jobs."""
+    """True if a folder was given: then a script does not belong to a job just because both were found."""
 
 
 def targets(paths: Sequence[str], job: str | None, load: Load) -> Targets:
-    """Return the scripts and jobs of files and folders. Raise InputError. job: which one of a file with several."""
+    """Return the scripts and jobs in files and folders. Raise InputError. job: which one of a file with several."""
     left_out: list[str] = []
     files = [name for path in paths for name in (_inside(path, left_out) if os.path.isdir(path) else [path])]
     scripts = [file for file in dict.fromkeys(files) if not is_job(file)]
@@ -105,7 +105,7 @@ def _not_too_deep(root: Path, below: str, left_out: list[str]) -> list[str]:
 
 
 def _readable(root: Path, path: str, left_out: list[str]) -> Iterator[str]:
-    """Return the path if it is a regular file with something to check. A link may lead to a file in the folder."""
+    """Yield the path if it is a regular file that is to be checked. A link may lead to another file in the folder."""
     whole = os.path.join(root, path) if str(root) != "." else path
     try:
         target = os.path.realpath(whole, strict=True)

@@ -1,4 +1,4 @@
-"""The commands on jobs in a cluster; each is thin, and client/ does the work."""
+"""The commands for jobs in a cluster. They parse options; client/ does the work."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import click
 
 from ddpjob_cli.commands.output import answer, say
 
-NO_LIMIT = 86400.0 * 365  # --request-timeout 0, as in kubectl; sockets need a number
-COMPLETION_SECONDS = 2.0  # longer, and the shell seems to hang
+NO_LIMIT = 86400.0 * 365  # for --request-timeout 0, which means no limit as in kubectl
+COMPLETION_SECONDS = 2.0  # after a longer wait the shell would seem to hang
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -35,7 +35,7 @@ CODES = """Exit codes: 0 done, 1 the cluster refused or did not answer,
 
 
 class Seconds(FloatParam):
-    """30, 30s, 15m, 2h30m."""
+    """A duration in seconds: 30, 30s, 15m, 2h30m."""
 
     name = "duration"
 
@@ -68,7 +68,7 @@ class Connect:
 
 
 def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds --namespace, --context, --kubeconfig and --request-timeout, and gives them to the command as a Connect."""
+    """Add --namespace, --context, --kubeconfig and --request-timeout, which the command gets as a Connect."""
 
     @click.option("-n", "--namespace", metavar="NS", help="The namespace.  [that of the context]")
     @click.option("--context", metavar="NAME", help="The context of the kubeconfig.  [the current one]")
@@ -95,12 +95,12 @@ def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class JobName(NameParam):
-    """digits, or the output of `get -o name`: ddpjob.training.ddpjob.io/digits."""
+    """The name of a job: digits, or as `get -o name` prints it, ddpjob.training.ddpjob.io/digits."""
 
     name = "job"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:  # noqa: ARG002
-        """Return only the name; a name with another kind before it is refused later."""
+        """Return the name without its kind. A name of another kind is returned unchanged, and refused later."""
         from ddpjob_operator.job import api
 
         kind, _, name = str(value).rpartition("/")
@@ -120,7 +120,7 @@ JOBS = click.argument("names", metavar="JOB...", type=JobName(), nargs=-1, requi
 
 
 def _names_there(ctx: click.Context) -> list[str]:
-    """Return the jobs of the namespace; none if the cluster cannot be asked, because a shell shows no message."""
+    """Return the names of the namespace's jobs; none without an answer, because shell completion shows no errors."""
     from ddpjob_cli.client import jobs
     from ddpjob_cli.client.errors import ClusterError
     from ddpjob_cli.manifest.yamlfile import InputError

@@ -25,10 +25,10 @@ _IS_COMMAND = "ddpjob_cli.commands.convert.is_command"
 
 
 class _WithDashes(click.Command):
-    """Remembers if `--` was given: click removes it, and the words after it are always a command."""
+    """Remembers if `--` was given, because click removes it, and the words after it are always a command."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Called by click."""
+        """Parse as click does, and note `--` in the context."""
         given = list(args)
         rest = super().parse_args(ctx, args)
         source = ctx.params.get("source") or ()
@@ -85,7 +85,7 @@ def _from_files(paths: tuple[str, ...]) -> list[str]:
     used = {id(job.data) for job in jobs}
     texts = [_converted(job, documents, used) for job in jobs]
     for document in everything:
-        if id(document.data) not in used:  # a user who pipes a folder would notice it only in the cluster
+        if id(document.data) not in used:  # otherwise a user who pipes a folder would notice only in the cluster
             say(f"{document.place(())}: {left_out(document.data)}")
     return texts
 
@@ -109,14 +109,14 @@ def _converted(job: Document, documents: list[Document], used: set[int]) -> str:
 
 
 def _home(path: Path, job: Document, runtime: object, documents: list[Document]) -> tuple[Document, Path]:
-    """Return the document to which a path belongs: the runtime's if it begins with `runtime`."""
+    """Return the document that a path refers to, and the path in it: the runtime's if it begins with `runtime`."""
     if path[:1] != ("runtime",):
         return job, path
     return next(d for d in documents if d.data is runtime), path[1:]
 
 
 def _checked(result: Converted, place: str) -> str:
-    """Return the YAML. Warn about each variable that its command reads and a DDPJob lacks. Raise InputError."""
+    """Return the YAML. Warn about variables that its command reads but that a DDPJob does not set. Raise InputError."""
     from ddpjob_check.job import mistakes
     from ddpjob_check.parsing import TooLongError
     from ddpjob_cli.commands.cpu_limit import CpuLimit

@@ -1,5 +1,5 @@
-"""Limits CPU time for reading a stranger's script: rules follow values, and some chains are long. CPU time, so that a
-loaded machine finds as much as an idle one."""
+"""Limit the time for checking a stranger's script, because rules follow values through it, and chains may be long. CPU
+time is limited, so that a loaded machine finds as much as an idle one."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ddpjob_check.parsing import TooLongError
 
 T = TypeVar("T")
 
-# Starting Python takes 0.6 s, and parsing and freeing a tree, which no signal interrupts, up to 0.5 s: 5 s in all.
+# With the start of Python (0.6 s) and the parsing and freeing of a tree, which no signal interrupts, at most 5 s.
 FILE_SECONDS = 3.0
-PART = 0.6  # of the remaining time, so that a slow rule leaves some for later ones
+PART = 0.6  # of the remaining time, so that a slow rule leaves time for later rules
 PART_SECONDS_MIN = 0.2
-AGAIN_SECONDS = 0.05  # an error raised in a destructor is lost, so it is raised again until it arrives
+AGAIN_SECONDS = 0.05  # raise the error again, because it is lost if raised in a destructor
 
 
 class CpuLimit:
@@ -28,7 +28,7 @@ class CpuLimit:
         self._left = file_seconds
 
     def __call__(self, work: Callable[[], T]) -> T:
-        """Return the result of the work. Raise TooLongError. Only the main thread gets signals, and so has a limit."""
+        """Return the result of the work. Raise TooLongError, in the main thread only, because others get no signals."""
         if self._left <= 0:
             raise TooLongError
         is_armed, least = True, 0.0
@@ -45,7 +45,7 @@ class CpuLimit:
         except ValueError:
             return work()
         began, collects = time.process_time(), gc.isenabled()
-        gc.disable()  # it would traverse the tree repeatedly, for half of the time
+        gc.disable()  # it would spend half of the time on traversing the tree
         try:
             signal.setitimer(signal.ITIMER_VIRTUAL, part, AGAIN_SECONDS)
             return work()

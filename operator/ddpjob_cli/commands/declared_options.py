@@ -11,13 +11,13 @@ from ddpjob_check import option_names
 from ddpjob_check.parsing import TooLongError, parse
 from ddpjob_cli.local.kept.files import read_script, text_of_script
 
-_FILES_MAX = 20  # files to read: the parser is in the script, or in a module close to it
-_ABOVE_MAX = 100  # folders above a script
+_FILES_MAX = 20  # enough: the argument parser is in the script, or in a module that it imports
+_ABOVE_MAX = 100  # parent folders that a relative import may name
 _PLACES_MAX = 1000  # places to search for what one file imports
 
 
 def of(scripts: Sequence[str]) -> frozenset[str]:
-    """Return the options that these files, and those next to them that they import, declare; none if unreadable."""
+    """Return the options that these scripts and the local files that they import declare. Skip unreadable files."""
     waiting, read = list(scripts), set[str]()
     names: frozenset[str] = frozenset()
     while waiting and len(read) < _FILES_MAX:
@@ -40,7 +40,7 @@ def _tree(path: str) -> ast.AST | None:
 
 
 def _imported(tree: ast.AST, folder: str) -> Iterator[str]:
-    """Yield files next to a script, or in the working folder, that it may import; they need not exist."""
+    """Yield paths next to a script, or in the working folder, that its imports may mean. They need not exist."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

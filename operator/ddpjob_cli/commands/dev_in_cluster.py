@@ -1,4 +1,4 @@
-"""`ddpjob dev --cluster`: an ordinary DDPJob, whose ranks start again at each save, and which is deleted at the end."""
+"""`ddpjob dev --cluster`: submit a DDPJob, start its ranks again at each save, and delete it at the end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ddpjob_operator.job import bounds, launcher, validation
 
 LOOK_SECONDS = 1.0
 DELETE_SECONDS = 60.0
-# Ended ranks make no step until the next save. Deadlocks are still reported.
+# Disable the stall limit: ended ranks make no step until the next save. Deadlocks are still reported.
 SETTINGS = (f"spec.stall.timeoutSeconds={bounds.SECONDS_MAX}",)
 
 
@@ -33,14 +33,14 @@ class _LogPod(NamedTuple):
 
 
 class _OverError(Exception):
-    """The session ends, for the reason that it names."""
+    """The session ends. The text is the reason."""
 
 
 def run(
     connect: Connect, file: str, words: tuple[str, ...], idle: float, *, check: bool, image: str | None,
     settings: tuple[str, ...], **given: Any,
 ) -> int:  # fmt: skip
-    """Run a script until Ctrl-C, the idle limit or the end of the job. given: as in Wishes. Raise InputError,
+    """Run a script until Ctrl-C, the idle limit or the end of the job. given: other fields of Wishes. Raise InputError,
     ClusterError."""
     wishes = submit.Wishes(
         job=None, namespace=connect.namespace, image=image, max_restarts=None, launcher="ddprun" if image else None,
@@ -54,7 +54,7 @@ def run(
         raise InputError(f"{file}: ddpjob dev needs ddprun, which starts the ranks again; ddpjob submit takes it")
     cluster, made = submit.create(connect, document, archive)
     held = session.DevSession(files, idle, has_keyboard=session.has_keyboard())
-    for number in (signal.SIGTERM, signal.SIGHUP):  # a closed terminal gives the nodes back, too
+    for number in (signal.SIGTERM, signal.SIGHUP):  # delete the job also if the terminal is closed
         signal.signal(number, signal.default_int_handler)
     follower = _Follower(ClusterLogs(cluster, made, say), held, DevPods(cluster, made, root, submitted, say))
     try:
@@ -66,7 +66,7 @@ def run(
 
 
 class _Follower:
-    """Shows the logs; another thread sends what is saved, which takes as long as the cluster likes."""
+    """Shows the logs. A second thread sends saved files, because the cluster may answer slowly."""
 
     def __init__(self, logs: ClusterLogs, held: session.DevSession, pods: DevPods) -> None:
         self._logs, self._session, self._pods = logs, held, pods

@@ -1,4 +1,4 @@
-"""Makes a DDPJob for a training script, which it reads as `ddpjob check` does, with its findings as comments. Pure."""
+"""Make a DDPJob for a training script, which is read as in `ddpjob check`; findings become comments. No I/O."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class FoundScript:
 
 
 def job_yaml(start: Source, text: str | None) -> str:
-    """Return the YAML. text: of the script; None for a module, which is not read. Raise InputError."""
+    """Return the YAML. text: the script; None for a module, which is not read. Raise InputError."""
     script = start.module or start.file or ""
     _refuse_unprintable(start, script)
     found = FoundScript() if text is None else read(script, text)
@@ -63,7 +63,7 @@ def job_yaml(start: Source, text: str | None) -> str:
         "" if gpus or not found.cuda else (f"\n        # With GPUs: resources: {{limits: {{nvidia.com/gpu: {nproc}}}}}")
     )
     file = f"{name_of(script)}.yaml"
-    # Option names come from the script: one with a line end would add lines to the YAML.
+    # Remove line ends: the notes contain option names of the script, which could add lines to the YAML.
     sentences += [start.note] if start.note else []
     notes = "".join(f"# {' '.join(clean(note).split())}\n" for note in sentences)
     restarts = start.max_restarts
@@ -101,7 +101,7 @@ def _command(start: Source, script: str, found: FoundScript) -> list[str]:
 
 @functools.lru_cache(maxsize=4)
 def read(name: str, text: str) -> FoundScript:
-    """Return what a script shows without being run. Raise InputError if it is not valid Python."""
+    """Read what a script needs, without running it. Raise InputError if it is not valid Python."""
     try:
         return CpuLimit()(lambda: _read(Script(text)))
     except SyntaxError as error:
@@ -173,7 +173,7 @@ def _of_arguments(tree: ast.AST) -> Iterator[str]:
 
 
 def _of_files(script: Script) -> Iterator[str]:
-    """Yield sentences about folders that it reads, and saves: a pod keeps neither without a volume."""
+    """Yield sentences about files that the script reads or saves, because without a volume a pod has neither."""
     paths = dict.fromkeys(path for call in ast.walk(script.tree) if isinstance(call, ast.Call) for path in _paths(call))
     if paths:
         yield f"It names {', '.join(list(paths)[:4])}: in a cluster these are in the image, or on a volume of the pods."
@@ -186,7 +186,7 @@ def _lost(script: Script) -> Iterator[str]:
 
 
 def files_lost(text: str) -> tuple[str, ...]:
-    """Return a sentence about files that a script saves and that are lost with its pod."""
+    """Return a sentence about files that the script saves and that are lost with its pod; () if there are none."""
     try:
         return CpuLimit()(lambda: tuple(_lost(Script(text))))
     except (SyntaxError, ValueError, RecursionError, MemoryError, TooLongError):
@@ -194,7 +194,7 @@ def files_lost(text: str) -> tuple[str, ...]:
 
 
 def _paths(call: ast.Call) -> Iterator[str]:
-    """Return folders and files named by keywords such as root= and data_dir=, and by argparse's defaults for --data."""
+    """Yield paths of data: values of keywords such as root= and data_dir=, and argparse's defaults for --data."""
     texts = {k.arg or "": k.value.value for k in call.keywords if isinstance(k.value, ast.Constant)}
     for name, value in texts.items():
         if name == "default" and call.args and isinstance(call.args[0], ast.Constant):
@@ -209,7 +209,7 @@ def _is_nccl(call: ast.Call) -> bool:
 
 
 def _scalar(word: str, *, text: bool = False) -> str:
-    """Return a word as in a YAML list. text: quote numbers too, because they are words of a command."""
+    """Return a word as it is written in a YAML list. text: quote numbers too, because a command's words are strings."""
     if not text:
         return word if re.fullmatch(r"[\w.+-]+", word) else json.dumps(word, ensure_ascii=False)
     is_text = yamlvalues.tag_of(word) == f"{yamlvalues.TAG}str" and word != "="

@@ -1,4 +1,4 @@
-"""The kind of a file: its suffix decides, else its content. Scripts that pip installs have no suffix, but a shebang."""
+"""Find the kind of a file by its suffix, else by its content: scripts from pip have no suffix, but a shebang."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _YAML = re.compile(rb"^(?:apiVersion:|kind:|metadata:|spec:|\{|---)", re.MULTILI
 
 
 def of(path: str, unreadable: Kind = "job") -> Kind:
-    """Return the kind of a file. unreadable: the answer for a pipe, which can be read only once, and a missing file."""
+    """Return the kind of a file. unreadable: the kind of a missing file, or of a pipe, which can be read only once."""
     if path.endswith(".py"):
         return "script"
     if path.endswith(NOTEBOOK):
@@ -41,7 +41,7 @@ def of(path: str, unreadable: Kind = "job") -> Kind:
 
 
 def is_python(data: bytes) -> bool:
-    """True if a text is a script, even with a syntax error, and no YAML. A short YAML may parse as Python."""
+    """True if a text is a script, even with a syntax error, and not YAML, which may be valid Python if it is short."""
     shebang = _SHEBANG.match(data)
     by_python = shebang is not None and _PYTHON_RUNS_IT.search(shebang[0]) is not None
     try:

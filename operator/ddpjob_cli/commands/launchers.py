@@ -1,4 +1,4 @@
-"""Chooses the launcher of a script without a command: ddprun where it is, unless something needs torchrun."""
+"""Choose the launcher of a script without a command: ddprun if it is installed, unless something needs torchrun."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddpjob_check.script import Script
 from ddprun import late_environment
 
 DDPRUN, TORCHRUN = NAMES = ("ddprun", "torchrun")
-IMAGE = "ddpjob-trainer"  # the image of this project, which contains ddprun, in any registry and with any tag
+IMAGE = "ddpjob-trainer"  # this project's image, which contains ddprun, from any registry and with any tag
 HINT = (
     "In an image with the package ddpjob, ddprun in place of torchrun restarts the ranks in place: ddpjob init "
     "--launcher ddprun."
@@ -21,13 +21,13 @@ _STORE = "torch.distributed.TCPStore"
 
 
 def missing_here(environ: Mapping[str, str]) -> str:
-    """Return why ddprun cannot start the ranks with the Python that torchrun would take; "" if it can."""
+    """Return why ddprun cannot start the ranks with torchrun's Python; "" if it can."""
     from ddpjob_cli.local.processes.pod_process import search_path
 
     path = search_path(environ.get("PATH", os.defpath))
     ours, torchs = (shutil.which(name, path=path) for name in NAMES)
     if torchs is None:
-        return "ddprun needs PyTorch"  # the run reports the missing torchrun, and how to install it
+        return "ddprun needs PyTorch"  # the run then reports that torchrun is missing, and how to install it
     if ours is None or os.path.dirname(ours) != os.path.dirname(torchs):
         return f"{os.path.dirname(torchs)}, where PyTorch is installed, has no ddprun: install the package ddpjob there"
     return ""
@@ -40,7 +40,7 @@ def missing_in(image: str) -> str:
 
 
 def why_torchrun(script: Script) -> str:
-    """Return what in the script works only under torchrun, as a clause that names the line; "" if nothing does."""
+    """Return what in the script works only under torchrun, as a clause with its line; "" if nothing does."""
     return next(_needs(script), "")
 
 
@@ -55,7 +55,7 @@ def _needs(script: Script) -> Iterator[str]:
 
 
 def _may_serve(script: Script, call: ast.Call) -> bool:
-    """True unless the call certainly makes a client: its fourth argument, is_master, is False by default."""
+    """True unless this TCPStore is certainly a client: its fourth argument, is_master, is False or missing."""
     given = script.argument(call, "is_master", 3)
     return not (given is None or (isinstance(given, ast.Constant) and given.value is False))
 

@@ -1,4 +1,4 @@
-"""`ddpjob logs`: what the nodes of a job have printed, from any source."""
+"""`ddpjob logs`: print the logs of a job's nodes, from this machine or from a cluster."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def show(
 
 
 def _write_lines(source: LogSource, pieces: Iterator[tuple[int, bytes]]) -> None:
-    """Write whole lines with the prefix of their node: otherwise lines of two nodes would mix."""
+    """Write whole lines with the prefix of their node, because lines of two nodes would mix otherwise."""
     for node, lines in whole_lines(pieces):
         begin = source.prefix(node).encode()
         write_printed(b"".join(begin + line + b"\n" for line in lines))
 
 
 def whole_lines(pieces: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, list[bytes]]]:
-    """Yield whole lines of each node, and unfinished ones at the end, also if the source raises there."""
+    """Yield whole lines of each node, and unfinished lines at the end, even if the source raises ClusterError."""
     rest: dict[int, bytes] = {}
     wrong: ClusterError | None = None
     try:

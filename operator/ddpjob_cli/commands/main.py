@@ -1,6 +1,6 @@
 """`ddpjob`: the command line. Answers go to stdout, everything else to stderr; wrong input ends with exit code 2.
 
-Imports stand inside the commands: `ddpjob --help` must not wait for what it does not use.
+Commands import what they need inside their functions, so that `ddpjob --help` is fast.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def run(
     devices = len(gpus.visible())
     nproc = sources.processes(nproc, devices)
     if pdb is not None and not any(setting.startswith("spec.backoffLimit") for setting in settings):
-        max_restarts = max_restarts or "0"  # a user who leaves a debugger does not want the next one
+        max_restarts = max_restarts or "0"  # leaving the debugger ends the rank; a restart would open it again
     source = Source(
         file, module, job, nodes, nproc, settings, variables, arguments, bool(devices), max_restarts=max_restarts
     )
@@ -259,7 +259,7 @@ def kubectl_plugin() -> None:
 def main(name: str = "ddpjob") -> None:
     """The program `ddpjob`."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        # As stderr does by default: a character that the locale lacks must not end a run.
+        # Python's default for stderr: a character that the locale lacks must not end a run.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = cli.main(prog_name=name, standalone_mode=False)

@@ -1,4 +1,4 @@
-"""What the command line starts, and the options of `run` and `submit` that change it."""
+"""The options of `run` and `submit` that say what to run, or change the job."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NODES_WANTED = "must be a number of nodes, or MIN:MAX as 1:3 for an elastic job"
 
 @dataclass(frozen=True)
 class Source:
-    """What to run, and the changes by options."""
+    """What to run, and the options that change it."""
 
     file: str | None
     module: str | None = None
@@ -35,7 +35,7 @@ class Source:
 
 
 def range_of(nodes: str) -> tuple[str, str]:
-    """Return MIN and MAX of `--nodes MIN:MAX`, MIN "" for one number; both unchecked. Raise InputError."""
+    """Split `--nodes MIN:MAX`; MIN is "" for a single number. Numbers are not checked here. Raise InputError."""
     least, colon, most = nodes.partition(":")
     if not nodes or (colon and (not least or not most or ":" in most)):
         raise InputError(f'--nodes: {NODES_WANTED}, is "{nodes}"')
@@ -43,7 +43,7 @@ def range_of(nodes: str) -> tuple[str, str]:
 
 
 def refuse_other_bytes(words: Iterable[str]) -> None:
-    """Refuse words of the command line that are not UTF-8: no API server and no YAML accepts them. Raise InputError."""
+    """Refuse words that are not UTF-8, because neither an API server nor YAML accepts them. Raise InputError."""
     for word in words:
         if any("\ud800" <= character <= "\udfff" for character in word):
             raise InputError(f"{word!r}: not UTF-8, so no job can have it")
@@ -52,7 +52,7 @@ def refuse_other_bytes(words: Iterable[str]) -> None:
 def applied(
     document: Document, nodes: str | None, settings: tuple[str, ...], variables: tuple[str, ...]
 ) -> tuple[Document, api.DDPJob]:
-    """Return a job with the options applied, and parsed. nodes: a number, or MIN:MAX. Raise InputError."""
+    """Apply the options. Return the document, and the job parsed from it. nodes: N or MIN:MAX. Raise InputError."""
     if nodes is not None:
         least, most = range_of(nodes)
         override.set_field(document, f"spec.nodes={most}", "--nodes")

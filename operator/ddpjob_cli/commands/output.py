@@ -1,4 +1,4 @@
-"""Answers on stdout, and sentences on stderr."""
+"""Print answers to stdout, and messages to stderr."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 
 
 def answer(text: str) -> int:
-    """Write an answer to stdout; return the exit code. A reader that has closed it (`| head`) is not an error."""
+    """Write an answer to stdout; return the exit code. It is no error if the reader has closed stdout (`| head`)."""
     try:
         sys.stdout.write(_shown(text))
         sys.stdout.flush()
@@ -31,7 +31,7 @@ def write_printed(lines: bytes) -> None:
 
 
 def _shown(text: str) -> str:
-    """Return whole lines as they go to stdout. A stranger's file or status could hold what a terminal obeys."""
+    """Return lines without escape sequences if stdout is a terminal, because a stranger's text may contain them."""
     if not _is_terminal():
         return text
     from ddpjob_cli.describe.terminal import for_terminal
@@ -52,7 +52,7 @@ def closed(error: OSError) -> int:
     """Return the exit code for a closed or full stdout. Raise an error that concerns another file."""
     if error.filename is not None:
         raise error
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes again at the exit, and would fail again
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # otherwise Python's flush at the exit would fail again
     if isinstance(error, BrokenPipeError):
         return 0
     say(f"stdout: {error.strerror}")

@@ -1,4 +1,4 @@
-"""The commands on the runs of this machine: `ddpjob list`, `ddpjob report`; and `ddpjob logs`, also of a cluster."""
+"""The commands for runs on this machine: `ddpjob list` and `report`, and `logs` and `stacks`, also of a cluster."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RunName(JobName):
     """A job that has run on this machine, or one of the cluster."""
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Return the jobs of this machine's runs; those of the cluster where it is named, or none of these fits."""
+        """Complete a job's name from this machine's runs; from the cluster if an option names it, or if none fits."""
         from click.shell_completion import CompletionItem
 
         from ddpjob_cli.local.kept import run_folder
@@ -227,7 +227,7 @@ def row(told: dict[str, Any], *, wide: bool) -> dict[str, str]:
 
 
 def as_json(run: Run, now: dt.datetime) -> dict[str, Any]:
-    """Return a run as `-o json` shows it; the whole status is in its folder."""
+    """Return a run in the form of `-o json`, which has only a part of the status."""
     from ddpjob_cli.local.kept.runs import age, took
 
     status, progress = run.status, run.status.progress

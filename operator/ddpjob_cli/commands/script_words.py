@@ -1,6 +1,6 @@
-"""Splits the words of `ddpjob run`, `submit` and `init` as torchrun splits its own. Our options come before the file or
-directly after it; from the first word that is not ours everything is the script's, and `--` says so explicitly. A YAML
-file contains the script's arguments, so its options may be anywhere."""
+"""Split the words of `ddpjob run`, `submit` and `init` as torchrun does. Our options come before the file or directly
+after it. Everything from the first other word on, or after `--`, belongs to the script. If the file is a YAML, our
+options may be anywhere, because the YAML contains the script's arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Taken = list[tuple[click.Option, list[str]]]
 
 
 def normalized(name: str) -> str:
-    """Return an option's name without dashes in our spelling: nproc_per_node is nproc-per-node, nnodes is nodes."""
+    """Return our spelling of an option's name without dashes: nproc-per-node for nproc_per_node, nodes for nnodes."""
     name = name.replace("_", "-")
     return "nodes" if name == "nnodes" else name
 
@@ -37,10 +37,10 @@ class ScriptCommand(click.Command):
     """A command that starts a script and passes on the words after it."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Called by click."""
+        """Arrange the words for click, and explain an unknown option."""
         try:
             return super().parse_args(ctx, args if ctx.resilient_parsing else _arranged(self, ctx, args))
-        except click.NoSuchOption as error:  # of a YAML file: options before a script are split earlier
+        except click.NoSuchOption as error:  # only for a YAML file, because `_arranged` splits all other lines
             keep_close(error)
             if error.possibilities:
                 raise
@@ -55,7 +55,7 @@ class _Line:
     options: Mapping[str, click.Option]
     """Our options by their normalized names, with dashes."""
     before: list[str] = field(default_factory=list)
-    """Our options before the file, without those that name it."""
+    """Our options before the file, except --filename and --module."""
     named: list[str] = field(default_factory=list)
     after: Taken = field(default_factory=list)
     words: list[str] = field(default_factory=list)
@@ -64,7 +64,7 @@ class _Line:
         return f"{self.program} {shlex.join(words)}"
 
     def match(self, words: Sequence[str]) -> tuple[click.Option, int] | None:
-        """Return our option that the first word is, and the number of words including its value; None if it is none."""
+        """Return our option if the first word is one, and its number of words including the value; else None."""
         word = words[0]
         is_long = word.startswith("--")
         name, has_value, _ = word.partition("=") if is_long else (word[:2], word[2:], "")
@@ -74,7 +74,7 @@ class _Line:
         return option, 1 if has_value or _is_flag(option) else 2
 
     def take(self, words: Sequence[str], *, behind: bool) -> Taken:
-        """Return our options at the beginning with their words. behind: the file is known; --help is the script's."""
+        """Return our options at the beginning with their words. behind: after the file, so --help is the script's."""
         taken: Taken = []
         rest = list(words)
         while rest and (found := self.match(rest)) is not None:
@@ -97,7 +97,7 @@ def spelling(name: str) -> str:
 
 
 def close(name: str, known: Sequence[str]) -> str:
-    """Return the known name of which this is a typo or a prefix; "" if none is close."""
+    """Return the known name that this is probably a typo or a prefix of; "" if none is close."""
     from ddpjob_operator.job.typos import Typos
 
     bare = {other.lstrip("-"): other for other in known}
@@ -109,11 +109,11 @@ def close(name: str, known: Sequence[str]) -> str:
 
 
 _BEGINNING_MIN = 4
-_CLOSE = 0.75  # for difflib: one letter of four may be moved, but not replaced
+_CLOSE = 0.75  # ratio of difflib: of four letters one may be moved, but none replaced
 
 
 def keep_close(error: click.ClickException) -> None:
-    """Keep only the close one of click's suggestions for an option or a command, if there is one."""
+    """Replace click's suggestions for an option or a command by the one close name, or by none."""
     context = getattr(error, "ctx", None)
     if context is None:
         return
@@ -137,7 +137,7 @@ def _flat(taken: Taken) -> list[str]:
 
 
 def _arranged(command: click.Command, ctx: click.Context, args: Sequence[str]) -> list[str]:
-    """Return the words as click parses them: our options, `--`, the file, the script's. Raise UsageError."""
+    """Return the words in the order that click parses: our options, `--`, the file, the script's. Raise UsageError."""
     known = {spelling(name): p for p in command.get_params(ctx) if isinstance(p, click.Option) for name in p.opts}
     line = _Line(ctx.command_path, known)
     taken = line.take(args, behind=False)
@@ -163,7 +163,7 @@ def _arranged(command: click.Command, ctx: click.Context, args: Sequence[str]) -
 
 
 def _split(line: _Line, rest: list[str], *, is_explicit: bool) -> list[str]:
-    """Return the words for click, of a line whose file is a script or a module. is_explicit: `--` was before it."""
+    """Return the words for click if the file is a script or a module. is_explicit: `--` was before the file."""
     from ddpjob_cli.commands import declared_options
     from ddpjob_operator.job.command import Command
 
@@ -182,7 +182,7 @@ def _split(line: _Line, rest: list[str], *, is_explicit: bool) -> list[str]:
 
 
 def _value(words: Sequence[str]) -> str:
-    """Return the value of an option: of `-m pkg`, `-mpkg`, `--module=pkg`."""
+    """Return the value of an option: pkg for `-m pkg`, `-mpkg` and `--module=pkg`."""
     if len(words) > 1:
         return words[1]
     return words[0].partition("=")[2] if words[0].startswith("--") else words[0][2:]
@@ -198,7 +198,7 @@ def _refused(text: str) -> Exception:
 
 
 def without_command(words: Sequence[str]) -> str:
-    """Return what to type if `ddpjob` gets arguments of `ddpjob run`, a file or a launcher; "" otherwise."""
+    """Return what to type if a file or a launcher was given in place of a command; "" otherwise."""
     program = "ddpjob run"
     if is_program(words[0]):
         return instead(program, words)
@@ -223,7 +223,7 @@ def _unknown(line: _Line, rest: Sequence[str]) -> str:
 
 
 def _moved(line: _Line, rest: Sequence[str]) -> list[str]:
-    """Return the words with the file before all unknown options."""
+    """Return the words in the right order, with the file before all options that are not ours."""
     at = next((i for i, word in enumerate(rest) if word.endswith(_SCRIPTS)), None)
     if not at:  # no file, or its name begins with a dash
         return ["FILE" if at is None else "--", *rest]
@@ -239,7 +239,7 @@ def _moved(line: _Line, rest: Sequence[str]) -> list[str]:
 
 
 def is_program(word: str) -> bool:
-    """True for a launcher of scripts that is not a script: torchrun, python, accelerate, nohup."""
+    """True for a program that starts scripts: torchrun, python, accelerate, nohup."""
     from ddpjob_operator.job import command, programs
 
     name = programs.name(word)
@@ -249,7 +249,7 @@ def is_program(word: str) -> bool:
 
 
 def instead(program: str, words: Sequence[str], before: Sequence[str] = ()) -> str:
-    """Return a sentence with what to type instead of a launcher or a Python with a script."""
+    """Return a sentence with what to type instead of a launcher, or python, with its script."""
     from ddpjob_operator.job import command, programs
 
     started, at = command.read(list(words)), _begin(words)
@@ -296,7 +296,7 @@ def _name(word: str) -> str:
 
 
 def _say_what_is_handed_over(line: _Line, declared: frozenset[str]) -> None:
-    """Warn that the script gets an option of ours that it does not declare: torchrun's order is easily forgotten."""
+    """Warn if the script gets one of our options that it does not declare, because it was probably meant for us."""
     theirs = {spelling(name) for name in declared}
     for word in line.words:
         name = spelling(_name(word))

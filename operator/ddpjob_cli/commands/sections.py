@@ -19,17 +19,17 @@ OTHERS = "More"
 
 
 class AsPath(click.Path):
-    """click.Path whose value is a pathlib.Path, imported only when needed: pathlib and its imports take 5 ms."""
+    """click.Path whose value is a pathlib.Path. The import is late, because pathlib and its imports take 5 ms."""
 
     def coerce_path_result(self, value: str | bytes | os.PathLike[str]) -> Any:
-        """Called by click."""
+        """Convert the value of the option."""
         from pathlib import Path
 
         return Path(os.fsdecode(value))
 
 
 class RareOption(click.Option):
-    """An option that `Brief` mentions after the others, in a few words."""
+    """An option that the help of `Brief` only mentions in a few words, in its last section."""
 
 
 def launcher(about: str, *, rare: bool = True) -> Callable[[F], F]:
@@ -40,10 +40,10 @@ def launcher(about: str, *, rare: bool = True) -> Callable[[F], F]:
 
 
 class Brief(click.Command):
-    """A command with many options whose help is one screen of 24 lines."""
+    """A command with many options, whose help fits on a screen of 24 lines."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Called by click."""
+        """List the options, and name the rare ones in one paragraph."""
         listed: list[tuple[str, str]] = []
         rare: list[str] = []
         for option in (param for param in self.get_params(ctx) if isinstance(param, click.Option)):
@@ -59,10 +59,10 @@ class Brief(click.Command):
 
 
 class Sections(click.Group):
-    """A group whose help lists its commands in sections; what is in none comes last."""
+    """A group whose help lists its commands in sections. Commands without a section come last."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Called by click."""
+        """Explain an option of `run` that was given without the command."""
         given = list(args)
         try:
             return super().parse_args(ctx, args)
@@ -78,7 +78,7 @@ class Sections(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Called by click."""
+        """Explain a file or a launcher that was given in place of a command."""
         from ddpjob_cli.commands import script_words
 
         is_command = args[0].startswith("-") or self.get_command(ctx, args[0]) is not None
@@ -87,7 +87,7 @@ class Sections(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Called by click."""
+        """List the commands by section."""
         known = {name for _, names in SECTIONS for name in names}
         others = [name for name in self.list_commands(ctx) if name not in known]
         for title, names in (*SECTIONS, (OTHERS, others)):

@@ -1,4 +1,4 @@
-"""What the command line says about itself: `ddpjob schema`, `completion`, `version` and `help`."""
+"""The commands about the command line itself: `ddpjob schema`, `completion`, `version` and `help`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def completion(context: click.Context, shell: str) -> int:
 
     kind = get_completion_class(shell)
     assert kind is not None  # click has all of SHELLS
-    # Not source(): it runs bash to ask for its version, and warns.
+    # click's source() is not used, because it runs bash to check its version, and warns.
     script = kind(context.find_root().command, {}, "ddpjob", "_DDPJOB_COMPLETE")
     return answer(script.source_template % script.source_vars())
 

@@ -1,4 +1,4 @@
-"""Makes one DDPJob from what the command line names: a YAML, a script, a module, a notebook, stdin."""
+"""Make a DDPJob from the file that the command line names: a YAML, a script, a module, a notebook, or stdin."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ddpjob_operator.job.podspec import command_path, trainer_container
 
 PROCESSES_MAX = 512
 STDIN = "-"
-_NAME_LETTERS = "bcdfghjklmnpqrstvwxz2456789"  # as in the API server: without vowels, so that no words appear
+_NAME_LETTERS = "bcdfghjklmnpqrstvwxz2456789"  # as in the API server: without vowels, so that they form no words
 
 
 def is_notebook(file: str | None) -> bool:
@@ -35,11 +35,11 @@ def is_notebook(file: str | None) -> bool:
 
 
 def load(source: Source, read: Document | None = None) -> tuple[Document, api.DDPJob]:
-    """Return the job. read: the document, if it was read already. Raise InputError."""
+    """Return the job's document, and the job parsed from it. read: the document, if already read. Raise InputError."""
     _refuse_two_values(source)
     document, is_made = _document(source) if read is None else (read, False)
     metadata = document.data.get("metadata")
-    # The API server makes a name from metadata.generateName; here the name must be known earlier.
+    # The API server would make the name from metadata.generateName, but it is needed here earlier.
     if isinstance(metadata, dict) and not metadata.get("name") and isinstance(metadata.get("generateName"), str):
         metadata["name"] = metadata.pop("generateName") + "".join(random.choices(_NAME_LETTERS, k=5))  # noqa: S311
     made_command = _command(document) if is_made else None
@@ -48,7 +48,7 @@ def load(source: Source, read: Document | None = None) -> tuple[Document, api.DD
     if source.max_restarts is not None and not is_made:
         override.set_field(document, f"spec.backoffLimit={source.max_restarts}", "--max-restarts")
     document, parsed = applied(document, source.nodes, source.settings, source.variables)
-    if source.arguments and made_command != _command(document):  # only for a YAML file, or if --set changed it
+    if source.arguments and made_command != _command(document):  # a YAML file, or --set has changed the command
         _replace_arguments(document, parsed, source.arguments)
         parsed, _ = validation.parse(document.data)
     return document, parsed
@@ -69,8 +69,8 @@ def to_yaml(source: Source) -> str:
 
 
 def with_launcher(source: Source, asked: str | None, missing: Callable[[], str]) -> tuple[Source, str]:
-    """Return the source with the launcher of its script, and why that is not ddprun, "" if it is or no launcher is
-    needed. asked: by --launcher. missing: why ddprun is missing where the script is to run. Raise InputError."""
+    """Return the source with its launcher, and why ddprun was not chosen; "" if it was, if the user chose, or if there
+    is none. asked: value of --launcher. missing: returns why ddprun is missing there, or "". Raise InputError."""
     made = source.module is not None or (source.text is None and kinds.of(source.file or "") != "job")
     found = _found(source) if made else from_script.FoundScript()
     if not made or found.spawns:
@@ -92,18 +92,18 @@ def _why_torchrun(source: Source, found: from_script.FoundScript) -> str:
 
 
 def _found(source: Source) -> from_script.FoundScript:
-    """Return what the script shows without being run; for a module what its file shows, if it is here."""
+    """Read what the script needs, without running it. A module is read if its file is on this machine."""
     if source.module is None:
         return from_script.read(source.file or "", _text(source.file or ""))
     path = next((file for file in command.Command(module=source.module).files if os.path.isfile(file)), None)
     if path is None:
         return from_script.FoundScript()
-    # A launcher starts it as a module in any case.
+    # A module is always started by a launcher.
     return replace(from_script.read(path, _text(path)), spawns=False)
 
 
 def processes(nproc: str | None, devices: int) -> str | None:
-    """Return --nproc-per-node as a number for this machine, if it is one of torchrun's words. Raises InputError."""
+    """Replace torchrun's words gpu, cpu and auto in --nproc-per-node by this machine's number. Raise InputError."""
     cores = len(os.sched_getaffinity(0))
     numbers = {"gpu": devices, "cpu": cores, "auto": devices or cores}
     if nproc == "gpu" and not devices:
@@ -112,7 +112,7 @@ def processes(nproc: str | None, devices: int) -> str | None:
 
 
 def defaults(source: Source, job: api.DDPJob, devices: int) -> str:
-    """Return which numbers of a job made for a script are defaults, and how to use all GPUs; "" if none are."""
+    """Return which numbers of a job for a script are defaults, and how to use all GPUs; "" if the user gave all."""
     if source.text is not None or (source.module is None and kinds.of(source.file or "") == "job"):
         return ""
     given = {setting.partition("=")[0].strip() for setting in source.settings}
@@ -127,7 +127,7 @@ def defaults(source: Source, job: api.DDPJob, devices: int) -> str:
 
 @contextmanager
 def as_file(source: Source) -> Iterator[Source]:
-    """Return the source with a script from stdin, or the cells of a notebook, in a temporary file."""
+    """Yield the source, with a script from stdin or a notebook's code in a file that is removed at the end."""
     code, name = "", "stdin.py"
     if source.file == STDIN:
         text = _typed()
@@ -144,7 +144,7 @@ def as_file(source: Source) -> Iterator[Source]:
     try:
         path = Path(folder) / name
         path.write_text(code, encoding="utf-8")
-        # It imports files next to the notebook, or in the folder in which it was typed.
+        # Imports find files next to the notebook; for a script from stdin, files in the working folder.
         beside = os.path.dirname(os.path.abspath(source.file)) if source.file not in (None, STDIN) else os.getcwd()
         known = os.environ.get("PYTHONPATH")
         variable = f"PYTHONPATH={beside}{os.pathsep + known if known else ''}"
@@ -154,7 +154,7 @@ def as_file(source: Source) -> Iterator[Source]:
 
 
 def warn_of_size(job: api.DDPJob, *, allowed: bool) -> str:
-    """Return a warning about more processes than the cores can run well, or "". Raise InputError for far too many."""
+    """Return a warning if there are many more processes than cores, else "". Raise InputError for far too many."""
     count, cores = topology.world_size(job.spec), len(os.sched_getaffinity(0))
     nodes, processes = wording.count(job.spec.nodes, "node"), wording.count(count, "process")
     size = f"{nodes} × {topology.nproc_per_node(job.spec)} are {processes}"
@@ -164,7 +164,7 @@ def warn_of_size(job: api.DDPJob, *, allowed: bool) -> str:
 
 
 def _document(source: Source) -> tuple[Document, bool]:
-    """Return the document with the command line's numbers, and True if it was made for a script."""
+    """Return the document, and True if it was made for a script, with the numbers of the command line."""
     file = source.file or ""
     if source.module is not None:
         return _made(f"-m {source.module}", source), True
@@ -188,7 +188,7 @@ def _command(document: Document) -> Any:
 
 
 def _made(name: str, source: Source) -> Document:
-    """Return a document without line numbers, because users did not write its YAML."""
+    """Return a document for a script. It has no line numbers, because the user has not written its YAML."""
     return replace(yamlfile.read_job(name, None, to_yaml(source).encode()), lines={})
 
 
@@ -215,7 +215,7 @@ def _replace_arguments(document: Document, job: api.DDPJob, arguments: tuple[str
         raise InputError(
             f"{place}: the command names no script that is plain to see, so -- ARGS cannot be its arguments"
         )
-    # After a launcher's `--` all words are the script's.
+    # After `--` in the launcher's options, all words belong to the script, so no second `--` is added.
     has_dashes = head[-1:] == ["--"] or command.options_begin(words) is None
     trainer["command"] = [*head, *(arguments if has_dashes else command.arguments_behind_script(arguments))]
     trainer.pop("args", None)
@@ -224,7 +224,7 @@ def _replace_arguments(document: Document, job: api.DDPJob, arguments: tuple[str
 def _typed() -> str:
     try:
         text = sys.stdin.read()
-        text.encode()  # in the C locale other bytes are read as surrogate halves
+        text.encode()  # fails for other bytes, which the C locale reads as surrogate halves
     except UnicodeError:
         raise InputError("stdin:1: it is not UTF-8") from None
     return text
@@ -241,12 +241,12 @@ def _text(path: str) -> str:
 
 
 def names_of(file: str | None) -> Callable[[str], str]:
-    """Return a function that rewrites places in the file for users: lines of a notebook as its cells."""
+    """Return a function that rewrites places in a text: lines of a notebook's script become cells and their lines."""
     return notebook.by_cell(_cells(file), file) if file is not None and is_notebook(file) else str
 
 
 def _cells(path: str) -> notebook.NotebookPart:
-    """Return the code of a notebook's cells, with IPython's own commands as no-ops."""
+    """Return the code of a notebook's cells. IPython's own commands become no-ops. Raise InputError."""
     try:
         text = _text(path)
         cells = CpuLimit()(lambda: notebook.parts(text))[0]
@@ -261,7 +261,7 @@ def _cells(path: str) -> notebook.NotebookPart:
     except SyntaxError as error:
         cell, line = cells.place(error.lineno or 1)
         raise InputError(f"{path}:cell {cell}:{line}: not valid Python: {error.msg}") from None
-    except ValueError as error:  # a null byte, or half of a character
+    except ValueError as error:  # a null byte, or a surrogate half
         raise InputError(f"{path}: not valid Python: {error}") from None
     except (RecursionError, MemoryError, TooLongError):
         raise InputError(f"{path}: not valid Python: its cells are nested too deeply to be read") from None

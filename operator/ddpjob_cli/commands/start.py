@@ -1,4 +1,4 @@
-"""The common end of `ddpjob run` and `ddpjob dev`: check the job's script, and run it on this machine."""
+"""The common last part of `ddpjob run` and `ddpjob dev`: check the job's script, and run the job on this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def start(
     document: Document, job: api.DDPJob, options: RunOptions, *, checked: bool, notebook: str | None = None
 ) -> int:
-    """Check the job's script, and run it. notebook: the file from which the script was made."""
+    """Check the job's script, run the job, and return the exit code. notebook: from which the script was made."""
     from ddpjob_cli.commands import check_files
     from ddpjob_cli.local.run import run
     from ddprun import own_children

@@ -1,4 +1,4 @@
-"""`ddpjob submit`: makes a job in a cluster from a script with its folder, or from a DDPJob's YAML."""
+"""`ddpjob submit`: create a job in a cluster, from a script with its folder or from a DDPJob's YAML."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ddpjob_cli.manifest.yamlfile import Document
 
 IMAGE = "ddpjob-trainer"
-# Volumes that are lost with the pod, or read-only.
+# Volumes that do not keep a script's files: they are lost with the pod, or read-only.
 _EPHEMERAL = frozenset(["emptyDir", "configMap", "secret", "downwardAPI", "projected"])
 
 
@@ -44,7 +44,7 @@ class Wishes:
     labels: Mapping[str, str] = field(default_factory=dict)
     limits: Mapping[str, str | int] = field(default_factory=dict)
     made: Mapping[str, str] = field(default_factory=dict)
-    """Files, path → text, for a script made from a function: no folder but `code` is packed."""
+    """By path: texts of the files made from a function. Besides them only the folder `code` is packed."""
 
 
 @click.command(
@@ -120,7 +120,7 @@ def create(connect: Connect, document: Document, archive: Archive | None) -> tup
 
 
 def remarks(file: str, document: Document, archive: Archive | None) -> tuple[str, ...]:
-    """Return sentences about what is not sent, and what is lost with the pods."""
+    """Return sentences about files that are not sent, and files that are lost with the pods."""
     from ddpjob_cli.commands import from_script, kinds
     from ddpjob_cli.local.kept.files import read_script
 
@@ -149,7 +149,7 @@ def prepare(
         wishes.settings, wishes.variables, words, bool(wishes.gpus), max_restarts=wishes.max_restarts,
     )  # fmt: skip
     with sources.as_file(source) as given:
-        # The variables of as_file name folders of this machine.
+        # Without the variable of `as_file`, which names a folder of this machine.
         here = replace(given, variables=wishes.variables)
         here, why = sources.with_launcher(here, wishes.launcher, lambda: launchers.missing_in(_image(wishes)))
         if why:
@@ -167,7 +167,7 @@ def prepare(
 
 
 def _image(wishes: Wishes) -> str:
-    """Return the image of a job that was made for a script."""
+    """Return the image that a job for a script will have."""
     given = (
         value for path, _, value in (s.partition("=") for s in reversed(wishes.settings)) if path.endswith(".image")
     )
@@ -198,7 +198,7 @@ def show_until_end(cluster: Cluster, made: Stored) -> int:
 
 
 def _code(file: str, path: str, wishes: Wishes) -> tuple[str, Archive | None]:
-    """Return the script's name in its folder, and the packed folder. file: the user's name for it; path: its Python."""
+    """Return the script's path in its folder, and the packed folder. file: as the user named it. path: its Python."""
     from pathlib import Path
 
     from ddpjob_cli.client import pack
@@ -227,7 +227,7 @@ def _code(file: str, path: str, wishes: Wishes) -> tuple[str, Archive | None]:
 
 
 def folder_of(file: str, wishes: Wishes) -> Path:
-    """Return the folder that goes with a script."""
+    """Return the folder that is sent with a script."""
     from pathlib import Path
 
     return wishes.code or Path(file).parent
@@ -260,7 +260,7 @@ def _apply(document: Document, wishes: Wishes) -> None:
 
 
 def _check(document: Document, notebook: str | None) -> None:
-    """Show what `ddpjob check` finds. A script that is not here is not read. Raise InputError for an error."""
+    """Show the findings of `ddpjob check`. A script that is missing here is skipped. Raise InputError for errors."""
     from ddpjob_cli.commands import check_files
     from ddpjob_cli.manifest.yamlfile import InputError
     from ddpjob_operator.job import validation

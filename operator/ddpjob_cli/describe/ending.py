@@ -1,4 +1,4 @@
-"""The one line that says how a job ended, in a cluster as in a local run."""
+"""The line that shows how a job ended, in a cluster or in a local run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ddpjob_operator.job import api, wording
 def succeeded(name: str, status: api.Status, took: float) -> str:
     """Return ✔ digits Succeeded in 38s   accuracy 0.978   1 restart, 20 steps repeated   resumed at step 300 from /ckpt
 
-    With a line about what makes this success suspicious. took: seconds.
+    If the success is suspicious, a second line shows why. took: seconds.
     """
     metrics = progress.metric_parts(status.progress) if status.progress else []
     how = [*progress.restart_parts(status), *progress.resumed_parts(status)]
@@ -19,7 +19,7 @@ def succeeded(name: str, status: api.Status, took: float) -> str:
 
 
 def suspicions(status: api.Status) -> str:
-    """Return the first finding of each reason, and how many more there are; "" if the success is not suspicious."""
+    """Return the first finding for each reason, and the number of other findings; "" if there are none."""
     first = {found.reason: found.message for found in reversed(status.findings)}
     more = len(status.findings) - len(first)
     return "; ".join(reversed(first.values())) + (f" (and {more} more like it)" if more else "")
@@ -31,7 +31,7 @@ def failed(name: str, status: api.Status, took: float) -> str:
 
 
 def of_job(job: api.DDPJob) -> str:
-    """Return the line of a job that has ended in a cluster, or a line about its state."""
+    """Return the line for a job in a cluster. If it has not ended, the line shows its state."""
     status, name = job.status, job.metadata.name
     took = seconds_taken(status)
     if status.state == "Succeeded":

@@ -1,4 +1,4 @@
-"""Numbers as people read them: metrics, bytes, the time of a step, and a curve in one line."""
+"""Format numbers for people: metrics, bytes, the time of a step, and a curve in one line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
 def metric(text: str) -> str:
-    """Return 0.484 for 0.48397613525390626, 1.22e-06 for 1.220703125e-06; whole numbers, hashes and words unchanged."""
+    """Return 0.484 for 0.48397613525390626, 1.22e-06 for 1.220703125e-06. Other texts are returned unchanged."""
     if "." not in text:
         return text
     try:
@@ -22,7 +22,7 @@ def metric(text: str) -> str:
 
 
 def number(value: float) -> str:
-    """Return three digits, and more if three would turn 0.9996 into 1."""
+    """Return three significant digits, or more if three would round to a whole number, as for 0.9996."""
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     if abs(value) >= 1000:
@@ -35,7 +35,7 @@ def number(value: float) -> str:
 
 
 def size(count: float) -> str:
-    """Return 1.2 GB or 350 MB, in steps of 1000, as for disks and in nvidia-smi's totals."""
+    """Return 1.2 GB or 350 MB, with units of powers of 1000."""
     unit = 0
     while count >= 1000 and unit < len(_UNITS) - 1:
         count, unit = count / 1000, unit + 1
@@ -48,7 +48,7 @@ def step_time(seconds: float) -> str:
 
 
 def spark(values: Sequence[float], width: int) -> str:
-    """Return a curve of at most `width` characters, lowest to highest value; "" for fewer than two values."""
+    """Return a curve of at most `width` block characters, scaled from lowest to highest; "" for under two values."""
     if len(values) < 2 or width < 2:
         return ""
     count = min(width, len(values))

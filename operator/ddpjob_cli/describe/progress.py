@@ -1,4 +1,4 @@
-"""Progress and metrics in a few words each."""
+"""Progress, metrics and restarts of a job as short texts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ddpjob_cli.describe import figures
 from ddpjob_operator.job import api, wording
 
 _SHOWN_METRICS = ("loss", "accuracy", "params")
-_MEMORY = "the memory "  # the library begins status.resumedFrom with it for memory in pods
+_MEMORY = "the memory "  # status.resumedFrom begins with it if the state came from memory in pods
 
 
 def step_parts(status: api.Status) -> list[str]:
@@ -18,7 +18,7 @@ def step_parts(status: api.Status) -> list[str]:
     parts = [f"step {progress.step}{total}"]
     if progress.percent is not None:
         parts.append(f"{progress.percent} %")
-    counts_down = status.display is None or status.display.eta  # "" while rank 0 is silent
+    counts_down = status.display is None or status.display.eta  # the operator sets "" while rank 0 is silent
     if progress.eta_seconds is not None and status.state == "Running" and counts_down:
         parts.append(f"{wording.duration(progress.eta_seconds)} left")
     return parts
@@ -34,7 +34,7 @@ def pace_parts(status: api.Status) -> list[str]:
 
 
 def metric_parts(progress: api.Progress) -> list[str]:
-    """Return the rounded metrics, common ones first. A loss is that of rank 0, which reports it."""
+    """Return up to four rounded metrics, common ones first. A loss is marked as rank 0's, because ranks differ."""
     order = [*(m for m in _SHOWN_METRICS if m in progress.metrics), *sorted(progress.metrics)]
     whose = " (rank 0)" if (progress.world_size or 1) > 1 else ""
     return [
@@ -44,14 +44,14 @@ def metric_parts(progress: api.Progress) -> list[str]:
 
 
 def resumed_parts(status: api.Status) -> list[str]:
-    """Return resumed at step 1125 from the memory on the nodes of ranks 0, 1; nothing if the ranks loaded no state."""
+    """Return `resumed at step 1125 from the memory on the nodes of ranks 0, 1`; [] if the ranks loaded no state."""
     if status.resumed_step is None:
         return []
     return [f"resumed at step {status.resumed_step}{f' from {status.resumed_from}' if status.resumed_from else ''}"]
 
 
 def restart_parts(status: api.Status) -> list[str]:
-    """Return 1 restart, 20 steps repeated. Only memory has the last step, so for a folder "no step" is unknown."""
+    """Return `1 restart, 20 steps repeated`. Only memory is known to hold the last step, so only then "no step"."""
     total = status.restarts.total if status.restarts else 0
     if not total:
         return []

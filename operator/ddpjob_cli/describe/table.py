@@ -1,4 +1,4 @@
-"""`ddpjob get`: the columns that `kubectl get ddp` has."""
+"""The table of `ddpjob get`, with the columns of `kubectl get ddp`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Raw = Mapping[str, Any]
 
 
 def table(jobs: Sequence[Raw], now: dt.datetime, *, wide: bool = False, namespaces: bool = False) -> list[str]:
-    """Return a head and a line for each job as the API server gives it; namespaces: with a column for them."""
+    """Return a header and a row per job. jobs: as the API server returns them. namespaces: add their column."""
     shown = [column for column in COLUMNS if wide or not column[3]]
     head = [*(["NAMESPACE"] if namespaces else []), "NAME", *(name.upper() for name, *_ in shown)]
     rows = [head]

@@ -1,5 +1,5 @@
-"""Cleans the output of scripts for a terminal: colors and carriage returns stay. Titles, cursor moves, links and the
-clipboard (OSC 52) go: a line of a log could hide or replace lines above it."""
+"""Clean the output of scripts for a terminal. Colors and carriage returns are kept. Sequences for titles, cursor moves,
+links and the clipboard (OSC 52) are removed. Otherwise a line of a log could hide or replace lines above it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ HELD_MAX = 4096
 _COLORS = r"\x1b\[[0-9;:]{0,64}m"
 _OBEYED = re.compile(
     rf"({_COLORS})"
-    # An unterminated string (a title, for example) ends at the end of the line.
+    # A string sequence, such as a title. An unterminated one ends at the end of the line.
     r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c\n]*(?:\x07|\x1b\\|\x9c)?"
     r"|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"
     r"|\x1b[ -/]*[0-~]"
@@ -23,12 +23,12 @@ _OPENERS = "\x1b\x90\x98\x9b\x9d\x9e\x9f"
 
 
 def for_terminal(text: str) -> str:
-    """Return the text of whole lines, with colors and line ends only."""
+    """Return whole lines without control sequences except colors and line ends."""
     return _OBEYED.sub(r"\1", text)
 
 
 class TerminalPieces:
-    """The same for text in pieces, which may end inside of a character or a sequence."""
+    """Cleans text in pieces, which may end in the middle of a character or a sequence."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")

@@ -1,4 +1,4 @@
-"""`ddpjob run`: run a job as processes on this machine, by the same plan as in a cluster. One thread observes, plans,
+"""`ddpjob run`: run a job as processes on this machine, with the operator's own `plan`. One thread observes, plans,
 writes the status, acts, and then waits for an event or for the next planned time."""
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from ddpjob_cli.local.session import DevSession
 
 SUCCEEDED, FAILED, INTERRUPTED = 0, 1, 130
-WAIT_SECONDS_MAX = 3600.0  # the kernel's limit is 24.8 days, but a deadline may be a month
-REPORT_SECONDS = 0.5  # on loopback a report costs nothing, and the table should be up to date
-# A local run is suspended only by a signal, which also ends it.
+WAIT_SECONDS_MAX = 3600.0  # the kernel accepts at most 24.8 days, but a deadline may be a month
+REPORT_SECONDS = 0.5  # short, because reports on loopback are cheap, and the table should be up to date
+# resume_hint: a local run is suspended only by a signal, which also ends it.
 SETTINGS = Settings(progress_write_seconds=REPORT_SECONDS, resume_hint="run it again to go on", keeps_files=True)
 _STOPS = (reasons.SUSPENDING.name, reasons.SUSPENDED.name)
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -64,9 +64,9 @@ class RunOptions:
     metrics: Path | None = None
     report: Path | None = None
     process_group: int | None = None
-    """The process group in which the command was started, if the run has its own."""
+    """Process group in which the command was started, if the run itself has another one."""
     names: Callable[[str], str] = str
-    """Rewrites places in the script for users: lines of a notebook as its cells."""
+    """Rewrites places in a text: lines of a notebook's script become cells and their lines."""
     pdb: int | None = None
     defaults: str = ""
     """The numbers in the title that the user did not give."""
@@ -113,7 +113,7 @@ def run(document: Document, job: api.DDPJob, options: RunOptions) -> int:
 
 
 def on_this_machine(job: api.DDPJob, options: RunOptions) -> tuple[api.DDPJob, list[str]]:
-    """Return the job without fields that only a cluster has, and with --cpu without GPUs; and notes for the user."""
+    """Remove fields that only a cluster has, and GPUs with --cpu. Return the job, and notes for the user."""
     notes = []
     if options.cpu and (requested := podspec.gpus(job.spec.template)):
         unused, ranks = wording.count(requested, "GPU"), topology.world_size(job.spec)
@@ -126,7 +126,7 @@ def on_this_machine(job: api.DDPJob, options: RunOptions) -> tuple[api.DDPJob, l
 
 
 def assign_slots(document: Document, job: api.DDPJob) -> tuple[list[pod_process.Slot], list[str]]:
-    """Return a slot for each node with its share of the GPUs, and notes for the user. Raise InputError."""
+    """Return a slot with a share of the GPUs for each node, and notes for the user. Raise InputError."""
     notes = []
     requested = podspec.gpus(job.spec.template)
     visible = gpus.visible()
@@ -137,16 +137,16 @@ def assign_slots(document: Document, job: api.DDPJob) -> tuple[list[pod_process.
         except gpus.TooFewGpusError as error:
             raise InputError(f"{document.place(podspec.trainer_path(job.spec.template))}: {error}") from None
     elif visible:
-        # In a cluster a pod that requests no GPU sees none.
+        # As in a cluster, where a pod that requests no GPU has none.
         shares = [()] * job.spec.nodes
     if topology.backend(job.spec) == "nccl" and not visible:
         text = 'spec.backend: "nccl" needs a GPU, and this machine has none. Run with --cpu.'
         raise InputError(f"{document.place(('spec', 'backend'))}: {text}")
-    has_own = launcher.facts(job.spec).trainer.get("workingDir")  # the trainer starts in our working folder
+    has_own = launcher.facts(job.spec).trainer.get("workingDir")  # workingDir is relative to our working folder
     cwd, environment = Path.cwd() if has_own else script.folder_of(document.source, job), dict(os.environ)
     if cwd != Path.cwd():
         notes.append(f"working folder: {cwd}, where the script is")
-    # The run's folder, which will have the volumes, does not exist yet. For the check any folder will do.
+    # The run's folder, which will have the volumes, does not exist yet. For `check` any folder is good enough.
     volumes = cwd / "volumes"
     return [pod_process.Slot(cwd, volumes, environment, share) for share in shares], notes
 
@@ -166,7 +166,7 @@ def check(document: Document, job: api.DDPJob, slots: Sequence[pod_process.Slot]
     """Refuse fields that a local process cannot have, before anything starts. Return notes for the user. Raise
     InputError."""
     pods = [build.pod(job, 1, place) for place in topology.members(job.spec)]
-    # Check the user's own template: fields added by the builder are not the user's mistakes.
+    # Check the user's own template, because fields added by `build.pod` are not the user's mistakes.
     template = {**pods[0], "spec": job.spec.template["spec"]}
     refused = list(pod_process.problems(template))
     if refused and not options.allow_unsupported:
@@ -185,7 +185,7 @@ def check(document: Document, job: api.DDPJob, slots: Sequence[pod_process.Slot]
 
 
 def _of_steps(document: Document, job: api.DDPJob, options: RunOptions) -> list[str]:
-    """Refuse, or mention, options that need steps from a script that reports none."""
+    """Refuse or report options that need steps if the script reports none. Return notes. Raise InputError."""
     path = script.find(document.source, job)
     if not script.reports_no_steps(path) or path is None:
         return []
@@ -218,7 +218,7 @@ class Runner:
         self._repeated = [faults.Kills(f) for f in options.faults if isinstance(f, faults.RepeatedFault)]
         self._stop_reasons: list[str] = []
         self._stopped: dict[str, Container] = {}  # by pod: trainers that ended after the stop was requested
-        self._keys: set[int] = set()  # SIGTSTP and SIGQUIT, if received and not handled yet
+        self._keys: set[int] = set()  # SIGTSTP and SIGQUIT, until they are handled
         self._noted: set[str] = set()
         self._total_steps: int | None = None
         self._metrics: MetricsFile | None = None
@@ -299,7 +299,7 @@ class Runner:
         )
 
     def _reconcile(self) -> float | None:
-        """Plan and act until there is nothing to do; return the seconds until the next planned time."""
+        """Plan and act until there is nothing left to do. Return the seconds until the next planned time."""
         while True:
             now = dt.datetime.now(dt.timezone.utc)
             seen = self.cluster.observe()
@@ -309,12 +309,12 @@ class Runner:
             if todo.status is not None:
                 self._record(todo.status)
             self.cluster.execute(self.job, todo.actions)
-            # The summary reports the end.
+            # Events of the end are left out, because the summary reports it.
             for event in todo.events if self.job.status.state not in TERMINAL else ():
                 is_said = event.reason == reasons.EXIT_CODE_LOST.name  # the check before the run reported it
-                # Reported when the stop began.
+                # `_begin_stop` has reported it.
                 is_said = is_said or (bool(self._stop_reasons) and event.reason in _STOPS)
-                # Reported at the end.
+                # The summary reports findings.
                 is_said = is_said or event.reason in {found.reason for found in self.job.status.findings}
                 if not is_said and not self.teller.event(event, self.job.status):
                     self.screen.event(event)
@@ -344,7 +344,7 @@ class Runner:
                 self.cluster.handle(key)
 
     def _is_watched(self) -> bool:
-        """True if this run checks for idle ranks. Under ddprun the agents do that, with more information."""
+        """True if this run must check for idle ranks. Under ddprun the agents do so, with more information."""
         return self.job.status.state == "Running" and not launcher.facts(self.job.spec).restarts_in_place
 
     def _record(self, status: api.Status) -> None:
@@ -355,7 +355,7 @@ class Runner:
                 self._metrics.changed(self.job.status, status, dt.datetime.now(dt.timezone.utc), agent)
         if status.attempt != self.job.status.attempt:
             self._settings = dataclasses.replace(SETTINGS, failed_before=status.last_failure)
-            self.cluster.agent = None  # its restarts in place are counted already, and belong to the old attempt
+            self.cluster.agent = None  # its restarts in place belong to the old attempt, and are counted already
         self.job = replace(self.job, status=status)
         self._note_once(self.record.take(status, dt.datetime.now(dt.timezone.utc)))
         if self.options.status is not None:
@@ -364,7 +364,7 @@ class Runner:
 
     @contextlib.contextmanager
     def _whatever_disk(self, name: str, consequence: str = "the job goes on without it") -> Iterator[None]:
-        """Report an error of the disk and continue: it costs the file, never the job."""
+        """Report an OSError in this context and continue: the file is lost, but not the job."""
         try:
             yield
         except OSError as error:
@@ -390,7 +390,7 @@ class Runner:
             self._stop_reasons.append("a closed output")
 
     def _on_report(self, body: bytes) -> str | None:
-        """Take a report; return why it is refused. Called in the receiver's threads."""
+        """Queue a report for the run's thread; return why it is refused, or None. Called in the receiver's threads."""
         try:
             now = dt.datetime.now(dt.timezone.utc)
             named = self.options.names(body.decode(errors="surrogateescape")).encode(errors="surrogateescape")
@@ -406,7 +406,7 @@ class Runner:
         return None
 
     def _wake(self) -> None:
-        """Wake the run's thread. Called in other threads."""
+        """Wake the run's thread from another thread."""
         with contextlib.suppress(BlockingIOError, OSError):
             os.write(self._wake_write, b"r")
 
@@ -427,12 +427,12 @@ class Runner:
             self._stop_reasons.append(found.stop)
 
     def _obey_keys(self) -> None:
-        # The agents print the stacks; the sentence names processes whose stacks they cannot print.
+        # Agents print the stacks. The sentence names processes whose stacks no agent prints.
         if signal.SIGQUIT in self._keys and (sentence := stacks.ask(self.folder.uid).sentence()):
             self.screen.note(sentence)
         if signal.SIGTSTP in self._keys:
             self.screen.pause()
-            # Send SIGTSTP again, not SIGSTOP: the kernel ignores SIGTSTP if no shell could continue the process.
+            # Stop by SIGTSTP, not SIGSTOP, because the kernel ignores it if no shell could continue the process.
             handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTSTP)
             signal.signal(signal.SIGTSTP, handler)
@@ -452,7 +452,7 @@ class Runner:
             self.screen.note(idle.sentence(found, self._idle.seconds, "", f"ddpjob stacks {self.job.metadata.name}"))
 
     def _on_signal(self, number: int, _frame: Any) -> None:
-        """Only record the signal, because the interpreter may be in a print. A second signal kills at once."""
+        """Only record the signal, because it may have interrupted a print. A second signal kills the nodes at once."""
         if number not in STOP_SIGNALS:
             self._keys.add(number)
             return
@@ -474,7 +474,7 @@ class Runner:
                 self._kill_rank(repeated, pods)
 
     def _kill_rank(self, repeated: faults.Kills, pods: list[LocalPod]) -> None:
-        """Kill the next rank, one after the other."""
+        """Kill the next rank in turn: rank 0 first, and rank 0 again after the last one."""
         parent_of = processes.parents()
         found = [(pod.place, pid) for pod in pods for pid in ranks.of_node(pod.node.pid, parent_of)]
         if not found:  # the ranks are still starting
@@ -487,7 +487,7 @@ class Runner:
     def _next_fault(self) -> float | None:
         now = time.monotonic()
         waits = [due - now for due, _ in self._node_faults]
-        # A kill that is due waits for a running rank, or for a step, which a report brings.
+        # A kill that is due waits until ranks are training, so check for that again soon.
         waits += [max(faults.LOOK_SECONDS, r.due - now) for r in self._repeated]
         return min((seconds for seconds in waits if seconds > 0), default=None)
 
@@ -501,7 +501,7 @@ class Runner:
             self.job = replace(self.job, spec=replace(self.job.spec, suspend=True))
 
     def _summarize(self) -> int:
-        """Show how the job ended and where the logs are; return the exit code."""
+        """Show where the logs are and how the job ended. Return the exit code."""
         took = time.monotonic() - self._started_at
         self._write_report()
         status, name = self.job.status, self.job.metadata.name
@@ -516,10 +516,10 @@ class Runner:
         missed = faults.missed(self.options.faults, not_yet, self.folder.path / run_folder.FAULTS)
         for fault in missed:
             self.screen.note(f"{fault.option}: did not happen; {fault.wants}")
-        self.screen.note(self._where())  # the job's end should be the last line
+        self.screen.note(self._where())  # before the job's end, which should be the last line
         if status.state == "Succeeded":
             self.screen.note(ending.succeeded(name, status, took))
-            return FAILED if missed else SUCCEEDED  # missed: a fault that was to be tested did not happen
+            return FAILED if missed else SUCCEEDED  # a test of a fault has failed if the fault did not happen
         if status.state == "Suspended":
             self.screen.note(told.stopped(name, status, took, () if self.options.session else self._stopped.values()))
             return INTERRUPTED
@@ -527,12 +527,12 @@ class Runner:
         return FAILED
 
     def _where(self) -> str:
-        """Return where the output and the figures of the run are."""
+        """Return a line with the commands that show the logs and the report."""
         written = self.options.report or f"{self._command('report')} > report.html"
         return f"  logs: {self._command('logs')}   report: {written}"
 
     def _command(self, name: str) -> str:
-        """Return ddpjob logs digits, with the folder unless it is the user's default."""
+        """Return for example `ddpjob logs digits`, with --dir if the user has chosen a folder."""
         folder = "" if self.options.folder is None else f" --dir {shlex.quote(str(self.options.folder))}"
         return f"ddpjob {name} {self.job.metadata.name}{folder}"
 
@@ -546,7 +546,7 @@ class Runner:
 
 
 def dry_run(job: api.DDPJob, cpu: bool) -> Iterator[build.Body]:
-    """Yield the Service and the pods that a cluster would get."""
+    """Yield the Service and the pods that would be created in a cluster."""
     job = on_cpu(job) if cpu else job
     job = replace(job, metadata=replace(job.metadata, uid=job.metadata.uid or "00000000-0000-0000-0000-000000000000"))
     yield build.service(job)
@@ -557,7 +557,7 @@ def _run_folder(name: str, options: RunOptions) -> run_folder.RunFolder:
     try:
         return run_folder.RunFolder(name, options.folder)
     except OSError as error:
-        # The error of a write does not name the file.
+        # An OSError of a write has no file name.
         place = error.filename or (options.folder or run_folder.state_home() / "ddpjob") / name
         text = f"{place}: {error.strerror}: cannot hold the logs; choose a folder with --logs"
         raise InputError(text) from None

@@ -1,4 +1,4 @@
-"""Finds the script of a job's command on this machine, and if it can report steps."""
+"""Find the script of a job's command on this machine, and find out if it can report steps."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _REPORTERS = ("ddpjob", "transformers", "DDPJOB_", "KUBEFLOW_")
 def find(source: str, job: api.DDPJob) -> Path | None:
     """Return the script next to the YAML, else in the working folder; None if it is in neither."""
     names = launcher.facts(job.spec).started.files
-    # A workingDir often exists only in the image.
+    # Look next to the YAML and here too, because a workingDir often exists only in the image.
     folders = (folder_of(source, job), Path(os.path.abspath(source)).parent, Path.cwd())
-    # Path.is_file() raises for a name of 1,000 characters.
+    # Not Path.is_file(), which raises for a name of 1,000 characters.
     return next((path for name in names for folder in folders if os.path.isfile(path := folder / name)), None)
 
 
 def folder_of(source: str, job: api.DDPJob) -> Path:
-    """Return the folder in which the trainer starts: the YAML's if the script is there, else the working folder."""
+    """Return the folder in which the trainer starts: workingDir, else the YAML's if it has the script, else ours."""
     names = launcher.facts(job.spec).started.files
     own = launcher.facts(job.spec).trainer.get("workingDir")
     if isinstance(own, str):
@@ -33,7 +33,7 @@ def folder_of(source: str, job: api.DDPJob) -> Path:
 
 
 def reports_no_steps(path: Path | None) -> bool:
-    """True if a script certainly reports no steps: neither it nor any of its own files that it could import does."""
+    """True if a script certainly reports no steps: it names no library that does, and imports no file next to it."""
     if path is None:
         return False
     try:

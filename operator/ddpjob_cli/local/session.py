@@ -1,5 +1,5 @@
-"""The session of `ddpjob dev`: a save or Enter restarts the ranks, and the run continues when they end. A thread polls
-files and keyboard, and wakes the run. A signal makes node 0's agent restart the ranks, without a charge."""
+"""The session of `ddpjob dev`: a saved file or Enter restarts the ranks, and the run continues when they end. A thread
+polls files and keyboard, and wakes the run. The run signals node 0's agent, which restarts the ranks uncharged."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class SessionNews:
     stood: bool = False
     """True if the ranks of all nodes have ended."""
     failure: api.JobFailure | None = None
-    """The failure that ended them; its traceback is shown once."""
+    """The failure that ended the ranks, whose traceback is shown once."""
     stop: str = ""
     """Why the session ends; "" if it continues."""
 
 
 class PodOfSession(Protocol):
-    """A pod, of a local run or of a cluster."""
+    """A pod of a local run or of a cluster."""
 
     @property
     def attempt(self) -> int: ...
@@ -60,11 +60,11 @@ class DevSession:
         """has_keyboard: stdin is a terminal, and no debugger reads from it."""
         self._idle_seconds, self._has_keyboard = idle_seconds, has_keyboard
         self._asked: collections.deque[str] = collections.deque()  # reasons for the next restart
-        # The pod whose ranks have ended and its message, until reported.
+        # The pod that printed that all ranks have ended, and its message, until it is reported.
         self._stood: tuple[PodOfSession, str] | None = None
         self._files = files
-        self._stands = False  # no rank is running, so new files are the user's
-        self._lock = threading.Lock()  # guards the two above
+        self._stands = False  # True while no rank is running: new files are then the user's
+        self._lock = threading.Lock()  # guards _files and _stands
         self._active_at = time.monotonic()
         self._steps: object = None
         self._terminal = termios.tcgetattr(0) if os.isatty(0) else None
@@ -72,7 +72,7 @@ class DevSession:
         self._thread: threading.Thread | None = None
 
     def begin(self, wake: Callable[[], None]) -> list[str]:
-        """Start watching; wake makes the run call `look`. Return sentences for the user."""
+        """Start watching. wake: makes the run call `look`. Return sentences for the user."""
         self._thread = threading.Thread(target=self._watch, args=(wake,), daemon=True)
         self._thread.start()
         enter = ", or Enter," if self._has_keyboard else ""
@@ -85,7 +85,7 @@ class DevSession:
             self._thread.join()
 
     def printed(self, pod: PodOfSession, lines: Sequence[str]) -> list[str]:
-        """Return the lines to show. The agent's message that all ranks have ended is kept back."""
+        """Return the lines to show, without the agent's message that all ranks have ended, which `look` reports."""
         self._active_at = time.monotonic()
         words = [line for line in lines if line.startswith(_STANDS)]
         if words:
@@ -93,7 +93,7 @@ class DevSession:
         return [line for line in lines if not line.startswith(_STANDS)]
 
     def look(self, steps: object, restart: Callable[[], None]) -> SessionNews:
-        """Restart the ranks if requested, and return events to report. steps: differ from the last if ranks trained."""
+        """Restart the ranks if requested, and return events to report. steps: any value that changes with progress."""
         found = SessionNews()
         if steps != self._steps:
             self._steps, self._active_at = steps, time.monotonic()
@@ -104,7 +104,7 @@ class DevSession:
             found.notes.append(f"↻ {', '.join(whys)}: all ranks start again")
             self._active_at = time.monotonic()
             self._adopt(stands=False)
-            if self._terminal is not None:  # a killed debugger leaves the terminal without echo
+            if self._terminal is not None:  # a killed debugger may have switched off the echo
                 termios.tcsetattr(0, termios.TCSANOW, self._terminal)
             restart()
         if self.due_in() == 0.0:
@@ -124,12 +124,12 @@ class DevSession:
         found.notes.append(f"{'✖' if found.failure else '✔'} {why}; save a file{enter} to start them again")
 
     def due_in(self) -> float | None:
-        """Return seconds until the unused session ends; None: never."""
+        """Return the seconds until the session ends because nobody uses it; None if it never does."""
         if not self._idle_seconds:
             return None
         idle = time.monotonic() - self._active_at
         with contextlib.suppress(OSError):
-            if os.isatty(0):  # its atime, as in `w`, shows what a user types into a debugger
+            if os.isatty(0):  # the terminal's atime shows when the user typed, for example into a debugger
                 idle = min(idle, max(0.0, time.time() - os.fstat(0).st_atime))
         return max(0.0, self._idle_seconds - idle)
 
@@ -153,7 +153,7 @@ class DevSession:
                 wake()
 
     def _pressed_enter(self, seconds: float) -> bool:
-        """True if Enter was pressed within `seconds`. In the background a read would stop this process."""
+        """Wait; True if Enter was pressed within `seconds`. In the background a read would stop this process."""
         if not self._has_keyboard or os.tcgetpgrp(0) != os.getpgrp():
             self._closed.wait(seconds)
             return False
@@ -161,10 +161,10 @@ class DevSession:
 
 
 def restart_ranks(pods: Iterable[LocalPod]) -> None:
-    """Restart the ranks of a local run."""
+    """Signal the agents of a local run to restart the ranks."""
     parent_of = processes.parents()
     below = [{pod.pid, *processes.descendants(pod.pid, parent_of)} for pod in pods if pod.live and pod.pid]
-    # An agent without a handler for the signal is still starting, and has no ranks yet.
+    # Agents without a handler are skipped: they are still starting, and have no ranks yet.
     processes.send((pid for pids in below for pid in pids if processes.catches(pid, RERUN_SIGNAL)), RERUN_SIGNAL)
 
 

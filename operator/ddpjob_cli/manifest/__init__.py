@@ -1,1 +1,1 @@
-"""DDPJobs as files: bounded YAML, errors with line and column, values from the command line."""
+"""DDPJobs as files: YAML of limited size, errors with line and column, values from the command line."""

@@ -1,4 +1,4 @@
-"""Options of the command line that change a document: `--set spec.x=y`, `--nodes`, `--env`."""
+"""Apply the command line's options that change a document: `--set spec.x=y`, `--nodes`, `--env`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ddpjob_operator.job.validation import Path as FieldPath
 
 
 def set_field(document: Document, setting: str, option: str) -> None:
-    """Set `spec.template.spec.containers[0].image=x`; the value is parsed as YAML. Raise InputError."""
+    """Set a field, as in `spec.template.spec.containers[0].image=x`; the value is parsed as YAML. Raise InputError."""
     name, has_value, text = setting.partition("=")
     path = _path(name)
     if not has_value or not path:
@@ -36,7 +36,7 @@ def set_field(document: Document, setting: str, option: str) -> None:
 
 
 def set_variable(document: Document, variable: str) -> None:
-    """Set `NAME=VALUE`, or `NAME` with its value here, in the trainer's env. Raise InputError."""
+    """Set `NAME=VALUE` in the trainer's env; for `NAME` alone use its value in our environment. Raise InputError."""
     name, has_value, value = variable.partition("=")
     if not has_value and name not in os.environ:
         raise InputError(f"--env {variable}: must be NAME=VALUE, or the name of a variable that is set here")
@@ -46,7 +46,7 @@ def set_variable(document: Document, variable: str) -> None:
     spec = document.data.get("spec")
     trainer = trainer_container(spec.get("template") or {}) if isinstance(spec, dict) else None
     if trainer is None:
-        return  # validation reports the wrong template
+        return  # the template is invalid, which validation will report
     env = trainer.get("env") if isinstance(trainer.get("env"), list) else []
     own = [i for i, e in enumerate(env or ()) if isinstance(e, dict) and e.get("name") == name]
     kept = [e for i, e in enumerate(env or ()) if i not in own]

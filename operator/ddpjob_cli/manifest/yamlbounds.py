@@ -1,5 +1,6 @@
-"""Bounds for a YAML text, checked on the stream of events. 280 bytes of aliases are a million entries, and 10 MB of
-brackets take PyYAML most of a minute; no object that an API server accepts comes near."""
+"""Limit the size of a YAML text, before objects are made from its parse events. 280 bytes of aliases can stand for a
+million entries, and 10 MB of brackets take PyYAML most of a minute. Objects that an API server accepts are far smaller.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ import yaml
 BYTES_MAX = 4 << 20  # an API server accepts 3 MiB in a request
 NODES_MAX = 20_000  # keys, values and items of all documents of a file; a large job has a few hundred
 DEPTH_MAX = 100
-NUMBER_CHARACTERS_MAX = 100  # Python takes a second for 100,000 digits, and from 3.11 on refuses 4,300
+NUMBER_CHARACTERS_MAX = 100  # Python takes a second for 100,000 digits; 3.11 and later refuse 4,300
 
 
 class OutOfBoundsError(Exception):
-    """A bound was exceeded at this line (from 1)."""
+    """A limit was exceeded. line: from 1."""
 
     def __init__(self, line: int, what: str) -> None:
         super().__init__(what)
@@ -30,7 +31,7 @@ class _Open:
 
 @dataclass
 class _BoundedReader:
-    """Counts the nodes of an alias each time it is used."""
+    """Counts nodes, and those of an alias each time it is used."""
 
     nodes: int = 0
     above: list[_Open] = field(default_factory=list)
@@ -43,7 +44,7 @@ class _BoundedReader:
         elif isinstance(event, yaml.AliasEvent):
             if any(opened.anchor == event.anchor for opened in self.above):
                 raise OutOfBoundsError(_line(event), "an alias that contains itself")
-            self._add(self.sizes.get(str(event.anchor), 1), event)  # the composer reports an unknown alias
+            self._add(self.sizes.get(str(event.anchor), 1), event)  # PyYAML's composer reports an unknown alias later
         elif isinstance(event, yaml.ScalarEvent):
             self._end(event.anchor, 1)
             self._add(1, event)

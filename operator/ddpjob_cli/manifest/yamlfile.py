@@ -1,4 +1,4 @@
-"""DDPJobs in a YAML file, with the line of every field, so that messages begin with FILE:LINE."""
+"""Read DDPJobs from a YAML file, with the line of every field, so that messages begin with FILE:LINE."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _NUMBERS = (f"{_TAG}int", f"{_TAG}float")
 # Kinds that `ddpjob convert` reads; tests/unit/test_convert.py compares this with ddpjob_convert's own list.
 CONVERTED = ("PyTorchJob", "TrainJob")
 _LIST = "List"
-PROBLEMS_MAX = 20  # a list of 10,000 wrong containers is one mistake
+PROBLEMS_MAX = 20  # shown; 10,000 wrong containers are probably one mistake
 
 
 # Use libyaml if PyYAML was built with it (all wheels are), else the same loader in Python.
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """JSON values as kubectl reads them: 2024-01-31 is a text, and a set is refused."""
+    """Reads values as kubectl does, as JSON has them: 2024-01-31 is a text, and a set is refused."""
 
     def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
-        """PyYAML calls this for each node without a tag; implicit[0]: it has no quotes."""
+        """Return the tag of a node without one. implicit[0]: True if the value has no quotes. Called by PyYAML."""
         if kind is yaml.ScalarNode and implicit[0]:
             return yamlvalues.tag_of(value)
         return super().resolve(kind, value, implicit)
@@ -60,7 +60,7 @@ for _name in ("binary", "omap", "pairs", "set"):
 
 
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
-    """Writes no anchors: kubectl reads them, people do not."""
+    """Writes no anchors, because people find them hard to read."""
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - the signature is PyYAML's
         return True
@@ -70,12 +70,12 @@ _Dumper.add_representer(str, yamlvalues.represent)
 
 
 def text_of(body: Any) -> str:
-    """Return an object as YAML in which kubectl reads the same values."""
+    """Return an object as YAML that kubectl reads with the same values."""
     return str(yaml.dump(body, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10_000))
 
 
 class InputError(Exception):
-    """The user's input is wrong; each line of the text names the place and the fix. The command line exits with 2."""
+    """The user's input is wrong. Each line of the text names the place and the fix. The command line exits with 2."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Document:
         return self.lines.get(path, 1)
 
     def error(self, problems: list[Problem]) -> InputError:
-        """Return all problems, one per line, in the order of the file."""
+        """Return an error with the first problems, one per line, in the order of the file."""
         ordered = sorted(problems, key=lambda p: self.line(p.path))
         lines = [f"{self.place(p.path)}: {p}" for p in ordered[:PROBLEMS_MAX]]
         if len(ordered) > PROBLEMS_MAX:
@@ -112,7 +112,7 @@ class Document:
 
 
 def read_job(path: str, job: str | None = None, data: bytes | None = None) -> Document:
-    """Return the one DDPJob of a file, or the one named `job`. Raise InputError. data: what was read already."""
+    """Return the only DDPJob of a file, or the one named `job`. Raise InputError. data: content, if already read."""
     documents = [d for d in (read(path) if data is None else parse(path, data)) if d.data is not None]
     if not documents:
         raise InputError(f"{path}:1: the file has no DDPJob: it is empty")
@@ -131,7 +131,7 @@ def read_job(path: str, job: str | None = None, data: bytes | None = None) -> Do
 
 
 def read(path: str) -> Iterator[Document]:
-    """Return all documents of a file, and the items of its lists; `-` for stdin. Raise InputError with the line."""
+    """Return all documents of a file, or of stdin for `-`; lists become their items. Raise InputError with the line."""
     try:
         if path == "-":
             path, data = "stdin", sys.stdin.buffer.read(yamlbounds.BYTES_MAX + 1)
@@ -140,13 +140,13 @@ def read(path: str) -> Iterator[Document]:
                 data = file.read(yamlbounds.BYTES_MAX + 1) or b""
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
-    except ValueError:  # a NUL in its name
+    except ValueError:  # a NUL in the name
         raise InputError(f"{path!r}: no file has such a name") from None
     return parse(path, data)
 
 
 def parse(path: str, data: bytes) -> Iterator[Document]:
-    """Return all documents of a text that was read from a file, as `read` does."""
+    """Return all documents of a file's content, as `read` does. path: for messages."""
     if len(data) > yamlbounds.BYTES_MAX:
         line = data.count(b"\n") + 1
         raise InputError(f"{path}:{line}: more than {yamlbounds.BYTES_MAX >> 20} MiB: too large for a file of jobs")
@@ -159,7 +159,7 @@ def parse(path: str, data: bytes) -> Iterator[Document]:
 
 
 def _of_list(document: Document) -> Iterator[Document]:
-    """Return the items of a list that `kubectl get -o yaml` prints; those of a typed list have no kind."""
+    """Yield the items of a list, as `kubectl get -o yaml` prints it. Items of a typed list have no kind, so add it."""
     data = document.data
     kind = data.get("kind") if isinstance(data, Mapping) else None
     if not isinstance(kind, str) or not kind.endswith(_LIST) or not isinstance(data.get("items"), list):
@@ -175,7 +175,7 @@ def _of_list(document: Document) -> Iterator[Document]:
 
 
 def read_value(text: str) -> Any:
-    """Return one value as YAML, for `--set`; a text that is no YAML is the value. Raise InputError if too large."""
+    """Parse a value of `--set` as YAML; if it is not valid, return the text itself. Raise InputError if too large."""
     try:
         documents = _documents("the value", text)
     except _NotYAMLError:
@@ -215,7 +215,7 @@ def _documents(source: str, text: str) -> list[Document]:
 
 
 def _check_characters(source: str, text: str) -> None:
-    """Refuse characters with their line, because the parser's error has none."""
+    """Refuse control characters here, with their line, because the parser's error has no line."""
     wrong = yaml.reader.Reader.NON_PRINTABLE.search(text)
     if wrong:
         line = text.count("\n", 0, wrong.start()) + 1
@@ -224,7 +224,7 @@ def _check_characters(source: str, text: str) -> None:
 
 @dataclass
 class _Walk:
-    """Records the line of every field, and refuses what would fail later without a line."""
+    """Records the line of every field. Refuses here, with a line, what would fail later without a line."""
 
     source: str
     lines: dict[FieldPath, int]
@@ -242,7 +242,7 @@ class _Walk:
                 self._check_number(node)
 
     def _visit_mapping(self, node: Any, path: FieldPath) -> None:
-        """Refuse duplicate keys: YAML readers silently keep the last one, and the API server refuses it."""
+        """Refuse duplicate keys, because YAML readers silently keep the last one."""
         seen: dict[str, int] = {}
         node.value = [(self._key(key), value) for key, value in node.value]
         for key, value in node.value:
@@ -256,7 +256,7 @@ class _Walk:
             self.visit(value, where)
 
     def _key(self, key: Any) -> Any:
-        """Return a key as a text, JSON's only keys. A new node: an alias of it may be a number elsewhere."""
+        """Return a key as a text, JSON's only keys. It is a new node, because an alias as a value may be a number."""
         if not isinstance(key, yaml.ScalarNode):
             kind = "a list" if isinstance(key, yaml.SequenceNode) else "a mapping"
             raise self._wrong(key, f"{kind} cannot be a key; a key is a text")
@@ -270,7 +270,7 @@ class _Walk:
             raise self._wrong(node, "a text with a NUL character: no program can be given one. Remove it.")
 
     def _check_number(self, node: Any) -> None:
-        """Refuse long numbers, because Python takes a second for very many digits."""
+        """Refuse numbers that JSON lacks, and long ones, because Python takes a second for very many digits."""
         try:
             if len(node.value) > yamlbounds.NUMBER_CHARACTERS_MAX:
                 raise ValueError

@@ -1,10 +1,10 @@
-"""Jobs from Python: `ddpjob.run` and `ddpjob.submit`, which give a `Job`.
+"""Start jobs from Python: `ddpjob.run` and `ddpjob.submit`, which return a `Job`.
 
 In:   a function, a script, a notebook or a DDPJob's YAML, and the words of the command line as arguments.
-Out:  a Job; what rank 0 returns; exceptions with that of the failed rank as their cause.
+Out:  a Job; what rank 0 returns; exceptions whose cause is the exception of the failed rank.
 
-Called by: `ddpjob`, the library, by name and on first use; it must not need this package where a rank runs.
-Must not know: torch. All that a command does too is done by what the command calls.
+Called by: the library `ddpjob`, by name and on first use, because ranks must not need this package.
+Must not import: torch. Calls the same code as the commands of the command line.
 """
 
 from ddpjob_cli.client.errors import ClusterError

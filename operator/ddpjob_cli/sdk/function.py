@@ -1,4 +1,4 @@
-"""A function as files. cloudpickle sends code of `__main__`, notebooks and lambdas, and all else by name."""
+"""Turn a function into files. cloudpickle sends code of `__main__`, notebooks and lambdas; everything else by name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ddpjob_operator.failures.log_lines import ANSWER
 from ddpjob_operator.job.wording import name_of
 
 SCRIPT, ANSWER_FILE = "ddpjob_function.py", "answer"
-FUNCTION_BYTES_MAX = PACKED_BYTES_MAX * 3 // 4  # weights do not compress, and cloudpickle is in the archive too
+FUNCTION_BYTES_MAX = PACKED_BYTES_MAX * 3 // 4  # weights do not compress, and the archive also has cloudpickle
 _NAMED_MAX = 3
 
 
@@ -34,10 +34,10 @@ class Sent:
     files: dict[str, str]
     """Files sent with the job: path → text."""
     word: str
-    """The first word of each returned line."""
+    """Secret prefix of each line with a result."""
 
     def write(self, folder: Path) -> None:
-        """Write the files for ranks of this machine, which return results in ANSWER_FILE and not among their lines."""
+        """Write the files for ranks on this machine, which return results in ANSWER_FILE and not in their output."""
         for path, text in self.files.items():
             (folder / path).parent.mkdir(exist_ok=True)
             (folder / path).write_text(text, encoding="utf-8")
@@ -53,7 +53,7 @@ class _TooLargeError(Exception):
 
 
 class _Limited(io.BytesIO):
-    """Refuses more than fits, before all of a model is copied."""
+    """Refuses more than FUNCTION_BYTES_MAX early, before the whole of a large model is copied."""
 
     def write(self, data: Any) -> int:
         if self.tell() + memoryview(data).nbytes > FUNCTION_BYTES_MAX:
@@ -62,8 +62,8 @@ class _Limited(io.BytesIO):
 
 
 def sent(function: Callable[..., Any], arguments: Sequence[Any]) -> Sent:
-    """Return the files that call a function in each rank. Raise InputError, which names what is too large or cannot be
-    pickled; ImportError without cloudpickle."""
+    """Return the files that call a function in each rank. Raise InputError, with the names of variables that are too
+    large or cannot be pickled; ImportError without cloudpickle."""
     package = Path(_cloudpickle().__file__).parent
     name = getattr(function, "__name__", type(function).__name__)
     with _by_value(function):
@@ -84,12 +84,12 @@ def sent(function: Callable[..., Any], arguments: Sequence[Any]) -> Sent:
 
 
 def answers(word: str, texts: Iterable[str]) -> dict[tuple[str, int], bytes]:
-    """Return the results by kind (value, refused, error) and rank; of a restarted rank the last complete one."""
+    """Return the results by kind (value, refused, error) and rank. After a restart the last complete one counts."""
     parts: dict[tuple[str, int], list[str]] = {}
     found: dict[tuple[str, int], bytes] = {}
     for line in texts:
         _, is_ours, rest = line.partition(f"{word}:")
-        with contextlib.suppress(ValueError):  # a line that was cut off
+        with contextlib.suppress(ValueError):  # the line was cut off
             if not is_ours:
                 continue
             kind, rank, place, text = rest.strip().split(":")
@@ -104,7 +104,7 @@ def answers(word: str, texts: Iterable[str]) -> dict[tuple[str, int], bytes]:
 
 
 def loaded(data: bytes) -> Any:
-    """Return an object that was sent back. Raise UnsentError if this Python cannot load it."""
+    """Unpickle a result. Raise UnsentError if this Python cannot load it."""
     try:
         return _cloudpickle().loads(data)
     except Exception as error:
@@ -127,7 +127,7 @@ def _dumped(value: object) -> bytes:
 
 @contextlib.contextmanager
 def _by_value(function: Callable[..., Any]) -> Iterator[None]:
-    """Send the module of a user's own function as code, because no image contains it."""
+    """In this context, pickle the module of a user's function as code, because no image contains it."""
     module = inspect.getmodule(inspect.unwrap(function))
     if module is None or module.__name__ == "__main__" or _is_installed(module):
         yield

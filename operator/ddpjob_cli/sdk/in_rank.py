@@ -1,6 +1,6 @@
-"""The script that a function becomes: a single file that calls it in each rank, and returns the result of rank 0. The
-result is lines with a word that only the caller knows, in the file `answer` next to this one if the caller has created
-it, else in the log. cloudpickle is next to it, so the pod needs no installed package."""
+"""The script of a job that was made from a function: it calls the function in each rank, and returns the result of rank
+0. The result is written as lines with a secret prefix, to the file `answer` next to this script if it exists, else to
+the log. cloudpickle is sent along, so the pod needs no installed package."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LINE_CHARACTERS = 3000  # shorter than a pipe's 4096 bytes, so that lines of ran
 
 
 def main() -> None:
-    """Call the function. Its exception ends the rank as in any script."""
+    """Call the function, and return its result. Its exception ends the rank, as in any script."""
     folder = os.path.dirname(os.path.abspath(__file__))
     with open(os.path.join(folder, "ddpjob_function.json"), encoding="utf-8") as file:
         sent = json.load(file)
@@ -59,7 +59,7 @@ def _pickled(cloudpickle: Any, answer: object) -> bytes | str:
 
 def _give(word: str, kind: str, rank: int, data: bytes | str) -> None:
     if isinstance(data, str) and kind == "error":
-        return  # the log has it
+        return  # it cannot be pickled; the log has its text
     text = base64.b64encode(data.encode() if isinstance(data, str) else data).decode()
     parts = [text[i : i + LINE_CHARACTERS] for i in range(0, len(text), LINE_CHARACTERS)]
     lines = [f"{word}:{kind}:{rank}:{i}/{len(parts)}:{part}\n".encode() for i, part in enumerate(parts)]

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.1
 DELETE_SECONDS = 600.0
-ANSWER_LINES_MAX = 5000  # 1 MB is 450 lines; other lines may follow
+ANSWER_LINES_MAX = 5000  # a result of 1 MB has 450 lines; other output may follow
 
 ALL = LogPart()
 
@@ -44,7 +44,7 @@ _going: set[LocalJob] = set()
 
 
 class RankError(Exception):
-    """The error of a rank according to its log, if its exception was not sent back."""
+    """The error of a rank as its log or status shows it, if its exception itself was not sent back."""
 
 
 class JobFailedError(Exception):
@@ -56,7 +56,7 @@ class JobFailedError(Exception):
 
 
 class Job(abc.ABC):
-    """A started job, which continues without this object."""
+    """A started job. It continues if this object is deleted."""
 
     def __init__(self, name: str, sent: function.Sent | None) -> None:
         self.name = name
@@ -66,11 +66,11 @@ class Job(abc.ABC):
     @property
     @abc.abstractmethod
     def status(self) -> api.Status:
-        """The status now (docs/reference.md). Raises ClusterError: no answer, or the job is gone."""
+        """The current status (docs/reference.md). Raises ClusterError without an answer, or if the job is gone."""
 
     @abc.abstractmethod
     def suspend(self) -> None:
-        """Stop all ranks with their grace period to save; returns at once. Raises InputError where it has ended."""
+        """Stop all ranks with their grace period to save; returns at once. Raises InputError if the job has ended."""
 
     @abc.abstractmethod
     def resume(self) -> None:
@@ -82,10 +82,10 @@ class Job(abc.ABC):
 
     @abc.abstractmethod
     def stacks(self) -> list[str]:
-        """Where the ranks are, a text for each node; they go on. Raises InputError where nothing can be shown."""
+        """Return the ranks' stacks, as a text for each node. Ranks go on. Raises InputError if there are none."""
 
     def wait(self, timeout: float | None = None) -> api.Status:
-        """The status at the end of the job, which has Succeeded. Events go to stderr; a notebook also shows a table.
+        """Wait until the job has Succeeded, and return its status. Events go to stderr; a notebook also shows a table.
         timeout: seconds. Raises TimeoutError, JobFailedError, ClusterError. After KeyboardInterrupt the job goes on."""
         end = None if timeout is None else time.monotonic() + timeout
         update = _in_notebook(self)
@@ -104,10 +104,10 @@ class Job(abc.ABC):
         return status
 
     def result(self, timeout: float | None = None) -> Any:
-        """What the function returned on rank 0, once the job has Succeeded; None of a script. cloudpickle runs code of
-        the job's to load it: ask only a job that you trust. Raises as wait(), and UnsentError where it is larger than 1
-        MB, cannot be pickled, or is no longer there."""
-        if self.status.state != "Succeeded":  # else its end was told
+        """Wait, and return what the function returned on rank 0; None for a script. Loading it with cloudpickle runs
+        code from the job, so call this only for a job that you trust. Raises the errors of wait(), and UnsentError if
+        the result is larger than 1 MB, cannot be pickled, or is no longer there."""
+        if self.status.state != "Succeeded":  # otherwise its end would be reported again
             self.wait(timeout)
         if self._sent is None:
             return None
@@ -118,9 +118,9 @@ class Job(abc.ABC):
         raise function.UnsentError(f"{self.name} returned {why}")
 
     def logs(self, follow: bool = False, rank: int | None = None) -> Iterator[str]:
-        """The lines of the last attempt, each with [node:rank] before it where there are several nodes. follow: until
-        the job ends, through its restarts. rank: of the node of this rank alone; the ranks of a node share a log.
-        Raises InputError for a rank that is not there, ClusterError."""
+        """Yield the lines of the last attempt, with the prefix [node:rank] if there are several nodes. follow: until
+        the job ends, also after restarts. rank: only the node of this rank, whose ranks share a log. Raises InputError
+        for an unknown rank, ClusterError."""
         source = self._source()
         wanted = None if rank is None else [source.node_of_rank(rank)]
         attempt = max(source.attempts(), default=1)
@@ -133,15 +133,15 @@ class Job(abc.ABC):
 
     @abc.abstractmethod
     def _looks(self) -> Iterator[api.Status]:
-        """Yield the status repeatedly, and report events."""
+        """Yield the status repeatedly, and report events to stderr."""
 
     @abc.abstractmethod
     def _source(self) -> LogSource:
-        """Return its logs."""
+        """Return the source of the job's logs."""
 
     @abc.abstractmethod
     def _answer_lines(self, rank: int | None) -> Iterable[str]:
-        """Return the lines that may contain this rank's result, None: any rank."""
+        """Return the lines that may contain the result of this rank, or of any rank for None."""
 
     def _failed(self, status: api.Status) -> JobFailedError:
         tail = status.last_failure.log_tail if status.last_failure else ""
@@ -149,7 +149,7 @@ class Job(abc.ABC):
         return JobFailedError(f"{text}\n{tail}".strip(), status)
 
     def _cause(self, status: api.Status) -> BaseException | None:
-        """Return the exception of the failed rank, else what the status reports about it."""
+        """Return the exception of the failed rank, else a RankError from the status; None without a failure."""
         failure = status.last_failure
         if failure is None:
             return None
@@ -180,17 +180,17 @@ class Job(abc.ABC):
 
 
 class LocalJob(Job):
-    """`ddpjob run` in its own process, which Ctrl-C in this process does not reach."""
+    """`ddpjob run` in a process with its own session, so that Ctrl-C does not reach it."""
 
     def __init__(self, words: Sequence[str], sent: function.Sent | None = None) -> None:
-        """Start it. words: the arguments of `ddpjob run`. Raise InputError if it did not start."""
+        """Start the run. words: the arguments of `ddpjob run`. Raise InputError if it did not start."""
         self._folder = tempfile.TemporaryDirectory(prefix="ddpjob-")
         folder = Path(self._folder.name)
         self._environ = {**os.environ}
         if sent is not None:
             sent.write(folder)
             words = [*words, str(folder / function.SCRIPT)]
-            # Ranks import the same modules by name as this process.
+            # With our search path, ranks import the same modules as this process.
             self._environ["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path)
         program = Path(ddpjob_cli.__file__).with_name("__main__.py")  # python -m would import from the working folder
         self._argv = [sys.executable, str(program), "run", "--plain", *words]
@@ -206,7 +206,7 @@ class LocalJob(Job):
             )  # fmt: skip
         _going.add(self)
         atexit.unregister(_wait_for_all)
-        atexit.register(_wait_for_all)  # last, so that it runs before the folder is removed
+        atexit.register(_wait_for_all)  # registered last, so that it runs first, before the folder is removed
         try:
             self._run = self._begun()
         except BaseException:
@@ -214,10 +214,10 @@ class LocalJob(Job):
             raise
 
     def _begun(self) -> runs.Run:
-        """Return the run as soon as it has a folder, whose lock its process holds."""
+        """Wait for the run's folder, found by the lock that the process holds open, and return the run."""
         while True:
             is_over = self._process.poll() is not None
-            with contextlib.suppress(OSError):  # it has ended, or has just closed one
+            with contextlib.suppress(OSError):  # the process has ended, or has just closed a descriptor
                 for entry in os.scandir(f"/proc/{self._process.pid}/fd"):
                     path = Path(os.readlink(entry.path))
                     if path.name == "lock" and (run := runs.read(path.parent)):
@@ -254,7 +254,7 @@ class LocalJob(Job):
             is_over = self._process.poll() is not None
             status = self.status
             if is_over or status.state in TERMINAL:
-                self.join()  # its last lines follow the status
+                self.join()  # the process prints its last lines after the final status
             sys.stderr.write(self._new_text())
             if is_over and status.state not in TERMINAL:
                 raise self._failed(status)
@@ -331,7 +331,7 @@ class ClusterJob(Job):
         source = self._source(LogPart(tail=ANSWER_LINES_MAX, answers=True))
         attempt = max(source.attempts(), default=1)
         nodes = source.nodes(attempt)
-        with contextlib.suppress(InputError):  # torchrun has numbered the nodes: any may have the rank
+        with contextlib.suppress(InputError):  # torchrun has numbered the nodes, so read all of them
             nodes = nodes if rank is None else [source.node_of_rank(rank)]
         return [
             line.decode(errors="replace") for _, lines in whole_lines(source.read(attempt, nodes)) for line in lines
@@ -339,7 +339,7 @@ class ClusterJob(Job):
 
 
 def _in_notebook(job: Job) -> Any:
-    """Return a function that redraws the job's row; one that does nothing outside of notebooks."""
+    """Return a function that redraws the job's row in a notebook. Elsewhere it does nothing."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if getattr(shell, "kernel", None) is None:
         return lambda: None
@@ -350,7 +350,7 @@ def _in_notebook(job: Job) -> Any:
 
 
 def _wait_for_all() -> None:
-    """Wait for all runs at the program's exit, as for processes of multiprocessing; Ctrl-C stops them."""
+    """Wait for all runs at the program's exit, like multiprocessing for its processes. Ctrl-C stops the runs."""
     try:
         for job in list(_going):
             job.join()

@@ -1,4 +1,4 @@
-"""`ddpjob.run` and `ddpjob.submit`: the command line's options as arguments."""
+"""`ddpjob.run` and `ddpjob.submit`, with the command line's options as arguments."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def run(
     launcher: str | None = None,
     cpu: bool = False,
 ) -> Job:
-    """Run a function, a script, a notebook or a DDPJob's YAML on this machine, as `ddpjob run`; returns when it has
-    begun. args: those of a function; of a script its words. nodes: groups of processes, or "MIN:MAX". nproc_per_node:
-    also "gpu", "cpu" or "auto". max_restarts: after a failure; 3. env: variables of the ranks. launcher: "ddprun" or
-    "torchrun". cpu: train with gloo though there are GPUs. Numbers that are left out are 1, or the YAML's. Raises
-    InputError for what cannot run, ImportError where a function is given and cloudpickle is not installed."""
+    """Run a function, a script, a notebook or a DDPJob's YAML on this machine, as `ddpjob run`. Return when it has
+    begun. args: of the function, or words for the script. nodes: groups of processes, or "MIN:MAX". nproc_per_node:
+    a number, "gpu", "cpu" or "auto". max_restarts: after failures; default 3. env: variables of the ranks. launcher:
+    "ddprun" or "torchrun". cpu: train with gloo even if there are GPUs. Numbers default to the YAML's, or 1. Raises
+    InputError if it cannot run, ImportError if a function is given and cloudpickle is not installed."""
     given = {"nodes": nodes, "nproc-per-node": nproc_per_node, "max-restarts": max_restarts, "launcher": launcher}
     words = [word for option, value in given.items() if value is not None for word in (f"--{option}", str(value))]
     words += [word for key, value in (env or {}).items() for word in ("--env", f"{key}={value}")]
@@ -70,11 +70,11 @@ def submit(
     context: str | None = None,
     kubeconfig: str | None = None,
 ) -> Job:
-    """Run a function, a script, a notebook or a DDPJob's YAML in a cluster, as `ddpjob submit`; returns when it is
-    created. args to launcher: as in `run`; nodes are pods. image: the trainer's; a function needs the client's version
-    of Python. gpus: of each node. resources: limits of each node, as {"memory": "32Gi"}. labels: of the job. queue: a
-    LocalQueue of Kueue. code: the folder that goes along; of a script its own, of a function none. namespace, context,
-    kubeconfig: as of kubectl. Raises InputError for what cannot run or has a name that is taken, ClusterError, and
+    """Run a function, a script, a notebook or a DDPJob's YAML in a cluster, as `ddpjob submit`. Return when the job is
+    created. args to launcher: as in `run`; nodes are pods. image: the trainer's; for a function it must have the Python
+    version used here. gpus: per node. resources: limits per node, such as {"memory": "32Gi"}. labels: of the job.
+    queue: a LocalQueue of Kueue. code: folder to send; by default a script's own, and none for a function. namespace,
+    context, kubeconfig: as for kubectl. Raises InputError if it cannot run or its name is taken, ClusterError, and
     ImportError as `run` does."""
     sent = function.sent(what, args) if callable(what) else None
     wishes = command.Wishes(

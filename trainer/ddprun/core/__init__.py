@@ -1,1 +1,1 @@
-"""What an agent decides: no I/O, no clock, no processes."""
+"""The decisions of an agent, without I/O, clock or processes."""

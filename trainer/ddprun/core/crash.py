@@ -18,9 +18,9 @@ _FORK_SERVER = "/ddprun/forkserver.py"
 def calls(dump: str) -> list[str]:
     """Return the calls of the thread that the signal hit, as lines of a traceback, most recent last.
 
-    dump: faulthandler's text. C++ threads (of gloo, of NCCL's watchdog) have no Python calls; the main thread's are
-    returned then, which most likely waits for that thread. faulthandler lists it last, after at most 99 others; with
-    more threads nothing is known.
+    dump: faulthandler's text. C++ threads (of gloo, of NCCL's watchdog) have no Python calls. Then return those of the
+    main thread, which most likely waits for that thread. faulthandler lists it last, after at most 99 others. With more
+    threads return nothing.
     """
     current: list[str] = []
     last: list[str] = []
@@ -31,7 +31,7 @@ def calls(dump: str) -> list[str]:
         elif thread := _THREAD.match(line):
             is_current, is_over, last = thread[1] == "Current thread", False, []
         elif found := _CALL.match(line):
-            is_over = is_over or found[1].endswith(_FORK_SERVER)  # below the script's first line
+            is_over = is_over or found[1].endswith(_FORK_SERVER)  # the script's calls end here
             if not is_over:
                 (current if is_current else last).insert(0, f'  File "{found[1]}", line {found[2]}, in {found[3]}')
     return (current or last)[-CALLS_MAX:]

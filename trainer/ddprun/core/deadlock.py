@@ -162,7 +162,7 @@ class _World:
         return None if own is None else next((call for call in own.recent if call.number == number), None)
 
     def _never(self, rank: int, group: GroupCalls, call: Call, stuck: Collection[int]) -> bool:
-        """True if this collective can never end on this rank."""
+        """True if this collective can never complete on this rank."""
         others = self._members(group, rank)
         if not others or (call.size == 0 and call.op not in _WITHOUT_INPUT):
             return False
@@ -222,7 +222,7 @@ def _named(group: GroupCalls, call: Call, where: str) -> str:
 
 
 def waits_of(written: Any) -> Waits | None:
-    """Read what a rank or another node has written. Raises KeyError, TypeError, ValueError for nonsense."""
+    """Parse what a rank or another node has written. Raise KeyError, TypeError or ValueError if it is invalid."""
     if not written:
         return None
     groups = []
@@ -236,7 +236,7 @@ def waits_of(written: Any) -> Waits | None:
 
 
 def written(waits: Waits | None) -> dict[str, Any] | None:
-    """Return the inverse, for a line between agents."""
+    """Convert to JSON for another agent, the inverse of `waits_of`."""
     if waits is None:
         return None
     groups = [{**group._asdict(), "recent": [list(call) for call in group.recent]} for group in waits.groups]

@@ -22,7 +22,7 @@ class RankStack(NamedTuple):
     state: str = ""
     """State of the process, if it does not answer."""
     more: str = ""
-    """Its stacks as another program sees them."""
+    """Its stacks from py-spy, if it does not answer."""
 
 
 def text(ranks: Sequence[RankStack]) -> str:
@@ -83,7 +83,7 @@ def _named(ranks: Iterable[int]) -> str:
 
 
 def printed(log: str) -> list[str]:
-    """Return the complete texts in a log, without the program's name; lines of the ranks between them are left out."""
+    """Return the complete texts in a log, without the prefix `ddprun: ` and without output of the ranks in between."""
     found: list[str] = []
     lines: list[str] | None = None
     for line in log.splitlines():

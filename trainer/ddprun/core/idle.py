@@ -1,4 +1,4 @@
-"""Detect that all ranks of a node are idle, so that a line can say so long before a stall is certain.
+"""Detect that all ranks of a node are idle, so that the log can show this long before a stall is certain.
 
 Pure. `ddprun/watch_ranks.py` reads the ranks under ddprun, `ddpjob run` under other launchers. Times are seconds of a
 monotonic clock.
@@ -16,7 +16,7 @@ IDLE, NO_PROGRESS = "have been idle", "have made no step and ended no collective
 
 
 class IdleClock:
-    """How long the ranks have used no CPU, and how long they have made no progress."""
+    """Measures how long the ranks have used no CPU, and how long they have made no progress."""
 
     def __init__(self, seconds: float = IDLE_SECONDS) -> None:
         self.seconds = seconds

@@ -184,7 +184,7 @@ class LeaderState:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Restarts charged here, by class, and restarts in a row, which continue the operator's count."""
+        """Restarts charged here, by class, and consecutive restarts, including those that the operator has counted."""
         return self._budget.report
 
     def is_outdated(self, node: int, replacement: int) -> bool:
@@ -201,7 +201,7 @@ class LeaderState:
         preflight: bool = False,
         grant: Grant | None = None,
     ) -> None:
-        """Take an agent that connected. None of its ranks is running; its last ones were of `generation`."""
+        """Handle an agent that connected. None of its ranks is running; its last ranks were of `generation`."""
         assert node not in self._here, "a node is lost before it comes again"
         self._here.add(node)
         self._terminations.leaving.discard(node)
@@ -214,7 +214,7 @@ class LeaderState:
         self._go_on_if_all_are_here(now)
 
     def lost(self, node: int, now: float) -> None:
-        """Take a lost connection to an agent."""
+        """Handle the loss of the connection to an agent."""
         if node not in self._here:
             return
         self._here.discard(node)
@@ -230,13 +230,13 @@ class LeaderState:
             self._settle_if_all_have_stopped(now)
 
     def failed(self, node: int, failures: list[Failure], now: float) -> None:
-        """Take ranks of this node that ended with a code other than 0."""
+        """Handle ranks of this node that ended with a code other than 0."""
         if self.state == "running" and node in self._here:
             self._note_raised(node, failures)
             self._stop(failures, now, asks=True)
             return
         if not all(failure.waited_in or failure.symptom for failure in failures):
-            self._ask_no_more()  # one is the cause, and the node reports it again at the end
+            self._ask_no_more()  # one of these is the cause; the node reports it again in `stopped`
         self._note_raised(node, failures)
         self._await_no_more(unless_others_may_raise_it=True)
 
@@ -249,7 +249,7 @@ class LeaderState:
         *,
         lacks_program: bool = False,
     ) -> None:
-        """Take a node whose ranks have all ended.
+        """Handle a node whose ranks have all ended.
 
         ended: a rank that ended with 0 before it was stopped. lacks_program: the script is missing, even if no rank
         has tried to run it.
@@ -265,7 +265,7 @@ class LeaderState:
             self._settle_if_all_have_stopped(now)
 
     def finished(self, node: int, now: float, ended: Ended | None = None) -> None:
-        """Take a node whose ranks have all ended with 0; `ended` was the first."""
+        """Handle a node whose ranks have all ended with 0. ended: the first of them."""
         if self.state == "running" and node in self._here:
             self._current.finished.add(node)
             self._current.ended += [ended] if ended is not None else []
@@ -299,11 +299,11 @@ class LeaderState:
             self._await_no_more()
 
     def reached(self, step: int) -> None:
-        """Take a step that a rank has made."""
+        """Note a step that a rank has made."""
         self.furthest_step = max(self.furthest_step, step)
 
     def stood(self, node: int, report: StallReport, now: float) -> None:
-        """Take a node's stall report: its ranks make progress, or are stalled."""
+        """Handle a node's stall report: its ranks make progress, or are stalled."""
         if self.state == "running" and node in self._here:
             stalled = self._current.standstill.heard(node, report)
             self._current.search.heard(node, still=report.still)
@@ -315,7 +315,7 @@ class LeaderState:
                 self.orders.append(Ask(self.generation, quiet=True))
 
     def answered(self, node: int, report: StallReport, positions: Sequence[Position], now: float) -> None:
-        """Take the positions of a node's ranks."""
+        """Handle the positions of a node's ranks."""
         if self.state == "running" and node in self._here:
             running = self._here - self._current.finished
             self._current.search.heard(node, still=report.still)
@@ -329,7 +329,7 @@ class LeaderState:
             self._ask_no_more(answered=True)
 
     def termination_requested(self, node: int, now: float) -> None:
-        """Take a requested termination. The node leaves when its ranks have ended; without an operator the job ends."""
+        """Handle a requested termination. The node leaves after its ranks; without an operator the whole job ends."""
         self._terminations.request(node)
         if self.state in ("gathering", "pausing", "standing"):
             if self._terminations.include_leader:
@@ -623,7 +623,7 @@ class Terminations:
         self._leader, self._has_operator = leader, has_operator
         self._requested: set[int] = set()  # in this generation
         self.leaving: set[int] = set()  # nodes that have no new agent yet
-        self.came_first = False  # a termination preceded any failure
+        self.came_first = False  # whether a termination was requested before any failure
 
     @property
     def include_leader(self) -> bool:
@@ -681,7 +681,7 @@ def _is_wrong(failure: Failure) -> bool:
 
 
 def _compared(failure: Failure) -> str:
-    """Return the exception, as short as the reports of other nodes have it."""
+    """Return the exception, shortened as in the reports of other nodes."""
     return abridged(failure.exception, BRIEF_MAX)
 
 

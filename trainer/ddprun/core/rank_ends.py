@@ -1,11 +1,11 @@
-"""Check what the ranks leave at their end, to find suspicious runs that ended with 0.
+"""Check the results that ranks record at their end, to find suspicious runs that ended with 0.
 
 Each rank writes a file for its agent (`reporting/rank_end.py`): whether it formed a process group, and checksums of its
 DDP modules. Agents send this to node 0 when their ranks have ended.
 
 A difference at the end alone proves nothing: a rank may save averaged weights, load its best checkpoint, or prune. So
-ranks also record a number over their parameters at some backward passes, the last ones included, where DDP needs equal
-parameters on all ranks. Replicas are reported only if they differed there and at the end.
+ranks also record a checksum of their parameters at some backward passes, the last ones included, because DDP needs
+equal parameters there. Replicas are reported only if they differed there and at the end.
 
 Pure. Malformed input counts as unknown, and nothing unknown is reported.
 """
@@ -24,7 +24,7 @@ NAME_CHARACTERS_MAX, HARDWARE_CHARACTERS_MAX, RANKS_SHOWN = 60, 32, 4
 
 
 class ModuleEnd(NamedTuple):
-    """A DDP module at the end of a rank, and of ranks of the node with an identical one."""
+    """A DDP module at the end of one rank, or of several ranks of a node if their modules are identical."""
 
     ranks: tuple[int, ...]
     group: str
@@ -38,14 +38,14 @@ class ModuleEnd(NamedTuple):
     dtypes: tuple[str, ...]
     """One per parameter, or a single one for all."""
     passes: Mapping[tuple[int, int], str]
-    """(backward passes made, collectives begun in its group) -> number over the parameters then."""
+    """(backward passes made, collectives begun in its group) -> checksum of the parameters then."""
     hardware: str
     names: tuple[str, ...] = ()
     """Names of its parameters; empty if another module with this digest has them."""
 
 
 class NodeEnd(NamedTuple):
-    """What the ranks of one node left."""
+    """The results of the ranks of one node."""
 
     alone: bool = False
     """True if every rank has trained, and none formed a process group with another."""
@@ -53,7 +53,7 @@ class NodeEnd(NamedTuple):
 
 
 def node_end(written: Mapping[int, Any]) -> NodeEnd:
-    """Return what the ranks of a node left: by rank, the JSON of its file, or None."""
+    """Combine the results of a node's ranks. written: by rank, the JSON of its file; None if there is none."""
     alone, modules = bool(written), dict[tuple[Any, ...], ModuleEnd]()
     for rank, document in sorted(written.items()):
         if not isinstance(document, Mapping):
@@ -68,7 +68,7 @@ def node_end(written: Mapping[int, Any]) -> NodeEnd:
 
 
 def as_message(end: NodeEnd) -> dict[str, Any]:
-    """Convert it to a message that fits into a line: the first modules, and names last."""
+    """Convert to a message that fits into one line: as many modules as possible, then as many parameter names."""
     message: dict[str, Any] = {"alone": end.alone, "modules": []}
     left, named = MESSAGE_BYTES_MAX, set[str]()
     for module in end.modules:
@@ -107,7 +107,7 @@ def findings(ends: Iterable[NodeEnd], world_size: int) -> list[NamedFinding]:
 
 
 def _difference(modules: Sequence[ModuleEnd]) -> NamedFinding | None:
-    """Compare one module between its ranks; the first rank is the one that the others are compared with."""
+    """Compare one module on all ranks with that of the first rank. Return None if there is no proved difference."""
     first, *others = modules
     drifted = [other for other in others if _differ(first, other) and _first_pass_apart(first, other) is not None]
     if not drifted:
@@ -136,8 +136,8 @@ def _differ(one: ModuleEnd, other: ModuleEnd) -> bool:
 def _first_pass_apart(one: ModuleEnd, other: ModuleEnd) -> int | None:
     """Return the first backward pass that both recorded with different parameters; None if there is none.
 
-    The last common pass is ignored if either made more: a rank that makes passes alone, to evaluate averaged weights,
-    has the numbers there that the others have at their next pass.
+    The last common pass is ignored if one rank made more passes. A rank may make a pass alone, for example to evaluate
+    averaged weights, and record it with the key of the others' next pass.
     """
     both = one.passes.keys() & other.passes.keys()
     if both and not max(both) == max(one.passes) == max(other.passes):
@@ -165,7 +165,7 @@ def _dtypes(first: ModuleEnd, other: ModuleEnd, index: int) -> str:
 
 
 def _hardware(first: ModuleEnd, drifted: Sequence[ModuleEnd]) -> str:
-    """Name the processors if they differ: they may round differently."""
+    """Name the processors if they differ, because they may round differently."""
     other = next((module for module in drifted if module.hardware != first.hardware), None)
     if other is None or not first.hardware or not other.hardware:
         return ""

@@ -3,13 +3,12 @@
 In: a `Heartbeat` per rank from `watch_ranks.py`, which keeps one `HeartbeatTracker` per rank.
 Out: one `StallReport` per node, which the leader combines for the group.
 
-The rules are the operator's (`observed.stall`) and the limits come from `stall_limits.py`. Only a whole group
-stalls, so ranks that report steps count and ranks that report less are ignored. The agent reads heartbeats itself,
-so a silent
-rank is not a lost message. But the agent may be suspended together with its ranks: after a gap in its own reads, all
-clocks start again.
+The rules are the operator's (`observed.stall`) and the limits come from `stall_limits.py`. Only a whole group stalls.
+So if some ranks report steps, ranks that report less are ignored. The agent reads heartbeats from shared memory, so no
+message can be lost. But the agent may be suspended together with its ranks. So after a gap in its own reads, all clocks
+start again.
 
-The cost: a script without the library is only known by its collectives, so its start of training is a guess
+The cost: a script without the library shows only its collectives, so the start of its training is a guess
 (LOOKS_UNTIL_TRAINING).
 """
 
@@ -23,10 +22,10 @@ from ddpjob_core.stall_limits import Learned, Limit, Phase, learn, limit
 LOOK_SECONDS = 1.0
 GAP_SECONDS = 3.0
 STILL_SECONDS = 5.0  # a rank blocked in a collective uses no CPU time
-# What shows the progress of a rank. A rank without the library shows collectives only.
+# Levels: what shows the progress of a rank. A rank without the library shows collectives only.
 BY_COLLECTIVES, BY_START, BY_STEPS = 1, 2, 3
-# A script without the library does not report that training began. Fewer reads are not enough: constructing DDP runs
-# collectives too, and the first step may then compile.
+# Reads with progress after which a script without the library counts as training, because it does not report that. With
+# fewer, the collectives of DDP's constructor would count, and the first step may then compile for long.
 LOOKS_UNTIL_TRAINING = 5
 
 
@@ -104,7 +103,7 @@ def restart_clocks(trackers: Mapping[int, HeartbeatTracker], now: float) -> dict
 
 
 def stall_report(trackers: Mapping[int, HeartbeatTracker], timeout: float | None, now: float) -> StallReport:
-    """Return the report that these trackers give."""
+    """Combine these trackers into the report of the node."""
     level = max((pace.level for pace in trackers.values()), default=0)
     counting = [pace for pace in trackers.values() if pace.level == level]
     if not counting:

@@ -41,7 +41,7 @@ class Position(NamedTuple):
     shape: str = ""
     """Shape of its contribution to its last collective: [4, 3] float32."""
     waits: deadlock.Waits | None = None
-    """The call that it waits in; None if unknown or not certain."""
+    """The collectives that it waits in; None if unknown or not certain."""
     ended_after: int = -1
     """Operations begun in the default group by a process that ended with 0; -1: see deadlock.Standing."""
 
@@ -62,7 +62,7 @@ class Question:
         self._positions = {}
 
     def take(self, node: int, positions: Sequence[Position]) -> None:
-        """Take a node's answer; ignore it if there is no request."""
+        """Store a node's answer; ignore it if there is no request."""
         if self._positions is not None:
             self._positions[node] = positions
 
@@ -86,7 +86,7 @@ class TimeoutQuestion(Question):
 
 
 class DeadlockSearch(Question):
-    """The question while no rank uses CPU: the call that each rank waits in."""
+    """The question what each rank waits in, asked while no rank uses the CPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Standstill(Question):
         self._reports: dict[int, StallReport] = {}
 
     def heard(self, node: int, report: StallReport) -> bool:
-        """Take a node's report. True if it is time to ask for positions."""
+        """Store a node's report. True if it is time to ask for positions."""
         self._reports[node] = report
         return not self.asked and self.stalled
 
@@ -141,7 +141,7 @@ class Standstill(Question):
         return max(report.seconds for report in self._counting) if self.stalled else None
 
     def answered(self, node: int, report: StallReport, positions: Sequence[Position], nodes: Collection[int]) -> bool:
-        """Take a node's report and the positions of its ranks. True if all nodes in `nodes` have answered."""
+        """Store a node's report and the positions of its ranks. True if all nodes in `nodes` have answered."""
         if self.asked:
             self._reports[node] = report
         self.take(node, positions)
@@ -176,8 +176,8 @@ class Standstill(Question):
 
 
 def failure(positions: Sequence[Position], seconds: float, phase: str) -> Failure:
-    """Describe a stall: made no step for 300 s: rank 3 has ended collective 1041 (all_reduce), the others are at 1042;
-    in train.py:41 …
+    """Return a stall as a failure, for example: made no step for 300 s: rank 3 has ended collective 1041 (all_reduce),
+    the others are at 1042; in train.py:41 …
     """
     culprit = furthest_behind(positions)
     return _named(culprit, positions, f"{DOES_NOT.get(phase, DOES_NOT['train'])} for {seconds:.0f} s")
@@ -195,8 +195,8 @@ def only_waited(failures: Sequence[Failure]) -> bool:
 
 
 def kept_waiting(failures: Sequence[Failure], positions: Sequence[Position]) -> Failure | None:
-    """Describe a timeout: made no progress until rank 0 timed out: rank 3 has ended collective 1041 (all_reduce), the
-    others are at 1042.
+    """Return a timeout as a failure, for example: made no progress until rank 0 timed out: rank 3 has ended collective
+    1041 (all_reduce), the others are at 1042.
 
     Return None if it is not clear that a single rank is the cause. failures: of ended ranks. positions: of running
     ranks.
@@ -220,8 +220,8 @@ def _is_behind(culprit: Position, others: Sequence[Position]) -> bool:
 
 
 def furthest_behind(positions: Sequence[Position]) -> Position:
-    """Return the rank with the lowest collective. Of several, prefer one that has left it, then one whose operation or
-    shape few others have, then the lowest step.
+    """Return the rank with the lowest collective. Of several, prefer one that has completed it, then one whose
+    operation or shape few others have, then the lowest step.
 
     A rank that does not answer is blocked below Python, or has no thread that could answer. It is the cause if all
     others only wait.

@@ -1,4 +1,4 @@
-"""Files that others read while a run writes them, and scripts that are read without running them."""
+"""Write files that others may read at the same time, and read scripts without running them."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/(\d+)")
 
 
 def read_script(path: str | Path) -> bytes:
-    """Return the text of a script or a notebook. Raise OSError, also for a file so large that reading takes minutes."""
+    """Return the content of a script or a notebook. Raise OSError, also if it is too large, with EFBIG."""
     mib = NOTEBOOK_MIB_MAX if str(path).endswith(".ipynb") else SCRIPT_MIB_MAX
     with open(own_files.open_named(path), "rb") as file:
-        data = file.read((mib << 20) + 1) or b""  # None: a file of /proc without data at present
+        data = file.read((mib << 20) + 1) or b""  # None: a file without data now, as in /proc
     if len(data) > mib << 20:
         raise OSError(errno.EFBIG, f"larger than {mib} MiB, so it is not a script", str(path))
     return data
 
 
 def text_of_script(data: bytes) -> str:
-    """Return a script decoded as Python does, by its `# coding:`. Raise ValueError, SyntaxError, LookupError."""
+    """Decode a script as Python does, by its line `# coding:`. Raise ValueError, SyntaxError, LookupError."""
     encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
     if encoding in _SLOW_ENCODINGS:
         raise LookupError(f"coding: {encoding} is for host names")
@@ -40,23 +40,23 @@ def text_of_script(data: bytes) -> str:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file so that a reader sees the old or the new content. Links are kept, and /dev/stdout or a pipe is
-    written to and never replaced. Raise OSError."""
-    # Before links are resolved: /dev/stdout links to a pipe by a path that does not exist.
+    """Replace a file so that a reader sees the old or the new content. The target of a link is replaced. /dev/stdout
+    and pipes are written to, not replaced. Raise OSError."""
+    # Check this before links are resolved: /dev/stdout may be a link to a pipe, whose path does not exist.
     if path.exists() and not path.is_file():
         with open(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY), "wb", buffering=0) as there:
-            there.write(data)  # do not block the job on a pipe without a reader
+            there.write(data)  # O_NONBLOCK: a pipe without a reader must not block the job
         return
     if (named := _DESCRIPTOR.fullmatch(_STREAMS.get(str(path), str(path)))) is not None:
-        # In a shell's `> file`, a replaced file would lose everything else that is printed there.
+        # With `> file` in a shell, replacing the file would lose all other output.
         with open(os.dup(int(named[1])), "wb", buffering=0) as there:
             there.write(data)
         return
-    _replace(Path(os.path.realpath(path)), data, 0o644)  # readable by others: a node exporter reads the metrics
+    _replace(Path(os.path.realpath(path)), data, 0o644)  # readable by others, because node-exporter reads the metrics
 
 
 def write_privately(path: Path, data: bytes) -> None:
-    """Replace a file that only its user can read. An existing link or file is not written to. Raise OSError."""
+    """Replace a file by one that only its user can read. An existing link is replaced, not followed. Raise OSError."""
     _replace(path, data, 0o600)
 
 

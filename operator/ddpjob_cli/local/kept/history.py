@@ -1,4 +1,4 @@
-"""The bounded record of a run, for the table, `ddpjob list` and the report."""
+"""Record the history of a run, with a size limit, for the table, `ddpjob list` and the report."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ddpjob_operator.plan import agent_restarts
 
 CHANGES_MAX = 400
 NAMES_MAX = 24
-PROGRESS_SECONDS = 5.0  # between two writes for progress alone: the history of a long run is up to a megabyte
-SAMPLES, STEP_SECONDS = "samples/s", "s/step"  # names of the pace, next to the job's metrics
+PROGRESS_SECONDS = 5.0  # between writes if only progress changed, because a long history is up to a megabyte
+SAMPLES, STEP_SECONDS = "samples/s", "s/step"  # names of the series for the pace, in addition to the job's metrics
 
 
 class Facts(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
@@ -52,7 +52,7 @@ class History(msgspec.Struct, rename="camel", kw_only=True):
     changes: list[StatusChange] = []
     step: int = 0
     seconds: float = -1.0
-    """When it came, in seconds since the start of the run; -1: none after the last restart."""
+    """Time of the last progress, in seconds since the start of the run; -1: none since the last restart."""
 
     def take(self, status: api.Status, started: dt.datetime, now: dt.datetime) -> bool:
         """Record changes in a status. Return True if more than the progress changed."""
@@ -80,19 +80,19 @@ class History(msgspec.Struct, rename="camel", kw_only=True):
                 self.seconds = -1.0  # otherwise the restart would count as the time of a step
         self.changes.append(change)
         if len(self.changes) > CHANGES_MAX:
-            # Keep the first, which show the start, and the last, which show the end.
+            # Keep the first changes, which show the start, and the last, which show the end.
             del self.changes[CHANGES_MAX // 4]
         return True
 
     def _take_progress(self, progress: api.Progress, seconds: float) -> None:
         if seconds <= self.seconds:
-            return  # the status was written for another reason
+            return  # no new progress; something else in the status has changed
         values: dict[str, float | str | None] = {SAMPLES: progress.samples_per_second, **progress.metrics}
         made = progress.step - self.step
         if self.seconds >= 0 and made > 0:
             values = {STEP_SECONDS: (seconds - self.seconds) / made, **values}
         for name, value in values.items():
-            # A script may invent a new name in each step.
+            # Limit the names, because a script may use a new name in each step.
             if value is not None and (name in self.series or len(self.series) < NAMES_MAX):
                 with contextlib.suppress(ValueError):  # metrics may be texts
                     number = float(value)
@@ -101,7 +101,7 @@ class History(msgspec.Struct, rename="camel", kw_only=True):
 
 
 class Record:
-    """The facts, status and history of one run, in its folder. A full disk costs the record, never the job."""
+    """The files with facts, status and history of a run. If the disk is full they are lost, but the job continues."""
 
     def __init__(self, job: api.DDPJob, folder: RunFolder, started: dt.datetime) -> None:
         self.facts = Facts(
@@ -121,7 +121,7 @@ class Record:
         self._write(FACTS, msgspec.json.encode(self.facts))
 
     def take(self, status: api.Status, now: dt.datetime) -> str:
-        """Record a status; return why it could not be written, "" on success."""
+        """Record a status. Return why a file could not be written; "" on success."""
         changed = self.history.take(status, self.facts.started, now)
         due = (now - self._written_at).total_seconds() >= PROGRESS_SECONDS
         if changed or due or apart_from_progress(status) != apart_from_progress(self._before):

@@ -1,4 +1,4 @@
-"""`ddpjob run --metrics-file`: metrics for node-exporter's textfile collector, with the names of the operator's."""
+"""`ddpjob run --metrics-file`: write the operator's metrics for node-exporter's textfile collector."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddpjob_operator.metrics.meter import Meter, MeteredJob, Moment
 from ddpjob_operator.metrics.of_change import Restart
 from ddpjob_operator.observed.reports import AgentReport
 
-# A scraper of files reads every 15 s or less often.
+# More often is not needed, because files are usually scraped every 15 s or less often.
 AGAIN_SECONDS = 5.0
 
 

@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file that loads nothing. Every drawing has a text with the same information."""
+"""The report of a run: an HTML file that loads no other files. Every drawing has a text with the same information."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ddpjob_operator.job.wording import count, duration
 
 LOGS_MAX = 200
 ROWS_MAX = 40
-WIDTH = 940  # width of drawings as wide as the page; a unit is about a pixel, so that all text has one size
+WIDTH = 940  # of full-width drawings; a unit is about a pixel, so that all text has the same size
 CURVE_WIDTH, CURVE_HEIGHT = 460, 180
 LEFT, RIGHT, TOP, BOTTOM = 64, 12, 10, 28
 LABEL = 170
@@ -49,7 +49,7 @@ svg .tick { fill: var(--soft) }
 
 
 def page(run: runs.Run, history: History, now: dt.datetime) -> str:
-    """Return the whole file, with all text of scripts, users and programs escaped."""
+    """Return the whole HTML file. All text from scripts, users and programs is escaped."""
     took = runs.took(run, now)
     last = history.changes[-1].time if history.changes else run.facts.started
     seconds = max(0.0, (last - run.facts.started).total_seconds()) if took is None else took
@@ -73,14 +73,14 @@ class Markup(str):
 
 
 def _element(name: str, *children: str, **attributes: object) -> Markup:
-    """Return an element; text that is no Markup is escaped. class_ is class, and text_anchor text-anchor."""
+    """Return an element. Children that are not Markup are escaped. Attributes: class_ for class, x_y for x-y."""
     given = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value is not None}
     head = "".join(f' {key}="{html.escape(str(value))}"' for key, value in given.items())
     return Markup(f"<{name}{head}>{_joined(children)}</{name}>")
 
 
 def _joined(children: Iterable[str]) -> Markup:
-    """Return children joined; text that is no Markup is escaped."""
+    """Join children. Text that is not Markup is escaped."""
     return Markup("".join(c if isinstance(c, Markup) else html.escape(_printable(c)) for c in children))
 
 
@@ -95,7 +95,7 @@ class Segment:
 
 
 def _curve(name: str, points: Sequence[Point]) -> Markup:
-    """Return values over steps: the mean as a line, lowest and highest as a band. A restart begins a new line."""
+    """Draw values over steps: the mean as a line, lowest and highest as a band. A restart begins a new line."""
     steps = (min(p.step for p in points), max(p.step for p in points))
     low, high = min(p.low for p in points), max(p.high for p in points)
 
@@ -103,7 +103,7 @@ def _curve(name: str, points: Sequence[Point]) -> Markup:
         return LEFT + (CURVE_WIDTH - LEFT - RIGHT) * (step - steps[0]) / max(1, steps[1] - steps[0])
 
     def y(value: float) -> float:
-        # Divide first: the difference of two huge values overflows.
+        # Halve the values first, because the difference of two huge values overflows.
         share = 0.5 if high == low else (value / 2 - low / 2) / (high / 2 - low / 2)
         return CURVE_HEIGHT - BOTTOM - (CURVE_HEIGHT - TOP - BOTTOM) * share
 
@@ -282,5 +282,5 @@ def _points(points: Iterable[tuple[float, float]]) -> str:
 
 
 def _printable(text: str) -> str:
-    """Return text without what HTML cannot contain: control characters and surrogate halves."""
+    """Return text without characters that HTML cannot contain: control characters and surrogate halves."""
     return "".join(c for c in text if c in "\n\t" or (c.isprintable() and not 0xD800 <= ord(c) <= 0xDFFF))

@@ -1,7 +1,7 @@
 """The folder of one run: logs, volumes and the token. Logs of the last runs are kept; the rest is removed with the run.
 The parent folder is the user's (`--logs DIR`) and may hold anything, such as a data set with the job's name. So a run
-marks its folder, the mark is checked first, links are not followed, and of a marked folder only known files are
-removed. Other files keep their folder."""
+marks its folder. Before anything is removed the mark is checked, and links are not followed. Only known files are
+removed; if a folder has others, it stays."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class RunFolder:
         self._job = job
         self.lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self.lock, fcntl.LOCK_EX)
-        _mark(self.path, job)  # after locking, so that a marked folder without a lock has ended
-        # `latest` is the newest run. Anything of that name that is not a link to a run belongs to the user and stays.
+        _mark(self.path, job)  # after locking, so that the run of a marked folder without a lock has ended
+        # `latest` links to the newest run. If the name is not a link to a run, it belongs to the user and stays.
         link = self.path.parent / LATEST
-        with contextlib.suppress(OSError):  # another run does the same, or the file system has no links
+        with contextlib.suppress(OSError):  # another run does the same now, or the file system has no links
             if link.is_symlink() and _UUID.fullmatch(os.readlink(link)):
                 link.unlink()
             link.symlink_to(self.path.name)
@@ -73,12 +73,12 @@ def state_home() -> Path:
         return Path(given)
     try:
         return Path.home() / ".local" / "state"
-    except RuntimeError:  # a container's arbitrary user id, without HOME
+    except RuntimeError:  # a container may run with an arbitrary user id and without HOME
         raise InputError("this user has no home folder for the logs of runs; set HOME or XDG_STATE_HOME") from None
 
 
 def folders(base: Path | None = None) -> Iterator[tuple[str, Path]]:
-    """Yield job and folder of each run below the parent folder."""
+    """Yield the job's name and the folder of each run below the parent folder."""
     with contextlib.suppress(OSError):
         for jobs in sorted((base or state_home() / "ddpjob").absolute().iterdir()):
             with contextlib.suppress(OSError):  # a user's file, or a folder that is being removed
@@ -92,7 +92,7 @@ def is_running(run: Path) -> bool:
     except OSError:
         return False
     try:
-        # A shared lock, so that two readers do not take each other for the run.
+        # A shared lock, so that a reader does not mistake another reader for the run.
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return True
@@ -102,7 +102,7 @@ def is_running(run: Path) -> bool:
 
 
 def _clear_old(jobs: Path, job: str) -> None:
-    """Keep the newest runs. The lock of a killed one is free; its volumes and its agents' folders are left."""
+    """Remove old runs, and the volumes and agents' folders that killed runs have left. Killed runs hold no lock."""
     for i, run in enumerate(_runs(jobs, job)):
         with _own(run, job) as held:
             if held is None or is_running(held):
@@ -116,7 +116,7 @@ def _clear_old(jobs: Path, job: str) -> None:
                     if path.name in written or re.fullmatch(rf"{re.escape(job)}-\d+-\d+(-r\d+)?\.log", path.name):
                         _unlink(path)
                 _unlink(held / MARK)
-                with contextlib.suppress(OSError):  # it has other files
+                with contextlib.suppress(OSError):  # the folder has other files
                     run.rmdir()
 
 
@@ -132,7 +132,7 @@ def _runs(jobs: Path, job: str) -> Iterator[Path]:
 
 
 def _mark(run: Path, job: str) -> None:
-    """Write a mark with the folder's inode: a copy is the user's. The device's number changes at a reboot."""
+    """Write a mark with the folder's inode, so that a copy has no valid mark. Device numbers change at a reboot."""
     mark = {"job": job, "run": run.name, "inode": run.lstat().st_ino}
     descriptor = os.open(run / MARK, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     with open(descriptor, "w") as file:
@@ -142,14 +142,14 @@ def _mark(run: Path, job: str) -> None:
 def _has_mark(run: Path, job: str, name: str, inode: int) -> bool:
     try:
         mark = json.loads(own_files.read_file(run / MARK, _MARK_BYTES_MAX))
-    except (OSError, ValueError, RecursionError):  # no mark, or not of a run
+    except (OSError, ValueError, RecursionError):  # no mark, or not one of ours
         return False
     return bool(_UUID.fullmatch(name) and mark == {"job": job, "run": name, "inode": inode})
 
 
 @contextlib.contextmanager
 def _own(run: Path, job: str) -> Iterator[Path | None]:
-    """Return a path inside the very folder that this user's run made, even if its name is taken over; else None."""
+    """Yield a path of the open folder, valid even if its name is replaced; None if no run of this user has made it."""
     try:
         descriptor = os.open(run, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -164,7 +164,7 @@ def _own(run: Path, job: str) -> Iterator[Path | None]:
 
 
 def _remove_what_ends_with_a_run(run: Path) -> None:
-    """Remove all but logs and record, without following links: rmtree refuses them, unlink removes the link."""
+    """Remove volumes, faults, token and lock. Links are not followed: rmtree refuses them, unlink removes the link."""
     for folder in ("volumes", FAULTS):
         shutil.rmtree(run / folder, ignore_errors=True)
     for leftover in ("token", "lock"):
@@ -180,5 +180,5 @@ def _remove_folders_of_agents(run: str) -> None:
 
 
 def _unlink(path: Path) -> None:
-    with contextlib.suppress(OSError):  # removed already, or a folder of that name that no run made
+    with contextlib.suppress(OSError):  # removed already, or a user's folder with this name
         path.unlink()

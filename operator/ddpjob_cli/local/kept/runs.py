@@ -34,13 +34,13 @@ class Run:
 
     @property
     def state(self) -> str:
-        """The state in its status; Killed if that says it is running but its process is gone."""
+        """Return the state in the run's status; Killed if the process of the run is gone before its end."""
         if self.running or self.status.state in (*TERMINAL, "Suspended"):
             return {"Suspended": "Stopped"}.get(self.status.state or "", self.status.state or "Pending")
         return KILLED
 
     def logs(self) -> dict[int, dict[int, list[Path]]]:
-        """The logs by attempt and node: one per pod that the node had, the oldest first."""
+        """Return the logs by attempt and node: one for each pod of the node, the oldest first."""
         pattern = re.compile(rf"{re.escape(self.facts.job)}-(\d+)-(\d+)(?:-r(\d+))?\.log")
         try:
             matches = {path: pattern.fullmatch(path.name) for path in self.folder.iterdir()}
@@ -58,7 +58,7 @@ class Run:
 
 
 def find_all(base: Path | None = None) -> list[Run]:
-    """Return all runs, the newest first. base: parent of the runs' folders; None is the user's state folder."""
+    """Return all runs, the newest first. base: folder with the jobs' folders; None is the user's state folder."""
     runs = (read(folder) for _, folder in run_folder.folders(base))
     return sorted((run for run in runs if run is not None), key=lambda run: run.facts.started, reverse=True)
 
@@ -78,7 +78,7 @@ def find(job: str | None, base: Path | None = None) -> Run:
 
 def read(folder: Path) -> Run | None:
     """Return the run in a folder; None if its facts cannot be read, for example because it has only begun."""
-    # Before the status is read, so that a run that ends in between does not look killed.
+    # Check this before reading the status. Otherwise a run that ends in between would look killed.
     running = run_folder.is_running(folder)
     facts = _read(folder / run_folder.FACTS, Facts)
     if facts is None:
@@ -91,7 +91,7 @@ def age(run: Run, now: dt.datetime) -> float:
 
 
 def took(run: Run, now: dt.datetime) -> float | None:
-    """Return seconds from its start to its end, or to now; None if its end is unknown."""
+    """Return the seconds from the run's start to its end, or to now; None if its end is unknown."""
     if run.running:
         return age(run, now)
     ended = run.status.completion_time or (run.status.state_time if run.state != KILLED else None)
@@ -101,7 +101,7 @@ def took(run: Run, now: dt.datetime) -> float | None:
 def _read(path: Path, kind: type[_T]) -> _T | None:
     try:
         return msgspec.json.decode(own_files.read_file(path, RECORD_BYTES_MAX), type=kind)
-    except (OSError, ValueError, RecursionError):  # not written yet, or by another version
+    except (OSError, ValueError, RecursionError):  # not written yet, or written by another version
         return None
 
 

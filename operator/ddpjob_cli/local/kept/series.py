@@ -1,5 +1,5 @@
-"""Values over the time of a run in bounded memory. A full series merges neighbours and keeps their mean, lowest and
-highest value, so that a spike of one step still shows. Pure."""
+"""Keep the values of a whole run in bounded memory. A full series merges neighbours and keeps their mean, lowest and
+highest value, so that a spike of one step is still visible. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ POINTS_MAX = 512
 
 @dataclass
 class Point:
-    """Neighbouring values as one. time: seconds since the start of the run; step: the last of them."""
+    """One value, or several merged ones. step, time: of the last one, in seconds since the start of the run."""
 
     step: int
     time: float
@@ -39,7 +39,7 @@ class Series:
             return
         new = Point(step, time, value, value, value)
         last = self.points[-1] if self.points else None
-        # A lower step means a restart: a point that merged both sides would show a step that nobody made.
+        # A lower step means a restart. Values before and after it are not merged, because their steps overlap.
         if last is not None and last.count < self.per_point and step >= last.step:
             self.points[-1] = last.merged(new)
             return

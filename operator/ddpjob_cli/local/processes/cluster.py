@@ -56,9 +56,9 @@ class LocalPod:
     deletion_requested_at: dt.datetime | None = None
     known: Pod | None = None
     seen_ended: bool = False
-    """True if the plan has seen its end. A deleted pod is removed only then, so that its end is never missed."""
+    """True if the plan has seen the pod's end. A deleted pod is removed only after that, so no end is missed."""
     open: set[int] = field(default_factory=set)
-    """Descriptors that the loop still reads."""
+    """Descriptors that the event loop still reads."""
 
     @property
     def live(self) -> bool:
@@ -71,11 +71,11 @@ class LocalPod:
 
 
 class RefusedError(Exception):
-    """The machine refuses a process, a port or a folder; the text names the node and the reason."""
+    """A process, a port or a folder could not be created. The text names the node and the reason."""
 
 
 class LocalCluster:
-    """Processes, ports and folders of one job. show: gets the nodes' output; names: rewrites places in their texts."""
+    """The processes, ports and folders of one job. show: gets the nodes' output. names: rewrites places in it."""
 
     def __init__(
         self,
@@ -98,22 +98,22 @@ class LocalCluster:
         self._ports: dict[int, socket.socket] = {}
         self._observations = 0
         self._group_sizes: dict[tuple[int, int], tuple[float, int]] = {}
-        """By attempt and place: start and WORLD_SIZE of the newest rank that was seen."""
+        """By attempt and place: start time and WORLD_SIZE of the newest rank that was seen."""
 
     def look_at_ranks(self, parent_of: Mapping[int, int]) -> None:
-        """Note how many ranks the ranks know of: a program in front of a launcher may withhold the job's variables."""
+        """Note the WORLD_SIZE that ranks have: a program before the launcher may not pass on the job's variables."""
         for pod in self._live():
             for pid in ranks.of_node(pod.node.pid, parent_of)[:1]:
                 known = self._group_sizes.get((pod.attempt, pod.place), (0.0, 0))
-                # A program around the launcher has the pod's own WORLD_SIZE, and is older.
+                # Keep the newest: a program around the launcher has the pod's WORLD_SIZE, but is older than the ranks.
                 self._group_sizes[pod.attempt, pod.place] = max(known, ranks.started_among(pid))
 
     def observe(self) -> Observed:
-        """Return the present state. A deleted pod whose end was observed before is removed."""
+        """Return the current state. Deleted pods are removed if an earlier call has returned their end."""
         for name in self.ended_pods():
-            # Keep pods whose output was not shown yet; they hold three descriptors and a process to be reaped.
+            # `close` frees the pod's three descriptors, and reaps its process.
             self.pods.pop(name).node.close()
-            shutil.rmtree(self.folder / "volumes" / name, ignore_errors=True)  # an emptyDir lives as long as its pod
+            shutil.rmtree(self.folder / "volumes" / name, ignore_errors=True)  # an emptyDir is removed with its pod
         self._observations += 1
         for pod in self.pods.values():
             pod.known = facts.merge(pod.known, self._view(pod), self._observations)
@@ -134,7 +134,7 @@ class LocalCluster:
         )
 
     def ended_pods(self) -> list[str]:
-        """Return deleted pods whose end was observed: the next observation removes them."""
+        """Return deleted pods whose end was observed and whose output was shown. The next `observe` removes them."""
         return [n for n, p in self.pods.items() if p.seen_ended and p.deletion_requested_at and not p.open]
 
     def execute(self, job: api.DDPJob, actions: tuple[Action, ...]) -> None:
@@ -147,7 +147,7 @@ class LocalCluster:
                 except OSError as error:
                     what = f"{error.filename}: " if error.filename else ""
                     raise RefusedError(f"node {action.place} cannot be started: {what}{error.strerror}") from None
-            elif isinstance(action, (DeletePod, EndPod)):  # logs are files here, so EndPod need not keep them
+            elif isinstance(action, (DeletePod, EndPod)):  # EndPod keeps the log, which is a file here anyway
                 self._delete(job, action)
 
     def body(self, job: api.DDPJob, action: CreatePod) -> build.Body:
@@ -156,7 +156,7 @@ class LocalCluster:
         return build.pod(job, action.attempt, action.place, rendezvous, self._reporting, replacement=action.replacement)
 
     def take(self, report: Report, place: int | None) -> None:
-        """Keep a report from this place in the present attempt, or without an attempt."""
+        """Store the report of a rank or an agent. place: of the node it came from, if known."""
         if report.agent is not None:
             self.agent = agent_restarts.latest(self.agent, report)
             return
@@ -166,17 +166,17 @@ class LocalCluster:
         if (pace := stall.update(self.trackers.get(report.rank), dated, now)) is not None:
             self.trackers[report.rank] = pace
         for pod in self.pods.values():
-            # Not for an ended pod: a killed rank would seem to train on next to its replacement.
+            # Skip an ended pod: otherwise it would seem to train on next to its replacement.
             if pod.place == place and pod.live and pod.attempt == dated.attempt:
                 pod.step, pod.step_at = report.step or None, now
 
     def is_paused(self) -> bool:
-        """True if a rank of the present attempt has declared a pause."""
+        """True if a rank of the current attempt has reported that it saves or evaluates."""
         newest = max(self._ports, default=0)
         return any(t.attempt == newest and t.phase in ("save", "evaluate") for t in self.trackers.values())
 
     def initialized(self) -> dt.datetime | None:
-        """Return since when the training ranks report without having made a step; None if none does."""
+        """Return when the first rank without a step began to report, in this attempt; None if there is none."""
         newest = max(self._ports, default=0)
         times = [t.advanced_at for t in self.trackers.values() if t.attempt == newest and t.phase == "start"]
         return min(times, default=None)
@@ -189,7 +189,7 @@ class LocalCluster:
             self._read_output(pod)
 
     def lose_node(self, place: int) -> None:
-        """End a node as a power cut does: nothing is left of it, and no reason is reported."""
+        """End a node like a power failure: all its processes are killed, and no reason is reported."""
         for pod in self._live():
             if pod.place == place:
                 os.kill(pod.node.pid, signal.SIGKILL)
@@ -247,7 +247,7 @@ class LocalCluster:
             pod.node.stop(grace)
 
     def _port(self, attempt: int) -> int:
-        """Return the port of an attempt, held from its first pod on; ports of older attempts are released."""
+        """Return the port of an attempt, reserved when its first pod is created. Release those of older attempts."""
         if attempt not in self._ports:
             self._ports[attempt] = ports.hold()
             for older in [a for a in self._ports if a < attempt]:
@@ -292,12 +292,12 @@ class LocalCluster:
             return
         if end.is_lost:
             nodes.kill_orphans({p.node.pid for p in self._live()})
-        # Read the output before recording the end, because the last lines hold the cause.
+        # Read the output before recording the end, because its last lines show the cause.
         while pod.node.output in pod.open and processes.readable(pod.node.output, 0):
             self._read_output(pod)
         written = ""
         with suppress(OSError):
-            # As a kubelet reads it.
+            # A kubelet reads the same number of bytes.
             written = own_files.read_file(pod.termination_log, TERMINATION_MESSAGE_BYTES).decode(errors="replace")
         message = end.message or self._names(written or _doubt(end) + pod.log.tail)
         ended_at = dt.datetime.fromtimestamp(end.time, dt.timezone.utc)
@@ -311,7 +311,7 @@ class LocalCluster:
 
 
 def _doubt(end: nodes.End) -> str:
-    """The termination message of a command that ended before its launcher, which the end of a container kills."""
+    """Return a termination message if the command ended before its launcher, which was then killed; else ""."""
     launchers = [one for words in end.left if (one := command.by_torchrun(words)) is not None]
     if not launchers or (end.code and end.ended_first):
         return ""

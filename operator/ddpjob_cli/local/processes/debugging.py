@@ -1,5 +1,5 @@
-"""`ddpjob run --pdb RANK`: one rank reads from the terminal and prints to it, so that a debugger works in it. A device
-can be opened from any session: torchrun and ddprun start the program $PYTHON_EXEC, which opens it."""
+"""`ddpjob run --pdb RANK`: connect one rank to the terminal, so that a debugger works in it. torchrun and ddprun start
+$PYTHON_EXEC as the ranks' Python: a program that opens the terminal's device, which is possible from any session."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ddpjob_operator.job import api, command, launcher, topology, wording
 
 PROGRAM = "pdb-python"
 PYTHON_EXEC = "PYTHON_EXEC"
-TERMINAL = "DDPJOB_TERMINAL"  # a rank, and the device that ddprun gives it
+TERMINAL = "DDPJOB_TERMINAL"  # tells ddprun the rank, and the device to connect it to
 
 
 def terminal(rank: int, job: api.DDPJob, groups: Collection[int]) -> pod_process.Terminal:
-    """Return the terminal of this process for a rank of the job. groups: of this process. Raises InputError."""
+    """Return this process's terminal for a rank of the job. groups: our process groups. Raise InputError."""
     option = f"--pdb {rank}"
     ranks = topology.world_size(job.spec)
     if not 0 <= rank < ranks:
@@ -57,7 +57,7 @@ def undisturbed(job: api.DDPJob) -> api.DDPJob:
 
 
 def attach(process: pod_process.ProcessSpec, to: pod_process.Terminal, folder: Path) -> None:
-    """Change the command of a node so that the rank gets the terminal. folder: of the run."""
+    """Change the command of a node so that the rank gets the terminal. folder: the run's folder."""
     program, argv = folder / PROGRAM, process.argv
     device = shlex.quote(to.device)
     program.write_text(
@@ -74,7 +74,7 @@ def attach(process: pod_process.ProcessSpec, to: pod_process.Terminal, folder: P
     if "DDPJOB_DEV" in process.env:
         process.env[TERMINAL] = f"{to.rank} {to.device}"
     elif argv[begin - 1] == "ddprun" or os.path.basename(argv[begin - 1]) == "ddprun":
-        argv.insert(begin, "--no-preload")  # a forked rank executes no program, so $PYTHON_EXEC has no effect
+        argv.insert(begin, "--no-preload")  # $PYTHON_EXEC has no effect on forked ranks
 
 
 def _python(process: pod_process.ProcessSpec) -> str:

@@ -1,5 +1,5 @@
-"""`ddpjob run --fail …`: injects faults. The run itself kills a node, or ranks at an interval. Only within
-`ddpjob.progress(step=…)` the step is known exactly, so a rank reads its faults from DDPJOB_FAULTS there."""
+"""`ddpjob run --fail …`: inject faults. The run itself kills a node, or ranks at an interval. A fault at a step is
+injected by the rank in `ddpjob.progress(step=…)`, where the step is known; it reads its faults from DDPJOB_FAULTS."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ddpjob_operator.job import api, topology
 
 _OPTION_CHARACTERS_MAX = 200
 VARIABLE = "DDPJOB_FAULTS"
-HAPPENED = "DDPJOB_FAULTS_HAPPENED"  # folder of the records; a file is named by the index of its fault in DDPJOB_FAULTS
-LOOK_SECONDS = 0.2  # between two checks if the ranks are training again
+HAPPENED = "DDPJOB_FAULTS_HAPPENED"  # folder with a file for each fault that happened, named by its index in VARIABLE
+LOOK_SECONDS = 0.2  # between checks whether the ranks are training again
 FORMS = "every=10s, node=1,at=20s or rank=3,step=50, alone (SIGKILL) or with signal=SEGV, exit=3 or hang"
 
 
 @dataclass(frozen=True)
 class NodeFault:
-    """A node dies with everything on it."""
+    """All processes of a node are killed."""
 
     option: str
     node: int
@@ -33,7 +33,7 @@ class NodeFault:
 
 @dataclass(frozen=True)
 class RepeatedFault:
-    """SIGKILL kills one rank after the other."""
+    """Ranks are killed by SIGKILL repeatedly, one after the other."""
 
     option: str
     seconds: float
@@ -66,11 +66,11 @@ Fault = NodeFault | RankFault | RepeatedFault
 class Kills:
     fault: RepeatedFault
     due: float = math.inf
-    """Monotonic time of the next one; the first counts from when the ranks first trained."""
+    """Monotonic time of the next kill. The first is `fault.seconds` after the ranks began to train."""
     count: int = 0
 
     def is_due(self, now: float) -> bool:
-        """True if a rank is to be killed. Call it while the ranks train."""
+        """True if a rank is to be killed now. Call it only while the ranks are training."""
         if self.due == math.inf:
             self.due = now + self.fault.seconds
         return now >= self.due
@@ -114,7 +114,7 @@ def check(faults: Sequence[Fault], job: api.DDPJob) -> None:
 
 
 def missed(faults: Sequence[Fault], not_yet: Sequence[Fault], records: Path) -> list[Fault]:
-    """Return the faults that did not happen. not_yet: those of the run itself. records: the folder of HAPPENED."""
+    """Return the faults that did not happen. not_yet: pending faults of the run itself. records: folder of HAPPENED."""
     wanted = _of_ranks(faults)
     ranks = [fault for place, fault in enumerate(wanted) if not (records / str(place)).exists()]
     return [fault for fault in faults if any(fault is other for other in (*not_yet, *ranks))]

@@ -1,4 +1,4 @@
-"""The GPUs of this machine, found without torch, and each node's share: LOCAL_RANK 0 is another GPU on each."""
+"""Find this machine's GPUs without torch, and divide them among the nodes: LOCAL_RANK 0 is another GPU on each node."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from ddpjob_operator.job.wording import count
 
 DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")  # has a folder for each GPU, once the driver is loaded
-NVIDIA_SMI_SECONDS = 20.0  # without its persistence daemon the driver first wakes each GPU: seconds for eight
+NVIDIA_SMI_SECONDS = 20.0  # without the persistence daemon, waking eight GPUs takes the driver seconds
 
 
 class TooFewGpusError(Exception):
@@ -24,15 +24,15 @@ def visible(environ: Mapping[str, str] | None = None) -> list[str]:
     """Return the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES (indices or UUIDs). May take seconds."""
     environ = os.environ if environ is None else environ
     allowed = environ.get("CUDA_VISIBLE_DEVICES")
-    if allowed is not None and allowed.strip() in ("", "-1"):  # the usual ways to allow none
+    if allowed is not None and allowed.strip() in ("", "-1"):  # the usual values for no GPU
         return []
     machine = installed(environ)
     return machine if allowed is None else permitted(allowed, machine)
 
 
 def permitted(allowed: str, machine: Sequence[str]) -> list[str]:
-    """Return the devices of a CUDA_VISIBLE_DEVICES; as in CUDA, the first invalid entry hides itself and all after it.
-    Without a GPU, indices are not checked: ROCm uses the variable too."""
+    """Return the devices of a CUDA_VISIBLE_DEVICES. As in CUDA, an invalid entry hides itself and all later entries. If
+    no GPU was found, indices are not checked, because ROCm uses the variable too."""
     devices: list[str] = []
     for entry in (part.strip() for part in allowed.split(",")):
         if re.fullmatch(r"(GPU|MIG)-[\w/.-]+", entry):
@@ -42,14 +42,14 @@ def permitted(allowed: str, machine: Sequence[str]) -> list[str]:
         else:
             break
         if device in devices:
-            return []  # CUDA shows no device at all when one is named twice (torch.cuda, _parse_visible_devices)
+            return []  # CUDA shows no device if one is named twice (torch.cuda, _parse_visible_devices)
         devices.append(device)
     return devices
 
 
 def installed(environ: Mapping[str, str]) -> list[str]:
     """Return the machine's GPUs by index, or by UUID if some have MIG slices; [] without a working driver."""
-    # nvidia-smi fails or hangs with a mismatched driver, and some images lack it.
+    # Ignore errors: nvidia-smi fails or hangs with a mismatched driver, and some images lack it.
     with suppress(OSError, subprocess.SubprocessError):
         program = shutil.which("nvidia-smi", path=environ.get("PATH", os.defpath)) or ""
         quiet = subprocess.DEVNULL
@@ -63,8 +63,8 @@ def installed(environ: Mapping[str, str]) -> list[str]:
 
 
 def parse_listing(listing: str) -> list[str]:
-    """Return the devices in the output of `nvidia-smi -L`. A GPU in MIG mode computes only by its slices, which have
-    UUIDs but no index; whole GPUs next to them are named by UUID as well, because CUDA accepts no mixture."""
+    """Return the devices in the output of `nvidia-smi -L`. A GPU in MIG mode is usable only through its slices, which
+    have UUIDs but no index. Then whole GPUs are named by UUID too, because CUDA does not accept a mixture."""
     gpus = re.findall(r"^GPU (\d+):.*?\(UUID: (GPU-[^)]+)\)((?:\n\s+MIG .*)*)", listing, re.MULTILINE)
     if not any(slices for _, _, slices in gpus):
         return [index for index, _, _ in gpus]
@@ -75,7 +75,7 @@ def parse_listing(listing: str) -> list[str]:
 
 
 def share(gpus: Sequence[str], nodes: int, per_node: int) -> list[list[str]]:
-    """Return the GPUs of each node, no GPU twice. Raise TooFewGpusError. With `per_node` 0 every node gets none."""
+    """Return the GPUs of each node, each GPU at most once. Raise TooFewGpusError. per_node: GPUs per node; may be 0."""
     wanted = nodes * per_node
     if wanted > len(gpus):
         raise TooFewGpusError(

@@ -1,4 +1,4 @@
-"""The output of a node: everything goes to a file, lines to the screen, the end into the status."""
+"""The output of a node: all of it goes to a file, its lines to the screen, and its end into the status."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 from ddpjob import own_files
 
-TAIL_BYTES = 16384  # the cause is read from these; torchrun's table can fill the 2048 that a kubelet keeps
-LINE_MAX = 4096  # longer lines are cut on the screen; the file has them whole
+TAIL_BYTES = 16384  # the cause is found in these; a kubelet keeps 2048, which torchrun's table can fill
+LINE_MAX = 4096  # longer lines are cut on the screen, but not in the file
 
 
 class Log:
-    """One node's output. After a write error the file is given up and training continues; `error` is the message."""
+    """One node's output. After a write error no more is written, and training continues; `error` has the message."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -22,14 +22,14 @@ class Log:
         self._file = os.fdopen(descriptor, "ab", buffering=0)
         self._tail = b""
         self._line = b""
-        self._cut = 0  # bytes of the present line that are not shown
-        self._is_rewritten = False  # True if the present line restarted after a \r
+        self._cut = 0  # bytes of the current line that are not shown
+        self._is_rewritten = False  # True if the current line restarted after a \r
 
     def feed(self, data: bytes) -> Iterator[str]:
         """Write what the node printed, and yield its complete lines for the screen."""
         self._write(data)
         self._tail = (self._tail + data)[-TAIL_BYTES:]
-        # splitlines would also cut at form feeds and Unicode separators, unlike a terminal.
+        # Not splitlines, which also splits at form feeds and Unicode separators, unlike a terminal.
         *complete, rest = data.split(b"\n")
         for part in complete:
             yield self._finish(part)
@@ -48,11 +48,11 @@ class Log:
 
     @property
     def bar(self) -> str:
-        """Return the present line if it is a progress bar, which rewrites it until it is complete; else ""."""
+        """Return the current line if it is a progress bar, which rewrites its line until it is complete; else ""."""
         return self._line.rstrip(b"\r").decode(errors="replace") if self._is_rewritten and not self._cut else ""
 
     def _extend(self, part: bytes) -> None:
-        # A progress bar rewrites its line after each \r: a terminal finally shows the last part.
+        # Keep the part after the last \r, which a terminal would show for a progress bar.
         line = self._line + part
         begin = line.rstrip(b"\r").rfind(b"\r") + 1
         self._is_rewritten |= begin > 0

@@ -1,5 +1,5 @@
-"""Translates a pod into a process on this machine, and names the fields that a local process cannot have. All nodes are
-checked before any starts, so that a run never fails halfway because of a field."""
+"""Translate a pod into a process on this machine, and name the fields that a local process cannot have. All nodes are
+checked before any is started, so that a run never fails halfway because of a field."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _UNSUPPORTED_CONTAINER = {
     "lifecycle": "hooks do not run locally",
     "volumeDevices": "there are no block volumes locally",
 }
-# Fields for where and as whom a pod runs: no effect on a local process, mentioned once.
+# Fields that choose a pod's machine, user or rights. They have no effect locally, which is reported once.
 _IGNORED_POD = (
     "affinity automountServiceAccountToken dnsPolicy hostIPC hostNetwork hostPID imagePullSecrets nodeName "
     "nodeSelector priorityClassName runtimeClassName schedulerName securityContext serviceAccountName tolerations "
@@ -44,7 +44,7 @@ _IGNORED_POD = (
 ).split()
 _IGNORED_CONTAINER = "image livenessProbe ports readinessProbe resources securityContext startupProbe".split()
 
-# A run inside of a training must not pass the outer job's variables on.
+# If `ddpjob run` is called inside a training, the outer job's variables must not reach the ranks.
 _NOT_INHERITED = re.compile(
     r"^(MASTER_ADDR|MASTER_PORT|NNODES|NODE_RANK|NPROC_PER_NODE|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK"
     r"|GROUP_WORLD_SIZE|ROLE_\w+|PET_\w+|TORCHELASTIC_\w+|DDPJOB_\w+|KUBEFLOW_TRAINER_\w+)$"
@@ -66,16 +66,16 @@ _INSTALL = {
 
 @dataclass(frozen=True)
 class Terminal:
-    """A terminal, and the rank that gets it."""
+    """The rank that a debugger runs in, and its terminal."""
 
     rank: int
     device: str
-    """/dev/pts/3"""
+    """Path such as /dev/pts/3."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A node's place: the caller's folder and environment, a folder for emptyDir volumes, and GPUs."""
+    """The surroundings of a node's process: working folder, folder for emptyDir volumes, environment, GPUs."""
 
     cwd: Path
     volumes: Path
@@ -94,7 +94,7 @@ class ProcessSpec:
 
 
 def process(pod: Body, slot: Slot) -> ProcessSpec:
-    """Return the process of a pod. Only for pods without `problems`, or with --allow-unsupported."""
+    """Return the process for a pod. The caller has checked `problems`, unless --allow-unsupported is given."""
     spec = pod["spec"]
     trainer = trainer_container(pod) or {}
     own = _environment(pod, trainer)
@@ -110,13 +110,13 @@ def process(pod: Body, slot: Slot) -> ProcessSpec:
     cwd = _mounted(str(trainer.get("workingDir") or slot.cwd), mounts)
     folders = [folder for _, folder, create in mounts if create]
     folder_here = slot.cwd / cwd
-    # A container runtime creates a missing working directory; here only inside the job's own folders.
+    # A container runtime creates a missing working directory. Here it is created only inside the job's own folders.
     folders += [folder_here] if any(folder_here.is_relative_to(folder) for folder in folders) else []
     return ProcessSpec(argv, env, str(folder_here), folders)
 
 
 def problems(pod: Body) -> Iterator[Problem]:
-    """Return the fields of a pod that a local process cannot have."""
+    """Yield the fields of a pod that a local process cannot have."""
     spec = pod["spec"]
     base: FieldPath = ("spec", "template", "spec")
     trainer, at = trainer_container(pod) or {}, trainer_path(pod)
@@ -137,7 +137,7 @@ def problems(pod: Body) -> Iterator[Problem]:
 
 
 def start_problems(pod: Body, slot: Slot) -> Iterator[Problem]:
-    """Return why the process could not start; --allow-unsupported does not help against these."""
+    """Yield the problems that would prevent the process from starting, even with --allow-unsupported."""
     trainer, at = trainer_container(pod) or {}, trainer_path(pod)
     planned = process(pod, slot)
     if not trainer.get("command"):
@@ -172,7 +172,7 @@ def ignored(pod: Body) -> list[str]:
 
 
 def not_kept(pod: Body) -> list[str]:
-    """Return mounts whose files are lost with the run, without those that are temporary anyway."""
+    """Return paths of emptyDir mounts, whose files are lost with the run, except /tmp and /dev/shm."""
     trainer, volumes = trainer_container(pod) or {}, {v.get("name"): v for v in pod["spec"].get("volumes") or ()}
     own = [m for m in trainer.get("volumeMounts") or () if _kind_of(volumes.get(m.get("name"), {})) == "emptyDir"]
     paths = [str(mount.get("mountPath", "")).rstrip("/") for mount in own]
@@ -180,7 +180,7 @@ def not_kept(pod: Body) -> list[str]:
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """Return text with $(VAR) expanded as by the kubelet: $$ is a $, an unknown name stays."""
+    """Expand $(VAR) as the kubelet does: $$ becomes $, and unknown names stay."""
 
     def replacement(match: re.Match[str]) -> str:
         return "$" if match[0] == "$$" else variables.get(match[1], match[0])
@@ -189,8 +189,8 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
 
 
 def search_path(path: str) -> str:
-    """Return PATH with the folder of this interpreter: first if torch is in it, so that `torchrun` and `python` mean
-    that one, as in an activated environment; else last."""
+    """Add the folder of this interpreter to PATH. It comes first if it has torchrun, as in an activated environment, so
+    that `torchrun` and `python` are found there; else last."""
     own = os.path.dirname(sys.executable)
     parts = [p for p in path.split(os.pathsep) if p != own]
     has_torch = os.access(os.path.join(own, "torchrun"), os.X_OK)
@@ -257,7 +257,7 @@ def _sub_path(mount: Mapping[str, Any], variables: Mapping[str, str]) -> str:
 def _wrong_mounts(
     spec: Body, trainer: Mapping[str, Any], at: FieldPath, variables: Mapping[str, str]
 ) -> Iterator[Problem]:
-    """Return mounts that the API server or the kubelet refuses, and that would lead out of the job's folders."""
+    """Yield mounts that the API server or the kubelet would refuse, because they would lead out of our folders."""
     for i, volume in enumerate(spec.get("volumes") or ()):
         if "/" in str(volume.get("name")) or volume.get("name") in (None, "", ".", ".."):
             text = f"{volume.get('name')} is not a volume name: use lower-case letters, digits and -"
@@ -278,7 +278,7 @@ def _mounts(
     for mount in trainer.get("volumeMounts") or ():
         volume, path = volumes.get(mount.get("name"), {}), str(mount.get("mountPath", "")).rstrip("/")
         kind = _kind_of(volume)
-        # The machine has its own /dev/shm, and the caller's folders may be in /tmp, whose paths must not change.
+        # Skip /dev/shm, which the machine has, and /tmp: paths of the caller's folders may be below it.
         if path in ("/dev/shm", "/tmp") or kind not in ("emptyDir", "hostPath") or not path:  # noqa: S108
             continue
         source = volume.get(kind) or {}
@@ -289,7 +289,7 @@ def _mounts(
 
 
 def _mounted(text: str, mounts: list[tuple[str, Path, bool]]) -> str:
-    """Return `text` with each mount's path replaced, all at once: a folder here may contain a mount's path."""
+    """Replace all mounts' paths by folders here, in one pass, because a folder's path may contain a mount's path."""
     if not mounts:
         return text
     folders = {path: str(folder) for path, folder, _ in mounts}
@@ -298,7 +298,7 @@ def _mounted(text: str, mounts: list[tuple[str, Path, bool]]) -> str:
 
 
 def _kind_of(volume: Mapping[str, Any]) -> str:
-    """Return the volume's source; emptyDir if it has none, as for the API server."""
+    """Return the kind of a volume; emptyDir if it has none, as the API server assumes."""
     return next((k for k, source in volume.items() if k != "name" and source is not None), "emptyDir")
 
 

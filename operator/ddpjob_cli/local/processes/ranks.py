@@ -1,4 +1,4 @@
-"""Finds which processes of a node are ranks."""
+"""Find the ranks among the processes of a node."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _OF_A_RANK = ("RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART
 
 
 def environ(pid: int) -> dict[str, str]:
-    """Return the variables with which a process was started; {} for another user's process or one that has ended."""
+    """Return the variables that a process was started with; {} if it has ended or belongs to another user."""
     with contextlib.suppress(psutil.Error):
         return psutil.Process(pid).environ()
     return {}
 
 
 def started_among(pid: int) -> tuple[float, int]:
-    """Return when a rank was started and its WORLD_SIZE; zeros if that is unknown."""
+    """Return a rank's start time and its WORLD_SIZE; zeros if they are unknown."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
         return process.create_time(), max(0, bounds.number(process.environ().get("WORLD_SIZE"), bounds.COUNT_MAX))
@@ -31,10 +31,10 @@ def started_among(pid: int) -> tuple[float, int]:
 
 
 def of_node(supervisor: int, parent_of: Mapping[int, int]) -> tuple[int, ...]:
-    """Return the ranks of a node by rank; {} if they cannot be told from its other processes."""
+    """Return the pids of a node's ranks, sorted by rank; () if they cannot be distinguished from other processes."""
     own = processes.descendants(supervisor, parent_of)
-    # Those with a rank's variables, but no launchers above them and no loader's workers below.
-    # Read each time: before exec a process still has its parent's variables.
+    # Ranks have variables that their parents lack. That excludes launchers above, and DataLoader workers below them.
+    # Read them in each call, because before exec a process still has its parent's variables.
     variables = {pid: _variables(pid) for pid in own}
     marked = {pid for pid in own if variables[pid] and variables[pid] != variables.get(parent_of[pid])}
     lowest = [pid for pid in marked if not processes.descendants(pid, parent_of) & marked]
@@ -42,17 +42,17 @@ def of_node(supervisor: int, parent_of: Mapping[int, int]) -> tuple[int, ...]:
 
 
 def _variables(pid: int) -> tuple[str, ...]:
-    """Return the rank's variables with which a process was started; {} if it has none."""
+    """Return the values of the variables that distinguish ranks; () if the process has none."""
     given = environ(pid)
     return tuple(given.get(name, "") for name in _OF_A_RANK) if given.get("RANK", "").isdecimal() else ()
 
 
 def _forked(own: set[int], parent_of: Mapping[int, int]) -> tuple[int, ...]:
-    """Return the ranks that a fork server of `ddprun` has started. They have its command line, its variables and its
-    parent, the agent. Each rank leads a session; ranks and servers that wait are in that of the first server."""
-    found: dict[int, tuple[float, int]] = {}  # its start time and session
+    """Return the ranks that a fork server of `ddprun` has started. They have the server's command line, variables and
+    parent (the agent). Each rank leads a session; waiting spares and servers are in the first server's session."""
+    found: dict[int, tuple[float, int]] = {}  # by pid: start time and session
     for pid in own:
-        with contextlib.suppress(psutil.Error, OSError):  # it may have ended
+        with contextlib.suppress(psutil.Error, OSError):  # the process may have ended
             process = psutil.Process(pid)
             if any(word.endswith(_FORK_SERVER) for word in process.cmdline()):
                 found[pid] = (process.create_time(), os.getsid(pid))

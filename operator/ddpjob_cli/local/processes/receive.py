@@ -1,5 +1,5 @@
-"""The receiver of progress on loopback, with the protocol of the operator's receiver. Other users of the machine can
-reach loopback too, so a report needs the job's token, and the number of connections is limited."""
+"""Receive progress on loopback, with the protocol of the operator's receiver. Other users of this machine can connect
+too, so a report needs the job's token, and the number of connections is limited."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from typing import Any
 
 PATH = "/v1/progress"
 BODY_BYTES_MAX = 8192  # a report with 16 metrics is below 1 kB
-READ_BYTES_MAX = 1 << 20  # closing with unread data would reset the connection before the client reads the answer
-SILENT_SECONDS = 5.0  # seconds of silence after which a client is disconnected
+READ_BYTES_MAX = 1 << 20  # read it all: closing with unread data resets the connection, and the answer is lost
+SILENT_SECONDS = 5.0  # a client that is silent for longer is disconnected
 CONNECTIONS_MAX = 32  # one per reporting rank, and some of other users of the machine
 
 
 class LocalReceiver(ThreadingTCPServer):
     """Listens on a free port of 127.0.0.1. `on_report` gets the body of each authenticated report, in a thread, one
-    call at a time; it returns None, or why it refuses. `token_file` has mode 0600 and is removed by `stop`."""
+    call at a time. It returns None, or why it refuses. `token_file` has mode 0600 and is removed by `stop`."""
 
     daemon_threads = False  # stop() waits for them, because the runner accepts no report after it
     request_queue_size = 128
@@ -39,11 +39,11 @@ class LocalReceiver(ThreadingTCPServer):
         self.token_file = token_file
         self.token = secrets.token_urlsafe(32)
         self.reporting = threading.Lock()
-        self._connections: dict[Any, None] = {}  # the oldest first
+        self._connections: dict[Any, None] = {}  # ordered, the oldest first
         self._serving = threading.Thread(target=self.serve_forever, daemon=True)
 
     def start(self) -> None:
-        """Write the token, serve and return. Raises OSError if the file cannot be written."""
+        """Write the token, and begin to serve in a thread. Raise OSError if the file cannot be written."""
         self.token_file.unlink(missing_ok=True)
         descriptor = os.open(self.token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(descriptor, "w", encoding="ascii") as file:
@@ -54,7 +54,7 @@ class LocalReceiver(ThreadingTCPServer):
         """Close every connection, wait for running calls of `on_report`, remove the token."""
         if not self._serving.is_alive():
             return
-        _disconnect(self.socket)  # wakes serve_forever, which otherwise ends at its next poll
+        _disconnect(self.socket)  # wakes serve_forever, which would otherwise end only at its next poll
         self.shutdown()
         for connection in list(self._connections):
             _disconnect(connection)
@@ -62,7 +62,7 @@ class LocalReceiver(ThreadingTCPServer):
         self.token_file.unlink(missing_ok=True)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection in a thread. Beyond the limit the oldest is closed: somebody keeps it open."""
+        """Serve a connection in a thread. Beyond the limit close the oldest, because a report takes milliseconds."""
         if len(self._connections) >= CONNECTIONS_MAX:
             oldest = next(iter(list(self._connections)))
             self._connections.pop(oldest, None)
@@ -75,14 +75,14 @@ class LocalReceiver(ThreadingTCPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
-        """Ignore a connection that broke off; raise a mistake of ours in its thread."""
+        """Ignore a broken connection. Raise any other error, which is a bug of ours, in its thread."""
         error = sys.exc_info()[1]
         if error is not None and not isinstance(error, OSError):
             raise error
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One report; the answer closes the connection, as in HTTP/1.0."""
+    """Handles one report. The connection is closed after the answer, as in HTTP/1.0."""
 
     timeout = SILENT_SECONDS
     server: LocalReceiver
@@ -111,7 +111,7 @@ class Handler(BaseHTTPRequestHandler):
         return None
 
     def hand_over(self, body: bytes) -> None:
-        """Answer as `on_report` decides. Raise RuntimeError if it fails, after the trainer has its answer."""
+        """Answer as `on_report` decides. If it raises, answer the trainer first, then raise RuntimeError."""
         try:
             with self.server.reporting:
                 sentence = self.server.on_report(body)
@@ -128,10 +128,10 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(json.dumps({"error": sentence}).encode())
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class names it so
-        """Print nothing: stderr belongs to the screen."""
+        """Print nothing, because stderr belongs to the screen."""
 
 
 def _disconnect(connection: socket.socket) -> None:
-    """Wake a waiting thread by an end of the stream."""
+    """Shut the connection down, which wakes a thread that reads from it."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

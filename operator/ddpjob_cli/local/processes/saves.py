@@ -1,7 +1,7 @@
-"""Detects saved source files, after which `ddpjob dev` restarts the ranks. Files are polled: inotify would need a watch
-per folder and fails on network file systems, and watchfiles waits longer by default. A training writes files too, and
-must not restart itself: a file counts if its text has changed; one that appears while ranks run counts from their next
-start (loggers copy the code); besides Python only the kinds below count, and no hidden folders."""
+"""Detect saved source files, after which `ddpjob dev` restarts the ranks. Files are polled: inotify would need a watch
+per folder and fails on network file systems, and watchfiles waits longer by default. A training that writes files must
+not restart itself. So a file counts only if its text has changed, and is of a kind below. A file that appears while
+ranks are running counts from their next start on, because loggers copy code. Hidden folders are skipped."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SavedFiles:
     def __init__(self, folders: Iterable[str], named: Iterable[str] = ()) -> None:
         self._named = [os.path.abspath(path) for path in named if path.endswith(NAMED)]
         self._roots = list(dict.fromkeys(map(os.path.realpath, folders)))
-        self._told: dict[str, bytes] = {}  # the texts that the ranks have; b"": no such file
+        self._told: dict[str, bytes] = {}  # by path: digest of the text that the ranks have; b"": no such file
         self._seen: dict[str, State] = {}
         self._configurations: set[str] | None = None
         self._since: float | None = None  # when the first unreported change was seen
@@ -95,7 +95,7 @@ class SavedFiles:
 
 
 def _entries(folder: str) -> tuple[list[str], list[str]]:
-    """Yield the folders and their files. Links to folders are not followed, because they may form a cycle."""
+    """Return the subfolders and the files of a folder. Links to folders are skipped, because they may form a cycle."""
     folders: list[str] = []
     files: list[str] = []
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
@@ -112,7 +112,7 @@ def _entries(folder: str) -> tuple[list[str], list[str]]:
 
 
 def _state(path: str, known: State) -> State:
-    """Return a file's metadata and, last, what identifies its text. A file with equal metadata is not read again."""
+    """Return a file's metadata and a digest of its text. If the metadata are unchanged, the file is not read again."""
     try:
         found = os.stat(path)
         looks = found.st_mtime_ns, found.st_size, found.st_ino
@@ -129,5 +129,5 @@ def _state(path: str, known: State) -> State:
 
 
 def pause_after(began: float) -> float:
-    """Return seconds until the next poll after one that began at `begun`: many files take at most 5 % of a CPU."""
+    """Return the seconds to wait after a poll that began at `began`, so that polling takes at most 5 % of a CPU."""
     return max(0.03, 20 * (time.monotonic() - began))

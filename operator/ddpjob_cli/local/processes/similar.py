@@ -1,4 +1,4 @@
-"""Suggests a file for one that does not exist."""
+"""Suggest a file if the named one does not exist."""
 
 from __future__ import annotations
 

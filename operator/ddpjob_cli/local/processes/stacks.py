@@ -1,4 +1,4 @@
-"""Stacks of the ranks of a run on this machine: a signal makes its agents print them into its logs."""
+"""Get the stacks of a local run's ranks: a signal makes the run's agents print them into its logs."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Asked:
     handlers: list[int]
     """Ranks of another launcher that handle SIGQUIT."""
     silent: list[int]
-    """Its other ranks: they got no signal, because it would end them."""
+    """Other ranks, which got no signal, because it would end them."""
 
     def sentence(self) -> str:
-        """Return what cannot be shown, or who writes stacks; "" if agents print all of them."""
+        """Return which stacks cannot be shown, or which ranks handle the signal; "" if agents print all stacks."""
         if self.handlers and not self.silent:
             return f"SIGQUIT was sent to {count(len(self.handlers), 'rank')}, which the script handles"
         if self.silent:
@@ -42,13 +42,13 @@ class Asked:
 
 
 def ask(uid: str) -> Asked:
-    """Ask the processes of the run with this id. Processes without a handler get no signal."""
+    """Signal the agents, and ranks with a handler, of the run with this id. Others get no signal: it would end them."""
     environs = {pid: ranks.environ(pid) for pid in processes.parents()}
     own = {pid for pid, environ in environs.items() if environ.get("DDPJOB_UID") == uid}
     agents = _topmost({pid for pid in own if processes.catches(pid, STACKS_SIGNAL)})
     below = set().union(*(processes.descendants(agent) for agent in agents), agents)
     others = {pid for pid in own - below if "LOCAL_RANK" in environs[pid] and processes.is_python(pid)}
-    # On a node with one rank the launcher has LOCAL_RANK as well, and torchrun ends the job on SIGQUIT.
+    # Leave out torchrun itself, which ends the job on SIGQUIT: on a node with one rank it has LOCAL_RANK too.
     of_torchrun = {pid for pid in others if "TORCHELASTIC_RUN_ID" in environs[pid]}
     found = _topmost(of_torchrun or others)
     handlers = [pid for pid in found if pid in of_torchrun and processes.catches(pid, signal.SIGQUIT)]
@@ -58,7 +58,7 @@ def ask(uid: str) -> Asked:
 
 
 def of_run(run: runs.Run) -> list[str]:
-    """Return the texts that the agents of a run print. Raise InputError if nothing can be shown."""
+    """Return the stacks of a run's ranks, as its agents print them. Raise InputError if there are none."""
     name = f"{run.facts.job}, run {run.facts.run[:8]}"
     if not run.running:
         raise InputError(

@@ -1,7 +1,7 @@
-"""The supervisor of one local node, run as a program by `node.py`: like PID 1 of a pod. It imports little, because a
-job waits for it. Before it reports the end of the node, it ends every descendant of its trainer, in any session. stdin
-is the control pipe with a JSON object per line: first {"argv", "env", "cwd", "grace_seconds"}, later {"stop": 10}. Its
-end means that the runner has died, and ends everything; PDEATHSIG would follow a thread, not the process. The
+"""The supervisor of one local node, like PID 1 of a pod. `node.py` runs it as a program. It imports little, because a
+job waits for it. Before it reports the end of the node, it kills all descendants of its trainer, in any session. stdin
+is the control pipe with a JSON object per line: first {"argv", "env", "cwd", "grace_seconds"}, later {"stop": 10}. If
+stdin ends, the runner has died, and all processes are killed. (PDEATHSIG would depend on a thread of the runner.) The
 descriptor in the first argument carries {"started": PID}, and last {"ended": …} with the fields of `node.End`. stdout
 belongs to the trainer."""
 
@@ -17,14 +17,14 @@ from typing import Any
 
 from ddprun import processes
 
-WAIT_SECONDS_MAX = 3600.0  # poll takes at most 24.8 days, but a grace may be years
+WAIT_SECONDS_MAX = 3600.0  # poll accepts at most 24.8 days, but a grace period may be years
 LEFT_MAX = 16  # command lines of at most 4 KiB
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
 def main() -> None:
     report_fd = int(sys.argv[1])
-    processes.close_to_children()  # above all the report pipe
+    processes.close_to_children()  # especially the report pipe
     processes.become_subreaper()
     supervisor = Supervisor(report_fd)
     try:
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 class Supervisor:
-    """One trainer and all its descendants; `run` returns when none is left and that is reported."""
+    """Supervises one trainer and all its descendants. `run` returns when all have ended and this is reported."""
 
     def __init__(self, report_fd: int) -> None:
         self.report_fd = report_fd
@@ -49,18 +49,18 @@ class Supervisor:
         os.set_blocking(0, False)
 
     def run(self) -> None:
-        """Wait for the order, start the trainer, obey until it ends, end its descendants, report."""
+        """Read the order, start the trainer, handle requests until it ends, kill its descendants, and report."""
         poller = select.poll()
         poller.register(0, select.POLLIN)
         poller.register(self.wakeup_fd, select.POLLIN)
         while not self.over():
-            poller.poll(self.wait_milliseconds())  # without a deadline this blocks: no CPU at rest
+            poller.poll(self.wait_milliseconds())  # blocks if there is no deadline
             signals = read_available(self.wakeup_fd) or b""  # one byte per signal after the last call
-            self.reap()  # before the orders: a trainer that had ended by then was not stopped
+            self.reap()  # before requests: a trainer that has ended already was not stopped by them
             self.read_control()
             if STOP_SIGNALS & set(signals):
                 self.stop(self.grace_seconds)
-        # If the trainer did not end in its time, all of them are killed together with it.
+        # If the trainer did not end in time, its descendants are killed with it, and not reported.
         still = processes.descendants(os.getpid()) if self.main_end is not None else ()
         left = [processes.words(pid) for pid in sorted(still)]
         self.end_tree()
@@ -75,13 +75,13 @@ class Supervisor:
         return self.kill_at is not None and time.monotonic() >= self.kill_at
 
     def wait_milliseconds(self) -> float | None:
-        """Return milliseconds until the next deadline; None if there is none."""
+        """Return the milliseconds until the next deadline; None if there is none."""
         if self.kill_at is None:
             return None
         return min(max(0.0, self.kill_at - time.monotonic()), WAIT_SECONDS_MAX) * 1000
 
     def read_control(self) -> None:
-        """Obey every complete line; the end of the pipe means that the runner has died."""
+        """Handle each complete line. At the end of the pipe the runner has died."""
         arrived = read_available(0)
         self.end_now = self.end_now or arrived is None
         *lines, self.control = (self.control + (arrived or b"")).split(b"\n")
@@ -101,7 +101,7 @@ class Supervisor:
         self.report({"started": self.main_pid})
 
     def stop(self, grace_seconds: float) -> None:
-        """Stop the trainer's first process as the kubelet stops PID 1; a later call can only shorten its grace."""
+        """Stop the trainer's first process as the kubelet stops PID 1. A later call can only shorten the grace."""
         if not self.main_pid:  # no order yet: nothing to end
             self.end_now = True
             return
@@ -117,20 +117,20 @@ class Supervisor:
                 self.main_end = (code, time.time())
 
     def end_tree(self) -> None:
-        """Kill and reap until no process is left. Orphans become our children, so none can escape."""
+        """Kill and reap until no descendant is left. Orphans become our children, so none is missed."""
         pause_ms = 10
         poller = select.poll()
         poller.register(self.wakeup_fd, select.POLLIN)
         self.reap()
         while left := processes.descendants(os.getpid()):
             processes.kill(left)
-            poller.poll(pause_ms)  # a child's end wakes us; the time-out is for one forked after /proc was read
+            poller.poll(pause_ms)  # until a child ends, or a new look for children forked after /proc was read
             read_available(self.wakeup_fd)
             pause_ms = min(2 * pause_ms, 1000)
             self.reap()
 
     def report(self, message: dict[str, object]) -> None:
-        """Send one line to the runner, if there still is one."""
+        """Send one line to the runner. If it has ended, end too."""
         try:
             os.write(self.report_fd, json.dumps(message).encode() + b"\n")
         except BrokenPipeError:
@@ -138,11 +138,11 @@ class Supervisor:
 
 
 def start_trainer(order: dict[str, Any]) -> tuple[int, dict[str, object] | None]:
-    """Start the order's argv. Return its pid and None, or its pid and the report of why the exec failed."""
-    failure_read, failure_write = os.pipe()  # a successful exec closes it with nothing written
+    """Start the trainer. Return its pid, and None or a report of why exec failed."""
+    failure_read, failure_write = os.pipe()  # a successful exec closes it without data
 
     def become() -> None:
-        # In its own session (`fork`): `trap "kill 0" EXIT` of a launch script must not reach the supervisor.
+        # `fork` has made a new session, so `trap "kill 0" EXIT` in a launch script does not reach the supervisor.
         try:
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             os.dup2(1, 2)
@@ -159,7 +159,7 @@ def start_trainer(order: dict[str, Any]) -> tuple[int, dict[str, object] | None]
 
 
 def start_failure(error: Exception) -> dict[str, object]:
-    """Return the report of a failed exec, with the code that a shell or a container gives."""
+    """Return the report of a failed exec, with the exit code that a shell would have."""
     missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
     sentence = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
     if isinstance(error, FileNotFoundError) and os.path.isfile(str(error.filename)):
@@ -176,5 +176,5 @@ def read_available(fd: int) -> bytes | None:
         except BlockingIOError:
             return data
         if not chunk:
-            return data or None  # the next call sees the end again
+            return data or None  # after data, the next call returns None
         data += chunk

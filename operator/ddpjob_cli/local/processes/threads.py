@@ -1,4 +1,4 @@
-"""OMP_NUM_THREADS of a local run: the job's, else the caller's, else 1 if several ranks share this machine."""
+"""Choose OMP_NUM_THREADS of a local run: the job's, else the caller's, else 1 if several ranks share this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAME = "OMP_NUM_THREADS"
 
 
 def set_threads(job: api.DDPJob, environ: Mapping[str, str]) -> api.DDPJob:
-    """Return the job with OMP_NUM_THREADS, unless it has a single rank: local nodes share the machine."""
+    """Add OMP_NUM_THREADS if the job has none: the caller's, else 1 if nodes of one rank share this machine."""
     spec = job.spec
     is_alone = topology.world_size(spec) == 1 or podspec.cpus(spec.template) is not None
     value = environ.get(_NAME) or ("" if is_alone or topology.nproc_per_node(spec) > 1 else "1")
@@ -27,7 +27,7 @@ def set_threads(job: api.DDPJob, environ: Mapping[str, str]) -> api.DDPJob:
 
 
 def chosen(job: api.DDPJob, environ: Mapping[str, str]) -> str:
-    """Return OMP_NUM_THREADS=1 if neither the job nor the caller gave a number, else ""."""
+    """Return OMP_NUM_THREADS=1, as text, if it was added and neither the job nor the caller set it; else ""."""
     trainer = podspec.trainer_container(job.spec.template)
     if environ.get(_NAME) or trainer is None or any(e.get("name") == _NAME for e in podspec.mappings(trainer, "env")):
         return ""

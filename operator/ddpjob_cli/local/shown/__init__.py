@@ -1,1 +1,1 @@
-"""Output of a local run: the live table, plain lines for a pipe, the machine's use."""
+"""Output of a local run: the live table, plain lines for a pipe, the use of CPUs and GPUs."""

@@ -1,5 +1,5 @@
-"""Filters a node's output down to the script's own lines; the node's log has the rest. Stacks of a stall, and
-tracebacks until their failure is known, are held back: `told.py` shows the culprit's once. If the script handled the
+"""Reduce a node's output to the script's own lines; the node's log has all lines. Stacks of a stall are held back, and
+tracebacks until their failure is known. `told.py` then shows those of the culprit, once. If the script handled the
 exception, its traceback is shown after all."""
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from ddpjob_core.failures import where_of
 from ddpjob_operator.failures.log_lines import PREFIX
 
-HELD_SECONDS = 30.0  # from a rank's uncaught exception to the end of its pod: a rank has ten seconds to stop
-UNSURE_SECONDS = 10.0  # for a traceback without torch's prefix, which the script may have handled
+HELD_SECONDS = 30.0  # an uncaught exception ends its pod within this time; a rank has ten seconds to stop
+UNSURE_SECONDS = 10.0  # shorter for a traceback without torch's prefix, because the script may have handled it
 _LAUNCHERS = re.compile(
-    # E0131 12:00:00.1 77 torch/distributed/elastic/…; until torch 2.1 with the logger's name
+    # E0131 12:00:00.1 77 torch/distributed/elastic/…; up to torch 2.1 ERROR:torch.distributed…
     r"^(?:[EWI]\d{4} \d\d:\d\d:\d\d\S* \d+ (?:\[\d+\] )?torch/distributed/|(?:ERROR|WARNING|INFO):torch\.distributed"
     # ddprun's lines about restarts and stops, which the run reports itself
     r"|ddprun: (?:restart \d|rank \d|node \d+ is lost|the group |told to stop|waiting for node))"
@@ -31,27 +31,27 @@ _BORDER = re.compile(r"^(?:={7,}|\*{7,})\s*$")
 
 @dataclass
 class Trace:
-    """A traceback while it is read: the lines without torch's prefix, and the prefix."""
+    """A traceback that is held back: torch's prefix, and the lines without it."""
 
     prefix: str
     since: float
     lines: list[str] = field(default_factory=list)
     exception: str = ""
-    """Its last line outside of a frame; "" while it is incomplete."""
+    """The line with the exception; "" until it is read."""
 
     @property
     def due(self) -> float:
-        """When to show it because nothing has ended for it."""
+        """Time at which it is shown, because no pod has ended because of it."""
         return self.since + (HELD_SECONDS if self.prefix else UNSURE_SECONDS)
 
     @property
     def is_launchers(self) -> bool:
-        """True if all of its frames are torch's: torchrun's report that a rank has failed or was stopped."""
+        """True if all frames are torch's. It is then torchrun's own report that a rank has failed or was stopped."""
         return not where_of(self.lines) and any("torch/distributed/" in line for line in self.lines)
 
     @property
     def _is_chained(self) -> bool:
-        """True if the next traceback is chained to this one, and is not the launcher's."""
+        """True if the last line announces a chained traceback, so that the next one belongs to this one."""
         return next((line for line in reversed(self.lines) if line), "").startswith(_CHAINED)
 
     def takes(self, line: str) -> bool:
@@ -59,7 +59,7 @@ class Trace:
         if self.exception:
             goes_on = line.startswith(_BEGINS) and self._is_chained
             more = not line or line[0].isspace() or line.startswith(_CHAINED) or goes_on
-            # torch prints an uncaught exception with its prefix, on every line of the message.
+            # torch puts its prefix on every line of an uncaught exception's message.
             more = more or ("[rank" in self.prefix and not line.startswith(_BEGINS))
             if goes_on:
                 self.exception = ""
@@ -75,20 +75,20 @@ class Trace:
 class Fold:
     def __init__(self) -> None:
         self.hidden = 0
-        """Number of lines that were not shown after it was last set to 0."""
+        """Number of hidden lines that were not reported yet."""
         self.held: list[Trace] = []
         self.stacks: dict[int, list[str]] = {}
-        """By rank, what it wrote when it was stalled."""
+        """By rank, the stacks that it printed when it was stalled."""
         self._in_stacks: list[str] | None = None
         self._open: dict[str, Trace] = {}  # by prefix, because output of ranks is interleaved
-        self._borders = 0  # of torchrun's table that are still expected
+        self._borders = 0  # number of borders of torchrun's table that are still to come
         self._after_cpp = False
 
     def take(self, lines: list[str], now: float) -> list[str]:
         return [shown for line in lines for shown in self._take(line, now)]
 
     def due_in(self, now: float) -> float | None:
-        """Return seconds until a traceback is shown because nothing has ended for it."""
+        """Return the seconds until a traceback is due; None if none is held."""
         return max(0.0, min(trace.due for trace in self.held) - now) if self.held else None
 
     def overdue(self, now: float) -> list[str]:
@@ -114,12 +114,12 @@ class Fold:
             self.hidden += 1
         else:
             self._open.pop(prefix, None)
-            # Without torch's prefix it did not end a rank: the script continued.
+            # The script has continued, so an exception without torch's prefix did not end a rank. Show its traceback.
             yield from self._release([t for t in self.held if not t.prefix and t.exception and not prefix])
             yield raw
 
     def _is_of_stacks(self, raw: str) -> bool:
-        """Keep the line if a stalled rank wrote it: all lines after the first are indented."""
+        """Keep the line if it belongs to a stalled rank's stacks, in which all lines but the first are indented."""
         if match := _STALLED.match(raw):
             self._in_stacks = self.stacks[int(match[1])] = []
         elif not raw.startswith("  "):
@@ -137,7 +137,7 @@ class Fold:
         return is_cpp or _LAUNCHERS.match(line) is not None
 
     def _close_launchers(self, trace: Trace) -> None:
-        """Hide the launcher's own exception; after ChildFailedError its table follows, between two borders."""
+        """Hide the launcher's own exception. After ChildFailedError a table with two borders follows."""
         self._borders = 2 if "ChildFailedError" in trace.exception else 0
         self.hidden += len(trace.lines)
         self.held.remove(trace)

@@ -1,4 +1,4 @@
-"""The screen of a local run. The nodes' output goes to stdout and everything else to stderr, for pipes."""
+"""The screen of a local run. The nodes' output goes to stdout and everything else to stderr, so that pipes work."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 PLAIN_SECONDS = 5.0  # between two progress lines without a terminal
-WAIT_SECONDS = 10.0  # before the first line about a wait; each later one comes after twice the time
+WAIT_SECONDS = 10.0  # before the first line about a wait; the time doubles after each line
 LIVE_SECONDS = 0.5  # between two drawings of the table: 2 nodes cost 0.6 % of a CPU, 16 cost 3 %
-TICK_SECONDS = 1.0  # the table's clocks advance while nothing happens
-LINES_A_DRAWING = 200  # nobody can read more lines between two drawings; the file has them
+TICK_SECONDS = 1.0  # draw again after this time even if nothing has changed, because the table shows times
+LINES_A_DRAWING = 200  # nobody can read more lines between two drawings; the log has them all
 _QUIET = (reasons.CREATING_PODS.name, reasons.STARTING_TRAINERS.name, reasons.QUEUE_NOT_SERVED.name)
 
 
@@ -34,7 +34,7 @@ class OutputClosedError(Exception):
 
 
 class PlainScreen:
-    """Plain lines: the nodes' output, events, progress. types: a debugger has the terminal, so no progress."""
+    """Shows plain lines: the nodes' output, events, progress. types: a debugger uses the terminal, so show less."""
 
     def __init__(self, job: api.DDPJob, *, types: bool = False) -> None:
         self.job = job
@@ -52,7 +52,7 @@ class PlainScreen:
             print(clean(text), file=sys.stderr, flush=True)
 
     def log(self, pod: LocalPod, lines: Sequence[str]) -> None:
-        """Show lines that a node printed. Raises OutputClosedError when the reader is gone."""
+        """Show lines that a node printed. Raise OutputClosedError if the reader of stdout has closed it."""
         if self._types:
             return
         prefix = prefix_of(self.job, pod)
@@ -61,23 +61,23 @@ class PlainScreen:
             sys.stdout.write("".join(f"{prefix}{shown(line)}\n" for line in lines))
             sys.stdout.flush()
         except BrokenPipeError:
-            # Python flushes stdout again when it exits, which would print a second message about the same pipe.
+            # Otherwise Python's flush at the exit would print a second message about the same pipe.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             raise OutputClosedError from None
         except BlockingIOError:
-            raise  # the rest is written at the exit, if the reader has continued by then
+            raise  # Python writes the rest at the exit, if the reader reads again by then
         except OSError:
             _forget_unwritten()
             raise
 
     def event(self, event: Event) -> None:
-        """Show a change of state, except for steps that take no time locally, and for facts about a cluster."""
+        """Show a change of state, except changes that are instant locally, and those that concern only a cluster."""
         if event.reason not in _QUIET:
             mark = "! " if event.type == "Warning" else ""
             self.note(f"{mark}{event.message}")
 
     def draw(self, moment: table.RunMoment, pods: Sequence[LocalPod]) -> None:
-        """Show the present state, if it is due."""
+        """Show the current state, if it is due."""
         status = moment.status
         wait = (status.state, status.attempt, status.reason) if present_progress(status) is None else ()
         if wait != self._waiting:
@@ -92,14 +92,14 @@ class PlainScreen:
                 self._is_advised = True
                 self.note(advice)
             if wait:
-                # Show progress bars that have changed: a bar ends its line only when it is complete, after hours.
+                # Show changed progress bars here, because a bar ends its line only when it is complete.
                 for pod in present_pods(pods):
                     if pod.live and (bar := pod.log.bar) and bar != self._bars.get(pod.name):
                         self._bars[pod.name] = bar
                         self.log(pod, [bar])
 
     def due_in(self, status: api.Status) -> float | None:
-        """Return seconds until draw() has something to show, 0.0 for now; None if it has nothing."""
+        """Return the seconds until draw() has something to show; None if it has nothing."""
         if self._types or status.state not in ("Starting", "Running"):
             return None
         if present_progress(status) is not None and status.progress == self._drawn.progress:
@@ -108,7 +108,7 @@ class PlainScreen:
 
     @contextlib.contextmanager
     def nobody_types(self) -> Iterator[None]:
-        """Return a context in which the nodes' output is shown even with a debugger."""
+        """In this context the nodes' output is shown even if a debugger uses the terminal."""
         before, self._types = self._types, False
         yield
         self._types = before
@@ -122,8 +122,8 @@ class PlainScreen:
 
 
 class LiveScreen(PlainScreen):
-    """A table at the bottom of the terminal; the nodes' lines scroll above it. While another process group has the
-    terminal (`ddpjob run … &`), plain lines. groups: our own process groups."""
+    """Shows a table at the bottom of the terminal, above which the nodes' lines scroll; plain lines while another
+    process group has the terminal (`ddpjob run … &`). groups: our own process groups."""
 
     def __init__(self, job: api.DDPJob, groups: frozenset[int]) -> None:
         super().__init__(job)
@@ -168,17 +168,17 @@ class LiveScreen(PlainScreen):
         present = present_pods(pods)
         self._usages.look({pod.node.pid: pod.gpus for pod in present if pod.live})
         nodes = [node_of(self.job, moment.status, pod, self._usages.seen.get(pod.node.pid)) for pod in present]
-        with _whoever_reads(), self._console:  # one write
+        with _whoever_reads(), self._console:  # the console buffers all of it for one write
             self._flush()
             if self._live is None:
-                # Draw only on `update`: a thread would draw after the shell has taken the terminal back.
+                # No automatic refresh: its thread could draw after the shell has taken the terminal back.
                 self._live = Live(console=self._console, auto_refresh=False, transient=True, vertical_overflow="crop")
                 self._live.start()
             width, height = self._console.size
             self._live.update(table.view(moment, nodes, width - 1, height - 2), refresh=True)
 
     def due_in(self, status: api.Status) -> float | None:
-        """Return seconds until the table or the lines above it must be drawn."""
+        """Return the seconds until the table or the lines above it must be drawn."""
         new = status != self._in_table or self._pending or self._hidden
         return max(0.0, self._table_at + (LIVE_SECONDS if new else TICK_SECONDS) - time.monotonic())
 
@@ -203,7 +203,7 @@ class LiveScreen(PlainScreen):
         if self._hidden:
             self._pending.append(f"… {wording.count(self._hidden, 'line')} more in {self._last}")
         if self._pending:
-            # One print for all, because each redraws the table.
+            # Print all at once, because each print redraws the table.
             self._console.print(Text.from_ansi("\n".join(self._pending)), soft_wrap=True)
         self._pending, self._hidden = [], 0
 
@@ -212,22 +212,22 @@ def has_terminal(groups: Collection[int]) -> bool:
     """True if one of these process groups is in the foreground of the terminal on stderr."""
     try:
         return os.tcgetpgrp(2) in groups
-    except OSError:  # not our controlling terminal, so nobody else types there
+    except OSError:  # not our controlling terminal, so no other group of our session has it
         return True
 
 
 @contextlib.contextmanager
 def _whoever_reads() -> Iterator[None]:
-    """Ignore write errors: output is lost, but training continues. Ctrl-C also ends the `tee` of `ddpjob run … 2>&1 |
-    tee log`, and the nodes still need their time to save."""
+    """Ignore write errors, so that training continues without output. For example, Ctrl-C also ends the `tee` in
+    `ddpjob run … 2>&1 | tee log`, but the nodes still need time to save."""
     try:
         yield
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Python flushes it again at the exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # otherwise Python's flush at the exit would fail
 
 
 def _forget_unwritten() -> None:
-    """Drop output that a full disk refused: Python would try to flush it at the exit, and end with 120."""
+    """Drop output that a full disk refused. Otherwise Python would flush it at the exit, fail, and exit with 120."""
     kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     sys.stdout.flush()
@@ -237,8 +237,8 @@ def _forget_unwritten() -> None:
 
 
 def screen(job: api.DDPJob, plain: bool, group: int | None = None, *, types: bool = False) -> PlainScreen:
-    """Return the table if stdout and stderr are terminals that can redraw lines, else plain lines. group: in which the
-    command was started, if this process has its own. types: a debugger has the terminal."""
+    """Return a LiveScreen if stdout and stderr are terminals that can redraw lines, else a PlainScreen. group: process
+    group in which the command was started, if this process has another. types: a debugger uses the terminal."""
     terminal = sys.stdout.isatty() and sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     if plain or types or not terminal:
         return PlainScreen(job, types=types)
@@ -246,7 +246,7 @@ def screen(job: api.DDPJob, plain: bool, group: int | None = None, *, types: boo
 
 
 def title(job: api.DDPJob, defaults: str) -> str:
-    """Return digits · 2 nodes × 1 process · gloo, with the numbers that nobody gave."""
+    """Return `digits · 2 nodes × 1 process · gloo`, followed by `defaults`."""
     nodes = wording.count(job.spec.nodes, "node")
     processes = wording.count(topology.nproc_per_node(job.spec), "process")
     shape = f"{nodes} × {processes}"
@@ -254,13 +254,13 @@ def title(job: api.DDPJob, defaults: str) -> str:
 
 
 def prefix_of(job: api.DDPJob, pod: LocalPod) -> str:
-    """Return [node:rank] if the node is one rank, else [node], because the printing process is unknown."""
+    """Return [node:rank] if the node has one rank, else [node], because the rank that printed is unknown."""
     rank = topology.rank_of_place(job.spec, pod.place)
     return f"[{pod.place}] " if rank is None else f"[{pod.place}:{rank}] "
 
 
 def present_pods(pods: Sequence[LocalPod]) -> list[LocalPod]:
-    """Return the newest pod of each place in the newest attempt; others have ended, or are about to."""
+    """Return the newest pod of each place in the newest attempt. All others have ended, or will end soon."""
     newest = max((pod.attempt for pod in pods), default=0)
     by_place: dict[int, LocalPod] = {}
     for pod in sorted(pods, key=lambda p: p.replacement):
@@ -270,7 +270,7 @@ def present_pods(pods: Sequence[LocalPod]) -> list[LocalPod]:
 
 
 def node_of(job: api.DDPJob, status: api.Status, pod: LocalPod, seen: SeenUsage | None) -> table.NodeRow:
-    """Return a pod as the table shows it."""
+    """Return the table's row for a pod."""
     since = ranks_since(status)
     is_stale = since is not None and pod.step_at is not None and pod.step_at < since
     pids = seen.pids if seen is not None and seen.pids else (pod.pid,) if pod.pid else ()
@@ -289,7 +289,7 @@ def _state(status: api.Status, pod: LocalPod) -> str:
         return "Stopping" if pod.deletion_requested_at else "Running" if pod.pid else "Starting"
     failure = status.last_failure
     if failure is not None and failure.pod == pod.name and not is_broken(status):
-        # The launcher's exit code says that a rank failed, but not how.
+        # Show the rank's signal or exit code, because the launcher's exit code does not show how the rank failed.
         return f"Failed ({failure.signal or failure.exit_code or failure.reason})"
     if pod.trainer.exit_code == 0:
         return "Completed"

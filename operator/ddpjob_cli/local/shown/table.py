@@ -1,4 +1,4 @@
-"""The table at the bottom of the terminal, from a status and measurements to rich's Text. Pure, without a clock."""
+"""Make the table at the bottom of the terminal, as rich's Text, from a status and measurements. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ddpjob_operator.job.status import is_broken, present_progress, ranks_since
 
 NODES_MAX = 16
 OTHER_ROWS = 5
-"""Rows of a usual table without the nodes."""
+"""Rows of a typical table besides those of the nodes."""
 SPARK_WIDTH = 20
 IMPORT_SECONDS = 60.0
-"""A script without a report for so long is assumed to report no steps, and no longer to be importing."""
+"""After this time without a report, assume that a script has done its imports and reports no steps."""
 NO_STEPS = "no step reported so far; ddpjob.progress(step=i) would show pace, time left and hangs"
 RECENT_SECONDS = 20.0
 TREND = 0.1
-"""A change of the time per step by this share is mentioned."""
+"""A change of the time per step is shown if it is at least this share."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Usage:
     cpu_percent: float
     """100 is one core."""
     memory_bytes: int
-    """Resident; shared memory is counted for each process."""
+    """Resident memory of all processes; shared memory is counted once for each."""
     gpu_percent: float | None = None
-    """The mean of its GPUs; None without any."""
+    """Mean of the node's GPUs; None if it has none."""
     gpu_bytes: int = 0
 
 
@@ -62,7 +62,7 @@ class RunMoment:
     started: dt.datetime
     now: dt.datetime
     initialized: dt.datetime | None = None
-    """Since when the ranks of the present attempt report without a step; None if none does."""
+    """When a rank of this attempt that has made no step yet began to report; None if there is none."""
     reports: bool = True
     """True if the script may report steps."""
 
@@ -88,20 +88,20 @@ def view(moment: RunMoment, nodes: Sequence[NodeRow], width: int, height: int) -
         saved = status.progress.saved_step if status.progress is not None else None
         last = f"last saved at step {saved}" if saved else "nothing is saved"
         rows.append(_line(f"✖ {last}: {status.save_failed}", "red"))
-    # Until the cause is settled, the newest line may be about a rank that was only stopped.
+    # Leave out the newest failure until its cause is settled: it may name a rank that was only stopped.
     for failure in (status.failures[:-1] if is_broken(status) else status.failures)[-1:]:
         rows.append(_line(f"✖ attempt {failure.attempt}: {failure.message}", "red"))
     return Group(*rows)
 
 
 def shown_state(moment: RunMoment) -> str:
-    """Return the state: Starting until the ranks make a step, if they are known to report steps or have only begun."""
+    """Return the state; Starting in place of Running until the first step, unless the script seems to report none."""
     state = moment.status.state or "Pending"
     return "Starting" if state == "Running" and _waits_for_step(moment) and not _is_unreported(moment) else state
 
 
 def activity(moment: RunMoment) -> str:
-    """Return what the job waits for before the first step: importing, 6s; "" while the ranks train."""
+    """Return what the job waits for before its first step, such as `importing, 6s`; "" while the ranks are training."""
     status = moment.status
     since = ranks_since(status) if status.running_time is None else status.running_time
     if status.state != "Running":
@@ -119,13 +119,13 @@ def activity(moment: RunMoment) -> str:
 
 
 def hint(moment: RunMoment) -> str:
-    """Return advice for a script that reports no steps, once it has had time to; else ""."""
+    """Return advice if the script has reported no step within IMPORT_SECONDS; else ""."""
     late = _waits_for_step(moment) and _waited_seconds(moment) >= IMPORT_SECONDS
     return NO_STEPS if late and _is_unreported(moment) else ""
 
 
 def summary(moment: RunMoment) -> str:
-    """Return one plain line: Running step 312/1125 28 % 24s left 5,210 samples/s loss 0.412"""
+    """Return a plain line: Running step 312/1125 28 % 24s left 5,210 samples/s loss 0.412"""
     progress = present_progress(moment.status)
     if progress is None:
         doing = activity(moment) or f"elapsed {_seconds(moment.started, moment.now)}"
@@ -134,7 +134,8 @@ def summary(moment: RunMoment) -> str:
 
 
 def trend(series: Series, since: float = 0.0) -> tuple[float, float | None] | None:
-    """Return the recent seconds per step, and the change (0.12: 12 % longer); None if unknown. since: its start."""
+    """Return the recent seconds per step, and their change (0.12: 12 % longer); None if unknown. since: skip earlier
+    points, in seconds from the start of the run."""
     points = [p for p in series.points if p.time > since]
     if not points:
         return None
@@ -149,7 +150,7 @@ def trend(series: Series, since: float = 0.0) -> tuple[float, float | None] | No
 
 
 def ranks_text(job: api.DDPJob, place: int) -> str:
-    """Return rank 1, or ranks 2-3; their number if the rendezvous assigns them."""
+    """Return `rank 1` or `ranks 2-3`; `2 of 4 ranks` if the rendezvous assigns them."""
     nproc = topology.nproc_per_node(job.spec)
     own = topology.members(job.spec).ranks(place, nproc)
     if not topology.ranks_follow_nodes(job.spec):
@@ -188,7 +189,7 @@ def _head(moment: RunMoment) -> Text:
 
 
 def _pace(moment: RunMoment) -> list[str]:
-    """Return the pace and the metrics, the loss with its curve."""
+    """Return the pace, and the metrics, of which the loss has a curve."""
     series = moment.history.series
     curve = next((name for name in ("loss", *sorted(series)) if "loss" in name.lower() and name in series), None)
     metrics = metric_parts(moment.status.progress) if moment.status.progress else []
@@ -199,7 +200,7 @@ def _pace(moment: RunMoment) -> list[str]:
 
 
 def _rate(moment: RunMoment) -> list[str]:
-    """Return 210 ms/step, 12 % slower; 5,210 samples/s"""
+    """Return for example `210 ms/step, 12 % slower` and `5,210 samples/s`."""
     parts, since = [], ranks_since(moment.status)
     begun = 0.0 if since is None else (since - moment.started).total_seconds()
     if found := trend(moment.history.series.get(STEP_SECONDS, Series()), begun):
@@ -211,7 +212,7 @@ def _rate(moment: RunMoment) -> list[str]:
 
 
 def _nodes(nodes: Sequence[NodeRow], width: int, room: int) -> RenderableType:
-    """Return a line per node, in columns; the right ones are left out if there is no room."""
+    """Return a row per node. Columns on the right, and the last nodes, are left out if there is no room."""
     shown = list(nodes) if len(nodes) <= room else list(nodes)[: max(0, room - 1)]
     columns = [column for column in zip(*map(_cells, shown), strict=True) if any(column)]
     while len(columns) > 2 and sum(max(map(cell_len, column)) + 2 for column in columns) > width:
@@ -226,7 +227,7 @@ def _nodes(nodes: Sequence[NodeRow], width: int, room: int) -> RenderableType:
 
 
 def _cells(node: NodeRow) -> list[str]:
-    """Return node 1 | rank 1 | Running | step 312 | pid 4313 | CPU 98 % | 1.2 GB | GPU 87 % 12 GB, by importance."""
+    """Return, by importance: node 1 | rank 1 | Running | step 312 | pid 4313 | CPU 98 % | 1.2 GB | GPU 87 % 12 GB."""
     pids = " ".join(map(str, node.pids[:2])) + (" …" if len(node.pids) > 2 else "")
     cells = [
         f"  node {node.place}",
@@ -242,5 +243,5 @@ def _cells(node: NodeRow) -> list[str]:
 
 
 def _line(text: str, style: str = "") -> Text:
-    """Return text without control characters, which wraps even below lines that do not."""
+    """Return text without control characters. It wraps, even in a group with rows that do not."""
     return Text(" ".join(clean(text).splitlines()), style, no_wrap=False, overflow="fold")

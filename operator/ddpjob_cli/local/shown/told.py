@@ -1,4 +1,4 @@
-"""Reports failures of a local run: who, what, where and what happens next in one line; the culprit's traceback once."""
+"""Report failures of a local run: who, what, where and what happens next in one line, and the culprit's traceback."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ddpjob_operator.job import api, launcher, reasons, wording
 from ddpjob_operator.observed.cluster import Container
 from ddpjob_operator.plan.actions import Event
 
-# A failure is reported once, with its consequence; if other nodes take longer than this to stop, before that.
+# A failure is reported together with its consequence; alone, if the other nodes take longer than this to stop.
 PATIENCE_SECONDS = 3.0
 _KILLED = 137
-_KILLED_BY_TORCHRUN = "forcefully exiting via "  # it ends with 1, after its --shutdown-timeout
-_SIGNALLED = re.compile(r"(?:SignalException|KeyboardInterrupt)\b")  # raised by the stop itself
+_KILLED_BY_TORCHRUN = "forcefully exiting via "  # torchrun prints this after its --shutdown-timeout, and ends with 1
+_SIGNALLED = re.compile(r"(?:SignalException|KeyboardInterrupt)\b")  # effects of the stop itself, so not the reason
 _BREAKS = {r.name for r in (reasons.RANK_FAILED, reasons.NODE_LOST, reasons.DISRUPTED, reasons.STALLED)}
 _GOES_ON = {r.name for r in (reasons.RESTARTING, reasons.REPLACING, reasons.RESTARTED_IN_PLACE)}
 
 
 class Teller:
-    """Decides which lines and events are shown. note: shows a sentence; log: a node's lines; logs: a command."""
+    """Decides which lines and events are shown. note: shows a sentence. log: shows lines. logs: command for logs."""
 
     def __init__(
         self,
@@ -41,13 +41,13 @@ class Teller:
         self._pending: tuple[float, str] | None = None
 
     def printed(self, pod: LocalPod, lines: list[str]) -> None:
-        """Show lines that the node printed, without hidden ones."""
+        """Show the lines that a node printed, except those that `Fold` hides or holds back."""
         _, fold = self._folds.setdefault(pod.name, (pod, Fold()))
         if shown := fold.take(lines, time.monotonic()):
             self._log(pod, shown)
 
     def event(self, event: Event, status: api.Status) -> bool:
-        """Report an event about a failure; False for any other event."""
+        """Report an event about a failure. Return False for any other event."""
         failure = status.last_failure
         if failure is None or event.reason not in _BREAKS | _GOES_ON:
             return False
@@ -60,13 +60,13 @@ class Teller:
         return True
 
     def due_in(self) -> float | None:
-        """Return seconds until `tick` has something to show."""
+        """Return the seconds until `tick` has something to show; None if there is nothing."""
         now = time.monotonic()
         waits = [wait for _, fold in self._folds.values() if (wait := fold.due_in(now)) is not None]
         return min([*waits, *([max(0.0, self._pending[0] - now)] if self._pending else [])], default=None)
 
     def tick(self) -> None:
-        """Show what was held back long enough."""
+        """Show what is due: a failure without a consequence so far, and tracebacks."""
         now = time.monotonic()
         if self._pending is not None and now >= self._pending[0]:
             self._note(self._pending[1])
@@ -76,14 +76,14 @@ class Teller:
                 self._log(pod, late)
 
     def explain(self, failure: api.JobFailure | None, *, doubtful: bool = False) -> None:
-        """Show the culprit's traceback and the number of hidden lines. doubtful: the success is suspicious, so the
-        first held traceback matters after all."""
+        """Show the culprit's traceback and the number of hidden lines. doubtful: the success is suspicious, so show the
+        first held traceback."""
         self._pending = None
         held = {name: fold.forget() for name, (_, fold) in self._folds.items()}
         everyone = [trace for traces in held.values() for trace in traces if trace.exception]
         culprit = everyone[0] if doubtful and everyone else None
         if failure is not None and failure.exception:
-            # From its own pod, else from one that raised the same.
+            # The traceback of its own pod, else of another pod with the same exception.
             known = [*held.get(failure.pod, ()), *everyone]
             culprit = next((t for t in known if t.exception.startswith(failure.exception[:80])), None)
         for name, traces in held.items():
@@ -95,13 +95,13 @@ class Teller:
                     fold.hidden += len(trace.lines)
         for pod, fold in self._folds.values():
             for rank, lines in fold.stacks.items():
-                if failure is None or failure.rank in (None, rank):  # of all ranks if none of them caused the stall
+                if failure is None or failure.rank in (None, rank):  # without a culprit, show all ranks
                     self._log(pod, lines)
                 else:
                     fold.hidden += len(lines)
             fold.stacks = {}
         if failure is None and not any(held.values()):
-            return  # torch's log at the end of a successful training needs no attention
+            return  # hidden lines of a successful training are not worth a line
         self._tell_folded("" if failure is None else failure.pod)
 
     def _tell_folded(self, culprit: str) -> None:
@@ -123,7 +123,7 @@ class Teller:
 
 
 def stopped(name: str, status: api.Status, took: float, ended: Iterable[Container] = ()) -> str:
-    """Return ■ digits stopped after 12s, saved at step 281. ended: the trainers that were told to stop."""
+    """Return `■ digits stopped after 12s, saved at step 281`. ended: trainers that ended after the stop began."""
     progress, after = status.progress, f"■ {name} stopped after {wording.duration(took)}"
     if progress is not None and progress.saved_step == progress.step:
         return f"{after}, saved at step {progress.step}"
@@ -135,7 +135,7 @@ def stopped(name: str, status: api.Status, took: float, ended: Iterable[Containe
 
 
 def _why_unsaved(status: api.Status, ended: Iterable[Container]) -> str:
-    """Return ; nothing was saved: rank 0 raised RuntimeError: … in train.py:40; "" if the reason is unknown."""
+    """Return `; nothing was saved: rank 0 raised RuntimeError: … in train.py:40`; "" if the reason is unknown."""
     ended = list(ended)
     failures = [termination_message.read(trainer.message).failure for trainer in ended if trainer.message]
     own = [f for f in failures if f.exception and not (f.symptom or f.resumable or _SIGNALLED.search(f.exception))]

@@ -1,4 +1,4 @@
-"""What the processes of each node use, by psutil and nvidia-smi: every few seconds, and only for a table."""
+"""Measure CPU, memory and GPU use of each node with psutil and nvidia-smi, every few seconds, for the live table."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _QUERY = "--query-gpu=index,uuid,utilization.gpu,memory.used"
 @dataclass(frozen=True)
 class SeenUsage:
     usage: Usage | None
-    """None at the first one, because CPU use is a difference between two."""
+    """None after the first measurement, because CPU use is the difference between two."""
     pids: tuple[int, ...]
-    """Pids of its ranks; () if they cannot be told from other processes."""
+    """Pids of the node's ranks; () if they cannot be distinguished from other processes."""
 
 
 class Usages:
-    """Measures the nodes from time to time; `seen` has the last results, by the pid of a node's supervisor."""
+    """Measures the nodes from time to time. `seen` has the last results by the pid of the node's supervisor."""
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self._seconds = seconds
@@ -39,7 +39,7 @@ class Usages:
         self._gpus = Gpus()
 
     def look(self, nodes: Mapping[int, Sequence[str]]) -> None:
-        """Measure if it is time. nodes: each supervisor's pid with its GPUs."""
+        """Measure if it is time. nodes: by the supervisor's pid, the node's GPUs."""
         now = time.monotonic()
         if any(nodes.values()):
             self._gpus.look(now)
@@ -51,14 +51,14 @@ class Usages:
         for supervisor, devices in nodes.items():
             used, memory = 0.0, 0
             for pid in processes.descendants(supervisor, parent_of):
-                with contextlib.suppress(psutil.Error):  # it has ended
+                with contextlib.suppress(psutil.Error):  # the process has ended
                     process = psutil.Process(pid)
                     times = process.cpu_times()
                     memory += process.memory_info().rss
                     cpu_seconds[process] = times.user + times.system
-                    # A process that began after the last measurement has used all its CPU time since then.
+                    # For a process that began after the last measurement, all its CPU time counts.
                     used += cpu_seconds[process] - self._cpu_seconds.get(process, 0.0)
-            known = supervisor in self.seen  # at the first measurement there is no earlier one
+            known = supervisor in self.seen  # False at the node's first measurement
             usage = Usage(100 * used / (now - self._at), memory, *self._gpus.of(devices)) if known else None
             seen[supervisor] = SeenUsage(usage, ranks.of_node(supervisor, parent_of))
         self._cpu_seconds, self.seen, self._at = cpu_seconds, seen, now
@@ -68,7 +68,7 @@ class Usages:
 
 
 class Gpus:
-    """Use and memory of the machine's GPUs, by index and by UUID. nvidia-smi runs in the background."""
+    """Measures use and memory of the machine's GPUs, by index and by UUID, with nvidia-smi in the background."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[float, int]] = {}
@@ -77,7 +77,7 @@ class Gpus:
         self._program = shutil.which("nvidia-smi")
 
     def look(self, now: float) -> None:
-        """Read an answer that has come, or start nvidia-smi again."""
+        """Read nvidia-smi's answer if it has ended, or start it again."""
         if self._process is not None:
             if self._process.poll() is None:
                 return
@@ -105,7 +105,7 @@ class Gpus:
 
 
 def parse(listing: str) -> dict[str, tuple[float, int]]:
-    """Return percent and bytes by index and by UUID. A GPU without figures ([N/A], in MIG mode) is left out."""
+    """Return percent and bytes by index and by UUID. A GPU without values ([N/A], as in MIG mode) is left out."""
     found = {}
     for line in listing.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
