@@ -32,7 +32,7 @@ from ddpjob_operator.pods import build
 Raw = dict[str, Any]
 PAGE = RequestLimits().page
 CLUSTER_NODES = 2_000
-# As long as those of a pod on Kubernetes 1.36 that kubelet, scheduler and operator have written: 2.4 kB.
+# As long as managedFields of a real pod on Kubernetes 1.36 after kubelet, scheduler and operator wrote to it: 2.4 kB.
 MANAGED_FIELDS = [{"manager": "ddpjob-operator", "operation": "Update", "fieldsV1": {"f:spec": "x" * 2_300}}]
 # Kubernetes' own fields of a pod: token, tolerations and conditions. A running pod has 4.7 kB with managedFields.
 CONDITIONS = [

@@ -127,7 +127,7 @@ MEANINGS = {
 }
 """Each variable that a job sets or a trainer reads, and what it means."""
 
-# Through a shell, so that all variables are set, because a shell may use any of them.
+# A shell may use any variable, so the operator sets all of them for this command.
 _SHELL = ["sh", "-c", "torchrun train.py"]
 SHAPES = {
     "always": {"command": _SHELL, "nprocPerNode": 2},

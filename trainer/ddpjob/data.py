@@ -101,7 +101,7 @@ class GlobalBatchSampler:
         """True if this DataLoader may have workers, which read ahead."""
         self.is_placed = False
         """True if the script saves the sampler's position as a value, with `state_dict`."""
-        self._has_drawn_for_all = False  # the DataLoader's workers persist, so it draws one seed for all epochs
+        self._has_drawn_for_all = False  # True if the DataLoader's workers persist: one seed for all epochs
         if drop_last and self.global_batch > self.n:
             raise ConfigurationError(
                 f"global_batch: {global_batch} is more than n: {n}, so no epoch has a full batch. "

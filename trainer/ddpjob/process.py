@@ -90,7 +90,7 @@ class Process:
         # reporting/watchdog.py
         self.cells = memoryview(bytearray(CELLS_BYTES)).cast("q")  # private; `watchdog.begin` replaces them
         self.watched = False
-        self.in_torch = threading.Lock()  # held by the thread while it is in torch's C++ code, and from the exit on
+        self.in_torch = threading.Lock()  # held by the watchdog thread in torch's C++ code, and from the exit on
 
         # reporting/rank_end.py
         self.end: Any = None

@@ -76,13 +76,13 @@ CANNOT_EVER_START = re.compile(
     # runc's and crun's message in the container's log: an image for another architecture, or an invalid entry point.
     r"|^(?:exec \S{1,200}|[\w.: ]{0,60}exec user process caused): exec format error"
 )
-# A backend that no PyTorch has, or not the image's: messages of torch 2.4 to 2.13 and of `init`.
+# A backend that no PyTorch has, or that the image's PyTorch lacks: messages of torch 2.4 to 2.13 and of `init`.
 NO_SUCH_BACKEND = re.compile(
     r"^[\w.]+: (?:Unknown (?:c10d )?backend|Invalid backend|Distributed package doesn't have \w+ built in"
     r"|.*is none of auto, nccl, gloo|.*no published wheel has it|.*is not in this PyTorch)"
 )
-# Exceptions for mistakes in the script, which would be raised again, and the text of sys.exit("no data"). Networks,
-# disks and GPUs raise others (OSError, ConnectionError, TimeoutError), or a text names them.
+# Exceptions for mistakes in the script, which would be raised again, and the text of sys.exit("no data"). Failures of
+# networks, disks and GPUs have other types (OSError, ConnectionError, TimeoutError), or a text in _MAY_PASS.
 _MISTAKE = re.compile(
     r"^SystemExit: (?!\d+$)|^(?:AttributeError|TypeError|NameError|UnboundLocalError|KeyError|IndexError|ValueError"
     r"|ZeroDivisionError|NotImplementedError|RecursionError|FileNotFoundError|NotADirectoryError|IsADirectoryError"
@@ -97,12 +97,12 @@ _MAY_PASS = re.compile(
 )
 # Raised by torch.save when its file takes no more bytes; it does not name the reason.
 WRITE_CUT_SHORT = re.compile(r"inline_container\.cc:\d+\] \. unexpected pos|PytorchStreamWriter failed writing")
-# Mistakes whose text names a GPU. AcceleratorError, torch's class for CUDA errors from 2.9 on, is not one.
+# Mistakes whose text names a GPU. AcceleratorError, torch's class for CUDA errors from 2.9 on, does not count.
 _OF_DEVICES = re.compile(
     r"^RuntimeError: (?:Expected all tensors to be on the same device|Input type \(.{0,60}\) and weight type"
     r"|Cannot re-initialize CUDA in forked subprocess)"
 )
-# The library's error about a folder that a new process finds unchanged: EPERM, EACCES, EEXIST and ENOTDIR (a file in
+# The library's error about a folder, which a new process would get too: EPERM, EACCES, EEXIST and ENOTDIR (a file in
 # its place), EFBIG, ENOSPC, EROFS, ENAMETOOLONG, ELOOP, EDQUOT.
 CANNOT_SAVE = re.compile(r"^ddpjob\.errors\.SnapshotError: .*\(errno (?:1|13|17|20|27|28|30|36|40|122)\)")
 # Messages of argparse and click, with exit code 2, about options that the script does not have.

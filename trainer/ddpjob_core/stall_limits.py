@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 Phase = Literal["start", "train", "save", "evaluate"]
 
-# Long, because before the first step and in a declared pause little is known: a script may count epochs as steps.
+# Seconds; long, because little is known before the first step and in a declared pause: a script may count epochs as steps
 START_SECONDS = PAUSE_SECONDS = 1800.0
 TRAIN_SECONDS = 300.0
 MEDIANS, LONGEST = 10, 3  # a step may take 10 median steps, or 3 times the longest step so far
@@ -59,7 +59,7 @@ def limit(phase: Phase, step: int, learned: Learned, timeout: float | None) -> L
         expected = max(PAUSE_SECONDS, LONGEST * seconds, LONGEST * learned.pauses.longest_seconds)
         unseen, surprised = UNSEEN_PAUSE_SECONDS, learned.pauses.surprised
     elif phase == "start" or step == 0 or not (timeout or learned.step_seconds):
-        # Nothing is known until a step was measured, at any step: the observer may be new, and the job old.
+        # No step was measured yet. That may be so at any step, because the observer may have started after the job.
         expected, unseen, surprised = max(START_SECONDS, seconds), UNSEEN_START_SECONDS, False
     else:
         expected, unseen, surprised = seconds, UNSEEN_TRAIN_SECONDS, learned.steps.surprised
@@ -78,7 +78,7 @@ def learn(learned: Learned, phase: Phase, step: int, made: int, seconds: float, 
         learned = learned._replace(steps=_survived(learned.steps, seconds, expected))
     if not measured or made <= 0:
         return learned
-    # From the start to the first steps counts as one step: a resumed job starts at 0 and reports 1041 next.
+    # The time until the first report counts as one step: a resumed job starts at 0 and reports 1041 next.
     each = seconds if phase == "start" else seconds / made
     return learned._replace(step_seconds=(*learned.step_seconds, each)[-STEPS_REMEMBERED:])
 

@@ -269,7 +269,7 @@ class Spares:
     def __init__(self, begin: Callable[[], None]) -> None:
         """begin: called in a spare before it waits."""
         self._begin = begin
-        self._waiting: list[tuple[int, int]] = []  # by spare: its pid, and the pipe for its run
+        self._waiting: list[tuple[int, int]] = []  # for each spare: its pid, and the pipe that gets its run
 
     def add(self, agent_pid: int) -> tuple[int, Callable[[], dict[str, Any]] | None]:
         """Fork a spare. Return its pid; in the spare, return 0 and a function that waits for its run. Raise OSError."""
@@ -365,14 +365,14 @@ def fork_rank(agent_pid: int, of_rank: tuple[int, ...] = ()) -> int:
 def fork_again(agent_pid: int, answer: int, of_rank: tuple[int, ...]) -> None:
     """Fork the rank and exit. Return in the rank, once the agent is its parent and each notices the other's end."""
     between = os.getpid()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # otherwise the kernel reaps a rank that is killed before that
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # otherwise the kernel reaps a rank that is killed too early
     try:
         pid = fork()
     except OSError as error:
         os.write(answer, f"{type(error).__name__}: {error}".encode()[:PIPE_BYTES])
         os._exit(1)
     if pid:
-        for descriptor in of_rank:  # before the answer: while it is open, writing a run to a killed spare succeeds
+        for descriptor in of_rank:  # close them before the answer: otherwise a run could be sent to a killed spare
             os.close(descriptor)
         os.write(answer, str(pid).encode())
         os._exit(0)

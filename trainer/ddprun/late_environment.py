@@ -19,7 +19,7 @@ from typing import Any
 
 PACKAGE = "torch"
 NAMES_MAX = 5
-# Read by C and C++ when the libraries are loaded, which Python cannot observe.
+# Prefixes of variables that C and C++ read when libraries are loaded. Python cannot observe that.
 LIBRARIES = ("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "GOTO_")
 IN_C = frozenset(
     "TORCH_CPP_LOG_LEVEL ATEN_CPU_CAPABILITY PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF PYTORCH_HIP_ALLOC_CONF".split()
@@ -30,7 +30,7 @@ READ_IN_PYTHON = (
     "TORCH_FAKE_TENSOR_", "TORCH_CUDA_SANITIZER", "TORCH_USE_RTLD_GLOBAL", "TORCH_DEVICE_BACKEND_AUTOLOAD",
     "AOT_", "AOTINDUCTOR_", "INDUCTOR_", "PYTORCH_JIT", "NPY_", "NUMPY_", "SYMPY_", "MPMATH_",
 )  # fmt: skip
-# Read again before use, or without effect on torch.
+# Variables that torch reads again before each use, or that have no effect on it.
 HARMLESS = frozenset("HOME USER LOGNAME LNAME USERNAME CI CXX PYTHONUSERBASE TORCHINDUCTOR_CACHE_DIR".split())
 
 

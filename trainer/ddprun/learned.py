@@ -30,7 +30,7 @@ ROUNDS_MAX = 6
 COARSE_AFTER = 3  # from this round on whole packages are left out
 MODULES_MAX = 20_000
 MIB = 1 << 20
-BYTES_MAX = 512 * MIB  # more than the fork server had before
+BYTES_MAX = 512 * MIB  # by which learned imports may enlarge the fork server
 BYTES_EXPECTED = 128 * MIB  # free memory required at the beginning
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Modules whose random numbers or variables at import do no harm in a fork. numpy's generators are seeded again in each

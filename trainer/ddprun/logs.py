@@ -22,7 +22,7 @@ from ddpjob import own_files
 from ddprun.options import Options
 
 TAIL_SECONDS = 0.1
-LAST_LINES_SECONDS = 5.0  # for a console that accepts nothing
+LAST_LINES_SECONDS = 5.0  # limit for a console that accepts nothing
 LAST_LINES_SECONDS_MAX = 20.0  # blocks this agent, which node 0 gives up after 30 s of silence
 CHUNK = 1 << 16
 CHUNKS_MAX = 16  # of a file per turn of the loop: signals and peers wait meanwhile

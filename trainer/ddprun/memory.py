@@ -21,7 +21,7 @@ from ddpjob_core import memory
 
 MFD_NOEXEC_SEAL = 0x0008  # missing in the os module; needed by kernels with vm.memfd_noexec=2
 LOOK_SECONDS = 0.001
-LATE_LOOK_SECONDS = 0.02  # each check then reads the state of all threads of all ranks
+LATE_LOOK_SECONDS = 0.02  # longer, because late checks read the state of all threads of all ranks
 
 
 class Memory:
@@ -75,7 +75,7 @@ class Memory:
         if self._node[memory.area_cell(self._newest_area, memory.AREA_ASSUMED)]:
             step = 0  # assumed to be complete; a rank that has saved overwrites it
         size, still = self._size, self._still(seconds)
-        late = still >= memory.limit_seconds(size)  # checking is expensive, and useless before
+        late = still >= memory.limit_seconds(size)  # not earlier, because the check is expensive
         furthest = max(self.clock, self._node[memory.FURTHEST])
         return any(
             cells[memory.PID]

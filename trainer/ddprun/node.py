@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 LINGERING_SECONDS = 5.0  # SIGKILL takes milliseconds; after this long the kernel holds the process
 HELD_SECONDS = 60.0  # freeing GPU memory or a large dataset may take tens of seconds
 KILL_AGAIN_SECONDS = 0.05
-NOTE_SECONDS = 0.5  # between checks whether a rank has noted its imports
+NOTE_SECONDS = 0.5  # seconds between checks if a rank has written its list of imports
 SPARES_AFTER_SECONDS = 5.0  # not earlier: starting ranks need the processors
 FILE_BYTES_MAX = 1 << 16
-END_BYTES_MAX = 1 << 22  # 20,000 parameters
+END_BYTES_MAX = 1 << 22  # enough for a model with 20,000 parameters
 STDERR = 2
 _OF_PIPE = "BrokenPipeError"
 _UNFLUSHED = 120  # Python's exit code if it cannot flush stdout at its end
@@ -61,7 +61,7 @@ class LocalRanks:
         self._ranks: Sequence[int] = ()  # by local rank, in this generation
         self._waiting = False  # whether the ranks wait for the fork server
         self._spares_at: float | None = None  # when spare processes for the next generation are forked
-        self._learn_at: float | None = None  # when to check whether a rank has noted its imports
+        self._learn_at: float | None = None  # when to check if a rank has written its list of imports
         self._has_told = False  # whether the learned imports were announced
         self._pids: dict[int, int] = {}  # by local rank, of running ranks
         self._codes: dict[int, int] = {}  # by local rank, of ended ranks; negative: a signal
@@ -71,7 +71,7 @@ class LocalRanks:
         self._saved_before = 0  # `saved_step` of earlier generations
         self.memory = None if options.dev else created(options.nproc)  # dev: the next ranks may run other code
         self._asked_at: float | None = None  # when ranks were asked to write their state, which precedes the signal
-        self._then: tuple[int, float] = (0, 0.0)  # that signal and its grace
+        self._then: tuple[int, float] = (0, 0.0)  # the signal that follows, and its grace period in seconds
         self.failures: list[Failure] = []  # of this generation, in order; without ranks that were stopped
         self.stopped = False  # whether the ranks were ended because of another rank
         self._stopped_at = 0.0  # time.time(), the clock of termination messages
@@ -408,7 +408,7 @@ class LocalRanks:
             self._has_not_started(local_rank, error)
 
     def _has_not_started(self, local_rank: int, error: OSError) -> None:
-        # The application has not failed, and `unstarted` shows that this symptom has no cause in another rank.
+        # A symptom, because the application has not failed; `unstarted` says that no other rank is the cause.
         failure = self._failure(local_rank, RESUMABLE)
         text = f"not started: {error}"
         self.failures.append(failure._replace(exception=text, resumable=False, symptom=True, unstarted=True))
@@ -514,7 +514,7 @@ class LocalRanks:
             if not port or rules.port_in_use(failure.exception) != port:
                 continue
             if failure.rank == 0:
-                self.failures[i] = failure._replace(symptom=True)  # another process was faster
+                self.failures[i] = failure._replace(symptom=True)  # another process took rank 0's port
             else:
                 text = (
                     f"port {port} is in use: it is rank 0's, and rank {failure.rank} took itself for rank 0 "

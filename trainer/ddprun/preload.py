@@ -30,7 +30,7 @@ class ForkServer:
         self._forks_spare = False  # whether a requested spare was not answered yet
         self._asked = options.preload_asked
         self._socket, its = socket.socketpair()
-        self.later, its_later = socket.socketpair()  # used by the child that has learned
+        self.later, its_later = socket.socketpair()  # for the child that learns imports and becomes the next server
         self.learning = ""  # "" before, then "now", then "done"
         self.imports: list[str] = []  # packages that were learned
         self.left: dict[str, str] = {}  # modules that were left out, and why

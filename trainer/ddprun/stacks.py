@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ddprun.agent import Agent
 
 ANSWER_SECONDS = 0.6
-AGAIN_SECONDS = 0.2  # while the watchdog waits for answers of its own
+AGAIN_SECONDS = 0.2  # until the next try, if the ranks are still answering a question of the watchdog
 PY_SPY_SECONDS = 5.0
 PY_SPY_RANKS_MAX = 4
 PY_SPY_BYTES_MAX = 1 << 14
@@ -38,7 +38,7 @@ class StacksQuestion:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._beats: Heartbeats | None = None
-        self._number = 0  # of the question in the ranks' memory
+        self._number = 0  # number of our question in the heartbeat memory; 0: not asked yet
         self._pipe = -1  # of the process that runs py-spy
         self._child = 0
         self._found: list[RankStack] = []

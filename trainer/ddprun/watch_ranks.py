@@ -24,7 +24,7 @@ from ddprun.stacks import StacksQuestion, write_stacks
 if TYPE_CHECKING:
     from ddprun.agent import Agent
 
-SIGNAL_SECONDS = 0.6  # a rank that has not answered gets a signal, which works in a blocked interpreter too
+SIGNAL_SECONDS = 0.6  # a rank that has not answered by then gets a signal: its handler works in a blocked interpreter
 ANSWER_SECONDS = 1.0
 QUIET_SECONDS = 1.5  # reading a full flight recorder of torch takes up to 0.5 s
 IDLE_MAX = 0.01  # of a CPU: the watchdog's own thread uses a tenth of that
@@ -42,11 +42,11 @@ class Watching:
         self._reported: StallReport | None = None
         self._over = False  # whether all ranks of another node have ended with 0
         self._cpu: dict[int, tuple[float, float]] = {}  # by rank: start of its stall, and its CPU seconds then
-        self._still: dict[int, tuple[str, float]] = {}  # by rank: times scheduled, and since when unchanged
-        self._quiet = False  # whether the last question was quiet
+        self._still: dict[int, tuple[str, float]] = {}  # by rank: how often scheduled, and since when that is unchanged
+        self._quiet = False  # True if the ranks must not log their answers to the last question
         self._looked_at = 0.0
         self._look_at: float | None = None  # None: there is no heartbeat yet
-        self._signals: list[int] = []  # ranks that get a signal unless they answer
+        self._signals: list[int] = []  # ranks that get a signal if they have not answered after SIGNAL_SECONDS
         self._signal_at: float | None = None
         self._answer_at: float | None = None
         self._stacks = StacksQuestion(agent)
@@ -198,7 +198,7 @@ class Watching:
     def _answer(self, now: float) -> None:
         assert self._beats is not None, "only ranks that may beat are asked"
         self._answer_at = self._signal_at = None
-        self._look(now)  # they may have made progress meanwhile
+        self._look(now)  # the ranks may have made progress meanwhile
         if self._beats is None:
             return None  # node 0 was lost meanwhile
         running = sorted(self._agent.node.running_ranks)

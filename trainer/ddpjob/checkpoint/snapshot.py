@@ -139,14 +139,14 @@ class Snapshot:
         self._own_claim = _Claim(os.environ.get("DDPJOB_UID", ""), attempt, generation)
         self._writer: int | None = None
         self._thread: threading.Thread | None = None
-        self._problem: BaseException | None = None  # raised by the next `_join`: this process must end
+        self._problem: BaseException | None = None  # the next `_join` raises it, because this process must end
         self._unwritten: _Unwritten | None = None  # the last saved state, until it is in the folder
         self._owed: _Owed | None = None  # the state that only memory has, until the folder has it or a newer one
         self._late: dict[int, str] = {}  # store keys of ranks that were missing at the save before
         # Part of the store keys. `load` sets rank 0's name on all ranks, because paths may differ by node.
         self._name = str(folder)
-        # At this count of optimizer steps the other ranks have passed the last save too, because gradients are summed
-        # over all ranks. Two steps later, because an optimizer with a closure (LBFGS) runs backward inside step().
+        # Count of optimizer steps at which the other ranks must have passed the last save, because gradients are summed
+        # over all ranks: two steps after it, because an optimizer with a closure (LBFGS) runs backward inside step().
         self._others_pass_at = 0
         self._differ: set[str] = set()  # names of objects that differ between ranks
         self._told: set[str] = set()  # keys of messages that were logged, each once
@@ -186,7 +186,7 @@ class Snapshot:
         """
         _want_names("save(step, ", unnamed)
         step = _checked_step(step)
-        # on every rank: otherwise rank 0 would find it inside a collective that the others do not call
+        # every rank refuses sharded objects: reading one is a collective, in which rank 0 alone would hang
         refuse_sharded(state)
         if self.rank == 0:
             self._since_step.refuse_stale_shards(state)
@@ -228,7 +228,7 @@ class Snapshot:
         if self.rank != 0:
             self._offer(step, state, rng)
             return
-        if not self._repeats:  # the other ranks have passed the save before
+        if not self._repeats:  # the previous save need not wait for other ranks: they have passed it
             self._others_pass_at = 0
         self._join()
         process.current.unsaved.add(self)
@@ -623,8 +623,7 @@ class Snapshot:
         random_states.continue_from_here()
         self.state = self._memory.resumed(found, objects, fetched._replace(state=state))
         origin = f"the memory on the node{'s'[: len(found.ranks) > 1]} of {_ranks(found.ranks)}"
-        # A copy may be some steps old. A message that starts with "the memory" claims that no step was lost, so it says
-        # "a copy in".
+        # Without "a copy in" the message claims that no step was lost, but a copy may be some steps old.
         origin = f"{'a copy in ' if found.held.every else ''}{origin}{_seeded(fetched.seeded)}"
         if self._folder is not None:
             before = {} if self._owed is None else self._owed.objects  # from an earlier load() that named other objects
@@ -757,7 +756,7 @@ class Snapshot:
         # if rank 0, which serves the store, has died, the next collective reports that
         with contextlib.suppress(RuntimeError):
             store.set(self._offered[-1], value)
-            if len(self._offered) > OFFERS_MAX:  # rank 0 would have taken it by now
+            if len(self._offered) > OFFERS_MAX:  # rank 0 no longer needs the oldest
                 store.delete_key(self._offered.pop(0))
 
     def _collected(self, step: int, repeat: int) -> dict[int, of_each_rank.Handed]:

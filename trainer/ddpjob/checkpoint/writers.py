@@ -22,7 +22,7 @@ from ddpjob.process import at_exit_of_child, log
 HEARTBEAT_SECONDS = 10.0
 SILENT_SECONDS = 60.0  # without a heartbeat for this long, the process is gone or its machine is stopped
 LOOK_SECONDS = 1.0
-_saving: set[Path] = set()  # alive files of this process that have "saves"
+_saving: set[Path] = set()  # this process's .alive files that contain "saves"
 
 
 def claim_path(folder: Path, writer: int) -> Path:
@@ -57,7 +57,7 @@ def _write(path: Path) -> None:
     with contextlib.suppress(OSError):
         try:
             write_new(tmp, body)
-            os.replace(tmp, path)  # the file is never empty, which means "exited"; replaces a link planted there
+            os.replace(tmp, path)  # the file is never empty, because that means "exited"; a planted link is replaced
         finally:
             tmp.unlink(missing_ok=True)
 

@@ -570,7 +570,7 @@ def wait_for_others(group: _Group, limit_seconds: float) -> None:
     """
     store, world = group.store, group.world
     if store is None and process.current.stopped_at is not None:
-        store = stop.store_of_group()  # of the script's own group: rank 0 may still be writing a snapshot
+        store = stop.store_of_group()  # the script made the group; rank 0 may still be writing a snapshot
     if store is None:
         return
     with contextlib.suppress(RuntimeError):  # rank 0 serves the store, and leaves when all ranks are leaving

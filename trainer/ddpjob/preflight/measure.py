@@ -52,7 +52,7 @@ def run(folder: str = "") -> NodeResult:
     measures = survey(world, folder)
     result = judge.judge(measures)
     for _ in range(CONFIRMATIONS):
-        if result.bad:  # other programs may have used the processor, network or disk
+        if result.bad:  # measure again: other programs may have used the processor, network or disk
             measures = [judge.best_of(*both) for both in zip(measures, survey(world, folder), strict=True)]
             result = judge.judge(measures)
     if world.is_main:

@@ -311,7 +311,7 @@ class Reporter:
             process.log(f"progress(): {text}; reported once")
         if not _is_number(step):
             return None
-        # Imports and loading would count as slow steps.
+        # No rate before the first step: imports and loading would count as slow steps.
         rate = self.steps_per_second(int(step), when) if state.stepping else None
         phase = state.paused or (None if state.stepping else "start")
         return {

@@ -374,7 +374,7 @@ def hardware(torch: Any, parameter: Any) -> str:
         if parameter.device.type == "cuda":
             return str(torch.cuda.get_device_name(parameter.device))
         with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
-            start = file.read(4096)  # the kernel takes milliseconds to list all of many processors
+            start = file.read(4096)  # not all: the kernel takes milliseconds to list many processors
         return next(line.partition(":")[2].strip() for line in start.splitlines() if line.startswith("model name"))
     return ""
 

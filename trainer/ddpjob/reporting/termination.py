@@ -56,7 +56,7 @@ def tell(error: BaseException) -> None:
         code = exit_code(error)
         if code == 0 or isinstance(error, Stopped):  # tell_stopped or tell_unfit has written it
             return
-        # `except ValueError: sys.exit(1)`, which is also how torch.multiprocessing.spawn ends a child.
+        # After sys.exit(1) in an except block (also torch.multiprocessing.spawn's), the caught exception is the cause.
         cause = (error.__context__ or error) if isinstance(error, SystemExit) else error
         if _complaint(cause) is not None:
             # The kubelet uses the end of the log only if this file is empty, and torchrun's table in the log names the
@@ -143,7 +143,7 @@ def exit_words(error: SystemExit) -> tuple[str, str]:
         return printed, printed
     if not isinstance(error.code, int):
         return exception_line(error), _text(error).strip()
-    cause = error.__context__  # `except ValueError: sys.exit(1)`
+    cause = error.__context__  # of sys.exit(1) in an except block
     if not isinstance(cause, Exception):
         return "", ""
     return cause_line(cause), "".join(traceback.format_exception(cause))

@@ -140,7 +140,7 @@ def _groups(recorded: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
             "begun": begun(entries, int(group._get_sequence_number_for_group())),
             "recent": [_call(entry) for entry in entries[-RECENT:]],
         })  # fmt: skip
-        # Include every collective that has not ended.
+        # An older collective that has not ended would be missing from "recent".
         if any(not entry.get("retired") for entry in entries[:-RECENT]):
             return None
     return groups

@@ -51,7 +51,7 @@ TEXT_CHARACTERS_MAX = 120
 POLL_SECONDS = 0.25
 END_SECONDS = 1.0  # an answer takes milliseconds, unless nobody reads it
 THREADS_MAX, FRAMES_MAX, COLLECTIVES_MAX = 64, 40, 8
-FOLDED_MAX, FOLDED_BYTES_MAX = 20, 3000  # of an answer, which has a page of memory
+FOLDED_MAX, FOLDED_BYTES_MAX = 20, 3000  # lines and bytes of an answer, which must fit into a page of memory
 _LIBRARY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _AGENT = os.path.join(os.path.dirname(_LIBRARY), "ddprun")
 _FORK_SERVER = os.path.join(_AGENT, "forkserver.py")
@@ -220,7 +220,7 @@ def _stacks(cells: memoryview, frames: dict[int, FrameType], recorded: list[dict
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     own = threading.get_ident()
     order = sorted(frames, key=lambda ident: ident == threading.main_thread().ident)
-    # Collectives locate a script that reports no steps.
+    # If the script reports no steps, the number of collectives shows how far it is.
     where = f"at step {cells[STEP]}" if cells[PHASE] else f"after {cells[COLLECTIVES]} collectives"
     lines = [f"ddpjob: rank {rank} (process {os.getpid()}) is stalled {where}; innermost call first:"]
     shown = [ident for ident in order if ident != own and names.get(ident) not in NEVER_THE_CAUSE]

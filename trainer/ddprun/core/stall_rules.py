@@ -90,8 +90,8 @@ class DeadlockSearch(Question):
 
     def __init__(self) -> None:
         super().__init__()
-        self._still: dict[int, bool] = {}  # by node
-        self._is_known = False  # True from an answer until a rank runs
+        self._still: dict[int, bool] = {}  # by node: True if its ranks use no CPU
+        self._is_known = False  # True from the answers until a rank uses the CPU again
 
     def heard(self, node: int, *, still: bool) -> None:
         """Note if all ranks of a node have been still for seconds (still=True), or one has run."""
@@ -151,7 +151,7 @@ class Standstill(Question):
         """Close the question. Return the failure if the group is still stalled and a hang is certain."""
         positions = [position for _, of_node in sorted((self._positions or {}).items()) for position in of_node]
         counting, stalled, self._positions = self._counting, self.stalled, None
-        # Nodes restart their clocks after each question.
+        # Nodes measure the next stall from this question on.
         self._reports = {node: report._replace(stalled=False) for node, report in self._reports.items()}
         if not stalled or not positions:
             return None

@@ -72,7 +72,7 @@ class Copies:
     """One rank's part of the copies: each rank writes small values, the first rank of each node the large state."""
 
     _least = 1  # steps between two copies, at least
-    _later = 0  # number of checks for a new plan that other ranks may be ahead
+    _later = 0  # other ranks may be ahead by this many checks for a new plan
     _because = ALONE
     _on_device = False
 
@@ -86,8 +86,8 @@ class Copies:
         self._plan: CopyPlan | None = None
         self._next: CopyPlan | None = None  # published, not in force yet
         self._told = 0  # number of plans that rank 0 has published, or this rank has read
-        self._step = self._before = self._counted = 0  # steps of this boundary, the one before, the last that counted
-        self._noted: tuple[list[Any], bool] | None = None  # the parameters' versions at this boundary, and its `named`
+        self._step = self._before = self._counted = 0  # steps of this boundary, the one before, the last copyable one
+        self._noted: tuple[list[Any], bool] | None = None  # this boundary's parameter versions and `named`
         self._copied = 0  # step of the last copy
         self._is_named = False  # True if the script has named a state
         # True if should_stop finds the same parameters as save; None: not known yet
@@ -219,7 +219,7 @@ class Copies:
 
     def _copy_saved(self, at: Boundary) -> None:
         """Copy a state for save(). Waits until the areas are reserved."""
-        for _ in range(2):  # the state may have outgrown the areas
+        for _ in range(2):  # the second time in larger areas, if the state has outgrown the first ones
             while self._is_writer and not self._stopped and not self._has_room(at.kept):
                 if self._room is not None:
                     self._room.join()
@@ -377,7 +377,7 @@ class Copies:
         self._has_copied = False
         every = copies.every(statistics.median(self._costs), statistics.median(self._paces), self._least)
         every = copies.corrected(every, self._every, self._spent / (time.perf_counter() - self._began))
-        # the next generation relies on this limit of how far ranks may be apart
+        # at most doubled, because the next generation assumes a limit on how many steps ranks may be apart
         every = every if plan is None else min(every, 2 * plan.every)
         if not is_as_planned or copies.is_better(every, self._every):
             self._tell(every, named)

@@ -130,10 +130,10 @@ class DeviceCopies(Copies):
         self._mapped: list[torch.Tensor] = []
         self._said_pinned = False
         self._flight: _Flight | None = None
-        self._left: _Flight | None = None  # dropped, but the device may still write to its area
-        self._looked: StreamMark | None = None  # after the backward pass that followed the last check
-        self._has_looked = False  # True from a check until that backward pass
-        self._in_torch = threading.Lock()  # held by a thread in torch's C++ code, and from the exit on
+        self._left: _Flight | None = None  # a dropped copy; the device may still write to its area
+        self._looked: StreamMark | None = None  # set after the first backward pass that follows a check
+        self._has_looked = False  # True from a check until that pass
+        self._in_torch = threading.Lock()  # held by a thread in torch's C++ code; not released after the exit begins
         self._pid = os.getpid()
 
     def stop(self) -> None:
@@ -144,8 +144,8 @@ class DeviceCopies(Copies):
     def keep_out_of_torch(self) -> None:
         """Let no thread enter torch's C++ code any more: one that returns from it after the interpreter has ended
         would abort the process."""
-        if os.getpid() == self._pid:  # a forked child has no such thread, but perhaps a locked copy of the lock
-            self._pid = 0  # multiprocessing calls this again
+        if os.getpid() == self._pid:  # not in a forked child: its copy of the lock may be locked for ever
+            self._pid = 0  # multiprocessing calls this function a second time
             self.stop()
             self._in_torch.acquire()
 

@@ -32,17 +32,17 @@ from ddpjob.checkpoint.state.of_each_rank import ignored, outermost, send_those_
 from ddpjob.checkpoint.state.state_dicts import copied, sharded, state_of, unwrapped
 from ddpjob.errors import StateError
 
-SMALL_BYTES_MAX = 4 << 20  # of one object, because it is copied at each step
-SAMPLES = 32  # parameters; few are enough, because swapped-in averages or ranks out of sync differ in all of them
+SMALL_BYTES_MAX = 4 << 20  # limit for one object, because it is copied at each step
+SAMPLES = 32  # parameters; few are enough, because averaged weights or ranks out of step differ in every parameter
 SAMPLED_BYTES = 8192  # total size of all samples
 COMPARED_BYTES = 1 << 16  # bytes of a buffer that are compared
-RECORD_STEPS = 64  # boundaries between two full reads of the version counters, which are the slowest part of a boundary
+RECORD_STEPS = 64  # boundaries between two reads of all version counters; such a read is the slowest part of a boundary
 READ_AT_EACH = 8  # version counters of an optimizer's tensors that are read at each boundary
 _DENSE = (torch.Tensor, torch.nn.Parameter)
 _SMALL = "\0ddpjob small"
-# values that need no copy: most settings of a parameter group
+# types of values that need no copy: most settings of a parameter group
 _PLAIN: frozenset[Any] = frozenset({float, bool, type(None)})
-_CONSTANT = _PLAIN | {int, str}  # values that cannot change in place
+_CONSTANT = _PLAIN | {int, str}  # types of values that cannot change in place
 _version_of = operator.attrgetter("_version")
 _address_of = torch.Tensor.data_ptr
 PARAMETERS = "parameters"
@@ -64,7 +64,7 @@ class Kept:
     def __init__(self, objects: Mapping[str, Any]) -> None:
         """Raises StateError for objects that only a file can keep."""
         self._objects = {name: _held(unwrapped(value)) for name, value in objects.items()}
-        # by name: the module, and for each buffer its state_dict key, the dict that holds it, and its name there
+        # name → module, and for each buffer: state_dict key, dict that holds the buffer, key in that dict
         self._modules: dict[str, tuple[torch.nn.Module, list[tuple[str, dict[str, Any], str]]]] = {}
         self._keys: dict[str, list[str]] = {}  # keys of each module's state_dict()
         self.optimizers: list[str] = []
@@ -92,7 +92,7 @@ class Kept:
         dense = [p for p in self._parameters if type(p) in _DENSE and p.layout is torch.strided]
         self._samples = [dense[number * len(dense) // SAMPLES] for number in range(min(SAMPLES, len(dense)))]
         self._first = self._all = _Views([], [], [], [])
-        self._sampled = b""  # at the last boundary
+        self._sampled = b""  # bytes of the samples at the last boundary
         self._parts, self._counts = self._parts_now(), self._counts_now()
         own = {id(each) for optimizer in self._living() for group in optimizer.param_groups for each in group["params"]}
         self._untrained = {
@@ -360,7 +360,7 @@ class Kept:
         self.check()
         states = [tensor for own in self._counters for tensor in own.state_now()]
         every = [*self._parameters, *states]
-        dense = [each for each in every if each.layout is torch.strided]  # others have no address
+        dense = [each for each in every if each.layout is torch.strided]  # sparse tensors have no address
         self._all = _views(self._all, dense, packed.SMALL_BYTES)
         large = [each for each, is_whole in zip(self._all.tensors, self._all.are_whole, strict=True) if not is_whole]
         large += [each for each in every if each.layout is not torch.strided]
@@ -408,7 +408,7 @@ class _Counters:
         self._counters: list[int] | None = None
         self._moves: list[int] | None = None
         self._few: list[torch.Tensor] = []
-        self._few_moves: list[tuple[int, int]] = []  # expected counter and its move per step, for each of the few
+        self._few_moves: list[tuple[int, int]] = []  # counter and its increase per step, for each of the few
 
     @property
     def is_recorded(self) -> bool:

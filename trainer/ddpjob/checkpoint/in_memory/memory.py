@@ -52,7 +52,7 @@ from ddpjob_core import memory
 from ddpjob_core.memory import CLOCK, COPIES, EARLY, LOOSE, MISCOUNTED, PID, PROVEN, Held
 
 PROOF_STEPS = 3
-LOOSE_STEPS = 2  # changes at a single step are not reported, because it may be the end of an epoch
+LOOSE_STEPS = 2  # changed steps in a row before a report; a single one may be the end of an epoch
 
 
 def _forward_begins(module: torch.nn.Module, _: Any) -> None:
@@ -101,13 +101,13 @@ class Keeper:
         self._stepped = True  # True if an optimizer made a step since the last boundary
         self.has_begun = self.has_called = False
         self._begun: Mapping[str, Any] | None = None  # random states and buffers when the next step began
-        self._repeated: set[str] | None = None  # names unchanged until then; a restart repeats later changes
+        self._repeated: set[str] | None = None  # optimizers unchanged until then; a restart repeats later changes
         self._notices_begin = False  # True once the beginning of a step was noticed
         self._numbers, self._makers = Numbers(0), Makers()
         # The first counts steps between any boundaries, the second between boundaries at which the script passes
         # everything. Only needed without a folder.
         self._unmarked = [] if has_folder else [Unmarked(), Unmarked()]
-        self._is_copied = False  # the saved state is copied, and no optimizer has stepped since
+        self._is_copied = False  # True if the saved state is copied, and no optimizer has stepped since
         self._tensors = 0  # number of tensors in the optimizers' state at the last count
         self._loose_steps = 0  # steps in a row in which something changed between the boundary and the step
         self._proofs_left = self._proofs_needed
@@ -169,9 +169,9 @@ class Keeper:
             self._keep(kept)
 
     def _keep(self, kept: Kept) -> None:
-        if self.kept is None or not kept.has_parts_of(self.kept):  # not if the script only passes new values
+        if self.kept is None or not kept.has_parts_of(self.kept):  # not if only plain values are new
             self._early.forget()
-        with self.lock:  # the notes so far belong to other objects
+        with self.lock:  # what was recorded so far belongs to other objects
             self.kept, self._outgrown, self._stepped = kept, None, True
             self._to("named")
             if not self._proofs_left:
@@ -250,7 +250,8 @@ class Keeper:
             self._tell_unnamed(step)
             return
         must_copy = saved and self._must_copy(kept, step)
-        # no new mark within an accumulation: a restart would repeat its first micro-batches with later random states
+        # not within a gradient accumulation: a restart repeats its first micro-batches with the random states before
+        # them
         is_renamed = named and not self.has_begun
         if not (self._stepped or self._copies_instead or must_copy or is_renamed) or (kept.by_value and not named):
             return  # nothing is new, or plain values belong to another step
@@ -278,7 +279,7 @@ class Keeper:
         if not self._unmarked or not self._unmarked[bool(kept.by_value)].are_unmarked:
             return False
         if not self._copies_instead and memory.step_of(self.shared.cells[CLOCK]) != step:
-            self._stepped = True  # otherwise a state already marked by another number would not be copied
+            self._stepped = True  # otherwise a state marked with another step number would not be copied
         if self.copies is None:
             self.copies = Copies(self.shared, self._rank, self._world_size, self._store)
         self._is_copied |= not self._has_other(step)
@@ -294,7 +295,7 @@ class Keeper:
             )
         rng, settings = random_states.compact(), kept.settings()
         values = self._watched_with(kept, kept.buffer_versions() | {RANDOM: random_states.mark(rng)}, settings)
-        # plain values too, because those of keep() are compared with those of save() at the same step
+        # with plain values, because those that keep() got are compared with those that save() gets at the same step
         self._learn(kept, step, values | settings if named else values, named=named, counts=counts)
         if not self._copies_instead and (self._stepped or named):
             self._note(kept, step, rng, settings)
@@ -304,7 +305,7 @@ class Keeper:
                 self._is_proven(kept, step)
         own = self.copies
         if own is not None and self.places.moved:
-            own.renew(self.at(kept, step, named))  # the copy made at should_stop is not what a folder would have
+            own.renew(self.at(kept, step, named))  # its copy lacks changes after should_stop, which a folder would have
         if own is not None and (own.instead or self.mode is not Mode.PROVING or must_copy):
             self._copy(own, self.at(kept, step, named, must_copy))
         if must_copy and not self._is_off and not process.current.not_kept:
@@ -360,7 +361,7 @@ class Keeper:
         kept, places = self.kept, self.places
         if kept is None or not places.is_open or self._is_off:
             return False
-        # a forward pass before the first batch, and without a backward pass, was an evaluation
+        # True if a forward pass came before the first batch, and no backward pass followed: it was an evaluation
         is_first = sampler is not None and self._repeated is None and not self.has_begun
         if self._begun is None or is_first:
             try:
@@ -372,8 +373,8 @@ class Keeper:
 
     def _note_begin(self, kept: Kept, places: Places, *, from_sampler: bool) -> None:
         begun = kept.buffer_versions() | {RANDOM: places.marked.get(RANDOM, 0)}
-        # random states are read only if a draw may be a loss: reading is a fifth of the memory's cost per step
-        if places.counts or not places.trusts(RANDOM):  # after a save() we learn where draws happen
+        # read random states only if a lost draw would matter, because reading is a fifth of the memory's cost per step
+        if places.counts or not places.trusts(RANDOM):  # after save() we learn where the script draws
             begun[RANDOM] = random_states.mark(random_states.compact())
         self._notices_begin, self._begun = True, begun
         if from_sampler:  # a restart does not repeat changes made before a batch is taken
@@ -465,7 +466,7 @@ class Keeper:
         """Describe where in its step this rank is: the next generation compares all ranks."""
         sample = 0 if self.on_device else kept.sample()
         moved_ones = sorted(self.places.moved)
-        moment = self.places.is_named + self.places.counts  # at should_stop(), keep() or save()
+        moment = self.places.is_named + self.places.counts  # 0: should_stop(), 1: keep(), 2: save()
         place = {"named": moment, "moved": moved_ones, "sample": sample, LEARNED: self.places.learned}
         place["later"] = [name for name in [RANDOM, *kept.buffered] if self.places.suspects(name)]
         place |= {"of_0": kept.broadcast, "own": sorted(kept.with_own_buffers), "models": kept.models}
@@ -486,7 +487,7 @@ class Keeper:
             self.copies = Copies(self.shared, self._rank, self._world_size, self._store)
         self._sum = None
         self._to("changes")
-        self.shared.forget_slot(EARLY)  # no copy needs it
+        self.shared.forget_slot(EARLY)  # copies do not use it
         self.copies.begin_with_changes(why)
 
     def _note(self, kept: Kept, step: int, rng: dict[str, Any], settings: Mapping[str, Any]) -> None:

@@ -29,12 +29,12 @@ class Places:
     def __init__(self) -> None:
         self.marked: Mapping[str, Any] = {}
         """Values at the last boundary."""
-        self._started: Mapping[str, Any] | None = None  # values before the last step, until its boundary
+        self._started: Mapping[str, Any] | None = None  # values before the last step; None after its boundary
         self._within: set[str] = set()
         self._before_save: set[str] = set()
         self._after_save: set[str] = set()
         self._samplers: set[str] = set()
-        self._unknown: set[str] = set()  # change after a boundary; no save() has shown where yet
+        self._unknown: set[str] = set()  # names that change before or after save(): not known yet
         self.doubted: set[str] = set()
         """Names of values that may change at the top of the loop, and changed at one step so far."""
         self.taken: set[str] = set()

@@ -57,7 +57,7 @@ class Shared:
         self.node = cells[: memory.NODE_CELLS]
         self._all = [cells[(1 + rank) * page :][: memory.RANK_CELLS] for rank in range(ranks)]
         self.cells = self._all[local_rank]
-        self._slots: mmap.mmap | None = None  # of this rank
+        self._slots: mmap.mmap | None = None  # this rank's slots
         self._taken = [0] * memory.SLOTS  # bytes that this process has reserved for each slot
         self._areas: dict[int, mmap.mmap] = {}
         self.loaded: Held | None = None
@@ -72,7 +72,7 @@ class Shared:
         try:
             yield descriptor
         finally:
-            with contextlib.suppress(OSError):  # the script has closed it meanwhile
+            with contextlib.suppress(OSError):  # the script may have closed the descriptor
                 os.close(descriptor)
 
     def _map(self, offset: int, size: int) -> mmap.mmap:
@@ -126,8 +126,8 @@ class Shared:
                 return
             try:
                 yield True
-            finally:  # explicitly: a DataLoader worker that was forked meanwhile has the descriptor too
-                with contextlib.suppress(OSError):  # the script has closed it
+            finally:  # unlock explicitly, because a DataLoader worker that was forked meanwhile has the descriptor too
+                with contextlib.suppress(OSError):  # the script may have closed the descriptor
                     fcntl.flock(descriptor, fcntl.LOCK_UN)
 
     # ---- the areas: under the lock -------------------------------------------------------------------------
@@ -239,7 +239,7 @@ class Shared:
     def forget_copy(self, area: int | None = None) -> None:
         """Empty an area, by default the one with the newest state."""
         area = self._newest_area if area is None else area
-        for cell in (AREA_STEP, AREA_BYTES):  # bytes too, for a copy that is not valid yet
+        for cell in (AREA_STEP, AREA_BYTES):  # the size too, because a copy that is not valid yet has only that
             self.node[memory.area_cell(area, cell)] = 0
 
     def write_rescued(self, state: packed.Packed, held: Held, threads: int) -> None:

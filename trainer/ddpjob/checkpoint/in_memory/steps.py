@@ -79,13 +79,13 @@ class Makers:
 
     def __init__(self) -> None:
         self._made: set[int] = set()  # ids of kept optimizers that have stepped since the last boundary
-        self._is_once = True  # none of them has stepped twice
-        self._others_make = False  # an optimizer that is not kept has stepped since the last boundary
-        self._has_made = False  # a kept optimizer has ever stepped
-        self._has_mixed = False  # a backward pass followed a step of a kept optimizer
+        self._is_once = True  # False if one of them has stepped twice
+        self._others_make = False  # True if an optimizer that is not kept has stepped since the last boundary
+        self._has_made = False  # True if a kept optimizer has ever stepped
+        self._has_mixed = False  # True if a backward pass followed a step of a kept optimizer
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that are not kept and have stepped
         self._first: int | None = None  # id of the optimizer that made the first step after the last boundary
-        self._has_hooked = False  # a backward pass was seen since the last step
+        self._has_hooked = False  # True if a backward pass was seen since the last step
 
     def step(self, kept: Kept | None, optimizer: Any) -> None:
         """Record a step of this optimizer."""

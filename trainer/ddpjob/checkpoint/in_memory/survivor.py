@@ -84,8 +84,8 @@ class Survivor:
     def __init__(self, keeper: Keeps) -> None:
         self._keeper = keeper
         self._answered = threading.Lock()
-        self._tries, self._wrote = 0, (0, 0.0)  # last value of WROTE, and the time of its last change
-        self._ends = False  # the process ends by an exception: no boundary follows
+        self._tries, self._wrote = 0, (0, 0.0)  # _wrote: last value of WROTE, and the time of its last change
+        self._ends = False  # True if the process ends by an exception: no boundary follows
         self.is_asked = False
         """The agent has asked for the state."""
         threading.Thread(target=self._wait, name="ddpjob-memory", daemon=True).start()
@@ -108,14 +108,14 @@ class Survivor:
     def _at_exit(self) -> None:
         error = termination.ending()
         failed = error is not None and termination.exit_code(error) not in (0, RESUMABLE_EXIT_CODE)
-        # If one pod is told to go, all ranks stop, and the agents of the other pods keep what is in their memory.
+        # If one pod is asked to stop, all ranks stop, and the agents of the other pods keep the state in their memory.
         is_saved = self._keeper.has_folder and not process.current.save_failed
         if failed or (process.current.stopped_at is not None and not is_saved):
             self._ends = True
             self.save()
-        if os.getpid() == self._keeper.pid:  # a fork inherits a locked lock, and has no such thread
+        if os.getpid() == self._keeper.pid:  # not in a forked child: its copy of the lock may be locked for ever
             self._keeper.pid = 0  # multiprocessing calls this a second time
-            # keep the thread out: returning from C++ after the interpreter has ended aborts the process
+            # keep the thread out of torch: returning from C++ after the interpreter has ended aborts the process
             self._answered.acquire()
 
     def save(self) -> None:
@@ -240,7 +240,7 @@ class Survivor:
             if packed.total(packed.tensors_of(kept.large())) != loaded.total:
                 raise StateError(f"the state changed after step {step} was loaded, and by no optimizer.step()")
         elif name := kept.changed():
-            self._keeper.shared.node[COPIES] = memory.CHANGED  # for the next generation
+            self._keeper.shared.node[COPIES] = memory.CHANGED  # the next generation makes copies
             what = name if name == "parameters" else f"{name}: its state"
             raise StateError(f"{what} changed after step {step}, and by no optimizer.step()")
 

@@ -114,7 +114,7 @@ class SinceLastStep:
         self._random = self._random if self._steps else mark
         self._steps += 1
         self._draws |= mark != self._random
-        if self._steps == COMPARED_STEPS and process.current.keeper is not None:  # without memory, save() calls it
+        if self._steps == COMPARED_STEPS and process.current.keeper is not None:  # without it save() does this
             self.name_loader()
 
     def name_loader(self) -> None:
@@ -145,7 +145,7 @@ class SinceLastStep:
         """Return the name of a model with gradients that wait for an optimizer step; "" if there is none."""
         for value in objects.values():
             if isinstance(value, torch.optim.Optimizer):
-                self._watch(value)  # it may not have stepped yet
+                self._watch(value)  # this optimizer may not have stepped yet
         for parameter in (each for its in self._watched.values() for each in its):
             waits = id(parameter) not in self._settled and parameter.grad is not None and _waits(parameter.grad)
             for name, value in objects.items() if waits else ():

@@ -39,7 +39,7 @@ THREADS_MAX = 8
 WORTH_BYTES = 32 << 20
 """Below this, starting threads takes longer than the copy."""
 _LEAVES = frozenset({int, float, bool, str, bytes, type(None)})
-_HEAD = 16  # bytes of two lengths: of the pickle, and of the whole state
+_HEAD = 16  # bytes of two integers: the length of the pickle, and of the whole state
 _HUGE_BYTES = 4 << 20
 _UNREADABLE = (
     pickle.UnpicklingError, EOFError, IndexError, TypeError, ValueError, AttributeError, RuntimeError, OSError
@@ -199,7 +199,7 @@ def own(value: Any, threads: int = 1) -> Any:
     copies = [_empty(t.dtype, t.shape, t.stride()) for t in tensors]
     with torch_threads(threads):
         for copy, tensor in zip(copies, tensors, strict=True):
-            flat_bytes(copy).copy_(flat_bytes(tensor))  # both are one run of bytes, in the same order
+            flat_bytes(copy).copy_(flat_bytes(tensor))  # both are contiguous bytes, in the same order
     return _filled(skeleton, copies)
 
 
@@ -228,7 +228,7 @@ def total(tensors: Sequence[torch.Tensor], threads: int = 1) -> int:
     small, large = 0, []
     for tensor in tensors:
         if tensor.numel() * tensor.element_size() < SMALL_BYTES:
-            on_host = tensor.cpu()  # named, so that it lives while its memory is read
+            on_host = tensor.cpu()  # a variable, so that the memory is not freed while it is read
             small = zlib.crc32(_bytes_of(on_host), small)
         else:
             large.append(tensor)
