@@ -131,8 +131,8 @@ async def all_pods_there(namespace: str, count: int) -> dict[str, float]:
 async def jobs_until_pods(
     namespace: str, count: int, nodes: int, run_for: str, *, probed: bool = False
 ) -> tuple[float, float]:
-    """Return the seconds from the first create of a job to the last pod, and those from the answered create of the job
-    of one pod to its pod (0 if not probed)."""
+    """Return two durations in seconds: from the first create of a job to the last pod, and, if probed, from the answer
+    to the create of the job of one pod until its pod exists; else 0."""
     began = time.perf_counter()
     watching = asyncio.ensure_future(all_pods_there(namespace, count * nodes + probed))
     applied = await create_jobs(namespace, count, nodes, run_for, probed=probed)

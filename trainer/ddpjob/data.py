@@ -408,7 +408,7 @@ def _is_of_all(value: Any) -> bool:
 
 
 def _check_lengths(fields: Mapping[Any, Any]) -> None:
-    """Raise ConfigurationError for fields that cannot be cut at the same samples."""
+    """Raise ConfigurationError for fields that cannot be cut into micro-batches, or that have different lengths."""
     cut = {name: value for name, value in fields.items() if not _is_of_all(value)}
     fix = "Give a tensor or a list with an entry for each sample, or no micro_batch."
     for name, value in cut.items():

@@ -1,6 +1,7 @@
 """The ledger of restarts: how many of a job's restarts the operator and the agents in its pods have used.
 
-Both restart: the operator creates new pods, and the agent of node 0 starts the ranks again in the existing pods. They
+A failure is charged to a budget if it counts against its limit, such as backoffLimit. Both sides restart: the operator
+creates new pods, and the agent of node 0 starts the ranks again in the existing pods. They
 do not ask each other first, because a restart in place must not wait for the network. So each keeps its own counts, and
 learns the other's counts from three records that only grow:
 

@@ -1,5 +1,6 @@
-"""Plan when the state is copied into memory at a boundary, for trainings in which no survivor can write it later.
+"""Plan when the state is copied into memory, for trainings in which no survivor can write it later.
 
+Copies are made at boundaries: calls of `should_stop(step)`, `keep` or `save`.
 All ranks copy at the same steps. Rank 0 measures the cost of a copy relative to a step, and writes the plan to the
 store. All ranks check the store at the same boundaries. One rank of each node writes the bytes of a copy; each rank
 writes its random states and other small objects. A copy counts from the next optimizer step on: by then every rank has
@@ -82,16 +83,15 @@ def is_much_rarer(every: int, said: int) -> bool:
 
 
 def first_of_next(step: int, before: int, present: int, later: int = 0) -> int:
-    """Return the first step of a plan that rank 0 makes at the boundary of `step`, the one after `before`. Every rank
-    checks for a plan before that step. present: steps between two copies so far. later: number of checks that other
-    ranks may be ahead of rank 0.
-    """
+    """Return the first step of a plan that rank 0 makes at the boundary of `step`. Every rank checks for a plan before
+    that first step. before: step of the previous boundary. present: steps between two copies so far. later: other ranks
+    may be ahead of rank 0 by this many checks."""
     period = max(present, LOOK_STEPS)
     return (step + max(1, step - before)) // period * period + (1 + later) * period
 
 
 def looks(step: int, before: int, present: int) -> bool:
-    """True if a rank checks the store for a new plan at the boundary of `step`, the one after `before`."""
+    """True if a rank checks the store for a new plan at the boundary of `step`. before: step of the previous one."""
     period = max(present, LOOK_STEPS)
     return step // period > before // period
 

@@ -124,7 +124,7 @@ class Failure(NamedTuple):
 
     @property
     def precedence(self) -> Precedence:
-        """Rank by what the process shows; the operator's root_cause.py adds what Kubernetes knows of the pod."""
+        """Return the precedence that follows from the process; root_cause.py adds what Kubernetes knows of the pod."""
         if self.bad_nodes:
             return Precedence.NODE
         if self.exception.startswith(KILLED_BY_KERNEL):

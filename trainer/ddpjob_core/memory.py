@@ -117,7 +117,7 @@ class Held(NamedTuple):
 
 
 class Proof(NamedTuple):
-    """Sum of a rank's parameters at a step."""
+    """Sum of a rank's parameters at a step; equal sums prove that the ranks are replicas."""
 
     generation: int
     step: int
@@ -181,7 +181,7 @@ def _that_count(held: Sequence[Held | None], present: Version) -> list[Held | No
 
 
 def _is_apart(mark: Mark, held: Held) -> bool:
-    """True if a rank of the state's generation counts differently.
+    """True if a rank of the state's generation is too far from its step, because the rank counts steps differently.
 
     A rank may be up to two copies further: the next copy may have been interrupted.
     """
@@ -308,7 +308,7 @@ def is_newer(folder: Version | None, held: Held) -> bool:
 
 
 def proves_again(step: int, size: int) -> bool:
-    """True if all ranks prove at this boundary that nothing large changes before the next step. size: in bytes."""
+    """True if ranks sum all bits at this boundary, to prove that only an optimizer changes them. size: in bytes."""
     every = PROVE_EVERY << max(0, (size // PROVE_BYTES).bit_length())
     return step % every == 0
 

@@ -234,7 +234,7 @@ def ended_early(step: int | None, peer: str, peers_step: int | None) -> str:
     """Describe an early end: ended with exit code 0 after step 20 while rank 1 was in step 21: the ranks make different
     numbers of steps.
 
-    peer: the rank that complained. peers_step: its last step, if known.
+    peer: the rank that reported the lost connection. peers_step: last step of this rank, if known.
     """
     after = f" after step {step}" if step else ""
     known = peers_step is not None and peers_step >= (step or 1)
@@ -246,7 +246,7 @@ def with_policy(
     failure_class: Class, exit_code: int | None, rules: Sequence[PolicyRule], *, from_outside: bool = False
 ) -> Class:
     """Return the class after the user's failurePolicy; the first matching rule decides. Rules are about exit codes, so
-    about what a process did itself, even if that is free without them. They do not apply to evictions and stalls.
+    they also apply to exits that count against no limit without a rule. They do not apply to evictions and stalls.
     """
     if from_outside or failure_class == "stall":
         return failure_class
@@ -255,9 +255,9 @@ def with_policy(
 
 
 def of_complaints(failure_class: Class, history: RestartHistory, attempt: Attempt) -> Class:
-    """Return the class of a failed attempt, given earlier ones. An attempt with only reports of lost peers is free once
-    until the job makes a new step: the most frequent mistakes in scripts (uneven data, a collective that only some
-    ranks call) end in this way every time.
+    """Return the class of a failed attempt, given earlier ones. If all ranks only report lost peers, this counts
+    against no limit the first time. It counts if it happens again before a new step, because the most frequent mistakes
+    in scripts (uneven data, a collective that only some ranks call) end in this way every time.
     """
     before = 0 if attempt.made_a_new_step else history.peers_lost
     if failure_class == "infrastructure" and attempt.only_complaints and before >= PEERS_LOST_FREE:
@@ -266,7 +266,7 @@ def of_complaints(failure_class: Class, history: RestartHistory, attempt: Attemp
 
 
 def judge(failure_class: Class, history: RestartHistory, attempt: Attempt, limits: Limits, now: dt.datetime) -> Verdict:
-    """Charge a failure, and decide whether the group restarts."""
+    """Count a failure against its budget, and return whether and when the group restarts."""
     if failure_class == "permanent":
         return Verdict(False, history, None, stop="PermanentFailure")
     to: ChargedTo = "application" if failure_class == "outOfMemory" else failure_class

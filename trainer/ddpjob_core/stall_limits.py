@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 Phase = Literal["start", "train", "save", "evaluate"]
 
-# Seconds; long, because little is known before the first step and in a declared pause: a script may count epochs as steps
+# Seconds; long, because little is known before the first step and in a declared pause. A script may count epochs.
 START_SECONDS = PAUSE_SECONDS = 1800.0
 TRAIN_SECONDS = 300.0
 MEDIANS, LONGEST = 10, 3  # a step may take 10 median steps, or 3 times the longest step so far
@@ -29,7 +29,7 @@ DOES_NOT: dict[Phase, str] = {
 
 
 class Survived(NamedTuple):
-    """Times without a step that ended with a step."""
+    """Times in which a rank made no step, but made one afterwards."""
 
     longest_seconds: float = 0.0
     surprised: bool = False
@@ -67,9 +67,9 @@ def limit(phase: Phase, step: int, learned: Learned, timeout: float | None) -> L
 
 
 def learn(learned: Learned, phase: Phase, step: int, made: int, seconds: float, *, measured: bool) -> Learned:
-    """Learn from the end of a time without a step.
+    """Return what is known of a rank's steps after it has made a step again.
 
-    phase, step: of the rank during that time. made: steps made since. measured: the beginning of that time was seen.
+    phase, step: of the rank while it made no step. made: steps made since. measured: the begin of that time was seen.
     """
     expected = limit(phase, step, learned, None).expected
     if phase in ("save", "evaluate"):

@@ -21,8 +21,8 @@ After `learn`, a child imports what the ranks have imported (`learned.py`) and a
 Then the agent closes the first socket, which ends the server, and the child serves on FD2.
 
 A rank is forked twice: its parent exits at once, so that the rank becomes a child of the agent, which reaps it.
-`become` gives it the state that `python -u train.py` starts with. A spare is forked in the same way before it is
-needed, and becomes a rank of the next generation.
+`become` gives it the state that `python -u train.py` starts with. Its run is the message with "run". A spare is forked
+in the same way before it is needed, and becomes a rank of the next generation when it gets a run.
 """
 
 from __future__ import annotations

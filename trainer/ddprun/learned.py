@@ -1,7 +1,7 @@
 """Let the fork server learn the ranks' imports, so that the next generation imports nothing again.
 
 The first rank of a node that forms its group writes down its imports (`note`). A child of the fork server imports them
-in the background, and pauses after each for as long as its CPU time. Then it replaces the server (`forkserver.py`).
+in the background, and pauses after each import for as long as that took. Then it replaces the server (`forkserver.py`).
 This is safe only if an import creates nothing that belongs to one process. So each import is watched (`_Watch`). If one
 has such effects, it is left out, and another child starts without it.
 """

@@ -304,7 +304,7 @@ class LocalRanks:
         return server is not None and server.ready and not server.learning and not self._options.preload_asked
 
     def _learn(self, now: float) -> None:
-        """Make the fork server learn if a rank has noted its imports, which it does when it forms its group."""
+        """Make the fork server learn if a rank has written its list of imports, as it does when it forms its group."""
         self._learn_at = None
         note = self._files[0].imports
         if not self._can_learn or self._server is None:

@@ -27,7 +27,7 @@ _CONFIRMED = b"ok"
 
 
 class Posting:
-    """Sends the account of charged restarts, one post at a time."""
+    """Sends the counts of restarts that count against a limit (the account), one post at a time."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent

@@ -54,7 +54,7 @@ class ForkServer:
         return self._socket.fileno()
 
     def hear(self) -> None:
-        """Read its message after the imports, the pid of a spare, or its end."""
+        """Read what the server sends: the result of its imports, the pid of a spare, or its end."""
         if not processes.readable(self.fileno(), 0):  # `start` has already read it in this turn
             return
         message = self._read()

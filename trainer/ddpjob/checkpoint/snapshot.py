@@ -843,7 +843,7 @@ class _Owed:
         process.current.marked = None
 
     def keep(self, step: int, state: Mapping[str, Any]) -> None:
-        """Called when the script has named its state."""
+        """Record the state that the script has passed to `Snapshot.keep`."""
         self._kept = step, state, process.current.optimizer_steps
 
     @property
@@ -874,7 +874,7 @@ class _Owed:
         return None if self._has_stepped else self._rng
 
     def is_lost(self) -> bool:
-        """True if steps followed and the script named none of them, so their number is unknown."""
+        """True if steps followed without `keep` or `should_stop`, so the number of the current step is unknown."""
         return self._has_stepped and self._kept is None and process.current.marked is None
 
 

@@ -134,9 +134,8 @@ def init(
     rank, world_size, local_rank  for processes that the script starts itself; default RANK, WORLD_SIZE, LOCAL_RANK.
     device       "cpu" or "cuda"; default cuda if this process sees a CUDA device. Its index is local_rank modulo the
                  number of visible devices; under nccl every rank needs its own.
-    timeout_start_seconds  limit for the rendezvous. Collectives before the end of the first step have the same limit,
-    or
-                 timeout_step_seconds if that is longer, because imports, downloads and compilation differ between
+    timeout_start_seconds  limit for the rendezvous. Collectives before the end of the first step have this limit or
+                 timeout_step_seconds, whichever is longer, because imports, downloads and compilation differ between
                  nodes.
     timeout_step_seconds   limit for each collective after the first step (World.started). Default: an hour; 3 hours
                  under ddprun or with an operator, which find a hang much sooner and know of a declared `pause`. It must

@@ -33,8 +33,8 @@ from ddpjob_core import heartbeat, rules, stall_limits
 
 POLL_SECONDS = 0.5
 POLL_SECONDS_REQUESTED = 0.02
-# Seconds for all ranks to agree on a step to stop at; running ranks answer at their next poll. Without a decision by then
-# a rank is gone. SIGTERM then ends the process, so that the group restarts at once, not after its grace period.
+# Seconds for all ranks to agree on a step to stop at; running ranks answer at their next poll. Without a decision by
+# then, a rank is gone. SIGTERM then ends the process, so that the group restarts at once, not after its grace period.
 AGREE_SECONDS = 5.0
 NEVER = 1 << 62
 # Limit for a stopped rank that waits for rank 0's snapshot: torchrun gives the processes of its node 30 s after the

@@ -94,7 +94,7 @@ class DeadlockSearch(Question):
         self._is_known = False  # True from the answers until a rank uses the CPU again
 
     def heard(self, node: int, *, still: bool) -> None:
-        """Note if all ranks of a node have been still for seconds (still=True), or one has run."""
+        """Record if all ranks of a node have used no CPU for seconds (still=True), or if a rank has used it."""
         self._is_known = self._is_known and still
         self._still[node] = still
 

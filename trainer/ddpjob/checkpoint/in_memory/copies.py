@@ -13,7 +13,7 @@ copy, decides how often to copy (`CopyPlan`), and publishes that in the group's 
 
 Which boundary: if parameters change after a boundary, it is not known whether the next step starts from the values
 before or after the change. The first `save` or `keep` decides. If it finds the same parameters as `should_stop` at the
-same step, `should_stop` counts as a boundary. Otherwise only steps that the script names count.
+same step, `should_stop` counts as a boundary. Otherwise only `save` and `keep` count.
 
 Life cycle: `memory.Keeper` creates one Copies per process. A daemon thread reserves the areas once.
 
@@ -157,7 +157,7 @@ class Copies:
     # ---- at a boundary -------------------------------------------------------------------------------------
 
     def boundary(self, at: Boundary) -> None:
-        """Handle the first boundary of a step. Raises StateError, OSError."""
+        """Record the first boundary of a step, check for a new plan, and copy if due. Raises StateError, OSError."""
         if self._ended and at.step > self._step:
             self._paces.append((time.perf_counter() - self._ended) / (at.step - self._step))
         if at.step != self._step:
@@ -170,7 +170,7 @@ class Copies:
         self._ended = time.perf_counter()
 
     def again(self, at: Boundary) -> None:
-        """Handle another boundary of the same step: `save` after `should_stop`. Raises StateError, OSError."""
+        """At another boundary of the same step, compare the parameters; copy if due. Raises StateError, OSError."""
         if at.must_be_copied:
             self._step = at.step
             self._copy_if_due(at)
@@ -192,7 +192,7 @@ class Copies:
             self._copy(at, memory.EVERY_MAX if self._plan is None else self._plan.next_within)
 
     def _misplaced(self) -> None:
-        """Handle that `save` finds other parameters than should_stop: copies made at should_stop are invalid."""
+        """Invalidate copies made at should_stop, because `save` finds other parameters."""
         self.forget()
         self._is_placed, self._shared.node[COPIES] = False, CHANGED
 
@@ -244,7 +244,7 @@ class Copies:
         self._pay(time.perf_counter() - began)
 
     def _pay(self, seconds: float) -> None:
-        """Add the duration of a copy."""
+        """Record how long a copy took."""
         self._costs.append(seconds)
         self._spent, self._has_copied = self._spent + seconds, True
 
@@ -278,10 +278,8 @@ class Copies:
             return area, held
 
     def write_now(self, at: Boundary, loads: int) -> bool:
-        """Write the state of a rank that trains alone at its end, over the older copy. False if that is not possible.
-
-        Raises StateError, OSError.
-        """
+        """At the end of a rank that trains alone, write its state over the older copy. False if that is not possible.
+        Raises StateError, OSError."""
         if self._world_size > 1:
             return False
         with self._lock:
@@ -296,8 +294,8 @@ class Copies:
         """Called when another optimizer makes the same step."""
 
     def count_saved(self) -> bool:
-        """Make the copy for save() valid: all ranks have reached its boundary, or a rank has failed. False if there is
-        none. Raises OSError.
+        """Make the copy for save() valid, once all ranks have reached its boundary or a rank has failed. False if there
+        is no such copy. Raises OSError.
 
         After a failure the copy lacks random states of ranks that had not reached the save, like a survivor's state.
         """
@@ -309,7 +307,7 @@ class Copies:
             return self._shared.count_copy(written.area, written.held)
 
     def before_step(self, kept: Kept) -> None:
-        """Make the last copy valid if nothing has changed since: all ranks have reached its boundary."""
+        """Make the last copy valid unless parameters have changed since. All ranks have reached its boundary by now."""
         self.count_saved()
         with self._lock:
             written, self._written = self._written, None
@@ -383,7 +381,7 @@ class Copies:
             self._tell(every, named)
 
     def _try(self, at: Boundary) -> bool:
-        """Make a first copy to measure its cost; False if that is not known yet. Raises StateError, OSError."""
+        """Make a first copy to measure its cost; False if the cost is not known yet. Raises StateError, OSError."""
         began = time.perf_counter()
         with self._lock:
             self._written = None

@@ -10,8 +10,8 @@ because the forward pass changes them before that step.
 A copy becomes valid when its bytes have arrived and the device has finished the backward pass after it. Then the
 gradients were summed over all ranks, so every rank has reached the boundary. The host checks this at its boundaries. It
 waits only for the work queued in the step after its previous check (`ddpjob_core/copies.py`). So no host is more than
-two checks ahead of another. All of them find the same plan, and no rank overwrites random states of a step that may
-still become valid.
+two checks ahead of another. All hosts find the same plan, and no rank overwrites random states of a step that may still
+become valid.
 
 Life cycle: `memory.Keeper` creates one DeviceCopies per process that trains on a GPU. Each `_Flight` is one copy, from
 its boundary until it is valid or dropped.

@@ -73,7 +73,7 @@ class InMemory:
         return "a restart goes on from the last save" if self._has_folder else "a restart begins at step 0"
 
     def begin(self) -> None:
-        """Called by each `load`."""
+        """Called by each `load`. The first one begins to keep the state; one of a second Snapshot ends that."""
         current = process.current
         if current.loader is None:
             current.loader = self
@@ -129,7 +129,7 @@ class InMemory:
 
     def fetch(self, found: FoundState, objects: Mapping[str, Any]) -> recall.Fetched | None:
         """Return the found state; None if it lacks these names or has changed. Collective: every rank calls it. Raises
-        StateError if another part of it was loaded before, because the folder's part would be of another step."""
+        StateError if another part of the state was loaded before: the folder's part would be of another step."""
         assert self._world is not None, "it was found"
         rank, world_size = self._world.rank, self._world.world_size
         fetched = recall.fetch(self._shared, found, rank, world_size, objects)
@@ -149,9 +149,9 @@ class InMemory:
         self._named, self._taken = self._named | _names(objects), found
 
     def resumed(self, found: FoundState, objects: Mapping[str, Any], fetched: recall.Fetched) -> dict[str, Any]:
-        """Called when the objects have the found state. Keep it, also on a node that had none. Return `Snapshot.state`.
+        """Called when the objects have the found state: keep them, even if the node had none. Return `Snapshot.state`.
 
-        It is not kept if the script saves plain values such as `sampler.state_dict(step)`: `load` knows only the
+        They are not kept if the script saves plain values such as `sampler.state_dict(step)`: `load` knows only the
         sampler, whose own position is ahead of the trained samples if DataLoader workers read ahead.
         """
         if self._keeper is not None:
@@ -181,7 +181,7 @@ class InMemory:
         return state
 
     def saved(self, step: int, objects: Mapping[str, Any], *, kept_alone: bool = False) -> None:
-        """Called when the script has named the state of this step. kept_alone: True for `keep`, False for `save`."""
+        """Called when the script has passed the state of this step: to `keep` if kept_alone, else to `save`."""
         if self._keeper is not None:
             self._keeper.register(objects)
             self._keeper.boundary(step, named=True, saved=not kept_alone, kept_alone=kept_alone)

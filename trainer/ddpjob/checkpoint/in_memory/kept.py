@@ -51,11 +51,11 @@ BUFFERS = "\0ddpjob buffers"
 
 
 class OutgrownError(StateError):
-    """The objects have other parameters or buffers than when the script named them."""
+    """The objects have other parameters or buffers than when the script passed them to `save`, `keep` or `load`."""
 
 
 class ReplacedError(StateError):
-    """The script trains with other objects than those that it has named."""
+    """The script trains with other objects than those that it has passed to `save`, `keep` or `load`."""
 
 
 class Kept:
@@ -154,14 +154,14 @@ class Kept:
         return {name: self._get(name) for name in self._objects}
 
     def _get(self, name: str) -> Any:
-        """Raises ReplacedError if the script has dropped it."""
+        """Return the object with this name. Raises ReplacedError if the script has dropped it."""
         value = self._objects[name]()
         if value is None and type(self._objects[name]) is not _Held:
             raise ReplacedError(f"{name}: the script has replaced what save() was given")
         return value
 
     def samplers(self) -> dict[str, Any]:
-        """The GlobalBatchSamplers by name. They move on when the next batch is requested. Raises ReplacedError."""
+        """The GlobalBatchSamplers by name. One advances when its next batch is requested. Raises ReplacedError."""
         return {name: value for name in self._others if hasattr(value := self._get(name), "reads_ahead")}
 
     def check_gone(self) -> None:
@@ -245,7 +245,7 @@ class Kept:
     def settings(self) -> dict[str, Any]:
         """Small values of optimizers and of objects that are no modules.
 
-        A value is copied again only if a part of its object was replaced, or if one can change in place.
+        A value is copied again only if a part of its object was replaced, or if a part can change in place.
         """
         for name in (*self.optimizers, *self._others):
             value = self._get(name)
@@ -280,7 +280,7 @@ class Kept:
         return self.large() | {BUFFERS: copies}
 
     def large(self) -> dict[str, Any]:
-        """Live large values. Raises OutgrownError, StateError."""
+        """Return parameters and optimizer state, not copied. Raises OutgrownError, StateError."""
         large: dict[str, Any] = {}
         for name, (module, places) in self._modules.items():
             small = {key for key, _, _ in places}
@@ -548,7 +548,7 @@ def _buffers(name: str, model: torch.nn.Module) -> Iterator[tuple[str, dict[str,
 
 
 def _parts_of(value: Any) -> list[Any] | None:
-    """What a setting consists of; None if that is not known."""
+    """Return the parts of an optimizer's or scheduler's settings; None for other objects, whose parts are unknown."""
     if isinstance(value, torch.optim.Optimizer):
         return [part for group in value.param_groups for part in (*group, *group.values())]
     if not isinstance(value, LRScheduler):

@@ -13,12 +13,14 @@ before the next boundary.
 Proof: the Keeper checks that nothing large changes between a boundary and the next step. On the first PROOF_STEPS steps
 it compares sums of all bits, later the version counters of the parameters and some of their values.
 
+Words: a script marks a step by a boundary, and names a state by passing it to `save` or `keep`. Before that, the
+objects passed to `load` are assumed to be the state.
+
 Life cycle: `door.py` creates one Keeper per process, for one `Snapshot`. The agent owns the memory and outlives the
-Keeper. The Keeper has three hooks into torch: before every optimizer step, in the backward pass and before the forward
-pass.
+Keeper. It has three hooks into torch: before every optimizer step, in the backward pass and before the forward pass.
 
 Drawbacks: the script must mark its steps; the hooks run on every step of every optimizer; and there is much mutable
-state here, because the order of marks, saves and steps differs by script. Two kinds of training cannot rely on
+state here, because scripts differ in the order of boundaries and steps. Two kinds of training cannot rely on
 survivors and copy the state regularly (`copies.py`): scripts that change parameters between boundary and step, and a
 rank that trains alone. A state on a GPU is always copied (`device_copies.py`).
 """
@@ -250,8 +252,7 @@ class Keeper:
             self._tell_unnamed(step)
             return
         must_copy = saved and self._must_copy(kept, step)
-        # not within a gradient accumulation: a restart repeats its first micro-batches with the random states before
-        # them
+        # not within a gradient accumulation, because a restart repeats its first micro-batches with earlier random states
         is_renamed = named and not self.has_begun
         if not (self._stepped or self._copies_instead or must_copy or is_renamed) or (kept.by_value and not named):
             return  # nothing is new, or plain values belong to another step
@@ -356,7 +357,7 @@ class Keeper:
         """Called when the next step begins: random numbers and buffer changes from here on belong to it. Return True if
         a boundary is open.
 
-        sampler: the one that a batch is taken from. If its place is not kept, an evaluation may be using it.
+        sampler: a batch is taken from this sampler. If its position is not kept, an evaluation may be using it.
         """
         kept, places = self.kept, self.places
         if kept is None or not places.is_open or self._is_off:
@@ -420,7 +421,7 @@ class Keeper:
             )
 
     def _leave(self, kept: Kept) -> None:
-        """Compare the kept values with those at the boundary; called when an optimizer step begins."""
+        """Called when an optimizer step begins: find and log values that have changed since the boundary."""
         if not self.places.is_open:
             return
         values = self._watched_with(kept, self._begun or self.places.marked, kept.settings())
@@ -463,7 +464,7 @@ class Keeper:
         return Boundary(kept, step, named, small, self.assumed, must_copy)
 
     def _place(self, kept: Kept) -> dict[str, Any]:
-        """Describe where in its step this rank is: the next generation compares all ranks."""
+        """Return where in its step this rank is. The next generation checks that all ranks were at the same place."""
         sample = 0 if self.on_device else kept.sample()
         moved_ones = sorted(self.places.moved)
         moment = self.places.is_named + self.places.counts  # 0: should_stop(), 1: keep(), 2: save()
@@ -590,7 +591,7 @@ class Keeper:
             self.shared.cells[CLOCK] |= 1
 
     def _end_boundary(self, kept: Kept, optimizer: Any) -> None:
-        """Handle the first optimizer step after a boundary."""
+        """At the first optimizer step after a boundary, check the state, then make the copy valid or write EARLY."""
         if self.copies is not None:
             self.copies.count_saved()
         kept.check_counts()
@@ -607,7 +608,7 @@ class Keeper:
             self._early.write(kept, self._slots, self.shared)
 
     def _other_step(self, optimizer: Any) -> None:
-        """Handle a step without a boundary before it: by a second optimizer, or one that the script did not mark."""
+        """Called at a step without a boundary before it, such as a second optimizer's: update copies and EARLY."""
         if self.copies is not None:
             with self._guarded():
                 self.copies.before_other_step()
@@ -617,7 +618,7 @@ class Keeper:
             )
 
     def _count_step(self, optimizer: Any) -> None:
-        """Count the step, and reset the load count of the loaded state: no slot shows this step if marks are rare."""
+        """Count the step. After two without a boundary, reset the load count, because no slot shows the progress."""
         if self._is_off:
             return
         kept = self.kept

@@ -1,6 +1,6 @@
 """State machine of `memory.Keeper`: what a restart can rely on, and the events that change it.
 
-The mode does not say at which boundary a rank is. That is its CLOCK (`ddpjob_core/memory.py`).
+The mode does not show at which boundary a rank is; its CLOCK does (`ddpjob_core/memory.py`).
 """
 
 import enum
@@ -8,7 +8,7 @@ from typing import Literal
 
 Event = Literal["named", "dropped", "proven", "reserved", "grown", "changes", "refused"]
 """named: the script passes objects. dropped: it trains others. proven: nothing large changes between a boundary and the
-next step. changes: something does. reserved: there is room. grown: no longer. refused: the state cannot be kept."""
+next step. changes: something large does. reserved: there is room. grown: too little room. refused: cannot be kept."""
 
 
 class Mode(enum.Enum):

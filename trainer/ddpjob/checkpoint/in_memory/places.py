@@ -104,15 +104,15 @@ class Places:
         return new
 
     def trusts(self, name: str) -> bool:
-        """True if its change after the last boundary is no loss, because a folder would not have it either."""
+        """True if losing this value's change after the last boundary does no harm: a folder lacks the change too."""
         return self.counts or name in self._after_save - self._before_save
 
     def suspects(self, name: str) -> bool:
-        """True if it changes, or may change, before save(): a folder may have the change, the boundary has not."""
+        """True if this value may change before save(): a folder may have a change that the boundary has not."""
         return name in self._before_save | self._unknown
 
     def after_save(self, names: Iterable[str]) -> None:
-        """Take names that are known to change at the top of the loop: samplers that are iterated.
+        """Record names that are known to change at the top of the loop: samplers that are iterated.
 
         At the end of an epoch a sampler changes by itself before save(), and does so again after a restart.
         """

@@ -61,8 +61,8 @@ def find(shared: Shared | None, rank: int, world_size: int, present: Version) ->
     """Return the newest complete state in memory; all ranks get the same answer. shared: None if this node has none.
 
     Nodes also exchange what their ranks have learned about the script, because all ranks copy at the same steps. Rank
-    0's node has priority, because rank 0 may be the only one that calls save. A node without the state takes over the
-    proof of the nodes that have it. Otherwise it would keep no state during its first steps.
+    0's node has priority, because rank 0 may be the only one that calls save. A node without the state learns from the
+    others if it is proved that only optimizers change the state; otherwise it would prove that again, and keep nothing.
     """
     own = _Row()
     if shared is not None:
@@ -252,7 +252,7 @@ def _is_copied_from(target: Any) -> bool:
 def _slots(shared: Shared | None, version: Version, rank: int, world_size: int) -> tuple[Any, Any, Version]:
     """Return this rank's slot of that version, its slot EARLY before that step, and the version that they belong to.
 
-    If the rank died before it wrote a slot, and an earlier generation loaded the same state, its slot is used as EARLY.
+    If the rank died before it wrote a slot, the slot of an earlier generation that loaded this state is used as EARLY.
     """
     if shared is None:
         return None, None, version
@@ -293,8 +293,8 @@ def _exchanged(own: Any, world_size: int) -> list[Any]:
 
 
 def _large(shared: Shared | None, found: FoundState, rank: int, world_size: int) -> Any:
-    """Return the large values without a copy, or broadcast them from the first rank that has them if any rank does not.
-    Collective: every rank calls it. Raises StateError."""
+    """Return the large values. If a rank lacks them, the first rank that has them broadcasts them; otherwise they are
+    not copied. Collective: every rank calls it. Raises StateError."""
     size, source = found.held.size, found.ranks[0]
     own: torch.Tensor | None = None
     if rank in found.ranks:
@@ -313,7 +313,7 @@ def _large(shared: Shared | None, found: FoundState, rank: int, world_size: int)
 
 
 def _from_rank(value: Any, source: int, rank: int, world_size: int) -> Any:
-    """Broadcast a small value of rank `source`."""
+    """Return a small value that rank `source` broadcasts."""
     if world_size == 1:
         return value
     body = packed.dumps(value) if rank == source else b""

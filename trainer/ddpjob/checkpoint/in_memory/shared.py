@@ -199,8 +199,8 @@ class Shared:
     def set_loads(self, version: Version, loads: int) -> None:
         """Set how often this state was loaded; 0 if a step followed that no boundary has marked.
 
-        Does nothing if another state is there: a faster rank may have loaded it too, failed, and written a new one,
-        which includes the load.
+        Does nothing if the memory has another state: a faster rank may have loaded this one, failed, and written the
+        next one.
         """
         area = self._newest_area
         held = self.held_in(area)
@@ -340,7 +340,7 @@ class Shared:
         write_record(self.cells, {PROOF_STEP: step, PROOF_GENERATION: self.generation, PROOF_SUM: total})
 
     def proof(self) -> Proof | None:
-        """Return the proof of this rank or of its predecessor; None if there is none."""
+        """Return what this local rank has written with `write_proof`, maybe in an earlier generation; else None."""
         step = self.cells[PROOF_STEP]
         return Proof(self.cells[PROOF_GENERATION], step, self.cells[PROOF_SUM]) if step > 0 else None
 

@@ -44,8 +44,8 @@ class Slots:
 class Early:
     """The slot EARLY, for a rank that is killed between the sum of its gradients and the next boundary.
 
-    Holds random states and buffers as they are during the backward pass. Either kind is given up once the script
-    changes it after that pass, because its values at the next boundary are then different.
+    Holds random states and buffers as they are during the backward pass. If the script changes one kind after that
+    pass, this kind is given up, because its values at the next boundary are different.
     """
 
     def __init__(self, rank: int) -> None:
@@ -79,7 +79,7 @@ class Early:
         self._rng, self._content, self._forwarded = None, kept.buffers_as_they_are(), {}
 
     def check_buffers(self, kept: Kept, shared: Shared) -> None:
-        """Give up if the script changes buffers too, not only the forward pass."""
+        """Give up buffers if the script changes them too, not only the forward pass."""
         content = kept.buffers_as_they_are() if self._forwarded else {}
         if any(content.get(key) != was for key, was in self._forwarded.items()):
             self.give_up(shared, "buffers change after the gradients", FORWARDED)

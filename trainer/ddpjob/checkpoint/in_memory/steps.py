@@ -7,7 +7,7 @@ from ddpjob.checkpoint.in_memory.kept import Kept, ReplacedError
 
 
 class Unmarked:
-    """Counts optimizer steps between two boundaries, to find out if the script marks each step.
+    """Counts optimizer steps between two boundaries, to find out if the script makes a boundary after each step.
 
     Step numbers do not show that: scripts pass epochs or micro-batches, or skip numbers.
     """
@@ -27,7 +27,7 @@ class Unmarked:
         return made
 
     def boundary(self, *, saved: bool) -> None:
-        """Evaluate and restart the count. saved: `save` made this boundary."""
+        """Set `are_unmarked` from the count, and count from 0 again. saved: `save` made this boundary."""
         if self._made:
             self.are_unmarked = max(self._made.values()) > 1 or (self._is_first and saved)
             self._made.clear()
@@ -102,7 +102,7 @@ class Makers:
         self._has_mixed |= has_stepped and bool(self._made)
 
     def boundary(self) -> bool:
-        """True if a backward pass followed the step of a kept optimizer. Raises ReplacedError if none made it."""
+        """True if a backward pass followed a kept optimizer's step. Raises ReplacedError if others made the step."""
         made, others_make, is_mixed = self._made, self._others_make, self._has_mixed and self._is_once
         self._made, self._is_once, self._others_make, self._has_mixed = set(), True, False, False
         if others_make and not made and self._has_made:

@@ -93,7 +93,7 @@ class Survivor:
 
     @property
     def is_answering(self) -> bool:
-        """True while it writes, or waits to."""
+        """True while this rank writes its state or waits until it may write."""
         return self._answered.locked()
 
     def _wait(self) -> None:
@@ -212,8 +212,8 @@ class Survivor:
         return has_begun
 
     def _turn_to_write(self, clock: int, began: float) -> str:
-        """Return `memory.turn`, but "write" after half of the time, or if the memory already has the furthest
-        boundary."""
+        """Return `memory.turn`, but "write" after half of the time, or if the memory already has the state of the
+        furthest boundary."""
         living, gone = self._keeper.shared.clocks_of_others()
         if self._ends:  # this rank will reach no further boundary
             gone = []

@@ -307,7 +307,7 @@ def _number(tensor: torch.Tensor, tensors: list[torch.Tensor], numbers: dict[Any
 
 
 def _one_run(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor if its bytes are one run, else a copy that is. Raises StateError."""
+    """Return the tensor if its bytes are one range of its storage, else a contiguous copy. Raises StateError."""
     if wrong := not_whole(tensor):
         raise StateError(f"{wrong} cannot be kept in memory")
     if tensor.device.type not in ("cpu", "cuda"):
@@ -320,7 +320,7 @@ def _one_run(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_one_run(tensor: torch.Tensor) -> bool:
-    """True if the tensor's bytes are one run in its storage, in any order (as in channels_last)."""
+    """True if the tensor's bytes are one range of its storage, in any order (as in channels_last)."""
     if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
         return False
     if tensor.is_contiguous():

@@ -119,7 +119,7 @@ def copied(value: Any, where: str, depth: int = 0) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """True if a value that contains no other values is read back."""
+    """True if torch.load reads this value back. Containers are checked by `copied`."""
     kind = type(value)
     if kind is int:
         return bool(value.bit_length() <= INTEGER_BITS_MAX)
