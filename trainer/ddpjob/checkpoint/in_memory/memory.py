@@ -252,7 +252,7 @@ class Keeper:
             self._tell_unnamed(step)
             return
         must_copy = saved and self._must_copy(kept, step)
-        # not within a gradient accumulation, because a restart repeats its first micro-batches with earlier random states
+        # not in a gradient accumulation, because a restart repeats its first micro-batches with the states before them
         is_renamed = named and not self.has_begun
         if not (self._stepped or self._copies_instead or must_copy or is_renamed) or (kept.by_value and not named):
             return  # nothing is new, or plain values belong to another step
