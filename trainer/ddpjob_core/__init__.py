@@ -1,5 +1,7 @@
 """Rules and formats that operator, local run, agents and library share. Results depend on the arguments alone.
 
+An attempt is one set of pods of a job. A generation is one start of all ranks in these pods.
+
 In:   numbers, texts and records of one job: budgets, beats, reports, members.
 Out:  decisions (is this failure charged, is that rank stalled, which state counts) and records of fixed layout.
 

@@ -214,7 +214,7 @@ class Left(NamedTuple):
 
 SAMPLE, OBJECTS, NAMED, MOVED, KNOWN, LATER = "sample", "objects", "named", "moved", "known", "later"
 """NAMED: who recorded the objects: 0 should_stop(), 1 keep(), 2 save(). KNOWN: names of objects that are equal on all
-ranks by their nature. LATER: names of random states and buffers that the rank is known to change after a mark."""
+ranks by their nature. LATER: names of random states and buffers that the rank is known to change after a boundary."""
 
 
 def mixed_up(rows: Sequence[Left], step: int) -> str:

@@ -613,8 +613,8 @@ def print_without_our_frames() -> None:
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
         error.__traceback__ = sys.last_traceback = trace
-        # A forked child records nothing. Neither does a KeyboardInterrupt: Python then ends by SIGINT, but not if this
-        # hook has called exec(), as importing dataclasses does.
+        # Only the rank itself, not its forked children. No KeyboardInterrupt, because Python ends by SIGINT only if
+        # this hook has not called exec(), as importing dataclasses does.
         if os.getpid() == rank and isinstance(error, Exception):
             with contextlib.suppress(Exception):
                 import traceback

@@ -43,7 +43,7 @@ class Files(NamedTuple):
     end: str
     """Result that the rank writes at its end (core/rank_ends.py)."""
     imports: str = ""
-    """Imports that the rank notes when it forms its group."""
+    """List of imports that the rank writes when it forms its group."""
 
 
 class LogFolder:

@@ -497,7 +497,7 @@ class LocalRanks:
             return False
         files = self._files[local_rank]
         consoles = [console for path, console in ((files.stdout, 1), (files.stderr, STDERR)) if not path]
-        of_pipe = not exception or exception.startswith(_OF_PIPE)  # a child process of the rank may record nothing
+        of_pipe = not exception or exception.startswith(_OF_PIPE)  # "": the failure may be a child's
         return of_pipe and not all(is_read(console) for console in consoles)
 
     def _step(self, local_rank: int) -> int:
@@ -532,7 +532,7 @@ class LocalRanks:
         if message is None or message.rank is None or message.exit_code is None:
             return
         if not self.failures and not self.stopped:
-            return  # all ended with 0: the rank recovered from what it wrote
+            return  # all ended with 0: the rank went on after the failure that it wrote
         known = next((i for i, failure in enumerate(self.failures) if failure.rank == message.rank), None)
         if known is not None:
             self.failures[known] = _with_message(self.failures[known], message)

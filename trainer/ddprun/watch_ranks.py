@@ -145,7 +145,7 @@ class Watching:
         beats = {rank: beat._replace(over=beat.over or over) for rank, beat in found.items()}
         # If a rank is a shell script, it outlives its training process.
         seen = {rank: beat for rank, beat in beats.items() if beat.pid > 0 and os.path.exists(f"/proc/{beat.pid}")}
-        # Also after a rank has ended: this was progress, and the others may now wait for something else.
+        # Clocks start again after a gap, or if a rank has ended: the others may now wait for something else.
         if now - self._looked_at > stall_monitor.GAP_SECONDS or self._paces.keys() - seen.keys():
             self._paces = stall_monitor.restart_clocks(self._paces, now)
             self._still = {}

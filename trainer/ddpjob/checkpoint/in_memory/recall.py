@@ -196,7 +196,7 @@ def _checked(large: Any, small: Any, found: FoundState, objects: Mapping[str, An
 def _all_left(
     shared: Shared | None, version: Version, rank: int, world_size: int, *, is_own: bool
 ) -> list[memory.Left]:
-    """Return the boundaries that each rank has left from the generation that wrote the state, by rank."""
+    """Return, by rank, what is left of its boundaries in the generation that wrote the state."""
     boundaries: dict[int, Any] = {}
     for slot in (*range(EARLY), *COPY_SLOTS):
         if shared is None:
