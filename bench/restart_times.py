@@ -46,7 +46,7 @@ Line = tuple[int, float, float]
 
 
 def body(name: str, launcher: str) -> dict[str, Any]:
-    """Return a job whose script is a file, as users have it: ddprun forks only files from a process that has torch."""
+    """Return a job whose script is a file. ddprun starts other programs as new processes, which is slower."""
     made = spread(job(name))
     made["spec"]["template"]["spec"]["volumes"] = [VOLUME]
     trainer(made).update(

@@ -1,9 +1,9 @@
 """The ledger of restarts: how many of a job's restarts the operator and the agents in its pods have used.
 
-A failure is charged to a budget if it counts against its limit, such as backoffLimit. Both sides restart: the operator
-creates new pods, and the agent of node 0 starts the ranks again in the existing pods. They
-do not ask each other first, because a restart in place must not wait for the network. So each keeps its own counts, and
-learns the other's counts from three records that only grow:
+A failure is charged to a budget if it counts against a limit such as backoffLimit. Both restart: the operator creates
+new pods, and the agent of node 0 starts the ranks again in the existing pods. They do not ask each other first, because
+a restart in place must not wait for the network. So each keeps its own counts, and learns the other's counts from three
+records that only grow:
 
     Spent   restarts that one agent has used so far. It is in each of its reports and in its last message.
     Known   the part of Spent that the operator has counted. It is written to the status together with the counts.
@@ -353,7 +353,7 @@ def _charged(spent: Spent) -> int:
 def _with(
     history: RestartHistory, new: Spent, limits: Limits, now: dt.datetime, peers_lost: int, *, made_a_new_step: bool
 ) -> RestartHistory:
-    """Add to all counts except in_a_row and charged_in_a_row: they may be reset while free restarts are not."""
+    """Return the history with these restarts added, except in_a_row and charged_in_a_row, which the callers set."""
     uncharged, lost_before = (0, 0) if made_a_new_step else (history.uncharged_in_a_row, history.peers_lost)
     return history._replace(
         **{name: getattr(history, name) + getattr(new, name) for name in Spent._fields},

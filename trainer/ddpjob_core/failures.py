@@ -232,7 +232,7 @@ def abridged(text: str, length: int) -> str:
     """Return at most `length` characters: the beginning and, if it is short, the last sentence, with an ellipsis
     between.
 
-    The end starts with a whole sentence: the end of a secret without its name could not be recognized and masked.
+    The last sentence is whole: a cut could separate a secret from its name, and then it would not be masked.
     """
     if len(text) <= length:
         return text

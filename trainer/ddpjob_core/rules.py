@@ -182,8 +182,8 @@ def is_of_node(pod_reason: str) -> bool:
 
 
 def is_symptom(exception: str) -> bool:
-    """True if an exception only reports a lost peer. An address in use does not count: no peer's end explains it,
-    although torch raises the same class.
+    """True if an exception only reports a lost peer. An address in use does not count, although torch raises the
+    same class, because it has other causes.
     """
     if ADDRESS_IN_USE.search(exception):
         return False

@@ -32,7 +32,7 @@ class Life(NamedTuple):
 
 def prepare(options: Options, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for all child processes: `environ` with the changes that torchrun makes for all ranks."""
-    # torchrun's default includes SIGQUIT, which only shows stacks here.
+    # torchrun's default includes SIGQUIT. ddprun's own does not, because it uses SIGQUIT to show stacks.
     signals = options.signals if options.signals != SIGNALS else (*SIGNALS, "SIGQUIT")
     changed = {**environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signals)}
     if options.nproc > 1:

@@ -158,7 +158,7 @@ def not_collected() -> Iterator[None]:
     so in each rank too, where its writes copy memory pages. The cost is 6 MB of torch's garbage, shared by all ranks.
     """
     before = gc.get_threshold()
-    gc.set_threshold(0)  # not gc.disable(): modules may call that too
+    gc.set_threshold(0)  # not gc.disable(), because modules may call gc.enable()
     try:
         yield
     finally:
@@ -425,7 +425,7 @@ def become(order: dict[str, Any], run: dict[str, Any], prepared: Prepared) -> Ca
         Imports.environ = {name: value for name, value in os.environ.items() if name not in run["environ"]}
     prepared.begin()
     if "triton" in sys.modules:
-        # Otherwise triton's nanobind prints hundreds of lines of "leaked" for frozen objects at exit.
+        # For frozen objects, triton's nanobind prints hundreds of lines of "leaked" at exit.
         atexit.register(gc.unfreeze)
     sys.modules["__main__"] = main_module()
     return run_module if module else run_script

@@ -571,7 +571,7 @@ class Snapshot:
         if read is None:
             self.state = self._memory.loaded(0, objects, {})
             is_restart = self._own_claim.attempt > 1 or self._own_claim.generation > 0
-            # a second Snapshot may be empty although training resumed from the first
+            # not for a second Snapshot, which may be empty although training resumed from the first
             if self.rank == 0 and is_restart and process.current.loader is self._memory:
                 self._log_once("begins", f"begins at step 0: there is no state in {self._folder or 'memory'}")
             return 0

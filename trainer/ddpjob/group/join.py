@@ -180,7 +180,7 @@ def _time_limit(name: str, seconds: Any) -> timedelta:
 def default_timeout_seconds(environ: Mapping[str, str]) -> float:
     """Return the default limit for a collective: the longest pause that stall_limits.py allows."""
     if not (environ.get("DDPJOB_BEATS") or environ.get("DDPJOB_STATUS_URL")):
-        return 2 * stall_limits.PAUSE_SECONDS  # shorter, because only this limit ends a hang
+        return 2 * stall_limits.PAUSE_SECONDS  # an hour: without ddprun or an operator only this limit ends a hang
     stall = environ.get("DDPJOB_STALL_TIMEOUT", "")
     pause_seconds = stall_limits.LONGEST * int(stall) if stall.isdecimal() else 0
     return max(stall_limits.UNSEEN_PAUSE_SECONDS, pause_seconds)
@@ -202,7 +202,7 @@ def rank_in_group(otherwise: str) -> tuple[int, int]:
         return place.rank, place.world_size
     for name in ("WORLD_SIZE", "DDPJOB_WORLD_SIZE"):
         if (size := process.number(name, 1)) > 1:
-            # As rank 0 of 1, each rank would train alone on all samples and end with 0, so nobody would notice.
+            # Do not return rank 0 of 1: each rank would train alone on all samples and end with 0, unnoticed.
             raise ConfigurationError(
                 f"{name}: {size} and there is no process group, so this process cannot know its share. "
                 f"Call ddpjob.init() first, or {otherwise}."
@@ -260,7 +260,7 @@ def _from_environment(environ: Mapping[str, str]) -> tuple[int, int]:
     if environ.get("RANK") and environ.get("WORLD_SIZE"):
         return _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
     for there, missing in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK"), ("DDPJOB_WORLD_SIZE", "RANK")):
-        # Otherwise each rank would train alone and end with 0, so nobody would notice.
+        # Refuse this, because each rank would train alone and end with 0, so nobody would notice.
         if environ.get(there) and (there == "RANK" or _integer(environ, there) > 1):
             raise ConfigurationError(
                 f"{there}: {environ[there]} is set but {missing} is not: this process cannot know its place among the "

@@ -216,8 +216,7 @@ def disk_seconds_per_byte(folder: str = "") -> float:
 
 
 def resolve_seconds(name: str) -> float:
-    """Return the time to resolve the name; 0 without one. It has resolved before, because the ranks found each
-    other."""
+    """Return the seconds to resolve this name; 0 without a name. It resolves: the ranks have found each other by it."""
     began = time.perf_counter()
     with contextlib.suppress(OSError):
         socket.getaddrinfo(name, None)

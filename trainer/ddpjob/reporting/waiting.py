@@ -148,8 +148,8 @@ def _groups(recorded: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
 
 def begun(entries: list[dict[str, Any]], count: int) -> int:
     """Return the number of a group's newest collective; -1 if uncertain. count: all operations that the group has
-    begun, including sends. It differs if the last one is not recorded, and for a group with the name of a destroyed
-    one."""
+    begun, including sends. The count differs if the last operation is not recorded, or if a destroyed group had the
+    same name."""
     if not entries:
         return 0 if count == 0 else -1
     is_one = len({entry["pg_id"] for entry in entries}) == 1

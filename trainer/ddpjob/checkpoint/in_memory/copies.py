@@ -77,7 +77,7 @@ class Copies:
     _on_device = False
 
     def __init__(self, shared: Shared, rank: int, world_size: int, store: Any) -> None:
-        """store: of the group, for rank 0's plan; None if this rank trains alone."""
+        """store: the group's store, which has rank 0's plan; None if this rank trains alone."""
         self._shared, self._rank, self._world_size, self._store = shared, rank, world_size, store
         self.changes = False
         """True if parameters change between a boundary and the next step."""

@@ -73,7 +73,7 @@ class InMemory:
         return "a restart goes on from the last save" if self._has_folder else "a restart begins at step 0"
 
     def begin(self) -> None:
-        """Called by each `load`. The first one begins to keep the state; one of a second Snapshot ends that."""
+        """Called by each `load`: keep the state from the first call on, but no longer if a second Snapshot loads."""
         current = process.current
         if current.loader is None:
             current.loader = self

@@ -261,7 +261,7 @@ class Keeper:
         if self.assumed and not kept.may_be_assumed():
             self.forget_assumed()
             return
-        try:  # not `_guarded`, here and in the hooks: it would cost a tenth of a boundary's time
+        try:  # here and in the hooks `_guarded` would cost a tenth of a boundary's time
             self._take_in(kept, int(step), named=named, must_copy=must_copy, counts=named and not kept_alone)
         except Exception as error:
             self.give_up(error)

@@ -192,7 +192,7 @@ def _compare_sums(layout: list[str], sums: torch.Tensor, ranks: Sequence[int]) -
 
 
 def _vote(values: Sequence[Hashable]) -> tuple[Any, list[int], list[int]]:
-    """Return the value of more than half, else the first one; and the indices that have it, and that do not."""
+    """Return the value that more than half have, else the first value, and the indices with and without it."""
     value, count = Counter(values).most_common(1)[0]
     right = value if 2 * count > len(values) else values[0]
     alike = [i for i, value in enumerate(values) if value == right]

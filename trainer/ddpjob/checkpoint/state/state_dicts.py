@@ -305,7 +305,7 @@ def _restore_one(target: Any, saved: Any) -> None:
         inner: Any = getattr(target, "optim", None)
         shares = getattr(inner, "param_groups", None) is target.param_groups
         target.load_state_dict(_where_they_are({"param_groups": target.param_groups}, saved))
-        if shares:  # otherwise PostLocalSGDOptimizer keeps the old list, and schedulers change only that
+        if shares:  # PostLocalSGDOptimizer would keep the old list, and schedulers change only that
             target.param_groups = inner.param_groups
         if lacked := own.difference(own.intersection(*target.param_groups)):  # of another class: step() would fail
             raise ValueError(f"loaded state dict has no {', '.join(sorted(lacked))}")
