@@ -230,7 +230,7 @@ def mixed_up(rows: Sequence[Left], step: int) -> str:
         if len(set(samples.values())) > 1:
             return f"ranks {_listed(samples)} did not hold the same parameters at step {number}"
     present = [row.boundaries[step] for row in rows if row.own and step in row.boundaries]
-    # boundaries left on surviving nodes by ranks that were lost before they marked this step
+    # boundaries left on surviving nodes by ranks that were lost before their boundary of this step
     late = [one for row in rows if not row.own for one in row.boundaries.values()]
     missed = {name for one in present for name in one[LATER] if late and name in one[MOVED]}
     if missed := missed.union(*(one[LATER] for one in late)):
@@ -331,7 +331,7 @@ def turn(own: int, living: Sequence[int], gone: Sequence[int] = ()) -> Literal["
     own: clock of this rank. living: clocks of ranks of its node that have not answered. gone: clocks of killed ranks,
     and FURTHEST. If another rank has passed a boundary, this rank has the gradients to reach it too, because they were
     summed over all ranks. A rank within its optimizer's step proves nothing: a closure runs backward there, or the
-    script sums the loss over all ranks before it marks the boundary. While such a rank lives, it may still reach the
+    script sums the loss over all ranks before the boundary. While such a rank lives, it may still reach the
     boundary.
     """
     if any(passed(other) > own for other in (*living, *gone)):

@@ -112,7 +112,8 @@ def served(
 
 
 def learns(path: str, agent_pid: int, prepared: Prepared, later: socket.socket) -> bool:
-    """Fork a child that imports what a rank noted. Return False here at once, True in the child when it can serve."""
+    """Fork a child that imports a rank's list of imports. Return False here at once, True in the child when it can
+    serve."""
     from ddprun import learned
 
     with not_collected():

@@ -1,4 +1,4 @@
-"""Report node 0's charged restarts to the job's status receiver, so that `status.restarts` is up to date.
+"""Report charged restarts (those that node 0 counts against a limit) to the status receiver, for `status.restarts`.
 
 The counts are totals, sent again every minute, so lost or repeated posts do no harm. Nothing is sent before the first
 charge. A post may block for seconds, so a child process makes it.
@@ -27,7 +27,7 @@ _CONFIRMED = b"ok"
 
 
 class Posting:
-    """Sends the counts of restarts that count against a limit (the account), one post at a time."""
+    """Sends the counts of charged restarts (the account), one post at a time."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent

@@ -72,7 +72,7 @@ class ForkServer:
             self.failed = {name: why for name, why in message.get("failed", {}).items() if self._asked}
 
     def learn(self, note: str) -> None:
-        """Request that a child imports what a rank noted; `hear_later` reads the answer."""
+        """Request that a child imports a rank's list of imports; `hear_later` reads the answer."""
         self.learning = "now"
         with contextlib.suppress(OSError):  # it has ended, which `hear` will notice
             self._send({"learn": note})

@@ -338,7 +338,7 @@ class Snapshot:
         """Wait as `wait` does, at the end of the script.
 
         Also raises SnapshotError if training resumed from a state that only memory had, and the script then neither
-        saved nor named any step. That state would be lost.
+        saved nor passed a step to `keep` or `should_stop`. That state would be lost.
         """
         self.wait()
         owed = self._owed

@@ -58,7 +58,7 @@ def should_stop(step: int) -> bool:
     """
     state, step = process.current, int(step)  # scripts may compute a float: samples / batch
     state.marked = step, state.optimizer_steps
-    if not state.stepping:  # without calls of `progress`, the agent learns the steps from here to charge restarts
+    if not state.stepping:  # without `progress`, the agent needs these steps to see if restarts make progress
         state.cells[heartbeat.STEP] = step
     if state.at_boundary is not None:
         state.at_boundary(step)
@@ -188,7 +188,7 @@ class Agreement:
                 # A rank has failed, so no agreement is possible. A restart would have to wait for SIGKILL.
                 os._exit(128 + signal.SIGTERM)
             self._sigterm_at = time.monotonic()
-            if self._store is not None and not self.decided.is_set():  # otherwise the group is gone or already knows
+            if self._store is not None and not self.decided.is_set():  # not if the group is gone or has decided
                 self._store.set(_REQUESTED, "1")
 
     def _decide_or_give_up(self) -> None:

@@ -197,7 +197,7 @@ class Shared:
         return memory.layout(self.ranks)[1] + area * memory.OTHER_AREA_OFFSET
 
     def set_loads(self, version: Version, loads: int) -> None:
-        """Set how often this state was loaded; 0 if a step followed that no boundary has marked.
+        """Set how often this state was loaded; 0 if steps followed without a boundary.
 
         Does nothing if the memory has another state: a faster rank may have loaded this one, failed, and written the
         next one.

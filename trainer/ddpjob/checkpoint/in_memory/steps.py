@@ -1,4 +1,4 @@
-"""Records of `Keeper` about steps: their numbers, how often they are marked, and which optimizers make them."""
+"""Records of `Keeper` about steps: their numbers, if a boundary follows each, and which optimizers make them."""
 
 import weakref
 from typing import Any
