@@ -35,7 +35,7 @@ def forever():
 
 
 @STARTS
-def test_children_that_ignore_signals_in_sessions_of_their_own_do_not_see_the_next_generation(
+def test_children_in_their_own_sessions_that_ignore_signals_do_not_survive_a_restart(
     launcher: Launcher, start: str
 ) -> None:
     """A surviving loader would hold memory, a GPU or a port, or write into files of the next generation."""
@@ -68,7 +68,7 @@ if __name__ == "__main__":
     assert len(list(launcher.folder.glob("child-*"))) == 3
 
 
-def test_a_pipe_in_place_of_what_a_rank_writes_does_not_hold_its_agent(launcher: Launcher) -> None:
+def test_a_pipe_in_place_of_an_output_file_of_a_rank_does_not_block_its_agent(launcher: Launcher) -> None:
     """Opening a FIFO blocks until somebody writes to it, so the job would neither restart nor fail."""
     script = launcher.script("""
 import glob, os, sys
@@ -85,7 +85,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 
 
 @STARTS
-def test_a_rank_that_blocks_every_signal_is_ended_all_the_same(launcher: Launcher, start: str) -> None:
+def test_a_rank_that_blocks_every_signal_is_killed(launcher: Launcher, start: str) -> None:
     script = launcher.script(
         FAILS_ONCE
         + """
@@ -104,7 +104,7 @@ os.write(1, f"{blocked} {handler is signal.SIG_DFL}\\n".encode())   # the next o
 
 @STARTS
 @pytest.mark.parametrize(("grace", "saved"), [("20", True), ("", False)])
-def test_ranks_get_the_grace_that_the_job_sets_when_another_one_fails(
+def test_ranks_get_the_configured_grace_when_another_rank_fails(
     launcher: Launcher, start: str, grace: str, saved: bool
 ) -> None:
     """A rank that saves in its SIGTERM handler, as under torchrun, needs the whole grace period."""
@@ -129,7 +129,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     assert (launcher.folder / "saved").exists() is saved
 
 
-def test_a_module_that_has_started_cuda_is_refused_and_every_rank_is_a_new_process(launcher: Launcher) -> None:
+def test_a_preloaded_module_that_starts_cuda_is_refused_and_every_rank_is_a_new_process(launcher: Launcher) -> None:
     """A forked process cannot use a GPU that its parent has used: it would fail at its first tensor."""
     launcher.script("class cuda:\n    is_initialized = staticmethod(lambda: True)", "torch.py")
     script = launcher.script(
@@ -147,7 +147,7 @@ os.write(1, f"{'torch' in sys.modules}\\n".encode())
 
 
 @pytest.mark.parametrize("way", ["--log-dir", "TMPDIR"])
-def test_where_no_file_can_be_written_the_mend_is_named(launcher: Launcher, way: str) -> None:
+def test_the_error_about_an_unwritable_folder_names_the_fix(launcher: Launcher, way: str) -> None:
     """Otherwise a read-only root without an emptyDir ends in a traceback of ddprun, which users blame on the script."""
     script, nowhere = launcher.script("print('runs')"), "/proc/nowhere"
     words, env = (["--log-dir", nowhere], {}) if way == "--log-dir" else ([], {"TMPDIR": nowhere})
@@ -170,7 +170,7 @@ def write(count):
 LINES = 30_000
 
 
-def test_ten_thousand_lines_a_second_of_each_rank_are_all_there_also_those_before_the_failure(
+def test_no_line_is_lost_at_ten_thousand_lines_per_second_and_rank(
     launcher: Launcher,
 ) -> None:
     script = launcher.script(
@@ -200,7 +200,7 @@ wait_for("enough")
     assert most < 30, "MiB: the file is the buffer, and not the agent"
 
 
-def test_a_progress_bar_without_the_end_of_a_line_is_shown_and_costs_no_memory(launcher: Launcher) -> None:
+def test_a_progress_bar_without_line_ends_is_shown_and_takes_no_memory(launcher: Launcher) -> None:
     """Some programs write only carriage returns, or no line end at all, for days. Memory must not grow."""
     script = launcher.script(
         """
@@ -263,7 +263,7 @@ if life in ("0", "1", "2"):
 )
 
 
-def test_strangers_that_hold_every_place_keep_no_agent_of_the_job_out(launcher: Launcher) -> None:
+def test_foreign_clients_that_hold_all_connections_do_not_lock_out_agents_of_the_job(launcher: Launcher) -> None:
     first, second = group(launcher, launcher.script(FAILS_ONCE), launcher.mark)
     leader = launcher.ddprun(*first)
     full, enough = threading.Event(), threading.Event()
@@ -326,7 +326,7 @@ main()
 
 
 @pytest.mark.parametrize("jumps", [[0], [0, 1]])
-def test_clocks_that_jump_neither_delay_nor_lose_anything(launcher: Launcher, jumps: list[int]) -> None:
+def test_clock_jumps_neither_delay_nor_lose_anything(launcher: Launcher, jumps: list[int]) -> None:
     """Back-off, silence of nodes and the order of failures use the monotonic clock, never another node's clock."""
     launcher.script(JUMPING, "jumping.py")
     words = list(group(launcher, launcher.script(TRAIN), launcher.mark))
@@ -341,7 +341,7 @@ def test_clocks_that_jump_neither_delay_nor_lose_anything(launcher: Launcher, ju
     assert waits == ["0 s", "1 s", "2 s"], "as with a clock that goes right"
 
 
-def test_agents_that_were_suspended_with_a_rank_that_died_meanwhile_start_all_again(launcher: Launcher) -> None:
+def test_suspended_agents_with_a_rank_that_died_meanwhile_restart_all_ranks(launcher: Launcher) -> None:
     """After a suspend all clocks but the monotonic one have jumped, and the other node seems to have been silent."""
     words = list(group(launcher, launcher.script(TRAIN.replace('("0", "1", "2")', '("0",)')), launcher.mark))
     agents = [launcher.ddprun(*its) for its in words]

@@ -31,7 +31,7 @@ def message(launcher: Launcher) -> dict[str, object]:
     return found
 
 
-def test_a_segmentation_fault_is_told_with_its_line_and_its_calls(launcher: Launcher) -> None:
+def test_a_segmentation_fault_is_reported_with_its_line_and_stack(launcher: Launcher) -> None:
     """A pod has no core file, and torchrun reports only `Signal 11 (SIGSEGV) received by PID 42`."""
     script = launcher.script(SEGFAULTS)
     done = launcher.done("--preload=json", "--nproc=2", "--max-restarts=0", script)
@@ -43,13 +43,13 @@ def test_a_segmentation_fault_is_told_with_its_line_and_its_calls(launcher: Laun
     assert done.returncode == 139
 
 
-def test_an_abort_in_a_thread_of_cpp_is_told_with_the_line_where_the_script_was(launcher: Launcher) -> None:
+def test_an_abort_in_a_cpp_thread_is_reported_with_the_current_line_of_the_script(launcher: Launcher) -> None:
     done = launcher.done("--preload=json", "--max-restarts=0", launcher.script(ABORTS_IN_C))
     assert "ddprun: rank 0 was killed by SIGABRT in train.py:5; no restarts left (--max-restarts 0)\n" in done.stderr
 
 
 @pytest.mark.parametrize("tee", ["--tee=3", "--redirects=3"])
-def test_the_calls_stand_where_the_rank_has_written_and_nothing_else_is_left_there(
+def test_the_stack_of_a_crash_is_in_the_stderr_of_the_rank_and_leaves_no_other_file(
     launcher: Launcher, tee: str
 ) -> None:
     logs = launcher.folder / "logs"
@@ -64,14 +64,14 @@ def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def test_a_script_with_a_faulthandler_of_its_own_has_it(launcher: Launcher) -> None:
+def test_a_script_keeps_its_own_faulthandler(launcher: Launcher) -> None:
     script = launcher.script("import faulthandler\nfaulthandler.enable()\n" + ABORTS_IN_C)
     done = launcher.done("--preload=json", "--max-restarts=0", script)
     assert "Fatal Python error: Aborted" in done.stderr
     assert "ddprun: rank 0 was killed by SIGABRT; no restarts" in done.stderr
 
 
-def test_a_child_that_crashes_is_not_the_rank(launcher: Launcher) -> None:
+def test_a_crashing_child_does_not_count_as_the_rank(launcher: Launcher) -> None:
     script = launcher.script(
         """
         import ctypes, os, signal
@@ -87,7 +87,7 @@ def test_a_child_that_crashes_is_not_the_rank(launcher: Launcher) -> None:
     assert "most recent" not in done.stderr
 
 
-def test_a_crash_writes_into_no_file_of_a_script_that_has_closed_all_descriptors(launcher: Launcher) -> None:
+def test_a_crash_writes_into_no_file_of_a_script_that_closed_all_descriptors(launcher: Launcher) -> None:
     """Daemons close all descriptors. A checkpoint opened afterwards reuses the number of the closed crash file."""
     script = launcher.script(
         """
@@ -101,7 +101,7 @@ def test_a_crash_writes_into_no_file_of_a_script_that_has_closed_all_descriptors
     assert (launcher.folder / "checkpoint").read_text() == ""
 
 
-def test_lines_of_ranks_that_print_at_once_do_not_mix(launcher: Launcher) -> None:
+def test_lines_of_ranks_that_print_at_the_same_time_do_not_mix(launcher: Launcher) -> None:
     """Under `python -u` a print is two writes, so output after a collective would read `rank 0rank 1`."""
     script = launcher.script(
         """

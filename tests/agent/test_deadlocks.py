@@ -48,7 +48,7 @@ DEADLOCKS = {
 @pytest.mark.parametrize(
     "name", ["another operation", *(pytest.param(name, marks=pytest.mark.long) for name in list(DEADLOCKS)[1:])]
 )
-def test_a_deadlock_that_is_certain_is_named_whatever_the_limit(launcher: Launcher, name: str) -> None:
+def test_a_certain_deadlock_is_named_whatever_the_limit(launcher: Launcher, name: str) -> None:
     """Otherwise a deadlock holds the machine for half an hour, the limit of a start, and no mistake is named."""
     lines, told = DEADLOCKS[name]
     script = launcher.script(SCRIPT.format(steps=f"if again: pass\n{lines}"))
@@ -59,7 +59,7 @@ def test_a_deadlock_that_is_certain_is_named_whatever_the_limit(launcher: Launch
     assert "is stalled" not in done.stderr, "the two lines say it all"
 
 
-def test_a_process_that_is_stopped_does_not_sleep_and_one_that_is_continued_has_run() -> None:
+def test_a_stopped_process_does_not_count_as_sleeping_and_a_continued_one_counts_as_running() -> None:
     """Otherwise a rank that a debugger has stopped counts as a rank that waits in a collective."""
     with subprocess.Popen(["sleep", "1000"]) as process:
         try:

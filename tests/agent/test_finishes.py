@@ -30,6 +30,6 @@ FORKED = "--from-one-process --at-once=2"
         ),
     ],
 )
-def test_every_job_ends_with_0_and_without_a_word_too_many(words: str) -> None:
+def test_every_job_exits_with_0_and_without_unexpected_output(words: str) -> None:
     done = subprocess.run([sys.executable, BENCH, *words.split()], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -24,7 +24,7 @@ def facts(launcher: Launcher, *words: object, **env: str) -> Any:
 
 
 @pytest.mark.parametrize("how", ["train.py a -b", "./train.py", "deep/train.py", "-m train a", "-m pkg"])
-def test_everything_that_a_script_can_see_is_as_in_a_new_process(launcher: Launcher, how: str) -> None:
+def test_everything_visible_to_a_script_is_as_in_a_new_process(launcher: Launcher, how: str) -> None:
     for folder in ("", "deep", "pkg"):
         (launcher.folder / folder).mkdir(exist_ok=True)
         launcher.script(FACTS, os.path.join(folder, "train.py"))
@@ -35,7 +35,7 @@ def test_everything_that_a_script_can_see_is_as_in_a_new_process(launcher: Launc
     assert differences(forked, fresh) == {}
 
 
-def test_a_broken_connection_is_an_error_that_a_rank_of_a_warm_agent_lives_through(launcher: Launcher) -> None:
+def test_a_broken_connection_raises_an_error_and_does_not_kill_a_forked_rank(launcher: Launcher) -> None:
     """Ranks ignore SIGPIPE. Its default action would kill a survivor that writes to its dead peer, before it saves."""
     script = launcher.script("import signal; print(signal.getsignal(signal.SIGPIPE), signal.getsignal(signal.SIGXFSZ))")
     ignored = f"{signal.SIG_IGN} {signal.SIG_IGN}\n"
@@ -43,7 +43,7 @@ def test_a_broken_connection_is_an_error_that_a_rank_of_a_warm_agent_lives_throu
     assert launcher.warm(script).communicate(timeout=120)[0] == ignored
 
 
-def test_the_imports_are_done_once_and_not_by_each_rank(launcher: Launcher) -> None:
+def test_imports_are_done_once_and_not_by_each_rank(launcher: Launcher) -> None:
     launcher.script("open('imports', 'a').write('x')", "heavy.py")
     script = launcher.script(
         "import os, sys; assert 'heavy' in sys.modules; os.environ['TORCHELASTIC_RESTART_COUNT'] == '1' or sys.exit(1)"
@@ -52,7 +52,7 @@ def test_the_imports_are_done_once_and_not_by_each_rank(launcher: Launcher) -> N
     assert (launcher.folder / "imports").read_text() == "x"
 
 
-def test_the_garbage_collector_leaves_alone_what_was_imported(launcher: Launcher) -> None:
+def test_the_garbage_collector_ignores_imported_objects(launcher: Launcher) -> None:
     """Collecting takes a quarter of the import time, which delays a replacement pod. In a rank the collector would
     also write to every object, so each rank would get its own copy of torch."""
     launcher.script("import gc\nlooked_at = [gc.get_stats()[2]['collections']]\nkept = list(range(9))\n", "many.py")
@@ -61,7 +61,7 @@ def test_the_garbage_collector_leaves_alone_what_was_imported(launcher: Launcher
     assert done.stdout.splitlines() == ["[0] 0 True"], done.stderr
 
 
-def test_a_module_that_turns_the_garbage_collector_off_is_obeyed(launcher: Launcher) -> None:
+def test_garbage_collector_settings_of_a_preloaded_module_are_kept(launcher: Launcher) -> None:
     launcher.script("import gc\ngc.disable()\n", "off.py")
     launcher.script("import gc\ngc.set_threshold(7, 8, 9)\n", "own.py")
     script = launcher.script("import gc; print(gc.isenabled(), gc.get_threshold() == (7, 8, 9))")
@@ -69,7 +69,7 @@ def test_a_module_that_turns_the_garbage_collector_off_is_obeyed(launcher: Launc
     assert launcher.done("--preload=own", script).stdout == "True True\n"
 
 
-def test_an_exception_is_printed_as_by_a_new_process_and_runs_what_was_to_run_at_exit(launcher: Launcher) -> None:
+def test_an_exception_is_printed_as_by_a_new_process_and_exit_handlers_run(launcher: Launcher) -> None:
     script = launcher.script(
         """
         import atexit
@@ -90,7 +90,7 @@ def test_an_exception_is_printed_as_by_a_new_process_and_runs_what_was_to_run_at
 @pytest.mark.parametrize(
     "line", ["raise SystemExit('bye')", "raise KeyboardInterrupt", "1 = 2", "import nothing_of_this_name"]
 )
-def test_every_way_to_end_gives_the_same_code(launcher: Launcher, line: str) -> None:
+def test_every_way_to_exit_gives_the_same_exit_code(launcher: Launcher, line: str) -> None:
     script = launcher.script(line)
     codes = {
         start: launcher.done(start, "--max-restarts", 0, script).returncode
@@ -99,7 +99,7 @@ def test_every_way_to_end_gives_the_same_code(launcher: Launcher, line: str) -> 
     assert len(set(codes.values())) == 1, codes
 
 
-def test_ranks_draw_different_numbers_from_python_and_numpy(launcher: Launcher) -> None:
+def test_ranks_draw_different_random_numbers_from_python_and_numpy(launcher: Launcher) -> None:
     script = launcher.script(
         """
         import random, sys, numpy
@@ -112,7 +112,7 @@ def test_ranks_draw_different_numbers_from_python_and_numpy(launcher: Launcher) 
     assert all(a != b for a, b in zip(one, other, strict=True)), "all ranks would shuffle and augment alike"
 
 
-def test_classes_of_the_script_reach_the_children_it_spawns(launcher: Launcher) -> None:
+def test_classes_of_the_script_are_known_in_the_children_it_spawns(launcher: Launcher) -> None:
     script = launcher.script(
         """
         import multiprocessing
@@ -151,7 +151,7 @@ def test_a_script_may_choose_another_start_method(launcher: Launcher) -> None:
 # ---- refusals ----------------------------------------------------------------------------------------------
 
 
-def test_a_module_that_starts_a_thread_is_refused_and_the_ranks_start_without_it(launcher: Launcher) -> None:
+def test_a_preloaded_module_that_starts_a_thread_is_refused_and_the_ranks_start_without_it(launcher: Launcher) -> None:
     launcher.script(
         "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()", "threads.py"
     )
@@ -161,7 +161,7 @@ def test_a_module_that_starts_a_thread_is_refused_and_the_ranks_start_without_it
     assert "run 1 threads" in done.stderr
 
 
-def test_openblas_may_have_its_threads(launcher: Launcher) -> None:
+def test_openblas_may_use_threads_in_a_forked_rank(launcher: Launcher) -> None:
     """OpenBLAS ends its threads before a fork and restarts them: products are correct and use all threads."""
     script = launcher.script(
         """
@@ -177,14 +177,14 @@ def test_openblas_may_have_its_threads(launcher: Launcher) -> None:
     assert (done.stdout, done.stderr) == (f"{min(3, len(os.sched_getaffinity(0)))}\n", "")
 
 
-def test_a_module_that_does_not_exist_is_named_and_the_others_are_there(launcher: Launcher) -> None:
+def test_a_missing_preload_module_is_named_and_the_others_are_loaded(launcher: Launcher) -> None:
     script = launcher.script("import sys; print('decimal' in sys.modules)")
     done = launcher.done("--preload=no_such_module,decimal", script)
     assert done.stdout == "True\n"
     assert "--preload: no_such_module: ModuleNotFoundError" in done.stderr
 
 
-def test_when_the_fork_server_is_killed_the_job_goes_on_without_it(launcher: Launcher) -> None:
+def test_the_job_continues_without_the_fork_server_if_it_is_killed(launcher: Launcher) -> None:
     script = launcher.script(
         """
         import os, signal, subprocess, sys
@@ -202,20 +202,20 @@ def test_when_the_fork_server_is_killed_the_job_goes_on_without_it(launcher: Lau
     assert (done.stdout, done.returncode) == ("new\n", 0), done.stderr
 
 
-def test_a_module_beside_the_script_shadows_there_as_it_does_in_a_new_process(launcher: Launcher) -> None:
+def test_a_module_next_to_the_script_shadows_the_preloaded_one_as_in_a_new_process(launcher: Launcher) -> None:
     launcher.script("value = 'the user\\'s'", "statistics.py")
     script = launcher.script("import statistics; print(statistics.value)")
     assert launcher.done("--preload=statistics", script).stdout == "the user's\n"
 
 
-def test_a_zip_is_run_as_python_runs_it(launcher: Launcher) -> None:
+def test_a_zip_file_runs_as_in_python(launcher: Launcher) -> None:
     with zipfile.ZipFile(launcher.folder / "app.zip", "w") as archive:
         archive.writestr("__main__.py", "import mine; print(mine.value)")
         archive.writestr("mine.py", "value = 3")
     assert launcher.done("--preload=json", "app.zip").stdout == "3\n"
 
 
-def test_a_failure_that_only_the_search_path_of_another_process_explains_is_ruled_out() -> None:
+def test_no_module_of_ddprun_shadows_the_standard_library() -> None:
     """The fork server is started as a file: modules next to it must not shadow the standard library."""
     import ddprun
 
@@ -237,7 +237,7 @@ os.write(1, f"left: {left}\\n".encode())  # a whole line: others write at the sa
 """
 
 
-def test_nothing_is_left_of_the_processes_between_the_server_and_the_ranks(launcher: Launcher) -> None:
+def test_no_process_between_the_fork_server_and_the_ranks_remains(launcher: Launcher) -> None:
     """Waiting for these processes would take as long as forking a rank, but zombies would fill a pod's process limit
     over many restarts."""
     script = launcher.script(LEFT)
@@ -245,7 +245,7 @@ def test_nothing_is_left_of_the_processes_between_the_server_and_the_ranks(launc
     assert done.stdout.count("left: []") == 3, done.stdout
 
 
-def test_a_rank_that_is_killed_as_soon_as_it_was_forked_is_seen_to_have_ended(launcher: Launcher) -> None:
+def test_a_rank_that_is_killed_right_after_its_fork_counts_as_ended(launcher: Launcher) -> None:
     """The rank's parent ignores its children and may still be alive on a busy machine. Otherwise the agent waits for
     a rank that nobody can reap, and gives the node up after a minute."""
     launcher.script(

@@ -78,7 +78,7 @@ termination.install()
 """
 
 
-def test_what_a_rank_says_because_it_was_stopped_is_not_why_the_group_has_failed(launcher: Launcher) -> None:
+def test_a_complaint_of_a_stopped_rank_is_not_the_cause_of_the_failure(launcher: Launcher) -> None:
     """Otherwise every lost pod is charged to the user's script, and three preempted nodes end the job."""
     pair = Pair(launcher, RAISES_WHEN_TOLD)
     pair.agents[1].kill()
@@ -101,7 +101,7 @@ time.sleep(1000)
 """
 
 
-def test_sigterm_in_the_moment_of_a_stop_does_not_make_our_kill_the_cause(launcher: Launcher) -> None:
+def test_a_sigterm_during_a_stop_does_not_make_our_own_kill_the_cause(launcher: Launcher) -> None:
     pair = Pair(launcher, IGNORES_SIGTERM, "--shutdown-timeout=1")
     pair.agents[1].kill()
     pair.agents[1].communicate()
@@ -113,7 +113,7 @@ def test_sigterm_in_the_moment_of_a_stop_does_not_make_our_kill_the_cause(launch
     forget_killed(launcher)
 
 
-def test_a_failure_that_was_overcome_is_not_what_a_pod_says_that_is_told_later(launcher: Launcher) -> None:
+def test_a_group_that_is_stopped_later_does_not_report_a_failure_it_recovered_from(launcher: Launcher) -> None:
     """A group that is told to stop must not be blamed for a failure from which it recovered."""
     script = launcher.script(f"import os\n{UP}\nraise SystemExit(3)")
     often = LEFT.replace("}", ', "inARow": 7}')  # so the next restart waits a minute
@@ -126,7 +126,7 @@ def test_a_failure_that_was_overcome_is_not_what_a_pod_says_that_is_told_later(l
     assert set(message) == {"ddpjob", "agent"}, "what it has charged, and no failure"
 
 
-def test_ctrl_c_twice_ends_ranks_that_ignore_it_and_the_job(launcher: Launcher) -> None:
+def test_pressing_ctrl_c_twice_ends_the_job_and_ranks_that_ignore_it(launcher: Launcher) -> None:
     script = f"import os, signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n{UP}\ntime.sleep(1000)"
     agent = launcher.ddprun("--no-preload", launcher.script(script))
     eventually(lambda: is_up(launcher, 0))
@@ -150,7 +150,7 @@ atexit.register(lambda: termination.tell(OSError("the last snapshot was not writ
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_a_rank_that_tells_of_an_error_and_ends_with_0_has_ended_well(launcher: Launcher, nodes: int) -> None:
+def test_a_rank_that_reports_an_error_and_exits_with_0_has_succeeded(launcher: Launcher, nodes: int) -> None:
     """Otherwise the agent, which counts the rank as failed while node 0 does not, waits forever and ignores SIGTERM."""
     script = launcher.script(TELLS_AT_EXIT)
     agents = launcher.nodes(nodes, "--no-preload", script)
@@ -177,7 +177,7 @@ while os.environ["RANK"] == "0" and os.environ["TORCHELASTIC_RESTART_COUNT"] == 
 """
 
 
-def test_a_rank_that_sigkill_does_not_end_costs_its_pod_and_not_the_job(launcher: Launcher) -> None:
+def test_a_rank_that_survives_sigkill_costs_its_pod_and_not_the_job(launcher: Launcher) -> None:
     """A dead NFS server or a GPU driver may hold the rank; the group must neither wait forever nor wait silently."""
     launcher.script(HELD, "held.py")
     pair = Pair(launcher, FAILS_ON_NODE_0, module="held")
@@ -191,7 +191,7 @@ def test_a_rank_that_sigkill_does_not_end_costs_its_pod_and_not_the_job(launcher
     assert [finish(agent).returncode for agent in pair.agents] == [0, 0]
 
 
-def test_the_minute_after_sigkill_does_not_run_while_agent_and_rank_are_suspended_together(tmp_path: Path) -> None:
+def test_the_minute_after_sigkill_does_not_count_while_agent_and_rank_are_suspended(tmp_path: Path) -> None:
     """Otherwise a laptop that wakes up, or a frozen container, gives up a node whose rank ends within a millisecond."""
     options = parse([f"--log-dir={tmp_path}", "train.py"], {})  # arguments after the script belong to the script
     agent = node.LocalRanks(options, {}, logs.LogFolder(options), None)
@@ -228,7 +228,7 @@ def refuse(*_: object) -> Any:
 
 
 @pytest.mark.parametrize(("words", "files"), [([], 4), (["--duplicate-stdout-filters=loss"], 3)])
-def test_heartbeats_and_tails_that_cannot_all_be_opened_leave_no_descriptor_open(
+def test_a_failed_start_of_heartbeats_or_log_tails_leaks_no_descriptor(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str], files: int
 ) -> None:
     """Otherwise each retry leaks descriptors until every retry fails. With filters each tail has two files."""
@@ -260,9 +260,7 @@ def folder_with_tail(tmp_path: Path, printed: int, *log_dir: str) -> tuple[logs.
     return folder, console
 
 
-def test_a_console_that_reads_slowly_gets_the_last_of_the_output_too(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_slow_console_still_gets_the_end_of_the_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The last lines explain why a rank has failed."""
     monkeypatch.setattr(logs, "LAST_LINES_SECONDS", 0.3)
     folder, console = folder_with_tail(tmp_path, 1 << 20, "--log-dir", str(tmp_path / "logs"))
@@ -281,7 +279,7 @@ def test_a_console_that_reads_slowly_gets_the_last_of_the_output_too(
 
 
 @pytest.mark.parametrize("log_dir", ["logs", "", os.devnull])
-def test_a_console_that_nobody_reads_is_not_waited_for_and_the_rest_is_where_it_is_said_to_be(
+def test_a_console_that_nobody_reads_is_not_waited_for_and_the_rest_is_in_the_named_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, log_dir: str
 ) -> None:
     """If a message names a folder with the rest of the output, that folder must not be removed afterwards."""
@@ -300,7 +298,7 @@ def test_a_console_that_nobody_reads_is_not_waited_for_and_the_rest_is_where_it_
 
 
 @pytest.mark.parametrize("fails", ["1", "2", "1,2"])
-def test_a_rank_that_cannot_be_forked_is_started_later_and_nobody_is_charged(launcher: Launcher, fails: str) -> None:
+def test_a_rank_that_cannot_be_forked_is_started_later_without_a_charge(launcher: Launcher, fails: str) -> None:
     launcher.script(NO_FORK, "nofork.py")
     agent = launcher.ddprun("--no-preload", "--nproc=2", launcher.script("pass"), module="nofork", FAILS=fails)
     done = finish(agent)
@@ -309,7 +307,7 @@ def test_a_rank_that_cannot_be_forked_is_started_later_and_nobody_is_charged(lau
     assert "charged to infrastructure" in done.stderr
 
 
-def test_a_report_for_which_no_process_is_left_does_not_end_the_training(launcher: Launcher) -> None:
+def test_a_report_that_cannot_be_forked_does_not_end_the_training(launcher: Launcher) -> None:
     """Fork 1 starts the rank. Forks 2 to 4, for its restart and for the report, fail."""
     launcher.script(NO_FORK, "nofork.py")
     script = launcher.script(
@@ -321,7 +319,7 @@ def test_a_report_for_which_no_process_is_left_does_not_end_the_training(launche
     assert "no process for it: Resource temporarily unavailable" in done.stderr
 
 
-def test_without_a_process_for_the_fork_server_ranks_are_started_without_it(launcher: Launcher) -> None:
+def test_without_a_process_for_the_fork_server_ranks_start_without_it(launcher: Launcher) -> None:
     launcher.script(NO_FORK, "nofork.py")
     done = finish(launcher.ddprun("--preload=json", launcher.script("pass"), module="nofork", FAILS="1"))
     assert done.returncode == 0
@@ -343,7 +341,7 @@ main()
 """
 
 
-def test_without_a_descriptor_for_the_watchdog_ranks_are_started_later(launcher: Launcher) -> None:
+def test_without_a_descriptor_for_the_watchdog_ranks_start_later(launcher: Launcher) -> None:
     launcher.script(NO_MEMORY, "nomemory.py")
     done = finish(launcher.ddprun("--no-preload", launcher.script("pass"), module="nomemory"))
     assert done.returncode == 0
@@ -351,7 +349,7 @@ def test_without_a_descriptor_for_the_watchdog_ranks_are_started_later(launcher:
     assert "charged to infrastructure" in done.stderr
 
 
-def test_without_a_port_node_0_gives_up_and_charges_nobody(launcher: Launcher) -> None:
+def test_without_a_free_port_node_0_gives_up_without_a_charge(launcher: Launcher) -> None:
     launcher.script(
         """
         import errno
@@ -372,7 +370,7 @@ def test_without_a_port_node_0_gives_up_and_charges_nobody(launcher: Launcher) -
     assert "no port for rank 0" in done.stderr
 
 
-def test_a_folder_that_somebody_has_emptied_is_made_again(launcher: Launcher) -> None:
+def test_an_emptied_folder_is_created_again(launcher: Launcher) -> None:
     """Cleaners of /tmp may remove the folder during a long training."""
     script = launcher.script(
         """
@@ -386,7 +384,7 @@ def test_a_folder_that_somebody_has_emptied_is_made_again(launcher: Launcher) ->
     assert launcher.done("--no-preload", "--tee=3", script).returncode == 0
 
 
-def test_a_full_disk_costs_the_filtered_copy_of_the_lines_and_nothing_else(
+def test_a_full_disk_loses_only_the_filtered_copy_of_the_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, console = tmp_path / "rank.log", tmp_path / "console"
@@ -405,7 +403,7 @@ def test_a_full_disk_costs_the_filtered_copy_of_the_lines_and_nothing_else(
     assert console.read_text() == "[0]:loss 1\n[0]:loss 2\n"
 
 
-def test_a_flood_of_lines_is_copied_in_parts_between_which_signals_are_heard(tmp_path: Path) -> None:
+def test_many_lines_are_copied_in_parts_between_which_signals_are_handled(tmp_path: Path) -> None:
     source = tmp_path / "rank.log"
     source.write_bytes(b"x" * 99 + b"\n" * (logs.CHUNK * logs.CHUNKS_MAX))
     with open(os.devnull, "w") as out:
@@ -418,7 +416,7 @@ def test_a_flood_of_lines_is_copied_in_parts_between_which_signals_are_heard(tmp
 # ---- time limits, streams and messages ---------------------------------------------------------------------
 
 
-def test_times_of_more_than_a_month_are_waited_for_in_parts(launcher: Launcher) -> None:
+def test_waits_of_more_than_a_month_are_split(launcher: Launcher) -> None:
     """poll accepts at most 24 days."""
     script = launcher.script(IGNORES_SIGTERM.replace("time.sleep(1000)", WAITS))
     agent = launcher.ddprun("--no-preload", "--shutdown-timeout=3000000", script)
@@ -429,7 +427,7 @@ def test_times_of_more_than_a_month_are_waited_for_in_parts(launcher: Launcher) 
     assert finish(agent).returncode == 0
 
 
-def test_an_empty_tmpdir_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_empty_tmpdir_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TMPDIR", "")
     made: list[str] = []
     monkeypatch.setattr(os, "makedirs", lambda path, **_: made.append(path))
@@ -440,14 +438,14 @@ def test_an_empty_tmpdir_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 @pytest.mark.parametrize("start", ["--no-preload", "--preload=json"])
 @pytest.mark.parametrize("closed", [">&- 2>&-", "<&- >&- 2>&-"])
-def test_without_streams_a_job_ends_with_its_own_code(launcher: Launcher, start: str, closed: str) -> None:
+def test_a_job_without_standard_streams_exits_with_its_own_code(launcher: Launcher, start: str, closed: str) -> None:
     """A daemon may have closed all three: the fork server must not use a socket as stdout."""
     command = [sys.executable, "-m", "ddprun", start, str(launcher.script("print('trains', flush=True)"))]
     command = ["sh", "-c", f'exec "$@" {closed}', "sh", *command]
     assert subprocess.run(command, cwd=launcher.folder, env=launcher.env, check=False, timeout=60).returncode == 0
 
 
-def test_numbers_that_are_none_in_a_ranks_own_message_end_no_leader(launcher: Launcher) -> None:
+def test_invalid_numbers_in_the_message_of_a_rank_do_not_end_the_leader(launcher: Launcher) -> None:
     """A rank writes its termination message itself, so the leader must survive any content."""
     script = """
     import json, os

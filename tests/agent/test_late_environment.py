@@ -51,7 +51,7 @@ def seen(launcher: Launcher, *start: str) -> tuple[list[Any], str]:
     return [json.loads((launcher.folder / f"seen-{rank}").read_text()) for rank in range(2)], done.stderr
 
 
-def test_threads_logs_and_debugging_are_what_the_script_has_asked_for(launcher: Launcher) -> None:
+def test_late_settings_for_threads_logs_and_debugging_are_applied(launcher: Launcher) -> None:
     """Otherwise results differ by the number of threads, and requested logs are missing."""
     forked, err = seen(launcher)
     fresh, _ = seen(launcher, "--no-preload")
@@ -59,7 +59,7 @@ def test_threads_logs_and_debugging_are_what_the_script_has_asked_for(launcher: 
     assert "ddprun:" not in err, "what holds needs no words"
 
 
-def test_what_cannot_hold_is_said_in_one_line(launcher: Launcher) -> None:
+def test_late_settings_without_effect_are_reported_in_one_line(launcher: Launcher) -> None:
     """Otherwise users spend a day measuring a setting that has no effect."""
     script = launcher.script(
         """
@@ -79,7 +79,7 @@ def test_what_cannot_hold_is_said_in_one_line(launcher: Launcher) -> None:
     )
 
 
-def test_a_library_that_only_looks_whether_torch_is_there_does_not_make_it_load_twice(launcher: Launcher) -> None:
+def test_a_library_that_only_checks_for_torch_does_not_make_it_load_twice(launcher: Launcher) -> None:
     """transformers, datasets and lightning check for torch before they import it. Otherwise each such script prints
     `bad call flags`."""
     script = launcher.script(
@@ -102,7 +102,7 @@ def test_a_library_that_only_looks_whether_torch_is_there_does_not_make_it_load_
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_many_names_are_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_at_most_five_names_are_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("RANK", "0")
     late_environment.apply_late({f"KMP_{i}" for i in range(9)} | {"OTHER", "HOME"}, {"HOME"})
     err = capsys.readouterr().err
@@ -111,14 +111,14 @@ def test_many_names_are_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert "OTHER" not in err
 
 
-def test_one_rank_speaks_for_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_rank_0_prints_the_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Otherwise a job of a thousand ranks logs a thousand lines."""
     monkeypatch.setenv("RANK", "3")
     late_environment.apply_late({"KMP_BLOCKTIME"}, set())
     assert capsys.readouterr().err == ""
 
 
-def test_what_has_changed_is_also_what_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_removed_variable_counts_as_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     before = dict(os.environ) | {"KMP_GONE": "1", "KMP_OTHER": "1"}
     monkeypatch.setenv("KMP_OTHER", "2")
     monkeypatch.setenv("KMP_NEW", "1")

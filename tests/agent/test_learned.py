@@ -38,7 +38,7 @@ rank_zero_only.rank = int(os.environ.get("LOCAL_RANK", 0))
 """
 
 
-def test_a_restart_imports_nothing_again_but_the_users_own_code_and_what_differs_by_rank(
+def test_a_restart_imports_again_only_the_users_own_code_and_rank_dependent_modules(
     launcher: Launcher, tmp_path: Path
 ) -> None:
     """Otherwise each kill costs 1.4 s, mostly for importing sklearn in every rank. A module that reads a rank's

@@ -20,14 +20,14 @@ def at_place_2(*options: str) -> Options:
     return parse(["--nnodes", "3", "--node-rank", "2", "--nproc-per-node", "2", *options, "--no-python", "true"], {})
 
 
-def test_a_rank_is_started_with_the_ranks_and_sizes_of_its_generation() -> None:
+def test_a_rank_starts_with_the_rank_numbers_and_sizes_of_its_generation() -> None:
     options, life = at_place_2("--rdzv-endpoint", "head:29400"), Life(1, LATER, 23001)
     environ = [environment.of_rank(options, life, local_rank, {}) for local_rank in (0, 1)]
     assert [(e["RANK"], e["LOCAL_RANK"], e["GROUP_RANK"]) for e in environ] == [("2", "0", "1"), ("3", "1", "1")]
     assert (environ[0]["WORLD_SIZE"], environ[0]["GROUP_WORLD_SIZE"]) == ("4", "2")
 
 
-def test_its_failures_and_lines_carry_the_rank_of_the_generation(
+def test_failures_and_log_lines_carry_the_rank_of_the_generation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${rank}/${local_rank}]")

@@ -90,7 +90,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
     return sorted(words(trained(Launcher(tmp_path_factory.mktemp("undisturbed")), TRAIN, {}), "END"))
 
 
-def test_a_rank_that_is_killed_anywhere_in_a_step_repeats_none_and_the_result_is_the_same_bit_for_bit(
+def test_a_rank_killed_anywhere_in_a_step_repeats_no_step_and_the_result_is_bitwise_equal(
     launcher: Launcher, undisturbed: list[list[str]]
 ) -> None:
     """Otherwise every kill loses the training since the last save: for a large model an hour of all its GPUs."""
@@ -112,7 +112,7 @@ def test_a_rank_that_is_killed_anywhere_in_a_step_repeats_none_and_the_result_is
         assert f"; step {step} is in memory" in done[0].stderr, "and the agent says so when it restarts"
 
 
-def test_a_node_without_survivors_gets_the_state_from_another_nodes_memory(
+def test_a_node_without_survivors_gets_the_state_from_the_memory_of_another_node(
     launcher: Launcher, undisturbed: list[list[str]]
 ) -> None:
     """With one GPU per pod, the pod of the killed rank has no survivor that could write into its memory."""
@@ -123,7 +123,7 @@ def test_a_node_without_survivors_gets_the_state_from_another_nodes_memory(
     assert "from the memory on the node of rank 1" in done[0].stderr
 
 
-def test_a_place_in_the_data_that_the_script_names_itself_is_that_of_the_step(launcher: Launcher) -> None:
+def test_a_data_position_passed_by_the_script_is_that_of_the_step(launcher: Launcher) -> None:
     """DataLoader workers read ahead, so the sampler's own position is too far: samples would be left out."""
     by_value = TRAIN.replace("snapshot.save(step, **objects)", "snapshot.save(step, **now())").replace(
         "ddpjob.should_stop(step)", "ddpjob.should_stop(step); snapshot.keep(step, **now())"
@@ -182,7 +182,7 @@ with ddpjob.init() as world:
 """
 
 
-def test_another_survivor_writes_the_state_of_one_that_dies_and_one_that_stands_still_costs_its_time(
+def test_another_survivor_writes_the_state_if_the_first_dies_and_a_stopped_one_costs_its_time_limit(
     launcher: Launcher,
 ) -> None:
     """A second failure during the writing must not lose steps. A rank that is stopped while writing blocks the
@@ -211,7 +211,7 @@ sys.exit(1)
 """
 
 
-def test_a_rank_that_does_not_write_the_state_holds_up_the_restart_no_longer_than_its_time(launcher: Launcher) -> None:
+def test_a_rank_that_does_not_write_the_state_delays_the_restart_only_by_its_time_limit(launcher: Launcher) -> None:
     """The rank may be stopped or wait for a disk. A delayed restart costs more than the steps since the last save."""
     began = time.monotonic()
     done = launcher.done("--nproc", 2, "--no-preload", launcher.script(SILENT))

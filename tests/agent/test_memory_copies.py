@@ -75,7 +75,7 @@ def trained(folder: Path, kill: dict[str, Any], *, nproc: int = 1, **how: Any) -
     return killed_training.trained(Launcher(folder), TRAIN, kill, nproc=nproc, **how)
 
 
-def test_weights_that_the_script_changes_itself_come_back_from_a_copy_with_the_same_bits(tmp_path: Path) -> None:
+def test_weights_changed_by_the_script_itself_are_restored_bitwise_from_a_copy(tmp_path: Path) -> None:
     """Here a survivor's state between two steps may belong to neither step. The last rank is killed, then the rank
     that writes, in the middle of a copy, then all ranks at once."""
     how: dict[str, Any] = {"nodes": 2, "CLIPS": "1"}

@@ -42,7 +42,7 @@ with ddpjob.init() as world:
 """
 
 
-def test_a_job_without_a_folder_goes_on_where_it_stopped_when_one_pod_is_told_to_go(launcher: Launcher) -> None:
+def test_a_job_without_a_folder_continues_where_it_stopped_after_one_pod_was_drained(launcher: Launcher) -> None:
     """When a node is drained, a job without a folder must not lose its training. A pod that is killed immediately
     loses no step either."""
     group = ["--nnodes", 2, "--master-port", free_port(), "--rdzv-id", launcher.mark]

@@ -89,7 +89,7 @@ def trained(launcher: Launcher, folder: str, kill: dict[str, Any], **how: Any) -
     return killed_training.trained(launcher, TRAIN, kill, SNAPSHOTS=folder, **how)
 
 
-def test_a_model_that_grows_goes_on_with_the_same_bits_from_the_folder_and_soon_from_memory_again(
+def test_a_growing_model_resumes_bitwise_from_the_folder_and_soon_from_memory_again(
     launcher: Launcher,
 ) -> None:
     """Otherwise the ranks continue with running means of another step, or keep no state for the rest of the
@@ -107,7 +107,7 @@ def test_a_model_that_grows_goes_on_with_the_same_bits_from_the_folder_and_soon_
         assert "parameters changed" not in done[0].stderr, "DistributedDataParallel wrote them when it took the model"
 
 
-def test_a_script_that_does_not_give_load_what_it_trains_is_kept_from_its_first_save_on_and_the_log_says_so(
+def test_a_model_that_was_not_passed_to_load_is_kept_from_its_first_save_and_the_log_reports_it(
     launcher: Launcher,
 ) -> None:
     """Otherwise each later failure goes back to the last save, and nobody can see why."""
@@ -119,7 +119,7 @@ def test_a_script_that_does_not_give_load_what_it_trains_is_kept_from_its_first_
     assert said not in done[0].stderr.partition("restart 1:")[0], "save() has named it at step 3"
 
 
-def test_a_script_that_begins_with_the_small_model_goes_on_from_the_folder_and_the_log_says_why(
+def test_a_script_that_starts_with_the_small_model_resumes_from_the_folder_and_the_log_gives_the_reason(
     launcher: Launcher,
 ) -> None:
     """Otherwise load_state_dict() fails on all ranks at once, which ends the job permanently."""
@@ -131,7 +131,7 @@ def test_a_script_that_begins_with_the_small_model_goes_on_from_the_folder_and_t
     assert "Traceback" not in done[0].stderr.partition("restart 1:")[2]
 
 
-def test_a_new_optimizer_that_save_was_not_given_is_no_state_to_go_on_from(launcher: Launcher) -> None:
+def test_a_save_without_the_new_optimizer_makes_a_restart_use_the_folder(launcher: Launcher) -> None:
     """Otherwise a restart loads the old optimizer's moments into the new optimizer."""
     ends = sorted(words(trained(launcher, "undisturbed", {}, HOW="optimizer"), "END"))
     kill = {"0": [["backward", 15, 1]], "1": [["backward", 21, 0]]}

@@ -13,7 +13,7 @@ from ddprun import memory as agent_memory
 
 
 @pytest.mark.parametrize("refused", ["without the flag", "with the flag"])
-def test_the_memory_is_there_with_memfd_noexec_2_and_on_a_kernel_that_knows_no_such_flag(
+def test_memory_works_with_memfd_noexec_2_and_on_a_kernel_without_the_flag(
     monkeypatch: pytest.MonkeyPatch, refused: str
 ) -> None:
     """vm.memfd_noexec=2 refuses executable files; before Linux 6.3 the flag for non-executable files is refused."""
@@ -28,7 +28,7 @@ def test_the_memory_is_there_with_memfd_noexec_2_and_on_a_kernel_that_knows_no_s
     assert agent_memory.created(1) is not None
 
 
-def test_a_kernel_that_gives_no_memory_at_all_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_refuses_memfd_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """The job then restarts from its folder."""
 
     def none(*_: object) -> int:
@@ -74,7 +74,7 @@ def restarted(launcher: Launcher, monkeypatch: pytest.MonkeyPatch, create: Calla
     return [line for line in done.stdout.splitlines() if line.startswith("BEGIN")], done.stderr
 
 
-def test_a_job_starts_and_keeps_its_state_where_files_in_memory_may_not_be_executed(
+def test_a_job_starts_and_keeps_its_state_if_memory_files_must_not_be_executable(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With vm.memfd_noexec=2 before Linux 6.6, the file of the heartbeats needs the flag; otherwise no rank starts."""
@@ -89,7 +89,7 @@ def test_a_job_starts_and_keeps_its_state_where_files_in_memory_may_not_be_execu
     assert began == ["BEGIN 0", "BEGIN 8"], said
 
 
-def test_a_job_whose_agent_gets_no_memory_goes_on_from_the_folder_and_the_log_says_why(
+def test_a_job_whose_agent_gets_no_memory_resumes_from_the_folder_and_the_log_gives_the_reason(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """seccomp may refuse memfd_create(). Ranks must start all the same, and the log must report it."""

@@ -62,7 +62,7 @@ def trained(launcher: Launcher, **env: str) -> tuple[list[str], list[str], str]:
     return [line for line in lines if "BEGIN" in line], [line for line in lines if "END" in line], done.stderr
 
 
-def test_a_survivor_that_is_killed_while_it_writes_costs_no_step_as_long_as_a_third_rank_lives(
+def test_a_survivor_killed_while_writing_costs_no_step_as_long_as_a_third_rank_lives(
     launcher: Launcher,
 ) -> None:
     """The cause of a failure (a bad node, too little memory) often hits a second rank a moment later. The steps must
@@ -107,7 +107,7 @@ with ddpjob.init() as world:
 """
 
 
-def test_a_survivor_that_is_late_on_another_node_still_makes_the_step_of_the_one_that_died(launcher: Launcher) -> None:
+def test_a_late_survivor_on_another_node_completes_the_step_of_the_dead_rank(launcher: Launcher) -> None:
     """With one GPU per node, only the late survivor can finish this step, whose loss is already printed."""
     agents = launcher.nodes(2, "--max-restarts", 3, launcher.script(LATE), is_warm=True, OMP_NUM_THREADS="1")
     done = [finish(agent, 120) for agent in agents]
@@ -117,7 +117,7 @@ def test_a_survivor_that_is_late_on_another_node_still_makes_the_step_of_the_one
 
 
 @pytest.mark.parametrize("clock", [-2, 1 << 53, True, 7.5, "9", None, [1]])
-def test_a_clock_that_is_none_loses_no_failure(clock: object) -> None:
+def test_an_invalid_step_number_hides_no_failure(clock: object) -> None:
     """A script may count its steps from a negative number. Its exception must not look like a lost node."""
     assert clock_of({"event": "failed", "clock": clock}) == 0
     assert clock_of({"event": "failed"}) == 0
@@ -163,9 +163,7 @@ with ddpjob.init() as world:
 
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 1), (1, 3)])
-def test_a_rank_does_not_go_into_a_step_that_needs_the_one_that_died(
-    launcher: Launcher, nodes: int, ranks: int
-) -> None:
+def test_a_rank_does_not_begin_a_step_that_needs_the_dead_rank(launcher: Launcher, nodes: int, ranks: int) -> None:
     """The survivor could never leave that step, and its state would be lost."""
     words = ["--nproc", ranks, "--max-restarts", 3, launcher.script(CLOSURE)]
     agents = launcher.nodes(nodes, *words, is_warm=True, OMP_NUM_THREADS="1")

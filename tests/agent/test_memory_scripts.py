@@ -53,7 +53,7 @@ def result(done: Any) -> dict[str, Any]:
     return found
 
 
-def test_an_example_that_is_killed_repeats_no_step_and_ends_with_the_bits_of_one_that_is_not(
+def test_a_killed_example_repeats_no_step_and_ends_with_bitwise_equal_results(
     launcher: Launcher, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Users begin with the examples."""
@@ -110,7 +110,7 @@ with ddpjob.init() as world:
 """
 
 
-def test_no_sample_is_skipped_or_seen_twice_where_the_workers_of_a_dataloader_read_ahead(
+def test_no_sample_is_skipped_or_repeated_if_dataloader_workers_read_ahead(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """Otherwise the epoch misses batches that workers have read but no rank has trained on. No metric shows this."""

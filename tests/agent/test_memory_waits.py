@@ -69,7 +69,7 @@ def settled(pid: int, *, is_held_up: bool) -> int:
     return pid
 
 
-def test_a_rank_that_is_stopped_or_asleep_has_its_time_and_no_more(
+def test_a_stopped_or_sleeping_rank_gets_its_time_limit_and_no_more(
     child: Callable[[Callable[[], object]], int],
 ) -> None:
     """A rank may be stopped by SIGSTOP or wait for a lock. After the limit the job must restart, even if it repeats
@@ -83,7 +83,7 @@ def test_a_rank_that_is_stopped_or_asleep_has_its_time_and_no_more(
         assert not node.agents.waits_for({0: pid}, LIMIT)
 
 
-def test_a_rank_that_gets_no_processor_has_ten_seconds_more(child: Callable[[Callable[[], object]], int]) -> None:
+def test_a_rank_without_cpu_time_gets_ten_more_seconds(child: Callable[[Callable[[], object]], int]) -> None:
     """On a busy node the rank may get no CPU time for half a second. The steps since the last save must not be lost."""
     node = Node()
     node.rank(0, step=5)
@@ -93,7 +93,7 @@ def test_a_rank_that_gets_no_processor_has_ten_seconds_more(child: Callable[[Cal
     assert not node.agents.waits_for({0: pid}, TOO_LATE)
 
 
-def test_the_time_begins_again_with_each_piece_that_is_written(child: Callable[[Callable[[], object]], int]) -> None:
+def test_the_time_limit_restarts_with_each_written_piece(child: Callable[[Callable[[], object]], int]) -> None:
     """Otherwise the write of a large state on a slow machine is cut off shortly before its end."""
     node = Node()
     node.rank(0, step=5)
@@ -105,7 +105,7 @@ def test_the_time_begins_again_with_each_piece_that_is_written(child: Callable[[
     assert not node.agents.waits_for({0: pid}, 3.4 * LIMIT)
 
 
-def test_nobody_waits_for_a_rank_whose_step_is_there_already() -> None:
+def test_a_rank_whose_step_is_already_in_memory_is_not_waited_for() -> None:
     """Otherwise a stopped survivor delays the restart by half a second, even for a small state."""
     node = Node()
     node.rank(0, step=5)
@@ -116,7 +116,7 @@ def test_nobody_waits_for_a_rank_whose_step_is_there_already() -> None:
 
 
 @pytest.mark.parametrize("where", ["this node", "another node"])
-def test_a_rank_that_can_come_to_the_next_step_is_waited_for_although_its_last_one_is_there(where: str) -> None:
+def test_a_rank_that_can_still_reach_the_next_step_is_waited_for(where: str) -> None:
     """Rank 0 has the gradients for the next step, because another rank has passed that step. The complete state in
     memory is of the step before, written by a rank without gradients."""
     node = Node()
@@ -133,7 +133,7 @@ def test_a_rank_that_can_come_to_the_next_step_is_waited_for_although_its_last_o
     assert not node.agents.waits_for({0: os.getpid()}, 0.0)
 
 
-def test_what_another_node_has_told_is_of_one_generation() -> None:
+def test_progress_reported_by_another_node_counts_only_in_its_generation() -> None:
     """The next generation must start without FURTHEST. Otherwise each of its ranks waits for a step that no rank has
     passed."""
     node = Node()
@@ -144,7 +144,7 @@ def test_what_another_node_has_told_is_of_one_generation() -> None:
 
 
 @given(st.integers(0, 9), st.integers(0, 4), st.floats(0, 99), st.floats(0, 99), st.integers(0, 1 << 33), st.booleans())
-def test_the_wait_for_any_rank_ends(
+def test_the_wait_for_any_rank_is_limited(
     clock: int, whole: int, seconds: float, still: float, size: int, is_held_up: bool
 ) -> None:
     """Otherwise a rank in an endless loop prevents the restart of the other ranks."""

@@ -14,7 +14,7 @@ from ddprun.options import parse
 
 
 @pytest.mark.parametrize(("line", "code"), [("trian.py", 2), ("-m trian", 1)])
-def test_it_explains_python_s_own_exit_code_and_no_other(line: str, code: int) -> None:
+def test_only_the_exit_code_of_python_for_a_missing_script_is_explained(line: str, code: int) -> None:
     options = parse(line.split(), {})
     told = Failure(0, exit_code=code, exception=explains(code, "", options, {}))
     assert told.lacks_program
@@ -25,7 +25,7 @@ def test_it_explains_python_s_own_exit_code_and_no_other(line: str, code: int) -
 
 
 @pytest.mark.parametrize("line", ["train.py", "-m train", "--no-python train.py", "-m train.inner"])
-def test_what_is_there_or_cannot_be_known_explains_nothing(
+def test_an_existing_or_uncheckable_path_explains_nothing(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "train.py").write_text("")
@@ -34,7 +34,7 @@ def test_what_is_there_or_cannot_be_known_explains_nothing(
     assert [explains(code, "", options, {}) for code in (1, 2)] == ["", ""]
 
 
-def test_a_folder_that_may_not_be_read_does_not_end_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_folder_does_not_end_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the agent cannot suggest a similar name, which is no error."""
 
     def refused(_: str) -> list[str]:

@@ -75,7 +75,7 @@ def test_all_ranks_start_together_and_the_job_ends_when_all_have(launcher: Launc
         (["--preload=json", "-m", "trian"], "no module trian in "),
     ],
 )
-def test_a_script_that_is_missing_on_all_nodes_is_told_and_not_tried_again(
+def test_a_script_missing_on_all_nodes_is_reported_and_not_retried(
     launcher: Launcher, words: list[str], said: str
 ) -> None:
     """A typo must not cost all restarts with their back-off. Only the console has Python's message, and `ended with
@@ -91,7 +91,7 @@ def test_a_script_that_is_missing_on_all_nodes_is_told_and_not_tried_again(
 
 
 @pytest.mark.parametrize("start", ["--no-preload", "--preload=json"])
-def test_a_module_that_one_node_lacks_is_left_to_the_operator_which_takes_another_node(
+def test_a_module_missing_on_one_node_is_left_to_the_operator_which_uses_another_node(
     launcher: Launcher, start: str
 ) -> None:
     """The volume of the module is not mounted there, so retries in the same pods are useless."""
@@ -107,7 +107,7 @@ def test_a_module_that_one_node_lacks_is_left_to_the_operator_which_takes_anothe
 
 @pytest.mark.parametrize("start", ["--no-preload", "--preload=json"])
 @pytest.mark.parametrize("guilty", [0, 3])
-def test_a_rank_that_is_killed_on_any_node_starts_all_again_on_a_new_port(
+def test_a_rank_killed_on_any_node_restarts_all_ranks_on_a_new_port(
     launcher: Launcher, start: str, guilty: int
 ) -> None:
     script = launcher.script(
@@ -126,7 +126,7 @@ if life < "2":
     assert ports["0"] != ports["1"] != ports["2"]
 
 
-def test_when_the_budget_is_spent_only_the_guilty_node_has_the_code_and_the_message(launcher: Launcher) -> None:
+def test_only_the_guilty_node_has_the_exit_code_and_message_when_the_budget_is_used_up(launcher: Launcher) -> None:
     """The other agents end with 75, so the operator takes their end for a consequence."""
     script = launcher.script(TRAIN + "if rank == 2: sys.exit(9)\ntime.sleep(1000)")
     agents = [
@@ -139,7 +139,7 @@ def test_when_the_budget_is_spent_only_the_guilty_node_has_the_code_and_the_mess
     assert {k: message(launcher, 1)[k] for k in ("rank", "exitCode")} == {"rank": 2, "exitCode": 9}
 
 
-def test_node_0_may_come_last(launcher: Launcher) -> None:
+def test_node_0_may_start_last(launcher: Launcher) -> None:
     script = launcher.script(TRAIN)
     first, second = group(launcher, 2, "--no-preload", script)
     follower = launcher.ddprun(*second)
@@ -164,7 +164,7 @@ else:
 """
 
 
-def test_no_rank_looks_for_rank_0_while_its_node_still_imports_torch(launcher: Launcher) -> None:
+def test_no_rank_connects_to_rank_0_while_node_0_is_still_importing_torch(launcher: Launcher) -> None:
     """torch retries a refused connection only after up to a second, so a new pod of node 0 would cost a second more."""
     launcher.script(IMPORTS.replace("HUNDREDTHS", "70"), "slow.py")
     script = launcher.script(
@@ -208,7 +208,7 @@ def connected(port: int) -> socket.socket | None:
 
 
 @pytest.mark.parametrize("closes", ["later", "at the same moment"])
-def test_a_pod_that_comes_while_node_0_imports_is_not_told_to_start_what_has_been_stopped(
+def test_a_pod_that_joins_while_node_0_imports_does_not_start_a_stopped_generation(
     launcher: Launcher, closes: str
 ) -> None:
     """Its ranks would start in a generation that no other node runs."""
@@ -233,7 +233,7 @@ def test_a_pod_that_comes_while_node_0_imports_is_not_told_to_start_what_has_bee
     finish(leader)
 
 
-def test_a_name_that_does_not_resolve_yet_is_waited_for_and_sigterm_is_heard_meanwhile(launcher: Launcher) -> None:
+def test_an_unresolved_host_name_is_waited_for_and_sigterm_is_handled_meanwhile(launcher: Launcher) -> None:
     script = launcher.script(TRAIN)
     words = ["--nnodes", 2, "--node-rank", 1, "--master-addr", "no-such-name.invalid", "--no-preload", script]
     agent = launcher.ddprun(*words)
@@ -244,7 +244,7 @@ def test_a_name_that_does_not_resolve_yet_is_waited_for_and_sigterm_is_heard_mea
 
 
 @pytest.mark.parametrize("node", [0, 1])
-def test_nodes_that_are_not_met_in_time_leave_the_job_to_the_operator(launcher: Launcher, node: int) -> None:
+def test_nodes_that_do_not_join_in_time_leave_the_job_to_the_operator(launcher: Launcher, node: int) -> None:
     words = list(group(launcher, 2, "--rdzv-conf", "timeout=1", "--no-preload", launcher.script(TRAIN)))
     done = finish(launcher.ddprun(*words[node]))
     assert done.returncode == 75
@@ -252,7 +252,7 @@ def test_nodes_that_are_not_met_in_time_leave_the_job_to_the_operator(launcher: 
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_when_an_agent_is_lost_the_others_stop_and_go_on_with_its_replacement(launcher: Launcher, lost: int) -> None:
+def test_if_an_agent_is_lost_the_others_stop_and_continue_with_its_replacement(launcher: Launcher, lost: int) -> None:
     script = launcher.script(TRAIN + "if not os.path.exists('replaced'): time.sleep(1000)")
     words = list(group(launcher, 3, "--no-preload", script))
     agents = [launcher.ddprun(*its) for its in words]
@@ -273,7 +273,7 @@ def test_when_an_agent_is_lost_the_others_stop_and_go_on_with_its_replacement(la
     forget_killed(launcher)
 
 
-def test_when_one_node_is_told_to_stop_the_ranks_of_all_may_save(launcher: Launcher) -> None:
+def test_ranks_of_all_nodes_may_save_when_one_node_is_stopped(launcher: Launcher) -> None:
     """As with the library, all ranks agree on a step. Ranks whose node got no signal end with 75."""
     script = launcher.script(
         TRAIN
@@ -296,7 +296,7 @@ sys.exit(75)
     assert list(starts(launcher)) == ["0"], "no generation follows"
 
 
-def test_strangers_and_agents_of_other_jobs_do_not_disturb(launcher: Launcher) -> None:
+def test_foreign_clients_and_agents_of_other_jobs_do_not_disturb_the_job(launcher: Launcher) -> None:
     script = launcher.script(TRAIN + "while not os.path.exists('enough'): time.sleep(0.01)")
     first, second = group(launcher, 2, "--no-preload", script)
     port = int(first[3])
@@ -317,7 +317,7 @@ def test_strangers_and_agents_of_other_jobs_do_not_disturb(launcher: Launcher) -
         stranger.close()
 
 
-def test_nodes_of_different_sizes_are_told_so(launcher: Launcher) -> None:
+def test_nodes_of_different_sizes_get_an_error_about_it(launcher: Launcher) -> None:
     first, second = group(launcher, 2, "--rdzv-conf", "timeout=5", "--no-preload", "--nproc", 1, launcher.script(TRAIN))
     agents = [launcher.ddprun(*first), launcher.ddprun(*second, PET_NPROC_PER_NODE="2")]
     assert codes(agents) == [0, 0]  # the option takes precedence over the variable: both nodes have 1 rank
@@ -330,7 +330,7 @@ def test_nodes_of_different_sizes_are_told_so(launcher: Launcher) -> None:
     finish(follower)
 
 
-def test_a_port_that_is_taken_leaves_the_job_to_the_operator_which_takes_another(launcher: Launcher) -> None:
+def test_a_port_in_use_leaves_the_job_to_the_operator_which_takes_another(launcher: Launcher) -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         first, _ = group(launcher, 2, "--no-preload", launcher.script(TRAIN))

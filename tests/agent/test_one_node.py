@@ -29,7 +29,7 @@ def message(launcher: Launcher) -> Any:
 
 
 @STARTS
-def test_the_ranks_run_the_script_with_its_own_words_and_their_own_numbers(launcher: Launcher, start: str) -> None:
+def test_ranks_run_the_script_with_its_arguments_and_their_rank_numbers(launcher: Launcher, start: str) -> None:
     script = launcher.script(
         """
         import os, sys
@@ -52,7 +52,7 @@ def test_the_ranks_run_the_script_with_its_own_words_and_their_own_numbers(launc
         ("os._exit(255)", 255),
     ],
 )
-def test_the_exit_code_is_the_users(launcher: Launcher, start: str, line: str, code: int) -> None:
+def test_the_exit_code_is_that_of_the_script(launcher: Launcher, start: str, line: str, code: int) -> None:
     script = launcher.script(f"import os, time\nif os.environ['RANK'] == '1': {line}\ntime.sleep(100)")
     done = launcher.done(start, "--nproc", 2, "--max-restarts", 0, script)
     assert done.returncode == code
@@ -86,9 +86,7 @@ def test_the_exit_code_is_the_users(launcher: Launcher, start: str, line: str, c
         ),
     ],
 )
-def test_what_a_rank_has_said_when_it_ended_is_in_the_message(
-    launcher: Launcher, line: str, exception: str, trace: str
-) -> None:
+def test_the_last_words_of_a_rank_are_in_the_message(launcher: Launcher, line: str, exception: str, trace: str) -> None:
     """`ended with exit code 2` alone sends users to the log of a pod that is already deleted."""
     script = launcher.script(f"import sys\n{line}")
     done = launcher.done("--preload=json", "--max-restarts", 0, script)
@@ -117,7 +115,7 @@ def test_a_failed_child_that_its_rank_ignores_is_a_failure(launcher: Launcher, g
     assert ("ValueError: boom); no restarts left" in done.stderr) is bool(code)
 
 
-def test_a_backend_that_torch_does_not_have_is_not_tried_again(launcher: Launcher) -> None:
+def test_a_backend_unknown_to_torch_is_not_retried(launcher: Launcher) -> None:
     """A typo must not cost four starts and the back-off between them."""
     script = launcher.script("open('starts', 'a').write('x')\nassert False, 'Unknown backend type gluu'")
     done = launcher.done("--preload=json", script)
@@ -149,7 +147,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         "    try: wrapped()\n    except ValueError: sys.exit(1)",
     ],
 )
-def test_a_complaint_about_a_peer_is_one_in_nccls_second_line_and_below_the_scripts_own(
+def test_a_complaint_about_a_peer_is_recognized_in_the_second_line_of_nccl_and_after_a_script_error(
     launcher: Launcher, line: str
 ) -> None:
     """Otherwise the rank that only complained about a peer is charged, as for an error of its own."""
@@ -159,12 +157,12 @@ def test_a_complaint_about_a_peer_is_one_in_nccls_second_line_and_below_the_scri
 
 
 @pytest.mark.parametrize("line", ["sys.exit()", "sys.exit(0)", "raise SystemExit"])
-def test_a_good_end_by_exit_is_none_that_is_told(launcher: Launcher, line: str) -> None:
+def test_a_successful_exit_is_not_reported_as_an_exception(launcher: Launcher, line: str) -> None:
     done = launcher.done("--preload=json", "--max-restarts", 0, launcher.script(f"import sys\n{line}"))
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_job_of_one_node_that_is_told_to_stop_speaks_of_no_other_nodes(launcher: Launcher) -> None:
+def test_the_message_about_stopping_a_job_of_one_node_mentions_no_other_nodes(launcher: Launcher) -> None:
     """Otherwise users search for nodes that the job never had."""
     script = launcher.script("import time; open('ready', 'w').close(); time.sleep(1000)")
     left = json.dumps({"application": 3, "infrastructure": 100, "stall": 10})
@@ -174,14 +172,14 @@ def test_a_job_of_one_node_that_is_told_to_stop_speaks_of_no_other_nodes(launche
     assert finish(run).stderr == "ddprun: told to stop\n"
 
 
-def test_a_rank_that_is_killed_leaves_a_message_although_it_could_say_nothing(launcher: Launcher) -> None:
+def test_a_killed_rank_has_a_message_although_it_could_not_write_one(launcher: Launcher) -> None:
     script = launcher.script("import os; os.kill(os.getpid(), 9)")
     assert launcher.done("--no-preload", "--max-restarts", 0, script).returncode == 137
     assert message(launcher)["signal"] == "SIGKILL"
     assert (launcher.folder / "termination.json").stat().st_size <= 4096
 
 
-def test_what_the_library_says_of_the_failure_reaches_the_pods_message(launcher: Launcher) -> None:
+def test_the_failure_reported_by_the_library_is_in_the_message_of_the_pod(launcher: Launcher) -> None:
     script = launcher.script(
         "from ddpjob.reporting import termination; termination.install(); raise ValueError('no such shard: 7')"
     )
@@ -192,7 +190,7 @@ def test_what_the_library_says_of_the_failure_reaches_the_pods_message(launcher:
     assert "train.py" in said["traceback"]
 
 
-def test_a_failure_that_was_overcome_leaves_nothing_but_its_cost(launcher: Launcher) -> None:
+def test_a_recovered_failure_leaves_only_its_charge_in_the_message(launcher: Launcher) -> None:
     script = launcher.script(
         """
         import os, ddpjob.reporting.termination
@@ -212,7 +210,7 @@ def test_a_job_without_a_failure_leaves_no_message(launcher: Launcher) -> None:
 
 
 @STARTS
-def test_a_failure_starts_all_ranks_again_on_another_port(launcher: Launcher, start: str) -> None:
+def test_a_failure_restarts_all_ranks_on_another_port(launcher: Launcher, start: str) -> None:
     script = launcher.script(
         """
         import os, sys, time
@@ -234,15 +232,13 @@ def test_a_failure_starts_all_ranks_again_on_another_port(launcher: Launcher, st
     assert ports["0"] != ports["1"] != ports["2"], "what is left of an old generation finds nobody at its port"
 
 
-def test_a_program_that_cannot_be_started_is_not_tried_again(launcher: Launcher) -> None:
+def test_a_program_that_cannot_be_started_is_not_retried(launcher: Launcher) -> None:
     done = launcher.done("--no-python", "no-such-program")
     assert done.returncode == 127
     assert done.stderr.count("no-such-program") == 1
 
 
-def test_a_script_that_is_missing_is_one_line_with_the_one_that_may_be_meant(
-    launcher: Launcher, tmp_path: Path
-) -> None:
+def test_a_missing_script_gives_one_line_with_a_similar_name(launcher: Launcher, tmp_path: Path) -> None:
     """A typo must not cost three restarts and their back-off."""
     (tmp_path / "train.py").write_text("")
     done = launcher.done(tmp_path / "trian.py")
@@ -262,7 +258,7 @@ def test_a_script_that_is_missing_is_one_line_with_the_one_that_may_be_meant(
         ("src/train.py", "there is no module src/train.py: -m takes src.train; without -m the file is src/train.py"),
     ],
 )
-def test_a_module_that_is_missing_is_one_line_and_no_restart(launcher: Launcher, name: str, said: str) -> None:
+def test_a_missing_module_gives_one_line_and_no_restart(launcher: Launcher, name: str, said: str) -> None:
     (launcher.folder / "src").mkdir()
     for script in ("train.py", "src/train.py"):
         launcher.script("print('imported')", script)
@@ -285,14 +281,14 @@ def test_a_module_in_the_working_folder_a_package_or_the_path_is_run(launcher: L
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "__main__"), done.stderr
 
 
-def test_what_another_interpreter_has_is_not_known_before_it_is_started(launcher: Launcher) -> None:
+def test_modules_of_another_interpreter_are_not_judged_before_it_is_started(launcher: Launcher) -> None:
     other = launcher.script("#!/bin/sh\necho runs", "python-of-conda")
     other.chmod(0o755)
     done = launcher.done("--no-preload", "-m", "trian", PYTHON_EXEC=str(other))
     assert (done.returncode, done.stdout) == (0, "runs\n"), done.stderr
 
 
-def test_a_module_that_only_python_finds_missing_is_not_tried_again(launcher: Launcher) -> None:
+def test_a_module_found_missing_only_by_python_is_not_retried(launcher: Launcher) -> None:
     """Only an import shows that a package is missing, and Python's message then begins like that of a SystemExit."""
     launcher.script("print(__name__)")
     done = launcher.done("--preload=json", "-m", "json.nowhere")
@@ -303,7 +299,7 @@ def test_a_module_that_only_python_finds_missing_is_not_tried_again(launcher: La
 
 
 @STARTS
-def test_sigterm_reaches_the_ranks_which_may_save(launcher: Launcher, start: str) -> None:
+def test_sigterm_reaches_the_ranks_so_that_they_may_save(launcher: Launcher, start: str) -> None:
     script = launcher.script(
         """
         import os, signal, sys, time
@@ -323,7 +319,7 @@ def test_sigterm_reaches_the_ranks_which_may_save(launcher: Launcher, start: str
     assert (done.stdout, done.returncode) == ("saved\n", 75)
 
 
-def test_ranks_that_ignore_sigterm_are_killed_when_their_time_is_over(launcher: Launcher) -> None:
+def test_ranks_that_ignore_sigterm_are_killed_after_their_grace(launcher: Launcher) -> None:
     script = launcher.script(
         "import signal, time; signal.signal(15, signal.SIG_IGN); print('ready', flush=True); time.sleep(100)"
     )
@@ -337,7 +333,7 @@ def test_ranks_that_ignore_sigterm_are_killed_when_their_time_is_over(launcher: 
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM])
-def test_a_signal_that_is_not_to_be_handled_ends_the_agent_as_torchrun_and_leaves_nothing(
+def test_an_unhandled_signal_ends_the_agent_as_in_torchrun_and_leaves_nothing(
     launcher: Launcher, number: signal.Signals
 ) -> None:
     """Otherwise the kernel ends the agent by the signal, and its folder in /tmp stays."""
@@ -352,7 +348,7 @@ def test_a_signal_that_is_not_to_be_handled_ends_the_agent_as_torchrun_and_leave
     assert list((launcher.folder / "tmp").iterdir()) == []
 
 
-def test_a_signal_that_who_started_the_agent_has_ignored_ends_nothing(launcher: Launcher) -> None:
+def test_a_signal_ignored_by_the_starter_of_the_agent_ends_nothing(launcher: Launcher) -> None:
     script = launcher.script("import os, signal\nos.kill(os.getppid(), signal.SIGUSR1)\nprint('goes on')")
     words = shlex.join([sys.executable, "-m", "ddprun", "--no-preload", str(script)])
     shell = ["sh", "-c", f"trap '' USR1; exec {words}"]
@@ -360,7 +356,7 @@ def test_a_signal_that_who_started_the_agent_has_ignored_ends_nothing(launcher: 
     assert (done.returncode, done.stdout) == (0, "goes on\n"), done.stderr
 
 
-def test_ranks_that_end_by_sigterm_are_not_started_again(launcher: Launcher) -> None:
+def test_ranks_that_end_by_sigterm_are_not_restarted(launcher: Launcher) -> None:
     script = launcher.script("import time; print('ready', flush=True); time.sleep(100)")
     agent = launcher.ddprun("--no-preload", script)
     assert agent.stdout is not None
@@ -369,7 +365,7 @@ def test_ranks_that_end_by_sigterm_are_not_started_again(launcher: Launcher) -> 
     assert finish(agent).returncode == 143
 
 
-def test_sigterm_while_torch_is_still_imported_ends_the_agent(launcher: Launcher) -> None:
+def test_sigterm_during_the_import_of_torch_ends_the_agent(launcher: Launcher) -> None:
     launcher.script("import time; open('importing', 'w').close(); time.sleep(100)", "slow.py")
     script = launcher.script("print('never')")
     agent = launcher.ddprun("--preload=slow", script)
@@ -395,14 +391,14 @@ print("ready", flush=True)
 
 @STARTS
 @pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), 9)"])
-def test_what_a_rank_leaves_behind_in_other_sessions_is_ended(launcher: Launcher, start: str, end: str) -> None:
+def test_processes_of_a_rank_in_other_sessions_are_ended(launcher: Launcher, start: str, end: str) -> None:
     """The fixture `launcher` fails the test if a process survives."""
     done = launcher.done(start, "--max-restarts", 1, launcher.script(LEAVES_CHILDREN + end))
     assert done.stdout == ("ready\n" if not end else "ready\nready\n")
 
 
 @STARTS
-def test_when_the_agent_is_killed_its_ranks_end(launcher: Launcher, start: str) -> None:
+def test_ranks_end_if_their_agent_is_killed(launcher: Launcher, start: str) -> None:
     script = launcher.script("import sys, time; sys.stdout.write('ready\\n'); time.sleep(1000)")
     agent = launcher.ddprun(start, "--nproc", 2, script)
     assert agent.stdout is not None
@@ -438,7 +434,7 @@ def test_an_orphan_is_reaped_and_does_not_stay_a_zombie(launcher: Launcher) -> N
 
 
 @STARTS
-def test_a_rank_is_given_no_descriptor_but_its_streams(launcher: Launcher, start: str) -> None:
+def test_a_rank_inherits_no_descriptor_except_its_streams(launcher: Launcher, start: str) -> None:
     """With the fork server a rank has one more descriptor: the file to which a crash is written."""
     script = launcher.script(
         """
@@ -454,7 +450,7 @@ def test_a_rank_is_given_no_descriptor_but_its_streams(launcher: Launcher, start
 # ---- output ------------------------------------------------------------------------------------------------
 
 
-def test_log_files_lie_where_torchrun_puts_them(launcher: Launcher) -> None:
+def test_log_files_are_where_torchrun_puts_them(launcher: Launcher) -> None:
     script = launcher.script("import sys; print('out'); print('err', file=sys.stderr)")
     done = launcher.done("--no-preload", "--nproc", 2, "--rdzv-id", "id", "--master-port", 1, "--log-dir", "logs",
                          "-r", "0:3,1:1", script)  # fmt: skip
@@ -471,7 +467,7 @@ def test_log_files_lie_where_torchrun_puts_them(launcher: Launcher) -> None:
 
 
 @STARTS
-def test_tee_shows_whole_lines_with_their_rank_and_keeps_them(launcher: Launcher, start: str) -> None:
+def test_tee_shows_complete_lines_with_their_rank_and_keeps_them(launcher: Launcher, start: str) -> None:
     script = launcher.script(
         """
         import os, sys, time
@@ -485,7 +481,7 @@ def test_tee_shows_whole_lines_with_their_rank_and_keeps_them(launcher: Launcher
     assert [p.read_text() for p in (launcher.folder / "logs").rglob("stdout.log")] == ["half a line\nno end"] * 2
 
 
-def test_tee_shows_a_long_line_as_one(launcher: Launcher) -> None:
+def test_tee_shows_a_long_line_as_one_line(launcher: Launcher) -> None:
     """The prefix with the rank must not appear every 64 KiB within a long line of JSON."""
     script = launcher.script("import sys; sys.stdout.write('x' * 300_000 + '\\nshort\\n' + 'y' * 100_000)")
     done = launcher.done("--no-preload", "--tee", "1", script)
@@ -493,9 +489,7 @@ def test_tee_shows_a_long_line_as_one(launcher: Launcher) -> None:
 
 
 @pytest.mark.parametrize("words", [["-r", "3"], ["--tee", "3", "--local-ranks-filter", "1"]])
-def test_without_log_dir_what_no_console_shows_is_kept_and_its_folder_is_named(
-    launcher: Launcher, words: list[str]
-) -> None:
+def test_without_log_dir_hidden_output_is_kept_and_its_folder_is_named(launcher: Launcher, words: list[str]) -> None:
     """As under torchrun, a night's output must not be removed."""
     script = launcher.script("print('out')")
     done = launcher.done("--no-preload", "--nproc", 2, *words, script, TMPDIR=str(launcher.folder / "kept"))
@@ -505,7 +499,7 @@ def test_without_log_dir_what_no_console_shows_is_kept_and_its_folder_is_named(
 
 
 @pytest.mark.parametrize("words", [["--log-dir", "logs"], ["-r", "2", "--log-dir", "logs"], []])
-def test_a_script_that_changes_its_folder_is_still_heard(launcher: Launcher, words: list[str]) -> None:
+def test_reports_arrive_from_a_script_that_changes_its_working_directory(launcher: Launcher, words: list[str]) -> None:
     """Hydra changes the working directory, but the cause of a failure must still be found."""
     (launcher.folder / "tmp" / "its").mkdir()
     script = launcher.script("import os; os.mkdir('other'); os.chdir('other'); raise ValueError('no shard 7')")
@@ -534,9 +528,7 @@ PRINTS = "import time\nwhile True:\n    print('line')\n    time.sleep(0.01)"
 @STARTS
 @pytest.mark.parametrize("library", ["", "from ddpjob.reporting import termination; termination.install()\n"])
 @pytest.mark.parametrize("redirected", ["", "2>&1"])
-def test_output_that_nobody_reads_is_no_reason_for_a_restart(
-    launcher: Launcher, start: str, redirected: str, library: str
-) -> None:
+def test_closed_output_does_not_cause_a_restart(launcher: Launcher, start: str, redirected: str, library: str) -> None:
     """`ddprun train.py | head` must not restart the ranks three times, each time with a BrokenPipeError."""
     words = shlex.join([sys.executable, "-m", "ddprun", start, str(launcher.script(library + PRINTS))])
     shell = ["bash", "-c", f"{words} {redirected} | head -1; exit ${{PIPESTATUS[0]}}"]
@@ -548,7 +540,7 @@ def test_output_that_nobody_reads_is_no_reason_for_a_restart(
 
 
 @pytest.mark.parametrize("line", ["raise OSError('x')", "sys.exit(3)"])
-def test_another_failure_while_nobody_reads_the_output_is_one_as_ever(launcher: Launcher, line: str) -> None:
+def test_another_failure_while_output_is_closed_is_handled_as_usual(launcher: Launcher, line: str) -> None:
     script = launcher.script(f"import sys, time\nprint('line', flush=True)\ntime.sleep(1)\n{line}")
     words = shlex.join([sys.executable, "-m", "ddprun", "--preload=json", "--max-restarts=1", str(script)])
     shell = ["bash", "-c", f"{words} | head -1"]
@@ -557,7 +549,7 @@ def test_another_failure_while_nobody_reads_the_output_is_one_as_ever(launcher: 
 
 
 @pytest.mark.parametrize("letter", ["r", "ü"])
-def test_a_run_with_a_long_name_has_a_folder_with_the_beginning_of_it(launcher: Launcher, letter: str) -> None:
+def test_a_run_with_a_long_name_gets_a_folder_with_a_shortened_name(launcher: Launcher, letter: str) -> None:
     script = launcher.script("import os\nprint(os.environ['TORCHELASTIC_RUN_ID'])")
     run_id = letter * 300
     done = launcher.done("--no-preload", "--log-dir", "logs", "--master-port", 0, "--rdzv-id", run_id, script)
@@ -566,14 +558,14 @@ def test_a_run_with_a_long_name_has_a_folder_with_the_beginning_of_it(launcher: 
     assert folder.name.startswith(letter * 100)
 
 
-def test_a_folder_named_as_torchs_files_are_not_kept(launcher: Launcher, tmp_path: Path) -> None:
+def test_the_temporary_folder_is_removed(launcher: Launcher, tmp_path: Path) -> None:
     script = launcher.script("import os; print(os.path.dirname(os.environ['TORCHELASTIC_ERROR_FILE']))")
     done = launcher.done("--no-preload", script)
     assert done.stdout.startswith(str(tmp_path / "tmp"))
     assert not os.path.exists(done.stdout.strip())
 
 
-def test_a_restart_names_the_checkpoint_that_it_goes_on_from(launcher: Launcher) -> None:
+def test_a_restart_names_the_checkpoint_from_which_it_resumes(launcher: Launcher) -> None:
     """Otherwise users cannot see how many steps a failure has cost."""
     script = launcher.script(
         """

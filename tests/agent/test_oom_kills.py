@@ -31,7 +31,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_each_kill_is_asked_for_once(tmp_path: Path) -> None:
+def test_each_kill_is_counted_once(tmp_path: Path) -> None:
     file = tmp_path / "memory.events"
     file.write_text(EVENTS.format(2))
     kills = OomKills(str(file))
@@ -44,7 +44,7 @@ def test_each_kill_is_asked_for_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [None, "", "oom_kill\n", "oom_kill many\n", "\xff"])
-def test_without_a_count_nothing_is_said_to_be_out_of_memory(tmp_path: Path, text: str | None) -> None:
+def test_without_a_kill_counter_no_rank_is_called_out_of_memory(tmp_path: Path, text: str | None) -> None:
     file = tmp_path / "memory.events"
     if text is not None:
         file.write_text(text)
@@ -62,7 +62,7 @@ def test_without_a_count_nothing_is_said_to_be_out_of_memory(tmp_path: Path, tex
         ("0::/\n", [], ""),
     ],
 )
-def test_the_file_that_counts_is_found(tmp_path: Path, own: str, there: list[str], found: str) -> None:
+def test_the_file_with_the_kill_counter_is_found(tmp_path: Path, own: str, there: list[str], found: str) -> None:
     (tmp_path / "cgroup").write_text(own)
     for name in there:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ def ended(launcher: Launcher, times: str) -> Any:
     return done.stderr, json.loads((launcher.folder / "termination.json").read_text())
 
 
-def test_a_rank_that_was_killed_for_its_memory_is_out_of_memory_in_the_log_and_in_the_message(
+def test_an_out_of_memory_kill_is_named_in_the_log_and_in_the_message(
     launcher: Launcher,
 ) -> None:
     said, message = ended(launcher, "(0, 1)")
@@ -97,7 +97,7 @@ def test_a_rank_that_was_killed_for_its_memory_is_out_of_memory_in_the_log_and_i
     assert rules.classify(Failure(exit_code=137, exception=message["exception"])) == "outOfMemory"
 
 
-def test_a_rank_that_somebody_killed_is_not(launcher: Launcher) -> None:
+def test_a_rank_killed_by_somebody_is_not_called_out_of_memory(launcher: Launcher) -> None:
     """Also if a rank of the previous generation was out of memory."""
     said, message = ended(launcher, "(0,)")
     assert KILLED_BY_KERNEL in said

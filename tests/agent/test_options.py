@@ -26,18 +26,18 @@ def refusal(capsys: Any, line: str, **environ: str) -> str:
     "line",
     ["--nproc-per-node 3", "--nproc_per_node=3", "--nproc 3", "--nproc-per 3", "--nproc_per=3", "--np 3"],
 )
-def test_every_spelling_that_torchrun_takes_for_an_option_is_taken(line: str) -> None:
+def test_every_option_spelling_of_torchrun_is_accepted(line: str) -> None:
     assert options(f"{line} train.py").nproc == 3
 
 
-def test_an_abbreviation_of_two_options_is_refused_with_both(capsys: Any) -> None:
+def test_an_ambiguous_abbreviation_is_refused_with_both_options(capsys: Any) -> None:
     assert "ambiguous option: --master could match --master-addr, --master-port" in refusal(
         capsys, "--master x train.py"
     )
     assert "ambiguous option: --log=5 could match --log-dir, --logs-specs" in refusal(capsys, "--log=5 train.py")
 
 
-def test_what_follows_the_script_belongs_to_the_script() -> None:
+def test_words_after_the_script_belong_to_the_script() -> None:
     found = options("--nnodes 1 train.py --nnodes 7 -m -- --tee 3 --preload x")
     assert found.script == "train.py"
     assert found.script_args == ("--nnodes", "7", "-m", "--", "--tee", "3", "--preload", "x")
@@ -47,14 +47,14 @@ def test_what_follows_the_script_belongs_to_the_script() -> None:
 @pytest.mark.parametrize(
     "words", ["--log 5 --mo=2 --no --r", "--tee 3 --log 5 -- --rdzv", "--m -- x", "x --no=1 --dup"]
 )
-def test_an_argument_of_the_script_that_resembles_options_is_the_scripts(words: str) -> None:
+def test_a_script_argument_that_resembles_options_belongs_to_the_script(words: str) -> None:
     """argparse also expands abbreviations after the script: `--log` of a script must not be an ambiguous option."""
     for begin in ("", "-m ", "--tee 3 --role r ", "-- "):
         assert options(f"{begin}train {words}").script_args == tuple(words.split())
     assert options(f"train -- {words}").script_args == tuple(words.split()), "as torchrun, which takes it away"
 
 
-def test_variables_count_where_the_command_line_is_silent() -> None:
+def test_variables_count_if_the_command_line_does_not_set_the_option() -> None:
     environ = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "4", "PET_RDZV_ID": "uid-1",
                "PET_MASTER_ADDR": "job-0.job.ns", "PET_MASTER_PORT": "23001", "PET_SHUTDOWN_TIMEOUT": "25"}  # fmt: skip
     found = options("train.py", **environ)
@@ -64,7 +64,7 @@ def test_variables_count_where_the_command_line_is_silent() -> None:
 
 
 @pytest.mark.parametrize("flag", ["", "0", "1"])
-def test_a_flag_may_be_a_variable(flag: str) -> None:
+def test_a_flag_may_be_set_by_a_variable(flag: str) -> None:
     assert options("pkg", PET_MODULE=flag).kind == ("module" if flag == "1" else "script")
 
 
@@ -87,7 +87,7 @@ def test_a_flag_that_is_neither_0_nor_1_is_refused_with_its_name(capsys: Any, te
         ("--max-restarts 0", {"PET_MAX_RESTARTS": "0", "DDPJOB_RESTARTS_LEFT": "LEFT"}, (0, 0, 0)),
     ],
 )
-def test_the_budget_is_what_the_user_and_the_operator_both_allow(line: str, environ: Any, budget: Any) -> None:
+def test_the_budget_is_the_minimum_of_user_and_operator(line: str, environ: Any, budget: Any) -> None:
     left = '{"application": 2, "infrastructure": 99, "stall": 10}'
     found = options(f"{line} train.py", **{k: v.replace("LEFT", left) for k, v in environ.items()})
     assert found.budget[:3] == budget
@@ -111,13 +111,13 @@ def test_an_endpoint_may_be_an_ipv6_address(nodes: str, endpoint: str, host: str
 
 
 @pytest.mark.parametrize("backend", ["static", "c10d"])
-def test_node_0_is_where_the_endpoint_says(backend: str) -> None:
+def test_node_0_is_the_node_named_by_the_endpoint(backend: str) -> None:
     line = f"--rdzv-backend {backend} --rdzv-endpoint head:29400 --nnodes 2:2 --node-rank 1 train.py"
     found = options(line, PET_MASTER_ADDR="other", PET_MASTER_PORT="1")
     assert (found.host, found.port, found.nodes) == ("head", 29400, 2)
 
 
-def test_standalone_is_one_node_whatever_the_environment_says() -> None:
+def test_standalone_is_one_node_whatever_the_environment_contains() -> None:
     found = options("--standalone --nproc 2 train.py", PET_NNODES="4", PET_MASTER_PORT="1")
     assert (found.nodes, found.port, found.host) == (1, None, "127.0.0.1")
     assert len(found.run_id) == 36
@@ -131,7 +131,7 @@ def test_redirects_and_tee_are_for_all_ranks_or_for_each(text: str, streams: dic
     assert (found.redirects, found.tee) == (streams, streams)
 
 
-def test_filters_are_lists_in_which_two_commas_are_one_that_is_meant() -> None:
+def test_filters_are_comma_separated_and_two_commas_stand_for_one() -> None:
     found = options("--duplicate-stdout-filters a,b,,c --local-ranks-filter 0,2 train.py")
     assert (found.stdout_filters, found.stderr_filters, found.shown) == (("a", "b,c"), (), {0, 2})
 
@@ -140,7 +140,7 @@ def test_filters_are_lists_in_which_two_commas_are_one_that_is_meant() -> None:
     ("visible", "present", "wanted"),
     [(None, 4, 4), ("0,1", 4, 2), ("", 4, 0), ("-1", 4, 0), ("0,-1,2", 4, 1), ("GPU-8a,GPU-9b", 4, 2), ("0,1", 1, 1)],
 )
-def test_the_gpus_are_counted_that_a_rank_will_see(monkeypatch: Any, visible: Any, present: int, wanted: int) -> None:
+def test_only_the_gpus_visible_to_a_rank_are_counted(monkeypatch: Any, visible: Any, present: int, wanted: int) -> None:
     names = [f"nvidia{k}" for k in range(present)] + ["nvidiactl", "nvidia-uvm", "null"]
     monkeypatch.setattr(os, "listdir", lambda path: names if path == "/dev" else [])
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
@@ -177,11 +177,11 @@ def test_the_gpus_are_counted_that_a_rank_will_see(monkeypatch: Any, visible: An
         ("--signals-to-handle=SIGCHLD train.py", "'SIGCHLD' is not a signal that can be handled"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_done_is_refused_by_its_name(capsys: Any, line: str, said: str) -> None:
+def test_an_unsupported_option_is_refused_by_name(capsys: Any, line: str, said: str) -> None:
     assert said in refusal(capsys, line)
 
 
-def test_the_operator_says_how_many_restarts_there_were_in_a_row_and_which_pod_this_is() -> None:
+def test_the_operator_passes_the_restarts_in_a_row_and_the_number_of_the_pod() -> None:
     left = '{"application": 2, "infrastructure": 99, "stall": 10, "inARow": 4, "chargedInARow": 2}'
     found = options("train.py", DDPJOB_RESTARTS_LEFT=left, DDPJOB_REPLACEMENT="3")
     assert (found.budget.total, found.budget.history.in_a_row, found.budget.history.charged_in_a_row) == (111, 4, 2)
@@ -190,7 +190,7 @@ def test_the_operator_says_how_many_restarts_there_were_in_a_row_and_which_pod_t
     assert (alone.has_operator, alone.replacement, alone.policy) == (False, 0, ())
 
 
-def test_a_pod_is_told_as_of_when_the_budget_was_so_and_what_was_known_of_whose_restarts() -> None:
+def test_a_pod_gets_the_budget_together_with_the_restarts_already_counted_in_it() -> None:
     known = '{"replacement": 1, "application": 2, "infrastructure": 0, "stall": 3}'
     text = f'{{"application": 2, "infrastructure": 99, "stall": 10, "replaced": 4, "known": {known}}}'
     grant = Grant.read(text)
@@ -202,9 +202,7 @@ def test_a_pod_is_told_as_of_when_the_budget_was_so_and_what_was_known_of_whose_
 
 
 @pytest.mark.parametrize(("said", "stall", "grace"), [("900", 900.0, 900.0), ("0", 0.0, 0.0), ("", None, 0.1)])
-def test_how_long_a_group_may_stand_still_and_ranks_get_when_another_one_has_failed(
-    said: str, stall: float | None, grace: float
-) -> None:
+def test_stall_limit_and_restart_grace_are_read(said: str, stall: float | None, grace: float) -> None:
     found = options("train.py", DDPJOB_STALL_TIMEOUT=said, DDPJOB_RESTART_GRACE=said)
     assert (found.stall_seconds, found.broken_grace_seconds) == (stall, grace)
 
@@ -233,7 +231,7 @@ def test_the_failure_policy_is_read_as_the_operator_writes_it() -> None:
         ("DDPJOB_STALL_TIMEOUT", "nan", "'nan' is not a number of seconds"),
     ],
 )
-def test_a_damaged_word_of_the_operator_is_refused_with_what_it_should_be(
+def test_a_damaged_variable_of_the_operator_is_refused_with_the_expected_form(
     capsys: Any, name: str, text: str, said: str
 ) -> None:
     found = refusal(capsys, "train.py", **{name: text})
@@ -263,7 +261,7 @@ def test_the_help_has_each_option_once_under_a_heading_and_ends_with_an_example(
     assert "train.py" in lines[-1]
 
 
-def test_the_version_can_be_asked_for(capsys: Any) -> None:
+def test_version_is_an_option(capsys: Any) -> None:
     with pytest.raises(SystemExit) as ended:
         options("--version")
     assert ended.value.code == 0

@@ -89,7 +89,7 @@ FAILS_ONCE = """
 
 
 @STARTS
-def test_a_process_that_was_there_before_outlives_a_restart_and_the_end(
+def test_a_process_running_before_survives_a_restart_and_the_end(
     beside: Beside, launcher: Launcher, start: str
 ) -> None:
     """Otherwise users lose the tensorboard of `tensorboard & exec ddprun train.py`."""
@@ -100,7 +100,7 @@ def test_a_process_that_was_there_before_outlives_a_restart_and_the_end(
 
 
 @STARTS
-def test_what_such_a_process_starts_later_lives_too_also_where_it_becomes_an_orphan(
+def test_later_children_of_such_a_process_survive_too_even_as_orphans(
     beside: Beside, launcher: Launcher, start: str
 ) -> None:
     """Otherwise users lose the data server that tensorboard starts, or a logger that has become a daemon."""
@@ -144,7 +144,7 @@ def test_under_nohup_a_closed_terminal_stops_nothing(
 
 @STARTS
 @pytest.mark.parametrize("siblings", ["true", "sleep 1000 & echo $! > sibling.pid"], ids=["alone", "beside"])
-def test_a_daemon_of_a_rank_is_ended_before_the_next_generation_whatever_it_does_to_hide(
+def test_a_daemon_of_a_rank_is_ended_before_the_next_generation_however_it_hides(
     beside: Beside, launcher: Launcher, start: str, siblings: str
 ) -> None:
     """Otherwise a worker of the old generation trains on into the same checkpoint."""
@@ -157,9 +157,7 @@ def test_a_daemon_of_a_rank_is_ended_before_the_next_generation_whatever_it_does
     assert run.wait(SECONDS_MAX) == 0, beside.err
 
 
-def test_the_process_that_was_started_passes_signals_on_and_ends_with_the_code(
-    beside: Beside, launcher: Launcher
-) -> None:
+def test_the_started_process_forwards_signals_and_exits_with_the_code(beside: Beside, launcher: Launcher) -> None:
     """Otherwise a kubelet's SIGTERM never reaches the ranks, and they cannot save."""
     script = launcher.script(
         """
@@ -178,7 +176,7 @@ def test_the_process_that_was_started_passes_signals_on_and_ends_with_the_code(
 
 
 @pytest.mark.parametrize("siblings", ["true", "sleep 1000 & echo $! > sibling.pid"], ids=["alone", "beside"])
-def test_it_ends_with_its_ranks_where_who_started_it_wants_to_hear_of_no_child(
+def test_ddprun_exits_with_its_ranks_even_if_its_parent_ignores_sigchld(
     beside: Beside, launcher: Launcher, siblings: str
 ) -> None:
     """An ignored SIGCHLD is inherited, and then the kernel reports no ended children: ddprun would wait forever."""
@@ -191,7 +189,7 @@ def test_it_ends_with_its_ranks_where_who_started_it_wants_to_hear_of_no_child(
     assert (launcher.folder / "trained").exists()
 
 
-def test_one_ctrl_c_at_a_terminal_is_one(beside: Beside, launcher: Launcher) -> None:
+def test_ranks_get_one_ctrl_c_at_a_terminal_only_once(beside: Beside, launcher: Launcher) -> None:
     """Ctrl-C goes to the whole foreground process group. A rank that gets it twice would be interrupted as it saves."""
     script = launcher.script(
         """
@@ -208,7 +206,7 @@ def test_one_ctrl_c_at_a_terminal_is_one(beside: Beside, launcher: Launcher) -> 
     assert (launcher.folder / "saved").exists()
 
 
-def test_kill_9_of_the_process_that_was_started_ends_the_ranks(beside: Beside, launcher: Launcher) -> None:
+def test_kill_9_of_the_started_process_ends_the_ranks(beside: Beside, launcher: Launcher) -> None:
     """Otherwise a killed job trains on unnoticed."""
     script = launcher.script("import os, time; open('rank.txt', 'w').write(f'{os.getpid()}\\n'); time.sleep(1000)")
     run = beside.start("sleep 1000 &\necho $! > sibling.pid", "--no-preload", script)
@@ -220,7 +218,7 @@ def test_kill_9_of_the_process_that_was_started_ends_the_ranks(beside: Beside, l
     forget_what_kill_9_leaves(launcher)
 
 
-def test_an_agent_that_is_killed_is_told_by_its_signal(beside: Beside, launcher: Launcher) -> None:
+def test_a_killed_agent_is_reported_by_its_signal(beside: Beside, launcher: Launcher) -> None:
     """Otherwise a pod whose agent was killed for its memory counts as completed."""
     script = launcher.script("import time; open('ready', 'w').close(); time.sleep(1000)")
     run = beside.start("sleep 1000 &\necho $! > sibling.pid", "--no-preload", script)
@@ -232,7 +230,7 @@ def test_an_agent_that_is_killed_is_told_by_its_signal(beside: Beside, launcher:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may make a PID namespace everywhere")
-def test_pid_1_of_a_container_spares_what_an_exec_has_started_there(beside: Beside, launcher: Launcher) -> None:
+def test_as_pid_1_of_a_container_ddprun_spares_processes_started_by_exec(beside: Beside, launcher: Launcher) -> None:
     """Otherwise the next restart ends `kubectl exec pod -- sh -c 'py-spy record … &'`, because that process becomes
     a child of PID 1."""
     namespace = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
@@ -253,7 +251,7 @@ def test_pid_1_of_a_container_spares_what_an_exec_has_started_there(beside: Besi
     assert (launcher.folder / "seen").exists()
 
 
-def test_what_is_started_without_others_stays_one_process(launcher: Launcher) -> None:
+def test_ddprun_stays_one_process_if_no_other_process_was_running(launcher: Launcher) -> None:
     """A second process in every pod would cost memory and change the effect of `kill`."""
     script = launcher.script("import time; open('ready', 'w').close(); time.sleep(1000)")
     run = launcher.ddprun("--no-preload", script)

@@ -91,7 +91,7 @@ def trained(launcher: Launcher, place: Limited, ranks: int, **env: str) -> tuple
     return [line for line in lines if "BEGIN" in line], [line for line in lines if "END" in line], done.stderr
 
 
-def test_a_rank_that_the_kernel_kills_for_its_memory_costs_no_step(launcher: Launcher) -> None:
+def test_a_rank_killed_by_the_kernel_for_its_memory_costs_no_step(launcher: Launcher) -> None:
     """A batch that is too long takes a rank over the limit. The other ranks have the state, and reserved memory for
     it in the first steps. Otherwise all steps since the last save are repeated, up to the same batch."""
     with limited(2048 * MIB) as place:
@@ -102,7 +102,7 @@ def test_a_rank_that_the_kernel_kills_for_its_memory_costs_no_step(launcher: Lau
     assert len({line.split()[2] for line in ended}) == 1, "both ranks have the same parameters"
 
 
-def test_a_rank_alone_in_a_container_without_room_goes_on_from_the_folder_and_the_log_has_said_why(
+def test_a_single_rank_without_room_resumes_from_the_folder_and_the_log_gave_the_reason(
     launcher: Launcher,
 ) -> None:
     """The limit leaves 100 MiB, and the state takes 221 MiB. Users who want to lose no step must learn that in time.

@@ -72,7 +72,7 @@ def application(body: dict[str, Any]) -> int:
     return int(body["agent"]["restarts"]["application"])
 
 
-def test_steps_of_ranks_that_have_ended_are_progress_also_where_they_were_reported(
+def test_steps_of_ended_ranks_count_as_progress_even_after_the_final_report(
     launcher: Launcher, receiver: Receiver
 ) -> None:
     """Otherwise the agent forgets the steps after its final report, and the fourth failure in a week ends the job."""
@@ -92,7 +92,7 @@ def test_steps_of_ranks_that_have_ended_are_progress_also_where_they_were_report
     assert done.stderr.count("charged to application, waiting 0 s") == 4
 
 
-def test_each_restart_is_told_with_the_failures_behind_all_of_them(launcher: Launcher, receiver: Receiver) -> None:
+def test_each_restart_is_reported_with_all_failures_so_far(launcher: Launcher, receiver: Receiver) -> None:
     token = launcher.folder / "token"
     token.write_text("a-secret\n")
     where = {"DDPJOB_STATUS_URL": receiver.url, "DDPJOB_STATUS_TOKEN_FILE": str(token), "DDPJOB_ATTEMPT": "4"}
@@ -118,12 +118,12 @@ def test_each_restart_is_told_with_the_failures_behind_all_of_them(launcher: Lau
     assert "a-secret" not in done.stderr + done.stdout
 
 
-def test_who_has_nothing_to_tell_says_nothing(launcher: Launcher, receiver: Receiver) -> None:
+def test_an_agent_without_restarts_sends_no_report(launcher: Launcher, receiver: Receiver) -> None:
     done = launcher.done("--no-preload", launcher.script(""), DDPJOB_STATUS_URL=receiver.url)
     assert (done.returncode, done.stderr, receiver.bodies) == (0, "", [])
 
 
-def test_a_receiver_that_was_away_is_told_when_it_is_back_and_its_absence_is_said_once(launcher: Launcher) -> None:
+def test_a_receiver_that_was_away_gets_the_reports_later_and_its_absence_is_logged_once(launcher: Launcher) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}/v1/status"
     agent = launcher.ddprun("--no-preload", launcher.script(FAILS), DDPJOB_STATUS_URL=url)
@@ -139,7 +139,7 @@ def test_a_receiver_that_was_away_is_told_when_it_is_back_and_its_absence_is_sai
     assert "said once" in done.stderr
 
 
-def test_what_was_not_heard_is_tried_once_more_at_the_end(launcher: Launcher, receiver: Receiver) -> None:
+def test_an_unacknowledged_report_is_tried_once_more_at_the_end(launcher: Launcher, receiver: Receiver) -> None:
     receiver.answer = 503
     words = ["--no-preload", "--max-restarts", 1, launcher.script(FAILS_TWICE)]
     agent = launcher.ddprun(*words, DDPJOB_STATUS_URL=receiver.url)
@@ -151,7 +151,7 @@ def test_what_was_not_heard_is_tried_once_more_at_the_end(launcher: Launcher, re
     assert "answered 503" in done.stderr
 
 
-def test_a_receiver_that_never_answers_delays_the_end_by_no_more_than_two_seconds(launcher: Launcher) -> None:
+def test_a_receiver_that_never_answers_delays_the_end_by_at_most_two_seconds(launcher: Launcher) -> None:
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as deaf:
@@ -185,7 +185,7 @@ def test_a_token_that_cannot_be_sent_is_not_quoted(launcher: Launcher, receiver:
 
 
 @pytest.mark.parametrize("character", ["x", "é", "\x01", "\U0001f600", "\ud800"])
-def test_a_post_always_fits(character: str) -> None:
+def test_a_report_is_never_too_large(character: str) -> None:
     failure = {"rank": 0, "exception": character * 300, "signal": "", "step": 2**52}
     body = posting.encode({"attempt": 1, "agent": {"replacement": 0, "failures": [failure] * 5}})
     assert len(body) <= posting.BODY_BYTES_MAX
@@ -194,7 +194,7 @@ def test_a_post_always_fits(character: str) -> None:
 
 @pytest.mark.parametrize("character", ["x", "é", "\x01", "\U0001f600", "\ud800"])
 @pytest.mark.parametrize("name", ["exception", "traceback", "its own"])
-def test_a_termination_message_always_fits_and_keeps_what_the_operator_needs(character: str, name: str) -> None:
+def test_a_termination_message_is_never_too_large_and_keeps_what_the_operator_needs(character: str, name: str) -> None:
     """A script's own termination message may have any content and length."""
     needed = {"rank": 3, "exitCode": 1, "ended": True, "agent": {"replacement": 0, "restarts": {"application": 3}}}
     body = termination.encode({**needed, name: character * 60_000, "list": ["x"] * 5_000})

@@ -45,7 +45,7 @@ def checking(nodes: int = 2, **more: Any) -> LeaderState:
     return found
 
 
-def test_when_all_have_measured_the_first_generation_starts() -> None:
+def test_the_first_generation_starts_when_all_nodes_have_measured() -> None:
     found = checking()
     found.finished(0, T0)
     assert taken(found) == []
@@ -58,7 +58,7 @@ def test_when_all_have_measured_the_first_generation_starts() -> None:
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_a_bad_node_ends_the_group_and_is_named_whoever_speaks_first(order: tuple[int, int]) -> None:
+def test_a_bad_node_ends_the_group_and_is_named_whoever_reports_first(order: tuple[int, int]) -> None:
     found = checking()
     found.failed(1, [failure(1, 75)], T0)
     assert taken(found) == [Stop(frozenset({0, 1}), -1, patient=True)]
@@ -71,7 +71,7 @@ def test_a_bad_node_ends_the_group_and_is_named_whoever_speaks_first(order: tupl
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["it fails", "it takes too long"])
-def test_a_preflight_that_fails_itself_costs_no_restart_and_the_training_starts(late: bool) -> None:
+def test_a_failing_preflight_costs_no_restart_and_the_training_starts(late: bool) -> None:
     found = checking()
     if late:
         found.tick(T0 + PREFLIGHT_SECONDS - 1)
@@ -87,7 +87,7 @@ def test_a_preflight_that_fails_itself_costs_no_restart_and_the_training_starts(
     assert ("took longer than 120 s" if late else "No module named 'torch'") in found.said
 
 
-def test_a_node_that_is_lost_meanwhile_is_waited_for_and_all_measure_again() -> None:
+def test_a_node_lost_meanwhile_is_waited_for_and_all_nodes_measure_again() -> None:
     found = checking(has_operator=True)
     found.lost(1, T0)
     taken(found)
@@ -98,7 +98,7 @@ def test_a_node_that_is_lost_meanwhile_is_waited_for_and_all_measure_again() -> 
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_a_preflight_after_a_lost_pod_hides_nothing_of_why_the_ranks_start_again(works: bool) -> None:
+def test_a_preflight_after_a_lost_pod_does_not_hide_the_reason_of_the_restart(works: bool) -> None:
     """Node 0's log must not blame its own pod, which was never replaced, when node 1's was lost."""
     found = LeaderState(Members(range(2)), Budget(3, 3, 3, 3), JOIN_SECONDS, T0, has_operator=True)
     for node in range(2):
@@ -119,7 +119,7 @@ def test_a_preflight_after_a_lost_pod_hides_nothing_of_why_the_ranks_start_again
     assert ("no torch here" in found.said) is not works
 
 
-def test_a_new_leader_says_that_its_pod_is_new_also_after_a_preflight() -> None:
+def test_a_new_leader_reports_that_its_pod_is_new_even_after_a_preflight() -> None:
     found = LeaderState(Members(range(2)), Budget(3, 3, 3, 3), JOIN_SECONDS, T0, has_operator=True)
     found.joined(0, T0, replacement=1, preflight=True)
     found.joined(1, T0, generation=4)
@@ -131,7 +131,7 @@ def test_a_new_leader_says_that_its_pod_is_new_also_after_a_preflight() -> None:
     )
 
 
-def test_a_new_pod_that_was_asked_to_makes_all_measure() -> None:
+def test_a_new_pod_with_a_requested_preflight_makes_all_nodes_measure() -> None:
     found = LeaderState(Members(range(2)), Budget(3, 3, 3, 3), JOIN_SECONDS, T0)
     found.joined(0, T0)
     found.joined(1, T0, generation=4, preflight=True)
@@ -159,14 +159,14 @@ def traces(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("preload", [["--no-preload"], ["--preload", "json"]], ids=["spawned", "forked"])
-def test_nodes_that_are_fit_train_in_generation_0(stubbed: Launcher, preload: list[str]) -> None:
+def test_healthy_nodes_train_in_generation_0(stubbed: Launcher, preload: list[str]) -> None:
     done = [finish(a) for a in stubbed.nodes(2, *preload, stubbed.script(TRAIN), **ASKED, CHECK="well")]
     assert [d.returncode for d in done] == [0, 0], [d.stderr for d in done]
     assert traces(stubbed.folder) == ["checked-0", "checked-1", "trained-0-0", "trained-1-0"]
     assert "pre-flight: the nodes measure each other first" in done[0].stderr
 
 
-def test_a_bad_node_ends_the_pods_with_75_before_anything_trains(stubbed: Launcher) -> None:
+def test_a_bad_node_ends_the_pods_with_75_before_training_starts(stubbed: Launcher) -> None:
     done = [finish(a) for a in stubbed.nodes(2, "--no-preload", stubbed.script(TRAIN), **ASKED, CHECK="bad")]
     assert [d.returncode for d in done] == [75, 75], [d.stderr for d in done]
     assert traces(stubbed.folder) == ["checked-0", "checked-1"]
@@ -175,7 +175,7 @@ def test_a_bad_node_ends_the_pods_with_75_before_anything_trains(stubbed: Launch
     assert "pre-flight: node 1 is slow: 1 GB/s" in done[0].stderr
 
 
-def test_the_real_one_in_the_fork_server_tells_its_table(launcher: Launcher) -> None:
+def test_the_real_preflight_in_the_fork_server_prints_its_table(launcher: Launcher) -> None:
     # With more threads, two "nodes" on the same CPUs would wait for each other in every matrix product.
     asked = ASKED | {"OMP_NUM_THREADS": "1"}
     done = [finish(a, 120) for a in launcher.nodes(2, launcher.script(TRAIN), is_warm=True, **asked)]

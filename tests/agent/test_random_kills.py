@@ -82,7 +82,7 @@ class Pod:
 
 
 @pytest.mark.parametrize(("seed", "operator"), [(1, False), (3, True)], ids=lambda value: str(value))
-def test_whatever_is_killed_the_job_ends_with_its_result(launcher: Launcher, seed: int, operator: bool) -> None:
+def test_a_job_ends_with_its_result_whatever_process_is_killed(launcher: Launcher, seed: int, operator: bool) -> None:
     chance = random.Random(seed)
     script = launcher.script(TRAIN)
     group = ["--nnodes", 2, "--master-port", free_port(), "--rdzv-id", launcher.mark, "--max-restarts", 100]

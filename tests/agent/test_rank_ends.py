@@ -227,7 +227,7 @@ def trained(launcher: Launcher, *names: str) -> list[str]:
     return texts
 
 
-def test_replicas_that_are_not_kept_in_step_are_named_at_the_end(launcher: Launcher) -> None:
+def test_replicas_that_differ_are_named_at_the_end(launcher: Launcher) -> None:
     """Otherwise each rank trains its own model, one model is saved, and the exit code is 0."""
     found = trained(
         launcher,
@@ -253,14 +253,14 @@ def test_replicas_that_are_not_kept_in_step_are_named_at_the_end(launcher: Launc
     ]
 
 
-def test_replicas_that_part_late_are_named_as_well(launcher: Launcher) -> None:
+def test_replicas_that_diverge_late_are_named_too(launcher: Launcher) -> None:
     """The last phase of a training may be wrong, or an epoch of fine-tuning after it."""
     found = trained(launcher, "no_sync_after_a_thousand_passes", "no_sync_in_the_last_two_passes")
     who = "rank 1 ended with other parameters than rank 0: 0.weight is the first that differs; "
     assert found == [f"{who}the replicas were not kept in step, e.g. every backward ran in no_sync()"] * 2
 
 
-def test_what_a_script_does_to_its_model_after_the_training_is_its_own_affair(launcher: Launcher) -> None:
+def test_changes_to_the_model_after_the_training_are_not_reported(launcher: Launcher) -> None:
     """A warning at the end of a correct job would teach users to ignore all warnings."""
     right = TRAININGS.partition("# ---- right")[2].partition("def done(")[0]
     names = [line.split()[1].partition("(")[0] for line in right.splitlines() if line.startswith("def ")]
@@ -283,7 +283,7 @@ with ddpjob.init(backend="gloo") as world:
 """
 
 
-def test_ranks_that_no_fork_server_has_forked_are_compared_where_they_use_the_library(launcher: Launcher) -> None:
+def test_ranks_without_a_fork_server_are_compared_if_they_use_the_library(launcher: Launcher) -> None:
     """With a shell around Python there is no fork server, but the comparison must not be skipped silently."""
     words = ["--no-python", "sh", "-c", f"{sys.executable} {launcher.script(WITH_LIBRARY)}; exit $?"]
     done = finish(launcher.ddprun("--nproc-per-node", 2, *words))
@@ -313,7 +313,7 @@ elif os.environ["RANK"] == "1" or os.environ["TORCHELASTIC_RESTART_COUNT"] == "0
 
 
 @pytest.mark.parametrize("way", ["no group", "groups of one"])
-def test_ranks_that_trained_alone_are_reported_though_they_ended_with_0(launcher: Launcher, way: str) -> None:
+def test_ranks_that_trained_alone_are_reported_although_they_exited_with_0(launcher: Launcher, way: str) -> None:
     """Without `--launcher pytorch` each rank trains on all data, which nobody notices."""
     script = launcher.script(ALONE.replace("WAY", repr(way)))
     done = finish(launcher.warm("--nproc-per-node", 2, script))
@@ -325,7 +325,7 @@ def test_ranks_that_trained_alone_are_reported_though_they_ended_with_0(launcher
 
 
 @pytest.mark.parametrize("way", ["a forward pass only", "by another library", "an end that nobody sees"])
-def test_ranks_that_may_have_had_a_reason_not_to_form_a_group_are_not_reported(launcher: Launcher, way: str) -> None:
+def test_ranks_with_a_possible_reason_to_form_no_group_are_not_reported(launcher: Launcher, way: str) -> None:
     """No group is needed for data that each rank prepares for itself, for a batch of predictions, or with Horovod."""
     script = launcher.script(ALONE.replace("WAY", repr(way)))
     # A forked process might inherit autograd threads that another test has started here.

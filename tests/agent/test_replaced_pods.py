@@ -94,7 +94,7 @@ def forget_killed(launcher: Launcher) -> None:
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_new_pod_for_one_that_was_lost_is_all_that_is_needed(job: Job, lost: int) -> None:
+def test_a_new_pod_for_a_lost_one_is_enough(job: Job, lost: int) -> None:
     """Agents and fork servers of the other pods stay. The agents charge nothing, because the operator does."""
     running = {node: job.processes(node) for node in range(3)}
     job.agents[lost].kill()
@@ -113,7 +113,7 @@ def test_a_new_pod_for_one_that_was_lost_is_all_that_is_needed(job: Job, lost: i
 
 
 @pytest.mark.parametrize("node", [0, 1])
-def test_when_one_pod_is_told_all_save_and_the_others_wait_for_its_replacement(job: Job, node: int) -> None:
+def test_when_one_pod_is_stopped_all_ranks_save_and_the_others_wait_for_its_replacement(job: Job, node: int) -> None:
     job.agents[node].terminate()
     assert finish(job.agents[node]).returncode == 75
     job.wait_without_ranks(node)
@@ -125,7 +125,7 @@ def test_when_one_pod_is_told_all_save_and_the_others_wait_for_its_replacement(j
     assert job.lives() == [0, 1]
 
 
-def test_a_pod_that_has_been_replaced_cannot_disturb_the_new_one(launcher: Launcher) -> None:
+def test_a_replaced_pod_cannot_disturb_the_new_one(launcher: Launcher) -> None:
     job = Job(launcher, 2, "--no-preload", launcher.script(TRAIN))
     job.up(0)
     job.agents[1].kill()
@@ -142,7 +142,7 @@ def test_a_pod_that_has_been_replaced_cannot_disturb_the_new_one(launcher: Launc
     forget_killed(launcher)
 
 
-def test_a_newer_pod_takes_the_place_of_one_that_has_not_gone_yet(launcher: Launcher) -> None:
+def test_a_newer_pod_takes_the_place_of_one_that_is_still_connected(launcher: Launcher) -> None:
     """The node of the old pod may be cut off, so the end of that pod is not known yet."""
     job = Job(launcher, 2, "--no-preload", launcher.script(TRAIN))
     job.up(0)
@@ -154,7 +154,7 @@ def test_a_newer_pod_takes_the_place_of_one_that_has_not_gone_yet(launcher: Laun
     finish(old)
 
 
-def test_a_message_of_the_end_is_in_every_pod_and_the_account_in_that_of_node_0(launcher: Launcher) -> None:
+def test_every_pod_has_a_final_message_and_that_of_node_0_has_the_charges(launcher: Launcher) -> None:
     script = launcher.script(
         """
         import os, signal, time

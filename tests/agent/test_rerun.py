@@ -29,7 +29,7 @@ def stop_all(found: LeaderState, **of_node_1: Any) -> None:
     found.stopped(1, [failure(1, **of_node_1)] if of_node_1 else [], T0)
 
 
-def test_ranks_that_run_are_stopped_and_start_at_once_and_nothing_is_charged() -> None:
+def test_running_ranks_are_stopped_and_restarted_at_once_without_a_charge() -> None:
     found = running()
     for generation in range(1, 9):
         found.rerun(T0)
@@ -40,7 +40,7 @@ def test_ranks_that_run_are_stopped_and_start_at_once_and_nothing_is_charged() -
     assert (found.restarts, found.charged) == (0, [])
 
 
-def test_a_save_while_ranks_stop_for_a_failure_starts_them_without_a_wait() -> None:
+def test_a_save_while_ranks_stop_for_a_failure_restarts_them_without_a_wait() -> None:
     found = running()
     found.failed(1, [failure(1, exception="ValueError: a")], T0)
     found.rerun(T0)
@@ -50,7 +50,7 @@ def test_a_save_while_ranks_stop_for_a_failure_starts_them_without_a_wait() -> N
 
 
 @pytest.mark.parametrize("exception", ["ModuleNotFoundError: No module named 'x'", "OSError: x", ""])
-def test_a_failure_leaves_all_standing_until_a_save(exception: str) -> None:
+def test_after_a_failure_all_nodes_wait_for_a_save(exception: str) -> None:
     found = running()
     for generation in range(9):
         found.failed(1, [failure(1, exception=exception)], T0)
@@ -65,7 +65,7 @@ def test_a_failure_leaves_all_standing_until_a_save(exception: str) -> None:
     assert (found.restarts, found.charged) == (0, [])
 
 
-def test_the_end_of_the_script_leaves_all_standing_and_a_termination_ends_them() -> None:
+def test_after_the_end_of_the_script_all_nodes_wait_and_a_termination_ends_them() -> None:
     found = running()
     found.finished(0, T0)
     found.finished(1, T0)
@@ -82,7 +82,7 @@ def test_the_end_of_the_script_leaves_all_standing_and_a_termination_ends_them()
     assert isinstance(order, Leave)
 
 
-def test_a_node_that_has_ended_well_starts_again_with_one_that_runs() -> None:
+def test_a_node_that_has_succeeded_restarts_with_one_that_is_running() -> None:
     found = running()
     found.finished(1, T0)
     found.rerun(T0)
@@ -91,7 +91,7 @@ def test_a_node_that_has_ended_well_starts_again_with_one_that_runs() -> None:
     assert taken(found) == [start(found, 1)]
 
 
-def test_a_node_that_is_lost_meanwhile_is_waited_for() -> None:
+def test_a_node_lost_meanwhile_is_waited_for() -> None:
     found = running()
     found.rerun(T0)
     taken(found)

@@ -47,7 +47,7 @@ first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 '''
 
 
-def test_a_restart_takes_the_ranks_that_wait(launcher: Launcher) -> None:
+def test_a_restart_uses_the_waiting_spare_ranks(launcher: Launcher) -> None:
     launcher.script(WAIT, "waits.py")
     script = launcher.script(
         """
@@ -68,7 +68,7 @@ def test_a_restart_takes_the_ranks_that_wait(launcher: Launcher) -> None:
     assert {line.split()[0] for line in done.stdout.splitlines()} == waited, "a restart would wait for forks"
 
 
-def test_everything_that_a_script_can_see_is_as_in_a_new_process(launcher: Launcher) -> None:
+def test_everything_visible_to_a_script_in_a_spare_is_as_in_a_new_process(launcher: Launcher) -> None:
     launcher.script(WAIT, "waits.py")
     launcher.script(FACTS, "train.py")
     found: dict[str, Any] = {}
@@ -91,7 +91,7 @@ def test_everything_that_a_script_can_see_is_as_in_a_new_process(launcher: Launc
     assert differences(forked, fresh) == {}
 
 
-def test_where_those_that_wait_were_killed_others_are_forked(launcher: Launcher) -> None:
+def test_killed_spares_are_forked_again(launcher: Launcher) -> None:
     launcher.script(WAIT, "waits.py")
     script = launcher.script(
         """
@@ -113,7 +113,7 @@ def test_where_those_that_wait_were_killed_others_are_forked(launcher: Launcher)
     assert (done.returncode, done.stdout) == (0, "again\nagain\n"), done.stderr
 
 
-def test_what_ranks_leave_behind_is_killed_beside_those_that_wait(launcher: Launcher) -> None:
+def test_leftovers_of_ranks_are_killed_and_spares_are_not(launcher: Launcher) -> None:
     launcher.script(WAIT, "waits.py")
     script = launcher.script(
         """
@@ -131,7 +131,7 @@ def test_what_ranks_leave_behind_is_killed_beside_those_that_wait(launcher: Laun
     assert (done.returncode, done.stdout) == (0, "2\n"), "the server and the rank, and nothing else"
 
 
-def test_those_that_wait_end_with_the_fork_server(launcher: Launcher) -> None:
+def test_spares_end_with_the_fork_server(launcher: Launcher) -> None:
     launcher.script(WAIT, "waits.py")
     script = launcher.script(
         """
@@ -192,7 +192,7 @@ SPARE = {"spare": True}
 LIVES = os.getpid()
 
 
-def test_they_are_forked_one_after_the_other_and_no_more_than_are_needed(played: Played) -> None:
+def test_spares_are_forked_one_after_the_other_and_no_more_than_needed(played: Played) -> None:
     other = os.posix_spawnp("sleep", ["sleep", "60"], os.environ)
     played.agent.fork_spares(2)
     assert played.asked() == [SPARE]
@@ -207,7 +207,7 @@ def test_they_are_forked_one_after_the_other_and_no_more_than_are_needed(played:
     assert (played.asked(), played.agent.spares) == ([], {LIVES, other})
 
 
-def test_one_that_is_killed_is_not_replaced_in_the_same_generation(played: Played) -> None:
+def test_a_killed_spare_is_not_replaced_in_the_same_generation(played: Played) -> None:
     """Otherwise a program that kills spares causes endless forks, each of which costs the server a descriptor."""
     played.agent.fork_spares(2)
     for _ in range(2):
@@ -218,7 +218,7 @@ def test_one_that_is_killed_is_not_replaced_in_the_same_generation(played: Playe
     assert played.asked() == []
 
 
-def test_a_fork_that_meets_an_error_is_no_second_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_with_an_error_does_not_become_a_second_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the fork reads the agent's orders, and the agent does not notice that its server has ended."""
     me = os.getpid()
     agent, its = socket.socketpair()
@@ -244,7 +244,7 @@ def test_a_fork_that_meets_an_error_is_no_second_server(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("limit", "used", "fits"), [("max", 900, True), ("1024", 100, True), ("1024", 700, False), ("8", 4, False)]
 )
-def test_ranks_that_wait_do_not_take_the_last_processes_of_a_container(
+def test_spares_do_not_take_the_last_processes_of_a_container(
     tmp_path: Path, limit: str, used: int, fits: bool
 ) -> None:
     (tmp_path / "own").write_text("0::/\n")
@@ -253,7 +253,7 @@ def test_ranks_that_wait_do_not_take_the_last_processes_of_a_container(
     assert spares.has_room(8, str(tmp_path), str(tmp_path / "own")) == fits
 
 
-def test_they_do_not_take_its_last_memory_either(tmp_path: Path) -> None:
+def test_spares_do_not_take_the_last_memory_of_a_container(tmp_path: Path) -> None:
     (tmp_path / "own").write_text("0::/\n")
     (tmp_path / "memory.max").write_text(f"{2 << 30}\n")
     (tmp_path / "memory.current").write_text(f"{(2 << 30) - (64 << 20)}\n")
@@ -263,7 +263,7 @@ def test_they_do_not_take_its_last_memory_either(tmp_path: Path) -> None:
     assert spares.has_room(8, str(tmp_path), str(tmp_path / "own"))
 
 
-def test_a_restart_while_one_is_forked_takes_the_answers_in_their_order(played: Played) -> None:
+def test_a_restart_during_a_fork_matches_the_answers_in_order(played: Played) -> None:
     """If the agent took the spare's pid for the rank's, it would wait for the wrong process."""
     played.agent.fork_spares(2)
     played.says(pid=LIVES)
@@ -275,7 +275,7 @@ def test_a_restart_while_one_is_forked_takes_the_answers_in_their_order(played: 
     assert played.agent.spares == set(), "it is a rank now, and ends with the others"
 
 
-def test_one_that_cannot_be_forked_is_done_without(played: Played) -> None:
+def test_a_spare_that_cannot_be_forked_is_skipped(played: Played) -> None:
     """A process limit is no reason to give up the server, which the next restart needs."""
     played.agent.fork_spares(2)
     played.says(error="BlockingIOError: [Errno 11] Resource temporarily unavailable")

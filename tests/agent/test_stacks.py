@@ -74,7 +74,7 @@ class Waiting:
         assert self.process.wait(60) == 0, self.text()
 
 
-def test_sigquit_prints_each_distinct_stack_with_the_ranks_that_share_it_and_ends_nothing(launcher: Launcher) -> None:
+def test_sigquit_prints_each_distinct_stack_with_its_ranks_and_ends_nothing(launcher: Launcher) -> None:
     r"""Otherwise users see nothing of a hang until a limit is reached, and Ctrl-\ would end the training."""
     run = Waiting(launcher, TRAIN, ranks=4)
     printed = run.asked(times=3)
@@ -106,7 +106,7 @@ def test_a_stopped_rank_and_one_in_c_code_are_named_with_what_they_are_doing(lau
     run.process.wait(60)
 
 
-def test_py_spy_shows_a_rank_that_cannot_answer_where_it_is_installed(launcher: Launcher, tmp_path: Path) -> None:
+def test_py_spy_if_installed_shows_a_rank_that_cannot_answer(launcher: Launcher, tmp_path: Path) -> None:
     """A rank without the library and without a process group has nothing that could answer, so py-spy reads it."""
     program = tmp_path / "bin" / "py-spy"
     program.parent.mkdir()
@@ -121,7 +121,7 @@ def test_py_spy_shows_a_rank_that_cannot_answer_where_it_is_installed(launcher: 
     run.ends_well()
 
 
-def test_whoever_lets_sigquit_end_the_job_is_obeyed_and_still_gets_stacks_by_the_other_signal(
+def test_if_sigquit_is_left_to_end_the_job_another_signal_still_prints_stacks(
     launcher: Launcher,
 ) -> None:
     """Then SIGQUIT ends the job. `ddpjob stacks` uses another signal, so it never ends a job."""
@@ -132,7 +132,7 @@ def test_whoever_lets_sigquit_end_the_job_is_obeyed_and_still_gets_stacks_by_the
     assert folded_stacks.END in run.text()
 
 
-def test_without_a_running_rank_one_sentence_says_so(launcher: Launcher) -> None:
+def test_without_a_running_rank_one_sentence_reports_it(launcher: Launcher) -> None:
     agent = launcher.ddprun("--nnodes=2", "--node-rank=1", "--master-port=1", launcher.script("pass"))
     eventually(lambda: processes.catches(agent.pid, signal.SIGQUIT))
     agent.send_signal(signal.SIGQUIT)
@@ -209,18 +209,18 @@ def test_idle_ranks_are_mentioned_once_per_idle_period() -> None:
     assert clock.look(661.0, {0: 100.0, 1: 1.0}) == idle.IDLE
 
 
-def test_one_rank_that_computes_is_no_idle_group() -> None:
+def test_a_group_with_one_computing_rank_is_not_idle() -> None:
     assert looks(idle.IdleClock(60), range(0, 600, 5), cpu=0.1) == []
 
 
-def test_ranks_that_spin_in_one_collective_are_mentioned_though_they_use_the_cpu() -> None:
+def test_ranks_that_spin_in_one_collective_are_mentioned_although_they_use_the_cpu() -> None:
     """NCCL waits by polling, so a waiting rank uses a whole CPU."""
     assert looks(idle.IdleClock(60), range(0, 600, 5), cpu=1.0, mark=((7, 7), (7, 7))) == [idle.NO_PROGRESS]
     moving = idle.IdleClock(60)
     assert not any(moving.look(float(now), {0: float(now)}, now // 30) for now in range(0, 600, 5))
 
 
-def test_a_pause_is_never_idle_and_its_end_starts_the_clock_again() -> None:
+def test_a_pause_is_never_idle_and_its_end_restarts_the_clock() -> None:
     clock = idle.IdleClock(60)
     looks(clock, range(0, 55, 5))
     assert clock.look(55.0, {}) == ""

@@ -43,7 +43,7 @@ def end(found: LeaderState, at: float, failures: list[Failure] | None = None) ->
     found.stopped(1, failures or [], at)
 
 
-def test_a_stall_is_charged_to_its_own_budget_and_names_the_rank_that_holds_the_others() -> None:
+def test_a_stall_is_charged_to_its_own_budget_and_names_the_rank_that_blocks_the_others() -> None:
     found = running(2)
     stand(found, T0 + 300)
     end(found, T0 + 302)
@@ -57,7 +57,7 @@ def test_a_stall_is_charged_to_its_own_budget_and_names_the_rank_that_holds_the_
     assert (charged.rank, charged.step, charged.failure_class, charged.stalled) == (1, 41, "stall", True)
 
 
-def test_how_the_stalled_rank_ends_when_it_is_stopped_is_not_what_it_is_blamed_for() -> None:
+def test_a_stalled_rank_is_not_blamed_for_the_way_it_ends_when_it_is_stopped() -> None:
     found = running(2)
     stand(found, T0 + 300)
     dying = failure(1, exception="SystemExit: 1")
@@ -65,7 +65,7 @@ def test_how_the_stalled_rank_ends_when_it_is_stopped_is_not_what_it_is_blamed_f
     assert found.charged[0].exception.startswith("made no step for 300 s")
 
 
-def test_without_a_stall_left_the_job_ends_with_it() -> None:
+def test_a_stall_beyond_the_budget_ends_the_job() -> None:
     found = running(2, stalls=0)
     stand(found, T0 + 300)
     end(found, T0 + 302)
@@ -75,7 +75,7 @@ def test_without_a_stall_left_the_job_ends_with_it() -> None:
     assert (over.code, over.failure.rank, over.failure.stalled) == (75, 1, True)
 
 
-def test_an_agent_that_does_not_answer_is_waited_for_a_little_only() -> None:
+def test_an_agent_that_does_not_answer_is_waited_for_only_briefly() -> None:
     found = running(2)
     found.stood(1, GETS_ON, T0)
     found.stood(0, STANDS, T0 + 300)
@@ -87,7 +87,7 @@ def test_an_agent_that_does_not_answer_is_waited_for_a_little_only() -> None:
     assert isinstance(taken(found)[0], Stop)
 
 
-def test_who_gets_on_after_all_ends_the_matter() -> None:
+def test_a_rank_that_makes_progress_after_all_ends_the_stall() -> None:
     found = running(2)
     found.stood(0, STANDS, T0 + 300)
     found.stood(1, STANDS, T0 + 300)
@@ -97,7 +97,7 @@ def test_who_gets_on_after_all_ends_the_matter() -> None:
     assert (taken(found), found.state, found.deadline) == ([], "running", None)
 
 
-def test_all_nodes_hear_that_the_ranks_of_one_have_ended_well() -> None:
+def test_all_nodes_learn_that_the_ranks_of_one_have_succeeded() -> None:
     """Nobody waits for a rank that hangs after its last collective. Only this message makes its node check for it."""
     found = running(3)
     taken(found)
@@ -106,7 +106,7 @@ def test_all_nodes_hear_that_the_ranks_of_one_have_ended_well() -> None:
     assert found.orders == [Over(found.generation)], "once is enough"
 
 
-def test_the_others_have_their_time_again_when_a_node_has_ended() -> None:
+def test_the_limit_of_the_others_restarts_when_a_node_has_ended() -> None:
     found = running(2)
     found.stood(0, GETS_ON, T0)
     found.stood(1, STANDS, T0 + 300)
@@ -116,7 +116,7 @@ def test_the_others_have_their_time_again_when_a_node_has_ended() -> None:
     assert taken(found) == [Ask(0)]
 
 
-def test_a_rank_that_fails_while_all_are_asked_is_the_cause() -> None:
+def test_a_rank_that_fails_while_all_are_queried_is_the_cause() -> None:
     found = running(2)
     found.stood(0, STANDS, T0 + 300)
     found.stood(1, STANDS, T0 + 300)
@@ -128,7 +128,7 @@ def test_a_rank_that_fails_while_all_are_asked_is_the_cause() -> None:
     assert found.charged[0].failure_class == "application"
 
 
-def test_steps_reset_the_back_off_and_their_absence_stops_the_job() -> None:
+def test_steps_reset_the_back_off_and_missing_steps_stop_the_job() -> None:
     found = running(2)
 
     def fail(step: int) -> str:
@@ -148,7 +148,7 @@ def test_steps_reset_the_back_off_and_their_absence_stops_the_job() -> None:
 
 
 @pytest.mark.parametrize("state", ["gathering", "over"])
-def test_late_words_of_a_standstill_change_nothing(state: str) -> None:
+def test_late_answers_about_a_stall_change_nothing(state: str) -> None:
     found = running(2)
     if state == "over":
         for node in (0, 1):
@@ -193,7 +193,7 @@ def settled(found: LeaderState, nodes: set[int], at: float = AT + 1) -> str:
     return found.said
 
 
-def test_after_a_timeout_the_rank_that_was_waited_for_is_named_and_charged_as_a_stall() -> None:
+def test_after_a_timeout_the_awaited_rank_is_named_and_charged_as_a_stall() -> None:
     found = times_out()
     found.answered(1, STANDS, [HANGS], AT + 1)
     assert taken(found) == [], "node 2 has not answered"
@@ -208,7 +208,7 @@ def test_after_a_timeout_the_rank_that_was_waited_for_is_named_and_charged_as_a_
     assert found.counts["stall"] == 1
 
 
-def test_where_it_is_not_clear_the_rank_that_timed_out_is_the_cause_as_ever() -> None:
+def test_in_unclear_cases_the_rank_that_timed_out_is_the_cause() -> None:
     found = times_out()
     found.answered(1, STANDS, [HANGS], AT + 1)
     found.answered(2, STANDS, [HANGS._replace(rank=2)], AT + 1)
@@ -223,7 +223,7 @@ def test_a_node_whose_ranks_have_ended_is_not_waited_for() -> None:
     assert settled(found, {1}).startswith("the group made no progress until rank 0 timed out: rank 1 has ended")
 
 
-def test_a_node_that_does_not_answer_is_waited_for_a_little_only() -> None:
+def test_a_node_that_does_not_answer_is_waited_for_only_briefly() -> None:
     found = times_out()
     found.answered(1, STANDS, [HANGS], AT + 1)
     found.tick(AT + ANSWER_SECONDS - 0.1)
@@ -240,7 +240,7 @@ def test_ranks_that_all_end_by_themselves_are_not_stopped() -> None:
 
 
 @pytest.mark.parametrize("event", ["lost", "told", "finished", "crashed"])
-def test_whatever_else_happens_ends_the_question(event: str) -> None:
+def test_any_other_event_ends_the_query(event: str) -> None:
     """A better cause or a silent node ends the wait for answers; a rank that is to save gets its signal immediately."""
     found = times_out()
     found.answered(1, STANDS, [HANGS], AT + 0.1)
@@ -258,14 +258,14 @@ def test_whatever_else_happens_ends_the_question(event: str) -> None:
     assert taken(found) == []
 
 
-def test_the_complaints_of_others_end_no_question() -> None:
+def test_complaints_of_other_ranks_do_not_end_the_query() -> None:
     found = times_out()
     found.failed(2, [LOST], AT + 0.1)
     assert (taken(found), found.deadline) == ([], AT + ANSWER_SECONDS)
 
 
 @pytest.mark.parametrize("cause", ["crash", "early"])
-def test_a_rank_that_has_failed_by_itself_or_ended_early_is_the_cause_all_the_same(cause: str) -> None:
+def test_a_rank_that_failed_by_itself_or_ended_early_is_still_the_cause(cause: str) -> None:
     found = times_out()
     found.answered(1, STANDS, [HANGS], AT + 1)
     found.answered(2, STANDS, [WAITS], AT + 1)
@@ -285,13 +285,13 @@ def test_a_rank_that_has_failed_by_itself_or_ended_early_is_the_cause_all_the_sa
     ],
     ids=["not in a collective of all ranks", "another one has crashed", "another one was told to stop, and has saved"],
 )
-def test_nobody_is_asked_where_the_answers_could_not_tell(failures: list[Failure]) -> None:
+def test_no_rank_is_queried_if_the_answers_could_not_help(failures: list[Failure]) -> None:
     found = running(2)
     found.failed(0, failures, AT)
     assert [type(order) for order in taken(found)] == [Stop]
 
 
-def test_nobody_is_asked_once_a_node_has_finished_or_while_the_nodes_are_measured() -> None:
+def test_no_rank_is_queried_after_a_node_has_finished_or_during_a_measurement() -> None:
     found = running(2)
     found.finished(1, AT)
     found.failed(0, [TIMED_OUT], AT)
@@ -320,7 +320,7 @@ def asked(found: LeaderState) -> None:
     assert taken(found) == [Ask(found.generation, quiet=True)]
 
 
-def test_a_deadlock_that_is_certain_is_a_stall_before_any_limit() -> None:
+def test_a_certain_deadlock_is_a_stall_before_any_limit() -> None:
     found = running(2)
     asked(found)
     found.answered(0, STILL, [waits(0, "all_reduce")], T0 + 8)
@@ -342,7 +342,7 @@ def test_a_deadlock_that_is_certain_is_a_stall_before_any_limit() -> None:
         [(0, STILL, waits(0, "all_reduce"))],
     ],
 )
-def test_what_is_not_certain_is_left_to_the_limits_and_not_asked_again_until_a_rank_has_run(
+def test_an_uncertain_deadlock_is_left_to_the_limits_and_not_queried_again_until_a_rank_has_run(
     answers: list[tuple[int, StallReport, Position]],
 ) -> None:
     found = running(2)
@@ -357,7 +357,7 @@ def test_what_is_not_certain_is_left_to_the_limits_and_not_asked_again_until_a_r
     asked(found)
 
 
-def test_a_limit_that_is_over_while_ranks_are_asked_what_they_wait_in_counts_all_the_same() -> None:
+def test_a_limit_that_expires_during_the_query_counts() -> None:
     found = running(2)
     asked(found)
     found.stood(0, STANDS._replace(still=True), T0 + 8)

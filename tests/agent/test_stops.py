@@ -35,7 +35,7 @@ while True: time.sleep(0.05)
 
 
 @STARTS
-def test_what_a_rank_has_started_gets_sigterm_only_after_it_has_ended(launcher: Launcher, start: str) -> None:
+def test_processes_started_by_a_rank_get_sigterm_only_after_it_has_ended(launcher: Launcher, start: str) -> None:
     """A DataLoader raises in the rank when a worker ends, so the save at the stop would be lost."""
     done = told_to_stop(launcher.ddprun(start, launcher.script(RANK_WITH_A_HELPER)))
     assert (done.stdout, done.returncode) == ("saved\nhelper ends\n", 75)
@@ -46,7 +46,7 @@ def test_each_rank_of_a_node_is_signalled_without_its_helpers(launcher: Launcher
     assert done.stdout.splitlines() == ["saved"] * 2 + ["helper ends"] * 2
 
 
-def test_helpers_of_a_rank_that_a_failure_of_another_one_stops_end_after_it(launcher: Launcher) -> None:
+def test_helpers_end_after_their_rank_if_another_rank_fails(launcher: Launcher) -> None:
     """A rank may save when its group is broken, if the job's grace period is long enough."""
     script = launcher.script(
         "import os, time\n"
@@ -70,9 +70,7 @@ while True: time.sleep(0.05)
 
 
 @pytest.mark.parametrize("session", [[], ["daemon"]])
-def test_a_helper_that_outlives_its_rank_is_killed_when_the_time_is_over(
-    launcher: Launcher, session: list[str]
-) -> None:
+def test_a_helper_that_outlives_its_rank_is_killed_after_the_grace(launcher: Launcher, session: list[str]) -> None:
     """A helper that uploads saved files gets the rest of the time; a helper that never ends must not hold the pod."""
     agent = launcher.ddprun("--no-preload", launcher.script(LEAVES_A_HELPER), *session, PET_SHUTDOWN_TIMEOUT="3")
     wait_for(agent, "ready")
@@ -106,7 +104,7 @@ while True: time.sleep(0.05)
 
 
 @pytest.mark.parametrize("words", ["{0}; true", "({0}; true) | cat", "sh -c '{0}; true' & wait", "exec {0}"])
-def test_the_python_below_a_shell_gets_the_signal_at_once_and_its_time(launcher: Launcher, words: str) -> None:
+def test_a_python_process_below_a_shell_gets_the_signal_at_once_and_its_grace(launcher: Launcher, words: str) -> None:
     """The shell ends by the signal. Its children must not be killed immediately, and the reader of its output must
     live on."""
     launcher.script(TRAINS)
@@ -115,7 +113,7 @@ def test_the_python_below_a_shell_gets_the_signal_at_once_and_its_time(launcher:
     assert done.stdout == "saved\n" * 50
 
 
-def test_a_shell_without_python_gets_the_signal_with_all_that_it_has_started(launcher: Launcher) -> None:
+def test_a_shell_without_python_gets_the_signal_with_all_its_children(launcher: Launcher) -> None:
     agent = launcher.ddprun("--no-python", "sh", "-c", "echo ready; sleep 1000; true")
     assert told_to_stop(agent, seconds=15).returncode == 143
 
@@ -140,7 +138,7 @@ if __name__ == "__main__":
 """
 
 
-def test_training_processes_that_a_rank_has_started_get_the_signal_at_once_and_it_waits_for_them(
+def test_training_processes_started_by_a_rank_get_the_signal_at_once_and_it_waits_for_them(
     launcher: Launcher,
 ) -> None:
     """Otherwise, with torch.multiprocessing.spawn in a rank, the parent ends by the signal and takes its children

@@ -22,7 +22,7 @@ def environs(launcher: Launcher, count: int) -> list[dict[str, str]]:
     return [json.loads((launcher.folder / f"environ-{rank}.json").read_text()) for rank in range(count)]
 
 
-def test_a_rank_finds_the_environment_that_torchrun_gives_it(launcher: Launcher) -> None:
+def test_a_rank_gets_the_environment_that_torchrun_gives_it(launcher: Launcher) -> None:
     """Lightning, Accelerate and others choose by these variables how they start."""
     del launcher.env["DDPJOB_TERMINATION_LOG"]
     words = ["--nproc-per-node", 2, launcher.script(PRINT_ENVIRON)]
@@ -57,7 +57,7 @@ dist.destroy_process_group()
 """
 
 
-def test_a_killed_rank_of_two_nodes_trains_on_and_to_the_same_parameters_as_an_undisturbed_run_on_one(
+def test_a_killed_rank_of_two_nodes_resumes_to_the_parameters_of_an_undisturbed_run(
     launcher: Launcher,
 ) -> None:
     script = launcher.script(TRAIN.replace("FAIL", "os.environ.get('FAIL')"))
@@ -90,7 +90,7 @@ dist.destroy_process_group()
 """
 
 
-def test_the_default_preload_has_all_that_the_first_step_of_ddp_imports(launcher: Launcher) -> None:
+def test_the_default_preload_contains_all_imports_of_the_first_ddp_step(launcher: Launcher) -> None:
     launcher.env.pop("TORCHINDUCTOR_CACHE_DIR", None)  # an earlier import of torch._inductor here sets it
     assert finish(launcher.ddprun("--nproc", 2, "--no-preload", launcher.script(PRINT_ENVIRON))).returncode == 0
     new, _ = environs(launcher, 2)
@@ -105,7 +105,7 @@ def test_the_default_preload_has_all_that_the_first_step_of_ddp_imports(launcher
     assert added == {"TORCHINDUCTOR_CACHE_DIR"}, "torch._dynamo sets it while it is imported"
 
 
-def test_a_rank_that_is_faster_than_rank_0_finds_its_store_at_the_first_look(launcher: Launcher) -> None:
+def test_a_rank_that_is_faster_than_rank_0_connects_to_its_store_at_the_first_try(launcher: Launcher) -> None:
     script = launcher.script(
         """
         import os, socket, sys, time
@@ -127,7 +127,7 @@ def test_a_rank_that_is_faster_than_rank_0_finds_its_store_at_the_first_look(lau
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_no_module_of_the_agent_imports_torch_or_what_is_not_in_the_standard_library() -> None:
+def test_no_module_of_the_agent_imports_torch_or_third_party_packages() -> None:
     ours = ", ".join(f"ddprun.{name}" for name in ("agent", "options", "leader", "follower", "wire", "logs"))
     code = f"import sys; before = set(sys.modules); import {ours}; print(*set(sys.modules) - before)"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -51,7 +51,7 @@ def told(text: str, rank: int) -> str:
 
 
 @pytest.mark.parametrize("start", ["--no-preload", "--preload=json"])
-def test_a_rank_that_hangs_is_found_and_named_and_all_start_again(launcher: Launcher, start: str) -> None:
+def test_a_hanging_rank_is_found_and_named_and_all_ranks_restart(launcher: Launcher, start: str) -> None:
     script = launcher.script(TRAIN.format(trouble=f"load_batch() if rank == 1 else {WAIT}"))
     done = launcher.done(start, "--nproc", 2, script, **LIMIT)
     assert done.returncode == 0, done.stderr
@@ -64,7 +64,7 @@ def test_a_rank_that_hangs_is_found_and_named_and_all_start_again(launcher: Laun
     assert "forkserver.py" not in done.stderr, "the stack begins in the script, however the rank was started"
 
 
-def test_a_rank_whose_interpreter_is_held_cannot_answer_and_is_named_for_it(launcher: Launcher) -> None:
+def test_a_rank_whose_interpreter_is_blocked_is_named_because_it_cannot_answer(launcher: Launcher) -> None:
     held = "re.match('(a+)+b', 'a' * 60)"
     script = launcher.script(TRAIN.format(trouble=held))
     done = launcher.done("--no-preload", "--nproc", 1, script, **LIMIT)
@@ -73,7 +73,7 @@ def test_a_rank_whose_interpreter_is_held_cannot_answer_and_is_named_for_it(laun
     assert re.search(r"Current thread .*\n.*re/__init__.py", done.stderr), "the stacks that faulthandler writes"
 
 
-def test_a_rank_that_never_says_anything_is_not_named_where_another_one_stands_still(launcher: Launcher) -> None:
+def test_a_rank_that_never_reports_is_not_named_if_another_one_stalls(launcher: Launcher) -> None:
     """A rank that uses neither the library nor a process group is no suspect, because nothing in it can answer."""
     script = launcher.script(
         """
@@ -92,7 +92,7 @@ def test_a_rank_that_never_says_anything_is_not_named_where_another_one_stands_s
     assert found(done.stderr)[1].startswith("rank 0 stands at step 2")
 
 
-def test_a_pause_that_is_declared_has_a_limit_of_its_own(launcher: Launcher) -> None:
+def test_a_declared_pause_has_its_own_limit(launcher: Launcher) -> None:
     script = launcher.script(
         """
         import time, ddpjob
@@ -105,7 +105,7 @@ def test_a_pause_that_is_declared_has_a_limit_of_its_own(launcher: Launcher) -> 
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_rank_that_hangs_on_its_way_out_still_says_where_it_is(launcher: Launcher) -> None:
+def test_a_rank_that_hangs_during_its_exit_still_reports_its_position(launcher: Launcher) -> None:
     """On its way out a rank saves and waits for the others to leave the group, so it must still be able to answer."""
     script = launcher.script(
         """
@@ -123,13 +123,13 @@ def test_a_rank_that_hangs_on_its_way_out_still_says_where_it_is(launcher: Launc
     assert "line 5, in save" in told(done.stderr, 0)
 
 
-def test_a_limit_of_0_is_none(launcher: Launcher) -> None:
+def test_a_limit_of_0_is_no_limit(launcher: Launcher) -> None:
     script = launcher.script("import time, ddpjob; ddpjob.progress(1); ddpjob.progress(2); time.sleep(4)")
     done = launcher.done("--no-preload", script, DDPJOB_STALL_TIMEOUT="0")
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_an_agent_that_was_held_itself_finds_no_stall(launcher: Launcher) -> None:
+def test_an_agent_that_was_itself_suspended_finds_no_stall(launcher: Launcher) -> None:
     """On a suspended machine or in a frozen container, ranks and agent stop together, which is no stall."""
     script = launcher.script(
         """
@@ -154,7 +154,7 @@ def test_an_agent_that_was_held_itself_finds_no_stall(launcher: Launcher) -> Non
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_stall_on_another_node_is_found_and_all_nodes_start_again(launcher: Launcher) -> None:
+def test_a_stall_on_another_node_is_found_and_all_nodes_restart(launcher: Launcher) -> None:
     script = launcher.script(TRAIN.format(trouble=f"load_batch() if rank == 3 else {WAIT}"))
     done = [finish(agent) for agent in launcher.nodes(2, "--no-preload", "--nproc", 2, script, **LIMIT)]
     assert [d.returncode for d in done] == [0, 0], done[0].stderr + done[1].stderr
@@ -165,7 +165,7 @@ def test_a_stall_on_another_node_is_found_and_all_nodes_start_again(launcher: La
     assert "in load_batch" in told(done[1].stderr, 3)
 
 
-def test_a_program_that_trained_and_has_ended_is_none_that_hangs(launcher: Launcher) -> None:
+def test_a_program_that_trained_and_has_ended_does_not_hang(launcher: Launcher) -> None:
     """A rank may be a shell script: first a training that reports its steps, then a program that does not."""
     launcher.script("import ddpjob; ddpjob.progress(1)")
     launcher.script("#!/bin/sh\npython train.py && sleep 4\n", "all.sh").chmod(0o755)
@@ -197,7 +197,7 @@ class Loses:
         self.words.append(word)
 
 
-def test_an_agent_that_loses_node_0_while_its_ranks_are_asked_says_no_more() -> None:
+def test_an_agent_that_loses_node_0_during_a_query_stays_silent() -> None:
     agent = Loses()
     beats = Heartbeats(1)
     agent.watching.begin(beats)
@@ -229,7 +229,7 @@ dist.destroy_process_group()
 """
 
 
-def test_the_rank_that_did_not_come_to_the_collective_is_named(launcher: Launcher) -> None:
+def test_the_rank_that_did_not_reach_the_collective_is_named(launcher: Launcher) -> None:
     script = launcher.script(REDUCE)
     done = finish(launcher.warm("--nproc", 2, script, DDPJOB_STALL_TIMEOUT="3", OMP_NUM_THREADS="1"), 150)
     assert done.returncode == 0, done.stderr
@@ -256,7 +256,7 @@ dist.destroy_process_group()
 """
 
 
-def test_the_rank_that_another_one_waited_for_until_torchs_timeout_is_named_as_in_a_stall(launcher: Launcher) -> None:
+def test_the_rank_that_another_waited_for_until_the_timeout_of_torch_is_named_as_in_a_stall(launcher: Launcher) -> None:
     """The rank that timed out did nothing wrong. The agents are not forked from this process: torch's flight
     recorder is off in a fork of a process that has had a group."""
     started = launcher.nodes(2, "--preload=torch", launcher.script(TIMES_OUT), OMP_NUM_THREADS="1")
@@ -308,7 +308,7 @@ def test_a_rank_that_works_alone_after_its_last_collective_is_left_alone(launche
     assert (done.returncode, "restart" in done.stderr) == (0, False), done.stderr
 
 
-def test_a_process_that_hangs_after_its_script_has_ended_is_found(launcher: Launcher) -> None:
+def test_a_process_that_hangs_after_the_end_of_its_script_is_found(launcher: Launcher) -> None:
     """For example in torch's destructors, which hold the GIL, so the process cannot answer."""
     hang = "import atexit; torch.kept = Held()"
     # PyDLL holds the GIL during the call. The loop is needed because a signal ends a sleep.

@@ -29,7 +29,7 @@ def met(pair: Any, theirs: bytes = KEY) -> tuple[Link, Link]:
     return leader, node
 
 
-def test_both_ends_hear_what_the_other_says_in_order(pair: Any) -> None:
+def test_both_ends_receive_messages_in_order(pair: Any) -> None:
     leader, node = met(pair)
     (hello,) = leader.receive()
     assert (hello["node"], hello["nproc"], leader.node) == (3, 2, 3)
@@ -51,7 +51,7 @@ def test_an_agent_with_another_key_is_refused(pair: Any, other: bytes) -> None:
         leader.receive()
 
 
-def test_a_leader_with_another_key_is_not_obeyed(pair: Any) -> None:
+def test_a_leader_with_another_key_is_ignored(pair: Any) -> None:
     """A process that listens at node 0's old address cannot prove its identity, so it starts nothing here."""
     leader, node = met(pair, job_key("uid-2", {}))
     leader._session = b"guessed"
@@ -61,7 +61,7 @@ def test_a_leader_with_another_key_is_not_obeyed(pair: Any) -> None:
 
 
 @pytest.mark.parametrize("change", ["repeat", "swap", "alter", "reflect"])
-def test_a_line_that_was_tampered_with_ends_the_connection(pair: Any, change: str) -> None:
+def test_a_modified_line_ends_the_connection(pair: Any, change: str) -> None:
     leader, node = met(pair)
     leader.receive()
     leader.send({"stop": 1})
@@ -74,7 +74,7 @@ def test_a_line_that_was_tampered_with_ends_the_connection(pair: Any, change: st
         victim.receive()
 
 
-def test_garbage_is_refused_and_never_anything_else(pair: Any) -> None:
+def test_garbage_is_refused_without_another_error(pair: Any) -> None:
     chance = random.Random(7)
     texts = [
         b"",
@@ -97,14 +97,14 @@ def test_garbage_is_refused_and_never_anything_else(pair: Any) -> None:
             assert not leader.known
 
 
-def test_a_stranger_cannot_make_the_agent_keep_a_long_line(pair: Any) -> None:
+def test_a_foreign_client_cannot_make_the_agent_store_a_long_line(pair: Any) -> None:
     leader = Link(pair[0], KEY, node=None)
     pair[1].sendall(b"x" * 1100)
     with pytest.raises(Refused, match="without end"):
         leader.receive()
 
 
-def test_an_agent_cannot_either(pair: Any) -> None:
+def test_an_agent_cannot_make_another_store_a_long_line(pair: Any) -> None:
     leader, _ = met(pair)
     leader.receive()
     pair[1].setblocking(True)
@@ -115,7 +115,7 @@ def test_an_agent_cannot_either(pair: Any) -> None:
         leader.receive()
 
 
-def test_the_end_of_the_other_is_told(pair: Any) -> None:
+def test_the_end_of_the_connection_is_reported(pair: Any) -> None:
     leader, _ = met(pair)
     leader.receive()
     pair[1].close()
@@ -123,7 +123,7 @@ def test_the_end_of_the_other_is_told(pair: Any) -> None:
         leader.receive()
 
 
-def test_no_line_shows_the_key(pair: Any) -> None:
+def test_no_message_shows_the_key(pair: Any) -> None:
     Link(pair[0], KEY, node=None)
     greeting = json.loads(pair[1].recv(4096))
     assert set(greeting) == {"ddprun", "nonce"}

@@ -138,7 +138,7 @@ ACCEPTED = {
 
 
 @pytest.mark.parametrize("body", ACCEPTED.values(), ids=ACCEPTED)
-def test_a_right_job_is_accepted(cluster: Cluster, body: dict[str, Any]) -> None:
+def test_a_valid_job_is_accepted(cluster: Cluster, body: dict[str, Any]) -> None:
     cluster("create", "--dry-run=server", "-f", "-", stdin=body)
 
 
@@ -244,7 +244,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("body", "where", "why"), REFUSED.values(), ids=REFUSED)
-def test_a_wrong_job_is_refused_with_the_field_and_the_reason(
+def test_an_invalid_job_is_refused_with_the_field_and_the_reason(
     cluster: Cluster, body: dict[str, Any], where: str, why: str
 ) -> None:
     code, output = cluster.try_("create", "--dry-run=server", "-f", "-", stdin=body)
@@ -258,7 +258,7 @@ def test_only_nodes_gets_a_default_that_is_stored(cluster: Cluster) -> None:
     assert cluster.spec(cluster.create(body)) == {"nodes": 1, **body["spec"]}
 
 
-def test_a_template_is_stored_whole_also_fields_that_nobody_knows_yet(cluster: Cluster) -> None:
+def test_a_template_is_stored_completely_including_unknown_fields(cluster: Cluster) -> None:
     body = with_container(newIn2030={"deep": [1, {"er": True}]}, resources={"limits": {"nvidia.com/gpu": 8}})
     body["spec"]["template"]["spec"] |= {"alsoNew": "x", "tolerations": [{"operator": "Exists"}]}
     body["spec"]["template"]["metadata"] = {"labels": {"team": "vision"}, "creationTimestamp": None}
@@ -317,13 +317,15 @@ def running(cluster: Cluster) -> str:
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_what_runs_does_not_change(cluster: Cluster, running: str, change: tuple[tuple[str, str, object], ...]) -> None:
+def test_a_running_job_is_immutable(
+    cluster: Cluster, running: str, change: tuple[tuple[str, str, object], ...]
+) -> None:
     code, output = cluster.patch(running, *change)
     assert code != 0, "the API server took the change"
     assert STOP_FIRST in output
 
 
-def test_what_runs_does_not_change_with_a_status_that_is_written_along(cluster: Cluster) -> None:
+def test_a_running_job_is_immutable_even_if_the_status_changes_too(cluster: Cluster) -> None:
     """The rule for the template is skipped if the status differs, as in the operator's writes. A status that a user
     sends with a spec must not cause this. Otherwise the pods of a running job could differ from each other."""
     name = cluster.create(changeable())
@@ -342,7 +344,7 @@ def test_what_runs_does_not_change_with_a_status_that_is_written_along(cluster: 
     assert cluster("get", "ddp", name, "-o", "jsonpath={.status.message}") == "with a spec"
 
 
-def test_an_elastic_job_is_scaled_while_it_runs_and_not_below_its_least(cluster: Cluster) -> None:
+def test_an_elastic_job_is_scaled_while_running_but_not_below_minNodes(cluster: Cluster) -> None:
     """kubectl scale and autoscalers use only the scale subresource."""
     name = cluster.create(changeable(minNodes=1))
     cluster.set_status(name, state="Running", startTime="2030-01-01T00:00:00Z")
@@ -361,7 +363,7 @@ def test_one_update_cannot_suspend_and_change(cluster: Cluster, running: str) ->
     assert STOP_FIRST in output
 
 
-def test_everything_may_change_in_a_job_that_is_created_suspended(cluster: Cluster) -> None:
+def test_every_field_of_a_job_created_suspended_may_change(cluster: Cluster) -> None:
     name = cluster.create(changeable(suspend=True))
     for change in CHANGES.values():
         code, output = cluster.try_("patch", "ddp", name, "--dry-run=server", "--type=json", "-p", _json_patch(change))
@@ -395,7 +397,7 @@ HARMLESS: dict[str, tuple[tuple[str, str, object], ...]] = {
 
 
 @pytest.mark.parametrize("change", HARMLESS.values(), ids=HARMLESS)
-def test_what_no_pod_shows_changes_at_any_time(
+def test_fields_that_do_not_affect_pods_may_change_at_any_time(
     cluster: Cluster, running: str, change: tuple[tuple[str, str, object], ...]
 ) -> None:
     code, output = cluster.try_("patch", "ddp", running, "--dry-run=server", "--type=json", "-p", _json_patch(change))
@@ -404,7 +406,7 @@ def test_what_no_pod_shows_changes_at_any_time(
 
 @pytest.mark.parametrize("suspend", [False, True])
 @pytest.mark.parametrize("before", ["", "kueue.x-k8s.io/multikueue"])
-def test_no_controller_takes_over_a_job_that_is_there(cluster: Cluster, before: str, suspend: bool) -> None:
+def test_no_controller_can_take_over_an_existing_job(cluster: Cluster, before: str, suspend: bool) -> None:
     name = cluster.create(changeable(suspend=suspend, **({"managedBy": before} if before else {})))
     for operation in (("add", "/spec/managedBy", "kueue"), *((("remove", "/spec/managedBy", None),) if before else ())):
         code, output = cluster.patch(name, operation)
@@ -414,7 +416,7 @@ def test_no_controller_takes_over_a_job_that_is_there(cluster: Cluster, before: 
 
 
 @pytest.mark.alone
-def test_a_job_with_a_field_that_an_older_crd_took_can_still_be_suspended(cluster: Cluster) -> None:
+def test_a_job_with_a_field_of_an_older_crd_can_be_suspended(cluster: Cluster) -> None:
     """Otherwise an upgrade of the CRD would leave a job's owner no way to stop the job."""
     old = json.loads(cluster("get", "crd", "ddpjobs.training.ddpjob.io", "-o", "json"))
     old["metadata"] = {"name": old["metadata"]["name"]}
@@ -464,7 +466,7 @@ def test_scale_sets_the_nodes_of_a_suspended_job(cluster: Cluster) -> None:
     assert "greater than or equal to 1" in output
 
 
-def test_scale_says_why_a_running_job_keeps_its_nodes(cluster: Cluster) -> None:
+def test_scale_explains_why_a_running_job_keeps_its_nodes(cluster: Cluster) -> None:
     name = cluster.create(job())
     code, output = cluster.try_("scale", "ddp", name, "--replicas=3")
     assert code != 0
@@ -481,7 +483,7 @@ def test_the_scale_subresource_counts_the_ready_nodes(cluster: Cluster) -> None:
     assert scale["status"] == {"replicas": 1, "selector": f"training.ddpjob.io/job={name}"}
 
 
-def test_get_shows_how_far_a_job_is(cluster: Cluster) -> None:
+def test_get_shows_the_progress_of_a_job(cluster: Cluster) -> None:
     name = cluster.create(job())
     cluster.set_status(
         name,
@@ -500,7 +502,7 @@ def test_get_shows_how_far_a_job_is(cluster: Cluster) -> None:
     assert row.endswith("1         1 infrastructure   AllNodesRun   2 of 2 nodes are running, attempt 1")
 
 
-def test_get_shows_a_job_that_nobody_has_looked_at_yet(cluster: Cluster) -> None:
+def test_get_shows_a_job_before_its_first_reconcile(cluster: Cluster) -> None:
     name = cluster.create(job())
     assert cluster("get", "ddp", name).splitlines()[1].split()[0] == name
 
@@ -521,19 +523,19 @@ def test_jobs_can_be_listed_by_state_and_reason(cluster: Cluster) -> None:
     assert {f"{kind}/{failed}", f"{kind}/{runs}"} <= set(cluster(*listed, "status.reason=NoProgress").split())
 
 
-def test_get_all_shows_whose_pods_these_are(cluster: Cluster) -> None:
+def test_get_all_shows_the_job_of_each_pod(cluster: Cluster) -> None:
     name = cluster.create(job())
     assert f"ddpjob.training.ddpjob.io/{name}" in cluster("get", "all")
 
 
-def test_wait_for_complete_works_as_for_a_job(cluster: Cluster) -> None:
+def test_wait_for_complete_works_as_for_a_batch_job(cluster: Cluster) -> None:
     name = cluster.create(job())
     done = {"type": "Complete", "status": "True", "reason": "AllNodesCompleted", "message": ""}
     cluster.set_status(name, conditions=[{**done, "lastTransitionTime": "2030-01-01T00:00:00Z"}])
     assert "condition met" in cluster("wait", "--for=condition=Complete", "ddp", name, "--timeout=5s")
 
 
-def test_wait_for_the_completion_time_ends_for_a_job_that_failed_too(cluster: Cluster) -> None:
+def test_wait_for_the_completion_time_ends_for_a_failed_job_too(cluster: Cluster) -> None:
     """If a job fails, a wait for the condition Complete lasts until its timeout."""
     name = cluster.create(job())
     until_over = ("wait", "--for=jsonpath={.status.completionTime}", "ddp", name)
@@ -542,7 +544,7 @@ def test_wait_for_the_completion_time_ends_for_a_job_that_failed_too(cluster: Cl
     assert "condition met" in cluster(*until_over, "--timeout=5s")
 
 
-def test_a_newer_operator_may_write_a_state_that_this_crd_does_not_know(cluster: Cluster) -> None:
+def test_a_newer_operator_may_write_a_state_unknown_to_this_crd(cluster: Cluster) -> None:
     name = cluster.create(job())
     cluster.set_status(name, state="Resizing", attempt=-1, message="x" * 10_000)
     assert cluster("get", "ddp", name, "-o", "jsonpath={.status.state}") == "Resizing"
@@ -555,7 +557,7 @@ def test_a_spec_cannot_be_written_with_the_status(cluster: Cluster) -> None:
     assert "suspend" not in cluster.spec(name)
 
 
-def test_explain_says_what_each_field_means(cluster: Cluster) -> None:
+def test_explain_describes_each_field(cluster: Cluster) -> None:
     explained = " ".join(cluster("explain", "ddpjob.spec").split())
     assert "Unset: 10, or the pod's grace if less; 0.1 where ddprun" in explained
     assert "Default: Running." in explained

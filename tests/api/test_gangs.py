@@ -88,7 +88,7 @@ def all_nodes(namespace: Namespace) -> int:
     return len(namespace.api.call("GET", "/api/v1/nodes?labelSelector=type%3Dkwok")["items"])
 
 
-def test_of_two_jobs_for_all_nodes_one_runs_and_the_other_waits_with_no_pod_bound(gangs: Gangs, all_nodes: int) -> None:
+def test_one_of_two_jobs_for_all_nodes_runs_and_the_other_waits_with_no_pod_bound(gangs: Gangs, all_nodes: int) -> None:
     """If each job had half of the nodes, both would wait forever."""
     gangs.submit("first", all_nodes)
     gangs.namespace.reaches("Running", name="first", seconds=60)
@@ -103,7 +103,7 @@ def test_of_two_jobs_for_all_nodes_one_runs_and_the_other_waits_with_no_pod_boun
     until(lambda: gangs.names() == ["second-1"], "the group of a deleted job goes with it")
 
 
-def test_the_status_says_who_places_the_pods_and_the_pods_name_their_group(gangs: Gangs, all_nodes: int) -> None:
+def test_the_status_names_the_scheduler_of_the_pods_and_the_pods_name_their_group(gangs: Gangs, all_nodes: int) -> None:
     gangs.submit("digits", all_nodes)
     gangs.namespace.reaches("Running", seconds=60)
     gang = gangs.namespace.status()["gang"]
@@ -112,7 +112,7 @@ def test_the_status_says_who_places_the_pods_and_the_pods_name_their_group(gangs
     assert groups == {gangs.name("digits")}
 
 
-def test_restart_suspend_resume_and_the_end_leave_no_group_behind(gangs: Gangs, all_nodes: int) -> None:
+def test_restart_suspend_resume_and_the_end_leave_no_group(gangs: Gangs, all_nodes: int) -> None:
     gangs.submit("digits", all_nodes)
     gangs.namespace.reaches("Running", seconds=60)
     gangs.namespace.exits("digits-1-1", 1, "a bug")
@@ -142,7 +142,7 @@ def test_a_replaced_pod_joins_its_gang(gangs: Gangs, all_nodes: int) -> None:
     assert pod["spec"]["schedulingGroup"] == {"podGroupName": gangs.name("replaced")}
 
 
-def test_an_elastic_job_starts_with_the_least_of_its_nodes(gangs: Gangs, all_nodes: int) -> None:
+def test_an_elastic_job_starts_with_minNodes(gangs: Gangs, all_nodes: int) -> None:
     gangs.submit("other", all_nodes - 2)
     gangs.namespace.reaches("Running", name="other", seconds=60)
     gangs.submit("digits", all_nodes, minNodes=2)
@@ -167,7 +167,7 @@ def racks(all_nodes: int) -> Iterator[str]:
     kubectl("label", *names, "ddpjob.test/rack-")
 
 
-def test_a_topology_key_keeps_all_pods_in_one_rack_and_a_job_for_which_none_is_large_enough_waits(
+def test_a_topology_key_keeps_all_pods_in_one_rack_and_a_job_that_fits_in_none_waits(
     gangs: Gangs, all_nodes: int, racks: str
 ) -> None:
     """Needs the feature gate TopologyAwareWorkloadScheduling; without it Kubernetes 1.36 drops the field."""
@@ -186,7 +186,7 @@ def test_a_topology_key_keeps_all_pods_in_one_rack_and_a_job_for_which_none_is_l
     assert gangs.bound("large") == 0
 
 
-def test_a_topology_that_no_node_has_binds_no_pod_and_says_so(gangs: Gangs) -> None:
+def test_a_missing_topology_binds_no_pod_and_is_reported(gangs: Gangs) -> None:
     gangs.submit("digits", 2, topologyKey="ddpjob.test/nobody-has-it")
     until(lambda: gangs.names() == ["digits-1"], "its group is there")
     if "schedulingConstraints" not in gangs.spec("digits"):
@@ -198,7 +198,7 @@ def test_a_topology_that_no_node_has_binds_no_pod_and_says_so(gangs: Gangs) -> N
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, ROUNDS))])
-def test_a_mix_of_jobs_never_blocks_itself(gangs: Gangs, all_nodes: int, seed: int) -> None:
+def test_a_mix_of_gang_jobs_never_blocks_itself(gangs: Gangs, all_nodes: int, seed: int) -> None:
     """Each job takes some of the nodes for a short time, and all jobs end. By day one mix runs, at night twenty."""
     sizes = random.Random(seed)
     names = [f"job-{number}" for number in range(sizes.randrange(3, 7))]

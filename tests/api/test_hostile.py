@@ -316,7 +316,7 @@ def peak_bytes(operator: Operator) -> int:
     return int(line.split()[1]) * 1024
 
 
-def test_forty_hostile_objects_and_seventeen_hostile_peers_cost_nobody_anything(
+def test_hostile_objects_and_peers_do_not_affect_other_jobs(
     namespace: Namespace, theirs: Namespace, operators: Callable[..., Operator]
 ) -> None:
     port = free_port()

@@ -211,7 +211,7 @@ STORIES = (
 
 
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
-def test_the_model_answers_as_the_real_api_server_does(
+def test_the_model_answers_like_the_real_api_server(
     story: Callable[[Server], Any], api: FaultyApi, namespace: Namespace
 ) -> None:
     assert story(modelled()) == story(real(api, namespace))

@@ -63,7 +63,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize(("what", "status", "headers", "times"), REFUSALS.values(), ids=REFUSALS)
-def test_a_job_starts_though_at_first(
+def test_a_job_starts_despite_initial_faults(
     namespace: Namespace, operator: Operator, what: str, status: int, headers: dict[str, str], times: int
 ) -> None:
     began = time.monotonic()
@@ -91,7 +91,7 @@ def test_a_lost_answer_does_no_harm(namespace: Namespace, operator: Operator, wh
     assert namespace.events().count("Suspended") <= 1
 
 
-def test_a_job_that_others_change_all_the_time_still_runs_to_its_end(namespace: Namespace, operator: Operator) -> None:
+def test_a_job_that_others_change_all_the_time_still_reaches_its_end(namespace: Namespace, operator: Operator) -> None:
     changes = 0
 
     def change(_: Seen) -> bool:
@@ -110,7 +110,7 @@ def test_a_job_that_others_change_all_the_time_still_runs_to_its_end(namespace: 
     assert (namespace.job() or {})["metadata"]["labels"] == {"changed": "3"}
 
 
-def test_a_job_replaced_between_look_and_write_is_not_written_over(namespace: Namespace, operator: Operator) -> None:
+def test_a_job_replaced_between_read_and_write_is_not_overwritten(namespace: Namespace, operator: Operator) -> None:
     old_pods = namespace.start()
     old = (namespace.job() or {})["metadata"]["uid"]
     namespace.api.break_("update ddpjobs/status", 409, reason="Conflict", times=2)
@@ -125,7 +125,7 @@ def test_a_job_replaced_between_look_and_write_is_not_written_over(namespace: Na
 # ------------------------------------------------------------------------------------------------ watches that fail
 
 
-def test_what_happens_while_watches_are_closed_is_noticed(namespace: Namespace, operator: Operator) -> None:
+def test_changes_while_watches_are_closed_are_noticed(namespace: Namespace, operator: Operator) -> None:
     namespace.start(backoffLimit=0)
     for _ in range(5):
         namespace.api.close_watches()
@@ -135,7 +135,7 @@ def test_what_happens_while_watches_are_closed_is_noticed(namespace: Namespace, 
 
 
 @pytest.mark.parametrize("resource", ["pods", "services", "ddpjobs"])
-def test_after_410_it_lists_anew(namespace: Namespace, operator: Operator, resource: str) -> None:
+def test_after_410_the_operator_lists_again(namespace: Namespace, operator: Operator, resource: str) -> None:
     namespace.start()
     lists = namespace.api.requests()[f"list {resource}"]
     assert namespace.api.close_watches(resource, gone=True) == 1
@@ -159,7 +159,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
-def test_a_list_or_watch_that_is_answered_wrongly_is_tried_again_within_seconds(
+def test_a_wrong_answer_to_a_list_or_watch_is_retried_within_seconds(
     namespace: Namespace, operator: Operator, answer: dict[str, Any]
 ) -> None:
     """Otherwise the operator is running but does nothing: no job starts or restarts."""
@@ -210,7 +210,7 @@ def test_a_proxy_that_breaks_every_third_request_fails_no_job(namespace: Namespa
     assert operator.process.poll() is None
 
 
-def test_a_pod_that_completed_before_its_peers_were_made_is_not_run_again(
+def test_a_pod_that_completed_before_its_peers_were_created_is_not_run_again(
     namespace: Namespace, operators: Callable[..., Operator]
 ) -> None:
     """The operator is killed while it creates the pods of a short job: pods that have finished must not run again."""
@@ -236,7 +236,7 @@ def test_a_pod_that_completed_before_its_peers_were_made_is_not_run_again(
     assert sorted(namespace.uids()) == PODS
 
 
-def test_a_job_deleted_while_no_watch_is_open_leaves_no_ghost(namespace: Namespace, operator: Operator) -> None:
+def test_a_job_deleted_while_no_watch_is_open_leaves_nothing(namespace: Namespace, operator: Operator) -> None:
     namespace.start()
     for what in ("watch ddpjobs", "watch pods", "list pods", "list ddpjobs"):
         namespace.api.break_(what, 503, times=float("inf"))
@@ -264,7 +264,7 @@ LOST = {
 
 
 @pytest.mark.parametrize(("resource", "kind", "where"), LOST.values(), ids=LOST)
-def test_an_event_that_never_comes_is_found_and_the_job_ends(
+def test_a_lost_event_is_found_and_the_job_ends(
     namespace: Namespace, operators: Callable[..., Operator], resource: str, kind: str, where: Callable[..., bool]
 ) -> None:
     """A proxy may lose one line of a watch. Otherwise the job would keep its GPUs until somebody checks."""
@@ -276,7 +276,7 @@ def test_an_event_that_never_comes_is_found_and_the_job_ends(
     assert lost.happened == 1
 
 
-def test_an_api_server_that_is_away_for_a_while_costs_nothing(namespace: Namespace, operator: Operator) -> None:
+def test_a_temporarily_unavailable_api_server_costs_nothing(namespace: Namespace, operator: Operator) -> None:
     uids = namespace.start()
     verbs = ("list", "watch", "get")
     for what in [f"{verb} {kind}" for verb in verbs for kind in ("pods", "services", "ddpjobs")]:
@@ -292,7 +292,7 @@ def test_an_api_server_that_is_away_for_a_while_costs_nothing(namespace: Namespa
     assert namespace.uids() == uids
 
 
-def test_an_old_list_makes_no_pod_look_vanished(
+def test_an_old_list_makes_no_pod_look_deleted(
     namespace: Namespace, operators: Callable[..., Operator], api: FaultyApi
 ) -> None:
     first = operators(namespace.name).watches()
@@ -319,7 +319,7 @@ def test_an_old_list_makes_no_pod_look_vanished(
 # ------------------------------------------------------------------------------------------------ rights and logins
 
 
-def test_a_token_that_was_rotated_is_read_anew(namespace: Namespace, operators: Callable[..., Operator]) -> None:
+def test_a_rotated_token_is_read_again(namespace: Namespace, operators: Callable[..., Operator]) -> None:
     account(namespace, "operator")
     first, second = (namespace.kubectl("create", "token", "operator", "--duration=1h").strip() for _ in range(2))
     operator = operators(namespace.name, token=first).watches()
@@ -334,7 +334,7 @@ def test_a_token_that_was_rotated_is_read_anew(namespace: Namespace, operators: 
     assert namespace.api.seen[-1].token == second
 
 
-def test_refused_credentials_are_tried_at_a_calm_pace(namespace: Namespace, operator: Operator) -> None:
+def test_refused_credentials_are_retried_at_a_slow_pace(namespace: Namespace, operator: Operator) -> None:
     verbs, kinds = ("list", "watch", "get", "update", "create"), ("pods", "services", "ddpjobs", "ddpjobs/status")
     for what in [f"{verb} {kind}" for verb in verbs for kind in kinds]:
         namespace.api.break_(what, 401, times=float("inf"))
@@ -370,7 +370,7 @@ def account(namespace: Namespace, name: str, *, without: tuple[str, str] = ("", 
     namespace.kubectl("apply", "-f", "-", stdin={"apiVersion": "v1", "kind": "List", "items": items})
 
 
-def test_these_rights_in_one_namespace_are_enough(namespace: Namespace, operators: Callable[..., Operator]) -> None:
+def test_the_listed_rights_in_one_namespace_suffice(namespace: Namespace, operators: Callable[..., Operator]) -> None:
     account(namespace, "operator")
     token = namespace.kubectl("create", "token", "operator").strip()
     operator = operators(namespace.name, token=token).watches()
@@ -397,7 +397,7 @@ MISSING = [
 
 
 @pytest.mark.parametrize(("verb", "resource"), MISSING, ids=[f"{v} {r}" for v, r in MISSING])
-def test_a_missing_right_is_said_in_a_line_and_the_job_runs_once_it_is_given(
+def test_a_missing_right_is_logged_and_the_job_runs_once_it_is_granted(
     namespace: Namespace, operators: Callable[..., Operator], verb: str, resource: str
 ) -> None:
     account(namespace, "operator", without=(verb, resource))
@@ -416,7 +416,7 @@ def test_a_missing_right_is_said_in_a_line_and_the_job_runs_once_it_is_given(
     runs_to_its_end(namespace)
 
 
-def test_a_namespace_without_rights_holds_up_no_other(namespace: Namespace, operators: Callable[..., Operator]) -> None:
+def test_a_namespace_without_rights_delays_no_other(namespace: Namespace, operators: Callable[..., Operator]) -> None:
     account(namespace, "operator")
     token = namespace.kubectl("create", "token", "operator").strip()
     operator = operators("kube-system", namespace.name, token=token)
@@ -425,7 +425,7 @@ def test_a_namespace_without_rights_holds_up_no_other(namespace: Namespace, oper
     assert "DDPJobs in kube-system cannot be listed" in operator.log
 
 
-def test_when_the_crd_is_removed_it_waits_until_it_is_back(namespace: Namespace, operator: Operator) -> None:
+def test_the_operator_waits_for_a_removed_crd_to_return(namespace: Namespace, operator: Operator) -> None:
     namespace.start()
     namespace.api.break_("list ddpjobs", 404, reason="NotFound", times=float("inf"))
     namespace.api.close_watches("ddpjobs", gone=True)
@@ -440,7 +440,7 @@ def test_when_the_crd_is_removed_it_waits_until_it_is_back(namespace: Namespace,
     assert operator.process.poll() is None
 
 
-def test_without_the_crd_it_waits_and_says_how_to_install_it(
+def test_the_operator_waits_for_a_missing_crd_and_tells_how_to_install_it(
     namespace: Namespace, operators: Callable[..., Operator]
 ) -> None:
     namespace.api.break_("list ddpjobs", 404, reason="NotFound", times=float("inf"))
@@ -457,7 +457,7 @@ def test_without_the_crd_it_waits_and_says_how_to_install_it(
 # ------------------------------------------------------------------------------------------------ at rest
 
 
-def test_fifty_running_jobs_at_rest_cost_no_write(namespace: Namespace, operator: Operator) -> None:
+def test_fifty_idle_running_jobs_cost_no_write(namespace: Namespace, operator: Operator) -> None:
     names = [f"job-{i}" for i in range(50)]
     items = [job(name, nodes=1) for name in names]
     namespace.kubectl("create", "-f", "-", stdin={"apiVersion": "v1", "kind": "List", "items": items})

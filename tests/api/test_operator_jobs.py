@@ -15,7 +15,7 @@ from faulty_api import FaultyApi
 from ddpjob_operator.job import api as types
 
 
-def test_a_job_runs_to_its_end_and_kubectl_shows_how(namespace: Namespace, operator: Operator) -> None:
+def test_a_job_runs_to_its_end_and_kubectl_shows_its_progress(namespace: Namespace, operator: Operator) -> None:
     uids = namespace.start()
     row = namespace.kubectl("get", "ddp", "digits").splitlines()[1].split()
     assert row[:3] == ["digits", "Running", "2/2"]
@@ -60,7 +60,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("body", "why"), BAD.values(), ids=BAD)
-def test_a_bad_spec_is_a_condition_with_the_reason_and_no_pods(
+def test_an_invalid_spec_gives_a_condition_with_the_reason_and_no_pods(
     namespace: Namespace, operator: Operator, body: dict[str, Any], why: str
 ) -> None:
     namespace.apply(body)
@@ -72,7 +72,7 @@ def test_a_bad_spec_is_a_condition_with_the_reason_and_no_pods(
     until(lambda: namespace.events() == ["InvalidSpec"], "one event says so")
 
 
-def test_a_spec_that_is_mended_starts(namespace: Namespace, operator: Operator) -> None:
+def test_a_job_starts_once_its_spec_is_fixed(namespace: Namespace, operator: Operator) -> None:
     wrong = {"container": {"stdin": "yes"}}
     namespace.apply(job(**wrong))
     namespace.reaches("Pending", "InvalidSpec")
@@ -83,9 +83,7 @@ def test_a_spec_that_is_mended_starts(namespace: Namespace, operator: Operator) 
     assert conditions["Accepted"] == "True"
 
 
-def test_a_status_that_cannot_be_read_stops_everything_but_nothing_is_lost_of_it(
-    namespace: Namespace, operator: Operator
-) -> None:
+def test_an_unreadable_status_stops_everything_but_is_not_lost(namespace: Namespace, operator: Operator) -> None:
     """A job that has succeeded must not train again because a user or a newer operator wrote one unknown field."""
     namespace.start()
     namespace.exits("digits-1-0")
@@ -126,7 +124,7 @@ def test_the_nodes_of_a_suspended_job_change_when_its_last_pod_has_ended(
     namespace.kubectl("scale", "ddp", "digits", "--replicas=1")
 
 
-def test_a_pod_that_somebody_takes_the_label_from_gets_it_back_and_the_group_trains_on(
+def test_a_pod_whose_label_was_removed_gets_it_back_and_the_group_continues(
     namespace: Namespace, operator: Operator
 ) -> None:
     """A watch with a label selector reports the pod as deleted, but a new group must not start next to it."""
@@ -143,9 +141,7 @@ def test_a_pod_that_somebody_takes_the_label_from_gets_it_back_and_the_group_tra
     assert namespace.uids() == uids
 
 
-def test_pods_that_cascade_orphan_has_left_are_in_the_way_of_the_next_job_of_that_name(
-    namespace: Namespace, operator: Operator
-) -> None:
+def test_pods_left_by_cascade_orphan_block_the_next_job_of_that_name(namespace: Namespace, operator: Operator) -> None:
     """The message must name the pods. Otherwise users delete only the Service, and two groups use one checkpoint."""
     namespace.start()
     namespace.kubectl("delete", "ddp", "digits", "--cascade=orphan")
@@ -159,7 +155,7 @@ def test_pods_that_cascade_orphan_has_left_are_in_the_way_of_the_next_job_of_tha
 # ------------------------------------------------------------------------------------------------ refused creates
 
 
-def test_a_typo_deep_in_the_template_is_refused_in_the_servers_own_words(
+def test_a_typo_deep_in_the_template_is_refused_with_the_message_of_the_server(
     namespace: Namespace, operator: Operator
 ) -> None:
     namespace.apply(job(container={"resources": {"limit": {"cpu": "1"}}}))
@@ -169,7 +165,7 @@ def test_a_typo_deep_in_the_template_is_refused_in_the_servers_own_words(
     assert namespace.pods() == []
 
 
-def test_a_quota_of_one_pod_is_said_once_and_the_job_starts_when_it_is_raised(
+def test_a_quota_of_one_pod_is_reported_once_and_a_higher_one_starts_the_job(
     namespace: Namespace, operator: Operator
 ) -> None:
     quota = {"metadata": {"name": "one-pod"}, "spec": {"hard": {"pods": "1"}}}
@@ -190,7 +186,7 @@ def test_a_quota_of_one_pod_is_said_once_and_the_job_starts_when_it_is_raised(
     namespace.has_pods("digits-1-0", "digits-1-1")
 
 
-def test_a_pod_that_pod_security_refuses_is_said_in_the_servers_own_words(api: FaultyApi, operators: Any) -> None:
+def test_a_pod_security_refusal_is_reported_in_the_words_of_the_server(api: FaultyApi, operators: Any) -> None:
     restricted = Namespace(api)
     try:
         restricted.make(**{"pod-security.kubernetes.io/enforce": "restricted"})
@@ -207,7 +203,7 @@ def test_a_pod_that_pod_security_refuses_is_said_in_the_servers_own_words(api: F
 # ------------------------------------------------------------------------------------------------ names that are taken
 
 
-def test_delete_and_apply_at_once_waits_for_the_old_pods_and_says_so(namespace: Namespace, operator: Operator) -> None:
+def test_a_deleted_and_reapplied_job_waits_for_its_old_pods(namespace: Namespace, operator: Operator) -> None:
     old = namespace.start()
     namespace.hold("digits-1-0")
     namespace.kubectl("delete", "ddp", "digits", "--wait=false")
@@ -224,7 +220,7 @@ def test_delete_and_apply_at_once_waits_for_the_old_pods_and_says_so(namespace: 
     assert service["metadata"]["ownerReferences"][0]["uid"] == (namespace.job() or {})["metadata"]["uid"]
 
 
-def test_kubectl_replace_force_starts_the_job_anew(namespace: Namespace, operator: Operator) -> None:
+def test_kubectl_replace_force_starts_the_job_from_the_beginning(namespace: Namespace, operator: Operator) -> None:
     old = namespace.start()
     namespace.kubectl("replace", "--force", "-f", "-", stdin=job())
     names = ["digits-1-0", "digits-1-1"]
@@ -235,7 +231,7 @@ def test_kubectl_replace_force_starts_the_job_anew(namespace: Namespace, operato
 
 
 @pytest.mark.parametrize("kind", ["Pod", "Service"])
-def test_a_foreign_object_is_never_touched_and_the_job_goes_on_when_it_is_gone(
+def test_a_foreign_object_is_never_touched_and_the_job_continues_when_it_is_gone(
     namespace: Namespace, operator: Operator, kind: str
 ) -> None:
     plural, name = ("pods", "digits-1-1") if kind == "Pod" else ("services", "digits")
@@ -276,7 +272,7 @@ def test_a_job_with_ttl_is_deleted_with_its_pods_when_it_has_finished(namespace:
     until(lambda: not namespace.pods(), "its pod is gone")
 
 
-def test_a_job_past_its_deadline_fails_though_nothing_happens(namespace: Namespace, operator: Operator) -> None:
+def test_a_job_past_its_deadline_fails_without_any_other_event(namespace: Namespace, operator: Operator) -> None:
     namespace.start(activeDeadlineSeconds=15)
     namespace.reaches("Failing", "DeadlineExceeded")
 
@@ -310,7 +306,7 @@ def test_a_running_pod_that_someone_deletes_restarts_the_group_and_is_not_charge
     assert namespace.shown(".status.restarts.infrastructure") == "1"
 
 
-def test_a_job_deleted_in_the_middle_of_its_creation_leaves_nothing(namespace: Namespace, operator: Operator) -> None:
+def test_a_job_deleted_during_its_creation_leaves_nothing(namespace: Namespace, operator: Operator) -> None:
     namespace.apply(job(nodes=30))
     namespace.has_pods("digits-1-0")
     namespace.kubectl("delete", "ddp", "digits", "--wait=false")
@@ -332,7 +328,7 @@ def test_a_restarted_operator_changes_nothing(
     assert namespace.uids() == uids
 
 
-def test_an_operator_that_was_away_while_a_pod_failed_finds_out(
+def test_an_operator_that_was_down_while_a_pod_failed_notices_it(
     namespace: Namespace, operator: Operator, operators: Callable[..., Operator]
 ) -> None:
     namespace.start(backoffLimit=0)
@@ -342,7 +338,7 @@ def test_an_operator_that_was_away_while_a_pod_failed_finds_out(
     assert "rank 1" in namespace.reaches("Failed", "BackoffLimitExceeded")
 
 
-def test_a_namespace_deleted_under_a_running_job_costs_the_operator_nothing(
+def test_deleting_a_namespace_with_a_running_job_costs_the_operator_nothing(
     namespace: Namespace, operator: Operator
 ) -> None:
     namespace.start()
@@ -355,7 +351,7 @@ def test_a_namespace_deleted_under_a_running_job_costs_the_operator_nothing(
     assert operator.process.poll() is None
 
 
-def test_a_job_in_a_namespace_that_is_not_watched_stays_untouched(namespace: Namespace, operators: Any) -> None:
+def test_a_job_in_an_unwatched_namespace_stays_untouched(namespace: Namespace, operators: Any) -> None:
     other = Namespace(namespace.api)
     try:
         other.make()

@@ -145,7 +145,7 @@ def test_one_of_two_operators_acts_and_the_other_writes_nothing(
     assert standby.renewals() == []
 
 
-def test_when_the_leader_is_told_to_end_the_other_acts_within_two_retries_and_lists_nothing_anew(
+def test_when_the_leader_is_stopped_the_other_acts_within_two_retries_without_new_lists(
     namespace: Namespace, two: tuple[Replica, Replica]
 ) -> None:
     leader, standby = two
@@ -165,7 +165,7 @@ def test_when_the_leader_is_told_to_end_the_other_acts_within_two_retries_and_li
     assert all(seen.at < released for seen in leader.writes()), "it writes nothing once the Lease is released"
 
 
-def test_when_the_leader_is_killed_the_other_acts_once_the_lease_has_run_out(
+def test_when_the_leader_is_killed_the_other_acts_once_the_lease_has_expired(
     namespace: Namespace, two: tuple[Replica, Replica]
 ) -> None:
     leader, standby = two
@@ -182,7 +182,7 @@ def test_when_the_leader_is_killed_the_other_acts_once_the_lease_has_run_out(
     assert standby.writes()
 
 
-def test_a_leader_that_cannot_renew_stops_before_the_other_starts_though_it_could_still_write(
+def test_a_leader_that_cannot_renew_stops_before_the_other_starts_although_it_could_still_write(
     namespace: Namespace, two: tuple[Replica, Replica]
 ) -> None:
     leader, standby = two
@@ -226,9 +226,7 @@ def test_a_leader_that_was_frozen_writes_nothing_when_it_wakes_up(
     assert standby.writes()
 
 
-def test_a_lease_that_is_not_there_is_made_after_a_wait(
-    namespace: Namespace, replicas: Callable[[str], Replica]
-) -> None:
+def test_a_missing_lease_is_created_after_a_wait(namespace: Namespace, replicas: Callable[[str], Replica]) -> None:
     replica = replicas("a")
     began = time.monotonic()
     leads(namespace, "a")
@@ -243,7 +241,7 @@ def labelled(namespace: Namespace) -> list[str]:
     return sorted(pod["metadata"]["name"] for pod in found["items"])
 
 
-def test_only_the_leader_has_the_label_and_takes_reports_also_after_one_that_hangs(
+def test_only_the_leader_has_the_label_and_gets_reports_even_after_one_that_hangs(
     namespace: Namespace, replicas: Callable[[str], Replica]
 ) -> None:
     """If the leader hangs, the new leader must take its label. Otherwise half of the reports are lost."""

@@ -19,7 +19,7 @@ LEASE_SECONDS, RENEW_SECONDS, RETRY_SECONDS = 4, 2.5, 0.4
 
 
 @pytest.mark.alone
-def test_ten_small_jobs_start_at_once_beside_a_job_of_a_thousand_pods(
+def test_ten_small_jobs_start_at_once_next_to_a_job_of_a_thousand_pods(
     namespace: Namespace, operators: Callable[..., Operator], api: FaultyApi
 ) -> None:
     """Otherwise the small jobs wait half a minute for the thousand pods of another user."""
@@ -89,7 +89,7 @@ def releases(namespace: Namespace) -> Iterator[Callable[..., Release]]:
 
 
 @pytest.mark.alone
-def test_a_release_for_all_namespaces_leaves_one_to_the_release_that_watches_it(
+def test_a_release_for_all_namespaces_leaves_a_namespace_to_the_release_that_watches_it(
     namespace: Namespace, releases: Callable[..., Release]
 ) -> None:
     """Otherwise both releases silently restart the same jobs and delete each other's pods."""
@@ -124,7 +124,7 @@ def another(api: FaultyApi) -> Iterator[Namespace]:
         made.remove()
 
 
-def test_two_releases_with_namespaces_of_their_own_share_the_work_and_not_the_fate(
+def test_two_releases_with_their_own_namespaces_share_the_work_but_not_the_outages(
     namespace: Namespace, another: Namespace, releases: Callable[..., Release]
 ) -> None:
     """docs/scaling.md calls this sharding: an outage or an upgrade of one team's release does not affect another

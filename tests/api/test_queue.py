@@ -38,7 +38,7 @@ def kueue() -> Iterator[Callable[[str], None]]:
     do("start")
 
 
-def test_pods_are_made_when_the_job_is_admitted_and_where_its_quota_is(queue: Queue) -> None:
+def test_pods_are_created_when_the_job_is_admitted_and_on_the_nodes_of_its_quota(queue: Queue) -> None:
     queue.submit()
     queue.runs()
     assert queue.has("PodsReady") == "Started"
@@ -62,7 +62,7 @@ def test_spec_gang_kueue_without_a_label_means_the_queue_default(queue: Queue) -
     assert queue.workload()["spec"]["queueName"] == "default"
 
 
-def test_quota_is_held_over_a_restart_while_another_job_waits_for_it(queue: Queue) -> None:
+def test_quota_is_kept_during_a_restart_while_another_job_waits_for_it(queue: Queue) -> None:
     """Otherwise the other job takes the nodes between two attempts."""
     queue.submit(gpus=4)
     queue.runs()
@@ -79,7 +79,7 @@ def test_quota_is_held_over_a_restart_while_another_job_waits_for_it(queue: Queu
     assert not any(name.startswith("other-") for name in queue.namespace.pod_names())
 
 
-def test_a_suspended_job_gives_its_quota_back_when_its_pods_have_ended(queue: Queue) -> None:
+def test_a_suspended_job_releases_its_quota_when_its_pods_have_ended(queue: Queue) -> None:
     queue.submit(gpus=4)
     queue.runs()
     queue.submit("other", gpus=4)
@@ -123,14 +123,14 @@ def test_a_preemption_stops_the_job_once_and_it_resumes_when_there_is_room(queue
     assert queue.namespace.events().count("Evicted") == 1
 
 
-def test_a_queue_that_does_not_exist_is_named(queue: Queue) -> None:
+def test_a_missing_queue_is_named(queue: Queue) -> None:
     queue.submit(queue="mian")
     queue.namespace.reaches("Pending", "WaitingForAdmission")
     until(lambda: "LocalQueue mian doesn't exist" in queue.namespace.status()["message"], "Kueue's own sentence")
     assert queue.namespace.pods() == []
 
 
-def test_a_job_in_a_queue_that_does_not_exist_runs_once_its_label_names_one_that_does(queue: Queue) -> None:
+def test_a_job_in_a_missing_queue_runs_once_its_label_names_an_existing_one(queue: Queue) -> None:
     """Users must not have to delete a job in order to correct a label."""
     queue.submit(queue="mian")
     until(lambda: "LocalQueue mian doesn't exist" in queue.namespace.status().get("message", ""), "Kueue's sentence")
@@ -139,13 +139,13 @@ def test_a_job_in_a_queue_that_does_not_exist_runs_once_its_label_names_one_that
     assert queue.workload()["spec"]["queueName"] == "main"
 
 
-def test_a_job_larger_than_its_queue_is_told_so(queue: Queue) -> None:
+def test_a_job_larger_than_its_queue_gets_a_message_about_it(queue: Queue) -> None:
     queue.submit(gpus=GPUS)
     queue.namespace.reaches("Pending", "WaitingForAdmission")
     until(lambda: "maximum capacity" in queue.namespace.status()["message"], "Kueue's own sentence")
 
 
-def test_a_workload_that_is_deleted_by_hand_is_an_eviction(queue: Queue) -> None:
+def test_deleting_a_workload_by_hand_is_an_eviction(queue: Queue) -> None:
     """Kueue gives the quota to other jobs immediately, so the pods must not stay."""
     queue.submit()
     queue.runs()
@@ -156,7 +156,7 @@ def test_a_workload_that_is_deleted_by_hand_is_an_eviction(queue: Queue) -> None
     queue.counts(4)
 
 
-def test_a_workload_that_is_deactivated_stops_the_job_until_it_is_active_again(queue: Queue) -> None:
+def test_a_deactivated_workload_stops_the_job_until_it_is_active_again(queue: Queue) -> None:
     queue.submit()
     queue.runs()
     queue.namespace.kubectl("patch", WORKLOAD, "--type=merge", "-p", '{"spec": {"active": false}}')
@@ -166,7 +166,7 @@ def test_a_workload_that_is_deactivated_stops_the_job_until_it_is_active_again(q
     queue.runs(attempt=2)
 
 
-def test_an_admission_that_is_withdrawn_during_the_start_gives_the_quota_back_and_charges_nothing(queue: Queue) -> None:
+def test_an_admission_withdrawn_during_the_start_releases_the_quota_without_a_charge(queue: Queue) -> None:
     """Otherwise pods that are still being created use quota that Kueue has given to other jobs."""
     queue.submit(gpus=4)
     queue.namespace.has_pods("digits-1-0", "digits-1-1")
@@ -179,7 +179,7 @@ def test_an_admission_that_is_withdrawn_during_the_start_gives_the_quota_back_an
     assert restarts.get("total", 0) == 0
 
 
-def test_an_elastic_job_runs_with_as_many_nodes_as_there_is_quota_for(queue: Queue) -> None:
+def test_an_elastic_job_runs_with_as_many_nodes_as_its_quota_allows(queue: Queue) -> None:
     queue.submit(gpus=1, nodes=12, minNodes=4)
     queue.runs(nodes=GPUS)
     assert len(queue.namespace.pods()) == GPUS
@@ -196,14 +196,14 @@ def test_a_resource_that_the_queue_does_not_cover_is_named(queue: Queue) -> None
     assert queue.namespace.pods() == []
 
 
-def test_a_topology_that_no_node_has_is_said_and_no_pod_is_made(queue: Queue) -> None:
+def test_a_missing_topology_is_reported_and_no_pod_is_created(queue: Queue) -> None:
     queue.submit(topologyKey="ddpjob.test/nobody-has-it")
     queue.namespace.reaches("Pending", "WaitingForAdmission")
     until(lambda: "opology" in queue.namespace.status()["message"], "Kueue's own sentence")
     assert queue.namespace.pods() == []
 
 
-def test_where_kueue_manages_all_pods_of_a_namespace_it_leaves_those_of_a_job_in_a_queue_alone(queue: Queue) -> None:
+def test_if_kueue_manages_all_pods_of_a_namespace_it_leaves_those_of_a_queued_job_alone(queue: Queue) -> None:
     """Kueue's integration of pods holds back every pod whose owner is in no queue. Ours would need quota twice."""
     queue.namespace.kubectl("label", "namespace", queue.namespace.name, "kueue=managed")
     queue.submit()
@@ -212,7 +212,7 @@ def test_where_kueue_manages_all_pods_of_a_namespace_it_leaves_those_of_a_job_in
     assert [w["metadata"]["name"] for w in queue.all()] == ["digits"]
 
 
-def test_a_job_without_the_label_says_what_helps_where_kueue_queues_each_pod_by_itself(queue: Queue) -> None:
+def test_a_job_without_the_label_gets_a_message_with_the_fix_if_kueue_queues_each_pod(queue: Queue) -> None:
     """Otherwise half of the job's pods hold GPUs forever, and kubectl reports only that gates block the scheduling."""
     if os.environ.get("DDPJOB_TEST_KUEUE_MANAGES_ALL"):
         pytest.skip("DDPJOB_TEST_KUEUE_MANAGES_ALL is set: this Kueue leaves the pods of a DDPJob alone")
@@ -224,7 +224,7 @@ def test_a_job_without_the_label_says_what_helps_where_kueue_queues_each_pod_by_
     assert len(queue.all()) == 2, "each pod has a Workload of its own"
 
 
-def test_where_kueue_manages_jobs_without_a_queue_a_job_without_the_label_runs_outside_of_all_quota(
+def test_if_kueue_manages_jobs_without_a_queue_a_job_without_the_label_runs_outside_all_quota(
     queue: Queue,
 ) -> None:
     """manageJobsWithoutQueueName holds back jobs of Kueue's own kinds until they name a queue. This does not include a
@@ -238,7 +238,7 @@ def test_where_kueue_manages_jobs_without_a_queue_a_job_without_the_label_runs_o
     assert (queue.all(), queue.used()) == ([], 0)
 
 
-def test_kueue_that_is_down_keeps_new_jobs_waiting_and_disturbs_none_that_runs(
+def test_while_kueue_is_down_new_jobs_wait_and_running_jobs_are_not_disturbed(
     queue: Queue, kueue: Callable[[str], None]
 ) -> None:
     """While Kueue is down, its webhook refuses our writes. A restart, a new job and a finished job must recover."""
@@ -282,7 +282,7 @@ def test_a_job_that_does_not_run_in_time_is_evicted_and_queues_again(queue: Queu
     assert queue.namespace.status()["state"] == "Running"
 
 
-def test_jobs_that_wait_say_their_place_in_the_queue(unwatched: Queue, operators: Callable[..., Operator]) -> None:
+def test_waiting_jobs_show_their_position_in_the_queue(unwatched: Queue, operators: Callable[..., Operator]) -> None:
     """The place comes from Kueue's visibility API, which is a separate API server."""
     if unwatched.namespace.api.find("/apis/visibility.kueue.x-k8s.io") is None:
         pytest.skip("this API server serves no visibility.kueue.x-k8s.io: Kueue tells no places")
@@ -299,7 +299,7 @@ def test_jobs_that_wait_say_their_place_in_the_queue(unwatched: Queue, operators
     assert "insufficient unused quota" in unwatched.namespace.status("second")["message"]
 
 
-def test_of_two_operators_one_asks_for_a_place_and_when_it_dies_the_other_keeps_it(
+def test_one_of_two_operators_requests_an_admission_and_the_other_keeps_it_after_its_death(
     unwatched: Queue, operators: Callable[..., Operator]
 ) -> None:
     """Two Workloads of one job would hold its quota twice; a new one would move the job to the end of the queue."""

@@ -89,7 +89,7 @@ def test_all_pods_of_a_job_are_on_nodes_of_one_rack_and_a_restart_keeps_them_the
     assert list(second.values()) == list(first.values()), "rank 0 finds the data that it had cached on its node"
 
 
-def test_a_node_that_has_failed_the_job_twice_is_used_again_where_the_queue_names_it(racks: Racks) -> None:
+def test_a_node_that_failed_the_job_twice_is_used_again_if_the_queue_assigns_it(racks: Racks) -> None:
     """Kueue does not know which nodes a job avoids. If the pod avoided the node that Kueue has named, it would fit
     nowhere, and the job would hold its quota for the hour for which a node is avoided."""
     racks.submit(racks.of_one, topologyKey=RACK)
@@ -101,7 +101,7 @@ def test_a_node_that_has_failed_the_job_twice_is_used_again_where_the_queue_name
     assert [a["node"] for a in racks.namespace.status()["avoidedNodes"]] == [first["digits-1-1"]]
 
 
-def test_a_job_that_is_suspended_and_resumed_gets_no_node_that_was_cordoned_meanwhile(racks: Racks) -> None:
+def test_a_suspended_and_resumed_job_gets_no_node_that_was_cordoned_meanwhile(racks: Racks) -> None:
     racks.submit(racks.of_one, topologyKey=RACK)
     bad = racks.runs_on()["digits-1-1"]
     kubectl("cordon", bad)
@@ -111,7 +111,7 @@ def test_a_job_that_is_suspended_and_resumed_gets_no_node_that_was_cordoned_mean
     assert bad not in racks.runs_on(2).values()
 
 
-def test_a_pod_that_is_replaced_alone_is_in_the_rack_of_its_peers(racks: Racks) -> None:
+def test_a_replaced_pod_is_in_the_rack_of_its_peers(racks: Racks) -> None:
     racks.submit(racks.of_one, topologyKey=RACK, command=["ddprun", "train.py"])
     first = racks.runs_on()
     racks.namespace.kubectl("delete", "pod", "digits-1-1", "--wait=false")
@@ -120,7 +120,7 @@ def test_a_pod_that_is_replaced_alone_is_in_the_rack_of_its_peers(racks: Racks) 
     assert (now["digits-1-0"], now["digits-1-1-r1"]) == (first["digits-1-0"], first["digits-1-1"])
 
 
-def test_ranks_that_follow_each_other_share_a_rack_where_none_has_room_for_all(racks: Racks) -> None:
+def test_consecutive_ranks_share_a_rack_if_no_rack_has_room_for_all(racks: Racks) -> None:
     """Then a ring of all ranks crosses between the racks only twice."""
     racks.submit(2 * racks.of_one, {"kueue.x-k8s.io/podset-preferred-topology": RACK})
     used = racks.used(racks.runs_on())
@@ -128,7 +128,7 @@ def test_ranks_that_follow_each_other_share_a_rack_where_none_has_room_for_all(r
     assert len(set(used)) == 2
 
 
-def test_a_job_for_which_no_rack_is_large_enough_waits_without_a_pod_and_says_so(racks: Racks) -> None:
+def test_a_job_that_fits_in_no_rack_waits_without_a_pod_and_reports_it(racks: Racks) -> None:
     racks.submit(racks.of_one + 1, topologyKey=RACK)
     until(lambda: "topology" in racks.namespace.status().get("message", ""), "Kueue's own sentence", 60)
     assert racks.namespace.pods() == []

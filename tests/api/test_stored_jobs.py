@@ -44,7 +44,7 @@ def reasons(namespace: Namespace) -> list[str]:
     return [(one.get("status") or {}).get("reason", "") for one in namespace.jobs()]
 
 
-def test_forty_large_jobs_fill_neither_the_operator_nor_the_room_of_others(
+def test_forty_large_jobs_exhaust_neither_the_operator_nor_the_room_of_others(
     namespace: Namespace, other: Namespace, operators: Callable[..., Operator]
 ) -> None:
     """Otherwise 600 stored jobs of one user end the operator for all users, each time it starts."""

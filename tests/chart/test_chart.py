@@ -126,12 +126,12 @@ NEEDED_IN_A_NAMESPACE = {
 NAMESPACED = "watchNamespaces={team-a,team-b}"
 
 
-def test_helm_lint_finds_nothing_to_complain_about() -> None:
+def test_helm_lint_reports_nothing() -> None:
     done = helm("lint", "--strict", str(CHART), "--kube-version", OLDEST)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_operator_may_do_what_it_asks_for_at_its_start_and_nothing_else() -> None:
+def test_the_operator_has_exactly_the_rights_that_it_checks_at_its_start() -> None:
     role = cluster_role()
     assert verbs(role["rules"]) == NEEDED
     (binding,) = [b for b in of_kind("ClusterRoleBinding") if not b["metadata"]["name"].endswith("-marks")]
@@ -144,7 +144,7 @@ def test_the_operator_may_do_what_it_asks_for_at_its_start_and_nothing_else() ->
 
 
 @pytest.mark.parametrize("where", [(), (NAMESPACED,)], ids=["everywhere", "in namespaces"])
-def test_a_gang_scheduler_that_is_switched_on_brings_its_rights_and_no_other(where: tuple[str, ...]) -> None:
+def test_an_enabled_gang_scheduler_gets_exactly_its_rights(where: tuple[str, ...]) -> None:
     """Otherwise the operator cannot create the scheduler's objects. If the scheduler is off, no rights may be added."""
     for name, rights in GANG_RIGHTS.items():
         on = (*where, f"gang.{name}.enabled=true")
@@ -160,7 +160,7 @@ def test_a_gang_scheduler_that_is_switched_on_brings_its_rights_and_no_other(whe
 
 
 @pytest.mark.parametrize("where", [(), (NAMESPACED,)], ids=["everywhere", "in namespaces"])
-def test_the_places_of_queues_are_asked_for_where_the_chart_is_told_so(where: tuple[str, ...]) -> None:
+def test_queue_positions_are_requested_only_if_the_chart_enables_them(where: tuple[str, ...]) -> None:
     """Otherwise the chart grants rights on an API that the cluster may not have."""
     kueue = (*where, "gang.kueue.enabled=true")
     on = (*kueue, "gang.kueue.places.enabled=true")
@@ -171,7 +171,7 @@ def test_the_places_of_queues_are_asked_for_where_the_chart_is_told_so(where: tu
     assert not OperatorSettings.read(variables(*kueue)).queue_places
 
 
-def test_kueue_may_read_the_jobs_that_own_pods_where_the_chart_is_told_so() -> None:
+def test_kueue_may_read_the_jobs_that_own_pods_if_the_chart_allows_it() -> None:
     """Kueue's webhook for pods refuses a pod whose owner it may not read."""
     on = ("gang.kueue.enabled=true", "gang.kueue.readsJobs.enabled=true")
     account = {"kind": "ServiceAccount", "name": "kueue-controller-manager", "namespace": "kueue-system"}
@@ -183,14 +183,14 @@ def test_kueue_may_read_the_jobs_that_own_pods_where_the_chart_is_told_so() -> N
     assert not any(account in b["subjects"] for b in of_kind("ClusterRoleBinding", on[0]))
 
 
-def test_no_secret_and_no_log_is_ever_in_reach_and_nodes_can_only_be_seen() -> None:
+def test_secrets_and_logs_are_never_readable_and_nodes_can_only_be_read() -> None:
     for role in [cluster_role(), *job_roles(NAMESPACED)]:
         resources = {resource for _, resource, _ in verbs(role["rules"])}
         assert resources.isdisjoint({"secrets", "pods/log", "pods/exec", "configmaps", "*"})
         assert {verb for _, resource, verb in verbs(role["rules"]) if resource == "nodes"} <= {"list", "watch"}
 
 
-def test_with_a_list_of_namespaces_there_is_no_cluster_role_at_all() -> None:
+def test_with_a_list_of_namespaces_there_is_no_cluster_role() -> None:
     kinds = {document["kind"] for document in objects(NAMESPACED)}
     assert not any(kind.startswith("Cluster") for kind in kinds)
     roles = job_roles(NAMESPACED)
@@ -203,7 +203,7 @@ def test_with_a_list_of_namespaces_there_is_no_cluster_role_at_all() -> None:
     assert variables(NAMESPACED)["DDPJOB_WATCH_NAMESPACES"] == "team-a,team-b"
 
 
-def test_who_may_edit_or_view_a_namespace_may_edit_or_view_its_jobs() -> None:
+def test_users_who_may_edit_or_view_a_namespace_may_edit_or_view_its_jobs() -> None:
     roles = {role["metadata"]["name"]: role for role in of_kind("ClusterRole")}
     prefix = "rbac.authorization.k8s.io/aggregate-to-"
     edit, view = roles["ddpjob-edit"], roles["ddpjob-view"]
@@ -217,17 +217,17 @@ def test_who_may_edit_or_view_a_namespace_may_edit_or_view_its_jobs() -> None:
     assert not {verb for _, _, verb in verbs(view["rules"])} & written
 
 
-def test_the_status_of_a_job_is_written_by_the_operator_alone() -> None:
+def test_only_the_operator_may_write_the_status_of_a_job() -> None:
     (edit,) = [role for role in of_kind("ClusterRole") if role["metadata"]["name"] == "ddpjob-edit"]
     assert {verb for _, resource, verb in verbs(edit["rules"]) if resource.endswith("/status")} == {"get"}
 
 
-def test_the_roles_for_users_can_be_left_out() -> None:
+def test_the_roles_for_users_can_be_omitted() -> None:
     names = {role["metadata"]["name"] for role in of_kind("ClusterRole", "userRoles=false")}
     assert names == {"ops-ddpjob-operator", "ops-ddpjob-operator-marks"}
 
 
-def test_the_pod_fits_the_pod_security_profile_restricted() -> None:
+def test_the_pod_meets_the_restricted_pod_security_profile() -> None:
     spec, trainer = pod()["spec"], container()
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert spec["securityContext"]["runAsUser"] > 0
@@ -238,7 +238,7 @@ def test_the_pod_fits_the_pod_security_profile_restricted() -> None:
     assert all(volume.keys() <= {"name", "emptyDir"} for volume in spec["volumes"])
 
 
-def test_a_cluster_that_gives_each_namespace_a_uid_of_its_own_may_give_one_to_the_operator() -> None:
+def test_the_uid_of_the_operator_can_be_left_to_the_cluster() -> None:
     """OpenShift's restricted-v2 refuses a pod with a uid outside the range of its namespace."""
     left = ("podSecurityContext.runAsUser=null", "podSecurityContext.runAsGroup=null")
     shown = helm("template", "ops", str(CHART), "--kube-version", OLDEST, *(w for s in left for w in ("--set", s)))
@@ -249,12 +249,12 @@ def test_a_cluster_that_gives_each_namespace_a_uid_of_its_own_may_give_one_to_th
         assert spec["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
 
 
-def test_the_root_is_read_only_and_tmp_is_not() -> None:
+def test_the_root_filesystem_is_read_only_and_tmp_is_writable() -> None:
     assert container()["securityContext"]["readOnlyRootFilesystem"] is True
     assert [mount["mountPath"] for mount in container()["volumeMounts"]] == ["/tmp"]
 
 
-def test_one_operator_stands_by_and_new_ones_do_before_old_ones_go() -> None:
+def test_one_operator_is_standby_and_new_ones_start_before_old_ones_stop() -> None:
     (deployment,) = of_kind("Deployment")
     assert deployment["spec"]["replicas"] == 2
     assert deployment["spec"]["strategy"] == {
@@ -263,7 +263,7 @@ def test_one_operator_stands_by_and_new_ones_do_before_old_ones_go() -> None:
     }
 
 
-def test_the_operators_are_spread_over_nodes_where_that_is_possible_and_never_refused_for_it() -> None:
+def test_the_operators_are_spread_over_nodes_if_possible_and_never_refused_for_it() -> None:
     (spread,) = pod()["spec"]["topologySpreadConstraints"]
     assert spread["whenUnsatisfiable"] == "ScheduleAnyway"
     assert spread["topologyKey"] == "kubernetes.io/hostname"
@@ -312,7 +312,7 @@ def test_the_operator_may_use_its_own_lease_and_no_other(settings: tuple[str, ..
     ],
     ids=["all namespaces", "another place", "values of the chart before", "an empty list", "two namespaces"],
 )
-def test_each_release_marks_what_it_watches_by_the_same_names(
+def test_each_release_marks_its_namespaces_with_the_same_names(
     settings: tuple[str, ...], name: str, places: list[str]
 ) -> None:
     """Helm refuses an object that another release owns. Otherwise two releases would act on the same jobs."""
@@ -326,12 +326,12 @@ def test_each_release_marks_what_it_watches_by_the_same_names(
     )
 
 
-def test_the_lease_comes_without_a_holder_so_that_an_upgrade_takes_it_from_nobody() -> None:
+def test_the_lease_has_no_holder_so_that_an_upgrade_takes_it_from_nobody() -> None:
     (lease,) = of_kind("Lease")
     assert lease.keys() == {"apiVersion", "kind", "metadata"}
 
 
-def test_the_operator_learns_its_name_and_its_memory_from_its_pod() -> None:
+def test_the_operator_gets_its_name_and_its_memory_limit_from_its_pod() -> None:
     told = {entry["name"]: entry["valueFrom"] for entry in container()["env"] if "valueFrom" in entry}
     assert told == {
         "DDPJOB_POD_NAME": {"fieldRef": {"fieldPath": "metadata.name"}},
@@ -346,7 +346,7 @@ OTHERWISE = (
 
 
 @pytest.mark.parametrize("settings", [(), OTHERWISE], ids=["as it comes", "otherwise"])
-def test_the_operator_understands_what_the_chart_tells_it(settings: tuple[str, ...]) -> None:
+def test_the_operator_accepts_the_settings_of_the_chart(settings: tuple[str, ...]) -> None:
     told = variables(*settings)
     read = OperatorSettings.read(told)
     assert ",".join(read.namespaces) == told["DDPJOB_WATCH_NAMESPACES"]
@@ -360,7 +360,7 @@ def test_the_operator_understands_what_the_chart_tells_it(settings: tuple[str, .
     assert read.events == ("Warning" if settings else "Brief")
 
 
-def test_trainers_are_told_the_service_that_leads_to_the_receiver() -> None:
+def test_trainers_get_the_service_that_leads_to_the_receiver() -> None:
     settings = ("progress.port=9001",)
     (service,) = of_kind("Service", *settings)
     (port,) = service["spec"]["ports"]
@@ -378,7 +378,7 @@ def test_the_health_port_is_on_no_service_and_answers_every_probe() -> None:
     assert [port["targetPort"] for service in of_kind("Service") for port in service["spec"]["ports"]] == ["status"]
 
 
-def test_progress_can_be_switched_off_as_a_whole() -> None:
+def test_progress_reports_can_be_switched_off_completely() -> None:
     off = ("progress.enabled=false", "networkPolicy.enabled=true")
     assert of_kind("Service", *off) == []
     assert "status" not in ports(*off)
@@ -399,13 +399,13 @@ def test_a_network_policy_lets_only_trainers_of_the_watched_namespaces_report() 
     assert everywhere["spec"]["ingress"][0]["from"][0]["namespaceSelector"] == {}
 
 
-def test_jobs_on_the_hosts_network_can_be_let_through_by_address() -> None:
+def test_jobs_on_the_host_network_can_be_allowed_by_address() -> None:
     settings = ("networkPolicy.enabled=true", "networkPolicy.extraFrom[0].ipBlock.cidr=10.0.0.0/16")
     (policy,) = of_kind("NetworkPolicy", *settings)
     assert policy["spec"]["ingress"][0]["from"][-1] == {"ipBlock": {"cidr": "10.0.0.0/16"}}
 
 
-def test_only_who_is_named_reads_metrics_through_a_network_policy() -> None:
+def test_only_named_clients_can_read_metrics_through_a_network_policy() -> None:
     named = r"networkPolicy.metricsFrom[0].namespaceSelector.matchLabels.kubernetes\.io/metadata\.name=monitoring"
     (policy,) = of_kind("NetworkPolicy", "networkPolicy.enabled=true", named)
     metrics, status = policy["spec"]["ingress"]
@@ -416,7 +416,7 @@ def test_only_who_is_named_reads_metrics_through_a_network_policy() -> None:
     assert alone["spec"]["ingress"] == [metrics]
 
 
-def test_nothing_for_prometheus_or_grafana_is_created_unless_it_is_asked_for() -> None:
+def test_no_object_for_prometheus_or_grafana_is_created_by_default() -> None:
     """A cluster without the Prometheus operator has no kind ServiceMonitor, so `helm install` would fail."""
     kinds = {document["kind"] for document in objects()}
     assert not kinds & {"ServiceMonitor", "PrometheusRule"}
@@ -427,7 +427,7 @@ def test_nothing_for_prometheus_or_grafana_is_created_unless_it_is_asked_for() -
     assert variables("metrics.enabled=false")["DDPJOB_METRICS_PORT"] == "0"
 
 
-def test_a_service_monitor_finds_the_metrics_port_of_every_operator_and_keeps_the_jobs_namespace() -> None:
+def test_a_service_monitor_selects_the_metrics_port_of_every_operator_and_keeps_the_namespace_label() -> None:
     """Without honorLabels, all jobs would appear in the operator's namespace."""
     settings = ("metrics.serviceMonitor.enabled=true", "metrics.serviceMonitor.labels.release=prometheus")
     (monitor,) = of_kind("ServiceMonitor", *settings)
@@ -450,14 +450,14 @@ def test_an_interval_may_have_several_units_as_in_prometheus() -> None:
     assert monitor["spec"]["endpoints"][0]["interval"] == "1m30s"
 
 
-def test_the_rules_are_the_file_that_prometheus_itself_can_load() -> None:
+def test_the_rules_are_the_file_that_prometheus_can_load() -> None:
     settings = ("metrics.prometheusRule.enabled=true", "metrics.prometheusRule.labels.release=prometheus")
     (rule,) = of_kind("PrometheusRule", *settings)
     assert rule["spec"] == yaml.safe_load((CHART / "files" / "rules.yaml").read_text())
     assert rule["metadata"]["labels"]["release"] == "prometheus"
 
 
-def test_a_dashboard_of_all_jobs_and_one_of_a_job_carry_the_label_of_grafanas_sidecar() -> None:
+def test_the_dashboards_of_all_jobs_and_of_one_job_have_the_label_for_the_grafana_sidecar() -> None:
     _, *found = of_kind("ConfigMap", "metrics.dashboards.enabled=true")
     assert [c["metadata"]["labels"]["grafana_dashboard"] for c in found] == ["1", "1"]
     texts = {name: text for c in found for name, text in c["data"].items()}
@@ -480,7 +480,7 @@ def test_a_dashboard_of_all_jobs_and_one_of_a_job_carry_the_label_of_grafanas_si
     ],
     ids=str,
 )
-def test_a_mistake_in_the_settings_of_metrics_and_log_is_refused(settings: tuple[str, ...], said: str) -> None:
+def test_a_wrong_setting_of_metrics_and_log_is_refused(settings: tuple[str, ...], said: str) -> None:
     done = template(*settings)
     assert done.returncode != 0
     assert said in done.stderr
@@ -511,7 +511,7 @@ def test_the_notes_name_what_is_installed_and_what_to_do_next(tmp_path: Path) ->
     assert "Helm does not upgrade CRDs" not in said
 
 
-def test_the_notes_say_what_is_different_from_the_default(tmp_path: Path) -> None:
+def test_the_notes_name_settings_that_differ_from_the_default(tmp_path: Path) -> None:
     said = notes(tmp_path, "--set", NAMESPACED, "--set", "progress.enabled=false", "--is-upgrade")
     assert "kubectl apply -n team-a -f" in said, "a job in another namespace is seen by nobody, and has no state"
     assert "kubectl get ddpjobs -n team-a --watch" in said
@@ -522,7 +522,7 @@ def test_the_notes_say_what_is_different_from_the_default(tmp_path: Path) -> Non
     assert list((ROOT / crds[1]).glob("*.yaml"))
 
 
-def test_the_notes_warn_of_a_scraper_that_the_network_policy_keeps_out(tmp_path: Path) -> None:
+def test_the_notes_warn_about_a_scraper_that_the_network_policy_blocks(tmp_path: Path) -> None:
     """Otherwise Prometheus reports the targets as down, and the alert that no operator leads fires."""
     on = ("--set", "networkPolicy.enabled=true,metrics.serviceMonitor.enabled=true")
     named = ("--set", "networkPolicy.metricsFrom[0].podSelector.matchLabels.app=prometheus")
@@ -530,33 +530,33 @@ def test_the_notes_warn_of_a_scraper_that_the_network_policy_keeps_out(tmp_path:
     assert "networkPolicy.metricsFrom" not in notes(tmp_path, *on, *named)
 
 
-def test_the_image_is_the_charts_version_or_the_one_that_is_pinned() -> None:
+def test_the_image_has_the_chart_version_or_the_pinned_one() -> None:
     assert container()["image"] == f"ddpjob-operator:{chart()['appVersion']}"
     assert container("image.repository=r.example/op", "image.tag=v2")["image"] == "r.example/op:v2"
     digest = f"sha256:{'a' * 64}"
     assert container("image.repository=r.example/op", f"image.digest={digest}")["image"] == f"r.example/op@{digest}"
 
 
-def test_the_chart_and_the_package_have_one_version() -> None:
+def test_the_chart_and_the_package_have_the_same_version() -> None:
     (version,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
     assert (chart()["version"], chart()["appVersion"]) == (version, version)
 
 
-def test_every_object_carries_the_labels_by_which_it_is_found() -> None:
+def test_every_object_has_the_labels_that_identify_it() -> None:
     for document in objects() + objects(NAMESPACED, "networkPolicy.enabled=true"):
         labels = document["metadata"]["labels"]
         assert labels["app.kubernetes.io/name"] == "ddpjob-operator"
         assert labels["app.kubernetes.io/instance"] == "ops"
 
 
-def test_names_stay_within_a_dns_label_whatever_the_release_is_called() -> None:
+def test_names_fit_into_a_dns_label_whatever_the_release_is_called() -> None:
     done = helm("template", "r" * 53, str(CHART), "--kube-version", OLDEST)
     assert done.returncode == 0, done.stderr
     names = [document["metadata"]["name"] for document in yaml.safe_load_all(done.stdout) if document]
     assert max(map(len, names)) <= 63
 
 
-def test_the_service_for_metrics_has_room_for_its_suffix_too() -> None:
+def test_the_name_of_the_metrics_service_has_room_for_its_suffix() -> None:
     """With a release name of 40 characters, or a longer fullnameOverride, a name of 64 characters would be refused."""
     monitored = ("--set", "metrics.serviceMonitor.enabled=true")
     for name in (("r" * 53,), ("ops", "--set", f"fullnameOverride={'n' * 55}")):
@@ -588,7 +588,7 @@ def names_in(value: Any, key: str = "") -> list[object]:
 
 
 @pytest.mark.parametrize("watched", ["watchNamespaces={2024,0x1f}", "claimNamespace=1e3"])
-def test_names_that_yaml_takes_for_numbers_stay_names(watched: str) -> None:
+def test_names_that_yaml_would_read_as_numbers_stay_names(watched: str) -> None:
     """A namespace may be called 2024, and a release 1e3, which YAML reads as numbers."""
     sets = [word for one in SWITCHED_ON for word in ("--set", one)]
     sets += [word for one in (*NAMED_LIKE_NUMBERS, watched) for word in ("--set-string", one)]
@@ -609,9 +609,7 @@ def test_names_that_yaml_takes_for_numbers_stay_names(watched: str) -> None:
         ("9lives", ("fullnameOverride=training",), "training"),
     ],
 )
-def test_all_objects_have_one_name_and_who_installs_may_choose_it(
-    release: str, settings: tuple[str, ...], name: str
-) -> None:
+def test_all_objects_have_one_name_that_can_be_set(release: str, settings: tuple[str, ...], name: str) -> None:
     """If the release name contained a dot, the Service would be refused, and no job would show progress."""
     sets = [word for setting in settings for word in ("--set", setting)]
     done = helm("template", release, str(CHART), "--kube-version", OLDEST, *sets)
@@ -627,7 +625,7 @@ def test_all_objects_have_one_name_and_who_installs_may_choose_it(
     assert f"//{name}-status." in told["DDPJOB_STATUS_URL"]
 
 
-def test_a_name_that_no_service_may_have_is_refused_with_the_way_out() -> None:
+def test_a_name_that_is_invalid_for_a_service_is_refused_with_the_fix() -> None:
     done = helm("template", "9lives", str(CHART), "--kube-version", OLDEST)
     assert done.returncode != 0
     assert "set fullnameOverride" in done.stderr
@@ -642,7 +640,7 @@ def test_every_document_installs_under_one_name() -> None:
     assert set(named) == {"ddpjob-operator"}
 
 
-def test_values_from_before_a_setting_was_there_give_the_same_objects() -> None:
+def test_values_from_before_a_setting_existed_give_the_same_objects() -> None:
     """`helm upgrade --reuse-values` lacks all values that a newer chart has added."""
     new = (
         "nameOverride",
@@ -664,7 +662,7 @@ def test_values_from_before_a_setting_was_there_give_the_same_objects() -> None:
     assert objects(*settings, *policy) == objects(*policy)
 
 
-def test_a_service_account_of_ones_own_gets_the_roles_and_is_not_created() -> None:
+def test_an_existing_service_account_gets_the_roles_and_is_not_created() -> None:
     """Helm refuses to adopt an existing account, for example one that has a workload identity."""
     own = ("serviceAccount.create=false", "serviceAccount.name=training")
     assert of_kind("ServiceAccount", *own) == []
@@ -673,7 +671,7 @@ def test_a_service_account_of_ones_own_gets_the_roles_and_is_not_created() -> No
     assert {subject["name"] for binding in bindings for subject in binding["subjects"]} == {"training"}
 
 
-def test_the_roles_can_be_left_to_an_administrator_who_renders_them_alone() -> None:
+def test_the_roles_can_be_rendered_separately_for_an_administrator() -> None:
     """Administrators of a namespace cannot grant rights that they do not have, such as ddpjobs/status."""
     roles = {"Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"}
     for settings in ((), ("watchNamespaces={a,b}",), ("watchNamespaces={a,b}", "gang.kueue.enabled=true")):
@@ -690,13 +688,13 @@ def test_the_roles_can_be_left_to_an_administrator_who_renders_them_alone() -> N
         }
 
 
-def test_variables_of_ones_own_reach_the_operator() -> None:
+def test_additional_variables_reach_the_operator() -> None:
     """The documentation names variables that set the Lease's durations."""
     own = ("extraEnv[0].name=DDPJOB_LEASE_SECONDS", "extraEnv[0].value=60.0", "extraEnv[1].name=A")
     assert container(*own)["env"][-2:] == [{"name": "DDPJOB_LEASE_SECONDS", "value": "60.0"}, {"name": "A"}]
 
 
-def test_no_variable_of_the_chart_can_be_set_a_second_time() -> None:
+def test_no_variable_of_the_chart_can_be_set_twice() -> None:
     for name in {entry["name"] for entry in container()["env"]}:
         done = template(f"extraEnv[0].name={name}")
         assert done.returncode != 0, name
@@ -707,14 +705,14 @@ def test_no_variable_of_the_chart_can_be_set_a_second_time() -> None:
     ("name", "value"),
     [("DDPJOB_LEASE_SECONDS", "abc"), ("DDPJOB_LEASE_RENEW_SECONDS", "0.0"), ("DDPJOB_LEASE_RETRY_SECONDS", "86400.0")],
 )
-def test_a_duration_that_is_none_is_refused_before_a_pod_fails_with_it(name: str, value: str) -> None:
+def test_an_invalid_duration_is_refused_before_a_pod_fails_with_it(name: str, value: str) -> None:
     """Otherwise pods restart repeatedly, and only their logs show the reason."""
     done = template(f"extraEnv[0].name={name}", f"extraEnv[0].value={value}")
     assert done.returncode != 0
     assert f'extraEnv: {name} must be seconds above 0 and below a day, is "{value}"' in done.stderr
 
 
-def test_an_autoscaler_may_remove_a_node_with_an_operator_unless_the_values_say_otherwise() -> None:
+def test_an_autoscaler_may_remove_a_node_with_an_operator_unless_the_values_forbid_it() -> None:
     """By default the cluster autoscaler removes no node with a pod that has a local volume, such as our /tmp."""
     key = "cluster-autoscaler.kubernetes.io/safe-to-evict"
     assert pod()["metadata"]["annotations"] == {key: "true"}
@@ -746,7 +744,7 @@ def test_the_pod_of_helm_test_is_its_only_hook_and_has_the_rights_of_the_operato
     assert importlib.util.find_spec(test["command"][-1]) is not None
 
 
-def test_the_pod_of_helm_test_is_taken_for_no_operator() -> None:
+def test_the_pod_of_helm_test_does_not_count_as_an_operator() -> None:
     labels = hooks()["Pod"]["metadata"]["labels"]
     (service,) = of_kind("Service")
     assert not service["spec"]["selector"].items() <= labels.items()
@@ -760,17 +758,17 @@ def test_the_pod_of_helm_test_has_the_resources_of_the_operator() -> None:
 
 
 @pytest.mark.parametrize("closed", ["progress.enabled=false", "networkPolicy.enabled=true"])
-def test_helm_test_asks_for_no_report_where_none_would_arrive(closed: str) -> None:
+def test_helm_test_checks_no_reports_if_reports_are_switched_off(closed: str) -> None:
     (test,) = hooks(closed)["Pod"]["spec"]["containers"]
     assert "DDPJOB_STATUS_URL" not in {entry["name"] for entry in test["env"]}
 
 
-def test_the_objects_of_a_release_as_a_whole(golden: Golden) -> None:
+def test_the_objects_of_a_release_match_the_golden_file(golden: Golden) -> None:
     """A golden file: its diff shows what an upgrade changes in a cluster."""
     golden("as-it-comes.yaml", yaml.safe_dump_all([*objects(), *hooks().values()], sort_keys=False))
 
 
-def test_what_a_cluster_asks_of_every_pod_can_be_set() -> None:
+def test_settings_that_a_cluster_requires_of_every_pod_can_be_made() -> None:
     """Clusters with their own registry, tainted nodes or billing labels accept no pod without these settings."""
     found = pod(
         *("priorityClassName=system-cluster-critical", "podLabels.team=infra", "podAnnotations.note=x"),
@@ -857,14 +855,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("mistake", REFUSED, ids=REFUSED.keys())
-def test_it_refuses_and_names(mistake: str) -> None:
+def test_a_wrong_value_is_refused_and_named(mistake: str) -> None:
     setting, named = REFUSED[mistake]
     done = template(setting)
     assert done.returncode != 0
     assert named in done.stderr
 
 
-def test_a_cluster_that_is_too_old_is_refused_and_a_managed_one_is_not() -> None:
+def test_a_kubernetes_version_that_is_too_old_is_refused_and_a_managed_one_is_not() -> None:
     old = template(kube_version="1.28.9")
     assert old.returncode != 0
     assert "1.29" in old.stderr
@@ -886,7 +884,7 @@ def test_the_schema_knows_every_value_and_the_values_have_every_setting() -> Non
     same(VALUES, SCHEMA, "values")
 
 
-def test_every_value_is_explained_where_it_stands() -> None:
+def test_every_value_is_explained_in_the_values_file() -> None:
     ours = (CHART / "values.yaml").read_text().split("# Below:")[0].splitlines()
     settings = [n for n, line in enumerate(ours) if re.match(r"^ *[a-zA-Z]+: *\S|^[a-zA-Z]+:", line)]
     open_ones = [ours[n] for n in settings if n == 0 or not ours[n - 1].lstrip().startswith("#")]

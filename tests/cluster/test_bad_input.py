@@ -20,7 +20,7 @@ import time; time.sleep(1000)
 """.decode()
 
 
-def test_an_image_that_does_not_exist_is_said_while_the_job_waits_for_it(space: Space) -> None:
+def test_a_missing_image_is_reported_while_the_job_waits_for_it(space: Space) -> None:
     body = job("unpullable", nodes=1)
     trainer(body)["image"] = "registry.invalid/no-such-image:1"
     space.kubectl("apply", "-f", "-", stdin=body)
@@ -30,14 +30,14 @@ def test_an_image_that_does_not_exist_is_said_while_the_job_waits_for_it(space: 
     assert status["state"] != "Failed", "a registry may come back"
 
 
-def test_a_command_that_does_not_exist_fails_the_job_by_its_name(space: Space) -> None:
+def test_a_missing_command_fails_the_job_and_is_named(space: Space) -> None:
     body = job("mistyped", nodes=1, backoffLimit=0)
     trainer(body)["command"] = ["trochrun", "train.py"]
     space.kubectl("apply", "-f", "-", stdin=body)
     assert "trochrun" in space.reaches("mistyped", "Failed")["message"]
 
 
-def test_a_rank_that_fails_after_much_noise_is_still_told_by_its_exception(space: Space) -> None:
+def test_a_rank_that_fails_after_much_output_is_still_reported_with_its_exception(space: Space) -> None:
     """The script prints 20,000 lines at once, a line of 10 MB, and bytes that are not UTF-8."""
     space.kubectl("apply", "-f", "-", stdin=job("noisy", NOISE, backoffLimit=0))
     status = space.reaches("noisy", "Failed")

@@ -142,7 +142,7 @@ def test_a_job_is_suspended_resumed_restarted_and_scaled(client: Client) -> None
 
 
 @pytest.mark.timeout(300)
-def test_a_failed_job_says_the_same_in_describe_as_in_its_last_line(client: Client) -> None:
+def test_describe_shows_the_same_sentence_about_a_failed_job_as_its_last_line(client: Client) -> None:
     (client.folder / "helper.py").write_text("raise ValueError('no such shard: 7')\n")
     done = client.submit("failing", "--set", "spec.backoffLimit=0", "--follow")
     assert done.returncode == 1
@@ -154,7 +154,7 @@ def test_a_failed_job_says_the_same_in_describe_as_in_its_last_line(client: Clie
     assert client.run("wait", "failing", "--timeout", "5s").returncode == 1
 
 
-def test_rights_are_those_of_the_user(client: Client, tmp_path: Path) -> None:
+def test_the_commands_have_only_the_rights_of_the_user(client: Client, tmp_path: Path) -> None:
     """A user who may only view is told which right is missing, and nothing is created."""
     space = client.space
     space.kubectl("create", "serviceaccount", "looker")
@@ -186,7 +186,7 @@ def test_rights_are_those_of_the_user(client: Client, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_a_saved_file_runs_on_all_pods_and_the_end_gives_the_nodes_back(client: Client) -> None:
+def test_a_saved_file_runs_on_all_pods_and_the_end_of_the_session_releases_the_nodes(client: Client) -> None:
     """`ddpjob dev --cluster`: a pod that is deleted comes back with the code that was saved last."""
     script = client.folder / "code" / "train.py"
     script.parent.mkdir()

@@ -40,7 +40,7 @@ def elastic(name: str, folder: str) -> dict[str, Any]:
 
 # By day test_faults.py checks without torch that all ranks restart when a pod is deleted.
 @pytest.mark.parametrize("deletes_a_pod", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_it_trains_on_with_those_that_are_there_and_ends_as_if_nothing_had_happened(
+def test_an_elastic_job_trains_on_with_the_available_nodes_and_ends_as_if_undisturbed(
     space: Space,
     schedulable: list[str],
     tmp_path: Path,

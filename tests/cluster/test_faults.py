@@ -184,7 +184,7 @@ def broken(jobs: Space) -> Space:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_fault_restarts_the_group_once_and_is_told_and_charged_as_what_it_was(broken: Space, name: str) -> None:
+def test_a_fault_restarts_the_group_once_and_is_reported_and_charged_correctly(broken: Space, name: str) -> None:
     case = CASES[name]
     status = broken.ends(name)
     assert status["reason"] == case.end, status
@@ -199,7 +199,7 @@ def test_a_fault_restarts_the_group_once_and_is_told_and_charged_as_what_it_was(
     until(lambda: not not_ended(broken, name), "nothing runs on after the job has ended", 20)
 
 
-def test_a_rank_that_ended_by_itself_stays_for_its_log_and_the_others_do_not(broken: Space) -> None:
+def test_only_the_pod_of_a_rank_that_ended_by_itself_is_kept_for_its_log(broken: Space) -> None:
     broken.ends("an-exception")
     broken.keeps("an-exception", "an-exception-1-1", "an-exception-2-0", "an-exception-2-1")
     assert "no such shard" in broken.kubectl("logs", "an-exception-1-1")
@@ -207,7 +207,7 @@ def test_a_rank_that_ended_by_itself_stays_for_its_log_and_the_others_do_not(bro
     assert warnings == ["RankFailed"], "one failure is one warning"
 
 
-def test_a_rank_that_stood_still_stays_for_its_log_which_is_in_the_status_too(broken: Space) -> None:
+def test_the_pod_of_a_stalled_rank_is_kept_and_its_log_is_in_the_status(broken: Space) -> None:
     """The log is the only explanation of the hang, so the rank's pod must not be deleted."""
     status = broken.ends("a-hang")
     broken.keeps("a-hang", "a-hang-1-1", "a-hang-2-0", "a-hang-2-1")
@@ -216,13 +216,13 @@ def test_a_rank_that_stood_still_stays_for_its_log_which_is_in_the_status_too(br
     assert "attempt 1 trains" in status["lastFailure"]["logTail"]
 
 
-def test_a_pod_that_is_deaf_to_sigterm_is_waited_for_no_longer_than_restart_grace(broken: Space) -> None:
+def test_a_pod_that_ignores_sigterm_is_waited_for_only_for_restart_grace(broken: Space) -> None:
     status = broken.ends("a-peer-that-is-deaf-to-sigterm")
     took = seconds_between(status["lastFailure"]["time"], created(broken, "a-peer-that-is-deaf-to-sigterm-2-0"))
     assert 2 <= took <= 300, "not before its grace was over, and its own terminationGracePeriodSeconds does not count"
 
 
-def test_a_users_own_max_restarts_is_honoured_with_a_warning(broken: Space) -> None:
+def test_max_restarts_set_by_the_user_is_respected_with_a_warning(broken: Space) -> None:
     broken.ends("a-restart-of-torchruns-own")
     (env,) = (
         e
@@ -234,7 +234,7 @@ def test_a_users_own_max_restarts_is_honoured_with_a_warning(broken: Space) -> N
     assert "PET_MAX_RESTARTS" in warnings["RendezvousOverridden"]
 
 
-def test_kill_9_of_a_rank_is_a_sigkill_that_the_application_pays_for(jobs: Space) -> None:
+def test_kill_9_of_a_rank_is_a_sigkill_charged_to_the_application(jobs: Space) -> None:
     body = job("killed", ENDS_IN_ATTEMPT_2)
     body["spec"]["template"]["spec"]["shareProcessNamespace"] = True
     jobs.apply(body)
@@ -247,7 +247,7 @@ def test_kill_9_of_a_rank_is_a_sigkill_that_the_application_pays_for(jobs: Space
     assert failure["class"] == "application"
 
 
-def test_a_deleted_pod_is_nobodys_fault_and_its_peers_get_their_full_grace_to_save(jobs: Space) -> None:
+def test_a_deleted_pod_is_not_charged_and_its_peers_get_their_full_grace_to_save(jobs: Space) -> None:
     saves = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(3), print('saved', flush=True), sys.exit(75)))"
     waits = "print('ready', flush=True)\nif attempt == 1: time.sleep(1000)"
     jobs.apply(job("deleted", f"{TRAINS}\n{saves}\n{waits}", restartGraceSeconds=1))
@@ -268,7 +268,7 @@ def test_a_deleted_pod_is_nobodys_fault_and_its_peers_get_their_full_grace_to_sa
 
 
 @pytest.mark.alone
-def test_a_node_without_power_costs_no_budget_and_the_job_ends_on_the_other(
+def test_a_node_without_power_costs_no_budget_and_the_job_ends_on_the_other_node(
     jobs: Space, nodes: list[str], operator: str, break_node: BreakNode
 ) -> None:
     survivor = leader(operator)[1]
@@ -294,7 +294,7 @@ def of_attempt_2_alone(jobs: Space, name: str) -> dict[str, str]:
 
 
 @pytest.mark.alone
-def test_a_node_that_comes_back_with_its_pods_still_running_changes_nothing(
+def test_a_node_that_returns_with_its_pods_still_running_changes_nothing(
     jobs: Space, nodes: list[str], operator: str, break_node: BreakNode
 ) -> None:
     """The leading operator is on the node that is cut off, so the other operator takes over."""
@@ -316,7 +316,7 @@ def test_a_node_that_comes_back_with_its_pods_still_running_changes_nothing(
 
 @pytest.mark.alone
 @pytest.mark.long
-def test_a_kubelet_that_halts_leaves_processes_that_never_come_back_into_the_job(
+def test_a_kubelet_that_stops_leaves_processes_that_never_rejoin_the_job(
     jobs: Space, nodes: list[str], operator: str, break_node: BreakNode
 ) -> None:
     """The processes continue to run, have a network, and resolve the same DNS names as the new attempt."""
@@ -353,7 +353,7 @@ def test_a_node_that_failed_a_job_twice_is_avoided_by_it_for_an_hour(jobs: Space
 
 
 @pytest.mark.alone
-def test_drain_moves_the_job_without_a_charge(jobs: Space, nodes: list[str], operator: str) -> None:
+def test_a_drain_moves_the_job_without_a_charge(jobs: Space, nodes: list[str], operator: str) -> None:
     jobs.apply(spread(job("drained", ENDS_IN_ATTEMPT_2)))
     ranks = starts_on_both(jobs, "drained")
     # Drain the other node: a successor of the leading operator would find the pod gone, without the reason.
@@ -376,7 +376,7 @@ def test_drain_moves_the_job_without_a_charge(jobs: Space, nodes: list[str], ope
 
 @pytest.mark.alone
 @pytest.mark.long
-def test_a_lost_node_is_known_without_the_right_to_read_nodes(
+def test_a_lost_node_is_recognized_without_the_right_to_read_nodes(
     space: Space, nodes: list[str], operator: str, break_node: BreakNode
 ) -> None:
     chart = str(ROOT / "charts/ddpjob-operator")
@@ -409,7 +409,7 @@ def is_restarted_once(status: Status) -> None:
 
 
 @pytest.mark.alone
-def test_operators_killed_in_the_middle_of_a_restart_lose_and_double_nothing(jobs: Space, operator: str) -> None:
+def test_operators_killed_during_a_restart_lose_and_duplicate_nothing(jobs: Space, operator: str) -> None:
     jobs.apply(job("orphaned", SLOW_RESTART, restartGraceSeconds=4))
     jobs.reaches("orphaned", "Restarting")
     mine = ["-l", "app.kubernetes.io/name=ddpjob-operator"]
@@ -419,7 +419,7 @@ def test_operators_killed_in_the_middle_of_a_restart_lose_and_double_nothing(job
 
 
 @pytest.mark.alone
-def test_an_api_server_that_is_away_for_20_seconds_delays_a_restart_and_disturbs_no_job_that_runs(
+def test_an_api_server_outage_of_20_seconds_delays_a_restart_and_disturbs_no_running_job(
     jobs: Space, take_api_server_away: Callable[[float], None]
 ) -> None:
     jobs.apply(job("lonely", "import time; time.sleep(35)"), job("cut-off", SLOW_RESTART, restartGraceSeconds=4))

@@ -78,7 +78,7 @@ def broken(jobs: Space) -> Space:
         ("raising", {"exitCode": 1}),
     ],
 )
-def test_a_rank_that_fails_starts_again_with_all_others_in_the_pods_that_they_had(
+def test_a_failed_rank_restarts_with_all_others_in_the_same_pods(
     broken: Space, name: str, failure: dict[str, Any]
 ) -> None:
     status = broken.ends(name)
@@ -91,14 +91,14 @@ def test_a_rank_that_fails_starts_again_with_all_others_in_the_pods_that_they_ha
     assert ("Warning", "RestartedInPlace") in [(kind, reason) for kind, reason, _ in broken.events(name)]
 
 
-def test_a_script_that_always_fails_costs_its_budget_and_no_pod(broken: Space) -> None:
+def test_a_script_that_always_fails_uses_up_its_budget_and_no_pod(broken: Space) -> None:
     status = broken.ends("hopeless")
     assert (status["state"], status["reason"]) == ("Failed", "BackoffLimitExceeded"), status
     assert (status["attempt"], charged(status)) == (1, (1, 0, 0))
     assert status["lastFailure"]["exitCode"] == 3
 
 
-def test_of_a_deleted_pod_only_that_one_is_made_anew(broken: Space) -> None:
+def test_only_a_deleted_pod_is_recreated(broken: Space) -> None:
     status = broken.ends("deleted")
     assert (status["state"], status["attempt"], charged(status)) == ("Succeeded", 1, (0, 1, 0)), status
     broken.keeps("deleted", "deleted-1-0", "deleted-1-1-r1")
@@ -108,7 +108,7 @@ def test_of_a_deleted_pod_only_that_one_is_made_anew(broken: Space) -> None:
     assert status["lastFailure"]["class"] == "infrastructure"
 
 
-def test_the_pod_that_leads_is_replaced_like_any_other(broken: Space) -> None:
+def test_the_leading_pod_is_replaced_like_any_other(broken: Space) -> None:
     status = broken.ends("led")
     assert (status["state"], status["attempt"], charged(status)) == ("Succeeded", 1, (0, 1, 0)), status
     broken.keeps("led", "led-1-0-r1", "led-1-1")
@@ -117,14 +117,14 @@ def test_the_pod_that_leads_is_replaced_like_any_other(broken: Space) -> None:
     assert "node 0 is lost" in broken.kubectl("logs", "led-1-1")
 
 
-def test_a_pod_beyond_its_memory_is_replaced_and_the_application_pays(broken: Space) -> None:
+def test_a_pod_beyond_its_memory_limit_is_replaced_and_charged_to_the_application(broken: Space) -> None:
     """The kubelet lets the kernel kill all processes of the container: the agent dies with its ranks."""
     status = broken.ends("starved")
     assert (status["state"], status["attempt"], charged(status)) == ("Succeeded", 1, (1, 0, 0)), status
     assert status["lastFailure"]["class"] == "outOfMemory"
 
 
-def test_a_hang_is_found_in_the_pod_and_the_rank_behind_is_named(broken: Space) -> None:
+def test_a_hang_is_found_in_the_pod_and_the_rank_that_is_behind_is_named(broken: Space) -> None:
     status = broken.ends("hanging")
     assert (status["state"], status["attempt"], charged(status)) == ("Succeeded", 1, (0, 0, 1)), status
     failure = status["lastFailure"]
@@ -133,7 +133,7 @@ def test_a_hang_is_found_in_the_pod_and_the_rank_behind_is_named(broken: Space) 
     assert "time.sleep" in log or 'File "<string>"' in log, "its stack"
 
 
-def test_a_suspended_job_stops_at_once_and_goes_on_with_new_pods(jobs: Space) -> None:
+def test_a_suspended_job_stops_at_once_and_continues_with_new_pods(jobs: Space) -> None:
     jobs.apply(ddprun("paused", f"{TRAINS}\nif os.environ['DDPJOB_ATTEMPT'] == '1': time.sleep(1000)"))
     says(jobs, "paused-1-1", "generation 0 trains")
     jobs.kubectl("patch", "ddp", "paused", "--type=merge", "-p", '{"spec":{"suspend":true}}')
@@ -221,7 +221,7 @@ with ddpjob.init() as world:
 
 @pytest.mark.timeout(900)  # importing torch takes long
 @pytest.mark.usefixtures("with_torch")
-def test_a_pod_beyond_its_memory_costs_no_step_because_the_other_pod_has_the_state(jobs: Space) -> None:
+def test_a_pod_beyond_its_memory_limit_costs_no_step_because_the_other_pod_has_the_state(jobs: Space) -> None:
     """With cgroups v2 the kernel kills the agent too, and the pod's memory is lost: the new pod gets the state from its
     peer. The folder of snapshots is inside the pod and empty, so otherwise all 30 steps would be repeated."""
     body = ddprun("hungry", TAKES_TOO_MUCH)

@@ -40,9 +40,7 @@ def done_line(log: str) -> dict[str, Any]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("with_torch")
-def test_digits_trains_on_two_nodes_and_ends_exactly_as_it_does_locally(
-    space: Space, tmp_path: Path, nodes: list[str]
-) -> None:
+def test_digits_trains_on_two_nodes_and_ends_exactly_as_locally(space: Space, tmp_path: Path, nodes: list[str]) -> None:
     """One job serves many assertions, because importing torch takes long."""
     body = yaml.safe_load((ROOT / "examples/digits.yaml").read_text())
     body["spec"]["onePodPerNode"] = True
@@ -81,7 +79,7 @@ def test_digits_trains_on_two_nodes_and_ends_exactly_as_it_does_locally(
     until(lambda: "No resources found" in space.kubectl("get", left), "delete leaves nothing behind", 90)
 
 
-def test_a_trainer_finds_the_same_variables_here_and_in_a_local_run(space: Space, tmp_path: Path) -> None:
+def test_a_trainer_gets_the_same_variables_in_a_cluster_and_in_a_local_run(space: Space, tmp_path: Path) -> None:
     script = "import os; print('NAMES', ' '.join(sorted(os.environ)), 'END')"
     space.kubectl("apply", "-f", "-", stdin=job("names", script))
     space.reaches("names", "Succeeded")
@@ -109,7 +107,7 @@ def test_a_gpu_job_gets_one_pod_per_node(space: Space) -> None:
     assert len({p["spec"]["nodeName"] for p in space.pods("gpus").values()}) == 2
 
 
-def test_a_failed_rank_fails_the_job_which_says_who_and_why(space: Space) -> None:
+def test_a_failed_rank_fails_the_job_and_the_status_names_rank_and_cause(space: Space) -> None:
     script = "import os, time\nif os.environ['RANK'] == '1': raise ValueError('no such shard: 7')\ntime.sleep(1000)"
     space.kubectl("apply", "-f", "-", stdin=job("failing", script, backoffLimit=0))
     status = space.reaches("failing", "Failed")
@@ -120,7 +118,7 @@ def test_a_failed_rank_fails_the_job_which_says_who_and_why(space: Space) -> Non
     assert "no such shard" in space.kubectl("describe", "ddp", "failing")
 
 
-def test_an_invalid_job_says_why_and_starts_nothing(space: Space) -> None:
+def test_an_invalid_job_shows_the_reason_and_starts_nothing(space: Space) -> None:
     refused = space.kubectl("apply", "-f", "-", stdin=job("mpi", SLEEP, backend="mpi"), check=False)
     assert "needs a PyTorch built with MPI" in refused
     refused = space.kubectl("apply", "-f", "-", stdin=job("crowd", SLEEP, gang="crowd"), check=False)
@@ -134,7 +132,7 @@ def test_an_invalid_job_says_why_and_starts_nothing(space: Space) -> None:
     assert space.pods("apart") == {}
 
 
-def test_helm_test_says_that_the_installation_works(operator: str) -> None:
+def test_helm_test_reports_that_the_installation_works(operator: str) -> None:
     done = helm("test", RELEASE, "--namespace", operator, "--logs", "--timeout", "120s")
     # helm prints the log once for each object of the test, because all have the same name.
     assert len({line for line in done.splitlines() if line.startswith("ok    ")}) == 4, done
@@ -152,7 +150,7 @@ def test_suspend_gives_every_trainer_time_to_save_and_resume_is_a_new_attempt(sp
     assert sorted(space.pods("pausing")) == ["pausing-2-0", "pausing-2-1"]
 
 
-def test_delete_and_apply_at_once_works(space: Space) -> None:
+def test_deleting_and_applying_a_job_at_once_works(space: Space) -> None:
     space.kubectl("apply", "-f", "-", stdin=job("again", SAVES))
     space.reaches("again", "Running")
     before = space.get("ddp", "again")["metadata"]["uid"]
@@ -163,7 +161,7 @@ def test_delete_and_apply_at_once_works(space: Space) -> None:
     assert {p["metadata"]["ownerReferences"][0]["uid"] for p in space.pods("again").values()} != {before}
 
 
-def test_a_job_past_its_deadline_fails_and_is_deleted_when_its_ttl_is_over(space: Space) -> None:
+def test_a_job_past_its_deadline_fails_and_is_deleted_after_its_ttl(space: Space) -> None:
     space.kubectl("apply", "-f", "-", stdin=job("late", SLEEP, activeDeadlineSeconds=5, ttlSecondsAfterFinished=10))
     assert space.reaches("late", "Failed")["reason"] == "DeadlineExceeded"
     until(lambda: "NotFound" in space.kubectl("get", "ddp", "late", check=False), "the job is deleted by its TTL", 60)
@@ -180,7 +178,7 @@ def test_a_succeeded_pod_that_is_deleted_while_its_peers_run_does_no_harm(space:
 
 
 @pytest.mark.alone
-def test_a_job_in_a_namespace_that_is_not_watched_stays_untouched(space: Space, operator: str) -> None:
+def test_a_job_in_an_unwatched_namespace_stays_untouched(space: Space, operator: str) -> None:
     """The test restricts the release to one namespace, and then lets it watch all namespaces again."""
     chart = str(ROOT / "charts/ddpjob-operator")
     upgrade = ["helm", "upgrade", RELEASE, chart, "-n", operator, "--reuse-values", "--wait", "--timeout", "120s"]
@@ -200,7 +198,7 @@ def test_a_job_in_a_namespace_that_is_not_watched_stays_untouched(space: Space, 
 
 
 @pytest.mark.alone
-def test_an_operator_that_is_restarted_in_the_middle_of_a_job_changes_nothing(space: Space, operator: str) -> None:
+def test_an_operator_restarted_during_a_job_changes_nothing(space: Space, operator: str) -> None:
     space.kubectl("apply", "-f", "-", stdin=job("steady", SLEEP))
     space.reaches("steady", "Running")
     before = {n: p["metadata"]["uid"] for n, p in space.pods("steady").items()}

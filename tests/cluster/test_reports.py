@@ -48,7 +48,7 @@ print("posted", flush=True)
 """
 
 
-def test_where_progress_is_blocked_there_is_none_and_the_job_succeeds_all_the_same(space: Space) -> None:
+def test_a_job_with_blocked_progress_reports_still_succeeds(space: Space) -> None:
     blocked = {
         "unresolved": ("DDPJOB_STATUS_URL", "http://no-such-service.invalid:8081/", ""),
         "unreachable": ("DDPJOB_STATUS_URL", "http://192.0.2.1:8081/", ""),  # a reserved address
@@ -76,7 +76,7 @@ def test_where_progress_is_blocked_there_is_none_and_the_job_succeeds_all_the_sa
         assert why in log, log
 
 
-def test_a_report_that_is_garbage_huge_or_unsigned_is_refused_and_a_job_can_speak_for_itself_alone(
+def test_invalid_reports_are_refused_and_a_job_can_report_only_for_itself(
     space: Space,
 ) -> None:
     space.kubectl("apply", "-f", "-", stdin=job("victim", "import time; time.sleep(1000)", nodes=1))

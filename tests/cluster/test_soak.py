@@ -127,7 +127,7 @@ class Soak:
             time.sleep(1)
 
 
-def test_half_an_hour_of_faults_in_any_order_loses_no_job_and_leaves_nothing(
+def test_half_an_hour_of_random_faults_loses_no_job_and_leaves_nothing(
     space: Space,
     operator: str,
     nodes: list[str],

@@ -30,7 +30,7 @@ def operators(namespace: str) -> set[str]:
     )
 
 
-def test_a_newer_operator_leaves_running_pods_alone_though_it_would_build_others(space: Space, operator: str) -> None:
+def test_a_newer_operator_keeps_running_pods_that_it_would_build_differently(space: Space, operator: str) -> None:
     space.kubectl("apply", "-f", "-", stdin=job("lasting", WAITS))
     space.reaches("lasting", "Running")
     before = space.pods("lasting")

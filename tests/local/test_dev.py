@@ -71,7 +71,7 @@ def session(cli: Cli) -> Iterator[Session]:
         found.end()
 
 
-def test_all_ranks_run_what_was_saved_and_nothing_is_charged(cli: Cli, session: Session) -> None:
+def test_all_ranks_run_the_saved_code_and_nothing_is_charged(cli: Cli, session: Session) -> None:
     """Otherwise each save would wait for a back-off, and the fourth save would end the job."""
     for version in range(1, 7):
         session.prints(f"hello v{version} from 0 0")
@@ -84,7 +84,7 @@ def test_all_ranks_run_what_was_saved_and_nothing_is_charged(cli: Cli, session: 
     assert (status["attempt"], status["restarts"]["total"], status.get("inPlace")) == (1, 0, None)
 
 
-def test_an_error_and_the_end_of_the_script_leave_the_nodes_standing_until_the_next_save(session: Session) -> None:
+def test_nodes_stay_up_after_an_error_or_the_end_of_the_script_until_the_next_save(session: Session) -> None:
     """Otherwise each restart imports torch again, and a failed import needs a new session."""
     session.prints("hello v1", 2)
     session.save("def f(:\n")
@@ -107,7 +107,7 @@ def test_an_error_and_the_end_of_the_script_leave_the_nodes_standing_until_the_n
     assert session.end() == 130
 
 
-def test_a_rank_that_ignores_sigterm_does_not_keep_the_others_from_what_was_saved(session: Session) -> None:
+def test_a_rank_that_ignores_sigterm_does_not_delay_the_others_after_a_save(session: Session) -> None:
     session.prints("hello v1", 2)
     session.save("import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAITS.format(version=2))
     session.prints("hello v2", 2)
@@ -115,7 +115,7 @@ def test_a_rank_that_ignores_sigterm_does_not_keep_the_others_from_what_was_save
     session.prints("hello v3", 2)
 
 
-def test_a_configuration_that_the_script_is_given_counts_too(cli: Cli) -> None:
+def test_a_configuration_file_passed_to_the_script_is_watched_too(cli: Cli) -> None:
     (cli.folder / "train.py").write_text("import sys; print(open(sys.argv[1]).read()); import time; time.sleep(600)")
     (cli.folder / "c.json").write_text("lr 1")
     session = Session(cli, "train.py", "c.json", command=("train.py", "c.json"))
@@ -132,7 +132,7 @@ def test_ctrl_c_during_a_restart_ends_the_session(session: Session) -> None:
     assert session.end() == 130
 
 
-def test_a_module_of_a_package_is_started_again_for_what_it_imports(cli: Cli) -> None:
+def test_a_script_started_as_a_module_is_restarted_when_an_import_changes(cli: Cli) -> None:
     package = cli.folder / "pkg"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -145,7 +145,7 @@ def test_a_module_of_a_package_is_started_again_for_what_it_imports(cli: Cli) ->
     assert session.end() == 130
 
 
-def test_a_session_that_nobody_uses_gives_its_nodes_back(cli: Cli) -> None:
+def test_an_unused_session_releases_its_nodes(cli: Cli) -> None:
     (cli.folder / "train.py").write_text("print('done')")
     session = Session(cli, "--idle", "1s", "train.py")
     assert session.process.wait(SECONDS_MAX) == 130
@@ -160,7 +160,7 @@ def at_a_terminal(cli: Cli, *words: str) -> pexpect.spawn:
     )
 
 
-def test_enter_starts_the_ranks_again_at_a_terminal(cli: Cli) -> None:
+def test_enter_restarts_the_ranks_at_a_terminal(cli: Cli) -> None:
     (cli.folder / "train.py").write_text(WAITS.format(version=1))
     child = at_a_terminal(cli)
     child.expect_exact("hello v1")
@@ -181,7 +181,7 @@ print("rank", os.environ["RANK"], "went on with", answer)
 """
 
 
-def test_a_debugger_in_one_rank_begins_again_after_a_save(cli: Cli) -> None:
+def test_a_debugger_in_one_rank_starts_again_after_a_save(cli: Cli) -> None:
     """If a debugger is killed while it reads, the terminal stays without echo."""
     script = cli.folder / "train.py"
     script.write_text(DEBUGGED.format(answer=41))
@@ -201,7 +201,7 @@ def test_a_debugger_in_one_rank_begins_again_after_a_save(cli: Cli) -> None:
     assert child.wait() == 130
 
 
-def test_a_change_of_a_module_that_was_imported_before_the_ranks_is_run_too(cli: Cli) -> None:
+def test_a_changed_module_that_was_preloaded_is_run_too(cli: Cli) -> None:
     """Otherwise the ranks run the old module, whatever is saved."""
     (cli.folder / "train.py").write_text("import part; print('has', part.NAME); import time; time.sleep(600)")
     (cli.folder / "part.py").write_text("NAME = 'part 1'")
@@ -223,7 +223,7 @@ def test_a_change_of_a_module_that_was_imported_before_the_ranks_is_run_too(cli:
         ("a.py", "pass", ("--nodes", "1:2"), "ddprun cannot train with a changing number of nodes"),
     ],
 )
-def test_what_cannot_be_started_again_in_place_is_refused(
+def test_a_command_that_cannot_be_restarted_in_place_is_refused(
     cli: Cli, name: str, text: str, words: tuple[str, ...], said: str
 ) -> None:
     (cli.folder / name).write_text(text)
@@ -251,7 +251,7 @@ def changed(files: SavedFiles, **how: Any) -> set[str]:
     return {Path(path).name for at in (now, now + 9) for path in files.poll(at, **how)}
 
 
-def test_a_file_counts_once_if_its_text_has_changed(folder: Path) -> None:
+def test_a_file_counts_as_changed_once_if_its_text_has_changed(folder: Path) -> None:
     files = SavedFiles([str(folder)])
     assert changed(files) == set()
     (folder / "train.py").touch()
@@ -267,7 +267,7 @@ def test_a_file_counts_once_if_its_text_has_changed(folder: Path) -> None:
     assert changed(files) == {"train.py"}
 
 
-def test_a_new_file_counts_if_no_rank_can_have_written_it(folder: Path) -> None:
+def test_a_new_file_counts_as_changed_if_no_rank_can_have_written_it(folder: Path) -> None:
     files = SavedFiles([str(folder)])
     (folder / "new").mkdir()
     (folder / "new/copy.py").write_text("1")
@@ -286,7 +286,7 @@ def test_a_new_file_counts_if_no_rank_can_have_written_it(folder: Path) -> None:
     assert changed(files) == {"copy.py"}, "since the ranks have started again it may be imported"
 
 
-def test_a_file_of_200_mb_is_not_read_and_a_folder_of_data_not_searched(folder: Path) -> None:
+def test_a_file_of_200_mb_is_not_read_and_a_data_folder_is_not_searched(folder: Path) -> None:
     with (folder / "large.py").open("wb") as file:
         file.truncate(200 << 20)
     (folder / "data").mkdir()
@@ -301,7 +301,7 @@ def test_a_file_of_200_mb_is_not_read_and_a_folder_of_data_not_searched(folder: 
     assert changed(files) == {"large.py"}
 
 
-def test_changes_count_when_they_have_settled_and_at_the_latest_after_a_second(folder: Path) -> None:
+def test_changes_are_handled_when_they_have_settled_and_at_the_latest_after_a_second(folder: Path) -> None:
     """An editor truncates a file before it writes the text, or replaces the file."""
     files, script = SavedFiles([str(folder)]), folder / "train.py"
     now = 100.0

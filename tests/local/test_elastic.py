@@ -29,7 +29,7 @@ def job(cli: Cli) -> Path:
     return cli.file(PRINTS, container={"command": ["torchrun", "--no-python", "python", "train.py"]})
 
 
-def test_a_lost_node_starts_the_group_again_and_torchruns_variables_are_all_there(cli: Cli, job: Path) -> None:
+def test_a_lost_node_restarts_the_group_with_all_variables_of_torchrun(cli: Cli, job: Path) -> None:
     """Scripts of PyTorch's tutorials read these variables. The second attempt needs a rendezvous of its own."""
     cli.run("run", job, "--nodes", "1:2", "--fail", "node=1,at=4s", "--status", "status.json", "--no-check", code=0)
     status = status_of(cli.folder / "status.json")
@@ -52,7 +52,7 @@ def test_a_lost_node_starts_the_group_again_and_torchruns_variables_are_all_ther
         (["--nodes", "1:2", "--set", "spec.template.spec.containers[0].command=[python, train.py]"], "torchrun can"),
     ],
 )
-def test_a_range_that_cannot_be_is_refused_before_anything_starts(
+def test_an_impossible_range_is_refused_before_anything_starts(
     cli: Cli, job: Path, words: list[str], text: str
 ) -> None:
     done = cli.here("run", job, *words)

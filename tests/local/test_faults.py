@@ -49,7 +49,7 @@ def run(cli: Cli, *words: object, script: str = COUNTS, **spec: Any) -> tuple[An
         ("exit=3", r"ended with exit code 3 at step \d+", 3),
     ],
 )
-def test_a_rank_that_breaks_at_a_step_restarts_the_group_which_goes_on_from_what_it_saved(
+def test_a_rank_that_fails_at_a_step_restarts_the_group_from_its_last_save(
     cli: Cli, how: str, words: str, code: int
 ) -> None:
     done, status, told = run(cli, "--fail", f"rank=1,step=25,{how}")
@@ -63,7 +63,7 @@ def test_a_rank_that_breaks_at_a_step_restarts_the_group_which_goes_on_from_what
     assert (failure["rank"], failure["exitCode"], failure["class"]) == (1, code, "application")
 
 
-def test_a_rank_that_hangs_is_found_named_and_restarted(cli: Cli) -> None:
+def test_a_hanging_rank_is_found_named_and_restarted(cli: Cli) -> None:
     grace = "spec.template.spec.terminationGracePeriodSeconds=1"  # the hanging rank does not end by itself
     done, status, told = run(
         cli, "--fail", "rank=0,step=25,hang", "--set", grace, script=COUNTS_TOGETHER, stall={"timeoutSeconds": 3}
@@ -85,7 +85,7 @@ def test_a_node_that_dies_is_replaced_without_a_charge(cli: Cli) -> None:
     assert status["lastFailure"]["nodeRank"] == 1
 
 
-def test_a_node_that_does_not_run_yet_when_it_is_to_die_dies_when_it_does(cli: Cli) -> None:
+def test_a_node_that_is_not_yet_running_at_its_fault_dies_once_it_runs(cli: Cli) -> None:
     done, status, told = run(cli, "--fail", "node=1,at=0s")
     assert done.returncode == 0, told
     assert "did not happen" not in told
@@ -93,7 +93,7 @@ def test_a_node_that_does_not_run_yet_when_it_is_to_die_dies_when_it_does(cli: C
 
 
 @pytest.mark.parametrize("command", [["python"], ["ddprun", "--no-preload"], ["ddprun"]])
-def test_a_rank_is_killed_again_and_again_and_the_training_still_ends(cli: Cli, command: list[str]) -> None:
+def test_a_training_ends_although_a_rank_is_killed_repeatedly(cli: Cli, command: list[str]) -> None:
     container = {"command": [*command, "train.py"]}
     lasts = COUNTS.replace("time.sleep(0.05)", "time.sleep(0.1)")
     done, status, told = run(cli, "--fail", "every=2s", script=lasts, container=container, backoffLimit=1000)
@@ -103,7 +103,7 @@ def test_a_rank_is_killed_again_and_again_and_the_training_still_ends(cli: Cli, 
     assert all("was killed by SIGKILL" in f["message"] for f in status["failures"])
 
 
-def test_kills_at_an_interval_say_how_many_restarts_there_are_and_if_none_happened(cli: Cli) -> None:
+def test_kills_at_an_interval_report_the_number_of_restarts_and_if_none_happened(cli: Cli) -> None:
     done, _, told = run(cli, "--fail", "every=10m", script="import ddpjob\nddpjob.progress(step=1)")
     assert done.returncode == 1
     assert "--fail every=10m: the job ends after 3 restarts; --max-restarts allows more" in told
@@ -111,7 +111,7 @@ def test_kills_at_an_interval_say_how_many_restarts_there_are_and_if_none_happen
 
 
 @pytest.mark.parametrize("command", ["python", "ddprun"])
-def test_every_fault_happens_once_in_whichever_attempt_or_generation_reaches_its_step(cli: Cli, command: str) -> None:
+def test_every_fault_happens_once_in_any_attempt_or_generation(cli: Cli, command: str) -> None:
     """Otherwise, under ddprun, all faults but the first are ignored, and the run ends as if all had been tested."""
     given = (
         "rank=0,step=12,exit=7",
@@ -129,7 +129,7 @@ def test_every_fault_happens_once_in_whichever_attempt_or_generation_reaches_its
     assert (status["attempt"] == 1) == (command == "ddprun")
 
 
-def test_a_fault_that_did_not_happen_is_named_and_one_that_did_is_not(cli: Cli) -> None:
+def test_only_a_fault_that_did_not_happen_is_named(cli: Cli) -> None:
     """Otherwise users believe that they have tested a fault which never happened."""
     late, early = "rank=1,step=5000", "rank=0,step=12,exit=7"
     done, _, told = run(cli, "--fail", early, "--fail", late, "--fail", "node=1,at=10m")
@@ -139,7 +139,7 @@ def test_a_fault_that_did_not_happen_is_named_and_one_that_did_is_not(cli: Cli) 
     assert f"--fail {early}" not in told
 
 
-def test_a_mistake_that_all_ranks_make_is_not_tried_again_and_shown_once(cli: Cli) -> None:
+def test_a_mistake_on_all_ranks_is_shown_once_and_not_retried(cli: Cli) -> None:
     """A typo must not cost four attempts, 36 s and 334 lines of output."""
     done, status, told = run(cli, script="def main():\n    [].apend(1)\nmain()", nodes=1)
     assert (done.returncode, status["reason"], status["attempt"]) == (1, "PermanentFailure", 1)
@@ -169,7 +169,7 @@ def test_a_mistake_that_all_ranks_make_is_not_tried_again_and_shown_once(cli: Cl
         ("", "an empty part is unknown"),
     ],
 )
-def test_a_fault_that_cannot_be_is_refused_before_anything_starts(cli: Cli, fault: str, sentence: str) -> None:
+def test_an_impossible_fault_is_refused_before_anything_starts(cli: Cli, fault: str, sentence: str) -> None:
     done = cli.here("run", cli.file("print('started')"), "--fail", fault)
     assert done.returncode == 2
     assert sentence in done.stderr

@@ -31,7 +31,7 @@ spec:
         (JOB.replace("  nodes: 2", "  nodes: 2\n  nodes: 3"), [], "job.yaml:7: nodes is given twice, first in line 6"),
     ],
 )
-def test_what_was_meant_is_named(tmp_path: Path, text: str, words: list[str], said: str) -> None:
+def test_a_typing_error_is_answered_with_a_suggestion(tmp_path: Path, text: str, words: list[str], said: str) -> None:
     cli = Cli(tmp_path)
     (tmp_path / "job.yaml").write_text(text)
     (tmp_path / "train.py").write_text("print(1)\n")
@@ -40,7 +40,7 @@ def test_what_was_meant_is_named(tmp_path: Path, text: str, words: list[str], sa
     assert said in done.stderr
 
 
-def test_a_script_that_is_not_there_is_looked_for_by_its_likeness(tmp_path: Path) -> None:
+def test_a_similar_name_is_suggested_for_a_missing_script(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print(1)\n")
     done = Cli(tmp_path).run("run", "trian.py")
     assert (done.returncode, done.stderr) == (2, "trian.py: No such file or directory; did you mean train.py?\n")

@@ -38,7 +38,7 @@ def output(process: subprocess.Popen[str]) -> str:
 @pytest.mark.parametrize(
     ("package", "script"), [("accelerate", "accelerate_loop.py"), ("lightning", "lightning_fit.py")]
 )
-def test_a_rank_that_gets_sigterm_stops_all_after_one_step_and_the_next_start_goes_on(
+def test_a_rank_that_gets_sigterm_stops_all_after_one_step_and_the_next_start_resumes(
     package: str, script: str, tmp_path: Path
 ) -> None:
     """Otherwise a drained node loses all steps since the last periodic checkpoint."""
@@ -53,7 +53,7 @@ def test_a_rank_that_gets_sigterm_stops_all_after_one_step_and_the_next_start_go
     assert (again.returncode, "done: 200 steps" in said) == (0, True), said
 
 
-def test_hugging_faces_trainer_saves_at_one_step_of_all_ranks_and_goes_on_there(tmp_path: Path) -> None:
+def test_the_hugging_face_trainer_saves_at_the_same_step_on_all_ranks_and_resumes_there(tmp_path: Path) -> None:
     """If only one rank stopped, the others would wait in a collective until its time-out."""
     pytest.importorskip("transformers", reason=WHY)
     first = start("hf_trainer.py", tmp_path)
@@ -107,7 +107,7 @@ trainer.train()
 """
 
 
-def test_hugging_faces_trainer_ends_right_after_the_checkpoint_and_leaves_it(tmp_path: Path) -> None:
+def test_the_hugging_face_trainer_exits_right_after_the_checkpoint_and_keeps_it(tmp_path: Path) -> None:
     """Otherwise the Trainer evaluates for too long, saves into the same folder, and removes older checkpoints."""
     pytest.importorskip("transformers", reason=WHY)
     (tmp_path / "train.py").write_text(STOPS_IN_AN_EPOCH)
@@ -152,7 +152,7 @@ for steps in (10, 400):  # as where a part of a model is trained first
 """
 
 
-def test_lightnings_second_fit_saves_when_it_is_told_to_stop_and_validations_are_declared(tmp_path: Path) -> None:
+def test_the_second_fit_of_lightning_saves_at_sigterm_and_validations_are_declared_pauses(tmp_path: Path) -> None:
     """Lightning restores the handler of SIGTERM at the end of each fit, so in the second fit SIGTERM would kill the
     rank before it saves. A validation longer than a step's limit must not count as a stall."""
     pytest.importorskip("lightning", reason=WHY)
@@ -191,7 +191,7 @@ with ddpjob.init() as world:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("launcher", ["ddprun", "torchrun"])
-def test_a_curve_has_each_step_once_though_a_rank_was_killed(launcher: str, rank: int, tmp_path: Path) -> None:
+def test_a_curve_has_each_step_once_even_if_a_rank_was_killed(launcher: str, rank: int, tmp_path: Path) -> None:
     """Otherwise repeated steps are drawn over each other, and lost steps leave a gap."""
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason=WHY)
     (tmp_path / "train.py").write_text(DRAWS_A_CURVE)

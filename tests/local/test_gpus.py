@@ -53,7 +53,7 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def test_without_a_driver_there_are_no_gpus(machine: Machine) -> None:
+def test_without_a_driver_no_gpu_is_found(machine: Machine) -> None:
     assert machine.visible() == []
 
 
@@ -61,21 +61,21 @@ def test_nvidia_smi_on_the_path_counts_the_gpus(machine: Machine) -> None:
     assert machine.says(THREE).visible() == ["0", "1", "2"]
 
 
-def test_a_gpu_cut_into_slices_is_used_by_its_slices_for_it_computes_in_no_other_way(machine: Machine) -> None:
+def test_a_gpu_cut_into_slices_is_used_by_its_slices(machine: Machine) -> None:
     assert machine.says(SLICED).visible() == [MIGS[0], MIGS[1], UUIDS[1], MIGS[2]]
 
 
-def test_without_nvidia_smi_the_drivers_own_folder_counts(machine: Machine) -> None:
+def test_without_nvidia_smi_the_folder_of_the_driver_is_used(machine: Machine) -> None:
     for bus in ("0000:1b:00.0", "0000:43:00.0"):
         (gpus.DRIVER_GPUS / bus).mkdir(parents=True)
     assert machine.visible() == ["0", "1"]
 
 
-def test_an_nvidia_smi_that_fails_is_not_believed(machine: Machine) -> None:
+def test_a_failing_nvidia_smi_is_ignored(machine: Machine) -> None:
     assert machine.says("NVIDIA-SMI has failed: GPU 0: x (UUID: GPU-1)\n", code=9).visible() == []
 
 
-def test_an_nvidia_smi_that_hangs_does_not_hang_the_job(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_nvidia_smi_does_not_hang_the_job(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "NVIDIA_SMI_SECONDS", 0.2)
     assert machine.says(THREE, before="time.sleep(1000)").visible() == []
 
@@ -97,15 +97,15 @@ def test_an_nvidia_smi_that_hangs_does_not_hang_the_job(machine: Machine, monkey
         ("MIG-GPU-5d5ba0d6/1/0", ["MIG-GPU-5d5ba0d6/1/0"]),
     ],
 )
-def test_cuda_visible_devices_is_obeyed_as_cuda_obeys_it(machine: Machine, allowed: str, found: list[str]) -> None:
+def test_cuda_visible_devices_is_read_as_cuda_reads_it(machine: Machine, allowed: str, found: list[str]) -> None:
     assert machine.says(THREE).visible(allowed) == found
 
 
-def test_where_no_gpu_can_be_counted_the_users_own_list_is_believed(machine: Machine) -> None:
+def test_the_list_of_the_user_is_used_if_no_gpu_can_be_counted(machine: Machine) -> None:
     assert machine.visible("0,5") == ["0", "5"]
 
 
-def test_no_gpu_wanted_asks_no_driver(machine: Machine, tmp_path: Path) -> None:
+def test_a_job_without_gpus_does_not_query_the_driver(machine: Machine, tmp_path: Path) -> None:
     machine.says(THREE, before=f"open({str(tmp_path / 'asked')!r}, 'w')").visible("")
     assert not (tmp_path / "asked").exists()
 
@@ -123,7 +123,7 @@ def test_no_two_nodes_share_a_gpu(nodes: int, per_node: int, shares: list[list[s
     assert share(["0", "1", "2", "3"], nodes, per_node) == shares
 
 
-def test_too_few_gpus_are_told_with_both_numbers_and_the_way_out() -> None:
+def test_too_few_gpus_give_an_error_with_both_numbers_and_the_fix() -> None:
     with pytest.raises(TooFewGpusError) as caught:
         share(["0"], 2, 8)
     sentence = "the job asks for 16 GPUs (2 nodes x 8), this machine has 1 for it. Run it on the CPU with --cpu"
@@ -137,6 +137,6 @@ def test_too_few_gpus_are_told_with_both_numbers_and_the_way_out() -> None:
         (2, 4, "--cpu: 4 GPUs on each node are not used; 8 ranks train with gloo"),
     ],
 )
-def test_the_gpus_that_a_run_on_the_cpu_leaves_are_counted(nodes: int, gpus_each: int, said: str) -> None:
+def test_gpus_that_a_cpu_run_leaves_unused_are_counted(nodes: int, gpus_each: int, said: str) -> None:
     wanted = job(container={"resources": {"limits": {"nvidia.com/gpu": str(gpus_each)}}}, nodes=nodes)
     assert run.on_this_machine(wanted, run.RunOptions(cpu=True))[1] == [said]

@@ -19,13 +19,13 @@ def ran(cli: Cli, script: str, shell: str, *words: str) -> tuple[int, str, dict]
 
 
 @pytest.mark.parametrize("shell", [f"{DDPRUN} train.py | cat", f"{DDPRUN} train.py || true; echo done"])
-def test_a_failure_that_ddprun_reports_fails_the_job_although_the_shell_ends_with_0(cli: Cli, shell: str) -> None:
+def test_a_failure_reported_by_ddprun_fails_the_job_even_if_the_shell_exits_with_0(cli: Cli, shell: str) -> None:
     code, text, status = ran(cli, FAILS, shell)
     assert (code, status["state"], status["lastFailure"]["exception"]) == (1, "Failed", BOOM)
     assert "although the command ended with 0" in text
 
 
-def test_a_traceback_at_the_end_of_a_success_is_shown_and_makes_it_suspicious(cli: Cli) -> None:
+def test_a_traceback_at_the_end_of_a_success_is_shown_with_a_warning(cli: Cli) -> None:
     """Otherwise nobody sees the traceback, and the run ends as Succeeded without a warning."""
     script = "import traceback\ntry:\n    raise RuntimeError('boom')\nexcept RuntimeError:\n    traceback.print_exc()"
     code, text, status = ran(cli, script, "python train.py")
@@ -38,7 +38,7 @@ def test_a_traceback_at_the_end_of_a_success_is_shown_and_makes_it_suspicious(cl
     ("shell", "left"),
     [(f"{DDPRUN} train.py & until [ -e begun ]; do sleep 0.05; done", True), (f"sleep 99 & {DDPRUN} done.py", False)],
 )
-def test_a_launcher_that_nothing_waited_for_makes_a_success_suspicious(cli: Cli, shell: str, left: bool) -> None:
+def test_a_launcher_that_nobody_waited_for_gives_a_success_with_a_warning(cli: Cli, shell: str, left: bool) -> None:
     """The launcher is killed with its container. Otherwise the run ends as Succeeded without a warning."""
     (cli.folder / "done.py").write_text("")
     code, text, status = ran(cli, "import time\nopen('begun', 'w').close()\ntime.sleep(99)", shell)
@@ -49,7 +49,7 @@ def test_a_launcher_that_nothing_waited_for_makes_a_success_suspicious(cli: Cli,
 
 @pytest.mark.long  # ranks are observed every 5 s; by day tests/unit/test_hidden_failures.py covers this behaviour
 @pytest.mark.parametrize("size", [1, 2])
-def test_ranks_that_know_only_those_of_their_own_node_make_a_success_suspicious(cli: Cli, size: int) -> None:
+def test_ranks_that_see_only_those_of_their_node_give_a_success_with_a_warning(cli: Cli, size: int) -> None:
     """A user's wrapper around torchrun may change the environment, so that ranks see only those of their node."""
     rank = "{'PATH': os.environ['PATH'], 'RANK': '0', 'WORLD_SIZE': '%s'}" % size  # noqa: UP031
     script = f"import os, subprocess\nsubprocess.run(['sleep', '11'], env={rank})"
@@ -58,7 +58,7 @@ def test_ranks_that_know_only_those_of_their_own_node_make_a_success_suspicious(
 
 
 @pytest.mark.parametrize(("shell", "is_kept"), [("{0}; true", True), ("exec {0}", False)])
-def test_a_stop_that_a_shell_keeps_from_its_launcher_says_so(cli: Cli, shell: str, is_kept: bool) -> None:
+def test_a_stop_signal_that_a_shell_does_not_forward_is_explained(cli: Cli, shell: str, is_kept: bool) -> None:
     """The shell ends at once and the ranks are killed before they save; "stopped" alone would not tell users why."""
     script = "import time\nprint('trains', flush=True)\ntime.sleep(99)"
     command = ["bash", "-c", shell.format(f"{DDPRUN} train.py")]
@@ -70,7 +70,7 @@ def test_a_stop_that_a_shell_keeps_from_its_launcher_says_so(cli: Cli, shell: st
     assert ("; nothing was saved: the shell in front of `ddprun train.py` ended on SIGTERM" in last) is is_kept
 
 
-def test_a_launchers_exit_code_that_the_shell_loses_is_said_before_the_run_and_once(cli: Cli) -> None:
+def test_an_exit_code_of_the_launcher_lost_by_the_shell_gets_one_warning_before_the_run(cli: Cli) -> None:
     job = cli.file("", container={"command": ["bash", "-c", f"{DDPRUN} train.py | cat"]}, nodes=1)
     done = cli.run("run", job, code=0)
     assert done.stderr.count("the exit code of ddprun is lost") == 1

@@ -35,7 +35,7 @@ def run(cli: Cli, *words: object, script: str = COUNTS, **spec: Any) -> tuple[An
     return done, status_of(cli.folder / "status.json"), done.stderr
 
 
-def test_a_rank_that_is_killed_starts_again_with_the_others_and_is_named(cli: Cli) -> None:
+def test_a_killed_rank_restarts_together_with_the_others_and_is_named(cli: Cli) -> None:
     done, status, told = run(cli, "--fail", "rank=1,step=25,signal=KILL")
     assert done.returncode == 0, told
     assert (status["attempt"], status["inPlace"]) == (1, {"application": 1})
@@ -55,7 +55,7 @@ def test_a_rank_that_is_killed_starts_again_with_the_others_and_is_named(cli: Cl
         ("raise ValueError('no shard')", "ValueError: no shard", "in <module>"),
     ],
 )
-def test_the_last_words_of_a_rank_are_in_the_failure_and_in_the_end_of_its_log(
+def test_the_last_words_of_a_rank_are_in_the_failure_and_in_its_log_tail(
     cli: Cli, line: str, exception: str, tail: str
 ) -> None:
     """The message `ended with exit code 2` alone does not say why the rank failed."""
@@ -67,7 +67,7 @@ def test_the_last_words_of_a_rank_are_in_the_failure_and_in_the_end_of_its_log(
 
 
 @pytest.mark.parametrize("node", [0, 1], ids=["node 0, which leads", "another"])
-def test_a_node_that_dies_is_replaced_alone(cli: Cli, node: int, tmp_path: Path) -> None:
+def test_only_the_node_that_dies_is_replaced(cli: Cli, node: int, tmp_path: Path) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     cli.env["TMPDIR"] = str(temporary)
@@ -106,7 +106,7 @@ KEEPS = """
 """
 
 
-def test_a_restart_from_memory_repeats_no_step_and_the_end_says_where_it_went_on(cli: Cli) -> None:
+def test_a_restart_from_memory_repeats_no_step_and_the_final_message_shows_where_it_resumed(cli: Cli) -> None:
     """The last line must show how many steps the kill has cost, and from where the run resumed."""
     file = cli.file(KEEPS, container={"command": [DDPRUN["command"][0], "train.py"]}, nodes=1, nprocPerNode=2)
     with cli.start("run", file, "--status", "status.json", "--fail", "rank=1,step=30,signal=KILL") as process:

@@ -74,7 +74,7 @@ def alone() -> str:
 
 
 @pytest.mark.parametrize("name", LAUNCHED_OTHERWISE)
-def test_each_way_to_start_torchs_launcher_gives_each_rank_its_place(cli: Cli, name: str) -> None:
+def test_each_way_to_start_torchrun_gives_each_rank_its_rank_numbers(cli: Cli, name: str) -> None:
     """If a variable of the job contradicts an option, the launcher ends, or two ranks get the same number."""
     text = (ROOT / f"examples/notes/{name}.yaml").read_text()
     script = cli.folder / "place.py"
@@ -88,7 +88,7 @@ def test_each_way_to_start_torchs_launcher_gives_each_rank_its_place(cli: Cli, n
 
 @pytest.mark.long  # up to six processes with torch and DDP each: 8 to 25 s of CPU
 @pytest.mark.parametrize("name", NOTES)
-def test_each_note_trains_in_one_world_and_ends_with_the_same_parameters(cli: Cli, alone: str, name: str) -> None:
+def test_each_recipe_trains_in_one_world_to_the_same_parameters(cli: Cli, alone: str, name: str) -> None:
     text = (ROOT / f"examples/notes/{name}.yaml").read_text().replace("23456", str(free_port()))
     spec = yaml.safe_load(text)["spec"]
     (cli.folder / "job.yaml").write_text(text)
@@ -99,7 +99,7 @@ def test_each_note_trains_in_one_world_and_ends_with_the_same_parameters(cli: Cl
 
 # Elsewhere: torchrun by env:// in test_torchrun.py and by tcp:// in tests/trainer/test_init.py, ranks without a
 # launcher by env:// in test_uneven_ranks.py, ddprun in test_in_place.py.
-def test_ranks_that_the_script_spawns_meet_by_env_tcp_and_file(cli: Cli, alone: str) -> None:
+def test_ranks_spawned_by_the_script_meet_by_env_tcp_and_file(cli: Cli, alone: str) -> None:
     command = ["python", "train.py", str(cli.folder), str(free_port()), str(free_port())]
     job = cli.file(EVERY_METHOD, container={"command": command}, nodes=1, nprocPerNode=2)
     assert trained(cli, job) == {f"PARAMS {alone} world 2"}
@@ -117,7 +117,7 @@ def test_ranks_that_the_script_spawns_meet_by_env_tcp_and_file(cli: Cli, alone: 
         ),
     ],
 )
-def test_a_way_that_cannot_work_is_refused_before_anything_starts(
+def test_a_launch_that_cannot_work_is_refused_before_anything_starts(
     cli: Cli, command: str, spec: dict[str, Any], sentence: str
 ) -> None:
     job = cli.file("", container={"command": command.split()}, **spec)
@@ -127,7 +127,7 @@ def test_a_way_that_cannot_work_is_refused_before_anything_starts(
     assert (done.returncode, done.stdout) == (2, "")
 
 
-def test_what_only_the_script_can_know_it_refuses_before_anyone_waits(cli: Cli) -> None:
+def test_a_mistake_that_only_the_script_can_detect_is_refused_before_any_rank_waits(cli: Cli) -> None:
     trainer = {
         "command": ["python", "backend.py", "--backend=nccl"],  # this PyTorch lacks nccl, or there is no CUDA device
         "workingDir": str(ROOT / "trainer/examples/notes"),

@@ -20,18 +20,18 @@ def fed(log: Log, *chunks: bytes) -> list[str]:
     return [line for chunk in chunks for line in log.feed(chunk)]
 
 
-def test_lines_that_arrive_in_pieces_are_shown_whole(log: Log) -> None:
+def test_lines_that_arrive_in_pieces_are_shown_complete(log: Log) -> None:
     assert fed(log, b"ep", b"och 1\nepo", b"ch 2\n", b"rest") == ["epoch 1", "epoch 2"]
     assert list(log.close()) == ["rest"]
 
 
-def test_a_line_of_10_mb_is_cut_on_the_screen_and_whole_in_the_file(log: Log) -> None:
+def test_a_line_of_10_mb_is_cut_on_the_screen_and_complete_in_the_file(log: Log) -> None:
     (line,) = fed(log, b"x" * 10_000_000, b"\n")
     assert line.startswith("x" * LINE_MAX + " … [9,995,904 bytes more in ")
     assert log.path.stat().st_size == 10_000_001
 
 
-def test_bytes_that_are_no_text_are_shown_as_such_and_kept(log: Log) -> None:
+def test_bytes_that_are_not_text_are_shown_escaped_and_kept(log: Log) -> None:
     assert fed(log, b"loss \xff\xfe 0.1\n") == ["loss \ufffd\ufffd 0.1"]
     assert log.path.read_bytes() == b"loss \xff\xfe 0.1\n"
 
@@ -46,21 +46,21 @@ def test_the_end_of_the_output_is_kept_for_the_status(log: Log) -> None:
     assert len(log.tail) == TAIL_BYTES
 
 
-def test_a_full_disk_costs_the_file_and_never_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_stops_the_log_file_and_not_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_files, "open_file", lambda _path, flags: os.open("/dev/full", flags))
     log = Log(tmp_path / "log")
     assert fed(log, b"one\n", b"two\n") == ["one", "two"]
     assert "No space left on device; the log of this node is not kept any more" in log.error
 
 
-def test_of_a_progress_bar_of_many_kb_the_last_state_is_shown_too(log: Log) -> None:
+def test_the_last_state_of_a_progress_bar_of_many_kb_is_shown_too(log: Log) -> None:
     """tqdm writes 100 bytes ten times a second: after a minute the current state must be shown, not an old one."""
     bar = b"".join(b"\r%3d%%|%s| %d/100" % (i, b"#" * i + b" " * (100 - i), i) for i in range(101))
     assert fed(log, *(bar[i : i + 700] for i in range(0, len(bar), 700)), b"\n") == [f"100%|{'#' * 100}| 100/100"]
     assert fed(log, b"x" * 5000, b"\rshort\n") == ["short"]
 
 
-def test_the_state_of_a_bar_is_known_before_its_line_ends(log: Log) -> None:
+def test_the_state_of_a_progress_bar_is_known_before_its_line_ends(log: Log) -> None:
     """The line of a progress bar ends only when the bar is complete, so a CI log would show nothing for hours."""
     assert fed(log, b"epoch 1") == []
     assert log.bar == "", "an unfinished line of text is not a bar"

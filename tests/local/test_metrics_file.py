@@ -18,7 +18,7 @@ if os.environ["RANK"] == "1" and not mark.exists():
 """
 
 
-def test_a_run_that_restarted_has_its_restart_in_the_file_by_the_operators_names(cli: Cli) -> None:
+def test_a_restart_is_in_the_metrics_file_under_the_names_of_the_operator(cli: Cli) -> None:
     """Metrics have the operator's names, so a dashboard for the cluster also works for a workstation."""
     cli.run("run", cli.file(FAILS_ONCE), "--metrics-file", "run.prom", code=0)
     families = list(text_string_to_metric_families((cli.folder / "run.prom").read_text()))
@@ -33,7 +33,7 @@ def test_a_run_that_restarted_has_its_restart_in_the_file_by_the_operators_names
     assert [path.name for path in cli.folder.glob(".run.prom*")] == [], "no temporary file is left"
 
 
-def test_a_file_that_can_no_longer_be_written_costs_the_file_and_not_the_job(cli: Cli) -> None:
+def test_a_metrics_file_that_cannot_be_written_does_not_fail_the_job(cli: Cli) -> None:
     (cli.folder / "gone").mkdir()
     script = "import shutil; shutil.rmtree('gone', ignore_errors=True)"
     done = cli.run("run", cli.file(script), "--metrics-file", "gone/run.prom")

@@ -56,7 +56,7 @@ def test_a_debugger_in_one_rank_reads_from_the_terminal_and_the_others_print_int
     assert any("hello from 0" in log.read_text() for log in folder.glob("*.log"))
 
 
-def test_a_rank_that_fails_under_the_debugger_is_named_and_not_started_again(cli: Cli) -> None:
+def test_a_rank_that_fails_under_the_debugger_is_named_and_not_restarted(cli: Cli) -> None:
     end = "    raise OSError('no such shard')"
     code, shown = on_a_terminal(cli, cli.file(DEBUGGED.format(end=end)), "--pdb", 1, typed=GO_ON)
     assert code == 1

@@ -28,7 +28,7 @@ def refused(body: dict[str, Any]) -> list[str]:
     return [str(p) for p in pod_process.problems(body)]
 
 
-def test_command_args_and_variables_are_expanded_as_the_kubelet_does(slot: pod_process.Slot) -> None:
+def test_command_args_and_variables_are_expanded_as_by_the_kubelet(slot: pod_process.Slot) -> None:
     body = pod(
         {
             "command": ["sh", "-c", "echo $(NODE_RANK) $$(NODE_RANK) $(UNKNOWN) $(MINE)"],
@@ -39,7 +39,7 @@ def test_command_args_and_variables_are_expanded_as_the_kubelet_does(slot: pod_p
     assert pod_process.process(body, slot).argv == ["sh", "-c", "echo 1 $(NODE_RANK) $(UNKNOWN) n2", "n2"]
 
 
-def test_the_callers_environment_is_there_but_not_the_variables_of_an_outer_job(slot: pod_process.Slot) -> None:
+def test_the_environment_of_the_caller_is_kept_without_the_variables_of_an_outer_job(slot: pod_process.Slot) -> None:
     env = pod_process.process(pod({"command": ["x"]}), slot).env
     assert (env["HOME"], env["RANK"]) == ("/h", "1")
     assert (
@@ -47,12 +47,12 @@ def test_the_callers_environment_is_there_but_not_the_variables_of_an_outer_job(
     )
 
 
-def test_a_job_runs_in_the_callers_folder_unless_it_names_one(slot: pod_process.Slot) -> None:
+def test_a_job_runs_in_the_working_directory_of_the_caller_unless_it_names_one(slot: pod_process.Slot) -> None:
     assert pod_process.process(pod({"command": ["x"]}), slot).cwd == str(slot.cwd)
     assert pod_process.process(pod({"command": ["x"], "workingDir": "/usr"}), slot).cwd == "/usr"
 
 
-def test_volumes_become_folders_and_their_paths_are_put_in_place(slot: pod_process.Slot, tmp_path: Path) -> None:
+def test_volumes_become_folders_and_their_mount_paths_are_replaced(slot: pod_process.Slot, tmp_path: Path) -> None:
     body = pod(
         {
             "command": ["x", "--out", "/data/run", "--data=/data", "/database", "/in/a"],
@@ -71,7 +71,7 @@ def test_volumes_become_folders_and_their_paths_are_put_in_place(slot: pod_proce
     assert process.folders == [here], "a hostPath of type Directory must be there already"
 
 
-def test_a_folder_whose_own_path_contains_another_mount_is_not_replaced_twice(slot: pod_process.Slot) -> None:
+def test_a_folder_whose_path_contains_another_mount_path_is_not_replaced_twice(slot: pod_process.Slot) -> None:
     body = pod(
         {
             "command": ["x", "/a/b", "/v"],
@@ -82,7 +82,7 @@ def test_a_folder_whose_own_path_contains_another_mount_is_not_replaced_twice(sl
     assert pod_process.process(body, slot).argv == ["x", "/v/inner", "/w"]
 
 
-def test_a_tmp_that_a_read_only_root_asks_for_leaves_the_callers_folders_alone(tmp_path: Path) -> None:
+def test_a_tmp_volume_for_a_read_only_root_does_not_affect_the_folders_of_the_caller(tmp_path: Path) -> None:
     clone = Path("/tmp/clone")
     mount = {"name": "tmp", "mountPath": "/tmp"}
     body = pod({"command": ["x", "/tmp/cache"], "volumeMounts": [mount]}, volumes=[{"name": "tmp", "emptyDir": {}}])
@@ -113,24 +113,24 @@ def test_a_tmp_that_a_read_only_root_asks_for_leaves_the_callers_folders_alone(t
         ({"lifecycle": {"preStop": {}}}, {}, "lifecycle: hooks do not run locally"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_its_field(container: dict, spec: dict, part: str) -> None:
+def test_a_field_without_a_local_equivalent_is_refused(container: dict, spec: dict, part: str) -> None:
     (sentence,) = refused({"spec": {"containers": [{"name": "trainer"} | container]} | spec})
     assert sentence.startswith("spec.template.spec.")
     assert part in sentence
 
 
-def test_a_sidecar_does_not_run_locally_and_that_is_said() -> None:
+def test_a_sidecar_does_not_run_locally_and_a_message_reports_it() -> None:
     body = {"spec": {"containers": [{"name": "trainer"}, {"name": "logger"}]}}
     assert "the container logger does not run locally" in refused(body)[0]
 
 
-def test_what_only_places_a_pod_is_ignored_and_said() -> None:
+def test_fields_that_only_place_a_pod_are_ignored_with_a_message() -> None:
     body = {"spec": {"nodeSelector": {"a": "b"}, "containers": [{"name": "t", "image": "i"}]}}
     assert pod_process.ignored(body) == ["image", "nodeSelector"]
     assert refused(body) == []
 
 
-def test_the_downward_api_and_optional_secrets_are_honoured(slot: pod_process.Slot) -> None:
+def test_the_downward_api_and_optional_secrets_are_supported(slot: pod_process.Slot) -> None:
     env = [
         {"name": "POD", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
         {"name": "IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
@@ -157,14 +157,14 @@ def test_the_downward_api_and_optional_secrets_are_honoured(slot: pod_process.Sl
         ({"command": ["python", "x" * 5000 + ".py"]}, "there is no file xxx"),
     ],
 )
-def test_what_could_not_start_is_named_before_anything_starts(
+def test_a_command_that_cannot_start_is_named_before_anything_starts(
     slot: pod_process.Slot, container: dict, part: str
 ) -> None:
     (problem,) = pod_process.start_problems(pod(container), slot)
     assert part in str(problem)
 
 
-def test_a_script_of_the_folder_above_is_found(slot: pod_process.Slot, tmp_path: Path) -> None:
+def test_a_script_in_the_parent_folder_is_suggested(slot: pod_process.Slot, tmp_path: Path) -> None:
     """The message names the folder from which to start a job that is in a folder of jobs."""
     (tmp_path / "jobs").mkdir()
     (tmp_path / "train.py").touch()
@@ -182,7 +182,7 @@ def test_a_volume_without_a_kind_is_an_empty_folder_as_in_the_cluster(slot: pod_
     assert (process.argv[1], process.folders) == (f"{slot.volumes}/v/x", [slot.volumes / "v"])
 
 
-def test_an_empty_kind_does_not_hide_a_volume_that_is_not_here() -> None:
+def test_an_empty_volume_kind_does_not_hide_a_volume_that_is_not_available_here() -> None:
     """Otherwise the run trains on an empty folder instead of the claim's data."""
     volume = {"name": "v", "emptyDir": None, "persistentVolumeClaim": {"claimName": "data"}}
     assert (
@@ -190,9 +190,7 @@ def test_an_empty_kind_does_not_hide_a_volume_that_is_not_here() -> None:
     )
 
 
-def test_each_node_has_its_own_folder_where_the_path_comes_from_a_variable(
-    slot: pod_process.Slot, tmp_path: Path
-) -> None:
+def test_each_node_has_its_own_folder_if_the_path_contains_a_variable(slot: pod_process.Slot, tmp_path: Path) -> None:
     """Otherwise all nodes write into the same folder and overwrite each other's files."""
     container = {
         "command": ["x", "/out/log", "file:///out/init", "s3:///out"],
@@ -216,7 +214,7 @@ def test_each_node_has_its_own_folder_where_the_path_comes_from_a_variable(
         ({}, "", "volumes[0].name"),
     ],
 )
-def test_a_volume_that_leads_out_of_the_jobs_folders_is_refused(
+def test_a_volume_path_that_leaves_the_folders_of_the_job_is_refused(
     slot: pod_process.Slot, mount: dict, name: str, part: str
 ) -> None:
     """The API server refuses such a pod. Here its files would be written into the user's own folders."""
@@ -226,12 +224,12 @@ def test_a_volume_that_leads_out_of_the_jobs_folders_is_refused(
     assert part in str(problem)
 
 
-def test_a_source_that_is_empty_is_none(slot: pod_process.Slot) -> None:
+def test_an_empty_variable_source_counts_as_none(slot: pod_process.Slot) -> None:
     env = [{"name": "A", "valueFrom": {"fieldRef": None}}, {"name": "B", "valueFrom": {}}]
     assert not {"A", "B"} & pod_process.process(pod({"command": ["x"], "env": env}), slot).env.keys()
 
 
-def test_torchrun_beside_this_interpreter_is_found_first_only_where_torch_is(
+def test_the_torchrun_next_to_this_interpreter_is_preferred_only_if_torch_is_there(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Without torch next to this interpreter, its folder must not hide the torchrun of another environment."""
@@ -245,7 +243,7 @@ def test_torchrun_beside_this_interpreter_is_found_first_only_where_torch_is(
     ("own", "given", "expected"),
     [((), None, ""), (("3", "5"), None, "3,5"), (("3",), "0", "0")],
 )
-def test_a_node_sees_its_share_of_the_gpus_unless_the_user_says_otherwise(tmp_path, own, given, expected) -> None:
+def test_a_node_sees_its_share_of_the_gpus_unless_the_user_sets_it(tmp_path, own, given, expected) -> None:
     env = [{"name": "CUDA_VISIBLE_DEVICES", "value": given}] if given else []
     slot = pod_process.Slot(tmp_path, tmp_path, {"PATH": "/bin"}, gpus=own)
     assert pod_process.process(pod({"command": ["x"], "env": env}), slot).env["CUDA_VISIBLE_DEVICES"] == expected

@@ -52,23 +52,23 @@ def server(number: int, address: str, *, reuse: bool) -> socket.socket:
     return listening
 
 
-def test_jobs_that_start_together_get_a_port_each(jobs: list[subprocess.Popen[str]]) -> None:
+def test_jobs_that_start_together_get_different_ports(jobs: list[subprocess.Popen[str]]) -> None:
     numbers = [int(job.stdout.readline()) for job in jobs if job.stdout is not None]
     assert len(set(numbers)) == len(jobs), f"two jobs would train into one store: {numbers}"
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0", "::1", "::"])
-def test_a_held_port_can_be_listened_on_as_torchs_store_does_it(address: str) -> None:
+def test_a_held_port_can_be_bound_as_by_the_store_of_torch(address: str) -> None:
     with closing(ports.hold()) as held, closing(server(ports.number(held), address, reuse=True)):
         pass
 
 
-def test_a_held_port_is_refused_to_a_program_that_wants_it_for_itself() -> None:
+def test_a_held_port_is_refused_to_a_program_that_wants_it_exclusively() -> None:
     with closing(ports.hold()) as held, pytest.raises(OSError, match="in use"):
         server(ports.number(held), "0.0.0.0", reuse=False)
 
 
-def test_a_port_that_was_given_back_is_free_although_a_program_that_was_started_meanwhile_lives_on() -> None:
+def test_a_released_port_is_free_even_if_a_program_started_meanwhile_is_still_running() -> None:
     held = ports.hold()
     number = ports.number(held)
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, close_fds=False) as program:

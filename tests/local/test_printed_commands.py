@@ -49,7 +49,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("page", BEFORE)
-def test_the_commands_of_a_page_work_as_they_are_printed(folder: Path, page: str) -> None:
+def test_the_commands_of_a_page_work_as_printed(folder: Path, page: str) -> None:
     for words in BEFORE[page]:
         typed(folder, words)
     for command, printed in commands(page):

@@ -38,7 +38,7 @@ def open_umask() -> object:
     os.umask(before)
 
 
-def test_files_of_a_run_are_0600_and_its_folders_0700(cli: Cli, open_umask: object) -> None:
+def test_files_of_a_run_have_mode_0600_and_its_folders_0700(cli: Cli, open_umask: object) -> None:
     """Otherwise everybody can read status, history and logs in a copy of the folder."""
     done = cli.run("run", cli.file(PRINTS), "--logs", "logs", code=0)
     (run,) = [path for path in (cli.folder / "logs/job").iterdir() if path.name != LATEST]
@@ -50,7 +50,7 @@ def test_files_of_a_run_are_0600_and_its_folders_0700(cli: Cli, open_umask: obje
     assert {name: mode for name, mode in during.items() if mode not in ("0o600", "0o700")} == {}
 
 
-def test_nobody_else_can_take_names_in_the_folder_of_a_job(tmp_path: Path, open_umask: object) -> None:
+def test_no_other_user_can_create_names_in_the_folder_of_a_job(tmp_path: Path, open_umask: object) -> None:
     """If others could write into this folder, they could replace a run by a link while it is active."""
     RunFolder("job", tmp_path / "base").close()
     assert stat.S_IMODE((tmp_path / "base/job").stat().st_mode) == 0o700
@@ -66,7 +66,7 @@ def planted(kind: str, path: Path, outside: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["link", "hard link", "pipe"])
-def test_a_record_replaces_what_is_planted_and_a_log_is_refused(tmp_path: Path, kind: str) -> None:
+def test_a_record_replaces_a_planted_file_and_a_planted_log_is_refused(tmp_path: Path, kind: str) -> None:
     outside = tmp_path / "precious"
     outside.write_text("precious")
     folder = RunFolder("job", tmp_path / "base")
@@ -80,7 +80,7 @@ def test_a_record_replaces_what_is_planted_and_a_log_is_refused(tmp_path: Path, 
     folder.close()
 
 
-def test_a_record_that_is_a_pipe_does_not_hold_the_list_of_runs(tmp_path: Path) -> None:
+def test_a_record_that_is_a_pipe_does_not_block_the_list_of_runs(tmp_path: Path) -> None:
     folder = RunFolder("job", tmp_path)
     for name in ("run.json", "status.json"):
         os.mkfifo(folder.path / name)
@@ -96,7 +96,7 @@ def marked(folder: Path, job: str) -> Path:
     return folder
 
 
-def test_a_folder_whose_name_is_a_pattern_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_whose_name_is_a_glob_pattern_is_not_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a user who can write into --logs could cause the removal of the folders of all agents."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     others = tmp_path / "tmp" / f"ddprun_{uuid.uuid4()}_1"
@@ -107,7 +107,7 @@ def test_a_folder_whose_name_is_a_pattern_is_no_run(tmp_path: Path, monkeypatch:
     assert others.exists()
 
 
-def test_a_run_that_becomes_a_link_while_old_runs_are_removed_leads_nowhere(
+def test_a_run_folder_replaced_by_a_link_during_cleanup_removes_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the check of a run's folder and its removal, somebody may replace it by a link to a user's folder."""
@@ -133,7 +133,7 @@ def test_a_run_that_becomes_a_link_while_old_runs_are_removed_leads_nowhere(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user")
-def test_what_another_user_owns_is_neither_removed_nor_followed(tmp_path: Path) -> None:
+def test_files_of_another_user_are_neither_removed_nor_followed(tmp_path: Path) -> None:
     base = tmp_path / "base"
     for _ in range(RUNS_KEPT + 3):
         theirs = marked(base / "job" / str(uuid.uuid4()), "job")

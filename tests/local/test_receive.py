@@ -94,20 +94,20 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receive.Handler, "timeout", 0.5)
 
 
-def test_a_report_with_the_token_is_handed_over_as_it_was_sent(world: World) -> None:
+def test_a_report_with_the_token_is_passed_on_unchanged(world: World) -> None:
     body = b'{"step": 3, "raw": "\xff"}'
     assert world.post(body) == (204, "")
     assert world.reports == [body]
 
 
-def test_a_report_that_is_refused_tells_the_trainer_why(world: World) -> None:
+def test_the_trainer_gets_the_reason_for_a_refused_report(world: World) -> None:
     world.says = lambda body: "progress.step: must be a number, is “three”"
     status, answer = world.post(b"{}")
     assert status == 400
     assert json.loads(answer) == {"error": "progress.step: must be a number, is “three”"}
 
 
-def test_reports_are_handed_over_one_at_a_time(world: World) -> None:
+def test_reports_are_passed_on_one_at_a_time(world: World) -> None:
     inside, together = [0], [0]
 
     def says(body: bytes) -> None:
@@ -129,13 +129,13 @@ def test_reports_are_handed_over_one_at_a_time(world: World) -> None:
     "authorization",
     ["", "Bearer", "Bearer ", "Bearer wrong", "Basic {token}", "{token}", "Bearer {token}x", "Bearer \xe4\xff"],
 )
-def test_without_the_token_nothing_is_believed(world: World, authorization: str) -> None:
+def test_without_the_token_no_report_is_accepted(world: World, authorization: str) -> None:
     status, answer = world.post(b"{}", Authorization=authorization.format(token=world.receiver.token))
     assert (status, "token" in json.loads(answer)["error"]) == (401, True)
     assert world.reports == []
 
 
-def test_the_token_is_in_a_file_that_only_its_owner_reads_and_that_goes_with_the_receiver(tmp_path: Path) -> None:
+def test_the_token_file_is_private_and_removed_with_the_receiver(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_text("of a former run, readable for all")
     path.chmod(0o644)
@@ -157,7 +157,7 @@ def test_the_token_is_in_a_file_that_only_its_owner_reads_and_that_goes_with_the
         (["Content-Length: \xb2"], PATH, 411),
     ],
 )
-def test_a_request_that_cannot_be_a_report_is_refused_and_its_connection_closed(
+def test_a_request_that_is_not_a_report_is_refused_and_its_connection_closed(
     world: World, lines: list[str], path: str, status: int
 ) -> None:
     answer = world.raw(world.head(*lines, path=path) + b"{}")
@@ -167,7 +167,7 @@ def test_a_request_that_cannot_be_a_report_is_refused_and_its_connection_closed(
     assert world.reports == []
 
 
-def test_the_largest_body_is_taken_and_a_much_larger_one_reads_why_it_is_not(world: World) -> None:
+def test_the_largest_body_is_accepted_and_a_much_larger_one_gets_the_reason(world: World) -> None:
     assert world.post(b"x" * BODY_BYTES_MAX)[0] == 204
     status, answer = world.post(b"x" * 500_000)
     assert (status, json.loads(answer)["error"]) == (413, "Content-Length: must be at most 8192")
@@ -185,19 +185,19 @@ def test_the_largest_body_is_taken_and_a_much_larger_one_reads_why_it_is_not(wor
     ],
     ids=["bytes", "GET", "no path", "a long line", "version 9", "many headers"],
 )
-def test_garbage_is_closed_and_forgotten(world: World, garbage: bytes) -> None:
+def test_a_connection_with_garbage_is_closed_and_forgotten(world: World, garbage: bytes) -> None:
     world.raw(garbage)
     assert world.post(b"still here")[0] == 204
 
 
 @pytest.mark.parametrize("sent", [0, 20, 10_000], ids=["nothing", "half a head", "half a body"])
-def test_who_stops_sending_is_closed_and_not_reported(world: World, hasty: None, sent: int) -> None:
+def test_a_client_that_stops_sending_is_disconnected_and_not_reported(world: World, hasty: None, sent: int) -> None:
     request = (world.head("Content-Length: 100") + b"half")[:sent]
     assert world.raw(request) == b""
     assert world.reports == []
 
 
-def test_a_trainer_that_dies_in_the_middle_of_its_report_is_not_half_believed(world: World) -> None:
+def test_a_partial_report_of_a_dying_trainer_is_ignored(world: World) -> None:
     with closing(world.socket()) as connection:
         connection.sendall(world.head("Content-Length: 100") + b"half")
         connection.shutdown(socket.SHUT_WR)
@@ -205,7 +205,7 @@ def test_a_trainer_that_dies_in_the_middle_of_its_report_is_not_half_believed(wo
     assert world.reports == []
 
 
-def test_a_hundred_strangers_do_not_cost_a_hundred_threads(world: World, hasty: None) -> None:
+def test_a_hundred_foreign_connections_do_not_take_a_hundred_threads(world: World, hasty: None) -> None:
     before = threading.active_count()
     with ExitStack() as stack:
         strangers = [stack.enter_context(closing(world.socket())) for _ in range(100)]
@@ -220,7 +220,7 @@ def test_a_hundred_strangers_do_not_cost_a_hundred_threads(world: World, hasty: 
     assert world.post(b"room again")[0] == 204
 
 
-def test_strangers_that_hold_all_connections_cost_no_report(world: World) -> None:
+def test_foreign_clients_that_hold_all_connections_do_not_block_a_report(world: World) -> None:
     """Otherwise another user of the machine can block a job's reports for as long as he likes."""
     with ExitStack() as stack:
         for _ in range(3 * CONNECTIONS_MAX):
@@ -241,7 +241,7 @@ def test_stopping_waits_for_no_client(tmp_path: Path) -> None:
     world.receiver.stop()
 
 
-def test_a_mistake_in_the_handler_is_no_fault_of_the_trainer_is_not_hidden_and_the_next_report_is_taken(
+def test_an_error_in_the_handler_is_logged_answered_as_ours_and_the_next_report_is_accepted(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[threading.ExceptHookArgs] = []

@@ -31,7 +31,7 @@ def test_a_job_succeeds_with_exit_code_0_its_lines_on_stdout_and_its_status_in_a
     assert [p.name for p in cli.folder.glob(".status*")] == [], "no temporary file is left"
 
 
-def test_a_script_that_throws_on_rank_1_only_fails_the_job_and_is_named(cli: Cli) -> None:
+def test_a_script_that_raises_only_on_rank_1_fails_the_job_and_the_rank_is_named(cli: Cli) -> None:
     job = cli.file(
         """
         import os, time
@@ -54,7 +54,7 @@ def test_a_script_that_throws_on_rank_1_only_fails_the_job_and_is_named(cli: Cli
     assert "no such shard: 7" in cli.run(*named[1].split()).stdout, "the command that is named shows it"
 
 
-def test_several_processes_a_node_get_no_rank_and_the_node_is_named(cli: Cli) -> None:
+def test_several_processes_per_node_get_no_rank_variable_and_the_node_is_named(cli: Cli) -> None:
     job = cli.file("import os; print(os.environ.get('RANK'), os.environ['PET_NPROC_PER_NODE'])", nprocPerNode=3)
     done = cli.run("run", job)
     assert sorted(done.stdout.splitlines()) == ["[0] None 3", "[1] None 3"]
@@ -96,7 +96,7 @@ TRAINS = """
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_stops_gracefully_and_that_is_no_success(cli: Cli, number: signal.Signals) -> None:
+def test_a_signal_stops_the_job_gracefully_and_is_no_success(cli: Cli, number: signal.Signals) -> None:
     process = cli.start("run", cli.file(TRAINS), "--status", "status.json")
     eventually(lambda: status_of(cli.folder / "status.json").get("state") == "Running")
     assert process.stdout is not None
@@ -159,7 +159,7 @@ def test_after_kill_9_of_anything_no_process_survives(cli: Cli, victim: str) -> 
     eventually(lambda: not cli.marked())
 
 
-def test_a_reader_that_goes_away_ends_the_run_quietly(cli: Cli) -> None:
+def test_a_closed_stdout_ends_the_run_quietly(cli: Cli) -> None:
     process = cli.start("run", cli.file("while True: print('x' * 1000)"))
     assert process.stdout is not None
     process.stdout.readline()
@@ -175,7 +175,7 @@ def test_a_reader_that_goes_away_ends_the_run_quietly(cli: Cli) -> None:
 # ---------------------------------------------------------------- two jobs, odd output, odd input
 
 
-def test_10000_lines_a_second_a_line_of_10_mb_and_bytes_that_are_no_text_all_pass(cli: Cli) -> None:
+def test_huge_output_long_lines_and_binary_bytes_all_pass(cli: Cli) -> None:
     job = cli.file(
         """
         import os, sys
@@ -193,7 +193,7 @@ def test_10000_lines_a_second_a_line_of_10_mb_and_bytes_that_are_no_text_all_pas
     assert log.stat().st_size > 10_000_000
 
 
-def test_a_status_file_on_a_full_disk_is_said_once_and_the_job_goes_on(cli: Cli) -> None:
+def test_a_status_file_on_a_full_disk_is_reported_once_and_the_job_continues(cli: Cli) -> None:
     done = cli.run("run", cli.file("print(1)"), "--status", "/proc/status.json", code=0)
     assert done.stderr.count("--status /proc/status.json: ") == 1
 
@@ -269,7 +269,7 @@ def test_an_error_that_check_knows_stops_a_run_before_anything_starts(cli: Cli) 
     assert last == "not started: 1 error; fix it, or run with --no-check"
 
 
-def test_no_check_starts_it_all_the_same(cli: Cli) -> None:
+def test_no_check_starts_a_job_with_a_known_error(cli: Cli) -> None:
     """A rule of the check may be wrong, and must then not block the user."""
     done = cli.run("run", cli.file(NCCL.replace("import torch.distributed as dist", ""), backoffLimit=0), "--no-check")
     assert done.returncode == 1
@@ -294,13 +294,13 @@ def test_a_script_that_reports_no_steps_gets_no_limit_for_hangs_and_no_fault_at_
     assert done.stderr.startswith("--fail rank=1,step=5,exit=3: train.py reports no steps")
 
 
-def test_a_value_of_the_user_that_may_keep_the_ranks_apart_wins_and_is_named_once(cli: Cli) -> None:
+def test_a_user_value_that_may_separate_the_ranks_wins_and_is_named_once(cli: Cli) -> None:
     done = cli.run("run", cli.file("import os; print(os.environ['MASTER_ADDR'])"), "--env", "MASTER_ADDR=10.0.0.1")
     assert sorted(done.stdout.splitlines()) == ["[0:0] 10.0.0.1", "[1:1] 10.0.0.1"]
     assert done.stderr.count("MASTER_ADDR: your value and not the job's") == 1
 
 
-def test_cpu_runs_a_gpu_job_with_as_many_ranks_on_gloo(cli: Cli) -> None:
+def test_cpu_runs_a_gpu_job_with_the_same_number_of_ranks_on_gloo(cli: Cli) -> None:
     gpus = {"resources": {"limits": {"nvidia.com/gpu": 2}}}
     job = cli.file("import os; print(os.environ['DDPJOB_WORLD_SIZE'], os.environ['DDPJOB_BACKEND'])", container=gpus)
     done = cli.run("run", job, "--cpu")
@@ -310,7 +310,7 @@ def test_cpu_runs_a_gpu_job_with_as_many_ranks_on_gloo(cli: Cli) -> None:
     assert "2 GPUs on each node are not used; 4 ranks train with gloo" in done.stderr
 
 
-def test_what_cannot_be_honoured_is_refused_unless_the_user_allows_it(cli: Cli) -> None:
+def test_an_unsupported_field_is_refused_unless_the_user_allows_it(cli: Cli) -> None:
     job = cli.file("print('ran')", container={"envFrom": [{"secretRef": {"name": "s"}}]})
     refused = cli.run("run", job, code=2)
     assert re.search(
@@ -321,7 +321,7 @@ def test_what_cannot_be_honoured_is_refused_unless_the_user_allows_it(cli: Cli) 
     assert "ignored: spec.template.spec.containers[0].envFrom: there are no Secrets" in allowed.stderr
 
 
-def test_a_full_disk_behind_stdout_costs_the_lines_and_never_the_training(cli: Cli) -> None:
+def test_a_full_disk_behind_stdout_loses_lines_and_does_not_stop_the_training(cli: Cli) -> None:
     with open("/dev/full", "w") as full:
         done = cli.run("run", cli.file("print(1); open('trained', 'w')"), "--logs", "logs", stdout=full)
     assert done.returncode == 0
@@ -329,7 +329,7 @@ def test_a_full_disk_behind_stdout_costs_the_lines_and_never_the_training(cli: C
     assert (cli.folder / "trained").exists()
 
 
-def test_a_status_file_is_written_through_a_link_and_never_in_place_of_a_device(cli: Cli) -> None:
+def test_a_status_file_follows_a_link_and_does_not_replace_a_device(cli: Cli) -> None:
     (cli.folder / "link.json").symlink_to("real.json")
     assert cli.run("run", cli.file("pass"), "--status", "link.json").returncode == 0
     assert (cli.folder / "link.json").is_symlink()
@@ -343,13 +343,13 @@ def test_a_status_file_is_written_through_a_link_and_never_in_place_of_a_device(
     os.close(theirs)
 
 
-def test_logs_may_lie_in_a_relative_folder_whatever_folder_the_script_goes_to(cli: Cli) -> None:
+def test_a_relative_log_folder_does_not_depend_on_the_working_directory_of_the_script(cli: Cli) -> None:
     script = "import os; os.chdir('/'); print(os.path.exists(os.environ['DDPJOB_STATUS_TOKEN_FILE']))"
     done = cli.run("run", cli.file(script), "--logs", "logs")
     assert sorted(done.stdout.splitlines()) == ["[0:0] True", "[1:1] True"]
 
 
-def test_a_relative_working_folder_begins_where_the_command_is_given(cli: Cli) -> None:
+def test_a_relative_working_folder_starts_from_the_folder_of_the_command(cli: Cli) -> None:
     (cli.folder / "src").mkdir()
     (cli.folder / "src/train.py").write_text("import os; print(os.path.basename(os.getcwd()))")
     job = cli.file("", container={"workingDir": "src"}, nodes=1)
@@ -358,7 +358,7 @@ def test_a_relative_working_folder_begins_where_the_command_is_given(cli: Cli) -
     assert done.stdout.split()[-1] == "src"
 
 
-def test_a_working_directory_on_an_empty_dir_is_made(cli: Cli) -> None:
+def test_a_working_directory_on_an_empty_dir_is_created(cli: Cli) -> None:
     mounts = {"volumeMounts": [{"name": "d", "mountPath": "/work"}], "workingDir": "/work/sub", "command": ["pwd"]}
     body = yaml.safe_load(cli.file("", container=mounts).read_text())
     body["spec"]["template"]["spec"]["volumes"] = [{"name": "d", "emptyDir": {}}]
@@ -367,7 +367,7 @@ def test_a_working_directory_on_an_empty_dir_is_made(cli: Cli) -> None:
     assert all(line.endswith("/d/sub") for line in done.stdout.splitlines())
 
 
-def test_what_no_reader_wants_any_more_is_no_error(cli: Cli) -> None:
+def test_output_after_the_reader_has_closed_is_no_error(cli: Cli) -> None:
     for words in (["crd"], ["run", cli.file("pass"), "--dry-run"]):
         process = cli.start(*words, stdout=subprocess.PIPE)
         assert process.stdout is not None
@@ -385,13 +385,13 @@ def test_dry_run_prints_what_a_cluster_would_get_and_starts_nothing(cli: Cli) ->
     assert done.stderr == ""
 
 
-def test_an_active_deadline_stops_a_local_job_too(cli: Cli) -> None:
+def test_an_active_deadline_also_stops_a_local_job(cli: Cli) -> None:
     done = cli.run("run", cli.file("import time; time.sleep(1000)", activeDeadlineSeconds=1))
     assert done.returncode == 1
     assert "not finished within activeDeadlineSeconds: 1" in done.stderr
 
 
-def test_of_a_run_only_the_logs_and_its_record_stay(cli: Cli) -> None:
+def test_only_the_logs_and_the_record_of_a_run_remain(cli: Cli) -> None:
     mount = {"volumeMounts": [{"name": "d", "mountPath": "/data"}], "command": ["touch", "/data/x"]}
     body = cli.file("", container=mount)
     document = yaml.safe_load(body.read_text())
@@ -405,7 +405,7 @@ def test_of_a_run_only_the_logs_and_its_record_stay(cli: Cli) -> None:
     )
 
 
-def test_a_process_that_was_there_before_outlives_the_run(cli: Cli) -> None:
+def test_a_process_that_was_running_before_survives_the_run(cli: Cli) -> None:
     """Otherwise users lose the tensorboard of `tensorboard & exec ddpjob run job.yaml`."""
     job = cli.file("pass")
     entry = f"sleep 1000 & echo $! > sibling.pid; exec {sys.executable} -m ddpjob_cli run {job}"
@@ -422,7 +422,7 @@ def test_a_process_that_was_there_before_outlives_the_run(cli: Cli) -> None:
         eventually(lambda: not cli.marked())
 
 
-def test_a_local_run_needs_no_gang_and_says_that_it_has_none(cli: Cli) -> None:
+def test_a_local_run_needs_no_gang_and_reports_that_it_has_none(cli: Cli) -> None:
     """All processes start on this machine, and there is no scheduler to wait for."""
     job = cli.file("print('trained')", gang="native", topologyKey="rack")
     done = cli.run("run", job)
@@ -450,7 +450,7 @@ def saved(cli: Cli) -> list[str]:
     return sorted(path.name for path in cli.folder.glob("saved-*"))
 
 
-def test_a_closed_terminal_leaves_the_nodes_their_time_to_save(cli: Cli) -> None:
+def test_a_closed_terminal_leaves_the_nodes_their_grace_to_save(cli: Cli) -> None:
     """If a connection is lost at night, the ranks must still get their time to save."""
     ours, theirs = os.openpty()
     cli.env |= {"TERM": "xterm-256color"}
@@ -470,7 +470,7 @@ def test_a_closed_terminal_leaves_the_nodes_their_time_to_save(cli: Cli) -> None
     assert saved(cli) == ["saved-0", "saved-1"]
 
 
-def test_a_full_disk_behind_stderr_costs_the_sentences_and_never_the_training(cli: Cli) -> None:
+def test_a_full_disk_behind_stderr_loses_messages_and_does_not_stop_the_training(cli: Cli) -> None:
     with open("/dev/full", "w") as full:
         done = cli.start("run", cli.file("print(1)"), stderr=full)
         assert done.communicate(timeout=SECONDS_MAX)[0].count(" 1\n") == 2
@@ -489,7 +489,7 @@ def test_under_nohup_a_closed_terminal_stops_nothing(cli: Cli) -> None:
     assert saved(cli) == []
 
 
-def test_a_disk_without_room_for_the_logs_is_named(cli: Cli) -> None:
+def test_the_error_about_a_full_log_disk_names_the_disk(cli: Cli) -> None:
     """`None: No space left on device` would not say which disk is full."""
     full = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))}
     done = cli.run("run", cli.file("pass"), "--logs", "logs", **full)
@@ -498,7 +498,7 @@ def test_a_disk_without_room_for_the_logs_is_named(cli: Cli) -> None:
     )  # fmt: skip
 
 
-def test_a_folder_that_cannot_be_made_is_one_line(cli: Cli) -> None:
+def test_a_folder_that_cannot_be_created_gives_an_error_of_one_line(cli: Cli) -> None:
     """For example `/mnt/snapshots` of the cluster, which only root may create on this machine."""
     (cli.folder / "file").touch()
     volume = {"name": "v", "hostPath": {"path": f"{cli.folder}/file/snapshots", "type": "DirectoryOrCreate"}}
@@ -511,7 +511,7 @@ def test_a_folder_that_cannot_be_made_is_one_line(cli: Cli) -> None:
     assert f"✖ job stopped: node 0 cannot be started: {cli.folder}/file/snapshots: Not a directory\n" in done.stderr
 
 
-def test_a_locale_without_a_character_costs_that_character(cli: Cli) -> None:
+def test_a_character_missing_in_the_locale_is_replaced(cli: Cli) -> None:
     """University clusters use ISO-8859-1: the first € that a rank prints must not end the run."""
     cli.env["PYTHONIOENCODING"] = "latin-1"
     done = cli.run("run", cli.file("import os; os.write(1, 'costs 5 €\\n'.encode())"), "--logs", "logs", code=0)
@@ -521,7 +521,7 @@ def test_a_locale_without_a_character_costs_that_character(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize("to_file", [False, True])
-def test_a_status_on_stdout_stands_beside_what_else_is_printed(cli: Cli, to_file: bool) -> None:
+def test_a_status_on_stdout_does_not_overwrite_other_output(cli: Cli, to_file: bool) -> None:
     """`ddpjob run … --status /dev/stdout` must work with a pipe or a file, and must not replace other output."""
     with (cli.folder / "printed").open("w") as printed:
         out = {"stdout": printed} if to_file else {}

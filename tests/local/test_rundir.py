@@ -43,7 +43,7 @@ def run_often(base: Path, times: int = RUNS) -> None:
         RunFolder("job", base).close()
 
 
-def test_nothing_outside_is_removed_through_a_link(tmp_path: Path) -> None:
+def test_no_file_outside_is_removed_through_a_link(tmp_path: Path) -> None:
     """Otherwise users lose the files to which a link in a run's folder points."""
     outside = tmp_path / "outside"
     fill(outside)
@@ -72,7 +72,7 @@ def test_a_marked_folder_that_is_only_linked_to_is_not_removed(tmp_path: Path) -
     assert (moved / "job-1-0.log").exists()
 
 
-def test_a_copy_of_a_run_is_the_users(tmp_path: Path) -> None:
+def test_a_copy_of_a_run_belongs_to_the_user_and_is_kept(tmp_path: Path) -> None:
     """A user may keep a copy of a run next to it, which must survive ten more runs."""
     run_often(tmp_path, 1)
     (run,) = runs_of(tmp_path / "job")
@@ -88,7 +88,7 @@ def test_a_copy_of_a_run_is_the_users(tmp_path: Path) -> None:
     assert (again / "job-1-0.log").exists()
 
 
-def test_what_a_user_puts_into_the_folder_of_a_run_stays_when_its_logs_go(tmp_path: Path) -> None:
+def test_files_that_a_user_adds_to_a_run_folder_are_kept(tmp_path: Path) -> None:
     """Otherwise users lose notes and checkpoints that they put next to the logs."""
     run_often(tmp_path, 1)
     (run,) = runs_of(tmp_path / "job")
@@ -101,7 +101,7 @@ def test_what_a_user_puts_into_the_folder_of_a_run_stays_when_its_logs_go(tmp_pa
     assert files_below(run) == {"notes.txt": "precious", "checkpoints/best.pt": "precious"}
 
 
-def test_old_runs_go_and_a_run_that_was_killed_leaves_no_volume(tmp_path: Path) -> None:
+def test_old_runs_are_removed_and_a_killed_run_leaves_no_volume(tmp_path: Path) -> None:
     """Otherwise logs and volumes of all runs fill the disk."""
     first = RunFolder("job", tmp_path)
     (first.path / "volumes" / "job-1-0").mkdir(parents=True)
@@ -115,7 +115,7 @@ def test_old_runs_go_and_a_run_that_was_killed_leaves_no_volume(tmp_path: Path) 
     assert len(runs_of(tmp_path / "job")) == RUNS_KEPT
 
 
-def test_what_the_agents_of_a_run_that_was_killed_left_goes_with_the_next_one(
+def test_agent_folders_of_a_killed_run_are_removed_by_the_next_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """`kill -9` of `ddpjob run` leaves a folder in /tmp for each ddprun."""
@@ -150,7 +150,7 @@ def test_a_user_without_a_home_is_asked_for_one(cli: Cli, monkeypatch: pytest.Mo
     assert (done.returncode, "set HOME or XDG_STATE_HOME" in done.stderr) == (2, True), done.stderr
 
 
-def test_a_run_that_runs_is_not_cleared(tmp_path: Path) -> None:
+def test_a_running_run_is_not_cleaned_up(tmp_path: Path) -> None:
     """Otherwise a second run of a job removes the volumes of the first run."""
     running = RunFolder("job", tmp_path)
     (running.path / "volumes" / "job-1-0").mkdir(parents=True)
@@ -160,7 +160,7 @@ def test_a_run_that_runs_is_not_cleared(tmp_path: Path) -> None:
     assert not (running.path / "volumes").exists()
 
 
-def test_two_who_look_at_a_run_that_was_killed_both_see_that_it_has_ended(tmp_path: Path) -> None:
+def test_two_commands_that_check_a_killed_run_at_once_both_see_that_it_has_ended(tmp_path: Path) -> None:
     """`ddpjob list` must not show Running because `ddpjob logs -f` checks the same run at the same moment."""
     killed = RunFolder("job", tmp_path)
     os.close(killed.lock)  # SIGKILL releases the lock like this
@@ -175,7 +175,7 @@ def test_two_who_look_at_a_run_that_was_killed_both_see_that_it_has_ended(tmp_pa
     assert answers == [False] * 8000
 
 
-def test_latest_points_to_the_newest_run_and_what_a_user_has_called_so_stays(tmp_path: Path) -> None:
+def test_the_link_latest_points_to_the_newest_run_and_a_users_file_of_that_name_is_kept(tmp_path: Path) -> None:
     """Users must not have to search among random names for the newest log, nor lose a file named like the link."""
     for _ in range(2):
         newest = RunFolder("job", tmp_path)
@@ -196,7 +196,7 @@ def test_latest_points_to_the_newest_run_and_what_a_user_has_called_so_stays(tmp
 
 
 @pytest.mark.parametrize("kind", ["file", "dangling", "link to a file"])
-def test_a_file_in_the_place_of_the_folder_is_refused_and_kept(cli: Cli, kind: str) -> None:
+def test_a_file_in_place_of_the_folder_is_refused_and_kept(cli: Cli, kind: str) -> None:
     """Users must neither see a traceback nor lose the file."""
     (cli.folder / "data").write_text("precious")
     if kind == "file":
@@ -212,7 +212,7 @@ def test_a_file_in_the_place_of_the_folder_is_refused_and_kept(cli: Cli, kind: s
 @pytest.mark.parametrize(
     "mark", ["", "{}", "null", "[" * 4000, '{"job": "job"}', '{"job":"job","run":"x","inode":1}', "\udcff", "\0" * 10]
 )
-def test_a_mark_that_is_not_of_this_very_folder_is_none(tmp_path: Path, mark: str) -> None:
+def test_a_marker_file_copied_from_another_folder_is_ignored(tmp_path: Path, mark: str) -> None:
     """A file with the mark's name, by chance or copied, must not cause the removal of a user's folder."""
     for i in range(RUNS):
         theirs = tmp_path / "job" / f"x{i}"
@@ -232,7 +232,7 @@ NAMES = st.one_of(
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.lists(NAMES, min_size=1, max_size=4), max_size=12))
-def test_whatever_a_user_has_there_is_there_after_any_number_of_runs(
+def test_all_files_of_a_user_are_kept_after_any_number_of_runs(
     tmp_path_factory: pytest.TempPathFactory, paths: list[list[str]]
 ) -> None:
     """Summary of all tests above: no run removes a file that no run has created."""

@@ -25,7 +25,7 @@ def listed(cli: Cli, *words: str) -> list[dict[str, object]]:
     return found
 
 
-def test_list_shows_what_became_of_each_run_the_newest_first(cli: Cli) -> None:
+def test_list_shows_the_result_of_each_run_with_the_newest_first(cli: Cli) -> None:
     """A user who comes back after lunch must see which run is which, and how each has ended."""
     cli.run("run", cli.file("print(1)", "first"))
     cli.run("run", cli.file(FAILS_ONCE, "second", backoffLimit=2))
@@ -51,7 +51,7 @@ def test_a_run_whose_process_was_killed_is_not_listed_as_running(cli: Cli) -> No
     assert listed(cli)[0]["state"] == "Killed"
 
 
-def test_without_any_run_list_and_logs_say_so(cli: Cli) -> None:
+def test_without_runs_list_and_logs_report_that_there_are_none(cli: Cli) -> None:
     """A new user must see neither an empty line nor a traceback."""
     done = cli.run("list")
     assert (done.returncode, done.stdout) == (0, "")
@@ -60,7 +60,7 @@ def test_without_any_run_list_and_logs_say_so(cli: Cli) -> None:
     cli.run("logs", code=2, says="start one with ddpjob run")
 
 
-def test_logs_shows_the_last_run_by_attempt_and_by_rank(cli: Cli) -> None:
+def test_logs_shows_the_last_run_by_attempt_and_rank(cli: Cli) -> None:
     """Otherwise users search for the failed rank's log in a folder with a random name."""
     cli.run("run", cli.file(FAILS_ONCE, backoffLimit=2))
     assert cli.run("logs").stdout == "[0:0] attempt 2 rank 0\n[1:1] attempt 2 rank 1\n"
@@ -69,7 +69,7 @@ def test_logs_shows_the_last_run_by_attempt_and_by_rank(cli: Cli) -> None:
     assert cli.run("logs", "job", "--node", 0, "--attempt", 1).stdout == "attempt 1 rank 0\n"
 
 
-def test_a_wish_that_no_log_fulfils_is_refused_with_what_there_is(cli: Cli) -> None:
+def test_a_request_that_matches_no_log_is_refused_with_the_existing_ones(cli: Cli) -> None:
     """Otherwise users mistake a wrong option for an empty log."""
     cli.run("run", cli.file("print(1)"))
     for words, why in (
@@ -87,7 +87,7 @@ def test_a_wish_that_no_log_fulfils_is_refused_with_what_there_is(cli: Cli) -> N
         assert done.stdout == ""
 
 
-def test_follow_goes_on_through_a_restart_until_the_job_ends(cli: Cli) -> None:
+def test_follow_continues_through_a_restart_until_the_job_ends(cli: Cli) -> None:
     """A plain tail -f stays at the log of a pod that has ended."""
     script = FAILS_ONCE.replace("sys.exit(", "while not os.path.exists('go'): time.sleep(0.02)\n    sys.exit(")
     with cli.start("run", cli.file(script, backoffLimit=2)) as run:
@@ -102,7 +102,7 @@ def test_follow_goes_on_through_a_restart_until_the_job_ends(cli: Cli) -> None:
     assert sorted((first + rest).splitlines()) == sorted(shown)
 
 
-def test_a_reader_that_has_enough_ends_logs_quietly(cli: Cli) -> None:
+def test_logs_ends_quietly_if_its_reader_closes(cli: Cli) -> None:
     """`ddpjob logs | head -1` must not end in a traceback."""
     cli.run("run", cli.file("for i in range(100000): print(i)", nodes=1))
     with cli.start("logs") as process:
@@ -114,7 +114,7 @@ def test_a_reader_that_has_enough_ends_logs_quietly(cli: Cli) -> None:
         assert process.wait() == 0
 
 
-def test_a_report_is_written_at_the_end_and_printed_again_later(cli: Cli) -> None:
+def test_a_report_is_written_at_the_end_and_can_be_printed_again_later(cli: Cli) -> None:
     """Users show a colleague what a run did after it has scrolled off their terminal."""
     cli.run("run", cli.file(FAILS_ONCE, backoffLimit=2), "--report", "run.html", code=0)
     written = (cli.folder / "run.html").read_text()
@@ -125,7 +125,7 @@ def test_a_report_is_written_at_the_end_and_printed_again_later(cli: Cli) -> Non
     assert "exit code 3" in printed
 
 
-def test_logs_that_the_disk_has_no_room_for_are_one_line(cli: Cli) -> None:
+def test_logs_to_a_full_disk_give_an_error_of_one_line(cli: Cli) -> None:
     """`ddpjob logs > all.log` must not end in a traceback."""
     assert cli.run("run", cli.file("print(1)")).returncode == 0
     for words in (["logs"], ["logs", "-f"]):

@@ -94,7 +94,7 @@ class Terminal:
         return self.text
 
 
-def test_the_table_shows_state_steps_pace_and_each_node_and_the_lines_scroll_above_it(job: Path) -> None:
+def test_the_table_shows_state_steps_pace_and_nodes_and_output_scrolls_above_it(job: Path) -> None:
     terminal = Terminal(job, columns=110)
     text = terminal.until(lambda t: "step 312" in t and "its end" in t and t.count(" MB") == 2)
     assert re.search(r"^Running  step 312/1125  27 %  24s left  attempt 1  elapsed \d+s$", text, re.M)
@@ -110,7 +110,7 @@ def test_the_table_shows_state_steps_pace_and_each_node_and_the_lines_scroll_abo
     assert terminal.child.wait() == 0
 
 
-def test_a_terminal_of_40_columns_shows_the_same_cut_and_never_wrapped(job: Path) -> None:
+def test_a_terminal_of_40_columns_shows_the_same_lines_cut_and_never_wrapped(job: Path) -> None:
     terminal = Terminal(job, columns=40)
     text = terminal.until(lambda t: "Running  step 312" in t and "node 1" in t)
     head = next(line for line in text.splitlines() if line.startswith("Running  step"))
@@ -135,7 +135,7 @@ def test_a_terminal_that_shrinks_to_20_columns_and_grows_again_keeps_one_table(j
     assert terminal.child.wait() == 0
 
 
-def test_in_the_background_there_are_plain_lines_and_the_table_comes_with_fg(job: Path) -> None:
+def test_in_the_background_there_are_plain_lines_and_the_table_returns_with_fg(job: Path) -> None:
     """The table of `ddpjob run … &`, or after Ctrl-Z and bg, must not overwrite the shell's prompt."""
     shell = Terminal(job, columns=100, shell=True)
     shell.type(f"{sys.executable} -m ddpjob_cli run {job.name}")
@@ -156,7 +156,7 @@ def test_in_the_background_there_are_plain_lines_and_the_table_comes_with_fg(job
     shell.child.wait()
 
 
-def test_no_color_is_obeyed(job: Path) -> None:
+def test_no_color_is_respected(job: Path) -> None:
     terminal = Terminal(job, columns=80, NO_COLOR="1")
     terminal.until(lambda t: "step 312" in t)
     (job.parent / "go").touch()

@@ -35,7 +35,7 @@ def plain(folder: Path, code: str) -> Path:
     return path
 
 
-def test_a_function_trains_on_all_ranks_and_rank_0_returns(tmp_path: Path) -> None:
+def test_a_function_trains_on_all_ranks_and_the_result_of_rank_0_is_returned(tmp_path: Path) -> None:
     def train(value: int) -> tuple[float, str]:
         import torch
         import torch.distributed as dist
@@ -54,7 +54,7 @@ def test_a_function_trains_on_all_ranks_and_rank_0_returns(tmp_path: Path) -> No
     assert list(job.logs()).count("reduced") == 2
 
 
-def test_the_exception_of_the_rank_is_the_cause(tmp_path: Path) -> None:
+def test_the_exception_of_the_failed_rank_is_the_cause(tmp_path: Path) -> None:
     def train() -> None:
         raise KeyError("no such shard")
 
@@ -64,12 +64,12 @@ def test_the_exception_of_the_rank_is_the_cause(tmp_path: Path) -> None:
     assert repr(raised.value.__cause__) == "KeyError('no such shard')"
 
 
-def test_a_script_that_is_not_there_is_refused_at_once() -> None:
+def test_a_missing_script_is_refused_at_once() -> None:
     with pytest.raises(ddpjob.InputError, match=r"nope\.py: No such file"):
         ddpjob.run("nope.py")
 
 
-def test_a_job_is_stopped_goes_on_and_is_deleted(tmp_path: Path) -> None:
+def test_a_job_can_be_suspended_resumed_and_deleted(tmp_path: Path) -> None:
     """wait() ends when the job is suspended, and after resume() the script finds what it has saved."""
     script = (
         "import pathlib, signal, sys, time\n"
@@ -110,7 +110,7 @@ def test_a_deleted_run_is_no_success(tmp_path: Path) -> None:
         job.wait(timeout=20)
 
 
-def test_a_program_waits_at_its_end_for_what_it_runs(tmp_path: Path) -> None:
+def test_a_program_waits_at_its_exit_for_its_running_jobs(tmp_path: Path) -> None:
     """Like multiprocessing, a program that only starts a training must not end before the training does."""
     job = plain(tmp_path, "import pathlib, time\ntime.sleep(0.5)\npathlib.Path('done').touch()\n")
     subprocess.run([sys.executable, "-c", f"import ddpjob; ddpjob.run({str(job)!r})"], check=True, timeout=60)

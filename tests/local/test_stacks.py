@@ -59,7 +59,7 @@ def run(cli: Cli) -> Iterator[Run]:
     started.process.wait(60)
 
 
-def test_stacks_shows_each_place_once_with_its_ranks_and_a_rank_alone(run: Run) -> None:
+def test_stacks_shows_each_distinct_position_once_with_its_ranks(run: Run) -> None:
     """Users must see where a hang is without a second terminal and py-spy."""
     done = run.cli.run("stacks", "job")
     assert done.returncode == 0, done.stderr
@@ -82,7 +82,7 @@ def test_ctrl_backslash_in_a_run_prints_the_stacks_and_ends_nothing(run: Run) ->
     run.ends_well()
 
 
-def test_a_run_that_has_ended_or_never_was_is_one_sentence(cli: Cli) -> None:
+def test_stacks_of_an_ended_or_unknown_run_give_one_sentence(cli: Cli) -> None:
     cli.run("run", cli.file("pass", container=DDPRUN), code=0)
     ended = cli.run("stacks")
     assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
@@ -92,7 +92,7 @@ def test_a_run_that_has_ended_or_never_was_is_one_sentence(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize("handles", [False, True])
-def test_ranks_of_another_launcher_are_never_ended_by_the_question(cli: Cli, handles: bool) -> None:
+def test_a_request_for_stacks_never_ends_ranks_of_another_launcher(cli: Cli, handles: bool) -> None:
     """SIGQUIT ends a Python process that has no handler for it, and torchrun would then end the whole job."""
     handler = "signal.signal(signal.SIGQUIT, lambda *_: open('asked', 'w').close())\n" if handles else ""
     script = HANGS.replace("rank = int", f"{handler}rank = int")

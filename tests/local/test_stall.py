@@ -24,7 +24,7 @@ def world(tmp_path: Path) -> Iterator[LocalCluster]:
     made.close()
 
 
-def test_the_paces_of_the_present_attempt_are_seen_and_no_others(world: LocalCluster) -> None:
+def test_only_reports_of_the_current_attempt_are_used(world: LocalCluster) -> None:
     world.take(Report(step=41, rank=0, attempt=1, received_at=START), 0)
     assert world.observe().trackers == {}, "it is over, and what it did stops nothing"
     world.take(Report(step=1, rank=0, attempt=2, received_at=START), 0)
@@ -35,7 +35,7 @@ def test_the_paces_of_the_present_attempt_are_seen_and_no_others(world: LocalClu
     }
 
 
-def test_a_report_that_does_not_say_its_attempt_is_of_the_present_one(world: LocalCluster) -> None:
+def test_a_report_without_an_attempt_belongs_to_the_current_one(world: LocalCluster) -> None:
     world.take(Report(step=7, received_at=START), 0)
     assert world.observe().trackers[0].attempt == 2
     world.take(Report(step=8, phase=None, received_at=START), 0)

@@ -134,23 +134,21 @@ Start = Callable[..., Watch]
 # Nothing survives
 
 
-def test_a_helper_that_outlives_the_trainer_is_gone_before_the_end_is_reported(started: Start, tag: str) -> None:
+def test_a_helper_that_outlives_the_trainer_is_ended_before_the_end_is_reported(started: Start, tag: str) -> None:
     watch = started(["sh", "-c", "setsid sleep 1000 & exit 0"], env={TAG: tag})
     watch.until(lambda: watch.node.end is not None)
     assert not alive(tag), "the next attempt would start beside a process of this one"
     assert watch.until_end().code == 0
 
 
-def test_a_trainer_dies_with_its_supervisor_at_once_and_not_only_when_the_runner_has_noticed(
-    started: Start, tag: str
-) -> None:
+def test_a_trainer_dies_with_its_supervisor_immediately(started: Start, tag: str) -> None:
     watch = started(["sleep", "1000"], env={TAG: tag})
     watch.until(lambda: watch.node.trainer_pid is not None)
     os.kill(watch.node.pid, signal.SIGKILL)
     until(lambda: not alive(tag), "a runner that dies in the same moment would leave the trainer behind")
 
 
-def test_closing_a_node_kills_what_still_runs(tag: str) -> None:
+def test_closing_a_node_kills_its_remaining_processes(tag: str) -> None:
     node = NodeProcess(1, [*PYTHON, LAUNCHER], {"PATH": os.environ["PATH"], TAG: tag}, "/", 5)
     Watch(node).until_printed(b"launcher")
     node.close()
@@ -160,7 +158,7 @@ def test_closing_a_node_kills_what_still_runs(tag: str) -> None:
 # Stopping
 
 
-def test_a_stop_lets_the_trainer_save_and_end_itself_and_says_that_it_was_asked_for(started: Start) -> None:
+def test_a_stop_lets_the_trainer_save_and_exit_and_is_reported_as_requested(started: Start) -> None:
     script = """
 import signal, sys
 signal.signal(15, lambda *_: (print("saved"), sys.exit(0)))
@@ -175,7 +173,7 @@ signal.pause()
     assert watch.printed == b"up\nsaved\n"
 
 
-def test_sigterm_goes_to_the_first_process_alone_as_the_kubelet_sends_it(started: Start) -> None:
+def test_sigterm_is_sent_only_to_the_first_process_as_by_the_kubelet(started: Start) -> None:
     script = """
 import os, signal
 if os.fork() == 0:
@@ -195,7 +193,7 @@ IGNORES_SIGTERM = "import signal; signal.signal(15, signal.SIG_IGN); print('up',
 
 
 @pytest.mark.parametrize("graces", [[0.05], [600, 0.05], [0.05, 600], [600, 0]], ids=str)
-def test_a_trainer_that_ignores_sigterm_is_killed_after_the_shortest_grace_it_was_given(
+def test_a_trainer_that_ignores_sigterm_is_killed_after_the_shortest_given_grace(
     started: Start, graces: list[float]
 ) -> None:
     watch = started([*PYTHON, IGNORES_SIGTERM])
@@ -206,7 +204,7 @@ def test_a_trainer_that_ignores_sigterm_is_killed_after_the_shortest_grace_it_wa
     assert (end.code, end.ended_first) == (137, False)
 
 
-def test_sigterm_to_the_supervisor_itself_is_a_stop_with_the_grace_of_its_order(started: Start) -> None:
+def test_sigterm_to_the_supervisor_stops_the_node_with_the_configured_grace(started: Start) -> None:
     watch = started([*PYTHON, IGNORES_SIGTERM], grace_seconds=0.05)
     watch.until_printed(b"up")
     os.kill(watch.node.pid, signal.SIGTERM)
@@ -214,7 +212,7 @@ def test_sigterm_to_the_supervisor_itself_is_a_stop_with_the_grace_of_its_order(
     assert (end.code, end.ended_first) == (137, False)
 
 
-def test_a_stop_after_the_end_is_harmless_and_does_not_turn_a_success_into_a_stop(started: Start) -> None:
+def test_a_stop_after_the_end_does_not_turn_a_success_into_a_stop(started: Start) -> None:
     watch = started(["true"])
     end = watch.until_end()
     watch.node.stop(1)
@@ -262,7 +260,7 @@ def programs(tmp_path: Path) -> Path:
     ],
     ids=["missing", "missing with a folder", "not executable", "no interpreter", "no #! line", "too long", "NUL"],
 )
-def test_a_command_that_cannot_start_is_told_with_the_code_of_a_shell_and_the_name_the_user_wrote(
+def test_a_command_that_cannot_start_is_reported_with_the_exit_code_of_a_shell_and_its_name(
     started: Start, programs: Path, argv: list[str], code: int, sentence: str
 ) -> None:
     watch = started(argv, cwd=str(programs))
@@ -272,12 +270,12 @@ def test_a_command_that_cannot_start_is_told_with_the_code_of_a_shell_and_the_na
     assert watch.node.trainer_pid is None
 
 
-def test_a_working_folder_that_is_missing_is_told_by_its_name(started: Start) -> None:
+def test_a_missing_working_folder_is_named(started: Start) -> None:
     end = started(["true"], cwd="/no/such/folder").until_end()
     assert (end.code, end.message) == (127, "/no/such/folder: No such file or directory")
 
 
-def test_a_mistake_of_the_supervisor_ends_the_node_and_is_told_and_its_traceback_is_in_the_log(
+def test_an_error_in_the_supervisor_ends_the_node_and_its_traceback_is_in_the_log(
     started: Start, tag: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = "from ddpjob_cli.local.processes import supervisor; supervisor.Supervisor.stop = None; supervisor.main()"
@@ -295,7 +293,7 @@ def test_a_mistake_of_the_supervisor_ends_the_node_and_is_told_and_its_traceback
 # The trainer's environment
 
 
-def test_the_trainer_has_three_descriptors_and_neither_the_control_nor_the_report_pipe(started: Start) -> None:
+def test_the_trainer_has_only_three_descriptors(started: Start) -> None:
     script = """
 import os
 fds = [fd for fd in os.listdir("/proc/self/fd") if os.path.exists("/proc/self/fd/" + fd)]
@@ -306,7 +304,7 @@ print(sorted(fds), os.readlink("/proc/self/fd/0"), os.readlink("/proc/self/fd/1"
     assert watch.printed == b"['0', '1', '2'] /dev/null True\n"
 
 
-def test_the_trainer_leads_a_session_of_its_own_so_that_kill_0_in_a_launch_script_spares_the_supervisor(
+def test_the_trainer_leads_its_own_session_so_that_kill_0_spares_the_supervisor(
     started: Start,
 ) -> None:
     watch = started([*PYTHON, "import os; print(os.getsid(0) == os.getpgid(0) == os.getpid())"])
@@ -314,7 +312,7 @@ def test_the_trainer_leads_a_session_of_its_own_so_that_kill_0_in_a_launch_scrip
     assert watch.printed == b"True\n"
 
 
-def test_the_trainer_starts_with_default_signals_even_when_the_runner_blocks_or_ignores_some(started: Start) -> None:
+def test_the_trainer_starts_with_default_signals_even_if_the_runner_blocks_or_ignores_some(started: Start) -> None:
     hup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1])
     try:
@@ -329,7 +327,7 @@ def test_the_trainer_starts_with_default_signals_even_when_the_runner_blocks_or_
     assert others == [0, 0], "blocked or ignored: the trainer would be deaf to its stop"
 
 
-def test_the_environment_is_the_orders_alone_whatever_its_size_and_bytes(started: Start) -> None:
+def test_the_environment_is_only_that_of_the_order_whatever_its_size_and_bytes(started: Start) -> None:
     env = {f"BIG{number}": "x" * 100_000 for number in range(4)} | {"BYTES": "caf\udce9 \N{SNOWMAN}"}
     watch = started(["env", "-0"], env=env)
     watch.until_end()
@@ -338,7 +336,7 @@ def test_the_environment_is_the_orders_alone_whatever_its_size_and_bytes(started
     assert found == {os.fsencode(name): os.fsencode(value) for name, value in wanted.items()}
 
 
-def test_a_program_is_found_in_the_path_of_the_order_and_a_relative_one_in_its_folder(
+def test_a_program_is_searched_in_the_path_of_the_order_and_a_relative_one_in_its_folder(
     started: Start, tmp_path: Path
 ) -> None:
     (tmp_path / "train").symlink_to("/bin/pwd")
@@ -353,7 +351,7 @@ def test_stdout_and_stderr_keep_their_order(started: Start) -> None:
     assert watch.printed.split() == [b"%d" % i for i in range(200)]
 
 
-def test_the_supervisor_sleeps_while_the_trainer_works(started: Start) -> None:
+def test_the_supervisor_sleeps_while_the_trainer_is_working(started: Start) -> None:
     watch = started(["sh", "-c", "sleep 0.1; echo up; sleep 0.5; echo worked; exec sleep 1000"])
     watch.until_printed(b"up")
     until(lambda: "(sleeping)" in Path(f"/proc/{watch.node.pid}/status").read_text(), "the supervisor never rests")
@@ -368,7 +366,7 @@ def switches(pid: int) -> int:
     return int(line.split()[1])
 
 
-def test_another_system_than_linux_is_refused_in_one_sentence_that_says_what_to_do(
+def test_an_operating_system_other_than_linux_is_refused_with_the_alternative(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")

@@ -30,7 +30,7 @@ def of_pod(what: Any) -> str:
         (2, 1, None, "4,2", "4,2"),
     ],
 )
-def test_the_callers_threads_count_and_without_them_those_of_torchrun(
+def test_the_number_of_threads_is_that_of_the_caller_or_else_of_torchrun(
     nodes: int, nproc: int, cpu: int | None, caller: str, made: str
 ) -> None:
     """OMP_NUM_THREADS=3 must not silently become 1, because all other variables of the user are kept."""

@@ -48,7 +48,7 @@ def seen(usages: Usages, pid: int, shown: Callable[[SeenUsage], object]) -> Seen
     return found
 
 
-def test_the_cpu_and_the_memory_are_those_of_all_processes_of_the_node(node: Node) -> None:
+def test_the_cpu_and_memory_of_a_node_are_those_of_all_its_processes(node: Node) -> None:
     """Otherwise users see the values of a sleeping launcher instead of the training below it."""
     busy = node("held = bytearray(300_000_000)\nwhile True: pass")
     idle = node(SLEEP)
@@ -64,7 +64,7 @@ def test_the_cpu_and_the_memory_are_those_of_all_processes_of_the_node(node: Nod
     assert quiet.usage.gpu_percent is None
 
 
-def test_the_pids_are_those_of_the_ranks_and_not_of_their_launcher_or_workers(node: Node, tmp_path: Path) -> None:
+def test_the_pids_are_those_of_the_ranks_and_not_of_launchers_or_workers(node: Node, tmp_path: Path) -> None:
     """Otherwise users run py-spy on the pid in the table, and see torchrun's stack."""
     launcher = f"""
         import os, subprocess, sys, time
@@ -84,7 +84,7 @@ def test_the_pids_are_those_of_the_ranks_and_not_of_their_launcher_or_workers(no
 
 
 @pytest.mark.parametrize("has_first_server", [True, False])
-def test_of_a_fork_server_only_the_ranks_count(node: Node, tmp_path: Path, has_first_server: bool) -> None:
+def test_only_the_ranks_of_a_fork_server_count(node: Node, tmp_path: Path, has_first_server: bool) -> None:
     """`--fail every=10s` must not kill the fork server that replaced the first one."""
     launcher = f"""
         import pathlib, subprocess, sys, time
@@ -107,7 +107,7 @@ def test_of_a_fork_server_only_the_ranks_count(node: Node, tmp_path: Path, has_f
         processes.kill(processes.descendants(pid))  # they lead sessions of their own
 
 
-def test_a_look_costs_little_and_is_not_repeated_at_once(node: Node) -> None:
+def test_a_measurement_costs_little_and_is_not_repeated_at_once(node: Node) -> None:
     """A table that is drawn twice a second must not take CPU time from the training."""
     usages, pid = Usages(seconds=1000), node(SLEEP)
     usages.look({pid: ()})
@@ -119,7 +119,7 @@ def test_a_look_costs_little_and_is_not_repeated_at_once(node: Node) -> None:
     assert usages.seen[pid] is first
 
 
-def test_what_nvidia_smi_says_is_read_by_index_and_by_uuid_and_a_gpu_that_says_nothing_is_left_out() -> None:
+def test_nvidia_smi_is_read_by_index_and_uuid_and_a_gpu_without_values_is_omitted() -> None:
     """An unreadable answer, for a MIG slice or by a failing driver, must not end the run with a traceback."""
     listing = "0, GPU-aa, 87, 12000\n1, GPU-bb, [N/A], [N/A]\nan error\n\n"
     assert parse(listing) == {"0": (87.0, 12000 << 20), "GPU-aa": (87.0, 12000 << 20)}

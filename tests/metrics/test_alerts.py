@@ -225,7 +225,7 @@ OF_JOBS: dict[Callable[[], Watched], set[str]] = {
 
 
 @pytest.mark.parametrize("life", OF_JOBS, ids=lambda life: life.__name__)
-def test_an_alert_on_a_job_fires_on_its_fault_and_no_other_does(life: Callable[[], Watched], tmp_path: Path) -> None:
+def test_an_alert_on_a_job_fires_only_on_its_fault(life: Callable[[], Watched], tmp_path: Path) -> None:
     """Administrators who are woken by a false alert turn the alert off."""
     assert life().history.fired(tmp_path) == OF_JOBS[life]
 
@@ -234,7 +234,7 @@ def trained_again() -> Watched:
     return Watched(digits(), "digits").wait(1).starts().trains(20).fails().trains(10)
 
 
-def test_every_query_of_a_dashboard_on_what_trainings_report_gives_data(tmp_path: Path) -> None:
+def test_every_dashboard_query_on_training_reports_gives_data(tmp_path: Path) -> None:
     """test_scrape.py tests the other queries, with a real operator process."""
     history = trained_again().history
     asked = {name: query for name, query in QUERIES.items() if OF_REPORTS.search(query)}
@@ -379,7 +379,7 @@ OF_THE_OPERATOR: dict[Any, set[str]] = {
 
 
 @pytest.mark.parametrize("life", OF_THE_OPERATOR, ids=lambda life: life.__name__)
-def test_an_alert_on_the_operator_fires_on_its_fault_and_no_other_does(life: Any, tmp_path: Path) -> None:
+def test_an_alert_on_the_operator_fires_only_on_its_fault(life: Any, tmp_path: Path) -> None:
     found: list[History] = []
 
     async def story() -> None:
@@ -391,7 +391,7 @@ def test_an_alert_on_the_operator_fires_on_its_fault_and_no_other_does(life: Any
     assert found[0].fired(tmp_path) == OF_THE_OPERATOR[life]
 
 
-def test_a_release_without_a_leader_is_an_alert_also_beside_one_that_has_one(tmp_path: Path) -> None:
+def test_a_release_without_a_leader_fires_an_alert_even_next_to_one_with_a_leader(tmp_path: Path) -> None:
     """One Prometheus may scrape several releases; each has the name of its Service as the label job."""
     history = History()
     for _ in range(20):
@@ -399,6 +399,6 @@ def test_a_release_without_a_leader_is_an_alert_also_beside_one_that_has_one(tmp
     assert history.fired(tmp_path) == {"DDPJobNoLeader"}
 
 
-def test_every_alert_was_made_to_fire() -> None:
+def test_every_alert_has_a_scenario() -> None:
     """A new alert needs a scenario above."""
     assert set().union(*OF_JOBS.values(), *OF_THE_OPERATOR.values()) == ALERTS

@@ -86,7 +86,7 @@ def rules() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("alert", sorted(rules()))
-def test_every_name_and_label_in_an_alert_is_one_that_the_operator_serves(scraped: Prometheus, alert: str) -> None:
+def test_every_name_and_label_in_an_alert_is_served_by_the_operator(scraped: Prometheus, alert: str) -> None:
     """An alert on a name that nobody serves never fires."""
     for selector in re.findall(r"\b((?:ddpjob|controller|workqueue|rest)_\w+(?:\{[^}]*\})?)", rules()[alert]):
         if OF_REPORTS.search(selector) or selector.startswith("ddpjob_job_state{"):
@@ -102,13 +102,13 @@ def test_no_alert_fires_while_all_is_well(scraped: Prometheus) -> None:
     assert {rule["health"] for group in groups for rule in group["rules"]} == {"ok"}
 
 
-def test_the_series_of_a_deleted_job_have_ended(scraped: Prometheus) -> None:
+def test_the_series_of_a_deleted_job_end(scraped: Prometheus) -> None:
     assert scraped.query('{job_name="digits"}')
     assert scraped.query('{job_name="deleted"}') == []
     assert scraped.query('sum(ddpjob_jobs{namespace="default"})')[0]["value"][1] == "2"
 
 
-def test_the_restart_was_seen_counted_and_timed(scraped: Prometheus) -> None:
+def test_the_restart_was_counted_and_timed(scraped: Prometheus) -> None:
     (restarts,) = scraped.query('ddpjob_restarts_total{class="application"} > 0')
     assert (restarts["metric"]["scope"], restarts["value"][1]) == ("group", "1")
     (job,) = scraped.query('ddpjob_job_attempts_total{job_name="digits"}')
@@ -116,7 +116,7 @@ def test_the_restart_was_seen_counted_and_timed(scraped: Prometheus) -> None:
     assert scraped.query('ddpjob_restart_seconds_count{scope="group",until="running"}')[0]["value"][1] == "1"
 
 
-def test_prometheus_knows_the_kind_and_the_help_of_every_metric(scraped: Prometheus) -> None:
+def test_prometheus_knows_the_type_and_the_help_of_every_metric(scraped: Prometheus) -> None:
     known = scraped.get("metadata")
     for metric in names.ALL:
         if metric.name in known:
@@ -124,7 +124,7 @@ def test_prometheus_knows_the_kind_and_the_help_of_every_metric(scraped: Prometh
     assert {m.name for m in names.OF_OPERATOR if m.kind == "histogram"} <= known.keys()
 
 
-def test_promtool_accepts_the_rules_and_what_is_served(scraped: Prometheus) -> None:
+def test_promtool_accepts_the_rules_and_the_served_metrics(scraped: Prometheus) -> None:
     checked = subprocess.run(["promtool", "check", "rules", FILES / "rules.yaml"], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stderr
     target = scraped.get("targets")["activeTargets"][0]["scrapeUrl"]

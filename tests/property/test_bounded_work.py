@@ -28,7 +28,7 @@ CALLS_MAX = 150_000
 
 
 @pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=LONG) for seed in range(8, 80))])
-def test_no_job_that_an_api_server_accepts_keeps_the_operator_from_others(seed: int) -> None:
+def test_no_job_accepted_by_an_api_server_blocks_the_operator_for_others(seed: int) -> None:
     """Otherwise one job of 205 kB in one namespace stops both operators of a cluster, until the job is deleted."""
     what, raw = job(random.Random(seed))
     with warm():
@@ -48,7 +48,7 @@ def test_a_long_list_of_one_kind_is_read_in_linear_time(name: str, count: int) -
 
 
 @pytest.mark.parametrize("piece", SHELL)
-def test_a_script_of_one_piece_costs_no_more(piece: str) -> None:
+def test_a_script_without_line_breaks_costs_no_more(piece: str) -> None:
     """20 kB of backquotes must not be read as 10,000 commands, nor an unreadable script be read five times: 130 ms."""
     script = (piece * 20_000)[:SCRIPT_READ_MAX]
     with warm():
@@ -71,7 +71,7 @@ def test_ranges_hold_no_more_numbers_than_a_job_has_nodes() -> None:
     assert calls(lambda: ranges.parse("0-9999," * 8_000)) < CALLS_MAX
 
 
-def test_a_plan_takes_time_that_is_linear_in_the_nodes_of_the_job() -> None:
+def test_a_plan_takes_linear_time_in_the_nodes_of_the_job() -> None:
     """Counting all nodes for each node would take 5 s for `nodes: 10000`, and minutes for 99,999."""
     taken = []
     for nodes in (500, 5_000):
@@ -97,13 +97,13 @@ def test_the_command_of_a_job_is_searched_once(monkeypatch: pytest.MonkeyPatch) 
     assert read == 1
 
 
-def test_launchers_that_start_each_other_are_not_followed_without_end() -> None:
+def test_launchers_that_start_each_other_are_followed_only_up_to_a_limit() -> None:
     """300 launchers before 2,500 words would be searched in 300 copies of the words: 50 ms without a call to count."""
     assert command.read(["srun", "mpirun", "python", "train.py"]).script == "train.py"
     assert command.read([*["mpirun"] * 300, "python", "train.py"]) == command.Command()
 
 
-def test_long_json_is_read_beside_the_event_loop() -> None:
+def test_long_json_is_parsed_outside_the_event_loop() -> None:
     """Removing the levels that are nested too deep from 1.5 MB takes 0.3 s, so it runs in a thread."""
     threads: list[int] = []
 
@@ -119,7 +119,7 @@ def test_long_json_is_read_beside_the_event_loop() -> None:
     assert threads[0] == threading.get_ident() != threads[1]
 
 
-def test_others_go_on_while_the_objects_of_a_page_are_put() -> None:
+def test_other_tasks_run_while_the_objects_of_a_page_are_stored() -> None:
     """A page has up to 200 objects, each of which may take 10 ms to store. Other tasks must run in between."""
     turns, jobs = 0, Jobs(lambda _key: None)
 

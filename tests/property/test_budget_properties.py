@@ -216,7 +216,7 @@ class Ledger(RuleBasedStateMachine):
         return items[which % len(items)] if items else None
 
 
-def test_each_restart_is_counted_once_and_both_sides_together_stay_within_the_limit() -> None:
+def test_each_restart_is_counted_once_and_operator_and_agents_together_stay_within_the_limit() -> None:
     run_state_machine_as_test(Ledger, settings=settings(stateful_step_count=30))
 
 
@@ -239,7 +239,7 @@ def story() -> None:
     assert ledger.history.spent == Spent(application=4, infrastructure=5), "and the fifth was refused"
 
 
-def test_the_story_is_as_it_should_be_without_a_bug() -> None:
+def test_the_history_is_correct_without_a_bug() -> None:
     story()
 
 
@@ -276,7 +276,7 @@ def _goes_by_any_grant() -> Any:
     ],
     ids=["known forgotten", "known of any agent", "counted again", "the limit granted again", "known part ignored"],
 )
-def test_a_ledger_with_a_bug_on_purpose_is_found(
+def test_a_deliberate_bug_in_the_counts_is_found(
     monkeypatch: pytest.MonkeyPatch, where: Any, name: str, mutant: Any
 ) -> None:
     """Each of these bugs must be found. Otherwise the tests above prove nothing."""

@@ -15,7 +15,7 @@ SECONDS = st.floats(1e-6, 1e3)
 
 
 @given(SECONDS, SECONDS)
-def test_copies_take_no_more_than_their_share_and_are_no_rarer_than_that_needs(copy: float, step: float) -> None:
+def test_copies_take_their_share_of_time_and_are_as_frequent_as_it_allows(copy: float, step: float) -> None:
     """Copies that are too frequent slow the training down; copies that are too rare lose more steps at each failure."""
     every = copies.every(copy, step)
     assert every & (every - 1) == 0
@@ -24,7 +24,7 @@ def test_copies_take_no_more_than_their_share_and_are_no_rarer_than_that_needs(c
 
 
 @given(st.integers(0, 20), st.integers(0, 20), st.floats(0, 1))
-def test_copies_that_have_taken_too_much_become_rarer_and_others_not(wanted: int, present: int, share: float) -> None:
+def test_copies_that_took_too_much_time_become_rarer_and_others_do_not(wanted: int, present: int, share: float) -> None:
     """On a busy machine a single measurement may be too low. Training would then be slower than announced."""
     every = copies.corrected(1 << wanted, 1 << present, share)
     assert every >= 1 << wanted
@@ -61,7 +61,7 @@ def test_all_ranks_copy_at_the_same_steps_whatever_plans_rank_0_makes(data: st.D
 
 
 @given(st.tuples(*[st.none() | st.builds(Held, VERSIONS, st.just(0), st.just(1), st.just(1))] * memory.AREAS))
-def test_a_copy_is_never_written_over_the_newest_state(held: tuple[Held | None, ...]) -> None:
+def test_a_copy_never_overwrites_the_newest_state(held: tuple[Held | None, ...]) -> None:
     """If the new copy is cut off, no complete state would be left."""
     area = copies.area_for(held)
     whole = [one.version for one in held if one is not None]
@@ -69,7 +69,7 @@ def test_a_copy_is_never_written_over_the_newest_state(held: tuple[Held | None, 
 
 
 @given(st.lists(st.none() | VERSIONS, min_size=3, max_size=3), st.none() | VERSIONS, st.none() | VERSIONS)
-def test_random_states_of_the_newest_state_are_never_written_over(
+def test_random_states_of_the_newest_state_are_never_overwritten(
     versions: list[Version | None], held: Version | None, loaded: Version | None
 ) -> None:
     """Otherwise the rank draws other random numbers after a restart."""
@@ -80,7 +80,7 @@ def test_random_states_of_the_newest_state_are_never_written_over(
 
 
 @given(st.builds(CopyPlan, st.integers(0, 10**9), st.integers(1, 1 << 20), st.booleans(), st.booleans()))
-def test_a_plan_is_what_the_other_ranks_read(plan: CopyPlan) -> None:
+def test_the_other_ranks_read_the_plan_that_rank_0_wrote(plan: CopyPlan) -> None:
     """Otherwise the other ranks copy at other steps."""
     assert copies.plan_of(plan.as_text()) == plan
 

@@ -201,7 +201,7 @@ def test_a_program_that_can_complete_is_never_called_deadlocked(world: World, se
 
 @settings(max_examples=EXAMPLES)
 @given(worlds(hows=("sync", "sync", "async", "backward", "pause"), kinds=(*ALL, *ROOTED)), st.integers(0, 2**32))
-def test_who_is_called_deadlocked_never_gets_on(world: World, seed: int) -> None:
+def test_ranks_that_are_called_deadlocked_never_make_progress(world: World, seed: int) -> None:
     """Even if a program cannot complete, the reported collective must really block, and not be reported early."""
     chance = random.Random(seed)
     while world.step(chance):
@@ -235,7 +235,7 @@ def test_a_program_that_cannot_complete_is_called_deadlocked_once_nothing_moves(
 
 
 @given(worlds(hows=("sync",), kinds=ALL), st.integers(0, 2**32))
-def test_what_a_rank_waits_in_survives_the_line_between_agents(world: World, seed: int) -> None:
+def test_the_collective_that_a_rank_waits_in_survives_the_transfer_between_agents(world: World, seed: int) -> None:
     chance = random.Random(seed)
     while world.step(chance):
         for standing in world.standings():

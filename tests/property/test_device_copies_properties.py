@@ -333,7 +333,7 @@ def walks(count: int, nodes: list[Node], first: int = 0, mistake: Mistake = "") 
     return sums
 
 
-def test_no_copy_of_a_device_counts_before_it_is_whole_and_a_kill_leaves_the_one_before_it(nodes: list[Node]) -> None:
+def test_an_incomplete_device_copy_never_counts_and_a_kill_leaves_the_previous_one(nodes: list[Node]) -> None:
     """Otherwise a restart resumes from a mixture of two steps."""
     seen = walks(8, nodes)
     assert seen["counted"] > 5, seen
@@ -341,13 +341,13 @@ def test_no_copy_of_a_device_counts_before_it_is_whole_and_a_kill_leaves_the_one
 
 
 @pytest.mark.long
-def test_no_copy_of_a_device_counts_before_it_is_whole_in_thousands_of_walks(nodes: list[Node]) -> None:
+def test_an_incomplete_device_copy_never_counts_in_thousands_of_walks(nodes: list[Node]) -> None:
     """Only thousands of walks reach the rare orders that matter."""
     walks(1_000, nodes, first=1_000_000)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_seeded_mistake_of_copies_of_a_device_is_found(
+def test_a_deliberate_bug_in_device_copies_is_found(
     nodes: list[Node], mistake: Mistake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of these bugs must be found. Otherwise the tests above prove nothing."""

@@ -309,7 +309,7 @@ seeds = st.integers(0, 2**32)
 @pytest.mark.parametrize("name", ENDS)
 @given(seeds, st.integers(1, 8), st.data())
 @settings(max_examples=settings.default.max_examples // 3)  # each runs a whole attempt
-def test_who_is_to_blame_and_what_it_costs_depends_on_no_clock_no_order_and_no_restart(
+def test_blame_and_charge_depend_on_no_clock_no_order_and_no_restart(
     name: str, seed: int, nodes: int, data: st.DataObject
 ) -> None:
     """Otherwise a script that always fails may restart forever without a charge, because a peer that we stopped is
@@ -361,7 +361,7 @@ def told(story: list[Pod]) -> Pod:
 
 
 @given(st.lists(pods, min_size=1, max_size=6), st.lists(pods, max_size=4))
-def test_what_was_seen_of_a_pod_is_never_unseen(before: list[Pod], after: list[Pod]) -> None:
+def test_observed_facts_of_a_pod_are_never_forgotten(before: list[Pod], after: list[Pod]) -> None:
     """Otherwise a later report of the kubelet with less information hides why a pod ended, and the charge is wrong."""
     known, more = told(before), told([*before, *after])
     assert known.deletion_requested_at is None or (more.deletion_requested_at or START) <= known.deletion_requested_at
@@ -375,7 +375,7 @@ def test_what_was_seen_of_a_pod_is_never_unseen(before: list[Pod], after: list[P
 
 
 @given(st.lists(pods, min_size=1, max_size=6), st.data())
-def test_what_is_told_twice_is_as_if_it_was_told_once(story: list[Pod], data: st.DataObject) -> None:
+def test_observing_a_fact_twice_equals_observing_it_once(story: list[Pod], data: st.DataObject) -> None:
     place = data.draw(st.integers(0, len(story) - 1))
     known = told(story[: place + 1])
     assert facts.merge(known, story[place], place + 1) == known

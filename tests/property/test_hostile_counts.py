@@ -35,7 +35,7 @@ def running(**spec: object) -> World:
 @given(st.lists(AGENTS, min_size=1, max_size=3), st.sampled_from([{}, WINDOWED, {"backoffLimit": 0}]))
 @example([AgentCounts(application=bounds.IN_PLACE_MAX)], WINDOWED)
 @example([AgentCounts(stall=bounds.IN_PLACE_MAX, in_a_row=bounds.IN_PLACE_MAX)], {})
-def test_an_agent_is_believed_up_to_one_restart_beyond_its_budget(
+def test_the_count_of_an_agent_is_believed_up_to_one_restart_beyond_its_budget(
     said: list[AgentCounts], spec: dict[str, int]
 ) -> None:
     world = running(**spec)
@@ -52,7 +52,7 @@ def test_an_agent_is_believed_up_to_one_restart_beyond_its_budget(
         assert api_status <= 2 * bounds.IN_PLACE_MAX
 
 
-def test_an_honest_agents_counts_are_all_counted() -> None:
+def test_all_counts_of_an_honest_agent_are_counted() -> None:
     world = running(backoffLimit=3)
     world.agent = AgentReport(restarts=AgentCounts(application=3, infrastructure=40, stall=2, in_a_row=4))
     world.settle()
@@ -62,7 +62,7 @@ def test_an_honest_agents_counts_are_all_counted() -> None:
 
 @pytest.mark.parametrize("count", [60_000_000, 2**53 - 1, 2**63, 10**400, -1])
 @pytest.mark.parametrize("name", ["application", "infrastructure", "stall", "inARow", "chargedInARow"])
-def test_a_count_beyond_what_an_agent_could_live_to_see_costs_no_memory_and_no_time(name: str, count: int) -> None:
+def test_an_impossibly_high_count_costs_no_memory_and_no_time(name: str, count: int) -> None:
     text = json.dumps({"ddpjob": 1, "rank": 0, "exitCode": 1, "agent": {"restarts": {name: count}}})
     with pytest.raises(BadReportError):
         read_report(json.dumps({"step": 0, "agent": {"restarts": {name: count}}}).encode(), START)
@@ -78,7 +78,7 @@ def test_a_count_beyond_what_an_agent_could_live_to_see_costs_no_memory_and_no_t
     assert (world.job.status.restarts or api.Restarts()).total <= 1
 
 
-def test_a_rank_that_the_job_does_not_have_is_not_named_for_an_agents_failure() -> None:
+def test_a_rank_outside_the_job_is_not_named_for_the_failure_of_an_agent() -> None:
     world = running()
     failure = Failure(rank=2**31 - 1, node_rank=1, failure_class="application", charged_to="application")
     world.agent = AgentReport(restarts=AgentCounts(application=1), failures=[failure])
@@ -87,7 +87,7 @@ def test_a_rank_that_the_job_does_not_have_is_not_named_for_an_agents_failure() 
 
 
 @given(st.binary(max_size=300) | st.text(max_size=300).map(str.encode))
-def test_any_termination_message_is_read(text: bytes) -> None:
+def test_any_termination_message_can_be_read(text: bytes) -> None:
     report = termination_message.read(text.decode(errors="surrogateescape"))
     report.log.encode()
     world = digits().running().settle()

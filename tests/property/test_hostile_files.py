@@ -108,7 +108,7 @@ def test_any_report_is_read_in_both_protocols_or_refused(body: bytes) -> None:
 @example(b'{"ddprun": 1, "nonce": "\\ud800"}\n')
 @example(b'x {"node": 1, "nonce": "\\ud800"}\n')
 @example(b'x {"node": ' + b"9" * 900 + b', "nonce": ""}\n')
-def test_whatever_comes_on_the_line_between_agents_is_refused_and_nothing_else(data: bytes) -> None:
+def test_any_line_between_agents_is_read_or_refused(data: bytes) -> None:
     for node in (None, 1):
         ours, theirs = socket.socketpair()
         with ours, theirs:
@@ -121,7 +121,7 @@ def test_whatever_comes_on_the_line_between_agents_is_refused_and_nothing_else(d
 
 
 @pytest.mark.parametrize("depth", [10, 20, 30])
-def test_aliases_that_multiply_are_refused_in_no_time(tmp_path: Path, depth: int) -> None:
+def test_multiplying_aliases_are_refused_at_once(tmp_path: Path, depth: int) -> None:
     """A few lines stand for 10^9 values and more."""
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, depth)]

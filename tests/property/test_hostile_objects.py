@@ -78,7 +78,7 @@ def read_or_refused(raw: Any) -> object:
 @given(st.fixed_dictionaries({"metadata": ANY, "spec": ANY, "status": ANY}) | ANY)
 @example({"metadata": None, "spec": {"containers": None}, "status": {}})
 @example({"metadata": {"name": "a", "uid": "u"}, "spec": {"containers": [{"name": 1}, None]}})
-def test_a_pod_of_which_only_what_is_read_is_decoded_is_the_same_pod(raw: Any) -> None:
+def test_a_partly_decoded_pod_equals_the_fully_decoded_pod(raw: Any) -> None:
     """Otherwise the rank of such a pod seems lost."""
     if not isinstance(raw, dict):
         return
@@ -99,7 +99,7 @@ def test_a_pod_of_which_only_what_is_read_is_decoded_is_the_same_pod(raw: Any) -
 @example(beyond("0001", 30))
 @example(beyond("123456789", -1))
 @example({"metadata": {"name": "p", "uid": "u", "labels": {naming.LABEL_ATTEMPT: "9" * 63}}})
-def test_any_json_is_a_pod_a_service_and_a_node_or_an_error_that_says_so(raw: Any) -> None:
+def test_any_json_is_read_as_pod_service_and_node_or_gives_an_error(raw: Any) -> None:
     for read in (observe.service, observe.is_ready):
         with contextlib.suppress(bounds.UnreadableError):
             read(raw)
@@ -113,7 +113,7 @@ def test_any_json_is_a_pod_a_service_and_a_node_or_an_error_that_says_so(raw: An
 @given(ANY, ANY)
 @example({"containerStatuses": [{"name": "trainer", "state": {"terminated": {"exitCode": 2**31 - 1}}}]}, {})
 @example({}, {"deletionTimestamp": "9999-12-31T23:59:59Z", "deletionGracePeriodSeconds": 30})
-def test_a_job_is_planned_whatever_its_pod_says(status: Any, metadata: Any) -> None:
+def test_a_job_is_planned_whatever_its_pod_reports(status: Any, metadata: Any) -> None:
     """The worst effect of a pod must be that its own job fails."""
     known = {"name": "digits-1-0", "namespace": "default", "uid": "u", "labels": {naming.LABEL_ATTEMPT: "1"}}
     known["labels"] |= {naming.LABEL_RANK: "0", naming.LABEL_JOB: "digits"}
@@ -161,7 +161,7 @@ def nested(depth: int, around: str = '{"a":', end: str = "}") -> bytes:
 
 @pytest.mark.parametrize("depth", [70, 250, 500, 1000, 1100, 9900])
 @pytest.mark.parametrize(("around", "end"), [('{"a":', "}"), ("[", "]"), ('[{"]}":', "}]")])
-def test_a_job_that_is_nested_too_deep_is_refused_by_itself_and_the_others_of_its_list_are_read(
+def test_a_job_nested_too_deep_is_refused_alone_and_the_rest_of_its_list_is_read(
     depth: int, around: str, end: str
 ) -> None:
     """kopf and Python's json fail at about 1,000 levels, but the API server stores 9,900."""
@@ -179,7 +179,7 @@ def test_a_job_that_is_nested_too_deep_is_refused_by_itself_and_the_others_of_it
 
 
 @pytest.mark.parametrize("filling", ["{}", '""', '{"a": 1}', "[]"])
-def test_a_job_of_a_megabyte_is_refused_by_itself_and_never_becomes_a_million_objects(filling: str) -> None:
+def test_a_job_of_a_megabyte_is_refused_alone_and_never_becomes_a_million_objects(filling: str) -> None:
     raw = ('{"metadata": {"name": "big"}, "spec": {"x": [' + ",".join([filling] * 300_000) + "]}}").encode()
     job = reading.job(reading.obj(raw))
     assert len(json.dumps(job)) < 500
@@ -207,7 +207,7 @@ BORDERS = [
 
 
 @pytest.mark.parametrize("number", range(len(BORDERS)))
-def test_a_job_at_the_border_of_what_is_kept_is_judged_as_by_a_walk(number: int) -> None:
+def test_a_job_near_the_size_limit_is_judged_as_by_a_full_check(number: int) -> None:
     """Most jobs are accepted by the length of their JSON alone, which must not accept what a full check refuses."""
     value = BORDERS[number]
     why = bounds.refused(value)
@@ -219,7 +219,7 @@ def test_a_job_at_the_border_of_what_is_kept_is_judged_as_by_a_walk(number: int)
 @pytest.mark.parametrize(
     "date", ["9999-12-31T23:59:59Z", "0001-01-01T00:00:00Z", "٩٩٩٩-12-31T23:59:59Z", "2026-11-23T"]
 )
-def test_a_date_is_looked_at_wherever_it_is_in_a_status(date: str) -> None:
+def test_a_date_is_checked_wherever_it_is_in_a_status(date: str) -> None:
     at = bounds.time(date)
     expected = at.isoformat() if at is not None and not date.startswith("20") else date
     status = {"conditions": [{"type": "Running", "at": date}], "stateTime": date}
@@ -230,7 +230,7 @@ def test_a_date_is_looked_at_wherever_it_is_in_a_status(date: str) -> None:
 
 
 @pytest.mark.parametrize("sign", ["x", r"\"", "[", r"\\"])
-def test_cutting_what_is_too_deep_costs_no_more_than_a_copy(sign: str) -> None:
+def test_cutting_deep_nesting_costs_no_more_than_a_copy(sign: str) -> None:
     """A list with one deep job and some long texts must not need 20 times its size."""
     long = ",".join(f'"{sign * 200_000}"' for _ in range(4))
     content = ('{"items": [' + '{"a":' * 2000 + "1" + "}" * 2000 + f", [{long}]]}}").encode()
@@ -241,7 +241,7 @@ def test_cutting_what_is_too_deep_costs_no_more_than_a_copy(sign: str) -> None:
     assert grown < 4 * len(content) + 4 * 2**20
 
 
-def test_a_status_that_is_too_large_is_not_taken_for_an_empty_one() -> None:
+def test_a_status_that_is_too_large_does_not_count_as_empty() -> None:
     raw = reading.job({"metadata": {}, "status": {"message": "x" * 300_000, "state": "Succeeded"}})
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert(raw["status"], api.Status, strict=False)
@@ -280,7 +280,7 @@ class Odd:
         await asyncio.Event().wait()
 
 
-def test_a_pod_that_cannot_be_read_ends_no_watch_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unreadable_pod_ends_no_watch_and_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     changed: list[Any] = []
     key = ("team", "digits")
     store = Store(observe.pod, lambda raw: key, lambda *change: changed.append(change))
@@ -304,7 +304,7 @@ def test_a_pod_that_cannot_be_read_ends_no_watch_and_is_told_once(caplog: pytest
     assert changed[-1] == (key, None, None), "its job is looked at again"
 
 
-def test_a_job_whose_pod_cannot_be_read_is_told_so_and_its_other_pods_are_left_alone() -> None:
+def test_a_job_with_an_unreadable_pod_reports_it_and_its_other_pods_are_left_alone() -> None:
     """Without the unreadable pod its rank seems lost, and a second pod would be created next to it."""
     operator = Operator(OperatorSettings(), Client(log_in=lambda: None))  # type: ignore[arg-type,return-value]
     body = manifest() | {"status": {"state": "Running", "attempt": 1, "startedNodes": "0-1"}}
@@ -361,7 +361,7 @@ def test_a_list_of_ten_thousand_pods_is_never_held_as_raw_objects(caplog: pytest
     assert Raw.live == 0
 
 
-def test_a_sink_with_a_mistake_of_ours_is_told_once_for_each_object(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_of_ours_in_a_sink_is_reported_once_per_object(caplog: pytest.LogCaptureFixture) -> None:
     class Broken:
         def put(self, raw: Any) -> None:
             raise RuntimeError("a mistake of ours")
@@ -379,7 +379,7 @@ def _nothing() -> Any:
     return Observed(service=True, nodes={})
 
 
-def test_dates_beyond_the_calendar_are_brought_back_to_where_one_can_reckon() -> None:
+def test_dates_beyond_the_calendar_are_moved_into_its_range() -> None:
     status = reading.job({"status": {"attemptTime": "9999-12-31T23:59:59Z", "stateTime": "0001-01-01T00:00:00Z"}})[
         "status"
     ]

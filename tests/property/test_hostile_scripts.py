@@ -33,7 +33,7 @@ def calls(script: str) -> int:
 
 
 @pytest.mark.parametrize("piece", PIECES)
-def test_a_script_of_many_commands_is_followed_up_to_a_bound(piece: str) -> None:
+def test_a_script_of_many_commands_is_followed_up_to_a_limit(piece: str) -> None:
     """3 kB of `torchrun x.py;` must not keep the operator from all other jobs for 12 s."""
     assert calls(piece * (FILL // len(piece))) < CALLS_MAX
 

@@ -85,14 +85,14 @@ def ways(text: str) -> Iterator[World]:
 
 @settings(max_examples=settings.default.max_examples // 4)
 @given(PIECES)
-def test_whatever_is_said_no_status_and_no_event_holds_what_a_terminal_obeys(text: str) -> None:
+def test_no_status_and_no_event_contains_terminal_control_characters(text: str) -> None:
     for world in ways(text):
         for _ in range(4):
             world.step()
         is_clean(world)
 
 
-def test_the_ways_do_show_what_was_said() -> None:
+def test_the_tested_paths_do_show_the_text() -> None:
     shown = 0
     for world in ways(EVIL):
         for _ in range(4):
@@ -102,19 +102,19 @@ def test_the_ways_do_show_what_was_said() -> None:
     assert shown >= 6, "else this file proves nothing"
 
 
-def test_an_escape_that_json_has_made_is_cleaned_after_it() -> None:
+def test_an_escape_sequence_decoded_from_json_is_removed() -> None:
     report = termination_message.read(json.dumps({"ddpjob": 1, "exitCode": 1, "exception": EVIL, "traceback": EVIL}))
     assert "\x1b" not in report.failure.exception + report.log
 
 
-def test_a_status_that_is_shown_is_stable() -> None:
+def test_a_shown_status_is_stable() -> None:
     """Otherwise the operator writes the status again at each reconcile."""
     world = digits().running().exits(0, 1, message=f"ValueError: {EVIL}")
     world.settle()
     assert world.plan().status is None
 
 
-def test_names_that_machines_read_stay_as_they_are() -> None:
+def test_names_for_machines_stay_unchanged() -> None:
     """A job's name may look like a credential."""
     world = World(job("sk-abcdefghijklmnopqrstuvwxyz")).running().exits(0, 1, message="x")
     world.settle()
@@ -123,7 +123,7 @@ def test_names_that_machines_read_stay_as_they_are() -> None:
     assert status.last_failure.pod == "sk-abcdefghijklmnopqrstuvwxyz-1-0"
 
 
-def test_metrics_are_shown_clean_where_a_local_run_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_metrics_are_clean_when_a_local_run_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
     world = digits().running()
     report = read_report(json.dumps({"step": 1, "metrics": {"loss": "\x1b[2J0.4\n1"}}).encode(), world.now)
     world.reports = {0: replace(report, attempt=1)}
@@ -133,7 +133,7 @@ def test_metrics_are_shown_clean_where_a_local_run_prints_them(capsys: pytest.Ca
     assert metric_parts(progress) == ["loss 0.4 1"]
 
 
-def test_what_the_local_run_says_is_clean(capsys: pytest.CaptureFixture[str]) -> None:
+def test_messages_of_the_local_run_are_clean(capsys: pytest.CaptureFixture[str]) -> None:
     screen = PlainScreen(digits().job)
     screen.note(f"trainer.yaml: {EVIL}")
     screen.event(Event("Warning", "RankFailed", EVIL))
@@ -142,7 +142,7 @@ def test_what_the_local_run_says_is_clean(capsys: pytest.CaptureFixture[str]) ->
     assert "\u202e" not in told
 
 
-def test_a_log_of_a_failure_keeps_its_lines() -> None:
+def test_the_log_of_a_failure_keeps_its_lines() -> None:
     world = digits().running().exits(0, 1, message="one\n\x1b[31mtwo\x1b[0m\nValueError: no shard")
     world.settle()
     failure = world.job.status.last_failure or api.JobFailure(attempt=0, node_rank=0, time=START)

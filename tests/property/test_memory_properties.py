@@ -16,7 +16,7 @@ NODES = st.lists(st.none() | HELD, min_size=1, max_size=5)
 
 
 @given(NODES, PRESENT)
-def test_what_is_found_is_whole_on_every_rank_that_is_named_and_nothing_older_generations_left_is_newer(
+def test_a_found_state_is_complete_on_every_named_rank_and_none_of_earlier_generations_is_newer(
     nodes: list[Held | None], present: Version
 ) -> None:
     """All ranks load the state that is found: with different steps on its ranks a model would be meaningless."""
@@ -35,14 +35,14 @@ def test_what_is_found_is_whole_on_every_rank_that_is_named_and_nothing_older_ge
 
 
 @given(NODES, PRESENT)
-def test_nothing_of_this_generation_or_a_later_one_is_loaded(nodes: list[Held | None], present: Version) -> None:
+def test_no_state_of_this_or_a_later_generation_is_loaded(nodes: list[Held | None], present: Version) -> None:
     """Such a state comes from processes that should have ended: two jobs in one memory, or two leaders."""
     late = [None if held is None or held.version < present else held for held in nodes]
     assert newest(late, present) == ""
 
 
 @given(HELD, st.integers(2, 5), st.data())
-def test_holders_that_do_not_agree_are_not_believed(held: Held, ranks: int, data: st.DataObject) -> None:
+def test_contradicting_holders_are_not_believed(held: Held, ranks: int, data: st.DataObject) -> None:
     """Faulty memory on one node must not decide what all nodes train on."""
     nodes: list[Held | None] = [held] * ranks
     wrong = data.draw(st.integers(0, ranks - 1))
@@ -54,9 +54,7 @@ def test_holders_that_do_not_agree_are_not_believed(held: Held, ranks: int, data
     st.lists(st.none() | st.builds(Mark, st.integers(0, 3), st.integers(1, 9), st.integers(0, 8)), max_size=5),
     st.integers(0, 3),
 )
-def test_the_step_that_nobody_has_left_is_the_last_one_of_the_ranks_before(
-    marks: list[Mark | None], generation: int
-) -> None:
+def test_the_lost_step_is_the_last_one_of_the_previous_ranks(marks: list[Mark | None], generation: int) -> None:
     """Only earlier generations count. If a script loads again, the steps of its own generation are not lost."""
     last = memory.last_known(marks, Version(1, generation, 0))
     before = [mark for mark in marks if mark is not None and mark.generation < generation]
@@ -65,7 +63,7 @@ def test_the_step_that_nobody_has_left_is_the_last_one_of_the_ranks_before(
 
 
 @given(st.lists(st.none() | st.builds(Proof, st.integers(0, 1), st.integers(1, 2), st.integers(0, 1)), max_size=5))
-def test_ranks_that_were_no_replicas_do_not_load_each_others_state(proofs: list[Proof | None]) -> None:
+def test_ranks_that_were_no_replicas_do_not_load_the_state_of_another(proofs: list[Proof | None]) -> None:
     """A script may train a different model on each rank, so a survivor's state is not the dead rank's."""
     held = Held(Version(1, 0, 5), 0, 1, 1)
     differ = any(
@@ -77,7 +75,7 @@ def test_ranks_that_were_no_replicas_do_not_load_each_others_state(proofs: list[
 
 
 @given(st.lists(st.none() | st.builds(Mark, st.integers(0, 1), st.integers(5, 9), st.integers(1, 4)), max_size=4))
-def test_ranks_that_count_their_steps_differently_go_on_from_the_folder(marks: list[Mark | None]) -> None:
+def test_ranks_that_count_steps_differently_resume_from_the_folder(marks: list[Mark | None]) -> None:
     """If one rank counts micro-batches as steps, its state would be taken for a step that no other rank has made."""
     held = Held(Version(1, 0, 5), 0, 1, 1)
     apart = any(
@@ -87,14 +85,14 @@ def test_ranks_that_count_their_steps_differently_go_on_from_the_folder(marks: l
 
 
 @given(st.integers(1, 50), st.integers(1, 9), st.sampled_from([-1, 0, 1]))
-def test_ranks_that_are_one_boundary_apart_are_together(every: int, boundary: int, behind: int) -> None:
+def test_ranks_one_boundary_apart_count_as_being_at_the_same_step(every: int, boundary: int, behind: int) -> None:
     """A rank may die before a boundary that the others have reached, even if boundaries are ten steps apart."""
     step, own = every * (boundary + 1), every * (boundary + 1 + behind)
     mark = Mark(0, own, own - every)
     assert isinstance(newest([Held(Version(1, 0, step), 0, 1, 1)], Version(1, 1, 0), (), [mark]), FoundState)
 
 
-def test_a_state_that_leads_to_no_step_is_given_up() -> None:
+def test_a_state_after_which_no_step_was_made_is_given_up() -> None:
     """Otherwise a state with which every generation fails stays in memory forever, and the folder is never used."""
     held = Held(Version(1, 0, 5), LOADS_MAX, 1, 1)
     assert isinstance(newest([held], Version(1, 9, 0)), str)
@@ -105,7 +103,7 @@ def test_a_state_that_leads_to_no_step_is_given_up() -> None:
 
 
 @pytest.mark.parametrize("step", [9, 10], ids=["at the same step", "a step further"])
-def test_what_one_rank_has_saved_counts_and_not_what_another_assumes(step: int) -> None:
+def test_values_saved_by_one_rank_override_those_assumed_by_another(step: int) -> None:
     """If only rank 0 calls `save(step, …, epoch=epoch)`, the nodes of other ranks hold less of the same generation. The
     memory must still count."""
     named = Held(Version(1, 0, 9), 0, 301, 7)
@@ -127,14 +125,14 @@ def test_a_state_after_which_steps_were_made_is_not_given_up() -> None:
 
 
 @given(st.none() | VERSIONS, HELD)
-def test_the_folder_counts_only_where_it_is_of_a_later_generation_or_step(folder: Version | None, own: Held) -> None:
+def test_the_folder_counts_only_if_its_generation_or_step_is_later(folder: Version | None, own: Held) -> None:
     """A later generation counts even if it resumed from an older step, because it continued the training."""
     own = own._replace(assumed=False)
     assert memory.is_newer(folder, own) is (folder is not None and folder > own.version)
 
 
 @given(VERSIONS, HELD)
-def test_what_was_saved_in_a_generation_counts_before_what_is_assumed_in_it(folder: Version, own: Held) -> None:
+def test_a_saved_state_of_a_generation_overrides_an_assumed_one(folder: Version, own: Held) -> None:
     """If only rank 0 saves values such as an epoch, the state that another rank assumes lacks these values."""
     own = own._replace(assumed=True)
     saved_in_it = (folder.attempt, folder.generation) >= (own.version.attempt, own.version.generation)
@@ -142,7 +140,7 @@ def test_what_was_saved_in_a_generation_counts_before_what_is_assumed_in_it(fold
 
 
 @given(st.integers(0, 20), st.lists(st.integers(0, 20), max_size=4))
-def test_the_rank_that_is_furthest_never_waits(own: int, others: list[int]) -> None:
+def test_the_furthest_rank_never_waits(own: int, others: list[int]) -> None:
     """Otherwise two ranks wait for each other until the time-out, and nothing is written."""
     clocks = [own, *others]
     waiting = [memory.turn(clock, clocks[:i] + clocks[i + 1 :]) for i, clock in enumerate(clocks)]
@@ -150,7 +148,7 @@ def test_the_rank_that_is_furthest_never_waits(own: int, others: list[int]) -> N
 
 
 @given(st.integers(0, 20), st.lists(st.integers(0, 20), max_size=4), st.lists(st.integers(0, 20), max_size=4))
-def test_a_rank_goes_on_only_to_a_boundary_that_another_one_has_passed(
+def test_a_rank_continues_only_to_a_boundary_that_another_has_passed(
     own: int, living: list[int], gone: list[int]
 ) -> None:
     """An optimizer with a closure runs backward inside its step, for which it needs all ranks. If one rank is lost, the
@@ -160,7 +158,7 @@ def test_a_rank_goes_on_only_to_a_boundary_that_another_one_has_passed(
     assert turn != "stay" or any(clock > own for clock in living), "of those that are gone none comes to a boundary"
 
 
-def test_each_area_has_cells_of_its_own() -> None:
+def test_each_memory_area_has_its_own_cells() -> None:
     """Otherwise a copy is described by the cells of another state."""
     cells = [memory.area_cell(area, cell) for area in range(memory.AREAS) for cell in range(memory.AREA_CELLS)]
     assert len(set(cells)) == len(cells)
@@ -169,7 +167,7 @@ def test_each_area_has_cells_of_its_own() -> None:
 
 
 @given(st.integers(0, 1 << 40), st.none() | st.integers(0, 1 << 41), st.integers(0, 1 << 40))
-def test_what_fits_leaves_the_limit_alone(size: int, limit: int | None, used: int) -> None:
+def test_a_state_that_fits_does_not_raise_the_limit(size: int, limit: int | None, used: int) -> None:
     """The kernel kills a container above its memory limit, so the copy would cause a failure instead of helping."""
     assert not memory.fits(size, limit, used, None) or limit is None or used + size <= limit
     assert memory.fits(size, None, used, None)
@@ -196,7 +194,7 @@ def test_no_part_of_the_layout_overlaps_another() -> None:
         (None, [(1, 8), None], (1, 9), False),
     ],
 )
-def test_what_a_rank_wrote_within_its_step_is_of_the_boundary_that_the_others_came_to(
+def test_random_states_written_within_a_step_belong_to_the_boundary_of_the_others(
     early: tuple[int, int] | None,
     boundaries: list[tuple[int, int] | None],
     version: tuple[int, int],

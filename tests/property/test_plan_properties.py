@@ -128,14 +128,14 @@ def jobs(draw: st.DrawFn) -> api.DDPJob:
 
 
 @given(jobs(), observed, times)
-def test_any_world_gives_a_plan_and_the_same_world_the_same_plan(
+def test_any_world_gives_a_plan_and_an_equal_world_an_equal_plan(
     what: api.DDPJob, seen: Observed, now: dt.datetime
 ) -> None:
     assert plan(what, seen, now) == plan(what, seen, now)
 
 
 @given(jobs(), observed, times, st.randoms(use_true_random=False))
-def test_the_order_in_which_things_are_seen_does_not_matter(
+def test_the_order_of_observations_does_not_matter(
     what: api.DDPJob, seen: Observed, now: dt.datetime, shuffle: random.Random
 ) -> None:
     mixed = list({(p.attempt, p.place, p.replacement): p for p in seen.pods}.values())
@@ -145,9 +145,7 @@ def test_the_order_in_which_things_are_seen_does_not_matter(
 
 
 @given(jobs(), observed, times)
-def test_nothing_that_belongs_to_someone_else_is_ever_deleted(
-    what: api.DDPJob, seen: Observed, now: dt.datetime
-) -> None:
+def test_no_object_of_another_owner_is_ever_deleted(what: api.DDPJob, seen: Observed, now: dt.datetime) -> None:
     # Pods without a living owner: a deleted job of the same name has left them on a lost node.
     leaked = {(p.name, p.uid) for p in seen.pods if p.job == "digits" and p.owner_uid and p.deletion_requested_at}
     of_this_name = leaked | {(p.name, p.uid) for p in seen.pods if p.owner_uid == UID}
@@ -159,7 +157,7 @@ def test_nothing_that_belongs_to_someone_else_is_ever_deleted(
 
 
 @given(jobs(), observed, times)
-def test_a_pod_is_deleted_only_for_what_the_status_already_records(
+def test_a_pod_is_deleted_only_for_a_reason_that_the_status_already_records(
     what: api.DDPJob, seen: Observed, now: dt.datetime
 ) -> None:
     """Otherwise the pod that proves a failure, a charge or a completed rank is deleted before this is recorded."""
@@ -175,7 +173,7 @@ def test_a_pod_is_deleted_only_for_what_the_status_already_records(
 
 
 @given(jobs(), observed, times)
-def test_no_pod_is_created_beside_a_live_one_of_the_same_rank(
+def test_no_pod_is_created_next_to_a_live_one_of_the_same_rank(
     what: api.DDPJob, seen: Observed, now: dt.datetime
 ) -> None:
     """Two live pods of one rank would write the same checkpoint."""
@@ -190,7 +188,7 @@ def test_no_pod_is_created_beside_a_live_one_of_the_same_rank(
 
 
 @given(jobs(), observed, times)
-def test_what_is_counted_never_shrinks(what: api.DDPJob, seen: Observed, now: dt.datetime) -> None:
+def test_counts_never_decrease(what: api.DDPJob, seen: Observed, now: dt.datetime) -> None:
     after = plan(what, seen, now).status
     before = what.status.restarts or api.Restarts()
     if after is not None and after.restarts is not None:
@@ -208,7 +206,7 @@ def test_attempts_only_grow_and_a_terminal_state_is_final(what: api.DDPJob, seen
 
 
 @given(jobs(), observed, times)
-def test_when_a_plan_is_carried_out_and_nothing_else_happens_there_is_soon_nothing_to_do(
+def test_a_carried_out_plan_soon_leaves_nothing_to_do_if_nothing_else_happens(
     what: api.DDPJob, seen: Observed, now: dt.datetime
 ) -> None:
     world = World(what)
@@ -248,7 +246,7 @@ def runs(draw: st.DrawFn) -> tuple[api.DDPJob, Observed]:
 
 
 @given(runs(), times, st.integers(1, 60))
-def test_after_progress_alone_is_written_there_is_nothing_left_to_do(
+def test_after_a_write_of_progress_alone_nothing_is_left_to_do(
     world: tuple[api.DDPJob, Observed], now: dt.datetime, seconds: int
 ) -> None:
     """The operator does not reconcile after such a write, so any action left would wait for the next change."""
@@ -274,7 +272,7 @@ def test_after_progress_alone_is_written_there_is_nothing_left_to_do(
 
 
 @given(jobs(), observed, times)
-def test_what_a_plan_writes_is_read_as_it_was_written(what: api.DDPJob, seen: Observed, now: dt.datetime) -> None:
+def test_a_status_is_read_back_as_it_was_written(what: api.DDPJob, seen: Observed, now: dt.datetime) -> None:
     """If the operator cannot read its own status, the job stands still until somebody repairs the status."""
     status = plan(what, seen, now).status
     if status is not None:
@@ -289,7 +287,7 @@ def test_an_invalid_spec_creates_nothing(seen: Observed, now: dt.datetime, why: 
 
 
 @given(st.sets(st.integers(0, 300)))
-def test_ranges_say_exactly_what_went_in(ranks: set[int]) -> None:
+def test_ranges_contain_exactly_the_given_numbers(ranks: set[int]) -> None:
     assert ranges.parse(ranges.text(ranks)) == ranks
 
 
@@ -314,7 +312,7 @@ FIELDS = [*api.Spec.__struct_fields__, "nprocPerNode", "template", "minNodes", "
         ),
     )
 )
-def test_whatever_is_applied_is_a_job_or_a_list_of_named_problems_and_never_a_traceback(raw: Any) -> None:
+def test_any_applied_object_is_a_job_or_a_list_of_named_problems(raw: Any) -> None:
     parsed, problems = validation.parse(raw)
     assert isinstance(parsed, api.DDPJob)
     for problem in problems:
@@ -355,7 +353,7 @@ WRONG_SPECS = st.dictionaries(
 
 
 @given(jobs(), WRONG_SPECS, observed, times)
-def test_whatever_a_spec_becomes_while_its_job_runs_there_is_a_plan(
+def test_any_spec_of_a_running_job_gives_a_plan(
     what: api.DDPJob, given_spec: dict[str, Any], seen: Observed, now: dt.datetime
 ) -> None:
     """If an old CRD accepts an edit, the job must still get a plan."""

@@ -106,7 +106,7 @@ def test_the_cause_does_not_depend_on_the_order_of_the_pods(
 
 
 @given(firsts, st.lists(pods, max_size=4), st.integers(1, 4))
-def test_a_cause_that_is_recorded_is_charged_alike_when_its_pods_are_gone(
+def test_a_recorded_cause_is_charged_equally_after_its_pods_are_gone(
     first: api.JobFailure, ended: list[Pod], nodes: int
 ) -> None:
     failure, found = root_cause.settle(CONTEXT, first, ended, stepped=True, nodes=nodes)
@@ -114,13 +114,13 @@ def test_a_cause_that_is_recorded_is_charged_alike_when_its_pods_are_gone(
 
 
 @given(st.lists(pods, min_size=1, max_size=4))
-def test_the_first_sign_is_one_of_the_pods(ended: list[Pod]) -> None:
+def test_the_first_sign_of_a_failure_is_from_one_of_the_pods(ended: list[Pod]) -> None:
     failure = root_cause.root_cause(CONTEXT, ended)
     assert failure.pod in {p.name for p in ended}
 
 
 @given(st.text(st.characters(), max_size=300) | texts)
-def test_any_text_at_all_is_an_end(text: str) -> None:
+def test_any_text_is_accepted_as_a_termination_message(text: str) -> None:
     report = termination_message.read(text)
     report.log.encode()
     assert report.failure.exit_code is None or 0 < report.failure.exit_code <= 255 or report.failure.exit_code > 128
@@ -139,7 +139,7 @@ secrets = st.sampled_from(
 @example("token=abcdefgh12345678***")
 @example("https://https://://a:b@")
 @example("https://" * 6 + "://a:b@")
-def test_masking_twice_is_masking_once(text: str) -> None:
+def test_masking_twice_equals_masking_once(text: str) -> None:
     assert mask(mask(text)) == mask(text)
 
 
@@ -149,5 +149,5 @@ def test_a_log_tail_is_never_longer_than_its_limit(text: str, more: int) -> None
 
 
 @given(st.lists(st.sampled_from("step loss 0.25 epoch ( ) , / 1e-3 accuracy tokens: 512".split()), max_size=200))
-def test_what_has_no_credential_is_left_as_it_is(parts: list[str]) -> None:
+def test_text_without_credentials_is_unchanged(parts: list[str]) -> None:
     assert mask(" ".join(parts)) == " ".join(parts)

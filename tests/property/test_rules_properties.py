@@ -35,7 +35,7 @@ def life(of: Failures, allowed: budget.Limits) -> list[Step]:
 
 
 @given(failures, limits)
-def test_budgets_are_never_overrun(of: Failures, allowed: budget.Limits) -> None:
+def test_budgets_are_never_exceeded(of: Failures, allowed: budget.Limits) -> None:
     for _, _, verdict, now in life(of, allowed):
         assert budget.counted(verdict.history, allowed, now) <= allowed.backoff_limit or not verdict.restart
         assert verdict.history.stall <= budget.STALLS_MAX
@@ -44,7 +44,7 @@ def test_budgets_are_never_overrun(of: Failures, allowed: budget.Limits) -> None
 
 
 @given(failures, limits)
-def test_infrastructure_never_eats_the_backoff_limit(of: Failures, allowed: budget.Limits) -> None:
+def test_infrastructure_failures_never_use_up_the_backoff_limit(of: Failures, allowed: budget.Limits) -> None:
     for found, before, verdict, _ in life(of, allowed):
         if found in ("infrastructure", "stall"):
             assert verdict.history.application == before.application
@@ -54,7 +54,7 @@ def test_infrastructure_never_eats_the_backoff_limit(of: Failures, allowed: budg
 
 
 @given(failures, limits)
-def test_a_history_only_grows_by_one_restart_each(of: Failures, allowed: budget.Limits) -> None:
+def test_each_restart_extends_the_history_by_one(of: Failures, allowed: budget.Limits) -> None:
     for _, before, verdict, _ in life(of, allowed):
         after = verdict.history
         if not verdict.restart:
@@ -79,7 +79,7 @@ def test_a_job_that_makes_steps_ends_only_by_its_own_budgets(of: Failures) -> No
 @given(classes, st.none() | st.integers(0, 255), st.lists(st.builds(
     PolicyRule, st.sampled_from(get_args(Action)), st.frozensets(st.integers(1, 255)), st.booleans()
 )))  # fmt: skip
-def test_no_policy_charges_the_application_for_what_was_not_its_doing(
+def test_no_policy_charges_the_application_for_a_failure_of_others(
     found: rules.Class, code: int | None, listed: list[PolicyRule]
 ) -> None:
     """Otherwise a policy `FailJob` for 143 fails the job with the first drained node."""
@@ -89,7 +89,7 @@ def test_no_policy_charges_the_application_for_what_was_not_its_doing(
 
 
 @given(classes.filter(lambda found: found != "stall"), st.integers(1, 255))
-def test_an_explicit_rule_always_counts_for_what_a_process_did(found: rules.Class, code: int) -> None:
+def test_an_explicit_rule_always_applies_to_the_exit_of_a_process(found: rules.Class, code: int) -> None:
     """Otherwise no policy can stop a job that always ends with 75 or 143."""
     for action, want in (("FailJob", "permanent"), ("Count", "application"), ("Ignore", "infrastructure")):
         rule = PolicyRule(action, frozenset({code}))  # type: ignore[arg-type]
@@ -101,7 +101,7 @@ def test_an_explicit_rule_always_counts_for_what_a_process_did(found: rules.Clas
     st.builds(budget.Attempt, st.just(False), st.booleans(), st.floats(0, 1e6), st.booleans()),
     st.integers(0, 200),
 )
-def test_every_class_has_a_bound_however_long_its_attempts_run(
+def test_every_failure_class_has_a_limit_however_long_its_attempts_run(
     found: rules.Class, attempt: budget.Attempt, limit: int
 ) -> None:
     """A job without step reports must not restart forever, for example every eleven minutes."""

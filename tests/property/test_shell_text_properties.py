@@ -18,7 +18,7 @@ SCRIPTS = st.lists(st.sampled_from(PIECES), max_size=40).map("".join) | st.text(
 
 
 @given(SCRIPTS)
-def test_a_shell_reads_nothing_in_single_quotes_and_all_of_a_nested_shells_script(text: str) -> None:
+def test_a_shell_expands_nothing_in_single_quotes_and_everything_in_a_nested_script(text: str) -> None:
     """A rank's variable must be reported only if the shell really reads it."""
     script = text.replace("'", "")
     assert references(f"echo '{script}'") == ()
@@ -26,7 +26,7 @@ def test_a_shell_reads_nothing_in_single_quotes_and_all_of_a_nested_shells_scrip
 
 
 @given(st.sampled_from("({`'\"$"), st.integers(1, 5000))
-def test_depth_is_bounded(sign: str, count: int) -> None:
+def test_nesting_depth_is_bounded(sign: str, count: int) -> None:
     """A script of 5,000 braces must not cause a RecursionError."""
     for piece in (sign, f"${sign}", f'"${sign}', f"${{a:-{sign}"):
         references(piece * count)

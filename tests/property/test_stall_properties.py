@@ -74,7 +74,7 @@ def only(trackers: dict[int, stall.StepTracker], attempt: int) -> dict[int, stal
 
 
 @given(words, timeouts, st.floats(stall.SILENT_SECONDS + 0.001, 1e8))
-def test_silence_never_gives_a_finding(reports: list[Sent], timeout: int | None, silent: float) -> None:
+def test_silence_never_causes_a_finding(reports: list[Sent], timeout: int | None, silent: float) -> None:
     """Neither a lost trainer nor lost reports mean a hang."""
     trackers, now = received_all(reports)
     later = max([now, *(tracker.heard_at for tracker in trackers.values())]) + dt.timedelta(seconds=silent)
@@ -83,7 +83,7 @@ def test_silence_never_gives_a_finding(reports: list[Sent], timeout: int | None,
 
 
 @given(words, timeouts, st.floats(0, 600))
-def test_a_finding_speaks_of_ranks_that_are_heard_and_the_next_look_is_in_the_future(
+def test_a_finding_names_reporting_ranks_and_the_next_check_is_in_the_future(
     reports: list[Sent], timeout: int | None, later: float
 ) -> None:
     trackers, now = received_all(reports)
@@ -106,7 +106,7 @@ def test_a_finding_speaks_of_ranks_that_are_heard_and_the_next_look_is_in_the_fu
     st.integers(10, 900),
     st.floats(10, stall.SILENT_SECONDS),
 )
-def test_a_job_that_keeps_stepping_with_gaps_below_its_limit_is_never_found(
+def test_a_job_with_gaps_below_its_limit_is_never_found_stalled(
     gaps: list[tuple[float, Phase]], timeout: int, every: float
 ) -> None:
     trackers: dict[int, stall.StepTracker] = {}
@@ -120,7 +120,7 @@ def test_a_job_that_keeps_stepping_with_gaps_below_its_limit_is_never_found(
 
 
 @given(st.lists(st.floats(0, stall_limits.TRAIN_SECONDS - 0.001), max_size=20))
-def test_a_job_whose_gaps_are_shorter_than_five_minutes_is_not_even_warned(gaps: list[float]) -> None:
+def test_a_job_with_gaps_below_five_minutes_gets_no_warning(gaps: list[float]) -> None:
     trackers: dict[int, stall.StepTracker] = {}
     now = 0.0
     for step, gap in enumerate([0.0, *gaps], start=1):
@@ -134,7 +134,7 @@ def test_a_job_whose_gaps_are_shorter_than_five_minutes_is_not_even_warned(gaps:
 @given(words, timeouts, phases.filter(bool), st.integers(0, 60), st.integers(500, 30_000))
 @example([], 600, "train", 41, 5000)
 @example([], None, "train", 41, 5000)
-def test_a_group_that_is_alive_and_makes_no_step_is_found_within_its_limit_and_one_report(
+def test_a_live_group_without_a_step_is_found_within_its_limit_plus_one_report(
     before: list[Sent], timeout: int | None, phase: Phase, step: int, every_ms: int
 ) -> None:
     trackers, start = received_all(before)
@@ -150,7 +150,7 @@ def test_a_group_that_is_alive_and_makes_no_step_is_found_within_its_limit_and_o
 
 
 @given(words, st.lists(st.integers(0, RANKS - 1), unique=True, min_size=RANKS, max_size=RANKS))
-def test_the_order_in_which_ranks_are_heard_does_not_matter(reports: list[Sent], order: list[int]) -> None:
+def test_the_order_of_reports_from_ranks_does_not_matter(reports: list[Sent], order: list[int]) -> None:
     timed, now = [], START
     for sent in reports:
         now += dt.timedelta(seconds=sent.after)
@@ -164,7 +164,7 @@ def test_the_order_in_which_ranks_are_heard_does_not_matter(reports: list[Sent],
 
 
 @given(words, timeouts, st.floats(stall.SILENT_SECONDS + 0.001, 1e8), st.data())
-def test_an_operator_that_was_away_never_causes_a_finding_by_itself(
+def test_an_operator_that_was_down_never_causes_a_finding_by_itself(
     reports: list[Sent], timeout: int | None, away: float, data: st.DataObject
 ) -> None:
     trackers, now = received_all(reports)

@@ -57,7 +57,7 @@ class Jobs:
 
 
 @given(st.lists(steps, max_size=80))
-def test_no_room_is_given_twice_and_whoever_waits_is_told_when_there_is_some(walk: list[tuple[str, int, int]]) -> None:
+def test_no_room_is_given_twice_and_waiting_jobs_are_woken_when_there_is_room(walk: list[tuple[str, int, int]]) -> None:
     """Otherwise one namespace fills the operator's memory, or a job that could begin waits forever."""
     jobs = Jobs()
     for what, number, needs in walk:
@@ -90,7 +90,7 @@ def lives(chance: random.Random) -> World:
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 10**6), st.integers(0, 200))
-def test_where_nothing_is_read_there_is_nothing_to_do(seed: int, seconds: int) -> None:
+def test_a_job_that_is_not_read_again_has_nothing_to_do(seed: int, seconds: int) -> None:
     """Otherwise a job that was resumed or must be deleted is ignored forever."""
     world = lives(random.Random(seed))
     metadata = msgspec.to_builtins(world.job.metadata)
@@ -109,9 +109,7 @@ def test_where_nothing_is_read_there_is_nothing_to_do(seed: int, seconds: int) -
 
 
 @given(st.dictionaries(st.text(max_size=5), st.text(max_size=3_000)), st.integers(0, 2_000), st.booleans())
-def test_of_what_is_cut_no_more_than_a_kilobyte_a_field_is_left(
-    texts: dict[str, str], numbers: int, is_list: bool
-) -> None:
+def test_a_cut_object_keeps_at_most_a_kilobyte_per_field(texts: dict[str, str], numbers: int, is_list: bool) -> None:
     value: Any = [texts] * 3 if is_list else texts
     fields = dict.fromkeys((*storage.KEPT_OF_SPEC, *storage.KEPT_OF_STATUS, *storage.KEPT_OF_METADATA), value)
     raw = {"metadata": fields, "spec": fields | {"template": value}, "status": fields | {"message": "x" * numbers}}
@@ -120,7 +118,7 @@ def test_of_what_is_cut_no_more_than_a_kilobyte_a_field_is_left(
     assert set(api.Status.__struct_encode_fields__) >= set(storage.KEPT_OF_STATUS)
 
 
-def test_a_job_that_grows_beyond_its_room_loses_its_place_and_gets_it_again() -> None:
+def test_a_job_that_outgrows_its_room_loses_its_place_and_regains_it_later() -> None:
     """A running job's annotations may grow to 256 kB. With thousands of jobs this exceeds the memory."""
     room = storage.Room(TOTAL, OF_NAMESPACE)
     key, other = ("team", "a"), ("team", "b")
@@ -157,7 +155,7 @@ def kept_of(kept: store.Jobs, namespace: str) -> int:
 
 
 @given(st.lists(changes, max_size=120))
-def test_what_is_kept_of_all_jobs_is_bounded_by_namespace_and_in_sum(
+def test_memory_for_all_jobs_is_bounded_per_namespace_and_in_total(
     walk: list[tuple[str, tuple[str, int, int]]],
 ) -> None:
     """A tenant may store a million suspended jobs. At 2 kB each, 200,000 would end every operator."""
@@ -187,7 +185,7 @@ def test_what_is_kept_of_all_jobs_is_bounded_by_namespace_and_in_sum(
 
 
 @given(jobs)
-def test_a_job_that_rests_needs_nothing_at_any_time(given_job: tuple[str, int, int]) -> None:
+def test_an_idle_job_needs_nothing_at_any_time(given_job: tuple[str, int, int]) -> None:
     """Otherwise a job that is soon to be deleted is kept forever."""
     raw = of_size(1, *given_job)
     for seconds in (None, 0, 100):

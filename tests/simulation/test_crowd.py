@@ -48,7 +48,7 @@ def test_jobs_that_do_not_fit_together_all_end_and_no_quota_is_used_twice_or_los
 
 @pytest.mark.parametrize("version", ["v1beta1", "v1beta2"])
 @pytest.mark.parametrize("deed", ["workload inactive", "queue stopped"])
-def test_a_job_that_its_queue_stopped_trains_on_when_the_queue_lets_it(version: str, deed: str) -> None:
+def test_a_job_stopped_by_its_queue_continues_when_the_queue_allows_it(version: str, deed: str) -> None:
     """If an administrator reactivates a Workload that Kueue had deactivated, the job must not wait forever."""
     labels = {kueue.QUEUE_LABEL: "main", kueue.PRIORITY_LABEL: "high"}
     deeds = (Deed(100, deed, 0, 60),)
@@ -59,12 +59,12 @@ def test_a_job_that_its_queue_stopped_trains_on_when_the_queue_lets_it(version: 
 
 @pytest.mark.long
 @pytest.mark.parametrize("first", LONG)
-def test_the_same_in_thousands_of_lives(first: int) -> None:
+def test_crowded_jobs_end_correctly_in_thousands_of_simulations(first: int) -> None:
     counted = check(range(first, first + BLOCK))
     assert counted["preemptions"] > 0 < counted["admissions in part"]
 
 
-def test_a_job_of_another_manager_is_left_alone_beside_one_that_runs() -> None:
+def test_a_job_of_another_manager_is_left_alone_next_to_a_running_one() -> None:
     """MultiKueue runs such a job in another cluster and writes its status here. With pods here it would run twice."""
     plain = Scenario(cluster_nodes=4, training_seconds=20, quota=4, labels={"kueue.x-k8s.io/queue-name": "main"})
     spec = {**plain.spec, "managedBy": "kueue.x-k8s.io/multikueue"}
@@ -92,7 +92,7 @@ def test_a_job_of_another_manager_is_left_alone_beside_one_that_runs() -> None:
     ],
     ids=["queue", "priority class"],
 )
-def test_a_job_whose_label_names_what_is_not_there_says_so_and_is_trained_once_that_is_mended(
+def test_a_job_whose_label_names_a_missing_object_reports_it_and_trains_once_it_is_fixed(
     wrong: dict[str, str], says: str, asked: list[str]
 ) -> None:
     """Users must not have to delete a job in order to correct a label, and a job must never have two Workloads."""
@@ -117,7 +117,7 @@ def test_a_job_whose_label_names_what_is_not_there_says_so_and_is_trained_once_t
     assert f"waiting in the queue: {says}" in said
 
 
-def test_an_operator_that_may_not_read_where_the_quota_is_says_so_and_makes_no_pod_elsewhere() -> None:
+def test_an_operator_that_may_not_read_flavors_reports_it_and_creates_no_pod_elsewhere() -> None:
     """Flavors are cluster-scoped, so a Role cannot allow reading them. Pods must not run on other users' nodes."""
     crowd = Crowd(Scenario(cluster_nodes=2, training_seconds=20, quota=4, labels={kueue.QUEUE_LABEL: "main"}))
     request, no = crowd.api.request, {"kind": "Status", "code": 403, "reason": "Forbidden", "message": "cannot get"}
@@ -199,7 +199,7 @@ SEEDS: dict[Mutant, int] = {
 
 
 @pytest.mark.parametrize("mutant", SEEDS, ids=lambda mutant: mutant.__name__)
-def test_two_jobs_show_a_bug_made_on_purpose(mutant: Mutant) -> None:
+def test_two_jobs_reveal_a_deliberate_bug(mutant: Mutant) -> None:
     """Each of these bugs must be found. Otherwise the tests above prove nothing."""
     with mutant():
         seeds = (SEEDS[mutant], *range(MUTANT_SEEDS_MAX))

@@ -71,7 +71,7 @@ def check(life: Scenario, only: dict[str, str]) -> None:
 
 
 @of_each_life
-def test_any_single_fault_at_any_place_leaves_a_job_that_ends_as_without_it(name: str, one_of: int) -> None:
+def test_a_job_ends_as_usual_with_any_single_fault_at_any_point(name: str, one_of: int) -> None:
     undisturbed = simulate(LIVES[name])
     assert not undisturbed.wrong
     assert undisturbed.end == "Succeeded"
@@ -86,7 +86,7 @@ def test_any_single_fault_at_any_place_leaves_a_job_that_ends_as_without_it(name
 @pytest.mark.parametrize(
     "name", [*BY_DAY, *(pytest.param(name, marks=pytest.mark.long) for name in LIVES if name not in BY_DAY)]
 )
-def test_any_single_watch_event_that_never_comes_leaves_a_job_that_ends(name: str) -> None:
+def test_a_job_ends_if_any_single_watch_event_is_lost(name: str) -> None:
     """If the last event of a job is lost, the job must not hold its GPUs until somebody restarts the operator."""
     undisturbed = simulate(LIVES[name])
     events = [(point, number) for point in WATCHES for number in range(undisturbed.passed.get(point, 0))]
@@ -109,14 +109,12 @@ def old_states(name: str) -> Iterator[tuple[Scenario, dict[str, str]]]:
 
 
 @of_each_life
-def test_an_operator_that_starts_again_after_any_write_and_is_shown_any_old_state_does_no_harm(
-    name: str, one_of: int
-) -> None:
+def test_a_restart_of_the_operator_after_any_write_with_any_old_state_does_no_harm(name: str, one_of: int) -> None:
     for life, faults in part(old_states(name), one_of):
         check(life, faults)
 
 
-def test_an_operator_that_believed_its_copy_after_a_start_would_be_found_out() -> None:
+def test_trusting_an_old_copy_after_a_start_is_detected() -> None:
     with mutants.copy_believed():
         assert any(simulate(life, faults).wrong for life, faults in old_states("two nodes, suspended and resumed"))
 
@@ -137,7 +135,7 @@ def test_a_request_that_arrives_after_its_sender_has_died_does_no_harm(seeds: ra
         check(life, faults)
 
 
-def test_a_delete_that_names_no_uid_would_be_found_out() -> None:
+def test_a_delete_without_a_uid_is_detected() -> None:
     with mutants.delete_without_uid():
         assert any(simulate(life, faults).wrong for life, faults in requests_that_outlive_their_sender(range(24)))
 
@@ -158,14 +156,14 @@ def parts_cut_off() -> Iterator[Scenario]:
         )
 
 
-def test_a_group_that_goes_on_where_nobody_sees_it_has_none_beside_it_in_its_attempt() -> None:
+def test_a_group_that_continues_unseen_has_no_second_group_in_its_attempt() -> None:
     for life in parts_cut_off():
         outcome = simulate(life)
         assert not outcome.wrong, "\n".join([*outcome.story, *outcome.wrong])
         assert outcome.end == "Succeeded", "\n".join([*outcome.story, f"it ends {outcome.end}"])
 
 
-def test_a_job_whose_pods_are_all_replaced_in_one_attempt_would_be_found_out() -> None:
+def test_replacing_all_pods_of_a_job_in_one_attempt_is_detected() -> None:
     with mutants.all_replaced_in_turn():
         assert any(simulate(life).wrong for life in parts_cut_off())
 
@@ -179,12 +177,12 @@ def networks_that_fail_again_and_again() -> Iterator[Scenario]:
         yield Scenario(seed=seed, spec=spec, cluster_nodes=2, training_seconds=60, clusterwide=clusterwide, deeds=deeds)
 
 
-def test_ranks_that_lose_their_peers_by_a_network_that_was_seen_to_fail_are_not_charged_to_the_script() -> None:
+def test_ranks_that_lose_their_peers_by_a_known_network_failure_are_not_charged_to_the_script() -> None:
     for life in networks_that_fail_again_and_again():
         outcome = simulate(life)
         assert not outcome.wrong, "\n".join([*outcome.story, *outcome.wrong])
 
 
-def test_a_silence_of_a_node_that_explains_nothing_once_it_is_over_would_be_found_out() -> None:
+def test_forgetting_the_past_silence_of_a_node_is_detected() -> None:
     with mutants.silence_forgotten():
         assert any(simulate(life).wrong for life in networks_that_fail_again_and_again())

@@ -27,7 +27,7 @@ Mutant = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.long) for first in LONG)])
-def test_no_part_of_a_gang_starts_and_no_group_outlives_its_attempt(first: int) -> None:
+def test_no_part_of_a_gang_starts_alone_and_no_group_outlives_its_attempt(first: int) -> None:
     """Two half-placed jobs block each other forever; a leftover group reserves nodes that no pod uses."""
     bad = failing(range(first, first + BLOCK), gang_scenario)
     assert not bad, report(shrink(min(bad, key=lambda outcome: len(outcome.taken)), gang_scenario))
@@ -79,7 +79,7 @@ def group_of_the_first_attempt_forever() -> contextlib.AbstractContextManager[An
     return mock.patch.dict(gangs.ADAPTERS, native=dataclasses.replace(native.ADAPTER, pod=join))
 
 
-def test_seeds_that_have_failed_once_stay_fixed() -> None:
+def test_seeds_that_failed_once_stay_fixed() -> None:
     """700430: node 0 of an elastic job, whose pod was force-deleted after all nodes had ended, found the old store.
     710130: an operator that started with an old list saw no pods, and deleted the group of living pods. 801808, 809053:
     a pod of a deleted job counted for the group of the next job with the same name."""
@@ -89,7 +89,7 @@ def test_seeds_that_have_failed_once_stay_fixed() -> None:
 
 
 @pytest.mark.parametrize(("wants", "second"), [("auto", "none"), ("native", "native")])
-def test_a_kind_that_vanishes_while_a_job_runs_costs_it_nothing_and_its_restart_no_more_than_its_gang(
+def test_a_gang_api_that_disappears_costs_a_running_job_nothing_and_its_restart_only_the_gang(
     wants: str, second: str
 ) -> None:
     """For example when an upgrade of the cluster removes v1alpha2. Jobs with `auto` continue without a gang; others
@@ -125,7 +125,7 @@ SEEDS: dict[Mutant, int] = {
 
 
 @pytest.mark.parametrize("mutant", SEEDS, ids=lambda mutant: mutant.__name__)
-def test_the_simulation_finds_a_bug_of_gangs_made_on_purpose(mutant: Mutant) -> None:
+def test_the_simulation_finds_a_deliberate_bug_of_gangs(mutant: Mutant) -> None:
     with mutant():
         seeds = (SEEDS[mutant], *range(MUTANT_SEEDS_MAX))
         found = next((o for seed in seeds if (o := simulate(gang_scenario(seed))).wrong), None)

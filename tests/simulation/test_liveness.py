@@ -32,7 +32,7 @@ def test_a_script_that_can_never_succeed_fails_its_job(failures: dict[int, objec
     assert run.status["restarts"]["application"] <= 3
 
 
-def test_a_volume_that_never_mounts_is_said_with_one_warning() -> None:
+def test_a_volume_that_never_mounts_is_reported_with_one_warning() -> None:
     with kubelets(never_mounts):
         run = check(live(scenario()))
     assert (run.state, run.status["reason"]) == ("Pending", "CannotStart")
@@ -40,13 +40,13 @@ def test_a_volume_that_never_mounts_is_said_with_one_warning() -> None:
     assert run.warnings == {"CannotStart": 1}
 
 
-def test_a_broken_node_is_left_for_another_one() -> None:
+def test_a_broken_node_is_replaced_by_another_one() -> None:
     with kubelets(broken("node-0")):
         run = check(live(scenario(training_seconds=60.0)))
     assert run.state == "Succeeded", run.status["message"]
 
 
-def test_a_job_goes_back_to_the_only_other_node_though_it_has_failed_twice() -> None:
+def test_a_job_returns_to_the_only_other_node_although_it_has_failed_twice() -> None:
     """Otherwise the job waits for an hour although the other node is healthy again."""
     deeds = (Deed(20, "node cut", 1, seconds=75), Deed(140, "node cut", 1, seconds=75))
     run = check(live(scenario(spec={"onePodPerNode": True}, cluster_nodes=2, training_seconds=250, deeds=deeds)))
@@ -55,14 +55,14 @@ def test_a_job_goes_back_to_the_only_other_node_though_it_has_failed_twice() -> 
     assert [node["lifted"] for node in run.status["avoidedNodes"]] == [True]
 
 
-def test_a_rank_that_hangs_silently_beside_one_that_has_ended_is_said_with_one_warning() -> None:
+def test_a_rank_that_hangs_silently_next_to_an_ended_one_is_reported_with_one_warning() -> None:
     run = check(live(scenario(failures=SCRIPTS["a rank that ends early"]), peers_complain=False))
     assert (run.state, run.status["reason"]) == ("Running", "OthersCompleted")
     assert run.warnings == {"OthersCompleted": 1}
 
 
 @pytest.mark.parametrize(("minutes", "at"), [(1, 14.0), (60, 24.0), (600, 30.0)])
-def test_a_clock_that_is_set_back_keeps_no_job_from_its_end(minutes: int, at: float) -> None:
+def test_a_clock_that_is_set_back_does_not_keep_a_job_from_its_end(minutes: int, at: float) -> None:
     """Otherwise the next attempt waits for as long as the clock was wrong."""
     deed = Deed(at, "clock jumps", number=0, seconds=float(minutes))
     run = check(live(scenario(failures=SCRIPTS["an error in the script"], deeds=(deed,))))

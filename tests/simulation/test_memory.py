@@ -33,7 +33,7 @@ def check(seeds: range) -> None:
     assert not bad, report(shrink(min(bad, key=lambda outcome: len(outcome.taken)), memory_scenario))
 
 
-def test_each_generation_begins_with_the_newest_state_that_is_whole_anywhere() -> None:
+def test_each_generation_begins_with_the_newest_complete_state() -> None:
     """A job that resumes too early repeats hours of training. A mixture of two states gives a wrong result."""
     check(range(BY_DAY))
 
@@ -69,14 +69,14 @@ ONCE_WRONG = {
 
 
 @pytest.mark.parametrize("seed", ONCE_WRONG.values(), ids=ONCE_WRONG)
-def test_what_was_wrong_once_is_right(seed: int) -> None:
+def test_a_memory_seed_that_failed_once_stays_fixed(seed: int) -> None:
     outcome = simulate(memory_scenario(seed))
     assert not outcome.wrong, report(outcome)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("first", LONG)
-def test_so_do_those_of_a_thousand_more(first: int) -> None:
+def test_a_thousand_more_memory_seeds_are_correct(first: int) -> None:
     check(range(BY_DAY + first, BY_DAY + first + BLOCK))
 
 
@@ -215,7 +215,7 @@ SEEDS: dict[Mutant, int] = {
 
 
 @pytest.mark.parametrize("mutant", SEEDS, ids=lambda mutant: mutant.__name__)
-def test_a_bug_made_on_purpose_is_found(mutant: Mutant) -> None:
+def test_a_deliberate_bug_of_the_memory_is_found(mutant: Mutant) -> None:
     with mutant():
         for seed in (SEEDS[mutant], *range(MUTANT_SEEDS_MAX)):
             found = simulate(memory_scenario(seed))

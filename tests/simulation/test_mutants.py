@@ -51,7 +51,7 @@ def test_each_mutant_has_a_seed() -> None:
 
 
 @pytest.mark.parametrize("mutant", mutants.ALL, ids=lambda mutant: mutant.__name__)
-def test_the_simulation_finds_a_bug_made_on_purpose(mutant: mutants.Mutant) -> None:
+def test_the_simulation_finds_a_deliberate_bug(mutant: mutants.Mutant) -> None:
     with mutant():
         found = found_by(mutant)
     # Without the bug the same faults do no harm, so the test has found the bug.
@@ -64,7 +64,7 @@ def test_the_simulation_finds_a_bug_made_on_purpose(mutant: mutants.Mutant) -> N
     [m if m is SHRUNK_BY_DAY else pytest.param(m, marks=pytest.mark.long) for m in mutants.ALL],
     ids=lambda mutant: mutant.__name__,
 )
-def test_a_failing_seed_is_shown_with_few_faults(mutant: mutants.Mutant) -> None:
+def test_a_failing_seed_is_reduced_to_few_faults(mutant: mutants.Mutant) -> None:
     with mutant():
         found = found_by(mutant)
         small = shrink(found)

@@ -10,7 +10,7 @@ from pathlib import Path
 BENCH = Path(__file__).parents[2] / "bench/reports.py"
 
 
-def test_reports_of_many_jobs_are_taken_and_write_few_statuses() -> None:
+def test_reports_of_many_jobs_are_accepted_and_write_few_statuses() -> None:
     """Each report has its own connection and signature. A write of a status for each report would delay restarts."""
     command = [sys.executable, str(BENCH), "--jobs", "40", "--seconds", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150)

@@ -51,7 +51,7 @@ def asked(scenario: Scenario) -> set[str]:
 
 
 @pytest.mark.parametrize("gang", ["auto", "none"])
-def test_where_no_gang_and_no_queue_is_switched_on_nothing_is_asked_of_their_apis(gang: str) -> None:
+def test_no_request_is_sent_to_gang_and_queue_apis_that_are_switched_off(gang: str) -> None:
     """Otherwise the log of an installation without gangs and queues complains about missing rights, for each job with a
     queue's label."""
     labels = {"kueue.x-k8s.io/queue-name": "main"}
@@ -88,7 +88,7 @@ def test_a_job_that_just_trains_costs_no_read() -> None:
 
 
 @pytest.mark.parametrize(("training_seconds", "events"), [(700, "Brief"), (30, "All")])
-def test_the_end_of_a_long_job_is_an_event_more_and_with_all_events_each_job_has_two(
+def test_the_end_of_a_long_job_adds_an_event_and_with_all_events_each_job_has_two(
     training_seconds: int, events: str
 ) -> None:
     """Users who keep Events in a log store can see there how a long training has ended."""
@@ -98,7 +98,7 @@ def test_the_end_of_a_long_job_is_an_event_more_and_with_all_events_each_job_has
     assert found.get("event AllNodesRun", 0) == (1 if events == "All" else 0)
 
 
-def test_a_failure_has_its_events_all_the_same() -> None:
+def test_a_failure_has_its_events_too() -> None:
     """Otherwise the Events of a namespace do not show that a job has restarted."""
     plain = Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=30)
     fails = replace(plain, failures={1: Failure(rank=3, after_seconds=5, code=1)})
@@ -108,7 +108,7 @@ def test_a_failure_has_its_events_all_the_same() -> None:
     assert {what for what in writes(fails) if what.startswith("event")} == told
 
 
-def test_a_gang_costs_its_group_and_no_other_write_and_a_queue_one_status_and_one_event_more() -> None:
+def test_a_gang_adds_only_the_write_of_its_group_and_a_queue_one_status_and_one_event() -> None:
     """A scheduler or queue reports each step of a group, but not each report may cause a write of the status."""
     plain = Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=30)
     native = writes(replace(plain, gang=True))

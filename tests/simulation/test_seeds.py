@@ -33,21 +33,21 @@ def check(seeds: range | tuple[int, ...], life: Life = scenario) -> None:
 
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.long) for first in LONG)])
-def test_whatever_goes_wrong_no_two_groups_train_and_the_job_ends_as_it_should(first: int) -> None:
+def test_whatever_goes_wrong_no_two_groups_train_and_the_job_ends_correctly(first: int) -> None:
     check(range(first, first + BLOCK))
 
 
 @pytest.mark.parametrize(
     "first", [OF_THIS_TREE[0], *(pytest.param(first, marks=pytest.mark.long) for first in OF_THIS_TREE[1:])]
 )
-def test_seeds_that_only_these_sources_walk_show_nothing_wrong_either(first: int) -> None:
+def test_seeds_used_only_for_this_version_of_the_sources_are_correct(first: int) -> None:
     """Seeds that fail here are added to ONCE_FAILED together with the fix."""
     first += 1_000_000 + this_tree.number()
     check(range(first, first + BLOCK))
 
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.long) for first in LONG)])
-def test_elastic_jobs_train_with_those_that_are_there_and_end_as_they_should(first: int) -> None:
+def test_elastic_jobs_train_with_the_available_nodes_and_end_correctly(first: int) -> None:
     """Nodes come late, leave or never come, and users change the number of nodes."""
     check(range(first, first + BLOCK), elastic_scenario)
 
@@ -58,22 +58,22 @@ def without_room(seed: int) -> Scenario:
     return dataclasses.replace(life, has_room=False)
 
 
-def test_jobs_end_as_they_should_also_where_little_is_kept_of_them() -> None:
+def test_jobs_end_correctly_if_the_operator_keeps_little_of_them() -> None:
     """What the operator did not keep is read again in time: on resume, at the end, by a new leader, after a fault."""
     check(range(BLOCK), without_room)
 
 
-def test_seeds_that_have_failed_once_stay_fixed() -> None:
+def test_seeds_that_failed_once_stay_fixed() -> None:
     check(ONCE_FAILED)
     check((1803,), lambda seed: dataclasses.replace(scenario(seed), has_room=False))
 
 
 @pytest.mark.parametrize("seed", [3, 115])
-def test_a_seed_tells_the_same_story_to_the_word_each_time(seed: int) -> None:
+def test_a_seed_always_gives_exactly_the_same_story(seed: int) -> None:
     assert simulate(scenario(seed)).story == simulate(scenario(seed)).story
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_recorded_faults_of_a_seed_are_all_that_is_needed_to_repeat_it(seed: int) -> None:
+def test_the_recorded_faults_of_a_seed_suffice_to_repeat_it(seed: int) -> None:
     outcome = simulate(scenario(seed))
     assert simulate(scenario(seed), outcome.taken).story == outcome.story

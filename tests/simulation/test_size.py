@@ -29,7 +29,7 @@ def test_a_thousand_pods_cost_a_few_megabytes() -> None:
 
 
 @pytest.mark.long
-def test_with_ten_thousand_pods_it_stays_small_and_a_new_leader_acts_within_two_seconds() -> None:
+def test_with_ten_thousand_pods_memory_stays_small_and_a_new_leader_acts_within_two_seconds() -> None:
     """CPU time is measured, because the wall clock of a busy machine says nothing about the operator."""
     found = measured(1_250)
     assert found["pods"] == 10_000

@@ -35,7 +35,7 @@ SCENARIOS = {
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_the_operator_acts_as_the_story_says(name: str, request: pytest.FixtureRequest) -> None:
+def test_the_operator_acts_as_the_story_describes(name: str, request: pytest.FixtureRequest) -> None:
     lines, path = tell(Simulation(SCENARIOS[name])), STORIES / f"{name}.txt"
     assert len(lines) <= LINES_MAX, "nobody reads a longer one"
     if request.config.getoption("--refresh-goldens"):
@@ -43,5 +43,5 @@ def test_the_operator_acts_as_the_story_says(name: str, request: pytest.FixtureR
     assert lines == path.read_text().splitlines()
 
 
-def test_every_story_is_told() -> None:
+def test_every_story_file_belongs_to_a_scenario() -> None:
     assert {path.stem for path in STORIES.iterdir()} == set(SCENARIOS)

@@ -109,7 +109,7 @@ def is_over(world: World, name: str) -> None:
 
 
 @pytest.mark.parametrize("start", [*OURS, *KOPFS])
-def test_a_task_that_ends_is_followed_by_the_operators_end_with_a_reason(world: World, start: str) -> None:
+def test_the_end_of_any_task_ends_the_operator_with_a_reason(world: World, start: str) -> None:
     """An operator whose probe answers ok but which does not work must not hold up all jobs."""
     world.running()
     name = next(name for name in task_ender.tasks(world.socket) if name.startswith(start))
@@ -121,7 +121,7 @@ def test_a_task_that_ends_is_followed_by_the_operators_end_with_a_reason(world: 
 
 
 @pytest.mark.long  # takes 90 s; the test above ends only one task of each kind
-def test_whichever_task_ends_the_operator_goes_on_or_ends_with_a_reason(world: World) -> None:
+def test_whichever_task_ends_the_operator_continues_or_ends_with_a_reason(world: World) -> None:
     """The rule holds for all tasks, including those that are missing in OURS and KOPFS."""
     chance = random.Random(35)
     world.running()

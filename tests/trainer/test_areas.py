@@ -79,7 +79,7 @@ def newest(rank: Shared) -> tuple[int, float]:
 
 
 @pytest.mark.parametrize("area", range(memory.AREAS))
-def test_a_rescue_that_is_cut_short_leaves_what_was_saved_last(ranks: list[Shared], area: int) -> None:
+def test_a_rescue_that_is_cut_short_keeps_the_last_saved_state(ranks: list[Shared], area: int) -> None:
     """Without a folder no other state is complete: training would go back to an earlier save, or to step 0."""
     copy(ranks[0], 3, 1 - area)
     copy(ranks[0], 5, area)
@@ -89,7 +89,7 @@ def test_a_rescue_that_is_cut_short_leaves_what_was_saved_last(ranks: list[Share
     assert newest(ranks[0]) == (8, 8.0)
 
 
-def test_each_state_that_survivors_write_leaves_the_one_before_until_it_is_whole(ranks: list[Shared]) -> None:
+def test_a_state_written_by_survivors_keeps_the_previous_one_until_it_is_complete(ranks: list[Shared]) -> None:
     """A rank that writes a newer state may be killed. Then the state before it must still be complete."""
     for step in range(1, 6):
         assert not write(ranks[0], step, pieces=2)
@@ -98,7 +98,7 @@ def test_each_state_that_survivors_write_leaves_the_one_before_until_it_is_whole
         assert newest(ranks[0]) == (step, float(step))
 
 
-def test_what_is_saved_takes_the_place_of_what_was_assumed_of_the_same_step(ranks: list[Shared]) -> None:
+def test_a_saved_state_replaces_an_assumed_one_of_the_same_step(ranks: list[Shared]) -> None:
     """Otherwise there are two states of that step, and it is unclear which of them a restart uses."""
     assert write(ranks[0], 4, assumed=True)
     assert write(ranks[1], 4)
@@ -106,7 +106,7 @@ def test_what_is_saved_takes_the_place_of_what_was_assumed_of_the_same_step(rank
     assert [one and one.assumed for one in held] == [False, None]
 
 
-def test_a_copy_does_not_count_where_survivors_write_over_it(ranks: list[Shared]) -> None:
+def test_a_copy_does_not_count_while_survivors_overwrite_it(ranks: list[Shared]) -> None:
     """A mix of two states would be a state that no training had."""
     copy(ranks[0], 5, 0)
     copied = copy(ranks[0], 6, 1, counts=False)
@@ -117,7 +117,7 @@ def test_a_copy_does_not_count_where_survivors_write_over_it(ranks: list[Shared]
     assert newest(ranks[0]) == (6, 6.0)
 
 
-def test_who_copies_waits_until_a_survivor_has_written(ranks: list[Shared]) -> None:
+def test_a_rank_that_copies_waits_until_a_survivor_has_written(ranks: list[Shared]) -> None:
     """Otherwise both write at the same time into the area that does not hold the newest state."""
     began, done = threading.Event(), threading.Event()
 
@@ -135,7 +135,7 @@ def test_who_copies_waits_until_a_survivor_has_written(ranks: list[Shared]) -> N
     assert done.is_set()
 
 
-def test_one_rank_writes_at_a_time_and_one_that_dies_leaves_that_to_the_others(ranks: list[Shared]) -> None:
+def test_one_rank_writes_at_a_time_and_a_dead_writer_releases_the_lock(ranks: list[Shared]) -> None:
     """Parts written by two ranks would be a state of no step."""
     (read, write_end), (release, hold) = os.pipe(), os.pipe()
     if (pid := os.fork()) == 0:
@@ -152,7 +152,7 @@ def test_one_rank_writes_at_a_time_and_one_that_dies_leaves_that_to_the_others(r
         os.close(descriptor)
 
 
-def test_a_process_that_was_forked_meanwhile_does_not_keep_the_others_from_writing(ranks: list[Shared]) -> None:
+def test_a_process_forked_meanwhile_does_not_block_the_others_from_writing(ranks: list[Shared]) -> None:
     """A DataLoader may fork workers while a thread reserves memory. The workers must not hold its lock until they
     end."""
     with ranks[0].locked() as has_lock:

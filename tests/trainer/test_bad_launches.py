@@ -29,7 +29,7 @@ def become(rank: int, world_size: int, port: int, host: str = "127.0.0.1") -> No
 # ---- init more than once, or never ---------------------------------------------------------------------------
 
 
-def test_a_second_init_gives_the_same_world_and_torchs_own_says_that_there_is_a_group(run_ranks, free_port):
+def test_a_second_init_gives_the_same_world_and_that_of_torch_reports_an_existing_group(run_ranks, free_port):
     def body(rank: int) -> str:
         become(rank, 2, free_port)
         world = ddpjob.init("gloo")
@@ -42,14 +42,14 @@ def test_a_second_init_gives_the_same_world_and_torchs_own_says_that_there_is_a_
 
 
 @pytest.mark.parametrize("variable", ["WORLD_SIZE", "DDPJOB_WORLD_SIZE"])
-def test_a_script_that_never_calls_init_is_told_and_does_not_train_alone_on_everything(monkeypatch, variable):
+def test_a_script_that_never_calls_init_gets_an_error_and_does_not_train_alone(monkeypatch, variable):
     monkeypatch.setenv(variable, "2")
     with pytest.raises(ddpjob.ConfigurationError, match=rf"{variable}: 2 .* Call ddpjob.init\(\) first"):
         ddpjob.GlobalBatchSampler(100, 10, seed=7)
     assert ddpjob.GlobalBatchSampler(100, 10, seed=7, rank=1, world_size=2).world_size == 2, "it may say it itself"
 
 
-def test_ddp_without_a_group_names_the_call_that_is_missing():
+def test_the_error_about_ddp_without_a_group_names_the_missing_call():
     with pytest.raises(ValueError, match="make sure to call init_process_group"):
         DistributedDataParallel(torch.nn.Linear(1, 1))
 
@@ -64,7 +64,7 @@ def test_one_process_needs_no_group(monkeypatch, world_size):
 
 
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 2)])
-def test_ranks_that_expect_other_numbers_of_ranks_say_so_within_their_limit(end_ranks, meeting_file, sizes):
+def test_ranks_that_expect_different_world_sizes_report_it_within_their_limit(end_ranks, meeting_file, sizes):
     """Otherwise one rank takes two for the whole group, and the other waits half an hour for a third rank."""
 
     def body(rank: int) -> None:
@@ -77,7 +77,7 @@ def test_ranks_that_expect_other_numbers_of_ranks_say_so_within_their_limit(end_
         assert f"rank {rank} of {sizes[rank]} did not meet the others" in outcome.error
 
 
-def test_two_processes_of_one_number_both_end_and_say_who_they_are(end_ranks, free_port):
+def test_two_processes_with_the_same_rank_both_fail_and_name_themselves(end_ranks, free_port):
     def body(rank: int) -> None:
         become(1, 3, free_port) if rank else become(0, 3, free_port)
         ddpjob.init("gloo", timeout_start_seconds=2)
@@ -91,7 +91,7 @@ def test_two_processes_of_one_number_both_end_and_say_who_they_are(end_ranks, fr
 # ---- addresses -----------------------------------------------------------------------------------------------
 
 
-def test_a_port_that_another_program_uses_is_named_at_once(end_ranks):
+def test_a_port_in_use_by_another_program_is_named_at_once(end_ranks):
     """Rank 0 must end, and with it the job. Otherwise the other ranks wait for an answer of that program."""
     with socket.create_server(("", 0)) as other_program:
         port = other_program.getsockname()[1]
@@ -107,7 +107,7 @@ def test_a_port_that_another_program_uses_is_named_at_once(end_ranks):
     assert "address already in use" in outcome.error
 
 
-def test_a_host_that_never_resolves_is_named_with_the_limit(end_ranks, free_port):
+def test_an_unresolvable_host_is_named_with_the_limit(end_ranks, free_port):
     def body(rank: int) -> None:
         become(1, 2, free_port, "no-such-host.invalid")
         ddpjob.init("gloo", timeout_start_seconds=1)

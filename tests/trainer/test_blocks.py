@@ -13,7 +13,7 @@ NOTES = Path(__file__).parents[2] / "trainer/examples/notes"
 WORLD_SIZE = 3
 
 
-def test_every_building_block_holds_its_claim_on_three_ranks(
+def test_every_building_block_keeps_its_promise_on_three_ranks(
     run_ranks: Callable[..., list[None]], tmp_path: Path, free_port: int
 ) -> None:
     """The ranks have the variables that torchrun sets."""

@@ -64,9 +64,7 @@ def clipped(until: int, place: str, *, ranks: int = 1, saves: tuple[int, ...] = 
     return began, digest(model)
 
 
-def test_a_rank_that_trains_alone_and_is_killed_goes_on_from_the_last_copy(
-    node: Node, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_single_killed_rank_resumes_from_the_last_copy(node: Node, capfd: pytest.CaptureFixture[str]) -> None:
     """No rank survives. Without a copy all steps since the last save would be lost."""
 
     def train(until: int) -> int:
@@ -82,7 +80,7 @@ def test_a_rank_that_trains_alone_and_is_killed_goes_on_from_the_last_copy(
     assert node.run(2, lambda: train(31)) == 29
 
 
-def test_a_rank_that_trains_alone_and_ends_by_an_exception_repeats_no_step(node: Node) -> None:
+def test_a_single_rank_that_ends_with_an_exception_repeats_no_step(node: Node) -> None:
     """A rank that raises can still write its state, which is newer than the last copy."""
 
     def train(until: int) -> int:
@@ -98,7 +96,7 @@ def test_a_rank_that_trains_alone_and_ends_by_an_exception_repeats_no_step(node:
     ]
 
 
-def test_weights_that_are_clipped_before_each_forward_are_copied_and_the_result_is_the_same_bit_for_bit(
+def test_weights_clipped_before_each_forward_are_copied_and_the_result_is_bitwise_equal(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Otherwise such a script is not kept in memory at all."""
@@ -112,7 +110,7 @@ def test_weights_that_are_clipped_before_each_forward_are_copied_and_the_result_
     assert "the state is copied at each step, because parameters or optimizer state change between a boundary" in said
 
 
-def test_weights_that_are_clipped_between_should_stop_and_save_are_copied_as_save_finds_them(node: Node) -> None:
+def test_weights_clipped_between_should_stop_and_save_are_copied_as_save_sees_them(node: Node) -> None:
     """A step begins with the clipped weights, so a restart with those at should_stop() would change the result."""
     _, undisturbed = node.run(0, lambda: clipped(24, "before save", saves=()))
     node.lose(0)
@@ -121,22 +119,20 @@ def test_weights_that_are_clipped_between_should_stop_and_save_are_copied_as_sav
     assert node.run(1, lambda: clipped(24, "before save")) == (16, undisturbed)
 
 
-def test_copies_at_the_steps_that_save_names_count_however_many_steps_come_after_them(
-    node: Node, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_copies_at_saved_steps_count_however_many_steps_follow(node: Node, capfd: pytest.CaptureFixture[str]) -> None:
     """Copies at saves are rare, so they are often many steps behind the ranks."""
     assert node.run(0, lambda: clipped(30, "before save", saves=(2, 12)))[0] == 0
     assert node.run(1, lambda: clipped(32, "before save"))[0] == 12
     assert "resumed at step 12 from a copy in the memory on the node of rank 0" in capfd.readouterr().err
 
 
-def test_a_script_that_changes_its_weights_and_has_named_no_state_is_not_copied(node: Node) -> None:
+def test_a_script_that_changes_its_weights_before_its_first_save_is_not_copied(node: Node) -> None:
     """Without a save it is unknown if a step begins with the weights before or after the change."""
     assert node.run(0, lambda: clipped(16, "first", saves=()))[0] == 0
     assert node.step is None
 
 
-def test_ranks_that_change_their_weights_copy_at_the_same_steps_and_all_have_their_random_states(
+def test_ranks_that_change_their_weights_copy_at_the_same_steps_with_all_random_states(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Otherwise a rank without its random state draws other numbers after the restart."""
@@ -150,7 +146,7 @@ def test_ranks_that_change_their_weights_copy_at_the_same_steps_and_all_have_the
     assert "seeded" not in said
 
 
-def test_what_the_survivor_of_one_node_finds_out_about_the_script_holds_for_the_ranks_of_all_nodes(
+def test_facts_about_the_script_learned_by_a_survivor_apply_to_ranks_of_all_nodes(
     nodes: Node,
 ) -> None:
     """Rank 0 plans the copies. After it was killed, the others must not wait for its plan for ever."""
@@ -191,7 +187,7 @@ def saved_otherwise(until: int, who_saves: str) -> int:
 
 
 @pytest.mark.parametrize(("who_saves", "until"), [("all ranks", 43), ("rank 0", 46)])
-def test_once_save_finds_other_weights_than_should_stop_nothing_is_copied_at_should_stop_any_more(
+def test_once_save_sees_other_weights_than_should_stop_no_copy_is_made_at_should_stop(
     nodes: Node, who_saves: str, until: int
 ) -> None:
     """Otherwise a restart uses weights with which no step begins."""
@@ -200,7 +196,7 @@ def test_once_save_finds_other_weights_than_should_stop_nothing_is_copied_at_sho
     assert nodes.run(2, lambda: saved_otherwise(until, who_saves), ranks=2) == 40
 
 
-def test_what_rank_0_has_found_about_save_holds_after_a_restart_too(
+def test_facts_that_rank_0_learned_about_save_survive_a_restart(
     nodes: Node,
 ) -> None:
     """Otherwise a node that never saves makes all ranks copy at should_stop() again."""
@@ -210,7 +206,7 @@ def test_what_rank_0_has_found_about_save_holds_after_a_restart_too(
     assert nodes.run(3, lambda: saved_otherwise(70, "rank 0"), ranks=2) == 40
 
 
-def test_copies_without_room_are_said_with_the_reason(
+def test_copies_that_do_not_fit_are_reported_with_the_reason(
     node: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Two copies take twice the memory of one state, and the kernel kills a container over its limit."""
@@ -227,7 +223,7 @@ def test_copies_without_room_are_said_with_the_reason(
     assert node.step is None
 
 
-def test_a_rank_alone_without_room_for_its_copies_says_so_in_the_status(
+def test_a_single_rank_without_room_for_copies_reports_it_in_the_status(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If only the log shows it, readers of the job's status believe that no step can be lost."""

@@ -167,7 +167,7 @@ with ddpjob.init() as world:
 
 
 @on_gpu
-def test_a_gpu_copies_what_was_there_at_the_boundary_while_the_host_goes_on(tmp_path: Path) -> None:
+def test_a_gpu_copies_the_state_of_the_boundary_while_the_host_continues(tmp_path: Path) -> None:
     """Otherwise the copy mixes two steps, or training waits for each copy."""
     script = tmp_path / "streams.py"
     script.write_text(STREAMS)
@@ -204,7 +204,7 @@ def ends(folder: Path, nodes: int, **env: str) -> tuple[list[int], set[tuple[str
         ("nccl", 1, "compile", "0:30 0:60"),
     ],
 )
-def test_a_training_on_a_gpu_that_is_killed_goes_on_from_a_copy_with_the_same_bits(
+def test_a_killed_gpu_training_resumes_from_a_copy_with_bitwise_equal_results(
     tmp_path: Path, backend: str, nodes: int, how: str, kill: str
 ) -> None:
     """The state has parameters, buffers, optimizer state and random states, partly on the CPU. The host waits for no
@@ -235,7 +235,7 @@ def test_kills_at_any_moment_of_a_gpu_change_no_bit(tmp_path: Path, backend: str
 
 
 @on_gpu
-def test_steps_that_a_graph_of_a_gpu_makes_are_not_kept_with_the_reason(tmp_path: Path) -> None:
+def test_steps_in_a_real_cuda_graph_are_not_kept_with_a_reason(tmp_path: Path) -> None:
     """A replay calls no hook, so a copy could belong to another step than its number says."""
     launcher = Launcher(tmp_path)
     done = launcher.done("--nproc", 1, launcher.script(GRAPH), **real_gpus.shown())
@@ -324,7 +324,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
     return told
 
 
-def test_the_copy_begins_after_what_the_device_was_given_and_the_next_step_after_the_copy(told: Told) -> None:
+def test_the_copy_begins_after_queued_device_work_and_the_next_step_after_the_copy(told: Told) -> None:
     """Otherwise the copy has parts of another step. The host must not wait, because that costs time."""
     streams = Streams(torch.device("cuda", 1))
     target, source = torch.zeros(4), torch.ones(4)
@@ -345,7 +345,7 @@ def test_the_copy_begins_after_what_the_device_was_given_and_the_next_step_after
 
 
 @pytest.mark.parametrize(("answer", "says"), [(0, ""), (712, "cudaHostRegister answers 712")])
-def test_memory_is_pinned_for_the_rank_s_own_device(told: Told, answer: int, says: str) -> None:
+def test_memory_is_pinned_for_the_device_of_the_rank(told: Told, answer: int, says: str) -> None:
     """A thread's default device is GPU 0, where each rank would otherwise use memory."""
     told.answer = answer
     assert Streams(torch.device("cuda", 1)).pin(torch.zeros(64, dtype=torch.uint8)) == says

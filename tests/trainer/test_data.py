@@ -45,7 +45,7 @@ def test_shares_differ_by_at_most_one_sample_and_rank_0_has_the_most(size, world
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_another_epoch_or_another_seed_is_another_order():
+def test_another_epoch_or_seed_gives_another_order():
     orders = [
         [list(batch) for batch in ddpjob.GlobalBatchSampler(50, 10, seed, rank=0, world_size=1).epoch(epoch)]
         for seed, epoch in ((7, 0), (7, 1), (8, 0))
@@ -54,7 +54,7 @@ def test_another_epoch_or_another_seed_is_another_order():
     assert orders[1] != orders[2], "seed + 1 must not be the next epoch of seed"
 
 
-def test_training_goes_on_in_the_middle_of_an_epoch_at_another_number_of_ranks():
+def test_training_continues_in_the_middle_of_an_epoch_with_another_number_of_ranks():
     before = ddpjob.GlobalBatchSampler(SAMPLES, 10, 7, rank=0, world_size=4)
     batches = before.epoch(3)
     for _ in range(4):
@@ -75,7 +75,7 @@ def test_a_snapshot_at_the_end_of_an_epoch_repeats_nothing():
     assert len(list(after.epoch(1))) == 2
 
 
-def test_a_data_loader_takes_the_sampler_and_says_how_far_training_is():
+def test_a_data_loader_accepts_the_sampler_and_reports_the_position():
     data = torch.arange(40)
     sampler = ddpjob.GlobalBatchSampler(40, 8, 7, rank=1, world_size=2)
     loader = DataLoader(data, batch_sampler=sampler)
@@ -110,7 +110,7 @@ def test_a_data_loader_takes_the_sampler_and_says_how_far_training_is():
         (lambda: ddpjob.DataPartitioner(10, [1.0], 7).use(1), ["i: 1", "0 to 0"]),
     ],
 )
-def test_a_wrong_argument_is_named_with_its_value_and_the_mend(wrong: Callable[[], Any], words: list[str]):
+def test_a_wrong_argument_is_named_with_its_value_and_the_fix(wrong: Callable[[], Any], words: list[str]):
     with pytest.raises(ddpjob.ConfigurationError) as caught:
         wrong()
     assert all(word in str(caught.value) for word in words), str(caught.value)
@@ -145,7 +145,7 @@ def test_a_resume_with_another_global_batch_trains_full_batches_only_and_no_samp
 
 
 @pytest.mark.parametrize("made", [0, 1, 2])
-def test_a_data_loader_that_is_resumed_twice_trains_every_sample_once(made):
+def test_a_data_loader_resumed_twice_trains_every_sample_once(made):
     """After a resume the batches count from the start of the epoch. Otherwise a second resume trains samples twice."""
     trained: list[int] = []
     state = ddpjob.GlobalBatchSampler(96, 16, 7).state_dict()
@@ -167,7 +167,7 @@ def test_a_data_loader_that_is_resumed_twice_trains_every_sample_once(made):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_look_at_one_batch_of_a_loader_takes_none_from_the_training(workers, capfd):
+def test_fetching_one_batch_of_a_loader_removes_none_from_the_training(workers, capfd):
     """Otherwise the samples of the fetched batch, and those that workers read ahead, are not trained."""
     sampler = ddpjob.GlobalBatchSampler(32, 4, seed=7)
     sampler.load_state_dict({"n": 32, "seed": 7, "epoch": 1, "consumed": 8})
@@ -180,7 +180,7 @@ def test_a_look_at_one_batch_of_a_loader_takes_none_from_the_training(workers, c
     assert capfd.readouterr().err == "", "a loader with workers makes two iterators, and uses one"
 
 
-def test_an_epoch_of_a_loader_that_is_left_early_is_followed_by_the_next_one():
+def test_a_loader_epoch_that_is_left_early_is_followed_by_the_next_one():
     sampler = ddpjob.GlobalBatchSampler(32, 4, seed=7)
     loader = DataLoader(range(32), batch_sampler=sampler)
     taken = []
@@ -203,7 +203,7 @@ class Augmented(torch.utils.data.Dataset):
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("plain", [True, False])
-def test_random_numbers_of_a_loaders_workers_are_said_not_to_continue(workers, plain, capfd):
+def test_a_warning_says_that_random_numbers_of_loader_workers_do_not_continue(workers, plain, capfd):
     """A worker's generator is not saved, so a resume within an epoch changes the augmentation."""
     data = torch.utils.data.TensorDataset(torch.arange(8)) if plain else Augmented()
     data = torch.utils.data.Subset(data, range(8))
@@ -216,7 +216,7 @@ def test_random_numbers_of_a_loaders_workers_are_said_not_to_continue(workers, p
 
 
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 1, "persistent_workers": True}], ids=["none", "persistent"])
-def test_a_resume_draws_no_seed_for_a_loader_once_more(tmp_path, workers):
+def test_a_resume_draws_no_additional_seed_for_a_loader(tmp_path, workers):
     """iter(DataLoader) draws a seed: each time, or once if workers are persistent. An additional draw would change all
     later dropout masks."""
 
@@ -260,7 +260,7 @@ class BatchSamplerShard:
                 yield batch
 
 
-def test_shares_that_would_be_dealt_out_once_more_are_refused():
+def test_shares_that_accelerate_would_divide_again_are_refused():
     """If accelerate distributes our shares once more, only 320 of 640 samples are trained."""
     sampler = ddpjob.GlobalBatchSampler(8, 2, seed=1, rank=0, world_size=2)
     with pytest.raises(
@@ -271,7 +271,7 @@ def test_shares_that_would_be_dealt_out_once_more_are_refused():
     assert len(list(DataLoader(range(8), batch_sampler=BatchSamplerShard(alone, 1)))) == 4
 
 
-def test_epochs_that_are_all_left_early_are_told_to_be_the_same_one(capfd):
+def test_epochs_that_are_all_left_early_get_a_warning_that_they_are_the_same(capfd):
     """Without set_epoch, a loop with a fixed number of steps per epoch trains the same samples each time."""
     sampler = ddpjob.GlobalBatchSampler(32, 4, seed=7)
     loader = DataLoader(range(32), batch_sampler=sampler)
@@ -288,7 +288,7 @@ def test_epochs_that_are_all_left_early_are_told_to_be_the_same_one(capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_a_resume_that_would_leave_a_rank_without_samples_is_refused_where_a_data_loader_cannot_take_it():
+def test_a_resume_that_leaves_a_rank_without_samples_is_refused_if_a_data_loader_cannot_handle_it():
     sampler = ddpjob.GlobalBatchSampler(100, 10, 7, rank=0, world_size=2, drop_last=False)
     sampler.load_state_dict({"n": 100, "seed": 7, "epoch": 0, "consumed": 99})
     with pytest.raises(ddpjob.ConfigurationError, match="a global batch of 1 leaves some of"):
@@ -299,7 +299,7 @@ def test_a_resume_that_would_leave_a_rank_without_samples_is_refused_where_a_dat
     ("name", "value"),
     [*((name, value) for name in ("epoch", "consumed") for value in (-5, 1.5, "3", None, True)), ("consumed", 21)],
 )
-def test_a_damaged_state_is_refused_and_never_an_epoch_without_samples(name, value):
+def test_a_damaged_state_is_refused_and_does_not_give_an_epoch_without_samples(name, value):
     """Otherwise training continues as if it had seen all samples, or repeats some."""
     sampler = ddpjob.GlobalBatchSampler(20, 10, 7)
     with pytest.raises(ddpjob.StateError, match=f"{name}: the saved state has"):
@@ -366,7 +366,7 @@ def test_parameters_are_the_same_for_1_2_3_and_4_processes(run_ranks, tmp_path):
         assert far(result, reference) < 1e-6, "micro-batches changed what is learnt"
 
 
-def test_a_compiled_model_learns_from_two_processes_what_it_learns_from_one(run_ranks, tmp_path):
+def test_a_compiled_model_learns_the_same_from_two_processes_as_from_one(run_ranks, tmp_path):
     """A compiled model is no DistributedDataParallel instance, but its gradients are averaged by DDP, too."""
 
     def of(world_size: int, **kwargs: Any) -> Any:
@@ -376,7 +376,7 @@ def test_a_compiled_model_learns_from_two_processes_what_it_learns_from_one(run_
     assert far(of(2, made_of=lambda model: torch.compile(model, backend="eager"), micro_batch=3), of(1)) < 1e-6
 
 
-def test_parameters_are_the_same_when_4_processes_become_3_and_then_1_in_the_middle_of_an_epoch(run_ranks, tmp_path):
+def test_parameters_are_the_same_if_4_processes_become_3_and_then_1_within_an_epoch(run_ranks, tmp_path):
     def go(world_size: int, steps: int, state: Any) -> Any:
         url = f"file://{tmp_path}/{world_size}-{steps}"
         return run_ranks(lambda rank: trained(rank, world_size, url, steps, state, global_batch=14), world_size)[0]
@@ -398,7 +398,7 @@ class Holder(torch.nn.Module):
         return self.inner(x)
 
 
-def test_a_model_with_ddp_inside_learns_from_two_processes_what_it_learns_from_one(run_ranks, tmp_path):
+def test_a_model_containing_ddp_learns_the_same_from_two_processes_as_from_one(run_ranks, tmp_path):
     """DDP inside the model averages already, so gradients must not be divided by the number of ranks again."""
 
     def of(world_size: int, **kwargs: Any) -> Any:
@@ -408,7 +408,7 @@ def test_a_model_with_ddp_inside_learns_from_two_processes_what_it_learns_from_o
     assert far(of(2, made_of=Holder, micro_batch=3), of(1)) < 1e-6
 
 
-def test_a_model_that_nobody_averages_over_the_ranks_is_refused(end_ranks, tmp_path):
+def test_a_model_that_is_not_averaged_over_the_ranks_is_refused(end_ranks, tmp_path):
     """Without world.wrap() each rank would train a model of its own."""
 
     def body(rank: int) -> None:
@@ -427,7 +427,7 @@ def test_a_rank_without_samples_takes_part_and_changes_nothing(run_ranks, tmp_pa
     assert far(of(4), of(1)) < 1e-6
 
 
-def test_accumulate_takes_tensors_of_a_data_loader_and_runs_the_callers_backward():
+def test_accumulate_accepts_tensors_of_a_data_loader_and_runs_the_backward_of_the_caller():
     torch.manual_seed(1)
     x, y = torch.randn(10, 3), torch.randn(10, 1)
     model, calls = torch.nn.Linear(3, 1), []
@@ -489,7 +489,7 @@ def test_a_number_in_a_batch_is_the_same_in_each_micro_batch(share: Any, first: 
         ({"x": torch.ones(10, 3), "graph": object()}, "batch['graph']: a object cannot be cut into micro-batches."),
     ],
 )  # fmt: skip
-def test_a_batch_that_cannot_be_cut_is_refused_with_the_field_and_the_fix(batch: Any, said: str) -> None:
+def test_a_batch_that_cannot_be_split_is_refused_with_the_field_and_the_fix(batch: Any, said: str) -> None:
     """An empty batch must not raise IndexError, and three class weights next to ten samples must not be split."""
     model = torch.nn.Linear(3, 1)
     with pytest.raises(ddpjob.ConfigurationError) as refused:
@@ -498,7 +498,7 @@ def test_a_batch_that_cannot_be_cut_is_refused_with_the_field_and_the_fix(batch:
     assert "Give " in str(refused.value)
 
 
-def test_a_batch_that_is_not_cut_may_have_anything_in_it() -> None:
+def test_a_batch_that_is_not_split_may_contain_anything() -> None:
     model, x = torch.nn.Linear(3, 1), torch.ones(10, 3)
     fields = {"x": x, "classes": torch.ones(3), "more": {"y": x}}
     seen: list[Any] = []
@@ -508,12 +508,12 @@ def test_a_batch_that_is_not_cut_may_have_anything_in_it() -> None:
 
 
 @pytest.mark.parametrize("data", [[1, 2, 3], torch.zeros(5, 2)], ids=["list", "tensor"])
-def test_data_in_place_of_their_number_are_told_to_give_their_length(data):
+def test_the_error_about_data_passed_as_their_number_suggests_their_length(data):
     with pytest.raises(ddpjob.ConfigurationError, match=r"n: .* has a length: give len\(\.\.\.\)\.$"):
         ddpjob.GlobalBatchSampler(data, 1, seed=7)
 
 
-def test_a_data_set_without_a_length_cannot_be_cut_and_that_is_said():
+def test_a_data_set_without_a_length_is_refused_with_the_reason():
     class Stream(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
             return iter(range(3))
@@ -548,7 +548,7 @@ def test_sizes_add_up_to_all_samples_however_the_fractions_are_rounded(n, weight
     assert all(size == 0 for size, fraction in zip(sizes, fractions, strict=True) if fraction == 0)
 
 
-def test_an_epoch_reshuffles_within_a_part_so_that_validation_data_never_become_training_data():
+def test_an_epoch_reshuffles_within_a_part_so_that_validation_data_are_never_trained():
     parts = ddpjob.DataPartitioner("abcdefghijklmnopqrstuvwxyz", [0.75, 0.25], seed=7)
     before = [list(parts.use(i)) for i in range(2)]
     parts.set_epoch(1)
@@ -575,7 +575,7 @@ def test_the_order_does_not_depend_on_the_default_device_of_the_script() -> None
         (torch.zeros(3), r"loss_fn: it returned a tensor of shape \[3\]"),
     ],
 )
-def test_a_loss_function_without_a_scalar_tensor_is_told_what_to_return(returned, said):
+def test_the_error_about_a_loss_function_without_a_scalar_tensor_says_what_to_return(returned, said):
     """A forgotten `return` otherwise raises: unsupported operand type(s) for *: 'NoneType' and 'float'."""
     with pytest.raises(ddpjob.ConfigurationError, match=said + r'.*reduction="sum"'):
         ddpjob.accumulate(torch.nn.Linear(2, 1), torch.zeros(4, 2), 4, lambda piece: returned)

@@ -60,7 +60,7 @@ def train(until: int, *, ranks: int = 1, save_at: int = 0, clips: bool = False, 
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_state_on_a_device_comes_back_from_the_last_copy_with_the_same_bits(
+def test_a_state_on_a_device_is_restored_bitwise_from_the_last_copy(
     node: Node, ranks: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The restart must bring back buffers, optimizer state and random states of the same step."""
@@ -78,7 +78,7 @@ def test_a_state_on_a_device_comes_back_from_the_last_copy_with_the_same_bits(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_without_a_folder_what_is_saved_is_copied_and_counts_some_steps_later(
+def test_without_a_folder_a_saved_state_is_copied_and_counts_some_steps_later(
     node: Node, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next boundary may come an hour later. Until then a failure would cost the saved state."""
@@ -106,7 +106,7 @@ def test_without_a_folder_what_is_saved_is_copied_and_counts_some_steps_later(
     assert node.run(2, lambda: only_saves(40), ranks=ranks) == (20, 20.5, undisturbed)
 
 
-def test_weights_that_are_clipped_before_each_forward_are_copied_as_they_were_at_the_boundary(node: Node) -> None:
+def test_weights_clipped_before_each_forward_are_copied_as_at_the_boundary(node: Node) -> None:
     """Clipping changes weights without an optimizer step, and must wait for the copy, too."""
     _, undisturbed = node.run(0, lambda: train(40, clips=True))
     node.lose(0)
@@ -116,7 +116,7 @@ def test_weights_that_are_clipped_before_each_forward_are_copied_as_they_were_at
     assert (began in (20, 24), bits) == (True, undisturbed)
 
 
-def test_memory_that_cannot_be_pinned_is_said_and_used_nevertheless(
+def test_memory_that_cannot_be_pinned_is_reported_and_still_used(
     node: Node, device: LastMoment, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The host must then wait for each copy, so copies are made less often."""
@@ -127,7 +127,7 @@ def test_memory_that_cannot_be_pinned_is_said_and_used_nevertheless(
     assert said.count("cudaHostRegister answers 1: the host waits for each copy of the state into memory") == 2
 
 
-def test_steps_that_a_cuda_graph_makes_are_not_kept_with_the_reason(
+def test_steps_in_a_cuda_graph_are_not_kept_and_the_reason_is_given(
     node: Node, device: LastMoment, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A replayed CUDA graph calls no hook, so it would change the state during the copy."""
@@ -142,7 +142,7 @@ def test_steps_that_a_cuda_graph_makes_are_not_kept_with_the_reason(
     assert node.step is None
 
 
-def test_a_state_that_has_grown_has_room_and_counts_again(node: Node) -> None:
+def test_a_grown_state_gets_room_and_counts_again(node: Node) -> None:
     """A copy may be in flight into the memory that has become too small."""
 
     def grow() -> int:
@@ -174,7 +174,7 @@ def test_a_state_that_has_grown_has_room_and_counts_again(node: Node) -> None:
         ("gloo", 2, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}, False),
     ],
 )
-def test_where_a_gpu_goes_on_after_an_abort_nothing_is_kept(
+def test_nothing_is_kept_if_a_gpu_continues_after_an_abort(
     backend: str, world_size: int, environ: Mapping[str, str], goes_on: bool
 ) -> None:
     """After an abort the GPU trains with invalid data from the collective's buffers. A copy would not show that."""
@@ -189,13 +189,13 @@ def test_where_a_gpu_goes_on_after_an_abort_nothing_is_kept(
         ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}, "1"),
     ],
 )
-def test_under_ddprun_errors_of_nccl_end_a_rank_without_an_abort_before(environ: dict[str, str], then: str) -> None:
+def test_under_ddprun_an_nccl_error_ends_a_rank_without_an_earlier_abort(environ: dict[str, str], then: str) -> None:
     """ddprun gives its ranks torchrun's value, but a value that the script sets is kept."""
     end_without_abort(environ)
     assert environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == then
 
 
-def test_the_sum_of_bits_is_the_same_of_tensors_and_of_their_bytes_in_memory() -> None:
+def test_the_checksum_of_tensors_equals_that_of_their_bytes_in_memory() -> None:
     """A copy is summed as bytes in memory, and the next generation sums the tensors that it reads from there."""
     tensors = [torch.randn(3), torch.randn(200, 100).t(), torch.randn(70_001).bfloat16(), torch.zeros(0)]
     state = packed.pack(tensors)
@@ -205,7 +205,7 @@ def test_the_sum_of_bits_is_the_same_of_tensors_and_of_their_bytes_in_memory() -
     assert packed.total(packed.places(state, memory)) == packed.total(tensors)
 
 
-def test_small_tensors_of_a_gpu_are_summed_from_a_copy_that_lives_as_long_as_it_is_read(
+def test_small_gpu_tensors_are_summed_from_a_copy_that_lives_until_it_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Otherwise the sum reads memory that was freed, and parameters on a GPU seem to change between two steps."""

@@ -17,7 +17,7 @@ Ranks = Callable[[Callable[[int], Any], int], list[Any]]
 
 
 @pytest.mark.parametrize("block", [b for b in documents.blocks("python") if not b.not_run], ids=str)
-def test_a_script_of_a_page_runs_as_it_is_printed_and_a_second_time(
+def test_a_script_of_a_page_runs_as_printed_and_a_second_time(
     block: documents.Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_ranks: Ranks
 ) -> None:
     """Otherwise a user's first try of the library ends with NameError."""
@@ -28,7 +28,7 @@ def test_a_script_of_a_page_runs_as_it_is_printed_and_a_second_time(
         run_ranks(lambda _: runpy.run_path("train.py", run_name="__main__") and None, 1)
 
 
-def test_the_first_script_of_the_library_runs_in_an_interpreter_of_its_own(tmp_path: Path) -> None:
+def test_the_first_script_of_the_library_page_runs_in_a_new_interpreter(tmp_path: Path) -> None:
     """The other tests fork a process that has imported torch and ddpjob, so they would not notice a missing import."""
     block = next(b for b in documents.blocks("python") if b.page.name == "library.md")
     (tmp_path / "train.py").write_text(block.text)
@@ -45,7 +45,7 @@ def test_the_first_script_of_the_library_runs_in_an_interpreter_of_its_own(tmp_p
     assert done.returncode == 0, done.stderr
 
 
-def test_a_block_that_does_not_run_says_what_it_needs_or_why_it_is_wrong() -> None:
+def test_a_code_block_that_is_not_run_gives_the_reason() -> None:
     """Without a reason, marked snippets would silently go untested."""
     marked = {b.page.name: b.not_run for b in documents.blocks("python") if b.not_run}
     known = [

@@ -151,7 +151,7 @@ def distance(one: Run, other: Run) -> float:
 
 
 @pytest.mark.long  # 8 s of CPU; test_mnist.py and two epochs of digits are the fast tests
-def test_digits_reads_97_of_100_unseen_digits_after_ten_epochs(run):
+def test_digits_recognizes_97_of_100_unseen_digits_after_ten_epochs(run):
     assert run("digits", 1, *TEN).done["accuracy"] >= 0.97
 
 
@@ -169,13 +169,13 @@ def test_byte_lm_learns_the_same_on_any_number_of_processes(run):
     assert distance(two, three) <= TOLERANCE
 
 
-def test_byte_lm_learns_something_in_three_epochs(run):
+def test_byte_lm_improves_within_three_epochs(run):
     reported = run("byte_lm", 2, *TINY_LM).reported
     assert 5 < reported[0]["loss"] < 7, "that of a byte that is guessed is 5.5; it was multiplied by the ranks"
     assert run("byte_lm", 2, *TINY_LM).done["loss"] < 3.3
 
 
-def test_without_any_variable_of_a_launcher_a_script_trains_alone(run):
+def test_without_launcher_variables_a_script_trains_alone(run):
     alone = run("byte_lm", 1, *TINY_LM, alone=True)
     assert alone.done["world_size"] == 1
     assert alone.done["params_sha256"] == run("byte_lm", 1, *TINY_LM).done["params_sha256"]
@@ -189,7 +189,7 @@ def test_small_micro_batches_change_nothing(run):
 # ---- the same bits, also after an interruption -----------------------------------------------------------------------
 
 
-def test_a_killed_run_goes_on_from_its_snapshot_to_the_bits_of_an_undisturbed_one(run, tmp_path):
+def test_a_killed_run_resumes_from_its_snapshot_with_bitwise_equal_results(run, tmp_path):
     options = (*SHORT["digits"], "--snapshot", str(tmp_path / "snapshots"), "--snapshot-every", "10")
     killed = train(tmp_path / "killed", "digits", 2, *options, hit=Signal(0, 77, signal.SIGKILL))
     resumed = train(tmp_path / "resumed", "digits", 2, *options)
@@ -211,7 +211,7 @@ def losses(*runs: Run) -> list[tuple[int, float]]:
     return [(report["step"], report["loss"]) for run in runs for report in run.reported if "params" not in report]
 
 
-def test_a_run_that_one_sigterm_stopped_goes_on_with_the_very_next_step_and_equal_losses(run, tmp_path):
+def test_a_run_stopped_by_one_sigterm_continues_with_the_next_step_and_equal_losses(run, tmp_path):
     hit = Signal(random.randrange(2), random.randrange(2, 80), signal.SIGTERM)
     options = (*TINY_LM, "--snapshot", str(tmp_path / "snapshots"), "--snapshot-every", "1000")
     stopped = train(tmp_path / "stopped", "byte_lm", 2, *options, hit=hit)
@@ -287,7 +287,7 @@ class Launchers(Recorded):
 
 
 @pytest.mark.long  # 17 s of CPU for two launchers and two ranks with torch; the fast test above stops forked ranks
-def test_sigterm_to_the_launcher_of_one_node_stops_both_in_order_and_the_losses_go_on(run, tmp_path, free_port):
+def test_sigterm_to_the_launcher_of_one_node_stops_both_nodes_and_the_losses_continue(run, tmp_path, free_port):
     """A preempted pod gets SIGTERM. torchrun passes it to its workers and waits while they save."""
     step = random.randrange(2, 30)
     options = (*SHORT["digits"], "--snapshot", str(tmp_path / "snapshots"), "--snapshot-every", "1000")
@@ -308,7 +308,7 @@ def test_sigterm_to_the_launcher_of_one_node_stops_both_in_order_and_the_losses_
     assert resumed.done == run("digits", 2, *SHORT["digits"]).done
 
 
-def test_a_run_started_again_after_its_end_says_the_same_and_trains_no_step(run, tmp_path):
+def test_a_run_restarted_after_its_end_prints_the_same_and_trains_no_step(run, tmp_path):
     options = ("--epochs", "1", "--snapshot", str(tmp_path / "snapshots"))
     first = train(tmp_path / "first", "digits", 1, *options)
     second = train(tmp_path / "second", "digits", 1, *options)
@@ -329,7 +329,7 @@ def test_rank_0_ends_with_one_json_line_and_the_others_print_nothing(run, script
 
 
 @pytest.mark.parametrize(("script", "steps"), [("digits", 90), ("byte_lm", 102)])
-def test_every_step_is_reported_and_the_last_report_holds_the_result(run, script, steps):
+def test_every_step_is_reported_and_the_last_report_has_the_result(run, script, steps):
     done = run(script, 2, *SHORT[script])
     assert [report["step"] for report in done.reported] == [*range(1, steps + 1), steps]
     assert {report["total"] for report in done.reported} == {steps}
@@ -363,7 +363,7 @@ def test_nothing_is_saved_unless_asked_for(run):
 
 
 @pytest.mark.parametrize("script", SHORT)
-def test_the_example_job_runs_the_script_with_options_that_it_has(script):
+def test_the_example_job_uses_only_existing_options_of_the_script(script):
     job = yaml.safe_load((REPOSITORY / "examples" / f"{script}.yaml").read_text())
     trainer = job["spec"]["template"]["spec"]["containers"][0]
     launcher, path, *options = trainer["command"]
@@ -375,6 +375,6 @@ def test_the_example_job_runs_the_script_with_options_that_it_has(script):
 
 
 @pytest.mark.parametrize("script", SHORT)
-def test_an_example_is_short_enough_to_be_read(script):
+def test_an_example_is_short_enough_to_read(script):
     text = (REPOSITORY / "trainer" / "examples" / f"{script}.py").read_text()
     assert len(text.splitlines()) <= 200

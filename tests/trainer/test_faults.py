@@ -27,17 +27,17 @@ def train(start_script) -> Callable[..., tuple[list[str], int, str]]:
     return run
 
 
-def test_a_rank_is_killed_or_ends_when_it_makes_the_step(train):
+def test_a_rank_is_killed_or_exits_at_the_step_of_its_fault(train):
     assert train([{"rank": 0, "step": 3, "signal": "SEGV"}])[:2] == (["1"], -signal.SIGSEGV)
     assert train([{"rank": 0, "step": 3, "signal": "SIGKILL"}])[:2] == (["1"], -signal.SIGKILL)
     assert train([{"rank": 0, "step": 3, "exit": 3}])[:2] == (["1"], 3)
 
 
-def test_a_step_that_is_not_reported_means_the_next_one_that_is(train):
+def test_a_fault_at_an_unreported_step_happens_at_the_next_reported_one(train):
     assert train([{"rank": 0, "step": 4, "exit": 3}])[:2] == (["1", "3"], 3)
 
 
-def test_another_rank_and_another_attempt_are_left_alone(train):
+def test_a_fault_of_another_rank_or_attempt_has_no_effect(train):
     three = {"rank": 3, "step": 3, "exit": 3}
     assert train([three])[:2] == (["1", "3", "5"], 0)
     assert train([three], RANK=3, WORLD_SIZE=4)[1] == 3
@@ -45,7 +45,7 @@ def test_another_rank_and_another_attempt_are_left_alone(train):
     assert train([{**three, "attempt": 2}], RANK=3, WORLD_SIZE=4, DDPJOB_ATTEMPT=2)[1] == 3
 
 
-def test_a_fault_belongs_to_one_generation_of_ranks_by_default_the_first(train):
+def test_a_fault_belongs_to_one_generation_and_by_default_to_the_first(train):
     fault = {"rank": 0, "step": 3, "exit": 3}
     again = {"DDPJOB_GENERATION": 1, "TORCHELASTIC_RESTART_COUNT": 1}
     assert train([fault], DDPJOB_GENERATION=0)[1] == 3
@@ -54,7 +54,7 @@ def test_a_fault_belongs_to_one_generation_of_ranks_by_default_the_first(train):
     assert train([{**fault, "generation": 1}], **again)[1] == 3
 
 
-def test_where_it_is_recorded_a_fault_happens_once_in_any_attempt_and_generation(train, tmp_path):
+def test_a_recorded_fault_happens_once_in_any_attempt_and_generation(train, tmp_path):
     faults = [
         {"rank": 0, "step": 3, "exit": 3},
         {"rank": 0, "step": 3, "exit": 4},
@@ -69,7 +69,7 @@ def test_where_it_is_recorded_a_fault_happens_once_in_any_attempt_and_generation
     assert train(faults, **nowhere)[1] == 0, "it would happen again after each restart"
 
 
-def test_a_rank_that_hangs_goes_on_reporting_and_makes_no_step(receiver, start_script):
+def test_a_hanging_rank_keeps_reporting_and_makes_no_step(receiver, start_script):
     hang = json.dumps([{"rank": 0, "step": 3, "hang": True}])
     process = start_script(TRAIN, DDPJOB_FAULTS=hang, DDPJOB_STATUS_URL=receiver.url, DDPJOB_STATUS_INTERVAL="0.02")
     while receiver.next()["step"] < 3:
@@ -98,11 +98,11 @@ def test_a_rank_that_hangs_goes_on_reporting_and_makes_no_step(receiver, start_s
         [None, [], "x"],
     ],
 )
-def test_an_order_that_cannot_be_read_is_said_once_and_left_out(train, wrong):
+def test_an_invalid_fault_is_reported_once_and_ignored(train, wrong):
     steps, code, said = train(wrong)
     assert (steps, code) == (["1", "3", "5"], 0)
     assert said.count("ddpjob: DDPJOB_FAULTS: ") == len(said.splitlines()) == 1, said
 
 
-def test_one_wrong_order_does_not_hide_a_right_one(train):
+def test_one_invalid_fault_does_not_hide_a_valid_one(train):
     assert train([{"rank": 0, "step": 3, "explode": 1}, {"rank": 0, "step": 5, "exit": 4}])[1] == 4

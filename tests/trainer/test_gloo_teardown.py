@@ -31,14 +31,14 @@ def settle(wait_for_work: bool = True) -> None:
     gloo_teardown.settle(failed=not wait_for_work, seconds_max=30)
 
 
-def test_it_is_quiet_when_nothing_was_seen_twice_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wait_ends_when_no_running_thread_was_seen_twice_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = iter([True, False, True, False, False])
     monkeypatch.setattr(gloo_teardown, "threads_run", lambda: next(seen))
     settle()
     assert list(seen) == []
 
 
-def test_a_thread_of_gloo_that_computes_is_waited_for_and_another_one_is_not() -> None:
+def test_only_a_computing_thread_of_gloo_is_waited_for() -> None:
     ended = []
 
     def work(name: bytes, rounds: int) -> None:
@@ -59,7 +59,7 @@ def test_a_thread_of_gloo_that_computes_is_waited_for_and_another_one_is_not() -
         thread.join()
 
 
-def test_where_no_threads_can_be_listed_none_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_is_waited_for_if_threads_cannot_be_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     """On macOS threads cannot be listed, and training ends as it does without the library."""
     monkeypatch.setattr(gloo_teardown.os, "listdir", missing)
     begun = time.monotonic()
@@ -85,7 +85,7 @@ def entry(name: str, retired: bool) -> dict[str, Any]:
         ([], False),
     ],
 )
-def test_a_collective_that_nobody_waited_for_is_seen_in_the_recorder(
+def test_a_collective_that_nobody_waited_for_is_found_in_the_flight_recorder(
     monkeypatch: pytest.MonkeyPatch, entries: list[dict[str, Any]], busy: bool
 ) -> None:
     recorder = types.SimpleNamespace(_dump_fr_trace_json=lambda **_: json.dumps({"entries": entries}))
@@ -93,12 +93,12 @@ def test_a_collective_that_nobody_waited_for_is_seen_in_the_recorder(
     assert gloo_teardown.has_work() is busy
 
 
-def test_without_a_recorder_the_threads_are_all_that_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_flight_recorder_only_the_threads_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", types.ModuleType("older"))
     assert gloo_teardown.has_work() is False
 
 
-def test_what_never_ends_is_not_waited_for_longer_than_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wait_for_endless_work_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gloo_teardown, "has_work", lambda: True)
     gloo_teardown.settle(failed=False, seconds_max=0.05)
     gloo_teardown.settle(failed=True, seconds_max=30)  # returns although there is work, because the rank has failed
@@ -126,7 +126,7 @@ else:
 """
 
 
-def test_the_watchdogs_thread_does_not_abort_a_rank_that_ends() -> None:
+def test_the_thread_of_the_watchdog_does_not_abort_an_ending_rank() -> None:
     """The thread returns from C++ after the interpreter has ended. In practice (5 µs, four times a second) one rank in
     some thousands would end with SIGABRT after all its work."""
     done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=120, check=False)
@@ -202,7 +202,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_a_rank_leaves_the_group_and_ends_only_when_gloos_threads_are_idle(
+def test_a_rank_leaves_the_group_and_exits_only_when_the_threads_of_gloo_are_idle(
     patient: None, tmp_path: Path, script: Callable[[Path], None], code: int
 ) -> None:
     """A thread that takes the interpreter lock after the interpreter's end aborts a finished rank. If it takes the lock
@@ -214,7 +214,7 @@ def test_a_rank_leaves_the_group_and_ends_only_when_gloos_threads_are_idle(
     assert found.read_text() == "in the group"
 
 
-def test_a_child_of_multiprocessing_that_leaves_all_to_its_exit_waits_for_gloos_threads_too(
+def test_a_multiprocessing_child_that_only_exits_waits_for_the_threads_of_gloo_too(
     patient: None, run_ranks: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
     """A child of multiprocessing calls no atexit functions, so the library uses multiprocessing's finalizers."""

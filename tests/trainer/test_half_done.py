@@ -45,7 +45,7 @@ def test_a_save_within_an_accumulation_is_named(tmp_path: Path, capfd: pytest.Ca
 
 @pytest.mark.parametrize("loads", ["in parts", "nothing"])
 @pytest.mark.parametrize("at", [2, 6])
-def test_the_first_save_is_named_too(tmp_path: Path, capfd: pytest.CaptureFixture[str], loads: str, at: int) -> None:
+def test_a_first_partial_save_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str], loads: str, at: int) -> None:
     """A restart from the only file would lose two micro-batches, even if no optimizer has stepped yet (step 2)."""
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -62,7 +62,7 @@ def test_the_first_save_is_named_too(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert f"model: step {at} is saved while {WAITING}" in capfd.readouterr().err
 
 
-def test_a_closure_and_a_second_model_leave_nothing_behind(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_closure_and_a_second_model_give_no_warning(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """LBFGS runs backward in its step, and a generator's backward leaves gradients in the critic. Both are fine."""
     model, critic = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
     optimizer, other = torch.optim.LBFGS(model.parameters(), max_iter=2), torch.optim.SGD(critic.parameters(), lr=0.1)
@@ -86,7 +86,7 @@ def test_a_closure_and_a_second_model_leave_nothing_behind(tmp_path: Path, capfd
 
 
 @pytest.mark.parametrize("keeps_state", [True, False])
-def test_a_communication_hook_that_keeps_a_state_is_named_at_the_start(
+def test_a_communication_hook_with_a_state_gets_a_warning_at_the_start(
     run_ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], keeps_state: bool
 ) -> None:
     """Otherwise PowerSGD's error feedback is silently lost at a restart."""
@@ -104,7 +104,7 @@ def test_a_communication_hook_that_keeps_a_state_is_named_at_the_start(
     assert capfd.readouterr().err.count(HOOK) == int(keeps_state)
 
 
-def test_shards_that_are_older_than_the_last_step_are_refused(run_ranks: Any, tmp_path: Path) -> None:
+def test_shards_older_than_the_last_step_are_refused(run_ranks: Any, tmp_path: Path) -> None:
     """ZeroRedundancyOptimizer returns its last consolidated state: moments of step 1 would be saved at step 2."""
 
     def body(rank: int) -> int:
@@ -131,7 +131,7 @@ def test_shards_that_are_older_than_the_last_step_are_refused(run_ranks: Any, tm
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("place", ["last batch", "next epoch"])
 @pytest.mark.parametrize("scheduler", ["each epoch", "each step"])
-def test_a_place_at_the_end_of_an_epoch_whose_scheduler_has_stepped_is_named(
+def test_a_save_at_an_epoch_end_after_the_scheduler_step_is_named(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], scheduler: str, place: str, drop_last: bool
 ) -> None:
     """The resumed epoch has no batch left, but its scheduler steps again: all later steps would have another learning
@@ -174,7 +174,7 @@ SEEDED = "a DataLoader draws its seed from torch's global generator: a restart w
         ({"batch_sampler": ddpjob.GlobalBatchSampler(12, 2, seed=0)}, 0.5, False),
     ],
 )
-def test_a_loader_that_draws_a_seed_is_named(
+def test_a_loader_that_draws_a_seed_gets_a_warning(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], loader: dict[str, Any], dropout: float, is_named: bool, at: str
 ) -> None:
     """After a restart within the epoch the loader draws its seed again, so all dropout masks would change."""

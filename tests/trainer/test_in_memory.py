@@ -45,7 +45,7 @@ class Keeping(torch.nn.Linear):
 
 
 @pytest.mark.parametrize("who_keeps", ["a layer", "the model"])
-def test_what_was_loaded_stays_as_it_is_when_the_memory_is_written_again(node: Node, who_keeps: str) -> None:
+def test_loaded_tensors_do_not_change_when_the_memory_is_written_again(node: Node, who_keeps: str) -> None:
     """Tensors that are views of the memory would change in training when the next state is written there."""
 
     def objects_of() -> dict[str, Any]:
@@ -79,7 +79,7 @@ def test_what_was_loaded_stays_as_it_is_when_the_memory_is_written_again(node: N
     assert all(same)
 
 
-def test_the_state_of_a_snapshot_needs_no_memory_for_what_the_objects_have(node: Node) -> None:
+def test_loading_a_snapshot_takes_no_extra_memory_for_existing_tensors(node: Node) -> None:
     """Otherwise each rank would hold a second copy of the model and the optimizer's state until the end."""
 
     def load() -> tuple[int, list[bool]]:
@@ -102,7 +102,7 @@ def test_the_state_of_a_snapshot_needs_no_memory_for_what_the_objects_have(node:
         assert all(same)
 
 
-def test_a_sampler_that_a_dataloader_reads_ahead_is_not_kept_before_save_names_its_place(node: Node) -> None:
+def test_a_sampler_read_ahead_by_a_dataloader_is_not_kept_before_save_gives_its_position(node: Node) -> None:
     """The sampler counts batches that are still in a queue as trained, so a restart would skip these samples."""
 
     def train() -> int:
@@ -118,7 +118,7 @@ def test_a_sampler_that_a_dataloader_reads_ahead_is_not_kept_before_save_names_i
     assert node.step is None
 
 
-def test_an_optimizer_that_load_does_not_name_means_that_load_names_too_little(node: Node) -> None:
+def test_an_optimizer_that_was_not_passed_to_load_shows_that_load_lacks_objects(node: Node) -> None:
     """A script may load pretrained weights alone and save more. Its optimizer's state would be lost in a restart."""
 
     def train() -> None:
@@ -147,7 +147,7 @@ def train_from_parts(*parts_of_load: tuple[str, ...]) -> tuple[int, ...]:
     return loaded
 
 
-def test_two_calls_of_load_take_the_same_step_however_often_it_was_loaded(
+def test_two_calls_of_load_use_the_same_step_however_often_it_was_loaded(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Parameters of one step and an optimizer of another would be a state that training never had."""
@@ -156,13 +156,13 @@ def test_two_calls_of_load_take_the_same_step_however_often_it_was_loaded(
     assert "step 9 was loaded before, and no step after it is known" in capfd.readouterr().err
 
 
-def test_a_second_call_of_load_takes_the_folder_where_the_first_one_did(node: Node) -> None:
+def test_a_second_call_of_load_uses_the_folder_if_the_first_did(node: Node) -> None:
     """Otherwise the second call loads the optimizer from memory, which is newer than the model in the folder."""
     found = [node.run(number, lambda: train_from_parts(("model", "best"), ("optimizer",))) for number in range(2)]
     assert found == [(0, 0), (3, 3)]
 
 
-def test_a_second_call_of_load_that_the_memory_cannot_serve_is_refused_once(node: Node) -> None:
+def test_a_second_call_of_load_that_memory_cannot_serve_is_refused_once(node: Node) -> None:
     """Only the folder has that object, but of an earlier step than the parameters."""
 
     def refused() -> None:
@@ -177,7 +177,7 @@ def test_a_second_call_of_load_that_the_memory_cannot_serve_is_refused_once(node
     assert node.run(2, train) == (3, 3)
 
 
-def test_a_state_that_a_script_names_again_after_load_was_loaded_as_often(node: Node) -> None:
+def test_passing_a_state_again_after_load_does_not_reset_its_number_of_loads(node: Node) -> None:
     """Otherwise a script that always fails in its next step would load the same state again and again."""
 
     def train() -> int:
@@ -199,7 +199,7 @@ def test_a_state_that_a_script_names_again_after_load_was_loaded_as_often(node: 
     assert [node.run(number, train) for number in range(5)] == [0, 9, 9, 9, 3]
 
 
-def test_a_script_that_loads_again_after_steps_goes_back_to_the_newest_state(
+def test_a_script_that_loads_again_after_steps_returns_to_the_newest_state(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Some scripts load the last state again when the loss becomes infinite."""
@@ -218,7 +218,7 @@ def test_a_script_that_loads_again_after_steps_goes_back_to_the_newest_state(
     assert "names are one" not in capfd.readouterr().err, "should_stop and keep count alike"
 
 
-def test_a_script_that_asks_for_values_is_kept_from_the_first_save_on(node: Node) -> None:
+def test_a_script_that_loads_values_is_kept_from_the_first_save_on(node: Node) -> None:
     """Otherwise the script continues from step 6 with the best loss of step 0."""
 
     def train() -> float:
@@ -232,7 +232,7 @@ def test_a_script_that_asks_for_values_is_kept_from_the_first_save_on(node: Node
     assert node.step is None
 
 
-def test_a_script_that_saves_a_value_has_in_memory_what_it_named_last_and_the_log_says_so_once(
+def test_memory_has_the_values_that_the_script_passed_last_and_the_log_says_so_once(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The best loss belongs to the moment when it was passed, not to the parameters of a later step."""
@@ -255,7 +255,7 @@ def test_a_script_that_saves_a_value_has_in_memory_what_it_named_last_and_the_lo
     assert node.step != 13, "nobody has named what there is at step 13"
 
 
-def test_progress_is_no_boundary(node: Node) -> None:
+def test_a_call_of_progress_is_no_step_boundary(node: Node) -> None:
     """A script may call progress() with the number of the step that it is about to make."""
 
     def train() -> int:
@@ -277,7 +277,7 @@ def test_progress_is_no_boundary(node: Node) -> None:
 
 
 @pytest.mark.parametrize(("each", "left"), [(1, 9), (2, None)])
-def test_a_rank_within_its_step_names_the_values_of_it_first_where_it_names_them_after_each_step(
+def test_a_rank_within_its_step_first_passes_the_values_of_it_if_it_does_so_after_each_step(
     node: Node, each: int, left: int | None
 ) -> None:
     """The other ranks may have made that step, and then nobody has the step before it. If a script passes values only
@@ -302,7 +302,7 @@ def test_a_rank_within_its_step_names_the_values_of_it_first_where_it_names_them
 
 
 @pytest.mark.parametrize("makes_it", [True, False])
-def test_a_rank_makes_the_step_that_one_of_its_node_had_made_before_it_was_killed(node: Node, makes_it: bool) -> None:
+def test_a_rank_completes_the_step_that_a_killed_rank_of_its_node_had_completed(node: Node, makes_it: bool) -> None:
     """On a busy machine this rank may be late by milliseconds, and a step that all ranks have made would be repeated.
     If it waits in vain, it writes the state that it has."""
 
@@ -340,7 +340,7 @@ def ended_process() -> int:
     return child
 
 
-def test_a_script_that_counts_otherwise_for_should_stop_than_for_save_goes_on_from_the_folder(
+def test_a_script_that_counts_differently_for_should_stop_and_save_resumes_from_the_folder(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Many scripts count from 0. If step 8 of should_stop() is step 9 of save(), a restart would repeat a step."""
@@ -359,7 +359,7 @@ def test_a_script_that_counts_otherwise_for_should_stop_than_for_save_goes_on_fr
     assert "should_stop(0) is called after the step that follows step 0" in capfd.readouterr().err
 
 
-def test_memory_false_keeps_nothing_and_a_restart_goes_on_from_the_folder(node: Node) -> None:
+def test_memory_false_keeps_nothing_and_a_restart_uses_the_folder(node: Node) -> None:
     """Users turn memory off to return to the save before a loss went wrong, or if no memory is free."""
 
     def train() -> int:
@@ -374,7 +374,7 @@ def test_memory_false_keeps_nothing_and_a_restart_goes_on_from_the_folder(node: 
     assert node.step is None
 
 
-def test_a_script_that_asks_for_values_only_after_a_resume_is_refused_once(
+def test_a_script_that_loads_values_only_after_a_resume_is_refused_once(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """At the first start nothing shows that the script has values. A default in their place would change the result."""
@@ -393,7 +393,7 @@ def test_a_script_that_asks_for_values_only_after_a_resume_is_refused_once(
     assert "step 6 was loaded before, and no step after it is known" in capfd.readouterr().err
 
 
-def test_why_a_state_is_not_used_after_steps_that_nobody_has_written_is_said(
+def test_the_log_gives_the_reason_if_a_state_is_not_used_after_lost_steps(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """All ranks were lost after new steps. The message "no step after it is known" would send users to another
@@ -413,7 +413,7 @@ def test_why_a_state_is_not_used_after_steps_that_nobody_has_written_is_said(
     assert "no step after it is known" not in said
 
 
-def test_nothing_is_kept_in_a_pod_that_follows_one_that_was_killed_for_its_memory_and_the_log_says_so(
+def test_after_an_out_of_memory_kill_the_next_pod_keeps_nothing_and_the_log_says_so(
     node: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Training may need the memory that the state would take, and would be killed again."""
@@ -428,7 +428,7 @@ def test_nothing_is_kept_in_a_pod_that_follows_one_that_was_killed_for_its_memor
     assert node.run(2, lambda: train_from_load(8)) == 7
 
 
-def test_a_rank_that_has_saved_writes_over_what_another_one_of_its_pod_assumes(node: Node) -> None:
+def test_a_saved_state_overwrites_one_assumed_by_another_rank_of_the_pod(node: Node) -> None:
     """Chance decides which rank writes first after a failure. The complete state of the rank that saves must win."""
 
     def train() -> Any:
@@ -451,7 +451,7 @@ def test_a_rank_that_has_saved_writes_over_what_another_one_of_its_pod_assumes(n
     assert node.run(1, train, ranks=2) == (9, True)
 
 
-def test_what_one_rank_has_saved_counts_before_what_another_assumes(node: Node) -> None:
+def test_values_saved_by_one_rank_override_those_assumed_by_another(node: Node) -> None:
     """In `if world.is_main: snapshot.save(…, best=best)` the other ranks have no best loss."""
 
     def train() -> Any:
@@ -473,7 +473,7 @@ def test_what_one_rank_has_saved_counts_before_what_another_assumes(node: Node) 
 # ---- no folder; two Snapshots ------------------------------------------------------------------------------
 
 
-def test_without_a_folder_the_state_is_in_memory_alone_and_the_log_says_so_once(
+def test_without_a_folder_the_state_is_only_in_memory_and_the_log_says_so_once(
     node: Node, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A short training needs no volume, but users who forgot the folder must know what they can lose."""
@@ -519,7 +519,7 @@ def saving(until: int, *, every: int, values: bool, marks: str = "", dies: int |
 
 @pytest.mark.parametrize("values", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_without_a_folder_what_was_saved_last_is_in_memory(
+def test_without_a_folder_the_last_saved_state_is_in_memory(
     node: Node, values: bool, ranks: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A script that saves once an epoch would otherwise restart at step 0 if a rank dies between two saves."""
@@ -544,7 +544,7 @@ def test_without_a_folder_what_was_saved_last_is_in_memory(
 
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("dies", [0, 1])
-def test_what_was_saved_counts_also_where_a_rank_dies_before_the_next_step(
+def test_a_saved_state_counts_even_if_a_rank_dies_before_the_next_step(
     tmp_path: Path, run_ranks: Callable[[Callable[[int], Any], int], list[Any]], nodes: int, dies: int
 ) -> None:
     """The rank may die in a long evaluation after the save. If it writes the copies, another rank writes its state,
@@ -556,14 +556,14 @@ def test_what_was_saved_counts_also_where_a_rank_dies_before_the_next_step(
     assert node.run(1, lambda: saving(20, every=4, values=True), ranks=2)[:2] == (20, 20.5)
 
 
-def test_failures_between_two_saves_do_not_use_up_what_was_saved(node: Node) -> None:
+def test_failures_between_two_saves_do_not_use_up_the_saved_state(node: Node) -> None:
     """A state that is loaded repeatedly without a later step is given up. Here later steps are made but not marked, so
     the job must not restart at step 0 after the fourth failure."""
     began = [node.run(number, lambda: saving(9, every=6, values=True), ranks=2)[0] for number in range(6)]
     assert began == [0, 6, 6, 6, 6, 6]
 
 
-def test_a_save_that_a_rank_has_not_come_to_is_no_reason_to_begin_at_step_0(node: Node) -> None:
+def test_a_save_that_one_rank_has_not_reached_does_not_cause_a_start_at_step_0(node: Node) -> None:
     """A rank may be far behind the last save of the others, for example if the script saves only the best state."""
 
     def train(until: int) -> Any:
@@ -585,7 +585,7 @@ def test_a_save_that_a_rank_has_not_come_to_is_no_reason_to_begin_at_step_0(node
 
 
 @pytest.mark.parametrize("folder", ["snapshots", None])
-def test_buffers_of_another_step_are_not_taken_for_those_of_a_lost_rank_0(node: Node, folder: str | None) -> None:
+def test_buffers_of_another_step_are_not_used_for_a_lost_rank_0(node: Node, folder: str | None) -> None:
     """A rank writes its buffers before each step, in case it dies in the step. Buffers from ten unmarked steps ago must
     not be combined with newer parameters."""
 
@@ -611,7 +611,7 @@ def test_buffers_of_another_step_are_not_taken_for_those_of_a_lost_rank_0(node: 
 
 
 @pytest.mark.parametrize("script", ["has an optimizer that seldom makes a step", "clips its weights after a save"])
-def test_what_was_saved_counts_whatever_else_the_script_does(node: Node, script: str) -> None:
+def test_a_saved_state_counts_if_steps_or_weight_changes_happen_between_saves(node: Node, script: str) -> None:
     """One script makes a step between two saves, so each step seems to be marked. The other changes parameters between
     a save and the next step, so survivors have no usable state."""
 
@@ -638,7 +638,7 @@ def test_what_was_saved_counts_whatever_else_the_script_does(node: Node, script:
     assert node.run(1, lambda: train(17), ranks=2) == 15
 
 
-def test_of_two_states_of_one_number_the_first_is_kept_whole(node: Node) -> None:
+def test_the_first_of_two_states_with_the_same_number_is_kept_completely(node: Node) -> None:
     """Some scripts count epochs and save twice in an epoch. Values of one state must not be combined with parameters of
     the other."""
 
@@ -664,7 +664,7 @@ def test_of_two_states_of_one_number_the_first_is_kept_whole(node: Node) -> None
         assert (began, best, sums["loaded"]) == (until, "first", before["first"])
 
 
-def test_what_was_saved_right_before_the_model_grows_is_there(node: Node) -> None:
+def test_a_state_saved_right_before_the_model_grows_is_kept(node: Node) -> None:
     """At the end of an epoch a script saves and then adds layers: that save must count."""
 
     def train() -> None:
@@ -681,14 +681,14 @@ def test_what_was_saved_right_before_the_model_grows_is_there(node: Node) -> Non
 
 
 @pytest.mark.parametrize("marks", ["each step", "what it saves"])
-def test_a_script_that_marks_each_step_is_not_copied_where_it_saves(node: Node, marks: str) -> None:
+def test_a_script_that_marks_each_step_is_not_copied_at_its_saves(node: Node, marks: str) -> None:
     """Such a script repeats no step even without copies, which would take memory, and time at each save."""
     for generation, until in enumerate((10, 15)):
         node.run(generation, lambda until=until: saving(until, every=4, values=False, marks=marks), ranks=2)  # type: ignore[misc]
         assert node.step == (until if marks == "each step" else until // 4 * 4)
 
 
-def test_without_a_folder_and_without_an_agent_the_log_says_that_nothing_is_saved(
+def test_without_a_folder_and_an_agent_the_log_says_that_nothing_is_saved(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Under torchrun no memory outlives the ranks, so a script that relies on it would lose its work."""
@@ -700,13 +700,13 @@ def test_without_a_folder_and_without_an_agent_the_log_says_that_nothing_is_save
     process.replace()
 
 
-def test_no_folder_and_no_memory_is_a_mistake() -> None:
+def test_a_snapshot_without_folder_and_memory_is_refused() -> None:
     """A Snapshot without a folder and without memory would save nothing."""
     with pytest.raises(ddpjob.ConfigurationError, match="nothing would be saved"):
         ddpjob.Snapshot(memory=False)
 
 
-def test_a_second_snapshot_that_is_only_written_leaves_the_memory_to_the_one_that_loads(node: Node) -> None:
+def test_a_second_snapshot_that_only_writes_leaves_the_memory_to_the_one_that_loads(node: Node) -> None:
     """Many scripts save the best state into a folder of its own."""
 
     def train(until: int) -> int:
@@ -722,7 +722,7 @@ def test_a_second_snapshot_that_is_only_written_leaves_the_memory_to_the_one_tha
     assert node.run(1, lambda: train(7)) == 6
 
 
-def test_a_script_that_loads_from_two_snapshots_goes_on_from_their_folders(
+def test_a_script_that_loads_from_two_snapshots_resumes_from_their_folders(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Otherwise one state would be that of the last step, and the other that of the last save."""
@@ -763,7 +763,7 @@ def train(until: int, before_rescue: Callable[[dict[str, Any]], object] = lambda
     return began
 
 
-def test_a_model_that_has_grown_since_its_last_step_goes_on_from_the_folder_and_the_log_says_so(
+def test_a_model_grown_since_its_last_step_resumes_from_the_folder_and_the_log_says_so(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The grown model has not been trained yet. After a restart with it the script would let it grow again."""
@@ -776,7 +776,7 @@ def test_a_model_that_has_grown_since_its_last_step_goes_on_from_the_folder_and_
     assert node.run(1, lambda: train(6)) == 4
 
 
-def test_parameters_that_change_after_the_boundary_are_not_taken_for_those_of_the_step(
+def test_parameters_changed_after_the_boundary_do_not_count_as_those_of_the_step(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A script may clip its weights every hundred steps, which the first three steps do not show."""
@@ -790,7 +790,7 @@ def test_parameters_that_change_after_the_boundary_are_not_taken_for_those_of_th
     assert node.run(1, lambda: train(6)) == 4
 
 
-def test_a_value_that_save_has_found_changed_is_not_taken_from_keep_alone(
+def test_a_value_that_changed_before_save_is_not_taken_from_keep_alone(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Otherwise an average that is updated at the end of an epoch loses that update."""
@@ -810,7 +810,7 @@ def test_a_value_that_save_has_found_changed_is_not_taken_from_keep_alone(
     assert "average: changed between should_stop(4) or keep(4, …) and save(4)" in capfd.readouterr().err
 
 
-def test_where_a_script_changes_its_state_is_known_after_a_restart_too(node: Node) -> None:
+def test_places_of_state_changes_in_a_script_are_known_after_a_restart_too(node: Node) -> None:
     """Otherwise the second generation loses a change of the learning rate if a rank fails before its first save."""
 
     def train(until: int) -> int:
@@ -832,7 +832,7 @@ def test_where_a_script_changes_its_state_is_known_after_a_restart_too(node: Nod
 
 @pytest.mark.parametrize("marks", ["should_stop", "keep"])
 @pytest.mark.parametrize("evaluates", ["not at all", "by random numbers", "in training mode"])
-def test_what_an_evaluation_changes_after_the_mark_is_not_lost(node: Node, marks: str, evaluates: str) -> None:
+def test_changes_by_an_evaluation_after_the_mark_are_not_lost(node: Node, marks: str, evaluates: str) -> None:
     """Otherwise training continues with other dropout masks, or BatchNorm lacks the batches of the evaluation."""
 
     def train() -> None:
@@ -857,9 +857,7 @@ def test_what_an_evaluation_changes_after_the_mark_is_not_lost(node: Node, marks
 
 
 @pytest.mark.parametrize("evaluates", ["not at all", "from a loader", "with gradients"])
-def test_the_seed_of_the_next_epochs_loader_is_drawn_again_and_that_of_an_evaluation_is_not(
-    node: Node, evaluates: str
-) -> None:
+def test_a_restart_repeats_the_seed_of_the_next_epoch_and_not_that_of_an_evaluation(node: Node, evaluates: str) -> None:
     """Each iter(DataLoader) draws a seed. A restart begins the same epoch again, but does not repeat the evaluation."""
 
     def train() -> None:
@@ -911,9 +909,7 @@ def test_a_sampler_that_ends_an_epoch_before_its_save_is_trusted_in_the_next_epo
 
 
 @pytest.mark.parametrize("place", ["at the top", "after the mark"])
-def test_a_rate_that_changes_before_the_next_batch_is_asked_for_is_not_set_again_by_a_restart(
-    node: Node, place: str
-) -> None:
+def test_a_restart_does_not_repeat_a_rate_change_made_before_the_next_batch(node: Node, place: str) -> None:
     """Otherwise the rate seems to be set at the top of the loop, because it changes after each mark."""
 
     def train() -> None:
@@ -937,9 +933,7 @@ def test_a_rate_that_changes_before_the_next_batch_is_asked_for_is_not_set_again
 
 
 @pytest.mark.parametrize("how", ["copied into", "put in place"])
-def test_averaged_weights_that_are_swapped_in_to_evaluate_are_not_taken_for_those_of_the_step(
-    node: Node, how: str
-) -> None:
+def test_averaged_weights_swapped_in_for_evaluation_do_not_count_as_those_of_the_step(node: Node, how: str) -> None:
     """Many scripts swap weights through `.data`, which no version counter shows. If a rank fails in an evaluation, the
     others must not continue from the averages."""
 
@@ -955,7 +949,7 @@ def test_averaged_weights_that_are_swapped_in_to_evaluate_are_not_taken_for_thos
     assert node.run(1, lambda: train(6)) == 4
 
 
-def test_what_another_job_has_saved_counts_less_than_what_is_in_memory(node: Node, tmp_path: Path) -> None:
+def test_a_state_in_memory_overrides_one_saved_by_another_job(node: Node, tmp_path: Path) -> None:
     """The folder is from another job, so its attempt 7 is not later than attempt 1 of this job."""
     assert node.run(0, lambda: train(4)) == 0
     node.lose(0)
@@ -964,7 +958,7 @@ def test_what_another_job_has_saved_counts_less_than_what_is_in_memory(node: Nod
     assert node.run(2, lambda: train(11)) == 10
 
 
-def test_a_rank_of_a_generation_that_is_over_writes_nothing(node: Node) -> None:
+def test_a_rank_of_an_earlier_generation_writes_nothing(node: Node) -> None:
     """Such a process, hidden from its agent, would overwrite the state of the new ranks."""
 
     def live_on() -> None:
@@ -980,7 +974,7 @@ def test_a_rank_of_a_generation_that_is_over_writes_nothing(node: Node) -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_ranks_that_train_models_of_their_own_do_not_get_each_others_and_the_log_says_so(
+def test_ranks_with_different_models_do_not_load_the_state_of_another_and_the_log_says_so(
     node: Node, capfd: pytest.CaptureFixture[str], first: int
 ) -> None:
     """Each rank trains its own model, so a survivor's state is not the failed rank's. One rank may already have proved
@@ -1007,7 +1001,7 @@ def test_ranks_that_train_models_of_their_own_do_not_get_each_others_and_the_log
     assert "the state in memory is not used: rank 1 did not hold the same parameters as the others" in said
 
 
-def test_why_a_restart_goes_on_from_the_folder_or_begins_anew_is_said_where_nobody_has_written_the_state(
+def test_the_log_gives_the_reason_if_nobody_wrote_a_state_before_a_restart(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """If all ranks that could write the state were killed, users must not search for a mistake in their script."""
@@ -1034,7 +1028,7 @@ def test_why_a_restart_goes_on_from_the_folder_or_begins_anew_is_said_where_nobo
     assert found == [0, 0, 5]
 
 
-def test_a_state_of_which_a_bit_has_changed_in_memory_is_not_used_and_the_log_says_so(
+def test_a_state_with_a_changed_bit_in_memory_is_not_used_and_the_log_says_so(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Otherwise a script's invalid write, or a machine without ECC, corrupts the training and its saves."""
@@ -1054,7 +1048,7 @@ def test_a_state_of_which_a_bit_has_changed_in_memory_is_not_used_and_the_log_sa
     assert "step 6 in memory is not used: rank 0: its bits do not add up to what was written" in said
 
 
-def test_an_optimizer_that_steps_within_backward_is_never_kept_in_the_middle_of_it(node: Node) -> None:
+def test_an_optimizer_that_steps_within_backward_is_never_kept_in_the_middle_of_a_step(node: Node) -> None:
     """In the middle of such a backward some parameters already belong to the next step."""
 
     def train_so(dies_within: bool) -> int:
@@ -1084,7 +1078,7 @@ def test_an_optimizer_that_steps_within_backward_is_never_kept_in_the_middle_of_
     assert node.step == 7
 
 
-def test_a_grad_scaler_comes_back_with_the_step(node: Node) -> None:
+def test_a_grad_scaler_is_restored_with_the_step(node: Node) -> None:
     """With the initial scale, GradScaler would skip the next steps."""
 
     def train_scaled(until: int) -> Any:
@@ -1105,7 +1099,7 @@ def test_a_grad_scaler_comes_back_with_the_step(node: Node) -> None:
     assert node.run(1, lambda: train_scaled(7)) == (6, 64.0)
 
 
-def test_a_full_folder_ends_the_rank_and_the_memory_has_the_step(node: Node) -> None:
+def test_a_full_folder_ends_the_rank_and_the_step_is_kept_in_memory(node: Node) -> None:
     """The folder has nothing newer, so memory matters most after this failure."""
 
     def train_full(until: int) -> int:
@@ -1127,7 +1121,7 @@ def test_a_full_folder_ends_the_rank_and_the_memory_has_the_step(node: Node) -> 
 
 @pytest.mark.parametrize("more", [0, 2])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_training_that_ends_after_it_went_on_from_memory_has_its_last_state_in_the_folder(
+def test_a_training_that_resumed_from_memory_has_its_last_state_in_the_folder_at_its_end(
     node: Node, more: int, ranks: int
 ) -> None:
     """If the save of the last step failed, the next generation has no step to make and ends well. The folder must still
@@ -1149,7 +1143,7 @@ def test_a_training_that_ends_after_it_went_on_from_memory_has_its_last_state_in
         assert node.run(2 + number, lambda: train(0), ranks=ranks) == (6 + more, total)
 
 
-def test_the_folder_gets_the_state_that_was_loaded_and_not_what_was_drawn_since(node: Node) -> None:
+def test_the_folder_gets_the_loaded_state_without_random_numbers_drawn_later(node: Node) -> None:
     """After a resume from memory, wait() writes the state to the folder. Meanwhile a loader has drawn its seed and read
     ahead: from such a state a restart would train other samples."""
 
@@ -1175,7 +1169,7 @@ def test_the_folder_gets_the_state_that_was_loaded_and_not_what_was_drawn_since(
     assert node.run(2, lambda: train(0)) == (6, drawn)
 
 
-def test_a_training_that_cannot_write_what_memory_alone_had_fails(node: Node, end_ranks: Any) -> None:
+def test_a_training_that_cannot_write_a_state_known_only_to_memory_fails(node: Node, end_ranks: Any) -> None:
     def train(until: int) -> int:
         objects, _snapshot, step = begin()
         steps(step, until, **objects)
@@ -1191,7 +1185,7 @@ def test_a_training_that_cannot_write_what_memory_alone_had_fails(node: Node, en
 
 
 @pytest.mark.parametrize("is_written", [False, True])
-def test_a_script_that_names_no_step_does_not_end_well_without_the_state_that_memory_alone_had(
+def test_a_script_without_step_numbers_fails_if_a_state_known_only_to_memory_is_lost(
     node: Node, end_ranks: Any, is_written: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The save of step 6 fails, and the next generation resumes from memory, makes two steps and saves nothing. The job
@@ -1219,7 +1213,7 @@ def test_a_script_that_names_no_step_does_not_end_well_without_the_state_that_me
 
 
 @pytest.mark.parametrize("way", ["keep", "save"])
-def test_a_script_that_names_its_steps_otherwise_ends_with_its_last_state_in_the_folder(node: Node, way: str) -> None:
+def test_a_script_with_its_own_step_numbers_ends_with_its_last_state_in_the_folder(node: Node, way: str) -> None:
     def train(until: int) -> int:
         objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
         step = begun = snapshot.load(**objects)
@@ -1254,7 +1248,7 @@ def test_a_stop_whose_save_failed_leaves_the_state_in_memory(node: Node, save_fa
     assert node.step == (6 if save_failed else None)
 
 
-def test_a_folder_that_takes_no_claim_does_not_cost_what_memory_has(
+def test_a_folder_that_accepts_no_claim_does_not_lose_the_state_in_memory(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A full disk ended a rank. The next generation cannot write its claim, but must not lose the training."""
@@ -1287,7 +1281,7 @@ def _full(*_: object, **__: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_ranks_of_a_node_that_was_lost_draw_new_numbers_the_same_at_each_resume_and_the_log_says_so(
+def test_ranks_of_a_lost_node_draw_new_numbers_the_same_at_each_resume_and_the_log_says_so(
     nodes: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Their states were lost with the node, so the result differs, and users who compare results must know why. The new
@@ -1321,7 +1315,7 @@ def test_ranks_of_a_node_that_was_lost_draw_new_numbers_the_same_at_each_resume_
 
 
 @pytest.mark.parametrize("each", [1, 4])
-def test_a_rank_that_dies_within_its_step_has_its_random_states_however_steps_are_counted(
+def test_a_rank_that_dies_within_a_step_keeps_its_random_states_however_steps_are_counted(
     node: Node, each: int
 ) -> None:
     """Many scripts count micro-batches or samples. Dropout must be the same as without the failure."""
@@ -1348,7 +1342,7 @@ def test_a_rank_that_dies_within_its_step_has_its_random_states_however_steps_ar
     assert found[0] == found[1]
 
 
-def test_a_rank_that_dies_again_and_again_while_it_loads_keeps_its_random_states_and_buffers(
+def test_a_rank_that_dies_repeatedly_while_loading_keeps_its_random_states_and_buffers(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The other rank loads faster, so its state belongs to a newer generation. It is the same step, but the dead rank
@@ -1384,7 +1378,7 @@ def test_a_rank_that_dies_again_and_again_while_it_loads_keeps_its_random_states
     assert [last[rank][1] for rank in range(2)] == [first[rank][1] for rank in range(2)], "each has its own buffers"
 
 
-def test_a_rank_that_dies_within_its_step_has_left_the_buffers_of_all_its_micro_batches(node: Node) -> None:
+def test_a_rank_that_dies_within_a_step_keeps_the_buffers_of_all_its_micro_batches(node: Node) -> None:
     """BatchNorm's averages come from rank 0. They must not lack all micro-batches after the first one."""
 
     def train() -> Any:

@@ -34,7 +34,7 @@ class Graph(torch.nn.Module):
 
 
 @pytest.mark.parametrize("kind", [Graph, lambda: torch.nn.Sequential(torch.nn.LazyLinear(1))])
-def test_a_model_with_sparse_tensors_or_without_shapes_yet_is_loaded_and_goes_on_after_a_restart(
+def test_a_model_with_sparse_or_lazy_tensors_is_loaded_and_continues_after_a_restart(
     node: Node, kind: Callable[[], torch.nn.Module]
 ) -> None:
     """Under ddprun torch's RuntimeError must not end `load`, neither at the start nor at a restart."""
@@ -56,7 +56,7 @@ def test_a_model_with_sparse_tensors_or_without_shapes_yet_is_loaded_and_goes_on
     assert node.run(1, lambda: train(12)) == (4 if kind is Graph else 12)
 
 
-def test_a_model_that_is_on_another_device_when_a_rank_fails_goes_on_from_the_folder_and_the_log_says_so(
+def test_a_model_on_another_device_at_a_failure_resumes_from_the_folder_and_the_log_says_so(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A script may move the model to make room for an evaluation. The meta device stands for the other device."""
@@ -78,7 +78,7 @@ def test_a_model_that_is_on_another_device_when_a_rank_fails_goes_on_from_the_fo
     assert node.run(1, lambda: train(6, moves=False)) == 4
 
 
-def test_a_model_with_a_layer_on_another_device_trains_on_and_the_log_says_that_it_is_not_kept(
+def test_a_model_with_a_layer_on_another_device_trains_and_the_log_says_that_it_is_not_kept(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The library must not end a training that works without it."""
@@ -97,7 +97,7 @@ def test_a_model_with_a_layer_on_another_device_trains_on_and_the_log_says_that_
 
 
 @pytest.mark.parametrize("short", [1, 0])
-def test_a_limit_that_is_a_byte_too_small_is_said_with_the_one_that_would_do(
+def test_a_limit_that_is_one_byte_too_small_is_reported_with_the_sufficient_one(
     node: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], short: int
 ) -> None:
     """Over its limit a container is killed by the kernel, and the state in memory is lost with it."""
@@ -143,7 +143,7 @@ class Averages:
         ("an object", "averages: it has more than 4 MiB to copy at each step"),
     ],
 )
-def test_a_script_with_too_much_to_write_at_each_step_trains_on_and_the_log_says_why_it_is_not_kept(
+def test_a_script_with_too_much_data_per_step_trains_and_the_log_says_why_it_is_not_kept(
     node: Node, which: str, why: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Otherwise each step would take as long as a save."""
@@ -187,7 +187,7 @@ def accumulated(until: int, *, fails_within: bool, saves_within: bool = True) ->
     return began, [value.tolist() for value in objects["model"].state_dict().values()]
 
 
-def test_ranks_that_mark_other_steps_than_their_peers_go_on_from_the_folder_and_the_log_says_so(
+def test_ranks_that_mark_different_steps_resume_from_the_folder_and_the_log_says_so(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """One rank's counter begins at another number, so the step of the state is not known, and memory is not used."""
@@ -211,7 +211,7 @@ def test_ranks_that_mark_other_steps_than_their_peers_go_on_from_the_folder_and_
     assert "the state in memory is not used: the state is of step" in capfd.readouterr().err
 
 
-def test_a_save_in_the_middle_of_an_accumulation_brings_back_the_whole_step(node: Node, tmp_path: Path) -> None:
+def test_a_save_within_an_accumulation_restores_the_complete_step(node: Node, tmp_path: Path) -> None:
     """If random numbers and running means were those of the middle, the first half would be trained twice."""
     _, undisturbed = node.run(0, lambda: accumulated(9, fails_within=False, saves_within=False))
     node.lose(0)
@@ -223,7 +223,7 @@ def test_a_save_in_the_middle_of_an_accumulation_brings_back_the_whole_step(node
 
 
 @pytest.mark.parametrize("kind", ["plain", "lbfgs", "adversary"])
-def test_a_script_whose_step_needs_its_peers_learns_in_time_that_memory_has_not_each_step(
+def test_a_script_whose_step_needs_its_peers_is_told_in_time_that_memory_lacks_some_steps(
     node: Node, capfd: pytest.CaptureFixture[str], kind: str
 ) -> None:
     """A rank that fails within LBFGS's step, or in the second half of a GAN's step, leaves no complete state. Users

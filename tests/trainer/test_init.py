@@ -47,7 +47,7 @@ SECOND_OF_2_NODES = {"NNODES": "2", "NODE_RANK": "1"}
         ("a job of one process", {"DDPJOB_WORLD_SIZE": "1", "NNODES": "1"}, {}, (0, 1, 0, 1, 0)),
     ],
 )
-def test_the_place_follows_from_how_the_process_was_started(how, environ, arguments, expected):
+def test_rank_and_world_size_follow_from_how_the_process_was_started(how, environ, arguments, expected):
     assert place(environ, **arguments) == expected, how
 
 
@@ -63,7 +63,7 @@ def test_the_place_follows_from_how_the_process_was_started(how, environ, argume
         ({}, {"init_method": "tcp://h:1?rank=x&world_size=2"}, ["needs numbers"]),
     ],
 )
-def test_a_place_that_cannot_be_right_is_an_error_and_not_a_training_alone(environ, arguments, words):
+def test_impossible_rank_numbers_are_an_error_and_do_not_train_alone(environ, arguments, words):
     with pytest.raises(ddpjob.ConfigurationError) as caught:
         place(environ, **arguments)
     assert all(word in str(caught.value) for word in words), str(caught.value)
@@ -85,7 +85,7 @@ def test_a_place_that_cannot_be_right_is_an_error_and_not_a_training_alone(envir
         ({"timeout_start_seconds": "60"}, ["timeout_start_seconds: '60'", "number of seconds"]),
     ],
 )
-def test_what_cannot_work_is_refused_with_the_reason(arguments, words):
+def test_an_impossible_setup_is_refused_with_the_reason(arguments, words):
     with pytest.raises(ddpjob.ConfigurationError) as caught:
         ddpjob.init(**arguments)
     assert all(word in str(caught.value) for word in words), str(caught.value)
@@ -111,7 +111,7 @@ def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         (4, 0, "nccl", None, {"DDPJOB_BACKEND": "gloo"}, ("nccl", "cuda:0")),
     ],
 )
-def test_backend_and_device_follow_from_what_is_said_and_what_is_there(
+def test_backend_and_device_follow_from_the_arguments_and_the_hardware(
     monkeypatch, gpus, local_rank, backend, device, environ, expected
 ):
     pretend_gpus(monkeypatch, gpus)
@@ -137,7 +137,7 @@ def summed(**arguments: Any) -> tuple[float, int, int]:
         return float(ranks), world.rank, world.world_size
 
 
-def test_alone_needs_no_variables_and_no_port(run_ranks):
+def test_a_single_process_needs_no_variables_and_no_port(run_ranks):
     def body(rank: int) -> Any:
         first, again = summed(), summed()  # the second call follows the end of the first group
         assert not dist.is_initialized()
@@ -146,7 +146,7 @@ def test_alone_needs_no_variables_and_no_port(run_ranks):
     assert run_ranks(body, 1) == [((0.0, 0, 1),) * 2]
 
 
-def test_ranks_meet_by_variables_by_port_and_in_a_file(run_ranks, free_port, meeting_file, monkeypatch):
+def test_ranks_meet_by_variables_by_port_and_by_file(run_ranks, free_port, meeting_file, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port))
     expected = [(1.0, 0, 2), (1.0, 1, 2)]
@@ -173,7 +173,7 @@ def test_a_file_left_by_a_crash_is_an_error_at_once_and_not_a_long_wait(end_rank
         assert "Delete" in outcome.error
 
 
-def test_a_new_attempt_may_use_the_file_that_a_crashed_one_left(end_ranks, meeting_file, monkeypatch):
+def test_a_new_attempt_may_use_the_file_left_by_a_crashed_one(end_ranks, meeting_file, monkeypatch):
     def body(rank: int) -> None:
         ddpjob.init(init_method=meeting_file, rank=rank, world_size=2)
         if os.environ["DDPJOB_ATTEMPT"] == "1":
@@ -184,7 +184,7 @@ def test_a_new_attempt_may_use_the_file_that_a_crashed_one_left(end_ranks, meeti
         assert [outcome.exit_code for outcome in end_ranks(body, 2)] == [code, code]
 
 
-def test_a_new_generation_may_use_the_file_that_the_one_before_left(end_ranks, meeting_file, monkeypatch):
+def test_a_new_generation_may_use_the_file_of_the_previous_one(end_ranks, meeting_file, monkeypatch):
     def body(rank: int) -> None:
         ddpjob.init(init_method=meeting_file, rank=rank, world_size=2)
         if os.environ["DDPJOB_GENERATION"] == "0":
@@ -195,7 +195,7 @@ def test_a_new_generation_may_use_the_file_that_the_one_before_left(end_ranks, m
         assert [outcome.exit_code for outcome in end_ranks(body, 2)] == [code, code]
 
 
-def test_ranks_that_chose_different_backends_are_told_so(end_ranks, meeting_file, monkeypatch):
+def test_ranks_with_different_backends_get_an_error_about_it(end_ranks, meeting_file, monkeypatch):
     def body(rank: int) -> None:
         monkeypatch.setattr(join, "choose", lambda *args: (("gloo", "nccl")[rank], torch.device("cpu")))
         ddpjob.init(init_method=meeting_file, rank=rank, world_size=2, timeout_start_seconds=2)
@@ -204,7 +204,7 @@ def test_ranks_that_chose_different_backends_are_told_so(end_ranks, meeting_file
     assert "rank 1 uses nccl and rank 0 gloo" in outcomes[1].error
 
 
-def test_a_rank_that_waits_in_vain_says_for_whom_and_where(end_ranks, meeting_file):
+def test_a_rank_that_times_out_names_the_missing_ranks_and_the_address(end_ranks, meeting_file):
     (outcome,) = end_ranks(
         lambda rank: ddpjob.init(init_method=meeting_file, rank=0, world_size=2, timeout_start_seconds=0.5), 1
     )
@@ -238,7 +238,7 @@ def test_after_the_first_step_a_collective_fails_sooner(end_ranks, meeting_file)
 
 @pytest.mark.parametrize("watched", [{}, {"DDPJOB_BEATS": "1:2:3:0"}, {"DDPJOB_STATUS_URL": "http://x"}], ids=str)
 @pytest.mark.parametrize("stall", ["", "0", "300", "20000"])
-def test_no_collective_ends_sooner_than_a_declared_pause_may_take(watched, stall):
+def test_no_collective_times_out_sooner_than_a_declared_pause_may_take(watched, stall):
     """Otherwise half an hour of evaluation on rank 0 ends the ranks that wait for it, also after each restart."""
     allowed = join.default_timeout_seconds({**watched, "DDPJOB_STALL_TIMEOUT": stall})
     learned = stall_limits.Learned(step_seconds=(1.0,))
@@ -247,7 +247,7 @@ def test_no_collective_ends_sooner_than_a_declared_pause_may_take(watched, stall
     assert allowed > 1800
 
 
-def test_an_evaluation_on_rank_0_alone_ends_nobody_before_the_first_step_or_after_it(
+def test_an_evaluation_on_rank_0_alone_ends_no_rank_before_or_after_the_first_step(
     run_ranks, meeting_file, monkeypatch
 ):
     """Seconds stand for quarters of an hour. The evaluation takes longer than the time that the ranks had to meet."""
@@ -270,7 +270,7 @@ def test_an_evaluation_on_rank_0_alone_ends_nobody_before_the_first_step_or_afte
 
 @needs_a_timeout_that_changes
 @pytest.mark.parametrize("close", [True, False], ids=["in a with", "without"])
-def test_a_rank_that_gives_up_names_the_limit_that_ended_it(end_ranks, meeting_file, capfd, close):
+def test_a_rank_that_times_out_names_the_limit(end_ranks, meeting_file, capfd, close):
     def body(rank: int) -> None:
         world = ddpjob.init(init_method=meeting_file, rank=rank, world_size=2, timeout_step_seconds=0.5)
         with world if close else contextlib.nullcontext():
@@ -286,7 +286,7 @@ def test_a_rank_that_gives_up_names_the_limit_that_ended_it(end_ranks, meeting_f
     assert said.count("rank 0 has waited for another rank for the time-out of 0.5 s (timeout_step_seconds of") == 1
 
 
-def test_a_group_that_the_script_made_itself_is_used(run_ranks, tmp_path):
+def test_a_group_that_the_script_created_itself_is_used(run_ranks, tmp_path):
     def body(rank: int) -> tuple[int, int, str]:
         dist.init_process_group("gloo", store=dist.FileStore(f"{tmp_path}/meet", 2), rank=rank, world_size=2)
         with ddpjob.init() as world:
@@ -295,7 +295,7 @@ def test_a_group_that_the_script_made_itself_is_used(run_ranks, tmp_path):
     assert run_ranks(body, 2) == [(0, 2, "gloo"), (1, 2, "gloo")]
 
 
-def test_the_world_says_attempt_and_device_and_wraps_a_model_for_the_cpu(run_ranks, monkeypatch):
+def test_the_world_has_attempt_and_device_and_wraps_a_model_for_the_cpu(run_ranks, monkeypatch):
     monkeypatch.setenv("DDPJOB_ATTEMPT", "3")
 
     def body(rank: int) -> tuple[int, str, bool, Any]:
@@ -318,7 +318,7 @@ def train_a_little(rank: int, url: str, world_size: int) -> None:
     sys.modules["__main__"].model = model  # type: ignore[attr-defined]  # as in a script: it dies in the very last moment
 
 
-def test_finished_jobs_never_abort_or_hang_although_the_script_closes_nothing(tmp_path):
+def test_finished_jobs_never_abort_or_hang_even_if_the_script_closes_nothing(tmp_path):
     """At the interpreter's exit gloo's groups may abort (SIGABRT) or hang, after all work is done."""
     for job in range(5):
         ended = finish(lambda rank, job=job: train_a_little(rank, f"file://{tmp_path}/{job}", 2), 2)
@@ -334,7 +334,7 @@ def test_closing_never_hangs_on_a_thread_that_releases_the_last_tensor(run_ranks
     run_ranks(body, 3)
 
 
-def test_a_rank_that_fails_in_the_middle_of_a_collective_ends_at_once_with_1(tmp_path):
+def test_a_rank_that_fails_within_a_collective_exits_at_once_with_1(tmp_path):
     """A launcher sees the failure only when the process has ended. gloo could delay that until the collective's
     time-out."""
 
@@ -352,7 +352,7 @@ def test_a_rank_that_fails_in_the_middle_of_a_collective_ends_at_once_with_1(tmp
     assert ended[1][1] < 15, "of 300 s until the time-out"
 
 
-def test_a_group_may_be_closed_and_made_anew_in_one_process(run_ranks, free_port, monkeypatch):
+def test_a_group_may_be_closed_and_created_again_in_one_process(run_ranks, free_port, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port))
     assert run_ranks(lambda rank: [summed(rank=rank, world_size=2) for _ in range(3)], 2) == [
@@ -361,7 +361,7 @@ def test_a_group_may_be_closed_and_made_anew_in_one_process(run_ranks, free_port
     ]
 
 
-def test_tcp_works_under_torchrun_where_torch_itself_waits_for_ever(tmp_path, free_port):
+def test_tcp_works_under_torchrun_although_torch_itself_waits_for_ever(tmp_path, free_port):
     script = tmp_path / "train.py"
     script.write_text(
         "import os, sys, torch, ddpjob\n"
@@ -380,7 +380,7 @@ def test_tcp_works_under_torchrun_where_torch_itself_waits_for_ever(tmp_path, fr
     assert sorted(done.stdout.splitlines()) == ["sum 1 local 0 of 2", "sum 1 local 1 of 2"]
 
 
-def test_ranks_that_finish_together_leave_nothing_on_stderr_that_looks_like_a_failure(end_ranks, capfd, free_port):
+def test_ranks_that_finish_together_print_nothing_like_a_failure_on_stderr(end_ranks, capfd, free_port):
     """If rank 0, which serves the store, leaves first, torch prints a trace of 20 lines on each other rank."""
 
     def body(rank: int) -> None:

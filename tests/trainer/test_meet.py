@@ -54,7 +54,7 @@ def created(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return asked
 
 
-def test_torch_looks_for_rank_0_once_it_is_there(late: int, created: list[tuple[Any, ...]]) -> None:
+def test_torch_connects_to_rank_0_as_soon_as_its_store_is_served(late: int, created: list[tuple[Any, ...]]) -> None:
     torchs: Any = sys.modules["torch.distributed.rendezvous"]
     assert torchs._create_c10d_store(HOST, late, 1, 2, TEN_SECONDS, True) == "store"
     assert created == [(HOST, late, 1, 2, TEN_SECONDS, True, True)], "torch would have lost half a second"
@@ -66,7 +66,7 @@ def test_rank_0_does_not_wait_for_itself(late: int, created: list[tuple[Any, ...
     assert created == [(HOST, late, 0, 2, dt.timedelta(hours=1), False)]
 
 
-def test_under_torchrun_the_store_is_there_before_the_ranks(
+def test_under_torchrun_the_store_exists_before_the_ranks(
     late: int, created: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
@@ -76,7 +76,7 @@ def test_under_torchrun_the_store_is_there_before_the_ranks(
 
 
 @pytest.mark.parametrize(("host", "port"), [(HOST, None), ("no-such-host.invalid", 1), (HOST, 1 << 16), ("a" * 70, 1)])
-def test_where_nobody_serves_torch_gives_the_reason_within_its_own_limit(host: str, port: int | None) -> None:
+def test_if_nobody_serves_torch_gives_the_reason_within_its_own_limit(host: str, port: int | None) -> None:
     with ports.hold() as held:
         waiting = threading.Thread(target=meet.wait_until_served, args=(host, port or ports.number(held), 0.5))
         waiting.start()
@@ -84,7 +84,7 @@ def test_where_nobody_serves_torch_gives_the_reason_within_its_own_limit(host: s
         assert not waiting.is_alive(), "the time limit of the rendezvous is not kept"
 
 
-def test_a_torch_whose_function_has_another_name_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_whose_function_has_another_name_is_not_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.SimpleNamespace()
     monkeypatch.setitem(sys.modules, "torch.distributed.rendezvous", module)
     meet.have_torch_wait_for_rank_0()

@@ -63,7 +63,7 @@ def test_plain_and_gzip_files_give_the_same_bytes(small: Path, tmp_path_factory:
     assert all(torch.equal(a, b) for a, b in zip(again, (images, labels, test_images, test_labels), strict=True))
 
 
-def test_a_gzip_file_without_its_suffix_and_a_plain_one_with_it_are_read_by_what_they_are(small: Path) -> None:
+def test_a_gzip_file_is_recognized_by_its_content_and_not_by_its_suffix(small: Path) -> None:
     before = mnist.load_data(str(small))
     file = small / TRAIN_IMAGES
     file.write_bytes(gzip.compress(file.read_bytes()))
@@ -89,7 +89,7 @@ def test_a_gzip_file_without_its_suffix_and_a_plain_one_with_it_are_read_by_what
         (TRAIN_LABELS, lambda b: bytes(28_881), "as long as MNIST's file, but its MD5 is "),
     ],
 )
-def test_a_damaged_file_is_named_with_what_is_wrong(
+def test_a_damaged_file_is_named_with_the_error(
     small: Path, name: str, damage: Callable[[bytes], bytes], sentence: str
 ) -> None:
     file = small / name
@@ -121,7 +121,7 @@ def test_an_empty_set_is_named(small: Path) -> None:
         mnist.load_data(str(small))
 
 
-def test_the_example_job_mounts_the_folder_that_it_names():
+def test_the_example_job_mounts_the_named_folder():
     job, problems = validation.parse(yaml.safe_load((EXAMPLE.parents[2] / "examples/mnist.yaml").read_text()))
     assert problems == []
     trainer = job.spec.template["spec"]["containers"][0]
@@ -130,7 +130,7 @@ def test_the_example_job_mounts_the_folder_that_it_names():
     assert mnist.options(options).data == trainer["volumeMounts"][0]["mountPath"]
 
 
-def test_the_cnn_reads_97_of_100_unseen_digits_from_files_of_scikit_learns_digits(run_ranks, tmp_path, free_port):
+def test_the_cnn_recognizes_97_of_100_unseen_digits_of_scikit_learn(run_ranks, tmp_path, free_port):
     digits = load_digits()
     order = torch.randperm(len(digits.images), generator=torch.Generator().manual_seed(0))
     large = F.interpolate(torch.tensor(digits.images).unsqueeze(1), size=(28, 28), mode="bilinear")

@@ -22,12 +22,12 @@ def test_the_agent_waits_only_after_names_proof_and_room() -> None:
 
 
 @pytest.mark.parametrize("mode", [Mode.EMPTY, Mode.PROVING, Mode.COPYING, Mode.OFF])
-def test_room_that_comes_late_promises_nothing(mode: Mode) -> None:
+def test_room_that_was_reserved_late_promises_nothing(mode: Mode) -> None:
     """A thread reserves the room. It does not know that the script has passed other objects meanwhile."""
     assert after(mode, "reserved") is mode
 
 
-def test_what_is_refused_stays_refused_and_what_changes_is_copied_from_then_on() -> None:
+def test_a_refused_state_stays_refused_and_a_changing_one_is_copied_from_then_on() -> None:
     """Otherwise a state that is known to be wrong is used after a restart."""
     assert {after(Mode.OFF, event) for event in EVENTS} == {Mode.OFF}
     assert {after(Mode.COPYING, event) for event in EVENTS} == {Mode.COPYING, Mode.OFF}

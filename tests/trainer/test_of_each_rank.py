@@ -55,7 +55,7 @@ def save_readers(world: Any, snapshot: ddpjob.Snapshot) -> None:
     saved(snapshot, 1, reader=reader, drawn=generator.get_state(), lr=0.1)
 
 
-def test_each_rank_gets_back_its_own_reader_and_its_own_values(run_ranks: Any, tmp_path: Path) -> None:
+def test_each_rank_gets_its_own_reader_and_values_back(run_ranks: Any, tmp_path: Path) -> None:
     """Otherwise both ranks read rank 0's shard, and the samples of the other shard are never trained."""
 
     def load(world: Any, snapshot: ddpjob.Snapshot) -> Any:
@@ -71,7 +71,7 @@ def test_each_rank_gets_back_its_own_reader_and_its_own_values(run_ranks: Any, t
     ]
 
 
-def test_at_another_number_of_ranks_it_is_refused_by_name(run_ranks: Any, tmp_path: Path) -> None:
+def test_a_load_with_another_number_of_ranks_is_refused_by_name(run_ranks: Any, tmp_path: Path) -> None:
     """Two readers' positions cannot be divided among three."""
 
     def load(world: Any, snapshot: ddpjob.Snapshot) -> str:
@@ -86,7 +86,7 @@ def test_at_another_number_of_ranks_it_is_refused_by_name(run_ranks: Any, tmp_pa
     assert in_ranks(run_ranks, tmp_path, "b", 3, load) == ["0.1"] * 3
 
 
-def test_what_is_the_same_on_all_ranks_is_kept_once(run_ranks: Any, tmp_path: Path) -> None:
+def test_values_that_are_equal_on_all_ranks_are_saved_once(run_ranks: Any, tmp_path: Path) -> None:
     """A snapshot must not grow with the number of ranks, and must be usable with another number."""
 
     def save(world: Any, snapshot: ddpjob.Snapshot) -> None:
@@ -99,7 +99,7 @@ def test_what_is_the_same_on_all_ranks_is_kept_once(run_ranks: Any, tmp_path: Pa
 
 
 @pytest.mark.parametrize("buffers", ["sent", "not sent", "joined", "ignored"])
-def test_buffers_and_parameters_that_ddp_leaves_to_each_rank_are_its_own(
+def test_buffers_and_parameters_that_ddp_ignores_belong_to_each_rank(
     run_ranks: Any, tmp_path: Path, buffers: str
 ) -> None:
     """A rank's own adapter, with its momentum, rate and average, must not become rank 0's. Nor its BatchNorm in `with
@@ -140,7 +140,7 @@ def test_buffers_and_parameters_that_ddp_leaves_to_each_rank_are_its_own(
 
 
 @pytest.mark.parametrize("keep", [1, 3])
-def test_a_file_that_lacks_the_reader_of_a_late_rank_is_passed_over(
+def test_a_file_without_the_reader_of_a_late_rank_is_skipped(
     run_ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], keep: int
 ) -> None:
     """A rank is killed just before save(2), so its reader is missing there. Step 1 is complete and used."""
@@ -172,7 +172,7 @@ def test_a_file_that_lacks_the_reader_of_a_late_rank_is_passed_over(
 
 
 @pytest.mark.parametrize("differs", [True, False])
-def test_replicas_that_are_out_of_step_are_named_at_a_save(
+def test_replicas_that_differ_are_named_at_a_save(
     run_ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], differs: bool
 ) -> None:
     """Clipping by each rank's own norm lets the ranks diverge. After a restart all would have rank 0's parameters."""
@@ -191,7 +191,7 @@ def test_replicas_that_are_out_of_step_are_named_at_a_save(
     assert capfd.readouterr().err.count(said) == int(differs)
 
 
-def test_where_no_file_has_the_reader_of_a_late_rank_it_is_refused(run_ranks: Any, tmp_path: Path) -> None:
+def test_a_load_is_refused_if_no_file_has_the_reader_of_a_late_rank(run_ranks: Any, tmp_path: Path) -> None:
     """A start at step 0 would be as wrong as another rank's reader."""
 
     def save(world: Any, snapshot: ddpjob.Snapshot) -> None:
@@ -209,7 +209,7 @@ def test_where_no_file_has_the_reader_of_a_late_rank_it_is_refused(run_ranks: An
         assert "reader: each rank had its own when step 1 was saved, and that of rank 2 is not in the snapshot" in text
 
 
-def test_what_is_too_large_to_be_kept_of_each_rank_is_named_at_once(
+def test_a_per_rank_state_that_is_too_large_is_named_at_once(
     run_ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The state passes through rank 0, which must not collect gigabytes."""

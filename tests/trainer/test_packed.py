@@ -27,7 +27,7 @@ def there_and_back(value: Any, threads: int = 1) -> Any:
     return packed.own(there)
 
 
-def test_tensors_of_any_shape_and_type_come_back_with_the_same_bits_and_strides() -> None:
+def test_tensors_of_any_shape_and_type_are_restored_with_the_same_bits_and_strides() -> None:
     """A channels_last momentum that comes back contiguous slows down each step, and another bit changes the result."""
     values = {
         "scalar": torch.tensor(3.0),
@@ -49,7 +49,7 @@ def test_tensors_of_any_shape_and_type_come_back_with_the_same_bits_and_strides(
     assert packed.total(packed.tensors_of(back)) == packed.total(packed.tensors_of(values))
 
 
-def test_another_default_device_of_the_script_is_no_matter() -> None:
+def test_another_default_device_of_the_script_has_no_effect() -> None:
     """With `torch.set_default_device("cuda")` data would otherwise be read to the GPU, and a copy written to an invalid
     address."""
     value = {"x": torch.arange(6.0), "large": torch.randn(300, 301)}
@@ -65,7 +65,7 @@ def test_plain_values_keep_their_types() -> None:
     assert type(there_and_back(value)["c"]) is collections.Counter
 
 
-def test_tied_weights_are_written_once_and_come_back_as_one() -> None:
+def test_tied_weights_are_written_once_and_restored_as_one() -> None:
     """Otherwise the largest tensor of a language model is stored twice."""
     tied = torch.randn(1000)
     assert packed.pack([tied, tied]).size < 6000
@@ -73,13 +73,13 @@ def test_tied_weights_are_written_once_and_come_back_as_one() -> None:
     assert one is other
 
 
-def test_ten_thousand_tensors_come_back() -> None:
+def test_ten_thousand_tensors_are_restored() -> None:
     values = [torch.full((1 + number % 3,), float(number)) for number in range(10_000)]
     assert torch.equal(torch.cat(there_and_back(values)), torch.cat(values))
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_state_of_several_pieces_is_whole_whatever_the_number_of_threads(
+def test_a_state_of_several_pieces_has_the_same_checksum_with_any_number_of_threads(
     monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
     """Nodes with different numbers of CPUs must compute the same sum. Torch must get its number of threads back."""
@@ -91,7 +91,7 @@ def test_a_state_of_several_pieces_is_whole_whatever_the_number_of_threads(
     assert torch.get_num_threads() == before
 
 
-def test_a_small_state_is_left_to_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_state_is_packed_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Starting threads takes longer than the copy."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(16))
     assert packed.threads(2, 1 << 20) == 1
@@ -101,7 +101,7 @@ def test_a_small_state_is_left_to_one_thread(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("at", [0, 100, 4000])
-def test_a_changed_bit_changes_the_sum(at: int) -> None:
+def test_a_changed_bit_changes_the_checksum(at: int) -> None:
     """Ranks compare their states by this sum."""
     state = [torch.randn(40, 100), torch.randn(200_000)]
     before = packed.total(state)
@@ -109,7 +109,7 @@ def test_a_changed_bit_changes_the_sum(at: int) -> None:
     assert packed.total(state) != before
 
 
-def test_what_is_no_state_is_refused_without_running_anything() -> None:
+def test_data_that_are_no_state_are_refused_without_running_anything() -> None:
     """A pickle can run any code. Data from a peer, or from broken memory, must not."""
     with pytest.raises(StateError):
         packed.in_place(memory_of(bytes(100)))
@@ -140,7 +140,7 @@ def model_and_optimizer() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def test_large_and_small_together_are_what_the_state_dicts_are() -> None:
+def test_large_and_small_parts_together_equal_the_state_dicts() -> None:
     """A restart loads the state from memory with load_state_dict, like one from the folder."""
     model, optimizer = model_and_optimizer()
     kept = Kept({"model": model, "optimizer": optimizer, "note": {"best": 0.5}})
@@ -153,7 +153,7 @@ def test_large_and_small_together_are_what_the_state_dicts_are() -> None:
     assert kept.by_value == ["note"]
 
 
-def test_what_is_small_is_as_it_was_at_the_boundary_also_where_the_module_has_gone_on() -> None:
+def test_the_small_part_is_that_of_the_boundary_even_if_the_module_has_continued() -> None:
     """BatchNorm changes in each forward pass. The running mean of half a step later belongs to no step."""
     model, optimizer = model_and_optimizer()
     kept = Kept({"model": model, "optimizer": optimizer})
@@ -166,7 +166,7 @@ def test_what_is_small_is_as_it_was_at_the_boundary_also_where_the_module_has_go
     assert state["optimizer"]["param_groups"][0]["lr"] == 0.1
 
 
-def test_a_parameter_that_is_changed_without_the_optimizer_is_noticed() -> None:
+def test_a_parameter_changed_without_the_optimizer_is_noticed() -> None:
     """Otherwise a state could be half from before and half from after the change."""
     model, optimizer = model_and_optimizer()
     kept = Kept({"model": model, "optimizer": optimizer})
@@ -181,7 +181,7 @@ class OwnStateDict(torch.optim.SGD):
         return {"mine": 1}
 
 
-def test_an_optimizer_with_a_state_dict_of_its_own_is_left_to_the_folder() -> None:
+def test_an_optimizer_with_its_own_state_dict_is_left_to_the_folder() -> None:
     """ZeroRedundancyOptimizer returns its last consolidated state, whose moments may be of an older step."""
     model, _ = model_and_optimizer()
     with pytest.raises(StateError, match="OwnStateDict has a state_dict"):

@@ -9,7 +9,7 @@ from ddpjob.checkpoint.state.alike import digest, same
 from ddpjob_core.memory import KNOWN, LATER, MOVED, NAMED, OBJECTS, SAMPLE, Left, mixed_up
 
 
-def test_a_change_between_should_stop_and_save_is_named_and_the_mark_alone_counts_no_more() -> None:
+def test_a_change_between_should_stop_and_save_is_named_and_the_mark_alone_stops_counting() -> None:
     """The mark is should_stop(). A scheduler that steps after it would come back one epoch late."""
     places = Places()
     places.boundary({"scheduler": 1}, named=False)
@@ -21,7 +21,7 @@ def test_a_change_between_should_stop_and_save_is_named_and_the_mark_alone_count
     assert places.unsettled({"scheduler": 3}) == ["scheduler"]
 
 
-def test_a_change_at_the_top_of_the_loop_is_trusted_once_a_save_has_shown_it() -> None:
+def test_a_change_at_the_top_of_the_loop_is_trusted_after_a_save_has_shown_it() -> None:
     """Otherwise a learning rate that is set from the step's number disables memory for ever."""
     places = Places()
     places.boundary({"optimizer": 1}, named=False)
@@ -41,7 +41,7 @@ def test_values_are_compared_by_their_bits() -> None:
     assert digest(torch.zeros(2, dtype=torch.complex64)) != digest(torch.zeros(4))
 
 
-def test_a_learning_rate_that_is_set_at_each_step_is_trusted_from_the_second_step_on() -> None:
+def test_a_learning_rate_set_at_each_step_is_trusted_from_the_second_step_on() -> None:
     """A restart sets the rate again, so such a script can use memory before its first save."""
     places = Places()
     for step in range(3):
@@ -50,7 +50,7 @@ def test_a_learning_rate_that_is_set_at_each_step_is_trusted_from_the_second_ste
         assert places.loose == ({"optimizer"} if step == 0 else set())
 
 
-def test_a_learning_rate_that_changes_now_and_then_is_named_at_the_next_step() -> None:
+def test_a_learning_rate_that_changes_rarely_is_named_at_the_next_step() -> None:
     """The change may belong to the end of an epoch, which a restart would not repeat."""
     places = Places()
     places.boundary({"optimizer": 1}, named=False)
@@ -61,7 +61,7 @@ def test_a_learning_rate_that_changes_now_and_then_is_named_at_the_next_step() -
     assert places.unsettled({"optimizer": 3}) == ["optimizer"]
 
 
-def test_a_scheduler_that_is_stepped_after_keep_is_named_and_the_memory_alone_is_not_trusted() -> None:
+def test_a_scheduler_stepped_after_keep_is_named_and_memory_alone_is_not_trusted() -> None:
     """Otherwise a restart has a learning rate one step behind, and reports that no step was repeated."""
     places = Places()
     places.boundary({"scheduler": 1}, named=True)
@@ -73,7 +73,7 @@ def test_a_scheduler_that_is_stepped_after_keep_is_named_and_the_memory_alone_is
     assert places.loose == {"scheduler"}
 
 
-def test_a_scheduler_that_is_stepped_before_keep_or_that_a_save_shows_at_the_top_is_trusted() -> None:
+def test_a_scheduler_stepped_before_keep_or_shown_by_a_save_is_trusted() -> None:
     places = Places()
     for step in range(3):
         places.boundary({"before": step, "top": step}, named=True)
@@ -87,7 +87,7 @@ def test_a_scheduler_that_is_stepped_before_keep_or_that_a_save_shows_at_the_top
     assert places.unsettled({"before": 3, "top": 4}) == []
 
 
-def test_a_rank_that_was_lost_before_the_mark_does_not_go_on_with_what_others_changed_before_save() -> None:
+def test_a_rank_lost_before_the_mark_does_not_use_later_changes_of_others() -> None:
     """An evaluation drew random numbers on all ranks. The lost rank would continue with older ones."""
 
     def left(*moved: str, later: tuple[str, ...] = ()) -> dict[str, object]:

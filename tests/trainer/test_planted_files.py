@@ -63,7 +63,7 @@ def train_one_step(folder: Path) -> None:
 
 @pytest.mark.parametrize("plant", PLANTS)
 @pytest.mark.parametrize("name", ["writer-000001.alive", "writer-000002.alive", "writer-000000.json"])
-def test_what_is_planted_under_a_name_that_a_snapshot_uses_harms_no_file_outside(folder, outside, plant, name):
+def test_a_planted_file_under_a_snapshot_name_harms_no_file_outside(folder, outside, plant, name):
     """A link at writer-000001.alive could point to a user's file, which would be emptied."""
     plant(folder / name, outside)
     train_one_step(folder)
@@ -73,9 +73,7 @@ def test_what_is_planted_under_a_name_that_a_snapshot_uses_harms_no_file_outside
 
 
 @pytest.mark.parametrize("plant", PLANTS)
-def test_a_link_that_appears_while_the_training_is_running_is_neither_touched_nor_emptied(
-    folder, outside, plant, monkeypatch
-):
+def test_a_link_that_appears_during_the_training_is_neither_touched_nor_emptied(folder, outside, plant, monkeypatch):
     """Heartbeats touch this file every few seconds, and the end of the process empties it."""
     monkeypatch.setattr(writers, "HEARTBEAT_SECONDS", 0.01)
     checks = itertools.count()
@@ -115,7 +113,7 @@ class Waiter:
 
 
 @pytest.mark.parametrize("plant", [*PLANTS, lambda path, _: path.mkdir()])
-def test_a_state_that_is_no_regular_file_does_not_exist(folder, outside, plant):
+def test_a_state_that_is_no_regular_file_is_ignored(folder, outside, plant):
     """A pipe with the name of a newer state would block each resume for ever."""
     train_one_step(folder)
     name = "step-000000000009.writer-000001.0123456789abcdef.pt"
@@ -124,7 +122,7 @@ def test_a_state_that_is_no_regular_file_does_not_exist(folder, outside, plant):
 
 
 @pytest.mark.parametrize("plant", [a_pipe, an_endless_device, a_link])
-def test_a_claim_that_is_no_regular_file_names_nobody(folder, outside, plant):
+def test_a_claim_that_is_no_regular_file_is_ignored(folder, outside, plant):
     """A pipe instead of the newest claim would block each later start for ever."""
     plant(folder / "writer-000007.json", outside)
     train_one_step(folder)
@@ -142,7 +140,7 @@ def test_names_of_temporary_files_cannot_be_guessed(folder, outside, monkeypatch
     assert len({writers.tmp_path(folder, 1).name for _ in range(99)}) == 99
 
 
-def test_snapshots_are_readable_for_the_pods_of_the_job_that_run_as_other_users(folder):
+def test_snapshots_are_readable_for_pods_of_the_job_that_run_as_other_users(folder):
     """On a volume that is shared by fsGroup, the user of the next attempt cannot read files with mode 0600."""
     before = os.umask(0o022)
     try:
@@ -158,7 +156,7 @@ def test_snapshots_are_readable_for_the_pods_of_the_job_that_run_as_other_users(
 
 @pytest.mark.parametrize("plant", PLANTS)
 @pytest.mark.parametrize("flags", [os.O_WRONLY | os.O_CREAT | os.O_TRUNC, os.O_RDWR, os.O_WRONLY | os.O_APPEND])
-def test_a_file_is_opened_for_writing_as_ours_or_not_at_all(tmp_path, outside, plant: Callable, flags):
+def test_a_file_is_opened_for_writing_only_if_it_is_ours(tmp_path, outside, plant: Callable, flags):
     plant(tmp_path / "log", outside)
     with pytest.raises(OSError, match=r"is a link|hard link|is a pipe|No such device or address"):
         own_files.open_file(tmp_path / "log", flags)
@@ -166,17 +164,17 @@ def test_a_file_is_opened_for_writing_as_ours_or_not_at_all(tmp_path, outside, p
 
 
 @pytest.mark.parametrize("path", ["/dev/zero", "/dev/null", "/"])
-def test_a_device_or_a_folder_is_no_file_to_read(path):
+def test_a_device_or_a_folder_is_not_read_as_a_file(path):
     with pytest.raises(OSError, match=r"is a device|is a folder"):
         own_files.read_file(path)
 
 
-def test_a_new_file_is_readable_for_its_user_alone(tmp_path):
+def test_a_new_file_is_readable_only_for_its_user(tmp_path):
     os.close(own_files.open_file(tmp_path / "log", os.O_WRONLY | os.O_CREAT))
     assert stat.S_IMODE((tmp_path / "log").stat().st_mode) == 0o600
 
 
-def test_a_folder_is_made_as_ours_or_refused(tmp_path, outside):
+def test_a_folder_is_created_as_ours_or_refused(tmp_path, outside):
     """In /tmp others may create a folder or link with the name before the program does."""
     own_files.make_folder(tmp_path / "new")
     own_files.make_folder(tmp_path / "new")

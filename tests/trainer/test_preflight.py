@@ -104,7 +104,7 @@ JUDGED: dict[str, tuple[list[RankMeasures], str]] = {  # "" = no node is bad
 
 
 @pytest.mark.parametrize("name", JUDGED)
-def test_a_node_is_bad_where_it_is_twice_as_slow_as_the_median_and_that_matters(name):
+def test_a_node_is_bad_if_it_is_twice_as_slow_as_the_median_and_the_difference_matters(name):
     reports, wanted = JUDGED[name]
     assert judge(reports).message == wanted
 
@@ -120,14 +120,14 @@ def test_a_node_is_bad_where_it_is_twice_as_slow_as_the_median_and_that_matters(
         (job(trouble={3: "the disk was not measured: full"}), "node 3: the disk was not measured: full"),
     ],
 )
-def test_what_is_not_the_nodes_speed_is_a_warning_and_stops_nothing(reports, words):
+def test_a_slowness_with_another_cause_than_the_node_is_only_a_warning(reports, words):
     verdict = judge(reports)
     assert not verdict.bad
     assert len(verdict.warnings) == bool(words)
     assert words in "".join(verdict.warnings)
 
 
-def test_of_two_measurements_the_best_counts():
+def test_the_better_of_two_measurements_counts():
     busy, later = job(gb={3: 1}, gflops={1: 20}), job(gb={2: 1}, mb={0: 1})
     assert judge(busy).bad
     assert judge(later).bad
@@ -135,14 +135,14 @@ def test_of_two_measurements_the_best_counts():
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 16])
-def test_in_the_tournament_all_meet_once_and_nobody_twice_at_a_time(count):
+def test_in_the_tournament_all_nodes_meet_once_and_each_has_one_opponent_at_a_time(count):
     played = preflight.rounds(count)
     assert all(len({node for pair in pairs for node in pair}) == 2 * len(pairs) for pairs in played)
     met = [frozenset(pair) for pairs in played for pair in pairs]
     assert len(met) == len(set(met)) == count * (count - 1) // 2
 
 
-def test_a_thousand_nodes_meet_sixteen_others_each():
+def test_each_of_a_thousand_nodes_meets_sixteen_others():
     assert len(preflight.rounds(1000)) == 16
 
 
@@ -175,7 +175,7 @@ def four_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, end_ranks: Outco
     return start  # fmt: skip
 
 
-def test_four_healthy_nodes_end_with_0_and_a_table(four_nodes, tmp_path, monkeypatch, capfd):
+def test_four_healthy_nodes_exit_with_0_and_a_table(four_nodes, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr("sys.argv", ["preflight", "--folder", str(tmp_path)])
     ended = four_nodes(lambda rank: runpy.run_module("ddpjob.preflight", run_name="__main__") and None)
     said = capfd.readouterr().out
@@ -188,7 +188,7 @@ def test_four_healthy_nodes_end_with_0_and_a_table(four_nodes, tmp_path, monkeyp
     assert not list(tmp_path.iterdir()), "nothing is left: no file of the disk's test, no message"
 
 
-def test_a_node_with_a_slow_link_is_named_and_all_ranks_end_to_be_resumed(four_nodes, tmp_path, capfd):
+def test_a_node_with_a_slow_link_is_named_and_all_ranks_exit_to_be_resumed(four_nodes, tmp_path, capfd):
     def run(rank: int) -> None:
         if rank == 2:
             preflight.swap = delayed(preflight.swap)

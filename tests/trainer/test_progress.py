@@ -27,7 +27,7 @@ from ddpjob.reporting.sender import ReportSender
 progress_file = importlib.import_module("ddpjob.reporting.progress")
 
 
-def test_the_first_values_and_the_last_ones_always_arrive(receiver, monkeypatch):
+def test_the_first_and_the_last_values_always_arrive(receiver, monkeypatch):
     monkeypatch.setenv("DDPJOB_STATUS_INTERVAL", "3600")
     ddpjob.progress(1, total=10, loss=2.5)
     first = receiver.next()
@@ -39,7 +39,7 @@ def test_the_first_values_and_the_last_ones_always_arrive(receiver, monkeypatch)
     assert (last["step"], last["final"], last["metrics"]) == (10, True, {"loss": "0.5"})
 
 
-def test_a_post_says_who_how_far_and_how_fast(receiver, monkeypatch):
+def test_a_report_contains_rank_progress_and_pace(receiver, monkeypatch):
     torchrun = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1"}
     for name, value in torchrun.items():
         monkeypatch.setenv(name, value)
@@ -56,7 +56,7 @@ def test_a_post_says_who_how_far_and_how_fast(receiver, monkeypatch):
     assert second["etaSeconds"] >= 0
 
 
-def test_a_rank_says_that_it_lives_before_its_first_step_and_that_step_at_once(receiver, run_ranks, monkeypatch):
+def test_a_rank_reports_before_its_first_step_and_reports_that_step_at_once(receiver, run_ranks, monkeypatch):
     """The time before the first step is a phase of its own, so imports and a large snapshot do not count as a stall."""
     monkeypatch.setenv("DDPJOB_STATUS_INTERVAL", "3600")
 
@@ -81,12 +81,12 @@ def test_a_rank_says_that_it_lives_before_its_first_step_and_that_step_at_once(r
     assert (last["step"], last.get("phase"), last["final"]) == (78, None, True), "what was said before the step is past"
 
 
-def test_a_rank_that_makes_no_step_goes_on_saying_that_it_lives(receiver):
+def test_a_rank_without_a_step_keeps_reporting(receiver):
     ddpjob.progress(41)
     assert [receiver.next()["step"] for _ in range(10)] == [41] * 10
 
 
-def test_a_declared_pause_is_said_and_ends_with_it(receiver):
+def test_a_declared_pause_is_reported_until_it_ends(receiver):
     def phase_is(phase: str | None) -> None:
         while receiver.next().get("phase") != phase:
             pass
@@ -106,7 +106,7 @@ def test_a_declared_pause_is_said_and_ends_with_it(receiver):
         ddpjob.pause("lunch").__enter__()
 
 
-def test_the_time_before_the_first_step_is_no_slow_step(receiver):
+def test_the_time_before_the_first_step_does_not_count_as_a_slow_step(receiver):
     progress_file.report_start()
     assert "samplesPerSecond" not in receiver.next()
     began = progress_file.monotonic()
@@ -119,7 +119,7 @@ def test_the_time_before_the_first_step_is_no_slow_step(receiver):
     assert post["samplesPerSecond"] >= 0.99 * 10 / (progress_file.monotonic() - began)
 
 
-def test_rates_come_from_the_times_of_the_steps_and_not_of_the_posts():
+def test_rates_are_computed_from_step_times_and_not_from_report_times():
     reporter = progress_file.Reporter("http://x", {})
     assert reporter.steps_per_second(100, 50.0) is None
     assert reporter.steps_per_second(300, 60.0) == 20.0
@@ -128,7 +128,7 @@ def test_rates_come_from_the_times_of_the_steps_and_not_of_the_posts():
     assert pace == {"totalSteps": 1100, "etaSeconds": 40, "samplesPerSecond": 1280.0}
 
 
-def test_only_the_first_rank_of_a_node_posts(receiver, monkeypatch):
+def test_only_the_first_rank_of_a_node_reports(receiver, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -136,7 +136,7 @@ def test_only_the_first_rank_of_a_node_posts(receiver, monkeypatch):
     assert process.current.reporter is None
 
 
-def test_of_ranks_that_a_script_starts_in_one_pod_with_a_group_of_torch_alone_only_the_first_posts(
+def test_only_the_first_of_several_ranks_started_by_a_script_in_one_pod_reports(
     receiver, run_ranks, monkeypatch, meeting_file
 ):
     """The ranks inherit the variables of a pod with one rank, so each would believe that it is local rank 0."""
@@ -151,7 +151,7 @@ def test_of_ranks_that_a_script_starts_in_one_pod_with_a_group_of_torch_alone_on
     assert run_ranks(body, 4) == [True, False, False, False]
 
 
-def test_the_token_is_read_for_every_post_because_the_kubelet_renews_it(receiver, tmp_path):
+def test_the_token_is_read_for_every_report_because_the_kubelet_renews_it(receiver, tmp_path):
     ddpjob.progress(1)
     assert receiver.posts.get(timeout=20)[1]["Authorization"] == "Bearer first"
     (tmp_path / "token").write_text("second\n")
@@ -159,7 +159,7 @@ def test_the_token_is_read_for_every_post_because_the_kubelet_renews_it(receiver
         pass
 
 
-def test_a_proxy_of_the_environment_is_not_asked(receiver, monkeypatch):
+def test_proxy_variables_are_ignored(receiver, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     for name in ("no_proxy", "NO_PROXY"):
@@ -168,7 +168,7 @@ def test_a_proxy_of_the_environment_is_not_asked(receiver, monkeypatch):
     assert receiver.next()["step"] == 5
 
 
-def test_a_receiver_that_refuses_is_mentioned_once_and_asked_again_later(receiver, capfd):
+def test_a_refusing_receiver_is_mentioned_once_and_tried_again_later(receiver, capfd):
     receiver.answers = [401, 500, 302]
     ddpjob.progress(7)
     for _ in range(4):
@@ -223,7 +223,7 @@ def answer_and_close(server: socket.socket, context: ssl.SSLContext | None, clos
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
-def test_a_connection_that_the_receiver_has_closed_costs_no_report(certificate, scheme):
+def test_a_connection_closed_by_the_receiver_loses_no_report(certificate, scheme):
     """With TLS, too, the log must not say `progress is not reported`, and the next report must not be late."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH) if scheme == "https" else None
     if context is not None:
@@ -241,7 +241,7 @@ def test_a_connection_that_the_receiver_has_closed_costs_no_report(certificate, 
         server.shutdown(socket.SHUT_RDWR)  # this wakes the thread in accept()
 
 
-def test_pauses_double_up_to_a_minute():
+def test_waits_between_retries_double_up_to_a_minute():
     reporter = progress_file.Reporter("http://x", {"DDPJOB_STATUS_INTERVAL": "5"})
     pauses = []
     for reporter.failures in (0, 1, 2, 3, 4, 5, 1000):
@@ -252,7 +252,7 @@ def test_pauses_double_up_to_a_minute():
 @pytest.mark.parametrize(
     "url", ["ftp://x/y", "http://127.0.0.1:1/", "http://", "nonsense", "http://127.0.0.1:notaport/"]
 )
-def test_an_address_that_cannot_be_reached_disturbs_nobody(monkeypatch, capfd, url):
+def test_an_unreachable_address_does_not_disturb_the_training(monkeypatch, capfd, url):
     monkeypatch.setenv("DDPJOB_STATUS_URL", url)
     ddpjob.progress(1, loss=1.0)
     ddpjob.progress(2, loss=1.0)
@@ -274,7 +274,7 @@ class Hostile:
         raise RuntimeError("no number")
 
 
-def test_metrics_become_short_strings_and_what_cannot_be_said_is_left_out():
+def test_metrics_become_short_strings_and_unsupported_values_are_omitted():
     said = progress_file.as_text(
         {
             "loss": 0.4123456789, "nan": float("nan"), "inf": float("-inf"), "epoch": 3, "tensor": torch.tensor(1.5),
@@ -298,12 +298,12 @@ def test_metrics_become_short_strings_and_what_cannot_be_said_is_left_out():
         (3, {f"m{i}": i for i in range(30)}, "30 metrics are more than 16: the others are not shown"),
     ],
 )
-def test_what_is_not_shown_is_named(step, metrics, said):
+def test_a_metric_that_is_not_shown_is_named(step, metrics, said):
     """A user who passes a loss with three elements must learn why the table shows none."""
     assert progress_file.misuse(step, metrics) == said
 
 
-def test_a_mistake_in_what_is_given_is_named_once_and_training_goes_on(receiver, capfd):
+def test_a_wrong_argument_is_named_once_and_training_continues(receiver, capfd):
     ddpjob.progress(1, loss=torch.zeros(3))
     ddpjob.progress(2, loss=torch.zeros(3))
     progress_file.flush()
@@ -317,7 +317,7 @@ def test_a_loss_with_a_gradient_is_a_metric_without_a_warning(recwarn):
     assert list(recwarn) == []
 
 
-def test_a_post_is_at_most_8_kibibytes_of_valid_json():
+def test_a_report_is_at_most_8_kibibytes_of_valid_json():
     metrics = progress_file.as_text({f"{i:02}" + "é漢𝄞"[i % 3] * 100: "𝄞" * 100 for i in range(16)})
     body = progress_file.encode({"step": 1, "metrics": metrics})
     assert len(body) <= 8192
@@ -325,7 +325,7 @@ def test_a_post_is_at_most_8_kibibytes_of_valid_json():
 
 
 @pytest.mark.parametrize("group", ["none", "one rank", "left"])
-def test_only_a_rank_that_was_in_no_group_reports_that_it_trained_alone(receiver, run_ranks, monkeypatch, group):
+def test_only_a_rank_without_a_group_reports_that_it_trained_alone(receiver, run_ranks, monkeypatch, group):
     """Under torchrun nothing else shows that each rank trained a model of its own."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     dist, port = torch.distributed, free_port()
@@ -357,7 +357,7 @@ def receiver_document(step: int) -> dict[str, Any]:
     return {"attempt": 1, "rank": 0, "nodeRank": 0, "worldSize": 1, "step": step, "metrics": {}, "final": False}
 
 
-def test_importing_the_library_and_reporting_need_no_torch(run_python):
+def test_importing_the_library_and_reporting_do_not_need_torch(run_python):
     run_python(
         "import sys, ddpjob, ddpjob.reporting.progress, ddpjob.errors\n"
         "ddpjob.progress(1, loss=0.5)\n"

@@ -35,7 +35,7 @@ def goes_on_the_same(state: Any) -> bool:
 
 
 @pytest.mark.parametrize("first", DRAWS)
-def test_the_state_that_is_written_is_that_of_the_moment_whatever_was_drawn_since_the_last(first: str) -> None:
+def test_the_written_random_state_is_the_current_one_whatever_was_drawn_before(first: str) -> None:
     """A rank that resumes from an older state repeats augmentations."""
     numpy.random.seed(5)
     for second in DRAWS.values():
@@ -56,7 +56,7 @@ PYTHON_DRAWS: dict[str, Draw] = {
 
 
 @pytest.mark.parametrize("first", PYTHON_DRAWS)
-def test_pythons_state_that_is_written_is_that_of_the_moment_too(first: str) -> None:
+def test_the_written_random_state_of_python_is_the_current_one_too(first: str) -> None:
     """A change of Python's state is found by comparing its bytes. A draw that they did not show would be repeated."""
     random.seed(5)
     for second in PYTHON_DRAWS.values():
@@ -65,7 +65,7 @@ def test_pythons_state_that_is_written_is_that_of_the_moment_too(first: str) -> 
             assert random_states.expanded(random_states.compact())["python"] == random.getstate()
 
 
-def test_a_generator_of_the_scripts_own_in_pythons_place_is_read_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_generator_that_replaces_that_of_python_is_read_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library cannot find the bytes of another generator's state."""
 
     class Own(random.Random):
@@ -78,7 +78,7 @@ def test_a_generator_of_the_scripts_own_in_pythons_place_is_read_each_time(monke
         assert random_states.expanded(random_states.compact())["python"] == own.getstate()
 
 
-def test_numpy_is_not_asked_while_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numpy_is_not_read_while_no_number_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """numpy's get_state() takes as long as everything else that is written at a step."""
     numpy.random.seed(5)
     before = random_states.compact()
@@ -86,7 +86,7 @@ def test_numpy_is_not_asked_while_nothing_is_drawn(monkeypatch: pytest.MonkeyPat
     assert random_states.compact() == before
 
 
-def test_another_generator_than_the_usual_one_is_read_each_time() -> None:
+def test_a_generator_that_replaces_that_of_numpy_is_read_each_time() -> None:
     """A script may replace numpy's generator by another kind, whose state only numpy can read."""
     usual = numpy.random.get_bit_generator()
     numpy.random.set_bit_generator(numpy.random.MT19937(3))

@@ -42,7 +42,7 @@ def trained(passes: int) -> DistributedDataParallel:
     return model
 
 
-def test_one_hook_is_left_after_the_first_pass_and_none_when_the_module_is_released(
+def test_one_hook_remains_after_the_first_pass_and_none_after_the_module_is_released(
     run_ranks: Ranks, tmp_path: Path
 ) -> None:
     """A step must cost as much as without ddprun, plus one call."""
@@ -60,7 +60,7 @@ def test_one_hook_is_left_after_the_first_pass_and_none_when_the_module_is_relea
     assert released == [0, 0, 0, 0]
 
 
-def test_what_a_rank_leaves_of_a_long_training_grows_with_its_logarithm(run_ranks: Ranks, tmp_path: Path) -> None:
+def test_the_record_of_a_long_training_grows_logarithmically(run_ranks: Ranks, tmp_path: Path) -> None:
     """The last passes are always recorded, and earlier ones ever more rarely."""
     _, end = left_by(run_ranks, tmp_path / "end.json", lambda: bool(trained(400)))
     numbers = [passes for passes, *_ in end["modules"][0]["passes"]]
@@ -70,7 +70,7 @@ def test_what_a_rank_leaves_of_a_long_training_grows_with_its_logarithm(run_rank
     assert len(numbers) <= len(noted) + rank_end.RECENT
 
 
-def test_a_hook_of_the_script_stays_and_does_not_count_twice(run_ranks: Ranks, tmp_path: Path) -> None:
+def test_a_hook_of_the_script_is_kept_and_does_not_count_twice(run_ranks: Ranks, tmp_path: Path) -> None:
     def script() -> int:
         model = trained(0)
         called: list[int] = []
@@ -102,7 +102,7 @@ def test_a_model_can_be_copied_and_sent_to_another_process_while_passes_are_coun
     assert left_by(run_ranks, tmp_path / "end.json", script)[0] == 0
 
 
-def test_a_module_is_known_although_it_was_released_before_the_end(run_ranks: Ranks, tmp_path: Path) -> None:
+def test_a_module_released_before_the_end_is_still_recorded(run_ranks: Ranks, tmp_path: Path) -> None:
     """Most scripts train in a function, so their model is released before the interpreter exits."""
     kept: list[Any] = []
 
@@ -129,12 +129,12 @@ def test_a_module_is_known_although_it_was_released_before_the_end(run_ranks: Ra
         torch.arange(40_001, dtype=torch.float32),
     ],
 )
-def test_a_tensor_of_any_kind_has_a_checksum_and_its_copy_the_same(tensor: torch.Tensor) -> None:
+def test_a_tensor_of_any_kind_has_a_checksum_equal_to_that_of_its_copy(tensor: torch.Tensor) -> None:
     [one] = rank_end.checksums(torch, [tensor])
     assert rank_end.checksums(torch, [tensor.clone(), tensor.contiguous()]) == [one, one]
 
 
-def test_another_value_another_sign_and_another_order_have_other_checksums() -> None:
+def test_another_value_sign_or_order_changes_the_checksum() -> None:
     """W and -W, or a matrix with two rows swapped, are different networks."""
     values = torch.arange(1.0, 30_001.0).view(30, 1000)
     changed = values.clone()

@@ -118,7 +118,7 @@ def said_by(model: Any, **how: Any) -> str:
     return ""
 
 
-def test_four_ranks_say_the_same_of_each_world(run_ranks, meeting_file):
+def test_four_ranks_agree_on_the_result_for_each_case(run_ranks, meeting_file):
     def body(rank: int) -> dict[str, str]:
         with ddpjob.init("gloo", init_method=meeting_file, rank=rank, world_size=4):
             return {name: said_by(of(rank)) for name, (of, _) in WORLDS.items()}
@@ -129,7 +129,7 @@ def test_four_ranks_say_the_same_of_each_world(run_ranks, meeting_file):
         assert (wanted in said[0][name]) if wanted else (said[0][name] == ""), name
 
 
-def test_a_training_of_two_ranks_stays_equal_and_one_that_leaves_ddp_is_caught(run_ranks, meeting_file):
+def test_a_training_of_two_ranks_stays_equal_and_one_that_bypasses_ddp_is_caught(run_ranks, meeting_file):
     def body(rank: int) -> list[Any]:
         with ddpjob.init("gloo", init_method=meeting_file, rank=rank, world_size=2) as world:
             model = world.wrap(net())
@@ -155,7 +155,7 @@ def test_a_training_of_two_ranks_stays_equal_and_one_that_leaves_ddp_is_caught(r
     assert "rank 1 differs from rank 0 (no value has most ranks: rank 0 is the reference)" in after[2]
 
 
-def test_alone_there_is_nothing_to_compare():
+def test_a_single_rank_has_nothing_to_compare():
     assert ddpjob.check_replicas(net()) is None
 
 
@@ -211,7 +211,7 @@ def rectangle(draw: Any, words: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @given(data=st.data())
 @settings(deadline=None)
-def test_any_change_of_one_or_several_words_is_noticed(change, data):
+def test_any_change_of_one_or_several_words_changes_the_checksum(change, data):
     """Sums of rows and columns alone would miss W and -W, or four changes in a rectangle."""
     count = data.draw(st.one_of(st.integers(1, 200), st.sampled_from((1024, 4096, 65_536, 300_001))))
     kind = data.draw(st.sampled_from(("random", "equal", "positive")))
@@ -224,13 +224,13 @@ def test_any_change_of_one_or_several_words_is_noticed(change, data):
 
 @pytest.mark.parametrize("shape", [(64, 64), (64, 32), (1024, 1024), (3, 1), (2,)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=str)
-def test_weights_of_the_other_sign_are_other_weights(shape, dtype):
+def test_weights_with_the_opposite_sign_differ(shape, dtype):
     values = torch.randn(shape, generator=torch.Generator().manual_seed(7)).to(dtype)
     for those in (values, values.abs().to(dtype)):
         assert not torch.equal(replicas.bit_sum(those), replicas.bit_sum(-those))
 
 
-def test_a_rank_whose_weights_have_the_other_sign_is_named(run_ranks, meeting_file):
+def test_a_rank_whose_weights_have_the_opposite_sign_is_named(run_ranks, meeting_file):
     def body(rank: int) -> str:
         with ddpjob.init("gloo", init_method=meeting_file, rank=rank, world_size=3):
             torch.manual_seed(7)
@@ -264,7 +264,7 @@ def test_a_tensor_without_plain_bits_is_refused_on_every_rank_and_none_waits(end
         assert "second" in outcome.error
 
 
-def test_each_bit_of_each_element_is_noticed():
+def test_a_change_of_any_bit_of_any_element_is_noticed():
     values = torch.arange(2051, dtype=torch.int16)
     before = replicas.bit_sum(values)
     for element in (*range(0, 2051, 97), 2047, 2048, 2050):
@@ -284,7 +284,7 @@ def test_each_bit_of_each_element_is_noticed():
         ("cuda:nccl", "cpu", "cuda:0"),
     ],
 )
-def test_what_is_told_to_the_others_is_where_their_backend_takes_it(monkeypatch, backends, wanted, device):
+def test_checksums_are_sent_on_the_device_of_the_backend(monkeypatch, backends, wanted, device):
     """All ranks must decide alike, even if one has its model on the CPU."""
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: backends)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -31,7 +31,7 @@ def test_a_saved_step_is_reported_at_once(receiver: Any, tmp_path: Path, monkeyp
     assert "resumedStep" not in until(receiver, savedStep=6)
 
 
-def test_a_resume_is_said_once_and_reported(receiver: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_resume_is_shown_and_sent_once(receiver: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A second run of a complete training ends in seconds, and must say why."""
     first = ddpjob.Snapshot(tmp_path / "s")
     assert first.load() == 0

@@ -26,7 +26,7 @@ def container(folder: Path, limit: str, used: int, cache: int = 0) -> tuple[str,
     return str(folder), str(folder / "own")
 
 
-def test_a_limit_that_is_too_small_is_said_with_the_one_that_would_do(tmp_path: Path) -> None:
+def test_a_limit_that_is_too_small_is_reported_with_a_sufficient_one(tmp_path: Path) -> None:
     """A container over its limit is killed, so keeping the state would cause the failure that it protects from."""
     where = container(tmp_path, str(600 * MIB), used=590 * MIB)
     short = room.shortage(100 * MIB, *where)
@@ -37,7 +37,7 @@ def test_a_limit_that_is_too_small_is_said_with_the_one_that_would_do(tmp_path: 
     assert room.shortage(100 * MIB, *where) is None, "what it says is enough"
 
 
-def test_the_limit_that_is_named_has_room_for_what_follows_too(tmp_path: Path) -> None:
+def test_the_named_limit_is_also_sufficient_for_later_copies(tmp_path: Path) -> None:
     """A single rank needs a second area for its copies. Otherwise users raise the limit twice, each time with a
     restart."""
     where = container(tmp_path, str(600 * MIB), used=590 * MIB)
@@ -46,7 +46,7 @@ def test_the_limit_that_is_named_has_room_for_what_follows_too(tmp_path: Path) -
     assert short.limit_needed == 590 * MIB + 220 * MIB
 
 
-def test_a_limit_of_a_node_with_cgroups_of_version_1_counts(tmp_path: Path) -> None:
+def test_a_limit_of_cgroups_version_1_counts(tmp_path: Path) -> None:
     """Some Kubernetes nodes still have cgroups v1, where the kernel enforces the limit, too."""
     pod = tmp_path / "memory/kubepods/pod1"
     pod.mkdir(parents=True)
@@ -59,13 +59,13 @@ def test_a_limit_of_a_node_with_cgroups_of_version_1_counts(tmp_path: Path) -> N
     assert short.why.startswith("the container's memory limit is 600 MiB, 570 MiB are in use")
 
 
-def test_a_page_cache_that_can_be_reclaimed_is_room(tmp_path: Path) -> None:
+def test_reclaimable_page_cache_counts_as_room(tmp_path: Path) -> None:
     """A training that reads its data fills the page cache up to the limit, and would never get memory for a state."""
     where = container(tmp_path, str(600 * MIB), used=590 * MIB, cache=200 * MIB)
     assert room.shortage(100 * MIB, *where) is None
 
 
-def test_a_machine_without_room_has_no_limit_that_could_be_raised(tmp_path: Path) -> None:
+def test_no_limit_is_suggested_if_the_machine_itself_has_no_room(tmp_path: Path) -> None:
     """On a full node, a higher limit of the pod would not help."""
     where = container(tmp_path, "max", used=0)
     short = room.shortage(1 << 60, *where)
@@ -74,7 +74,7 @@ def test_a_machine_without_room_has_no_limit_that_could_be_raised(tmp_path: Path
     assert short.why.startswith("the machine has ")
 
 
-def test_more_room_leaves_what_is_kept_as_it_is() -> None:
+def test_reserving_more_room_does_not_change_the_kept_state() -> None:
     """Reserving writes to all of the memory, but a state that survived an earlier failure must stay at its start."""
     agent = Memory(1)
     agent.begin(0)

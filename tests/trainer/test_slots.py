@@ -106,7 +106,7 @@ CHANGES: dict[str, Callable[[Rank], Any]] = {
 
 
 @pytest.mark.parametrize("first", CHANGES)
-def test_what_is_read_is_what_there_was_whatever_has_changed_since_the_last_step(rank: Rank, first: str) -> None:
+def test_the_read_state_is_exact_whatever_changed_since_the_last_step(rank: Rank, first: str) -> None:
     """A learning rate or a running mean of the step before would silently change the result."""
     for second in CHANGES.values():
         for change in (CHANGES[first], second, CHANGES["nothing"], CHANGES["torch draws"]):
@@ -114,7 +114,7 @@ def test_what_is_read_is_what_there_was_whatever_has_changed_since_the_last_step
             assert rank.writes_the_truth()
 
 
-def test_a_scheduler_and_values_that_grow_are_those_of_the_step() -> None:
+def test_growing_schedulers_and_values_are_those_of_the_step() -> None:
     """These objects need more memory at each step, and the kernel provides it."""
     notes: dict[str, Any] = {}
     rank = Rank(notes=notes)
@@ -127,7 +127,7 @@ def test_a_scheduler_and_values_that_grow_are_those_of_the_step() -> None:
         assert rank.writes_the_truth()
 
 
-def test_another_process_finds_what_was_written() -> None:
+def test_another_process_can_read_the_written_state() -> None:
     """When the state is read, the rank that wrote it is dead."""
     rank = Rank()
     if (pid := os.fork()) == 0:
@@ -149,7 +149,7 @@ def test_a_script_that_closes_all_descriptors_keeps_its_state(rank: Rank) -> Non
     assert os.waitpid(pid, 0)[1] == 0
 
 
-def test_a_rank_that_lost_its_own_buffers_gets_those_of_no_other() -> None:
+def test_a_rank_that_lost_its_own_buffers_does_not_get_those_of_another() -> None:
     """If DistributedDataParallel sends no buffers, a rank that gets rank 0's would silently have a wrong state."""
     place = {"of_0": [], "own": ["model"], "models": ["model"]}
     first = {"small": {"model": {"centre": 1}, PLACE: place}}
@@ -159,7 +159,7 @@ def test_a_rank_that_lost_its_own_buffers_gets_those_of_no_other() -> None:
     assert recall._small(None, early, first, None) == early["small"]
 
 
-def test_an_average_of_weights_that_counts_after_the_first_step_costs_no_random_states() -> None:
+def test_an_average_of_weights_that_starts_after_the_first_step_loses_no_random_states() -> None:
     """Otherwise a killed rank gets other random numbers in each script that uses torch's AveragedModel."""
     average = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(1, 1))
     rank, early = Rank(average=average), Early(0)
@@ -171,7 +171,7 @@ def test_an_average_of_weights_that_counts_after_the_first_step_costs_no_random_
     assert rank.shared.slot_version(EARLY) is not None
 
 
-def test_numbers_drawn_before_the_first_save_names_other_objects_cost_no_random_states() -> None:
+def test_numbers_drawn_before_a_first_save_of_other_objects_lose_no_random_states() -> None:
     """load() is given the model alone, and ten steps later save() gets an average, too."""
     rank, early = Rank(), Early(0)
     early.write(rank.kept, rank.slots, rank.shared, in_backward=True)
@@ -182,7 +182,7 @@ def test_numbers_drawn_before_the_first_save_names_other_objects_cost_no_random_
     assert rank.shared.slot_version(EARLY) is not None
 
 
-def test_random_numbers_that_are_drawn_after_the_gradients_do_not_cost_a_killed_rank_its_buffers(
+def test_random_numbers_drawn_after_the_gradients_do_not_lose_the_buffers_of_a_killed_rank(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Otherwise the rank gets another rank's buffers, although the log only mentions random numbers."""
@@ -201,7 +201,7 @@ def test_random_numbers_that_are_drawn_after_the_gradients_do_not_cost_a_killed_
     assert capfd.readouterr().err.count("should_stop() does not get its random numbers back") == 1
 
 
-def test_buffers_that_change_after_the_gradients_do_not_cost_a_killed_rank_its_random_numbers(
+def test_buffers_changed_after_the_gradients_do_not_lose_the_random_numbers_of_a_killed_rank(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     rank, early = Rank(), Early(0)

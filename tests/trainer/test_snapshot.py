@@ -58,7 +58,7 @@ def attempt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 # ---- what comes back ---------------------------------------------------------------------------------------
 
 
-def test_model_optimizer_scheduler_sampler_and_plain_values_come_back_the_same(tmp_path):
+def test_model_optimizer_scheduler_sampler_and_plain_values_are_restored(tmp_path):
     def parts() -> tuple[Any, ...]:
         model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -89,7 +89,7 @@ def test_model_optimizer_scheduler_sampler_and_plain_values_come_back_the_same(t
     assert seen == {"a": [1, (2, None)]}
 
 
-def test_the_state_is_that_of_the_moment_of_save_whatever_training_does_meanwhile(tmp_path):
+def test_the_saved_state_is_that_of_the_call_of_save_whatever_training_does_meanwhile(tmp_path):
     weights = torch.zeros(1000)
     snapshot = ddpjob.Snapshot(tmp_path)
     snapshot.save(1, weights=weights)
@@ -100,7 +100,7 @@ def test_the_state_is_that_of_the_moment_of_save_whatever_training_does_meanwhil
     assert back.sum() == 0
 
 
-def test_the_random_numbers_go_on_where_they_were(tmp_path):
+def test_random_numbers_continue_after_a_resume(tmp_path):
     def draw() -> list[float]:
         return [random.random(), float(np.random.rand()), float(torch.rand(()))]
 
@@ -111,20 +111,20 @@ def test_the_random_numbers_go_on_where_they_were(tmp_path):
     assert draw() == expected
 
 
-def test_a_file_is_an_ordinary_torch_file(tmp_path):
+def test_a_snapshot_file_is_an_ordinary_torch_file(tmp_path):
     saved(ddpjob.Snapshot(tmp_path), 12, weights=torch.ones(2))
     (path,) = tmp_path.glob("*.pt")
     assert torch.load(path, weights_only=True)["state"]["weights"].sum() == 2
 
 
 @pytest.mark.parametrize("step", [1.5, torch.tensor(1.5), "3", 0, -1, 10**12])
-def test_a_step_that_names_no_file_is_refused(tmp_path, step):
+def test_a_step_that_gives_no_valid_file_name_is_refused(tmp_path, step):
     """A step of 13 digits would get a file name that a resume does not find."""
     with pytest.raises(ddpjob.ConfigurationError, match="step: "):
         ddpjob.Snapshot(tmp_path).save(step)
 
 
-def test_objects_without_a_name_are_refused_and_the_call_with_a_name_is_shown(tmp_path):
+def test_unnamed_objects_are_refused_and_the_named_call_is_shown(tmp_path):
     """Users of torch.save(model, …) pass objects without names. Python's own message only counts arguments."""
     snapshot, model = ddpjob.Snapshot(tmp_path), torch.nn.Linear(1, 1)
     for call in (lambda: snapshot.save(1, model), lambda: snapshot.keep(1, model), lambda: snapshot.load(model)):
@@ -132,7 +132,7 @@ def test_objects_without_a_name_are_refused_and_the_call_with_a_name_is_shown(tm
             call()
 
 
-def test_a_name_that_was_not_saved_is_an_error_and_nothing_is_changed(tmp_path):
+def test_a_name_that_was_not_saved_is_an_error_and_changes_nothing(tmp_path):
     saved(ddpjob.Snapshot(tmp_path), 1, weights=torch.ones(2))
     weights = torch.zeros(2)
     with pytest.raises(ddpjob.StateError, match="has no optimizer; it has weights"):
@@ -152,7 +152,7 @@ def test_a_name_that_was_not_saved_is_an_error_and_nothing_is_changed(tmp_path):
     ],
     ids=["cut", "empty", "one bit"],
 )
-def test_a_damaged_file_is_named_and_the_one_before_it_is_used(tmp_path, capfd, damage):
+def test_a_damaged_file_is_named_and_the_previous_one_is_used(tmp_path, capfd, damage):
     snapshot = ddpjob.Snapshot(tmp_path)
     for step in (1, 2):
         saved(snapshot, step, weights=torch.full((100,), float(step)))
@@ -166,7 +166,7 @@ def test_a_damaged_file_is_named_and_the_one_before_it_is_used(tmp_path, capfd, 
     assert str(newest) in said[0]
 
 
-def test_a_large_file_is_never_in_memory_beside_the_state_that_it_becomes(tmp_path):
+def test_a_large_file_is_never_in_memory_in_addition_to_its_state(tmp_path):
     """Otherwise eight ranks of a node hold the file's bytes eight times, in addition to the state."""
     saved(ddpjob.Snapshot(tmp_path), 1, weights=torch.ones(5_000_000))
     tracemalloc.start()  # torch's tensor memory does not count here
@@ -177,7 +177,7 @@ def test_a_large_file_is_never_in_memory_beside_the_state_that_it_becomes(tmp_pa
         tracemalloc.stop()
 
 
-def test_the_newest_states_stay_and_what_crashes_left_is_removed(tmp_path):
+def test_the_newest_states_are_kept_and_leftovers_of_crashes_are_removed(tmp_path):
     snapshot = ddpjob.Snapshot(tmp_path, keep=2)
     snapshot.load()
     (tmp_path / ".tmp-000001-1-1").write_bytes(b"half")
@@ -191,7 +191,7 @@ def test_the_newest_states_stay_and_what_crashes_left_is_removed(tmp_path):
     }
 
 
-def test_what_a_killed_process_of_the_same_number_has_left_is_no_obstacle(tmp_path, monkeypatch):
+def test_leftovers_of_a_killed_process_with_the_same_pid_are_no_obstacle(tmp_path, monkeypatch):
     """A restarted container gives its process the same PID, so temporary files of the last one may have its names."""
     snapshot, sync, written = ddpjob.Snapshot(tmp_path), os.fsync, []
     monkeypatch.setattr(os, "fsync", lambda descriptor: [written.extend(tmp_path.glob(".tmp*")), sync(descriptor)])
@@ -229,7 +229,7 @@ def test_two_snapshots_of_one_process_may_write_into_a_folder_at_once(tmp_path, 
     assert ddpjob.Snapshot(tmp_path).load(weights=weights) == weights == 2
 
 
-def test_a_write_that_fails_ends_no_training_and_is_raised_by_wait(tmp_path, monkeypatch, capfd):
+def test_a_failed_write_does_not_end_the_training_and_is_raised_by_wait(tmp_path, monkeypatch, capfd):
     """A disk that is full for a minute must not end a training of weeks."""
     snapshot = ddpjob.Snapshot(tmp_path)
     saved(snapshot, 1)
@@ -270,7 +270,7 @@ def test_a_full_disk_is_named_as_such(tmp_path, monkeypatch):
     assert steps(tmp_path) == [1]
 
 
-def test_a_process_killed_while_it_writes_leaves_the_state_before_it(tmp_path, monkeypatch):
+def test_a_process_killed_while_writing_keeps_the_previous_state(tmp_path, monkeypatch):
     saved(ddpjob.Snapshot(tmp_path), 1, weights=torch.ones(1))
 
     def die_in_fsync() -> None:
@@ -284,7 +284,7 @@ def test_a_process_killed_while_it_writes_leaves_the_state_before_it(tmp_path, m
     assert ddpjob.Snapshot(tmp_path).load() == 1
 
 
-def test_a_script_that_never_waits_still_has_its_last_state(tmp_path, end_ranks):
+def test_a_script_that_never_waits_still_saves_its_last_state(tmp_path, end_ranks):
     (outcome,) = end_ranks(lambda rank: ddpjob.Snapshot(tmp_path).save(7, weights=torch.ones(100_000)), 1)
     assert outcome.exit_code == 0
     assert ddpjob.Snapshot(tmp_path).load() == 7
@@ -295,7 +295,7 @@ DAMAGED = [b"[]", b"5", b"\xff\xfe", b"[" * 100_000, b'{"process": 5}', b'{"job"
 
 @pytest.mark.parametrize("content", DAMAGED)
 @pytest.mark.parametrize("damaged", ["writer-000001.json", "writer-000001.alive"])
-def test_a_damaged_claim_or_beat_is_nobodys_and_the_folder_is_read(attempt, tmp_path, damaged, content):
+def test_a_damaged_claim_or_heartbeat_is_ignored_and_the_folder_is_read(attempt, tmp_path, damaged, content):
     """Otherwise rank 0 ends with a traceback while the other ranks wait for its answer."""
     folder = attempt(1).folder
     folder.mkdir(exist_ok=True)
@@ -307,13 +307,13 @@ def test_a_damaged_claim_or_beat_is_nobodys_and_the_folder_is_read(attempt, tmp_
 
 
 @pytest.mark.parametrize("keep", [2.5, "3", None])
-def test_a_number_of_states_to_keep_that_is_none_is_refused_before_training(tmp_path, keep):
+def test_an_invalid_number_of_states_to_keep_is_refused_before_training(tmp_path, keep):
     """Otherwise keep=2.5 fails only at a later save."""
     with pytest.raises(ddpjob.ConfigurationError, match="keep: "):
         ddpjob.Snapshot(tmp_path / "s", keep=keep)
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+def test_a_folder_that_cannot_be_created_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ddpjob.SnapshotError, match="file/s cannot be made: Not a directory"):
         ddpjob.Snapshot(tmp_path / "file" / "s").load()
@@ -327,7 +327,7 @@ def test_a_url_is_refused_because_it_would_be_a_folder_of_the_container(folder, 
         ddpjob.Snapshot(folder)
 
 
-def test_a_sampler_that_a_loader_reads_ahead_is_named_once(tmp_path, capfd):
+def test_a_sampler_read_ahead_by_a_loader_is_named_once(tmp_path, capfd):
     """A resume would skip batches that workers have fetched but training has not used."""
     sampler = ddpjob.GlobalBatchSampler(32, 4, seed=7)
     loader = torch.utils.data.DataLoader(range(32), batch_sampler=sampler, num_workers=2)
@@ -379,7 +379,7 @@ def test_an_old_attempt_that_starts_late_is_refused(attempt):
         attempt(1)
 
 
-def test_an_old_attempt_that_is_caught_while_it_writes_publishes_nothing(attempt, tmp_path, monkeypatch):
+def test_an_old_attempt_that_is_superseded_while_writing_publishes_nothing(attempt, tmp_path, monkeypatch):
     zombie = attempt(1)
     written, go_on = threading.Event(), threading.Event()
     sync = os.fsync
@@ -400,7 +400,7 @@ def test_an_old_attempt_that_is_caught_while_it_writes_publishes_nothing(attempt
     assert steps(tmp_path / "s") == [11]
 
 
-def test_what_an_old_attempt_publishes_in_the_last_instant_is_never_the_newest(attempt, tmp_path, monkeypatch):
+def test_a_state_published_by_an_old_attempt_at_the_last_moment_is_never_the_newest(attempt, tmp_path, monkeypatch):
     zombie = attempt(1)
     rename = os.rename
 
@@ -496,7 +496,7 @@ def test_a_save_that_blocks_the_training_is_a_declared_pause(tmp_path, monkeypat
     assert process.current.paused is None
 
 
-def test_the_same_attempt_may_restart_in_place_and_a_new_job_takes_the_folder_over(attempt):
+def test_the_same_attempt_may_restart_in_place_and_a_new_job_takes_over_the_folder(attempt):
     saved(attempt(4), 10)
     saved(attempt(4), 20)
     new_job = attempt(1, job="uid-2")
@@ -519,7 +519,7 @@ def test_an_old_generation_is_refused_like_an_old_attempt(attempt, tmp_path):
         attempt(1, generation=3)
 
 
-def test_two_processes_cannot_take_the_same_number(tmp_path, monkeypatch):
+def test_two_processes_cannot_claim_the_same_number(tmp_path, monkeypatch):
     """This also holds on a file system without hard links."""
     from ddpjob.checkpoint import snapshot as file
 
@@ -543,7 +543,7 @@ def in_a_process_of_its_own(body: Callable[[], object]) -> None:
     assert process.exitcode == 0
 
 
-def test_a_training_that_begins_anew_in_the_folder_of_an_earlier_run_keeps_its_own_states(tmp_path):
+def test_a_training_that_starts_from_scratch_in_the_folder_of_another_run_keeps_its_own_states(tmp_path):
     """The script has a --resume option and was run without it. Its saves must not be removed because an earlier run's
     states have higher steps."""
 
@@ -559,7 +559,7 @@ def test_a_training_that_begins_anew_in_the_folder_of_an_earlier_run_keeps_its_o
     assert ddpjob.Snapshot(tmp_path).load() == 30
 
 
-def test_a_run_that_falls_back_on_an_older_state_keeps_what_it_saves(tmp_path):
+def test_a_run_that_falls_back_to_an_older_state_keeps_what_it_saves(tmp_path):
     """With keep=1 the damaged newest file must not stay while the new saves are removed."""
     in_a_process_of_its_own(lambda: [saved(ddpjob.Snapshot(tmp_path), step, weights=torch.ones(9)) for step in (1, 5)])
     (newest,) = tmp_path.glob("step-000000000005*")
@@ -574,7 +574,7 @@ def test_a_run_that_falls_back_on_an_older_state_keeps_what_it_saves(tmp_path):
     assert steps(tmp_path) == [2]
 
 
-def test_a_process_that_only_reads_does_not_disturb_the_training_that_saves(tmp_path):
+def test_a_process_that_only_reads_does_not_disturb_a_saving_training(tmp_path):
     """A process that evaluates next to a run must not remove that run's heartbeat when it ends."""
     training = ddpjob.Snapshot(tmp_path)
     saved(training, 1)
@@ -585,7 +585,7 @@ def test_a_process_that_only_reads_does_not_disturb_the_training_that_saves(tmp_
     assert steps(tmp_path) == [1, 2]
 
 
-def test_a_second_run_in_one_folder_is_refused_while_the_first_one_is_running(tmp_path):
+def test_a_second_run_in_a_folder_is_refused_while_the_first_is_running(tmp_path):
     """Otherwise two runs without a job remove each other's saves."""
     training = ddpjob.Snapshot(tmp_path)
     saved(training, 7)
@@ -599,7 +599,7 @@ def test_a_second_run_in_one_folder_is_refused_while_the_first_one_is_running(tm
     assert steps(tmp_path) == [7, 8]
 
 
-def test_a_process_that_has_only_loaded_refuses_no_training(tmp_path):
+def test_a_process_that_has_only_loaded_blocks_no_training(tmp_path):
     """Such a process may be a notebook, or a script that reads the step before it spawns the ranks."""
 
     def training(folder: Path, step: int) -> None:
@@ -669,7 +669,7 @@ def ended(pid: int, how: int) -> None:
 
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["on this machine", "on another machine"])
-def test_a_folder_of_another_job_that_is_running_is_refused_and_that_job_goes_on(
+def test_the_folder_of_another_running_job_is_refused_and_that_job_continues(
     other_job, attempt, tmp_path, monkeypatch, elsewhere
 ):
     """Otherwise the second job continues from the first one's weights, and then each ends the other."""
@@ -691,7 +691,7 @@ def test_a_folder_of_another_job_that_is_running_is_refused_and_that_job_goes_on
     [(False, signal.SIGTERM), (False, signal.SIGKILL), (True, signal.SIGTERM)],
     ids=["in order", "killed on this machine", "in order on another machine"],
 )
-def test_the_state_of_a_job_that_has_ended_is_gone_on_from_at_once_and_that_is_said(
+def test_the_state_of_an_ended_job_is_used_at_once_with_a_message(
     other_job, attempt, monkeypatch, receiver, capfd, elsewhere, how
 ):
     monkeypatch.setattr(writers, "SILENT_SECONDS", 1000.0)
@@ -705,7 +705,7 @@ def test_the_state_of_a_job_that_has_ended_is_gone_on_from_at_once_and_that_is_s
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
-def test_a_job_on_a_machine_that_is_silent_is_waited_for_and_then_its_folder_is_taken_over(
+def test_a_silent_job_on_another_machine_is_waited_for_before_its_folder_is_taken_over(
     other_job, attempt, monkeypatch, capfd, how
 ):
     monkeypatch.setattr(writers, "HEARTBEAT_SECONDS", 0.2)
@@ -716,7 +716,7 @@ def test_a_job_on_a_machine_that_is_silent_is_waited_for_and_then_its_folder_is_
     assert "was in use by job uid-other a moment ago: waiting up to " in capfd.readouterr().err
 
 
-def test_a_claim_that_was_made_a_moment_ago_and_has_no_beat_yet_is_waited_for(attempt, tmp_path, monkeypatch):
+def test_a_new_claim_without_a_heartbeat_is_waited_for(attempt, tmp_path, monkeypatch):
     monkeypatch.setattr(writers, "SILENT_SECONDS", 1.0)
     folder = tmp_path / "s"
     folder.mkdir()
@@ -745,7 +745,7 @@ def test_a_process_that_survives_its_deleted_job_cannot_end_the_next_job(attempt
     assert steps(tmp_path / "s") == [1, 2]
 
 
-def test_a_job_beats_as_long_as_it_holds_the_folder_and_no_longer(attempt, tmp_path, monkeypatch):
+def test_a_job_has_a_heartbeat_exactly_as_long_as_it_holds_the_folder(attempt, tmp_path, monkeypatch):
     monkeypatch.setattr(writers, "HEARTBEAT_SECONDS", 0.02)
     holder = attempt(1)
     beat = tmp_path / "s" / "writer-000001.alive"
@@ -760,7 +760,7 @@ def test_a_job_beats_as_long_as_it_holds_the_folder_and_no_longer(attempt, tmp_p
 
 
 @pytest.mark.parametrize("claim", ["", "[]", "{}", '{"job": 3, "attempt": 1}', '{"job": "a", "attempt": "x"}', "null"])
-def test_a_claim_that_is_none_of_ours_is_no_reason_to_end(attempt, tmp_path, claim):
+def test_an_unreadable_claim_does_not_end_the_training(attempt, tmp_path, claim):
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "writer-000001.json").write_text(claim)
     saved(attempt(1), 3)
@@ -780,7 +780,7 @@ def patient(monkeypatch):
     monkeypatch.setattr(importlib.import_module("ddpjob.checkpoint.snapshot"), "RNG_WAIT_SECONDS", 30.0)
 
 
-def test_every_rank_goes_on_with_its_own_random_numbers(run_ranks, tmp_path, patient):
+def test_every_rank_continues_with_its_own_random_numbers(run_ranks, tmp_path, patient):
     def save_and_draw(rank: int) -> float:
         with world_of(rank, 3, f"file://{tmp_path}/a") as world:
             torch.manual_seed(100 + rank)
@@ -800,7 +800,7 @@ def test_every_rank_goes_on_with_its_own_random_numbers(run_ranks, tmp_path, pat
     assert run_ranks(lambda rank: load_and_draw(rank, 2, "d"), 2) == smaller, "a resume must be repeatable"
 
 
-def test_a_step_that_is_saved_twice_keeps_every_ranks_random_numbers(run_ranks, tmp_path, patient):
+def test_a_step_that_is_saved_twice_keeps_the_random_numbers_of_every_rank(run_ranks, tmp_path, patient):
     """The script saves this step in the loop and again at the end. The second file must have the states that the first
     writer has taken from the store."""
 
@@ -849,7 +849,7 @@ def test_a_rank_that_is_late_once_has_its_random_states_in_all_later_files(run_r
     assert counts[-1] <= counts[2] + 2, "the store grows with each save"
 
 
-def test_a_resume_without_a_ranks_random_states_says_so(run_ranks, tmp_path, capfd):
+def test_a_resume_without_the_random_states_of_a_rank_is_reported(run_ranks, tmp_path, capfd):
     def save(rank: int) -> None:
         with world_of(rank, 2, f"file://{tmp_path}/a") as world:
             if world.is_main:
@@ -864,7 +864,7 @@ def test_a_resume_without_a_ranks_random_states_says_so(run_ranks, tmp_path, cap
     assert capfd.readouterr().err.count("has no random state of rank 1, which did not save in time") == 1
 
 
-def test_each_node_may_have_a_folder_of_its_own(run_ranks, tmp_path, patient):
+def test_each_node_may_have_its_own_folder(run_ranks, tmp_path, patient):
     """In a local run an emptyDir has a path per node, but each snapshot needs the random states of all nodes."""
 
     def save(rank: int) -> float:
@@ -886,7 +886,7 @@ def test_each_node_may_have_a_folder_of_its_own(run_ranks, tmp_path, patient):
     assert run_ranks(load, 2) == expected
 
 
-def test_a_save_of_rank_0_alone_waits_for_no_other_rank_and_says_what_it_lacks(run_ranks, tmp_path, capfd, monkeypatch):
+def test_a_save_of_rank_0_alone_waits_for_nobody_and_reports_what_is_missing(run_ranks, tmp_path, capfd, monkeypatch):
     """The state must be on disk without a wait of two seconds for the others, and the next save must not be delayed."""
     monkeypatch.setattr(importlib.import_module("ddpjob.checkpoint.snapshot"), "RNG_WAIT_SECONDS", 1e6)
 
@@ -922,7 +922,7 @@ def test_rank_0_may_save_alone(run_ranks, tmp_path):
     assert ddpjob.Snapshot(tmp_path / "s").load() == 1
 
 
-def test_nodes_without_a_shared_folder_get_rank_0s_state(run_ranks, tmp_path):
+def test_nodes_without_a_shared_folder_get_the_state_of_rank_0(run_ranks, tmp_path):
     saved(ddpjob.Snapshot(tmp_path / "rank0"), 9, weights=torch.arange(1000.0))
 
     def body(rank: int) -> tuple[int, float]:
@@ -947,7 +947,7 @@ def test_all_ranks_stop_when_rank_0_is_superseded(end_ranks, tmp_path, monkeypat
         assert outcome.error.startswith("Superseded")
 
 
-def test_a_ddp_model_and_a_plain_one_read_each_others_states(run_ranks, tmp_path):
+def test_a_ddp_model_and_a_plain_one_can_load_each_others_states(run_ranks, tmp_path):
     def body(rank: int) -> list[str]:
         with world_of(rank, 1, f"file://{tmp_path}/meet") as world:
             model = world.wrap(torch.nn.Linear(2, 1))
@@ -960,7 +960,7 @@ def test_a_ddp_model_and_a_plain_one_read_each_others_states(run_ranks, tmp_path
     assert ddpjob.Snapshot(tmp_path / "s").load(model=torch.nn.Linear(2, 1)) == 1
 
 
-def test_a_group_that_the_script_has_made_is_used(run_ranks, tmp_path):
+def test_a_group_that_the_script_has_created_is_used(run_ranks, tmp_path):
     """Otherwise each rank believes that it is rank 0 of 1, and they remove each other's files."""
 
     def body(rank: int) -> Any:
@@ -982,7 +982,7 @@ def test_a_group_that_the_script_has_made_is_used(run_ranks, tmp_path):
     assert steps(tmp_path / "s") == [1, 2]
 
 
-def test_a_rank_that_has_left_its_group_reads_by_itself_and_rank_0_alone_saves(run_ranks, tmp_path):
+def test_a_rank_that_has_left_its_group_loads_by_itself_and_only_rank_0_saves(run_ranks, tmp_path):
     """A script that exports its model after `with ddpjob.init()` must still be able to load and save."""
 
     def body(rank: int) -> Any:
@@ -1008,7 +1008,7 @@ def test_a_rank_without_a_group_is_told_to_join_it_first(tmp_path, monkeypatch):
         ddpjob.Snapshot(tmp_path / "s")
 
 
-def test_an_optimizer_whose_state_the_ranks_share_is_resumed_once_rank_0_has_all_of_it(run_ranks, tmp_path):
+def test_an_optimizer_sharded_over_ranks_is_resumed_once_rank_0_has_all_of_it(run_ranks, tmp_path):
     """After a load, the state_dict() of such an optimizer raises on all ranks, so load() must not call it."""
 
     def body(rank: int) -> Any:

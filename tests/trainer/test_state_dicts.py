@@ -84,7 +84,7 @@ NOT_READ_BACK: dict[str, Any] = {
 
 @pytest.mark.parametrize("value", NOT_READ_BACK.values(), ids=NOT_READ_BACK)
 @pytest.mark.parametrize("wrap", [lambda v: v, lambda v: {"a": [1, (v,)]}], ids=["bare", "inside"])
-def test_what_would_not_come_back_as_it_was_is_refused_by_name_and_nothing_is_written(tmp_path, value, wrap):
+def test_a_value_that_would_be_restored_differently_is_refused_by_name_and_nothing_is_written(tmp_path, value, wrap):
     """Otherwise the loss is noticed only after a crash, when days of training are lost."""
     with pytest.raises(ddpjob.StateError, match=r"extra.*cannot be saved"):
         ddpjob.Snapshot(tmp_path).save(1, extra={"rates": wrap(value)})
@@ -92,12 +92,12 @@ def test_what_would_not_come_back_as_it_was_is_refused_by_name_and_nothing_is_wr
 
 
 @pytest.mark.parametrize("key", [torch.ones(1), (1, torch.ones(1)), Path("a"), Pair(1, 2)], ids=str)
-def test_a_key_that_could_not_be_found_again_is_refused(key):
+def test_a_key_that_cannot_be_restored_is_refused(key):
     with pytest.raises(ddpjob.StateError, match="extra key"):
         state_dicts.copied({key: 1}, "extra")
 
 
-def test_the_message_says_where_the_value_is_and_what_to_save_instead(tmp_path):
+def test_the_message_names_the_place_of_the_value_and_what_to_save_instead(tmp_path):
     with pytest.raises(
         ddpjob.StateError, match=r"extra\.rates\[1\]: a numpy\.ndarray cannot be saved.*Save tensors, num"
     ):
@@ -183,7 +183,7 @@ def bits_of(tensor: torch.Tensor) -> bytes:
 
 @given(state=nested)
 @settings(deadline=None)
-def test_whatever_is_accepted_comes_back_equal(tmp_path_factory, state):
+def test_every_accepted_value_is_restored_equal(tmp_path_factory, state):
     folder = tmp_path_factory.mktemp("s")
     saved(ddpjob.Snapshot(folder), 1, state=state)
     back = ddpjob.Snapshot(folder)
@@ -192,7 +192,7 @@ def test_whatever_is_accepted_comes_back_equal(tmp_path_factory, state):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_tensor_of_every_dtype_comes_back_or_is_refused(tmp_path, dtype):
+def test_a_tensor_of_every_dtype_is_restored_or_refused(tmp_path, dtype):
     try:
         tensor = torch.zeros(16, dtype=torch.uint8).view(dtype)
     except (RuntimeError, TypeError):
@@ -208,14 +208,14 @@ def test_a_tensor_of_every_dtype_comes_back_or_is_refused(tmp_path, dtype):
     assert same(tensor, back.state["tensor"])
 
 
-def test_a_number_of_numpy_that_is_a_float_comes_back_as_a_float():
+def test_a_numpy_float_is_restored_as_a_float():
     assert type(state_dicts.copied(np.float64(0.5), "best")) is float
 
 
 # ---- objects of torch itself ---------------------------------------------------------------------------------
 
 
-def test_a_learning_rate_on_a_gpu_comes_back_onto_it() -> None:
+def test_a_learning_rate_on_a_gpu_is_restored_onto_it() -> None:
     """torch leaves a rate that was saved from a GPU on the CPU, and the last bits of the next step differ (seen on an
     H100). The device "meta" stands for a GPU."""
     on_device, on_host = (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=torch.tensor(0.1)) for _ in range(2))
@@ -232,7 +232,7 @@ def test_a_learning_rate_on_a_gpu_comes_back_onto_it() -> None:
     assert on_host.param_groups[0]["lr"].device.type == "cpu"
 
 
-def test_settings_on_a_gpu_that_lie_deeper_come_back_onto_it() -> None:
+def test_nested_settings_on_a_gpu_are_restored_onto_it() -> None:
     """Examples are betas that are tensors, and initial values of nested schedulers."""
     of_torch = torch.optim.lr_scheduler
     optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=torch.tensor(0.1)) for _ in range(2)]
@@ -259,7 +259,7 @@ class Lookahead(torch.optim.SGD):
         super().load_state_dict(state_dict["fast"])
 
 
-def test_an_optimizer_with_a_state_dict_of_its_own_shape_comes_back() -> None:
+def test_an_optimizer_with_its_own_state_dict_format_is_restored() -> None:
     """Such an optimizer loads its own format, so the library must not expect param_groups in it."""
     one, other = (Lookahead([torch.nn.Parameter(torch.ones(1))], lr=lr) for lr in (0.1, 0.2))
     state_dicts.restore({"optimizer": one}, {"optimizer": other.state_dict()}, "here")
@@ -286,7 +286,7 @@ def test_a_scheduler_reaches_an_optimizer_that_wraps_another_one_after_a_restart
 
 
 @pytest.mark.parametrize("kind", list(optimizers()), ids=lambda kind: kind.__name__)
-def test_every_optimizer_of_torch_goes_on_from_a_snapshot(tmp_path, kind):
+def test_every_optimizer_of_torch_continues_from_a_snapshot(tmp_path, kind):
     def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(1)
         model = torch.nn.Linear(3, 2, bias=False)
@@ -331,7 +331,7 @@ SCHEDULERS = {
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_every_scheduler_of_torch_goes_on_from_a_snapshot(tmp_path, name):
+def test_every_scheduler_of_torch_continues_from_a_snapshot(tmp_path, name):
     def made() -> Any:
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
         return optimizer, getattr(torch.optim.lr_scheduler, name)(optimizer, **SCHEDULERS[name])
@@ -364,7 +364,7 @@ def test_every_scheduler_of_torch_goes_on_from_a_snapshot(tmp_path, name):
         (1, 2, "a int cannot be restored in place"),
     ],
 )
-def test_a_value_that_does_not_fit_is_named_and_nothing_is_changed(tmp_path, value, target, said):
+def test_a_value_of_another_shape_or_type_is_named_and_nothing_is_changed(tmp_path, value, target, said):
     """copy_ would silently repeat a single row, and truncate values for a smaller type."""
     snapshot, first = ddpjob.Snapshot(tmp_path), torch.zeros(2)
     saved(snapshot, 1, first=torch.ones(2), second=value)
@@ -390,7 +390,7 @@ def sharded_model(rank: int) -> torch.nn.Module:
     return model
 
 
-def test_a_model_whose_ranks_hold_parts_is_refused_on_every_rank_at_once(end_ranks, tmp_path):
+def test_a_model_sharded_over_ranks_is_refused_on_every_rank_at_once(end_ranks, tmp_path):
     """If all ranks loaded rank 0's part, the model would be silently destroyed."""
     snapshot = ddpjob.Snapshot(tmp_path / "s")
     saved(snapshot, 1, model=torch.nn.Linear(8, 1, bias=False))
@@ -443,7 +443,7 @@ class Growing(torch.nn.Sequential):
         return super().load_state_dict(state_dict, *args, **kwargs)
 
 
-def test_a_state_that_does_not_fit_is_named_and_leaves_the_model_as_it_was() -> None:
+def test_a_state_that_does_not_fit_is_named_and_leaves_the_model_unchanged() -> None:
     """Otherwise load_state_dict() raises after it has changed some layers, and training begins with a mixed state."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 3))
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -454,7 +454,7 @@ def test_a_state_that_does_not_fit_is_named_and_leaves_the_model_as_it_was() -> 
     assert state_dicts.misfit({"model": model}, {"model": model.state_dict()}) == ""
 
 
-def test_a_model_that_knows_how_to_take_another_state_is_given_it() -> None:
+def test_a_model_that_can_convert_another_state_gets_it() -> None:
     """The model's own load_state_dict() accepts that state, so a check of sizes must not refuse it."""
     model, other = (Growing(*[torch.nn.Linear(2, 2) for _ in range(count)]) for count in (1, 3))
     assert state_dicts.misfit({"model": model}, {"model": other.state_dict()}) == ""
@@ -471,7 +471,7 @@ def test_an_optimizer_of_other_parameters_does_not_fit() -> None:
     )
 
 
-def test_a_snapshot_of_another_model_is_said_to_be_one():
+def test_a_snapshot_of_another_model_is_reported_as_such():
     """A user who edits a model and restarts would only read `size mismatch for weight`, without the folder's name."""
     saved = {"model": torch.nn.Linear(2, 3).state_dict()}
     said = r"^/runs/step-300 holds another model: size mismatch for weight.*; give this run another folder\.$"
@@ -483,7 +483,7 @@ def test_a_snapshot_of_another_model_is_said_to_be_one():
         state_dicts.restore({"optimizer": more}, saved, "/runs/step-300")
 
 
-def test_the_state_of_another_kind_of_optimizer_is_said_to_be_one():
+def test_the_state_of_another_kind_of_optimizer_is_reported_as_such():
     """torch accepts the state, and the first step ends with KeyError: 'betas'."""
     sgd, adam = torch.optim.SGD([torch.zeros(1)], 0.1), torch.optim.Adam([torch.zeros(1)])
     torch.optim.lr_scheduler.StepLR(adam, 3)  # this adds initial_lr to the groups

@@ -58,7 +58,7 @@ def sigterm(pid: int | str | None = None) -> None:
     os.kill(int(pid or os.getpid()), signal.SIGTERM)
 
 
-def test_one_rank_of_three_is_told_at_any_moment_and_all_stop_after_the_same_step(end_ranks, steps, meeting_file):
+def test_all_ranks_stop_after_the_same_step_if_one_of_three_gets_sigterm_at_any_moment(end_ranks, steps, meeting_file):
     told, at = random.randrange(3), random.randrange(1, 60)
 
     def body(rank: int) -> None:
@@ -101,7 +101,7 @@ def test_ranks_that_do_not_wait_for_each_other_stop_after_the_same_step_too(end_
     assert steps.stopped()[0] > 41, "the fast ranks were further when they heard of it"
 
 
-def test_all_ranks_told_at_once_and_again_stop_after_one_step(end_ranks, steps, meeting_file):
+def test_all_ranks_stop_after_one_step_if_all_get_sigterm_at_once_and_again(end_ranks, steps, meeting_file):
     def body(rank: int) -> None:
         with ddpjob.init(init_method=meeting_file, rank=rank, world_size=2):
             for step in range(1, 10_000):
@@ -116,7 +116,7 @@ def test_all_ranks_told_at_once_and_again_stop_after_one_step(end_ranks, steps, 
     assert len(set(steps.stopped())) == 1
 
 
-def test_a_rank_that_is_blocked_in_a_collective_hears_the_signal_and_answers(end_ranks, steps, meeting_file):
+def test_a_rank_blocked_in_a_collective_handles_the_signal_and_answers(end_ranks, steps, meeting_file):
     """Rank 0 joins the collective only after rank 1 has answered. A Python handler in rank 1 would run only after the
     collective, so both would wait for ever."""
 
@@ -136,7 +136,7 @@ def test_a_rank_that_is_blocked_in_a_collective_hears_the_signal_and_answers(end
     assert [outcome.exit_code for outcome in end_ranks(body, 2)] == [RESUMABLE] * 2
 
 
-def test_where_a_rank_has_finished_already_the_others_finish_too(end_ranks, steps, meeting_file):
+def test_the_others_finish_too_if_a_rank_has_already_finished(end_ranks, steps, meeting_file):
     def body(rank: int) -> None:
         with ddpjob.init(init_method=meeting_file, rank=rank, world_size=2) as world:
             for step in range(1, 11):
@@ -157,9 +157,7 @@ def test_where_a_rank_has_finished_already_the_others_finish_too(end_ranks, step
 
 
 @pytest.mark.parametrize("knows", [False, True], ids=["after the time to agree", "at once if its agent has said so"])
-def test_a_group_that_has_lost_a_rank_ends_on_sigterm_and_not_after_its_whole_grace(
-    end_ranks, steps, meeting_file, knows
-):
+def test_a_group_that_has_lost_a_rank_ends_on_sigterm_before_its_grace_is_over(end_ranks, steps, meeting_file, knows):
     def body(rank: int) -> None:
         stop.AGREE_SECONDS = 60 if knows else 0.3
         ddpjob.init(init_method=meeting_file, rank=rank, world_size=2)
@@ -180,9 +178,7 @@ def test_a_group_that_has_lost_a_rank_ends_on_sigterm_and_not_after_its_whole_gr
     assert time.monotonic() - begin < 20
 
 
-def test_a_rank_that_waits_for_the_agreement_of_a_lost_one_gives_up_as_the_symptom_that_it_is(
-    end_ranks, steps, meeting_file
-):
+def test_a_rank_that_waits_for_the_agreement_of_a_lost_one_gives_up_with_a_symptom(end_ranks, steps, meeting_file):
     from ddpjob_core import rules
 
     def body(rank: int) -> None:
@@ -203,7 +199,7 @@ def test_a_rank_that_waits_for_the_agreement_of_a_lost_one_gives_up_as_the_sympt
     assert rules.is_symptom(error)
 
 
-def test_a_rank_that_has_stopped_stays_until_rank_0_has_written(end_ranks, steps, meeting_file, monkeypatch):
+def test_a_stopped_rank_stays_until_rank_0_has_written(end_ranks, steps, meeting_file, monkeypatch):
     """torchrun kills a node's other processes 30 s after the first one ends: too soon for a large save."""
     monkeypatch.setattr(join, "CLOSE_SECONDS", 0.0)
 
@@ -224,7 +220,7 @@ def test_a_rank_that_has_stopped_stays_until_rank_0_has_written(end_ranks, steps
     assert [(o.exit_code, o.error) for o in end_ranks(body, 2)] == [(RESUMABLE, "Stopped: 75")] * 2
 
 
-def test_a_rank_that_ends_by_sys_exit_75_waits_for_nobody(end_ranks, steps, meeting_file, monkeypatch):
+def test_a_rank_that_exits_by_sys_exit_75_waits_for_nobody(end_ranks, steps, meeting_file, monkeypatch):
     """With any other exception in `with init()` a rank that does not end within 2 s would be ended as failed."""
     monkeypatch.setattr(join, "END_SECONDS", 20.0)  # longer than any delay on this machine
 
@@ -242,7 +238,7 @@ def test_a_rank_that_ends_by_sys_exit_75_waits_for_nobody(end_ranks, steps, meet
     assert [outcome.exit_code for outcome in end_ranks(body, 2)] == [RESUMABLE] * 2
 
 
-def test_a_rank_that_has_stopped_and_waits_for_a_lost_one_ends_on_the_next_sigterm(end_ranks, meeting_file):
+def test_a_stopped_rank_that_waits_for_a_lost_one_ends_on_the_next_sigterm(end_ranks, meeting_file):
     def once_more() -> None:
         wait_until(lambda: process.current.agreement is None)  # the rank is leaving, and waits for the lost one
         sigterm()
@@ -262,7 +258,7 @@ def test_a_rank_that_has_stopped_and_waits_for_a_lost_one_ends_on_the_next_sigte
     assert [outcome.exit_code for outcome in end_ranks(body, 2, limit_seconds=30)] == [RESUMABLE, 9]
 
 
-def test_data_loader_workers_that_ignore_sigterm_outlive_what_torchrun_sends_to_the_whole_process_group(steps):
+def test_data_loader_workers_that_ignore_sigterm_survive_the_group_signal_of_torchrun(steps):
     def body() -> None:
         os.setpgid(0, 0)
         loader = torch.utils.data.DataLoader(range(100_000), num_workers=1, worker_init_fn=ddpjob.ignore_sigterm)
@@ -297,7 +293,7 @@ print("complete")
 
 
 @pytest.mark.parametrize("then", ["raise ddpjob.Stopped(step)", "break", "sys.exit(0)", "sys.exit()"])
-def test_a_training_that_was_stopped_never_ends_with_0_however_its_script_goes_on(start_script, tmp_path, then):
+def test_a_stopped_training_never_exits_with_0_however_its_script_continues(start_script, tmp_path, then):
     log = tmp_path / "log"
     process = start_script(ALONE.format(then=then), DDPJOB_TERMINATION_LOG=log)
     assert process.stdout.readline() == "three\n"
@@ -321,7 +317,7 @@ def test_a_stop_that_fails_is_a_failure(start_script, tmp_path):
     assert json.loads(log.read_text())["exception"] == "OSError: disk full"
 
 
-def test_a_handler_of_the_script_is_left_alone(start_script):
+def test_a_signal_handler_of_the_script_is_left_alone(start_script):
     script = (
         "import os, signal, sys, time, ddpjob\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n"
@@ -334,7 +330,7 @@ def test_a_handler_of_the_script_is_left_alone(start_script):
     assert process.returncode == 7
 
 
-def test_a_process_that_a_rank_forks_ends_on_sigterm_and_its_parent_hears_nothing(start_script):
+def test_a_process_forked_by_a_rank_ends_on_sigterm_and_its_parent_does_not_notice(start_script):
     """A DataLoader ends its workers with SIGTERM, which must not stop the training."""
     script = (
         "import os, signal, sys, time, ddpjob\n"
@@ -354,7 +350,7 @@ def test_a_process_that_a_rank_forks_ends_on_sigterm_and_its_parent_hears_nothin
     assert process.returncode == 0
 
 
-def test_a_script_that_never_asks_ends_on_sigterm_as_ever(start_script):
+def test_a_script_that_never_calls_should_stop_ends_on_sigterm_as_usual(start_script):
     process = start_script("import time, ddpjob\nddpjob.progress(1)\nprint('up', flush=True)\ntime.sleep(30)\n")
     assert process.stdout.readline() == "up\n"
     process.terminate()

@@ -22,7 +22,7 @@ def _first_column(heading: str) -> list[str]:
     return re.findall(r"^\| (\w+) \|", section, re.MULTILINE)[1:]
 
 
-def test_the_page_lists_the_rules_in_the_order_in_which_they_are_asked() -> None:
+def test_the_page_lists_the_rules_in_the_order_of_their_evaluation() -> None:
     assert _first_column("The rules") == [rule.__name__ for rule in RULES]
 
 
@@ -32,11 +32,11 @@ def test_the_page_lists_the_phases_in_the_order_in_which_a_plan_calls_them() -> 
 
 
 @pytest.mark.parametrize("named", sorted(set(re.findall(r"[\w/]+(?:/\w+\.py|/(?=[ ,|`]))", TEXT))))
-def test_every_file_that_the_page_names_is_there(named: str) -> None:
+def test_every_file_named_on_the_page_exists(named: str) -> None:
     assert any((ROOT / room / named).exists() for room in ROOMS)
 
 
-def test_each_workaround_for_kopf_is_listed_and_says_which_kopf_needs_it_and_when_it_can_go() -> None:
+def test_each_kopf_workaround_is_listed_with_the_affected_version_and_the_condition_for_its_removal() -> None:
     """Otherwise nobody dares to remove a workaround after an upgrade of kopf."""
     (folder,) = kopf_workarounds.__path__
     texts = {path.stem: path.read_text().split('"""')[1] for path in Path(folder).glob("[!_]*.py")}
@@ -46,7 +46,7 @@ def test_each_workaround_for_kopf_is_listed_and_says_which_kopf_needs_it_and_whe
         assert re.search(r"can\s+go\s+when", text, re.IGNORECASE), name
 
 
-def test_the_page_is_short_enough_to_be_read() -> None:
+def test_the_page_is_short_enough_to_read() -> None:
     assert len(TEXT.splitlines()) <= 150
 
 

@@ -27,7 +27,7 @@ def with_pod(**fields: Any) -> Any:
     return what
 
 
-def test_the_objects_of_a_two_node_job_as_a_whole(golden: Callable[[str, str], None]) -> None:
+def test_the_objects_of_a_two_node_job_are_complete(golden: Callable[[str, str], None]) -> None:
     objects = [build.service(job()), pod(rank=0), pod(rank=1)]
     golden("digits-2-nodes.yaml", yaml.safe_dump_all(objects, sort_keys=False))
 
@@ -45,7 +45,7 @@ DNS = {
 
 
 @pytest.mark.parametrize(("spec", "all_nodes"), DNS.values(), ids=DNS)
-def test_the_service_selects_no_pod_whose_name_nobody_needs(spec: dict[str, Any], all_nodes: bool) -> None:
+def test_the_service_selects_only_pods_whose_dns_name_is_needed(spec: dict[str, Any], all_nodes: bool) -> None:
     """Each selected pod makes the control plane rewrite the job's EndpointSlices whenever it changes; a pod that is not
     selected has no DNS name."""
     leader = {} if all_nodes else {"training.ddpjob.io/rank": "0"}
@@ -70,7 +70,7 @@ def test_fields_of_a_pod_that_could_break_a_training_are_set(given: dict[str, An
     assert pod(with_pod(**given))["spec"].items() >= found.items()
 
 
-def test_the_pods_name_says_the_attempt_and_its_dns_name_stays() -> None:
+def test_the_pod_name_contains_the_attempt_and_the_dns_name_stays() -> None:
     body = pod(attempt=3, rank=1)
     assert body["metadata"]["name"] == "digits-3-1"
     assert (body["spec"]["hostname"], body["spec"]["subdomain"]) == ("digits-1", "digits")
@@ -83,7 +83,7 @@ def test_everything_is_owned_by_the_job_so_that_deletion_needs_no_finalizer() ->
         assert "blockOwnerDeletion" not in owner
 
 
-def test_a_restart_policy_of_the_trainer_itself_does_not_start_it_beside_the_next_attempt() -> None:
+def test_a_restart_policy_of_the_trainer_container_cannot_restart_it_next_to_a_new_attempt() -> None:
     """Kubernetes 1.34 accepts a container's restartPolicy whatever the pod's own policy is. It would restart a rank
     that has ended while the next attempt writes the same checkpoint."""
     rules = [{"action": "RestartAllContainers", "exitCodes": {"operator": "In", "values": [1]}}]
@@ -104,7 +104,7 @@ def test_shared_memory_is_half_of_the_memory_limit_and_2_gib_without_one() -> No
     assert size(None) == str(2 * 2**30)
 
 
-def test_a_users_own_shared_memory_is_left_alone() -> None:
+def test_the_shared_memory_of_the_user_is_left_alone() -> None:
     what = job(container={"volumeMounts": [{"name": "mine", "mountPath": "/dev/shm/"}]})
     assert "volumes" not in pod(what)["spec"]
 
@@ -114,7 +114,7 @@ def test_the_end_of_the_log_is_kept_as_the_termination_message_unless_the_user_c
     assert trainer(pod(job(container={"terminationMessagePolicy": "File"})))["terminationMessagePolicy"] == "File"
 
 
-def test_autoscalers_are_told_not_to_move_a_training_unless_the_user_says_otherwise() -> None:
+def test_autoscalers_must_not_move_a_training_unless_the_user_allows_it() -> None:
     annotations = pod()["metadata"]["annotations"]
     assert annotations["karpenter.sh/do-not-disrupt"] == "true"
     assert annotations["cluster-autoscaler.kubernetes.io/safe-to-evict"] == "false"
@@ -127,7 +127,7 @@ def test_autoscalers_are_told_not_to_move_a_training_unless_the_user_says_otherw
     assert build.pod(job(), 1, 0, keep_from_autoscalers=False)["metadata"]["annotations"] == {}
 
 
-def test_no_pod_has_an_api_token_where_the_cluster_says_so_unless_its_template_asks_for_one() -> None:
+def test_no_pod_gets_an_api_token_if_tokens_are_switched_off_unless_its_template_requests_one() -> None:
     """With a token, code of a job could act as its service account. Training needs no rights in the cluster."""
     what = job()
     assert "automountServiceAccountToken" not in build.pod(what, 1, 0)["spec"], "as for all pods"
@@ -140,7 +140,7 @@ def test_no_pod_has_an_api_token_where_the_cluster_says_so_unless_its_template_a
     assert mounted == [report_token.NAME], "the token for reports is independent of the service account's"
 
 
-def test_gpu_jobs_get_one_pod_per_node_beside_the_users_own_affinity() -> None:
+def test_gpu_jobs_get_one_pod_per_node_in_addition_to_the_affinity_of_the_user() -> None:
     own = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [{"topologyKey": "rack"}]}}
     what = job(container={"resources": {"limits": {"nvidia.com/gpu": 1}}})
     what.spec.template["spec"]["affinity"] = own
@@ -151,7 +151,7 @@ def test_gpu_jobs_get_one_pod_per_node_beside_the_users_own_affinity() -> None:
 
 
 @pytest.mark.parametrize("affinity", [None, {"podAntiAffinity": None, "nodeAffinity": None}])
-def test_a_field_that_is_null_is_one_that_is_unset(affinity: Any) -> None:
+def test_a_null_field_equals_an_unset_field(affinity: Any) -> None:
     """Helm charts write `affinity:` with no value. A job with it must not stay Pending for ever."""
     gpu = {"resources": {"limits": {"nvidia.com/gpu": 1}}}
     what, plain = job(container={**gpu, "terminationMessagePolicy": None, "env": None}), job(container=gpu)
@@ -169,7 +169,7 @@ def test_on_the_host_network_the_port_is_declared_so_that_the_scheduler_prevents
     assert str(port["hostPort"]) == str(port["containerPort"]) == env["PET_MASTER_PORT"]
 
 
-def test_the_container_named_trainer_trains_wherever_it_stands() -> None:
+def test_the_container_named_trainer_is_the_trainer_at_any_position() -> None:
     what = job()
     what.spec.template["spec"]["containers"].insert(0, {"name": "sidecar", "image": "s"})
     sidecar, main = pod(what)["spec"]["containers"]
@@ -177,7 +177,7 @@ def test_the_container_named_trainer_trains_wherever_it_stands() -> None:
     assert main["env"]
 
 
-def test_a_users_variables_can_refer_to_the_jobs() -> None:
+def test_variables_of_the_user_can_refer_to_those_of_the_job() -> None:
     """Kubernetes expands $(NNODES) only from variables that come before it."""
     what = job(container={"env": [{"name": "WORLD_SIZE", "value": "$(NNODES)"}]})
     names = [e["name"] for e in trainer(pod(what))["env"]]
@@ -185,14 +185,14 @@ def test_a_users_variables_can_refer_to_the_jobs() -> None:
     assert names.count("WORLD_SIZE") == 1
 
 
-def test_building_leaves_the_users_template_as_it_is() -> None:
+def test_building_a_pod_does_not_change_the_template_of_the_user() -> None:
     what = job(container={"volumeMounts": [], "env": [{"name": "A", "value": "b"}]})
     before = copy.deepcopy(what.spec.template)
     pod(what)
     assert what.spec.template == before
 
 
-def test_the_users_labels_stay_and_cannot_hide_the_jobs() -> None:
+def test_labels_of_the_user_are_kept_and_cannot_hide_those_of_the_job() -> None:
     what = job()
     what.spec.template["metadata"] = {"labels": {"team": "vision", "training.ddpjob.io/job": "other"}}
     labels = pod(what, attempt=2, rank=1)["metadata"]["labels"]
@@ -204,7 +204,7 @@ def test_the_users_labels_stay_and_cannot_hide_the_jobs() -> None:
     }
 
 
-def test_trainers_learn_where_to_report_only_where_someone_listens() -> None:
+def test_trainers_get_a_report_address_only_if_someone_listens() -> None:
     names = {e["name"] for e in trainer(pod())["env"]}
     assert "DDPJOB_STATUS_URL" not in names
     listening = build.pod(job(), 1, 0, reporting=build.Reporting("http://s/v1/progress", "/var/run/t"))
@@ -238,7 +238,7 @@ OWN_ENV = [{"name": "A", "value": "b"}, {"name": "NNODES", "value": "2"}, {"name
     ],
 )
 @pytest.mark.parametrize("trainer_first", [True, False])
-def test_what_the_server_says_of_a_pod_has_the_places_that_the_user_has_written(
+def test_errors_of_the_server_about_a_pod_refer_to_the_positions_in_the_template(
     said: str, shown: str, trainer_first: bool
 ) -> None:
     """`env[32]` for a template with three variables sends users to search for an entry that they did not write."""

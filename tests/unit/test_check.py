@@ -62,7 +62,7 @@ def context_of(text: str) -> CheckedJob:
 
 
 @pytest.mark.parametrize("path", MISTAKES, ids=lambda p: p.stem)
-def test_each_mistake_is_found_once_at_its_line_and_nothing_else_is(path: Path) -> None:
+def test_each_mistake_is_found_once_at_its_line_and_nothing_else_is_reported(path: Path) -> None:
     text = path.read_text()
     line = next(i for i, content in enumerate(text.splitlines(), start=1) if "# <- here" in content)
     assert found(text, context_of(text)) == [(line, path.stem)]
@@ -72,7 +72,7 @@ def test_each_rule_has_a_script_that_breaks_it() -> None:
     assert {path.stem for path in MISTAKES} == set(RULES)
 
 
-def test_a_finding_says_file_line_rule_and_what_to_write_instead() -> None:
+def test_a_finding_has_file_line_rule_and_the_fix() -> None:
     path = FIXTURES / "mistakes/rank-is-local-rank.py"
     (finding,) = check.check("train.py", path.read_text(), TWO_NODES)
     assert str(finding) == (
@@ -123,7 +123,7 @@ def test_one_wrong_change_to_a_sound_script_is_found(name: str, right: str, wron
     assert rules_in(text.replace(right, wrong), job) == rules
 
 
-def test_a_script_for_one_machine_is_wrong_only_in_a_job_with_more() -> None:
+def test_a_script_for_one_machine_is_wrong_only_in_a_job_with_several() -> None:
     """Tutorials use localhost, which is correct on one machine; on two nodes it is a mistake."""
     text = (FIXTURES / "clean/ddp_tutorial.py").read_text()
     assert rules_in(text) == set()
@@ -133,7 +133,7 @@ def test_a_script_for_one_machine_is_wrong_only_in_a_job_with_more() -> None:
 
 
 @pytest.mark.parametrize(("nodes", "severity"), [(None, "warning"), (2, "error"), (1, None)])
-def test_what_needs_several_nodes_to_hurt_is_an_error_only_where_there_are_some(
+def test_a_mistake_that_needs_several_nodes_is_an_error_only_if_the_job_has_several(
     nodes: int | None, severity: str | None
 ) -> None:
     text = (FIXTURES / "mistakes/rank-is-local-rank.py").read_text()
@@ -145,7 +145,7 @@ def test_what_needs_several_nodes_to_hurt_is_an_error_only_where_there_are_some(
 @pytest.mark.parametrize(
     ("gpus", "nproc", "severity"), [(None, 2, "warning"), (2, 2, "error"), (8, 1, "warning"), (0, 2, "error")]
 )
-def test_a_global_rank_as_a_device_is_an_error_where_a_node_has_fewer_gpus_than_the_job_ranks(
+def test_a_global_rank_as_device_is_an_error_if_a_node_has_fewer_gpus_than_the_job_has_ranks(
     gpus: int | None, nproc: int, severity: str
 ) -> None:
     """With one process on each of two nodes, only ranks 0 and 1 are used as devices, and both nodes have those."""
@@ -155,7 +155,7 @@ def test_a_global_rank_as_a_device_is_an_error_where_a_node_has_fewer_gpus_than_
 
 
 @pytest.mark.parametrize("name", ["file-not-shared", "master-overwritten"])
-def test_what_only_matters_in_a_cluster_is_a_warning_before_a_local_run(name: str) -> None:
+def test_a_mistake_that_only_matters_in_a_cluster_is_a_warning_before_a_local_run(name: str) -> None:
     """In a local run all nodes see the same files and reach each other by localhost, so it must not be refused."""
     text = (FIXTURES / f"mistakes/{name}.py").read_text()
     for local, severity in ((False, "error"), (True, "warning")):
@@ -208,14 +208,14 @@ def test_an_error_is_about_a_line_that_the_run_certainly_executes(
     assert where in finding.message
 
 
-def test_one_rank_waits_for_nobody() -> None:
+def test_a_job_of_one_rank_has_no_finding_about_other_ranks() -> None:
     """`ddpjob run --nodes 1` must accept a script that is correct with one process."""
     for name in ("collective-on-one-rank", "uneven-steps", "gradients-not-averaged", "partitioner-unseeded"):
         text = (FIXTURES / f"mistakes/{name}.py").read_text()
         assert name not in rules_in(text, CheckedJob(nodes=1, nproc=1))
 
 
-def test_the_first_rank_of_each_node_is_every_rank_where_nodes_have_one_process() -> None:
+def test_the_first_rank_of_each_node_is_every_rank_if_nodes_have_one_process() -> None:
     text = (FIXTURES / "mistakes/collective-on-one-rank.py").read_text()
     text = text.replace("dist.get_rank()", "int(os.environ['LOCAL_RANK'])").replace(
         "import torch\n", "import os, torch\n"
@@ -243,7 +243,7 @@ def snippets() -> list[Any]:
 
 
 @pytest.mark.parametrize(("lines", "rules"), snippets())
-def test_what_is_certain_is_said_and_what_is_not_is_not(lines: str, rules: set[str]) -> None:
+def test_certain_mistakes_are_reported_and_uncertain_ones_are_not(lines: str, rules: set[str]) -> None:
     """The lines are parts of scripts, so findings about a missing group are ignored here."""
     assert rules_in(HEAD + lines) - ({"init-missing"} - rules) == rules
 
@@ -264,7 +264,7 @@ def test_what_is_certain_is_said_and_what_is_not_is_not(lines: str, rules: set[s
         ("train()\nmp.Process(target=upload).start()", set()),
     ],
 )
-def test_a_training_that_nothing_calls_and_one_whose_failure_nobody_sees_are_named_in_a_job(
+def test_a_training_that_is_never_called_or_whose_failure_is_swallowed_is_named_in_a_job(
     lines: str, rules: set[str]
 ) -> None:
     """Such a job exits with 0 although nothing was trained. A file checked without a job may be a module for others."""
@@ -278,7 +278,7 @@ def test_a_training_that_nothing_calls_and_one_whose_failure_nobody_sees_are_nam
     ("mounts", "wrong"),
     [({}, True), ({"/tmp": False}, True), ({"/tmp": True}, False), ({"/tm": True}, True)],
 )
-def test_a_meeting_file_is_wrong_where_the_nodes_share_no_such_folder(mounts: dict[str, bool], wrong: bool) -> None:
+def test_a_rendezvous_file_is_wrong_if_the_nodes_do_not_share_its_folder(mounts: dict[str, bool], wrong: bool) -> None:
     text = (FIXTURES / "mistakes/file-not-shared.py").read_text()
     job = CheckedJob(nodes=2, nproc=1, known=True, mounts=mounts)
     assert rules_in(text, job) == ({"file-not-shared"} if wrong else set())
@@ -294,9 +294,7 @@ def test_a_meeting_file_is_wrong_where_the_nodes_share_no_such_folder(mounts: di
         ('"file:///mnt/meet"', True),
     ],
 )
-def test_a_meeting_file_whose_folder_is_not_known_may_lie_on_the_volume_that_is_shared(
-    method: str, wrong: bool
-) -> None:
+def test_a_rendezvous_file_in_an_unknown_folder_may_be_on_the_shared_volume(method: str, wrong: bool) -> None:
     """An error would refuse a correct job, because the unknown folder may be on the shared volume."""
     text = (FIXTURES / "mistakes/file-not-shared.py").read_text()
     text = text.replace("dist.init_process_group(", f"where = {method}\ndist.init_process_group(")
@@ -316,7 +314,7 @@ def test_a_meeting_file_whose_folder_is_not_known_may_lie_on_the_volume_that_is_
         ("python", set()),
     ],
 )
-def test_tcp_is_wrong_only_where_the_launcher_serves_the_store_itself(launcher: str, rules: set[str]) -> None:
+def test_tcp_is_wrong_only_if_the_launcher_serves_the_store_itself(launcher: str, rules: set[str]) -> None:
     text = (FIXTURES / "mistakes/tcp-under-torchrun.py").read_text()
     assert rules_in(text, CheckedJob(nodes=2, launcher=launcher)) == rules
 
@@ -376,14 +374,14 @@ ALONE = (
 
 @pytest.mark.parametrize("alone", ALONE)
 @pytest.mark.parametrize("lines", OTHERWISE.split("===\n"))
-def test_what_a_script_does_without_a_launcher_is_no_mistake_in_a_job(lines: str, alone: str) -> None:
+def test_code_that_runs_only_without_a_launcher_is_no_mistake_in_a_job(lines: str, alone: str) -> None:
     """An error would refuse insightface's ArcFace, which uses tcp:// in `except KeyError`, for one GPU alone."""
     job = CheckedJob(nodes=2, nproc=2, gpus=2, launcher="torchrun", known=True)
     assert rules_in(HEAD + lines.replace("INIT", alone), job) <= {"set-device-missing"}
     assert rules_in(HEAD + alone, job)
 
 
-def test_a_script_that_tries_nccl_first_may_do_without_a_gpu() -> None:
+def test_a_script_that_tries_nccl_first_may_run_without_a_gpu() -> None:
     job = CheckedJob(nodes=2, nproc=2, gpus=0, launcher="torchrun", known=True)
     init = 'dist.init_process_group("nccl")'
     assert rules_in(f"{HEAD}try:\n    {init}\nexcept RuntimeError:\n    {init.replace('nccl', 'gloo')}\n", job) == set()
@@ -419,7 +417,7 @@ if __name__ == "__main__":
         ("nprocs=n", "nprocs=2", False),
     ],
 )
-def test_no_process_at_all_is_no_training(right: str, wrong: str, found_there: bool) -> None:
+def test_a_spawn_of_one_process_per_gpu_is_found_if_there_is_no_gpu(right: str, wrong: str, found_there: bool) -> None:
     """Without a process the job would be Succeeded after a second, with nothing trained."""
     text = SPAWN.replace(right, wrong) if right else SPAWN
     assert ("spawn-without-gpu" in rules_in(text, CheckedJob(nodes=1, nproc=2, gpus=0))) == found_there
@@ -455,7 +453,7 @@ LAUNCH = ["python", "-m", "torch.distributed.launch"]
         ("import os\nprint(os.environ['RANK'])\n", LAUNCH, None),
     ],
 )
-def test_what_the_launcher_passes_must_be_an_option_of_the_script(
+def test_an_option_that_the_launcher_passes_must_be_declared_by_the_script(
     job_file, script: str, command: list[str], line: int | None
 ) -> None:
     """Otherwise all ranks end with exit code 2 before they train, even in a file that forms no group."""
@@ -512,7 +510,7 @@ NOT_PASSED = {
 
 
 @pytest.mark.parametrize(("script", "command", "alone"), NOT_PASSED.values(), ids=NOT_PASSED)
-def test_ranks_that_each_take_themselves_for_a_single_process_are_found(
+def test_ranks_that_each_train_as_a_single_process_are_found(
     job_file, script: str, command: list[str], alone: bool
 ) -> None:
     """Otherwise each rank trains its own model, and the job is Succeeded."""
@@ -575,7 +573,7 @@ def test_one_process_that_uses_all_gpus_of_its_node_is_left_alone(job_file, comm
         ('"--local-rank"', "command: [python, -m, torch.distributed.launch, train.py]"),
     ],
 )
-def test_the_command_that_needs_no_edit_of_the_script_is_named(job_file, names: str, command: str) -> None:
+def test_a_command_that_needs_no_edit_of_the_script_is_named(job_file, names: str, command: str) -> None:
     """Users who are only told to use LOCAL_RANK edit the script, and never find the command in docs/launching.md."""
     assert command in (ROOT / "docs/launching.md").read_text().replace("`[", "`command: [")
     assert (
@@ -584,14 +582,14 @@ def test_the_command_that_needs_no_edit_of_the_script_is_named(job_file, names: 
 
 
 @pytest.mark.parametrize("by", [["torchrun"], LAUNCH])
-def test_so_it_is_where_the_option_is_required_or_refused(job_file, by: list[str]) -> None:
+def test_a_command_is_named_if_the_local_rank_option_is_required_or_refused(job_file, by: list[str]) -> None:
     """Otherwise the message only says to change the script."""
     required = P + OLD.replace("type=int", "required=True") + PARSE
     said = ran(job_file(required, *by, "train.py")).stdout
     assert 'without an edit: command: [torchrun, --no-python, sh, -c, "exec python train.py --loc' in said
 
 
-def test_a_script_that_a_shell_starts_for_each_rank_is_read(job_file) -> None:
+def test_a_script_that_a_shell_starts_for_each_rank_is_checked(job_file) -> None:
     """`torchrun --no-python sh -c "exec python train.py …"` has a script, too."""
     words = ["torchrun", "--no-python", "sh", "-c", "exec python train.py --local_rank=$LOCAL_RANK"]
     result = ran(job_file((FIXTURES / "mistakes/backend-mpi.py").read_text(), *words))
@@ -621,7 +619,7 @@ VARIABLES = [
 
 
 @pytest.mark.parametrize(("command", "name", "value", "said"), VARIABLES)
-def test_a_variable_with_which_the_nodes_never_meet_is_an_error_as_the_option_is(
+def test_a_variable_that_keeps_the_nodes_apart_is_an_error_like_the_option(
     job_file, command: list[str], name: str, value: str, said: str
 ) -> None:
     """Otherwise all nodes wait for each other, with only a warning among the Events."""
@@ -650,7 +648,7 @@ BY_RANKS = "torchrun --nnodes=$WORLD_SIZE --node_rank=$RANK train.py"
         ("python train.py --nnodes=$WORLD_SIZE", 2, 0),
     ],
 )
-def test_options_of_the_launcher_from_variables_that_it_sets_itself_are_an_error(
+def test_launcher_options_from_variables_that_the_launcher_itself_sets_are_an_error(
     job_file, script: str, nproc: int, said: int
 ) -> None:
     """These variables are empty when the shell expands them, so torchrun gets `--nnodes=` and exits."""
@@ -659,14 +657,14 @@ def test_options_of_the_launcher_from_variables_that_it_sets_itself_are_an_error
     assert ("WORLD_SIZE is a variable of the ranks" in stdout and "; use NNODES" in stdout) == bool(said)
 
 
-def test_the_advice_names_the_script_that_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_advice_names_the_checked_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fixed `python train.py` would be wrong for most scripts."""
     monkeypatch.chdir(tmp_path)
     Path("main_pretrain.py").write_text("import torch.distributed as dist\n" + P + OLD + "dist.init_process_group()\n")
     assert "exec python main_pretrain.py --local_rank=$LOCAL_RANK" in ran("main_pretrain.py").stdout
 
 
-def test_a_variable_that_is_refused_is_not_warned_of_as_well(job_file) -> None:
+def test_a_refused_variable_gets_no_additional_warning(job_file) -> None:
     def said(*names: str) -> list[str]:
         env = {"env": [{"name": name, "value": "1"} for name in names]}
         return re.findall(r"\[([a-z-]+)\]: [A-Z]", ran(job_file("", *PYTHON, nodes=2, container=env)).stdout)
@@ -675,7 +673,7 @@ def test_a_variable_that_is_refused_is_not_warned_of_as_well(job_file) -> None:
     assert sorted(said("GROUP_RANK", "MASTER_PORT")) == ["rendezvous-overridden", "variable-keeps-nodes-apart"]
 
 
-def test_what_a_job_has_events_of_is_said_before_it_runs_in_the_same_words(job_file) -> None:
+def test_the_warnings_before_a_run_have_the_same_words_as_the_events_of_the_job(job_file) -> None:
     """The warnings of `ddpjob check` must be those that a job later gets as Events."""
     env = {"env": [{"name": "MASTER_PORT", "value": "29500"}]}
     path = job_file("", "torchrun", "--max-restarts=3", "train.py", nodes=2, container=env)
@@ -747,7 +745,7 @@ OTHERWISE = [
 
 
 @pytest.mark.parametrize(("script", "command", "container"), OTHERWISE)
-def test_a_variable_of_slurm_that_may_be_set_or_is_not_needed_is_left_alone(
+def test_a_variable_of_slurm_that_may_be_set_or_is_optional_is_left_alone(
     job_file, script: str, command: list[str], container: dict[str, Any]
 ) -> None:
     assert "variable-of-other-launcher" not in ran(job_file(script, *command, nodes=2, container=container)).stdout
@@ -775,7 +773,7 @@ def test_a_launcher_without_a_script_is_an_error(job_file, command: list[str], m
     assert ("error[script-missing]" in ran(job_file("", *command)).stdout) == missing
 
 
-def test_a_script_that_needs_a_launcher_is_named_with_its_arguments(job_file, tmp_path: Path) -> None:
+def test_the_error_about_a_missing_launcher_quotes_the_script_with_its_arguments(job_file, tmp_path: Path) -> None:
     """A fixed `command: [torchrun, train.py]` would be wrong for most scripts."""
     (tmp_path / "bert.py").write_text("import torch.distributed as dist\ndist.init_process_group('gloo')\n")
     said = ran(job_file("", "python", "bert.py", "--lr", "1", "a: b", nprocPerNode=2)).stdout
@@ -803,7 +801,7 @@ dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=N)
         ("int(os.environ.get('WORLD_SIZE', 8))", 2, 2, "torchrun", False),
     ],
 )
-def test_a_world_size_that_is_not_the_jobs_is_found_where_both_are_known(
+def test_a_world_size_that_differs_from_that_of_the_job_is_found_if_both_are_known(
     number: str, nodes: int | None, nproc: int | None, launcher: str, found: bool
 ) -> None:
     """Otherwise the group waits for ranks that nobody starts, until torch's timeout of 30 minutes."""
@@ -832,7 +830,7 @@ BY_OPTION = (FIXTURES / "mistakes/group-needs-option.py").read_text()
         ("if args.launcher", 'if args.launcher == "none":\n    raise ValueError\nif args.launcher', "", False),
     ],
 )
-def test_a_group_that_only_an_option_forms_is_found_where_the_option_is_not_given(
+def test_a_group_that_needs_an_option_is_found_if_the_option_is_missing(
     right: str, wrong: str, words: str, found: bool
 ) -> None:
     """Otherwise each rank trains its own model, and the job is Succeeded."""
@@ -920,9 +918,7 @@ FIRE = TYPER.replace("typer.run", "fire.Fire").replace("typer", "fire")
         (FIRE, "pytorch", False),
     ],
 )
-def test_options_of_click_typer_absl_and_fire_form_the_group_as_those_of_argparse_do(
-    text: str, words: str, found: bool
-) -> None:
+def test_options_of_click_typer_absl_and_fire_count_like_those_of_argparse(text: str, words: str, found: bool) -> None:
     """If only argparse were read, ranks of a click script would train alone without a finding."""
     job = CheckedJob(nodes=2, nproc=1, launcher="torchrun", words=tuple(words.split()))
     assert ("group-needs-option" in rules_in(text, job)) == found
@@ -936,7 +932,7 @@ def test_options_of_click_typer_absl_and_fire_form_the_group_as_those_of_argpars
         ('"--local-rank", type=int', ", default=0", "all 2 ranks of a node use its first GPU"),
     ],
 )
-def test_the_local_rank_as_an_option_is_found_in_all_documented_spellings(
+def test_the_local_rank_option_is_found_in_all_documented_spellings(
     job_file, options: str, default: str, said: str
 ) -> None:
     """torchrun's own documentation has such a script; set_device(None) raises on every rank."""
@@ -967,7 +963,7 @@ def test_a_script_in_the_style_of_the_official_tutorials_is_left_alone(path: Pat
         assert found(text, TWO_NODES) == []
 
 
-def test_of_thirty_healthy_scripts_at_most_one_is_warned_for_nothing() -> None:
+def test_at_most_one_of_thirty_healthy_scripts_gets_a_false_warning() -> None:
     """Scripts of common shapes, each in a job that fits it. Users switch off a checker that cries wolf."""
     assert len(HEALTHY) >= 30
     false_alarms = [
@@ -980,7 +976,7 @@ def test_of_thirty_healthy_scripts_at_most_one_is_warned_for_nothing() -> None:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
-def test_our_own_examples_are_left_alone_and_survive_a_changing_number_of_ranks(path: Path) -> None:
+def test_our_own_examples_have_no_finding_and_support_a_changing_number_of_ranks(path: Path) -> None:
     jobs = (
         (CheckedJob(), ELASTIC) if path.parent.name == "examples" else (CheckedJob(),)
     )  # the scripts in clean/ only show ways to start, so they need not be elastic
@@ -1009,7 +1005,7 @@ def test_our_own_jobs_have_no_error(path: Path, monkeypatch: pytest.MonkeyPatch)
         ("", "  # ddpjob: ignore", True),
     ],
 )
-def test_a_comment_takes_a_finding_back_on_its_line_or_alone_on_the_line_above(
+def test_a_comment_suppresses_a_finding_on_its_line_or_alone_on_the_line_above(
     before: str, after: str, kept: bool
 ) -> None:
     text = (
@@ -1044,7 +1040,7 @@ def test_a_script_with_lines_lost_or_moved_gives_no_traceback(path: Path, data: 
         ("x = " + "-" * 100_000 + "1", "nested too deeply"),
     ],
 )
-def test_what_does_not_parse_is_a_finding(text: str, message: str) -> None:
+def test_a_script_that_does_not_parse_is_a_finding(text: str, message: str) -> None:
     (finding,) = check.check("t.py", text)
     assert (finding.rule, finding.severity) == ("syntax", "error")
     assert message in finding.message
@@ -1063,7 +1059,7 @@ def test_what_does_not_parse_is_a_finding(text: str, message: str) -> None:
         "a = b\nb = a\ndef g(x): g(x)\ndist.init_process_group(rank=a)\ng(a)\nm.to(a)",
     ],
 )
-def test_values_that_are_made_from_themselves_end(lines: str) -> None:
+def test_resolving_values_defined_by_themselves_ends(lines: str) -> None:
     """An endless search would be reported as "nested too deeply", an error that a healthy script must not get."""
     assert "syntax" not in rules_in(HEAD + "class C:\n    rank: int\n" + lines, TWO_NODES)
 
@@ -1074,7 +1070,7 @@ def test_a_file_without_torch_has_no_partitioner() -> None:
     assert rules_in("import torch\n" + text) == {"partitioner-unseeded"}
 
 
-def test_values_that_are_made_from_each_other_a_hundred_times_are_read_at_once() -> None:
+def test_values_defined_by_each_other_a_hundred_times_are_read_at_once() -> None:
     began = time.process_time()
     mixed = "".join(f"v{i % 7} = v{(i + 1) % 7} + v{(i + 2) % 7} * (v{(i + 3) % 7} - w % v0)\n" for i in range(200))
     use = "dist.init_process_group('nccl', rank=v1)\nif v0 > 3:\n    torch.save(1, v2)\n    m.to(v2 % v3)\n"
@@ -1131,7 +1127,7 @@ def test_the_exit_code_is_1_for_errors_and_0_for_warnings(fixture: str, options:
     assert ran(FIXTURES / f"{fixture}.py", *options).return_value == code
 
 
-def test_no_python_ends_with_2_and_its_line(tmp_path: Path) -> None:
+def test_an_input_that_is_not_python_exits_with_2_and_its_line(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text("import os\nif rank = 0:\n")
     result = ran(path)
@@ -1140,20 +1136,20 @@ def test_no_python_ends_with_2_and_its_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"# coding: rot13\n", b"# coding: hex\n", b"# coding: no-such\n"])
-def test_bytes_that_are_no_text_end_with_2(tmp_path: Path, content: bytes) -> None:
+def test_bytes_that_are_not_text_exit_with_2(tmp_path: Path, content: bytes) -> None:
     """Otherwise users see a traceback instead of one sentence."""
     (tmp_path / "train.py").write_bytes(content)
     assert ran(tmp_path / "train.py").return_value == 2
 
 
-def test_a_script_whose_name_no_file_can_have_is_not_on_this_machine(job_file) -> None:
+def test_a_script_with_an_impossible_file_name_is_not_on_this_machine(job_file) -> None:
     """Otherwise users see a traceback."""
     result = ran(job_file("", "python", "x" * 5000 + ".py"))
     assert "is not on this machine" in result.stderr
 
 
 @pytest.mark.parametrize("name", ["nowhere.py", "nowhere.yaml"])
-def test_a_file_that_is_not_there_is_wrong_input(tmp_path: Path, name: str) -> None:
+def test_a_missing_file_is_wrong_input(tmp_path: Path, name: str) -> None:
     with pytest.raises(yamlfile.InputError, match=f"{name}: No such file"):
         raise ran(tmp_path / name).exception or AssertionError("nothing was raised")
 
@@ -1173,7 +1169,7 @@ def test_json_is_one_document_with_stable_names() -> None:
     assert (first["line"], first["column"], first["rule"], first["severity"]) == (3, 25, "backend-mpi", "error")
 
 
-def test_a_job_is_read_together_with_the_script_that_it_runs(job_file) -> None:
+def test_a_job_is_checked_together_with_the_script_that_it_runs(job_file) -> None:
     script = (FIXTURES / "mistakes/rank-is-local-rank.py").read_text()
     gpu = {"resources": {"limits": {"nvidia.com/gpu": 4}}}
     assert "train.py:13: error[rank-is-local-rank]" in ran(job_file(script, nodes=2, container=gpu)).stdout
@@ -1181,7 +1177,7 @@ def test_a_job_is_read_together_with_the_script_that_it_runs(job_file) -> None:
     assert ran(job_file(script, nodes=1, container=gpu), "--nodes", "2").return_value == 1
 
 
-def test_a_jobs_gpus_and_launcher_are_known(job_file) -> None:
+def test_gpus_and_launcher_of_a_job_are_known(job_file) -> None:
     script = 'import torch.distributed as dist\ndist.init_process_group("nccl")\ndist.destroy_process_group()\n'
     assert "train.py:2: error[nccl-without-gpu]" in ran(job_file(script)).stdout
     gpu = {"resources": {"limits": {"nvidia.com/gpu": 1}}}
@@ -1191,7 +1187,7 @@ def test_a_jobs_gpus_and_launcher_are_known(job_file) -> None:
     assert ran(job_file(tcp, "python", "train.py")).stdout == ""
 
 
-def test_mistakes_of_the_yaml_itself_have_its_line_and_can_be_taken_back(job_file) -> None:
+def test_findings_about_the_yaml_itself_have_its_line_and_can_be_suppressed(job_file) -> None:
     path = job_file("", "python", "-m", "torch.distributed.launch", "train.py", backend="nccl")
     text = Path(path).read_text()
     lines = {line.split(":")[0].strip(): i for i, line in enumerate(text.splitlines(), start=1)}
@@ -1234,7 +1230,7 @@ def test_volumes_and_claims_of_a_job_are_known() -> None:
         ([], None),
     ],
 )
-def test_the_script_is_found_also_in_a_shell_and_behind_a_launcher_by_its_path(
+def test_the_script_is_found_in_a_shell_and_after_a_launcher_with_a_path(
     command: list[str], script: str | None
 ) -> None:
     assert read(command).script == script
@@ -1278,7 +1274,7 @@ def test_the_script_is_found_also_in_a_shell_and_behind_a_launcher_by_its_path(
         ("/entrypoint train", "", [], ""),
     ],
 )
-def test_the_script_is_found_behind_the_launchers_of_frameworks(
+def test_the_script_is_found_after_the_launchers_of_frameworks(
     line: str, launcher: str, files: list[str], words: str
 ) -> None:
     """Otherwise a job of Accelerate or Lightning is checked without its script, and "nothing found" is about the
@@ -1297,7 +1293,7 @@ def test_the_script_is_found_behind_the_launchers_of_frameworks(
         "python -m data.download",
     ],
 )
-def test_what_a_shell_does_before_the_launcher_is_not_the_training(before: str) -> None:
+def test_commands_of_a_shell_before_the_launcher_are_not_the_training(before: str) -> None:
     """If packages are installed first, the script of that step must not be checked instead of the training."""
     assert read(["bash", "-c", f"{before} && torchrun --nproc-per-node 2 train.py --x"]).script == "train.py"
 
@@ -1316,7 +1312,7 @@ def test_what_a_shell_does_before_the_launcher_is_not_the_training(before: str) 
         "tune download meta-llama/Llama-3.2-1B",
     ],
 )
-def test_a_launchers_program_that_starts_no_ranks_is_not_the_training(before: str) -> None:
+def test_a_launcher_command_that_starts_no_ranks_is_not_the_training(before: str) -> None:
     """Otherwise the first command counts as a launcher without a script, and train.py is not checked."""
     for end in (" &&", ";"):
         words = ["bash", "-c", f"{before}{end} python train.py"]
@@ -1340,32 +1336,32 @@ def test_a_launchers_program_that_starts_no_ranks_is_not_the_training(before: st
         (["sh", "-c", "pip list | grep torchrun"], None),
     ],
 )
-def test_all_readers_see_the_same_launcher(words: list[str], options: dict[str, str] | None) -> None:
+def test_all_readers_recognize_the_same_launcher(words: list[str], options: dict[str, str] | None) -> None:
     """Otherwise `which torchrun; python t.py` gets torchrun's variables, or options after debugpy are unchecked."""
     found = by_torchrun(words)
     assert (found and found.options) == options
     assert found is None or found.script == "t.py"
 
 
-def test_the_name_of_an_environment_is_no_launcher() -> None:
+def test_the_name_of_an_environment_is_not_a_launcher() -> None:
     found = read("conda run -n ray python train.py -p torchrun".split())
     assert (found.launcher, found.script, found.words) == ("python", "train.py", ("-p", "torchrun"))
     assert read("uv run -n torchrun train.py".split()).launcher == "torchrun"
     assert read("viztracer -u train.py".split()).script == "train.py"
 
 
-def test_a_script_without_a_launcher_is_found_after_an_installation() -> None:
+def test_a_script_without_a_launcher_is_found_after_an_installation_step() -> None:
     assert read(["bash", "-c", "python -m pip install datasets && python train.py"]).script == "train.py"
     assert read(["bash", "-c", "python train.py && python evaluate.py"]).script == "train.py"
 
 
-def test_the_lines_of_a_shell_script_may_go_on_in_the_next() -> None:
+def test_a_line_of_a_shell_script_may_continue_on_the_next() -> None:
     script = "set -e\nif true; then torchrun \\\n  --nproc-per-node 2 \\\n  train.py \\\n  --lr 1\nfi\n"
     assert read(["bash", "-c", script]).script == "train.py"
     assert read(["bash", "-c", "# NCCL_DEBUG=INFO \\\ntorchrun train.py"]).script == "train.py", "a comment ends there"
 
 
-def test_what_follows_a_hash_within_a_word_is_no_comment() -> None:
+def test_a_hash_within_a_word_does_not_start_a_comment() -> None:
     assert read(["bash", "-c", "R=${HOSTNAME##*-} torchrun --nproc-per-node 2 train.py"]).script == "train.py"
 
 
@@ -1376,12 +1372,12 @@ def test_any_command_is_read_without_a_traceback(words: list[str]) -> None:
     assert len(read(words).files) <= 2
 
 
-def test_a_command_without_a_script_is_said_to_have_none_and_by_which_launcher(job_file) -> None:
+def test_a_command_without_a_script_is_reported_with_its_launcher(job_file) -> None:
     result = ran(job_file("", "tune", "run", "--nproc_per_node", "2", "full_finetune_distributed"))
     assert "the command starts tune, and names no script that is plain to see" in result.stderr
 
 
-def test_a_module_is_looked_for_as_the_file_that_it_is(job_file, tmp_path: Path) -> None:
+def test_a_module_is_searched_as_its_file(job_file, tmp_path: Path) -> None:
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg/train.py").write_text((FIXTURES / "mistakes/rank-is-local-rank.py").read_text())
     assert "pkg/train.py:13: error[rank-is-local-rank]" in ran(job_file("", "torchrun", "-m", "pkg.train")).stdout
@@ -1400,15 +1396,13 @@ def test_a_module_is_looked_for_as_the_file_that_it_is(job_file, tmp_path: Path)
         (["--backends"], 1),
     ],
 )
-def test_a_backend_that_the_command_asks_for_counts_before_that_of_the_script(
-    job_file, option: list[str], errors: int
-) -> None:
+def test_a_backend_in_the_command_overrides_that_of_the_script(job_file, option: list[str], errors: int) -> None:
     """A job with --backend=gloo must not be refused for a default that it does not use."""
     script = 'import torch.distributed as dist\ndist.init_process_group("nccl")\ndist.destroy_process_group()\n'
     assert ran(job_file(script, "torchrun", "train.py", *option)).return_value == errors
 
 
-def test_a_script_that_is_not_here_is_said_and_may_be_named_beside_the_job(job_file, tmp_path: Path) -> None:
+def test_a_missing_script_is_reported_and_may_be_passed_next_to_the_job(job_file, tmp_path: Path) -> None:
     script = (FIXTURES / "mistakes/rank-is-local-rank.py").read_text()
     path = job_file(script, "torchrun", "/app/other.py")
     result = ran(path)
@@ -1423,7 +1417,7 @@ def test_a_job_that_cannot_run_is_wrong_input(job_file) -> None:
     assert "spec.nodes: must be at least 1, is 0" in str(result.exception)
 
 
-def test_a_script_beside_two_jobs_is_refused(job_file) -> None:
+def test_a_script_passed_with_two_jobs_is_refused(job_file) -> None:
     one, two = job_file("", name="one.yaml"), job_file("", name="two.yaml")
     assert "one by one" in str(ran(one, two, "train.py").exception)
 
@@ -1490,7 +1484,7 @@ def test_the_code_cells_of_a_notebook_are_checked_and_the_cell_is_named(
         "In [3]: x = 1",
     ],
 )
-def test_a_line_that_ipython_takes_is_no_syntax_error(tmp_path: Path, line: str) -> None:
+def test_a_line_that_ipython_accepts_is_no_syntax_error(tmp_path: Path, line: str) -> None:
     """A notebook with such a line runs, so it must not be refused."""
     path = tmp_path / "train.ipynb"
     path.write_text(notebook(line))
@@ -1501,14 +1495,14 @@ def test_a_line_that_ipython_takes_is_no_syntax_error(tmp_path: Path, line: str)
 
 
 @pytest.mark.parametrize("line", ["lss -l x", "cat = = 1", "print 'a'", "x = 1 +", "ls = [1,\ny = 2", "if x\n    pass"])
-def test_what_ipython_does_not_take_either_is_one(tmp_path: Path, line: str) -> None:
+def test_a_line_that_ipython_does_not_accept_is_a_syntax_error(tmp_path: Path, line: str) -> None:
     path = tmp_path / "train.ipynb"
     path.write_text(notebook("x = 1", line))
     assert re.search(r"cell 2:\d: error\[syntax\]", ran(path).stdout), ran(path).stdout
 
 
 @pytest.mark.parametrize("text", ["[]", "{", "", "[" * 100_000, '{"cells": 3}'])
-def test_what_is_no_notebook_ends_with_2(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_not_a_notebook_exits_with_2(tmp_path: Path, text: str) -> None:
     (tmp_path / "x.ipynb").write_text(text)
     result = ran(tmp_path / "x.ipynb")
     assert result.return_value == 2
@@ -1522,7 +1516,7 @@ def test_any_cells_are_read_without_a_traceback(source: Any) -> None:
         assert part.place(99)[0] == 1
 
 
-def test_a_folder_is_checked_without_what_is_ignored_hidden_or_installed(job_file, tmp_path: Path) -> None:
+def test_files_that_are_ignored_hidden_or_installed_are_not_checked_in_a_folder(job_file, tmp_path: Path) -> None:
     wrong = (FIXTURES / "mistakes/backend-mpi.py").read_text()
     job_file("import os\n")
     for name in ("old/a.py", "env/lib/b.py", ".hidden/c.py", "ignored/d.py", "e.ipynb"):
@@ -1537,7 +1531,7 @@ def test_a_folder_is_checked_without_what_is_ignored_hidden_or_installed(job_fil
     assert result.stderr == "4 files read: 2 errors\n"
 
 
-def test_the_script_of_a_job_in_a_folder_is_checked_as_the_jobs_and_the_others_are_not(job_file, tmp_path) -> None:
+def test_only_the_script_of_a_job_in_a_folder_is_checked_with_the_job(job_file, tmp_path) -> None:
     text = (FIXTURES / "mistakes/rank-is-local-rank.py").read_text()
     job_file(text, nodes=2, container={"resources": {"limits": {"nvidia.com/gpu": 4}}})
     (tmp_path / "other.py").write_text(text)
@@ -1562,7 +1556,7 @@ def test_a_folder_without_anything_to_check_is_wrong_input(tmp_path: Path) -> No
 # ---------------------------------------------------------------- the YAML alone
 
 
-def test_a_job_without_an_image_is_for_this_machine_only(job_file) -> None:
+def test_a_job_without_an_image_gets_a_warning(job_file) -> None:
     path = job_file("")
     text = Path(path).read_text()
     Path(path).write_text(re.sub(r" *image: .*\n", "", text))
@@ -1582,7 +1576,7 @@ def test_a_job_without_an_image_is_for_this_machine_only(job_file) -> None:
         ({}, 2, ""),
     ],
 )
-def test_a_memory_limit_without_room_for_the_state_is_known_before_the_start(
+def test_a_memory_limit_too_small_for_the_state_is_reported_before_the_start(
     job_file, of_job: dict[str, Any], nodes: int, wrong: str
 ) -> None:
     """Otherwise users learn it after the first steps, when the job has waited a night for its GPUs."""
@@ -1599,25 +1593,25 @@ def test_a_memory_limit_without_room_for_the_state_is_known_before_the_start(
         assert "memory-limit-too-small" not in ran(path, "--parameters", "0.3B").stdout, "what it says is enough"
 
 
-def test_a_number_of_parameters_that_is_none_is_wrong_input(job_file) -> None:
+def test_an_invalid_number_of_parameters_is_wrong_input(job_file) -> None:
     assert "--parameters: a number such as 350M or 7B, not many" in str(
         ran(job_file(""), "--parameters", "many").exception
     )
 
 
-def test_a_field_that_no_api_server_is_known_to_have_is_a_warning(job_file) -> None:
+def test_a_field_unknown_to_every_known_api_server_is_a_warning(job_file) -> None:
     result = ran(job_file("", container={"quantumEntanglement": True}))
     assert "warning[unknown-field]: quantumEntanglement: unknown field of a Container" in result.stdout
 
 
-def test_a_script_that_is_not_here_is_said_with_the_line_of_the_command(job_file) -> None:
+def test_a_missing_script_is_reported_with_the_line_of_the_command(job_file) -> None:
     path = job_file("", "python", "other.py")
     lines = Path(path).read_text().splitlines()
     line = next(i for i, text in enumerate(lines, start=1) if "command" in text)
     assert ran(path).stderr.startswith(f"{path}:{line}: other.py is not on this machine")
 
 
-def test_two_jobs_of_one_name_in_a_file_cannot_be_chosen_from(job_file) -> None:
+def test_two_jobs_with_one_name_in_a_file_get_no_advice_to_choose_by_name(job_file) -> None:
     """Both jobs have the same name, so the advice "choose one by its name" would not help."""
     path = job_file("")
     Path(path).write_text("---\n".join([Path(path).read_text()] * 2))
@@ -1627,13 +1621,13 @@ def test_two_jobs_of_one_name_in_a_file_cannot_be_chosen_from(job_file) -> None:
 # ---------------------------------------------------------------- docs/check.md
 
 
-def test_the_page_is_the_one_that_the_table_gives() -> None:
+def test_the_checked_in_page_is_generated_from_the_table() -> None:
     assert (ROOT / "docs/check.md").read_text(encoding="utf-8") == check_page.to_markdown(), (
         "docs/check.md differs from the rules: run `python tools/check_page.py > docs/check.md`"
     )
 
 
-def test_each_rule_stands_in_it_with_its_reason_and_both_lines() -> None:
+def test_the_page_has_each_rule_with_its_reason_and_both_lines() -> None:
     text = check_page.to_markdown()
     assert re.findall(r"^### `(.*)`$", text, flags=re.MULTILINE) == list(RULES)
     for rule in check.RULES:
@@ -1642,7 +1636,7 @@ def test_each_rule_stands_in_it_with_its_reason_and_both_lines() -> None:
         assert rule.right.splitlines()[0] in text
 
 
-def test_names_and_sentences_of_the_rules_are_fit_to_be_read() -> None:
+def test_names_and_sentences_of_the_rules_are_readable() -> None:
     assert len(RULES) == len(check.RULES)
     for rule in check.RULES:
         assert re.fullmatch(r"[a-z]+(-[a-z0-9]+)+", rule.name)

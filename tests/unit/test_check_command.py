@@ -70,7 +70,7 @@ def shell(text: str) -> api.DDPJob:
         (["conda", "run", "-n", "a", "torchrun", "train.py"], "", ""),
     ],
 )
-def test_a_command_in_one_word_is_an_error_with_the_words_that_are_meant(
+def test_a_command_in_one_word_is_an_error_that_quotes_the_separate_words(
     words: list[str], joined: str | None, meant: str
 ) -> None:
     """No container can start `["torchrun train.py"]`."""
@@ -80,7 +80,7 @@ def test_a_command_in_one_word_is_an_error_with_the_words_that_are_meant(
     assert found == ([f"{json.dumps(joined)}: {why}; write {meant}"] if joined else [])
 
 
-def test_an_address_of_one_machine_is_no_error_before_a_run_on_one_machine() -> None:
+def test_an_address_of_one_machine_is_no_error_before_a_local_run() -> None:
     """MASTER_ADDR=localhost works in `ddpjob run`, and fails only in a cluster."""
     at_localhost = job("python", "train.py", env={"MASTER_ADDR": "localhost"}, nproc=1)
     same_rank = job("python", "train.py", env={"RANK": "0"}, nproc=1)
@@ -109,7 +109,7 @@ def test_an_address_of_one_machine_is_no_error_before_a_run_on_one_machine() -> 
         "torchrun --no-python bash -c 'echo $RANK' > log_$RANK",
     ],
 )
-def test_a_shell_that_reads_the_rank_before_there_are_ranks_is_named(text: str) -> None:
+def test_a_shell_that_reads_the_rank_before_ranks_exist_is_named(text: str) -> None:
     """Otherwise $RANK is empty in the shell, and all nodes write their logs into one file of the shared volume."""
     ((rule, sentence),) = said(shell(text))
     assert rule == "variable-of-ranks-unset"
@@ -131,11 +131,11 @@ def test_a_shell_that_reads_the_rank_before_there_are_ranks_is_named(text: str) 
         "torchrun t.py > log_$RANKS",
     ],
 )
-def test_a_shell_that_reads_no_rank_or_its_own_is_left_alone(text: str) -> None:
+def test_a_shell_that_reads_no_rank_or_its_own_variable_is_left_alone(text: str) -> None:
     assert said(shell(text)) == []
 
 
-def test_a_pod_with_one_rank_has_its_variables_and_env_may_set_them() -> None:
+def test_the_rank_variables_exist_in_a_pod_with_one_rank_and_env_may_set_them() -> None:
     words = ["bash", "-c", "torchrun t.py > log_$RANK"]
     assert said(job(*words, nproc=1)) == []
     assert said(job(*words, env={"RANK": "$(NODE_RANK)"})) == []
@@ -143,7 +143,7 @@ def test_a_pod_with_one_rank_has_its_variables_and_env_may_set_them() -> None:
     assert said(job("bash", "-c", "torchrun t.py > log_${RANK:-0}", nodes=1)) == [], "0 is the only node"
 
 
-def test_a_variable_of_the_ranks_that_kubernetes_is_to_replace_is_named() -> None:
+def test_a_rank_variable_that_kubernetes_cannot_expand_is_named() -> None:
     """Kubernetes expands only variables of the pod's env, so the script gets the text $(RANK)."""
     for what in (job("torchrun", "t.py", "--rank=$(RANK)"), job("torchrun", "t.py", env={"LOG": "log_$(RANK)"})):
         ((rule, text),) = said(what)
@@ -152,7 +152,7 @@ def test_a_variable_of_the_ranks_that_kubernetes_is_to_replace_is_named() -> Non
     assert said(job("torchrun", "t.py", "--rank=$$(RANK)")) == []
 
 
-def test_options_of_the_launcher_from_variables_of_slurm_are_an_error_and_others_a_warning() -> None:
+def test_launcher_options_from_slurm_variables_are_an_error_and_other_uses_a_warning() -> None:
     """Slurm's variables are empty in a pod. torchrun fails with its usage; a log's name merely lacks the number."""
     text = "torchrun --nnodes=$SLURM_NNODES --node_rank ${SLURM_NODEID} t.py --id $SLURM_JOB_ID --job $LSB_JOBID"
     assert [(rule, sentence.partition(":")[0]) for rule, sentence in said(shell(text))] == [
@@ -176,7 +176,7 @@ def test_options_of_the_launcher_from_variables_of_slurm_are_an_error_and_others
         ("torchrun --rdzv_id=$SLURM_JOB_ID t.py --name=run-$SLURM_PROCID", []),
     ],
 )
-def test_a_variable_of_slurm_for_a_number_or_an_address_is_an_error(text: str, errors: list[str]) -> None:
+def test_a_slurm_variable_as_a_number_or_an_address_is_an_error(text: str, errors: list[str]) -> None:
     found = [sentence.partition(":")[0] for rule, sentence in said(shell(text)) if rule == "variable-of-other-launcher"]
     assert found == errors
 
@@ -191,7 +191,7 @@ def test_a_variable_of_slurm_for_a_number_or_an_address_is_an_error(text: str, e
         "echo '$SLURM_NNODES'; torchrun t.py",
     ],
 )
-def test_a_variable_of_slurm_that_has_a_value_or_is_asked_for_first_is_left_alone(text: str) -> None:
+def test_a_slurm_variable_that_has_a_value_or_is_tested_first_is_left_alone(text: str) -> None:
     assert said(shell(text)) == []
 
 
@@ -218,7 +218,7 @@ def test_a_variable_of_slurm_that_has_a_value_or_is_asked_for_first_is_left_alon
         (["--out=/data/`hostname`/x"], "start it with a shell"),
     ],
 )
-def test_what_only_a_shell_expands_is_named_where_no_shell_reads_it(words: list[str], fix: str) -> None:
+def test_words_that_only_a_shell_expands_are_named_if_no_shell_reads_them(words: list[str], fix: str) -> None:
     """The script gets the text `$DATA_DIR`, and the job continues with a folder of that name."""
     what = job("torchrun", "t.py", *words, env={"DATA_DIR": "/data"})
     ((rule, text),) = said(what)
@@ -239,13 +239,13 @@ def test_what_only_a_shell_expands_is_named_where_no_shell_reads_it(words: list[
         ["$$(date)", "$(UNSET)", "--prompt", "write `code` here", "--math", "$(x+y)$"],
     ],
 )
-def test_patterns_formulas_and_other_tools_signs_are_left_alone(words: list[str]) -> None:
+def test_patterns_formulas_and_signs_of_other_tools_are_left_alone(words: list[str]) -> None:
     assert said(job("torchrun", "t.py", *words, env={"DATA_DIR": "/data"})) == []
     assert said(job("python", "-c", "print('$HOME' > '|', *sys.argv)")) == []
     assert said(job("torchrun", "--no-python", "sh", "-c", "exec python t.py ~/d $HOME *.csv > log")) == []
 
 
-def test_a_script_that_expands_such_words_itself_may_have_them() -> None:
+def test_a_script_that_expands_such_words_itself_gets_no_finding() -> None:
     words = ["torchrun", "t.py", "--data", "~/data", "data/*.csv", "$HOME/x"]
     assert len(said(job(*words))) == 3
     script = "os.path.expandvars(x); os.path.expanduser(args.data); glob.glob(args.files)"
@@ -291,5 +291,5 @@ def test_an_argument_that_abbreviates_options_of_torchrun_is_named(words: list[s
         ["torchrun", "--no-python", "sh", "-c", "exec python t.py --log 5"],
     ],
 )
-def test_arguments_that_torchrun_hands_over_are_left_alone(words: list[str]) -> None:
+def test_arguments_that_torchrun_passes_on_are_left_alone(words: list[str]) -> None:
     assert said(job(*words)) == []

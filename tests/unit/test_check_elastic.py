@@ -28,7 +28,7 @@ def rules(text: str, context: CheckedJob = ELASTIC) -> set[str]:
 
 
 @pytest.mark.parametrize("path", MISTAKES, ids=lambda p: p.stem)
-def test_what_only_an_elastic_job_suffers_from_is_said_of_no_other(path: Path) -> None:
+def test_a_mistake_that_only_hurts_elastic_jobs_is_reported_for_no_other_job(path: Path) -> None:
     """Most scripts set a batch size per rank, which is correct with a fixed number of ranks."""
     assert rules(path.read_text()) == {path.stem}
     assert rules(path.read_text(), FIXED) == set()
@@ -75,7 +75,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("text", "right", "wrong", "found"), CHANGES)
-def test_one_change_to_a_sound_elastic_script_is_found_where_it_is_certain(
+def test_one_change_to_a_sound_elastic_script_is_found_if_it_is_certain(
     text: str, right: str, wrong: str, found: set[str]
 ) -> None:
     """Otherwise the same job trains differently with three nodes than with four."""
@@ -87,13 +87,13 @@ def test_one_change_to_a_sound_elastic_script_is_found_where_it_is_certain(
 @pytest.mark.parametrize(
     ("nodes", "elastic"), [(None, None), ("4", None), ("1:4", 1), ("4:4", 4)], ids=["not_said", "one", "range", "same"]
 )
-def test_a_script_without_a_job_is_checked_as_elastic_where_a_range_is_given(
+def test_a_script_without_a_job_is_checked_as_elastic_if_a_range_is_given(
     nodes: str | None, elastic: int | None
 ) -> None:
     assert check_files.context(nodes, None).min_nodes == elastic
 
 
 @pytest.mark.parametrize("nodes", ["0", "4:1", "0:2", "many", "1:many", ":4", "9" * 20, "9" * 5000])
-def test_a_number_of_nodes_that_is_none_is_refused(nodes: str) -> None:
+def test_an_invalid_number_of_nodes_is_refused(nodes: str) -> None:
     with pytest.raises(InputError, match="--nodes: must be a number of nodes, or MIN:MAX as 1:3"):
         check_files.context(nodes, None)

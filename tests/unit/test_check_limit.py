@@ -36,7 +36,7 @@ def spins() -> None:
         pass
 
 
-def test_work_that_takes_too_long_is_given_up() -> None:
+def test_a_check_that_takes_too_long_is_aborted() -> None:
     limit = CpuLimit(0.05)
     with pytest.raises(TooLongError):
         limit(spins)
@@ -45,7 +45,7 @@ def test_work_that_takes_too_long_is_given_up() -> None:
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0), "nothing else is interrupted later"
 
 
-def test_an_error_that_a_destructor_swallows_is_raised_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_time_out_that_a_destructor_swallows_is_raised_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python drops exceptions of a destructor (`Exception ignored in`), so the check would never end."""
     swallowed: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", swallowed.append)
@@ -63,7 +63,7 @@ def test_an_error_that_a_destructor_swallows_is_raised_again(monkeypatch: pytest
     assert swallowed
 
 
-def test_there_is_no_limit_in_a_thread_because_only_the_main_one_gets_signals() -> None:
+def test_there_is_no_time_limit_in_a_thread_because_only_the_main_thread_gets_signals() -> None:
     results: list[Any] = []
     thread = threading.Thread(target=lambda: results.append(CpuLimit()(lambda: 7)))
     thread.start()
@@ -71,7 +71,7 @@ def test_there_is_no_limit_in_a_thread_because_only_the_main_one_gets_signals() 
     assert results == [7]
 
 
-def test_rules_that_take_too_long_are_named_and_the_others_find_what_they_find() -> None:
+def test_slow_rules_are_named_and_the_others_still_report_their_findings() -> None:
     left_out = {"collective-on-one-rank", "init-missing"}
     names = iter(["the tree", *(rule.name for rule in check.RULES), "ignored lines"])
 
@@ -86,7 +86,7 @@ def test_rules_that_take_too_long_are_named_and_the_others_find_what_they_find()
     assert findings[0].message.endswith("is not checked for collective-on-one-rank, init-missing")
 
 
-def test_a_script_that_takes_too_long_as_a_whole_is_one_warning() -> None:
+def test_a_script_that_takes_too_long_in_total_gets_one_warning() -> None:
     def limited(_work: Any) -> Any:
         raise TooLongError
 
@@ -132,7 +132,7 @@ def large(name: str, size: int) -> str:
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_a_script_is_checked_or_what_was_left_out_is_named(name: str) -> None:
+def test_a_script_is_checked_or_the_skipped_parts_are_named(name: str) -> None:
     """A stranger's script must cause neither a traceback nor an endless check."""
     findings = check.check("train.py", large(name, 20_000), check.CheckedJob(nodes=2), CpuLimit(0.1))
     rules = {rule.name for rule in check.RULES} | {"left-out", "syntax"}
@@ -142,7 +142,7 @@ def test_a_script_is_checked_or_what_was_left_out_is_named(name: str) -> None:
 @pytest.mark.long  # the rules and the time limit have fast tests of their own
 @pytest.mark.parametrize("name", LARGE)
 @pytest.mark.parametrize("words", [["check"], ["init"], ["submit", "--dry-run", "--no-code"]], ids=" ".join)
-def test_a_megabyte_of_python_ends(tmp_path: Path, name: str, words: list[str]) -> None:
+def test_checking_a_megabyte_of_python_ends(tmp_path: Path, name: str, words: list[str]) -> None:
     """2,000 barriers under conditions may otherwise take minutes, quadratic in their number."""
     script = tmp_path / "train.py"
     script.write_text(large(name, 1_000_000))
@@ -151,7 +151,7 @@ def test_a_megabyte_of_python_ends(tmp_path: Path, name: str, words: list[str]) 
     assert result.exception is None or "error[" in said or "not valid Python" in said
 
 
-def test_two_thousand_cells_of_a_notebook_end(tmp_path: Path) -> None:
+def test_checking_a_notebook_with_two_thousand_cells_ends(tmp_path: Path) -> None:
     cells = [{"cell_type": "code", "source": f"%time\nif rank == {i}: dist.barrier()\n"} for i in range(2_000)]
     notebook = tmp_path / "a.ipynb"
     notebook.write_text(json.dumps({"cells": cells}))
@@ -160,7 +160,7 @@ def test_two_thousand_cells_of_a_notebook_end(tmp_path: Path) -> None:
     assert result.return_value == 0
 
 
-def test_cells_that_are_no_python_are_parsed_so_often_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_parses_of_invalid_cells_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU time limit does not cover parsing. A megabyte of `cd a`, parsed once per line, would take a minute."""
     parsed, parse = 0, ast.parse
 
@@ -189,7 +189,7 @@ def test_a_folder_with_a_long_yaml_is_searched_in_linear_time(tmp_path: Path, na
 
 
 @pytest.mark.parametrize("piece", ["{rank}", "a{rank!r:>{w}}"])
-def test_an_f_string_that_would_hold_the_parser_is_not_parsed(tmp_path: Path, piece: str) -> None:
+def test_an_f_string_that_would_block_the_parser_is_not_parsed(tmp_path: Path, piece: str) -> None:
     """Python 3.11 reads an f-string again for each value in it, and no signal interrupts this: 1 MB takes minutes."""
     text = f"x = f'{piece * 30_000}'\n"
     (finding,) = check.check("train.py", text)
@@ -205,11 +205,11 @@ def test_an_f_string_that_would_hold_the_parser_is_not_parsed(tmp_path: Path, pi
     ["# it's {}\n" * 50_000, "x = '{}'\n" * 50_000, "x = f'{a}'\n" * 50_000, f"x = '''{'{}' * 50_000}'''\n"],
     ids=["comments", "texts", "short f-strings", "a long text"],
 )  # fmt: skip
-def test_braces_elsewhere_cost_the_parser_nothing(text: str) -> None:
+def test_braces_outside_f_strings_do_not_slow_down_the_parser(text: str) -> None:
     parsing.parse(text)
 
 
-def test_imports_without_end_are_not_all_searched(tmp_path: Path) -> None:
+def test_only_a_limited_number_of_imports_is_searched(tmp_path: Path) -> None:
     """Looking for 500,000 files of 130,000 imported names would delay `submit train.py --lr 1` by 20 s."""
     names = ", ".join(f"a{number}" for number in range(130_000))
     (tmp_path / "train.py").write_text(f"import {names}\nfrom {'.' * 100_000}a import b\n")
@@ -224,7 +224,7 @@ def test_a_long_line_in_a_cell_is_searched_in_linear_time() -> None:
 
 
 @pytest.mark.parametrize("slow", ["notebook.parts", "mistakes"])
-def test_what_is_read_besides_scripts_has_the_same_limit(
+def test_files_that_are_read_besides_scripts_have_the_same_limit(
     tmp_path: Path, slow: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.ipynb").write_text('{"cells": []}')
@@ -235,7 +235,7 @@ def test_what_is_read_besides_scripts_has_the_same_limit(
     assert "warning[left-out]: this file takes too long to follow" in result.stdout
 
 
-def test_many_jobs_with_one_script_are_read_once_and_share_its_time(
+def test_one_script_of_many_jobs_is_read_once_and_the_jobs_share_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If 900 jobs each parsed the file again, or each had the time limit for a script that is hard to follow, the check
@@ -254,7 +254,7 @@ def test_many_jobs_with_one_script_are_read_once_and_share_its_time(
     assert seconds == [15.0, 15.0]
 
 
-def test_a_notebook_of_which_the_rest_is_left_out_says_so_in_one_line(
+def test_the_skipped_rest_of_a_notebook_is_reported_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise 30,000 cells with `%%writefile` give 23,000 warnings."""
@@ -267,7 +267,7 @@ def test_a_notebook_of_which_the_rest_is_left_out_says_so_in_one_line(
 
 
 @pytest.mark.parametrize("text", ["x = '\ud800'", "x = '\0'"], ids=["half of a character", "null"])
-def test_a_notebook_with_characters_that_no_script_has_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
+def test_a_notebook_with_characters_that_no_script_can_have_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.ipynb").write_text(json.dumps({"cells": [{"cell_type": "code", "source": text}]}))
     for words in ("run --dry-run", "submit --dry-run"):
         result = CliRunner().invoke(main.cli, [*words.split(), str(tmp_path / "a.ipynb")], standalone_mode=False)
@@ -275,9 +275,7 @@ def test_a_notebook_with_characters_that_no_script_has_is_refused_in_one_line(tm
         assert isinstance(result.exception, InputError)
 
 
-def test_convert_ends_for_a_command_that_takes_too_long_to_follow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_convert_ends_for_a_command_that_is_slow_to_analyze(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Searching 450 names after each of 2,500 `read` would take minutes for 18 kB of shell."""
     monkeypatch.setattr(cpu_limit, "CpuLimit", lambda: CpuLimit(0.2))
     script = f"echo '{'read ' * 2500}'; {''.join(f'a $SLURM_{i};' for i in range(450))} torchrun x.py"

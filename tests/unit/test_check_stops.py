@@ -35,7 +35,7 @@ def is_found(lines: str, launcher: str = "torchrun") -> bool:
         "StopTogether()\nTrainingArguments('out', dataloader_num_workers=2)",
     ],
 )
-def test_workers_that_end_before_their_rank_are_named(lines: str, launcher: str) -> None:
+def test_data_loader_workers_that_end_before_their_rank_are_named(lines: str, launcher: str) -> None:
     """Otherwise the save at a drain is lost, and the log says only that a worker was killed."""
     assert is_found(lines, launcher)
 
@@ -56,10 +56,10 @@ def test_workers_that_end_before_their_rank_are_named(lines: str, launcher: str)
         "DataLoader(data, num_workers=2)",
     ],
 )
-def test_a_script_without_such_workers_or_that_saves_at_no_stop_is_sound(lines: str) -> None:
+def test_a_script_without_such_workers_or_without_a_save_at_a_stop_is_sound(lines: str) -> None:
     assert not is_found(lines)
 
 
 @pytest.mark.parametrize("launcher", ["ddprun", "python", ""])
-def test_other_launchers_signal_the_rank_alone(launcher: str) -> None:
+def test_other_launchers_send_the_signal_only_to_the_rank(launcher: str) -> None:
     assert not is_found(STOPS + "DataLoader(data, num_workers=2)", launcher)

@@ -59,7 +59,7 @@ FAILURE = WHERE | {
 
 
 @pytest.mark.parametrize("current", [None, ""])
-def test_a_context_is_enough_where_none_is_the_current_one(
+def test_a_single_context_is_used_if_no_current_context_is_set(
     cluster: FakeCluster, ddpjob: Ddpjob, tmp_path: Path, current: str | None
 ) -> None:
     """Some users unset it (`kubectl config unset current-context`), so that no command goes to the wrong cluster."""
@@ -74,7 +74,7 @@ def test_a_context_is_enough_where_none_is_the_current_one(
     assert ddpjob("get").code == 2
 
 
-def test_a_kubeconfig_may_be_named_as_to_kubectl(
+def test_a_kubeconfig_may_be_given_as_for_kubectl(
     cluster: FakeCluster, ddpjob: Ddpjob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`kubectl ddp get --kubeconfig FILE` selects a cluster for one command."""
@@ -102,21 +102,21 @@ def test_a_server_that_does_not_answer_costs_no_more_than_the_request_timeout(
 
 
 @pytest.mark.parametrize("time_", ["0", "0s", "999999999999"])
-def test_a_request_may_take_any_time(cluster: FakeCluster, ddpjob: Ddpjob, time_: str) -> None:
+def test_the_request_timeout_may_be_unlimited(cluster: FakeCluster, ddpjob: Ddpjob, time_: str) -> None:
     """0 means no limit, as in kubectl."""
     cluster.add("ddpjobs", stored())
     assert "digits" in ddpjob("get", "--request-timeout", time_).out
 
 
 @pytest.mark.parametrize("namespace", ["a/b", "..", "team a", "Team"])
-def test_a_namespace_that_is_a_path_is_no_namespace(cluster: FakeCluster, ddpjob: Ddpjob, namespace: str) -> None:
+def test_a_namespace_that_is_a_path_is_refused(cluster: FakeCluster, ddpjob: Ddpjob, namespace: str) -> None:
     """The value becomes part of a URL, so it must not lead to another path of the API."""
     done = ddpjob("delete", "digits", "-n", namespace)
     assert (done.code, cluster.requests) == (2, [])
     assert f"{namespace!r} is not the name of a namespace" in done.err
 
 
-def test_a_server_that_is_not_there_or_hangs_up_is_told_in_words(
+def test_an_unreachable_server_or_a_closed_connection_is_described_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ddpjob: Ddpjob
 ) -> None:
     """Users must read a sentence, not a Python tuple, when a server or a proxy closes the connection."""
@@ -137,7 +137,7 @@ def test_a_server_that_is_not_there_or_hangs_up_is_told_in_words(
     assert done.err.endswith("does not answer: Remote end closed connection without response\n")
 
 
-def test_without_a_kubeconfig_the_local_run_is_named(
+def test_the_error_without_a_kubeconfig_names_the_local_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ddpjob: Ddpjob
 ) -> None:
     """Users without a cluster have probably chosen the wrong command."""
@@ -148,7 +148,7 @@ def test_without_a_kubeconfig_the_local_run_is_named(
 
 
 @pytest.mark.parametrize("content", ["", "[1, 2]", "a: [", "contexts: 5", "\0", "current-context: x\ncontexts: []"])
-def test_a_broken_kubeconfig_is_one_line(
+def test_a_broken_kubeconfig_gives_an_error_of_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ddpjob: Ddpjob, content: str
 ) -> None:
     path = tmp_path / "broken"
@@ -159,7 +159,7 @@ def test_a_broken_kubeconfig_is_one_line(
     assert done.err.count("\n") == 1
 
 
-def test_each_command_for_a_cluster_tells_its_exit_codes_and_an_example(ddpjob: Ddpjob) -> None:
+def test_the_help_of_each_cluster_command_has_its_exit_codes_and_an_example(ddpjob: Ddpjob) -> None:
     """Scripts tell a failed job from a wrong name by the exit code. Only submit and wait report a failed job."""
     for command in "submit get describe logs events top wait suspend resume restart scale delete".split():
         text = ddpjob(command, "--help").out
@@ -172,7 +172,7 @@ def test_each_command_for_a_cluster_tells_its_exit_codes_and_an_example(ddpjob: 
 @pytest.mark.parametrize(
     ("command", "says"), [("no-such-plugin", "No such file"), ("false", "returned 1"), ("true", "Expecting value")]
 )
-def test_a_plugin_that_gives_no_credentials_is_said(
+def test_a_plugin_that_gives_no_credentials_is_reported(
     cluster: FakeCluster, ddpjob: Ddpjob, tmp_path: Path, command: str, says: str
 ) -> None:
     """Otherwise the request is sent without credentials."""
@@ -186,7 +186,7 @@ def test_a_plugin_that_gives_no_credentials_is_said(
     assert cluster.requests == []
 
 
-def test_a_cluster_without_the_operator_says_how_to_install_it(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+def test_the_error_without_an_installed_operator_tells_how_to_install_it(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     cluster.crd = False
     for words in (["get"], ["describe", "digits"], ["get", "-A"]):
         ddpjob(*words, code=1, says="install the operator")
@@ -205,14 +205,14 @@ def test_a_missing_right_is_named_by_verb_resource_and_namespace(cluster: FakeCl
 
 
 @pytest.mark.parametrize("code", [401, 429, 500, 503])
-def test_other_refusals_are_one_line(cluster: FakeCluster, ddpjob: Ddpjob, code: int) -> None:
+def test_other_refusals_give_an_error_of_one_line(cluster: FakeCluster, ddpjob: Ddpjob, code: int) -> None:
     cluster.answers["list ddpjobs.training.ddpjob.io"] = code, {"kind": "Status", "message": "no"}
     done = ddpjob("get", code=1)
     assert str(code) in done.err
     assert done.err.count("\n") == 1
 
 
-def test_what_needs_no_cluster_does_not_import_its_client() -> None:
+def test_commands_that_need_no_cluster_do_not_import_its_client() -> None:
     """`ddpjob --help` and the local run must start without a delay."""
     slow = "{'kubernetes', 'urllib3', 'pathspec', 'torch', 'yaml', 'rich'}"
     look = f"import sys; print({slow} & set(sys.modules))"
@@ -244,13 +244,13 @@ def test_an_empty_namespace_prints_nothing_to_a_pipe(cluster: FakeCluster, ddpjo
     assert json.loads(ddpjob("get", "-o", "json").out)["items"] == []
 
 
-def test_a_job_that_is_not_there_is_answered_with_the_closest_name(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+def test_the_error_about_an_unknown_job_suggests_the_closest_name(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     cluster.add("ddpjobs", stored())
     for verb in ("describe", "get", "suspend", "delete", "wait"):
         ddpjob(verb, "digit", code=2, says="did you mean digits?")
 
 
-def test_a_job_may_be_named_as_get_prints_its_name(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+def test_a_job_may_be_given_in_the_form_that_get_prints(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     """`ddpjob get -o name | xargs ddpjob delete` passes names with their resource, as kubectl prints them."""
     for name in ("digits", "other"):
         cluster.add("ddpjobs", stored(name))
@@ -303,14 +303,14 @@ def test_the_shell_completes_the_names_of_jobs(cluster: FakeCluster) -> None:
     assert offered("ddpjob describe di") == []
 
 
-def test_a_name_that_is_a_path_is_no_name(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+def test_a_job_name_that_is_a_path_is_refused(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     """`../../` in the URL would address another object of the API."""
     for name in ("../pods/x", "a/b", "A", "a?dryRun=All"):
         assert ddpjob("delete", name).code == 2
     assert cluster.requests == []
 
 
-def test_describe_says_who_failed_where_and_why(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+def test_describe_shows_who_failed_where_and_why(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     """The sentence equals that of a local run."""
     restarts = {"application": 1, "total": 1}
     cluster.add("ddpjobs", stored(state="Restarting", lastFailure=FAILURE, restarts=restarts, attempt=2))
@@ -339,7 +339,7 @@ def test_describe_says_who_failed_where_and_why(cluster: FakeCluster, ddpjob: Dd
         ({}, "Failed"),
     ],
 )  # fmt: skip
-def test_describe_says_why_a_kubelet_has_ended_a_pod(
+def test_describe_shows_why_a_kubelet_has_ended_a_pod(
     cluster: FakeCluster, ddpjob: Ddpjob, status: dict[str, Any], shown: str
 ) -> None:
     """137 alone could be somebody's kill -9, and an evicted pod has no exit code."""
@@ -362,7 +362,7 @@ RAISED = ["[rank1]: Traceback (most recent call last):", '[rank1]:   File "/app/
 
 
 @pytest.mark.parametrize(("command", "is_doubted"), [(PIPED, True), (["torchrun", "train.py"], False)])
-def test_a_success_whose_log_shows_a_failed_rank_is_doubted(
+def test_a_success_whose_log_shows_a_failed_rank_gets_a_warning(
     cluster: FakeCluster, ddpjob: Ddpjob, command: list[str], is_doubted: bool
 ) -> None:
     """A pipe ends with tee's exit code 0, and the operator reads no logs: only the command line can notice this."""
@@ -381,7 +381,7 @@ def test_a_success_whose_log_shows_a_failed_rank_is_doubted(
     assert ddpjob("wait", "digits").err == ""
 
 
-def test_events_are_shown_with_those_of_pods_where_wanted(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+def test_events_are_shown_and_on_request_also_those_of_pods(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     cluster.add("ddpjobs", stored())
     cluster.add("pods", pod("digits"))
     told = ("DDPJob", "digits", "AllNodesRun"), ("Pod", "digits-1-0", "FailedMount"), ("Pod", "x", "No")
@@ -407,7 +407,7 @@ def test_suspend_and_resume_change_one_field(cluster: FakeCluster, ddpjob: Ddpjo
     assert "is not suspended" in ddpjob("resume", "digits").err
 
 
-def test_a_job_that_is_resumed_while_its_pods_stop_is_said_to_start_when_they_have_ended(
+def test_resuming_a_job_whose_pods_are_stopping_reports_that_it_starts_when_they_have_ended(
     cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
     """Users who look for the new pods at once would think that the command did nothing."""
@@ -420,7 +420,7 @@ def test_a_job_that_is_resumed_while_its_pods_stop_is_said_to_start_when_they_ha
     assert ddpjob("resume", "resnet").err == "resnet is resumed\n"
 
 
-def test_a_job_that_has_ended_is_not_suspended(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+def test_suspending_a_finished_job_is_refused(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     """The API server would accept it, and nothing would happen."""
     cluster.add("ddpjobs", stored(state="Succeeded"))
     for words in (["suspend", "digits"], ["restart", "digits"], ["scale", "digits", "--nodes", 3]):
@@ -460,7 +460,7 @@ def test_an_elastic_job_is_scaled_while_it_runs(cluster: FakeCluster, ddpjob: Dd
     assert (job["spec"]["nodes"], job["spec"].get("suspend")) == (4, None)
 
 
-def test_restart_waits_until_all_pods_have_ended_and_scale_leaves_a_suspended_job_suspended(
+def test_restart_waits_until_all_pods_have_ended_and_scale_keeps_a_suspended_job_suspended(
     cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
     """Suspending and resuming at once would change nothing."""
@@ -474,7 +474,7 @@ def test_restart_waits_until_all_pods_have_ended_and_scale_leaves_a_suspended_jo
 
 
 @pytest.mark.parametrize("words", [["restart", "digits"], ["scale", "digits", "--nodes", 4]])
-def test_a_job_that_ends_while_it_is_stopped_is_not_waited_for(
+def test_a_job_that_ends_while_it_is_being_stopped_is_not_waited_for(
     cluster: FakeCluster, ddpjob: Ddpjob, words: list[str | int]
 ) -> None:
     """Otherwise the command waits until its time-out, and says that the job stays suspended."""
@@ -490,12 +490,12 @@ def test_a_job_that_ends_while_it_is_stopped_is_not_waited_for(
     assert "stays suspended" not in done.err
 
 
-def test_a_restart_that_takes_too_long_says_that_the_job_stays_suspended(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+def test_a_restart_that_times_out_reports_that_the_job_stays_suspended(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     cluster.add("ddpjobs", stored(startTime="2026-01-01T00:00:00Z"))
     ddpjob("restart", "digits", "--timeout", "1s", code=1, says=("not stopped within 1s", "ddpjob resume digits"))
 
 
-def test_one_job_that_fails_does_not_keep_the_others_from_being_shown_suspended_or_resumed(
+def test_one_failing_job_does_not_prevent_get_suspend_or_resume_of_the_others(
     cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
     """A loop in the shell would stop at the first missing job."""
@@ -539,7 +539,7 @@ def test_several_jobs_are_waited_for_together(cluster: FakeCluster, ddpjob: Ddpj
     assert ddpjob("wait", "gone", "gone-too", "--for", "deleted").code == 0
 
 
-def test_a_wait_for_several_jobs_ends_with_the_first_that_spoils_it(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+def test_a_wait_for_several_jobs_ends_with_the_first_that_fails_it(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     """Otherwise a pipeline waits hours for the last job before it hears of a typo or the first failure."""
     cluster.add("ddpjobs", stored("runs"))
     cluster.add("ddpjobs", stored("failed", state="Failed"))
@@ -549,7 +549,7 @@ def test_a_wait_for_several_jobs_ends_with_the_first_that_spoils_it(cluster: Fak
     assert (done.code, done.err.splitlines()[-1]) == (1, "failed can no longer be Succeeded: it has Failed")
 
 
-def test_the_timeout_is_that_of_all_jobs_together(
+def test_the_timeout_applies_to_all_jobs_together(
     cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch, "LOOK_SECONDS", 1.0)
@@ -568,7 +568,7 @@ def test_the_timeout_is_that_of_all_jobs_together(
     [("Succeeded", "Succeeded", 0), ("Failed", "Succeeded", 1), ("Failed", "failed", 0), ("Failed", "ended", 0),
      ("Running", "Running", 0), ("Succeeded", "Running", 1)],
 )  # fmt: skip
-def test_wait_ends_as_soon_as_the_answer_is_known(
+def test_wait_ends_as_soon_as_the_result_is_known(
     cluster: FakeCluster, ddpjob: Ddpjob, state: str, wanted: str, code: int
 ) -> None:
     """`kubectl wait --for=condition=Complete` waits for ever for a failed job."""
@@ -576,7 +576,7 @@ def test_wait_ends_as_soon_as_the_answer_is_known(
     assert ddpjob("wait", "digits", "--for", wanted).code == code
 
 
-def test_a_wait_for_a_suspension_lasts_until_the_last_pod_has_ended(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+def test_a_wait_for_a_suspension_ends_when_the_last_pod_has_ended(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     """Otherwise the next command takes the GPUs or the volume of pods that are still saving."""
     text = "suspended; digits-1-0 still stopping"
     stops = {**SUSPENDED, "status": "False", "reason": "NotSuspended"}
@@ -586,16 +586,14 @@ def test_a_wait_for_a_suspension_lasts_until_the_last_pod_has_ended(cluster: Fak
     assert ddpjob("wait", "digits", "--for", "Suspended").code == 0
 
 
-def test_wait_ends_after_its_timeout_and_says_how_the_job_is(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+def test_wait_ends_after_its_timeout_and_shows_the_state_of_the_job(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     cluster.add("ddpjobs", stored(state="Pending", message="13 nodes have them free"))
     ddpjob("wait", "digits", "--timeout", "1s", code=1, says="digits is Pending: 13 nodes have them free")
     assert ddpjob("wait", "digits", "--for", "Suceeded").err.count("did you mean Succeeded?") == 1
     assert ddpjob("wait", "digits", "--timeout", "soon").code == 2
 
 
-def test_wait_tells_a_job_that_is_deleted_meanwhile_from_one_that_has_ended(
-    cluster: FakeCluster, ddpjob: Ddpjob
-) -> None:
+def test_wait_distinguishes_a_deleted_job_from_a_finished_one(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     cluster.add("ddpjobs", stored())
     cluster.after(LOOK, cluster.objects.clear)
     done = ddpjob("wait", "digits", code=1)
@@ -605,7 +603,7 @@ def test_wait_tells_a_job_that_is_deleted_meanwhile_from_one_that_has_ended(
     assert ddpjob("wait", "digits", "--for", "deleted").code == 0
 
 
-def test_a_wait_survives_an_api_server_that_is_away(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+def test_a_wait_survives_an_unavailable_api_server(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     """An upgrade of the control plane must not end a script that waits for a training."""
     job = cluster.add("ddpjobs", stored())
     unavailable = (503, {"kind": "Status", "message": "shutting down"})
@@ -623,7 +621,7 @@ def test_a_wait_survives_an_api_server_that_is_away(cluster: FakeCluster, ddpjob
     assert done.err.count("still trying") == 1
 
 
-def test_top_prints_one_table_where_there_is_no_terminal(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+def test_top_prints_one_table_if_there_is_no_terminal(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     cluster.add("ddpjobs", stored("done", state="Succeeded"))
     cluster.add("ddpjobs", stored())
     lines = ddpjob("top").out.splitlines()
@@ -634,7 +632,7 @@ def test_top_prints_one_table_where_there_is_no_terminal(cluster: FakeCluster, d
 # -------------------------------------------------------------------- logs
 
 
-def test_logs_of_all_nodes_carry_the_node_and_those_of_one_do_not(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+def test_logs_of_all_nodes_have_a_node_prefix_and_logs_of_one_node_do_not(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     runs(cluster, *[["epoch 1", "epoch 2"]] * 2)
     assert (
         ddpjob("logs", "digits", "-n", "default").out == "[0:0] epoch 1\n[0:0] epoch 2\n[1:1] epoch 1\n[1:1] epoch 2\n"
@@ -645,7 +643,7 @@ def test_logs_of_all_nodes_carry_the_node_and_those_of_one_do_not(cluster: FakeC
     assert ddpjob("logs", "digits", name="kubectl ddp").out.count("epoch") == 4
 
 
-def test_logs_of_a_job_that_this_machine_has_not_run_come_from_the_cluster(
+def test_logs_of_a_job_that_did_not_run_on_this_machine_come_from_the_cluster(
     cluster: FakeCluster, ddpjob: Ddpjob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
@@ -655,7 +653,7 @@ def test_logs_of_a_job_that_this_machine_has_not_run_come_from_the_cluster(
     assert "looking in the cluster" in done.err
 
 
-def test_logs_of_a_pod_that_is_gone_are_the_end_that_the_status_keeps(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+def test_logs_of_a_missing_pod_are_the_log_tail_in_the_status(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     """The pod may have been deleted with its node, but its failure must stay visible."""
     cluster.add("ddpjobs", stored(state="Running", attempt=2, lastFailure=FAILURE))
     cluster.add("pods", pod("digits", 2, 0))
@@ -668,7 +666,7 @@ def test_logs_of_a_pod_that_is_gone_are_the_end_that_the_status_keeps(cluster: F
     assert ddpjob("logs", "digits", "--cluster", "--attempt", 7).code == 2
 
 
-def test_logs_of_a_failed_job_tell_of_the_nodes_whose_pods_are_gone(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+def test_logs_of_a_failed_job_mention_the_nodes_whose_pods_are_gone(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     """Otherwise the one remaining log looks like the log of the whole job."""
     cluster.add("ddpjobs", stored(state="Failed", startedNodes="0-1"))
     cluster.add("pods", pod("digits", 1, 1))
@@ -691,7 +689,7 @@ def test_a_job_is_shown_without_its_managed_fields(cluster: FakeCluster, ddpjob:
         assert "nodes" in out
 
 
-def test_the_command_line_names_itself_as_the_manager_of_the_fields_that_it_writes(
+def test_the_command_line_is_named_as_the_manager_of_the_fields_that_it_writes(
     cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
     """Nobody would recognize python-urllib3 in `kubectl get --show-managed-fields`."""
@@ -700,7 +698,7 @@ def test_the_command_line_names_itself_as_the_manager_of_the_fields_that_it_writ
     assert cluster.agents == {"ddpjob"}
 
 
-def test_describe_tells_a_failure_once(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+def test_describe_shows_a_failure_once(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     text = "rank 1 (pod digits-1-1, node gpu-07) ended with exit code 1"
     message = f"{text}; gave up after 3 restarts (backoffLimit: 3)"
     failure = WHERE | {"reason": "Error", "class": "application", "logTail": "boom"}
@@ -711,7 +709,7 @@ def test_describe_tells_a_failure_once(cluster: FakeCluster, ddpjob: Ddpjob) -> 
     assert "| boom" in out
 
 
-def test_describe_has_no_time_left_of_a_rank_that_is_silent(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+def test_describe_shows_no_time_left_for_a_silent_rank(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     """kubectl's ETA column is empty for a silent rank, too."""
     progress = {"step": 812, "totalSteps": 6000, "etaSeconds": 312, "attempt": 1, "updated": "2026-01-01T00:00:00Z"}
     job = cluster.add("ddpjobs", stored(progress=progress, display={"step": "812/6000", "eta": "5m12s"}))
@@ -720,7 +718,7 @@ def test_describe_has_no_time_left_of_a_rank_that_is_silent(cluster: FakeCluster
     assert "left" not in ddpjob("describe", "digits").out
 
 
-def test_followed_logs_go_on_with_the_next_attempt(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+def test_followed_logs_continue_with_the_next_attempt(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     job = cluster.add("ddpjobs", stored(nodes={"total": 1, "ready": 1}))
     first = cluster.add("pods", pod("digits", 1, 0))
     cluster.logs["digits-1-0"] = ["before"]
@@ -741,7 +739,7 @@ def test_followed_logs_go_on_with_the_next_attempt(cluster: FakeCluster, ddpjob:
 
 
 @pytest.mark.parametrize("options", [[], ["-f"], ["--timestamps"], ["-f", "--timestamps"]], ids=" ".join)
-def test_the_lines_in_which_a_functions_result_comes_back_are_not_shown(
+def test_lines_that_carry_the_result_of_a_function_are_not_shown(
     cluster: FakeCluster, ddpjob: Ddpjob, options: list[str]
 ) -> None:
     """Results of functions are printed as base64: 1 MB would be 450 lines between the ranks' own output."""
@@ -774,7 +772,7 @@ def test_the_last_minutes_of_a_log_are_shown_with_their_times(
     assert ddpjob("logs", "digits", "--since", "yesterday").code == 2
 
 
-def test_of_pods_that_come_later_a_followed_tail_shows_all(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+def test_a_followed_tail_shows_all_output_of_later_pods(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     """`--tail 0 -f` means output from now on, which includes all output of the next attempt."""
     job = cluster.add("ddpjobs", stored(nodes={"total": 1, "ready": 1}))
     first = cluster.add("pods", pod("digits", 1, 0))
@@ -789,7 +787,7 @@ def test_of_pods_that_come_later_a_followed_tail_shows_all(cluster: FakeCluster,
     assert ddpjob("logs", "digits", "--cluster", "-f", "--tail", 0).out == "[0:0] ValueError: no such shard\n"
 
 
-def test_the_log_of_a_node_that_the_job_has_no_more_is_shown(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+def test_the_log_of_a_node_that_was_scaled_away_is_shown(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     """`ddpjob scale --nodes 2` while the logs are followed must not end them."""
     cluster.add("ddpjobs", stored())
     for place in (0, 2):
@@ -799,7 +797,7 @@ def test_the_log_of_a_node_that_the_job_has_no_more_is_shown(cluster: FakeCluste
 
 
 @pytest.mark.parametrize("hours", [0, 2, -7])
-def test_a_followed_log_goes_on_where_its_connection_broke_in_any_time_zone_of_the_node(
+def test_a_followed_log_continues_where_its_connection_broke_in_any_time_zone_of_the_node(
     cluster: FakeCluster, ddpjob: Ddpjob, hours: int
 ) -> None:
     """A restarted API server cuts a line: its rest must follow. The node's time zone must not shift the resume time."""
@@ -818,7 +816,7 @@ def test_a_followed_log_goes_on_where_its_connection_broke_in_any_time_zone_of_t
     assert ddpjob("logs", "digits", "--cluster", "-f").out == "[0:0] one\n[0:0] two\n[0:0] three\n"
 
 
-def test_a_followed_log_goes_on_after_a_sentence_of_the_kubelet(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+def test_a_followed_log_continues_after_an_error_message_of_the_kubelet(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     """Without free inotify watches the kubelet writes its error into the followed log, without a time to resume
     from."""
     cluster.broken = ["no watch", "no watch"]
@@ -837,7 +835,7 @@ def test_a_followed_log_goes_on_after_a_sentence_of_the_kubelet(cluster: FakeClu
     assert done.err == "the log of digits-1-0: failed to create fsnotify watcher: too many open files\n"
 
 
-def test_a_log_keeps_its_bytes_whether_it_is_followed_or_not(cluster: FakeCluster) -> None:
+def test_a_log_keeps_its_bytes_with_and_without_following(cluster: FakeCluster) -> None:
     """Messages in Latin-1 must be the same bytes with -f, without it, and in kubectl logs."""
     cluster.add("ddpjobs", stored(state="Succeeded"))
     cluster.add("pods", pod("digits", exit_code=0))
@@ -848,9 +846,7 @@ def test_a_log_keeps_its_bytes_whether_it_is_followed_or_not(cluster: FakeCluste
     assert subprocess.run([*argv, "-f"], capture_output=True, check=True).stdout == b"[0:0] " + printed
 
 
-def test_a_node_whose_log_cannot_be_read_does_not_hide_those_of_the_others(
-    cluster: FakeCluster, ddpjob: Ddpjob
-) -> None:
+def test_a_node_whose_log_cannot_be_read_does_not_hide_the_others(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     """If node 0 is lost, the logs of the other nodes show when."""
     message = 'Get "https://10.0.0.5:10250/containerLogs": dial tcp 10.0.0.5:10250: i/o timeout'
     cluster.answers["get pods/log digits-1-0"] = 500, {"kind": "Status", "message": message}
@@ -861,7 +857,7 @@ def test_a_node_whose_log_cannot_be_read_does_not_hide_those_of_the_others(
     assert done.err.endswith(f") cannot read it (500): {message}\n")
 
 
-def test_logs_of_many_nodes_are_whole_and_in_order(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+def test_logs_of_many_nodes_are_complete_and_in_order(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     job = cluster.add("ddpjobs", stored())
     job["spec"]["nodes"] = 9
     for place in range(9):
@@ -873,7 +869,7 @@ def test_logs_of_many_nodes_are_whole_and_in_order(cluster: FakeCluster, ddpjob:
     ]
 
 
-def test_followed_logs_say_which_node_does_not_give_its_own(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+def test_followed_logs_name_the_node_whose_log_is_missing(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     """The API server answers, but the kubelet of a lost node does not: otherwise its log is silently missing."""
     refusal = 500, {"kind": "Status", "message": "dial tcp 10.0.0.5:10250: connection refused"}
     job = runs(cluster, *[["epoch 1"]] * 3)
@@ -902,7 +898,7 @@ def test_followed_logs_say_which_node_does_not_give_its_own(cluster: FakeCluster
     )
 
 
-def test_the_logs_of_a_container_that_has_not_started_are_not_there_yet(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+def test_logs_of_a_container_that_has_not_started_are_not_yet_available(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     cluster.add("ddpjobs", stored(state="Pending", message="1 of 1 pods cannot start: ErrImagePull"))
     waiting = pod("digits")
     waiting["status"]["containerStatuses"][0]["state"] = {"waiting": {"reason": "ErrImagePull"}}
@@ -912,7 +908,7 @@ def test_the_logs_of_a_container_that_has_not_started_are_not_there_yet(cluster:
     assert "digits-1-0   n1     Running (ErrImagePull)" in ddpjob("describe", "digits").out
 
 
-def test_logs_that_are_not_there_say_that_no_operator_has_seen_the_job_or_how_it_ended(
+def test_the_error_about_missing_logs_names_a_missing_operator_or_the_end_of_the_job(
     cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
     """A job that passed its deadline has no pods left."""
@@ -932,7 +928,7 @@ def test_logs_that_are_not_there_say_that_no_operator_has_seen_the_job_or_how_it
     assert "pod digits-1-1 is gone" in followed.err
 
 
-def test_followed_logs_say_what_the_job_waits_for(
+def test_followed_logs_show_what_the_job_is_waiting_for(
     cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A wrong image, or a missing operator, must not show as an empty screen."""
@@ -960,7 +956,7 @@ def test_followed_logs_say_what_the_job_waits_for(
 
 
 @pytest.mark.parametrize("is_drawn", [True, False])
-def test_top_is_drawn_again_until_ctrl_c_and_once_on_a_terminal_that_cannot_be_drawn_on(
+def test_top_redraws_until_ctrl_c_and_prints_once_on_a_dumb_terminal(
     cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, *, is_drawn: bool
 ) -> None:
     """Ctrl-C is the normal way to end `ddpjob top`, so the exit code is 0."""

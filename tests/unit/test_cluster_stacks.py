@@ -62,7 +62,7 @@ def answered_by(
     return called
 
 
-def test_the_agents_of_all_pods_are_asked_and_their_new_texts_shown(
+def test_all_agents_are_signalled_and_only_their_new_texts_are_shown(
     cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The text of an earlier request would show old positions of the ranks."""
@@ -92,7 +92,7 @@ def test_the_agents_of_all_pods_are_asked_and_their_new_texts_shown(
         ),
     ],
 )
-def test_a_pod_that_cannot_be_asked_is_named(
+def test_a_pod_that_cannot_be_signalled_is_named(
     cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch, code: int, error: str, sentence: str
 ) -> None:
     add(cluster)
@@ -102,7 +102,7 @@ def test_a_pod_that_cannot_be_asked_is_named(
     assert sentence in err
 
 
-def test_a_job_that_has_nothing_to_show_is_one_sentence(
+def test_a_job_without_stacks_gives_one_sentence(
     cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called = answered_by(cluster, monkeypatch)
@@ -121,7 +121,7 @@ def test_a_job_that_has_nothing_to_show_is_one_sentence(
     assert "kubectl exec --namespace default digits-1-0 -c trainer -- kill -QUIT 1" in err
 
 
-def test_what_is_run_in_a_pod_signals_agents_and_no_other_process(tmp_path: Path) -> None:
+def test_the_command_in_a_pod_signals_only_agents(tmp_path: Path) -> None:
     """The signal would kill a shell, or a rank without a handler for it. If PID 1 is killed, the pod ends."""
     script = tmp_path / "train.py"
     script.write_text("import time; print('up', flush=True); time.sleep(600)")

@@ -36,13 +36,13 @@ def test_help_and_version_work_as_words_too() -> None:
     assert said("version").startswith("ddpjob ")
 
 
-def test_the_list_of_commands_cuts_no_summary() -> None:
+def test_the_list_of_commands_truncates_no_summary() -> None:
     """A cut summary such as `each node becomes a...` has no meaning."""
     assert "..." not in said("--help").replace("[ARGS]...", "").replace("[OPTIONS] COMMAND", "")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["-h"]], ids=" ".join)
-def test_help_imports_click_and_the_command_line_alone(arguments: list[str]) -> None:
+def test_help_imports_only_click_and_the_command_line(arguments: list[str]) -> None:
     """YAML, msgspec and the job's types would double the time of each help page and each Tab."""
     code = (
         "import sys; before = set(sys.modules); from ddpjob_cli.commands.main import main\n"
@@ -59,18 +59,18 @@ def test_help_imports_click_and_the_command_line_alone(arguments: list[str]) -> 
     assert not slow & set(done.stderr.split()), "take milliseconds each"
 
 
-def test_help_of_an_unknown_command_says_where_the_commands_are() -> None:
+def test_the_error_about_an_unknown_command_points_to_the_list_of_commands() -> None:
     result = CliRunner().invoke(cli, ["help", "chekc"], prog_name="ddpjob")
     assert result.exit_code == 2
     assert "ddpjob help lists them" in result.output
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_completion_script_asks_ddpjob_for_its_words(shell: str) -> None:
+def test_the_completion_script_gets_its_words_from_ddpjob(shell: str) -> None:
     assert f"_DDPJOB_COMPLETE={shell}_complete" in said("completion", shell)
 
 
-def test_a_shell_that_loads_the_script_is_offered_the_commands_and_options() -> None:
+def test_a_shell_that_loads_the_script_completes_commands_and_options() -> None:
     program_ = [sys.executable, "-m", "ddpjob_cli"]
     for typed, offered in {"ddpjob comp": "plain,completion", "ddpjob check --for": "plain,--format"}.items():
         environ = os.environ | {
@@ -81,7 +81,7 @@ def test_a_shell_that_loads_the_script_is_offered_the_commands_and_options() -> 
 
 
 @pytest.mark.parametrize("command", ["logs", "stacks", "report"])
-def test_a_shell_is_offered_the_runs_of_this_machine(command: str, tmp_path: Path) -> None:
+def test_a_shell_completes_the_runs_of_this_machine(command: str, tmp_path: Path) -> None:
     """Otherwise users run `ddpjob list` first and copy a long name."""
     for name in ("digits-long", "digits", "other"):
         RunFolder(name, tmp_path).close()
@@ -100,7 +100,7 @@ def wrong(body: Any, rules: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_editor_finds_the_schema_by_the_first_line_of_each_example_and_marks_nothing_in_it(path: Path) -> None:
+def test_an_editor_finds_the_schema_by_the_first_line_of_each_example_and_marks_no_error_there(path: Path) -> None:
     """Red lines below correct fields teach users to ignore red lines."""
     first, *_ = path.read_text(encoding="utf-8").splitlines()
     relative = first.removeprefix("# yaml-language-server: $schema=")
@@ -138,7 +138,7 @@ def test_an_editor_marks_a_mistake_at_its_field(body: dict[str, Any], marked: st
     assert found.startswith(f"$.{marked}")
 
 
-def test_an_editor_leaves_sound_jobs_alone() -> None:
+def test_an_editor_marks_nothing_in_sound_jobs() -> None:
     for sound in (
         job(nprocPerNode="auto", onePodPerNode=True, stall={"timeoutSeconds": 0}),
         job(
@@ -148,7 +148,7 @@ def test_an_editor_leaves_sound_jobs_alone() -> None:
         assert wrong(sound, schema.schema()) == []
 
 
-def test_the_schema_that_is_checked_in_is_the_one_that_is_printed() -> None:
+def test_the_checked_in_schema_equals_the_printed_one() -> None:
     assert (ROOT / "docs/ddpjob.schema.json").read_text(encoding="utf-8") == said("schema") == schema.to_json()
 
 
@@ -164,14 +164,14 @@ def test_the_operators_help_and_version_start_nothing(capsys: Any) -> None:
         assert capsys.readouterr().out.startswith(begin)
 
 
-def test_the_operator_refuses_an_argument_that_it_does_not_have(capsys: Any) -> None:
+def test_the_operator_refuses_an_unknown_argument(capsys: Any) -> None:
     with pytest.raises(SystemExit) as ended:
         program.start(["--namespace", "team-a"])
     assert ended.value.code == 2
     assert "--namespace" in capsys.readouterr().err
 
 
-def test_without_its_packages_the_operator_names_what_to_install() -> None:
+def test_the_operator_without_its_packages_names_what_to_install() -> None:
     """A traceback that ends in "No module named 'kopf'" does not say what to install."""
     only_the_base = (
         "import importlib.util, sys; find = importlib.util.find_spec;"
@@ -185,7 +185,7 @@ def test_without_its_packages_the_operator_names_what_to_install() -> None:
     )  # fmt: skip
 
 
-def test_the_help_of_run_is_one_screen_with_all_its_options() -> None:
+def test_the_help_of_run_fits_on_one_screen_with_all_its_options() -> None:
     """Users who must scroll up miss options."""
     lines = CliRunner().invoke(cli, ["run", "--help"], prog_name="ddpjob", terminal_width=80).output.splitlines()
     assert len(lines) <= 24

@@ -123,7 +123,7 @@ def trainer(result: Converted) -> dict[str, Any]:
 # ---- PyTorchJob
 
 
-def test_a_pytorchjob_becomes_a_job_of_all_its_replicas() -> None:
+def test_a_pytorchjob_becomes_a_ddpjob_with_all_its_replicas() -> None:
     """Users who migrate need not add up Master and Worker, nor know the trainer's name."""
     result = converted()
     assert result.metadata == {"name": "mnist", "namespace": "team-a"}
@@ -153,7 +153,7 @@ RUN_POLICY = [
         ({"backoffLimit": 2, "runPolicy": {"backoffLimit": 4}}, {"backoffLimit": 4}),
     ],
 )
-def test_a_field_of_run_policy_becomes_the_field_with_its_meaning(spec: Any, made: dict[str, Any]) -> None:
+def test_a_field_of_run_policy_becomes_the_field_of_the_same_meaning(spec: Any, made: dict[str, Any]) -> None:
     """Kubeflow's first operator had these fields in spec, and old clusters still print them there."""
     result = converted(**spec)
     assert {k: v for k, v in result.spec.items() if k not in ("nodes", "nprocPerNode", "template")} == made
@@ -183,7 +183,7 @@ def said(body: dict[str, Any]) -> str:
     return str(run("-", stdin=yaml.safe_dump(body)).stderr)
 
 
-def test_the_launcher_in_a_shell_of_a_pytorchjob_gets_the_jobs_own_variables() -> None:
+def test_the_launcher_in_a_shell_of_a_pytorchjob_gets_the_variables_of_the_ddpjob() -> None:
     """Kubeflow sets WORLD_SIZE and RANK per pod. With several processes a DDPJob does not: they would be empty."""
     for count in ("$WORLD_SIZE", "$((WORLD_SIZE))", '"${WORLD_SIZE}"', "$(($WORLD_SIZE / 2))"):
         script = f'cd /app\ntorchrun --nnodes={count} --node_rank "${{RANK}}" --nproc_per_node=4 \\\n  train.py --lr 1'
@@ -196,7 +196,7 @@ def test_the_launcher_in_a_shell_of_a_pytorchjob_gets_the_jobs_own_variables() -
 
 
 @pytest.mark.parametrize(("script", "is_named"), [("tee log_$RANK.txt", True), ("RANK=$NODE_RANK; echo $RANK", False)])
-def test_a_rank_that_counts_nodes_there_and_ranks_here_is_named(script: str, is_named: bool) -> None:
+def test_a_rank_variable_that_counts_nodes_in_kubeflow_and_ranks_here_is_named(script: str, is_named: bool) -> None:
     """With 4 processes per node RANK is not set in the pod, so all nodes would log into one file of a shared volume."""
     words = ["bash", "-xc", f"{script}\ntorchrun --nnodes 4 train.py"]
     text = "RANK: not set before the launcher has started the ranks; NODE_RANK is the node's"
@@ -207,7 +207,7 @@ def test_a_rank_that_counts_nodes_there_and_ranks_here_is_named(script: str, is_
         assert (text.partition(": ")[2] in stderr) == is_named
 
 
-def test_what_kubernetes_replaces_is_named_in_words_and_variables_too() -> None:
+def test_words_and_variables_with_kubernetes_references_are_named_too() -> None:
     container = {"command": ["torchrun", "t.py", "--rank=$(RANK)"], "env": [{"name": "LOG", "value": "$(WORLD_SIZE)"}]}
     named = said(pytorchjob(pytorchReplicaSpecs=replicas(**container)))
     assert "$(RANK): not set before the launcher has started the ranks" in named
@@ -215,14 +215,14 @@ def test_what_kubernetes_replaces_is_named_in_words_and_variables_too() -> None:
 
 
 @pytest.mark.parametrize("value", [5, True, "torchrun train.py", {"a": 1}])
-def test_a_command_that_is_no_list_is_refused_without_a_traceback(tmp_path: Path, value: Any) -> None:
+def test_a_command_that_is_not_a_list_is_refused_without_a_traceback(tmp_path: Path, value: Any) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(yaml.safe_dump(pytorchjob(pytorchReplicaSpecs=replicas(command=value))))
     said = str(CliRunner().invoke(cli, ["convert", str(path)]).exception)
     assert "spec.template.spec.containers[0].command: must be a list of words" in said
 
 
-def test_a_runtime_with_a_text_for_its_metadata_is_refused_without_a_traceback() -> None:
+def test_a_runtime_whose_metadata_is_a_text_is_refused_without_a_traceback() -> None:
     own, of_job = yaml.safe_load(RUNTIME), yaml.safe_load(RUNTIME)
     own["metadata"] = "torch-distributed"
     job = of_job["spec"]["template"]["spec"]["replicatedJobs"][0]
@@ -232,7 +232,7 @@ def test_a_runtime_with_a_text_for_its_metadata_is_refused_without_a_traceback()
             trainjob(yaml.safe_dump(runtime))
 
 
-def test_what_refers_to_the_container_by_its_name_still_finds_it() -> None:
+def test_references_to_the_container_name_follow_its_renaming() -> None:
     """Otherwise the kubelet finds no container `pytorch`, which is now `trainer`, and the pod does not start."""
 
     def cpus(name: str) -> dict[str, Any]:
@@ -243,14 +243,14 @@ def test_what_refers_to_the_container_by_its_name_still_finds_it() -> None:
     assert trainer(converted(pytorchReplicaSpecs=replicas(env=[cpus("other")])))["env"] == [cpus("other")]
 
 
-def test_a_job_whose_name_the_server_makes_gets_one() -> None:
+def test_a_job_with_generateName_gets_a_name() -> None:
     """A file with generateName has no name, so a name is made from it instead of refusing the file."""
     result = checked(room.convert(pytorchjob() | {"metadata": {"generateName": "mnist-", "namespace": "a"}}, []))
     assert result.metadata == {"name": "mnist", "namespace": "a"}
     assert "change it for each job" in remarks(result)["metadata.generateName"]
 
 
-def test_a_job_of_a_queue_is_not_suspended_by_what_the_queue_has_written() -> None:
+def test_the_suspension_that_a_queue_has_written_is_dropped() -> None:
     """Kubeflow's own example for Kueue has suspend: true, which Kueue removes; in a DDPJob nobody would."""
     labelled = {"name": "x", "labels": {"kueue.x-k8s.io/queue-name": "main"}}
     pytorch = pytorchjob(runPolicy={"suspend": True}) | {"metadata": labelled}
@@ -288,7 +288,7 @@ def test_restart_policies_become_limits_and_rules() -> None:
     assert "backoffLimit: 3" in kept_trying["spec.pytorchReplicaSpecs.Master.restartPolicy"], "there it has no limit"
 
 
-def test_elastic_restarts_count_where_there_is_no_backoff_limit() -> None:
+def test_elastic_restarts_count_if_there_is_no_backoff_limit() -> None:
     assert converted(elasticPolicy={"maxRestarts": 9}).spec["backoffLimit"] == 9
     assert converted(elasticPolicy={"maxRestarts": 9}, runPolicy={"backoffLimit": 1}).spec["backoffLimit"] == 1
 
@@ -316,7 +316,7 @@ def test_the_nodes_of_an_elastic_job_are_a_range(policy: Any, words: str, made: 
     assert told == ([f"spec.{named}"] if named else [])
 
 
-def test_what_changes_for_an_elastic_job_is_said_with_both_numbers() -> None:
+def test_differences_for_an_elastic_job_are_reported_with_both_numbers() -> None:
     more = remarks(converted(elasticPolicy={"minReplicas": 1, "maxReplicas": 9}))["spec.elasticPolicy.minReplicas"]
     assert more == "the job has 9 nodes, and asks for 9 pods at once; there it began with 4"
     none = converted(elasticPolicy={"minReplicas": 2}, pytorchReplicaSpecs=replicas(command=["python", "train.py"]))
@@ -357,13 +357,13 @@ def test_a_trainjob_with_a_range_is_elastic(runtime: str, command: str, made: An
         ({"requests": {"memory": "1Gi"}}, "torchrun train.py", None),
     ],
 )
-def test_a_trainjob_without_gpus_has_a_process_for_each_cpu(resources: Any, command: str, made: int | None) -> None:
+def test_a_trainjob_without_gpus_gets_a_process_for_each_cpu(resources: Any, command: str, made: int | None) -> None:
     """Kubeflow Trainer does this (pkg/runtime/framework/plugins/torch). Otherwise ranks would be missing."""
     result = trainjob(trainer={"image": "i", "command": command.split(), "resourcesPerNode": resources})
     assert result.spec.get("nprocPerNode") == made
 
 
-def test_a_pytorchjob_without_gpus_is_said_to_lose_its_processes() -> None:
+def test_a_pytorchjob_without_gpus_gets_a_remark_about_its_number_of_processes() -> None:
     """Kubeflow's torchrun gets PET_NPROC_PER_NODE=auto, which is the number of the machine's CPUs."""
     without = replicas(resources={"limits": {"cpu": 8}})
     assert (
@@ -374,7 +374,7 @@ def test_a_pytorchjob_without_gpus_is_said_to_lose_its_processes() -> None:
     assert "spec.nprocPerNode" not in remarks(converted(nprocPerNode="2", pytorchReplicaSpecs=without))
 
 
-def test_options_that_go_on_in_args_are_removed_as_well() -> None:
+def test_options_that_continue_in_args_are_removed_too() -> None:
     """With `command: [torchrun]` and options in args, the options would contradict spec.nodes."""
     for first, args in ((["torchrun"], "--nnodes=1:4 --tee 3 x.py"), (["tini"], "torchrun --nnodes=1:4 --tee 3 x.py")):
         result = converted(pytorchReplicaSpecs=replicas(command=first, args=args.split()))
@@ -400,7 +400,7 @@ def test_options_that_identify_the_machine_are_removed_from_the_command() -> Non
     assert any("--nnodes=1:3 --rdzv-backend c10d" in text for text in remarks(result).values())
 
 
-def test_plain_python_with_several_gpus_stays_one_process_a_node() -> None:
+def test_plain_python_with_several_gpus_stays_one_process_per_node() -> None:
     """In Kubeflow RANK counts nodes; with a process per GPU the script would find no RANK at all."""
     result = converted(nprocPerNode=None, pytorchReplicaSpecs=replicas(command=["python", "train.py"]))
     assert result.spec["nprocPerNode"] == 1
@@ -423,14 +423,14 @@ def test_plain_python_with_several_gpus_stays_one_process_a_node() -> None:
         ({"elasticPolicy": {"minReplicas": 0, "maxReplicas": 3}}, "spec.elasticPolicy.minReplicas", "must be"),
     ],
 )
-def test_what_cannot_be_converted_is_refused_at_its_field(spec: dict[str, Any], path: str, sentence: str) -> None:
+def test_jobs_that_cannot_be_converted_are_refused_at_the_field(spec: dict[str, Any], path: str, sentence: str) -> None:
     with pytest.raises(ConvertError, match=sentence) as raised:
         converted(**spec)
     assert validation.dotted(raised.value.path) == path
 
 
 @pytest.mark.parametrize("groups", [("Master", "Worker"), ("Master",), ("Worker",)])
-def test_the_port_of_the_masters_service_is_named_and_is_no_difference_of_the_workers(groups: tuple[str, ...]) -> None:
+def test_the_port_of_the_master_service_is_named_and_is_no_difference(groups: tuple[str, ...]) -> None:
     """The port must not disappear silently, nor count as the Master's own when only the Master has it."""
     other = {"name": "metrics", "containerPort": 8000}
     given = copy.deepcopy(replicas(ports=[other]))
@@ -445,7 +445,7 @@ def test_the_port_of_the_masters_service_is_named_and_is_no_difference_of_the_wo
     assert "pytorchjob-port: not needed: the job sets MASTER_PORT" in "".join(named.values())
 
 
-def test_replicas_are_read_in_any_case_and_each_kind_once() -> None:
+def test_replica_types_are_case_insensitive_and_may_occur_once() -> None:
     given = replicas()
     assert converted(pytorchReplicaSpecs={"MASTER": given["Master"], "worker": given["Worker"]}).spec["nodes"] == 4
     for twice in ({"Master": given["Master"], "MASTER": given["Master"]}, {"chief": given["Master"]}):
@@ -460,7 +460,7 @@ def told(result: Converted) -> str:
     return "\n".join(remarks(result).values())
 
 
-def test_the_masters_name_in_a_word_or_a_shells_script_is_the_variable_of_the_job() -> None:
+def test_the_name_of_the_master_in_a_word_or_shell_script_becomes_the_variable_of_the_job() -> None:
     """No DDPJob has a Service mnist-master-0, so its ranks would search for it until the rendezvous gives up."""
     words = ["python", "train.py", "--dist-url=tcp://mnist-master-0:23456", "--host", "mnist-master-0.team-a.svc"]
     result = converted(pytorchReplicaSpecs=replicas(command=words))
@@ -474,7 +474,7 @@ def test_the_masters_name_in_a_word_or_a_shells_script_is_the_variable_of_the_jo
         assert "mnist-master-0 is now $(MASTER_ADDR), which the job sets" in told(result)
 
 
-def test_a_variable_that_the_job_sets_is_left_out_and_one_with_the_masters_name_refers_to_it() -> None:
+def test_variables_set_by_the_job_are_dropped_and_a_master_name_becomes_a_reference() -> None:
     """A value in the template overrides the job's: with WORLD_SIZE "9" rank 0 would wait for ranks that never come."""
     given = {"MASTER_ADDR": "mnist-master-0", "MASTER_PORT": "23456", "WORLD_SIZE": "9", "RANK": "0", "LR": "1"}
     env = [{"name": name, "value": value} for name, value in given.items()]
@@ -495,7 +495,7 @@ def test_a_variable_whose_name_is_a_list_is_refused_without_a_traceback() -> Non
     assert "not converted: its kind is 3" in run("-", stdin=f"kind: 3\n---\n{PYTORCHJOB}").stderr
 
 
-def test_a_name_that_nothing_stands_for_is_told_at_its_line() -> None:
+def test_a_name_without_a_replacement_is_reported_at_its_line() -> None:
     """An init container lacks the job's variables, and a Worker has a DNS name only with spec.dns."""
     given = replicas(command=["python", "x.py", "--peer=mnist-worker-1", "/mnist-master-0", "a/mnist-master-0.log"])
     waits = ["sh", "-c", "until nslookup mnist-master-0; do sleep 1; done"]
@@ -514,7 +514,7 @@ def test_without_a_master_the_first_worker_is_rank_0() -> None:
     assert result.comments["nodes"] == "3 Worker; the first of them is node 0"
 
 
-def test_the_first_pods_name_in_a_trainjob_is_the_variable_of_the_job() -> None:
+def test_the_name_of_the_first_pod_of_a_trainjob_becomes_the_variable_of_the_job() -> None:
     """No pod of a DDPJob has the JobSet's pod name."""
     env = [{"name": "MASTER_ADDR", "value": "gpt-node-0-0.gpt"}, {"name": "LR", "value": "1"}]
     words = ["python", "x.py", "--url=tcp://gpt-node-0-0.gpt:29500", "--peer=gpt-node-0-1.gpt"]
@@ -550,7 +550,7 @@ def _patched(pod: dict[str, Any], name: str = "node") -> Iterator[dict[str, Any]
     yield {"podSpecOverrides": [{"targetJobs": [{"name": name}], **pod}]}
 
 
-def test_what_a_patch_says_of_more_than_the_pods_is_named() -> None:
+def test_parts_of_a_patch_that_do_not_concern_pods_are_named() -> None:
     """Kubeflow's example sets labels and annotations of the JobSet in such a patch."""
     job = {"name": "node", "template": {"metadata": {"labels": {"a": "b"}}, "spec": {}}}
     template = {"metadata": {"labels": {"team": "ml"}}, "spec": {"replicatedJobs": [job]}}
@@ -560,7 +560,7 @@ def test_what_a_patch_says_of_more_than_the_pods_is_named() -> None:
     assert f"{path}.spec.replicatedJobs[0].template.metadata" in told
 
 
-def test_what_a_runtime_says_around_its_pods_is_named() -> None:
+def test_parts_of_a_runtime_outside_its_pods_are_named() -> None:
     """Examples are billing labels, a Job that others wait for, and a number of restarts."""
     own = yaml.safe_load(
         ELASTIC_RUNTIME.replace("torch: {elasticPolicy: {", "torch: {elasticPolicy: {maxRestarts: 5, ")
@@ -616,16 +616,16 @@ def test_a_patch_of_another_job_is_named_and_not_applied() -> None:
         ({}, "runtime.spec.podGroupPolicy.coscheduling"),
     ],
 )
-def test_what_a_trainjob_has_and_a_ddpjob_not_is_named(spec: dict[str, Any], named: str) -> None:
+def test_fields_of_a_trainjob_without_a_counterpart_are_named(spec: dict[str, Any], named: str) -> None:
     assert named in remarks(trainjob(**spec))
 
 
-def test_a_trainjob_without_its_runtime_says_how_to_get_it() -> None:
+def test_the_error_about_a_missing_runtime_tells_how_to_get_it() -> None:
     with pytest.raises(ConvertError, match="kubectl get clustertrainingruntime torch-distributed -o yaml"):
         room.convert(yaml.safe_load(TRAINJOB), [])
 
 
-def test_a_runtime_for_something_else_is_refused() -> None:
+def test_a_runtime_for_another_purpose_is_refused() -> None:
     with pytest.raises(ConvertError, match="mpi is not PyTorch DDP"):
         trainjob(RUNTIME.replace("torch: {numProcPerNode: auto}", "mpi: {numProcPerNode: 2}"))
 
@@ -648,7 +648,7 @@ def test_a_runtime_for_something_else_is_refused() -> None:
         ("accelerate launch train.py", 1, None, "torchrun train.py"),
     ],
 )  # fmt: skip
-def test_a_command_line_keeps_all_but_what_identifies_the_machine(
+def test_a_command_line_keeps_everything_except_what_identifies_the_machine(
     line: str, nodes: int, nproc: int | None, made: str
 ) -> None:
     result = of_command(line)
@@ -674,7 +674,7 @@ def test_a_command_line_keeps_all_but_what_identifies_the_machine(
         (["sh", "-c", "cd /x && torchrun --nnodes=2 train.py"], ["sh", "-c", "cd /x && torchrun --nnodes=2 train.py"]),
     ],
 )
-def test_a_command_behind_a_program_that_only_starts_it_is_read(words: list[str], made: list[str]) -> None:
+def test_a_command_after_a_wrapper_program_is_read(words: list[str], made: list[str]) -> None:
     """`uv run torchrun …` is not a file named uv."""
     for result in (run("--", *words), run(*words)):
         job = yaml.safe_load(result.stdout)
@@ -691,7 +691,7 @@ def test_a_command_behind_a_program_that_only_starts_it_is_read(words: list[str]
         ["bash", "-c", "mpirun --version && horovodrun -cb && torchrun --nnodes 2 train.py"],
     ],
 )
-def test_a_package_a_folder_or_an_environment_that_is_called_as_a_launcher_is_none(words: list[str]) -> None:
+def test_a_package_folder_or_environment_named_like_a_launcher_is_not_a_launcher(words: list[str]) -> None:
     """A script that installs lightning, or stops an old Ray, and then starts torchrun can be converted."""
     assert checked(command.convert(words)).spec["nodes"] == 2
 
@@ -734,7 +734,7 @@ def test_a_launcher_without_a_script_is_refused(line: str) -> None:
         ),
     ],
 )
-def test_a_script_of_a_shell_meets_where_the_job_says(script: str, made: str, named: str) -> None:
+def test_the_rendezvous_in_a_shell_script_becomes_that_of_the_job(script: str, made: str, named: str) -> None:
     """Unchanged, these options start a job whose nodes wait for each other until the timeout."""
     result = command.convert(["bash", "-c", script])
     assert trainer(result)["command"] == ["bash", "-c", made]
@@ -749,7 +749,7 @@ def test_a_script_of_a_shell_meets_where_the_job_says(script: str, made: str, na
         "MASTER_PORT=${MASTER_PORT:-29500} torchrun --nnodes=2 --rdzv-endpoint=$MASTER_ADDR:29400 t.py",
     ],
 )
-def test_a_script_of_a_shell_that_reads_the_jobs_variables_stays_as_it_is(script: str) -> None:
+def test_a_shell_script_that_reads_the_variables_of_the_job_is_not_changed(script: str) -> None:
     result = command.convert(["bash", "-c", script], image="i")
     assert trainer(result)["command"] == ["bash", "-c", script]
     assert result.remarks == []
@@ -763,7 +763,7 @@ def test_variables_of_another_launcher_are_named() -> None:
     assert "VC_TASK_INDEX: no Slurm" in stderr
 
 
-def test_a_number_of_processes_that_only_the_pod_knows_is_left_to_it() -> None:
+def test_a_number_of_processes_that_only_the_pod_knows_stays_unset() -> None:
     """`--nproc_per_node=$(nvidia-smi -L | wc -l)` is common, and equals an unset nprocPerNode."""
     script = "N=$(nvidia-smi -L | wc -l); torchrun --nnodes=2 --nproc_per_node=$N x.py"
     result = command.convert(["bash", "-c", script], image="i")
@@ -776,7 +776,7 @@ def test_a_number_of_processes_that_only_the_pod_knows_is_left_to_it() -> None:
     )
 
 
-def test_a_script_of_a_shell_without_a_launcher_is_one_node() -> None:
+def test_a_shell_script_without_a_launcher_becomes_one_node() -> None:
     result = checked(command.convert(["bash", "-c", "source env.sh; python my_train.py --lr $LR"]))
     assert (result.spec["nodes"], result.metadata["name"]) == (1, "my-train")
 
@@ -797,7 +797,7 @@ def test_a_script_of_a_shell_without_a_launcher_is_one_node() -> None:
         (["poetry", "run", "train"], "poetry", "train.py"),
     ],
 )
-def test_what_starts_the_ranks_of_all_nodes_is_refused_with_what_a_job_runs_instead(
+def test_a_command_that_starts_the_ranks_of_all_nodes_is_refused_with_the_alternative(
     words: list[str], named: str, started: str
 ) -> None:
     """`mpirun: No such file or directory` does not explain that a DDPJob runs one command per node."""
@@ -806,7 +806,7 @@ def test_what_starts_the_ranks_of_all_nodes_is_refused_with_what_a_job_runs_inst
     assert said.endswith(f"ddpjob convert -- torchrun --nnodes NODES --nproc-per-node RANKS {started}")
 
 
-def test_a_file_after_the_dashes_is_said_to_be_one() -> None:
+def test_a_yaml_file_after_the_dashes_is_recognized_as_a_file() -> None:
     assert "job.yaml is a file: give it without the dashes" in str(run("--", "job.yaml").exception)
     assert "' is not closed" in str(run("--", "bash", "-c", "python 'x.py").exception)
 
@@ -817,7 +817,7 @@ def test_a_command_line_with_a_range_is_elastic(nnodes: str, least: int | None) 
     assert (result.spec.get("minNodes"), result.spec["nodes"]) == (least, 4)
 
 
-def test_what_accelerate_would_tell_its_ranks_is_told_by_variables() -> None:
+def test_settings_of_accelerate_for_its_ranks_become_variables() -> None:
     """torchrun has no --mixed_precision: without the variable the training would silently use float32."""
     line = "NCCL_DEBUG=INFO accelerate launch --mixed_precision bf16 --gradient_accumulation_steps=4 train.py"
     assert trainer(of_command(line))["env"] == [
@@ -827,7 +827,7 @@ def test_what_accelerate_would_tell_its_ranks_is_told_by_variables() -> None:
     ]
 
 
-def test_words_that_yaml_takes_for_numbers_or_true_stay_words() -> None:
+def test_words_that_yaml_would_read_as_numbers_or_true_stay_words() -> None:
     """Without quotes, ddpjob run and kubectl would refuse the number in `--lr 1e-3`."""
     words = ["torchrun", "train.py", "--lr", "1e-3", "y", "N", "08", "0o17", "1e3", "1:30", "on", "2026-01-01", "="]
     text = command.convert(words).to_yaml()
@@ -846,13 +846,13 @@ def test_words_that_yaml_takes_for_numbers_or_true_stay_words() -> None:
         "torchrun --nnodes=2 $A t.py\n",
     ],
 )
-def test_a_script_of_several_lines_is_the_same_when_it_is_read_again(script: str) -> None:
+def test_a_multiline_script_is_unchanged_when_it_is_read_again(script: str) -> None:
     result = command.convert(["bash", "-c", script], image="i")
     read = yaml.safe_load(result.to_yaml())
     assert read["spec"]["template"]["spec"]["containers"][0]["command"] == ["bash", "-c", script]
 
 
-def test_a_script_of_several_lines_stays_in_lines() -> None:
+def test_a_multiline_script_stays_multiline() -> None:
     """One quoted line can hardly be edited."""
     text = command.convert(["bash", "-c", "set -e\ntorchrun \\\n  --nnodes=2 t.py\n"], image="i").to_yaml()
     assert "- |\n          set -e\n          torchrun \\\n            --nnodes=2 t.py\n" in text
@@ -866,7 +866,7 @@ def test_a_command_that_is_not_utf_8_is_refused() -> None:
 
 
 @pytest.mark.parametrize("line", ["bash run.sh", "./run.sh --lr 1", "sh -x -e run.sh", "bash ./run.sh", "bash run"])
-def test_a_file_of_the_shell_is_refused_with_what_to_give_instead(line: str) -> None:
+def test_a_shell_script_file_is_refused_with_the_argument_to_give_instead(line: str) -> None:
     with pytest.raises(ConvertError) as refused:
         of_command(line)
     file = next(word for word in line.split() if "run" in word)
@@ -913,14 +913,14 @@ def test_the_job_is_named_after_the_script() -> None:
         ("python t.py --nodes-file x --node_rank 0 --num_nodes 3", "--node_rank 0 --num_nodes 3: one machine's own"),
     ],
 )
-def test_options_of_one_of_several_machines_are_named(line: str, told: str) -> None:
+def test_options_for_one_of_several_machines_are_named(line: str, told: str) -> None:
     """A job of one node would wait for the others at an address of another cluster."""
     for result in (of_command(line), command.convert(["bash", "-c", f"cd /w; {line}; true"])):
         assert [remark.text for remark in result.remarks if remark.text.startswith(told)]
 
 
 @pytest.mark.parametrize("before", ["", "env ", "nohup env "])
-def test_variables_of_one_of_several_machines_are_removed_and_named(before: str) -> None:
+def test_variables_for_one_of_several_machines_are_removed_and_named(before: str) -> None:
     """With RANK=0 in env of all nodes they wait for each other, or for a machine of another cluster."""
     own = "RANK=0 WORLD_SIZE=4 MASTER_ADDR=10.0.0.1"
     result = of_command(f"{before}{own} LR=1 python m.py")
@@ -978,7 +978,7 @@ def run(*arguments: str, stdin: str = "") -> Any:
     return CliRunner().invoke(cli, ["convert", *arguments], input=stdin, prog_name="ddpjob", standalone_mode=False)
 
 
-def test_the_answer_is_yaml_on_stdout_and_each_remark_has_its_line_on_stderr(tmp_path: Path) -> None:
+def test_yaml_is_on_stdout_and_each_remark_has_its_line_on_stderr(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text(PYTORCHJOB + "  runPolicy:\n    schedulingPolicy: {queue: research}\n")
     result = run(str(file))
@@ -1003,7 +1003,7 @@ def as_kubectl_prints(body: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["List", "PyTorchJobList"])
-def test_what_kubectl_prints_of_several_jobs_is_read_item_by_item(kind: str) -> None:
+def test_a_list_that_kubectl_prints_is_read_item_by_item(kind: str) -> None:
     """`kubectl get pytorchjobs -o yaml` prints a List of everything that is to be migrated."""
     items = [as_kubectl_prints(pytorchjob(runPolicy={"schedulingPolicy": {"queue": name}})) for name in "ab"]
     items[1]["metadata"]["name"] = "second"
@@ -1019,7 +1019,7 @@ def test_what_kubectl_prints_of_several_jobs_is_read_item_by_item(kind: str) -> 
     assert [f"stdin:{n}: spec.runPolicy.schedulingPolicy.queue: " in result.stderr for n in lines] == [True, True]
 
 
-def test_a_list_may_hold_the_runtime_of_its_trainjobs_and_one_without_jobs_names_what_it_has() -> None:
+def test_a_list_may_contain_the_runtime_of_its_trainjobs_and_without_jobs_its_kinds_are_named() -> None:
     items = [yaml.safe_load(RUNTIME), yaml.safe_load(TRAINJOB)]
     of_list = {"apiVersion": "v1", "kind": "List"}
     assert "nodes: 4" in run("-", stdin=yaml.safe_dump({**of_list, "items": items})).stdout
@@ -1027,7 +1027,7 @@ def test_a_list_may_hold_the_runtime_of_its_trainjobs_and_one_without_jobs_names
     assert "there: Pod (line 3)" in str(none.exception)
 
 
-def test_what_a_job_in_a_cluster_belongs_to_is_named() -> None:
+def test_owners_and_finalizers_of_a_job_in_a_cluster_are_named() -> None:
     """A CronJob's owner reference, or a finalizer that somebody handles, does not belong to the new object."""
     body = pytorchjob()
     body["metadata"]["ownerReferences"] = [{"kind": "Workflow", "name": "w"}]
@@ -1054,7 +1054,7 @@ FIX = "ddpjob convert --image r/x:1 -- python train.py --lr 1"
         ("ray.io/v1", "RayJob", "{entrypoint: python x.py}", "ddpjob convert -- COMMAND"),
     ],
 )  # fmt: skip
-def test_a_job_of_another_kind_is_refused_with_the_command_that_converts_what_it_starts(
+def test_a_job_of_another_kind_is_refused_with_the_command_that_converts_its_command_line(
     version: str, kind: str, spec: str, fix: str
 ) -> None:
     """For Volcano's users `no PyTorchJob and no TrainJob in it` would be a dead end."""
@@ -1065,7 +1065,7 @@ def test_a_job_of_another_kind_is_refused_with_the_command_that_converts_what_it
     assert line in run("-", stdin=f"{text}---\n{PYTORCHJOB}").stderr
 
 
-def test_each_document_that_is_not_converted_is_named_with_its_line() -> None:
+def test_each_unconverted_document_is_named_with_its_line() -> None:
     """A Volcano Job between two PyTorchJobs must not disappear silently."""
     others = "kind: ConfigMap\nmetadata: {name: c}\n---\nkind: Job\nmetadata: {name: v}\n---\n[1]\n---\n"
     result = run(
@@ -1088,7 +1088,7 @@ def test_a_remark_on_the_runtime_has_the_line_of_the_runtime(tmp_path: Path) -> 
     assert f"{tmp_path}/runtime.yaml:6: spec.podGroupPolicy.coscheduling: the gang of a DDPJob" in result.stderr
 
 
-def test_a_command_is_taken_with_and_without_dashes() -> None:
+def test_a_command_is_accepted_with_and_without_dashes() -> None:
     with_dashes = run("--image", "my-image", "--", "torchrun", "--nnodes", "2", "train.py")
     assert run("--image", "my-image", "torchrun", "--nnodes", "2", "train.py").stdout == with_dashes.stdout
     assert yaml.safe_load(with_dashes.stdout)["spec"]["template"]["spec"]["containers"][0]["image"] == "my-image"
@@ -1104,14 +1104,14 @@ def test_a_command_is_taken_with_and_without_dashes() -> None:
         (PYTORCHJOB.replace("name: mnist", "name: Mnist"), "the DDPJob would not be valid: metadata.name"),
     ],
 )
-def test_wrong_input_is_a_line_with_its_place_and_prints_nothing(text: str, sentence: str) -> None:
+def test_wrong_input_gives_one_line_with_its_position_and_no_output(text: str, sentence: str) -> None:
     result = run("-", stdin=text)
     assert isinstance(result.exception, yamlfile.InputError)
     assert sentence in str(result.exception)
     assert result.stdout == ""
 
 
-def test_run_and_check_name_the_command_that_converts(tmp_path: Path) -> None:
+def test_run_and_check_name_the_convert_command(tmp_path: Path) -> None:
     """`kind: must be DDPJob` alone does not help users of Kubeflow."""
     assert yamlfile.CONVERTED == room.KINDS
     file = tmp_path / "job.yaml"

@@ -28,7 +28,7 @@ Thread 0x00007f0000000002 [python] (most recent call first):
 """
 
 
-def test_the_calls_of_the_thread_that_crashed_come_as_in_a_traceback() -> None:
+def test_the_calls_of_the_crashed_thread_have_the_order_of_a_traceback() -> None:
     assert calls(SEGFAULT) == [
         '  File "/app/train.py", line 7, in <module>',
         '  File "/app/train.py", line 3, in inner',
@@ -36,7 +36,7 @@ def test_the_calls_of_the_thread_that_crashed_come_as_in_a_traceback() -> None:
     ]
 
 
-def test_where_a_thread_of_cpp_aborts_the_main_thread_tells_what_waits_for_it() -> None:
+def test_if_a_cpp_thread_aborts_the_main_thread_shows_what_waits_for_it() -> None:
     assert calls(OF_C)[-2:] == [
         '  File "/app/train.py", line 6, in step',
         '  File "/opt/site-packages/torch/distributed/distributed_c10d.py", line 2930, in all_reduce',
@@ -45,24 +45,24 @@ def test_where_a_thread_of_cpp_aborts_the_main_thread_tells_what_waits_for_it() 
     assert calls(OF_C.replace("Thread 0x", nothing, 1)) == calls(OF_C)
 
 
-def test_a_crash_of_a_child_before_is_not_the_processs_own() -> None:
+def test_an_earlier_crash_of_a_child_process_is_not_reported_for_this_process() -> None:
     assert calls(OF_C + SEGFAULT) == calls(SEGFAULT)
 
 
-def test_the_calls_of_c_that_python_3_14_adds_are_not_pythons() -> None:
+def test_the_c_frames_that_python_3_14_adds_are_not_python_frames() -> None:
     of_c = (
         'Current thread\'s C stack trace (most recent call first):\n  Binary file "/usr/bin/python3", at x+0x1 [0x2]\n'
     )
     assert calls(f"{SEGFAULT}\n{of_c}") == calls(SEGFAULT)
 
 
-def test_of_a_hundred_threads_and_more_the_main_one_is_not_known() -> None:
+def test_the_main_thread_is_unknown_if_there_are_a_hundred_threads_or_more() -> None:
     """faulthandler writes at most 100 threads, so the last one that it writes need not be the main thread."""
     assert calls(OF_C + "...\n") == []
     assert calls(SEGFAULT + "...\n") == calls(SEGFAULT)
 
 
-def test_of_a_deep_recursion_the_innermost_calls_are_told() -> None:
+def test_a_deep_recursion_shows_its_innermost_calls() -> None:
     deep = "".join(f'  File "/app/train.py", line {i} in f\n' for i in range(1, 101))
     found = calls(
         f"Fatal Python error: Segmentation fault\n\nCurrent thread 0x01 (most recent call first):\n{deep}  ...\n"
@@ -70,5 +70,5 @@ def test_of_a_deep_recursion_the_innermost_calls_are_told() -> None:
     assert (len(found), found[-1]) == (20, '  File "/app/train.py", line 1, in f')
 
 
-def test_what_is_cut_off_or_nothing_tells_nothing() -> None:
+def test_a_truncated_or_empty_report_gives_nothing() -> None:
     assert calls("") == calls("Fatal Python error: Aborted\n\nThread 0x00") == []

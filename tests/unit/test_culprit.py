@@ -39,7 +39,7 @@ def ends(todo: Plan) -> list[tuple[str, str]]:
     return [(type(a).__name__, a.name) for a in todo.actions if isinstance(a, (EndPod, DeletePod))]
 
 
-def test_the_pod_that_hangs_is_ended_and_stays_and_its_peers_are_deleted() -> None:
+def test_the_hanging_pod_is_ended_and_kept_and_its_peers_are_deleted() -> None:
     """Otherwise `kubectl logs` finds no pod, and the output that explains the hang is gone."""
     world, todo = stalled()
     assert ends(todo) == [("DeletePod", "digits-1-1"), ("EndPod", "digits-1-0")]
@@ -51,9 +51,7 @@ def test_the_pod_that_hangs_is_ended_and_stays_and_its_peers_are_deleted() -> No
 
 
 @pytest.mark.parametrize(("processes", "rank", "who"), [(1, 0, "rank 0"), (8, None, "node 0")])
-def test_of_a_node_with_several_ranks_the_node_is_named_because_only_its_first_one_reports(
-    processes: int, rank: int | None, who: str
-) -> None:
+def test_a_hang_names_the_node_because_only_its_first_rank_reports(processes: int, rank: int | None, who: str) -> None:
     """No report shows that rank 1 hangs, so rank 0 must not be blamed for it."""
     world, _ = stalled(nprocPerNode=processes)
     failure = world.status.last_failure
@@ -61,7 +59,7 @@ def test_of_a_node_with_several_ranks_the_node_is_named_because_only_its_first_o
     assert world.status.message.startswith(f"{who} (pod digits-1-0, node node-0) has made no step for 5m")
 
 
-def test_the_end_of_its_log_is_in_the_status() -> None:
+def test_the_log_tail_of_the_hanging_pod_is_in_the_status() -> None:
     world, _ = stalled()
     ended(world.settle()).stops(1).settle()
     failure = world.status.last_failure
@@ -70,7 +68,7 @@ def test_the_end_of_its_log_is_in_the_status() -> None:
     assert failure.exit_code is None, "143 is what we made of it"
 
 
-def test_the_log_is_waited_for_where_the_kubelet_reports_the_deadline_before_the_end_of_the_container() -> None:
+def test_the_log_is_waited_for_if_the_kubelet_reports_the_deadline_before_the_container_end() -> None:
     """Otherwise users read `Pod was active on the node longer than the specified deadline`, not the hang's log."""
     world, _ = stalled()
     world.settle()
@@ -81,7 +79,7 @@ def test_the_log_is_waited_for_where_the_kubelet_reports_the_deadline_before_the
     assert (world.status.attempt, world.status.last_failure.log_tail) == (2, LOG)  # type: ignore[union-attr]
 
 
-def test_a_kubelet_that_never_reports_that_end_costs_a_minute_and_not_the_job() -> None:
+def test_a_kubelet_that_never_reports_the_container_end_delays_the_job_only_a_minute() -> None:
     world, _ = stalled()
     world.settle()
     why = Container("ended", "DeadlineExceeded", "Pod was active on the node longer than the specified deadline")
@@ -92,7 +90,7 @@ def test_a_kubelet_that_never_reports_that_end_costs_a_minute_and_not_the_job() 
     assert (world.status.attempt, world.status.last_failure.log_tail) == (2, "")  # type: ignore[union-attr]
 
 
-def test_the_end_of_its_log_is_kept_also_where_the_pod_goes() -> None:
+def test_the_log_tail_is_kept_even_if_the_pod_disappears() -> None:
     """The watch shows the pod's end, with which its log is read, before it shows that the pod is gone."""
     world, _ = stalled()
     ended(world.settle()).stops(1)
@@ -101,7 +99,7 @@ def test_the_end_of_its_log_is_kept_also_where_the_pod_goes() -> None:
     assert world.status.last_failure.log_tail == LOG  # type: ignore[union-attr]
 
 
-def test_where_log_tails_are_switched_off_there_is_none() -> None:
+def test_there_is_no_log_tail_if_log_tails_are_switched_off() -> None:
     world, _ = stalled()
     world.settings = type(world.settings)(keep_log_tail=False)
     ended(world.settle()).stops(1).settle()
@@ -109,7 +107,7 @@ def test_where_log_tails_are_switched_off_there_is_none() -> None:
 
 
 @pytest.mark.parametrize("grace", [5, 30, 3600])
-def test_a_kubelet_or_a_process_that_does_not_hear_costs_a_minute_and_not_the_job(grace: int) -> None:
+def test_an_unresponsive_kubelet_or_process_delays_the_job_only_a_minute(grace: int) -> None:
     template = {"spec": {"containers": job().spec.template["spec"]["containers"]}}
     template["spec"]["terminationGracePeriodSeconds"] = grace
     world, _ = stalled(template=template)
@@ -123,7 +121,7 @@ def test_a_kubelet_or_a_process_that_does_not_hear_costs_a_minute_and_not_the_jo
     assert world.status.attempt == 2
 
 
-def test_a_pod_that_somebody_deletes_meanwhile_is_left_to_that() -> None:
+def test_a_pod_that_somebody_else_deletes_meanwhile_is_not_ended_again() -> None:
     world, _ = stalled()
     world.settle()._change(0, deletion_requested_at=world.now)
     assert ends(world.step()) == []
@@ -132,7 +130,7 @@ def test_a_pod_that_somebody_deletes_meanwhile_is_left_to_that() -> None:
 
 
 @pytest.mark.parametrize("code", [403, 404, 409, 422])
-def test_where_the_server_does_not_let_it_end_so_it_is_deleted(code: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hanging_pod_is_deleted_if_the_server_forbids_its_end(code: int, caplog: pytest.LogCaptureFixture) -> None:
     """The role of an older chart has no right to patch a pod: the job must restart all the same."""
 
     class Server:
@@ -160,7 +158,7 @@ def test_where_the_server_does_not_let_it_end_so_it_is_deleted(code: int, caplog
     assert about == [("default/digits", "digits-1-0")], "whose log is gone, for a log store"
 
 
-def test_a_clock_that_is_set_back_does_not_keep_a_pod_that_hears_nothing() -> None:
+def test_a_clock_that_is_set_back_does_not_keep_an_unresponsive_pod() -> None:
     """Otherwise the job's GPUs are idle for as long as the clock was set back."""
     world, _ = stalled()
     world.settle().stops(1).after(-3600).settle()

@@ -16,7 +16,7 @@ import dist
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_charts_archive_is_that_of_its_files_and_the_same_each_time(tmp_path: Path) -> None:
+def test_the_chart_archive_contains_the_chart_files_and_is_reproducible(tmp_path: Path) -> None:
     first = dist.pack_chart(tmp_path, 1_700_000_000)
     packed = first.read_bytes()
     assert dist.pack_chart(tmp_path, 1_700_000_000).read_bytes() == packed
@@ -30,7 +30,7 @@ def test_the_charts_archive_is_that_of_its_files_and_the_same_each_time(tmp_path
 
 @pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("cyclonedx_py") is None, reason="`make dist` installs what this needs")
-def test_two_builds_of_a_commit_are_equal_and_hold_the_packages_alone(tmp_path: Path) -> None:
+def test_two_builds_of_a_commit_are_equal_and_contain_only_the_packages(tmp_path: Path) -> None:
     made = []
     for name in ("one", "two"):
         subprocess.run([sys.executable, "tools/dist.py", str(tmp_path / name)], cwd=ROOT, check=True)

@@ -20,7 +20,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 @pytest.mark.parametrize("page", documents.PAGES, ids=lambda page: page.name)
-def test_every_link_leads_to_a_file_and_a_heading_that_are_there(page: Path) -> None:
+def test_every_link_leads_to_an_existing_file_and_heading(page: Path) -> None:
     """Only a reader who needs it would notice a broken link."""
     broken = []
     for link in LINK.findall(documents.prose(page)):
@@ -64,7 +64,7 @@ LOOKED_UP = ("index.md", "tutorial.md", "reference.md", "check.md", "messages.md
 
 
 @pytest.mark.parametrize("page", documents.PAGES, ids=lambda page: page.name)
-def test_a_page_for_users_opens_with_what_it_answers(page: Path) -> None:
+def test_a_page_for_users_opens_with_the_question_that_it_answers(page: Path) -> None:
     """Readers who skim leave a page that does not answer their question after its first line."""
     text = page.read_text(encoding="utf-8")
     leads_on = "This page is now a part of" in text
@@ -82,7 +82,7 @@ def test_every_ddpjob_in_a_page_is_valid(block: documents.Block) -> None:
 EXAMPLES = {str(path): path.read_text(encoding="utf-8") for path in sorted(documents.ROOT.glob("examples/**/*.yaml"))}
 
 
-def test_no_job_shown_pulls_the_image_that_its_reader_has_built() -> None:
+def test_no_shown_job_pulls_the_image_that_the_reader_has_built() -> None:
     """An image without a tag is always pulled, and this repository's is in no registry: on kind such a job waits for
     ever although the image was loaded."""
     texts = EXAMPLES | {str(block): block.text for block in documents.blocks("yaml")}
@@ -114,16 +114,14 @@ def commands() -> list[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize(("place", "words"), commands(), ids=lambda value: value if isinstance(value, str) else "")
-def test_every_command_in_a_page_has_the_options_that_it_is_shown_with(place: str, words: list[str]) -> None:
+def test_every_command_in_a_page_has_the_shown_options(place: str, words: list[str]) -> None:
     """A renamed option would leave a page that fails at its first line."""
     command = cli.get_command(click.Context(cli), words[0])
     assert command is not None, f"{place}: no such command: {words[0]}"
     command.make_context(words[0], words[1:])  # raises for an unknown option
 
 
-def test_the_tutorial_shows_what_the_commands_print_of_its_script(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tutorial_shows_the_real_output_of_its_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Readers look for the line that the tutorial names, and take any other output for their mistake."""
     page = documents.ROOT / "docs/tutorial.md"
     told = " ".join(page.read_text(encoding="utf-8").split())

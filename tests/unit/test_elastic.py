@@ -33,7 +33,7 @@ def problems(command: list[str], **spec: Any) -> list[str]:
 # ---------------------------------------------------------------- what torchrun is told
 
 
-def test_torchrun_is_told_the_range_and_where_the_nodes_meet() -> None:
+def test_torchrun_gets_the_range_and_the_rendezvous_address() -> None:
     """Without is_host each torchrun compares host names, and then two of them may open the store, or none."""
     what = job(nodes=3, minNodes=2)
     first, second = variables(what), variables(what, 1)
@@ -64,7 +64,7 @@ def test_a_command_that_names_only_the_range_gets_the_rest_from_the_job() -> Non
         (["torchrun", "--nnodes=1:2", "x.py"], {"nodes": 3, "minNodes": 1}, "--nnodes=1:2 contradicts spec.nodes: 3"),
     ],
 )
-def test_what_contradicts_an_elastic_job_is_refused_with_the_fix(command: list[str], spec: Any, text: str) -> None:
+def test_contradictions_to_an_elastic_job_are_refused_with_the_fix(command: list[str], spec: Any, text: str) -> None:
     """Otherwise the job waits for nodes that never come, or each node trains alone."""
     assert any(text in problem for problem in problems(command, **spec)), problems(command, **spec)
 
@@ -75,7 +75,7 @@ def test_one_node_may_be_elastic_because_a_job_may_be_scaled_down_to_one() -> No
     assert variables(job(nodes=1, minNodes=1))["PET_NNODES"] == "1:1"
 
 
-def test_more_nodes_in_the_command_than_in_the_job_are_named_because_each_start_waits_for_them() -> None:
+def test_more_nodes_in_the_command_than_in_the_job_get_a_warning() -> None:
     what = job(nodes=2, container={"command": ["torchrun", "--nnodes=1:4", "train.py"]})
     assert any("waits torchrun's last call" in note for note in launcher.warnings(what.spec))
 
@@ -83,7 +83,7 @@ def test_more_nodes_in_the_command_than_in_the_job_are_named_because_each_start_
 # ---------------------------------------------------------------- who is needed
 
 
-def test_the_group_trains_with_minNodes_and_says_what_the_others_wait_for() -> None:
+def test_the_group_trains_with_minNodes_and_shows_what_the_others_wait_for() -> None:
     """One missing GPU must not keep seven from training."""
     world = elastic().started().runs(0, 1).unschedulable(2, "0/3 nodes are available: 1 Insufficient nvidia.com/gpu")
     world.settle()
@@ -92,20 +92,20 @@ def test_the_group_trains_with_minNodes_and_says_what_the_others_wait_for() -> N
     assert world.status.display.nodes == "2/3"
 
 
-def test_pods_that_start_within_torchruns_last_call_are_waited_for() -> None:
+def test_pods_that_start_within_the_last_call_of_torchrun_are_waited_for() -> None:
     """Otherwise each start has two Events: one with a node too few, and one with all nodes."""
     world = elastic().started().runs(0, 1).after(29).settle()
     assert (world.status.state, world.status.message) == ("Starting", "waiting for node 2")
     assert world.after(1).settle().status.state == "Running"
 
 
-def test_fewer_than_minNodes_or_a_group_without_node_0_do_not_train() -> None:
+def test_fewer_than_minNodes_or_a_group_without_node_0_does_not_count_as_training() -> None:
     """Node 0's torchrun holds the store for the rendezvous."""
     assert elastic().started().runs(0).settle().status.state == "Starting"
     assert elastic().started().runs(1, 2).settle().status.state == "Starting"
 
 
-def test_a_node_that_comes_later_joins_without_a_restart() -> None:
+def test_a_late_node_joins_without_a_restart() -> None:
     world = elastic().started().runs(0, 1).after(31).settle().after(600).settle()
     assert world.status.state == "Running"
     assert world.status.message == "2 of 3 nodes are running, attempt 1; waiting for node 2"
@@ -114,7 +114,7 @@ def test_a_node_that_comes_later_joins_without_a_restart() -> None:
     assert world.status.started_nodes == "0-2"
 
 
-def test_a_lost_pod_restarts_the_group_which_starts_with_those_that_are_there() -> None:
+def test_a_lost_pod_restarts_the_group_with_the_remaining_pods() -> None:
     """A new pod that joined a running rendezvous hung or failed in 6 of 12 trials."""
     world = elastic().running().exits(1, code=137).restarted()
     assert world.status.attempt == 2
@@ -138,7 +138,7 @@ def test_a_quota_that_refuses_the_last_pod_does_not_stop_the_others() -> None:
     assert "digits-1-2 was refused: exceeded quota: gpus" in world.status.message
 
 
-def test_it_succeeds_when_those_that_trained_have_completed() -> None:
+def test_the_job_succeeds_when_all_nodes_that_trained_have_completed() -> None:
     """A pod that still waits for a node would find no group to join."""
     world = elastic().started().runs(0, 1).after(31).settle().exits(0).exits(1).settle()
     assert (world.status.state, world.status.reason) == ("Succeeded", "AllNodesCompleted")
@@ -146,7 +146,7 @@ def test_it_succeeds_when_those_that_trained_have_completed() -> None:
     assert "digits-1-2" not in world.stops_all().pods
 
 
-def test_a_node_that_starts_when_the_training_has_ended_fails_nothing() -> None:
+def test_a_node_that_starts_after_the_end_of_training_does_not_fail_the_job() -> None:
     """The late node finds no store, and exits with 1 while the last of the others completes."""
     world = (
         elastic().started().runs(0, 1).after(31).settle().exits(0).settle().runs(2).settle().exits(2, code=1).settle()
@@ -176,14 +176,14 @@ def ended_beside_a_node_that_came(seconds_before: float, *, reported: bool = Fal
 
 
 @pytest.mark.parametrize("message", [NO_STORE, CLOSED, NO_ANSWER, ""], ids=["no store", "closed", "no answer", "mute"])
-def test_a_node_that_was_still_importing_when_the_training_ended_fails_nothing(message: str) -> None:
+def test_a_node_still_importing_at_the_end_of_training_does_not_fail_the_job(message: str) -> None:
     """Otherwise a completed training begins again, or fails, after days."""
     world = ended_beside_a_node_that_came(5).after(60).exits(2, 1, message=message).settle()
     assert (world.status.state, world.status.message) == ("Succeeded", "2 of 3 nodes trained, and completed")
     assert world.status.last_failure is None
 
 
-def test_a_late_node_fails_nothing_while_another_still_trains_and_after_its_own_pod_is_gone() -> None:
+def test_a_late_node_does_not_fail_the_job_while_others_train_or_after_its_pod_is_gone() -> None:
     """With more nodes than minNodes the others do not complete at the same time."""
     world = elastic(nodes=4).started().runs(0, 1, 3).after(31).settle().after(3600).runs(2).settle().after(5)
     world.exits(0).exits(1).settle().exits(2, 1, message=CLOSED).settle()
@@ -192,7 +192,7 @@ def test_a_late_node_fails_nothing_while_another_still_trains_and_after_its_own_
     assert world.exits(3).settle().status.state == "Succeeded"
 
 
-def test_a_late_node_is_known_by_when_its_container_started_and_not_by_when_it_got_its_node() -> None:
+def test_a_late_node_is_recognized_by_its_container_start_and_not_by_its_binding() -> None:
     """Pulling its image may take longer than the others need to begin."""
     world = elastic().started().runs(0, 1).waits(2, "ContainerCreating").after(31).settle().after(3600).settle()
     got_its_node = world.now - dt.timedelta(seconds=3631)
@@ -210,9 +210,7 @@ def test_a_late_node_is_known_by_when_its_container_started_and_not_by_when_it_g
     [(5, OWN, False), (5, "no such option\n", False), (5, NO_STORE, True), (1000, NO_STORE, False), (90, "", False)],
     ids=["its own exception", "its own words", "it has trained", "it came long before", "mute, and long before"],
 )
-def test_a_node_that_may_have_trained_is_needed_also_when_the_others_have_completed(
-    seconds_before: float, message: str, reported: bool
-) -> None:
+def test_a_node_that_may_have_trained_must_complete_too(seconds_before: float, message: str, reported: bool) -> None:
     """A wrong result that is called a success is worse than a restart."""
     world = ended_beside_a_node_that_came(seconds_before, reported=reported)
     world.exits(2, 1, message=message).settle()
@@ -220,14 +218,14 @@ def test_a_node_that_may_have_trained_is_needed_also_when_the_others_have_comple
 
 
 @pytest.mark.parametrize("message", [CLOSED, ""])
-def test_a_node_that_began_with_the_others_is_needed(message: str) -> None:
+def test_a_node_that_started_with_the_others_must_complete_too(message: str) -> None:
     """If the last node of a script of half a minute fails, that is not a success."""
     world = elastic().started().runs(0, 1).after(12).runs(2).settle().after(20)
     world.exits(0).exits(1).settle().exits(2, 1, message=message).settle()
     assert world.status.state in ("Failed", "Restarting")
 
 
-def test_a_node_that_failed_before_the_others_completed_is_needed() -> None:
+def test_a_node_that_failed_before_the_others_completed_is_not_ignored() -> None:
     """The others may have stopped because of this failure, which is recorded as the cause."""
     world = elastic().started().runs(0, 1).after(31).settle().after(3600).runs(2).settle().after(5)
     world.exits(2, 1, message=CLOSED).step()
@@ -245,7 +243,7 @@ def test_startDeadlineSeconds_is_met_by_minNodes() -> None:
 # ---------------------------------------------------------------- what a failure costs
 
 
-def test_an_exception_ends_the_job_because_torchrun_has_used_all_its_restarts() -> None:
+def test_an_exception_fails_the_job_because_torchrun_has_used_all_its_restarts() -> None:
     """Otherwise 3 restarts in place are followed by 3 attempts with 2, 1 and 0 more: ten runs of a failing script."""
     world = elastic(backoffLimit=3).running()
     world = (
@@ -262,7 +260,7 @@ def test_an_exception_ends_the_job_because_torchrun_has_used_all_its_restarts() 
         {"command": ["torchrun", "train.py"], "env": [{"name": "PET_MAX_RESTARTS", "value": "1"}]},
     ],
 )
-def test_a_torchrun_that_the_user_gives_fewer_restarts_has_used_only_those(container: dict[str, Any]) -> None:
+def test_a_torchrun_with_fewer_restarts_set_by_the_user_has_used_only_those(container: dict[str, Any]) -> None:
     """Kubeflow's elastic jobs have --max_restarts: one restart must not count as three."""
     world = World(job(container=container, nodes=2, minNodes=1, backoffLimit=3)).running()
     world.exits(1, code=1, message="ValueError: no such shard").restarted()
@@ -270,7 +268,7 @@ def test_a_torchrun_that_the_user_gives_fewer_restarts_has_used_only_those(conta
     assert world.status.restarts.application == 2, "its own, and the new attempt"
 
 
-def test_a_lost_node_costs_nothing_and_leaves_torchrun_its_restarts() -> None:
+def test_a_lost_node_is_not_charged_and_torchrun_keeps_its_restarts() -> None:
     world = elastic(backoffLimit=3).running().node_lost(1).after(120).settle().after(120).restarted()
     assert world.status.attempt == 2
     assert world.status.restarts.application == 0
@@ -283,7 +281,7 @@ def test_a_lost_node_costs_nothing_and_leaves_torchrun_its_restarts() -> None:
 
 
 @pytest.mark.parametrize("nodes", [2, 5])
-def test_scaling_starts_the_group_again_with_the_new_number_and_costs_nothing(nodes: int) -> None:
+def test_scaling_restarts_the_group_with_the_new_number_and_is_not_charged(nodes: int) -> None:
     """All ranks save at one step and continue; torchrun cannot accept more nodes than its maximum."""
     world = elastic().running().change(nodes=nodes).settle()
     assert (world.status.state, world.status.reason) == ("Restarting", "WaitingForOldPods")
@@ -297,7 +295,7 @@ def test_scaling_starts_the_group_again_with_the_new_number_and_costs_nothing(no
     assert any(e.reason == "Rescaled" for e in world.events)
 
 
-def test_a_scale_of_a_job_of_which_nodes_have_completed_does_not_train_it_again() -> None:
+def test_scaling_a_job_with_completed_nodes_does_not_repeat_the_training() -> None:
     """The training is complete, and its last node is only saving: days of training would be repeated."""
     world = elastic(minNodes=1).running().exits(0).exits(1).settle().change(nodes=4).settle()
     assert (world.status.state, world.status.attempt, world.names()) == (
@@ -308,7 +306,7 @@ def test_a_scale_of_a_job_of_which_nodes_have_completed_does_not_train_it_again(
     assert world.exits(2).settle().status.state == "Succeeded"
 
 
-def test_a_scale_within_a_start_back_off_does_not_end_it() -> None:
+def test_scaling_during_a_start_back_off_does_not_end_the_back_off() -> None:
     """Otherwise each `kubectl scale` of an autoscaler recreates all pods at once, although there were no nodes."""
     world = elastic(startDeadlineSeconds=60).started().after(61).settle().stops_all().settle()
     again = world.status.attempt_time
@@ -322,14 +320,14 @@ def test_a_scale_within_a_start_back_off_does_not_end_it() -> None:
     assert world.names() == ["digits-3-0", "digits-3-1"]
 
 
-def test_a_scale_below_minNodes_that_came_past_the_api_server_changes_nothing_that_runs() -> None:
+def test_a_scale_below_minNodes_that_bypassed_the_api_server_changes_nothing() -> None:
     world = elastic().running()
     parsed, world.problems = validation.parse(manifest(nodes=1, minNodes=2))
     world.change(nodes=parsed.spec.nodes).settle()
     assert (world.status.state, world.status.attempt) == ("Running", 1)
 
 
-def test_suspend_and_resume_take_the_number_of_now() -> None:
+def test_a_resumed_job_takes_the_current_number_of_nodes() -> None:
     world = elastic().running().change(suspend=True).settle().stops_all().settle()
     assert world.status.state == "Suspended"
     world.change(suspend=False, nodes=2).settle()
@@ -351,14 +349,14 @@ def test_nodes_on_the_command_line_may_be_a_range(given: str, least: int | None,
     assert (read.spec.min_nodes, read.spec.nodes) == (least, most)
 
 
-def test_a_range_that_is_none_is_refused_by_the_option(tmp_path: Path) -> None:
+def test_an_invalid_range_is_refused_by_the_option(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text(json.dumps(manifest()))
     with pytest.raises(yamlfile.InputError, match="minNodes"):
         options.applied(yamlfile.read_job(str(file), None), "3:1", (), ())
 
 
-def test_node_0s_pod_is_created_before_the_others() -> None:
+def test_the_pod_of_node_0_is_created_before_the_others() -> None:
     """If one node is free for two pods, another pod would get it, and wait for node 0 in vain."""
     world = elastic()
     made = [[a.place for a in world.step().actions if isinstance(a, CreatePod)] for _ in range(4)]

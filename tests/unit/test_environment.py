@@ -26,7 +26,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_node_finds_the_whole_environment(shape: str, golden: Callable[[str, str], None]) -> None:
+def test_every_node_gets_the_complete_environment(shape: str, golden: Callable[[str, str], None]) -> None:
     what = SHAPES[shape]
     text = ""
     for rank in range(what.spec.nodes):
@@ -35,7 +35,7 @@ def test_every_node_finds_the_whole_environment(shape: str, golden: Callable[[st
     golden(f"environment-{shape}.env", text)
 
 
-def test_rank_and_world_size_are_set_only_where_a_node_has_one_process() -> None:
+def test_rank_and_world_size_are_set_only_if_a_node_has_one_process() -> None:
     """With several processes per node they mislead scripts that start processes and multiply WORLD_SIZE."""
     script = {"command": ["python", "train.py"]}
     one = environment.environment(job(container=script), 1, 1, naming.Endpoint("h", 1))
@@ -51,7 +51,7 @@ def test_rank_and_world_size_are_set_only_where_a_node_has_one_process() -> None
     assert many["DDPJOB_WORLD_SIZE"] == "8"
 
 
-def test_an_attempt_never_meets_the_one_before() -> None:
+def test_an_attempt_never_meets_processes_of_an_earlier_one() -> None:
     """A process that survives on a lost node resolves the same name, so each attempt has another port and run id."""
     what = job()
     first, second = (environment.environment(what, a, 0, naming.endpoint(what, a)) for a in (1, 2))
@@ -100,19 +100,19 @@ BY_LAUNCHER = {"PET_NNODES", "PET_RDZV_ID"}
         ({"command": None}, ANY),
     ],
 )
-def test_what_the_program_does_not_read_is_left_out(container: dict[str, Any], found: set[str]) -> None:
+def test_variables_that_the_program_does_not_read_are_omitted(container: dict[str, Any], found: set[str]) -> None:
     """Unused variables of a job of 8 pods would take more space than its status. A missing one fails the ranks."""
     env = environment.environment(job(container=container), 1, 0, naming.Endpoint("h", 1))
     assert ANY & set(env) == found
 
 
-def test_a_script_that_may_start_torchrun_finds_the_variables_of_torchrun() -> None:
+def test_a_script_that_may_start_torchrun_gets_the_variables_of_torchrun() -> None:
     """Otherwise that torchrun would train on each node alone."""
     what = job(nprocPerNode=2, container={"command": ["python", "x.py"]})
     assert environment.environment(what, 1, 0, naming.Endpoint("h", 1)).keys() >= BY_LAUNCHER
 
 
-def test_no_port_is_one_that_scripts_in_the_wild_hard_code_or_the_kernel_gives_away() -> None:
+def test_no_port_is_hard_coded_in_known_scripts_or_in_the_ephemeral_range_of_the_kernel() -> None:
     ports = {naming.port(f"uid-{n}", attempt) for n in range(300) for attempt in range(30)}
     assert min(ports) >= 20000
     assert max(ports) < 30000
@@ -138,12 +138,12 @@ def test_the_attempts_of_a_job_use_each_port_only_after_thousands_of_others() ->
         ({"nprocPerNode": 5, "container": GPU_8}, 5),
     ],
 )
-def test_auto_means_what_really_runs_on_a_node(spec: dict, expected: int) -> None:
+def test_auto_resolves_to_what_really_runs_on_a_node(spec: dict, expected: int) -> None:
     assert topology.nproc_per_node(job(**spec).spec) == expected
 
 
 @pytest.mark.parametrize("name", ["nvidia.com/gpu", "nvidia.com/gpu.shared", "nvidia.com/mig-1g.10gb.shared"])
-def test_a_job_with_gpus_uses_nccl_under_whatever_name_they_have(name: str) -> None:
+def test_a_job_with_gpus_uses_nccl_whatever_the_resource_is_called(name: str) -> None:
     """A shared GPU has a resource name of its own: such a job must not train with gloo."""
     spec = job(container={"resources": {"limits": {name: 1}}}).spec
     assert (topology.backend(spec), topology.nproc_per_node(spec), build.wants_one_pod_per_node(spec)) == (
@@ -151,7 +151,7 @@ def test_a_job_with_gpus_uses_nccl_under_whatever_name_they_have(name: str) -> N
     )  # fmt: skip
 
 
-def test_threads_follow_the_cpu_limit_and_without_one_torchruns_rule() -> None:
+def test_threads_follow_the_cpu_limit_or_else_the_rule_of_torchrun() -> None:
     """torchrun leaves a node's only process all cores, so one process without a CPU limit must not get one thread."""
 
     def threads(cpu: object, nproc: int) -> str:
@@ -170,7 +170,7 @@ def test_torchrun_gives_its_workers_less_than_the_grace_period_and_never_a_negat
     assert environment.environment(what, 1, 0, naming.Endpoint("h", 1))["PET_SHUTDOWN_TIMEOUT"] == expected
 
 
-def test_a_users_own_value_wins_and_is_named_where_it_breaks_rendezvous() -> None:
+def test_a_value_set_by_the_user_wins_and_is_named_if_it_breaks_the_rendezvous() -> None:
     own = [{"name": "MASTER_ADDR", "value": "10.0.0.1"}, {"name": "OMP_NUM_THREADS", "value": "7"}]
     what = job(container={"env": own})
     env = build.pod(what, 1, 0)["spec"]["containers"][0]["env"]
@@ -180,7 +180,7 @@ def test_a_users_own_value_wins_and_is_named_where_it_breaks_rendezvous() -> Non
     assert variables.overridden(what.spec.template) == ["MASTER_ADDR"]
 
 
-def test_ddprun_keeps_each_node_in_its_place_and_its_restarts_are_no_danger() -> None:
+def test_ddprun_keeps_each_node_rank_and_its_own_restarts_get_no_warning() -> None:
     """torchrun's c10d numbers the nodes by arrival, and its own restart hangs when a node is lost."""
     options = ["--preload", "torch", "--no-preload", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-endpoint=x:1"]
     ours = job(container={"command": ["ddprun", *options, "train.py"]}).spec

@@ -11,7 +11,7 @@ import environment_page
 CHECKED_IN = Path(__file__).parents[2] / "docs/environment.md"
 
 
-def test_the_page_that_is_checked_in_is_the_one_that_the_code_gives() -> None:
+def test_the_checked_in_page_is_generated_from_the_code() -> None:
     assert CHECKED_IN.read_text(encoding="utf-8") == environment_page.to_markdown(), (
         "docs/environment.md differs from the code: run `python tools/environment_page.py > docs/environment.md`"
     )

@@ -29,7 +29,7 @@ def test_a_failure_after_which_nothing_runs_is_one_warning(nodes: int) -> None:
     assert "waiting for the other ranks before deciding the cause" not in sent.message
 
 
-def test_a_failure_of_one_rank_of_several_is_told_at_once_and_its_restart_is_no_second_warning() -> None:
+def test_a_failure_of_one_of_several_ranks_is_reported_at_once_and_its_restart_adds_no_warning() -> None:
     world = digits().running().exits(1, code=3).restarted()
     sent = [(e.type, e.reason) for e in world.events if e.reason in ("RankFailed", "Restarting")]
     assert sent == [("Warning", "RankFailed"), ("Normal", "Restarting")]
@@ -44,7 +44,7 @@ def test_a_failure_that_ends_a_job_of_one_node_is_one_event() -> None:
 
 
 @pytest.mark.parametrize("reports", [True, False])
-def test_what_an_attempt_has_trained_counts_also_when_nothing_of_it_is_left(reports: bool) -> None:
+def test_trained_steps_count_for_an_attempt_even_if_none_of_them_remain(reports: bool) -> None:
     """Otherwise a job that trained for days looks as if it had never run, and its next start may fail it for good."""
     world = digits(nodes=1).running()
     if reports:
@@ -68,7 +68,7 @@ def test_failures_in_a_row_are_those_that_count() -> None:
 
 
 @pytest.mark.parametrize("reason", [*root_cause.DISRUPTIONS, *sorted(rules.LOST_CONTAINER), *KNOWN])
-def test_what_a_restart_came_after_is_said_in_words(reason: str) -> None:
+def test_the_restarting_message_gives_the_reason_of_the_restart_in_words(reason: str) -> None:
     """`after DeletionByPodGC on rank 0` and `after SIGKILL on rank 0` do not say that a taint ended the pod."""
     failure = api.JobFailure(attempt=1, rank=0, node_rank=0, pod="a-1-0", node="n1", reason=reason, time=START)
     failure = replace(failure, exit_code=137, signal="SIGKILL")
@@ -91,14 +91,14 @@ def test_a_deadline_is_one_event() -> None:
     assert [event.reason for event in world.events].count("DeadlineExceeded") == 1
 
 
-def test_where_torch_was_built_is_in_no_message() -> None:
+def test_no_message_has_the_path_where_torch_was_built() -> None:
     world = digits(nodes=1, backoffLimit=0).running().exits(0, code=3, message=f"ValueError: {GLOO}").settle()
     assert "(ValueError: Connection closed by peer [10.0.0.5]:7)" in world.status.message
     assert "/pair.cc" not in world.status.failures[-1].message
 
 
 @pytest.mark.parametrize(("run", "words"), [((1,), "waiting for nodes 0, 2"), ((0, 1), "waiting for node 2")])
-def test_several_nodes_are_nodes(run: tuple[int, ...], words: str) -> None:
+def test_the_message_uses_the_plural_for_several_nodes(run: tuple[int, ...], words: str) -> None:
     world = digits(nodes=3).started().runs(*run).settle()
     assert world.status.message == f"{len(run)} of 3 nodes are running; {words}"
 
@@ -112,11 +112,11 @@ def test_several_nodes_are_nodes(run: tuple[int, ...], words: str) -> None:
         ("ValueError: bad entry [1:2] in /x/y.cc:5", "ValueError: bad entry [1:2] in /x/y.cc:5"),
     ],
 )
-def test_an_event_leaves_out_where_torch_was_built(text: str, short: str) -> None:
+def test_an_event_omits_the_path_where_torch_was_built(text: str, short: str) -> None:
     assert shortened(text) == short
 
 
-def test_the_status_keeps_every_word_that_an_event_leaves_out() -> None:
+def test_the_status_keeps_every_word_that_an_event_omits() -> None:
     world = digits(nodes=1).running().exits(0, code=3, message=f"ValueError: {GLOO}").settle()
     assert GLOO in world.status.last_failure.exception
     assert "pair.cc" not in "".join(e.message for e in world.events)

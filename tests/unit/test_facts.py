@@ -63,7 +63,7 @@ def test_a_pod_that_was_seen_to_end_before_its_deletion_ended_by_itself(clock: i
 
 
 @pytest.mark.parametrize("clock", [-10, 0, 10])
-def test_exit_0_of_a_drained_pod_is_no_success_whatever_its_nodes_clock_says(clock: int) -> None:
+def test_exit_0_of_a_drained_pod_is_no_success_even_if_the_clock_of_its_node_is_wrong(clock: int) -> None:
     """Otherwise the job is Succeeded with half of its training."""
     done = exited(0, 12 + clock, phase="Succeeded")
     for story in ([(RUNNING, {}), (RUNNING, ASKED), (done, ASKED)], [(done, ASKED)], [(done, LAST)]):
@@ -87,13 +87,13 @@ DISRUPTIONS = ("TerminationByKubelet", "EvictionByEvictionAPI", "PreemptionBySch
         *({"conditions": [{"type": "DisruptionTarget", "status": "True", "reason": word}]} for word in DISRUPTIONS),
     ],
 )
-def test_exit_0_of_a_pod_that_failed_for_a_reason_of_its_own_or_is_disrupted_is_no_success(why: Raw) -> None:
+def test_exit_0_is_no_success_if_the_pod_has_a_failure_reason_or_is_disrupted(why: Raw) -> None:
     """Handlers that save and exit with 0 are common: a node shutdown would end the job as Succeeded."""
     pod = seen((RUNNING, {}), (exited(0, 12, phase="Failed", **why), {}))
     assert (pod.has_completed, pod.has_failed) == (False, True)
 
 
-def test_exit_0_is_believed_when_the_phase_says_so_and_not_before() -> None:
+def test_exit_0_counts_as_success_only_once_the_phase_confirms_it() -> None:
     """The kubelet reports the container's end first, and the shutdown of its node only with the phase."""
     ended, shut = exited(0, 12, phase="Running"), exited(0, 12, phase="Failed", reason="Terminated")
     between = seen((RUNNING, {}), (ended, {}))
@@ -103,7 +103,7 @@ def test_exit_0_is_believed_when_the_phase_says_so_and_not_before() -> None:
     assert seen((RUNNING, {}), (ended, {}), (exited(0, 12, phase="Succeeded"), {})).has_completed
 
 
-def test_that_a_node_did_not_report_for_a_while_is_remembered_of_its_pods() -> None:
+def test_a_pod_remembers_that_its_node_did_not_report_for_a_while() -> None:
     """Ranks may report a lost peer long after their node is healthy again: the script would be blamed."""
 
     def conditions(ready: str, **reason: str) -> Raw:
@@ -118,12 +118,12 @@ def test_that_a_node_did_not_report_for_a_while_is_remembered_of_its_pods() -> N
     assert not seen(well, gate, well).was_silent, "its kubelet says so itself"
 
 
-def test_a_failure_beside_the_trainer_does_not_undo_its_success() -> None:
+def test_a_failing_sidecar_does_not_undo_the_success_of_the_trainer() -> None:
     """If an ordinary sidecar fails, the phase is Failed without a reason, although the trainer has completed."""
     assert seen((RUNNING, {}), (exited(0, 12, phase="Failed"), {})).has_completed
 
 
-def test_a_trainer_that_is_recorded_as_completed_stays_so_when_its_pod_is_evicted_later() -> None:
+def test_a_trainer_recorded_as_completed_stays_completed_if_its_pod_is_evicted_later() -> None:
     """Otherwise its rank is trained again, by a group whose other ranks have completed."""
     world = digits().running().exits(0, phase="Running").after(60).settle()
     assert world.status.completed_nodes == "0"
@@ -131,7 +131,7 @@ def test_a_trainer_that_is_recorded_as_completed_stays_so_when_its_pod_is_evicte
     assert world.status.state == "Succeeded"
 
 
-def test_how_a_container_ended_is_not_replaced_by_a_word_that_it_cannot_be_found() -> None:
+def test_a_container_that_cannot_be_found_keeps_its_recorded_exit() -> None:
     """Otherwise an exit code 3 becomes a lost node: uncharged, and its cause gone."""
     unknown = {"exitCode": 137, "reason": "ContainerStatusUnknown", "message": "could not be located"}
     pod = seen((RUNNING, {}), (exited(3, 5, phase="Failed"), {}), ({"state": {"terminated": unknown}}, ASKED))
@@ -161,9 +161,7 @@ def forgotten(world: World, rank: int, phase: str) -> None:
 
 @pytest.mark.parametrize("nodes", [1, 2, 3])
 @pytest.mark.parametrize("phase", ["Pending", "Failed"])
-def test_a_configmap_that_is_missing_fails_the_job_whatever_its_kubelet_says_of_the_pod_afterwards(
-    nodes: int, phase: str
-) -> None:
+def test_a_missing_configmap_fails_the_job_whatever_the_kubelet_reports_afterwards(nodes: int, phase: str) -> None:
     """Otherwise the job restarts every ten minutes for ever, and its message blames a restarted node."""
     world = never_configured(digits(nodes=nodes))
     for rank in range(nodes):
@@ -175,7 +173,7 @@ def test_a_configmap_that_is_missing_fails_the_job_whatever_its_kubelet_says_of_
     assert 'configmap "missing" not found' in world.status.message
 
 
-def test_the_pods_own_time_limit_is_the_users_and_is_charged() -> None:
+def test_the_time_limit_of_the_pod_itself_is_charged_to_the_user() -> None:
     """The next pod has the same limit: the job would restart for free, for ever."""
     for code in (0, 137, 143):
         world = digits(nodes=1, backoffLimit=1).running()

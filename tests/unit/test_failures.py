@@ -21,7 +21,7 @@ FULL = Failure(
 
 
 @pytest.mark.parametrize("failure", [Failure(), CRASH, FULL, Failure(0, exit_code=0, early=True)], ids=str)
-def test_what_is_written_is_read_back_whole(failure: Failure) -> None:
+def test_a_written_failure_is_read_back_completely(failure: Failure) -> None:
     assert Failure.from_dict(json.loads(json.dumps(failure.as_dict()))) == failure
 
 
@@ -39,14 +39,14 @@ def test_every_field_has_a_key_but_those_that_only_kubernetes_knows() -> None:
         ("badNodes", [True]), ("badNodes", list(range(65))), ("class", {}),
     ],
 )  # fmt: skip
-def test_a_value_that_is_none_is_refused_by_its_key(key: str, value: Any) -> None:
+def test_a_failure_with_an_invalid_value_is_refused_by_its_key(key: str, value: Any) -> None:
     with pytest.raises(ValueError, match=key):
         Failure.from_dict({"rank": 1, key: value})
 
 
 @given(st.none() | st.integers() | st.lists(st.integers()) | st.dictionaries(st.sampled_from(sorted(failures._KEYS)),
        st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.integers())))  # fmt: skip
-def test_whatever_is_written_is_read_within_bounds_or_refused(written: Any) -> None:
+def test_any_written_failure_is_read_within_bounds_or_refused(written: Any) -> None:
     try:
         failure = Failure.from_dict(written)
     except ValueError:
@@ -74,7 +74,7 @@ def test_a_long_message_is_cut_between_words_and_keeps_its_last_sentence() -> No
 
 
 @given(st.text("ab .;", max_size=900))
-def test_a_text_that_is_cut_twice_is_as_if_cut_once(text: str) -> None:
+def test_cutting_a_text_twice_equals_cutting_it_once(text: str) -> None:
     """Otherwise the same exception in a report and in a log would be two different ones."""
     once = failures.abridged(text, failures.BRIEF_MAX)
     assert failures.abridged(failures.abridged(text, failures.EXCEPTION_MAX), failures.BRIEF_MAX) == once
@@ -117,7 +117,7 @@ def test_ddps_error_of_unused_parameters_names_them() -> None:
     ],
     ids=str,
 )
-def test_what_a_process_shows_decides_how_it_ranks_as_a_cause(failure: Failure, precedence: str) -> None:
+def test_what_a_process_shows_decides_its_rank_as_a_cause(failure: Failure, precedence: str) -> None:
     assert failure.precedence.name == precedence
 
 
@@ -131,6 +131,6 @@ def test_among_equals_the_first_that_was_seen_is_the_cause() -> None:
     ("number", "name"),
     [(9, "SIGKILL"), (10, "SIGUSR1"), (34, "SIGRTMIN"), (40, "SIGRTMIN+6"), (33, "SIG33"), (99, "SIG99")],
 )
-def test_a_signal_has_one_name_also_where_python_has_none(number: int, name: str) -> None:
+def test_a_signal_has_one_name_even_if_python_has_no_name_for_it(number: int, name: str) -> None:
     """Otherwise signal 40 has different names in an agent and in a local run."""
     assert failures.signal_name(number) == name

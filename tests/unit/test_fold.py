@@ -48,14 +48,14 @@ def test_the_scripts_lines_are_shown_as_they_are() -> None:
     assert Fold().take(lines, T0) == lines
 
 
-def test_torchruns_report_is_counted_and_what_a_shell_prints_after_it_is_shown() -> None:
+def test_the_report_of_torchrun_is_counted_and_later_output_of_the_shell_is_shown() -> None:
     """torchrun's report would bury the one line that explains the failure."""
     fold = Fold()
     assert fold.take(["before", *LAUNCHER, "after"], T0) == ["before", "after"]
     assert (fold.hidden, fold.held) == (len(LAUNCHER), [])
 
 
-def test_a_torchrun_that_is_stopped_says_nothing() -> None:
+def test_a_stopped_torchrun_prints_nothing() -> None:
     """Otherwise Ctrl-C prints 40 to 80 lines of SignalException."""
     shown = Fold().take((DATA / "sigterm-to-torchrun.log").read_text().splitlines(), T0)
     assert not [line for line in shown if "torch" in line or "Signal" in line]
@@ -69,7 +69,7 @@ def test_the_frames_of_torchs_cpp_are_counted_and_a_warning_that_a_user_can_act_
     assert fold.hidden == len(FRAMES)
 
 
-def test_an_uncaught_exception_is_held_until_it_is_known_whose_fault_it_was() -> None:
+def test_an_uncaught_exception_is_held_until_the_culprit_is_known() -> None:
     fold = Fold()
     lines = [line for pair in zip(of_rank(0, MISTAKE), of_rank(1, MISTAKE), strict=True) for line in pair]
     assert fold.take([*lines, "rank 2 still trains"], T0) == ["rank 2 still trains"]
@@ -81,7 +81,7 @@ def test_a_traceback_that_the_script_has_handled_is_shown_before_its_next_line()
 
 
 @pytest.mark.parametrize(("lines", "seconds"), [(MISTAKE, UNSURE_SECONDS), (of_rank(3, MISTAKE), HELD_SECONDS)])
-def test_a_traceback_for_which_nothing_ends_is_shown_in_time(lines: list[str], seconds: float) -> None:
+def test_a_traceback_is_shown_in_time_even_if_no_process_ends(lines: list[str], seconds: float) -> None:
     """A thread may raise, or a rank may raise and then hang. Users must see the traceback although nothing ends."""
     fold = Fold()
     assert fold.take(lines, T0) == []
@@ -90,7 +90,7 @@ def test_a_traceback_for_which_nothing_ends_is_shown_in_time(lines: list[str], s
     assert fold.overdue(T0 + seconds) == lines
 
 
-def test_the_launchers_traceback_is_not_taken_for_a_part_of_the_scripts() -> None:
+def test_the_traceback_of_the_launcher_is_not_mixed_with_that_of_the_script() -> None:
     """Before the process group exists no prefix of torch tells the two tracebacks apart."""
     fold = Fold()
     assert fold.take([*MISTAKE, *LAUNCHER], T0) == []
@@ -98,7 +98,7 @@ def test_the_launchers_traceback_is_not_taken_for_a_part_of_the_scripts() -> Non
     assert fold.hidden == len(LAUNCHER)
 
 
-def test_exceptions_that_follow_on_each_other_are_one_traceback_with_all_lines_of_the_last() -> None:
+def test_chained_exceptions_are_one_traceback_with_all_lines_of_the_last() -> None:
     chained = [*MISTAKE, "", "During handling of the above exception, another exception occurred:", "", *MISTAKE[:-1]]
     whole = [*chained, "RuntimeError: Error(s) in loading state_dict for Net:", "\tMissing key(s): a"]
     fold = Fold()
@@ -127,7 +127,7 @@ def test_all_lines_of_an_exceptions_message_are_held_with_its_traceback() -> Non
     assert trace.exception == message[0]
 
 
-def test_what_ddprun_says_of_restarts_is_the_runs_to_say() -> None:
+def test_the_messages_of_ddprun_about_restarts_are_left_to_the_run() -> None:
     said = ["ddprun: restart 1: rank 1 was killed by SIGKILL; charged to application, waiting 0 s"]
     other = ["ddprun: --preload: no_such_module: ModuleNotFoundError; left out"]
     assert Fold().take([*said, *other], T0) == other

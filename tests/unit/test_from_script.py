@@ -83,7 +83,7 @@ def test_a_range_of_nodes_makes_an_elastic_job_here_and_in_the_YAML() -> None:
 
 
 @pytest.mark.parametrize("nodes", ["", ":", "1:", ":3", "1:2:3"])
-def test_a_range_that_lacks_a_number_is_refused(nodes: str) -> None:
+def test_a_range_with_a_missing_number_is_refused(nodes: str) -> None:
     """Otherwise `--nodes 1:` runs one node, by the default of spec.nodes."""
     with pytest.raises(InputError, match="--nodes: must be a number of nodes, or MIN:MAX as 1:3"):
         sources.load(Source(str(DIGITS), nodes=nodes))
@@ -112,7 +112,7 @@ LAUNCH = ["python", "-m", "torch.distributed.launch", "a/b.py", "--name", "a b",
         ('"--local-rank", "--local_rank"', LAUNCH),
     ],
 )
-def test_a_script_that_does_not_train_as_one_job_without_its_local_rank_is_given_it_and_check_accepts_the_job(
+def test_a_script_that_needs_its_local_rank_as_an_option_gets_it_and_check_accepts_the_job(
     names: str, command: list[str], default: str
 ) -> None:
     """Under torchrun each rank would train its own model and the job succeed, or it would end with exit code 2."""
@@ -135,13 +135,13 @@ def test_a_script_that_does_not_train_as_one_job_without_its_local_rank_is_given
         "from ultralytics import YOLO",
     ],
 )
-def test_a_library_that_forms_the_group_by_itself_is_not_said_to_train_alone(line: str) -> None:
+def test_a_library_that_forms_the_group_by_itself_gets_no_warning_about_training_alone(line: str) -> None:
     """Otherwise users look for a mistake that does not exist."""
     notes = from_script.read("train.py", f"{line}\n").notes
     assert notes[0] == "A framework forms the group: torchrun starts its processes."
 
 
-def test_what_was_found_stands_in_comments() -> None:
+def test_findings_are_written_as_comments() -> None:
     text = from_script.job_yaml(Source("train.py"), TORCHRUN)
     for said in ("nccl, which needs a GPU", "needs: --data", "--epochs (5)", "/data/mnist", "saves files"):
         assert said in text, text
@@ -159,7 +159,7 @@ def test_what_was_found_stands_in_comments() -> None:
         ("default='imagenet'", "needs: data"),
     ],
 )
-def test_an_argument_that_may_be_absent_is_not_called_needed(nargs: str, said: str) -> None:
+def test_an_optional_argument_is_not_called_needed(nargs: str, said: str) -> None:
     """The folder of PyTorch's imagenet example has a default."""
     script = f"import argparse\nargparse.ArgumentParser().add_argument('data', {nargs})\n"
     assert f"# Arguments that it {said}\n" in from_script.job_yaml(Source("train.py"), script)
@@ -177,14 +177,14 @@ def test_an_argument_that_may_be_absent_is_not_called_needed(nargs: str, said: s
         ("Übung mit é.py", "ubung-mit-e"),
     ],
 )
-def test_the_name_is_one_of_kubernetes(script: str, name: str) -> None:
+def test_the_job_name_is_valid_in_kubernetes(script: str, name: str) -> None:
     assert wording.name_of(script) == name
     module = ["-m"] if script == "pkg.mod" else []
     assert command.convert(["torchrun", *module, script]).metadata["name"] == name, "as `ddpjob convert` names it"
 
 
 @pytest.mark.parametrize("name", ["y", "no", "on", "null", "true"])
-def test_a_script_whose_name_is_a_word_of_yaml_has_a_job_of_that_name(name: str) -> None:
+def test_a_script_named_like_a_yaml_keyword_gives_a_job_of_that_name(name: str) -> None:
     """Otherwise `ddpjob run y.py` is refused, because metadata.name is true."""
     assert job_of(from_script.job_yaml(Source(f"{name}.py"), "")).metadata.name == name
 
@@ -211,13 +211,13 @@ AWKWARD = (
 )
 
 
-def test_arguments_are_those_that_were_typed() -> None:
+def test_arguments_stay_as_they_were_typed() -> None:
     """Unquoted, YAML would read some arguments as true, null or a number."""
     job = job_of(from_script.job_yaml(Source("train.py", arguments=AWKWARD), ""))
     assert command_of(job.spec.template) == ["torchrun", "train.py", *AWKWARD]
 
 
-def test_a_script_that_begins_with_a_dash_is_no_option_of_its_launcher() -> None:
+def test_a_script_whose_name_begins_with_a_dash_is_no_option_of_the_launcher() -> None:
     job = job_of(from_script.job_yaml(Source("-x.py"), ""))
     assert command_of(job.spec.template) == ["torchrun", "./-x.py"]
 
@@ -233,7 +233,7 @@ def test_a_script_that_begins_with_a_dash_is_no_option_of_its_launcher() -> None
     ],
     ids=repr,
 )
-def test_what_no_yaml_can_name_is_refused_and_shown(start: Source) -> None:
+def test_a_name_that_yaml_cannot_hold_is_refused_and_shown(start: Source) -> None:
     """A file name with a line break would become YAML, and one that is not UTF-8 a traceback."""
     with pytest.raises(InputError, match=r"rename it|no job can have it") as refused:
         from_script.job_yaml(start, None if start.module else "")
@@ -250,7 +250,7 @@ def test_options_of_a_yaml_file_that_are_not_utf_8_are_refused(mine: Path, words
         sources.load(Source(str(mine), **words))
 
 
-def test_a_number_of_nodes_is_no_line_of_yaml() -> None:
+def test_a_number_of_nodes_cannot_inject_a_line_of_yaml() -> None:
     with pytest.raises(InputError, match=r"spec.nodes: must be a whole number"):
         sources.load(Source(None, "mod", nodes="2\n  suspend: true"))
 
@@ -281,7 +281,7 @@ def test_a_script_that_is_not_valid_python_is_named_with_its_line() -> None:
         ("[torchrun, {file}, --]", ["torchrun", "{file}", "--", "a", "--log", "5"]),
     ],
 )
-def test_arguments_are_those_of_a_command_that_is_set_as_well(tmp_path: Path, command: str, made: list[str]) -> None:
+def test_arguments_also_reach_a_command_that_is_set_by_option(tmp_path: Path, command: str, made: list[str]) -> None:
     """`ddpjob run av.py --set …command=[python, av.py] -- a b` must not drop a and b."""
     file = str(tmp_path / "av.py")
     Path(file).write_text("")
@@ -297,7 +297,7 @@ DO_NOT = [["--epochs", "5"], ["--log-dir", "x"], ["--log-level", "3"], ["x", "--
 
 
 @pytest.mark.parametrize("words", [*ABBREVIATE, *DO_NOT], ids=str)
-def test_arguments_that_resemble_options_of_torchrun_stand_behind_dashes(tmp_path: Path, words: list[str]) -> None:
+def test_arguments_that_resemble_torchrun_options_are_put_after_dashes(tmp_path: Path, words: list[str]) -> None:
     """Otherwise `ddpjob run x.py -- --log 5` ends with torchrun's usage: `ambiguous option`."""
     behind = ["--", *words] if words in ABBREVIATE else words
     file = tmp_path / "train.py"
@@ -317,7 +317,7 @@ def test_arguments_that_resemble_options_of_torchrun_stand_behind_dashes(tmp_pat
 
 
 @pytest.mark.parametrize("given", ['--, --lr, "1"', '--lr, "1"'])
-def test_arguments_after_dashes_replace_those_of_the_yaml_also_behind_the_launchers_own(mine: Path, given: str) -> None:
+def test_arguments_after_dashes_replace_those_of_the_yaml_and_keep_launcher_dashes(mine: Path, given: str) -> None:
     mine.write_text(JOB.replace('--lr, "1"', given))
     for words, dashes in (("--log", "2"), ["--"]), (("--epochs", "2"), ["--"] if given[:3] == "--," else []):
         _, job = sources.load(Source(str(mine), arguments=words))
@@ -332,7 +332,7 @@ def test_two_values_for_one_field_are_refused(mine: Path) -> None:
         sources.load(Source(str(mine), nodes="1:3", settings=("spec.minNodes=2",)))
 
 
-def test_the_cells_of_a_notebook_are_a_script(tmp_path: Path) -> None:
+def test_the_cells_of_a_notebook_become_a_script(tmp_path: Path) -> None:
     path = tmp_path / "try.ipynb"
     path.write_text(
         '{"cells": [{"cell_type": "markdown", "source": ["# x"]}, '
@@ -357,7 +357,7 @@ def test_the_cells_of_a_notebook_are_a_script(tmp_path: Path) -> None:
         ("%timers on", "pass"),
     ],
 )
-def test_what_a_magic_of_a_notebook_measures_is_run(tmp_path: Path, cell: str, script: str) -> None:
+def test_code_that_a_notebook_magic_measures_is_run(tmp_path: Path, cell: str, script: str) -> None:
     """Otherwise `%time train()` trains nothing, and the job succeeds."""
     path = tmp_path / "try.ipynb"
     path.write_text(json.dumps({"cells": [{"cell_type": "code", "source": cell}]}))
@@ -376,7 +376,7 @@ def test_a_mistake_in_a_notebook_is_named_by_its_cell(tmp_path: Path) -> None:
     assert done.stderr.startswith("try.ipynb:cell 2:2: error[rank-is-local-rank]")
 
 
-def test_a_yaml_that_would_start_a_notebook_is_not_written(tmp_path: Path) -> None:
+def test_no_yaml_is_written_for_a_command_that_starts_a_notebook(tmp_path: Path) -> None:
     """JSON is Python, so a job that runs a notebook would do nothing."""
     path = tmp_path / "try.ipynb"
     path.write_text('{"cells": []}')
@@ -384,7 +384,7 @@ def test_a_yaml_that_would_start_a_notebook_is_not_written(tmp_path: Path) -> No
         sources.to_yaml(Source(str(path)))
 
 
-def test_a_variable_without_a_value_is_taken_over(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_without_a_value_is_copied_from_the_environment(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`docker run -e NAME` and kubectl do the same."""
     monkeypatch.setenv("TAKEN", "over")
     document, _ = sources.load(Source(str(mine), variables=("TAKEN",)))
@@ -393,7 +393,7 @@ def test_a_variable_without_a_value_is_taken_over(mine: Path, monkeypatch: pytes
         sources.load(Source(str(mine), variables=("NOT_THERE",)))
 
 
-def test_a_stray_zero_starts_no_thousand_processes() -> None:
+def test_a_mistyped_process_count_does_not_start_a_thousand_processes() -> None:
     job = job_of(JOB.replace("nodes: 2", "nodes: 1000"))
     with pytest.raises(InputError, match="1,000 processes"):
         sources.warn_of_size(job, allowed=False)
@@ -404,20 +404,20 @@ def test_a_stray_zero_starts_no_thousand_processes() -> None:
 
 
 @pytest.mark.parametrize("typed", ["print('a script')\n", JOB])
-def test_stdin_is_a_script_or_a_yaml(typed: str) -> None:
+def test_stdin_may_be_a_script_or_a_yaml_file(typed: str) -> None:
     done = CliRunner().invoke(cli, ["run", "-", "--dry-run"], input=typed)
     assert done.exit_code == 0, done.output
     assert ("stdin.py" in done.stdout) == typed.startswith("print")
 
 
-def test_stdin_that_is_no_utf_8_is_one_line(tmp_path: Path) -> None:
+def test_stdin_that_is_not_utf_8_is_an_error_of_one_line(tmp_path: Path) -> None:
     """A user who forgot `iconv` must not see a traceback."""
     words = [sys.executable, "-m", "ddpjob_cli", "run", "-", "--dry-run"]
     done = subprocess.run(words, input="print('é')".encode("latin-1"), capture_output=True, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (2, b"stdin:1: it is not UTF-8\n")
 
 
-def test_what_is_wrong_with_a_job_that_was_made_for_a_script_has_no_line_of_the_script(tmp_path: Path) -> None:
+def test_an_error_in_a_job_made_for_a_script_names_no_line_of_the_script(tmp_path: Path) -> None:
     """`train.py:15: spec.template…` would send a new user to a line that the script does not have."""
     script = tmp_path / "train.py"
     script.write_text("import torch\n")

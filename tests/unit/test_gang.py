@@ -32,7 +32,7 @@ def queued(**spec: Any) -> World:
     return World(job(gang="kueue", **spec)).serves("kueue", "kueue.x-k8s.io/v1beta1")
 
 
-def test_without_any_of_these_apis_a_job_and_its_status_are_as_they_always_were() -> None:
+def test_without_a_gang_api_a_job_and_its_status_do_not_change() -> None:
     world = digits().running()
     assert world.status.gang is None
     assert world.groups == {}
@@ -50,13 +50,13 @@ def test_without_any_of_these_apis_a_job_and_its_status_are_as_they_always_were(
         ({"topologyKey": "rack"}, {}, "native", "spec.topologyKey needs a gang"),
     ],
 )
-def test_auto_takes_what_the_api_server_serves_and_says_why(
+def test_auto_takes_the_gang_api_that_is_served_and_gives_the_reason(
     spec: dict[str, Any], apis: dict[str, GangApi], kind: str, why: str
 ) -> None:
     assert choice.choose(job(**spec), apis) == (kind, why)
 
 
-def test_a_long_sentence_of_the_api_server_is_cut_and_not_the_end_of_the_job() -> None:
+def test_a_long_message_of_the_api_server_is_cut_and_the_end_of_the_job_is_kept() -> None:
     """An RBAC error lists each missing role. Beyond the status' bounds it would make the status unreadable."""
     why = f"the operator may not list podgroups: {'; '.join(f'clusterrole {n} not found' for n in range(40))}"
     world = digits()
@@ -67,12 +67,12 @@ def test_a_long_sentence_of_the_api_server_is_cut_and_not_the_end_of_the_job() -
     assert world.settle().names() == ["digits-1-0", "digits-1-1"]
 
 
-def test_a_job_for_another_scheduler_gets_no_group_that_this_scheduler_would_not_read() -> None:
+def test_a_job_for_another_scheduler_gets_no_pod_group_that_its_scheduler_ignores() -> None:
     template = {"spec": {"schedulerName": "volcano", "containers": [{"name": "trainer", "image": "i"}]}}
     assert choice.choose(job(template=template), SERVED) == ("none", "the template's schedulerName is volcano")
 
 
-def test_the_group_comes_before_the_pods_and_the_status_says_which_and_why() -> None:
+def test_the_pod_group_is_created_before_the_pods_and_the_status_gives_the_reason() -> None:
     world = gang()
     kinds = [type(action) for action in world.step().actions]
     assert kinds == [CreateService, CreateGroup, CreatePod, CreatePod]
@@ -82,7 +82,7 @@ def test_the_group_comes_before_the_pods_and_the_status_says_which_and_why() -> 
     assert list(world.groups) == ["digits-1-00001"]
 
 
-def test_a_job_that_wants_a_gang_makes_no_pod_where_there_is_none() -> None:
+def test_a_job_that_requires_a_gang_creates_no_pod_if_no_gang_api_exists() -> None:
     """Otherwise some of its pods hold nodes for which another job waits."""
     world = digits(gang="native").settle()
     assert (world.names(), world.status.state, world.status.reason) == ([], "Pending", "GangUnavailable")
@@ -91,7 +91,7 @@ def test_a_job_that_wants_a_gang_makes_no_pod_where_there_is_none() -> None:
     assert world.status.state == "Running"
 
 
-def test_a_job_that_began_without_a_gang_goes_on_so_and_the_next_attempt_has_one() -> None:
+def test_a_job_that_began_without_a_gang_gets_one_only_with_its_next_attempt() -> None:
     """An operator that was upgraded, or for which gangs were switched on, finds jobs that are already running."""
     world = digits().running().serves().settle()
     assert world.groups == {}
@@ -99,7 +99,7 @@ def test_a_job_that_began_without_a_gang_goes_on_so_and_the_next_attempt_has_one
     assert list(world.groups) == ["digits-2-00001"]
 
 
-def test_each_attempt_has_a_group_of_its_own_which_goes_when_its_pods_have_ended() -> None:
+def test_each_attempt_has_its_own_group_that_is_deleted_when_its_pods_have_ended() -> None:
     world = gang().running().admits()
     world.exits(0, code=1).settle()
     assert list(world.groups) == ["digits-1-00001"], "a pod of it still stops"
@@ -115,7 +115,7 @@ def test_a_replaced_pod_joins_the_group_of_its_attempt() -> None:
 
 
 @pytest.mark.parametrize("end", ["suspended", "succeeded", "failed"])
-def test_a_job_that_ends_or_is_suspended_leaves_no_group_behind(end: str) -> None:
+def test_a_finished_or_suspended_job_leaves_no_group(end: str) -> None:
     """A leftover group counts against its quota, and puzzles readers."""
     world = gang(backoffLimit=0).running().admits()
     if end == "suspended":
@@ -131,13 +131,13 @@ def test_a_job_that_ends_or_is_suspended_leaves_no_group_behind(end: str) -> Non
     assert world.status.state == {"suspended": "Suspended", "succeeded": "Succeeded", "failed": "Failed"}[end]
 
 
-def test_a_job_that_resumes_gets_the_group_of_its_next_attempt() -> None:
+def test_a_resumed_job_gets_the_group_of_its_next_attempt() -> None:
     world = gang().running().change(suspend=True).settle().stops_all().settle()
     world.change(suspend=False).settle()
     assert (list(world.groups), world.names()) == (["digits-2-00001"], ["digits-2-0", "digits-2-1"])
 
 
-def test_a_group_that_was_deleted_by_hand_is_made_again_for_pods_that_wait() -> None:
+def test_a_manually_deleted_group_is_created_again_for_waiting_pods() -> None:
     """A pod whose group is missing waits for ever."""
     world = gang().started()
     world.groups.clear()
@@ -147,7 +147,7 @@ def test_a_group_that_was_deleted_by_hand_is_made_again_for_pods_that_wait() -> 
     assert world.plan().actions == (), "whoever is placed needs it no more"
 
 
-def test_a_kind_that_vanishes_while_a_job_runs_disturbs_nothing() -> None:
+def test_a_gang_api_that_disappears_does_not_disturb_a_running_job() -> None:
     world = gang().running().admits()
     world.gang_apis["native"] = GangApi(why_not="the API server does not serve podgroups")
     assert world.settle().status.state == "Running"
@@ -156,14 +156,14 @@ def test_a_kind_that_vanishes_while_a_job_runs_disturbs_nothing() -> None:
     assert world.names() == ["digits-1-0", "digits-2-0", "digits-2-1"]
 
 
-def test_a_kind_that_vanishes_keeps_a_job_that_insists_on_it_from_starting_in_parts() -> None:
+def test_a_job_that_requires_a_gang_does_not_start_partially_if_the_api_disappears() -> None:
     world = gang(gang="native").running().admits()
     world.gang_apis["native"] = GangApi(why_not="the API server does not serve podgroups")
     world.exits(0, code=1).restarted()
     assert (world.status.reason, world.names()) == ("GangUnavailable", ["digits-1-0"])
 
 
-def test_a_gang_that_waits_says_why_for_whom_and_for_how_long() -> None:
+def test_a_waiting_gang_shows_why_for_whom_and_how_long_it_waits() -> None:
     world = gang().started().unschedulable(0, "0/2 nodes are available").unschedulable(1, "0/2 nodes are available")
     world.neighbours = {"resnet": 2}
     world.settle()
@@ -181,13 +181,13 @@ def test_a_gang_that_waits_says_why_for_whom_and_for_how_long() -> None:
     )
 
 
-def test_a_gang_for_one_rack_says_also_how_many_racks_were_tried() -> None:
+def test_a_gang_for_one_rack_also_shows_how_many_racks_were_tried() -> None:
     world = gang(topologyKey="rack").started().unschedulable(0, "Insufficient cpu").unschedulable(1, "Insufficient cpu")
     world.admits("waiting", "0/3 placements are available").settle()
     assert world.status.message.endswith("placed together: 0/3 placements are available; Insufficient cpu")
 
 
-def test_the_pods_of_a_gang_say_what_keeps_each_from_its_node() -> None:
+def test_the_message_of_a_gang_shows_what_keeps_each_pod_from_its_node() -> None:
     """The first pod's reason alone would hide a missing volume of another pod."""
     world = gang().started().unschedulable(0, "Insufficient cpu").unschedulable(1, 'claim "data-1" not found').settle()
     assert world.status.message.endswith(
@@ -195,14 +195,14 @@ def test_the_pods_of_a_gang_say_what_keeps_each_from_its_node() -> None:
     )
 
 
-def test_what_group_and_pods_say_alike_is_said_once() -> None:
+def test_a_reason_that_the_group_and_the_pods_share_is_shown_once() -> None:
     """The scheduler of Kubernetes 1.36 writes the same text on both for a topology that no node has."""
     no, world = "no feasible placements found", gang(topologyKey="rack").started()
     world.unschedulable(0, no).unschedulable(1, no).admits("waiting", no).settle()
     assert world.status.message == f"Unschedulable: 2 of 2 pods wait to be placed together: {no}"
 
 
-def test_the_start_deadline_releases_a_gang_and_the_next_try_has_its_own() -> None:
+def test_the_start_deadline_releases_a_gang_and_the_next_try_has_a_new_deadline() -> None:
     world = gang(startDeadlineSeconds=60).started().unschedulable(0, "no room").unschedulable(1, "no room").after(61)
     world.settle().stops_all().settle()
     assert (world.status.reason, world.names(), world.groups) == ("StartBackOff", [], {})
@@ -212,19 +212,19 @@ def test_the_start_deadline_releases_a_gang_and_the_next_try_has_its_own() -> No
     assert list(world.groups) == ["digits-2-00001"]
 
 
-def test_an_elastic_job_is_placed_as_soon_as_the_least_of_its_nodes_can_be() -> None:
+def test_an_elastic_job_is_placed_as_soon_as_minNodes_fit() -> None:
     elastic = job(nodes=4, minNodes=2)
     assert native.body(elastic, 1, "v")["spec"]["schedulingPolicy"] == {"gang": {"minCount": 2}}
 
 
-def test_a_group_of_somebody_else_is_never_deleted() -> None:
+def test_a_group_of_another_owner_is_never_deleted() -> None:
     world = gang().started()
     ours = world.groups["digits-1-00001"]
     world.groups["digits-0"] = dataclasses.replace(ours, name="digits-0", owner_uid="somebody", attempt=0)
     assert not any(isinstance(action, DeleteGroup) for action in world.settle().step().actions)
 
 
-def test_describe_says_who_admits_the_pods_and_why() -> None:
+def test_describe_shows_who_admits_the_pods_and_why() -> None:
     world = gang().running()
     assert "Gang:       native: the API server serves scheduling.k8s.io/v1alpha2" in describe(
         world.job, world.now, world.now
@@ -260,7 +260,7 @@ GROUP = {
 
 
 @pytest.mark.parametrize("version", ["v1alpha2", "v1alpha3", "v1beta1"])
-def test_a_pod_group_is_what_kubernetes_documents_and_the_same_in_each_version(version: str) -> None:
+def test_a_pod_group_matches_the_kubernetes_documentation_in_each_version(version: str) -> None:
     template = {"spec": {"priorityClassName": "research", "containers": [{"name": "trainer", "image": "i"}]}}
     full = job(topologyKey="topology.kubernetes.io/rack", template=template)
     api_version = f"scheduling.k8s.io/{version}"
@@ -268,7 +268,7 @@ def test_a_pod_group_is_what_kubernetes_documents_and_the_same_in_each_version(v
     assert native.body(job(), 3, "v")["spec"] == {"schedulingPolicy": {"gang": {"minCount": 2}}}
 
 
-def test_in_1_37_a_group_that_was_placed_once_says_so_for_ever_and_its_pods_say_what_became_of_them() -> None:
+def test_in_1_37_a_placed_group_stays_admitted_even_if_its_pods_are_preempted() -> None:
     """A preempted group stays "scheduled" while its pods are evicted one by one. It must not look like waiting."""
     placed = {"type": "PodGroupInitiallyScheduled", "status": "True", "reason": "Scheduled"}
     preempted = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler", "message": "m"}
@@ -282,7 +282,7 @@ def test_a_pod_names_the_group_of_its_attempt() -> None:
 
 
 @pytest.mark.parametrize("kind", ["PodGroupScheduled", "PodGroupInitiallyScheduled"])
-def test_the_condition_of_either_version_says_whether_a_group_is_placed(kind: str) -> None:
+def test_the_condition_of_each_version_shows_if_a_group_is_placed(kind: str) -> None:
     def says(**condition: str) -> Admission:
         return native.read({"status": {"conditions": [{"type": kind, **condition}]}})
 
@@ -295,7 +295,7 @@ def test_the_condition_of_either_version_says_whether_a_group_is_placed(kind: st
 # ---------------------------------------------------------------- a queue, which admits before a pod is made
 
 
-def test_a_job_in_a_queue_has_one_group_for_its_life_and_no_pod_before_it_is_admitted() -> None:
+def test_a_queued_job_has_one_group_for_its_whole_life_and_no_pod_before_admission() -> None:
     world = queued(activeDeadlineSeconds=60).settle()
     assert (list(world.groups), world.names(), world.status.state) == (["digits"], [], "Pending")
     world.admits("waiting", "3 more GPUs are needed", place=4).settle()
@@ -322,7 +322,7 @@ def volcano() -> Adapter:
     return found
 
 
-def test_the_table_for_volcano_makes_what_volcano_documents(volcano: Adapter) -> None:
+def test_the_table_for_volcano_creates_the_objects_that_volcano_documents(volcano: Adapter) -> None:
     """Readers who copy the page must get a gang, and not a job whose pods are placed one by one."""
     elastic = job(nodes=8, minNodes=6)
     body = volcano.body(elastic, 2, "scheduling.volcano.sh/v1beta1")
@@ -337,7 +337,7 @@ def test_the_table_for_volcano_makes_what_volcano_documents(volcano: Adapter) ->
     assert volcano.read({}) == Admission("waiting")
 
 
-def test_the_rules_drive_the_table_for_volcano_as_they_do_the_others(volcano: Adapter) -> None:
+def test_the_rules_work_with_the_table_for_volcano_as_with_the_others(volcano: Adapter) -> None:
     world = digits(gang="native").serves(api_version="scheduling.volcano.sh/v1beta1")
     adapters = {"native": dataclasses.replace(volcano, name="native")}
     world.settings = dataclasses.replace(world.settings, adapters=adapters)

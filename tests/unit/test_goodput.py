@@ -46,7 +46,7 @@ def total(goodput: api.Goodput) -> int:
     )
 
 
-def test_a_job_that_hung_until_its_deadline_is_not_said_to_have_trained() -> None:
+def test_a_job_that_hung_until_its_deadline_does_not_count_as_training() -> None:
     """Otherwise a cluster's report shows a ratio of 1.0 for a job that wasted its GPUs."""
     world = trains(digits(activeDeadlineSeconds=1500).running(), *range(1, 11))
     hangs(world, 10, 1500).settle()
@@ -55,14 +55,14 @@ def test_a_job_that_hung_until_its_deadline_is_not_said_to_have_trained() -> Non
     assert spent(world).idle_seconds == 1410
 
 
-def test_a_hang_counts_as_such_also_where_the_user_wants_no_restart_for_it() -> None:
+def test_a_hang_counts_as_idle_even_if_the_user_disabled_the_restart() -> None:
     world = trains(digits(stall={"timeoutSeconds": 0}).running(), *range(1, 11))
     hangs(world, 10, 2000).exits(0).exits(1).settle()
     assert world.status.state == "Succeeded"
     assert spent(world).productive_seconds == 90
 
 
-def test_a_stall_that_restarts_the_group_is_idle_from_the_last_step_on() -> None:
+def test_a_stall_that_restarts_the_group_is_idle_from_its_last_step() -> None:
     world = trains(digits(stall={"timeoutSeconds": 60}).running(), *range(1, 11))
     hangs(world, 10, 70).settle()
     assert (world.status.state, world.status.reason) == ("Restarting", "Stalled")
@@ -85,7 +85,7 @@ def test_a_step_that_takes_as_long_as_the_others_is_not_idle() -> None:
 
 
 @pytest.mark.parametrize("kind", ["stall", "application"])
-def test_from_the_last_step_to_the_first_after_a_restart_in_place_nothing_was_trained(kind: str) -> None:
+def test_time_from_the_last_step_to_the_first_after_a_restart_in_place_is_idle(kind: str) -> None:
     """Under ddprun the job is Running all the time: ten hangs of half an hour each must not give a ratio of 1.0."""
     world = trains(digits(container=DDPRUN, stall={"timeoutSeconds": 60}).running(), *range(1, 11))
     hangs(world, 10, 60)
@@ -97,7 +97,7 @@ def test_from_the_last_step_to_the_first_after_a_restart_in_place_nothing_was_tr
 
 
 @pytest.mark.parametrize("deleted", [False, True], ids=["not ready", "its object is deleted"])
-def test_the_wait_for_a_lost_node_is_no_training(deleted: bool) -> None:
+def test_waiting_for_a_lost_node_is_not_training(deleted: bool) -> None:
     """Nothing is trained in the 40 s until Kubernetes gives up a killed node."""
     world = trains(digits().running(), *range(1, 11), seconds=5).after(4)
     (world.node_deleted(1) if deleted else world.node_lost(1)).settle()
@@ -106,7 +106,7 @@ def test_the_wait_for_a_lost_node_is_no_training(deleted: bool) -> None:
     assert (spent(world).productive_seconds, spent(world).idle_seconds) == (45, 39)
 
 
-def test_a_node_that_is_only_not_heard_trains_until_its_last_step() -> None:
+def test_a_node_that_only_stopped_reporting_trains_until_its_last_step() -> None:
     """If a node's kubelet has stopped, its containers still run."""
     world = trains(digits().running(), *range(1, 11), seconds=5).node_lost(1).settle()
     trains(world, *range(11, 17), seconds=5).settle()
@@ -114,7 +114,7 @@ def test_a_node_that_is_only_not_heard_trains_until_its_last_step() -> None:
     assert (spent(world).productive_seconds, spent(world).idle_seconds) == (75, 5)
 
 
-def test_a_long_step_that_a_lost_node_ends_was_training_until_the_node_can_have_failed() -> None:
+def test_a_long_step_that_a_lost_node_interrupts_is_training_until_the_node_may_have_failed() -> None:
     world = trains(digits().running(), 1, 2, 3, seconds=300).node_lost(1).settle().after(30).settle()
     assert world.status.reason == "NodeLost"
     assert (spent(world).productive_seconds, spent(world).idle_seconds) == (840, 90)
@@ -132,7 +132,7 @@ def test_a_job_that_never_reports_a_step_has_no_ratio() -> None:
         st.tuples(st.sampled_from(["step", "alive", "fail", "in place", "suspend"]), st.integers(1, 900)), max_size=25
     )
 )
-def test_no_second_is_counted_twice_or_forgotten(events: list[tuple[str, int]]) -> None:
+def test_no_second_is_counted_twice_or_lost(events: list[tuple[str, int]]) -> None:
     world, step, count, paused = digits(container=DDPRUN, backoffLimit=100).running(), 0, 0, dt.timedelta()
     begin = world.now
     for what, seconds in events:
@@ -164,7 +164,7 @@ def test_no_second_is_counted_twice_or_forgotten(events: list[tuple[str, int]]) 
     assert total(spent(world)) == pytest.approx(seen, abs=2 * len(events) + 1)
 
 
-def test_a_script_that_reports_huge_numbers_as_steps_leaves_a_status_that_can_be_read() -> None:
+def test_a_script_that_reports_huge_step_numbers_leaves_a_readable_status() -> None:
     """Otherwise the lost steps exceed what a status may hold, and the operator cannot read its own status."""
     world = digits().running()
     for _ in range(2):

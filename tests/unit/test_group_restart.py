@@ -55,7 +55,7 @@ def test_a_failed_rank_is_recorded_before_anything_is_deleted() -> None:
     )
 
 
-def test_until_the_last_pod_has_ended_the_cause_is_not_known_and_nothing_is_charged() -> None:
+def test_the_cause_is_unknown_and_nothing_is_charged_until_the_last_pod_has_ended() -> None:
     world = digits().running().exits(1, code=3).settle()
     assert world.status.state == "Restarting"
     assert (
@@ -100,7 +100,7 @@ def test_the_next_attempt_starts_at_once_with_all_ranks_and_new_names() -> None:
     assert world.runs(0, 1).settle().status.state == "Running"
 
 
-def test_the_job_says_who_failed_why_and_what_happens_next() -> None:
+def test_the_status_shows_who_failed_why_and_what_happens_next() -> None:
     world = digits().running().exits(1, code=3, message="ValueError: no such shard").settle().stops(0)
     world.step()
     message = world.status.message
@@ -108,7 +108,7 @@ def test_the_job_says_who_failed_why_and_what_happens_next() -> None:
     assert message.endswith("restarting all 2 nodes: attempt 2, restart 1 of 3")
 
 
-def test_while_it_comes_back_the_job_says_after_what() -> None:
+def test_a_restarting_job_shows_the_failure_that_it_restarts_after() -> None:
     world = digits().running().exits(1, code=137, reason="OOMKilled").restarted().runs(0).settle()
     assert world.status.state == "Restarting"
     assert world.status.message.startswith("after OOMKilled on rank 1: 1 of 2 nodes are running")
@@ -116,14 +116,14 @@ def test_while_it_comes_back_the_job_says_after_what() -> None:
     assert (world.status.state, world.status.reason) == ("Restarting", "Unschedulable")
 
 
-def test_a_whole_restart_is_told_in_three_events() -> None:
+def test_a_complete_restart_has_three_events() -> None:
     world = digits().running()
     world.events.clear()
     world.exits(1, code=1).restarted().runs(0).settle().runs(1).settle()
     assert [e.reason for e in world.events] == ["RankFailed", "Restarting", "AllNodesRun"]
 
 
-def test_a_pod_whose_only_container_has_ended_is_not_deleted_while_its_phase_lags_behind() -> None:
+def test_a_pod_whose_only_container_has_ended_is_kept_while_its_phase_lags_behind() -> None:
     """Otherwise `kubectl logs` finds no pod of the rank that failed."""
     world = digits().running().exits(1, code=3)
     world.pods["digits-1-1"] = replace(world.pods["digits-1-1"], phase="Running")
@@ -132,7 +132,7 @@ def test_a_pod_whose_only_container_has_ended_is_not_deleted_while_its_phase_lag
     assert world.pods["digits-1-0"].deletion_requested_at is not None
 
 
-def test_pods_that_ended_by_themselves_stay_for_their_logs_for_three_attempts() -> None:
+def test_pods_that_ended_by_themselves_are_kept_for_three_attempts_for_their_logs() -> None:
     world = digits(backoffLimit=9).started()
     for _ in range(4):
         fail_once_more(world)
@@ -146,14 +146,14 @@ def test_a_rank_that_completed_trains_again_with_its_group() -> None:
 
 
 @pytest.mark.parametrize(("given", "grace"), [(0, 1), (3, 3), (60, 60)])
-def test_restart_grace_seconds_is_the_users_to_choose_down_to_one(given: int, grace: int) -> None:
+def test_restart_grace_seconds_may_be_as_low_as_one(given: int, grace: int) -> None:
     """With 0 the API server removes the pod object before the process has ended: two attempts would run at once."""
     world = digits(restartGraceSeconds=given).running().exits(1, code=1)
     world.step()
     assert deleted(world.step()) == [("digits-1-0", grace)]
 
 
-def test_a_rank_whose_whole_life_passed_between_two_looks_is_not_made_again_under_its_name() -> None:
+def test_a_pod_that_started_and_disappeared_between_two_reconciles_is_not_recreated_under_its_name() -> None:
     """The pod's process may still be running unobserved, so a new pod with its name could be a second rank 1."""
     world = digits().started().runs(0, 1)
     world.deleted_pods.append(world.pods.pop("digits-1-1"))
@@ -161,13 +161,13 @@ def test_a_rank_whose_whole_life_passed_between_two_looks_is_not_made_again_unde
     assert world.names() == ["digits-2-0", "digits-2-1"]
 
 
-def test_a_rank_that_completed_between_two_looks_has_completed() -> None:
+def test_a_rank_that_completed_between_two_reconciles_counts_as_completed() -> None:
     world = digits().started().runs(0, 1).exits(1)
     world.deleted_pods.append(world.pods.pop("digits-1-1"))
     assert world.settle().exits(0).settle().status.state == "Succeeded"
 
 
-def test_a_job_suspended_while_it_restarts_stops_and_later_goes_on() -> None:
+def test_a_job_suspended_during_a_restart_stops_and_later_continues() -> None:
     world = digits().running().exits(1, code=1).settle().change(suspend=True).settle().stops_all().settle()
     assert world.status.state == "Suspended"
     assert world.status.attempt == 2, "which has no pods: its failure was settled first"
@@ -187,19 +187,19 @@ def test_a_failure_that_came_before_a_suspension_is_charged(resumed: str) -> Non
     assert (charges(world), cause(world).failure_class) == ((1, 0, 0), "application")
 
 
-def test_a_job_without_a_restart_left_that_is_suspended_after_a_failure_fails() -> None:
+def test_a_job_without_restarts_left_fails_if_it_is_suspended_after_a_failure() -> None:
     """A batch/v1 Job fails in this case, too."""
     world = digits(backoffLimit=0).running().exits(1, code=1).settle().change(suspend=True).settle()
     world.stops_all().settle()
     assert (world.status.state, world.status.reason) == ("Failed", "BackoffLimitExceeded")
 
 
-def test_the_deadline_also_ends_a_job_that_restarts() -> None:
+def test_the_deadline_also_ends_a_restarting_job() -> None:
     world = digits(activeDeadlineSeconds=60).running().exits(1, code=1).settle().after(60).settle().stops_all().settle()
     assert (world.status.state, world.status.reason) == ("Failed", "DeadlineExceeded")
 
 
-def test_no_deadline_ends_a_job_that_is_to_be_suspended_once_its_failure_is_settled() -> None:
+def test_no_deadline_ends_a_job_that_will_be_suspended_after_its_failure_is_settled() -> None:
     """The pods may take a minute to stop for the failure. A suspended batch/v1 Job has no deadline, either."""
     world = digits(activeDeadlineSeconds=60).running().exits(1, code=1).settle().change(suspend=True).settle()
     world.after(60).settle().stops_all().settle()
@@ -230,7 +230,7 @@ def test_backoff_limit_0_restarts_nothing() -> None:
     assert world.names() == ["digits-1-1"]
 
 
-def test_while_it_backs_off_nothing_is_made_and_the_wait_is_said() -> None:
+def test_nothing_is_created_during_a_back_off_and_the_message_shows_the_wait() -> None:
     world = digits(backoffLimit=9).started()
     for _ in range(3):
         world.runs(0, 1).settle().exits(1, code=1).restarted()
@@ -248,7 +248,7 @@ def test_a_new_step_makes_the_next_restart_immediate_again() -> None:
         assert world.status.attempt_time == world.now
 
 
-def test_a_job_that_makes_no_new_step_is_stopped_whatever_its_budget() -> None:
+def test_a_job_without_a_new_step_is_stopped_whatever_its_budget() -> None:
     world = digits(backoffLimit=99).started()
     world.runs(0, 1).settle().reports_step(100)
     world = fail_once_more(world)
@@ -260,7 +260,7 @@ def test_a_job_that_makes_no_new_step_is_stopped_whatever_its_budget() -> None:
     assert "without a new step" in world.status.message
 
 
-def test_only_restarts_within_the_window_count_where_one_is_set() -> None:
+def test_only_restarts_within_the_window_count_if_a_window_is_set() -> None:
     world = digits(backoffLimit=1, backoffWindowSeconds=3600).started()
     for _ in range(4):
         fail_once_more(world)
@@ -272,7 +272,7 @@ def test_only_restarts_within_the_window_count_where_one_is_set() -> None:
     assert world.status.reason == "BackoffLimitExceeded"
 
 
-def test_failure_policy_ends_the_job_at_once_for_the_codes_that_it_names() -> None:
+def test_failure_policy_fails_the_job_at_once_for_the_named_exit_codes() -> None:
     policy = {"rules": [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [78]}}]}
     world = digits(failurePolicy=policy).running().exits(1, code=78).restarted()
     assert (world.status.state, world.status.reason) == ("Failed", "PermanentFailure")
@@ -305,7 +305,7 @@ NO_START: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("how", NO_START.values(), ids=NO_START.keys())
 @pytest.mark.parametrize(("nodes", "broken"), [(1, 1), (2, 2), (4, 1)])
 @pytest.mark.parametrize("reports", [True, False], ids=["steps", "no steps"])
-def test_a_job_that_has_trained_is_never_failed_for_good_because_it_cannot_start(
+def test_a_job_that_has_trained_never_fails_because_it_cannot_start(
     how: dict[str, object], nodes: int, broken: int, reports: bool
 ) -> None:
     """A broken GPU, or a file system that is briefly away, must not end a job that has trained for two days."""
@@ -325,7 +325,7 @@ def test_a_job_that_has_trained_is_never_failed_for_good_because_it_cannot_start
 
 
 @pytest.mark.parametrize("how", NO_START.values(), ids=NO_START.keys())
-def test_one_node_that_cannot_start_fails_a_new_job_only_after_others_were_tried(how: dict[str, object]) -> None:
+def test_one_node_that_cannot_start_fails_a_new_job_only_after_other_nodes_were_tried(how: dict[str, object]) -> None:
     """The first pod on a node without a driver must not fail a job that runs well elsewhere."""
     world, starts = digits(nodes=3).running(), 0
     while world.status.state != "Failed" and starts < 1000:
@@ -335,13 +335,13 @@ def test_one_node_that_cannot_start_fails_a_new_job_only_after_others_were_tried
     assert (starts, world.status.reason) == (11, "PermanentFailure"), world.status.message
 
 
-def test_a_module_that_is_missing_in_the_middle_of_the_training_is_the_scripts() -> None:
+def test_a_module_that_is_missing_in_the_middle_of_training_is_charged_to_the_script() -> None:
     """If `import wandb` fails at the first checkpoint, free restarts would never fix it."""
     world = digits().running().reports_step(100).settle().exits(0, code=1, message="ImportError: no wandb").restarted()
     assert charges(world) == (1, 0, 0)
 
 
-def test_a_config_map_that_stays_missing_fails_the_job_after_a_while_and_not_before() -> None:
+def test_a_missing_config_map_fails_the_job_only_after_a_while() -> None:
     world = digits().started().waits(0, "CreateContainerConfigError", 'configmap "settings" not found').settle()
     assert world.status.reason == "CannotStart"
     assert world.plan().requeue_at == START + dt.timedelta(seconds=600)
@@ -355,7 +355,7 @@ def test_a_config_map_that_stays_missing_fails_the_job_after_a_while_and_not_bef
 LACKS = ("CreateContainerConfigError", 'configmap "settings" not found')
 
 
-def test_the_time_that_a_config_map_is_missing_counts_also_over_starts_that_took_too_long() -> None:
+def test_the_time_without_a_config_map_counts_across_starts_that_took_too_long() -> None:
     """Otherwise, with a shorter startDeadlineSeconds, the job restarts for ever."""
     world = digits(startDeadlineSeconds=300).started().waits(0, *LACKS).settle().after(300).settle()
     assert world.status.reason == "StartBackOff"
@@ -379,14 +379,14 @@ def test_the_ten_minutes_without_a_config_map_survive_a_change_of_the_leader() -
     assert world.stops_all().settle().status.reason == "PermanentFailure"
 
 
-def test_a_config_map_that_is_there_in_between_is_waited_for_anew() -> None:
+def test_a_config_map_that_exists_in_between_restarts_the_wait() -> None:
     world = digits().started().waits(0, *LACKS).settle().after(500).runs(0).settle()
     assert world.status.unconfigured_since is None
     world.waits(1, *LACKS).settle().after(500).settle()
     assert world.status.reason == "CannotStart"
 
 
-def test_a_config_map_that_is_missing_for_a_moment_after_a_long_pull_fails_no_job() -> None:
+def test_a_config_map_that_is_briefly_missing_after_a_long_pull_fails_no_job() -> None:
     """The kubelet reports the same error while its copy of the ConfigMap is late, as after a long image pull."""
     world = digits().started().waits(0, "ContainerCreating").settle().after(660).settle()
     world.waits(0, "CreateContainerConfigError", "failed to sync configmap cache: timed out")
@@ -398,7 +398,7 @@ def test_a_config_map_that_is_missing_for_a_moment_after_a_long_pull_fails_no_jo
 # ---------------------------------------------------------------- causes
 
 
-def test_the_cause_is_the_rank_that_failed_and_not_the_peer_that_noticed_first() -> None:
+def test_the_cause_is_the_rank_that_failed_and_not_the_first_peer_that_noticed() -> None:
     world = digits().running().exits(0, code=1, message=PEER_GONE).settle()
     assert cause(world).rank == 0
     world.after(3).exits(1, code=137, reason="OOMKilled").settle()
@@ -407,7 +407,7 @@ def test_the_cause_is_the_rank_that_failed_and_not_the_peer_that_noticed_first()
     assert charges(world) == (1, 0, 0)
 
 
-def test_an_attempt_with_nothing_but_complaints_about_peers_is_free_once_and_not_for_ever() -> None:
+def test_an_attempt_with_only_complaints_about_peers_is_free_once() -> None:
     """A network failure that nobody saw may explain the first time. The second time the script is charged."""
     world = digits(backoffLimit=1).running().exits(0, code=1, message=PEER_GONE).restarted()
     assert charges(world) == (0, 1, 0)
@@ -427,7 +427,7 @@ def cut_off_for_a_while(world: World, place: int) -> World:
     return world
 
 
-def test_complaints_alone_cost_nothing_where_a_node_of_the_attempt_did_not_report_for_a_while() -> None:
+def test_complaints_are_free_if_a_node_of_the_attempt_did_not_report_for_a_while() -> None:
     """A switch that restarts each night must not end a training of weeks."""
     world = digits(backoffLimit=0)
     for attempt in range(1, 6):
@@ -442,7 +442,7 @@ def test_complaints_alone_cost_nothing_where_a_node_of_the_attempt_did_not_repor
     assert (world.status.state, world.status.reason) == ("Failed", "BackoffLimitExceeded")
 
 
-def test_a_node_that_did_not_report_explains_complaints_although_its_pod_is_gone_when_the_cause_is_settled() -> None:
+def test_a_node_that_did_not_report_explains_complaints_even_after_its_pod_is_gone() -> None:
     """After its restart the operator knows only the present pods and the recorded failure."""
     world = digits(backoffLimit=0, nodes=3).running().exits(0, code=1, message=PEER_GONE).restarted().running()
     cut_off_for_a_while(world, 1).exits(0, code=1, message=PEER_GONE).settle()
@@ -457,7 +457,7 @@ def test_a_node_that_did_not_report_excuses_no_error_of_the_script() -> None:
     assert (world.status.state, world.status.reason) == ("Failed", "BackoffLimitExceeded")
 
 
-def test_a_rank_that_ends_well_while_its_peer_still_waits_for_it_is_the_cause_and_charged() -> None:
+def test_a_rank_that_exits_with_0_while_its_peer_waits_for_it_is_charged_as_the_cause() -> None:
     """Uneven data is the most common mistake. Uncharged, such a job would restart for hours without naming a rank."""
     world = digits(backoffLimit=0).running().reports_step(20, rank=0).settle()
     world.reports_step(20, rank=1, node_rank=1).exits(0).settle()
@@ -471,7 +471,7 @@ def test_a_rank_that_ends_well_while_its_peer_still_waits_for_it_is_the_cause_an
 
 @pytest.mark.parametrize("nodes", [2, 3, 8])
 @pytest.mark.parametrize("early", [0, 1])
-def test_without_reports_the_rank_that_ended_well_is_named_all_the_same(nodes: int, early: int) -> None:
+def test_a_rank_that_exits_early_with_0_is_named_even_without_reports(nodes: int, early: int) -> None:
     world = digits(nodes=nodes, backoffLimit=0).running().exits(early).settle().after(1)
     for rank in set(range(nodes)) - {early}:
         world.exits(rank, code=1, message=PEER_GONE)
@@ -486,9 +486,7 @@ def test_without_reports_the_rank_that_ended_well_is_named_all_the_same(nodes: i
     ("command", "reason"),
     [(["torchrun", "train.py"], "EndedEarly"), (["sh", "-c", "torchrun train.py; date"], "PeerLost")],
 )
-def test_a_sigkill_proves_an_early_end_only_of_a_torchrun_that_has_got_the_sigterm(
-    command: list[str], reason: str
-) -> None:
+def test_a_sigkill_proves_an_early_end_only_of_a_torchrun_that_got_the_sigterm(command: list[str], reason: str) -> None:
     """A torchrun whose ranks ended with 0 does not answer SIGTERM, but a shell does not either. Charging both would
     cost a restart for each network failure."""
     world = digits(container={"command": command}).running().exits(1, code=1, message=PEER_GONE).settle()
@@ -496,13 +494,13 @@ def test_a_sigkill_proves_an_early_end_only_of_a_torchrun_that_has_got_the_sigte
     assert cause(world).reason == reason
 
 
-def test_a_lost_node_beside_a_rank_that_has_completed_is_the_cause_still() -> None:
+def test_a_lost_node_is_the_cause_even_if_another_rank_has_completed() -> None:
     world = digits(nodes=3, backoffLimit=0).running().exits(0).settle().exits(1, code=1, message=PEER_GONE)
     world.node_lost(2).settle().after(30).restarted()
     assert (charges(world), cause(world).reason) == ((0, 1, 0), "NodeLost")
 
 
-def test_a_node_that_is_known_to_be_lost_long_after_its_peers_complained_is_the_cause() -> None:
+def test_a_node_found_lost_long_after_its_peers_complained_is_the_cause() -> None:
     """The cluster takes a minute to notice a lost node. Otherwise a second such loss is charged to the application."""
     world = digits(nodes=3, backoffLimit=0).running()
     for lost in range(1, 4):
@@ -513,13 +511,13 @@ def test_a_node_that_is_known_to_be_lost_long_after_its_peers_complained_is_the_
         world.after(400).settle()
 
 
-def test_a_node_that_is_lost_while_a_failed_group_stops_is_not_the_cause_of_the_failure() -> None:
+def test_a_node_lost_while_a_failed_group_stops_is_not_the_cause() -> None:
     world = digits(backoffLimit=1).running().exits(0, code=3, message="ValueError: no such shard").settle()
     world.node_lost(1).settle().after(30).restarted()
     assert charges(world) == (1, 0, 0)
 
 
-def test_an_address_in_use_that_was_not_given_is_the_scripts_own_failure_and_says_which() -> None:
+def test_a_port_in_use_that_the_script_chose_is_charged_to_the_script_and_named() -> None:
     """Another pod can take a port that the operator chose, but not cause a failure for a port that the script chose."""
     sentence = (
         "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. "
@@ -534,21 +532,21 @@ def test_an_address_in_use_that_was_not_given_is_the_scripts_own_failure_and_say
     assert world.status.reason == "BackoffLimitExceeded", "only rank 0 has any business there"
 
 
-def test_out_of_memory_names_the_limit() -> None:
+def test_the_out_of_memory_message_names_the_limit() -> None:
     container = {"resources": {"limits": {"memory": "64Mi"}}}
     world = World(job(container=container, backoffLimit=0)).running()
     world.exits(1, code=137, reason="OOMKilled").restarted()
     assert "used more memory than its limit of 64Mi (resources.limits.memory)" in world.status.message
 
 
-def test_the_cause_outlives_its_pod() -> None:
+def test_the_cause_is_kept_after_its_pod_is_gone() -> None:
     world = digits().running().exits(1, code=3, message="ValueError: no such shard").settle()
     world.vanishes(1).stops(0).settle()
     assert (cause(world).rank, cause(world).exception) == (1, "ValueError: no such shard")
     assert charges(world) == (1, 0, 0)
 
 
-def test_what_a_pod_says_while_it_is_being_stopped_is_the_cause_although_its_object_is_gone_at_the_end() -> None:
+def test_the_message_of_a_pod_that_is_being_stopped_is_the_cause_even_after_its_object_is_gone() -> None:
     """A launcher often waits for other ranks after a peer's complaint, and ends only by our SIGTERM."""
     world = digits(nodes=3).running().exits(0, code=1, message=PEER_GONE).settle()
     assert cause(world).reason == "PeerLost"
@@ -558,7 +556,7 @@ def test_what_a_pod_says_while_it_is_being_stopped_is_the_cause_although_its_obj
     assert (cause(world).rank, charges(world)) == (1, (1, 0, 0))
 
 
-def test_what_a_pod_said_between_two_looks_is_the_cause_too() -> None:
+def test_the_message_of_a_pod_that_ended_between_two_reconciles_is_also_the_cause() -> None:
     world = digits().running().exits(0, code=1, message=PEER_GONE).settle()
     world.exits(1, code=1, message="ValueError: no such shard")
     world.deleted_pods.append(world.pods.pop("digits-1-1"))
@@ -566,7 +564,7 @@ def test_what_a_pod_said_between_two_looks_is_the_cause_too() -> None:
     assert (cause(world).exception, charges(world)) == ("ValueError: no such shard", (1, 0, 0))
 
 
-def test_the_cause_says_at_which_step_it_happened() -> None:
+def test_the_cause_names_the_step_at_which_it_happened() -> None:
     world = digits().running().reports_step(41).settle().exits(1, code=139).restarted()
     assert (cause(world).step, cause(world).signal) == (41, "SIGSEGV")
     assert "at step 41" in world.status.failures[-1].message
@@ -575,13 +573,13 @@ def test_the_cause_says_at_which_step_it_happened() -> None:
 # ---------------------------------------------------------------- nodes and pods ended from outside
 
 
-def test_a_pod_that_vanishes_while_it_runs_is_infrastructure_and_named() -> None:
+def test_a_pod_that_disappears_while_running_is_a_named_infrastructure_failure() -> None:
     world = digits(backoffLimit=0).running().vanishes(1).restarted()
     assert charges(world) == (0, 1, 0)
     assert (cause(world).rank, cause(world).pod, cause(world).reason) == (1, "digits-1-1", "PodGone")
 
 
-def test_when_one_pod_is_deleted_its_peers_get_their_full_grace_too_so_that_all_save_together() -> None:
+def test_peers_of_a_deleted_pod_get_their_full_grace_so_that_all_ranks_save_together() -> None:
     world = digits(backoffLimit=0).running().deleted_first(1)
     assert world.step().actions == ()
     assert (world.status.state, world.status.reason) == ("Restarting", "Disrupted")
@@ -591,7 +589,7 @@ def test_when_one_pod_is_deleted_its_peers_get_their_full_grace_too_so_that_all_
     assert cause(world).reason == "StoppedFromOutside"
 
 
-def test_a_node_that_is_lost_is_given_up_after_30_seconds_and_not_before() -> None:
+def test_a_lost_node_is_given_up_after_30_seconds_and_not_before() -> None:
     world = digits(backoffLimit=0).running().node_lost(1).settle()
     assert world.status.state == "Running"
     assert world.plan().requeue_at == world.now + dt.timedelta(seconds=30)
@@ -604,7 +602,7 @@ def test_a_node_that_is_lost_is_given_up_after_30_seconds_and_not_before() -> No
     assert world.names() == ["digits-2-0", "digits-2-1"], "the lost pod went at once: its DNS name would lead nowhere"
 
 
-def test_a_pod_that_is_stopping_on_a_node_that_gets_lost_is_not_waited_for_for_ever() -> None:
+def test_a_stopping_pod_on_a_lost_node_does_not_block_the_job_for_ever() -> None:
     world = digits().running().exits(0, code=1).settle()
     assert world.pods["digits-1-1"].deletion_requested_at is not None
     world.node_lost(1).after(30).settle()
@@ -619,13 +617,13 @@ def test_a_suspended_job_and_one_beyond_its_deadline_do_not_wait_for_a_lost_node
     assert world.status.state == "Failed"
 
 
-def test_a_node_that_comes_back_in_time_costs_nothing() -> None:
+def test_a_node_that_returns_in_time_costs_nothing() -> None:
     world = digits().running().node_lost(1).after(29).settle()
     world.nodes = {}
     assert world.after(100).settle().status.state == "Running"
 
 
-def test_without_the_right_to_read_nodes_the_node_controllers_word_about_the_pod_counts() -> None:
+def test_without_the_right_to_read_nodes_the_report_of_the_node_controller_counts() -> None:
     world = digits().running()
     world.nodes = None
     world.pods["digits-1-1"] = replace(world.pods["digits-1-1"], silent_since=world.now)
@@ -636,7 +634,7 @@ def test_without_the_right_to_read_nodes_the_node_controllers_word_about_the_pod
 
 
 @pytest.mark.parametrize(("ran", "seconds"), [(False, 60), (True, 30 + HELD_SECONDS)])
-def test_without_the_right_to_read_nodes_a_pod_that_stays_beyond_its_grace_is_given_up(ran: bool, seconds: int) -> None:
+def test_without_the_right_to_read_nodes_a_pod_that_outlives_its_grace_is_given_up(ran: bool, seconds: int) -> None:
     """If the node controller does not report a running trainer's node, the kernel may be holding the process, and the
     next group would train next to it."""
     world = digits().running() if ran else digits().settle().runs(0)._change(1, node="node-1").settle()
@@ -647,13 +645,13 @@ def test_without_the_right_to_read_nodes_a_pod_that_stays_beyond_its_grace_is_gi
     assert world.names() == ["digits-2-0", "digits-2-1"]
 
 
-def test_a_pod_that_only_takes_long_on_a_node_that_answers_is_waited_for() -> None:
+def test_a_slowly_stopping_pod_on_a_responsive_node_is_waited_for() -> None:
     world = digits().running().deleted_first(1).settle().stops(0).after(3600).settle()
     assert world.names() == ["digits-1-1"]
     assert "digits-1-1 on node-1" in world.status.message
 
 
-def test_the_pod_of_a_deleted_namesake_on_a_lost_node_does_not_hold_up_the_new_job_for_ever() -> None:
+def test_a_pod_of_a_deleted_job_of_the_same_name_on_a_lost_node_does_not_block_the_new_job_for_ever() -> None:
     world = digits().conflicting_pod("digits-1-1", label="digits", owner="uid-of-the-deleted-job")
     world.conflicting_pods = [
         replace(p, node="node-7", deletion_requested_at=world.now) for p in world.conflicting_pods
@@ -682,7 +680,7 @@ def test_a_node_that_fails_the_job_twice_is_avoided_for_an_hour_and_shown() -> N
     assert world.status.avoided_nodes == []
 
 
-def test_pods_that_find_no_other_node_are_asked_for_anew_when_the_node_is_no_longer_avoided() -> None:
+def test_pods_that_fit_on_no_other_node_are_recreated_when_the_node_is_no_longer_avoided() -> None:
     world = digits().running()
     for _ in range(2):
         world.runs(0, 1).settle().node_lost(1).after(30).restarted()
@@ -728,7 +726,7 @@ def test_a_node_is_avoided_only_while_the_pods_fit_elsewhere() -> None:
     assert world.status.state == "Running"
 
 
-def test_the_message_names_the_node_that_the_job_itself_forbids_until_when_and_why() -> None:
+def test_the_message_names_the_avoided_node_the_end_of_the_avoidance_and_the_reason() -> None:
     """The scheduler's message mentions a node affinity that is in no template."""
     world = twice_lost(digits()).runs(0).unschedulable(1, NO_NODE).settle()
     until = world.status.avoided_nodes[0].until
@@ -744,7 +742,7 @@ def test_the_message_names_the_node_that_the_job_itself_forbids_until_when_and_w
     )
 
 
-def test_a_ban_is_lifted_also_where_the_start_gives_up_sooner() -> None:
+def test_avoidance_is_lifted_even_if_the_start_gives_up_sooner() -> None:
     world = twice_lost(digits(startDeadlineSeconds=20)).runs(0).unschedulable(1, NO_NODE).settle().after(20).settle()
     assert world.status.reason == "StartBackOff"
     assert world.status.attempt_time is not None
@@ -754,7 +752,7 @@ def test_a_ban_is_lifted_also_where_the_start_gives_up_sooner() -> None:
     assert [a.lifted for a in world.status.avoided_nodes] == [True]
 
 
-def test_the_minute_is_counted_from_when_the_pod_found_no_node_whoever_leads() -> None:
+def test_the_minute_starts_when_the_pod_finds_no_node_whoever_is_leader() -> None:
     """A quota or a queue may hold the pod back before that, and a new leader has not observed the pod yet."""
     world = twice_lost(digits()).after(300).runs(0).unschedulable(1, NO_NODE).settle()
     attempt = world.status.attempt
@@ -764,7 +762,7 @@ def test_the_minute_is_counted_from_when_the_pod_found_no_node_whoever_leads() -
     assert world.status.attempt == attempt + 1
 
 
-def test_a_node_that_fails_the_job_again_after_its_ban_was_lifted_is_avoided_again() -> None:
+def test_a_node_that_fails_the_job_again_after_its_avoidance_was_lifted_is_avoided_again() -> None:
     """By then another node may be free."""
     world = twice_lost(digits()).runs(0).unschedulable(1, NO_NODE).settle().after(60).restarted()
     assert [a.lifted for a in world.status.avoided_nodes] == [True]
@@ -772,7 +770,7 @@ def test_a_node_that_fails_the_job_again_after_its_ban_was_lifted_is_avoided_aga
     assert [(a.node, a.lifted) for a in world.status.avoided_nodes] == [("node-1", False)]
 
 
-def test_pods_that_fit_on_no_node_at_all_are_made_again_once_and_then_wait() -> None:
+def test_pods_that_fit_on_no_node_are_recreated_once_and_then_wait() -> None:
     world = twice_lost(digits()).unschedulable(0, NO_NODE).unschedulable(1, NO_NODE).settle().after(60).restarted()
     attempt = world.status.attempt
     world.unschedulable(0, "0/2 nodes are available").unschedulable(1, "0/2 nodes are available").settle()
@@ -782,7 +780,7 @@ def test_pods_that_fit_on_no_node_at_all_are_made_again_once_and_then_wait() -> 
     assert "avoided" not in world.status.message
 
 
-def test_preemption_is_not_the_nodes_fault() -> None:
+def test_a_preemption_is_not_charged_to_the_node() -> None:
     world = digits().running()
     for _ in range(3):
         world.runs(0, 1).settle()
@@ -795,7 +793,7 @@ def test_preemption_is_not_the_nodes_fault() -> None:
 # ---------------------------------------------------------------- stall
 
 
-def test_a_job_that_reports_and_makes_no_step_is_restarted_and_says_who_stands_where() -> None:
+def test_a_stalled_job_is_restarted_and_shows_the_step_of_each_rank() -> None:
     world = digits(stall={"timeoutSeconds": 60}).running()
     for step in (1, 2, 3):
         world.reports_step(step).after(5).settle()
@@ -810,7 +808,7 @@ def test_a_job_that_reports_and_makes_no_step_is_restarted_and_says_who_stands_w
 # ---------------------------------------------------------------- honest numbers
 
 
-def test_goodput_counts_training_only_and_the_steps_that_were_made_twice() -> None:
+def test_goodput_excludes_waiting_and_repeated_steps() -> None:
     world = digits().running().after(10).reports_step(1).settle().after(90).reports_step(100).settle()
     world.exits(1, code=1).after(5).settle().stops(0).settle()
     world.after(5).runs(0, 1).settle().after(10).reports_step(81).settle().after(40).exits(0).exits(1).settle()
@@ -819,7 +817,7 @@ def test_goodput_counts_training_only_and_the_steps_that_were_made_twice() -> No
     assert spent.lost_steps == 20
 
 
-def test_a_lost_node_says_since_when_and_the_times_survive_the_operator() -> None:
+def test_a_lost_node_shows_since_when_and_an_operator_restart_keeps_the_times() -> None:
     """Everything that a restart needs is in the status, so another operator can continue it."""
     world = digits().running().exits(1, code=1).settle()
     other = World(world.job)
@@ -829,7 +827,7 @@ def test_a_lost_node_says_since_when_and_the_times_survive_the_operator() -> Non
     assert other.status == world.status
 
 
-def test_a_pod_that_was_bound_to_a_node_that_is_not_ready_has_its_own_patience() -> None:
+def test_a_pod_bound_to_a_node_that_is_not_ready_has_its_own_timeout() -> None:
     """After an outage the scheduler may bind a pod to a node that is not ready yet. That must not cost an attempt."""
     world = digits().started()
     world.nodes = {"node-1": Node(ready=False, since=world.now)}
@@ -838,7 +836,7 @@ def test_a_pod_that_was_bound_to_a_node_that_is_not_ready_has_its_own_patience()
     assert world.after(15).settle().status.reason == "NodeLost", "but not for ever"
 
 
-def test_a_rank_that_is_gone_when_its_peers_have_completed_is_not_made_again_to_wait_for_them() -> None:
+def test_a_disappeared_rank_is_not_recreated_after_its_peers_have_completed() -> None:
     """The rank completed unobserved. A new pod would find no peers, and its rank would be charged as "ended early"."""
     world = digits().started().settle()
     assert world.status.reason == "StartingTrainers"
@@ -851,7 +849,7 @@ LAUNCHERS = pytest.mark.parametrize("command", ["python", "torchrun", "ddprun"])
 
 
 @LAUNCHERS
-def test_a_rank_whose_pod_was_never_made_is_made_although_others_have_completed_already(command: str) -> None:
+def test_a_rank_whose_pod_was_never_created_gets_it_even_if_others_have_completed(command: str) -> None:
     """The others may complete before the last pod is created. Otherwise finished work runs again."""
     world = digits(nodes=3, container={"command": [command, "train.py"]}, backoffLimit=0)
     world.step()
@@ -864,7 +862,7 @@ def test_a_rank_whose_pod_was_never_made_is_made_although_others_have_completed_
 
 
 @LAUNCHERS
-def test_a_rank_that_starts_after_a_peer_has_ended_does_not_prove_that_the_peer_ended_early(command: str) -> None:
+def test_a_rank_that_starts_after_a_peer_ended_does_not_prove_that_the_peer_ended_early(command: str) -> None:
     """Rank 1 may have completed unobserved, so its pod is created again and waits in vain. That must not be charged."""
     world = digits(container={"command": [command, "train.py"]}, backoffLimit=0)
     world.step()
@@ -874,7 +872,7 @@ def test_a_rank_that_starts_after_a_peer_has_ended_does_not_prove_that_the_peer_
     assert (charges(world), cause(world).node_rank, cause(world).reason) == ((0, 1, 0), 1, "PeerLost")
 
 
-def test_a_pod_that_is_slow_to_stop_does_not_explain_what_was_wrong_before() -> None:
+def test_a_slowly_stopping_pod_does_not_explain_an_earlier_failure() -> None:
     """The pod was deleted because another rank ended early: that rank must still be named and charged."""
     world = digits(nodes=3).running().reports_step(5)
     world.nodes = None
@@ -886,7 +884,7 @@ def test_a_pod_that_is_slow_to_stop_does_not_explain_what_was_wrong_before() -> 
 
 
 @pytest.mark.parametrize(("word", "code"), [("seccomp killed", 159), ("Signaled", 139), ("Exited", 3)])
-def test_a_container_runtimes_own_word_for_an_exit_code_is_no_disruption(word: str, code: int) -> None:
+def test_the_reason_that_a_container_runtime_gives_for_an_exit_code_is_no_disruption(word: str, code: int) -> None:
     """CRI-O reports `seccomp killed`. A script that makes a forbidden call must not restart for free a hundred
     times."""
     world = digits(backoffLimit=0).running().exits(0, code, reason=word).restarted()
@@ -905,7 +903,7 @@ def waits_in_vain(world: World, seconds: float) -> World:
 
 
 @pytest.mark.parametrize("min_nodes", [None, 2])
-def test_a_rank_that_waited_in_vain_for_a_node_without_a_gpu_costs_nothing(min_nodes: int | None) -> None:
+def test_a_rank_that_timed_out_waiting_for_a_node_without_a_gpu_is_not_charged(min_nodes: int | None) -> None:
     """torch gives up after ten minutes. Three hours in a full cluster must not end as TooManyInfrastructureFailures."""
     elastic = {} if min_nodes is None else {"minNodes": min_nodes}
     world = digits(backoffLimit=1, **elastic).started()
@@ -925,7 +923,7 @@ def test_a_rank_that_waited_in_vain_for_a_node_without_a_gpu_costs_nothing(min_n
     ("other", "lacks"),
     [(NO_GPU, f"2 of 3 pods: {NO_GPU}"), ("no volume", f"2 of 3 pods: {NO_GPU} (digits-1-1); no volume (digits-1-2)")],
 )
-def test_who_gave_up_waiting_and_for_what_is_said(other: str, lacks: str) -> None:
+def test_the_message_names_which_rank_gave_up_waiting_and_for_what(other: str, lacks: str) -> None:
     world = digits(nodes=3).started().runs(0).unschedulable(1, NO_GPU).unschedulable(2, other).settle().after(600)
     plan = world.exits(0, code=1, message=f"{NOBODY_CAME}\n").plan()
     assert (plan.status.state, plan.status.reason) == ("Pending", "Unschedulable")
@@ -935,7 +933,7 @@ def test_who_gave_up_waiting_and_for_what_is_said(other: str, lacks: str) -> Non
     )
 
 
-def test_a_rank_that_waited_in_vain_for_an_image_costs_nothing_and_the_slow_pod_is_named() -> None:
+def test_a_rank_that_timed_out_waiting_for_an_image_is_not_charged_and_the_slow_pod_is_named() -> None:
     """Pulling an image of 20 GB takes longer than torchrun's ten minutes, and is not a lost peer."""
     world = digits(backoffLimit=0).started().runs(0).waits(1, "ContainerCreating").settle().after(600)
     plan = world.exits(0, code=1, message=f"{NOBODY_CAME}\n").plan()
@@ -948,7 +946,7 @@ def test_a_rank_that_waited_in_vain_for_an_image_costs_nothing_and_the_slow_pod_
     assert world.status.state == "Running"
 
 
-def test_the_start_deadline_counts_from_the_first_of_the_attempts_that_found_no_nodes() -> None:
+def test_the_start_deadline_counts_from_the_first_attempt_that_found_no_nodes() -> None:
     """If each attempt restarted the deadline, two jobs that each hold half of a cluster would wait for ever."""
     world = waits_in_vain(digits(startDeadlineSeconds=1500).started(), 600)
     waits_in_vain(world, 600)
@@ -961,7 +959,7 @@ def test_the_start_deadline_counts_from_the_first_of_the_attempts_that_found_no_
 
 
 @pytest.mark.parametrize(("seconds", "said"), [(5, NOBODY_CAME), (600, "ValueError: no such shard")])
-def test_a_script_that_fails_by_itself_beside_an_unschedulable_pod_has_failed(seconds: float, said: str) -> None:
+def test_a_script_that_fails_by_itself_while_another_pod_is_unschedulable_is_charged(seconds: float, said: str) -> None:
     """Otherwise a script that fails in its first second restarts again and again, for free."""
     world = digits().started().runs(0).unschedulable(1, NO_GPU).settle().after(seconds)
     world.exits(0, code=1, message=f"{said}\n").settle()
@@ -985,7 +983,7 @@ def _again(world: World, line: int, text: str = "no such shard") -> World:
 
 
 @pytest.mark.parametrize(("line", "is_over"), [(7, True), (8, False)])
-def test_an_exception_at_the_same_line_is_enough_only_where_the_shell_says_so(line: int, *, is_over: bool) -> None:
+def test_repeating_an_exception_at_the_same_line_ends_the_job_only_on_one_machine(line: int, *, is_over: bool) -> None:
     """In a cluster a file system or the network may be the cause; on one machine it is the script."""
     world = _again(_again(digits(), 7), line, "another text")
     assert (world.status.state == "Failed") == is_over

@@ -96,7 +96,7 @@ def pointing_elsewhere(folder: Path, ran: Path) -> None:
               ["submit", "--code", ".", "--dry-run", "train.py"], ["run", "train.py", "--dry-run", "--nodes", "2"]],
     ids=" ".join,
 )  # fmt: skip
-def test_no_program_that_a_folder_names_is_called(folder, no_program, made, words, monkeypatch) -> None:
+def test_no_program_named_by_a_folder_is_executed(folder, no_program, made, words, monkeypatch) -> None:
     """If `ddpjob check FOLDER` called git, git would call the program in core.fsmonitor."""
     made(folder, no_program)
     for name in ("GIT_DIR", "GIT_CONFIG_GLOBAL", "GIT_EXTERNAL_DIFF", "GIT_SSH_COMMAND"):
@@ -105,7 +105,7 @@ def test_no_program_that_a_folder_names_is_called(folder, no_program, made, word
     assert not no_program.exists(), no_program.read_text()
 
 
-def test_a_folder_is_checked_where_git_is_not_installed(folder, monkeypatch) -> None:
+def test_a_folder_is_checked_even_without_git(folder, monkeypatch) -> None:
     monkeypatch.setenv("PATH", "")
     (folder / ".gitignore").write_text("/old\n")
     (folder / "old").mkdir()
@@ -148,7 +148,7 @@ def plant(folder: Path) -> list[str]:
     return ["pipe.py", "pipe.yaml", "socket.py", "device.py", "loop.py", "nowhere.py", "process.py", "secret.py"]
 
 
-def test_what_is_no_regular_file_of_the_folder_is_left_out_and_named(folder) -> None:
+def test_irregular_files_of_the_folder_are_skipped_and_named(folder) -> None:
     """A pipe would block the check for ever, and a link could show the content of a user's file."""
     planted = plant(folder)
     (folder / "alias.py").symlink_to("train.py")
@@ -160,7 +160,7 @@ def test_what_is_no_regular_file_of_the_folder_is_left_out_and_named(folder) -> 
     assert sorted(left_out) == sorted(planted)
 
 
-def test_links_pipes_and_devices_do_not_hold_submit(folder) -> None:
+def test_links_pipes_and_devices_do_not_block_submit(folder) -> None:
     plant(folder)
     (folder / "sparse.py").unlink()
     packed = pack.pack(folder)
@@ -168,7 +168,7 @@ def test_links_pipes_and_devices_do_not_hold_submit(folder) -> None:
     assert "leads" in packed.remarks[0] or "lead" in packed.remarks[0]
 
 
-def test_a_folder_that_becomes_a_link_while_it_is_packed_leads_nowhere(folder, monkeypatch) -> None:
+def test_a_folder_replaced_by_a_link_during_packing_leaks_no_file(folder, monkeypatch) -> None:
     """Otherwise a user's own file would be sent to the cluster, where all of the namespace can read it."""
     (folder / "src").mkdir()
     (folder / "src/id").write_text("theirs")
@@ -190,14 +190,14 @@ def test_a_folder_that_becomes_a_link_while_it_is_packed_leads_nowhere(folder, m
 
 @pytest.mark.parametrize("name", ["pipe.py", "pipe.yaml", "pipe.ipynb", "pipe"])
 @pytest.mark.parametrize("words", ["check", "init", "convert", "run --dry-run", "submit --dry-run"])
-def test_a_named_pipe_is_refused_and_not_waited_for(folder, words, name) -> None:
+def test_a_named_pipe_is_refused_without_waiting(folder, words, name) -> None:
     """An archive can contain a pipe with the name of a script."""
     os.mkfifo(folder / name)
     if (words, name) != ("init", "pipe.ipynb"):  # a command cannot start a notebook, so it is not read
         assert "is a pipe" in said(ran(*words.split(), name))
 
 
-def test_a_gitignore_that_is_no_file_is_one_sentence(folder) -> None:
+def test_a_gitignore_that_is_not_a_file_is_an_error_of_one_sentence(folder) -> None:
     """.gitignore may list secret files, so an unreadable one must stop the submit."""
     os.mkfifo(folder / ".gitignore")
     for words in (["check", "."], ["submit", "train.py", "--dry-run", "--no-check"]):
@@ -207,7 +207,7 @@ def test_a_gitignore_that_is_no_file_is_one_sentence(folder) -> None:
     assert "is a link, which is not followed" in str(ran("check", ".").exception)
 
 
-def test_a_folder_that_is_too_deep_is_left_out_and_named(folder) -> None:
+def test_a_folder_that_is_too_deep_is_skipped_and_named(folder) -> None:
     """1,000 nested folders must not cause a traceback."""
     here = os.open(".", os.O_RDONLY)
     for _ in range(1200):
@@ -232,7 +232,7 @@ def test_a_folder_that_is_too_deep_is_left_out_and_named(folder) -> None:
     ["*a" * 40 + "z", "**/a" * 500 + "/z", "a*" * 1000 + "z", "?*" * 1000 + "z", "*" * 4000 + "z", "[ab]*" * 700 + "z"],
     ids=lambda line: line[:6],
 )
-def test_no_pattern_holds_submit_or_check(folder, line) -> None:
+def test_no_pattern_blocks_submit_or_check(folder, line) -> None:
     """A pattern like `*a*a*a…` could block `submit --code` for half a minute for a single file."""
     deep = "/".join(["a"] * 99)
     (folder / deep).mkdir(parents=True)
@@ -243,7 +243,7 @@ def test_no_pattern_holds_submit_or_check(folder, line) -> None:
     assert ran("check", ".").stdout.count("\n") == 1
 
 
-def test_so_many_patterns_for_so_many_files_are_refused_in_one_sentence(folder) -> None:
+def test_too_many_patterns_for_too_many_files_are_refused_in_one_sentence(folder) -> None:
     """The limit counts comparisons of a long pattern, so 100 of them for 300 files are too many."""
     (folder / ".gitignore").write_text(f"*{'x' * 254}\n" * 100)
     for number in range(300):
@@ -281,7 +281,7 @@ def test_so_many_patterns_for_so_many_files_are_refused_in_one_sentence(folder) 
         ("é?", "éa", "é"),
     ],
 )
-def test_a_pattern_means_what_it_means_to_git(tmp_path, pattern, ignored, kept) -> None:
+def test_a_pattern_means_the_same_as_in_git(tmp_path, pattern, ignored, kept) -> None:
     (tmp_path / ".gitignore").write_text(f"{pattern}\n")
     rules = gitignore.Ignored(tmp_path)
     rules.enter("")

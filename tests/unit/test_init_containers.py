@@ -21,7 +21,7 @@ def init_fails(
     return world
 
 
-def test_the_failure_names_the_init_container_what_it_said_and_where_its_log_is() -> None:
+def test_the_failure_names_the_init_container_its_output_and_its_log() -> None:
     """`rank 0 ended with exit code 5` sends users to the log of a trainer that never started."""
     world = init_fails(digits(backoffLimit=0).started(), 0).restarted()
     failure = world.status.last_failure
@@ -48,7 +48,7 @@ def test_a_node_whose_init_container_failed_has_not_started() -> None:
     assert world.status.started_nodes == ""
 
 
-def test_while_the_group_starts_again_the_words_name_the_init_container() -> None:
+def test_the_message_of_the_restart_names_the_init_container() -> None:
     world = init_fails(digits().started(), 1).restarted()
     assert world.status.attempt == 2
     assert world.status.message.startswith('after exit code 5 of init container "fetch" of digits-1-1: ')
@@ -66,11 +66,11 @@ def seen(*inits: dict[str, Any], reason: str = "") -> Container:
     return observe.pod({"metadata": {"name": "d-1-0", "uid": "u"}, "spec": spec, "status": status}).trainer
 
 
-def test_a_sidecar_that_was_ended_with_its_pod_is_not_what_failed() -> None:
+def test_a_sidecar_that_was_stopped_with_its_pod_is_not_the_failure() -> None:
     always = {"restartPolicy": "Always"}
     assert seen({"code": 143, "spec": always}, {"code": 3}).init == "i1"
     assert seen({"code": 143, "spec": always}).init == ""
 
 
-def test_a_pod_that_was_evicted_while_it_fetched_was_evicted() -> None:
+def test_a_pod_that_was_evicted_during_its_init_container_counts_as_evicted() -> None:
     assert (seen({"code": 137}, reason="Evicted").init, seen({"code": 137}, reason="Evicted").reason) == ("", "Evicted")

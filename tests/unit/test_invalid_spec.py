@@ -74,7 +74,7 @@ def test_a_job_whose_spec_became_invalid_can_be_suspended_and_resumes_when_it_is
     assert world.names() == ["digits-2-0", "digits-2-1"]
 
 
-def test_that_the_spec_is_invalid_stands_in_the_message_the_condition_and_one_event() -> None:
+def test_an_invalid_spec_is_reported_in_the_message_the_condition_and_one_event() -> None:
     world = becomes(digits().running(), **WRONG).settle()
     assert world.status.message == f"2 of 2 nodes are running, attempt 1; {SAID}"
     assert not world.is_true("Accepted")
@@ -86,7 +86,7 @@ def test_that_the_spec_is_invalid_stands_in_the_message_the_condition_and_one_ev
     assert (world.events[-1].reason, world.events[-1].message) == ("Accepted", "the spec is valid now")
 
 
-def test_the_remark_is_there_once_however_often_the_job_is_looked_at() -> None:
+def test_the_remark_occurs_once_however_often_the_job_is_reconciled() -> None:
     """Otherwise a message that is kept between reconciles, as in a back-off, grows by a sentence each time."""
     world = becomes(digits().running(), **WRONG).settle()
     world.exits(0, code=1).restarted().runs(0, 1).settle().exits(0, code=1).settle().stops_all().settle()
@@ -95,7 +95,7 @@ def test_the_remark_is_there_once_however_often_the_job_is_looked_at() -> None:
         assert world.after(0.1).settle().status.message.count("the spec is invalid") == 1
 
 
-def test_events_of_what_happens_are_not_repeated_with_the_remark() -> None:
+def test_events_do_not_repeat_the_remark() -> None:
     world = becomes(digits().running(), **WRONG).settle().exits(0, code=1).restarted()
     assert [e.message for e in world.events if "the spec is invalid" in e.message] == [SAID]
 
@@ -108,7 +108,7 @@ def test_events_of_what_happens_are_not_repeated_with_the_remark() -> None:
         ({"ttlSecondsAfterFinished": -5}, {"ttl_seconds_after_finished": 0}),
     ],
 )
-def test_a_number_that_a_newer_operator_no_longer_allows_is_read_as_the_nearest(
+def test_a_number_that_a_newer_operator_no_longer_allows_is_read_as_the_nearest_allowed_one(
     spec: dict[str, Any], read: dict[str, Any]
 ) -> None:
     """A running job's deadline must not vanish, nor its budget become a default."""
@@ -117,7 +117,7 @@ def test_a_number_that_a_newer_operator_no_longer_allows_is_read_as_the_nearest(
 
 
 @pytest.mark.parametrize("nodes", ["two", None, 0, 10**9, {}])
-def test_a_number_of_nodes_that_cannot_be_read_is_that_of_the_status(nodes: object) -> None:
+def test_an_unreadable_number_of_nodes_is_taken_from_the_status(nodes: object) -> None:
     """With the default of 1, a job of two nodes would be complete when node 0 has completed."""
     world = digits().running()
     parsed, _ = validation.parse({**manifest(), "spec": {**manifest()["spec"], "nodes": nodes}})
@@ -128,7 +128,7 @@ def test_a_number_of_nodes_that_cannot_be_read_is_that_of_the_status(nodes: obje
     assert world.exits(1).settle().status.state == "Succeeded"
 
 
-def test_a_template_that_cannot_be_read_makes_no_pod_and_says_why_while_what_runs_ends() -> None:
+def test_an_unreadable_template_creates_no_pod_and_gives_the_reason() -> None:
     template = {"spec": {"containers": [{"name": "trainer", "env": "A=1"}]}}
     world = becomes(digits().running(), template=template).settle()
     world.exits(0, code=1).settle().stops_all()
@@ -151,7 +151,7 @@ NO_POD = {"template": {"spec": True}}
     "spec",
     [{"spec": manifest()["spec"] | wrong} for wrong in (TOO_LARGE, NO_POD)] + [{"spec": None}, {"spec": []}, {}],
 )
-def test_a_spec_of_which_nothing_can_be_read_does_not_make_one_node_of_two(spec: dict[str, Any]) -> None:
+def test_an_unreadable_spec_does_not_reduce_two_nodes_to_one(spec: dict[str, Any]) -> None:
     """Otherwise the job is Succeeded when rank 0 ends, and rank 1 is stopped in the middle of its training."""
     world = digits().running()
     without = {name: value for name, value in manifest().items() if name != "spec"}

@@ -49,7 +49,7 @@ ALL = {"script": SCRIPTS, "job": JOBS, "program": PROGRAMS}
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, texts in ALL.items() for name in texts])
-def test_the_content_of_a_file_without_a_suffix_says_what_it_is(kind: str, name: str, tmp_path: Path) -> None:
+def test_the_content_of_a_file_without_a_suffix_decides_its_kind(kind: str, name: str, tmp_path: Path) -> None:
     """`ddpjob run ./train` must not read a script with a shebang as YAML."""
     text = ALL[kind][name]
     path = tmp_path / "train"
@@ -59,13 +59,13 @@ def test_the_content_of_a_file_without_a_suffix_says_what_it_is(kind: str, name:
         assert kinds.of(f"{path}{suffix}") == known, "a known suffix is believed, also of a file that is not there"
 
 
-def test_what_is_no_regular_file_is_not_read(tmp_path: Path) -> None:
+def test_irregular_files_are_not_read(tmp_path: Path) -> None:
     """`ddpjob run <(make-job)` passes a pipe, which can be read only once."""
     for path in (tmp_path, tmp_path / "missing", Path("/dev/null")):
         assert (kinds.of(str(path)), kinds.of(str(path), "script")) == ("job", "script")
 
 
-def test_a_script_without_a_suffix_is_run_and_checked_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_without_a_suffix_is_run_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     wrong = "import torch.distributed as d, os\nd.init_process_group(rank=int(os.environ['LOCAL_RANK']))\n"
     Path("train").write_text(f"#!/usr/bin/env python\n{wrong}")
@@ -80,7 +80,7 @@ def test_a_script_without_a_suffix_is_run_and_checked_as_one(tmp_path: Path, mon
     assert command_of(again.spec.template) == ["torchrun", "./train", "--lr", "2"]
 
 
-def test_a_program_that_python_does_not_run_is_refused_with_what_to_give(tmp_path: Path) -> None:
+def test_a_program_that_is_not_python_is_refused_with_the_advice_to_give_a_command(tmp_path: Path) -> None:
     for name, text in (("run", PROGRAMS["bash"]), ("run.sh", "torchrun train.py\n")):
         path = tmp_path / name
         path.write_text(text)

@@ -32,7 +32,7 @@ def missing(server: Server, namespace: str = "team") -> list[str]:
     return asyncio.run(missing_rights(cast(Client, server), namespace))
 
 
-def test_an_operator_that_has_all_rights_asks_once_in_a_namespace() -> None:
+def test_an_operator_with_all_rights_sends_one_request_per_namespace() -> None:
     server = Server(ALL)
     assert missing(server) == []
     assert server.requests == ["SelfSubjectRulesReview"]
@@ -69,7 +69,7 @@ def test_a_verb_that_no_rule_grants_is_named_with_its_purpose(rule: dict[str, An
     assert server.requests == ["SelfSubjectRulesReview", "SelfSubjectAccessReview"]
 
 
-def test_for_all_namespaces_every_verb_is_asked_for_because_rules_are_listed_for_one_namespace_alone() -> None:
+def test_every_verb_is_requested_for_all_namespaces_because_rules_are_listed_per_namespace() -> None:
     server = Server(ALL)
     lines = missing(server, "")
     assert set(server.requests) == {"SelfSubjectAccessReview"}
@@ -77,7 +77,7 @@ def test_for_all_namespaces_every_verb_is_asked_for_because_rules_are_listed_for
     assert "may not list nodes in all namespaces" in "\n".join(lines)
 
 
-def test_the_rights_of_a_gang_are_asked_for_only_where_it_is_switched_on() -> None:
+def test_the_rights_for_gangs_are_requested_only_if_gangs_are_switched_on() -> None:
     """A warning about a right that is not needed would cost an administrator an hour."""
     assert missing(Server(ALL)) == []
     lines = asyncio.run(missing_rights(cast(Client, Server(ALL)), "team", ["native"]))

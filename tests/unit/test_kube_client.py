@@ -74,7 +74,7 @@ def ok() -> web.Response:
     return web.json_response({"kind": "Pod"})
 
 
-def test_the_servers_own_sentence_is_the_errors() -> None:
+def test_the_error_contains_the_message_of_the_server() -> None:
     why = 'pods "a" is forbidden: exceeded quota: one-pod'
     with pytest.raises(ApiError) as raised:
         talk(Script(lambda: status(403, why)), lambda c: c.create("/api/v1/namespaces/a/pods", {}))
@@ -82,7 +82,7 @@ def test_the_servers_own_sentence_is_the_errors() -> None:
 
 
 @pytest.mark.parametrize("code", [429, 503])
-def test_a_request_that_was_turned_away_waits_as_long_as_the_server_says(code: int) -> None:
+def test_a_rejected_request_waits_as_long_as_the_server_demands(code: int) -> None:
     script = Script(lambda: status(code, **{"Retry-After": "0.1"}), lambda: status(code, **{"Retry-After": "0.1"}), ok)
     assert talk(script, lambda c: c.create("/pods", {})) == {"kind": "Pod"}
     assert len(script.asked) == 3
@@ -114,7 +114,7 @@ def test_a_refused_token_is_read_again_once() -> None:
     assert len(stays.asked) == 2, "no loop"
 
 
-def test_a_server_that_does_not_answer_is_an_error_with_the_request() -> None:
+def test_a_server_that_does_not_answer_gives_an_error_with_the_request() -> None:
     async def never(_: web.Request) -> web.StreamResponse:
         await asyncio.sleep(30)
         return ok()
@@ -133,7 +133,7 @@ def test_a_server_that_does_not_answer_is_an_error_with_the_request() -> None:
         (502, "<html>Bad Gateway", "Bad Gateway"),
     ],
 )
-def test_an_answer_that_is_no_object_is_an_error_which_quotes_a_proxys_page(code: int, text: str, quoted: str) -> None:
+def test_an_answer_that_is_not_an_object_is_an_error_with_the_proxy_page(code: int, text: str, quoted: str) -> None:
     with pytest.raises(ApiError, match=quoted):
         talk(Script(lambda: web.Response(status=code, text=text)), lambda c: c.get("/pods"))
 
@@ -156,7 +156,7 @@ def test_a_long_list_is_read_page_by_page() -> None:
     assert {r.query["labelSelector"] for r in script.asked} == {"a=b"}
 
 
-def test_a_list_of_large_objects_is_asked_for_in_pages_that_fit() -> None:
+def test_a_list_of_large_objects_is_requested_in_pages_that_fit() -> None:
     """Otherwise the server writes pages that the client gives up: a list of 560 MB would take half as long again."""
     listed, asked = [{"n": n, "spec": "x" * 50_000} for n in range(30)], 0
 
@@ -174,7 +174,7 @@ def test_a_list_of_large_objects_is_asked_for_in_pages_that_fit() -> None:
 
 
 @pytest.mark.parametrize("path", [ISSUER_PATH, KEYS_PATH, "/apis/scheduling.k8s.io", "/apis/apps/v1", "/version"])
-def test_what_the_api_server_says_of_itself_is_no_list_of_objects(path: str) -> None:
+def test_metadata_paths_of_the_api_server_are_not_read_as_lists(path: str) -> None:
     """The path of the server's token keys resembles a collection's: if read as a list, each report would get 503."""
     said = {"keys": [{"kid": "a"}]}
 
@@ -184,7 +184,7 @@ def test_what_the_api_server_says_of_itself_is_no_list_of_objects(path: str) -> 
     assert talk(answer, lambda client: client.get(path)) == said
 
 
-def test_a_mark_of_a_megabyte_is_one_mark() -> None:
+def test_a_release_mark_of_a_megabyte_is_cut_to_a_small_one() -> None:
     """A tenant may create a ConfigMap of 600 kB with the name of a release's mark. It must not keep operators from
     starting."""
     large = {"metadata": {"namespace": "team", "name": MARK}, "data": {"release": "a", "more": "x" * 1_000_000}}
@@ -203,7 +203,7 @@ def test_a_mark_of_a_megabyte_is_one_mark() -> None:
     assert script.asked[0].query["fieldSelector"] == f"metadata.name={MARK}"
 
 
-def test_what_the_api_server_notes_of_who_wrote_which_field_is_never_kept() -> None:
+def test_managed_fields_are_never_kept() -> None:
     """managedFields are as long as the rest of an object: kept, they would double the memory for 10,000 pods."""
     pod = {"metadata": {"name": "a", "managedFields": [{"manager": "kubelet"}]}, "spec": {}}
     listed = {"items": [pod], "metadata": {"resourceVersion": "7"}}
@@ -212,7 +212,7 @@ def test_what_the_api_server_notes_of_who_wrote_which_field_is_never_kept() -> N
     assert talk(Script(lambda: web.json_response(pod)), lambda client: client.get("/pods/a")) == kept
 
 
-def test_a_create_is_answered_with_metadata_alone_and_the_rest_is_as_it_was_sent() -> None:
+def test_a_create_request_asks_only_for_metadata_and_keeps_the_sent_object() -> None:
     """The full answer would be three times as long as the pod in the request, for each pod of each job."""
     metadata = {"name": "a-1-0", "uid": "u", "resourceVersion": "7", "labels": {"a": "b"}}
     more = {"managedFields": [{"manager": "ddpjob-operator"}], "creationTimestamp": "2026-01-01T00:00:00Z"}
@@ -231,21 +231,21 @@ WRITES: dict[str, Callable[[Client], Awaitable[Any]]] = {
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_no_write_is_sent_while_another_operator_may_lead(write: Callable[[Client], Awaitable[Any]]) -> None:
+def test_no_write_is_sent_while_another_operator_may_be_leader(write: Callable[[Client], Awaitable[Any]]) -> None:
     script = Script(ok)
     with pytest.raises(ApiError, match="another operator may lead"):
         talk(script, write, may_write=lambda: False)
     assert script.asked == []
 
 
-def test_the_second_try_of_a_write_is_not_sent_when_the_lease_was_lost_after_the_first() -> None:
+def test_a_write_is_not_retried_if_the_lease_was_lost_after_the_first_try() -> None:
     script, leads = Script(lambda: status(429, **{"Retry-After": "0.1"}), ok), iter([True, False])
     with pytest.raises(ApiError, match="another operator may lead"):
         talk(script, lambda c: c.create("/pods", {}), may_write=lambda: next(leads))
     assert len(script.asked) == 1
 
 
-def test_whoever_stands_by_may_read_and_ask_what_it_may_do() -> None:
+def test_a_standby_operator_may_read_and_check_its_rights() -> None:
     script = Script(ok)
     talk(script, lambda c: c.get("/pods/a"), may_write=lambda: False)
     reviews = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
@@ -270,7 +270,7 @@ def stream(*chunks: bytes, then: float = 0.0) -> Answer:
     return answer
 
 
-def test_events_are_read_however_they_are_cut() -> None:
+def test_watch_events_are_read_however_the_stream_is_split() -> None:
     long = "x" * 300_000
     data = f'{{"type":"ADDED","object":{{"a":"{long}"}}}}\n{{"type":"BOOKMARK","object":{{}}}}\n'.encode()
     events = talk(stream(data[:100], data[100:200_000], data[200_000:]), _events)
@@ -282,14 +282,14 @@ def test_a_watch_that_falls_silent_is_an_error() -> None:
         talk(stream(b'{"type":"BOOKMARK","object":{}}\n', then=5.0), _events, limits=IMPATIENT)
 
 
-def test_a_resource_version_that_is_too_old_is_told() -> None:
+def test_a_resource_version_that_is_too_old_is_reported() -> None:
     error = b'{"type":"ERROR","object":{"kind":"Status","code":410,"reason":"Expired","message":"too old"}}\n'
     with pytest.raises(ApiError) as raised:
         talk(stream(error), _events)
     assert raised.value.status == 410
 
 
-def test_without_any_credentials_the_error_says_what_was_looked_for(
+def test_without_credentials_the_error_lists_where_they_were_searched(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     monkeypatch.delenv("KUBECONFIG", raising=False)
@@ -298,7 +298,7 @@ def test_without_any_credentials_the_error_says_what_was_looked_for(
         login()
 
 
-def test_a_kubeconfig_that_is_not_there_is_an_error_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_kubeconfig_is_an_error_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", "/no/such/file")
     with pytest.raises(LoginError, match="cannot be used"):
         login()

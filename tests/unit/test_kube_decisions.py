@@ -54,13 +54,13 @@ def test_a_failure_and_its_restart_have_a_line_each_with_the_cause() -> None:
     assert running.startswith("default/digits attempt 2: Restarting → Running")
 
 
-def test_progress_and_a_look_without_news_have_no_line() -> None:
+def test_progress_and_a_reconcile_without_changes_have_no_line() -> None:
     world = digits().running()
     assert told(world) == []
     assert told(world.reports_step(100).after(60)) == []
 
 
-def test_what_programs_print_makes_no_second_line_and_shows_no_password() -> None:
+def test_output_of_programs_adds_no_second_line_and_shows_no_password() -> None:
     """A line break in a termination message could pass for a line of the operator."""
     world = digits().running()
     (line,) = told(world.exits(1, 3, message="ValueError: password=hunter2\n2026 INFO default/other: deleted"))
@@ -68,7 +68,7 @@ def test_what_programs_print_makes_no_second_line_and_shows_no_password() -> Non
     assert "hunter2" not in line
 
 
-def test_a_job_that_is_removed_by_its_ttl_is_said_to_be_so() -> None:
+def test_a_job_deleted_by_its_ttl_is_logged_as_such() -> None:
     world = digits(ttlSecondsAfterFinished=10).running()
     told(world.exits(0).exits(1))
     assert told(world.after(11))[-1] == (
@@ -76,7 +76,7 @@ def test_a_job_that_is_removed_by_its_ttl_is_said_to_be_so() -> None:
     )
 
 
-def test_the_lines_are_in_the_log_at_the_level_that_it_comes_with(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_lines_appear_at_the_default_log_level(caplog: pytest.LogCaptureFixture) -> None:
     async def story() -> None:
         town = Town(SlowServer(lambda _verb, _path: 0.01))
         town.apply("team", "digits", 2)
@@ -109,11 +109,11 @@ def test_the_lines_are_in_the_log_at_the_level_that_it_comes_with(caplog: pytest
     ],
     ids=str,
 )
-def test_the_first_line_says_what_is_watched_and_what_was_set(variables: dict[str, str], said: str) -> None:
+def test_the_first_line_shows_what_is_watched_and_the_settings(variables: dict[str, str], said: str) -> None:
     assert said in OperatorSettings.read(variables).summary()
 
 
-def test_every_setting_that_an_administrator_may_change_is_in_the_first_line() -> None:
+def test_every_setting_for_administrators_is_in_the_first_line() -> None:
     values = {"DDPJOB_LOG_LEVEL": "DEBUG", "DDPJOB_LOST_NODE_SECONDS": "1", "DDPJOB_KEEP_LOG_TAIL": "false"}
     values |= {"DDPJOB_KEEP_FROM_AUTOSCALERS": "false", "DDPJOB_LEASE_SECONDS": "60"}
     values |= {"DDPJOB_LOG_FORMAT": "json", "DDPJOB_METRICS_OF_JOBS": "false", "DDPJOB_EVENTS": "Warning"}
@@ -128,7 +128,7 @@ def decided(world: World) -> list[decisions.Line]:
     return [line for job, todo in plans(world) if (line := decisions.decision(job, todo)) is not None]
 
 
-def test_at_debug_each_plan_that_does_anything_is_a_line_with_its_pods() -> None:
+def test_at_debug_each_plan_with_actions_is_a_line_with_its_pods() -> None:
     first, *_ = decided(digits())
     assert first.text.endswith("the status is written, create the Service, create digits-1-0 digits-1-1")
     world = digits().running()
@@ -162,7 +162,7 @@ def test_as_json_each_decision_is_an_object_with_job_attempt_and_pod() -> None:
 
 
 @pytest.mark.parametrize("error", [ApiError(500, "InternalError", "etcd is away"), KeyError("a bug")], ids=repr)
-def test_a_reconcile_that_fails_is_a_line_with_job_attempt_and_pod(
+def test_a_failing_reconcile_is_a_line_with_job_attempt_and_pod(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A search for attempt 3 of a job must find the error that stopped it."""
@@ -186,11 +186,11 @@ def test_a_reconcile_that_fails_is_a_line_with_job_attempt_and_pod(
 
 
 @pytest.mark.parametrize("raw", [None, {}, {"status": None}, {"status": "Running"}, {"status": {"attempt": "many"}}])
-def test_a_line_about_a_job_that_cannot_be_read_has_the_same_fields(raw: dict[str, object] | None) -> None:
+def test_a_line_about_an_unreadable_job_has_the_same_fields(raw: dict[str, object] | None) -> None:
     assert decisions.about(("team", "digits"), raw) == {"job": "team/digits", "attempt": 0, "pod": ""}
 
 
-def test_an_error_as_json_has_its_stack_in_one_line() -> None:
+def test_an_error_as_json_has_its_stack_trace_in_one_line() -> None:
     try:
         raise ValueError("token=abcdef0123456789abcdef")
     except ValueError:

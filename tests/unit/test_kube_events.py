@@ -62,7 +62,7 @@ def play(
     return asyncio.run(run())
 
 
-def test_events_of_one_second_are_listed_in_the_order_in_which_they_happened() -> None:
+def test_events_of_one_second_are_listed_in_the_order_in_which_they_occurred() -> None:
     """Otherwise `kubectl describe` shows PermanentFailure before the RankFailed that caused it."""
     failed, over = Event("Warning", "RankFailed", "rank 1 ended"), Event("Warning", "PermanentFailure", "no retry")
     names: dict[str, str] = {}
@@ -84,17 +84,17 @@ def test_events_of_one_second_are_listed_in_the_order_in_which_they_happened() -
         assert [names[name] for name in sorted(names)] == ["RankFailed", "PermanentFailure"]
 
 
-def test_the_same_words_about_the_same_job_are_sent_once_in_a_while() -> None:
+def test_an_equal_event_about_the_same_job_is_sent_only_once_in_a_while() -> None:
     assert play((0, RUN), (1, RUN), (REPEAT_SECONDS - 2, RUN)) == ["AllNodesRun"]
     assert play((0, RUN), (REPEAT_SECONDS, RUN)) == ["AllNodesRun", "AllNodesRun"]
 
 
-def test_a_state_is_told_if_it_lasts_and_not_if_it_passes_at_once() -> None:
+def test_a_state_has_an_event_only_if_it_lasts() -> None:
     assert play((0, CREATING), (1, RUN)) == ["AllNodesRun"]
     assert play((0, CREATING), (PASSING_SECONDS, None), (1, RUN)) == ["CreatingPods", "AllNodesRun"]
 
 
-def test_of_a_job_that_is_gone_only_warnings_are_still_sent() -> None:
+def test_only_warnings_are_sent_for_a_deleted_job() -> None:
     """No Event should come 20 s after the job was deleted."""
 
     async def run() -> list[str]:
@@ -114,7 +114,7 @@ ROUTINE = Event("Normal", "AllNodesRun", "2 of 2 nodes are running", is_routine=
 DONE = Event("Normal", "AllNodesCompleted", "all 2 nodes completed", is_routine=True)
 
 
-def test_a_job_that_just_trains_has_no_events_and_one_that_had_any_has_them_all() -> None:
+def test_a_job_that_just_trains_has_no_events_and_a_job_with_any_event_has_all() -> None:
     """Otherwise the last Event of a job that started slowly and completed would still be CreatingPods."""
     assert play((0, CREATING), (1, ROUTINE), (30, DONE), level="Brief") == []
     started_late = play((0, CREATING), (PASSING_SECONDS, None), (1, ROUTINE), (30, DONE), level="Brief")
@@ -125,11 +125,11 @@ def test_a_job_that_just_trains_has_no_events_and_one_that_had_any_has_them_all(
 
 
 @pytest.mark.parametrize(("level", "arrive"), [("All", ["RankFailed", "AllNodesRun"]), ("Warning", ["RankFailed"])])
-def test_an_administrator_has_all_events_or_warnings_alone(level: str, arrive: list[str]) -> None:
+def test_an_administrator_may_choose_all_events_or_only_warnings(level: str, arrive: list[str]) -> None:
     assert play((0, Event("Warning", "RankFailed", "rank 3")), (0, ROUTINE), (0, None), level=level) == arrive
 
 
-def test_what_went_well_makes_way_for_pods_that_are_being_created_but_not_for_ever() -> None:
+def test_normal_events_wait_while_pods_are_created_but_not_for_ever() -> None:
     """In a burst of jobs each Event would delay other jobs' pods, and most are out of date before they are sent."""
     assert play((0, RUN), (LATER_SECONDS - 1, None), busy=True) == []
     assert play((0, RUN), (LATER_SECONDS, None), busy=True) == ["AllNodesRun"]
@@ -141,11 +141,11 @@ def test_what_went_well_makes_way_for_pods_that_are_being_created_but_not_for_ev
     assert warned == ["AllNodesRun", "RankFailed"], "a warning makes way for nothing"
 
 
-def test_a_server_that_takes_no_events_stops_nothing() -> None:
+def test_a_server_that_refuses_events_blocks_nothing() -> None:
     assert play((0, RUN), (1, CREATING), (9, None), error=ApiError(403, "Forbidden", "no")) == []
 
 
-def test_what_waits_is_bounded_and_no_job_takes_all_the_room() -> None:
+def test_waiting_events_are_bounded_and_no_job_takes_all_the_room() -> None:
     """Thousands of Events about restarts in one namespace must leave room for Warnings in others."""
     events = Events(Server(), SYSTEM)  # type: ignore[arg-type]
     for number in range(QUEUE_MAX // QUEUE_OF_JOB_MAX + 5):
@@ -158,7 +158,7 @@ def test_what_waits_is_bounded_and_no_job_takes_all_the_room() -> None:
     assert len(events._waiting[JOB.uid]) == 1, "another namespace's newest has made room"
 
 
-def test_events_that_hang_in_one_namespace_hold_up_no_other() -> None:
+def test_slow_events_in_one_namespace_do_not_delay_other_namespaces() -> None:
     """A webhook that takes 10 s in one namespace must not delay all other Warnings for hours."""
 
     class Hanging(Server):
@@ -180,7 +180,7 @@ def test_events_that_hang_in_one_namespace_hold_up_no_other() -> None:
     assert asyncio.run(run()) == ["AllNodesRun", "RankFailed"], "in their order"
 
 
-def test_an_event_is_as_kubectl_describe_looks_for_it() -> None:
+def test_an_event_has_the_fields_that_kubectl_describe_searches_for() -> None:
     made = body(JOB, Event("Warning", "RankFailed", "x" * 5000), AT, "", "1")
     assert made["involvedObject"] | {"resourceVersion": ""} == {
         "apiVersion": "training.ddpjob.io/v1alpha1",

@@ -55,7 +55,7 @@ async def get(port: int, path: str = "/metrics", **headers: str) -> tuple[int, s
         return answer.status, answer.content_type, await answer.text()
 
 
-def test_prometheus_gets_openmetrics_and_others_the_older_text() -> None:
+def test_prometheus_gets_openmetrics_and_other_clients_the_older_text_format() -> None:
     async def story(server: Exposition, _: list[int]) -> None:
         status, kind, text = await get(server.port, **OPENMETRICS)
         assert (status, kind) == (200, "application/openmetrics-text")
@@ -75,7 +75,7 @@ class Large(Meter):
         return b"#" * (16 << 20), "text/plain"
 
 
-def test_an_answer_is_held_once_however_many_do_not_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_is_held_in_memory_once_however_many_clients_do_not_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """60 clients that do not read would need 450 MB for the metrics of 8,000 jobs. The operator's limit is 512 MB."""
     # A shorter limit would close the connection before the test sees that it is waiting.
     monkeypatch.setattr(bounded_server, "REQUEST_SECONDS", 60.0)
@@ -101,7 +101,7 @@ def test_an_answer_is_held_once_however_many_do_not_read_it(monkeypatch: pytest.
     served(story, meter=Large())
 
 
-def test_many_who_ask_at_once_get_one_answer() -> None:
+def test_simultaneous_requests_share_one_answer() -> None:
     """Writing an answer costs CPU, which a client that asks in a loop must not exhaust."""
 
     async def story(server: Exposition, asked: list[int]) -> None:
@@ -113,7 +113,7 @@ def test_many_who_ask_at_once_get_one_answer() -> None:
     served(story, count=50)
 
 
-def test_reconciles_go_on_while_a_large_answer_is_written() -> None:
+def test_reconciles_continue_while_a_large_answer_is_written() -> None:
     """The answer is written in a thread, so the event loop waits at most for Python's switch of threads."""
 
     async def story(server: Exposition, _: list[int]) -> None:

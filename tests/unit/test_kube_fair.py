@@ -46,7 +46,7 @@ async def small_jobs_start(town: Town, *namespaces: str) -> float:
     return await town.until(lambda: all(town.pods(*place) == 2 for place in places), 60)
 
 
-def test_small_jobs_start_at_once_beside_a_job_of_a_thousand_pods() -> None:
+def test_small_jobs_start_at_once_next_to_a_job_of_a_thousand_pods() -> None:
     """Otherwise a small job waits half a minute for somebody else's thousand pods."""
 
     async def story() -> None:
@@ -68,7 +68,7 @@ def test_small_jobs_start_at_once_beside_a_job_of_a_thousand_pods() -> None:
     ],
     ids=str,
 )
-def test_a_namespace_with_a_slow_webhook_slows_nobody_else_and_the_operator_is_not_stuck(
+def test_a_slow_webhook_in_one_namespace_delays_no_other_namespace(
     slow: dict[str, float], jobs: int, nodes: int
 ) -> None:
     """Otherwise all reconciles wait for one namespace's webhook, and after ten minutes the probe restarts the
@@ -93,7 +93,7 @@ def test_a_namespace_with_a_slow_webhook_slows_nobody_else_and_the_operator_is_n
 STORM = {"create": 0.08, "delete": 0.08, "get": 0.08, "list": 0.08, "replace": 0.16}
 
 
-def test_a_job_of_one_pod_has_it_within_a_second_where_five_hundred_are_applied_at_once() -> None:
+def test_a_job_of_one_pod_gets_it_within_a_second_if_five_hundred_are_applied_at_once() -> None:
     async def story() -> None:
         town = Town(SlowServer(lambda verb, _path: STORM[verb]))
         for number in range(500):
@@ -105,7 +105,7 @@ def test_a_job_of_one_pod_has_it_within_a_second_where_five_hundred_are_applied_
     play(story)
 
 
-def test_a_job_that_restarts_does_not_wait_behind_a_flood_of_new_ones() -> None:
+def test_a_restarting_job_does_not_wait_behind_many_new_jobs() -> None:
     """All ranks of the restarting job are idle until its pods are created."""
 
     async def story(others: int) -> None:
@@ -127,7 +127,7 @@ def test_a_job_that_restarts_does_not_wait_behind_a_flood_of_new_ones() -> None:
     assert amid < alone + 1
 
 
-def test_a_job_that_waits_until_it_may_go_on_stops_as_soon_as_it_is_suspended() -> None:
+def test_a_waiting_job_stops_as_soon_as_it_is_suspended() -> None:
     async def story() -> None:
         town = Town(SlowServer(lambda verb, _path: STORM[verb]))
         for number in range(100):
@@ -141,7 +141,7 @@ def test_a_job_that_waits_until_it_may_go_on_stops_as_soon_as_it_is_suspended() 
     play(story)
 
 
-def test_to_tell_that_jobs_run_does_not_hold_up_the_pods_of_the_others() -> None:
+def test_writing_the_running_status_does_not_delay_the_pods_of_other_jobs() -> None:
     """Reporting that a job is running costs a write of its status, which the API server charges like two pods."""
     took: list[float] = []
 
@@ -197,7 +197,7 @@ def test_a_new_job_gets_its_pods_in_batches_and_a_restart_all_at_once(nodes: int
     play(story)
 
 
-def test_where_the_first_pod_is_refused_no_other_is_tried_and_the_next_reconcile_begins_with_one() -> None:
+def test_after_a_refused_first_pod_no_other_is_tried_and_the_next_reconcile_starts_with_one() -> None:
     """If the quota is used up, a job of 1,000 pods would otherwise send 1,000 refused requests each time."""
 
     async def story() -> None:
@@ -218,7 +218,7 @@ def test_where_the_first_pod_is_refused_no_other_is_tried_and_the_next_reconcile
     play(story)
 
 
-def test_that_a_job_runs_is_told_in_time_where_pods_of_others_are_always_being_made() -> None:
+def test_running_is_reported_in_time_while_pods_of_other_jobs_are_always_being_created() -> None:
     async def story() -> None:
         server = SlowServer(lambda verb, _path: 0.4 if verb == "create" else QUICK)
         town = Town(server)
@@ -234,7 +234,7 @@ def test_that_a_job_runs_is_told_in_time_where_pods_of_others_are_always_being_m
     play(story)
 
 
-def test_that_a_job_runs_is_told_at_once_beside_creates_that_hang_in_a_webhook() -> None:
+def test_running_is_reported_at_once_while_creates_hang_in_a_webhook() -> None:
     """Writes of a status neither wait for a create that hangs, nor stop in other namespaces."""
 
     async def story() -> None:
@@ -251,7 +251,7 @@ def test_that_a_job_runs_is_told_at_once_beside_creates_that_hang_in_a_webhook()
     play(story)
 
 
-def test_the_slow_deletes_of_one_job_hold_up_no_other() -> None:
+def test_slow_deletes_of_one_job_delay_no_other() -> None:
     """The API server throttles clients that send a thousand deletes at once."""
 
     async def story() -> None:
@@ -268,7 +268,7 @@ def test_the_slow_deletes_of_one_job_hold_up_no_other() -> None:
     play(story)
 
 
-def test_a_job_that_is_suspended_while_its_pods_are_created_slowly_stops_soon() -> None:
+def test_a_job_that_is_suspended_during_slow_pod_creation_stops_soon() -> None:
     """Otherwise the reconcile continues until all pods are created: ten minutes and more with a slow webhook."""
 
     async def story() -> None:
@@ -283,7 +283,7 @@ def test_a_job_that_is_suspended_while_its_pods_are_created_slowly_stops_soon() 
     play(story)
 
 
-def test_progress_of_many_jobs_is_written_ten_times_a_second_and_nothing_waits_behind_it() -> None:
+def test_progress_of_many_jobs_is_written_ten_times_a_second_and_delays_nothing() -> None:
     """The API server would be busy with 30 writes of progress per second, and starts and failures would wait."""
 
     async def story() -> None:
@@ -321,7 +321,7 @@ def test_progress_of_many_jobs_is_written_ten_times_a_second_and_nothing_waits_b
     st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.01, 20)), max_size=120),
     st.lists(st.integers(0, 119), max_size=20),
 )
-def test_limits_in_flight_hold_and_everybody_has_a_place_also_where_some_give_up(
+def test_the_limit_of_requests_in_flight_holds_even_if_some_are_cancelled(
     calls: list[tuple[str, float]], cancelled: list[int]
 ) -> None:
     """Otherwise each lost place reduces the limit until the operator restarts."""
@@ -365,7 +365,7 @@ JOBS, NODES = 20, 8
 AFTER_SECONDS = 5.0
 
 
-def test_while_every_write_is_turned_away_each_job_asks_as_seldom_as_the_server_wants_and_starts_after_it() -> None:
+def test_while_every_write_is_rejected_each_job_retries_as_rarely_as_the_server_demands() -> None:
     """If twenty jobs retried at once, an overloaded API server could never recover."""
 
     async def story() -> None:

@@ -38,7 +38,7 @@ def told(feed: Feed) -> list[tuple[str, str]]:
     return asyncio.run(read())
 
 
-def test_kopf_is_told_of_jobs_that_begin_and_end_and_all_goes_into_our_copy() -> None:
+def test_kopf_gets_the_beginning_and_the_end_of_jobs_and_our_copy_gets_everything() -> None:
     """An edit that reaches neither our copy nor kopf is never acted on, and one that reaches both costs twice."""
     changed: list[tuple[str, str]] = []
     jobs = Jobs(changed.append)
@@ -59,7 +59,7 @@ def nested(levels: int) -> Any:
 
 
 @pytest.mark.parametrize("template", ["x" * 100_000, nested(900)], ids=["large", "deep"])
-def test_kopf_is_told_no_more_of_a_job_than_its_name(template: Any) -> None:
+def test_kopf_gets_only_the_name_of_a_job(template: Any) -> None:
     """kopf's queue has no limit: 2,000 new jobs of 280 kB would fill the operator's memory. And kopf parses events with
     Python's json, which fails at 1,000 levels and would end the operator."""
     feed = Feed(Jobs(lambda _key: None))
@@ -71,7 +71,7 @@ def test_kopf_is_told_no_more_of_a_job_than_its_name(template: Any) -> None:
     assert len(asyncio.run(line())) < 300
 
 
-def test_a_list_goes_into_our_copy_and_what_it_lacks_is_gone() -> None:
+def test_a_list_updates_our_copy_and_removes_what_it_lacks() -> None:
     """If a deletion was missed while no watch was open, the job would be restarted for ever."""
     jobs = Jobs(lambda _key: None)
     feed = Feed(jobs)
@@ -82,7 +82,7 @@ def test_a_list_goes_into_our_copy_and_what_it_lacks_is_gone() -> None:
     assert told(feed) == []
 
 
-def test_a_list_is_no_news_of_a_job_of_which_a_part_is_kept() -> None:
+def test_a_list_causes_no_reconcile_of_a_job_that_is_only_partly_kept() -> None:
     """Otherwise thousands of ended jobs are read again, one by one, after every list."""
     changed: list[tuple[str, str]] = []
     jobs = Jobs(changed.append, limits=storage.StoredLimits(0, 0, 0, 0, 0))

@@ -99,7 +99,7 @@ def runs(gang: GangWatch, true: Callable[[], object]) -> None:
     asyncio.run(run())
 
 
-def test_a_gangs_part_ends_with_the_first_of_its_watches() -> None:
+def test_a_gang_watch_ends_when_the_first_of_its_watches_ends() -> None:
     """Otherwise the operator does not notice that a watch has ended, and its jobs wait for ever."""
 
     async def run() -> None:
@@ -126,14 +126,14 @@ def test_a_gangs_part_ends_with_the_first_of_its_watches() -> None:
         pytest.param(kueue.ADAPTER, ("v1beta2",), "v1beta2", id="Kueue without the old version"),
     ],
 )
-def test_the_best_version_that_is_served_is_taken(adapter: Adapter, served: tuple[str, ...], taken: str) -> None:
+def test_the_best_served_version_is_used(adapter: Adapter, served: tuple[str, ...], taken: str) -> None:
     """An upgrade of the cluster removes old versions. For Kueue the version that was tested is preferred."""
     gang = found(Server(*served), adapter=adapter)
     assert gang.api.api_version == f"{adapter.group}/{taken}"
     assert gang.path("team") == f"/apis/{adapter.group}/{taken}/namespaces/team/{adapter.plural}"
 
 
-def test_where_namespaces_are_named_nothing_is_listed_outside_of_them() -> None:
+def test_nothing_is_listed_outside_the_configured_namespaces() -> None:
     """A Role grants nothing outside its namespace."""
     server = Server("v1alpha2")
     found(server, "team-a", "team-b")
@@ -141,20 +141,20 @@ def test_where_namespaces_are_named_nothing_is_listed_outside_of_them() -> None:
     assert set(asked) == {f"{GROUP}/v1alpha2/namespaces/{team}/podgroups" for team in ("team-a", "team-b")}
 
 
-def test_an_api_that_is_not_served_says_so_and_a_job_does_not_wait_for_it() -> None:
+def test_an_unserved_api_is_logged_and_a_job_does_not_wait_for_it() -> None:
     gang = found(Server())
     assert gang.api.why_not == "the API server does not serve podgroups.scheduling.k8s.io (v1beta1, v1alpha3, v1alpha2)"
     with pytest.raises(ApiError, match="does not serve"):
         gang.path("team")
 
 
-def test_a_right_that_is_missing_is_said_and_nothing_is_made() -> None:
+def test_a_missing_right_is_logged_and_nothing_is_created() -> None:
     server = Server("v1alpha2")
     server.errors[f"{GROUP}/v1alpha2/podgroups"] = ApiError(403, "Forbidden", "cannot list podgroups")
     assert found(server).api.why_not == ("the operator may not list podgroups.scheduling.k8s.io: cannot list podgroups")
 
 
-def test_an_api_server_that_is_away_is_asked_again_and_not_taken_for_one_without_the_api() -> None:
+def test_an_unavailable_api_server_is_asked_again_and_does_not_count_as_lacking_the_api() -> None:
     """Otherwise a restart of the API server lets jobs start in parts."""
     server = Server("v1alpha2")
     server.errors[f"{GROUP}/v1beta1"] = ApiError(0, "NoAnswer", "away")
@@ -173,7 +173,7 @@ def test_an_api_server_that_is_away_is_asked_again_and_not_taken_for_one_without
     assert (gang.api.api_version, waits[:3]) == ("scheduling.k8s.io/v1alpha2", [NO_ANSWER_SECONDS] * 3)
 
 
-def test_a_namespace_in_which_nothing_may_be_listed_keeps_the_queue_from_no_other(
+def test_a_namespace_where_listing_is_forbidden_does_not_disable_the_queue_elsewhere(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """If the first watched namespace is deleted with its Role, jobs of all other namespaces must not wait for ever."""
@@ -210,7 +210,7 @@ CONVERSION = ApiError(
 WORKLOADS = "/apis/kueue.x-k8s.io/v1beta1/workloads"
 
 
-def test_the_api_of_a_queue_that_answers_with_errors_counts_as_away_until_it_works_again(
+def test_a_queue_api_that_answers_with_errors_counts_as_unavailable_until_it_works_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Kueue's conversion webhook may be down while the operator starts. Other jobs must be reconciled, and the log must
@@ -249,7 +249,7 @@ def test_only_jobs_that_need_an_api_wait_until_it_has_answered() -> None:
     assert [waits_for(one, gangs) for one in (in_queue, left, job())] == [True, True, False]
 
 
-def test_an_operator_reconciles_the_jobs_without_a_queue_while_the_api_of_the_queue_does_not_answer() -> None:
+def test_jobs_without_a_queue_are_reconciled_while_the_queue_api_does_not_answer() -> None:
     """Otherwise jobs of other teams neither start nor restart."""
     settings = dataclasses.replace(OperatorSettings(health_port=0), gangs=("kueue",))
     operator = Operator(settings, cast(Client, Server()))
@@ -264,7 +264,7 @@ def test_an_operator_reconciles_the_jobs_without_a_queue_while_the_api_of_the_qu
     assert operator.reconciler.ready_in(("default", "gone")) == 0.0
 
 
-def test_the_copy_has_what_a_group_says_and_whose_it_is() -> None:
+def test_the_copy_has_the_state_of_a_group_and_its_owner() -> None:
     server = Server("v1alpha2")
     body = native.body(job(), 3, "scheduling.k8s.io/v1alpha2")
     body["metadata"] |= {"uid": "group", "resourceVersion": "5"}
@@ -275,7 +275,7 @@ def test_the_copy_has_what_a_group_says_and_whose_it_is() -> None:
     assert group.admission == Admission("waiting", "no room")
 
 
-def test_a_group_that_cannot_be_read_does_not_end_the_watch_of_the_others() -> None:
+def test_an_unreadable_group_does_not_end_the_watch_of_the_others() -> None:
     server = Server("v1alpha2")
     body = native.body(job(), 3, "v")
     server.items = [
@@ -285,14 +285,14 @@ def test_a_group_that_cannot_be_read_does_not_end_the_watch_of_the_others() -> N
     assert [group.name for group in found(server).store.of(("default", "digits"))] == ["digits-4"]
 
 
-def test_an_operator_that_has_nothing_switched_on_asks_for_nothing() -> None:
+def test_an_operator_without_any_gang_api_switched_on_sends_no_request() -> None:
     operator = Operator(OperatorSettings(health_port=0), cast(Client, Server()))
     assert operator.caches.gangs == {}
     on = Operator(dataclasses.replace(OperatorSettings(health_port=0), gangs=("native",)), cast(Client, Server()))
     assert list(on.caches.gangs) == ["native"]
 
 
-def test_an_admission_that_the_watch_has_not_shown_is_found_by_a_later_list() -> None:
+def test_an_admission_missed_by_the_watch_is_found_by_a_later_list() -> None:
     """Otherwise the job waits in its queue for ever while it holds its quota."""
     server, seen = Server("v1beta1"), []
     settings = OperatorSettings(health_port=0, gangs=("kueue",))
@@ -314,7 +314,7 @@ def test_an_admission_that_the_watch_has_not_shown_is_found_by_a_later_list() ->
     assert seen == [Admission("admitted")]
 
 
-def test_only_names_that_there_are_can_be_switched_on() -> None:
+def test_only_known_names_can_be_switched_on() -> None:
     assert OperatorSettings.read({"DDPJOB_GANGS": " native, native,"}).gangs == ("native",)
     assert "DDPJOB_GANGS=native" in OperatorSettings.read({"DDPJOB_GANGS": "native"}).summary()
     with pytest.raises(ValueError, match=r"DDPJOB_GANGS: must be names of native, .*volcano"):

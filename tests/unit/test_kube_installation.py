@@ -62,7 +62,7 @@ def run(answers: dict[str, Any], **told: str) -> int:
     return asyncio.run(check(cast(Client, Server(answers)), TOLD | told, tries=1, utc=lambda: START))
 
 
-def test_an_installation_that_works_is_said_line_by_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_working_installation_is_reported_line_by_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(WORKS) == 0
     assert capsys.readouterr().out.splitlines() == [
         "ok    the CRD ddpjobs.training.ddpjob.io is served with v1alpha1",
@@ -92,7 +92,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("answers", "said"), BROKEN.values(), ids=BROKEN)
-def test_what_does_not_work_is_named_with_the_command_that_shows_why(
+def test_a_failed_check_is_named_with_the_command_that_shows_the_reason(
     answers: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`helm test` prints only that a pod has failed, so its log must contain the reason and a command."""
@@ -101,7 +101,7 @@ def test_what_does_not_work_is_named_with_the_command_that_shows_why(
     assert said in line
 
 
-def test_the_address_for_reports_is_asked_as_a_pod_without_a_token_would(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_address_for_reports_is_requested_like_a_pod_without_a_token(capsys: pytest.CaptureFixture[str]) -> None:
     async def nobody(_: str) -> BoundPod:
         raise AssertionError("no token was sent")
 
@@ -120,6 +120,6 @@ def test_the_address_for_reports_is_asked_as_a_pod_without_a_token_would(capsys:
     assert "takes reports from pods with a token" in capsys.readouterr().out
 
 
-def test_an_address_where_nobody_answers_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_address_that_does_not_answer_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(WORKS, DDPJOB_STATUS_URL=f"http://127.0.0.1:{free_port()}{PATH}") == 1
     assert "does not answer" in capsys.readouterr().out

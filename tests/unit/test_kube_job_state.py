@@ -17,7 +17,7 @@ def pod(uid: str = "a", **fields: dt.datetime) -> Pod:
     return Pod("digits-1-0", uid, "job", 1, 0, node="gpu-07", trainer=Container("running", ready=True), **fields)
 
 
-def test_whether_a_node_is_lost_is_counted_from_when_we_saw_it_whatever_the_api_servers_clock_says() -> None:
+def test_the_time_until_a_node_is_lost_counts_from_our_first_observation() -> None:
     """Otherwise an operator whose clock is ahead gives up a healthy node and starts the next attempt while the last one
     is still running."""
     memory, later = JobState("uid"), START + dt.timedelta(seconds=20)
@@ -28,7 +28,7 @@ def test_whether_a_node_is_lost_is_counted_from_when_we_saw_it_whatever_the_api_
     assert memory.by_own_clock([stopping], later) == [seen], "the clock runs on from the first time it was seen"
 
 
-def test_a_pod_that_the_api_servers_clock_binds_in_the_future_was_bound_when_we_saw_it() -> None:
+def test_a_pod_bound_in_the_future_by_the_server_clock_counts_as_bound_when_we_saw_it() -> None:
     """Otherwise a node that failed soon after the binding counts as lost only when our clock reaches that time."""
     memory, bound = JobState("uid"), pod(scheduled_at=START + AHEAD)
     for seconds in (0, 20, 40, 24 * 60):
@@ -37,7 +37,7 @@ def test_a_pod_that_the_api_servers_clock_binds_in_the_future_was_bound_when_we_
     assert memory.by_own_clock([early], START) == [early]
 
 
-def test_times_of_pods_that_are_compared_with_each_other_stay_by_one_clock() -> None:
+def test_pod_times_that_are_compared_come_from_one_clock() -> None:
     """After a jump of our clock, one pod would have our time and its peer the API server's. The peer would seem to be
     created after its end, and the rank that left first would not be charged."""
     memory = JobState("uid")
@@ -47,7 +47,7 @@ def test_times_of_pods_that_are_compared_with_each_other_stay_by_one_clock() -> 
     assert seen[0].scheduled_at == seen[1].scheduled_at == START + AHEAD
 
 
-def test_a_kubelet_that_is_back_has_the_grace_of_a_pod_before_it_that_pod_is_given_up() -> None:
+def test_a_pod_whose_kubelet_is_back_gets_its_full_grace_before_it_is_given_up() -> None:
     """The pod's node was cut off when the pod was to stop. If the pod were given up just as its kubelet returns, two
     groups would run at once (seed 3441 of the simulation with memory)."""
     memory, back_at = JobState("uid"), START + dt.timedelta(seconds=29)
@@ -58,14 +58,14 @@ def test_a_kubelet_that_is_back_has_the_grace_of_a_pod_before_it_that_pod_is_giv
         assert memory.by_own_clock([stopping], now)[0].deletion_deadline == back_at + dt.timedelta(seconds=1)
 
 
-def test_the_wait_for_a_pod_that_is_heard_again_starts_from_zero() -> None:
+def test_the_wait_for_a_pod_whose_node_reports_again_starts_from_zero() -> None:
     memory, later = JobState("uid"), START + dt.timedelta(seconds=20)
     memory.by_own_clock([pod(silent_since=START)], START)
     assert memory.by_own_clock([pod()], later)[0].silent_since is None
     assert memory.by_own_clock([pod(silent_since=START)], later)[0].silent_since == later
 
 
-def test_how_long_a_sidecar_has_run_on_is_counted_from_when_we_saw_it_whatever_the_nodes_clock_says() -> None:
+def test_the_time_that_a_sidecar_runs_on_is_counted_by_our_clock() -> None:
     """If the node's clock is ahead, the job would wait too long. If it is behind, an eviction would count as
     success."""
     memory, done = JobState("uid"), Container("ended", "Completed", exit_code=0, ended_at=START + AHEAD)

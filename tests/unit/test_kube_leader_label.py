@@ -50,7 +50,7 @@ def lives(pods: Pods, pod: str, story: Callable[[LeaderLabel], Any], seconds: fl
     play(run)
 
 
-def test_who_leads_has_the_label_and_who_led_before_has_it_no_more() -> None:
+def test_the_leader_gets_the_label_and_the_former_leader_loses_it() -> None:
     """A leader that hangs cannot remove its label, and half of all reports would go to its pod."""
     pods = Pods(a="true")
     lives(pods, "b", lambda label: label.take_from("a"))
@@ -58,27 +58,27 @@ def test_who_leads_has_the_label_and_who_led_before_has_it_no_more() -> None:
 
 
 @pytest.mark.parametrize("former", ["", "gone", "b"])
-def test_who_leads_has_the_label_whoever_led_before(former: str) -> None:
+def test_the_leader_gets_the_label_whoever_was_leader_before(former: str) -> None:
     pods = Pods()
     lives(pods, "b", lambda label: label.take_from(former))
     assert pods.labels == {"b": "true"}
 
 
-def test_a_container_that_was_restarted_takes_the_label_off_its_pod_until_it_leads() -> None:
+def test_a_restarted_container_removes_the_label_from_its_pod_until_it_is_leader() -> None:
     """A pod keeps its labels when its container restarts, so reports would go to a standby operator."""
     pods = Pods(a="true")
     lives(pods, "a", lambda _: None)
     assert pods.labels == {"a": None}
 
 
-def test_a_label_that_the_server_does_not_take_is_tried_again() -> None:
+def test_a_refused_label_is_tried_again() -> None:
     busy = ApiError(0, "NoAnswer", "connection refused")
     pods = Pods(busy, busy, busy, a="true")
     lives(pods, "b", lambda label: label.take_from("a"))
     assert pods.labels == {"a": None, "b": "true"}
 
 
-def test_a_right_that_is_missing_is_said_once_and_asked_for_seldom(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_right_is_logged_once_and_retried_rarely(caplog: pytest.LogCaptureFixture) -> None:
     """With the role of an older chart only reports fail to arrive, and the log must name the reason."""
     pods = Pods(*[ApiError(403, "Forbidden", "cannot patch pods")] * 1000)
     lives(pods, "a", lambda label: label.take_from(""), seconds=10 * FORBIDDEN_SECONDS)
@@ -87,7 +87,7 @@ def test_a_right_that_is_missing_is_said_once_and_asked_for_seldom(caplog: pytes
     assert caplog.messages == [said]
 
 
-def test_an_operator_outside_of_a_cluster_labels_nothing() -> None:
+def test_an_operator_outside_a_cluster_labels_nothing() -> None:
     pods = Pods()
     lives(pods, "", lambda label: label.take_from(""))
     assert pods.asked == 0

@@ -40,7 +40,7 @@ def lease(version: int, holder: str = THEIRS, seconds: float = 15.0) -> Lease:
 
 
 @pytest.mark.parametrize("holder", ["", OURS])
-def test_a_lease_that_is_free_or_ours_is_taken_at_once(holder: str) -> None:
+def test_a_free_or_own_lease_is_taken_at_once(holder: str) -> None:
     one = candidate()
     one.saw(lease(1, holder), START)
     assert one.may_take(START)
@@ -57,7 +57,7 @@ WAITS: dict[str, tuple[list[tuple[float, Lease | None]], float]] = {
 
 
 @pytest.mark.parametrize(("seen", "free_at"), WAITS.values(), ids=WAITS)
-def test_a_lease_is_taken_when_it_has_not_changed_for_its_whole_duration_and_not_before(
+def test_a_lease_is_taken_only_after_it_did_not_change_for_its_whole_duration(
     seen: list[tuple[float, Lease | None]], free_at: float
 ) -> None:
     one = candidate()
@@ -69,7 +69,7 @@ def test_a_lease_is_taken_when_it_has_not_changed_for_its_whole_duration_and_not
     assert one.may_take(START + free_at)
 
 
-def test_an_absent_lease_that_was_not_looked_at_for_a_while_may_have_been_made_and_deleted_meanwhile() -> None:
+def test_an_absent_lease_is_not_trusted_if_it_was_not_read_for_a_while() -> None:
     """Otherwise an operator that was cut off would act next to the one that has created the Lease since then."""
     one, other = candidate(), Candidate(THEIRS, DURATIONS)
     one.saw(None, START)
@@ -83,21 +83,21 @@ def test_an_absent_lease_that_was_not_looked_at_for_a_while_may_have_been_made_a
     assert one.may_take(START + 67)
 
 
-def test_the_time_of_the_holder_counts_from_when_it_asked_and_not_from_the_answer() -> None:
+def test_the_time_of_the_holder_counts_from_its_request_and_not_from_the_answer() -> None:
     one = candidate()
     one.took(lease(2, OURS), asked_at=START, now=START + 3)
     assert one.held_until == START + 10
 
 
 @pytest.mark.parametrize("now_there", [lease(3, THEIRS), lease(3, ""), None])
-def test_a_holder_that_sees_another_in_its_place_stops_at_once(now_there: Lease | None) -> None:
+def test_a_holder_that_sees_another_holder_stops_at_once(now_there: Lease | None) -> None:
     one = candidate()
     one.took(lease(2, OURS), START, START)
     one.saw(now_there, START + 1)
     assert one.held_until < START
 
 
-def test_a_change_in_our_name_counts_from_when_we_asked_for_what_was_there_before() -> None:
+def test_a_change_in_our_name_counts_from_the_request_of_the_previous_state() -> None:
     one = candidate()
     one.saw(lease(1, OURS), START + 1, asked_at=START)
     assert one.held_until < START, "it may be as old as can be"
@@ -111,13 +111,13 @@ def test_a_change_in_our_name_counts_from_when_we_asked_for_what_was_there_befor
     assert one.held_until < START + 31, "long ago"
 
 
-def test_who_leads_is_known_until_it_has_been_silent_for_too_long() -> None:
+def test_the_leader_is_known_until_it_has_been_silent_for_too_long() -> None:
     one = candidate()
     one.saw(lease(1), START)
     assert [one.leader(START + seconds) for seconds in (14.9, 15)] == [THEIRS, ""]
 
 
-def test_durations_are_client_gos_unless_said_otherwise() -> None:
+def test_lease_durations_default_to_those_of_client_go() -> None:
     assert OperatorSettings.read({}).lease == Durations(15, 10.0, 2.0)
     short = {"DDPJOB_LEASE_SECONDS": "4", "DDPJOB_LEASE_RENEW_SECONDS": "2.5", "DDPJOB_LEASE_RETRY_SECONDS": "0.4"}
     assert OperatorSettings.read(short).lease == Durations(4, 2.5, 0.4)
@@ -228,7 +228,7 @@ def seconds() -> float:
 # ------------------------------------------------------------------------------------------------ two operators
 
 
-def test_one_of_two_leads_and_goes_on_leading() -> None:
+def test_one_of_two_operators_leads_and_stays_leader() -> None:
     async def story() -> None:
         async with two() as (server, _, a, b):
             for _ in range(100):
@@ -251,7 +251,7 @@ def test_after_a_release_the_other_leads_within_two_retries() -> None:
     play(story)
 
 
-def test_a_lease_is_released_though_a_renewal_arrives_meanwhile() -> None:
+def test_a_lease_is_released_even_if_a_renewal_arrives_meanwhile() -> None:
     """The request of a cancelled renewal may still change the version that the release names."""
 
     async def story() -> None:
@@ -265,7 +265,7 @@ def test_a_lease_is_released_though_a_renewal_arrives_meanwhile() -> None:
     play(story)
 
 
-def test_a_leader_that_is_cut_off_stops_before_the_other_starts_and_gets_nothing_back() -> None:
+def test_a_leader_that_is_cut_off_stops_before_the_other_starts() -> None:
     async def story() -> None:
         async with two() as (_, ways, a, b):
             ways[0].fates = cut
@@ -282,7 +282,7 @@ def test_a_leader_that_is_cut_off_stops_before_the_other_starts_and_gets_nothing
     play(story)
 
 
-def test_answers_that_always_take_longer_than_a_turn_lose_the_lease_in_time() -> None:
+def test_answers_that_always_take_too_long_lose_the_lease_in_time() -> None:
     async def story() -> None:
         async with two() as (_, ways, a, _b):
             ways[0].fates = lambda: Fate(back=DURATIONS.try_seconds)
@@ -293,7 +293,7 @@ def test_answers_that_always_take_longer_than_a_turn_lose_the_lease_in_time() ->
     play(story)
 
 
-def test_a_renewal_that_hangs_is_followed_by_another_in_time() -> None:
+def test_a_hanging_renewal_is_followed_by_another_in_time() -> None:
     async def story() -> None:
         for hangs in ([never()], [GOOD, never()]):
             async with two() as (_, ways, a, _b):
@@ -306,7 +306,7 @@ def test_a_renewal_that_hangs_is_followed_by_another_in_time() -> None:
     play(story)
 
 
-def test_what_keeps_it_from_the_lease_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_reason_why_the_lease_cannot_be_taken_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     class Forbidden(Server):
         def get(self) -> dict[str, Any]:
             raise ApiError(403, "Forbidden", 'leases "op" is forbidden')
@@ -324,7 +324,7 @@ def test_what_keeps_it_from_the_lease_is_said_once(caplog: pytest.LogCaptureFixt
     ]
 
 
-def test_a_release_that_gets_no_answer_does_not_hold_up_the_end() -> None:
+def test_a_release_without_an_answer_does_not_delay_the_exit() -> None:
     async def story() -> None:
         async with two() as (_, ways, a, b):
             a.task.cancel()
@@ -370,7 +370,7 @@ operators = st.fixed_dictionaries(
 @given(
     lives=st.lists(operators, min_size=2, max_size=3), deleted_at=st.one_of(st.none(), st.floats(0, TROUBLE_SECONDS))
 )
-def test_at_no_time_two_operators_hold_it_and_when_the_trouble_ends_one_does(
+def test_two_operators_never_hold_the_lease_at_once_and_one_holds_it_after_the_faults_end(
     lives: list[dict[str, Any]], deleted_at: float | None
 ) -> None:
     async def story() -> None:

@@ -63,7 +63,7 @@ def timed(clock: Clock) -> NodeCache:
     return NodeCache(lambda _: None, clock)
 
 
-def test_who_is_told_of_nodes_is_told_once_where_many_are_judged_anew() -> None:
+def test_the_listener_is_called_once_if_many_nodes_change_at_once() -> None:
     """The listener checks every pod. Called for each of 5,000 nodes, it would block the operator for 6 s with 10,000
     pods, just when most nodes are cut off, and delay its Lease."""
     told: list[int] = []
@@ -78,12 +78,12 @@ def test_who_is_told_of_nodes_is_told_once_where_many_are_judged_anew() -> None:
     assert len(told) == 60 + 1 + 4, "each, all that were lost until then, and the four after them once more"
 
 
-def test_before_the_first_list_nothing_is_known(nodes: NodeCache) -> None:
+def test_before_the_first_list_no_node_is_known(nodes: NodeCache) -> None:
     nodes.put(node("a", "Unknown"))
     assert nodes.seen() is None
 
 
-def test_only_nodes_that_are_not_ready_are_reported_and_only_changes_wake_anyone(
+def test_only_nodes_that_are_not_ready_are_reported_and_only_changes_call_the_listener(
     nodes: NodeCache, changes: list[str]
 ) -> None:
     taken(nodes, [node("a"), node("b", "Unknown")], 1)
@@ -93,7 +93,7 @@ def test_only_nodes_that_are_not_ready_are_reported_and_only_changes_wake_anyone
     assert (lost(nodes), changes) == ([], ["b", "b"])
 
 
-def test_since_when_is_counted_by_our_own_clock_for_the_clusters_may_be_minutes_off(nodes: NodeCache) -> None:
+def test_the_time_a_node_is_not_ready_is_counted_by_our_own_clock(nodes: NodeCache) -> None:
     taken(nodes, [node("a"), node("b", "Unknown")], 1)
     nodes.put(node("b", "False"))
     seen = nodes.seen()
@@ -101,7 +101,7 @@ def test_since_when_is_counted_by_our_own_clock_for_the_clusters_may_be_minutes_
     assert seen["b"].since == NOW
 
 
-def test_a_deleted_node_counts_as_not_ready_since_its_object_went(timed: NodeCache, clock: Clock) -> None:
+def test_a_deleted_node_counts_as_not_ready_from_its_deletion(timed: NodeCache, clock: Clock) -> None:
     """A cloud deletes the Node of a lost spot VM. Otherwise the job seems to train on all nodes for a minute."""
     taken(timed, [node("a"), node("b")], 1)
     clock.pass_(seconds=7)
@@ -121,7 +121,7 @@ def test_a_node_that_is_not_ready_and_then_deleted_keeps_its_countdown(timed: No
     assert timed.seen() == {"b": Node(ready=False, since=since, gone=True)}
 
 
-def test_a_node_that_is_deleted_while_most_are_not_heard_is_lost_from_then_on(timed: NodeCache, clock: Clock) -> None:
+def test_a_node_deleted_while_most_are_silent_is_lost_from_then_on(timed: NodeCache, clock: Clock) -> None:
     """The time before proves nothing, because the control plane received no heartbeats from most nodes then."""
     taken(timed, [node(n) for n in "abcde"], 1)
     for name in "abcd":
@@ -133,7 +133,7 @@ def test_a_node_that_is_deleted_while_most_are_not_heard_is_lost_from_then_on(ti
 
 
 @pytest.mark.parametrize("uid", ["b", "another"])
-def test_a_node_that_comes_back_under_its_name_is_ready_again(timed: NodeCache, clock: Clock, uid: str) -> None:
+def test_a_node_that_returns_under_its_name_is_ready_again(timed: NodeCache, clock: Clock, uid: str) -> None:
     """A restarted machine has a new Node object, and its kubelet reports the pods that are on it."""
     taken(timed, [node("a"), node("b")], 1)
     timed.remove("", "b", "b")
@@ -149,7 +149,7 @@ def test_a_node_that_comes_back_under_its_name_is_ready_again(timed: NodeCache, 
     assert timed.seen() == {}
 
 
-def test_the_late_end_of_an_old_node_object_says_nothing_of_the_new_one(nodes: NodeCache) -> None:
+def test_the_late_deletion_of_an_old_node_object_does_not_affect_the_new_one(nodes: NodeCache) -> None:
     """A direct read may bring the new object before the watch brings the end of the old one."""
     back = node("b")
     back["metadata"]["uid"] = "new"
@@ -170,7 +170,7 @@ def test_nodes_that_an_autoscaler_removes_are_no_outage_of_the_others(nodes: Nod
     assert lost(nodes) == [*(f"n{i}" for i in range(8)), "n9"]
 
 
-def test_the_api_server_is_asked_once_for_each_node_that_is_missing(nodes: NodeCache) -> None:
+def test_the_api_server_is_queried_once_for_each_missing_node(nodes: NodeCache) -> None:
     """While the watch of nodes is late, a pod on a new node must not count as lost."""
     assert nodes.unknown({"a"}) == [], "before the first list nothing is known"
     taken(nodes, [node("a"), node("b")], 1)
@@ -184,7 +184,7 @@ def test_the_api_server_is_asked_once_for_each_node_that_is_missing(nodes: NodeC
     assert nodes.unknown({"b"}) == ["b"], "it may have come back once more"
 
 
-def test_when_most_nodes_are_not_heard_at_once_none_counts_as_lost(
+def test_no_node_counts_as_lost_if_most_are_silent_at_once(
     nodes: NodeCache, changes: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """If most nodes are silent, the control plane is at fault, and healthy jobs must not be killed."""
@@ -202,7 +202,7 @@ def test_when_most_nodes_are_not_heard_at_once_none_counts_as_lost(
     assert sorted(changes) == ["a", "b", "c"], "the jobs on those that are still lost are looked at again"
 
 
-def test_a_control_plane_that_hears_nobody_for_hours_kills_nothing(timed: NodeCache, clock: Clock) -> None:
+def test_a_control_plane_that_hears_no_node_for_hours_kills_nothing(timed: NodeCache, clock: Clock) -> None:
     taken(timed, [node(n) for n in "abcdefghij"], 1)
     for name in "abcdefghij":
         timed.put(node(name, "Unknown"))
@@ -213,7 +213,7 @@ def test_a_control_plane_that_hears_nobody_for_hours_kills_nothing(timed: NodeCa
     assert lost(timed) == []
 
 
-def test_in_a_cluster_of_two_one_node_can_be_lost_and_both(nodes: NodeCache) -> None:
+def test_in_a_cluster_of_two_nodes_one_or_both_can_be_lost(nodes: NodeCache) -> None:
     taken(nodes, [node("a", "Unknown"), node("b", "Unknown")], 1)
     assert lost(nodes) == ["a", "b"]
 
@@ -254,7 +254,7 @@ def gives_up_its_pod(server: Server, nodes: NodeCache, phase: str = "Running") -
 
 
 @pytest.mark.parametrize(("ready", "version"), [("True", "7"), ("Unknown", "8")], ids=["node", "pod"])
-def test_a_pod_whose_kubelet_is_back_before_a_watch_says_so_is_kept(nodes: NodeCache, ready: str, version: str) -> None:
+def test_a_pod_whose_kubelet_returns_before_the_watch_event_is_kept(nodes: NodeCache, ready: str, version: str) -> None:
     """A deletion without grace removes the object while the container is still running: two groups would train into one
     folder. The API server may execute it 19 s later; a kubelet that is back by then has updated the pod (seed 701187 of
     the simulation with memory)."""
@@ -268,7 +268,7 @@ def test_a_pod_whose_kubelet_is_back_before_a_watch_says_so_is_kept(nodes: NodeC
 
 
 @pytest.mark.parametrize("there", [(), (node("gpu-1", "Unknown"),)], ids=["gone", "not ready"])
-def test_a_pod_of_a_node_that_is_still_lost_is_given_up(nodes: NodeCache, there: tuple[dict[str, Any], ...]) -> None:
+def test_a_pod_on_a_lost_node_is_given_up(nodes: NodeCache, there: tuple[dict[str, Any], ...]) -> None:
     """Nobody else deletes such a pod, and the next attempt needs its name."""
     taken(nodes, [node("gpu-1", "Unknown")], 1)
     server = Server(*there)
@@ -277,7 +277,7 @@ def test_a_pod_of_a_node_that_is_still_lost_is_given_up(nodes: NodeCache, there:
 
 
 @pytest.mark.parametrize("phase", ["Failed", "Succeeded"])
-def test_a_pod_that_ended_long_ago_goes_from_a_node_that_is_ready(nodes: NodeCache, phase: str) -> None:
+def test_a_pod_that_ended_long_ago_is_removed_from_a_ready_node(nodes: NodeCache, phase: str) -> None:
     """Otherwise a refused deletion of an old pod stops the job from creating pods, from the fourth attempt on."""
     taken(nodes, [], 1)
     server = Server(node("gpu-1"))
@@ -285,7 +285,7 @@ def test_a_pod_that_ended_long_ago_goes_from_a_node_that_is_ready(nodes: NodeCac
     assert server.deleted == 1
 
 
-def test_an_operator_that_may_not_read_nodes_asks_for_none(nodes: NodeCache) -> None:
+def test_an_operator_that_may_not_read_nodes_requests_none(nodes: NodeCache) -> None:
     """It relies on the node controller. A refused read of a node would keep the job waiting for ever."""
     server = Server(node("gpu-1"))
     gives_up_its_pod(server, nodes)

@@ -102,13 +102,13 @@ TRAINERS: dict[str, tuple[dict[str, Any], Container]] = {
 
 
 @pytest.mark.parametrize(("status", "want"), TRAINERS.values(), ids=TRAINERS)
-def test_the_trainers_state_is_its_containers_or_that_of_what_keeps_it_from_running(
+def test_the_state_of_the_trainer_is_that_of_its_container_or_of_what_blocks_it(
     status: dict[str, Any], want: Container
 ) -> None:
     assert observe.pod(pod(status, ("trainer", "sidecar"))).trainer == want
 
 
-def test_a_sidecar_that_a_webhook_puts_before_the_trainer_is_not_taken_for_it() -> None:
+def test_a_sidecar_that_a_webhook_inserts_first_is_not_taken_for_the_trainer() -> None:
     """The sidecar of GKE's Cloud Storage FUSE ends with 0 after the trainer: failed ranks must not look like a
     success."""
     made = build.pod(job(container={"name": "pytorch"}), attempt=1, place=0)
@@ -123,29 +123,29 @@ def test_a_sidecar_that_a_webhook_puts_before_the_trainer_is_not_taken_for_it() 
     assert (beside.trainer.exit_code, beside.sidecars_run) == (0, True)
 
 
-def test_the_trainer_is_the_first_container_where_none_has_the_name() -> None:
+def test_the_trainer_is_the_first_container_if_none_has_the_name() -> None:
     status = {"containerStatuses": [state("b", running={}), state("a", waiting={"reason": "x"})]}
     assert observe.pod(pod(status, ("a", "b"))).trainer == Container("waiting", "x")
 
 
-def test_whose_pod_it_is_and_where() -> None:
+def test_the_job_and_the_node_of_a_pod_are_read() -> None:
     seen = observe.pod(pod({"phase": "Running"}))
     assert (seen.name, seen.uid, seen.owner_uid, seen.job) == ("digits-2-3", "u", "job-1", "digits")
     assert (seen.attempt, seen.place, seen.node, seen.phase) == (2, 3, "gpu-7", "Running")
 
 
 @pytest.mark.parametrize("references", [None, [], [{**OWNER, "controller": False}]])
-def test_a_pod_without_a_controller_is_nobodys(references: Any) -> None:
+def test_a_pod_without_a_controller_belongs_to_no_job(references: Any) -> None:
     assert observe.pod(pod(ownerReferences=references)).owner_uid == ""
 
 
 @pytest.mark.parametrize("labels", [None, {}, {"training.ddpjob.io/rank": "-1", "training.ddpjob.io/attempt": "x"}])
-def test_labels_that_are_not_ours_are_no_rank_and_no_attempt(labels: Any) -> None:
+def test_labels_of_others_give_no_rank_and_no_attempt(labels: Any) -> None:
     seen = observe.pod(pod(labels=labels))
     assert (seen.attempt, seen.place) == (-1, -1)
 
 
-def test_a_deletion_was_asked_for_a_grace_period_before_its_timestamp() -> None:
+def test_a_deletion_was_requested_one_grace_period_before_its_timestamp() -> None:
     assert observe.pod(pod()).deletion_requested_at is None
     asked = observe.pod(pod(deletionTimestamp=AT, deletionGracePeriodSeconds=30)).deletion_requested_at
     assert asked == TIME - dt.timedelta(seconds=30)
@@ -160,7 +160,7 @@ def test_a_deletion_was_asked_for_a_grace_period_before_its_timestamp() -> None:
         ("True", "", "", None),
     ],
 )
-def test_the_schedulers_sentence_is_kept_while_it_looks_for_a_node(
+def test_the_message_of_the_scheduler_is_kept_while_it_searches_for_a_node(
     status: str, reason: str, shown: str, since: dt.datetime | None
 ) -> None:
     """A queue may hold a pod back for hours before a node is searched for: that time does not count."""
@@ -176,7 +176,7 @@ def test_a_service_of_a_deleted_job_differs_from_a_conflicting_one() -> None:
     assert not observe.conflicts("Service", pod(ownerReferences=[{**OWNER, "name": "other"}]), job).of_deleted_job
 
 
-def test_a_sidecar_that_runs_differs_from_a_phase_that_lags_behind() -> None:
+def test_a_running_sidecar_differs_from_a_lagging_phase() -> None:
     def seen(*states: dict) -> bool:
         statuses = [{"name": name, "state": state} for name, state in zip(("trainer", "logger"), states, strict=False)]
         spec = {"containers": [{"name": "trainer"}, {"name": "logger"}][: len(states)]}

@@ -25,7 +25,7 @@ from ddpjob_operator.kube.work.lookup import is_absent
 from ddpjob_operator.observed.reports import Report
 
 
-def test_namespaces_are_a_list_with_commas_and_none_means_all() -> None:
+def test_namespaces_are_separated_by_commas_and_none_means_all() -> None:
     assert OperatorSettings.read({}).namespaces == ()
     assert OperatorSettings.read({"DDPJOB_WATCH_NAMESPACES": " a, b,,a "}).namespaces == ("a", "b")
 
@@ -64,7 +64,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize(("error", "refused"), REFUSALS.values(), ids=REFUSALS)
-def test_only_what_the_user_can_fix_is_shown_as_refused(error: ApiError, refused: bool) -> None:
+def test_only_errors_that_users_can_fix_are_shown_as_refused(error: ApiError, refused: bool) -> None:
     assert is_refusal(error) is refused
 
 
@@ -114,7 +114,7 @@ def operator(runtime: Runtime = SYSTEM) -> Operator:
     return made
 
 
-def test_only_a_pod_of_the_present_job_is_believed() -> None:
+def test_only_reports_of_a_pod_of_the_current_job_are_accepted() -> None:
     async def run() -> None:
         made = operator()
         found = made.locate(BoundPod("default", "digits-1-1", "uid-digits-1-1"))
@@ -129,7 +129,7 @@ def test_only_a_pod_of_the_present_job_is_believed() -> None:
     asyncio.run(run())
 
 
-def test_hundreds_of_jobs_that_are_deleted_at_once_leave_nothing_and_cost_no_request() -> None:
+def test_hundreds_of_jobs_deleted_at_once_leave_nothing_and_cost_no_request() -> None:
     """When a namespace is emptied, leftovers of each job would fill the operator's memory."""
 
     def refused() -> kopf.ConnectionInfo:
@@ -158,7 +158,7 @@ def test_hundreds_of_jobs_that_are_deleted_at_once_leave_nothing_and_cost_no_req
     assert (len(made.caches.jobs), list(made.states)) == (0, [])
 
 
-def test_a_failure_is_reconciled_at_once_and_one_of_several_good_news_after_a_while() -> None:
+def test_a_failure_is_reconciled_at_once_and_good_news_after_a_while() -> None:
     """This test checks that the operator applies the rules that test_kube_triggers.py tests."""
 
     def due_in() -> float:
@@ -193,14 +193,14 @@ def _state(**state: Any) -> dict[str, Any]:
     return {"name": "trainer", "ready": "running" in state, "state": state}
 
 
-def test_only_a_404_that_names_the_object_means_that_it_is_gone() -> None:
+def test_only_a_404_that_names_the_object_means_that_it_was_deleted() -> None:
     assert is_absent(ApiError(404, "NotFound", 'ddpjobs.training.ddpjob.io "digits" not found'), "digits")
     assert not is_absent(ApiError(404, "NotFound", "the server could not find the requested resource"), "digits")
     assert not is_absent(ApiError(404, "Unknown", "404 page not found"), "digits")
 
 
 @pytest.mark.parametrize("reads_nodes", [False, True])
-def test_how_long_a_pod_is_in_a_state_is_counted_by_our_clock_also_where_nodes_can_be_read(reads_nodes: bool) -> None:
+def test_the_time_a_pod_is_in_a_state_is_counted_by_our_clock(reads_nodes: bool) -> None:
     """If a node's clock were used that is a minute behind, a trainer that was evicted next to its sidecar would count
     as completed."""
     done = {"exitCode": 0, "reason": "Completed", "finishedAt": f"{START - dt.timedelta(minutes=1):%Y-%m-%dT%H:%M:%SZ}"}
@@ -219,7 +219,7 @@ def test_how_long_a_pod_is_in_a_state_is_counted_by_our_clock_also_where_nodes_c
     asyncio.run(run())
 
 
-def test_the_probe_names_a_watch_that_does_nothing_and_a_part_that_has_ended() -> None:
+def test_the_probe_names_an_idle_watch_and_a_task_that_has_ended() -> None:
     async def broken() -> None:
         raise RuntimeError("a bug of ours")
 
@@ -242,7 +242,7 @@ def test_the_probe_names_a_watch_that_does_nothing_and_a_part_that_has_ended() -
     asyncio.run(run())
 
 
-def test_an_operator_that_is_told_to_end_does_so_in_time_and_for_one_reason() -> None:
+def test_an_operator_that_is_stopped_ends_in_time_and_for_one_reason() -> None:
     """kopf may wait for ever for a task that has ended, so the operator limits the time for its own end."""
     limits: list[float] = []
 
@@ -258,7 +258,7 @@ def test_an_operator_that_is_told_to_end_does_so_in_time_and_for_one_reason() ->
     assert (made.exit_code, made.unhealthy()) == (1, "first has ended")
 
 
-def test_who_stands_by_knows_the_pods_of_a_job_that_was_made_again_and_forgets_one_that_is_gone() -> None:
+def test_a_standby_knows_the_pods_of_a_recreated_job_and_forgets_deleted_jobs() -> None:
     """Otherwise a standby operator refuses reports for nodes that an earlier job of the same name did not have, and
     keeps the specs of deleted jobs."""
 
@@ -280,7 +280,7 @@ def test_who_stands_by_knows_the_pods_of_a_job_that_was_made_again_and_forgets_o
     asyncio.run(run())
 
 
-def test_who_stands_by_queues_nothing_and_who_leads_reconciles_every_job() -> None:
+def test_a_standby_queues_nothing_and_the_leader_reconciles_every_job() -> None:
     async def run() -> None:
         made = Operator(OperatorSettings(), Client(), Election(Client(), "ops", "op", "a", Durations()))
         body = manifest()
@@ -296,7 +296,7 @@ def test_who_stands_by_queues_nothing_and_who_leads_reconciles_every_job() -> No
     asyncio.run(run())
 
 
-def test_an_operator_that_loses_its_lease_ends_as_if_it_had_been_told_to(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_operator_that_loses_its_lease_exits_as_if_it_had_been_stopped(caplog: pytest.LogCaptureFixture) -> None:
     """Kubernetes restarts the operator. Another exit code would mean a crash, and an alert in every cluster."""
 
     class Brief(Election):
@@ -329,7 +329,7 @@ print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 
 
 @pytest.mark.parametrize(("count", "found"), [(512, "512 1024"), (16_384, "1024 1024"), (100, "256 1024")])
-def test_the_operator_may_have_as_many_connections_open_as_its_container_allows(count: int, found: str) -> None:
+def test_the_operator_raises_its_limit_of_connections_to_that_of_its_container(count: int, found: str) -> None:
     """containerd 2 starts containers with 1,024 open files (soft limit): too few for a thousand trainers."""
     done = subprocess.run(
         [sys.executable, "-c", LOWERED.format(count=count)], capture_output=True, text=True, timeout=60, check=True

@@ -53,7 +53,7 @@ class World:
         return await self.operator.reconciler.reconcile(KEY)
 
 
-def test_a_namespace_with_a_release_of_its_own_is_left_alone_until_that_one_goes(
+def test_a_namespace_with_its_own_release_is_left_alone_until_that_release_is_gone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Otherwise both restart the same jobs and delete each other's pods."""
@@ -81,7 +81,7 @@ def test_a_namespace_with_a_release_of_its_own_is_left_alone_until_that_one_goes
     assert "this one leaves them alone" in caplog.text
 
 
-def test_a_release_that_may_not_read_the_marks_acts_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_release_that_may_not_read_the_marks_acts_and_logs_it(caplog: pytest.LogCaptureFixture) -> None:
     """The role of an older chart forbids the read. Jobs that no release acts for would be worse."""
     marks = Marks(team="team/theirs")
     marks.fails, marks.error = True, ApiError(403, "Forbidden", "cannot list configmaps")
@@ -97,7 +97,7 @@ def test_a_release_that_may_not_read_the_marks_acts_and_says_so(caplog: pytest.L
     assert caplog.text.count("cannot list configmaps") == 1
 
 
-def test_a_mark_of_a_tenant_concerns_the_jobs_of_its_own_namespace_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_mark_of_a_tenant_affects_only_jobs_of_its_own_namespace(caplog: pytest.LogCaptureFixture) -> None:
     """Otherwise a tenant's mark that changes every ten seconds makes all jobs of the cluster reconcile each time."""
     marks = Marks(team="a")
 

@@ -147,7 +147,7 @@ class Cluster:
         yield Page(copy.deepcopy(shown), str(self.version))
 
 
-def test_a_pod_of_long_ago_that_nobody_lets_go_holds_up_no_attempt(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_old_pod_that_cannot_be_deleted_blocks_no_attempt(caplog: pytest.LogCaptureFixture) -> None:
     """A webhook may refuse to delete pods. From the fourth attempt on this would otherwise block the job."""
     cluster = Cluster(4, state="Restarting", reason="Restarting")
     cluster.has(1, 0, ENDED)
@@ -159,7 +159,7 @@ def test_a_pod_of_long_ago_that_nobody_lets_go_holds_up_no_attempt(caplog: pytes
 
 
 @pytest.mark.parametrize("refused", [True, False], ids=["refused", "held by a finalizer"])
-def test_a_pod_that_stays_is_deleted_once_a_minute(refused: bool) -> None:
+def test_a_pod_that_stays_is_deleted_only_once_a_minute(refused: bool) -> None:
     """Otherwise each such pod costs six requests per second until the job is deleted."""
     cluster = Cluster(4, state="Running", reason="AllNodesRun", startedNodes="0-1")
     cluster.has(1, 0, ENDED, finalizers=["example.com/hold"])
@@ -170,7 +170,7 @@ def test_a_pod_that_stays_is_deleted_once_a_minute(refused: bool) -> None:
         assert cluster.reconciles(int(UNDELETABLE_SECONDS)) == ["DELETE digits-1-0"]
 
 
-def test_a_pod_that_has_lost_the_jobs_label_gets_it_back_and_the_training_goes_on() -> None:
+def test_a_pod_that_lost_the_label_of_the_job_gets_it_back_and_training_continues() -> None:
     """A user may remove a pod's label to inspect the pod. Otherwise its group restarts, and the pod trains on into the
     checkpoint of the next attempt."""
     cluster = Cluster(1, state="Running", reason="AllNodesRun", startedNodes="0-1")
@@ -184,7 +184,7 @@ def test_a_pod_that_has_lost_the_jobs_label_gets_it_back_and_the_training_goes_o
     assert {pod.name for pod in cluster.caches.pods.of(KEY)} == {"digits-1-0", "digits-1-1"}
 
 
-def test_thousands_of_pods_that_have_lost_the_jobs_label_get_it_back_in_several_reconciles() -> None:
+def test_thousands_of_pods_that_lost_the_label_get_it_back_in_several_reconciles() -> None:
     """A job of 1,000 nodes must not keep a worker busy with 2,000 requests."""
     nodes = 40
     cluster = Cluster(1, nodes, state="Running", reason="AllNodesRun", startedNodes=f"0-{nodes - 1}")
@@ -207,7 +207,7 @@ def test_thousands_of_pods_that_have_lost_the_jobs_label_get_it_back_in_several_
     assert cluster.status["state"] == "Restarting"
 
 
-def test_of_many_pods_that_are_gone_only_some_are_asked_for() -> None:
+def test_only_some_of_many_disappeared_pods_are_queried() -> None:
     """Thousands of requests would delay the restart."""
     nodes = 3 * GONE_MAX
     cluster = Cluster(1, nodes, state="Running", reason="AllNodesRun", startedNodes=f"0-{nodes - 1}")
@@ -219,7 +219,7 @@ def test_of_many_pods_that_are_gone_only_some_are_asked_for() -> None:
     assert len([name for name in cluster.looked_for if name.startswith("digits-1-")]) < 2 * GONE_MAX
 
 
-def test_a_pod_that_is_gone_is_asked_for_once_and_restarts_the_group() -> None:
+def test_a_disappeared_pod_is_queried_once_and_restarts_the_group() -> None:
     """A deleted pod is the common case, so it must cost only one request."""
     cluster = Cluster(1, state="Running", reason="AllNodesRun", startedNodes="0-1")
     gone, _ = (cluster.has(1, place, RUNNING) for place in range(2))
@@ -229,7 +229,7 @@ def test_a_pod_that_is_gone_is_asked_for_once_and_restarts_the_group() -> None:
     assert cluster.reconciles() == ["DELETE digits-1-1", "POST digits-2-0", "POST digits-2-1"]
 
 
-def test_pods_that_a_job_deleted_with_cascade_orphan_has_left_are_in_the_way_until_they_have_ended() -> None:
+def test_pods_left_by_a_job_deleted_with_cascade_orphan_block_the_new_job_until_they_have_ended() -> None:
     """The message must name these pods and the Service. Otherwise users delete the Service alone, and two groups train
     into one checkpoint."""
     world: World = digits()
@@ -245,7 +245,7 @@ def test_pods_that_a_job_deleted_with_cascade_orphan_has_left_are_in_the_way_unt
     assert world.names() == ["digits-1-0", "digits-1-1"]
 
 
-def test_labels_of_ours_in_a_template_that_was_copied_from_a_pod_change_nothing() -> None:
+def test_our_labels_in_a_template_copied_from_a_pod_change_nothing() -> None:
     """The copied label of a replacement would stop the job, and that of a trainer would make it wait for ever."""
     raw = manifest()
     ours = {naming.LABEL_REPLACEMENT: "1", naming.LABEL_TRAINER: "other", naming.LABEL_ATTEMPT: "7", "team": "vision"}
@@ -256,7 +256,7 @@ def test_labels_of_ours_in_a_template_that_was_copied_from_a_pod_change_nothing(
     }  # fmt: skip
 
 
-def test_a_volume_of_our_name_in_a_template_that_was_copied_from_a_pod_is_there_once() -> None:
+def test_our_volume_in_a_template_copied_from_a_pod_occurs_once() -> None:
     """The API server refuses two volumes of one name."""
     raw = manifest()
     raw["spec"]["template"]["spec"]["volumes"] = [{"name": "ddpjob-shm", "emptyDir": {}}]
@@ -264,7 +264,7 @@ def test_a_volume_of_our_name_in_a_template_that_was_copied_from_a_pod_is_there_
     assert [volume["name"] for volume in build.pod(job, 1, 0)["spec"]["volumes"]].count("ddpjob-shm") == 1
 
 
-def test_a_pod_that_is_gone_when_it_is_deleted_is_forgotten() -> None:
+def test_a_pod_that_is_already_gone_when_deleted_is_forgotten() -> None:
     """Otherwise the pod counts as not yet deleted, and costs a request per minute."""
     cluster = Cluster(4, state="Running", reason="AllNodesRun", startedNodes="0-1")
     cluster.has(1, 0, ENDED)

@@ -172,7 +172,7 @@ CORNERS: dict[str, tuple[Callable[[Port], bytes], set[int | None]]] = {
 
 # All ports share the parser and the limits. Only this one also reads bodies.
 @pytest.mark.parametrize("corner", CORNERS)
-def test_each_corner_of_http_is_answered_once_or_cut_and_the_port_goes_on(
+def test_each_corner_case_of_http_is_answered_once_or_cut_and_the_port_continues(
     progress_port: Port, corner: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (request, expected), port = CORNERS[corner], progress_port
@@ -192,7 +192,7 @@ def test_each_corner_of_http_is_answered_once_or_cut_and_the_port_goes_on(
     assert (expanded, port.errors, caplog.text) == ([], [], "")
 
 
-def test_a_probe_is_answered_503_with_the_reason_why_a_restart_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_gets_503_with_the_reason_if_a_restart_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
     why = [""]
     monkeypatch.setitem(PORTS, "health", (lambda: Health(lambda: why[0], lambda: "a remark"), b"GET /healthz", 200))
     for port in serving("health"):
@@ -219,7 +219,7 @@ def test_a_sender_that_expects_100_continue_gets_it_or_the_answer_at_once(port: 
         assert connection.recv(1024).startswith(b"HTTP/1.1 %d " % port.good)
 
 
-def test_requests_on_one_connection_are_answered_one_after_the_other(port: Port) -> None:
+def test_requests_on_one_connection_are_answered_in_order(port: Port) -> None:
     """Some proxies send further requests before the first answer (pipelining)."""
     both = port.good_request() + port.good_request(b"Connection: close")
     assert port.ask(both)[0] == [port.good, port.good]
@@ -241,7 +241,7 @@ def test_pipelined_requests_take_no_more_memory_than_one(port: Port) -> None:
 
 
 @pytest.mark.parametrize("slow", ["nothing", "a head", "a body", "a second head", "no reading"])
-def test_who_is_slow_is_cut(port: Port, slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_client_is_disconnected(port: Port, slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HEADER_SECONDS", "REQUEST_SECONDS", "IDLE_SECONDS"):
         monkeypatch.setattr(bounded_server, name, 0.3)
     sent = {
@@ -259,7 +259,7 @@ def test_who_is_slow_is_cut(port: Port, slow: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("attacker", ["127.0.0.1", "127.0.0.9"])
-def test_who_opens_connections_without_end_keeps_out_nobody(port: Port, attacker: str) -> None:
+def test_a_client_that_opens_endless_connections_locks_out_nobody(port: Port, attacker: str) -> None:
     """Pods with hostNetwork have the kubelet's address, too. If the kubelet is refused, it restarts the operator."""
     with ExitStack() as stack:
         for number in range(400):
@@ -271,7 +271,7 @@ def test_who_opens_connections_without_end_keeps_out_nobody(port: Port, attacker
         assert len(port.server.connections) <= bounded_server.CONNECTIONS_PER_ADDRESS_MAX + 1
 
 
-def test_all_addresses_together_have_a_bound_and_the_probe_gets_through(
+def test_all_addresses_together_have_a_limit_and_the_probe_still_connects(
     port: Port, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(type(port.server), "connections_max", 100)
@@ -283,7 +283,7 @@ def test_all_addresses_together_have_a_bound_and_the_probe_gets_through(
         assert len(port.server.connections) <= 100
 
 
-def test_a_peer_that_vanishes_in_the_middle_leaves_nothing(port: Port, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_peer_that_disconnects_in_the_middle_leaves_nothing(port: Port, caplog: pytest.LogCaptureFixture) -> None:
     for sent in (b"", b"GET", port.head(b"Content-Length: 11") + b"{", port.good_request()):
         with closing(port.connect()) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # closing sends a reset

@@ -30,14 +30,14 @@ def schedule(*requests: tuple[str, float]) -> Schedule[str]:
     return made
 
 
-def test_many_requests_for_one_job_are_one_reconcile() -> None:
+def test_many_requests_for_one_job_cause_one_reconcile() -> None:
     jobs = schedule(("a", 0), ("a", 0), ("a", 5), ("a", 0))
     assert jobs.pop(START) == "a"
     jobs.done("a", START)
     assert jobs.pop(START + 100) is None
 
 
-def test_the_earlier_of_two_requests_wins_whichever_came_first() -> None:
+def test_the_earlier_of_two_requests_wins_in_either_order() -> None:
     for jobs in (schedule(("a", 60), ("a", 5)), schedule(("a", 5), ("a", 60))):
         assert jobs.next_at() == START + 5
         assert jobs.pop(START + 4.9) is None
@@ -49,7 +49,7 @@ def test_jobs_are_reconciled_in_the_order_in_which_they_are_due() -> None:
     assert [jobs.pop(START + 3) for _ in range(4)] == ["first", "second", "late", None]
 
 
-def test_a_job_is_never_reconciled_twice_at_a_time() -> None:
+def test_a_job_is_never_reconciled_twice_at_once() -> None:
     jobs = schedule(("a", 0))
     assert jobs.pop(START) == "a"
     jobs.add("a", START + 1)
@@ -67,7 +67,7 @@ def test_a_request_during_a_reconcile_is_not_lost_when_the_reconcile_fails() -> 
     assert jobs.pop(START + wait) == "a"
 
 
-def test_a_reconcile_may_request_the_next() -> None:
+def test_a_reconcile_may_request_the_next_one() -> None:
     jobs = schedule(("a", 0))
     jobs.pop(START)
     jobs.done("a", START, again_at=START + 30)
@@ -75,7 +75,7 @@ def test_a_reconcile_may_request_the_next() -> None:
     assert jobs.pop(START + 30) == "a"
 
 
-def test_failures_wait_twice_as_long_each_time_and_never_longer_than_the_bound() -> None:
+def test_the_wait_after_failures_doubles_up_to_the_limit() -> None:
     jobs, now, waits = schedule(("a", 0)), START, []
     for _ in range(12):
         assert jobs.pop(now) == "a"
@@ -86,7 +86,7 @@ def test_failures_wait_twice_as_long_each_time_and_never_longer_than_the_bound()
 
 
 @pytest.mark.parametrize(("asked", "waits"), [(7.0, 7.0), (3600.0, BACK_OFF_SECONDS_MAX)])
-def test_a_failing_job_waits_as_long_as_an_answer_asks_for_within_the_bound_though_events_come(
+def test_a_failing_job_waits_as_long_as_the_server_demands_within_the_limit_despite_events(
     asked: float, waits: float
 ) -> None:
     """A proxy in maintenance may answer 503 with Retry-After: 3600, which must not stop the job for an hour."""
@@ -112,14 +112,14 @@ def test_a_success_ends_the_back_off() -> None:
     assert jobs.failed("a", now) == 0.5
 
 
-def test_one_failing_job_holds_up_no_other() -> None:
+def test_one_failing_job_delays_no_other() -> None:
     jobs = schedule(("a", 0), ("b", 0))
     jobs.pop(START)
     jobs.failed("a", START)
     assert jobs.pop(START) == "b"
 
 
-def test_the_longest_reconcile_is_known() -> None:
+def test_the_longest_reconcile_is_recorded() -> None:
     jobs = schedule(("a", 0), ("b", 0))
     jobs.pop(START)
     jobs.pop(START + 5)
@@ -138,7 +138,7 @@ def test_namespaces_take_turns_however_many_jobs_are_due_in_one() -> None:
     assert ("quiet", "job") in [jobs.pop(START + 1) for _ in range(2)]
 
 
-def test_in_a_namespace_kinds_of_jobs_take_turns_and_those_of_one_wait_behind_each_other() -> None:
+def test_kinds_of_jobs_in_a_namespace_take_turns_and_jobs_of_one_kind_wait_in_order() -> None:
     """Otherwise a restart, or a job of one pod, waits for hundreds of new jobs of eight pods in its namespace."""
     jobs: Schedule[tuple[str, str]] = Schedule(kind=lambda key: {"restarts": 0, "small": 1}.get(key[1], 4))
     for number in range(500):
@@ -149,7 +149,7 @@ def test_in_a_namespace_kinds_of_jobs_take_turns_and_those_of_one_wait_behind_ea
     assert [jobs.pop(START + 1) for _ in range(4)] == [("team", name) for name in ("0", "small", "restarts", "1")]
 
 
-def test_further_pods_wait_behind_events_and_news_behind_both_and_each_has_a_turn_in_eight() -> None:
+def test_further_pods_wait_behind_events_and_news_with_a_guaranteed_turn_in_eight() -> None:
     """Without a guaranteed share, a steady stream of new jobs would stop the creation of a large job's further pods."""
     jobs: Schedule[tuple[str, str]] = Schedule()
     for number in range(100):
@@ -161,7 +161,7 @@ def test_further_pods_wait_behind_events_and_news_behind_both_and_each_has_a_tur
 
 
 @pytest.mark.parametrize("first", [Priority.NEWS, Priority.FURTHER_PODS])
-def test_a_failure_does_not_wait_behind_the_news_that_the_job_had_before(first: Priority) -> None:
+def test_a_failure_does_not_wait_behind_earlier_news_of_its_job(first: Priority) -> None:
     jobs: Schedule[tuple[str, str]] = Schedule()
     for number in range(TURNS):
         jobs.add(("team", str(number)), START, first)
@@ -170,7 +170,7 @@ def test_a_failure_does_not_wait_behind_the_news_that_the_job_had_before(first: 
     assert ("team", "7") not in [jobs.pop(START + 1) for _ in range(TURNS)], "it was one reconcile"
 
 
-def test_what_a_reconcile_has_seen_itself_makes_no_other_one() -> None:
+def test_changes_that_a_reconcile_has_seen_itself_cause_no_further_reconcile() -> None:
     """Otherwise each restart writes its status twice, because the old pods disappear during the reconcile."""
     jobs = schedule(("a", 0))
     assert jobs.pop(START) == "a"
@@ -184,7 +184,7 @@ def test_what_a_reconcile_has_seen_itself_makes_no_other_one() -> None:
     assert jobs.pop(START + 9) == "a"
 
 
-def test_a_request_during_a_reconcile_is_not_put_off_by_a_later_one() -> None:
+def test_a_request_during_a_reconcile_is_not_delayed_by_a_later_one() -> None:
     """A failure during a reconcile is due at once, even if a later event of another pod may wait for 3 s."""
     jobs = schedule(("a", 0))
     assert jobs.pop(START) == "a"
@@ -195,7 +195,7 @@ def test_a_request_during_a_reconcile_is_not_put_off_by_a_later_one() -> None:
     assert jobs.pop(START + 1) == "a"
 
 
-def test_a_namespace_has_so_many_reconciles_at_a_time_and_its_others_wait_for_one_to_end() -> None:
+def test_a_namespace_has_a_limited_number_of_reconciles_at_a_time() -> None:
     jobs: Schedule[tuple[str, str]] = Schedule(of_namespace=2)
     for number in range(3):
         jobs.add(("slow", str(number)), START)
@@ -230,7 +230,7 @@ class Reconciles:
         return None
 
 
-def test_a_job_whose_reconcile_was_cancelled_alone_is_reconciled_again() -> None:
+def test_a_job_whose_reconcile_alone_was_cancelled_is_reconciled_again() -> None:
     """Otherwise the job counts as busy for ever, and no event of it has any effect."""
     tries: list[str] = []
 
@@ -252,7 +252,7 @@ def test_a_job_whose_reconcile_was_cancelled_alone_is_reconciled_again() -> None
     asyncio.run(run())
 
 
-def test_at_most_so_many_reconciles_are_under_way() -> None:
+def test_the_number_of_simultaneous_reconciles_is_limited() -> None:
     async def run() -> Reconciles:
         reconciles = Reconciles()
         queue: Queue[str] = Queue(Runtime(clock=lambda: reconciles.now), at_a_time=3)

@@ -69,7 +69,7 @@ class Kueue:
         return self.places.of(("team", name))
 
 
-def test_a_job_learns_how_many_are_before_it_in_the_cluster_queue() -> None:
+def test_a_job_learns_how_many_jobs_are_ahead_of_it_in_the_cluster_queue() -> None:
     """Jobs of other LocalQueues wait for the same quota: a position in the LocalQueue would be too low."""
     queue = Kueue("v1beta1")
     queue.answers[MAIN] = {"items": [item("first", 0), item("digits", 4, 1)]}
@@ -77,7 +77,7 @@ def test_a_job_learns_how_many_are_before_it_in_the_cluster_queue() -> None:
     assert (queue.of(), queue.told) == (5, [("team", "digits")])
 
 
-def test_a_queue_is_asked_once_a_minute_however_many_wait_there_and_however_often_we_look() -> None:
+def test_a_queue_is_queried_once_a_minute_however_many_jobs_wait() -> None:
     """A request for each of a thousand waiting jobs would load the API server for nothing."""
     queue = Kueue("v1beta1")
     queue.jobs = [(("team", f"job-{number}"), "main") for number in range(1000)]
@@ -88,13 +88,13 @@ def test_a_queue_is_asked_once_a_minute_however_many_wait_there_and_however_ofte
     assert (queue.of("job-999"), len(queue.told)) == (1000, 1000), "told once: no place has changed"
 
 
-def test_nothing_is_asked_while_no_job_waits() -> None:
+def test_nothing_is_queried_while_no_job_waits() -> None:
     queue = Kueue("v1beta1")
     queue.jobs = []
     assert queue.look().look(after=ASK_SECONDS).asked == []
 
 
-def test_each_queue_is_asked_and_a_new_one_at_once() -> None:
+def test_each_queue_is_queried_and_a_new_one_at_once() -> None:
     queue = Kueue("v1beta1")
     other = MAIN.replace("/team/", "/other/").replace("/main/", "/low%2Fhigh/")
     queue.answers |= {MAIN: {"items": [item("digits", 0)]}, other: {"items": [item("digits", 8)]}}
@@ -105,7 +105,7 @@ def test_each_queue_is_asked_and_a_new_one_at_once() -> None:
     assert queue.places.of(("other", "digits")) == 9
 
 
-def test_a_place_that_has_changed_is_told_to_its_job_alone_and_a_job_that_waits_no_more_has_none() -> None:
+def test_only_the_job_whose_position_changed_is_notified_and_an_admitted_job_has_none() -> None:
     """Otherwise a job that is evicted later shows its old position."""
     queue = Kueue("v1beta1")
     queue.jobs.append((("team", "second"), "main"))
@@ -120,14 +120,14 @@ def test_a_place_that_has_changed_is_told_to_its_job_alone_and_a_job_that_waits_
 
 
 @pytest.mark.parametrize("versions", [(), ("v1alpha1",)], ids=["without the API", "in an older version"])
-def test_a_cluster_that_does_not_serve_it_is_asked_for_it_once_a_minute_and_nothing_else(versions: Any) -> None:
+def test_a_cluster_without_the_visibility_api_is_queried_once_a_minute(versions: Any) -> None:
     queue = Kueue(*versions)
     for _ in range(13):
         queue.look(after=5)
     assert (queue.asked, queue.of()) == ([API, API], None)
 
 
-def test_the_version_that_was_run_is_taken_and_the_newer_one_where_that_is_gone() -> None:
+def test_the_tested_version_is_used_and_the_newer_one_if_it_is_gone() -> None:
     """Kueue 0.15 serves both versions; v1beta1 is the one that was tested."""
     both, newer = Kueue("v1beta2", "v1beta1"), Kueue("v1beta2")
     assert both.look().asked == [API, MAIN]
@@ -150,7 +150,7 @@ def test_the_version_that_was_run_is_taken_and_the_newer_one_where_that_is_gone(
     ],
     ids=["no such queue", "no right", "away", "no name", "no number", "nobody waits", "no object"],
 )
-def test_an_answer_without_a_place_is_said_once_and_the_job_waits_on(
+def test_an_answer_without_a_position_is_logged_once_and_the_job_keeps_waiting(
     answer: Any, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -162,7 +162,7 @@ def test_an_answer_without_a_place_is_said_once_and_the_job_waits_on(
     assert [says in record.message for record in caplog.records] == ([True] if says else [])
 
 
-def test_the_message_of_a_job_that_waits_has_its_place_and_far_from_the_front_about_that() -> None:
+def test_the_message_of_a_waiting_job_has_its_position_which_is_approximate_far_from_the_front() -> None:
     """When the first job starts, the positions of all others change. Each new text would be a write of a status."""
     plain = job(gang="kueue")
     world = World(plain).serves("kueue", "kueue.x-k8s.io/v1beta1").settle()
@@ -177,7 +177,7 @@ def test_the_message_of_a_job_that_waits_has_its_place_and_far_from_the_front_ab
     ]
 
 
-def test_an_operator_that_is_to_ask_shows_the_place_of_a_waiting_job_and_another_asks_nothing() -> None:
+def test_the_operator_shows_the_position_of_a_waiting_job_only_if_this_is_switched_on() -> None:
     """The operator knows from its list of Workloads which jobs wait, and in which queue."""
     settings = OperatorSettings(health_port=0, gangs=("kueue",))
     places, asked = [], []
@@ -213,7 +213,7 @@ def test_an_operator_that_is_to_ask_shows_the_place_of_a_waiting_job_and_another
     assert places == [3, None]
 
 
-def test_it_is_off_unless_it_is_switched_on() -> None:
+def test_queue_positions_are_off_by_default() -> None:
     on = OperatorSettings.read({"DDPJOB_QUEUE_PLACES": "true"})
     assert (on.queue_places, OperatorSettings.read({}).queue_places) == (True, False)
     assert "DDPJOB_QUEUE_PLACES=true" in on.summary()

@@ -16,7 +16,7 @@ from ddpjob_operator.kube.api.runtime import Runtime
 LONG = 3600.0
 
 
-def test_who_waits_for_a_server_that_is_away_is_woken_by_the_first_answer_that_anyone_gets() -> None:
+def test_the_first_answer_of_the_server_wakes_everyone_who_waits_for_it() -> None:
     """An operator that has its Lease again, but waits 30 s for its watches, would decide on outdated objects."""
 
     async def run() -> None:
@@ -30,7 +30,7 @@ def test_who_waits_for_a_server_that_is_away_is_woken_by_the_first_answer_that_a
     asyncio.run(run())
 
 
-def test_a_watch_that_is_refused_while_others_are_answered_waits_its_full_time() -> None:
+def test_a_watch_that_is_refused_while_other_requests_succeed_waits_its_full_time() -> None:
     """A proxy that cuts every watch must not get a new watch at each renewal of the Lease."""
 
     async def run() -> None:
@@ -72,7 +72,7 @@ def test_an_outage_is_one_line_of_the_log_and_its_end_another(caplog: pytest.Log
     ]
 
 
-def test_the_client_tells_of_an_outage_and_of_its_end() -> None:
+def test_the_client_reports_the_beginning_and_the_end_of_an_outage() -> None:
     """The Lease and the watches have different clients, which share this state."""
 
     async def run() -> None:

@@ -101,7 +101,7 @@ def kubeflow(metrics: dict[str, object] | None = None, **status: object) -> dict
     return {"trainerStatus": {"lastUpdatedTime": "2026-01-01T00:00:00Z", "metrics": listed, **status}}
 
 
-def test_a_report_arrives_with_the_place_of_its_pod(world: World) -> None:
+def test_a_report_arrives_with_the_pod_and_node_of_its_sender(world: World) -> None:
     assert world.post({"step": 7, "totalSteps": 10}) == (204, "")
     ((sender, report),) = world.reports
     assert sender == Sender("default", "digits", 0, 3)
@@ -109,13 +109,13 @@ def test_a_report_arrives_with_the_place_of_its_pod(world: World) -> None:
     assert report.received_at is not None
 
 
-def test_the_place_in_a_body_is_not_believed_for_the_token_proves_another(world: World) -> None:
+def test_the_token_and_not_the_body_decides_which_pod_reported(world: World) -> None:
     world.post({"step": 7, "attempt": 9, "nodeRank": 0}, "token-of-rank-1")
     ((sender, report),) = world.reports
     assert (sender.node_rank, report.node_rank, report.attempt) == (1, 1, 3)
 
 
-def test_the_trainer_librarys_own_sender_is_understood(world: World, tmp_path: Path) -> None:
+def test_reports_of_the_trainer_library_are_accepted(world: World, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("token-of-rank-0\n")
     environment = {"DDPJOB_STATUS_TOKEN_FILE": str(tmp_path / "token")}
     body = encode({"step": 3, "rank": 0, "worldSize": 2, "metrics": {"loss": "0.5"}, "final": True})
@@ -123,7 +123,7 @@ def test_the_trainer_librarys_own_sender_is_understood(world: World, tmp_path: P
     assert world.reports[0][1].metrics == {"loss": "0.5"}
 
 
-def test_the_librarys_reports_share_a_connection_and_one_that_was_closed_costs_no_report(
+def test_reports_of_the_library_share_a_connection_and_a_closed_one_loses_no_report(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A new connection costs the operator more than the report."""
@@ -139,7 +139,7 @@ def test_the_librarys_reports_share_a_connection_and_one_that_was_closed_costs_n
 
 
 @pytest.mark.parametrize("bound", BOUNDS)
-def test_a_connection_beyond_those_that_are_kept_is_closed_with_its_answer(
+def test_a_connection_beyond_the_limit_is_closed_with_its_answer(
     world: World, monkeypatch: pytest.MonkeyPatch, bound: tuple[object, str]
 ) -> None:
     """Otherwise the receiver may close a kept connection at any time, to accept another one."""
@@ -150,7 +150,7 @@ def test_a_connection_beyond_those_that_are_kept_is_closed_with_its_answer(
         assert world.post_on(first, {"step": 2}, "token-of-rank-1")[0] == 204
 
 
-def test_hugging_faces_trainer_is_understood_and_gets_the_200_that_it_expects(world: World) -> None:
+def test_reports_of_the_hugging_face_trainer_are_accepted_and_answered_with_200(world: World) -> None:
     data = json.dumps(kubeflow({"current_step": 120, "total_steps": 400}, progressPercentage=30)).encode()
     headers = {"Authorization": "Bearer token-of-rank-0", "Content-Type": "application/json"}
     with urllib.request.urlopen(urllib.request.Request(world.url, data, headers), timeout=BOUND_SECONDS) as answer:
@@ -159,14 +159,14 @@ def test_hugging_faces_trainer_is_understood_and_gets_the_200_that_it_expects(wo
     assert (report.step, report.total_steps, report.rank, report.attempt) == (120, 400, 0, 3)
 
 
-def test_the_trainers_last_word_ends_at_the_last_step_of_its_own_pod(world: World) -> None:
+def test_the_last_report_of_the_hugging_face_trainer_ends_at_the_last_step_of_its_own_pod(world: World) -> None:
     world.post(kubeflow({"total_steps": 400}, progressPercentage=0))
     world.post(kubeflow(progressPercentage=100))
     world.post(kubeflow(progressPercentage=50), "token-of-rank-1")
     assert [(report.step, report.total_steps) for _, report in world.reports] == [(0, 400), (400, 400), (50, 100)]
 
 
-def test_a_kubeflow_status_that_says_nothing_is_taken_and_changes_nothing(world: World) -> None:
+def test_an_empty_kubeflow_status_is_accepted_and_changes_nothing(world: World) -> None:
     assert world.post({"trainerStatus": None})[0] == 200
     assert world.post(kubeflow({"loss": 1}))[0] == 200
     assert world.reports == []
@@ -189,21 +189,21 @@ REFUSED: dict[str, tuple[int, str, Callable[[World], tuple[int, str]]]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=REFUSED.keys())
-def test_a_report_is_refused_with_the_reason_when(world: World, case: str) -> None:
+def test_an_invalid_report_is_refused_with_the_reason(world: World, case: str) -> None:
     status, why, send = REFUSED[case]
     answered, text = send(world)
     assert (answered, world.reports) == (status, [])
     assert why in json.loads(text)["error"]
 
 
-def test_what_follows_a_refused_request_is_not_read_as_another(world: World) -> None:
+def test_the_bytes_after_a_refused_request_are_not_read_as_another_request(world: World) -> None:
     smuggled = world.head("Content-Length: 11") + b'{"step": 1}'
     refused = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(smuggled)}\r\n\r\n".encode()
     assert world.raw(refused + smuggled).count(b"HTTP/1.1") == 1
     assert world.reports == []
 
 
-def test_while_the_cluster_hides_its_keys_the_answer_is_later(world: World) -> None:
+def test_while_the_keys_of_the_cluster_are_unavailable_the_answer_is_to_retry_later(world: World) -> None:
     world.keys = False
     status, text = world.post({"step": 1})
     assert (status, json.loads(text)) == (503, {"error": "The cluster hides its keys."})
@@ -222,7 +222,7 @@ def test_an_operator_that_does_not_lead_refuses_a_report_and_closes_the_connecti
     assert world.post({"step": 1}, "forged")[0] == 401
 
 
-def test_a_mistake_of_ours_is_answered_and_the_next_report_taken(
+def test_an_internal_error_is_answered_and_the_next_report_is_accepted(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     world.broken = True
@@ -232,14 +232,14 @@ def test_a_mistake_of_ours_is_answered_and_the_next_report_taken(
     assert world.post({"step": 2})[0] == 204
 
 
-def test_a_pod_that_reports_too_often_is_slowed_down_and_the_others_are_not(world: World) -> None:
+def test_a_pod_that_reports_too_often_is_throttled_and_the_others_are_not(world: World) -> None:
     assert [world.post({"step": step})[0] for step in range(12)] == [204] * 10 + [429] * 2
     assert world.post({"step": 1}, "token-of-rank-1")[0] == 204
     world.now += 1
     assert [world.post({"step": step})[0] for step in (7, 8)] == [204, 429]
 
 
-def test_accounts_of_pods_that_ended_are_forgotten(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rate_limits_of_ended_pods_are_forgotten(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receive, "PODS_REMEMBERED", 1)
     ended = BoundPod("default", "digits-2-0", "uid-of-an-ended-pod")
     world.receiver._accounts[ended] = receive.Account(5, 0)
@@ -248,7 +248,7 @@ def test_accounts_of_pods_that_ended_are_forgotten(world: World, monkeypatch: py
 
 
 @pytest.mark.parametrize("bound", BOUNDS)
-def test_connections_beyond_the_bound_are_cut_while_all_others_are_being_answered(
+def test_connections_beyond_the_limit_are_cut_while_all_others_are_being_answered(
     world: World, monkeypatch: pytest.MonkeyPatch, bound: tuple[object, str]
 ) -> None:
     monkeypatch.setattr(*bound, 3)
@@ -264,7 +264,7 @@ def test_connections_beyond_the_bound_are_cut_while_all_others_are_being_answere
 
 
 @pytest.mark.parametrize("bound", BOUNDS)
-def test_a_connection_that_waits_for_its_next_report_gives_way_to_one_that_has_a_report(
+def test_an_idle_connection_makes_room_for_one_with_a_report(
     world: World, monkeypatch: pytest.MonkeyPatch, bound: tuple[object, str]
 ) -> None:
     with ExitStack() as stack:
@@ -307,14 +307,14 @@ def test_stopping_closes_the_port_and_every_connection(world: World) -> None:
         socket.create_connection(("127.0.0.1", port), timeout=BOUND_SECONDS)
 
 
-def test_a_port_that_is_taken_is_said_at_the_start(world: World) -> None:
+def test_a_port_in_use_is_reported_at_the_start(world: World) -> None:
     second = Receiver(world.verify, world.locate, world.on_report)
     with pytest.raises(OSError, match="in use"):
         world.run(second.start("127.0.0.1", world.receiver.port))
     world.run(second.stop())
 
 
-def test_a_pod_that_speaks_for_a_rank_of_another_learns_whose_it_is(world: World) -> None:
+def test_a_pod_that_reports_for_a_rank_of_another_pod_gets_an_error_that_names_the_rank(world: World) -> None:
     def refuse(sender: Sender, report: Report) -> None:
         raise BadReportError("rank: 7 is not of node 0, which has 1 from 0 on (nprocPerNode)")
 

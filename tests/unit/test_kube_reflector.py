@@ -108,14 +108,14 @@ GONE = ApiError(410, "Expired", "too old")
 AWAY = ApiError(0, "NoAnswer", "connection refused")
 
 
-def test_it_lists_once_and_goes_on_from_the_last_event_when_a_watch_ends() -> None:
+def test_a_reflector_lists_once_and_resumes_from_the_last_event_when_a_watch_ends() -> None:
     watch = [event("ADDED", "b", 11), event("DELETED", "a", 12), event("BOOKMARK", "", 20)]
     server, copy, _ = follow([(["a"], 10)], [watch])
     assert server.asked == ["list", "watch 10", "watch 20"]
     assert copy.calls == ["put a", "drop []", "put b", "remove a"]
 
 
-def test_a_connection_that_breaks_costs_no_list() -> None:
+def test_a_broken_connection_causes_no_new_list() -> None:
     server, _, _ = follow([([], 10)], [[event("ADDED", "b", 11), AWAY], [AWAY]])
     assert server.asked == ["list", "watch 10", "watch 11", "watch 11"]
 
@@ -129,7 +129,7 @@ NEEDS_A_LIST = {
 
 
 @pytest.mark.parametrize("error", NEEDS_A_LIST.values(), ids=NEEDS_A_LIST)
-def test_after_an_answer_from_which_a_watch_cannot_go_on_it_lists_again_within_seconds(error: ApiError) -> None:
+def test_a_watch_that_cannot_be_resumed_causes_a_new_list_within_seconds(error: ApiError) -> None:
     """The error may answer the watch request, or be an event of the watch. kopf gives up for good at the first."""
     server, copy, waits = follow([(["a"], 10), (["b"], 30)], [[error]])
     assert server.asked == ["list", "watch 10", "list", "watch 30"]
@@ -137,7 +137,7 @@ def test_after_an_answer_from_which_a_watch_cannot_go_on_it_lists_again_within_s
     assert sum(waits) < 2
 
 
-def test_after_an_outage_a_server_that_refuses_while_it_starts_is_asked_again_within_seconds() -> None:
+def test_a_server_that_refuses_while_it_starts_is_asked_again_within_seconds() -> None:
     """A starting server answers 429 and 403 for some seconds. With the long waits of an outage the operator would
     decide on outdated objects for 40 s."""
     starting = ApiError(429, "TooManyRequests", "storage is (re)initializing")
@@ -147,7 +147,7 @@ def test_after_an_outage_a_server_that_refuses_while_it_starts_is_asked_again_wi
     assert sum(waits[8:]) < 5
 
 
-def test_a_watch_that_fails_for_some_seconds_is_logged_and_a_right_that_is_missing_at_once(
+def test_a_briefly_failing_watch_is_logged_only_after_seconds_and_a_missing_right_at_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Otherwise a dozen lines about each short outage hide the line about a watch that stays refused."""
@@ -158,14 +158,14 @@ def test_a_watch_that_fails_for_some_seconds_is_logged_and_a_right_that_is_missi
     assert caplog.messages == ["pods in team cannot be watched, trying again: 403 Forbidden: no right"]
 
 
-def test_it_waits_longer_each_time_for_a_server_that_is_away_and_never_too_long() -> None:
+def test_waits_for_an_unavailable_server_grow_up_to_a_limit() -> None:
     _, _, waits = follow([*[AWAY] * 12, ([], 10)], [])
     assert waits[:6] == sorted(waits[:6])
     assert 20 < waits[-1] < 40
 
 
 @pytest.mark.parametrize("refused", [ApiError(429, "TooManyRequests", "slow down", s) for s in (5.0, 3600.0)], ids=str)
-def test_a_watch_that_is_turned_away_waits_as_long_as_the_server_says_and_never_too_long(refused: ApiError) -> None:
+def test_a_rejected_watch_waits_as_long_as_the_server_demands_up_to_a_limit(refused: ApiError) -> None:
     """An API server that sheds load for a minute must not be asked again after half a second."""
     server, _, waits = follow([([], 10)], [[refused], [refused], []])
     assert server.asked == ["list", *["watch 10"] * 4]
@@ -173,13 +173,13 @@ def test_a_watch_that_is_turned_away_waits_as_long_as_the_server_says_and_never_
     assert waits[2] < 5, "only as long as the server says so"
 
 
-def test_a_list_older_than_what_was_seen_replaces_nothing() -> None:
+def test_a_list_older_than_the_known_version_replaces_nothing() -> None:
     server, copy, _ = follow([(["a"], 100), ([], 90), (["a"], 110)], [[GONE]])
     assert copy.calls == ["put a", "drop []"] * 2
     assert server.asked.count("list") == 3
 
 
-def test_a_cluster_restored_from_a_backup_is_believed_in_the_end_and_not_too_soon() -> None:
+def test_a_cluster_restored_from_a_backup_is_accepted_after_a_while() -> None:
     """All restored objects have older versions than the known ones, but a job must not wait a day to start."""
     server, copy, _ = follow([(["a"], 100), (["old"], 50)], [[GONE]])
     assert copy.calls[-3:] == ["begin anew in team", "put old", "drop ['a']"]
@@ -190,7 +190,7 @@ class Held(dict[str, Any]):
     """Dict that a weak reference can point to, to find out if it is still referenced."""
 
 
-def test_an_object_of_a_list_is_held_no_longer_than_it_takes_to_put_it() -> None:
+def test_an_object_of_a_list_is_freed_as_soon_as_it_is_stored() -> None:
     """Ten thousand pods at once need more memory than the operator has, so it would be killed at each start."""
     listed: list[weakref.ref[Held]] = []
     held: list[int] = []
@@ -276,7 +276,7 @@ def neglected() -> Neglected:
     return made
 
 
-def test_a_change_that_the_watch_has_not_shown_is_found_named_and_counted(
+def test_a_change_missed_by_the_watch_is_found_named_and_counted(
     neglected: Neglected, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If a proxy loses the last event of a job's last pod, the job must not run for ever."""
@@ -292,27 +292,27 @@ def test_a_change_that_the_watch_has_not_shown_is_found_named_and_counted(
     assert "services in team: the watch has not shown 2 changes, among them one of c" in caplog.text
 
 
-def test_a_deletion_that_the_watch_has_not_shown_is_found(neglected: Neglected) -> None:
+def test_a_deletion_missed_by_the_watch_is_found(neglected: Neglected) -> None:
     """Otherwise a deleted pod counts as running, and a deleted job gets pods."""
     neglected.runs(lambda: neglected.server.there.pop("b"))
     assert len(neglected.copy) == 1
 
 
-def test_what_has_happened_between_a_watch_and_the_list_is_not_called_missed(neglected: Neglected) -> None:
+def test_a_change_between_a_watch_and_the_list_is_not_counted_as_missed(neglected: Neglected) -> None:
     """Otherwise the alert about missed events would fire in every busy cluster."""
     neglected.runs(lambda: neglected.server.meanwhile.update(new=20))
     assert neglected.names() == ["a", "b", "new"]
     assert neglected.missed() == 0
 
 
-def test_a_list_of_what_is_known_is_no_news(neglected: Neglected) -> None:
+def test_a_list_of_known_objects_causes_no_reconcile(neglected: Neglected) -> None:
     """Otherwise each list costs a reconcile of every job."""
     neglected.runs(neglected.changes.clear, seconds=3000)
     assert 4 <= neglected.server.asked <= 7, "about every ten minutes"
     assert neglected.changes == []
 
 
-def test_a_list_that_is_refused_does_not_end_the_watch(neglected: Neglected) -> None:
+def test_a_refused_list_does_not_end_the_watch(neglected: Neglected) -> None:
     """Otherwise a busy server is asked for all pods again and again, and changes are not seen meanwhile."""
 
     def lose() -> None:

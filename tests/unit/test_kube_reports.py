@@ -95,7 +95,7 @@ def test_the_first_step_after_a_restart_is_shown_at_once(before: dict[str, Any],
         assert (desk.after(5).hears(**step) or 0) >= 10
 
 
-def test_a_phase_that_nobody_knows_is_refused_with_the_name_of_its_field_and_none_means_that_it_trains() -> None:
+def test_an_unknown_phase_is_refused_with_its_field_and_a_missing_one_means_training() -> None:
     assert read_report(b'{"step": 1}', START).phase == "train"
     assert read_report(b'{"step": 0, "phase": "start"}', START).phase == "start"
     with pytest.raises(BadReportError, match=r"'lunch' - at `\$\.phase`"):
@@ -105,7 +105,7 @@ def test_a_phase_that_nobody_knows_is_refused_with_the_name_of_its_field_and_non
 # ---------------------------------------------------------------- when a report causes a reconcile
 
 
-def test_while_the_progress_of_a_job_waits_for_its_turn_its_reports_are_worth_a_reconcile_a_minute() -> None:
+def test_reports_of_a_job_whose_progress_waits_to_be_written_cause_one_reconcile_a_minute() -> None:
     """With 2,000 jobs each one's progress is written every 200 s. Planning each job every 10 s would waste a tenth of a
     CPU."""
     desk = Desk()
@@ -127,7 +127,7 @@ def test_while_the_progress_of_a_job_waits_for_its_turn_its_reports_are_worth_a_
     assert desk.hears(46) == WAITING_SECONDS_MAX, "for the rest of what it says"
 
 
-def test_hundreds_of_ranks_that_say_the_same_again_cost_no_reconcile_and_no_write() -> None:
+def test_repeated_reports_of_hundreds_of_ranks_cause_no_reconcile_and_no_write() -> None:
     desk = Desk()
     for rank in range(200):
         desk.hears(41, rank=rank, metrics={"loss": "1"})
@@ -137,7 +137,7 @@ def test_hundreds_of_ranks_that_say_the_same_again_cost_no_reconcile_and_no_writ
     assert desk.state().reports == first, "status.progress.updated stays, so there is nothing to write"
 
 
-def test_what_an_agent_says_before_the_first_reconcile_of_its_job_is_kept() -> None:
+def test_a_report_of_an_agent_before_the_first_reconcile_of_its_job_is_kept() -> None:
     """The agent does not repeat an acknowledged report. If it were dropped, restarts would be free."""
     desk = Desk()
     desk.states.forget([("default", "digits")])
@@ -148,14 +148,14 @@ def test_what_an_agent_says_before_the_first_reconcile_of_its_job_is_kept() -> N
     assert kept.agent == agent
 
 
-def test_a_step_that_is_said_again_writes_no_status() -> None:
+def test_a_repeated_step_writes_no_status() -> None:
     world = digits().running().reports_step(41, metrics={"loss": "1"}).settle()
     assert world.after(60).reports_step(41, metrics={"loss": "1"}).plan().status is None
     assert world.after(60).reports_step(41, metrics={"loss": "2"}).plan().status is not None
     assert world.reports_step(42, metrics={"loss": "1"}).plan().status is not None
 
 
-def test_the_first_word_and_the_first_step_of_rank_0_are_seen_soon_and_the_others_now_and_then() -> None:
+def test_the_first_report_and_step_of_rank_0_are_handled_soon_and_later_ones_rarely() -> None:
     desk = Desk()
     assert desk.hears(0, phase="start") == FIRST_REPORT_SECONDS
     assert desk.hears(0, rank=8, phase="start") == 10
@@ -167,14 +167,14 @@ def test_the_first_word_and_the_first_step_of_rank_0_are_seen_soon_and_the_other
     assert desk.after(5).hears(99, attempt=1) is None, "an attempt that is over"
 
 
-def test_a_rank_that_is_heard_again_makes_a_reconcile() -> None:
+def test_a_rank_that_reports_again_after_a_silence_causes_a_reconcile() -> None:
     desk = Desk()
     desk.hears(41)
     assert desk.hears(42) == 10
     assert desk.after(60).hears(42) == 10, "its time has started again, and only a reconcile knows when it ends"
 
 
-def test_the_queue_gets_one_reconcile_for_all_that_is_reported_in_ten_seconds() -> None:
+def test_all_reports_of_ten_seconds_cause_one_reconcile() -> None:
     async def run() -> None:
         made = Operator(OperatorSettings(), Client(), runtime=Runtime(clock=lambda: 1000.0))
         body = manifest()
@@ -204,7 +204,7 @@ def test_the_queue_gets_one_reconcile_for_all_that_is_reported_in_ten_seconds() 
 # ---------------------------------------------------------------- stalls
 
 
-def test_an_operator_that_was_away_for_longer_than_the_limit_restarts_nothing() -> None:
+def test_an_operator_that_was_down_for_longer_than_the_limit_restarts_nothing() -> None:
     desk = Desk()
     for _ in range(20):
         desk.after(5).hears(41)
@@ -219,7 +219,7 @@ def test_an_operator_that_was_away_for_longer_than_the_limit_restarts_nothing() 
     assert found.idle_seconds == 305
 
 
-def test_a_new_attempt_is_not_stopped_for_what_the_last_one_did() -> None:
+def test_a_new_attempt_is_not_stopped_for_a_stall_of_the_last_one() -> None:
     desk = Desk()
     for _ in range(70):
         desk.after(5).hears(41)
@@ -228,7 +228,7 @@ def test_a_new_attempt_is_not_stopped_for_what_the_last_one_did() -> None:
     assert desk.found() is None, "its ranks have not reported yet"
 
 
-def test_a_sender_that_reports_only_new_steps_is_shown_and_never_stalls() -> None:
+def test_a_sender_that_reports_only_new_steps_is_shown_and_never_counts_as_stalled() -> None:
     desk = Desk()
     for _ in range(100):
         desk.reports.take(("default", "digits"), Report(step=7, attempt=1, phase=None, received_at=desk.now))
@@ -240,7 +240,7 @@ def test_a_sender_that_reports_only_new_steps_is_shown_and_never_stalls() -> Non
 # ---------------------------------------------------------------- missing reports
 
 
-def test_when_most_jobs_go_silent_together_nothing_is_restarted_and_the_log_says_so_once(
+def test_no_job_is_restarted_if_most_go_silent_together_and_the_log_says_so_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -267,7 +267,7 @@ def test_when_most_jobs_go_silent_together_nothing_is_restarted_and_the_log_says
     assert desk.found("c") is None, "and its time starts again"
 
 
-def test_jobs_that_have_ended_or_that_the_operator_stops_may_be_silent(caplog: pytest.LogCaptureFixture) -> None:
+def test_jobs_that_have_ended_or_are_being_stopped_may_be_silent(caplog: pytest.LogCaptureFixture) -> None:
     desk = Desk("a", "b", "c", "d")
     for name in ("a", "b"):
         desk.hears(100, name, final=True)
@@ -278,7 +278,7 @@ def test_jobs_that_have_ended_or_that_the_operator_stops_may_be_silent(caplog: p
     assert caplog.messages == []
 
 
-def test_a_pod_speaks_for_its_own_ranks_alone_and_cannot_fill_the_memory_with_others() -> None:
+def test_a_pod_reports_only_for_its_own_ranks_and_cannot_fill_the_memory() -> None:
     """Otherwise one pod can report 100,000 ranks, which take 468 MB of the operator's 512 MB."""
     desk = Desk()
     desk.after(5).running(nproc=4)
@@ -292,7 +292,7 @@ def test_a_pod_speaks_for_its_own_ranks_alone_and_cannot_fill_the_memory_with_ot
     assert sorted(desk.state().reports) == sorted(desk.state().trackers) == [8, 9, 10, 11]
 
 
-def test_where_ranks_follow_no_node_a_pod_speaks_for_as_many_as_it_has() -> None:
+def test_if_ranks_do_not_follow_nodes_a_pod_reports_for_as_many_ranks_as_it_has() -> None:
     """torchrun with a c10d rendezvous numbers the nodes in the order of arrival, at each of its restarts."""
     desk = Desk()
     desk.after(5).running(nproc=2, command=["torchrun", "--rdzv-backend=c10d", "train.py"])

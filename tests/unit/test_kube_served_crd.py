@@ -49,27 +49,27 @@ def dropped(answer: Any) -> list[str]:
     return asyncio.run(dropped_fields(cast(Client, Server(answer))))
 
 
-def test_of_a_crd_of_this_version_nothing_is_missing() -> None:
+def test_a_crd_of_this_version_lacks_nothing() -> None:
     assert dropped(served()) == []
 
 
-def test_the_fields_that_an_older_crd_lacks_are_named_by_their_path() -> None:
+def test_the_fields_missing_in_an_older_crd_are_named_by_path() -> None:
     older = served("spec.dns", "status.startingSince", "status.failures.reason")
     assert dropped(older) == ["spec.dns", "status.failures.reason", "status.startingSince"]
 
 
-def test_of_a_part_that_is_missing_as_a_whole_only_its_name_is_said() -> None:
+def test_a_part_that_is_missing_completely_is_named_only_once() -> None:
     assert dropped(served("status.goodput")) == ["status.goodput"]
 
 
-def test_a_newer_crd_is_fine() -> None:
+def test_a_newer_crd_is_accepted() -> None:
     newer = served()
     newer["components"]["schemas"]["io.ddpjob.training.v1alpha1.DDPJob"]["properties"]["status"]["properties"]["x"] = {}
     assert dropped(newer) == []
 
 
 @pytest.mark.parametrize("answer", [{}, {"components": None}, {"components": {"schemas": {"x": None}}}])
-def test_an_answer_that_says_nothing_of_the_kind_accuses_no_crd(answer: dict[str, Any]) -> None:
+def test_an_answer_without_our_kind_blames_no_crd(answer: dict[str, Any]) -> None:
     assert dropped(answer) == []
 
 
@@ -79,7 +79,7 @@ def reported(answer: Any, caplog: pytest.LogCaptureFixture, seconds: float = 5.0
     return [record.getMessage() for record in caplog.records]
 
 
-def test_an_old_crd_is_one_line_with_the_command_that_upgrades_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_old_crd_is_logged_in_one_line_with_the_command_that_upgrades_it(caplog: pytest.LogCaptureFixture) -> None:
     (line,) = reported(served("spec.dns", "status.startingSince"), caplog)
     assert line == (
         "the CRD ddpjobs.training.ddpjob.io is older than this operator: the API server drops or refuses spec.dns, "
@@ -89,7 +89,7 @@ def test_an_old_crd_is_one_line_with_the_command_that_upgrades_it(caplog: pytest
     assert caplog.records[0].levelno == logging.WARNING
 
 
-def test_of_many_missing_fields_the_line_names_a_few(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_a_few_of_many_missing_fields_are_named(caplog: pytest.LogCaptureFixture) -> None:
     (line,) = reported(
         served(*(f"status.{name}" for name in ("gang", "goodput", "inPlace", "nodes", "notKept"))), caplog
     )
@@ -97,7 +97,7 @@ def test_of_many_missing_fields_the_line_names_a_few(caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize("answer", [ApiError(403, "Forbidden", "no"), None], ids=["refused", "no answer"])
-def test_a_server_that_does_not_publish_its_schema_holds_up_nothing(
+def test_a_server_that_does_not_publish_its_schema_delays_nothing(
     answer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert [line for line in reported(answer, caplog, 0.01) if "was not compared" not in line] == []

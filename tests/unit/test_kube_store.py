@@ -34,7 +34,7 @@ def store(changes: list[tuple[Key, str | None, str | None]]) -> Store[str]:
     return Store(lambda r: str(r["shown"]), lambda r: ("team", str(r["job"])), lambda *change: changes.append(change))
 
 
-def test_a_difference_is_reported_once_with_before_and_after(store: Store[str], changes: list[Any]) -> None:
+def test_a_difference_is_reported_once_with_the_old_and_new_object(store: Store[str], changes: list[Any]) -> None:
     store.put(raw(version=5))
     store.put(raw(version=6))
     store.put(raw(version=7, shown="b"))
@@ -44,13 +44,13 @@ def test_a_difference_is_reported_once_with_before_and_after(store: Store[str], 
 
 
 @pytest.mark.parametrize("version", [3, 5])
-def test_what_is_not_newer_changes_nothing(store: Store[str], version: int) -> None:
+def test_an_object_that_is_not_newer_changes_nothing(store: Store[str], version: int) -> None:
     store.put(raw(version=5))
     store.put(raw(version=version, shown="old"))
     assert store.of(KEY) == ["a"]
 
 
-def test_what_an_admission_webhook_has_added_to_a_new_object_comes_with_the_watch(store: Store[str]) -> None:
+def test_fields_added_by_an_admission_webhook_come_from_the_watch(store: Store[str]) -> None:
     """The answer to our create lacks what webhooks added. If it replaced the watched object, the job's message would
     not say that Kueue holds the pod back."""
     store.put(raw(shown="as it was sent"), is_whole=False)
@@ -60,7 +60,7 @@ def test_what_an_admission_webhook_has_added_to_a_new_object_comes_with_the_watc
     assert store.of(KEY) == ["with a gate"], "the watch may be sooner than the answer"
 
 
-def test_what_a_list_shows_was_seen_at_once_and_what_comes_of_other_jobs_meanwhile_one_after_the_other() -> None:
+def test_all_objects_of_a_list_count_as_seen_at_once_and_events_of_other_jobs_keep_their_order() -> None:
     """All pods of one list count as seen at the same time. Pods of other jobs keep the order of their events: otherwise
     a later failure looks like the cause."""
     seen: dict[str, int] = {}
@@ -97,7 +97,7 @@ def test_what_a_list_shows_was_seen_at_once_and_what_comes_of_other_jobs_meanwhi
     assert in_order == sorted(set(in_order))
 
 
-def test_a_job_goes_on_when_its_object_can_be_read_again_though_it_is_as_it_was(
+def test_a_job_continues_when_its_object_becomes_readable_again_unchanged(
     store: Store[str], changes: list[Any]
 ) -> None:
     """A user may break an object and undo the edit. The job is then as before, but must be reconciled again."""
@@ -116,21 +116,21 @@ def refuses(_: Any) -> str:
     raise UnreadableError("the attempt is not a number")
 
 
-def test_an_answer_that_comes_after_the_object_has_gone_brings_it_not_back(store: Store[str]) -> None:
+def test_a_late_answer_does_not_restore_a_deleted_object(store: Store[str]) -> None:
     store.put(raw(version=5))
     store.remove("team", "digits-1-0", "u1")
     store.put(raw(version=6))
     assert store.of(KEY) == []
 
 
-def test_the_end_of_an_old_object_is_not_the_end_of_the_new_one_of_its_name(store: Store[str]) -> None:
+def test_the_deletion_of_an_old_object_does_not_delete_the_new_one_of_its_name(store: Store[str]) -> None:
     store.put(raw(uid="old", version=5))
     store.put(raw(uid="new", version=9, shown="b"))
     store.remove("team", "digits-1-0", "old")
     assert store.of(KEY) == ["b"]
 
 
-def test_what_a_list_does_not_name_is_gone_unless_it_is_newer_than_the_list(store: Store[str]) -> None:
+def test_an_object_missing_in_a_list_is_deleted_unless_it_is_newer_than_the_list(store: Store[str]) -> None:
     store.put(raw("gone", version=5, uid="u1"))
     store.put(raw("answer-to-a-create", version=12, uid="u2", shown="new"))
     taken(store, [raw("stays", version=6, uid="u3", shown="stays")], 10)
@@ -138,13 +138,13 @@ def test_what_a_list_does_not_name_is_gone_unless_it_is_newer_than_the_list(stor
 
 
 @pytest.mark.parametrize("listed", [("other",), ("team", ("team", "other"))], ids=str)
-def test_a_list_of_one_namespace_or_job_says_nothing_of_another(store: Store[str], listed: tuple[Any, ...]) -> None:
+def test_a_list_of_one_namespace_or_job_deletes_nothing_of_another(store: Store[str], listed: tuple[Any, ...]) -> None:
     store.put(raw())
     taken(store, [], 10, *listed)
     assert store.of(KEY) == ["a"]
 
 
-def test_an_object_that_changes_its_label_changes_its_job(store: Store[str], changes: list[Any]) -> None:
+def test_an_object_whose_label_changes_moves_to_another_job(store: Store[str], changes: list[Any]) -> None:
     store.put(raw())
     store.put(raw(version=6, job="other"))
     assert store.of(KEY) == []
@@ -171,7 +171,7 @@ def job(version: int, uid: str = "u1", name: str = "digits") -> dict[str, Any]:
     return {"metadata": {"namespace": "team", "name": name, "uid": uid, "resourceVersion": str(version)}}
 
 
-def test_changes_of_a_job_that_we_have_are_taken_and_those_of_another_one_are_not() -> None:
+def test_changes_of_a_job_in_our_copy_are_taken_and_those_of_unknown_jobs_are_not() -> None:
     """An edit that reaches neither our copy nor kopf is never acted on, and one that reaches both costs twice."""
     changed: list[Key] = []
     jobs = Jobs(changed.append)
@@ -184,7 +184,7 @@ def test_changes_of_a_job_that_we_have_are_taken_and_those_of_another_one_are_no
     assert changed == [KEY, KEY]
 
 
-def test_the_answer_to_our_own_write_is_no_news() -> None:
+def test_the_answer_to_our_own_write_causes_no_reconcile() -> None:
     """The writer continues with its result; a second reconcile of each job would double the cost of a burst."""
     changed: list[Key] = []
     jobs = Jobs(changed.append)
@@ -196,7 +196,7 @@ def test_the_answer_to_our_own_write_is_no_news() -> None:
     assert len(changed) == 2
 
 
-def test_the_event_of_our_own_write_is_no_news_also_where_it_comes_before_the_answer() -> None:
+def test_the_event_of_our_own_write_causes_no_reconcile_even_if_it_precedes_the_answer() -> None:
     """Otherwise each write of a status causes another reconcile, which may write again."""
     changed: list[Key] = []
     jobs = Jobs(changed.append)

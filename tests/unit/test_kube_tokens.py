@@ -86,7 +86,7 @@ AWAY = ApiError(0, "ClientConnectorError", "GET /openid/v1/jwks: connection refu
 HIDDEN = ApiError(403, "Forbidden", 'User "system:serviceaccount:ddpjob:operator" cannot get path "/openid/v1/jwks"')
 
 
-def test_a_projected_token_names_the_pod_that_it_is_bound_to() -> None:
+def test_a_projected_token_names_its_pod() -> None:
     assert Cluster().whose(token()) == POD
 
 
@@ -95,7 +95,7 @@ def test_a_projected_token_names_the_pod_that_it_is_bound_to() -> None:
     [("ES256", EC_KEY), ("ES384", ec.generate_private_key(ec.SECP384R1()))],
     ids=["ES256", "ES384"],
 )
-def test_elliptic_keys_of_the_cluster_are_read_too(algorithm: str, key: Any) -> None:
+def test_elliptic_curve_keys_of_the_cluster_are_read_too(algorithm: str, key: Any) -> None:
     cluster = Cluster()
     cluster.keys.append(published(key, "two", algorithm))
     assert cluster.whose(token(key, "two", algorithm)) == POD
@@ -135,7 +135,7 @@ def forged_with_the_public_key() -> str:
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=REFUSED.keys())
-def test_a_token_is_refused_when(case: str) -> None:
+def test_an_invalid_token_is_refused(case: str) -> None:
     make, why = REFUSED[case]
     text = make()
     with pytest.raises(BadTokenError, match=why) as refused:
@@ -149,7 +149,7 @@ def test_clocks_may_differ_by_a_few_seconds() -> None:
     assert Cluster().whose(token(nbf=early, iat=early)) == POD
 
 
-def test_a_symmetric_key_that_is_published_is_never_used() -> None:
+def test_a_published_symmetric_key_is_never_used() -> None:
     cluster, secret = Cluster(), b"0123456789abcdef0123456789abcdef"
     shown = base64.urlsafe_b64encode(secret).rstrip(b"=").decode()
     cluster.keys += [{"kty": "oct", "k": shown, "kid": "shared"}, {"kty": "new"}, {"kid": "empty"}]
@@ -158,7 +158,7 @@ def test_a_symmetric_key_that_is_published_is_never_used() -> None:
     assert cluster.whose(token()) == POD, "a key that cannot be read must not hide the others"
 
 
-def test_the_cluster_is_asked_once_for_many_tokens_also_when_they_arrive_together() -> None:
+def test_many_tokens_cause_one_request_even_if_they_arrive_together() -> None:
     cluster = Cluster()
 
     async def many() -> list[BoundPod]:
@@ -192,7 +192,7 @@ def test_a_flood_of_unknown_keys_does_not_become_a_flood_of_requests() -> None:
     assert cluster.asked == 2
 
 
-def test_a_key_that_the_cluster_withdrew_is_believed_for_an_hour_at_most() -> None:
+def test_a_key_that_the_cluster_withdrew_is_accepted_for_at_most_an_hour() -> None:
     cluster = Cluster()
     cluster.whose(token())
     cluster.keys = [published(EC_KEY, "two", "ES256")]
@@ -217,7 +217,7 @@ def test_a_token_is_verified_once_until_it_expires_or_the_keys_are_read_again() 
     assert cluster.verifier.verified == 3, "nor after a key may have been withdrawn"
 
 
-def test_what_is_remembered_of_good_tokens_is_bounded_and_bad_ones_are_not_remembered() -> None:
+def test_the_cache_of_valid_tokens_is_bounded_and_invalid_ones_are_not_cached() -> None:
     """A client that sends forged tokens in a loop must not fill the operator's memory."""
     cluster, text = Cluster(), token(OTHER_KEY)
     for _ in range(2):
@@ -231,7 +231,7 @@ def test_what_is_remembered_of_good_tokens_is_bounded_and_bad_ones_are_not_remem
     assert cluster.verifier.verified == 4, "the oldest has made room"
 
 
-def test_an_api_server_that_is_away_costs_no_report_once_its_keys_are_known() -> None:
+def test_an_unavailable_api_server_costs_no_report_once_its_keys_are_known() -> None:
     cluster = Cluster()
     cluster.whose(token())
     cluster.error = AWAY
@@ -240,7 +240,7 @@ def test_an_api_server_that_is_away_costs_no_report_once_its_keys_are_known() ->
 
 
 @pytest.mark.parametrize("status", [0, 401, 429, 500, 503])
-def test_without_any_keys_the_answer_is_later_and_the_next_try_is_not_at_once(status: int) -> None:
+def test_without_keys_the_answer_is_to_retry_later_and_keys_are_not_fetched_again_at_once(status: int) -> None:
     cluster = Cluster()
     cluster.error = ApiError(status, "Away", "no keys now")
     for _ in range(5):
@@ -252,14 +252,14 @@ def test_without_any_keys_the_answer_is_later_and_the_next_try_is_not_at_once(st
     assert cluster.whose(token()) == POD
 
 
-def test_documents_that_make_no_sense_are_no_keys() -> None:
+def test_malformed_documents_contain_no_keys() -> None:
     cluster = Cluster()
     cluster.issuer = ""
     with pytest.raises(NoKeysError, match="issuer"):
         cluster.whose(token())
 
 
-def test_a_cluster_that_hides_its_keys_is_said_once_and_heals_by_itself() -> None:
+def test_a_cluster_that_hides_its_keys_is_logged_once_and_recovers_by_itself() -> None:
     cluster = Cluster()
     cluster.error = HIDDEN
     for _ in range(3):

@@ -70,7 +70,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("old", "new", "others", "seconds"), CASES.values(), ids=CASES)
-def test_failures_and_deletions_are_reconciled_at_once_and_good_news_is_gathered(
+def test_failures_and_deletions_are_reconciled_at_once_and_good_news_is_collected(
     old: Pod | None, new: Pod | None, others: list[Pod], seconds: float | None
 ) -> None:
     """A reconcile may write the status, so good news is collected. A failure that waits costs GPU time."""
@@ -78,7 +78,7 @@ def test_failures_and_deletions_are_reconciled_at_once_and_good_news_is_gathered
     assert pod_changed(old, new, pods, nodes=2) == seconds
 
 
-def test_only_what_says_that_all_goes_well_waits_until_the_pods_of_others_are_made() -> None:
+def test_only_good_news_waits_until_the_pods_of_other_jobs_are_created() -> None:
     """An ended job frees a place that another job waits for, so this must not wait until a burst is over."""
     assert is_good_news(pod(), ALL_RUN_SECONDS)
     assert is_good_news(pod(trainer=WAITING), SOME_CHANGED_SECONDS)
@@ -88,13 +88,13 @@ def test_only_what_says_that_all_goes_well_waits_until_the_pods_of_others_are_ma
     assert not is_good_news(no_node, SOME_CHANGED_SECONDS)
 
 
-def test_a_node_concerns_the_jobs_that_have_a_live_pod_on_it() -> None:
+def test_a_change_of_a_node_affects_the_jobs_with_a_live_pod_on_it() -> None:
     assert uses_node({"a"}, [pod(node="b"), pod(1, node="a")])
     assert not uses_node({"a"}, [pod(node="b")])
     assert not uses_node({"a"}, [pod(trainer=FAILED, node="a")])
 
 
-def test_an_admission_is_news_at_once_and_what_a_scheduler_says_step_by_step_is_gathered() -> None:
+def test_an_admission_is_reconciled_at_once_and_messages_of_a_scheduler_are_collected() -> None:
     """Each message of a scheduler would be a write of the status. But pods wait for a deleted group."""
     group = ObservedGroup("native", "digits-1", "u", "o", attempt=1, admission=Admission("waiting", "no room"))
     assert group_changed(True, group) == 0.0
@@ -103,7 +103,7 @@ def test_an_admission_is_news_at_once_and_what_a_scheduler_says_step_by_step_is_
     assert group_changed(False, None) == 0.0
 
 
-def test_new_jobs_wait_behind_those_of_their_size_and_those_that_have_begun_behind_none_of_them() -> None:
+def test_new_jobs_wait_behind_others_of_their_size_and_started_jobs_do_not() -> None:
     of = [kind(manifest(nodes=nodes)) for nodes in (1, 2, 3, 8, 15, 2000)]
     assert of == sorted(of)
     assert len(set(of)) == 4, "1, 2 to 3, 8 to 15, 1,024 to 2,047"
@@ -113,5 +113,5 @@ def test_new_jobs_wait_behind_those_of_their_size_and_those_that_have_begun_behi
 
 
 @pytest.mark.parametrize("spec", [None, {}, {"nodes": "8"}, {"nodes": -1}, {"nodes": None}], ids=str)
-def test_a_job_without_a_size_waits_with_the_smallest(spec: object) -> None:
+def test_a_job_of_unknown_size_waits_with_the_smallest(spec: object) -> None:
     assert kind({"metadata": {}, "spec": spec}) == kind(manifest(nodes=1))

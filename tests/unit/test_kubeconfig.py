@@ -133,7 +133,7 @@ def ask(config: str, context: str | None = None) -> None:
     connect(context, file=config).get("/version")
 
 
-def test_who_asks_is_shown_by_all_that_a_kubeconfig_can_hold(
+def test_every_kind_of_credentials_in_a_kubeconfig_identifies_the_user(
     server: Server, cluster: dict[str, Any], authority: Authority, tmp_path: Path
 ) -> None:
     """kubeadm uses certificates, inside the file or next to it. Managed clusters use plugins."""
@@ -161,7 +161,7 @@ def test_who_asks_is_shown_by_all_that_a_kubeconfig_can_hold(
     ask(write(tmp_path / "config", beside, {"token": "secret"}))
 
 
-def test_a_server_that_the_authority_has_not_signed_gets_no_request(
+def test_a_server_without_a_trusted_certificate_gets_no_request(
     server: Server, cluster: dict[str, Any], tmp_path: Path
 ) -> None:
     """Otherwise a stranger's server gets the user's token. `insecure-skip-tls-verify` allows that."""
@@ -178,7 +178,7 @@ def test_a_server_that_the_authority_has_not_signed_gets_no_request(
     assert server.users == ["Bearer secret"]
 
 
-def test_a_token_of_a_plugin_is_asked_for_again_when_it_has_expired_and_not_before(
+def test_the_token_of_a_plugin_is_requested_again_only_when_it_has_expired(
     server: Server, cluster: dict[str, Any], tmp_path: Path
 ) -> None:
     """Tokens are valid for minutes, and logs are followed for days."""
@@ -191,7 +191,7 @@ def test_a_token_of_a_plugin_is_asked_for_again_when_it_has_expired_and_not_befo
         assert (tmp_path / "login.calls").read_text() == calls
 
 
-def test_a_plugin_is_told_about_the_cluster_where_it_asks_for_it(
+def test_a_plugin_gets_the_cluster_information_if_it_requests_it(
     server: Server, cluster: dict[str, Any], tmp_path: Path
 ) -> None:
     own = {"name": "client.authentication.k8s.io/exec", "extension": {"audience": "x"}}
@@ -201,7 +201,7 @@ def test_a_plugin_is_told_about_the_cluster_where_it_asks_for_it(
     assert told["cluster"] == {**cluster, "config": {"audience": "x"}}
 
 
-def test_several_files_are_one_kubeconfig_in_which_the_first_word_counts(
+def test_several_files_form_one_kubeconfig_in_which_the_first_value_wins(
     server: Server, cluster: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Users with many clusters keep a file for each of them, as in `KUBECONFIG=a:b`."""
@@ -214,9 +214,7 @@ def test_several_files_are_one_kubeconfig_in_which_the_first_word_counts(
     assert server.users == ["Bearer a", "Bearer b", "Bearer a"]
 
 
-def test_a_pod_asks_as_its_service_account(
-    authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pod_uses_its_service_account(authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A notebook in the cluster submits jobs. Kubernetes replaces its token each hour."""
     (tmp_path / "ca.crt").write_bytes(authority.pem)
     (tmp_path / "namespace").write_text("team-a\n")

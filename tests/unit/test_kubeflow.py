@@ -52,12 +52,12 @@ def test_a_fraction_has_six_digits_as_in_our_own_reports() -> None:
     }  # fmt: skip
 
 
-def test_the_trainers_last_word_has_no_step_and_still_ends_at_the_last_one() -> None:
+def test_the_last_report_of_the_trainer_has_no_step_and_still_ends_at_the_last_one() -> None:
     report = read(body({"loss": 0.1}, progressPercentage=100, estimatedRemainingSeconds=0), total_steps_before=400)
     assert (report.step, report.total_steps, report.final) == (400, 400, True)
 
 
-def test_a_loop_that_knows_no_steps_counts_percents() -> None:
+def test_a_loop_without_steps_reports_percent() -> None:
     report = read(body(progressPercentage=42))
     assert (report.step, report.total_steps, report.final) == (42, 100, False)
 
@@ -67,7 +67,7 @@ def test_a_status_without_step_and_percentage_is_no_report() -> None:
 
 
 @pytest.mark.parametrize("odd", ["-1", "none", "1e3", "²", "9" * 30, ""])
-def test_steps_that_are_no_number_count_as_not_said(odd: str) -> None:
+def test_a_step_that_is_not_a_number_counts_as_missing(odd: str) -> None:
     report = read(body({"current_step": odd, "total_steps": odd}, progressPercentage=7))
     assert (report.step, report.total_steps) == (7, 100)
 
@@ -78,7 +78,7 @@ def test_of_256_metrics_the_first_16_are_kept_and_cut_to_length() -> None:
     assert {len(text) for pair in report.metrics.items() for text in pair} == {64}
 
 
-def test_our_own_protocol_and_garbage_are_not_taken_for_it() -> None:
+def test_our_own_protocol_and_garbage_are_not_read_as_kubeflow_reports() -> None:
     others = [b'{"step": 1}', b"[]", b"", b"\xff", b'"trainerStatus"', b'{"x":' + b"[" * 8000]
     assert not any(kubeflow.speaks(other) for other in others)
     assert kubeflow.speaks(body())
@@ -96,10 +96,10 @@ def test_our_own_protocol_and_garbage_are_not_taken_for_it() -> None:
     ],
     ids=["more than 100 %", "text", "negative", "list", "without a value", "no UTF-8"],
 )
-def test_numbers_out_of_range_are_refused_not_bent(bad: bytes) -> None:
+def test_numbers_out_of_range_are_refused_and_not_clamped(bad: bytes) -> None:
     with pytest.raises(BadReportError):
         read(bad)
 
 
-def test_an_empty_update_is_allowed_and_says_nothing() -> None:
+def test_an_empty_update_is_accepted_and_changes_nothing() -> None:
     assert kubeflow.read_body(b'{"trainerStatus": null}', NOW, 400) == (None, 400)

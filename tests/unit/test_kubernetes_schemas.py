@@ -101,14 +101,14 @@ def refusal(body: dict[str, Any], version: str) -> str:
 
 
 @pytest.mark.parametrize("version", SUPPORTED)
-def test_what_the_operator_and_the_client_write_fits_the_schemas_of_kubernetes(version: str) -> None:
+def test_objects_written_by_operator_and_client_match_the_kubernetes_schemas(version: str) -> None:
     """A Kubernetes version drops an unknown field with a warning, or refuses the whole object."""
     bodies = pods() | others() | gangs(version)
     refused = {name: why for name, body in bodies.items() if (why := refusal(body, version))}
     assert refused == {}
 
 
-def test_the_schemas_refuse_a_field_that_is_not_there() -> None:
+def test_the_schemas_refuse_an_unknown_field() -> None:
     """Otherwise the test above could never fail."""
     body = build.service(job())
     body["spec"]["headless"] = True

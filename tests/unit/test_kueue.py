@@ -64,7 +64,7 @@ def admitted(**spec: Any) -> World:
         ({}, {"gang": "kueue"}, SERVED, "kueue"),
     ],
 )
-def test_the_label_of_a_queue_means_kueue_where_the_operator_has_it(
+def test_a_queue_label_means_kueue_if_the_operator_has_it_switched_on(
     labels: dict[str, str], spec: dict[str, Any], apis: dict[str, GangApi], kind: str
 ) -> None:
     """A job with a queue's label must not take nodes without the queue's admission."""
@@ -82,7 +82,7 @@ def test_the_label_of_a_queue_means_kueue_where_the_operator_has_it(
         ({}, {}, {}, False),
     ],
 )
-def test_a_queue_that_the_operator_does_not_serve_is_warned_of_when_the_job_starts(
+def test_a_queue_label_that_the_operator_ignores_gets_a_warning_when_the_job_starts(
     labels: dict[str, str], spec: dict[str, Any], apis: dict[str, GangApi], is_warned: bool
 ) -> None:
     """With the chart's defaults nothing manages the queue: such a job would silently take GPUs outside every quota."""
@@ -152,7 +152,7 @@ WORKLOAD = {
 }
 
 
-def test_a_workload_is_what_kueue_documents_and_has_no_commands_and_no_variables() -> None:
+def test_a_workload_matches_the_kueue_documentation_and_has_no_commands_and_variables() -> None:
     """Administrators of a queue read Workloads. They need the requested resources, not the commands."""
     full = labelled(job(container=CONTAINER), queue_name="main", priority_class="high")
     body = kueue.body(full, 0, V1BETA1)
@@ -186,12 +186,12 @@ def test_in_v1beta2_a_workload_differs_in_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("version", ["v1beta1", "v1beta2"])
-def test_a_workload_has_a_priority_also_where_the_job_names_none(version: str) -> None:
+def test_a_workload_has_a_priority_even_if_the_job_names_none(version: str) -> None:
     """Kueue writes 0 for its own kinds. Without a priority its visibility API (0.14.8) shows nobody in the queue."""
     assert kueue.body(job(), 0, f"kueue.x-k8s.io/{version}")["spec"]["priority"] == 0
 
 
-def test_an_elastic_job_may_be_admitted_in_part() -> None:
+def test_an_elastic_job_may_be_admitted_partially() -> None:
     (podset,) = kueue.body(job(nodes=12, minNodes=4), 0, V1BETA1)["spec"]["podSets"]
     assert (podset["count"], podset["minCount"]) == (12, 4)
 
@@ -208,7 +208,7 @@ def test_an_elastic_job_may_be_admitted_in_part() -> None:
     ],
     ids=str,
 )
-def test_a_topology_is_asked_for_by_the_jobs_field_or_by_kueues_annotations(
+def test_a_topology_is_requested_by_the_field_of_the_job_or_by_the_kueue_annotations(
     key: str | None, annotations: dict[str, str], wanted: dict[str, Any]
 ) -> None:
     """Users who replace a batch/v1 Job keep its template, so annotations mean the same as for Kueue's own kinds."""
@@ -293,13 +293,13 @@ ASSIGNED = {
         ),
     ],
 )
-def test_the_conditions_say_whether_a_job_is_admitted_evicted_or_why_it_waits(
+def test_the_conditions_show_if_a_job_is_admitted_evicted_or_why_it_waits(
     raw: dict[str, Any], admission: Admission
 ) -> None:
     assert kueue.read(raw) == admission
 
 
-def test_a_workload_is_read_with_what_was_decided_and_what_it_was_told() -> None:
+def test_a_workload_is_read_with_its_admission_and_its_recorded_conditions() -> None:
     ready = condition("PodsReady", "True", reason="Started")
     raw = workload(RESERVED, ADMITTED, ready, admission=ASSIGNED)
     group = observe.group(kueue.ADAPTER)(raw)
@@ -319,7 +319,7 @@ def test_a_workload_is_read_with_what_was_decided_and_what_it_was_told() -> None
     assert kueue.reads_for_pods(group.placement, V1BETA1) == ("/apis/kueue.x-k8s.io/v1beta1/resourceflavors/spot",)
 
 
-def test_a_pod_consumes_what_a_provisioning_request_has_provisioned() -> None:
+def test_a_pod_consumes_what_its_provisioning_request_has_provisioned() -> None:
     """Without these annotations the autoscaler provisions machines for the pods a second time."""
     consume = {
         "autoscaling.x-k8s.io/consume-provisioning-request": "digits-provisioning-1",
@@ -334,7 +334,7 @@ def test_a_pod_consumes_what_a_provisioning_request_has_provisioned() -> None:
     assert body["spec"]["nodeSelector"] == {"machines": "reserved-1"}
 
 
-def test_a_pod_runs_where_its_quota_is() -> None:
+def test_a_pod_runs_on_the_nodes_of_its_quota() -> None:
     """On other nodes the pod would use what the queue has promised to other jobs."""
     taint = {"key": "spot", "operator": "Exists"}
     flavor = {"spec": {"nodeLabels": {"pool": "spot"}, "tolerations": [taint]}}
@@ -359,7 +359,7 @@ V1BETA2_TOPOLOGY = {
 
 
 @pytest.mark.parametrize("topology", [V1BETA1_TOPOLOGY, V1BETA2_TOPOLOGY], ids=["v1beta1", "v1beta2"])
-def test_where_kueue_chooses_the_nodes_of_each_pod_the_pod_waits_for_it(topology: dict[str, Any]) -> None:
+def test_if_kueue_assigns_the_nodes_of_each_pod_the_pod_waits_for_the_assignment(topology: dict[str, Any]) -> None:
     """v1beta2 writes the nodes in another form, so the operator leaves the assignment of pods to Kueue."""
     assigned = copy.deepcopy(ASSIGNED)
     assigned["podSetAssignments"][0]["topologyAssignment"] = topology  # type: ignore[index]
@@ -375,7 +375,7 @@ def test_where_kueue_chooses_the_nodes_of_each_pod_the_pod_waits_for_it(topology
 @pytest.mark.parametrize(
     ("levels", "named"), [([], False), (["rack"], False), (["kubernetes.io/hostname"], True), (["rack", HOST], True)]
 )
-def test_kueue_names_nodes_where_the_lowest_level_of_its_topology_is_the_node(levels: list[str], named: bool) -> None:
+def test_kueue_assigns_nodes_if_the_lowest_level_of_its_topology_is_the_node(levels: list[str], named: bool) -> None:
     assigned = copy.deepcopy(ASSIGNED)
     if levels:
         assigned["podSetAssignments"][0]["topologyAssignment"] = {"levels": levels}  # type: ignore[index]
@@ -383,7 +383,7 @@ def test_kueue_names_nodes_where_the_lowest_level_of_its_topology_is_the_node(le
 
 
 @pytest.mark.parametrize(("names_nodes", "avoided"), [(False, ("node-1",)), (True, ())])
-def test_a_pod_stays_away_from_a_bad_node_only_where_kueue_has_not_named_that_node_for_it(
+def test_a_pod_avoids_a_bad_node_only_if_kueue_has_not_assigned_that_node(
     names_nodes: bool, avoided: tuple[str, ...]
 ) -> None:
     """Otherwise the pod fits nowhere, and the job holds its quota until the avoidance is over, after an hour."""
@@ -405,7 +405,7 @@ def seen(body: dict[str, Any]) -> Pod:
     return observe.pod(raw)
 
 
-def test_a_pod_that_kueue_queues_by_itself_says_what_helps() -> None:
+def test_a_pod_that_kueue_queues_by_itself_gets_a_message_with_the_fix() -> None:
     """kubectl only shows that gates block the scheduling, while the job's other pods may hold their GPUs for ever."""
     body = build.pod(job(), 1, 1)
     body["metadata"]["uid"] = "u"
@@ -431,7 +431,7 @@ def told(raw: dict[str, Any], what: Any) -> dict[str, dict[str, Any]] | None:
     return None if status is None else {c["type"]: c for c in status["conditions"]}
 
 
-def test_quota_is_given_back_with_the_admission_and_the_job_queues_again() -> None:
+def test_quota_is_released_with_the_admission_and_the_job_queues_again() -> None:
     """Kueue never frees the quota of an evicted Workload if another controller owns it."""
     ready = condition("PodsReady", "True", reason="Started")
     raw = workload(RESERVED, ADMITTED, PREEMPTED, ready, admission=ASSIGNED)
@@ -464,7 +464,7 @@ def test_quota_is_given_back_with_the_admission_and_the_job_queues_again() -> No
 @pytest.mark.parametrize(
     "reason", ["PodsReadyTimeout", "AdmissionCheck", "Deactivated", "DeactivatedDueToRequeuingLimitExceeded"]
 )
-def test_where_kueue_itself_says_when_a_job_queues_again_it_is_left_to_it(reason: str) -> None:
+def test_a_reason_after_which_kueue_itself_requeues_the_job_is_kept_exactly(reason: str) -> None:
     """Kueue finds these Workloads by the exact reason. With a longer reason the job would be admitted again at once,
     and a reactivated one would wait for ever."""
     conditions = told(workload(RESERVED, ADMITTED, {**PREEMPTED, "reason": reason}), "quota returned")
@@ -475,12 +475,12 @@ def test_where_kueue_itself_says_when_a_job_queues_again_it_is_left_to_it(reason
     )
 
 
-def test_an_admission_that_came_meanwhile_is_not_taken_away() -> None:
+def test_an_admission_that_arrived_meanwhile_is_not_withdrawn() -> None:
     assert told(workload(RESERVED, ADMITTED), "quota returned") is None
     assert told(workload(NO_ROOM, PREEMPTED), "quota returned") is None
 
 
-def test_pods_ready_says_that_all_nodes_run_and_after_a_restart_that_they_do_again() -> None:
+def test_pods_ready_is_true_when_all_nodes_run_and_again_after_a_restart() -> None:
     """Kueue's waitForPodsReady evicts a job whose PodsReady condition is not true in time."""
     raw = workload(RESERVED, ADMITTED)
     seen = []
@@ -495,7 +495,7 @@ def test_pods_ready_says_that_all_nodes_run_and_after_a_restart_that_they_do_aga
     assert told(workload(NO_ROOM), "ready") is None, "not admitted"
 
 
-def test_the_end_of_a_job_is_told_once() -> None:
+def test_the_end_of_a_job_is_written_to_its_workload_once() -> None:
     raw = workload(RESERVED, ADMITTED, admission=ASSIGNED)
     conditions = told(raw, "succeeded")
     assert conditions is not None
@@ -506,7 +506,7 @@ def test_the_end_of_a_job_is_told_once() -> None:
 # ---------------------------------------------------------------- from admission to the end
 
 
-def test_a_job_holds_its_quota_over_restarts_and_replacements_and_tells_when_it_runs() -> None:
+def test_a_job_keeps_its_quota_across_restarts_and_replacements_and_reports_when_it_runs() -> None:
     """Otherwise other jobs take the nodes between two attempts, and the job queues again."""
     world = admitted()
     assert world.told == ["ready"]
@@ -517,7 +517,7 @@ def test_a_job_holds_its_quota_over_restarts_and_replacements_and_tells_when_it_
 
 
 @pytest.mark.parametrize("end", ["succeeded", "failed"])
-def test_at_its_end_a_job_gives_its_quota_back_when_the_last_pod_has_ended(end: str) -> None:
+def test_a_finished_job_releases_its_quota_when_the_last_pod_has_ended(end: str) -> None:
     world = admitted(backoffLimit=0)
     if end == "succeeded":
         world.exits(0).exits(1).settle()
@@ -530,7 +530,7 @@ def test_at_its_end_a_job_gives_its_quota_back_when_the_last_pod_has_ended(end: 
     assert world.settle().told.count(end) == 1
 
 
-def test_a_preemption_ends_in_one_stop_with_full_grace_and_gives_the_quota_back_only_then() -> None:
+def test_a_preemption_stops_all_pods_with_full_grace_and_releases_the_quota_afterwards() -> None:
     """A kill would lose the steps since the last snapshot. Quota that is free too early gives nodes to two jobs."""
     world = admitted().admits("evicted", "preempted by resnet", holds_quota=True)
     world.step()
@@ -550,7 +550,7 @@ def test_a_preemption_ends_in_one_stop_with_full_grace_and_gives_the_quota_back_
     assert world.status.restarts is None or world.status.restarts.total == 0
 
 
-def test_a_job_that_is_admitted_again_while_its_pods_stop_stops_them_all_and_starts_anew() -> None:
+def test_a_job_readmitted_while_its_pods_stop_stops_them_all_and_begins_a_new_attempt() -> None:
     world = admitted().admits("evicted", "preempted by resnet", holds_quota=True)
     world.step()
     world.admits().settle()
@@ -559,7 +559,7 @@ def test_a_job_that_is_admitted_again_while_its_pods_stop_stops_them_all_and_sta
     assert world.stops_all().settle().names() == ["digits-2-0", "digits-2-1"]
 
 
-def test_a_preempted_job_whose_nodes_had_all_completed_has_succeeded_and_queues_no_more() -> None:
+def test_a_preempted_job_whose_nodes_had_all_completed_has_succeeded_and_leaves_the_queue() -> None:
     """Otherwise the job waits for quota to repeat a training that is complete."""
     world = admitted().admits("evicted", "preempted by resnet", holds_quota=True)
     world.step()
@@ -568,7 +568,7 @@ def test_a_preempted_job_whose_nodes_had_all_completed_has_succeeded_and_queues_
     assert (world.status.state, world.told[-1]) == ("Succeeded", "succeeded")
 
 
-def test_a_failure_that_came_before_an_eviction_is_charged_and_a_job_without_restarts_fails() -> None:
+def test_a_failure_before_an_eviction_is_charged_and_fails_a_job_without_restarts_left() -> None:
     """Otherwise a script that always fails takes the nodes again and again, if its queue is often preempted."""
     world = admitted(backoffLimit=0).exits(1, 1)
     world.step()
@@ -577,7 +577,7 @@ def test_a_failure_that_came_before_an_eviction_is_charged_and_a_job_without_res
     assert world.status.last_failure.failure_class == "application"
 
 
-def test_a_failure_that_came_before_an_eviction_leaves_a_restart_less_and_the_job_queues_again() -> None:
+def test_a_failure_before_an_eviction_uses_up_a_restart_and_the_job_queues_again() -> None:
     """The next attempt gets no pods yet, because its quota is promised to others."""
     world = admitted(backoffLimit=3).exits(1, 1)
     world.step()
@@ -592,7 +592,7 @@ def test_a_failure_that_came_before_an_eviction_leaves_a_restart_less_and_the_jo
     assert world.status.restarts.application == 1
 
 
-def test_an_eviction_stops_the_nodes_that_wait_for_a_pod_which_takes_long_to_end() -> None:
+def test_an_eviction_stops_nodes_that_wait_for_a_slowly_ending_pod() -> None:
     """Under ddprun they wait for a replacement, which an evicted job never gets, and keep others' quota."""
     world = admitted(container={"command": ["ddprun", "train.py"]}).deleted_first(1).settle()
     world.admits("evicted", "preempted by resnet", holds_quota=True).settle()
@@ -601,7 +601,7 @@ def test_an_eviction_stops_the_nodes_that_wait_for_a_pod_which_takes_long_to_end
     assert (world.status.reason, world.told[-1]) == ("WaitingForAdmission", "quota returned")
 
 
-def test_an_admission_that_is_withdrawn_during_the_start_gives_everything_back() -> None:
+def test_an_admission_that_is_withdrawn_during_the_start_releases_everything() -> None:
     world = queued().settle().admits().settle()
     assert len(world.names()) == 2
     world.admits("evicted", "its queue was stopped", holds_quota=True).settle().stops_all().settle()
@@ -609,7 +609,7 @@ def test_an_admission_that_is_withdrawn_during_the_start_gives_everything_back()
     assert world.status.message == "waiting in the queue: its queue was stopped"
 
 
-def test_an_eviction_before_the_first_pod_gives_the_quota_back_at_once() -> None:
+def test_an_eviction_before_the_first_pod_releases_the_quota_at_once() -> None:
     world = queued().settle().admits("evicted", "preempted", holds_quota=True).settle()
     assert (world.names(), world.told, world.status.state) == ([], ["quota returned"], "Pending")
 
@@ -623,7 +623,7 @@ def test_pods_of_an_evicted_job_that_are_found_later_are_stopped_too() -> None:
     assert any(isinstance(action, DeletePod) for action in world.step().actions)
 
 
-def test_a_suspended_job_gives_its_quota_back_when_its_pods_have_ended_and_queues_again() -> None:
+def test_a_suspended_job_releases_its_quota_when_its_pods_have_ended_and_queues_again() -> None:
     world = admitted().change(suspend=True).settle()
     assert list(world.groups) == ["digits"], "its pods still stop"
     world.stops_all().settle()
@@ -640,7 +640,7 @@ def test_a_job_that_is_resumed_while_its_pods_stop_keeps_its_quota() -> None:
     assert (world.names(), world.told) == (["digits-2-0", "digits-2-1"], ["ready", "unready"])
 
 
-def test_a_job_that_is_evicted_while_it_waits_to_resume_gives_its_quota_back_when_its_pods_have_ended() -> None:
+def test_a_job_evicted_while_it_waits_to_resume_releases_its_quota_when_its_pods_have_ended() -> None:
     world = admitted().change(suspend=True).settle().change(suspend=False).settle()
     world.admits("evicted", "preempted by resnet", holds_quota=True).settle()
     assert world.status.message == "evicted from its queue: preempted by resnet; 2 pods still stopping"
@@ -650,7 +650,7 @@ def test_a_job_that_is_evicted_while_it_waits_to_resume_gives_its_quota_back_whe
     assert world.status.reason == "WaitingForAdmission"
 
 
-def test_a_workload_that_was_deleted_by_hand_is_an_eviction() -> None:
+def test_deleting_a_workload_by_hand_is_an_eviction() -> None:
     """Other jobs get the quota of a deleted Workload at once, so the pods must stop."""
     world = admitted()
     world.groups.clear()
@@ -660,7 +660,7 @@ def test_a_workload_that_was_deleted_by_hand_is_an_eviction() -> None:
     assert list(world.groups) == ["digits"]
 
 
-def test_a_job_runs_on_while_the_api_of_its_queue_is_away_and_waits_with_a_restart() -> None:
+def test_a_job_keeps_running_while_its_queue_api_is_unavailable_and_delays_a_restart() -> None:
     world = admitted()
     world.gang_apis["kueue"] = GangApi(why_not="the API server does not serve workloads")
     world.groups.clear()
@@ -671,7 +671,7 @@ def test_a_job_runs_on_while_the_api_of_its_queue_is_away_and_waits_with_a_resta
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_a_job_that_waits_leaves_its_queue_while_its_spec_is_invalid(begun: bool) -> None:
+def test_a_waiting_job_leaves_its_queue_while_its_spec_is_invalid(begun: bool) -> None:
     """An invalid job makes no pods, so an admission would hold its quota for ever."""
     world = queued().settle()
     if begun:
@@ -686,14 +686,14 @@ def test_a_job_that_waits_leaves_its_queue_while_its_spec_is_invalid(begun: bool
     assert world.admits().running().status.state == "Running"
 
 
-def test_a_job_that_runs_keeps_its_quota_when_its_spec_becomes_invalid() -> None:
+def test_a_running_job_keeps_its_quota_when_its_spec_becomes_invalid() -> None:
     """The running pods still use the quota."""
     world = admitted()
     world.problems = [validation.Problem(("spec", "template"), "bad")]
     assert (world.settle().status.state, list(world.groups)) == ("Running", ["digits"])
 
 
-def test_a_job_that_waits_starts_no_pod_while_the_api_of_its_queue_is_away() -> None:
+def test_a_waiting_job_starts_no_pod_while_its_queue_api_is_unavailable() -> None:
     """Without the API the operator cannot see if the admission was withdrawn, so the pods could take others' quota."""
     for world in (queued(), queued().settle().admits("waiting", "busy").settle(), queued().settle().admits()):
         world.gang_apis["kueue"] = GangApi(why_not="the API server cannot tell")
@@ -705,7 +705,7 @@ def test_a_job_that_waits_starts_no_pod_while_the_api_of_its_queue_is_away() -> 
         assert world.status.message != "waiting in the queue: the API server cannot tell"
 
 
-def test_what_kueue_refuses_is_said_and_tried_again() -> None:
+def test_a_refusal_of_kueue_is_shown_and_retried() -> None:
     """While Kueue is down its webhook refuses all changes of a Workload."""
     world = queued()
     later = world.now + dt.timedelta(seconds=10)
@@ -724,7 +724,7 @@ def test_what_kueue_refuses_is_said_and_tried_again() -> None:
     assert world.told[-1] == "quota returned"
 
 
-def test_a_service_that_is_refused_keeps_no_quota() -> None:
+def test_a_refused_service_does_not_delay_the_release_of_the_quota() -> None:
     """The Service has the Workload's name: its back-off must not delay the return of an evicted job's quota."""
     world = queued().settle().admits()
     world.refusals = [Refusal("Service", "digits", "exceeded quota: services", world.now + dt.timedelta(seconds=300))]
@@ -740,7 +740,7 @@ def admitted_in_part() -> World:
     return world.settle().runs(0, 1, 2).settle()
 
 
-def test_an_elastic_job_runs_and_restarts_with_as_many_nodes_as_were_admitted() -> None:
+def test_an_elastic_job_runs_and_restarts_with_the_admitted_number_of_nodes() -> None:
     """More pods would use others' quota, and fewer leave paid nodes idle. This holds after a failure, too."""
     world = admitted_in_part()
     assert world.names() == ["digits-1-0", "digits-1-1", "digits-1-2"]
@@ -752,7 +752,7 @@ def test_an_elastic_job_runs_and_restarts_with_as_many_nodes_as_were_admitted() 
     assert world.runs(0, 1, 2).settle().status.state == "Running"
 
 
-def test_a_job_that_was_admitted_in_part_runs_on_where_a_new_operator_cannot_ask_its_queue() -> None:
+def test_a_partially_admitted_job_keeps_running_if_a_new_operator_cannot_reach_its_queue() -> None:
     """Otherwise its pods are stopped to grow to spec.nodes, and then nobody can admit new ones."""
     world = admitted_in_part()
     known, world.groups = world.groups, {}
@@ -762,7 +762,7 @@ def test_a_job_that_was_admitted_in_part_runs_on_where_a_new_operator_cannot_ask
     assert (world.settle().status.state, world.status.attempt) == ("Running", 1)
 
 
-def test_a_workload_that_asks_for_other_pods_than_the_job_has_is_replaced_while_it_waits() -> None:
+def test_a_workload_for_other_pods_than_those_of_the_job_is_replaced_while_it_waits() -> None:
     world = queued(nodes=4, minNodes=2).settle().change(nodes=3)
     group = world.groups["digits"]
     assert DeleteGroup("kueue", "digits", group.uid) in world.plan().actions
@@ -783,7 +783,7 @@ def relabelled(world: World, **labels: str) -> World:
     ],
     ids=["priority", "topology"],
 )
-def test_a_job_that_waits_follows_what_it_now_asks_for(
+def test_the_workload_of_a_waiting_job_follows_changes_of_the_job(
     labels: dict[str, str], topology: str | None, asked: tuple[str, str, str]
 ) -> None:
     """Users may change labels and topology at any time. The Workload of a waiting job must not keep the old ones."""
@@ -791,7 +791,7 @@ def test_a_job_that_waits_follows_what_it_now_asks_for(
     assert world.groups["digits"].asked == asked
 
 
-def test_a_job_whose_queue_does_not_exist_waits_in_the_right_one_once_its_label_is_mended() -> None:
+def test_a_job_in_a_missing_queue_moves_to_the_right_one_when_its_label_is_fixed() -> None:
     """Otherwise a job with a typo in the label waits until it is suspended, for a queue that nobody will create."""
     world = queued().settle().admits("waiting", "LocalQueue main doesn't exist").settle()
     wrong = world.groups["digits"]
@@ -802,7 +802,7 @@ def test_a_job_whose_queue_does_not_exist_waits_in_the_right_one_once_its_label_
 
 
 @pytest.mark.parametrize("version", [V1BETA1, "kueue.x-k8s.io/v1beta2"])
-def test_what_a_workload_is_written_with_is_what_it_is_compared_with(version: str) -> None:
+def test_a_workload_is_compared_with_the_same_values_that_are_written(version: str) -> None:
     """If the two differ, the Workload is deleted and created again for ever, each time at the end of the queue."""
     pod = {"containers": [{"name": "trainer", "image": "i"}]}
     annotations = {"kueue.x-k8s.io/podset-required-topology": "block", "kueue.x-k8s.io/podset-preferred-topology": "a"}
@@ -819,7 +819,7 @@ def test_what_a_workload_is_written_with_is_what_it_is_compared_with(version: st
         )
 
 
-def test_a_job_that_is_admitted_keeps_its_place_whatever_its_labels_become_and_then_queues_as_they_say() -> None:
+def test_an_admitted_job_keeps_its_queue_until_it_queues_again_whatever_its_labels_become() -> None:
     """The job's pods use the quota of the queue that admitted it."""
     world = relabelled(admitted(), queue_name="research").settle()
     assert (world.status.state, world.groups["digits"].asked) == ("Running", ("main", "", ""))
@@ -828,7 +828,7 @@ def test_a_job_that_is_admitted_keeps_its_place_whatever_its_labels_become_and_t
     assert world.groups["digits"].asked == ("research", "", "")
 
 
-def test_a_job_that_is_stopped_in_its_queue_stays_so_whatever_its_labels_become() -> None:
+def test_a_job_that_is_stopped_in_its_queue_stays_stopped_whatever_its_labels_become() -> None:
     """Otherwise the job's owner can undo, with a label, what the administrator of the queue decided."""
     stopped = kueue.read({"spec": {"active": False}})
     world = admitted().admits("evicted", "deactivated", holds_quota=True).settle().stops_all().settle()
@@ -840,7 +840,7 @@ def test_a_job_that_is_stopped_in_its_queue_stays_so_whatever_its_labels_become(
 
 
 @pytest.mark.parametrize("how", ["label", "field"])
-def test_a_restart_keeps_the_quota_also_where_the_job_is_to_leave_its_queue(how: str) -> None:
+def test_a_restart_keeps_the_quota_even_if_the_job_will_leave_its_queue(how: str) -> None:
     """Otherwise, after its next failure, the job trains outside its queue on resources that were promised to others."""
     world = admitted()
     world = (relabelled(world) if how == "label" else world.change(gang="none")).settle()
@@ -851,7 +851,7 @@ def test_a_restart_keeps_the_quota_also_where_the_job_is_to_leave_its_queue(how:
     assert (world.status.attempt, world.groups, world.status.state) == (3, {}, "Running")
 
 
-def test_a_job_that_runs_enters_a_queue_when_it_is_resumed_and_not_at_a_failure() -> None:
+def test_a_running_job_joins_a_queue_when_it_is_resumed_and_not_at_a_failure() -> None:
     """Otherwise a failure takes the job's nodes away for as long as the queue is full."""
     world = relabelled(World(job()).serves("kueue", V1BETA1).running(), queue_name="main").settle()
     world.exits(1, code=1).restarted().running()
@@ -871,7 +871,7 @@ def test_a_job_whose_queue_was_switched_off_restarts_without_it() -> None:
 
 
 @pytest.mark.parametrize("how", ["label", "field"])
-def test_a_job_that_waits_leaves_its_queue_when_the_user_says_so(how: str) -> None:
+def test_a_waiting_job_leaves_its_queue_if_the_user_removes_it(how: str) -> None:
     """Otherwise only a new job could leave the queue `default`, which is used without a label and may not exist."""
     world = queued().settle().admits("waiting", "insufficient unused quota").settle()
     world = relabelled(world) if how == "label" else world.change(gang="none")
@@ -880,7 +880,7 @@ def test_a_job_that_waits_leaves_its_queue_when_the_user_says_so(how: str) -> No
     assert (world.status.gang or api.Gang(kind="kueue")).kind == "none"
 
 
-def test_pods_that_stop_after_an_eviction_have_their_full_grace_also_where_the_job_leaves_its_queue() -> None:
+def test_pods_stopped_by_an_eviction_keep_their_full_grace_if_the_job_leaves_its_queue() -> None:
     """Otherwise the steps since the last snapshot are lost."""
     world = admitted().admits("evicted", "preempted", holds_quota=True)
     world.step()
@@ -891,7 +891,7 @@ def test_pods_that_stop_after_an_eviction_have_their_full_grace_also_where_the_j
     assert (world.status.state, world.status.attempt, world.groups) == ("Running", 2, {})
 
 
-def test_a_workload_that_somebody_marks_as_finished_is_replaced_when_the_pods_have_ended() -> None:
+def test_a_workload_marked_as_finished_by_somebody_is_replaced_when_the_pods_have_ended() -> None:
     """Its quota is free then, and Kueue never admits a finished Workload again."""
     world = admitted()
     before = world.groups["digits"]

@@ -35,7 +35,7 @@ def run(cli: Cli, script: str, *options: str, name: str = "train.py") -> tuple[l
     return list(yaml.safe_load_all(done.stdout))[-1]["spec"]["containers"][0]["command"], done.stderr
 
 
-def test_ddprun_starts_a_script_without_a_word_about_it(cli: Cli) -> None:
+def test_ddprun_starts_a_script_without_a_message_about_it(cli: Cli) -> None:
     """Users must get the fast restarts and the reports of hangs without a YAML file."""
     assert run(cli, INIT) == (["ddprun", "train.py"], "")
     assert run(cli, INIT, "--launcher", "torchrun") == (["torchrun", "train.py"], "")
@@ -54,7 +54,7 @@ def test_ddprun_starts_a_script_without_a_word_about_it(cli: Cli) -> None:
         (STORE + "TCPStore(host, port, 2, False)\n", [], "line 4 connects to a store that torchrun serves"),
     ],
 )  # fmt: skip
-def test_torchrun_starts_what_ddprun_cannot_and_one_line_says_why(
+def test_torchrun_starts_scripts_that_ddprun_cannot_and_one_line_gives_the_reason(
     cli: Cli, script: str, options: list[str], why: str
 ) -> None:
     """Otherwise the script would hang, or lose the setting, under a launcher that the user did not choose."""
@@ -64,7 +64,7 @@ def test_torchrun_starts_what_ddprun_cannot_and_one_line_says_why(
     assert len(said.splitlines()) == 1
 
 
-def test_a_module_is_read_as_a_script_is(cli: Cli) -> None:
+def test_a_module_is_analyzed_like_a_script(cli: Cli) -> None:
     (command, said) = run(cli, "import os\nos.environ['MKL_CBWR'] = 'AVX'\n" + INIT, "-m", "train")
     assert command == ["torchrun", "-m", "train"]
     assert "line 2 sets MKL_CBWR" in said
@@ -82,13 +82,13 @@ def test_a_module_is_read_as_a_script_is(cli: Cli) -> None:
         "import torch\ntorch.cuda.init()\n",
     ],
 )
-def test_what_works_in_a_fork_is_left_to_ddprun(cli: Cli, script: str) -> None:
+def test_code_that_works_after_a_fork_is_left_to_ddprun(cli: Cli, script: str) -> None:
     command, said = run(cli, script)
     assert command == ["ddprun", "train.py"]
     assert "torchrun starts" not in said
 
 
-def test_ddprun_passes_a_local_rank_that_the_script_takes_as_an_option(cli: Cli) -> None:
+def test_ddprun_passes_the_local_rank_to_a_script_that_has_it_as_an_option(cli: Cli) -> None:
     """torchrun can do this only through a shell."""
     command, _ = run(cli, LOCAL_RANK)
     assert command == ["ddprun", "train.py", "--", "--local_rank=${local_rank}"]
@@ -102,13 +102,13 @@ def test_ddprun_passes_a_local_rank_that_the_script_takes_as_an_option(cli: Cli)
         ("s.py", "from torch import multiprocessing as m\nm.spawn(id)\n", "starts the processes of its node by itself"),
     ],
 )  # fmt: skip
-def test_a_launcher_for_what_has_its_own_is_refused(cli: Cli, name: str, text: str, why: str) -> None:
+def test_a_launcher_for_a_command_that_has_one_is_refused(cli: Cli, name: str, text: str, why: str) -> None:
     (cli.folder / name).write_text(text)
     done = cli.here("run", "--launcher", "ddprun", name)
     assert (done.returncode, done.stderr) == (2, f"--launcher ddprun: {name} {why}; leave the option out\n")
 
 
-def test_ddprun_starts_ranks_only_with_the_python_that_torchrun_would_take(tmp_path: Path) -> None:
+def test_ddprun_starts_ranks_only_with_the_python_that_torchrun_would_use(tmp_path: Path) -> None:
     """In a user's environment with torch but without ddpjob, our ddprun would import another torch, or none."""
     for name in ("torchrun", "python"):
         (tmp_path / name).write_text("#!/bin/sh\n")
@@ -144,7 +144,7 @@ def test_submit_writes_ddprun_only_for_an_image_that_is_known_to_have_it(
     assert says_how == (command == "torchrun" and "--launcher" not in options)
 
 
-def test_init_writes_torchrun_for_an_image_that_nobody_knows_and_says_what_ddprun_needs(cli: Cli) -> None:
+def test_init_writes_torchrun_for_an_unknown_image_and_tells_what_ddprun_needs(cli: Cli) -> None:
     (cli.folder / "train.py").write_text(INIT)
     plain, asked = (cli.here("init", *options, "train.py").stdout for options in ([], ["--launcher", "ddprun"]))
     assert "command: [torchrun, train.py]" in plain

@@ -28,12 +28,12 @@ def problems(row: re.Match[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: re.findall(r"\[([\w-]+)\]", row["rest"])[0])
-def test_a_command_that_the_guide_gives_is_accepted(row: re.Match[str]) -> None:
+def test_a_command_in_the_guide_is_accepted(row: re.Match[str]) -> None:
     assert problems(row) == []
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=lambda row: row["command"])
-def test_a_command_that_the_guide_calls_refused_is_refused_with_that_reason(row: re.Match[str]) -> None:
+def test_a_command_that_the_guide_calls_refused_is_refused_for_that_reason(row: re.Match[str]) -> None:
     (sentence,) = problems(row)
     assert row["rest"] in sentence
 
@@ -42,7 +42,7 @@ def test_the_guide_has_all_rows() -> None:
     assert (len(ROWS), len(REFUSED)) == (23, 8)
 
 
-def test_the_example_at_the_top_is_a_job() -> None:
+def test_the_example_at_the_top_is_a_valid_job() -> None:
     (block,) = re.findall(r"```yaml\n(.*?)```", TEXT, flags=re.DOTALL)
     assert validation.parse(yaml.safe_load(block))[1] == []
 
@@ -55,11 +55,11 @@ def test_every_link_leads_to_a_file_and_every_example_is_linked() -> None:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples/notes").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_example_of_a_launch_is_a_valid_job(path: Path) -> None:
+def test_every_launch_example_is_a_valid_job(path: Path) -> None:
     assert validation.parse(yaml.safe_load(path.read_text(encoding="utf-8")))[1] == []
 
 
-def test_a_command_with_a_long_script_in_it_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_contains_a_long_script_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a script of 10 kB in the command costs the operator 18 ms for each report of each node."""
     read = 0
 

@@ -71,24 +71,24 @@ FAREWELLS = [
         ("it is 12:30: a DeprecationWarning: no\n", 1, "last line: it is 12:30: a DeprecationWarning: no"),
     ],
 )
-def test_the_sentence_of_a_program_that_gives_up_is_found(log: str, code: int | None, said: str | None) -> None:
+def test_the_last_message_of_a_program_that_gives_up_is_found(log: str, code: int | None, said: str | None) -> None:
     assert log_lines.of(log, code) == (log.strip() if said is None else said)
 
 
 @pytest.mark.parametrize(("name", "said"), [("argparse", ARGPARSE), ("sys-exit", "the folder /data is empty")])
-def test_what_a_kubelet_keeps_of_torchruns_output_still_has_them(name: str, said: str) -> None:
+def test_the_log_tail_that_a_kubelet_keeps_of_torchrun_still_contains_the_last_message(name: str, said: str) -> None:
     log = (DATA / f"{name}.log").read_text()
     assert log_lines.of(log[-2048:], 2 if name == "argparse" else 1).removeprefix(log_lines.LAST_LINE) == said
 
 
 @pytest.mark.parametrize("kept", [700, 1000, 1500])
 @pytest.mark.parametrize("name", ["argparse", "sys-exit", "exit-3", "sigkill"])
-def test_what_is_left_of_torchruns_own_report_is_nobodys_last_words(name: str, kept: int) -> None:
+def test_remains_of_the_torchrun_report_are_not_the_last_message_of_a_rank(name: str, kept: int) -> None:
     assert log_lines.of((DATA / f"{name}.log").read_text()[-kept:], 1) == ""
 
 
 @pytest.mark.parametrize("prefix", ["[rank0]: ", "[default0]:[rank0]: "])
-def test_what_another_rank_raised_last_is_not_what_this_one_said(prefix: str) -> None:
+def test_the_last_exception_of_another_rank_is_not_the_message_of_this_one(prefix: str) -> None:
     """Rank 1's sys.exit("no data") must not be shown with rank 0's complaint that rank 1 is gone."""
     log = f"data folder is empty\n{prefix}RuntimeError: Connection closed by peer [127.0.0.1]:56017\n"
     assert log_lines.of(log, 1, rank=1) == "last line: data folder is empty"
@@ -96,17 +96,17 @@ def test_what_another_rank_raised_last_is_not_what_this_one_said(prefix: str) ->
     assert log_lines.of(log, 1) == log_lines.of(log, 1, rank=0), "where the rank is not known"
 
 
-def test_the_job_says_what_argparse_said() -> None:
+def test_the_status_quotes_the_message_of_argparse() -> None:
     world = digits(backoffLimit=0).running().exits(1, code=2, message=USAGE + ARGPARSE).restarted()
     assert f"ended with exit code 2 ({ARGPARSE})" in world.status.message
 
 
-def test_the_job_says_what_a_script_gave_to_sys_exit() -> None:
+def test_the_status_quotes_the_message_passed_to_sys_exit() -> None:
     world = digits(backoffLimit=0).running().exits(1, code=1, message="the folder /data is empty").restarted()
     assert "ended with exit code 1 (last line: the folder /data is empty)" in world.status.message
 
 
-def test_a_last_line_proves_nothing_against_an_exception_of_another_rank() -> None:
+def test_the_last_line_of_a_rank_does_not_outweigh_an_exception_of_another() -> None:
     """Rank 0 only ended because its peer was gone, so it must not be named for the peer's exception."""
     world = (
         digits()
@@ -119,13 +119,13 @@ def test_a_last_line_proves_nothing_against_an_exception_of_another_rank() -> No
     assert world.status.last_failure.rank == 1
 
 
-def test_a_last_line_of_a_rank_that_was_told_to_stop_is_none_of_its_own_failure() -> None:
+def test_the_last_line_of_a_stopped_rank_does_not_explain_its_own_failure() -> None:
     world = digits().running().exits(1, code=1).settle()
     world.exits(0, code=1, message="stopping as I was told").settle()
     assert world.status.last_failure.rank == 1
 
 
-def test_where_logs_stay_out_of_the_status_last_lines_do_too() -> None:
+def test_last_lines_stay_out_of_the_status_if_logs_do() -> None:
     world = digits(backoffLimit=0).running().exits(1, code=1, message="patient 4711 has no image")
     context = root_cause.Context(1, Members(range(2)), int, world.now, keep_log_tail=False)
     found = root_cause.root_cause(context, list(world.pods.values())[1:])
@@ -138,5 +138,5 @@ def test_a_password_in_a_last_line_is_masked() -> None:
 
 
 @given(st.text(), st.sampled_from([0, 1, 2, 126, 127, 137, None]))
-def test_any_log_gives_one_short_line(log: str, code: int | None) -> None:
+def test_any_log_gives_at_most_one_short_line(log: str, code: int | None) -> None:
     assert len(log_lines.of(log, code).splitlines()) <= 1

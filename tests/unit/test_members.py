@@ -10,17 +10,17 @@ LATER = Members((0, 2, 5))  # two nodes were left out
 REORDERED = Members((3, 1))
 
 
-def test_node_ranks_have_no_gaps_where_places_have() -> None:
+def test_node_ranks_have_no_gaps_even_if_places_do() -> None:
     assert [LATER.node_rank(place) for place in (0, 2, 5)] == [0, 1, 2]
     assert [LATER.place(node_rank) for node_rank in range(3)] == [0, 2, 5]
 
 
-def test_the_leader_is_the_place_of_node_rank_0_and_need_not_be_the_lowest() -> None:
+def test_the_leader_is_the_place_of_node_rank_0_even_if_it_is_not_the_lowest() -> None:
     assert (LATER.leader, REORDERED.leader) == (0, 3)
     assert (REORDERED.node_rank(3), REORDERED.node_rank(1)) == (0, 1)
 
 
-def test_ranks_are_counted_through_the_members_in_order() -> None:
+def test_ranks_are_numbered_through_the_members_in_order() -> None:
     assert [list(LATER.ranks(place, 2)) for place in LATER] == [[0, 1], [2, 3], [4, 5]]
     assert [list(REORDERED.ranks(place, 4)) for place in REORDERED] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert (LATER.world_size(2), REORDERED.world_size(4)) == (6, 8)
@@ -35,14 +35,14 @@ def test_every_rank_runs_at_the_place_that_has_it(members: Members, nproc: int) 
         assert rank in members.ranks(place, nproc)
 
 
-def test_who_is_no_member_has_no_node_rank_and_no_ranks() -> None:
+def test_a_place_that_is_not_a_member_has_no_node_rank_and_no_ranks() -> None:
     for asked in (lambda: LATER.node_rank(1), lambda: LATER.ranks(1, 2)):
         with pytest.raises(ValueError, match="not in tuple"):
             asked()
 
 
 @pytest.mark.parametrize("number", [-1, 3, None])
-def test_a_node_rank_that_nobody_has_is_at_no_place(number: int | None) -> None:
+def test_an_unassigned_node_rank_has_no_place(number: int | None) -> None:
     """Reports use -1 for "no rank". As an index -1 would be the last member."""
     assert LATER.place(number) is None
     assert LATER.place_of_rank(6 if number is None else 2 * number, 2) is None
@@ -52,12 +52,12 @@ def test_a_node_rank_that_nobody_has_is_at_no_place(number: int | None) -> None:
     ("members", "text"),
     [(LATER, "0,2,5"), (REORDERED, "3,1"), (Members((2, 3, 4, 0, 1)), "2-4,0-1"), (Members(range(99_999)), "0-99998")],
 )
-def test_agents_send_them_as_ranges_in_their_order(members: Members, text: str) -> None:
+def test_agents_send_members_as_ranges_in_their_order(members: Members, text: str) -> None:
     assert members.text == text
     assert Members.read(text) == members
 
 
 @pytest.mark.parametrize("text", ["", "a", "1,,2"])
-def test_what_is_no_list_of_ranges_is_refused(text: str) -> None:
+def test_a_malformed_list_of_ranges_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="int"):
         Members.read(text)

@@ -11,12 +11,12 @@ from ddpjob_operator.job import reasons
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_page_that_is_checked_in_is_the_one_that_the_reasons_give() -> None:
+def test_the_checked_in_page_is_generated_from_the_reasons() -> None:
     checked_in = (ROOT / "docs/messages.md").read_text(encoding="utf-8")
     assert checked_in == messages_page.to_markdown(), "docs/messages.md differs from job/reasons.py: `make generate`"
 
 
-def test_each_reason_stands_in_it_and_says_when_it_is_met_and_what_to_do() -> None:
+def test_the_page_has_each_reason_with_its_occasion_and_the_next_step() -> None:
     text = messages_page.to_markdown()
     for reason in reasons.ALL.values():
         kind = "Warning" if reason.warning else "Normal"
@@ -27,13 +27,13 @@ def test_no_warning_leaves_a_user_without_a_next_step() -> None:
     assert [reason.name for reason in reasons.ALL.values() if reason.warning and not reason.todo] == []
 
 
-def test_no_event_has_a_word_that_the_page_does_not_know() -> None:
+def test_every_reason_of_an_event_is_on_the_page() -> None:
     """Otherwise users search in vain for the reason of an Event."""
     source = "\n".join(file.read_text() for file in (ROOT / "operator").rglob("*.py"))
     assert set(re.findall(r'Event\("(?:Normal|Warning)", "(\w+)"', source)) == set()
 
 
-def test_every_link_of_the_pages_for_help_leads_somewhere() -> None:
+def test_every_link_on_the_help_pages_leads_to_an_existing_target() -> None:
     """Users in trouble must not follow a broken link."""
     pages = [
         ROOT / "README.md",
@@ -49,7 +49,7 @@ def test_every_link_of_the_pages_for_help_leads_somewhere() -> None:
             assert not anchor or anchor in anchors, f"{page.name}: {link}"
 
 
-def test_the_page_about_failures_knows_every_reason_to_wait() -> None:
+def test_the_page_about_failures_has_every_reason_to_wait() -> None:
     text = (ROOT / "docs/failures.md").read_text()
     waits = (
         reasons.UNSCHEDULABLE,

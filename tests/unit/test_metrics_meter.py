@@ -63,7 +63,7 @@ def scraped(meter: Meter, now: Moment, *, openmetrics_text: bool = True) -> Seri
     return series(body.decode(), openmetrics_text=openmetrics_text)
 
 
-def test_jobs_are_counted_by_namespace_and_state_and_a_state_that_no_job_has_is_zero() -> None:
+def test_jobs_are_counted_by_namespace_and_state_and_an_unused_state_is_zero() -> None:
     """An alert on a series that is missing never fires."""
     jobs = [job(state="Running"), job("b", state="Running"), job("c", "other", state="Failed"), job("d")]
     found = scraped(Meter(), moment(*jobs, MeteredJob("team", "e", "u", None)))
@@ -80,7 +80,7 @@ def test_both_formats_have_the_same_series() -> None:
     assert scraped(Meter(), now) == scraped(Meter(), now, openmetrics_text=False)
 
 
-def test_every_name_that_is_documented_is_served_and_no_other() -> None:
+def test_exactly_the_documented_names_are_served() -> None:
     meter = Meter()
     for metric in names.ALL:
         if metric.kind == "counter" and metric not in names.OF_A_JOB:
@@ -101,7 +101,7 @@ def test_every_name_that_is_documented_is_served_and_no_other() -> None:
     assert labels == {m.name: set(m.labels) for m in names.ALL if m.name in labels}
 
 
-def test_the_dashboard_that_kubebuilder_makes_has_data_in_each_panel() -> None:
+def test_the_dashboard_of_kubebuilder_has_data_in_each_panel() -> None:
     """Administrators already use kubebuilder's dashboard for all controllers based on controller-runtime."""
     asked = {
         *("controller_runtime_active_workers", "controller_runtime_reconcile_total"),
@@ -112,7 +112,7 @@ def test_the_dashboard_that_kubebuilder_makes_has_data_in_each_panel() -> None:
     assert asked <= {metric.shown for metric in names.OF_OPERATOR}
 
 
-def test_the_time_of_the_state_that_holds_is_counted_while_it_holds() -> None:
+def test_the_time_in_the_current_state_is_counted_while_it_lasts() -> None:
     """A job that has been running for a week must count now, and not only at its end."""
     running = job(state="Running", state_time=NOW, first_step_time=NOW, goodput=api.Goodput(starting_seconds=30))
     found = scraped(Meter(), moment(running, seconds=100))
@@ -120,7 +120,7 @@ def test_the_time_of_the_state_that_holds_is_counted_while_it_holds() -> None:
     assert found['ddpjob_job_seconds_total{job_name="digits",namespace="team",spent="starting"}'] == 30
 
 
-def test_the_seconds_of_all_jobs_only_grow_when_jobs_are_deleted() -> None:
+def test_the_total_seconds_of_all_jobs_never_fall_when_jobs_are_deleted() -> None:
     """Prometheus takes a falling counter for a reset, and adds its whole value again."""
     meter, name = Meter(), 'ddpjob_seconds_total{spent="productive"}'
     one = job(state="Running", state_time=NOW, first_step_time=NOW)
@@ -155,7 +155,7 @@ def test_a_job_that_begins_and_ends_between_two_scrapes_is_counted() -> None:
     assert meter.remembered == 0
 
 
-def test_a_leader_counts_from_when_it_leads_and_not_from_its_first_scrape() -> None:
+def test_a_leader_counts_from_its_election_and_not_from_its_first_scrape() -> None:
     """Otherwise the time between the election and the first scrape is missing for each running job."""
     meter = Meter()
     meter.leads(at(100))
@@ -178,7 +178,7 @@ def test_a_leader_counts_from_when_it_leads_and_not_from_its_first_scrape() -> N
         ),
     ],
 )
-def test_the_seconds_of_a_job_never_fall(later: MeteredJob) -> None:
+def test_the_seconds_of_one_job_never_fall(later: MeteredJob) -> None:
     """For a falling counter increase() adds the whole value again: a week in which nobody trained."""
     meter, mine = Meter(), 'ddpjob_job_seconds_total{job_name="digits",namespace="team",spent="productive"}'
     running = job(state="Running", state_time=NOW, first_step_time=NOW)
@@ -190,7 +190,7 @@ def test_the_seconds_of_a_job_never_fall(later: MeteredJob) -> None:
     assert scraped(Meter(), now)[mine] < 100, "what the status alone would show"
 
 
-def test_a_job_whose_status_cannot_be_read_for_a_while_is_not_counted_twice() -> None:
+def test_a_job_whose_status_is_temporarily_unreadable_is_not_counted_twice() -> None:
     """If a status is broken and then repaired by hand, the job's past week must not count again."""
     meter, name = Meter(), SPENT
     running = job(state="Running", state_time=NOW, first_step_time=NOW)
@@ -211,9 +211,7 @@ TRAINS = job(state="Running", state_time=NOW, first_step_time=NOW, goodput=WEEK)
         pytest.param(moment()._replace(jobs=None, leads=False), 0, id="it does not lead yet"),
     ],
 )
-def test_an_operator_that_has_just_started_does_not_count_what_the_one_before_has_counted(
-    first: Moment, counted: int
-) -> None:
+def test_a_restarted_operator_does_not_recount_what_was_already_counted(first: Moment, counted: int) -> None:
     """Otherwise each update of the operator adds the whole past of all jobs to the counter."""
     meter = Meter()
     scraped(meter, first)
@@ -221,7 +219,7 @@ def test_an_operator_that_has_just_started_does_not_count_what_the_one_before_ha
     assert scraped(meter, moment(TRAINS, seconds=60))[SPENT] == counted + 30
 
 
-def test_what_a_job_spends_while_another_release_acts_for_it_is_that_ones_to_count() -> None:
+def test_time_of_a_job_under_another_release_is_counted_only_by_that_release() -> None:
     """Otherwise both releases count the same week."""
     meter = Meter()
     scraped(meter, moment(TRAINS))
@@ -232,7 +230,7 @@ def test_what_a_job_spends_while_another_release_acts_for_it_is_that_ones_to_cou
     assert scraped(meter, moment(TRAINS, seconds=560))[SPENT] == 60
 
 
-def test_all_that_a_new_job_spends_is_counted() -> None:
+def test_all_time_of_a_new_job_is_counted() -> None:
     """Otherwise the first minute of each job is missing, and short jobs are missing completely."""
     meter = Meter()
     scraped(meter, moment())
@@ -256,7 +254,7 @@ def test_a_thousand_jobs_that_come_and_go_leave_no_series_and_no_memory() -> Non
     assert meter.remembered == 0
 
 
-def test_every_end_that_a_job_may_have_is_zero_before_the_first() -> None:
+def test_every_possible_end_of_a_job_has_a_zero_counter_before_the_first() -> None:
     """A counter that appears with value 1 shows no increase, so the dashboard would miss the first failed job."""
     found = scraped(Meter(), moment())
     ends = {name for name, value in found.items() if name.startswith("ddpjob_jobs_finished_total") and value == 0}
@@ -284,14 +282,14 @@ def test_a_standby_counts_no_jobs_so_that_a_sum_over_all_operators_counts_each_o
     assert not any(name.startswith(("ddpjob_jobs{", "ddpjob_job_")) for name in found)
 
 
-def test_without_series_of_jobs_no_job_is_named() -> None:
+def test_with_job_series_switched_off_no_job_is_named() -> None:
     body, _ = Meter().text(moment(job("secret-plan", state="Running"), of_jobs=False), openmetrics=True)
     assert b"secret-plan" not in body
     assert b'ddpjob_jobs{namespace="team",state="Running"} 1' in body
 
 
 @pytest.mark.parametrize("hostile", ["x" * 10_000, 'a"b\\c\nd', "\u2028}"])
-def test_a_label_of_any_length_or_characters_is_one_label(hostile: str) -> None:
+def test_a_label_of_any_length_or_characters_stays_one_label(hostile: str) -> None:
     """No API server accepts such a name, but a scrape that cannot be parsed would blind all alerts at once."""
     meter = Meter()
     meter.count(names.REQUESTS, "GET", "get", "pods", hostile)
@@ -304,7 +302,7 @@ def test_a_label_of_any_length_or_characters_is_one_label(hostile: str) -> None:
     "status",
     ["Running", [], {"state": "x" * 10_000}, {"state": 5, "restarts": "many", "goodput": {"idleSeconds": "x"}}],
 )
-def test_a_status_that_somebody_has_edited_takes_the_metrics_of_no_other_job(status: object) -> None:
+def test_an_edited_status_does_not_remove_the_metrics_of_another_job(status: object) -> None:
     raws = [
         {"metadata": {"namespace": "team", "name": "edited", "uid": "1"}, "status": status},
         {"metadata": {"namespace": "team", "name": "digits", "uid": "2"}, "status": {"state": "Running"}},
@@ -316,12 +314,12 @@ def test_a_status_that_somebody_has_edited_takes_the_metrics_of_no_other_job(sta
     assert not any('job_name="edited"' in name for name in found)
 
 
-def test_no_label_holds_a_uid() -> None:
+def test_no_label_contains_a_uid() -> None:
     """Otherwise each recreated pod and job is a new series, which Prometheus keeps."""
     assert not {label for metric in names.ALL for label in metric.labels} & {"uid", "pod", "node", "message"}
 
 
-def test_the_operator_shows_the_jobs_that_it_has_seen_its_queue_and_its_copies() -> None:
+def test_the_operator_shows_metrics_of_its_jobs_its_queue_and_its_copies() -> None:
     async def story() -> None:
         town = Town(SlowServer(lambda _verb, _path: 0.01))
         town.apply("team", "digits", 2)
@@ -338,7 +336,7 @@ def test_the_operator_shows_the_jobs_that_it_has_seen_its_queue_and_its_copies()
     play(story)
 
 
-def test_the_jobs_of_another_release_are_known_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_of_another_release_do_not_count_as_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
     """If jobs of another release counted as deleted, their past would be counted again later."""
 
     async def story() -> None:
@@ -354,7 +352,7 @@ def test_the_jobs_of_another_release_are_known_to_be_there(monkeypatch: pytest.M
     play(story)
 
 
-def test_what_the_operator_asks_of_a_queue_or_a_gang_scheduler_is_counted_by_its_name() -> None:
+def test_requests_for_a_queue_or_gang_scheduler_are_counted_under_its_name() -> None:
     """Under the name "other" no alert would show that Kueue's webhook refuses every Workload."""
     rights = [*access.RIGHTS, *itertools.chain(*access.GANG_RIGHTS.values()), access.PLACES_RIGHT]
     assert {right.resource for right in rights} <= set(names.RESOURCES)
@@ -373,11 +371,11 @@ def test_what_the_operator_asks_of_a_queue_or_a_gang_scheduler_is_counted_by_its
         ("HEAD", "/version", False, ("other", "other")),
     ],
 )
-def test_a_request_is_counted_in_the_words_of_rbac(method: str, path: str, watch: bool, words: tuple[str, str]) -> None:
+def test_a_request_is_counted_by_its_rbac_words(method: str, path: str, watch: bool, words: tuple[str, str]) -> None:
     assert verb_and_resource(method, path, watch=watch) == words
 
 
-def test_objects_of_a_queue_and_of_a_gang_scheduler_are_sizes_of_their_own() -> None:
+def test_objects_of_a_queue_and_of_a_gang_scheduler_have_their_own_size_metrics() -> None:
     settings = OperatorSettings(health_port=0, gangs=("native", "kueue"))
     operator = Operator(settings, cast(Client, SlowServer(lambda _verb, _path: 0.0)))
     labels = {"training.ddpjob.io/job": "digits"}
@@ -401,7 +399,7 @@ def test_an_api_server_that_refuses_every_write_shows_as_reconcile_errors() -> N
     play(story)
 
 
-def test_the_page_of_metrics_is_what_the_table_gives() -> None:
+def test_the_page_of_metrics_is_generated_from_the_table() -> None:
     assert (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8") == metrics_page.to_markdown() + "\n", (
         "docs/metrics.md differs from metrics/names.py or the alerts: `make generate`"
     )

@@ -71,7 +71,7 @@ def test_a_job_that_starts_trains_and_ends_is_counted_once() -> None:
     assert counted.observed == {"ddpjob_start_seconds running": [5.0], "ddpjob_start_seconds first_step": [7.0]}
 
 
-def test_a_failed_rank_is_a_restart_of_the_group_that_lasts_until_the_first_step_after_it() -> None:
+def test_a_failed_rank_is_a_group_restart_that_lasts_until_the_next_first_step() -> None:
     counted = Counted(digits()).runs().steps(10)
     counted.world.exits(1, 3).after(2)
     counted.settle().world.after(3).stops_all()
@@ -84,7 +84,7 @@ def test_a_failed_rank_is_a_restart_of_the_group_that_lasts_until_the_first_step
     assert counted.observed["ddpjob_restart_seconds group first_step"] == [19.0]
 
 
-def test_a_second_failure_before_the_job_has_trained_again_is_timed_by_itself() -> None:
+def test_a_second_failure_before_new_training_is_timed_separately() -> None:
     counted = Counted(digits()).runs().steps(10)
     for _ in range(2):
         counted.world.exits(1, 3).after(2)
@@ -111,7 +111,7 @@ def test_a_pod_that_is_replaced_alone_is_a_restart_of_a_pod() -> None:
 
 
 @pytest.mark.parametrize("kind", ["application", "infrastructure", "stall"])
-def test_ranks_that_an_agent_starts_again_are_timed_from_when_it_saw_them_fail(kind: str) -> None:
+def test_ranks_restarted_by_an_agent_are_timed_from_the_failure_that_it_saw(kind: str) -> None:
     """The operator learns of the restart later, when the new ranks may already train."""
     counted = Counted(digits(**DDPRUN)).runs().steps(10)
     world = counted.world
@@ -125,7 +125,7 @@ def test_ranks_that_an_agent_starts_again_are_timed_from_when_it_saw_them_fail(k
     assert "ddpjob_restart_seconds rank running" not in counted.observed, "their pods have run all the time"
 
 
-def test_a_failure_that_ends_the_job_was_detected_and_is_no_restart() -> None:
+def test_a_failure_that_ends_the_job_has_a_detection_time_and_is_no_restart() -> None:
     counted = Counted(digits(backoffLimit=0)).runs().steps(10)
     counted.world.exits(1, 3).after(2)
     counted.settle().world.stops_all()
@@ -136,7 +136,7 @@ def test_a_failure_that_ends_the_job_was_detected_and_is_no_restart() -> None:
 
 
 @pytest.mark.parametrize("ahead", [600, -86_400])
-def test_a_node_whose_clock_is_off_makes_no_time_negative_and_none_a_day(ahead: float) -> None:
+def test_a_wrong_node_clock_makes_no_duration_negative_or_huge(ahead: float) -> None:
     counted = Counted(digits()).runs().steps(10)
     world = counted.world
     world.after(ahead).exits(1, 3)
@@ -147,7 +147,7 @@ def test_a_node_whose_clock_is_off_makes_no_time_negative_and_none_a_day(ahead: 
     assert all(0 <= value < 3600 for value in times), counted.observed
 
 
-def test_a_restart_during_which_the_clock_is_set_back_is_not_timed_and_the_next_one_is() -> None:
+def test_a_restart_during_which_the_clock_is_set_back_is_not_timed_but_the_next_one_is() -> None:
     """A duration of 0 s would be wrong. The next restart must be timed, although recorded times lie ahead."""
     counted = Counted(digits()).runs().steps(10)
     counted.world.exits(1, 3).after(2)
@@ -163,7 +163,7 @@ def test_a_restart_during_which_the_clock_is_set_back_is_not_timed_and_the_next_
     assert counted.observed["ddpjob_restart_seconds group first_step"] == [19.0]
 
 
-def test_a_reason_that_no_version_knows_is_no_new_label() -> None:
+def test_an_unknown_reason_is_no_new_label() -> None:
     world = digits().running()
     old = world.status
     new = world.exits(0).exits(1).settle().status

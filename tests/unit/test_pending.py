@@ -26,7 +26,7 @@ def warnings(world: World) -> list[str]:
     return [event.reason for event in world.events if event.type == "Warning"]
 
 
-def test_a_volume_that_never_mounts_is_said_with_its_pod_how_long_it_has_been_and_how_to_see_why() -> None:
+def test_a_volume_that_never_mounts_is_shown_with_its_pod_the_wait_and_the_command_to_inspect_it() -> None:
     """A missing Secret must not show as `waiting for node 0-1` for thirty days, without a Warning."""
     world = digits().started().waits(0, "ContainerCreating").waits(1, "ContainerCreating").settle()
     assert world.status.message == "0 of 2 nodes are running; waiting for nodes 0-1"
@@ -42,7 +42,7 @@ def test_a_volume_that_never_mounts_is_said_with_its_pod_how_long_it_has_been_an
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])
-def test_a_container_that_is_not_created_for_ten_minutes_is_one_warning_whenever_it_got_its_node(after: int) -> None:
+def test_a_container_not_created_for_ten_minutes_gets_one_warning(after: int) -> None:
     """WaitsLong and CannotStart within a second would be two Events for one fact."""
     world = digits().started().settle().after(after).waits(0, "ContainerCreating").waits(1, "ContainerCreating")
     lives_on(world, 700)
@@ -50,7 +50,7 @@ def test_a_container_that_is_not_created_for_ten_minutes_is_one_warning_whenever
 
 
 @pytest.mark.parametrize("why", ["4 Insufficient nvidia.com/gpu", "4 node(s) didn't match pod anti-affinity rules"])
-def test_one_pod_per_node_is_named_only_if_it_keeps_the_pods_apart(why: str) -> None:
+def test_one_pod_per_node_is_named_only_if_it_separates_the_pods(why: str) -> None:
     """If nodes have 4 GPUs and the job wants 8, onePodPerNode is not the reason."""
     world = digits(onePodPerNode=True).started().unschedulable(0, f"0/4 nodes are available: {why}").settle()
     lives_on(world, 70)
@@ -60,13 +60,13 @@ def test_one_pod_per_node_is_named_only_if_it_keeps_the_pods_apart(why: str) -> 
     )
 
 
-def test_a_pod_of_which_the_scheduler_says_nothing_for_ten_minutes_is_a_warning_too() -> None:
+def test_a_pod_without_a_scheduler_message_for_ten_minutes_gets_a_warning_too() -> None:
     world = digits().started().runs(0)
     lives_on(world, 700)
     assert warnings(world) == ["WaitsLong"]
 
 
-def test_a_rank_that_hangs_silently_beside_one_that_completed_is_said_after_ten_minutes() -> None:
+def test_a_rank_that_hangs_silently_after_another_completed_is_shown_after_ten_minutes() -> None:
     """Otherwise the job stays Running for ever, and its message only says `2 of 2 nodes are running`."""
     world = digits().running().exits(0).settle()
     lives_on(world, 590)
@@ -81,14 +81,14 @@ def test_a_rank_that_hangs_silently_beside_one_that_completed_is_said_after_ten_
     assert world.status.state == "Succeeded"
 
 
-def test_a_pod_that_does_not_stop_holds_the_next_attempt_with_one_warning() -> None:
+def test_a_pod_that_does_not_stop_delays_the_next_attempt_with_one_warning() -> None:
     world = digits().running().exits(1, code=3).settle()
     lives_on(world, MONTH)
     assert "stopping digits-1-0 on node-0" in world.status.message
     assert warnings(world) == ["RankFailed"]
 
 
-def test_pods_of_a_deleted_job_that_stay_are_said_with_one_warning() -> None:
+def test_remaining_pods_of_a_deleted_job_get_one_warning() -> None:
     world = digits().conflicting_pod("digits-7-0", label="digits", owner="somebody-before").settle()
     lives_on(world, MONTH)
     assert (world.status.state, world.status.reason) == ("Pending", "WaitsLong")
@@ -97,7 +97,7 @@ def test_pods_of_a_deleted_job_that_stay_are_said_with_one_warning() -> None:
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 5])
-def test_a_node_that_is_not_heard_is_named_before_it_is_given_up(nodes: int) -> None:
+def test_a_silent_node_is_named_before_it_is_given_up(nodes: int) -> None:
     """Otherwise everything looks healthy for 40 to 80 seconds, while STEP and ETA do not change."""
     world = digits(nodes=nodes).running().after(5).node_lost(nodes - 1).settle()
     assert world.status.reason == "AllNodesRun"
@@ -107,7 +107,7 @@ def test_a_node_that_is_not_heard_is_named_before_it_is_given_up(nodes: int) -> 
     assert "not ready" not in world.settle().status.message
 
 
-def test_a_node_whose_object_was_deleted_is_named_as_gone_and_given_up_like_one_that_is_not_ready() -> None:
+def test_a_node_whose_object_was_deleted_is_named_as_gone_and_given_up_like_an_unready_one() -> None:
     """Otherwise the job says `2 of 2 nodes are running` for 57 s, and then calls the pod deleted."""
     world = digits().running().after(5).node_deleted(1).settle()
     assert "node node-1 (node 1) is gone since 07:11:18; given up at 07:11:48" in world.status.message
@@ -117,7 +117,7 @@ def test_a_node_whose_object_was_deleted_is_named_as_gone_and_given_up_like_one_
     assert "(pod digits-1-1, node node-1) was lost with its node" in world.status.message
 
 
-def test_a_node_that_is_not_ready_and_then_deleted_is_given_up_no_later() -> None:
+def test_an_unready_node_that_is_then_deleted_is_given_up_no_later() -> None:
     world = digits().running().after(5).node_lost(1).settle().after(20).node_deleted(1).settle()
     assert "node node-1 (node 1) is gone since 07:11:18; given up at 07:11:48" in world.status.message
     world.nodes = {}
@@ -134,7 +134,7 @@ def test_a_node_with_two_pods_of_the_job_is_named_once() -> None:
     assert world.status.message.count("not ready") == 1
 
 
-def test_a_pod_past_its_grace_on_a_node_that_is_not_ready_is_lost_whatever_the_other_nodes_do() -> None:
+def test_a_pod_past_its_grace_on_an_unready_node_is_lost_whatever_the_other_nodes_do() -> None:
     """If most of the cluster is powered off, the job must not hang in Restarting."""
     world = digits().running()
     world.nodes = {"node-1": Node(ready=False, since=START, with_most=True)}
@@ -151,7 +151,7 @@ CPU = "0/9 nodes are available: 9 Insufficient cpu"
 VOLUME = "0/9 nodes are available: 9 node(s) had volume node affinity conflict"
 
 
-def test_pods_that_find_no_node_for_different_reasons_say_each_with_the_commonest_first() -> None:
+def test_all_reasons_why_pods_find_no_node_are_shown_with_the_most_common_first() -> None:
     """A user who fixes the first pod's reason would otherwise find the job still pending for another one."""
     world = digits(nodes=4).started().unschedulable(0, VOLUME)
     world.unschedulable(1, CPU).unschedulable(3, CPU).runs(2).settle()
@@ -160,7 +160,7 @@ def test_pods_that_find_no_node_for_different_reasons_say_each_with_the_commones
     assert world.status.message == f"Unschedulable: 3 of 4 pods: {CPU}"
 
 
-def test_a_reason_for_each_of_a_hundred_pods_makes_no_endless_message() -> None:
+def test_different_reasons_for_a_hundred_pods_give_a_message_of_limited_length() -> None:
     """If a volume is missing for each pod, each pod's message names another volume."""
     world = digits(nodes=100).started()
     for place in range(100):

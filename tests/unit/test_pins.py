@@ -30,12 +30,12 @@ def pins(name: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", ["build", "operator", "trainer"])
-def test_an_image_installs_the_versions_that_are_tested_by_their_hashes(name: str) -> None:
+def test_an_image_installs_the_tested_versions_by_their_hashes(name: str) -> None:
     assert pins(name)
     assert {one: CONSTRAINTS.get(one, version) for one, version in pins(name).items()} == pins(name), "make pins"
 
 
-def test_the_hashes_cover_all_that_the_project_asks_for() -> None:
+def test_the_hashes_cover_all_requirements_of_the_project() -> None:
     """pip installs these files without resolving dependencies, so a missing package is missing in the image."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
@@ -48,7 +48,7 @@ def test_the_hashes_cover_all_that_the_project_asks_for() -> None:
         assert asked <= pins(name).keys(), "make pins"
 
 
-def test_every_installation_in_the_images_is_by_hash_but_those_of_torch() -> None:
+def test_every_installation_in_the_images_uses_hashes_except_those_of_torch() -> None:
     dockerfile = (ROOT / "Dockerfile").read_text().replace("\\\n", "")
     commands = [one for line in dockerfile.splitlines() if not line.startswith("#") for one in line.split("&&")]
     installed = [one for one in commands if re.search(r"\bpip (--python \S+ )?install ", one)]
@@ -63,7 +63,7 @@ def test_every_action_is_pinned_to_a_commit() -> None:
             assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", used), used
 
 
-def test_a_release_takes_the_base_image_by_its_digest() -> None:
+def test_a_release_pins_the_base_image_by_its_digest() -> None:
     """Each patch release of Python moves the tag to another image."""
     image = (ROOT / "pins/python-image.txt").read_text().strip()
     tag, _, digest = image.partition("@sha256:")

@@ -28,14 +28,14 @@ def created(plan: Plan) -> list[tuple[int, int]]:
 # ---------------------------------------------------------------- start
 
 
-def test_a_new_job_gets_its_service_and_a_pod_for_every_node_in_one_look() -> None:
+def test_a_new_job_gets_its_service_and_all_pods_in_one_reconcile() -> None:
     world = digits(nodes=3)
     todo = world.plan()
     assert todo.actions == (CreateService(), CreatePod(1, 0), CreatePod(1, 1), CreatePod(1, 2))
     assert (todo.status.state, todo.status.attempt, todo.status.start_time) == ("Pending", 1, START)
 
 
-def test_only_what_is_missing_is_created_when_the_operator_died_halfway() -> None:
+def test_after_a_crash_of_the_operator_only_missing_objects_are_created() -> None:
     world = digits(nodes=3)
     world.step()
     world.vanishes(1)
@@ -50,14 +50,14 @@ def test_only_what_is_missing_is_created_when_the_operator_died_halfway() -> Non
         (lambda w: w.waits(0, "ContainerCreating"), "Starting", "StartingTrainers", "1 of 2 nodes are running"),
     ],
 )
-def test_while_it_waits_the_job_says_for_what(rank_0, state: str, reason: str, part: str) -> None:
+def test_a_waiting_job_shows_what_it_waits_for(rank_0, state: str, reason: str, part: str) -> None:
     world = digits().started().runs(1)
     rank_0(world).settle()
     assert (world.status.state, world.status.reason) == (state, reason)
     assert part in world.status.message
 
 
-def test_the_job_runs_once_all_trainers_run_and_not_before() -> None:
+def test_the_job_is_running_only_once_all_trainers_run() -> None:
     world = digits().started().runs(0).settle()
     assert world.status.state == "Starting"
     assert not world.is_true("Running")
@@ -70,7 +70,7 @@ def test_the_job_runs_once_all_trainers_run_and_not_before() -> None:
 # ---------------------------------------------------------------- success
 
 
-def test_a_node_that_completed_is_not_missing_from_the_nodes_column() -> None:
+def test_a_completed_node_still_counts_in_the_nodes_column() -> None:
     """`Running 0/2` just before `Succeeded 2/2` looks like a loss of both nodes."""
     world = digits(nodes=3).running()
     for place, ready in ((0, 2), (2, 1)):
@@ -89,7 +89,7 @@ def test_the_job_succeeds_when_all_trainers_end_with_0() -> None:
     assert world.is_true("Complete")
 
 
-def test_a_succeeded_pod_that_vanishes_while_its_peers_run_does_no_harm() -> None:
+def test_a_succeeded_pod_that_disappears_while_its_peers_run_does_no_harm() -> None:
     world = digits().running().exits(1).settle().vanishes(1).settle()
     assert world.status.state == "Running"
     assert world.names() == ["digits-1-0"], "a rank that ended with 0 stays ended: it is not made again"
@@ -97,20 +97,20 @@ def test_a_succeeded_pod_that_vanishes_while_its_peers_run_does_no_harm() -> Non
     assert world.status.state == "Succeeded"
 
 
-def test_exit_0_after_being_told_to_stop_is_not_success() -> None:
+def test_exit_0_after_a_stop_request_is_no_success() -> None:
     world = digits().running().after(5).deleted_first(0).exits(0).settle()
     assert world.status.completed_nodes == ""
     assert world.status.state == "Restarting"
     assert world.status.last_failure.reason == "StoppedFromOutside"
 
 
-def test_a_trainer_that_ended_before_it_was_told_to_stop_has_completed() -> None:
+def test_a_trainer_that_ended_before_its_stop_request_has_completed() -> None:
     world = digits().running().exits(0).after(5).deleted_first(0).settle()
     assert world.status.completed_nodes == "0"
     assert world.status.state == "Running"
 
 
-def test_a_sidecar_neither_holds_the_job_open_for_longer_than_its_grace_nor_survives_it() -> None:
+def test_a_sidecar_delays_the_end_of_the_job_only_for_its_grace_and_is_then_stopped() -> None:
     world = digits(nodes=1).running().exits(0, phase="Running").settle()
     assert world.plan().requeue_at == world.now + dt.timedelta(seconds=40)
     todo = world.after(40).settle().plan()
@@ -120,7 +120,7 @@ def test_a_sidecar_neither_holds_the_job_open_for_longer_than_its_grace_nor_surv
 
 
 @pytest.mark.parametrize("ends", ["Evicted", "Terminated"])
-def test_a_trainer_that_saves_and_ends_with_0_when_its_pod_is_evicted_has_not_completed_beside_a_sidecar(
+def test_a_trainer_that_exits_with_0_at_its_eviction_next_to_a_sidecar_has_not_completed(
     ends: str,
 ) -> None:
     """The kubelet signals all containers at once, and only the sidecar uses its grace period. The job must not Succeed
@@ -137,12 +137,12 @@ def test_a_trainer_that_saves_and_ends_with_0_when_its_pod_is_evicted_has_not_co
 # ---------------------------------------------------------------- suspend, resume, deletion
 
 
-def test_a_job_created_suspended_makes_nothing_and_no_clock_runs() -> None:
+def test_a_job_created_suspended_creates_nothing_and_starts_no_clock() -> None:
     world = digits(suspend=True, activeDeadlineSeconds=10).settle().after(100).settle()
     assert (world.status.state, world.status.start_time, world.names()) == ("Suspended", None, [])
 
 
-def test_suspend_is_recorded_first_and_then_stops_the_pods_with_their_full_grace() -> None:
+def test_a_suspension_is_recorded_before_the_pods_are_stopped_with_their_full_grace() -> None:
     world = digits().running().change(suspend=True)
     assert world.step().actions == ()
     assert world.status.state == "Suspended"
@@ -150,7 +150,7 @@ def test_suspend_is_recorded_first_and_then_stops_the_pods_with_their_full_grace
     assert world.settle().status.message == "suspended; 2 pods still stopping"
 
 
-def test_the_condition_suspended_waits_for_the_last_pod() -> None:
+def test_the_suspended_condition_waits_for_the_last_pod() -> None:
     """A user who waits for this condition then uses the GPUs or the volume, to which a rank may still be writing."""
     world = digits().running().change(suspend=True).settle()
     assert (world.status.state, world.status.reason) == ("Suspended", "Suspending")
@@ -166,7 +166,7 @@ def test_the_condition_suspended_waits_for_the_last_pod() -> None:
     assert world.status.last_failure is None, "what stops for it is not a failure"
 
 
-def test_resume_is_a_new_attempt_with_new_clocks() -> None:
+def test_a_resume_is_a_new_attempt_with_new_clocks() -> None:
     world = digits(activeDeadlineSeconds=100).running().after(90).change(suspend=True).settle().stops_all().settle()
     world.after(1000).change(suspend=False).settle()
     assert world.status.attempt == 2
@@ -189,7 +189,7 @@ def test_a_new_attempt_starts_only_when_all_pods_of_the_old_one_have_ended() -> 
     assert world.names() == ["digits-2-0", "digits-2-1", "digits-2-2"]
 
 
-def test_a_job_resumed_before_its_pods_were_told_to_stop_stops_them_all_the_same() -> None:
+def test_a_job_resumed_before_its_pods_got_the_stop_request_still_stops_them_all() -> None:
     """Some pods may have got the request although its answer was lost: the others would wait for them."""
     world = digits().running().change(suspend=True)
     world.step()
@@ -207,7 +207,7 @@ def test_the_clocks_of_a_resumed_job_start_when_the_pods_of_its_last_attempt_hav
     assert (world.status.start_time, world.status.attempt_time) == (world.now, world.now)
 
 
-def test_a_resumed_job_does_not_wait_for_a_pod_on_a_lost_node_and_says_until_when_it_does() -> None:
+def test_a_resumed_job_waits_for_a_pod_on_a_lost_node_only_until_the_time_in_its_message() -> None:
     """The kubelet of a lost node never reports that the pod has ended."""
     world = digits().running().node_lost(1).change(suspend=True).settle().change(suspend=False).settle().stops(0)
     world.after(1).settle()
@@ -219,7 +219,7 @@ def test_a_resumed_job_does_not_wait_for_a_pod_on_a_lost_node_and_says_until_whe
     assert world.names() == ["digits-2-0", "digits-2-1"]
 
 
-def test_a_pod_on_a_lost_node_goes_before_the_pods_of_a_resumed_job_are_made() -> None:
+def test_a_pod_on_a_lost_node_is_deleted_before_the_pods_of_a_resumed_job_are_created() -> None:
     """Otherwise the pod may train on into the same folder, next to the new pods (seed 1003759)."""
     world = digits().running().node_lost(1).change(suspend=True).settle().change(suspend=False).settle().stops(0)
     world.after(31)
@@ -228,7 +228,7 @@ def test_a_pod_on_a_lost_node_goes_before_the_pods_of_a_resumed_job_are_made() -
     assert created(world.step()) == [(2, 0), (2, 1)]
 
 
-def test_a_resumed_job_whose_pods_do_not_end_says_so_with_one_warning() -> None:
+def test_a_resumed_job_whose_pods_do_not_end_shows_one_warning() -> None:
     """Otherwise a finalizer that nobody removes silently keeps the job from starting."""
     world = digits().running().change(suspend=True).settle().change(suspend=False).settle().after(600).settle()
     assert (world.status.state, world.status.reason) == ("Suspended", "WaitsLong")
@@ -239,7 +239,7 @@ def test_a_resumed_job_whose_pods_do_not_end_says_so_with_one_warning() -> None:
     assert world.status.attempt == 2
 
 
-def test_a_job_that_is_suspended_again_before_its_pods_have_ended_stays_so() -> None:
+def test_a_job_suspended_again_before_its_pods_have_ended_stays_suspended() -> None:
     world = digits().running().change(suspend=True).settle().change(suspend=False).settle().change(suspend=True)
     assert world.settle().status.message == "suspended; 2 pods still stopping"
     world.stops_all().settle()
@@ -247,7 +247,7 @@ def test_a_job_that_is_suspended_again_before_its_pods_have_ended_stays_so() -> 
     assert world.is_true("Suspended")
 
 
-def test_a_job_whose_nodes_all_completed_before_they_were_told_to_stop_has_succeeded() -> None:
+def test_a_job_whose_nodes_all_completed_before_their_stop_request_has_succeeded() -> None:
     """The training is complete, and a resume must not repeat it."""
     world = digits().running().change(suspend=True)
     world.step()
@@ -256,7 +256,7 @@ def test_a_job_whose_nodes_all_completed_before_they_were_told_to_stop_has_succe
     assert (world.status.state, world.status.message) == ("Succeeded", "all 2 nodes completed")
 
 
-def test_a_job_one_node_of_which_was_told_to_stop_has_not_succeeded() -> None:
+def test_a_job_with_one_node_that_got_a_stop_request_has_not_succeeded() -> None:
     """Exit 0 after a SIGTERM means that the rank saved, not that training is complete."""
     world = digits().running().change(suspend=True)
     world.step()
@@ -264,7 +264,7 @@ def test_a_job_one_node_of_which_was_told_to_stop_has_not_succeeded() -> None:
     assert (world.status.state, world.status.reason) == ("Suspended", "Suspended")
 
 
-def test_nodes_changed_while_suspended_take_effect_on_resume_and_a_node_that_had_completed_trains_again() -> None:
+def test_nodes_changed_while_suspended_take_effect_on_resume_and_a_completed_node_trains_again() -> None:
     """The other nodes need it for the rendezvous."""
     world = digits().running().exits(0).settle().change(suspend=True).settle().stops_all().settle()
     world.change(nodes=1).settle()
@@ -309,7 +309,7 @@ def test_active_deadline_fails_the_job_and_stops_its_pods_with_their_full_grace(
     assert world.status.message == "not finished within activeDeadlineSeconds: 60", "nothing is stopping any more"
 
 
-def test_the_end_of_the_log_of_a_rank_that_was_still_running_at_the_deadline_is_kept() -> None:
+def test_the_log_tail_of_a_rank_still_running_at_the_deadline_is_kept() -> None:
     """Users set activeDeadlineSeconds against hangs, and this output alone explains the hang."""
     world = digits(nodes=3, activeDeadlineSeconds=60).running().reports_step(812)
     world.reports_step(812, rank=1, node_rank=1).reports_step(811, rank=2, node_rank=2).after(60).settle()
@@ -335,7 +335,7 @@ def test_a_pod_that_does_not_end_at_the_deadline_is_deleted_after_its_grace() ->
     assert world.status.state == "Failed"
 
 
-def test_a_deadline_names_no_rank_where_none_runs_or_one_has_failed_already() -> None:
+def test_a_deadline_names_no_rank_if_none_runs_or_one_has_already_failed() -> None:
     world = digits(activeDeadlineSeconds=60).started().after(60).settle().stops_all().settle()
     assert (world.status.state, world.status.last_failure) == ("Failed", None)
     world = digits(activeDeadlineSeconds=60).running().exits(1, code=3).settle().after(60).settle().stops_all().settle()
@@ -346,7 +346,7 @@ def test_a_job_that_completes_at_its_deadline_has_succeeded() -> None:
     assert digits(activeDeadlineSeconds=60).running().after(60).exits(0).exits(1).settle().status.state == "Succeeded"
 
 
-def test_start_deadline_releases_all_pods_and_tries_again_later_under_a_new_attempt() -> None:
+def test_the_start_deadline_releases_all_pods_and_a_later_attempt_tries_again() -> None:
     world = digits(startDeadlineSeconds=120).started().runs(0).settle()
     assert world.plan().requeue_at == START + dt.timedelta(seconds=120)
     world.after(120).settle()
@@ -385,7 +385,7 @@ def test_the_active_deadline_also_ends_a_job_that_waits_for_its_next_start() -> 
 @pytest.mark.parametrize(
     ("policy", "left"), [("None", ["digits-1-0", "digits-1-1"]), ("Running", ["digits-1-1"]), ("All", [])]
 )
-def test_clean_pod_policy_says_which_pods_are_left_once_the_job_has_finished(policy: str, left: list[str]) -> None:
+def test_clean_pod_policy_decides_which_pods_remain_after_the_end_of_the_job(policy: str, left: list[str]) -> None:
     """The pod digits-1-0 still has a running sidecar."""
     world = (
         digits(cleanPodPolicy=policy)
@@ -401,7 +401,7 @@ def test_clean_pod_policy_says_which_pods_are_left_once_the_job_has_finished(pol
     assert world.names() == left
 
 
-def test_clean_pod_policy_all_leaves_no_pod_of_an_earlier_attempt_either() -> None:
+def test_clean_pod_policy_all_also_removes_pods_of_earlier_attempts() -> None:
     """Otherwise the failed pod of attempt 1 keeps its name, an IP and a local volume."""
     world = digits(cleanPodPolicy="All").running().exits(1, code=3).settle().stops_all().settle().after(5).settle()
     assert "digits-1-1" in world.names(), "while the job goes on it stays for its log"
@@ -409,7 +409,7 @@ def test_clean_pod_policy_all_leaves_no_pod_of_an_earlier_attempt_either() -> No
     assert (world.status.state, world.names()) == ("Succeeded", [])
 
 
-def test_ttl_deletes_the_job_that_long_after_it_finished_and_not_before() -> None:
+def test_the_ttl_deletes_a_finished_job_on_time_and_not_before() -> None:
     world = digits(ttlSecondsAfterFinished=30).running().exits(0).exits(1).settle()
     assert world.after(29).plan().actions == ()
     assert world.plan().requeue_at == world.now + dt.timedelta(seconds=1)
@@ -419,14 +419,14 @@ def test_ttl_deletes_the_job_that_long_after_it_finished_and_not_before() -> Non
 # ---------------------------------------------------------------- objects of others
 
 
-def test_a_foreign_pod_of_that_name_is_a_clear_condition_and_never_a_takeover() -> None:
+def test_a_foreign_pod_with_the_needed_name_gives_a_clear_condition_and_is_not_taken_over() -> None:
     world = digits().conflicting_pod("digits-1-1").settle()
     assert (world.status.state, world.status.reason) == ("Pending", "NameTaken")
     assert "digits-1-1" in world.status.message
     assert world.names() == []
 
 
-def test_a_foreign_service_of_that_name_is_a_clear_condition() -> None:
+def test_a_foreign_service_with_the_needed_name_gives_a_clear_condition() -> None:
     world = digits()
     world.conflicts = [ConflictingObject("Service", "digits")]
     assert "a Service named digits is not this job's" in world.settle().status.message
@@ -434,7 +434,7 @@ def test_a_foreign_service_of_that_name_is_a_clear_condition() -> None:
     assert world.settle().names() == ["digits-1-0", "digits-1-1"]
 
 
-def test_delete_and_apply_waits_for_the_pods_of_the_deleted_job_and_says_so() -> None:
+def test_a_deleted_and_reapplied_job_waits_for_its_old_pods_and_shows_it() -> None:
     world = digits().conflicting_pod("digits-7-0", label="digits", owner="uid-of-the-deleted-job").settle()
     assert world.status.reason == "WaitingForDeletedJob"
     assert "digits-7-0 of the deleted job" in world.status.message
@@ -450,7 +450,7 @@ def test_a_status_older_than_the_pods_is_not_acted_upon() -> None:
     assert world.plan() == Plan()
 
 
-def test_a_job_whose_status_was_lost_takes_a_new_attempt_and_never_an_old_one() -> None:
+def test_a_job_whose_status_was_lost_gets_a_new_attempt_number() -> None:
     world = digits().running()
     from ddpjob_operator.job import api
 
@@ -459,7 +459,7 @@ def test_a_job_whose_status_was_lost_takes_a_new_attempt_and_never_an_old_one() 
     assert world.names() == ["digits-2-0", "digits-2-1"]
 
 
-def test_a_create_that_the_server_refuses_is_pending_with_its_sentence_and_tried_again() -> None:
+def test_a_refused_create_makes_the_job_pending_with_the_server_message_and_is_retried() -> None:
     world = digits()
     world.step()
     world.vanishes(1)
@@ -478,7 +478,7 @@ def test_a_create_that_the_server_refuses_is_pending_with_its_sentence_and_tried
 # ---------------------------------------------------------------- status
 
 
-def test_an_invalid_spec_starts_nothing_and_says_which_field() -> None:
+def test_an_invalid_spec_starts_nothing_and_the_message_names_the_field() -> None:
     world = digits()
     world.problems = [Problem(("spec", "backend"), "mpi is not there")]
     world.settle()
@@ -511,7 +511,7 @@ def test_the_last_step_before_a_silence_is_written_too() -> None:
     assert world.plan().status is None
 
 
-def test_progress_goes_along_with_any_other_change() -> None:
+def test_progress_is_written_together_with_any_other_change() -> None:
     world = digits().running().reports_step(1).settle().after(1).reports_step(2).exits(0).settle()
     assert world.status.progress.step == 2
 
@@ -523,11 +523,11 @@ def test_the_columns_of_kubectl_get_show_steps_percent_and_time_left() -> None:
     assert (shown.nodes, shown.step, shown.progress, shown.eta) == ("2/2", "312/1125", "27%", "3h10m")
 
 
-def test_a_job_of_one_node_is_told_of_one_node() -> None:
+def test_a_message_about_one_node_uses_the_singular() -> None:
     assert digits(nodes=1).running().settle().status.message == "1 of 1 node is running, attempt 1"
 
 
-def test_the_time_left_vanishes_when_rank_0_is_not_heard_and_the_message_says_since_when() -> None:
+def test_the_time_left_disappears_when_rank_0_is_silent_and_the_message_shows_since_when() -> None:
     """An ETA of 6m5s that never changes looks like a job that is nearly done."""
     world = digits().running().reports_step(541, total_steps=2000, eta_seconds=365).settle()
     assert world.plan().requeue_at == START + dt.timedelta(seconds=30)
@@ -544,7 +544,7 @@ def test_the_time_left_vanishes_when_rank_0_is_not_heard_and_the_message_says_si
     assert shown(world) == ("700/2000", "35%", "5m")
 
 
-def test_a_rank_that_says_the_same_step_again_and_again_is_heard() -> None:
+def test_a_rank_that_repeats_the_same_step_is_not_silent() -> None:
     world = digits().running()
     for _ in range(20):
         world.after(5).reports_step(3, eta_seconds=60, total_steps=100).settle()
@@ -553,13 +553,13 @@ def test_a_rank_that_says_the_same_step_again_and_again_is_heard() -> None:
 
 
 @pytest.mark.parametrize("more", [{"final": True}, {"phase": None}])
-def test_who_has_said_its_last_word_or_speaks_only_now_and_then_is_not_missed(more: dict[str, object]) -> None:
+def test_a_rank_that_sent_its_last_report_or_reports_rarely_is_not_called_silent(more: dict[str, object]) -> None:
     world = digits().running().reports_step(3).settle()
     world.reports[0] = msgspec.structs.replace(world.reports[0], **more)
     assert "no report" not in world.after(300).settle().status.message
 
 
-def test_a_new_operator_has_missed_nothing_before_it_began_to_listen() -> None:
+def test_a_new_operator_counts_silence_only_from_its_own_start() -> None:
     world = digits().running().reports_step(3, eta_seconds=60).settle().after(300)
     world.reports, world.trackers, world.listening_since = {}, {}, world.now
     assert "no report" not in world.settle().status.message
@@ -567,7 +567,7 @@ def test_a_new_operator_has_missed_nothing_before_it_began_to_listen() -> None:
     assert world.after(60).settle().status.message.endswith("; no report since 07:16:13 UTC")
 
 
-def test_after_a_restart_the_figures_of_the_attempt_before_are_not_shown() -> None:
+def test_after_a_restart_the_metrics_of_the_previous_attempt_are_not_shown() -> None:
     """Numbers of the old attempt would look as if the new ranks were already training."""
     world = digits().running().reports_step(541, total_steps=2000, eta_seconds=365).settle()
     world.exits(1, code=1).settle()
@@ -592,7 +592,7 @@ def test_a_report_of_an_older_attempt_is_not_progress() -> None:
     assert (world.status.progress.step, world.status.progress.attempt) == (3, 2)
 
 
-def test_a_whole_life_tells_itself_in_a_few_events() -> None:
+def test_a_complete_job_has_only_a_few_events() -> None:
     world = digits().running().exits(0).settle().exits(1).settle()
     assert [(e.type, e.reason) for e in world.events] == [
         ("Normal", "CreatingPods"),
@@ -608,14 +608,14 @@ def routine(world: World) -> list[str]:
     return [e.reason for e in world.events if e.is_routine]
 
 
-def test_the_end_of_a_job_has_its_event_where_it_took_long_or_the_job_is_deleted() -> None:
+def test_the_end_of_a_job_has_an_event_if_the_job_was_long_or_is_deleted() -> None:
     """Users who keep Events in a log store would miss the end of a training of a week, or find no trace of a job."""
     assert routine(digits().running().after(600).exits(0).settle().exits(1).settle()) == ["AllNodesRun"]
     deleted = digits(ttlSecondsAfterFinished=0).running().exits(0).settle().exits(1).settle()
     assert routine(deleted) == ["AllNodesRun"]
 
 
-def test_after_a_restart_or_a_suspension_the_events_say_that_the_job_runs_again() -> None:
+def test_after_a_restart_or_a_suspension_an_event_shows_that_the_job_runs_again() -> None:
     failed = digits().running().exits(1, code=1).restarted().runs(0).settle().runs(1).settle()
     assert failed.events[-1].reason == "AllNodesRun"
     assert not failed.events[-1].is_routine
@@ -625,7 +625,7 @@ def test_after_a_restart_or_a_suspension_the_events_say_that_the_job_runs_again(
     assert not suspended.events[-1].is_routine
 
 
-def test_what_the_job_changes_or_the_user_overrides_is_said_once() -> None:
+def test_changes_of_the_job_and_overrides_by_the_user_are_reported_once() -> None:
     own = {"env": [{"name": "MASTER_ADDR", "value": "10.0.0.1"}], "command": ["torchrun", "--max-restarts=3", "x.py"]}
     what = job(container=own)
     what.spec.template["spec"]["restartPolicy"] = "OnFailure"
@@ -637,7 +637,7 @@ def test_what_the_job_changes_or_the_user_overrides_is_said_once() -> None:
     assert "MASTER_ADDR" in sent[1].message
 
 
-def test_devices_of_a_resource_claim_are_said_to_be_no_gpus() -> None:
+def test_devices_of_a_resource_claim_get_a_warning_that_they_do_not_count_as_gpus() -> None:
     """A job whose GPUs come from a ResourceClaim must not silently train with gloo and one process per node."""
 
     def told(**spec: Any) -> list[str]:
@@ -654,7 +654,7 @@ def test_devices_of_a_resource_claim_are_said_to_be_no_gpus() -> None:
     assert told(resources={"limits": {"nvidia.com/gpu": 1}}) == []
 
 
-def test_goodput_books_each_second_where_it_was_spent() -> None:
+def test_goodput_counts_each_second_in_the_right_category() -> None:
     world = digits().started().after(15).runs(0, 1).settle().after(5).reports_step(1).settle()
     world.after(80).exits(0).exits(1).settle()
     assert world.status.goodput is not None
@@ -663,21 +663,21 @@ def test_goodput_books_each_second_where_it_was_spent() -> None:
 
 
 @pytest.mark.parametrize(("code", "shown"), [(0, "2/2"), (1, "1/2")])
-def test_the_nodes_of_a_job_that_is_over_are_those_that_completed(code: int, shown: str) -> None:
+def test_the_nodes_column_of_a_finished_job_shows_the_completed_nodes(code: int, shown: str) -> None:
     """0/2 would read like a failure of a successful job."""
     world = digits(backoffLimit=0).running().exits(0).settle().exits(1, code=code).restarted()
     assert world.status.state in ("Succeeded", "Failed")
     assert world.status.display.nodes == shown
 
 
-def test_the_status_leaves_out_what_is_empty_and_keeps_the_restarts_by_class() -> None:
+def test_the_status_omits_empty_fields_and_keeps_the_restarts_by_class() -> None:
     """`chargedAt: []` and counters at 0 are noise. Scripts and the column RESTARTS need the four counts even at 0."""
     shown = msgspec.to_builtins(digits().running().status)
     assert shown["restarts"] == {"application": 0, "infrastructure": 0, "stall": 0, "total": 0}
     assert all("message" not in c or c["message"] for c in shown["conditions"])
 
 
-def test_wide_columns_show_what_the_restarts_were_charged_to() -> None:
+def test_wide_columns_show_the_restarts_by_their_class() -> None:
     """Restarts for drained nodes need no action, but restarts for the script's own failures do."""
     world = digits()
     assert world.started().status.display.restarts == ""
@@ -688,7 +688,7 @@ def test_wide_columns_show_what_the_restarts_were_charged_to() -> None:
 
 
 @pytest.mark.parametrize(("limit", "kind"), [(0, "Failed"), (3, "Running")])
-def test_one_condition_repeats_the_message_and_no_more(limit: int, kind: str) -> None:
+def test_exactly_one_condition_repeats_the_message(limit: int, kind: str) -> None:
     """Otherwise `kubectl describe` prints the same 200 characters up to five times."""
     world = digits(backoffLimit=limit).running().exits(0, code=1, message="ValueError: boom").settle()
     world.stops(1).settle()
@@ -699,7 +699,7 @@ def test_one_condition_repeats_the_message_and_no_more(limit: int, kind: str) ->
 
 
 @pytest.mark.parametrize("end", ["succeeds", "fails", "is too late"])
-def test_a_job_that_is_over_has_a_completion_time_however_it_ended(end: str) -> None:
+def test_a_finished_job_has_a_completion_time_however_it_ended(end: str) -> None:
     """`kubectl wait --for=jsonpath='{.status.completionTime}'` waits for either end, as no condition does."""
     world = digits(backoffLimit=0, activeDeadlineSeconds=100).running()
     assert world.status.completion_time is None

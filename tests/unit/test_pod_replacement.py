@@ -33,7 +33,7 @@ def ended(**more: object) -> str:
 
 
 @pytest.mark.parametrize("rank", [0, 1], ids=["node 0, which leads", "another"])
-def test_a_pod_whose_agent_was_killed_is_replaced_and_the_others_are_left_alone(rank: int) -> None:
+def test_only_the_pod_of_a_killed_agent_is_replaced(rank: int) -> None:
     world = trained().exits(rank, code=137).settle()
     others = {f"digits-1-{r}" for r in range(3)} - {f"digits-1-{rank}"}
     assert all(world.pods[name].deletion_requested_at is None for name in others), "they keep their fork servers warm"
@@ -47,12 +47,12 @@ def test_a_pod_whose_agent_was_killed_is_replaced_and_the_others_are_left_alone(
     assert words(world)[-3:] == ["RankFailed", "Replacing", "AllNodesRun"]
 
 
-def test_under_torchrun_the_whole_group_is_made_anew() -> None:
+def test_under_torchrun_all_pods_of_the_group_are_recreated() -> None:
     world = digits(nodes=3).running().exits(1, code=137).restarted()
     assert (world.status.attempt, world.status.replacements) == (2, {})
 
 
-def test_nodes_that_are_lost_one_after_the_other_are_not_all_replaced_within_one_attempt() -> None:
+def test_nodes_lost_one_after_the_other_are_not_all_replaced_within_one_attempt() -> None:
     world = digits(container=DDPRUN, nodes=2).running().node_lost(1).after(31).settle()
     assert (world.status.attempt, world.status.replacements) == (1, {"1": 1})
     world.nodes = {}  # the new pod is on another node
@@ -60,14 +60,14 @@ def test_nodes_that_are_lost_one_after_the_other_are_not_all_replaced_within_one
     assert world.status.attempt == 2, "where they are both may train on, and only a new attempt keeps them from harm"
 
 
-def test_when_the_last_of_the_first_pods_is_lost_all_start_anew() -> None:
+def test_losing_the_last_of_the_original_pods_starts_a_new_attempt() -> None:
     world = digits(container=DDPRUN, nodes=2).running().exits(1, code=137).settle().runs(1).settle()
     assert world.status.replacements == {"1": 1}
     world.exits(0, code=137).restarted()
     assert world.status.attempt == 2, "nobody who waits is known to have been in the last group"
 
 
-def test_all_start_anew_where_those_that_wait_have_never_been_seen_to_run() -> None:
+def test_a_new_attempt_starts_if_the_waiting_pods_were_never_seen_running() -> None:
     """Both agents would begin with generation 0, in a folder that ranks of later generations have used."""
     world = digits(container=DDPRUN, nodes=2).settle().runs(1).settle().exits(1, code=137).restarted()
     assert (world.status.attempt, world.status.replacements) == (2, {})
@@ -75,7 +75,7 @@ def test_all_start_anew_where_those_that_wait_have_never_been_seen_to_run() -> N
     assert (world.status.attempt, world.status.replacements) == (1, {"1": 1}), "the pod of node 2 has waited for all"
 
 
-def test_a_pod_that_has_trained_in_the_place_of_another_one_waits_for_the_next() -> None:
+def test_a_replacement_that_has_trained_waits_for_the_next_replacement() -> None:
     """Otherwise each second loss in a job of two pods costs the steps since the last save."""
     world = digits(container=DDPRUN, nodes=2).running().exits(1, code=137).settle().runs(1).settle()
     world.reports_step(12, rank=1, node_rank=1, generation=1, replacement=1).settle()
@@ -84,14 +84,14 @@ def test_a_pod_that_has_trained_in_the_place_of_another_one_waits_for_the_next()
 
 
 @pytest.mark.parametrize("of", [{"replacement": 0}, {"replacement": 2}, {"replacement": 1, "node_rank": 0}])
-def test_a_report_of_other_ranks_tells_nothing_of_the_pod_in_their_place(of: dict[str, int]) -> None:
+def test_a_report_about_other_ranks_does_not_count_for_the_pod_in_their_place(of: dict[str, int]) -> None:
     world = digits(container=DDPRUN, nodes=2).running().exits(1, code=137).settle().runs(1).settle()
     world.reports_step(12, **{"rank": 1, "node_rank": 1, **of}).settle()
     world.exits(0, code=137).restarted()
     assert world.status.attempt == 2
 
 
-def test_the_pod_of_a_lost_node_is_replaced_elsewhere_and_its_object_is_let_go() -> None:
+def test_the_pod_of_a_lost_node_is_replaced_elsewhere_and_its_object_is_deleted() -> None:
     world = trained().node_lost(1).after(31).settle()
     assert "digits-1-1" not in world.names(), "it would answer to the rank's name"
     assert "digits-1-1-r1" in world.names()
@@ -117,40 +117,40 @@ def test_a_replacement_that_fails_is_replaced_again() -> None:
     assert world.status.restarts.total == 2
 
 
-def test_agents_that_end_together_start_as_a_new_attempt() -> None:
+def test_agents_that_end_together_cause_a_new_attempt() -> None:
     world = trained(backoffLimit=2)
     world.exits(1, code=3, message=ended(rank=1, exitCode=3, exception="ValueError: x"))
     world.exits(0, code=75, message=ended()).exits(2, code=75, message=ended()).settle()
     assert (world.status.attempt, world.status.replacements) == (2, {})
 
 
-def test_the_first_agent_that_ends_with_its_group_takes_the_group_with_it() -> None:
+def test_the_first_agent_that_ends_with_its_group_causes_a_new_attempt() -> None:
     world = trained().exits(1, code=3, message=ended(rank=1, exitCode=3)).restarted()
     assert world.status.attempt == 2, "the others are about to end as well"
 
 
-def test_when_nothing_of_the_budget_is_left_the_job_fails_and_all_pods_stop() -> None:
+def test_the_job_fails_and_all_pods_stop_when_the_budget_is_used_up() -> None:
     world = trained(backoffLimit=0).exits(1, code=137).restarted()
     assert (world.status.state, world.status.reason) == ("Failed", "BackoffLimitExceeded")
 
 
-def test_a_job_of_one_node_has_nobody_that_waits() -> None:
+def test_a_job_of_one_node_has_no_agent_that_waits() -> None:
     world = digits(container=DDPRUN, nodes=1).running().exits(0, code=137).settle()
     assert world.status.attempt == 2
 
 
-def test_a_job_in_which_a_node_has_completed_starts_as_a_whole() -> None:
+def test_a_job_with_a_completed_node_restarts_as_a_whole() -> None:
     world = trained().exits(2).settle().exits(1, code=137).restarted()
     assert world.status.attempt == 2, "the agent of the node that completed is not there to join"
 
 
-def test_a_replacement_that_finds_no_place_in_time_releases_all() -> None:
+def test_a_replacement_that_finds_no_node_in_time_releases_all_pods() -> None:
     world = trained(startDeadlineSeconds=60).exits(1, code=137).settle().after(61).settle()
     assert world.status.reason == "StartBackOff" or world.status.state == "Pending"
     assert all(pod.deletion_requested_at is not None for pod in world.pods.values() if pod.live)
 
 
-def test_a_status_of_before_the_replacement_is_an_old_one() -> None:
+def test_a_status_from_before_the_replacement_counts_as_outdated() -> None:
     world = trained()
     before = world.job
     world.exits(1, code=137).settle()
@@ -165,7 +165,7 @@ def test_steps_made_before_a_replacement_are_counted_as_lost() -> None:
     assert (world.status.goodput.lost_steps, world.status.furthest_step) == (10, 100)
 
 
-def test_a_clock_of_a_node_that_is_ahead_counts_no_step_twice() -> None:
+def test_a_node_clock_that_is_ahead_counts_no_step_twice() -> None:
     """By this clock the failure comes after the first step of the next ranks, whose lost steps would count twice."""
     world = trained().reports_step(100).settle().after(9).exits(1, code=137).after(-8).settle().runs(1).settle()
     world.after(2).reports_step(91, generation=1, resumed_step=90).settle()
@@ -174,7 +174,7 @@ def test_a_clock_of_a_node_that_is_ahead_counts_no_step_twice() -> None:
 
 
 @pytest.mark.parametrize("microseconds", [0, 400_000])
-def test_a_report_of_the_second_in_which_a_pod_is_replaced_is_of_the_ranks_before_it(microseconds: int) -> None:
+def test_a_report_in_the_second_of_a_replacement_belongs_to_the_old_ranks(microseconds: int) -> None:
     """Times in a status are whole seconds, so a step of the old ranks could count as the first of the new ranks."""
     world = trained().reports_step(100, resumed_step=90, resumed_from="/ckpt")
     at = world.now + dt.timedelta(microseconds=microseconds)
@@ -186,7 +186,7 @@ def test_a_report_of_the_second_in_which_a_pod_is_replaced_is_of_the_ranks_befor
     assert (world.status.goodput.lost_steps, world.status.first_step_time) == (0, world.now)
 
 
-def test_a_suspended_job_stops_all_pods_and_begins_with_fresh_names() -> None:
+def test_a_suspended_job_stops_all_pods_and_resumes_with_new_names() -> None:
     world = trained().exits(1, code=137).settle().runs(1).settle()
     world.change(suspend=True).settle().stops_all().settle().change(suspend=False).settle()
     assert (world.status.attempt, world.status.replacements) == (2, {})
@@ -220,7 +220,7 @@ def counted(world: World) -> tuple[int, int]:
     return restarts.application, restarts.infrastructure
 
 
-def test_a_restart_in_place_is_counted_told_and_named_while_the_job_runs_on() -> None:
+def test_a_restart_in_place_is_counted_reported_and_named_while_the_job_keeps_running() -> None:
     world = trained()
     world.agent = charged(1)
     world.settle()
@@ -233,7 +233,7 @@ def test_a_restart_in_place_is_counted_told_and_named_while_the_job_runs_on() ->
     assert "restarted in place 1 time" in world.status.message
 
 
-def test_a_restart_in_place_that_is_reported_late_is_charged_to_the_attempt_before_the_resume() -> None:
+def test_a_restart_in_place_reported_late_is_charged_to_the_attempt_before_the_resume() -> None:
     """The report arrives together with the resume. If it were lost, backoffLimit would allow one restart too many."""
     world = trained().change(suspend=True).settle().stops_all().settle()
     world.agent = charged(1)
@@ -242,7 +242,7 @@ def test_a_restart_in_place_that_is_reported_late_is_charged_to_the_attempt_befo
 
 
 @pytest.mark.parametrize("how", ["report", "last word"])
-def test_what_is_charged_while_the_pods_of_a_resumed_job_still_stop_counts(how: str) -> None:
+def test_charges_while_the_pods_of_a_resumed_job_are_still_stopping_count(how: str) -> None:
     """Otherwise a job gets new restarts in place with each resume."""
     world = trained().change(suspend=True).settle().change(suspend=False).settle()
     if how == "report":
@@ -257,7 +257,7 @@ def test_what_is_charged_while_the_pods_of_a_resumed_job_still_stop_counts(how: 
     assert (world.status.attempt, counted(world)) == (2, (1, 0))
 
 
-def test_a_restart_in_place_that_only_complaints_explain_blames_nobody_and_says_that_it_was_free() -> None:
+def test_a_restart_in_place_with_only_complaints_blames_no_rank_and_shows_that_it_was_free() -> None:
     """Otherwise users debug the rank that lost its peer, and count a restart that was not charged."""
     world = trained()
     agent = charged(infrastructure=1)
@@ -298,9 +298,7 @@ TAKEN = "torch.distributed.DistNetworkError: The server socket has failed to lis
         ({"rank": None, "symptom": True, "exception": LOST}, "ConnectionLost"),
     ],
 )
-def test_what_an_agent_knows_of_a_failure_names_it_and_not_the_words_of_its_exception(
-    known: dict[str, Any], reason: str
-) -> None:
+def test_the_cause_known_to_an_agent_counts_more_than_the_exception_text(known: dict[str, Any], reason: str) -> None:
     """Messages differ by backend and torch release, so users would debug the rank that only lost its peer."""
     world = trained()
     agent = charged(infrastructure=1)
@@ -310,7 +308,7 @@ def test_what_an_agent_knows_of_a_failure_names_it_and_not_the_words_of_its_exce
     assert world.status.last_failure.reason == reason
 
 
-def test_what_is_said_again_costs_nothing_and_only_more_than_was_known_counts() -> None:
+def test_a_repeated_report_is_not_charged_again_and_only_new_restarts_count() -> None:
     world = trained()
     for agent, expected in [(charged(2), 2), (charged(2), 2), (charged(1), 2), (charged(3), 3)]:
         world.agent = agent
@@ -321,7 +319,7 @@ def test_what_is_said_again_costs_nothing_and_only_more_than_was_known_counts() 
     assert counted(world) == (3, 0)
 
 
-def test_the_agent_that_replaces_node_0_counts_from_nothing() -> None:
+def test_the_agent_that_replaces_node_0_counts_from_zero() -> None:
     world = trained(backoffLimit=9)
     world.agent = charged(2)
     world.settle().exits(0, code=137).settle().after(400).settle().runs(0).settle()
@@ -337,7 +335,7 @@ def test_the_agent_that_replaces_node_0_counts_from_nothing() -> None:
 
 
 @pytest.mark.parametrize("place", [0, 2], ids=["node 0, which leads", "another"])
-def test_a_pod_whose_ranks_have_started_again_is_not_made_again_under_its_name(place: int) -> None:
+def test_a_pod_whose_ranks_have_restarted_is_not_recreated_under_its_name(place: int) -> None:
     """A new agent would begin with generation 0, in a folder that later generations have written to. That costs a
     needless, charged restart."""
     world = digits(container=DDPRUN, nodes=3).started()
@@ -347,7 +345,7 @@ def test_a_pod_whose_ranks_have_started_again_is_not_made_again_under_its_name(p
     assert f"digits-1-{place}-r1" in world.names()
 
 
-def test_a_restart_that_is_reported_late_says_nothing_of_the_pod_that_replaces_one() -> None:
+def test_a_late_report_of_a_restart_does_not_count_for_a_replacement_pod() -> None:
     """The new pod may not exist yet. If it counted as started, its absence would count as a loss."""
     world = trained().exits(2, code=137).settle()
     assert "2" in world.status.replacements
@@ -356,7 +354,7 @@ def test_a_restart_that_is_reported_late_says_nothing_of_the_pod_that_replaces_o
     assert world.status.started_nodes == "0-1"
 
 
-def test_what_was_said_before_a_suspension_is_not_counted_again_after_it() -> None:
+def test_reports_from_before_a_suspension_are_not_counted_again_after_it() -> None:
     world = trained()
     world.agent = charged(1)
     world.settle().change(suspend=True).settle().stops_all().settle()
@@ -364,7 +362,7 @@ def test_what_was_said_before_a_suspension_is_not_counted_again_after_it() -> No
     assert (world.status.attempt, counted(world)) == (2, (1, 0))
 
 
-def test_an_agent_that_reached_nobody_says_it_with_its_last_word() -> None:
+def test_restarts_in_the_last_message_of_an_agent_without_a_receiver_are_counted() -> None:
     world = trained(backoffLimit=2)
     counts = {"application": 2, "infrastructure": 0, "stall": 0, "inARow": 2, "chargedInARow": 2}
     last = ended(rank=0, exitCode=9, agent={"replacement": 0, "generation": 2, "restarts": counts})
@@ -373,7 +371,7 @@ def test_an_agent_that_reached_nobody_says_it_with_its_last_word() -> None:
     assert counted(world) == (2, 0)
 
 
-def test_news_of_an_older_failure_do_not_settle_the_one_that_is_being_settled() -> None:
+def test_reports_about_an_older_failure_do_not_settle_the_current_one() -> None:
     world = trained().deleted_first(1).settle()
     world.agent = charged(1)
     world.settle()
@@ -385,7 +383,7 @@ def test_news_of_an_older_failure_do_not_settle_the_one_that_is_being_settled() 
     assert counted(world) == (1, 1)
 
 
-def test_a_stall_is_the_agents_first_and_the_operators_when_no_agent_finds_it() -> None:
+def test_a_stall_is_handled_by_the_agent_first_and_by_the_operator_if_no_agent_finds_it() -> None:
     world = trained(stall={"timeoutSeconds": 60})
     for _ in range(14):
         world.reports_step(7).after(5).settle()
@@ -395,7 +393,7 @@ def test_a_stall_is_the_agents_first_and_the_operators_when_no_agent_finds_it() 
     assert world.status.last_failure.reason == "Stalled"
 
 
-def test_a_stall_that_is_one_too_many_for_the_agent_is_a_stall_for_the_operator_too() -> None:
+def test_a_stall_beyond_the_budget_of_the_agent_is_a_stall_for_the_operator_too() -> None:
     world = trained()
     counts = {"application": 0, "infrastructure": 0, "stall": 10, "inARow": 10, "chargedInARow": 10}
     agent = {"replacement": 0, "generation": 10, "restarts": counts}
@@ -416,7 +414,7 @@ def variables(world: World, rank: int = 0, replacement: int = 0) -> dict[str, st
     return {e["name"]: e["value"] for e in pod["spec"]["containers"][0]["env"]}
 
 
-def test_a_new_pod_is_told_what_is_left_of_the_budgets() -> None:
+def test_a_new_pod_gets_the_remaining_budgets() -> None:
     world = trained(backoffLimit=5, stall={"timeoutSeconds": 90})
     world.agent = charged(2, in_a_row=2)
     world.settle().exits(1, code=137).settle()
@@ -436,13 +434,13 @@ def test_a_new_pod_is_told_what_is_left_of_the_budgets() -> None:
     assert "DDPJOB_RESTART_GRACE" not in env, "unset it is 0.1 s in place"
 
 
-def test_a_restart_grace_that_the_user_has_set_is_told_to_the_agents() -> None:
+def test_agents_get_the_restart_grace_set_by_the_user() -> None:
     """Ranks that save in their SIGTERM handler need the configured time, not the default of 0.1 s."""
     world = trained(restartGraceSeconds=20).settle().exits(1, code=137).settle()
     assert variables(world, rank=1, replacement=1)["DDPJOB_RESTART_GRACE"] == "20"
 
 
-def test_steps_that_agents_have_had_for_their_verdict_are_no_progress_for_the_operators() -> None:
+def test_steps_that_agents_already_counted_are_no_new_progress_for_the_operator() -> None:
     """Otherwise a checkpoint that crashes every start is tried backoffLimit times instead of three times."""
     world = trained(backoffLimit=9).reports_step(100).settle()
     world.agent = charged(3, in_a_row=3)
@@ -455,17 +453,17 @@ def test_steps_that_agents_have_had_for_their_verdict_are_no_progress_for_the_op
     assert (world.status.state, world.status.reason) == ("Failed", "NoProgress")
 
 
-def test_a_pod_is_told_the_users_own_rules() -> None:
+def test_a_pod_gets_the_failure_policy_rules_of_the_user() -> None:
     rules = [{"action": "FailJob", "onExitCodes": {"operator": "NotIn", "values": [3, 2]}}]
     env = variables(trained(failurePolicy={"rules": rules}))
     assert json.loads(env["DDPJOB_FAILURE_POLICY"]) == [{"action": "FailJob", "codes": [2, 3], "notIn": True}]
 
 
-def test_other_launchers_are_told_nothing_of_it() -> None:
+def test_other_launchers_get_no_variables_about_restarts_in_place() -> None:
     assert not [name for name in variables(digits()) if name.startswith("DDPJOB_RE")]
 
 
-def test_of_many_replacements_the_last_logs_are_kept() -> None:
+def test_only_the_latest_logs_of_many_replacements_are_kept() -> None:
     world = trained(backoffLimit=20)
     for step in range(6):
         world.reports_step(10 * (step + 1)).settle()
@@ -477,7 +475,7 @@ def test_of_many_replacements_the_last_logs_are_kept() -> None:
     ]
 
 
-def test_a_replacement_is_created_only_after_the_status_says_so() -> None:
+def test_a_replacement_is_created_only_after_it_is_in_the_status() -> None:
     world = trained().exits(1, code=137)
     while not world.status.replacements:
         todo = world.step()
@@ -488,7 +486,7 @@ def test_a_replacement_is_created_only_after_the_status_says_so() -> None:
 # ---------------------------------------------------------------- pre-flight
 
 
-def test_a_node_that_the_pre_flight_finds_bad_is_avoided_at_once_and_nobody_pays() -> None:
+def test_a_node_that_fails_the_pre_flight_is_avoided_at_once_without_a_charge() -> None:
     slow = "pre-flight: node 2 is slow: 1.1 GB/s to its peers where the median is 9.8 GB/s"
     world = trained()
     world.exits(0, code=75, message=ended(exitCode=75, exception=slow, resumable=True, badNodes=[2], preflight=True))
@@ -502,7 +500,7 @@ def test_a_node_that_the_pre_flight_finds_bad_is_avoided_at_once_and_nobody_pays
     assert f"did not begin to train ({slow})" in world.status.failures[-1].message
 
 
-def test_a_ban_of_the_pre_flight_is_lifted_too_and_it_does_not_run_again_meanwhile() -> None:
+def test_avoidance_by_the_pre_flight_is_lifted_too_and_the_pre_flight_does_not_repeat_meanwhile() -> None:
     """If there is no other node, the pre-flight would reject the same node each time, and the job would never train."""
     world = trained()
     world.exits(0, code=75, message=ended(exitCode=75, exception="slow", resumable=True, badNodes=[2], preflight=True))
@@ -517,7 +515,7 @@ def test_a_ban_of_the_pre_flight_is_lifted_too_and_it_does_not_run_again_meanwhi
     assert "DDPJOB_PREFLIGHT" not in variables(world)
 
 
-def test_a_pod_alone_is_made_again_without_a_ban_while_the_agents_of_the_others_wait() -> None:
+def test_a_single_pod_is_recreated_without_avoidance_while_the_other_agents_wait() -> None:
     """The waiting agents' nodes have the state in memory. A new attempt would resume from the last save."""
     world = trained()
     for _ in range(2):
@@ -537,7 +535,7 @@ def test_a_pod_alone_is_made_again_without_a_ban_while_the_agents_of_the_others_
     assert (world.status.state, world.status.attempt) == ("Running", 1)
 
 
-def test_after_two_infrastructure_failures_the_new_pods_check_themselves_first() -> None:
+def test_after_two_infrastructure_failures_new_pods_run_the_pre_flight_first() -> None:
     world = digits(container=DDPRUN, nodes=2).running()
     assert "DDPJOB_PREFLIGHT" not in variables(world)
     for attempt in (1, 2):
@@ -549,7 +547,7 @@ def test_after_two_infrastructure_failures_the_new_pods_check_themselves_first()
 # ---------------------------------------------------------------- the state in memory
 
 
-def test_pods_after_one_that_was_killed_for_its_memory_keep_no_state_in_it_until_the_job_is_resumed() -> None:
+def test_after_an_out_of_memory_kill_pods_keep_no_state_in_memory_until_the_job_is_resumed() -> None:
     """The state counts against the pod's limit: a training that just fits would be killed until it fails."""
     world = digits(container=DDPRUN, nodes=2).running()
     assert "DDPJOB_OUT_OF_MEMORY" not in variables(world)
@@ -562,7 +560,7 @@ def test_pods_after_one_that_was_killed_for_its_memory_keep_no_state_in_it_until
     assert "DDPJOB_OUT_OF_MEMORY" not in variables(world)
 
 
-def test_a_pod_that_was_killed_for_its_memory_on_a_node_whose_clock_is_behind_was_killed_since_the_start_too() -> None:
+def test_an_out_of_memory_kill_on_a_node_whose_clock_is_behind_counts_too() -> None:
     """By its node's clock the pod was killed before the job started."""
     world = digits(container=DDPRUN, nodes=2).running()
     world.after(-600).exits(1, code=137, reason="OOMKilled").after(600)
@@ -572,7 +570,7 @@ def test_a_pod_that_was_killed_for_its_memory_on_a_node_whose_clock_is_behind_wa
     assert "DDPJOB_OUT_OF_MEMORY" not in variables(world)
 
 
-def test_a_suspension_stops_the_nodes_that_wait_for_a_pod_which_takes_long_to_end() -> None:
+def test_a_suspension_stops_nodes_that_wait_for_a_slowly_ending_pod() -> None:
     """A drained pod may save for an hour. The others' GPUs must not wait for a replacement that is not needed."""
     world = trained().deleted_first(2).settle().change(suspend=True).settle()
     assert all(pod.deletion_requested_at is not None for pod in world.pods.values())

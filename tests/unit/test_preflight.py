@@ -37,7 +37,7 @@ def test_on_restart_means_after_two_infrastructure_failures_in_a_row(preflight, 
     ("command", "warned"),
     [(["ddprun", "train.py"], False), (["torchrun", "train.py"], True), (["python", "train.py"], True)],
 )
-def test_who_asks_for_it_always_is_told_where_nobody_obeys(command, warned):
+def test_preflight_always_gives_a_warning_if_no_launcher_runs_it(command, warned):
     template = {"spec": {"containers": [{"name": "trainer", "image": "x", "command": command}]}}
     said = launcher.warnings(api.Spec(preflight="Always", template=template))
     assert bool(said) is warned

@@ -35,7 +35,7 @@ def found(*ranks: Any) -> list[tuple[str, str]]:
 OTHER = module("aaaaaaaacccccccc", "xqr")
 
 
-def test_replicas_that_were_apart_while_they_trained_are_named_by_rank_and_parameter() -> None:
+def test_replicas_that_differ_after_training_are_named_by_rank_and_parameter() -> None:
     """Otherwise N models are trained, one is saved, and the job succeeds."""
     [(reason, message)] = found(rank(module()), rank(OTHER))
     assert reason == REPLICAS_DIFFER
@@ -45,7 +45,7 @@ def test_replicas_that_were_apart_while_they_trained_are_named_by_rank_and_param
     )
 
 
-def test_what_differed_before_the_first_step_is_not_blamed_on_the_steps() -> None:
+def test_a_difference_before_the_first_step_is_not_blamed_on_the_steps() -> None:
     [(_, message)] = found(rank(module()), rank(module("aaaaaaaacccccccc", "pqr")))
     assert "they differed before the first step, e.g. a checkpoint was loaded on one rank after DDP(...)" in message
 
@@ -71,17 +71,17 @@ def test_many_ranks_are_named_in_one_sentence() -> None:
         module("aaaaaaaacccccccc", passes="") | {"passes": [[1, 10, "x"], [2, 10, "q"]]},
     ],
 )
-def test_what_may_be_right_is_not_reported(other: dict[str, Any]) -> None:
+def test_uncertain_differences_are_not_reported(other: dict[str, Any]) -> None:
     """One false warning makes users ignore all later ones."""
     assert found(rank(module()), rank(other)) == []
 
 
-def test_a_rank_that_left_nothing_is_not_compared() -> None:
+def test_a_rank_without_a_record_is_not_compared() -> None:
     assert found(rank(module()), None) == []
     assert found(rank(module()), rank(alone=True)) == []
 
 
-def test_another_processor_and_another_dtype_are_named_with_the_difference() -> None:
+def test_a_different_processor_or_dtype_is_named_with_the_difference() -> None:
     [(_, message)] = found(rank(module()), rank(OTHER | {"hardware": "Xeon"}))
     assert message.endswith("; rank 0 ran on EPYC, rank 1 on Xeon")
     assert found(rank(module()), rank(module(hardware="Xeon"))) == []
@@ -97,11 +97,11 @@ def test_ranks_that_have_all_trained_alone_are_reported() -> None:
 
 
 @pytest.mark.parametrize("ranks", [[True], [True, False], [True, None]])
-def test_one_rank_or_one_that_is_not_known_is_not_alone(ranks: list[bool | None]) -> None:
+def test_a_single_or_unknown_rank_is_not_reported_as_training_alone(ranks: list[bool | None]) -> None:
     assert found(*(None if alone is None else rank(alone=alone) for alone in ranks)) == []
 
 
-def test_a_node_without_news_is_not_alone() -> None:
+def test_a_node_without_reports_is_not_reported_as_training_alone() -> None:
     assert findings([node_end({0: rank(alone=True)}), NodeEnd()], 2) == []
 
 
@@ -126,7 +126,7 @@ def test_a_node_without_news_is_not_alone() -> None:
         {"modules": [{**module(), "dtypes": None}, {**module(), "sums": 3, "passes": [[1e999, 1, "x"]]}]},
     ],
 )
-def test_what_is_malformed_is_unknown(written: Any) -> None:
+def test_malformed_data_counts_as_unknown(written: Any) -> None:
     """Another node's agent, or a script that writes this file, must not fail a successful job."""
     assert of_message(written) == NodeEnd()
     assert findings([node_end({0: rank(module()), 1: written})], 2) == []

@@ -60,14 +60,14 @@ def _closed(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("commit", "moment"), RECORDED)
-def test_the_crd_of_today_holds_every_field_of_what_is_stored(commit: str, moment: str) -> None:
+def test_the_current_crd_has_every_field_of_the_stored_objects(commit: str, moment: str) -> None:
     """A field that the CRD lacks is dropped at the next write: the operator would forget a restart or a failure."""
     stored = FOUND[commit][moment]["job"]
     jsonschema.validate({name: stored[name] for name in ("spec", "status")}, schema())
 
 
 @pytest.mark.parametrize(("commit", "moment"), [one for one in RECORDED if one[1] in HEALTHY])
-def test_an_upgrade_neither_stops_nor_makes_a_pod_of_a_job_that_is_well(commit: str, moment: str) -> None:
+def test_an_upgrade_neither_stops_nor_creates_pods_of_a_healthy_job(commit: str, moment: str) -> None:
     """An upgrade of the operator must not restart a week of training."""
     world = taken_over(commit, moment)
     state, attempt, names = world.status.state, world.status.attempt, world.names()
@@ -78,7 +78,7 @@ def test_an_upgrade_neither_stops_nor_makes_a_pod_of_a_job_that_is_well(commit: 
 
 
 @pytest.mark.parametrize(("commit", "moment"), RECORDED)
-def test_a_job_that_was_under_way_at_an_upgrade_comes_to_its_end(commit: str, moment: str) -> None:
+def test_a_job_that_was_running_at_an_upgrade_reaches_its_end(commit: str, moment: str) -> None:
     """Fields of an earlier operator must keep their meaning, or jobs wait for ever."""
     world = taken_over(commit, moment)
     before = world.status

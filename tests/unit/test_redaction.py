@@ -120,7 +120,7 @@ JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl"
         ("MIIEcutoff\nabc=\n-----END PRIVATE KEY-----\nafter", "***-----END PRIVATE KEY-----\nafter"),
     ],
 )
-def test_what_looks_like_a_credential_is_masked_and_its_name_stays(text: str, masked: str) -> None:
+def test_text_that_looks_like_a_credential_is_masked_and_its_name_is_kept(text: str, masked: str) -> None:
     assert mask(text) == masked
 
 
@@ -162,7 +162,7 @@ def test_what_looks_like_a_credential_is_masked_and_its_name_stays(text: str, ma
         "cls_token: torch.float32, token_embeddings: torch.Size([50257, 768]), token-classification: conll2003-ner",
     ],
 )
-def test_what_is_no_credential_stays_as_it_is(text: str) -> None:
+def test_text_that_is_no_credential_is_kept(text: str) -> None:
     assert mask(text) == text
 
 
@@ -172,7 +172,7 @@ def test_what_is_no_credential_stays_as_it_is(text: str) -> None:
      "sk-", "mysql ", "docker login ", " -p", "auth=", "key=0", "_pass",
      "authorization: ", "bearer a", "-----BEGIN PRIVATE KEY-----", "A" * 64 + "\n"],
 )  # fmt: skip
-def test_the_time_grows_with_the_length_alone(unit: str) -> None:
+def test_redaction_takes_linear_time(unit: str) -> None:
     short, long = (unit * (size // len(unit)) for size in (2**12, 2**16))
     a, b = cpu_seconds(short), cpu_seconds(long)
     assert b < 16 * 8 * max(a, 1e-4), f"16 times the text took {b / a:.0f} times the time"
@@ -205,11 +205,11 @@ def cpu_seconds(text: str) -> float:
         ("Grüße, 日本語, é, 👩\u200d🔬, tab\there", "Grüße, 日本語, é, 👩\u200d🔬, tab\there"),
     ],
 )
-def test_what_a_terminal_would_obey_or_hide_is_gone_and_all_else_stays(text: str, cleaned: str) -> None:
+def test_terminal_control_and_invisible_characters_are_removed_and_all_else_is_kept(text: str, cleaned: str) -> None:
     assert clean(text) == cleaned
 
 
-def test_what_is_shown_is_one_line_and_a_credential_hidden_by_escapes_is_masked_as_well() -> None:
+def test_shown_text_is_one_line_and_a_credential_hidden_by_escapes_is_masked_too() -> None:
     assert shown("pass\u200bword=hunter2\nState: Succeeded\n", 100) == "password=*** State: Succeeded"
     assert shown("hf_abcdefghij\x1b[0mklmnopqrstuvwxyz", 100) == "***"
     assert shown("x" * 500, 300) == "x" * 298 + " …"
@@ -225,7 +225,7 @@ ANYTHING = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(ANYTHING)
-def test_whatever_the_text_what_is_shown_is_clean_and_showing_it_again_changes_nothing(text: str) -> None:
+def test_any_shown_text_is_clean_and_cleaning_is_idempotent(text: str) -> None:
     once = shown(text, 4096)
     assert shown(once, 4096) == once
     assert clean(once) == once
@@ -259,7 +259,7 @@ def test_whatever_the_text_what_is_shown_is_clean_and_showing_it_again_changes_n
         ("bearer", "hunter2"),
     ],
 )
-def test_a_metric_that_is_named_like_a_credential_is_masked(name: str, value: str) -> None:
+def test_a_metric_named_like_a_credential_is_masked(name: str, value: str) -> None:
     """Neither the name nor the value alone looks like a credential, so both must be checked together."""
     assert shown_pair(name, value, 64) == (name, MASK)
     reported = api.Status(progress=api.Progress(step=1, updated=NOW, metrics={name: value, "loss": "0.25"}))
@@ -290,12 +290,12 @@ def test_a_metric_that_is_named_like_a_credential_is_masked(name: str, value: st
         ("", ""),
     ],
 )
-def test_a_metric_that_is_none_stays_readable(name: str, value: str) -> None:
+def test_a_metric_that_is_no_credential_stays_readable(name: str, value: str) -> None:
     assert shown_pair(name, value, 64) == (name, value)
 
 
 @given(st.text(max_size=80), st.text(max_size=80))
-def test_a_metric_that_was_masked_stays_as_it_is(name: str, value: str) -> None:
+def test_a_masked_metric_is_not_masked_again(name: str, value: str) -> None:
     """Otherwise each write of the status changes it again."""
     masked = shown_pair(name, value, 64)
     assert shown_pair(*masked, 64) == masked

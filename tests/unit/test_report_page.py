@@ -104,7 +104,7 @@ class Parsed(HTMLParser):
         return sum(name == tag for name, _ in self.elements)
 
 
-def test_it_has_the_curves_the_time_the_attempts_the_failures_and_the_logs(folder: Path) -> None:
+def test_the_report_has_the_curves_the_time_the_attempts_the_failures_and_the_logs(folder: Path) -> None:
     """Otherwise a colleague who gets the file must ask for the logs."""
     parsed = Parsed(shown(folder))
     for said in (
@@ -127,7 +127,7 @@ def test_it_has_the_curves_the_time_the_attempts_the_failures_and_the_logs(folde
     assert ("a", {"href": (folder / "digits-1-0.log").as_uri()}) in parsed.elements
 
 
-def test_its_drawings_are_well_formed_and_each_says_in_words_what_it_shows(folder: Path) -> None:
+def test_the_drawings_are_well_formed_and_each_has_a_text_description(folder: Path) -> None:
     """Otherwise a screen reader only reads "image", and a strict viewer shows nothing."""
     for drawing in re.findall(r"<svg.*?</svg>", shown(folder), re.S):
         root = ET.fromstring(drawing)
@@ -136,7 +136,7 @@ def test_its_drawings_are_well_formed_and_each_says_in_words_what_it_shows(folde
         assert root.find("title") is not None
 
 
-def test_it_loads_nothing_and_runs_nothing(folder: Path) -> None:
+def test_the_report_loads_nothing_and_runs_nothing(folder: Path) -> None:
     """A report that a colleague opens must not load anything, nor run what a script has printed."""
     parsed = Parsed(shown(folder, HOSTILE, HOSTILE))
     assert not {"script", "img", "link", "iframe", "object"} & {tag for tag, _ in parsed.elements}
@@ -151,7 +151,7 @@ TEXTS = st.one_of(st.just(HOSTILE), st.text(max_size=40))
 
 @settings(max_examples=40, deadline=None)
 @given(TEXTS, TEXTS, st.dictionaries(TEXTS, st.one_of(TEXTS, st.floats().map(repr)), max_size=3))
-def test_whatever_a_script_says_stays_text(folder: Path, message: str, log: str, metrics: dict[str, str]) -> None:
+def test_any_output_of_a_script_stays_text(folder: Path, message: str, log: str, metrics: dict[str, str]) -> None:
     """An exception's text with markup must not change the page."""
     plain = Parsed(shown(folder, "x", "x"))
     run, history = report(folder, message or "x", log or "x")
@@ -163,7 +163,7 @@ def test_whatever_a_script_says_stays_text(folder: Path, message: str, log: str,
         assert parsed.count(tag) == plain.count(tag), tag
 
 
-def test_a_run_of_which_nothing_is_known_has_a_report_too(folder: Path) -> None:
+def test_an_empty_run_has_a_report_too(folder: Path) -> None:
     """A run that failed before its first step must not cause a traceback."""
     empty = Run(folder, FACTS, api.Status(), running=False)
     assert "reported no metrics" in Parsed(page(empty, History(), START)).text
@@ -202,7 +202,7 @@ def chromium() -> str:
     return found
 
 
-def test_a_real_browser_draws_it_without_a_complaint(chromium: str, folder: Path, tmp_path: Path) -> None:
+def test_a_real_browser_shows_the_report_without_an_error(chromium: str, folder: Path, tmp_path: Path) -> None:
     """A page that can be parsed may still be blank, for example because its policy forbids its own style."""
     (tmp_path / "run.html").write_text(shown(folder, HOSTILE))
     command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0"]

@@ -16,7 +16,7 @@ def pod(**trainer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return spec, container
 
 
-def test_the_token_is_the_kubelets_for_our_audience_and_the_trainer_alone_and_where_the_variable_says() -> None:
+def test_only_the_trainer_gets_a_kubelet_token_for_our_audience_at_the_path_in_the_variable() -> None:
     spec, trainer = pod()
     add_token(spec, trainer)
     (volume,) = spec["volumes"]
@@ -28,7 +28,7 @@ def test_the_token_is_the_kubelets_for_our_audience_and_the_trainer_alone_and_wh
     assert report_token.environment(URL)["DDPJOB_STATUS_TOKEN_FILE"] == TOKEN_FILE == f"{MOUNT}/token"
 
 
-def test_the_users_volumes_and_mounts_stay() -> None:
+def test_volumes_and_mounts_of_the_user_are_kept() -> None:
     spec, trainer = pod(volumeMounts=[{"name": "data", "mountPath": "/data"}])
     spec["volumes"] = [{"name": "data", "emptyDir": {}}]
     add_token(spec, trainer)
@@ -36,7 +36,7 @@ def test_the_users_volumes_and_mounts_stay() -> None:
     assert [mount["name"] for mount in trainer["volumeMounts"]] == ["data", "ddpjob-token"]
 
 
-def test_what_the_user_mounts_there_wins() -> None:
+def test_a_mount_of_the_user_at_that_path_wins() -> None:
     spec, trainer = pod(volumeMounts=[{"name": "mine", "mountPath": f"{MOUNT}/"}])
     add_token(spec, trainer)
     assert "volumes" not in spec
@@ -46,7 +46,7 @@ def test_what_the_user_mounts_there_wins() -> None:
     assert "volumeMounts" not in trainer
 
 
-def test_hugging_faces_trainer_finds_the_same_address_and_token_without_a_ca_file() -> None:
+def test_the_hugging_face_trainer_gets_the_same_address_and_token_without_a_ca_file() -> None:
     variables = report_token.environment(URL)
     assert variables["KUBEFLOW_TRAINER_SERVER_URL"] == variables["DDPJOB_STATUS_URL"] == URL
     assert variables["KUBEFLOW_TRAINER_SERVER_TOKEN"] == variables["DDPJOB_STATUS_TOKEN_FILE"]

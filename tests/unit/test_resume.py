@@ -43,7 +43,7 @@ def fails(world: World, place: int = 1) -> World:
     return world
 
 
-def test_a_restart_says_from_which_step_it_goes_on() -> None:
+def test_a_restart_message_shows_the_step_from_which_it_resumes() -> None:
     """The line about a failure must show the steps that it cost."""
     world = trains(CLAIM)
     assert world.status.progress.saved_step == 500
@@ -62,7 +62,7 @@ def test_a_restart_says_from_which_step_it_goes_on() -> None:
     ],
 )
 @pytest.mark.parametrize("own_tmp", [False, True], ids=["", "an empty /tmp"])
-def test_a_checkpoint_that_may_go_with_its_pod_is_not_promised(
+def test_a_checkpoint_that_may_be_lost_with_its_pod_is_not_promised(
     volume: dict[str, Any] | None, local: bool, where: str, own_tmp: bool
 ) -> None:
     """An emptyDir is lost with its pod, so training restarts at step 0. A pod with a read-only root has an emptyDir at
@@ -72,12 +72,12 @@ def test_a_checkpoint_that_may_go_with_its_pod_is_not_promised(
     assert fails(world).status.message.endswith(f"restart 1 of 3, {where}")
 
 
-def test_a_restart_of_a_script_without_checkpoints_says_nothing_of_a_step() -> None:
+def test_a_restart_of_a_script_without_checkpoints_shows_no_step() -> None:
     world = digits().running().reports_step(520).settle()
     assert fails(world).status.message.endswith("attempt 2, restart 1 of 3")
 
 
-def test_an_attempt_that_failed_before_its_first_step_goes_on_from_where_it_had_resumed() -> None:
+def test_an_attempt_that_failed_before_its_first_step_shows_the_step_from_which_it_had_resumed() -> None:
     world = digits().running().reports_step(0, phase="start")
     world.reports_step(1125, phase="start", resumed_step=1125, saved_step=1125).settle()
     assert world.status.progress is None, "no step was made"
@@ -86,7 +86,7 @@ def test_an_attempt_that_failed_before_its_first_step_goes_on_from_where_it_had_
     assert world.status.resumed_step is None, "the next attempt has loaded nothing yet"
 
 
-def test_a_pod_that_is_replaced_goes_on_from_the_checkpoint() -> None:
+def test_a_replaced_pod_resumes_from_the_checkpoint() -> None:
     world = trains(command="ddprun").deleted_first(1).settle()
     message = world.stops(1).settle().status.message
     world.settle()
@@ -94,7 +94,7 @@ def test_a_pod_that_is_replaced_goes_on_from_the_checkpoint() -> None:
     assert any("takes its place, the other node waits" in text and text.endswith(", from step 500") for text in texts)
 
 
-def test_a_restart_in_place_goes_on_from_the_checkpoint() -> None:
+def test_a_restart_in_place_resumes_from_the_checkpoint() -> None:
     world = trains(command="ddprun")
     failure = Failure(
         rank=1, node_rank=1, exit_code=3, exception="OSError: x", step=520, failure_class="application",
@@ -106,7 +106,7 @@ def test_a_restart_in_place_goes_on_from_the_checkpoint() -> None:
     assert world.events[-1].message.endswith("restarted all ranks in place (restart 1), from step 500")
 
 
-def test_a_job_that_resumed_says_so_where_it_is_described_and_when_it_has_ended() -> None:
+def test_describe_and_the_final_message_show_that_a_job_resumed() -> None:
     """The second run of a complete training ends after seconds, and must say why."""
     world = digits().running().reports_step(1125, phase="start", resumed_step=1125, final=True).settle()
     assert "Progress:   resumed at step 1125" in describe(world.job, None, world.now)
@@ -128,7 +128,7 @@ def in_place(step: int, *, in_memory: int = 0) -> AgentReport:
     return AgentReport(generation=1, step_in_memory=in_memory, restarts=counts, failures=[failure.as_dict()])
 
 
-def test_a_restart_from_memory_repeats_no_step_and_every_line_says_so() -> None:
+def test_a_restart_from_memory_repeats_no_step_and_every_line_shows_it() -> None:
     """Users who pay for the GPUs need the cost of a restart, and users who debug a result need the step."""
     world = trains(command="ddprun").after(3)
     world.agent = in_place(534, in_memory=534)
@@ -144,7 +144,7 @@ def test_a_restart_from_memory_repeats_no_step_and_every_line_says_so() -> None:
 
 
 @pytest.mark.parametrize("where", ["/ckpt", "a copy in the memory on the node of rank 0"])
-def test_after_a_restart_from_an_older_state_nobody_claims_that_no_step_was_repeated(where: str) -> None:
+def test_no_message_claims_unrepeated_steps_after_a_restart_from_an_older_state(where: str) -> None:
     """A script that calls progress() every 20 steps may have made 14 more steps than it reported."""
     world = trains(command="ddprun").after(3)
     world.agent = in_place(534)
@@ -157,7 +157,7 @@ def test_after_a_restart_from_an_older_state_nobody_claims_that_no_step_was_repe
 
 
 @pytest.mark.parametrize("first", [501, 560], ids=["its first step is heard of", "a step after the last one is"])
-def test_a_restart_from_the_folder_repeats_all_that_was_made_since_also_what_was_never_reported(first: int) -> None:
+def test_a_restart_from_the_folder_also_repeats_steps_that_were_never_reported(first: int) -> None:
     """Steps are reported every few seconds, so the 14 steps after the last report are repeated, too."""
     world = trains(command="ddprun").after(3)
     world.agent = in_place(534)
@@ -169,7 +169,7 @@ def test_a_restart_from_the_folder_repeats_all_that_was_made_since_also_what_was
     assert end == "✔ digits Succeeded in 8s   1 restart, 34 steps repeated   resumed at step 500 from /ckpt"
 
 
-def test_a_failure_that_is_heard_of_after_the_next_ranks_have_begun_counts_its_steps_once() -> None:
+def test_a_failure_reported_after_the_next_ranks_have_started_counts_its_steps_once() -> None:
     """The agent repeats the failure until it is confirmed, but its lost steps must count once."""
     world = trains(command="ddprun").after(3)
     resumed: dict[str, Any] = {"resumed_step": 500, "resumed_from": "/ckpt", "saved_step": 500}
@@ -180,7 +180,7 @@ def test_a_failure_that_is_heard_of_after_the_next_ranks_have_begun_counts_its_s
     assert world.status.goodput.lost_steps == 20 + 1, "of generation 0, and of generation 1"
 
 
-def test_a_state_that_was_loaded_to_begin_with_counts_no_step_as_kept() -> None:
+def test_a_state_loaded_at_the_beginning_counts_no_step_as_kept() -> None:
     """A script may load another training's model, saved at step 50,000, and begin at step 0."""
     loaded: dict[str, Any] = {"resumed_step": 50_000, "resumed_from": "/pretrained"}
     world = digits(container={"command": ["ddprun", "train.py"]}).running().reports_step(20, **loaded).settle().after(3)
@@ -189,7 +189,7 @@ def test_a_state_that_was_loaded_to_begin_with_counts_no_step_as_kept() -> None:
     assert world.status.goodput.lost_steps == 20
 
 
-def test_ranks_that_begin_anew_in_their_pods_do_not_say_where_those_before_resumed() -> None:
+def test_ranks_that_start_from_scratch_in_their_pods_do_not_show_an_earlier_resume() -> None:
     """All ranks were lost and nothing was saved, so the end must not claim that they resumed at step 534."""
     world = trains(command="ddprun").after(3)
     resumed: dict[str, Any] = {"resumed_step": 534, "resumed_from": MEMORY, "generation": 1}
@@ -200,7 +200,7 @@ def test_ranks_that_begin_anew_in_their_pods_do_not_say_where_those_before_resum
     assert "resumed" not in ending.succeeded("digits", world.status, 8)
 
 
-def test_the_next_attempt_does_not_say_where_the_last_one_resumed() -> None:
+def test_a_new_attempt_does_not_show_the_resume_of_the_last_one() -> None:
     """Ranks of the next attempt have loaded nothing yet."""
     world = trains(CLAIM).reports_step(530, resumed_step=500, resumed_from="/ckpt", not_kept="no room").settle()
     assert (world.status.resumed_from, world.status.not_kept) == ("/ckpt", "in pod digits-1-0: no room")
@@ -227,7 +227,7 @@ def test_a_memory_limit_that_is_too_small_is_named_with_the_field_and_the_size()
 FULL = "the state of step 550 was not saved: disk full: No space left on device (errno 28), in /ckpt; the newest …"
 
 
-def test_a_save_that_fails_is_a_warning_a_condition_and_a_line_until_a_later_one_is_in_the_folder() -> None:
+def test_a_failed_save_is_a_warning_a_condition_and_a_line_until_a_later_save_succeeds() -> None:
     """A job may continue from memory and succeed, although its newest snapshot is that of step 100."""
     world = trains(CLAIM).reports_step(552, saved_step=500, save_failed=FULL).settle()
     status = world.status
@@ -245,7 +245,7 @@ def test_a_save_that_fails_is_a_warning_a_condition_and_a_line_until_a_later_one
 
 
 @pytest.mark.parametrize("last", ["", FULL])
-def test_a_success_whose_last_save_failed_is_suspicious(last: str) -> None:
+def test_a_success_whose_last_save_failed_gets_a_warning(last: str) -> None:
     """`os._exit(0)` skips the last save. A job with a snapshot of step 500 would then look complete at step 602."""
     world = trains(CLAIM).reports_step(552, saved_step=500, save_failed=FULL).settle()
     world.reports_step(602, saved_step=500, save_failed=last).settle().exits(0, 0).exits(1, 0).settle()
@@ -254,13 +254,13 @@ def test_a_success_whose_last_save_failed_is_suspicious(last: str) -> None:
     assert ("suspicious: the state of step 550 was not" in ending.of_job(world.job)) is bool(last)
 
 
-def test_the_next_attempt_does_not_say_that_saves_of_the_last_one_failed() -> None:
+def test_a_new_attempt_does_not_show_failed_saves_of_the_last_one() -> None:
     world = trains(CLAIM).reports_step(552, save_failed=FULL).settle()
     fails(world)
     assert world.status.save_failed == ""
 
 
-def test_a_pod_without_room_is_named_also_where_it_is_not_that_of_rank_0() -> None:
+def test_a_pod_without_enough_memory_is_named_even_if_it_does_not_run_rank_0() -> None:
     """Each node has its own memory: if one keeps nothing and the others are lost, the job goes back to its last
     save."""
     world = trains(command="ddprun")
@@ -273,7 +273,7 @@ def test_a_pod_without_room_is_named_also_where_it_is_not_that_of_rank_0() -> No
     assert world.status.not_kept.endswith(" to 901Mi or more")
 
 
-def test_what_ranks_of_before_a_restart_have_said_of_their_memory_is_over() -> None:
+def test_memory_reports_of_ranks_before_a_restart_are_dropped() -> None:
     """Otherwise a pod that has enough room after the restart is named for ever."""
     world = trains(command="ddprun").reports_step(523, rank=1, node_rank=1, not_kept="no room")
     world.reports_step(524, generation=1, resumed_step=523, resumed_from="the memory").settle()
@@ -288,7 +288,7 @@ def test_what_ranks_of_before_a_restart_have_said_of_their_memory_is_over() -> N
         (None, "■ digits stopped after 12s at step 281"),
     ],
 )
-def test_a_run_that_was_stopped_says_what_was_saved(saved: int | None, said: str) -> None:
+def test_a_stopped_run_shows_what_was_saved(saved: int | None, said: str) -> None:
     """Users who press Ctrl-C must know if the work of the last minutes is lost."""
     progress = api.Progress(step=281, saved_step=saved, updated=START + dt.timedelta(seconds=12))
     assert told.stopped("digits", api.Status(progress=progress), 12) == said
@@ -311,7 +311,7 @@ WORKER = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Terminate
         ([{"rank": 0, "exitCode": 1, "exception": f"ddpjob.errors.SnapshotError: {FULL}"}], f"SnapshotError: {FULL}"),
     ],
 )
-def test_a_stop_that_saved_nothing_says_why(messages: list[dict[str, Any]], why: str) -> None:
+def test_a_stop_that_saved_nothing_shows_why(messages: list[dict[str, Any]], why: str) -> None:
     """Otherwise users learn the next morning that training resumes at the last save."""
     progress = api.Progress(step=281, saved_step=250, updated=START)
     ended = [Container("ended", message=json.dumps({"ddpjob": 1, "time": 1.0, **m}), exit_code=1) for m in messages]
@@ -330,20 +330,20 @@ def test_a_stop_that_saved_nothing_says_why(messages: list[dict[str, Any]], why:
         (1, "RuntimeError: [/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1", ""),
     ],
 )
-def test_what_a_stop_itself_does_to_a_script_is_no_reason(exit_code: int, log: str, more: str) -> None:
+def test_an_error_that_the_stop_itself_causes_is_not_given_as_the_reason(exit_code: int, log: str, more: str) -> None:
     progress = api.Progress(step=281, updated=START)
     ended = [Container("ended", message=log, exit_code=exit_code)]
     told_so = told.stopped("digits", api.Status(progress=progress), 12, ended)
     assert told_so == f"■ digits stopped after 12s at step 281{more}"
 
 
-def test_a_stop_whose_save_failed_says_so_where_no_rank_raised() -> None:
+def test_a_stop_whose_save_failed_shows_it_even_if_no_rank_raised() -> None:
     status = api.Status(progress=api.Progress(step=281, saved_step=100, updated=START), save_failed=FULL)
     assert told.stopped("d", status, 12).endswith(f"last saved at step 100; {FULL}")
 
 
 @pytest.mark.parametrize("said", ["[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534", "No room"])
-def test_a_write_of_torch_that_was_cut_short_is_named_as_what_it_mostly_is(said: str) -> None:
+def test_an_incomplete_write_of_torch_is_explained_as_a_full_disk(said: str) -> None:
     """torch's message does not mention the disk."""
     failure = api.JobFailure(attempt=1, rank=0, node_rank=0, time=START, exit_code=1, exception=f"RuntimeError: {said}")
     assert ("most likely a full disk: RuntimeError" in sentences.sentence(failure)) is ("pos" in said)

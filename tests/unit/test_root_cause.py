@@ -217,7 +217,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_the_cause_is_what_explains_the_others(case: Case) -> None:
+def test_the_cause_is_the_failure_that_explains_the_others(case: Case) -> None:
     failure, found = settled(*case.pods, first=case.first)
     assert (failure.node_rank, found) == (case.cause, case.found), sentences.sentence(failure)
     again = settled(*reversed(case.pods), first=case.first)
@@ -225,7 +225,7 @@ def test_the_cause_is_what_explains_the_others(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_the_cause_stays_what_it_is_when_its_pods_have_gone(case: Case) -> None:
+def test_the_cause_stays_the_same_after_its_pods_are_gone(case: Case) -> None:
     failure, found = settled(*case.pods, first=case.first)
     assert settled(first=failure)[1] == found, "the same failure would be charged to someone else"
 
@@ -240,7 +240,7 @@ def test_the_cause_stays_what_it_is_when_its_pods_have_gone(case: Case) -> None:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("evidence", [None, api.Evidence(precedence="OF_A_NEWER_OPERATOR")])
-def test_without_evidence_the_reason_decides_and_one_that_nobody_knows_is_not_free(
+def test_without_evidence_the_reason_decides_and_an_unknown_reason_is_charged(
     reason: str, found: rules.Class, evidence: api.Evidence | None
 ) -> None:
     """The status may come from an older operator. If an unknown reason were free, each restart would be."""
@@ -257,7 +257,7 @@ def test_the_evidence_is_read_back_and_not_rebuilt_from_the_reason() -> None:
     assert (settled(first=read)[1], root_cause.from_outside(read)) == ("application", False)
 
 
-def test_what_was_recorded_first_is_told_with_how_its_pod_ended() -> None:
+def test_the_first_recorded_failure_is_shown_with_the_end_of_its_pod() -> None:
     deleted = told(pod(1, 0, said=library(step=41, resumable=True), seconds=9), 5)
     failure, _ = settled(deleted, pod(0, said=PEER), first=recorded(1, "StoppedFromOutside", 5))
     assert (failure.reason, failure.exit_code, failure.step) == ("StoppedFromOutside", 0, 41)
@@ -272,7 +272,7 @@ def test_what_was_recorded_first_is_told_with_how_its_pod_ended() -> None:
     ],
     ids=["early", "stalled"],
 )  # fmt: skip
-def test_what_the_agents_agreed_on_is_the_cause_also_where_node_0_ends_last(
+def test_the_cause_that_the_agents_agreed_on_counts_even_if_node_0_ends_last(
     said: dict[str, Any], found: rules.Class, reason: str
 ) -> None:
     """Node 1's pod may end half a second before node 0's, which the operator then stops. The restart must still be
@@ -283,7 +283,7 @@ def test_what_the_agents_agreed_on_is_the_cause_also_where_node_0_ends_last(
     assert (cause.rank, cause.pod, cause.reason, its_class) == (0, "bert-1-0", reason, found)
 
 
-def test_a_kill_that_the_agents_agreed_on_is_the_cause_also_where_node_0_ends_first() -> None:
+def test_a_kill_that_the_agents_agreed_on_is_the_cause_even_if_node_0_ends_first() -> None:
     """The operator stops this pod just as it ends. If its SIGKILL counted as the kubelet's, the job would restart
     beyond its budget."""
     first = pod(0, 75, library(ended=True))
@@ -309,7 +309,7 @@ MISTAKE = (
 )
 
 
-def test_a_mistake_that_every_node_makes_before_the_first_step_is_permanent() -> None:
+def test_a_mistake_on_every_node_before_the_first_step_is_permanent() -> None:
     """`loss.backwrd()` must not cost four attempts and half a minute."""
     pods = [pod(rank, said=MISTAKE) for rank in range(2)]
     assert settled(*pods, nodes=2, untried=True)[1] == "permanent"
@@ -327,7 +327,7 @@ def test_a_mistake_that_every_node_makes_before_the_first_step_is_permanent() ->
 OPTION = "usage: train.py [-h] [--lr LR]\ntrain.py: error: unrecognized arguments: --lrr 1\n"
 
 
-def test_options_that_every_node_refuses_are_not_tried_again() -> None:
+def test_options_that_every_node_refuses_are_not_retried() -> None:
     """`--lrr 1` must not be tried four times, with every rank's usage printed each time."""
     pods = [pod(rank, 2, said=OPTION) for rank in range(2)]
     failure, found = settled(*pods, nodes=2, untried=True)
@@ -343,7 +343,7 @@ def test_options_that_every_node_refuses_are_not_tried_again() -> None:
 
 
 @pytest.mark.parametrize("launcher", ["ddprun", "torchrun"])
-def test_options_that_the_launcher_refuses_are_not_tried_again_although_one_node_alone_came_so_far(
+def test_options_that_the_launcher_refuses_are_not_retried_even_if_only_one_node_got_so_far(
     launcher: str,
 ) -> None:
     """`ddprun --max-restarts x` must not be started four times, with the reason `(ddprun --help has all options)`."""
@@ -359,7 +359,7 @@ def test_a_mistake_counts_for_a_node_that_was_stopped_right_after_it() -> None:
     assert settled(failed, stopped, first=first_sign(failed), nodes=2, untried=True)[1] == "permanent"
 
 
-def test_a_failure_names_the_line_of_the_script_that_raised_it_and_no_librarys() -> None:
+def test_a_failure_names_the_line_of_the_script_and_not_of_a_library() -> None:
     failure, _ = settled(pod(0, said=MISTAKE))
     assert failure.where == "train.py:41"
     assert "ended with exit code 1 in train.py:41 (AttributeError: " in sentences.sentence(failure)
@@ -380,7 +380,7 @@ SAVED = library(rank=1, exitCode=75, exception="ddpjob.Stopped: saved at step 20
         (0, ""),
     ],
 )
-def test_a_torchrun_that_only_waited_for_the_other_nodes_had_a_rank_that_ended_early(code: int, said: str) -> None:
+def test_a_torchrun_that_only_waited_for_other_nodes_had_a_rank_that_ended_early(code: int, said: str) -> None:
     """torchrun waits five minutes after its ranks ended with 0, so its pod is still running when the peer complains. If
     node 0's torchrun, which serves the store, ends meanwhile, this torchrun ends with 0, even if it gets a SIGTERM."""
     complaint = pod(0, said=PEER)
@@ -398,7 +398,7 @@ def test_a_torchrun_that_only_waited_for_the_other_nodes_had_a_rank_that_ended_e
         pytest.param(0, "", id="it ended well, and node 0's torchrun was stopped too"),
     ],
 )
-def test_what_the_operator_has_stopped_is_no_early_end(code: int, said: str) -> None:
+def test_a_pod_that_the_operator_stopped_did_not_end_early(code: int, said: str) -> None:
     """The peers had only lost each other: the user must not be charged, nor search for uneven data."""
     complaint, leader = pod(2, said=PEER), told(pod(0, 137, said="Received 15 death signal"), 11)
     stopped = told(pod(1, code, said=said), 11)
@@ -406,7 +406,7 @@ def test_what_the_operator_has_stopped_is_no_early_end(code: int, said: str) -> 
     assert (failure.reason, found) == (root_cause.PEER_LOST, "infrastructure")
 
 
-def test_a_pod_that_ended_with_0_is_not_blamed_before_its_kubelet_has_said_why() -> None:
+def test_a_pod_that_exited_with_0_is_not_blamed_before_its_kubelet_gives_the_reason() -> None:
     """An evicted trainer ends with 0 at its SIGTERM, and the pod's phase follows later. A verdict before that would
     charge the script ("the ranks make different numbers of steps") for its node's full disk."""
     complaint, ended = pod(1, said=PEER), told(pod(0, 0), 11)
@@ -419,7 +419,7 @@ def test_a_pod_that_ended_with_0_is_not_blamed_before_its_kubelet_has_said_why()
 
 
 @pytest.mark.parametrize("code", [126, 127])
-def test_what_no_node_can_start_is_permanent_while_the_job_has_never_trained(code: int) -> None:
+def test_a_command_that_no_node_can_start_is_permanent_if_the_job_has_never_trained(code: int) -> None:
     pods = [pod(rank, code) for rank in range(3)]
     assert settled(*pods, stepped=False)[1] == "permanent"
     assert settled(*pods, stepped=False, trained=True)[1] == "infrastructure"
@@ -441,7 +441,7 @@ def test_what_no_node_can_start_is_permanent_while_the_job_has_never_trained(cod
         "ddprun: there is no module trian in /work, nor is one installed in /usr/bin/python",
     ],
 )
-def test_what_the_interpreter_says_of_a_script_that_is_not_there_is_the_cause(line: str) -> None:
+def test_the_message_of_the_interpreter_about_a_missing_script_is_the_cause(line: str) -> None:
     """`ended with exit code 2` does not say that the script is missing, and must not be retried."""
     said = library(exitCode=2, exception=line) if line.startswith("ddprun") else f"{line}\n{line}"
     failure, found = settled(*(pod(rank, 2, said=said) for rank in range(3)), stepped=False)
@@ -453,7 +453,7 @@ def test_a_job_of_one_node_has_no_peers_to_blame() -> None:
     assert settled(pod(0, said=PEER), nodes=1)[1] == "application", "it would restart for ever"
 
 
-def test_the_guilty_ranks_exit_code_is_known_under_plain_torchrun() -> None:
+def test_the_exit_code_of_the_guilty_rank_is_known_under_plain_torchrun() -> None:
     failure, found = settled(pod(1, said=table("exit-3")), first=None)
     assert failure.exit_code == 3, "failurePolicy speaks of it; the container ended with 1"
     fail_job = [failure_policy.PolicyRule("FailJob", frozenset({3}))]
@@ -537,12 +537,12 @@ def test_the_guilty_ranks_exit_code_is_known_under_plain_torchrun() -> None:
         ),
     ],
 )  # fmt: skip
-def test_a_failure_is_told_by_who_where_what_and_at_which_step(failure: api.JobFailure, text: str, short: str) -> None:
+def test_a_failure_message_has_rank_place_error_and_step(failure: api.JobFailure, text: str, short: str) -> None:
     assert sentences.sentence(failure) == text
     assert sentences.short(failure) == short
 
 
-def test_only_a_fault_of_the_node_itself_keeps_a_job_away_from_it() -> None:
+def test_a_node_is_avoided_only_for_a_fault_of_the_node_itself() -> None:
     blamed = [
         recorded(1, "NodeLost", failure_class="infrastructure"),
         recorded(1, "Error", failure_class="infrastructure", exception="RuntimeError: CUDA error: GPU is lost"),
@@ -573,19 +573,19 @@ def test_the_log_tail_is_the_last_2_kb_without_credentials_and_can_be_off() -> N
     assert settled(pod(0, said=log), keep_log_tail=False)[0].log_tail == ""
 
 
-def test_the_line_that_the_kubelet_cut_is_left_out() -> None:
+def test_a_line_that_the_kubelet_cut_is_omitted() -> None:
     log = ("0123secret-of-someone\n" + "x" * 3000)[: 2048 - 4] + "\nend"
     assert len(log) == 2048
     assert "secret-of-someone" not in log_lines.tail(log)
 
 
-def test_the_exceptions_line_has_no_credentials() -> None:
+def test_the_exception_line_has_no_credentials() -> None:
     said = "RuntimeError: cannot reach postgres://train:hunter2@db/x, api_key=AbC123456789"
     failure = first_sign(pod(0, said=said))
     assert failure.exception == "RuntimeError: cannot reach postgres://train:***@db/x, api_key=***"
 
 
-def test_the_trainings_own_lines_are_told_from_torchruns() -> None:
+def test_lines_of_the_training_are_distinguished_from_those_of_torchrun() -> None:
     assert log_lines.of_training("python: can't open file 'nofile.py'\n\n" + table("exit-3")) == [
         "python: can't open file 'nofile.py'"
     ]
@@ -601,7 +601,7 @@ def test_the_trainings_own_lines_are_told_from_torchruns() -> None:
     ],
     ids=["2.13", "2.0", "LOGLEVEL=INFO", "2.0 at the start"],
 )
-def test_torchruns_report_begins_at_the_same_line_for_what_is_shown_and_for_the_last_line(
+def test_the_report_of_torchrun_begins_at_the_same_line_for_display_and_for_the_last_line(
     before: str, report: str
 ) -> None:
     """Otherwise describe shows an old torch's report that the message leaves out, and with LOGLEVEL=INFO the message

@@ -144,7 +144,7 @@ CLASSES: dict[str, tuple[Failure, rules.Class]] = {
 
 
 @pytest.mark.parametrize(("failure", "found"), CLASSES.values(), ids=CLASSES.keys())
-def test_the_class_follows_from_what_kubernetes_and_the_process_say(failure: Failure, found: rules.Class) -> None:
+def test_the_failure_class_follows_from_kubernetes_and_the_process(failure: Failure, found: rules.Class) -> None:
     assert rules.classify(failure) == found
 
 
@@ -171,7 +171,7 @@ def test_the_class_follows_from_what_kubernetes_and_the_process_say(failure: Fai
         "exception: ",
     ],
 )
-def test_an_error_of_cuda_has_one_class_whatever_it_is_raised_as_and_is_tried_again(
+def test_a_cuda_error_has_one_class_whatever_its_type_and_is_retried(
     raised: str, error: str, found: rules.Class
 ) -> None:
     exception = f"{raised}CUDA error: {error}"
@@ -202,7 +202,7 @@ def test_an_error_of_cuda_has_one_class_whatever_it_is_raised_as_and_is_tried_ag
         ("RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", False),
     ],
 )
-def test_a_mistake_that_names_a_gpu_is_one_and_an_error_of_the_gpu_is_none(exception: str, mistake: bool) -> None:
+def test_a_script_mistake_that_mentions_a_gpu_is_distinguished_from_a_gpu_error(exception: str, mistake: bool) -> None:
     """Tensors on two devices, the most common mistake with a GPU, must not be retried like a broken GPU."""
     assert rules.is_mistake(exception, 1) == mistake
 
@@ -217,7 +217,7 @@ def test_a_mistake_that_names_a_gpu_is_one_and_an_error_of_the_gpu_is_none(excep
         ("AssertionError: empty shard", 1, False),  # an assert may check something that can change
     ],
 )
-def test_a_script_that_ends_itself_with_a_sentence_means_it(exception: str, code: int, mistake: bool) -> None:
+def test_a_script_that_exits_with_a_message_is_not_restarted(exception: str, code: int, mistake: bool) -> None:
     """A script that does not find its data must not be started four times, which takes minutes in a cluster."""
     assert rules.is_mistake(exception, code) == mistake
 
@@ -237,7 +237,7 @@ def test_a_script_that_ends_itself_with_a_sentence_means_it(exception: str, code
         ("RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:4242", False),
     ],
 )
-def test_a_rank_that_has_waited_too_long_has_not_lost_its_peer(exception: str, timed_out: bool) -> None:
+def test_a_rank_that_waited_too_long_has_not_lost_its_peer(exception: str, timed_out: bool) -> None:
     assert rules.is_symptom(exception)
     assert rules.has_timed_out(exception) == timed_out
 
@@ -251,7 +251,7 @@ def test_a_rank_that_has_waited_too_long_has_not_lost_its_peer(exception: str, t
         "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory",
     ],
 )
-def test_a_disk_that_is_full_is_no_mistake_of_the_script(exception: str) -> None:
+def test_a_full_disk_is_no_mistake_of_the_script(exception: str) -> None:
     """This is all that torch.save reports (2.13, writing to /dev/full). A job that has trained for less than a minute
     must not fail for good."""
     assert not rules.is_mistake(exception, 1)
@@ -276,7 +276,7 @@ def test_a_disk_that_is_full_is_no_mistake_of_the_script(exception: str) -> None
         "via c10d key-value store by key '0', but store->get('0') got error: wait timeout after 600000ms, keys: /0",
     ],
 )
-def test_what_torch_says_of_a_lost_peer_is_a_symptom(exception: str) -> None:
+def test_an_error_of_torch_about_a_lost_peer_is_a_symptom(exception: str) -> None:
     assert rules.is_symptom(exception)
 
 
@@ -294,7 +294,7 @@ def test_what_torch_says_of_a_lost_peer_is_a_symptom(exception: str) -> None:
         "",
     ],
 )
-def test_a_failure_that_no_lost_peer_explains_is_none(exception: str) -> None:
+def test_a_failure_that_no_lost_peer_explains_is_not_a_symptom(exception: str) -> None:
     assert not rules.is_symptom(exception), "a data base that is down would restart the job for ever, without a charge"
 
 
@@ -318,7 +318,7 @@ def test_a_failure_that_no_lost_peer_explains_is_none(exception: str) -> None:
         ("FailJob", {143}, False, 143, "stall", "stall"),
     ],
 )
-def test_a_rule_speaks_of_what_a_process_did(
+def test_a_failure_policy_rule_applies_to_the_exit_of_a_process(
     action: Action,
     codes: set[int],
     inverted: bool,
@@ -340,7 +340,7 @@ def test_the_first_rule_that_matches_decides() -> None:
 # ---------------------------------------------------------------- budgets
 
 
-def test_the_application_restarts_as_often_as_backoff_limit_says() -> None:
+def test_the_application_restarts_as_often_as_backoff_limit_allows() -> None:
     assert fails(*["application"] * 3).restart
     last = fails(*["application"] * 4)
     assert (last.restart, last.stop) == (False, "BackoffLimitExceeded")
@@ -353,28 +353,28 @@ def test_out_of_memory_is_charged_to_the_application() -> None:
     assert fails("outOfMemory", "application", "outOfMemory", "outOfMemory").stop == "BackoffLimitExceeded"
 
 
-def test_only_what_happened_within_the_window_counts() -> None:
+def test_only_failures_within_the_window_count() -> None:
     hour = Limits(backoff_limit=1, window_seconds=3600)
     assert fails(*["application"] * 5, limits=hour, every=3600).restart, "one an hour is allowed for ever"
     assert fails(*["application"] * 2, limits=hour, every=3599).stop == "BackoffLimitExceeded"
 
 
-def test_infrastructure_gives_up_after_a_hundred_in_a_row_and_never_while_it_gets_on() -> None:
+def test_infrastructure_gives_up_after_a_hundred_failures_in_a_row_without_progress() -> None:
     assert fails(*["infrastructure"] * 100, attempt=USELESS).restart
     assert fails(*["infrastructure"] * 101, attempt=USELESS).stop == "TooManyInfrastructureFailures"
     assert fails(*["infrastructure"] * 300, attempt=GOOD).restart
 
 
-def test_stalls_have_a_budget_of_their_own() -> None:
+def test_stalls_have_their_own_budget() -> None:
     assert fails(*["stall"] * 10, attempt=GOOD).history == RestartHistory(stall=10, in_a_row=1)
     assert fails(*["stall"] * 11, attempt=GOOD).stop == "TooManyStalls"
 
 
-def test_a_permanent_failure_ends_the_job_at_once_and_is_charged_to_nobody() -> None:
+def test_a_permanent_failure_ends_the_job_at_once_without_a_charge() -> None:
     assert fails("permanent") == rules.Verdict(False, RestartHistory(), None, stop="PermanentFailure")
 
 
-def test_three_failures_without_a_new_step_end_a_job_that_reports_whatever_its_budget() -> None:
+def test_three_failures_without_a_new_step_end_a_reporting_job_whatever_its_budget() -> None:
     many = Limits(backoff_limit=100)
     assert fails("application", "stall", attempt=USELESS, limits=many).restart
     assert fails("application", "stall", "application", attempt=USELESS, limits=many).stop == "NoProgress"
@@ -382,7 +382,7 @@ def test_three_failures_without_a_new_step_end_a_job_that_reports_whatever_its_b
     assert fails(*["application"] * 50, attempt=SILENT, limits=many).restart, "its steps are not known"
 
 
-def test_a_lost_node_in_between_neither_counts_as_no_progress_nor_hides_it() -> None:
+def test_a_lost_node_in_between_neither_counts_as_no_progress_nor_resets_the_count() -> None:
     many = Limits(backoff_limit=100)
     mixed: list[rules.Class] = ["application", "infrastructure", "application", "infrastructure"]
     assert fails(*mixed, attempt=USELESS, limits=many).restart
@@ -403,11 +403,11 @@ def test_a_lost_node_in_between_neither_counts_as_no_progress_nor_hides_it() -> 
         ("", None),
     ],
 )
-def test_an_address_in_use_says_which_port(exception: str, port: int | None) -> None:
+def test_the_error_about_an_address_in_use_names_the_port(exception: str, port: int | None) -> None:
     assert rules.port_in_use(exception) == port
 
 
-def test_complaints_about_peers_alone_are_free_once_until_the_next_new_step() -> None:
+def test_pure_complaints_about_peers_are_free_once_until_the_next_new_step() -> None:
     """Uneven data always ends like this, so the job would restart for ever without a charge."""
     torn = SILENT._replace(only_complaints=True, ran_seconds=3600)
     after = rules.judge("infrastructure", NOTHING, torn, ALLOWED, NOW).history
@@ -426,7 +426,7 @@ def test_the_first_restart_is_at_once_then_after_1_2_4_seconds_up_to_5_minutes()
     assert budget.back_off_seconds(10**9) == 300
 
 
-def test_a_job_that_reports_nothing_is_forgiven_when_it_ran_for_ten_minutes() -> None:
+def test_a_job_without_reports_gets_a_fresh_budget_after_ten_minutes_of_running() -> None:
     tired = RestartHistory(application=2, in_a_row=9)
     assert fails("application", attempt=SILENT._replace(ran_seconds=600), history=tired).wait_seconds == 0
     assert fails("application", attempt=SILENT._replace(ran_seconds=599), history=tired).wait_seconds == 256

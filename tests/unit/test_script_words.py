@@ -63,7 +63,7 @@ def made(cli: Cli, words: str) -> dict[str, Any]:
         ("--module=package.train 5", "torchrun -m package.train 5"),
     ],
 )
-def test_from_the_first_word_that_is_not_ours_all_words_are_the_scripts(cli: Cli, typed: str, command: str) -> None:
+def test_all_words_from_the_first_unknown_word_on_belong_to_the_script(cli: Cli, typed: str, command: str) -> None:
     """Otherwise `ddpjob run train.py --lr 0.1` fails: `No such option '--lr'. (Did you mean one of: '--fail' …)`."""
     spec = made(cli, typed)
     assert spec["template"]["spec"]["containers"][0]["command"] == command.split()
@@ -79,7 +79,7 @@ def test_from_the_first_word_that_is_not_ours_all_words_are_the_scripts(cli: Cli
         "--nproc_per_node 2 --max-restarts=1 train.py --nnodes 3 -- --lr 1",
     ],
 )
-def test_torchruns_spellings_of_our_options_are_understood_before_and_directly_behind_the_script(
+def test_torchrun_spellings_of_our_options_are_accepted_before_and_directly_after_the_script(
     cli: Cli, typed: str
 ) -> None:
     spec = made(cli, typed)
@@ -99,7 +99,7 @@ def test_torchruns_spellings_of_our_options_are_understood_before_and_directly_b
         ("-m package.train --env A=1", "--env A=1 -m package.train", "-m package.train -- --env A=1"),
     ],
 )
-def test_an_option_that_the_script_has_too_starts_nothing_and_both_spellings_are_shown(
+def test_an_option_that_the_script_has_too_is_refused_with_both_spellings(
     cli: Cli, typed: str, ours: str, theirs: str
 ) -> None:
     """Otherwise a script that has --env, --report or --logs itself silently does not get it."""
@@ -111,7 +111,7 @@ def test_an_option_that_the_script_has_too_starts_nothing_and_both_spellings_are
     )
 
 
-def test_an_option_before_the_script_is_ours_whatever_the_script_declares(cli: Cli) -> None:
+def test_an_option_before_the_script_is_ours_even_if_the_script_declares_it(cli: Cli) -> None:
     done = cli.here("run", "--env", "A=1", "--dry-run", "train.py", "--", "--env", "B")
     pods = list(yaml.safe_load_all(done.stdout))
     trainer = pods[-1]["spec"]["containers"][0]
@@ -120,7 +120,7 @@ def test_an_option_before_the_script_is_ours_whatever_the_script_declares(cli: C
     assert "goes to" not in done.stderr
 
 
-def test_an_option_of_ours_that_comes_too_late_is_named_if_the_script_does_not_declare_it(cli: Cli) -> None:
+def test_a_misplaced_option_of_ours_is_named_if_the_script_does_not_declare_it(cli: Cli) -> None:
     """Otherwise each rank prints the script's own error, which does not say that the order is wrong."""
     done = cli.here("init", "train.py", "--lr", "1", "--nodes", "2")
     assert done.returncode == 0
@@ -160,7 +160,7 @@ def test_an_option_of_ours_that_comes_too_late_is_named_if_the_script_does_not_d
         ("run --standalone train.py", "leave it out"),
     ],
 )  # fmt: skip
-def test_what_is_typed_out_of_habit_is_answered_with_what_to_type(cli: Cli, typed: str, instead: str) -> None:
+def test_an_option_typed_out_of_habit_is_answered_with_the_right_one(cli: Cli, typed: str, instead: str) -> None:
     done = cli.here(*typed.split())
     assert done.returncode == 2
     assert instead in done.stderr
@@ -181,7 +181,7 @@ def test_what_is_typed_out_of_habit_is_answered_with_what_to_type(cli: Cli, type
         ("trani train.py", ""),
     ],
 )
-def test_only_what_is_close_is_suggested(cli: Cli, typed: str, meant: str) -> None:
+def test_only_similar_options_are_suggested(cli: Cli, typed: str, meant: str) -> None:
     """`--epochs` must not be answered by `Did you mean one of: '--report', '--yes'?`."""
     done = cli.here(*typed.split())
     assert done.returncode == 2
@@ -189,7 +189,7 @@ def test_only_what_is_close_is_suggested(cli: Cli, typed: str, meant: str) -> No
     assert meant or "id you mean" not in done.stderr
 
 
-def test_options_stand_anywhere_around_a_YAML_file(cli: Cli) -> None:
+def test_options_may_stand_anywhere_around_a_YAML_file(cli: Cli) -> None:
     job = cli.file("pass")
     for words in ((job, "--nodes", "3"), (job, "x", "--nnodes", "3"), ("--nodes", "3", job, "--", "--lr", "1")):
         done = cli.here("run", "--dry-run", *words)
@@ -210,7 +210,7 @@ def test_options_stand_anywhere_around_a_YAML_file(cli: Cli) -> None:
         ({"settings": ("spec.nodes=2",), "nproc": "1"}, 0, ""),
     ],
 )
-def test_the_title_names_the_numbers_that_nobody_gave(cli: Cli, given: Any, devices: int, said: str) -> None:
+def test_the_title_shows_numbers_that_are_defaults(cli: Cli, given: Any, devices: int, said: str) -> None:
     """`ddpjob run train.py` uses one of eight GPUs, and must say so."""
     source = sources.Source(str(cli.folder / "train.py"), **given)
     assert sources.defaults(source, sources.load(source)[1], devices) == said
@@ -218,7 +218,7 @@ def test_the_title_names_the_numbers_that_nobody_gave(cli: Cli, given: Any, devi
     assert sources.defaults(job, sources.load(job)[1], 8) == ""
 
 
-def test_torchruns_words_for_a_number_of_processes_are_those_of_this_machine() -> None:
+def test_torchrun_words_for_a_number_of_processes_refer_to_this_machine() -> None:
     assert sources.processes("gpu", 8) == sources.processes("auto", 8) == "8"
     assert int(sources.processes("cpu", 8) or 0) >= 1
     assert (sources.processes("4", 0), sources.processes(None, 8)) == ("4", None)
@@ -226,7 +226,7 @@ def test_torchruns_words_for_a_number_of_processes_are_those_of_this_machine() -
         sources.processes("gpu", 0)
 
 
-def test_a_suggestion_is_a_typo_or_a_beginning() -> None:
+def test_a_suggestion_is_a_typo_or_a_prefix() -> None:
     known = ["--nodes", "--report", "--cpu", "--set", "--metrics-file"]
     given = ("--nodse", "--node", "--metrics", "--cpus", "--gpu", "--port", "--se", "--nodes-of-mine")
     meant = ["--nodes", "--nodes", "--metrics-file", "--cpu", "", "", "--set", ""]

@@ -80,7 +80,7 @@ WORK = "import random\nclass Point:\n    x = 3\ndef work(y): return Point.x + y\
     ],
     ids=["of __main__ with a class", "lambda", "closure", "object", "partial"],
 )
-def test_what_a_function_returns_in_the_cluster_comes_back(
+def test_the_result_of_a_function_in_the_cluster_is_returned(
     cluster: FakeCluster, tmp_path: Path, code: str, args: tuple[Any, ...], answer: object
 ) -> None:
     """The image needs neither cloudpickle nor ddpjob."""
@@ -90,9 +90,7 @@ def test_what_a_function_returns_in_the_cluster_comes_back(
     assert not [line for line in job.logs() if "ddpjob-answer" in line]
 
 
-def test_an_object_of_a_class_of_the_program_comes_back_as_one_of_this_class(
-    cluster: FakeCluster, tmp_path: Path
-) -> None:
+def test_an_object_of_a_class_of_the_program_is_returned_as_this_class(cluster: FakeCluster, tmp_path: Path) -> None:
     work = in_main(
         "class Point:\n    def __init__(self, x): self.x = x\ndef work(x): return Point(x)\nwork.kind = Point"
     )
@@ -112,7 +110,7 @@ def test_the_exception_of_the_failed_rank_is_the_cause(cluster: FakeCluster, tmp
     assert raised.value.status.last_failure is not None
 
 
-def test_of_a_script_the_cause_is_what_its_log_says(cluster: FakeCluster, tmp_path: Path) -> None:
+def test_the_cause_of_a_failed_script_is_taken_from_its_log(cluster: FakeCluster, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('trains')\n")
     job = ddpjob.submit(tmp_path / "train.py", args=("--epochs", 5), labels={"sweep": "7"}, env={"A": "b"})
     failure = {"attempt": 1, "rank": 1, "nodeRank": 1, "time": "2026-01-01T00:00:00Z", "exception": "OSError: full"}
@@ -127,7 +125,7 @@ def test_of_a_script_the_cause_is_what_its_log_says(cluster: FakeCluster, tmp_pa
     assert "OSError: full" in str(raised.value.__cause__)
 
 
-def test_the_words_of_submit_reach_the_job(cluster: FakeCluster) -> None:
+def test_the_arguments_of_submit_reach_the_job(cluster: FakeCluster) -> None:
     job = ddpjob.submit(
         in_main("def work(): pass"), nodes="1:3", nproc_per_node=2, max_restarts=9, name="mine", image="lab/torch:2",
         gpus=2, resources={"memory": "8Gi"}, labels={"sweep": "7"}, queue="team-a", launcher="torchrun",
@@ -141,7 +139,7 @@ def test_the_words_of_submit_reach_the_job(cluster: FakeCluster) -> None:
     assert trainer["resources"]["limits"] == {"nvidia.com/gpu": 2, "memory": "8Gi"}
 
 
-def test_a_function_of_a_module_of_the_users_own_goes_along_with_its_module(
+def test_a_function_in_a_module_of_the_user_is_sent_with_its_module(
     cluster: FakeCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The image does not contain the user's module, whose name may equal the job's."""
@@ -153,7 +151,7 @@ def test_a_function_of_a_module_of_the_users_own_goes_along_with_its_module(
     assert job.result(timeout=20) == 6
 
 
-def test_a_function_finds_its_other_modules_in_the_folder_that_goes_along(
+def test_a_function_finds_its_other_modules_in_the_sent_folder(
     cluster: FakeCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "lib").mkdir()
@@ -183,7 +181,7 @@ class Huge:
             yield self._part()
 
 
-def test_a_closure_over_a_large_model_is_refused_by_its_name_before_it_is_copied() -> None:
+def test_a_closure_over_a_large_model_is_refused_by_name_before_it_is_copied() -> None:
     model, small = Huge(), [1]
 
     def train() -> int:
@@ -194,7 +192,7 @@ def test_a_closure_over_a_large_model_is_refused_by_its_name_before_it_is_copied
     assert Huge.parts < 10
 
 
-def test_what_cannot_be_pickled_is_named(tmp_path: Path) -> None:
+def test_an_object_that_cannot_be_pickled_is_named(tmp_path: Path) -> None:
     with open(tmp_path / "file", "w") as log:
 
         def train() -> None:
@@ -211,7 +209,7 @@ def test_what_cannot_be_pickled_is_named(tmp_path: Path) -> None:
         ("def work():\n    import threading\n    return threading.Lock()", "a lock cannot be pickled"),
     ],
 )
-def test_what_cannot_come_back_is_said_and_the_job_has_succeeded(
+def test_a_result_that_cannot_be_returned_is_reported_and_the_job_succeeds(
     cluster: FakeCluster, tmp_path: Path, code: str, why: str
 ) -> None:
     """A long training must not count as failed only because its result cannot be sent."""
@@ -222,13 +220,13 @@ def test_what_cannot_come_back_is_said_and_the_job_has_succeeded(
         job.result()
 
 
-def test_a_result_of_almost_a_megabyte_comes_back(cluster: FakeCluster, tmp_path: Path) -> None:
+def test_a_result_of_almost_a_megabyte_is_returned(cluster: FakeCluster, tmp_path: Path) -> None:
     job = ddpjob.submit(in_main("def work():\n    print('no end of line', end='')\n    return b'x' * 990_000"))
     ends(cluster, tmp_path)
     assert len(job.result(timeout=20)) == 990_000
 
 
-def test_a_result_whose_pod_is_gone_is_said(cluster: FakeCluster, tmp_path: Path) -> None:
+def test_a_result_whose_pod_is_gone_is_reported_as_lost(cluster: FakeCluster, tmp_path: Path) -> None:
     job = ddpjob.submit(in_main("def work(): return 1"))
     ends(cluster, tmp_path)
     del cluster.objects["/api/v1/namespaces/default/pods/work-1-0"]
@@ -236,7 +234,7 @@ def test_a_result_whose_pod_is_gone_is_said(cluster: FakeCluster, tmp_path: Path
         job.result(timeout=20)
 
 
-def test_a_rank_with_another_python_names_both_before_it_loads_anything(tmp_path: Path) -> None:
+def test_a_rank_with_another_python_names_both_versions_before_it_loads_anything(tmp_path: Path) -> None:
     sent = function.sent(in_main("def work(): return 1"), ())
     sent.write(tmp_path)
     path = tmp_path / "ddpjob_function.json"
@@ -247,7 +245,7 @@ def test_a_rank_with_another_python_names_both_before_it_loads_anything(tmp_path
     assert "Traceback" not in done.stderr
 
 
-def test_a_module_that_the_image_lacks_is_named(tmp_path: Path) -> None:
+def test_a_module_that_is_missing_in_the_image_is_named(tmp_path: Path) -> None:
     module = types.ModuleType("only_here")
     sys.modules["only_here"] = module
     try:
@@ -259,7 +257,7 @@ def test_a_module_that_the_image_lacks_is_named(tmp_path: Path) -> None:
     assert "No module named 'only_here'" in done.stderr
 
 
-def test_lines_that_only_look_like_an_answer_are_none() -> None:
+def test_lines_that_only_resemble_a_result_are_not_unpickled() -> None:
     """A data set may print such lines. Unpickling them would run a stranger's code."""
     word = "ddpjob-answer-1234"
     lines = [f"{word}:value:0:0/2:YWJj", "noise", f"[0:0] {word}:value:0:1/2:ZGVm", "ddpjob-answer-99:value:1:0/1:eA=="]
@@ -267,7 +265,7 @@ def test_lines_that_only_look_like_an_answer_are_none() -> None:
     assert function.answers(word, lines) == {("value", 0): b"abcdef"}
 
 
-def test_without_cloudpickle_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_about_missing_cloudpickle_tells_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(ImportError, match=r"pip install 'ddpjob\[sdk\]'"):
         ddpjob.submit(lambda: None)
@@ -289,7 +287,7 @@ def test_a_job_is_suspended_resumed_and_deleted(cluster: FakeCluster) -> None:
         _ = job.status
 
 
-def test_a_function_that_never_returns_costs_the_timeout(cluster: FakeCluster) -> None:
+def test_a_function_that_never_returns_ends_the_wait_at_the_timeout(cluster: FakeCluster) -> None:
     job = ddpjob.submit(in_main("def work():\n    while True: pass"))
     cluster.find("ddpjobs", "work")["status"] = {"state": "Running", "attempt": 1}
     with pytest.raises(TimeoutError, match="work is Running after 0s"):
@@ -306,7 +304,7 @@ def test_ctrl_c_ends_the_wait_and_not_the_job(cluster: FakeCluster, capsys: pyte
     assert cluster.find("ddpjobs", "work")["spec"].get("suspend") is not True
 
 
-def test_a_job_shows_itself_in_a_notebook_without_obeying_what_it_says(cluster: FakeCluster) -> None:
+def test_a_job_is_displayed_in_a_notebook_without_executing_its_content(cluster: FakeCluster) -> None:
     job = ddpjob.submit(in_main("def work(): pass"))
     cluster.find("ddpjobs", "work")["status"] = {"state": "Running", "attempt": 1, "message": "<script>"}
     html = job._repr_html_()
@@ -315,7 +313,7 @@ def test_a_job_shows_itself_in_a_notebook_without_obeying_what_it_says(cluster: 
     assert "Running" in repr(job)
 
 
-def test_the_library_loads_the_command_line_only_when_it_is_asked_for() -> None:
+def test_the_library_imports_the_command_line_only_on_request() -> None:
     """A trainer image may lack the command line, and a script must not wait for its import."""
     code = (
         "import sys, ddpjob; assert not {'ddpjob_cli', 'yaml', 'torch'} & set(sys.modules)\n"

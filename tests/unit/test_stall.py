@@ -74,7 +74,7 @@ class Trainers:
         return "" if finding is None else finding.sentence()
 
 
-def test_a_job_that_makes_no_step_for_longer_than_its_time_out_stands_still() -> None:
+def test_a_job_without_a_step_for_longer_than_its_time_out_has_stalled() -> None:
     job = Trainers(timeout_seconds=600).train(20)
     assert job.stay(600).found == "", "not yet: the limit is the longest time that is allowed"
     assert job.report().found == "stall"
@@ -90,7 +90,7 @@ def test_the_rank_with_the_lowest_step_is_named_with_the_last_step_of_each() -> 
     )
 
 
-def test_of_hundreds_of_ranks_the_ones_that_are_behind_are_said() -> None:
+def test_of_hundreds_of_ranks_only_those_that_are_behind_are_named() -> None:
     job = Trainers(timeout_seconds=10)
     for node in range(300):
         job.makes(step=40 if node == 77 else 41, rank=8 * node)
@@ -99,7 +99,7 @@ def test_of_hundreds_of_ranks_the_ones_that_are_behind_are_said() -> None:
     assert job.sentence.endswith("rank 48: 41, rank 616: 40 and 292 others, up to 41")
 
 
-def test_who_reports_no_more_is_said_and_is_not_who_stands_still() -> None:
+def test_a_silent_rank_is_mentioned_and_does_not_count_as_stalled() -> None:
     job = Trainers(timeout_seconds=600).train(41, ranks=(0, 8))
     del job.saying[0]
     job.stay(700)
@@ -110,7 +110,7 @@ def test_who_reports_no_more_is_said_and_is_not_who_stands_still() -> None:
 
 
 @pytest.mark.parametrize("phase", ["start", "train"])
-def test_a_hang_that_agents_have_ended_was_not_survived(phase: Phase) -> None:
+def test_a_hang_that_agents_have_ended_does_not_teach_a_longer_limit(phase: Phase) -> None:
     """Otherwise the time-out learns from this hang, and the next one is found three times later."""
     trainers = Trainers().train(30).stay(20 * MINUTE)
     before = trainers.trackers[0].learned
@@ -119,26 +119,26 @@ def test_a_hang_that_agents_have_ended_was_not_survived(phase: Phase) -> None:
 
 
 @pytest.mark.parametrize("away", [31, HOUR, 100 * HOUR, pytest.param(-HOUR, id="the clock was set back")])
-def test_an_operator_that_was_away_starts_the_clock_again(away: float) -> None:
+def test_an_operator_that_was_down_restarts_the_clock(away: float) -> None:
     job = Trainers(timeout_seconds=600).train(20).stay(590)
     assert job.silent(away).report().found == ""
     assert job.stay(600).found == "", "ten minutes from when it reports again"
     assert job.report().found == "stall"
 
 
-def test_one_report_that_is_lost_starts_nothing_anew() -> None:
+def test_a_single_lost_report_does_not_restart_the_clock() -> None:
     job = Trainers(timeout_seconds=600).train(20).stay(300)
     assert job.report(seconds=20).stay(285).found == "stall", "the sender comes again after 20 s"
 
 
-def test_what_came_before_the_shell_could_receive_does_not_count() -> None:
+def test_time_before_the_operator_could_receive_reports_does_not_count() -> None:
     job = Trainers(timeout_seconds=600).train(20).stay(590)
     job.receiving_since = job.now + dt.timedelta(seconds=1)
     assert job.stay(600).found == ""
     assert job.stay(10).found == "stall"
 
 
-def test_0_turns_it_off() -> None:
+def test_a_time_out_of_0_turns_it_off() -> None:
     job = Trainers().train(20).stay(10 * HOUR)
     assert job.found == "stall"
     assert stall.find(job.trackers, NEVER, job.now) is None
@@ -148,7 +148,7 @@ def test_0_turns_it_off() -> None:
 # ---------------------------------------------------------------- learning
 
 
-def test_without_a_time_out_a_first_long_gap_only_warns_and_a_hang_is_found_all_the_same() -> None:
+def test_without_a_time_out_a_first_long_gap_only_warns_and_a_hang_is_still_found() -> None:
     job = Trainers().train(100)
     assert job.stay(300).found == ""
     assert job.report().found == "warning"
@@ -164,21 +164,21 @@ def test_without_a_time_out_a_first_long_gap_only_warns_and_a_hang_is_found_all_
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["at once", "after shorter gaps and while nobody is heard"])
-def test_a_gap_that_was_survived_is_learned_and_does_not_warn_again(later: bool) -> None:
+def test_a_survived_gap_is_learned_and_does_not_warn_again(later: bool) -> None:
     job = Trainers().train(100).train(1, seconds=400)
     job = job.train(10).silent(HOUR).report().train(2) if later else job
     assert job.stay(3 * 400).found == "", "three times the longest gap"
     assert job.report().found == "stall", "and a hang is found at once: it has been warned of"
 
 
-def test_steps_that_take_long_may_take_ten_times_as_long_and_a_first_gap_twice_that() -> None:
+def test_long_steps_may_take_ten_times_as_long_and_a_first_gap_twice_that() -> None:
     job = Trainers().train(10, seconds=20 * MINUTE)
     assert job.stay(200 * MINUTE).found == ""
     assert job.stay(200 * MINUTE).found == "warning"
     assert job.report().found == "stall"
 
 
-def test_one_slow_step_is_no_pace() -> None:
+def test_one_slow_step_does_not_define_the_pace() -> None:
     job = Trainers().train(5).train(1, seconds=90).train(5)
     assert job.stay(300).found == ""
     assert job.report().found == "warning", "neither ten times the slow step nor three times the gap, 270 s"
@@ -202,7 +202,7 @@ def test_steps_between_two_reports_share_the_time() -> None:
         (3600, 20, "evaluate", 3, "been evaluating for 3h (last step 20; limit 3h)"),
     ],
 )
-def test_imports_and_declared_pauses_have_their_own_time_and_more_where_a_step_has_more(
+def test_imports_and_declared_pauses_have_their_own_limit_which_grows_with_the_step_limit(
     timeout: int, step: int, phase: Phase, hours: float, said: str
 ) -> None:
     """Compilation comes before the first step. If a step may take an hour, a save or an evaluation may take three."""
@@ -212,26 +212,26 @@ def test_imports_and_declared_pauses_have_their_own_time_and_more_where_a_step_h
     assert job.sentence == f"rank 0 (node 0) has {said}"
 
 
-def test_a_script_that_counts_epochs_is_not_restarted_in_its_first_one() -> None:
+def test_a_script_that_counts_epochs_is_not_restarted_in_its_first_epoch() -> None:
     job = Trainers().makes(0, "start").report().stay(50 * MINUTE)
     assert job.found == "warning"
     job.makes(1).report()
     assert job.stay(2 * HOUR).found == "", "the first epoch has taught what one takes"
 
 
-def test_a_resumed_job_is_not_taken_for_a_fast_one() -> None:
+def test_a_resumed_job_does_not_count_as_fast() -> None:
     job = Trainers().makes(0, "start").report().stay(10 * MINUTE).makes(1041).report()
     assert job.trackers[0].learned.step_seconds == (605.0,), "1041 steps were not made in ten minutes"
 
 
-def test_an_operator_that_is_new_knows_nothing_of_an_old_job() -> None:
+def test_a_new_operator_knows_no_pace_of_an_old_job() -> None:
     job = Trainers().makes(7).report()
     assert job.stay(30 * MINUTE).found == "", "the middle of an epoch, for all that is known"
     assert job.report().found == "warning"
     assert job.stay(150 * MINUTE).found == "stall"
 
 
-def test_a_step_of_which_only_the_end_was_heard_teaches_nothing_of_steps() -> None:
+def test_a_step_with_only_its_end_reported_teaches_no_step_time() -> None:
     job = Trainers().makes(7).report().stay(MINUTE).makes(8).report()
     assert job.trackers[0].learned.step_seconds == (), "an epoch of an hour, of which a new operator received a minute"
     job.silent(HOUR).report().stay(MINUTE).makes(9).report()
@@ -239,7 +239,7 @@ def test_a_step_of_which_only_the_end_was_heard_teaches_nothing_of_steps() -> No
     assert job.stay(HOUR).makes(10).report().trackers[0].learned.step_seconds == (3605.0,)
 
 
-def test_a_declared_pause_teaches_how_long_pauses_are_and_nothing_of_steps() -> None:
+def test_a_declared_pause_teaches_the_length_of_pauses_and_not_of_steps() -> None:
     job = Trainers().train(20).makes(20, "evaluate").report().stay(2 * HOUR)
     assert job.found == "warning"
     assert "The limit is spec.stall.timeoutSeconds" in job.sentence, "it has been declared already"
@@ -250,7 +250,7 @@ def test_a_declared_pause_teaches_how_long_pauses_are_and_nothing_of_steps() -> 
     assert job.stay(5 * HOUR).found == ""
 
 
-def test_the_begin_and_the_end_of_a_pause_are_signs_of_life() -> None:
+def test_the_start_and_the_end_of_a_pause_are_signs_of_life() -> None:
     job = Trainers(timeout_seconds=60).train(20)
     for phase in ("evaluate", "train") * 10:
         assert job.makes(20, phase).report().stay(50).found == ""
@@ -259,31 +259,31 @@ def test_the_begin_and_the_end_of_a_pause_are_signs_of_life() -> None:
 # ---------------------------------------------------------------- several ranks
 
 
-def test_as_long_as_one_rank_steps_the_group_does() -> None:
+def test_a_group_makes_progress_as_long_as_one_rank_does() -> None:
     job = Trainers(timeout_seconds=60).makes(5, rank=8).train(100)
     assert job.found == "", "a script may call progress() on rank 0 alone; a rank that hangs stops all others"
     assert job.stay(65).found == "stall"
 
 
-def test_a_rank_that_never_says_a_step_hides_no_hang() -> None:
+def test_a_rank_that_never_reports_a_step_hides_no_hang() -> None:
     job = Trainers(timeout_seconds=60).makes(0, "start", rank=8).train(5).stay(65)
     assert job.found == "stall"
     assert job.sentence.startswith("rank 0 (node 0)"), "init() speaks on each node, progress() perhaps on rank 0 alone"
 
 
-def test_ranks_that_wait_for_an_evaluation_on_rank_0_have_its_time() -> None:
+def test_ranks_that_wait_for_an_evaluation_on_rank_0_get_its_limit() -> None:
     job = Trainers(timeout_seconds=60).train(5, ranks=(0, 8)).makes(5, "evaluate").report()
     assert job.stay(20 * MINUTE).found == ""
 
 
-def test_the_group_has_the_time_of_the_rank_that_may_take_longest() -> None:
+def test_the_group_has_the_limit_of_the_rank_that_may_take_longest() -> None:
     job = Trainers().train(100, ranks=(0, 8)).makes(100, "evaluate").report().stay(31 * MINUTE)
     assert job.found == "warning", "rank 8 is past its half hour, rank 0 has three hours for an evaluation"
     assert "if that lasts until 2031-03-05T10:19:38Z" in job.sentence
     assert job.stay(150 * MINUTE).found == "stall"
 
 
-def test_a_process_that_starts_anew_in_its_pod_gets_on() -> None:
+def test_a_process_that_restarts_in_its_pod_counts_as_progress() -> None:
     job = Trainers(timeout_seconds=60).train(20).stay(55).makes(11).report()
     assert job.stay(60).found == ""
 
@@ -291,7 +291,7 @@ def test_a_process_that_starts_anew_in_its_pod_gets_on() -> None:
 # ---------------------------------------------------------------- attempts and other protocols
 
 
-def test_a_new_attempt_starts_anew_and_the_old_one_is_heard_no_more() -> None:
+def test_a_new_attempt_starts_from_zero_and_reports_of_the_old_one_are_ignored() -> None:
     job = Trainers(timeout_seconds=60).train(20).stay(65).makes(20, attempt=2).report()
     assert job.found == ""
     assert job.trackers[0].learned == stall_limits.Learned()
@@ -299,14 +299,14 @@ def test_a_new_attempt_starts_anew_and_the_old_one_is_heard_no_more() -> None:
     assert job.trackers[0].step == 20, "a process that survives on a lost node speaks for nobody"
 
 
-def test_a_sender_that_only_speaks_when_it_gets_on_proves_nothing() -> None:
+def test_a_sender_that_reports_only_progress_proves_no_stall() -> None:
     assert Trainers(timeout_seconds=60).makes(5, None).report().stay(600).trackers == {}
 
 
 # ---------------------------------------------------------------- when to check again
 
 
-def test_the_next_look_is_when_the_limit_ends_and_then_at_each_report() -> None:
+def test_the_next_check_is_at_the_end_of_the_limit_and_then_at_each_report() -> None:
     job = Trainers(timeout_seconds=600).train(20)
     last_step_at = job.now
     assert stall.requeue_at(job.stay(300).trackers, job.setting, job.now) == last_step_at + dt.timedelta(seconds=600)
@@ -315,7 +315,7 @@ def test_the_next_look_is_when_the_limit_ends_and_then_at_each_report() -> None:
     assert stall.requeue_at(job.trackers, job.setting, job.silent(31).now) is None, "the next report is the next check"
 
 
-def test_a_warning_is_looked_at_again_when_it_becomes_a_stall() -> None:
+def test_a_warning_is_checked_again_when_it_becomes_a_stall() -> None:
     job = Trainers().train(100)
     last_step_at = job.now
     assert stall.requeue_at(job.trackers, None, job.now) == last_step_at + dt.timedelta(minutes=5)
@@ -323,7 +323,7 @@ def test_a_warning_is_looked_at_again_when_it_becomes_a_stall() -> None:
     assert stall.requeue_at(job.trackers, None, job.now) == last_step_at + dt.timedelta(minutes=30)
 
 
-def test_a_rank_past_its_time_waits_for_the_others_without_haste() -> None:
+def test_while_other_ranks_are_within_their_limit_an_overdue_rank_is_not_checked_more_often() -> None:
     job = Trainers(timeout_seconds=60).makes(5, rank=8).train(100)
     at = stall.requeue_at(job.trackers, job.setting, job.now)
     assert at == job.now + dt.timedelta(seconds=stall.SILENT_SECONDS), "rank 0 may fall silent, no earlier"
@@ -332,7 +332,7 @@ def test_a_rank_past_its_time_waits_for_the_others_without_haste() -> None:
 # ---------------------------------------------------------------- many jobs silent at once
 
 
-def test_when_most_jobs_go_silent_together_it_is_we_who_hear_nothing() -> None:
+def test_no_job_has_stalled_if_most_go_silent_together() -> None:
     def silence(*seconds_ago: float) -> stall.Silence | None:
         return stall.silence([START - dt.timedelta(seconds=s) for s in seconds_ago], START)
 

@@ -60,11 +60,11 @@ class Ranks:
         return self
 
 
-def test_nothing_is_known_of_ranks_that_say_nothing() -> None:
+def test_nothing_is_known_about_ranks_that_do_not_report() -> None:
     assert Ranks(2.0).say(phase="").look(100) == NOTHING
 
 
-def test_a_rank_stands_when_its_limit_is_over_and_at_the_next_look() -> None:
+def test_a_rank_stalls_when_its_limit_is_over_and_at_the_next_check() -> None:
     ranks = Ranks(10.0).train(5)
     assert ranks.look(10).stalled is False
     said = ranks.look()
@@ -72,7 +72,7 @@ def test_a_rank_stands_when_its_limit_is_over_and_at_the_next_look() -> None:
 
 
 @pytest.mark.parametrize("phase", ["", "start"])
-def test_a_limit_that_is_set_holds_from_the_first_completed_collective(phase: Any) -> None:
+def test_a_configured_limit_applies_from_the_first_completed_collective(phase: Any) -> None:
     """A hang in the first seconds must be found with a limit of 15 s."""
     ranks = Ranks(15.0).say(phase=phase, collectives=1)
     assert ranks.look(200).stalled is False, "the other rank may still load its data"
@@ -83,40 +83,40 @@ def test_a_limit_that_is_set_holds_from_the_first_completed_collective(phase: An
     assert ranks.look(2).stalled is True
 
 
-def test_before_the_first_collective_has_completed_a_limit_of_seconds_is_that_of_a_start() -> None:
+def test_before_the_first_collective_completes_a_limit_of_seconds_is_raised_to_that_of_a_start() -> None:
     ranks = Ranks(15.0).say(phase="start", collectives=1)
     assert ranks.look(int(stall_limits.START_SECONDS)).stalled is False
     assert ranks.look(2).stalled is True
 
 
-def test_without_a_limit_set_the_operators_are_the_limits() -> None:
+def test_without_a_configured_limit_those_of_the_operator_apply() -> None:
     ranks = Ranks().train(20)
     assert ranks.look(int(stall_limits.UNSEEN_TRAIN_SECONDS)).stalled is False
     assert ranks.look(2).stalled is True
 
 
-def test_a_pause_that_was_survived_is_learned() -> None:
+def test_a_survived_pause_is_learned() -> None:
     ranks = Ranks().train(5)
     ranks.look(400)
     ranks.train(5)
     assert ranks.trackers[0].limit(None) == (1203.0, 1203.0)
 
 
-def test_a_node_gets_on_as_long_as_one_of_its_ranks_does() -> None:
+def test_a_node_makes_progress_as_long_as_one_of_its_ranks_does() -> None:
     ranks = Ranks(10.0).train(3).say(rank=1, step=3)
     for step in range(4, 40):
         ranks.say(rank=0, step=step)
         assert ranks.look().stalled is False
 
 
-def test_a_rank_that_never_says_a_step_counts_only_where_none_does() -> None:
+def test_a_rank_without_steps_counts_only_if_no_rank_has_steps() -> None:
     ranks = Ranks(10.0).train(3).say(rank=1, phase="start")
     assert ranks.look(12).stalled is True
     alone = Ranks(10.0).say(rank=1, phase="start")
     assert alone.look(100) == StallReport(BY_START, False, 99.0, "start")
 
 
-def test_before_the_first_step_collectives_show_that_it_gets_on() -> None:
+def test_before_the_first_step_collectives_count_as_progress() -> None:
     ranks = Ranks(10.0)
     for begun in range(3000):
         assert ranks.say(phase="start", collectives=begun).look().stalled is False
@@ -131,7 +131,7 @@ def test_a_declared_pause_has_the_limit_of_a_pause() -> None:
     assert ranks.look().stalled is True
 
 
-def test_a_script_without_the_library_is_known_by_its_collectives() -> None:
+def test_a_script_without_the_library_is_monitored_by_its_collectives() -> None:
     ranks = Ranks(10.0)
     for begun in range(5, 65, 10):
         said = ranks.say(phase="", collectives=begun).look()
@@ -139,13 +139,13 @@ def test_a_script_without_the_library_is_known_by_its_collectives() -> None:
     assert ranks.look(11).stalled is True
 
 
-def test_a_script_that_has_only_made_its_model_may_compile_for_long() -> None:
+def test_a_script_that_has_only_built_its_model_may_compile_for_long() -> None:
     ranks = Ranks(10.0).say(phase="", collectives=3)
     ranks.look()
     assert ranks.say(phase="", collectives=6).look(1000).stalled is False
 
 
-def test_after_a_gap_in_our_looks_all_is_counted_anew() -> None:
+def test_after_a_gap_between_our_checks_all_clocks_restart() -> None:
     ranks = Ranks(10.0).train(3)
     ranks.look(9)
     ranks.now += 3600.0
@@ -159,11 +159,11 @@ def test_after_a_gap_in_our_looks_all_is_counted_anew() -> None:
 STANDS, GETS_ON = StallReport(BY_STEPS, True, 300.0, "train"), StallReport(BY_STEPS, False, 2.0, "train")
 
 
-def test_what_is_said_twice_to_import_less_is_the_same() -> None:
+def test_constants_duplicated_to_avoid_an_import_are_equal() -> None:
     assert set(stall_rules.DOES_NOT) == set(stall_limits.DOES_NOT) == set(heartbeat.PHASES) - {""}
 
 
-def test_the_group_stands_still_when_all_nodes_that_count_do() -> None:
+def test_the_group_stalls_when_all_nodes_that_count_do() -> None:
     group = Standstill()
     assert not group.heard(0, GETS_ON)
     assert not group.heard(1, STANDS)
@@ -171,7 +171,7 @@ def test_the_group_stands_still_when_all_nodes_that_count_do() -> None:
     assert group.heard(0, STANDS), "node 2 says no steps, and does not count"
 
 
-def test_a_node_whose_ranks_have_ended_gives_the_others_their_time_again() -> None:
+def test_a_node_whose_ranks_have_ended_restarts_the_limit_of_the_others() -> None:
     group = Standstill()
     group.heard(0, GETS_ON)
     group.heard(1, STANDS)
@@ -182,7 +182,7 @@ def test_a_node_whose_ranks_have_ended_gives_the_others_their_time_again() -> No
     assert group.forget(0) is None
 
 
-def test_who_gets_on_after_all_while_it_is_asked_takes_it_back() -> None:
+def test_a_node_that_makes_progress_while_it_is_queried_withdraws_the_stall() -> None:
     group = Standstill()
     group.heard(0, STANDS)
     group.ask()
@@ -202,7 +202,7 @@ def test_an_agent_that_does_not_answer_is_not_waited_for() -> None:
     assert found.rank == 0
 
 
-def test_without_the_library_only_who_waits_for_another_rank_proves_a_hang() -> None:
+def test_without_the_library_only_a_rank_that_waits_for_another_proves_a_hang() -> None:
     stalled = StallReport(BY_COLLECTIVES, True, 300.0, "train")
     for waits in (False, True):
         group = Standstill()
@@ -213,7 +213,7 @@ def test_without_the_library_only_who_waits_for_another_rank_proves_a_hang() -> 
 
 
 @pytest.mark.parametrize(("idle", "found"), [([True, True], True), ([True, False], False), ([False, False], False)])
-def test_without_the_library_who_waits_for_nobody_proves_a_hang_by_doing_nothing(idle: list[bool], found: bool) -> None:
+def test_without_the_library_a_rank_that_waits_for_nobody_hangs_if_it_idles(idle: list[bool], found: bool) -> None:
     """A rank that hangs in its last save would keep its nodes for ever. A rank that is evaluating must not be ended."""
     stalled = StallReport(BY_COLLECTIVES, True, 300.0, "train")
     group = Standstill()
@@ -228,7 +228,7 @@ def test_without_the_library_who_waits_for_nobody_proves_a_hang_by_doing_nothing
         assert "rank 0 has ended its last collective, 8 (all_reduce), and does not end" in failure.exception
 
 
-def test_when_the_others_have_ended_a_short_training_was_one() -> None:
+def test_the_limit_at_the_end_of_a_short_training_is_not_that_of_a_start() -> None:
     """A short script that hangs at its end must not get the half hour that a start may take."""
     ranks = Ranks(10.0).say(phase="", collectives=3)
     assert ranks.look(100).stalled is False
@@ -311,7 +311,7 @@ BEHIND = at(3, 1041, done=True, where="train.py:41 in load_batch")
         ),
     ],
 )
-def test_a_rank_that_others_have_waited_for_until_their_timeouts_is_named(
+def test_a_rank_that_others_waited_for_until_their_timeouts_is_named(
     failures: list[Failure], positions: list[Position], sentence: str
 ) -> None:
     found = kept_waiting(failures, positions)
@@ -351,7 +351,7 @@ def test_a_rank_that_others_have_waited_for_until_their_timeouts_is_named(
         "where it is, is not known",
     ],
 )
-def test_nobody_is_named_where_it_is_not_clear_whom_they_waited_for(
+def test_no_rank_is_named_if_it_is_unclear_whom_the_others_waited_for(
     failures: list[Failure], positions: list[Position]
 ) -> None:
     assert kept_waiting(failures, positions) is None
@@ -365,14 +365,14 @@ def entry(sequence: int, group: str = "0", **more: Any) -> dict[str, Any]:
     return {"collective_seq_id": sequence, "is_p2p": False, "retired": True, **named, **more}
 
 
-def test_the_last_collective_of_the_default_group_counts_for_its_numbers_are_the_same_on_all_ranks() -> None:
+def test_the_last_collective_of_the_default_group_counts_because_all_ranks_number_it_equally() -> None:
     recorded = [entry(7), entry(8, retired=False), entry(99, group="1"), entry(100, is_p2p=True)]
     assert last_collective(recorded) == {"sequence": 8, "op": "all_reduce", "done": False}
     assert last_collective([entry(5, state="completed", retired=False)])["done"] is True
     assert last_collective([]) == {}
 
 
-def test_a_rank_waited_in_its_last_collective_where_it_has_begun_nothing_after_it() -> None:
+def test_a_rank_waited_in_its_last_collective_if_it_has_begun_nothing_later() -> None:
     assert waited_in([entry(7), entry(8)], 8) == 8
     assert waited_in([entry(7), entry(8)], 9) == 0, "a recv, which gloo counts and does not record"
     assert waited_in([entry(8), entry(1, group="1")], 8) == 0
@@ -381,7 +381,7 @@ def test_a_rank_waited_in_its_last_collective_where_it_has_begun_nothing_after_i
     assert waited_in([], 0) == 0
 
 
-def test_a_rank_that_may_wait_outside_the_default_group_says_so() -> None:
+def test_a_rank_that_may_wait_outside_the_default_group_reports_it() -> None:
     """Such a rank looks like one that has left its last collective and does not reach the next one."""
     assert not waits_apart([entry(7), entry(1, group="1"), entry(8, retired=False)], 8)
     assert not waits_apart([entry(7), entry(8)], None), "the group is left"
@@ -409,13 +409,13 @@ def test_the_innermost_line_is_of_the_users_own_code() -> None:
 
 
 @pytest.mark.parametrize("answer", [None, {}, {"sequence": 3, "op": "x" * 500, "done": False, "where": "y" * 500}])
-def test_an_answer_is_bounded_and_none_is_an_answer_too(answer: dict[str, Any] | None) -> None:
+def test_an_answer_is_bounded_and_a_missing_answer_is_valid(answer: dict[str, Any] | None) -> None:
     said = position(3, 41, answer)
     assert (said.rank, said.step, said.answers) == (3, 41, answer is not None)
     assert len(said.op + said.where) <= 160
 
 
-def test_the_memory_of_a_node_is_one_page_for_each_rank_and_answers_are_to_the_last_question() -> None:
+def test_the_shared_memory_of_a_node_has_one_page_per_rank_with_answers_to_the_last_question() -> None:
     beats = Heartbeats(3)
     try:
         assert [beats.of(rank) for rank in range(3)] == [Heartbeat(0, "", 0, 0)] * 3

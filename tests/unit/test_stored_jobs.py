@@ -134,7 +134,7 @@ def kept(cluster: Cluster, key: Key) -> int:
     return len(orjson.dumps(cluster.jobs.get(key)))
 
 
-def test_of_a_large_job_that_is_suspended_a_thousandth_is_kept() -> None:
+def test_only_a_thousandth_of_a_large_suspended_job_is_kept() -> None:
     """Otherwise 600 jobs of 280 kB fill the operator's memory, and no job of the cluster is served."""
     cluster = Cluster()
     key = cluster.user_puts(stored(suspend=True))
@@ -144,7 +144,7 @@ def test_of_a_large_job_that_is_suspended_a_thousandth_is_kept() -> None:
     assert cluster.jobs.begun.used == 0
 
 
-def test_a_new_leader_asks_nothing_for_large_jobs_that_are_suspended() -> None:
+def test_a_new_leader_sends_no_request_for_large_suspended_jobs() -> None:
     """Otherwise each start of an operator reads 2,000 suspended jobs, which are 560 MB."""
     before = Cluster()
     key = before.user_puts(stored(suspend=True))
@@ -155,7 +155,7 @@ def test_a_new_leader_asks_nothing_for_large_jobs_that_are_suspended() -> None:
     assert list(cluster.states) == []
 
 
-def test_a_large_job_that_is_resumed_is_read_again_and_its_pods_are_made_from_all_of_it() -> None:
+def test_a_large_resumed_job_is_read_again_and_its_pods_are_created_from_the_complete_object() -> None:
     cluster = Cluster()
     key = cluster.user_puts(stored(suspend=True))
     cluster.reconciles(key)
@@ -169,7 +169,7 @@ def test_a_large_job_that_is_resumed_is_read_again_and_its_pods_are_made_from_al
     assert "GET digits" not in cluster.reconciles(key)
 
 
-def test_a_large_job_that_ended_is_read_again_when_it_is_to_be_deleted_and_not_before() -> None:
+def test_a_large_finished_job_is_read_again_only_when_it_is_due_for_deletion() -> None:
     cluster = Cluster()
     raw = stored(ttlSecondsAfterFinished=100)
     time = START.isoformat().replace("+00:00", "Z")
@@ -182,7 +182,7 @@ def test_a_large_job_that_ended_is_read_again_when_it_is_to_be_deleted_and_not_b
 
 
 @pytest.mark.parametrize("what", [{"managedBy": "somebody"}, {"deletionTimestamp": "2031-03-05T07:00:00Z"}])
-def test_a_job_that_others_manage_or_that_goes_is_never_read(what: Raw) -> None:
+def test_a_job_that_others_manage_or_that_is_being_deleted_is_never_read(what: Raw) -> None:
     cluster = Cluster()
     raw = stored()
     (raw["spec"] if "managedBy" in what else raw["metadata"]).update(what)
@@ -191,7 +191,7 @@ def test_a_job_that_others_manage_or_that_goes_is_never_read(what: Raw) -> None:
     assert cluster.reconciles(key) == []
 
 
-def test_a_large_job_that_cannot_be_read_now_is_tried_again() -> None:
+def test_a_large_job_that_cannot_be_read_now_is_retried() -> None:
     cluster = Cluster()
     key = cluster.user_puts(stored())
     cluster.fails = ApiError(503, "ServiceUnavailable", "away")
@@ -201,7 +201,7 @@ def test_a_large_job_that_cannot_be_read_now_is_tried_again() -> None:
     assert cluster.reconciles(key).count("POST pods") == 2
 
 
-def test_small_jobs_are_kept_whole_as_long_as_there_is_room() -> None:
+def test_small_jobs_are_kept_completely_while_there_is_room() -> None:
     """Reading a small job again for each of its events would add a fifth to the API server's load."""
     cluster = Cluster()
     key = cluster.user_puts(stored(text=0, suspend=True))
@@ -218,7 +218,7 @@ def room_for(count: float) -> storage.StoredLimits:
     return storage.StoredLimits(0, int(2 * count * need), int(count * need), 0, 0)
 
 
-def test_beyond_the_budget_of_its_namespace_a_job_waits_and_says_so_and_those_of_others_go_on() -> None:
+def test_beyond_the_budget_of_its_namespace_a_job_waits_and_other_namespaces_continue() -> None:
     cluster = Cluster(room_for(2))
     first, second, third = (cluster.user_puts(stored(f"j{n}")) for n in range(3))
     other = cluster.user_puts(stored("other", "team-b"))
@@ -235,7 +235,7 @@ def test_beyond_the_budget_of_its_namespace_a_job_waits_and_says_so_and_those_of
 
 
 @pytest.mark.parametrize("how", ["suspended", "deleted", "ended"])
-def test_a_job_that_waits_begins_by_itself_when_there_is_room(how: str) -> None:
+def test_a_waiting_job_starts_by_itself_when_there_is_room(how: str) -> None:
     cluster = Cluster(room_for(1))
     first, second = (cluster.user_puts(stored(f"j{n}")) for n in range(2))
     cluster.reconciles(first)
@@ -252,7 +252,7 @@ def test_a_job_that_waits_begins_by_itself_when_there_is_room(how: str) -> None:
     assert cluster.reconciles(second).count("POST pods") == 2
 
 
-def test_a_job_that_has_begun_is_never_given_up_for_a_budget() -> None:
+def test_a_job_that_has_started_is_never_dropped_for_a_budget() -> None:
     """A new leader may have less room than the one before it. A running job must not be dropped for that."""
     before = Cluster()
     keys = [before.user_puts(stored(f"j{n}")) for n in range(5)]
@@ -269,7 +269,7 @@ def test_a_job_that_has_begun_is_never_given_up_for_a_budget() -> None:
     assert sum(kept(cluster, key) > 2_000 for key in keys) == 1
 
 
-def test_a_job_that_is_resumed_waits_for_room_as_a_new_one_does_and_one_that_runs_does_not() -> None:
+def test_a_resumed_job_waits_for_room_like_a_new_one_and_a_running_job_does_not() -> None:
     world = digits().started().runs(0, 1).settle()
     world.no_room = "there is none"
     world.settle()
@@ -285,12 +285,12 @@ def test_a_job_that_is_resumed_waits_for_room_as_a_new_one_does_and_one_that_run
     assert world.status.attempt == 2
 
 
-def test_of_a_large_job_that_has_begun_a_list_brings_all() -> None:
+def test_a_list_brings_the_complete_object_of_a_large_started_job() -> None:
     raw = stored() | {"status": {"state": "Running", "attempt": 1}}
     assert not storage.is_cut(reading.stored_job(orjson.dumps(raw)))
 
 
-def test_what_is_kept_is_short_whoever_has_written_it() -> None:
+def test_the_kept_part_is_short_whoever_wrote_the_object() -> None:
     raw = stored(suspend=True)
     raw["metadata"] |= {"labels": {f"l{n}": "x" * 60 for n in range(5_000)}, "finalizers": ["x" * 5_000]}
     raw["status"] = {"state": "Suspended", "reason": "x" * 100_000, "restarts": {"chargedAt": ["x"] * 10_000}}
@@ -309,7 +309,7 @@ def crowded(of: str, count: int = 6) -> tuple[Cluster, list[Key]]:
     return cluster, keys
 
 
-def test_jobs_that_find_no_place_at_all_are_served_by_later_lists() -> None:
+def test_jobs_that_find_no_room_at_all_are_served_by_later_lists() -> None:
     """After an hour without an operator there may be more new jobs than it has room for."""
     cluster, _ = crowded("old", 2)
     keys = [cluster.user_puts(stored(f"new{number}")) for number in range(5)]
@@ -320,7 +320,7 @@ def test_jobs_that_find_no_place_at_all_are_served_by_later_lists() -> None:
     assert [cluster.status(key).get("attempt") for key in keys] == [1] * 5
 
 
-def test_a_job_that_was_left_out_and_has_pods_is_read_for_its_reconcile() -> None:
+def test_a_job_that_is_not_kept_but_has_pods_is_read_for_its_reconcile() -> None:
     """Otherwise nobody stops the job's pods after its end, because the operator does not keep the job."""
     cluster, keys = crowded("j")
     (left_out,) = [key for key in keys if cluster.jobs.get(key) is None][:1]

@@ -66,7 +66,7 @@ def trainer_of(job: dict[str, Any]) -> dict[str, Any]:
 # -------------------------------------------------------------------- the folder
 
 
-def test_a_folder_is_packed_with_its_names_programs_and_links(folder: Path) -> None:
+def test_a_folder_is_packed_with_its_file_names_executables_and_links(folder: Path) -> None:
     """Code that ran locally must run in the cluster."""
     (folder / "übung mit leer").mkdir()
     (folder / "übung mit leer" / "größe.txt").write_text("ä")
@@ -85,7 +85,7 @@ def test_a_folder_is_packed_with_its_names_programs_and_links(folder: Path) -> N
     assert packed.files == 4
 
 
-def test_the_same_files_are_the_same_archive(folder: Path) -> None:
+def test_the_same_files_give_the_same_archive(folder: Path) -> None:
     """The archive's name is a hash of its content, so times, owners and the order of files must not count."""
     before = pack.pack(folder).digest
     os.utime(folder / "train.py", (1, 1))
@@ -94,7 +94,7 @@ def test_the_same_files_are_the_same_archive(folder: Path) -> None:
     assert pack.pack(folder).digest != before
 
 
-def test_what_git_ignores_and_what_is_no_program_stays_here(folder: Path) -> None:
+def test_files_that_git_ignores_or_that_are_no_code_are_not_sent(folder: Path) -> None:
     """A Python environment of 5 GB in the folder must not be sent."""
     (folder / ".gitignore").write_text("data/\n*.log\n/only-here\n!keep.log\n")
     for path in ("data/x.bin", "a.log", "keep.log", "only-here", "lib/only-here", ".git/config", "__pycache__/a.pyc"):
@@ -108,7 +108,7 @@ def test_what_git_ignores_and_what_is_no_program_stays_here(folder: Path) -> Non
     assert found == {".gitignore", "train.py", "keep.log", "lib/only-here", "lib/.gitignore", "lib/b.log"}
 
 
-def test_gitignore_means_what_it_means_to_git(folder: Path) -> None:
+def test_gitignore_has_the_same_meaning_as_in_git(folder: Path) -> None:
     """git itself is the reference."""
     unreadable = "!\n[z-a]\nend\\\n"
     (folder / ".gitignore").write_text(
@@ -127,7 +127,7 @@ def test_gitignore_means_what_it_means_to_git(folder: Path) -> None:
     assert set(unpacked(pack.pack(folder).data)) == set(filter(None, listed.stdout.split("\0")))
 
 
-def test_credentials_stay_here_and_are_named(folder: Path) -> None:
+def test_credentials_are_not_sent_and_are_named(folder: Path) -> None:
     """Everybody who may read ConfigMaps of the namespace could read the credentials."""
     (folder / "deploy").write_text("-----BEGIN OPENSSH PRIVATE KEY-----\nabc\n")
     (folder / "keys").mkdir()
@@ -140,7 +140,7 @@ def test_credentials_stay_here_and_are_named(folder: Path) -> None:
     assert "and 1 more file" in remark
 
 
-def test_snapshots_of_a_training_here_stay_here_and_are_named(folder: Path) -> None:
+def test_snapshots_of_a_local_training_are_not_sent_and_are_named(folder: Path) -> None:
     """Otherwise a job in the cluster resumes at the end of a local run, makes no step, and succeeds."""
     for below in ("snapshots", "old/snapshots"):
         (folder / below).mkdir(parents=True)
@@ -151,7 +151,7 @@ def test_snapshots_of_a_training_here_stay_here_and_are_named(folder: Path) -> N
     assert packed.remarks == ("left out, because they are snapshots of another training: old/snapshots/, snapshots/",)
 
 
-def test_links_that_lead_out_in_a_circle_or_nowhere_are_left_out_and_named(folder: Path) -> None:
+def test_links_that_lead_outside_in_a_circle_or_nowhere_are_omitted_and_named(folder: Path) -> None:
     (folder / "outside").symlink_to("/etc/hostname")
     (folder / "loop").symlink_to("loop")
     (folder / "nowhere").symlink_to("not-there")
@@ -163,7 +163,7 @@ def test_links_that_lead_out_in_a_circle_or_nowhere_are_left_out_and_named(folde
     assert "loop, nowhere, outside" in packed.remarks[0]
 
 
-def test_a_folder_of_2_gb_is_refused_at_once_with_what_is_large_in_it(folder: Path) -> None:
+def test_a_folder_of_2_gb_is_refused_at_once_with_its_largest_files(folder: Path) -> None:
     """The refusal must not read the file, which would take minutes for real data. Here it is sparse."""
     (folder / "data").mkdir()
     with (folder / "data/train.bin").open("wb") as file:
@@ -177,7 +177,7 @@ def test_a_folder_of_2_gb_is_refused_at_once_with_what_is_large_in_it(folder: Pa
     assert "docs/your-code.md" in str(refused.value)
 
 
-def test_what_does_not_fit_packed_and_too_many_files_are_refused(folder: Path) -> None:
+def test_an_archive_that_is_too_large_or_has_too_many_files_is_refused(folder: Path) -> None:
     (folder / "noise.bin").write_bytes(os.urandom(1_000_000))
     with pytest.raises(InputError, match="1 MB packed, and at most 900 kB"):
         pack.pack(folder)
@@ -239,13 +239,13 @@ def test_code_of_the_same_name_with_another_content_is_refused(
     assert cluster.find("ddpjobs", "b") is None, "a job that waits for its code for ever is not left behind"
 
 
-def test_what_the_cluster_refuses_leaves_nothing_behind(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+def test_a_refused_submit_leaves_nothing_behind(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     cluster.forbidden = {"create configmaps"}
     ddpjob("submit", "train.py", code=1, says="jane may not create configmaps in namespace default")
     assert cluster.objects == {}
 
 
-def test_a_job_of_which_nobody_knows_whether_it_was_created_is_said_to_be_so(
+def test_a_job_whose_creation_is_uncertain_is_reported_as_uncertain(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
     """Without its code the job would wait for ever, and a second submit would find its name taken."""
@@ -264,7 +264,7 @@ def test_a_refusal_names_the_fields_as_the_server_does(folder: Path, cluster: Fa
     ddpjob("submit", "train.py", code=1, says="spec.nodes: must be at most 3")
 
 
-def test_a_name_that_is_taken_is_said_with_the_state_of_the_other(
+def test_a_name_in_use_is_reported_with_the_state_of_the_existing_job(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
     ddpjob("submit", "train.py")
@@ -290,7 +290,7 @@ def test_an_image_that_is_loaded_onto_the_nodes_is_not_pulled(folder: Path, ddpj
     assert {c["imagePullPolicy"] for c in (*pod["containers"], *pod["initContainers"])} == {"IfNotPresent"}
 
 
-def test_a_script_that_saves_where_a_pod_loses_it_is_told_so(folder: Path, ddpjob: Ddpjob) -> None:
+def test_a_script_that_saves_to_a_folder_lost_with_the_pod_gets_a_warning(folder: Path, ddpjob: Ddpjob) -> None:
     """Otherwise a training of a week succeeds, and its model is lost."""
     (folder / "train.py").write_text(SOUND + "\nimport torch\ntorch.save(1, 'model.pt')\n")
     lost = f"Line {len(SOUND.splitlines()) + 3} saves files, which a pod loses at its end: mount a volume"
@@ -300,7 +300,7 @@ def test_a_script_that_saves_where_a_pod_loses_it_is_told_so(folder: Path, ddpjo
 
 
 @pytest.mark.parametrize("command", ["submit", "run"])
-def test_a_dry_run_says_each_word_as_kubectl_reads_it(folder: Path, ddpjob: Ddpjob, command: str) -> None:
+def test_a_dry_run_quotes_words_that_kubectl_would_misread(folder: Path, ddpjob: Ddpjob, command: str) -> None:
     """Unquoted, kubectl reads 1e-3 as a number and y as true, and refuses both in a command."""
     words = ["1e-3", "y", "on", "08", "1.5"]
     done = ddpjob(command, "train.py", "--dry-run", "--", *words, code=0)
@@ -311,7 +311,7 @@ def test_a_dry_run_says_each_word_as_kubectl_reads_it(folder: Path, ddpjob: Ddpj
     assert [command[-5:] for command in found] == [words] * len(found)
 
 
-def test_a_yaml_file_is_submitted_as_it_is_and_with_code_where_wanted(
+def test_a_yaml_file_is_submitted_unchanged_and_with_code_on_request(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
     trainer = {"name": "trainer", "image": "mine", "command": ["torchrun", "train.py"], "workingDir": "/app"}
@@ -333,7 +333,7 @@ JOB = (
 )
 
 
-def test_a_job_of_the_cluster_is_submitted_again_under_another_name(
+def test_a_job_printed_by_the_cluster_is_submitted_again_under_another_name(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
     """`ddpjob get mine -o yaml` has fields that only the API server may set. In a new job it answers them with 500."""
@@ -364,7 +364,7 @@ def test_a_job_with_generate_name_gets_a_new_name_each_time(folder: Path, cluste
     assert cluster.find("ddpjobs", "mine")
 
 
-def test_yaml_comes_from_stdin_too_and_arguments_replace_those_of_the_file(
+def test_yaml_may_come_from_stdin_and_arguments_replace_those_of_the_file(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`ddpjob run` does the same."""
@@ -376,7 +376,7 @@ def test_yaml_comes_from_stdin_too_and_arguments_replace_those_of_the_file(
     assert cluster.find("ddpjobs", "piped") is not None
 
 
-def test_a_field_without_a_value_is_as_if_it_were_not_there(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+def test_a_field_without_a_value_counts_as_absent(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     """`resources:` with everything below it commented out must not cause a traceback."""
     empty = "image: i, resources: null, workingDir: null, volumeMounts: null"
     (folder / "job.yaml").write_text(JOB.replace("image: i", empty))
@@ -390,7 +390,7 @@ def notebook(*cells: str) -> str:
     return json.dumps({"cells": [{"cell_type": "code", "source": cell} for cell in cells]})
 
 
-def test_a_notebook_goes_as_the_script_of_its_cells_with_the_folder_it_is_in(
+def test_a_notebook_is_sent_as_the_script_of_its_cells_with_its_folder(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
     """`ddpjob run` does the same. submit must not read a notebook's JSON as a DDPJob."""
@@ -428,7 +428,7 @@ def test_the_script_of_a_notebook_replaces_no_file_of_its_folder(
         (notebook("import torch.distributed as d", f"\n{LOCAL_RANK}"), [], "nb.ipynb:cell 2:2: error[rank-is-local"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_a_notebook_is_said_with_its_cell(
+def test_an_error_in_a_notebook_is_reported_with_its_cell(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob, text: str, words: list[str], says: str
 ) -> None:
     """Lines of a deleted file in /tmp would not help."""
@@ -440,7 +440,7 @@ def test_what_is_wrong_with_a_notebook_is_said_with_its_cell(
     assert cluster.requests == []
 
 
-def test_a_script_from_stdin_goes_alone_or_into_the_folder_that_is_named(
+def test_a_script_from_stdin_is_sent_alone_or_in_the_named_folder(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file in /tmp of this machine exists in no pod."""
@@ -454,7 +454,7 @@ def test_a_script_from_stdin_goes_alone_or_into_the_folder_that_is_named(
     assert code_of(cluster.find("configmaps")) == {"stdin.py": "print(1)\n", "train.py": SOUND}
 
 
-def test_a_script_in_a_folder_of_code_elsewhere_is_checked(
+def test_a_script_in_a_code_folder_elsewhere_is_checked(
     folder: Path, tmp_path: Path, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The script must not be looked up here by its path in the pod."""
@@ -488,7 +488,7 @@ def test_a_script_that_starts_its_own_processes_is_not_started_by_torchrun(
     assert set(code_of(cluster.find("configmaps"))) == {"train.py", "src/spawning.py"}
 
 
-def test_namespaces_that_contradict_each_other_are_refused(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+def test_contradicting_namespaces_are_refused(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     (folder / "job.yaml").write_text(JOB.replace("{name: mine}", "{name: a, namespace: team-a}"))
     ddpjob("submit", "job.yaml", "-n", "team-b", code=2, says="job.yaml:3: metadata.namespace is team-a")
     assert ddpjob("submit", "job.yaml").code == 0
@@ -508,7 +508,7 @@ def test_namespaces_that_contradict_each_other_are_refused(folder: Path, cluster
         (["job.yaml"], "job.yaml"),
     ],
 )
-def test_wrong_input_is_one_line_and_exit_code_2(
+def test_wrong_input_gives_one_line_and_exit_code_2(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob, words: list[str], says: str
 ) -> None:
     (folder / "sub").mkdir()
@@ -517,7 +517,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(
     assert cluster.requests == []
 
 
-def test_a_mistake_that_check_finds_is_not_submitted(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+def test_a_job_with_a_mistake_that_check_finds_is_refused(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     """Otherwise the mistake costs a queue, an image pull and GPUs."""
     (folder / "train.py").write_text(f"import torch.distributed as d\n{LOCAL_RANK}")
     ddpjob("submit", "train.py", "--nodes", 2, code=2, says="rank-is-local-rank")
@@ -564,7 +564,7 @@ def test_follow_shows_the_logs_of_all_nodes_and_ends_with_the_job(
     assert says in done.err
 
 
-def test_follow_doubts_a_success_behind_which_a_traceback_is_the_last_word(
+def test_follow_warns_about_a_success_whose_log_ends_with_a_traceback(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
     """`except Exception: traceback.print_exc()` around the training ends with 0, in a cluster as in a local run."""
@@ -578,7 +578,7 @@ def test_follow_doubts_a_success_behind_which_a_traceback_is_the_last_word(
 @pytest.mark.parametrize(
     ("words", "says"), [([], "was deleted\n"), (["--set", "spec.ttlSecondsAfterFinished=0"], "; it may have finished")]
 )
-def test_a_job_that_is_deleted_while_it_is_followed_is_said(
+def test_the_deletion_of_a_followed_job_is_reported(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob, words: list[str], says: str
 ) -> None:
     """With ttlSecondsAfterFinished 0 a job is gone before submit has seen its end."""
@@ -586,7 +586,7 @@ def test_a_job_that_is_deleted_while_it_is_followed_is_said(
     ddpjob("submit", "train.py", *words, "--follow", code=1, says=says)
 
 
-def test_ctrl_c_ends_following_and_says_that_the_job_goes_on(folder: Path, cluster: FakeCluster) -> None:
+def test_ctrl_c_ends_following_and_tells_that_the_job_continues(folder: Path, cluster: FakeCluster) -> None:
     argv = [sys.executable, "-m", "ddpjob_cli", "submit", "train.py", "--follow"]
     with subprocess.Popen(argv, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         cluster.wait_for("get ddpjobs.training.ddpjob.io")
@@ -602,7 +602,7 @@ def test_ctrl_c_ends_following_and_says_that_the_job_goes_on(folder: Path, clust
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_each_job_of_the_page_on_code_is_valid(number: int) -> None:
+def test_each_job_on_the_page_about_code_is_valid(number: int) -> None:
     """Readers copy it unchanged."""
     page = (Path(__file__).parents[2] / "docs/your-code.md").read_text()
     jobs = [yaml.safe_load(block) for block in re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)]
@@ -610,7 +610,7 @@ def test_each_job_of_the_page_on_code_is_valid(number: int) -> None:
     assert not [*problems, *validation.strict(parsed.spec)]
 
 
-def test_each_command_of_the_page_on_the_command_line_exists_with_its_options() -> None:
+def test_each_command_on_the_command_line_page_exists_with_its_options() -> None:
     page = (Path(__file__).parents[2] / "docs/cli.md").read_text()
     lines = set(re.findall(r"`(ddpjob \w+ [^`…]*)`", page))
     assert len(lines) > 15

@@ -91,14 +91,14 @@ def test_at_120_columns_each_rank_has_its_step_process_and_use_of_cpu_and_gpu() 
     ]
 
 
-def test_at_80_columns_the_figures_that_matter_least_are_left_out() -> None:
+def test_at_80_columns_the_least_important_figures_are_omitted() -> None:
     """Otherwise a terminal of the usual width cuts a line in the middle of a number."""
     lines = text(moment(status(progress=progress(312, 40)), 41), 80)
     assert lines[0] == "Running  step 312/1125  27 %  24s left  attempt 1  elapsed 41s"
     assert lines[3] == "  node 0  rank 0  Running  step 312  pid 4312  CPU  98 %  1.2 GB"
 
 
-def test_at_40_columns_lines_are_wrapped_and_processes_left_out() -> None:
+def test_at_40_columns_lines_are_wrapped_and_processes_omitted() -> None:
     """In a narrow pane users look for the state, the step and the time left."""
     assert text(moment(status(progress=progress(312, 40)), 41), 40) == [
         "Running  step 312/1125  27 %  24s left",
@@ -121,19 +121,19 @@ def test_at_40_columns_lines_are_wrapped_and_processes_left_out() -> None:
         (status("Pending", message="backing off"), 5, None, "Pending  attempt 1: backing off, 4s  elapsed 5s"),
     ],
 )
-def test_while_nothing_trains_it_says_what_is_waited_for_and_since_when(
+def test_while_nothing_trains_the_table_shows_what_it_waits_for_and_since_when(
     what: api.Status, seconds: float, initialized: dt.datetime | None, head: str
 ) -> None:
     """Users press Ctrl-C if a line does not change for 19 s."""
     assert text(moment(what, seconds, initialized=initialized), 120)[0] == head
 
 
-def test_a_script_that_cannot_report_is_not_said_to_import() -> None:
+def test_a_script_that_cannot_report_is_not_shown_as_importing() -> None:
     """ "Starting: importing, 30s" between losses of the script makes users think that the job hangs."""
     assert table.summary(moment(status(), 11, reports=False)) == "Running, attempt 1: elapsed 11s"
 
 
-def test_a_script_without_steps_is_offered_the_line_that_reports_them_after_a_minute() -> None:
+def test_after_a_minute_a_script_without_steps_gets_the_hint_how_to_report_them() -> None:
     """ "no step reported, 2s" from the first second on would make users of a plain script search for a fault."""
     assert table.hint(moment(status(), 31, reports=False)) == ""
     assert "ddpjob.progress(step=i)" in table.hint(moment(status(), 71, reports=False))
@@ -142,7 +142,7 @@ def test_a_script_without_steps_is_offered_the_line_that_reports_them_after_a_mi
     assert table.hint(moment(status("Pending", message="backing off"), 71)) == ""
 
 
-def test_the_first_step_after_a_restart_has_no_pace_of_the_ranks_before() -> None:
+def test_the_first_step_after_a_restart_does_not_show_the_pace_of_the_old_ranks() -> None:
     """The pace of the dead ranks, such as 113 ms/step, must not appear with the first step of the new ranks."""
     _, history = trained()
     what = status(progress=progress(1, 50, attempt=2), **RESTARTED | {"attempt_time": at(45), "running_time": at(46)})
@@ -153,7 +153,7 @@ def test_the_first_step_after_a_restart_has_no_pace_of_the_ranks_before() -> Non
     assert text(moment(later, 52, history), 120)[1].startswith("1 s/step  ")
 
 
-def test_in_plain_lines_a_wait_is_told_as_well() -> None:
+def test_in_plain_output_a_wait_is_shown_as_well() -> None:
     """A CI log that is silent for 19 s looks like a job that hangs."""
     assert table.summary(moment(status(), 11)) == "Starting, attempt 1: importing, 10s"
     assert table.summary(moment(status(progress=progress(312, 40)), 41)) == (
@@ -161,7 +161,7 @@ def test_in_plain_lines_a_wait_is_told_as_well() -> None:
     )
 
 
-def test_after_a_restart_no_figure_of_the_attempt_before_is_shown() -> None:
+def test_after_a_restart_no_figure_of_the_previous_attempt_is_shown() -> None:
     """ "5s left" of the dead ranks must not appear while the new ranks import torch."""
     before = status(progress=progress(200, 19), **RESTARTED)
     lines = text(moment(before, 28), 120)
@@ -171,13 +171,13 @@ def test_after_a_restart_no_figure_of_the_attempt_before_is_shown() -> None:
     assert text(moment(after, 31), 120)[0].startswith("Running  step 181/1125")
 
 
-def test_after_a_restart_in_place_no_figure_of_the_generation_before_is_shown() -> None:
+def test_after_a_restart_in_place_no_figure_of_the_previous_generation_is_shown() -> None:
     """Under ddprun the attempt number stays the same, but numbers of dead ranks must disappear."""
     what = status(progress=progress(200, 19), failures=[FAILURE], furthest_step=200)
     assert text(moment(what, 26), 120)[0] == "Starting  attempt 1: importing, 6s  elapsed 26s"
 
 
-def test_the_last_failure_stays() -> None:
+def test_the_last_failure_stays_visible() -> None:
     """The line about an earlier failure has scrolled away, so "1 restart" needs a reason next to it."""
     lines = text(moment(status(progress=progress(900, 90, attempt=2), **RESTARTED), 91), 60)
     assert lines[-2:] == ["✖ attempt 1: rank 1 (node 1) was killed by SIGKILL at step", "200"]
@@ -216,7 +216,7 @@ def test_the_loss_has_a_curve_of_20_characters() -> None:
     assert sorted(line.split()[-1], reverse=True) == list(line.split()[-1]), "it falls"
 
 
-def test_a_step_that_takes_longer_than_before_is_said_to() -> None:
+def test_a_step_that_takes_longer_than_before_is_shown_as_slow() -> None:
     """Users must see that a job slows down, for instance because of a hot GPU or a full disk."""
     line = text(moment(*_shown(trained(losses=60, slow_from=45))), 120)[1]
     assert re.match(r"2 s/step, \d\d % slower  ", line)
@@ -227,7 +227,7 @@ def _shown(run: tuple[api.Status, History]) -> tuple[api.Status, float, History]
     return run[0], 90, run[1]
 
 
-def test_of_forty_nodes_as_many_are_shown_as_fit() -> None:
+def test_of_forty_nodes_only_as_many_are_shown_as_fit() -> None:
     """Otherwise the first lines of the table, which show the state, leave the screen."""
     many = tuple(NodeRow(i, f"rank {i}", "Running") for i in range(40))
     lines = text(moment(status(progress=progress(312, 40)), 41), 80, 22, many)
@@ -240,7 +240,7 @@ WORDS = st.text(max_size=12)
 
 
 @given(st.integers(2, 130), st.dictionaries(WORDS, WORDS, max_size=5), WORDS)
-def test_no_line_is_wider_than_the_terminal_and_none_obeys_a_script(
+def test_no_line_is_wider_than_the_terminal_or_controlled_by_a_script(
     width: int, metrics: dict[str, str], message: str
 ) -> None:
     """Otherwise a metric's name or a message moves the cursor or wraps a line, and the table climbs up the screen."""
@@ -267,7 +267,7 @@ def test_no_line_is_wider_than_the_terminal_and_none_obeys_a_script(
         ("v1.2.3", "v1.2.3"),
     ],
 )
-def test_metrics_are_rounded_and_what_is_no_fraction_stays(raw: str, shown: str) -> None:
+def test_metrics_are_rounded_and_values_that_are_no_fraction_are_kept(raw: str, shown: str) -> None:
     """Users do not need 17 digits of a loss. A hash must not be read as a number."""
     assert figures.metric(raw) == shown
 

@@ -59,7 +59,7 @@ def test_a_value_that_no_api_server_accepts_is_named_with_its_field(container: d
         {"env": [{"name": "A", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}]},
     ],
 )
-def test_what_an_api_server_accepts_is_accepted(container: dict[str, Any]) -> None:
+def test_a_value_that_an_api_server_accepts_is_accepted(container: dict[str, Any]) -> None:
     """A new version must not refuse a job that runs today."""
     assert refused(**container) == []
     assert list(validation.strict(validation.parse(manifest(container=container))[0].spec)) == []
@@ -107,22 +107,22 @@ def test_a_mounted_volume_that_the_pod_does_not_have_is_named(loaded) -> None:
     assert line.endswith('name: the pod has no volume "dta"; did you mean "data"?')
 
 
-def test_a_word_that_is_none_of_those_allowed_is_named_with_them(loaded) -> None:
+def test_a_value_outside_an_enumeration_is_named_with_the_allowed_ones(loaded) -> None:
     (line,) = loaded(imagePullPolicy="Allways")
     assert line.endswith('imagePullPolicy: must be one of Always, IfNotPresent, Never, is "Allways"')
 
 
-def test_a_field_that_resembles_none_is_left_to_a_newer_api_server(loaded) -> None:
+def test_an_unknown_field_that_resembles_no_known_one_is_left_to_a_newer_api_server(loaded) -> None:
     assert loaded(quantumEntanglement=True) == []
     assert loaded(restartPolicyRulesOfTomorrow=[]) == [], "a longer name is a new field, and no typo"
 
 
-def test_the_operator_refuses_no_field_that_it_does_not_know() -> None:
+def test_the_operator_refuses_no_unknown_field() -> None:
     """Otherwise a cluster newer than the operator loses its new fields."""
     assert refused(env=[{"name": "A", "valeu": "b"}], imagePullPolicy="Sometimes") == []
 
 
-def test_a_wrong_value_in_the_template_does_not_keep_the_pods_of_a_running_job_from_being_made() -> None:
+def test_a_wrong_template_value_does_not_stop_pods_of_a_running_job_from_being_created() -> None:
     """A less strict operator accepted the job, so its missing pods must still be created."""
     (problem,) = validation.parse(manifest(container={"stdin": "yes"}))[1]
     assert not problem.unreadable
@@ -144,7 +144,7 @@ def test_any_template_is_compared_without_a_traceback(body: dict[str, Any]) -> N
     assert all(d.message for d in template.deviations(body))
 
 
-def test_the_types_are_those_of_the_api_s_own_description() -> None:
+def test_the_types_match_the_openapi_description() -> None:
     """With an older list of types, a new field would be reported as a typo."""
     written = Path(pod_types.__file__).read_text(encoding="utf-8")
     assert written == tool.to_python(), "run `make generate`"

@@ -37,7 +37,7 @@ OBEYED = {
 
 
 @pytest.mark.parametrize("name", OBEYED)
-def test_a_terminal_obeys_nothing_that_a_script_prints(name: str) -> None:
+def test_a_terminal_executes_no_control_sequence_of_a_script(name: str) -> None:
     """Otherwise a window title stays after the run, and a clear-screen hides the lines above it."""
     assert for_terminal(f"before{OBEYED[name]}after") == "beforeafter"
 
@@ -46,12 +46,12 @@ def test_a_terminal_obeys_nothing_that_a_script_prints(name: str) -> None:
     "text",
     ["\x1b[31mred\x1b[0m", "\x1b[1;38;2;1;2;3mx\x1b[m", "\x1b[4:3mcurly", "10%\r20%\r30%\n", "tab\tline\n", "größe ✔"],
 )
-def test_colors_progress_bars_and_texts_stay(text: str) -> None:
+def test_colors_progress_bars_and_texts_are_kept(text: str) -> None:
     assert for_terminal(text) == text
     assert TerminalPieces().feed(text.encode(), last=True) == text
 
 
-def test_a_title_without_an_end_takes_its_own_line_alone() -> None:
+def test_an_unterminated_title_hides_only_its_own_line() -> None:
     """Otherwise all later output is missing."""
     assert for_terminal("a\x1b]0;title\nloss 0.1\n") == "a\nloss 0.1\n"
 
@@ -82,7 +82,7 @@ PIECES = st.lists(
 
 
 @given(PIECES, st.integers(1, 5))
-def test_nothing_is_obeyed_however_it_is_split(pieces: list[str], size: int) -> None:
+def test_no_control_sequence_passes_however_it_is_split(pieces: list[str], size: int) -> None:
     data = "".join(pieces).encode()
     shown = TerminalPieces()
     text = "".join(shown.feed(data[i : i + size]) for i in range(0, len(data), size)) + shown.feed(b"", last=True)
@@ -92,21 +92,21 @@ def test_nothing_is_obeyed_however_it_is_split(pieces: list[str], size: int) -> 
     )
 
 
-def test_a_color_that_is_split_over_two_pieces_is_whole() -> None:
+def test_a_color_split_into_two_pieces_is_complete() -> None:
     shown = TerminalPieces()
     assert shown.feed(b"a\x1b[3") == "a"
     assert shown.feed(b"1mred\xc3") == "\x1b[31mred"
     assert shown.feed(b"\xa4") == "ä"
 
 
-def test_what_waits_for_its_end_is_limited() -> None:
+def test_the_buffer_of_incomplete_sequences_is_limited() -> None:
     shown = TerminalPieces()
     assert shown.feed(b"\x1b]0;") == ""
     text = "".join(shown.feed(b"x" * 100) for _ in range(HELD_MAX // 100 + 20))
     assert text.endswith("x" * 100)
 
 
-def test_other_bytes_than_utf_8_are_no_controls() -> None:
+def test_bytes_that_are_not_utf_8_are_no_control_characters() -> None:
     """0x9b alone begins a control sequence (CSI) on an 8-bit terminal."""
     assert TerminalPieces().feed(b"a\x9b2J", last=True) == "a\ufffd2J"
 
@@ -120,7 +120,7 @@ def test_a_pipe_gets_everything_unchanged(capfdbinary: pytest.CaptureFixture[byt
     assert capfdbinary.readouterr().out == b"ab\n"
 
 
-def test_names_of_files_are_shown_without_what_a_terminal_obeys(tmp_path: Path) -> None:
+def test_file_names_are_shown_without_control_sequences(tmp_path: Path) -> None:
     (tmp_path / "\x1b]0;owned\x07.py").write_text("def f(:\n")
     (tmp_path / "\x1b[2Jloop.py").symlink_to("nowhere")
     result = CliRunner().invoke(main.cli, ["check", str(tmp_path)], standalone_mode=False)
@@ -146,7 +146,7 @@ spec:
 
 
 @pytest.mark.parametrize("words", ["run --dry-run", "submit --dry-run", "check", "check --format json", "convert"])
-def test_a_terminal_obeys_nothing_that_a_job_holds(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_escape_of_a_job_reaches_a_terminal(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Escape sequences in a command, or in an unknown field, must not reach the terminal with a warning about them."""
     job = tmp_path / "job.yaml"
     job.write_text(HOSTILE_JOB)
@@ -158,7 +158,7 @@ def test_a_terminal_obeys_nothing_that_a_job_holds(words: str, tmp_path: Path, m
     assert "\x9b" not in said
 
 
-def test_an_answer_is_unchanged_in_a_pipe_alone(
+def test_an_answer_is_unchanged_only_in_a_pipe(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`ddpjob list -o json` shows a status that somebody else wrote, and JSON does not escape C1 controls."""
@@ -176,7 +176,7 @@ def test_every_line_on_stderr_is_printed_by_the_function_that_cleans_it() -> Non
 
 
 @pytest.mark.parametrize("end", ["\n", "\r", "\u2028", "\x85", "\n---\n"])
-def test_a_name_in_a_script_adds_no_line_to_the_yaml_of_init(end: str) -> None:
+def test_a_name_in_a_script_cannot_add_a_line_to_the_yaml_of_init(end: str) -> None:
     """init writes the name of an option as a YAML comment, so a name with a line break could add YAML."""
     name = f"--a{end}spec: {{nodes: 99}}"
     text = f"import argparse\np = argparse.ArgumentParser()\np.add_argument({name!r}, default='x')\np.parse_args()\n"

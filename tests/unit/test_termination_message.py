@@ -54,7 +54,7 @@ def of_rank(rank: int, log: str) -> str:
         ("sigterm-to-torchrun", None, 143, "", False),
     ],
 )
-def test_torchruns_end_tells_rank_code_and_exception(
+def test_the_final_report_of_torchrun_gives_rank_code_and_exception(
     name: str, rank: int | None, code: int, exception: str, symptom: bool
 ) -> None:
     failure = read((DATA / f"{name}.log").read_text())
@@ -62,14 +62,14 @@ def test_torchruns_end_tells_rank_code_and_exception(
 
 
 @pytest.mark.parametrize("name", ["peer-gone-record", "peer-gone"])
-def test_a_peers_complaint_is_known_also_where_the_kubelet_cut_its_head(name: str) -> None:
+def test_a_complaint_about_a_peer_is_recognized_even_if_the_kubelet_cut_its_beginning(name: str) -> None:
     failure = read((DATA / f"{name}.log").read_text())
     assert "Connection closed by peer" in failure.exception
     assert failure.symptom
     assert (failure.rank, failure.exit_code) == (0, 1)
 
 
-def test_torchruns_root_cause_is_not_believed_where_it_is_a_symptom() -> None:
+def test_the_root_cause_of_torchrun_is_ignored_if_it_is_a_symptom() -> None:
     whole = (DATA / "two-in-one-second.log").read_text()
     log = of_rank(0, FRAME + PEER) + of_rank(1, FRAME + SHARD) + whole
     failure = read(log)
@@ -78,7 +78,7 @@ def test_torchruns_root_cause_is_not_believed_where_it_is_a_symptom() -> None:
     )
 
 
-def test_what_torchrun_stopped_is_not_what_it_stopped_for() -> None:
+def test_a_rank_that_torchrun_stopped_is_not_the_reason_for_the_stop() -> None:
     log = (DATA / "two-in-one-second.log").read_text().replace("exitcode  : 4", "exitcode  : -15")
     assert read(log).rank == 1
 
@@ -103,9 +103,7 @@ SIZES = "size mismatch for fc.weight: copying a param with shape torch.Size([4, 
     ],
     ids=["load_state_dict", "spawn without a main guard", "torch.compile", "nothing follows"],
 )
-def test_an_exception_whose_first_line_ends_in_a_colon_is_told_with_the_next_in_a_log_and_in_an_exception_alike(
-    said: str, expected: str
-) -> None:
+def test_an_exception_whose_first_line_ends_in_a_colon_includes_the_next_line(said: str, expected: str) -> None:
     """`Error(s) in loading state_dict for Net:` alone does not say why a job did not resume."""
     failure = read(FRAME + said + "\n")
     assert (failure.exception, failure.where) == (expected, "t.py:3")
@@ -128,20 +126,20 @@ def test_an_exception_whose_first_line_ends_in_a_colon_is_told_with_the_next_in_
         "-" * 74 + "\nmpirun detected that one or more processes exited with non-zero status",
     ],
 )
-def test_what_a_launcher_or_a_library_prints_next_is_not_the_text_of_an_exception(foreign: str) -> None:
+def test_lines_of_a_launcher_or_library_are_not_part_of_an_exception_text(foreign: str) -> None:
     """`ValueError: no such key: ddprun: rank 1 ended with exit code 1` would be wrong."""
     assert read(f"{FRAME}ValueError: no such key:\n{foreign}\n").exception == "ValueError: no such key:"
     assert read(f"{FRAME}ValueError: no such key:\n{foreign}\nmore\n").exception == "ValueError: no such key:"
 
 
-def test_a_traceback_below_a_colon_is_no_part_of_the_line_above_it() -> None:
+def test_a_traceback_after_a_colon_is_not_part_of_the_line_above_it() -> None:
     assert read(f"{FRAME}ValueError: of the worker:\n{FRAME}{SHARD}\n").exception == SHARD
 
 
 EXITED = "torch.multiprocessing.spawn.ProcessExitedException: process 1 terminated with exit code 1"
 
 
-def test_what_a_process_of_spawn_printed_says_more_than_that_it_has_ended() -> None:
+def test_the_traceback_of_a_spawned_process_counts_more_than_its_exit() -> None:
     """Without `if __name__ == "__main__"` each process raises before it can report to the first process."""
     guard = "RuntimeError: \n        An attempt has been made to start a new process before the\n"
     failure = read(f"{FRAME}{guard}{FRAME}{EXITED}\n")
@@ -157,7 +155,7 @@ STOPS = "W1126 15:07:58.508000 1794 torch/distributed/elastic/multiprocessing/ap
 @pytest.mark.parametrize(
     ("code", "said"), [(-6, ""), (1, of_rank(0, FRAME + PEER))], ids=["an abort without a word", "a complaint"]
 )
-def test_a_rank_that_raised_and_was_stopped_while_it_ended_is_the_cause(code: int, said: str) -> None:
+def test_a_rank_that_raised_and_was_stopped_during_its_exit_is_the_cause(code: int, said: str) -> None:
     """Python with torch takes a second to exit. A peer that loses it may exit first, but is not the cause."""
     table = (DATA / "two-in-one-second.log").read_text()
     table = table.replace("exitcode  : 4", f"exitcode  : {code}").replace("exitcode  : 5", "exitcode  : -15")
@@ -168,18 +166,18 @@ def test_a_rank_that_raised_and_was_stopped_while_it_ended_is_the_cause(code: in
     assert late.rank == 0, "what a rank raises when it is stopped explains nothing"
 
 
-def test_a_rank_that_ended_by_its_own_code_is_the_cause_beside_one_that_was_stopped() -> None:
+def test_a_rank_that_exited_by_itself_is_the_cause_and_not_one_that_was_stopped() -> None:
     table = (DATA / "two-in-one-second.log").read_text().replace("exitcode  : 5", "exitcode  : -15")
     assert read(f"{of_rank(1, FRAME + SHARD)}{STOPS}signal SIGTERM\n{table}").exit_code == 4
 
 
 @pytest.mark.parametrize("kept", [1900, 1200, 700, 300])
-def test_the_exception_of_a_recorded_script_survives_however_deep_its_traceback(kept: int) -> None:
+def test_the_exception_of_a_recorded_script_is_kept_however_deep_its_traceback(kept: int) -> None:
     log = (DATA / "record.log").read_text()[-kept:]
     assert read(log).exception == SHARD
 
 
-def test_the_tables_of_older_torch_are_understood() -> None:
+def test_the_tables_of_older_torch_are_parsed() -> None:
     log = (
         "***************************************\n            train.py FAILED            \n"
         "=======================================\nRoot Cause:\n[0]:\n  time: 2021-07-16_12:38:01\n"
@@ -198,7 +196,7 @@ def test_the_last_table_counts() -> None:
 # ---------------------------------------------------------------- the library's message
 
 
-def test_the_librarys_message_is_read_whole() -> None:
+def test_the_message_of_the_library_is_read_completely() -> None:
     text = json.dumps(
         {"ddpjob": 1, "rank": 3, "exitCode": 1, "signal": "", "exception": SHARD, "step": 41, "time": 1796000000.5,
          "resumable": False, "symptom": False, "traceback": "the last lines\n" + SHARD}
@@ -223,14 +221,14 @@ def test_the_librarys_message_is_read_whole() -> None:
         ({"exception": PEER}, None, False, True),
     ],
 )
-def test_every_field_of_the_librarys_message_may_be_missing(
+def test_every_field_of_the_library_message_may_be_missing(
     fields: dict[str, object], code: int | None, resumable: bool, symptom: bool
 ) -> None:
     failure = read(json.dumps({"ddpjob": 1, **fields}))
     assert (failure.exit_code, failure.resumable, failure.symptom) == (code, resumable, symptom)
 
 
-def test_the_librarys_exception_counts_before_the_logs_and_the_table_has_what_it_lacks() -> None:
+def test_the_exception_of_the_library_overrides_the_log_and_the_table_fills_its_gaps() -> None:
     log = (DATA / "exit-3.log").read_text()
     failure = read(json.dumps({"ddpjob": 1, "exception": SHARD}) + "\n" + log)
     assert (failure.rank, failure.exit_code, failure.exception) == (0, 3, SHARD)
@@ -255,7 +253,7 @@ def test_the_librarys_exception_counts_before_the_logs_and_the_table_has_what_it
         "\x00\x00",
     ],
 )
-def test_what_is_no_message_of_the_library_is_a_log(text: str) -> None:
+def test_a_text_that_is_no_library_message_is_read_as_a_log(text: str) -> None:
     report = termination_message.read(text)
     assert report == ContainerReport(log=text.replace("\x00", ""))
 
@@ -333,12 +331,12 @@ UNWRITTEN = (
         (f"{FRAME}{SHARD}\nnccl_train.py FAILED", SHARD, False),  # the script's name in torchrun's table
     ],
 )  # fmt: skip
-def test_the_exception_is_the_last_that_is_no_symptom(log: str, exception: str, symptom: bool) -> None:
+def test_the_exception_is_the_last_one_that_is_no_symptom(log: str, exception: str, symptom: bool) -> None:
     failure = read(log)
     assert (failure.exception, failure.symptom) == (exception, symptom)
 
 
-def test_nccls_error_keeps_the_line_of_the_script_that_raised_it() -> None:
+def test_an_nccl_error_keeps_the_line_of_the_script_that_raised_it() -> None:
     """NCCL's message has a second line, which must not hide the place of the first."""
     failure = read(
         f"{FRAME}{NCCL}\nncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
@@ -347,7 +345,7 @@ def test_nccls_error_keeps_the_line_of_the_script_that_raised_it() -> None:
     assert failure.exception.endswith("ncclInvalidUsage: This usually reflects invalid usage of NCCL library.")
 
 
-def test_nccls_error_says_what_it_found_in_a_log_and_in_an_exception_alike() -> None:
+def test_an_nccl_error_keeps_its_detail_in_a_log_and_in_an_exception() -> None:
     """NCCL's explanation of the error class names neither the ranks nor the GPU (NCCL 2.28.9 on an H100)."""
     kind = "ncclInvalidUsage: This usually reflects invalid usage of NCCL library."
     found = "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 60"
@@ -359,7 +357,7 @@ def test_nccls_error_says_what_it_found_in_a_log_and_in_an_exception_alike() -> 
 
 
 @pytest.mark.parametrize("kind", ["torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError"])
-def test_a_gpu_out_of_memory_is_told_with_what_this_process_holds_in_a_log_and_in_an_exception_alike(kind: str) -> None:
+def test_a_gpu_out_of_memory_error_keeps_the_memory_of_this_process_in_a_log_and_in_an_exception(kind: str) -> None:
     """The line must not be cut within the list of other processes on the GPU (torch 2.11 on an H100)."""
     said = (
         "CUDA out of memory. Tried to allocate 8.00 GiB. GPU 0 has a total capacity of 79.18 GiB of which 3.27 GiB is "
@@ -379,7 +377,7 @@ def test_a_gpu_out_of_memory_is_told_with_what_this_process_holds_in_a_log_and_i
     assert len(f"{kind}: {expected}") <= root_cause.EXCEPTION_MAX
 
 
-def test_what_torch_says_of_memory_without_other_processes_stays() -> None:
+def test_a_memory_error_of_torch_without_other_processes_is_kept() -> None:
     older = (
         "CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; 79.18 GiB total capacity; 72.00 GiB already allocated; "
         "1.50 GiB free; 72.10 GiB reserved in total by PyTorch)"
@@ -388,7 +386,7 @@ def test_what_torch_says_of_memory_without_other_processes_stays() -> None:
     assert first_line("ValueError: Process 7 has 3 shards.") == "ValueError: Process 7 has 3 shards."
 
 
-def test_a_watchdog_of_nccl_that_ends_its_process_is_a_symptom_with_what_it_has_waited_for() -> None:
+def test_an_nccl_watchdog_that_ends_its_process_is_a_symptom_with_its_collective() -> None:
     """The watchdog's error is a symptom, because another rank is late. The text is that of PyTorch 2.11 on a GPU."""
     what = (
         "[PG ID 0 PG GUID 0(default_pg) Rank 0] Process group watchdog thread terminated with exception: [Rank 0] "
@@ -413,14 +411,14 @@ frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x9d (0x7e6f0f9d
     assert failure.exception == f"c10::DistBackendError: {what}"
 
 
-def test_what_has_killed_a_worker_of_a_data_loader_has_the_line_of_the_script_that_asked_for_a_batch() -> None:
+def test_a_killed_data_loader_worker_is_reported_with_the_script_line_that_requested_a_batch() -> None:
     """torch raises this error in a signal handler, so all frames of its own traceback are torch's."""
     within = FRAME.replace("t.py", "/v/site-packages/torch/utils/data/dataloader.py")
     log = chained(KILLED, GONE).replace(FRAME, within, 1)
     assert (read(log).exception, read(log).where) == (KILLED, "t.py:3")
 
 
-def test_an_exception_group_is_known_by_the_exceptions_in_it() -> None:
+def test_an_exception_group_is_classified_by_its_exceptions() -> None:
     group = """
   + Exception Group Traceback (most recent call last):
   |   File "t.py", line 5, in <module>
@@ -437,7 +435,7 @@ def test_an_exception_group_is_known_by_the_exceptions_in_it() -> None:
     assert read(lost).symptom
 
 
-def test_ranks_that_print_into_each_other_are_told_apart_by_torchs_prefix() -> None:
+def test_interleaved_output_of_ranks_is_separated_by_the_prefix_of_torch() -> None:
     one, other = of_rank(3, FRAME + SHARD).splitlines(), of_rank(2, FRAME + PEER).splitlines()
     mixed = "\n".join(line for pair in zip(one, other, strict=True) for line in pair)
     failure = read(mixed)
@@ -453,5 +451,5 @@ def test_a_process_that_spawn_gives_up_for_has_its_own_exit_code() -> None:
 @pytest.mark.parametrize(
     ("code", "name"), [(137, "SIGKILL"), (139, "SIGSEGV"), (1, ""), (None, ""), (255, ""), (168, ""), (128, "")]
 )
-def test_a_signal_is_known_by_the_exit_code(code: int | None, name: str) -> None:
+def test_a_signal_is_recognized_by_the_exit_code(code: int | None, name: str) -> None:
     assert termination_message.signal_name(code) == name

@@ -38,7 +38,7 @@ def test_a_restart_waits_no_longer_than_its_back_off_when_the_clock_is_set_back(
 
 
 @pytest.mark.parametrize("seconds", JUMPS)
-def test_a_start_that_is_tried_again_waits_no_longer_than_its_back_off(seconds: float) -> None:
+def test_a_retried_start_waits_no_longer_than_its_back_off(seconds: float) -> None:
     world = digits(startDeadlineSeconds=10).started().after(10).settle().stops_all()
     world.pods.clear()
     world.settle().after(seconds).settle()
@@ -48,7 +48,7 @@ def test_a_start_that_is_tried_again_waits_no_longer_than_its_back_off(seconds: 
 
 
 @pytest.mark.parametrize("seconds", JUMPS)
-def test_no_time_that_has_been_recorded_is_ahead_of_the_clock_for_more_than_one_look(seconds: float) -> None:
+def test_no_recorded_time_is_ahead_of_the_clock_for_more_than_one_reconcile(seconds: float) -> None:
     """Otherwise deadlines, ttlSecondsAfterFinished, charges in backoffWindowSeconds and avoided nodes last too long."""
     world = digits(activeDeadlineSeconds=100, backoffWindowSeconds=60, ttlSecondsAfterFinished=5).running()
     world.exits(0, 3).settle().stops_all().settle().runs(0, 1).settle()
@@ -64,7 +64,7 @@ def test_no_time_that_has_been_recorded_is_ahead_of_the_clock_for_more_than_one_
 
 
 @pytest.mark.parametrize("seconds", JUMPS)
-def test_steps_that_are_made_again_are_counted_once_after_the_clock_was_set_back(seconds: float) -> None:
+def test_repeated_steps_are_counted_once_after_the_clock_was_set_back(seconds: float) -> None:
     """Otherwise records of earlier ranks seem newer, and each reconcile counts the repeated steps again."""
     world = digits().running().reports_step(100).settle().after(seconds)
     world.reports_step(91, resumed_step=90, generation=1).settle()
@@ -73,14 +73,14 @@ def test_steps_that_are_made_again_are_counted_once_after_the_clock_was_set_back
     assert (world.status.progress.step, world.status.goodput.lost_steps) == (91, 10)
 
 
-def test_a_right_clock_changes_nothing_that_is_recorded() -> None:
+def test_a_correct_clock_changes_no_recorded_time() -> None:
     world = digits(backoffLimit=9).running().exits(0, 3).settle().stops_all().settle().runs(0, 1).settle()
     assert world.plan().status is None
     assert world.after(5000).plan().status is None
 
 
 @pytest.mark.parametrize("seconds", JUMPS)
-def test_what_was_refused_is_tried_again_in_time(seconds: float) -> None:
+def test_a_refused_request_is_retried_in_time(seconds: float) -> None:
     state, now = JobState("u"), START
     state.adjust_clock(now)
     for _ in range(20):
@@ -96,7 +96,7 @@ def test_what_was_refused_is_tried_again_in_time(seconds: float) -> None:
 
 
 @pytest.mark.parametrize("seconds", JUMPS)
-def test_a_node_is_lost_as_soon_as_without_the_jump(seconds: float) -> None:
+def test_a_node_is_lost_as_soon_as_without_the_clock_jump(seconds: float) -> None:
     now = START
     nodes = NodeCache(lambda _: None, lambda: now)
     raws = [{"metadata": {"name": "a"}}, {"metadata": {"name": "b"}}]

@@ -105,7 +105,7 @@ UNREADABLE: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("status", "where"), UNREADABLE.values(), ids=UNREADABLE)
-def test_a_finished_job_whose_status_cannot_be_read_is_never_started_again(status: dict[str, Any], where: str) -> None:
+def test_a_finished_job_with_an_unreadable_status_is_never_restarted(status: dict[str, Any], where: str) -> None:
     """Otherwise the whole training runs a second time, over the first one's checkpoints."""
     cluster = Cluster(broken(**status))
     before = cluster.job["status"]
@@ -120,7 +120,7 @@ def test_a_finished_job_whose_status_cannot_be_read_is_never_started_again(statu
     assert [(reason, text.partition(":")[0]) for reason, text in cluster.events] == [("UnreadableStatus", where)]
 
 
-def test_a_status_that_is_fixed_is_acted_upon_again() -> None:
+def test_a_repaired_status_is_acted_upon_again() -> None:
     """A repaired job must not wait for a restart of the operator."""
     cluster = Cluster(broken(furthestStep="12k"))
     cluster.reconciles()
@@ -133,21 +133,21 @@ def test_a_status_that_is_fixed_is_acted_upon_again() -> None:
     assert cluster.events[-1] == ("Accepted", "the status can be read now")
 
 
-def test_where_the_server_refuses_the_condition_the_event_alone_says_it() -> None:
+def test_only_the_event_reports_it_if_the_server_refuses_the_condition() -> None:
     cluster = Cluster(broken(state="Resizing"), ApiError(422, "Invalid", "status.x: Invalid value"))
     cluster.reconciles()
     assert [reason for reason, _ in cluster.events] == ["UnreadableStatus"]
     assert cluster.job["status"] == broken(state="Resizing")["status"]
 
 
-def test_a_server_that_is_away_is_asked_again() -> None:
+def test_an_unavailable_server_is_asked_again() -> None:
     cluster = Cluster(broken(state="Resizing"), ApiError(0, "NoAnswer", "connection refused"))
     with pytest.raises(RetryError):
         cluster.reconciles()
 
 
 @pytest.mark.parametrize("of", ["another controller", "a job that is being deleted"])
-def test_nothing_is_said_of_a_status_that_is_not_ours(of: str) -> None:
+def test_an_unreadable_status_of_a_foreign_job_is_not_reported(of: str) -> None:
     raw = broken(state="Resizing")
     if of == "another controller":
         raw["spec"]["managedBy"] = "kueue.x-k8s.io/multikueue"
@@ -176,7 +176,7 @@ Root Cause (first observed failure):
 
 
 @pytest.mark.parametrize("rank", ["-1", "-7", "-999999999"])
-def test_a_rank_that_is_none_in_a_log_makes_no_status_that_cannot_be_read(rank: str) -> None:
+def test_an_invalid_rank_in_a_log_does_not_make_the_status_unreadable(rank: str) -> None:
     """Otherwise the status becomes unreadable, and a job with backoffLimit 0 restarts for ever."""
     world = digits(nodes=1, backoffLimit=0).running().exits(0, code=1, message=TABLE.format(rank=rank)).settle()
     assert world.status.last_failure.rank in (None, 0)
@@ -184,7 +184,7 @@ def test_a_rank_that_is_none_in_a_log_makes_no_status_that_cannot_be_read(rank: 
     assert world.status.state == "Failed"
 
 
-def test_a_condition_that_the_server_refuses_is_tried_again_after_growing_pauses_and_logged_once(
+def test_a_refused_condition_is_retried_with_growing_pauses_and_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Otherwise each event of a pod causes a request and a line in the operator's log."""
@@ -205,7 +205,7 @@ def test_a_condition_that_the_server_refuses_is_tried_again_after_growing_pauses
     assert {c["type"]: c["status"] for c in cluster.job["status"]["conditions"]}["Accepted"] == "True"
 
 
-def test_a_status_that_stays_unreadable_is_read_again_ever_more_rarely_and_written_once() -> None:
+def test_a_status_that_stays_unreadable_is_read_ever_more_rarely_and_written_once() -> None:
     cluster = Cluster(broken(attempt=-1))
     for pause in (0.5, 1, 2, 4, 8, 16):
         assert cluster.reconciles() == pause

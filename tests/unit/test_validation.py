@@ -87,11 +87,11 @@ def command(*words: str, **spec: Any) -> list[str]:
         ),
     ],
 )
-def test_each_wrong_field_is_named_with_its_value_and_its_mend(spec: dict[str, Any], sentence: str) -> None:
+def test_each_wrong_field_is_named_with_its_value_and_its_fix(spec: dict[str, Any], sentence: str) -> None:
     assert problems(**spec) == [sentence]
 
 
-def test_an_unknown_field_of_the_template_that_resembles_none_is_left_to_a_newer_api_server() -> None:
+def test_an_unknown_template_field_that_resembles_no_known_one_is_left_to_a_newer_api_server() -> None:
     assert problems(container={"quantumEntanglement": True}) == []
 
 
@@ -114,16 +114,14 @@ def test_an_unknown_field_of_the_template_that_resembles_none_is_left_to_a_newer
         ({}, {"workingDir": 3}, "containers[0].workingDir: must be text, is 3"),
     ],
 )
-def test_a_template_of_the_wrong_shape_is_named_and_never_a_traceback(
-    pod: dict, container: dict, sentence: str
-) -> None:
+def test_a_template_of_the_wrong_shape_is_named_without_a_traceback(pod: dict, container: dict, sentence: str) -> None:
     body = manifest(container=container)
     body["spec"]["template"]["spec"] |= pod
     (found,) = map(str, validation.parse(body)[1])
     assert sentence in found
 
 
-def test_metadata_of_the_template_that_is_none_is_named() -> None:
+def test_invalid_metadata_of_the_template_is_named() -> None:
     body = manifest()
     body["spec"]["template"]["metadata"] = {"labels": ["a"]}
     (found,) = map(str, validation.parse(body)[1])
@@ -135,7 +133,7 @@ def test_all_mistakes_are_named_at_once() -> None:
 
 
 @pytest.mark.parametrize(("length", "good"), [(57, True), (58, False), (63, False)])
-def test_a_name_leaves_room_for_the_rank_in_the_hostname(length: int, good: bool) -> None:
+def test_a_name_must_leave_room_for_the_rank_in_the_hostname(length: int, good: bool) -> None:
     found = validation.parse(manifest("d" * length))[1]
     assert (not found) == good
     if not good:
@@ -143,7 +141,7 @@ def test_a_name_leaves_room_for_the_rank_in_the_hostname(length: int, good: bool
 
 
 @pytest.mark.parametrize("name", ["a.b", "1st", "Upper", "-x", "x-", "ü", ""])
-def test_a_name_that_cannot_name_a_service_is_refused(name: str) -> None:
+def test_a_name_that_is_invalid_for_a_service_is_refused(name: str) -> None:
     assert str(validation.parse(manifest(name))[1][0]).startswith("metadata.name: must be")
 
 
@@ -204,7 +202,7 @@ def test_a_name_that_cannot_name_a_service_is_refused(name: str) -> None:
         (["torchrun", "x.py", "--init_method=file:///tmp/meet"], 2, "Mount a volume that all nodes share"),
     ],
 )
-def test_a_command_that_contradicts_the_job_would_hang_and_is_refused(words: list[str], nodes: int, part: str) -> None:
+def test_a_command_that_contradicts_the_job_and_would_hang_is_refused(words: list[str], nodes: int, part: str) -> None:
     (sentence,) = command(*words, nodes=nodes)
     assert part in sentence
     assert sentence.startswith("spec.template.spec.containers[0].command: ")
@@ -236,7 +234,7 @@ def test_a_command_that_contradicts_the_job_would_hang_and_is_refused(words: lis
         (["python", "x.py", "--data", "file:///tmp/mnist", "--dist-url=tcp://$(MASTER_ADDR):23456"], 2),
     ],
 )
-def test_what_agrees_with_the_job_or_belongs_to_the_script_runs_unchanged(words: list[str], nodes: int) -> None:
+def test_options_that_agree_with_the_job_or_belong_to_the_script_run_unchanged(words: list[str], nodes: int) -> None:
     assert command(*words, nodes=nodes) == []
 
 
@@ -250,7 +248,7 @@ def test_what_agrees_with_the_job_or_belongs_to_the_script_runs_unchanged(words:
         ({}, True),
     ],
 )
-def test_the_file_where_ranks_meet_must_be_on_a_volume_that_nodes_can_share(volume: dict, refused: bool) -> None:
+def test_the_rendezvous_file_must_be_on_a_volume_that_nodes_can_share(volume: dict, refused: bool) -> None:
     mount = [{"name": "meet", "mountPath": "/meet/"}, {"name": "other", "mountPath": "/"}]
     command = ["python", "x.py", "--dist_url=file:///meet/here"]
     body = manifest(container={"command": command, "volumeMounts": mount})
@@ -259,7 +257,7 @@ def test_the_file_where_ranks_meet_must_be_on_a_volume_that_nodes_can_share(volu
     assert bool(validation.parse(body)[1]) == refused
 
 
-def test_a_name_that_is_none_is_named_also_where_the_ranks_would_meet_on_its_volume() -> None:
+def test_an_invalid_name_is_reported_even_if_ranks_would_meet_on_its_volume() -> None:
     command = ["python", "x.py", "--dist_url=file:///meet/here"]
     body = manifest(container={"command": command, "volumeMounts": [{"name": ["meet"], "mountPath": "/meet"}]})
     body["spec"]["template"]["spec"]["volumes"] = [{"name": ["meet"], "emptyDir": {}}]
@@ -272,7 +270,7 @@ def test_an_endpoint_for_torchrun_may_come_from_a_variable() -> None:
     assert problems(container={"command": command, "env": env}) == []
 
 
-def test_as_many_processes_as_gpus_are_no_contradiction_where_the_job_has_gpus() -> None:
+def test_as_many_processes_as_gpus_are_no_contradiction_if_the_job_has_gpus() -> None:
     limits = {"limits": {"nvidia.com/gpu": 2}}
     assert problems(container={"command": ["torchrun", "--nproc-per-node=gpu", "x.py"], "resources": limits}) == []
 
@@ -289,11 +287,11 @@ def test_as_many_processes_as_gpus_are_no_contradiction_where_the_job_has_gpus()
         ("bash run.sh x.py", None),
     ],
 )
-def test_the_script_is_known_only_where_it_is_plain_to_see(words: str, expected: str | None) -> None:
+def test_the_script_is_known_only_if_the_command_shows_it_plainly(words: str, expected: str | None) -> None:
     assert script_of(words.split()) == expected
 
 
-def test_a_dynamic_rendezvous_numbers_the_nodes_itself_and_no_rank_is_claimed() -> None:
+def test_a_dynamic_rendezvous_numbers_the_nodes_itself_so_no_rank_is_claimed() -> None:
     """torchrun ignores the node rank here, so naming rank 1 for node 1 could blame the wrong rank."""
     spec = job(container={"command": ["torchrun", "--rdzv_backend=c10d", "--rdzv_endpoint=a:1", "x.py"]}).spec
     assert topology.rank_of_place(spec, 1) is None
@@ -316,7 +314,7 @@ def test_a_dynamic_rendezvous_numbers_the_nodes_itself_and_no_rank_is_claimed() 
         (["torchrun", "x.py", "mpirun"], ""),
     ],
 )
-def test_a_launcher_that_knows_of_no_other_node_trains_alone_on_each_and_is_named(words: list[str], named: str) -> None:
+def test_a_launcher_that_does_not_know_the_other_nodes_is_named(words: list[str], named: str) -> None:
     """Otherwise users pay for eight nodes that each train the same model, and the job succeeds."""
     said = launcher.warnings(job(container={"command": words}).spec)
     assert bool(named) == any(f"{named} starts ranks on its own node, so each of the 2 nodes" in note for note in said)
@@ -369,14 +367,14 @@ torchrun t.py --help
 
 
 @pytest.mark.parametrize("script", WITHHELD.strip().splitlines())
-def test_a_command_that_keeps_nodes_apart_or_starts_nothing_is_named(script: str) -> None:
+def test_a_command_that_separates_the_nodes_or_starts_nothing_is_named(script: str) -> None:
     """Each node trains alone and the job succeeds, or node 1 waits for ever."""
     words = script.split() if script.startswith(("bash", "torchrun", "python")) else ["bash", "-c", script]
     assert len(launcher.apart(job(container={"command": words}).spec)) == 1
 
 
 @pytest.mark.parametrize("script", HANDED_OVER.strip().splitlines())
-def test_a_launcher_with_the_variables_of_its_pod_is_not_named(script: str) -> None:
+def test_a_launcher_that_uses_the_variables_of_its_pod_is_not_named(script: str) -> None:
     assert launcher.apart(job(container={"command": ["bash", "-c", script]}).spec) == []
 
 
@@ -390,7 +388,7 @@ def test_on_one_node_a_launcher_needs_only_the_number_of_processes() -> None:
 @pytest.mark.parametrize(
     "variable", ["OMPI_MCA_orte_default_hostfile", "PRTE_MCA_prte_default_hostfile", "I_MPI_HYDRA_HOST_FILE"]
 )
-def test_a_launcher_that_is_told_of_the_nodes_by_a_variable_is_not_said_to_train_alone(variable: str) -> None:
+def test_a_launcher_that_gets_the_nodes_from_a_variable_is_not_reported_as_training_alone(variable: str) -> None:
     env = [{"name": variable, "value": "/etc/mpi/hostfile"}]
     assert launcher.warnings(job(container={"command": ["mpirun", "python", "x.py"], "env": env}).spec) == []
     other = [{"name": "OMP_NUM_THREADS", "value": "1"}]
@@ -398,7 +396,7 @@ def test_a_launcher_that_is_told_of_the_nodes_by_a_variable_is_not_said_to_train
 
 
 @pytest.mark.parametrize("path", ["/job", "/job/", "/job/hostfile"])
-def test_deepspeeds_own_hostfile_may_be_in_a_volume(path: str) -> None:
+def test_the_default_hostfile_of_deepspeed_may_be_in_a_volume(path: str) -> None:
     """DeepSpeed reads /job/hostfile without an option. It may be in the image, which is not known here."""
     said = {}
     for program in ("deepspeed", "mpirun"):
@@ -412,7 +410,7 @@ def test_deepspeeds_own_hostfile_may_be_in_a_volume(path: str) -> None:
     assert len(said["mpirun"]) == 1, "it does not read that file"
 
 
-def test_two_numbers_of_processes_are_refused() -> None:
+def test_two_contradicting_numbers_of_processes_are_refused() -> None:
     (sentence,) = command("torchrun", "--nproc_per_node=2", "x.py", nprocPerNode=4)
     assert "--nproc_per_node=2 contradicts spec.nprocPerNode: 4" in sentence
 
@@ -459,26 +457,26 @@ def refused(path: str, *settings: str, job: str | None = None) -> str:
         (GOOD + "---\n" + GOOD.replace("digits", "other"), "Choose one with --job NAME"),
     ],
 )
-def test_a_file_that_is_no_job_is_refused_with_file_and_line(write, content: str | bytes, sentence: str) -> None:
+def test_a_file_without_a_job_is_refused_with_file_and_line(write, content: str | bytes, sentence: str) -> None:
     assert sentence in refused(write(content))
 
 
-def test_a_file_that_is_not_there_is_said_in_a_line() -> None:
+def test_a_missing_file_is_reported_in_one_line() -> None:
     with pytest.raises(yamlfile.InputError, match="No such file or directory"):
         yamlfile.read_job("/nowhere/job.yaml")
 
 
-def test_among_several_jobs_the_one_that_was_chosen_is_taken(write) -> None:
+def test_the_chosen_one_of_several_jobs_is_taken(write) -> None:
     path = write(GOOD + "---\n" + GOOD.replace("digits", "other"))
     assert yamlfile.read_job(path, "other").name == "other"
     assert "no DDPJob named othr; did you mean other?" in refused(path, job="othr")
 
 
-def test_a_job_beside_other_objects_is_found(write) -> None:
+def test_a_job_next_to_other_objects_is_found(write) -> None:
     assert yamlfile.read_job(write("kind: ConfigMap\n---\n" + GOOD)).name == "digits"
 
 
-def test_what_an_option_has_set_is_named_by_the_option_and_not_by_a_line(write) -> None:
+def test_an_error_in_a_value_set_by_an_option_names_the_option_and_no_line(write) -> None:
     assert refused(write(GOOD), "spec.nodes=0") == "--set spec.nodes=0: spec.nodes: must be at least 1, is 0"
 
 
@@ -502,7 +500,7 @@ def test_env_replaces_a_variable_of_the_trainer(write) -> None:
     assert document.data["spec"]["template"]["spec"]["containers"][0]["env"] == [{"name": "A", "value": "2=3"}]
 
 
-def test_env_leaves_a_variable_where_others_refer_to_it(write) -> None:
+def test_env_keeps_the_position_of_a_variable_that_others_refer_to(write) -> None:
     """Kubernetes replaces $(ROOT) only by an earlier entry, so the entry must keep its position."""
     env = "env: [{name: ROOT, value: /a}, {name: DATA, value: $(ROOT)/data}, {name: ROOT, value: /b}]"
     document = yamlfile.read_job(write(GOOD.replace("command: [x]", env)))
@@ -511,14 +509,14 @@ def test_env_leaves_a_variable_where_others_refer_to_it(write) -> None:
     assert made == [{"name": "ROOT", "value": "/c"}, {"name": "DATA", "value": "$(ROOT)/data"}]
 
 
-def test_the_operator_compares_no_names() -> None:
+def test_the_operator_does_not_search_for_similar_names() -> None:
     """A tenant may write thousands of names. The API server itself refuses unknown fields of a pod with a message."""
     body = manifest(node=2, container={"comand": ["torchrun"]})
     found = [str(problem) for problem in validation.parse(body, hints=False)[1]]
     assert found == ["spec.node: unknown field"]
 
 
-def test_a_template_of_more_items_than_any_pod_has_is_refused_before_its_pods_are_sent() -> None:
+def test_a_template_with_more_items_than_any_pod_has_is_refused_before_its_pods_are_created() -> None:
     """The API server needs quadratic time: 17 jobs with 900 misnamed mounts would cost the operator its Lease."""
     raw = manifest()
     container = raw["spec"]["template"]["spec"]["containers"][0]
@@ -528,7 +526,7 @@ def test_a_template_of_more_items_than_any_pod_has_is_refused_before_its_pods_ar
     assert validation.parse(raw)[1] == []
 
 
-def test_of_thousands_of_wrong_values_the_first_are_named() -> None:
+def test_only_the_first_of_thousands_of_wrong_values_are_named() -> None:
     """Naming 5,000 mistakes would block the operator for 90 ms, and users read only the first page."""
     limits = {f"x{number}": "1e3Ki" for number in range(4_000)}
     found = validation.parse(manifest(container={"resources": {"limits": limits}}), hints=False)[1]

@@ -33,9 +33,7 @@ C10D = "/x/site-packages/torch/distributed/distributed_c10d.py"
         ("/x/torch/autograd/graph.py", "def f():\n    return dist.hook(1)", ""),
     ],
 )
-def test_only_a_line_that_waits_for_a_collective_and_for_nothing_else_is_taken_for_one(
-    file: str, source: str, how: str
-) -> None:
+def test_only_a_line_that_certainly_waits_for_a_collective_counts_as_one(file: str, source: str, how: str) -> None:
     """A rank that computes, sends, or waits for something else may go on by itself."""
     seen: list[str] = []
     function = source.partition("(")[0].removeprefix("def ")
@@ -50,7 +48,7 @@ def test_only_a_line_that_waits_for_a_collective_and_for_nothing_else_is_taken_f
     assert seen[-1] == how
 
 
-def test_a_thread_of_the_users_may_begin_a_collective_and_an_idle_one_of_a_library_does_not() -> None:
+def test_a_thread_of_the_user_may_begin_a_collective_and_an_idle_library_thread_does_not() -> None:
     here, ready = threading.Event(), threading.Event()
 
     def own() -> None:
@@ -92,7 +90,7 @@ def entry(number: int, **known: Any) -> dict[str, Any]:
         ([entry(1), entry(1, pg_id=4)], 1, -1),  # the group was destroyed and created again with its name
     ],
 )
-def test_the_newest_collective_of_a_group_is_known_only_if_it_is_the_last_that_was_begun(
+def test_the_newest_collective_of_a_group_is_known_only_if_it_was_begun_last(
     entries: list[dict[str, Any]], count: int, begun: int
 ) -> None:
     assert waiting.begun(entries, count) == begun
@@ -108,11 +106,11 @@ def test_the_newest_collective_of_a_group_is_known_only_if_it_is_the_last_that_w
         ({"profiling_name": "nccl:all_reduce"}, False),
     ],
 )
-def test_what_another_thread_or_backend_may_do_is_not_known(newest: dict[str, Any], known: bool) -> None:
+def test_work_of_another_thread_or_backend_is_unknown(newest: dict[str, Any], known: bool) -> None:
     assert waiting.is_known(7, [entry(1), entry(2, **newest)]) == known
 
 
-def test_the_shape_of_a_collective_is_told_in_the_users_words() -> None:
+def test_the_shape_of_a_collective_is_described_in_the_terms_of_the_user() -> None:
     one = {"input_sizes": [[4, 3]], "input_dtypes": ["Float"]}
     assert (waiting.shape(one), waiting.size_of(one)) == ("[4, 3] float32", 48)
     more = {"input_sizes": [[1], [2], [3]], "input_dtypes": ["Long", "Long", "Long"]}
@@ -124,7 +122,7 @@ def test_the_shape_of_a_collective_is_told_in_the_users_words() -> None:
 @given(
     st.recursive(st.none() | st.integers() | st.text(max_size=5), lambda v: st.lists(v) | st.dictionaries(st.text(), v))
 )
-def test_an_answer_that_is_nonsense_says_nothing(written: Any) -> None:
+def test_a_malformed_answer_gives_nothing(written: Any) -> None:
     assert position_of_answer(3, 7, {"waits": {"how": "sync", "size": 2, "groups": written}, "where": "x"}).waits in (
         None,
         Waits("sync", 2, ()),
@@ -139,7 +137,7 @@ def stands(rank: int, *calls: Call, begun: int | None = None, how: str = "sync")
     return Standing(rank, Waits(how, 2, (GroupCalls("0", (), newest, calls),)), f"train.py:{10 + rank} in step")
 
 
-def test_what_a_rank_has_done_at_the_number_where_another_one_waits_is_named() -> None:
+def test_the_collective_of_a_rank_at_the_number_where_another_waits_is_named() -> None:
     """Rank 0 has sent its broadcast and continued; rank 1 waits in an all_reduce for it."""
     gone_on = stands(0, Call(5, "broadcast", "[4] float32", 16, True), Call(6, "barrier", size=0))
     left = stands(1, Call(5, "all_reduce", "[4] float32", 16))
@@ -149,7 +147,7 @@ def test_what_a_rank_has_done_at_the_number_where_another_one_waits_is_named() -
     )
 
 
-def test_a_rank_that_has_ended_without_the_collective_is_named() -> None:
+def test_a_rank_that_ended_without_the_collective_is_named() -> None:
     waits = stands(0, Call(5, "barrier", size=0))
     assert deadlock.find([waits, Standing(1, None, ended_after=4)]) == (
         "is deadlocked: rank 0 waits in barrier (collective 5, train.py:10 in step), and rank 1 has ended without it"
@@ -158,13 +156,13 @@ def test_a_rank_that_has_ended_without_the_collective_is_named() -> None:
     assert deadlock.find([waits, Standing(1, None)]) == "", "it may still come"
 
 
-def test_fewer_bytes_than_a_rank_waits_for_never_come() -> None:
+def test_a_rank_that_waits_for_more_bytes_than_are_sent_hangs() -> None:
     large, small = Call(5, "all_gather", "[9] int64", 72), Call(5, "all_gather", "[4] int64", 32)
     assert "[9] int64 (collective 5" in deadlock.find([stands(0, small), stands(1, large)])
     assert deadlock.find([stands(0, small), stands(1, small)]) == ""
 
 
-def test_a_stall_compares_operations_and_shapes_at_one_number() -> None:
+def test_a_stall_compares_operations_and_shapes_at_the_same_number() -> None:
     """`rank 0 stands in collective 7 (all_reduce), as the others do` would be wrong for ranks that can never meet."""
     others = [Position(rank, sequence=7, op="all_reduce", done=False, shape="[4] float32") for rank in (0, 1)]
     barrier = Position(2, sequence=7, op="barrier", done=False)

@@ -99,7 +99,7 @@ def bomb(levels: int, width: int = 10) -> str:
         (GOOD.replace("  nodes: 2", "  nodes: 2\n  " + "x" * 900 + ": 1"), "job.yaml:7: spec.xxx"),
     ],
 )
-def test_a_file_that_is_too_much_or_no_json_is_refused_within_a_second(
+def test_a_file_that_is_too_large_or_no_json_is_refused_within_a_second(
     tmp_path: Path, content: str | bytes, sentence: str
 ) -> None:
     """Otherwise users see a traceback of PyYAML, or wait for ever."""
@@ -116,7 +116,7 @@ def test_many_mistakes_are_counted_and_not_all_shown(tmp_path: Path) -> None:
     assert re.fullmatch(r"job.yaml: and \d+ more", lines[-1])
 
 
-def test_keys_and_dates_are_texts_as_kubectl_reads_them(tmp_path: Path) -> None:
+def test_keys_and_dates_are_texts_as_in_kubectl(tmp_path: Path) -> None:
     """`labels: {1: x}` and a variable with a date work on a cluster, so they must work here."""
     path = tmp_path / "any.yaml"
     path.write_text(
@@ -134,7 +134,7 @@ def test_keys_and_dates_are_texts_as_kubectl_reads_them(tmp_path: Path) -> None:
     }
 
 
-def test_plain_words_and_numbers_are_what_kubectl_makes_of_them(tmp_path: Path) -> None:
+def test_plain_words_and_numbers_are_read_as_in_kubectl(tmp_path: Path) -> None:
     """The cluster refuses `args: [--lr, 1e-4]`, and reads `--time 1:30:00` as text. Both must be the same here."""
     path = tmp_path / "any.yaml"
     rows: dict[str, Any] = {}
@@ -150,7 +150,7 @@ def test_plain_words_and_numbers_are_what_kubectl_makes_of_them(tmp_path: Path) 
         assert repr(document.data["a"]) == repr(value), text
 
 
-def test_a_value_that_is_a_key_elsewhere_stays_what_it_is(tmp_path: Path) -> None:
+def test_an_anchored_value_used_as_a_key_elsewhere_keeps_its_type(tmp_path: Path) -> None:
     """`nodes: &n 2` and `*n : x` must not make the key a number, or the nodes a text."""
     path = tmp_path / "any.yaml"
     path.write_text("a: &n 2\n*n : x\nb: &t true\n*t : u\n? &k 5\n: z\nc: *k\n")
@@ -158,7 +158,7 @@ def test_a_value_that_is_a_key_elsewhere_stays_what_it_is(tmp_path: Path) -> Non
     assert document.data == {"a": 2, "2": "x", "b": True, "true": "u", "5": "z", "c": 5}
 
 
-def test_a_file_that_uses_aliases_and_merges_as_people_do_is_read(tmp_path: Path) -> None:
+def test_a_file_with_ordinary_aliases_and_merges_is_read(tmp_path: Path) -> None:
     """The bound on aliases must not refuse a sound file."""
     path = tmp_path / "job.yaml"
     path.write_text(
@@ -185,7 +185,7 @@ def test_a_file_that_uses_aliases_and_merges_as_people_do_is_read(tmp_path: Path
     ],
     ids=lambda s: s[:24].encode("unicode_escape").decode(),
 )
-def test_a_value_of_set_is_bounded_as_a_file_is(tmp_path: Path, setting: str) -> None:
+def test_a_value_of_set_has_the_same_limits_as_a_file(tmp_path: Path, setting: str) -> None:
     """Otherwise users see a traceback of PyYAML, or wait for ever."""
     path = tmp_path / "job.yaml"
     path.write_text(GOOD)
@@ -200,7 +200,7 @@ def test_a_value_of_set_is_bounded_as_a_file_is(tmp_path: Path, setting: str) ->
     assert time.process_time() - began < 1
 
 
-def test_a_name_that_no_file_can_have_is_said(tmp_path: Path) -> None:
+def test_an_impossible_file_name_is_reported(tmp_path: Path) -> None:
     for name in ("a\0b", "x" * 5000, str(tmp_path)):
         with pytest.raises(yamlfile.InputError):
             yamlfile.read_job(name)
@@ -245,7 +245,7 @@ def rows(value: Any) -> int:
 
 @settings(max_examples=100, deadline=None)
 @given(st.recursive(st.just("x"), lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text("ab"), inner)))
-def test_the_count_is_that_of_what_is_built(value: Any) -> None:
+def test_the_limit_counts_the_nodes_that_are_built(value: Any) -> None:
     """A bound that counts other nodes admits a YAML bomb, or refuses a sound job."""
     import yaml
 
@@ -255,7 +255,7 @@ def test_the_count_is_that_of_what_is_built(value: Any) -> None:
     assert reader.nodes == 1 + rows(value)
 
 
-def test_the_jobs_of_a_list_are_read_as_those_of_a_file(tmp_path: Path) -> None:
+def test_the_jobs_of_a_list_are_read_like_those_of_a_file(tmp_path: Path) -> None:
     """`kubectl get ddpjobs -o yaml | ddpjob check -` passes a List."""
     item = "".join(f"  {line}\n" for line in GOOD.splitlines()).replace("  api", "- api", 1)
     path = tmp_path / "job.yaml"
