@@ -57,7 +57,7 @@ def test_the_last_report_of_the_trainer_has_no_step_and_still_ends_at_the_last_o
     assert (report.step, report.total_steps, report.final) == (400, 400, True)
 
 
-def test_a_loop_without_steps_reports_percent() -> None:
+def test_a_report_without_steps_is_read_as_percent() -> None:
     report = read(body(progressPercentage=42))
     assert (report.step, report.total_steps, report.final) == (42, 100, False)
 
