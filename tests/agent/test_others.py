@@ -100,9 +100,7 @@ def test_a_process_running_before_survives_a_restart_and_the_end(
 
 
 @STARTS
-def test_later_children_of_such_a_process_survive_too_even_as_orphans(
-    beside: Beside, launcher: Launcher, start: str
-) -> None:
+def test_later_children_of_a_process_running_before_survive_too(beside: Beside, launcher: Launcher, start: str) -> None:
     """Otherwise users lose the data server that tensorboard starts, or a logger that has become a daemon."""
     sibling = """
         (until test -e go; do sleep 0.02; done

@@ -143,7 +143,7 @@ def test_without_a_running_rank_one_sentence_reports_it(launcher: Launcher) -> N
     finish(agent)
 
 
-def test_64_ranks_in_two_places_are_two_stacks() -> None:
+def test_64_ranks_at_two_positions_give_two_stacks() -> None:
     """Sixty-four stacks would push the important ones off the screen."""
     here = {"stack": ["train.py:9 in backward"], "sequence": 25, "op": "all_reduce", "done": False}
     there = {"stack": ["train.py:4 in load"], "sequence": 24, "op": "all_reduce", "done": True}

@@ -317,7 +317,7 @@ def running(cluster: Cluster) -> str:
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_running_job_is_immutable(
+def test_fields_that_affect_running_pods_cannot_be_changed(
     cluster: Cluster, running: str, change: tuple[tuple[str, str, object], ...]
 ) -> None:
     code, output = cluster.patch(running, *change)
@@ -325,7 +325,7 @@ def test_a_running_job_is_immutable(
     assert STOP_FIRST in output
 
 
-def test_a_running_job_is_immutable_even_if_the_status_changes_too(cluster: Cluster) -> None:
+def test_fields_that_affect_running_pods_cannot_be_changed_with_the_status(cluster: Cluster) -> None:
     """The rule for the template is skipped if the status differs, as in the operator's writes. A status that a user
     sends with a spec must not cause this. Otherwise the pods of a running job could differ from each other."""
     name = cluster.create(changeable())
@@ -356,7 +356,7 @@ def test_an_elastic_job_is_scaled_while_running_but_not_below_minNodes(cluster: 
     assert STOP_FIRST in output
 
 
-def test_one_update_cannot_suspend_and_change(cluster: Cluster, running: str) -> None:
+def test_one_update_cannot_suspend_and_change_a_job(cluster: Cluster, running: str) -> None:
     code, output = cluster.patch(running, ("add", "/spec/suspend", True), ("replace", "/spec/nodes", 3))
     assert code != 0
     assert "spec.nodes: " in output
@@ -370,7 +370,7 @@ def test_every_field_of_a_job_created_suspended_may_change(cluster: Cluster) -> 
         assert code == 0, output
 
 
-def test_a_change_waits_until_the_suspension_is_recorded(cluster: Cluster) -> None:
+def test_a_change_is_refused_until_the_suspension_is_recorded(cluster: Cluster) -> None:
     name = cluster.create(changeable())
     cluster.set_status(name, state="Running", startTime="2030-01-01T00:00:00Z")
     cluster("patch", "ddp", name, "--type=merge", "-p", '{"spec": {"suspend": true}}')
@@ -381,7 +381,7 @@ def test_a_change_waits_until_the_suspension_is_recorded(cluster: Cluster) -> No
     assert cluster.patch(name, ("replace", "/spec/nodes", 3))[0] == 0
 
 
-def test_one_update_may_change_and_resume(cluster: Cluster) -> None:
+def test_one_update_may_change_and_resume_a_job(cluster: Cluster) -> None:
     name = cluster.create(changeable(suspend=True))
     code, output = cluster.patch(name, ("replace", "/spec/suspend", False), ("replace", "/spec/nodes", 3))
     assert code == 0, output

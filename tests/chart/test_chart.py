@@ -631,7 +631,7 @@ def test_a_name_that_is_invalid_for_a_service_is_refused_with_the_fix() -> None:
     assert "set fullnameOverride" in done.stderr
 
 
-def test_every_document_installs_under_one_name() -> None:
+def test_every_document_installs_the_same_release_name() -> None:
     """Otherwise `helm upgrade` of one page does not find the release that another page has installed."""
     pages = [ROOT / "README.md", CHART / "README.md", *(ROOT / "docs").glob("*.md")]
     text = "\n".join(page.read_text() for page in pages)
@@ -869,7 +869,7 @@ def test_a_kubernetes_version_that_is_too_old_is_refused_and_a_managed_one_is_no
     assert template(kube_version="1.29.4-gke.100").returncode == 0
 
 
-def test_the_schema_knows_every_value_and_the_values_have_every_setting() -> None:
+def test_the_values_schema_and_the_values_file_have_the_same_settings() -> None:
     def same(values: Any, schema: dict[str, Any], where: str) -> None:
         known = schema.get("properties")
         if known and where not in (

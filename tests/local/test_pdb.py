@@ -72,7 +72,7 @@ def test_a_rank_that_fails_under_the_debugger_is_named_and_not_restarted(cli: Cl
         ("1", "--pdb 1: stdin is not a terminal, and a debugger needs one: run it without a pipe"),
     ],
 )
-def test_a_rank_that_is_not_there_and_a_pipe_are_refused_before_anything_starts(cli: Cli, rank: str, said: str) -> None:
+def test_a_debugger_for_a_missing_rank_or_on_a_pipe_is_refused_at_once(cli: Cli, rank: str, said: str) -> None:
     with open(os.devnull) as nothing:
         done = cli.run("run", cli.file("open('started', 'w')"), "--pdb", rank, stdin=nothing)
     assert (done.returncode, done.stderr.strip()) == (2, said)

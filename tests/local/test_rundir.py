@@ -135,7 +135,7 @@ def test_agent_folders_of_a_killed_run_are_removed_by_the_next_run(
 
 
 @pytest.mark.parametrize("command", [["run", "job.yaml"], ["list"], ["logs", "job"], ["report", "job"]])
-def test_a_user_without_a_home_is_asked_for_one(cli: Cli, monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
+def test_a_user_without_a_home_must_set_one(cli: Cli, monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
     """For example `docker run --user 12345` with an entry point that clears the environment."""
     cli.file("pass")
     for name in ("HOME", "XDG_STATE_HOME"):

@@ -227,7 +227,7 @@ def test_a_stop_after_the_end_does_not_turn_a_success_into_a_stop(started: Start
     ("script", "code"),
     [("exit 0", 0), ("exit 255", 255), ("ulimit -c 0; kill -SEGV $$", 139), ("kill -TERM 0", 143)],
 )
-def test_the_exit_code_or_signal_is_the_trainers_own(started: Start, script: str, code: int) -> None:
+def test_the_reported_exit_code_or_signal_is_that_of_the_trainer(started: Start, script: str, code: int) -> None:
     before = time.time()
     watch = started(["sh", "-c", script])
     end = watch.until_end()

@@ -173,7 +173,7 @@ def test_a_state_that_fits_does_not_raise_the_limit(size: int, limit: int | None
     assert memory.fits(size, None, used, None)
 
 
-def test_no_part_of_the_layout_overlaps_another() -> None:
+def test_no_part_of_the_memory_layout_overlaps_another() -> None:
     """Otherwise two ranks would overwrite each other's slots."""
     for ranks in (1, 2, 8):
         slots = [memory.slot_offset(rank, slot, ranks) for rank in range(ranks) for slot in range(memory.SLOTS)]

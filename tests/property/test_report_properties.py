@@ -37,7 +37,7 @@ fields = st.dictionaries(
 @example(b"[" * 8000)
 @example(b'{"step": -1}')
 @example(b'{"step": 1, "samplesPerSecond": 1e300}')
-def test_any_body_is_a_report_within_bounds_or_a_sentence(body: bytes) -> None:
+def test_any_body_gives_a_report_within_bounds_or_an_error_sentence(body: bytes) -> None:
     report: Report | None = None
     with contextlib.suppress(BadReportError):
         report = read_report(body, START)

@@ -352,7 +352,7 @@ def test_memory_is_pinned_for_the_device_of_the_rank(told: Told, answer: int, sa
     assert told.calls == ["on cuda:1", "pinned 64 1"]
 
 
-def test_only_cuda_has_streams() -> None:
+def test_only_cuda_devices_get_copies_by_streams() -> None:
     """On the CPU survivors write the state, which is cheaper. Other accelerators are not supported."""
     assert for_device(torch.device("cpu")) is None
     assert for_device(torch.device("xpu", 0)) is None

@@ -354,7 +354,7 @@ def test_a_count_below_one_is_refused_before_anything_starts(script, words, caps
     assert capsys.readouterr().err.endswith(f"error: argument {words[0]}: {words[1]} is less than 1\n")
 
 
-def test_nothing_is_saved_unless_asked_for(run):
+def test_nothing_is_saved_by_default(run):
     left = {path.name for path in run("digits", 2, *SHORT["digits"]).model.parent.iterdir()}
     assert left == {"model.pt", "progress", "stdout-0", "stdout-1"}
 

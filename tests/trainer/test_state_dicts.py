@@ -461,7 +461,7 @@ def test_a_model_that_can_convert_another_state_gets_it() -> None:
     assert len(model) == 1, "it was tried in a copy"
 
 
-def test_an_optimizer_of_other_parameters_does_not_fit() -> None:
+def test_the_state_of_an_optimizer_of_other_parameters_is_refused() -> None:
     """load_state_dict() would raise on all ranks at once, and the job would fail for good."""
     one, other = (torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1) for _ in range(2))
     assert state_dicts.misfit({"optimizer": one}, {"optimizer": other.state_dict()}) == ""

@@ -307,7 +307,7 @@ def test_a_stopped_training_never_exits_with_0_however_its_script_continues(star
     assert told["step"] > 3
 
 
-def test_a_stop_that_fails_is_a_failure(start_script, tmp_path):
+def test_a_training_that_raises_during_a_stop_has_failed(start_script, tmp_path):
     log = tmp_path / "log"
     process = start_script(ALONE.format(then="raise OSError('disk full')"), DDPJOB_TERMINATION_LOG=log)
     assert process.stdout.readline() == "three\n"

@@ -76,7 +76,7 @@ def test_the_pod_name_contains_the_attempt_and_the_dns_name_stays() -> None:
     assert (body["spec"]["hostname"], body["spec"]["subdomain"]) == ("digits-1", "digits")
 
 
-def test_everything_is_owned_by_the_job_so_that_deletion_needs_no_finalizer() -> None:
+def test_the_job_owns_all_objects_so_that_deletion_needs_no_finalizer() -> None:
     for body in (build.service(job()), pod()):
         (owner,) = body["metadata"]["ownerReferences"]
         assert (owner["uid"], owner["controller"]) == (UID, True)

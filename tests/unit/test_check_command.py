@@ -245,7 +245,7 @@ def test_patterns_formulas_and_signs_of_other_tools_are_left_alone(words: list[s
     assert said(job("torchrun", "--no-python", "sh", "-c", "exec python t.py ~/d $HOME *.csv > log")) == []
 
 
-def test_a_script_that_expands_such_words_itself_gets_no_finding() -> None:
+def test_a_script_that_expands_variables_itself_gets_no_finding() -> None:
     words = ["torchrun", "t.py", "--data", "~/data", "data/*.csv", "$HOME/x"]
     assert len(said(job(*words))) == 3
     script = "os.path.expandvars(x); os.path.expanduser(args.data); glob.glob(args.files)"

@@ -56,7 +56,7 @@ def test_data_loader_workers_that_end_before_their_rank_are_named(lines: str, la
         "DataLoader(data, num_workers=2)",
     ],
 )
-def test_a_script_without_such_workers_or_without_a_save_at_a_stop_is_sound(lines: str) -> None:
+def test_a_script_without_forked_workers_or_a_save_at_a_stop_is_sound(lines: str) -> None:
     assert not is_found(lines)
 
 

@@ -430,7 +430,7 @@ def test_jobs_that_cannot_be_converted_are_refused_at_the_field(spec: dict[str, 
 
 
 @pytest.mark.parametrize("groups", [("Master", "Worker"), ("Master",), ("Worker",)])
-def test_the_port_of_the_master_service_is_named_and_is_no_difference(groups: tuple[str, ...]) -> None:
+def test_the_port_of_the_master_service_is_named_and_not_compared(groups: tuple[str, ...]) -> None:
     """The port must not disappear silently, nor count as the Master's own when only the Master has it."""
     other = {"name": "metrics", "containerPort": 8000}
     given = copy.deepcopy(replicas(ports=[other]))

@@ -17,7 +17,7 @@ GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] C
 
 
 @pytest.mark.parametrize("nodes", [1, 3])
-def test_a_failure_after_which_nothing_runs_is_one_warning(nodes: int) -> None:
+def test_a_failure_of_all_ranks_causes_one_warning(nodes: int) -> None:
     """RankFailed and Restarting with the same 200 characters in one second would be one fact in two Events."""
     world = digits(nodes=nodes).running()
     before = len(world.events)
@@ -35,7 +35,7 @@ def test_a_failure_of_one_of_several_ranks_is_reported_at_once_and_its_restart_a
     assert sent == [("Warning", "RankFailed"), ("Normal", "Restarting")]
 
 
-def test_a_failure_that_ends_a_job_of_one_node_is_one_event() -> None:
+def test_a_failure_that_ends_a_job_of_one_node_causes_one_event() -> None:
     world = digits(nodes=1, backoffLimit=0).running()
     before = len(world.events)
     world.exits(0, code=1).settle()
@@ -56,7 +56,7 @@ def test_trained_steps_count_for_an_attempt_even_if_none_of_them_remain(reports:
     assert (spent.productive_seconds, spent.unreported_seconds) == ((80, 0) if reports else (0, 80))
 
 
-def test_failures_in_a_row_are_those_that_count() -> None:
+def test_failures_in_a_row_exclude_uncharged_ones() -> None:
     """Two preemptions and three failures are not "5 failures in a row", because preemptions do not count."""
     world = digits(nodes=1, backoffLimit=9).running().reports_step(5).settle()
     world.exits(0, code=1).settle()
@@ -85,7 +85,7 @@ def test_a_pod_that_was_collected_with_its_node_is_a_lost_node() -> None:
     assert world.status.message.startswith("after node node-1 lost: ")
 
 
-def test_a_deadline_is_one_event() -> None:
+def test_a_passed_deadline_causes_one_event() -> None:
     world = digits(activeDeadlineSeconds=60).running().after(60).settle().stops_all().settle()
     assert world.status.state == "Failed"
     assert [event.reason for event in world.events].count("DeadlineExceeded") == 1

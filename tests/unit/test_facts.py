@@ -47,7 +47,7 @@ LAST = {"deletionTimestamp": stamp(14), "deletionGracePeriodSeconds": 0}
 
 
 @pytest.mark.parametrize("clock", [-10, 0, 10])
-def test_the_kubelets_last_delete_does_not_change_when_a_pod_was_told_to_stop(clock: int) -> None:
+def test_the_last_delete_of_the_kubelet_does_not_change_the_time_of_the_stop_request(clock: int) -> None:
     """Otherwise somebody else seems to have ended a peer that we stopped, and a failing script restarts for free."""
     ended = exited(143, 13 + clock, phase="Running")
     pod = seen((RUNNING, {}), (RUNNING, ASKED), (ended, ASKED), (ended, LAST))
@@ -138,7 +138,7 @@ def test_a_container_that_cannot_be_found_keeps_its_recorded_exit() -> None:
     assert (pod.trainer.exit_code, pod.trainer.reason) == (3, "Error")
 
 
-def test_a_container_that_was_never_made_cannot_be_lost() -> None:
+def test_a_container_that_was_never_created_cannot_be_lost() -> None:
     unknown = {"exitCode": 137, "reason": "ContainerStatusUnknown", "startedAt": None, "finishedAt": None}
     never = seen(({"phase": "Pending"}, {}), ({"phase": "Failed", "state": {"terminated": unknown}}, ASKED))
     lost = seen((RUNNING, {}), ({"phase": "Failed", "state": {"terminated": unknown}}, {}))

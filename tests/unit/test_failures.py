@@ -25,7 +25,7 @@ def test_a_written_failure_is_read_back_completely(failure: Failure) -> None:
     assert Failure.from_dict(json.loads(json.dumps(failure.as_dict()))) == failure
 
 
-def test_every_field_has_a_key_but_those_that_only_kubernetes_knows() -> None:
+def test_every_field_has_a_key_except_those_that_only_kubernetes_knows() -> None:
     of_pod = {"container_reason", "pod_reason", "pod_message", "disruption", "deletion_requested"}
     assert {name for name, _ in failures._KEYS.values()} == set(Failure._fields) - of_pod
 
@@ -90,7 +90,7 @@ UNUSED = (
 )
 
 
-def test_ddps_error_of_unused_parameters_names_them() -> None:
+def test_the_ddp_error_about_unused_parameters_names_them() -> None:
     """torch's longest error gives 700 characters of advice before the line about this model."""
     said = (
         "RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one. "
@@ -117,11 +117,11 @@ def test_ddps_error_of_unused_parameters_names_them() -> None:
     ],
     ids=str,
 )
-def test_what_a_process_shows_decides_its_rank_as_a_cause(failure: Failure, precedence: str) -> None:
+def test_evidence_of_a_process_decides_its_rank_as_a_cause(failure: Failure, precedence: str) -> None:
     assert failure.precedence.name == precedence
 
 
-def test_among_equals_the_first_that_was_seen_is_the_cause() -> None:
+def test_the_cause_among_equal_failures_is_the_first_observed() -> None:
     later, symptom = Failure(0, exit_code=3), Failure(9, symptom=True)
     assert root_cause([symptom, CRASH, later]) is CRASH
     assert root_cause([symptom, later, CRASH]) is later

@@ -43,7 +43,7 @@ def of_rank(rank: int, lines: list[str]) -> list[str]:
     return [f"[rank{rank}]: {line}" for line in lines]
 
 
-def test_the_scripts_lines_are_shown_as_they_are() -> None:
+def test_lines_of_the_script_are_shown_unchanged() -> None:
     lines = ["epoch 1 loss 0.3", "", "  indented", "[rank0]: said with a prefix", "UserWarning: x"]
     assert Fold().take(lines, T0) == lines
 
@@ -61,7 +61,7 @@ def test_a_stopped_torchrun_prints_nothing() -> None:
     assert not [line for line in shown if "torch" in line or "Signal" in line]
 
 
-def test_the_frames_of_torchs_cpp_are_counted_and_a_warning_that_a_user_can_act_on_is_shown() -> None:
+def test_cpp_frames_of_torch_are_only_counted_and_useful_warnings_are_shown() -> None:
     """Otherwise a successful run ends with 25 frightening lines."""
     warning = "[rank0]:[W1122 16:20:01.1 reducer.cpp:1430] Warning: find_unused_parameters=True was specified"
     fold = Fold()

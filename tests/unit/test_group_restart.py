@@ -451,7 +451,7 @@ def test_a_node_that_did_not_report_explains_complaints_even_after_its_pod_is_go
     assert (world.status.attempt, charges(world)) == (3, (0, 2, 0))
 
 
-def test_a_node_that_did_not_report_excuses_no_error_of_the_script() -> None:
+def test_an_error_of_the_script_is_charged_even_if_a_node_did_not_report() -> None:
     world = cut_off_for_a_while(digits(backoffLimit=0).running(), 1)
     world.exits(0, code=1, message="ValueError: no such shard").restarted()
     assert (world.status.state, world.status.reason) == ("Failed", "BackoffLimitExceeded")

@@ -88,7 +88,7 @@ def test_a_rejected_request_waits_as_long_as_the_server_demands(code: int) -> No
     assert len(script.asked) == 3
 
 
-def test_a_longer_wait_is_left_to_the_caller() -> None:
+def test_a_long_wait_demanded_by_the_server_is_left_to_the_caller() -> None:
     script = Script(lambda: status(429, **{"Retry-After": "7"}))
     with pytest.raises(ApiError) as raised:
         talk(script, lambda c: c.get("/pods"))
@@ -184,7 +184,7 @@ def test_metadata_paths_of_the_api_server_are_not_read_as_lists(path: str) -> No
     assert talk(answer, lambda client: client.get(path)) == said
 
 
-def test_a_release_mark_of_a_megabyte_is_cut_to_a_small_one() -> None:
+def test_a_release_mark_of_a_megabyte_still_counts_as_a_mark() -> None:
     """A tenant may create a ConfigMap of 600 kB with the name of a release's mark. It must not keep operators from
     starting."""
     large = {"metadata": {"namespace": "team", "name": MARK}, "data": {"release": "a", "more": "x" * 1_000_000}}

@@ -240,7 +240,7 @@ def test_one_of_two_operators_leads_and_stays_leader() -> None:
     play(story)
 
 
-def test_after_a_release_the_other_leads_within_two_retries() -> None:
+def test_after_a_lease_release_the_other_operator_leads_within_two_retries() -> None:
     async def story() -> None:
         async with two() as (server, _, a, b):
             a.task.cancel()

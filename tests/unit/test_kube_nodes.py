@@ -161,7 +161,7 @@ def test_the_late_deletion_of_an_old_node_object_does_not_affect_the_new_one(nod
     assert lost(nodes) == ["b"]
 
 
-def test_nodes_that_an_autoscaler_removes_are_no_outage_of_the_others(nodes: NodeCache) -> None:
+def test_nodes_removed_by_an_autoscaler_do_not_count_as_an_outage(nodes: NodeCache) -> None:
     taken(nodes, [node(f"n{i}") for i in range(10)], 1)
     for i in range(8):
         nodes.remove("", f"n{i}", f"n{i}")

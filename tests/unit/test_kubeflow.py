@@ -25,7 +25,7 @@ def read(text: bytes, total_steps_before: int | None = None) -> Report | None:
     return kubeflow.read_body(text, NOW, total_steps_before)[0]
 
 
-def test_the_trainers_steps_and_metrics_become_ours() -> None:
+def test_steps_and_metrics_of_the_trainer_are_read() -> None:
     sent = body(
         {"loss": 0.25, "current_step": 120, "total_steps": 400, "current_epoch": 1.5},
         progressPercentage=30,
@@ -57,7 +57,7 @@ def test_the_last_report_of_the_trainer_has_no_step_and_still_ends_at_the_last_o
     assert (report.step, report.total_steps, report.final) == (400, 400, True)
 
 
-def test_a_loop_without_steps_reports_percent() -> None:
+def test_a_report_without_steps_is_read_as_percent() -> None:
     report = read(body(progressPercentage=42))
     assert (report.step, report.total_steps, report.final) == (42, 100, False)
 
@@ -72,7 +72,7 @@ def test_a_step_that_is_not_a_number_counts_as_missing(odd: str) -> None:
     assert (report.step, report.total_steps) == (7, 100)
 
 
-def test_of_256_metrics_the_first_16_are_kept_and_cut_to_length() -> None:
+def test_only_the_first_16_of_256_metrics_are_kept_and_cut_to_length() -> None:
     report = read(body({f"{n}-{'x' * 99}": "y" * 99 for n in range(256)}, progressPercentage=1))
     assert len(report.metrics) == 16
     assert {len(text) for pair in report.metrics.items() for text in pair} == {64}

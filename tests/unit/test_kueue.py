@@ -172,7 +172,7 @@ def test_v1beta2_names_a_priority_class_by_its_group_and_kind() -> None:
     assert kueue.reads_for_group(job(), V1BETA1) == ()
 
 
-def test_in_v1beta2_a_workload_differs_in_nothing_else() -> None:
+def test_in_v1beta2_a_workload_differs_only_in_its_priority_class() -> None:
     full = labelled(job(container=CONTAINER), queue_name="main", priority_class="high")
     body = kueue.body(full, 0, "kueue.x-k8s.io/v1beta2")
     assert kueue.reads_for_group(full, "kueue.x-k8s.io/v1beta2") == (

@@ -38,7 +38,7 @@ def test_a_command_that_the_guide_calls_refused_is_refused_for_that_reason(row: 
     assert row["rest"] in sentence
 
 
-def test_the_guide_has_all_rows() -> None:
+def test_the_guide_has_the_expected_number_of_rows() -> None:
     assert (len(ROWS), len(REFUSED)) == (23, 8)
 
 

@@ -371,7 +371,7 @@ def test_requests_for_a_queue_or_gang_scheduler_are_counted_under_its_name() -> 
         ("HEAD", "/version", False, ("other", "other")),
     ],
 )
-def test_a_request_is_counted_by_its_rbac_words(method: str, path: str, watch: bool, words: tuple[str, str]) -> None:
+def test_a_request_is_counted_by_its_rbac_verb(method: str, path: str, watch: bool, words: tuple[str, str]) -> None:
     assert verb_and_resource(method, path, watch=watch) == words
 
 

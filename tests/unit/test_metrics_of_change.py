@@ -97,7 +97,7 @@ def test_a_second_failure_before_new_training_is_timed_separately() -> None:
     assert counted.observed["ddpjob_restart_seconds group first_step"] == [43.0], "the first never trained again"
 
 
-def test_a_pod_that_is_replaced_alone_is_a_restart_of_a_pod() -> None:
+def test_replacing_a_single_pod_counts_as_a_pod_restart() -> None:
     counted = Counted(digits(nodes=3, **DDPRUN)).runs().steps(10)
     counted.world.exits(1, 137).after(1)
     counted.settle().world.stops_all()

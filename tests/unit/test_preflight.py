@@ -29,7 +29,7 @@ def after(*classes: str) -> api.Status:
         ("OnRestart", 1, ["infrastructure", "infrastructure"], False),  # a single node has no other to be compared with
     ],
 )
-def test_on_restart_means_after_two_infrastructure_failures_in_a_row(preflight, nodes, failures, wanted):
+def test_preflight_on_restart_runs_after_two_infrastructure_failures_in_a_row(preflight, nodes, failures, wanted):
     assert wants_preflight(api.Spec(nodes=nodes, preflight=preflight), after(*failures)) is wanted
 
 

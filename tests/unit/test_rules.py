@@ -426,7 +426,7 @@ def test_the_first_restart_is_at_once_then_after_1_2_4_seconds_up_to_5_minutes()
     assert budget.back_off_seconds(10**9) == 300
 
 
-def test_a_job_without_reports_gets_a_fresh_budget_after_ten_minutes_of_running() -> None:
+def test_the_back_off_of_a_job_without_reports_resets_after_ten_minutes_of_running() -> None:
     tired = RestartHistory(application=2, in_a_row=9)
     assert fails("application", attempt=SILENT._replace(ran_seconds=600), history=tired).wait_seconds == 0
     assert fails("application", attempt=SILENT._replace(ran_seconds=599), history=tired).wait_seconds == 256

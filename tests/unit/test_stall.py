@@ -90,7 +90,7 @@ def test_the_rank_with_the_lowest_step_is_named_with_the_last_step_of_each() -> 
     )
 
 
-def test_of_hundreds_of_ranks_only_those_that_are_behind_are_named() -> None:
+def test_only_some_of_hundreds_of_ranks_are_named_including_the_slowest() -> None:
     job = Trainers(timeout_seconds=10)
     for node in range(300):
         job.makes(step=40 if node == 77 else 41, rank=8 * node)

@@ -257,7 +257,7 @@ def test_a_job_whose_creation_is_uncertain_is_reported_as_uncertain(
     assert cluster.objects == {}
 
 
-def test_a_refusal_names_the_fields_as_the_server_does(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+def test_a_refusal_uses_the_field_names_of_the_server(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     causes = [{"field": "spec.nodes", "message": "must be at most 3"}]
     status = {"kind": "Status", "message": "invalid", "details": {"causes": causes}}
     cluster.answers["create ddpjobs.training.ddpjob.io"] = 422, status

@@ -227,7 +227,7 @@ def _shown(run: tuple[api.Status, History]) -> tuple[api.Status, float, History]
     return run[0], 90, run[1]
 
 
-def test_of_forty_nodes_only_as_many_are_shown_as_fit() -> None:
+def test_only_as_many_of_forty_nodes_are_shown_as_fit() -> None:
     """Otherwise the first lines of the table, which show the state, leave the screen."""
     many = tuple(NodeRow(i, f"rank {i}", "Running") for i in range(40))
     lines = text(moment(status(progress=progress(312, 40)), 41), 80, 22, many)

@@ -137,7 +137,7 @@ def stands(rank: int, *calls: Call, begun: int | None = None, how: str = "sync")
     return Standing(rank, Waits(how, 2, (GroupCalls("0", (), newest, calls),)), f"train.py:{10 + rank} in step")
 
 
-def test_the_collective_of_a_rank_at_the_number_where_another_waits_is_named() -> None:
+def test_the_operation_of_a_rank_in_the_collective_that_another_waits_in_is_named() -> None:
     """Rank 0 has sent its broadcast and continued; rank 1 waits in an all_reduce for it."""
     gone_on = stands(0, Call(5, "broadcast", "[4] float32", 16, True), Call(6, "barrier", size=0))
     left = stands(1, Call(5, "all_reduce", "[4] float32", 16))
