@@ -207,7 +207,7 @@ def _others_join(script: Script, call: ast.Call, guarding: Guard, waits: ast.Cal
     if _has_counterpart(script, call, guarding, lambda other: _leads_to(script, other, name)):
         return True
     others = [c for statement in guarding.others for c in ast.walk(statement) if isinstance(c, ast.Call)]
-    if not guarding.ours:  # the other ranks return early, and may log and clean up before that
+    if not guarding.ours:  # the other ranks return early; code before their return may only log or clean up
         others = [c for c in others if script.functions_called(c) or not words_of(name_of(c.func)).isdisjoint(_JOINS)]
     return any(_may_call(script, c, name) for c in others)
 

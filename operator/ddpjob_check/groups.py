@@ -33,7 +33,7 @@ def master_overwritten(script: Script, job: CheckedJob) -> Iterator[Found]:
         texts = fixed_texts(script, value, node)
         if name == "MASTER_ADDR" and several and texts and all(map(NO_RENDEZVOUS_HOST.match, texts)):
             severity, where = several
-            if job.local or not is_used or not all(map(_ONLY_HERE.match, texts)):  # the text may be a node's address
+            if job.local or not is_used or not all(map(_ONLY_HERE.match, texts)):  # else a text may be a node's address
                 severity = "warning"
             message = (
                 f'os.environ["MASTER_ADDR"] = "{texts[0]}": {where} each node looks for rank 0 at a wrong address; '
@@ -65,7 +65,7 @@ _OF_RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
 
 def _rank_hurts(script: Script, job: CheckedJob, name: str, text: str) -> tuple[Severity, str] | None:
     """Return severity and consequence if a variable has this value in all processes; None if the value is correct."""
-    # The variable is used if no rank is passed, or a rank that is read from such a variable.
+    # This variable is used if the call passes no rank, or a rank that was read from RANK or a similar variable.
     ranks = [script.argument(call, "rank", 4 if script.called(call) == INIT else None) for call in script.inits]
     read = [r is None or any(script.variable_read(o) in _OF_RANKS for o in _within(script, r)) for r in ranks]
     world, is_used = job.world_size, any(read) and _meets_by_environment(script)
@@ -380,8 +380,8 @@ def monitored_barrier_on_nccl(script: Script, job: CheckedJob) -> Iterator[Found
 def destroy_missing(script: Script, job: CheckedJob) -> Iterator[Found]:
     """A script that has a function to destroy the group, and never calls it, exits with the group open, and nccl warns
     at each exit. A script without such a function is not reported."""
-    # A script that ends without destroy_process_group makes no mistake: pending collectives end well with the process,
-    # even if nothing waits for them (docs/dev/upstream.md, groups).
+    # A script without destroy_process_group is correct: pending collectives complete when the process exits, even if
+    # nothing waits for them (docs/dev/upstream.md, groups).
     if script.uses_a_framework or not any(script.on_every_rank(call) for call in script.inits):
         return
     functions = [script.function(call) for call in script.calls_to("torch.distributed.destroy_process_group")]

@@ -12,7 +12,7 @@ from ddpjob_check.schedulers import COUNTERPARTS
 from ddpjob_operator.job import api, command, launcher, programs, shell_text, topology, variables
 from ddpjob_operator.job.podspec import mappings
 
-# Variables that each rank has, but the pod only if it has one rank; and what to use in the pod.
+# Variables that every rank has, but the pod only if it has one rank; the value is the pod's variable to use instead.
 _OF_RANKS = {
     "RANK": "NODE_RANK is the node's",
     "WORLD_SIZE": "NNODES are the nodes, DDPJOB_WORLD_SIZE all ranks",

@@ -140,7 +140,7 @@ def _knows_all_options(script: Script, call: ast.Call) -> bool:
     return made_here and not (inherits or given_away or takes_the_rest)
 
 
-# ---------------------------------------------------------------- scripts in which the default means a single process
+# ---------------------------------------------------------------- scripts that train alone without the option
 
 
 @rule(
@@ -226,7 +226,7 @@ def _is_local_rank(script: Script, node: ast.expr) -> bool:
     return all(isinstance(o, ast.expr) and name_of(o) == "local_rank" for o in script.origins(node))
 
 
-# Frameworks that a script may take its models from, and still form the group itself.
+# Scripts that take only the model from these frameworks may still form the group themselves.
 _TRAIN_BY_HAND = {"transformers"}
 
 

@@ -126,7 +126,7 @@ class Certainty:
         owner = self._script.scope(function)
         names = {function.name}
         if isinstance(owner, ast.ClassDef) and (function.name.startswith("__") or owner.bases):
-            names.add(owner.name)  # making an instance may call it
+            names.add(owner.name)  # creating an instance may call the method
         yield from (n for name in names for n in self._uses.get(name, ()))
 
     @cached_property
@@ -134,7 +134,7 @@ class Certainty:
         uses: dict[str, list[ast.AST]] = {}
         for node in self._script.nodes:
             if isinstance(self._script.parent(node), ast.ClassDef):
-                continue  # a base class runs nothing
+                continue  # being a base class runs no method
             if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
                 uses.setdefault(name_of(node), []).append(node)
         return uses
@@ -214,7 +214,7 @@ def goes_on(handler: ast.ExceptHandler) -> bool:
     return not ends_the_run(handler.body) and (handler.type is None or name_of(handler.type) != "KeyboardInterrupt")
 
 
-# For code that a job never runs: without a launcher, as a single process, or on Windows.
+# Code that depends on these is for runs without a launcher or as a single process, so a job never runs it.
 _SET_BY_THE_JOB = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"}
 _WINDOWS = ("win32", "nt", "Windows")
 
@@ -235,7 +235,7 @@ def _says_otherwise(script: Script, parent: ast.AST, child: ast.AST) -> bool:
     if not isinstance(parent, ast.If) or child is parent.test:
         return False
     holds = child in parent.body
-    is_the_only_one = len(script.inits) < 2  # if there are two, the second is for runs that skip the first
+    is_the_only_one = len(script.inits) < 2  # of two calls, the second is for runs that skip the first
     one_process = means_one_process(parent.test, holds=holds, forming=is_the_only_one)
     return one_process or means_otherwise(script, parent.test, holds)
 

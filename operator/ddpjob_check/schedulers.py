@@ -11,7 +11,7 @@ from ddpjob_check.rule import CheckedJob, Found, command_line, rule
 from ddpjob_check.script import Script
 from ddpjob_check.starting import is_conditional
 
-# By variable, the corresponding one of a DDPJob, which is set in a rank, and in a pod with one process.
+# By variable of Slurm or MPI: the corresponding variables of a DDPJob, in a rank and in a pod with one process.
 COUNTERPARTS = {
     "SLURM_PROCID": "RANK", "SLURM_NTASKS": "WORLD_SIZE", "SLURM_NPROCS": "WORLD_SIZE", "SLURM_LOCALID": "LOCAL_RANK",
     "SLURM_NODEID": "NODE_RANK", "SLURM_NNODES": "NNODES", "SLURM_JOB_NUM_NODES": "NNODES",

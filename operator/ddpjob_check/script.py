@@ -29,7 +29,7 @@ from ddpjob_check.values import Values
 
 INIT = "torch.distributed.init_process_group"
 DDP = "torch.nn.parallel.DistributedDataParallel"
-# Frameworks that start processes, wrap models, sample and save themselves, so that a script need not.
+# Frameworks that start processes, wrap models, sample and save, so their scripts need no code for it.
 _FRAMEWORKS = {
     "accelerate", "colossalai", "composer", "deepspeed", "determined", "fairscale", "fastai", "horovod", "ignite",
     "lightning", "lightning_fabric", "megatron", "mmengine", "nemo", "pytorch_lightning", "ray",
@@ -39,7 +39,7 @@ _LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "
 _LOOPBACK = re.compile(r"^(localhost|127\.\d+\.\d+\.\d+|::1|\[::1\])$")
 # A value that is reached through more names is unknown, because names may refer to each other in a cycle.
 _DEPTH_MAX = 12
-# Limit for functions that return another one's result, because their numbers of results multiply.
+# Limit for functions that return another function's result, because the number of possible results multiplies.
 _CALLS_MAX = 3
 _PARTS_MAX = 1000  # nodes of an expression, including everything that its names refer to
 
@@ -211,7 +211,7 @@ class Script(Values):
                 seen.update(new)
                 todo += [(o, False) for o in new]
             if len(seen) > _PARTS_MAX:
-                return True  # it may depend on a rank, so no rule can be certain
+                return True  # the value may depend on a rank, so no rule can be certain
         return False
 
     def on_every_rank(self, node: ast.AST) -> bool:

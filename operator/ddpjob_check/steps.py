@@ -219,7 +219,7 @@ def _head(script: Script, loop: Loop) -> str:
 
 # ---------------------------------------------------------------- values that each rank computes for itself
 
-# A function with such a name may combine the values of all ranks.
+# Functions with these names may combine the values of all ranks, so that all ranks decide equally.
 _AGREES = {
     "agree", "agreed", "average", "averaged", "barrier", "broadcast", "bcast", "collect", "consensus", "dist",
     "distributed", "gather", "global", "gathered", "reduce", "reduced", "should", "sync", "synchronize",

@@ -35,7 +35,7 @@ from ddpjob_check.rebinding import changed_containers, changed_objects, rebound_
 # The parser uses a single object for each of these types, so they have no single parent and are left out.
 _SHARED = ast.expr_context | ast.operator | ast.boolop | ast.unaryop | ast.cmpop
 _VALUES_MAX = 100  # values of one name; with more the result is UNKNOWN
-_STEPS_MAX = 1000  # steps from a value to its origin
+_STEPS_MAX = 1000  # steps from a value to its origin; beyond this it is UNKNOWN
 
 STARTERS = {"torch.multiprocessing.spawn", "torch.multiprocessing.start_processes"}
 _ALIASES = {
@@ -375,7 +375,7 @@ class Values:
             return None
         if len(values) > _VALUES_MAX:
             return [Marker.UNKNOWN]
-        # The class body or a base class may have set the attribute too.
+        # The class body or a base class may also set the attribute.
         named = [*self._names.get((owner, node.attr), ()), *(fields_declared(owner, node.attr))]
         foreign = [b for b in owner.bases if not self.full_name(b).startswith("torch.") and name_of(b) != "object"]
         return [*values, *named, *may_change, *([Marker.UNKNOWN] if foreign else [])]
@@ -443,8 +443,8 @@ class Values:
         for call in self.calls:
             for function, skip in self._called_here(call):
                 self._callers[function].append(_caller(call, skip))
-        # The order matters, because each loop resolves parameters for the next one: first def start(demo):
-        # mp.spawn(demo, …), then def init_process(rank, size, fn): fn(rank, size).
+        # The order of the loops matters, because each one resolves parameters for the next: start(demo) calls
+        # mp.spawn(demo, …), so `demo` is known when init_process(rank, size, fn=demo) calls fn.
         for target, caller in filter(None, map(self.started, self.calls)):
             for function in self.functions_meant(target):
                 self._callers[function].append(caller)

@@ -41,7 +41,7 @@ def model_not_wrapped(script: Script, job: CheckedJob) -> Iterator[Found]:
         model = _trained(script, call)
         if model is None or not script.methods_called("step") or not script.on_every_rank(call):
             continue
-        outer = script.parent(call)  # a function that gets the optimizer may average gradients
+        outer = script.parent(call)  # a function that gets the optimizer may average the gradients itself
         given_away = isinstance(outer, ast.Call) and not _keeps(script, outer)
         if is_module(script, model) and not given_away and not _varies_or_leaves(script, call, model):
             yield at(
@@ -162,7 +162,7 @@ def _leads_to_backward(script: Script, call: ast.Call) -> bool:
 
 # ---------------------------------------------------------------- the group
 
-# Packages that certainly form no group. Any other package may.
+# Packages that certainly form no process group. Other packages may form one.
 _NO_GROUP = {
     "PIL", "cv2", "datasets", "ddpjob", "einops", "matplotlib", "mlflow", "numpy", "pandas", "requests", "safetensors",
     "scipy", "sklearn", "tensorboard", "tensorboardX", "tiktoken", "timm", "torch", "torchaudio", "torchtext",

@@ -14,7 +14,7 @@ from ddpjob_convert.result import Converted, Path
 from ddpjob_operator.job.command import shell_script
 from ddpjob_operator.job.podspec import mappings, trainer_path
 
-# The job sets these for each node or rank, but a value in the template would have priority.
+# The job sets these variables for each node or rank. A value in the template would override the job's value.
 VARIABLES = frozenset(
     "MASTER_ADDR MASTER_PORT WORLD_SIZE RANK NNODES NODE_RANK PET_NNODES PET_NODE_RANK PET_MASTER_ADDR PET_MASTER_PORT "
     "PET_RDZV_ID PET_RDZV_BACKEND PET_RDZV_ENDPOINT PET_RDZV_CONF PET_STANDALONE".split()
@@ -35,7 +35,7 @@ _OPTION = re.compile(
 )
 _OWN = re.compile(r"\$[({]?(?:PET_)?(?:NNODES|NODE_RANK|MASTER_ADDR|MASTER_PORT|RDZV_ID|RDZV_ENDPOINT)\b")
 _ASSIGNED = re.compile(rf"(?<![-\w$])({'|'.join(sorted(VARIABLES))})=({_VALUE})?")
-# Names of scripts' options for values that differ by machine.
+# Names of scripts' options whose value differs by machine.
 _RANKS = {"rank", "node_rank", "machine_rank"}
 _COUNTS = {"world_size", "nnodes", "num_nodes", "num_machines"}
 _ADDRESSES = {"dist_url", "init_method", "dist_init_method", "master_addr", "master_ip"}

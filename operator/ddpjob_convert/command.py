@@ -185,7 +185,7 @@ def _of_shell(words: list[str], result: Converted) -> list[str]:
 
 
 def _torchrun(words: list[str], result: Converted) -> list[str]:
-    # Take `torchrun --help` for a launcher too, so that its missing script is reported.
+    # Treat `torchrun --help` as a launcher, so that its missing script is reported.
     begin = options_begin(words) or (1 if programs.name(words[0]) in LAUNCHERS else None)
     if begin is None:
         result.set("nodes", 1, "no launcher says how many")

@@ -119,7 +119,7 @@ def wait(cluster: Cluster, names: Sequence[str], wanted: str, seconds: float | N
 class _Goal:
     def __init__(self, wanted: str, true: Callable[[jobs.Stored], bool], seconds: float | None) -> None:
         self.wanted, self.true, self.seconds = wanted, true, seconds
-        self.is_end = true is not _never  # False for `deleted`: an ended job must still be waited for
+        self.is_end = true is not _never  # `deleted` also needs waiting after the job has ended
         self.end = None if seconds is None else time.monotonic() + seconds
 
 
@@ -180,7 +180,7 @@ def _condition(wanted: str) -> Callable[[jobs.Stored], bool]:
         return _never
 
     def holds(stored: jobs.Stored) -> bool:
-        # Check the condition first: in the state Suspended, pods may still be saving, but the condition waits for them.
+        # Check the condition first: pods of a Suspended job may still be saving, but the condition waits for them.
         condition = find_condition(stored.job.status, word)
         return stored.job.status.state == word if condition is None else condition.status == "True"
 

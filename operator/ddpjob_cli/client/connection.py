@@ -98,7 +98,7 @@ class Cluster:
         headers = {"Accept": "application/json, */*", "User-Agent": USER_AGENT}
         if body is not None:
             headers["Content-Type"] = kind or "application/json"
-        # Before the request's time limit starts, because a credential plugin may ask the user.
+        # Do this before the request's time limit starts, because a credential plugin may prompt the user.
         if authorization := self._access.credentials.header():
             headers["Authorization"] = authorization
         query = f"?{urllib.parse.urlencode(params)}" if params else ""
@@ -113,7 +113,7 @@ class Cluster:
             )  # fmt: skip
 
         try:
-            # A thread, because socket timeouts limit neither DNS nor an answer that arrives slowly.
+            # Use a thread, because socket timeouts limit neither DNS nor an answer that arrives slowly.
             answer = in_background(send).result(self._seconds)
         except (*_OF_NETWORK, futures.TimeoutError) as error:
             raise NoAnswerError(f"{self.context} does not answer{_why(error, self._seconds)}") from None

@@ -18,11 +18,11 @@ from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_operator.failures.log_lines import ANSWER
 from ddpjob_operator.job import api, launcher, topology
 
-DRAIN_SECONDS = 10.0  # after the job's end, a log without a new line for so long is given up
+DRAIN_SECONDS = 10.0  # seconds without a new line after the job's end, until a log counts as complete
 RETRY_SECONDS = 1.0
-_QUEUE_MAX = 10_000  # lines, if stdout is read more slowly than the job writes
+_QUEUE_MAX = 10_000  # lines that wait if stdout is read more slowly than the job writes
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT")
-# Lines with the result of a function (sdk/in_rank.py), perhaps after a time or after text without an end of line.
+# Lines that carry a function's result (sdk/in_rank.py). A timestamp or text without a line end may precede them.
 _OF_ANSWER = rf"{ANSWER}[0-9a-f]{{16}}:\w+:\d+:\d+/\d+:[\w+/=]*".encode()
 _ANSWERS = re.compile(rb"^(?:\d{4}-\S+ )?" + _OF_ANSWER + rb"\n|" + _OF_ANSWER, re.MULTILINE)
 _ANSWER_BYTES_MAX = 4096
@@ -283,7 +283,7 @@ class _Streams:
         if not api_answers:
             self._unread.clear()
             return
-        # One failure is not reported, because the API server itself may have been away for a moment.
+        # The first failed read is not reported, because the API server may only be away for a moment.
         new = [uid for uid, times in self._unread.copy().items() if times > 1 and uid not in self._told]
         if new:
             self._told.update(new)

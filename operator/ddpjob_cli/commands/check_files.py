@@ -28,8 +28,8 @@ from ddpjob_operator.job.podspec import command_path
 from ddpjob_operator.job.wording import count
 
 _NOTHING_KNOWN = CheckedJob()
-USES_MAX = 5  # a file gets CPU time for each of its jobs, for at most this many
-WARNINGS_SHOWN = 3  # before a run, because its own output matters more
+USES_MAX = 5  # jobs that share one script; the script's CPU time limit is multiplied by at most this
+WARNINGS_SHOWN = 3  # warnings shown before a run, because the run's own output matters more
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def _of_notebook(path: str, text: str, context: CheckedJob, limit: CpuLimit) -> 
         for found in of_part:
             cell, line = part.place(found.line)
             findings.append(replace(found, file=f"{path}:cell {cell}", line=line))
-        if of_part == [check.unchecked(path)]:  # report it once, even if thousands of cells follow
+        if of_part == [check.unchecked(path)]:  # report a time-out once, even if thousands of cells follow
             why = "the notebook takes too long to follow, so nothing is checked from this cell on"
             findings[-1] = replace(findings[-1], message=why)
             break

@@ -23,7 +23,7 @@ from ddpjob_operator.job import api, yamlvalues
 from ddpjob_operator.job.command import arguments_behind_script
 from ddpjob_operator.job.wording import name_of
 
-NODES = 1  # as in torchrun
+NODES = 1  # the default number of nodes, as in torchrun
 FOUND_MAX = 8
 _PROCESSES = ("torch.multiprocessing.Process", "multiprocessing.Process")
 _SIMPLE = re.compile(r"[A-Za-z0-9_./=-]*[A-Za-z_./=-][A-Za-z0-9_./=-]*")

@@ -109,7 +109,7 @@ def close(name: str, known: Sequence[str]) -> str:
 
 
 _BEGINNING_MIN = 4
-_CLOSE = 0.75  # ratio of difflib: of four letters one may be moved, but none replaced
+_CLOSE = 0.75  # minimum ratio of difflib: of four letters, one may have moved but none may be replaced
 
 
 def keep_close(error: click.ClickException) -> None:

@@ -39,7 +39,7 @@ def load(source: Source, read: Document | None = None) -> tuple[Document, api.DD
     _refuse_two_values(source)
     document, is_made = _document(source) if read is None else (read, False)
     metadata = document.data.get("metadata")
-    # The API server would make the name from metadata.generateName, but it is needed here earlier.
+    # Make the name here, because it is needed before the API server would make it from metadata.generateName.
     if isinstance(metadata, dict) and not metadata.get("name") and isinstance(metadata.get("generateName"), str):
         metadata["name"] = metadata.pop("generateName") + "".join(random.choices(_NAME_LETTERS, k=5))  # noqa: S311
     made_command = _command(document) if is_made else None
@@ -48,7 +48,7 @@ def load(source: Source, read: Document | None = None) -> tuple[Document, api.DD
     if source.max_restarts is not None and not is_made:
         override.set_field(document, f"spec.backoffLimit={source.max_restarts}", "--max-restarts")
     document, parsed = applied(document, source.nodes, source.settings, source.variables)
-    if source.arguments and made_command != _command(document):  # a YAML file, or --set has changed the command
+    if source.arguments and made_command != _command(document):  # the command is from a YAML file or --set
         _replace_arguments(document, parsed, source.arguments)
         parsed, _ = validation.parse(document.data)
     return document, parsed

@@ -6,7 +6,7 @@ from ddpjob_cli.describe import figures
 from ddpjob_operator.job import api, wording
 
 _SHOWN_METRICS = ("loss", "accuracy", "params")
-_MEMORY = "the memory "  # status.resumedFrom begins with it if the state came from memory in pods
+_MEMORY = "the memory "  # status.resumedFrom begins with this if the state came from the memory of pods
 
 
 def step_parts(status: api.Status) -> list[str]:

@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from ddpjob_cli.local.session import DevSession
 
 SUCCEEDED, FAILED, INTERRUPTED = 0, 1, 130
-WAIT_SECONDS_MAX = 3600.0  # the kernel accepts at most 24.8 days, but a deadline may be a month
-REPORT_SECONDS = 0.5  # short, because reports on loopback are cheap, and the table should be up to date
-# resume_hint: a local run is suspended only by a signal, which also ends it.
+WAIT_SECONDS_MAX = 3600.0  # seconds; the kernel accepts at most 24.8 days, but a deadline may be a month
+REPORT_SECONDS = 0.5  # seconds; short, because reports on loopback are cheap and the table should be up to date
+# No resume_hint: only a signal suspends a local run, and it also ends the run.
 SETTINGS = Settings(progress_write_seconds=REPORT_SECONDS, resume_hint="run it again to go on", keeps_files=True)
 _STOPS = (reasons.SUSPENDING.name, reasons.SUSPENDED.name)
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -309,9 +309,9 @@ class Runner:
             if todo.status is not None:
                 self._record(todo.status)
             self.cluster.execute(self.job, todo.actions)
-            # Events of the end are left out, because the summary reports it.
+            # Leave out Events at the job's end, because the summary reports it.
             for event in todo.events if self.job.status.state not in TERMINAL else ():
-                is_said = event.reason == reasons.EXIT_CODE_LOST.name  # the check before the run reported it
+                is_said = event.reason == reasons.EXIT_CODE_LOST.name  # the check before the run has reported this
                 # `_begin_stop` has reported it.
                 is_said = is_said or (bool(self._stop_reasons) and event.reason in _STOPS)
                 # The summary reports findings.
@@ -463,7 +463,7 @@ class Runner:
     def _inject_faults(self) -> None:
         now, pods = time.monotonic(), [pod for pod in self.cluster.pods.values() if pod.live]
         for due, fault in list(self._node_faults):
-            if now >= due and fault.node in {pod.place for pod in pods}:  # wait until its node is running
+            if now >= due and fault.node in {pod.place for pod in pods}:  # wait until the fault's node is running
                 self._node_faults.remove((due, fault))
                 self.screen.note(f"{fault.option}: node {fault.node} dies now")
                 self.cluster.lose_node(fault.node)
@@ -516,7 +516,7 @@ class Runner:
         missed = faults.missed(self.options.faults, not_yet, self.folder.path / run_folder.FAULTS)
         for fault in missed:
             self.screen.note(f"{fault.option}: did not happen; {fault.wants}")
-        self.screen.note(self._where())  # before the job's end, which should be the last line
+        self.screen.note(self._where())  # print this before the job's end, which should be the last line
         if status.state == "Succeeded":
             self.screen.note(ending.succeeded(name, status, took))
             return FAILED if missed else SUCCEEDED  # a test of a fault has failed if the fault did not happen
@@ -557,7 +557,7 @@ def _run_folder(name: str, options: RunOptions) -> run_folder.RunFolder:
     try:
         return run_folder.RunFolder(name, options.folder)
     except OSError as error:
-        # An OSError of a write has no file name.
+        # An OSError from write() has no file name.
         place = error.filename or (options.folder or run_folder.state_home() / "ddpjob") / name
         text = f"{place}: {error.strerror}: cannot hold the logs; choose a folder with --logs"
         raise InputError(text) from None

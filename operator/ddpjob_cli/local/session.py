@@ -60,10 +60,10 @@ class DevSession:
         """has_keyboard: stdin is a terminal, and no debugger reads from it."""
         self._idle_seconds, self._has_keyboard = idle_seconds, has_keyboard
         self._asked: collections.deque[str] = collections.deque()  # reasons for the next restart
-        # The pod that printed that all ranks have ended, and its message, until it is reported.
+        # The pod that reported that all ranks have ended, with its message, until we have shown it.
         self._stood: tuple[PodOfSession, str] | None = None
         self._files = files
-        self._stands = False  # True while no rank is running: new files are then the user's
+        self._stands = False  # True while no rank is running; new files then come from the user, not from the script
         self._lock = threading.Lock()  # guards _files and _stands
         self._active_at = time.monotonic()
         self._steps: object = None
@@ -129,7 +129,7 @@ class DevSession:
             return None
         idle = time.monotonic() - self._active_at
         with contextlib.suppress(OSError):
-            if os.isatty(0):  # the terminal's atime shows when the user typed, for example into a debugger
+            if os.isatty(0):  # the terminal's atime changes when the user types, for example into a debugger
                 idle = min(idle, max(0.0, time.time() - os.fstat(0).st_atime))
         return max(0.0, self._idle_seconds - idle)
 

@@ -22,7 +22,7 @@ _NUMBERS = (f"{_TAG}int", f"{_TAG}float")
 # Kinds that `ddpjob convert` reads; tests/unit/test_convert.py compares this with ddpjob_convert's own list.
 CONVERTED = ("PyTorchJob", "TrainJob")
 _LIST = "List"
-PROBLEMS_MAX = 20  # shown; 10,000 wrong containers are probably one mistake
+PROBLEMS_MAX = 20  # problems that are shown; 10,000 wrong containers are probably one mistake
 
 
 # Use libyaml if PyYAML was built with it (all wheels are), else the same loader in Python.
@@ -53,7 +53,7 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
 for _name in _NUMBERS:
     _Loader.add_constructor(_name, _Loader.construct_number)
 _Loader.add_constructor(f"{_TAG}bool", _Loader.construct_boolean)
-for _name in ("timestamp", "merge"):  # `<<` as a value
+for _name in ("timestamp", "merge"):  # `<<` as a value has one of these tags
     _Loader.add_constructor(f"{_TAG}{_name}", _Loader.construct_yaml_str)
 for _name in ("binary", "omap", "pairs", "set"):
     _Loader.add_constructor(f"{_TAG}{_name}", _Loader.construct_undefined)

@@ -25,7 +25,7 @@ def read_script(path: str | Path) -> bytes:
     """Return the content of a script or a notebook. Raise OSError, also if it is too large, with EFBIG."""
     mib = NOTEBOOK_MIB_MAX if str(path).endswith(".ipynb") else SCRIPT_MIB_MAX
     with open(own_files.open_named(path), "rb") as file:
-        data = file.read((mib << 20) + 1) or b""  # None: a file without data now, as in /proc
+        data = file.read((mib << 20) + 1) or b""  # read() returns None if a file has no data at the moment, as in /proc
     if len(data) > mib << 20:
         raise OSError(errno.EFBIG, f"larger than {mib} MiB, so it is not a script", str(path))
     return data

@@ -47,7 +47,7 @@ class RunFolder:
         self._job = job
         self.lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self.lock, fcntl.LOCK_EX)
-        _mark(self.path, job)  # after locking, so that the run of a marked folder without a lock has ended
+        _mark(self.path, job)  # the lock comes first, so a marked folder without a lock means that its run has ended
         # `latest` links to the newest run. If the name is not a link to a run, it belongs to the user and stays.
         link = self.path.parent / LATEST
         with contextlib.suppress(OSError):  # another run does the same now, or the file system has no links
@@ -110,7 +110,7 @@ def _clear_old(jobs: Path, job: str) -> None:
             _remove_what_ends_with_a_run(held)
             _remove_folders_of_agents(run.name)
             if i >= RUNS_KEPT - 1:
-                # Remove files of the run. If others are left, the folder stays, without its mark.
+                # Remove the run's files. If other files are left, keep the folder, but remove its mark file.
                 written = (STATUS, FACTS, HISTORY)
                 for path in list(held.iterdir()):
                     if path.name in written or re.fullmatch(rf"{re.escape(job)}-\d+-\d+(-r\d+)?\.log", path.name):
@@ -142,7 +142,7 @@ def _mark(run: Path, job: str) -> None:
 def _has_mark(run: Path, job: str, name: str, inode: int) -> bool:
     try:
         mark = json.loads(own_files.read_file(run / MARK, _MARK_BYTES_MAX))
-    except (OSError, ValueError, RecursionError):  # no mark, or not one of ours
+    except (OSError, ValueError, RecursionError):  # no mark file, or one that we did not write
         return False
     return bool(_UUID.fullmatch(name) and mark == {"job": job, "run": name, "inode": inode})
 

@@ -105,7 +105,7 @@ class LocalCluster:
         for pod in self._live():
             for pid in ranks.of_node(pod.node.pid, parent_of)[:1]:
                 known = self._group_sizes.get((pod.attempt, pod.place), (0.0, 0))
-                # Keep the newest: a program around the launcher has the pod's WORLD_SIZE, but is older than the ranks.
+                # Keep the newest process: a wrapper of the launcher has the pod's WORLD_SIZE, but started earlier.
                 self._group_sizes[pod.attempt, pod.place] = max(known, ranks.started_among(pid))
 
     def observe(self) -> Observed:

@@ -23,7 +23,7 @@ from ddprun import processes
 SUPERVISOR = "from ddpjob_cli.local.processes.supervisor import main; main()"
 # The folders of the two packages that the supervisor needs.
 PACKAGES = [str(Path(package.__file__ or "").parents[1]) for package in (ddpjob_cli, ddprun)]
-CLOSE_SECONDS = 10.0  # a working supervisor ends its processes within milliseconds
+CLOSE_SECONDS = 10.0  # seconds; a working supervisor ends its processes within milliseconds
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class NodeProcess:
         self._stdin.close()  # for the supervisor this means that the runner has ended
         try:
             self._process.wait(CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:  # a debugger has stopped it, or SIGKILL does not end one of its children
+        except subprocess.TimeoutExpired:  # a debugger has stopped the supervisor, or a child of it survives SIGKILL
             self._process.kill()
             self._process.wait()
         self._stdout.close()
@@ -121,7 +121,7 @@ class NodeProcess:
             return  # the supervisor has ended; `handle_report` will read its result
 
     def _lost(self) -> End:
-        code = self._process.wait()  # ends soon, because its pipe was closed; then we have adopted its children
+        code = self._process.wait()  # its pipe was closed, so it ends soon; its children then become ours
         if code < 0:
             how = f"was killed by {signal_name(-code)}"
         else:

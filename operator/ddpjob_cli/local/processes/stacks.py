@@ -15,7 +15,7 @@ from ddpjob_operator.job.wording import count
 from ddprun import processes
 from ddprun.core import folded_stacks
 
-ANSWER_SECONDS = 40.0  # py-spy has 5 s for each rank that does not answer
+ANSWER_SECONDS = 40.0  # seconds; py-spy takes up to 5 s for each rank that does not answer
 POLL_SECONDS = 0.1
 _PIDS_MAX = 8
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from ddpjob_core.failures import where_of
 from ddpjob_operator.failures.log_lines import PREFIX
 
-HELD_SECONDS = 30.0  # an uncaught exception ends its pod within this time; a rank has ten seconds to stop
-UNSURE_SECONDS = 10.0  # shorter for a traceback without torch's prefix, because the script may have handled it
+HELD_SECONDS = 30.0  # seconds until an uncaught exception has ended its pod; a rank has ten seconds to stop
+UNSURE_SECONDS = 10.0  # seconds; shorter for a traceback without torch's prefix, which the script may have handled
 _LAUNCHERS = re.compile(
     # E0131 12:00:00.1 77 torch/distributed/elastic/…; up to torch 2.1 ERROR:torch.distributed…
     r"^(?:[EWI]\d{4} \d\d:\d\d:\d\d\S* \d+ (?:\[\d+\] )?torch/distributed/|(?:ERROR|WARNING|INFO):torch\.distributed"
@@ -80,7 +80,7 @@ class Fold:
         self.stacks: dict[int, list[str]] = {}
         """By rank, the stacks that it printed when it was stalled."""
         self._in_stacks: list[str] | None = None
-        self._open: dict[str, Trace] = {}  # by prefix, because output of ranks is interleaved
+        self._open: dict[str, Trace] = {}  # by prefix, because the output of ranks is interleaved
         self._borders = 0  # number of borders of torchrun's table that are still to come
         self._after_cpp = False
 

@@ -21,11 +21,11 @@ from ddpjob_operator.plan.actions import Event
 if TYPE_CHECKING:
     from rich.live import Live
 
-PLAIN_SECONDS = 5.0  # between two progress lines without a terminal
-WAIT_SECONDS = 10.0  # before the first line about a wait; the time doubles after each line
-LIVE_SECONDS = 0.5  # between two drawings of the table: 2 nodes cost 0.6 % of a CPU, 16 cost 3 %
-TICK_SECONDS = 1.0  # draw again after this time even if nothing has changed, because the table shows times
-LINES_A_DRAWING = 200  # nobody can read more lines between two drawings; the log has them all
+PLAIN_SECONDS = 5.0  # seconds between two progress lines without a terminal
+WAIT_SECONDS = 10.0  # seconds before the first line about a wait; doubled after each line
+LIVE_SECONDS = 0.5  # seconds between two drawings of the table: 2 nodes cost 0.6 % of a CPU, 16 nodes 3 %
+TICK_SECONDS = 1.0  # seconds after which the table is drawn again without a change, because it shows times
+LINES_A_DRAWING = 200  # nobody can read more lines between two drawings; the log has all lines
 _QUIET = (reasons.CREATING_PODS.name, reasons.STARTING_TRAINERS.name, reasons.QUEUE_NOT_SERVED.name)
 
 
@@ -65,7 +65,7 @@ class PlainScreen:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             raise OutputClosedError from None
         except BlockingIOError:
-            raise  # Python writes the rest at the exit, if the reader reads again by then
+            raise  # if the pipe has a reader again, Python writes the rest at the exit
         except OSError:
             _forget_unwritten()
             raise
@@ -168,7 +168,7 @@ class LiveScreen(PlainScreen):
         present = present_pods(pods)
         self._usages.look({pod.node.pid: pod.gpus for pod in present if pod.live})
         nodes = [node_of(self.job, moment.status, pod, self._usages.seen.get(pod.node.pid)) for pod in present]
-        with _whoever_reads(), self._console:  # the console buffers all of it for one write
+        with _whoever_reads(), self._console:  # the console buffers the output for a single write
             self._flush()
             if self._live is None:
                 # No automatic refresh: its thread could draw after the shell has taken the terminal back.
@@ -212,7 +212,7 @@ def has_terminal(groups: Collection[int]) -> bool:
     """True if one of these process groups is in the foreground of the terminal on stderr."""
     try:
         return os.tcgetpgrp(2) in groups
-    except OSError:  # not our controlling terminal, so no other group of our session has it
+    except OSError:  # not our controlling terminal, so no other process group of our session has it
         return True
 
 

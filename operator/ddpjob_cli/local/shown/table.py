@@ -88,7 +88,7 @@ def view(moment: RunMoment, nodes: Sequence[NodeRow], width: int, height: int) -
         saved = status.progress.saved_step if status.progress is not None else None
         last = f"last saved at step {saved}" if saved else "nothing is saved"
         rows.append(_line(f"✖ {last}: {status.save_failed}", "red"))
-    # Leave out the newest failure until its cause is settled: it may name a rank that was only stopped.
+    # Leave out the newest failure until its cause is settled: its rank may only have been stopped.
     for failure in (status.failures[:-1] if is_broken(status) else status.failures)[-1:]:
         rows.append(_line(f"✖ attempt {failure.attempt}: {failure.message}", "red"))
     return Group(*rows)
