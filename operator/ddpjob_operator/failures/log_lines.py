@@ -16,8 +16,8 @@ ANSWER = "ddpjob-answer-"
 """Prefix of the lines that return the result of a function, in base64 for programs (docs/python.md)."""
 LAST_LINE = "last line: "
 """Prefix of a last line that may not be the reason."""
-# Codes of sys.exit("text"), of argparse and click, and of shells that cannot start a program. Another code was chosen
-# by the program, and the last line does not explain it.
+# Exit codes of sys.exit("text"), of argparse and click, and of shells that cannot start a program. Other codes were
+# chosen by the program, and the last line does not explain them.
 _CODES = (1, 2, 126, 127)
 LINE_MAX = 2000
 # `[rank1]: ` comes from torch, `[default0]:` (with the local rank) from torchrun --tee.
@@ -127,7 +127,7 @@ def _without_warnings(log: Iterable[str]) -> Iterator[str]:
     is_summary = is_ignored = False
     for line in (PREFIX.sub("", line[:LINE_MAX]) for line in log):
         if is_ignored or line.startswith("Exception ignored "):
-            # Skip its traceback up to the exception's own line.
+            # Skip the exception that Python ignored: its traceback, and then its own line.
             is_ignored = line.startswith(("Exception ignored ", "Traceback ", " "))
             line = ""
         below, is_summary = is_summary and _CODE_BELOW.match(line), bool(_SUMMARY.match(line))

@@ -24,7 +24,7 @@ from ddpjob_operator.observed.cluster import Pod
 
 EXCEPTION_MAX, WORD_MAX = 300, 128
 CLOCKS_DIFFER = dt.timedelta(seconds=2)
-# Clocks of nodes differ by up to ten seconds. Used if observations do not show the order.
+# Clocks of nodes differ by up to ten seconds. This is used if observations do not show the order of failures.
 NODE_CLOCKS_DIFFER = dt.timedelta(seconds=12)
 # A rank may fail this long before its container ends: torchrun waits for other ranks, or a debugger is attached.
 REPORTED_BEFORE_MAX = dt.timedelta(hours=1)
@@ -63,7 +63,7 @@ _BY_REASON: dict[str, api.Evidence] = {
     DEADLINE: api.Evidence(precedence="STOPPED"),
     RESUMABLE: api.Evidence(precedence="RESUMABLE", raised=True),
     PEER_LOST: api.Evidence(precedence="SYMPTOM", raised=True),
-    # This reason is concluded from complaints of peers, which a lost node may explain too.
+    # The operator concludes this reason from lost connections of other ranks, which a lost node may explain too.
     ENDED_EARLY: api.Evidence(precedence="SYMPTOM"),
 }
 _NODES_OWN = rules.LOST_CONTAINER | frozenset(
@@ -178,7 +178,7 @@ def settle(
     cause = _first(all_ends, first.pod)
     if lost and cause.precedence in _MAY_FOLLOW_A_LOST_NODE:
         cause = _first([PodEnd(gone) for gone in lost])
-    # torchrun answers a SIGTERM with 0 only if its store, in node 0's torchrun, was lost before.
+    # torchrun answers SIGTERM with 0 only if it had lost its store, which is in node 0's torchrun.
     store_gone = any(e.failure.node_rank == 0 and e.precedence == Precedence.SYMPTOM for e in all_ends)
     done = (e.failure for e in ends if e.done and (store_gone or e.failure.exit_code != 0))
     early = early or next(done, None)
@@ -190,7 +190,7 @@ def settle(
         found = rules.classify(_with_evidence(cause.failure))
         repeats = found == "application" and untried and _repeats(cause, all_ends, number)
         return cause.failure, "permanent" if repeats else found
-    # Otherwise the node may be the reason. Agents that end by agreement have compared their nodes.
+    # If not all nodes fail alike, the node may be the reason. Agents that end together have compared their nodes.
     unable = {end.failure.node_rank for end in all_ends if rules.cannot_start(_with_evidence(end.failure))}
     everywhere = any(end.everywhere for end in all_ends) or len(unable) >= number
     return cause.failure, _of_no_start(cause.failure, stepped=stepped, trained=trained, everywhere=everywhere)
@@ -287,7 +287,7 @@ def _of_no_start(cause: api.JobFailure, *, stepped: bool, trained: bool, everywh
     in this way on every node. A missing ConfigMap is missing on all of them.
     """
     if cause.reason not in rules.START_REASONS and stepped:
-        return "application"  # the program existed when this attempt began
+        return "application"  # the ranks have made steps, so the program existed on the node
     if rules.classify(_with_evidence(cause)) == "infrastructure":
         return "infrastructure"
     forever = everywhere or cause.reason == CONFIG_ERROR
@@ -297,7 +297,7 @@ def _of_no_start(cause: api.JobFailure, *, stepped: bool, trained: bool, everywh
 def _ended_early(early: api.JobFailure | None, complaint: api.JobFailure, steps: Mapping[int, int]) -> api.JobFailure:
     """Return the cause of peers' complaints if a node has completed: it called fewer collectives."""
     if early is None or complaint.reason == ENDED_EARLY:
-        return complaint  # already recorded
+        return complaint  # the reason is recorded already
     known = complaint.step if complaint.rank is None else steps.get(complaint.rank, complaint.step)
     step = early.step if early.rank is None else steps.get(early.rank, early.step)
     return msgspec.structs.replace(
@@ -319,7 +319,7 @@ def _end(context: Context, pod: Pod, *, outside: bool) -> PodEnd:
     code = 0 if own.early else code
     precedence = _precedence(pod, own, code, outside=outside)
     if precedence == Precedence.STOPPED and report.agreed:
-        precedence = Precedence.LATE  # also with SIGKILL, which would otherwise count as the kubelet's
+        precedence = Precedence.LATE  # this holds for SIGKILL too, which would otherwise look like the kubelet's
     reason = _reason(pod, own, precedence)
     failure = api.JobFailure(
         attempt=context.attempt,
@@ -340,7 +340,7 @@ def _end(context: Context, pod: Pod, *, outside: bool) -> PodEnd:
     )
     said = (*(one.exception for one in termination_message.raised(report.log)), log_lines.refused(report.log))
     ended_by_node = precedence == Precedence.NODE and not pod.disruption
-    # While the pod's phase is unknown, an eviction may have ended it, and a wrong record would stay.
+    # While the pod's phase is unknown, an eviction may have ended it, and a wrong record would never be corrected.
     is_stopped = precedence == Precedence.STOPPED and not pod.live
     # After its ranks have ended with 0, torchrun waits for other nodes in C++ code for up to five minutes, and no
     # SIGTERM reaches it there. At any other time it answers at once, with a line and 1. If its store is lost
@@ -402,11 +402,11 @@ def _read(pod: Pod, port: int | None = None) -> ContainerReport:
     report = termination_message.read(pod.trainer.message)
     own = report.failure
     if not own.rank and port and rules.port_in_use(own.exception) == port:
-        # Another process took the port that the operator chose; the next attempt gets another one.
+        # Another process used the port that the operator chose; the next attempt uses another port.
         own = own._replace(symptom=True)
     code = pod.trainer.exit_code
-    # A rank complained, and then a signal killed the container. A lost peer does not explain that, except after SIGABRT
-    # (NCCL aborts after a lost peer), SIGTERM and SIGINT.
+    # A rank lost its connection, and then a signal killed the container. A lost peer does not explain the signal,
+    # except SIGABRT (NCCL aborts after a lost peer), SIGTERM and SIGINT.
     if own.symptom and signal_name(code) and code not in (_ABORTED, _TERMINATED, _INTERRUPTED):
         own = own._replace(symptom=False, exit_code=code, rank=None, exception="")
     return report._replace(failure=own)
@@ -416,8 +416,8 @@ def _precedence(pod: Pod, own: Failure, code: int | None, *, outside: bool) -> P
     if pod.trainer.reason == "OOMKilled":
         return Precedence.KERNEL
     if pod.deleted_first and not outside:
-        # A drain or preemption after the operator's deletion changes nothing; the kubelet then may not find the
-        # container (ContainerStatusUnknown).
+        # A drain or preemption after the operator's deletion is not the cause. The kubelet may then report
+        # ContainerStatusUnknown.
         if pod.reason or pod.disruption in _BY_KUBELET or pod.trainer.reason == "Unknown":
             return Precedence.NODE_LATE
         return Precedence.LATE if _failed_before_its_deletion(own, code) else Precedence.STOPPED
@@ -435,12 +435,12 @@ def _failed_before_its_deletion(own: Failure, code: int | None) -> bool:
     waits for other ranks.
     """
     if own.stalled or own.early:
-        return True  # the agents agreed on this before the deletion: no agent writes it after a SIGTERM
+        return True  # agents agree on this only before the deletion, and do not write it after a SIGTERM
     if own.symptom or own.resumable or own.exception.startswith(("KeyboardInterrupt", "SystemExit")):
         return False
     if code in (0, rules.RESUMABLE_EXIT_CODE, _INTERRUPTED, _KILLED, _TERMINATED):
         return False
-    # Launchers and interpreters answer SIGTERM with one of these two codes.
+    # Launchers and interpreters exit with 1 or SIGABRT's code after a SIGTERM, so these codes show no own failure.
     return bool(own.exception) or own.exit_code is not None or code not in (None, 1, _ABORTED)
 
 
@@ -483,7 +483,7 @@ def _repeats(cause: PodEnd, ends: Sequence[PodEnd], nodes: int) -> bool:
     """True if a retry would end in the same way: a mistake of the script, made on all nodes."""
     exception = cause.failure.exception
     code = cause.failure.exit_code
-    # argparse raises nothing: it prints its sentence and exits with 2.
+    # argparse raises no exception: it prints a sentence and exits with 2.
     is_own = evidence_of(cause.failure).raised or code == 2
     if not is_own or not rules.is_mistake(exception, code):
         return False

@@ -10,7 +10,7 @@ from ddpjob_operator.job import api, wording
 from ddpjob_operator.observed.cluster import THIS_MACHINE
 
 _SIGKILL = 137
-# [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553]
+# The path of torch's build machine: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553]
 _BUILD_PATH = re.compile(r"\[(?:[\w.-]*/){2,40}[\w.-]+:\d{1,6}\] ?")
 _PICTURES = re.compile(r"(?: ?GLHF!)? ?[\U0001f000-\U0001ffff\u2600-\u27bf\ufe0f\u200d]+")
 _SPACES = re.compile(r" {2,}")

@@ -28,11 +28,11 @@ DEFAULT_QUEUE = "default"
 PODSET = "node"
 _TOPOLOGY = "kueue.x-k8s.io/podset-{}-topology"
 _TOPOLOGY_GATE = "kueue.x-k8s.io/topology"
-# The lowest level of a Topology, if it has one.
+# The usual label of a Topology's lowest level: the node itself.
 _HOST = "kubernetes.io/hostname"
 _POD_GATE = "kueue.x-k8s.io/admission"
-# After evictions with these reasons Kueue decides when the Workload may queue again: after a back-off, or when it is
-# active again. Kueue (0.14 to 0.19) compares these words, but evicts for DeactivatedDueToRequeuingLimitExceeded.
+# After evictions whose reason begins with one of these words, Kueue decides when the Workload may queue again. Kueue
+# (0.14 to 0.19) expects exactly these words in Requeued, but evicts for DeactivatedDueToRequeuingLimitExceeded.
 _REQUEUED_BY_KUEUE = ("PodsReadyTimeout", "AdmissionCheck", "Deactivated")
 _NAMES_MAX = 16
 

@@ -26,7 +26,7 @@ def body(job: api.DDPJob, attempt: int, api_version: str) -> Body:
     if job.spec.topology_key:
         spec["schedulingConstraints"] = {"topology": [{"key": job.spec.topology_key}]}
     if priority := podspec.mapping(job.spec.template, "spec").get("priorityClassName"):
-        spec["priorityClassName"] = priority  # groups are ordered by their own priority, not by their pods'
+        spec["priorityClassName"] = priority  # the group's own priority decides its order, not its pods' priority
     labels = {**naming.labels(job), naming.LABEL_ATTEMPT: str(attempt)}
     metadata = build.owned_metadata(job, ADAPTER.group_name(job, attempt), labels)
     return {"apiVersion": api_version, "kind": ADAPTER.kind, "metadata": metadata, "spec": spec}

@@ -18,25 +18,25 @@ COUNT_MAX = 2**53 - 1
 NODES_MAX = 10_000
 # Ranks of one pod.
 NPROC_MAX = members.NPROC_MAX
-# Largest number of an attempt or a replacement, also in labels: more than one restart per second for 30 years.
+# The largest attempt number or replacement number, also in labels: more than one restart per second for 30 years.
 TURNS_MAX = 10**9
 # Restarts in place that one agent may report: each takes longer than a second.
 IN_PLACE_MAX = 10**6
 # A kubelet keeps 4 kB of a termination message, but anybody with access can write a longer one into a status.
 TEXT_MAX = 16_384
-# Names, single words and exception lines of a status: the operator writes at most 500 characters.
+# Characters of names, single words and exception lines in a status; the operator writes at most 500.
 STATUS_TEXT_MAX = 1_024
-# metav1.Condition has the same limit.
+# Characters of a condition's message, as in metav1.Condition.
 CONDITION_MAX = 32_768
-# The longest text of `ranges.text`, for every second of NODES_MAX nodes: 25 kB.
+# Characters of `ranges.text`; the longest text, for every second of NODES_MAX nodes, has 25 kB.
 RANGES_LENGTH_MAX = 65_536
-# Items of a list in a status: the operator keeps at most 100.
+# Items of a list in a status; the operator keeps at most 100.
 STATUS_ITEMS_MAX = 128
 # Characters of a sentence in a report, without and with the advice after it.
 SENTENCE_MAX = 300
 ADVICE_MAX = 600
 FINDINGS_MAX = findings.FINDINGS_MAX
-# The reason for a gang's kind. It may quote the API server.
+# Characters of the reason for a gang's kind, which may quote the API server.
 WHY_MAX = 500
 # A pod template has some hundred values, and is nested about 15 levels deep.
 SPEC_VALUES_MAX = 10_000

@@ -31,7 +31,7 @@ OPTIONS = (
 _OF_DDPRUN = {"preload", "no_preload"}
 _OF_LAUNCH = {"use_env"}
 _SHORT = {"m": "module", "r": "redirects", "t": "tee"}
-OPTIONS_MAX = 128  # the most options of a launcher that are read; torchrun has 35
+OPTIONS_MAX = 128  # options of a launcher that are read; torchrun has 35
 SCRIPT_READ_MAX = 20_480
 """The most characters of a shell's script that are read: the operator's event loop reads it, at 2 µs each."""
 _LAUNCHERS_MAX = 20  # in one command

@@ -48,8 +48,8 @@ COLUMNS = (
     ("Message", "string", ".status.message", True),
 )
 
-# For `kubectl get ddp --field-selector status.state=Failed`, and to watch a subset of jobs. From Kubernetes 1.31; an
-# older API server drops the list.
+# Needed for `kubectl get ddp --field-selector status.state=Failed`, and to watch a subset of jobs. Kubernetes 1.31 or
+# newer uses this list; an older API server drops it.
 SELECTABLE = (".status.state", ".status.reason")
 
 # CEL can read only metadata.name of the metadata. The messages cannot contain the value: `messageExpression` with a
@@ -84,7 +84,7 @@ def _same(field: str, default: str) -> str:
 
 # As in batch/v1 Job: another controller cannot take over a job, because nobody would own its existing pods.
 SAME_MANAGER = _same("managedBy", "''")
-# The Service is created only once.
+# The Service is created only once, so its fields cannot follow a change.
 SAME_DNS = _same("dns", "'auto'")
 NEVER_CHANGES = "never changes. Delete the job, and apply the new one."
 
@@ -94,8 +94,8 @@ def _differs(field: str) -> str:
     return f"has({new}) != has({old}) || has({new}) && {new} != {old}"
 
 
-# No write changes both spec and status. If the status differs, the templates need not be compared, which would cost
-# more than all other rules together (bench/results). Nearly all writes of a status change one of these fields.
+# No write changes both spec and status, so a write of the status need not compare the templates. Comparing them costs
+# more than all other rules together (bench/results). Nearly all status writes change these fields.
 WRITES_STATUS = f"has(self.status) && (!has(oldSelf.status) || {_differs('message')} || {_differs('progress')})"
 
 # Fields that must not change while the job is running, as CEL for "unchanged". template: `==` compares undeclared
@@ -106,7 +106,7 @@ UNCHANGED = {
     "nodes": "has(self.spec.minNodes) || self.spec.nodes == oldSelf.spec.nodes",
     # minNodes may not be added or removed: pods of a job without it were made for a fixed number of nodes.
     "minNodes": _same("minNodes", "0"),
-    # Unset is auto: writing the default out changes nothing.
+    # Unset means auto, so writing `auto` into the spec is no change.
     "nprocPerNode": _same("nprocPerNode", "'auto'"),
     "template": (
         f"{WRITES_STATUS} || self.spec.template == oldSelf.spec.template && oldSelf.spec.template == self.spec.template"

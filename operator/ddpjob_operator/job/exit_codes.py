@@ -29,7 +29,7 @@ _NEVER_FAIL = frozenset("true : echo printf date sleep sync cd pwd touch mkdir s
 _AWKS = frozenset("awk gawk mawk".split())
 _DECLARES = frozenset("local export declare readonly typeset".split())
 _BECOMES_NEXT = frozenset("exec command builtin nohup time env".split())
-# A word that is a script: ssh host "cd /app && torchrun train.py".
+# Matches a word that is itself a shell script: ssh host "cd /app && torchrun train.py".
 _SCRIPT = re.compile(r"\s(?:torchrun|ddprun|python)|(?:torchrun|ddprun|python)[\d.]*\s")
 _DIRECTORY_STACK = ""  # the variable that counts the entries of pushd
 
@@ -146,14 +146,14 @@ def _launcher_exits(words: tuple[str, ...]) -> tuple[LauncherExit, ...]:
     except _CANNOT_FOLLOW:
         return ()
     by_launcher = tuple(one for one in found.values() if one.launcher != "python")
-    programs_alone = tuple(found.values())  # the one that trains is unknown, so all of them must be lost
+    programs_alone = tuple(found.values())  # it is unknown which one trains, so all must be lost
     return by_launcher or (programs_alone if len(found) == 1 or all(one.lost for one in found.values()) else ())
 
 
 def _launcher_exit(top: shell.Simple, node: shell.ShellNode, succeeding: _ScriptWalk, work: _Work) -> LauncherExit:
     walk = _ScriptWalk(frozenset({node}), work)
     ends = [state for state in walk.ends(top) if state.failed]
-    if not ends:  # this launcher runs only if those before it fail
+    if not ends:  # this launcher starts only if the launchers before it fail
         walk = _ScriptWalk(frozenset(succeeding.started), work)
         ends = [state for state in walk.ends(top) if state.failed]
     for other, started in walk.started.items():

@@ -9,7 +9,7 @@ from typing import Any
 
 TRAINER = "trainer"
 
-# Volumes that belong to one pod. Any other may be the same folder on all nodes; a hostPath too, if a network file
+# Volumes that belong to one pod. Other volumes may be the same folder on all nodes, even a hostPath if a network file
 # system is mounted there.
 _OWN_VOLUMES = {"emptyDir", "ephemeral", "configMap", "secret", "projected", "downwardAPI", "image"}
 _FOR_SCRATCH = ("/dev/shm", "/tmp")  # noqa: S108 - of pods
@@ -52,7 +52,7 @@ def mounts(template: Mapping[str, Any]) -> dict[str, bool]:
 
 def files_outlive_a_pod(template: Mapping[str, Any], *, elsewhere: bool) -> bool:
     """True if the trainer's files outlive its pod. elsewhere: also files outside of volumes, as for a local process."""
-    # /tmp is emptied in any pod. An emptyDir there is needed for a read-only root, so it does not mean that checkpoints
+    # /tmp is lost with any pod. An emptyDir there is needed for a read-only root, so it does not mean that checkpoints
     # are lost.
     kinds = [kind for path, kind in _mounted(template).items() if path not in _FOR_SCRATCH]
     return not _EMPTIED.intersection(kinds) and (elsewhere or not _OWN_VOLUMES.issuperset(kinds))

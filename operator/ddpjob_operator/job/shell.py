@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-SCRIPT_MAX = 20_480  # the most characters of a script that are parsed, because the operator parses in its event loop
+SCRIPT_MAX = 20_480  # characters of a script that are parsed; the operator's event loop does the parsing
 WORK_MAX = 3_200
 """The most words, commands and lists that are parsed, up to 15 µs each. Backquotes can make one per character."""
 DEPTH_MAX = 40

@@ -21,7 +21,7 @@ _KILLS = re.compile(r"kill(?:\s+-(?:-signal[ =]|[sn]\s*)?(?:SIG)?(TERM|INT|HUP|Q
 # In dash no job is a process group, and `jobs` prints nothing in a command substitution.
 _MISSES_IN_DASH = re.compile(r"\bkill\b[^;&|]*?\s(?:%|\$\(jobs|`jobs)")
 _KILLS_ALL = re.compile(r"\bkill\b.*(?:\s0\b|\s-\d*\$)|pkill|killall")
-# Signals on which a launcher saves. torchrun forwards SIGINT to its ranks, but background jobs ignore SIGINT.
+# Signals after which a launcher saves. torchrun forwards SIGINT to its ranks too, but background jobs ignore SIGINT.
 _STOPS = {"", "TERM", "15"}
 _STOPS_DDPRUN = {*_STOPS, "INT", "2", "HUP", "1"}
 _HOW = {
@@ -199,7 +199,7 @@ class _Signals:
         if isinstance(node, shell.GroupNode) and (node.subshell or self._is_dash):
             body = shell.ShellScript((node.body,))
             subshell = _Signals(body, self._started, self._program, sh_is_dash=self._sh_is_dash)  # inherits no traps
-            subshell._execs_last = True  # dash does so in a subshell, too
+            subshell._execs_last = True  # dash execs the last command in a subshell, too
             return subshell._unreached(body, is_last=True)
         return self._unreached_by_exec(words, self._below(node)) if words else self._unreached(node, is_last=False)
 

@@ -23,13 +23,13 @@ from ddpjob_operator.job.status import TERMINAL
 Key = tuple[str, str]
 Raw = Mapping[str, Any]
 
-CUT = "cut"  # this field marks a cut job and has the size of the whole job; it is never sent to the API server
-# Bytes per job in addition to metadata and spec: its status and its JobState. A cut job as a whole needs no more.
+CUT = "cut"  # this field, with the size of the whole job, marks a job that is kept only in part; it is never sent
+# Bytes per job in addition to metadata and spec: its status and its JobState. A cut job needs less than this in total.
 OF_A_JOB = 4_096
 # Bytes of Python memory per JSON character, per object or list, and per other value. Measured: the estimate is 0.7 to
 # 1.1 times the real size, and up to three times the real size for empty lists.
 OF_A_BYTE, OF_A_BRACKET, OF_A_COMMA = 2, 120, 70
-# A job of at most this many bytes is kept whole if there is room. An ordinary job needs a quarter to a half of that.
+# Jobs of at most this many bytes are kept whole if there is room. An ordinary job has a quarter to a half of this size.
 SMALL = 65_536
 BEGUN = ("Pending", "Starting", "Running", "Restarting", "Failing")
 
@@ -43,7 +43,7 @@ KEPT_OF_METADATA = (
     "deletionTimestamp",
 )
 KEPT_OF_SPEC = ("suspend", "nodes", "managedBy", "ttlSecondsAfterFinished")
-# Fields that show how far the job is, and fields that metrics show.
+# Kept because the operator needs them to decide if a job must be reconciled, and the metrics show them.
 KEPT_OF_STATUS = (
     *("state", "reason", "stateTime", "observedGeneration", "attempt", "attemptTime", "runningTime", "firstStepTime"),
     *("startTime", "completionTime", "restarts", "nodes", "goodput"),

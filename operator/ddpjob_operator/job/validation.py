@@ -257,7 +257,7 @@ def _stored(raw: Mapping[str, Any], name: str, kind: type[Struct]) -> Struct:
         return msgspec.convert({} if given is None else given, kind, strict=False)
     except (*NOT_READABLE, OverflowError) as error:
         what, _, where = str(error).partition(" - at `$")
-        # Cut the texts, because a key may have any length.
+        # Truncate both texts, because a key may have any length.
         raise UnreadableJobError(f"{name}{where.rstrip('`')[:200]}: {what[:200]}") from None
 
 
@@ -314,7 +314,7 @@ def _field(raw: object, hint: Any, kind: inspect.Type, path: Path, problems: _Fo
         kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
         wanted = " or ".join(filter(None, (_wanted(one, raw) for one in kinds)))
         problems.append(Problem(path, f"must be {wanted}, is {say(raw)}"))
-        # Another version with wider bounds may have accepted a number, so use the nearest one. Anything else is unset.
+        # Another operator version may have accepted a larger number: use the nearest one. Other values become unset.
         whole = next((t for t in kinds if isinstance(t, inspect.IntType)), None)
         if whole is None or not isinstance(raw, int) or isinstance(raw, bool):
             return msgspec.UNSET

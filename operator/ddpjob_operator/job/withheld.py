@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from ddpjob_operator.job import command, programs
 
-# Variables without which torchrun and ddprun do not find the other nodes, and the options that replace each. The port
-# is not among them, because its default is the same on all nodes.
+# Variables that torchrun and ddprun need to find the other nodes, with the options that replace each variable. The port
+# is missing, because its default is the same on all nodes.
 _OF_NODES = {
     "PET_NNODES": {"nnodes"}, "PET_NODE_RANK": {"node_rank", "rdzv_backend"},
     "PET_MASTER_ADDR": {"master_addr", "rdzv_endpoint"},
@@ -21,13 +21,13 @@ _OF_NODES = {
 _NPROC = "PET_NPROC_PER_NODE"
 ALL = frozenset((*_OF_NODES, _NPROC))
 _IN_THE_POD = "start it in the pod itself"
-# Programs that start a command outside of the container, and what would pass the variables on.
+# Programs that start a command outside of the container, and the options by which they would pass variables on.
 _OUTSIDE = {
     "ssh": re.compile("SendEnv|SetEnv"),
     **dict.fromkeys(("docker", "podman", "nerdctl"), re.compile(r"-e\b|--env")),
     "kubectl": None,
 }
-# Programs that start a command in a separate session, and the options with which they exit at once.
+# Programs that start a command in a separate session. With these options they exit before the command does.
 _DETACHES = {
     "screen": re.compile(r"-[A-Za-z]*d"), "tmux": re.compile(r"-[A-Za-z]*d"),
     **dict.fromkeys(("docker", "podman", "nerdctl"), re.compile(r"-[a-z]*d[a-z]*$|--detach$")),

@@ -81,8 +81,8 @@ class Candidate:
 
         now: when the answer arrived. asked_at: when the read was sent, which was after the previous answer.
         """
-        # Two reads that find no Lease look equal, even if another operator held one in between. After renew_seconds
-        # without a read this cannot be excluded, so the wait starts again.
+        # Two reads that find no Lease look equal, even if another operator held a Lease in between. That is possible
+        # after renew_seconds without a read, so the wait starts again.
         unseen = lease is None and now - self._saw_at > self._durations.renew_seconds
         changed = self._changed_at is None or lease != self._lease or unseen
         if changed:
@@ -105,7 +105,7 @@ class Candidate:
         """True if the Lease is ours or free, or its holder has not renewed it for its whole duration."""
         if self._lease is not None and self._lease.holder in ("", self.identity):
             return True
-        # The chart creates the Lease, so a missing one was deleted, and its holder may not know that yet. Wait.
+        # The chart creates the Lease, so a missing Lease was deleted. Its holder may not know that yet, so wait.
         return self._changed_at is not None and now - self._changed_at >= self._wait_seconds()
 
     def leader(self, now: float) -> str:

@@ -48,9 +48,9 @@ from ddpjob_operator.observed.reports import Report
 from ddpjob_operator.pods import build, naming
 
 UNSYNCED_SECONDS = 0.2
-# A reconcile or watch without an answer for this long hangs. No bounded request takes so long, even with its retries.
+# Seconds without an answer after which a reconcile or watch hangs. No bounded request takes so long, even with retries.
 STUCK_SECONDS = 600.0
-# A watch in back-off that has not tried again for this long hangs, because the back-off is shorter.
+# Seconds without a new try after which a watch in back-off hangs, because its back-off is shorter.
 IDLE_SECONDS = 60.0
 # The process is killed this many seconds after a signal, or after a failure, whatever is still running.
 END_SECONDS, BROKEN_END_SECONDS = 8.0, 4.0
@@ -194,7 +194,7 @@ class Operator:
         await access.report_missing_rights(self._client, self.settings.watched, self._runtime.log, self.settings.gangs)
         await served_crd.report_old_crd(self._client, self._runtime.log)
         if self._leader is not None:
-            # Not earlier: an operator without the right to list jobs would take the Lease from one that has the right.
+            # Wait until then: an operator without the right to list jobs would take the Lease from one with the right.
             if not self._others.are_known:
                 self.run("other releases", self._others.run(self._others_changed))
             self.run("lease", self._leader.run())
@@ -390,7 +390,7 @@ class Operator:
             return False  # the reconcile reports the error
 
     def _others_changed(self, namespaces: Set[str]) -> None:
-        # Old reports would look like a stall when this release gets the job back.
+        # Forget its reports: they would look like a stall if this release got the job back.
         self.states.forget([key for key, _ in self.states if self._others.of(key[0])])
         for key in self.caches.jobs:
             if key[0] in namespaces:
@@ -408,7 +408,7 @@ class Operator:
     def _service_changed(self, key: Key, old: observe.Service | None, new: observe.Service | None) -> None:
         job = self.caches.jobs.get(key)
         if old is not None or new is None or job is None or new.owner_uid != job["metadata"]["uid"]:
-            self._enqueue(key)  # not for a Service that the job has just created, because no rule waits for it
+            self._enqueue(key)  # skip a Service that the job has just created, because no rule waits for it
 
     def _nodes_changed(self, names: Set[str]) -> None:
         for key in self.caches.pods.jobs():

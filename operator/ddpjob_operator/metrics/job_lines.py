@@ -14,7 +14,7 @@ from ddpjob_operator.job.status import TERMINAL
 from ddpjob_operator.metrics import names
 from ddpjob_operator.plan import transitions
 
-# Scrapers come every 15 to 60 s, so they still see an ended job. Thousands of old jobs must not cost every scrape.
+# Seconds for which an ended job is exported. Scrapers come every 15 to 60 s, and old jobs must not slow every scrape.
 ENDED_SECONDS = 600.0
 
 

@@ -22,7 +22,7 @@ from ddpjob_operator.metrics import job_lines, names
 from ddpjob_operator.metrics.of_change import Restart, of_change
 from ddpjob_operator.observed.reports import AgentReport
 
-# Otherwise each series gets a second one with its creation time, which nobody reads.
+# Without this, prometheus_client adds a series with the creation time to each series, which nobody reads.
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
@@ -204,13 +204,13 @@ class Meter:
     def _add(self, job: MeteredJob, now: dt.datetime) -> dict[str, int] | None:
         """Count what a job has spent since last time. Return its total; None if the status is unreadable."""
         if job.status is None:
-            return None  # keep what was counted: otherwise it would be counted again once the status is readable
+            return None  # keep the counts: otherwise they would be added again once the status is readable
         spent = job_lines.spent(job.status, now)
         with self._lock:
             before = self._spent.get(job.uid)
             if before is None:
                 before = self._counted_by_others(job, spent)
-            # A stall or failure is found after it began, and clocks may be set back: the productive time then shrinks.
+            # A stall or failure is detected late, and clocks may be set back: the productive time then shrinks.
             # Prometheus takes a falling counter for a restart from zero, so increase() would add all of it again.
             spent = {name: max(seconds, before.get(name, 0)) for name, seconds in spent.items()}
             self._spent[job.uid] = spent

@@ -15,7 +15,7 @@ from ddpjob_operator.job.status import TERMINAL, is_restarted, present_progress,
 from ddpjob_operator.metrics import names
 from ddpjob_operator.observed.reports import AgentReport
 
-# Clocks of nodes may be minutes off; a time that is hours off is ignored.
+# Clocks of nodes may differ by minutes; a failure that seems older than these seconds is ignored.
 FAILED_AGO_SECONDS_MAX = 3600.0
 
 

@@ -46,7 +46,7 @@ def _changed(pod: Pod, fields: dict[str, Any]) -> Pod:
 def _added(earlier: Pod, later: Pod) -> dict[str, Any]:
     """Return facts that `later` alone does not show."""
     over = earlier.phase in ("Succeeded", "Failed")
-    # A disruption that was given up (its condition is False again) ended nothing.
+    # A disruption whose condition became False again was cancelled, and ended nothing.
     ends = earlier.ended or earlier.deletion_requested_at is not None
     return {
         "node": later.node or earlier.node,

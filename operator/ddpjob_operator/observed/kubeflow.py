@@ -74,7 +74,7 @@ def read_body(
         # The Trainer's last report is 100 % without a step. A loop without steps counts percents: step 42 of 100.
         total = total or 100
         step = status.progress_percentage * total // 100
-    # Keep only the first 16, shortened. The protocol allows 256, so a report with more must not be refused.
+    # Keep only the first 16 metrics. The protocol allows 256, so reports with more than 16 must not be refused.
     others = list(values.items())[:METRICS_MAX]
     report = Report(
         step=step,

@@ -29,8 +29,8 @@ from ddpjob_operator.job import api
 from ddpjob_operator.job.wording import duration
 from ddpjob_operator.observed.reports import Phase, Report
 
-REPORT_SECONDS = 5.0  # between two reports of a rank (build.Reporting)
-# A report may get lost. With its timeout and the sender's back-off, the next one comes 20 s after the previous one.
+REPORT_SECONDS = 5.0  # seconds between two reports of a rank (build.Reporting)
+# Seconds. If a report is lost, the next one arrives 20 s after the previous one, because of time-out and back-off.
 SILENT_SECONDS = 30.0
 RANKS_NAMED = 8
 RECENT_SECONDS = 300.0
@@ -120,7 +120,7 @@ def update(
     """
     if report.phase is None or (tracker is not None and 0 < report.attempt < tracker.attempt):
         return tracker
-    # The library's first report comes from init(), so the first step is measured from its beginning.
+    # The library sends its first report from init(), so measure the first step from that time.
     is_first = report.phase == "start"
     new = StepTracker(report.attempt, report.node_rank, report.step, report.phase, now, now, measured=is_first)
     if tracker is None or report.attempt > tracker.attempt:
@@ -184,7 +184,7 @@ def requeue_at(trackers: Mapping[int, StepTracker], stall: api.Stall | None, now
         due.append(tracker.advanced_at + dt.timedelta(seconds=seconds))
     if not due:
         return None
-    # After its own limit a rank waits for the others: for their limits, or until they fall silent.
+    # After a rank's own limit, wait until the other ranks have reached their limits or are silent.
     wait = REPORT_SECONDS if max(due) <= now else SILENT_SECONDS
     return min(due) if min(due) > now else now + dt.timedelta(seconds=wait)
 

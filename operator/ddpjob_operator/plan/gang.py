@@ -168,7 +168,7 @@ def unneeded(view: View) -> tuple[DeleteGroup, ...]:
     recorded status. Only groups whose pods have ended and whose API is available."""
     recorded = view.recorded
     is_held = view.spec.suspend and recorded.state == "Suspended"
-    # Otherwise the group would be admitted and hold quota that nobody can use until the spec is fixed.
+    # A spec with problems cannot start. Its group would hold quota that nobody can use until the spec is fixed.
     is_held |= bool(view.problems) and not _is_begun(recorded)
     over = recorded.state in TERMINAL or is_held
     gang = recorded.gang or api.Gang(kind="none")
@@ -178,10 +178,10 @@ def unneeded(view: View) -> tuple[DeleteGroup, ...]:
         adapter = view.settings.adapters.get(group.adapter)
         is_present = group.adapter == gang.kind and group.attempt in (0, recorded.attempt)
         is_next = group.attempt > recorded.attempt
-        # Pods of attempts that began after the job left the queue do not use its quota.
+        # Later attempts began after the job had left the queue, so their pods do not use its quota.
         its = active if is_present else {attempt for attempt in active if attempt < gang.attempt}
         in_use = bool(its) if group.attempt == 0 else group.attempt in active
-        # A queue keeps the result of a finished job; that group holds no quota any more.
+        # The group of a finished job stays, because the queue keeps its result. It does not hold quota any more.
         stays = adapter is not None and adapter.admits_first and recorded.state in TERMINAL and is_present
         is_over = (over and not stays) or not (is_present or is_next)
         may_go = adapter is not None and not _is_away(view, adapter) and not group.deletion_requested
@@ -248,7 +248,7 @@ def _why_not_admitted(view: View, adapter: Adapter, group: ObservedGroup | None)
     if refused := _refused(view, adapter, name):
         return f"{adapter.kind} {name} was refused: {refused.message}", refused.retry_at
     if group is not None:
-        why = group.admission.why or ASKED  # the same text as before the group exists, because each change is a write
+        why = group.admission.why or ASKED  # same text as before the group exists, because each change is a write
         return f"{_place(group.admission.place)}{why}", None
     taken = [c for c in view.conflicts if (c.kind, c.name) == (adapter.resource, name)]
     return (f"a {adapter.resource} named {name} is not this job's. Delete it" if taken else ""), None
@@ -274,7 +274,7 @@ def _is_away(view: View, adapter: Adapter) -> bool:
 def _is_outdated(view: View, adapter: Adapter, group: ObservedGroup) -> bool:
     """True if a group without quota no longer matches the job, or was already reported as finished."""
     differs = group.nodes is not None and group.nodes != view.wanted_nodes
-    # A replacement would restart a group that somebody has stopped.
+    # A replacement would restart a group that the queue or a user has stopped.
     if adapter.admits_first and group.asked and not group.admission.stopped:
         differs |= group.asked != kueue.asks(view.job)
     return (differs or group.is_over) and not group.admission.holds_quota and not _is_away(view, adapter)

@@ -34,7 +34,7 @@ from ddpjob_operator.plan.view import View, name_pods
 AGENT_FIRST = dt.timedelta(seconds=60)
 # A failed node is marked not ready, or its object deleted, within this time.
 UNHEARD = dt.timedelta(seconds=60)
-# Earlier connection errors are failures. Otherwise a script that fails at once would be restarted without a charge.
+# Seconds; earlier connection errors count as failures, so that a script that fails at once is charged.
 GIVES_UP_AFTER_SECONDS = 60
 _WHY_IT_STOPS: dict[budget.Stop, tuple[Reason, str]] = {
     "BackoffLimitExceeded": (reasons.BACKOFF_LIMIT_EXCEEDED, "{gave_up}"),
@@ -61,11 +61,11 @@ def attempt_broken(view: View, status: api.Status) -> Decision | None:
     status = with_failure(with_idle(status, _idle_since(view, status, failure)), failure, text)
     agents_wait = view.facts.restarts_in_place
     if not view.active and not agents_wait:
-        # No other pod is left to wait for, so no more evidence will come: settle in one reconcile, with one Event. End
-        # the attempt first, because its training time is counted when the state changes.
+        # No other pod must end first, so no more evidence will come: settle in one reconcile, with one Event. End the
+        # attempt first, because its training time is counted when the state changes.
         ended = enter(status, "Restarting", reason, text, view.now)
         return _next_attempt(view, ended, settle(view, ended, failure))
-    # If agents are waiting in the other pods, the next reconcile decides whether those stop (pod_replacement.py).
+    # If agents are waiting in the other pods, the next reconcile decides if these pods stop (pod_replacement.py).
     message = text + _open_question(failure) if agents_wait else _ending(view, text, failure)
     return Decision(enter(status, "Restarting", reason, message, view.now))
 
@@ -192,7 +192,7 @@ def _stalled(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFa
         return
     failure = failure_of(view, status, place, root_cause.STALLED)
     what = abridged(finding.what(), root_cause.EXCEPTION_MAX)
-    # Only the first rank of a node reports, and it may be waiting for another rank of that node.
+    # Only the first rank of a node reports, and this rank may be waiting for another rank of the node.
     rank = finding.rank if topology.nproc_per_node(view.spec) == 1 else None
     yield reasons.STALLED, replace(failure, rank=rank, step=finding.step, exception=what)
 

@@ -21,9 +21,9 @@ from ddpjob_operator.plan.settlement import failure_of, with_log
 from ddpjob_operator.plan.transitions import with_failure
 from ddpjob_operator.plan.view import View
 
-# Time for a kubelet to receive the deadline, and to report that the pod has ended.
+# Seconds for a kubelet to receive the deadline, and to report that the pod has ended.
 KUBELET_SECONDS = 10
-# A job with an hour of grace to save must not wait that long for a rank that hangs.
+# Seconds; a job with an hour of grace to save must not wait that long for a rank that hangs.
 GRACE_SECONDS_MAX = 60
 
 
@@ -39,7 +39,7 @@ def stop(
         return view.stop(pods, grace_seconds), None
     grace = podspec.grace_seconds(view.spec.template)
     grace = min(grace, GRACE_SECONDS_MAX) if first.reason == root_cause.STALLED else grace
-    # The clock may have been set back since; times.py ensures that state_time is not in the future.
+    # The clock may have been set back after the failure; times.py ensures that state_time is not in the future.
     until = min(first.time, view.recorded.state_time or first.time) + dt.timedelta(seconds=KUBELET_SECONDS + grace)
     if view.now >= until:
         # Neither the kubelet nor the process has answered: give up the log and delete the pod.

@@ -28,7 +28,7 @@ def finished(view: View, status: api.Status) -> Decision | None:
     ends = after(view.recorded.completion_time, view.spec.ttl_seconds_after_finished)
     if is_past(ends, view.now):
         ends, actions = None, (DeleteJob(view.job.metadata.uid),)
-    # Only the count of the remaining pods still changes.
+    # Nothing else changes any more than the count of the remaining pods.
     return Decision(replace(view.recorded, nodes=status.nodes), actions, ends)
 
 
@@ -68,7 +68,7 @@ def completed(view: View, status: api.Status) -> Decision | None:
 
 def _doubts(view: View, status: api.Status) -> Iterator[tuple[Reason, str]]:
     """Yield reasons to doubt this success."""
-    if status.save_failed:  # the script ended by os._exit; any other exit saves again, or fails
+    if status.save_failed:  # after os._exit the last save is missing; any other exit saves again, or fails
         yield reasons.SAVE_FAILED, status.save_failed
     spec, progress, group = view.spec, status.progress, view.seen.group_size
     if progress is not None and progress.attempt == status.attempt:

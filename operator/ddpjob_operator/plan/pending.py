@@ -21,7 +21,7 @@ NAMED_AT_SECONDS = (60.0, 120.0, 300.0, LONG_SECONDS, 1200.0, 1800.0, 3600.0, 72
 # The kubelet's reasons while it prepares images, volumes and the network: this may end by itself, or never.
 _BEING_CREATED = ("", "ContainerCreating", "PodInitializing")
 _WAITS = ("Pending", "Starting", "Restarting", "Failing")
-# The most scheduler messages that are shown: each of hundreds of pods may have its own (a volume by name).
+# Limits for scheduler messages, in messages and characters: each of hundreds of pods may have its own message.
 SENTENCES_MAX, SENTENCE_LENGTH_MAX = 3, 300
 UNREACHABLE_MAX = 3
 # After this time the message names the time of rank 0's last report, so that old figures do not look new.
@@ -36,8 +36,8 @@ def with_long_wait(view: View, status: api.Status) -> tuple[api.Status, dt.datet
         return status, None
     waiting = [pod for pod in view.pods.values() if pod.trainer.state == "waiting"]
     if reason is reasons.STARTING_TRAINERS and _slowest(status, waiting) is not None:
-        return status, None  # the reason becomes CannotStart within a second, and one Warning is enough
-    # Each attempt's wait counts from its own time; an attempt in the future does not wait yet.
+        return status, None  # the reason becomes CannotStart within a second, so this Warning is not needed
+    # Each attempt's wait counts from its own start; an attempt in the future is not waiting yet.
     begun = max(at for at in (status.state_time or now, status.attempt_time or status.state_time or now))
     long = begun + dt.timedelta(seconds=LONG_SECONDS)
     return (status, long) if now < long else (replace(status, reason=reasons.WAITS_LONG.name), None)

@@ -135,7 +135,7 @@ def nodes_missing(view: View, status: api.Status) -> Decision | None:
     missing = _to_create(view, status)
     if not missing:
         return None
-    # Keep the API server's message about a refused object until a retry gets another answer.
+    # Keep the API server's message about a refused object until a retry gets a different answer.
     retried = status.reason == reasons.CREATE_REFUSED.name and bool(view.seen.refusals)
     only_group = all(isinstance(action, CreateGroup) for action in missing)
     if retried or only_group or status.state in ("Starting", "Running"):
@@ -234,7 +234,7 @@ def _waiting(
 
 def _to_create(view: View, status: api.Status) -> tuple[Action, ...]:
     if view.is_elastic and status.completed_nodes:
-        return ()  # training has ended: a new node would find no group to join
+        return ()  # training has ended, so a new node would find no group to join
     known = status.started | set(view.pods)
     avoid = () if gang.names_nodes(view, status) else tuple(sorted(a.node for a in _in_force(status, view.now)))
     missing = [place for place in view.members if place not in known]
@@ -266,7 +266,7 @@ def _why_waiting(view: View, status: api.Status, pods: Sequence[Pod]) -> tuple[a
         return "Pending", reasons.UNSCHEDULABLE, f"Unschedulable: {text}{_avoids(view, status)}"
     if unschedulable:
         why, (waited, _) = pending.why_unschedulable(unschedulable), pending.waited_for_nodes(view, status)
-        # The scheduler reports this if a pod of this job, or of another job, keeps the pod away.
+        # The scheduler's message contains this text if a pod of this or another job keeps the pod off the node.
         apart = build.wants_one_pod_per_node(view.spec) and "anti-affinity" in why
         where = "; onePodPerNode keeps them apart" if total > 1 and apart else ""
         text = f"Unschedulable: {len(unschedulable)} of {total} pods: {why}{waited}{where}{_avoids(view, status)}"

@@ -10,7 +10,7 @@ from typing import Any
 from ddpjob_operator.job import api, reasons
 from ddpjob_operator.plan.actions import Event
 
-# A value from outside may have any length, but a condition's message has at most 32 kB and is read by people.
+# Characters. A value from outside may have any length, but a condition's message has at most 32 kB.
 _WHY_MAX = 300
 
 

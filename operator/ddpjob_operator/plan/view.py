@@ -19,7 +19,7 @@ from ddpjob_operator.plan import invalid_spec
 from ddpjob_operator.plan.actions import DeletePod, Settings
 from ddpjob_operator.pods import naming
 
-# Added to a pod's grace: time for the kubelet to end the other containers and to report that.
+# Seconds added to a pod's grace period, so that the kubelet can end the other containers and report that.
 OUTLIVED_SECONDS = 10
 # Used in namespaced mode, where node status cannot be read: seconds that a pod may outlive its grace before its node
 # counts as lost.
@@ -275,7 +275,7 @@ def lost_at(pod: Pod, nodes: Mapping[str, Node] | None, settings: Settings) -> d
         if node is None or node.ready or node.since is None:
             return None
         if not node.with_most:
-            # Not before the pod was bound: after an outage of the API server a new pod may be sent to the same node.
+            # Count only from when the pod was bound: after an API outage, new pods may be sent to the same node.
             return max(node.since, pod.bound_since or pod.scheduled_at or node.since) + patience
         return None if pod.deletion_deadline is None else max(node.since, pod.deletion_deadline) + patience
     if not pod.node:

@@ -26,7 +26,7 @@ KEEP_FROM_AUTOSCALERS = {
 }
 
 
-# A path below a pod's spec as the API server writes it, but not within a longer path or word.
+# Matches a path below a pod's spec as the API server writes it, but not within a longer path or word.
 _POD_PATH = re.compile(
     r"(?<![\w.])spec\.(?:containers\[(?P<container>\d{1,4})\](?P<env>\.env\[(?P<number>\d{1,6})\])?|(?=[a-zA-Z]))"
 )
@@ -162,7 +162,7 @@ def owned_metadata(job: api.DDPJob, name: str, labels: dict[str, str]) -> Body:
         "kind": api.KIND,
         "name": job.metadata.name,
         "uid": job.metadata.uid,
-        # Without blockOwnerDeletion: it would need the right to update the job's finalizers.
+        # blockOwnerDeletion is not set, because it requires the right to update the job's finalizers.
         "controller": True,
     }
     return {"name": name, "namespace": job.metadata.namespace, "labels": labels, "ownerReferences": [owner]}
@@ -220,6 +220,6 @@ def _host_network(spec: Body, rendezvous: naming.Endpoint) -> None:
         return
     spec.setdefault("dnsPolicy", "ClusterFirstWithHostNet")
     trainer = trainer_container({"spec": spec}) or {}
-    # Declared, so that the scheduler never puts two jobs with the same port on one node.
+    # Declare the port, so that the scheduler never puts two jobs with the same port on one node.
     port = {"name": "ddpjob-master", "containerPort": rendezvous.port, "hostPort": rendezvous.port, "protocol": "TCP"}
     trainer["ports"] = [*(trainer.get("ports") or []), port]

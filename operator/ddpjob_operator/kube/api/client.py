@@ -37,7 +37,7 @@ _JSON = {
     "Accept": "application/json, application/jwk-set+json",
     "User-Agent": "ddpjob-operator",
 }
-# Requests the metadata alone, because the answer to a create repeats the whole object. Some servers send it anyway.
+# Request only metadata, because the answer to a create otherwise repeats the whole object. Some servers ignore this.
 _METADATA_ALONE: Headers = {"Accept": "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1, application/json"}
 READ_AT_ONCE = 65_536
 """Longer JSON is parsed in a thread, off the event loop."""
@@ -214,7 +214,7 @@ class Client:
                 listed = await read_json(partial(reading.page, plural=_plural(path)), content)
             except reading.BadJsonError as error:
                 raise bad_answer("GET", path, error) from None
-            # Set by the size of this page: doubling would make every fourth page of large objects too large.
+            # Estimate from this page's size: doubling would make every fourth page of large objects too large.
             of_each = len(content) // max(1, len(listed.items)) + 1
             limit = min(self.limits.page, max(1, self.limits.page_bytes // 2 // of_each))
             del content

@@ -26,7 +26,7 @@ from aiohttp import web
 HEADER_SECONDS = 5.0  # from the opening of a connection to the end of its first headers
 REQUEST_SECONDS = 10.0  # from the headers to the end of the answer; Prometheus' own limit for a scrape is 10 s
 IDLE_SECONDS = 75.0  # between two requests: Prometheus scrapes every minute or more often, trainers report every 5 s
-REQUEST_BYTES_MAX = 24 << 10  # a token of 8 kB, a report of 8 kB, and the rest of the headers
+REQUEST_BYTES_MAX = 24 << 10  # bytes: a token of 8 kB, a report of 8 kB, and the other headers
 CONNECTIONS_PER_ADDRESS_MAX = 64  # hostNetwork pods share the address of their node, and so does the kubelet
 PIECE_BYTES = 1 << 16  # answers are written in pieces of this size
 # Kernel socket buffers count towards the container's memory limit, and can grow to 10 MB if their size is not set.

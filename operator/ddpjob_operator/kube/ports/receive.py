@@ -21,8 +21,8 @@ from ddpjob_operator.observed import kubeflow
 from ddpjob_operator.observed.reports import BadReportError, Report
 
 PATH = "/v1/progress"
-BODY_BYTES_MAX = 8192  # a report with 16 metrics has less than 1 kB
-# Per pod. By default a rank reports every 5 s. The burst allows a restart in place within a second. It causes the last
+BODY_BYTES_MAX = 8192  # bytes; a report with 16 metrics has less than 1 kB
+# Limits per pod. By default a rank reports every 5 s. The burst allows a restart in place within a second: the last
 # reports of the old ranks and the agent, and start, load, first step and save of the new ranks.
 REPORTS_PER_SECOND, REPORTS_BURST = 1.0, 10.0
 PODS_REMEMBERED = 10_000
@@ -80,7 +80,7 @@ class Receiver(BoundedServer):
         except _RefusedError as refused:
             return refused.answer()
         except Exception:
-            # A bug. The traceback holds no token: aiohttp's request prints only method and path.
+            # This is a bug in our code. The traceback contains no token: aiohttp's request prints only method and path.
             self._runtime.log.exception("a progress report was lost")
             return _RefusedError(500, "the receiver failed, which is no fault of the report").answer()
 
@@ -101,7 +101,7 @@ class Receiver(BoundedServer):
         except (BadReportError, UnicodeDecodeError, RecursionError) as error:
             raise _RefusedError(400, str(error)[:200]) from None
         if report is not None:
-            # The token proves the pod, so the node is taken from there and not from the body.
+            # The token proves which pod sends, so take the node from the token and not from the body.
             proven = {"node_rank": sender.node_rank, "replacement": sender.replacement}
             attempt = sender.attempt or report.attempt
             try:
@@ -129,7 +129,7 @@ class Receiver(BoundedServer):
         account = self._accounts.get(pod)
         if account is None:
             if len(self._accounts) >= max(PODS_REMEMBERED, 2 * self._were_live):
-                # Drop the accounts of pods that do not exist any more.
+                # Drop the rate limits of pods that do not exist any more.
                 self._accounts = {one: kept for one, kept in self._accounts.items() if self._locate(one) is not None}
                 self._were_live = len(self._accounts)
             account = self._accounts[pod] = Account(REPORTS_BURST, now)

@@ -24,7 +24,7 @@ from ddpjob_operator.metrics.meter import Meter
 from ddpjob_operator.observed.groups import GangApi, ObservedGroup
 from ddpjob_operator.pods import naming
 
-# Pause before an API that is not served, or whose watch fails, is tried again.
+# Seconds before an API that is not served, or whose watch fails, is tried again.
 AGAIN_SECONDS = 60.0
 NO_ANSWER_SECONDS = 2.0
 # After so many server errors in a row (a conversion webhook that is down), the API of a queue counts as unavailable.
@@ -203,13 +203,13 @@ class GangWatch:
         if error.status < 500:
             return False
         self._errors += 1
-        if self._errors != ERRORS_MAX:  # keep the first text: each new one would rewrite the status of many jobs
+        if self._errors != ERRORS_MAX:  # keep the first error text: each new text would rewrite the status of many jobs
             return False
         why = f"the API server cannot tell which {self._what} there are: {error.message}"
         if self.adapter.admits_first:
             self.api, self._refused = GangApi(why_not=why), {}
             return True
-        # Jobs wait for a gang scheduler's API. Otherwise, with spec.gang auto, some of their pods could start alone.
+        # Jobs wait until the gang's API is known. Otherwise, with spec.gang auto, some of their pods could start alone.
         if not self._is_known:
             self._runtime.log.warning("spec.gang: jobs that may need %s wait: %s", self.adapter.name, why)
         return False

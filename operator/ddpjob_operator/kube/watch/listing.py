@@ -12,7 +12,7 @@ from ddpjob_operator.job.newest import Newest
 from ddpjob_operator.kube.api.client import Page
 from ddpjob_operator.kube.watch.store import UIDS_MAX, Key, ObjectKey, Store, number, version
 
-# Objects stored before the event loop gets a turn. A DDPJob can be written so that storing it takes 10 ms.
+# Objects stored before the event loop gets a turn. Storing a hostile DDPJob takes up to 10 ms.
 PUT_AT_ONCE = 4
 
 

@@ -77,7 +77,7 @@ class NodeCache:
             self._gone.pop(name, None)
             return self._set(name, READY)
         if name not in self._turned:
-            # The cluster's time, if the node became not ready before the first list.
+            # If the node became not ready before the first list, only the API server knows the time.
             since = bounds.time(observe.condition(raw, "Ready").get("lastTransitionTime"))
             at = self._now() if known else min(since or self._now(), self._now())
             self._turned[name] = at.timestamp()
@@ -95,12 +95,12 @@ class NodeCache:
             return None
         self._names.pop(name, None)
         self._turned.pop(name, None)
-        if not self._listed:  # nodes deleted before the first list are not known
+        if not self._listed:  # before the first list, deleted nodes are not known
             return self._set(name, READY)
         if name in self._gone:
             return None
         known = self._not_ready.get(name)
-        # While most nodes are silent, no node counts as lost. So the time until now does not count for this node.
+        # While most nodes are silent, none counts as lost, so the time until now does not count for this node.
         since = self._now() if known is None or known.with_most else known.since
         self._gone[name] = False
         while len(self._gone) > GONE_MAX:

@@ -22,7 +22,7 @@ from ddpjob_operator.pods import naming
 
 Raw = Mapping[str, Any]
 T = TypeVar("T")
-# The smallest activeDeadlineSeconds allowed. We set it on pods that must end but not be deleted, to keep their log.
+# The activeDeadlineSeconds of pods that must end but whose log must stay; Kubernetes allows no smaller value.
 END_NOW_SECONDS = 1
 # A container that waits for one of these reasons is starting normally.
 _IN_TURN = ("", "PodInitializing", "ContainerCreating")
@@ -207,7 +207,7 @@ def _never_ran(raw: Raw, seen: Container) -> Container:
     """Return the end of a trainer without a status of its own: evicted, lost, or an init container failed."""
     status = raw.get("status") or {}
     listed = (raw.get("spec") or {}).get("initContainers") or ()
-    # A sidecar never fails its pod; the kubelet ends it with the pod.
+    # A failed sidecar never fails its pod, because the kubelet ends it together with the pod.
     sidecars = {c.get("name") for c in listed if c.get("restartPolicy") == "Always"}
     failed = [(n, c) for n, c in _init_containers(status) if c.state == "ended" and c.exit_code and n not in sidecars]
     if failed and not status.get("reason"):

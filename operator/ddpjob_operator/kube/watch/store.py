@@ -130,7 +130,7 @@ class Store(Generic[T]):
         held_up = self._unreadable.pop(place, None)
         known = old.value if old is not None and old.uid == uid else None
         self._set(place, old, Entry(key, uid, at, self._merge(known, seen, self._observed(key)), is_whole))
-        if held_up is not None:  # its job was put off, and must continue even if the object has not changed
+        if held_up is not None:  # the job waited for this object, and must continue even if the object has not changed
             self._changed(held_up.key, None, None)
 
     def put_again(self, raw: Raw) -> None:
@@ -142,7 +142,7 @@ class Store(Generic[T]):
     def one_observation(self, namespace: str = "", key: Key | None = None) -> Iterator[set[ObjectKey]]:
         """While a list arrives: all of its objects get one observation number, and all others numbers of their own."""
         scope = namespace if key is None else key
-        # A job is listed at each restart. Check only its own objects then, because there may be thousands of jobs.
+        # Each job is listed after a restart. Check only this job's objects, because there may be thousands of jobs.
         places = set(self._entries) if key is None else {(key[0], name) for name in self._by_job.get(key, ())}
         places |= {place for place, one in self._unreadable.items() if key in (None, one.key)}
         places = {place for place in places if not namespace or place[0] == namespace}

@@ -18,17 +18,17 @@ from ddpjob_operator.metrics.meter import Meter
 from ddpjob_operator.plan.actions import Event
 
 QUEUE_MAX = 1_000
-# Per job, because a job that restarts all the time must leave room for others.
+# Events waiting per job, so that a job that restarts all the time leaves room for other jobs.
 QUEUE_OF_JOB_MAX = 50
 REPEAT_SECONDS = 300.0
 REMEMBERED_MAX = 5_000
 MESSAGE_MAX = 1_024  # the API server refuses longer messages
-# PASSING states that are over sooner get no Event.
+# PASSING states that end within these seconds get no Event.
 PASSING_SECONDS = 3.0
 # While creates of pods wait in a namespace, its Events wait too, unless they are warnings: at most LATER_SECONDS
 # longer, with a check every AGAIN_SECONDS.
 LATER_SECONDS, AGAIN_SECONDS = 10.0, 1.0
-# The same for PASSING states, which usually end when the pods are created.
+# PASSING states wait this many seconds longer, because they usually end when the pods are created.
 PASSING_LATER_SECONDS = 60.0
 PASSING = frozenset({reasons.CREATING_PODS.name, reasons.STARTING_TRAINERS.name})
 

@@ -50,15 +50,15 @@ from ddpjob_operator.plan.actions import (
 )
 from ddpjob_operator.pods import build, naming
 
-# Strict makes a typo in the template an error that the user sees (KEP-2885). The default drops unknown fields.
+# Strict makes a typo in the template an error that the user sees (KEP-2885). By default unknown fields are dropped.
 STRICT = {"fieldValidation": "Strict", "fieldManager": "ddpjob-operator"}
 STATUS = {"fieldManager": "ddpjob-operator"}
-# A reconcile starts no request for a pod after this time; the next one continues. Otherwise a job of a thousand pods
-# behind a slow webhook would react to a suspend or its deletion only after minutes.
+# Seconds after which a reconcile starts no request for a pod; the next reconcile continues. Otherwise a job of a
+# thousand pods behind a slow webhook would react to a suspend or its deletion only after minutes.
 RECONCILE_SECONDS = 5.0
-# Stop looking for missing pods after this many were not found: the others are usually gone, too.
+# After this many missing pods were not found, stop searching: the other ones are usually gone, too.
 GONE_MAX = 8
-# Requests of one job at a time: eight nodes start in one round trip, and half of the namespace's places stay free.
+# Requests of one job at a time. Eight nodes start in one round trip, and half of the namespace's limit stays free.
 OF_JOB_MAX = 8
 # Pods that the second reconcile of a new job creates; each further one creates twice as many. With 2, if many jobs
 # start at once, most would have some of their pods and few would have all (docs/dev/decisions.md, slow start).
@@ -95,7 +95,7 @@ class Executor:
         before = job
         if todo.status is not None:
             await self._replace_status(job.metadata, msgspec.to_builtins(todo.status))
-            # Pods get the remaining restart budgets from the status, and the new one may count more restarts in place.
+            # Pods get their remaining restart budgets from the new status, which may count more restarts in place.
             job = msgspec.structs.replace(job, status=todo.status)
         self._report(before, todo, state)
         # Events report what the status records. They come before the other requests, which may fail.
@@ -228,8 +228,8 @@ class Executor:
         # The uid, because a new pod may have the same name by now.
         preconditions = {"uid": action.uid}
         if action.grace_seconds == 0:
-            # Require the version that was known before the node is read. If the kubelet comes back before the server
-            # carries out the delete, it updates the pod, and the delete fails.
+            # Require the version that was known before the node was read. If the kubelet comes back before the
+            # deletion, it updates the pod, and the delete fails.
             known = self.caches.pods.entry(namespace, action.name)
             preconditions |= {"resourceVersion": str(known.version)} if known is not None and known.version else {}
             if await self.lookup.may_run_on_ready_node(namespace, action.name):
@@ -357,7 +357,7 @@ class Executor:
         left = collections.deque(calls)
 
         async def work() -> None:
-            # The time is not checked again after the wait for a place. Otherwise waiting calls would never be made.
+            # Do not check the time again after waiting for the limit. Otherwise waiting requests would never be sent.
             while left and self.runtime.clock() < ends and not given_up():
                 call = left.popleft()
                 async with place():

@@ -19,7 +19,7 @@ from ddpjob_operator.observed.reports import Report
 from ddpjob_operator.observed.stall import StepTracker
 
 REFUSED_SECONDS = (1, 2, 4, 8, 15, 30, 60, 120, 300)
-# More reports than any job has ranks. Each needs some hundred bytes.
+# The limit is larger than the number of ranks of any job. Each report needs some hundred bytes.
 REPORTERS_MAX = 100_000
 CONFLICT_SECONDS = (2, 5, 10, 20, 30)
 UNDELETABLE_SECONDS = 60
@@ -122,7 +122,7 @@ class JobState:
         seen = {(p.uid, "silent") for p in pods if p.silent_since}
         seen |= {(p.uid, "stopping") for p in pods if p.deletion_deadline}
         seen |= {(p.uid, "done") for p in pods if p.done_beside_sidecars}
-        # Keep the time after our clock has passed it. Otherwise the wait for a lost node would start again.
+        # Keep a time even after our clock has passed it. Otherwise the wait for a lost node would start again.
         ahead = {(p.uid, "bound") for p in pods if p.scheduled_at and p.scheduled_at > now}
         seen |= ahead | {(p.uid, "bound") for p in pods if (p.uid, "bound") in self.first_seen}
         # The kubelet is back and learns only now that the pod must stop, so the grace period starts now.

@@ -137,7 +137,7 @@ class Lookup:
             return False
         own = bool(observe.controller(raw).get("uid") == job.metadata.uid)
         if own or observe.job_name(raw) == job.metadata.name:
-            # It has the job's label, so the watch shows it and its deletion. No conflict needs to be polled.
+            # The object has the job's label, so the watch reports its deletion, and the conflict needs no polling.
             state.conflicts.pop((kind, name), None)
             state.created(kind, name)
             self.caches.of_kind(kind).put(raw)

@@ -36,15 +36,15 @@ from ddpjob_operator.metrics.meter import Meter, QueueWaits
 
 K = TypeVar("K", bound=Hashable)
 BACK_OFF_SECONDS_FIRST, BACK_OFF_SECONDS_MAX = 0.5, 60.0
-# Reconciles of a namespace at a time: twice the creates in flight (api/in_flight.py), because some reconciles only
-# write a status. With more, an event would wait behind too many.
+# Reconciles of a namespace at a time: twice the pod creates in flight (api/in_flight.py), because some reconciles only
+# write a status. With more, a new event would wait behind them.
 OF_NAMESPACE_MAX = 32
 # A reconcile that takes longer is waiting for a request, and gives its place back.
 QUICK_SECONDS = 0.1
-# Each lower priority gets one of this many turns. With fewer, further pods of other jobs would delay the first pod of a
-# new one.
+# Every TURNS-th turn goes to a lower priority. With fewer turns between, later pods of other jobs would delay the first
+# pod of a new job.
 TURNS = 8
-# Outdated requests stay in the heap until there are more than this, because removing them means a rebuild.
+# Outdated requests stay in the heap until there are more than this, because removing them rebuilds the heap.
 OUTDATED_MIN = 64
 
 

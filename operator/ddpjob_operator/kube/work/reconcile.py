@@ -55,7 +55,7 @@ ROUNDS_MAX = 6
 CREATED_SECONDS = 5.0
 # A job with more nodes or pods than this is planned in a thread, so that it does not block the event loop.
 PLANNED_AT_ONCE = 256
-# While pods of a job are being created, its status counts the running ones only this often.
+# Seconds between updates of the number of running pods in a status while pods of the job are being created.
 UNFINISHED_SECONDS = 60.0
 
 Requeue: TypeAlias = float | None
@@ -108,7 +108,7 @@ class Reconciler:
         async with self.reads.place(key[0]):
             with self.caches.jobs.held(key):
                 await self.lookup.read_job(key, quietly=True)
-                # A cut job does not show its gang, so `ready_in` could not tell before whether it waits for one.
+                # A cut job does not show its gang, so only now can `ready_in` tell if the job waits for the gang.
                 return await self._rounds(key) if (wait := self.ready_in(key)) == 0.0 else wait
 
     def _rests_until(self, key: Key, raw: Mapping[str, Any]) -> dt.datetime | None:
@@ -119,7 +119,7 @@ class Reconciler:
             self.caches.jobs.begun.waits_no_more(key)
             self.states.forget([key])
         elif not has_objects and storage.waits_for_room(raw) and self.caches.jobs.begun.ask(key, storage.size(raw)):
-            return bounds.TIME_LAST  # until there is room for it
+            return bounds.TIME_LAST  # no time is known; the job begins when there is room for it
         return until
 
     def _has_objects(self, key: Key) -> bool:

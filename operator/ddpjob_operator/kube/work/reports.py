@@ -17,8 +17,8 @@ from ddpjob_operator.plan import agent_restarts
 
 SILENCE_CHECK_SECONDS = 10.0
 FIRST_REPORT_SECONDS = 0.1
-# A job whose write of progress waits is planned this often for other changes in its reports. Otherwise thousands of
-# jobs would be planned every ten seconds in vain.
+# While a job's progress waits to be written, other changes in its reports cause a plan only this often (seconds).
+# Otherwise thousands of jobs would be planned every ten seconds in vain.
 WAITING_SECONDS_MAX = 60.0
 # Limit for all jobs together. Otherwise step numbers of thousands of jobs would take all of the API server's time.
 PROGRESS_WRITES_PER_SECOND = 10
