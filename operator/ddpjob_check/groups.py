@@ -64,7 +64,7 @@ _OF_RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
 
 
 def _rank_hurts(script: Script, job: CheckedJob, name: str, text: str) -> tuple[Severity, str] | None:
-    """Return severity and consequence if a variable has this value in all processes; None if the value is correct."""
+    """Return severity and consequence of this value of a variable in all processes; None if it is correct."""
     # This variable is used if the call passes no rank, or a rank that was read from RANK or a similar variable.
     ranks = [script.argument(call, "rank", 4 if script.called(call) == INIT else None) for call in script.inits]
     read = [r is None or any(script.variable_read(o) in _OF_RANKS for o in _within(script, r)) for r in ranks]
@@ -84,7 +84,7 @@ def _rank_hurts(script: Script, job: CheckedJob, name: str, text: str) -> tuple[
 
 
 def _meets_by_environment(script: Script) -> bool:
-    """True if MASTER_ADDR and the others are read: no call forms the group by a URL other than env://."""
+    """True if the group forms by MASTER_ADDR and similar variables: no call passes a URL other than env://."""
     methods = [script.argument(c, "init_method", 1) for c in script.calls_to(INIT)]
     return not any(texts and texts != ["env://"] for texts in map(script.texts, methods))
 
@@ -300,7 +300,7 @@ _BACKEND_OPTION = re.compile(r"^[-+~]{0,2}(?:[\w.-]*[._-])?backend(?:[=:](.*))?$
 
 
 def _other_backend_is_asked_for(job: CheckedJob) -> bool:
-    """True if the command passes a backend other than nccl to the script, whatever the script does with it."""
+    """True if the command has an option for a backend other than nccl. Its use in the script is not checked."""
     for word, following in pairwise((*job.words, "")):
         option = _BACKEND_OPTION.match(word)
         if option and (option[1] if option[1] is not None else following).strip("'\"").lower() != "nccl":
@@ -342,7 +342,7 @@ def barrier_without_timeout(script: Script, job: CheckedJob) -> Iterator[Found]:
 
 
 def _long_work_before(script: Script, barrier: ast.Call) -> ast.Call | None:
-    """Return a call before a barrier that only some ranks make, and that may take longer than the timeout."""
+    """Return a call before a barrier that only some ranks run and that may last longer than the timeout; else None."""
     for child, parent in script.above(barrier):
         for sibling in before(parent, child):
             if isinstance(sibling, ast.If) and script.depends_on_rank(sibling.test):

@@ -108,7 +108,7 @@ def _one_spelling(call: ast.Call, recipe: str, severity: Severity | None = None)
 
 
 def _options(script: Script) -> Iterator[ast.Call]:
-    """Yield calls of add_argument(…) and click's option(…), except conditional ones: they may be for another torch."""
+    """Yield calls of add_argument(…) and click's option(…), except conditional ones for other versions of torch."""
     calls = [*script.methods_called("add_argument"), *script.calls_to("click.option", "typer.Option")]
     yield from (c for c in calls if all(is_main_guard(test) for test in script.enclosing_tests(c)))
 
@@ -201,7 +201,7 @@ def _sets_its_device(script: Script) -> bool:
 
 
 def _option_that_alone_says_it(script: Script) -> ast.Call | None:
-    """Return the option for the local rank, if it is the only source of this rank and the script forms the group."""
+    """Return the option for the local rank, if no other source gives this rank and the script forms the group."""
     options = [call for call in _options(script) if {_OLD, _NEW} & set(_names(call))]
     # The option may be declared twice, once for each spelling.
     if (

@@ -142,7 +142,7 @@ def parameters_of(function: Function | ast.Lambda) -> set[str]:
 
 
 def imports_in(nodes: Iterable[ast.AST]) -> dict[str, str]:
-    """Return imports by their name in the file, as full names. If a name has several, one of torch's wins."""
+    """Return {name in the file: full name} for all imports. If a name is imported twice, torch's import counts."""
     imported: dict[str, str] = {}
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -158,7 +158,7 @@ def imports_in(nodes: Iterable[ast.AST]) -> dict[str, str]:
 
 
 def aliases_in(nodes: Sequence[ast.AST], imported: Mapping[str, str]) -> dict[str, str]:
-    """Return the full name by alias for aliases of torch's functions that are bound once: reduce = dist.all_reduce."""
+    """Return {alias: full name} for names that are bound once, to a torch function: reduce = dist.all_reduce."""
     bound = Counter(n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
     bound.update(n.arg for n in nodes if isinstance(n, ast.arg))
     aliases: dict[str, str] = {}

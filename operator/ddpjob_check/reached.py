@@ -1,5 +1,5 @@
-"""Find the lines that a run reaches, as far as the script's options decide. An error of `check` refuses a run, so it
-must concern a line that the run certainly executes."""
+"""Find the lines that a run reaches, as far as the script's options decide this. An error of `check` refuses a run,
+so it must be about a line that the run certainly executes."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class Certainty:
         return not isinstance(statement.body[-1], ast.Raise) and not self._is_met(statement.test, False)
 
     def _is_met(self, test: ast.expr, wanted: bool) -> bool:
-        """True if a condition certainly has this value on at least one rank and in at least one step."""
+        """True if a condition certainly has this value on at least one rank in at least one step."""
         known = self._paths.holds(test)
         if known is not None:
             return known == wanted
@@ -220,8 +220,8 @@ _WINDOWS = ("win32", "nt", "Windows")
 
 
 def is_otherwise(script: Script, node: ast.AST, seen: frozenset[Function] = frozenset()) -> bool:
-    """True if a job never runs this node: a condition is around it or around all calls of its function, or it handles
-    an exception, such as `except KeyError` if RANK is unset."""
+    """True if a job never runs this node: a condition excludes the job from the node or from all calls of its
+    function, or the node handles an exception, such as `except KeyError` if RANK is unset."""
     if any(_says_otherwise(script, parent, child) for child, parent in script.above(node)):
         return True
     function = script.function(node)

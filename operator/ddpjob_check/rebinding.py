@@ -62,7 +62,7 @@ def _executes(call: ast.Call) -> bool:
 
 
 def _gives_away_names(call: ast.Call, parent: Callable[[ast.AST], ast.AST | None]) -> bool:
-    """True for globals() unless it is only read. In a function locals() and vars() do not count: they are copies."""
+    """True for globals() unless it is only read. In a function, locals() and vars() return copies and do not count."""
     name = name_of(call.func)
     if name not in _NAMESPACES or call.args or isinstance(call.func, ast.Attribute):
         return False

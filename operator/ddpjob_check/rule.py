@@ -45,7 +45,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Found:
-    """One result of a rule. severity: None for the rule's own."""
+    """One result of a rule. severity: None means the rule's own severity."""
 
     line: int
     message: str
@@ -57,7 +57,7 @@ class Found:
 
 @dataclass(frozen=True)
 class CheckedJob:
-    """Facts about the job that will run a script. None means unknown; for the launcher "" does."""
+    """Facts about the job that will run a script. None means unknown; an unknown launcher is ""."""
 
     nodes: int | None = None
     min_nodes: int | None = None
@@ -148,5 +148,5 @@ class Rule:
 
 
 def rule(severity: Severity, *, wrong: str, right: str) -> Callable[[Find], Rule]:
-    """Return a decorator that makes a rule of a function that finds a mistake. The docstring explains the mistake."""
+    """Return a decorator that turns a function into a rule. The function's docstring explains the mistake."""
     return lambda find: Rule(find, severity, wrong, right)

@@ -44,7 +44,7 @@ def variable_of_other_launcher(script: Script, job: CheckedJob) -> Iterator[Foun
 
 
 def _is_only_read(script: Script, name: str) -> bool:
-    """True if the name is only read. A script that also tests it (`"SLURM_PROCID" in os.environ`) may work without."""
+    """True if the script only reads this variable. A script that also tests if it is set may work without it."""
     reads = sum(script.variable_read(n) == name for n in script.nodes)
     return reads == sum(isinstance(n, ast.Constant) and n.value == name for n in script.nodes)
 

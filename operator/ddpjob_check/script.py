@@ -175,7 +175,7 @@ class Script(Values):
         return variables
 
     def _named_by(self, key: ast.expr, node: ast.Assign) -> list[tuple[str, ast.expr, ast.AST]]:
-        """Return the same for os.environ[key] = …, with each item of `for k, v in {…}.items(): os.environ[k] = v`."""
+        """Return (name, value, node) for each item in `for k, v in {…}.items(): os.environ[k] = v`."""
         loop = next((parent for _, parent in self.above(node) if isinstance(parent, ast.For)), None)
         items = loop.iter.func.value if loop is not None and is_method(loop.iter, "items") else None  # type: ignore[attr-defined]
         names = [name_of(n) for n in loop.target.elts] if loop and isinstance(loop.target, ast.Tuple) else []
@@ -193,9 +193,9 @@ class Script(Values):
         return self._kinds[expression]
 
     def depends_on_rank(self, expression: ast.AST | None, *, by_arguments: bool = False) -> bool:
-        """True if an expression contains a rank, or a name like one. by_arguments: also if a name in it was computed by
-        a call with a rank, as in parts.use(rank). Conditions are checked without this, because the loss of a model on
-        GPU `rank` is no rank."""
+        """True if an expression contains a rank, or a name like that of a rank. by_arguments: also if a name in it
+        was computed by a call with a rank, as in parts.use(rank). Conditions are checked without by_arguments,
+        because the loss of a model on GPU `rank` is no rank."""
         todo = [] if expression is None else [(expression, True)]
         seen: set[ast.AST] = set()
         while todo:
@@ -360,7 +360,7 @@ class Script(Values):
         return False
 
     def _leaves_some(self, statement: ast.stmt, forming: bool) -> bool:
-        """True for `if rank != 0: return`, after which not all ranks run the rest."""
+        """True for `if rank != 0: return`, after which only some ranks run the remaining lines."""
         if not isinstance(statement, ast.If) or not leaves(statement.body):
             return False
         return self.depends_on_rank(statement.test) or means_one_process(statement.test, holds=False, forming=forming)

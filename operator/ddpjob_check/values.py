@@ -251,7 +251,7 @@ class Values:
 
     def origins(self, expression: ast.expr | None) -> list[Origin]:
         """Return all values that an expression may have, followed through names, attributes and parameters of this
-        file. An unresolved name is its own origin. Never empty."""
+        file. Never empty: an unresolved name is returned itself."""
         if not self._is_complete:
             return self._find_origins(expression)
         if expression not in self._origins:
@@ -381,7 +381,7 @@ class Values:
         return [*values, *named, *may_change, *([Marker.UNKNOWN] if foreign else [])]
 
     def _is_set_in_any_case(self, text: str, value: Origin) -> bool:
-        """True if every branch sets the attribute. Otherwise the object's own value may remain, as with argparse."""
+        """True if every branch sets the attribute. Otherwise it may keep its earlier value, as with argparse."""
         if isinstance(value, Marker):
             return False
         for child, parent in self.above(value):
@@ -454,7 +454,7 @@ class Values:
                     self._callers[function].append(_caller(call, 0))
 
     def _called_here(self, call: ast.Call) -> Iterator[tuple[Function, int]]:
-        """Yield functions of this file that a call names, and the number of implicit parameters: 1 for self."""
+        """Yield functions of this file that a call runs, and the number of arguments that Python adds: 1 for self."""
         defined = self.definition(call.func)
         if isinstance(defined, Function):
             yield defined, 0

@@ -1,5 +1,5 @@
-"""Replace texts of another tool that identify a machine: options and variables of one machine, and the name of rank 0's
-pod. A DDPJob has no pod with this name, so ranks would wait for it in vain."""
+"""Replace texts of another tool that identify a machine: options and variables for one machine, and the name of rank
+0's pod. A DDPJob has no pod with this name, so ranks would wait for it in vain."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ def _by_job(trainer: dict[str, Any], path: Path, result: Converted) -> None:
 
 
 def by_job(script: str, path: Path, result: Converted) -> str:
-    """Return a shell script with the job's values in options that identify the machine. In a DDPJob `$VK_TASK_INDEX` is
-    unset, and $RANDOM would give each node another rendezvous."""
+    """Return a shell script in which options that identify the machine have the job's values. In a DDPJob
+    `$VK_TASK_INDEX` is unset, and $RANDOM would give each node a different rendezvous."""
     changed = []
 
     def value(found: re.Match[str]) -> str:
@@ -121,8 +121,8 @@ def by_job(script: str, path: Path, result: Converted) -> str:
 
 
 def of_one_machine(words: Sequence[str]) -> str:
-    """Return a sentence about options that are meant for one of several machines; "" if there are none. A count alone
-    proves nothing, because it may count processes on one machine. Nor does a rank alone, which may be LoRA's."""
+    """Return a sentence about options for one of several machines; "" if there are none. A count alone may mean
+    processes of one machine, and a rank alone may be LoRA's, so neither is enough."""
     given = list(_given(words))
     values = {name: value for name, _, value in given}
     is_remote = any(name in _ADDRESSES and not _HERE.match(value) for name, value in values.items())

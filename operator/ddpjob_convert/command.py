@@ -98,7 +98,7 @@ def convert(words: Sequence[str], name: str | None = None, image: str | None = N
 
 
 def _of_the_job(wrapper: list[str], variables: dict[str, str], result: Converted) -> list[str]:
-    """Remove variables that the job sets: from `variables`, and from the words before the program. Return the words."""
+    """Remove variables that the job sets from `variables` and from the words before the program. Return these."""
     dropped = [f"{name}={variables.pop(name)}" for name in list(variables) if name in VARIABLES]
     own = [word for word in wrapper if (match := _ASSIGNMENT.fullmatch(word)) and match[1] in VARIABLES]
     _say_dropped(iter([*dropped, *own]), result)
@@ -108,7 +108,7 @@ def _of_the_job(wrapper: list[str], variables: dict[str, str], result: Converted
 
 
 def _without_shell(words: list[str]) -> list[str]:
-    """Return the words of a `bash -c` script that needs no shell, so that options can be removed; else the command."""
+    """Return the words of a `bash -c` script if it needs no shell, so options can be removed; else the command."""
     script = shell_script(words)
     if script is None or words[-1] != script or _MORE_THAN_WORDS.search(script):
         return words

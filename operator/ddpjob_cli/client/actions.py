@@ -43,7 +43,7 @@ def resume(cluster: Cluster, name: str, say: Say) -> None:
 
 
 def restart(cluster: Cluster, name: str, seconds: float, say: Say) -> None:
-    """Suspend, wait until all pods have ended, resume. Only an earlier failure is charged to backoffLimit."""
+    """Suspend a job, wait until all pods have ended, then resume it. No failure is charged, except one from before."""
     _stop(cluster, _unfinished(cluster, name, "restarted"), "restarted", seconds, say)
     jobs.patch(cluster, name, {"suspend": False})
     say(f"{name} starts again")
@@ -101,8 +101,8 @@ def _until_gone(cluster: Cluster, stored: jobs.Stored, end: float, seconds: floa
 
 
 def wait(cluster: Cluster, names: Sequence[str], wanted: str, seconds: float | None, say: Say) -> bool:
-    """Wait until all jobs reach `wanted`: a state, a condition, `ended` or `deleted`. Return False as soon as one no
-    longer can. Raise InputError for any other word, and ClusterError, also after `seconds`."""
+    """Wait until all jobs reach `wanted`: a state, a condition, `ended` or `deleted`. Return False as soon as a job
+    can no longer reach it. Raise InputError for any other word, and ClusterError, also after `seconds`."""
     goal = _Goal(wanted, _condition(wanted), seconds)
     is_one = len(set(names)) == 1
     going, wrong = several.of_each(names, lambda name: _Waiting(cluster, name, goal, say, is_named=not is_one))
@@ -143,7 +143,7 @@ class _Waiting:
         self._states = self._watch.states()
 
     def look(self) -> bool | None:
-        """Return True if the goal is reached, False if it no longer can be. Raise TooLateError, ClusterError."""
+        """Return True if the job has reached the goal, False if it no longer can. Raise TooLateError, ClusterError."""
         if self._watch is None:
             return True
         goal = self._goal

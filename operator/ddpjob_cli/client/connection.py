@@ -65,8 +65,8 @@ class Cluster:
             answer.close()
 
     def lines(self, path: str, **params: str) -> Iterator[str]:
-        """Yield the lines of an endless answer. A line that a broken connection cuts is left out, because the next
-        request gets it whole. Bytes that are not UTF-8 are kept (surrogateescape)."""
+        """Yield the lines of an endless answer. A line that a broken connection cuts off is dropped, because the
+        next request returns the whole line. Bytes that are not UTF-8 are kept (surrogateescape)."""
         rest = b""
         for piece in self.pieces(path, **params):
             *whole, rest = (rest + piece).split(b"\n")
@@ -129,8 +129,8 @@ def connect(
     file: str | None = None,
     silent: float = SILENT_SECONDS,
 ) -> Cluster:
-    """Return the cluster that options and kubeconfig name, or without these the one of the pod that this runs in. Raise
-    InputError, ClusterError. silent: seconds without a byte after which an endless answer counts as dead."""
+    """Return the cluster named by options and kubeconfig, or without these the cluster of the pod that we run in.
+    Raise InputError, ClusterError. silent: seconds until an endless answer without a byte counts as dead."""
     if context is None and file is None and not has_kubeconfig():
         access = kubeconfig.of_pod()
     else:

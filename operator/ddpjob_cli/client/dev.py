@@ -72,7 +72,7 @@ class DevPods:
         self.look()
 
     def look(self) -> None:
-        """Send the code to pods that have older code, such as the replacement of a lost pod."""
+        """Send the current code to pods that have older code, such as the replacement of a lost pod."""
         pods = jobs.running(self._cluster, self._stored)
         for pod in pods:
             self._has.setdefault(pod["metadata"]["uid"], self._submitted)

@@ -179,7 +179,7 @@ def _of_path(tokens: list[str]) -> str:
 
 
 def _of_part(tokens: list[str], numbers: Iterator[int]) -> str:
-    """Return an expression for a part between two slashes."""
+    """Return an expression for the part of a pattern between two slashes."""
     chunks = [""]
     for token in tokens:
         if token[0] == _STAR:

@@ -182,7 +182,7 @@ class ClusterLogs:
 
 
 def without_answers(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Remove the lines with the result of a function. A line without an end is held back until its end arrives."""
+    """Yield the pieces without lines that carry a function's result. An unfinished line waits for its end."""
     held = b""
     for piece in pieces:
         held += piece
@@ -196,7 +196,7 @@ class _Streams:
     """One thread per pod, which reads its log to the end and reconnects when the connection breaks."""
 
     def __init__(self, cluster: Cluster, container: str, part: LogPart, begun: Collection[str], say: Say) -> None:
-        """begun: uids of pods to which the options of `part` apply, such as tail; later pods are shown in full."""
+        """begun: uids of pods whose logs the options of `part`, such as tail, cut; later logs are shown in full."""
         self._cluster, self._container, self._part, self._begun, self._say = cluster, container, part, begun, say
         self._lines: queue.Queue[tuple[int, bytes]] = queue.Queue(_QUEUE_MAX)
         self._threads: dict[str, threading.Thread] = {}

@@ -47,7 +47,7 @@ Contents = dict[str, tuple[bytes, bool]]  # path → data, and whether it is exe
 
 @dataclass
 class Folder:
-    """The content of a folder: paths with their sizes, and what is left out with the reason."""
+    """The content of a folder: paths with their sizes, and the paths that are left out, each with the reason."""
 
     root: Path
     files: dict[str, int] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class Archive:
 
 
 def pack(root: Path, made: Mapping[str, str] | None = None, without: str = "") -> Archive:
-    """Return the archive of a folder. Raise InputError. made: texts of more files. without: a path to leave out."""
+    """Return the archive of a folder. Raise InputError. made: texts of more files. without: a path to skip."""
     folder, contents = read(root, without)
     contents |= _of_texts(made or {})
     if not contents and not folder.links:
@@ -159,7 +159,7 @@ def _matches(name: str, patterns: Any) -> bool:
 
 
 def _add_link(folder: Folder, path: str) -> None:
-    """Add a link as a link, because a link to a folder may be part of a cycle."""
+    """Store a link as a link, because following a link to a folder may lead into a cycle."""
     link, root = folder.root / path, folder.root.resolve()
     try:
         target = link.resolve(strict=True)

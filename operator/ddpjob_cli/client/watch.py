@@ -90,7 +90,7 @@ class Watch:
 
 
 class StateLines:
-    """Reports changes of state. running: also report that the job is running, and its progress from time to time."""
+    """Prints changes of a job's state. running: also print that it is running, and its progress at times."""
 
     PROGRESS_SECONDS = 10.0
     UNSEEN_SECONDS = 5.0  # a running operator sets a new job's state within a second

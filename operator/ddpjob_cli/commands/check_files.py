@@ -66,7 +66,7 @@ class CheckResult:
 
 
 def is_job(path: str) -> bool:
-    """True if a path names a DDPJob's YAML; anything else is a script."""
+    """True if a path names a DDPJob's YAML; False for a script."""
     return kinds.of(path, "script") == "job"
 
 
@@ -214,7 +214,7 @@ def _of_job(
 
 
 def _text_of(path: str) -> str:
-    """Return the text of a job's file; "" if there is no file, or for a pipe, which can be read only once."""
+    """Return the text of a job's file; "" if no file exists, or for a pipe, because a pipe can be read only once."""
     try:
         return read_script(path).decode()
     except (OSError, ValueError):
@@ -235,7 +235,7 @@ def _script_of(path: str, job: api.DDPJob) -> list[str]:
 
 
 def _not_read(document: Document, job: api.DDPJob) -> str:
-    """Return why no script was read. Without this sentence, "nothing found" would seem to include the script."""
+    """Return why the job's script was not checked. Otherwise "nothing found" would seem to include the script."""
     started = launcher.facts(job.spec).started
     by = f"starts {started.launcher}, and " if started.launcher not in ("", "python") else ""
     why = f"the command {by}names no script that is plain to see"

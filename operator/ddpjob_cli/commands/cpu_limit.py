@@ -1,5 +1,5 @@
-"""Limit the time for checking a stranger's script, because rules follow values through it, and chains may be long. CPU
-time is limited, so that a loaded machine finds as much as an idle one."""
+"""Limit the CPU time for checking a stranger's script, because rules follow values through long chains. CPU time
+makes the findings equal on a loaded and an idle machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CpuLimit:
         self._left = file_seconds
 
     def __call__(self, work: Callable[[], T]) -> T:
-        """Return the result of the work. Raise TooLongError, in the main thread only, because others get no signals."""
+        """Return the work's result. Raise TooLongError, but only in the main thread: other threads get no signals."""
         if self._left <= 0:
             raise TooLongError
         is_armed, least = True, 0.0

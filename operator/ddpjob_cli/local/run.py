@@ -126,7 +126,7 @@ def on_this_machine(job: api.DDPJob, options: RunOptions) -> tuple[api.DDPJob, l
 
 
 def assign_slots(document: Document, job: api.DDPJob) -> tuple[list[pod_process.Slot], list[str]]:
-    """Return a slot with a share of the GPUs for each node, and notes for the user. Raise InputError."""
+    """Return a slot for each node with its share of the GPUs, and notes for the user. Raise InputError."""
     notes = []
     requested = podspec.gpus(job.spec.template)
     visible = gpus.visible()
@@ -185,7 +185,7 @@ def check(document: Document, job: api.DDPJob, slots: Sequence[pod_process.Slot]
 
 
 def _of_steps(document: Document, job: api.DDPJob, options: RunOptions) -> list[str]:
-    """Refuse or report options that need steps if the script reports none. Return notes. Raise InputError."""
+    """Refuse or report options that need steps if the script reports no steps. Return notes. Raise InputError."""
     path = script.find(document.source, job)
     if not script.reports_no_steps(path) or path is None:
         return []
@@ -344,7 +344,7 @@ class Runner:
                 self.cluster.handle(key)
 
     def _is_watched(self) -> bool:
-        """True if this run must check for idle ranks. Under ddprun the agents do so, with more information."""
+        """True if this run itself must check for idle ranks. Under ddprun the agents check, with more information."""
         return self.job.status.state == "Running" and not launcher.facts(self.job.spec).restarts_in_place
 
     def _record(self, status: api.Status) -> None:
@@ -364,7 +364,7 @@ class Runner:
 
     @contextlib.contextmanager
     def _whatever_disk(self, name: str, consequence: str = "the job goes on without it") -> Iterator[None]:
-        """Report an OSError in this context and continue: the file is lost, but not the job."""
+        """Show an OSError in this context and continue: the job continues without the file."""
         try:
             yield
         except OSError as error:
@@ -474,7 +474,7 @@ class Runner:
                 self._kill_rank(repeated, pods)
 
     def _kill_rank(self, repeated: faults.Kills, pods: list[LocalPod]) -> None:
-        """Kill the next rank in turn: rank 0 first, and rank 0 again after the last one."""
+        """Kill the next rank: first rank 0, then each further rank, and rank 0 again after the last rank."""
         parent_of = processes.parents()
         found = [(pod.place, pid) for pod in pods for pid in ranks.of_node(pod.node.pid, parent_of)]
         if not found:  # the ranks are still starting

@@ -85,7 +85,7 @@ class DevSession:
             self._thread.join()
 
     def printed(self, pod: PodOfSession, lines: Sequence[str]) -> list[str]:
-        """Return the lines to show, without the agent's message that all ranks have ended, which `look` reports."""
+        """Return the lines to show. `look` reports the agent's message that all ranks have ended, so drop that."""
         self._active_at = time.monotonic()
         words = [line for line in lines if line.startswith(_STANDS)]
         if words:
@@ -153,7 +153,7 @@ class DevSession:
                 wake()
 
     def _pressed_enter(self, seconds: float) -> bool:
-        """Wait; True if Enter was pressed within `seconds`. In the background a read would stop this process."""
+        """Wait; return True if Enter was pressed within `seconds`. In the background, a read would stop us."""
         if not self._has_keyboard or os.tcgetpgrp(0) != os.getpgrp():
             self._closed.wait(seconds)
             return False

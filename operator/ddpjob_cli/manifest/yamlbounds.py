@@ -31,7 +31,7 @@ class _Open:
 
 @dataclass
 class _BoundedReader:
-    """Counts nodes, and those of an alias each time it is used."""
+    """Counts the nodes of a document; an alias counts as all nodes that it stands for."""
 
     nodes: int = 0
     above: list[_Open] = field(default_factory=list)

@@ -27,7 +27,7 @@ PROBLEMS_MAX = 20  # problems that are shown; 10,000 wrong containers are probab
 
 # Use libyaml if PyYAML was built with it (all wheels are), else the same loader in Python.
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """Reads values as kubectl does, as JSON has them: 2024-01-31 is a text, and a set is refused."""
+    """Reads values as kubectl does, which knows only JSON's types: 2024-01-31 is a text, and a set is refused."""
 
     def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
         """Return the tag of a node without one. implicit[0]: True if the value has no quotes. Called by PyYAML."""
@@ -224,7 +224,7 @@ def _check_characters(source: str, text: str) -> None:
 
 @dataclass
 class _Walk:
-    """Records the line of every field. Refuses here, with a line, what would fail later without a line."""
+    """Records the line of every field. Mistakes that would later be reported without a line are refused here."""
 
     source: str
     lines: dict[FieldPath, int]
@@ -256,7 +256,7 @@ class _Walk:
             self.visit(value, where)
 
     def _key(self, key: Any) -> Any:
-        """Return a key as a text, JSON's only keys. It is a new node, because an alias as a value may be a number."""
+        """Return a key as a text, as JSON requires. It is a new node: an alias may use the old node as a value."""
         if not isinstance(key, yaml.ScalarNode):
             kind = "a list" if isinstance(key, yaml.SequenceNode) else "a mapping"
             raise self._wrong(key, f"{kind} cannot be a key; a key is a text")

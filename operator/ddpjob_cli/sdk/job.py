@@ -133,7 +133,7 @@ class Job(abc.ABC):
 
     @abc.abstractmethod
     def _looks(self) -> Iterator[api.Status]:
-        """Yield the status repeatedly, and report events to stderr."""
+        """Yield the status repeatedly, and print events to stderr."""
 
     @abc.abstractmethod
     def _source(self) -> LogSource:
@@ -214,7 +214,7 @@ class LocalJob(Job):
             raise
 
     def _begun(self) -> runs.Run:
-        """Wait for the run's folder, found by the lock that the process holds open, and return the run."""
+        """Return the run, once its folder exists. The folder is found by the lock that the process holds open."""
         while True:
             is_over = self._process.poll() is not None
             with contextlib.suppress(OSError):  # the process has ended, or has just closed a descriptor

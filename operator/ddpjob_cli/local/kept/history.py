@@ -101,7 +101,7 @@ class History(msgspec.Struct, rename="camel", kw_only=True):
 
 
 class Record:
-    """The files with facts, status and history of a run. If the disk is full they are lost, but the job continues."""
+    """The files with facts, status and history of a run. On a full disk they are not written, but the job continues."""
 
     def __init__(self, job: api.DDPJob, folder: RunFolder, started: dt.datetime) -> None:
         self.facts = Facts(

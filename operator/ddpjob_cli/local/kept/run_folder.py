@@ -132,7 +132,7 @@ def _runs(jobs: Path, job: str) -> Iterator[Path]:
 
 
 def _mark(run: Path, job: str) -> None:
-    """Write a mark with the folder's inode, so that a copy has no valid mark. Device numbers change at a reboot."""
+    """Write the mark file with the folder's inode, so that a copied mark is invalid. Device numbers may change."""
     mark = {"job": job, "run": run.name, "inode": run.lstat().st_ino}
     descriptor = os.open(run / MARK, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     with open(descriptor, "w") as file:
@@ -149,7 +149,7 @@ def _has_mark(run: Path, job: str, name: str, inode: int) -> bool:
 
 @contextlib.contextmanager
 def _own(run: Path, job: str) -> Iterator[Path | None]:
-    """Yield a path of the open folder, valid even if its name is replaced; None if no run of this user has made it."""
+    """Yield a path of the opened folder, valid even if its name is replaced; None if it is no run of this user."""
     try:
         descriptor = os.open(run, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

@@ -101,7 +101,7 @@ class LocalCluster:
         """By attempt and place: start time and WORLD_SIZE of the newest rank that was seen."""
 
     def look_at_ranks(self, parent_of: Mapping[int, int]) -> None:
-        """Note the WORLD_SIZE that ranks have: a program before the launcher may not pass on the job's variables."""
+        """Record the ranks' WORLD_SIZE, because a program before the launcher may not pass on the job's variables."""
         for pod in self._live():
             for pid in ranks.of_node(pod.node.pid, parent_of)[:1]:
                 known = self._group_sizes.get((pod.attempt, pod.place), (0.0, 0))

@@ -114,7 +114,7 @@ def check(faults: Sequence[Fault], job: api.DDPJob) -> None:
 
 
 def missed(faults: Sequence[Fault], not_yet: Sequence[Fault], records: Path) -> list[Fault]:
-    """Return the faults that did not happen. not_yet: pending faults of the run itself. records: folder of HAPPENED."""
+    """Return the faults that did not happen. not_yet: faults still to be injected. records: folder of HAPPENED."""
     wanted = _of_ranks(faults)
     ranks = [fault for place, fault in enumerate(wanted) if not (records / str(place)).exists()]
     return [fault for fault in faults if any(fault is other for other in (*not_yet, *ranks))]

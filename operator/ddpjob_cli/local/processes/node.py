@@ -87,11 +87,11 @@ class NodeProcess:
         self._send({"argv": list(argv), "env": dict(env), "cwd": cwd, "grace_seconds": grace_seconds})
 
     def stop(self, grace_seconds: float) -> None:
-        """Send SIGTERM to the trainer's first process, and SIGKILL to all after the grace; later calls shorten it."""
+        """Send SIGTERM to the trainer's first process, and SIGKILL to all after the grace. Later calls shorten it."""
         self._send({"stop": grace_seconds})
 
     def handle_report(self) -> None:
-        """Read the supervisor's reports, or its end without a last report."""
+        """Read the supervisor's reports, or notice that it ended without a last report."""
         arrived = read_available(self.report)
         *lines, self._buffer = (self._buffer + (arrived or b"")).split(b"\n")
         for report in map(json.loads, lines):

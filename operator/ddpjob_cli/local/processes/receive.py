@@ -75,7 +75,7 @@ class LocalReceiver(ThreadingTCPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
-        """Ignore a broken connection. Raise any other error, which is a bug of ours, in its thread."""
+        """Ignore a broken connection. Raise any other error, because it is a bug in our code."""
         error = sys.exc_info()[1]
         if error is not None and not isinstance(error, OSError):
             raise error

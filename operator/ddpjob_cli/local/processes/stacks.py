@@ -42,7 +42,7 @@ class Asked:
 
 
 def ask(uid: str) -> Asked:
-    """Signal the agents, and ranks with a handler, of the run with this id. Others get no signal: it would end them."""
+    """Signal a run's agents, and ranks that handle the signal. It would end any other process."""
     environs = {pid: ranks.environ(pid) for pid in processes.parents()}
     own = {pid for pid, environ in environs.items() if environ.get("DDPJOB_UID") == uid}
     agents = _topmost({pid for pid in own if processes.catches(pid, STACKS_SIGNAL)})

@@ -81,7 +81,7 @@ class Supervisor:
         return min(max(0.0, self.kill_at - time.monotonic()), WAIT_SECONDS_MAX) * 1000
 
     def read_control(self) -> None:
-        """Handle each complete line. At the end of the pipe the runner has died."""
+        """Handle each complete line from the runner. If the pipe has ended, the runner has died: kill everything."""
         arrived = read_available(0)
         self.end_now = self.end_now or arrived is None
         *lines, self.control = (self.control + (arrived or b"")).split(b"\n")
@@ -130,7 +130,7 @@ class Supervisor:
             self.reap()
 
     def report(self, message: dict[str, object]) -> None:
-        """Send one line to the runner. If it has ended, end too."""
+        """Send one line to the runner. If the runner has ended, end this process too."""
         try:
             os.write(self.report_fd, json.dumps(message).encode() + b"\n")
         except BrokenPipeError:

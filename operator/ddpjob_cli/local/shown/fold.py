@@ -1,6 +1,6 @@
-"""Reduce a node's output to the script's own lines; the node's log has all lines. Stacks of a stall are held back, and
-tracebacks until their failure is known. `told.py` then shows those of the culprit, once. If the script handled the
-exception, its traceback is shown after all."""
+"""Reduce a node's output to the script's own lines; the node's log has all lines. Stacks of a stall are held back,
+and tracebacks until their failure is known. `told.py` then shows the traceback of the rank that failed first, once.
+If the script handled the exception, its traceback is shown after all."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ class Trace:
 
     @property
     def due(self) -> float:
-        """Time at which it is shown, because no pod has ended because of it."""
+        """Time at which the traceback is shown, because no pod has ended because of it."""
         return self.since + (HELD_SECONDS if self.prefix else UNSURE_SECONDS)
 
     @property
     def is_launchers(self) -> bool:
-        """True if all frames are torch's. It is then torchrun's own report that a rank has failed or was stopped."""
+        """True if all frames are torch's: torchrun itself then reports that a rank has failed or was stopped."""
         return not where_of(self.lines) and any("torch/distributed/" in line for line in self.lines)
 
     @property
     def _is_chained(self) -> bool:
-        """True if the last line announces a chained traceback, so that the next one belongs to this one."""
+        """True if the last line announces a chained traceback, so that the next traceback belongs to this one too."""
         return next((line for line in reversed(self.lines) if line), "").startswith(_CHAINED)
 
     def takes(self, line: str) -> bool:
@@ -119,7 +119,7 @@ class Fold:
             yield raw
 
     def _is_of_stacks(self, raw: str) -> bool:
-        """Keep the line if it belongs to a stalled rank's stacks, in which all lines but the first are indented."""
+        """Hold back a line of a stalled rank's stacks (all but the first are indented). Return True if it is one."""
         if match := _STALLED.match(raw):
             self._in_stacks = self.stacks[int(match[1])] = []
         elif not raw.startswith("  "):

@@ -71,13 +71,13 @@ class PlainScreen:
             raise
 
     def event(self, event: Event) -> None:
-        """Show a change of state, except changes that are instant locally, and those that concern only a cluster."""
+        """Show a change of state, unless it is instant in a local run or concerns only a cluster."""
         if event.reason not in _QUIET:
             mark = "! " if event.type == "Warning" else ""
             self.note(f"{mark}{event.message}")
 
     def draw(self, moment: table.RunMoment, pods: Sequence[LocalPod]) -> None:
-        """Show the current state, if it is due."""
+        """Show the current state if it is time to draw."""
         status = moment.status
         wait = (status.state, status.attempt, status.reason) if present_progress(status) is None else ()
         if wait != self._waiting:
@@ -99,7 +99,7 @@ class PlainScreen:
                         self.log(pod, [bar])
 
     def due_in(self, status: api.Status) -> float | None:
-        """Return the seconds until draw() has something to show; None if it has nothing."""
+        """Return the seconds until draw() has something to show; None if it has nothing to show."""
         if self._types or status.state not in ("Starting", "Running"):
             return None
         if present_progress(status) is not None and status.progress == self._drawn.progress:
@@ -122,7 +122,7 @@ class PlainScreen:
 
 
 class LiveScreen(PlainScreen):
-    """Shows a table at the bottom of the terminal, above which the nodes' lines scroll; plain lines while another
+    """Shows a table at the bottom of the terminal, above which the nodes' lines scroll; plain lines if another
     process group has the terminal (`ddpjob run … &`). groups: our own process groups."""
 
     def __init__(self, job: api.DDPJob, groups: frozenset[int]) -> None:
@@ -260,7 +260,7 @@ def prefix_of(job: api.DDPJob, pod: LocalPod) -> str:
 
 
 def present_pods(pods: Sequence[LocalPod]) -> list[LocalPod]:
-    """Return the newest pod of each place in the newest attempt. All others have ended, or will end soon."""
+    """Return the newest pod of each node in the newest attempt. All other pods have ended, or will end soon."""
     newest = max((pod.attempt for pod in pods), default=0)
     by_place: dict[int, LocalPod] = {}
     for pod in sorted(pods, key=lambda p: p.replacement):

@@ -95,7 +95,7 @@ def view(moment: RunMoment, nodes: Sequence[NodeRow], width: int, height: int) -
 
 
 def shown_state(moment: RunMoment) -> str:
-    """Return the state; Starting in place of Running until the first step, unless the script seems to report none."""
+    """Return the state. Until the first step, Starting replaces Running, unless the script seems to report no steps."""
     state = moment.status.state or "Pending"
     return "Starting" if state == "Running" and _waits_for_step(moment) and not _is_unreported(moment) else state
 
@@ -189,7 +189,7 @@ def _head(moment: RunMoment) -> Text:
 
 
 def _pace(moment: RunMoment) -> list[str]:
-    """Return the pace, and the metrics, of which the loss has a curve."""
+    """Return the training speed, and the metrics, with a curve for the loss."""
     series = moment.history.series
     curve = next((name for name in ("loss", *sorted(series)) if "loss" in name.lower() and name in series), None)
     metrics = metric_parts(moment.status.progress) if moment.status.progress else []

@@ -1,4 +1,4 @@
-"""Report failures of a local run: who, what, where and what happens next in one line, and the culprit's traceback."""
+"""Report failures of a local run: one line with who, what, where and what is next, and the failed rank's traceback."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ class Teller:
         return True
 
     def due_in(self) -> float | None:
-        """Return the seconds until `tick` has something to show; None if there is nothing."""
+        """Return the seconds until `tick` has something to show; None if it has nothing to show."""
         now = time.monotonic()
         waits = [wait for _, fold in self._folds.values() if (wait := fold.due_in(now)) is not None]
         return min([*waits, *([max(0.0, self._pending[0] - now)] if self._pending else [])], default=None)
 
     def tick(self) -> None:
-        """Show what is due: a failure without a consequence so far, and tracebacks."""
+        """Show whatever is due: a failure that has had no consequence so far, and tracebacks."""
         now = time.monotonic()
         if self._pending is not None and now >= self._pending[0]:
             self._note(self._pending[1])
@@ -76,8 +76,8 @@ class Teller:
                 self._log(pod, late)
 
     def explain(self, failure: api.JobFailure | None, *, doubtful: bool = False) -> None:
-        """Show the culprit's traceback and the number of hidden lines. doubtful: the success is suspicious, so show the
-        first held traceback."""
+        """Show the traceback of the rank that failed first, and the number of hidden lines. doubtful: the success is
+        suspicious, so show the first held traceback."""
         self._pending = None
         held = {name: fold.forget() for name, (_, fold) in self._folds.items()}
         everyone = [trace for traces in held.values() for trace in traces if trace.exception]

@@ -39,7 +39,7 @@ class Usages:
         self._gpus = Gpus()
 
     def look(self, nodes: Mapping[int, Sequence[str]]) -> None:
-        """Measure if it is time. nodes: by the supervisor's pid, the node's GPUs."""
+        """Measure if it is time. nodes: the GPUs of each node, by the pid of its supervisor."""
         now = time.monotonic()
         if any(nodes.values()):
             self._gpus.look(now)
@@ -77,7 +77,7 @@ class Gpus:
         self._program = shutil.which("nvidia-smi")
 
     def look(self, now: float) -> None:
-        """Read nvidia-smi's answer if it has ended, or start it again."""
+        """Read nvidia-smi's output if it has ended, or start it again."""
         if self._process is not None:
             if self._process.poll() is None:
                 return
