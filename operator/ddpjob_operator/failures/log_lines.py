@@ -1,6 +1,6 @@
-"""The end of a log, and the last line of a program that ended without an exception: an error of argparse or click, or
-the text of `sys.exit("text")`. The line decides nothing, because it may also be the last line of a stopped rank.
-"""
+"""The end of a log, and the last line of a program that ended without an exception: an error of argparse or click,
+or the text of `sys.exit("text")`. No decision depends on this line, because it may also be the last line of a
+stopped rank."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _CUT_FROM = 2000
 def of(log: str, exit_code: int | None, rank: int | None = None) -> str:
     """Return the program's own sentence at the end of its log; "" if the exit code does not suggest one.
 
-    rank: the one that ended, if known. Lines of other ranks, which torch marks, are skipped.
+    rank: the rank that ended, if known. Lines of other ranks, which torch marks, are skipped.
     """
     if exit_code not in _CODES:
         return ""
@@ -80,12 +80,12 @@ def _refused(lines: list[str]) -> str:
 
 
 def report_begins(lines: Sequence[str]) -> int | None:
-    """Return the index of the first line of torchrun's report about a failed rank; None if there is none."""
+    """Return the index of the first line of torchrun's report about a failed rank; None without a report."""
     return next((i for i, line in enumerate(lines) if _REPORT.match(line)), None)
 
 
 def is_of_no_rank(line: str) -> bool:
-    """True for a line of a launcher, or one that libraries print at the end of any program."""
+    """True for a line that a launcher prints, or that libraries print at the end of any program."""
     return any(pattern.match(line) for pattern in (_LAUNCHERS_OWN, _SUMMARY, BORDER))
 
 
@@ -96,7 +96,7 @@ def of_training(log: str) -> list[str]:
 
 
 def tail(log: str) -> str:
-    """Return the last 2 kB of a log, masked, without an incomplete first line: it may be part of a credential."""
+    """Return the last 2 kB of a log, masked. An incomplete first line is dropped: it may be part of a credential."""
     # Mask before cutting: a password without its name is not recognized. The kubelet may have cut within a character.
     raw = mask("".join(line for line in log.splitlines(keepends=True) if ANSWER not in line)).strip("\n").encode()
     if len(raw) <= TAIL_MAX and len(log.encode()) < TAIL_MAX - 3:
@@ -106,7 +106,7 @@ def tail(log: str) -> str:
 
 
 def _own_lines(log: str, rank: int | None = None) -> list[str]:
-    """Return the program's own lines; none if only torchrun's report is left of the log."""
+    """Return the program's own lines; none if the log contains only torchrun's report."""
     known = (line for line in log.splitlines() if not _is_of_another(line, rank))
     lines = [line.strip(_BLANK) for line in _without_warnings(known)]
     begins = report_begins(lines)

@@ -140,7 +140,7 @@ def clean(text: str) -> str:
 
 
 def mask(text: str) -> str:
-    """Replace what looks like a credential by ***. mask(mask(x)) == mask(x)."""
+    """Replace everything that looks like a credential by ***. mask(mask(x)) == mask(x)."""
     for _ in range(_PASSES_MAX):
         before, text = text, _masked_once(text)
         if text == before:
@@ -157,15 +157,14 @@ def _masked_once(text: str) -> str:
 
 
 def shown(text: str, length: int) -> str:
-    """Return a text in one line: a second line could look like the operator's own. shown(shown(x)) == shown(x)."""
+    """Return a text as one line, because a second line could look like the operator's own. Idempotent."""
     # Cached: each message goes into a status, its conditions, an event and the log, and most are equal.
     return _kept(text, length) if len(text) <= _KEPT_LENGTH_MAX else _shown(text, length)
 
 
 def shown_pair(name: str, value: str, length: int) -> tuple[str, str]:
-    """Return name and value of a metric, each as `shown`. The value is masked if the name is that of a credential, or
-    if both together look like one. shown_pair(*shown_pair(x, y)) == shown_pair(x, y).
-    """
+    """Return name and value of a metric, each as `shown`. The value is masked if the name says that it is a
+    credential, or if name and value together look like one. shown_pair(*shown_pair(x, y)) == shown_pair(x, y)."""
     name, value = shown(name, length), shown(value, length)
     words = "_" + _BETWEEN_WORDS.sub("_", name)
     both = f"{name}={value}"

@@ -1,7 +1,7 @@
 """Finds the failure of an attempt that explains the others, and its class.
 
 Reports of kernel, kubelet and node controller count most, because a process that is ended from outside may print
-anything. Next come the actions of a process itself, then time. Time alone proves little: the kubelet reports whole
+anything. Next counts what a process itself did, then the time. Time alone proves little: the kubelet reports whole
 seconds, and clocks of nodes differ.
 """
 
@@ -80,7 +80,7 @@ _MAY_FOLLOW_A_LOST_NODE = (Precedence.UNKNOWN, Precedence.RESUMABLE, Precedence.
 
 @dataclass(frozen=True)
 class Context:
-    """What is known of an attempt besides its pods."""
+    """What is known of an attempt in addition to its pods."""
 
     attempt: int
     members: Members
@@ -114,11 +114,11 @@ class PodEnd:
 
     @property
     def precedence(self) -> Precedence:
-        """Rank of this failure as a cause."""
+        """The rank of this failure as a cause: the lowest explains the others."""
         return precedence_of(self.failure)
 
     def was_deleted_after(self, other: PodEnd) -> bool:
-        """True if its deletion was requested after the other had ended, by observation if possible, else by clocks."""
+        """True if this pod's deletion was requested after the other ended: by observation, or else by clocks."""
         if self.deleted_at is None:
             return False
         if other.seen != self.deletion_seen:
@@ -129,8 +129,8 @@ class PodEnd:
 def root_cause(context: Context, failed: Sequence[Pod]) -> api.JobFailure:
     """Return the cause as known before the operator stops anything.
 
-    failed: at least one failed pod of the attempt, and pods that were deleted from outside. Ties go to the lower rank,
-    so that the order of pods does not matter.
+    failed: at least one failed pod of the attempt, and pods that were deleted from outside. Of equal failures the one
+    of the lower node rank wins, so that the order of pods does not matter.
     """
     ends = [_end(context, pod, outside=True) for pod in failed]
     own = [e for e in ends if e.precedence in (Precedence.OWN, Precedence.UNKNOWN)]
@@ -154,10 +154,10 @@ def settle(
 ) -> tuple[api.JobFailure, rules.Class]:
     """Return the root cause and its class (before failurePolicy), after the attempt's last pod has ended.
 
-    first: the result of root_cause(); its pod may be deleted. failed: the attempt's pods that did not complete; apart
-    from `first`, only the operator has deleted any in time to matter. stepped: the attempt made a step. trained: an
-    earlier one did. untried: the script has never trained. nodes: of the job; None: as many as `failed`. lost: pods
-    given up with their nodes. early: a node that has completed. steps: by rank, as reported.
+    first: the result of root_cause(); its pod may be deleted. failed: the attempt's pods that did not complete; before
+    their end only the operator deleted any of them, except `first`. stepped: this attempt made a step. trained: an
+    earlier attempt did. untried: the script has never trained. nodes: number in the job; None means as many as
+    `failed`. lost: failures of pods on lost nodes. early: a node that has completed. steps: last reported step by rank.
     """
     if first.reason == STALLED:
         return first, "stall"
@@ -202,7 +202,7 @@ def lacks_configuration(pod: Pod) -> bool:
 
 
 def cannot_start(failure: api.JobFailure) -> bool:
-    """True if it ended before any of its own code ran: because of the job, its node or a temporary error."""
+    """True if the failure came before any code of the program ran: because of job, node or a temporary error."""
     if failure.reason not in ("", "Error", *rules.START_REASONS):
         return False
     own = Failure(exit_code=failure.exit_code, exception=failure.exception, container_reason=failure.reason)
@@ -210,12 +210,12 @@ def cannot_start(failure: api.JobFailure) -> bool:
 
 
 def from_outside(failure: api.JobFailure) -> bool:
-    """True if something outside the pod ended it; failurePolicy does not apply then."""
+    """True if something outside the pod caused the failure. failurePolicy then does not apply."""
     return rules.from_outside(_with_evidence(failure))
 
 
 def blames_node(failure: api.JobFailure) -> bool:
-    """True if the node may be at fault, so that a job may avoid it."""
+    """True if the node may have caused the failure, so that a job may avoid the node."""
     if failure.failure_class != "infrastructure":
         return False
     if failure.reason != CONFIG_ERROR and cannot_start(failure):
@@ -224,9 +224,8 @@ def blames_node(failure: api.JobFailure) -> bool:
 
 
 def evidence_of(failure: api.JobFailure) -> api.Evidence:
-    """Return the evidence of a failure, or what its reason proves if none is recorded (by an older operator). An
-    unknown reason proves nothing, so the application is charged.
-    """
+    """Return the recorded evidence of a failure; else, for a failure recorded by an older operator, what its reason
+    proves. An unknown reason proves nothing, so the failure counts as the application's."""
     if failure.evidence is not None and failure.evidence.precedence in Precedence.__members__:
         return failure.evidence
     if (known := _BY_REASON.get(failure.reason)) is not None:
@@ -244,7 +243,7 @@ def evidence_of(failure: api.JobFailure) -> api.Evidence:
 
 
 def precedence_of(failure: api.JobFailure) -> Precedence:
-    """Return how a failure ranks as the cause of others."""
+    """Return how well a failure explains others."""
     return Precedence[evidence_of(failure).precedence]
 
 
@@ -257,16 +256,15 @@ def _with_evidence(failure: api.JobFailure) -> Failure:
 
 
 def is_a_cause(first: api.JobFailure) -> bool:
-    """True if the failure shows a cause: an exception, a kill, a lost node. A lost peer, a vanished pod and a bare exit
-    code do not.
-    """
+    """True if the failure shows a cause: an exception, a kill, a lost node. A lost peer, a vanished pod and an exit
+    code without text show none."""
     precedence = precedence_of(first)
     is_explained = bool(first.exception or first.signal) or precedence not in (Precedence.OWN, Precedence.LATE)
     return is_explained and precedence not in _MAY_FOLLOW_A_LOST_NODE and first.reason != GONE
 
 
 def is_own(failure: api.JobFailure) -> bool:
-    """True if a process of the pod ended by itself: not by the kernel, a lost peer or from outside."""
+    """True if a process of the pod ended by itself, not by the kernel, a lost peer or something outside."""
     return precedence_of(failure) in (Precedence.OWN, Precedence.UNKNOWN, Precedence.LATE)
 
 
@@ -283,9 +281,8 @@ def tail_of(pod: Pod) -> str:
 
 
 def _of_no_start(cause: api.JobFailure, *, stepped: bool, trained: bool, everywhere: bool) -> rules.Class:
-    """Return permanent only if neither the node nor the moment can be the reason: the job has never trained, and fails
-    in this way on every node. A missing ConfigMap is missing on all of them.
-    """
+    """Return permanent only if the job has never trained and fails in this way on every node, so neither the node
+    nor the moment can be the reason. A missing ConfigMap is missing on all nodes."""
     if cause.reason not in rules.START_REASONS and stepped:
         return "application"  # the ranks have made steps, so the program existed on the node
     if rules.classify(_with_evidence(cause)) == "infrastructure":
@@ -295,7 +292,7 @@ def _of_no_start(cause: api.JobFailure, *, stepped: bool, trained: bool, everywh
 
 
 def _ended_early(early: api.JobFailure | None, complaint: api.JobFailure, steps: Mapping[int, int]) -> api.JobFailure:
-    """Return the cause of peers' complaints if a node has completed: it called fewer collectives."""
+    """Return the cause of the other ranks' lost connections if a node has completed: it called fewer collectives."""
     if early is None or complaint.reason == ENDED_EARLY:
         return complaint  # the reason is recorded already
     known = complaint.step if complaint.rank is None else steps.get(complaint.rank, complaint.step)
@@ -371,7 +368,7 @@ def _text(pod: Pod, report: ContainerReport, code: int | None) -> str:
 
 
 def _evidence(pod: Pod, own: Failure, precedence: Precedence, reason: str) -> api.Evidence:
-    """Return the evidence besides the failure's own fields; for an action of the kernel, without the pod's reasons."""
+    """Return evidence beyond the failure's own fields. For a kill by the kernel, leave out the pod's reasons."""
     starts = pod.trainer.reason in rules.START_REASONS
     evidence = api.Evidence(
         precedence=precedence.name,
@@ -398,7 +395,7 @@ def _rank(pod: Pod, own: Failure, context: Context) -> int | None:
 
 
 def _read(pod: Pod, port: int | None = None) -> ContainerReport:
-    """Return the pod's report, corrected by how its container ended. port: of the rendezvous, if this pod serves it."""
+    """Return the pod's report, corrected by how its container ended. port: the rendezvous port that this pod serves."""
     report = termination_message.read(pod.trainer.message)
     own = report.failure
     if not own.rank and port and rules.port_in_use(own.exception) == port:
@@ -460,7 +457,7 @@ def _first(ends: Sequence[PodEnd], recorded: str = "") -> PodEnd:
 
 
 def _recorded(first: api.JobFailure, ends: Sequence[PodEnd]) -> list[PodEnd]:
-    """Return the first failure as a separate PodEnd, if its pod is gone or shows less than was recorded."""
+    """Return the first failure as an additional PodEnd, if its pod is gone or shows less than was recorded."""
     now = next((e for e in ends if e.failure.pod == first.pod), None)
     if now is None:
         return [PodEnd(first)]
@@ -480,7 +477,7 @@ def _recorded(first: api.JobFailure, ends: Sequence[PodEnd]) -> list[PodEnd]:
 
 
 def _repeats(cause: PodEnd, ends: Sequence[PodEnd], nodes: int) -> bool:
-    """True if a retry would end in the same way: a mistake of the script, made on all nodes."""
+    """True if a retry would fail in the same way: all nodes show the same mistake of the script."""
     exception = cause.failure.exception
     code = cause.failure.exit_code
     # argparse raises no exception: it prints a sentence and exits with 2.
@@ -508,13 +505,13 @@ def _reason(pod: Pod, own: Failure, precedence: Precedence) -> str:
 
 
 def _runtime_reason(pod: Pod) -> str:
-    """Return the reason that a container runtime invented for an exit code."""
+    """Return the pod's reason if a container runtime made it up to describe an exit code; else ""."""
     known = pod.trainer.exit_code is None or pod.trainer.reason in _CONTAINERS_OWN
     return "" if known else pod.trainer.reason
 
 
 def _time(pod: Pod, own: Failure, now: dt.datetime) -> dt.datetime:
-    """Return the time of the failed rank: the container may end long after it. Times out of bounds are ignored."""
+    """Return when the rank failed, because its container may end long after it; if implausible, the container's end."""
     ended = pod.trainer.ended_at
     if ended is None:
         return pod.deletion_requested_at or now

@@ -109,12 +109,12 @@ class Message(NamedTuple):
 
 
 def read_message(text: str) -> Message | None:
-    """Return the message of library or agent; None if there is none. The log below it is ignored."""
+    """Return the message of the library or an agent; None if the text has none. Any log after it is ignored."""
     return _message(text)[0]
 
 
 def read(text: str) -> ContainerReport:
-    """Read a termination message or the end of a log. The library's exception outranks the log."""
+    """Return the contents of a termination message or the end of a log. The library's exception outranks the log."""
     message, log = _message(text)
     report = _read_log(log)
     if message is None:
@@ -139,8 +139,8 @@ def read(text: str) -> ContainerReport:
 def findings(text: str, *, trusted: bool) -> Iterator[NamedFinding]:
     """Yield reasons to doubt the success of a container that ended with 0.
 
-    trusted: True if the exit code is that of the last launcher, so a rank's failure in log or message was overcome. A
-    traceback with nothing after it always counts, because the script printed it and ended.
+    trusted: True if the exit code is the last launcher's. A rank's failure in log or message then was retried with
+    success. A traceback with nothing after it always counts, because the script printed it and ended.
     """
     message, log = _message(text)
     if message is not None:
@@ -180,7 +180,7 @@ def _failure_in_log(log: str, *, trusted: bool) -> Failure | None:
 
 
 def _ends_with_traceback(log: str) -> bool:
-    """True if after the last traceback only lines follow that launchers and libraries print at any end."""
+    """True if only lines that launchers and libraries print at any end follow the last traceback."""
     before, begins, rest = log.rpartition("Traceback (most recent call last)")
     above = before.rstrip().rpartition("\n")[2]
     if not begins or PREFIX.match(before.rpartition("\n")[2]) or _ENDS_NOTHING.match(above):
@@ -194,7 +194,8 @@ def _ends_with_traceback(log: str) -> bool:
 def raised(log: str) -> list[Failure]:
     """Return the exceptions in a log in order of their ends. A chain of exceptions counts as one.
 
-    The rank is that of the line's prefix. A symptom reports a lost peer, or was raised because of such a report.
+    The rank is that of the line's prefix. A symptom is an exception that reports a lost peer, or that such a report
+    caused.
     """
     chains: list[list[Failure]] = []
     streams: dict[str, _Stream] = {}
@@ -208,7 +209,7 @@ def raised(log: str) -> list[Failure]:
 
 
 def table(log: str) -> list[Failure]:
-    """Return the rows of torchrun's last failure table in a log, whose head may be cut off.
+    """Return the rows of torchrun's last failure table in a log. The table's top may be cut off.
 
     torchrun's root cause comes first. The exception is that of a script with @record.
     """
@@ -231,15 +232,14 @@ def table(log: str) -> list[Failure]:
 
 
 def signal_name(exit_code: int | None) -> str:
-    """Return SIGKILL for 137; "" if no signal ended it. 168 counts as a code that the program chose, not as a real-time
-    signal.
-    """
+    """Return SIGKILL for 137; "" if no signal ended the process. 168 counts as an exit code that the program chose,
+    not as a real-time signal."""
     number = (exit_code or 0) - 128
     return failures.signal_name(number) if number in set(signals.Signals) else ""
 
 
 class _Stream:
-    """Lines of one rank: tracebacks of the ranks of a pod are interleaved."""
+    """The lines of one rank, because the ranks of a pod print tracebacks at the same time."""
 
     def __init__(self, rank: int | None) -> None:
         self.rank = rank
@@ -334,7 +334,7 @@ def _read_log(log: str) -> ContainerReport:
 
 
 def _causes(log: str, culprit: Failure, exceptions: list[Failure], *, cut: bool) -> Iterator[Failure]:
-    """Yield candidates for what ended the culprit, most certain first. Exceptions of other ranks do not explain it.
+    """Yield possible causes for the end of `culprit`, most certain first. Exceptions of other ranks do not explain it.
 
     cut: True if no row of a table is left.
     """
@@ -355,7 +355,7 @@ def _causes(log: str, culprit: Failure, exceptions: list[Failure], *, cut: bool)
 
 
 def _cause(exceptions: list[Failure]) -> Failure:
-    """Return the last exception that is not a symptom; if all are, the last."""
+    """Return the last exception that is not a symptom, or the last exception if all are symptoms."""
     own = [r for r in exceptions if not _OF_A_CHILD.match(r.exception)] or exceptions
     return next((r for r in reversed(own) if not r.symptom), own[-1] if own else Failure())
 
@@ -363,9 +363,9 @@ def _cause(exceptions: list[Failure]) -> Failure:
 def _before_they_were_stopped(log: str, rows: list[Failure]) -> list[Failure]:
     """Return the rows, corrected for a rank that torchrun stopped after it had raised.
 
-    Python with torch needs a second to exit, in which a peer that has lost it may end first. The rank then counts as
-    ended by its exception, with 1, and before the silent ones. Only torch's prefix proves that the exception was not
-    caught.
+    Python with torch needs a second to exit, and another rank that has lost the connection may end first. The first
+    rank then counts as ended by its exception, with 1, before ranks without an exception. Only torch's prefix proves
+    that the exception was not caught.
     """
     before, stops, _ = log.partition(_STOPS)
     ended = {f.rank for f in raised(before) if f.rank is not None and not f.symptom} if stops else set()
@@ -378,9 +378,8 @@ def _before_they_were_stopped(log: str, rows: list[Failure]) -> list[Failure]:
 
 
 def _has_followed(row: Failure, exceptions: list[Failure]) -> bool:
-    """True if this failure may follow from another. torchrun checks ten times per second, stops the others with
-    SIGTERM, and orders failures between two checks by rank: its root cause may be a symptom.
-    """
+    """True if this failure may be the effect of another one. torchrun checks ten times per second, stops the other
+    ranks with SIGTERM, and orders failures between two checks by rank. So its root cause may be a symptom."""
     own = row if row.exception else _cause([r for r in exceptions if r.rank is not None and r.rank == row.rank])
     return own.symptom or row.exit_code in (_TERMINATED, rules.RESUMABLE_EXIT_CODE)
 

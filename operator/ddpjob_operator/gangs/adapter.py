@@ -55,5 +55,5 @@ class Adapter:
         return f"{name}-{attempt}-{job.metadata.uid[-UID_DIGITS:]}" if self.per_attempt else name
 
     def attempt_of(self, attempt: int) -> int:
-        """Return the attempt that a group is for; 0: all."""
+        """Return the attempt that a group belongs to; 0 if it belongs to all attempts."""
         return attempt if self.per_attempt else 0

@@ -64,7 +64,7 @@ def integer(value: object, first: int, last: int) -> int | None:
 
 
 def number(text: object, last: int) -> int:
-    """Return the number in a label; -1 if there is none or it is above `last`."""
+    """Return the number in a label; -1 if it is no number or above `last`."""
     if not isinstance(text, str) or len(text) > 20 or not (text.isascii() and text.isdecimal()):
         return -1
     return int(text) if int(text) <= last else -1
@@ -75,7 +75,7 @@ def seconds(value: object) -> int:
 
 
 def time(text: object) -> dt.datetime | None:
-    """Return the time in a text as the API server writes it, within TIME_FIRST and TIME_LAST; None if it is none."""
+    """Return the time in a text as the API server writes it, from TIME_FIRST to TIME_LAST; None for other texts."""
     if not isinstance(text, str):
         return None
     if _BEYOND_DATES.match(text):
@@ -92,12 +92,12 @@ def moment(at: dt.datetime) -> dt.datetime:
 
 
 def text(value: object, length: int = TEXT_MAX) -> str:
-    """Return a text, only its end if it is too long (the last lines name the cause); "" for anything else."""
+    """Return a text; only its end if it is too long, because the last lines name the cause; "" for anything else."""
     return value[-length:] if isinstance(value, str) else ""
 
 
 def document(value: object) -> str:
-    """Return why a spec is too large to keep; "" if it is not. Stops at the bounds and does not recurse."""
+    """Return why a spec is too large to keep; "" if it is not. The check stops at the bounds and does not recurse."""
     values, length, items = 0, 0, 0
     level: list[object] = [value]
     for _ in range(DEPTH_MAX):

@@ -28,13 +28,13 @@ def restarts(history: RestartHistory) -> api.Restarts:
 
 
 def by_class(restarts: api.Restarts) -> str:
-    """Return `2 application, 1 infrastructure`: what the restarts were charged to; "" if there was none."""
+    """Return `2 application, 1 infrastructure`: how many restarts were charged to what; "" without restarts."""
     by = [(restarts.application, "application"), (restarts.infrastructure, "infrastructure"), (restarts.stall, "stall")]
     return ", ".join(f"{number} {name}" for number, name in by if number)
 
 
 def known(status: api.Status) -> Known:
-    """Return the counts of the agent of node 0 that reported last in this attempt."""
+    """Return the counts of node 0's agent from its last report in this attempt."""
     k = status.in_place
     return Known() if k is None else Known(k.replacement, Spent(k.application, k.infrastructure, k.stall))
 

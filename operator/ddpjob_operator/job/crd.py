@@ -231,7 +231,7 @@ def _info(kind: type[msgspec.Struct]) -> types.StructType:
 
 def _struct(info: types.StructType, *, checked: bool) -> Schema:
     """Return the schema of an object. checked: also limit its values. A status is not checked, because Helm never
-    updates a CRD. An old CRD that refused a new state would keep a newer operator from writing any status."""
+    updates a CRD. A newer operator could not write a status at all if an old CRD refused a new state."""
     schema: Schema = {"description": summary(info.cls), "type": "object"}
     required = [f.encode_name for f in info.fields if checked and is_required(info.cls, f)]
     if required:
@@ -309,7 +309,7 @@ def _union(options: list[types.Type], checked: bool) -> Schema:
 
 
 def _template() -> Schema:
-    """Keep the whole template, and check it only for mistakes that would otherwise show when pods are created."""
+    """Return the template's schema: it keeps all fields, and refuses what would later prevent pods."""
     strings = {"type": "object", "nullable": True, "additionalProperties": {"type": "string"}}
     metadata = {"type": "object", "nullable": True, **_open({"labels": strings, "annotations": strings})}
     listed = {

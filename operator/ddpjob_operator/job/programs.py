@@ -37,7 +37,7 @@ def name(word: str) -> str:
 
 
 def places(words: Sequence[str]) -> Iterator[int]:
-    """Yield the indexes of words that may be a program: the first, and after a wrapper all but names in its options."""
+    """Yield the indexes of possible programs: the first word, and after a wrapper all words but option values."""
     wrapper = ""
     for i, word in enumerate(words):
         if i and not wrapper:

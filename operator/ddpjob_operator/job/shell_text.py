@@ -19,7 +19,7 @@ _DEPTH_MAX = 10  # nested shells (`sh -c`) that are read
 
 
 class Reference(NamedTuple):
-    """A variable that is read, with the `:-` of ${NAME:-0}."""
+    """A variable that a script reads, with the operator `:-` of ${NAME:-0}."""
 
     name: str
     operator: str = ""

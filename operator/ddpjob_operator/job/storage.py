@@ -68,7 +68,7 @@ def is_cut(raw: Raw) -> bool:
 
 
 def has_begun(raw: Raw) -> bool:
-    """True if an attempt is under way, or begins without a user's action."""
+    """True if an attempt is running, or will start without a user's action."""
     status = _mapping(raw.get("status"))
     attempt = status.get("attempt")
     return not _is_left_alone(raw) and status.get("state") in BEGUN and isinstance(attempt, int) and attempt > 0
@@ -82,7 +82,7 @@ def would_begin(job: api.DDPJob) -> bool:
 
 
 def cut(raw: Raw, whole: int) -> dict[str, Any]:
-    """Return the few fields that are kept of a job that is not kept whole. whole: size of the complete job."""
+    """Return the few fields that are kept of a cut job. whole: size of the complete job."""
     metadata, spec, status = (_mapping(raw.get(part)) for part in ("metadata", "spec", "status"))
     return {
         "metadata": _kept(metadata, KEPT_OF_METADATA),
@@ -114,7 +114,7 @@ def rests_until(raw: Raw, now: dt.datetime, *, has_objects: bool) -> dt.datetime
 
 
 def rests(raw: Raw) -> bool:
-    """True if a job needs no reconcile until it changes or there is room for it to begin."""
+    """True if a job needs no reconcile until it changes or until there is room for its start."""
     until = rests_until(raw, bounds.TIME_FIRST, has_objects=False)
     return until == bounds.TIME_LAST or waits_for_room(raw)
 
@@ -169,7 +169,7 @@ class Room:
         return self._in_namespace[namespace]
 
     def take(self, key: Key, needs: int) -> bool:
-        """Give the job a place if there is room; True if it has one. A job loses its place if it outgrows the room."""
+        """Give the job a place if there is room; return True if it has one. A job that outgrows the room loses it."""
         more = needs - self._sizes.get(key, 0)
         if more > 0 and self._fullness(key[0], more):
             self.leave(key)

@@ -68,8 +68,8 @@ def backend(spec: api.Spec) -> str:
 
 
 def shutdown_timeout_seconds(spec: api.Spec) -> int:
-    """Return how long torchrun waits for its workers after SIGTERM: the grace period, less time to report. A negative
-    value crashes torchrun (docs/dev/upstream.md, launchers)."""
+    """Return for how many seconds torchrun waits for its workers after SIGTERM: the grace period, minus time to
+    report. A negative value crashes torchrun (docs/dev/upstream.md, launchers)."""
     return max(1, grace_seconds(spec.template) - 5)
 
 

@@ -14,13 +14,13 @@ _OTHER_NAMES |= {"nnodes": "nodes", "numprocpernode": "nprocPerNode", "slots": "
 
 
 class Typos:
-    """The number of comparisons that are left for one document."""
+    """Counts the comparisons that are left for one document."""
 
     def __init__(self, comparisons: int = COMPARISONS_MAX) -> None:
         self.left = comparisons
 
     def meant(self, name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-        """Return the known name that this one resembles most, "" if there is none or no comparison is left."""
+        """Return the most similar known name; "" if no name is similar or no comparison is left."""
         if len(name) > LENGTH_MAX or not self.left:
             return ""
         compared = []

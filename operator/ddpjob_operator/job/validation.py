@@ -208,7 +208,7 @@ def _template(given: Mapping[str, Any], typos: Typos) -> Iterator[Problem]:
 
 
 def _shape_of(given: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
-    """Yield problems for which a clearer message is known than one about types."""
+    """Yield problems for which there is a clearer message than the one about types."""
     pod = given.get("spec")
     if not isinstance(pod, Mapping):
         yield ("spec",) if pod is not None else (), "needs a spec with at least one container"
@@ -236,7 +236,7 @@ def _shape_of(given: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
 
 
 def _misspelled(given: Mapping[Any, Any], kind: str, path: Path, typos: Typos) -> Iterator[Problem]:
-    """Yield only fields that closely resemble a known one: a newer API server may know the others."""
+    """Yield only fields that closely resemble a known field, because a newer API server may know other fields."""
     known = frozenset(template.fields(kind))
     for name in map(str, given if typos.left else ()):
         if name not in known and (close := typos.meant(name, template.fields(kind), _RESEMBLES)):
@@ -262,7 +262,7 @@ def _stored(raw: Mapping[str, Any], name: str, kind: type[Struct]) -> Struct:
 
 
 def _lenient(raw: object, kind: type[Any]) -> Any:
-    """Return a part that the API server has already checked, with defaults for unreadable values."""
+    """Return a part of a job from the API server, with defaults for values that this version cannot read."""
     try:
         return msgspec.convert(raw if isinstance(raw, Mapping) else {}, kind, strict=False)
     except msgspec.ValidationError:

@@ -55,7 +55,7 @@ class Withheld(NamedTuple):
         return self.names == ALL
 
     def but(self, names: Sequence[str]) -> Withheld:
-        """Return what is still withheld after these variables were set."""
+        """Return which variables are still missing after these variables were set."""
         left = self.names.difference(names)
         return self._replace(names=left) if left else NOTHING
 
@@ -72,7 +72,7 @@ NOTHING = Withheld()
 
 
 def by_words(words: Sequence[str]) -> Withheld:
-    """Return what the words before a launcher withhold from it."""
+    """Return which variables the words before a launcher do not pass on to it."""
     found, before = NOTHING, ""
     words = [*itertools.takewhile(lambda word: not _begins_training(word), words[:WORDS_MAX])]
     for i, word in enumerate(words):
@@ -121,7 +121,7 @@ def _by_program(name: str, options: list[str]) -> Withheld | None:
 
 
 def unset_by(by: str, names: Sequence[str] | frozenset[str]) -> Withheld:
-    """Return what `unset` withholds."""
+    """Return which of the job's variables `unset` removes."""
     return Withheld(ALL.intersection(names), by, "leave it out")
 
 

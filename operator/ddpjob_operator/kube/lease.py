@@ -109,7 +109,7 @@ class Candidate:
         return self._changed_at is not None and now - self._changed_at >= self._wait_seconds()
 
     def leader(self, now: float) -> str:
-        """Return which other operator holds the Lease, "" if none does or it has expired."""
+        """Return the other operator that holds the Lease; "" if nobody holds it or it has expired."""
         lease, changed_at = self._lease, self._changed_at
         if lease is None or changed_at is None or lease.holder == self.identity:
             return ""
@@ -242,7 +242,7 @@ class Election:
             self._runtime.log.info("%s was not released, so it runs out: %s", self.what, why)
 
     async def _freed(self) -> bool:
-        """Release once. Return False if a renewal in flight changed the Lease between our read and write."""
+        """Try once to release. Return False if a renewal in flight changed the Lease between our read and write."""
         raw = await self._read()
         if raw is None or read(raw).holder != self._candidate.identity:
             return True
@@ -260,7 +260,7 @@ class Election:
 
 
 def read(raw: Raw) -> Lease:
-    """Return the fields of a Lease that candidates decide by."""
+    """Return the fields of a Lease on which candidates base their decisions."""
     metadata, spec = raw["metadata"], raw.get("spec") or {}
     return Lease(
         version=str(metadata.get("resourceVersion", "")),

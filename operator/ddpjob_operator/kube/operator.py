@@ -232,7 +232,7 @@ class Operator:
         await self._client.close()
 
     def job_told(self, kind: str | None, metadata: Mapping[str, Any]) -> None:
-        """Handle kopf's event: a DDPJob was deleted, or our copy has a new one."""
+        """React to kopf's event: a DDPJob was deleted, or our copy contains a new job."""
         key = (metadata["namespace"], metadata["name"])
         if kind == "DELETED":
             self.caches.jobs.remove(*key, metadata["uid"])
@@ -277,7 +277,7 @@ class Operator:
         return [*self._all_reflectors, *(r for gang in self.caches.gangs.values() for r in gang.reflectors)]
 
     def standing_by(self) -> str:
-        """Return a remark for /healthz: the namespaces that other releases manage. It is no reason to restart."""
+        """Return a remark for /healthz about namespaces that other releases manage. A restart would not change that."""
         return "; ".join(self._others.sentences())
 
     def snapshot(self) -> exposition.Scrape:
@@ -380,7 +380,7 @@ class Operator:
         return 0.0 if all(lists) and not self._waits_for_gang(key) else UNSYNCED_SECONDS
 
     def _waits_for_gang(self, key: Key) -> bool:
-        """True if the job needs a gang API whose first list is missing. Jobs that do not use it go ahead."""
+        """True if the job needs a gang API whose first list is missing. Jobs without a gang API do not wait."""
         gangs, raw = self.caches.gangs, self.caches.jobs.get(key)
         if raw is None or storage.is_cut(raw) or all(gang.is_ready(key[0]) for gang in gangs.values()):
             return False

@@ -38,7 +38,7 @@ class OtherReleases:
         self._logged: set[str] = set()
 
     def of(self, namespace: str) -> str:
-        """Return the release that has marked this namespace, "" if none has."""
+        """Return the other release that has marked this namespace; "" if no release has."""
         return self._releases.get(namespace, "")
 
     def sentences(self) -> list[str]:
@@ -80,6 +80,6 @@ class OtherReleases:
 
 
 def _release(data: object) -> str:
-    """Return the release that a mark names, as one line without control characters; "?" if it names none."""
+    """Return the release named in a mark, as one line without control characters; "?" if the mark names none."""
     named = data.get("release") if isinstance(data, dict) else None
     return " ".join(clean(str(named or "?")[:RELEASE_MAX]).split()) or "?"

@@ -1,7 +1,6 @@
-"""The metrics: counters in a prometheus-client registry, and series of jobs built from statuses at each scrape, so that
-none of a deleted job remains. There is no clock and no I/O; durations are passed in. Methods may be called while
-another thread writes an answer: prometheus-client locks each value.
-"""
+"""The metrics: counters in a prometheus-client registry, and series of jobs built from statuses at each scrape, so
+that no series of a deleted job remains. There is no clock and no I/O; durations are passed in. Methods may be called
+while another thread writes an answer: prometheus-client locks each value."""
 
 from __future__ import annotations
 
@@ -158,7 +157,7 @@ class Meter:
 
     @property
     def remembered(self) -> int:
-        """Number of jobs of which something is kept."""
+        """Number of jobs for which counts are kept."""
         return len(self._spent.keys() | self._newly.keys() | self._ended.keys())
 
     # ---------------------------------------------------------------- what is served
@@ -186,7 +185,7 @@ class Meter:
         return [*families, *_of_operator(moment), *_of_jobs(moment)]
 
     def _add_spent(self, moment: Moment) -> None:
-        """Count what jobs have spent since they were last counted."""
+        """Count the time that jobs have spent after they were last counted."""
         self._shown = {}
         if moment.jobs is None:
             self._forget()
@@ -202,7 +201,7 @@ class Meter:
         self._newly, self._ended = Newest(CHANGED_MAX), Newest(CHANGED_MAX)
 
     def _add(self, job: MeteredJob, now: dt.datetime) -> dict[str, int] | None:
-        """Count what a job has spent since last time. Return its total; None if the status is unreadable."""
+        """Count the time that a job spent after the last call. Return its total; None for an unreadable status."""
         if job.status is None:
             return None  # keep the counts: otherwise they would be added again once the status is readable
         spent = job_lines.spent(job.status, now)

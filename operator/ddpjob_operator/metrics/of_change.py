@@ -92,7 +92,7 @@ def _start(old: api.Status, new: api.Status, now: dt.datetime) -> Iterator[SeenS
 
 
 def _charged(old: api.Status, new: api.Status) -> dict[tuple[str, str], int]:
-    """Return new restarts by class and scope, ranks first."""
+    """Return the new restarts by class and scope; restarts of ranks come first."""
     before, after = old.restarts or api.Restarts(), new.restarts or api.Restarts()
     replaced = new.attempt == old.attempt and sum(new.replacements.values()) > sum(old.replacements.values())
     in_place = {name: _in_place(old, new, name) for name in names.CLASSES}
@@ -115,9 +115,8 @@ def _in_place(old: api.Status, new: api.Status, name: str) -> int:
 def _decided(
     restart: Restart | None, scope: str, new: api.Status, now: dt.datetime, agent: AgentReport | None
 ) -> Restart:
-    """Complete the restart when its failure is charged. An agent restarts ranks before the operator knows, and reports
-    when they failed.
-    """
+    """Return the restart with the fields that are known once its failure is charged. An agent restarts ranks before
+    the operator knows of the failure, and reports its time."""
     if scope == "rank":
         at = agent.failures[-1].time if agent is not None and agent.failures else 0.0
         failed_at = dt.datetime.fromtimestamp(at, dt.timezone.utc) if 0 < at < now.timestamp() else now

@@ -1,4 +1,4 @@
-"""The observations that plan() reads: of the operator from the API server, of the local run from processes."""
+"""The observations that plan() reads. The operator gets them from the API server, the local run from processes."""
 
 from __future__ import annotations
 
@@ -124,9 +124,8 @@ class Pod(msgspec.Struct, frozen=True):
 
     @property
     def deleted_first(self) -> bool:
-        """True if it ended (or will end) after its deletion was requested, or if both were first seen together. A
-        missed success only costs a restart; a false one would be a wrong result.
-        """
+        """True if it ended (or will end) after its deletion was requested, or if both were first observed together.
+        A missed success only costs a restart, but a false success would be a wrong result."""
         return self.deletion_requested_at is not None and not self.ended_first
 
     @property
@@ -156,8 +155,8 @@ class Pod(msgspec.Struct, frozen=True):
         """True if the trainer ended with 0 and the phase is still to come.
 
         The kubelet first reports the end of a container. If it ended the pod itself, it reports phase Failed, reason
-        and DisruptionTarget only when all containers have ended (mergePodStatus). A sidecar that keeps running is not
-        waited for.
+        and DisruptionTarget only when all containers have ended (mergePodStatus). Do not wait for a sidecar that keeps
+        running.
         """
         done = self.trainer.state == "ended" and self.trainer.exit_code == 0
         return done and self.phase not in ("Succeeded", "Failed") and not (self.sidecars_run and self.outlived)
@@ -176,7 +175,7 @@ class Pod(msgspec.Struct, frozen=True):
 
     @property
     def live(self) -> bool:
-        """True if something of it may still be running.
+        """True if a process of the pod may still be running.
 
         The phase alone is not enough. The kubelet often reports the end of the only container while the phase is
         Running, and deleting a pod that ended by itself would lose its log.

@@ -54,9 +54,8 @@ def speaks(body: bytes) -> bool:
 def read_body(
     body: bytes, received_at: dt.datetime, total_steps_before: int | None
 ) -> tuple[Report | None, int | None]:
-    """Read a body in either protocol. Return the report, or None if there is none, and the total steps, which later
-    bodies of the sender may omit. Raise BadReportError.
-    """
+    """Return the report in a body of either protocol, or None if it has none, and the total steps, which later
+    bodies of the sender may omit. Raise BadReportError."""
     if not speaks(body):
         return read_report(body, received_at), total_steps_before
     try:

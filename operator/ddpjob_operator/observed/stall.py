@@ -54,11 +54,11 @@ class StepTracker:
 
     @property
     def idle_seconds(self) -> float:
-        """Time without a step that is certain: until its last report, not until now."""
+        """Seconds that have certainly passed without a step: until the rank's last report, not until now."""
         return (self.heard_at - self.advanced_at).total_seconds()
 
     def is_heard(self, now: dt.datetime) -> bool:
-        """True if its reports arrive now."""
+        """True if reports of the rank are arriving now."""
         return abs((now - self.heard_at).total_seconds()) <= SILENT_SECONDS
 
 
@@ -83,7 +83,7 @@ class StallFinding:
     """Ranks in `steps` that have stopped reporting."""
 
     def sentence(self) -> str:
-        """Return who, since when, and the limit. The text of a warning stays the same while it lasts."""
+        """Return who stalled, since when, and the limit. The text of a warning stays the same while it lasts."""
         return f"rank {self.rank} (node {self.node_rank}) {self.what()}"
 
     def what(self) -> str:
@@ -168,7 +168,7 @@ def find(trackers: Mapping[int, StepTracker], stall: api.Stall | None, now: dt.d
 
 
 def idle_since(trackers: Mapping[int, StepTracker], stall: api.Stall | None, now: dt.datetime) -> dt.datetime | None:
-    """Return since when a stalled group has made no step, also if the spec disables restarts for stalls."""
+    """Return the time since which a stalled group has made no step, even if the spec disables restarts for stalls."""
     finding = find(trackers, None if stall is not None and stall.timeout_seconds == 0 else stall, now)
     return None if finding is None else finding.since
 
@@ -190,7 +190,7 @@ def requeue_at(trackers: Mapping[int, StepTracker], stall: api.Stall | None, now
 
 
 def limit(tracker: StepTracker, timeout: float | None) -> Limit:
-    """Return how long a rank may make no step. timeout: stall.timeoutSeconds if set."""
+    """Return for how many seconds a rank may make no step. timeout: stall.timeoutSeconds if set."""
     return stall_limits.limit(tracker.phase, tracker.step, tracker.learned, timeout)
 
 

@@ -19,7 +19,7 @@ from ddpjob_operator.pods import naming
 
 
 def newest(view: View) -> AgentReport | None:
-    """Return the newest information from node 0's agent: its last report, or its termination message."""
+    """Return the newest counts of node 0's agent, from its last report or its termination message."""
     leader = view.known_pods.get(view.members.leader)
     message = termination_message.read_message(leader.trainer.message) if leader is not None and leader.ended else None
     agents = [agent for agent in (view.seen.agent, message.agent if message is not None else None) if agent is not None]
@@ -28,7 +28,7 @@ def newest(view: View) -> AgentReport | None:
 
 
 def latest(known: Report | None, new: Report) -> Report | None:
-    """Return the newer report of node 0's agent, which has all restarts so far. Ignore reports of other agents."""
+    """Return the newer report of node 0's agent, because it contains all restarts so far. Ignore other agents."""
     return known if new.node_rank != 0 or (known is not None and _age(new) < _age(known)) else new
 
 
@@ -125,5 +125,5 @@ def _reason(failure: Failure) -> str:
 
 
 def _only_complains(failure: Failure) -> bool:
-    """True if the rank only reports a lost peer. The agent decides, because texts differ by backend and torch."""
+    """True if the rank only reports a lost peer. The agent decides this, because texts differ by backend and torch."""
     return failure.symptom and not failure.unstarted

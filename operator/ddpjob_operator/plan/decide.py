@@ -64,6 +64,6 @@ def decide(view: View, status: api.Status) -> Decision:
 
 
 def garbage(view: View) -> tuple[DeletePod, ...]:
-    """Delete pods of finished attempts, because a pod on a lost node must not answer to the rank's DNS name."""
+    """Return deletes of pods of finished attempts: a pod on a lost node must not answer to its rank's DNS name."""
     over = [p for p in view.garbage if is_over(p, view.recorded)]
     return tuple(DeletePod(p.name, p.uid, 0) for p in (*over, *view.leaked))

@@ -89,7 +89,7 @@ def _document(view: View, old: api.Status, status: api.Status) -> api.Status:
 
 
 def _display(status: api.Status, *, silent: bool) -> api.Display:
-    """Return the printer columns. silent: rank 0's ETA is out of date. Completed nodes count as ready, not as lost."""
+    """Return the printer columns. silent: rank 0's ETA is out of date. Completed nodes are shown as ready."""
     nodes, progress, over = status.nodes or api.Nodes(), status.progress, status.state in TERMINAL
     counts_down = status.state == "Running" and not silent
     completed = len(status.completed) if over or status.state == "Running" else 0
@@ -234,7 +234,7 @@ def _advisories(job: api.DDPJob) -> Iterator[Event]:
 
 
 def _not_counted(spec: api.Spec) -> str:
-    """Name the "auto" settings that are too small because claimed devices are not counted; "" if none are."""
+    """Return the "auto" settings that are too small because claimed devices are not counted; "" if none are."""
     if not podspec.claims_devices(spec.template) or launcher.facts(spec).gpus:
         return ""
     given = {

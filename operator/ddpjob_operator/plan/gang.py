@@ -46,8 +46,8 @@ def gang_chosen(view: View, status: api.Status) -> Decision | None:
 
 
 def _chosen(view: View, status: api.Status) -> tuple[choice.Kind, str]:
-    """Return the gang and why. A restart neither leaves nor enters a queue that is available: leaving would lose the
-    quota, and entering would lose the nodes."""
+    """Return the gang and why. A restart neither leaves nor enters an available queue: leaving would lose the quota,
+    and entering would lose the nodes."""
     kind, why = choice.choose(view.job, view.seen.gang_apis)
     had = status.gang.kind if status.gang is not None else "none"
     if not _is_begun(status) or kind == had:
@@ -144,7 +144,7 @@ def is_forgotten(view: View, status: api.Status) -> bool:
 
 
 def names_nodes(view: View, status: api.Status) -> bool:
-    """True if the queue assigns each pod its node. Such a pod fits nowhere else, so node avoidance cannot apply."""
+    """True if the queue assigns a node to each pod. Such pods fit nowhere else, so node avoidance cannot apply."""
     group = group_of(view, status)
     return group is not None and group.placement.names_nodes
 
@@ -223,7 +223,7 @@ def retry_at(view: View) -> dt.datetime | None:
 
 
 def why_waiting(view: View, status: api.Status, unplaced: int, scheduler: str) -> str:
-    """Explain why the scheduler places no pod of the gang, and which jobs hold the nodes. scheduler: its message."""
+    """Return why the scheduler places no pod of the gang, and which jobs use the nodes. scheduler: its message."""
     group = group_of(view, status)
     of_group = group.admission.why if group is not None and view.spec.topology_key else ""
     why = "; ".join(dict.fromkeys(text for text in (of_group, scheduler) if text))
@@ -255,7 +255,7 @@ def _why_not_admitted(view: View, adapter: Adapter, group: ObservedGroup | None)
 
 
 def _place(place: int | None) -> str:
-    """Return the position, rounded if large. Otherwise each admission would write the status of all later jobs."""
+    """Return the position, rounded if large: otherwise each admission would rewrite the status of all later jobs."""
     if place is None:
         return ""
     step = 10 ** (len(str(place)) - 1)

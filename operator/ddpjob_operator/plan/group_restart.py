@@ -71,7 +71,7 @@ def attempt_broken(view: View, status: api.Status) -> Decision | None:
 
 
 def _idle_since(view: View, status: api.Status, failure: api.JobFailure) -> dt.datetime | None:
-    """Return when a group with a lost node stopped: at its last step, but not before the node can have failed."""
+    """Return since when a group with a lost node is idle: its last step, but not before the node's failure."""
     progress, pod = status.progress, view.known_pod(failure.node_rank)
     if failure.reason not in (root_cause.NODE_LOST, "DeletionByPodGC") or progress is None or pod is None:
         return None
@@ -118,7 +118,7 @@ def restarting(view: View, status: api.Status) -> Decision | None:
 
 
 def restart_all(view: View, status: api.Status, first: api.JobFailure, settled: Settled) -> Decision:
-    """Stop what is left of a broken attempt, then start the next one or fail. first: its recorded failure."""
+    """Stop the remaining pods of a broken attempt, then start the next attempt or fail. first: its recorded failure."""
     if not view.active:
         return _next_attempt(view, status, settled)
     # A pod that is deleted from outside gets its full grace to save. Its peers get theirs too, so that all stop at one
@@ -178,7 +178,7 @@ def _gone(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFailu
 
 
 def _needed(view: View, status: api.Status) -> list[Pod]:
-    """Return the active pods without which the attempt cannot continue."""
+    """Return the active pods that the attempt needs to continue."""
     only = view.participants(status) if view.trains_with_fewer(status) else set(view.members)
     return [p for p in view.active if p.place in only]
 

@@ -1,9 +1,5 @@
-"""Stop the one pod whose log explains a stall or a deadline, but keep its object, so that `kubectl logs` still works.
-
-A kubelet ends a pod past its activeDeadlineSeconds as a delete would (SIGTERM, grace, SIGKILL), but keeps the object,
-as Failed with reason DeadlineExceeded. The API server lets this field be set or lowered on a running pod
-(pkg/apis/core/validation, ValidatePodUpdate).
-"""
+"""Stops the one pod whose log explains a stall or a deadline, but keeps its object, so that `kubectl logs` still
+works."""
 
 from __future__ import annotations
 
@@ -30,7 +26,7 @@ GRACE_SECONDS_MAX = 60
 def stop(
     view: View, first: api.JobFailure | None, pods: Sequence[Pod], grace_seconds: int | None
 ) -> tuple[tuple[DeletePod | EndPod, ...], dt.datetime | None]:
-    """Return the actions that stop these pods, and when to check again. first: the failure recorded as the reason."""
+    """Return the actions that stop these pods, and when to check again. first: the failure that is the reason."""
     kept = first.pod if first is not None and first.reason in root_cause.KEEPS_ITS_LOG else None
     last = next(
         (p for p in pods if p.name == kept and p.deletion_requested_at is None and p.uid not in view.lost), None
@@ -50,7 +46,7 @@ def stop(
 
 
 def with_deadline(view: View, status: api.Status) -> api.Status:
-    """Record the rank furthest behind at the deadline. If a failure is being settled, keep it: it explains more."""
+    """Record the rank furthest behind at the deadline. A failure being settled stays, because it explains more."""
     running = {p.place: p for p in view.active if p.trainer.state == "running"}
     if not running or is_broken(view.recorded):
         return status

@@ -60,8 +60,8 @@ def _reported(view: View, status: api.Status) -> Iterator[NamedFinding]:
 
 
 def _unconfigured_since(view: View, status: api.Status) -> dt.datetime | None:
-    """Return when the operator first saw that a pod lacks a ConfigMap or Secret. The time when the pod got its node is
-    too early, because pulling an image may take longer than the limit. In the status, because leaders change."""
+    """Return when the operator first saw that a pod lacks a ConfigMap or Secret. The time when the pod got its node
+    is too early, because pulling an image may exceed the limit. It is kept in the status, because leaders change."""
     if any(root_cause.lacks_configuration(pod) for pod in view.active):
         return status.unconfigured_since or view.now
     is_started_again = status.start_retries > 0 and all(p.trainer.state == "waiting" for p in view.pods.values())

@@ -1,4 +1,4 @@
-"""Settles a failure when no more evidence can come: its cause, its charge, and whether the job continues."""
+"""Settles a failure once no more evidence can come: its cause, what it counts against, and if the job continues."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Settled:
 
 
 def settle(view: View, status: api.Status, first: api.JobFailure) -> Settled:
-    """Find the cause of the failure that was recorded first, and charge it."""
+    """Return the cause behind the failure recorded first, the limit that it counts against, and if the job restarts."""
     cause, failure_class = _cause(view, status, first)
     history, attempt = budgets.history(status), _attempt(view, status, cause)
     never_starts = root_cause.cannot_start(cause) and not _has_trained_before(status)
@@ -89,7 +89,7 @@ def _torchrun_gave_up(view: View, cause: api.JobFailure) -> bool:
 
 
 def _cause(view: View, status: api.Status, first: api.JobFailure) -> tuple[api.JobFailure, rules.Class]:
-    """Return the cause according to the failure recorded first and every failed pod, gone or not."""
+    """Return the cause, judged by the failure recorded first and by all failed pods, gone or not."""
     lost, ran = [p for p, pod in view.pods.items() if pod.uid in view.lost_by_node], _ran_seconds(view, status)
     failure, failure_class = root_cause.settle(
         context(view, status),
@@ -117,7 +117,7 @@ def with_log(view: View, failure: api.JobFailure) -> api.JobFailure:
 
 
 def _with_silent_node(view: View, failure: api.JobFailure, first: api.JobFailure) -> api.JobFailure:
-    """Name a node of the attempt that was silent for a while, if ranks only complained about lost peers."""
+    """Add a node that was silent for a while to a failure for which ranks only reported lost peers."""
     silent = (pod.node for _, pod in sorted(view.known_pods.items()) if pod.was_silent)
     node = root_cause.evidence_of(first).silent_node or shown(next(silent, ""), root_cause.WORD_MAX)
     if not node or failure.reason != root_cause.PEER_LOST:
@@ -150,8 +150,8 @@ def _avoided(
 
 
 def _completed_early(view: View, status: api.Status) -> api.JobFailure | None:
-    """Return the first node that completed early, as the explanation for its peers' complaints. It does not explain
-    those of a pod that was created afterwards, because the two were never in one group."""
+    """Return the first node that completed early, because that explains the lost connections of others. It does not
+    explain those of a pod created afterwards, because the two were never in one group."""
     if view.is_elastic and view.is_enough(status.completed):
         return None  # an elastic group may have completed its training without a lost node
     pods, completed = view.known_pods, status.completed.intersection(view.members)
@@ -228,7 +228,7 @@ def with_last_step(status: api.Status, failure: api.JobFailure) -> api.JobFailur
 
 
 def failure_of(view: View, status: api.Status, place: int, reason: str) -> api.JobFailure:
-    """Return a failure that is visible only from outside the pod, which may be gone."""
+    """Return a failure that only shows outside the pod, because the pod may be gone."""
     pod = view.pods.get(place)
     failure = api.JobFailure(
         attempt=status.attempt,

@@ -1,4 +1,4 @@
-"""Functions that return the next status. They are idempotent: nothing that is recorded is counted twice."""
+"""Functions that return the next status. They are idempotent: no recorded fact is counted twice."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def with_new_ranks(status: api.Status, at: dt.datetime) -> api.Status:
 
 
 def goodput(status: api.Status, now: dt.datetime) -> api.Goodput:
-    """Return the goodput (where the time went), including the state that ends now."""
+    """Return the goodput (how the time was spent), including the state that ends now."""
     before = status.goodput or api.Goodput()
     after = replace(before, idle_since=None, counted_until=None)
     since = max((t for t in (status.state_time, before.counted_until) if t is not None), default=now)
@@ -71,7 +71,7 @@ def goodput(status: api.Status, now: dt.datetime) -> api.Goodput:
 
 
 def _running(before: api.Goodput, status: api.Status, since: dt.datetime, elapsed: int) -> tuple[api.Goodput, int]:
-    """Return the goodput with the seconds in which all nodes ran, and how many of them passed before the first step."""
+    """Return the goodput plus the seconds in which all nodes ran, and how many of these preceded the first step."""
     if status.first_step_time is None:
         # Imports, rendezvous and loading are no training, but only reported steps would distinguish them from it.
         unreported = elapsed if status.furthest_step is None else 0
@@ -171,7 +171,7 @@ def _progress(report: Report, attempt: int, received_at: dt.datetime) -> api.Pro
 
 
 def _with_lost_steps(status: api.Status, report: Report) -> api.Status:
-    """Count the steps made twice: from where the ranks resumed (else the step before their first) to the furthest."""
+    """Count the steps made twice: from the resumed step (else the one before the first report) to the furthest."""
     before, failure = status.progress, status.last_failure
     if before is None:
         return status

@@ -1,6 +1,5 @@
-"""Environment of a pod's `ddprun` besides torchrun's variables. It is set once, so it holds the budget that was left
-when the pod was created (`ddpjob_core.budget`).
-"""
+"""Environment of a pod's `ddprun` in addition to torchrun's variables. It is set once, so it contains the restart
+budget at the pod's creation (`ddpjob_core.budget`)."""
 
 from __future__ import annotations
 

@@ -46,9 +46,8 @@ class Reporting:
 
 
 def service(job: api.DDPJob) -> Body:
-    """Build the headless Service that gives node 0 a DNS name, or every pod if spec.dns needs that. Node 0 alone is
-    cheaper, because each change of a selected pod rewrites an EndpointSlice with all of them.
-    """
+    """Build the headless Service that gives node 0 a DNS name, or all pods if spec.dns requires that. Selecting only
+    node 0 is cheaper, because each change of a selected pod rewrites an EndpointSlice with all of them."""
     leader = {} if all_have_dns_names(job.spec) else {naming.LABEL_RANK: str(members(job.spec).leader)}
     return {
         "apiVersion": "v1",
@@ -124,9 +123,8 @@ def pod(
 
 
 def in_users_words(message: str, body: Body, job: api.DDPJob) -> str:
-    """Translate paths in an API server's message about a pod into paths of the user's template. The operator's
-    variables precede the user's; in all other lists its entries follow.
-    """
+    """Translate paths in an API server's message about a pod into paths of the user's template. In env the
+    operator's variables come before the user's; in other lists they follow."""
     trainer = trainer_container(job.spec.template) or {}
     containers = body["spec"]["containers"]
     index = next((i for i, c in enumerate(containers) if c["name"] == trainer.get("name")), 0)
@@ -142,7 +140,7 @@ def in_users_words(message: str, body: Body, job: api.DDPJob) -> str:
 
 
 def wants_one_pod_per_node(spec: api.Spec) -> bool:
-    """True if no two pods of the job may share a node; auto: if the job has GPUs."""
+    """True if pods of the job must not share a node. With `auto` this is so if the job has GPUs."""
     return facts(spec).gpus > 0 if spec.one_pod_per_node == "auto" else spec.one_pod_per_node
 
 
@@ -203,9 +201,8 @@ def _spread(job: api.DDPJob, spec: Body) -> None:
 
 
 def _stay_away(spec: Body, nodes: Sequence[str]) -> None:
-    """Exclude nodes in every term, because the scheduler takes a node that fits any of them. One name per requirement,
-    as the API demands.
-    """
+    """Exclude nodes in every term, because the scheduler accepts a node that matches any term. One name per
+    requirement, as the API demands."""
     if not nodes:
         return
     wanted = spec.setdefault("affinity", {}).setdefault("nodeAffinity", {})

@@ -57,9 +57,8 @@ def _read_by_nobody(spec: api.Spec, nproc: int) -> set[str]:
 
 
 def _threads(limit: int | None, nproc: int) -> dict[str, str]:
-    """Set OMP_NUM_THREADS by the pod's CPU limit, which torch does not know. Without a limit do as torchrun: one thread
-    in each of several processes; a single process may use all cores.
-    """
+    """Set OMP_NUM_THREADS by the pod's CPU limit, which torch does not know. Without a limit, do as torchrun does:
+    with several processes one thread each, while a single process may use all cores."""
     return {} if limit is None and nproc == 1 else {"OMP_NUM_THREADS": str(max(1, (limit or 1) // nproc))}
 
 
@@ -95,7 +94,7 @@ def _torchrun(job: api.DDPJob, attempt: int, node_rank: int | None, nproc: int, 
 
 
 def _elastic(job: api.DDPJob, least: int, node_rank: int, rendezvous: Endpoint) -> dict[str, str]:
-    """Return the settings with which torchrun starts with fewer nodes than all, and admits later ones."""
+    """Return the settings with which torchrun starts with fewer nodes than all, and lets further nodes join."""
     return {
         "PET_NNODES": f"{least}:{job.spec.nodes}",
         "PET_RDZV_BACKEND": "c10d",

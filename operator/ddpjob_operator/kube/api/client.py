@@ -85,7 +85,7 @@ def _path(group: str, plural: str, namespace: str) -> str:
 
 
 def _is_of_resources(path: str, asked: requests.ApiRequest) -> bool:
-    """True for API objects; False for the API server's own data, such as its token keys, versions or schema."""
+    """True for a request about API objects; False for the API server's own data, such as keys, versions or schema."""
     return path.startswith(("/api/", "/apis/")) and bool(asked.plural)
 
 
@@ -194,7 +194,7 @@ class Client:
         return await self._request(_Request("DELETE", path, body))
 
     async def pages(self, path: str, selector: str = "", field_selector: str = "") -> AsyncIterator[Page]:
-        """Yield the objects of a collection, page by page. Drop each page before the next one, to bound the memory.
+        """Yield the objects of a collection, page by page. Each page is dropped before the next one is read.
 
         An empty list has one empty page. Raise ApiError; 410 means: start again.
         """
@@ -386,7 +386,7 @@ def _endpoint(info: kopf.ConnectionInfo) -> kopf.ConnectionInfo:
 
 
 async def read_json(read: Callable[[bytes], T], content: bytes) -> T:
-    """Parse short JSON here, long JSON in a thread: 1.5 MB nested too deep takes 0.3 s. Raise BadJsonError."""
+    """Parse short JSON on the event loop, long JSON in a thread: 1.5 MB, too deep, takes 0.3 s. Raise BadJsonError."""
     return read(content) if len(content) <= READ_AT_ONCE else await asyncio.to_thread(read, content)
 
 

@@ -1,8 +1,8 @@
 """Parses JSON of the API server, bounded in depth and size, because users write it.
 
 Kubernetes 1.36 stores a DDPJob whose template is nested 9,900 levels deep; Python's JSON parsers fail at about 1,000.
-One such object would make its whole list unreadable, and end its watch. So too deep nesting is cut off and too large
-parts are left out, in that object only.
+One such object would make its whole list unreadable, and end its watch. So nesting beyond the limit is cut off and
+parts beyond the limit are left out, only in this object.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ def _cut(content: bytes, decoder: msgspec.json.Decoder[Any]) -> Any:
 
 
 def job(raw: Raw) -> Raw:
-    """Return a DDPJob without parts that are too deep or too large: template and status may hold anything."""
+    """Return a DDPJob without too deep or too large parts, because template and status may contain anything."""
     spec, status = raw.get("spec"), raw.get("status")
     if not _is_small(_json(spec)) and (why := bounds.refused(spec)):
         raw["spec"] = bounds.too_large(why)
@@ -250,7 +250,7 @@ def _is_small(text: bytes) -> bool:
 
 
 def _with_true_dates(value: Any) -> Any:
-    """Return a status with years that datetime can calculate with, because the API server accepts any year."""
+    """Return a status in which datetime can calculate with all years, because the API server accepts any year."""
     if isinstance(value, dict):
         return {key: _with_true_dates(one) for key, one in value.items()}
     if isinstance(value, list):

@@ -56,7 +56,7 @@ class BadTokenError(Exception):
 
 
 class _OtherIssuerError(BadTokenError):
-    """Only the issuer is wrong."""
+    """The token is valid except for its issuer."""
 
 
 class NoKeysError(Exception):
@@ -144,7 +144,7 @@ class Verifier:
         return pod
 
     async def _renewed(self, known: Keys | None) -> Keys:
-        """Return the current keys. Fetch them first, unless another task has just done so or it is too soon."""
+        """Return the current keys. Fetch them first, unless another task has just fetched them or it is too soon."""
         async with self._fetching:
             if self._keys is known and self._clock() >= self._fetch_not_before:
                 await self._renew()
@@ -203,7 +203,7 @@ def _pod(claims: dict[str, Any]) -> BoundPod:
 
 
 def _reason(error: jwt.PyJWTError) -> str:
-    """Describe the error in our own words: PyJWT's may repeat parts of the token."""
+    """Return the reason for the error in our own words, because PyJWT's text may repeat parts of the token."""
     reasons: dict[type[jwt.PyJWTError], str] = {
         jwt.ExpiredSignatureError: "the token has expired",
         jwt.InvalidAudienceError: "the token is for another audience",

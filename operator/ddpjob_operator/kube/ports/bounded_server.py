@@ -41,9 +41,9 @@ _NO_LOG.disabled = True
 class BoundedServer(abc.ABC):
     """Listens from `start` to `stop`.
 
-    If there is no room for a new connection, one without a token is closed: the oldest of the address that has the
-    most. So a client that opens many connections closes its own, and the kubelet's probe gets through. A connection
-    that has shown a token is closed only while it waits for its next request.
+    If there is no room for a new connection, the server closes one without a token: the oldest from the address that
+    has the most. So a client that opens many connections closes its own, and the kubelet's probe gets through. A
+    connection that has shown a token is closed only while it waits for its next request.
     """
 
     connections_max = 256
@@ -108,7 +108,7 @@ class BoundedServer(abc.ABC):
         return response
 
     def _keeps(self, connection: Connection) -> bool:
-        """True if a connection may stay open after the answer.
+        """True if a connection may stay open after an answer.
 
         A quarter of the room stays free, so that a new connection usually finds room without closing an idle one.
         """

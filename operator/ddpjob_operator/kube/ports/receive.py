@@ -85,7 +85,7 @@ class Receiver(BoundedServer):
             return _RefusedError(500, "the receiver failed, which is no fault of the report").answer()
 
     async def _take(self, request: web.BaseRequest) -> web.Response:
-        """Take a report. Everything is checked before its body is read."""
+        """Check a report before its body is read, then hand it on, and return the answer."""
         _check_request(request)
         pod = await self._prove(request)
         sender = self._locate(pod)
@@ -112,7 +112,7 @@ class Receiver(BoundedServer):
         return web.json_response({}) if kubeflow.speaks(body) else web.Response(status=204)
 
     async def _prove(self, request: web.BaseRequest) -> BoundPod:
-        """Return the pod that the token proves."""
+        """Return the pod to which the request's token is bound."""
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not token.strip():
             raise _RefusedError(401, "Authorization: must be Bearer and the pod's projected token")
@@ -124,7 +124,7 @@ class Receiver(BoundedServer):
             raise _RefusedError(503, str(error), retry_seconds=60) from None
 
     def _charge(self, pod: BoundPod) -> Account:
-        """Charge the pod's account. Raise if it reports too often."""
+        """Count the report against the pod's rate limit. Raise if the pod reports too often."""
         now = self._runtime.clock()
         account = self._accounts.get(pod)
         if account is None:
@@ -168,7 +168,7 @@ def _check_request(request: web.BaseRequest) -> None:
 
 
 async def _read_body(request: web.BaseRequest) -> bytes:
-    """Return the body, with or without Content-Length; never hold more than its limit."""
+    """Return the body, with or without Content-Length. Never keep more than its limit in memory."""
     body = bytearray()
     try:
         if request.version == HttpVersion11 and request.headers.get("Expect", "").lower() == "100-continue":

@@ -71,7 +71,7 @@ class GangWatch:
         )
 
     def api_in(self, namespace: str) -> GangApi:
-        """Return the API for the jobs of a namespace; without a version if its objects may not be listed there."""
+        """Return the API for a namespace's jobs, with version "" if its objects may not be listed there."""
         return self._refused.get(namespace, self.api)
 
     def is_ready(self, namespace: str) -> bool:
@@ -80,7 +80,7 @@ class GangWatch:
         return self._is_known and all(synced)
 
     def of(self, job: api.DDPJob) -> ObservedGroup | None:
-        """Return the job's object that is kept for all of its attempts, if there is one."""
+        """Return the job's object that serves all of its attempts; None without one."""
         found = self.store.of((job.metadata.namespace, job.metadata.name))
         return next((group for group in found if group.owner_uid == job.metadata.uid), None)
 
@@ -199,7 +199,7 @@ class GangWatch:
         return GangApi(why_not=f"the operator may not list {self._what}: {error.message}")
 
     def _failed(self, error: ApiError) -> bool:
-        """Count a server error. True if the API now counts as unavailable: running jobs continue, the others wait."""
+        """Count a server error. Return True if the API is now unavailable: running jobs continue, others wait."""
         if error.status < 500:
             return False
         self._errors += 1

@@ -88,7 +88,7 @@ async def take(
     check: Callable[[int], None] = lambda _: None,
     **listed: Any,
 ) -> str:
-    """Store a whole list and remove what it does not contain. Return its resourceVersion.
+    """Store a whole list, and remove stored objects that are not in it. Return its resourceVersion.
 
     check: called with the version before the objects of a page are stored. listed: as for `Sink.one_observation`. The
     memory depends on the number of stored objects, not on the length of the list, which any user can extend.

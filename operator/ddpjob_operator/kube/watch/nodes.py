@@ -29,9 +29,9 @@ GONE_MAX = 10_000
 class NodeCache:
     """Keeps the nodes that are not ready; there are few.
 
-    `changed(names)` is called when nodes become ready or not ready, or start or stop to count as cut off with most
-    others. It is called once for all of them, because it may go through all pods. Times are our own, from when we first
-    saw a node not ready, because clocks of other machines may be minutes off.
+    `changed(names)` is called when nodes become ready or not ready, or when they begin or cease to count as cut off
+    together with most other nodes. It is called once for all of them, because it may go through all pods. Times are our
+    own, from when we first saw a node not ready, because clocks of other machines may be minutes off.
     """
 
     def __init__(self, changed: Callable[[Set[str]], None], now: Callable[[], dt.datetime]) -> None:
@@ -87,10 +87,7 @@ class NodeCache:
         return self._set(name, Node(ready=False, since=since))
 
     def remove(self, namespace: str, name: str, uid: str) -> None:
-        """Treat the deleted node as one that is not ready, because nothing reports on its pods any more.
-
-        uid: of the deleted object, "" if unknown: a new object of this name may exist already.
-        """
+        """Treat a deleted node as not ready, because nothing reports on its pods any more."""
         if uid and self._names.get(name, (0, uid))[1] != uid:
             return None
         self._names.pop(name, None)
@@ -152,7 +149,7 @@ class NodeCache:
             self._judge()
 
     def _judge(self) -> None:
-        """Update which nodes became not ready together with most others, and log a disruption."""
+        """Find out which nodes became not ready together with most others, and log a disruption."""
         most = self._with_most()
         changed = sorted(most ^ {n for n, known in self._not_ready.items() if known.with_most})
         judged = {n: dataclasses.replace(self._not_ready[n], with_most=n in most) for n in changed}

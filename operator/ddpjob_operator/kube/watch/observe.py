@@ -54,7 +54,7 @@ def _total(read: Callable[[Raw], T]) -> Callable[[Raw], T]:
 
 @_total
 def pod(raw: Raw) -> Pod:
-    """Read a pod as the plan sees it. Raise UnreadableError."""
+    """Return a raw pod as the plan sees it. Raise UnreadableError."""
     metadata, status = raw["metadata"], raw.get("status") or {}
     labels = metadata.get("labels") or {}
     owner = controller(raw)
@@ -92,7 +92,7 @@ def pod(raw: Raw) -> Pod:
 
 @_total
 def service(raw: Raw) -> Service:
-    """Read a Service. Raise UnreadableError."""
+    """Return a raw Service as the plan sees it. Raise UnreadableError."""
     owner = controller(raw)
     return Service(
         name=_word(raw["metadata"], "name"),
@@ -129,7 +129,7 @@ def is_ready(node: Raw) -> bool:
 
 
 def conflicts(kind: str, raw: Raw, job: api.Metadata) -> ConflictingObject:
-    """Describe an object whose name the job needs."""
+    """Return the description of an object whose name the job needs."""
     owner = controller(raw)
     namesake = owner.get("kind") == api.KIND and owner.get("name") == job.name and owner.get("uid") != job.uid
     return ConflictingObject(kind, raw["metadata"]["name"], of_deleted_job=namesake)

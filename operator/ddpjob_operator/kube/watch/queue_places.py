@@ -29,7 +29,7 @@ class QueuePlaces:
         changed: Callable[[Key], None],
         runtime: Runtime,
     ) -> None:
-        """waiting: yields the waiting jobs and their queues. changed: called for each job whose position changed."""
+        """waiting: yields jobs that wait, with their queues. changed: called with each job whose position changed."""
         self._client, self._waiting, self._changed, self._runtime = client, waiting, changed, runtime
         self._places: dict[Key, int] = {}
         self._asked_at: dict[Key, float] = {}

@@ -124,7 +124,7 @@ class Reflector:
                 self._begin_anew()
 
     async def _list_quietly(self) -> None:
-        """List. A failure does not end the watch, and the next list comes as usual."""
+        """List once. A failure neither ends the watch nor delays the next list."""
         try:
             await self._list()
         except ApiError as error:

@@ -55,7 +55,7 @@ def uses_node(names: Set[str], pods: Iterable[Pod]) -> bool:
 
 
 def kind(job: Mapping[str, Any] | None) -> int:
-    """Return the kind of a job for the queue: 0 if it has begun, else a number that grows with its size.
+    """Return the kind of a job for the queue: 0 if the job has begun, else a number that grows with the job's size.
 
     Kinds take turns, so neither a restart nor a job of one pod waits behind hundreds of larger jobs applied at once.
     """

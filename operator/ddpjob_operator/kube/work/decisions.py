@@ -22,7 +22,7 @@ _AFTER_RESTART = frozenset({reasons.CREATING_PODS.name, reasons.WAITING_FOR_OLD_
 
 
 class Line(NamedTuple):
-    """One line of the log, and its subject."""
+    """One line of the log, and the job, attempt and pod that it is about."""
 
     text: str
     job: str
@@ -94,7 +94,7 @@ def _pods(job: api.DDPJob, actions: Sequence[Action]) -> list[str]:
 
 
 def _failed_pod(old: api.Status, new: api.Status) -> str:
-    """Return the pod of a failure that is new or not yet recovered from."""
+    """Return the pod of a failure that is new, or from which the job has not recovered."""
     failure = new.last_failure
     is_about = failure != old.last_failure or new.state in ("Restarting", "Failing", "Failed")
     return failure.pod if failure is not None and is_about else ""

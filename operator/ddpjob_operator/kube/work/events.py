@@ -42,7 +42,7 @@ class _WaitingEvent:
 
 
 class Events:
-    """Queues Events and sends them from own tasks; drops them beyond QUEUE_MAX."""
+    """Queues Events and sends them from separate tasks. Beyond QUEUE_MAX waiting Events, some are dropped."""
 
     def __init__(
         self,
@@ -96,9 +96,8 @@ class Events:
             self._remove(waiting)
 
     def _is_wanted(self, job: api.Metadata, event: Event) -> bool:
-        """True if the level allows the event. A job that has had an Event also gets routine ones. Otherwise its last
-        Event would report that the job is starting.
-        """
+        """True if the level allows the Event. A job with an earlier Event also gets routine ones; otherwise its last
+        Event would report that the job is starting."""
         if self._level == "Warning":
             return event.type == "Warning"
         return self._level == "All" or not event.is_routine or job.uid in self._told
@@ -142,7 +141,7 @@ class Events:
         return min((max(0.0, w.due - self._clock()) for w in self._waiting.get(uid, ())), default=None)
 
     def _makes_way(self, waiting: _WaitingEvent) -> bool:
-        """True if creates of pods should go first, and no warning of the job waits behind this event."""
+        """True if pod creates should go first, and the job has no warning waiting behind this event."""
         later = PASSING_LATER_SECONDS if waiting.event.reason in PASSING else LATER_SECONDS
         is_new = self._clock() < waiting.due + later
         warns = any(w.event.type == "Warning" for w in self._waiting[waiting.job.uid])

@@ -66,7 +66,7 @@ SECOND_BATCH = 8
 
 
 class ConflictError(Exception):
-    """The job, or the node of a pod, has changed after it was observed. Observe it again."""
+    """The job, or the node of a pod, has changed after it was observed. The caller must observe both again."""
 
 
 @dataclass(eq=False)
@@ -127,7 +127,7 @@ class Executor:
             state.restart = self.meter.changed(job.status, todo.status, self.runtime.now(), state.restart, agent)
 
     async def take_back(self, job: api.DDPJob, names: Set[str], state: JobState) -> bool:
-        """Read pods by name that no list shows, and restore the job's label on those that exist.
+        """Read these pods, which no list shows, by name. Restore the job's label on pods that exist.
 
         Return False if the time of the reconcile ended too early. `state.confirmed_gone` gets pods that do not exist.
         """
@@ -240,7 +240,7 @@ class Executor:
         return options
 
     def _not_deleted(self, job: api.DDPJob, action: DeletePod, state: JobState, why: str) -> None:
-        """Log that a pod which the job no longer needs was not deleted. The job continues."""
+        """Log that an unneeded pod could not be deleted. The job continues."""
         state.undeletable[action.uid] = self.runtime.now() + dt.timedelta(seconds=UNDELETABLE_SECONDS)
         about = decisions.of_pod(job.metadata, job.status.attempt, action.name)
         text = "%s: the pod %s, which the job no longer needs, is not deleted: %s"
@@ -406,7 +406,7 @@ class Executor:
         return found is not None
 
     async def _read(self, paths: Sequence[str], of: tuple[str, str], state: JobState) -> list[Raw] | None:
-        """Return the objects that complete the object `of`; None if one is missing: `of` then counts as refused."""
+        """Return the objects that complete `of`. If one is missing, return None and count `of` as refused."""
         try:
             return [await self.client.get(path) for path in paths]
         except ApiError as error:

@@ -1,4 +1,4 @@
-"""What the operator remembers about each job and no watch shows: refusals, conflicts, reports, deleted pods."""
+"""What the operator remembers about each job, because no watch shows it: refusals, conflicts, reports, deleted pods."""
 
 from __future__ import annotations
 
@@ -99,9 +99,8 @@ class JobState:
             conflict.check_at += by
 
     def make_room(self, report: Report, nproc: int | None) -> None:
-        """Drop reports so that, with this one, there are not more reports than ranks. nproc: ranks per pod if rank
-        numbers do not follow node numbers; each pod then keeps its last `nproc` reports.
-        """
+        """Drop old reports so that, with this report, a job has no more reports than ranks. nproc: ranks per pod if
+        rank numbers do not follow node numbers; each pod then keeps its last `nproc` reports."""
         if report.rank in self.reports:
             return
         if nproc is not None:

@@ -97,7 +97,7 @@ class Lookup:
         return bool(ready)
 
     async def has_changed(self, namespace: str, name: str, uid: str) -> bool:
-        """Read a pod. Store it and return True if it still has this UID."""
+        """Read a pod. If it still has this UID, store it and return True."""
         raw = await self._find("Pod", namespace, name)
         if raw is None or raw["metadata"]["uid"] != uid:
             return False

@@ -184,7 +184,7 @@ class Reconciler:
         return self._requeue_in(todo, state) if is_only_progress else "another round"
 
     def _tells_later(self, old: api.Status, todo: Plan, state: JobState) -> bool:
-        """True if the status may be skipped: the plan creates more pods, and only the number of running ones is new.
+        """True if the status need not be written: more pods are created, and only the number of running ones is new.
 
         Otherwise each batch of a large job would write a status, which costs the API server as much as two pods.
         """
@@ -196,7 +196,7 @@ class Reconciler:
         return told and bool(todo.actions) and msgspec.structs.replace(new, **same) == old
 
     async def _readable(self, key: Key) -> tuple[api.DDPJob, list[validation.Problem]] | Requeue:
-        """Return the job and the problems of its spec; None if it is gone or not ours.
+        """Return the job and the problems of its spec; None if the job is gone or another controller manages it.
 
         If the job or one of its objects cannot be read, report that and return the seconds until the next try.
         """
@@ -226,7 +226,7 @@ class Reconciler:
         return job, problems
 
     def _put_off(self, key: Key, state: JobState, version: str, why: str) -> float:
-        """Log a new reason. Return the seconds until the next try."""
+        """Log why the job cannot be handled, if that is new. Return the seconds until the next try."""
         times = state.put_off.times + 1 if state.put_off is not None and state.put_off.why == why else 1
         pause = back_off(times)
         state.put_off = PutOff(why, version, self.runtime.clock() + pause, times)
@@ -237,7 +237,7 @@ class Reconciler:
         return pause
 
     async def _report_unreadable(self, raw: Mapping[str, Any], why: str) -> str:
-        """Write a condition with the reason why the job cannot be read. Return why the server refused it, else ""."""
+        """Write a condition with the reason why the job is unreadable. Return why the server refused it, or ""."""
         status = unreadable.with_condition(raw, why, self.runtime.now())
         if status is None and unreadable.is_reported(raw):
             return ""
@@ -296,7 +296,7 @@ class Reconciler:
         return {name: nodes for name, nodes in held.items() if nodes}
 
     async def _confirm_gone(self, key: Key, job: api.DDPJob, state: JobState) -> bool:
-        """Read the pods that have run and that our copy lacks. Return False if there was no time for all of them.
+        """Read the pods that have run and that our copy lacks. Return False if the time was too short for all pods.
 
         A missing pod fails the job, but our copy may lag.
         """
@@ -359,7 +359,7 @@ class Reconciler:
 
 
 def _frees(action: Action) -> TypeGuard[DeleteGroup | TellGroup]:
-    """True if the action lets other jobs use the resources of this job's pods."""
+    """True if other jobs can use the resources of this job's pods after the action."""
     return isinstance(action, DeleteGroup) or (
         isinstance(action, TellGroup) and action.what not in ("ready", "unready")
     )

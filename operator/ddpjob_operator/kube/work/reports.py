@@ -39,8 +39,8 @@ class Reports:
         self.listening_since = runtime.now()
 
     def take(self, key: Key, report: Report) -> float | None:
-        """Keep a report. Return the seconds until its job should be reconciled; None if nothing is new, or there is no
-        job.
+        """Keep a report. Return the seconds until its job should be reconciled; None if the report contains nothing
+        new, or its job does not exist.
 
         Raise BadReportError if a pod reports for a rank of another pod: it could fill our memory.
         """
@@ -131,6 +131,6 @@ class Reports:
 
 
 def _begins(known: Report, report: Report) -> bool:
-    """True if ranks have started or made their first step since the report before."""
+    """True if ranks have started or made their first step after the `known` report."""
     starts = (report.attempt, report.generation) > (known.attempt, known.generation)
     return starts or (report.step > 0 and not known.step) or (known.phase == "start" != report.phase)
