@@ -68,7 +68,7 @@ def means_one_process(test: ast.expr, *, holds: bool, forming: bool = False) -> 
     if forming and "initialized" in words:
         return False
     of_group = available or words & _GROUP_WORDS or words - {"is", "use"} == {"dist"}
-    return bool(of_group) and holds != words.isdisjoint(_NO_WORDS)  # a true args.no_ddp means one process
+    return bool(of_group) and holds != words.isdisjoint(_NO_WORDS)  # `args.no_ddp` is true for one process
 
 
 def _is_count_of_one(test: ast.Compare, holds: bool) -> bool:

@@ -66,7 +66,7 @@ def literal(node: ast.expr | None) -> Any:
 
 # ---------------------------------------------------------------- functions that click, typer or fire call
 
-# If a script uses one of these, an option's value may come from elsewhere than the command line.
+# With one of these arguments, an option's value may come from a source other than the command line.
 _OTHER_SOURCES_OF_CLICK = ("default_map", "auto_envvar_prefix")
 _OTHER_SOURCES = ("set_defaults", "add_subparsers", "fromfile_prefix_chars", "parents")
 _NOT_READ = {"callback", "count", "envvar", "flag_value", "multiple", "nargs", "prompt", "required"}

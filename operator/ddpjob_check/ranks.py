@@ -40,7 +40,7 @@ def rank_is_local_rank(script: Script, job: CheckedJob) -> Iterator[Found]:
     for call in script.inits if several else ():
         rank = script.argument(call, "rank", 4 if script.called(call) == INIT else None)
         kinds = script.kinds(rank)
-        # A script that starts its processes itself is perhaps for one node only, unless the job has several nodes.
+        # A script that starts processes itself may be for one node only, unless the job has several nodes.
         certain = kinds == {Kind.LOCAL} or (kinds <= {Kind.LOCAL, Kind.INDEX} and job.nodes)
         if several and rank and certain and not is_otherwise(script, call):
             severity, where = several

@@ -101,7 +101,7 @@ class CheckedJob:
 
     def several_nodes(self, script: Script) -> tuple[Severity, str] | None:
         """Return severity and wording for a mistake that matters only on several nodes; None if there is one node."""
-        # If the job is unknown, a script whose rendezvous is this machine's own address is for one node.
+        # If the job is unknown, a rendezvous at this machine's own address means that the script is for one node.
         nodes = 1 if self.nodes is None and script.is_for_one_node else self.nodes
         if nodes is None:
             return "warning", "with more than one node"

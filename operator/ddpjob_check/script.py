@@ -188,7 +188,7 @@ class Script(Values):
         if expression is None or depth > _DEPTH_MAX:
             return {Kind.UNKNOWN}
         if expression not in self._kinds:
-            self._kinds[expression] = {Kind.UNKNOWN}  # a value that depends on itself adds nothing
+            self._kinds[expression] = {Kind.UNKNOWN}  # in a cycle, the value itself adds no kind
             self._kinds[expression] = set().union(*(self._kinds_of(o, depth + 1) for o in self.origins(expression)))
         return self._kinds[expression]
 
@@ -227,7 +227,7 @@ class Script(Values):
                 if not any(self.depends_on_rank(d) for d in function.decorator_list):
                     todo += [(c.call, started or c.starts_process) for c in self.callers(function)]
             elif started or not self.starts:
-                # If the script starts the processes itself, its first process is not in the group.
+                # a script that starts processes itself has a first process outside of the group
                 return True
         return False
 

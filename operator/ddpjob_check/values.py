@@ -34,7 +34,7 @@ from ddpjob_check.rebinding import changed_containers, changed_objects, rebound_
 
 # The parser uses a single object for each of these types, so they have no single parent and are left out.
 _SHARED = ast.expr_context | ast.operator | ast.boolop | ast.unaryop | ast.cmpop
-_VALUES_MAX = 100  # values of one name; with more the result is UNKNOWN
+_VALUES_MAX = 100  # values of one name; beyond this the result is UNKNOWN
 _STEPS_MAX = 1000  # steps from a value to its origin; beyond this it is UNKNOWN
 
 STARTERS = {"torch.multiprocessing.spawn", "torch.multiprocessing.start_processes"}

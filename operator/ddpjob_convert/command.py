@@ -50,7 +50,7 @@ _ACCELERATE_DROPPED = {
 _ACCELERATE_KEPT = {"max_restarts", "tee", "log_dir", "role", "monitor_interval", "module", "no_python"}
 _BY_HAND = "--num_machines=$(NNODES) --machine_rank=$(NODE_RANK) --main_process_ip=$(MASTER_ADDR)"
 _NOT_DDP = ("deepspeed", "fsdp", "megatron", "zero", "parallelism", "tpu", "tp_")
-# Launchers that start the ranks of all nodes from one machine, or whose options are not known here.
+# Launchers that start the ranks of all nodes from one machine, or whose options we do not know.
 _OTHER_LAUNCHERS = set(programs.FRAMEWORKS) - {"accelerate"}
 _READ = "`ddpjob convert` reads torchrun, ddprun, accelerate launch and python, also behind env, uv run or bash -c"
 _UNKNOWN_NAME = re.compile(r"[$`]")

@@ -37,7 +37,7 @@ class Cluster:
         self, access: kubeconfig.Access, namespace: str, seconds: float, silent: float, kubectl: Sequence[str]
     ) -> None:
         self._access = access
-        self.kubectl = kubectl  # options with which kubectl reaches the same cluster
+        self.kubectl = kubectl  # kubectl's options for the same cluster
         self.context = f"{access.context} ({access.server})"
         self.namespace = namespace
         self._seconds, self._silent_seconds = seconds, silent

@@ -130,7 +130,7 @@ def of_files(named: str, wanted: str | None) -> Access:
         return _of_files(named, wanted)
     except InputError:
         raise
-    except Exception as error:  # a file may contain anything, so any error is possible
+    except Exception as error:  # a file may contain anything, so any exception is possible
         raise InputError(f"{named}: the kubeconfig cannot be used: {short(error)}") from None
 
 

@@ -264,7 +264,7 @@ class _Streams:
         begin = self._part.params() if uid in self._begun and not before else {}
         params = {"container": self._container, "follow": "true", **begin, "timestamps": "true"}
         if before:
-            # sinceTime has whole seconds, so some lines are read twice. Keep the time zone, which is the node's.
+            # sinceTime has whole seconds, so some lines are read twice. Keep the node's time zone.
             params["sinceTime"] = re.sub(r"\.\d+", "", before)
         for line in self._cluster.lines(jobs.log_path(pod), **params):
             at, _, text = line.partition(" ")

@@ -60,7 +60,7 @@ def of_job(cluster: Cluster, stored: jobs.Stored, node: int | None = None) -> li
         found, wrong = several.of_each(asked, lambda future: future.result())
     if not found:
         several.refuse(wrong)
-    return [*found, *map(str, wrong)]  # a pod without an answer must not hide the others' stacks
+    return [*found, *map(str, wrong)]  # a pod that does not answer must not hide other pods' stacks
 
 
 def _of_pod(cluster: Cluster, stored: jobs.Stored, pod: Raw, command: Sequence[str]) -> str:

@@ -28,7 +28,7 @@ from ddpjob_operator.job.podspec import command_path
 from ddpjob_operator.job.wording import count
 
 _NOTHING_KNOWN = CheckedJob()
-USES_MAX = 5  # jobs that share one script; the script's CPU time limit is multiplied by at most this
+USES_MAX = 5  # jobs per script; each adds to the script's CPU time limit
 WARNINGS_SHOWN = 3  # warnings shown before a run, because the run's own output matters more
 
 
@@ -160,7 +160,7 @@ def _of_script(path: str, context: CheckedJob, limit: CpuLimit | None = None) ->
         raise InputError(f"{path}: {error.strerror}") from None
     try:
         text = text_of_script(raw)
-    except (ValueError, SyntaxError, LookupError) as error:  # "coding: rot13" is known, but is no text encoding
+    except (ValueError, SyntaxError, LookupError) as error:  # "coding: rot13" names a codec that is no text encoding
         return [Finding(path, 1, 1, SYNTAX, "error", f"not valid Python: {error}")]
     limit = limit or CpuLimit()
     if path.endswith(kinds.NOTEBOOK):

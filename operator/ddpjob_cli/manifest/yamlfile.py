@@ -25,7 +25,7 @@ _LIST = "List"
 PROBLEMS_MAX = 20  # problems that are shown; 10,000 wrong containers are probably one mistake
 
 
-# Use libyaml if PyYAML was built with it (all wheels are), else the same loader in Python.
+# Use libyaml if PyYAML was built with it (all wheels are), else PyYAML's loader in Python.
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     """Reads values as kubectl does, which knows only JSON's types: 2024-01-31 is a text, and a set is refused."""
 

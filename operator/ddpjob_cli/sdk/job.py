@@ -190,7 +190,7 @@ class LocalJob(Job):
         if sent is not None:
             sent.write(folder)
             words = [*words, str(folder / function.SCRIPT)]
-            # With our search path, ranks import the same modules as this process.
+            # Pass our search path, so that ranks import the same modules as this process.
             self._environ["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path)
         program = Path(ddpjob_cli.__file__).with_name("__main__.py")  # python -m would import from the working folder
         self._argv = [sys.executable, str(program), "run", "--plain", *words]

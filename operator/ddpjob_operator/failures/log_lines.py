@@ -26,8 +26,8 @@ _RANK = re.compile(r"\[rank(\d{1,9})\]")
 _ARGPARSE = re.compile(r"^[^\s:][^:]{0,200}: error: \S")
 _CLICK = re.compile(r"^Error: \S")
 _BOX = re.compile(r"^[\u256d\u250c\u250f][\u2500\u2501] Error ")
-# The first line of torchrun's report (until torch 2.1 with the logger's name), and torchrun's other lines, such as
-# those about OMP_NUM_THREADS or, with LOGLEVEL=INFO, about each start.
+# torchrun's own lines: the first line of its report (until torch 2.1 with the logger's name), and others, such as the
+# one about OMP_NUM_THREADS or, with LOGLEVEL=INFO, about each start.
 _REPORT = re.compile(
     r"^(?:[EW]\d{4} \d\d:\d\d:\d\d.*torch/distributed/elastic|(?:ERROR|WARNING):torch\.distributed\.elastic)"
 )
@@ -48,7 +48,7 @@ _SUMMARY = re.compile(
 _CODE_BELOW = re.compile(r"^ +\S")
 # typer draws a box around click's messages.
 _BLANK = " \t\u2502\u2503|"
-# The kubelet keeps the last 2048 bytes, so the first line of such a log is incomplete.
+# bytes; the kubelet keeps the last 2048, so the first line of a log this long is incomplete
 _CUT_FROM = 2000
 
 

@@ -16,21 +16,21 @@ from ddpjob_core.failures import abridged
 MASK = "***"
 
 _KEPT_LENGTH_MAX = 256
-# Sequences that a terminal obeys: titles, links and clipboard (OSC and similar), colours and cursor (CSI), and others.
-# An incomplete sequence loses only its beginning, so that nobody can hide the lines behind it.
+# Sequences that control a terminal: titles, links and clipboard (OSC and similar), colours and cursor (CSI), and
+# others. Only the beginning of an incomplete sequence is removed, so that it cannot hide the lines after it.
 _ESCAPES = re.compile(
     r"(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c\n]{0,4096}(?:\x07|\x1b\\|\x9c)"
     r"|(?:\x1b\[|\x9b)[0-?]{0,64}[ -/]{0,16}[@-~]"
     r"|\x1b[ -/]{1,4}[0-~]|\x1b[0-~]?"
 )
 _LINE_ENDS = re.compile(r"\r\n?|[\u2028\u2029]")
-# Control characters, and marks that reorder or hide text (Unicode's bidirectional and invisible formats, and tags).
+# Control characters, and characters that reorder or hide text (Unicode's bidirectional and format characters).
 _CONTROL = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     r"\U000e0000-\U000e007f]"
 )
 
-# With one of these endings a name is not that of a secret: secretName, token_file, token_count.
+# A name with one of these endings is not that of a secret: secretName, token_file, token_count.
 _NOT = (
     r"(?![_-]?(?:names?|refs?|key_?refs?|types?|counts?|ids?|files?|paths?|dirs?|ur[li]|len(?:gth)?|limits?|size"
     r"|embeddings?|classification)"

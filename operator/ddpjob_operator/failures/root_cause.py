@@ -31,7 +31,7 @@ REPORTED_BEFORE_MAX = dt.timedelta(hours=1)
 
 PEER_LOST, RESUMABLE, STOPPED, GONE, STALLED = "PeerLost", "Resumable", "StoppedFromOutside", "PodGone", "Stalled"
 NODE_LOST, DEADLINE = "NodeLost", "JobDeadlineExceeded"
-# For these failures the pod's object is kept: the process did not end by itself, and only its log may show why.
+# The pod's object is kept after these failures, because only the log may show why the process did not end itself.
 KEEPS_ITS_LOG = (STALLED, DEADLINE)
 ENDED_EARLY = "EndedEarly"
 CONNECTION_LOST = "ConnectionLost"
@@ -69,12 +69,12 @@ _BY_REASON: dict[str, api.Evidence] = {
 _NODES_OWN = rules.LOST_CONTAINER | frozenset(
     (NODE_LOST, "DeletionByPodGC", "UnexpectedAdmissionError", "TopologyAffinityError", "InvalidNodeInfo")
 )
-# Reasons that Kubernetes itself sets. Those of runtimes (CRI-O: "seccomp killed") only describe an exit code.
+# Reasons that Kubernetes itself sets. Container runtimes' reasons (CRI-O: "seccomp killed") describe an exit code.
 _CONTAINERS_OWN = frozenset(("", "Error", "Completed", "OOMKilled")) | rules.START_REASONS | rules.LOST_CONTAINER
 _KILLED, _ABORTED, _TERMINATED, _INTERRUPTED = 137, 134, 143, 130
 # Precedences of pods that were deleted, or lost with their node, before or after the first failure.
 _ENDED_WITHOUT_ITSELF = (Precedence.NODE, Precedence.DELETED, Precedence.NODE_LATE, Precedence.LATE, Precedence.STOPPED)
-# Peers complain within a second; the node controller takes a minute to mark the node not ready.
+# Other ranks report a lost connection within a second; the node controller marks the node not ready after a minute.
 _MAY_FOLLOW_A_LOST_NODE = (Precedence.UNKNOWN, Precedence.RESUMABLE, Precedence.SYMPTOM, Precedence.STOPPED)
 
 
@@ -340,8 +340,8 @@ def _end(context: Context, pod: Pod, *, outside: bool) -> PodEnd:
     # While the pod's phase is unknown, an eviction may have ended it, and a wrong record would never be corrected.
     is_stopped = precedence == Precedence.STOPPED and not pod.live
     # After its ranks have ended with 0, torchrun waits for other nodes in C++ code for up to five minutes, and no
-    # SIGTERM reaches it there. At any other time it answers at once, with a line and 1. If its store is lost
-    # meanwhile, it logs that and ends: with 0, because logging swallows a SIGTERM, or with 143 some moments later.
+    # SIGTERM reaches it there. At any other time it reacts at once: it prints a line and exits with 1. If its store is
+    # lost while it waits, it logs that and exits with 0 (logging swallows a SIGTERM), or with 143 a moment later.
     silent = code == 0 or (code == _KILLED and "death signal" not in report.log)
     return PodEnd(
         failure,
@@ -390,7 +390,7 @@ def _evidence(pod: Pod, own: Failure, precedence: Precedence, reason: str) -> ap
 
 def _rank(pod: Pod, own: Failure, context: Context) -> int | None:
     if own.bad_nodes:
-        return None  # one pod reports for all, and none of its ranks is the culprit
+        return None  # the message is about all pods, and no rank of this pod failed first
     return context.rank_of(pod.place) if own.rank is None else own.rank
 
 

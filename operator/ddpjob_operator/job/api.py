@@ -38,7 +38,7 @@ Count = Annotated[int, Meta(ge=0, le=bounds.COUNT_MAX)]
 # A time without a zone could not be compared with other times.
 Time = Annotated[dt.datetime, Meta(tz=True)]
 
-# Texts of a status are bounded, because somebody may write one by hand, and each plan reads all of them.
+# Texts of a status are limited, because a user may write a status by hand, and each plan reads all texts.
 Text = Annotated[str, Meta(max_length=bounds.STATUS_TEXT_MAX)]
 Ranges = Annotated[str, Meta(max_length=bounds.RANGES_LENGTH_MAX)]
 

@@ -10,17 +10,17 @@ import msgspec
 
 from ddpjob_core import findings, members
 
-# Ten years: anything longer is a typing error, and a date after the year 9999 cannot be computed.
+# Ten years. Anything longer is a typing error, and dates after the year 9999 cannot be computed.
 SECONDS_MAX = 315_360_000
-# Every JSON reader keeps such a number exactly, and a sum of two still fits the API server's 64 bits.
+# Every JSON reader keeps a number of this size exactly, and a sum of two still fits into the API server's 64 bits.
 COUNT_MAX = 2**53 - 1
 # Kubernetes is made for clusters of 5,000 nodes. A plan takes 50 µs for each node, and a tenant may write any number.
 NODES_MAX = 10_000
-# Ranks of one pod.
+# Ranks (processes) of one pod.
 NPROC_MAX = members.NPROC_MAX
 # The largest attempt number or replacement number, also in labels: more than one restart per second for 30 years.
 TURNS_MAX = 10**9
-# Restarts in place that one agent may report: each takes longer than a second.
+# Restarts in place that one agent may report. Each takes longer than a second.
 IN_PLACE_MAX = 10**6
 # A kubelet keeps 4 kB of a termination message, but anybody with access can write a longer one into a status.
 TEXT_MAX = 16_384
@@ -42,8 +42,8 @@ WHY_MAX = 500
 SPEC_VALUES_MAX = 10_000
 SPEC_TEXT_MAX = 262_144
 DEPTH_MAX = 64
-# An API server (seen with 1.36) needs time that grows with the square of a pod's mistakes: 1.6 s of CPU for 1,500
-# tolerations with two each. The operator creates the pods as the same user, so they delay the requests for its Lease.
+# An API server (seen with 1.36) needs time quadratic in a pod's mistakes: 1.6 s of CPU for 1,500 tolerations with two
+# mistakes each. As the operator creates the pods, its requests for the Lease would have to wait.
 ITEMS_MAX = 512
 
 # Times are limited to this range, so that SECONDS_MAX can be added or subtracted.

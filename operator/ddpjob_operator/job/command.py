@@ -34,7 +34,7 @@ _SHORT = {"m": "module", "r": "redirects", "t": "tee"}
 OPTIONS_MAX = 128  # options of a launcher that are read; torchrun has 35
 SCRIPT_READ_MAX = 20_480
 """The most characters of a shell's script that are read: the operator's event loop reads it, at 2 µs each."""
-_LAUNCHERS_MAX = 20  # in one command
+_LAUNCHERS_MAX = 20  # launchers that are read in one command
 WORDS_READ_MAX = 5_000
 _SHELL_DEPTH_MAX = 10
 

@@ -82,7 +82,7 @@ def _same(field: str, default: str) -> str:
     return f"(has({new}) ? {new} : {default}) == (has({old}) ? {old} : {default})"
 
 
-# As in batch/v1 Job: another controller cannot take over a job, because nobody would own its existing pods.
+# As in batch/v1 Job, another controller cannot take over a job, because nobody would own its existing pods.
 SAME_MANAGER = _same("managedBy", "''")
 # The Service is created only once, so its fields cannot follow a change.
 SAME_DNS = _same("dns", "'auto'")
@@ -303,8 +303,8 @@ def _union(options: list[types.Type], checked: bool) -> Schema:
         }
         return {"x-kubernetes-int-or-string": True, "x-kubernetes-validations": [rule]}
     assert isinstance(first, types.BoolType)
-    # A structural schema cannot say "boolean or string", but the type may be left out if unknown fields are kept. The
-    # enum is still checked: "true" in quotes, 5 and {} are refused, and the message lists the three values.
+    # A structural schema cannot express "boolean or string", but may omit the type if unknown fields are kept. The enum
+    # is still checked: "true" in quotes, 5 and {} are refused, and the message lists the three values.
     return {"x-kubernetes-preserve-unknown-fields": True, "enum": [True, False, *word.values]}
 
 

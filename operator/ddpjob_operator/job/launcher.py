@@ -22,7 +22,7 @@ Found = Iterator[tuple[tuple[str | int, ...], str]]
 NO_RENDEZVOUS_HOST = re.compile(
     r"^(localhost|\$\{?HOSTNAME\}?|\$\(hostname\)?|\d+\.\d+\.\d+\.\d+|\[?[0-9a-fA-F:]*::[0-9a-fA-F:]*\]?)$"
 )
-# Expansions that a shell replaces differently on each node. Part of the host's name may be the same: ${HOSTNAME%-*}.
+# Expansions whose result differs by node. Part of the host's name may be equal on all nodes: ${HOSTNAME%-*}.
 _OTHER_ON_EACH_NODE = re.compile(
     r"\$(RANDOM|HOSTNAME|\$)(?!\w)|\$\{(RANDOM|HOSTNAME|\$)\}|(\$\(|`)(date|uuidgen|hostname(?=[^)`|]*[)`]))\b"
 )

@@ -210,7 +210,7 @@ class Room:
         for namespace, those in list(self._waiting.items()):
             here = self._in_namespace[namespace]
             for key, needs in list(those.items()):
-                # Smaller jobs do not overtake a large one, because it might then wait forever.
+                # A smaller job never overtakes a large job, because the large job might then wait forever.
                 if here + needs > self._of_namespace or total + needs > self._total:
                     break
                 here, total = here + needs, total + needs

@@ -22,7 +22,8 @@ def not_ahead(
     in_a_row = 0 if restarts is None else restarts.in_a_row
     wait = max(budget.back_off_seconds(in_a_row), start_back_off_seconds)
     until = now + dt.timedelta(seconds=avoid_seconds)
-    # Earlier than the next report. Otherwise, if the clock was set back by an hour, no report would count for an hour.
+    # Take a time before the next report. Otherwise, if the clock was set back by an hour, no report would count for an
+    # hour.
     reported_at = now - dt.timedelta(seconds=REPORT_SECONDS_MAX)
     return replace(
         status,

@@ -48,7 +48,7 @@ NOT_A_JOB = "a DDPJob is a mapping with apiVersion, kind, metadata and spec"
 MPI_REFUSED = '"mpi" needs a PyTorch built with MPI, and no published wheel is. Use gloo (CPU) or nccl (GPU).'
 
 WINDOWED_LIMIT_MAX = 100
-PROBLEMS_MAX = 200  # the most problems of a template that are named: each takes 20 µs, and a tenant may write 9,000
+PROBLEMS_MAX = 200  # problems of a template that are reported; each takes 20 µs, and a tenant may write 9,000
 LABEL_KEY = "^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
 _RESEMBLES = 0.8  # "comand" is 0.92 like "command"
 

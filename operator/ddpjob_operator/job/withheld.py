@@ -63,7 +63,7 @@ class Withheld(NamedTuple):
         """True if a launcher with these options needs one of the variables. nodes: to find other nodes."""
         if not nodes:
             return _NPROC in self.names and "nproc_per_node" not in options
-        if "standalone" in options:  # on purpose, such as to prepare data
+        if "standalone" in options:  # --standalone is chosen on purpose, for example to prepare data
             return False
         return any(name in self.names and not given & {*options} for name, given in _OF_NODES.items())
 

@@ -225,7 +225,7 @@ class Election:
             began = self._clock()
             await self.renew()
             self._renewed.set()
-            # Jitter, as client-go's JitterFactor, so that waiting operators do not all try at the same moment.
+            # Add jitter, as client-go's JitterFactor does, so that waiting operators do not all try at the same moment.
             spread = 1.0 if self.holds() else self._runtime.random.uniform(1.0, 1.2)
             # Count from the beginning of the try. A pause after a slow answer would use up the time to renew.
             await asyncio.sleep(max(0.0, began + self._durations.retry_seconds * spread - self._clock()))

@@ -78,7 +78,7 @@ def _operator(settings: OperatorSettings, end_within: Callable[[float], object])
     seconds = settings.lease.try_seconds
     limits = RequestLimits(connect_seconds=seconds, request_seconds=seconds, tries=2)
     for_lease = Client(limits=limits, answered=meter.answered, reach=reach)
-    # Pod names are unique. A restarted container has the same name, so it does not wait for its own Lease to expire.
+    # Use the unique pod name. A restarted container then does not wait for its own Lease to expire.
     identity = settings.pod_name or f"{socket.gethostname()}_{uuid.uuid4().hex[:8]}"
     leader = Election(for_lease, settings.lease_namespace, settings.lease_name, identity, settings.lease)
     client = Client(may_write=leader.holds, answered=meter.answered, reach=reach)

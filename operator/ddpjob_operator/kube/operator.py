@@ -194,7 +194,7 @@ class Operator:
         await access.report_missing_rights(self._client, self.settings.watched, self._runtime.log, self.settings.gangs)
         await served_crd.report_old_crd(self._client, self._runtime.log)
         if self._leader is not None:
-            # Wait until then: an operator without the right to list jobs would take the Lease from one with the right.
+            # Begin only after these checks: without the right to list jobs, this operator must not take the Lease.
             if not self._others.are_known:
                 self.run("other releases", self._others.run(self._others_changed))
             self.run("lease", self._leader.run())

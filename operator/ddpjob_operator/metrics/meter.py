@@ -21,7 +21,7 @@ from ddpjob_operator.metrics import job_lines, names
 from ddpjob_operator.metrics.of_change import Restart, of_change
 from ddpjob_operator.observed.reports import AgentReport
 
-# Without this, prometheus_client adds a series with the creation time to each series, which nobody reads.
+# Otherwise prometheus_client would add a series with the creation time to each series. Nobody reads these.
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
@@ -262,7 +262,7 @@ def verb_and_resource(method: str, path: str, *, watch: bool = False) -> tuple[s
     return verb, resource if resource in names.RESOURCES else names.OTHER
 
 
-# Labels of series that exist from the start. Otherwise the first event would be no increase, and no alert would fire.
+# Labels of series that exist from the start. Otherwise the first event is no increase, and no alert fires.
 _FROM_THE_START: dict[str, list[tuple[str, ...]]] = {
     names.RECONCILES.name: [("ddpjob", result) for result in names.RESULTS],
     names.RECONCILE_ERRORS.name: [("ddpjob",)],

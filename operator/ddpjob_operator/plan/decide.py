@@ -14,7 +14,7 @@ from ddpjob_operator.plan.view import View, in_attempt, is_over, next_loss
 
 Rule = Callable[[View, api.Status], Decision | None]
 
-# docs/dev/architecture.md lists when each applies and what it does. The last one always decides.
+# docs/dev/architecture.md lists when each rule applies and what it does. The last rule always applies.
 RULES: tuple[Rule, ...] = (
     lifecycle.finished,
     lifecycle.invalid,

@@ -35,7 +35,7 @@ _HAS_MESSAGE = {"Suspended": "Suspended", "Failing": "FailureTarget", "Failed": 
 _ALWAYS_SHOWN = ("Accepted", "Running")
 _CONDITIONS = (*_ALWAYS_SHOWN, "Suspended", "FailureTarget", "Complete", "Failed", "SaveFailed", "Suspicious")
 _BREAKS_THE_GROUP = "the kubelet's own restarts would break the group"
-# These reasons cause no Event, because the restart itself and the running job have one.
+# These reasons cause no Event: the restart before them has an Event, and so has the running job after them.
 _ON_THE_WAY = (reasons.CREATING_PODS.name, reasons.STARTING_TRAINERS.name, reasons.WAITING_FOR_OLD_PODS.name)
 # Reasons of a Suspended job whose pods have not ended yet, also while it resumes or is evicted from its queue.
 _STILL_STOPPING = tuple(
@@ -47,7 +47,7 @@ SHORT_JOB = dt.timedelta(minutes=10)
 
 def finish(view: View, decision: Decision) -> Plan:
     """Return the plan. Its status is None if it equals the stored one."""
-    # `recorded` has no invalid-spec remark, so compare with the stored message, which may have one.
+    # `recorded` lacks the remark about an invalid spec, so compare with the stored message, which may contain it.
     old = replace(view.recorded, message=view.stored.message)
     status, long_wait_at = pending.with_long_wait(view, invalid_spec.with_remark(decision.status, view.problems))
     new = _document(view, old, status)
@@ -200,7 +200,7 @@ def _of_agent_restarts(view: View, old: api.Status, new: api.Status) -> Iterator
     """Yield an Event for new restarts in place. No state shows them, because they are over when they are reported."""
     failure, count = new.last_failure, agent_restarts.count(new)
     if count > agent_restarts.count(old) and old.attempt == new.attempt and failure is not None:
-        # While another failure is being settled, lastFailure is that failure, not the agents' one.
+        # While another failure is being settled, lastFailure is that failure, not the one that agents recovered from.
         settling = is_broken(old) or is_broken(new)
         free = "" if failure.charged_to in ("", "application") else " (not charged to backoffLimit)"
         what = "" if settling else f"{sentences.sentence(failure)}{free}; "

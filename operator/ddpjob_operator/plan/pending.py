@@ -18,7 +18,7 @@ from ddpjob_operator.pods import naming
 LONG_SECONDS = 600.0
 # Durations (seconds) that the message names once they are reached. A wait shorter than the first is not unusual.
 NAMED_AT_SECONDS = (60.0, 120.0, 300.0, LONG_SECONDS, 1200.0, 1800.0, 3600.0, 7200.0, 21600.0, 86400.0, 604800.0)
-# The kubelet's reasons while it prepares images, volumes and the network: this may end by itself, or never.
+# The kubelet's reasons while it prepares images, volumes and the network. These may end by themselves, or never.
 _BEING_CREATED = ("", "ContainerCreating", "PodInitializing")
 _WAITS = ("Pending", "Starting", "Restarting", "Failing")
 # Limits for scheduler messages, in messages and characters: each of hundreds of pods may have its own message.

@@ -48,7 +48,7 @@ def lost_alone(view: View, status: api.Status, first: api.JobFailure) -> list[in
     lost = sorted((known - waiting).intersection(view.members))
     ended = [p for p in view.known_pods.values() if p.place in lost and p.ended]
     messages = [termination_message.read_message(p.trainer.message) for p in ended]
-    # An agent that ended because its group did cannot restart in place, and its peers end as well.
+    # An agent that ended together with its group cannot restart ranks in place, and the other agents end as well.
     group_ended = any(message is not None and message.ended for message in messages)
     if group_ended or not _one_was_in_the_last_group(view, status, waiting, lost):
         return []

@@ -98,6 +98,6 @@ def _with_the_group(view: View, status: api.Status, started: set[int], completed
         # When the first nodes complete, waiting pods get room and start, but find no group to join. Do not count them.
         return started & known
     if status.reason not in _ALL_PODS_WERE_MADE:
-        return started  # a missing pod proves nothing: the operator may have stopped before it created the last one
+        return started  # a pod may be missing because the operator stopped before creating it
     # All pods have existed, so a missing pod has run. A new pod in its place would wait in vain for the others.
     return started | (set(view.members) - set(view.pods))

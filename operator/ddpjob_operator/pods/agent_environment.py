@@ -8,7 +8,7 @@ import json
 from ddpjob_core.budget import Grant
 from ddpjob_operator.job import api, budgets, launcher
 
-PREFLIGHT_FAILURES = 2  # recent infrastructure failures before a preflight; one lost node may be chance
+PREFLIGHT_FAILURES = 2  # infrastructure failures in a row before a preflight; a single lost node may be chance
 
 
 def environment(job: api.DDPJob, replacement: int) -> dict[str, str]:

@@ -105,7 +105,7 @@ def pod(
     if not mount_api_token and spec.get("automountServiceAccountToken") is None:
         spec["automountServiceAccountToken"] = False
     if spec.get("terminationGracePeriodSeconds") == 0:
-        # With 0, a deletion removes the object at once, before the kubelet has ended anything.
+        # With 0, a deletion would remove the object at once, before the kubelet has stopped the containers.
         spec["terminationGracePeriodSeconds"] = 1
     environment = contract.environment(job, attempt, place, rendezvous) | agent_environment.environment(
         job, replacement

@@ -50,7 +50,7 @@ class RunFolder:
         _mark(self.path, job)  # the lock comes first, so a marked folder without a lock means that its run has ended
         # `latest` links to the newest run. If the name is not a link to a run, it belongs to the user and stays.
         link = self.path.parent / LATEST
-        with contextlib.suppress(OSError):  # another run does the same now, or the file system has no links
+        with contextlib.suppress(OSError):  # another run replaces the link now, or the file system has no links
             if link.is_symlink() and _UUID.fullmatch(os.readlink(link)):
                 link.unlink()
             link.symlink_to(self.path.name)

@@ -33,7 +33,7 @@ from ddpjob_operator.pods import build, environment, naming
 from ddprun import ports, processes
 
 TERMINATION_MESSAGE_BYTES = 4096
-READ_BYTES = 1 << 18  # four times the capacity of a pipe: one read empties it
+READ_BYTES = 1 << 18  # bytes: four times a pipe's capacity, so one read empties it
 CREATING = Container("waiting", reason="ContainerCreating")
 
 
@@ -297,7 +297,7 @@ class LocalCluster:
             self._read_output(pod)
         written = ""
         with suppress(OSError):
-            # A kubelet reads the same number of bytes.
+            # Read as many bytes as a kubelet does.
             written = own_files.read_file(pod.termination_log, TERMINATION_MESSAGE_BYTES).decode(errors="replace")
         message = end.message or self._names(written or _doubt(end) + pod.log.tail)
         ended_at = dt.datetime.fromtimestamp(end.time, dt.timezone.utc)

@@ -42,7 +42,7 @@ def permitted(allowed: str, machine: Sequence[str]) -> list[str]:
         else:
             break
         if device in devices:
-            return []  # CUDA shows no device if one is named twice (torch.cuda, _parse_visible_devices)
+            return []  # CUDA shows no device if the list names a device twice (torch.cuda, _parse_visible_devices)
         devices.append(device)
     return devices
 

@@ -69,7 +69,7 @@ class NodeProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,  # a traceback of the supervisor goes to its node's log
                 bufsize=0,
-                start_new_session=True,  # the runner handles Ctrl-C and stops the nodes itself
+                start_new_session=True,  # Ctrl-C reaches only the runner, which stops the nodes
                 pass_fds=(report_write,),
             )
         except BaseException:

@@ -22,7 +22,7 @@ PATH = "/v1/progress"
 BODY_BYTES_MAX = 8192  # a report with 16 metrics is below 1 kB
 READ_BYTES_MAX = 1 << 20  # read the whole body: closing with unread data resets the connection and loses the answer
 SILENT_SECONDS = 5.0  # a client that is silent for longer is disconnected
-CONNECTIONS_MAX = 32  # one per reporting rank, and some of other users of the machine
+CONNECTIONS_MAX = 32  # one per reporting rank, plus some for other users of the machine
 
 
 class LocalReceiver(ThreadingTCPServer):

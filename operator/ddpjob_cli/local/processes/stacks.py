@@ -48,7 +48,7 @@ def ask(uid: str) -> Asked:
     agents = _topmost({pid for pid in own if processes.catches(pid, STACKS_SIGNAL)})
     below = set().union(*(processes.descendants(agent) for agent in agents), agents)
     others = {pid for pid in own - below if "LOCAL_RANK" in environs[pid] and processes.is_python(pid)}
-    # Leave out torchrun itself, which ends the job on SIGQUIT: on a node with one rank it has LOCAL_RANK too.
+    # Leave out torchrun, because SIGQUIT makes it end the job: on a node with one rank torchrun has LOCAL_RANK too.
     of_torchrun = {pid for pid in others if "TORCHELASTIC_RUN_ID" in environs[pid]}
     found = _topmost(of_torchrun or others)
     handlers = [pid for pid in found if pid in of_torchrun and processes.catches(pid, signal.SIGQUIT)]

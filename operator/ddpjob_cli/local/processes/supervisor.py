@@ -55,7 +55,7 @@ class Supervisor:
         poller.register(self.wakeup_fd, select.POLLIN)
         while not self.over():
             poller.poll(self.wait_milliseconds())  # blocks if there is no deadline
-            signals = read_available(self.wakeup_fd) or b""  # one byte per signal after the last call
+            signals = read_available(self.wakeup_fd) or b""  # one byte for each signal since the last call
             self.reap()  # do this before requests: a trainer that has already ended was not stopped by them
             self.read_control()
             if STOP_SIGNALS & set(signals):

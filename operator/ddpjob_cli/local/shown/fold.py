@@ -16,7 +16,7 @@ UNSURE_SECONDS = 10.0  # seconds; shorter for a traceback without torch's prefix
 _LAUNCHERS = re.compile(
     # E0131 12:00:00.1 77 torch/distributed/elastic/…; up to torch 2.1 ERROR:torch.distributed…
     r"^(?:[EWI]\d{4} \d\d:\d\d:\d\d\S* \d+ (?:\[\d+\] )?torch/distributed/|(?:ERROR|WARNING|INFO):torch\.distributed"
-    # ddprun's lines about restarts and stops, which the run reports itself
+    # ddprun's lines about restarts and stops are hidden, because the run reports these itself
     r"|ddprun: (?:restart \d|rank \d|node \d+ is lost|the group |told to stop|waiting for node))"
 )
 _CPP = re.compile(

@@ -61,7 +61,7 @@ class PlainScreen:
             sys.stdout.write("".join(f"{prefix}{shown(line)}\n" for line in lines))
             sys.stdout.flush()
         except BrokenPipeError:
-            # Otherwise Python's flush at the exit would print a second message about the same pipe.
+            # Otherwise Python's flush at the exit would print a second error about the same pipe.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             raise OutputClosedError from None
         except BlockingIOError:

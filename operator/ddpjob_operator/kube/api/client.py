@@ -232,7 +232,7 @@ class Client:
             "watch": "true",
             "allowWatchBookmarks": "true",
             "resourceVersion": resource_version,
-            # Random, so that the watches do not all reconnect to a restarted API server in the same second.
+            # Random, so that not all watches reconnect to a restarted API server in the same second.
             "timeoutSeconds": str(random.randint(240, 480)),  # noqa: S311
         }
         if selector:

@@ -28,7 +28,7 @@ SHORT_BYTES_MAX = 1_024
 # JSON levels that are kept: more than bounds.DEPTH_MAX, so that validation still detects specs that are too deep.
 DEPTH_KEPT = 80
 _CUT = b'"..."'
-# Possessive quantifiers: backtracking would need 16 bytes per character of a string, 100 per escaped one.
+# Possessive quantifiers, because backtracking would need 16 bytes per character of a string, 100 if it is escaped.
 _TOKENS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{}]', re.DOTALL)
 _ODD = r"(?:0\d|1[0-8]|9\d|\d{3,18})\d\d-\d\d-\d\dT"
 _ODD_DATE = re.compile(_ODD)

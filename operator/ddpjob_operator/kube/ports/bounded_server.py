@@ -97,11 +97,11 @@ class BoundedServer(abc.ABC):
             response.content_length = len(body)
         with contextlib.suppress(ConnectionError):
             await response.prepare(request)
-            # Write views of one body, so that peers that do not read do not each hold a copy of it.
+            # Write views of one body. Otherwise each peer that does not read would hold a copy of the body.
             for start in range(0, len(body) if request.method != "HEAD" else 0, PIECE_BYTES):
                 await response.write(memoryview(body)[start : start + PIECE_BYTES])
             await response.write_eof()
-            # write_eof does not wait until the peer has read the last piece. Wait here, within the deadline.
+            # write_eof returns before the peer has read the last piece. So wait here, within the deadline.
             await request.writer.drain()
             if response.keep_alive:
                 connection.allow(IDLE_SECONDS, busy=False)

@@ -56,7 +56,7 @@ class Careful:
             lacked = 0 < version(raw["metadata"]) <= told and not self._sink.has(raw)
             self._sink.put(raw)
         except Exception:
-            # A bug in reading one object must not end the watch of all the others.
+            # A bug in reading one object must not end the watch of all objects.
             self._report(raw)
             return False
         return lacked

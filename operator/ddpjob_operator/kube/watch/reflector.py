@@ -106,7 +106,8 @@ class Reflector:
             except ApiError as error:
                 self._handle(error)
             except Exception:
-                # Do not raise: the end of this task would end the operator, and the next would fail at the same object.
+                # Do not raise: the end of this task would end the operator, and the next one would fail at the same
+                # object.
                 self._runtime.log.exception("%s: the watch failed, and starts again with a list", self.what)
                 self._version = ""
             self.tried_at, self.waits = self._runtime.clock(), True
@@ -155,7 +156,7 @@ class Reflector:
             self._runtime.log.warning(text, self.what, len(missed), missed[0])
         self._stale_lists = 0
         if number(at) >= number(self._newest):
-            self._version = self._newest = at  # otherwise the watch is already ahead of the list
+            self._version = self._newest = at  # if this is false, the watch is already ahead of the list
         self.synced.set()
 
     def _check(self, seen: int, version: int) -> None:

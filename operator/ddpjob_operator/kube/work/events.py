@@ -25,8 +25,8 @@ REMEMBERED_MAX = 5_000
 MESSAGE_MAX = 1_024  # the API server refuses longer messages
 # PASSING states that end within these seconds get no Event.
 PASSING_SECONDS = 3.0
-# While creates of pods wait in a namespace, its Events wait too, unless they are warnings: at most LATER_SECONDS
-# longer, with a check every AGAIN_SECONDS.
+# While creates of pods wait in a namespace, its Events wait too, except warnings: LATER_SECONDS longer at most. The
+# check is repeated every AGAIN_SECONDS.
 LATER_SECONDS, AGAIN_SECONDS = 10.0, 1.0
 # PASSING states wait this many seconds longer, because they usually end when the pods are created.
 PASSING_LATER_SECONDS = 60.0
@@ -157,14 +157,14 @@ class Events:
     async def _post(self, waiting: _WaitingEvent) -> None:
         job = waiting.job
         self._told[job.uid] = None
-        # The name grows: kubectl sorts events of one second by name, and causes must come before effects.
+        # The number in the name grows, because kubectl sorts events of one second by name and causes must come first.
         self._named = max(self._named + 1, int(self._runtime.utc().timestamp() * 1e6))
         suffix = f"{self._named:014x}{self._runtime.random.getrandbits(64) % 2**16:04x}"
         try:
             event = body(job, waiting.event, waiting.at, self._instance, suffix)
             await self._client.create(f"/api/v1/namespaces/{job.namespace}/events", event)
         except ApiError as error:
-            # A namespace that is being deleted takes no events (404). Others, such as a missing right, are logged once.
+            # A namespace in deletion accepts no events (404). Other errors, such as a missing right, are logged once.
             if error.status != 404:
                 self._log(f"an event was not sent: {error}")
         except Exception:

@@ -60,8 +60,8 @@ RECONCILE_SECONDS = 5.0
 GONE_MAX = 8
 # Requests of one job at a time. Eight nodes start in one round trip, and half of the namespace's limit stays free.
 OF_JOB_MAX = 8
-# Pods that the second reconcile of a new job creates; each further one creates twice as many. With 2, if many jobs
-# start at once, most would have some of their pods and few would have all (docs/dev/decisions.md, slow start).
+# Pods that the second reconcile of a new job creates; each later reconcile creates twice as many. If many jobs started
+# at once with 2 here, most would have only some of their pods (docs/dev/decisions.md, slow start).
 SECOND_BATCH = 8
 
 
@@ -225,7 +225,7 @@ class Executor:
     async def _delete_options(self, job: api.DDPJob, action: DeletePod) -> Raw:
         """Return the DeleteOptions. Raise ConflictError if the container could keep running next to its successor."""
         namespace = job.metadata.namespace
-        # The uid, because a new pod may have the same name by now.
+        # Name the uid, because a new pod may have the same name by now.
         preconditions = {"uid": action.uid}
         if action.grace_seconds == 0:
             # Require the version that was known before the node was read. If the kubelet comes back before the
@@ -255,7 +255,7 @@ class Executor:
             if error.status not in (404, 409):
                 raise
             if error.status == 404 and not is_absent(error, action.name):
-                return  # the whole API is not served; if it comes back, the object may still exist
+                return  # the API is not served now; if it returns, the object may still exist
         gang.store.remove(namespace, action.name, action.uid)
 
     async def _tell_group(self, job: api.DDPJob, action: TellGroup, state: JobState) -> None:

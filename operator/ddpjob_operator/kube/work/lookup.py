@@ -78,7 +78,7 @@ class Lookup:
             self.caches.nodes.is_gone(name)
 
     async def _node(self, name: str) -> list[Raw]:
-        # A list with one object, because the role allows list and not get.
+        # List one object by name, because the role allows list and not get.
         listed = await self.client.get("/api/v1/nodes", {"fieldSelector": f"metadata.name={name}"})
         return [raw for raw in listed["items"] if raw["metadata"]["name"] == name]
 

@@ -119,7 +119,7 @@ class Reconciler:
             self.caches.jobs.begun.waits_no_more(key)
             self.states.forget([key])
         elif not has_objects and storage.waits_for_room(raw) and self.caches.jobs.begun.ask(key, storage.size(raw)):
-            return bounds.TIME_LAST  # no time is known; the job begins when there is room for it
+            return bounds.TIME_LAST  # it begins when there is room, which no time predicts
         return until
 
     def _has_objects(self, key: Key) -> bool:
@@ -147,7 +147,7 @@ class Reconciler:
         job, problems = readable
         state = self.states.of(key, job.metadata.uid)
         if not await self._confirm_gone(key, job, state):
-            return 0.0  # to the back of the queue, behind the other jobs that are due
+            return 0.0  # go to the end of the queue, behind the other jobs that are due
         seen = await self._observe(key, job, state)
         todo = await self._plan(job, seen, problems)
         if todo.status is None and not todo.actions:
@@ -176,11 +176,11 @@ class Reconciler:
             state.is_read, state.written_at = True, self.runtime.clock()
         only_creates = all(isinstance(action, (CreateService, CreateGroup, CreatePod)) for action in todo.actions)
         if is_complete and todo.actions and only_creates and not state.refusals and not state.conflicts:
-            # No other round: the status describes the new pods, and their events enqueue the job. Check this before the
-            # time. Otherwise, if many jobs start at once, each would write another status while its pods are starting.
+            # Plan no further round: the new pods' events will enqueue the job. Check this before the time. Otherwise,
+            # if many jobs start at once, each job would write another status while its pods are starting.
             return min(CREATED_SECONDS, self._requeue_in(todo, state) or CREATED_SECONDS)
         if not is_complete or self.runtime.clock() > ends:
-            return 0.0  # to the back of the queue, behind the other jobs that are due
+            return 0.0  # go to the end of the queue, behind the other jobs that are due
         return self._requeue_in(todo, state) if is_only_progress else "another round"
 
     def _tells_later(self, old: api.Status, todo: Plan, state: JobState) -> bool:
@@ -201,7 +201,7 @@ class Reconciler:
         If the job or one of its objects cannot be read, report that and return the seconds until the next try.
         """
         raw = self.caches.jobs.get(key)
-        if raw is not None and storage.is_cut(raw):  # an event may have replaced the whole job by a cut one
+        if raw is not None and storage.is_cut(raw):  # an event may have replaced the complete job by a cut one
             await self.lookup.read_job(key, quietly=True)
             raw = self.caches.jobs.get(key)
         if raw is None:

@@ -20,7 +20,7 @@ FIRST_REPORT_SECONDS = 0.1
 # While a job's progress waits to be written, other changes in its reports cause a plan only this often (seconds).
 # Otherwise thousands of jobs would be planned every ten seconds in vain.
 WAITING_SECONDS_MAX = 60.0
-# Limit for all jobs together. Otherwise step numbers of thousands of jobs would take all of the API server's time.
+# Writes for all jobs together. Otherwise step numbers of thousands of jobs would keep the API server busy.
 PROGRESS_WRITES_PER_SECOND = 10
 
 
