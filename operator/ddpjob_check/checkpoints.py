@@ -203,7 +203,7 @@ def state_of_wrapper(script: Script, job: CheckedJob) -> Iterator[Found]:
 
 
 def _is_asked_for(script: Script, call: ast.Call) -> bool:
-    """True for `model.module.state_dict() if isinstance(model, DDP) else model.state_dict()`."""
+    """True if a condition decides which state is taken, such as `if isinstance(model, DDP)`."""
     return any(words_in(test) & _ASKS for test in script.enclosing_tests(call))
 
 
@@ -243,7 +243,7 @@ def _loaded(script: Script, value: ast.expr | None) -> _Place | None:
 
 
 def _is_the_same_file(script: Script, saved: _Place, loaded: _Place) -> bool:
-    """True if both have the same path, or the loaded file is named like a checkpoint to resume from."""
+    """True if both paths are equal, or if the loaded file is named like a checkpoint to resume from."""
     if saved.key != loaded.key:
         return False
     if ast.dump(saved.path) == ast.dump(loaded.path):

@@ -90,7 +90,7 @@ def _itself(script: Script, call: ast.Call) -> ast.Call | None:
 def collective_in(
     script: Script, functions: list[Function], seen: frozenset[Function] = frozenset()
 ) -> ast.Call | None:
-    """Return the first collective that all ranks certainly call in this function; None if that is not clear."""
+    """Return the first collective that all ranks certainly call in this function; None if that is uncertain."""
     function = functions[0] if len(functions) == 1 else None
     if function is None or function in seen or _is_changed(script, function):
         return None

@@ -187,7 +187,7 @@ def bindings_in(node: ast.AST) -> Iterator[tuple[ast.AST, Origin]]:
 
 
 def targets_in(statement: ast.stmt) -> Iterator[ast.AST]:
-    """Yield all targets of assignments in a statement, also of nested ones."""
+    """Yield all targets of assignments in a statement, including targets in nested statements."""
     return (target for node in ast.walk(statement) for target, _ in bindings_in(node))
 
 

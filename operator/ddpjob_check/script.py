@@ -128,7 +128,7 @@ class Script(Values):
         return text_in(node.args[0]) if reads else ""
 
     def _is_environment(self, node: ast.expr) -> bool:
-        """True for os.environ, or a value that is certainly a copy of it or of some of its variables."""
+        """True for os.environ, or for a value that is certainly a copy of os.environ or of some of its variables."""
         if self.full_name(node) == "os.environ":
             return True
         if not self._is_complete or not isinstance(node, ast.Name | ast.Attribute | ast.Call | ast.DictComp | ast.Dict):

@@ -47,7 +47,7 @@ def _starts_spawned(script: Script, call: ast.Call) -> bool:
 
 
 def _forks(script: Script, call: ast.Call) -> bool:
-    """True if the start method may be another one than spawn: mp.start_processes(…, start_method="fork")."""
+    """True if the start method may differ from spawn: mp.start_processes(…, start_method="fork")."""
     method = script.argument(call, "start_method", 5)
     return method is not None and script.texts(method) not in (["spawn"], ["forkserver"])
 

@@ -226,7 +226,7 @@ class Values:
     # ---------------------------------------------------------------- values
 
     def argument(self, call: ast.Call, name: str, position: int | None = None) -> ast.expr | None:
-        """Return an argument of a call, found by name or position; None if it is not given."""
+        """Return an argument of a call, found by name or position; None if the call does not pass the argument."""
         for keyword in call.keywords:
             if keyword.arg == name:
                 return keyword.value
@@ -283,7 +283,7 @@ class Values:
         return texts if len(texts) == len(origins) else []
 
     def results(self, call: ast.Call) -> list[ast.expr]:
-        """Return what a function of this file returns; none if that is unclear."""
+        """Return what a function of this file returns; nothing if that is uncertain."""
         function = self.definition(call.func)
         if not isinstance(function, ast.FunctionDef) or function.decorator_list:
             return []
@@ -306,7 +306,7 @@ class Values:
                 yield scope
 
     def _values(self, origin: Origin) -> list[Origin] | None:
-        """Return the next step towards a value's origin; None if it is the origin."""
+        """Return the values that a value comes from directly; None if the value is an origin itself."""
         if isinstance(origin, ast.Name):
             return self._values_of_name(origin)
         if isinstance(origin, ast.Attribute):

@@ -1,4 +1,4 @@
-"""One request for several jobs: a failure does not stop the others."""
+"""Send a request for several jobs. A failed request does not stop the other ones."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def before_run(
 
 
 def _of_script(path: str, context: CheckedJob, limit: CpuLimit | None = None) -> list[Finding]:
-    """Return the findings of a script. If the file is not text or not valid Python, that is the only finding."""
+    """Return the findings of a script. A file that is not text or not valid Python has only this finding."""
     try:
         raw = read_script(path)
     except OSError as error:

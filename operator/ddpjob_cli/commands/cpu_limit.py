@@ -22,7 +22,7 @@ AGAIN_SECONDS = 0.05  # seconds until the error is raised again, because an erro
 
 
 class CpuLimit:
-    """Processor time for one file. Each part of the work, such as a rule, gets only a share."""
+    """Limits the processor time for one file. Each part of the work, such as a rule, gets only a share."""
 
     def __init__(self, file_seconds: float = FILE_SECONDS) -> None:
         self._left = file_seconds

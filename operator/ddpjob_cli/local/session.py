@@ -124,7 +124,7 @@ class DevSession:
         found.notes.append(f"{'✖' if found.failure else '✔'} {why}; save a file{enter} to start them again")
 
     def due_in(self) -> float | None:
-        """Return the seconds until the session ends because nobody uses it; None if it never does."""
+        """Return the seconds until the session ends because nobody uses it; None if the session never ends."""
         if not self._idle_seconds:
             return None
         idle = time.monotonic() - self._active_at

@@ -270,7 +270,7 @@ class _Walk:
             raise self._wrong(node, "a text with a NUL character: no program can be given one. Remove it.")
 
     def _check_number(self, node: Any) -> None:
-        """Refuse numbers that JSON lacks, and long ones, because Python takes a second for very many digits."""
+        """Refuse numbers that JSON does not have, and long numbers, because Python takes a second for many digits."""
         try:
             if len(node.value) > yamlbounds.NUMBER_CHARACTERS_MAX:
                 raise ValueError

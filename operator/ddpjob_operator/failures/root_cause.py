@@ -96,7 +96,7 @@ class Context:
 
 @dataclass(frozen=True)
 class PodEnd:
-    """The end of one pod, for comparison with others."""
+    """How and when one pod ended, for comparison with other pods."""
 
     failure: api.JobFailure
     deleted_at: dt.datetime | None = None

@@ -19,7 +19,7 @@ UID_DIGITS = 5
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter for one value of spec.gang (not auto or none)."""
+    """Describes the scheduler or queue for one value of spec.gang (not auto or none)."""
 
     name: str
     """The name in spec.gang, in the chart's values, and in DDPJOB_GANGS."""

@@ -82,7 +82,7 @@ class Command:
 
     @property
     def files(self) -> list[str]:
-        """Return the files that may hold the code that is started."""
+        """Return the files that may contain the started code."""
         if self.script is not None:
             return [self.script]
         path = (self.module or "").replace(".", "/")

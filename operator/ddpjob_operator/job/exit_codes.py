@@ -548,7 +548,7 @@ def _trap(words: list[str], _node: shell.Simple, state: ShellState, _tested: boo
 
 
 def _wait(words: list[str], _node: shell.Simple, state: ShellState, _tested: bool) -> _States:
-    """Return the states after a wait for background jobs. Without a process it returns 0; an unknown one is any job."""
+    """Return the states after `wait`. Without a process it returns 0; an unknown process may be any background job."""
     named = [word for word in words[1:] if word != "-f"]
     if not named:
         state = state.losing("wait", "wait", again=True) if FAILED in state.jobs else state
@@ -583,7 +583,7 @@ def _with_zero(ends: _States, how: str, at: str) -> _States:
 
 
 def _then(states: _States, following: Callable[[ShellState], _States]) -> _States:
-    """Continue each state that is not leaving (`exit`, `return`, `break`, `continue`)."""
+    """Return the states after `following`, which runs in each state except after exit, return, break and continue."""
     return [end for state in states for end in ([state] if state.leaving else following(state))]
 
 

@@ -68,7 +68,7 @@ class JobFacts:
 
     @cached_property
     def env(self) -> dict[str, Any]:
-        """Values of the trainer's own variables; None for one set by reference (valueFrom)."""
+        """Values of the trainer's own variables; None for a variable that is set by reference (valueFrom)."""
         return {str(entry.get("name")): entry.get("value") for entry in mappings(self.trainer, "env")}
 
     @cached_property
@@ -77,7 +77,7 @@ class JobFacts:
 
     @cached_property
     def text(self) -> str:
-        """The command as one text, up to the length that is searched."""
+        """The command as one text, limited to the length that is searched."""
         return " ".join(self.command)[:SCRIPT_READ_MAX]
 
     @cached_property

@@ -129,7 +129,7 @@ class ShellState:
         return words
 
     def value(self, text: str) -> str | None:
-        """Return what a word expands to, or FAILED for a variable with a failed exit code; None if it is unknown."""
+        """Return what a word expands to, or FAILED for a variable with a failed exit code; None if this is unknown."""
         if found := _PIPESTATUS.fullmatch(text):
             return (self.pipe[int(found[1] or 0) :] or ("",))[0] or None
         if arithmetic := re.fullmatch(r"\$\(\((.*)\)\)", text):
@@ -182,7 +182,7 @@ class ShellState:
         return "0" if compare(left, right) else FAILED
 
     def matches(self, text: str, pattern: str) -> bool | None:
-        """Return whether a word matches a pattern of `case`; None if it is unknown."""
+        """Return whether a word matches a pattern of `case`; None if this is unknown."""
         value = self.value(text)
         if pattern == "*":
             return True

@@ -1,5 +1,5 @@
-"""Corrects recorded times that are ahead of this clock, because clocks are set back and leaders change. Afterwards no
-past event is later than now, and no wait ends later than if it began now."""
+"""Corrects recorded times that are ahead of this clock, because clocks are set back and leaders change. In the
+result no past event is later than now, and no wait ends later than if it began now."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ def not_ahead(
     in_a_row = 0 if restarts is None else restarts.in_a_row
     wait = max(budget.back_off_seconds(in_a_row), start_back_off_seconds)
     until = now + dt.timedelta(seconds=avoid_seconds)
-    # Take a time before the next report. Otherwise, if the clock was set back by an hour, no report would count for an
-    # hour.
+    # Take a time before the next report. Otherwise, after a clock was set back by an hour, reports would not count.
     reported_at = now - dt.timedelta(seconds=REPORT_SECONDS_MAX)
     return replace(
         status,

@@ -181,7 +181,7 @@ def _name(raw: Mapping[Any, Any]) -> Iterator[Problem]:
 
 
 def strict(spec: api.Spec) -> Iterator[Problem]:
-    """Yield further problems that the API server of the described version refuses, and a newer one may accept."""
+    """Yield further problems: the API server of pod_types.py's version refuses these, a newer one may accept them."""
     found = template.deviations(spec.template)
     yield from (Problem(("spec", "template", *d.path), d.message) for d in found if d.kind == "misspelled")
 

@@ -185,7 +185,7 @@ class Election:
         self._log_trouble(trouble and f"{self.what} cannot be read or renewed, trying again: {trouble}")
 
     async def _read(self) -> Raw | None:
-        """Return the Lease, None if it does not exist. Raise ApiError."""
+        """Return the Lease; None if no Lease exists. Raise ApiError."""
         try:
             return await self.client.get(f"{self._collection}/{self._name}")
         except ApiError as error:

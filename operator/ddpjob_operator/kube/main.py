@@ -65,7 +65,7 @@ async def _serve(settings: OperatorSettings) -> int:
 
 
 def _end_now() -> None:
-    """End the process. kopf may wait forever for its tasks, because one of them may wait for another that is dead."""
+    """End the process, because kopf may wait forever for a task that itself waits for a task that has died."""
     _LOGGER.error("the operator has not ended in time, so its process is ended")
     os._exit(1)
 

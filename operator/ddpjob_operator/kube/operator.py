@@ -240,7 +240,7 @@ class Operator:
             self._enqueue(key)
 
     def locate(self, bound: BoundPod) -> Sender | None:
-        """Return the job and node rank of a pod; None if it does not belong to a known job."""
+        """Return the job and node rank of a pod; None for a pod that does not belong to a known job."""
         entry = self.caches.pods.entry(bound.namespace, bound.name)
         if entry is None or entry.uid != bound.uid:
             return None

@@ -42,7 +42,7 @@ class OtherReleases:
         return self._releases.get(namespace, "")
 
     def sentences(self) -> list[str]:
-        """Return a sentence for each namespace that is left alone."""
+        """Return a sentence for each namespace that is left to another release."""
         return [
             f"the jobs of the namespace {namespace} are the release {release}'s (ConfigMap {namespace}/{MARK});"
             " this one leaves them alone"

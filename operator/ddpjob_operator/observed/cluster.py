@@ -41,7 +41,7 @@ class Container(msgspec.Struct, frozen=True):
 
     @property
     def hides_a_failure(self) -> bool:
-        """True if it ended with 0 although its termination message proves that the training failed."""
+        """True if the container ended with 0 although its termination message proves that the training failed."""
         is_zero = self.state == "ended" and self.exit_code == 0
         return is_zero and bool(self.message) and hidden_failure.is_recorded(self.message)
 
@@ -119,18 +119,18 @@ class Pod(msgspec.Struct, frozen=True):
 
     @property
     def ended(self) -> bool:
-        """True if its trainer has ended; sidecars do not count."""
+        """True if the pod's trainer has ended; sidecars do not count."""
         return self.trainer.state == "ended" or self.phase in ("Succeeded", "Failed")
 
     @property
     def deleted_first(self) -> bool:
-        """True if it ended (or will end) after its deletion was requested, or if both were first observed together.
-        A missed success only costs a restart, but a false success would be a wrong result."""
+        """True if the pod ended (or will end) after its deletion was requested, or if end and request were observed
+        together. A missed success only costs a restart, but a false success would be a wrong result."""
         return self.deletion_requested_at is not None and not self.ended_first
 
     @property
     def has_completed(self) -> bool:
-        """True if it ended with 0 by itself, and no message proves a failure.
+        """True if the pod ended with 0 by itself, and no message proves a failure.
 
         Exit 0 after a SIGTERM is not a success: a deletion, an eviction, a node's shutdown or a deadline sent it.
         """
@@ -142,12 +142,12 @@ class Pod(msgspec.Struct, frozen=True):
 
     @property
     def has_failed(self) -> bool:
-        """True if it ended and did not complete, and its phase is known."""
+        """True if the pod ended without completing, and its phase is known."""
         return self.ended and not self.has_completed and not self._is_undecided
 
     @property
     def _is_undecided(self) -> bool:
-        """True if it seems to have ended with 0 by itself, but its phase is not known yet."""
+        """True if the pod seems to have ended with 0 by itself, but its phase is not known yet."""
         return self._awaits_its_phase and not self.deleted_first and not self.disruption
 
     @property
@@ -170,7 +170,7 @@ class Pod(msgspec.Struct, frozen=True):
 
     @property
     def done_beside_sidecars(self) -> bool:
-        """True if its trainer has ended with 0 and another container is still running."""
+        """True if the pod's trainer has ended with 0 and another container is still running."""
         return self.trainer.state == "ended" and self.trainer.exit_code == 0 and self.sidecars_run
 
     @property

@@ -46,7 +46,7 @@ SHORT_JOB = dt.timedelta(minutes=10)
 
 
 def finish(view: View, decision: Decision) -> Plan:
-    """Return the plan. Its status is None if it equals the stored one."""
+    """Return the plan. Its status is None if the new status equals the stored status."""
     # `recorded` lacks the remark about an invalid spec, so compare with the stored message, which may contain it.
     old = replace(view.recorded, message=view.stored.message)
     status, long_wait_at = pending.with_long_wait(view, invalid_spec.with_remark(decision.status, view.problems))

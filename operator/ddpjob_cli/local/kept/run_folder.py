@@ -1,7 +1,7 @@
-"""The folder of one run: logs, volumes and the token. Logs of the last runs are kept; the rest is removed with the run.
-The parent folder is the user's (`--logs DIR`) and may hold anything, such as a data set with the job's name. So a run
-marks its folder. Before anything is removed the mark is checked, and links are not followed. Only known files are
-removed; if a folder has others, it stays."""
+"""The folder of one run: logs, volumes and the token. Logs of the last runs stay; the other files are removed when
+the run ends. The parent folder is the user's (`--logs DIR`) and may hold anything, such as a data set with the job's
+name. So a run marks its folder. Before anything is removed the mark is checked, and links are not followed. Only
+known files are removed; if a folder has others, it stays."""
 
 from __future__ import annotations
 

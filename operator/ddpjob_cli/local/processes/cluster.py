@@ -176,7 +176,7 @@ class LocalCluster:
         return any(t.attempt == newest and t.phase in ("save", "evaluate") for t in self.trackers.values())
 
     def initialized(self) -> dt.datetime | None:
-        """Return when the first rank without a step began to report, in this attempt; None if there is none."""
+        """Return when the first rank without a step began to report in this attempt; None without such a rank."""
         newest = max(self._ports, default=0)
         times = [t.advanced_at for t in self.trackers.values() if t.attempt == newest and t.phase == "start"]
         return min(times, default=None)

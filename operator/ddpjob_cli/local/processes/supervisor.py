@@ -81,7 +81,7 @@ class Supervisor:
         return min(max(0.0, self.kill_at - time.monotonic()), WAIT_SECONDS_MAX) * 1000
 
     def read_control(self) -> None:
-        """Handle each complete line from the runner. If the pipe has ended, the runner has died: kill everything."""
+        """Handle each complete line from the runner. The pipe ends if the runner has died: then kill everything."""
         arrived = read_available(0)
         self.end_now = self.end_now or arrived is None
         *lines, self.control = (self.control + (arrived or b"")).split(b"\n")

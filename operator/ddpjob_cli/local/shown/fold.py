@@ -31,7 +31,7 @@ _BORDER = re.compile(r"^(?:={7,}|\*{7,})\s*$")
 
 @dataclass
 class Trace:
-    """A traceback that is held back: torch's prefix, and the lines without it."""
+    """A traceback that is held back: torch's prefix, and its lines without this prefix."""
 
     prefix: str
     since: float

@@ -189,7 +189,7 @@ class Client:
         return await self._request(_Request("PATCH", path, body))
 
     async def delete(self, path: str, options: Raw) -> Raw:
-        """Return the object that is being deleted, or a Status if it is gone. Raise ApiError."""
+        """Return the object that is being deleted, or a Status if the object is gone. Raise ApiError."""
         body = {"apiVersion": "v1", "kind": "DeleteOptions", **options}
         return await self._request(_Request("DELETE", path, body))
 

@@ -234,7 +234,7 @@ def job(raw: Raw) -> Raw:
 
 
 def _json(value: Any) -> bytes:
-    """Dump a value as JSON; b"" if it is nested too deep."""
+    """Return a value as JSON; b"" if the value is nested too deep."""
     try:
         return orjson.dumps(value)
     except TypeError:
@@ -294,7 +294,7 @@ def _loads(content: bytes, read: Callable[[bytes], Any] = orjson.loads) -> Any:
 
 
 def _without_what_is_large(content: bytes) -> Raw:
-    """Parse an object without its spec or status if that is too large."""
+    """Parse an object, but leave out its spec or status if either is too large."""
     parts = _decode(content, dict[str, msgspec.Raw])
     kept: Raw = {}
     for name, part in parts.items():

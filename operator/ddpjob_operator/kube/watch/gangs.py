@@ -165,7 +165,7 @@ class GangWatch:
         return [asyncio.create_task(reflector.run(), name=reflector.what) for reflector in self.reflectors]
 
     async def _discover(self) -> bool:
-        """Set `api` from the API server's answer. True if it answered."""
+        """Set `api` from the API server's answer. Return True if the server answered."""
         adapter = self.adapter
         try:
             for version in adapter.versions:

@@ -107,7 +107,7 @@ async def take(
 
 
 def place_of(raw: Any) -> ObjectKey | None:
-    """Return namespace and name of an object, None if it has no name."""
+    """Return namespace and name of an object; None for an object without a name."""
     metadata = raw.get("metadata") if isinstance(raw, dict) else None
     if not isinstance(metadata, dict) or not isinstance(metadata.get("name"), str):
         return None

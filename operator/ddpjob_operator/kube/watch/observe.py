@@ -229,7 +229,7 @@ def condition(raw: Raw, kind: str, holds: str | None = None) -> Raw:
 
 
 def _silent_since(raw: Raw, trainer_state: Container) -> dt.datetime | None:
-    """Return the time since which the pod's node has been silent; None if it is not.
+    """Return the time since which the pod's node has been silent; None if the node is not silent.
 
     The node controller marks the pods of a silent node not ready without a reason, and leaves the rest of their status
     (pkg/controller/nodelifecycle). A kubelet gives a reason, or marks the containers not ready too.

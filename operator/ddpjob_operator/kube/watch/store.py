@@ -108,7 +108,7 @@ class Store(Generic[T]):
         return next((one.why for one in self._unreadable.values() if one.key == key), "")
 
     def put(self, raw: Raw, *, is_whole: bool = True) -> None:
-        """Store an object. One that is older than the stored one changes nothing.
+        """Store an object. An object older than the stored one changes nothing.
 
         is_whole: False for the answer to a create, which repeats our own body; the watch then shows the same version
         with the changes of admission webhooks. If an object cannot be read, its last readable state stays.

@@ -60,7 +60,7 @@ def lines(job: api.DDPJob, todo: Plan) -> Iterator[Line]:
 
 
 def decision(job: api.DDPJob, todo: Plan) -> Line | None:
-    """Describe the plan in one line; None if it only records progress."""
+    """Return the plan in one line; None if the plan only records progress."""
     old, new = job.status, todo.status or job.status
     if not todo.actions and apart_from_progress(old) == apart_from_progress(new):
         return None

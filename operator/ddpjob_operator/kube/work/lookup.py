@@ -32,7 +32,7 @@ class Caches:
     """By adapter."""
 
     def of_kind(self, kind: str) -> Store[Any]:
-        """Return the store of Pod, Service, or an adapter's kind."""
+        """Return the store for a kind: Pod, Service, or the kind of an adapter's objects."""
         gang = self._gang(kind)
         return gang.store if gang is not None else self.pods if kind == "Pod" else self.services
 
