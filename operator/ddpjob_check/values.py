@@ -443,8 +443,8 @@ class Values:
         for call in self.calls:
             for function, skip in self._called_here(call):
                 self._callers[function].append(_caller(call, skip))
-        # The order of the loops matters, because each one resolves parameters for the next: start(demo) calls
-        # mp.spawn(demo, …), so `demo` is known when init_process(rank, size, fn=demo) calls fn.
+        # Each loop resolves parameters for the next one, so the order matters. The first finds `demo` in def
+        # start(demo): mp.spawn(demo, …), the second `fn` in def init_process(rank, size, fn): fn(rank, size).
         for target, caller in filter(None, map(self.started, self.calls)):
             for function in self.functions_meant(target):
                 self._callers[function].append(caller)

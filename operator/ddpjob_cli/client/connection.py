@@ -23,7 +23,7 @@ USER_AGENT = "ddpjob"
 T = TypeVar("T")
 
 REQUEST_SECONDS = 10.0
-SILENT_SECONDS = 120.0  # load balancers silently drop an idle connection after 4 to 10 minutes
+SILENT_SECONDS = 120.0  # seconds; load balancers silently drop an idle connection after 4 to 10 minutes
 _OF_NETWORK = (urllib3.exceptions.HTTPError, OSError)
 MERGE = "application/merge-patch+json"
 

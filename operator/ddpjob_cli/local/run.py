@@ -137,7 +137,7 @@ def assign_slots(document: Document, job: api.DDPJob) -> tuple[list[pod_process.
         except gpus.TooFewGpusError as error:
             raise InputError(f"{document.place(podspec.trainer_path(job.spec.template))}: {error}") from None
     elif visible:
-        # As in a cluster, where a pod that requests no GPU has none.
+        # A node whose pod requests no GPU gets none, as in a cluster.
         shares = [()] * job.spec.nodes
     if topology.backend(job.spec) == "nccl" and not visible:
         text = 'spec.backend: "nccl" needs a GPU, and this machine has none. Run with --cpu.'

@@ -32,7 +32,7 @@ CONDITION_MAX = 32_768
 RANGES_LENGTH_MAX = 65_536
 # Items of a list in a status; the operator keeps at most 100.
 STATUS_ITEMS_MAX = 128
-# Characters of a sentence in a report, without and with the advice after it.
+# Characters of a sentence in a report: without, and with, the advice that follows the sentence.
 SENTENCE_MAX = 300
 ADVICE_MAX = 600
 FINDINGS_MAX = findings.FINDINGS_MAX

@@ -146,8 +146,8 @@ def crd() -> dict[str, Any]:
                 "plural": api.PLURAL,
                 "singular": api.KIND.lower(),
                 "shortNames": [api.SHORT],
-                # In the same categories as a Job: `kubectl get all` shows the owner of these pods, and `kubectl delete
-                # all --all` deletes the job with them.
+                # In the same categories as a Job. So `kubectl get all` shows the owner of these pods, and `kubectl
+                # delete all --all` deletes the job with its pods.
                 "categories": ["all"],
             },
             "scope": "Namespaced",

@@ -48,8 +48,8 @@ START_BACK_OFF_SECONDS = (60, 120, 240, 480, 960, 1800)
 
 
 def start_back_off_seconds(uid: str, retries: int) -> int:
-    """Return seconds: 1, 2, 4 ... 30 min, less up to a fifth that depends on the job, so that two jobs that block
-    each other do not retry at the same time."""
+    """Return seconds: 1, 2, 4 ... 30 min, less up to a fifth that depends on the job, so that jobs that block each
+    other do not retry together."""
     base = START_BACK_OFF_SECONDS[min(retries, len(START_BACK_OFF_SECONDS)) - 1]
     share = int.from_bytes(hashlib.sha256(f"{uid}/{retries}".encode()).digest()[:2], "big") / 2**16
     return round(base * (1 - share / 5))

@@ -50,7 +50,7 @@ def invalid(view: View, status: api.Status) -> Decision | None:
 
 def completed(view: View, status: api.Status) -> Decision | None:
     """Record success if all trainers ended with 0, including trainers whose pods are gone."""
-    # Without a startTime spec.nodes may have changed, so the completed ranks belonged to another group.
+    # After a stop (no startTime) spec.nodes may have changed, so the completed ranks belonged to another group.
     is_stopped = status.state == "Suspended" and status.start_time is None
     unfit = not status.attempt or status.state == "Failing" or is_stopped
     nodes = view.participants(status)

@@ -176,5 +176,5 @@ def read_available(fd: int) -> bytes | None:
         except BlockingIOError:
             return data
         if not chunk:
-            return data or None  # after data, the next call returns None
+            return data or None  # if the pipe ended after data, the next call returns None
         data += chunk
