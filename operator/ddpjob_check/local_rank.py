@@ -239,7 +239,7 @@ def _launch_passes_it(job: CheckedJob) -> bool:
 
 
 def _is_set(script: Script) -> bool:
-    """True if the script may get its local rank from elsewhere: the environment, or a function."""
+    """True if the script may get its local rank from another source: the environment, or a function."""
     named = [node for node in script.nodes if text_in(node) in ("LOCAL_RANK", "local_rank")]
     if any(getattr(script.parent(node), "arg", "") not in ("dest", "help") for node in named):
         return True

@@ -43,7 +43,7 @@ def resume(cluster: Cluster, name: str, say: Say) -> None:
 
 
 def restart(cluster: Cluster, name: str, seconds: float, say: Say) -> None:
-    """Suspend a job, wait until all pods have ended, then resume it. No failure is charged, except one from before."""
+    """Suspend a job, wait until all pods have ended, then resume it. backoffLimit counts only an earlier failure."""
     _stop(cluster, _unfinished(cluster, name, "restarted"), "restarted", seconds, say)
     jobs.patch(cluster, name, {"suspend": False})
     say(f"{name} starts again")

@@ -64,7 +64,7 @@ class _Line:
         return f"{self.program} {shlex.join(words)}"
 
     def match(self, words: Sequence[str]) -> tuple[click.Option, int] | None:
-        """Return our option and its number of words, with its value, if the first word is such an option; else None."""
+        """Return our option and its number of words, with its value, if the first word is our option; else None."""
         word = words[0]
         is_long = word.startswith("--")
         name, has_value, _ = word.partition("=") if is_long else (word[:2], word[2:], "")

@@ -97,7 +97,7 @@ def text(value: object, length: int = TEXT_MAX) -> str:
 
 
 def document(value: object) -> str:
-    """Return why a spec is too large to keep; "" if it is not. The check stops at the bounds and does not recurse."""
+    """Return why a spec is too large to keep; "" if it is not. Does not recurse, and stops at the bounds."""
     values, length, items = 0, 0, 0
     level: list[object] = [value]
     for _ in range(DEPTH_MAX):

@@ -47,7 +47,7 @@ def limits(spec: api.Spec) -> Limits:
 
 
 def application_left(spec: api.Spec, status: api.Status) -> int:
-    """Return how many restarts can still be charged to the application, for the pods that this status creates."""
+    """Return how many more application failures may cause a restart, for the pods that this status creates."""
     allowed = limits(spec)
     return max(0, allowed.backoff_limit - budget.counted(history(status), allowed, status.attempt_time))
 

@@ -262,7 +262,7 @@ def _behind(name: str, words: list[str]) -> Command:
 
 
 def options_begin(words: list[str]) -> int | None:
-    """Return the index of the word after torchrun or ddprun; None without a launcher, or if it only prints its help."""
+    """Return the index of the word after torchrun or ddprun; None without a launcher that starts ranks."""
     for i, (word, following) in enumerate(itertools.pairwise([*words, ""])):
         begin = 0
         if _is_program(word):

@@ -18,7 +18,7 @@ def is_restarted(status: api.Status) -> bool:
 
 
 def unsettled_failure(status: api.Status) -> api.JobFailure | None:
-    """Return the failure that broke the current attempt, while its pods (or the one to replace) are being stopped."""
+    """Return the failure that broke the attempt, until its pods (or the one to replace) have ended; then None."""
     failure = status.last_failure
     if status.state != "Restarting" or failure is None or failure.attempt != status.attempt:
         return None

@@ -1,7 +1,7 @@
 """Metrics counted when a status changes: attempts, restarts, and how long recovery from a failure took.
 
-A failure is recorded in one status, charged in a second, and overcome in a third; `Restart` carries it from one to the
-next. A new leader that has not seen the first status counts no time for the failure.
+One status records a failure, a later one charges it to a limit, and a third shows the recovery; `Restart` connects
+them. A new leader that has not seen the first status counts no time for the failure.
 """
 
 from __future__ import annotations

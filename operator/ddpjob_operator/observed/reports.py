@@ -27,7 +27,7 @@ AGENT_FAILURES_MAX = 5
 
 
 class AgentCounts(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
-    """Restarts that an agent has charged, from 0; counts in a row continue from the agent's initial values."""
+    """Restarts that an agent has counted, from 0; counts in a row continue from the agent's initial values."""
 
     application: _Restarts = 0
     infrastructure: _Restarts = 0

@@ -1,10 +1,9 @@
 """The group restart: when one rank is lost, all pods stop; then the next attempt starts, or the job fails.
 
-It takes three reconciles, each driven by the recorded status:
-1. `attempt_broken` records the trigger.
-2. `restarting` stops the other pods. When the last has ended, or its node is lost, it settles the cause. It waits
-   because peers often report "connection closed" before the out-of-memory kill behind it is known.
-3. The status has the next attempt, and the rules of startup.py create its pods.
+It takes three reconciles, each driven by the recorded status: 1. `attempt_broken` records the trigger. 2. `restarting`
+stops the other pods. When the last has ended, or its node is lost, it decides on the cause and counts it against a
+limit. It waits because peers often report "connection closed" before the out-of-memory kill behind it is known. 3. The
+status has the next attempt, and the rules of startup.py create its pods.
 """
 
 from __future__ import annotations
@@ -118,7 +117,7 @@ def restarting(view: View, status: api.Status) -> Decision | None:
 
 
 def restart_all(view: View, status: api.Status, first: api.JobFailure, settled: Settled) -> Decision:
-    """Stop the remaining pods of a broken attempt, then start the next attempt or fail. first: its recorded failure."""
+    """Stop the remaining pods of a broken attempt, then start the next one or fail. first: the recorded failure."""
     if not view.active:
         return _next_attempt(view, status, settled)
     # A pod that is deleted from outside gets its full grace to save. Its peers get theirs too, so that all stop at one
@@ -143,7 +142,8 @@ def _next_attempt(view: View, status: api.Status, settled: Settled) -> Decision:
 
 
 def _triggers(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFailure]]:
-    """Yield (reason, failure) for each sign that the attempt is broken, strongest first. `settle` finds the cause."""
+    """Yield (reason, failure) for each sign that the attempt is broken, strongest first. `settle` finds the cause
+    later."""
     ended = (*_failed(view, status), *_gone(view, status))
     yield from sorted(ended, key=lambda trigger: root_cause.precedence_of(trigger[1]))
     for pod in _needed(view, status):

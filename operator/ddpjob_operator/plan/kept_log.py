@@ -46,7 +46,7 @@ def stop(
 
 
 def with_deadline(view: View, status: api.Status) -> api.Status:
-    """Record the rank furthest behind at the deadline. A failure being settled stays, because it explains more."""
+    """Record the rank furthest behind at the deadline. A failure whose cause is still open stays: it explains more."""
     running = {p.place: p for p in view.active if p.trainer.state == "running"}
     if not running or is_broken(view.recorded):
         return status

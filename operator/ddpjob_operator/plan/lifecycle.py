@@ -131,8 +131,8 @@ def waiting_for_room(view: View, status: api.Status) -> Decision | None:
 
 
 def resuming(view: View, status: api.Status) -> Decision | None:
-    """Begin a new attempt when the last pod of the previous one has ended. Its agents report some charges only at
-    the end, and reports count only for the recorded attempt."""
+    """Begin a new attempt when the last pod of the previous one has ended. Its agents report some of the restarts
+    that they counted only at the end, and reports count only for the recorded attempt."""
     if status.state != "Suspended" or not status.attempt:
         return None
     ending = view.active_of_all_attempts  # pods on lost nodes too: they are deleted at once, before new ones start

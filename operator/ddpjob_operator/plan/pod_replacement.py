@@ -22,7 +22,7 @@ _OF_ALL_PODS = (root_cause.STALLED, root_cause.CONFIG_ERROR)
 
 
 def replacing(view: View, status: api.Status) -> Decision | None:
-    """Wait until the lost pods have ended, charge the failure, and return the status in which they can be replaced."""
+    """Wait until the lost pods have ended, count the failure, and return the status in which they are replaced."""
     first = unsettled_failure(view.recorded)
     lost = [] if first is None else lost_alone(view, status, first)
     if first is None or not lost:

@@ -28,7 +28,7 @@ _ALL_PODS_WERE_MADE = (
 
 
 def record(view: View, status: api.Status) -> api.Status:
-    """Return the status with started and completed nodes, progress, and the restarts that agents have charged."""
+    """Return the status with started and completed nodes, progress, and the restarts that agents counted."""
     report = view.seen.reports.get(0)
     status = _with_findings(_with_nodes(view, status), view)
     status = transitions.with_progress(status, report, state_in_memory.why_not(view, status))

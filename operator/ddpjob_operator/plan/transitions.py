@@ -195,7 +195,7 @@ def _step_of(failure: api.JobFailure | None, progress: api.Progress) -> int:
 
 
 def with_failure(status: api.Status, failure: api.JobFailure, message: str) -> api.Status:
-    """Return the status with a failure. While it is not settled, new evidence replaces the first impression."""
+    """Return the status with a failure. Until its cause is final, new evidence replaces the first impression."""
     line = api.FailureLine(
         attempt=failure.attempt,
         message=abridged(message, BRIEF_MAX),

@@ -241,7 +241,7 @@ def _silent_since(raw: Raw, trainer_state: Container) -> dt.datetime | None:
 
 
 def _word(metadata: Raw, name: str) -> str:
-    """Return a text that the metadata of every object has. Raise ValueError or LookupError if it is missing."""
+    """Return a text that the metadata of every object contains. Raise ValueError or LookupError without it."""
     if not isinstance(metadata[name], str) or not metadata[name]:
         raise ValueError(f"metadata.{name} is not a text")
     return str(metadata[name])

@@ -100,7 +100,7 @@ class Store(Generic[T]):
         return (entry.value for entry in self._by_job.get(key, {}).values())
 
     def jobs(self) -> set[Key]:
-        """Return the jobs that have objects."""
+        """Return the keys of the jobs that have stored objects."""
         return set(self._by_job)
 
     def unreadable(self, key: Key) -> str:

@@ -71,7 +71,7 @@ class ConflictError(Exception):
 
 @dataclass(eq=False)
 class Executor:
-    """Writes to the API server."""
+    """Carries out plans by requests to the API server."""
 
     client: Client
     caches: Caches

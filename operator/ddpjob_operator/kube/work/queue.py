@@ -75,7 +75,7 @@ class _Due(Generic[K]):
         heapq.heappush(self.kinds.setdefault(kind, []), request)
 
     def in_turn(self) -> list[int]:
-        """Return the kinds, the next one first."""
+        """Return the kinds in order; the next one to be served is first."""
         kinds = [kind for kind in self.kinds if kind >= 0]
         kinds += [kind for kind in (-Priority.FURTHER_PODS, -Priority.NEWS) if kind in self.kinds]
         turn = -(self._turns % TURNS)
