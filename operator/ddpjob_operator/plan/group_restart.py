@@ -1,9 +1,10 @@
 """The group restart: when one rank is lost, all pods stop; then the next attempt starts, or the job fails.
 
-It takes three reconciles, each driven by the recorded status: 1. `attempt_broken` records the trigger. 2. `restarting`
-stops the other pods. When the last has ended, or its node is lost, it decides on the cause and counts it against a
-limit. It waits because peers often report "connection closed" before the out-of-memory kill behind it is known. 3. The
-status has the next attempt, and the rules of startup.py create its pods.
+It takes three reconciles, each driven by the recorded status:
+1. `attempt_broken` records the trigger.
+2. `restarting` stops the other pods. After the last pod has ended, or its node is lost, the rule decides on the cause.
+   It waits because other ranks often report "connection closed" before the out-of-memory kill behind it is known.
+3. The status has the next attempt, and the rules of startup.py create its pods.
 """
 
 from __future__ import annotations

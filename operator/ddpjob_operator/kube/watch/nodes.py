@@ -87,7 +87,10 @@ class NodeCache:
         return self._set(name, Node(ready=False, since=since))
 
     def remove(self, namespace: str, name: str, uid: str) -> None:
-        """Treat a deleted node as not ready, because nothing reports on its pods any more."""
+        """Treat a deleted node as not ready, because nothing reports on its pods any more.
+
+        uid: of the deleted object, "" if unknown: a new object of this name may exist already.
+        """
         if uid and self._names.get(name, (0, uid))[1] != uid:
             return None
         self._names.pop(name, None)
