@@ -51,7 +51,7 @@ def resumed_parts(status: api.Status) -> list[str]:
 
 
 def restart_parts(status: api.Status) -> list[str]:
-    """Return `1 restart, 20 steps repeated`. Only memory is known to hold the last step, so only then "no step"."""
+    """Return `1 restart, 20 steps repeated`; `no step` only after a restart from memory, which has the last one."""
     total = status.restarts.total if status.restarts else 0
     if not total:
         return []

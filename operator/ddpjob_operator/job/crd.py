@@ -364,7 +364,7 @@ def _open(properties: dict[str, Schema]) -> Schema:
 
 
 def _known(names: Iterable[str]) -> dict[str, Schema]:
-    """Return schemas that declare only names. nullable, because Helm's templates write `resources: null` for unset."""
+    """Return schemas of fields without types. They are nullable: Helm's templates write `resources: null` for unset."""
     return {name: {"nullable": True, "x-kubernetes-preserve-unknown-fields": True} for name in names}
 
 

@@ -46,7 +46,7 @@ def command_path(template: Mapping[str, Any]) -> tuple[str | int, ...]:
 
 
 def mounts(template: Mapping[str, Any]) -> dict[str, bool]:
-    """Return mountPath of the trainer → True if all nodes may see the same files there."""
+    """Return {mountPath: True if all nodes may see the same files there} for the trainer's mounts."""
     return {path: kind not in _OWN_VOLUMES for path, kind in _mounted(template).items()}
 
 

@@ -128,7 +128,7 @@ def _decided(
 
 
 def _given_up(restart: Restart | None, new: api.Status) -> Iterator[SeenStatus]:
-    """Count the detection of a failure that ends the job."""
+    """Yield the time until the detection of a failure that ends the job."""
     failure = new.last_failure
     if restart is not None and not restart.scope and failure is not None and new.state in ("Failing", "Failed"):
         yield SeenStatus(names.DETECTION, _seconds(restart.failed_at, restart.recorded_at), ("group",))

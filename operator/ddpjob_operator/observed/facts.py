@@ -44,7 +44,7 @@ def _changed(pod: Pod, fields: dict[str, Any]) -> Pod:
 
 
 def _added(earlier: Pod, later: Pod) -> dict[str, Any]:
-    """Return facts that `later` alone does not show."""
+    """Return the pod's facts after `later`, including those that only `earlier` showed."""
     over = earlier.phase in ("Succeeded", "Failed")
     # A disruption whose condition became False again was cancelled, and ended nothing.
     ends = earlier.ended or earlier.deletion_requested_at is not None

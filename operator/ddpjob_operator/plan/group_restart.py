@@ -143,8 +143,7 @@ def _next_attempt(view: View, status: api.Status, settled: Settled) -> Decision:
 
 
 def _triggers(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFailure]]:
-    """Yield (reason, failure) for each sign that the attempt is broken, strongest first. `settle` finds the cause
-    later."""
+    """Yield (reason, failure) for each sign of a broken attempt, strongest first. `settle` later finds the cause."""
     ended = (*_failed(view, status), *_gone(view, status))
     yield from sorted(ended, key=lambda trigger: root_cause.precedence_of(trigger[1]))
     for pod in _needed(view, status):
