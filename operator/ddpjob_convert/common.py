@@ -54,7 +54,7 @@ def begin(document: Mapping[str, Any]) -> tuple[Converted, Fields]:
 
 
 def set_own(fields: Fields, controller: str, result: Converted) -> None:
-    """Set fields that mean the same in a DDPJob. Leave out suspend in a queue, which sets it, and our own managedBy."""
+    """Set fields that mean the same in a DDPJob, except `suspend` if a queue sets it, and our own managedBy."""
     suspend, manager = fields.take("suspend"), fields.text("managedBy")
     if suspend is True and _QUEUE in mapping(result.metadata, "labels"):
         result.remark((*fields.path, "suspend"), SUSPENDED_BY_KUEUE)

@@ -447,7 +447,7 @@ def _ended_from_outside(first: api.JobFailure) -> bool:
 
 
 def _first(ends: Sequence[PodEnd], recorded: str = "") -> PodEnd:
-    """Return the end that explains the others. recorded: the pod whose end was recorded before all others."""
+    """Return the PodEnd that explains the others. recorded: the pod whose failure was recorded first."""
 
     def order(end: PodEnd) -> tuple[Precedence, bool, int, dt.datetime, int]:
         failure = end.failure

@@ -243,5 +243,5 @@ def _cells(node: NodeRow) -> list[str]:
 
 
 def _line(text: str, style: str = "") -> Text:
-    """Return text without control characters. It wraps, even in a group with rows that do not."""
+    """Return text without control characters. The text wraps, even in a group whose other rows do not."""
     return Text(" ".join(clean(text).splitlines()), style, no_wrap=False, overflow="fold")

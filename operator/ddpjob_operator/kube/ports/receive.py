@@ -142,7 +142,7 @@ class Receiver(BoundedServer):
 
 
 class _RefusedError(Exception):
-    """A report is refused. The connection is closed, so that the rest of it is never read as another request."""
+    """A report is refused. The connection is closed, so that the rest is never read as another request."""
 
     def __init__(self, status: int, sentence: str, retry_seconds: int | None = None) -> None:
         super().__init__(sentence)
