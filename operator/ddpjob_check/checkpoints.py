@@ -73,7 +73,7 @@ def _is_path(script: Script, node: ast.expr) -> bool:
 
 
 def _is_own(script: Script, path: ast.expr) -> bool:
-    """True for a path that differs by rank or process."""
+    """True for a path that contains the rank, or something of one process only: its pid, a temporary folder."""
     made: list[ast.AST] = [path]
     for _ in range(_DEPTH_MAX):
         named = [o for m in made if isinstance(m, ast.Name) for o in script.origins(m)]
@@ -82,7 +82,7 @@ def _is_own(script: Script, path: ast.expr) -> bool:
 
 
 def _expects_it(script: Script, call: ast.Call) -> bool:
-    """True if the error is handled (try, suppress), or if ranks take turns (FileLock)."""
+    """True if the script handles FileExistsError (try, suppress), or if the ranks take turns (FileLock)."""
     for child, parent in script.above(call):
         if isinstance(parent, ast.Try) and parent.handlers and child in parent.body:
             return True
@@ -203,7 +203,7 @@ def state_of_wrapper(script: Script, job: CheckedJob) -> Iterator[Found]:
 
 
 def _is_asked_for(script: Script, call: ast.Call) -> bool:
-    """True for `model.module.state_dict() if isinstance(model, DDP) else model.state_dict()`."""
+    """True if a condition decides which state is taken, such as `if isinstance(model, DDP)`."""
     return any(words_in(test) & _ASKS for test in script.enclosing_tests(call))
 
 
@@ -243,7 +243,7 @@ def _loaded(script: Script, value: ast.expr | None) -> _Place | None:
 
 
 def _is_the_same_file(script: Script, saved: _Place, loaded: _Place) -> bool:
-    """True if both have the same path, or the loaded file is named like a checkpoint to resume from."""
+    """True if both paths are equal, or if the loaded file is named like a checkpoint to resume from."""
     if saved.key != loaded.key:
         return False
     if ast.dump(saved.path) == ast.dump(loaded.path):
@@ -258,7 +258,7 @@ _GOES_ON = {"resume", "resumed", "latest"}
 
 
 def _level(script: Script, model: ast.expr | None, place: ast.AST, depth: int = 0) -> str:
-    """Return "wrapped" (in DDP) or "plain", the level of a model at this line; "" if it is uncertain."""
+    """Return "wrapped" (by DDP) or "plain" for a model at this line; "" if this is uncertain."""
     if isinstance(model, ast.Attribute) and model.attr == "module":
         return "plain"
     if not isinstance(model, ast.Name | ast.Attribute) or depth > _DEPTH_MAX:
@@ -280,7 +280,7 @@ _PARTS_MAX = 200
 
 
 def _level_after(script: Script, text: str, before: list[ast.Assign], here: list[ast.Assign]) -> str:
-    """Return the level after the last assignment. before: earlier assignments. here: all in this function."""
+    """Return "wrapped" or "plain" after the last assignment. before: earlier assignments. here: all in the function."""
     last = max(before, key=lambda n: n.lineno, default=None)
     if last is None:
         return ""
@@ -295,7 +295,7 @@ def _level_after(script: Script, text: str, before: list[ast.Assign], here: list
 
 
 def _level_given(script: Script, function: Function, name: str, depth: int) -> str:
-    """Return the level of a parameter, if all callers pass the same; else ""."""
+    """Return "wrapped" or "plain" for a parameter, if all callers pass the same; else ""."""
     names = [p.arg for p in (*function.args.posonlyargs, *function.args.args)]
     levels = set()
     for caller in script.callers(function):
@@ -309,8 +309,8 @@ def _level_given(script: Script, function: Function, name: str, depth: int) -> s
 def _level_elsewhere(
     script: Script, model: ast.expr, function: Function | None, sets: list[ast.Assign], depth: int
 ) -> str:
-    """Return the level of a model that another function, or the module, sets: if that calls this function, the level
-    at the call, else the level at its end."""
+    """Return "wrapped" or "plain" for a model that another function, or the module, sets: at the place where the
+    setter calls this function, else at the setter's end."""
     setting = {script.function(n) for n in sets}
     if len(setting) != 1 or function is None:
         return "wrapped" if all(script.called(o) == DDP for o in script.origins(model)) else ""

@@ -41,7 +41,7 @@ def collective_on_one_rank(script: Script, job: CheckedJob) -> Iterator[Found]:
 
 
 def _is_worth_a_look(script: Script, call: ast.Call) -> bool:
-    """True for calls that may wait: a collective, a function of the file, or a model."""
+    """True for calls that may wait for other ranks: a collective, a function of the file, or a model."""
     return bool(_itself(script, call) or script.functions_called(call)) or _calls_a_value(call)
 
 
@@ -90,7 +90,7 @@ def _itself(script: Script, call: ast.Call) -> ast.Call | None:
 def collective_in(
     script: Script, functions: list[Function], seen: frozenset[Function] = frozenset()
 ) -> ast.Call | None:
-    """Return the first collective that all ranks certainly call in this function; None if that is not clear."""
+    """Return the first collective that all ranks certainly call in this function; None if that is uncertain."""
     function = functions[0] if len(functions) == 1 else None
     if function is None or function in seen or _is_changed(script, function):
         return None
@@ -138,7 +138,7 @@ def _means_alone(script: Script, test: ast.expr, *, holds: bool) -> bool:
 
 
 def _leaves(script: Script, statement: ast.stmt) -> bool:
-    """True if an earlier statement may return, except for a single process: `if world_size == 1: return`."""
+    """True if an earlier statement may leave the function, other than `if world_size == 1: return`."""
     if isinstance(statement, ast.If) and _means_alone(script, statement.test, holds=True):
         return False
     branches = [n for n in ast.walk(statement) if isinstance(n, ast.If) and leaves(n.body)]
@@ -149,7 +149,7 @@ def _leaves(script: Script, statement: ast.stmt) -> bool:
 
 
 def _forward(script: Script, call: ast.Call) -> str | None:
-    """Return the DDP model that a call runs, and whose buffers DDP broadcasts, as the caller names it; else None."""
+    """Return the DDP model that a call runs, as the caller names it, if DDP broadcasts its buffers; else None."""
     if _broadcasts(script, call.func):
         return script.text_of(call.func)
     for function in script.functions_called(call):
@@ -207,7 +207,7 @@ def _others_join(script: Script, call: ast.Call, guarding: Guard, waits: ast.Cal
     if _has_counterpart(script, call, guarding, lambda other: _leads_to(script, other, name)):
         return True
     others = [c for statement in guarding.others for c in ast.walk(statement) if isinstance(c, ast.Call)]
-    if not guarding.ours:  # the other ranks return early, and may log and clean up before that
+    if not guarding.ours:  # the other ranks return early; code before their return may only log or clean up
         others = [c for c in others if script.functions_called(c) or not words_of(name_of(c.func)).isdisjoint(_JOINS)]
     return any(_may_call(script, c, name) for c in others)
 

@@ -227,7 +227,7 @@ def batch_size_not_divided(script: Script, job: CheckedJob) -> Iterator[Found]:
 
 
 def _total_name(script: Script, size: ast.expr) -> str:
-    """Return the name of a total batch size that is not divided by the number of ranks; "" if it is none."""
+    """Return the name of a total batch size that is not divided by the number of ranks; "" for other sizes."""
     for node in (size, *script.origins(size)):
         if isinstance(node, ast.Name | ast.Attribute):
             words = words_of(name_of(node))
@@ -257,7 +257,7 @@ def partitioner_unseeded(script: Script, job: CheckedJob) -> Iterator[Found]:
 
 
 def _is_in_partitioner(script: Script, call: ast.Call) -> bool:
-    """True if the class or function is named like a partitioner, or if a rank then selects its part."""
+    """True if the class or function is named like a partitioner, or if a rank picks its part by its number."""
     function = script.function(call)
     scopes = [function, script.scope(function)] if function else []
     if any(isinstance(s, Function | ast.ClassDef) and "partition" in s.name.lower() for s in scopes):
@@ -313,7 +313,7 @@ def _may_seed(script: Script, call: ast.Call) -> bool:
 
 
 def _is_the_same(script: Script, call: ast.Call) -> bool:
-    """True if one rank may broadcast what it has drawn to all ranks."""
+    """True if one rank may broadcast its random values to all ranks."""
     function = script.function(call)
     sent = script.calls_to(*(f"torch.distributed.{name}" for name in ("broadcast", "broadcast_object_list")))
     return any(script.function(c) is function for c in sent)
@@ -428,7 +428,7 @@ def _saves_at_a_stop(script: Script) -> bool:
 
 
 def _is_some(script: Script, workers: ast.expr) -> bool:
-    """True if the value is certainly a number above 0."""
+    """True if the number of workers is certainly above 0."""
     origins = script.origins(workers)
     numbers = [o.value for o in origins if isinstance(o, ast.Constant) and isinstance(o.value, int)]
     counts = [o for o in origins if script.called(o) in ("os.cpu_count", "multiprocessing.cpu_count")]

@@ -63,7 +63,7 @@ def _has_collective(script: Script, body: list[ast.stmt]) -> bool:
 
 
 def _is(script: Script, test: ast.expr, *, always: bool) -> bool:
-    """True if a test certainly holds for all parameters (always=True), or for none (always=False)."""
+    """True if a test of a parameter is certainly true for all parameters (always=True), or for none (always=False)."""
     if isinstance(test, ast.BoolOp):
         decides = isinstance(test.op, ast.Or if always else ast.And)
         return decides and any(_is(script, value, always=always) for value in test.values)
@@ -168,7 +168,7 @@ def no_sync_always(script: Script, job: CheckedJob) -> Iterator[Found]:
 
 
 def _averages_otherwise(script: Script) -> bool:
-    """True if the script may average gradients or parameters itself, or set DDP's switch directly."""
+    """True if the script may average gradients or parameters itself, or may set require_backward_grad_sync directly."""
     if script.mentions(_SWITCH, "PeriodicModelAverager", "PostLocalSGDOptimizer", "average_parameters"):
         return True
     contexts = [n for n in script.nodes if isinstance(n, ast.Attribute) and n.attr == "no_sync"]
@@ -180,7 +180,7 @@ _SWITCH = "require_backward_grad_sync"
 
 
 def _switched_off(script: Script) -> Iterator[Found]:
-    """Yield a finding for `model.require_backward_grad_sync = False` if nothing sets it back before training."""
+    """Yield a finding for `model.require_backward_grad_sync = False` if it is still False when training starts."""
     uses = [n for n in script.nodes if isinstance(n, ast.Attribute) and n.attr == _SWITCH]
     sets = [n for n in script.nodes if isinstance(n, ast.Assign) and any(t in uses for t in n.targets)]
     backwards = script.methods_called("backward")

@@ -33,7 +33,7 @@ def master_overwritten(script: Script, job: CheckedJob) -> Iterator[Found]:
         texts = fixed_texts(script, value, node)
         if name == "MASTER_ADDR" and several and texts and all(map(NO_RENDEZVOUS_HOST.match, texts)):
             severity, where = several
-            if job.local or not is_used or not all(map(_ONLY_HERE.match, texts)):  # the text may be a node's address
+            if job.local or not is_used or not all(map(_ONLY_HERE.match, texts)):  # else a text may be a node's address
                 severity = "warning"
             message = (
                 f'os.environ["MASTER_ADDR"] = "{texts[0]}": {where} each node looks for rank 0 at a wrong address; '
@@ -64,8 +64,8 @@ _OF_RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
 
 
 def _rank_hurts(script: Script, job: CheckedJob, name: str, text: str) -> tuple[Severity, str] | None:
-    """Return severity and consequence if a variable has this value in all processes; None if the value is correct."""
-    # The variable is used if no rank is passed, or a rank that is read from such a variable.
+    """Return severity and consequence of this value of a variable in all processes; None if it is correct."""
+    # This variable is used if the call passes no rank, or a rank that was read from RANK or a similar variable.
     ranks = [script.argument(call, "rank", 4 if script.called(call) == INIT else None) for call in script.inits]
     read = [r is None or any(script.variable_read(o) in _OF_RANKS for o in _within(script, r)) for r in ranks]
     world, is_used = job.world_size, any(read) and _meets_by_environment(script)
@@ -84,7 +84,7 @@ def _rank_hurts(script: Script, job: CheckedJob, name: str, text: str) -> tuple[
 
 
 def _meets_by_environment(script: Script) -> bool:
-    """True if MASTER_ADDR and the others are read: no call forms the group by a URL other than env://."""
+    """True if the group forms by MASTER_ADDR and similar variables: no call passes a URL other than env://."""
     methods = [script.argument(c, "init_method", 1) for c in script.calls_to(INIT)]
     return not any(texts and texts != ["env://"] for texts in map(script.texts, methods))
 
@@ -300,7 +300,7 @@ _BACKEND_OPTION = re.compile(r"^[-+~]{0,2}(?:[\w.-]*[._-])?backend(?:[=:](.*))?$
 
 
 def _other_backend_is_asked_for(job: CheckedJob) -> bool:
-    """True if the command passes a backend other than nccl to the script, whatever the script does with it."""
+    """True if the command has an option for a backend other than nccl. Its use in the script is not checked."""
     for word, following in pairwise((*job.words, "")):
         option = _BACKEND_OPTION.match(word)
         if option and (option[1] if option[1] is not None else following).strip("'\"").lower() != "nccl":
@@ -342,7 +342,7 @@ def barrier_without_timeout(script: Script, job: CheckedJob) -> Iterator[Found]:
 
 
 def _long_work_before(script: Script, barrier: ast.Call) -> ast.Call | None:
-    """Return a call before a barrier that only some ranks make, and that may take longer than the timeout."""
+    """Return a call before a barrier that only some ranks run and that may last longer than the timeout; else None."""
     for child, parent in script.above(barrier):
         for sibling in before(parent, child):
             if isinstance(sibling, ast.If) and script.depends_on_rank(sibling.test):
@@ -380,8 +380,8 @@ def monitored_barrier_on_nccl(script: Script, job: CheckedJob) -> Iterator[Found
 def destroy_missing(script: Script, job: CheckedJob) -> Iterator[Found]:
     """A script that has a function to destroy the group, and never calls it, exits with the group open, and nccl warns
     at each exit. A script without such a function is not reported."""
-    # A script that ends without destroy_process_group makes no mistake: pending collectives end well with the process,
-    # even if nothing waits for them (docs/dev/upstream.md, groups).
+    # A script without destroy_process_group is correct: pending collectives complete when the process exits, even if
+    # nothing waits for them (docs/dev/upstream.md, groups).
     if script.uses_a_framework or not any(script.on_every_rank(call) for call in script.inits):
         return
     functions = [script.function(call) for call in script.calls_to("torch.distributed.destroy_process_group")]

@@ -83,7 +83,7 @@ def failure_exits_with_0(script: Script, job: CheckedJob) -> Iterator[Found]:
 
 
 def _end_of(script: Script, body: list[ast.stmt], how: str) -> ast.stmt | None:
-    """Return the statement by which a block certainly hides an exception; None if it may not hide it."""
+    """Return the statement by which a block certainly hides an exception; None if the block may show it."""
     for statement in body:
         if isinstance(statement, ast.Return) and how == "finally":
             return statement

@@ -12,7 +12,7 @@ from ddpjob_check.schedulers import COUNTERPARTS
 from ddpjob_operator.job import api, command, launcher, programs, shell_text, topology, variables
 from ddpjob_operator.job.podspec import mappings
 
-# Variables that each rank has, but the pod only if it has one rank; and what to use in the pod.
+# Variables that every rank has, but the pod only if it has one rank; the value is the pod's variable to use instead.
 _OF_RANKS = {
     "RANK": "NODE_RANK is the node's",
     "WORLD_SIZE": "NNODES are the nodes, DDPJOB_WORLD_SIZE all ranks",
@@ -107,8 +107,8 @@ def _counterpart(name: str) -> str:
 
 
 def _how_read(name: str, words: list[str], scripts: list[str], *, default_counts: bool) -> str:
-    """Return the reference to a variable as written; "" if the command does not read it, sets it, or tests it first.
-    default_counts: True if the default in ${NAME:-0} may be correct."""
+    """Return the reference to a variable as written; "" if the command does not read the variable, sets it, or tests
+    it first. default_counts: True if the default in ${NAME:-0} may be correct."""
     if any(name == found for word in words for found in _KUBERNETES_NAME.findall(word)):
         return f"$({name})"
     for text in scripts:
@@ -145,7 +145,7 @@ def unexpanded(job: api.DDPJob, script: str) -> Iterator[tuple[tuple[str | int, 
 
 
 def _in_env(job: api.DDPJob, script: str) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Yield the same for values in env such as PATH: /opt/bin:$PATH. Only known names count: $ may be in a password."""
+    """Yield the same for values in env: PATH: /opt/bin:$PATH. Only known names count, as a password may contain $."""
     entries = mappings(launcher.facts(job.spec).trainer, "env")
     known = {*_ALWAYS_SET, *variables.BREAKS_RENDEZVOUS, *(str(entry.get("name")) for entry in entries)}
     for number, entry in enumerate(entries):

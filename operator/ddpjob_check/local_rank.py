@@ -108,7 +108,7 @@ def _one_spelling(call: ast.Call, recipe: str, severity: Severity | None = None)
 
 
 def _options(script: Script) -> Iterator[ast.Call]:
-    """Yield calls of add_argument(…) and click's option(…), except conditional ones: they may be for another torch."""
+    """Yield calls of add_argument(…) and click's option(…), except conditional ones for other versions of torch."""
     calls = [*script.methods_called("add_argument"), *script.calls_to("click.option", "typer.Option")]
     yield from (c for c in calls if all(is_main_guard(test) for test in script.enclosing_tests(c)))
 
@@ -140,7 +140,7 @@ def _knows_all_options(script: Script, call: ast.Call) -> bool:
     return made_here and not (inherits or given_away or takes_the_rest)
 
 
-# ---------------------------------------------------------------- scripts in which the default means a single process
+# ---------------------------------------------------------------- scripts that train alone without the option
 
 
 @rule(
@@ -201,7 +201,7 @@ def _sets_its_device(script: Script) -> bool:
 
 
 def _option_that_alone_says_it(script: Script) -> ast.Call | None:
-    """Return the option for the local rank, if it is the only source of this rank and the script forms the group."""
+    """Return the option for the local rank, if no other source gives this rank and the script forms the group."""
     options = [call for call in _options(script) if {_OLD, _NEW} & set(_names(call))]
     # The option may be declared twice, once for each spelling.
     if (
@@ -226,7 +226,7 @@ def _is_local_rank(script: Script, node: ast.expr) -> bool:
     return all(isinstance(o, ast.expr) and name_of(o) == "local_rank" for o in script.origins(node))
 
 
-# Frameworks that a script may take its models from, and still form the group itself.
+# Scripts that take only the model from these frameworks may still form the group themselves.
 _TRAIN_BY_HAND = {"transformers"}
 
 
@@ -239,7 +239,7 @@ def _launch_passes_it(job: CheckedJob) -> bool:
 
 
 def _is_set(script: Script) -> bool:
-    """True if the script may get its local rank from elsewhere: the environment, or a function."""
+    """True if the script may get its local rank from another source: the environment, or a function."""
     named = [node for node in script.nodes if text_in(node) in ("LOCAL_RANK", "local_rank")]
     if any(getattr(script.parent(node), "arg", "") not in ("dest", "help") for node in named):
         return True

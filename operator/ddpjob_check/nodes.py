@@ -68,7 +68,7 @@ def means_one_process(test: ast.expr, *, holds: bool, forming: bool = False) -> 
     if forming and "initialized" in words:
         return False
     of_group = available or words & _GROUP_WORDS or words - {"is", "use"} == {"dist"}
-    return bool(of_group) and holds != words.isdisjoint(_NO_WORDS)  # a true args.no_ddp means one process
+    return bool(of_group) and holds != words.isdisjoint(_NO_WORDS)  # `args.no_ddp` is true for one process
 
 
 def _is_count_of_one(test: ast.Compare, holds: bool) -> bool:
@@ -142,7 +142,7 @@ def parameters_of(function: Function | ast.Lambda) -> set[str]:
 
 
 def imports_in(nodes: Iterable[ast.AST]) -> dict[str, str]:
-    """Return imports by their name in the file, as full names. If a name has several, one of torch's wins."""
+    """Return {name in the file: full name} for all imports. If a name is imported twice, torch's import counts."""
     imported: dict[str, str] = {}
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -158,7 +158,7 @@ def imports_in(nodes: Iterable[ast.AST]) -> dict[str, str]:
 
 
 def aliases_in(nodes: Sequence[ast.AST], imported: Mapping[str, str]) -> dict[str, str]:
-    """Return the full name by alias for aliases of torch's functions that are bound once: reduce = dist.all_reduce."""
+    """Return {alias: full name} for names that are bound once, to a torch function: reduce = dist.all_reduce."""
     bound = Counter(n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
     bound.update(n.arg for n in nodes if isinstance(n, ast.arg))
     aliases: dict[str, str] = {}
@@ -187,7 +187,7 @@ def bindings_in(node: ast.AST) -> Iterator[tuple[ast.AST, Origin]]:
 
 
 def targets_in(statement: ast.stmt) -> Iterator[ast.AST]:
-    """Yield all targets of assignments in a statement, also of nested ones."""
+    """Yield all targets of assignments in a statement, including targets in nested statements."""
     return (target for node in ast.walk(statement) for target, _ in bindings_in(node))
 
 

@@ -28,8 +28,8 @@ _AUTOMAGIC = re.compile(
     r"(?:\s+[^=(\s].*|\s*)$|[/,;][A-Za-z_].*)"
 )
 _PROMPT = re.compile(r"(?:>>> ?|\.\.\. ?|In \[\d+\]: ?)")
-_AUTOMAGIC_MAX = 200  # such lines per cell, because the cell is parsed again for each
-_PARSED_MAX = 2_000_000  # characters that are parsed for this in all cells together
+_AUTOMAGIC_MAX = 200  # lines of this kind per cell, because each requires parsing the cell again
+_PARSED_MAX = 2_000_000  # characters that may be parsed for these lines in all cells together
 
 
 @dataclass

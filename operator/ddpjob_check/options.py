@@ -66,14 +66,14 @@ def literal(node: ast.expr | None) -> Any:
 
 # ---------------------------------------------------------------- functions that click, typer or fire call
 
-# If a script uses one of these, an option's value may come from elsewhere than the command line.
+# With one of these arguments, an option's value may come from a source other than the command line.
 _OTHER_SOURCES_OF_CLICK = ("default_map", "auto_envvar_prefix")
 _OTHER_SOURCES = ("set_defaults", "add_subparsers", "fromfile_prefix_chars", "parents")
 _NOT_READ = {"callback", "count", "envvar", "flag_value", "multiple", "nargs", "prompt", "required"}
 
 
 def commands(script: Script, words: Sequence[str]) -> dict[Function, dict[str, Option]]:
-    """Return by function, for functions that click, typer or fire calls, the options by parameter.
+    """Return, for each function that click, typer or fire calls, its options by parameter.
 
     Return {} if anything except the words of the command may decide their values.
     """
@@ -240,7 +240,7 @@ class ScriptOptions:
         return commands(self._script, self._words)
 
     def option(self, node: ast.expr) -> Option | None:
-        """Return the option that a node reads: `args.NAME`, or a parameter of a function called by click; else None."""
+        """Return the option that a node reads, by `args.NAME` or by a parameter that click passes; else None."""
         if isinstance(node, ast.Name):
             scope = self._script.scope(node)
             is_plain = isinstance(scope, Function) and node.id in parameters_of(scope)

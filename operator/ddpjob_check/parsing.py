@@ -1,4 +1,4 @@
-"""Parse a stranger's Python. Texts that take too long are refused before, because no signal interrupts the parser."""
+"""Parse a stranger's Python. Text that takes too long is refused before, because no signal stops the parser."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def rank_is_local_rank(script: Script, job: CheckedJob) -> Iterator[Found]:
     for call in script.inits if several else ():
         rank = script.argument(call, "rank", 4 if script.called(call) == INIT else None)
         kinds = script.kinds(rank)
-        # A script that starts its processes itself is perhaps for one node only, unless the job has several nodes.
+        # A script that starts processes itself may be for one node only, unless the job has several nodes.
         certain = kinds == {Kind.LOCAL} or (kinds <= {Kind.LOCAL, Kind.INDEX} and job.nodes)
         if several and rank and certain and not is_otherwise(script, call):
             severity, where = several
@@ -217,7 +217,7 @@ def _of_case(match: ast.Match, case: ast.match_case) -> ast.expr | None:
 
 
 def _by_decorator(script: Script, parent: ast.AST, child: ast.AST) -> Iterator[Guard]:
-    """Yield the guard in a decorator of this file, if it surrounds the call of the decorated function."""
+    """Yield the guard in a decorator of this file, if the decorator calls the function only under this guard."""
     for decorator in parent.decorator_list if isinstance(parent, Function) and child in parent.body else ():
         wrapper = script.definition(decorator.func if isinstance(decorator, ast.Call) else decorator)
         if isinstance(decorator, ast.Call) and isinstance(wrapper, Function):

@@ -1,5 +1,5 @@
-"""Find the lines that a run reaches, as far as the script's options decide. An error of `check` refuses a run, so it
-must concern a line that the run certainly executes."""
+"""Find the lines that a run reaches, as far as the script's options decide this. An error of `check` refuses a run,
+so it must be about a line that the run certainly executes."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Certainty:
         owner = self._script.scope(function)
         names = {function.name}
         if isinstance(owner, ast.ClassDef) and (function.name.startswith("__") or owner.bases):
-            names.add(owner.name)  # making an instance may call it
+            names.add(owner.name)  # creating an instance may call the method
         yield from (n for name in names for n in self._uses.get(name, ()))
 
     @cached_property
@@ -134,7 +134,7 @@ class Certainty:
         uses: dict[str, list[ast.AST]] = {}
         for node in self._script.nodes:
             if isinstance(self._script.parent(node), ast.ClassDef):
-                continue  # a base class runs nothing
+                continue  # being a base class runs no method
             if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
                 uses.setdefault(name_of(node), []).append(node)
         return uses
@@ -169,7 +169,7 @@ class Certainty:
         return not isinstance(statement.body[-1], ast.Raise) and not self._is_met(statement.test, False)
 
     def _is_met(self, test: ast.expr, wanted: bool) -> bool:
-        """True if a condition certainly has this value on at least one rank and in at least one step."""
+        """True if a condition certainly has this value on at least one rank in at least one step."""
         known = self._paths.holds(test)
         if known is not None:
             return known == wanted
@@ -214,14 +214,14 @@ def goes_on(handler: ast.ExceptHandler) -> bool:
     return not ends_the_run(handler.body) and (handler.type is None or name_of(handler.type) != "KeyboardInterrupt")
 
 
-# For code that a job never runs: without a launcher, as a single process, or on Windows.
+# Code that depends on these is for runs without a launcher or as a single process, so a job never runs it.
 _SET_BY_THE_JOB = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"}
 _WINDOWS = ("win32", "nt", "Windows")
 
 
 def is_otherwise(script: Script, node: ast.AST, seen: frozenset[Function] = frozenset()) -> bool:
-    """True if a job never runs this node: a condition is around it or around all calls of its function, or it handles
-    an exception, such as `except KeyError` if RANK is unset."""
+    """True if a job never runs this node: a condition excludes the job from the node or from all calls of its
+    function, or the node handles an exception, such as `except KeyError` if RANK is unset."""
     if any(_says_otherwise(script, parent, child) for child, parent in script.above(node)):
         return True
     function = script.function(node)
@@ -235,7 +235,7 @@ def _says_otherwise(script: Script, parent: ast.AST, child: ast.AST) -> bool:
     if not isinstance(parent, ast.If) or child is parent.test:
         return False
     holds = child in parent.body
-    is_the_only_one = len(script.inits) < 2  # if there are two, the second is for runs that skip the first
+    is_the_only_one = len(script.inits) < 2  # of two calls, the second is for runs that skip the first
     one_process = means_one_process(parent.test, holds=holds, forming=is_the_only_one)
     return one_process or means_otherwise(script, parent.test, holds)
 

@@ -11,7 +11,7 @@ from ddpjob_check.nodes import Function, dotted, name_of
 EVERYWHERE = 10**9
 """Line number for code in a function, because it may run at any time."""
 _NAMESPACES = ("globals", "vars", "locals")
-# Functions that only read a namespace.
+# Functions that only read the namespace that they get, so no name changes.
 _READERS = {"dict", "list", "sorted", "set", "tuple", "len", "print", "str", "repr", "bool", "any", "all"}
 _READING = {"items", "keys", "values", "get", "copy"}
 _CHANGING = {"update", "setdefault", "clear", "pop", "popitem", "insert", "sort", "reverse", "extend"}
@@ -55,14 +55,14 @@ def _rebinds(node: ast.AST, parent: Callable[[ast.AST], ast.AST | None]) -> bool
 
 def _executes(call: ast.Call) -> bool:
     name = dotted(call.func).removeprefix("builtins.")
-    if name == "eval":  # an expression sets no name
+    if name == "eval":  # eval runs an expression, which assigns no name
         return bool(call.args) and isinstance(call.args[0], ast.Call)
     own_names = len(call.args) > 1 and isinstance(call.args[1], ast.Dict)
     return name in ("exec", "execfile") and not own_names
 
 
 def _gives_away_names(call: ast.Call, parent: Callable[[ast.AST], ast.AST | None]) -> bool:
-    """True for globals() unless it is only read. In a function locals() and vars() do not count: they are copies."""
+    """True for globals() unless it is only read. In a function, locals() and vars() return copies and do not count."""
     name = name_of(call.func)
     if name not in _NAMESPACES or call.args or isinstance(call.func, ast.Attribute):
         return False

@@ -45,7 +45,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Found:
-    """One result of a rule. severity: None for the rule's own."""
+    """One result of a rule. severity: None means the rule's own severity."""
 
     line: int
     message: str
@@ -57,7 +57,7 @@ class Found:
 
 @dataclass(frozen=True)
 class CheckedJob:
-    """Facts about the job that will run a script. None means unknown; for the launcher "" does."""
+    """Facts about the job that will run a script. None means unknown; an unknown launcher is ""."""
 
     nodes: int | None = None
     min_nodes: int | None = None
@@ -101,7 +101,7 @@ class CheckedJob:
 
     def several_nodes(self, script: Script) -> tuple[Severity, str] | None:
         """Return severity and wording for a mistake that matters only on several nodes; None if there is one node."""
-        # If the job is unknown, a script whose rendezvous is this machine's own address is for one node.
+        # If the job is unknown, a rendezvous at this machine's own address means that the script is for one node.
         nodes = 1 if self.nodes is None and script.is_for_one_node else self.nodes
         if nodes is None:
             return "warning", "with more than one node"
@@ -148,5 +148,5 @@ class Rule:
 
 
 def rule(severity: Severity, *, wrong: str, right: str) -> Callable[[Find], Rule]:
-    """Return a decorator that makes a rule of a function that finds a mistake. The docstring explains the mistake."""
+    """Return a decorator that turns a function into a rule. The function's docstring explains the mistake."""
     return lambda find: Rule(find, severity, wrong, right)

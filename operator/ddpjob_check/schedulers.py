@@ -11,7 +11,7 @@ from ddpjob_check.rule import CheckedJob, Found, command_line, rule
 from ddpjob_check.script import Script
 from ddpjob_check.starting import is_conditional
 
-# By variable, the corresponding one of a DDPJob, which is set in a rank, and in a pod with one process.
+# By variable of Slurm or MPI: the corresponding variables of a DDPJob, in a rank and in a pod with one process.
 COUNTERPARTS = {
     "SLURM_PROCID": "RANK", "SLURM_NTASKS": "WORLD_SIZE", "SLURM_NPROCS": "WORLD_SIZE", "SLURM_LOCALID": "LOCAL_RANK",
     "SLURM_NODEID": "NODE_RANK", "SLURM_NNODES": "NNODES", "SLURM_JOB_NUM_NODES": "NNODES",
@@ -44,7 +44,7 @@ def variable_of_other_launcher(script: Script, job: CheckedJob) -> Iterator[Foun
 
 
 def _is_only_read(script: Script, name: str) -> bool:
-    """True if the name is only read. A script that also tests it (`"SLURM_PROCID" in os.environ`) may work without."""
+    """True if the script only reads this variable. A script that also tests if it is set may work without it."""
     reads = sum(script.variable_read(n) == name for n in script.nodes)
     return reads == sum(isinstance(n, ast.Constant) and n.value == name for n in script.nodes)
 

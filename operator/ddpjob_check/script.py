@@ -29,7 +29,7 @@ from ddpjob_check.values import Values
 
 INIT = "torch.distributed.init_process_group"
 DDP = "torch.nn.parallel.DistributedDataParallel"
-# Frameworks that start processes, wrap models, sample and save themselves, so that a script need not.
+# Frameworks that start processes, wrap models, sample and save, so their scripts need no code for it.
 _FRAMEWORKS = {
     "accelerate", "colossalai", "composer", "deepspeed", "determined", "fairscale", "fastai", "horovod", "ignite",
     "lightning", "lightning_fabric", "megatron", "mmengine", "nemo", "pytorch_lightning", "ray",
@@ -39,7 +39,7 @@ _LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "
 _LOOPBACK = re.compile(r"^(localhost|127\.\d+\.\d+\.\d+|::1|\[::1\])$")
 # A value that is reached through more names is unknown, because names may refer to each other in a cycle.
 _DEPTH_MAX = 12
-# Limit for functions that return another one's result, because their numbers of results multiply.
+# Limit for functions that return another function's result, because the number of possible results multiplies.
 _CALLS_MAX = 3
 _PARTS_MAX = 1000  # nodes of an expression, including everything that its names refer to
 
@@ -128,7 +128,7 @@ class Script(Values):
         return text_in(node.args[0]) if reads else ""
 
     def _is_environment(self, node: ast.expr) -> bool:
-        """True for os.environ, or a value that is certainly a copy of it or of some of its variables."""
+        """True for os.environ, or for a value that is certainly a copy of os.environ or of some of its variables."""
         if self.full_name(node) == "os.environ":
             return True
         if not self._is_complete or not isinstance(node, ast.Name | ast.Attribute | ast.Call | ast.DictComp | ast.Dict):
@@ -175,7 +175,7 @@ class Script(Values):
         return variables
 
     def _named_by(self, key: ast.expr, node: ast.Assign) -> list[tuple[str, ast.expr, ast.AST]]:
-        """Return the same for os.environ[key] = …, with each item of `for k, v in {…}.items(): os.environ[k] = v`."""
+        """Return (name, value, node) for each item in `for k, v in {…}.items(): os.environ[k] = v`."""
         loop = next((parent for _, parent in self.above(node) if isinstance(parent, ast.For)), None)
         items = loop.iter.func.value if loop is not None and is_method(loop.iter, "items") else None  # type: ignore[attr-defined]
         names = [name_of(n) for n in loop.target.elts] if loop and isinstance(loop.target, ast.Tuple) else []
@@ -188,14 +188,14 @@ class Script(Values):
         if expression is None or depth > _DEPTH_MAX:
             return {Kind.UNKNOWN}
         if expression not in self._kinds:
-            self._kinds[expression] = {Kind.UNKNOWN}  # a value that depends on itself adds nothing
+            self._kinds[expression] = {Kind.UNKNOWN}  # in a cycle, the value itself adds no kind
             self._kinds[expression] = set().union(*(self._kinds_of(o, depth + 1) for o in self.origins(expression)))
         return self._kinds[expression]
 
     def depends_on_rank(self, expression: ast.AST | None, *, by_arguments: bool = False) -> bool:
-        """True if an expression contains a rank, or a name like one. by_arguments: also if a name in it was computed by
-        a call with a rank, as in parts.use(rank). Conditions are checked without this, because the loss of a model on
-        GPU `rank` is no rank."""
+        """True if an expression contains a rank, or a name like that of a rank. by_arguments: also if a name in it
+        was computed by a call with a rank, as in parts.use(rank). Conditions are checked without by_arguments,
+        because the loss of a model on GPU `rank` is no rank."""
         todo = [] if expression is None else [(expression, True)]
         seen: set[ast.AST] = set()
         while todo:
@@ -211,7 +211,7 @@ class Script(Values):
                 seen.update(new)
                 todo += [(o, False) for o in new]
             if len(seen) > _PARTS_MAX:
-                return True  # it may depend on a rank, so no rule can be certain
+                return True  # the value may depend on a rank, so no rule can be certain
         return False
 
     def on_every_rank(self, node: ast.AST) -> bool:
@@ -227,7 +227,7 @@ class Script(Values):
                 if not any(self.depends_on_rank(d) for d in function.decorator_list):
                     todo += [(c.call, started or c.starts_process) for c in self.callers(function)]
             elif started or not self.starts:
-                # If the script starts the processes itself, its first process is not in the group.
+                # a script that starts processes itself has a first process outside of the group
                 return True
         return False
 
@@ -360,7 +360,7 @@ class Script(Values):
         return False
 
     def _leaves_some(self, statement: ast.stmt, forming: bool) -> bool:
-        """True for `if rank != 0: return`, after which not all ranks run the rest."""
+        """True for `if rank != 0: return`, after which only some ranks run the remaining lines."""
         if not isinstance(statement, ast.If) or not leaves(statement.body):
             return False
         return self.depends_on_rank(statement.test) or means_one_process(statement.test, holds=False, forming=forming)

@@ -47,7 +47,7 @@ def _starts_spawned(script: Script, call: ast.Call) -> bool:
 
 
 def _forks(script: Script, call: ast.Call) -> bool:
-    """True if the start method may be another one than spawn: mp.start_processes(…, start_method="fork")."""
+    """True if the start method may differ from spawn: mp.start_processes(…, start_method="fork")."""
     method = script.argument(call, "start_method", 5)
     return method is not None and script.texts(method) not in (["spawn"], ["forkserver"])
 
@@ -103,7 +103,7 @@ def _reads(script: Script, loader: ast.Call) -> Iterator[ast.AST]:
 
 
 def _at_import(script: Script, node: ast.AST, seen: frozenset[Function] = frozenset()) -> bool:
-    """True if a line runs when the file is imported, without a test of __name__."""
+    """True if importing the file runs this line: no function or test of __name__ is around it."""
     if any(getattr(n, "id", "") == "__name__" for test in script.enclosing_tests(node) for n in ast.walk(test)):
         return False
     function = script.function(node)
@@ -185,8 +185,7 @@ def spawn_without_gpu(script: Script, job: CheckedJob) -> Iterator[Found]:
 
 
 def is_conditional(script: Script, node: ast.AST, seen: frozenset[Function] = frozenset()) -> bool:
-    """True if a node may be skipped by a condition, also in the functions that lead to it, or if its exception may be
-    handled."""
+    """True if a condition may skip a node or a call that leads to it, or if its exception may be handled."""
     if any(not is_main_guard(test) for test in script.enclosing_tests(node)):
         return True
     if any(isinstance(parent, ast.Try) for _, parent in script.above(node)):
@@ -200,7 +199,7 @@ def is_conditional(script: Script, node: ast.AST, seen: frozenset[Function] = fr
 
 
 def _positional_max(function: Function) -> int | None:
-    """Return how many positional arguments a function takes at most; None: any number, or unknown (a decorator)."""
+    """Return how many positional arguments a function takes at most; None: any number, or a decorator hides it."""
     if function.args.vararg or function.decorator_list:
         return None
     return len(function.args.posonlyargs) + len(function.args.args)

@@ -131,7 +131,7 @@ def _name_varies(script: Script, name: ast.Name | ast.Attribute, depth: int) -> 
 
 
 def _is_sent(script: Script, name: ast.expr) -> bool:
-    """True if a collective is called with the number or may return it, so that ranks may have agreed on it."""
+    """True if a collective gets this number or may return it, because ranks may then have agreed on it."""
     text = dotted(name)
     given = (a for c in script.calls if script.called(c) in COLLECTIVES for a in c.args)
     may_agree = any(
@@ -159,7 +159,7 @@ def _picks_by_rank(script: Script, value: ast.Subscript, depth: int) -> bool:
 
 
 def _others_join(script: Script, loop: Loop, steps: list[ast.Call]) -> bool:
-    """True if a second loop makes up the difference: range(rank) and then range(world_size - rank)."""
+    """True if a second loop balances the number of steps: range(rank), and then range(world_size - rank)."""
     names = {ast.dump(s.func) for s in steps}
     others = [n for n in script.nodes if isinstance(n, _LOOPS) and n is not loop]
     return any(
@@ -206,7 +206,7 @@ def _leaves_by_itself(script: Script, loop: Loop, steps: list[ast.Call]) -> Iter
 
 
 def _joined_inside(script: Script, statement: ast.If, steps: list[ast.Call]) -> bool:
-    """True if some of these steps are in the branch itself, which is a different mistake, or none."""
+    """True if the branch itself contains some of these steps (a different mistake), or if there are no steps."""
     inside = {id(n) for n in ast.walk(statement)}
     return any(id(s) in inside for s in steps)
 
@@ -219,7 +219,7 @@ def _head(script: Script, loop: Loop) -> str:
 
 # ---------------------------------------------------------------- values that each rank computes for itself
 
-# A function with such a name may combine the values of all ranks.
+# Functions with these names may combine the values of all ranks, so that all ranks decide equally.
 _AGREES = {
     "agree", "agreed", "average", "averaged", "barrier", "broadcast", "bcast", "collect", "consensus", "dist",
     "distributed", "gather", "global", "gathered", "reduce", "reduced", "should", "sync", "synchronize",
@@ -248,7 +248,7 @@ class LocalValues:
             self.names = grown
 
     def decide(self, test: ast.AST) -> bool:
-        """True if an expression depends on such a value, and no call in it may make the ranks agree."""
+        """True if an expression depends on a value that differs by rank, and no call in it may make the ranks agree."""
         if any(isinstance(n, ast.Call) and self._may_agree(n) for n in ast.walk(test)):
             return False
         return bool(self._names_in(test) & self.names) or self._reads_a_clock(test)
@@ -306,7 +306,7 @@ class LocalValues:
         return gets_model and bool(functions) and parts and not self._may_agree(call)
 
     def _made_of(self) -> set[str]:
-        """Return names that get such a value, are set under a condition on one, or are objects that store one."""
+        """Return names whose value differs by rank: it is computed, set under a condition, or stored in an object."""
         made: set[str] = set()
         for node in self._nodes:
             for target, value in bindings_in(node):
@@ -318,7 +318,7 @@ class LocalValues:
         return made
 
     def _kept_by(self, call: ast.Call) -> set[str]:
-        """Return the object that stores such a value: stopper(loss), losses.append(loss)."""
+        """Return the object that stores a value that differs by rank: stopper(loss), losses.append(loss)."""
         kept = dotted(call.func.value) if isinstance(call.func, ast.Attribute) else dotted(call.func)
         first = kept.partition(".")[0]
         is_object = bool(kept) and first not in self._script.imported and self._script.definition(call.func) is None

@@ -34,8 +34,8 @@ from ddpjob_check.rebinding import changed_containers, changed_objects, rebound_
 
 # The parser uses a single object for each of these types, so they have no single parent and are left out.
 _SHARED = ast.expr_context | ast.operator | ast.boolop | ast.unaryop | ast.cmpop
-_VALUES_MAX = 100  # values of one name; with more the result is UNKNOWN
-_STEPS_MAX = 1000  # steps from a value to its origin
+_VALUES_MAX = 100  # values of one name; beyond this the result is UNKNOWN
+_STEPS_MAX = 1000  # steps from a value to its origin; beyond this it is UNKNOWN
 
 STARTERS = {"torch.multiprocessing.spawn", "torch.multiprocessing.start_processes"}
 _ALIASES = {
@@ -226,7 +226,7 @@ class Values:
     # ---------------------------------------------------------------- values
 
     def argument(self, call: ast.Call, name: str, position: int | None = None) -> ast.expr | None:
-        """Return an argument of a call, found by name or position; None if it is not given."""
+        """Return an argument of a call, found by name or position; None if the call does not pass the argument."""
         for keyword in call.keywords:
             if keyword.arg == name:
                 return keyword.value
@@ -251,7 +251,7 @@ class Values:
 
     def origins(self, expression: ast.expr | None) -> list[Origin]:
         """Return all values that an expression may have, followed through names, attributes and parameters of this
-        file. An unresolved name is its own origin. Never empty."""
+        file. Never empty: an unresolved name is returned itself."""
         if not self._is_complete:
             return self._find_origins(expression)
         if expression not in self._origins:
@@ -283,7 +283,7 @@ class Values:
         return texts if len(texts) == len(origins) else []
 
     def results(self, call: ast.Call) -> list[ast.expr]:
-        """Return what a function of this file returns; none if that is unclear."""
+        """Return what a function of this file returns; nothing if that is uncertain."""
         function = self.definition(call.func)
         if not isinstance(function, ast.FunctionDef) or function.decorator_list:
             return []
@@ -306,7 +306,7 @@ class Values:
                 yield scope
 
     def _values(self, origin: Origin) -> list[Origin] | None:
-        """Return the next step towards a value's origin; None if it is the origin."""
+        """Return the values that a value comes from directly; None if the value is an origin itself."""
         if isinstance(origin, ast.Name):
             return self._values_of_name(origin)
         if isinstance(origin, ast.Attribute):
@@ -375,13 +375,13 @@ class Values:
             return None
         if len(values) > _VALUES_MAX:
             return [Marker.UNKNOWN]
-        # The class body or a base class may have set the attribute too.
+        # The class body or a base class may also set the attribute.
         named = [*self._names.get((owner, node.attr), ()), *(fields_declared(owner, node.attr))]
         foreign = [b for b in owner.bases if not self.full_name(b).startswith("torch.") and name_of(b) != "object"]
         return [*values, *named, *may_change, *([Marker.UNKNOWN] if foreign else [])]
 
     def _is_set_in_any_case(self, text: str, value: Origin) -> bool:
-        """True if every branch sets the attribute. Otherwise the object's own value may remain, as with argparse."""
+        """True if every branch sets the attribute. Otherwise it may keep its earlier value, as with argparse."""
         if isinstance(value, Marker):
             return False
         for child, parent in self.above(value):
@@ -443,8 +443,8 @@ class Values:
         for call in self.calls:
             for function, skip in self._called_here(call):
                 self._callers[function].append(_caller(call, skip))
-        # The order matters, because each loop resolves parameters for the next one: first def start(demo):
-        # mp.spawn(demo, …), then def init_process(rank, size, fn): fn(rank, size).
+        # Each loop resolves parameters for the next one, so the order matters. The first finds `demo` in def
+        # start(demo): mp.spawn(demo, …), the second `fn` in def init_process(rank, size, fn): fn(rank, size).
         for target, caller in filter(None, map(self.started, self.calls)):
             for function in self.functions_meant(target):
                 self._callers[function].append(caller)
@@ -454,7 +454,7 @@ class Values:
                     self._callers[function].append(_caller(call, 0))
 
     def _called_here(self, call: ast.Call) -> Iterator[tuple[Function, int]]:
-        """Yield functions of this file that a call names, and the number of implicit parameters: 1 for self."""
+        """Yield functions of this file that a call runs, and the number of arguments that Python adds: 1 for self."""
         defined = self.definition(call.func)
         if isinstance(defined, Function):
             yield defined, 0

@@ -41,7 +41,7 @@ def model_not_wrapped(script: Script, job: CheckedJob) -> Iterator[Found]:
         model = _trained(script, call)
         if model is None or not script.methods_called("step") or not script.on_every_rank(call):
             continue
-        outer = script.parent(call)  # a function that gets the optimizer may average gradients
+        outer = script.parent(call)  # a function that gets the optimizer may average the gradients itself
         given_away = isinstance(outer, ast.Call) and not _keeps(script, outer)
         if is_module(script, model) and not given_away and not _varies_or_leaves(script, call, model):
             yield at(
@@ -64,7 +64,7 @@ def _trained(script: Script, call: ast.Call) -> ast.expr | None:
 
 
 def _may_average(script: Script) -> bool:
-    """True if anything that this file uses or imports by name may average gradients."""
+    """True if this file uses or imports any name that may average gradients."""
     renamed = {name for name, full in script.imported.items() if full.rpartition(".")[2] in _WRAPPERS}
     if script.mentions(*_WRAPPERS, *renamed) or _has_star_import(script):
         return True
@@ -72,7 +72,7 @@ def _may_average(script: Script) -> bool:
 
 
 def _varies_or_leaves(script: Script, call: ast.Call, model: ast.expr) -> bool:
-    """True if ranks may train different models on purpose, or if a function of another file may wrap this model."""
+    """True if ranks may train different models on purpose, or if another file's function may wrap this model."""
     makers = set(script.origins(model))
     others = [*call.args[1:], *(k.value for k in call.keywords if k.arg != "params")]
     made_from = [*others, *(m for m in map(unmoved, makers) if isinstance(m, ast.expr))]
@@ -87,7 +87,7 @@ def _varies_or_leaves(script: Script, call: ast.Call, model: ast.expr) -> bool:
 
 
 def _keeps(script: Script, call: ast.Call) -> bool:
-    """True if a call that gets the model certainly does not wrap it: a function of this file or of torch, a builtin."""
+    """True if a call that gets the model certainly does not wrap it: to this file, torch, or a builtin."""
     name = script.called(call)
     shown = script.definition(call.func) is not None or name_of(call.func) == "__init__"
     of_class = isinstance(call.func, ast.Attribute) and any(script.callers(f) for f in script.methods_named(name))
@@ -138,12 +138,12 @@ def _wrapper(script: Script, call: ast.Call, inner: ast.expr) -> str:
 
 
 def _goes_through_ddp(script: Script, call: ast.Call) -> bool:
-    """True if the same function also calls a wrapped model: this one, or a student if the call runs its teacher."""
+    """True if the same function calls a wrapped model: this model, or a student whose teacher `call` runs."""
     return any(script.is_wrapped(c.func) for c in script.calls_in(script.function(call)))
 
 
 def _leads_to_backward(script: Script, call: ast.Call) -> bool:
-    """True if this function calls backward() on a value that is certainly computed from this call's result."""
+    """True if this function calls backward() on a value that is certainly computed from the result of `call`."""
     function = script.function(call)
     if any(isinstance(p, ast.With) for _, p in script.above(call)) and script.mentions("no_grad", "inference_mode"):
         return False
@@ -162,7 +162,7 @@ def _leads_to_backward(script: Script, call: ast.Call) -> bool:
 
 # ---------------------------------------------------------------- the group
 
-# Packages that certainly form no group. Any other package may.
+# Packages that certainly form no process group. Other packages may form one.
 _NO_GROUP = {
     "PIL", "cv2", "datasets", "ddpjob", "einops", "matplotlib", "mlflow", "numpy", "pandas", "requests", "safetensors",
     "scipy", "sklearn", "tensorboard", "tensorboardX", "tiktoken", "timm", "torch", "torchaudio", "torchtext",
@@ -192,7 +192,7 @@ def init_missing(script: Script, job: CheckedJob) -> Iterator[Found]:
 
 
 def _shows_all(script: Script) -> bool:
-    """True if no imported file may form the group."""
+    """True if no other file of the project is imported that may form the group."""
     known = _NO_GROUP | sys.stdlib_module_names
     relative = any(isinstance(n, ast.ImportFrom) and n.level for n in script.nodes)
     tops = {full.split(".")[0] for full in script.imported.values()}
@@ -200,7 +200,7 @@ def _shows_all(script: Script) -> bool:
 
 
 def _runs_always(script: Script, node: ast.AST, seen: frozenset[Function] = frozenset()) -> bool:
-    """True if this certainly runs when the file is started: the only condition is `if __name__ == "__main__"`."""
+    """True if starting the file certainly runs this line: the only condition is `if __name__ == "__main__"`."""
     if any(not is_main_guard(test) for test in script.enclosing_tests(node)):
         return False
     if any(isinstance(parent, ast.Try | ast.ClassDef) for _, parent in script.above(node)):

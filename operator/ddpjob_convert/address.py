@@ -1,5 +1,5 @@
-"""Replace texts of another tool that identify a machine: options and variables of one machine, and the name of rank 0's
-pod. A DDPJob has no pod with this name, so ranks would wait for it in vain."""
+"""Replace texts of another tool that identify a machine: options and variables for one machine, and the name of rank
+0's pod. A DDPJob has no pod with this name, so ranks would wait for it in vain."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ddpjob_convert.result import Converted, Path
 from ddpjob_operator.job.command import shell_script
 from ddpjob_operator.job.podspec import mappings, trainer_path
 
-# The job sets these for each node or rank, but a value in the template would have priority.
+# The job sets these variables for each node or rank. A value in the template would override the job's value.
 VARIABLES = frozenset(
     "MASTER_ADDR MASTER_PORT WORLD_SIZE RANK NNODES NODE_RANK PET_NNODES PET_NODE_RANK PET_MASTER_ADDR PET_MASTER_PORT "
     "PET_RDZV_ID PET_RDZV_BACKEND PET_RDZV_ENDPOINT PET_RDZV_CONF PET_STANDALONE".split()
@@ -35,7 +35,7 @@ _OPTION = re.compile(
 )
 _OWN = re.compile(r"\$[({]?(?:PET_)?(?:NNODES|NODE_RANK|MASTER_ADDR|MASTER_PORT|RDZV_ID|RDZV_ENDPOINT)\b")
 _ASSIGNED = re.compile(rf"(?<![-\w$])({'|'.join(sorted(VARIABLES))})=({_VALUE})?")
-# Names of scripts' options for values that differ by machine.
+# Names of scripts' options whose value differs by machine.
 _RANKS = {"rank", "node_rank", "machine_rank"}
 _COUNTS = {"world_size", "nnodes", "num_nodes", "num_machines"}
 _ADDRESSES = {"dist_url", "init_method", "dist_init_method", "master_addr", "master_ip"}
@@ -99,8 +99,8 @@ def _by_job(trainer: dict[str, Any], path: Path, result: Converted) -> None:
 
 
 def by_job(script: str, path: Path, result: Converted) -> str:
-    """Return a shell script with the job's values in options that identify the machine. In a DDPJob `$VK_TASK_INDEX` is
-    unset, and $RANDOM would give each node another rendezvous."""
+    """Return a shell script in which options that identify the machine have the job's values. In a DDPJob
+    `$VK_TASK_INDEX` is unset, and $RANDOM would give each node a different rendezvous."""
     changed = []
 
     def value(found: re.Match[str]) -> str:
@@ -121,8 +121,8 @@ def by_job(script: str, path: Path, result: Converted) -> str:
 
 
 def of_one_machine(words: Sequence[str]) -> str:
-    """Return a sentence about options that are meant for one of several machines; "" if there are none. A count alone
-    proves nothing, because it may count processes on one machine. Nor does a rank alone, which may be LoRA's."""
+    """Return a sentence about options for one of several machines; "" if there are none. A count alone may mean
+    processes of one machine, and a rank alone may be LoRA's, so neither is enough."""
     given = list(_given(words))
     values = {name: value for name, _, value in given}
     is_remote = any(name in _ADDRESSES and not _HERE.match(value) for name, value in values.items())

@@ -50,7 +50,7 @@ _ACCELERATE_DROPPED = {
 _ACCELERATE_KEPT = {"max_restarts", "tee", "log_dir", "role", "monitor_interval", "module", "no_python"}
 _BY_HAND = "--num_machines=$(NNODES) --machine_rank=$(NODE_RANK) --main_process_ip=$(MASTER_ADDR)"
 _NOT_DDP = ("deepspeed", "fsdp", "megatron", "zero", "parallelism", "tpu", "tp_")
-# Launchers that start the ranks of all nodes from one machine, or whose options are not known here.
+# Launchers that start the ranks of all nodes from one machine, or whose options we do not know.
 _OTHER_LAUNCHERS = set(programs.FRAMEWORKS) - {"accelerate"}
 _READ = "`ddpjob convert` reads torchrun, ddprun, accelerate launch and python, also behind env, uv run or bash -c"
 _UNKNOWN_NAME = re.compile(r"[$`]")
@@ -98,7 +98,7 @@ def convert(words: Sequence[str], name: str | None = None, image: str | None = N
 
 
 def _of_the_job(wrapper: list[str], variables: dict[str, str], result: Converted) -> list[str]:
-    """Remove variables that the job sets: from `variables`, and from the words before the program. Return the words."""
+    """Remove variables that the job sets from `variables` and from the words before the program. Return these."""
     dropped = [f"{name}={variables.pop(name)}" for name in list(variables) if name in VARIABLES]
     own = [word for word in wrapper if (match := _ASSIGNMENT.fullmatch(word)) and match[1] in VARIABLES]
     _say_dropped(iter([*dropped, *own]), result)
@@ -108,7 +108,7 @@ def _of_the_job(wrapper: list[str], variables: dict[str, str], result: Converted
 
 
 def _without_shell(words: list[str]) -> list[str]:
-    """Return the words of a `bash -c` script that needs no shell, so that options can be removed; else the command."""
+    """Return the words of a `bash -c` script if it needs no shell, so options can be removed; else the command."""
     script = shell_script(words)
     if script is None or words[-1] != script or _MORE_THAN_WORDS.search(script):
         return words
@@ -185,7 +185,7 @@ def _of_shell(words: list[str], result: Converted) -> list[str]:
 
 
 def _torchrun(words: list[str], result: Converted) -> list[str]:
-    # Take `torchrun --help` for a launcher too, so that its missing script is reported.
+    # Treat `torchrun --help` as a launcher, so that its missing script is reported.
     begin = options_begin(words) or (1 if programs.name(words[0]) in LAUNCHERS else None)
     if begin is None:
         result.set("nodes", 1, "no launcher says how many")

@@ -54,7 +54,7 @@ def begin(document: Mapping[str, Any]) -> tuple[Converted, Fields]:
 
 
 def set_own(fields: Fields, controller: str, result: Converted) -> None:
-    """Set fields that mean the same in a DDPJob. Leave out suspend in a queue, which sets it, and our own managedBy."""
+    """Set fields that mean the same in a DDPJob, except `suspend` if a queue sets it, and our own managedBy."""
     suspend, manager = fields.take("suspend"), fields.text("managedBy")
     if suspend is True and _QUEUE in mapping(result.metadata, "labels"):
         result.remark((*fields.path, "suspend"), SUSPENDED_BY_KUEUE)
@@ -109,7 +109,7 @@ def strip_launcher(trainer: dict[str, Any], path: Path, result: Converted) -> st
 def set_processes(
     value: Any, path: Path, template: dict[str, Any], result: Converted, on_cpus: int | None = None
 ) -> None:
-    """Set nprocPerNode from auto, cpu, gpu or a number. on_cpus: auto without GPUs; None: all CPUs of the node."""
+    """Set nprocPerNode from auto, cpu, gpu or a number. on_cpus: for auto without GPUs; None: all CPUs of the node."""
     command = command_of(template)
     found = by_torchrun(command)
     if value in (None, "auto"):
@@ -133,7 +133,7 @@ def set_processes(
 def set_elastic(
     elastic: Fields, names: tuple[str, str], nnodes: str, command: list[str], where: Path, result: Converted
 ) -> None:
-    """Set nodes and minNodes from torchrun's --nnodes, or else from an elasticPolicy. names: its two fields."""
+    """Set nodes and minNodes from torchrun's --nnodes, else from an elasticPolicy. names: the policy's two fields."""
     least, most = (elastic.number(name, 1) for name in names)
     path = (*elastic.path, names[0] if least is not None else names[1])
     if (least is not None or most is not None) and bounds.number(nnodes, bounds.COUNT_MAX) > 0:
@@ -147,7 +147,7 @@ def set_elastic(
 
 
 def set_range(least: int | None, most: int | None, path: Path, command: list[str], result: Converted) -> None:
-    """Set nodes and minNodes from a range, which may have only one end, if torchrun starts the ranks; else remark."""
+    """Set nodes and minNodes from a range, which may lack an end. If torchrun starts no ranks, only remark."""
     found, nodes = by_torchrun(command), result.spec["nodes"]
     if found is None or found.launcher == "ddprun":
         result.remark(path, NO_ELASTIC)

@@ -14,7 +14,7 @@ GANG = (
     "the API server have PodGroups, and startDeadlineSeconds releases the pods if not all of them start"
 )
 SET_IT = "set it in metadata of the job, or of its template"
-# By field name, which is unambiguous in these documents: why a field has no counterpart in a DDPJob.
+# Why a field has no counterpart in a DDPJob. Field names are unambiguous in these documents.
 _REASONS = {
     # metadata
     **dict.fromkeys(

@@ -14,7 +14,7 @@ from ddpjob_convert.fields import ConvertError, Fields
 from ddpjob_convert.result import Converted, Path
 from ddpjob_operator.job.podspec import TRAINER, command_of, containers, mappings
 
-RESUMABLE = 75  # exit code of a rank that was stopped and has saved, so no rule for failures may cover it
+RESUMABLE = 75  # exit code of a rank that was stopped and has saved; podFailurePolicy must not match it
 _CONTAINER = "pytorch"
 _PORT = "pytorchjob-port"
 _DIFFERENCES_MAX = 10

@@ -18,7 +18,7 @@ from ddpjob_operator.job.wording import count, say
 _STEP = "trainer.kubeflow.org/trainjob-ancestor-step"
 _CONTAINER = "node"
 _OWN_CONTROLLER = "trainer.kubeflow.org/trainjob-controller"
-# By list: the key that Kubernetes merges its items by.
+# By list: the key by which Kubernetes merges the list's items.
 _MERGE_KEYS = dict.fromkeys(
     ("containers", "initContainers", "volumes", "env", "imagePullSecrets", "schedulingGates"), "name"
 )

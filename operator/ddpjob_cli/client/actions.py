@@ -43,7 +43,7 @@ def resume(cluster: Cluster, name: str, say: Say) -> None:
 
 
 def restart(cluster: Cluster, name: str, seconds: float, say: Say) -> None:
-    """Suspend, wait until all pods have ended, resume. Only an earlier failure is charged to backoffLimit."""
+    """Suspend a job, wait until all pods have ended, then resume it. backoffLimit counts only an earlier failure."""
     _stop(cluster, _unfinished(cluster, name, "restarted"), "restarted", seconds, say)
     jobs.patch(cluster, name, {"suspend": False})
     say(f"{name} starts again")
@@ -101,8 +101,8 @@ def _until_gone(cluster: Cluster, stored: jobs.Stored, end: float, seconds: floa
 
 
 def wait(cluster: Cluster, names: Sequence[str], wanted: str, seconds: float | None, say: Say) -> bool:
-    """Wait until all jobs reach `wanted`: a state, a condition, `ended` or `deleted`. Return False as soon as one no
-    longer can. Raise InputError for any other word, and ClusterError, also after `seconds`."""
+    """Wait until all jobs reach `wanted`: a state, a condition, `ended` or `deleted`. Return False as soon as a job
+    can no longer reach it. Raise InputError for any other word, and ClusterError, also after `seconds`."""
     goal = _Goal(wanted, _condition(wanted), seconds)
     is_one = len(set(names)) == 1
     going, wrong = several.of_each(names, lambda name: _Waiting(cluster, name, goal, say, is_named=not is_one))
@@ -119,7 +119,7 @@ def wait(cluster: Cluster, names: Sequence[str], wanted: str, seconds: float | N
 class _Goal:
     def __init__(self, wanted: str, true: Callable[[jobs.Stored], bool], seconds: float | None) -> None:
         self.wanted, self.true, self.seconds = wanted, true, seconds
-        self.is_end = true is not _never  # False for `deleted`: an ended job must still be waited for
+        self.is_end = true is not _never  # `deleted` also needs waiting after the job has ended
         self.end = None if seconds is None else time.monotonic() + seconds
 
 
@@ -143,7 +143,7 @@ class _Waiting:
         self._states = self._watch.states()
 
     def look(self) -> bool | None:
-        """Return True if the goal is reached, False if it no longer can be. Raise TooLateError, ClusterError."""
+        """Return True if the job has reached the goal, False if it no longer can. Raise TooLateError, ClusterError."""
         if self._watch is None:
             return True
         goal = self._goal
@@ -180,7 +180,7 @@ def _condition(wanted: str) -> Callable[[jobs.Stored], bool]:
         return _never
 
     def holds(stored: jobs.Stored) -> bool:
-        # Check the condition first: in the state Suspended, pods may still be saving, but the condition waits for them.
+        # Check the condition first: pods of a Suspended job may still be saving, but the condition waits for them.
         condition = find_condition(stored.job.status, word)
         return stored.job.status.state == word if condition is None else condition.status == "True"
 

@@ -23,7 +23,7 @@ USER_AGENT = "ddpjob"
 T = TypeVar("T")
 
 REQUEST_SECONDS = 10.0
-SILENT_SECONDS = 120.0  # load balancers silently drop an idle connection after 4 to 10 minutes
+SILENT_SECONDS = 120.0  # seconds; load balancers silently drop an idle connection after 4 to 10 minutes
 _OF_NETWORK = (urllib3.exceptions.HTTPError, OSError)
 MERGE = "application/merge-patch+json"
 
@@ -37,7 +37,7 @@ class Cluster:
         self, access: kubeconfig.Access, namespace: str, seconds: float, silent: float, kubectl: Sequence[str]
     ) -> None:
         self._access = access
-        self.kubectl = kubectl  # options with which kubectl reaches the same cluster
+        self.kubectl = kubectl  # kubectl's options for the same cluster
         self.context = f"{access.context} ({access.server})"
         self.namespace = namespace
         self._seconds, self._silent_seconds = seconds, silent
@@ -65,8 +65,8 @@ class Cluster:
             answer.close()
 
     def lines(self, path: str, **params: str) -> Iterator[str]:
-        """Yield the lines of an endless answer. A line that a broken connection cuts is left out, because the next
-        request gets it whole. Bytes that are not UTF-8 are kept (surrogateescape)."""
+        """Yield the lines of an endless answer. A line that a broken connection cuts off is dropped, because the
+        next request returns the whole line. Bytes that are not UTF-8 are kept (surrogateescape)."""
         rest = b""
         for piece in self.pieces(path, **params):
             *whole, rest = (rest + piece).split(b"\n")
@@ -98,7 +98,7 @@ class Cluster:
         headers = {"Accept": "application/json, */*", "User-Agent": USER_AGENT}
         if body is not None:
             headers["Content-Type"] = kind or "application/json"
-        # Before the request's time limit starts, because a credential plugin may ask the user.
+        # Do this before the request's time limit starts, because a credential plugin may prompt the user.
         if authorization := self._access.credentials.header():
             headers["Authorization"] = authorization
         query = f"?{urllib.parse.urlencode(params)}" if params else ""
@@ -113,7 +113,7 @@ class Cluster:
             )  # fmt: skip
 
         try:
-            # A thread, because socket timeouts limit neither DNS nor an answer that arrives slowly.
+            # Use a thread, because socket timeouts limit neither DNS nor an answer that arrives slowly.
             answer = in_background(send).result(self._seconds)
         except (*_OF_NETWORK, futures.TimeoutError) as error:
             raise NoAnswerError(f"{self.context} does not answer{_why(error, self._seconds)}") from None
@@ -129,8 +129,8 @@ def connect(
     file: str | None = None,
     silent: float = SILENT_SECONDS,
 ) -> Cluster:
-    """Return the cluster that options and kubeconfig name, or without these the one of the pod that this runs in. Raise
-    InputError, ClusterError. silent: seconds without a byte after which an endless answer counts as dead."""
+    """Return the cluster named by options and kubeconfig, or without these the cluster of the pod that we run in.
+    Raise InputError, ClusterError. silent: seconds until an endless answer without a byte counts as dead."""
     if context is None and file is None and not has_kubeconfig():
         access = kubeconfig.of_pod()
     else:

@@ -72,7 +72,7 @@ class DevPods:
         self.look()
 
     def look(self) -> None:
-        """Send the code to pods that have older code, such as the replacement of a lost pod."""
+        """Send the current code to pods that have older code, such as the replacement of a lost pod."""
         pods = jobs.running(self._cluster, self._stored)
         for pod in pods:
             self._has.setdefault(pod["metadata"]["uid"], self._submitted)
@@ -85,7 +85,7 @@ class DevPods:
             asked = [threads.submit(self._send, pod) for pod in old if pod is not first]
             _, wrong = several.of_each(asked, lambda future: future.result())
         several.refuse(wrong)
-        if first is not None:  # its agent starts the ranks of all nodes, so it gets the files last
+        if first is not None:  # node 0's agent starts the ranks of all nodes, so it gets the files last
             self._send(first, str(int(RERUN_SIGNAL)))
             self._is_due = False
 

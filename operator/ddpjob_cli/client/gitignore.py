@@ -16,10 +16,10 @@ from ddpjob_cli.manifest.yamlfile import InputError
 
 NAME = ".gitignore"
 BYTES_MAX = 1 << 20
-PATTERN_MAX = 4096  # no path is longer
-NAME_MAX = 255  # the longest part of a path
+PATTERN_MAX = 4096  # characters; no path is longer
+NAME_MAX = 255  # bytes; the longest file name
 COMPARISONS_MAX = 5_000_000  # paths times patterns; these take some seconds
-COMPILE_COST = 100  # compiling the shortest pattern takes as long as so many comparisons
+COMPILE_COST = 100  # cost of compiling the shortest pattern, counted in comparisons
 _POSIX = {
     "alpha": "a-zA-Z", "digit": "0-9", "alnum": "a-zA-Z0-9", "upper": "A-Z", "lower": "a-z", "blank": " \\t",
     "space": "\\s", "xdigit": "0-9a-fA-F", "punct": "!-/:-@\\[-`{-~", "cntrl": "\\x00-\\x1f\\x7f",
@@ -59,7 +59,7 @@ class Ignored:
             data = own_files.read_file(path, BYTES_MAX + 1)
         except FileNotFoundError:
             return
-        except OSError as error:  # do not ignore it, because the excluded files may be secret
+        except OSError as error:  # stop, because the excluded files may be secret
             raise InputError(f"{path}: {error.strerror}") from None
         if len(data) > BYTES_MAX:
             raise InputError(f"{path}: larger than {BYTES_MAX >> 20} MiB")
@@ -179,7 +179,7 @@ def _of_path(tokens: list[str]) -> str:
 
 
 def _of_part(tokens: list[str], numbers: Iterator[int]) -> str:
-    """Return an expression for a part between two slashes."""
+    """Return an expression for the part of a pattern between two slashes."""
     chunks = [""]
     for token in tokens:
         if token[0] == _STAR:

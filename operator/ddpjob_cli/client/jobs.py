@@ -95,7 +95,7 @@ def pods(cluster: Cluster, name: str) -> list[Raw]:
 
 
 def running(cluster: Cluster, stored: Stored) -> list[Raw]:
-    """Return the running pods of a job's last attempt, by node rank."""
+    """Return the running pods of a job's newest attempt, by node rank."""
     found = [pod for pod in pods(cluster, stored.job.metadata.name) if state_of(pod, stored.trainer) == "Running"]
     last = max(map(attempt_of, found), default=0)
     return [pod for pod in found if attempt_of(pod) == last]

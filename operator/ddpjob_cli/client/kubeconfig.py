@@ -130,7 +130,7 @@ def of_files(named: str, wanted: str | None) -> Access:
         return _of_files(named, wanted)
     except InputError:
         raise
-    except Exception as error:  # a file may contain anything, so any error is possible
+    except Exception as error:  # a file may contain anything, so any exception is possible
         raise InputError(f"{named}: the kubeconfig cannot be used: {short(error)}") from None
 
 
@@ -192,13 +192,13 @@ def _pool(server: str, cluster: Raw, certificate: list[bytes]) -> urllib3.PoolMa
     is_checked = ssl.CERT_NONE if cluster.get("insecure-skip-tls-verify") else ssl.CERT_REQUIRED
     warnings.filterwarnings("ignore", message=".*Unverified HTTPS request.*")  # the kubeconfig disables verification
     tls = create_urllib3_context(cert_reqs=is_checked)
-    tls.verify_flags &= ~ssl.VERIFY_X509_STRICT  # set by Python 3.13, but the CAs of many clusters lack the fields
+    tls.verify_flags &= ~ssl.VERIFY_X509_STRICT  # Python 3.13 sets it, but CAs of many clusters lack required fields
     if authority := _bytes(cluster, "certificate-authority"):
         tls.load_verify_locations(cadata=authority.decode())
     else:
         tls.load_default_certs()
     if certificate:
-        with tempfile.NamedTemporaryFile() as file:  # ssl can load it only from a file
+        with tempfile.NamedTemporaryFile() as file:  # ssl loads a client certificate only from a file
             file.write(b"\n".join(certificate))
             file.flush()
             tls.load_cert_chain(file.name)
@@ -218,7 +218,7 @@ def _proxy_of_environment(server: str) -> str | None:
     host = url.hostname or ""
     if urllib.request.proxy_bypass_environment(host, proxies):  # type: ignore[attr-defined]
         return None
-    with contextlib.suppress(ValueError):  # ValueError: a host name, which is in no network
+    with contextlib.suppress(ValueError):  # a host name raises ValueError, and is in no network
         address = ipaddress.ip_address(host)
         networks = [one for one in re.split("[, ]+", proxies.get("no", "")) if "/" in one]  # as kubectl reads them
         if any(address in ipaddress.ip_network(network, strict=False) for network in networks):

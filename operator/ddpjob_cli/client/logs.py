@@ -18,11 +18,11 @@ from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_operator.failures.log_lines import ANSWER
 from ddpjob_operator.job import api, launcher, topology
 
-DRAIN_SECONDS = 10.0  # after the job's end, a log without a new line for so long is given up
+DRAIN_SECONDS = 10.0  # seconds without a new line after the job's end, until a log counts as complete
 RETRY_SECONDS = 1.0
-_QUEUE_MAX = 10_000  # lines, if stdout is read more slowly than the job writes
+_QUEUE_MAX = 10_000  # lines that wait if stdout is read more slowly than the job writes
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT")
-# Lines with the result of a function (sdk/in_rank.py), perhaps after a time or after text without an end of line.
+# Lines that carry a function's result (sdk/in_rank.py). A timestamp or text without a line end may precede them.
 _OF_ANSWER = rf"{ANSWER}[0-9a-f]{{16}}:\w+:\d+:\d+/\d+:[\w+/=]*".encode()
 _ANSWERS = re.compile(rb"^(?:\d{4}-\S+ )?" + _OF_ANSWER + rb"\n|" + _OF_ANSWER, re.MULTILINE)
 _ANSWER_BYTES_MAX = 4096
@@ -182,7 +182,7 @@ class ClusterLogs:
 
 
 def without_answers(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Remove the lines with the result of a function. A line without an end is held back until its end arrives."""
+    """Yield the pieces without lines that carry a function's result. An unfinished line waits for its end."""
     held = b""
     for piece in pieces:
         held += piece
@@ -196,7 +196,7 @@ class _Streams:
     """One thread per pod, which reads its log to the end and reconnects when the connection breaks."""
 
     def __init__(self, cluster: Cluster, container: str, part: LogPart, begun: Collection[str], say: Say) -> None:
-        """begun: uids of pods to which the options of `part` apply, such as tail; later pods are shown in full."""
+        """begun: uids of pods whose logs the options of `part`, such as tail, cut; later logs are shown in full."""
         self._cluster, self._container, self._part, self._begun, self._say = cluster, container, part, begun, say
         self._lines: queue.Queue[tuple[int, bytes]] = queue.Queue(_QUEUE_MAX)
         self._threads: dict[str, threading.Thread] = {}
@@ -264,7 +264,7 @@ class _Streams:
         begin = self._part.params() if uid in self._begun and not before else {}
         params = {"container": self._container, "follow": "true", **begin, "timestamps": "true"}
         if before:
-            # sinceTime has whole seconds, so some lines are read twice. Keep the time zone, which is the node's.
+            # sinceTime has whole seconds, so some lines are read twice. Keep the node's time zone.
             params["sinceTime"] = re.sub(r"\.\d+", "", before)
         for line in self._cluster.lines(jobs.log_path(pod), **params):
             at, _, text = line.partition(" ")
@@ -283,7 +283,7 @@ class _Streams:
         if not api_answers:
             self._unread.clear()
             return
-        # One failure is not reported, because the API server itself may have been away for a moment.
+        # The first failed read is not reported, because the API server may only be away for a moment.
         new = [uid for uid, times in self._unread.copy().items() if times > 1 and uid not in self._told]
         if new:
             self._told.update(new)

@@ -21,7 +21,7 @@ from ddpjob_operator.job import wording
 
 PACKED_BYTES_MAX = 900_000  # a ConfigMap holds 1 MiB
 FIT = "at most 900 kB packed fit into a ConfigMap"
-READ_BYTES_MAX = 20 << 20  # more cannot fit, because source text packs to a fifth
+READ_BYTES_MAX = 20 << 20  # bytes that are read; more would never fit, because source text packs to a fifth
 FILES_MAX = 5000
 FOLDERS_DEEP_MAX = 100
 HELP = "docs/your-code.md has three other ways: an image of your own, a volume (PVC), git"
@@ -32,14 +32,14 @@ _IGNORED_FOLDERS = frozenset(
     ".idea .vscode .eggs".split()
 )
 _IGNORED_FILES = ("*.pyc", "*.pyo", ".DS_Store", "*.swp")
-# Left out, because anybody who may read ConfigMaps of the namespace could read them.
+# Secrets are left out, because anybody who may read the namespace's ConfigMaps could read them.
 _SECRET_FOLDERS = frozenset([".ssh", ".aws", ".kube", ".gnupg", ".azure", ".docker"])
 _SECRET_FILES = (
     ".env .env.* *.env *.pem *.key *.p12 *.pfx *.jks *.keytab *.kubeconfig kubeconfig kubeconfig.* id_rsa id_rsa.* "
     "id_dsa id_ecdsa id_ed25519 .netrc .pypirc .npmrc .git-credentials .htpasswd credentials.json client_secret*.json "
     "service-account*.json service_account*.json secrets.yaml secrets.yml secrets.json secrets.toml"
 ).split()
-# A file of `ddpjob.Snapshot`. Its folder is left out, because the job would resume this machine's training.
+# A file that `ddpjob.Snapshot` writes. Its folder is left out, because the job would resume this machine's training.
 _SNAPSHOT_FILE = "writer-*.json"
 _KEY_BEGINS = (b"-----BEGIN ", b"PRIVATE KEY")
 Contents = dict[str, tuple[bytes, bool]]  # path → data, and whether it is executable
@@ -47,7 +47,7 @@ Contents = dict[str, tuple[bytes, bool]]  # path → data, and whether it is exe
 
 @dataclass
 class Folder:
-    """The content of a folder: paths with their sizes, and what is left out with the reason."""
+    """The content of a folder: paths with their sizes, and the paths that are left out, each with the reason."""
 
     root: Path
     files: dict[str, int] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class Archive:
 
 
 def pack(root: Path, made: Mapping[str, str] | None = None, without: str = "") -> Archive:
-    """Return the archive of a folder. Raise InputError. made: texts of more files. without: a path to leave out."""
+    """Return the archive of a folder. Raise InputError. made: texts of more files. without: a path to skip."""
     folder, contents = read(root, without)
     contents |= _of_texts(made or {})
     if not contents and not folder.links:
@@ -159,7 +159,7 @@ def _matches(name: str, patterns: Any) -> bool:
 
 
 def _add_link(folder: Folder, path: str) -> None:
-    """Add a link as a link, because a link to a folder may be part of a cycle."""
+    """Store a link as a link, because following a link to a folder may lead into a cycle."""
     link, root = folder.root / path, folder.root.resolve()
     try:
         target = link.resolve(strict=True)

@@ -1,4 +1,4 @@
-"""One request for several jobs: a failure does not stop the others."""
+"""Send a request for several jobs. A failed request does not stop the other ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def of_each(wanted: Iterable[S], act: Callable[[S], T]) -> tuple[list[T], list[W
 
 
 def refuse(wrong: Sequence[Wrong]) -> None:
-    """Raise the collected errors as one: a ClusterError if any of them is one, else an InputError."""
+    """Raise all errors as one: as ClusterError if any of them is a ClusterError, else as InputError."""
     if wrong:
         kind = ClusterError if any(isinstance(error, ClusterError) for error in wrong) else InputError
         raise kind("\n".join(dict.fromkeys(map(str, wrong))))

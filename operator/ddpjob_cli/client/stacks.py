@@ -23,7 +23,7 @@ POLL_SECONDS = 0.5
 BEFORE_SECONDS = 5
 TOGETHER_MAX = 8
 NO_AGENT = 3
-# A shell script that signals the agents, if they handle the signal, but not their fork servers.
+# A shell script for the pod. It signals agents that handle the signal, but not their fork servers.
 ASK = f"""\
 asked={NO_AGENT}
 for folder in /proc/[0-9]*; do
@@ -60,7 +60,7 @@ def of_job(cluster: Cluster, stored: jobs.Stored, node: int | None = None) -> li
         found, wrong = several.of_each(asked, lambda future: future.result())
     if not found:
         several.refuse(wrong)
-    return [*found, *map(str, wrong)]  # a pod without an answer must not hide the others' stacks
+    return [*found, *map(str, wrong)]  # a pod that does not answer must not hide other pods' stacks
 
 
 def _of_pod(cluster: Cluster, stored: jobs.Stored, pod: Raw, command: Sequence[str]) -> str:

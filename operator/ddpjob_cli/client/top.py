@@ -13,7 +13,7 @@ from ddpjob_cli.describe import table
 from ddpjob_operator.failures.redaction import clean
 
 SECONDS = 2.0
-# Running jobs come first, ended ones last.
+# Sort running jobs first and ended jobs last.
 _ORDER = ("Running", "Restarting", "Failing", "Starting", "Pending", None, "Suspended", "Failed", "Succeeded")
 
 

@@ -13,7 +13,7 @@ from ddpjob_operator.job import wording
 from ddpjob_operator.job.status import TERMINAL, find_condition
 
 LOOK_SECONDS = 1.0
-PATIENCE_SECONDS = 600.0  # an upgrade of the API server takes less, and the job continues without it
+PATIENCE_SECONDS = 600.0  # seconds; an upgrade of the API server is shorter, and the job continues without it
 
 Say = Callable[[str], None]
 
@@ -90,10 +90,10 @@ class Watch:
 
 
 class StateLines:
-    """Reports changes of state. running: also report that the job is running, and its progress from time to time."""
+    """Prints changes of a job's state. running: also print that it is running, and its progress at times."""
 
     PROGRESS_SECONDS = 10.0
-    UNSEEN_SECONDS = 5.0  # a working operator gives a new job its state within a second
+    UNSEEN_SECONDS = 5.0  # a running operator sets a new job's state within a second
 
     def __init__(self, say: Say, *, running: bool = True) -> None:
         self._say, self._running = say, running

@@ -28,8 +28,8 @@ from ddpjob_operator.job.podspec import command_path
 from ddpjob_operator.job.wording import count
 
 _NOTHING_KNOWN = CheckedJob()
-USES_MAX = 5  # a file gets CPU time for each of its jobs, for at most this many
-WARNINGS_SHOWN = 3  # before a run, because its own output matters more
+USES_MAX = 5  # jobs per script; each adds to the script's CPU time limit
+WARNINGS_SHOWN = 3  # warnings shown before a run, because the run's own output matters more
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class CheckResult:
 
 
 def is_job(path: str) -> bool:
-    """True if a path names a DDPJob's YAML; anything else is a script."""
+    """True if a path names a DDPJob's YAML; False for a script."""
     return kinds.of(path, "script") == "job"
 
 
@@ -151,7 +151,7 @@ def before_run(
 
 
 def _of_script(path: str, context: CheckedJob, limit: CpuLimit | None = None) -> list[Finding]:
-    """Return the findings of a script. If the file is not text or not valid Python, that is the only finding."""
+    """Return the findings of a script. A file that is not text or not valid Python has only this finding."""
     try:
         raw = read_script(path)
     except OSError as error:
@@ -160,7 +160,7 @@ def _of_script(path: str, context: CheckedJob, limit: CpuLimit | None = None) ->
         raise InputError(f"{path}: {error.strerror}") from None
     try:
         text = text_of_script(raw)
-    except (ValueError, SyntaxError, LookupError) as error:  # "coding: rot13" is known, but is no text encoding
+    except (ValueError, SyntaxError, LookupError) as error:  # "coding: rot13" names a codec that is no text encoding
         return [Finding(path, 1, 1, SYNTAX, "error", f"not valid Python: {error}")]
     limit = limit or CpuLimit()
     if path.endswith(kinds.NOTEBOOK):
@@ -186,7 +186,7 @@ def _of_notebook(path: str, text: str, context: CheckedJob, limit: CpuLimit) -> 
         for found in of_part:
             cell, line = part.place(found.line)
             findings.append(replace(found, file=f"{path}:cell {cell}", line=line))
-        if of_part == [check.unchecked(path)]:  # report it once, even if thousands of cells follow
+        if of_part == [check.unchecked(path)]:  # report a time-out once, even if thousands of cells follow
             why = "the notebook takes too long to follow, so nothing is checked from this cell on"
             findings[-1] = replace(findings[-1], message=why)
             break
@@ -214,7 +214,7 @@ def _of_job(
 
 
 def _text_of(path: str) -> str:
-    """Return the text of a job's file; "" if there is no file, or for a pipe, which can be read only once."""
+    """Return the text of a job's file; "" if no file exists, or for a pipe, because a pipe can be read only once."""
     try:
         return read_script(path).decode()
     except (OSError, ValueError):
@@ -235,7 +235,7 @@ def _script_of(path: str, job: api.DDPJob) -> list[str]:
 
 
 def _not_read(document: Document, job: api.DDPJob) -> str:
-    """Return why no script was read. Without this sentence, "nothing found" would seem to include the script."""
+    """Return why the job's script was not checked. Otherwise "nothing found" would seem to include the script."""
     started = launcher.facts(job.spec).started
     by = f"starts {started.launcher}, and " if started.launcher not in ("", "python") else ""
     why = f"the command {by}names no script that is plain to see"

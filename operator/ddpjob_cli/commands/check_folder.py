@@ -39,7 +39,7 @@ class Targets:
 
 
 def targets(paths: Sequence[str], job: str | None, load: Load) -> Targets:
-    """Return the scripts and jobs in files and folders. Raise InputError. job: which one of a file with several."""
+    """Return the scripts and jobs in files and folders. Raise InputError. job: which job of a file with several."""
     left_out: list[str] = []
     files = [name for path in paths for name in (_inside(path, left_out) if os.path.isdir(path) else [path])]
     scripts = [file for file in dict.fromkeys(files) if not is_job(file)]
@@ -105,7 +105,7 @@ def _not_too_deep(root: Path, below: str, left_out: list[str]) -> list[str]:
 
 
 def _readable(root: Path, path: str, left_out: list[str]) -> Iterator[str]:
-    """Yield the path if it is a regular file that is to be checked. A link may lead to another file in the folder."""
+    """Yield the path if it is a regular file to check. A link may point only to another file of the folder."""
     whole = os.path.join(root, path) if str(root) != "." else path
     try:
         target = os.path.realpath(whole, strict=True)

@@ -109,7 +109,7 @@ def _converted(job: Document, documents: list[Document], used: set[int]) -> str:
 
 
 def _home(path: Path, job: Document, runtime: object, documents: list[Document]) -> tuple[Document, Path]:
-    """Return the document that a path refers to, and the path in it: the runtime's if it begins with `runtime`."""
+    """Return the document and the path in it. A path that begins with `runtime` refers to the runtime."""
     if path[:1] != ("runtime",):
         return job, path
     return next(d for d in documents if d.data is runtime), path[1:]

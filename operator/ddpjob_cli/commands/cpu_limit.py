@@ -1,5 +1,5 @@
-"""Limit the time for checking a stranger's script, because rules follow values through it, and chains may be long. CPU
-time is limited, so that a loaded machine finds as much as an idle one."""
+"""Limit the CPU time for checking a stranger's script, because rules follow values through long chains. CPU time
+makes the findings equal on a loaded and an idle machine."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from ddpjob_check.parsing import TooLongError
 
 T = TypeVar("T")
 
-# With the start of Python (0.6 s) and the parsing and freeing of a tree, which no signal interrupts, at most 5 s.
+# A check takes at most 5 s in total: starting Python takes 0.6 s, and no signal interrupts parsing and freeing a tree.
 FILE_SECONDS = 3.0
-PART = 0.6  # of the remaining time, so that a slow rule leaves time for later rules
+PART = 0.6  # share of the remaining time for one part, so that time is left for later rules
 PART_SECONDS_MIN = 0.2
-AGAIN_SECONDS = 0.05  # raise the error again, because it is lost if raised in a destructor
+AGAIN_SECONDS = 0.05  # seconds until the error is raised again, because an error raised in a destructor is lost
 
 
 class CpuLimit:
-    """Processor time for one file. Each part of the work, such as a rule, gets only a share."""
+    """Limits the processor time for one file. Each part of the work, such as a rule, gets only a share."""
 
     def __init__(self, file_seconds: float = FILE_SECONDS) -> None:
         self._left = file_seconds
 
     def __call__(self, work: Callable[[], T]) -> T:
-        """Return the result of the work. Raise TooLongError, in the main thread only, because others get no signals."""
+        """Return the work's result. Raise TooLongError, but only in the main thread: other threads get no signals."""
         if self._left <= 0:
             raise TooLongError
         is_armed, least = True, 0.0
@@ -45,7 +45,7 @@ class CpuLimit:
         except ValueError:
             return work()
         began, collects = time.process_time(), gc.isenabled()
-        gc.disable()  # it would spend half of the time on traversing the tree
+        gc.disable()  # the collector would spend half of the time on traversing the syntax tree
         try:
             signal.setitimer(signal.ITIMER_VIRTUAL, part, AGAIN_SECONDS)
             return work()

@@ -11,9 +11,9 @@ from ddpjob_check import option_names
 from ddpjob_check.parsing import TooLongError, parse
 from ddpjob_cli.local.kept.files import read_script, text_of_script
 
-_FILES_MAX = 20  # enough: the argument parser is in the script, or in a module that it imports
+_FILES_MAX = 20  # files read; the argument parser is in the script or in a module that it imports
 _ABOVE_MAX = 100  # parent folders that a relative import may name
-_PLACES_MAX = 1000  # places to search for what one file imports
+_PLACES_MAX = 1000  # places that are searched for the imports of one file
 
 
 def of(scripts: Sequence[str]) -> frozenset[str]:

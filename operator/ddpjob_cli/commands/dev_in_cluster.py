@@ -33,7 +33,7 @@ class _LogPod(NamedTuple):
 
 
 class _OverError(Exception):
-    """The session ends. The text is the reason."""
+    """Ends the session. The text is the reason."""
 
 
 def run(

@@ -23,7 +23,7 @@ from ddpjob_operator.job import api, yamlvalues
 from ddpjob_operator.job.command import arguments_behind_script
 from ddpjob_operator.job.wording import name_of
 
-NODES = 1  # as in torchrun
+NODES = 1  # the default number of nodes, as in torchrun
 FOUND_MAX = 8
 _PROCESSES = ("torch.multiprocessing.Process", "multiprocessing.Process")
 _SIMPLE = re.compile(r"[A-Za-z0-9_./=-]*[A-Za-z_./=-][A-Za-z0-9_./=-]*")
@@ -173,7 +173,7 @@ def _of_arguments(tree: ast.AST) -> Iterator[str]:
 
 
 def _of_files(script: Script) -> Iterator[str]:
-    """Yield sentences about files that the script reads or saves, because without a volume a pod has neither."""
+    """Yield remarks about files that the script reads or saves: a pod without a volume lacks or loses them."""
     paths = dict.fromkeys(path for call in ast.walk(script.tree) if isinstance(call, ast.Call) for path in _paths(call))
     if paths:
         yield f"It names {', '.join(list(paths)[:4])}: in a cluster these are in the image, or on a volume of the pods."

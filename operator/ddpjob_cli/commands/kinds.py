@@ -41,7 +41,7 @@ def of(path: str, unreadable: Kind = "job") -> Kind:
 
 
 def is_python(data: bytes) -> bool:
-    """True if a text is a script, even with a syntax error, and not YAML, which may be valid Python if it is short."""
+    """True for a Python script, even with a syntax error. False for YAML, although short YAML may be valid Python."""
     shebang = _SHEBANG.match(data)
     by_python = shebang is not None and _PYTHON_RUNS_IT.search(shebang[0]) is not None
     try:

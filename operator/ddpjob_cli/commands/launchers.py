@@ -55,7 +55,7 @@ def _needs(script: Script) -> Iterator[str]:
 
 
 def _may_serve(script: Script, call: ast.Call) -> bool:
-    """True unless this TCPStore is certainly a client: its fourth argument, is_master, is False or missing."""
+    """True unless this TCPStore is certainly a client: the fourth argument, is_master, is False or missing."""
     given = script.argument(call, "is_master", 3)
     return not (given is None or (isinstance(given, ast.Constant) and given.value is False))
 

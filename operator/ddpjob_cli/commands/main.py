@@ -259,7 +259,7 @@ def kubectl_plugin() -> None:
 def main(name: str = "ddpjob") -> None:
     """The program `ddpjob`."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        # Python's default for stderr: a character that the locale lacks must not end a run.
+        # Use Python's default for stderr on stdout too: otherwise a character that the locale lacks would end a run.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = cli.main(prog_name=name, standalone_mode=False)

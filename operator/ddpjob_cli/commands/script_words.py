@@ -64,7 +64,7 @@ class _Line:
         return f"{self.program} {shlex.join(words)}"
 
     def match(self, words: Sequence[str]) -> tuple[click.Option, int] | None:
-        """Return our option if the first word is one, and its number of words including the value; else None."""
+        """Return our option and its number of words, with its value, if the first word is our option; else None."""
         word = words[0]
         is_long = word.startswith("--")
         name, has_value, _ = word.partition("=") if is_long else (word[:2], word[2:], "")
@@ -97,7 +97,7 @@ def spelling(name: str) -> str:
 
 
 def close(name: str, known: Sequence[str]) -> str:
-    """Return the known name that this is probably a typo or a prefix of; "" if none is close."""
+    """Return the known name of which this is probably a typo or a prefix; "" if no name is close."""
     from ddpjob_operator.job.typos import Typos
 
     bare = {other.lstrip("-"): other for other in known}
@@ -109,11 +109,11 @@ def close(name: str, known: Sequence[str]) -> str:
 
 
 _BEGINNING_MIN = 4
-_CLOSE = 0.75  # ratio of difflib: of four letters one may be moved, but none replaced
+_CLOSE = 0.75  # minimum ratio of difflib: of four letters, one may have moved but none may be replaced
 
 
 def keep_close(error: click.ClickException) -> None:
-    """Replace click's suggestions for an option or a command by the one close name, or by none."""
+    """Replace click's suggestions for an unknown option or command by the closest name, or by nothing."""
     context = getattr(error, "ctx", None)
     if context is None:
         return
@@ -163,7 +163,7 @@ def _arranged(command: click.Command, ctx: click.Context, args: Sequence[str]) -
 
 
 def _split(line: _Line, rest: list[str], *, is_explicit: bool) -> list[str]:
-    """Return the words for click if the file is a script or a module. is_explicit: `--` was before the file."""
+    """Return the words in click's order if the file is a script or a module. is_explicit: `--` was before the file."""
     from ddpjob_cli.commands import declared_options
     from ddpjob_operator.job.command import Command
 
@@ -269,7 +269,7 @@ def instead(program: str, words: Sequence[str], before: Sequence[str] = ()) -> s
 
 
 def _begin(words: Sequence[str]) -> int:
-    """Return the index of the launcher or Python after programs such as nohup; 0 if there is none."""
+    """Return the index of the launcher, or of Python, after programs such as nohup; 0 if neither is there."""
     from ddpjob_operator.job import command, programs
 
     names = map(programs.name, words)
@@ -296,7 +296,7 @@ def _name(word: str) -> str:
 
 
 def _say_what_is_handed_over(line: _Line, declared: frozenset[str]) -> None:
-    """Warn if the script gets one of our options that it does not declare, because it was probably meant for us."""
+    """Warn if the script gets an option of ours that it does not declare, because the user probably meant us."""
     theirs = {spelling(name) for name in declared}
     for word in line.words:
         name = spelling(_name(word))

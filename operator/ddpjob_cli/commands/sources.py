@@ -39,7 +39,7 @@ def load(source: Source, read: Document | None = None) -> tuple[Document, api.DD
     _refuse_two_values(source)
     document, is_made = _document(source) if read is None else (read, False)
     metadata = document.data.get("metadata")
-    # The API server would make the name from metadata.generateName, but it is needed here earlier.
+    # Make the name here, because it is needed before the API server would make it from metadata.generateName.
     if isinstance(metadata, dict) and not metadata.get("name") and isinstance(metadata.get("generateName"), str):
         metadata["name"] = metadata.pop("generateName") + "".join(random.choices(_NAME_LETTERS, k=5))  # noqa: S311
     made_command = _command(document) if is_made else None
@@ -48,7 +48,7 @@ def load(source: Source, read: Document | None = None) -> tuple[Document, api.DD
     if source.max_restarts is not None and not is_made:
         override.set_field(document, f"spec.backoffLimit={source.max_restarts}", "--max-restarts")
     document, parsed = applied(document, source.nodes, source.settings, source.variables)
-    if source.arguments and made_command != _command(document):  # a YAML file, or --set has changed the command
+    if source.arguments and made_command != _command(document):  # the command is from a YAML file or --set
         _replace_arguments(document, parsed, source.arguments)
         parsed, _ = validation.parse(document.data)
     return document, parsed
@@ -69,8 +69,8 @@ def to_yaml(source: Source) -> str:
 
 
 def with_launcher(source: Source, asked: str | None, missing: Callable[[], str]) -> tuple[Source, str]:
-    """Return the source with its launcher, and why ddprun was not chosen; "" if it was, if the user chose, or if there
-    is none. asked: value of --launcher. missing: returns why ddprun is missing there, or "". Raise InputError."""
+    """Return the source with its launcher, and why ddprun was not chosen; "" if it was, if the user chose, or if the
+    source has no launcher. asked: --launcher. missing: returns why ddprun is missing, or "". Raise InputError."""
     made = source.module is not None or (source.text is None and kinds.of(source.file or "") != "job")
     found = _found(source) if made else from_script.FoundScript()
     if not made or found.spawns:
@@ -103,7 +103,7 @@ def _found(source: Source) -> from_script.FoundScript:
 
 
 def processes(nproc: str | None, devices: int) -> str | None:
-    """Replace torchrun's words gpu, cpu and auto in --nproc-per-node by this machine's number. Raise InputError."""
+    """Return --nproc-per-node with torchrun's words gpu, cpu and auto as this machine's number. Raise InputError."""
     cores = len(os.sched_getaffinity(0))
     numbers = {"gpu": devices, "cpu": cores, "auto": devices or cores}
     if nproc == "gpu" and not devices:
@@ -112,7 +112,7 @@ def processes(nproc: str | None, devices: int) -> str | None:
 
 
 def defaults(source: Source, job: api.DDPJob, devices: int) -> str:
-    """Return which numbers of a job for a script are defaults, and how to use all GPUs; "" if the user gave all."""
+    """Return which numbers of a job are defaults, and how to use all GPUs; "" if the user gave all of them."""
     if source.text is not None or (source.module is None and kinds.of(source.file or "") == "job"):
         return ""
     given = {setting.partition("=")[0].strip() for setting in source.settings}
@@ -127,7 +127,7 @@ def defaults(source: Source, job: api.DDPJob, devices: int) -> str:
 
 @contextmanager
 def as_file(source: Source) -> Iterator[Source]:
-    """Yield the source, with a script from stdin or a notebook's code in a file that is removed at the end."""
+    """Yield the source as a file: a script from stdin or a notebook's code gets a file that is removed at the end."""
     code, name = "", "stdin.py"
     if source.file == STDIN:
         text = _typed()

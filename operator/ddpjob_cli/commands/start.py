@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def start(
     document: Document, job: api.DDPJob, options: RunOptions, *, checked: bool, notebook: str | None = None
 ) -> int:
-    """Check the job's script, run the job, and return the exit code. notebook: from which the script was made."""
+    """Check the job's script, run the job, and return the exit code. notebook: the notebook that became the script."""
     from ddpjob_cli.commands import check_files
     from ddpjob_cli.local.run import run
     from ddprun import own_children

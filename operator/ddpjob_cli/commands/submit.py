@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ddpjob_cli.manifest.yamlfile import Document
 
 IMAGE = "ddpjob-trainer"
-# Volumes that do not keep a script's files: they are lost with the pod, or read-only.
+# Volumes in which saved files are lost: they are deleted with the pod, or are read-only.
 _EPHEMERAL = frozenset(["emptyDir", "configMap", "secret", "downwardAPI", "projected"])
 
 
@@ -149,7 +149,7 @@ def prepare(
         wishes.settings, wishes.variables, words, bool(wishes.gpus), max_restarts=wishes.max_restarts,
     )  # fmt: skip
     with sources.as_file(source) as given:
-        # Without the variable of `as_file`, which names a folder of this machine.
+        # Leave out the variable set by `as_file`, because it names a folder of this machine.
         here = replace(given, variables=wishes.variables)
         here, why = sources.with_launcher(here, wishes.launcher, lambda: launchers.missing_in(_image(wishes)))
         if why:
@@ -198,7 +198,7 @@ def show_until_end(cluster: Cluster, made: Stored) -> int:
 
 
 def _code(file: str, path: str, wishes: Wishes) -> tuple[str, Archive | None]:
-    """Return the script's path in its folder, and the packed folder. file: as the user named it. path: its Python."""
+    """Return the script's path in its folder, and the packed folder. file: as the user gave it. path: its Python."""
     from pathlib import Path
 
     from ddpjob_cli.client import pack

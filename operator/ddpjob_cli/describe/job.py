@@ -12,7 +12,7 @@ from ddpjob_operator.job import api, bounds, budgets, topology, wording
 
 LABEL_WIDTH = 12
 UNSEEN = "no operator has seen the job; is one running, and does it watch this namespace?"
-TAIL_LINES = 12  # the end of a traceback; the status keeps 2 KiB
+TAIL_LINES = 12  # lines that hold the end of a traceback; the status keeps 2 KiB of the log
 
 
 def describe(job: api.DDPJob, created: dt.datetime | None, now: dt.datetime) -> list[str]:

@@ -6,7 +6,7 @@ from ddpjob_cli.describe import figures
 from ddpjob_operator.job import api, wording
 
 _SHOWN_METRICS = ("loss", "accuracy", "params")
-_MEMORY = "the memory "  # status.resumedFrom begins with it if the state came from memory in pods
+_MEMORY = "the memory "  # status.resumedFrom begins with this if the state came from the memory of pods
 
 
 def step_parts(status: api.Status) -> list[str]:
@@ -51,7 +51,7 @@ def resumed_parts(status: api.Status) -> list[str]:
 
 
 def restart_parts(status: api.Status) -> list[str]:
-    """Return `1 restart, 20 steps repeated`. Only memory is known to hold the last step, so only then "no step"."""
+    """Return `1 restart, 20 steps repeated`; `no step` only after a restart from memory, which has the last one."""
     total = status.restarts.total if status.restarts else 0
     if not total:
         return []

@@ -10,7 +10,7 @@ HELD_MAX = 4096
 _COLORS = r"\x1b\[[0-9;:]{0,64}m"
 _OBEYED = re.compile(
     rf"({_COLORS})"
-    # A string sequence, such as a title. An unterminated one ends at the end of the line.
+    # A control string, such as a window title. Without its end mark it ends with the line.
     r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c\n]*(?:\x07|\x1b\\|\x9c)?"
     r"|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"
     r"|\x1b[ -/]*[0-~]"

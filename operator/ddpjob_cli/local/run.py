@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from ddpjob_cli.local.session import DevSession
 
 SUCCEEDED, FAILED, INTERRUPTED = 0, 1, 130
-WAIT_SECONDS_MAX = 3600.0  # the kernel accepts at most 24.8 days, but a deadline may be a month
-REPORT_SECONDS = 0.5  # short, because reports on loopback are cheap, and the table should be up to date
-# resume_hint: a local run is suspended only by a signal, which also ends it.
+WAIT_SECONDS_MAX = 3600.0  # seconds; the kernel accepts at most 24.8 days, but a deadline may be a month
+REPORT_SECONDS = 0.5  # seconds; short, because reports on loopback are cheap and the table should be up to date
+# No resume_hint: only a signal suspends a local run, and it also ends the run.
 SETTINGS = Settings(progress_write_seconds=REPORT_SECONDS, resume_hint="run it again to go on", keeps_files=True)
 _STOPS = (reasons.SUSPENDING.name, reasons.SUSPENDED.name)
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -126,7 +126,7 @@ def on_this_machine(job: api.DDPJob, options: RunOptions) -> tuple[api.DDPJob, l
 
 
 def assign_slots(document: Document, job: api.DDPJob) -> tuple[list[pod_process.Slot], list[str]]:
-    """Return a slot with a share of the GPUs for each node, and notes for the user. Raise InputError."""
+    """Return a slot for each node with its share of the GPUs, and notes for the user. Raise InputError."""
     notes = []
     requested = podspec.gpus(job.spec.template)
     visible = gpus.visible()
@@ -137,7 +137,7 @@ def assign_slots(document: Document, job: api.DDPJob) -> tuple[list[pod_process.
         except gpus.TooFewGpusError as error:
             raise InputError(f"{document.place(podspec.trainer_path(job.spec.template))}: {error}") from None
     elif visible:
-        # As in a cluster, where a pod that requests no GPU has none.
+        # A node whose pod requests no GPU gets none, as in a cluster.
         shares = [()] * job.spec.nodes
     if topology.backend(job.spec) == "nccl" and not visible:
         text = 'spec.backend: "nccl" needs a GPU, and this machine has none. Run with --cpu.'
@@ -185,7 +185,7 @@ def check(document: Document, job: api.DDPJob, slots: Sequence[pod_process.Slot]
 
 
 def _of_steps(document: Document, job: api.DDPJob, options: RunOptions) -> list[str]:
-    """Refuse or report options that need steps if the script reports none. Return notes. Raise InputError."""
+    """Refuse or report options that need steps if the script reports no steps. Return notes. Raise InputError."""
     path = script.find(document.source, job)
     if not script.reports_no_steps(path) or path is None:
         return []
@@ -309,9 +309,9 @@ class Runner:
             if todo.status is not None:
                 self._record(todo.status)
             self.cluster.execute(self.job, todo.actions)
-            # Events of the end are left out, because the summary reports it.
+            # Leave out Events at the job's end, because the summary reports it.
             for event in todo.events if self.job.status.state not in TERMINAL else ():
-                is_said = event.reason == reasons.EXIT_CODE_LOST.name  # the check before the run reported it
+                is_said = event.reason == reasons.EXIT_CODE_LOST.name  # the check before the run has reported this
                 # `_begin_stop` has reported it.
                 is_said = is_said or (bool(self._stop_reasons) and event.reason in _STOPS)
                 # The summary reports findings.
@@ -344,7 +344,7 @@ class Runner:
                 self.cluster.handle(key)
 
     def _is_watched(self) -> bool:
-        """True if this run must check for idle ranks. Under ddprun the agents do so, with more information."""
+        """True if this run itself must check for idle ranks. Under ddprun the agents check, with more information."""
         return self.job.status.state == "Running" and not launcher.facts(self.job.spec).restarts_in_place
 
     def _record(self, status: api.Status) -> None:
@@ -364,7 +364,7 @@ class Runner:
 
     @contextlib.contextmanager
     def _whatever_disk(self, name: str, consequence: str = "the job goes on without it") -> Iterator[None]:
-        """Report an OSError in this context and continue: the file is lost, but not the job."""
+        """Show an OSError in this context and continue: the job continues without the file."""
         try:
             yield
         except OSError as error:
@@ -463,7 +463,7 @@ class Runner:
     def _inject_faults(self) -> None:
         now, pods = time.monotonic(), [pod for pod in self.cluster.pods.values() if pod.live]
         for due, fault in list(self._node_faults):
-            if now >= due and fault.node in {pod.place for pod in pods}:  # wait until its node is running
+            if now >= due and fault.node in {pod.place for pod in pods}:  # wait until the fault's node is running
                 self._node_faults.remove((due, fault))
                 self.screen.note(f"{fault.option}: node {fault.node} dies now")
                 self.cluster.lose_node(fault.node)
@@ -474,7 +474,7 @@ class Runner:
                 self._kill_rank(repeated, pods)
 
     def _kill_rank(self, repeated: faults.Kills, pods: list[LocalPod]) -> None:
-        """Kill the next rank in turn: rank 0 first, and rank 0 again after the last one."""
+        """Kill the next rank: first rank 0, then each further rank, and rank 0 again after the last rank."""
         parent_of = processes.parents()
         found = [(pod.place, pid) for pod in pods for pid in ranks.of_node(pod.node.pid, parent_of)]
         if not found:  # the ranks are still starting
@@ -516,7 +516,7 @@ class Runner:
         missed = faults.missed(self.options.faults, not_yet, self.folder.path / run_folder.FAULTS)
         for fault in missed:
             self.screen.note(f"{fault.option}: did not happen; {fault.wants}")
-        self.screen.note(self._where())  # before the job's end, which should be the last line
+        self.screen.note(self._where())  # print this before the job's end, which should be the last line
         if status.state == "Succeeded":
             self.screen.note(ending.succeeded(name, status, took))
             return FAILED if missed else SUCCEEDED  # a test of a fault has failed if the fault did not happen
@@ -557,7 +557,7 @@ def _run_folder(name: str, options: RunOptions) -> run_folder.RunFolder:
     try:
         return run_folder.RunFolder(name, options.folder)
     except OSError as error:
-        # An OSError of a write has no file name.
+        # An OSError from write() has no file name.
         place = error.filename or (options.folder or run_folder.state_home() / "ddpjob") / name
         text = f"{place}: {error.strerror}: cannot hold the logs; choose a folder with --logs"
         raise InputError(text) from None

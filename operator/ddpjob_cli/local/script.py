@@ -1,4 +1,4 @@
-"""Find the script of a job's command on this machine, and find out if it can report steps."""
+"""Find the script of a job's command on this machine, and decide if the script can report steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _REPORTERS = ("ddpjob", "transformers", "DDPJOB_", "KUBEFLOW_")
 
 
 def find(source: str, job: api.DDPJob) -> Path | None:
-    """Return the script next to the YAML, else in the working folder; None if it is in neither."""
+    """Return the script's path: next to the YAML, else in the working folder; None if it is in neither."""
     names = launcher.facts(job.spec).started.files
     # Look next to the YAML and here too, because a workingDir often exists only in the image.
     folders = (folder_of(source, job), Path(os.path.abspath(source)).parent, Path.cwd())
@@ -33,7 +33,7 @@ def folder_of(source: str, job: api.DDPJob) -> Path:
 
 
 def reports_no_steps(path: Path | None) -> bool:
-    """True if a script certainly reports no steps: it names no library that does, and imports no file next to it."""
+    """True if a script certainly reports no steps: it uses no library that does, and imports no file next to it."""
     if path is None:
         return False
     try:

@@ -1,5 +1,6 @@
-"""The session of `ddpjob dev`: a saved file or Enter restarts the ranks, and the run continues when they end. A thread
-polls files and keyboard, and wakes the run. The run signals node 0's agent, which restarts the ranks uncharged."""
+"""The session of `ddpjob dev`: a saved file or Enter restarts the ranks, and the run continues when they end. A
+thread polls files and keyboard, and wakes the run. The run signals node 0's agent, which restarts the ranks; no limit
+counts this."""
 
 from __future__ import annotations
 
@@ -60,10 +61,10 @@ class DevSession:
         """has_keyboard: stdin is a terminal, and no debugger reads from it."""
         self._idle_seconds, self._has_keyboard = idle_seconds, has_keyboard
         self._asked: collections.deque[str] = collections.deque()  # reasons for the next restart
-        # The pod that printed that all ranks have ended, and its message, until it is reported.
+        # The pod that reported that all ranks have ended, with its message, until we have shown it.
         self._stood: tuple[PodOfSession, str] | None = None
         self._files = files
-        self._stands = False  # True while no rank is running: new files are then the user's
+        self._stands = False  # True while no rank is running; new files then come from the user, not from the script
         self._lock = threading.Lock()  # guards _files and _stands
         self._active_at = time.monotonic()
         self._steps: object = None
@@ -85,7 +86,7 @@ class DevSession:
             self._thread.join()
 
     def printed(self, pod: PodOfSession, lines: Sequence[str]) -> list[str]:
-        """Return the lines to show, without the agent's message that all ranks have ended, which `look` reports."""
+        """Return the lines to show. `look` reports the agent's message that all ranks have ended, so drop that."""
         self._active_at = time.monotonic()
         words = [line for line in lines if line.startswith(_STANDS)]
         if words:
@@ -124,12 +125,12 @@ class DevSession:
         found.notes.append(f"{'✖' if found.failure else '✔'} {why}; save a file{enter} to start them again")
 
     def due_in(self) -> float | None:
-        """Return the seconds until the session ends because nobody uses it; None if it never does."""
+        """Return the seconds until the session ends because nobody uses it; None if the session never ends."""
         if not self._idle_seconds:
             return None
         idle = time.monotonic() - self._active_at
         with contextlib.suppress(OSError):
-            if os.isatty(0):  # the terminal's atime shows when the user typed, for example into a debugger
+            if os.isatty(0):  # the terminal's atime changes when the user types, for example into a debugger
                 idle = min(idle, max(0.0, time.time() - os.fstat(0).st_atime))
         return max(0.0, self._idle_seconds - idle)
 
@@ -153,7 +154,7 @@ class DevSession:
                 wake()
 
     def _pressed_enter(self, seconds: float) -> bool:
-        """Wait; True if Enter was pressed within `seconds`. In the background a read would stop this process."""
+        """Wait; return True if Enter was pressed within `seconds`. In the background, a read would stop us."""
         if not self._has_keyboard or os.tcgetpgrp(0) != os.getpgrp():
             self._closed.wait(seconds)
             return False

@@ -31,7 +31,7 @@ class _Open:
 
 @dataclass
 class _BoundedReader:
-    """Counts nodes, and those of an alias each time it is used."""
+    """Counts the nodes of a document; an alias counts as all nodes that it stands for."""
 
     nodes: int = 0
     above: list[_Open] = field(default_factory=list)
@@ -44,7 +44,7 @@ class _BoundedReader:
         elif isinstance(event, yaml.AliasEvent):
             if any(opened.anchor == event.anchor for opened in self.above):
                 raise OutOfBoundsError(_line(event), "an alias that contains itself")
-            self._add(self.sizes.get(str(event.anchor), 1), event)  # PyYAML's composer reports an unknown alias later
+            self._add(self.sizes.get(str(event.anchor), 1), event)  # PyYAML's composer reports unknown aliases later
         elif isinstance(event, yaml.ScalarEvent):
             self._end(event.anchor, 1)
             self._add(1, event)

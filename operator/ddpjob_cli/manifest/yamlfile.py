@@ -22,12 +22,12 @@ _NUMBERS = (f"{_TAG}int", f"{_TAG}float")
 # Kinds that `ddpjob convert` reads; tests/unit/test_convert.py compares this with ddpjob_convert's own list.
 CONVERTED = ("PyTorchJob", "TrainJob")
 _LIST = "List"
-PROBLEMS_MAX = 20  # shown; 10,000 wrong containers are probably one mistake
+PROBLEMS_MAX = 20  # problems that are shown; 10,000 wrong containers are probably one mistake
 
 
-# Use libyaml if PyYAML was built with it (all wheels are), else the same loader in Python.
+# Use libyaml if PyYAML was built with it (all wheels are), else PyYAML's loader in Python.
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """Reads values as kubectl does, as JSON has them: 2024-01-31 is a text, and a set is refused."""
+    """Reads values as kubectl does, which knows only JSON's types: 2024-01-31 is a text, and a set is refused."""
 
     def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
         """Return the tag of a node without one. implicit[0]: True if the value has no quotes. Called by PyYAML."""
@@ -53,7 +53,7 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
 for _name in _NUMBERS:
     _Loader.add_constructor(_name, _Loader.construct_number)
 _Loader.add_constructor(f"{_TAG}bool", _Loader.construct_boolean)
-for _name in ("timestamp", "merge"):  # `<<` as a value
+for _name in ("timestamp", "merge"):  # `<<` as a value has one of these tags
     _Loader.add_constructor(f"{_TAG}{_name}", _Loader.construct_yaml_str)
 for _name in ("binary", "omap", "pairs", "set"):
     _Loader.add_constructor(f"{_TAG}{_name}", _Loader.construct_undefined)
@@ -224,7 +224,7 @@ def _check_characters(source: str, text: str) -> None:
 
 @dataclass
 class _Walk:
-    """Records the line of every field. Refuses here, with a line, what would fail later without a line."""
+    """Records the line of every field. Mistakes that would later be reported without a line are refused here."""
 
     source: str
     lines: dict[FieldPath, int]
@@ -256,7 +256,7 @@ class _Walk:
             self.visit(value, where)
 
     def _key(self, key: Any) -> Any:
-        """Return a key as a text, JSON's only keys. It is a new node, because an alias as a value may be a number."""
+        """Return a key as a text, as JSON requires. It is a new node: an alias may use the old node as a value."""
         if not isinstance(key, yaml.ScalarNode):
             kind = "a list" if isinstance(key, yaml.SequenceNode) else "a mapping"
             raise self._wrong(key, f"{kind} cannot be a key; a key is a text")
@@ -270,7 +270,7 @@ class _Walk:
             raise self._wrong(node, "a text with a NUL character: no program can be given one. Remove it.")
 
     def _check_number(self, node: Any) -> None:
-        """Refuse numbers that JSON lacks, and long ones, because Python takes a second for very many digits."""
+        """Refuse numbers that JSON does not have, and long numbers, because Python takes a second for many digits."""
         try:
             if len(node.value) > yamlbounds.NUMBER_CHARACTERS_MAX:
                 raise ValueError

@@ -1,4 +1,4 @@
-"""Turn a function into files. cloudpickle sends code of `__main__`, notebooks and lambdas; everything else by name."""
+"""Turn a function into files. cloudpickle sends code of `__main__`, notebooks and lambdas; other code by name only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ddpjob_operator.failures.log_lines import ANSWER
 from ddpjob_operator.job.wording import name_of
 
 SCRIPT, ANSWER_FILE = "ddpjob_function.py", "answer"
-FUNCTION_BYTES_MAX = PACKED_BYTES_MAX * 3 // 4  # weights do not compress, and the archive also has cloudpickle
+FUNCTION_BYTES_MAX = PACKED_BYTES_MAX * 3 // 4  # bytes; packed weights do not shrink, and cloudpickle comes on top
 _NAMED_MAX = 3
 
 
@@ -84,7 +84,7 @@ def sent(function: Callable[..., Any], arguments: Sequence[Any]) -> Sent:
 
 
 def answers(word: str, texts: Iterable[str]) -> dict[tuple[str, int], bytes]:
-    """Return the results by kind (value, refused, error) and rank. After a restart the last complete one counts."""
+    """Return the results by kind (value, refused, error) and rank. After a restart the last complete result counts."""
     parts: dict[tuple[str, int], list[str]] = {}
     found: dict[tuple[str, int], bytes] = {}
     for line in texts:

@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 ANSWER_BYTES_MAX = 1_000_000
-LINE_CHARACTERS = 3000  # shorter than a pipe's 4096 bytes, so that lines of ranks do not mix
+LINE_CHARACTERS = 3000  # characters; below the 4096 bytes that a pipe writes at once, so lines of ranks do not mix
 
 
 def main() -> None:
@@ -59,7 +59,7 @@ def _pickled(cloudpickle: Any, answer: object) -> bytes | str:
 
 def _give(word: str, kind: str, rank: int, data: bytes | str) -> None:
     if isinstance(data, str) and kind == "error":
-        return  # it cannot be pickled; the log has its text
+        return  # an exception that cannot be pickled is still in the log as text
     text = base64.b64encode(data.encode() if isinstance(data, str) else data).decode()
     parts = [text[i : i + LINE_CHARACTERS] for i in range(0, len(text), LINE_CHARACTERS)]
     lines = [f"{word}:{kind}:{rank}:{i}/{len(parts)}:{part}\n".encode() for i, part in enumerate(parts)]

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.1
 DELETE_SECONDS = 600.0
-ANSWER_LINES_MAX = 5000  # a result of 1 MB has 450 lines; other output may follow
+ANSWER_LINES_MAX = 5000  # lines read for a result; 1 MB takes 450 lines, and other output may follow
 
 ALL = LogPart()
 
@@ -107,7 +107,7 @@ class Job(abc.ABC):
         """Wait, and return what the function returned on rank 0; None for a script. Loading it with cloudpickle runs
         code from the job, so call this only for a job that you trust. Raises the errors of wait(), and UnsentError if
         the result is larger than 1 MB, cannot be pickled, or is no longer there."""
-        if self.status.state != "Succeeded":  # otherwise its end would be reported again
+        if self.status.state != "Succeeded":  # wait() would report the end of a succeeded job again
             self.wait(timeout)
         if self._sent is None:
             return None
@@ -133,7 +133,7 @@ class Job(abc.ABC):
 
     @abc.abstractmethod
     def _looks(self) -> Iterator[api.Status]:
-        """Yield the status repeatedly, and report events to stderr."""
+        """Yield the status repeatedly, and print events to stderr."""
 
     @abc.abstractmethod
     def _source(self) -> LogSource:
@@ -190,7 +190,7 @@ class LocalJob(Job):
         if sent is not None:
             sent.write(folder)
             words = [*words, str(folder / function.SCRIPT)]
-            # With our search path, ranks import the same modules as this process.
+            # Pass our search path, so that ranks import the same modules as this process.
             self._environ["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path)
         program = Path(ddpjob_cli.__file__).with_name("__main__.py")  # python -m would import from the working folder
         self._argv = [sys.executable, str(program), "run", "--plain", *words]
@@ -206,7 +206,7 @@ class LocalJob(Job):
             )  # fmt: skip
         _going.add(self)
         atexit.unregister(_wait_for_all)
-        atexit.register(_wait_for_all)  # registered last, so that it runs first, before the folder is removed
+        atexit.register(_wait_for_all)  # registered last, so it runs first, while the folder still exists
         try:
             self._run = self._begun()
         except BaseException:
@@ -214,7 +214,7 @@ class LocalJob(Job):
             raise
 
     def _begun(self) -> runs.Run:
-        """Wait for the run's folder, found by the lock that the process holds open, and return the run."""
+        """Return the run, once its folder exists. The folder is found by the lock that the process holds open."""
         while True:
             is_over = self._process.poll() is not None
             with contextlib.suppress(OSError):  # the process has ended, or has just closed a descriptor
@@ -254,7 +254,7 @@ class LocalJob(Job):
             is_over = self._process.poll() is not None
             status = self.status
             if is_over or status.state in TERMINAL:
-                self.join()  # the process prints its last lines after the final status
+                self.join()  # the process prints its last lines after the final status, so wait until it has ended
             sys.stderr.write(self._new_text())
             if is_over and status.state not in TERMINAL:
                 raise self._failed(status)
@@ -331,7 +331,7 @@ class ClusterJob(Job):
         source = self._source(LogPart(tail=ANSWER_LINES_MAX, answers=True))
         attempt = max(source.attempts(), default=1)
         nodes = source.nodes(attempt)
-        with contextlib.suppress(InputError):  # torchrun has numbered the nodes, so read all of them
+        with contextlib.suppress(InputError):  # torchrun may number the nodes differently, so read all of them
             nodes = nodes if rank is None else [source.node_of_rank(rank)]
         return [
             line.decode(errors="replace") for _, lines in whole_lines(source.read(attempt, nodes)) for line in lines

@@ -1,6 +1,6 @@
-"""The end of a log, and the last line of a program that ended without an exception: an error of argparse or click, or
-the text of `sys.exit("text")`. The line decides nothing, because it may also be the last line of a stopped rank.
-"""
+"""The end of a log, and the last line of a program that ended without an exception: an error of argparse or click,
+or the text of `sys.exit("text")`. No decision depends on this line, because it may also be the last line of a
+stopped rank."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ANSWER = "ddpjob-answer-"
 """Prefix of the lines that return the result of a function, in base64 for programs (docs/python.md)."""
 LAST_LINE = "last line: "
 """Prefix of a last line that may not be the reason."""
-# Codes of sys.exit("text"), of argparse and click, and of shells that cannot start a program. Another code was chosen
-# by the program, and the last line does not explain it.
+# Exit codes of sys.exit("text"), of argparse and click, and of shells that cannot start a program. Other codes were
+# chosen by the program, and the last line does not explain them.
 _CODES = (1, 2, 126, 127)
 LINE_MAX = 2000
 # `[rank1]: ` comes from torch, `[default0]:` (with the local rank) from torchrun --tee.
@@ -26,8 +26,8 @@ _RANK = re.compile(r"\[rank(\d{1,9})\]")
 _ARGPARSE = re.compile(r"^[^\s:][^:]{0,200}: error: \S")
 _CLICK = re.compile(r"^Error: \S")
 _BOX = re.compile(r"^[\u256d\u250c\u250f][\u2500\u2501] Error ")
-# The first line of torchrun's report (until torch 2.1 with the logger's name), and torchrun's other lines, such as
-# those about OMP_NUM_THREADS or, with LOGLEVEL=INFO, about each start.
+# torchrun's own lines: the first line of its report (until torch 2.1 with the logger's name), and others, such as the
+# one about OMP_NUM_THREADS or, with LOGLEVEL=INFO, about each start.
 _REPORT = re.compile(
     r"^(?:[EW]\d{4} \d\d:\d\d:\d\d.*torch/distributed/elastic|(?:ERROR|WARNING):torch\.distributed\.elastic)"
 )
@@ -48,14 +48,14 @@ _SUMMARY = re.compile(
 _CODE_BELOW = re.compile(r"^ +\S")
 # typer draws a box around click's messages.
 _BLANK = " \t\u2502\u2503|"
-# The kubelet keeps the last 2048 bytes, so the first line of such a log is incomplete.
+# bytes; the kubelet keeps the last 2048, so the first line of a log this long is incomplete
 _CUT_FROM = 2000
 
 
 def of(log: str, exit_code: int | None, rank: int | None = None) -> str:
     """Return the program's own sentence at the end of its log; "" if the exit code does not suggest one.
 
-    rank: the one that ended, if known. Lines of other ranks, which torch marks, are skipped.
+    rank: the rank that ended, if known. Lines of other ranks, which torch marks, are skipped.
     """
     if exit_code not in _CODES:
         return ""
@@ -80,12 +80,12 @@ def _refused(lines: list[str]) -> str:
 
 
 def report_begins(lines: Sequence[str]) -> int | None:
-    """Return the index of the first line of torchrun's report about a failed rank; None if there is none."""
+    """Return the index of the first line of torchrun's report about a failed rank; None without a report."""
     return next((i for i, line in enumerate(lines) if _REPORT.match(line)), None)
 
 
 def is_of_no_rank(line: str) -> bool:
-    """True for a line of a launcher, or one that libraries print at the end of any program."""
+    """True for a line that a launcher prints, or that libraries print at the end of any program."""
     return any(pattern.match(line) for pattern in (_LAUNCHERS_OWN, _SUMMARY, BORDER))
 
 
@@ -96,7 +96,7 @@ def of_training(log: str) -> list[str]:
 
 
 def tail(log: str) -> str:
-    """Return the last 2 kB of a log, masked, without an incomplete first line: it may be part of a credential."""
+    """Return the last 2 kB of a log, masked. An incomplete first line is dropped: it may be part of a credential."""
     # Mask before cutting: a password without its name is not recognized. The kubelet may have cut within a character.
     raw = mask("".join(line for line in log.splitlines(keepends=True) if ANSWER not in line)).strip("\n").encode()
     if len(raw) <= TAIL_MAX and len(log.encode()) < TAIL_MAX - 3:
@@ -106,7 +106,7 @@ def tail(log: str) -> str:
 
 
 def _own_lines(log: str, rank: int | None = None) -> list[str]:
-    """Return the program's own lines; none if only torchrun's report is left of the log."""
+    """Return the program's own lines; none if the log contains only torchrun's report."""
     known = (line for line in log.splitlines() if not _is_of_another(line, rank))
     lines = [line.strip(_BLANK) for line in _without_warnings(known)]
     begins = report_begins(lines)
@@ -127,7 +127,7 @@ def _without_warnings(log: Iterable[str]) -> Iterator[str]:
     is_summary = is_ignored = False
     for line in (PREFIX.sub("", line[:LINE_MAX]) for line in log):
         if is_ignored or line.startswith("Exception ignored "):
-            # Skip its traceback up to the exception's own line.
+            # Skip the exception that Python ignored: its traceback, and then its own line.
             is_ignored = line.startswith(("Exception ignored ", "Traceback ", " "))
             line = ""
         below, is_summary = is_summary and _CODE_BELOW.match(line), bool(_SUMMARY.match(line))

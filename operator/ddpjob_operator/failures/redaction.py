@@ -16,21 +16,21 @@ from ddpjob_core.failures import abridged
 MASK = "***"
 
 _KEPT_LENGTH_MAX = 256
-# Sequences that a terminal obeys: titles, links and clipboard (OSC and similar), colours and cursor (CSI), and others.
-# An incomplete sequence loses only its beginning, so that nobody can hide the lines behind it.
+# Sequences that control a terminal: titles, links and clipboard (OSC and similar), colours and cursor (CSI), and
+# others. Only the beginning of an incomplete sequence is removed, so that it cannot hide the lines after it.
 _ESCAPES = re.compile(
     r"(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c\n]{0,4096}(?:\x07|\x1b\\|\x9c)"
     r"|(?:\x1b\[|\x9b)[0-?]{0,64}[ -/]{0,16}[@-~]"
     r"|\x1b[ -/]{1,4}[0-~]|\x1b[0-~]?"
 )
 _LINE_ENDS = re.compile(r"\r\n?|[\u2028\u2029]")
-# Control characters, and marks that reorder or hide text (Unicode's bidirectional and invisible formats, and tags).
+# Control characters, and characters that reorder or hide text (Unicode's bidirectional and format characters).
 _CONTROL = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     r"\U000e0000-\U000e007f]"
 )
 
-# A name with one of these endings does not name a secret: secretName, token_file, token_count.
+# A name with one of these endings is not that of a secret: secretName, token_file, token_count.
 _NOT = (
     r"(?![_-]?(?:names?|refs?|key_?refs?|types?|counts?|ids?|files?|paths?|dirs?|ur[li]|len(?:gth)?|limits?|size"
     r"|embeddings?|classification)"
@@ -41,7 +41,7 @@ _KEYS = (
     r"|client|wandb)"
 )
 _STRONG = rf"(?:secret|credentials?|{_KEYS}[_-]?key){_NOT}"
-# Training logs are full of tokens, and `eos_token: end` is not a secret: they are masked if long or with a digit.
+# Training logs are full of tokens (`eos_token: end`), so these values are masked only if long or with a digit.
 _WEAK = rf"(?:token(?![a-z])|signature|(?<![a-z])sig|(?<=[_-])pass(?![a-z])){_NOT}"
 _NAMED = rf"(?:{_STRONG}|{_WEAK})"
 _PASSWORD = rf"(?:passw(?:or)?d|passphrase|passcode|(?<=[_;-])pwd){_NOT}[\w-]{{0,20}}"
@@ -49,14 +49,14 @@ _REST_OF_NAME = r"[\w-]{0,40}[\"']?\s{0,3}"
 _ANY = r"[^\s\"',;&()<>\[\]{}]{8,}"
 _VALUE = rf"(?:(?=[^\s\"',;&]{{0,200}}[0-9]){_ANY}|[\w+/=.~-]{{16,}})"
 _NUMBER = r"(?!torch\.|[-+]?[0-9][0-9.,:e+-]{0,30}(?![\w+/=~]))"
-# Separators between an option and its value, on a command line or in a list such as CalledProcessError's.
+# Separators between an option and its value: on a command line, or in a Python list as in CalledProcessError.
 _OPTION, _THEN = r"(?<![^\s\"'])--[\w-]{0,40}", r"(?:[\"'],)?\s{1,3}(?![\"']?--)"
 _SCHEMES = r"(?:basic|bearer|oauth|digest|token|api-?key|key|negotiate|ntlm|splunk|aws4-hmac-sha256)"
 
-# Each pattern has words that a matching text contains. Most texts contain none, and each pattern costs 0.1 us per
-# character. The pattern without words is also case-sensitive.
+# Each pattern comes with words, one of which a matching text contains. Most texts contain none, which saves 0.1 us per
+# character and pattern. A pattern without words is also case-sensitive.
 _PATTERNS = (
-    # A private key, also without its head or end.
+    # A private key; the log may have cut off its beginning or its end.
     ("private key", r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY(?: BLOCK)?-----(.*?)(?:-----END [A-Z ]{0,40}PRIVATE KEY|\Z)"),
     ("private key", r"\A((?:[A-Za-z0-9+/=]{1,100}[\n ])+)-----END [A-Z ]{0,40}PRIVATE KEY"),
     # https://user:password@host, up to the last @ because a password may contain one; https://token@host
@@ -92,7 +92,7 @@ _PATTERNS = (
     ("auth", rf"(?<![a-z])auth[\"']?\s{{0,3}}[:=]\s{{0,3}}[\"']?({_NUMBER}{_VALUE})"),
     ("--", rf"{_OPTION}{_NAMED}[\w-]{{0,20}}{_THEN}[\"']?({_NUMBER}{_VALUE})"),
     ("secret_access_key", rf"secret_access_key{_THEN}[\"']?({_VALUE})"),
-    # Addresses that are credentials themselves: knowing them is enough to post.
+    # Webhook addresses are credentials, because anybody who knows them can post.
     (
         "slack.com/|webhook|telegram.org/",
         r"(?:hooks\.slack\.com/(?:services|workflows|triggers)|discord(?:app)?\.com/api/webhooks"
@@ -100,8 +100,8 @@ _PATTERNS = (
     ),
     # Tokens with a known form. Clouds: AWS, Google, Azure, Alibaba, Tencent; code: GitHub, GitLab, npm, PyPI, Docker;
     # models and runs: Hugging Face, OpenAI, Anthropic, W&B, NVIDIA, Replicate, Groq, Databricks; others: Slack, Stripe,
-    # SendGrid, Vault, Grafana, Shopify, DigitalOcean, Atlassian, Sentry, Telegram, age, JWT. What follows the prefix is
-    # checked too, because jobs are named global-pretrain-large or sk-finetune-bert-large.
+    # SendGrid, Vault, Grafana, Shopify, DigitalOcean, Atlassian, Sentry, Telegram, age, JWT. The characters after the
+    # prefix must match too, because jobs are named global-pretrain-large or sk-finetune-bert-large.
     (
         "",
         r"(?<![A-Za-z0-9])((?:AKIA|ASIA|ABIA|ACCA)[0-9A-Z]{16,}|LTAI[A-Za-z0-9]{12,}|AKID[A-Za-z0-9]{13,}|AIza[\w-]{35,}|ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}"
@@ -123,13 +123,13 @@ _COMPILED = tuple(
 
 # Splits the name of a metric into words: apiToken, api.token and "API token" become api_token.
 _BETWEEN_WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+")
-# Metrics with the first kind of name are always masked; with the second kind, unless the value is a number.
+# Metrics whose names match the first pattern are always masked. The second pattern masks a value unless it is a number.
 _SECRET = re.compile(rf"{_PASSWORD}|(?:{_STRONG}|{_KEYS}[_-]?token|authorization|bearer|cookie)_?$", re.IGNORECASE)
 _PERHAPS_SECRET = re.compile(rf"{_STRONG}|{_WEAK}_?$", re.IGNORECASE)
 _PLAIN_NUMBER = re.compile(r"[-+]?(?:[0-9][0-9.,]{0,30}(?:e[-+]?[0-9]{1,4})?|nan|inf)\s?%?", re.IGNORECASE)
 
 
-# Masking may reveal another credential before it: https://https://://a:b@
+# passes; masking may reveal another credential before the masked one: https://https://://a:b@
 _PASSES_MAX = 20
 
 
@@ -140,7 +140,7 @@ def clean(text: str) -> str:
 
 
 def mask(text: str) -> str:
-    """Replace what looks like a credential by ***. mask(mask(x)) == mask(x)."""
+    """Replace everything that looks like a credential by ***. mask(mask(x)) == mask(x)."""
     for _ in range(_PASSES_MAX):
         before, text = text, _masked_once(text)
         if text == before:
@@ -157,15 +157,14 @@ def _masked_once(text: str) -> str:
 
 
 def shown(text: str, length: int) -> str:
-    """Return a text in one line: a second line could look like the operator's own. shown(shown(x)) == shown(x)."""
+    """Return a text as one line, because a second line could look like the operator's own. Idempotent."""
     # Cached: each message goes into a status, its conditions, an event and the log, and most are equal.
     return _kept(text, length) if len(text) <= _KEPT_LENGTH_MAX else _shown(text, length)
 
 
 def shown_pair(name: str, value: str, length: int) -> tuple[str, str]:
-    """Return name and value of a metric, each as `shown`. The value is masked if the name is that of a credential, or
-    if both together look like one. shown_pair(*shown_pair(x, y)) == shown_pair(x, y).
-    """
+    """Return name and value of a metric, each as `shown`. The value is masked if the name says that it is a
+    credential, or if name and value together look like one. shown_pair(*shown_pair(x, y)) == shown_pair(x, y)."""
     name, value = shown(name, length), shown(value, length)
     words = "_" + _BETWEEN_WORDS.sub("_", name)
     both = f"{name}={value}"

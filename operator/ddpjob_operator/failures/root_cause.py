@@ -1,7 +1,7 @@
 """Finds the failure of an attempt that explains the others, and its class.
 
 Reports of kernel, kubelet and node controller count most, because a process that is ended from outside may print
-anything. Next come the actions of a process itself, then time. Time alone proves little: the kubelet reports whole
+anything. Next counts what a process itself did, then the time. Time alone proves little: the kubelet reports whole
 seconds, and clocks of nodes differ.
 """
 
@@ -24,14 +24,14 @@ from ddpjob_operator.observed.cluster import Pod
 
 EXCEPTION_MAX, WORD_MAX = 300, 128
 CLOCKS_DIFFER = dt.timedelta(seconds=2)
-# Clocks of nodes differ by up to ten seconds. Used if observations do not show the order.
+# Clocks of nodes differ by up to ten seconds. This is used if observations do not show the order of failures.
 NODE_CLOCKS_DIFFER = dt.timedelta(seconds=12)
 # A rank may fail this long before its container ends: torchrun waits for other ranks, or a debugger is attached.
 REPORTED_BEFORE_MAX = dt.timedelta(hours=1)
 
 PEER_LOST, RESUMABLE, STOPPED, GONE, STALLED = "PeerLost", "Resumable", "StoppedFromOutside", "PodGone", "Stalled"
 NODE_LOST, DEADLINE = "NodeLost", "JobDeadlineExceeded"
-# For these failures the pod's object is kept: the process did not end by itself, and only its log may show why.
+# The pod's object is kept after these failures, because only the log may show why the process did not end itself.
 KEEPS_ITS_LOG = (STALLED, DEADLINE)
 ENDED_EARLY = "EndedEarly"
 CONNECTION_LOST = "ConnectionLost"
@@ -63,24 +63,24 @@ _BY_REASON: dict[str, api.Evidence] = {
     DEADLINE: api.Evidence(precedence="STOPPED"),
     RESUMABLE: api.Evidence(precedence="RESUMABLE", raised=True),
     PEER_LOST: api.Evidence(precedence="SYMPTOM", raised=True),
-    # This reason is concluded from complaints of peers, which a lost node may explain too.
+    # The operator concludes this reason from lost connections of other ranks, which a lost node may explain too.
     ENDED_EARLY: api.Evidence(precedence="SYMPTOM"),
 }
 _NODES_OWN = rules.LOST_CONTAINER | frozenset(
     (NODE_LOST, "DeletionByPodGC", "UnexpectedAdmissionError", "TopologyAffinityError", "InvalidNodeInfo")
 )
-# Reasons that Kubernetes itself sets. Those of runtimes (CRI-O: "seccomp killed") only describe an exit code.
+# Reasons that Kubernetes itself sets. Container runtimes' reasons (CRI-O: "seccomp killed") describe an exit code.
 _CONTAINERS_OWN = frozenset(("", "Error", "Completed", "OOMKilled")) | rules.START_REASONS | rules.LOST_CONTAINER
 _KILLED, _ABORTED, _TERMINATED, _INTERRUPTED = 137, 134, 143, 130
 # Precedences of pods that were deleted, or lost with their node, before or after the first failure.
 _ENDED_WITHOUT_ITSELF = (Precedence.NODE, Precedence.DELETED, Precedence.NODE_LATE, Precedence.LATE, Precedence.STOPPED)
-# Peers complain within a second; the node controller takes a minute to mark the node not ready.
+# Other ranks report a lost connection within a second; the node controller marks the node not ready after a minute.
 _MAY_FOLLOW_A_LOST_NODE = (Precedence.UNKNOWN, Precedence.RESUMABLE, Precedence.SYMPTOM, Precedence.STOPPED)
 
 
 @dataclass(frozen=True)
 class Context:
-    """What is known of an attempt besides its pods."""
+    """What is known of an attempt in addition to its pods."""
 
     attempt: int
     members: Members
@@ -96,7 +96,7 @@ class Context:
 
 @dataclass(frozen=True)
 class PodEnd:
-    """The end of one pod, for comparison with others."""
+    """How and when one pod ended, for comparison with other pods."""
 
     failure: api.JobFailure
     deleted_at: dt.datetime | None = None
@@ -114,11 +114,11 @@ class PodEnd:
 
     @property
     def precedence(self) -> Precedence:
-        """Rank of this failure as a cause."""
+        """The rank of this failure as a cause: the lowest explains the others."""
         return precedence_of(self.failure)
 
     def was_deleted_after(self, other: PodEnd) -> bool:
-        """True if its deletion was requested after the other had ended, by observation if possible, else by clocks."""
+        """True if this pod's deletion was requested after the other ended: by observation, or else by clocks."""
         if self.deleted_at is None:
             return False
         if other.seen != self.deletion_seen:
@@ -129,8 +129,8 @@ class PodEnd:
 def root_cause(context: Context, failed: Sequence[Pod]) -> api.JobFailure:
     """Return the cause as known before the operator stops anything.
 
-    failed: at least one failed pod of the attempt, and pods that were deleted from outside. Ties go to the lower rank,
-    so that the order of pods does not matter.
+    failed: at least one failed pod of the attempt, and pods that were deleted from outside. Of equal failures the one
+    of the lower node rank wins, so that the order of pods does not matter.
     """
     ends = [_end(context, pod, outside=True) for pod in failed]
     own = [e for e in ends if e.precedence in (Precedence.OWN, Precedence.UNKNOWN)]
@@ -154,10 +154,10 @@ def settle(
 ) -> tuple[api.JobFailure, rules.Class]:
     """Return the root cause and its class (before failurePolicy), after the attempt's last pod has ended.
 
-    first: the result of root_cause(); its pod may be deleted. failed: the attempt's pods that did not complete; apart
-    from `first`, only the operator has deleted any in time to matter. stepped: the attempt made a step. trained: an
-    earlier one did. untried: the script has never trained. nodes: of the job; None: as many as `failed`. lost: pods
-    given up with their nodes. early: a node that has completed. steps: by rank, as reported.
+    first: the result of root_cause(); its pod may be deleted. failed: the attempt's pods that did not complete; before
+    their end only the operator deleted any of them, except `first`. stepped: this attempt made a step. trained: an
+    earlier attempt did. untried: the script has never trained. nodes: number in the job; None means as many as
+    `failed`. lost: failures of pods on lost nodes. early: a node that has completed. steps: last reported step by rank.
     """
     if first.reason == STALLED:
         return first, "stall"
@@ -178,7 +178,7 @@ def settle(
     cause = _first(all_ends, first.pod)
     if lost and cause.precedence in _MAY_FOLLOW_A_LOST_NODE:
         cause = _first([PodEnd(gone) for gone in lost])
-    # torchrun answers a SIGTERM with 0 only if its store, in node 0's torchrun, was lost before.
+    # torchrun answers SIGTERM with 0 only if it had lost its store, which is in node 0's torchrun.
     store_gone = any(e.failure.node_rank == 0 and e.precedence == Precedence.SYMPTOM for e in all_ends)
     done = (e.failure for e in ends if e.done and (store_gone or e.failure.exit_code != 0))
     early = early or next(done, None)
@@ -190,7 +190,7 @@ def settle(
         found = rules.classify(_with_evidence(cause.failure))
         repeats = found == "application" and untried and _repeats(cause, all_ends, number)
         return cause.failure, "permanent" if repeats else found
-    # Otherwise the node may be the reason. Agents that end by agreement have compared their nodes.
+    # If not all nodes fail alike, the node may be the reason. Agents that end together have compared their nodes.
     unable = {end.failure.node_rank for end in all_ends if rules.cannot_start(_with_evidence(end.failure))}
     everywhere = any(end.everywhere for end in all_ends) or len(unable) >= number
     return cause.failure, _of_no_start(cause.failure, stepped=stepped, trained=trained, everywhere=everywhere)
@@ -202,7 +202,7 @@ def lacks_configuration(pod: Pod) -> bool:
 
 
 def cannot_start(failure: api.JobFailure) -> bool:
-    """True if it ended before any of its own code ran: because of the job, its node or a temporary error."""
+    """True if the failure came before any code of the program ran: because of job, node or a temporary error."""
     if failure.reason not in ("", "Error", *rules.START_REASONS):
         return False
     own = Failure(exit_code=failure.exit_code, exception=failure.exception, container_reason=failure.reason)
@@ -210,12 +210,12 @@ def cannot_start(failure: api.JobFailure) -> bool:
 
 
 def from_outside(failure: api.JobFailure) -> bool:
-    """True if something outside the pod ended it; failurePolicy does not apply then."""
+    """True if something outside the pod caused the failure. failurePolicy then does not apply."""
     return rules.from_outside(_with_evidence(failure))
 
 
 def blames_node(failure: api.JobFailure) -> bool:
-    """True if the node may be at fault, so that a job may avoid it."""
+    """True if the node may have caused the failure, so that a job may avoid the node."""
     if failure.failure_class != "infrastructure":
         return False
     if failure.reason != CONFIG_ERROR and cannot_start(failure):
@@ -224,9 +224,8 @@ def blames_node(failure: api.JobFailure) -> bool:
 
 
 def evidence_of(failure: api.JobFailure) -> api.Evidence:
-    """Return the evidence of a failure, or what its reason proves if none is recorded (by an older operator). An
-    unknown reason proves nothing, so the application is charged.
-    """
+    """Return the recorded evidence of a failure; else, for a failure recorded by an older operator, what its reason
+    proves. An unknown reason proves nothing, so the failure counts as the application's."""
     if failure.evidence is not None and failure.evidence.precedence in Precedence.__members__:
         return failure.evidence
     if (known := _BY_REASON.get(failure.reason)) is not None:
@@ -244,7 +243,7 @@ def evidence_of(failure: api.JobFailure) -> api.Evidence:
 
 
 def precedence_of(failure: api.JobFailure) -> Precedence:
-    """Return how a failure ranks as the cause of others."""
+    """Return how well a failure explains others."""
     return Precedence[evidence_of(failure).precedence]
 
 
@@ -257,16 +256,15 @@ def _with_evidence(failure: api.JobFailure) -> Failure:
 
 
 def is_a_cause(first: api.JobFailure) -> bool:
-    """True if the failure shows a cause: an exception, a kill, a lost node. A lost peer, a vanished pod and a bare exit
-    code do not.
-    """
+    """True if the failure shows a cause: an exception, a kill, a lost node. A lost peer, a vanished pod and an exit
+    code without text show none."""
     precedence = precedence_of(first)
     is_explained = bool(first.exception or first.signal) or precedence not in (Precedence.OWN, Precedence.LATE)
     return is_explained and precedence not in _MAY_FOLLOW_A_LOST_NODE and first.reason != GONE
 
 
 def is_own(failure: api.JobFailure) -> bool:
-    """True if a process of the pod ended by itself: not by the kernel, a lost peer or from outside."""
+    """True if a process of the pod ended by itself, not by the kernel, a lost peer or something outside."""
     return precedence_of(failure) in (Precedence.OWN, Precedence.UNKNOWN, Precedence.LATE)
 
 
@@ -283,11 +281,10 @@ def tail_of(pod: Pod) -> str:
 
 
 def _of_no_start(cause: api.JobFailure, *, stepped: bool, trained: bool, everywhere: bool) -> rules.Class:
-    """Return permanent only if neither the node nor the moment can be the reason: the job has never trained, and fails
-    in this way on every node. A missing ConfigMap is missing on all of them.
-    """
+    """Return permanent only if the job has never trained and fails in this way on every node. Then neither the node
+    nor the moment can be the reason. A missing ConfigMap is missing on all nodes."""
     if cause.reason not in rules.START_REASONS and stepped:
-        return "application"  # the program existed when this attempt began
+        return "application"  # the ranks have made steps, so the program existed on the node
     if rules.classify(_with_evidence(cause)) == "infrastructure":
         return "infrastructure"
     forever = everywhere or cause.reason == CONFIG_ERROR
@@ -295,9 +292,9 @@ def _of_no_start(cause: api.JobFailure, *, stepped: bool, trained: bool, everywh
 
 
 def _ended_early(early: api.JobFailure | None, complaint: api.JobFailure, steps: Mapping[int, int]) -> api.JobFailure:
-    """Return the cause of peers' complaints if a node has completed: it called fewer collectives."""
+    """Return the cause of the other ranks' lost connections if a node has completed: it called fewer collectives."""
     if early is None or complaint.reason == ENDED_EARLY:
-        return complaint  # already recorded
+        return complaint  # the reason is recorded already
     known = complaint.step if complaint.rank is None else steps.get(complaint.rank, complaint.step)
     step = early.step if early.rank is None else steps.get(early.rank, early.step)
     return msgspec.structs.replace(
@@ -319,7 +316,7 @@ def _end(context: Context, pod: Pod, *, outside: bool) -> PodEnd:
     code = 0 if own.early else code
     precedence = _precedence(pod, own, code, outside=outside)
     if precedence == Precedence.STOPPED and report.agreed:
-        precedence = Precedence.LATE  # also with SIGKILL, which would otherwise count as the kubelet's
+        precedence = Precedence.LATE  # this holds for SIGKILL too, which would otherwise look like the kubelet's
     reason = _reason(pod, own, precedence)
     failure = api.JobFailure(
         attempt=context.attempt,
@@ -340,11 +337,11 @@ def _end(context: Context, pod: Pod, *, outside: bool) -> PodEnd:
     )
     said = (*(one.exception for one in termination_message.raised(report.log)), log_lines.refused(report.log))
     ended_by_node = precedence == Precedence.NODE and not pod.disruption
-    # While the pod's phase is unknown, an eviction may have ended it, and a wrong record would stay.
+    # While the pod's phase is unknown, an eviction may have ended it, and a wrong record would never be corrected.
     is_stopped = precedence == Precedence.STOPPED and not pod.live
     # After its ranks have ended with 0, torchrun waits for other nodes in C++ code for up to five minutes, and no
-    # SIGTERM reaches it there. At any other time it answers at once, with a line and 1. If its store is lost
-    # meanwhile, it logs that and ends: with 0, because logging swallows a SIGTERM, or with 143 some moments later.
+    # SIGTERM reaches it there. At any other time it reacts at once: it prints a line and exits with 1. If its store is
+    # lost while it waits, it logs that and exits with 0 (logging swallows a SIGTERM), or with 143 a moment later.
     silent = code == 0 or (code == _KILLED and "death signal" not in report.log)
     return PodEnd(
         failure,
@@ -371,7 +368,7 @@ def _text(pod: Pod, report: ContainerReport, code: int | None) -> str:
 
 
 def _evidence(pod: Pod, own: Failure, precedence: Precedence, reason: str) -> api.Evidence:
-    """Return the evidence besides the failure's own fields; for an action of the kernel, without the pod's reasons."""
+    """Return evidence beyond the failure's own fields. For a kill by the kernel, leave out the pod's reasons."""
     starts = pod.trainer.reason in rules.START_REASONS
     evidence = api.Evidence(
         precedence=precedence.name,
@@ -393,20 +390,20 @@ def _evidence(pod: Pod, own: Failure, precedence: Precedence, reason: str) -> ap
 
 def _rank(pod: Pod, own: Failure, context: Context) -> int | None:
     if own.bad_nodes:
-        return None  # one pod reports for all, and none of its ranks is the culprit
+        return None  # the message is about all pods, and no rank of this pod failed first
     return context.rank_of(pod.place) if own.rank is None else own.rank
 
 
 def _read(pod: Pod, port: int | None = None) -> ContainerReport:
-    """Return the pod's report, corrected by how its container ended. port: of the rendezvous, if this pod serves it."""
+    """Return the pod's report, corrected by how its container ended. port: the rendezvous port that this pod serves."""
     report = termination_message.read(pod.trainer.message)
     own = report.failure
     if not own.rank and port and rules.port_in_use(own.exception) == port:
-        # Another process took the port that the operator chose; the next attempt gets another one.
+        # Another process used the port that the operator chose; the next attempt uses another port.
         own = own._replace(symptom=True)
     code = pod.trainer.exit_code
-    # A rank complained, and then a signal killed the container. A lost peer does not explain that, except after SIGABRT
-    # (NCCL aborts after a lost peer), SIGTERM and SIGINT.
+    # A rank lost its connection, and then a signal killed the container. A lost peer does not explain the signal,
+    # except SIGABRT (NCCL aborts after a lost peer), SIGTERM and SIGINT.
     if own.symptom and signal_name(code) and code not in (_ABORTED, _TERMINATED, _INTERRUPTED):
         own = own._replace(symptom=False, exit_code=code, rank=None, exception="")
     return report._replace(failure=own)
@@ -416,8 +413,8 @@ def _precedence(pod: Pod, own: Failure, code: int | None, *, outside: bool) -> P
     if pod.trainer.reason == "OOMKilled":
         return Precedence.KERNEL
     if pod.deleted_first and not outside:
-        # A drain or preemption after the operator's deletion changes nothing; the kubelet then may not find the
-        # container (ContainerStatusUnknown).
+        # A drain or preemption after the operator's deletion is not the cause. The kubelet may then report
+        # ContainerStatusUnknown.
         if pod.reason or pod.disruption in _BY_KUBELET or pod.trainer.reason == "Unknown":
             return Precedence.NODE_LATE
         return Precedence.LATE if _failed_before_its_deletion(own, code) else Precedence.STOPPED
@@ -435,12 +432,12 @@ def _failed_before_its_deletion(own: Failure, code: int | None) -> bool:
     waits for other ranks.
     """
     if own.stalled or own.early:
-        return True  # the agents agreed on this before the deletion: no agent writes it after a SIGTERM
+        return True  # agents agree on this only before the deletion, and do not write it after a SIGTERM
     if own.symptom or own.resumable or own.exception.startswith(("KeyboardInterrupt", "SystemExit")):
         return False
     if code in (0, rules.RESUMABLE_EXIT_CODE, _INTERRUPTED, _KILLED, _TERMINATED):
         return False
-    # Launchers and interpreters answer SIGTERM with one of these two codes.
+    # Launchers and interpreters exit with 1 or SIGABRT's code after a SIGTERM, so these codes show no own failure.
     return bool(own.exception) or own.exit_code is not None or code not in (None, 1, _ABORTED)
 
 
@@ -450,7 +447,7 @@ def _ended_from_outside(first: api.JobFailure) -> bool:
 
 
 def _first(ends: Sequence[PodEnd], recorded: str = "") -> PodEnd:
-    """Return the end that explains the others. recorded: the pod whose end was recorded before all others."""
+    """Return the PodEnd that explains the others. recorded: the pod whose failure was recorded first."""
 
     def order(end: PodEnd) -> tuple[Precedence, bool, int, dt.datetime, int]:
         failure = end.failure
@@ -460,7 +457,7 @@ def _first(ends: Sequence[PodEnd], recorded: str = "") -> PodEnd:
 
 
 def _recorded(first: api.JobFailure, ends: Sequence[PodEnd]) -> list[PodEnd]:
-    """Return the first failure as a separate PodEnd, if its pod is gone or shows less than was recorded."""
+    """Return the first failure as an additional PodEnd, if its pod is gone or shows less than was recorded."""
     now = next((e for e in ends if e.failure.pod == first.pod), None)
     if now is None:
         return [PodEnd(first)]
@@ -480,10 +477,10 @@ def _recorded(first: api.JobFailure, ends: Sequence[PodEnd]) -> list[PodEnd]:
 
 
 def _repeats(cause: PodEnd, ends: Sequence[PodEnd], nodes: int) -> bool:
-    """True if a retry would end in the same way: a mistake of the script, made on all nodes."""
+    """True if a retry would fail in the same way: all nodes show the same mistake of the script."""
     exception = cause.failure.exception
     code = cause.failure.exit_code
-    # argparse raises nothing: it prints its sentence and exits with 2.
+    # argparse raises no exception: it prints a sentence and exits with 2.
     is_own = evidence_of(cause.failure).raised or code == 2
     if not is_own or not rules.is_mistake(exception, code):
         return False
@@ -508,13 +505,13 @@ def _reason(pod: Pod, own: Failure, precedence: Precedence) -> str:
 
 
 def _runtime_reason(pod: Pod) -> str:
-    """Return the reason that a container runtime invented for an exit code."""
+    """Return the pod's reason if a container runtime made it up to describe an exit code; else ""."""
     known = pod.trainer.exit_code is None or pod.trainer.reason in _CONTAINERS_OWN
     return "" if known else pod.trainer.reason
 
 
 def _time(pod: Pod, own: Failure, now: dt.datetime) -> dt.datetime:
-    """Return the time of the failed rank: the container may end long after it. Times out of bounds are ignored."""
+    """Return when the rank failed, because its container may end long after it; if implausible, the container's end."""
     ended = pod.trainer.ended_at
     if ended is None:
         return pod.deletion_requested_at or now

@@ -10,7 +10,7 @@ from ddpjob_operator.job import api, wording
 from ddpjob_operator.observed.cluster import THIS_MACHINE
 
 _SIGKILL = 137
-# [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553]
+# The path of torch's build machine: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553]
 _BUILD_PATH = re.compile(r"\[(?:[\w.-]*/){2,40}[\w.-]+:\d{1,6}\] ?")
 _PICTURES = re.compile(r"(?: ?GLHF!)? ?[\U0001f000-\U0001ffff\u2600-\u27bf\ufe0f\u200d]+")
 _SPACES = re.compile(r" {2,}")
@@ -31,7 +31,7 @@ def sentence(failure: api.JobFailure) -> str:
 
 
 def short(failure: api.JobFailure) -> str:
-    """Return a few words, as in "attempt 3 after …": SIGSEGV on rank 37."""
+    """Return the failure in a few words, such as `SIGSEGV on rank 37`, for "attempt 3 after …"."""
     where = f"node {failure.node or failure.node_rank}"
     by_reason = {
         root_cause.NODE_LOST: f"{where} lost",
@@ -77,7 +77,7 @@ def avoided(node: api.AvoidedNode) -> str:
 
 
 def _what(failure: api.JobFailure) -> str:
-    """Describe what happened, by the reason if it explains more than the exit code."""
+    """Return what happened. The text describes the reason if that explains more than the exit code."""
     at, why = _at(failure), _why(failure)
     if failure.reason == root_cause.ENDED_EARLY:
         return failure.exception
@@ -96,7 +96,7 @@ def _what(failure: api.JobFailure) -> str:
 
 
 def _complaint(failure: api.JobFailure) -> str:
-    """Describe a rank's complaint about a lost or missing peer."""
+    """Return a rank's error about a lost or missing peer as text."""
     at, why = _at(failure), _why(failure)
     if rules.port_in_use(failure.exception) is not None:
         return f"could not listen at the address that it was given{why}"

@@ -33,7 +33,7 @@ from ddpjob_operator.job.bounds import NOT_READABLE
 from ddpjob_operator.observed.hidden_failure import is_recorded
 from ddpjob_operator.observed.reports import AgentReport
 
-# A local run keeps 16 kB of log, the kubelet 2 to 4.
+# Characters that are read; a local run keeps 16 kB of log, the kubelet 2 to 4 kB.
 READ_MAX = 65_536
 
 _RANK = re.compile(r"\[rank(\d{1,9})\]")
@@ -48,11 +48,11 @@ _PROCESS = re.compile(r"^Process \S+:$")
 _IN_THREAD = re.compile(r"^(?:\[[^]\n]{1,40}\]:\s?)*Exception in thread .*$", re.MULTILINE)
 # Part of torchrun's report of a failure.
 REPORTS_FAILURE = "ChildFailedError"
-# Exceptions with which a program ends after a request to stop.
+# A program that was asked to stop ends with these exceptions.
 _NO_FAILURE = ("KeyboardInterrupt", "SystemExit", "BrokenPipeError")
 # Text before an exception that ends no program: in a `__del__` (such as a DataLoader's at exit), or in a log line.
 _ENDS_NOTHING = re.compile(r"^(?:Exception ignored |--- Logging error ---)")
-# Errors about a child that has reported more itself: of `accelerate launch` on one GPU, wrappers, or spawn.
+# Errors of a parent whose child has reported its failure in detail: `accelerate launch` on one GPU, wrappers, spawn.
 _OF_A_CHILD = re.compile(
     r"^subprocess\.CalledProcessError: Command '\[?'?[^ ']*(?:python[\d.]*|torchrun|ddprun)[' ]"
     r"|^torch\.multiprocessing\.spawn\.ProcessExitedException: process \d+ terminated with exit code 1$"
@@ -65,10 +65,10 @@ _WHAT = re.compile(r"^\s+what\(\):\s+(.*)$")
 # torch.multiprocessing.spawn reports the exit of the process that made it stop.
 _SPAWNED = re.compile(r"ProcessExitedException: process \d+ terminated with (?:exit code (\d{1,3})|signal (\w+))")
 _INTERPRETER = re.compile(r"python|^exec |exec user process")
-# The second line of NCCL's error: ncclSystemError: System call … But `nccl_train.py FAILED` is torchrun's.
+# Begins the second line of NCCL's error: ncclSystemError: System call …. But torchrun prints `nccl_train.py FAILED`.
 _OF_NCCL = re.compile(r"nccl[A-Z]\w*\b")
 _TORCHS_OWN = re.compile(r"gloo|c10d|nccl|Dist\w*Error|Rendezvous", re.IGNORECASE)
-# The place where torchrun waits for other nodes after its own ranks have ended with 0 (elastic/agent/server/api.py).
+# The function in which torchrun waits for other nodes after its own ranks ended with 0 (elastic/agent/server/api.py).
 _TORCHRUN_WAITED = "in _exit_barrier\n"
 # torchrun prints this when it stops its other ranks: Sending process 2000 closing signal SIGTERM.
 _STOPS = " closing signal SIG"
@@ -109,12 +109,12 @@ class Message(NamedTuple):
 
 
 def read_message(text: str) -> Message | None:
-    """Return the message of library or agent; None if there is none. The log below it is ignored."""
+    """Return the message of the library or an agent; None if the text has none. Any log after it is ignored."""
     return _message(text)[0]
 
 
 def read(text: str) -> ContainerReport:
-    """Read a termination message or the end of a log. The library's exception outranks the log."""
+    """Return the contents of a termination message or the end of a log. The library's exception outranks the log."""
     message, log = _message(text)
     report = _read_log(log)
     if message is None:
@@ -139,8 +139,8 @@ def read(text: str) -> ContainerReport:
 def findings(text: str, *, trusted: bool) -> Iterator[NamedFinding]:
     """Yield reasons to doubt the success of a container that ended with 0.
 
-    trusted: True if the exit code is that of the last launcher, so a rank's failure in log or message was overcome. A
-    traceback with nothing after it always counts, because the script printed it and ended.
+    trusted: True if the exit code is the last launcher's. A rank's failure in log or message then was retried with
+    success. A traceback with nothing after it always counts, because the script printed it and ended.
     """
     message, log = _message(text)
     if message is not None:
@@ -167,7 +167,7 @@ def _failure_in_log(log: str, *, trusted: bool) -> Failure | None:
     handled its exception. An exception that ended a thread was not handled. Threads of libraries do not count, because
     pin_memory, for example, may fail at the end of a good run.
     """
-    # An atexit callback may save or upload, and nothing else reports its failure.
+    # Count the failure of an atexit callback, because the callback may save or upload, and nothing else reports it.
     log = log.replace("Exception ignored in atexit callback", "At the exit")
     exceptions = raised(log)
     if not trusted and (REPORTS_FAILURE in log or any(f.rank is not None for f in exceptions)):
@@ -180,7 +180,7 @@ def _failure_in_log(log: str, *, trusted: bool) -> Failure | None:
 
 
 def _ends_with_traceback(log: str) -> bool:
-    """True if after the last traceback only lines follow that launchers and libraries print at any end."""
+    """True if only lines that launchers and libraries print at any end follow the last traceback."""
     before, begins, rest = log.rpartition("Traceback (most recent call last)")
     above = before.rstrip().rpartition("\n")[2]
     if not begins or PREFIX.match(before.rpartition("\n")[2]) or _ENDS_NOTHING.match(above):
@@ -188,13 +188,14 @@ def _ends_with_traceback(log: str) -> bool:
     lines = (line for line in rest.splitlines()[1:] if line.strip() and line[0] not in _OF_TRACEBACK)
     exception, *more = [line for line in lines if not (is_of_no_rank(line) or _PROCESS.match(line))] or [""]
     ends = bool(_TRACEBACK_END.match(exception)) and not exception.startswith(_NO_FAILURE)
-    return ends and all(map(_EXCEPTION.match, more))  # processes write into each other's tracebacks
+    return ends and all(map(_EXCEPTION.match, more))  # several processes may write into one traceback
 
 
 def raised(log: str) -> list[Failure]:
     """Return the exceptions in a log in order of their ends. A chain of exceptions counts as one.
 
-    The rank is that of the line's prefix. A symptom reports a lost peer, or was raised because of such a report.
+    The rank is that of the line's prefix. A symptom is an exception that reports a lost peer, or that such a report
+    caused.
     """
     chains: list[list[Failure]] = []
     streams: dict[str, _Stream] = {}
@@ -208,7 +209,7 @@ def raised(log: str) -> list[Failure]:
 
 
 def table(log: str) -> list[Failure]:
-    """Return the rows of torchrun's last failure table in a log, whose head may be cut off.
+    """Return the rows of torchrun's last failure table in a log. The table's top may be cut off.
 
     torchrun's root cause comes first. The exception is that of a script with @record.
     """
@@ -231,15 +232,14 @@ def table(log: str) -> list[Failure]:
 
 
 def signal_name(exit_code: int | None) -> str:
-    """Return SIGKILL for 137; "" if no signal ended it. 168 counts as a code that the program chose, not as a real-time
-    signal.
-    """
+    """Return SIGKILL for 137; "" if no signal ended the process. 168 counts as an exit code that the program chose,
+    not as a real-time signal."""
     number = (exit_code or 0) - 128
     return failures.signal_name(number) if number in set(signals.Signals) else ""
 
 
 class _Stream:
-    """Lines of one rank: tracebacks of the ranks of a pod are interleaved."""
+    """The lines of one rank, because the ranks of a pod print tracebacks at the same time."""
 
     def __init__(self, rank: int | None) -> None:
         self.rank = rank
@@ -283,7 +283,7 @@ class _Stream:
     def _unindented(self, line: str, chains: list[list[Failure]]) -> None:
         ends = _EXCEPTION.match(line) or (self.inside and _TRACEBACK_END.match(line))
         self.inside = False
-        # torchrun's own error is not the cause, and of an ExceptionGroup its members count.
+        # Skip torchrun's own error, which is not the cause, and an ExceptionGroup, whose members are counted instead.
         if ends and "ChildFailedError" not in line and not _GROUP.search(line):
             self._add(line, chains)
         self.passed_over = False
@@ -313,7 +313,7 @@ def _read_log(log: str) -> ContainerReport:
     rows, exceptions = table(log), raised(log)
     signalled = _last_match(_TORCHRUN_SIGNALLED, exceptions)
     if signalled is not None and not rows:
-        # torchrun exits with 1 after a signal.
+        # After a signal torchrun exits with 1, so take the signal's number from its exception.
         return ContainerReport(Failure(exit_code=128 + int(signalled[1])), log, done=_TORCHRUN_WAITED in log)
     spawned = _last_match(_SPAWNED, exceptions)
     code = _code(int(spawned[1] or 0), spawned[2] or "") if spawned else None
@@ -334,7 +334,7 @@ def _read_log(log: str) -> ContainerReport:
 
 
 def _causes(log: str, culprit: Failure, exceptions: list[Failure], *, cut: bool) -> Iterator[Failure]:
-    """Yield candidates for what ended the culprit, most certain first. Exceptions of other ranks do not explain it.
+    """Yield possible causes for the end of `culprit`, most certain first. Exceptions of other ranks do not explain it.
 
     cut: True if no row of a table is left.
     """
@@ -342,20 +342,20 @@ def _causes(log: str, culprit: Failure, exceptions: list[Failure], *, cut: bool)
     yield _cause([r for r in exceptions if r.rank is not None and r.rank == culprit.rank])
     yield _cause([r for r in exceptions if culprit.rank is None or r.rank is None])
     lines = log.rstrip().splitlines()
-    if cut and lines and BORDER.match(lines[-1]):  # the end of a traceback in a table whose head is cut off
+    if cut and lines and BORDER.match(lines[-1]):  # a traceback in torchrun's table, whose top lines are cut off
         yield _cause(raised("\n".join(line.removeprefix("  ") for line in lines[1:-1] if line.startswith("  "))))
-    # A peer's complaint without its head: gloo's line plus torchrun's table is just longer than 2 kB.
+    # The log may begin within the message of a lost connection: gloo's line plus torchrun's table exceed 2 kB.
     line = log.partition("\n")[0]
     is_complaint = rules.SYMPTOMS.search(line) and _TORCHS_OWN.search(line)
     yield Failure(exception=f"…{line}", symptom=True) if is_complaint else Failure()
-    # An interpreter or container runtime that raises nothing: `python nowhere.py`.
+    # Some failures raise no exception: of the interpreter (`python nowhere.py`) or of the container runtime.
     unmarked = (PREFIX.sub("", line[:LINE_MAX]) for line in log.splitlines())
     errors = (line for line in unmarked if _INTERPRETER.search(line) and rules.CANNOT_EVER_START.match(line))
     yield Failure(exception=next(errors, "").strip())
 
 
 def _cause(exceptions: list[Failure]) -> Failure:
-    """Return the last exception that is not a symptom; if all are, the last."""
+    """Return the last exception that is not a symptom, or the last exception if all are symptoms."""
     own = [r for r in exceptions if not _OF_A_CHILD.match(r.exception)] or exceptions
     return next((r for r in reversed(own) if not r.symptom), own[-1] if own else Failure())
 
@@ -363,9 +363,9 @@ def _cause(exceptions: list[Failure]) -> Failure:
 def _before_they_were_stopped(log: str, rows: list[Failure]) -> list[Failure]:
     """Return the rows, corrected for a rank that torchrun stopped after it had raised.
 
-    Python with torch needs a second to exit, in which a peer that has lost it may end first. The rank then counts as
-    ended by its exception, with 1, and before the silent ones. Only torch's prefix proves that the exception was not
-    caught.
+    Python with torch needs a second to exit, and another rank that has lost the connection may end first. The first
+    rank then counts as ended by its exception, with 1, before ranks without an exception. Only torch's prefix proves
+    that the exception was not caught.
     """
     before, stops, _ = log.partition(_STOPS)
     ended = {f.rank for f in raised(before) if f.rank is not None and not f.symptom} if stops else set()
@@ -378,9 +378,8 @@ def _before_they_were_stopped(log: str, rows: list[Failure]) -> list[Failure]:
 
 
 def _has_followed(row: Failure, exceptions: list[Failure]) -> bool:
-    """True if this failure may follow from another. torchrun checks ten times per second, stops the others with
-    SIGTERM, and orders failures between two checks by rank: its root cause may be a symptom.
-    """
+    """True if this failure may be the effect of another one. torchrun checks ten times per second, stops the other
+    ranks with SIGTERM, and orders failures between two checks by rank. So its root cause may be a symptom."""
     own = row if row.exception else _cause([r for r in exceptions if r.rank is not None and r.rank == row.rank])
     return own.symptom or row.exit_code in (_TERMINATED, rules.RESUMABLE_EXIT_CODE)
 
@@ -391,7 +390,7 @@ def _row(fields: dict[str, str]) -> Failure | None:
         return None
     rank = _integer(fields.get("rank", ""))
     cause = _cause(raised(fields.get("traceback", fields.get("msg", ""))))
-    # Rank -1 does not exist, but logs may hold anything.
+    # Ranks are never negative, but a log may contain any number.
     return cause._replace(rank=None if rank is None or rank < 0 else rank, exit_code=code)
 
 

@@ -19,7 +19,7 @@ UID_DIGITS = 5
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter for one value of spec.gang (not auto or none)."""
+    """Describes the scheduler or queue for one value of spec.gang (not auto or none)."""
 
     name: str
     """The name in spec.gang, in the chart's values, and in DDPJOB_GANGS."""
@@ -55,5 +55,5 @@ class Adapter:
         return f"{name}-{attempt}-{job.metadata.uid[-UID_DIGITS:]}" if self.per_attempt else name
 
     def attempt_of(self, attempt: int) -> int:
-        """Return the attempt that a group is for; 0: all."""
+        """Return the attempt that a group belongs to; 0 if it belongs to all attempts."""
         return attempt if self.per_attempt else 0

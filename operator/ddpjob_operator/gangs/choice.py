@@ -35,7 +35,7 @@ def choose(job: api.DDPJob, apis: Mapping[str, GangApi]) -> tuple[Kind, str]:
 
 
 def unserved_queue(job: api.DDPJob, apis: Mapping[str, GangApi]) -> str:
-    """Warn that the job names a queue that is not used; "" if it names none, or its spec opts out."""
+    """Return a warning if the job names a queue that is not used; "" if no queue is named, or spec.gang opts out."""
     queue = job.metadata.labels.get(kueue.QUEUE_LABEL)
     if queue is None or "kueue" in apis or job.spec.gang in ("none", "kueue"):
         return ""

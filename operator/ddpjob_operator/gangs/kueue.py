@@ -28,11 +28,11 @@ DEFAULT_QUEUE = "default"
 PODSET = "node"
 _TOPOLOGY = "kueue.x-k8s.io/podset-{}-topology"
 _TOPOLOGY_GATE = "kueue.x-k8s.io/topology"
-# The lowest level of a Topology, if it has one.
+# The usual label of a Topology's lowest level: the node itself.
 _HOST = "kubernetes.io/hostname"
 _POD_GATE = "kueue.x-k8s.io/admission"
-# After evictions with these reasons Kueue decides when the Workload may queue again: after a back-off, or when it is
-# active again. Kueue (0.14 to 0.19) compares these words, but evicts for DeactivatedDueToRequeuingLimitExceeded.
+# After evictions whose reason begins with one of these words, Kueue decides when the Workload may queue again. Kueue
+# (0.14 to 0.19) expects exactly these words in Requeued, but evicts for DeactivatedDueToRequeuingLimitExceeded.
 _REQUEUED_BY_KUEUE = ("PodsReadyTimeout", "AdmissionCheck", "Deactivated")
 _NAMES_MAX = 16
 
@@ -63,7 +63,7 @@ def _queue(job: api.DDPJob) -> str:
 
 
 def _what_pods_ask_for(template: Mapping[str, Any]) -> Body:
-    """Return the parts of the template that quota and nodes depend on, without commands and variables."""
+    """Return the parts of the template that decide about quota and nodes, without commands and variables."""
     spec = build.as_given(podspec.mapping(template, "spec"))
     for kind in ("containers", "initContainers"):
         if kind in spec:
@@ -111,7 +111,7 @@ def complete(workload: Body, found: Sequence[Raw]) -> None:
 
 
 def read(raw: Raw) -> Admission:
-    """Read the admission: admitted, evicted, or Kueue's reason for waiting."""
+    """Return the Workload's admission: admitted, evicted, or waiting with Kueue's reason."""
     status = raw.get("status") or {}
     reserved, evicted = _condition(raw, "QuotaReserved"), _condition(raw, "Evicted")
     holds_quota = reserved.get("status") == "True"
@@ -132,7 +132,7 @@ def read(raw: Raw) -> Admission:
 
 
 def placement(raw: Raw) -> Placement:
-    """Read how many pods are admitted, and on which nodes: from flavors and admission checks."""
+    """Return how many pods are admitted, and on which nodes, from flavors and admission checks."""
     status = raw.get("status") or {}
     assigned = [a for a in (status.get("admission") or {}).get("podSetAssignments") or () if a.get("name") == PODSET]
     if not assigned:
@@ -160,7 +160,7 @@ def placement(raw: Raw) -> Placement:
 
 
 def observed(raw: Raw) -> dict[str, Any]:
-    """Read what only a queue has: number of pods, queue, and conditions that the operator wrote."""
+    """Return what only a queue's object has: number of pods, queue, and conditions that the operator wrote."""
     podsets, queue = (raw.get("spec") or {}).get("podSets") or (), text((raw.get("spec") or {}).get("queueName"))
     return {
         "placement": placement(raw),
@@ -173,9 +173,8 @@ def observed(raw: Raw) -> dict[str, Any]:
 
 
 def asks(job: api.DDPJob) -> tuple[str, ...]:
-    """Return what the job now requests: LocalQueue, priority class and topology. These may change at any time; the
-    template only while the job is suspended.
-    """
+    """Return what the job now requests: LocalQueue, priority class and topology. These may change at any time, but
+    the template only while the job is suspended."""
     return _queue(job), _priority(job)[2], str(_topology_request(job).get("required") or "")
 
 
@@ -193,7 +192,7 @@ def pending_path(api_version: str, namespace: str, queue: str) -> str:
 
 
 def read_places(raw: Raw) -> dict[str, int]:
-    """Return positions in the ClusterQueue, which other LocalQueues share, because jobs are admitted in this order."""
+    """Return positions in the ClusterQueue by job. Several LocalQueues share it, and it decides the order."""
     found = {}
     for item in raw.get("items") or ():
         before = bounds.integer(item.get("positionInClusterQueue"), 0, bounds.TURNS_MAX)
@@ -208,13 +207,12 @@ def reads_for_pods(placed: Placement, api_version: str) -> tuple[str, ...]:
 
 
 def pod(_body: Body, _job: api.DDPJob, _attempt: int) -> None:
-    """Change nothing: Kueue ignores pods of an external framework."""
+    """Change nothing, because Kueue ignores pods of an external framework."""
 
 
 def place(pod_body: Body, group: ObservedGroup, flavors: Sequence[Raw]) -> None:
-    """Bind the pod to the nodes of its quota. Flavors and checks outrank the template: on other nodes the pod would use
-    quota that was promised to others.
-    """
+    """Restrict the pod to the nodes of its quota. Flavors and checks outrank the template, because on other nodes
+    the pod would use quota that was promised to other jobs."""
     placed, spec, metadata = group.placement, pod_body["spec"], pod_body["metadata"]
     specs = [podspec.mapping(flavor, "spec") for flavor in flavors]
     selector = {name: value for one in specs for name, value in podspec.mapping(one, "nodeLabels").items()}
@@ -235,7 +233,7 @@ def place(pod_body: Body, group: ObservedGroup, flavors: Sequence[Raw]) -> None:
 
 
 def queued_alone(pod_body: Raw) -> str:
-    """Return why Kueue holds a single pod back; "" if it does not.
+    """Return why Kueue holds back a single pod; "" if Kueue does not hold it.
 
     Kueue leaves pods of a job with a queue label alone. Without one, its pod integration and a LocalQueue named
     `default` queue each pod by itself.
@@ -247,7 +245,7 @@ def queued_alone(pod_body: Raw) -> str:
 
 
 def tell(raw: Raw, what: Tell, message: str, now: dt.datetime) -> Body | None:
-    """Return the new status of the Workload; None if nothing changes."""
+    """Return the Workload's new status for this report; None if nothing changes."""
     status, conditions = dict(raw.get("status") or {}), _Conditions(raw, now)
     if what == "quota returned":
         evicted = _condition(raw, "Evicted")

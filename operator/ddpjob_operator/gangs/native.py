@@ -5,8 +5,8 @@ topologies), 1.37 serves v1beta1 and v1alpha3 (gate GenericWorkload). The fields
 condition differs: PodGroupScheduled in 1.36; PodGroupInitiallyScheduled from 1.37 on, which then stays True. minCount
 is immutable in 1.36, so each attempt has its own group. No Workload is needed.
 
-A pod waits if its PodGroup is missing, a replacement joins it, and pods already placed count. In 1.37 a deleted
-PodGroup stays until its last pod has ended.
+If the PodGroup is missing, its pods wait. A replaced pod joins the same PodGroup, and pods that are already placed
+count. In 1.37 a deleted PodGroup stays until its last pod has ended.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def body(job: api.DDPJob, attempt: int, api_version: str) -> Body:
     if job.spec.topology_key:
         spec["schedulingConstraints"] = {"topology": [{"key": job.spec.topology_key}]}
     if priority := podspec.mapping(job.spec.template, "spec").get("priorityClassName"):
-        spec["priorityClassName"] = priority  # groups are ordered by their own priority, not by their pods'
+        spec["priorityClassName"] = priority  # the group's own priority decides its order, not its pods' priority
     labels = {**naming.labels(job), naming.LABEL_ATTEMPT: str(attempt)}
     metadata = build.owned_metadata(job, ADAPTER.group_name(job, attempt), labels)
     return {"apiVersion": api_version, "kind": ADAPTER.kind, "metadata": metadata, "spec": spec}
@@ -38,7 +38,7 @@ def pod(body: Body, job: api.DDPJob, attempt: int) -> None:
 
 
 def read(raw: Raw) -> Admission:
-    """Read whether the group is placed. Later preemptions show in the pods."""
+    """Return whether the group is placed. Later preemptions are visible only in the pods."""
     conditions = {c.get("type"): c for c in (raw.get("status") or {}).get("conditions") or ()}
     found: Raw = next((conditions[kind] for kind in _SCHEDULED if kind in conditions), {})
     if found.get("status") == "True":

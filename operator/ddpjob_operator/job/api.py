@@ -38,7 +38,7 @@ Count = Annotated[int, Meta(ge=0, le=bounds.COUNT_MAX)]
 # A time without a zone could not be compared with other times.
 Time = Annotated[dt.datetime, Meta(tz=True)]
 
-# Texts of a status are bounded, because somebody may write one by hand, and each plan reads all of them.
+# Texts of a status are limited, because a user may write a status by hand, and each plan reads all texts.
 Text = Annotated[str, Meta(max_length=bounds.STATUS_TEXT_MAX)]
 Ranges = Annotated[str, Meta(max_length=bounds.RANGES_LENGTH_MAX)]
 
@@ -239,8 +239,8 @@ class Gang(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True
 class Restarts(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
     """Restarts so far, by what they are charged to."""
 
-    # With default_factory, msgspec also writes a value of 0: people and printer columns read these four. The counters
-    # below are only for the operator, and left out while they are 0.
+    # With default_factory, msgspec also writes a value of 0, because people and printer columns read these four. Only
+    # the operator reads the counters below, so they are left out while they are 0.
 
     application: Count = field(default_factory=int)
     """Charged to backoffLimit."""

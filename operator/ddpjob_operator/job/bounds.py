@@ -10,40 +10,40 @@ import msgspec
 
 from ddpjob_core import findings, members
 
-# Ten years: anything longer is a typing error, and a date after the year 9999 cannot be computed.
+# Ten years. Anything longer is a typing error, and dates after the year 9999 cannot be computed.
 SECONDS_MAX = 315_360_000
-# Every JSON reader keeps such a number exactly, and a sum of two still fits the API server's 64 bits.
+# Every JSON reader keeps a number of this size exactly, and a sum of two still fits into the API server's 64 bits.
 COUNT_MAX = 2**53 - 1
 # Kubernetes is made for clusters of 5,000 nodes. A plan takes 50 µs for each node, and a tenant may write any number.
 NODES_MAX = 10_000
-# Ranks of one pod.
+# Ranks (processes) of one pod.
 NPROC_MAX = members.NPROC_MAX
-# Largest number of an attempt or a replacement, also in labels: more than one restart per second for 30 years.
+# The largest attempt number or replacement number, also in labels: more than one restart per second for 30 years.
 TURNS_MAX = 10**9
-# Restarts in place that one agent may report: each takes longer than a second.
+# Restarts in place that one agent may report. Each takes longer than a second.
 IN_PLACE_MAX = 10**6
 # A kubelet keeps 4 kB of a termination message, but anybody with access can write a longer one into a status.
 TEXT_MAX = 16_384
-# Names, single words and exception lines of a status: the operator writes at most 500 characters.
+# Characters of names, single words and exception lines in a status; the operator writes at most 500.
 STATUS_TEXT_MAX = 1_024
-# metav1.Condition has the same limit.
+# Characters of a condition's message, as in metav1.Condition.
 CONDITION_MAX = 32_768
-# The longest text of `ranges.text`, for every second of NODES_MAX nodes: 25 kB.
+# Characters of `ranges.text`; the longest text, for every second of NODES_MAX nodes, has 25 kB.
 RANGES_LENGTH_MAX = 65_536
-# Items of a list in a status: the operator keeps at most 100.
+# Items of a list in a status; the operator keeps at most 100.
 STATUS_ITEMS_MAX = 128
-# Characters of a sentence in a report, without and with the advice after it.
+# Characters of a sentence in a report: without, and with, the advice that follows the sentence.
 SENTENCE_MAX = 300
 ADVICE_MAX = 600
 FINDINGS_MAX = findings.FINDINGS_MAX
-# The reason for a gang's kind. It may quote the API server.
+# Characters of the reason for a gang's kind, which may quote the API server.
 WHY_MAX = 500
 # A pod template has some hundred values, and is nested about 15 levels deep.
 SPEC_VALUES_MAX = 10_000
 SPEC_TEXT_MAX = 262_144
 DEPTH_MAX = 64
-# An API server (seen with 1.36) needs time that grows with the square of a pod's mistakes: 1.6 s of CPU for 1,500
-# tolerations with two each. The operator creates the pods as the same user, so they delay the requests for its Lease.
+# An API server (seen with 1.36) needs time quadratic in a pod's mistakes: 1.6 s of CPU for 1,500 tolerations with two
+# mistakes each. As the operator creates the pods, its requests for the Lease would have to wait.
 ITEMS_MAX = 512
 
 # Times are limited to this range, so that SECONDS_MAX can be added or subtracted.
@@ -64,7 +64,7 @@ def integer(value: object, first: int, last: int) -> int | None:
 
 
 def number(text: object, last: int) -> int:
-    """Return the number in a label; -1 if there is none or it is above `last`."""
+    """Return the number in a label; -1 if it is no number or above `last`."""
     if not isinstance(text, str) or len(text) > 20 or not (text.isascii() and text.isdecimal()):
         return -1
     return int(text) if int(text) <= last else -1
@@ -75,7 +75,7 @@ def seconds(value: object) -> int:
 
 
 def time(text: object) -> dt.datetime | None:
-    """Return the time in a text as the API server writes it, within TIME_FIRST and TIME_LAST; None if it is none."""
+    """Return the time in a text as the API server writes it, from TIME_FIRST to TIME_LAST; None for other texts."""
     if not isinstance(text, str):
         return None
     if _BEYOND_DATES.match(text):
@@ -92,12 +92,12 @@ def moment(at: dt.datetime) -> dt.datetime:
 
 
 def text(value: object, length: int = TEXT_MAX) -> str:
-    """Return a text, only its end if it is too long (the last lines name the cause); "" for anything else."""
+    """Return a text; only its end if it is too long, because the last lines name the cause; "" for anything else."""
     return value[-length:] if isinstance(value, str) else ""
 
 
 def document(value: object) -> str:
-    """Return why a spec is too large to keep; "" if it is not. Stops at the bounds and does not recurse."""
+    """Return why a spec is too large to keep; "" if it is not. Does not recurse, and stops at the bounds."""
     values, length, items = 0, 0, 0
     level: list[object] = [value]
     for _ in range(DEPTH_MAX):

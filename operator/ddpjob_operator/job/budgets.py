@@ -28,13 +28,13 @@ def restarts(history: RestartHistory) -> api.Restarts:
 
 
 def by_class(restarts: api.Restarts) -> str:
-    """Return `2 application, 1 infrastructure`: what the restarts were charged to; "" if there was none."""
+    """Return `2 application, 1 infrastructure`: how many restarts were charged to what; "" without restarts."""
     by = [(restarts.application, "application"), (restarts.infrastructure, "infrastructure"), (restarts.stall, "stall")]
     return ", ".join(f"{number} {name}" for number, name in by if number)
 
 
 def known(status: api.Status) -> Known:
-    """Return the counts of the agent of node 0 that reported last in this attempt."""
+    """Return the counts of node 0's agent from its last report in this attempt."""
     k = status.in_place
     return Known() if k is None else Known(k.replacement, Spent(k.application, k.infrastructure, k.stall))
 
@@ -47,7 +47,7 @@ def limits(spec: api.Spec) -> Limits:
 
 
 def application_left(spec: api.Spec, status: api.Status) -> int:
-    """Return how many restarts can still be charged to the application, for the pods that this status creates."""
+    """Return how many more application failures may cause a restart, for the pods that this status creates."""
     allowed = limits(spec)
     return max(0, allowed.backoff_limit - budget.counted(history(status), allowed, status.attempt_time))
 

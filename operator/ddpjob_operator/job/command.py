@@ -31,10 +31,10 @@ OPTIONS = (
 _OF_DDPRUN = {"preload", "no_preload"}
 _OF_LAUNCH = {"use_env"}
 _SHORT = {"m": "module", "r": "redirects", "t": "tee"}
-OPTIONS_MAX = 128  # the most options of a launcher that are read; torchrun has 35
+OPTIONS_MAX = 128  # options of a launcher that are read; torchrun has 35
 SCRIPT_READ_MAX = 20_480
 """The most characters of a shell's script that are read: the operator's event loop reads it, at 2 µs each."""
-_LAUNCHERS_MAX = 20  # in one command
+_LAUNCHERS_MAX = 20  # launchers that are read in one command
 WORDS_READ_MAX = 5_000
 _SHELL_DEPTH_MAX = 10
 
@@ -82,7 +82,7 @@ class Command:
 
     @property
     def files(self) -> list[str]:
-        """Return the files that may hold the code that is started."""
+        """Return the files that may contain the started code."""
         if self.script is not None:
             return [self.script]
         path = (self.module or "").replace(".", "/")
@@ -90,8 +90,8 @@ class Command:
 
 
 def read(words: list[str]) -> Command:
-    """Return the training among several commands: what a launcher starts, else the first Python file, else the first
-    command that starts Python. Others install packages and prepare data."""
+    """Return the training among several commands: the first that starts a launcher, else a Python file, else Python.
+    Other commands install packages or prepare data."""
     try:
         commands = [c for command in _commands(words) if _names_few(command) and (c := _read(command)).launcher]
     except RecursionError:  # hundreds of launchers that start each other
@@ -101,7 +101,7 @@ def read(words: list[str]) -> Command:
 
 
 def _names_few(words: list[str]) -> bool:
-    """False if a command names very many launchers, because for each of them all words after it are searched."""
+    """False if a command names so many launchers that searching the words after each of them would take too long."""
     names = map(programs.name, words)
     return sum(name in programs.FRAMEWORKS or name in LAUNCHERS for name in names) <= _LAUNCHERS_MAX
 
@@ -147,7 +147,7 @@ def is_shell(words: list[str]) -> bool:
 
 
 def joined(words: list[str]) -> str:
-    """Return a word that should be several, such as `torchrun train.py`, before the script's arguments; else ""."""
+    """Return a word before the script's arguments that should be several, such as `torchrun train.py`; else ""."""
     if words and _is_joined_program(words[0]):
         return words[0]
     begin = None if is_shell(words) else options_begin(words)
@@ -162,7 +162,7 @@ def joined(words: list[str]) -> str:
 
 
 def _is_joined_program(word: str) -> bool:
-    """True unless the space is part of a path: `/opt/my tools/python`."""
+    """True unless the word is a path with a space: `/opt/my tools/python`."""
     first, *rest = word.split() or [""]
     if not rest or _is_known(programs.name(word.strip())):
         return False
@@ -262,7 +262,7 @@ def _behind(name: str, words: list[str]) -> Command:
 
 
 def options_begin(words: list[str]) -> int | None:
-    """Return the index of the word after torchrun or ddprun; None if there is none, or it only prints its help."""
+    """Return the index of the word after torchrun or ddprun; None without a launcher that starts ranks."""
     for i, (word, following) in enumerate(itertools.pairwise([*words, ""])):
         begin = 0
         if _is_program(word):
@@ -288,7 +288,7 @@ def _is_module(word: str) -> bool:
 
 
 def _launcher_name(word: str) -> str:
-    """Return the launcher's program or module; the module also for its file."""
+    """Return the launcher's program or module; for the file of a module, the module."""
     file = LAUNCHER_FILE.search(word)
     return f"torch.distributed.{file[1]}" if file else programs.name(word)
 
@@ -353,9 +353,9 @@ def _full_name(name: str) -> str:
 
 
 def arguments_behind_script(arguments: Sequence[str]) -> list[str]:
-    """Return the words after the script, with `--` first if a word could be an option. argparse also checks the words
-    after the script: an abbreviation of several options ends torchrun with `ambiguous option`, except in a new Python
-    (3.12.8, 3.13.1: gh-58573). An abbreviation of one option gets `--` too: another torch may have a second option."""
+    """Return the words after the script, preceded by `--` if a word could be an option. argparse checks these words
+    too: an abbreviation of several options ends torchrun with `ambiguous option`, except in a new Python (3.12.8,
+    3.13.1: gh-58573). An abbreviation of one option gets `--` too: another torch may have a second option."""
     is_taken = list(arguments[:1]) == ["--"] or any(_matches(word, "torchrun") for word in _before_dashes(arguments))
     return [*(["--"] if is_taken else []), *arguments]
 

@@ -48,8 +48,8 @@ COLUMNS = (
     ("Message", "string", ".status.message", True),
 )
 
-# For `kubectl get ddp --field-selector status.state=Failed`, and to watch a subset of jobs. From Kubernetes 1.31; an
-# older API server drops the list.
+# Needed for `kubectl get ddp --field-selector status.state=Failed`, and to watch a subset of jobs. Kubernetes 1.31 or
+# newer uses this list; an older API server drops it.
 SELECTABLE = (".status.state", ".status.reason")
 
 # CEL can read only metadata.name of the metadata. The messages cannot contain the value: `messageExpression` with a
@@ -82,9 +82,9 @@ def _same(field: str, default: str) -> str:
     return f"(has({new}) ? {new} : {default}) == (has({old}) ? {old} : {default})"
 
 
-# As in batch/v1 Job: another controller cannot take over a job, because nobody would own its existing pods.
+# As in batch/v1 Job, another controller cannot take over a job, because nobody would own its existing pods.
 SAME_MANAGER = _same("managedBy", "''")
-# The Service is created only once.
+# The Service is created only once, so its fields cannot follow a change.
 SAME_DNS = _same("dns", "'auto'")
 NEVER_CHANGES = "never changes. Delete the job, and apply the new one."
 
@@ -94,8 +94,8 @@ def _differs(field: str) -> str:
     return f"has({new}) != has({old}) || has({new}) && {new} != {old}"
 
 
-# No write changes both spec and status. If the status differs, the templates need not be compared, which would cost
-# more than all other rules together (bench/results). Nearly all writes of a status change one of these fields.
+# No write changes both spec and status, so a write of the status need not compare the templates. Comparing them costs
+# more than all other rules together (bench/results). Nearly all status writes change these fields.
 WRITES_STATUS = f"has(self.status) && (!has(oldSelf.status) || {_differs('message')} || {_differs('progress')})"
 
 # Fields that must not change while the job is running, as CEL for "unchanged". template: `==` compares undeclared
@@ -106,7 +106,7 @@ UNCHANGED = {
     "nodes": "has(self.spec.minNodes) || self.spec.nodes == oldSelf.spec.nodes",
     # minNodes may not be added or removed: pods of a job without it were made for a fixed number of nodes.
     "minNodes": _same("minNodes", "0"),
-    # Unset is auto: writing the default out changes nothing.
+    # Unset means auto, so writing `auto` into the spec is no change.
     "nprocPerNode": _same("nprocPerNode", "'auto'"),
     "template": (
         f"{WRITES_STATUS} || self.spec.template == oldSelf.spec.template && oldSelf.spec.template == self.spec.template"
@@ -146,8 +146,8 @@ def crd() -> dict[str, Any]:
                 "plural": api.PLURAL,
                 "singular": api.KIND.lower(),
                 "shortNames": [api.SHORT],
-                # In the same categories as a Job: `kubectl get all` shows the owner of these pods, and `kubectl delete
-                # all --all` deletes the job with them.
+                # In the same categories as a Job. So `kubectl get all` shows the owner of these pods, and `kubectl
+                # delete all --all` deletes the job with its pods.
                 "categories": ["all"],
             },
             "scope": "Namespaced",
@@ -231,7 +231,7 @@ def _info(kind: type[msgspec.Struct]) -> types.StructType:
 
 def _struct(info: types.StructType, *, checked: bool) -> Schema:
     """Return the schema of an object. checked: also limit its values. A status is not checked, because Helm never
-    updates a CRD. An old CRD that refused a new state would keep a newer operator from writing any status."""
+    updates a CRD. A newer operator could not write a status at all if an old CRD refused a new state."""
     schema: Schema = {"description": summary(info.cls), "type": "object"}
     required = [f.encode_name for f in info.fields if checked and is_required(info.cls, f)]
     if required:
@@ -303,13 +303,13 @@ def _union(options: list[types.Type], checked: bool) -> Schema:
         }
         return {"x-kubernetes-int-or-string": True, "x-kubernetes-validations": [rule]}
     assert isinstance(first, types.BoolType)
-    # A structural schema cannot say "boolean or string", but the type may be left out if unknown fields are kept. The
-    # enum is still checked: "true" in quotes, 5 and {} are refused, and the message lists the three values.
+    # A structural schema cannot express "boolean or string", but may omit the type if unknown fields are kept. The enum
+    # is still checked: "true" in quotes, 5 and {} are refused, and the message lists the three values.
     return {"x-kubernetes-preserve-unknown-fields": True, "enum": [True, False, *word.values]}
 
 
 def _template() -> Schema:
-    """Keep the whole template, and check it only for mistakes that would otherwise show when pods are created."""
+    """Return the template's schema: it keeps all fields, and refuses what would later prevent pods."""
     strings = {"type": "object", "nullable": True, "additionalProperties": {"type": "string"}}
     metadata = {"type": "object", "nullable": True, **_open({"labels": strings, "annotations": strings})}
     listed = {
@@ -364,7 +364,7 @@ def _open(properties: dict[str, Schema]) -> Schema:
 
 
 def _known(names: Iterable[str]) -> dict[str, Schema]:
-    """Return schemas that declare only names. nullable, because Helm's templates write `resources: null` for unset."""
+    """Return schemas of fields without types. They are nullable: Helm's templates write `resources: null` for unset."""
     return {name: {"nullable": True, "x-kubernetes-preserve-unknown-fields": True} for name in names}
 
 

@@ -29,7 +29,7 @@ _NEVER_FAIL = frozenset("true : echo printf date sleep sync cd pwd touch mkdir s
 _AWKS = frozenset("awk gawk mawk".split())
 _DECLARES = frozenset("local export declare readonly typeset".split())
 _BECOMES_NEXT = frozenset("exec command builtin nohup time env".split())
-# A word that is a script: ssh host "cd /app && torchrun train.py".
+# Matches a word that is itself a shell script: ssh host "cd /app && torchrun train.py".
 _SCRIPT = re.compile(r"\s(?:torchrun|ddprun|python)|(?:torchrun|ddprun|python)[\d.]*\s")
 _DIRECTORY_STACK = ""  # the variable that counts the entries of pushd
 
@@ -58,14 +58,14 @@ class LauncherExit:
 
 
 class _TooMuchError(Exception):
-    """The script has too many paths or takes too much work."""
+    """Following the script would need too many paths or too much work."""
 
 
 _CANNOT_FOLLOW = (shell.ShellSyntaxError, _TooMuchError, RecursionError)
 
 
 class _Work:
-    """The work that is left for all walks through one command."""
+    """The work (in characters) that is left for all walks through one command."""
 
     def __init__(self) -> None:
         self._left = WORK_MAX
@@ -101,7 +101,7 @@ def launchers(words: tuple[str, ...]) -> Mapping[shell.ShellNode, str]:
 
 
 def may_be_replaced(words: list[str]) -> bool:
-    """True if, after one launcher fails, another may run that leaves no proof: `ddprun a.py || torchrun a.py`."""
+    """True if a launcher that leaves no proof may run after another one failed: `ddprun a.py || torchrun a.py`."""
     return any(found.replaced for found in launcher_exits(words))
 
 
@@ -146,14 +146,14 @@ def _launcher_exits(words: tuple[str, ...]) -> tuple[LauncherExit, ...]:
     except _CANNOT_FOLLOW:
         return ()
     by_launcher = tuple(one for one in found.values() if one.launcher != "python")
-    programs_alone = tuple(found.values())  # the one that trains is unknown, so all of them must be lost
+    programs_alone = tuple(found.values())  # it is unknown which one trains, so all must be lost
     return by_launcher or (programs_alone if len(found) == 1 or all(one.lost for one in found.values()) else ())
 
 
 def _launcher_exit(top: shell.Simple, node: shell.ShellNode, succeeding: _ScriptWalk, work: _Work) -> LauncherExit:
     walk = _ScriptWalk(frozenset({node}), work)
     ends = [state for state in walk.ends(top) if state.failed]
-    if not ends:  # this launcher runs only if those before it fail
+    if not ends:  # this launcher starts only if the launchers before it fail
         walk = _ScriptWalk(frozenset(succeeding.started), work)
         ends = [state for state in walk.ends(top) if state.failed]
     for other, started in walk.started.items():
@@ -268,7 +268,7 @@ class _ScriptWalk:
         return ends
 
     def _subshell(self, node: shell.ShellNode, state: ShellState, tested: bool) -> _States:
-        """Run a command in a subshell. Only its status and the launchers that ran in it affect the outer shell."""
+        """Return the states after a subshell. Only its exit status and its launchers affect the outer shell."""
         inside = replace(state, traps={}, jobs=())
         return [_outside(state, end) for last in self.run(node, inside, tested) for end in self._exit_trap(last)]
 
@@ -285,7 +285,7 @@ class _ScriptWalk:
         return ends
 
     def _checked(self, state: ShellState, tested: bool) -> _States:
-        """Apply `set -e` and the ERR trap after a command."""
+        """Return the states after a command, with `set -e` and the ERR trap applied."""
         if state.status != FAILED or tested:
             return [state]
         ends = [state]
@@ -323,7 +323,7 @@ class _ScriptWalk:
         return ends
 
     def _loop(self, node: shell.Loop, state: ShellState, tested: bool) -> _States:
-        """Run a loop up to twice. The status of a loop is that of its last body, 0 if the body never ran."""
+        """Return the states after a loop, which runs up to twice. Its status is the last body's, or 0."""
         ends: _States = []
         now = [(before, "0") for before in self._substitutions(node, state)]
         may_run_once = node.condition is None and len(node.over) < 2
@@ -499,7 +499,7 @@ class _ScriptWalk:
         return self.run(self._work.parse(" ".join(words[1:])), state, tested)
 
     def _setsid(self, words: list[str], node: shell.Simple, state: ShellState, tested: bool) -> _States:
-        """setsid(1) forks and exits with 0 if it leads a process group, as a container's first process does."""
+        """Return the states after setsid(1), which forks and ends with 0 as a container's first process."""
         rest = [*itertools.dropwhile(lambda word: word.startswith("-"), words[1:])]
         options = "".join(words[1 : len(words) - len(rest)])
         forks = not state.program or node.words[0].value == "exec" or "f" in options
@@ -516,7 +516,7 @@ class _ScriptWalk:
         return ends if keeps else _with_zero(ends, "program", "script")
 
     def _carrier(self, words: list[str], node: shell.Simple, state: ShellState, tested: bool) -> _States:
-        """Run the command of a program that starts it elsewhere, with options that are not known here."""
+        """Return the states after a program that starts a command elsewhere, with options that are not known here."""
         begin = _command_in(words)
         if not begin:
             return self._other_program(words, node, state, tested)
@@ -548,7 +548,7 @@ def _trap(words: list[str], _node: shell.Simple, state: ShellState, _tested: boo
 
 
 def _wait(words: list[str], _node: shell.Simple, state: ShellState, _tested: bool) -> _States:
-    """Wait for background jobs. `wait` without a process returns 0; an unknown process may be any job."""
+    """Return the states after `wait`. Without a process it returns 0; an unknown process may be any background job."""
     named = [word for word in words[1:] if word != "-f"]
     if not named:
         state = state.losing("wait", "wait", again=True) if FAILED in state.jobs else state
@@ -560,7 +560,7 @@ def _wait(words: list[str], _node: shell.Simple, state: ShellState, _tested: boo
 
 
 def _kill(words: list[str], _node: shell.Simple, state: ShellState, _tested: bool) -> _States:
-    """`kill $$` ends a shell with a signal, but not the first process of a container."""
+    """Return the states after `kill`: `kill $$` ends a shell with a signal, but not a container's first process."""
     values = [state.value(word) or "" for word in words[1:]]
     if "-0" in words or any(value.startswith(JOB) for value in values):
         return state.ended("")  # whether the process exists is unknown
@@ -583,7 +583,7 @@ def _with_zero(ends: _States, how: str, at: str) -> _States:
 
 
 def _then(states: _States, following: Callable[[ShellState], _States]) -> _States:
-    """Continue each state that is not leaving (`exit`, `return`, `break`, `continue`)."""
+    """Return the states after `following`, which runs in each state except after exit, return, break and continue."""
     return [end for state in states for end in ([state] if state.leaving else following(state))]
 
 
@@ -600,7 +600,7 @@ def _outside(outer: ShellState, end: ShellState) -> ShellState:
 
 
 def _is_filter(part: shell.ShellNode) -> bool:
-    """True for `grep -v warning` at the end of a pipe, which succeeds if the ranks print anything, unlike `grep -q`."""
+    """True for a final `grep -v warning` in a pipe, which succeeds if the ranks print anything. False for `grep -q`."""
     words = shell.values(part)
     is_quiet = any(re.match(r"-[a-zA-Z]*[qcl]|--(?:quiet|silent|count)", word) for word in words)
     return words[:1] != [] and words[0] in _FILTERS and not is_quiet

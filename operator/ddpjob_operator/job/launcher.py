@@ -1,5 +1,5 @@
-"""The launcher's options in the trainer's command, and how they contradict the job. With a contradiction the launcher
-waits for nodes that never come (docs/dev/upstream.md), so the job is refused before anything starts."""
+"""The launcher's options in the trainer's command, and contradictions between them and the job. With a contradiction
+the launcher waits for nodes that never come (docs/dev/upstream.md), so the job is refused before anything starts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Found = Iterator[tuple[tuple[str | int, ...], str]]
 NO_RENDEZVOUS_HOST = re.compile(
     r"^(localhost|\$\{?HOSTNAME\}?|\$\(hostname\)?|\d+\.\d+\.\d+\.\d+|\[?[0-9a-fA-F:]*::[0-9a-fA-F:]*\]?)$"
 )
-# Expansions that a shell replaces differently on each node. Part of the host's name may be the same: ${HOSTNAME%-*}.
+# Expansions whose result differs by node. Part of the host's name may be equal on all nodes: ${HOSTNAME%-*}.
 _OTHER_ON_EACH_NODE = re.compile(
     r"\$(RANDOM|HOSTNAME|\$)(?!\w)|\$\{(RANDOM|HOSTNAME|\$)\}|(\$\(|`)(date|uuidgen|hostname(?=[^)`|]*[)`]))\b"
 )
@@ -68,7 +68,7 @@ class JobFacts:
 
     @cached_property
     def env(self) -> dict[str, Any]:
-        """Values of the trainer's own variables; None for one set by reference (valueFrom)."""
+        """Values of the trainer's own variables; None for a variable that is set by reference (valueFrom)."""
         return {str(entry.get("name")): entry.get("value") for entry in mappings(self.trainer, "env")}
 
     @cached_property
@@ -77,7 +77,7 @@ class JobFacts:
 
     @cached_property
     def text(self) -> str:
-        """The command as one text, up to the length that is searched."""
+        """The command as one text, limited to the length that is searched."""
         return " ".join(self.command)[:SCRIPT_READ_MAX]
 
     @cached_property
@@ -167,7 +167,7 @@ def warnings(spec: api.Spec) -> list[str]:
 
 
 def apart(spec: api.Spec) -> list[str]:
-    """Return why the command lets each node train alone, or starts nothing. A success is suspicious then."""
+    """Return why the command makes each node train alone, or starts nothing: a success would be suspicious."""
     alone = [] if facts(spec).launcher else _alone(spec)
     return [*dict.fromkeys((*alone, *_without_variables(spec), *_only_read(spec)))]
 
@@ -200,7 +200,7 @@ def _only_read(spec: api.Spec) -> Iterator[str]:
 
 
 def _alone(spec: api.Spec) -> list[str]:
-    """Warn about a launcher that starts only the ranks of its node, because no option or variable names others."""
+    """Yield a warning about a launcher that starts only its node's ranks: nothing names the other nodes."""
     text = (command.shell_script(facts(spec).command) or facts(spec).text)[:SCRIPT_READ_MAX]
     found = _OF_ONE_NODE.search(text)
     if spec.nodes == 1 or found is None or _OTHER_NODES.search(text):
@@ -217,7 +217,7 @@ def _alone(spec: api.Spec) -> list[str]:
 
 def of_ranks(spec: api.Spec) -> Iterator[tuple[str, str]]:
     """Yield (WORLD_SIZE, NNODES) or (RANK, NODE_RANK) if an option of the launcher uses the first variable and means
-    the second. The launcher itself sets the first one later, for its ranks."""
+    the second. The launcher sets the first variable only later, for its ranks."""
     own, text = facts(spec).env, facts(spec).text
     for pattern, name, meant in _OF_PODS if facts(spec).launcher else ():
         is_set = name in own or re.search(rf"\b{name}=", text)

@@ -9,7 +9,7 @@ V = TypeVar("V")
 
 
 class Newest(dict[K, V]):
-    """Keeps the `most` entries that were set last, so that memory does not grow with every object that ever existed."""
+    """Keeps the `most` entries that were set last, so that memory stays bounded."""
 
     def __init__(self, most: int) -> None:
         super().__init__()

@@ -9,7 +9,7 @@ from typing import Any
 
 TRAINER = "trainer"
 
-# Volumes that belong to one pod. Any other may be the same folder on all nodes; a hostPath too, if a network file
+# Volumes that belong to one pod. Other volumes may be the same folder on all nodes, even a hostPath if a network file
 # system is mounted there.
 _OWN_VOLUMES = {"emptyDir", "ephemeral", "configMap", "secret", "projected", "downwardAPI", "image"}
 _FOR_SCRATCH = ("/dev/shm", "/tmp")  # noqa: S108 - of pods
@@ -46,13 +46,13 @@ def command_path(template: Mapping[str, Any]) -> tuple[str | int, ...]:
 
 
 def mounts(template: Mapping[str, Any]) -> dict[str, bool]:
-    """Return mountPath of the trainer → True if all nodes may see the same files there."""
+    """Return {mountPath: True if all nodes may see the same files there} for the trainer's mounts."""
     return {path: kind not in _OWN_VOLUMES for path, kind in _mounted(template).items()}
 
 
 def files_outlive_a_pod(template: Mapping[str, Any], *, elsewhere: bool) -> bool:
     """True if the trainer's files outlive its pod. elsewhere: also files outside of volumes, as for a local process."""
-    # /tmp is emptied in any pod. An emptyDir there is needed for a read-only root, so it does not mean that checkpoints
+    # /tmp is lost with any pod. An emptyDir there is needed for a read-only root, so it does not mean that checkpoints
     # are lost.
     kinds = [kind for path, kind in _mounted(template).items() if path not in _FOR_SCRATCH]
     return not _EMPTIED.intersection(kinds) and (elsewhere or not _OWN_VOLUMES.issuperset(kinds))
@@ -76,8 +76,8 @@ def mappings(source: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def restarts_of_the_kubelet(template: Mapping[str, Any]) -> list[tuple[dict[str, Any], str]]:
-    """Return the fields by which the kubelet would restart the trainer in its pod in spite of restartPolicy. These are
-    the container's own policy and rules that restart all containers (Kubernetes 1.34, KEP-5307 and KEP-5532)."""
+    """Return the fields that make the kubelet restart the trainer in its pod although restartPolicy is Never. These
+    are the container's own policy and rules that restart all containers (Kubernetes 1.34, KEP-5307 and KEP-5532)."""
     pod, own = template.get("spec") or {}, trainer_container(template) or {}
     others = mappings(pod, "initContainers") if isinstance(pod, Mapping) else []
     of_all = (
@@ -102,7 +102,7 @@ def gpus(template: Mapping[str, Any]) -> int:
 
 
 def claims_devices(template: Mapping[str, Any]) -> bool:
-    """True if the trainer gets devices by a ResourceClaim. Only the claim has their number and kind."""
+    """True if the trainer gets devices by a ResourceClaim. Only the claim shows how many, and of which kind."""
     return bool(mappings(mapping(trainer_container(template) or {}, "resources"), "claims"))
 
 
@@ -125,7 +125,7 @@ def limits(template: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def quantity(value: object) -> float:
-    """Return a Kubernetes quantity as a number: 8, "500m", "2Gi", "1e3"; 0 for what the server refuses."""
+    """Return a Kubernetes quantity as a number: 8, "500m", "2Gi", "1e3"; 0 for text that the API server refuses."""
     text = str(value).strip()
     for suffix in sorted(_SUFFIXES, key=len, reverse=True):
         if text.endswith(suffix):

@@ -37,7 +37,7 @@ def name(word: str) -> str:
 
 
 def places(words: Sequence[str]) -> Iterator[int]:
-    """Yield the indexes of words that may be a program: the first, and after a wrapper all but names in its options."""
+    """Yield the indexes of possible programs: the first word, and after a wrapper all words but option values."""
     wrapper = ""
     for i, word in enumerate(words):
         if i and not wrapper:
@@ -54,7 +54,7 @@ def tells_of_itself(options: Sequence[str]) -> bool:
 
 
 def launch_options(words: Sequence[str]) -> list[str] | None:
-    """Return the options and the command of a framework's launcher; None if it starts no ranks, as `ray stop`."""
+    """Return the options and the command of a framework's launcher; None for subcommands such as `ray stop`."""
     first = FRAMEWORKS[name(words[0])]
     rest = list(dropwhile(lambda word: word in first, words[1:]))
     if tells_of_itself(rest) or (first and _NO_LAUNCH.intersection(rest[:1])):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Reason:
-    """One word, when a user meets it, and the advice ("" for none). warning: the event is a Warning."""
+    """One word, the situation in which a user meets it, and advice ("" for none). warning: the Event is a Warning."""
 
     name: str
     when: str

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-SCRIPT_MAX = 20_480  # the most characters of a script that are parsed, because the operator parses in its event loop
+SCRIPT_MAX = 20_480  # characters of a script that are parsed; the operator's event loop does the parsing
 WORK_MAX = 3_200
 """The most words, commands and lists that are parsed, up to 15 µs each. Backquotes can make one per character."""
 DEPTH_MAX = 40
@@ -149,7 +149,7 @@ def parse(script: str) -> ShellScript:
 
 @functools.lru_cache(maxsize=256)
 def read(script: str) -> ShellScript | str:
-    """Return the tree of a script, or the reason why it cannot be parsed: lru_cache does not cache exceptions."""
+    """Return the tree of a script, or why the script cannot be parsed, because lru_cache does not cache exceptions."""
     if len(script) > SCRIPT_MAX:
         return "too long"
     parser = _ShellParser(script)
@@ -163,7 +163,7 @@ def read(script: str) -> ShellScript | str:
 
 
 def children(node: ShellNode) -> Iterator[ShellNode]:
-    """Yield the commands directly below a command, those in its words first."""
+    """Yield the commands directly below a command, first the commands in its words."""
     parts = _parts_of(node)
     for part in parts:
         if isinstance(part, Word):
@@ -172,7 +172,7 @@ def children(node: ShellNode) -> Iterator[ShellNode]:
 
 
 def words_of(node: ShellNode) -> tuple[Word, ...]:
-    """Return the words of the command itself, those of its redirections included."""
+    """Return the words of the command itself, including the words of its redirections."""
     return tuple(part for part in _parts_of(node) if isinstance(part, Word))
 
 
@@ -247,7 +247,7 @@ class _ShellParser:
             raise ShellSyntaxError("too many commands")
 
     def sequence(self, *ends: str) -> ShellScript:
-        """Parse commands up to one of these words, a closing bracket, `;;` or the end of the text."""
+        """Parse commands until one of these words, a closing bracket, `;;` or the end of the text."""
         self._count()
         begin, parts = self._skip_lines(), []
         while not self._is_end(ends):

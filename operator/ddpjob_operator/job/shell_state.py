@@ -1,4 +1,4 @@
-"""The state of a shell on one path through a script, and what words and tests evaluate to in it.
+"""The state of a shell on one path through a script, and the values of words and tests in this state.
 
 A status is "0", FAILED (any other exit code) or "" (unknown).
 """
@@ -78,7 +78,7 @@ class ShellState:
 
     @property
     def size(self) -> int:
-        """The number of items that each step compares and copies."""
+        """The number of items that are compared and copied at each step."""
         parts = (self.variables, self.functions, self.ran, self.after, self.jobs, self.arguments, self.pipe)
         return sum(map(len, parts))
 
@@ -91,7 +91,7 @@ class ShellState:
         return replace(self, loss=(how, _short(at))) if self.failed and (again or not self.loss[0]) else self
 
     def ignoring(self, how: str, at: str) -> ShellState:
-        """Return the state after `at` ignored $?: the launcher's failure is lost if $? held it."""
+        """Return the state after `at` ignored $?: if $? held the launcher's failure, that failure is lost."""
         return self.losing(how, at) if self.status == FAILED else self
 
     def inverted(self) -> list[ShellState]:
@@ -129,7 +129,7 @@ class ShellState:
         return words
 
     def value(self, text: str) -> str | None:
-        """Return what a word expands to, or FAILED for a variable with a failed exit code; None if it is unknown."""
+        """Return what a word expands to, or FAILED for a variable with a failed exit code; None if this is unknown."""
         if found := _PIPESTATUS.fullmatch(text):
             return (self.pipe[int(found[1] or 0) :] or ("",))[0] or None
         if arithmetic := re.fullmatch(r"\$\(\((.*)\)\)", text):
@@ -182,7 +182,7 @@ class ShellState:
         return "0" if compare(left, right) else FAILED
 
     def matches(self, text: str, pattern: str) -> bool | None:
-        """Return whether a word matches a pattern of `case`; None if it is unknown."""
+        """Return whether a word matches a pattern of `case`; None if this is unknown."""
         value = self.value(text)
         if pattern == "*":
             return True

@@ -15,11 +15,11 @@ from ddpjob_operator.job import command, programs, shell
 _IN_TEXT = re.compile(r"(?<!\\)\$(?:\{[!#]?([A-Za-z_]\w*)(:?[-=+?])?|([A-Za-z_]\w*))")
 _IN_NUMBERS = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
 _OPTION_C = re.compile(r"-[a-z]*c[a-z]*")
-_DEPTH_MAX = 10  # shells in shells; deeper ones are not read
+_DEPTH_MAX = 10  # nested shells (`sh -c`) that are read
 
 
 class Reference(NamedTuple):
-    """A variable that is read, with the `:-` of ${NAME:-0}."""
+    """A variable that a script reads, with the operator `:-` of ${NAME:-0}."""
 
     name: str
     operator: str = ""
@@ -38,7 +38,7 @@ def scripts(words: Sequence[str]) -> Iterator[tuple[int, bool]]:
         elif has_shell and _OPTION_C.fullmatch(word):
             is_script = True
         elif has_shell and not word.startswith(("-", "+")) and not before.endswith("o"):
-            has_shell = False  # it runs this file; `bash -o pipefail -c` continues
+            has_shell = False  # dash runs the file as a script; `bash -o pipefail -c` is a command
         elif command.starts_ranks(word) or name in programs.FRAMEWORKS:
             is_launched = True
 

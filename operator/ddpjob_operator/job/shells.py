@@ -1,4 +1,4 @@
-"""Warnings about the shell script around a launcher: exit codes that it loses, and SIGTERM that it does not forward."""
+"""Warnings about the shell script around a launcher: lost exit codes, and a SIGTERM that is not forwarded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KILLS = re.compile(r"kill(?:\s+-(?:-signal[ =]|[sn]\s*)?(?:SIG)?(TERM|INT|HUP|Q
 # In dash no job is a process group, and `jobs` prints nothing in a command substitution.
 _MISSES_IN_DASH = re.compile(r"\bkill\b[^;&|]*?\s(?:%|\$\(jobs|`jobs)")
 _KILLS_ALL = re.compile(r"\bkill\b.*(?:\s0\b|\s-\d*\$)|pkill|killall")
-# Signals on which a launcher saves. torchrun forwards SIGINT to its ranks, but background jobs ignore SIGINT.
+# Signals after which a launcher saves. torchrun forwards SIGINT to its ranks too, but background jobs ignore SIGINT.
 _STOPS = {"", "TERM", "15"}
 _STOPS_DDPRUN = {*_STOPS, "INT", "2", "HUP", "1"}
 _HOW = {
@@ -101,10 +101,10 @@ def sigterm_warning(words: list[str]) -> str:
 
 
 def without_sigterm(words: list[str], *, sh_is_dash: bool = False) -> str:
-    """Return the launcher that gets no SIGTERM because a shell waits for it; "" if there is none, or if it is unknown.
-    A shell that execs a command leaves the signal to it. bash and busybox exec the last simple command of a script,
-    dash (0.5.12) only one with `exec`; no shell does so in a pipeline, function or compound command. bash does not with
-    a trap or a redirection (execute_cmd.c)."""
+    """Return the launcher that gets no SIGTERM because a shell waits for it; "" if there is no such launcher, or if
+    this is unknown. A shell that execs a command leaves the signal to it. bash and busybox exec the last simple
+    command of a script, dash (0.5.12) only one after `exec`; no shell does in a pipeline, function or compound
+    command. bash does not with a trap or a redirection (execute_cmd.c)."""
     signals = _signals(words, sh_is_dash=sh_is_dash)
     with contextlib.suppress(shell.ShellSyntaxError):
         return signals.unreached() if signals else ""
@@ -163,7 +163,7 @@ class _Signals:
         self._loops = any(isinstance(node, shell.Loop) for node in nodes)
 
     def unreached(self) -> str:
-        """Return the launcher that does not get the signal."""
+        """Return the launcher that does not get the shell's SIGTERM; "" if all get it."""
         # bash runs an EXIT trap at once. It runs others during `wait` and between the commands of a loop.
         at_once = self._waits or self._loops or any({"EXIT", "0"}.intersection(words[2:]) for words in self._traps)
         stops = self._stopping_traps() if at_once else []
@@ -174,7 +174,7 @@ class _Signals:
         return self._unreached(self._script, is_last=True)
 
     def killed_early(self) -> str:
-        """Return the launcher that gets the signal from a trap, and that the shell does not wait for afterwards."""
+        """Return the launcher that a trap signals, if the shell exits afterwards without waiting for it; else ""."""
         texts = self._stopping_traps()
         if not texts or any(re.search(r"\b(?:wait|sleep|while|until)\b", text) for text in texts):
             return ""
@@ -183,7 +183,7 @@ class _Signals:
         return _first(map(self._below, self._jobs)) if exits and (self._waits or self._loops) else ""
 
     def _stopping_traps(self) -> list[str]:
-        """Return the texts of the traps for SIGTERM, if they send a signal on which the launcher saves."""
+        """Return the texts of SIGTERM traps that send a signal after which the launcher saves."""
         trapped = _TRAPPED_BY_DASH if self._is_dash else _TRAPPED
         texts = [words[1] for words in self._traps if trapped.intersection(words[2:]) and words[1].strip()]
         texts = [self._functions[name].text if (name := text.split()[0]) in self._functions else text for text in texts]
@@ -192,19 +192,19 @@ class _Signals:
         return [text for text in texts if stops.intersection(name.upper() for name in _KILLS.findall(text))]
 
     def _unreached_job(self, node: shell.ShellNode) -> str:
-        """Return the launcher that does not get a signal sent to a background job, which may be a shell around it."""
+        """Return the launcher that misses a signal to a background job, which may be a shell around the launcher."""
         words = shell.values(node)
         if words and words[0] in self._functions:
             return self._unreached(self._functions[words[0]].body, is_last=False)
         if isinstance(node, shell.GroupNode) and (node.subshell or self._is_dash):
             body = shell.ShellScript((node.body,))
             subshell = _Signals(body, self._started, self._program, sh_is_dash=self._sh_is_dash)  # inherits no traps
-            subshell._execs_last = True  # dash does so in a subshell, too
+            subshell._execs_last = True  # dash execs the last command in a subshell, too
             return subshell._unreached(body, is_last=True)
         return self._unreached_by_exec(words, self._below(node)) if words else self._unreached(node, is_last=False)
 
     def _unreached(self, node: shell.ShellNode, *, is_last: bool) -> str:
-        """Return the launcher below this command that the shell waits for. is_last: the script ends after it."""
+        """Return the first launcher in this command for which the shell waits. is_last: the script then ends."""
         if isinstance(node, shell.Simple):
             return self._unreached_simple(node, is_last=is_last)
         items = [*shell.children(node)]
@@ -233,14 +233,14 @@ class _Signals:
         return below
 
     def _unreached_by_exec(self, words: list[str], below: str) -> str:
-        """Return the launcher that does not get a signal sent to this program. below: the one that it starts."""
+        """Return `below`, the launcher in its command, if this program does not forward signals to it; else ""."""
         names = [programs.name(words[i]) for i in programs.places(words)]
         front = [*itertools.takewhile(lambda name: name in programs.WRAPPERS or name.startswith("-"), names)]
         stays = _STAY_IN_FRONT.intersection((*front, *names[:1])) or {"setsid", "-w"} <= {*front}
         return below if stays else without_sigterm(words, sh_is_dash=self._sh_is_dash)
 
     def _below(self, node: shell.ShellNode) -> str:
-        """Return the launcher that a command, or one below it, starts."""
+        """Return the launcher that this command, or a command inside it, starts."""
         return _first(self._started.get(one) or _launcher(shell.values(one)) for one in shell.walk(node))
 
 

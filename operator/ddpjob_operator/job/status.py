@@ -12,13 +12,13 @@ TERMINAL = ("Succeeded", "Failed")
 
 
 def is_restarted(status: api.Status) -> bool:
-    """True if a failure started the current attempt, or a pod in it is being replaced because of one."""
+    """True if a failure started the current attempt, or if a pod in it is being replaced after a failure."""
     failure = status.last_failure
     return failure is not None and (failure.attempt == status.attempt - 1 or bool(status.replacements))
 
 
 def unsettled_failure(status: api.Status) -> api.JobFailure | None:
-    """Return the failure that broke the current attempt, while its pods (or the one to replace) are being stopped."""
+    """Return the failure that broke the attempt, until its pods (or the one to replace) have ended; then None."""
     failure = status.last_failure
     if status.state != "Restarting" or failure is None or failure.attempt != status.attempt:
         return None
@@ -30,19 +30,19 @@ def is_broken(status: api.Status) -> bool:
 
 
 def is_of_this_attempt(status: api.Status, progress: api.Progress) -> bool:
-    """True if the progress comes from the ranks that train now, and not from those before a restart."""
+    """True if the current ranks reported this progress, and not the ranks before a restart."""
     since = status.attempt_time
     return progress.attempt == status.attempt and (since is None or progress.updated >= since)
 
 
 def ranks_since(status: api.Status) -> dt.datetime | None:
-    """Return when the ranks that train now were started: the start of the attempt, or the last failure in it."""
+    """Return when the current ranks were started: at the start of the attempt, or at its last failure."""
     times = [status.attempt_time, *(f.time for f in status.failures if f.attempt == status.attempt)]
     return max((time for time in times if time is not None), default=None)
 
 
 def present_progress(status: api.Status) -> api.Progress | None:
-    """Return the progress of the ranks that train now; None until they have made a step, and while none trains."""
+    """Return the progress of the current ranks; None until they have made a step, and if no rank is training."""
     progress, since = status.progress, ranks_since(status)
     if progress is None or status.state not in ("Running", *TERMINAL) or progress.attempt != status.attempt:
         return None

@@ -23,13 +23,13 @@ from ddpjob_operator.job.status import TERMINAL
 Key = tuple[str, str]
 Raw = Mapping[str, Any]
 
-CUT = "cut"  # this field marks a cut job and has the size of the whole job; it is never sent to the API server
-# Bytes per job in addition to metadata and spec: its status and its JobState. A cut job as a whole needs no more.
+CUT = "cut"  # this field, with the size of the whole job, marks a job that is kept only in part; it is never sent
+# Bytes per job in addition to metadata and spec: its status and its JobState. A cut job needs less than this in total.
 OF_A_JOB = 4_096
 # Bytes of Python memory per JSON character, per object or list, and per other value. Measured: the estimate is 0.7 to
 # 1.1 times the real size, and up to three times the real size for empty lists.
 OF_A_BYTE, OF_A_BRACKET, OF_A_COMMA = 2, 120, 70
-# A job of at most this many bytes is kept whole if there is room. An ordinary job needs a quarter to a half of that.
+# Jobs of at most this many bytes are kept whole if there is room. An ordinary job has a quarter to a half of this size.
 SMALL = 65_536
 BEGUN = ("Pending", "Starting", "Running", "Restarting", "Failing")
 
@@ -43,7 +43,7 @@ KEPT_OF_METADATA = (
     "deletionTimestamp",
 )
 KEPT_OF_SPEC = ("suspend", "nodes", "managedBy", "ttlSecondsAfterFinished")
-# Fields that show how far the job is, and fields that metrics show.
+# Kept because the operator needs them to decide if a job must be reconciled, and the metrics show them.
 KEPT_OF_STATUS = (
     *("state", "reason", "stateTime", "observedGeneration", "attempt", "attemptTime", "runningTime", "firstStepTime"),
     *("startTime", "completionTime", "restarts", "nodes", "goodput"),
@@ -68,7 +68,7 @@ def is_cut(raw: Raw) -> bool:
 
 
 def has_begun(raw: Raw) -> bool:
-    """True if an attempt is under way, or begins without a user's action."""
+    """True if an attempt is running, or will start without a user's action."""
     status = _mapping(raw.get("status"))
     attempt = status.get("attempt")
     return not _is_left_alone(raw) and status.get("state") in BEGUN and isinstance(attempt, int) and attempt > 0
@@ -82,7 +82,7 @@ def would_begin(job: api.DDPJob) -> bool:
 
 
 def cut(raw: Raw, whole: int) -> dict[str, Any]:
-    """Return the few fields that are kept of a job that is not kept whole. whole: size of the complete job."""
+    """Return the few fields that are kept of a cut job. whole: size of the complete job."""
     metadata, spec, status = (_mapping(raw.get(part)) for part in ("metadata", "spec", "status"))
     return {
         "metadata": _kept(metadata, KEPT_OF_METADATA),
@@ -114,7 +114,7 @@ def rests_until(raw: Raw, now: dt.datetime, *, has_objects: bool) -> dt.datetime
 
 
 def rests(raw: Raw) -> bool:
-    """True if a job needs no reconcile until it changes or there is room for it to begin."""
+    """True if a job needs no reconcile until it changes or until there is room for its start."""
     until = rests_until(raw, bounds.TIME_FIRST, has_objects=False)
     return until == bounds.TIME_LAST or waits_for_room(raw)
 
@@ -169,7 +169,7 @@ class Room:
         return self._in_namespace[namespace]
 
     def take(self, key: Key, needs: int) -> bool:
-        """Give the job a place if there is room; True if it has one. A job loses its place if it outgrows the room."""
+        """Give the job a place if there is room; return True if it has one. A job that outgrows the room loses it."""
         more = needs - self._sizes.get(key, 0)
         if more > 0 and self._fullness(key[0], more):
             self.leave(key)
@@ -210,7 +210,7 @@ class Room:
         for namespace, those in list(self._waiting.items()):
             here = self._in_namespace[namespace]
             for key, needs in list(those.items()):
-                # Smaller jobs do not overtake a large one, because it might then wait forever.
+                # A smaller job never overtakes a large job, because the large job might then wait forever.
                 if here + needs > self._of_namespace or total + needs > self._total:
                     break
                 here, total = here + needs, total + needs
@@ -246,7 +246,7 @@ def _is_left_alone(raw: Raw) -> bool:
 
 
 def _kept(given: Raw, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return the named fields that are short. Long ones are left out, because any user may have written them."""
+    """Return the named fields that are short. Long fields are left out, because any user may have written them."""
     return {name: given[name] for name in names if name in given and _is_short(given[name])}
 
 

@@ -1,5 +1,5 @@
-"""Corrects recorded times that are ahead of this clock, because clocks are set back and leaders change. Afterwards no
-past event is later than now, and no wait ends later than if it began now."""
+"""Corrects recorded times that are ahead of this clock, because clocks are set back and leaders change. In the
+result no past event is later than now, and no wait ends later than if it began now."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ REPORT_SECONDS_MAX = 60.0
 def not_ahead(
     status: api.Status, now: dt.datetime, *, start_back_off_seconds: float, avoid_seconds: float
 ) -> api.Status:
-    """Return the status without times after `now`. Only its waits may end later; the arguments limit by how much."""
+    """Return the status without times after `now`. Only its waits may end later, at most by the other arguments."""
     restarts, progress = status.restarts, status.progress
     in_a_row = 0 if restarts is None else restarts.in_a_row
     wait = max(budget.back_off_seconds(in_a_row), start_back_off_seconds)
     until = now + dt.timedelta(seconds=avoid_seconds)
-    # Earlier than the next report. Otherwise, if the clock was set back by an hour, no report would count for an hour.
+    # Take a time before the next report. Otherwise, after a clock was set back by an hour, reports would not count.
     reported_at = now - dt.timedelta(seconds=REPORT_SECONDS_MAX)
     return replace(
         status,
@@ -48,8 +48,8 @@ START_BACK_OFF_SECONDS = (60, 120, 240, 480, 960, 1800)
 
 
 def start_back_off_seconds(uid: str, retries: int) -> int:
-    """Return seconds: 1, 2, 4 ... 30 min, less up to a fifth that depends on the job, because two jobs that block each
-    other must not retry together."""
+    """Return seconds: 1, 2, 4 ... 30 min, less up to a fifth that depends on the job, so that jobs that block each
+    other do not retry together."""
     base = START_BACK_OFF_SECONDS[min(retries, len(START_BACK_OFF_SECONDS)) - 1]
     share = int.from_bytes(hashlib.sha256(f"{uid}/{retries}".encode()).digest()[:2], "big") / 2**16
     return round(base * (1 - share / 5))
@@ -74,6 +74,6 @@ class Clock:
         self._latest: dt.datetime | None = None
 
     def set_back(self, now: dt.datetime) -> dt.timedelta:
-        """Return how far the clock was set back after the last call, as a negative difference; zero if it was not."""
+        """Return how far the clock was set back after the last call, as a negative difference; else zero."""
         before, self._latest = self._latest, now
         return min(dt.timedelta(), now - before) if before is not None else dt.timedelta()

@@ -57,7 +57,7 @@ def not_its_rank(spec: api.Spec, rank: int, node_rank: int | None) -> str:
 
 
 def rank_of_place(spec: api.Spec, place: int) -> int | None:
-    """Return the rank of a pod's only process; None if it has several or its rank is unknown."""
+    """Return the rank of a pod's only process; None if the pod has several processes or the rank is unknown."""
     return members(spec).node_rank(place) if nproc_per_node(spec) == 1 and ranks_follow_nodes(spec) else None
 
 
@@ -68,8 +68,8 @@ def backend(spec: api.Spec) -> str:
 
 
 def shutdown_timeout_seconds(spec: api.Spec) -> int:
-    """Return how long torchrun waits for its workers after SIGTERM: the grace period, less time to report. A negative
-    value crashes torchrun (docs/dev/upstream.md, launchers)."""
+    """Return for how many seconds torchrun waits for its workers after SIGTERM: the grace period, minus time to
+    report. A negative value crashes torchrun (docs/dev/upstream.md, launchers)."""
     return max(1, grace_seconds(spec.template) - 5)
 
 

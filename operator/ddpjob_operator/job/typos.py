@@ -6,21 +6,21 @@ import difflib
 from collections.abc import Iterable
 
 COMPARISONS_MAX = 1_000
-LENGTH_MAX = 64  # the most characters of a compared name: a comparison takes time quadratic in them
+LENGTH_MAX = 64  # characters of a name; comparing takes time quadratic in the length
 _LONGER = 3  # "restartPolicyRules" is a separate field, not a typo of "restartPolicy"
-# Names of the same fields in other kinds of jobs: PyTorchJob, batch/v1 Job, torchrun.
+# The corresponding fields in other kinds of jobs: PyTorchJob, batch/v1 Job, torchrun.
 _OTHER_NAMES = {"replicas": "nodes", "numnodes": "nodes", "parallelism": "nodes", "completions": "nodes"}
 _OTHER_NAMES |= {"nnodes": "nodes", "numprocpernode": "nprocPerNode", "slots": "nprocPerNode", "gpus": "nprocPerNode"}
 
 
 class Typos:
-    """The number of comparisons that are left for one document."""
+    """Counts the comparisons that are left for one document."""
 
     def __init__(self, comparisons: int = COMPARISONS_MAX) -> None:
         self.left = comparisons
 
     def meant(self, name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-        """Return the known name that this one resembles most, "" if there is none or no comparison is left."""
+        """Return the most similar known name; "" if no name is similar or no comparison is left."""
         if len(name) > LENGTH_MAX or not self.left:
             return ""
         compared = []

@@ -48,7 +48,7 @@ NOT_A_JOB = "a DDPJob is a mapping with apiVersion, kind, metadata and spec"
 MPI_REFUSED = '"mpi" needs a PyTorch built with MPI, and no published wheel is. Use gloo (CPU) or nccl (GPU).'
 
 WINDOWED_LIMIT_MAX = 100
-PROBLEMS_MAX = 200  # the most problems of a template that are named: each takes 20 µs, and a tenant may write 9,000
+PROBLEMS_MAX = 200  # problems of a template that are reported; each takes 20 µs, and a tenant may write 9,000
 LABEL_KEY = "^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
 _RESEMBLES = 0.8  # "comand" is 0.92 like "command"
 
@@ -181,7 +181,7 @@ def _name(raw: Mapping[Any, Any]) -> Iterator[Problem]:
 
 
 def strict(spec: api.Spec) -> Iterator[Problem]:
-    """Yield further problems that the API server of the described version refuses, and a newer one may accept."""
+    """Yield further problems: the API server of pod_types.py's version refuses these, a newer one may accept them."""
     found = template.deviations(spec.template)
     yield from (Problem(("spec", "template", *d.path), d.message) for d in found if d.kind == "misspelled")
 
@@ -208,7 +208,7 @@ def _template(given: Mapping[str, Any], typos: Typos) -> Iterator[Problem]:
 
 
 def _shape_of(given: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
-    """Yield problems for which a clearer message is known than one about types."""
+    """Yield problems for which there is a clearer message than the one about types."""
     pod = given.get("spec")
     if not isinstance(pod, Mapping):
         yield ("spec",) if pod is not None else (), "needs a spec with at least one container"
@@ -236,7 +236,7 @@ def _shape_of(given: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
 
 
 def _misspelled(given: Mapping[Any, Any], kind: str, path: Path, typos: Typos) -> Iterator[Problem]:
-    """Yield only fields that closely resemble a known one: a newer API server may know the others."""
+    """Yield only fields that closely resemble a known field, because a newer API server may know other fields."""
     known = frozenset(template.fields(kind))
     for name in map(str, given if typos.left else ()):
         if name not in known and (close := typos.meant(name, template.fields(kind), _RESEMBLES)):
@@ -257,12 +257,12 @@ def _stored(raw: Mapping[str, Any], name: str, kind: type[Struct]) -> Struct:
         return msgspec.convert({} if given is None else given, kind, strict=False)
     except (*NOT_READABLE, OverflowError) as error:
         what, _, where = str(error).partition(" - at `$")
-        # Cut the texts, because a key may have any length.
+        # Truncate both texts, because a key may have any length.
         raise UnreadableJobError(f"{name}{where.rstrip('`')[:200]}: {what[:200]}") from None
 
 
 def _lenient(raw: object, kind: type[Any]) -> Any:
-    """Return a part that the API server has already checked, with defaults for unreadable values."""
+    """Return a part of a job from the API server, with defaults for values that this version cannot read."""
     try:
         return msgspec.convert(raw if isinstance(raw, Mapping) else {}, kind, strict=False)
     except msgspec.ValidationError:
@@ -314,7 +314,7 @@ def _field(raw: object, hint: Any, kind: inspect.Type, path: Path, problems: _Fo
         kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
         wanted = " or ".join(filter(None, (_wanted(one, raw) for one in kinds)))
         problems.append(Problem(path, f"must be {wanted}, is {say(raw)}"))
-        # Another version with wider bounds may have accepted a number, so use the nearest one. Anything else is unset.
+        # Another operator version may have accepted a larger number: use the nearest one. Other values become unset.
         whole = next((t for t in kinds if isinstance(t, inspect.IntType)), None)
         if whole is None or not isinstance(raw, int) or isinstance(raw, bool):
             return msgspec.UNSET

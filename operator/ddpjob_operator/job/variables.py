@@ -1,5 +1,5 @@
-"""Rendezvous variables that the user's template sets, and so overrides. Contradictions are only reported by `ddpjob
-check`, because a variable matters only to programs that read it. Wrong options are refused (launcher.py)."""
+"""Rendezvous variables that the user's template overrides. `ddpjob check` only reports contradictions, because a
+variable matters only to programs that read it. Wrong options are refused (launcher.py)."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _wrong(name: str, value: str, spec: api.Spec) -> Iterator[str]:
 
 
 def _is_number_of_nodes(value: str, spec: api.Spec) -> bool:
-    """True for the number, for a range that contains it, and for a text that is no number, such as $(NNODES)."""
+    """True for the number of nodes, a range that contains it, or a text that is no number, such as $(NNODES)."""
     first, _, last = value.partition(":")
     least, most = (bounds.number(text, bounds.COUNT_MAX) for text in (first, last or first))
     return min(least, most) < 0 or least <= spec.nodes <= most

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from ddpjob_operator.job import command, programs
 
-# Variables without which torchrun and ddprun do not find the other nodes, and the options that replace each. The port
-# is not among them, because its default is the same on all nodes.
+# Variables that torchrun and ddprun need to find the other nodes, with the options that replace each variable. The port
+# is missing, because its default is the same on all nodes.
 _OF_NODES = {
     "PET_NNODES": {"nnodes"}, "PET_NODE_RANK": {"node_rank", "rdzv_backend"},
     "PET_MASTER_ADDR": {"master_addr", "rdzv_endpoint"},
@@ -21,13 +21,13 @@ _OF_NODES = {
 _NPROC = "PET_NPROC_PER_NODE"
 ALL = frozenset((*_OF_NODES, _NPROC))
 _IN_THE_POD = "start it in the pod itself"
-# Programs that start a command outside of the container, and what would pass the variables on.
+# Programs that start a command outside of the container, and the options by which they would pass variables on.
 _OUTSIDE = {
     "ssh": re.compile("SendEnv|SetEnv"),
     **dict.fromkeys(("docker", "podman", "nerdctl"), re.compile(r"-e\b|--env")),
     "kubectl": None,
 }
-# Programs that start a command in a separate session, and the options with which they exit at once.
+# Programs that start a command in a separate session. With these options they exit before the command does.
 _DETACHES = {
     "screen": re.compile(r"-[A-Za-z]*d"), "tmux": re.compile(r"-[A-Za-z]*d"),
     **dict.fromkeys(("docker", "podman", "nerdctl"), re.compile(r"-[a-z]*d[a-z]*$|--detach$")),
@@ -55,7 +55,7 @@ class Withheld(NamedTuple):
         return self.names == ALL
 
     def but(self, names: Sequence[str]) -> Withheld:
-        """Return what is still withheld after these variables were set."""
+        """Return which variables are still missing after these variables were set."""
         left = self.names.difference(names)
         return self._replace(names=left) if left else NOTHING
 
@@ -63,7 +63,7 @@ class Withheld(NamedTuple):
         """True if a launcher with these options needs one of the variables. nodes: to find other nodes."""
         if not nodes:
             return _NPROC in self.names and "nproc_per_node" not in options
-        if "standalone" in options:  # on purpose, such as to prepare data
+        if "standalone" in options:  # --standalone is chosen on purpose, for example to prepare data
             return False
         return any(name in self.names and not given & {*options} for name, given in _OF_NODES.items())
 
@@ -72,7 +72,7 @@ NOTHING = Withheld()
 
 
 def by_words(words: Sequence[str]) -> Withheld:
-    """Return what the words before a launcher withhold from it."""
+    """Return which variables the words before a launcher do not pass on to it."""
     found, before = NOTHING, ""
     words = [*itertools.takewhile(lambda word: not _begins_training(word), words[:WORDS_MAX])]
     for i, word in enumerate(words):
@@ -121,7 +121,7 @@ def _by_program(name: str, options: list[str]) -> Withheld | None:
 
 
 def unset_by(by: str, names: Sequence[str] | frozenset[str]) -> Withheld:
-    """Return what `unset` withholds."""
+    """Return which of the job's variables `unset` removes."""
     return Withheld(ALL.intersection(names), by, "leave it out")
 
 

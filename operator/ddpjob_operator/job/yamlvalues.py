@@ -1,5 +1,5 @@
-"""Plain YAML scalars as kubectl reads them (sigs.k8s.io/yaml, YAML 1.1 with parts of 1.2). PyYAML reads 1e-4 as a text,
-1:30:00 as 5400, and `y` and `08` as texts, which are true and 8 in the cluster. Pure."""
+"""Plain YAML scalars as kubectl reads them (sigs.k8s.io/yaml, YAML 1.1 with parts of 1.2). PyYAML differs: it reads
+1e-4, `y` and `08` as texts and 1:30:00 as 5400, but in the cluster `y` is true and `08` is 8. Pure."""
 
 from __future__ import annotations
 

@@ -25,12 +25,12 @@ def handlers(operator: Operator) -> kopf.OperatorRegistry:
     async def start(settings: kopf.OperatorSettings, **_: Any) -> None:
         settings.posting.enabled = False
         settings.peering.standalone = True
-        # The kind and the namespaces are known. Scanning would need the right to watch CRDs and namespaces.
+        # Do not scan: the kind and the namespaces are known, and scanning needs the right to watch CRDs and namespaces.
         settings.scanning.disabled = True
         # kopf must not list, or end a silent watch: our reflectors do both (kopf_workarounds/reflected_session.py).
         settings.watching.initial_streaming = True
         settings.watching.inactivity_timeout = NEVER_SECONDS
-        # Applies only to a signal that comes before our own signal handlers are set.
+        # This applies only to a signal that arrives before our own signal handlers are set.
         settings.process.ultimate_exiting_timeout = END_SECONDS
         try:
             await operator.start()

@@ -24,7 +24,7 @@ WAIT_SECONDS = 3.0
 
 
 class BrokenError(Exception):
-    """A check failed. The message names the problem and the next step."""
+    """A check failed. The text names the problem and the next step."""
 
 
 async def crd(client: Client) -> str:
@@ -101,7 +101,7 @@ async def check(
 
 
 async def _tried(one: Callable[[], Awaitable[str]], tries: int) -> int:
-    """Run a check and return its exit code. Repeat it, because an operator that has just started may not lead yet."""
+    """Run a check and return its exit code. Retry, because an operator that has just started may not lead yet."""
     for left in reversed(range(tries)):
         try:
             print(f"ok    {await one()}")

@@ -22,12 +22,12 @@ class LeaderLabel:
         self._log = LogOnce(runtime.log.warning)
 
     def take_from(self, former: str) -> None:
-        """Label this pod as the leader. former: the pod that led before and may hang, "" if unknown."""
+        """Label this pod as the leader. former: the earlier leader's pod, which may hang; "" if unknown."""
         self._former = former if former != self._pod else ""
         self._leads.set()
 
     async def run(self) -> None:
-        """Keep the label right until cancelled."""
+        """Keep the label on the leader's pod correct until cancelled."""
         # This container may have been restarted, and its pod may still have the label from before.
         await self._set(self._pod, None)
         await self._leads.wait()
@@ -39,7 +39,7 @@ class LeaderLabel:
             await asyncio.sleep(wait)
 
     async def _tried(self, pod: str, value: str | None) -> float:
-        """Try once. Return the seconds until the next try, 0 if it succeeded or the pod is gone."""
+        """Try once to set the label. Return the seconds until the next try; 0 if it succeeded or the pod is gone."""
         try:
             await self._client.patch(f"{self._path}/{pod}", {"metadata": {"labels": {LABEL: value}}})
         except ApiError as error:

@@ -81,8 +81,8 @@ class Candidate:
 
         now: when the answer arrived. asked_at: when the read was sent, which was after the previous answer.
         """
-        # Two reads that find no Lease look equal, even if another operator held one in between. After renew_seconds
-        # without a read this cannot be excluded, so the wait starts again.
+        # Two reads that find no Lease look equal, even if another operator held a Lease in between. That is possible
+        # after renew_seconds without a read, so the wait starts again.
         unseen = lease is None and now - self._saw_at > self._durations.renew_seconds
         changed = self._changed_at is None or lease != self._lease or unseen
         if changed:
@@ -105,11 +105,11 @@ class Candidate:
         """True if the Lease is ours or free, or its holder has not renewed it for its whole duration."""
         if self._lease is not None and self._lease.holder in ("", self.identity):
             return True
-        # The chart creates the Lease, so a missing one was deleted, and its holder may not know that yet. Wait.
+        # The chart creates the Lease, so a missing Lease was deleted. Its holder may not know that yet, so wait.
         return self._changed_at is not None and now - self._changed_at >= self._wait_seconds()
 
     def leader(self, now: float) -> str:
-        """Return which other operator holds the Lease, "" if none does or it has expired."""
+        """Return the other operator that holds the Lease; "" if nobody holds it or it has expired."""
         lease, changed_at = self._lease, self._changed_at
         if lease is None or changed_at is None or lease.holder == self.identity:
             return ""
@@ -185,7 +185,7 @@ class Election:
         self._log_trouble(trouble and f"{self.what} cannot be read or renewed, trying again: {trouble}")
 
     async def _read(self) -> Raw | None:
-        """Return the Lease, None if it does not exist. Raise ApiError."""
+        """Return the Lease; None if no Lease exists. Raise ApiError."""
         try:
             return await self.client.get(f"{self._collection}/{self._name}")
         except ApiError as error:
@@ -225,7 +225,7 @@ class Election:
             began = self._clock()
             await self.renew()
             self._renewed.set()
-            # Jitter, as client-go's JitterFactor, so that waiting operators do not all try at the same moment.
+            # Add jitter, as client-go's JitterFactor does, so that waiting operators do not all try at the same moment.
             spread = 1.0 if self.holds() else self._runtime.random.uniform(1.0, 1.2)
             # Count from the beginning of the try. A pause after a slow answer would use up the time to renew.
             await asyncio.sleep(max(0.0, began + self._durations.retry_seconds * spread - self._clock()))
@@ -242,7 +242,7 @@ class Election:
             self._runtime.log.info("%s was not released, so it runs out: %s", self.what, why)
 
     async def _freed(self) -> bool:
-        """Release once. Return False if a renewal in flight changed the Lease between our read and write."""
+        """Try once to release. Return False if a renewal in flight changed the Lease between our read and write."""
         raw = await self._read()
         if raw is None or read(raw).holder != self._candidate.identity:
             return True
@@ -260,7 +260,7 @@ class Election:
 
 
 def read(raw: Raw) -> Lease:
-    """Return the fields of a Lease that candidates decide by."""
+    """Return the fields of a Lease on which candidates base their decisions."""
     metadata, spec = raw["metadata"], raw.get("spec") or {}
     return Lease(
         version=str(metadata.get("resourceVersion", "")),

@@ -65,7 +65,7 @@ async def _serve(settings: OperatorSettings) -> int:
 
 
 def _end_now() -> None:
-    """End the process. kopf may wait forever for its tasks, because one of them may wait for another that is dead."""
+    """End the process, because kopf may wait forever for a task that itself waits for a task that has died."""
     _LOGGER.error("the operator has not ended in time, so its process is ended")
     os._exit(1)
 
@@ -78,7 +78,7 @@ def _operator(settings: OperatorSettings, end_within: Callable[[float], object])
     seconds = settings.lease.try_seconds
     limits = RequestLimits(connect_seconds=seconds, request_seconds=seconds, tries=2)
     for_lease = Client(limits=limits, answered=meter.answered, reach=reach)
-    # Pod names are unique. A restarted container has the same name, so it does not wait for its own Lease to expire.
+    # Use the unique pod name. A restarted container then does not wait for its own Lease to expire.
     identity = settings.pod_name or f"{socket.gethostname()}_{uuid.uuid4().hex[:8]}"
     leader = Election(for_lease, settings.lease_namespace, settings.lease_name, identity, settings.lease)
     client = Client(may_write=leader.holds, answered=meter.answered, reach=reach)

@@ -48,9 +48,9 @@ from ddpjob_operator.observed.reports import Report
 from ddpjob_operator.pods import build, naming
 
 UNSYNCED_SECONDS = 0.2
-# A reconcile or watch without an answer for this long hangs. No bounded request takes so long, even with its retries.
+# Seconds without an answer after which a reconcile or watch hangs. No bounded request takes so long, even with retries.
 STUCK_SECONDS = 600.0
-# A watch in back-off that has not tried again for this long hangs, because the back-off is shorter.
+# Seconds without a new try after which a watch in back-off hangs, because its back-off is shorter.
 IDLE_SECONDS = 60.0
 # The process is killed this many seconds after a signal, or after a failure, whatever is still running.
 END_SECONDS, BROKEN_END_SECONDS = 8.0, 4.0
@@ -194,7 +194,7 @@ class Operator:
         await access.report_missing_rights(self._client, self.settings.watched, self._runtime.log, self.settings.gangs)
         await served_crd.report_old_crd(self._client, self._runtime.log)
         if self._leader is not None:
-            # Not earlier: an operator without the right to list jobs would take the Lease from one that has the right.
+            # Begin only after these checks: without the right to list jobs, this operator must not take the Lease.
             if not self._others.are_known:
                 self.run("other releases", self._others.run(self._others_changed))
             self.run("lease", self._leader.run())
@@ -232,7 +232,7 @@ class Operator:
         await self._client.close()
 
     def job_told(self, kind: str | None, metadata: Mapping[str, Any]) -> None:
-        """Handle kopf's event: a DDPJob was deleted, or our copy has a new one."""
+        """React to kopf's event: a DDPJob was deleted, or our copy contains a new job."""
         key = (metadata["namespace"], metadata["name"])
         if kind == "DELETED":
             self.caches.jobs.remove(*key, metadata["uid"])
@@ -240,7 +240,7 @@ class Operator:
             self._enqueue(key)
 
     def locate(self, bound: BoundPod) -> Sender | None:
-        """Return the job and node rank of a pod; None if it does not belong to a known job."""
+        """Return the job and node rank of a pod; None for a pod that does not belong to a known job."""
         entry = self.caches.pods.entry(bound.namespace, bound.name)
         if entry is None or entry.uid != bound.uid:
             return None
@@ -277,7 +277,7 @@ class Operator:
         return [*self._all_reflectors, *(r for gang in self.caches.gangs.values() for r in gang.reflectors)]
 
     def standing_by(self) -> str:
-        """Return a remark for /healthz: the namespaces that other releases manage. It is no reason to restart."""
+        """Return a remark for /healthz about namespaces that other releases manage. A restart would not change that."""
         return "; ".join(self._others.sentences())
 
     def snapshot(self) -> exposition.Scrape:
@@ -380,7 +380,7 @@ class Operator:
         return 0.0 if all(lists) and not self._waits_for_gang(key) else UNSYNCED_SECONDS
 
     def _waits_for_gang(self, key: Key) -> bool:
-        """True if the job needs a gang API whose first list is missing. Jobs that do not use it go ahead."""
+        """True if the job needs a gang API whose first list is missing. Jobs without a gang API do not wait."""
         gangs, raw = self.caches.gangs, self.caches.jobs.get(key)
         if raw is None or storage.is_cut(raw) or all(gang.is_ready(key[0]) for gang in gangs.values()):
             return False
@@ -390,7 +390,7 @@ class Operator:
             return False  # the reconcile reports the error
 
     def _others_changed(self, namespaces: Set[str]) -> None:
-        # Old reports would look like a stall when this release gets the job back.
+        # Forget its reports: they would look like a stall if this release got the job back.
         self.states.forget([key for key, _ in self.states if self._others.of(key[0])])
         for key in self.caches.jobs:
             if key[0] in namespaces:
@@ -408,7 +408,7 @@ class Operator:
     def _service_changed(self, key: Key, old: observe.Service | None, new: observe.Service | None) -> None:
         job = self.caches.jobs.get(key)
         if old is not None or new is None or job is None or new.owner_uid != job["metadata"]["uid"]:
-            self._enqueue(key)  # not for a Service that the job has just created, because no rule waits for it
+            self._enqueue(key)  # skip a Service that the job has just created, because no rule waits for it
 
     def _nodes_changed(self, names: Set[str]) -> None:
         for key in self.caches.pods.jobs():

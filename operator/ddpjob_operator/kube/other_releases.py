@@ -38,11 +38,11 @@ class OtherReleases:
         self._logged: set[str] = set()
 
     def of(self, namespace: str) -> str:
-        """Return the release that has marked this namespace, "" if none has."""
+        """Return the other release that has marked this namespace; "" if no release has."""
         return self._releases.get(namespace, "")
 
     def sentences(self) -> list[str]:
-        """Return a sentence for each namespace that is left alone."""
+        """Return a sentence for each namespace that is left to another release."""
         return [
             f"the jobs of the namespace {namespace} are the release {release}'s (ConfigMap {namespace}/{MARK});"
             " this one leaves them alone"
@@ -63,8 +63,8 @@ class OtherReleases:
                 }
                 self.are_known = True
             except ApiError as error:
-                # 403: the role of an older chart lacks this right. Act for all namespaces then, because otherwise
-                # nobody would act for any job.
+                # 403: an older chart's role lacks this right. Then act for all namespaces, because otherwise no release
+                # would.
                 self.are_known = self.are_known or error.status == 403
                 self._log({f"releases that watch one namespace alone cannot be seen, and would act here too: {error}"})
             else:
@@ -80,6 +80,6 @@ class OtherReleases:
 
 
 def _release(data: object) -> str:
-    """Return the release that a mark names, as one line without control characters; "?" if it names none."""
+    """Return the release named in a mark, as one line without control characters; "?" if the mark names none."""
     named = data.get("release") if isinstance(data, dict) else None
     return " ".join(clean(str(named or "?")[:RELEASE_MAX]).split()) or "?"

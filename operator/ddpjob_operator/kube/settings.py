@@ -162,7 +162,7 @@ def _durations(read: Callable[[str, float, Callable[[str], float], str], float])
 
 
 def _read(environment: Mapping[str, str], name: str, default: T, parse: Callable[[str], T], must: str) -> T:
-    """Return the value of a variable. parse: raises ValueError for a text that is not what it `must` be."""
+    """Return the value of a variable. parse: raises ValueError for an invalid text. must: what the error asks for."""
     text = environment.get(name)
     try:
         return default if text is None else parse(text)

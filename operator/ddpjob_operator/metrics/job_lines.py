@@ -1,4 +1,4 @@
-"""Series of one job, computed from its status alone: they survive a restart of the operator, and end with the job.
+"""Series of one job, computed from its status alone: they survive an operator's restart, and end with the job.
 
 There are 28 lines per job. For 1,000 jobs prometheus-client's encoder takes a second, and this module a tenth of it.
 tests/unit/test_metrics_meter.py reads the lines with prometheus-client's parsers.
@@ -14,7 +14,7 @@ from ddpjob_operator.job.status import TERMINAL
 from ddpjob_operator.metrics import names
 from ddpjob_operator.plan import transitions
 
-# Scrapers come every 15 to 60 s, so they still see an ended job. Thousands of old jobs must not cost every scrape.
+# Seconds for which an ended job is exported. Scrapers come every 15 to 60 s, and old jobs must not slow every scrape.
 ENDED_SECONDS = 600.0
 
 
@@ -24,7 +24,7 @@ def state(status: api.Status) -> str:
 
 
 def spent(status: api.Status, now: dt.datetime) -> dict[str, int]:
-    """Return seconds by use, including those of the current state, which the status only adds at its end."""
+    """Return the seconds by use, including the current state; the status itself adds a state only at its end."""
     until_now = transitions.goodput(status, now)
     return {name: getattr(until_now, f"{name}_seconds") for name in names.SPENT}
 

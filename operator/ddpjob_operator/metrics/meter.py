@@ -1,7 +1,6 @@
-"""The metrics: counters in a prometheus-client registry, and series of jobs built from statuses at each scrape, so that
-none of a deleted job remains. There is no clock and no I/O; durations are passed in. Methods may be called while
-another thread writes an answer: prometheus-client locks each value.
-"""
+"""The metrics: counters in a prometheus-client registry, and series of jobs built from statuses at each scrape, so
+that no series of a deleted job remains. There is no clock and no I/O; durations are passed in. Methods may be called
+while another thread writes an answer: prometheus-client locks each value."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from ddpjob_operator.metrics import job_lines, names
 from ddpjob_operator.metrics.of_change import Restart, of_change
 from ddpjob_operator.observed.reports import AgentReport
 
-# Otherwise each series gets a second one with its creation time, which nobody reads.
+# Otherwise prometheus_client would add a series with the creation time to each series. Nobody reads these.
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
@@ -158,7 +157,7 @@ class Meter:
 
     @property
     def remembered(self) -> int:
-        """Number of jobs of which something is kept."""
+        """Number of jobs for which counts are kept."""
         return len(self._spent.keys() | self._newly.keys() | self._ended.keys())
 
     # ---------------------------------------------------------------- what is served
@@ -186,7 +185,7 @@ class Meter:
         return [*families, *_of_operator(moment), *_of_jobs(moment)]
 
     def _add_spent(self, moment: Moment) -> None:
-        """Count what jobs have spent since they were last counted."""
+        """Count the time that jobs have spent after they were last counted."""
         self._shown = {}
         if moment.jobs is None:
             self._forget()
@@ -202,15 +201,15 @@ class Meter:
         self._newly, self._ended = Newest(CHANGED_MAX), Newest(CHANGED_MAX)
 
     def _add(self, job: MeteredJob, now: dt.datetime) -> dict[str, int] | None:
-        """Count what a job has spent since last time. Return its total; None if the status is unreadable."""
+        """Count the time that a job spent after the last call. Return its total; None for an unreadable status."""
         if job.status is None:
-            return None  # keep what was counted: otherwise it would be counted again once the status is readable
+            return None  # keep the counts: otherwise they would be added again once the status is readable
         spent = job_lines.spent(job.status, now)
         with self._lock:
             before = self._spent.get(job.uid)
             if before is None:
                 before = self._counted_by_others(job, spent)
-            # A stall or failure is found after it began, and clocks may be set back: the productive time then shrinks.
+            # A stall or failure is detected late, and clocks may be set back: the productive time then shrinks.
             # Prometheus takes a falling counter for a restart from zero, so increase() would add all of it again.
             spent = {name: max(seconds, before.get(name, 0)) for name, seconds in spent.items()}
             self._spent[job.uid] = spent
@@ -263,7 +262,7 @@ def verb_and_resource(method: str, path: str, *, watch: bool = False) -> tuple[s
     return verb, resource if resource in names.RESOURCES else names.OTHER
 
 
-# Labels of series that exist from the start. Otherwise the first event would be no increase, and no alert would fire.
+# Labels of series that exist from the start. Otherwise the first event is no increase, and no alert fires.
 _FROM_THE_START: dict[str, list[tuple[str, ...]]] = {
     names.RECONCILES.name: [("ddpjob", result) for result in names.RESULTS],
     names.RECONCILE_ERRORS.name: [("ddpjob",)],

@@ -1,7 +1,7 @@
 """Metrics counted when a status changes: attempts, restarts, and how long recovery from a failure took.
 
-A failure is recorded in one status, charged in a second, and overcome in a third; `Restart` carries it from one to the
-next. A new leader that has not seen the first status counts no time for the failure.
+One status records a failure, a later one charges it to a limit, and a third shows the recovery; `Restart` connects
+them. A new leader that has not seen the first status counts no time for the failure.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ddpjob_operator.job.status import TERMINAL, is_restarted, present_progress,
 from ddpjob_operator.metrics import names
 from ddpjob_operator.observed.reports import AgentReport
 
-# Clocks of nodes may be minutes off; a time that is hours off is ignored.
+# Clocks of nodes may differ by minutes; a failure that seems older than these seconds is ignored.
 FAILED_AGO_SECONDS_MAX = 3600.0
 
 
@@ -92,7 +92,7 @@ def _start(old: api.Status, new: api.Status, now: dt.datetime) -> Iterator[SeenS
 
 
 def _charged(old: api.Status, new: api.Status) -> dict[tuple[str, str], int]:
-    """Return new restarts by class and scope, ranks first."""
+    """Return the new restarts by class and scope; restarts of ranks come first."""
     before, after = old.restarts or api.Restarts(), new.restarts or api.Restarts()
     replaced = new.attempt == old.attempt and sum(new.replacements.values()) > sum(old.replacements.values())
     in_place = {name: _in_place(old, new, name) for name in names.CLASSES}
@@ -115,9 +115,8 @@ def _in_place(old: api.Status, new: api.Status, name: str) -> int:
 def _decided(
     restart: Restart | None, scope: str, new: api.Status, now: dt.datetime, agent: AgentReport | None
 ) -> Restart:
-    """Complete the restart when its failure is charged. An agent restarts ranks before the operator knows, and reports
-    when they failed.
-    """
+    """Return the restart with the fields that are known once its failure is charged. An agent restarts ranks before
+    the operator knows of the failure, and reports its time."""
     if scope == "rank":
         at = agent.failures[-1].time if agent is not None and agent.failures else 0.0
         failed_at = dt.datetime.fromtimestamp(at, dt.timezone.utc) if 0 < at < now.timestamp() else now
@@ -129,7 +128,7 @@ def _decided(
 
 
 def _given_up(restart: Restart | None, new: api.Status) -> Iterator[SeenStatus]:
-    """Count the detection of a failure that ends the job."""
+    """Yield the time until the detection of a failure that ends the job."""
     failure = new.last_failure
     if restart is not None and not restart.scope and failure is not None and new.state in ("Failing", "Failed"):
         yield SeenStatus(names.DETECTION, _seconds(restart.failed_at, restart.recorded_at), ("group",))

@@ -1,4 +1,4 @@
-"""The observations that plan() reads: of the operator from the API server, of the local run from processes."""
+"""The observations that plan() reads. The operator gets them from the API server, the local run from processes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Container(msgspec.Struct, frozen=True):
 
     @property
     def hides_a_failure(self) -> bool:
-        """True if it ended with 0 although its termination message proves that the training failed."""
+        """True if the container ended with 0 although its termination message proves that the training failed."""
         is_zero = self.state == "ended" and self.exit_code == 0
         return is_zero and bool(self.message) and hidden_failure.is_recorded(self.message)
 
@@ -119,19 +119,18 @@ class Pod(msgspec.Struct, frozen=True):
 
     @property
     def ended(self) -> bool:
-        """True if its trainer has ended; sidecars do not count."""
+        """True if the pod's trainer has ended; sidecars do not count."""
         return self.trainer.state == "ended" or self.phase in ("Succeeded", "Failed")
 
     @property
     def deleted_first(self) -> bool:
-        """True if it ended (or will end) after its deletion was requested, or if both were first seen together. A
-        missed success only costs a restart; a false one would be a wrong result.
-        """
+        """True if the pod ended (or will end) after its deletion was requested, or if end and request were observed
+        together. A missed success only costs a restart, but a false success would be a wrong result."""
         return self.deletion_requested_at is not None and not self.ended_first
 
     @property
     def has_completed(self) -> bool:
-        """True if it ended with 0 by itself, and no message proves a failure.
+        """True if the pod ended with 0 by itself, and no message proves a failure.
 
         Exit 0 after a SIGTERM is not a success: a deletion, an eviction, a node's shutdown or a deadline sent it.
         """
@@ -143,12 +142,12 @@ class Pod(msgspec.Struct, frozen=True):
 
     @property
     def has_failed(self) -> bool:
-        """True if it ended and did not complete, and its phase is known."""
+        """True if the pod ended without completing, and its phase is known."""
         return self.ended and not self.has_completed and not self._is_undecided
 
     @property
     def _is_undecided(self) -> bool:
-        """True if it seems to have ended with 0 by itself, but its phase is not known yet."""
+        """True if the pod seems to have ended with 0 by itself, but its phase is not known yet."""
         return self._awaits_its_phase and not self.deleted_first and not self.disruption
 
     @property
@@ -156,8 +155,8 @@ class Pod(msgspec.Struct, frozen=True):
         """True if the trainer ended with 0 and the phase is still to come.
 
         The kubelet first reports the end of a container. If it ended the pod itself, it reports phase Failed, reason
-        and DisruptionTarget only when all containers have ended (mergePodStatus). A sidecar that keeps running is not
-        waited for.
+        and DisruptionTarget only when all containers have ended (mergePodStatus). Do not wait for a sidecar that keeps
+        running.
         """
         done = self.trainer.state == "ended" and self.trainer.exit_code == 0
         return done and self.phase not in ("Succeeded", "Failed") and not (self.sidecars_run and self.outlived)
@@ -171,12 +170,12 @@ class Pod(msgspec.Struct, frozen=True):
 
     @property
     def done_beside_sidecars(self) -> bool:
-        """True if its trainer has ended with 0 and another container is still running."""
+        """True if the pod's trainer has ended with 0 and another container is still running."""
         return self.trainer.state == "ended" and self.trainer.exit_code == 0 and self.sidecars_run
 
     @property
     def live(self) -> bool:
-        """True if something of it may still be running.
+        """True if a process of the pod may still be running.
 
         The phase alone is not enough. The kubelet often reports the end of the only container while the phase is
         Running, and deleting a pod that ended by itself would lose its log.

@@ -44,9 +44,9 @@ def _changed(pod: Pod, fields: dict[str, Any]) -> Pod:
 
 
 def _added(earlier: Pod, later: Pod) -> dict[str, Any]:
-    """Return facts that `later` alone does not show."""
+    """Return the pod's facts after `later`, including those that only `earlier` showed."""
     over = earlier.phase in ("Succeeded", "Failed")
-    # A disruption that was given up (its condition is False again) ended nothing.
+    # A disruption whose condition became False again was cancelled, and ended nothing.
     ends = earlier.ended or earlier.deletion_requested_at is not None
     return {
         "node": later.node or earlier.node,

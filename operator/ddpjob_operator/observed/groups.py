@@ -14,7 +14,7 @@ returned: the pods have ended after an eviction, so that others may have the quo
 
 @dataclass(frozen=True)
 class Admission:
-    """Admission of a group: all that the rules know about a scheduler or queue."""
+    """The admission state of a group: all that the rules know about a gang scheduler or queue."""
 
     state: Literal["admitted", "waiting", "evicted"]
     why: str = ""
@@ -29,7 +29,7 @@ class Admission:
 
 @dataclass(frozen=True)
 class Placement:
-    """A queue's decision about the pods that it admits."""
+    """A queue's decision: how many pods are admitted, and on which nodes."""
 
     count: int | None = None
     """Number of pods at most; None: as many as requested."""
@@ -47,7 +47,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class ObservedGroup:
-    """An object for the pods of a job: a PodGroup of the scheduler, a Workload of a queue."""
+    """An object that stands for the pods of a job: a scheduler's PodGroup, or a queue's Workload."""
 
     adapter: str
     """Adapter that it belongs to, as in `gangs.ADAPTERS`."""
@@ -75,7 +75,7 @@ class ObservedGroup:
 
 @dataclass(frozen=True)
 class GangApi:
-    """An enabled API for groups."""
+    """The API of an enabled gang scheduler or queue."""
 
     api_version: str = ""
     """For example scheduling.k8s.io/v1alpha2; "" if it is not served or not allowed."""

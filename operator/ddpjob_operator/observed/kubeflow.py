@@ -54,9 +54,8 @@ def speaks(body: bytes) -> bool:
 def read_body(
     body: bytes, received_at: dt.datetime, total_steps_before: int | None
 ) -> tuple[Report | None, int | None]:
-    """Read a body in either protocol. Return the report, or None if there is none, and the total steps, which later
-    bodies of the sender may omit. Raise BadReportError.
-    """
+    """Return the report in a body of either protocol, or None if it has none, and the total steps, which later
+    bodies of the sender may omit. Raise BadReportError."""
     if not speaks(body):
         return read_report(body, received_at), total_steps_before
     try:
@@ -74,7 +73,7 @@ def read_body(
         # The Trainer's last report is 100 % without a step. A loop without steps counts percents: step 42 of 100.
         total = total or 100
         step = status.progress_percentage * total // 100
-    # Keep only the first 16, shortened. The protocol allows 256, so a report with more must not be refused.
+    # Keep only the first 16 metrics. The protocol allows 256, so reports with more than 16 must not be refused.
     others = list(values.items())[:METRICS_MAX]
     report = Report(
         step=step,

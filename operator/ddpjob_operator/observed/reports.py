@@ -27,7 +27,7 @@ AGENT_FAILURES_MAX = 5
 
 
 class AgentCounts(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
-    """Restarts that an agent has charged, from 0; counts in a row continue from those that it was given."""
+    """Restarts that an agent has counted, from 0; counts in a row continue from the agent's initial values."""
 
     application: _Restarts = 0
     infrastructure: _Restarts = 0
@@ -100,7 +100,7 @@ class Report(msgspec.Struct, rename="camel", frozen=True, kw_only=True, omit_def
 
 
 def _failure(written: Any) -> Failure:
-    """Read a failure that an agent has recovered from; rank -1 is the whole node. Raise ValueError."""
+    """Return the failure from which an agent has recovered; rank -1 means the whole node. Raise ValueError."""
     if isinstance(written, Failure):
         return written
     whole = isinstance(written, dict) and written.get("rank") == -1
@@ -119,7 +119,7 @@ class BadReportError(ValueError):
 
 
 def read_report(body: bytes, received_at: dt.datetime) -> Report:
-    """Read a request body. Raise BadReportError; numbers out of range are refused, not clamped."""
+    """Return the report in a request body. Raise BadReportError; out-of-range numbers are refused, not clamped."""
     try:
         report = msgspec.json.decode(body, type=Report)
     except NOT_READABLE as error:

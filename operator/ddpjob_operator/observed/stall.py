@@ -29,8 +29,8 @@ from ddpjob_operator.job import api
 from ddpjob_operator.job.wording import duration
 from ddpjob_operator.observed.reports import Phase, Report
 
-REPORT_SECONDS = 5.0  # between two reports of a rank (build.Reporting)
-# A report may get lost. With its timeout and the sender's back-off, the next one comes 20 s after the previous one.
+REPORT_SECONDS = 5.0  # seconds between two reports of a rank (build.Reporting)
+# Seconds. If a report is lost, the next one arrives 20 s after the previous one, because of time-out and back-off.
 SILENT_SECONDS = 30.0
 RANKS_NAMED = 8
 RECENT_SECONDS = 300.0
@@ -54,11 +54,11 @@ class StepTracker:
 
     @property
     def idle_seconds(self) -> float:
-        """Time without a step that is certain: until its last report, not until now."""
+        """Seconds that have certainly passed without a step: until the rank's last report, not until now."""
         return (self.heard_at - self.advanced_at).total_seconds()
 
     def is_heard(self, now: dt.datetime) -> bool:
-        """True if its reports arrive now."""
+        """True if reports of the rank are arriving now."""
         return abs((now - self.heard_at).total_seconds()) <= SILENT_SECONDS
 
 
@@ -83,7 +83,7 @@ class StallFinding:
     """Ranks in `steps` that have stopped reporting."""
 
     def sentence(self) -> str:
-        """Return who, since when, and the limit. The text of a warning stays the same while it lasts."""
+        """Return who stalled, since when, and the limit. The text of a warning stays the same while it lasts."""
         return f"rank {self.rank} (node {self.node_rank}) {self.what()}"
 
     def what(self) -> str:
@@ -120,7 +120,7 @@ def update(
     """
     if report.phase is None or (tracker is not None and 0 < report.attempt < tracker.attempt):
         return tracker
-    # The library's first report comes from init(), so the first step is measured from its beginning.
+    # The library sends its first report from init(), so measure the first step from that time.
     is_first = report.phase == "start"
     new = StepTracker(report.attempt, report.node_rank, report.step, report.phase, now, now, measured=is_first)
     if tracker is None or report.attempt > tracker.attempt:
@@ -168,7 +168,7 @@ def find(trackers: Mapping[int, StepTracker], stall: api.Stall | None, now: dt.d
 
 
 def idle_since(trackers: Mapping[int, StepTracker], stall: api.Stall | None, now: dt.datetime) -> dt.datetime | None:
-    """Return since when a stalled group has made no step, also if the spec disables restarts for stalls."""
+    """Return the time since which a stalled group has made no step, even if the spec disables restarts for stalls."""
     finding = find(trackers, None if stall is not None and stall.timeout_seconds == 0 else stall, now)
     return None if finding is None else finding.since
 
@@ -184,13 +184,13 @@ def requeue_at(trackers: Mapping[int, StepTracker], stall: api.Stall | None, now
         due.append(tracker.advanced_at + dt.timedelta(seconds=seconds))
     if not due:
         return None
-    # After its own limit a rank waits for the others: for their limits, or until they fall silent.
+    # After a rank's own limit, wait until the other ranks have reached their limits or are silent.
     wait = REPORT_SECONDS if max(due) <= now else SILENT_SECONDS
     return min(due) if min(due) > now else now + dt.timedelta(seconds=wait)
 
 
 def limit(tracker: StepTracker, timeout: float | None) -> Limit:
-    """Return how long a rank may make no step. timeout: stall.timeoutSeconds if set."""
+    """Return for how many seconds a rank may make no step. timeout: stall.timeoutSeconds if set."""
     return stall_limits.limit(tracker.phase, tracker.step, tracker.learned, timeout)
 
 

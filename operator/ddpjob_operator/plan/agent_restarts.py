@@ -19,16 +19,16 @@ from ddpjob_operator.pods import naming
 
 
 def newest(view: View) -> AgentReport | None:
-    """Return the newest information from node 0's agent: its last report, or its termination message."""
+    """Return the newest counts of node 0's agent, from its last report or its termination message."""
     leader = view.known_pods.get(view.members.leader)
     message = termination_message.read_message(leader.trainer.message) if leader is not None and leader.ended else None
     agents = [agent for agent in (view.seen.agent, message.agent if message is not None else None) if agent is not None]
-    # With equal counts `max` returns the first, which is the report: only the report has the failures.
+    # With equal counts `max` returns the first, which is the agent's report: only the report contains the failures.
     return max(agents, key=lambda a: (a.replacement, a.restarts.total), default=None)
 
 
 def latest(known: Report | None, new: Report) -> Report | None:
-    """Return the newer report of node 0's agent, which has all restarts so far. Ignore reports of other agents."""
+    """Return the newer report of node 0's agent, because it contains all restarts so far. Ignore other agents."""
     return known if new.node_rank != 0 or (known is not None and _age(new) < _age(known)) else new
 
 
@@ -46,13 +46,13 @@ def with_agent(status: api.Status, view: View) -> api.Status:
     made = counted.progress
     last_step_time = made.updated if made is not None and made.attempt == counted.attempt else None
     status = transitions.with_idle(counted, last_step_time)
-    # Ranks start only when all nodes are there, so these pods have run. Without this record a second pod of the same
-    # name would count as the first one, and it would start again at generation 0.
+    # Ranks start only after all nodes have joined, so these pods have run. Without this record, a second pod of the
+    # same name would count as the first, and would start again at generation 0.
     ran = {place for place in view.members if naming.replacement(status, place) == 0}
     if agent.replacement == naming.replacement(status, leader):
         ran.add(leader)
     status = replace(status, started_nodes=ranges.text(status.started | ran))
-    # The agent has judged these restarts by the steps so far. The next verdict must not count these steps as progress.
+    # The agent has already judged its restarts by these steps, so they are no progress for the next verdict.
     status = replace(status, furthest_step=budgets.furthest(status))
     if is_broken(status):
         return status  # lastFailure stays the failure that is being settled
@@ -125,5 +125,5 @@ def _reason(failure: Failure) -> str:
 
 
 def _only_complains(failure: Failure) -> bool:
-    """True if the rank only reports a lost peer. The agent decides, because texts differ by backend and torch."""
+    """True if the rank only reports a lost peer. The agent decides this, because texts differ by backend and torch."""
     return failure.symptom and not failure.unstarted

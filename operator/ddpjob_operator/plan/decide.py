@@ -14,7 +14,7 @@ from ddpjob_operator.plan.view import View, in_attempt, is_over, next_loss
 
 Rule = Callable[[View, api.Status], Decision | None]
 
-# docs/dev/architecture.md lists when each applies and what it does. The last one always decides.
+# docs/dev/architecture.md lists when each rule applies and what it does. The last rule always applies.
 RULES: tuple[Rule, ...] = (
     lifecycle.finished,
     lifecycle.invalid,
@@ -64,6 +64,6 @@ def decide(view: View, status: api.Status) -> Decision:
 
 
 def garbage(view: View) -> tuple[DeletePod, ...]:
-    """Delete pods of finished attempts, because a pod on a lost node must not answer to the rank's DNS name."""
+    """Return deletes of pods of finished attempts: a pod on a lost node must not answer to its rank's DNS name."""
     over = [p for p in view.garbage if is_over(p, view.recorded)]
     return tuple(DeletePod(p.name, p.uid, 0) for p in (*over, *view.leaked))

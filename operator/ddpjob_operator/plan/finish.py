@@ -30,24 +30,24 @@ _CONDITION_OF = {
     "Failed": {"FailureTarget", "Failed"},
     "Succeeded": {"Complete"},
 }
-# The one condition that carries status.message; in the others it would be repeated.
+# The one condition whose message is status.message. Other conditions would only repeat this message.
 _HAS_MESSAGE = {"Suspended": "Suspended", "Failing": "FailureTarget", "Failed": "Failed", "Succeeded": "Complete"}
 _ALWAYS_SHOWN = ("Accepted", "Running")
 _CONDITIONS = (*_ALWAYS_SHOWN, "Suspended", "FailureTarget", "Complete", "Failed", "SaveFailed", "Suspicious")
 _BREAKS_THE_GROUP = "the kubelet's own restarts would break the group"
-# These reasons have no Event: there is one when the job restarts, and one when it is running again.
+# These reasons cause no Event: the restart before them has an Event, and so has the running job after them.
 _ON_THE_WAY = (reasons.CREATING_PODS.name, reasons.STARTING_TRAINERS.name, reasons.WAITING_FOR_OLD_PODS.name)
 # Reasons of a Suspended job whose pods have not ended yet, also while it resumes or is evicted from its queue.
 _STILL_STOPPING = tuple(
     r.name for r in (reasons.SUSPENDING, reasons.EVICTED, reasons.WAITING_FOR_OLD_PODS, reasons.WAITS_LONG)
 )
-# A longer job always gets an Event at its end. Many short jobs with two more requests each would load the API server.
+# Longer jobs always get an Event at their end. For many short jobs, two more requests each would be too much load.
 SHORT_JOB = dt.timedelta(minutes=10)
 
 
 def finish(view: View, decision: Decision) -> Plan:
-    """Return the plan. Its status is None if it equals the stored one."""
-    # `recorded` has no invalid-spec remark, so compare with the stored message, which may have one.
+    """Return the plan. Its status is None if the new status equals the stored status."""
+    # `recorded` lacks the remark about an invalid spec, so compare with the stored message, which may contain it.
     old = replace(view.recorded, message=view.stored.message)
     status, long_wait_at = pending.with_long_wait(view, invalid_spec.with_remark(decision.status, view.problems))
     new = _document(view, old, status)
@@ -89,7 +89,7 @@ def _document(view: View, old: api.Status, status: api.Status) -> api.Status:
 
 
 def _display(status: api.Status, *, silent: bool) -> api.Display:
-    """Return the printer columns. silent: rank 0's ETA is out of date. Completed nodes count as ready, not as lost."""
+    """Return the printer columns. silent: rank 0's ETA is out of date. Completed nodes are shown as ready."""
     nodes, progress, over = status.nodes or api.Nodes(), status.progress, status.state in TERMINAL
     counts_down = status.state == "Running" and not silent
     completed = len(status.completed) if over or status.state == "Running" else 0
@@ -110,7 +110,7 @@ def _conditions(old: api.Status, new: api.Status, invalid: str, now: dt.datetime
     true = true | ({"SaveFailed"} if new.save_failed else set())
     true = true | ({"Suspicious"} if new.findings else set())
     if new.reason in _STILL_STOPPING:
-        true = true - {"Suspended"}  # a user who waits for it needs the GPUs or the volume, which the pods still hold
+        true = true - {"Suspended"}  # a user who waits for this needs the GPUs or the volume, which the pods still use
     before = {c.type: c for c in old.conditions}
     kinds = [k for k in _CONDITIONS if k in _ALWAYS_SHOWN or k in true or k in before or k == new.state]
     return [_condition(kind, kind in true, before.get(kind), new, invalid, now) for kind in kinds]
@@ -192,7 +192,7 @@ def _of_acceptance(view: View, old: api.Status, new: api.Status) -> Iterator[Eve
 
 
 def _is_news(old: api.Status, new: api.Status) -> bool:
-    is_told = old.state == "Failing" and new.state == "Failed"  # its Event came when the pods began to stop
+    is_told = old.state == "Failing" and new.state == "Failed"  # this Event was sent when the pods began to stop
     return (old.state, old.reason) != (new.state, new.reason) and not (is_told and old.reason == new.reason)
 
 
@@ -200,7 +200,7 @@ def _of_agent_restarts(view: View, old: api.Status, new: api.Status) -> Iterator
     """Yield an Event for new restarts in place. No state shows them, because they are over when they are reported."""
     failure, count = new.last_failure, agent_restarts.count(new)
     if count > agent_restarts.count(old) and old.attempt == new.attempt and failure is not None:
-        # While another failure is being settled, lastFailure is that one, not the one that the agents recovered from.
+        # While another failure is being settled, lastFailure is that failure, not the one that agents recovered from.
         settling = is_broken(old) or is_broken(new)
         free = "" if failure.charged_to in ("", "application") else " (not charged to backoffLimit)"
         what = "" if settling else f"{sentences.sentence(failure)}{free}; "
@@ -234,7 +234,7 @@ def _advisories(job: api.DDPJob) -> Iterator[Event]:
 
 
 def _not_counted(spec: api.Spec) -> str:
-    """Name the "auto" settings that are too small because claimed devices are not counted; "" if none are."""
+    """Return the "auto" settings that are too small because claimed devices are not counted; "" if none are."""
     if not podspec.claims_devices(spec.template) or launcher.facts(spec).gpus:
         return ""
     given = {

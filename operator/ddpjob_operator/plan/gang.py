@@ -46,8 +46,8 @@ def gang_chosen(view: View, status: api.Status) -> Decision | None:
 
 
 def _chosen(view: View, status: api.Status) -> tuple[choice.Kind, str]:
-    """Return the gang and why. A restart neither leaves nor enters a queue that is available: leaving would lose the
-    quota, and entering would lose the nodes."""
+    """Return the gang and why. A restart neither leaves nor enters an available queue: leaving would lose the quota,
+    and entering would lose the nodes."""
     kind, why = choice.choose(view.job, view.seen.gang_apis)
     had = status.gang.kind if status.gang is not None else "none"
     if not _is_begun(status) or kind == had:
@@ -144,7 +144,7 @@ def is_forgotten(view: View, status: api.Status) -> bool:
 
 
 def names_nodes(view: View, status: api.Status) -> bool:
-    """True if the queue assigns each pod its node. Such a pod fits nowhere else, so node avoidance cannot apply."""
+    """True if the queue assigns a node to each pod. Such pods fit nowhere else, so node avoidance cannot apply."""
     group = group_of(view, status)
     return group is not None and group.placement.names_nodes
 
@@ -168,7 +168,7 @@ def unneeded(view: View) -> tuple[DeleteGroup, ...]:
     recorded status. Only groups whose pods have ended and whose API is available."""
     recorded = view.recorded
     is_held = view.spec.suspend and recorded.state == "Suspended"
-    # Otherwise the group would be admitted and hold quota that nobody can use until the spec is fixed.
+    # A spec with problems cannot start. Its group would hold quota that nobody can use until the spec is fixed.
     is_held |= bool(view.problems) and not _is_begun(recorded)
     over = recorded.state in TERMINAL or is_held
     gang = recorded.gang or api.Gang(kind="none")
@@ -178,10 +178,10 @@ def unneeded(view: View) -> tuple[DeleteGroup, ...]:
         adapter = view.settings.adapters.get(group.adapter)
         is_present = group.adapter == gang.kind and group.attempt in (0, recorded.attempt)
         is_next = group.attempt > recorded.attempt
-        # Pods of attempts that began after the job left the queue do not use its quota.
+        # Later attempts began after the job had left the queue, so their pods do not use its quota.
         its = active if is_present else {attempt for attempt in active if attempt < gang.attempt}
         in_use = bool(its) if group.attempt == 0 else group.attempt in active
-        # A queue keeps the result of a finished job; that group holds no quota any more.
+        # The group of a finished job stays, because the queue keeps its result. It does not hold quota any more.
         stays = adapter is not None and adapter.admits_first and recorded.state in TERMINAL and is_present
         is_over = (over and not stays) or not (is_present or is_next)
         may_go = adapter is not None and not _is_away(view, adapter) and not group.deletion_requested
@@ -223,7 +223,7 @@ def retry_at(view: View) -> dt.datetime | None:
 
 
 def why_waiting(view: View, status: api.Status, unplaced: int, scheduler: str) -> str:
-    """Explain why the scheduler places no pod of the gang, and which jobs hold the nodes. scheduler: its message."""
+    """Return why the scheduler places no pod of the gang, and which jobs use the nodes. scheduler: its message."""
     group = group_of(view, status)
     of_group = group.admission.why if group is not None and view.spec.topology_key else ""
     why = "; ".join(dict.fromkeys(text for text in (of_group, scheduler) if text))
@@ -248,14 +248,14 @@ def _why_not_admitted(view: View, adapter: Adapter, group: ObservedGroup | None)
     if refused := _refused(view, adapter, name):
         return f"{adapter.kind} {name} was refused: {refused.message}", refused.retry_at
     if group is not None:
-        why = group.admission.why or ASKED  # the same text as before the group exists, because each change is a write
+        why = group.admission.why or ASKED  # same text as before the group exists, because each change is a write
         return f"{_place(group.admission.place)}{why}", None
     taken = [c for c in view.conflicts if (c.kind, c.name) == (adapter.resource, name)]
     return (f"a {adapter.resource} named {name} is not this job's. Delete it" if taken else ""), None
 
 
 def _place(place: int | None) -> str:
-    """Return the position, rounded if large. Otherwise each admission would write the status of all later jobs."""
+    """Return the position, rounded if large: otherwise each admission would rewrite the status of all later jobs."""
     if place is None:
         return ""
     step = 10 ** (len(str(place)) - 1)
@@ -274,7 +274,7 @@ def _is_away(view: View, adapter: Adapter) -> bool:
 def _is_outdated(view: View, adapter: Adapter, group: ObservedGroup) -> bool:
     """True if a group without quota no longer matches the job, or was already reported as finished."""
     differs = group.nodes is not None and group.nodes != view.wanted_nodes
-    # A replacement would restart a group that somebody has stopped.
+    # A replacement would restart a group that the queue or a user has stopped.
     if adapter.admits_first and group.asked and not group.admission.stopped:
         differs |= group.asked != kueue.asks(view.job)
     return (differs or group.is_over) and not group.admission.holds_quota and not _is_away(view, adapter)

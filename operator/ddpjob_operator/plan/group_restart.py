@@ -2,8 +2,8 @@
 
 It takes three reconciles, each driven by the recorded status:
 1. `attempt_broken` records the trigger.
-2. `restarting` stops the other pods. When the last has ended, or its node is lost, it settles the cause. It waits
-   because peers often report "connection closed" before the out-of-memory kill behind it is known.
+2. `restarting` stops the other pods. After the last pod has ended, or its node is lost, the rule decides on the cause.
+   It waits because other ranks often report "connection closed" before the out-of-memory kill behind it is known.
 3. The status has the next attempt, and the rules of startup.py create its pods.
 """
 
@@ -34,7 +34,7 @@ from ddpjob_operator.plan.view import View, name_pods
 AGENT_FIRST = dt.timedelta(seconds=60)
 # A failed node is marked not ready, or its object deleted, within this time.
 UNHEARD = dt.timedelta(seconds=60)
-# Earlier connection errors are failures. Otherwise a script that fails at once would be restarted without a charge.
+# Seconds; earlier connection errors count as failures, so that a script that fails at once is charged.
 GIVES_UP_AFTER_SECONDS = 60
 _WHY_IT_STOPS: dict[budget.Stop, tuple[Reason, str]] = {
     "BackoffLimitExceeded": (reasons.BACKOFF_LIMIT_EXCEEDED, "{gave_up}"),
@@ -61,17 +61,17 @@ def attempt_broken(view: View, status: api.Status) -> Decision | None:
     status = with_failure(with_idle(status, _idle_since(view, status, failure)), failure, text)
     agents_wait = view.facts.restarts_in_place
     if not view.active and not agents_wait:
-        # No other pod is left to wait for, so no more evidence will come: settle in one reconcile, with one Event. End
-        # the attempt first, because its training time is counted when the state changes.
+        # No other pod must end first, so no more evidence will come: settle in one reconcile, with one Event. End the
+        # attempt first, because its training time is counted when the state changes.
         ended = enter(status, "Restarting", reason, text, view.now)
         return _next_attempt(view, ended, settle(view, ended, failure))
-    # If agents are waiting in the other pods, the next reconcile decides whether those stop (pod_replacement.py).
+    # If agents are waiting in the other pods, the next reconcile decides if these pods stop (pod_replacement.py).
     message = text + _open_question(failure) if agents_wait else _ending(view, text, failure)
     return Decision(enter(status, "Restarting", reason, message, view.now))
 
 
 def _idle_since(view: View, status: api.Status, failure: api.JobFailure) -> dt.datetime | None:
-    """Return when a group with a lost node stopped: at its last step, but not before the node can have failed."""
+    """Return since when a group with a lost node is idle: its last step, but not before the node's failure."""
     progress, pod = status.progress, view.known_pod(failure.node_rank)
     if failure.reason not in (root_cause.NODE_LOST, "DeletionByPodGC") or progress is None or pod is None:
         return None
@@ -82,7 +82,7 @@ def _idle_since(view: View, status: api.Status, failure: api.JobFailure) -> dt.d
 
 
 def gave_up_waiting(view: View, status: api.Status) -> Decision | None:
-    """Recreate all pods if running ones gave up waiting for late ones (torchrun: after 600 s, elastic JOIN_SECONDS).
+    """Recreate all pods if running pods gave up waiting for late pods (torchrun: after 600 s, elastic JOIN_SECONDS).
     This is no failure, and startDeadlineSeconds still counts from the first try."""
     started = status.started
     late = [p for place, p in sorted(view.pods.items()) if p.trainer.state == "waiting" and place not in started]
@@ -118,7 +118,7 @@ def restarting(view: View, status: api.Status) -> Decision | None:
 
 
 def restart_all(view: View, status: api.Status, first: api.JobFailure, settled: Settled) -> Decision:
-    """Stop what is left of a broken attempt, then start the next one or fail. first: its recorded failure."""
+    """Stop the remaining pods of a broken attempt, then start the next one or fail. first: the recorded failure."""
     if not view.active:
         return _next_attempt(view, status, settled)
     # A pod that is deleted from outside gets its full grace to save. Its peers get theirs too, so that all stop at one
@@ -143,7 +143,7 @@ def _next_attempt(view: View, status: api.Status, settled: Settled) -> Decision:
 
 
 def _triggers(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFailure]]:
-    """Yield (reason, failure) for each sign that the attempt is broken, strongest first. `settle` finds the cause."""
+    """Yield (reason, failure) for each sign of a broken attempt, strongest first. `settle` later finds the cause."""
     ended = (*_failed(view, status), *_gone(view, status))
     yield from sorted(ended, key=lambda trigger: root_cause.precedence_of(trigger[1]))
     for pod in _needed(view, status):
@@ -178,7 +178,7 @@ def _gone(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFailu
 
 
 def _needed(view: View, status: api.Status) -> list[Pod]:
-    """Return the active pods without which the attempt cannot continue."""
+    """Return the active pods that the attempt needs to continue."""
     only = view.participants(status) if view.trains_with_fewer(status) else set(view.members)
     return [p for p in view.active if p.place in only]
 
@@ -192,7 +192,7 @@ def _stalled(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFa
         return
     failure = failure_of(view, status, place, root_cause.STALLED)
     what = abridged(finding.what(), root_cause.EXCEPTION_MAX)
-    # Only the first rank of a node reports, and it may be waiting for another rank of that node.
+    # Only the first rank of a node reports, and this rank may be waiting for another rank of the node.
     rank = finding.rank if topology.nproc_per_node(view.spec) == 1 else None
     yield reasons.STALLED, replace(failure, rank=rank, step=finding.step, exception=what)
 

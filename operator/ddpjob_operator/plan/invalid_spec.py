@@ -23,7 +23,7 @@ _PROBLEMS_MAX = 50  # a tenant's template may have thousands; a condition has ro
 _REMARK = re.compile(r"; the spec is invalid \(.*\)(?:; the job goes on as it was)?\Z", re.DOTALL)
 # Another value would give the next attempt different ranks from those that have trained.
 _RANKS = frozenset((("spec", "nodes"), ("spec", "nprocPerNode")))
-# The whole spec is unreadable: missing, not a mapping, or larger than what is kept.
+# The whole spec is unreadable: it is missing, no mapping, or larger than the operator keeps.
 _WHOLE: frozenset[Path] = frozenset(((), ("spec",)))
 
 

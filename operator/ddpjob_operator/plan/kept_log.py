@@ -1,4 +1,4 @@
-"""Stop the one pod whose log explains a stall or a deadline, but keep its object, so that `kubectl logs` still works.
+"""Stops the one pod whose log explains a stall or a deadline, but keep its object, so that `kubectl logs` still works.
 
 A kubelet ends a pod past its activeDeadlineSeconds as a delete would (SIGTERM, grace, SIGKILL), but keeps the object,
 as Failed with reason DeadlineExceeded. The API server lets this field be set or lowered on a running pod
@@ -21,16 +21,16 @@ from ddpjob_operator.plan.settlement import failure_of, with_log
 from ddpjob_operator.plan.transitions import with_failure
 from ddpjob_operator.plan.view import View
 
-# Time for a kubelet to receive the deadline, and to report that the pod has ended.
+# Seconds for a kubelet to receive the deadline, and to report that the pod has ended.
 KUBELET_SECONDS = 10
-# A job with an hour of grace to save must not wait that long for a rank that hangs.
+# Seconds; a job with an hour of grace to save must not wait that long for a rank that hangs.
 GRACE_SECONDS_MAX = 60
 
 
 def stop(
     view: View, first: api.JobFailure | None, pods: Sequence[Pod], grace_seconds: int | None
 ) -> tuple[tuple[DeletePod | EndPod, ...], dt.datetime | None]:
-    """Return the actions that stop these pods, and when to check again. first: the failure recorded as the reason."""
+    """Return the actions that stop these pods, and when to check again. first: the failure that is the reason."""
     kept = first.pod if first is not None and first.reason in root_cause.KEEPS_ITS_LOG else None
     last = next(
         (p for p in pods if p.name == kept and p.deletion_requested_at is None and p.uid not in view.lost), None
@@ -39,7 +39,7 @@ def stop(
         return view.stop(pods, grace_seconds), None
     grace = podspec.grace_seconds(view.spec.template)
     grace = min(grace, GRACE_SECONDS_MAX) if first.reason == root_cause.STALLED else grace
-    # The clock may have been set back since; times.py ensures that state_time is not in the future.
+    # The clock may have been set back after the failure; times.py ensures that state_time is not in the future.
     until = min(first.time, view.recorded.state_time or first.time) + dt.timedelta(seconds=KUBELET_SECONDS + grace)
     if view.now >= until:
         # Neither the kubelet nor the process has answered: give up the log and delete the pod.
@@ -50,7 +50,7 @@ def stop(
 
 
 def with_deadline(view: View, status: api.Status) -> api.Status:
-    """Record the rank furthest behind at the deadline. If a failure is being settled, keep it: it explains more."""
+    """Record the rank furthest behind at the deadline. A failure whose cause is still open stays: it explains more."""
     running = {p.place: p for p in view.active if p.trainer.state == "running"}
     if not running or is_broken(view.recorded):
         return status

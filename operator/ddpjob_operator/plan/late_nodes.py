@@ -16,23 +16,23 @@ from ddpjob_operator.plan.settlement import context
 from ddpjob_operator.plan.view import View
 from ddpjob_operator.pods.environment import JOIN_SECONDS
 
-# torchrun waits this long for more nodes once it has the minimum: "last_call" in RendezvousTimeout._DEFAULT_TIMEOUTS,
-# torch/distributed/elastic/rendezvous/dynamic_rendezvous.py (torch 2.13).
+# Seconds that torchrun waits for more nodes once it has the minimum: "last_call" in
+# RendezvousTimeout._DEFAULT_TIMEOUTS, torch/distributed/elastic/rendezvous/dynamic_rendezvous.py (torch 2.13).
 LAST_CALL_SECONDS = 30
-# Importing torch takes at most a minute, even from a slow file system.
+# Seconds that importing torch takes at most, even from a slow file system.
 IMPORT_SECONDS = 60
 
 
 def late(view: View, status: api.Status) -> Set[int]:
-    """Return the places that failed without having joined a group. status: with the nodes recorded so far."""
+    """Return the places that failed without having joined a group. status: already with this reconcile's nodes."""
     completed, started = status.completed, status.started
-    # A node that failed before the others completed may have been in their group.
+    # A node that failed before enough others completed may have trained with them.
     if not view.is_elastic or not view.is_enough(status.completed) or is_broken(view.recorded):
         return set()
     if not completed <= set(view.known_pods):
         return set()
     others = [view.known_pods[place] for place in sorted(completed)]
-    # If one of its ranks has reported, a node had joined a group.
+    # If a rank of a node has reported, the node had joined a group.
     reported = {r.node_rank for r in view.seen.reports.values() if r.attempt in (0, status.attempt)}
     reported |= {tracker.node_rank for tracker in view.trackers.values()}
     failed = (p for place, p in view.known_pods.items() if place in started - completed and p.has_failed)
@@ -41,7 +41,7 @@ def late(view: View, status: api.Status) -> Set[int]:
 
 
 def _is_late(view: View, status: api.Status, pod: Pod, others: Sequence[Pod]) -> bool:
-    """True if a pod started too late. others: the completed pods; clocks differ by less than LAST_CALL_SECONDS."""
+    """True if a pod started too late to join. others: completed pods; clocks differ by less than LAST_CALL_SECONDS."""
     starts = [_started_at(other) for other in others]
     ends = [other.trainer.ended_at for other in others if other.trainer.ended_at is not None]
     begun = max((start for start in starts if start is not None), default=None)
@@ -56,7 +56,7 @@ def _started_at(pod: Pod) -> dt.datetime | None:
 
 
 def _late_by(view: View, status: api.Status, pod: Pod) -> int:
-    """Return how many seconds before the end a late node may have started; 0: it failed by itself, or was stopped."""
+    """Return how many seconds before the end a late node may have started; 0 if it failed by itself or was stopped."""
     failure = root_cause.root_cause(context(view, status), [pod])
     precedence = root_cause.precedence_of(failure)
     if precedence == Precedence.SYMPTOM:

@@ -21,14 +21,14 @@ STOPPING_ALL = "; stopping all nodes"
 
 
 def finished(view: View, status: api.Status) -> Decision | None:
-    """A terminal state is final: only clean up."""
+    """Clean up by cleanPodPolicy and ttlSecondsAfterFinished. A finished job never changes its state."""
     if view.recorded.state not in TERMINAL:
         return None
     actions: tuple[Action, ...] = view.stop(_unwanted(view), None)
     ends = after(view.recorded.completion_time, view.spec.ttl_seconds_after_finished)
     if is_past(ends, view.now):
         ends, actions = None, (DeleteJob(view.job.metadata.uid),)
-    # Only the count of the remaining pods still changes.
+    # Nothing else changes any more than the count of the remaining pods.
     return Decision(replace(view.recorded, nodes=status.nodes), actions, ends)
 
 
@@ -41,7 +41,7 @@ def _unwanted(view: View) -> list[Pod]:
 
 
 def invalid(view: View, status: api.Status) -> Decision | None:
-    """A spec that cannot run starts nothing. A running job continues (invalid_spec.py)."""
+    """Start nothing for a spec that cannot run. A running job continues (invalid_spec.py)."""
     if not view.problems or status.attempt:
         return None
     text = invalid_spec.sentence(view.problems)
@@ -49,8 +49,8 @@ def invalid(view: View, status: api.Status) -> Decision | None:
 
 
 def completed(view: View, status: api.Status) -> Decision | None:
-    """All trainers ended with 0, including those whose pods are gone."""
-    # Without a startTime spec.nodes may have changed, so the completed ranks belonged to another group.
+    """Record success if all trainers ended with 0, including trainers whose pods are gone."""
+    # After a stop (no startTime) spec.nodes may have changed, so the completed ranks belonged to another group.
     is_stopped = status.state == "Suspended" and status.start_time is None
     unfit = not status.attempt or status.state == "Failing" or is_stopped
     nodes = view.participants(status)
@@ -68,7 +68,7 @@ def completed(view: View, status: api.Status) -> Decision | None:
 
 def _doubts(view: View, status: api.Status) -> Iterator[tuple[Reason, str]]:
     """Yield reasons to doubt this success."""
-    if status.save_failed:  # the script ended by os._exit; any other exit saves again, or fails
+    if status.save_failed:  # after os._exit the last save is missing; any other exit saves again, or fails
         yield reasons.SAVE_FAILED, status.save_failed
     spec, progress, group = view.spec, status.progress, view.seen.group_size
     if progress is not None and progress.attempt == status.attempt:
@@ -83,7 +83,7 @@ def _doubts(view: View, status: api.Status) -> Iterator[tuple[Reason, str]]:
 
 
 def failing(view: View, status: api.Status) -> Decision | None:
-    """The job will fail whatever its pods do; they get their full grace to save."""
+    """Stop the pods of a job that will fail in any case. They get their full grace to save."""
     if view.recorded.state != "Failing":
         return None
     active = view.active_of_all_attempts
@@ -97,7 +97,7 @@ def failing(view: View, status: api.Status) -> Decision | None:
 
 
 def suspended(view: View, status: api.Status) -> Decision | None:
-    """The pods stop with their full grace; the deadlines start again on resume. An invalid spec is not resumed."""
+    """Stop the pods with their full grace. Deadlines start again on resume. An invalid spec is not resumed."""
     if not view.spec.suspend and not (view.problems and view.recorded.state == "Suspended"):
         return None
     reason, text = reasons.INVALID_SPEC, f"{invalid_spec.sentence(view.problems)}; suspended until the spec is fixed"
@@ -109,8 +109,8 @@ def suspended(view: View, status: api.Status) -> Decision | None:
 
 
 def stop_all(view: View, status: api.Status, reason: Reason, text: str) -> Decision | None:
-    """Suspend the job: record it, then stop its pods with full grace, so that all ranks save once. A recorded failure
-    is settled and charged before, as a failed pod of a suspended batch/v1 Job is."""
+    """Suspend the job: record it, then stop its pods with full grace, so that all ranks save once. A recorded
+    failure is first settled and charged, as for a suspended batch/v1 Job."""
     if is_broken(view.recorded):
         return None
     status = replace(enter(status, "Suspended", reason, text, view.now), start_retries=0)
@@ -131,8 +131,8 @@ def waiting_for_room(view: View, status: api.Status) -> Decision | None:
 
 
 def resuming(view: View, status: api.Status) -> Decision | None:
-    """Begin a new attempt when the last pod of the previous one has ended. Its agents report some charges only then,
-    and reports count only for the recorded attempt."""
+    """Begin a new attempt when the last pod of the previous one has ended. Its agents report some of the restarts
+    that they counted only at the end, and reports count only for the recorded attempt."""
     if status.state != "Suspended" or not status.attempt:
         return None
     ending = view.active_of_all_attempts  # pods on lost nodes too: they are deleted at once, before new ones start
@@ -165,7 +165,7 @@ def past_deadline(view: View, status: api.Status) -> Decision | None:
 
 
 def running(view: View, status: api.Status, missing: str = "") -> Decision:
-    """All trainers are running or have completed. missing: why other nodes of an elastic job are not running."""
+    """Record that all trainers are running or have completed. missing: why an elastic job runs without some nodes."""
     last_report = pending.last_report_at(status, view.seen)
     reason, text = reasons.ALL_NODES_RUN, _how_many_run(view, status)
     if missing:

@@ -1,4 +1,4 @@
-"""Messages of a job that waits: for what, how long, and how to find out why. Each change of one writes the status."""
+"""Messages of a job that waits: for what, for how long, and how to find out why. Each new text writes the status."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ddpjob_operator.pods import naming
 LONG_SECONDS = 600.0
 # Durations (seconds) that the message names once they are reached. A wait shorter than the first is not unusual.
 NAMED_AT_SECONDS = (60.0, 120.0, 300.0, LONG_SECONDS, 1200.0, 1800.0, 3600.0, 7200.0, 21600.0, 86400.0, 604800.0)
-# The kubelet's reasons while it prepares images, volumes and the network: this may end by itself, or never.
+# The kubelet's reasons while it prepares images, volumes and the network. These may end by themselves, or never.
 _BEING_CREATED = ("", "ContainerCreating", "PodInitializing")
 _WAITS = ("Pending", "Starting", "Restarting", "Failing")
-# The most scheduler messages that are shown: each of hundreds of pods may have its own (a volume by name).
+# Limits for scheduler messages, in messages and characters: each of hundreds of pods may have its own message.
 SENTENCES_MAX, SENTENCE_LENGTH_MAX = 3, 300
 UNREACHABLE_MAX = 3
 # After this time the message names the time of rank 0's last report, so that old figures do not look new.
@@ -36,8 +36,8 @@ def with_long_wait(view: View, status: api.Status) -> tuple[api.Status, dt.datet
         return status, None
     waiting = [pod for pod in view.pods.values() if pod.trainer.state == "waiting"]
     if reason is reasons.STARTING_TRAINERS and _slowest(status, waiting) is not None:
-        return status, None  # the reason becomes CannotStart within a second, and one Warning is enough
-    # Each attempt's wait counts from its own time; an attempt in the future does not wait yet.
+        return status, None  # the reason becomes CannotStart within a second, so this Warning is not needed
+    # Each attempt's wait counts from its own start; an attempt in the future is not waiting yet.
     begun = max(at for at in (status.state_time or now, status.attempt_time or status.state_time or now))
     long = begun + dt.timedelta(seconds=LONG_SECONDS)
     return (status, long) if now < long else (replace(status, reason=reasons.WAITS_LONG.name), None)
@@ -52,14 +52,14 @@ def waited(since: dt.datetime | None, now: dt.datetime) -> tuple[str, dt.datetim
 
 
 def waited_for_nodes(view: View, status: api.Status) -> tuple[str, dt.datetime | None]:
-    """Return the same as `waited` for pods without a node, over all attempts; "" if the job trains with fewer nodes."""
+    """Return `waited` for pods without a node, over all attempts; "" if the job trains with fewer nodes."""
     if view.trains_with_fewer(status):
         return "", None
     return waited(status.starting_since or status.attempt_time, view.now)
 
 
 def why_unschedulable(pods: Sequence[Pod]) -> str:
-    """Return the scheduler's messages, the most frequent first. pods: in a fixed order, as each new text is a write."""
+    """Return the scheduler's messages, the most frequent first. pods: sorted, because each new text is a write."""
     about: defaultdict[str, list[Pod]] = defaultdict(list)
     for pod in pods:
         about[pod.unschedulable].append(pod)
@@ -73,7 +73,7 @@ def why_unschedulable(pods: Sequence[Pod]) -> str:
 
 
 def creating(view: View, status: api.Status, pods: Sequence[Pod]) -> tuple[str, bool]:
-    """Return the pod whose container the kubelet has been creating longest, as text, and True if that is long."""
+    """Return as text the pod whose container is being created longest, and True if that takes unusually long."""
     slow = _slowest(status, pods)
     if slow is None:
         return "", False
@@ -94,7 +94,7 @@ def next_creating_text_at(view: View, status: api.Status, pods: Sequence[Pod]) -
 
 def completed_long_ago(view: View, status: api.Status) -> tuple[str, dt.datetime | None]:
     """Return a message if some nodes completed long ago while others are running, else the time when to check again.
-    Without reports nobody can tell if the others hang or only have more to do."""
+    Without reports, a rank that hangs looks like one that has more work."""
     done, running_time = status.completed, status.running_time
     pods = view.known_pods
     ended = [pods[place].trainer.ended_at or running_time for place in done if place in pods]
@@ -135,7 +135,7 @@ def _unreachable(alike: Sequence[Unreachable]) -> str:
 
 
 def _named(since: dt.datetime, now: dt.datetime) -> tuple[float, dt.datetime | None]:
-    """Return how many seconds the message names for a wait that began then (0: none yet), and when it names more."""
+    """Return the seconds that the message shows for a wait since `since` (0: none yet), and when it shows more."""
     times = [(seconds, since + dt.timedelta(seconds=seconds)) for seconds in NAMED_AT_SECONDS]
     reached = max((seconds for seconds, at in times if now >= at), default=0.0)
     return reached, next((at for _, at in times if at > now), None)
@@ -177,5 +177,5 @@ def last_report_at(status: api.Status, seen: Observed) -> dt.datetime | None:
 
 
 def report_old_at(last_report: dt.datetime | None) -> dt.datetime | None:
-    """Return when to hide the time left, which would otherwise stay the same while time passes."""
+    """Return when to hide the remaining time, because it would otherwise not change while time passes."""
     return after(last_report, stall.SILENT_SECONDS)

@@ -1,6 +1,6 @@
 """The next actions of a job: one pure function for the cluster, the local run and the simulation, for any observed
-state. The caller writes the status first, sends the events, deletes, then creates. A pod is deleted only for a reason
-in the *recorded* status; otherwise the proof of a failure could be lost. So a stop takes two reconciles."""
+state. The caller writes the status first, sends the events, deletes, then creates. A pod is deleted only for a
+reason in the *recorded* status; otherwise the evidence could be lost. So stopping pods takes two reconciles."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def plan(
     problems: Sequence[Problem] = (),
     settings: Settings = _SETTINGS,
 ) -> Plan:
-    """Return the plan for `job`. problems: validation's findings in its spec."""
+    """Return the plan for `job`. problems: the mistakes that validation found in its spec."""
     if job.metadata.deletion_timestamp is not None or job.spec.managed_by or is_stale(job, seen):
         return Plan()
     view = sort(job, seen, now, tuple(problems), settings)

@@ -22,7 +22,7 @@ _OF_ALL_PODS = (root_cause.STALLED, root_cause.CONFIG_ERROR)
 
 
 def replacing(view: View, status: api.Status) -> Decision | None:
-    """Wait until the lost pods have ended, charge the failure, and clear the way for the replacement pods."""
+    """Wait until the lost pods have ended, count the failure, and return the status in which they are replaced."""
     first = unsettled_failure(view.recorded)
     lost = [] if first is None else lost_alone(view, status, first)
     if first is None or not lost:
@@ -38,7 +38,7 @@ def replacing(view: View, status: api.Status) -> Decision | None:
 
 
 def lost_alone(view: View, status: api.Status, first: api.JobFailure) -> list[int]:
-    """Return the places of lost pods while agents elsewhere wait for new ones; none if all restart or stop."""
+    """Return the places of lost pods that new pods replace while agents elsewhere wait; [] if all restart or stop."""
     all_stop = view.spec.suspend or gang.is_to_stop(view, status)
     all_start = first.reason in _OF_ALL_PODS or status.completed_nodes
     if all_stop or all_start or not view.facts.restarts_in_place:
@@ -48,7 +48,7 @@ def lost_alone(view: View, status: api.Status, first: api.JobFailure) -> list[in
     lost = sorted((known - waiting).intersection(view.members))
     ended = [p for p in view.known_pods.values() if p.place in lost and p.ended]
     messages = [termination_message.read_message(p.trainer.message) for p in ended]
-    # An agent that ended because its group did cannot restart in place, and its peers end as well.
+    # An agent that ended together with its group cannot restart ranks in place, and the other agents end as well.
     group_ended = any(message is not None and message.ended for message in messages)
     if group_ended or not _one_was_in_the_last_group(view, status, waiting, lost):
         return []
@@ -56,11 +56,11 @@ def lost_alone(view: View, status: api.Status, first: api.JobFailure) -> list[in
 
 
 def _one_was_in_the_last_group(view: View, status: api.Status, waiting: set[int], lost: list[int]) -> bool:
-    """True if a waiting pod was in the newest generation of ranks: a first pod of the attempt, or a replacement whose
-    ranks have reported. Its agent knows the number of that generation, by which Snapshot finds the newer checkpoint. It
-    also proves that no older group still writes: in a partition, nodes may be given up one by one while their ranks
-    train. If a lost pod has run, a waiting pod that has not run is not taken for a first pod. It may replace another
-    lost pod, which was never seen, under the same name."""
+    """True if a waiting pod was in the newest generation of ranks: a first pod of the attempt, or a replacement
+    whose ranks have reported. Snapshot finds the newest checkpoint by the number of that generation, which this
+    pod's agent knows. The pod also proves that no older group still writes: in a partition, nodes may be lost one by
+    one while their ranks train. If a lost pod has run, a waiting pod that has not run does not count as a first pod:
+    it may replace a lost pod of the same name that was never seen."""
     started = {
         (view.members.place(report.node_rank), report.replacement)
         for report in view.seen.reports.values()

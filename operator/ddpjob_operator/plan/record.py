@@ -28,14 +28,14 @@ _ALL_PODS_WERE_MADE = (
 
 
 def record(view: View, status: api.Status) -> api.Status:
-    """Return the status with started and completed nodes, progress, and the restarts that agents have charged."""
+    """Return the status with started and completed nodes, progress, and the restarts that agents counted."""
     report = view.seen.reports.get(0)
     status = _with_findings(_with_nodes(view, status), view)
     status = transitions.with_progress(status, report, state_in_memory.why_not(view, status))
     status = transitions.with_idle(status, stall.idle_since(view.trackers, view.spec.stall, view.now))
     status = replace(status, unconfigured_since=_unconfigured_since(view, status))
-    # An attempt that begins in this reconcile has no agent yet: the reports belong to the previous one and were counted
-    # there.
+    # An attempt that begins in this reconcile has no agent yet. The reports belong to the previous attempt and were
+    # counted.
     has_agent = 0 < status.attempt == view.recorded.attempt
     return agent_restarts.with_agent(status, view) if has_agent else status
 
@@ -60,8 +60,8 @@ def _reported(view: View, status: api.Status) -> Iterator[NamedFinding]:
 
 
 def _unconfigured_since(view: View, status: api.Status) -> dt.datetime | None:
-    """Return when the operator first saw that a pod lacks a ConfigMap or Secret. The time when the pod got its node is
-    too early, because pulling an image may take longer than the limit. In the status, because leaders change."""
+    """Return when the operator first saw that a pod lacks a ConfigMap or Secret. The time when the pod got its node
+    is too early, because pulling an image may exceed the limit. It is kept in the status, because leaders change."""
     if any(root_cause.lacks_configuration(pod) for pod in view.active):
         return status.unconfigured_since or view.now
     is_started_again = status.start_retries > 0 and all(p.trainer.state == "waiting" for p in view.pods.values())
@@ -95,9 +95,9 @@ def _with_nodes(view: View, status: api.Status) -> api.Status:
 def _with_the_group(view: View, status: api.Status, started: set[int], completed: set[int]) -> set[int]:
     known = status.started | completed
     if view.is_elastic and view.is_enough(known):
-        # The first nodes that complete free room for waiting pods, which then find no group to join.
+        # When the first nodes complete, waiting pods get room and start, but find no group to join. Do not count them.
         return started & known
     if status.reason not in _ALL_PODS_WERE_MADE:
-        return started  # a missing pod proves nothing: the operator may have stopped before it created the last one
-    # All pods once existed, so a missing pod has run. A new one would wait for the others in vain.
+        return started  # a pod may be missing because the operator stopped before creating it
+    # All pods have existed, so a missing pod has run. A new pod in its place would wait in vain for the others.
     return started | (set(view.members) - set(view.pods))

@@ -1,4 +1,4 @@
-"""Settles a failure when no more evidence can come: its cause, its charge, and whether the job continues."""
+"""Settles a failure once no more evidence can come: its cause, what it counts against, and if the job continues."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddpjob_operator.plan.transitions import with_failure
 from ddpjob_operator.plan.view import View
 from ddpjob_operator.pods import naming
 
-# Twice within `avoid_node_seconds`: once may be chance, and a job must not run out of nodes.
+# Failures on one node within `avoid_node_seconds`. A single failure may be chance, and a job must not run out of nodes.
 FAILURES_TO_AVOID = 2
 AVOIDED_MAX = 10
 
@@ -47,12 +47,12 @@ class Settled:
 
 
 def settle(view: View, status: api.Status, first: api.JobFailure) -> Settled:
-    """Find the cause of the failure that was recorded first, and charge it."""
+    """Return the cause behind the failure recorded first, the limit that it counts against, and if the job restarts."""
     cause, failure_class = _cause(view, status, first)
     history, attempt = budgets.history(status), _attempt(view, status, cause)
     never_starts = root_cause.cannot_start(cause) and not _has_trained_before(status)
     if failure_class == "infrastructure" and never_starts and history.uncharged_in_a_row >= rules.STARTS_MAX:
-        failure_class = "permanent"  # it was tried on enough other nodes
+        failure_class = "permanent"  # enough other nodes were tried
     failure_class = rules.of_complaints(failure_class, history, attempt)
     policy, outside = budgets.policy(view.spec), root_cause.from_outside(cause)
     failure_class = rules.with_policy(failure_class, cause.exit_code, policy, from_outside=outside)
@@ -89,7 +89,7 @@ def _torchrun_gave_up(view: View, cause: api.JobFailure) -> bool:
 
 
 def _cause(view: View, status: api.Status, first: api.JobFailure) -> tuple[api.JobFailure, rules.Class]:
-    """Return the cause according to the failure recorded first and every failed pod, gone or not."""
+    """Return the cause, judged by the failure recorded first and by all failed pods, gone or not."""
     lost, ran = [p for p, pod in view.pods.items() if pod.uid in view.lost_by_node], _ran_seconds(view, status)
     failure, failure_class = root_cause.settle(
         context(view, status),
@@ -117,7 +117,7 @@ def with_log(view: View, failure: api.JobFailure) -> api.JobFailure:
 
 
 def _with_silent_node(view: View, failure: api.JobFailure, first: api.JobFailure) -> api.JobFailure:
-    """Name a node of the attempt that was silent for a while, if ranks only complained about lost peers."""
+    """Add a node that was silent for a while to a failure for which ranks only reported lost peers."""
     silent = (pod.node for _, pod in sorted(view.known_pods.items()) if pod.was_silent)
     node = root_cause.evidence_of(first).silent_node or shown(next(silent, ""), root_cause.WORD_MAX)
     if not node or failure.reason != root_cause.PEER_LOST:
@@ -137,7 +137,7 @@ def _avoided(
     status: api.Status, settings: Settings, now: dt.datetime, bad_nodes: Sequence[str]
 ) -> list[api.AvoidedNode]:
     node = status.failures[-1].node if status.failures else ""
-    # A node that fails the job again is avoided again, because another node may be free by now.
+    # Avoid a node again if the job fails there after avoidance was lifted, because another node may be free by now.
     again = {*bad_nodes, *(a.node for a in status.avoided_nodes if a.lifted and a.node == node)}
     kept = [a for a in status.avoided_nodes if a.until > now and a.node not in again]
     until = now + dt.timedelta(seconds=settings.avoid_node_seconds)
@@ -150,8 +150,8 @@ def _avoided(
 
 
 def _completed_early(view: View, status: api.Status) -> api.JobFailure | None:
-    """Return the first node that completed early, as the explanation for its peers' complaints. It does not explain
-    those of a pod that was created afterwards, because the two were never in one group."""
+    """Return the first node that completed early, because that explains the lost connections of others. It does not
+    explain those of a pod created afterwards, because the two were never in one group."""
     if view.is_elastic and view.is_enough(status.completed):
         return None  # an elastic group may have completed its training without a lost node
     pods, completed = view.known_pods, status.completed.intersection(view.members)
@@ -163,7 +163,7 @@ def _completed_early(view: View, status: api.Status) -> api.JobFailure | None:
     first = min(places, key=lambda place: (ends[place], place))
     failure = failure_of(view, status, first, root_cause.ENDED_EARLY)
     node = pods[first].node if first in pods else ""
-    # The step in the status belongs to rank 0; only its own reports show the step of another rank.
+    # status.progress has rank 0's step; the step of another rank is only in its own reports.
     step = failure.step if first == view.members.leader else None
     return replace(failure, node=node, step=step, time=ends[first])
 
@@ -192,7 +192,7 @@ def _has_trained_before(status: api.Status) -> bool:
 def _attempt(view: View, status: api.Status, failure: api.JobFailure) -> budget.Attempt:
     progress = status.progress
     step = progress.step if progress is not None and progress.attempt == status.attempt else 0
-    # The complaints are explained if a node did not report for a while, or if too few nodes ever ran. A rank then
+    # Lost connections are explained if a node did not report for a while, or if too few nodes ever ran. A rank then
     # waited in vain for a node that has no GPU yet.
     is_explained = root_cause.evidence_of(failure).silent_node or not view.is_enough(status.started)
     return budget.Attempt(
@@ -210,7 +210,7 @@ def _ran_seconds(view: View, status: api.Status) -> float:
 
 def with_limit(view: View, failure: api.JobFailure) -> api.JobFailure:
     if failure.init_container:
-        return failure  # the trainer's limit does not apply to it
+        return failure  # the memory limit of the trainer does not apply to an init container
     limit = podspec.limits(view.spec.template).get("memory")
     if failure.reason != "OOMKilled" or limit is None or failure.exception.startswith(root_cause.MEMORY):
         return failure
@@ -228,7 +228,7 @@ def with_last_step(status: api.Status, failure: api.JobFailure) -> api.JobFailur
 
 
 def failure_of(view: View, status: api.Status, place: int, reason: str) -> api.JobFailure:
-    """Return a failure that is visible only from outside the pod, which may be gone."""
+    """Return a failure that only shows outside the pod, because the pod may be gone."""
     pod = view.pods.get(place)
     failure = api.JobFailure(
         attempt=status.attempt,
@@ -252,6 +252,6 @@ def context(view: View, status: api.Status) -> root_cause.Context:
         now=view.now,
         keep_log_tail=view.settings.keep_log_tail,
         port=int(port) if port.isdecimal() else None,
-        # If the nodes never ran together, none completed its training: SIGKILL only means that stopping took long.
+        # Only nodes that ran together can complete. If they did not, SIGKILL only means that stopping took long.
         torchrun=facts.is_launcher_alone and not facts.restarts_in_place and status.running_time is not None,
     )

@@ -30,7 +30,7 @@ CANNOT_START = frozenset(
 
 
 def attempt_still_ending(view: View, status: api.Status) -> Decision | None:
-    """Start no attempt while a process of the previous one may run: two groups would train into one checkpoint."""
+    """Start no attempt while a process of the previous one may be running: both would write into one checkpoint."""
     if not view.older:
         return None
     over = [p for p in view.older if is_over(p, view.recorded)]
@@ -61,7 +61,7 @@ def rescaled(view: View, status: api.Status) -> Decision | None:
 
 
 def start_overdue(view: View, status: api.Status) -> Decision | None:
-    """Release all pods if not all nodes ran in time, because two half-placed jobs would block each other for ever."""
+    """Release all pods if not all nodes ran in time, because two half-placed jobs would block each other forever."""
     if not is_past(view.start_deadline(status), view.now):
         return None
     retries = status.start_retries + 1
@@ -92,7 +92,7 @@ def no_pod_can_be_made(view: View, status: api.Status) -> Decision | None:
 
 
 def gang_unavailable(view: View, status: api.Status) -> Decision | None:
-    """Wait if nothing here can place the job's gang. Otherwise some of its pods could hold nodes for ever."""
+    """Wait if nothing here can place the job's gang. Otherwise some of its pods could hold nodes forever."""
     why = gang.unavailable(view, status)
     if not why or not _to_create(view, status):
         return None
@@ -100,7 +100,7 @@ def gang_unavailable(view: View, status: api.Status) -> Decision | None:
 
 
 def name_taken(view: View, status: api.Status) -> Decision | None:
-    """Never take over a conflicting object. Objects of a deleted job with the same name disappear by themselves."""
+    """Wait if another owner's object has a needed name; never take it over. A deleted job's objects go away."""
     if not view.conflicts or not _to_create(view, status):
         return None
     first = view.conflicts[0]
@@ -131,11 +131,11 @@ def create_refused(view: View, status: api.Status) -> Decision | None:
 
 
 def nodes_missing(view: View, status: api.Status) -> Decision | None:
-    """Create what is missing, but never again the pod of a node that has run in this attempt."""
+    """Create missing objects, but never again the pod of a node that has run in this attempt."""
     missing = _to_create(view, status)
     if not missing:
         return None
-    # Keep the API server's message about a refused object until a retry gets another answer.
+    # Keep the API server's message about a refused object until a retry gets a different answer.
     retried = status.reason == reasons.CREATE_REFUSED.name and bool(view.seen.refusals)
     only_group = all(isinstance(action, CreateGroup) for action in missing)
     if retried or only_group or status.state in ("Starting", "Running"):
@@ -147,7 +147,7 @@ def nodes_missing(view: View, status: api.Status) -> Decision | None:
 
 
 def avoidance_over(view: View, status: api.Status) -> Decision | None:
-    """Create an unschedulable pod again if its node is no longer avoided, or it fits nowhere else."""
+    """Create an unschedulable pod again if its node is no longer avoided, or if the pod fits nowhere else."""
     waiting = _unschedulable(view)
     if not waiting or view.trains_with_fewer(status) or gang.names_nodes(view, status):
         return None
@@ -190,7 +190,7 @@ def _lifted(status: api.Status, now: dt.datetime) -> api.Status:
 
 
 def _lifts_at(view: View, status: api.Status) -> dt.datetime | None:
-    """Return when pods have found no other node for too long; None if no node is avoided or each pod has a node."""
+    """Return when pods have found no other node for too long; None if no node is avoided or all pods have nodes."""
     if not _in_force(status, view.now):
         return None
     times = (p.unschedulable_since or status.attempt_time for p in _unschedulable(view))
@@ -217,7 +217,7 @@ def _waiting(
     actions: tuple[Action, ...] = (),
     again_at: dt.datetime | None = None,
 ) -> Decision:
-    """Return the decision while not all nodes run. After a failure it is Restarting, and the message names it."""
+    """Return the decision while some nodes are not running. After a failure the state is Restarting, with a message."""
     last_call_at = after(status.attempt_time, LAST_CALL_SECONDS) if view.trains_with_fewer(status) else None
     comes_soon = reason in (reasons.CREATING_PODS, reasons.STARTING_TRAINERS)
     if last_call_at is not None and (not comes_soon or status.running_time or view.now >= last_call_at):
@@ -234,7 +234,7 @@ def _waiting(
 
 def _to_create(view: View, status: api.Status) -> tuple[Action, ...]:
     if view.is_elastic and status.completed_nodes:
-        return ()  # training has ended: a new node would find no group to join
+        return ()  # training has ended, so a new node would find no group to join
     known = status.started | set(view.pods)
     avoid = () if gang.names_nodes(view, status) else tuple(sorted(a.node for a in _in_force(status, view.now)))
     missing = [place for place in view.members if place not in known]
@@ -266,7 +266,7 @@ def _why_waiting(view: View, status: api.Status, pods: Sequence[Pod]) -> tuple[a
         return "Pending", reasons.UNSCHEDULABLE, f"Unschedulable: {text}{_avoids(view, status)}"
     if unschedulable:
         why, (waited, _) = pending.why_unschedulable(unschedulable), pending.waited_for_nodes(view, status)
-        # The scheduler reports this if a pod of this job, or of another job, keeps the pod away.
+        # The scheduler's message contains this text if a pod of this or another job keeps the pod off the node.
         apart = build.wants_one_pod_per_node(view.spec) and "anti-affinity" in why
         where = "; onePodPerNode keeps them apart" if total > 1 and apart else ""
         text = f"Unschedulable: {len(unschedulable)} of {total} pods: {why}{waited}{where}{_avoids(view, status)}"

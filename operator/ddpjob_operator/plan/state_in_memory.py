@@ -28,7 +28,7 @@ def why_not(view: View, status: api.Status) -> str:
 
 
 def _lacking(view: View, status: api.Status) -> list[Report]:
-    """Return the reports with `not_kept`, by rank. Reports of earlier generations than rank 0's do not count."""
+    """Return the reports with `not_kept`, by rank. Reports of generations before rank 0's do not count."""
     zero = view.seen.reports.get(0)
     if zero is None:
         return []

@@ -1,4 +1,4 @@
-"""Functions that return the next status. They are idempotent: nothing that is recorded is counted twice."""
+"""Functions that return the next status. They are idempotent: no recorded fact is counted twice."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def with_new_ranks(status: api.Status, at: dt.datetime) -> api.Status:
 
 
 def goodput(status: api.Status, now: dt.datetime) -> api.Goodput:
-    """Return the goodput (where the time went), including the state that ends now."""
+    """Return the goodput (how the time was spent), including the state that ends now."""
     before = status.goodput or api.Goodput()
     after = replace(before, idle_since=None, counted_until=None)
     since = max((t for t in (status.state_time, before.counted_until) if t is not None), default=now)
@@ -71,9 +71,9 @@ def goodput(status: api.Status, now: dt.datetime) -> api.Goodput:
 
 
 def _running(before: api.Goodput, status: api.Status, since: dt.datetime, elapsed: int) -> tuple[api.Goodput, int]:
-    """Return the goodput with the seconds in which all nodes ran, and how many of them passed before the first step."""
+    """Return the goodput plus the seconds in which all nodes ran, and how many of these preceded the first step."""
     if status.first_step_time is None:
-        # Imports, rendezvous and loading are not training; without reported steps they cannot be distinguished from it.
+        # Imports, rendezvous and loading are no training, but only reported steps would distinguish them from it.
         unreported = elapsed if status.furthest_step is None else 0
         return replace(before, unreported_seconds=before.unreported_seconds + unreported), elapsed - unreported
     idle_since = status.goodput.idle_since if status.goodput is not None else None
@@ -122,7 +122,7 @@ def with_progress(status: api.Status, report: Report | None, not_kept: str = "")
         status = replace(status, goodput=counted)
     status = _with_steps_of_new_ranks(status, report, report.received_at)
     if before is not None and replace(progress, updated=before.updated) == before:
-        return status  # hundreds of ranks repeat the same report every few seconds
+        return status  # many ranks repeat an equal report every few seconds
     return replace(status, progress=progress)
 
 
@@ -140,7 +140,7 @@ def _with_steps_of_new_ranks(status: api.Status, report: Report, at: dt.datetime
 def _is_of_these_ranks(report: Report, received_at: dt.datetime, status: api.Status) -> bool:
     if not status.attempt or report.attempt not in (0, status.attempt):
         return False
-    # An earlier report comes from ranks that ran before a pod was replaced.
+    # Ranks that ran before a pod was replaced sent this report.
     if status.attempt_time is not None and received_at < status.attempt_time:
         return False
     known = status.progress
@@ -171,11 +171,11 @@ def _progress(report: Report, attempt: int, received_at: dt.datetime) -> api.Pro
 
 
 def _with_lost_steps(status: api.Status, report: Report) -> api.Status:
-    """Count the steps made twice: from where the ranks resumed (else the step before their first) to the furthest."""
+    """Count the steps made twice: from the resumed step (else the one before the first report) to the furthest."""
     before, failure = status.progress, status.last_failure
     if before is None:
         return status
-    # Steps are reported every few seconds; a failing rank leaves its last one in its failure.
+    # Steps are reported every few seconds, so the failure of a rank may contain a later step.
     furthest = max(before.step, _step_of(failure, before))
     resumed = report.step - 1 if report.resumed_step is None else min(report.step - 1, report.resumed_step)
     goodput = status.goodput or api.Goodput()
@@ -195,7 +195,7 @@ def _step_of(failure: api.JobFailure | None, progress: api.Progress) -> int:
 
 
 def with_failure(status: api.Status, failure: api.JobFailure, message: str) -> api.Status:
-    """Return the status with a failure. While it is not settled, new evidence replaces the first impression."""
+    """Return the status with a failure. Until its cause is final, new evidence replaces the first impression."""
     line = api.FailureLine(
         attempt=failure.attempt,
         message=abridged(message, BRIEF_MAX),

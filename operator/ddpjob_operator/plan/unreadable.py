@@ -10,7 +10,7 @@ from typing import Any
 from ddpjob_operator.job import api, reasons
 from ddpjob_operator.plan.actions import Event
 
-# A value from outside may have any length, but a condition's message has at most 32 kB and is read by people.
+# Characters. A value from outside may have any length, but a condition's message has at most 32 kB.
 _WHY_MAX = 300
 
 
@@ -32,7 +32,7 @@ def event(why: str) -> Event:
 
 
 def with_condition(raw: Mapping[str, Any], why: str, now: dt.datetime) -> dict[str, Any] | None:
-    """Return the status with the condition Accepted=False; None if it is there, or the status has no place for it."""
+    """Return the status with the condition Accepted=False; None if it has this condition or no place for it."""
     status = raw.get("status")
     conditions = status.get("conditions", []) if isinstance(status, Mapping) else None
     if not isinstance(conditions, list):

@@ -1,4 +1,4 @@
-"""Sorts what is observed of a job by its role. Facts only: nothing here changes the status."""
+"""Sorts what is observed of a job by its role. It only collects facts and never changes the status."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddpjob_operator.plan import invalid_spec
 from ddpjob_operator.plan.actions import DeletePod, Settings
 from ddpjob_operator.pods import naming
 
-# Added to a pod's grace: time for the kubelet to end the other containers and to report that.
+# Seconds added to a pod's grace period, so that the kubelet can end the other containers and report that.
 OUTLIVED_SECONDS = 10
 # Used in namespaced mode, where node status cannot be read: seconds that a pod may outlive its grace before its node
 # counts as lost.
@@ -109,7 +109,7 @@ class View:
         return stall.find(self.trackers, self.spec.stall, self.now)
 
     def failed(self, status: api.Status) -> list[Pod]:
-        """Return the pods, also deleted ones, that ended but did not complete, unless recorded as completed before."""
+        """Return pods, also deleted ones, that ended without completing and are not recorded as completed."""
         completed = status.completed
         failed = [p for p in self.known_pods.values() if p.has_failed and p.place not in completed]
         return [p for p in failed if not self.comes_too_late(status, p.place)]
@@ -123,7 +123,7 @@ class View:
         return self.facts.min_nodes is not None
 
     def is_enough(self, places: Set[int]) -> bool:
-        """True if the group can train with these places: all, or an elastic job's minimum with the store of node 0."""
+        """True if the group can train with these places: all, or an elastic job's minimum including node 0's store."""
         least, present = self.facts.min_nodes, places & set(self.members)
         is_all = len(present) == len(self.members)
         return is_all if least is None else len(present) >= least and self.members.leader in present
@@ -142,8 +142,8 @@ class View:
         return self.is_elastic and bool(status.completed_nodes) and not has_started
 
     def stop(self, pods: Sequence[Pod], grace_seconds: int | None) -> tuple[DeletePod, ...]:
-        """Delete pods that are not terminating. On a lost node the grace is 0, because no kubelet answers. Elsewhere 0
-        would remove the object before its processes end, and the next attempt would start next to them."""
+        """Return deletes of pods that are not terminating. On a lost node the grace is 0, because no kubelet
+        answers. Elsewhere 0 would remove the object before its processes end, and the next attempt would meet them."""
         stopped = []
         for pod in sorted(pods, key=by_identity):
             if pod.uid in self.lost:
@@ -157,7 +157,7 @@ class View:
         return after(status.start_time, self.spec.active_deadline_seconds)
 
     def start_deadline(self, status: api.Status) -> dt.datetime | None:
-        """The time by which all nodes, or enough of them, must have run; None once they have in this attempt."""
+        """The time by which all nodes, or enough of them, must have run; None if they already have in this attempt."""
         if self.is_enough(status.started):
             return None
         return after(status.starting_since or status.attempt_time, self.spec.start_deadline_seconds)
@@ -184,7 +184,7 @@ def _wanted_nodes(job: api.DDPJob, seen: Observed) -> int:
 
 
 def in_attempt(view: View, status: api.Status) -> View:
-    """Return the same facts for the attempt that begins with `status`: all existing pods are of older ones."""
+    """Return the same facts for the attempt that begins with `status`, in which all existing pods are old."""
     job = replace(view.job, spec=launcher.with_nodes(view.spec, view.wanted_nodes))
     return _sorted(status, job, view.stored, view.seen, view.now, view.problems, view.settings)
 
@@ -237,7 +237,7 @@ def _sorted(
 
 
 def _as_it_counts(pod: Pod, spec: api.Spec, now: dt.datetime) -> Pod:
-    """Return the pod with the facts that follow from the time and from its command."""
+    """Return the pod with the facts that depend on the time and on its command."""
     if is_past(outlived_at(pod, spec), now):
         pod = replace(pod, outlived=True)
     if pod.trainer.hides_a_failure and exit_codes.may_be_replaced(launcher.facts(spec).command):
@@ -275,7 +275,7 @@ def lost_at(pod: Pod, nodes: Mapping[str, Node] | None, settings: Settings) -> d
         if node is None or node.ready or node.since is None:
             return None
         if not node.with_most:
-            # Not before the pod was bound: after an outage of the API server a new pod may be sent to the same node.
+            # Count only from when the pod was bound: after an API outage, new pods may be sent to the same node.
             return max(node.since, pod.bound_since or pod.scheduled_at or node.since) + patience
         return None if pod.deletion_deadline is None else max(node.since, pod.deletion_deadline) + patience
     if not pod.node:
@@ -317,7 +317,7 @@ def next_loss(view: View) -> dt.datetime | None:
 
 
 def is_stale(job: api.DDPJob, seen: Observed) -> bool:
-    """True if pods are of a newer attempt than the status, so it is out of date. False for an empty, lost status."""
+    """True if pods belong to a newer attempt than the status, so it is outdated. False for an empty status."""
     status = job.status
     return status.state is not None and any(_number(p) > _present_number(status, p.place) for p in owned(job, seen))
 
@@ -349,7 +349,7 @@ def _conflicting_pods(job: api.DDPJob, seen: Observed, status: api.Status) -> It
     places = topology.members(job.spec) if others else ()
     names = {naming.present_pod_name(job, status, place) for place in places}
     for pod in others:
-        # Until it has ended, a pod of the deleted job answers to the same DNS name, whatever its attempt. It has no
+        # A pod of the deleted job answers to the same DNS name until it has ended, whatever its attempt. The pod has no
         # owner if the job was deleted with --cascade=orphan.
         of_deleted = is_of_deleted_job(pod, job)
         orphaned = pod.job == job.metadata.name and not pod.owner_uid and pod.attempt > 0

@@ -1,6 +1,5 @@
-"""Environment of a pod's `ddprun` besides torchrun's variables. It is set once, so it holds the budget that was left
-when the pod was created (`ddpjob_core.budget`).
-"""
+"""Environment of a pod's `ddprun` in addition to torchrun's variables. It is set once, so it contains the restart
+budget at the pod's creation (`ddpjob_core.budget`)."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ import json
 from ddpjob_core.budget import Grant
 from ddpjob_operator.job import api, budgets, launcher
 
-PREFLIGHT_FAILURES = 2  # a single lost node may be chance
+PREFLIGHT_FAILURES = 2  # infrastructure failures in a row before a preflight; a single lost node may be chance
 
 
 def environment(job: api.DDPJob, replacement: int) -> dict[str, str]:
@@ -23,7 +22,7 @@ def environment(job: api.DDPJob, replacement: int) -> dict[str, str]:
         "DDPJOB_RESTARTS_LEFT": _grant(job).text(),
         "DDPJOB_FAILURE_POLICY": json.dumps(rules) if rules else None,
         "DDPJOB_STALL_TIMEOUT": spec.stall.timeout_seconds if spec.stall else None,
-        # Only if set: by default ranks are stopped at once, because a broken group has nothing to save in place.
+        # Set only if given: by default ranks are stopped at once, because a broken group has nothing to save in place.
         "DDPJOB_RESTART_GRACE": spec.restart_grace_seconds,
         "DDPJOB_PREFLIGHT": 1 if wants_preflight(spec, job.status) else None,
         "DDPJOB_OUT_OF_MEMORY": 1 if was_out_of_memory(job.status) else None,
@@ -51,7 +50,7 @@ def was_out_of_memory(status: api.Status) -> bool:
     """
     since = status.start_time
     killed = [line for line in status.failures if line.reason == "OOMKilled"]
-    # Compared by attempt too, because the node's clock may be behind: each start and resume begins a new attempt.
+    # Compare the attempt too, because the node's clock may be behind. Each start and resume begins a new attempt.
     return any(line.attempt == status.attempt or since is None or line.time >= since for line in killed)
 
 
@@ -61,7 +60,7 @@ def wants_preflight(spec: api.Spec, status: api.Status) -> bool:
     """
     begun = status.attempt_time
     if any(node.lifted and (begun is None or node.until > begun) for node in status.avoided_nodes):
-        return False  # pods fit on no other node: a bad node could not be replaced, and the job would never train
+        return False  # pods fit on no other node, so a bad node cannot be replaced and the job would never train
     if spec.preflight != "OnRestart":
         return spec.preflight == "Always"
     last = [failure.failure_class for failure in status.failures[-PREFLIGHT_FAILURES:]]

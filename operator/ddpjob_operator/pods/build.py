@@ -26,7 +26,7 @@ KEEP_FROM_AUTOSCALERS = {
 }
 
 
-# A path below a pod's spec as the API server writes it, but not within a longer path or word.
+# Matches a path below a pod's spec as the API server writes it, but not within a longer path or word.
 _POD_PATH = re.compile(
     r"(?<![\w.])spec\.(?:containers\[(?P<container>\d{1,4})\](?P<env>\.env\[(?P<number>\d{1,6})\])?|(?=[a-zA-Z]))"
 )
@@ -46,9 +46,8 @@ class Reporting:
 
 
 def service(job: api.DDPJob) -> Body:
-    """Build the headless Service that gives node 0 a DNS name, or every pod if spec.dns needs that. Node 0 alone is
-    cheaper, because each change of a selected pod rewrites an EndpointSlice with all of them.
-    """
+    """Build the headless Service that gives node 0 a DNS name, or all pods if spec.dns requires that. Selecting only
+    node 0 is cheaper, because each change of a selected pod rewrites an EndpointSlice with all of them."""
     leader = {} if all_have_dns_names(job.spec) else {naming.LABEL_RANK: str(members(job.spec).leader)}
     return {
         "apiVersion": "v1",
@@ -106,7 +105,7 @@ def pod(
     if not mount_api_token and spec.get("automountServiceAccountToken") is None:
         spec["automountServiceAccountToken"] = False
     if spec.get("terminationGracePeriodSeconds") == 0:
-        # With 0, a deletion removes the object at once, before the kubelet has ended anything.
+        # With 0, a deletion would remove the object at once, before the kubelet has stopped the containers.
         spec["terminationGracePeriodSeconds"] = 1
     environment = contract.environment(job, attempt, place, rendezvous) | agent_environment.environment(
         job, replacement
@@ -124,9 +123,8 @@ def pod(
 
 
 def in_users_words(message: str, body: Body, job: api.DDPJob) -> str:
-    """Translate paths in an API server's message about a pod into paths of the user's template. The operator's
-    variables precede the user's; in all other lists its entries follow.
-    """
+    """Translate paths in an API server's message about a pod into paths of the user's template. In env the
+    operator's variables come before the user's; in other lists they follow."""
     trainer = trainer_container(job.spec.template) or {}
     containers = body["spec"]["containers"]
     index = next((i for i, c in enumerate(containers) if c["name"] == trainer.get("name")), 0)
@@ -142,7 +140,7 @@ def in_users_words(message: str, body: Body, job: api.DDPJob) -> str:
 
 
 def wants_one_pod_per_node(spec: api.Spec) -> bool:
-    """True if no two pods of the job may share a node; auto: if the job has GPUs."""
+    """True if pods of the job must not share a node. With `auto` this is so if the job has GPUs."""
     return facts(spec).gpus > 0 if spec.one_pod_per_node == "auto" else spec.one_pod_per_node
 
 
@@ -162,7 +160,7 @@ def owned_metadata(job: api.DDPJob, name: str, labels: dict[str, str]) -> Body:
         "kind": api.KIND,
         "name": job.metadata.name,
         "uid": job.metadata.uid,
-        # Without blockOwnerDeletion: it would need the right to update the job's finalizers.
+        # blockOwnerDeletion is not set, because it requires the right to update the job's finalizers.
         "controller": True,
     }
     return {"name": name, "namespace": job.metadata.namespace, "labels": labels, "ownerReferences": [owner]}
@@ -203,9 +201,8 @@ def _spread(job: api.DDPJob, spec: Body) -> None:
 
 
 def _stay_away(spec: Body, nodes: Sequence[str]) -> None:
-    """Exclude nodes in every term, because the scheduler takes a node that fits any of them. One name per requirement,
-    as the API demands.
-    """
+    """Exclude nodes in every term, because the scheduler accepts a node that matches any term. One name per
+    requirement, as the API demands."""
     if not nodes:
         return
     wanted = spec.setdefault("affinity", {}).setdefault("nodeAffinity", {})
@@ -220,6 +217,6 @@ def _host_network(spec: Body, rendezvous: naming.Endpoint) -> None:
         return
     spec.setdefault("dnsPolicy", "ClusterFirstWithHostNet")
     trainer = trainer_container({"spec": spec}) or {}
-    # Declared, so that the scheduler never puts two jobs with the same port on one node.
+    # Declare the port, so that the scheduler never puts two jobs with the same port on one node.
     port = {"name": "ddpjob-master", "containerPort": rendezvous.port, "hostPort": rendezvous.port, "protocol": "TCP"}
     trainer["ports"] = [*(trainer.get("ports") or []), port]

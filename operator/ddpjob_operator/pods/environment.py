@@ -11,7 +11,7 @@ TERMINATION_LOG = "DDPJOB_TERMINATION_LOG"
 JOIN_SECONDS = 900
 """The longest that the torchrun of an elastic job waits for its group. Without minNodes it is torch's default, 600 s
 (_default_timeout_seconds, torch/distributed/elastic/rendezvous/static_tcp_rendezvous.py, torch 2.13)."""
-# torchrun and ddprun set these in the ranks, whatever the pod has.
+# Variables that torchrun and ddprun set in the ranks, whatever the pod has.
 OF_RANKS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
@@ -19,8 +19,8 @@ def environment(job: api.DDPJob, attempt: int, place: int, rendezvous: Endpoint)
     """Return the variables of a place's pod; the user's own outrank them. rendezvous: address of rank 0."""
     nproc, node_rank = nproc_per_node(job.spec), members(job.spec).node_rank(place)
     least = launcher.facts(job.spec).min_nodes
-    # For scripts without a launcher, only if a node has one process. With several, they would mislead scripts that
-    # start processes themselves: the imagenet example multiplies WORLD_SIZE by its GPUs.
+    # Set for scripts without a launcher, and only if a node has one process. With several processes, WORLD_SIZE would
+    # mislead scripts that start them: the imagenet example multiplies WORLD_SIZE by its GPUs.
     size = str(job.spec.nodes)
     single_process = {"RANK": str(node_rank), "WORLD_SIZE": size, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     every = {
@@ -57,9 +57,8 @@ def _read_by_nobody(spec: api.Spec, nproc: int) -> set[str]:
 
 
 def _threads(limit: int | None, nproc: int) -> dict[str, str]:
-    """Set OMP_NUM_THREADS by the pod's CPU limit, which torch does not know. Without a limit do as torchrun: one thread
-    in each of several processes; a single process may use all cores.
-    """
+    """Set OMP_NUM_THREADS by the pod's CPU limit, which torch does not know. Without a limit, do as torchrun does:
+    with several processes one thread each, while a single process may use all cores."""
     return {} if limit is None and nproc == 1 else {"OMP_NUM_THREADS": str(max(1, (limit or 1) // nproc))}
 
 
@@ -87,7 +86,7 @@ def _torchrun(job: api.DDPJob, attempt: int, node_rank: int | None, nproc: int, 
         **({} if node_rank is None else {"PET_NODE_RANK": str(node_rank)}),
         "PET_MASTER_ADDR": rendezvous.host,
         "PET_MASTER_PORT": str(rendezvous.port),
-        # torch prefixes its store with the run id: a process of an older attempt may reach the port but cannot join.
+        # torch prefixes its store with the run id, so an older attempt's process may reach the port but cannot join.
         "PET_RDZV_ID": f"{job.metadata.uid}-{attempt}",
         "PET_MAX_RESTARTS": "0",
         "PET_SHUTDOWN_TIMEOUT": str(shutdown_timeout_seconds(job.spec)),
@@ -95,17 +94,17 @@ def _torchrun(job: api.DDPJob, attempt: int, node_rank: int | None, nproc: int, 
 
 
 def _elastic(job: api.DDPJob, least: int, node_rank: int, rendezvous: Endpoint) -> dict[str, str]:
-    """Return the settings with which torchrun starts with fewer nodes than all, and admits later ones."""
+    """Return the settings with which torchrun starts with fewer nodes than all, and lets further nodes join."""
     return {
         "PET_NNODES": f"{least}:{job.spec.nodes}",
         "PET_RDZV_BACKEND": "c10d",
         "PET_RDZV_ENDPOINT": str(rendezvous),
-        # is_host is explicit, because torchrun would guess it from the names of its own host. The timeouts are those of
-        # the static rendezvous: with 60 s a node would fail while node 0 pulls its image.
+        # is_host is explicit, because torchrun would otherwise guess it from its host's names. The timeouts are those
+        # of the static rendezvous: with 60 s a node would fail while node 0 pulls its image.
         "PET_RDZV_CONF": f"is_host={int(node_rank == 0)},join_timeout={JOIN_SECONDS},read_timeout={JOIN_SECONDS}",
         # A joining node makes torchrun restart all ranks in their pods. With gloo in torch 2.13 they would read
         # addresses of former ranks from the shared store (docs/dev/upstream.md, launchers).
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        # A join ends ranks, which look failed to a torchrun that has not noticed it yet. It needs restarts for that.
+        # When a node joins, ranks end. A torchrun that has not noticed the join yet needs a restart for that.
         "PET_MAX_RESTARTS": str(budgets.application_left(job.spec, job.status)),
     }

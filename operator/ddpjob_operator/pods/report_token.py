@@ -14,7 +14,7 @@ AUDIENCE = api.GROUP
 NAME = "ddpjob-token"
 MOUNT = f"/var/run/secrets/{api.GROUP}"
 TOKEN_FILE = f"{MOUNT}/token"
-# The kubelet renews it in place at 80 % of this, and senders read the file again. The minimum allowed is 600 s.
+# Seconds; the minimum allowed is 600. The kubelet renews the token in place at 80 %, and senders read the file again.
 EXPIRATION_SECONDS = 3600
 
 

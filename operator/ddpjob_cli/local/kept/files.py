@@ -22,10 +22,10 @@ _DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/(\d+)")
 
 
 def read_script(path: str | Path) -> bytes:
-    """Return the content of a script or a notebook. Raise OSError, also if it is too large, with EFBIG."""
+    """Return the content of a script or a notebook. Raise OSError; if the file is too large, with errno EFBIG."""
     mib = NOTEBOOK_MIB_MAX if str(path).endswith(".ipynb") else SCRIPT_MIB_MAX
     with open(own_files.open_named(path), "rb") as file:
-        data = file.read((mib << 20) + 1) or b""  # None: a file without data now, as in /proc
+        data = file.read((mib << 20) + 1) or b""  # read() returns None if a file has no data at the moment, as in /proc
     if len(data) > mib << 20:
         raise OSError(errno.EFBIG, f"larger than {mib} MiB, so it is not a script", str(path))
     return data
@@ -40,8 +40,8 @@ def text_of_script(data: bytes) -> str:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file so that a reader sees the old or the new content. The target of a link is replaced. /dev/stdout
-    and pipes are written to, not replaced. Raise OSError."""
+    """Replace a file so that a reader sees either the old or the new content. If the path is a link, replace its
+    target. Write to /dev/stdout and pipes directly. Raise OSError."""
     # Check this before links are resolved: /dev/stdout may be a link to a pipe, whose path does not exist.
     if path.exists() and not path.is_file():
         with open(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY), "wb", buffering=0) as there:

@@ -17,8 +17,8 @@ from ddpjob_operator.plan import agent_restarts
 
 CHANGES_MAX = 400
 NAMES_MAX = 24
-PROGRESS_SECONDS = 5.0  # between writes if only progress changed, because a long history is up to a megabyte
-SAMPLES, STEP_SECONDS = "samples/s", "s/step"  # names of the series for the pace, in addition to the job's metrics
+PROGRESS_SECONDS = 5.0  # between writes while only progress changes, because a long history has up to a megabyte
+SAMPLES, STEP_SECONDS = "samples/s", "s/step"  # names of the series for training speed, next to the job's metrics
 
 
 class Facts(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
@@ -77,7 +77,7 @@ class History(msgspec.Struct, rename="camel", kw_only=True):
             if replace(change, time=last.time, reason=last.reason, message=last.message) == last:
                 return False
             if (last.attempt, last.generation) != (change.attempt, change.generation):
-                self.seconds = -1.0  # otherwise the restart would count as the time of a step
+                self.seconds = -1.0  # otherwise the time of the restart would count as time per step
         self.changes.append(change)
         if len(self.changes) > CHANGES_MAX:
             # Keep the first changes, which show the start, and the last, which show the end.
@@ -101,7 +101,7 @@ class History(msgspec.Struct, rename="camel", kw_only=True):
 
 
 class Record:
-    """The files with facts, status and history of a run. If the disk is full they are lost, but the job continues."""
+    """The files with facts, status and history of a run. On a full disk they are not written, but the job continues."""
 
     def __init__(self, job: api.DDPJob, folder: RunFolder, started: dt.datetime) -> None:
         self.facts = Facts(

@@ -13,7 +13,7 @@ from ddpjob_operator.metrics.meter import Meter, MeteredJob, Moment
 from ddpjob_operator.metrics.of_change import Restart
 from ddpjob_operator.observed.reports import AgentReport
 
-# More often is not needed, because files are usually scraped every 15 s or less often.
+# seconds between writes; files are usually scraped every 15 s or less often
 AGAIN_SECONDS = 5.0
 
 

@@ -16,7 +16,7 @@ from ddpjob_operator.job.wording import count, duration
 
 LOGS_MAX = 200
 ROWS_MAX = 40
-WIDTH = 940  # of full-width drawings; a unit is about a pixel, so that all text has the same size
+WIDTH = 940  # pixels of full-width drawings; with one unit per pixel all texts have the same size
 CURVE_WIDTH, CURVE_HEIGHT = 460, 180
 LEFT, RIGHT, TOP, BOTTOM = 64, 12, 10, 28
 LABEL = 170

@@ -1,7 +1,7 @@
-"""The folder of one run: logs, volumes and the token. Logs of the last runs are kept; the rest is removed with the run.
-The parent folder is the user's (`--logs DIR`) and may hold anything, such as a data set with the job's name. So a run
-marks its folder. Before anything is removed the mark is checked, and links are not followed. Only known files are
-removed; if a folder has others, it stays."""
+"""The folder of one run: logs, volumes and the token. Logs of the last runs stay; the other files are removed when
+the run ends. The parent folder is the user's (`--logs DIR`) and may hold anything, such as a data set with the job's
+name. So a run marks its folder. Before anything is removed the mark is checked, and links are not followed. Only
+known files are removed; if a folder has others, it stays."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class RunFolder:
         self._job = job
         self.lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self.lock, fcntl.LOCK_EX)
-        _mark(self.path, job)  # after locking, so that the run of a marked folder without a lock has ended
+        _mark(self.path, job)  # the lock comes first, so a marked folder without a lock means that its run has ended
         # `latest` links to the newest run. If the name is not a link to a run, it belongs to the user and stays.
         link = self.path.parent / LATEST
-        with contextlib.suppress(OSError):  # another run does the same now, or the file system has no links
+        with contextlib.suppress(OSError):  # another run replaces the link now, or the file system has no links
             if link.is_symlink() and _UUID.fullmatch(os.readlink(link)):
                 link.unlink()
             link.symlink_to(self.path.name)
@@ -110,7 +110,7 @@ def _clear_old(jobs: Path, job: str) -> None:
             _remove_what_ends_with_a_run(held)
             _remove_folders_of_agents(run.name)
             if i >= RUNS_KEPT - 1:
-                # Remove files of the run. If others are left, the folder stays, without its mark.
+                # Remove the run's files. If other files are left, keep the folder, but remove its mark file.
                 written = (STATUS, FACTS, HISTORY)
                 for path in list(held.iterdir()):
                     if path.name in written or re.fullmatch(rf"{re.escape(job)}-\d+-\d+(-r\d+)?\.log", path.name):
@@ -132,7 +132,7 @@ def _runs(jobs: Path, job: str) -> Iterator[Path]:
 
 
 def _mark(run: Path, job: str) -> None:
-    """Write a mark with the folder's inode, so that a copy has no valid mark. Device numbers change at a reboot."""
+    """Write the mark file with the folder's inode, so that a copied mark is invalid. Device numbers may change."""
     mark = {"job": job, "run": run.name, "inode": run.lstat().st_ino}
     descriptor = os.open(run / MARK, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     with open(descriptor, "w") as file:
@@ -142,14 +142,14 @@ def _mark(run: Path, job: str) -> None:
 def _has_mark(run: Path, job: str, name: str, inode: int) -> bool:
     try:
         mark = json.loads(own_files.read_file(run / MARK, _MARK_BYTES_MAX))
-    except (OSError, ValueError, RecursionError):  # no mark, or not one of ours
+    except (OSError, ValueError, RecursionError):  # no mark file, or one that we did not write
         return False
     return bool(_UUID.fullmatch(name) and mark == {"job": job, "run": name, "inode": inode})
 
 
 @contextlib.contextmanager
 def _own(run: Path, job: str) -> Iterator[Path | None]:
-    """Yield a path of the open folder, valid even if its name is replaced; None if no run of this user has made it."""
+    """Yield a path of the opened folder, valid even if its name is replaced; None if it is no run of this user."""
     try:
         descriptor = os.open(run, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

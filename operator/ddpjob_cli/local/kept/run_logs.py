@@ -48,7 +48,7 @@ class LocalLogs:
                 yield from ((node, piece) for piece in runs.chunks(path))
 
     def follow(self, attempt: int, nodes: Collection[int] | None, *, later: bool) -> Iterator[tuple[int, bytes]]:
-        """Yield (node, piece) of an attempt until the run ends. later: also of later attempts. nodes: None is all."""
+        """Yield (node, piece) of an attempt until the run ends. later: also later attempts. nodes: None for all."""
         offsets: dict[Path, int] = {}
         while True:
             found = runs.read(self.run.folder)

@@ -44,7 +44,7 @@ class Run:
         pattern = re.compile(rf"{re.escape(self.facts.job)}-(\d+)-(\d+)(?:-r(\d+))?\.log")
         try:
             matches = {path: pattern.fullmatch(path.name) for path in self.folder.iterdir()}
-        except OSError:  # removed meanwhile
+        except OSError:  # another process has removed the folder
             return {}
         numbers = {path: [int(number or 0) for number in match.groups()] for path, match in matches.items() if match}
         found: dict[int, dict[int, list[Path]]] = {}
@@ -78,7 +78,7 @@ def find(job: str | None, base: Path | None = None) -> Run:
 
 def read(folder: Path) -> Run | None:
     """Return the run in a folder; None if its facts cannot be read, for example because it has only begun."""
-    # Check this before reading the status. Otherwise a run that ends in between would look killed.
+    # Check this before reading the status. Otherwise a run that ends between the two would look killed.
     running = run_folder.is_running(folder)
     facts = _read(folder / run_folder.FACTS, Facts)
     if facts is None:

@@ -11,7 +11,7 @@ POINTS_MAX = 512
 
 @dataclass
 class Point:
-    """One value, or several merged ones. step, time: of the last one, in seconds since the start of the run."""
+    """One value, or several merged ones. step, time: of the last value; time in seconds since the run's start."""
 
     step: int
     time: float

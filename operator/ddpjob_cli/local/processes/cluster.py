@@ -33,7 +33,7 @@ from ddpjob_operator.pods import build, environment, naming
 from ddprun import ports, processes
 
 TERMINATION_MESSAGE_BYTES = 4096
-READ_BYTES = 1 << 18  # four times the capacity of a pipe: one read empties it
+READ_BYTES = 1 << 18  # bytes: four times a pipe's capacity, so one read empties it
 CREATING = Container("waiting", reason="ContainerCreating")
 
 
@@ -101,11 +101,11 @@ class LocalCluster:
         """By attempt and place: start time and WORLD_SIZE of the newest rank that was seen."""
 
     def look_at_ranks(self, parent_of: Mapping[int, int]) -> None:
-        """Note the WORLD_SIZE that ranks have: a program before the launcher may not pass on the job's variables."""
+        """Record the ranks' WORLD_SIZE, because a program before the launcher may not pass on the job's variables."""
         for pod in self._live():
             for pid in ranks.of_node(pod.node.pid, parent_of)[:1]:
                 known = self._group_sizes.get((pod.attempt, pod.place), (0.0, 0))
-                # Keep the newest: a program around the launcher has the pod's WORLD_SIZE, but is older than the ranks.
+                # Keep the newest process: a wrapper of the launcher has the pod's WORLD_SIZE, but started earlier.
                 self._group_sizes[pod.attempt, pod.place] = max(known, ranks.started_among(pid))
 
     def observe(self) -> Observed:
@@ -176,7 +176,7 @@ class LocalCluster:
         return any(t.attempt == newest and t.phase in ("save", "evaluate") for t in self.trackers.values())
 
     def initialized(self) -> dt.datetime | None:
-        """Return when the first rank without a step began to report, in this attempt; None if there is none."""
+        """Return when the first rank without a step began to report in this attempt; None without such a rank."""
         newest = max(self._ports, default=0)
         times = [t.advanced_at for t in self.trackers.values() if t.attempt == newest and t.phase == "start"]
         return min(times, default=None)
@@ -297,7 +297,7 @@ class LocalCluster:
             self._read_output(pod)
         written = ""
         with suppress(OSError):
-            # A kubelet reads the same number of bytes.
+            # Read as many bytes as a kubelet does.
             written = own_files.read_file(pod.termination_log, TERMINATION_MESSAGE_BYTES).decode(errors="replace")
         message = end.message or self._names(written or _doubt(end) + pod.log.tail)
         ended_at = dt.datetime.fromtimestamp(end.time, dt.timezone.utc)

@@ -1,5 +1,5 @@
-"""`ddpjob run --pdb RANK`: connect one rank to the terminal, so that a debugger works in it. torchrun and ddprun start
-$PYTHON_EXEC as the ranks' Python: a program that opens the terminal's device, which is possible from any session."""
+"""`ddpjob run --pdb RANK`: connect one rank to the terminal for a debugger. torchrun and ddprun start $PYTHON_EXEC
+as the ranks' Python: we set it to a program that opens the terminal's device, which any session may do."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from ddpjob_operator.job import api, topology
 _OPTION_CHARACTERS_MAX = 200
 VARIABLE = "DDPJOB_FAULTS"
 HAPPENED = "DDPJOB_FAULTS_HAPPENED"  # folder with a file for each fault that happened, named by its index in VARIABLE
-LOOK_SECONDS = 0.2  # between checks whether the ranks are training again
+LOOK_SECONDS = 0.2  # seconds between checks whether the ranks are training again
 FORMS = "every=10s, node=1,at=20s or rank=3,step=50, alone (SIGKILL) or with signal=SEGV, exit=3 or hang"
 
 
@@ -114,7 +114,7 @@ def check(faults: Sequence[Fault], job: api.DDPJob) -> None:
 
 
 def missed(faults: Sequence[Fault], not_yet: Sequence[Fault], records: Path) -> list[Fault]:
-    """Return the faults that did not happen. not_yet: pending faults of the run itself. records: folder of HAPPENED."""
+    """Return the faults that did not happen. not_yet: faults still to be injected. records: folder of HAPPENED."""
     wanted = _of_ranks(faults)
     ranks = [fault for place, fault in enumerate(wanted) if not (records / str(place)).exists()]
     return [fault for fault in faults if any(fault is other for other in (*not_yet, *ranks))]

@@ -1,4 +1,4 @@
-"""Find this machine's GPUs without torch, and divide them among the nodes: LOCAL_RANK 0 is another GPU on each node."""
+"""Find this machine's GPUs without torch, and divide them among the nodes: no two nodes share a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NVIDIA_SMI_SECONDS = 20.0  # without the persistence daemon, waking eight GPUs t
 
 
 class TooFewGpusError(Exception):
-    """The job asks for more GPUs than this process may use."""
+    """The job requests more GPUs than this process may use."""
 
 
 def visible(environ: Mapping[str, str] | None = None) -> list[str]:
@@ -42,7 +42,7 @@ def permitted(allowed: str, machine: Sequence[str]) -> list[str]:
         else:
             break
         if device in devices:
-            return []  # CUDA shows no device if one is named twice (torch.cuda, _parse_visible_devices)
+            return []  # CUDA shows no device if the list names a device twice (torch.cuda, _parse_visible_devices)
         devices.append(device)
     return devices
 

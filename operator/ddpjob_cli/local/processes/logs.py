@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ddpjob import own_files
 
-TAIL_BYTES = 16384  # the cause is found in these; a kubelet keeps 2048, which torchrun's table can fill
-LINE_MAX = 4096  # longer lines are cut on the screen, but not in the file
+TAIL_BYTES = 16384  # kept to find the cause; a kubelet keeps 2048 bytes, which torchrun's table can fill
+LINE_MAX = 4096  # characters per line on the screen; the file keeps the complete line
 
 
 class Log:

@@ -23,7 +23,7 @@ from ddprun import processes
 SUPERVISOR = "from ddpjob_cli.local.processes.supervisor import main; main()"
 # The folders of the two packages that the supervisor needs.
 PACKAGES = [str(Path(package.__file__ or "").parents[1]) for package in (ddpjob_cli, ddprun)]
-CLOSE_SECONDS = 10.0  # a working supervisor ends its processes within milliseconds
+CLOSE_SECONDS = 10.0  # seconds; a working supervisor ends its processes within milliseconds
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class NodeProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,  # a traceback of the supervisor goes to its node's log
                 bufsize=0,
-                start_new_session=True,  # the runner handles Ctrl-C and stops the nodes itself
+                start_new_session=True,  # Ctrl-C reaches only the runner, which stops the nodes
                 pass_fds=(report_write,),
             )
         except BaseException:
@@ -87,11 +87,11 @@ class NodeProcess:
         self._send({"argv": list(argv), "env": dict(env), "cwd": cwd, "grace_seconds": grace_seconds})
 
     def stop(self, grace_seconds: float) -> None:
-        """Send SIGTERM to the trainer's first process, and SIGKILL to all after the grace; later calls shorten it."""
+        """Send SIGTERM to the trainer's first process, and SIGKILL to all after the grace. Later calls shorten it."""
         self._send({"stop": grace_seconds})
 
     def handle_report(self) -> None:
-        """Read the supervisor's reports, or its end without a last report."""
+        """Read the supervisor's reports, or notice that it ended without a last report."""
         arrived = read_available(self.report)
         *lines, self._buffer = (self._buffer + (arrived or b"")).split(b"\n")
         for report in map(json.loads, lines):
@@ -106,7 +106,7 @@ class NodeProcess:
         self._stdin.close()  # for the supervisor this means that the runner has ended
         try:
             self._process.wait(CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:  # a debugger has stopped it, or SIGKILL does not end one of its children
+        except subprocess.TimeoutExpired:  # a debugger has stopped the supervisor, or a child of it survives SIGKILL
             self._process.kill()
             self._process.wait()
         self._stdout.close()
@@ -121,7 +121,7 @@ class NodeProcess:
             return  # the supervisor has ended; `handle_report` will read its result
 
     def _lost(self) -> End:
-        code = self._process.wait()  # ends soon, because its pipe was closed; then we have adopted its children
+        code = self._process.wait()  # its pipe was closed, so it ends soon; its children then become ours
         if code < 0:
             how = f"was killed by {signal_name(-code)}"
         else:

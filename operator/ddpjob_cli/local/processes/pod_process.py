@@ -75,7 +75,7 @@ class Terminal:
 
 @dataclass(frozen=True)
 class Slot:
-    """The surroundings of a node's process: working folder, folder for emptyDir volumes, environment, GPUs."""
+    """Where a node's process runs: working folder, folder for emptyDir volumes, environment, GPUs."""
 
     cwd: Path
     volumes: Path

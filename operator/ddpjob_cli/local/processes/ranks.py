@@ -31,10 +31,10 @@ def started_among(pid: int) -> tuple[float, int]:
 
 
 def of_node(supervisor: int, parent_of: Mapping[int, int]) -> tuple[int, ...]:
-    """Return the pids of a node's ranks, sorted by rank; () if they cannot be distinguished from other processes."""
+    """Return the pids of a node's ranks, sorted by rank; () if the ranks cannot be told from other processes."""
     own = processes.descendants(supervisor, parent_of)
-    # Ranks have variables that their parents lack. That excludes launchers above, and DataLoader workers below them.
-    # Read them in each call, because before exec a process still has its parent's variables.
+    # Ranks have variables that their parents lack. Launchers above them and DataLoader workers below them do not differ
+    # from their parents. Read the variables in each call, because a process has its parent's until exec.
     variables = {pid: _variables(pid) for pid in own}
     marked = {pid for pid in own if variables[pid] and variables[pid] != variables.get(parent_of[pid])}
     lowest = [pid for pid in marked if not processes.descendants(pid, parent_of) & marked]

@@ -20,16 +20,16 @@ from typing import Any
 
 PATH = "/v1/progress"
 BODY_BYTES_MAX = 8192  # a report with 16 metrics is below 1 kB
-READ_BYTES_MAX = 1 << 20  # read it all: closing with unread data resets the connection, and the answer is lost
+READ_BYTES_MAX = 1 << 20  # read the whole body: closing with unread data resets the connection and loses the answer
 SILENT_SECONDS = 5.0  # a client that is silent for longer is disconnected
-CONNECTIONS_MAX = 32  # one per reporting rank, and some of other users of the machine
+CONNECTIONS_MAX = 32  # one per reporting rank, plus some for other users of the machine
 
 
 class LocalReceiver(ThreadingTCPServer):
     """Listens on a free port of 127.0.0.1. `on_report` gets the body of each authenticated report, in a thread, one
     call at a time. It returns None, or why it refuses. `token_file` has mode 0600 and is removed by `stop`."""
 
-    daemon_threads = False  # stop() waits for them, because the runner accepts no report after it
+    daemon_threads = False  # stop() does not wait for these threads, because the runner accepts no report after it
     request_queue_size = 128
 
     def __init__(self, on_report: Callable[[bytes], str | None], token_file: Path) -> None:
@@ -75,7 +75,7 @@ class LocalReceiver(ThreadingTCPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
-        """Ignore a broken connection. Raise any other error, which is a bug of ours, in its thread."""
+        """Ignore a broken connection. Raise any other error, because it is a bug in our code."""
         error = sys.exc_info()[1]
         if error is not None and not isinstance(error, OSError):
             raise error

@@ -19,12 +19,12 @@ CONFIGURATIONS = (".yaml", ".yml", ".toml")
 NAMED = (PYTHON, *CONFIGURATIONS, ".json", ".cfg", ".ini")
 """Kinds of files that count if an argument of the script names them."""
 FOLDERS_MAX = 1000
-ENTRIES_MAX = 5000  # most entries of one folder; a larger one holds data
+ENTRIES_MAX = 5000  # entries read of one folder; a larger folder holds data
 DEEP_MAX = 12
-TEXT_BYTES_MAX = 1 << 20  # larger files are not read: their size and time count
+TEXT_BYTES_MAX = 1 << 20  # larger files are not read; a change of their size or time counts as a save
 QUIET_SECONDS = 0.04
 """Seconds without a further change: an editor writes a file in several steps, `git checkout` many files."""
-STORM_SECONDS = 1.0  # seconds after the first of many changes, even if others follow
+STORM_SECONDS = 1.0  # report many changes this long after the first one, even if more follow
 _SKIPPED = frozenset("__pycache__ node_modules site-packages venv wandb mlruns lightning_logs".split())
 State = tuple[int, int, int, bytes]
 _GONE: State = (0, 0, 0, b"")
@@ -36,7 +36,7 @@ class SavedFiles:
     def __init__(self, folders: Iterable[str], named: Iterable[str] = ()) -> None:
         self._named = [os.path.abspath(path) for path in named if path.endswith(NAMED)]
         self._roots = list(dict.fromkeys(map(os.path.realpath, folders)))
-        self._told: dict[str, bytes] = {}  # by path: digest of the text that the ranks have; b"": no such file
+        self._told: dict[str, bytes] = {}  # by path: digest of the text that the ranks run; b"": they have no such file
         self._seen: dict[str, State] = {}
         self._configurations: set[str] | None = None
         self._since: float | None = None  # when the first unreported change was seen

@@ -15,7 +15,7 @@ from ddpjob_operator.job.wording import count
 from ddprun import processes
 from ddprun.core import folded_stacks
 
-ANSWER_SECONDS = 40.0  # py-spy has 5 s for each rank that does not answer
+ANSWER_SECONDS = 40.0  # seconds; py-spy takes up to 5 s for each rank that does not answer
 POLL_SECONDS = 0.1
 _PIDS_MAX = 8
 
@@ -42,13 +42,13 @@ class Asked:
 
 
 def ask(uid: str) -> Asked:
-    """Signal the agents, and ranks with a handler, of the run with this id. Others get no signal: it would end them."""
+    """Signal a run's agents, and ranks that handle the signal. It would end any other process."""
     environs = {pid: ranks.environ(pid) for pid in processes.parents()}
     own = {pid for pid, environ in environs.items() if environ.get("DDPJOB_UID") == uid}
     agents = _topmost({pid for pid in own if processes.catches(pid, STACKS_SIGNAL)})
     below = set().union(*(processes.descendants(agent) for agent in agents), agents)
     others = {pid for pid in own - below if "LOCAL_RANK" in environs[pid] and processes.is_python(pid)}
-    # Leave out torchrun itself, which ends the job on SIGQUIT: on a node with one rank it has LOCAL_RANK too.
+    # Leave out torchrun, because SIGQUIT makes it end the job: on a node with one rank torchrun has LOCAL_RANK too.
     of_torchrun = {pid for pid in others if "TORCHELASTIC_RUN_ID" in environs[pid]}
     found = _topmost(of_torchrun or others)
     handlers = [pid for pid in found if pid in of_torchrun and processes.catches(pid, signal.SIGQUIT)]

@@ -17,8 +17,8 @@ from typing import Any
 
 from ddprun import processes
 
-WAIT_SECONDS_MAX = 3600.0  # poll accepts at most 24.8 days, but a grace period may be years
-LEFT_MAX = 16  # command lines of at most 4 KiB
+WAIT_SECONDS_MAX = 3600.0  # seconds; poll accepts at most 24.8 days, but a grace period may be years
+LEFT_MAX = 16  # leftover processes that are reported, with command lines of at most 4 KiB
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
@@ -55,8 +55,8 @@ class Supervisor:
         poller.register(self.wakeup_fd, select.POLLIN)
         while not self.over():
             poller.poll(self.wait_milliseconds())  # blocks if there is no deadline
-            signals = read_available(self.wakeup_fd) or b""  # one byte per signal after the last call
-            self.reap()  # before requests: a trainer that has ended already was not stopped by them
+            signals = read_available(self.wakeup_fd) or b""  # one byte for each signal since the last call
+            self.reap()  # do this before requests: a trainer that has already ended was not stopped by them
             self.read_control()
             if STOP_SIGNALS & set(signals):
                 self.stop(self.grace_seconds)
@@ -81,7 +81,7 @@ class Supervisor:
         return min(max(0.0, self.kill_at - time.monotonic()), WAIT_SECONDS_MAX) * 1000
 
     def read_control(self) -> None:
-        """Handle each complete line. At the end of the pipe the runner has died."""
+        """Handle each complete line from the runner. The pipe ends if the runner has died: then kill everything."""
         arrived = read_available(0)
         self.end_now = self.end_now or arrived is None
         *lines, self.control = (self.control + (arrived or b"")).split(b"\n")
@@ -102,13 +102,13 @@ class Supervisor:
 
     def stop(self, grace_seconds: float) -> None:
         """Stop the trainer's first process as the kubelet stops PID 1. A later call can only shorten the grace."""
-        if not self.main_pid:  # no order yet: nothing to end
+        if not self.main_pid:  # no trainer was ordered yet, so there is nothing to end
             self.end_now = True
             return
         kill_at = time.monotonic() + grace_seconds
         if self.kill_at is None and self.main_end is None:
             self.stop_requested = True
-            os.kill(self.main_pid, signal.SIGTERM)  # not reaped yet, so the number is still its own
+            os.kill(self.main_pid, signal.SIGTERM)  # not reaped yet, so the number still belongs to this process
         self.kill_at = kill_at if self.kill_at is None else min(self.kill_at, kill_at)
 
     def reap(self) -> None:
@@ -124,13 +124,13 @@ class Supervisor:
         self.reap()
         while left := processes.descendants(os.getpid()):
             processes.kill(left)
-            poller.poll(pause_ms)  # until a child ends, or a new look for children forked after /proc was read
+            poller.poll(pause_ms)  # wait until a child ends, then check again for children forked after /proc was read
             read_available(self.wakeup_fd)
             pause_ms = min(2 * pause_ms, 1000)
             self.reap()
 
     def report(self, message: dict[str, object]) -> None:
-        """Send one line to the runner. If it has ended, end too."""
+        """Send one line to the runner. If the runner has ended, end this process too."""
         try:
             os.write(self.report_fd, json.dumps(message).encode() + b"\n")
         except BrokenPipeError:
@@ -176,5 +176,5 @@ def read_available(fd: int) -> bytes | None:
         except BlockingIOError:
             return data
         if not chunk:
-            return data or None  # after data, the next call returns None
+            return data or None  # if the pipe ended after data, the next call returns None
         data += chunk

@@ -1,6 +1,6 @@
-"""Reduce a node's output to the script's own lines; the node's log has all lines. Stacks of a stall are held back, and
-tracebacks until their failure is known. `told.py` then shows those of the culprit, once. If the script handled the
-exception, its traceback is shown after all."""
+"""Reduce a node's output to the script's own lines; the node's log has all lines. Stacks of a stall are held back,
+and tracebacks until their failure is known. `told.py` then shows the traceback of the rank that failed first, once.
+If the script handled the exception, its traceback is shown after all."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from ddpjob_core.failures import where_of
 from ddpjob_operator.failures.log_lines import PREFIX
 
-HELD_SECONDS = 30.0  # an uncaught exception ends its pod within this time; a rank has ten seconds to stop
-UNSURE_SECONDS = 10.0  # shorter for a traceback without torch's prefix, because the script may have handled it
+HELD_SECONDS = 30.0  # seconds until an uncaught exception has ended its pod; a rank has ten seconds to stop
+UNSURE_SECONDS = 10.0  # seconds; shorter for a traceback without torch's prefix, which the script may have handled
 _LAUNCHERS = re.compile(
     # E0131 12:00:00.1 77 torch/distributed/elastic/…; up to torch 2.1 ERROR:torch.distributed…
     r"^(?:[EWI]\d{4} \d\d:\d\d:\d\d\S* \d+ (?:\[\d+\] )?torch/distributed/|(?:ERROR|WARNING|INFO):torch\.distributed"
-    # ddprun's lines about restarts and stops, which the run reports itself
+    # ddprun's lines about restarts and stops are hidden, because the run reports these itself
     r"|ddprun: (?:restart \d|rank \d|node \d+ is lost|the group |told to stop|waiting for node))"
 )
 _CPP = re.compile(
@@ -31,7 +31,7 @@ _BORDER = re.compile(r"^(?:={7,}|\*{7,})\s*$")
 
 @dataclass
 class Trace:
-    """A traceback that is held back: torch's prefix, and the lines without it."""
+    """A traceback that is held back: torch's prefix, and its lines without this prefix."""
 
     prefix: str
     since: float
@@ -41,17 +41,17 @@ class Trace:
 
     @property
     def due(self) -> float:
-        """Time at which it is shown, because no pod has ended because of it."""
+        """Time at which the traceback is shown, because no pod has ended because of it."""
         return self.since + (HELD_SECONDS if self.prefix else UNSURE_SECONDS)
 
     @property
     def is_launchers(self) -> bool:
-        """True if all frames are torch's. It is then torchrun's own report that a rank has failed or was stopped."""
+        """True if all frames are torch's: torchrun itself then reports that a rank has failed or was stopped."""
         return not where_of(self.lines) and any("torch/distributed/" in line for line in self.lines)
 
     @property
     def _is_chained(self) -> bool:
-        """True if the last line announces a chained traceback, so that the next one belongs to this one."""
+        """True if the last line announces a chained traceback, so that the next traceback belongs to this one too."""
         return next((line for line in reversed(self.lines) if line), "").startswith(_CHAINED)
 
     def takes(self, line: str) -> bool:
@@ -80,7 +80,7 @@ class Fold:
         self.stacks: dict[int, list[str]] = {}
         """By rank, the stacks that it printed when it was stalled."""
         self._in_stacks: list[str] | None = None
-        self._open: dict[str, Trace] = {}  # by prefix, because output of ranks is interleaved
+        self._open: dict[str, Trace] = {}  # by prefix, because the output of ranks is interleaved
         self._borders = 0  # number of borders of torchrun's table that are still to come
         self._after_cpp = False
 
@@ -119,7 +119,7 @@ class Fold:
             yield raw
 
     def _is_of_stacks(self, raw: str) -> bool:
-        """Keep the line if it belongs to a stalled rank's stacks, in which all lines but the first are indented."""
+        """Hold back a line of a stalled rank's stacks (all but the first are indented). Return True if it is one."""
         if match := _STALLED.match(raw):
             self._in_stacks = self.stacks[int(match[1])] = []
         elif not raw.startswith("  "):

@@ -21,11 +21,11 @@ from ddpjob_operator.plan.actions import Event
 if TYPE_CHECKING:
     from rich.live import Live
 
-PLAIN_SECONDS = 5.0  # between two progress lines without a terminal
-WAIT_SECONDS = 10.0  # before the first line about a wait; the time doubles after each line
-LIVE_SECONDS = 0.5  # between two drawings of the table: 2 nodes cost 0.6 % of a CPU, 16 cost 3 %
-TICK_SECONDS = 1.0  # draw again after this time even if nothing has changed, because the table shows times
-LINES_A_DRAWING = 200  # nobody can read more lines between two drawings; the log has them all
+PLAIN_SECONDS = 5.0  # seconds between two progress lines without a terminal
+WAIT_SECONDS = 10.0  # seconds before the first line about a wait; doubled after each line
+LIVE_SECONDS = 0.5  # seconds between two drawings of the table: 2 nodes cost 0.6 % of a CPU, 16 nodes 3 %
+TICK_SECONDS = 1.0  # seconds after which the table is drawn again without a change, because it shows times
+LINES_A_DRAWING = 200  # nobody can read more lines between two drawings; the log has all lines
 _QUIET = (reasons.CREATING_PODS.name, reasons.STARTING_TRAINERS.name, reasons.QUEUE_NOT_SERVED.name)
 
 
@@ -61,23 +61,23 @@ class PlainScreen:
             sys.stdout.write("".join(f"{prefix}{shown(line)}\n" for line in lines))
             sys.stdout.flush()
         except BrokenPipeError:
-            # Otherwise Python's flush at the exit would print a second message about the same pipe.
+            # Otherwise Python's flush at the exit would print a second error about the same pipe.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             raise OutputClosedError from None
         except BlockingIOError:
-            raise  # Python writes the rest at the exit, if the reader reads again by then
+            raise  # if the pipe has a reader again, Python writes the rest at the exit
         except OSError:
             _forget_unwritten()
             raise
 
     def event(self, event: Event) -> None:
-        """Show a change of state, except changes that are instant locally, and those that concern only a cluster."""
+        """Show a change of state, unless it is instant in a local run or concerns only a cluster."""
         if event.reason not in _QUIET:
             mark = "! " if event.type == "Warning" else ""
             self.note(f"{mark}{event.message}")
 
     def draw(self, moment: table.RunMoment, pods: Sequence[LocalPod]) -> None:
-        """Show the current state, if it is due."""
+        """Show the current state if it is time to draw."""
         status = moment.status
         wait = (status.state, status.attempt, status.reason) if present_progress(status) is None else ()
         if wait != self._waiting:
@@ -99,7 +99,7 @@ class PlainScreen:
                         self.log(pod, [bar])
 
     def due_in(self, status: api.Status) -> float | None:
-        """Return the seconds until draw() has something to show; None if it has nothing."""
+        """Return the seconds until draw() has something to show; None if it has nothing to show."""
         if self._types or status.state not in ("Starting", "Running"):
             return None
         if present_progress(status) is not None and status.progress == self._drawn.progress:
@@ -122,7 +122,7 @@ class PlainScreen:
 
 
 class LiveScreen(PlainScreen):
-    """Shows a table at the bottom of the terminal, above which the nodes' lines scroll; plain lines while another
+    """Shows a table at the bottom of the terminal, above which the nodes' lines scroll; plain lines if another
     process group has the terminal (`ddpjob run … &`). groups: our own process groups."""
 
     def __init__(self, job: api.DDPJob, groups: frozenset[int]) -> None:
@@ -168,7 +168,7 @@ class LiveScreen(PlainScreen):
         present = present_pods(pods)
         self._usages.look({pod.node.pid: pod.gpus for pod in present if pod.live})
         nodes = [node_of(self.job, moment.status, pod, self._usages.seen.get(pod.node.pid)) for pod in present]
-        with _whoever_reads(), self._console:  # the console buffers all of it for one write
+        with _whoever_reads(), self._console:  # the console buffers the output for a single write
             self._flush()
             if self._live is None:
                 # No automatic refresh: its thread could draw after the shell has taken the terminal back.
@@ -212,7 +212,7 @@ def has_terminal(groups: Collection[int]) -> bool:
     """True if one of these process groups is in the foreground of the terminal on stderr."""
     try:
         return os.tcgetpgrp(2) in groups
-    except OSError:  # not our controlling terminal, so no other group of our session has it
+    except OSError:  # not our controlling terminal, so no other process group of our session has it
         return True
 
 
@@ -260,7 +260,7 @@ def prefix_of(job: api.DDPJob, pod: LocalPod) -> str:
 
 
 def present_pods(pods: Sequence[LocalPod]) -> list[LocalPod]:
-    """Return the newest pod of each place in the newest attempt. All others have ended, or will end soon."""
+    """Return the newest pod of each node in the newest attempt. All other pods have ended, or will end soon."""
     newest = max((pod.attempt for pod in pods), default=0)
     by_place: dict[int, LocalPod] = {}
     for pod in sorted(pods, key=lambda p: p.replacement):

@@ -88,14 +88,14 @@ def view(moment: RunMoment, nodes: Sequence[NodeRow], width: int, height: int) -
         saved = status.progress.saved_step if status.progress is not None else None
         last = f"last saved at step {saved}" if saved else "nothing is saved"
         rows.append(_line(f"✖ {last}: {status.save_failed}", "red"))
-    # Leave out the newest failure until its cause is settled: it may name a rank that was only stopped.
+    # Leave out the newest failure until its cause is settled: its rank may only have been stopped.
     for failure in (status.failures[:-1] if is_broken(status) else status.failures)[-1:]:
         rows.append(_line(f"✖ attempt {failure.attempt}: {failure.message}", "red"))
     return Group(*rows)
 
 
 def shown_state(moment: RunMoment) -> str:
-    """Return the state; Starting in place of Running until the first step, unless the script seems to report none."""
+    """Return the state. Until the first step, Starting replaces Running, unless the script seems to report no steps."""
     state = moment.status.state or "Pending"
     return "Starting" if state == "Running" and _waits_for_step(moment) and not _is_unreported(moment) else state
 
@@ -189,7 +189,7 @@ def _head(moment: RunMoment) -> Text:
 
 
 def _pace(moment: RunMoment) -> list[str]:
-    """Return the pace, and the metrics, of which the loss has a curve."""
+    """Return the training speed, and the metrics, with a curve for the loss."""
     series = moment.history.series
     curve = next((name for name in ("loss", *sorted(series)) if "loss" in name.lower() and name in series), None)
     metrics = metric_parts(moment.status.progress) if moment.status.progress else []
@@ -243,5 +243,5 @@ def _cells(node: NodeRow) -> list[str]:
 
 
 def _line(text: str, style: str = "") -> Text:
-    """Return text without control characters. It wraps, even in a group with rows that do not."""
+    """Return text without control characters. The text wraps, even in a group whose other rows do not."""
     return Text(" ".join(clean(text).splitlines()), style, no_wrap=False, overflow="fold")

@@ -1,4 +1,4 @@
-"""Report failures of a local run: who, what, where and what happens next in one line, and the culprit's traceback."""
+"""Report failures of a local run: one line with who, what, where and what is next, and the failed rank's traceback."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ddpjob_operator.job import api, launcher, reasons, wording
 from ddpjob_operator.observed.cluster import Container
 from ddpjob_operator.plan.actions import Event
 
-# A failure is reported together with its consequence; alone, if the other nodes take longer than this to stop.
+# Show a failure together with its consequence, but alone if the other nodes take longer than these seconds to stop.
 PATIENCE_SECONDS = 3.0
 _KILLED = 137
 _KILLED_BY_TORCHRUN = "forcefully exiting via "  # torchrun prints this after its --shutdown-timeout, and ends with 1
-_SIGNALLED = re.compile(r"(?:SignalException|KeyboardInterrupt)\b")  # effects of the stop itself, so not the reason
+_SIGNALLED = re.compile(r"(?:SignalException|KeyboardInterrupt)\b")  # caused by the stop itself, so not its reason
 _BREAKS = {r.name for r in (reasons.RANK_FAILED, reasons.NODE_LOST, reasons.DISRUPTED, reasons.STALLED)}
 _GOES_ON = {r.name for r in (reasons.RESTARTING, reasons.REPLACING, reasons.RESTARTED_IN_PLACE)}
 
@@ -60,13 +60,13 @@ class Teller:
         return True
 
     def due_in(self) -> float | None:
-        """Return the seconds until `tick` has something to show; None if there is nothing."""
+        """Return the seconds until `tick` has something to show; None if it has nothing to show."""
         now = time.monotonic()
         waits = [wait for _, fold in self._folds.values() if (wait := fold.due_in(now)) is not None]
         return min([*waits, *([max(0.0, self._pending[0] - now)] if self._pending else [])], default=None)
 
     def tick(self) -> None:
-        """Show what is due: a failure without a consequence so far, and tracebacks."""
+        """Show whatever is due: a failure that has had no consequence so far, and tracebacks."""
         now = time.monotonic()
         if self._pending is not None and now >= self._pending[0]:
             self._note(self._pending[1])
@@ -76,14 +76,14 @@ class Teller:
                 self._log(pod, late)
 
     def explain(self, failure: api.JobFailure | None, *, doubtful: bool = False) -> None:
-        """Show the culprit's traceback and the number of hidden lines. doubtful: the success is suspicious, so show the
-        first held traceback."""
+        """Show the traceback of the rank that failed first, and the number of hidden lines. doubtful: the success is
+        suspicious, so show the first held traceback."""
         self._pending = None
         held = {name: fold.forget() for name, (_, fold) in self._folds.items()}
         everyone = [trace for traces in held.values() for trace in traces if trace.exception]
         culprit = everyone[0] if doubtful and everyone else None
         if failure is not None and failure.exception:
-            # The traceback of its own pod, else of another pod with the same exception.
+            # Show the traceback from the failed pod, else one from another pod with the same exception.
             known = [*held.get(failure.pod, ()), *everyone]
             culprit = next((t for t in known if t.exception.startswith(failure.exception[:80])), None)
         for name, traces in held.items():
@@ -95,13 +95,13 @@ class Teller:
                     fold.hidden += len(trace.lines)
         for pod, fold in self._folds.values():
             for rank, lines in fold.stacks.items():
-                if failure is None or failure.rank in (None, rank):  # without a culprit, show all ranks
+                if failure is None or failure.rank in (None, rank):  # without a known culprit, show all ranks
                     self._log(pod, lines)
                 else:
                     fold.hidden += len(lines)
             fold.stacks = {}
         if failure is None and not any(held.values()):
-            return  # hidden lines of a successful training are not worth a line
+            return  # the lines that a successful training has hidden are not mentioned
         self._tell_folded("" if failure is None else failure.pod)
 
     def _tell_folded(self, culprit: str) -> None:

@@ -16,7 +16,7 @@ from ddpjob_cli.local.shown.table import Usage
 from ddprun import processes
 
 SECONDS = 2.0
-GPU_SECONDS = 5.0  # nvidia-smi itself takes up to a second
+GPU_SECONDS = 5.0  # seconds between calls of nvidia-smi, which takes up to a second
 _QUERY = "--query-gpu=index,uuid,utilization.gpu,memory.used"
 
 
@@ -39,7 +39,7 @@ class Usages:
         self._gpus = Gpus()
 
     def look(self, nodes: Mapping[int, Sequence[str]]) -> None:
-        """Measure if it is time. nodes: by the supervisor's pid, the node's GPUs."""
+        """Measure if it is time. nodes: the GPUs of each node, by the pid of its supervisor."""
         now = time.monotonic()
         if any(nodes.values()):
             self._gpus.look(now)
@@ -58,7 +58,7 @@ class Usages:
                     cpu_seconds[process] = times.user + times.system
                     # For a process that began after the last measurement, all its CPU time counts.
                     used += cpu_seconds[process] - self._cpu_seconds.get(process, 0.0)
-            known = supervisor in self.seen  # False at the node's first measurement
+            known = supervisor in self.seen  # the node has no usage at its first measurement
             usage = Usage(100 * used / (now - self._at), memory, *self._gpus.of(devices)) if known else None
             seen[supervisor] = SeenUsage(usage, ranks.of_node(supervisor, parent_of))
         self._cpu_seconds, self.seen, self._at = cpu_seconds, seen, now
@@ -77,7 +77,7 @@ class Gpus:
         self._program = shutil.which("nvidia-smi")
 
     def look(self, now: float) -> None:
-        """Read nvidia-smi's answer if it has ended, or start it again."""
+        """Read nvidia-smi's output if it has ended, or start it again."""
         if self._process is not None:
             if self._process.poll() is None:
                 return

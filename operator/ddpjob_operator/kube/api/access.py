@@ -76,8 +76,7 @@ PLACES_RIGHT = Right(
 
 async def wait_for_jobs(client: Client, namespaces: Sequence[str], log: logging.Logger) -> None:
     """Return when the CRD exists and the DDPJobs of at least one namespace can be listed. Log what is missing. A
-    namespace without rights must not hold up the others.
-    """
+    namespace without rights must not delay the other namespaces."""
     logged: set[str] = set()
     tries = 0
     while True:

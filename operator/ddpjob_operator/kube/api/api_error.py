@@ -23,16 +23,15 @@ class ApiError(Exception):
 
     @property
     def refuses_patch(self) -> bool:
-        """True if the pod cannot be patched: the role of an older chart lacks the right, or the pod has changed or is
-        gone.
-        """
+        """True if the pod cannot be patched: an older chart's role lacks the right, or the pod has changed or is
+        gone."""
         return self.status in (403, 404, 405, 409, 422)
 
     @property
     def needs_list(self) -> bool:
         """True if a watch must list first: its version was refused, events were lost, or the answer is not an event.
-        False after a broken connection, an expired login or a busy server: the watch then continues at its version.
-        """
+        After a broken connection, an expired login or a busy server the watch continues at its version, without a
+        list."""
         return self.reason == BAD_ANSWER or (self.status >= 400 and self.status not in (401, 429))
 
 

@@ -37,7 +37,7 @@ _JSON = {
     "Accept": "application/json, application/jwk-set+json",
     "User-Agent": "ddpjob-operator",
 }
-# Requests the metadata alone, because the answer to a create repeats the whole object. Some servers send it anyway.
+# Request only metadata, because the answer to a create otherwise repeats the whole object. Some servers ignore this.
 _METADATA_ALONE: Headers = {"Accept": "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1, application/json"}
 READ_AT_ONCE = 65_536
 """Longer JSON is parsed in a thread, off the event loop."""
@@ -85,7 +85,7 @@ def _path(group: str, plural: str, namespace: str) -> str:
 
 
 def _is_of_resources(path: str, asked: requests.ApiRequest) -> bool:
-    """True for API objects; False for the API server's own data, such as its token keys, versions or schema."""
+    """True for a request about API objects; False for the API server's own data, such as keys, versions or schema."""
     return path.startswith(("/api/", "/apis/")) and bool(asked.plural)
 
 
@@ -189,12 +189,12 @@ class Client:
         return await self._request(_Request("PATCH", path, body))
 
     async def delete(self, path: str, options: Raw) -> Raw:
-        """Return the object that is being deleted, or a Status if it is gone. Raise ApiError."""
+        """Return the object that is being deleted, or a Status if the object is gone. Raise ApiError."""
         body = {"apiVersion": "v1", "kind": "DeleteOptions", **options}
         return await self._request(_Request("DELETE", path, body))
 
     async def pages(self, path: str, selector: str = "", field_selector: str = "") -> AsyncIterator[Page]:
-        """Yield the objects of a collection, page by page. Drop each page before the next one, to bound the memory.
+        """Yield the objects of a collection, page by page. Each page is dropped before the next one is read.
 
         An empty list has one empty page. Raise ApiError; 410 means: start again.
         """
@@ -214,7 +214,7 @@ class Client:
                 listed = await read_json(partial(reading.page, plural=_plural(path)), content)
             except reading.BadJsonError as error:
                 raise bad_answer("GET", path, error) from None
-            # Set by the size of this page: doubling would make every fourth page of large objects too large.
+            # Estimate from this page's size: doubling would make every fourth page of large objects too large.
             of_each = len(content) // max(1, len(listed.items)) + 1
             limit = min(self.limits.page, max(1, self.limits.page_bytes // 2 // of_each))
             del content
@@ -232,7 +232,7 @@ class Client:
             "watch": "true",
             "allowWatchBookmarks": "true",
             "resourceVersion": resource_version,
-            # Random, so that the watches do not all reconnect to a restarted API server in the same second.
+            # Random, so that not all watches reconnect to a restarted API server in the same second.
             "timeoutSeconds": str(random.randint(240, 480)),  # noqa: S311
         }
         if selector:
@@ -386,7 +386,7 @@ def _endpoint(info: kopf.ConnectionInfo) -> kopf.ConnectionInfo:
 
 
 async def read_json(read: Callable[[bytes], T], content: bytes) -> T:
-    """Parse short JSON here, long JSON in a thread: 1.5 MB nested too deep takes 0.3 s. Raise BadJsonError."""
+    """Parse short JSON on the event loop, long JSON in a thread: 1.5 MB, too deep, takes 0.3 s. Raise BadJsonError."""
     return read(content) if len(content) <= READ_AT_ONCE else await asyncio.to_thread(read, content)
 
 

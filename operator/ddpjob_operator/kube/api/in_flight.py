@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 
 
 class Turn:
-    """A place that is given back once: by `leave`, or after `seconds`."""
+    """A place in the limit that is given back once: by `leave`, or after `seconds`."""
 
     def __init__(self, give_back: Callable[[], None], seconds: float) -> None:
         self._give_back: Callable[[], None] | None = give_back
@@ -41,7 +41,7 @@ class InFlight:
 
     @contextlib.asynccontextmanager
     async def place(self, namespace: str, *, further: bool = False) -> AsyncIterator[None]:
-        """Run the body when there is room.
+        """Run the body as soon as fewer requests than the limits are in flight.
 
         further: True for a pod of a new job that already has pods. Such requests wait in a separate queue first, so
         that at most `of_namespace` of them are ahead of a job's first pod or a restart.

@@ -41,7 +41,7 @@ class LogOnce:
 
 @dataclass(frozen=True)
 class Runtime:
-    """Environment of one operator."""
+    """Clocks, randomness and log of one operator."""
 
     clock: Callable[[], float] = time.monotonic
     """Monotonic, in seconds, for waits and time-outs."""

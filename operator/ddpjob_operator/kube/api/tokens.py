@@ -24,12 +24,12 @@ from ddpjob_operator.pods import report_token
 # kube-apiserver signs with RSA or ECDSA keys, also through an external signer. The token must not choose the algorithm.
 ALGORITHMS = ("RS256", "ES256", "ES384", "ES512")
 ISSUER_PATH, KEYS_PATH = "/.well-known/openid-configuration", "/openid/v1/jwks"
-TOKEN_LENGTH_MAX = 4096  # a projected token has about 1,200 characters
-LEEWAY_SECONDS = 30.0  # clocks differ: otherwise a new token might count as not valid yet
-KEYS_AGE_SECONDS = 3600.0  # until then a withdrawn key is still trusted
-RETRY_SECONDS = 10.0  # between two fetches, however many tokens with unknown keys arrive
-PROVEN_MAX = 10_000  # of 200 bytes each; only pods of the cluster can add one
-HIDDEN_RETRY_SECONDS = 300.0  # between two fetches while the cluster hides its keys
+TOKEN_LENGTH_MAX = 4096  # characters; a projected token has about 1,200
+LEEWAY_SECONDS = 30.0  # seconds that clocks may differ: otherwise a new token might not be valid yet
+KEYS_AGE_SECONDS = 3600.0  # seconds for which a withdrawn key is still trusted
+RETRY_SECONDS = 10.0  # seconds between two fetches, however many tokens with unknown keys arrive
+PROVEN_MAX = 10_000  # verified tokens that are remembered, 200 bytes each; only the cluster's pods can add tokens
+HIDDEN_RETRY_SECONDS = 300.0  # seconds between two fetches while the cluster does not publish its keys
 
 Get = Callable[[str], Awaitable[dict[str, Any]]]
 """GET a path of the API server with the operator's credentials; return the JSON object. Raises ApiError."""
@@ -56,7 +56,7 @@ class BadTokenError(Exception):
 
 
 class _OtherIssuerError(BadTokenError):
-    """Only the issuer is wrong."""
+    """The token is valid except for its issuer."""
 
 
 class NoKeysError(Exception):
@@ -99,7 +99,7 @@ class Verifier:
             raise BadTokenError(f"the token has {len(token)} characters, at most {TOKEN_LENGTH_MAX} are read")
         if not token.isascii():  # aiohttp passes invalid UTF-8 on as surrogates, on which PyJWT fails
             raise BadTokenError("the token is no JSON Web Token")
-        # A pod sends the same token for an hour; verifying it costs a fifth of handling its report (bench/results).
+        # A pod sends one token for an hour, and verifying it takes a fifth of the time for its report (bench/results).
         digest = hashlib.sha256(token.encode()).digest()
         known, fresh = self.proven.get(digest), self._clock() - self._fetched_at < KEYS_AGE_SECONDS
         if known is not None and known.keys is self._keys and fresh and self._wall() < known.expires_at:
@@ -144,7 +144,7 @@ class Verifier:
         return pod
 
     async def _renewed(self, known: Keys | None) -> Keys:
-        """Return the current keys. Fetch them first, unless another task has just done so or it is too soon."""
+        """Return the current keys. Fetch them first, unless another task has just fetched them or it is too soon."""
         async with self._fetching:
             if self._keys is known and self._clock() >= self._fetch_not_before:
                 await self._renew()
@@ -203,7 +203,7 @@ def _pod(claims: dict[str, Any]) -> BoundPod:
 
 
 def _reason(error: jwt.PyJWTError) -> str:
-    """Describe the error in our own words: PyJWT's may repeat parts of the token."""
+    """Return the reason for the error in our own words, because PyJWT's text may repeat parts of the token."""
     reasons: dict[type[jwt.PyJWTError], str] = {
         jwt.ExpiredSignatureError: "the token has expired",
         jwt.InvalidAudienceError: "the token is for another audience",

@@ -86,7 +86,7 @@ class Feed:
         self._events.put_nowait({"type": "DELETED", "object": body})
 
     def has(self, raw: Raw) -> bool:
-        """True if the job is known, or may have been left out because there was no room."""
+        """True if the job is known, or if it may be missing only because there was no room for it."""
         return self._jobs.has(raw) or self._jobs.leaves_out(raw["metadata"].get("namespace", ""))
 
     def begin_anew(self, namespace: str) -> None:

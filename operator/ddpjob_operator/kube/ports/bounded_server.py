@@ -26,7 +26,7 @@ from aiohttp import web
 HEADER_SECONDS = 5.0  # from the opening of a connection to the end of its first headers
 REQUEST_SECONDS = 10.0  # from the headers to the end of the answer; Prometheus' own limit for a scrape is 10 s
 IDLE_SECONDS = 75.0  # between two requests: Prometheus scrapes every minute or more often, trainers report every 5 s
-REQUEST_BYTES_MAX = 24 << 10  # a token of 8 kB, a report of 8 kB, and the rest of the headers
+REQUEST_BYTES_MAX = 24 << 10  # bytes: a token of 8 kB, a report of 8 kB, and the other headers
 CONNECTIONS_PER_ADDRESS_MAX = 64  # hostNetwork pods share the address of their node, and so does the kubelet
 PIECE_BYTES = 1 << 16  # answers are written in pieces of this size
 # Kernel socket buffers count towards the container's memory limit, and can grow to 10 MB if their size is not set.
@@ -41,9 +41,9 @@ _NO_LOG.disabled = True
 class BoundedServer(abc.ABC):
     """Listens from `start` to `stop`.
 
-    If there is no room for a new connection, one without a token is closed: the oldest of the address that has the
-    most. So a client that opens many connections closes its own, and the kubelet's probe gets through. A connection
-    that has shown a token is closed only while it waits for its next request.
+    If there is no room for a new connection, the server closes one without a token: the oldest from the address that
+    has the most. So a client that opens many connections closes its own, and the kubelet's probe gets through. A
+    connection that has shown a token is closed only while it waits for its next request.
     """
 
     connections_max = 256
@@ -97,18 +97,18 @@ class BoundedServer(abc.ABC):
             response.content_length = len(body)
         with contextlib.suppress(ConnectionError):
             await response.prepare(request)
-            # Write views of one body, so that peers that do not read do not each hold a copy of it.
+            # Write views of one body. Otherwise each peer that does not read would hold a copy of the body.
             for start in range(0, len(body) if request.method != "HEAD" else 0, PIECE_BYTES):
                 await response.write(memoryview(body)[start : start + PIECE_BYTES])
             await response.write_eof()
-            # write_eof does not wait until the peer has read the last piece. Wait here, within the deadline.
+            # write_eof returns before the peer has read the last piece. So wait here, within the deadline.
             await request.writer.drain()
             if response.keep_alive:
                 connection.allow(IDLE_SECONDS, busy=False)
         return response
 
     def _keeps(self, connection: Connection) -> bool:
-        """True if a connection may stay open after the answer.
+        """True if a connection may stay open after an answer.
 
         A quarter of the room stays free, so that a new connection usually finds room without closing an idle one.
         """

@@ -68,7 +68,7 @@ class Exposition(BoundedServer):
                     lambda: self._meter.text(read(snapshot), openmetrics=openmetrics)
                 )
                 now = time.monotonic()
-                # Keep the other format while it is fresh: two scrapers with different formats then share the cache.
+                # Keep a fresh answer in the other format, so that scrapers with different formats share the cache.
                 fresh = {of: it for of, it in self._written.items() if now - it[0] <= SAME_ANSWER_SECONDS}
                 self._written = {**fresh, openmetrics: (now, body, content_type)}
         return web.Response(body=body, headers={"Content-Type": content_type})

@@ -21,9 +21,9 @@ from ddpjob_operator.observed import kubeflow
 from ddpjob_operator.observed.reports import BadReportError, Report
 
 PATH = "/v1/progress"
-BODY_BYTES_MAX = 8192  # a report with 16 metrics has less than 1 kB
-# Per pod. By default a rank reports every 5 s. The burst allows a restart in place within a second. It causes the last
-# reports of the old ranks and the agent, and start, load, first step and save of the new ranks.
+BODY_BYTES_MAX = 8192  # bytes; a report with 16 metrics has less than 1 kB
+# Limits per pod. By default a rank reports every 5 s. The burst allows a restart in place within a second. Then the old
+# ranks and the agent send their last reports, and the new ranks report start, load, first step and save.
 REPORTS_PER_SECOND, REPORTS_BURST = 1.0, 10.0
 PODS_REMEMBERED = 10_000
 
@@ -80,12 +80,12 @@ class Receiver(BoundedServer):
         except _RefusedError as refused:
             return refused.answer()
         except Exception:
-            # A bug. The traceback holds no token: aiohttp's request prints only method and path.
+            # This is a bug in our code. The traceback contains no token: aiohttp's request prints only method and path.
             self._runtime.log.exception("a progress report was lost")
             return _RefusedError(500, "the receiver failed, which is no fault of the report").answer()
 
     async def _take(self, request: web.BaseRequest) -> web.Response:
-        """Take a report. Everything is checked before its body is read."""
+        """Check a report before its body is read, then hand it on, and return the answer."""
         _check_request(request)
         pod = await self._prove(request)
         sender = self._locate(pod)
@@ -101,7 +101,7 @@ class Receiver(BoundedServer):
         except (BadReportError, UnicodeDecodeError, RecursionError) as error:
             raise _RefusedError(400, str(error)[:200]) from None
         if report is not None:
-            # The token proves the pod, so the node is taken from there and not from the body.
+            # The token proves which pod sends, so take the node from the token and not from the body.
             proven = {"node_rank": sender.node_rank, "replacement": sender.replacement}
             attempt = sender.attempt or report.attempt
             try:
@@ -112,7 +112,7 @@ class Receiver(BoundedServer):
         return web.json_response({}) if kubeflow.speaks(body) else web.Response(status=204)
 
     async def _prove(self, request: web.BaseRequest) -> BoundPod:
-        """Return the pod that the token proves."""
+        """Return the pod to which the request's token is bound."""
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not token.strip():
             raise _RefusedError(401, "Authorization: must be Bearer and the pod's projected token")
@@ -124,12 +124,12 @@ class Receiver(BoundedServer):
             raise _RefusedError(503, str(error), retry_seconds=60) from None
 
     def _charge(self, pod: BoundPod) -> Account:
-        """Charge the pod's account. Raise if it reports too often."""
+        """Count the report against the pod's rate limit. Raise if the pod reports too often."""
         now = self._runtime.clock()
         account = self._accounts.get(pod)
         if account is None:
             if len(self._accounts) >= max(PODS_REMEMBERED, 2 * self._were_live):
-                # Drop the accounts of pods that do not exist any more.
+                # Drop the rate limits of pods that do not exist any more.
                 self._accounts = {one: kept for one, kept in self._accounts.items() if self._locate(one) is not None}
                 self._were_live = len(self._accounts)
             account = self._accounts[pod] = Account(REPORTS_BURST, now)
@@ -142,7 +142,7 @@ class Receiver(BoundedServer):
 
 
 class _RefusedError(Exception):
-    """A report is refused. The connection is closed, so that the rest of it is never read as another request."""
+    """A report is refused. The connection is closed, so that the rest is never read as another request."""
 
     def __init__(self, status: int, sentence: str, retry_seconds: int | None = None) -> None:
         super().__init__(sentence)
@@ -168,7 +168,7 @@ def _check_request(request: web.BaseRequest) -> None:
 
 
 async def _read_body(request: web.BaseRequest) -> bytes:
-    """Return the body, with or without Content-Length; never hold more than its limit."""
+    """Return the body, with or without Content-Length. Never keep more than its limit in memory."""
     body = bytearray()
     try:
         if request.version == HttpVersion11 and request.headers.get("Expect", "").lower() == "100-continue":

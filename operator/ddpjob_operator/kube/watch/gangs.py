@@ -24,7 +24,7 @@ from ddpjob_operator.metrics.meter import Meter
 from ddpjob_operator.observed.groups import GangApi, ObservedGroup
 from ddpjob_operator.pods import naming
 
-# Pause before an API that is not served, or whose watch fails, is tried again.
+# Seconds before an API that is not served, or whose watch fails, is tried again.
 AGAIN_SECONDS = 60.0
 NO_ANSWER_SECONDS = 2.0
 # After so many server errors in a row (a conversion webhook that is down), the API of a queue counts as unavailable.
@@ -71,7 +71,7 @@ class GangWatch:
         )
 
     def api_in(self, namespace: str) -> GangApi:
-        """Return the API for the jobs of a namespace; without a version if its objects may not be listed there."""
+        """Return the API for a namespace's jobs, with version "" if its objects may not be listed there."""
         return self._refused.get(namespace, self.api)
 
     def is_ready(self, namespace: str) -> bool:
@@ -80,7 +80,7 @@ class GangWatch:
         return self._is_known and all(synced)
 
     def of(self, job: api.DDPJob) -> ObservedGroup | None:
-        """Return the job's object that is kept for all of its attempts, if there is one."""
+        """Return the job's object that serves all of its attempts; None without one."""
         found = self.store.of((job.metadata.namespace, job.metadata.name))
         return next((group for group in found if group.owner_uid == job.metadata.uid), None)
 
@@ -165,7 +165,7 @@ class GangWatch:
         return [asyncio.create_task(reflector.run(), name=reflector.what) for reflector in self.reflectors]
 
     async def _discover(self) -> bool:
-        """Set `api` from the API server's answer. True if it answered."""
+        """Set `api` from the API server's answer. Return True if the server answered."""
         adapter = self.adapter
         try:
             for version in adapter.versions:
@@ -199,17 +199,17 @@ class GangWatch:
         return GangApi(why_not=f"the operator may not list {self._what}: {error.message}")
 
     def _failed(self, error: ApiError) -> bool:
-        """Count a server error. True if the API now counts as unavailable: running jobs continue, the others wait."""
+        """Count a server error. Return True if the API is now unavailable: running jobs continue, others wait."""
         if error.status < 500:
             return False
         self._errors += 1
-        if self._errors != ERRORS_MAX:  # keep the first text: each new one would rewrite the status of many jobs
+        if self._errors != ERRORS_MAX:  # keep the first error text: each new text would rewrite the status of many jobs
             return False
         why = f"the API server cannot tell which {self._what} there are: {error.message}"
         if self.adapter.admits_first:
             self.api, self._refused = GangApi(why_not=why), {}
             return True
-        # Jobs wait for a gang scheduler's API. Otherwise, with spec.gang auto, some of their pods could start alone.
+        # Jobs wait until the gang's API is known. Otherwise, with spec.gang auto, some of their pods could start alone.
         if not self._is_known:
             self._runtime.log.warning("spec.gang: jobs that may need %s wait: %s", self.adapter.name, why)
         return False

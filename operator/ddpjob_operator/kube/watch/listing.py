@@ -12,7 +12,7 @@ from ddpjob_operator.job.newest import Newest
 from ddpjob_operator.kube.api.client import Page
 from ddpjob_operator.kube.watch.store import UIDS_MAX, Key, ObjectKey, Store, number, version
 
-# Objects stored before the event loop gets a turn. A DDPJob can be written so that storing it takes 10 ms.
+# Objects stored before the event loop gets a turn. Storing a hostile DDPJob takes up to 10 ms.
 PUT_AT_ONCE = 4
 
 
@@ -56,7 +56,7 @@ class Careful:
             lacked = 0 < version(raw["metadata"]) <= told and not self._sink.has(raw)
             self._sink.put(raw)
         except Exception:
-            # A bug in reading one object must not end the watch of all the others.
+            # A bug in reading one object must not end the watch of all objects.
             self._report(raw)
             return False
         return lacked
@@ -88,7 +88,7 @@ async def take(
     check: Callable[[int], None] = lambda _: None,
     **listed: Any,
 ) -> str:
-    """Store a whole list and remove what it does not contain. Return its resourceVersion.
+    """Store a whole list, and remove stored objects that are not in it. Return its resourceVersion.
 
     check: called with the version before the objects of a page are stored. listed: as for `Sink.one_observation`. The
     memory depends on the number of stored objects, not on the length of the list, which any user can extend.
@@ -107,7 +107,7 @@ async def take(
 
 
 def place_of(raw: Any) -> ObjectKey | None:
-    """Return namespace and name of an object, None if it has no name."""
+    """Return namespace and name of an object; None for an object without a name."""
     metadata = raw.get("metadata") if isinstance(raw, dict) else None
     if not isinstance(metadata, dict) or not isinstance(metadata.get("name"), str):
         return None

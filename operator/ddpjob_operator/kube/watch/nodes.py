@@ -29,7 +29,7 @@ GONE_MAX = 10_000
 class NodeCache:
     """Keeps the nodes that are not ready; there are few.
 
-    `changed(names)` is called when nodes become ready or not ready, or start or stop to count as cut off with most
+    `changed(names)` is called when nodes become ready or not ready, or begin or cease to count as cut off with most
     others. It is called once for all of them, because it may go through all pods. Times are our own, from when we first
     saw a node not ready, because clocks of other machines may be minutes off.
     """
@@ -77,7 +77,7 @@ class NodeCache:
             self._gone.pop(name, None)
             return self._set(name, READY)
         if name not in self._turned:
-            # The cluster's time, if the node became not ready before the first list.
+            # If the node became not ready before the first list, only the API server knows the time.
             since = bounds.time(observe.condition(raw, "Ready").get("lastTransitionTime"))
             at = self._now() if known else min(since or self._now(), self._now())
             self._turned[name] = at.timestamp()
@@ -87,7 +87,7 @@ class NodeCache:
         return self._set(name, Node(ready=False, since=since))
 
     def remove(self, namespace: str, name: str, uid: str) -> None:
-        """Treat the deleted node as one that is not ready, because nothing reports on its pods any more.
+        """Treat a deleted node as not ready, because nothing reports on its pods any more.
 
         uid: of the deleted object, "" if unknown: a new object of this name may exist already.
         """
@@ -95,12 +95,12 @@ class NodeCache:
             return None
         self._names.pop(name, None)
         self._turned.pop(name, None)
-        if not self._listed:  # nodes deleted before the first list are not known
+        if not self._listed:  # before the first list, deleted nodes are not known
             return self._set(name, READY)
         if name in self._gone:
             return None
         known = self._not_ready.get(name)
-        # While most nodes are silent, no node counts as lost. So the time until now does not count for this node.
+        # While most nodes are silent, none counts as lost, so the time until now does not count for this node.
         since = self._now() if known is None or known.with_most else known.since
         self._gone[name] = False
         while len(self._gone) > GONE_MAX:
@@ -152,7 +152,7 @@ class NodeCache:
             self._judge()
 
     def _judge(self) -> None:
-        """Update which nodes became not ready together with most others, and log a disruption."""
+        """Find out which nodes became not ready together with most others, and log a disruption."""
         most = self._with_most()
         changed = sorted(most ^ {n for n, known in self._not_ready.items() if known.with_most})
         judged = {n: dataclasses.replace(self._not_ready[n], with_most=n in most) for n in changed}

@@ -22,7 +22,7 @@ from ddpjob_operator.pods import naming
 
 Raw = Mapping[str, Any]
 T = TypeVar("T")
-# The smallest activeDeadlineSeconds allowed. We set it on pods that must end but not be deleted, to keep their log.
+# The activeDeadlineSeconds of pods that must end but whose log must stay; Kubernetes allows no smaller value.
 END_NOW_SECONDS = 1
 # A container that waits for one of these reasons is starting normally.
 _IN_TURN = ("", "PodInitializing", "ContainerCreating")
@@ -54,7 +54,7 @@ def _total(read: Callable[[Raw], T]) -> Callable[[Raw], T]:
 
 @_total
 def pod(raw: Raw) -> Pod:
-    """Read a pod as the plan sees it. Raise UnreadableError."""
+    """Return a raw pod as the plan sees it. Raise UnreadableError."""
     metadata, status = raw["metadata"], raw.get("status") or {}
     labels = metadata.get("labels") or {}
     owner = controller(raw)
@@ -92,7 +92,7 @@ def pod(raw: Raw) -> Pod:
 
 @_total
 def service(raw: Raw) -> Service:
-    """Read a Service. Raise UnreadableError."""
+    """Return a raw Service as the plan sees it. Raise UnreadableError."""
     owner = controller(raw)
     return Service(
         name=_word(raw["metadata"], "name"),
@@ -129,7 +129,7 @@ def is_ready(node: Raw) -> bool:
 
 
 def conflicts(kind: str, raw: Raw, job: api.Metadata) -> ConflictingObject:
-    """Describe an object whose name the job needs."""
+    """Return the description of an object whose name the job needs."""
     owner = controller(raw)
     namesake = owner.get("kind") == api.KIND and owner.get("name") == job.name and owner.get("uid") != job.uid
     return ConflictingObject(kind, raw["metadata"]["name"], of_deleted_job=namesake)
@@ -207,7 +207,7 @@ def _never_ran(raw: Raw, seen: Container) -> Container:
     """Return the end of a trainer without a status of its own: evicted, lost, or an init container failed."""
     status = raw.get("status") or {}
     listed = (raw.get("spec") or {}).get("initContainers") or ()
-    # A sidecar never fails its pod; the kubelet ends it with the pod.
+    # A failed sidecar never fails its pod, because the kubelet ends it together with the pod.
     sidecars = {c.get("name") for c in listed if c.get("restartPolicy") == "Always"}
     failed = [(n, c) for n, c in _init_containers(status) if c.state == "ended" and c.exit_code and n not in sidecars]
     if failed and not status.get("reason"):
@@ -229,7 +229,7 @@ def condition(raw: Raw, kind: str, holds: str | None = None) -> Raw:
 
 
 def _silent_since(raw: Raw, trainer_state: Container) -> dt.datetime | None:
-    """Return the time since which the pod's node has been silent; None if it is not.
+    """Return the time since which the pod's node has been silent; None if the node is not silent.
 
     The node controller marks the pods of a silent node not ready without a reason, and leaves the rest of their status
     (pkg/controller/nodelifecycle). A kubelet gives a reason, or marks the containers not ready too.
@@ -241,7 +241,7 @@ def _silent_since(raw: Raw, trainer_state: Container) -> dt.datetime | None:
 
 
 def _word(metadata: Raw, name: str) -> str:
-    """Return a text that the metadata of every object has. Raise ValueError or LookupError if it is missing."""
+    """Return a text that the metadata of every object contains. Raise ValueError or LookupError without it."""
     if not isinstance(metadata[name], str) or not metadata[name]:
         raise ValueError(f"metadata.{name} is not a text")
     return str(metadata[name])

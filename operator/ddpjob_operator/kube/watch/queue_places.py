@@ -15,7 +15,7 @@ from ddpjob_operator.kube.api.runtime import LogOnce, Runtime
 from ddpjob_operator.kube.watch.store import Key
 
 ASK_SECONDS = 60.0
-# Interval of the check for jobs that have begun to wait. Their first position is shown within this time.
+# Seconds between checks for jobs that have begun to wait, so their first position is shown within this time.
 LOOK_SECONDS = 5.0
 
 
@@ -29,7 +29,7 @@ class QueuePlaces:
         changed: Callable[[Key], None],
         runtime: Runtime,
     ) -> None:
-        """waiting: yields the waiting jobs and their queues. changed: called for each job whose position changed."""
+        """waiting: yields jobs that wait, with their queues. changed: called with each job whose position changed."""
         self._client, self._waiting, self._changed, self._runtime = client, waiting, changed, runtime
         self._places: dict[Key, int] = {}
         self._asked_at: dict[Key, float] = {}
@@ -80,7 +80,7 @@ class QueuePlaces:
         except ApiError as error:
             if error.status != 404:
                 self._log_once(f"no places are told by {path}: {error}")
-            # Usually the queue does not exist, which the job's message reports. Or the version is not served any more.
+            # Either the queue does not exist, which the job's message reports, or this version is not served any more.
             self._api_version = "" if error.status == 404 else self._api_version
         except (AttributeError, LookupError, TypeError) as error:
             self._log_once(f"the places that {path} tells cannot be read: {error!r}")

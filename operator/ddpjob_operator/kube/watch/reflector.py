@@ -24,14 +24,14 @@ from ddpjob_operator.metrics.meter import Meter
 
 BACK_OFF_SECONDS_FIRST, BACK_OFF_SECONDS_MAX = 0.5, 30.0
 LOG_AGAIN_SECONDS = 300.0
-# Shorter failures are not logged: a broken connection or an API server that is starting needs no action.
+# Failures shorter than these seconds are not logged: a broken connection or a starting API server needs no action.
 QUIET_SECONDS = 5.0
-# A watch that was open for this long has worked: its end is the server's time-out and causes no back-off.
+# A watch that was open for these seconds has worked: its end is the server's time-out and causes no back-off.
 HEALTHY_SECONDS = 10.0
-# A list that is older than what we have seen usually comes from an API server that lags, and catches up in seconds.
-# After this many old lists in a row, the cluster was probably restored from a backup, so the list is accepted.
+# An outdated list usually comes from an API server that lags behind and catches up in seconds. After this many outdated
+# lists in a row, the cluster was probably restored from a backup, so the list is accepted.
 STALE_LISTS_MAX = 5
-# A list follows the first watch that ends this long after the last list. Watches end after a random 4 to 8 minutes
+# If a watch ends this many seconds after the last list, list again. Watches end after a random 4 to 8 minutes
 # (client.py), so collections and operators do not list at the same time.
 LIST_AGAIN_SECONDS = 400.0
 
@@ -106,7 +106,7 @@ class Reflector:
             except ApiError as error:
                 self._handle(error)
             except Exception:
-                # Do not raise: the end of this task would end the operator, and the next would fail at the same object.
+                # Do not raise: the end of this task would end the operator, and the next one would fail there again.
                 self._runtime.log.exception("%s: the watch failed, and starts again with a list", self.what)
                 self._version = ""
             self.tried_at, self.waits = self._runtime.clock(), True
@@ -124,7 +124,7 @@ class Reflector:
                 self._begin_anew()
 
     async def _list_quietly(self) -> None:
-        """List. A failure does not end the watch, and the next list comes as usual."""
+        """List once. A failure neither ends the watch nor delays the next list."""
         try:
             await self._list()
         except ApiError as error:
@@ -155,7 +155,7 @@ class Reflector:
             self._runtime.log.warning(text, self.what, len(missed), missed[0])
         self._stale_lists = 0
         if number(at) >= number(self._newest):
-            self._version = self._newest = at  # otherwise the watch is already ahead of the list
+            self._version = self._newest = at  # if this is false, the watch is already ahead of the list
         self.synced.set()
 
     def _check(self, seen: int, version: int) -> None:
@@ -188,7 +188,7 @@ class Reflector:
 
     def _handle(self, error: ApiError) -> None:
         if error.needs_list:
-            self._version = ""  # causes a list
+            self._version = ""  # without a version, a list comes first
         if error.status == 410:  # the version is too old to continue from
             return
         self._asked_for = min(BACK_OFF_SECONDS_MAX, error.retry_after_seconds or 0.0)

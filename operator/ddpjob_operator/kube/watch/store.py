@@ -100,15 +100,15 @@ class Store(Generic[T]):
         return (entry.value for entry in self._by_job.get(key, {}).values())
 
     def jobs(self) -> set[Key]:
-        """Return the jobs that have objects."""
+        """Return the keys of the jobs that have stored objects."""
         return set(self._by_job)
 
     def unreadable(self, key: Key) -> str:
-        """Return which object of a job cannot be read, and why; "" if all can."""
+        """Return which object of a job cannot be read, and why; "" if all objects can be read."""
         return next((one.why for one in self._unreadable.values() if one.key == key), "")
 
     def put(self, raw: Raw, *, is_whole: bool = True) -> None:
-        """Store an object. One that is older than the stored one changes nothing.
+        """Store an object. An object older than the stored one changes nothing.
 
         is_whole: False for the answer to a create, which repeats our own body; the watch then shows the same version
         with the changes of admission webhooks. If an object cannot be read, its last readable state stays.
@@ -130,7 +130,7 @@ class Store(Generic[T]):
         held_up = self._unreadable.pop(place, None)
         known = old.value if old is not None and old.uid == uid else None
         self._set(place, old, Entry(key, uid, at, self._merge(known, seen, self._observed(key)), is_whole))
-        if held_up is not None:  # its job was put off, and must continue even if the object has not changed
+        if held_up is not None:  # the job waited for this object, and must continue even if the object has not changed
             self._changed(held_up.key, None, None)
 
     def put_again(self, raw: Raw) -> None:
@@ -140,9 +140,9 @@ class Store(Generic[T]):
 
     @contextlib.contextmanager
     def one_observation(self, namespace: str = "", key: Key | None = None) -> Iterator[set[ObjectKey]]:
-        """While a list arrives: all of its objects get one observation number, and all others numbers of their own."""
+        """In this context a list arrives: all of its objects get one observation number, others their own."""
         scope = namespace if key is None else key
-        # A job is listed at each restart. Check only its own objects then, because there may be thousands of jobs.
+        # Each job is listed after a restart. Check only this job's objects, because there may be thousands of jobs.
         places = set(self._entries) if key is None else {(key[0], name) for name in self._by_job.get(key, ())}
         places |= {place for place, one in self._unreadable.items() if key in (None, one.key)}
         places = {place for place in places if not namespace or place[0] == namespace}
@@ -275,7 +275,7 @@ class Jobs(Store[Raw]):
 
     @contextlib.contextmanager
     def held(self, key: Key) -> Iterator[None]:
-        """While a job is being reconciled: keep it whole, and keep its room."""
+        """In this context a job is being reconciled: keep the job whole, and keep its room."""
         self._held.add(key)
         try:
             yield
@@ -284,7 +284,7 @@ class Jobs(Store[Raw]):
             self._settle(key)
 
     def _settle(self, key: Key) -> None:
-        """Cut or drop a job that has no room, and enqueue the jobs that waited for the room it frees."""
+        """Cut or drop a job that has no room, and enqueue jobs that waited for the freed room."""
         if key in self._held:
             return
         entry = self._entries.get(key)
@@ -305,7 +305,7 @@ class Jobs(Store[Raw]):
             self._has_room(waiting)
 
     def _room_for(self, key: Key, raw: Raw) -> storage.Room | None:
-        """Return the room in which this job has a place, whole or cut; None if there is none."""
+        """Return the room in which the job, whole or cut, has a place; None if no room has space."""
         begun, needs = storage.has_begun(raw), storage.size(raw)
         whole = self.begun if begun else self._resting
         part = self._cut_resting if not begun and storage.rests(raw) else self._cut_wanting

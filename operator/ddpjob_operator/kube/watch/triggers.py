@@ -27,7 +27,7 @@ def pod_changed(old: Pod | None, new: Pod | None, pods: Iterable[Pod], nodes: in
         and old.trainer == new.trainer  # cheap, before `replace` copies a pod
         and replace(old, node=new.node, scheduled_at=new.scheduled_at, accepted_at=new.accepted_at) == new
     ):
-        return None  # it was only scheduled, and no rule depends on that
+        return None  # the pod was only scheduled, and no rule depends on that
     if not _all_changed(new, pods, nodes):
         return SOME_CHANGED_SECONDS
     return ALL_RUN_SECONDS if new.trainer.state == "running" else ALL_ENDED_SECONDS
@@ -55,7 +55,7 @@ def uses_node(names: Set[str], pods: Iterable[Pod]) -> bool:
 
 
 def kind(job: Mapping[str, Any] | None) -> int:
-    """Return the kind of a job for the queue: 0 if it has begun, else a number that grows with its size.
+    """Return the kind of a job for the queue: 0 if the job has begun, else a number that grows with the job's size.
 
     Kinds take turns, so neither a restart nor a job of one pod waits behind hundreds of larger jobs applied at once.
     """
@@ -76,7 +76,7 @@ def _all_changed(new: Pod, pods: Iterable[Pod], nodes: int) -> bool:
     for pod in pods:
         if pod.attempt != new.attempt:
             continue
-        if pod.trainer.state == "waiting":  # this pod is the newest of its place, because only ended pods are replaced
+        if pod.trainer.state == "waiting":  # this pod is the newest with its rank, because only ended pods are replaced
             return False
         known = newest.get(pod.place)
         if known is None or known.replacement <= pod.replacement:

@@ -16,13 +16,13 @@ from ddpjob_operator.pods import naming
 
 MESSAGE_MAX = 500
 PODS_MAX = 8
-# Reasons without a line, because the states before and after them have one. The second set counts in Restarting only.
+# Reasons that are not logged, because the states around them are. The second set is for the state Restarting only.
 _PASSING = frozenset({reasons.STARTING_TRAINERS.name})
 _AFTER_RESTART = frozenset({reasons.CREATING_PODS.name, reasons.WAITING_FOR_OLD_PODS.name})
 
 
 class Line(NamedTuple):
-    """One line of the log, and its subject."""
+    """One line of the log, and the job, attempt and pod that it is about."""
 
     text: str
     job: str
@@ -60,7 +60,7 @@ def lines(job: api.DDPJob, todo: Plan) -> Iterator[Line]:
 
 
 def decision(job: api.DDPJob, todo: Plan) -> Line | None:
-    """Describe the plan in one line; None if it only records progress."""
+    """Return the plan in one line; None if the plan only records progress."""
     old, new = job.status, todo.status or job.status
     if not todo.actions and apart_from_progress(old) == apart_from_progress(new):
         return None
@@ -94,7 +94,7 @@ def _pods(job: api.DDPJob, actions: Sequence[Action]) -> list[str]:
 
 
 def _failed_pod(old: api.Status, new: api.Status) -> str:
-    """Return the pod of a failure that is new or not yet recovered from."""
+    """Return the pod of a failure that is new, or from which the job has not recovered."""
     failure = new.last_failure
     is_about = failure != old.last_failure or new.state in ("Restarting", "Failing", "Failed")
     return failure.pod if failure is not None and is_about else ""

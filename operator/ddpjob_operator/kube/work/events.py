@@ -18,17 +18,17 @@ from ddpjob_operator.metrics.meter import Meter
 from ddpjob_operator.plan.actions import Event
 
 QUEUE_MAX = 1_000
-# Per job, because a job that restarts all the time must leave room for others.
+# Events waiting per job, so that a job that restarts all the time leaves room for other jobs.
 QUEUE_OF_JOB_MAX = 50
 REPEAT_SECONDS = 300.0
 REMEMBERED_MAX = 5_000
 MESSAGE_MAX = 1_024  # the API server refuses longer messages
-# PASSING states that are over sooner get no Event.
+# PASSING states that end within these seconds get no Event.
 PASSING_SECONDS = 3.0
-# While creates of pods wait in a namespace, its Events wait too, unless they are warnings: at most LATER_SECONDS
-# longer, with a check every AGAIN_SECONDS.
+# While creates of pods wait in a namespace, its Events wait too, except warnings: LATER_SECONDS longer at most. The
+# check is repeated every AGAIN_SECONDS.
 LATER_SECONDS, AGAIN_SECONDS = 10.0, 1.0
-# The same for PASSING states, which usually end when the pods are created.
+# PASSING states wait this many seconds longer, because they usually end when the pods are created.
 PASSING_LATER_SECONDS = 60.0
 PASSING = frozenset({reasons.CREATING_PODS.name, reasons.STARTING_TRAINERS.name})
 
@@ -42,7 +42,7 @@ class _WaitingEvent:
 
 
 class Events:
-    """Queues Events and sends them from own tasks; drops them beyond QUEUE_MAX."""
+    """Queues Events and sends them from separate tasks. Beyond QUEUE_MAX waiting Events, some are dropped."""
 
     def __init__(
         self,
@@ -96,9 +96,8 @@ class Events:
             self._remove(waiting)
 
     def _is_wanted(self, job: api.Metadata, event: Event) -> bool:
-        """True if the level allows the event. A job that has had an Event also gets routine ones. Otherwise its last
-        Event would report that the job is starting.
-        """
+        """True if the level allows the Event. A job with an earlier Event also gets routine ones; otherwise its last
+        Event would report that the job is starting."""
         if self._level == "Warning":
             return event.type == "Warning"
         return self._level == "All" or not event.is_routine or job.uid in self._told
@@ -108,7 +107,7 @@ class Events:
         await self.queue.run(self._send_next)
 
     def _has_room(self, job: api.Metadata) -> bool:
-        """True if there is room. A full queue drops an event of the fullest namespace, unless that is the job's own."""
+        """True if there is room. A full queue drops an event of the fullest namespace, except for a job in it."""
         if len(self._waiting.get(job.uid, ())) >= QUEUE_OF_JOB_MAX:
             return False
         if self._count < QUEUE_MAX:
@@ -142,7 +141,7 @@ class Events:
         return min((max(0.0, w.due - self._clock()) for w in self._waiting.get(uid, ())), default=None)
 
     def _makes_way(self, waiting: _WaitingEvent) -> bool:
-        """True if creates of pods should go first, and no warning of the job waits behind this event."""
+        """True if pod creates should go first, and the job has no warning waiting behind this event."""
         later = PASSING_LATER_SECONDS if waiting.event.reason in PASSING else LATER_SECONDS
         is_new = self._clock() < waiting.due + later
         warns = any(w.event.type == "Warning" for w in self._waiting[waiting.job.uid])
@@ -158,14 +157,14 @@ class Events:
     async def _post(self, waiting: _WaitingEvent) -> None:
         job = waiting.job
         self._told[job.uid] = None
-        # The name grows: kubectl sorts events of one second by name, and causes must come before effects.
+        # The number in the name grows, because kubectl sorts events of one second by name and causes must come first.
         self._named = max(self._named + 1, int(self._runtime.utc().timestamp() * 1e6))
         suffix = f"{self._named:014x}{self._runtime.random.getrandbits(64) % 2**16:04x}"
         try:
             event = body(job, waiting.event, waiting.at, self._instance, suffix)
             await self._client.create(f"/api/v1/namespaces/{job.namespace}/events", event)
         except ApiError as error:
-            # A namespace that is being deleted takes no events (404). Others, such as a missing right, are logged once.
+            # A namespace in deletion accepts no events (404). Other errors, such as a missing right, are logged once.
             if error.status != 404:
                 self._log(f"an event was not sent: {error}")
         except Exception:

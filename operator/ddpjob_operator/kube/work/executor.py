@@ -50,28 +50,28 @@ from ddpjob_operator.plan.actions import (
 )
 from ddpjob_operator.pods import build, naming
 
-# Strict makes a typo in the template an error that the user sees (KEP-2885). The default drops unknown fields.
+# Strict makes a typo in the template an error that the user sees (KEP-2885). By default unknown fields are dropped.
 STRICT = {"fieldValidation": "Strict", "fieldManager": "ddpjob-operator"}
 STATUS = {"fieldManager": "ddpjob-operator"}
-# A reconcile starts no request for a pod after this time; the next one continues. Otherwise a job of a thousand pods
-# behind a slow webhook would react to a suspend or its deletion only after minutes.
+# Seconds after which a reconcile starts no request for a pod; the next reconcile continues. Otherwise a job of a
+# thousand pods behind a slow webhook would react to a suspend or its deletion only after minutes.
 RECONCILE_SECONDS = 5.0
-# Stop looking for missing pods after this many were not found: the others are usually gone, too.
+# After this many missing pods were not found, stop searching: the other ones are usually gone, too.
 GONE_MAX = 8
-# Requests of one job at a time: eight nodes start in one round trip, and half of the namespace's places stay free.
+# Requests of one job at a time. Eight nodes start in one round trip, and half of the namespace's limit stays free.
 OF_JOB_MAX = 8
-# Pods that the second reconcile of a new job creates; each further one creates twice as many. With 2, if many jobs
-# start at once, most would have some of their pods and few would have all (docs/dev/decisions.md, slow start).
+# Pods that the second reconcile of a new job creates; each later reconcile creates twice as many. If many jobs started
+# at once with 2 here, most would have only some of their pods (docs/dev/decisions.md, slow start).
 SECOND_BATCH = 8
 
 
 class ConflictError(Exception):
-    """The job, or the node of a pod, has changed after it was observed. Observe it again."""
+    """The job, or the node of a pod, has changed after it was observed. The caller must observe both again."""
 
 
 @dataclass(eq=False)
 class Executor:
-    """Writes to the API server."""
+    """Carries out plans by requests to the API server."""
 
     client: Client
     caches: Caches
@@ -95,7 +95,7 @@ class Executor:
         before = job
         if todo.status is not None:
             await self._replace_status(job.metadata, msgspec.to_builtins(todo.status))
-            # Pods get the remaining restart budgets from the status, and the new one may count more restarts in place.
+            # Pods get their remaining restart budgets from the new status, which may count more restarts in place.
             job = msgspec.structs.replace(job, status=todo.status)
         self._report(before, todo, state)
         # Events report what the status records. They come before the other requests, which may fail.
@@ -127,7 +127,7 @@ class Executor:
             state.restart = self.meter.changed(job.status, todo.status, self.runtime.now(), state.restart, agent)
 
     async def take_back(self, job: api.DDPJob, names: Set[str], state: JobState) -> bool:
-        """Read pods by name that no list shows, and restore the job's label on those that exist.
+        """Read these pods, which no list shows, by name. Restore the job's label on pods that exist.
 
         Return False if the time of the reconcile ended too early. `state.confirmed_gone` gets pods that do not exist.
         """
@@ -225,11 +225,11 @@ class Executor:
     async def _delete_options(self, job: api.DDPJob, action: DeletePod) -> Raw:
         """Return the DeleteOptions. Raise ConflictError if the container could keep running next to its successor."""
         namespace = job.metadata.namespace
-        # The uid, because a new pod may have the same name by now.
+        # Name the uid, because a new pod may have the same name by now.
         preconditions = {"uid": action.uid}
         if action.grace_seconds == 0:
-            # Require the version that was known before the node is read. If the kubelet comes back before the server
-            # carries out the delete, it updates the pod, and the delete fails.
+            # Require the version that was known before the node was read. If the kubelet comes back before the
+            # deletion, it updates the pod, and the delete fails.
             known = self.caches.pods.entry(namespace, action.name)
             preconditions |= {"resourceVersion": str(known.version)} if known is not None and known.version else {}
             if await self.lookup.may_run_on_ready_node(namespace, action.name):
@@ -240,7 +240,7 @@ class Executor:
         return options
 
     def _not_deleted(self, job: api.DDPJob, action: DeletePod, state: JobState, why: str) -> None:
-        """Log that a pod which the job no longer needs was not deleted. The job continues."""
+        """Log that an unneeded pod could not be deleted. The job continues."""
         state.undeletable[action.uid] = self.runtime.now() + dt.timedelta(seconds=UNDELETABLE_SECONDS)
         about = decisions.of_pod(job.metadata, job.status.attempt, action.name)
         text = "%s: the pod %s, which the job no longer needs, is not deleted: %s"
@@ -255,7 +255,7 @@ class Executor:
             if error.status not in (404, 409):
                 raise
             if error.status == 404 and not is_absent(error, action.name):
-                return  # the whole API is not served; if it comes back, the object may still exist
+                return  # the API is not served now; if it returns, the object may still exist
         gang.store.remove(namespace, action.name, action.uid)
 
     async def _tell_group(self, job: api.DDPJob, action: TellGroup, state: JobState) -> None:
@@ -357,7 +357,7 @@ class Executor:
         left = collections.deque(calls)
 
         async def work() -> None:
-            # The time is not checked again after the wait for a place. Otherwise waiting calls would never be made.
+            # Do not check the time again after waiting for the limit. Otherwise waiting requests would never be sent.
             while left and self.runtime.clock() < ends and not given_up():
                 call = left.popleft()
                 async with place():
@@ -406,7 +406,7 @@ class Executor:
         return found is not None
 
     async def _read(self, paths: Sequence[str], of: tuple[str, str], state: JobState) -> list[Raw] | None:
-        """Return the objects that complete the object `of`; None if one is missing: `of` then counts as refused."""
+        """Return the objects that complete `of`. If one is missing, return None and count `of` as refused."""
         try:
             return [await self.client.get(path) for path in paths]
         except ApiError as error:

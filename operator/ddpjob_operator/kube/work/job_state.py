@@ -1,4 +1,4 @@
-"""What the operator remembers about each job and no watch shows: refusals, conflicts, reports, deleted pods."""
+"""What the operator remembers about each job, because no watch shows it: refusals, conflicts, reports, deleted pods."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddpjob_operator.observed.reports import Report
 from ddpjob_operator.observed.stall import StepTracker
 
 REFUSED_SECONDS = (1, 2, 4, 8, 15, 30, 60, 120, 300)
-# More reports than any job has ranks. Each needs some hundred bytes.
+# The limit is larger than the number of ranks of any job. Each report needs some hundred bytes.
 REPORTERS_MAX = 100_000
 CONFLICT_SECONDS = (2, 5, 10, 20, 30)
 UNDELETABLE_SECONDS = 60
@@ -99,9 +99,8 @@ class JobState:
             conflict.check_at += by
 
     def make_room(self, report: Report, nproc: int | None) -> None:
-        """Drop reports so that, with this one, there are not more reports than ranks. nproc: ranks per pod if rank
-        numbers do not follow node numbers; each pod then keeps its last `nproc` reports.
-        """
+        """Drop old reports so that, with this report, a job has no more reports than ranks. nproc: ranks per pod if
+        rank numbers do not follow node numbers; each pod then keeps its last `nproc` reports."""
         if report.rank in self.reports:
             return
         if nproc is not None:
@@ -122,7 +121,7 @@ class JobState:
         seen = {(p.uid, "silent") for p in pods if p.silent_since}
         seen |= {(p.uid, "stopping") for p in pods if p.deletion_deadline}
         seen |= {(p.uid, "done") for p in pods if p.done_beside_sidecars}
-        # Keep the time after our clock has passed it. Otherwise the wait for a lost node would start again.
+        # Keep a time even after our clock has passed it. Otherwise the wait for a lost node would start again.
         ahead = {(p.uid, "bound") for p in pods if p.scheduled_at and p.scheduled_at > now}
         seen |= ahead | {(p.uid, "bound") for p in pods if (p.uid, "bound") in self.first_seen}
         # The kubelet is back and learns only now that the pod must stop, so the grace period starts now.

@@ -32,7 +32,7 @@ class Caches:
     """By adapter."""
 
     def of_kind(self, kind: str) -> Store[Any]:
-        """Return the store of Pod, Service, or an adapter's kind."""
+        """Return the store for a kind: Pod, Service, or the kind of an adapter's objects."""
         gang = self._gang(kind)
         return gang.store if gang is not None else self.pods if kind == "Pod" else self.services
 
@@ -78,7 +78,7 @@ class Lookup:
             self.caches.nodes.is_gone(name)
 
     async def _node(self, name: str) -> list[Raw]:
-        # A list with one object, because the role allows list and not get.
+        # List one object by name, because the role allows list and not get.
         listed = await self.client.get("/api/v1/nodes", {"fieldSelector": f"metadata.name={name}"})
         return [raw for raw in listed["items"] if raw["metadata"]["name"] == name]
 
@@ -97,7 +97,7 @@ class Lookup:
         return bool(ready)
 
     async def has_changed(self, namespace: str, name: str, uid: str) -> bool:
-        """Read a pod. Store it and return True if it still has this UID."""
+        """Read a pod. If it still has this UID, store it and return True."""
         raw = await self._find("Pod", namespace, name)
         if raw is None or raw["metadata"]["uid"] != uid:
             return False
@@ -137,7 +137,7 @@ class Lookup:
             return False
         own = bool(observe.controller(raw).get("uid") == job.metadata.uid)
         if own or observe.job_name(raw) == job.metadata.name:
-            # It has the job's label, so the watch shows it and its deletion. No conflict needs to be polled.
+            # The object has the job's label, so the watch reports its deletion, and the conflict needs no polling.
             state.conflicts.pop((kind, name), None)
             state.created(kind, name)
             self.caches.of_kind(kind).put(raw)

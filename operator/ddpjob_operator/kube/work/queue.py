@@ -36,15 +36,15 @@ from ddpjob_operator.metrics.meter import Meter, QueueWaits
 
 K = TypeVar("K", bound=Hashable)
 BACK_OFF_SECONDS_FIRST, BACK_OFF_SECONDS_MAX = 0.5, 60.0
-# Reconciles of a namespace at a time: twice the creates in flight (api/in_flight.py), because some reconciles only
-# write a status. With more, an event would wait behind too many.
+# Reconciles of a namespace at a time: twice the pod creates in flight (api/in_flight.py), because some reconciles only
+# write a status. With more, a new event would wait behind them.
 OF_NAMESPACE_MAX = 32
 # A reconcile that takes longer is waiting for a request, and gives its place back.
 QUICK_SECONDS = 0.1
-# Each lower priority gets one of this many turns. With fewer, further pods of other jobs would delay the first pod of a
-# new one.
+# Every TURNS-th turn goes to a lower priority. With fewer turns between, later pods of other jobs would delay the first
+# pod of a new job.
 TURNS = 8
-# Outdated requests stay in the heap until there are more than this, because removing them means a rebuild.
+# Outdated requests stay in the heap until there are more than this, because removing them rebuilds the heap.
 OUTDATED_MIN = 64
 
 
@@ -75,14 +75,14 @@ class _Due(Generic[K]):
         heapq.heappush(self.kinds.setdefault(kind, []), request)
 
     def in_turn(self) -> list[int]:
-        """Return the kinds in the order of their turns."""
+        """Return the kinds in order; the next one to be served is first."""
         kinds = [kind for kind in self.kinds if kind >= 0]
         kinds += [kind for kind in (-Priority.FURTHER_PODS, -Priority.NEWS) if kind in self.kinds]
         turn = -(self._turns % TURNS)
         return sorted(kinds, key=lambda kind: kind != turn) if turn < 0 else kinds
 
     def served(self, kind: int) -> None:
-        """Move a kind to the end."""
+        """Move a kind to the end, because it has had its turn."""
         self.kinds[kind] = self.kinds.pop(kind)
         self._turns += 1
 
@@ -205,11 +205,11 @@ class Schedule(Generic[K]):
         return max((now - since for since in self._busy.values()), default=0.0)
 
     def unfinished_seconds(self, now: float) -> float:
-        """Return the seconds since the last answer, summed over the running reconciles."""
+        """Return the seconds since the last answer, summed over all running reconciles."""
         return sum(now - since for since in self._busy.values())
 
     def due(self, now: float) -> tuple[int, float]:
-        """Return the number of due keys, and the seconds that the oldest has been due."""
+        """Return the number of due keys, and for how many seconds the oldest has been due."""
         times = {key: at for requests in self._requests.values() for key, at in requests.items() if at <= now}
         return len(times), max((now - at for at in times.values()), default=0.0)
 
@@ -296,7 +296,7 @@ class Queue(Generic[K]):
         return self.schedule.stuck_seconds(self._clock())
 
     def measured(self) -> QueueWaits:
-        """Return the current state."""
+        """Return the queue's current state, for metrics."""
         now = self._clock()
         depth, oldest = self.schedule.due(now)
         stuck, unfinished = self.schedule.stuck_seconds(now), self.schedule.unfinished_seconds(now)

@@ -55,7 +55,7 @@ ROUNDS_MAX = 6
 CREATED_SECONDS = 5.0
 # A job with more nodes or pods than this is planned in a thread, so that it does not block the event loop.
 PLANNED_AT_ONCE = 256
-# While pods of a job are being created, its status counts the running ones only this often.
+# Seconds between updates of the number of running pods in a status while pods of the job are being created.
 UNFINISHED_SECONDS = 60.0
 
 Requeue: TypeAlias = float | None
@@ -108,7 +108,7 @@ class Reconciler:
         async with self.reads.place(key[0]):
             with self.caches.jobs.held(key):
                 await self.lookup.read_job(key, quietly=True)
-                # A cut job does not show its gang, so `ready_in` could not tell before whether it waits for one.
+                # A cut job does not show its gang, so only now can `ready_in` tell if the job waits for the gang.
                 return await self._rounds(key) if (wait := self.ready_in(key)) == 0.0 else wait
 
     def _rests_until(self, key: Key, raw: Mapping[str, Any]) -> dt.datetime | None:
@@ -119,7 +119,7 @@ class Reconciler:
             self.caches.jobs.begun.waits_no_more(key)
             self.states.forget([key])
         elif not has_objects and storage.waits_for_room(raw) and self.caches.jobs.begun.ask(key, storage.size(raw)):
-            return bounds.TIME_LAST  # until there is room for it
+            return bounds.TIME_LAST  # it begins when there is room, which no time predicts
         return until
 
     def _has_objects(self, key: Key) -> bool:
@@ -147,7 +147,7 @@ class Reconciler:
         job, problems = readable
         state = self.states.of(key, job.metadata.uid)
         if not await self._confirm_gone(key, job, state):
-            return 0.0  # to the back of the queue, behind the other jobs that are due
+            return 0.0  # go to the end of the queue, behind the other jobs that are due
         seen = await self._observe(key, job, state)
         todo = await self._plan(job, seen, problems)
         if todo.status is None and not todo.actions:
@@ -176,15 +176,15 @@ class Reconciler:
             state.is_read, state.written_at = True, self.runtime.clock()
         only_creates = all(isinstance(action, (CreateService, CreateGroup, CreatePod)) for action in todo.actions)
         if is_complete and todo.actions and only_creates and not state.refusals and not state.conflicts:
-            # No other round: the status describes the new pods, and their events enqueue the job. Check this before the
-            # time. Otherwise, if many jobs start at once, each would write another status while its pods are starting.
+            # Plan no further round: the new pods' events will enqueue the job. Check this before the time. Otherwise,
+            # if many jobs start at once, each job would write another status while its pods are starting.
             return min(CREATED_SECONDS, self._requeue_in(todo, state) or CREATED_SECONDS)
         if not is_complete or self.runtime.clock() > ends:
-            return 0.0  # to the back of the queue, behind the other jobs that are due
+            return 0.0  # go to the end of the queue, behind the other jobs that are due
         return self._requeue_in(todo, state) if is_only_progress else "another round"
 
     def _tells_later(self, old: api.Status, todo: Plan, state: JobState) -> bool:
-        """True if the status may be skipped: the plan creates more pods, and only the number of running ones is new.
+        """True if the status need not be written: more pods are created, and only the number of running ones is new.
 
         Otherwise each batch of a large job would write a status, which costs the API server as much as two pods.
         """
@@ -196,12 +196,12 @@ class Reconciler:
         return told and bool(todo.actions) and msgspec.structs.replace(new, **same) == old
 
     async def _readable(self, key: Key) -> tuple[api.DDPJob, list[validation.Problem]] | Requeue:
-        """Return the job and the problems of its spec; None if it is gone or not ours.
+        """Return the job and the problems of its spec; None if the job is gone or another controller manages it.
 
         If the job or one of its objects cannot be read, report that and return the seconds until the next try.
         """
         raw = self.caches.jobs.get(key)
-        if raw is not None and storage.is_cut(raw):  # an event may have replaced the whole job by a cut one
+        if raw is not None and storage.is_cut(raw):  # an event may have replaced the complete job by a cut one
             await self.lookup.read_job(key, quietly=True)
             raw = self.caches.jobs.get(key)
         if raw is None:
@@ -226,7 +226,7 @@ class Reconciler:
         return job, problems
 
     def _put_off(self, key: Key, state: JobState, version: str, why: str) -> float:
-        """Log a new reason. Return the seconds until the next try."""
+        """Log why the job cannot be handled, if that is new. Return the seconds until the next try."""
         times = state.put_off.times + 1 if state.put_off is not None and state.put_off.why == why else 1
         pause = back_off(times)
         state.put_off = PutOff(why, version, self.runtime.clock() + pause, times)
@@ -237,7 +237,7 @@ class Reconciler:
         return pause
 
     async def _report_unreadable(self, raw: Mapping[str, Any], why: str) -> str:
-        """Write a condition with the reason why the job cannot be read. Return why the server refused it, else ""."""
+        """Write a condition with the reason why the job is unreadable. Return why the server refused it, or ""."""
         status = unreadable.with_condition(raw, why, self.runtime.now())
         if status is None and unreadable.is_reported(raw):
             return ""
@@ -296,7 +296,7 @@ class Reconciler:
         return {name: nodes for name, nodes in held.items() if nodes}
 
     async def _confirm_gone(self, key: Key, job: api.DDPJob, state: JobState) -> bool:
-        """Read the pods that have run and that our copy lacks. Return False if there was no time for all of them.
+        """Read the pods that have run and that our copy lacks. Return False if the time was too short for all pods.
 
         A missing pod fails the job, but our copy may lag.
         """
@@ -359,7 +359,7 @@ class Reconciler:
 
 
 def _frees(action: Action) -> TypeGuard[DeleteGroup | TellGroup]:
-    """True if the action lets other jobs use the resources of this job's pods."""
+    """True if other jobs can use the resources of this job's pods after the action."""
     return isinstance(action, DeleteGroup) or (
         isinstance(action, TellGroup) and action.what not in ("ready", "unready")
     )

@@ -17,10 +17,10 @@ from ddpjob_operator.plan import agent_restarts
 
 SILENCE_CHECK_SECONDS = 10.0
 FIRST_REPORT_SECONDS = 0.1
-# A job whose write of progress waits is planned this often for other changes in its reports. Otherwise thousands of
-# jobs would be planned every ten seconds in vain.
+# While a job's progress waits to be written, other changes in its reports cause a plan only this often (seconds).
+# Otherwise thousands of jobs would be planned every ten seconds in vain.
 WAITING_SECONDS_MAX = 60.0
-# Limit for all jobs together. Otherwise step numbers of thousands of jobs would take all of the API server's time.
+# Writes for all jobs together. Otherwise step numbers of thousands of jobs would keep the API server busy.
 PROGRESS_WRITES_PER_SECOND = 10
 
 
@@ -39,8 +39,8 @@ class Reports:
         self.listening_since = runtime.now()
 
     def take(self, key: Key, report: Report) -> float | None:
-        """Keep a report. Return the seconds until its job should be reconciled; None if nothing is new, or there is no
-        job.
+        """Keep a report. Return the seconds until its job should be reconciled; None if the report contains nothing
+        new, or its job does not exist.
 
         Raise BadReportError if a pod reports for a rank of another pod: it could fill our memory.
         """
@@ -131,6 +131,6 @@ class Reports:
 
 
 def _begins(known: Report, report: Report) -> bool:
-    """True if ranks have started or made their first step since the report before."""
+    """True if ranks have started or made their first step after the `known` report."""
     starts = (report.attempt, report.generation) > (known.attempt, known.generation)
     return starts or (report.step > 0 and not known.step) or (known.phase == "start" != report.phase)
