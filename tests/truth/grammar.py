@@ -700,7 +700,7 @@ class _Writer:
         lines.append("        if step == TOTAL: break")
         if self.has("join", "yes"):
             lines = ["    with model.join():", *[f"    {line}" for line in lines]]
-        lines = ["stop = False", "for epoch in range(first, 99):", *lines]
+        lines = ["stop = False", "for epoch in range(first, 99 if step < TOTAL else first):", *lines]
         lines += [f"    {line}" for line in self._epoch_end()]
         lines.append("    if step == TOTAL: break")
         return "\n".join(lines)

@@ -52,6 +52,8 @@ def _of_ranks(found: re.Match[str], recipe: Recipe) -> Iterator[Part]:
     for rank in map(int, re.findall(r"\d+", found["ranks"])):
         yield from (Part(rank, name) for name in GENERATORS)
         yield from (Part(rank, name) for name in _differ_by_rank(recipe))
+        if recipe["optimizer"] == "post_local":  # ranks step alone, so rank 0 may save a step that others have not made
+            yield Part(rank, SAMPLES)
 
 
 def _large(found: re.Match[str], _: Recipe) -> Iterator[Part]:
