@@ -259,13 +259,13 @@ def backends(script: Script, job: CheckedJob) -> set[str]:
 
 @rule("error", wrong='dist.init_process_group("mpi")', right='dist.init_process_group("gloo")')
 def backend_mpi(script: Script, job: CheckedJob) -> Iterator[Found]:
-    """The backend mpi needs a PyTorch that was built with MPI, and no published wheel was."""
+    """The backend mpi needs a PyTorch that was built with MPI, which no published wheel is."""
     for call in script.inits:
         given = script.argument(call, "backend", 0)
         if given and [t.lower() for t in script.texts(given)] == ["mpi"] and not script.mentions("is_mpi_available"):
             yield at(
                 given,
-                'backend "mpi" needs a PyTorch built with MPI, and no published wheel was; use "gloo" (CPU) or "nccl" '
+                'backend "mpi" needs a PyTorch built with MPI, which no published wheel is; use "gloo" (CPU) or "nccl" '
                 "(GPU)",
                 "warning" if job.launcher in _OF_MPI else "error",
             )

@@ -150,7 +150,7 @@ REFUSED = {
     "a number in quotes": (job(nprocPerNode="4"), "spec.nprocPerNode: ", "must be auto or a whole number"),
     "nprocPerNode: gpu": (job(nprocPerNode="gpu"), "spec.nprocPerNode: ", "must be auto or a whole number"),
     "nprocPerNode: 1.5": (job(nprocPerNode=1.5), "spec.nprocPerNode: ", "must be of type integer,string"),
-    "backend: mpi": (job(backend="mpi"), "spec.backend: ", "no published wheel is. Use gloo (CPU) or nccl (GPU)."),
+    "backend: mpi": (job(backend="mpi"), "spec.backend: ", "no published wheel has it. Use gloo (CPU) or nccl (GPU)."),
     "backend: tpu": (job(backend="tpu"), "spec.backend: ", 'supported values: "auto", "gloo"'),
     "minNodes over nodes": (job(minNodes=3), "spec.minNodes: ", "must be at most spec.nodes. Lower minNodes"),
     "minNodes over the default of nodes": (
@@ -410,7 +410,7 @@ def test_no_controller_takes_over_a_job_that_is_there(cluster: Cluster, before: 
         code, output = cluster.patch(name, operation)
         assert code != 0, "the API server took the change"
         assert "spec.managedBy: " in output
-        assert "never changes" in output
+        assert "cannot be changed" in output
 
 
 @pytest.mark.alone

@@ -51,8 +51,8 @@ def command(*words: str, **spec: Any) -> list[str]:
         ({"minNodes": 0}, "spec.minNodes: must be at least 1, is 0"),
         (
             {"backoffWindowSeconds": 60, "backoffLimit": 101},
-            "spec.backoffWindowSeconds: needs a backoffLimit of at most 100: the status keeps the time of each. "
-            "Lower backoffLimit.",
+            "spec.backoffWindowSeconds: needs a backoffLimit of at most 100: the status keeps the time of each "
+            "restart. Lower it.",
         ),
         (
             {"failurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": {"values": [256]}}]}},
@@ -78,7 +78,7 @@ def command(*words: str, **spec: Any) -> list[str]:
         ),
         (
             {"backend": "mpi"},
-            'spec.backend: "mpi" needs a PyTorch built with MPI, and no published wheel is. '
+            'spec.backend: "mpi" needs a PyTorch built with MPI; no published wheel has it. '
             "Use gloo (CPU) or nccl (GPU).",
         ),
         (

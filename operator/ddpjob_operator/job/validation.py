@@ -45,7 +45,7 @@ class SpecRule:
 
 
 NOT_A_JOB = "a DDPJob is a mapping with apiVersion, kind, metadata and spec"
-MPI_REFUSED = '"mpi" needs a PyTorch built with MPI, and no published wheel is. Use gloo (CPU) or nccl (GPU).'
+MPI_REFUSED = '"mpi" needs a PyTorch built with MPI; no published wheel has it. Use gloo (CPU) or nccl (GPU).'
 
 WINDOWED_LIMIT_MAX = 100
 PROBLEMS_MAX = 200  # the most problems of a template that are named: each takes 20 µs, and a tenant may write 9,000
@@ -64,7 +64,7 @@ RULES = (
         "backoffWindowSeconds",
         f"!has(self.backoffWindowSeconds) || !has(self.backoffLimit) || self.backoffLimit <= {WINDOWED_LIMIT_MAX}",
         lambda s: s.backoff_window_seconds is not None and s.backoff_limit > WINDOWED_LIMIT_MAX,
-        f"needs a backoffLimit of at most {WINDOWED_LIMIT_MAX}: the status keeps the time of each. Lower backoffLimit.",
+        f"needs a backoffLimit of at most {WINDOWED_LIMIT_MAX}: the status keeps the time of each restart. Lower it.",
     ),
     SpecRule(
         "gang",
