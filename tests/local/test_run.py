@@ -297,7 +297,7 @@ def test_a_script_that_reports_no_steps_gets_no_limit_for_hangs_and_no_fault_at_
 def test_a_value_of_the_user_that_may_keep_the_ranks_apart_wins_and_is_named_once(cli: Cli) -> None:
     done = cli.run("run", cli.file("import os; print(os.environ['MASTER_ADDR'])"), "--env", "MASTER_ADDR=10.0.0.1")
     assert sorted(done.stdout.splitlines()) == ["[0:0] 10.0.0.1", "[1:1] 10.0.0.1"]
-    assert done.stderr.count("MASTER_ADDR: your value and not the job's") == 1
+    assert done.stderr.count("MASTER_ADDR: your value replaces the job's") == 1
 
 
 def test_cpu_runs_a_gpu_job_with_as_many_ranks_on_gloo(cli: Cli) -> None:

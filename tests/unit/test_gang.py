@@ -86,7 +86,7 @@ def test_a_job_that_wants_a_gang_makes_no_pod_where_there_is_none() -> None:
     """Otherwise some of its pods hold nodes for which another job waits."""
     world = digits(gang="native").settle()
     assert (world.names(), world.status.state, world.status.reason) == ([], "Pending", "GangUnavailable")
-    assert world.status.message == f"no pod is made without its gang: {OFF}"
+    assert world.status.message == f"no pod is created without its gang: {OFF}"
     world.serves().running()
     assert world.status.state == "Running"
 

@@ -930,8 +930,8 @@ def test_who_gave_up_waiting_and_for_what_is_said(other: str, lacks: str) -> Non
     plan = world.exits(0, code=1, message=f"{NOBODY_CAME}\n").plan()
     assert (plan.status.state, plan.status.reason) == ("Pending", "Unschedulable")
     assert plan.status.message == (
-        f"Unschedulable: {lacks}, for more than 10m; digits-1-0 gave up waiting for them, so all pods are made again: "
-        "attempt 2"
+        f"Unschedulable: {lacks}, for more than 10m; digits-1-0 gave up waiting for them, so all pods are created "
+        "again: attempt 2"
     )
 
 
@@ -940,7 +940,9 @@ def test_a_rank_that_waited_in_vain_for_an_image_costs_nothing_and_the_slow_pod_
     world = digits(backoffLimit=0).started().runs(0).waits(1, "ContainerCreating").settle().after(600)
     plan = world.exits(0, code=1, message=f"{NOBODY_CAME}\n").plan()
     assert (plan.status.state, plan.status.reason) == ("Pending", "CannotStart")
-    assert plan.status.message.startswith("1 of 2 pods have not started: digits-1-1 on node-1 is in ContainerCreating")
+    assert plan.status.message.startswith(
+        "1 of 2 pods have not started: digits-1-1 on node-1 has been in ContainerCreating"
+    )
     assert "digits-1-0 gave up waiting for them" in plan.status.message
     world.settle().stops_all().settle()
     assert (world.status.attempt, world.status.last_failure, charges(world)) == (2, None, (0, 0, 0))
