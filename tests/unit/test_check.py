@@ -1378,7 +1378,7 @@ def test_any_command_is_read_without_a_traceback(words: list[str]) -> None:
 
 def test_a_command_without_a_script_is_said_to_have_none_and_by_which_launcher(job_file) -> None:
     result = ran(job_file("", "tune", "run", "--nproc_per_node", "2", "full_finetune_distributed"))
-    assert "the command starts tune, and names no script that is plain to see" in result.stderr
+    assert "the command starts tune, and names no script that can be recognized" in result.stderr
 
 
 def test_a_module_is_looked_for_as_the_file_that_it_is(job_file, tmp_path: Path) -> None:
@@ -1413,7 +1413,7 @@ def test_a_script_that_is_not_here_is_said_and_may_be_named_beside_the_job(job_f
     path = job_file(script, "torchrun", "/app/other.py")
     result = ran(path)
     assert result.return_value == 0
-    assert "/app/other.py is not on this machine, so only the job was read" in result.stderr
+    assert "/app/other.py is not on this machine, so only the job was checked" in result.stderr
     assert ran(path, "train.py").return_value == 1
 
 

@@ -113,7 +113,7 @@ def dev(
     source, why = sources.with_launcher(source, None, lambda: launchers.missing_here(os.environ))
     if source.launcher != launchers.DDPRUN:
         own = "the script starts the processes of its node by itself"
-        raise InputError(f"{file or module}: ddpjob dev needs ddprun, but {why or own}; ddpjob run takes it")
+        raise InputError(f"{file or module}: ddpjob dev needs ddprun, but {why or own}; use ddpjob run")
     document, job = sources.load(source)
     options = RunOptions(
         cpu=cpu,
