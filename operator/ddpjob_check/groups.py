@@ -105,8 +105,8 @@ def _comes_too_late(script: Script, node: ast.AST) -> bool:
     right='dist.init_process_group("gloo")',
 )
 def world_size_differs(script: Script, job: CheckedJob) -> Iterator[Found]:
-    """Only if the nodes and the processes of each are known. A group waits for as many ranks as world_size says: with
-    more than the job has, it never forms; with fewer, a rank is refused."""
+    """Only if the nodes and the processes per node are known. A group waits for world_size ranks. If the job has fewer,
+    it never forms; if the job has more, the others are refused."""
     world = job.world_size
     if world is None or script.starts or not (job.by_torchrun or job.launcher in ("", "ddprun", "python")):
         return

@@ -579,7 +579,8 @@ def test_the_command_that_needs_no_edit_of_the_script_is_named(job_file, names: 
     """Users who are only told to use LOCAL_RANK edit the script, and never find the command in docs/launching.md."""
     assert command in (ROOT / "docs/launching.md").read_text().replace("`[", "`command: [")
     assert (
-        f"without an edit: {command};" in ran(job_file(ALONE.replace('"--local_rank"', names), nprocPerNode=2)).stdout
+        f"with the script unchanged: {command};"
+        in ran(job_file(ALONE.replace('"--local_rank"', names), nprocPerNode=2)).stdout
     )
 
 
@@ -588,7 +589,7 @@ def test_so_it_is_where_the_option_is_required_or_refused(job_file, by: list[str
     """Otherwise the message only says to change the script."""
     required = P + OLD.replace("type=int", "required=True") + PARSE
     said = ran(job_file(required, *by, "train.py")).stdout
-    assert 'without an edit: command: [torchrun, --no-python, sh, -c, "exec python train.py --loc' in said
+    assert 'with the script unchanged: command: [torchrun, --no-python, sh, -c, "exec python train.py --loc' in said
 
 
 def test_a_script_that_a_shell_starts_for_each_rank_is_read(job_file) -> None:
@@ -700,11 +701,11 @@ OF_RANK = '--no-python, sh, -c, "SLURM_PROCID=$RANK SLURM_NTASKS=$WORLD_SIZE exe
 @pytest.mark.parametrize(
     ("launcher", "nproc", "recipe"),
     [
-        ("python", 1, f'without an edit: {OF_POD}; else use os.environ["RANK"]'),
-        ("torchrun", 2, f"without an edit: command: [torchrun, {OF_RANK}; else"),
-        ("ddprun", 2, f"without an edit: command: [ddprun, {OF_RANK}; else"),
-        ("torchrun", 1, f"without an edit: command: [torchrun, {OF_RANK}; else"),
-        ("python", 2, f"without an edit: command: [torchrun, {OF_RANK}; else"),
+        ("python", 1, f'with the script unchanged: {OF_POD}; else use os.environ["RANK"]'),
+        ("torchrun", 2, f"with the script unchanged: command: [torchrun, {OF_RANK}; else"),
+        ("ddprun", 2, f"with the script unchanged: command: [ddprun, {OF_RANK}; else"),
+        ("torchrun", 1, f"with the script unchanged: command: [torchrun, {OF_RANK}; else"),
+        ("python", 2, f"with the script unchanged: command: [torchrun, {OF_RANK}; else"),
     ],
 )
 def test_a_variable_of_slurm_is_an_error_that_says_how_to_set_it(
