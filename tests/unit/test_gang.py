@@ -299,7 +299,7 @@ def test_a_job_in_a_queue_has_one_group_for_its_life_and_no_pod_before_it_is_adm
     world = queued(activeDeadlineSeconds=60).settle()
     assert (list(world.groups), world.names(), world.status.state) == (["digits"], [], "Pending")
     world.admits("waiting", "3 more GPUs are needed", place=4).settle()
-    assert world.status.message == "waiting in the queue: place 4: 3 more GPUs are needed"
+    assert world.status.message == "waiting in the queue: position 4: 3 more GPUs are needed"
     world.after(3600).settle()
     assert world.status.message.endswith(", for more than 1h")
     assert world.status.start_time is None, "no deadline runs"

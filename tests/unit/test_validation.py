@@ -157,7 +157,11 @@ def test_a_name_that_cannot_name_a_service_is_refused(name: str) -> None:
         (["torchrun", "--nnodes=1:2", "x.py"], 3, "--nnodes=1:2 contradicts spec.nodes: 3"),
         (["torchrun", "--nnodes=2:1", "x.py"], 2, "--nnodes=2:1 contradicts spec.nodes: 2"),
         (["ddprun", "--nnodes=1:2", "x.py"], 2, "ddprun cannot train with a changing number of nodes yet"),
-        (["torchrun", "--nnodes=1:2", "--rdzv-backend=static", "x.py"], 2, "an elastic job meet by c10d. Remove it"),
+        (
+            ["torchrun", "--nnodes=1:2", "--rdzv-backend=static", "x.py"],
+            2,
+            "an elastic job use the backend c10d. Remove it",
+        ),
         (["python", "-m", "torch.distributed.launch", "--node_rank=0", "x.py"], 2, "gives all 2 nodes the same rank"),
         (
             ["python3", "-m", "torch.distributed.run", "--master-addr", "localhost", "x.py"],
@@ -197,7 +201,11 @@ def test_a_name_that_cannot_name_a_service_is_refused(name: str) -> None:
         (["sh", "-c", "torchrun --rdzv-id=job-$(date +%s) x.py"], 2, "differs on each of 2 nodes"),
         (["sh", "-c", "torchrun --rdzv-id=${HOSTNAME} x.py"], 2, "differs on each of 2 nodes"),
         (["sh", "-c", "torchrun --rdzv-id=`hostname -s` x.py"], 2, "differs on each of 2 nodes"),
-        (["torchrun", "--node-rank=1", "x.py"], 1, "--node_rank=1 waits for node 0, and spec.nodes: 1 has no other"),
+        (
+            ["torchrun", "--node-rank=1", "x.py"],
+            1,
+            "--node_rank=1 waits for node 0, but spec.nodes: 1 is only this node",
+        ),
         (["torchrun", "--nproc-per-node=gpu", "x.py"], 2, "--nproc_per_node=gpu: the trainer's limits have no GPU"),
         (["python", "-m", "torch.distributed.launch", "--no-python", "./x"], 1, "cannot pass --local-rank"),
         (

@@ -250,10 +250,10 @@ def _nodes(launcher: Command, spec: api.Spec) -> Iterator[str]:
         yield f"--nnodes={wanted} contradicts spec.nodes: {spec.nodes}. Remove --nnodes: the job sets it."
     backend = launcher.options.get("rdzv_backend", "c10d")
     if facts(spec).min_nodes is not None and backend != "c10d":
-        yield f"--rdzv_backend={backend}: the nodes of an elastic job meet by c10d. Remove it: the job sets it."
+        yield f"--rdzv_backend={backend}: the nodes of an elastic job use the backend c10d. Remove it: the job sets it."
     rank = launcher.options.get("node_rank", "")
     if spec.nodes == 1 and _number(rank) > 0:
-        yield f"--node_rank={rank} waits for node 0, and spec.nodes: 1 has no other. Remove it: the job sets it."
+        yield f"--node_rank={rank} waits for node 0, but spec.nodes: 1 is only this node. Remove it: the job sets it."
 
 
 def _range(launcher: Command) -> tuple[int, int]:

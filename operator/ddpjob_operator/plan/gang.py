@@ -259,7 +259,7 @@ def _place(place: int | None) -> str:
     if place is None:
         return ""
     step = 10 ** (len(str(place)) - 1)
-    return f"place {place}: " if place <= EXACT_PLACES else f"place {place // step * step} or later: "
+    return f"position {place}: " if place <= EXACT_PLACES else f"position {place // step * step} or later: "
 
 
 def _refused(view: View, adapter: Adapter, name: str) -> Refusal | None:
