@@ -557,6 +557,6 @@ def test_a_spec_cannot_be_written_with_the_status(cluster: Cluster) -> None:
 
 def test_explain_says_what_each_field_means(cluster: Cluster) -> None:
     explained = " ".join(cluster("explain", "ddpjob.spec").split())
-    assert "Unset: 10, or the pod's grace if less; 0.1 where ddprun" in explained
+    assert "Unset: 10, or the pod's grace period if shorter; 0.1 if ddprun" in explained
     assert "Default: Running." in explained
     assert "readinessProbe" in cluster("explain", "ddpjob.spec.template.spec.containers")
