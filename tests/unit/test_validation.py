@@ -40,7 +40,7 @@ def command(*words: str, **spec: Any) -> list[str]:
         ({"gang": "volcano"}, 'spec.gang: must be one of auto, kueue, native, none, is "volcano"'),
         (
             {"gang": "none", "topologyKey": "rack"},
-            "spec.gang: none places pods one by one, and topologyKey needs a gang. "
+            "spec.gang: none schedules pods one by one, but topologyKey needs a gang. "
             "Set gang to native or auto, or remove topologyKey.",
         ),
         (

@@ -156,7 +156,7 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     start_retries: Count = 0
     """How often in a row all pods were deleted because not all ran within startDeadlineSeconds."""
     starting_since: Time | None = None
-    """Begin of the first of several attempts in which not all pods started; startDeadlineSeconds counts from here.
+    """Start of the first of several attempts in which not all pods started; startDeadlineSeconds counts from here.
     Unset: from attemptTime."""
     unconfigured_since: Time | None = None
     """When a ConfigMap or Secret was first missing."""
@@ -389,7 +389,7 @@ class FailureLine(Struct, rename="camel", omit_defaults=True, frozen=True, kw_on
     attempt: Count
     """The attempt that failed."""
     message: Annotated[str, Meta(max_length=300)]
-    """Who and what."""
+    """Who failed, and how."""
     reason: Text = ""
     """The kubelet's or the process's reason, as in lastFailure; unset for an init container."""
     failure_class: Text = field(default="", name="class")
@@ -428,8 +428,8 @@ class Goodput(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=T
     productive_seconds: Count = 0
     """All nodes ran, and steps were made at the expected pace."""
     idle_seconds: Count = 0
-    """All nodes ran, but no step was made for longer than expected, until restarted ranks made one, or until a node was
-    given up."""
+    """All nodes ran, but no step was made: for longer than expected, until ranks restarted in place made one, or until
+    a node was given up."""
     unreported_seconds: Count = 0
     """All nodes ran, but no step was ever reported, so it is unknown whether they trained."""
     starting_seconds: Count = 0

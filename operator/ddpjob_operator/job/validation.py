@@ -70,7 +70,8 @@ RULES = (
         "gang",
         "!has(self.topologyKey) || self.topologyKey == '' || !has(self.gang) || self.gang != 'none'",
         lambda s: bool(s.topology_key) and s.gang == "none",
-        "none places pods one by one, and topologyKey needs a gang. Set gang to native or auto, or remove topologyKey.",
+        "none schedules pods one by one, but topologyKey needs a gang. Set gang to native or auto, or remove "
+        "topologyKey.",
     ),
     SpecRule(
         "topologyKey",
